@@ -1,0 +1,382 @@
+"""What a user can set, in one place: fields, ranges, defaults, tooltips, presets.
+
+`ToMAConfig` is frozen: it rides on a model and is shared by every run of it. What changes during a run lives in
+`state.RunState`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A value that cannot be used. The message names the field, what is allowed and what to do."""
+
+
+class Granularity(str, Enum):
+    """How much of a transformer runs on merged tokens between one merge and its unmerge."""
+
+    MODULE = "module"
+    BLOCK = "block"
+    STACK = "stack"
+
+
+class WindowKind(str, Enum):
+    """The shape of the local windows in which destinations are selected and tokens merged."""
+
+    TILE = "tile"
+    STRIPE = "stripe"
+    GLOBAL = "global"
+
+
+class SelectorKind(str, Enum):
+    """Which rule picks the destination tokens."""
+
+    FACILITY_LOCATION = "facility location"
+    FARTHEST_POINT = "farthest point"
+    GRID = "grid"
+    RANDOM = "random"
+    TOME = "tome"
+
+
+class UnmergeKind(str, Enum):
+    """How merged tokens are spread back over all tokens."""
+
+    TRANSPOSE = "transpose"
+    PSEUDO_INVERSE = "pseudo-inverse"
+
+
+class Share(str, Enum):
+    """Which blocks use one plan (destinations and weights) within a step."""
+
+    BLOCK = "block"
+    STACK = "stack"
+    LEVEL = "level"
+
+
+class Levels(str, Enum):
+    """Which resolutions of a UNet are merged. Flux has one resolution and ignores this."""
+
+    ALL = "all"
+    FINEST = "finest"
+    COARSER = "coarser"
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """How one field is offered and checked: range (both ends allowed), widget step, group and help text."""
+
+    tooltip: str
+    group: str
+    minimum: float | None = None
+    maximum: float | None = None
+    step: float | None = None
+
+
+def _option(default: Any, spec: FieldSpec) -> Any:
+    return field(default=default, metadata={"spec": spec})
+
+
+@dataclass(frozen=True)
+class ToMAConfig:
+    """Every setting of the merge. Raises `ConfigError` on a value outside its range.
+
+    Strings are accepted for the enum fields. The defaults are the `balanced` preset.
+    """
+
+    ratio: float = _option(
+        0.5,
+        FieldSpec(
+            "Share of the image tokens that is merged away. 0.25 is careful, 0.5 the usual choice, 0.75 fast and "
+            "visibly softer. 0 switches ToMA off.",
+            "Tokens",
+            0.0,
+            0.95,
+            0.05,
+        ),
+    )
+    ratio_decay: float = _option(
+        0.0,
+        FieldSpec(
+            "How much of the ratio is given up between the first and the last merged step: 0 keeps it constant, 1 "
+            "lets it fall to zero. Try 0.5 when fine detail suffers; costs speed in the late steps.",
+            "Tokens",
+            0.0,
+            1.0,
+            0.05,
+        ),
+    )
+    min_tokens: int = _option(
+        256,
+        FieldSpec(
+            "Token grids with fewer tokens than this stay whole: merging a few tokens costs more than it saves. "
+            "Raise it if small images get slower.",
+            "Tokens",
+            4,
+            1_048_576,
+            16,
+        ),
+    )
+    granularity: Granularity = _option(
+        Granularity.STACK,
+        FieldSpec(
+            "How long tokens stay merged. 'module': around each attention and feed-forward, as in the paper. "
+            "'block': around each transformer block. 'stack': around each chain of transformer blocks of the UNet, "
+            "the fastest; Flux treats it as 'block'.",
+            "Where",
+        ),
+    )
+    self_attention: bool = _option(
+        True, FieldSpec("Merge around self-attention. Only for granularity 'module'.", "Where")
+    )
+    cross_attention: bool = _option(
+        True, FieldSpec("Merge around cross-attention (UNet). Only for granularity 'module'.", "Where")
+    )
+    feed_forward: bool = _option(
+        True,
+        FieldSpec(
+            "Merge around the feed-forward layers (in Flux: the image MLPs of the double blocks). Only for "
+            "granularity 'module'. Off costs about half of the speed gain.",
+            "Where",
+        ),
+    )
+    levels: Levels = _option(
+        Levels.ALL,
+        FieldSpec(
+            "Which resolutions of a UNet are merged: all, only the finest, or only the coarser ones. Most of "
+            "SDXL's blocks are at the coarser one.",
+            "Where",
+        ),
+    )
+    unet_whole_blocks: int = _option(
+        0,
+        FieldSpec(
+            "The first so many transformer blocks of a UNet stay whole. 2 leaves SDXL's first stack whole: a "
+            "little closer to the original, a little slower.",
+            "Where",
+            0,
+            1000,
+            1,
+        ),
+    )
+    flux_whole_double: int = _option(
+        5,
+        FieldSpec(
+            "The first so many double blocks of Flux stay whole; the released method uses 5 of 19. Fewer is "
+            "faster and less faithful.",
+            "Where",
+            0,
+            1000,
+            1,
+        ),
+    )
+    flux_whole_single: int = _option(
+        5,
+        FieldSpec(
+            "The first so many single blocks of Flux stay whole; the released method uses 5 of 38.",
+            "Where",
+            0,
+            1000,
+            1,
+        ),
+    )
+    start_percent: float = _option(
+        0.0,
+        FieldSpec("Merging starts at this share of the sampling process (0 = from the start).", "When", 0.0, 1.0, 0.01),
+    )
+    end_percent: float = _option(
+        1.0,
+        FieldSpec(
+            "Merging stops at this share of the sampling process (1 = to the end). 0.7 to 0.9 lets the last steps "
+            "restore fine detail, at the price of their speed.",
+            "When",
+            0.0,
+            1.0,
+            0.01,
+        ),
+    )
+    full_every: int = _option(
+        0,
+        FieldSpec(
+            "Every so many steps one step runs whole (0 = never; at least 2). 3 keeps the image closer and gives up "
+            "a third of the gain.",
+            "When",
+            0,
+            1000,
+            1,
+        ),
+    )
+    select_every: int = _option(
+        10,
+        FieldSpec(
+            "Destinations are selected anew every so many steps. The paper uses 10. Lower follows the image more "
+            "closely and costs a little time at each selection.",
+            "When",
+            1,
+            1000,
+            1,
+        ),
+    )
+    weigh_every: int = _option(
+        5,
+        FieldSpec(
+            "Merge weights are computed anew every so many steps; the paper uses 5. Cheaper than selecting.",
+            "When",
+            1,
+            1000,
+            1,
+        ),
+    )
+    selector: SelectorKind = _option(
+        SelectorKind.FACILITY_LOCATION,
+        FieldSpec(
+            "How destinations are picked. 'facility location' is the method of the paper; 'farthest point' is close; "
+            "'grid', 'random' and 'tome' are there for comparison.",
+            "How",
+        ),
+    )
+    window_kind: WindowKind = _option(
+        WindowKind.TILE,
+        FieldSpec(
+            "Destinations are picked inside local windows. 'tile': squares, the best choice. 'stripe': bands over "
+            "the full width. 'global': the whole image at once, very slow to select on large images.",
+            "How",
+        ),
+    )
+    window_size: int = _option(
+        8,
+        FieldSpec(
+            "Side of a window in tokens; stripes hold about its square. 8 is the usual choice, 4 selects faster "
+            "and represents less well, 16 costs four times as much to select.",
+            "How",
+            2,
+            64,
+            1,
+        ),
+    )
+    shift_windows: bool = _option(
+        False,
+        FieldSpec(
+            "Move the windows by half a side at every other selection, so that their borders do not stay in one "
+            "place. Try it if you see a faint grid.",
+            "How",
+        ),
+    )
+    scale: float = _option(
+        300.0,
+        FieldSpec(
+            "Sharpness of the merge weights: high sends each token to its nearest destination only, low blurs over "
+            "several. 300 measured best or tied; the released code uses 1000; below 50 is blurry.",
+            "How",
+            1.0,
+            10_000.0,
+            10.0,
+        ),
+    )
+    unmerge: UnmergeKind = _option(
+        UnmergeKind.TRANSPOSE,
+        FieldSpec(
+            "How results are spread back: 'transpose' is what ships with the paper, 'pseudo-inverse' is the exact "
+            "least-squares inverse, slightly closer and slower to prepare.",
+            "How",
+        ),
+    )
+    share: Share = _option(
+        Share.STACK,
+        FieldSpec(
+            "Which blocks share one plan within a step: each 'block' its own, one per 'stack' (in Flux: per kind of "
+            "block), or one per 'level' (resolution). Wider sharing selects less often.",
+            "How",
+        ),
+    )
+    seed: int = _option(
+        0,
+        FieldSpec(
+            "Seed of the 'random' selector's own generator; other selectors do not use it.", "How", 0, 2**32 - 1, 1
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            object.__setattr__(self, item.name, _checked(item.name, getattr(self, item.name)))
+        if self.start_percent > self.end_percent:
+            raise ConfigError(
+                f"ToMA: start_percent ({self.start_percent:g}) is larger than end_percent ({self.end_percent:g}). "
+                "Merging would never be active. Allowed: start_percent <= end_percent; lower start_percent or raise "
+                "end_percent."
+            )
+        if self.full_every == 1:
+            raise ConfigError(
+                "ToMA: full_every is 1, so every step would run whole. Allowed: 0 (never) or 2 and more; to switch "
+                "ToMA off, set ratio to 0."
+            )
+
+    @property
+    def off(self) -> bool:
+        """True when nothing could ever be merged, whatever the model and the step."""
+        return self.ratio == 0.0 or self.start_percent == self.end_percent
+
+    @classmethod
+    def from_preset(cls, preset: str, **overrides: Any) -> ToMAConfig:
+        """The named preset with some fields replaced. Raises `ConfigError` for an unknown preset."""
+        if preset not in PRESETS:
+            raise ConfigError(f"ToMA: preset is {preset!r}. Allowed: {', '.join(PRESETS)}. Choose one of them.")
+        return replace(cls(), **{**PRESETS[preset], **overrides})
+
+
+def field_spec(name: str) -> FieldSpec:
+    """The `FieldSpec` of a field of `ToMAConfig`."""
+    spec = ToMAConfig.__dataclass_fields__[name].metadata["spec"]
+    assert isinstance(spec, FieldSpec)
+    return spec
+
+
+def field_default(name: str) -> Any:
+    """The default of a field of `ToMAConfig`."""
+    return ToMAConfig.__dataclass_fields__[name].default
+
+
+def _checked(name: str, value: Any) -> Any:
+    spec, default = field_spec(name), field_default(name)
+    if isinstance(default, Enum):
+        return _as_enum(name, value, type(default))
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ConfigError(f"ToMA: {name} is {value!r}. Allowed: true or false. Set one of them.")
+        return value
+    assert spec.minimum is not None and spec.maximum is not None
+    allowed = f"{spec.minimum:.10g} to {spec.maximum:.10g}"
+    kind = "a whole number" if isinstance(default, int) else "a number"
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise ConfigError(f"ToMA: {name} is {value!r}. Allowed: {kind} from {allowed}. Try {default:g}.")
+    if not spec.minimum <= value <= spec.maximum or (isinstance(default, int) and value != int(value)):
+        raise ConfigError(f"ToMA: {name} is {value:g}. Allowed: {kind} from {allowed}. Try {default:g}.")
+    return int(value) if isinstance(default, int) else float(value)
+
+
+def _as_enum(name: str, value: Any, kind: type[Enum]) -> Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(str(member.value) for member in kind)
+        raise ConfigError(f"ToMA: {name} is {value!r}. Allowed: {allowed}. Choose one of them.") from None
+
+
+# `faithful` follows the paper and its released code; the others start from the measurements on random weights and on
+# a small trained model (scale, late steps, plan age). `ratio` is the user's own choice and in no preset.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "balanced": {},
+    "faithful": {"granularity": Granularity.MODULE, "scale": 1000.0, "share": Share.LEVEL},
+    "quality": {
+        "granularity": Granularity.BLOCK,
+        "end_percent": 0.8,
+        "select_every": 5,
+        "weigh_every": 1,
+        "unet_whole_blocks": 2,
+    },
+    "fast": {"flux_whole_double": 1, "flux_whole_single": 1, "weigh_every": 10},
+}

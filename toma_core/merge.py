@@ -1,0 +1,98 @@
+"""Merge N tokens to D, and back: the plan and its two matrix products (paper, section 4.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .config import UnmergeKind
+from .selection.objective import normalized
+from .windows import Budget, Windows
+
+
+@dataclass(frozen=True, eq=False)
+class MergePlan:
+    """How the N tokens of a grid become D destinations, and how results go back.
+
+    windows, budget: the layout, shared by all images.
+    picks: (B, W, K) int64, the slot of each destination in its window.
+    merge_weights: (B, W, K, S), rows sum to 1: a destination is a weighted mean of its window's tokens.
+    unmerge_weights: (B, W, S, K): with the transpose rows sum to 1, each token is a mix of destination results.
+    """
+
+    windows: Windows
+    budget: Budget
+    picks: Tensor
+    merge_weights: Tensor
+    unmerge_weights: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """N, the tokens of one image before the merge."""
+        return self.windows.tokens
+
+    @property
+    def kept(self) -> int:
+        """D, the tokens of one image after the merge."""
+        return self.budget.total
+
+    @property
+    def destinations(self) -> Tensor:
+        """(B, D) int64, the grid index of each destination, in the order of the merged tokens."""
+        picks = self.picks
+        source = self.windows.source.expand(picks.shape[0], -1, -1)
+        return self.budget.pack(source.gather(2, picks))
+
+    def repeat(self, times: int) -> MergePlan:
+        """The plan for a batch that holds the same images `times` times over, as for cond and uncond."""
+        picks, merge_weights, unmerge_weights = (
+            t.repeat(times, *[1] * (t.ndim - 1)) for t in (self.picks, self.merge_weights, self.unmerge_weights)
+        )
+        return replace(self, picks=picks, merge_weights=merge_weights, unmerge_weights=unmerge_weights)
+
+
+def merge(x: Tensor, plan: MergePlan) -> Tensor:
+    """X' = M X. (B, N, C) -> (B, D, C) in x's dtype."""
+    return plan.budget.pack(plan.merge_weights @ plan.windows.split(x))
+
+
+def unmerge(y: Tensor, plan: MergePlan) -> Tensor:
+    """Y = A^T Y' (or the pseudo-inverse of M). (B, D, C) -> (B, N, C) in y's dtype."""
+    return plan.windows.join(plan.unmerge_weights @ plan.budget.unpack(y))
+
+
+def weigh(
+    x: Tensor, picks: Tensor, windows: Windows, budget: Budget, scale: float, kind: UnmergeKind, dtype: torch.dtype
+) -> MergePlan:
+    """Make the plan for given destinations (paper, equations 3 to 6).
+
+    x: (B, W, S, C) features in window layout, any float dtype; picks: (B, W, K) int64. A = softmax over destinations
+    of scale * cos(d_j, x_i), computed in fp32; M = A with rows normalised to sum 1. The weights are stored in `dtype`.
+    """
+    x = normalized(x)
+    destinations = x.gather(2, picks[..., None].expand(-1, -1, -1, x.shape[-1]))
+    logits = scale * (destinations @ x.transpose(-1, -2))
+    if budget.valid is not None:
+        logits = logits.masked_fill(~budget.valid[..., None], -torch.inf)
+    A = logits.softmax(dim=2)
+    if windows.valid is not None:
+        A = A * windows.valid[:, None, :]
+    # An unused slot has a row of zeros, and stays so.
+    M = A / A.sum(-1, keepdim=True).clamp_min(torch.finfo(A.dtype).tiny)
+    back = A.transpose(-1, -2) if kind is UnmergeKind.TRANSPOSE else pseudo_inverse(M, budget)
+    return MergePlan(windows, budget, picks, M.to(dtype), back.to(dtype).contiguous())
+
+
+def pseudo_inverse(M: Tensor, budget: Budget) -> Tensor:
+    """M^+ = M^T (M M^T)^-1 per window. (..., K, S) fp32 -> (..., S, K).
+
+    A small ridge keeps nearly equal destinations from blowing up; unused slots give columns of zeros.
+    """
+    gram = M @ M.transpose(-1, -2)
+    ridge = 1e-4 * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(torch.finfo(M.dtype).tiny)
+    eye = torch.eye(M.shape[-2], device=M.device, dtype=M.dtype)
+    if budget.valid is not None:
+        gram = gram + torch.diag_embed((~budget.valid).to(M.dtype))
+    return torch.linalg.solve(gram + ridge * eye, M).transpose(-1, -2)

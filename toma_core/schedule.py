@@ -1,0 +1,70 @@
+"""When to merge, how much, and when a plan has grown too old: plain numbers, no tensors, no state.
+
+The clock is the noise level, never a count of calls: samplers of higher order evaluate the model several times a
+step, at levels between the scheduled ones, and the same schedule must give the same answer every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from .config import ToMAConfig
+
+# Ratios that change from step to step are rounded to this grid: each new ratio needs a new plan.
+RATIO_GRID = 32
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do in one model evaluation.
+
+    step: 0-based sampling step. ratio: share of tokens to merge away; 0.0 means that this evaluation runs whole.
+    selection, weighing: generation numbers; a plan made in another generation is too old for that part.
+    """
+
+    step: int
+    ratio: float
+    selection: int
+    weighing: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The settings resolved for one run.
+
+    sigmas: the noise levels at which steps begin, descending; empty if unknown, then every evaluation is step 0.
+    sigma_start, sigma_end: merging is active at noise levels in (sigma_end, sigma_start].
+    """
+
+    config: ToMAConfig
+    sigmas: tuple[float, ...] = ()
+    sigma_start: float = float("inf")
+    sigma_end: float = float("-inf")
+
+    def step_at(self, sigma: float) -> int:
+        """The step a noise level belongs to; levels between two steps belong to the earlier one."""
+        # Schedules travel through fp32 tensors, so equal levels may differ in the last digits.
+        return max(0, sum(begin >= sigma * (1 - 1e-6) for begin in self.sigmas) - 1)
+
+    def in_range(self, sigma: float) -> bool:
+        """Whether merging may be active at this noise level."""
+        return self.sigma_end < sigma <= self.sigma_start
+
+    @cached_property
+    def span(self) -> tuple[int, int]:
+        """The first and last step of the active range, or (0, 0) if there is none."""
+        steps = [step for step, sigma in enumerate(self.sigmas) if self.in_range(sigma)]
+        return (steps[0], steps[-1]) if steps else (0, 0)
+
+    def decide(self, sigma: float) -> Decision:
+        """What to do at this noise level."""
+        config, step = self.config, self.step_at(sigma)
+        first, last = self.span
+        age = max(0, step - first)
+        whole = config.full_every and age % config.full_every == config.full_every - 1
+        ratio = config.ratio if self.in_range(sigma) and not whole else 0.0
+        if ratio and config.ratio_decay:
+            progress = min(1.0, age / (last - first)) if last > first else 0.0
+            ratio = round(ratio * (1 - config.ratio_decay * progress) * RATIO_GRID) / RATIO_GRID
+        return Decision(step, ratio, age // config.select_every, age // config.weigh_every)

@@ -1,0 +1,33 @@
+"""The facility-location objective: how well a set of destinations represents every token (paper, section 4.1).
+
+f(A) = sum over tokens i of max over destinations j in A of (1 + cos(x_i, x_j)). The 1 makes every term non-negative,
+so that f is monotone and submodular with f(empty) = 0, which is what the (1 - 1/e) bound of greedy search needs; it
+does not change which set is best.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def normalized(x: Tensor) -> Tensor:
+    """x / |x| along the last dimension in fp32; an all-zero token stays zero."""
+    return F.normalize(x.float(), dim=-1, eps=1e-12)
+
+
+def cosine_similarity(x: Tensor) -> Tensor:
+    """(..., S, C) any float dtype -> (..., S, S) fp32 with S_ij = cos(x_i, x_j)."""
+    x = normalized(x)
+    return x @ x.transpose(-1, -2)
+
+
+def facility_location(similarity: Tensor, picks: Tensor, valid: Tensor | None = None) -> Tensor:
+    """f(A) of the picks in each window.
+
+    similarity: (G, S, S); picks: (G, K) int64 slots; valid: (G, S) bool or None. Returns (G,) fp32.
+    """
+    chosen = similarity.gather(1, picks[..., None].expand(-1, -1, similarity.shape[-1]))
+    best = chosen.amax(1) + 1
+    return (best if valid is None else torch.where(valid, best, best.new_zeros(()))).sum(-1)

@@ -1,0 +1,127 @@
+"""What lives exactly as long as one sampling run: plans, layouts on the device, counters.
+
+To reset, throw the `RunState` away. Nothing here is shared between runs, and nothing outlives one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .config import ToMAConfig
+from .merge import MergePlan, weigh
+from .schedule import Decision, Schedule
+from .selection import cosine_similarity, select
+from .stats import RunStats, draw_map
+from .windows import Budget, Windows, make_budget, make_windows
+
+
+# scope, grid, images, dtype, device
+_PlanKey = tuple[Hashable, tuple[int, int], int, torch.dtype, torch.device]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A plan for one copy of each image, when it was made, and the same plan for a batch of several copies."""
+
+    plan: MergePlan
+    ratio: float
+    selection: int
+    weighing: int
+    repeated: dict[int, MergePlan]
+
+
+@dataclass(eq=False)
+class RunState:
+    """The state of one run. `schedule` holds the frozen settings; everything else is filled in as the run goes."""
+
+    schedule: Schedule
+    stats: RunStats = field(default_factory=RunStats)
+    _plans: dict[_PlanKey, _Entry] = field(default_factory=dict)
+    _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
+
+    @property
+    def config(self) -> ToMAConfig:
+        return self.schedule.config
+
+    def plan(
+        self, x: Tensor, grid: tuple[int, int], scope: Hashable, decision: Decision, copies: tuple[Hashable, ...]
+    ) -> MergePlan:
+        """The plan for tokens x of (B, N, C) on `grid`, made if there is none or it is too old.
+
+        scope: which blocks share a plan. copies: for each of the equal chunks of the batch, a key for what part of
+        the latent it shows. Chunks with one key (as cond and uncond have) hold the same images under different
+        conditioning: they share one plan, made from the first of them, in this call and in later ones.
+        """
+        chunk = x.shape[0] // len(copies)
+        keys = list(dict.fromkeys(copies))
+        if len(keys) == 1:
+            entry = self._entry(x[:chunk], grid, (scope, keys[0]), decision)
+            if len(copies) not in entry.repeated:
+                entry.repeated[len(copies)] = entry.plan.repeat(len(copies))
+            return entry.repeated[len(copies)]
+        parts = []
+        for i, key in enumerate(copies):
+            first = copies.index(key)
+            parts.append(self._entry(x[first * chunk : (first + 1) * chunk], grid, (scope, key), decision).plan)
+        return _stacked(parts)
+
+    def _entry(self, x: Tensor, grid: tuple[int, int], scope: Hashable, decision: Decision) -> _Entry:
+        key = (scope, grid, x.shape[0], x.dtype, x.device)
+        old = self._plans.get(key)
+        if old is not None and old.ratio != decision.ratio:
+            old = None
+        if old is not None and (old.selection, old.weighing) == (decision.selection, decision.weighing):
+            return old
+        if old is not None and old.selection == decision.selection:
+            plan = self._reweighed(x, old.plan)
+        else:
+            plan = self._selected(x, grid, decision)
+        self.stats.count_plan(grid, plan.kept, selected=old is None or old.selection != decision.selection)
+        entry = _Entry(plan, decision.ratio, decision.selection, decision.weighing, {1: plan})
+        self._plans[key] = entry
+        return entry
+
+    def _selected(self, x: Tensor, grid: tuple[int, int], decision: Decision) -> MergePlan:
+        config = self.config
+        windows, budget = self._layout(grid, decision, x.device)
+        tokens = windows.split(x)
+        similarity = cosine_similarity(tokens)
+        picks = select(similarity, windows, budget, config.selector, config.seed + decision.selection)
+        return weigh(tokens, picks, windows, budget, config.scale, config.unmerge, x.dtype)
+
+    def _reweighed(self, x: Tensor, plan: MergePlan) -> MergePlan:
+        tokens = plan.windows.split(x)
+        return weigh(tokens, plan.picks, plan.windows, plan.budget, self.config.scale, self.config.unmerge, x.dtype)
+
+    def _layout(self, grid: tuple[int, int], decision: Decision, device: torch.device) -> tuple[Windows, Budget]:
+        config = self.config
+        shifted = config.shift_windows and decision.selection % 2 == 1
+        key = (grid, decision.ratio, shifted, device)
+        if key not in self._layouts:
+            windows = make_windows(*grid, config.window_kind, config.window_size, shifted)
+            self._layouts[key] = windows.to(device), make_budget(windows.counts, decision.ratio).to(device)
+        return self._layouts[key]
+
+    def finish(self) -> RunStats:
+        """Close the run: keep a drawing of the last plan of each grid in the stats, drop every tensor."""
+        last = {key[1]: entry.plan for key, entry in self._plans.items()}
+        self.stats.maps = {grid: draw_map(plan) for grid, plan in last.items()}
+        self._plans.clear()
+        self._layouts.clear()
+        return self.stats
+
+
+def _stacked(plans: list[MergePlan]) -> MergePlan:
+    """One plan for the concatenation of several batches on the same layout."""
+    first = plans[0]
+    return MergePlan(
+        first.windows,
+        first.budget,
+        torch.cat([p.picks for p in plans]),
+        torch.cat([p.merge_weights for p in plans]),
+        torch.cat([p.unmerge_weights for p in plans]),
+    )

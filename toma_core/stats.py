@@ -1,0 +1,128 @@
+"""What a run did: counted as plain numbers while sampling, told once at its end."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .merge import MergePlan
+
+
+@dataclass(frozen=True)
+class MergeMap:
+    """The last plan of one token grid, on the CPU, for drawing.
+
+    height, width: the grid. owner: (N,) int64, for each token the grid index of the destination it merges into.
+    destinations: (D,) int64. cuts: row and column borders of the windows.
+    """
+
+    height: int
+    width: int
+    owner: Tensor
+    destinations: Tensor
+    cuts: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass
+class RunStats:
+    """Counters of one sampling run. `lock` guards them: several devices may share a run."""
+
+    evaluations: int = 0
+    merged_evaluations: int = 0
+    steps: set[int] = field(default_factory=set)
+    merged_steps: dict[int, float] = field(default_factory=dict)
+    total_steps: int = 0
+    grids: dict[tuple[int, int], int] = field(default_factory=dict)
+    merged_blocks: set[str] = field(default_factory=set)
+    blocks: set[str] = field(default_factory=set)
+    left_whole: dict[str, set[str]] = field(default_factory=dict)
+    selections: int = 0
+    weighings: int = 0
+    maps: dict[tuple[int, int], MergeMap] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def count_evaluation(self, step: int, ratio: float) -> None:
+        """One model evaluation at this step and ratio (0: whole)."""
+        with self.lock:
+            self.evaluations += 1
+            self.steps.add(step)
+            if ratio:
+                self.merged_evaluations += 1
+                self.merged_steps[step] = ratio
+
+    def count_plan(self, grid: tuple[int, int], kept: int, selected: bool) -> None:
+        """One plan made for `grid`: with new destinations, or with new weights only."""
+        with self.lock:
+            self.grids[grid] = kept
+            self.selections += selected
+            self.weighings += 1
+
+    def merged(self, block: str) -> None:
+        """`block` ran on merged tokens, at least in part."""
+        self.blocks.add(block)
+        self.merged_blocks.add(block)
+
+    def whole(self, block: str, reason: str) -> None:
+        """`block`, or the named part of it, ran on all tokens because of `reason`."""
+        self.blocks.add(block.split(" ", 1)[0])
+        self.left_whole.setdefault(reason, set()).add(block)
+
+    def summary(self) -> str:
+        """One line for the log."""
+        if not self.merged_blocks:
+            reasons = "; ".join(self.left_whole) or "no step was inside the active range"
+            return f"nothing was merged: {reasons}"
+        grids = ", ".join(f"{h * w} -> {kept} tokens ({h}x{w})" for (h, w), kept in sorted(self.grids.items())[::-1])
+        steps = max(self.total_steps, len(self.steps))
+        line = f"{grids} in {len(self.merged_blocks)}/{len(self.blocks)} blocks, {len(self.merged_steps)}/{steps} steps"
+        line += f", {self.selections} selections, {self.weighings} weighings"
+        for reason, parts in self.left_whole.items():
+            line += f"; left whole ({reason}): {_shortened(sorted(parts))}"
+        return line
+
+    def text(self) -> str:
+        """Several lines for a reader: what was merged, where, when, and what was left whole."""
+        lines = [self.summary(), ""]
+        if self.merged_steps:
+            ratios = Counter(f"{ratio:.3g}" for ratio in self.merged_steps.values())
+            lines.append(f"merged steps: {_ranges(self.merged_steps)}, at ratio {', '.join(ratios)}")
+        whole_steps = self.steps - set(self.merged_steps)
+        if whole_steps:
+            lines.append(f"whole steps: {_ranges(whole_steps)}")
+        lines.append(f"model evaluations: {self.evaluations}, merged: {self.merged_evaluations}")
+        lines.append(f"merged blocks: {', '.join(sorted(self.merged_blocks, key=_natural)) or 'none'}")
+        for reason, parts in self.left_whole.items():
+            lines.append(f"left whole ({reason}): {', '.join(sorted(parts, key=_natural))}")
+        return "\n".join(lines)
+
+
+def draw_map(plan: MergePlan) -> MergeMap:
+    """The map of a plan's first image. One device-to-host copy: call it at the end of a run."""
+    windows = plan.windows
+    # The destination a token merges into is the one with the largest share in its unmerged value.
+    nearest = plan.unmerge_weights[:1].float().argmax(-1).cpu()
+    source, picks = windows.source.cpu(), plan.picks[:1].cpu()
+    owner = source.gather(1, picks[0].gather(1, nearest[0])).flatten()[windows.inverse.cpu()]
+    return MergeMap(windows.height, windows.width, owner, plan.destinations[0].cpu(), windows.cuts)
+
+
+def _shortened(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    parts = name.replace(".", " ").split()
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
+
+
+def _ranges(steps: set[int] | dict[int, float]) -> str:
+    ordered, pieces = sorted(steps), []
+    for step in ordered:
+        if pieces and step == pieces[-1][1] + 1:
+            pieces[-1][1] = step
+        else:
+            pieces.append([step, step])
+    return ", ".join(str(a + 1) if a == b else f"{a + 1}-{b + 1}" for a, b in pieces)

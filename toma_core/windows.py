@@ -1,0 +1,181 @@
+"""Cut any token grid into windows, and say how many destinations each window gets.
+
+Nothing here depends on the content of an image: a `Windows` and a `Budget` are functions of the grid and the settings
+alone, hold their index tensors on the device once per run, and serve every image of a batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .config import WindowKind
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """A partition of the N = height * width tokens (row-major) into W windows of at most S tokens.
+
+    source: (W, S) int64, the token in each slot; a slot past a window's count repeats the window's first token.
+    valid: (W, S) bool, False in those padding slots; None if all windows are full.
+    inverse: (N,) int64, each token's slot in the flattened (W * S); every token has exactly one.
+    counts: tokens per window. cuts: row and column borders, for drawing.
+    """
+
+    height: int
+    width: int
+    counts: tuple[int, ...]
+    source: Tensor
+    valid: Tensor | None
+    inverse: Tensor
+    contiguous: bool
+    cuts: tuple[tuple[int, ...], tuple[int, ...]]
+
+    @property
+    def tokens(self) -> int:
+        return self.height * self.width
+
+    @property
+    def slots(self) -> int:
+        return self.source.shape[1]
+
+    def split(self, x: Tensor) -> Tensor:
+        """(B, N, C) -> (B, W, S, C). A view where the windows are contiguous runs of tokens."""
+        shape = (x.shape[0], *self.source.shape, x.shape[2])
+        return x.reshape(shape) if self.contiguous else x.index_select(1, self.source.flatten()).view(shape)
+
+    def join(self, x: Tensor) -> Tensor:
+        """(B, W, S, C) -> (B, N, C), the inverse of `split`; padding slots are dropped."""
+        x = x.flatten(1, 2)
+        return x if self.contiguous else x.index_select(1, self.inverse)
+
+    def to(self, device: torch.device) -> Windows:
+        """The same windows with their index tensors on `device`."""
+        valid = None if self.valid is None else self.valid.to(device)
+        return Windows(
+            self.height,
+            self.width,
+            self.counts,
+            self.source.to(device),
+            valid,
+            self.inverse.to(device),
+            self.contiguous,
+            self.cuts,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """How many destinations each window keeps: `counts`, at most K = `slots`, D = `total` in all.
+
+    compact: (D,) int64, the slots in use of the flattened (W * K), in order; None if every slot is in use.
+    expand: (W * K,) int64, the destination in each slot; an unused slot repeats its window's first destination.
+    valid: (W, K) bool, False in unused slots; None if every slot is in use.
+    """
+
+    counts: tuple[int, ...]
+    compact: Tensor | None
+    expand: Tensor | None
+    valid: Tensor | None
+
+    @property
+    def slots(self) -> int:
+        return max(self.counts)
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(B, W, K, ...) -> (B, D, ...): drop the unused slots."""
+        x = x.flatten(1, 2)
+        return x if self.compact is None else x.index_select(1, self.compact)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """(B, D, ...) -> (B, W, K, ...), the inverse of `pack`."""
+        if self.expand is not None:
+            x = x.index_select(1, self.expand)
+        return x.unflatten(1, (len(self.counts), self.slots))
+
+    def to(self, device: torch.device) -> Budget:
+        """The same budget with its index tensors on `device`."""
+        moved = (None if t is None else t.to(device) for t in (self.compact, self.expand, self.valid))
+        return Budget(self.counts, *moved)
+
+
+def make_windows(height: int, width: int, kind: WindowKind, size: int, shifted: bool = False) -> Windows:
+    """Windows over a grid of `height` x `width` tokens, every token in exactly one. CPU tensors.
+
+    Tiles are `size` x `size`, or smaller where the side does not divide: cuts are spread evenly, so 52 rows at size 8
+    become seven windows of 7 or 8 rows. Stripes are full-width bands holding about size^2 tokens. `shifted` moves the
+    cuts by half a window.
+    """
+    if height < 1 or width < 1:
+        raise ValueError(f"a token grid needs at least one row and one column, got {height} x {width}")
+    return _make_windows(height, width, WindowKind(kind), size, shifted)
+
+
+@functools.lru_cache(maxsize=64)
+def _make_windows(height: int, width: int, kind: WindowKind, size: int, shifted: bool) -> Windows:
+    if kind is WindowKind.TILE:
+        rows, columns = _cuts(height, size, shifted), _cuts(width, size, shifted)
+    elif kind is WindowKind.STRIPE:
+        rows, columns = _cuts(height, max(1, round(size * size / width)), shifted), (0, width)
+    else:
+        rows, columns = (0, height), (0, width)
+
+    grid = torch.arange(height * width).view(height, width)
+    members = [
+        grid[top:bottom, left:right].flatten()
+        for top, bottom in zip(rows, rows[1:], strict=False)
+        for left, right in zip(columns, columns[1:], strict=False)
+    ]
+    counts = tuple(len(m) for m in members)
+    slots = max(counts)
+    source = torch.stack([torch.cat([m, m[:1].expand(slots - len(m))]) for m in members])
+    valid = torch.arange(slots) < torch.tensor(counts)[:, None]
+    inverse = torch.empty(height * width, dtype=torch.int64)
+    inverse[source[valid]] = valid.flatten().nonzero().squeeze(1)
+    full = bool(valid.all())
+    contiguous = full and bool((inverse == torch.arange(height * width)).all())
+    return Windows(height, width, counts, source, None if full else valid, inverse, contiguous, (rows, columns))
+
+
+def _cuts(length: int, size: int, shifted: bool) -> tuple[int, ...]:
+    if shifted and length > size:
+        return (0, *range(size // 2 or 1, length, size), length)
+    pieces = -(-length // size)
+    return tuple(round(i * length / pieces) for i in range(pieces + 1))
+
+
+def make_budget(counts: tuple[int, ...], ratio: float) -> Budget:
+    """Share D = N - round(ratio * N) destinations over windows of `counts` tokens. CPU tensors.
+
+    Each window gets its proportional share, rounded so that the sum is exact (largest remainder), and at least one
+    destination: only where that floor binds is D larger than asked, by at most one per window.
+    """
+    if not 0 <= ratio < 1:
+        raise ValueError(f"ratio must be in [0, 1), got {ratio}")
+    return _make_budget(counts, ratio)
+
+
+@functools.lru_cache(maxsize=64)
+def _make_budget(counts: tuple[int, ...], ratio: float) -> Budget:
+    tokens = sum(counts)
+    wanted = tokens - round(ratio * tokens)
+    shares = [count * wanted / tokens for count in counts]
+    kept = [max(1, int(share)) for share in shares]
+    by_remainder = sorted(range(len(counts)), key=lambda w: (kept[w] - shares[w], w))
+    for w in by_remainder[: max(0, wanted - sum(kept))]:
+        kept[w] += 1
+
+    slots = max(kept)
+    valid = torch.arange(slots) < torch.tensor(kept)[:, None]
+    if bool(valid.all()):
+        return Budget(tuple(kept), None, None, None)
+    first = torch.tensor([0, *kept[:-1]]).cumsum(0)
+    expand = torch.where(valid, first[:, None] + torch.arange(slots), first[:, None])
+    return Budget(tuple(kept), valid.flatten().nonzero().squeeze(1), expand.flatten(), valid)
