@@ -1,0 +1,45 @@
+# Every target makes sure that the environment stands (scripts/run.py), then runs one command in it.
+#   ARGS=...      passed on to the command      make test ARGS="-k windows"
+#   COMFYUI=...   use this ComfyUI release      make test COMFYUI=0.16.3
+#   PYTHON=...    Python that makes it all      make test PYTHON=python3.12
+PYTHON ?= python3
+ARGS ?=
+RUN = $(PYTHON) -m scripts.run $(if $(COMFYUI),--comfyui $(COMFYUI)) --
+TOOL = $(PYTHON) -m scripts.run --quiet --
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test demo bench lint format types clean purge
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@printf '\n  ARGS="..." is passed on, COMFYUI=0.16.3 picks a ComfyUI release, PYTHON=... the Python to start from.\n'
+
+setup: ## find or get ComfyUI and make the environment (every other target does this first)
+	@$(RUN) python -c ""
+
+test: ## unit, property, adapter and server tests on a real ComfyUI; ARGS="-k windows"
+	@$(RUN) python -m pytest $(ARGS)
+
+demo: ## run real models with and without ToMA and compare; ARGS=--serve opens the web page
+	@$(RUN) python -m demo $(ARGS)
+
+bench: ## time full-size forwards (about 10 GB of memory); ARGS=--help
+	@$(RUN) python -m benchmarks.forward $(ARGS)
+
+lint: ## ruff: rules and formatting, nothing is changed
+	@$(TOOL) python -m ruff check $(ARGS)
+	@$(TOOL) python -m ruff format --check $(ARGS)
+
+format: ## ruff: format the files and fix what can be fixed
+	@$(TOOL) python -m ruff check --fix --exit-zero $(ARGS)
+	@$(TOOL) python -m ruff format $(ARGS)
+
+types: ## mypy: strict in toma_core and scripts
+	@$(TOOL) python -m scripts.typecheck $(ARGS)
+
+clean: ## remove caches inside this checkout
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+purge: clean ## remove the environments and ComfyUI downloads too (several GB)
+	@$(PYTHON) -m scripts.run --purge

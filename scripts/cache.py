@@ -1,0 +1,63 @@
+"""The folder outside the checkout that holds environments and ComfyUI downloads, and its lock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from scripts.console import SetupError, say
+
+TEMPORARY_PREFIX = "tmp-"
+
+
+def cache_dir() -> Path:
+    """`TOMA_CACHE`, else `comfyui-toma` in the user's cache folder."""
+    chosen = os.environ.get("TOMA_CACHE")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "comfyui-toma"
+
+
+@contextmanager
+def locked() -> Iterator[Path]:
+    """Hold the cache for one set-up at a time; yields a temporary folder inside it.
+
+    The temporary folder is in the cache, not in /tmp: several GB pass through it and /tmp is often small. What a
+    killed set-up left behind is removed here, which is safe because only the holder of the lock has such a folder.
+    """
+    folder = cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = (folder / "lock").open("w")
+    except OSError as error:
+        raise SetupError(
+            f"cannot write to {folder} ({error.strerror}); set TOMA_CACHE to a folder you can write"
+        ) from error
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("==> Another set-up is at work on the same folder; waiting for it to finish")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        for stale in folder.glob(f"{TEMPORARY_PREFIX}*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=TEMPORARY_PREFIX, ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary)
+
+
+def purge() -> None:
+    """Remove every environment and ComfyUI download."""
+    folder = cache_dir()
+    if not folder.is_dir():
+        say(f"Nothing to remove: {folder} does not exist")
+        return
+    with locked():
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.name.startswith(TEMPORARY_PREFIX):
+                say(f"Removing {entry}")
+                shutil.rmtree(entry)

@@ -1,0 +1,68 @@
+"""ComfyUI and this pack inside the current process, wired as ComfyUI itself wires them.
+
+ComfyUI comes first on `sys.path`, so that `import nodes` means ComfyUI's `nodes.py` and not the folder `nodes/` of
+this checkout, and the pack is loaded by spec under the name that ComfyUI would give it. Its `toma_core` is then a
+module of its own: reach it with `pack_module("toma_core.config")` and never mix its objects with those of a plain
+`import toma_core` (two module objects, so enums, isinstance checks and registries of the two do not know each other).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from scripts.comfyui import ROOT, is_comfyui
+
+PACK_NAME = str(ROOT).replace(".", "_x_")
+
+
+def use_comfyui(path: Path | str | None = None, *, cpu: bool | None = None) -> Path:
+    """Make ComfyUI importable; call before anything of it is imported. Returns its folder.
+
+    Args:
+        path: folder of ComfyUI, `COMFYUI_PATH` if None.
+        cpu: run its models on the CPU; None means where torch finds no CUDA device.
+
+    Attention is set to PyTorch's own, because ComfyUI's default on the CPU (sub-quadratic) breaks graphs in
+    torch.compile. Raises RuntimeError if there is no ComfyUI, or if it was already set up on another device.
+    """
+    folder = Path(path or os.environ.get("COMFYUI_PATH") or ".").absolute()
+    if not is_comfyui(folder):
+        raise RuntimeError(f"{folder} holds no ComfyUI: run this through make (`make test`), or set COMFYUI_PATH")
+    if str(folder) in sys.path:
+        sys.path.remove(str(folder))
+    sys.path.insert(0, str(folder))
+    import torch
+    from comfy.cli_args import args
+
+    cpu = not torch.cuda.is_available() if cpu is None else cpu
+    if "comfy.model_management" in sys.modules and args.cpu != cpu:
+        raise RuntimeError("ComfyUI was imported before use_comfyui() and has chosen its device already")
+    args.cpu = cpu
+    args.use_pytorch_cross_attention = True
+    return folder
+
+
+def load_pack() -> ModuleType:
+    """The root `__init__.py` of this checkout, loaded once, as ComfyUI's `load_custom_node` does."""
+    if PACK_NAME not in sys.modules:
+        spec = importlib.util.spec_from_file_location(PACK_NAME, ROOT / "__init__.py")
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{ROOT} holds no pack")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[PACK_NAME] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[PACK_NAME]
+            raise
+    return sys.modules[PACK_NAME]
+
+
+def pack_module(name: str) -> ModuleType:
+    """A module of the loaded pack by its dotted path from the root, e.g. `pack_module("nodes.adapters.unet")`."""
+    return importlib.import_module(f"{load_pack().__name__}.{name}")

@@ -1,0 +1,180 @@
+"""A real headless ComfyUI server with this pack linked in.
+
+with ComfyServer() as server:
+    run = server.run(prompt)               # prompt in ComfyUI's API format
+    png = server.view(run.outputs["9"]["images"][0])
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from scripts.comfy_client import ComfyClient, ServerError
+from scripts.comfyui import ROOT
+
+PACK_FOLDER = "ComfyUI-ToMA"
+BASE_FOLDERS = ("custom_nodes", "input", "models", "output", "temp", "user")
+LOG_TAIL = 4000
+
+
+class ComfyServer(ComfyClient):
+    """Context manager around a server process; every way out kills its whole process group.
+
+    Attributes:
+        base: base directory with models/, input/, output/ and so on. Files may be put there before `start`.
+        process: the running process, None before `start` and after `stop`.
+    """
+
+    def __init__(
+        self,
+        *,
+        comfyui: Path | None = None,
+        packs: Sequence[Path] = (),
+        base: Path | None = None,
+        flags: Sequence[str] = (),
+        cpu: bool | None = None,
+        environ: Mapping[str, str] | None = None,
+        start_timeout: float = 300.0,
+    ) -> None:
+        """Prepare the base directory.
+
+        Args:
+            comfyui: folder of ComfyUI, `COMFYUI_PATH` if None.
+            packs: further custom-node folders to link in, besides this checkout.
+            base: base directory, kept afterwards; a temporary one, removed by `stop`, if None.
+            flags: further command line flags of ComfyUI.
+            cpu: run on the CPU; None means where torch finds no CUDA device.
+            environ: environment variables on top of the current ones.
+            start_timeout: seconds until it must answer.
+        """
+        super().__init__(_free_port())
+        self._comfyui = Path(comfyui or os.environ["COMFYUI_PATH"]).absolute()
+        self._flags = [*flags, *(["--cpu"] if (not _has_cuda() if cpu is None else cpu) else [])]
+        self._environ = {**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", **(environ or {})}
+        self._start_timeout = start_timeout
+        self._log = ""
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if base is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="toma-", ignore_cleanup_errors=True)
+            base = Path(self._temporary.name)
+        self.base = base.absolute()
+        self.process: subprocess.Popen[bytes] | None = None
+        for name in BASE_FOLDERS:
+            (self.base / name).mkdir(parents=True, exist_ok=True)
+        for folder, name in [(ROOT, PACK_FOLDER), *((pack.absolute(), pack.name) for pack in packs)]:
+            link = self.base / "custom_nodes" / name
+            link.unlink(missing_ok=True)
+            link.symlink_to(folder)
+
+    def __enter__(self) -> ComfyServer:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> ComfyServer:
+        """Start the process and return once it answers. Raises ServerError if it does not."""
+        with self._log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                self._command(),
+                cwd=self._comfyui,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_it_answers()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Kill the server's process group and remove a temporary base directory; safe to call twice."""
+        process = self.process
+        if process is not None:
+            _kill_group(process)
+            self._log = self.log()
+            self.process = None
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def log(self) -> str:
+        """Everything the server has printed so far, also after it was stopped."""
+        if self.process is None:
+            return self._log
+        return self._log_path.read_text(encoding="utf-8", errors="replace")
+
+    def log_tail(self) -> str:
+        return f"\n{self.log()[-LOG_TAIL:]}"
+
+    def check_alive(self) -> None:
+        if self.process is None:
+            raise ServerError("the server is not running")
+        code = self.process.poll()
+        if code is not None:
+            raise ServerError(f"ComfyUI ended with exit code {code}{self.log_tail()}")
+
+    @property
+    def _log_path(self) -> Path:
+        return self.base / "server.log"
+
+    def _command(self) -> list[str]:
+        command = [sys.executable, str(self._comfyui / "main.py"), "--port", str(self.port)]
+        command += ["--base-directory", str(self.base)]
+        # A file, because ComfyUI 0.16 opens an in-memory database anew in each thread and misses its tables there.
+        command += ["--database-url", f"sqlite:///{self.base / 'user' / 'comfyui.db'}"]
+        command += ["--disable-api-nodes", "--disable-auto-launch", "--dont-print-server", *self._flags]
+        # The server dies with us, even if we are killed and no `finally` runs.
+        return ["setpriv", "--pdeathsig", "KILL", *command] if shutil.which("setpriv") else command
+
+    def _wait_until_it_answers(self) -> None:
+        deadline = time.monotonic() + self._start_timeout
+        while True:
+            self.check_alive()
+            try:
+                self.fetch("/system_stats", timeout=5.0)
+            except OSError:
+                if time.monotonic() > deadline:
+                    text = f"ComfyUI did not answer in {self._start_timeout:.0f} s{self.log_tail()}"
+                    raise ServerError(text) from None
+                time.sleep(0.2)
+            else:
+                return
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _kill_group(process: subprocess.Popen[bytes], patience: float = 5.0) -> None:
+    """Ask the group to end, then make it; the second signal also reaches children that outlived their parent."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(timeout=patience)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()

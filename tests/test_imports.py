@@ -1,0 +1,169 @@
+"""The import contract, read from the syntax trees: toma_core <- nodes/adapters <- nodes <- root __init__.py.
+
+Inside the pack every import of our own code is relative, because ComfyUI names the pack by its path; toma_core never
+sees ComfyUI; nothing shipped reaches into the workshop (scripts, demo, benchmarks, tests).
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+OURS = {"toma_core", "nodes", "scripts", "demo", "benchmarks", "tests"}
+STDLIB = set(sys.stdlib_module_names)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the files under a path may import.
+
+    `outside`: top-level modules besides the standard library, None for any that is not ours.
+    `lazily`: further ones, only inside functions.
+    `inside`: our own rooms, as paths from the root; reached by relative imports, or by absolute ones if `absolute`.
+    """
+
+    path: str
+    inside: tuple[str, ...]
+    outside: frozenset[str] | None
+    lazily: frozenset[str] = frozenset()
+    absolute: bool = False
+
+
+# The first room whose path fits a file is its room.
+ROOMS = (
+    Room("toma_core/config.py", (), frozenset()),
+    Room("toma_core/kernels/triton", ("toma_core",), frozenset({"torch", "triton"})),
+    Room("toma_core", ("toma_core",), frozenset({"torch"}), frozenset({"triton"})),
+    Room("nodes/adapters", ("nodes/adapters", "toma_core"), None),
+    Room("nodes", ("nodes", "toma_core"), None),
+    Room("__init__.py", (), frozenset()),
+    Room("scripts/comfy_pack.py", ("scripts",), frozenset(), frozenset({"torch", "comfy"}), absolute=True),
+    Room("scripts/comfy_server.py", ("scripts",), frozenset(), frozenset({"torch"}), absolute=True),
+    Room("scripts/comfy_client.py", ("scripts",), frozenset(), frozenset({"aiohttp"}), absolute=True),
+    Room("scripts", ("scripts",), frozenset(), absolute=True),
+)
+
+
+def imports(tree: ast.AST, lazy: bool = False) -> Iterator[tuple[int, str, int, bool]]:
+    """(level, dotted module, line, inside a function) of every import; type-checking blocks are left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name, node.lineno, lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level and not node.module:
+                yield from ((node.level, alias.name, node.lineno, lazy) for alias in node.names)
+            else:
+                yield node.level, node.module or "", node.lineno, lazy
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        else:
+            yield from imports(node, lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+
+def room_of(file: str) -> Room:
+    return next(room for room in ROOMS if file == room.path or file.startswith(room.path + "/"))
+
+
+def violations(file: str, source: str) -> list[str]:
+    """What a file (path from the root, with slashes) imports against the contract of its room."""
+    room = room_of(file)
+    found = []
+    for level, module, line, lazy in imports(ast.parse(source)):
+        top = module.partition(".")[0]
+        if level:
+            folder = file.split("/")[:-level]
+            if len(file.split("/")) < level:
+                found.append(f"{file}:{line}: relative import leaves the pack")
+                continue
+            target = "/".join([*folder, *module.split(".")])
+            fits = any(target == allowed or target.startswith(allowed + "/") for allowed in room.inside)
+            if not fits and not (file == "__init__.py" and lazy):
+                found.append(f"{file}:{line}: {room.path} must not reach {target}")
+        elif top in OURS:
+            if not (room.absolute and top in room.inside):
+                found.append(f"{file}:{line}: {top} is ours: import it relatively, if {room.path} may reach it at all")
+        elif top not in STDLIB and room.outside is not None:
+            allowed = room.outside | (room.lazily if lazy else frozenset())
+            if top not in allowed:
+                found.append(f"{file}:{line}: {room.path} must not import {top}{'' if lazy else ' at import time'}")
+    return found
+
+
+def files() -> list[str]:
+    folders = ("toma_core", "nodes", "scripts")
+    found = [path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return ["__init__.py", *sorted(found)]
+
+
+@pytest.mark.parametrize("file", files())
+def test_contract(file: str) -> None:
+    assert violations(file, (ROOT / file).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("toma_core/merge.py", "import comfy.model_management"),
+        ("toma_core/merge.py", "def f():\n    from comfy import ops"),
+        ("toma_core/merge.py", "import numpy"),
+        ("toma_core/merge.py", "import triton"),
+        ("toma_core/merge.py", "from toma_core import windows"),
+        ("toma_core/merge.py", "from ..nodes import simple"),
+        ("toma_core/selection/greedy.py", "from ...nodes.adapters import unet"),
+        ("toma_core/selection/greedy.py", "from .... import x"),
+        ("toma_core/config.py", "import torch"),
+        ("toma_core/config.py", "from .windows import tile"),
+        ("nodes/adapters/unet.py", "from ..simple import ToMA"),
+        ("nodes/adapters/unet.py", "from .. import simple"),
+        ("nodes/simple.py", "from ..demo import models"),
+        ("nodes/simple.py", "import nodes"),
+        ("nodes/simple.py", "from scripts.comfyui import ROOT"),
+        ("__init__.py", "from .nodes import simple"),
+        ("__init__.py", "from comfy_api.latest import ComfyExtension"),
+        ("scripts/run.py", "import requests"),
+        ("scripts/run.py", "from toma_core import config"),
+    ],
+)
+def test_contract_catches(file: str, source: str) -> None:
+    assert len(violations(file, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("toma_core/merge.py", "import math, torch\nfrom .windows import tile\nfrom . import plan"),
+        ("toma_core/kernels/dispatch.py", "def f():\n    import triton"),
+        ("toma_core/selection/greedy.py", "from ..windows import tile"),
+        ("nodes/adapters/unet.py", "import comfy.ldm\nfrom ...toma_core import merge\nfrom .run import attach"),
+        (
+            "nodes/simple.py",
+            "from comfy_api.latest import io\nfrom ..toma_core.config import C\nfrom .adapters import x",
+        ),
+        ("__init__.py", "async def comfy_entrypoint():\n    from .nodes import EXTENSION"),
+        ("__init__.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from comfy_api.latest import io"),
+        ("scripts/run.py", "import os\nfrom scripts.console import say"),
+    ],
+)
+def test_contract_allows(file: str, source: str) -> None:
+    assert violations(file, source) == []
+
+
+def own_files() -> list[Path]:
+    return sorted(path for path in (ROOT / "tests").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", own_files(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_one_copy_of_the_core_per_test_file(path: Path) -> None:
+    """`import toma_core` and the pack's own toma_core are two module objects whose classes do not know each other."""
+    tops = {
+        module if module.startswith("scripts") else module.partition(".")[0]
+        for level, module, _, _ in imports(ast.parse(path.read_text(encoding="utf-8")))
+        if not level
+    }
+    assert not {"toma_core", "scripts.comfy_pack"} <= tops

@@ -1,0 +1,258 @@
+"""The set-up: where ComfyUI is looked for, what the environment is made from, and what happens when it goes wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from scripts import cache, comfyui, environment
+from scripts.console import SetupError, run_stage
+
+OUTSIDE = ("COMFYUI_PATH", "TOMA_PYTHON", "TOMA_CACHE", "XDG_CACHE_HOME", "MAKEFLAGS", "COMFYUI", "ARGS")
+
+
+@pytest.fixture(autouse=True)
+def empty_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine where nothing was ever set up."""
+    for name in OUTSIDE:
+        monkeypatch.delenv(name, raising=False)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    return home
+
+
+def fake_comfyui(folder: Path, version: str = "9.9.9") -> Path:
+    (folder / "comfy").mkdir(parents=True)
+    for name in ("main.py", "nodes.py", "requirements.txt"):
+        (folder / name).touch()
+    (folder / "comfyui_version.py").write_text(f'__version__ = "{version}"\n')
+    return folder
+
+
+def archive_with_comfyui(folder: Path) -> Path:
+    """An archive laid out as the source distribution is, with more in it than ComfyUI."""
+    fake_comfyui(folder / "pkg-1.0" / "vendor" / "ComfyUI")
+    (folder / "pkg-1.0" / "setup.py").touch()
+    archive = folder / "pkg-1.0.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(folder / "pkg-1.0", "pkg-1.0")
+    return archive
+
+
+def make(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = ["make", "--no-print-directory", f"PYTHON={sys.executable}", *words]
+    return subprocess.run(
+        command, cwd=comfyui.ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
+
+
+class TestFind:
+    def test_path_variable_comes_first(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_home: Path) -> None:
+        fake_comfyui(empty_home / "comfy" / "ComfyUI")
+        monkeypatch.setenv("COMFYUI_PATH", str(fake_comfyui(tmp_path / "mine", "1.2.3")))
+        found = comfyui.find()
+        assert (found.path, found.version) == (tmp_path / "mine", "1.2.3")
+        assert found.requirements == tmp_path / "mine" / "requirements.txt"
+
+    def test_wrong_path_variable_is_an_error_and_not_ignored(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_home: Path
+    ) -> None:
+        fake_comfyui(empty_home / "comfy" / "ComfyUI")
+        monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "nowhere"))
+        with pytest.raises(SetupError, match=r"nowhere holds no ComfyUI .* Point it at"):
+            comfyui.find()
+
+    def test_enclosing_comes_before_the_workspace(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_home: Path
+    ) -> None:
+        fake_comfyui(empty_home / "comfy" / "ComfyUI")
+        around = fake_comfyui(tmp_path / "around")
+        monkeypatch.setattr(comfyui, "ROOT", around / "custom_nodes" / "ComfyUI-ToMA")
+        assert comfyui.find().path == around
+        monkeypatch.setattr(comfyui, "ROOT", tmp_path / "elsewhere" / "ComfyUI-ToMA")
+        assert comfyui.find().path == empty_home / "comfy" / "ComfyUI"
+
+    def test_custom_nodes_folder_without_comfyui_is_passed_over(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_home: Path
+    ) -> None:
+        monkeypatch.setattr(comfyui, "ROOT", tmp_path / "custom_nodes" / "ComfyUI-ToMA")
+        workspace = fake_comfyui(empty_home / "comfy" / "ComfyUI")
+        assert comfyui.find().path == workspace
+
+    def test_release_asked_for_wins_over_what_is_there(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("COMFYUI_PATH", str(fake_comfyui(tmp_path / "mine")))
+        for release in comfyui.RELEASES:
+            fake_comfyui(cache.cache_dir() / f"comfyui-{release}", release)
+        old = comfyui.find("0.16.3")
+        assert old.version == "0.16.3"
+        assert environment.requirements(old) == environment.requirements(comfyui.find(comfyui.DEFAULT_RELEASE))
+
+    def test_unknown_release_lists_the_known_ones(self) -> None:
+        with pytest.raises(SetupError, match=r"0\.1 cannot be downloaded, only 0\.30\.0, 0\.16\.3"):
+            comfyui.find("0.1")
+
+    def test_download_is_put_in_place_whole(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        archive = archive_with_comfyui(tmp_path)
+        fetched = []
+        monkeypatch.setattr(comfyui, "_fetch", lambda release, _: fetched.append(release) or archive)
+        for _ in range(2):
+            found = comfyui.find()
+            assert comfyui.is_comfyui(found.path)
+            assert not (found.path / "setup.py").exists()
+        assert fetched == [comfyui.DEFAULT_RELEASE]
+
+    def test_broken_download_leaves_nothing_behind(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        archive = tmp_path / "empty.tar.gz"
+        tarfile.open(archive, "w:gz").close()
+        monkeypatch.setattr(comfyui, "_fetch", lambda *_: archive)
+        with pytest.raises(SetupError, match="does not hold ComfyUI"):
+            comfyui.find()
+        assert [entry.name for entry in cache.cache_dir().iterdir()] == ["lock"]
+
+
+class TestEnvironment:
+    def test_dev_list_is_what_a_toml_reader_sees(self) -> None:
+        tomllib = pytest.importorskip("tomllib", reason="in the standard library from Python 3.11 on")
+        pyproject = comfyui.ROOT / "pyproject.toml"
+        wanted = tomllib.loads(pyproject.read_text())["project"]["optional-dependencies"]["dev"]
+        assert environment.dev_requirements(pyproject) == wanted
+        assert all("==" in line for line in wanted)
+
+    def test_name_follows_the_requirements(self, tmp_path: Path) -> None:
+        found = comfyui.ComfyUI(fake_comfyui(tmp_path / "c"), "test", tmp_path / "c" / "requirements.txt")
+        before = environment.environment_name(environment.requirements(found))
+        assert environment.environment_name(environment.requirements(found)) == before
+        found.requirements.write_text("numpy\n")
+        assert environment.environment_name(environment.requirements(found)) != before
+
+    def test_given_python_is_used_as_it_is(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        found = comfyui.ComfyUI(tmp_path, "test", tmp_path / "missing.txt")
+        monkeypatch.setenv("TOMA_PYTHON", sys.executable)
+        assert environment.ensure(found) == Path(sys.executable)
+        assert not cache.cache_dir().exists()
+        monkeypatch.setenv("TOMA_PYTHON", str(tmp_path / "no-python"))
+        with pytest.raises(SetupError, match=r"TOMA_PYTHON=.* is not a program"):
+            environment.ensure(found)
+
+    def test_interrupted_set_up_is_done_again(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Real environments, with nothing to install into them, so that no network is needed."""
+        monkeypatch.setattr(environment, "requirements", lambda _: "# nothing\n")
+        found = comfyui.ComfyUI(tmp_path, "test", tmp_path / "missing.txt")
+        python = environment.ensure(found)
+        assert subprocess.run([python, "-c", ""], check=False).returncode == 0
+        stray = python.parent.parent / "stray"
+        stray.touch()
+        assert environment.ensure(found) == python
+        assert stray.exists()
+        (python.parent.parent / environment.MARKER).unlink()
+        assert environment.ensure(found) == python
+        assert not stray.exists()
+        assert environment.is_complete(python.parent.parent)
+
+    def test_failed_install_is_not_taken_for_complete(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(environment, "requirements", lambda _: f"{tmp_path}/no-such-package\n")
+        found = comfyui.ComfyUI(tmp_path, "test", tmp_path / "missing.txt")
+        with pytest.raises(SetupError, match=r"Usual reasons: no network; too little disk"):
+            environment.ensure(found)
+        assert "no-such-package" in capfd.readouterr().err
+        assert not list(cache.cache_dir().glob(f"env-*/{environment.MARKER}"))
+        assert not list(cache.cache_dir().glob("tmp-*"))
+
+    def test_too_little_disk_is_said_before_anything_is_done(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(environment, "requirements", lambda _: "# nothing\n")
+        monkeypatch.setattr(environment, "_free_gb", lambda _: 3.0)
+        with pytest.raises(SetupError, match=r"needs 10 GB .* 3\.0 GB free.* set TOMA_CACHE"):
+            environment.ensure(comfyui.ComfyUI(tmp_path, "test", tmp_path / "missing.txt"))
+        assert not list(cache.cache_dir().glob("env-*"))
+
+    def test_python_without_venv_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setitem(sys.modules, "ensurepip", None)
+        with pytest.raises(SetupError, match="sudo apt install python3-venv"):
+            environment.make_venv(tmp_path / "env")
+
+
+class TestCache:
+    def test_follows_the_variables(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_home: Path) -> None:
+        assert cache.cache_dir() == empty_home / ".cache" / "comfyui-toma"
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+        assert cache.cache_dir() == tmp_path / "xdg" / "comfyui-toma"
+        monkeypatch.setenv("TOMA_CACHE", str(tmp_path / "mine"))
+        assert cache.cache_dir() == tmp_path / "mine"
+
+    def test_second_set_up_waits_for_the_first(self, tmp_path: Path) -> None:
+        program = "from scripts.cache import locked\nwith locked(): print('in', flush=True)"
+        with cache.locked():
+            process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                cwd=comfyui.ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            assert process.stderr is not None
+            assert "waiting for it to finish" in process.stderr.readline()
+            assert process.poll() is None
+        out, _ = process.communicate(timeout=30)
+        assert out == "in\n"
+
+    def test_purge_removes_everything(self) -> None:
+        for name in ("env-py3.10-abc", "comfyui-0.30.0"):
+            (cache.cache_dir() / name).mkdir(parents=True)
+        cache.purge()
+        assert [entry.name for entry in cache.cache_dir().iterdir()] == ["lock"]
+
+    def test_unwritable_folder_says_which_variable_helps(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("TOMA_CACHE", str(tmp_path / "file" / "cache"))
+        with pytest.raises(SetupError, match="set TOMA_CACHE"), cache.locked():
+            pass
+
+
+def test_stage_shows_that_it_is_alive_and_why_it_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("scripts.console.HEARTBEAT_SECONDS", 0.2)
+    program = "import time; print('halfway', flush=True); time.sleep(1.5); raise SystemExit('no luck')"
+    assert not run_stage("A long stage", [sys.executable, "-c", program], log=tmp_path / "log")
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "==> A long stage"
+    assert any(line.endswith("halfway") for line in lines[1:-2])
+    assert lines[-2:] == ["no luck", "    failed after 2 s"]
+
+
+class TestMake:
+    def test_help_is_the_default_and_lists_every_target(self) -> None:
+        done = make()
+        assert done.returncode == 0
+        listed = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("  make ")}
+        phony = next(line for line in (comfyui.ROOT / "Makefile").read_text().splitlines() if line.startswith(".PHONY"))
+        assert listed == set(phony.split()[1:])
+
+    def test_setup_names_what_it_uses(self, tmp_path: Path) -> None:
+        fake = fake_comfyui(tmp_path / "mine", "1.2.3")
+        done = make("setup", COMFYUI_PATH=str(fake), TOMA_PYTHON=sys.executable)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.startswith(f"ComfyUI 1.2.3 (COMFYUI_PATH) | Python {sys.version.split()[0]} | torch ")
+
+    def test_error_is_one_line_without_a_traceback(self, tmp_path: Path) -> None:
+        done = make("setup", COMFYUI_PATH=str(tmp_path))
+        assert done.returncode != 0
+        assert done.stderr.startswith("error: COMFYUI_PATH=")
+        assert "Traceback" not in done.stderr
+
+    def test_arguments_reach_the_command_in_the_environment(self, tmp_path: Path) -> None:
+        fake = fake_comfyui(tmp_path / "mine")
+        (tmp_path / "bad.py").write_text("import os, sys\n")
+        done = make("lint", f"ARGS={tmp_path}/bad.py", COMFYUI_PATH=str(fake), TOMA_PYTHON=sys.executable)
+        assert done.returncode != 0
+        assert "F401" in done.stdout
