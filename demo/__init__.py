@@ -1,0 +1,21 @@
+"""Tiny trained models on which ToMA's picture quality can be seen and measured, and the nodes that load them.
+
+Not part of the node pack: the demo links this folder into ComfyUI's custom_nodes as a pack of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+async def comfy_entrypoint() -> Any:
+    """Called by ComfyUI when it loads this folder as a custom node pack."""
+    from comfy_api.latest import ComfyExtension
+
+    from .nodes import NODES
+
+    class ToMADemoExtension(ComfyExtension):
+        async def get_node_list(self) -> list[Any]:
+            return NODES
+
+    return ToMADemoExtension()

@@ -1,0 +1,158 @@
+"""A small network that reads the attributes of a scene back from its picture: `python -m demo.checker`.
+
+It judges generated pictures (was the prompt followed?) and lends its features to a Frechet distance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from .scenes import ATTRIBUTES, Scene, render_batch, scene_from_seed, visible
+
+FEATURES = 64
+WEIGHTS = Path(__file__).parent / "weights" / "checker.safetensors"
+# Away from the seeds of training (1,000,000 and up) and from the low ones that people look at.
+FIRST_TRAINING_SEED = 2_000_000_000
+FIRST_TEST_SEED = 500_000
+
+
+class Checker(nn.Module):
+    """Convolutional classifier with one head per attribute; pictures must be 128 x 128."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (3, 32, 48, 96, 128)
+        stages: list[nn.Module] = []
+        for narrow, wide in itertools.pairwise(widths):
+            stages += [nn.Conv2d(narrow, wide, 3, stride=2, padding=1), nn.GroupNorm(8, wide), nn.SiLU()]
+            stages += [nn.Conv2d(wide, wide, 3, padding=1, groups=wide // 8), nn.GroupNorm(8, wide), nn.SiLU()]
+        self.stages = nn.Sequential(*stages)
+        self.squeeze = nn.Conv2d(widths[-1], 48, 1)
+        self.hidden = nn.Linear(48 * 8 * 8, 256)
+        self.bottleneck = nn.Linear(256, FEATURES)
+        self.heads = nn.ModuleList(nn.Linear(FEATURES, len(values)) for values in ATTRIBUTES.values())
+
+    def _trunk(self, image: torch.Tensor) -> torch.Tensor:
+        if image.ndim != 4 or image.shape[1:] != (3, 128, 128):
+            raise ValueError(f"expected pictures of shape (B, 3, 128, 128), not {tuple(image.shape)}")
+        return F.silu(self.hidden(F.silu(self.squeeze(self.stages(image))).flatten(1)))
+
+    def features(self, image: torch.Tensor) -> torch.Tensor:
+        """Pictures (B, 3, 128, 128) in -1..1 -> features (B, 64), those all answers are drawn from."""
+        return self.bottleneck(self._trunk(image))
+
+    def forward(self, image: torch.Tensor) -> list[torch.Tensor]:
+        """Pictures (B, 3, 128, 128) in -1..1 -> logits (B, values) per attribute, in the order of `ATTRIBUTES`."""
+        features = F.silu(self.features(image))
+        return [head(features) for head in self.heads]
+
+
+def load_checker(path: Path | str = WEIGHTS) -> Checker:
+    """The trained checker, on the CPU in evaluation mode. Raises FileNotFoundError if `path` does not exist."""
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{path} is missing: train it with `python -m demo.checker --export {path}`")
+    checker = Checker()
+    checker.load_state_dict({name: value.float() for name, value in load_file(path).items()})
+    return checker.eval().requires_grad_(False)
+
+
+def correct(checker: Checker, image: torch.Tensor, scenes: list[Scene]) -> torch.Tensor:
+    """Which attributes are read back as asked for: pictures (B, 3, 128, 128) -> float32 (B, len(ATTRIBUTES)).
+
+    1 is right, 0 is wrong, NaN stands for an attribute that cannot be seen in that scene.
+    """
+    with torch.no_grad():
+        guess = torch.stack([logits.argmax(dim=1) for logits in checker(image.clamp(-1, 1))], dim=1)
+    truth = torch.tensor([scene.values() for scene in scenes])
+    seen = torch.tensor([visible(scene) for scene in scenes])
+    return torch.where(seen, (guess.cpu() == truth).float(), torch.nan)
+
+
+def accuracy(checker: Checker, image: torch.Tensor, scenes: list[Scene]) -> dict[str, float]:
+    """Share of right answers per attribute (0..1), and over all visible attributes under "all"."""
+    marks = correct(checker, image, scenes)
+    result = {name: float(marks[:, index].nanmean()) for index, name in enumerate(ATTRIBUTES)}
+    return {"all": float(marks.nanmean()), **result}
+
+
+def frechet_distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Frechet distance between two sets of features (n, d) and (m, d), fitted with Gaussians as FID does (float64)."""
+    if a.shape[0] < 2 or b.shape[0] < 2:
+        raise ValueError("a Frechet distance needs at least two pictures on each side")
+    a, b = a.double(), b.double()
+    cov_a, cov_b = torch.cov(a.T), torch.cov(b.T)
+    values, vectors = torch.linalg.eigh(cov_a)
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    # tr((A B)^1/2) through the symmetric root(A) B root(A), which keeps everything real.
+    cross = torch.linalg.eigvalsh(root @ cov_b @ root).clamp(min=0).sqrt().sum()
+    return float((a.mean(0) - b.mean(0)).square().sum() + cov_a.trace() + cov_b.trace() - 2 * cross)
+
+
+def train(checker: Checker, steps: int, batch: int = 32, lr: float = 2e-3, minutes: float = 60.0) -> int:
+    """Trains on fresh scenes, printing progress; returns the number of steps done. Deterministic if time suffices."""
+    optimiser = torch.optim.AdamW(checker.parameters(), lr=lr, weight_decay=1e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, lr, total_steps=steps, pct_start=0.1)
+    generator = torch.Generator().manual_seed(0)
+    begin = shown = time.monotonic()
+    checker.train()
+    for step in range(steps):
+        first = FIRST_TRAINING_SEED + step * batch
+        scenes = [scene_from_seed(first + index) for index in range(batch)]
+        image = render_batch(scenes)
+        # A little noise, as generated pictures have it; otherwise the checker would judge noise, not content.
+        level = 0.15 * torch.rand(batch, 1, 1, 1, generator=generator)
+        image = (image + level * torch.randn(image.shape, generator=generator)).clamp(-1, 1)
+        truth = torch.tensor([scene.values() for scene in scenes])
+        seen = torch.tensor([visible(scene) for scene in scenes])
+        truth = torch.where(seen, truth, -100)
+        loss = torch.stack(
+            [
+                F.cross_entropy(logits, truth[:, index], label_smoothing=0.02)
+                for index, logits in enumerate(checker(image))
+            ]
+        ).mean()
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        schedule.step()
+        now = time.monotonic()
+        if now - shown > 15 or step == steps - 1:
+            speed = (step + 1) * batch / (now - begin)
+            left = (steps - step - 1) * batch / speed / 60
+            print(f"step {step + 1}/{steps}  loss {loss.item():.4f}  {speed:.0f} img/s  ETA {left:.1f} min", flush=True)
+            shown = now
+        if now - begin > minutes * 60:
+            return step + 1
+    return steps
+
+
+def main() -> None:
+    """Command line, see the module's docstring."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--export", type=Path, default=WEIGHTS)
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    checker = Checker()
+    done = train(checker, args.steps, minutes=args.minutes)
+    args.export.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.half() for name, value in checker.state_dict().items()}, args.export, {"steps": str(done)})
+    scenes = [scene_from_seed(FIRST_TEST_SEED + index) for index in range(512)]
+    for name, share in accuracy(load_checker(args.export), render_batch(scenes), scenes).items():
+        print(f"{name:14s} {share:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The fixed, invertible transform between pictures and latents: no VAE, nothing to train.
+
+A picture is pixel-unshuffled by 2 into 12 channels and padded to the 16 channels of ComfyUI's Flux latent format, so a
+128 x 128 picture is a 64 x 64 latent: 32 x 32 tokens for the Flux DiT (patch 2) and at the UNet's first attention
+level.
+
+Two spaces are in play. "Model space" is what the networks see: the pixels themselves, -1..1, padding 0. "Latents" are
+what flows along ComfyUI's LATENT wires; ComfyUI turns them into model space by `latent_format.process_in`, and this
+module applies the inverse beforehand.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+UNSHUFFLE = 2
+LATENT_CHANNELS = 16
+PICTURE_CHANNELS = 3 * UNSHUFFLE**2
+# Of comfy.latent_formats.Flux; a test holds them together.
+SCALE_FACTOR = 0.3611
+SHIFT_FACTOR = 0.1159
+
+
+def image_to_model(image: torch.Tensor) -> torch.Tensor:
+    """Pictures (B, 3, H, W) in -1..1 -> model space (B, 16, H/2, W/2), exactly. H and W must be even."""
+    if image.ndim != 4 or image.shape[1] != 3 or image.shape[2] % UNSHUFFLE or image.shape[3] % UNSHUFFLE:
+        raise ValueError(f"expected pictures of shape (B, 3, even, even), not {tuple(image.shape)}")
+    return F.pad(F.pixel_unshuffle(image, UNSHUFFLE), (0, 0, 0, 0, 0, LATENT_CHANNELS - PICTURE_CHANNELS))
+
+
+def model_to_image(latent: torch.Tensor) -> torch.Tensor:
+    """Model space (B, 16, h, w) -> pictures (B, 3, 2h, 2w); the four padding channels are dropped."""
+    if latent.ndim != 4 or latent.shape[1] != LATENT_CHANNELS:
+        raise ValueError(f"expected a latent of shape (B, {LATENT_CHANNELS}, h, w), not {tuple(latent.shape)}")
+    return F.pixel_shuffle(latent[:, :PICTURE_CHANNELS], UNSHUFFLE)
+
+
+def encode(image: torch.Tensor) -> torch.Tensor:
+    """Pictures (B, 3, H, W) in -1..1 -> ComfyUI latents (B, 16, H/2, W/2)."""
+    return image_to_model(image) / SCALE_FACTOR + SHIFT_FACTOR
+
+
+def decode(latent: torch.Tensor) -> torch.Tensor:
+    """ComfyUI latents (B, 16, h, w) -> pictures (B, 3, 2h, 2w), about -1..1, not clamped."""
+    return model_to_image((latent - SHIFT_FACTOR) * SCALE_FACTOR)

@@ -1,0 +1,151 @@
+"""The two tiny models: a Flux-format DiT and an SDXL-shaped UNet, built from ComfyUI's own classes.
+
+The DiT's state dict is recognised by ComfyUI's stock diffusion-model loader. No loader recognises a UNet this small, so
+`load_unet` builds it from `UNET_CONFIG`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import comfy.latent_formats
+import comfy.ldm.flux.model
+import comfy.model_base
+import comfy.model_management
+import comfy.model_patcher
+import comfy.ops
+import comfy.supported_models
+import comfy.utils
+import torch
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from torch import nn
+
+from .latents import LATENT_CHANNELS
+from .scenes import TEXT_DIM
+
+# head_dim is 128 in every Flux checkpoint (ComfyUI computes heads = width / 128), hence one head here.
+DIT_CONFIG: dict[str, Any] = {
+    "in_channels": LATENT_CHANNELS,
+    "out_channels": LATENT_CHANNELS,
+    "vec_in_dim": TEXT_DIM,
+    "context_in_dim": TEXT_DIM,
+    "hidden_size": 128,
+    "mlp_ratio": 4.0,
+    "num_heads": 1,
+    "depth": 2,
+    "depth_single_blocks": 5,
+    "axes_dim": [16, 56, 56],
+    "theta": 10000,
+    "patch_size": 2,
+    "qkv_bias": True,
+    "guidance_embed": True,
+    "txt_ids_dims": [],
+}
+# SDXL's layout: no attention at the first level, a shallow stack at the second, a deep one at the third.
+UNET_CONFIG: dict[str, Any] = {
+    "image_size": 32,
+    "in_channels": LATENT_CHANNELS,
+    "out_channels": LATENT_CHANNELS,
+    "model_channels": 32,
+    "num_res_blocks": [2, 2, 2],
+    "channel_mult": [1, 2, 3],
+    "transformer_depth": [0, 0, 1, 1, 2, 2],
+    "transformer_depth_middle": 2,
+    "transformer_depth_output": [0, 0, 0, 1, 1, 1, 2, 2, 2],
+    "context_dim": TEXT_DIM,
+    "adm_in_channels": TEXT_DIM + 6 * 256,
+    "num_classes": "sequential",
+    "num_heads": -1,
+    "num_head_channels": 32,
+    "use_linear_in_transformer": True,
+    "use_spatial_transformer": True,
+    "legacy": False,
+    "use_temporal_attention": False,
+}
+
+
+class TrainingOps(comfy.ops.disable_weight_init):
+    """ComfyUI's layers, for training: the LayerNorms keep their own copy of what they read.
+
+    Flux blocks add to their input in place, which would overwrite what LayerNorm needs for its backward pass.
+    """
+
+    class LayerNorm(comfy.ops.disable_weight_init.LayerNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x.clone() if torch.is_grad_enabled() else x)
+
+
+def _initialise(network: nn.Module, zero: tuple[str, ...], generator: torch.Generator) -> None:
+    """ComfyUI's layers skip initialisation, since weights always come from a file; a fresh network needs its own."""
+    for name, module in network.named_modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, nn.Parameter):
+            continue
+        with torch.no_grad():
+            if weight.ndim == 1:
+                weight.fill_(1.0)
+            elif name.endswith(zero):
+                weight.zero_()
+            else:
+                fan_in, fan_out = weight[0].numel(), weight.shape[0] * weight[0, 0].numel()
+                weight.normal_(0.0, math.sqrt(2.0 / (fan_in + fan_out)), generator=generator)
+            if getattr(module, "bias", None) is not None:
+                module.bias.zero_()
+
+
+def new_dit(seed: int = 0, operations: Any = TrainingOps, config: dict[str, Any] | None = None) -> nn.Module:
+    """A fresh DiT (comfy.ldm.flux.model.Flux, float32, CPU) with weights drawn from `seed`."""
+    network = comfy.ldm.flux.model.Flux(dtype=torch.float32, operations=operations, **(config or DIT_CONFIG))
+    # adaLN-Zero as in the DiT paper: every block starts as the identity. guidance_in stays exactly zero: the model is
+    # not guidance-distilled, so whatever a FluxGuidance node says has no effect.
+    zero = (
+        "img_mod.lin",
+        "txt_mod.lin",
+        "modulation.lin",
+        "adaLN_modulation.1",
+        "final_layer.linear",
+        "guidance_in.out_layer",
+    )
+    _initialise(network, zero, torch.Generator().manual_seed(seed))
+    return network
+
+
+def new_unet(seed: int = 0, operations: Any = TrainingOps, config: dict[str, Any] | None = None) -> nn.Module:
+    """A fresh UNet (ComfyUI's UNetModel, float32, CPU) with weights drawn from `seed`."""
+    network = UNetModel(dtype=torch.float32, operations=operations, **(config or UNET_CONFIG))
+    _initialise(network, ("out_layers.3", "proj_out", "out.2"), torch.Generator().manual_seed(seed))
+    return network
+
+
+def unet_patcher(
+    state_dict: dict[str, torch.Tensor] | None, seed: int = 0, config: dict[str, Any] | None = None
+) -> Any:
+    """A MODEL (ModelPatcher around comfy.model_base.SDXL) of the tiny UNet, on ComfyUI's own devices.
+
+    `state_dict` holds the UNet's weights; None draws them from `seed`. Raises RuntimeError if the keys do not fit.
+    """
+    load_device = comfy.model_management.get_torch_device()
+    offload_device = comfy.model_management.unet_offload_device()
+    model_config = comfy.supported_models.SDXL({})
+    model_config.unet_config = dict(config or UNET_CONFIG)
+    model_config.latent_format = comfy.latent_formats.Flux()
+    dtype = comfy.model_management.unet_dtype(device=load_device, supported_dtypes=[torch.bfloat16, torch.float32])
+    cast = comfy.model_management.unet_manual_cast(dtype, load_device, [torch.bfloat16, torch.float32])
+    model_config.set_inference_dtype(dtype, cast)
+    model = comfy.model_base.SDXL(model_config, comfy.model_base.ModelType.EPS, device=offload_device)
+    weights = state_dict if state_dict is not None else new_unet(seed, config=config).state_dict()
+    model.diffusion_model.load_state_dict(weights, strict=True)
+    model.diffusion_model.to(dtype)
+    return comfy.model_patcher.ModelPatcher(model, load_device=load_device, offload_device=offload_device)
+
+
+def load_unet(path: str | None, seed: int = 0, disable_dynamic: bool = False) -> Any:
+    """The MODEL in a safetensors file, or with random weights from `seed` if `path` is None.
+
+    `disable_dynamic` is there because ComfyUI calls a model's loader again with it (for torch.compile); the tiny UNet
+    is never offloaded piece by piece, so both ways give the same.
+    """
+    patcher = unet_patcher(comfy.utils.load_torch_file(path) if path is not None else None, seed)
+    patcher.cached_patcher_init = (load_unet, (path, seed))
+    return patcher

@@ -1,0 +1,246 @@
+"""Trains the tiny models: `python -m demo.train dit|unet [--steps N] [--minutes M] [--resume] [--seed S]`.
+
+Every step draws its own numbers from (seed, step), so a resumed run goes on exactly as an unbroken one would. Most
+early steps see crops of 64 x 64 pixels that keep their place in the picture (a quarter of the tokens), most late ones
+whole pictures of 128 x 128.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .comfy_setup import prepare
+
+if __name__ == "__main__":
+    prepare()
+
+import comfy.model_management
+import torch
+from safetensors.torch import save_file
+
+from . import models
+from .latents import image_to_model
+from .objectives import EpsilonObjective, FlowObjective, Noising
+from .scenes import CANVAS, render_batch, scene_from_seed, scene_tokens
+
+# Scenes below this seed are kept for looking at and for measuring; training never sees them.
+FIRST_TRAINING_SEED = 1_000_000
+PIXELS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides the result of a training run, together with the code."""
+
+    kind: str
+    steps: int
+    seed: int = 0
+    lr: float = 1e-3
+    warmup: int = 200
+    cooldown: float = 0.35
+    crop_batch: int = 16
+    full_batch: int = 6
+    crop_pixels: int = 64
+    full_share_early: float = 0.12
+    full_share_late: float = 0.8
+    late: float = 0.5
+    dropout: float = 0.1
+    ema: float = 0.999
+
+    def lr_at(self, step: int) -> float:
+        """Warm-up, constant, then a cosine to zero over the last `cooldown` of the steps."""
+        start = self.steps * (1 - self.cooldown)
+        decay = 1.0 if step < start else 0.5 + 0.5 * math.cos(math.pi * (step - start) / (self.steps - start))
+        return self.lr * min(1.0, (step + 1) / self.warmup) * decay
+
+    def full_share_at(self, step: int) -> float:
+        """Chance that a step sees whole pictures instead of crops."""
+        return self.full_share_early if step < self.late * self.steps else self.full_share_late
+
+
+class Trainer:
+    """Network, its moving average and its optimiser, and the deterministic step that moves them."""
+
+    def __init__(self, plan: Plan, device: torch.device, compiled: bool = False, config: dict[str, Any] | None = None):
+        if plan.kind not in ("dit", "unet"):
+            raise ValueError(f"kind must be dit or unet, not {plan.kind!r}")
+        self.plan = plan
+        self.device = device
+        self.config = config
+        self.objective = FlowObjective() if plan.kind == "dit" else EpsilonObjective()
+        make = models.new_dit if plan.kind == "dit" else models.new_unet
+        self.network = make(plan.seed, config=config).to(device).train().requires_grad_(True)
+        self.forward = torch.compile(self.network, dynamic=False) if compiled else self.network
+        self.average = {name: value.detach().clone() for name, value in self.network.named_parameters()}
+        decayed = [p for p in self.network.parameters() if p.ndim > 1]
+        other = [p for p in self.network.parameters() if p.ndim <= 1]
+        self.optimiser = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.01}, {"params": other, "weight_decay": 0.0}],
+            lr=plan.lr,
+            betas=(0.9, 0.99),
+        )
+        self.step = 0
+        self.seen = {"crops": 0, "pictures": 0}
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int], bool, torch.Generator]:
+        """The data of one step: clean (B, 16, h, w), tokens (B, T, TEXT_DIM), offset in tokens, whole?, randomness."""
+        plan = self.plan
+        generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step)
+        draw = torch.rand(4, generator=generator).tolist()
+        whole = draw[0] < plan.full_share_at(step)
+        count = plan.full_batch if whole else plan.crop_batch
+        first = FIRST_TRAINING_SEED + (plan.seed * 100_000_000 + step) * 64
+        scenes = [scene_from_seed(first + index) for index in range(count)]
+        picture = render_batch(scenes)
+        offset = (0, 0)
+        if not whole:
+            # Even offsets: the UNet halves the grid once more.
+            places = (CANVAS - plan.crop_pixels) // PIXELS_PER_TOKEN // 2 + 1
+            offset = (2 * int(draw[1] * places), 2 * int(draw[2] * places))
+            top, left = (value * PIXELS_PER_TOKEN for value in offset)
+            picture = picture[:, :, top : top + plan.crop_pixels, left : left + plan.crop_pixels]
+        dropped = torch.rand(count, generator=generator) < plan.dropout
+        tokens = torch.stack(
+            [scene_tokens(None if drop else scene) for scene, drop in zip(scenes, dropped.tolist(), strict=True)]
+        )
+        return image_to_model(picture).to(self.device), tokens.to(self.device), offset, whole, generator
+
+    def train_step(self) -> tuple[float, bool]:
+        """One optimiser step; returns its loss and whether it saw whole pictures."""
+        clean, tokens, offset, whole, generator = self.batch(self.step)
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.plan.lr_at(self.step)
+        noising = Noising(centre=0.6) if whole else Noising(centre=0.2)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss = self.objective.loss(self.forward, clean, tokens, offset, noising, generator)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        self.step += 1
+        self.seen["pictures" if whole else "crops"] += clean.shape[0]
+        keep = min(self.plan.ema, (1 + self.step) / (10 + self.step))
+        with torch.no_grad():
+            parameters = dict(self.network.named_parameters())
+            torch._foreach_lerp_(list(self.average.values()), [parameters[name] for name in self.average], 1 - keep)
+        return float(loss.detach()), whole
+
+    def save(self, path: Path) -> None:
+        """Writes everything needed to go on, atomically."""
+        state = {
+            "plan": asdict(self.plan),
+            "step": self.step,
+            "seen": self.seen,
+            "network": self.network.state_dict(),
+            "average": self.average,
+            "optimiser": self.optimiser.state_dict(),
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def restore(self, path: Path) -> None:
+        """Goes on from a file of `save`; the number of steps may differ, which moves the cool-down."""
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        if state["plan"]["kind"] != self.plan.kind or state["plan"]["seed"] != self.plan.seed:
+            raise ValueError(
+                f"{path} belongs to another run: kind {state['plan']['kind']}, seed {state['plan']['seed']}"
+            )
+        self.network.load_state_dict(state["network"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.average = {name: value.to(self.device) for name, value in state["average"].items()}
+        self.step, self.seen = state["step"], state["seen"]
+
+    def export(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
+        """Writes the averaged weights as safetensors, the file that ComfyUI or `load_unet` reads."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        weights = {name: value.to("cpu", dtype).contiguous() for name, value in self.average.items()}
+        save_file(weights, path, metadata={"step": str(self.step), **{k: str(v) for k, v in asdict(self.plan).items()}})
+
+
+def run(trainer: Trainer, checkpoint: Path, minutes: float, every: float = 120.0) -> bool:
+    """Trains to the plan's end, a time limit or SIGTERM/SIGINT, saving every `every` seconds; True if finished."""
+    stop = False
+
+    def ask_to_stop(*_: Any) -> None:
+        nonlocal stop
+        stop = True
+
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, ask_to_stop)
+    begin = saved = shown = time.monotonic()
+    losses: dict[bool, list[float]] = {True: [], False: []}
+    count, last_step = 0, trainer.step
+    while trainer.step < trainer.plan.steps and not stop and time.monotonic() - begin < minutes * 60:
+        before = sum(trainer.seen.values())
+        loss, whole = trainer.train_step()
+        if not math.isfinite(loss):
+            raise RuntimeError(f"loss is {loss} at step {trainer.step}; the last checkpoint is in {checkpoint}")
+        losses[whole].append(loss)
+        count += sum(trainer.seen.values()) - before
+        now = time.monotonic()
+        if now - shown > 20:
+            speed = (trainer.step - last_step) / (now - shown)
+            left = (trainer.plan.steps - trainer.step) / speed / 60
+            means = [
+                f"{name} {sum(v) / len(v):.4f}" for name, v in (("full", losses[True]), ("crop", losses[False])) if v
+            ]
+            print(
+                f"{time.strftime('%H:%M:%S')} step {trainer.step}/{trainer.plan.steps}  loss {'  '.join(means)}  "
+                f"{count / (now - shown):.1f} img/s  lr {trainer.plan.lr_at(trainer.step):.1e}  ETA {left:.0f} min",
+                flush=True,
+            )
+            shown, last_step, count, losses = now, trainer.step, 0, {True: [], False: []}
+        if now - saved > every:
+            trainer.save(checkpoint)
+            saved = now
+    trainer.save(checkpoint)
+    return trainer.step >= trainer.plan.steps
+
+
+def main() -> None:
+    """Command line, see the module's docstring."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("kind", choices=("dit", "unet"))
+    parser.add_argument("--steps", type=int, default=8000, help="length of the whole run, over which the rate falls")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this long, with a checkpoint")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=Plan.lr)
+    parser.add_argument("--crop-batch", type=int, default=Plan.crop_batch)
+    parser.add_argument("--full-batch", type=int, default=Plan.full_batch)
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--compile", action="store_true", help="torch.compile: about 1.5x faster after a few minutes")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads, 0 for torch's own choice")
+    parser.add_argument("--checkpoints", type=Path, default=Path("demo/checkpoints"), help="folder for --resume")
+    parser.add_argument("--export", type=Path, default=None, help="where to write the weights at the end")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    comfy.model_management.in_training = True
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plan = Plan(args.kind, args.steps, args.seed, lr=args.lr, crop_batch=args.crop_batch, full_batch=args.full_batch)
+    trainer = Trainer(plan, device, args.compile)
+    checkpoint = args.checkpoints / f"{args.kind}.pt"
+    if args.resume and checkpoint.exists():
+        trainer.restore(checkpoint)
+    size = sum(p.numel() for p in trainer.network.parameters())
+    print(
+        f"{args.kind}: {size / 1e6:.2f} M parameters on {device}, from step {trainer.step}, process {os.getpid()}",
+        flush=True,
+    )
+    finished = run(trainer, checkpoint, args.minutes)
+    if args.export:
+        trainer.export(args.export)
+    print(f"{'finished' if finished else 'stopped'} at step {trainer.step}, seen {trainer.seen}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""The fixed transform between pictures and latents is exactly invertible and speaks ComfyUI's latent format."""
+
+from __future__ import annotations
+
+import comfy.latent_formats
+import pytest
+import torch
+
+from demo import latents
+
+
+def test_model_space_inverts_exactly() -> None:
+    image = torch.rand(2, 3, 32, 48) * 2 - 1
+    model = latents.image_to_model(image)
+    assert model.shape == (2, 16, 16, 24)
+    assert model[:, 12:].abs().max() == 0
+    assert torch.equal(latents.model_to_image(model), image)
+
+
+def test_latents_invert_within_rounding() -> None:
+    image = torch.rand(2, 3, 32, 48) * 2 - 1
+    torch.testing.assert_close(latents.decode(latents.encode(image)), image, atol=1e-6, rtol=0)
+
+
+def test_agrees_with_comfyui() -> None:
+    image = torch.rand(1, 3, 16, 16) * 2 - 1
+    flux = comfy.latent_formats.Flux()
+    torch.testing.assert_close(flux.process_in(latents.encode(image)), latents.image_to_model(image), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        flux.process_out(latents.image_to_model(image)), latents.encode(image), atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 15, 16), (1, 4, 16, 16), (3, 16, 16)])
+def test_wrong_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="expected pictures"):
+        latents.image_to_model(torch.zeros(shape))
+    with pytest.raises(ValueError, match="expected a latent"):
+        latents.model_to_image(torch.zeros(shape))

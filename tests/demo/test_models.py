@@ -1,0 +1,147 @@
+"""The tiny models are real ones to ComfyUI: recognised by its loader, sampled by its samplers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import comfy.ldm.flux.model
+import comfy.model_base
+import comfy.model_management
+import comfy.model_sampling
+import comfy.sample
+import comfy.sd
+import pytest
+import torch
+from comfy.ldm.modules.attention import SpatialTransformer
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from safetensors.torch import save_file
+
+from demo import models
+from demo.conditioning import conditioning, empty_latent, seeded_noise
+from demo.objectives import EpsilonObjective, adm
+from demo.scenes import scene_from_seed
+
+
+@pytest.fixture(scope="module")
+def dit_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("dit") / "dit.safetensors"
+    save_file(models.new_dit(0).state_dict(), path)
+    return path
+
+
+def _lively(model: Any) -> Any:
+    """Fresh weights start as the identity with output zero; a nudge makes every layer count."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.model.diffusion_model.parameters():
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def _sample(model: Any, seeds: list[int], cfg: float = 2.0) -> torch.Tensor:
+    scenes = [scene_from_seed(seed) for seed in seeds]
+    return comfy.sample.sample(
+        model,
+        seeded_noise(seeds, 64, 64),
+        2,
+        cfg,
+        "euler",
+        "simple",
+        conditioning(list(scenes)),
+        conditioning([None]),
+        empty_latent(64, 64, len(seeds)),
+        disable_pbar=True,
+        seed=0,
+    )
+
+
+def test_the_stock_loader_recognises_the_dit(dit_file: Path) -> None:
+    model = comfy.sd.load_diffusion_model(str(dit_file))
+    network = model.model.diffusion_model
+    assert type(model.model) is comfy.model_base.Flux
+    assert type(network) is comfy.ldm.flux.model.Flux
+    found = {name: getattr(network.params, name) for name in models.DIT_CONFIG}
+    assert found == models.DIT_CONFIG
+    assert isinstance(model.model.model_sampling, comfy.model_sampling.ModelSamplingFlux)
+
+
+def test_the_unet_is_an_sdxl_to_comfyui() -> None:
+    model = models.load_unet(None)
+    network = model.model.diffusion_model
+    assert type(model.model) is comfy.model_base.SDXL
+    assert type(network) is UNetModel
+    stacks = [module for module in network.modules() if isinstance(module, SpatialTransformer)]
+    assert {stack.in_channels for stack in stacks} == {64, 96}
+    assert {len(stack.transformer_blocks) for stack in stacks} == {1, 2}
+    assert model.model.latent_format.latent_channels == 16
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_two_steps_of_sampling(kind: str, dit_file: Path) -> None:
+    model = _lively(comfy.sd.load_diffusion_model(str(dit_file)) if kind == "dit" else models.load_unet(None))
+    first = _sample(model, [1, 2])
+    assert first.shape == (2, 16, 32, 32)
+    assert torch.isfinite(first).all()
+    assert torch.equal(first, _sample(model, [1, 2]))
+    alone = _sample(model, [2])
+    torch.testing.assert_close(first[1:], alone, atol=2e-3, rtol=1e-2)
+    assert (first[0] - first[1]).abs().mean() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_the_prompt_matters(kind: str, dit_file: Path) -> None:
+    model = _lively(comfy.sd.load_diffusion_model(str(dit_file)) if kind == "dit" else models.load_unet(None))
+    noise, latent = seeded_noise([5], 64, 64), empty_latent(64, 64)
+    results = [
+        comfy.sample.sample(
+            model,
+            noise,
+            2,
+            1.0,
+            "euler",
+            "simple",
+            conditioning([scene]),
+            conditioning([None]),
+            latent,
+            disable_pbar=True,
+            seed=0,
+        )
+        for scene in (scene_from_seed(1), scene_from_seed(2), None)
+    ]
+    for i in range(3):
+        assert not torch.allclose(results[i], results[i - 1], atol=1e-5)
+
+
+def test_guidance_value_has_no_effect(dit_file: Path) -> None:
+    network = comfy.sd.load_diffusion_model(str(dit_file)).model.diffusion_model
+    assert network.guidance_in.out_layer.weight.abs().max() == 0
+    assert network.guidance_in.out_layer.bias.abs().max() == 0
+
+
+def test_training_uses_comfyuis_sdxl_conventions() -> None:
+    model = models.load_unet(None).model
+    pooled = torch.randn(2, 128)
+    theirs = model.encode_adm(pooled_output=pooled, width=512, height=512)
+    torch.testing.assert_close(adm(pooled, (0, 0), (512, 512)), theirs)
+    sigmas = EpsilonObjective().sigmas
+    torch.testing.assert_close(sigmas, model.model_sampling.sigmas)
+    torch.testing.assert_close(
+        model.model_sampling.timestep(sigmas[[3, 500, 999]]).float(), torch.tensor([3.0, 500, 999])
+    )
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_gradients_reach_every_weight(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comfy.model_management, "in_training", True)
+    network = models.new_dit(0) if kind == "dit" else models.new_unet(0)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in network.requires_grad_(True).parameters():
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+    x, tokens = torch.randn(1, 16, 16, 16), torch.randn(1, 14, 128)
+    extra = (
+        {"y": torch.randn(1, 128), "guidance": torch.ones(1)} if kind == "dit" else {"y": torch.randn(1, 128 + 6 * 256)}
+    )
+    network(x, torch.rand(1), context=tokens, **extra).square().mean().backward()
+    silent = [name for name, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    # The text stream of the last double block feeds the single blocks, so nothing is left out.
+    assert not [name for name in silent if not name.startswith("guidance_in.in_layer")]

@@ -1,0 +1,115 @@
+"""Training runs, resumes exactly where it stopped, and is decided by its seed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import comfy.model_management
+import comfy.sd
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from demo import models
+from demo.train import Plan, Trainer, run
+
+SMALL = {
+    "dit": {**models.DIT_CONFIG, "depth": 1, "depth_single_blocks": 1},
+    "unet": {
+        **models.UNET_CONFIG,
+        "num_res_blocks": [1, 1, 1],
+        "transformer_depth": [0, 1, 1],
+        "transformer_depth_middle": 1,
+        "transformer_depth_output": [0, 0, 1, 1, 1, 1],
+    },
+}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(comfy.model_management, "in_training", True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _plan(kind: str, seed: int = 0, steps: int = 3) -> Plan:
+    return Plan(kind, steps, seed, crop_batch=2, full_batch=1, warmup=1, full_share_early=0.3, full_share_late=0.3)
+
+
+def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.average.items()}
+
+
+def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_runs_resumes_and_repeats(kind: str, tmp_path: Path) -> None:
+    def fresh(seed: int = 0) -> Trainer:
+        return Trainer(_plan(kind, seed), CPU, config=SMALL[kind])
+
+    whole = fresh()
+    assert run(whole, tmp_path / "whole.pt", minutes=5)
+    assert whole.step == 3
+
+    first = fresh()
+    for _ in range(2):
+        first.train_step()
+    first.save(tmp_path / "half.pt")
+    second = fresh()
+    second.restore(tmp_path / "half.pt")
+    assert second.step == 2
+    assert second.seen == first.seen
+    second.train_step()
+    assert _same(_weights(second), _weights(whole))
+
+    other = fresh(seed=1)
+    other.train_step()
+    start = fresh()
+    start.train_step()
+    assert not _same(_weights(other), _weights(start))
+
+
+def test_a_time_limit_leaves_a_checkpoint(tmp_path: Path) -> None:
+    trainer = Trainer(_plan("dit"), CPU, config=SMALL["dit"])
+    assert not run(trainer, tmp_path / "dit.pt", minutes=0)
+    assert (tmp_path / "dit.pt").exists()
+
+
+def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
+    Trainer(_plan("dit"), CPU, config=SMALL["dit"]).save(tmp_path / "dit.pt")
+    with pytest.raises(ValueError, match="belongs to another run"):
+        Trainer(_plan("dit", seed=4), CPU, config=SMALL["dit"]).restore(tmp_path / "dit.pt")
+
+
+def test_exports_what_comfyui_loads(tmp_path: Path) -> None:
+    dit = Trainer(_plan("dit"), CPU, config=SMALL["dit"])
+    dit.export(tmp_path / "dit.safetensors", torch.float16)
+    assert comfy.sd.load_diffusion_model(str(tmp_path / "dit.safetensors")).model.diffusion_model.params.depth == 1
+    unet = Trainer(_plan("unet"), CPU, config=SMALL["unet"])
+    unet.export(tmp_path / "unet.safetensors")
+    models.unet_patcher(load_file(tmp_path / "unet.safetensors"), config=SMALL["unet"])
+
+
+def test_crops_keep_their_place() -> None:
+    trainer = Trainer(dataclasses.replace(_plan("dit"), full_share_early=0.0, steps=1000), CPU, config=SMALL["dit"])
+    offsets = set()
+    for step in range(12):
+        clean, tokens, offset, whole, _ = trainer.batch(step)
+        assert not whole
+        assert clean.shape == (2, 16, 32, 32)
+        assert tokens.shape == (2, 14, 128)
+        assert all(0 <= value <= 16 and value % 2 == 0 for value in offset)
+        offsets.add(offset)
+    assert len(offsets) > 4
+
+
+def test_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="dit or unet"):
+        Trainer(_plan("vae"), CPU)
