@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from comfy.ldm.modules.diffusionmodules.util import timestep_embedding
 from comfy.model_sampling import ModelSamplingDiscrete
-from torch import nn
 
 from .latents import PICTURE_CHANNELS
 from .scenes import pooled_tokens
@@ -41,7 +41,7 @@ class FlowObjective:
 
     def loss(
         self,
-        network: nn.Module,
+        network: Callable[..., torch.Tensor],
         clean: torch.Tensor,
         tokens: torch.Tensor,
         offset: tuple[int, int],
@@ -77,7 +77,7 @@ class EpsilonObjective:
 
     def loss(
         self,
-        network: nn.Module,
+        network: Callable[..., torch.Tensor],
         clean: torch.Tensor,
         tokens: torch.Tensor,
         offset: tuple[int, int],

@@ -193,7 +193,7 @@ def render(scene: Scene, size: int = CANVAS) -> np.ndarray:
     base = _PALETTE[scene.background]
     direction = 1.0 if rng.random() < 0.5 else -1.0
     if scene.gradient == 0:
-        ramp = np.zeros((size, size), dtype=np.float32)
+        ramp = np.zeros_like(y)
     elif scene.gradient == 3:
         ramp = np.hypot(y - 64, x - 64) / 64 - 0.7
     else:
