@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -25,7 +26,8 @@ def run_stage(title: str, command: Sequence[str], *, log: Path, env: Mapping[str
     """Run one long command and show that it is alive; return whether it succeeded.
 
     On a terminal the command draws its own progress. Elsewhere its output goes to `log`, a line every 15 seconds
-    says how long it has been running and what it printed last, and if it fails the end of the log is shown.
+    says how long it has been running, how much the disk has filled and what it printed last, and if it fails the end
+    of the log is shown.
     """
     say(f"==> {title}")
     start = time.monotonic()
@@ -47,12 +49,14 @@ def run_stage(title: str, command: Sequence[str], *, log: Path, env: Mapping[str
 
 
 def _wait_with_heartbeat(process: subprocess.Popen[bytes], log: Path, start: float) -> int:
+    free = shutil.disk_usage(log.parent).free
     while True:
         try:
             return process.wait(timeout=HEARTBEAT_SECONDS)
         except subprocess.TimeoutExpired:
+            written = max(0, free - shutil.disk_usage(log.parent).free) / 1e9
             last = (_read_lines(log) or [""])[-1].strip()
-            say(f"    {time.monotonic() - start:4.0f} s  {last[:100]}")
+            say(f"    {time.monotonic() - start:4.0f} s  {written:4.1f} GB  {last[:80]}")
 
 
 def _read_lines(path: Path) -> list[str]:

@@ -29,7 +29,7 @@ def empty_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def fake_comfyui(folder: Path, version: str = "9.9.9") -> Path:
     (folder / "comfy").mkdir(parents=True)
-    for name in ("main.py", "nodes.py", "requirements.txt"):
+    for name in ("main.py", "nodes.py", "requirements.txt", "comfy/cli_args.py"):
         (folder / name).touch()
     (folder / "comfyui_version.py").write_text(f'__version__ = "{version}"\n')
     return folder
