@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .config import PRESETS, ConfigError, ToMAConfig
 from .merge import MergePlan, merge, unmerge
-from .pipeline import Evaluation, reduce, restore
+from .pipeline import Evaluation, plan_for, reduce, restore
 from .schedule import Decision, Schedule
 from .state import RunState
 
@@ -22,6 +22,7 @@ __all__ = [
     "Schedule",
     "ToMAConfig",
     "merge",
+    "plan_for",
     "reduce",
     "restore",
     "unmerge",

@@ -293,7 +293,7 @@ class ToMAConfig:
             "How",
         ),
     )
-    seed: int = _option(
+    random_seed: int = _option(
         0,
         FieldSpec(
             "Seed of the 'random' selector's own generator; other selectors do not use it.", "How", 0, 2**32 - 1, 1
@@ -302,7 +302,7 @@ class ToMAConfig:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            object.__setattr__(self, item.name, _checked(item.name, getattr(self, item.name)))
+            object.__setattr__(self, item.name, check(item.name, getattr(self, item.name)))
         if self.start_percent > self.end_percent:
             raise ConfigError(
                 f"ToMA: start_percent ({self.start_percent:g}) is larger than end_percent ({self.end_percent:g}). "
@@ -340,7 +340,8 @@ def field_default(name: str) -> Any:
     return ToMAConfig.__dataclass_fields__[name].default
 
 
-def _checked(name: str, value: Any) -> Any:
+def check(name: str, value: Any) -> Any:
+    """The value as a field of `ToMAConfig` holds it (enum, int, float or bool). Raises `ConfigError`."""
     spec, default = field_spec(name), field_default(name)
     if isinstance(default, Enum):
         return _as_enum(name, value, type(default))

@@ -95,4 +95,5 @@ def pseudo_inverse(M: Tensor, budget: Budget) -> Tensor:
     eye = torch.eye(M.shape[-2], device=M.device, dtype=M.dtype)
     if budget.valid is not None:
         gram = gram + torch.diag_embed((~budget.valid).to(M.dtype))
-    return torch.linalg.solve(gram + ridge * eye, M).transpose(-1, -2)
+    solution: Tensor = torch.linalg.solve(gram + ridge * eye, M)
+    return solution.transpose(-1, -2)

@@ -1,8 +1,10 @@
 """The front door. A block on merged tokens is three lines:
 
-reduced, plan = reduce(x, grid, scope, evaluation)
-out = block(reduced)
-y = restore(out, reduced, x, plan)
+    reduced = reduce(x, plan)
+    out = block(reduced)
+    y = restore(out, reduced, x, plan)
+
+with `plan = plan_for(x, grid, scope, evaluation)`: the stored one, a fresh one, or None to leave x whole.
 """
 
 from __future__ import annotations
@@ -15,8 +17,6 @@ from torch import Tensor
 from .merge import MergePlan, merge, unmerge
 from .schedule import Decision
 from .state import RunState
-
-__all__ = ["Evaluation", "plan_for", "reduce", "restore"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Evaluation:
 
 def plan_for(x: Tensor, grid: tuple[int, int], scope: Hashable, evaluation: Evaluation) -> MergePlan | None:
     """The plan for tokens x of (B, H * W, C), or None if they are to stay as they are: at ratio 0, on a grid below
-    `min_tokens`, or when nothing would be merged."""
+    `min_tokens`, or when nothing would be merged. Blocks with one `scope` share a plan."""
     config, decision = evaluation.run.config, evaluation.decision
     tokens = grid[0] * grid[1]
     if tokens < config.min_tokens or round(decision.ratio * tokens) == 0:
@@ -41,17 +41,14 @@ def plan_for(x: Tensor, grid: tuple[int, int], scope: Hashable, evaluation: Eval
     return evaluation.run.plan(x, grid, scope, decision, evaluation.copies)
 
 
-def reduce(
-    x: Tensor, grid: tuple[int, int], scope: Hashable, evaluation: Evaluation
-) -> tuple[Tensor, MergePlan | None]:
-    """(B, N, C) -> (B, D, C) and its plan, or x itself and None if it stays whole."""
-    plan = plan_for(x, grid, scope, evaluation)
-    return (x, None) if plan is None else (merge(x, plan), plan)
+def reduce(x: Tensor, plan: MergePlan | None) -> Tensor:
+    """(B, N, C) -> (B, D, C), or x itself without a plan."""
+    return x if plan is None else merge(x, plan)
 
 
 def restore(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan | None) -> Tensor:
-    """Give every token its destination's update: x + unmerge(out - reduced), (B, N, C).
+    """Give every token its destination's update: x + unmerge(out - reduced), (B, N, C); `out` itself without a plan.
 
-    The block's residual stream goes through untouched, so that merging blurs what the block adds and not what it got.
+    The block's residual stream goes through untouched, so that merging blurs what the block adds, not what it got.
     """
     return out if plan is None else x + unmerge(out - reduced, plan)

@@ -18,7 +18,6 @@ from .selection import cosine_similarity, select
 from .stats import RunStats, draw_map
 from .windows import Budget, Windows, make_budget, make_windows
 
-
 # scope, grid, images, dtype, device
 _PlanKey = tuple[Hashable, tuple[int, int], int, torch.dtype, torch.device]
 
@@ -63,11 +62,11 @@ class RunState:
             if len(copies) not in entry.repeated:
                 entry.repeated[len(copies)] = entry.plan.repeat(len(copies))
             return entry.repeated[len(copies)]
-        parts = []
-        for i, key in enumerate(copies):
-            first = copies.index(key)
-            parts.append(self._entry(x[first * chunk : (first + 1) * chunk], grid, (scope, key), decision).plan)
-        return _stacked(parts)
+        plans = {}
+        for key in keys:
+            first = copies.index(key) * chunk
+            plans[key] = self._entry(x[first : first + chunk], grid, (scope, key), decision).plan
+        return _stacked([plans[key] for key in copies])
 
     def _entry(self, x: Tensor, grid: tuple[int, int], scope: Hashable, decision: Decision) -> _Entry:
         key = (scope, grid, x.shape[0], x.dtype, x.device)
@@ -90,7 +89,7 @@ class RunState:
         windows, budget = self._layout(grid, decision, x.device)
         tokens = windows.split(x)
         similarity = cosine_similarity(tokens)
-        picks = select(similarity, windows, budget, config.selector, config.seed + decision.selection)
+        picks = select(similarity, windows, budget, config.selector, config.random_seed + decision.selection)
         return weigh(tokens, picks, windows, budget, config.scale, config.unmerge, x.dtype)
 
     def _reweighed(self, x: Tensor, plan: MergePlan) -> MergePlan:
@@ -106,10 +105,13 @@ class RunState:
             self._layouts[key] = windows.to(device), make_budget(windows.counts, decision.ratio).to(device)
         return self._layouts[key]
 
-    def finish(self) -> RunStats:
-        """Close the run: keep a drawing of the last plan of each grid in the stats, drop every tensor."""
+    def draw(self) -> None:
+        """Keep a drawing of the last plan of each grid in the stats."""
         last = {key[1]: entry.plan for key, entry in self._plans.items()}
         self.stats.maps = {grid: draw_map(plan) for grid, plan in last.items()}
+
+    def close(self) -> RunStats:
+        """Drop every tensor of the run and hand over its stats."""
         self._plans.clear()
         self._layouts.clear()
         return self.stats

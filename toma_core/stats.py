@@ -119,8 +119,8 @@ def _natural(name: str) -> list[tuple[int, int | str]]:
 
 
 def _ranges(steps: set[int] | dict[int, float]) -> str:
-    ordered, pieces = sorted(steps), []
-    for step in ordered:
+    pieces: list[list[int]] = []
+    for step in sorted(steps):
         if pieces and step == pieces[-1][1] + 1:
             pieces[-1][1] = step
         else:

@@ -7,6 +7,7 @@ alone, hold their index tensors on the device once per run, and serve every imag
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -98,7 +99,7 @@ class Budget:
         """(B, D, ...) -> (B, W, K, ...), the inverse of `pack`."""
         if self.expand is not None:
             x = x.index_select(1, self.expand)
-        return x.unflatten(1, (len(self.counts), self.slots))
+        return x.view(x.shape[0], len(self.counts), self.slots, *x.shape[2:])
 
     def to(self, device: torch.device) -> Budget:
         """The same budget with its index tensors on `device`."""
@@ -130,8 +131,8 @@ def _make_windows(height: int, width: int, kind: WindowKind, size: int, shifted:
     grid = torch.arange(height * width).view(height, width)
     members = [
         grid[top:bottom, left:right].flatten()
-        for top, bottom in zip(rows, rows[1:], strict=False)
-        for left, right in zip(columns, columns[1:], strict=False)
+        for top, bottom in itertools.pairwise(rows)
+        for left, right in itertools.pairwise(columns)
     ]
     counts = tuple(len(m) for m in members)
     slots = max(counts)

@@ -14,7 +14,7 @@ def farthest_point(similarity: Tensor, valid: Tensor | None, picks: int) -> Tens
     padding = torch.zeros_like(similarity[..., 0], dtype=torch.bool) if valid is None else ~valid
     centrality = similarity.masked_fill(padding[:, :, None], 0.0).sum(1).masked_fill(padding, -torch.inf)
     represented = similarity.new_full(similarity.shape[:2], -2.0).masked_fill(padding, torch.inf)
-    order = []
+    order: list[Tensor] = []
     for _ in range(picks):
         pick = represented.argmin(1) if order else centrality.argmax(1)
         order.append(pick)
@@ -43,7 +43,7 @@ def tome_matching(similarity: Tensor, valid: Tensor | None, picks: int) -> Tenso
     if picks < int(candidate.sum()):
         thinned = torch.linspace(0, slots - 1, picks, device=cost.device).round().long()
         cost = cost.index_fill(1, thinned, -4.0) if valid is None else cost
-    return cost.argsort(1, stable=True)[:, :picks]
+    return cost.argsort(dim=1, stable=True)[:, :picks]
 
 
 def random_order(counts: tuple[int, ...], picks: int, seed: int) -> Tensor:

@@ -1,0 +1,16 @@
+"""The nodes, and the extension object that hands them to ComfyUI."""
+
+from __future__ import annotations
+
+from comfy_api.latest import ComfyExtension, io
+
+from .patch import ToMA, ToMAAdvanced
+from .report import ToMAReport
+
+
+class ToMAExtension(ComfyExtension):
+    """What ComfyUI asks for the list of nodes."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        """Every node of the pack."""
+        return [ToMA, ToMAAdvanced, ToMAReport]

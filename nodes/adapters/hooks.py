@@ -1,0 +1,74 @@
+"""One mechanism for every model: a module's `forward` is replaced for the duration of one model evaluation.
+
+Why not ComfyUI's patch lists: the UNet has none around the feed-forward or a whole block, Flux's are single slots that
+other packs own, and both show patches the tokens we would have merged. A swapped `forward` sits inside all of them,
+so every other patch goes on seeing whole tokens, and the model is untouched between evaluations, however a run ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...toma_core import Evaluation
+
+# Where the pieces ride in ComfyUI's transformer_options.
+ATTACHMENT = "toma"
+SAMPLING = "toma_sampling"
+EVALUATION = "toma_evaluation"
+
+
+class Hook:
+    """Stands in for a module's `forward`; `original` is what it replaces, while it is installed.
+
+    Hooks hold no run state: they find the evaluation in transformer_options. One hook object per place in a model is
+    kept for the model's life, because torch.compile guards on the identity of what it traced.
+    """
+
+    original: Callable[..., Any]
+
+    def release(self) -> None:
+        """Called when the hook is taken out, also after an error: drop what the evaluation left behind."""
+
+
+HookPair = tuple[nn.Module, Hook]
+
+
+@contextmanager
+def installed(hooks: Iterable[HookPair]) -> Iterator[None]:
+    """Put every hook in its module's place, and put back exactly what was there."""
+    missing = object()
+    replaced = []
+    try:
+        for module, hook in hooks:
+            replaced.append((module, hook, module.__dict__.get("forward", missing)))
+            hook.original = module.forward
+            module.__dict__["forward"] = hook
+        yield
+    finally:
+        for module, hook, before in reversed(replaced):
+            if before is missing:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = before
+            del hook.original
+            hook.release()
+
+
+def evaluation_of(transformer_options: dict[str, Any]) -> Evaluation | None:
+    """The evaluation in progress, or None outside of one."""
+    return transformer_options.get(EVALUATION)
+
+
+def fits(x: torch.Tensor, tokens: int, evaluation: Evaluation) -> bool:
+    """Whether x is (B, tokens, C) with a batch that divides into the evaluation's chunks."""
+    return x.ndim == 3 and x.shape[1] == tokens and x.shape[0] % len(evaluation.copies) == 0
+
+
+# Merging chooses by content, step and shape: inside a traced graph those choices would be frozen at the first trace.
+# The wrapped block itself may still be compiled.
+outside_graph = torch.compiler.disable(recursive=False)

@@ -1,0 +1,268 @@
+"""SDXL, SD1.5 and every other model that ComfyUI runs on `UNetModel` with `SpatialTransformer`s."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from comfy.ldm.modules.attention import SpatialTransformer
+from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel
+from torch import Tensor, nn
+
+from ...toma_core import Evaluation, MergePlan, ToMAConfig, merge, plan_for, reduce, restore, unmerge
+from ...toma_core.config import Granularity, Levels, Share
+from .hooks import Hook, HookPair, evaluation_of, fits, outside_graph
+
+NAME = "UNet (SDXL, SD1.5, SD2)"
+
+# Patches of other nodes that are shown tokens inside a transformer block.
+_TOKEN_PATCHES = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch")
+
+
+def matches(diffusion_model: nn.Module) -> bool:
+    """Whether this adapter knows the model. Video UNets are left alone: they mix frames inside a stack."""
+    kinds = {type(m) for m in diffusion_model.modules() if isinstance(m, SpatialTransformer)}
+    return isinstance(diffusion_model, UNetModel) and kinds == {SpatialTransformer}
+
+
+@dataclass(frozen=True)
+class _Site:
+    """Where a transformer block sits. order: its number in the forward pass; level: 0 is the finest with attention."""
+
+    position: tuple[str, int]
+    index: int
+    order: int
+    level: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.position[0]}.{self.position[1]}.{self.index}"
+
+    def scope(self, share: Share) -> Hashable:
+        if share is Share.LEVEL:
+            return "level"
+        return self.position if share is Share.STACK else (self.position, self.index)
+
+    def plan(self, x: Tensor, transformer_options: dict[str, Any], part: str = "") -> MergePlan | None:
+        """The plan for x here, or None to leave it whole; the outcome is noted in the run's stats."""
+        evaluation = evaluation_of(transformer_options)
+        if evaluation is None:
+            return None
+        run = evaluation.run
+        height, width = transformer_options["activations_shape"][-2:]
+        if not fits(x, height * width, evaluation):
+            run.stats.whole(self.name + part, "another node changed the number of tokens")
+            return None
+        plan = plan_for(x, (height, width), self.scope(run.config.share), evaluation)
+        if plan is None:
+            run.stats.whole(self.name, f"fewer than {run.config.min_tokens} tokens")
+        else:
+            run.stats.merged(self.name)
+        return plan
+
+
+class _MergedBlock(Hook):
+    """A transformer block that runs on merged tokens from its first norm to its last residual."""
+
+    def __init__(self, site: _Site) -> None:
+        self.site = site
+
+    @outside_graph
+    def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
+        plan = self.site.plan(x, transformer_options)
+        reduced = reduce(x, plan)
+        out = self.original(reduced, context=context, transformer_options=transformer_options)
+        return restore(out, reduced, x, plan)
+
+
+class _StackStart(Hook):
+    """The first of several blocks that stay merged: it merges, and holds what the last one needs to unmerge."""
+
+    def __init__(self, sites: list[_Site]) -> None:
+        self.sites = sites
+        self.held: tuple[Tensor, Tensor, MergePlan | None] | None = None
+
+    @outside_graph
+    def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
+        plan = self.sites[0].plan(x, transformer_options)
+        evaluation = evaluation_of(transformer_options)
+        if plan is not None and evaluation is not None:
+            for site in self.sites:
+                evaluation.run.stats.merged(site.name)
+        reduced = reduce(x, plan)
+        self.held = (x, reduced, plan)
+        return self.original(reduced, context=context, transformer_options=transformer_options)
+
+    def release(self) -> None:
+        self.held = None
+
+
+class _StackEnd(Hook):
+    """The last of several blocks that stay merged."""
+
+    def __init__(self, start: _StackStart) -> None:
+        self.start = start
+
+    @outside_graph
+    def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
+        out = self.original(x, context=context, transformer_options=transformer_options)
+        held, self.start.held = self.start.held, None
+        return out if held is None else restore(out, held[1], held[0], held[2])
+
+
+class _Block(Hook):
+    """A transformer block whose modules are merged one by one. It only tells them which evaluation this is, because
+    a feed-forward is not given transformer_options."""
+
+    def __init__(self, site: _Site) -> None:
+        self.site = site
+        self.options: dict[str, Any] = {}
+
+    @outside_graph
+    def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
+        self.options = transformer_options
+        return self.original(x, context=context, transformer_options=transformer_options)
+
+    def release(self) -> None:
+        self.options = {}
+
+
+class _MergedAttention(Hook):
+    """Self- or cross-attention with merged queries; in self-attention keys and values are merged with them."""
+
+    def __init__(self, block: _Block, part: str) -> None:
+        self.block, self.part = block, part
+
+    @outside_graph
+    def __call__(self, x: Tensor, context: Any = None, value: Any = None, mask: Any = None, **kwargs: Any) -> Tensor:
+        plan = self.block.site.plan(x, self.block.options, self.part) if mask is None else None
+        if plan is None:
+            return self.original(x, context=context, value=value, mask=mask, **kwargs)
+        merged = merge(x, plan)
+        if context is x:
+            context = merged
+        if value is x:
+            value = merged
+        return unmerge(self.original(merged, context=context, value=value, mask=mask, **kwargs), plan)
+
+
+class _MergedFeedForward(Hook):
+    def __init__(self, block: _Block) -> None:
+        self.block = block
+
+    @outside_graph
+    def __call__(self, x: Tensor) -> Tensor:
+        plan = self.block.site.plan(x, self.block.options, " feed-forward")
+        return self.original(x) if plan is None else unmerge(self.original(merge(x, plan)), plan)
+
+
+class _BlockHooks:
+    """Every hook a transformer block may get."""
+
+    def __init__(self, module: nn.Module, site: _Site) -> None:
+        self.module, self.site = module, site
+        self.merged = _MergedBlock(site)
+        self.block = _Block(site)
+        self.attn1 = _MergedAttention(self.block, " self-attention")
+        self.attn2 = _MergedAttention(self.block, " cross-attention")
+        self.ff = _MergedFeedForward(self.block)
+
+    def by_module(self, config: ToMAConfig) -> Iterator[HookPair]:
+        yield self.module, self.block
+        if config.self_attention:
+            yield self.module.attn1, self.attn1
+        if config.cross_attention and self.module.attn2 is not None:
+            yield self.module.attn2, self.attn2
+        if config.feed_forward:
+            yield self.module.ff, self.ff
+
+
+class Hooks:
+    """All hooks of one UNet, made once and kept as long as the model lives."""
+
+    def __init__(self, diffusion_model: UNetModel) -> None:
+        self.stacks: list[list[_BlockHooks]] = []
+        self.chains: dict[tuple[_Site, _Site], tuple[_StackStart, _StackEnd]] = {}
+        order = 0
+        for position, level, stack in _stacks(diffusion_model):
+            blocks = []
+            for index, module in enumerate(stack.transformer_blocks):
+                blocks.append(_BlockHooks(module, _Site(position, index, order, level)))
+                order += 1
+            self.stacks.append(blocks)
+
+    def select(self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any]) -> Iterator[HookPair]:
+        """The hooks to install for this evaluation."""
+        config, stats = evaluation.run.config, evaluation.run.stats
+        for blocks in self.stacks:
+            chain: list[_BlockHooks] = []
+            for block in blocks:
+                if reason := _left_out(block.site, config):
+                    stats.whole(block.site.name, reason)
+                elif config.granularity is Granularity.MODULE or _is_patched(block.site, transformer_options):
+                    for part in _replaced(block.site, transformer_options):
+                        stats.whole(f"{block.site.name} {part}", "replaced by another node")
+                    yield from block.by_module(config)
+                elif config.granularity is Granularity.BLOCK:
+                    yield block.module, block.merged
+                else:
+                    chain.append(block)
+                    continue
+                yield from self._chained(chain)
+                chain = []
+            yield from self._chained(chain)
+
+    def _chained(self, chain: list[_BlockHooks]) -> Iterator[HookPair]:
+        """Hooks that keep tokens merged from the first to the last of consecutive blocks."""
+        if len(chain) == 1:
+            yield chain[0].module, chain[0].merged
+        elif chain:
+            key = (chain[0].site, chain[-1].site)
+            if key not in self.chains:
+                start = _StackStart([block.site for block in chain])
+                self.chains[key] = start, _StackEnd(start)
+            start, end = self.chains[key]
+            yield chain[0].module, start
+            yield chain[-1].module, end
+
+
+def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, SpatialTransformer]]:
+    """(position, level, stack) of every SpatialTransformer in forward order; levels count from the finest."""
+    depth, depths, found = 0, [], []
+    for i, module in enumerate(diffusion_model.input_blocks):
+        depth += any(isinstance(m, Downsample) for m in module.modules())
+        depths.append(depth)
+        found += [(("input", i), depth, m) for m in module if isinstance(m, SpatialTransformer)]
+    middle = diffusion_model.middle_block if diffusion_model.middle_block is not None else ()
+    found += [(("middle", 0), depth, m) for m in middle if isinstance(m, SpatialTransformer)]
+    for i, module in enumerate(diffusion_model.output_blocks):
+        # An output block runs at the resolution of the skip connection it takes.
+        found += [(("output", i), depths[-1 - i], m) for m in module if isinstance(m, SpatialTransformer)]
+    finest = min(depth for _, depth, _ in found)
+    for position, depth, stack in found:
+        yield position, depth - finest, stack
+
+
+def _left_out(site: _Site, config: ToMAConfig) -> str:
+    """Why the settings leave this block whole, or an empty string."""
+    if site.order < config.unet_whole_blocks:
+        return f"unet_whole_blocks = {config.unet_whole_blocks}"
+    wanted = config.levels is Levels.ALL or (config.levels is Levels.FINEST) == (site.level == 0)
+    return "" if wanted else f"levels = {config.levels.value}"
+
+
+def _is_patched(site: _Site, transformer_options: dict[str, Any]) -> bool:
+    """Whether another node's patch is shown this block's tokens: then it is merged module by module, so that the
+    patch goes on seeing all of them."""
+    patches = transformer_options.get("patches", {})
+    return any(patches.get(name) for name in _TOKEN_PATCHES) or any(_replaced(site, transformer_options))
+
+
+def _replaced(site: _Site, transformer_options: dict[str, Any]) -> Iterator[str]:
+    """The attentions of this block that another node computes in its own way, on all tokens."""
+    replacements = transformer_options.get("patches_replace", {})
+    for name, part in (("attn1", "self-attention"), ("attn2", "cross-attention")):
+        entries = replacements.get(name, {})
+        if (*site.position, site.index) in entries or site.position in entries:
+            yield part

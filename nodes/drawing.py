@@ -1,0 +1,102 @@
+"""The merge map: each token grid as a picture of its windows, destinations and merged regions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from ..toma_core.stats import MergeMap
+
+# Okabe and Ito's palette without black: told apart with every kind of colour vision.
+_COLOURS = np.array(
+    [[230, 159, 0], [86, 180, 233], [0, 158, 115], [240, 228, 66], [0, 114, 178], [213, 94, 0], [204, 121, 167]],
+    dtype=np.uint8,
+)
+_PANEL = 768
+_MARGIN = 16
+_CAPTION = 28
+_PAPER, _INK = (250, 250, 250), (20, 20, 20)
+
+
+def draw(maps: Mapping[tuple[int, int], MergeMap], fallback: str) -> Tensor:
+    """One panel per token grid, the finest first, side by side. Returns (1, H, W, 3) fp32 in [0, 1], as ComfyUI's
+    IMAGE. Without a map, a page that says `fallback`."""
+    panels = [_panel(maps[grid]) for grid in sorted(maps, reverse=True)] or [_page(fallback)]
+    width = sum(panel.width for panel in panels) + _MARGIN * (len(panels) + 1)
+    height = max(panel.height for panel in panels) + 2 * _MARGIN
+    sheet = Image.new("RGB", (width, height), _PAPER)
+    left = _MARGIN
+    for panel in panels:
+        sheet.paste(panel, (left, _MARGIN))
+        left += panel.width + _MARGIN
+    return torch.from_numpy(np.asarray(sheet).astype(np.float32) / 255)[None]
+
+
+def _panel(merged: MergeMap) -> Image.Image:
+    height, width = merged.height, merged.width
+    cell = max(2, _PANEL // max(height, width))
+    owner = merged.owner.view(height, width).numpy()
+    pixels = _colours(owner).repeat(cell, 0).repeat(cell, 1)
+    size = (max(width * cell, 330), height * cell + 2 * _CAPTION)
+    panel = Image.new("RGB", size, _PAPER)
+    panel.paste(Image.fromarray(pixels), (0, _CAPTION))
+    pen = ImageDraw.Draw(panel)
+
+    rows, columns = merged.cuts
+    for row in rows:
+        pen.line([(0, _CAPTION + row * cell), (width * cell, _CAPTION + row * cell)], fill=_INK, width=max(1, cell // 8))
+    for column in columns:
+        pen.line(
+            [(column * cell, _CAPTION), (column * cell, _CAPTION + height * cell)], fill=_INK, width=max(1, cell // 8)
+        )
+    radius = max(1, cell // 5)
+    for index in merged.destinations.tolist():
+        y, x = _CAPTION + (index // width + 0.5) * cell, (index % width + 0.5) * cell
+        pen.ellipse([x - radius, y - radius, x + radius, y + radius], fill=(255, 255, 255), outline=_INK)
+
+    pen.text((0, 4), f"{height} x {width} tokens -> {len(merged.destinations)} destinations", fill=_INK, font=_font())
+    legend = "dot: destination   patch: merged into it   line: window"
+    pen.text((0, _CAPTION + height * cell + 6), legend, fill=_INK, font=_font(12))
+    return panel
+
+
+def _colours(owner: np.ndarray) -> np.ndarray:
+    """(H, W) destination of each token -> (H, W, 3) uint8: touching regions of different destinations differ.
+
+    Greedy colouring in reading order. A destination with neighbours of every colour (rare: regions are small) takes
+    the colour that the fewest of them have.
+    """
+    neighbours: dict[int, set[int]] = {}
+    for a, b in ((owner[:, :-1], owner[:, 1:]), (owner[:-1], owner[1:])):
+        for p, q in zip(a.ravel().tolist(), b.ravel().tolist(), strict=True):
+            if p != q:
+                neighbours.setdefault(p, set()).add(q)
+                neighbours.setdefault(q, set()).add(p)
+    chosen: dict[int, int] = {}
+    for destination in np.unique(owner).tolist():
+        taken = [chosen[n] for n in neighbours.get(destination, ()) if n in chosen]
+        order = [(destination + k) % len(_COLOURS) for k in range(len(_COLOURS))]
+        chosen[destination] = min(order, key=taken.count)
+    return _COLOURS[np.vectorize(chosen.__getitem__, otypes=[np.int64])(owner)]
+
+
+def _page(text: str) -> Image.Image:
+    page = Image.new("RGB", (_PANEL, 120), _PAPER)
+    words, lines = text.split(), [""]
+    for word in words:
+        if len(lines[-1]) + len(word) > 84:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    ImageDraw.Draw(page).multiline_text((8, 12), "\n".join(lines[:5]), fill=_INK, font=_font(), spacing=6)
+    return page
+
+
+def _font(size: int = 15) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    try:
+        return ImageFont.load_default(size)
+    except TypeError:  # Pillow before 10.1 has one size
+        return ImageFont.load_default()

@@ -1,0 +1,85 @@
+"""The two nodes that speed a model up: one with a single number, one with everything."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..toma_core.config import PRESETS, ConfigError, ToMAConfig, check
+from .adapters.run import attach
+from .widgets import CATEGORY, SEARCH_ALIASES, widget
+
+_MODEL_TOOLTIP = "The SDXL, SD1.5 or Flux model to speed up. LoRAs and other patches may come before or after."
+_RESULT_TOOLTIP = "The same model, running on fewer tokens. Connect it to the sampler."
+
+
+def _complaint(**values: Any) -> bool | str:
+    """True, or the first value's `ConfigError` as text, for ComfyUI's validation."""
+    try:
+        for name, value in values.items():
+            check(name, value)
+    except ConfigError as error:
+        return str(error)
+    return True
+
+
+class ToMA(io.ComfyNode):
+    """Speed a model up with one number and a preset."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ToMA",
+            display_name="ToMA (faster SDXL / Flux)",
+            category=CATEGORY,
+            description="Merges similar image tokens while sampling, so that SDXL, SD1.5 and Flux run faster. "
+            "Put it between the model loader and the sampler.",
+            search_aliases=SEARCH_ALIASES,
+            inputs=[
+                io.Model.Input("model", tooltip=_MODEL_TOOLTIP),
+                widget("ratio"),
+                io.Combo.Input(
+                    "preset",
+                    options=list(PRESETS),
+                    default=next(iter(PRESETS)),
+                    tooltip="balanced: the usual choice. faithful: the paper's own settings. quality: closer to the "
+                    "original, less speed. fast: merges more of Flux and refreshes less often.",
+                ),
+            ],
+            outputs=[io.Model.Output(tooltip=_RESULT_TOOLTIP)],
+        )
+
+    @classmethod
+    def validate_inputs(cls, ratio: float | None = None) -> bool | str:
+        """Our own message for a ratio out of range: it says what to do."""
+        return True if ratio is None else _complaint(ratio=ratio)
+
+    @classmethod
+    def execute(cls, model: Any, ratio: float, preset: str) -> io.NodeOutput:
+        return io.NodeOutput(attach(model, ToMAConfig.from_preset(preset, ratio=ratio)))
+
+
+class ToMAAdvanced(io.ComfyNode):
+    """Speed a model up with every setting in hand."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ToMAAdvanced",
+            display_name="ToMA Advanced",
+            category=CATEGORY,
+            description="Token merging with every setting: how many tokens, where in the model, when while sampling, "
+            "and how they are picked and merged. The defaults are the balanced preset.",
+            search_aliases=SEARCH_ALIASES,
+            inputs=[
+                io.Model.Input("model", tooltip=_MODEL_TOOLTIP),
+                *(widget(field.name, grouped=True) for field in fields(ToMAConfig)),
+            ],
+            outputs=[io.Model.Output(tooltip=_RESULT_TOOLTIP)],
+        )
+
+    @classmethod
+    def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
+        return io.NodeOutput(attach(model, ToMAConfig(**settings)))

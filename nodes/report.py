@@ -1,0 +1,52 @@
+"""The node that tells what ToMA did in the last run, in words and as a picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io, ui
+
+from .adapters import reports
+from .adapters.run import attachment_of
+from .drawing import draw
+from .widgets import CATEGORY, SEARCH_ALIASES
+
+_NO_NODE = "This model carries no ToMA node, or its ratio is 0: nothing is merged."
+_NO_RUN = (
+    "No sampling run of this model has been seen yet. Connect the sampler's latent output to this node's latent "
+    "input, so that the report comes after the run."
+)
+
+
+class ToMAReport(io.ComfyNode):
+    """What was merged where and when in the last run of a model."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ToMAReport",
+            display_name="ToMA Report",
+            category=CATEGORY,
+            description="Shows what ToMA merged in the last sampling run: where, when, what was left whole and why, "
+            "and a map of windows, destinations and merged regions over the token grid.",
+            search_aliases=SEARCH_ALIASES,
+            inputs=[
+                io.Model.Input("model", tooltip="The model as it goes into the sampler, after the ToMA node."),
+                io.Latent.Input("latent", tooltip="The sampler's result. It is passed through unchanged."),
+            ],
+            outputs=[
+                io.String.Output("report", display_name="report"),
+                io.Image.Output("map", display_name="map"),
+                io.Latent.Output("latent_out", display_name="latent"),
+            ],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, model: Any, latent: Any) -> io.NodeOutput:
+        attachment = attachment_of(model)
+        stats = None if attachment is None else reports.last(attachment.report_id)
+        text = _NO_NODE if attachment is None else _NO_RUN if stats is None else stats.text()
+        image = draw({} if stats is None else stats.maps, text)
+        shown = {**ui.PreviewImage(image, cls=cls).as_dict(), "text": (text,)}
+        return io.NodeOutput(text, image, latent, ui=shown)
