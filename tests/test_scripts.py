@@ -171,7 +171,7 @@ class TestEnvironment:
     ) -> None:
         monkeypatch.setattr(environment, "requirements", lambda _: "# nothing\n")
         monkeypatch.setattr(environment, "_free_gb", lambda _: 3.0)
-        with pytest.raises(SetupError, match=r"needs 10 GB .* 3\.0 GB free.* set TOMA_CACHE"):
+        with pytest.raises(SetupError, match=r"needs 11 GB .* 3\.0 GB free.* set TOMA_CACHE"):
             environment.ensure(comfyui.ComfyUI(tmp_path, "test", tmp_path / "missing.txt"))
         assert not list(cache.cache_dir().glob("env-*"))
 
