@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -305,7 +304,7 @@ class ToMAConfig:
             object.__setattr__(self, item.name, check(item.name, getattr(self, item.name)))
         if self.start_percent > self.end_percent:
             raise ConfigError(
-                f"ToMA: start_percent ({self.start_percent:g}) is larger than end_percent ({self.end_percent:g}). "
+                f"ToMA: start_percent ({self.start_percent}) is larger than end_percent ({self.end_percent}). "
                 "Merging would never be active. Allowed: start_percent <= end_percent; lower start_percent or raise "
                 "end_percent."
             )
@@ -352,10 +351,10 @@ def check(name: str, value: Any) -> Any:
     assert spec.minimum is not None and spec.maximum is not None
     allowed = f"{spec.minimum:.10g} to {spec.maximum:.10g}"
     kind = "a whole number" if isinstance(default, int) else "a number"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # NaN is in no range. The value is shown unrounded: one digit past the end must not read as the end itself.
+    if not number or not spec.minimum <= value <= spec.maximum or (isinstance(default, int) and value != int(value)):
         raise ConfigError(f"ToMA: {name} is {value!r}. Allowed: {kind} from {allowed}. Try {default:g}.")
-    if not spec.minimum <= value <= spec.maximum or (isinstance(default, int) and value != int(value)):
-        raise ConfigError(f"ToMA: {name} is {value:g}. Allowed: {kind} from {allowed}. Try {default:g}.")
     return int(value) if isinstance(default, int) else float(value)
 
 

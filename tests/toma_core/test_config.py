@@ -1,0 +1,223 @@
+"""Every field: what is taken, what is refused, and that the refusal helps."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import Enum
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toma_core.config import (
+    PRESETS,
+    ConfigError,
+    Granularity,
+    SelectorKind,
+    Share,
+    ToMAConfig,
+    check,
+    field_default,
+    field_spec,
+)
+
+FIELDS = [item.name for item in dataclasses.fields(ToMAConfig)]
+ENUMS = [name for name in FIELDS if isinstance(field_default(name), Enum)]
+SWITCHES = [name for name in FIELDS if isinstance(field_default(name), bool)]
+NUMBERS = [name for name in FIELDS if name not in ENUMS and name not in SWITCHES]
+WHOLE = [name for name in NUMBERS if isinstance(field_default(name), int)]
+
+
+def refused(name: str, value: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        ToMAConfig(**{name: value})
+    message = str(caught.value)
+    assert message.startswith("ToMA: ")
+    assert name in message
+    assert "Allowed: " in message
+    assert any(fix in message for fix in ("Try ", "Set one", "Choose one", "set ratio to 0", "lower start_percent"))
+    return message
+
+
+def test_the_fields_are_of_three_kinds() -> None:
+    assert set(ENUMS) >= {"granularity", "selector", "unmerge"}
+    assert set(SWITCHES) >= {"feed_forward", "shift_windows"}
+    assert set(NUMBERS) >= {"ratio", "window_size"}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_metadata_is_complete(name: str) -> None:
+    spec, default = field_spec(name), field_default(name)
+    assert len(spec.tooltip) > 30
+    assert spec.tooltip.endswith(".")
+    assert spec.group in {"Tokens", "Where", "When", "How"}
+    if name in NUMBERS:
+        assert spec.minimum is not None
+        assert spec.maximum is not None
+        assert spec.step is not None
+        assert spec.minimum <= default <= spec.maximum
+        assert spec.step > 0
+        if name in WHOLE:
+            assert all(float(number).is_integer() for number in (spec.minimum, spec.maximum, spec.step))
+    else:
+        assert spec.minimum is spec.maximum is spec.step is None
+    assert type(check(name, default)) is type(default)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_keep_to_their_range(name: str) -> None:
+    spec = field_spec(name)
+    assert spec.minimum is not None
+    assert spec.maximum is not None
+    assert check(name, spec.minimum) == spec.minimum
+    assert check(name, spec.maximum) == spec.maximum
+    for value in (spec.minimum - 1, spec.maximum + 1, float("inf"), float("-inf"), -1e300):
+        message = refused(name, value)
+        assert f"{spec.minimum:.10g} to {spec.maximum:.10g}" in message
+        assert f"Try {field_default(name):.10g}." in message
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [float("nan"), True, "0.5", "", None, [1], 1j], ids=repr)
+def test_what_is_no_number_is_refused(name: str, value: Any) -> None:
+    assert repr(value) in refused(name, value)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_beyond_floats_are_refused(name: str) -> None:
+    refused(name, 10**400)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_numbers_may_come_as_floats_but_not_broken(name: str) -> None:
+    default = field_default(name)
+    value = check(name, float(default))
+    assert (value, type(value)) == (default, int)
+    assert "whole number" in refused(name, default + 0.5)
+
+
+@pytest.mark.parametrize("name", [name for name in NUMBERS if name not in WHOLE])
+def test_floats_may_come_as_whole_numbers(name: str) -> None:
+    spec = field_spec(name)
+    assert spec.maximum is not None
+    value = check(name, int(spec.maximum))
+    assert (value, type(value)) == (int(spec.maximum), float)
+
+
+@pytest.mark.parametrize("name", ENUMS)
+def test_enums_take_members_and_their_values_only(name: str) -> None:
+    kind = type(field_default(name))
+    for member in kind:
+        assert check(name, member) is member
+        assert check(name, member.value) is member
+        assert getattr(ToMAConfig(**{name: member.value}), name) is member
+    for value in ("", "Tile", "nonsense", None, 0, True, float("nan"), []):
+        message = refused(name, value)
+        assert repr(value) in message
+        assert all(member.value in message for member in kind)
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("value", [0, 1, "true", None, 1.0], ids=repr)
+def test_switches_are_true_or_false(name: str, value: Any) -> None:
+    assert "true or false" in refused(name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("ratio", 0.9500000000000001, "0.9500000000000001"),
+        ("min_tokens", 1_048_577, "1048577"),
+        ("random_seed", 2**32, "4294967296"),
+    ],
+)
+def test_the_message_shows_the_value_as_it_was(name: str, value: float, shown: str) -> None:
+    """Rounded, it would say "ratio is 0.95. Allowed: 0 to 0.95"."""
+    assert f"{name} is {shown}." in refused(name, value)
+
+
+def test_start_after_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"start_percent \(0\.6\) is larger than end_percent \(0\.5\)"):
+        ToMAConfig(start_percent=0.6, end_percent=0.5)
+    with pytest.raises(ConfigError, match=r"\(0\.50000001\) is larger than end_percent \(0\.5\).*lower start_percent"):
+        ToMAConfig(start_percent=0.50000001, end_percent=0.5)
+    with pytest.raises(ConfigError, match="start_percent"):
+        ToMAConfig.from_preset("quality", start_percent=0.9)
+
+
+def test_whole_on_every_step_is_refused() -> None:
+    assert "every step would run whole" in refused("full_every", 1)
+    assert [ToMAConfig(full_every=n).full_every for n in (0, 2, 3)] == [0, 2, 3]
+
+
+def test_the_field_name_of_a_bad_override_is_told_from_a_preset() -> None:
+    with pytest.raises(ConfigError, match=r"window_size is 0\."):
+        ToMAConfig.from_preset("fast", window_size=0)
+    with pytest.raises(TypeError, match="no_such_field"):
+        ToMAConfig.from_preset("fast", no_such_field=1)
+
+
+def test_frozen_equal_and_hashable() -> None:
+    config = ToMAConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.ratio = 0.1  # type: ignore[misc]
+    assert config == ToMAConfig(ratio=0.5, granularity="stack")  # type: ignore[arg-type]
+    assert hash(config) == hash(ToMAConfig())
+    assert config != ToMAConfig(ratio=0.25)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_valid_and_leave_the_ratio_alone(preset: str) -> None:
+    config = ToMAConfig.from_preset(preset)
+    assert "ratio" not in PRESETS[preset]
+    assert set(PRESETS[preset]) <= set(FIELDS)
+    changed = {name for name in FIELDS if getattr(config, name) != field_default(name)}
+    assert changed == set(PRESETS[preset]), "a preset lists what differs from the defaults, and nothing else"
+    assert not config.off
+    assert ToMAConfig.from_preset(preset, ratio=0.0).off
+
+
+def test_the_default_preset_is_the_defaults() -> None:
+    assert ToMAConfig.from_preset("balanced") == ToMAConfig()
+    assert next(iter(PRESETS)) == "balanced"
+
+
+@pytest.mark.parametrize("preset", ["", "Balanced", "none", None, 3])
+def test_unknown_presets_are_refused(preset: Any) -> None:
+    with pytest.raises(ConfigError, match="preset is .* Allowed: balanced, faithful, quality, fast. Choose"):
+        ToMAConfig.from_preset(preset)
+
+
+def test_overrides_win_over_a_preset() -> None:
+    config = ToMAConfig.from_preset("quality", ratio=0.3, weigh_every=7)
+    assert (config.ratio, config.weigh_every, config.granularity) == (0.3, 7, Granularity.BLOCK)
+
+
+def test_off_means_that_nothing_could_ever_merge() -> None:
+    assert ToMAConfig(ratio=0).off
+    assert ToMAConfig(start_percent=0.4, end_percent=0.4).off
+    assert not ToMAConfig(ratio=0.01, start_percent=0.4, end_percent=0.41).off
+
+
+def test_members_of_another_enum_with_the_same_word_become_the_right_one() -> None:
+    assert check("share", Granularity.BLOCK) is Share.BLOCK
+
+
+@given(st.sampled_from(NUMBERS), st.floats() | st.integers())
+def test_any_number_is_taken_as_it_is_or_refused(name: str, value: float) -> None:
+    spec = field_spec(name)
+    assert spec.minimum is not None
+    assert spec.maximum is not None
+    try:
+        taken = check(name, value)
+    except ConfigError:
+        assert not (spec.minimum <= value <= spec.maximum and (name not in WHOLE or value == int(value)))
+    else:
+        assert taken == value
+        assert spec.minimum <= taken <= spec.maximum
+
+
+def test_selectors_keep_their_names() -> None:
+    """Saved workflows hold these words."""
+    assert [kind.value for kind in SelectorKind] == ["facility location", "farthest point", "grid", "random", "tome"]
