@@ -116,7 +116,9 @@ def make_windows(height: int, width: int, kind: WindowKind, size: int, shifted: 
     """
     if height < 1 or width < 1:
         raise ValueError(f"a token grid needs at least one row and one column, got {height} x {width}")
-    return _make_windows(height, width, WindowKind(kind), size, shifted)
+    # Layouts are kept between runs: made while sampling in inference mode, they could not serve training later.
+    with torch.inference_mode(False):
+        return _make_windows(height, width, WindowKind(kind), size, shifted)
 
 
 @functools.lru_cache(maxsize=64)
@@ -160,7 +162,8 @@ def make_budget(counts: tuple[int, ...], ratio: float) -> Budget:
     """
     if not 0 <= ratio < 1:
         raise ValueError(f"ratio must be in [0, 1), got {ratio}")
-    return _make_budget(counts, ratio)
+    with torch.inference_mode(False):
+        return _make_budget(counts, ratio)
 
 
 @functools.lru_cache(maxsize=64)
