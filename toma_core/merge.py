@@ -91,7 +91,9 @@ def pseudo_inverse(M: Tensor, budget: Budget) -> Tensor:
     A small ridge keeps nearly equal destinations from blowing up; unused slots give columns of zeros.
     """
     gram = M @ M.transpose(-1, -2)
-    ridge = 1e-4 * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(torch.finfo(M.dtype).tiny)
+    used = M.shape[-2] if budget.valid is None else budget.valid.sum(-1).to(M.dtype)
+    mean = gram.diagonal(dim1=-2, dim2=-1).sum(-1) / used
+    ridge = 1e-4 * mean[..., None, None].clamp_min(torch.finfo(M.dtype).tiny)
     eye = torch.eye(M.shape[-2], device=M.device, dtype=M.dtype)
     if budget.valid is not None:
         gram = gram + torch.diag_embed((~budget.valid).to(M.dtype))
