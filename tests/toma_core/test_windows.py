@@ -1,0 +1,263 @@
+"""Every token in exactly one window, every destination budget exact, padding never seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from toma_core.config import SelectorKind, UnmergeKind, WindowKind
+from toma_core.merge import MergePlan, merge, unmerge, weigh
+from toma_core.selection import cosine_similarity, select
+from toma_core.windows import Budget, Windows, make_budget, make_windows
+
+GRIDS = [(52, 76), (26, 38), (64, 64), (63, 97), (13, 17), (7, 3), (8, 8), (9, 8), (1, 50), (50, 1), (1, 1), (2, 1)]
+kinds = st.sampled_from(list(WindowKind))
+sides = st.integers(1, 40)
+
+
+def check_partition(windows: Windows) -> None:
+    tokens = windows.height * windows.width
+    real = torch.ones_like(windows.source, dtype=torch.bool) if windows.valid is None else windows.valid
+    assert windows.tokens == tokens == sum(windows.counts)
+    assert windows.source.shape == (len(windows.counts), max(windows.counts))
+    assert sorted(windows.source[real].tolist()) == list(range(tokens))
+    assert real.sum(1).tolist() == list(windows.counts)
+    assert windows.source.flatten()[windows.inverse].tolist() == list(range(tokens))
+    assert real.flatten()[windows.inverse].all()
+    # A padding slot repeats a token of its own window.
+    assert (windows.source == windows.source[:, :1])[~real].all()
+
+
+@pytest.mark.parametrize(("height", "width"), GRIDS, ids=lambda n: str(n))
+@pytest.mark.parametrize("kind", list(WindowKind), ids=lambda kind: kind.value)
+@pytest.mark.parametrize("shifted", [False, True], ids=["still", "shifted"])
+@pytest.mark.parametrize("size", [2, 3, 8, 64])
+def test_everyday_and_odd_grids_are_partitioned(
+    height: int, width: int, kind: WindowKind, shifted: bool, size: int
+) -> None:
+    check_partition(make_windows(height, width, kind, size, shifted))
+
+
+@given(sides, sides, kinds, st.integers(2, 64), st.booleans())
+def test_any_grid_is_partitioned(height: int, width: int, kind: WindowKind, size: int, shifted: bool) -> None:
+    windows = make_windows(height, width, kind, size, shifted)
+    check_partition(windows)
+    x = torch.arange(2 * windows.tokens * 3).view(2, windows.tokens, 3)
+    assert torch.equal(windows.join(windows.split(x)), x)
+    rows, columns = windows.cuts
+    assert (rows[0], rows[-1], columns[0], columns[-1]) == (0, height, 0, width)
+    assert list(rows) == sorted(set(rows))
+    assert list(columns) == sorted(set(columns))
+    assert len(windows.counts) == (len(rows) - 1) * (len(columns) - 1)
+
+
+@given(sides, sides, st.integers(2, 16), st.booleans())
+def test_tiles_are_rectangles_no_larger_than_asked(height: int, width: int, size: int, shifted: bool) -> None:
+    windows = make_windows(height, width, WindowKind.TILE, size, shifted)
+    for slots, count in zip(windows.source.tolist(), windows.counts, strict=True):
+        rows = {token // width for token in slots}
+        columns = {token % width for token in slots}
+        assert len(rows) * len(columns) == count
+        assert max(rows) - min(rows) + 1 == len(rows) <= size
+        assert max(columns) - min(columns) + 1 == len(columns) <= size
+
+
+@given(sides, st.integers(2, 16))
+def test_cuts_are_even(length: int, size: int) -> None:
+    rows, _ = make_windows(length, 1, WindowKind.TILE, size).cuts
+    pieces = [b - a for a, b in zip(rows[:-1], rows[1:], strict=True)]
+    assert max(pieces) - min(pieces) <= 1
+
+
+def test_cuts_of_an_everyday_grid() -> None:
+    """52 rows at size 8: seven windows, 52 = 3 * 8 + 4 * 7."""
+    rows, columns = make_windows(52, 76, WindowKind.TILE, 8).cuts
+    pieces = [b - a for a, b in zip(rows[:-1], rows[1:], strict=True)]
+    assert (sorted(pieces), len(columns) - 1) == ([7, 7, 7, 7, 8, 8, 8], 10)
+
+
+def test_shifting_moves_the_cuts_by_half_a_window() -> None:
+    assert make_windows(32, 24, WindowKind.TILE, 8, True).cuts == ((0, 4, 12, 20, 28, 32), (0, 4, 12, 20, 24))
+    assert make_windows(8, 8, WindowKind.TILE, 8, True).cuts == ((0, 8), (0, 8)), "one window has no border to move"
+
+
+def test_stripes_are_bands_of_about_a_tile_s_tokens() -> None:
+    windows = make_windows(64, 16, WindowKind.STRIPE, 8)
+    assert windows.cuts == (tuple(range(0, 65, 4)), (0, 16))
+    assert set(make_windows(64, 100, WindowKind.STRIPE, 8).counts) == {100}, "never thinner than a row"
+
+
+def test_global_is_one_window_without_a_copy() -> None:
+    windows = make_windows(5, 7, WindowKind.GLOBAL, 8)
+    x = torch.randn(2, 35, 3)
+    assert windows.counts == (35,)
+    assert windows.split(x).data_ptr() == x.data_ptr() == windows.join(windows.split(x)).data_ptr()
+
+
+def test_split_reads_and_join_writes_the_named_tokens() -> None:
+    """4 x 4 grid in 2 x 2 tiles: the second window is columns 2 and 3 of the first two rows."""
+    windows = make_windows(4, 4, WindowKind.TILE, 2)
+    x = torch.arange(16.0).view(1, 16, 1)
+    assert windows.split(x)[0, 1, :, 0].tolist() == [2, 3, 6, 7]
+    assert windows.join(windows.split(x) * 10).flatten().tolist() == [10.0 * token for token in range(16)]
+
+
+@pytest.mark.parametrize(("height", "width"), [(0, 4), (4, 0), (-1, 4)])
+def test_an_empty_grid_is_refused(height: int, width: int) -> None:
+    with pytest.raises(ValueError, match="at least one row and one column"):
+        make_windows(height, width, WindowKind.TILE, 8)
+
+
+def test_layouts_made_in_inference_mode_serve_training_later() -> None:
+    """ComfyUI samples in inference mode and trains outside of it, in one process; layouts are kept between the two."""
+    grid = (11, 23)
+    with torch.inference_mode():
+        budget = make_budget(make_windows(*grid, WindowKind.TILE, 4).counts, 0.41)
+    windows = make_windows(*grid, WindowKind.TILE, 4)
+    x = torch.randn(1, 253, 2, requires_grad=True)
+    windows.join(windows.split(x)).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    y = torch.randn(1, budget.total, 2, requires_grad=True)
+    budget.pack(budget.unpack(y)).sum().backward()
+    assert torch.equal(y.grad, torch.ones_like(y))
+
+
+# Budgets.
+
+
+def check_budget(counts: tuple[int, ...], ratio: float) -> Budget:
+    budget = make_budget(counts, ratio)
+    tokens = sum(counts)
+    wanted = tokens - round(ratio * tokens)
+    shares = [count * wanted / tokens for count in counts]
+    floored = [share < 1 for share in shares]
+    assert all(1 <= kept <= count for kept, count in zip(budget.counts, counts, strict=True))
+    assert all(abs(kept - share) <= 1 for kept, share in zip(budget.counts, shares, strict=True))
+    assert wanted <= budget.total <= wanted + sum(floored)
+    if not any(floored):
+        assert budget.total == wanted
+    elif budget.total > wanted:
+        # The excess is what the floors took beyond all that could be given back by rounding the others down.
+        assert all(kept == max(1, int(share)) for kept, share in zip(budget.counts, shares, strict=True))
+    return budget
+
+
+def check_slots(budget: Budget) -> None:
+    slots = budget.slots
+    used = [w * slots + k for w, kept in enumerate(budget.counts) for k in range(kept)]
+    if budget.compact is None:
+        assert set(budget.counts) == {slots}
+        assert budget.expand is None
+        assert budget.valid is None
+    else:
+        assert budget.expand is not None
+        assert budget.valid is not None
+        assert budget.compact.tolist() == used
+        assert budget.valid.flatten().nonzero().flatten().tolist() == used
+        starts = [sum(budget.counts[:w]) for w in range(len(budget.counts))]
+        padded = [
+            s + (k if k < kept else 0) for s, kept in zip(starts, budget.counts, strict=True) for k in range(slots)
+        ]
+        assert budget.expand.tolist() == padded
+    x = torch.arange(2 * budget.total * 3).view(2, budget.total, 3)
+    assert budget.unpack(x).shape == (2, len(budget.counts), slots, 3)
+    assert torch.equal(budget.pack(budget.unpack(x)), x)
+
+
+@given(st.lists(st.integers(1, 80), min_size=1, max_size=40).map(tuple), st.floats(0, 0.999))
+@example((1,), 0.95)
+@example((1, 1, 1), 0.5)
+@example((64, 1, 1, 1), 0.95)
+@example((3, 3, 3), 1 / 3)
+def test_any_budget_is_exact(counts: tuple[int, ...], ratio: float) -> None:
+    check_slots(check_budget(counts, ratio))
+
+
+@pytest.mark.parametrize(("height", "width"), GRIDS, ids=lambda n: str(n))
+@pytest.mark.parametrize("ratio", [0.0, 0.05, 1 / 3, 0.5, 0.75, 0.95])
+@pytest.mark.parametrize("shifted", [False, True], ids=["still", "shifted"])
+def test_budgets_of_real_grids(height: int, width: int, ratio: float, shifted: bool) -> None:
+    check_slots(check_budget(make_windows(height, width, WindowKind.TILE, 8, shifted).counts, ratio))
+
+
+def test_budget_by_hand() -> None:
+    """10 tokens in windows of 6, 3 and 1, half of them kept: shares 3, 1.5 and 0.5. The last is lifted to 1, which
+    leaves 1 for the second: 3 + 1 + 1 = 5 as asked."""
+    budget = make_budget((6, 3, 1), 0.5)
+    assert budget.counts == (3, 1, 1)
+    # 8 windows of one token, 4 wanted: each keeps its one, an excess of 4.
+    assert make_budget((1,) * 8, 0.5).total == 8
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.5, float("nan")])
+def test_impossible_ratios_are_refused(ratio: float) -> None:
+    with pytest.raises(ValueError, match=r"ratio must be in \[0, 1\)"):
+        make_budget((4, 4), ratio)
+
+
+# Padding. (5, 7) at size 4 gives windows of 2 or 3 rows and 3 or 4 columns: both kinds of padding in one layout.
+
+
+def plan_of(x: torch.Tensor, windows: Windows, budget: Budget, unmerge_kind: UnmergeKind) -> MergePlan:
+    tokens = windows.split(x)
+    picks = select(cosine_similarity(tokens), windows, budget, SelectorKind.FACILITY_LOCATION)
+    return weigh(tokens, picks, windows, budget, 30.0, unmerge_kind, x.dtype)
+
+
+@pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.8])
+def test_a_padded_window_merges_as_if_alone(ratio: float, unmerge_kind: UnmergeKind) -> None:
+    torch.manual_seed(0)
+    windows = make_windows(5, 7, WindowKind.TILE, 4)
+    budget = make_budget(windows.counts, ratio)
+    assert windows.valid is not None
+    assert budget.valid is not None
+    # Nearly equal tokens, where a pseudo-inverse is sensitive: a wrong ridge is off by 0.2, rounding by 2e-4.
+    x = torch.randn(1, 1, 6) + 0.2 * torch.randn(1, 35, 6)
+    y = torch.randn(1, budget.total, 6)
+    plan = plan_of(x, windows, budget, unmerge_kind)
+    merged, back = merge(x, plan), unmerge(y, plan)
+    start = 0
+    for w, (count, kept) in enumerate(zip(windows.counts, budget.counts, strict=True)):
+        members = windows.source[w, :count]
+        alone = plan_of(
+            x[:, members], make_windows(1, count, "global", 4), Budget((kept,), None, None, None), unmerge_kind
+        )
+        here = slice(start, start + kept)
+        assert plan.destinations[0, here].tolist() == members[alone.destinations[0]].tolist()
+        torch.testing.assert_close(merged[:, here], merge(x[:, members], alone), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(back[:, members], unmerge(y[:, here], alone), rtol=1e-3, atol=2e-3)
+        start += kept
+
+
+def test_poisoned_padding_weights_nothing() -> None:
+    """What a padding slot or an unused destination holds has weight zero, and the joins drop it."""
+    windows = make_windows(5, 7, WindowKind.TILE, 4)
+    budget = make_budget(windows.counts, 0.5)
+    assert windows.valid is not None
+    assert budget.valid is not None
+    x = torch.randn(2, 35, 6)
+    plan = plan_of(x, windows, budget, UnmergeKind.TRANSPOSE)
+    assert (plan.merge_weights.movedim(2, 3)[:, ~windows.valid] == 0).all()
+    assert (plan.merge_weights[:, ~budget.valid] == 0).all()
+    assert (plan.unmerge_weights[:, ~windows.valid] == 0).all()
+    assert (plan.unmerge_weights.transpose(-1, -2)[:, ~budget.valid] == 0).all()
+    tokens = windows.split(x).masked_fill(~windows.valid[..., None], torch.nan)
+    assert torch.equal(windows.join(tokens), x)
+    slots = budget.unpack(torch.randn(2, budget.total, 6)).masked_fill(~budget.valid[..., None], torch.nan)
+    assert budget.pack(slots).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", list(SelectorKind), ids=lambda kind: kind.value)
+def test_what_is_similar_to_padding_does_not_change_a_selection(kind: SelectorKind) -> None:
+    windows = make_windows(5, 7, WindowKind.TILE, 4)
+    budget = make_budget(windows.counts, 0.5)
+    assert windows.valid is not None
+    similarity = cosine_similarity(windows.split(torch.randn(3, 35, 6)))
+    clean = select(similarity, windows, budget, kind)
+    padding = ~windows.valid
+    for poison in (1.0, -1.0):
+        poisoned = similarity.masked_fill(padding[:, None, :] | padding[:, :, None], poison)
+        assert torch.equal(select(poisoned, windows, budget, kind), clean)
