@@ -40,9 +40,10 @@ def tome_matching(similarity: Tensor, valid: Tensor | None, picks: int) -> Tenso
     cost = torch.where(candidate, closeness.new_full((), -3.0), closeness)
     if valid is not None:
         cost = cost.masked_fill(~valid, torch.inf)
-    if picks < int(candidate.sum()):
-        thinned = torch.linspace(0, slots - 1, picks, device=cost.device).round().long()
-        cost = cost.index_fill(1, thinned, -4.0) if valid is None else cost
+    if picks < -(-slots // 4):
+        last = slots - 1 if valid is None else valid.sum(1, keepdim=True) - 1
+        thinned = (torch.linspace(0, 1, picks, device=cost.device) * last).round().long()
+        cost = cost.scatter(1, thinned.expand(len(cost), -1), -4.0)
     return cost.argsort(dim=1, stable=True)[:, :picks]
 
 

@@ -1,0 +1,140 @@
+"""The rivals pick distinct real tokens, as many as asked, and facility location beats them at its own objective."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toma_core.config import SelectorKind, WindowKind
+from toma_core.selection import cosine_similarity, facility_location, select
+from toma_core.selection.baselines import farthest_point, random_order, strided_grid, tome_matching
+from toma_core.windows import make_budget, make_windows
+
+ALL = list(SelectorKind)
+RIVALS = [kind for kind in ALL if kind is not SelectorKind.FACILITY_LOCATION]
+
+
+def smooth(seed: int, batch: int, height: int, width: int, channels: int = 12) -> torch.Tensor:
+    noise = torch.randn(batch, channels, height, width, generator=torch.Generator().manual_seed(seed))
+    return F.avg_pool2d(noise, 5, 1, 2, count_include_pad=False).flatten(2).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.value)
+@settings(max_examples=60)
+@given(
+    st.integers(1, 20),
+    st.integers(1, 20),
+    st.sampled_from(list(WindowKind)),
+    st.integers(2, 9),
+    st.booleans(),
+    st.floats(0.01, 0.95),
+    st.integers(0, 2**31),
+)
+def test_distinct_real_tokens_as_many_as_asked(
+    kind: SelectorKind, height: int, width: int, shape: WindowKind, size: int, shifted: bool, ratio: float, seed: int
+) -> None:
+    windows = make_windows(height, width, shape, size, shifted)
+    budget = make_budget(windows.counts, ratio)
+    x = torch.randn(2, height * width, 4, generator=torch.Generator().manual_seed(seed))
+    picks = select(cosine_similarity(windows.split(x)), windows, budget, kind, seed)
+    assert picks.shape == (2, len(windows.counts), budget.slots)
+    assert picks.dtype == torch.int64
+    for image in picks.tolist():
+        for slots, count, kept in zip(image, windows.counts, budget.counts, strict=True):
+            assert slots[:kept] == sorted(set(slots[:kept]))
+            assert 0 <= min(slots) <= max(slots) < count
+            assert slots[kept:] == [slots[0]] * (len(slots) - kept)
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.value)
+@pytest.mark.parametrize("x", [torch.ones(1, 35, 4), torch.zeros(1, 35, 4)], ids=["constant", "zero"])
+def test_flat_images_too(kind: SelectorKind, x: torch.Tensor) -> None:
+    windows = make_windows(5, 7, WindowKind.TILE, 4)
+    budget = make_budget(windows.counts, 0.4)
+    picks = select(cosine_similarity(windows.split(x)), windows, budget, kind)
+    chosen = [slots[:kept] for slots, kept in zip(picks[0].tolist(), budget.counts, strict=True)]
+    assert [len(set(slots)) for slots in chosen] == list(budget.counts)
+
+
+@pytest.mark.parametrize("kind", RIVALS, ids=lambda kind: kind.value)
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+def test_facility_location_is_better_at_its_objective(kind: SelectorKind, ratio: float) -> None:
+    """Mean over 64 windows of smooth features and of noise; greedy search need not win in every window."""
+    windows = make_windows(16, 32, WindowKind.TILE, 8)
+    budget = make_budget(windows.counts, ratio)
+    for x in (smooth(0, 8, 16, 32), torch.randn(8, 512, 12, generator=torch.Generator().manual_seed(1))):
+        S = cosine_similarity(windows.split(x))
+        value, rival = (
+            facility_location(S.flatten(0, 1), select(S, windows, budget, which).flatten(0, 1)).mean().item()
+            for which in (SelectorKind.FACILITY_LOCATION, kind)
+        )
+        assert value > rival
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.value)
+def test_images_of_a_batch_do_not_meet(kind: SelectorKind) -> None:
+    windows = make_windows(9, 13, WindowKind.TILE, 4)
+    budget = make_budget(windows.counts, 0.5)
+    S = cosine_similarity(windows.split(smooth(4, 3, 9, 13)))
+    together = select(S, windows, budget, kind, 11)
+    for b in range(3):
+        assert torch.equal(select(S[b : b + 1], windows, budget, kind, 11), together[b : b + 1])
+
+
+def test_farthest_point_by_hand() -> None:
+    """Tokens at 0, 10, 20 and 170 degrees. Central is the one at 20 (cosines 1 + .98 + .94 - .87 against .89, 1.03 + ...);
+    the one at 170 is farthest from it, then the one at 0."""
+    angles = torch.deg2rad(torch.tensor([0.0, 10.0, 20.0, 170.0]))
+    S = cosine_similarity(torch.stack([angles.cos(), angles.sin()], -1)[None])
+    assert S.sum(1).argmax(1).item() == 2
+    assert farthest_point(S, None, 4).tolist() == [[2, 3, 0, 1]]
+
+
+def test_tome_by_hand() -> None:
+    """8 tokens, candidates 0 and 4. Sources keep their place in order of least similarity to a candidate."""
+    S = torch.full((1, 8, 8), -0.5)
+    for token, likeness in {1: 0.9, 2: 0.1, 3: 0.5, 5: 0.3, 6: 0.7, 7: 0.2}.items():
+        S[0, token, 4] = likeness
+    assert tome_matching(S, None, 5).tolist() == [[0, 4, 2, 7, 5]]
+    assert tome_matching(S, None, 2).tolist() == [[0, 4]]
+
+
+def test_tome_below_a_quarter_spreads_its_candidates() -> None:
+    """64 tokens, 4 wanted, the last window shorter: none of them keeps only its first rows."""
+    windows = make_windows(8, 15, WindowKind.TILE, 8)
+    assert windows.counts == (64, 56)
+    S = cosine_similarity(windows.split(smooth(0, 1, 8, 15))).flatten(0, 1)
+    for picks in (tome_matching(S, windows.valid, 4), tome_matching(S[:1], None, 4)):
+        for slots, count in zip(picks.tolist(), windows.counts, strict=False):
+            assert len(set(slots)) == 4
+            assert max(slots) > 0.6 * count
+
+
+def test_grid_by_hand() -> None:
+    """Middles of equal runs: 3 of 9 are 1, 4 and 7; 2 of 4 are 1 and 3."""
+    assert strided_grid((9, 4), (3, 2), 3)[0].tolist() == [1, 4, 7]
+    assert strided_grid((9, 4), (3, 2), 3)[1, :2].tolist() == [1, 3]
+    assert strided_grid((5,), (5,), 5).tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_random_has_its_own_generator() -> None:
+    """Same seed, same picks, whatever the global state; that state is not moved by any selector."""
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    first = random_order((16, 9), 8, 5)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert torch.equal(random_order((16, 9), 8, 5), first)
+    assert not torch.equal(random_order((16, 9), 8, 6), first)
+
+
+def test_random_is_uniform() -> None:
+    """Each of 10 tokens is among 3 picks in about 3 of 10 draws."""
+    hits = torch.zeros(10)
+    for seed in range(400):
+        hits[random_order((10,), 3, seed)[0]] += 1
+    assert hits.sum() == 1200
+    assert (hits / 400 - 0.3).abs().max() < 0.12
