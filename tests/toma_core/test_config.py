@@ -185,7 +185,7 @@ def test_the_default_preset_is_the_defaults() -> None:
 
 @pytest.mark.parametrize("preset", ["", "Balanced", "none", None, 3])
 def test_unknown_presets_are_refused(preset: Any) -> None:
-    with pytest.raises(ConfigError, match="preset is .* Allowed: balanced, faithful, quality, fast. Choose"):
+    with pytest.raises(ConfigError, match=r"preset is .* Allowed: balanced, faithful, quality, fast\. Choose"):
         ToMAConfig.from_preset(preset)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -67,14 +69,14 @@ def test_tiles_are_rectangles_no_larger_than_asked(height: int, width: int, size
 @given(sides, st.integers(2, 16))
 def test_cuts_are_even(length: int, size: int) -> None:
     rows, _ = make_windows(length, 1, WindowKind.TILE, size).cuts
-    pieces = [b - a for a, b in zip(rows[:-1], rows[1:], strict=True)]
+    pieces = [b - a for a, b in itertools.pairwise(rows)]
     assert max(pieces) - min(pieces) <= 1
 
 
 def test_cuts_of_an_everyday_grid() -> None:
     """52 rows at size 8: seven windows, 52 = 3 * 8 + 4 * 7."""
     rows, columns = make_windows(52, 76, WindowKind.TILE, 8).cuts
-    pieces = [b - a for a, b in zip(rows[:-1], rows[1:], strict=True)]
+    pieces = [b - a for a, b in itertools.pairwise(rows)]
     assert (sorted(pieces), len(columns) - 1) == ([7, 7, 7, 7, 8, 8, 8], 10)
 
 

@@ -1,0 +1,168 @@
+"""Greedy facility location against the textbook loops, brute force and apricot-select.
+
+Destinations that tie are not unique, so values are compared; picks only where the data leave no tie.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from apricot import FacilityLocationSelection
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toma_core.config import SelectorKind, WindowKind
+from toma_core.selection import cosine_similarity, facility_location, select
+from toma_core.selection.greedy import greedy_facility_location
+from toma_core.selection.reference import best_value, naive_greedy, naive_value
+from toma_core.windows import make_budget, make_windows
+
+seeds = st.integers(0, 2**31)
+
+
+def features(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("slots", [1, 2, 7, 15])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_as_good_as_the_loops(slots: int, groups: int) -> None:
+    S = cosine_similarity(features(slots, groups, slots, 6))
+    order = greedy_facility_location(S, None, slots)
+    for picks in range(1, slots + 1):
+        values = facility_location(S, order[:, :picks])
+        for g in range(groups):
+            assert values[g].item() == pytest.approx(naive_value(S[g], naive_greedy(S[g], picks)), rel=1e-5)
+
+
+def test_the_very_picks_where_they_are_unique() -> None:
+    """S_ij not symmetric and with distinct sums: no two gains are equal, so there is one right order."""
+    S = torch.rand(4, 13, 13, generator=torch.Generator().manual_seed(3)) * 2 - 1
+    order = greedy_facility_location(S, None, 8)
+    assert order.tolist() == [naive_greedy(S[g], 8) for g in range(4)]
+
+
+@given(seeds, st.integers(1, 12), st.integers(1, 12), st.integers(0, 5))
+def test_padding_is_never_picked_and_never_counts(seed: int, slots: int, picks: int, padding: int) -> None:
+    picks = min(picks, slots)
+    S = torch.rand(2, slots, slots, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    padded = torch.ones(2, slots + padding, slots + padding)
+    padded[:, :slots, :slots] = S
+    valid = (torch.arange(slots + padding) < slots).expand(2, -1)
+    assert torch.equal(greedy_facility_location(padded, valid, picks), greedy_facility_location(S, None, picks))
+    # Asked for more than there is, it repeats valid picks.
+    every = greedy_facility_location(padded, valid, slots + padding)
+    assert every.max() < slots
+    assert all(len(set(row[:slots])) == slots for row in every.tolist())
+
+
+@pytest.mark.parametrize(("height", "width", "size"), [(5, 7, 4), (13, 9, 5), (3, 1, 2), (1, 11, 3), (6, 6, 3)])
+@pytest.mark.parametrize("ratio", [0.25, 0.6])
+def test_ragged_windows_of_a_batch_each_as_good_as_the_loops(height: int, width: int, size: int, ratio: float) -> None:
+    windows = make_windows(height, width, WindowKind.TILE, size)
+    budget = make_budget(windows.counts, ratio)
+    S = cosine_similarity(windows.split(features(7, 3, height * width, 5)))
+    picks = select(S, windows, budget, SelectorKind.FACILITY_LOCATION)
+    for b in range(3):
+        for w, (count, kept) in enumerate(zip(windows.counts, budget.counts, strict=True)):
+            alone = S[b, w, :count, :count]
+            chosen = picks[b, w, :kept].tolist()
+            assert chosen == sorted(set(chosen))
+            assert max(chosen) < count
+            assert naive_value(alone, chosen) == pytest.approx(naive_value(alone, naive_greedy(alone, kept)), rel=1e-5)
+            assert set(picks[b, w].tolist()) == set(chosen), "unused places repeat a destination"
+
+
+@given(seeds, st.integers(2, 9), st.integers(1, 4), st.sampled_from([2, 5]))
+def test_within_1_minus_1_over_e_of_the_best(seed: int, slots: int, picks: int, channels: int) -> None:
+    picks = min(picks, slots)
+    S = cosine_similarity(features(seed, 1, slots, channels))
+    value = facility_location(S, greedy_facility_location(S, None, picks)).item()
+    best = best_value(S[0], picks)
+    assert (1 - 1 / math.e) * best - 1e-4 <= value <= best + 1e-4
+    if picks in (1, slots):
+        assert value == pytest.approx(best, rel=1e-5)
+
+
+def test_greedy_is_not_always_best() -> None:
+    """The bound test compares two different things. Tokens at -60, -50, 0, 50 and 60 degrees: the middle one is taken
+    first (2 + 1.64 + 1.99 + 2 + 1.5 = 9.13 with one at 60), the outer two do better (2 + 1.98 + 1.5 + 1.98 + 2)."""
+    angles = torch.deg2rad(torch.tensor([-60.0, -50.0, 0.0, 50.0, 60.0]))
+    S = cosine_similarity(torch.stack([angles.cos(), angles.sin()], -1)[None])
+    value = facility_location(S, greedy_facility_location(S, None, 2)).item()
+    assert value == pytest.approx(9.13, abs=0.01)
+    assert best_value(S[0], 2) == pytest.approx(9.47, abs=0.01)
+
+
+@pytest.mark.parametrize("picks", [1, 5, 32, 49])
+@pytest.mark.parametrize("smooth", [False, True], ids=["noise", "smooth"])
+def test_as_good_as_apricot(picks: int, smooth: bool) -> None:
+    x = features(picks, 49, 16)
+    if smooth:
+        x = x.view(7, 7, 16).cumsum(0).cumsum(1).view(49, 16)
+    S = cosine_similarity(x[None])
+    outside = FacilityLocationSelection(picks, metric="precomputed", optimizer="naive")
+    outside.fit((1 + S[0]).double().numpy())
+    value = facility_location(S, greedy_facility_location(S, None, picks)).item()
+    assert value == pytest.approx(float(outside.gains.sum()), rel=1e-5)
+
+
+@given(seeds, st.integers(2, 20))
+def test_nested_and_distinct(seed: int, slots: int) -> None:
+    S = cosine_similarity(features(seed, 2, slots, 4))
+    every = greedy_facility_location(S, None, slots)
+    assert every.sort(1).values.tolist() == [list(range(slots))] * 2
+    for picks in (1, slots // 2):
+        assert torch.equal(greedy_facility_location(S, None, picks), every[:, :picks])
+
+
+@pytest.mark.parametrize("x", [torch.ones(1, 9, 4), torch.zeros(1, 9, 4), -torch.ones(1, 9, 4)], ids=["1", "0", "-1"])
+def test_on_a_flat_image_any_set_is_best_and_all_picks_differ(x: torch.Tensor) -> None:
+    S = cosine_similarity(x)
+    for picks in (1, 4, 9):
+        order = greedy_facility_location(S, None, picks)
+        assert len(set(order[0].tolist())) == picks
+        assert facility_location(S, order).item() == pytest.approx(best_value(S[0], picks), rel=1e-5)
+
+
+def test_ties_go_to_the_lowest_slot() -> None:
+    S = torch.eye(6).expand(2, -1, -1)
+    assert greedy_facility_location(S, None, 6).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+    # Two pairs of twins: one of each pair first, the lower of the two.
+    twins = cosine_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]]))
+    assert greedy_facility_location(twins, None, 4).tolist() == [[0, 1, 2, 3]]
+
+
+def test_a_zero_token_among_others_does_no_harm() -> None:
+    x = features(0, 1, 9, 4)
+    x[0, 4] = 0
+    S = cosine_similarity(x)
+    order = greedy_facility_location(S, None, 9)
+    assert sorted(order[0].tolist()) == list(range(9))
+    assert facility_location(S, order[:, :4]).item() == pytest.approx(
+        naive_value(S[0], naive_greedy(S[0], 4)), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_any_feature_dtype(dtype: torch.dtype) -> None:
+    """Rounding to the dtype happens before, not inside: the picks are as good as those of the rounded features."""
+    x = features(1, 2, 16, 8).to(dtype)
+    S, exact = cosine_similarity(x), cosine_similarity(x.double().float())
+    value = facility_location(exact, greedy_facility_location(S, None, 6))
+    assert value.tolist() == pytest.approx(
+        [naive_value(exact[g], naive_greedy(exact[g], 6)) for g in range(2)], rel=1e-5
+    )
+
+
+def test_the_same_every_time_and_inputs_untouched() -> None:
+    S = cosine_similarity(features(5, 4, 16, 8))
+    valid = (torch.arange(16) < 13).expand(4, -1)
+    before, mask = S.clone(), valid.clone()
+    first = greedy_facility_location(S, valid, 7)
+    assert torch.equal(S, before)
+    assert torch.equal(valid, mask)
+    assert torch.equal(greedy_facility_location(S, valid, 7), first)
+    assert torch.equal(greedy_facility_location(S[2:3], valid[2:3], 7), first[2:3])

@@ -1,0 +1,96 @@
+"""The objective: against loops, against apricot-select, and the two properties that the greedy bound rests on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from apricot import FacilityLocationSelection
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toma_core.selection import cosine_similarity, facility_location
+from toma_core.selection.objective import normalized
+from toma_core.selection.reference import best_value, naive_value
+
+seeds = st.integers(0, 2**31)
+
+
+def similarity_of(seed: int, windows: int, slots: int, channels: int = 5) -> torch.Tensor:
+    return cosine_similarity(torch.randn(windows, slots, channels, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_cosines_are_computed_in_fp32(dtype: torch.dtype) -> None:
+    x = (100 * torch.randn(3, 9, 40)).to(dtype)
+    S = cosine_similarity(x)
+    exact = x.double() / x.double().norm(dim=-1, keepdim=True)
+    assert S.dtype == torch.float32
+    torch.testing.assert_close(S.double(), exact @ exact.transpose(-1, -2), rtol=0, atol=1e-6)
+
+
+def test_half_precision_features_do_not_overflow() -> None:
+    """The squares of fp16 features above 256 are beyond fp16."""
+    x = torch.full((1, 2, 64), 3e4, dtype=torch.float16)
+    torch.testing.assert_close(cosine_similarity(x), torch.ones(1, 2, 2))
+
+
+def test_zero_tokens_are_like_nothing() -> None:
+    x = torch.tensor([[[0.0, 0.0], [3.0, 4.0]]])
+    assert normalized(x).tolist() == [[[0.0, 0.0], [pytest.approx(0.6), pytest.approx(0.8)]]]
+    torch.testing.assert_close(cosine_similarity(x), torch.tensor([[[0.0, 0.0], [0.0, 1.0]]]))
+
+
+def test_value_by_hand() -> None:
+    """Tokens at 0, 90 and 180 degrees, the first picked: (1 + 1) + (1 + 0) + (1 - 1) = 3; all but the last: 2 + 2 + 1."""
+    S = cosine_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]]))
+    assert facility_location(S, torch.tensor([[0]])).item() == pytest.approx(3)
+    assert facility_location(S, torch.tensor([[0, 1]])).item() == pytest.approx(5)
+    # As padding, the last token adds nothing.
+    valid = torch.tensor([[True, True, False]])
+    assert facility_location(S, torch.tensor([[0, 1]]), valid).item() == pytest.approx(4)
+
+
+@given(seeds, st.integers(1, 12), st.data())
+def test_value_is_that_of_the_loops(seed: int, slots: int, data: st.DataObject) -> None:
+    S = similarity_of(seed, 2, slots)
+    size = data.draw(st.integers(1, slots))
+    picks = [torch.randperm(slots, generator=torch.Generator().manual_seed(seed + w))[:size] for w in range(2)]
+    values = facility_location(S, torch.stack(picks))
+    for w in range(2):
+        assert values[w].item() == pytest.approx(naive_value(S[w], picks[w].tolist()), rel=1e-5, abs=1e-5)
+
+
+@given(seeds, st.integers(3, 10), st.data())
+def test_monotone_and_submodular(seed: int, slots: int, data: st.DataObject) -> None:
+    """f(A) <= f(A + j), and j adds no more to a larger set: what the (1 - 1/e) bound needs."""
+    S = similarity_of(seed, 1, slots)
+    order = data.draw(st.permutations(range(slots)))
+    j, rest = order[0], order[1:]
+    small = rest[: data.draw(st.integers(1, len(rest) - 1))]
+    large = rest[: data.draw(st.integers(len(small), len(rest)))]
+
+    def f(A: list[int]) -> float:
+        return facility_location(S, torch.tensor([A])).item()
+
+    gain_small, gain_large = f([*small, j]) - f(small), f([*large, j]) - f(large)
+    assert gain_large >= -1e-5
+    assert gain_small >= gain_large - 1e-5
+    assert f(large) >= f(small) - 1e-5 >= -1e-5
+
+
+@pytest.mark.parametrize(("slots", "picks"), [(9, 1), (20, 7), (49, 24), (64, 63)])
+def test_apricot_sees_the_same_value(slots: int, picks: int) -> None:
+    """Its gains on 1 + S add up to our value of its ranking."""
+    S = similarity_of(slots, 1, slots, 16)
+    outside = FacilityLocationSelection(picks, metric="precomputed", optimizer="naive")
+    outside.fit((1 + S[0]).double().numpy())
+    ranking = torch.from_numpy(outside.ranking.copy()).long()[None]
+    assert facility_location(S, ranking).item() == pytest.approx(float(outside.gains.sum()), rel=1e-5)
+
+
+def test_the_brute_force_is_brute() -> None:
+    """Two tight pairs: the best two destinations are one of each, 2 + 1.8 + 2 + 1.8."""
+    S = torch.tensor([[1.0, 0.8, 0.0, 0.0], [0.8, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.8], [0.0, 0.0, 0.8, 1.0]])
+    assert best_value(S, 2) == pytest.approx(7.6)
+    assert naive_value(S, [0, 1]) == pytest.approx(6.0)
+    assert naive_value(S, []) == 0.0
