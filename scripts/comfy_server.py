@@ -8,6 +8,7 @@ with ComfyServer() as server:
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ from scripts.comfyui import ROOT
 PACK_FOLDER = "ComfyUI-ToMA"
 BASE_FOLDERS = ("custom_nodes", "input", "models", "output", "temp", "user")
 LOG_TAIL = 4000
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ComfyServer(ComfyClient):
@@ -59,7 +61,7 @@ class ComfyServer(ComfyClient):
         super().__init__(_free_port())
         self._comfyui = Path(comfyui or os.environ["COMFYUI_PATH"]).absolute()
         self._flags = [*flags, *(["--cpu"] if (not _has_cuda() if cpu is None else cpu) else [])]
-        self._environ = {**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", **(environ or {})}
+        self._environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(environ or {})}
         self._start_timeout = start_timeout
         self._log = ""
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
@@ -111,10 +113,10 @@ class ComfyServer(ComfyClient):
             self._temporary.cleanup()
 
     def log(self) -> str:
-        """Everything the server has printed so far, also after it was stopped."""
+        """Everything the server has printed so far, without colours; also after it was stopped."""
         if self.process is None:
             return self._log
-        return self._log_path.read_text(encoding="utf-8", errors="replace")
+        return COLOUR.sub("", self._log_path.read_text(encoding="utf-8", errors="replace"))
 
     def log_tail(self) -> str:
         return f"\n{self.log()[-LOG_TAIL:]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -34,8 +35,9 @@ def run_stage(title: str, command: Sequence[str], *, log: Path, env: Mapping[str
     if sys.stderr.isatty():
         code = subprocess.run(command, env=env, stdout=sys.stderr, check=False).returncode
     else:
+        environ = {**(os.environ if env is None else env), "PIP_PROGRESS_BAR": "off"}
         with log.open("wb") as sink:
-            process = subprocess.Popen(command, env=env, stdout=sink, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, env=environ, stdout=sink, stderr=subprocess.STDOUT)
         try:
             code = _wait_with_heartbeat(process, log, start)
         except BaseException:
