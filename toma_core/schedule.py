@@ -11,7 +11,8 @@ from functools import cached_property
 
 from .config import ToMAConfig
 
-# Ratios that change from step to step are rounded to this grid: each new ratio needs a new plan.
+# Ratios that change from step to step are rounded to this grid, never above the one asked for: each new ratio needs
+# a new plan.
 RATIO_GRID = 32
 
 
@@ -66,5 +67,5 @@ class Schedule:
         ratio = config.ratio if self.in_range(sigma) and not whole else 0.0
         if ratio and config.ratio_decay:
             progress = min(1.0, age / (last - first)) if last > first else 0.0
-            ratio = round(ratio * (1 - config.ratio_decay * progress) * RATIO_GRID) / RATIO_GRID
+            ratio = min(ratio, round(ratio * (1 - config.ratio_decay * progress) * RATIO_GRID) / RATIO_GRID)
         return Decision(step, ratio, age // config.select_every, age // config.weigh_every)

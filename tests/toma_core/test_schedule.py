@@ -1,0 +1,170 @@
+"""The clock: which step a noise level is, whether to merge there, how much, and how old a plan may be."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toma_core.config import ToMAConfig
+from toma_core.schedule import RATIO_GRID, Decision, Schedule
+
+# Four steps of an SDXL-like schedule; a sampler also gets the final 0.
+SIGMAS = (14.6, 5.0, 2.0, 0.5)
+
+
+def between(a: float, b: float) -> float:
+    return math.sqrt(a * b)
+
+
+@pytest.mark.parametrize(
+    ("calls", "steps"),
+    [
+        pytest.param(SIGMAS, [0, 1, 2, 3], id="euler"),
+        # A step and its look-ahead at the next level; the last step goes to 0 without one.
+        pytest.param((14.6, 5.0, 5.0, 2.0, 2.0, 0.5, 0.5), [0, 1, 1, 2, 2, 3, 3], id="heun"),
+        # A step and a midpoint below it.
+        pytest.param(
+            (14.6, between(14.6, 5.0), 5.0, between(5.0, 2.0), 2.0, between(2.0, 0.5), 0.5),
+            [0, 0, 1, 1, 2, 2, 3],
+            id="dpmpp_2s and dpmpp_sde",
+        ),
+        pytest.param((20.0, 14.7), [0, 0], id="above the schedule"),
+        pytest.param((0.49, 0.001, 0.0), [3, 3, 3], id="below the schedule"),
+    ],
+)
+def test_steps_of_samplers(calls: tuple[float, ...], steps: list[int]) -> None:
+    schedule = Schedule(ToMAConfig(), SIGMAS)
+    assert [schedule.step_at(sigma) for sigma in calls] == steps
+    assert [schedule.decide(sigma).step for sigma in calls] == steps
+
+
+@pytest.mark.parametrize("direction", [-1, 1])
+def test_levels_survive_a_trip_through_fp32(direction: int) -> None:
+    """A level that comes back one fp32 step higher or lower is still that step's."""
+    schedule = Schedule(ToMAConfig(), SIGMAS)
+    for step, sigma in enumerate(SIGMAS):
+        neighbour = torch.nextafter(torch.tensor(sigma), torch.tensor(direction * math.inf)).item()
+        assert neighbour != sigma
+        assert schedule.step_at(neighbour) == step
+
+
+def test_without_a_schedule_every_evaluation_is_step_0() -> None:
+    schedule = Schedule(ToMAConfig())
+    assert [schedule.step_at(sigma) for sigma in (1e9, 1.0, 0.0)] == [0, 0, 0]
+    assert schedule.decide(1.0) == Decision(0, 0.5, 0, 0)
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=30, unique=True), st.lists(st.floats(0, 120), min_size=1))
+def test_steps_never_leave_the_schedule_or_run_back(levels: list[float], calls: list[float]) -> None:
+    schedule = Schedule(ToMAConfig(), tuple(sorted(levels, reverse=True)))
+    steps = [schedule.step_at(sigma) for sigma in sorted(calls, reverse=True)]
+    assert steps == sorted(steps)
+    assert steps[0] >= 0
+    assert steps[-1] < len(levels)
+
+
+def test_active_from_start_to_just_before_end() -> None:
+    """The start level belongs to the range, the end level does not: two runs that split a schedule do not overlap."""
+    schedule = Schedule(ToMAConfig(), SIGMAS, sigma_start=5.0, sigma_end=0.5)
+    assert [schedule.in_range(sigma) for sigma in SIGMAS] == [False, True, True, False]
+    assert [schedule.decide(sigma).ratio for sigma in SIGMAS] == [0.0, 0.5, 0.5, 0.0]
+    assert [schedule.decide(sigma).ratio for sigma in (between(14.6, 5.0), between(2.0, 0.5), 0.1)] == [0.0, 0.5, 0.0]
+    assert schedule.span == (1, 2)
+
+
+def test_active_everywhere_by_default() -> None:
+    """ComfyUI's percent_to_sigma(0) is 999999999.9 for SDXL, but 1.0 for Flux, whose first level is 1.0 as well."""
+    schedule = Schedule(ToMAConfig(), SIGMAS)
+    assert [schedule.decide(sigma).ratio for sigma in (1e12, *SIGMAS, 0.0)] == [0.5] * 6
+    assert schedule.span == (0, 3)
+
+
+def test_a_range_without_a_step() -> None:
+    schedule = Schedule(ToMAConfig(), SIGMAS, sigma_start=1.5, sigma_end=0.9)
+    assert schedule.span == (0, 0)
+    assert [schedule.decide(sigma).ratio for sigma in SIGMAS] == [0.0] * 4
+    assert schedule.decide(1.0).ratio == 0.5, "but a sampler that evaluates in between may fall into it"
+
+
+def ten_steps(config: ToMAConfig, **range_of: float) -> list[Decision]:
+    sigmas = tuple(float(10 - step) for step in range(10))
+    schedule = Schedule(config, sigmas, **range_of)
+    return [schedule.decide(sigma) for sigma in sigmas]
+
+
+def test_full_steps_in_between() -> None:
+    merged = [bool(d.ratio) for d in ten_steps(ToMAConfig(full_every=3))]
+    assert merged == [True, True, False, True, True, False, True, True, False, True]
+    # Counted from the first step of the range.
+    merged = [bool(d.ratio) for d in ten_steps(ToMAConfig(full_every=2), sigma_start=9.0)]
+    assert merged == [False, True, False, True, False, True, False, True, False, True]
+
+
+def test_generations_count_from_the_first_merged_step() -> None:
+    decisions = ten_steps(ToMAConfig(select_every=4, weigh_every=2))
+    assert [d.selection for d in decisions] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
+    assert [d.weighing for d in decisions] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    decisions = ten_steps(ToMAConfig(select_every=4, weigh_every=2), sigma_start=7.0)
+    assert [d.selection for d in decisions] == [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
+    assert [d.weighing for d in decisions] == [0, 0, 0, 0, 0, 1, 1, 2, 2, 3]
+
+
+def test_ratio_decay() -> None:
+    """0.75 that gives up half of itself over steps 1 to 9 of 10: 0.75 * (1 - 0.5 * 0) to 0.75 * 0.5 = 0.375."""
+    ratios = [d.ratio for d in ten_steps(ToMAConfig(ratio=0.75, ratio_decay=0.5))]
+    assert (ratios[0], ratios[-1]) == (0.75, 0.375)
+    assert ratios == sorted(ratios, reverse=True)
+    assert all((ratio * RATIO_GRID).is_integer() for ratio in ratios)
+    assert len(set(ratios)) > 5
+    assert [abs(ratio - 0.75 * (1 - 0.5 * step / 9)) <= 0.5 / RATIO_GRID for step, ratio in enumerate(ratios)]
+    assert ten_steps(ToMAConfig(ratio=0.75, ratio_decay=1.0))[-1].ratio == 0.0
+
+
+def test_ratio_decay_spans_the_active_range_only() -> None:
+    ratios = [d.ratio for d in ten_steps(ToMAConfig(ratio=0.5, ratio_decay=0.5), sigma_start=8.0, sigma_end=3.0)]
+    assert (ratios[2], ratios[6]) == (0.5, 0.25)
+    assert ratios[:2] == [0.0, 0.0]
+    assert ratios[7:] == [0.0, 0.0, 0.0]
+    # A range of one step has no time to decay.
+    assert Schedule(ToMAConfig(ratio_decay=1.0), (1.0,)).decide(1.0).ratio == 0.5
+
+
+def test_a_constant_ratio_is_not_rounded() -> None:
+    assert {d.ratio for d in ten_steps(ToMAConfig(ratio=0.3))} == {0.3}
+
+
+@given(
+    st.floats(0.01, 0.95),
+    st.floats(0, 1),
+    st.sampled_from([0, 2, 3]),
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.floats(0, 11),
+    st.floats(0, 11),
+)
+def test_decisions_are_pure_and_legal(
+    ratio: float, decay: float, full: int, select: int, weigh: int, start: float, end: float
+) -> None:
+    config = ToMAConfig(ratio=ratio, ratio_decay=decay, full_every=full, select_every=select, weigh_every=weigh)
+    range_of = {"sigma_start": max(start, end), "sigma_end": min(start, end)}
+    decisions = ten_steps(config, **range_of)
+    assert decisions == ten_steps(config, **range_of)
+    assert [d.step for d in decisions] == list(range(10))
+    for before, after in itertools.pairwise(decisions):
+        assert after.selection >= before.selection >= 0
+        assert after.weighing >= before.weighing >= 0
+    for sigma, decision in zip(range(10, 0, -1), decisions, strict=True):
+        assert 0 <= decision.ratio <= config.ratio
+        assert not decision.ratio or range_of["sigma_end"] < sigma <= range_of["sigma_start"]
+
+
+def test_frozen() -> None:
+    for thing, name in ((Schedule(ToMAConfig()), "sigmas"), (Decision(0, 0.5, 0, 0), "ratio")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(thing, name, None)
