@@ -23,7 +23,7 @@ def smooth(seed: int, batch: int, height: int, width: int, channels: int = 12) -
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.value)
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     st.integers(1, 20),
     st.integers(1, 20),
@@ -62,10 +62,10 @@ def test_flat_images_too(kind: SelectorKind, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("kind", RIVALS, ids=lambda kind: kind.value)
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
 def test_facility_location_is_better_at_its_objective(kind: SelectorKind, ratio: float) -> None:
-    """Mean over 64 windows of smooth features and of noise; greedy search need not win in every window."""
-    windows = make_windows(16, 32, WindowKind.TILE, 8)
+    """Mean over 16 windows of smooth features and of noise; greedy search need not win in every window."""
+    windows = make_windows(16, 16, WindowKind.TILE, 8)
     budget = make_budget(windows.counts, ratio)
-    for x in (smooth(0, 8, 16, 32), torch.randn(8, 512, 12, generator=torch.Generator().manual_seed(1))):
+    for x in (smooth(0, 4, 16, 16), torch.randn(4, 256, 12, generator=torch.Generator().manual_seed(1))):
         S = cosine_similarity(windows.split(x))
         value, rival = (
             facility_location(S.flatten(0, 1), select(S, windows, budget, which).flatten(0, 1)).mean().item()
@@ -85,8 +85,8 @@ def test_images_of_a_batch_do_not_meet(kind: SelectorKind) -> None:
 
 
 def test_farthest_point_by_hand() -> None:
-    """Tokens at 0, 10, 20 and 170 degrees. Central is the one at 20 (cosines 1 + .98 + .94 - .87 against .89, 1.03 + ...);
-    the one at 170 is farthest from it, then the one at 0."""
+    """Tokens at 0, 10, 20 and 170 degrees. Central is the one at 20 (cosines 1 + 0.98 + 0.94 - 0.87); the one at 170
+    is farthest from it, then the one at 0."""
     angles = torch.deg2rad(torch.tensor([0.0, 10.0, 20.0, 170.0]))
     S = cosine_similarity(torch.stack([angles.cos(), angles.sin()], -1)[None])
     assert S.sum(1).argmax(1).item() == 2

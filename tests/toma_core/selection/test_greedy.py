@@ -88,20 +88,20 @@ def test_within_1_minus_1_over_e_of_the_best(seed: int, slots: int, picks: int, 
 
 def test_greedy_is_not_always_best() -> None:
     """The bound test compares two different things. Tokens at -60, -50, 0, 50 and 60 degrees: the middle one is taken
-    first (2 + 1.64 + 1.99 + 2 + 1.5 = 9.13 with one at 60), the outer two do better (2 + 1.98 + 1.5 + 1.98 + 2)."""
+    first (2 + 1.64 + 1.99 + 2 + 1.5 = 9.13 with one at 60), those at -50 and 50 do better (2 * (1.98 + 2) + 1.64 = 9.61)."""
     angles = torch.deg2rad(torch.tensor([-60.0, -50.0, 0.0, 50.0, 60.0]))
     S = cosine_similarity(torch.stack([angles.cos(), angles.sin()], -1)[None])
     value = facility_location(S, greedy_facility_location(S, None, 2)).item()
     assert value == pytest.approx(9.13, abs=0.01)
-    assert best_value(S[0], 2) == pytest.approx(9.47, abs=0.01)
+    assert best_value(S[0], 2) == pytest.approx(9.61, abs=0.01)
 
 
-@pytest.mark.parametrize("picks", [1, 5, 32, 49])
+@pytest.mark.parametrize("picks", [5, 24])
 @pytest.mark.parametrize("smooth", [False, True], ids=["noise", "smooth"])
 def test_as_good_as_apricot(picks: int, smooth: bool) -> None:
-    x = features(picks, 49, 16)
+    x = features(picks, 35, 16)
     if smooth:
-        x = x.view(7, 7, 16).cumsum(0).cumsum(1).view(49, 16)
+        x = x.view(5, 7, 16).cumsum(0).cumsum(1).view(35, 16)
     S = cosine_similarity(x[None])
     outside = FacilityLocationSelection(picks, metric="precomputed", optimizer="naive")
     outside.fit((1 + S[0]).double().numpy())

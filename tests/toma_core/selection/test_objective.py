@@ -41,7 +41,7 @@ def test_zero_tokens_are_like_nothing() -> None:
 
 
 def test_value_by_hand() -> None:
-    """Tokens at 0, 90 and 180 degrees, the first picked: (1 + 1) + (1 + 0) + (1 - 1) = 3; all but the last: 2 + 2 + 1."""
+    """Tokens at 0, 90 and 180 degrees: the first gives (1 + 1) + (1 + 0) + (1 - 1) = 3, the first two 2 + 2 + 1."""
     S = cosine_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]]))
     assert facility_location(S, torch.tensor([[0]])).item() == pytest.approx(3)
     assert facility_location(S, torch.tensor([[0, 1]])).item() == pytest.approx(5)
@@ -78,7 +78,7 @@ def test_monotone_and_submodular(seed: int, slots: int, data: st.DataObject) -> 
     assert f(large) >= f(small) - 1e-5 >= -1e-5
 
 
-@pytest.mark.parametrize(("slots", "picks"), [(9, 1), (20, 7), (49, 24), (64, 63)])
+@pytest.mark.parametrize(("slots", "picks"), [(9, 1), (30, 11)])
 def test_apricot_sees_the_same_value(slots: int, picks: int) -> None:
     """Its gains on 1 + S add up to our value of its ranking."""
     S = similarity_of(slots, 1, slots, 16)

@@ -1,0 +1,257 @@
+"""Merge and unmerge against dense N x D matrices written with loops, and what the weights must be."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toma_core.config import SelectorKind, UnmergeKind, WindowKind
+from toma_core.merge import MergePlan, merge, pseudo_inverse, unmerge, weigh
+from toma_core.selection import cosine_similarity, select
+from toma_core.windows import Budget, make_budget, make_windows
+
+GRIDS = [(8, 8), (13, 9), (7, 5), (1, 11), (11, 1), (3, 2)]
+grids = pytest.mark.parametrize(("height", "width"), GRIDS, ids=lambda n: str(n))
+
+
+def features(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plan_of(
+    x: torch.Tensor,
+    height: int,
+    width: int,
+    *,
+    ratio: float = 0.5,
+    size: int = 4,
+    kind: WindowKind = WindowKind.TILE,
+    shifted: bool = False,
+    scale: float = 30.0,
+    unmerge_kind: UnmergeKind = UnmergeKind.TRANSPOSE,
+) -> MergePlan:
+    windows = make_windows(height, width, kind, size, shifted)
+    budget = make_budget(windows.counts, ratio)
+    tokens = windows.split(x)
+    picks = select(cosine_similarity(tokens), windows, budget, SelectorKind.FACILITY_LOCATION)
+    return weigh(tokens, picks, windows, budget, scale, unmerge_kind, x.dtype)
+
+
+def dense(x: torch.Tensor, plan: MergePlan, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(A, M) of one image, both (D, N), by loops over tokens and the destinations of their window, in double."""
+    destinations = plan.destinations[0].tolist()
+    window_of = {t: w for w, n in enumerate(plan.windows.counts) for t in plan.windows.source[w, :n].tolist()}
+    x = x[0].double()
+    A = torch.zeros(len(destinations), len(x), dtype=torch.float64)
+    for i in range(len(x)):
+        near = [j for j, token in enumerate(destinations) if window_of[token] == window_of[i]]
+        cos = [float(x[destinations[j]] @ x[i] / (x[destinations[j]].norm() * x[i].norm())) for j in near]
+        powers = [math.exp(scale * (c - max(cos))) for c in cos]
+        for j, power in zip(near, powers, strict=True):
+            A[j, i] = power / sum(powers)
+    return A, A / A.sum(1, keepdim=True)
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.sampled_from(list(WindowKind)),
+    st.integers(2, 6),
+    st.booleans(),
+    st.floats(0.01, 0.95),
+    st.sampled_from([1.0, 30.0, 300.0]),
+    st.integers(0, 2**31),
+)
+def test_equal_to_the_dense_matrices(
+    height: int, width: int, kind: WindowKind, size: int, shifted: bool, ratio: float, scale: float, seed: int
+) -> None:
+    x = features(seed, 1, height * width, 6)
+    plan = plan_of(x, height, width, ratio=ratio, size=size, kind=kind, shifted=shifted, scale=scale)
+    A, M = dense(x, plan, scale)
+    merged = merge(x, plan)
+    torch.testing.assert_close(merged[0].double(), M @ x[0].double(), rtol=1e-3, atol=1e-3)
+    y = features(seed + 1, 1, plan.kept, 3)
+    torch.testing.assert_close(unmerge(y, plan)[0].double(), A.T @ y[0].double(), rtol=1e-3, atol=1e-3)
+
+
+@grids
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.9])
+def test_the_plan_says_what_it_keeps(height: int, width: int, ratio: float) -> None:
+    x = features(0, 3, height * width, 6)
+    plan = plan_of(x, height, width, ratio=ratio)
+    destinations = plan.destinations
+    assert plan.tokens == height * width
+    assert plan.kept == sum(plan.budget.counts) == destinations.shape[1] == merge(x, plan).shape[1]
+    assert unmerge(merge(x, plan), plan).shape == x.shape
+    for image in destinations.tolist():
+        assert len(set(image)) == plan.kept
+        start = 0
+        for members, count, kept in zip(plan.windows.source, plan.windows.counts, plan.budget.counts, strict=True):
+            here = image[start : start + kept]
+            assert here == sorted(here)
+            assert set(here) <= set(members[:count].tolist())
+            start += kept
+
+
+@grids
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_sum_to_one(height: int, width: int, dtype: torch.dtype) -> None:
+    """In fp32; stored in the features' dtype, each of up to 16 weights is off by half a step of it."""
+    x = features(1, 2, height * width, 6).to(dtype)
+    plan = plan_of(x, height, width)
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
+    assert plan.merge_weights.dtype == plan.unmerge_weights.dtype == dtype
+    rows = plan.budget.pack(plan.merge_weights.float().sum(-1)[..., None])
+    torch.testing.assert_close(rows, torch.ones_like(rows), rtol=0, atol=tolerance)
+    columns = plan.windows.join(plan.unmerge_weights.float().sum(-1)[..., None])
+    torch.testing.assert_close(columns, torch.ones_like(columns), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [300.0, 10_000.0])
+def test_weights_are_fp32_math_then_cast(dtype: torch.dtype, scale: float) -> None:
+    """Exactly the weights of the same features in fp32, rounded once: near cos = 1 the dtype's own steps are whole
+    logits."""
+    x = (1 + 0.05 * features(2, 2, 117, 16)).to(dtype)
+    low, high = plan_of(x, 13, 9, scale=scale), plan_of(x.float(), 13, 9, scale=scale)
+    assert torch.equal(low.picks, high.picks)
+    assert torch.equal(low.merge_weights, high.merge_weights.to(dtype))
+    assert torch.equal(low.unmerge_weights, high.unmerge_weights.to(dtype))
+    assert merge(x, low).dtype == unmerge(merge(x, low), low).dtype == dtype
+
+
+@grids
+def test_constant_tokens_stay_that_constant(height: int, width: int) -> None:
+    x = torch.tensor([3.0, -2.0, 0.5]).expand(2, height * width, 3)
+    plan = plan_of(x, height, width)
+    torch.testing.assert_close(merge(x, plan), x[:, : plan.kept])
+    torch.testing.assert_close(unmerge(merge(x, plan), plan), x)
+    # So do constants under any other plan.
+    plan = plan_of(features(3, 2, height * width, 5), height, width)
+    torch.testing.assert_close(merge(x, plan), x[:, : plan.kept])
+    torch.testing.assert_close(unmerge(merge(x, plan), plan), x)
+
+
+@pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
+def test_zero_and_constant_images_give_finite_plans(unmerge_kind: UnmergeKind) -> None:
+    for x in (torch.zeros(1, 35, 4), torch.ones(1, 35, 4), torch.full((1, 35, 4), 1e-30)):
+        plan = plan_of(x, 5, 7, scale=10_000.0, unmerge_kind=unmerge_kind)
+        assert plan.merge_weights.isfinite().all()
+        assert plan.unmerge_weights.isfinite().all()
+        torch.testing.assert_close(unmerge(merge(x, plan), plan), x, rtol=1e-3, atol=1e-3)
+
+
+@grids
+def test_a_sharp_softmax_is_the_mean_of_the_cluster(height: int, width: int) -> None:
+    """Each token goes to its most similar destination of the window; a destination is the mean of its cluster."""
+    x = features(4, 1, height * width, 8)
+    plan = plan_of(x, height, width, scale=1e5)
+    A, _ = dense(x, plan, 1.0)
+    owner = A.argmax(0)
+    merged = merge(x, plan)[0]
+    for j, token in enumerate(plan.destinations[0].tolist()):
+        assert owner[token] == j
+        torch.testing.assert_close(merged[j], x[0, owner == j].mean(0), rtol=1e-4, atol=1e-4)
+    y = features(5, 1, plan.kept, 3)
+    torch.testing.assert_close(unmerge(y, plan)[0], y[0, owner], rtol=1e-4, atol=1e-4)
+
+
+@grids
+def test_pseudo_inverse_undoes_the_merge(height: int, width: int) -> None:
+    """M M^+ M = M and M^+ M M^+ = M^+, but for the ridge of 1e-4."""
+    x = features(6, 1, height * width, 24)
+    plan = plan_of(x, height, width, unmerge_kind=UnmergeKind.PSEUDO_INVERSE)
+    back = unmerge(torch.eye(plan.kept)[None], plan)[0]
+    M = merge(torch.eye(plan.tokens)[None], plan)[0]
+    torch.testing.assert_close(M @ back @ M, M, rtol=0, atol=2e-3)
+    torch.testing.assert_close(back @ M @ back, back, rtol=0, atol=1e-2)
+    torch.testing.assert_close(back, torch.linalg.pinv(M.double()).float(), rtol=0, atol=1e-2)
+
+
+def test_transpose_is_the_pseudo_inverse_of_a_one_hot_merge() -> None:
+    x = features(7, 1, 64, 16)
+    there, back = (plan_of(x, 8, 8, scale=1e5, unmerge_kind=kind) for kind in UnmergeKind)
+    torch.testing.assert_close(there.unmerge_weights, back.unmerge_weights, rtol=0, atol=1e-3)
+
+
+def test_pseudo_inverse_is_the_nearer_one_in_least_squares() -> None:
+    x = features(8, 1, 64, 16)
+    transpose, inverse = (plan_of(x, 8, 8, scale=10.0, unmerge_kind=kind) for kind in UnmergeKind)
+    errors = [(unmerge(merge(x, plan), plan) - x).norm().item() for plan in (transpose, inverse)]
+    assert errors[1] < errors[0]
+
+
+def test_pseudo_inverse_of_equal_destinations_stays_small() -> None:
+    """Two equal rows have no inverse; the ridge halves the result between them."""
+    M = torch.full((1, 2, 4), 0.25)
+    back = pseudo_inverse(M, Budget((2,), None, None, None))
+    torch.testing.assert_close(back, torch.full((1, 4, 2), 0.5), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
+@grids
+def test_images_of_a_batch_do_not_meet(height: int, width: int, unmerge_kind: UnmergeKind) -> None:
+    x = features(9, 3, height * width, 6)
+    plan = plan_of(x, height, width, unmerge_kind=unmerge_kind)
+    merged = merge(x, plan)
+    back = unmerge(merged, plan)
+    for b in range(3):
+        one = slice(b, b + 1)
+        alone = plan_of(x[one], height, width, unmerge_kind=unmerge_kind)
+        assert torch.equal(alone.destinations, plan.destinations[one])
+        torch.testing.assert_close(merge(x[one], alone), merged[one], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(unmerge(merged[one], alone), back[one], rtol=1e-3, atol=1e-3)
+
+
+def test_repeat_serves_the_same_images_several_times() -> None:
+    """Order of the batch: all images under cond, then all under uncond."""
+    x, y = features(10, 2, 117, 6), features(11, 2, 117, 6)
+    plan = plan_of(x, 13, 9)
+    twice = plan.repeat(2)
+    assert torch.equal(twice.destinations, torch.cat([plan.destinations, plan.destinations]))
+    both = merge(torch.cat([x, y]), twice)
+    torch.testing.assert_close(both, torch.cat([merge(x, plan), merge(y, plan)]))
+    torch.testing.assert_close(unmerge(both, twice), torch.cat([unmerge(merge(z, plan), plan) for z in (x, y)]))
+    assert torch.equal(plan.repeat(1).merge_weights, plan.merge_weights)
+
+
+@grids
+def test_memory_layout_does_not_matter(height: int, width: int) -> None:
+    """Blocks hand over transposed, sliced and expanded tensors."""
+    x = features(12, 2, height * width, 6)
+    plan = plan_of(x, height, width)
+    transposed = x.transpose(1, 2).contiguous().transpose(1, 2)
+    sliced = torch.cat([x, x], 2)[..., :6]
+    y = merge(x, plan)
+    for same in (transposed, sliced):
+        assert not same.is_contiguous() or height * width == 1
+        torch.testing.assert_close(merge(same, plan), y)
+    torch.testing.assert_close(
+        unmerge(y.transpose(1, 2).contiguous().transpose(1, 2), plan), unmerge(y, plan), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_inputs_are_left_alone() -> None:
+    x = features(13, 2, 35, 6)
+    before = x.clone()
+    plan = plan_of(x, 5, 7, unmerge_kind=UnmergeKind.PSEUDO_INVERSE)
+    y = merge(x, plan)
+    kept = y.clone()
+    unmerge(y, plan)
+    assert torch.equal(x, before)
+    assert torch.equal(y, kept)
+
+
+def test_gradients_flow() -> None:
+    """Merged sampling is differentiable: guidance nodes take gradients through the model."""
+    x = features(14, 1, 35, 4).requires_grad_()
+    plan = plan_of(x.detach(), 5, 7)
+    unmerge(merge(x, plan), plan).square().sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    assert (x.grad.abs().sum(-1) > 0).all()
