@@ -1,0 +1,69 @@
+"""What is measured on a set of pictures against their unmerged twins and against real scenes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from skimage.metrics import structural_similarity
+from torch import Tensor
+
+# Merging works on tokens of this many pixels at the finest level of both tiny models.
+PIXELS_PER_TOKEN = 4
+
+
+def relative_error(latent: Tensor, reference: Tensor) -> Tensor:
+    """|a - b| / |b| of each latent. (n, ...) -> (n,)."""
+    difference = (latent - reference).flatten(1).norm(dim=1)
+    return difference / reference.flatten(1).norm(dim=1)
+
+
+def psnr(image: Tensor, reference: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio in dB of pictures in -1..1. (n, 3, H, W) -> (n,)."""
+    error = (image.clamp(-1, 1) - reference.clamp(-1, 1)).square().flatten(1).mean(1)
+    return 10 * torch.log10(4 / error.clamp_min(1e-10))
+
+
+def ssim(image: Tensor, reference: Tensor) -> Tensor:
+    """Structural similarity (scikit-image, Gaussian weights as in the original paper). (n, 3, H, W) -> (n,)."""
+    settings: dict[str, Any] = {
+        "channel_axis": 0,
+        "data_range": 2.0,
+        "gaussian_weights": True,
+        "sigma": 1.5,
+        "use_sample_covariance": False,
+    }
+    pairs = zip(image.clamp(-1, 1).numpy(), reference.clamp(-1, 1).numpy(), strict=True)
+    return torch.tensor([float(structural_similarity(a, b, **settings)) for a, b in pairs])
+
+
+def high_frequency_energy(image: Tensor) -> Tensor:
+    """Energy of what a 3 x 3 mean takes away: falls with blur, rises with left-over noise. (n, 3, H, W) -> (n,)."""
+    smooth = torch.nn.functional.avg_pool2d(image, 3, stride=1)
+    return (image[..., 1:-1, 1:-1] - smooth).square().flatten(1).mean(1)
+
+
+def seam_energy(image: Tensor, window: int) -> Tensor:
+    """Squared steps across the borders of windows of `window` tokens, over those at other token borders.
+
+    1 means that the borders cannot be told from elsewhere. (n, 3, H, W) -> (n,).
+    """
+    ratios = []
+    for steps in (image.diff(dim=-1), image.diff(dim=-2).transpose(-1, -2)):
+        energy = steps.square().mean((1, 2))
+        edges = torch.arange(1, energy.shape[-1] + 1)
+        token = edges % PIXELS_PER_TOKEN == 0
+        border = edges % (PIXELS_PER_TOKEN * window) == 0
+        ratios.append(energy[:, border].mean(1) / energy[:, token & ~border].mean(1).clamp_min(1e-12))
+    return torch.stack(ratios).mean(0)
+
+
+def measure(image: Tensor, latent: Tensor, twin_image: Tensor, twin_latent: Tensor, window: int) -> dict[str, Tensor]:
+    """Every per-picture figure, each (n,). Energies are given relative to the unmerged twin's own."""
+    return {
+        "distance": relative_error(latent, twin_latent),
+        "psnr": psnr(image, twin_image),
+        "ssim": ssim(image, twin_image),
+        "detail": high_frequency_energy(image) / high_frequency_energy(twin_image),
+        "seams": seam_energy(image, window) / seam_energy(twin_image, window),
+    }
