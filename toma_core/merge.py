@@ -97,5 +97,6 @@ def pseudo_inverse(M: Tensor, budget: Budget) -> Tensor:
     eye = torch.eye(M.shape[-2], device=M.device, dtype=M.dtype)
     if budget.valid is not None:
         gram = gram + torch.diag_embed((~budget.valid).to(M.dtype))
-    solution: Tensor = torch.linalg.solve(gram + ridge * eye, M)
+    # Not `solve`: it waits for the device to ask for errors, and with the ridge there are none.
+    solution: Tensor = torch.linalg.solve_ex(gram + ridge * eye, M).result
     return solution.transpose(-1, -2)
