@@ -81,6 +81,8 @@ class RunState:
             plan = self._selected(x, grid, decision)
         self.stats.count_plan(grid, plan.kept, selected=old is None or old.selection != decision.selection)
         entry = _Entry(plan, decision.ratio, decision.selection, decision.weighing, {1: plan})
+        # To the end of the dict, so that `draw` finds the plan made last.
+        self._plans.pop(key, None)
         self._plans[key] = entry
         return entry
 
