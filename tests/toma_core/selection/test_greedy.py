@@ -88,7 +88,8 @@ def test_within_1_minus_1_over_e_of_the_best(seed: int, slots: int, picks: int, 
 
 def test_greedy_is_not_always_best() -> None:
     """The bound test compares two different things. Tokens at -60, -50, 0, 50 and 60 degrees: the middle one is taken
-    first (2 + 1.64 + 1.99 + 2 + 1.5 = 9.13 with one at 60), those at -50 and 50 do better (2 * (1.98 + 2) + 1.64 = 9.61)."""
+    first (2 + 1.64 + 1.99 + 2 + 1.5 = 9.13 with one at 60), those at -50 and 50 do better:
+    2 * (1.98 + 2) + 1.64 = 9.61."""
     angles = torch.deg2rad(torch.tensor([-60.0, -50.0, 0.0, 50.0, 60.0]))
     S = cosine_similarity(torch.stack([angles.cos(), angles.sin()], -1)[None])
     value = facility_location(S, greedy_facility_location(S, None, 2)).item()

@@ -1,0 +1,165 @@
+"""The front door, on toy blocks whose right answer is worked out in the comment; and the core without ComfyUI."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import toma_core
+from toma_core import Evaluation, RunState, Schedule, ToMAConfig, plan_for, reduce, restore
+from toma_core.merge import MergePlan
+
+ROOT = Path(__file__).parents[2]
+
+
+def evaluation_of(sigma: float = 1.0, copies: tuple[object, ...] = (None,), **settings: object) -> Evaluation:
+    run = RunState(Schedule(ToMAConfig(**settings), (1.0,)))  # type: ignore[arg-type]
+    return Evaluation(run, run.schedule.decide(sigma), copies)  # type: ignore[arg-type]
+
+
+def toy() -> tuple[torch.Tensor, MergePlan]:
+    """A 1 x 4 grid in one window, half of it merged away, sharp weights: tokens (1, 0) and (3, 0) are of one
+    direction, (0, 2) and (0, 6) of the other. Two clusters, whose means are (2, 0) and (0, 4)."""
+    x = torch.tensor([[[1.0, 0.0], [3.0, 0.0], [0.0, 2.0], [0.0, 6.0]]])
+    plan = plan_for(x, (1, 4), "toy", evaluation_of(min_tokens=4, scale=10_000.0, window_size=4))
+    assert plan is not None
+    return x, plan
+
+
+def near(a: torch.Tensor, b: list[list[float]]) -> None:
+    torch.testing.assert_close(a, torch.tensor([b]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_block_that_doubles_its_input() -> None:
+    """Reduced: cluster means (2, 0) and (0, 4). The block gives (4, 0) and (0, 8): updates of (2, 0) and (0, 4). Each
+    token keeps its own value and gets its cluster's update: (1 + 2, 0), (3 + 2, 0), (0, 2 + 4), (0, 6 + 4)."""
+    x, plan = toy()
+    reduced = reduce(x, plan)
+    near(reduced, [[2.0, 0.0], [0.0, 4.0]])
+    out = 2 * reduced
+    near(restore(out, reduced, x, plan), [[3.0, 0.0], [5.0, 0.0], [0.0, 6.0], [0.0, 10.0]])
+
+
+def test_a_block_that_does_nothing_changes_nothing() -> None:
+    """Its update is zero on every merged token: x comes back bit for bit, however much was merged."""
+    x = torch.randn(2, 117, 8)
+    plan = plan_for(x, (13, 9), "toy", evaluation_of(ratio=0.9, min_tokens=4))
+    reduced = reduce(x, plan)
+    assert reduced.shape[1] < 0.2 * x.shape[1]
+    assert torch.equal(restore(reduced.clone(), reduced, x, plan), x)
+
+
+def test_a_block_that_adds_a_constant_adds_it_everywhere() -> None:
+    """Updates of (1, -2) on every destination are (1, -2) on every token, because unmerge weights sum to 1."""
+    x = torch.randn(2, 117, 2)
+    plan = plan_for(x, (13, 9), "toy", evaluation_of(min_tokens=4, scale=10.0))
+    reduced = reduce(x, plan)
+    update = torch.tensor([1.0, -2.0])
+    torch.testing.assert_close(restore(reduced + update, reduced, x, plan), x + update)
+
+
+def test_inputs_are_left_alone() -> None:
+    x, plan = toy()
+    before = x.clone()
+    reduced = reduce(x, plan)
+    out = 2 * reduced
+    kept = reduced.clone(), out.clone()
+    restore(out, reduced, x, plan)
+    assert torch.equal(x, before)
+    assert torch.equal(reduced, kept[0])
+    assert torch.equal(out, kept[1])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "evaluation"),
+    [
+        pytest.param(64, evaluation_of(ratio=0.0, min_tokens=4), id="ratio 0"),
+        pytest.param(64, evaluation_of(min_tokens=65), id="too few tokens"),
+        pytest.param(64, evaluation_of(ratio=0.5), id="too few tokens by default"),
+        pytest.param(64, evaluation_of(ratio=0.007, min_tokens=4), id="less than half a token"),
+        pytest.param(64, evaluation_of(ratio_decay=1.0, ratio=0.01, min_tokens=4), id="decayed to nothing"),
+    ],
+)
+def test_off_is_the_very_same_tensor(tokens: int, evaluation: Evaluation) -> None:
+    x = torch.randn(1, tokens, 4)
+    plan = plan_for(x, (8, tokens // 8), "toy", evaluation)
+    assert plan is None
+    reduced = reduce(x, plan)
+    assert reduced is x
+    out = 2 * reduced
+    assert restore(out, reduced, x, plan) is out
+    assert evaluation.run.stats.selections == 0
+
+
+def test_outside_of_the_range_is_off() -> None:
+    run = RunState(Schedule(ToMAConfig(min_tokens=4), (3.0, 2.0, 1.0), sigma_start=2.0, sigma_end=1.0))
+    x = torch.randn(1, 64, 4)
+    plans = [plan_for(x, (8, 8), "a", Evaluation(run, run.schedule.decide(sigma))) for sigma in (3.0, 2.0, 1.0)]
+    assert [plan is None for plan in plans] == [True, False, True]
+
+
+@pytest.mark.parametrize(("tokens", "merges"), [(255, False), (256, True)])
+def test_min_tokens_is_the_first_grid_that_merges(tokens: int, merges: bool) -> None:
+    plan = plan_for(torch.randn(1, tokens, 4), (1, tokens), "toy", evaluation_of(min_tokens=256))
+    assert (plan is not None) == merges
+
+
+def test_every_plan_merges_something() -> None:
+    for width in range(4, 40):
+        for ratio in (0.02, 0.5, 0.95):
+            for kind in ("tile", "stripe", "global"):
+                evaluation = evaluation_of(ratio=ratio, min_tokens=4, window_size=2, window_kind=kind)
+                plan = plan_for(torch.randn(1, width, 4), (1, width), "toy", evaluation)
+                assert (plan is None) == (round(ratio * width) == 0)
+                assert plan is None or plan.kept < width
+
+
+@pytest.mark.parametrize("grid", [(52, 76), (26, 38)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_everyday_sizes_through_the_front_door(grid: tuple[int, int], dtype: torch.dtype) -> None:
+    tokens = grid[0] * grid[1]
+    x = torch.randn(2, tokens, 8).to(dtype)
+    evaluation = evaluation_of(copies=(None, None))
+    plan = plan_for(x, grid, "a", evaluation)
+    assert plan is not None
+    reduced = reduce(x, plan)
+    assert (reduced.shape, reduced.dtype) == ((2, tokens - round(0.5 * tokens), 8), dtype)
+    out = restore(reduced * 1.5, reduced, x, plan)
+    assert (out.shape, out.dtype) == (x.shape, dtype)
+    assert out.isfinite().all()
+    assert plan_for(x, grid, "a", evaluation) is plan
+
+
+def test_the_names_of_the_front_door() -> None:
+    assert len(set(toma_core.__all__)) == len(toma_core.__all__)
+    assert all(hasattr(toma_core, name) for name in toma_core.__all__)
+
+
+def test_usable_without_comfyui() -> None:
+    """In a fresh interpreter in which every module of ComfyUI refuses to be imported."""
+    script = f"""
+import sys
+names = ("comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "nodes", "execution", "server")
+sys.modules.update(dict.fromkeys(names))
+try:
+    import comfy
+except ImportError:
+    pass
+else:
+    raise SystemExit("ComfyUI is not blocked")
+from toma_core import {", ".join(toma_core.__all__)}
+import torch
+run = RunState(Schedule(ToMAConfig.from_preset("balanced", min_tokens=4)))
+x = torch.ones(1, 35, 4)
+plan = plan_for(x, (5, 7), "a", Evaluation(run, run.schedule.decide(1.0)))
+reduced = reduce(x, plan)
+y = restore(2 * reduced, reduced, x, plan)
+outside = sorted(name for name in sys.modules if name.partition(".")[0] in names and sys.modules[name] is not None)
+print(reduced.shape[1], torch.allclose(y, torch.full_like(x, 2.0)), outside)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("17 True []", 0), done.stderr

@@ -1,0 +1,128 @@
+"""What a run tells: counts that are right, one line for the log, lines for a reader, and a map of the last plan."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from toma_core.config import SelectorKind, ToMAConfig, UnmergeKind
+from toma_core.merge import MergePlan
+from toma_core.schedule import Decision, Schedule
+from toma_core.state import RunState
+from toma_core.stats import RunStats, draw_map
+
+
+def stats_of_a_run() -> RunStats:
+    """Four of six steps merged, 64x64 and 32x32 tokens, one block whole and one only in part."""
+    stats = RunStats(total_steps=6)
+    for step, ratio in enumerate((0.0, 0.5, 0.5, 0.0, 0.25, 0.25)):
+        stats.count_evaluation(step, ratio)
+    stats.count_evaluation(1, 0.5)
+    stats.count_plan((32, 32), 512, selected=True)
+    stats.count_plan((64, 64), 2048, selected=True)
+    stats.count_plan((64, 64), 2048, selected=False)
+    for block in ("input.10", "input.2"):
+        stats.merged(block)
+    stats.whole("middle.0", "left whole as configured")
+    stats.whole("input.2 attn2", "an attention mask")
+    return stats
+
+
+def test_counters() -> None:
+    stats = stats_of_a_run()
+    assert (stats.evaluations, stats.merged_evaluations) == (7, 5)
+    assert stats.steps == set(range(6))
+    assert stats.merged_steps == {1: 0.5, 2: 0.5, 4: 0.25, 5: 0.25}
+    assert (stats.selections, stats.weighings) == (2, 3)
+    assert stats.blocks == {"input.10", "input.2", "middle.0"}, "a part counts as its block"
+
+
+def test_one_line_for_the_log() -> None:
+    assert stats_of_a_run().summary() == (
+        "4096 -> 2048 tokens (64x64), 1024 -> 512 tokens (32x32) in 2/3 blocks, 4/6 steps, 2 selections, 3 weighings; "
+        "left whole (left whole as configured): middle.0; left whole (an attention mask): input.2 attn2"
+    )
+
+
+def test_a_long_list_is_shortened() -> None:
+    stats = stats_of_a_run()
+    for n in range(9):
+        stats.whole(f"output.{n}", "a mask")
+    assert "left whole (a mask): output.0, output.1, output.2 and 6 more" in stats.summary()
+    assert "output.8" in stats.text()
+
+
+def test_several_lines_for_a_reader() -> None:
+    lines = stats_of_a_run().text().splitlines()
+    assert lines[2:] == [
+        "merged steps: 2-3, 5-6, at ratio 0.5, 0.25",
+        "whole steps: 1, 4",
+        "model evaluations: 7, merged: 5",
+        "merged blocks: input.2, input.10",
+        "left whole (left whole as configured): middle.0",
+        "left whole (an attention mask): input.2 attn2",
+    ]
+    assert lines[0] == stats_of_a_run().summary()
+
+
+def test_a_run_that_merged_nothing_says_why() -> None:
+    stats = RunStats()
+    assert stats.summary() == "nothing was merged: no step was inside the active range"
+    stats.whole("model", "a model or latent of unknown kind")
+    assert stats.summary() == "nothing was merged: a model or latent of unknown kind"
+    assert "merged blocks: none" in stats.text()
+
+
+def test_counting_from_several_threads_loses_nothing() -> None:
+    stats = RunStats()
+
+    def work() -> None:
+        for step in range(300):
+            stats.count_evaluation(step, 0.5)
+            stats.count_plan((4, 4), 8, selected=True)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (stats.evaluations, stats.merged_evaluations, stats.selections, stats.weighings) == (1200,) * 4
+
+
+def plan_of(x: torch.Tensor, grid: tuple[int, int], **settings: object) -> MergePlan:
+    run = RunState(Schedule(ToMAConfig(window_size=4, **settings)))  # type: ignore[arg-type]
+    return run.plan(x, grid, None, Decision(0, 0.5, 0, 0), (None,))
+
+
+@pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
+@pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
+def test_the_map_shows_each_token_with_its_nearest_destination(
+    selector: SelectorKind, unmerge_kind: UnmergeKind
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 63, 6).bfloat16()
+    plan = plan_of(x, (7, 9), selector=selector, unmerge=unmerge_kind)
+    drawn = draw_map(plan)
+    assert (drawn.height, drawn.width, drawn.cuts) == (7, 9, plan.windows.cuts)
+    assert torch.equal(drawn.destinations, plan.destinations[0])
+    unit = torch.nn.functional.normalize(x[0].float(), dim=-1)
+    destinations = drawn.destinations.tolist()
+    for members, count in zip(plan.windows.source.tolist(), plan.windows.counts, strict=True):
+        here = [d for d in destinations if d in members[:count]]
+        for token in members[:count]:
+            owner = drawn.owner[token].item()
+            assert owner in here
+            # Where two are about as near, at scale 300 the token is a mix of both and either may be drawn.
+            assert unit[owner] @ unit[token] > max(unit[d] @ unit[token] for d in here) - 0.01
+    assert drawn.owner[drawn.destinations].tolist() == destinations
+
+
+def test_the_map_by_hand() -> None:
+    """2 x 2 tokens, two of a kind in each column: each column has one owner."""
+    x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.01], [0.01, 1.0]]])
+    drawn = draw_map(plan_of(x, (2, 2)))
+    owner = drawn.owner.tolist()
+    assert owner[0] == owner[2] != owner[1] == owner[3]
+    assert set(owner) == set(drawn.destinations.tolist())
