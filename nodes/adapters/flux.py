@@ -226,10 +226,13 @@ class Hooks:
         config, stats = evaluation.run.config, evaluation.run.stats
         patches = transformer_options.get("patches", {})
         patched = any(patches.get(name) for name in _TOKEN_PATCHES)
+        idle = config.granularity is Granularity.MODULE and not (config.self_attention or config.feed_forward)
         for block in self.blocks:
             first = config.flux_whole_double if block.kind == "double" else config.flux_whole_single
             if block.index < first:
                 stats.whole(block.name, f"flux_whole_{block.kind} = {first}")
+            elif block.kind == "double" and idle:
+                stats.whole(block.name, "self_attention and feed_forward are off")
             elif patched:
                 stats.whole(block.name, "another node's attention patch needs all tokens")
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,21 +44,27 @@ class _Site:
             return "level"
         return self.position if share is Share.STACK else (self.position, self.index)
 
-    def plan(self, x: Tensor, transformer_options: dict[str, Any], part: str = "") -> MergePlan | None:
-        """The plan for x here, or None to leave it whole; the outcome is noted in the run's stats."""
+    def plan(
+        self, x: Tensor, transformer_options: dict[str, Any], part: str = "", rest: Sequence[_Site] = ()
+    ) -> MergePlan | None:
+        """The plan for x here, or None to leave it whole; the outcome is noted in the run's stats, also for the rest
+        of a chain that shares the plan."""
         evaluation = evaluation_of(transformer_options)
         if evaluation is None:
             return None
         run = evaluation.run
         height, width = transformer_options["activations_shape"][-2:]
+        plan = None
         if not fits(x, height * width, evaluation):
-            run.stats.whole(self.name + part, "another node changed the number of tokens")
-            return None
-        plan = plan_for(x, (height, width), self.scope(run.config.share), evaluation)
-        if plan is None:
-            run.stats.whole(self.name, f"fewer than {run.config.min_tokens} tokens")
+            reason = "another node changed the number of tokens"
         else:
-            run.stats.merged(self.name)
+            plan = plan_for(x, (height, width), self.scope(run.config.share), evaluation)
+            reason, part = f"fewer than {run.config.min_tokens} tokens", ""
+        for site in (self, *rest):
+            if plan is None:
+                run.stats.whole(site.name + part, reason)
+            else:
+                run.stats.merged(site.name)
         return plan
 
 
@@ -85,11 +91,7 @@ class _StackStart(Hook):
 
     @outside_graph
     def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
-        plan = self.sites[0].plan(x, transformer_options)
-        evaluation = evaluation_of(transformer_options)
-        if plan is not None and evaluation is not None:
-            for site in self.sites:
-                evaluation.run.stats.merged(site.name)
+        plan = self.sites[0].plan(x, transformer_options, rest=self.sites[1:])
         reduced = reduce(x, plan)
         self.held = (x, reduced, plan)
         return self.original(reduced, context=context, transformer_options=transformer_options)
@@ -140,10 +142,9 @@ class _MergedAttention(Hook):
         if plan is None:
             return self.original(x, context=context, value=value, mask=mask, **kwargs)
         merged = merge(x, plan)
-        if context is x:
-            context = merged
-        if value is x:
-            value = merged
+        if context is x and (value is None or value is x):
+            # Keys and values must stay as long as each other: if a patch made other values, both stay whole.
+            context, value = merged, None if value is None else merged
         return unmerge(self.original(merged, context=context, value=value, mask=mask, **kwargs), plan)
 
 
@@ -248,6 +249,10 @@ def _left_out(site: _Site, config: ToMAConfig) -> str:
     """Why the settings leave this block whole, or an empty string."""
     if site.order < config.unet_whole_blocks:
         return f"unet_whole_blocks = {config.unet_whole_blocks}"
+    if config.granularity is Granularity.MODULE and not any(
+        (config.self_attention, config.cross_attention, config.feed_forward)
+    ):
+        return "self_attention, cross_attention and feed_forward are off"
     wanted = config.levels is Levels.ALL or (config.levels is Levels.FINEST) == (site.level == 0)
     return "" if wanted else f"levels = {config.levels.value}"
 
