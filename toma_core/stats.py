@@ -86,13 +86,16 @@ class RunStats:
     def text(self) -> str:
         """Several lines for a reader: what was merged, where, when, and what was left whole."""
         lines = [self.summary(), ""]
-        if self.merged_steps:
-            ratios = Counter(f"{ratio:.3g}" for ratio in self.merged_steps.values())
-            lines.append(f"merged steps: {_ranges(self.merged_steps)}, at ratio {', '.join(ratios)}")
-        whole_steps = self.steps - set(self.merged_steps)
+        # A step inside the active range merged nothing if every block had a reason to stay whole.
+        merged_steps = self.merged_steps if self.merged_blocks else {}
+        if merged_steps:
+            ratios = Counter(f"{ratio:.3g}" for ratio in merged_steps.values())
+            lines.append(f"merged steps: {_ranges(merged_steps)}, at ratio {', '.join(ratios)}")
+        whole_steps = self.steps - set(merged_steps)
         if whole_steps:
             lines.append(f"whole steps: {_ranges(whole_steps)}")
-        lines.append(f"model evaluations: {self.evaluations}, merged: {self.merged_evaluations}")
+        merged_evaluations = self.merged_evaluations if self.merged_blocks else 0
+        lines.append(f"model evaluations: {self.evaluations}, merged: {merged_evaluations}")
         lines.append(f"merged blocks: {', '.join(sorted(self.merged_blocks, key=_natural)) or 'none'}")
         for reason, parts in self.left_whole.items():
             lines.append(f"left whole ({reason}): {', '.join(sorted(parts, key=_natural))}")
