@@ -48,7 +48,9 @@ def _panel(merged: MergeMap) -> Image.Image:
 
     rows, columns = merged.cuts
     for row in rows:
-        pen.line([(0, _CAPTION + row * cell), (width * cell, _CAPTION + row * cell)], fill=_INK, width=max(1, cell // 8))
+        pen.line(
+            [(0, _CAPTION + row * cell), (width * cell, _CAPTION + row * cell)], fill=_INK, width=max(1, cell // 8)
+        )
     for column in columns:
         pen.line(
             [(column * cell, _CAPTION), (column * cell, _CAPTION + height * cell)], fill=_INK, width=max(1, cell // 8)
