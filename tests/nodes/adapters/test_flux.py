@@ -1,0 +1,358 @@
+"""The Flux adapter: what its blocks compute, where text and references stay, and what is left whole."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+HEIGHT, WIDTH = 20, 28  # a grid of 10 x 14: windows of 5 x 7
+TOKENS, KEPT, TEXT = 140, 70, 7
+CLOSE = {"rtol": 1e-5, "atol": 1e-4}  # values reach 30, where fp32 sums in another order differ by some 1e-5
+
+
+def references(model: Any, *sizes: tuple[int, int], method: str | None = None) -> dict[str, Any]:
+    """Kontext's conditioning: reference latents, for both prompts."""
+    g = torch.Generator().manual_seed(9)
+    options: dict[str, Any] = {"reference_latents": [torch.randn(1, 16, *size, generator=g) for size in sizes]}
+    if method is not None:
+        options["reference_latents_method"] = method
+    return {
+        "positive": models.conditioning(model, seed=1, **options),
+        "negative": models.conditioning(model, seed=2, **options),
+    }
+
+
+def rows_of_destinations(pe: Tensor, destinations: Tensor, before: int, tokens: int) -> Tensor:
+    """RoPE rows of one image after the merge, by plain indexing. pe: (1, 1, T, ...), destinations: (D,)."""
+    index = [*range(before), *(before + destinations).tolist(), *range(before + tokens, pe.shape[2])]
+    return pe[:, :, index]
+
+
+def one(value: Any, b: int) -> Any:
+    return value[b : b + 1]
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("with_references", [False, True])
+def test_double_block_is_computed_on_merged_tokens(
+    flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, with_references: bool
+) -> None:
+    """Image by image, each with its own destinations; text and references stay what and where they were."""
+    block = flux.model.diffusion_model.double_blocks[1]
+    calls = record(block)
+    conds = references(flux, (12, 16), (8, 6)) if with_references else {}
+    extra = 6 * 8 + 4 * 3 if with_references else 0
+    models.sample(attach(flux), HEIGHT, WIDTH, batch=2, steps=1, **conds)
+    (call,) = calls
+    plan = plan_calls[call.first_plan].plan
+    M, U = dense(plan)
+    img, txt, vec, pe = (call.kwargs[name] for name in ("img", "txt", "vec", "pe"))
+    assert img.shape[:2] == (4, TOKENS + extra)
+    for b in range(4):
+        image, rest = img[b : b + 1, :TOKENS], img[b : b + 1, TOKENS:]
+        merged = M[b] @ image
+        rows = rows_of_destinations(one(pe, min(b, pe.shape[0] - 1)), plan.destinations[b], TEXT, TOKENS)
+        assert rows.shape[2] == TEXT + KEPT + extra
+        stream = torch.cat([merged, rest], 1)
+        out, text = block(stream, one(txt, b).clone(), one(vec, b), rows, transformer_options={})
+        expected = torch.cat([image + U[b] @ (out[:, :KEPT] - merged), out[:, KEPT:]], 1)
+        torch.testing.assert_close(one(call.out[0], b), expected, **CLOSE)
+        torch.testing.assert_close(one(call.out[1], b), text, **CLOSE)
+
+        wrong, _ = block(
+            torch.cat([merged, rest], 1),
+            one(txt, b).clone(),
+            one(call.kwargs["vec"], b),
+            pe[:1],
+            transformer_options={},
+        )
+        assert (wrong - out).abs().max() > 1e-2, "this test would not notice the rows of other positions"
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("with_references", [False, True])
+def test_single_block_is_computed_on_merged_tokens(
+    flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, with_references: bool
+) -> None:
+    block = flux.model.diffusion_model.single_blocks[2]
+    calls = record(block)
+    conds = references(flux, (12, 16)) if with_references else {}
+    models.sample(attach(flux), HEIGHT, WIDTH, batch=2, steps=1, **conds)
+    (call,) = calls
+    plan = plan_calls[call.first_plan].plan
+    M, U = dense(plan)
+    x, pe, vec = call.args[0], call.kwargs["pe"], call.kwargs["vec"]
+    end = TEXT + TOKENS
+    for b in range(4):
+        text, image, rest = x[b : b + 1, :TEXT], x[b : b + 1, TEXT:end], x[b : b + 1, end:]
+        merged = M[b] @ image
+        rows = rows_of_destinations(one(pe, min(b, pe.shape[0] - 1)), plan.destinations[b], TEXT, TOKENS)
+        out = block(torch.cat([text, merged, rest], 1), one(vec, b), rows, transformer_options={})
+        new = image + U[b] @ (out[:, TEXT : TEXT + KEPT] - merged)
+        expected = torch.cat([out[:, :TEXT], new, out[:, TEXT + KEPT :]], 1)
+        torch.testing.assert_close(one(call.out, b), expected, **CLOSE)
+
+        wrong = block(torch.cat([text, merged, rest], 1), one(vec, b), pe[:1], transformer_options={})
+        assert (wrong - out).abs().max() > 1e-2, "this test would not notice the rows of other positions"
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("parts", [(1, 1), (1, 0), (0, 1)])
+@pytest.mark.parametrize("with_references", [False, True])
+def test_modules_of_a_double_block_are_merged_one_by_one(
+    flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, parts: tuple[int, int], with_references: bool
+) -> None:
+    """The block written out: img += gate * U attn(M ...), img += gate * U mlp(M ...), references beside it."""
+    from comfy.ldm.flux.math import attention
+
+    attend, feed = parts
+    block = flux.model.diffusion_model.double_blocks[0]
+    calls = record(block)
+    conds = references(flux, (12, 16)) if with_references else {}
+    model = attach(flux, granularity="module", self_attention=bool(attend), feed_forward=bool(feed))
+    models.sample(model, HEIGHT, WIDTH, steps=1, cfg=1.0, **conds)
+    (call,) = calls
+    plan = plan_calls[call.first_plan].plan
+    M, U = dense(plan)
+    img, txt, vec, pe = (call.kwargs[name] for name in ("img", "txt", "vec", "pe"))
+
+    def down(x: Tensor) -> Tensor:
+        return torch.cat([M @ x[:, :TOKENS], x[:, TOKENS:]], 1)
+
+    def up(y: Tensor) -> Tensor:
+        return torch.cat([U @ y[:, :KEPT], y[:, KEPT:]], 1)
+
+    def heads(qkv: Tensor, norm: Any) -> tuple[Tensor, ...]:
+        q, k, v = qkv.view(*qkv.shape[:2], 3, block.num_heads, -1).permute(2, 0, 3, 1, 4)
+        return (*norm(q, k, v), v)
+
+    first, second = block.img_mod(vec)
+    t_first, t_second = block.txt_mod(vec)
+    n = (1 + first.scale) * block.img_norm1(img) + first.shift
+    t = (1 + t_first.scale) * block.txt_norm1(txt) + t_first.shift
+    image_heads = heads(block.img_attn.qkv(down(n) if attend else n), block.img_attn.norm)
+    text_heads = heads(block.txt_attn.qkv(t), block.txt_attn.norm)
+    q, k, v = (torch.cat(pair, 2) for pair in zip(text_heads, image_heads, strict=True))
+    rows = rows_of_destinations(pe, plan.destinations[0], TEXT, TOKENS) if attend else pe
+    out = attention(q, k, v, pe=rows)
+    seen = block.img_attn.proj(out[:, TEXT:])
+    img = img + first.gate * (up(seen) if attend else seen)
+    n = (1 + second.scale) * block.img_norm2(img) + second.shift
+    img = img + second.gate * (up(block.img_mlp(down(n))) if feed else block.img_mlp(n))
+    txt = txt + t_first.gate * block.txt_attn.proj(out[:, :TEXT])
+    txt = txt + t_second.gate * block.txt_mlp((1 + t_second.scale) * block.txt_norm2(txt) + t_second.shift)
+    torch.testing.assert_close(call.out[0], img, **CLOSE)
+    torch.testing.assert_close(call.out[1], txt, **CLOSE)
+
+
+def test_module_granularity_with_nothing_to_merge_leaves_double_blocks(flux: Any, attach: Any, stats_of: Any) -> None:
+    model = attach(flux, granularity="module", self_attention=False, feed_forward=False)
+    models.sample(model, HEIGHT, WIDTH, steps=1)
+    stats = stats_of(model)
+    assert stats.left_whole == {"self_attention and feed_forward are off": {f"double.{i}" for i in range(3)}}
+    assert stats.merged_blocks == {f"single.{i}" for i in range(3)}
+
+
+@pytest.mark.parametrize("size", [(20, 28), (21, 27), (1, 40), (7, 3)])
+def test_grid_is_the_one_flux_pads_to(flux: Any, attach: Any, stats_of: Any, size: tuple[int, int]) -> None:
+    model = attach(flux)
+    out = models.sample(model, *size, steps=1)
+    assert out.shape == (1, 16, *size)
+    assert out.isfinite().all()
+    grid = (size[0] + 1) // 2, (size[1] + 1) // 2
+    assert set(stats_of(model).grids) == {grid}
+    assert len(stats_of(model).merged_blocks) == 6
+
+
+def test_first_blocks_are_left_whole_as_configured(flux: Any, attach: Any, stats_of: Any) -> None:
+    model = attach(flux, flux_whole_double=2, flux_whole_single=1)
+    models.sample(model, HEIGHT, WIDTH, steps=1)
+    assert stats_of(model).left_whole == {
+        "flux_whole_double = 2": {"double.0", "double.1"},
+        "flux_whole_single = 1": {"single.0"},
+    }
+    assert stats_of(model).merged_blocks == {"double.2", "single.1", "single.2"}
+
+
+@pytest.mark.parametrize("share", ["block", "stack", "level"])
+def test_share_says_how_many_plans_there_are(flux: Any, attach: Any, stats_of: Any, share: str) -> None:
+    model = attach(flux, share=share)
+    models.sample(model, HEIGHT, WIDTH, steps=1)
+    assert stats_of(model).selections == {"block": 6, "stack": 2, "level": 1}[share]
+
+
+@pytest.mark.parametrize("method", ["offset", "index", "uxo"])
+def test_references_change_the_image_and_may_come_in_any_size(
+    flux: Any, attach: Any, stats_of: Any, method: str
+) -> None:
+    model = attach(flux)
+    conds = references(flux, (16, 12), (8, 30), method=method)
+    out = models.sample(model, HEIGHT, WIDTH, steps=2, **conds)
+    assert out.isfinite().all()
+    assert set(stats_of(model).grids) == {(10, 14)}
+    assert len(stats_of(model).merged_blocks) == 6
+    assert not torch.equal(out, models.sample(model, HEIGHT, WIDTH, steps=2))
+
+
+def whole_everywhere(model: Any, stats_of: Any, reason: str) -> None:
+    stats = stats_of(model)
+    assert stats.merged_blocks == set()
+    assert stats.left_whole == {reason: stats.blocks}
+    assert len(stats.blocks) == 6
+    assert reason in stats.summary()
+
+
+@pytest.mark.compat
+def test_attention_mask_leaves_blocks_whole(flux: Any, attach: Any, stats_of: Any) -> None:
+    """As Redux does it: a mask over text and image tokens."""
+    options = {"attention_mask": torch.rand(1, 1, TEXT + TOKENS), "attention_mask_img_shape": (10, 14)}
+    conds = {
+        "positive": models.conditioning(flux, TEXT, seed=1, **options),
+        "negative": models.conditioning(flux, TEXT, seed=2, **options),
+    }
+    model = attach(flux)
+    out = models.sample(model, HEIGHT, WIDTH, steps=1, **conds)
+    assert torch.equal(out, models.sample(flux, HEIGHT, WIDTH, steps=1, **conds))
+    assert not torch.equal(out, models.sample(flux, HEIGHT, WIDTH, steps=1))
+    whole_everywhere(model, stats_of, "attn_mask in use")
+
+
+def flux_node(name: str) -> Any:
+    node = getattr(importlib.import_module("comfy_extras.nodes_flux"), name, None)
+    if node is None:
+        pytest.skip(f"this ComfyUI has no {name}")
+    return node
+
+
+@pytest.fixture
+def unguided(pack: Any) -> Any:
+    """ComfyUI's `index_timestep_zero` works only with models that take neither guidance nor pooled text."""
+    return models.flux(guidance_embed=False, vec_in_dim=None)
+
+
+def test_references_at_timestep_zero_leave_blocks_whole(unguided: Any, attach: Any, stats_of: Any) -> None:
+    flux_node("FluxKVCache")  # came with the method
+    flux = unguided
+    conds = references(flux, (16, 12), method="index_timestep_zero")
+    model = attach(flux)
+    out = models.sample(model, HEIGHT, WIDTH, steps=1, **conds)
+    assert torch.equal(out, models.sample(flux, HEIGHT, WIDTH, steps=1, **conds))
+    stats = stats_of(model)
+    assert stats.merged_blocks == set()
+    assert stats.left_whole == {
+        "modulation_dims_img in use": {f"double.{i}" for i in range(3)},
+        "modulation_dims in use": {f"single.{i}" for i in range(3)},
+    }
+
+
+def test_kv_cache_leaves_blocks_whole(unguided: Any, attach: Any, stats_of: Any) -> None:
+    cached = flux_node("FluxKVCache").execute(unguided).args[0]
+    conds = references(unguided, (16, 12))
+    plain = models.sample(cached, HEIGHT, WIDTH, steps=3, **conds)
+    model = attach(cached)
+    assert torch.equal(models.sample(model, HEIGHT, WIDTH, steps=3, **conds), plain)
+    whole_everywhere(model, stats_of, "another node's attention patch needs all tokens")
+
+
+def test_dropped_tokens_leave_blocks_whole(flux: Any, attach: Any, stats_of: Any) -> None:
+    """A post_input patch that takes image tokens away: there is no grid any more."""
+
+    def drop(args: dict[str, Any]) -> dict[str, Any]:
+        args["img"], args["img_ids"] = args["img"][:, :100], args["img_ids"][:, :100]
+        return args
+
+    foreign = flux.clone()
+    foreign.set_model_post_input_patch(drop)
+    model = attach(foreign)
+    with pytest.raises(Exception, match=r"140|100"):  # the model itself cannot put such an image together
+        models.sample(model, HEIGHT, WIDTH, steps=1)
+    whole_everywhere(model, stats_of, "another node changed the number of tokens")
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("kind", ["double_block", "single_block"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_foreign_block_replacement_sees_whole_tokens(
+    flux: Any, attach: Any, stats_of: Any, kind: str, order: str
+) -> None:
+    seen = []
+
+    def replacement(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        text = args["txt"].shape[1] if kind == "double_block" else args["transformer_options"]["img_slice"][0]
+        seen.append((args["img"].shape[1], args["pe"].shape[2] - text))
+        out = extra["original_block"](args)
+        return {**out, "img": out["img"] * 1.01}
+
+    model = flux if order == "before" else attach(flux)
+    model = model.clone()
+    model.set_model_patch_replace(replacement, "dit", kind, 1)
+    if order == "before":
+        model = attach(model)
+    out = models.sample(model, HEIGHT, WIDTH, steps=1)
+    assert seen == [(TOKENS + (TEXT if kind == "single_block" else 0), TOKENS)]
+    assert out.isfinite().all()
+    assert len(stats_of(model).merged_blocks) == 6
+    assert not torch.equal(out, models.sample(attach(flux), HEIGHT, WIDTH, steps=1))
+
+
+@pytest.mark.compat
+def test_control_is_added_to_the_right_tokens(flux: Any, attach: Any, record: Any) -> None:
+    """A ControlNet adds to all image tokens after every block, text in front, references behind."""
+    import comfy.controlnet
+
+    marks = torch.zeros(1, TOKENS, 48)
+    marks[:, 33] = 1000.0
+
+    class Residuals(comfy.controlnet.ControlBase):
+        def get_control(self, x: Tensor, t: Any, cond: Any, batched: int, options: Any) -> Any:
+            return {"input": [None, marks], "output": [None, marks]}
+
+        def copy(self) -> Any:
+            return self
+
+        def get_models(self) -> list[Any]:
+            return []
+
+    network = flux.model.diffusion_model
+    double, after_double = record(network.double_blocks[1]), record(network.double_blocks[2])
+    single, after_single = record(network.single_blocks[1]), record(network.single_blocks[2])
+    control = {"control": Residuals(), "control_apply_to_uncond": True}
+    conds = references(flux, (12, 16))
+    for cond in conds.values():
+        cond[0][1].update(control)
+    models.sample(attach(flux), HEIGHT, WIDTH, steps=1, **conds)
+    added = after_double[0].kwargs["img"] - double[0].out[0]
+    assert added[:, :TOKENS].isclose(marks, atol=1e-3).all()
+    assert not added[:, TOKENS:].any()
+    added = after_single[0].args[0] - single[0].out
+    assert added[:, TEXT : TEXT + TOKENS].isclose(marks, atol=1e-3).all()
+    assert not added[:, :TEXT].any()
+    assert not added[:, TEXT + TOKENS :].any()
+
+
+def test_attention_override_still_runs_and_sees_merged_tokens(flux: Any, attach: Any) -> None:
+    """What packs with other attention kernels use; their speed adds to ours."""
+    lengths = []
+
+    def override(func: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        lengths.append((q.shape[2], k.shape[2]))
+        return func(q, k, v, *args, **kwargs)
+
+    other = flux.clone()
+    other.model_options["transformer_options"]["optimized_attention_override"] = override
+    out = models.sample(attach(other), HEIGHT, WIDTH, steps=1)
+    assert set(lengths) == {(TEXT + KEPT, TEXT + KEPT)}
+    assert torch.equal(out, models.sample(attach(flux), HEIGHT, WIDTH, steps=1))
+
+
+def test_token_grid_rounds_up(pack: Any) -> None:
+    token_grid = pack_module("nodes.adapters.flux").token_grid
+    assert token_grid(torch.empty(1, 16, 5, 8), 2) == (3, 4)
+    assert token_grid(torch.empty(1, 128, 5, 8), 1) == (5, 8)

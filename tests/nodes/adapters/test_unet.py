@@ -1,0 +1,326 @@
+"""The UNet adapter: what each granularity computes, which blocks it takes, and how it lives with other nodes."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+SIDE = 24  # grids of 12 x 12 and 6 x 6: windows of 6 x 6 and 3 x 3
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture
+def stack(unet: Any) -> torch.nn.Module:
+    """A stack of two blocks at the coarser level."""
+    return unet.model.diffusion_model.input_blocks[7][1]
+
+
+def options_of(call: Any) -> dict[str, Any]:
+    return {"block": ("input", 7), "block_index": call.kwargs["transformer_options"]["block_index"]}
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("unmerge", ["transpose", "pseudo-inverse"])
+def test_block_is_computed_on_merged_tokens(
+    unet: Any, stack: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, unmerge: str
+) -> None:
+    block = stack.transformer_blocks[1]
+    calls = record(block)
+    models.sample(attach(unet, granularity="block", unmerge=unmerge), SIDE, SIDE, batch=2, steps=1)
+    (call,) = calls
+    M, U = dense(plan_calls[call.first_plan].plan)
+    x = call.args[0]
+    merged = M @ x
+    assert merged.shape == (4, 18, x.shape[2])
+    out = block(merged, context=call.kwargs["context"], transformer_options=options_of(call))
+    torch.testing.assert_close(call.out, x + U @ (out - merged), **CLOSE)
+
+
+@pytest.mark.compat
+def test_stack_stays_merged_between_its_blocks(
+    unet: Any, stack: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
+) -> None:
+    first, last = (record(block) for block in stack.transformer_blocks)
+    models.sample(attach(unet, granularity="stack"), SIDE, SIDE, steps=1)
+    start, end = first[0], last[0]
+    assert start.out.shape[1] == end.args[0].shape[1] == 18
+    M, U = dense(plan_calls[start.first_plan].plan)
+    x = start.args[0]
+    merged = out = M @ x
+    for block in stack.transformer_blocks:
+        out = block(out, context=start.kwargs["context"], transformer_options=options_of(start))
+    torch.testing.assert_close(end.out, x + U @ (out - merged), **CLOSE)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("parts", [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)])
+def test_modules_are_computed_on_merged_tokens_one_by_one(
+    unet: Any, stack: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, parts: tuple[int, int, int]
+) -> None:
+    block = stack.transformer_blocks[0]
+    calls = record(block)
+    names = ("self_attention", "cross_attention", "feed_forward")
+    settings = {name: bool(on) for name, on in zip(names, parts, strict=True)}
+    models.sample(attach(unet, granularity="module", **settings), SIDE, SIDE, steps=1)
+    (call,) = calls
+    M, U = dense(plan_calls[call.first_plan].plan)
+    x, context = call.args[0], call.kwargs["context"]
+    for on, norm, module in zip(
+        parts,
+        (block.norm1, block.norm2, block.norm3),
+        (block.attn1, lambda n: block.attn2(n, context=context), block.ff),
+        strict=True,
+    ):
+        n = norm(x)
+        x = x + (U @ module(M @ n) if on else module(n))
+    torch.testing.assert_close(call.out, x, **CLOSE)
+
+
+def test_weights_are_the_papers(unet: Any, attach: Any, plan_calls: Any, dense: Any) -> None:
+    """Equations 3 to 6 for every window of a grid that tiles do not divide, from the tokens and picks alone."""
+    models.sample(attach(unet, granularity="block", scale=20.0, window_size=5), SIDE, 28, steps=1, cfg=1.0)
+    call = next(c for c in plan_calls if c.grid == (12, 14))
+    M, U = dense(call.plan)
+    rows, columns = call.plan.windows.cuts
+    window = torch.tensor(
+        [sum(y >= r for r in rows[1:]) * 100 + sum(x >= c for c in columns[1:]) for y in range(12) for x in range(14)]
+    )
+    destinations = call.plan.destinations[0]
+    assert len(destinations.unique()) == len(destinations) == 84
+    x = call.x[0] / call.x[0].norm(dim=-1, keepdim=True)
+    logits = 20.0 * x[destinations] @ x.T
+    logits[window[destinations][:, None] != window[None]] = -torch.inf
+    A = logits.softmax(0)
+    torch.testing.assert_close(U[0], A.T, **CLOSE)
+    torch.testing.assert_close(M[0], A / A.sum(1, keepdim=True), **CLOSE)
+
+
+def test_levels_count_from_the_finest_with_attention(unet: Any, attach: Any, stats_of: Any) -> None:
+    fine = {f"input.{i}.0" for i in (4, 5)} | {f"output.{i}.0" for i in (3, 4, 5)}
+    for level in ("finest", "coarser"):
+        model = attach(unet, levels=level)
+        models.sample(model, SIDE, SIDE, steps=1)
+        stats = stats_of(model)
+        assert stats.merged_blocks == (fine if level == "finest" else stats.blocks - fine)
+        assert stats.left_whole == {f"levels = {level}": stats.blocks - stats.merged_blocks}
+        assert len(stats.blocks) == 17
+
+
+def test_sd15_shape_has_attention_at_full_size(pack: Any, attach: Any, stats_of: Any) -> None:
+    model = attach(models.unet(depths=(1, 1, 0), middle=1), levels="finest")
+    models.sample(model, 16, 16, steps=1)
+    assert stats_of(model).grids == {(16, 16): 128}
+    assert stats_of(model).merged_blocks == {f"{kind}.0" for kind in ("input.1", "input.2", *_outputs(6, 7, 8))}
+
+
+def _outputs(*numbers: int) -> list[str]:
+    return [f"output.{n}" for n in numbers]
+
+
+@pytest.mark.parametrize("granularity", ["block", "stack"])
+def test_first_blocks_are_left_whole(unet: Any, attach: Any, stats_of: Any, granularity: str) -> None:
+    """Three whole blocks end in the middle of a stack: the rest of it is merged on its own."""
+    model = attach(unet, unet_whole_blocks=3, granularity=granularity)
+    models.sample(model, SIDE, SIDE, steps=1)
+    stats = stats_of(model)
+    assert stats.left_whole == {"unet_whole_blocks = 3": {"input.4.0", "input.5.0", "input.7.0"}}
+    assert len(stats.merged_blocks) == 14
+
+
+def test_small_grids_are_left_whole(unet: Any, attach: Any, stats_of: Any) -> None:
+    model = attach(unet, min_tokens=100)
+    models.sample(model, SIDE, SIDE, steps=1)
+    stats = stats_of(model)
+    assert stats.grids == {(12, 12): 72}
+    assert len(stats.blocks) == 17
+    assert stats.left_whole == {"fewer than 100 tokens": stats.blocks - stats.merged_blocks}
+    assert len(stats.merged_blocks) == 5
+
+
+@pytest.mark.parametrize("share", ["block", "stack", "level"])
+def test_share_says_how_many_plans_there_are(unet: Any, attach: Any, stats_of: Any, share: str) -> None:
+    model = attach(unet, share=share, granularity="block")
+    models.sample(model, SIDE, SIDE, steps=1)
+    assert stats_of(model).selections == {"block": 17, "stack": 11, "level": 2}[share]
+
+
+def core_node(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"comfy_extras.{module}"), name)
+
+
+def test_deep_shrink_changes_the_grid_of_a_level(unet: Any, attach: Any, stats_of: Any) -> None:
+    """PatchModelAddDownscale shrinks the activations in the early steps: each size has plans of its own."""
+    node = core_node("nodes_model_downscale", "PatchModelAddDownscale")
+    shrunk = node.execute(unet, 4, 2.0, 0.0, 0.35, True, "bicubic", "bicubic").args[0]
+    model = attach(shrunk)
+    out = models.sample(model, 32, 32, steps=3)
+    assert out.isfinite().all()
+    assert {(8, 8), (4, 4), (16, 16)} <= set(stats_of(model).grids)
+
+
+@pytest.mark.compat
+def test_pag_replaces_attention_and_works(unet: Any, attach: Any, stats_of: Any) -> None:
+    """Only the replaced attention is left whole: the rest of its block is merged."""
+    pag = core_node("nodes_pag", "PerturbedAttentionGuidance").execute(unet, 3.0).args[0]
+    model = attach(pag)
+    assert models.sample(model, SIDE, SIDE, steps=2).isfinite().all()
+    stats = stats_of(model)
+    assert stats.left_whole["replaced by another node"] == {
+        "middle.0.0 self-attention",
+        "middle.0.1 self-attention",
+    }
+    assert len(stats.merged_blocks) == 17
+    assert stats.evaluations == 4
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("granularity", ["module", "block", "stack"])
+def test_sag_reads_the_attention_map_of_whole_tokens(
+    unet: Any, attach: Any, stats_of: Any, record: Any, granularity: str
+) -> None:
+    sag = core_node("nodes_sag", "SelfAttentionGuidance").execute(unet, 0.5, 2.0).args[0]
+    model = attach(sag, granularity=granularity)
+    queries = record(unet.model.diffusion_model.middle_block[1].transformer_blocks[0].attn1.to_q)
+    assert models.sample(model, 32, 32, steps=2).isfinite().all()
+    assert {call.args[0].shape[1] for call in queries} == {64}
+    assert "middle.0.0 self-attention" in stats_of(model).left_whole["replaced by another node"]
+
+
+@pytest.mark.parametrize("granularity", ["module", "stack"])
+@pytest.mark.parametrize(
+    "kind", ["attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch"]
+)
+def test_foreign_patches_see_whole_tokens(unet: Any, attach: Any, kind: str, granularity: str) -> None:
+    seen: list[int] = []
+
+    def on_qkv(n: Tensor, context: Tensor, value: Tensor, extra_options: Any) -> Any:
+        seen.append(n.shape[1])
+        return n, context, value
+
+    def on_one(n: Tensor, extra_options: Any) -> Tensor:
+        seen.append(n.shape[1])
+        return n
+
+    foreign = unet.clone()
+    foreign.set_model_patch(on_qkv if kind in ("attn1_patch", "attn2_patch") else on_one, kind)
+    out = models.sample(attach(foreign, granularity=granularity), SIDE, SIDE, steps=1)
+    assert set(seen) == {144, 36}
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("change", ["context", "value", "query", "longer context"])
+def test_attention_patch_may_change_any_of_the_three(unet: Any, attach: Any, change: str) -> None:
+    """After such a patch keys and values are no longer the queries; they must stay as long as each other."""
+
+    def patch(n: Tensor, context: Tensor, value: Tensor, extra_options: Any) -> Any:
+        if change == "context":
+            return n, context * 0.5, value
+        if change == "value":
+            return n, context, value * 0.5
+        if change == "query":
+            return n * 0.5, context, value
+        longer = torch.cat([context, context], 1)
+        return n, longer, longer
+
+    foreign = unet.clone()
+    foreign.set_model_attn1_patch(patch)
+    assert models.sample(attach(foreign), SIDE, SIDE, steps=1).isfinite().all()
+
+
+@pytest.mark.compat
+def test_hypertile_goes_first(unet: Any, attach: Any, stats_of: Any) -> None:
+    """HyperTile cuts queries into tiles: their attention is left whole, the rest is merged."""
+    tiled = core_node("nodes_hypertile", "HyperTile").execute(unet, 64, 2, 1, False)[0]
+    model = attach(tiled)
+    assert models.sample(model, 48, 48, steps=2).isfinite().all()
+    stats = stats_of(model)
+    assert "input.4.0 self-attention" in stats.left_whole["another node changed the number of tokens"]
+    assert "input.4.0" in stats.merged_blocks
+
+
+@pytest.mark.compat
+def test_core_tome_node_keeps_its_attention(pack: Any, attach: Any, stats_of: Any) -> None:
+    """Core's ToMe merges queries of self-attention at full size: there ToMA merges the other modules only."""
+    tome = core_node("nodes_tomesd", "TomePatchModel").execute(models.unet(depths=(1, 1, 0), middle=1), 0.3).args[0]
+    model = attach(tome)
+    assert models.sample(model, 16, 16, steps=2).isfinite().all()
+    stats = stats_of(model)
+    assert "input.1.0 self-attention" in stats.left_whole["another node changed the number of tokens"]
+    assert "input.1.0" in stats.merged_blocks
+
+
+def test_cross_attention_replacement_sees_whole_tokens_and_their_shape(unet: Any, attach: Any, stats_of: Any) -> None:
+    """As IPAdapter does it: a replacement that adds attention to an image, with a mask in the activations' shape."""
+    from comfy.ldm.modules.attention import optimized_attention
+
+    seen = []
+
+    def replacement(q: Tensor, k: Tensor, v: Tensor, extra_options: Any) -> Tensor:
+        height, width = extra_options["activations_shape"][-2:]
+        mask = torch.linspace(0, 1, height * width).view(1, -1, 1)
+        seen.append(q.shape[1])
+        return optimized_attention(q, k, v, extra_options["n_heads"]) * mask
+
+    foreign = unet.clone()
+    for index in range(2):
+        foreign.set_model_attn2_replace(replacement, "input", 7, index)
+    model = attach(foreign)
+    assert models.sample(model, SIDE, SIDE, steps=1).isfinite().all()
+    assert seen == [36, 36]
+    assert stats_of(model).left_whole["replaced by another node"] == {
+        "input.7.0 cross-attention",
+        "input.7.1 cross-attention",
+    }
+
+
+def test_control_is_added_to_whole_activations(unet: Any, attach: Any, stats_of: Any) -> None:
+    """A ControlNet's residuals reach the UNet between blocks, where all tokens are present."""
+    import comfy.controlnet
+
+    class Residuals(comfy.controlnet.ControlBase):
+        def get_control(self, x: Tensor, t: Any, cond: Any, batched: int, options: Any) -> Any:
+            coarse = torch.full((x.shape[0], 128, 6, 6), 3.0)
+            return {"middle": [coarse], "output": [None] * 8 + [coarse], "input": []}
+
+        def copy(self) -> Any:
+            return self
+
+        def get_models(self) -> list[Any]:
+            return []
+
+    model = attach(unet)
+    positive, negative = (
+        models.conditioning(unet, seed=s, control=Residuals(), control_apply_to_uncond=True) for s in (1, 2)
+    )
+    controlled = models.sample(model, SIDE, SIDE, steps=1, positive=positive, negative=negative)
+    assert controlled.isfinite().all()
+    assert not torch.equal(controlled, models.sample(model, SIDE, SIDE, steps=1))
+    assert len(stats_of(model).merged_blocks) == 17
+
+
+def test_module_granularity_with_nothing_to_merge_says_so(unet: Any, attach: Any, stats_of: Any) -> None:
+    model = attach(unet, granularity="module", self_attention=False, cross_attention=False, feed_forward=False)
+    torch.testing.assert_close(
+        models.sample(model, SIDE, SIDE, steps=1), models.sample(unet, SIDE, SIDE, steps=1), rtol=0, atol=0
+    )
+    assert "self_attention" in stats_of(model).summary()
+
+
+def test_video_unets_are_not_taken_for_image_unets(pack: Any) -> None:
+    """A UNet with frames inside its stacks cannot be merged image by image."""
+    adapter = pack_module("nodes.adapters.unet")
+    assert adapter.matches(models.unet().model.diffusion_model)
+    assert not adapter.matches(models.flux().model.diffusion_model)
+    video = models.unet().model.diffusion_model
+    from comfy.ldm.modules.attention import SpatialVideoTransformer
+
+    stack = SpatialVideoTransformer(64, 4, 16, depth=1, context_dim=48, use_linear=True, timesteps=2)
+    video.input_blocks[4][1] = stack
+    assert not adapter.matches(video)

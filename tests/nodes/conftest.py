@@ -1,0 +1,193 @@
+"""Small real models shared by the tests, and what the tests need to look inside a run."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+# Small models have small grids and few blocks: merge all of them.
+EVERYTHING = {"min_tokens": 4, "flux_whole_double": 0, "flux_whole_single": 0}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Tiny models are faster on one thread, and sums then have one order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def unet(pack: ModuleType) -> Any:
+    """An SDXL-shaped model shared by all tests: attention at half and quarter of the latent's side."""
+    return models.unet()
+
+
+@pytest.fixture(scope="session")
+def flux(pack: ModuleType) -> Any:
+    """A Flux model shared by all tests."""
+    return models.flux()
+
+
+def hooked(model: Any) -> list[str]:
+    """Modules of a model that still have a `forward` of their own."""
+    return [name for name, module in model.model.diffusion_model.named_modules() if "forward" in vars(module)]
+
+
+@pytest.fixture(autouse=True)
+def left_untouched(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every test, however it sampled, the shared models are as ComfyUI made them."""
+    yield
+    for name in {"unet", "flux"} & set(request.fixturenames):
+        model = request.getfixturevalue(name)
+        assert hooked(model) == []
+        assert "toma" not in str(model.wrappers)
+        assert "toma" not in model.model_options["transformer_options"]
+
+
+@pytest.fixture(scope="session")
+def hooks_left() -> Callable[[Any], list[str]]:
+    return hooked
+
+
+@pytest.fixture(scope="session")
+def attach(pack: ModuleType) -> Callable[..., Any]:
+    """attach(model, **settings): the model with ToMA, on every grid and in every block unless told otherwise."""
+    config = pack_module("toma_core.config").ToMAConfig
+    attach = pack_module("nodes.adapters.run").attach
+    return lambda model, **settings: attach(model, config(**{**EVERYTHING, **settings}))
+
+
+@pytest.fixture(scope="session")
+def stats_of(pack: ModuleType) -> Callable[[Any], Any]:
+    """The stats of the last run of a model, None if there was none."""
+    run, reports = pack_module("nodes.adapters.run"), pack_module("nodes.adapters.reports")
+    return lambda model: reports.last(run.attachment_of(model).report_id)
+
+
+@dataclass
+class PlanCall:
+    """One request for a plan and the answer. x: (B, N, C), a copy."""
+
+    x: Tensor
+    grid: tuple[int, int]
+    scope: Any
+    decision: Any
+    copies: tuple[Any, ...]
+    plan: Any
+
+
+@pytest.fixture
+def plan_calls(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[PlanCall]:
+    """Every plan that blocks ask for, in order."""
+    state = pack_module("toma_core.state").RunState
+    original, calls = state.plan, []
+
+    def spy(self: Any, x: Tensor, grid: Any, scope: Any, decision: Any, copies: Any) -> Any:
+        plan = original(self, x, grid, scope, decision, copies)
+        calls.append(PlanCall(x.clone(), grid, scope, decision, copies, plan))
+        return plan
+
+    monkeypatch.setattr(state, "plan", spy)
+    return calls
+
+
+@pytest.fixture
+def decisions(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The decision for every evaluation of the model, in order."""
+    schedule = pack_module("toma_core.schedule").Schedule
+    original, made = schedule.decide, []
+
+    def spy(self: Any, sigma: float) -> Any:
+        made.append(original(self, sigma))
+        return made[-1]
+
+    monkeypatch.setattr(schedule, "decide", spy)
+    return made
+
+
+@dataclass
+class BlockCall:
+    """One call of a module as its caller saw it, inputs copied before anything could be added in place.
+
+    first_plan: how many plans had been asked for before it.
+    """
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    out: Any
+    first_plan: int
+
+
+@pytest.fixture
+def record(plan_calls: list[PlanCall]) -> Iterator[Callable[[torch.nn.Module], list[BlockCall]]]:
+    """record(module): all its calls from now on."""
+    handles = []
+
+    def copied(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) else dict(value) if isinstance(value, dict) else value
+
+    def start(module: torch.nn.Module) -> list[BlockCall]:
+        calls: list[BlockCall] = []
+
+        def before(_: Any, args: Any, kwargs: Any) -> None:
+            copies = {name: copied(value) for name, value in kwargs.items()}
+            calls.append(BlockCall([copied(a) for a in args], copies, None, len(plan_calls)))
+
+        def after(_: Any, args: Any, kwargs: Any, out: Any) -> None:
+            calls[-1].out = tuple(o.clone() for o in out) if isinstance(out, tuple) else out.clone()
+
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
+        return calls
+
+    yield start
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.fixture(scope="session")
+def dense() -> Callable[[Any], tuple[Tensor, Tensor]]:
+    """dense(plan): the merge matrix (B, D, N) and the unmerge matrix (B, N, D), written out entry by entry."""
+
+    def matrices(plan: Any) -> tuple[Tensor, Tensor]:
+        batch, windows, slots, _ = plan.merge_weights.shape
+        merge = torch.zeros(batch, plan.kept, plan.tokens)
+        unmerge = torch.zeros(batch, plan.tokens, plan.kept)
+        row = 0
+        for w in range(windows):
+            for k in range(slots):
+                if plan.budget.valid is not None and not plan.budget.valid[w, k]:
+                    continue
+                for s in range(plan.windows.counts[w]):
+                    token = int(plan.windows.source[w, s])
+                    merge[:, row, token] = plan.merge_weights[:, w, k, s]
+                    unmerge[:, token, row] = plan.unmerge_weights[:, w, s, k]
+                row += 1
+        assert row == plan.kept
+        return merge, unmerge
+
+    return matrices
+
+
+@pytest.fixture
+def no_state_left(pack: ModuleType) -> Iterator[None]:
+    """No run state and no plan is alive after the test's runs."""
+    kinds = (pack_module("toma_core.state").RunState, pack_module("toma_core.merge").MergePlan)
+    gc.collect()
+    before = {id(o) for o in gc.get_objects() if isinstance(o, kinds)}
+    yield
+    gc.collect()
+    alive = [o for o in gc.get_objects() if isinstance(o, kinds) and id(o) not in before]
+    assert alive == []
