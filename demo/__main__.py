@@ -1,0 +1,71 @@
+"""Compare sampling with and without ToMA on a real ComfyUI: `make demo`, or `python -m demo` in its environment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from scripts.comfy_client import ServerError
+
+from .showcase import OUTPUT, DemoError, Settings, compare, default_sizes, serve
+
+
+def main() -> int:
+    """Parse the command line and run; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m demo", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--serve", action="store_true", help="leave ComfyUI's web page open instead of comparing")
+    parser.add_argument("--sizes", type=_size, nargs="+", metavar="PIXELS", help="sides of the square pictures")
+    parser.add_argument("--steps", type=_steps, default=Settings.steps, help="sampling steps (default %(default)s)")
+    parser.add_argument("--repeats", type=_count, default=Settings.repeats, help="pairs per case (default %(default)s)")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for the pictures (default %(default)s)")
+    arguments = parser.parse_args()
+    if not os.environ.get("COMFYUI_PATH"):
+        parser.error("COMFYUI_PATH is not set: run `make demo`, which finds or gets ComfyUI first")
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        if arguments.serve:
+            serve()
+        else:
+            sizes = tuple(arguments.sizes or default_sizes())
+            compare(Settings(sizes, arguments.steps, arguments.repeats), arguments.output)
+    except (DemoError, ServerError, TimeoutError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nInterrupted; the server is stopped.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End as an exception, so that the server is stopped and its folder removed."""
+    raise SystemExit(128 + number)
+
+
+def _size(text: str) -> int:
+    value = int(text)
+    if not 64 <= value <= 1024 or value % 8:
+        raise argparse.ArgumentTypeError(f"{value} is not a multiple of 8 from 64 to 1024")
+    return value
+
+
+def _steps(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError("at least 2 steps are needed to time one")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("at least 1 is needed")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""The demo: a real ComfyUI server runs real models with and without ToMA, and the results are compared."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from scripts.comfy_client import PromptError, Run
+from scripts.comfy_server import ComfyServer
+from scripts.comfyui import ROOT
+
+from .showcase_graphs import DIT, KINDS, LATENT, PICTURE, REPORT, UNET, Kind, place_dit, sampling_graph
+from .showcase_results import Case, Outcome, StepClock, explanation, merge_maps, opened, side_by_side, table
+
+OUTPUT = ROOT / "demo-output"
+WORKFLOWS = ROOT / "demo" / "graphs"
+TRAINED_PIXELS = 128
+# One token per 4 x 4 pixels: 4,096 tokens on a CPU, 65,536 on a GPU, for which anything less is over in no time.
+LARGE_PIXELS = {"cpu": 256, "cuda": 1024}
+WARM_UP_STEPS = 2
+FIRST_SEED = 1
+
+
+class DemoError(RuntimeError):
+    """The demo cannot go on; the message says why."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is run: picture sizes in pixels, sampling steps, pairs per case, and the seconds after which a case starts
+    no further pair (it always gets one)."""
+
+    sizes: tuple[int, ...]
+    steps: int = 12
+    repeats: int = 3
+    budget: float = 45.0
+    kinds: tuple[Kind, ...] = KINDS
+
+
+def default_sizes() -> tuple[int, ...]:
+    """The size that the tiny models were trained at, and one with enough tokens to be worth merging here."""
+    return TRAINED_PIXELS, LARGE_PIXELS["cuda" if torch.cuda.is_available() else "cpu"]
+
+
+def device_name() -> str:
+    """The device that the server uses, in words."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+@contextmanager
+def demo_server(base: Path | None = None) -> Iterator[ComfyServer]:
+    """A running server with the pack, the demo nodes and the demo checkpoint; always stopped."""
+    # ComfyUI's default attention on the CPU works in slices and is several times slower, which would flatter ToMA.
+    server = ComfyServer(packs=[ROOT / "demo"], base=base, flags=["--use-pytorch-cross-attention"])
+    try:
+        place_dit(server.base / "models")
+        begin = time.monotonic()
+        say(f"==> Starting ComfyUI on {device_name()}")
+        server.start()
+        say(f"    it answers after {time.monotonic() - begin:.0f} s at {server.url}")
+        yield server
+    finally:
+        server.stop()
+
+
+def run_all(server: ComfyServer, settings: Settings) -> list[Case]:
+    """Every model at every size: a warm-up, then pairs, whole and merged in turn."""
+    cases = [Case(kind, pixels) for kind in settings.kinds for pixels in settings.sizes]
+    for number, case in enumerate(cases, 1):
+        weights = "trained weights" if case.kind.trained else "random weights"
+        say(f"==> {number}/{len(cases)} {case.name}, {weights}")
+        for merged in (False, True):
+            _sample(server, case, f"warm-up {_way(merged)}", merged, FIRST_SEED, WARM_UP_STEPS)
+        begin = time.monotonic()
+        for repeat in range(settings.repeats):
+            spent = time.monotonic() - begin
+            if repeat and spent * (repeat + 1) / repeat > settings.budget:
+                say(f"    {repeat} of {settings.repeats} pairs took {spent:.0f} s: no more of this case")
+                break
+            # The order changes from pair to pair, so that a machine that slows down does not favour one side.
+            for merged in (False, True) if repeat % 2 == 0 else (True, False):
+                title = f"pair {repeat + 1}/{settings.repeats} {_way(merged)}"
+                outcome = _sample(server, case, title, merged, FIRST_SEED + repeat, settings.steps)
+                (case.merged if merged else case.whole).append(outcome)
+        say(f"    {case.tokens} tokens: {case.speedup:.2f}x")
+    return cases
+
+
+def _way(merged: bool) -> str:
+    return "with ToMA" if merged else "without"
+
+
+def _sample(server: ComfyServer, case: Case, title: str, merged: bool, seed: int, steps: int) -> Outcome:
+    counter = _Counter(f"    {title}")
+    clock = StepClock(time.perf_counter, counter)
+    graph = sampling_graph(case.kind, case.pixels, steps, seed, merged)
+    try:
+        run = server.run(graph, on_message=clock, timeout=600)
+    except PromptError as error:
+        raise DemoError(f"ComfyUI refused the graph of {case.name}:\n{error}") from error
+    if run.error is not None:
+        raise DemoError(f"{case.name} failed in {run.error['node_type']}: {run.error['exception_message']}")
+    if run.status != "success":
+        raise DemoError(f"{case.name} ended with status {run.status}")
+    outcome = _outcome(server, run, clock.seconds_per_step)
+    counter.done(f"{outcome.seconds_per_step:.3f} s per step")
+    return outcome
+
+
+def _outcome(server: ComfyServer, run: Run, seconds_per_step: float) -> Outcome:
+    latent = safetensors.torch.load(server.view(run.outputs[LATENT]["latents"][0]))["latent_tensor"].float()
+    picture = opened(server.view(run.outputs[PICTURE]["images"][0]))
+    shown: dict[str, Any] | None = run.outputs.get(REPORT)
+    if shown is None:
+        return Outcome(seconds_per_step, latent, picture)
+    return Outcome(seconds_per_step, latent, picture, shown["text"][0], opened(server.view(shown["images"][0])))
+
+
+def write(cases: list[Case], folder: Path) -> list[Path]:
+    """The pictures, as PNG files in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / "side_by_side.png", folder / "merge_map.png"]
+    for path, sheet in zip(paths, (side_by_side(cases), merge_maps(cases)), strict=True):
+        sheet.save(path, optimize=True)
+    return paths
+
+
+def compare(settings: Settings, folder: Path = OUTPUT) -> list[Case]:
+    """The whole demo: server up, runs, table on stdout, pictures in `folder`, server down."""
+    begin = time.monotonic()
+    with demo_server() as server:
+        cases = run_all(server, settings)
+    print(f"\n{table(cases)}\n\n{explanation(cases, settings.steps, device_name())}\n", flush=True)
+    for path in write(cases, folder):
+        print(f"Wrote {path}", flush=True)
+    say(f"Done in {time.monotonic() - begin:.0f} s; the server is stopped.")
+    return cases
+
+
+def place_workflows(user: Path) -> list[str]:
+    """Put the demo's workflows where the page lists them; returns their names. `user`: the server's user folder."""
+    target = user / "default" / "workflows"
+    target.mkdir(parents=True, exist_ok=True)
+    for source in sorted(WORKFLOWS.glob("*.json")):
+        workflow = json.loads(source.read_text(encoding="utf-8"))
+        for node in workflow["nodes"]:
+            if node["type"] == "ToMADemoUNet" and not UNET.trained:
+                node["widgets_values"][0] = "random"
+        (target / source.name).write_text(json.dumps(workflow), encoding="utf-8")
+    return sorted(path.stem for path in target.glob("*.json"))
+
+
+def serve(base: Path | None = None) -> None:
+    """Leave ComfyUI's page open with the demo's workflows, until Ctrl-C."""
+    with demo_server(base) as server:
+        names = place_workflows(server.base / "user")
+        server.set_setting("Comfy.TutorialCompleted", True)
+        for kind in (UNET, DIT):
+            if not kind.trained:
+                say(f"    {kind.title}: random weights, its pictures are noise")
+        say(f"\nOpen {server.url} in a browser on this machine. Under Workflows (key W): {', '.join(names)}.")
+        say("Press Ctrl-C here to stop the server.")
+        try:
+            while True:
+                server.check_alive()
+                time.sleep(1.0)
+        except KeyboardInterrupt:
+            say("\nStopping the server.")
+
+
+class _Counter:
+    """Steps on one line that is written over on a terminal; elsewhere one line per finished run."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._terminal = sys.stderr.isatty()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._terminal:
+            self._write(f"\r{self._title}: step {done}/{total}")
+
+    def done(self, text: str) -> None:
+        """The run is over."""
+        line = f"{self._title}: {text}"
+        self._write(f"\r{line.ljust(shutil.get_terminal_size().columns - 1)}\n" if self._terminal else f"{line}\n")
+
+    @staticmethod
+    def _write(text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def say(text: str) -> None:
+    """One line to stderr, at once, so that stdout holds only the results."""
+    print(text, file=sys.stderr, flush=True)

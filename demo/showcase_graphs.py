@@ -1,0 +1,116 @@
+"""The demo's graphs in ComfyUI's API format, and the files that the server needs to run them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from scripts.comfyui import ROOT
+from toma_core.config import ToMAConfig
+
+WEIGHTS_FOLDER = ROOT / "demo" / "weights"
+DIT_FILE = "toma_demo_dit.safetensors"
+SAMPLER, REPORT, PICTURE, LATENT = "sampler", "report", "picture", "latent_file"
+PICTURE_SCALE = 2
+RATIO = 0.5
+
+Graph = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of the two model architectures: how it is named, loaded, sampled and merged.
+
+    `sampling` is what demo.sampling finds the trained model to look best with. `merge` holds what differs from the
+    defaults of ToMA Advanced.
+    """
+
+    name: str
+    title: str
+    sampling: dict[str, Any]
+    merge: dict[str, Any]
+
+    @property
+    def trained(self) -> bool:
+        """Whether trained weights ship with this checkout."""
+        return (WEIGHTS_FOLDER / f"{self.name}.safetensors").is_file()
+
+
+UNET = Kind("unet", "SDXL UNet, tiny", {"cfg": 2.0, "sampler_name": "euler", "scheduler": "normal"}, {})
+# The whole blocks of the default are meant for Flux's 19 + 38; the tiny model has 2 + 5.
+DIT = Kind(
+    "dit",
+    "Flux, tiny",
+    {"cfg": 2.0, "sampler_name": "euler", "scheduler": "simple"},
+    {"flux_whole_double": 1, "flux_whole_single": 1},
+)
+KINDS = (UNET, DIT)
+
+
+def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool, ratio: float = RATIO) -> Graph:
+    """One picture of pixels x pixels. Node ids are the same with and without the merge, so that the server keeps
+    the loaded model; `merged` puts ToMA Advanced between the loader and the sampler."""
+    model = ["loader", 0]
+    graph: Graph = {
+        "loader": _loader(kind),
+        "scene": _node("ToMADemoScene", seed=seed, batch_size=1),
+        "empty": _node("ToMADemoLatent", width=pixels, height=pixels, batch_size=1),
+    }
+    if merged:
+        config = ToMAConfig(**{"ratio": ratio, **kind.merge})
+        graph["toma"] = _node("ToMAAdvanced", model=model, **widget_values(config))
+        model = ["toma", 0]
+    graph[SAMPLER] = _node(
+        "KSampler",
+        model=model,
+        positive=["scene", 0],
+        negative=["scene", 1],
+        latent_image=["empty", 0],
+        seed=seed,
+        steps=steps,
+        denoise=1.0,
+        **kind.sampling,
+    )
+    graph["decode"] = _node("ToMADemoDecode", samples=[SAMPLER, 0], scale=PICTURE_SCALE)
+    graph[PICTURE] = _node("PreviewImage", images=["decode", 0])
+    graph[LATENT] = _node("SaveLatent", samples=[SAMPLER, 0], filename_prefix="demo")
+    if merged:
+        graph[REPORT] = _node("ToMAReport", model=model, latent=[SAMPLER, 0])
+    return graph
+
+
+def widget_values(config: ToMAConfig) -> dict[str, Any]:
+    """Every field of the config as the value of its widget on ToMA Advanced."""
+    values = {item.name: getattr(config, item.name) for item in fields(config)}
+    return {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
+
+
+def place_dit(models: Path) -> None:
+    """Put the Flux-format checkpoint where the stock loader of ComfyUI finds it: the trained one, else random weights
+    in the same format. `models` is the server's models folder."""
+    target = models / "diffusion_models" / DIT_FILE
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if DIT.trained:
+        shutil.copyfile(WEIGHTS_FOLDER / "dit.safetensors", target)
+        return
+    from .comfy_setup import prepare
+
+    prepare()  # the network is ComfyUI's own class; nothing else here needs ComfyUI in this process
+    from safetensors.torch import save_file
+
+    from .models import new_dit
+
+    save_file({name: value.contiguous() for name, value in new_dit().state_dict().items()}, target)
+
+
+def _loader(kind: Kind) -> dict[str, Any]:
+    if kind is DIT:
+        return _node("UNETLoader", unet_name=DIT_FILE, weight_dtype="default")
+    return _node("ToMADemoUNet", weights="trained" if kind.trained else "random", seed=0)
+
+
+def _node(class_type: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": class_type, "inputs": inputs}

@@ -1,0 +1,236 @@
+"""What the demo measured: numbers, the table that shows them, and the pictures."""
+
+from __future__ import annotations
+
+import io
+import re
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from PIL import Image, ImageChops, ImageDraw, ImageFont
+
+from .showcase_graphs import SAMPLER, Kind
+
+_TOKENS = re.compile(r"(\d+) -> (\d+) tokens \((\d+)x(\d+)\)")
+_PAPER, _INK = (250, 250, 250), (20, 20, 20)
+_MARGIN, _CAPTION, _PANEL = 16, 30, 384
+DIFFERENCE_GAIN = 4
+
+
+@dataclass
+class Outcome:
+    """One sampled picture: the time of a step, the latent (1, C, h, w) fp32, the PNG, and the report if merged."""
+
+    seconds_per_step: float
+    latent: torch.Tensor
+    picture: Image.Image
+    report: str = ""
+    merge_map: Image.Image | None = None
+
+
+@dataclass
+class Case:
+    """A model at one size and its runs: `whole[i]` and `merged[i]` share seed and scene and ran one after the other."""
+
+    kind: Kind
+    pixels: int
+    whole: list[Outcome] = field(default_factory=list)
+    merged: list[Outcome] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.title} {self.pixels}x{self.pixels}"
+
+    @property
+    def tokens(self) -> str:
+        """Tokens before -> after of every merged grid, as the report node has them, the finest first."""
+        found = _TOKENS.findall(self.merged[0].report)
+        return ", ".join(f"{int(before):,} -> {int(after):,}" for before, after, _, _ in found) or "none merged"
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Median seconds per step: whole, merged."""
+        whole, merged = ([run.seconds_per_step for run in runs] for runs in (self.whole, self.merged))
+        return statistics.median(whole), statistics.median(merged)
+
+    @property
+    def speed_ratios(self) -> list[float]:
+        """Whole over merged, pair by pair."""
+        pairs = zip(self.whole, self.merged, strict=True)
+        return [whole.seconds_per_step / merged.seconds_per_step for whole, merged in pairs]
+
+    @property
+    def speedup(self) -> float:
+        """Ratio of the medians; above 1 is faster."""
+        whole, merged = self.seconds
+        return whole / merged
+
+    @property
+    def distance(self) -> float:
+        """Median over the seeds of the relative error of the merged latent."""
+        pairs = zip(self.whole, self.merged, strict=True)
+        return statistics.median(relative_error(merged.latent, whole.latent) for whole, merged in pairs)
+
+    @property
+    def seed_distance(self) -> float | None:
+        """The same measure between two unmerged pictures of different seeds, None with one seed only."""
+        if len(self.whole) < 2:
+            return None
+        return relative_error(self.whole[1].latent, self.whole[0].latent)
+
+
+class StepClock:
+    """Times the sampler from the server's websocket messages; give it to `ComfyClient.run` as `on_message`.
+
+    Counted is from the end of the first step to the end of sampling, over the steps in between: loading is left out,
+    and so is whatever a first step does once, but the selections and weighings of later steps are in.
+    """
+
+    def __init__(self, now: Callable[[], float], on_step: Callable[[int, int], None] | None = None) -> None:
+        """now: a clock in seconds. on_step(done, total): called after every step."""
+        self._now, self._on_step = now, on_step
+        self._first: float | None = None
+        self._end: float | None = None
+        self._steps = 0
+
+    def __call__(self, kind: str, data: object) -> None:
+        """One websocket message."""
+        if not isinstance(data, dict):
+            return
+        if kind == "progress" and data.get("node") == SAMPLER:
+            self._steps = int(data["value"])
+            if self._first is None and self._steps == 1:
+                self._first = self._now()
+            if self._on_step is not None:
+                self._on_step(self._steps, int(data["max"]))
+        elif kind == "executing" and self._steps and self._end is None and data.get("node") != SAMPLER:
+            self._end = self._now()
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Raises ValueError unless two or more steps ran to the end."""
+        if self._first is None or self._end is None or self._steps < 2:
+            raise ValueError(f"the sampler was seen for {self._steps} steps; at least two whole ones are needed")
+        return (self._end - self._first) / (self._steps - 1)
+
+
+def relative_error(latent: torch.Tensor, reference: torch.Tensor) -> float:
+    """||latent - reference|| / ||reference|| over all elements, in fp64. Raises ValueError if the shapes differ."""
+    if latent.shape != reference.shape:
+        raise ValueError(f"latents of {tuple(latent.shape)} and {tuple(reference.shape)} cannot be compared")
+    return float((latent.double() - reference.double()).norm() / reference.double().norm())
+
+
+def table(cases: list[Case]) -> str:
+    """The results as aligned text: one line per case."""
+    head = ("model", "size", "tokens", "faster", "(pairs)", "s/step whole", "merged", "distance", "weights")
+    rows = [head]
+    for case in cases:
+        ratios = case.speed_ratios
+        whole, merged = case.seconds
+        trained = case.kind.trained
+        rows.append(
+            (
+                case.kind.title,
+                f"{case.pixels}x{case.pixels}",
+                case.tokens,
+                f"{case.speedup:.2f}x",
+                f"({min(ratios):.2f}-{max(ratios):.2f}, {len(ratios)})",
+                f"{whole:.3f}",
+                f"{merged:.3f}",
+                f"{case.distance:.1%}" if trained else "-",
+                "trained" if trained else "random",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def explanation(cases: list[Case], steps: int, device: str) -> str:
+    """What the table means, and what it does not."""
+    lines = [
+        f"Measured on {device}: {steps} Euler steps, cfg 2, interleaved pairs after a warm-up, medians; in brackets the "
+        "range and number of pairs. Seconds are of this machine now; the ratio is what to look at.",
+    ]
+    slower = [case for case in cases if case.speedup < 1.05]
+    if slower:
+        lines.append(
+            f"Hardly faster or slower: {', '.join(case.name for case in slower)}. With so few tokens in so narrow a "
+            "model the work that is saved is no larger than the merge's own; real SDXL and Flux are 10 to 24 times "
+            "wider."
+        )
+    if any(case.kind.trained for case in cases):
+        seeds = next((case.seed_distance for case in cases if case.kind.trained and case.seed_distance), None)
+        scale = f" For scale: two seeds of the unmerged model are {seeds:.0%} apart." if seeds else ""
+        lines.append(f"Distance: relative error of the latent against the unmerged run of the same seed.{scale}")
+        lines.append("The trained models saw pictures of 128x128 only; larger ones are for the speed.")
+    if not all(case.kind.trained for case in cases):
+        lines.append("Random weights: pictures are noise, distances say nothing about quality and are left out.")
+    return "\n".join(lines)
+
+
+def side_by_side(cases: list[Case]) -> Image.Image:
+    """One row per case: unmerged | merged | difference, made visible."""
+    captions = ("without ToMA", "with ToMA", f"difference, {DIFFERENCE_GAIN}x")
+    rows = []
+    for case in cases:
+        whole, merged = case.whole[0].picture, case.merged[0].picture
+        gap = ImageChops.difference(whole, merged).point(lambda value: min(255, value * DIFFERENCE_GAIN))
+        weights = "trained" if case.kind.trained else "random weights: noise"
+        title = f"{case.name}   {case.tokens} tokens   {weights}"
+        rows.append((title, list(zip(captions, (whole, merged, gap), strict=True))))
+    return _sheet(rows)
+
+
+def merge_maps(cases: list[Case]) -> Image.Image:
+    """The report node's map of every case, below each other."""
+    maps = [(case.name, case.merged[0].merge_map) for case in cases]
+    shown = [(title, image) for title, image in maps if image is not None]
+    width = max(image.width for _, image in shown)
+    height = sum(image.height + _CAPTION for _, image in shown)
+    sheet = Image.new("RGB", (width, height), _PAPER)
+    top = 0
+    for title, image in shown:
+        ImageDraw.Draw(sheet).text((_MARGIN, top + 8), title, fill=_INK, font=font(18))
+        sheet.paste(image, (0, top + _CAPTION))
+        top += image.height + _CAPTION
+    return sheet
+
+
+def _sheet(rows: list[tuple[str, list[tuple[str, Image.Image]]]]) -> Image.Image:
+    columns = max(len(panels) for _, panels in rows)
+    step_x, step_y = _PANEL + _MARGIN, _PANEL + 2 * _CAPTION + _MARGIN
+    sheet = Image.new("RGB", (columns * step_x + _MARGIN, len(rows) * step_y + _MARGIN), _PAPER)
+    pen = ImageDraw.Draw(sheet)
+    for row, (title, panels) in enumerate(rows):
+        top = row * step_y + _MARGIN
+        pen.text((_MARGIN, top), title, fill=_INK, font=font(18))
+        for column, (caption, picture) in enumerate(panels):
+            left = column * step_x + _MARGIN
+            pen.text((left, top + _CAPTION), caption, fill=_INK, font=font(15))
+            sheet.paste(fitted(picture, _PANEL), (left, top + 2 * _CAPTION))
+    return sheet
+
+
+def fitted(picture: Image.Image, side: int) -> Image.Image:
+    """The picture as a square of `side` pixels; enlarged without smoothing, so that single pixels can be seen."""
+    small = picture.width < side
+    return picture.convert("RGB").resize((side, side), Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS)
+
+
+def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Pillow's own font, so that pictures look the same everywhere."""
+    try:
+        return ImageFont.load_default(size)
+    except TypeError:  # Pillow before 10.1 has one size
+        return ImageFont.load_default()
+
+
+def opened(png: bytes) -> Image.Image:
+    """The picture in a PNG file's bytes, read whole."""
+    image = Image.open(io.BytesIO(png))
+    image.load()
+    return image.convert("RGB")
