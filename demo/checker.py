@@ -113,12 +113,15 @@ def train(checker: Checker, steps: int, batch: int = 32, lr: float = 2e-3, minut
         truth = torch.tensor([scene.values() for scene in scenes])
         seen = torch.tensor([visible(scene) for scene in scenes])
         truth = torch.where(seen, truth, -100)
-        loss = torch.stack(
+        losses = torch.stack(
             [
                 F.cross_entropy(logits, truth[:, index], label_smoothing=0.02)
                 for index, logits in enumerate(checker(image))
             ]
-        ).mean()
+        )
+        # What is still hard counts more: the kind of the small objects is a matter of a few pixels.
+        weights = losses.detach() / losses.detach().mean() + 0.2
+        loss = (weights * losses).mean()
         loss.backward()
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
@@ -126,8 +129,12 @@ def train(checker: Checker, steps: int, batch: int = 32, lr: float = 2e-3, minut
         now = time.monotonic()
         if now - shown > 15 or step == steps - 1:
             speed = (step + 1) * batch / (now - begin)
+            mean, worst = losses.mean().item(), losses.max().item()
             left = (steps - step - 1) * batch / speed / 60
-            print(f"step {step + 1}/{steps}  loss {loss.item():.4f}  {speed:.0f} img/s  ETA {left:.1f} min", flush=True)
+            print(
+                f"step {step + 1}/{steps}  loss {mean:.4f} (worst {worst:.3f})  {speed:.0f} img/s  ETA {left:.1f} min",
+                flush=True,
+            )
             shown = now
         if now - begin > minutes * 60:
             return step + 1

@@ -17,11 +17,32 @@ NOMINAL_SIZE = 512
 
 
 @dataclass(frozen=True)
-class Noising:
-    """How noise levels are drawn: sigmoid(normal(centre, spread)) for the flow, uniform timesteps for epsilon."""
+class View:
+    """What a batch shows of its scenes.
 
-    centre: float = 0.4
-    spread: float = 1.2
+    offset: corner of a crop in tokens of the whole 32 x 32 grid, (y, x).
+    scale: 2 for whole scenes at half the size, each token covering two by two of the whole grid; else 1.
+    centre: noise levels of the flow are sigmoid(normal(centre, 1.2)); fewer pixels drown in less noise.
+    """
+
+    offset: tuple[int, int] = (0, 0)
+    scale: int = 1
+    centre: float = 0.6
+
+    def rope_options(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """The positions of the tokens as ComfyUI's Flux class takes them.
+
+        As tensors, since torch.compile would make a new program for every Python number. Half-size scenes sit at the
+        centres of the tokens they stand for, one step along the time axis.
+        """
+        values = {
+            "shift_y": self.offset[0] + (self.scale - 1) / 2,
+            "shift_x": self.offset[1] + (self.scale - 1) / 2,
+            "shift_t": self.scale - 1,
+            "scale_y": self.scale,
+            "scale_x": self.scale,
+        }
+        return {name: torch.tensor(float(value), device=device) for name, value in values.items()}
 
 
 def stratified(count: int, generator: torch.Generator) -> torch.Tensor:
@@ -44,27 +65,22 @@ class FlowObjective:
         network: Callable[..., torch.Tensor],
         clean: torch.Tensor,
         tokens: torch.Tensor,
-        offset: tuple[int, int],
-        noising: Noising,
+        view: View,
         generator: torch.Generator,
     ) -> torch.Tensor:
-        """Mean squared error over a batch: clean (B, 16, h, w), tokens (B, T, TEXT_DIM), offset in tokens (y, x)."""
+        """Mean squared error over a batch: clean (B, 16, h, w), tokens (B, T, TEXT_DIM)."""
         batch = clean.shape[0]
         quantile = stratified(batch, generator)
-        sigma = torch.sigmoid(noising.centre + noising.spread * torch.special.ndtri(quantile)).to(clean.device)
+        sigma = torch.sigmoid(view.centre + 1.2 * torch.special.ndtri(quantile)).to(clean.device)
         noise = torch.randn(clean.shape, generator=generator).to(clean.device)
         level = sigma[:, None, None, None]
-        # A crop keeps its place in the picture: its positions start at the offset. As tensors, since torch.compile
-        # would make a new program for every Python number.
-        shift_y, shift_x = (torch.tensor(float(value), device=clean.device) for value in offset)
-        options = {"rope_options": {"shift_y": shift_y, "shift_x": shift_x}}
         prediction = network(
             level * noise + (1 - level) * clean,
             sigma,
             context=tokens,
             y=pooled_tokens(tokens),
             guidance=torch.full_like(sigma, 3.5),
-            transformer_options=options,
+            transformer_options={"rope_options": view.rope_options(clean.device)},
         )
         return _error(prediction, noise - clean)
 
@@ -80,8 +96,7 @@ class EpsilonObjective:
         network: Callable[..., torch.Tensor],
         clean: torch.Tensor,
         tokens: torch.Tensor,
-        offset: tuple[int, int],
-        noising: Noising,
+        view: View,
         generator: torch.Generator,
     ) -> torch.Tensor:
         """As `FlowObjective.loss`; a UNet finds the place of a crop through `y`, where SDXL carries crop offsets."""
@@ -93,16 +108,18 @@ class EpsilonObjective:
             (clean + sigma * noise) / (sigma**2 + 1).sqrt(),
             step.float().to(clean.device),
             context=tokens,
-            y=adm(pooled_tokens(tokens), (offset[0] * 16, offset[1] * 16), (clean.shape[2] * 8, clean.shape[3] * 8)),
+            y=adm(pooled_tokens(tokens), view, (clean.shape[2] * 8, clean.shape[3] * 8)),
         )
         return _error(prediction, noise)
 
 
-def adm(pooled: torch.Tensor, crop: tuple[int, int], target: tuple[int, int]) -> torch.Tensor:
+def adm(pooled: torch.Tensor, view: View, target: tuple[int, int]) -> torch.Tensor:
     """SDXL's `y`, as comfy.model_base.SDXL.encode_adm builds it: (B, TEXT_DIM) -> (B, TEXT_DIM + 6 * 256).
 
-    The numbers are SDXL's: size of the whole picture, crop corner, size of the crop, each (height, width).
+    The numbers are SDXL's: size of the whole picture, corner of the crop, size of the crop, each (height, width).
     """
-    numbers = torch.tensor([NOMINAL_SIZE, NOMINAL_SIZE, *crop, *target], dtype=torch.float32, device=pooled.device)
+    whole = NOMINAL_SIZE // view.scale
+    crop = [value * 16 for value in view.offset]
+    numbers = torch.tensor([whole, whole, *crop, *target], dtype=torch.float32, device=pooled.device)
     flat = timestep_embedding(numbers, 256).flatten()
     return torch.cat((pooled, flat.expand(pooled.shape[0], -1)), dim=1)

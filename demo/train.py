@@ -1,8 +1,8 @@
 """Trains the tiny models: `python -m demo.train dit|unet [--steps N] [--minutes M] [--resume] [--seed S]`.
 
 Every step draws its own numbers from (seed, step), so a resumed run goes on exactly as an unbroken one would. Most
-early steps see crops of 64 x 64 pixels that keep their place in the picture (a quarter of the tokens), most late ones
-whole pictures of 128 x 128.
+early steps see whole scenes at half the size, or crops that keep their place (a quarter of the tokens either way); most
+late ones see whole pictures of 128 x 128.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from . import models
 from .latents import image_to_model
-from .objectives import EpsilonObjective, FlowObjective, Noising
+from .objectives import EpsilonObjective, FlowObjective, View
 from .scenes import CANVAS, render_batch, scene_from_seed, scene_tokens
 
 # Scenes below this seed are kept for looking at and for measuring; training never sees them.
@@ -44,13 +44,14 @@ class Plan:
     seed: int = 0
     lr: float = 1e-3
     warmup: int = 200
-    cooldown: float = 0.35
+    cooldown: float = 0.3
     crop_batch: int = 16
     full_batch: int = 6
     crop_pixels: int = 64
-    full_share_early: float = 0.12
-    full_share_late: float = 0.8
-    late: float = 0.5
+    # Shares of steps with half-size scenes and with whole pictures, before and after `late`; the rest are crops.
+    early_shares: tuple[float, float] = (0.7, 0.1)
+    late_shares: tuple[float, float] = (0.1, 0.8)
+    late: float = 0.75
     dropout: float = 0.1
     ema: float = 0.999
 
@@ -60,9 +61,10 @@ class Plan:
         decay = 1.0 if step < start else 0.5 + 0.5 * math.cos(math.pi * (step - start) / (self.steps - start))
         return self.lr * min(1.0, (step + 1) / self.warmup) * decay
 
-    def full_share_at(self, step: int) -> float:
-        """Chance that a step sees whole pictures instead of crops."""
-        return self.full_share_early if step < self.late * self.steps else self.full_share_late
+    def kind_at(self, step: int, draw: float) -> str:
+        """What a step sees, "half", "full" or "crop", from a uniform number."""
+        half, full = self.early_shares if step < self.late * self.steps else self.late_shares
+        return "half" if draw < half else "full" if draw < half + full else "crop"
 
 
 class Trainer:
@@ -87,50 +89,53 @@ class Trainer:
             betas=(0.9, 0.99),
         )
         self.step = 0
-        self.seen = {"crops": 0, "pictures": 0}
+        self.seen = {"half": 0, "crop": 0, "full": 0}
 
-    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int], bool, torch.Generator]:
-        """The data of one step: clean (B, 16, h, w), tokens (B, T, TEXT_DIM), offset in tokens, whole?, randomness."""
+    def batch(self, step: int) -> tuple[str, torch.Tensor, torch.Tensor, View, torch.Generator]:
+        """The data of one step: its kind, clean (B, 16, h, w), tokens (B, T, TEXT_DIM), the view, and randomness."""
         plan = self.plan
         generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step)
         draw = torch.rand(4, generator=generator).tolist()
-        whole = draw[0] < plan.full_share_at(step)
-        count = plan.full_batch if whole else plan.crop_batch
+        kind = plan.kind_at(step, draw[0])
+        count = plan.full_batch if kind == "full" else plan.crop_batch
         first = FIRST_TRAINING_SEED + (plan.seed * 100_000_000 + step) * 64
         scenes = [scene_from_seed(first + index) for index in range(count)]
-        picture = render_batch(scenes)
-        offset = (0, 0)
-        if not whole:
+        view = View()
+        if kind == "half":
+            picture = render_batch(scenes, CANVAS // 2)
+            view = View(scale=2, centre=0.1)
+        else:
+            picture = render_batch(scenes)
+        if kind == "crop":
             # Even offsets: the UNet halves the grid once more.
             places = (CANVAS - plan.crop_pixels) // PIXELS_PER_TOKEN // 2 + 1
-            offset = (2 * int(draw[1] * places), 2 * int(draw[2] * places))
-            top, left = (value * PIXELS_PER_TOKEN for value in offset)
+            view = View(offset=(2 * int(draw[1] * places), 2 * int(draw[2] * places)), centre=0.2)
+            top, left = (value * PIXELS_PER_TOKEN for value in view.offset)
             picture = picture[:, :, top : top + plan.crop_pixels, left : left + plan.crop_pixels]
         dropped = torch.rand(count, generator=generator) < plan.dropout
         tokens = torch.stack(
             [scene_tokens(None if drop else scene) for scene, drop in zip(scenes, dropped.tolist(), strict=True)]
         )
-        return image_to_model(picture).to(self.device), tokens.to(self.device), offset, whole, generator
+        return kind, image_to_model(picture).to(self.device), tokens.to(self.device), view, generator
 
-    def train_step(self) -> tuple[float, bool]:
-        """One optimiser step; returns its loss and whether it saw whole pictures."""
-        clean, tokens, offset, whole, generator = self.batch(self.step)
+    def train_step(self) -> tuple[float, str]:
+        """One optimiser step; returns its loss and the kind of pictures it saw."""
+        kind, clean, tokens, view, generator = self.batch(self.step)
         for group in self.optimiser.param_groups:
             group["lr"] = self.plan.lr_at(self.step)
-        noising = Noising(centre=0.6) if whole else Noising(centre=0.2)
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss = self.objective.loss(self.forward, clean, tokens, offset, noising, generator)
+            loss = self.objective.loss(self.forward, clean, tokens, view, generator)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
         self.step += 1
-        self.seen["pictures" if whole else "crops"] += clean.shape[0]
+        self.seen[kind] += clean.shape[0]
         keep = min(self.plan.ema, (1 + self.step) / (10 + self.step))
         with torch.no_grad():
             parameters = dict(self.network.named_parameters())
             torch._foreach_lerp_(list(self.average.values()), [parameters[name] for name in self.average], 1 - keep)
-        return float(loss.detach()), whole
+        return float(loss.detach()), kind
 
     def save(self, path: Path) -> None:
         """Writes everything needed to go on, atomically."""
@@ -177,28 +182,26 @@ def run(trainer: Trainer, checkpoint: Path, minutes: float, every: float = 120.0
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, ask_to_stop)
     begin = saved = shown = time.monotonic()
-    losses: dict[bool, list[float]] = {True: [], False: []}
+    losses: dict[str, list[float]] = {}
     count, last_step = 0, trainer.step
     while trainer.step < trainer.plan.steps and not stop and time.monotonic() - begin < minutes * 60:
         before = sum(trainer.seen.values())
-        loss, whole = trainer.train_step()
+        loss, kind = trainer.train_step()
         if not math.isfinite(loss):
             raise RuntimeError(f"loss is {loss} at step {trainer.step}; the last checkpoint is in {checkpoint}")
-        losses[whole].append(loss)
+        losses.setdefault(kind, []).append(loss)
         count += sum(trainer.seen.values()) - before
         now = time.monotonic()
         if now - shown > 20:
             speed = (trainer.step - last_step) / (now - shown)
             left = (trainer.plan.steps - trainer.step) / speed / 60
-            means = [
-                f"{name} {sum(v) / len(v):.4f}" for name, v in (("full", losses[True]), ("crop", losses[False])) if v
-            ]
+            means = [f"{name} {sum(values) / len(values):.4f}" for name, values in sorted(losses.items())]
             print(
                 f"{time.strftime('%H:%M:%S')} step {trainer.step}/{trainer.plan.steps}  loss {'  '.join(means)}  "
                 f"{count / (now - shown):.1f} img/s  lr {trainer.plan.lr_at(trainer.step):.1e}  ETA {left:.0f} min",
                 flush=True,
             )
-            shown, last_step, count, losses = now, trainer.step, 0, {True: [], False: []}
+            shown, last_step, count, losses = now, trainer.step, 0, {}
         if now - saved > every:
             trainer.save(checkpoint)
             saved = now

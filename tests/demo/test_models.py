@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from demo import models
 from demo.conditioning import conditioning, empty_latent, seeded_noise
-from demo.objectives import EpsilonObjective, adm
+from demo.objectives import EpsilonObjective, View, adm
 from demo.scenes import scene_from_seed
 
 
@@ -122,7 +122,7 @@ def test_training_uses_comfyuis_sdxl_conventions() -> None:
     model = models.load_unet(None).model
     pooled = torch.randn(2, 128)
     theirs = model.encode_adm(pooled_output=pooled, width=512, height=512)
-    torch.testing.assert_close(adm(pooled, (0, 0), (512, 512)), theirs)
+    torch.testing.assert_close(adm(pooled, View(), (512, 512)), theirs)
     sigmas = EpsilonObjective().sigmas
     torch.testing.assert_close(sigmas, model.model_sampling.sigmas)
     torch.testing.assert_close(

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from demo import models
+from demo.objectives import View
 from demo.train import Plan, Trainer, run
 
 SMALL = {
@@ -38,7 +39,9 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _plan(kind: str, seed: int = 0, steps: int = 3) -> Plan:
-    return Plan(kind, steps, seed, crop_batch=2, full_batch=1, warmup=1, full_share_early=0.3, full_share_late=0.3)
+    return Plan(
+        kind, steps, seed, crop_batch=2, full_batch=1, warmup=1, early_shares=(0.4, 0.3), late_shares=(0.3, 0.4)
+    )
 
 
 def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -98,16 +101,28 @@ def test_exports_what_comfyui_loads(tmp_path: Path) -> None:
 
 
 def test_crops_keep_their_place() -> None:
-    trainer = Trainer(dataclasses.replace(_plan("dit"), full_share_early=0.0, steps=1000), CPU, config=SMALL["dit"])
+    plan = dataclasses.replace(_plan("dit"), early_shares=(0.0, 0.0), steps=1000)
+    trainer = Trainer(plan, CPU, config=SMALL["dit"])
     offsets = set()
     for step in range(12):
-        clean, tokens, offset, whole, _ = trainer.batch(step)
-        assert not whole
+        kind, clean, tokens, view, _ = trainer.batch(step)
+        assert kind == "crop"
         assert clean.shape == (2, 16, 32, 32)
         assert tokens.shape == (2, 14, 128)
-        assert all(0 <= value <= 16 and value % 2 == 0 for value in offset)
-        offsets.add(offset)
+        assert all(0 <= value <= 16 and value % 2 == 0 for value in view.offset)
+        offsets.add(view.offset)
     assert len(offsets) > 4
+
+
+def test_half_size_scenes_sit_where_they_belong() -> None:
+    """A token of a half-size scene has the mean position of the four tokens that it stands for."""
+    network = models.new_dit(0, config=SMALL["dit"])
+    half = {"rope_options": View(scale=2).rope_options(CPU)}
+    _, small = network.process_img(torch.zeros(1, 16, 32, 32), transformer_options=half)
+    _, large = network.process_img(torch.zeros(1, 16, 64, 64))
+    means = large.reshape(16, 2, 16, 2, 3).mean(dim=(1, 3)).reshape(1, 256, 3)
+    torch.testing.assert_close(small[..., 1:], means[..., 1:])
+    assert (small[..., 0] == 1).all()
 
 
 def test_unknown_kind_is_refused() -> None:
