@@ -25,8 +25,8 @@ def smooth(seed: int, batch: int, height: int, width: int, channels: int = 12) -
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.value)
 @settings(max_examples=25)
 @given(
-    st.integers(1, 20),
-    st.integers(1, 20),
+    st.integers(1, 12),
+    st.integers(1, 12),
     st.sampled_from(list(WindowKind)),
     st.integers(2, 9),
     st.booleans(),
