@@ -53,7 +53,8 @@ class Variant:
         run = pack_module("nodes.adapters.run")
         hooks = pack_module("nodes.adapters.hooks")
         config = pack_module("toma_core.config").ToMAConfig
-        self.name, self.stats, self.times, self.planning = name, None, [], 0.0
+        self.name, self.stats, self.planning = name, None, 0.0
+        self.times: list[float] = []
         self.options: dict[str, Any] = {}
         self.output: torch.Tensor | None = None
         if settings is None:

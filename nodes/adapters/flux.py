@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...toma_core import Evaluation, MergePlan, ToMAConfig, merge, plan_for, restore, unmerge
 from ...toma_core.config import Granularity, Share
-from .hooks import Hook, HookPair, evaluation_of, fits, installed, outside_graph
+from .hooks import EVALUATION, Hook, HookPair, evaluation_of, fits, installed, outside_graph
 
 NAME = "Flux.1"
 
@@ -38,7 +38,7 @@ class _Merger(Hook):
 
     kind: str
 
-    def __init__(self, module: nn.Module, index: int) -> None:
+    def __init__(self, module: Any, index: int) -> None:
         self.module, self.index = module, index
         self.grid = (0, 0)
 
@@ -92,7 +92,7 @@ class _DoubleBlock(_Merger):
 
     kind = "double"
 
-    def __init__(self, module: nn.Module, index: int) -> None:
+    def __init__(self, module: Any, index: int) -> None:
         super().__init__(module, index)
         self.parts = (_MergeIn(), _UnmergeOut(), _MergedLayer())
 
@@ -113,7 +113,7 @@ class _DoubleBlock(_Merger):
         if plan is None:
             return self.original(img=img, pe=pe, **call)
         call["pe"] = _merged_rows(pe, plan, txt.shape[1])
-        config = evaluation_of(transformer_options).run.config
+        config = transformer_options[EVALUATION].run.config
         if config.granularity is Granularity.MODULE:
             return self._by_module(img, plan, config, pe, call)
         # The block adds into its input in place: it gets a copy, and what it was given stays for the difference.
@@ -121,7 +121,8 @@ class _DoubleBlock(_Merger):
         reduced = merge(image, plan)
         out, txt = self.original(img=torch.cat([reduced, references], 1), **call)
         kept = reduced.shape[1]
-        return torch.cat([restore(out[:, :kept], reduced, image, plan), out[:, kept:]], 1), txt
+        restored = restore(out[:, :kept], reduced, image, plan)
+        return torch.cat([restored, out[:, kept:]], 1) if references.shape[1] else restored, txt
 
     def _by_module(
         self, img: Tensor, plan: MergePlan, config: ToMAConfig, pe: Any, call: dict[str, Any]
@@ -144,10 +145,10 @@ class _DoubleBlock(_Merger):
 class _Layer(Hook):
     """A layer inside a double block, applied to [image | references] tokens."""
 
-    plan: MergePlan | None = None
+    plan: MergePlan
 
     def release(self) -> None:
-        self.plan = None
+        del self.plan
 
 
 class _MergeIn(_Layer):

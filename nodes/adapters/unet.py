@@ -161,7 +161,7 @@ class _MergedFeedForward(Hook):
 class _BlockHooks:
     """Every hook a transformer block may get."""
 
-    def __init__(self, module: nn.Module, site: _Site) -> None:
+    def __init__(self, module: Any, site: _Site) -> None:
         self.module, self.site = module, site
         self.merged = _MergedBlock(site)
         self.block = _Block(site)
