@@ -71,15 +71,13 @@ class RunState:
     def _entry(self, x: Tensor, grid: tuple[int, int], scope: Hashable, decision: Decision) -> _Entry:
         key = (scope, grid, x.shape[0], x.dtype, x.device)
         old = self._plans.get(key)
-        if old is not None and old.ratio != decision.ratio:
-            old = None
-        if old is not None and (old.selection, old.weighing) == (decision.selection, decision.weighing):
-            return old
-        if old is not None and old.selection == decision.selection:
-            plan = self._reweighed(x, old.plan)
+        if old is not None and (old.ratio, old.selection) == (decision.ratio, decision.selection):
+            if old.weighing == decision.weighing:
+                return old
+            plan, selected = self._reweighed(x, old.plan), False
         else:
-            plan = self._selected(x, grid, decision)
-        self.stats.count_plan(grid, plan.kept, selected=old is None or old.selection != decision.selection)
+            plan, selected = self._selected(x, grid, decision), True
+        self.stats.count_plan(grid, plan.kept, selected)
         entry = _Entry(plan, decision.ratio, decision.selection, decision.weighing, {1: plan})
         # To the end of the dict, so that `draw` finds the plan made last.
         self._plans.pop(key, None)
