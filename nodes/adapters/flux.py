@@ -38,9 +38,12 @@ class _Merger(Hook):
 
     kind: str
 
-    def __init__(self, module: Any, index: int) -> None:
-        self.module, self.index = module, index
+    def __init__(self, module: Any, index: int, positions: _Positions) -> None:
+        self.module, self.index, self.positions = module, index, positions
         self.grid = (0, 0)
+
+    def release(self) -> None:
+        self.positions.held = None
 
     @property
     def name(self) -> str:
@@ -71,13 +74,26 @@ class _Merger(Hook):
         return plan
 
 
-def _merged_rows(pe: Tensor | None, plan: MergePlan, before: int) -> Tensor | None:
+class _Positions:
+    """RoPE rows of merged tokens, shared by the blocks of an evaluation that share a plan."""
+
+    def __init__(self) -> None:
+        self.held: tuple[Tensor, MergePlan, Tensor] | None = None
+
+    def merged(self, pe: Tensor | None, plan: MergePlan, before: int) -> Tensor | None:
+        """The rows for [before | D destinations | rest], see `_merged_rows`; None if the model has no RoPE."""
+        if pe is None:
+            return None
+        if self.held is None or self.held[0] is not pe or self.held[1] is not plan:
+            self.held = (pe, plan, _merged_rows(pe, plan, before))
+        return self.held[2]
+
+
+def _merged_rows(pe: Tensor, plan: MergePlan, before: int) -> Tensor:
     """RoPE rows for [before | D destinations | rest]: each destination keeps its own position.
 
-    pe: (B or 1, 1, T, d/2, 2, 2) for T = before + N + rest rows, or None.
+    pe: (B or 1, 1, T, d/2, 2, 2) for T = before + N + rest rows.
     """
-    if pe is None:
-        return None
     after = before + plan.tokens
     image = pe[:, :, before:after]
     rows = plan.destinations
@@ -92,8 +108,8 @@ class _DoubleBlock(_Merger):
 
     kind = "double"
 
-    def __init__(self, module: Any, index: int) -> None:
-        super().__init__(module, index)
+    def __init__(self, module: Any, index: int, positions: _Positions) -> None:
+        super().__init__(module, index, positions)
         self.parts = (_MergeIn(), _UnmergeOut(), _MergedLayer())
 
     @outside_graph
@@ -112,7 +128,7 @@ class _DoubleBlock(_Merger):
         plan = self.plan(img[:, :tokens], {"attn_mask": attn_mask, **rest}, transformer_options)
         if plan is None:
             return self.original(img=img, pe=pe, **call)
-        call["pe"] = _merged_rows(pe, plan, txt.shape[1])
+        call["pe"] = self.positions.merged(pe, plan, txt.shape[1])
         config = transformer_options[EVALUATION].run.config
         if config.granularity is Granularity.MODULE:
             return self._by_module(img, plan, config, pe, call)
@@ -208,7 +224,9 @@ class _SingleBlock(_Merger):
         if plan is None:
             return self.original(x, pe=pe, **call)
         reduced = merge(image, plan)
-        out = self.original(torch.cat([text, reduced, references], 1), pe=_merged_rows(pe, plan, before), **call)
+        out = self.original(
+            torch.cat([text, reduced, references], 1), pe=self.positions.merged(pe, plan, before), **call
+        )
         end = before + plan.kept
         return torch.cat([out[:, :before], restore(out[:, before:end], reduced, image, plan), out[:, end:]], 1)
 
@@ -219,8 +237,9 @@ class Hooks:
     def __init__(self, diffusion_model: Flux) -> None:
         self.patch_size = diffusion_model.patch_size
         self.blocks: list[_Merger] = []
-        self.blocks += [_DoubleBlock(module, i) for i, module in enumerate(diffusion_model.double_blocks)]
-        self.blocks += [_SingleBlock(module, i) for i, module in enumerate(diffusion_model.single_blocks)]
+        positions = _Positions()
+        self.blocks += [_DoubleBlock(m, i, positions) for i, m in enumerate(diffusion_model.double_blocks)]
+        self.blocks += [_SingleBlock(m, i, positions) for i, m in enumerate(diffusion_model.single_blocks)]
 
     def select(self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any]) -> Iterator[HookPair]:
         """The hooks to install for this evaluation of the (B, C, H, W) latent x."""
