@@ -105,6 +105,10 @@ class RunState:
             self._layouts[key] = windows.to(device), make_budget(windows.counts, decision.ratio).to(device)
         return self._layouts[key]
 
+    def __deepcopy__(self, memo: dict[int, object]) -> RunState:
+        # It rides in options that others may copy while a run is on; what they then call belongs to the same run.
+        return self
+
     def draw(self) -> None:
         """Keep a drawing of the last plan of each grid in the stats."""
         last = {key[1]: entry.plan for key, entry in self._plans.items()}
