@@ -191,3 +191,33 @@ def no_state_left(pack: ModuleType) -> Iterator[None]:
     gc.collect()
     alive = [o for o in gc.get_objects() if isinstance(o, kinds) and id(o) not in before]
     assert alive == []
+
+
+@pytest.fixture(scope="session")
+def sd3(pack: ModuleType) -> Any:
+    """A small SD3: a real model that samples on latents like Flux's, and that no adapter knows."""
+    import comfy.model_base
+    import comfy.model_patcher
+    import comfy.supported_models
+
+    config = {
+        "in_channels": 16,
+        "input_size": None,
+        "num_patches": 1024,
+        "pos_embed_max_size": 32,
+        "pos_embed_scaling_factor": None,
+        "depth": 1,
+        "adm_in_channels": 24,
+        "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 48, "out_features": 64}},
+        "dtype": torch.float32,
+    }
+    cpu = torch.device("cpu")
+    model = comfy.model_base.SD3(comfy.supported_models.SD3(config), device=cpu).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.diffusion_model.parameters():
+        parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
+        parameter.requires_grad_(False)
+    for name, buffer in model.diffusion_model.named_buffers():
+        if name == "pos_embed":
+            buffer.zero_()
+    return comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)

@@ -232,18 +232,17 @@ def flux_node(name: str) -> Any:
 
 
 @pytest.fixture
-def unguided(pack: Any) -> Any:
-    """ComfyUI's `index_timestep_zero` works only with models that take neither guidance nor pooled text."""
-    return models.flux(guidance_embed=False, vec_in_dim=None)
+def flux2(pack: Any) -> Any:
+    """ComfyUI's `index_timestep_zero` works only on the layout of Flux.2: one modulation for all blocks."""
+    return models.flux(guidance_embed=False, vec_in_dim=None, global_modulation=True)
 
 
-def test_references_at_timestep_zero_leave_blocks_whole(unguided: Any, attach: Any, stats_of: Any) -> None:
+def test_references_at_timestep_zero_leave_blocks_whole(flux2: Any, attach: Any, stats_of: Any) -> None:
     flux_node("FluxKVCache")  # came with the method
-    flux = unguided
-    conds = references(flux, (16, 12), method="index_timestep_zero")
-    model = attach(flux)
+    conds = references(flux2, (16, 12), method="index_timestep_zero")
+    model = attach(flux2)
     out = models.sample(model, HEIGHT, WIDTH, steps=1, **conds)
-    assert torch.equal(out, models.sample(flux, HEIGHT, WIDTH, steps=1, **conds))
+    assert torch.equal(out, models.sample(flux2, HEIGHT, WIDTH, steps=1, **conds))
     stats = stats_of(model)
     assert stats.merged_blocks == set()
     assert stats.left_whole == {
@@ -252,9 +251,16 @@ def test_references_at_timestep_zero_leave_blocks_whole(unguided: Any, attach: A
     }
 
 
-def test_kv_cache_leaves_blocks_whole(unguided: Any, attach: Any, stats_of: Any) -> None:
-    cached = flux_node("FluxKVCache").execute(unguided).args[0]
-    conds = references(unguided, (16, 12))
+def test_one_modulation_for_all_blocks_is_merged_too(flux2: Any, attach: Any, stats_of: Any) -> None:
+    for granularity in ("module", "block"):
+        model = attach(flux2, granularity=granularity)
+        assert models.sample(model, HEIGHT, WIDTH, batch=2, steps=2, **references(flux2, (16, 12))).isfinite().all()
+        assert len(stats_of(model).merged_blocks) == 6
+
+
+def test_kv_cache_leaves_blocks_whole(flux2: Any, attach: Any, stats_of: Any) -> None:
+    cached = flux_node("FluxKVCache").execute(flux2).args[0]
+    conds = references(flux2, (16, 12))
     plain = models.sample(cached, HEIGHT, WIDTH, steps=3, **conds)
     model = attach(cached)
     assert torch.equal(models.sample(model, HEIGHT, WIDTH, steps=3, **conds), plain)

@@ -1,0 +1,194 @@
+"""What a step may consist of: cond and uncond together or apart, areas, masks, many prompts, windows of a batch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+
+SIDE = 24
+# Greedy gains have exact ties (of two tokens that would only help each other, either may be picked), which rounding in
+# batches of another size decides another way. With fixed destinations and soft weights the arithmetic can be compared.
+SMOOTH = {"selector": "grid", "scale": 20.0}
+NEARLY = {"rtol": 1e-4, "atol": 1e-2}  # values reach 500
+
+
+@pytest.fixture(params=["unet", "flux"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def apart(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """apart(): from now on memory is short, so that every condition is a call of its own."""
+
+    def start() -> None:
+        monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
+
+    return start
+
+
+@pytest.mark.compat
+def test_cond_and_uncond_share_destinations_and_weights(model: Any, attach: Any, plan_calls: Any) -> None:
+    models.sample(attach(model), SIDE, SIDE, batch=2, steps=1)
+    assert {call.copies for call in plan_calls} == {((None, None), (None, None))}
+    for call in plan_calls:
+        for name in ("picks", "merge_weights", "unmerge_weights"):
+            uncond, cond = getattr(call.plan, name).chunk(2)
+            assert torch.equal(uncond, cond)
+        assert not torch.equal(*call.plan.picks[:2]), "two images should not look alike"
+
+
+@pytest.mark.compat
+def test_split_calls_use_the_plans_of_the_joined_one(
+    model: Any, attach: Any, plan_calls: Any, stats_of: Any, apart: Any
+) -> None:
+    patched = attach(model, **SMOOTH)
+    joined = models.sample(patched, SIDE, SIDE, steps=1)
+    count, selections = len(plan_calls), stats_of(patched).selections
+    apart()
+    split = models.sample(patched, SIDE, SIDE, steps=1)
+    assert len(plan_calls) == 3 * count
+    assert {len(call.copies) for call in plan_calls[count:]} == {1}
+    assert stats_of(patched).selections == selections
+    for call, again in zip(plan_calls[count : 2 * count], plan_calls[2 * count :], strict=True):
+        assert again.plan is call.plan
+    torch.testing.assert_close(split, joined, **NEARLY)
+
+
+@pytest.mark.parametrize(("positive", "negative"), [(5, 7), (1, 300), (77, 154), (14, 7)])
+def test_every_text_length(model: Any, attach: Any, stats_of: Any, positive: int, negative: int) -> None:
+    """Prompts of lengths that cannot be joined come in two calls, and share their plans all the same."""
+    patched = attach(model)
+    conds = {
+        "positive": models.conditioning(model, positive, seed=1),
+        "negative": models.conditioning(model, negative, seed=2),
+    }
+    assert models.sample(patched, SIDE, SIDE, steps=2, **conds).isfinite().all()
+    assert stats_of(patched).selections == (2 if stats_of(patched).grids.keys() == {(12, 12)} else 11)
+
+
+@pytest.mark.compat
+def test_areas_of_one_size_at_two_places_have_plans_of_their_own(
+    model: Any, attach: Any, plan_calls: Any, stats_of: Any
+) -> None:
+    """Left and right half, and the whole: three kinds of image in one step, two of them on one grid."""
+    patched = attach(model)
+    half = (SIDE, SIDE // 2)
+    positive = [
+        *models.conditioning(model, seed=1, area=(*half, 0, 0), strength=1.0),
+        *models.conditioning(model, seed=3, area=(*half, 0, SIDE // 2), strength=1.0),
+        *models.conditioning(model, seed=4),
+    ]
+    out = models.sample(patched, SIDE, SIDE, steps=2, positive=positive)
+    assert out.isfinite().all()
+    assert {(12, 12), (12, 6)} <= set(stats_of(patched).grids)
+    halves = [call for call in plan_calls if call.grid == (12, 6)]
+    keys = {key for call in halves for key in call.copies}
+    assert keys == {((*half, 0, 0), None), ((*half, 0, SIDE // 2), None)}
+    for call in halves:
+        assert call.plan.picks.shape[0] == len(call.copies)
+        if len(call.copies) == 2:
+            assert not torch.equal(*call.plan.picks)
+
+
+def test_area_is_computed_as_if_it_were_alone(model: Any, attach: Any, apart: Any) -> None:
+    """Joined or split, each area gets the plan made from its own tokens."""
+    area = (SIDE, SIDE // 2)
+    positive = [
+        *models.conditioning(model, seed=1, area=(*area, 0, 0)),
+        *models.conditioning(model, seed=3, area=(*area, 0, SIDE // 2)),
+    ]
+    patched = attach(model, **SMOOTH)
+    joined = models.sample(patched, SIDE, SIDE, steps=1, cfg=1.0, positive=positive)
+    apart()
+    split = models.sample(patched, SIDE, SIDE, steps=1, cfg=1.0, positive=positive)
+    torch.testing.assert_close(split, joined, **NEARLY)
+
+
+@pytest.mark.parametrize("bounds", [False, True])
+def test_masked_conditions(model: Any, attach: Any, stats_of: Any, bounds: bool) -> None:
+    mask = torch.zeros(1, SIDE, SIDE)
+    mask[:, 4:16, 8:20] = 1.0
+    positive = [
+        *models.conditioning(model, seed=1, mask=mask, set_area_to_bounds=bounds, mask_strength=1.0),
+        *models.conditioning(model, seed=3),
+    ]
+    patched = attach(model)
+    assert models.sample(patched, SIDE, SIDE, steps=2, positive=positive).isfinite().all()
+    assert ((6, 6) in stats_of(patched).grids) or not bounds
+
+
+@pytest.mark.compat
+def test_combined_and_timed_prompts_share_one_plan(model: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
+    positive = [
+        *models.conditioning(model, seed=1),
+        *models.conditioning(model, seed=3),
+        *models.conditioning(model, seed=4, start_percent=0.5, end_percent=1.0),
+    ]
+    patched = attach(model)
+    assert models.sample(patched, SIDE, SIDE, steps=3, positive=positive).isfinite().all()
+    assert {len(call.copies) for call in plan_calls} >= {3, 4}
+    assert len({key for call in plan_calls for key in call.copies}) == 1
+    assert stats_of(patched).selections in (2, 11)
+
+
+def test_images_of_a_batch_with_prompts_of_their_own_are_as_if_alone(model: Any, attach: Any) -> None:
+    text = torch.cat([models.conditioning(model, seed=s)[0][0] for s in (1, 3)])
+    pooled = torch.cat([models.conditioning(model, seed=s)[0][1]["pooled_output"] for s in (1, 3)])
+    both = [[text, {"pooled_output": pooled}]]
+    patched = attach(model, **SMOOTH)
+    batch = models.sample(patched, SIDE, SIDE, batch=2, steps=1, cfg=1.0, positive=both)
+    alone = models.sample(patched, SIDE, SIDE, batch=1, steps=1, cfg=1.0, positive=models.conditioning(model, seed=1))
+    torch.testing.assert_close(batch[:1], alone, **NEARLY)
+
+
+def test_windows_over_a_batch_have_plans_of_their_own(unet: Any, attach: Any, plan_calls: Any) -> None:
+    """Core's context windows: 5 images in windows of 2, each window a call of its own."""
+    windows = pytest.importorskip("comfy.context_windows")
+    windowed = unet.clone()
+    windowed.model_options["context_handler"] = windows.IndexListContextHandler(
+        context_schedule=windows.get_matching_context_schedule(windows.ContextSchedules.STATIC_STANDARD),
+        fuse_method=windows.get_matching_fuse_method(windows.ContextFuseMethods.PYRAMID),
+        context_length=2,
+        context_overlap=1,
+        context_stride=1,
+        closed_loop=False,
+        dim=0,
+    )
+    windows.create_prepare_sampling_wrapper(windowed)
+    out = models.sample(attach(windowed), SIDE, SIDE, batch=5, steps=1)
+    assert out.isfinite().all()
+    keys = {key for call in plan_calls for key in call.copies}
+    assert {tuple(frames) for _, frames in keys} == {(0, 1), (1, 2), (2, 3), (3, 4)}
+
+
+@pytest.mark.parametrize("granularity", ["module", "block"])
+def test_negative_model_of_another_class_is_left_whole(
+    flux: Any, sd3: Any, attach: Any, stats_of: Any, granularity: str
+) -> None:
+    """The guider runs the negative model with the positive one's options: they do not fit it, and do no harm."""
+    nodes = importlib.import_module("comfy_extras.nodes_custom_sampler")
+    if not hasattr(nodes, "Guider_DualModel"):
+        pytest.skip("this ComfyUI has no guider for two models")
+    from comfy.samplers import sampler_object
+
+    def run(model: Any) -> torch.Tensor:
+        guider = nodes.Guider_DualModel(model, sd3)
+        guider.set_conds(models.conditioning(flux, seed=1), models.conditioning(flux, seed=2))
+        guider.set_cfg(3.0)
+        noise = torch.randn(1, 16, SIDE, SIDE, generator=torch.Generator().manual_seed(4))
+        sigmas = torch.tensor([1.0, 0.8, 0.5, 0.0])
+        return guider.sample(noise, torch.zeros_like(noise), sampler_object("euler"), sigmas, seed=4, disable_pbar=True)
+
+    patched = attach(flux, granularity=granularity)
+    out = run(patched)
+    assert out.isfinite().all()
+    assert not torch.equal(out, run(flux))
+    stats = stats_of(patched)
+    assert stats.left_whole == {"a model or latent of unknown kind": {"model"}}
+    assert len(stats.merged_blocks) == 6

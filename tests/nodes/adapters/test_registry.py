@@ -1,0 +1,49 @@
+"""Which models ToMA takes, and what it says about the others."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+registry = pack_module("nodes.adapters.registry")
+
+
+@pytest.mark.compat
+def test_unknown_class_is_refused_with_what_is_supported(sd3: Any, attach: Any) -> None:
+    with pytest.raises(registry.UnsupportedModelError, match="OpenAISignatureMMDITWrapper") as refused:
+        attach(sd3)
+    message = str(refused.value)
+    assert message.startswith("ToMA ")
+    assert "Supported: UNet (SDXL, SD1.5, SD2), Flux.1" in message
+    assert "bypass the ToMA node" in message
+    assert isinstance(refused.value, ValueError)
+
+
+def test_known_models_have_hooks_of_their_own(unet: Any, flux: Any) -> None:
+    hooks = [registry.find(model.model.diffusion_model) for model in (unet, flux, models.unet())]
+    assert len({id(h) for h in hooks}) == 3
+    assert registry.find(unet.model.diffusion_model) is hooks[0]
+
+
+def test_compiled_model_is_looked_into(unet: Any) -> None:
+    compiled = torch.compile(unet.model.diffusion_model, backend="eager")
+    assert registry.find(compiled) is registry.find(unet.model.diffusion_model)
+
+
+def test_hooks_do_not_keep_a_model_alive(pack: Any, attach: Any) -> None:
+    model = models.flux()
+    gone = weakref.ref(model.model.diffusion_model)
+    models.sample(attach(model), 8, 8, steps=1)
+    import comfy.model_management
+
+    comfy.model_management.unload_all_models()
+    del model
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,99 @@
+"""The merge map, looked at pixel by pixel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+drawing = pack_module("nodes.drawing")
+MARGIN, CAPTION = drawing._MARGIN, drawing._CAPTION
+
+
+@pytest.fixture
+def maps(unet: Any, attach: Any, stats_of: Any) -> Any:
+    """The maps of a real run on grids of 12 x 16 and 6 x 8."""
+    model = attach(unet)
+    models.sample(model, 24, 32, steps=1)
+    return stats_of(model).maps
+
+
+def pixel(image: torch.Tensor, y: float, x: float) -> tuple[int, int, int]:
+    return tuple((image[0, int(y), int(x)] * 255).round().int().tolist())  # type: ignore[return-value]
+
+
+def test_one_panel_per_grid_the_finest_first(maps: Any) -> None:
+    assert set(maps) == {(12, 16), (6, 8)}
+    both = drawing.draw(maps, "")
+    fine = drawing.draw({(12, 16): maps[12, 16]}, "")
+    coarse = drawing.draw({(6, 8): maps[6, 8]}, "")
+    assert both.shape[2] == fine.shape[2] + coarse.shape[2] - MARGIN
+    assert torch.equal(both[:, :, : fine.shape[2] - MARGIN], fine[:, : both.shape[1], : fine.shape[2] - MARGIN])
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("grid", [(12, 16), (6, 8)])
+def test_dots_are_at_the_destinations_and_nowhere_else(maps: Any, grid: tuple[int, int]) -> None:
+    merged = maps[grid]
+    image = drawing.draw({grid: merged}, "")
+    cell = drawing._PANEL // max(grid)
+    places = set(merged.destinations.tolist())
+    assert len(places) == grid[0] * grid[1] // 2
+    for token in range(grid[0] * grid[1]):
+        row, column = divmod(token, grid[1])
+        middle = pixel(image, MARGIN + CAPTION + (row + 0.5) * cell, MARGIN + (column + 0.5) * cell)
+        assert (middle == (255, 255, 255)) is (token in places)
+
+
+def test_a_region_has_its_destinations_colour_and_its_neighbours_another(maps: Any) -> None:
+    merged = maps[12, 16]
+    image = drawing.draw({(12, 16): merged}, "")
+    cell = drawing._PANEL // 16
+
+    def colour(token: int) -> tuple[int, int, int]:
+        row, column = divmod(token, 16)
+        # off the middle, where the dots are, and off the border, where the lines are
+        return pixel(image, MARGIN + CAPTION + (row + 0.2) * cell, MARGIN + (column + 0.2) * cell)
+
+    owner = merged.owner.tolist()
+    assert set(owner) == set(merged.destinations.tolist())
+    assert all(owner[d] == d for d in merged.destinations.tolist())
+    for token in range(192):
+        assert colour(token) == colour(owner[token])
+    touching = [(t, t + 1) for t in range(192) if t % 16 < 15] + [(t, t + 16) for t in range(176)]
+    differing = [(a, b) for a, b in touching if owner[a] != owner[b]]
+    clashes = [pair for pair in differing if colour(pair[0]) == colour(pair[1])]
+    assert len(clashes) <= len(differing) // 50
+
+
+def test_lines_are_at_the_windows(maps: Any) -> None:
+    merged = maps[12, 16]
+    rows, columns = merged.cuts
+    assert (rows, columns) == ((0, 6, 12), (0, 8, 16))
+    image = drawing.draw({(12, 16): merged}, "")
+    cell = drawing._PANEL // 16
+    ink = drawing._INK
+    for row in range(1, 12):
+        assert (pixel(image, MARGIN + CAPTION + row * cell, MARGIN + 4.25 * cell) == ink) is (row == 6)
+    for column in range(1, 16):
+        assert (pixel(image, MARGIN + CAPTION + 2.25 * cell, MARGIN + column * cell) == ink) is (column == 8)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 64), (64, 1), (3, 40)])
+def test_any_grid_can_be_drawn(flux: Any, attach: Any, stats_of: Any, size: tuple[int, int]) -> None:
+    model = attach(flux, min_tokens=4)
+    models.sample(model, *(2 * side for side in size), steps=1)
+    image = drawing.draw(stats_of(model).maps, "nothing to see")
+    assert image.isfinite().all()
+    assert min(image.shape[1:3]) > 60
+
+
+def test_without_a_map_there_is_a_page_with_the_text() -> None:
+    short, long = drawing.draw({}, "why"), drawing.draw({}, "why " * 400)
+    assert short.shape == long.shape
+    assert (short < 0.5).sum() < (long < 0.5).sum()
+    assert (short < 0.5).any()

@@ -1,0 +1,109 @@
+"""The report node tells what happened, not what was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+Report = pack_module("nodes.report").ToMAReport
+LATENT = {"samples": torch.zeros(1, 4, 8, 8)}
+
+
+@pytest.fixture
+def shown(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """shown(model): text, image and the node's whole answer. Previews go to a temporary folder."""
+    import folder_paths
+
+    monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
+
+    def show(model: Any) -> tuple[str, torch.Tensor, Any]:
+        out = Report.execute(model, LATENT)
+        text, image, latent = out.args
+        assert latent is LATENT
+        assert image.ndim == 4
+        assert image.shape[0] == 1
+        assert image.dtype == torch.float32
+        assert 0 <= image.min() <= image.max() <= 1
+        assert out.ui["text"] == (text,)
+        assert len(out.ui["images"]) == 1
+        return text, image, out
+
+    return show
+
+
+@pytest.mark.compat
+def test_report_tells_what_was_merged_where_and_when(unet: Any, attach: Any, shown: Any) -> None:
+    model = attach(unet, end_percent=0.5, min_tokens=100, unet_whole_blocks=1, granularity="block", select_every=2)
+    models.sample(model, 24, 24, steps=4, scheduler="normal")
+    text, _, _ = shown(model)
+    lines = text.splitlines()
+    assert lines[0].startswith(
+        "144 -> 72 tokens (12x12) in 4/17 blocks, 2/4 steps, 4 selections, 4 weighings; left whole"
+    )
+    assert "merged steps: 1-2, at ratio 0.5" in lines
+    assert "whole steps: 3-4" in lines
+    assert "model evaluations: 4, merged: 2" in lines
+    assert "merged blocks: input.5.0, output.3.0, output.4.0, output.5.0" in lines
+    assert "left whole (unet_whole_blocks = 1): input.4.0" in lines
+    small = next(line for line in lines if line.startswith("left whole (fewer than 100 tokens): "))
+    assert small.count(",") == 11
+    assert "middle.0.1" in small
+
+
+def test_report_of_flux(flux: Any, attach: Any, shown: Any) -> None:
+    model = attach(flux, flux_whole_double=1)
+    models.sample(model, 20, 28, steps=2)
+    text, _, _ = shown(model)
+    assert text.startswith("140 -> 70 tokens (10x14) in 5/6 blocks, 2/2 steps, 2 selections, 2 weighings")
+    assert "left whole (flux_whole_double = 1): double.0" in text.splitlines()
+
+
+def test_report_does_not_claim_a_merge_that_never_was(unet: Any, attach: Any, shown: Any) -> None:
+    model = attach(unet, min_tokens=1000)
+    models.sample(model, 24, 24, steps=2)
+    text, _, _ = shown(model)
+    assert text.splitlines()[0] == "nothing was merged: fewer than 1000 tokens"
+    assert "merged steps" not in text
+    assert "whole steps: 1-2" in text
+    assert "model evaluations: 2, merged: 0" in text
+
+
+def test_report_follows_clones_and_the_last_run(unet: Any, attach: Any, shown: Any) -> None:
+    model = attach(unet)
+    later = model.clone()
+    models.sample(later, 24, 24, steps=1)
+    assert "(12x12)" in shown(model)[0]
+    models.sample(model, 32, 32, steps=1)
+    assert "(16x16)" in shown(later)[0]
+
+
+@pytest.mark.compat
+def test_report_without_a_run_says_what_to_connect(unet: Any, attach: Any, shown: Any) -> None:
+    text, image, _ = shown(attach(unet))
+    assert text.startswith("No sampling run of this model has been seen yet. Connect the sampler's latent")
+    assert image.shape[2] > 700
+    assert (image < 0.5).any(), "the page says it too"
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_report_of_a_model_without_toma(unet: Any, attach: Any, shown: Any, removed: bool) -> None:
+    model = attach(attach(unet), ratio=0.0) if removed else unet
+    assert shown(model)[0] == "This model carries no ToMA node, or its ratio is 0: nothing is merged."
+
+
+def test_report_after_an_error_tells_of_the_steps_until_then(unet: Any, attach: Any, shown: Any) -> None:
+    def stop(step: int, *_: Any) -> None:
+        if step == 1:
+            raise RuntimeError("enough")
+
+    model = attach(unet)
+    with pytest.raises(RuntimeError, match="enough"):
+        models.sample(model, 24, 24, steps=4, callback=stop)
+    text, image, _ = shown(model)
+    assert "2/4 steps" in text.splitlines()[0]
+    assert image.isfinite().all()

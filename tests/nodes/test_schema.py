@@ -1,0 +1,78 @@
+"""What saved workflows depend on is frozen in schema.json. To add an input: at the end, then write the file anew with
+
+TOMA_WRITE_SCHEMA=1 make test ARGS=tests/nodes/test_schema.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.comfy_pack import load_pack
+
+FROZEN = Path(__file__).with_name("schema.json")
+
+
+def schemas() -> list[Any]:
+    async def listed() -> list[Any]:
+        extension = await load_pack().comfy_entrypoint()
+        return [node.GET_SCHEMA() for node in await extension.get_node_list()]
+
+    return asyncio.run(listed())
+
+
+def input_facts(widget: Any) -> dict[str, Any]:
+    facts = {"id": widget.id, "type": widget.io_type, "optional": widget.optional}
+    for name in ("default", "min", "max", "options"):
+        if getattr(widget, name, None) is not None:
+            facts[name] = getattr(widget, name)
+    return facts
+
+
+def facts() -> dict[str, Any]:
+    return {
+        schema.node_id: {
+            "inputs": [input_facts(i) for i in schema.inputs],
+            "outputs": [{"type": o.io_type, "name": o.display_name or o.io_type} for o in schema.outputs],
+        }
+        for schema in schemas()
+    }
+
+
+@pytest.mark.compat
+def test_saved_workflows_go_on_working() -> None:
+    if os.environ.get("TOMA_WRITE_SCHEMA"):
+        FROZEN.write_text(json.dumps(facts(), indent=1) + "\n")
+    assert facts() == json.loads(FROZEN.read_text())
+
+
+@pytest.mark.parametrize("node_id", ["ToMA", "ToMAAdvanced", "ToMAReport"])
+def test_everything_is_explained(node_id: str) -> None:
+    schema = next(s for s in schemas() if s.node_id == node_id)
+    assert schema.display_name
+    assert len(schema.description) > 60
+    assert {"toma", "token merging"} <= set(schema.search_aliases)
+    for item in schema.inputs:
+        assert len(item.tooltip) > 20, item.id
+        assert item.tooltip.endswith(".")
+    labels = [item.display_name or item.id for item in schema.inputs]
+    assert len(set(labels)) == len(labels)
+
+
+def test_advanced_shows_groups_and_folds_the_rare_ones() -> None:
+    inputs = next(s for s in schemas() if s.node_id == "ToMAAdvanced").inputs[1:]
+    groups = [i.display_name.split(":")[0] for i in inputs]
+    assert groups == sorted(groups, key=["tokens", "where", "when", "how"].index)
+    assert {i.id for i in inputs if not i.advanced} == {
+        "ratio",
+        "granularity",
+        "start_percent",
+        "end_percent",
+        "selector",
+        "window_size",
+    }
