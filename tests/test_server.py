@@ -1,0 +1,191 @@
+"""A real server with the pack and small models: graphs over HTTP, their results, and their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import safetensors.torch
+
+from scripts.comfy_client import PromptError, Run
+from scripts.comfy_server import ComfyServer
+from scripts.comfyui import ROOT
+
+pytestmark = pytest.mark.server
+
+STEPS = 3
+
+
+# A loader for a model small enough for a test; the server runs it as one more node pack.
+TINY_PACK = """
+import importlib.util
+spec = importlib.util.spec_from_file_location("tiny_models", {models!r})
+models = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(models)
+
+class TinyModel:
+    RETURN_TYPES = ("MODEL", "CONDITIONING", "CONDITIONING")
+    FUNCTION = "load"
+    CATEGORY = "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {{"required": {{"kind": (["unet", "flux"],), "seed": ("INT", {{"default": 0}})}}}}
+
+    def load(self, kind, seed):
+        model = getattr(models, kind)(seed)
+        return model, models.conditioning(model, seed=1), models.conditioning(model, seed=2)
+
+NODE_CLASS_MAPPINGS = {{"TinyModel": TinyModel}}
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny_server(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Iterator[ComfyServer]:
+    """A server that can also load the small models."""
+    folder = tmp_path_factory.mktemp("packs") / "tiny"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(TINY_PACK.format(models=str(ROOT / "benchmarks" / "models.py")))
+    with ComfyServer(packs=[folder]) as running:
+        yield running
+
+
+def graph(toma: dict[str, Any] | None, *, kind: str = "unet", seed: int = 5, size: int = 192) -> dict[str, Any]:
+    """Loader -> ToMA -> KSampler -> report and latent. toma: class and inputs of the node, None to leave it out."""
+    latent = "EmptyLatentImage" if kind == "unet" else "EmptySD3LatentImage"
+    prompt = {
+        "1": node("TinyModel", kind=kind, seed=0),
+        "3": node(latent, width=size, height=size, batch_size=1),
+        "5": node(
+            "KSampler",
+            model=["4" if toma else "1", 0],
+            positive=["1", 1],
+            negative=["1", 2],
+            latent_image=["3", 0],
+            seed=seed,
+            steps=STEPS,
+            cfg=3.0,
+            sampler_name="euler",
+            scheduler="simple",
+            denoise=1.0,
+        ),
+        "7": node("SaveLatent", samples=["5", 0], filename_prefix="test"),
+    }
+    if toma:
+        prompt["4"] = node(model=["1", 0], **toma)
+        prompt["8"] = node("ToMAReport", model=["4", 0], latent=["5", 0])
+        prompt["9"] = node("PreviewAny", source=["8", 0])
+    return prompt
+
+
+def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": class_type, "inputs": inputs}
+
+
+def simple(ratio: float = 0.5) -> dict[str, Any]:
+    return {"class_type": "ToMA", "ratio": ratio, "preset": "balanced"}
+
+
+def advanced(server: ComfyServer, **settings: Any) -> dict[str, Any]:
+    """ToMAAdvanced with the defaults that the server tells the web page, and other settings on top."""
+    required = server.object_info("ToMAAdvanced")["input"]["required"]
+    defaults = {name: spec[1]["default"] for name, spec in required.items() if name != "model"}
+    return {"class_type": "ToMAAdvanced", **defaults, "min_tokens": 16, **settings}
+
+
+def latent(server: ComfyServer, run: Run, node_id: str = "7") -> bytes:
+    """The numbers of the saved latent: the file around them also holds the prompt."""
+    assert run.status == "success", run.error
+    file = safetensors.torch.load(server.view(run.outputs[node_id]["latents"][0]))
+    assert file["latent_tensor"].isfinite().all()
+    return file["latent_tensor"].numpy().tobytes()
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("kind", ["unet", "flux"])
+def test_graph_samples_and_reports(tiny_server: ComfyServer, kind: str) -> None:
+    settings = advanced(tiny_server, flux_whole_double=0, flux_whole_single=1)
+    run = tiny_server.run(graph(settings, kind=kind), timeout=60)
+    assert run.status == "success", run.error
+    (text,) = run.outputs["8"]["text"]
+    assert f"{STEPS}/{STEPS} steps" in text.splitlines()[0]
+    assert "merged blocks: " in text
+    assert run.outputs["9"]["text"] == [text]
+    assert tiny_server.view(run.outputs["8"]["images"][0]).startswith(b"\x89PNG")
+    progress = [data for kind, data in run.messages if kind == "progress" and data["node"] == "5"]
+    assert progress[-1]["value"] == progress[-1]["max"] == STEPS
+    assert f"ToMA: {text.splitlines()[0]}" in tiny_server.log()
+
+
+def test_same_prompt_same_latent_whatever_ran_between(tiny_server: ComfyServer) -> None:
+    """ComfyUI keeps results of equal prompts, so each comparison samples anew under another cached seed."""
+    settings = advanced(tiny_server, ratio=0.6)
+    first = latent(tiny_server, tiny_server.run(graph(settings), timeout=60))
+    tiny_server.run(graph(advanced(tiny_server, ratio=0.3), seed=9, size=96), timeout=60)
+    tiny_server.post("/free", {"unload_models": True, "free_memory": True})
+    again = tiny_server.run(graph(settings), timeout=60)
+    assert not cached(again, "5")
+    assert latent(tiny_server, again) == first
+    assert latent(tiny_server, tiny_server.run(graph(None), timeout=60)) != first
+
+
+def cached(run: Run, node_id: str) -> bool:
+    return any(node_id in data["nodes"] for kind, data in run.messages if kind == "execution_cached")
+
+
+def test_ratio_zero_and_steps_out_of_range_are_the_latent_without_it(tiny_server: ComfyServer) -> None:
+    plain = latent(tiny_server, tiny_server.run(graph(None), timeout=60))
+    assert latent(tiny_server, tiny_server.run(graph(simple(0.0)), timeout=60)) == plain
+    late = advanced(tiny_server, start_percent=0.99)
+    assert latent(tiny_server, tiny_server.run(graph(late), timeout=60)) == plain
+    merged = latent(tiny_server, tiny_server.run(graph(advanced(tiny_server)), timeout=60))
+    assert merged != plain
+
+
+def test_two_branches_of_one_loader_are_each_as_if_alone(tiny_server: ComfyServer) -> None:
+    settings = [advanced(tiny_server, ratio=0.25), advanced(tiny_server, ratio=0.75, granularity="module")]
+    alone = [latent(tiny_server, tiny_server.run(graph(s, seed=11), timeout=60)) for s in settings]
+    tiny_server.post("/free", {"unload_models": True, "free_memory": True})
+    both = graph(settings[0], seed=11)
+    second = graph(settings[1], seed=11)
+    for old, new in (("4", "14"), ("5", "15"), ("7", "17"), ("8", "18")):
+        both[new] = {**second[old], "inputs": dict(second[old]["inputs"])}
+    both["15"]["inputs"]["model"] = both["18"]["inputs"]["model"] = ["14", 0]
+    both["17"]["inputs"]["samples"] = both["18"]["inputs"]["latent"] = ["15", 0]
+    run = tiny_server.run(both, timeout=60)
+    assert [latent(tiny_server, run, n) for n in ("7", "17")] == alone
+    texts = [run.outputs[n]["text"][0].splitlines()[0] for n in ("8", "18")]
+    assert texts[0] != texts[1]
+
+
+@pytest.mark.parametrize("ratio", [1.5, -0.1, float("nan")])
+def test_bad_ratio_is_refused_with_range_and_fix(tiny_server: ComfyServer, ratio: float) -> None:
+    with pytest.raises(PromptError) as refused:
+        tiny_server.run(graph(simple(ratio)), timeout=60)
+    (error,) = refused.value.node_errors["4"]["errors"]
+    assert error["extra_info"]["input_name"] == "ratio"
+    for part in ("ratio is", "0 to 0.95", "Try 0.5"):
+        assert part in error["details"]
+
+
+def test_bad_settings_fail_their_prompt_only(tiny_server: ComfyServer) -> None:
+    """start > end shows on the ToMA node, and the prompt queued behind it runs."""
+    bad = tiny_server.queue(graph(advanced(tiny_server, start_percent=0.8, end_percent=0.2)))
+    good = tiny_server.queue(graph(advanced(tiny_server, ratio=0.4), seed=21))
+    failed = tiny_server.wait(bad, timeout=60)
+    assert failed.status == "error"
+    assert failed.error is not None
+    assert failed.error["node_type"] == "ToMAAdvanced"
+    message = failed.error["exception_message"]
+    for part in ("start_percent (0.8)", "end_percent (0.2)", "lower start_percent"):
+        assert part in message
+    assert tiny_server.wait(good, timeout=60).status == "success"
+
+
+def test_window_of_zero_is_refused_by_name(tiny_server: ComfyServer) -> None:
+    with pytest.raises(PromptError) as refused:
+        tiny_server.run(graph(advanced(tiny_server, window_size=0)), timeout=60)
+    (error,) = refused.value.node_errors["4"]["errors"]
+    assert error["extra_info"]["input_name"] == "window_size"
+    assert "min of 2" in error["message"]
