@@ -13,9 +13,21 @@ import torch
 from comfy.ldm.flux.model import Flux
 from torch import Tensor, nn
 
-from ...toma_core import Evaluation, MergePlan, ToMAConfig, merge, plan_for, restore, unmerge
+from ...toma_core import Evaluation, MergePlan, ToMAConfig, plan_for
 from ...toma_core.config import Granularity, Share
-from .hooks import EVALUATION, Hook, HookPair, evaluation_of, fits, installed, outside_graph
+from .hooks import (
+    EVALUATION,
+    Hook,
+    HookPair,
+    eager,
+    evaluation_of,
+    fits,
+    installed,
+    merge,
+    outside_graph,
+    restore,
+    unmerge,
+)
 
 NAME = "Flux.1"
 
@@ -52,6 +64,7 @@ class _Merger(Hook):
     def scope(self, share: Share) -> Hashable:
         return {Share.LEVEL: "level", Share.STACK: self.kind, Share.BLOCK: self.name}[share]
 
+    @eager
     def plan(self, image: Tensor, obstacles: dict[str, Any], transformer_options: dict[str, Any]) -> MergePlan | None:
         """The plan for the (B, H * W, C) tokens of the image, or None to leave the block whole; the outcome is noted
         in the run's stats. obstacles: arguments of the block that are tied to token positions, None if absent."""
@@ -80,6 +93,7 @@ class _Positions:
     def __init__(self) -> None:
         self.held: tuple[Tensor, MergePlan, Tensor] | None = None
 
+    @eager
     def merged(self, pe: Tensor | None, plan: MergePlan, before: int) -> Tensor | None:
         """The rows for [before | D destinations | rest], see `_merged_rows`; None if the model has no RoPE."""
         if pe is None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ... import toma_core
 from ...toma_core import Evaluation
 
 # Where the pieces ride in ComfyUI's transformer_options.
@@ -70,5 +71,10 @@ def fits(x: torch.Tensor, tokens: int, evaluation: Evaluation) -> bool:
 
 
 # Merging chooses by content, step and shape: inside a traced graph those choices would be frozen at the first trace.
-# The wrapped block itself may still be compiled.
+# The wrapped block itself may still be compiled, so hooks are kept out of graphs alone, and what they call to plan and
+# to merge with everything below it.
 outside_graph = torch.compiler.disable(recursive=False)
+eager = torch.compiler.disable
+merge, unmerge, reduce, restore = (
+    eager(f) for f in (toma_core.merge, toma_core.unmerge, toma_core.reduce, toma_core.restore)
+)

@@ -10,9 +10,9 @@ from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel
 from torch import Tensor, nn
 
-from ...toma_core import Evaluation, MergePlan, ToMAConfig, merge, plan_for, reduce, restore, unmerge
+from ...toma_core import Evaluation, MergePlan, ToMAConfig, plan_for
 from ...toma_core.config import Granularity, Levels, Share
-from .hooks import Hook, HookPair, evaluation_of, fits, outside_graph
+from .hooks import Hook, HookPair, eager, evaluation_of, fits, merge, outside_graph, reduce, restore, unmerge
 
 NAME = "UNet (SDXL, SD1.5, SD2)"
 
@@ -44,6 +44,7 @@ class _Site:
             return "level"
         return self.position if share is Share.STACK else (self.position, self.index)
 
+    @eager
     def plan(
         self, x: Tensor, transformer_options: dict[str, Any], part: str = "", rest: Sequence[_Site] = ()
     ) -> MergePlan | None:
