@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 
 import hypothesis
@@ -32,6 +33,13 @@ if os.environ.get("COMFYUI_PATH"):
     use_comfyui()
 else:
     sys.meta_path.insert(0, NoComfyUI())  # type: ignore[arg-type]
+
+# Triton reads this when it is first imported, and ComfyUI imports it: its kernels are interpreted, on CPU tensors.
+if find_spec("torch"):
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The same examples every time in CI, fresh ones at a desk; no deadline, since machines differ.
 hypothesis.settings.register_profile("desk", deadline=None)

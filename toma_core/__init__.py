@@ -1,4 +1,4 @@
-"""ToMA, Token Merge with Attention (ICML 2025, arXiv 2509.10918), in PyTorch and nothing else.
+"""ToMA, Token Merge with Attention (ICML 2025, arXiv 2509.10918), in PyTorch, and in Triton where there is a fast GPU.
 
 `reduce` and `restore` (pipeline) are the front door; `ToMAConfig` (config) holds the settings; `RunState` (state)
 holds what lives as long as one sampling run.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .config import UnmergeKind
+from .kernels import Kernels
 from .selection.objective import normalized
 from .windows import Budget, Windows
 
@@ -20,6 +21,7 @@ class MergePlan:
     picks: (B, W, K) int64, the slot of each destination in its window.
     merge_weights: (B, W, K, S), rows sum to 1: a destination is a weighted mean of its window's tokens.
     unmerge_weights: (B, W, S, K): with the transpose rows sum to 1, each token is a mix of destination results.
+    kernels: fast kernels that do what `merge` and `unmerge` say; None for plain PyTorch.
     """
 
     windows: Windows
@@ -27,6 +29,7 @@ class MergePlan:
     picks: Tensor
     merge_weights: Tensor
     unmerge_weights: Tensor
+    kernels: Kernels | None = None
 
     @property
     def tokens(self) -> int:
@@ -55,12 +58,30 @@ class MergePlan:
 
 def merge(x: Tensor, plan: MergePlan) -> Tensor:
     """X' = M X. (B, N, C) -> (B, D, C) in x's dtype."""
+    if kernels := _kernels(plan, x):
+        return kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
     return plan.budget.pack(plan.merge_weights @ plan.windows.split(x))
 
 
 def unmerge(y: Tensor, plan: MergePlan) -> Tensor:
     """Y = A^T Y' (or the pseudo-inverse of M). (B, D, C) -> (B, N, C) in y's dtype."""
+    if kernels := _kernels(plan, y):
+        return kernels.unmerge(y, plan.unmerge_weights, plan.windows, plan.budget)
     return plan.windows.join(plan.unmerge_weights @ plan.budget.unpack(y))
+
+
+def unmerge_update(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
+    """X + A^T (Y' - X'). out, reduced: (B, D, C); x: (B, N, C). Returns (B, N, C)."""
+    if kernels := _kernels(plan, out, reduced, x):
+        return kernels.restore(out, reduced, x, plan.unmerge_weights, plan.windows, plan.budget)
+    return x + unmerge(out - reduced, plan)
+
+
+def _kernels(plan: MergePlan, *tensors: Tensor) -> Kernels | None:
+    """The plan's kernels if they can take these tensors: of the dtype it was made for, and without gradients."""
+    if plan.kernels is None or any(t.dtype is not plan.merge_weights.dtype for t in tensors):
+        return None
+    return None if torch.is_grad_enabled() and any(t.requires_grad for t in tensors) else plan.kernels
 
 
 def weigh(

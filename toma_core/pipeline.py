@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .merge import MergePlan, merge, unmerge
+from .merge import MergePlan, merge, unmerge_update
 from .schedule import Decision
 from .state import RunState
 
@@ -51,4 +51,4 @@ def restore(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan | None) -> 
 
     The block's residual stream goes through untouched, so that merging blurs what the block adds, not what it got.
     """
-    return out if plan is None else x + unmerge(out - reduced, plan)
+    return out if plan is None else unmerge_update(out, reduced, x, plan)

@@ -6,12 +6,13 @@ To reset, throw the `RunState` away. Nothing here is shared between runs, and no
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from .config import ToMAConfig
+from .config import SelectorKind, ToMAConfig, UnmergeKind
+from .kernels import Dispatch
 from .merge import MergePlan, weigh
 from .schedule import Decision, Schedule
 from .selection import cosine_similarity, select
@@ -39,6 +40,7 @@ class RunState:
 
     schedule: Schedule
     stats: RunStats = field(default_factory=RunStats)
+    dispatch: Dispatch = field(default_factory=Dispatch)
     _plans: dict[_PlanKey, _Entry] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
 
@@ -87,14 +89,24 @@ class RunState:
     def _selected(self, x: Tensor, grid: tuple[int, int], decision: Decision) -> MergePlan:
         config = self.config
         windows, budget = self._layout(grid, decision, x.device)
+        choice = self.dispatch.pick(x, windows, budget)
+        self.stats.computed_by(str(choice))
+        kernels, greedy = choice.kernels, config.selector is SelectorKind.FACILITY_LOCATION
+        if kernels is not None and greedy and config.unmerge is UnmergeKind.TRANSPOSE:
+            return MergePlan(windows, budget, *kernels.select_weigh(x, windows, budget, config.scale), kernels)
         tokens = windows.split(x)
         similarity = cosine_similarity(tokens)
         picks = select(similarity, windows, budget, config.selector, config.random_seed + decision.selection)
-        return weigh(tokens, picks, windows, budget, config.scale, config.unmerge, x.dtype)
+        plan = weigh(tokens, picks, windows, budget, config.scale, config.unmerge, x.dtype)
+        return replace(plan, kernels=kernels)
 
     def _reweighed(self, x: Tensor, plan: MergePlan) -> MergePlan:
-        tokens = plan.windows.split(x)
-        return weigh(tokens, plan.picks, plan.windows, plan.budget, self.config.scale, self.config.unmerge, x.dtype)
+        config, kernels, windows, budget = self.config, plan.kernels, plan.windows, plan.budget
+        if kernels is not None and config.unmerge is UnmergeKind.TRANSPOSE:
+            M, back = kernels.weigh(x, plan.picks, windows, budget, config.scale)
+            return replace(plan, merge_weights=M, unmerge_weights=back)
+        new = weigh(windows.split(x), plan.picks, windows, budget, config.scale, config.unmerge, x.dtype)
+        return replace(new, kernels=kernels)
 
     def _layout(self, grid: tuple[int, int], decision: Decision, device: torch.device) -> tuple[Windows, Budget]:
         config = self.config
@@ -130,4 +142,5 @@ def _stacked(plans: list[MergePlan]) -> MergePlan:
         torch.cat([p.picks for p in plans]),
         torch.cat([p.merge_weights for p in plans]),
         torch.cat([p.unmerge_weights for p in plans]),
+        first.kernels,
     )

@@ -41,6 +41,7 @@ class RunStats:
     left_whole: dict[str, set[str]] = field(default_factory=dict)
     selections: int = 0
     weighings: int = 0
+    kernels: set[str] = field(default_factory=set)
     maps: dict[tuple[int, int], MergeMap] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -59,6 +60,11 @@ class RunStats:
             self.grids[grid] = kept
             self.selections += selected
             self.weighings += 1
+
+    def computed_by(self, kernels: str) -> None:
+        """Plans were made by these kernels, or by plain PyTorch because of a reason."""
+        with self.lock:
+            self.kernels.add(kernels)
 
     def merged(self, block: str) -> None:
         """`block` ran on merged tokens, at least in part."""
@@ -81,6 +87,8 @@ class RunStats:
         line += f", {self.selections} selections, {self.weighings} weighings"
         for reason, parts in self.left_whole.items():
             line += f"; left whole ({reason}): {_shortened(sorted(parts))}"
+        if self.kernels:
+            line += f"; kernels: {', '.join(sorted(self.kernels))}"
         return line
 
     def text(self) -> str:

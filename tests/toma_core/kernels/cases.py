@@ -1,0 +1,51 @@
+"""Tokens on odd grids, for the kernels' tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from toma_core.config import WindowKind
+from toma_core.windows import Budget, Windows, make_budget, make_windows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens on a grid, and how it is cut and merged."""
+
+    height: int
+    width: int
+    size: int
+    ratio: float
+    channels: int
+    dtype: torch.dtype = torch.float32
+    batch: int = 1
+    kind: WindowKind = WindowKind.TILE
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        name = f"{self.height}x{self.width}-{self.kind.value}{self.size}-r{self.ratio}-C{self.channels}"
+        return f"{name}-B{self.batch}-{dtype}"
+
+    def tokens(self, seed: int = 0) -> Tensor:
+        """Smooth features with noise: neighbours are alike, as in a picture. (B, N, C)"""
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(self.batch, self.channels, self.height, self.width, generator=generator)
+        x = torch.nn.functional.avg_pool2d(x, 3, 1, 1) + 0.1 * x
+        return x.flatten(2).transpose(1, 2).contiguous().to(DEVICE, self.dtype)
+
+    def layout(self) -> tuple[Windows, Budget]:
+        windows = make_windows(self.height, self.width, self.kind, self.size)
+        device = torch.device(DEVICE)
+        return windows.to(device), make_budget(windows.counts, self.ratio).to(device)
+
+
+def each(*cases: Case) -> Any:
+    """Parametrize a test by cases, named by what they are."""
+    return pytest.mark.parametrize("case", cases, ids=str)

@@ -1,0 +1,44 @@
+"""Kernels run for real where there is a CUDA device, and in Triton's interpreter (see tests/conftest.py) elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.toma_core.kernels.cases import DEVICE
+
+pytest.importorskip("triton", reason="Triton has no build for this system")
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel does not write shows: fresh memory holds NaN, and indices far outside of any tensor."""
+    empty = torch.empty
+
+    def poisoned_empty(*args: Any, **kwargs: Any) -> Tensor:
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else -(2**40))
+
+    monkeypatch.setattr(torch, "empty", poisoned_empty)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """The interpreter works on small arrays."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Any:
+    from toma_core.kernels.triton import INTERPRETED, TritonKernels
+
+    if DEVICE == "cpu" and not INTERPRETED:
+        pytest.fail("Triton was imported before TRITON_INTERPRET was set: tests/conftest.py must come first")
+    return TritonKernels()

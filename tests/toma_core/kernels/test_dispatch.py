@@ -1,0 +1,194 @@
+"""Which kernels a run uses, why, and that a run on kernels does what a run without them does."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import toma_core.kernels
+from tests.toma_core.kernels.cases import DEVICE, Case
+from toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig, plan_for, reduce, restore
+from toma_core.config import SelectorKind, UnmergeKind
+from toma_core.kernels import Backend, Dispatch
+from toma_core.merge import MergePlan, unmerge
+from toma_core.selection import cosine_similarity, facility_location
+
+CASE = Case(6, 10, 4, 0.5, 24)
+GRID = (CASE.height, CASE.width)
+HERE = "triton" if DEVICE == "cuda" else "torch (no CUDA device)"
+
+
+def evaluation(backend: Backend, **settings: Any) -> Evaluation:
+    config = ToMAConfig(window_size=CASE.size, min_tokens=4, **settings)
+    return Evaluation(RunState(Schedule(config), dispatch=Dispatch(backend)), Decision(0, 0.5, 0, 0))
+
+
+def plan_of(x: torch.Tensor, where: Evaluation, scope: str = "a") -> MergePlan:
+    plan = plan_for(x, GRID, scope, where)
+    assert plan is not None
+    return plan
+
+
+def test_unasked(kernels: Any) -> None:
+    """Real kernels on a GPU; PyTorch on a CPU, even where Triton's interpreter stands ready."""
+    where = evaluation(Backend.AUTO)
+    plan = plan_of(CASE.tokens(), where)
+    assert (plan.kernels is None) == (DEVICE == "cpu")
+    assert where.run.stats.kernels == {HERE}
+    where.run.stats.merged("block")
+    assert f"; kernels: {HERE}" in where.run.stats.summary()
+
+
+def test_asked_for(kernels: Any) -> None:
+    plan = plan_of(CASE.tokens(), evaluation(Backend.TRITON))
+    assert isinstance(plan.kernels, type(kernels))
+    where = evaluation(Backend.TORCH)
+    assert plan_of(CASE.tokens(), where).kernels is None
+    assert where.run.stats.kernels == {"torch (as asked)"}
+
+
+def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    obstacle = toma_core.kernels._obstacle
+    monkeypatch.setattr(toma_core.kernels, "_obstacle", lambda *a, **k: asked.append(a) or obstacle(*a, **k))
+    where = evaluation(Backend.TRITON)
+    for scope in "abc":
+        plan_of(CASE.tokens(), where, scope)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (Case(6, 10, 4, 0.5, 24, torch.float64), "tokens in torch.float64"),
+        (Case(17, 17, 17, 0.5, 8), "windows of 289 tokens, the kernels take 256"),
+    ],
+    ids=["dtype", "window"],
+)
+def test_what_kernels_cannot_do(case: Case, reason: str, kernels: Any) -> None:
+    """Said in words, and an error only for who asked for them."""
+    x, layout = case.tokens(), case.layout()
+    with pytest.raises(RuntimeError, match=reason):
+        Dispatch(Backend.TRITON).pick(x, *layout)
+    choice = Dispatch().pick(x, *layout)
+    assert choice.kernels is None
+    assert str(choice) == (f"torch ({reason})" if DEVICE == "cuda" else "torch (no CUDA device)")
+
+
+def test_other_devices() -> None:
+    x, layout = CASE.tokens().to("meta"), CASE.layout()
+    assert str(Dispatch().pick(x, *layout)) == "torch (no CUDA device)"
+    with pytest.raises(RuntimeError, match="cannot run here: no CUDA device"):
+        Dispatch(Backend.TRITON).pick(x, *layout)
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "toma_core.kernels.triton", None)
+    with pytest.raises(RuntimeError, match="Triton is not installed"):
+        Dispatch(Backend.TRITON).pick(CASE.tokens(), *CASE.layout())
+
+
+class TestFirstUse:
+    """A GPU that seems fine, until the first kernel is compiled."""
+
+    @pytest.fixture(autouse=True)
+    def seems_fine(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(toma_core.kernels, "_obstacle", lambda *args, **kwargs: "")
+        monkeypatch.setattr(toma_core.kernels, "_trials", {})
+
+    def test_falls_back_once_and_says_why(
+        self, kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        calls = []
+
+        def fail(*args: Any) -> None:
+            calls.append(args)
+            raise RuntimeError("Failed to find C compiler.\nPlease set CC.")
+
+        monkeypatch.setattr(type(kernels), "merge", fail)
+        reason = "Triton failed: RuntimeError: Failed to find C compiler."
+        for _ in range(2):
+            with caplog.at_level(logging.WARNING):
+                where = evaluation(Backend.AUTO)
+                plan_of(CASE.tokens(), where)
+            assert where.run.stats.kernels == {f"torch ({reason})"}
+        assert len(calls) == 1
+        assert [record.getMessage() for record in caplog.records] == [
+            f"ToMA: plain PyTorch instead of Triton kernels. {reason}"
+        ]
+        with pytest.raises(RuntimeError, match="C compiler"):
+            reduce(CASE.tokens(), plan_of(CASE.tokens(), evaluation(Backend.TRITON)))
+
+    def test_no_memory_is_no_reason_to_fall_back(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*args: Any) -> None:
+            raise torch.OutOfMemoryError
+
+        monkeypatch.setattr(type(kernels), "merge", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            plan_of(CASE.tokens(), evaluation(Backend.AUTO))
+
+    def test_works(self, kernels: Any) -> None:
+        where = evaluation(Backend.AUTO)
+        assert isinstance(plan_of(CASE.tokens(), where).kernels, type(kernels))
+        assert where.run.stats.kernels == {"triton"}
+
+
+@pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
+@pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
+def test_a_run_on_kernels_equals_one_without(selector: SelectorKind, unmerge_kind: UnmergeKind, kernels: Any) -> None:
+    """Selected, then weighed anew from other tokens: the block's result as in plain PyTorch."""
+    settings = {"selector": selector, "unmerge": unmerge_kind, "scale": 30.0}
+    fast, plain = (evaluation(backend, **settings) for backend in (Backend.TRITON, Backend.TORCH))
+    for seed, weighing in ((0, 0), (1, 1)):
+        x = CASE.tokens(seed)
+        decision = Decision(0, 0.5, 0, weighing)
+        results = []
+        for where in (fast, plain):
+            plan = plan_of(x, Evaluation(where.run, decision))
+            reduced = reduce(x, plan)
+            results.append((plan, reduced, restore(reduced.sin(), reduced, x, plan)))
+        (a, b) = results
+        assert a[0].kernels is not None
+        assert b[0].kernels is None
+        if torch.equal(a[0].picks, b[0].picks):
+            torch.testing.assert_close(a[1:], b[1:], rtol=1e-4, atol=1e-4)
+        else:
+            # Mutual neighbours tie: other picks, equally good.
+            assert selector is SelectorKind.FACILITY_LOCATION
+            windows = a[0].windows
+            similarity = cosine_similarity(windows.split(CASE.tokens())).flatten(0, 1)
+            values = [facility_location(similarity, plan.picks.flatten(0, 1), windows.valid) for plan, *_ in results]
+            torch.testing.assert_close(*values, rtol=2e-3, atol=1e-3)
+    assert fast.run.stats.selections == plain.run.stats.selections == 1
+    assert fast.run.stats.weighings == plain.run.stats.weighings == 2
+
+
+def test_a_batch_of_several_parts_stays_on_kernels(kernels: Any) -> None:
+    where = Evaluation(evaluation(Backend.TRITON).run, Decision(0, 0.5, 0, 0), ("left", "right", "left"))
+    x = torch.cat([CASE.tokens(seed) for seed in range(3)])
+    plan = plan_of(x, where)
+    assert plan.kernels is not None
+    plain = MergePlan(plan.windows, plan.budget, plan.picks, plan.merge_weights, plan.unmerge_weights)
+    torch.testing.assert_close(reduce(x, plan), reduce(x, plain))
+
+
+def test_gradients_go_through_plain_pytorch(kernels: Any) -> None:
+    plan = plan_of(CASE.tokens(), evaluation(Backend.TRITON))
+    y = torch.randn(1, plan.kept, CASE.channels, device=DEVICE, requires_grad=True)
+    unmerge(y, plan).sum().backward()
+    expected = plan.unmerge_weights.sum(2)
+    if plan.budget.valid is not None:
+        expected = expected[:, plan.budget.valid]
+    assert y.grad is not None
+    torch.testing.assert_close(y.grad[..., 0].flatten(), expected.flatten())
+
+
+def test_other_dtypes_than_the_plans_go_through_plain_pytorch(kernels: Any) -> None:
+    """As without kernels: PyTorch's own error, not a product of mixed dtypes."""
+    plan = plan_of(CASE.tokens(), evaluation(Backend.TRITON))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        reduce(CASE.tokens().half(), plan)

@@ -1,0 +1,165 @@
+"""Merge, unmerge and the restored residual in one launch each, against the plain PyTorch of `merge` in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.toma_core.kernels.cases import DEVICE, Case, each
+from toma_core.config import WindowKind
+from toma_core.merge import MergePlan, merge, unmerge
+
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+
+CASES = (
+    Case(5, 7, 4, 0.5, 40, FULL),
+    Case(5, 7, 4, 0.25, 77, HALF, batch=3),
+    Case(13, 19, 8, 0.5, 40, HALF, batch=3),
+    Case(13, 19, 8, 0.75, 77, BRAIN),
+    Case(13, 19, 8, 0.9, 64, FULL),
+    Case(16, 24, 8, 0.25, 640, HALF),
+    Case(9, 11, 4, 0.5, 40, HALF, kind=WindowKind.STRIPE),
+    # More than 64 of both tokens and destinations in a window: several steps of the sum.
+    Case(13, 19, 16, 0.25, 40, BRAIN),
+    Case(20, 17, 32, 0.5, 77, FULL, batch=3),
+    Case(1, 3, 2, 0.5, 1, FULL),
+    Case(52, 76, 8, 0.5, 40, HALF),
+)
+
+
+def random_plan(case: Case) -> MergePlan:
+    """Weights that a plan may have, not those of these tokens: zero in padding and in unused places."""
+    windows, budget = case.layout()
+    generator = torch.Generator().manual_seed(7)
+    shape = (case.batch, len(windows.counts), budget.slots, windows.slots)
+    A = torch.rand(shape, generator=generator).to(DEVICE)
+    if windows.valid is not None:
+        A = A * windows.valid[:, None, :]
+    if budget.valid is not None:
+        A = A * budget.valid[..., None]
+    M = A / A.sum(-1, keepdim=True).clamp_min(1e-9)
+    back = (A / A.sum(-2, keepdim=True).clamp_min(1e-9)).transpose(2, 3).contiguous()
+    picks = torch.zeros(shape[:3], dtype=torch.int64, device=DEVICE)
+    return MergePlan(windows, budget, picks, M.to(case.dtype), back.to(case.dtype))
+
+
+def in_fp32(plan: MergePlan) -> MergePlan:
+    return MergePlan(plan.windows, plan.budget, plan.picks, plan.merge_weights.float(), plan.unmerge_weights.float())
+
+
+def check(actual: Tensor, expected: Tensor, dtype: torch.dtype, roundings: int = 1) -> None:
+    """Sums are fp32: what is left is one rounding of the result for each time it is stored in its dtype."""
+    assert actual.dtype == dtype
+    assert actual.is_contiguous()
+    atol = roundings * {FULL: 2e-6, HALF: 1e-3, BRAIN: 8e-3}[dtype]
+    torch.testing.assert_close(actual.float(), expected, rtol=atol, atol=atol)
+
+
+def normal(case: Case, tokens: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(case.batch, tokens, case.channels, generator=generator).to(DEVICE, case.dtype)
+
+
+@each(*CASES)
+def test_merge(case: Case, kernels: Any) -> None:
+    plan, x = random_plan(case), case.tokens()
+    actual = kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
+    check(actual, merge(x.float(), in_fp32(plan)), case.dtype)
+
+
+@each(*CASES)
+def test_unmerge(case: Case, kernels: Any) -> None:
+    plan = random_plan(case)
+    y = normal(case, plan.kept, 1)
+    actual = kernels.unmerge(y, plan.unmerge_weights, plan.windows, plan.budget)
+    check(actual, unmerge(y.float(), in_fp32(plan)), case.dtype, 2)
+
+
+@each(*CASES)
+def test_restore(case: Case, kernels: Any) -> None:
+    plan, x = random_plan(case), case.tokens()
+    out, reduced = normal(case, plan.kept, 1), normal(case, plan.kept, 2)
+    kept = [t.clone() for t in (out, reduced, x)]
+    actual = kernels.restore(out, reduced, x, plan.unmerge_weights, plan.windows, plan.budget)
+    check(actual, x.float() + unmerge(out.float() - reduced.float(), in_fp32(plan)), case.dtype, 4)
+    assert all(torch.equal(a, b) for a, b in zip((out, reduced, x), kept, strict=True)), "inputs are left alone"
+
+
+@each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
+def test_a_block_that_adds_nothing_changes_nothing(case: Case, kernels: Any) -> None:
+    plan, x = random_plan(case), case.tokens()
+    reduced = kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
+    assert torch.equal(kernels.restore(reduced, reduced, x, plan.unmerge_weights, plan.windows, plan.budget), x)
+
+
+@each(Case(5, 7, 4, 0.5, 40, HALF, batch=2))
+def test_any_strides(case: Case, kernels: Any) -> None:
+    """Parts of longer sequences, as in Flux, and channels that are not next to each other."""
+    plan, x = random_plan(case), case.tokens()
+    layout = plan.windows, plan.budget
+    out, reduced = normal(case, plan.kept, 1), normal(case, plan.kept, 2)
+    merged = kernels.merge(x, plan.merge_weights, *layout)
+    restored = kernels.restore(out, reduced, x, plan.unmerge_weights, *layout)
+
+    def between(t: Tensor) -> Tensor:
+        noise = torch.full((t.shape[0], 7, t.shape[2]), float("nan"), dtype=t.dtype, device=DEVICE)
+        return torch.cat([noise, t, noise], 1)[:, 7:-7]
+
+    def apart(t: Tensor) -> Tensor:
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+    for view in (between, apart):
+        assert not view(x).is_contiguous()
+        assert torch.equal(kernels.merge(view(x), plan.merge_weights, *layout), merged)
+        parts = view(out), view(reduced), view(x)
+        assert torch.equal(kernels.restore(*parts, plan.unmerge_weights, *layout), restored)
+
+
+@each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
+def test_one_plan_for_a_batch(case: Case, kernels: Any) -> None:
+    """Weights of one image serve all of them, as matrix products broadcast."""
+    plan, x = random_plan(case), case.tokens()
+    M, back = plan.merge_weights[:1], plan.unmerge_weights[:1]
+    merged = kernels.merge(x, M, plan.windows, plan.budget)
+    assert torch.equal(merged, kernels.merge(x, M.repeat(3, 1, 1, 1), plan.windows, plan.budget))
+    spread = kernels.unmerge(merged, back, plan.windows, plan.budget)
+    assert torch.equal(spread, kernels.unmerge(merged, back.repeat(3, 1, 1, 1), plan.windows, plan.budget))
+
+
+@each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
+def test_refused(case: Case, kernels: Any) -> None:
+    """Sizes that would read past a tensor."""
+    plan, x = random_plan(case), case.tokens()
+    out = normal(case, plan.kept, 1)
+    with pytest.raises(ValueError, match="do not fit a batch of 3"):
+        kernels.merge(x, plan.merge_weights[:2], plan.windows, plan.budget)
+    with pytest.raises(ValueError, match="not contiguous"):
+        kernels.merge(x, plan.unmerge_weights.transpose(2, 3), plan.windows, plan.budget)
+    with pytest.raises(ValueError, match="expected tokens"):
+        kernels.restore(out, out[:, 1:], x, plan.unmerge_weights, plan.windows, plan.budget)
+    with pytest.raises(ValueError, match="expected tokens"):
+        kernels.restore(out, out, x[:, 1:], plan.unmerge_weights, plan.windows, plan.budget)
+    with pytest.raises(ValueError, match="expected tokens"):
+        kernels.merge(x[:, 1:], plan.merge_weights, plan.windows, plan.budget)
+    with pytest.raises(ValueError, match="expected tokens"):
+        kernels.unmerge(out[:, 1:], plan.unmerge_weights, plan.windows, plan.budget)
+
+
+@pytest.mark.gpu
+@each(
+    Case(64, 64, 8, 0.5, 640, HALF, batch=2),
+    Case(104, 152, 8, 0.25, 640, BRAIN, batch=4),
+    Case(64, 64, 16, 0.5, 3072, BRAIN),
+    Case(52, 76, 16, 0.75, 1280, FULL, batch=3),
+    Case(256, 256, 4, 0.5, 640, HALF, batch=4),
+)
+def test_full_size(case: Case, kernels: Any) -> None:
+    plan, x = random_plan(case), case.tokens()
+    merged = kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
+    check(merged, merge(x.float(), in_fp32(plan)), case.dtype)
+    out = normal(case, plan.kept, 1)
+    restored = kernels.restore(out, merged, x, plan.unmerge_weights, plan.windows, plan.budget)
+    check(restored, x.float() + unmerge(out.float() - merged.float(), in_fp32(plan)), case.dtype, 4)

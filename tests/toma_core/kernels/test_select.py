@@ -1,0 +1,197 @@
+"""Selection and weights in one launch, against the plain PyTorch of `selection` and `merge.weigh` in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.toma_core.kernels.cases import DEVICE, Case, each
+from toma_core.config import SelectorKind, UnmergeKind, WindowKind
+from toma_core.merge import MergePlan, weigh
+from toma_core.selection import cosine_similarity, facility_location, select
+from toma_core.windows import Budget, Windows
+
+SCALE = 300.0
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+
+CASES = (
+    Case(5, 7, 4, 0.5, 40, FULL),
+    Case(5, 7, 4, 0.25, 77, HALF, batch=3),
+    Case(13, 19, 8, 0.5, 40, HALF),
+    Case(13, 19, 8, 0.75, 64, BRAIN, batch=3),
+    Case(13, 19, 8, 0.9, 77, FULL),
+    Case(16, 8, 8, 0.5, 640, HALF),
+    Case(9, 11, 4, 0.5, 40, HALF, kind=WindowKind.STRIPE),
+    Case(9, 10, 16, 0.75, 40, BRAIN),
+    Case(3, 3, 2, 0.9, 5, FULL),
+    # More than 128 tokens in a window: the similarity goes through global memory.
+    Case(12, 11, 16, 0.9, 40, FULL),
+    Case(17, 12, 16, 0.9, 77, HALF),
+    Case(16, 16, 16, 0.95, 64, BRAIN),
+)
+
+
+def greedy_alone(similarity: Tensor, valid: Tensor, picks: int) -> tuple[list[int], float]:
+    """Greedy search in one window in fp64, and by how much its closest decision was won."""
+    similarity = similarity.double()[valid][:, valid]
+    represented = torch.full((len(similarity),), -1.0, dtype=torch.float64, device=similarity.device)
+    order: list[int] = []
+    margin = float("inf")
+    for _ in range(picks):
+        gain = (similarity - represented[:, None]).clamp_min(0).sum(0)
+        gain[order] = -1.0
+        best = gain.topk(min(2, len(gain)))
+        margin = min(margin, float(best.values[0] - best.values[-1]) if len(gain) - len(order) > 1 else margin)
+        order.append(int(best.indices[0]))
+        represented = torch.maximum(represented, similarity[:, order[-1]])
+    return order, margin
+
+
+def check_places(picks: Tensor, windows: Windows, budget: Budget) -> None:
+    """Every window: as many picks as its budget, ascending, distinct, none of them padding; then the first again."""
+    for image in picks.tolist():
+        for row, kept, count in zip(image, budget.counts, windows.counts, strict=True):
+            assert row[:kept] == sorted(set(row[:kept]))
+            assert 0 <= row[0] <= row[kept - 1] < count
+            assert all(pick == row[0] for pick in row[kept:])
+
+
+def oracle_plan(x: Tensor, picks: Tensor, windows: Windows, budget: Budget) -> MergePlan:
+    return weigh(windows.split(x.float()), picks, windows, budget, SCALE, UnmergeKind.TRANSPOSE, torch.float32)
+
+
+def check_weights(M: Tensor, back: Tensor, x: Tensor, picks: Tensor, windows: Windows, budget: Budget) -> None:
+    expected = oracle_plan(x, picks, windows, budget)
+    # At scale 300 an error of 1e-7 in a cosine is one of 3e-5 in a weight; then the rounding to the stored dtype.
+    tolerance = {FULL: 1e-4, HALF: 1e-3, BRAIN: 8e-3}[x.dtype]
+    assert M.dtype == back.dtype == x.dtype
+    torch.testing.assert_close(M.float(), expected.merge_weights, rtol=0, atol=tolerance)
+    torch.testing.assert_close(back.float(), expected.unmerge_weights, rtol=0, atol=tolerance)
+    if windows.valid is not None:
+        assert not M.transpose(2, 3)[:, ~windows.valid].any(), "padding is merged into nothing"
+        assert not back[:, ~windows.valid].any()
+    if budget.valid is not None:
+        assert not M[:, ~budget.valid].any(), "an unused place takes from no token"
+        assert not back.transpose(2, 3)[:, ~budget.valid].any()
+
+
+def check_objective(x: Tensor, picks: Tensor, windows: Windows, budget: Budget) -> None:
+    """Picks that tie may differ, and later ones with them, but not how well they represent each window."""
+    similarity = cosine_similarity(windows.split(x.float()))
+    expected = select(similarity, windows, budget, SelectorKind.FACILITY_LOCATION)
+    valid = None if windows.valid is None else windows.valid.repeat(x.shape[0], 1)
+    value, best = (facility_location(similarity.flatten(0, 1), p.flatten(0, 1), valid) for p in (picks, expected))
+    torch.testing.assert_close(value, best, rtol=2e-3, atol=1e-3)
+
+
+@each(*CASES)
+def test_select_and_weigh(case: Case, kernels: Any) -> None:
+    x, (windows, budget) = case.tokens(), case.layout()
+    picks, M, back = kernels.select_weigh(x, windows, budget, SCALE)
+    assert picks.dtype == torch.int64
+    check_places(picks, windows, budget)
+    check_weights(M, back, x, picks, windows, budget)
+
+    check_objective(x, picks, windows, budget)
+    similarity = cosine_similarity(windows.split(x.float()))
+    decided = 0
+    for image in range(case.batch):
+        for w, kept in enumerate(budget.counts):
+            inside = torch.arange(windows.slots, device=DEVICE) < windows.counts[w]
+            order, margin = greedy_alone(similarity[image, w], inside, kept)
+            if margin > 1e-4:
+                decided += 1
+                assert picks[image, w, :kept].tolist() == sorted(order)
+    # Mutual neighbours tie, so at half of the tokens nearly every window has a tie somewhere.
+    assert decided or case.ratio < 0.9
+
+
+@each(CASES[2], CASES[3], CASES[9])
+def test_weigh_alone(case: Case, kernels: Any) -> None:
+    x, (windows, budget) = case.tokens(1), case.layout()
+    similarity = cosine_similarity(windows.split(x.float()))
+    picks = select(similarity, windows, budget, SelectorKind.GRID)
+    before = picks.clone()
+    check_weights(*kernels.weigh(x, picks, windows, budget, SCALE), x, picks, windows, budget)
+    assert torch.equal(picks, before)
+
+
+@each(CASES[2], CASES[9])
+def test_weights_of_selected_and_of_given_picks_are_the_same(case: Case, kernels: Any) -> None:
+    x, (windows, budget) = case.tokens(2), case.layout()
+    picks, M, back = kernels.select_weigh(x, windows, budget, SCALE)
+    again = kernels.weigh(x, picks, windows, budget, SCALE)
+    assert torch.equal(again[0], M)
+    assert torch.equal(again[1], back)
+
+
+@each(Case(13, 10, 8, 0.5, 40, HALF, batch=3))
+def test_images_do_not_touch_each_other(case: Case, kernels: Any) -> None:
+    x, (windows, budget) = case.tokens(), case.layout()
+    together = kernels.select_weigh(x, windows, budget, SCALE)
+    for image in range(case.batch):
+        alone = kernels.select_weigh(x[image : image + 1], windows, budget, SCALE)
+        assert all(torch.equal(a[0], b[image]) for a, b in zip(alone, together, strict=True))
+
+
+@each(Case(5, 6, 8, 0.5, 40, HALF, batch=2))
+def test_any_strides(case: Case, kernels: Any) -> None:
+    """Image tokens between text and reference tokens, as in Flux, and channels that are not next to each other."""
+    x, (windows, budget) = case.tokens(), case.layout()
+    expected = kernels.select_weigh(x, windows, budget, SCALE)
+    noise = torch.full((2, 7, 40), float("nan"), dtype=x.dtype, device=DEVICE)
+    between = torch.cat([noise, x, noise], 1)[:, 7:-7]
+    apart = x.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not between.is_contiguous()
+    assert apart.stride(2) != 1
+    for view in (between, apart):
+        for a, b in zip(kernels.select_weigh(view, windows, budget, SCALE), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@each(Case(7, 9, 4, 0.5, 16, FULL), Case(12, 11, 16, 0.9, 16, HALF))
+def test_ties_go_to_the_lowest_slot(case: Case, value: float, kernels: Any) -> None:
+    """Equal tokens, or tokens without any direction: the first slots of each window, weighed equally."""
+    x, (windows, budget) = torch.full_like(case.tokens(), value), case.layout()
+    picks, M, back = kernels.select_weigh(x, windows, budget, SCALE)
+    assert all(row[:kept] == list(range(kept)) for row, kept in zip(picks[0].tolist(), budget.counts, strict=True))
+    check_weights(M, back, x, picks, windows, budget)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@each(Case(7, 9, 4, 0.5, 16, FULL), Case(12, 11, 16, 0.9, 16, HALF))
+def test_broken_tokens_cannot_point_outside(case: Case, value: float, kernels: Any) -> None:
+    """A model that computed NaN gives a spoiled picture, never a wild address."""
+    x, (windows, budget) = case.tokens(), case.layout()
+    x[:, ::3] = value
+    check_places(kernels.select_weigh(x, windows, budget, SCALE)[0], windows, budget)
+
+
+def test_refused(kernels: Any) -> None:
+    case = Case(17, 16, 17, 0.5, 8)
+    with pytest.raises(ValueError, match="at most 256 tokens"):
+        kernels.select_weigh(case.tokens(), *case.layout(), SCALE)
+    case = Case(4, 4, 4, 0.5, 8)
+    picks = torch.zeros(2, 1, 8, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="do not fit 1 images"):
+        kernels.weigh(case.tokens(), picks, *case.layout(), SCALE)
+
+
+@pytest.mark.gpu
+@each(
+    Case(64, 64, 8, 0.5, 640, HALF, batch=2),
+    Case(104, 152, 8, 0.5, 640, BRAIN, batch=4),
+    Case(64, 64, 16, 0.5, 3072, BRAIN),
+    Case(52, 76, 16, 0.25, 1280, HALF, batch=3),
+)
+def test_full_size(case: Case, kernels: Any) -> None:
+    x, (windows, budget) = case.tokens(), case.layout()
+    picks, M, back = kernels.select_weigh(x, windows, budget, SCALE)
+    check_places(picks, windows, budget)
+    check_weights(M, back, x, picks, windows, budget)
+    check_objective(x, picks, windows, budget)

@@ -1,0 +1,160 @@
+"""Fast kernels, and which of them a run uses.
+
+The plain PyTorch of `selection` and `merge` is what the kernels are measured against, and what runs wherever they do
+not: on CPUs, on AMD and Apple GPUs, without Triton, on windows of more than 16x16 tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..windows import Budget, Windows
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# What Triton's makers support on NVIDIA cards.
+_CAPABILITY = (8, 0)
+
+
+class Backend(str, Enum):
+    """Who computes selection, weights, merge and unmerge. AUTO: Triton where it works, else PyTorch."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    TRITON = "triton"
+
+
+class Kernels(Protocol):
+    """What a set of fast kernels does, on (B, N, C) tokens whose windows are not laid out yet.
+
+    None of them takes part in autograd. Weights and dtypes are those of `MergePlan`; scores and sums are fp32.
+    """
+
+    name: str
+
+    def select_weigh(self, x: Tensor, windows: Windows, budget: Budget, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Picks by greedy facility location, merge weights, and their transposed unmerge weights."""
+        ...
+
+    def weigh(self, x: Tensor, picks: Tensor, windows: Windows, budget: Budget, scale: float) -> tuple[Tensor, Tensor]:
+        """Merge weights and transposed unmerge weights for given picks, ascending and distinct in each window."""
+        ...
+
+    def merge(self, x: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
+        """(B, N, C) -> (B, D, C)"""
+        ...
+
+    def unmerge(self, y: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
+        """(B, D, C) -> (B, N, C)"""
+        ...
+
+    def restore(
+        self, out: Tensor, reduced: Tensor, x: Tensor, weights: Tensor, windows: Windows, budget: Budget
+    ) -> Tensor:
+        """x + unmerge(out - reduced): out, reduced (B, D, C); x and the result (B, N, C)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernels to use, None for plain PyTorch, and why not the faster ones."""
+
+    kernels: Kernels | None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        name = Backend.TORCH.value if self.kernels is None else self.kernels.name
+        return f"{name} ({self.reason})" if self.reason else name
+
+
+@dataclass(eq=False)
+class Dispatch:
+    """Chooses once per run, device, dtype and padded window size.
+
+    asked: AUTO falls back to PyTorch and tells why; TRITON raises RuntimeError instead.
+    """
+
+    asked: Backend = Backend.AUTO
+    _choices: dict[tuple[torch.device, torch.dtype, int], Choice] = field(default_factory=dict)
+
+    def pick(self, x: Tensor, windows: Windows, budget: Budget) -> Choice:
+        """The choice for tokens x of (B, N, C) in these windows."""
+        key = (x.device, x.dtype, windows.slots)
+        if key not in self._choices:
+            self._choices[key] = self._chosen(x, windows, budget)
+        return self._choices[key]
+
+    def _chosen(self, x: Tensor, windows: Windows, budget: Budget) -> Choice:
+        if self.asked is Backend.TORCH:
+            return Choice(None, "as asked")
+        reason = _obstacle(x, windows.slots, interpreter=self.asked is Backend.TRITON)
+        if reason:
+            if self.asked is Backend.TRITON:
+                raise RuntimeError(f"ToMA: its Triton kernels were asked for, but cannot run here: {reason}")
+            return Choice(None, reason)
+        from .triton import TritonKernels
+
+        kernels = TritonKernels()
+        if self.asked is Backend.AUTO:
+            reason = _trial(kernels, x, windows, budget)
+        return Choice(None, reason) if reason else Choice(kernels)
+
+
+def _obstacle(x: Tensor, slots: int, interpreter: bool) -> str:
+    """Why Triton's kernels cannot take this, or an empty string. interpreter: whether Triton's own would do."""
+    on_cpu = interpreter and x.device.type == "cpu"
+    if not on_cpu and x.device.type != "cuda":
+        return "no CUDA device"
+    if torch.version.hip:
+        return "not an NVIDIA GPU"
+    if x.dtype not in _DTYPES:
+        return f"tokens in {x.dtype}"
+    try:
+        from .triton import INTERPRETED, MOST
+    except ImportError:
+        return "Triton is not installed"
+    except Exception as error:
+        # A Triton too old, or built for another PyTorch, fails in its own ways while it loads.
+        return _told("Triton does not load", error)
+    if on_cpu and not INTERPRETED:
+        return "no CUDA device"
+    if INTERPRETED and not interpreter:
+        return "TRITON_INTERPRET is set"
+    if not on_cpu and torch.cuda.get_device_capability(x.device) < _CAPABILITY:
+        return "the GPU's compute capability is below {}.{}".format(*_CAPABILITY)
+    return f"windows of {slots} tokens, the kernels take {MOST}" if slots > MOST else ""
+
+
+# What came of the first use of the kernels in this process: an empty string, or why they failed.
+_trials: dict[tuple[torch.device, torch.dtype, int], str] = {}
+
+
+def _trial(kernels: Kernels, x: Tensor, windows: Windows, budget: Budget) -> str:
+    """Why the kernels fail on x, or an empty string.
+
+    Triton compiles at first use, with a C compiler and a driver that may be missing. Only this trial is guarded: an
+    error in the run itself is not hidden.
+    """
+    key = (x.device, x.dtype, windows.slots)
+    if key not in _trials:
+        try:
+            _, M, back = kernels.select_weigh(x, windows, budget, 1.0)
+            reduced = kernels.merge(x, M, windows, budget)
+            kernels.restore(reduced, reduced, x, back, windows, budget)
+            _trials[key] = ""
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            _trials[key] = _told("Triton failed", error)
+            logging.warning("ToMA: plain PyTorch instead of Triton kernels. %s", _trials[key])
+    return _trials[key]
+
+
+def _told(what: str, error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{what}: {type(error).__name__}: {lines[0][:200]}"

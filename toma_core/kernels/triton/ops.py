@@ -1,0 +1,82 @@
+"""The kernels as torch operators, so that torch.compile and fake tensors know their shapes without running them.
+
+Operator names are global to a process, and the pack may be loaded twice in one: under the path that ComfyUI names it
+by, and as plain `toma_core`. Each copy registers its own operators, in the first free namespace of toma, toma2, ...
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from .launch import INTERPRETED
+from .product import merge, unmerge
+from .select import select_weigh, weigh
+
+
+def _free_namespace() -> str:
+    names = itertools.chain(["toma"], (f"toma{n}" for n in itertools.count(2)))
+    return next(name for name in names if not hasattr(getattr(torch.ops, name), "merge"))
+
+
+NAMESPACE = _free_namespace()
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+_library.define(
+    "select_weigh(Tensor x, Tensor source, Tensor? valid, Tensor? used, int K, float scale) -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "weigh(Tensor x, Tensor picks, Tensor source, Tensor? valid, Tensor? used, float scale) -> (Tensor, Tensor)"
+)
+_library.define("merge(Tensor x, Tensor weights, Tensor source, Tensor? used, Tensor? expand, SymInt D) -> Tensor")
+_library.define(
+    "unmerge(Tensor y, Tensor? reduced, Tensor? x, Tensor weights, Tensor source, Tensor? valid, Tensor? expand,"
+    " SymInt N) -> Tensor"
+)
+# On the CPU the kernels run in Triton's interpreter only.
+for _key in ("CUDA", "CPU") if INTERPRETED else ("CUDA",):
+    for _function in (select_weigh, weigh, merge, unmerge):
+        _library.impl(_function.__name__, _function, _key)
+
+
+def _fake_weigh(
+    x: Tensor, picks: Tensor, source: Tensor, valid: Tensor | None, used: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    (batch, windows, K), slots = picks.shape, source.shape[1]
+    return x.new_empty(batch, windows, K, slots), x.new_empty(batch, windows, slots, K)
+
+
+def _fake_select_weigh(
+    x: Tensor, source: Tensor, valid: Tensor | None, used: Tensor | None, K: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    picks = x.new_empty(x.shape[0], source.shape[0], K, dtype=torch.int64)
+    return picks, *_fake_weigh(x, picks, source, valid, used, scale)
+
+
+def _fake_merge(
+    x: Tensor, weights: Tensor, source: Tensor, used: Tensor | None, expand: Tensor | None, D: int
+) -> Tensor:
+    return x.new_empty(x.shape[0], D, x.shape[2])
+
+
+def _fake_unmerge(
+    y: Tensor,
+    reduced: Tensor | None,
+    x: Tensor | None,
+    weights: Tensor,
+    source: Tensor,
+    valid: Tensor | None,
+    expand: Tensor | None,
+    N: int,
+) -> Tensor:
+    return y.new_empty(y.shape[0], N, y.shape[2])
+
+
+torch.library.register_fake(f"{NAMESPACE}::weigh", _fake_weigh, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::select_weigh", _fake_select_weigh, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::merge", _fake_merge, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::unmerge", _fake_unmerge, lib=_library)
+
+operators = getattr(torch.ops, NAMESPACE)

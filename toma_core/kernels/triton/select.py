@@ -1,0 +1,302 @@
+"""Selection and weights of every window of every image in one launch (paper, sections 4.1 and 4.2).
+
+One program owns one window. It computes S_ij = cos(x_i, x_j) once and reads everything else from it: the greedy picks,
+the logits scale * S_ij of a destination i and a token j, the softmax over the destinations, its rows normalised.
+Destinations are never gathered: a mask over the window's tokens says which ones they are, and their place among the
+picks is the number of chosen slots before them.
+
+Up to ON_CHIP slots S stays in registers; up to MOST slots it goes through a scratch in global memory that fits a
+GPU's L2 cache, and the program walks over it in tiles of columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import DOT_MIN, on_device, padded, upcast
+
+ON_CHIP = 128
+MOST = 256
+_TILE = 32
+
+
+@triton.jit
+def _inverse_norm(squares):
+    """1 / max(|x|, 1e-12) from |x|^2, so that an all-zero token has cosine zero with everything."""
+    return 1.0 / tl.maximum(tl.sqrt(squares), 1e-12)
+
+
+@triton.jit
+def _finite(similarity):
+    """NaN to 0: picks must stay inside the window whatever the model computed, they become addresses."""
+    return tl.where(similarity == similarity, similarity, 0.0)
+
+
+@triton.jit
+def _inside(valid, window, slots, place, HAS_VALID: tl.constexpr):
+    """Which of the slots in `place` hold a token of the window."""
+    inside = place < slots
+    if HAS_VALID:
+        inside = inside & (tl.load(valid + window * slots + place, mask=inside, other=0) != 0)
+    return inside
+
+
+@triton.jit
+def _softmax(similarity, scale, chosen, inside):
+    """A of (destination, token): softmax over the chosen rows; columns of padding are zero."""
+    # torch.compile hands Python floats over as fp64.
+    logits = tl.where(chosen[:, None], similarity * tl.cast(scale, tl.float32), -float("inf"))
+    weights = tl.exp(logits - tl.max(logits, axis=0)[None, :])
+    weights = weights / tl.sum(weights, axis=0)[None, :]
+    return tl.where(inside[None, :], weights, 0.0)
+
+
+@triton.jit
+def _normal_rows(weights, total):
+    """A with rows divided by their sums; a row of zeros stays so."""
+    return weights / tl.maximum(total, 1.1754943508222875e-38)[:, None]
+
+
+@triton.jit
+def _given(picks, place, kept, K_PAD: tl.constexpr):
+    """Which of the slots in `place` are among the first `kept` picks."""
+    k = tl.arange(0, K_PAD)
+    pick = tl.load(picks + k, mask=k < kept, other=-1).to(tl.int32)
+    return tl.max((pick[:, None] == place[None, :]).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _fill_unused(picks, M, back, first, kept, slots, K, place, SELECT: tl.constexpr, K_PAD: tl.constexpr):
+    """Unused places repeat the first pick and weigh nothing."""
+    k = tl.arange(0, K_PAD)
+    unused = (k >= kept) & (k < K)
+    if SELECT:
+        tl.store(picks + k, tl.zeros([K_PAD], dtype=tl.int64) + first, mask=unused)
+    mask = unused[:, None] & (place < slots)[None, :]
+    nothing = tl.zeros([K_PAD, place.shape[0]], dtype=tl.float32).to(M.dtype.element_ty)
+    tl.store(M + k[:, None] * slots + place[None, :], nothing, mask=mask)
+    tl.store(back + place[None, :] * K + k[:, None], nothing, mask=mask)
+
+
+@triton.jit
+def _on_chip_kernel(
+    x, source, valid, used, picks, M, back, stride_b, stride_n, stride_c, windows, slots, K, C, scale,
+    SELECT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
+    S_PAD: tl.constexpr, K_PAD: tl.constexpr, ROUNDS: tl.constexpr,
+    STEPS_C: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    window = program % windows
+    x += (program // windows) * stride_b
+    picks += program * K
+    M += program * K * slots
+    back += program * slots * K
+
+    place = tl.arange(0, S_PAD)
+    inside = _inside(valid, window, slots, place, HAS_VALID)
+    token = tl.load(source + window * slots + place, mask=inside, other=0).to(tl.int64)
+    similarity = tl.zeros([S_PAD, S_PAD], dtype=tl.float32)
+    for step in range(0, STEPS_C):
+        c = step * BLOCK_C + tl.arange(0, BLOCK_C)
+        rows = tl.load(
+            x + token[:, None] * stride_n + c[None, :] * stride_c, mask=inside[:, None] & (c < C)[None, :], other=0.0
+        )
+        if UPCAST:
+            rows = rows.to(tl.float32)
+        # Products of half-precision numbers are exact in fp32, so the tensor cores lose nothing here.
+        similarity = tl.dot(rows, tl.trans(rows), similarity, input_precision="ieee")
+    # The products of tokens with themselves are their squared norms.
+    inverse = _inverse_norm(tl.sum(tl.where(place[:, None] == place[None, :], similarity, 0.0), axis=0))
+    similarity = _finite(similarity * inverse[:, None] * inverse[None, :])
+
+    kept = K
+    if HAS_USED:
+        k = tl.arange(0, K_PAD)
+        kept = tl.sum(tl.load(used + window * K + k, mask=k < K, other=0).to(tl.int32), axis=0)
+
+    # One mask for rows and one for columns: the same numbers in the two layouts that the reductions need.
+    if SELECT:
+        # A padding token must add nothing to any gain: where S is -1, no gain is left.
+        open_rows = tl.where(inside[:, None], similarity, -1.0)
+        penalty = tl.where(inside, 0.0, -float("inf"))
+        represented = tl.zeros([S_PAD], dtype=tl.float32) - 1.0
+        chosen_rows = tl.zeros([S_PAD], dtype=tl.int32)
+        chosen_columns = tl.zeros([S_PAD], dtype=tl.int32)
+        for turn in range(0, ROUNDS):
+            gain = tl.sum(tl.maximum(open_rows - represented[:, None], 0.0), axis=0) + penalty
+            pick = tl.argmax(gain, axis=0)
+            here = (place == pick) & (turn < kept)
+            penalty = tl.where(here, -1.0, penalty)
+            represented = tl.maximum(represented, tl.sum(tl.where(here[None, :], open_rows, 0.0), axis=1))
+            chosen_rows = tl.where((place == pick) & (turn < kept), 1, chosen_rows)
+            chosen_columns = tl.where(here, 1, chosen_columns)
+    else:
+        chosen_columns = _given(picks, place, kept, K_PAD)
+        chosen_rows = chosen_columns
+
+    earlier = place[:, None] < place[None, :]
+    rank_columns = tl.sum(tl.where(earlier, chosen_rows[:, None], 0), axis=0)
+    rank_rows = tl.sum(tl.where(place[None, :] < place[:, None], chosen_columns[None, :], 0), axis=1)
+    if SELECT:
+        tl.store(picks + rank_columns, place.to(tl.int64), mask=chosen_columns != 0)
+    A = _softmax(similarity, scale, chosen_rows != 0, inside)
+    mask = (chosen_rows != 0)[:, None] & (place < slots)[None, :]
+    tl.store(back + place[None, :] * K + rank_rows[:, None], A.to(back.dtype.element_ty), mask=mask)
+    A = _normal_rows(A, tl.sum(A, axis=1))
+    tl.store(M + rank_rows[:, None] * slots + place[None, :], A.to(M.dtype.element_ty), mask=mask)
+    if HAS_USED:
+        first = tl.min(tl.where(chosen_columns != 0, place, S_PAD), axis=0)
+        _fill_unused(picks, M, back, first, kept, slots, K, place, SELECT, K_PAD)
+
+
+@triton.jit
+def _tiled_kernel(
+    x, source, valid, used, picks, M, back, scratch, stride_b, stride_n, stride_c, windows, slots, K, C, scale,
+    SELECT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
+    S_PAD: tl.constexpr, K_PAD: tl.constexpr, ROUNDS: tl.constexpr,
+    STEPS_C: tl.constexpr, BLOCK_C: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    window = program % windows
+    x += (program // windows) * stride_b
+    picks += program * K
+    M += program * K * slots
+    back += program * slots * K
+    scratch += program * S_PAD * S_PAD
+
+    place = tl.arange(0, S_PAD)
+    inside = _inside(valid, window, slots, place, HAS_VALID)
+    token = tl.load(source + window * slots + place, mask=inside, other=0).to(tl.int64)
+    for tile in range(0, S_PAD, TILE):
+        j = tile + tl.arange(0, TILE)
+        inside_j = _inside(valid, window, slots, j, HAS_VALID)
+        token_j = tl.load(source + window * slots + j, mask=inside_j, other=0).to(tl.int64)
+        similarity = tl.zeros([S_PAD, TILE], dtype=tl.float32)
+        squares = tl.zeros([S_PAD], dtype=tl.float32)
+        squares_j = tl.zeros([TILE], dtype=tl.float32)
+        for step in range(0, STEPS_C):
+            c = step * BLOCK_C + tl.arange(0, BLOCK_C)
+            in_c = (c < C)[None, :]
+            rows = tl.load(
+                x + token[:, None] * stride_n + c[None, :] * stride_c, mask=inside[:, None] & in_c, other=0.0
+            )
+            columns = tl.load(
+                x + token_j[:, None] * stride_n + c[None, :] * stride_c, mask=inside_j[:, None] & in_c, other=0.0
+            )
+            if UPCAST:
+                rows = rows.to(tl.float32)
+                columns = columns.to(tl.float32)
+            similarity = tl.dot(rows, tl.trans(columns), similarity, input_precision="ieee")
+            squares += tl.sum(rows.to(tl.float32) * rows.to(tl.float32), axis=1)
+            squares_j += tl.sum(columns.to(tl.float32) * columns.to(tl.float32), axis=1)
+        similarity = _finite(similarity * _inverse_norm(squares)[:, None] * _inverse_norm(squares_j)[None, :])
+        tl.store(scratch + place[:, None] * S_PAD + j[None, :], similarity)
+    # Other threads of this program wrote what the next lines read.
+    tl.debug_barrier()
+
+    kept = K
+    if HAS_USED:
+        k = tl.arange(0, K_PAD)
+        kept = tl.sum(tl.load(used + window * K + k, mask=k < K, other=0).to(tl.int32), axis=0)
+
+    if SELECT:
+        represented = tl.where(inside, -1.0, 3.0)
+        penalty = tl.where(inside, 0.0, -float("inf"))
+        chosen = tl.zeros([S_PAD], dtype=tl.int32)
+        for turn in range(0, ROUNDS):
+            best = tl.full([], -float("inf"), tl.float32)
+            pick = tl.full([], 0, tl.int32)
+            for tile in range(0, S_PAD, TILE):
+                j = tile + tl.arange(0, TILE)
+                similarity = tl.load(scratch + place[:, None] * S_PAD + j[None, :])
+                # The penalty of slot j sits on the diagonal: it is needed per column and known per row.
+                own = tl.where(place[:, None] == j[None, :], penalty[:, None], 0.0)
+                gain = tl.sum(tl.maximum(similarity - represented[:, None], 0.0) + own, axis=0)
+                gain_here = tl.max(gain, axis=0)
+                pick = tl.where(gain_here > best, tile + tl.argmax(gain, axis=0), pick)
+                best = tl.maximum(best, gain_here)
+            here = (place == pick) & (turn < kept)
+            penalty = tl.where(here, -1.0, penalty)
+            chosen = tl.where(here, 1, chosen)
+            represented = tl.maximum(represented, tl.load(scratch + pick * S_PAD + place))
+    else:
+        chosen = _given(picks, place, kept, K_PAD)
+
+    total = tl.zeros([S_PAD], dtype=tl.float32)
+    rank = tl.zeros([S_PAD], dtype=tl.int32)
+    for tile in range(0, S_PAD, TILE):
+        j = tile + tl.arange(0, TILE)
+        chosen_j = tl.sum(tl.where(place[:, None] == j[None, :], chosen[:, None], 0), axis=0)
+        rank += tl.sum(tl.where(j[None, :] < place[:, None], chosen_j[None, :], 0), axis=1)
+    if SELECT:
+        tl.store(picks + rank, place.to(tl.int64), mask=chosen != 0)
+    for tile in range(0, S_PAD, TILE):
+        j = tile + tl.arange(0, TILE)
+        similarity = tl.load(scratch + place[:, None] * S_PAD + j[None, :])
+        A = _softmax(similarity, scale, chosen != 0, _inside(valid, window, slots, j, HAS_VALID))
+        mask = (chosen != 0)[:, None] & (j < slots)[None, :]
+        tl.store(back + j[None, :] * K + rank[:, None], A.to(back.dtype.element_ty), mask=mask)
+        total += tl.sum(A, axis=1)
+    for tile in range(0, S_PAD, TILE):
+        j = tile + tl.arange(0, TILE)
+        similarity = tl.load(scratch + place[:, None] * S_PAD + j[None, :])
+        A = _softmax(similarity, scale, chosen != 0, _inside(valid, window, slots, j, HAS_VALID))
+        mask = (chosen != 0)[:, None] & (j < slots)[None, :]
+        tl.store(M + rank[:, None] * slots + j[None, :], _normal_rows(A, total).to(M.dtype.element_ty), mask=mask)
+    if HAS_USED:
+        first = tl.min(tl.where(chosen != 0, place, S_PAD), axis=0)
+        for tile in range(0, S_PAD, TILE):
+            _fill_unused(picks, M, back, first, kept, slots, K, tile + tl.arange(0, TILE), SELECT, K_PAD)
+
+
+def select_weigh(
+    x: Tensor, source: Tensor, valid: Tensor | None, used: Tensor | None, K: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Greedy facility-location picks of every window, and the weights that follow from them.
+
+    x: (B, N, C) fp16, bf16 or fp32, any strides; source: (W, S) int64 with S <= MOST; valid: (W, S) bool or None;
+    used: (W, K) bool or None. Returns picks (B, W, K) int64, merge weights (B, W, K, S) and unmerge weights
+    (B, W, S, K) in x's dtype, as `selection.select` and `merge.weigh` define them. Scores are fp32.
+    """
+    picks = torch.empty(x.shape[0], source.shape[0], K, device=x.device, dtype=torch.int64)
+    return picks, *_launch(x, picks, source, valid, used, scale, select=True)
+
+
+def weigh(
+    x: Tensor, picks: Tensor, source: Tensor, valid: Tensor | None, used: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The weights of given picks: (B, W, K) int64, ascending and distinct where `used`. See `select_weigh`."""
+    return _launch(x, picks.contiguous(), source, valid, used, scale, select=False)
+
+
+def _launch(
+    x: Tensor, picks: Tensor, source: Tensor, valid: Tensor | None, used: Tensor | None, scale: float, select: bool
+) -> tuple[Tensor, Tensor]:
+    (batch, windows, K), slots = picks.shape, source.shape[1]
+    if slots > MOST:
+        raise ValueError(f"the kernels take windows of at most {MOST} tokens, got {slots}")
+    if batch != x.shape[0] or windows != source.shape[0]:
+        raise ValueError(f"picks of {tuple(picks.shape)} do not fit {x.shape[0]} images of {source.shape[0]} windows")
+    M = torch.empty(batch, windows, K, slots, device=x.device, dtype=x.dtype)
+    back = torch.empty(batch, windows, slots, K, device=x.device, dtype=x.dtype)
+    S_PAD = padded(slots)
+    sizes = (*x.stride(), windows, slots, K, x.shape[2], float(scale))
+    block_c = 64 if x.element_size() == 2 else DOT_MIN
+    # Loop bounds are compiled in. A few counts of picks share one kernel, so that a ratio that changes from step to
+    # step does not compile each time; the rounds too many do nothing.
+    rounds, steps = -(-K // 8) * 8, triton.cdiv(x.shape[2], block_c)
+    flags = (select, valid is not None, used is not None, upcast(x.dtype), S_PAD, padded(K), rounds, steps, block_c)
+    grid = (batch * windows,)
+    with on_device(x):
+        if S_PAD <= ON_CHIP:
+            warps = 4 if S_PAD <= 64 else 16
+            _on_chip_kernel[grid](x, source, valid, used, picks, M, back, *sizes, *flags, num_warps=warps, num_stages=3)
+        else:
+            scratch = torch.empty(batch * windows, S_PAD, S_PAD, device=x.device, dtype=torch.float32)
+            _tiled_kernel[grid](
+                x, source, valid, used, picks, M, back, scratch, *sizes, *flags, _TILE, num_warps=8, num_stages=1
+            )
+    return M, back
