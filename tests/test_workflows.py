@@ -1,0 +1,206 @@
+"""The shipped workflows: saved as ComfyUI's page saves them, accepted by a real server, listed with a thumbnail."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from PIL import Image
+
+from scripts.comfy_server import PACK_FOLDER, ComfyServer
+from scripts.comfyui import ROOT
+
+EXAMPLES = sorted((ROOT / "workflows").glob("*.json"))
+DEMOS = sorted((ROOT / "demo" / "graphs").glob("*.json"))
+NOTES = {"Note", "MarkdownNote"}  # known to the page only
+TITLE_HEIGHT = 30
+# ComfyUI's page puts a widget of its own after a seed and does not send it.
+SEEDS = ("seed", "noise_seed")
+AFTER_SEED = ("fixed", "increment", "decrement", "randomize")
+
+every_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+every_workflow = pytest.mark.parametrize("path", EXAMPLES + DEMOS, ids=lambda path: path.stem)
+
+
+def load(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def node_inputs(definition: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """(name, type or list of choices, options) of a node's inputs in the order of its widgets."""
+    for part in ("required", "optional"):
+        for name, spec in definition["input"].get(part, {}).items():
+            yield name, spec[0], spec[1] if len(spec) > 1 else {}
+
+
+def is_widget(kind: Any) -> bool:
+    return isinstance(kind, list) or kind in ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
+
+
+def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
+    """The API format, made from the saved widget positions and the definitions of the real server."""
+    origins = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
+    prompt = {}
+    for node in workflow["nodes"]:
+        if node["type"] in NOTES:
+            continue
+        values = list(node["widgets_values"])
+        linked = {slot["name"]: slot["link"] for slot in node["inputs"] if slot.get("link") is not None}
+        inputs = {name: origins[link] for name, link in linked.items()}
+        for name, kind, options in node_inputs(server.object_info(node["type"])):
+            if not is_widget(kind) or options.get("forceInput"):
+                continue
+            value = values.pop(0)
+            inputs.setdefault(name, value)
+            if options.get("control_after_generate") or name in SEEDS:
+                assert values.pop(0) in AFTER_SEED
+        # PreviewAny keeps widgets of the page's own, which are not sent.
+        assert not values or node["type"] == "PreviewAny", (
+            f"{node['type']} has more widget values than inputs: {values}"
+        )
+        prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
+    return prompt
+
+
+@pytest.fixture(scope="module")
+def workshop() -> Iterator[ComfyServer]:
+    """A server with the demo nodes, and an empty file under the name of every model that a workflow asks for."""
+    server = ComfyServer(packs=[ROOT / "demo"])
+    try:
+        for path in EXAMPLES:
+            for node in load(path)["nodes"]:
+                for model in node["properties"].get("models", []):
+                    file = server.base / "models" / model["directory"] / model["name"]
+                    file.parent.mkdir(exist_ok=True)
+                    file.touch()
+        (server.base / "models" / "diffusion_models").mkdir(exist_ok=True)
+        (server.base / "models" / "diffusion_models" / "toma_demo_dit.safetensors").touch()
+        yield server.start()
+    finally:
+        server.stop()
+
+
+def validate(server: ComfyServer, prompt: dict[str, Any]) -> None:
+    """Let the server check the whole prompt without running it: one more output is wrong on purpose, so that the
+    answer lists errors, and what was queued is taken off again. Raises AssertionError if anything else is wrong."""
+    prompt = {**prompt, "wrong": {"class_type": "EmptyLatentImage", "inputs": {"width": -1}}}
+    prompt["wrong out"] = {"class_type": "SaveLatent", "inputs": {"samples": ["wrong", 0], "filename_prefix": "x"}}
+    answer = server.post("/prompt", {"prompt": prompt})
+    server.post("/queue", {"clear": True})
+    server.interrupt()
+    assert set(answer["node_errors"]) == {"wrong"}, answer["node_errors"]
+
+
+@every_workflow
+def test_links_and_ids_fit(path: Path) -> None:
+    workflow = load(path)
+    assert workflow["version"] == 0.4
+    nodes = {node["id"]: node for node in workflow["nodes"]}
+    assert len(nodes) == len(workflow["nodes"])
+    assert workflow["last_node_id"] >= max(nodes)
+    for link_id, source, out, target, into, kind in workflow["links"]:
+        output, slot = nodes[source]["outputs"][out], nodes[target]["inputs"][into]
+        assert link_id in output["links"]
+        assert slot["link"] == link_id
+        assert output["type"] == kind
+        assert slot["type"] in (kind, "*")
+    links = {link[0] for link in workflow["links"]}
+    assert {slot["link"] for node in nodes.values() for slot in node["inputs"]} - {None} == links
+
+
+@every_workflow
+def test_nodes_do_not_overlap(path: Path) -> None:
+    def box(node: dict[str, Any]) -> tuple[float, float, float, float]:
+        (x, y), (width, height) = node["pos"], node["size"]
+        return x, y - TITLE_HEIGHT, x + width, y + height
+
+    workflow = load(path)
+    for one, other in combinations(workflow["nodes"], 2):
+        a, b = box(one), box(other)
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (one["type"], other["type"])
+    for node in workflow["nodes"]:
+        left, top, right, bottom = box(node)
+        inside = [
+            group
+            for group in workflow["groups"]
+            if group["bounding"][0] <= left
+            and group["bounding"][1] <= top
+            and right <= group["bounding"][0] + group["bounding"][2]
+            and bottom <= group["bounding"][1] + group["bounding"][3]
+        ]
+        assert len(inside) == 1, f"{node['type']} is in {len(inside)} groups"
+
+
+@every_example
+def test_says_where_its_models_come_from(path: Path) -> None:
+    nodes = load(path)["nodes"]
+    note = next(node for node in nodes if node["type"] in NOTES)["widgets_values"][0]
+    asked = {
+        value
+        for node in nodes
+        for value in node.get("widgets_values", [])
+        if isinstance(value, str) and value.endswith(".safetensors")
+    }
+    models = {model["name"]: model for node in nodes for model in node["properties"].get("models", [])}
+    assert asked == set(models)
+    for name, model in models.items():
+        assert model["url"].endswith(f"/{name}")
+        assert model["url"] in note
+        assert f"models/{model['directory']}" in note
+
+
+@pytest.mark.server
+@every_workflow
+def test_widgets_are_in_place_and_in_range(path: Path, workshop: ComfyServer) -> None:
+    for node in to_prompt(load(path), workshop).values():
+        for name, kind, options in node_inputs(workshop.object_info(node["class_type"])):
+            value = node["inputs"].get(name)
+            if not is_widget(kind) or value is None or isinstance(value, list):
+                continue
+            where = f"{node['class_type']}.{name} = {value!r}"
+            choices = kind if isinstance(kind, list) else options.get("options")
+            if choices is not None:
+                assert value in choices, where
+            else:
+                types = {"INT": int, "FLOAT": (int, float), "STRING": str, "BOOLEAN": bool}[kind]
+                assert isinstance(value, types), where
+                assert isinstance(value, bool) == (kind == "BOOLEAN"), where
+                assert options.get("min", value) <= value <= options.get("max", value), where
+
+
+@pytest.mark.server
+@every_workflow
+def test_server_accepts_it(path: Path, workshop: ComfyServer) -> None:
+    validate(workshop, to_prompt(load(path), workshop))
+
+
+@pytest.mark.server
+def test_server_would_notice_a_wrong_value(workshop: ComfyServer) -> None:
+    prompt = to_prompt(load(EXAMPLES[0]), workshop)
+    sampler = next(node for node in prompt.values() if "steps" in node["inputs"])
+    sampler["inputs"]["steps"] = -3
+    with pytest.raises(AssertionError):
+        validate(workshop, prompt)
+
+
+@pytest.mark.server
+@every_example
+def test_is_listed_and_served_with_its_thumbnail(path: Path, server: ComfyServer) -> None:
+    assert path.stem in server.get("/api/workflow_templates")[PACK_FOLDER]
+    folder = f"/api/workflow_templates/{PACK_FOLDER}"
+    assert json.loads(server.fetch(f"{folder}/{quote(path.name)}")) == load(path)
+    thumbnail = server.fetch(f"{folder}/{quote(path.stem)}.jpg")
+    assert len(thumbnail) < 100_000
+    assert Image.open(io.BytesIO(thumbnail)).size == (512, 512)
+
+
+def test_four_workflows_ship() -> None:
+    names = {"SDXL", "SDXL advanced + report", "Flux", "Flux + report"}
+    assert {path.stem for path in EXAMPLES} == names
+    assert {path.stem for path in (ROOT / "workflows").glob("*.jpg")} == names
