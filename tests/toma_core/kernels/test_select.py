@@ -123,9 +123,8 @@ def test_weigh_alone(case: Case, kernels: Any) -> None:
 def test_weights_of_selected_and_of_given_picks_are_the_same(case: Case, kernels: Any) -> None:
     x, (windows, budget) = case.tokens(2), case.layout()
     picks, M, back = kernels.select_weigh(x, windows, budget, SCALE)
-    again = kernels.weigh(x, picks, windows, budget, SCALE)
-    assert torch.equal(again[0], M)
-    assert torch.equal(again[1], back)
+    # Two compiled kernels: a GPU may round the last digit in two ways.
+    torch.testing.assert_close(kernels.weigh(x, picks, windows, budget, SCALE), (M, back))
 
 
 @each(Case(13, 10, 8, 0.5, 40, HALF, batch=3))
