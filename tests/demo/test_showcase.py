@@ -1,0 +1,217 @@
+"""The demo: its arithmetic, its table, its graphs, and one real run at a tiny size."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from demo import sampling, showcase
+from demo.showcase_graphs import DIT, DIT_FILE, KINDS, UNET, place_dit, sampling_graph, widget_values
+from demo.showcase_results import (
+    Case,
+    Outcome,
+    StepClock,
+    explanation,
+    merge_maps,
+    relative_error,
+    side_by_side,
+    table,
+)
+from scripts.comfyui import ROOT
+from toma_core.config import ToMAConfig
+
+REPORT = "1024 -> 512 tokens (32x32), 256 -> 128 tokens (16x16) in 22/22 blocks, 12/12 steps"
+
+
+def outcome(seconds: float, value: float = 1.0, grey: int = 0, report: str = "") -> Outcome:
+    picture = Image.new("RGB", (256, 256), (grey, grey, grey))
+    return Outcome(seconds, torch.full((1, 4, 8, 8), value), picture, report, picture if report else None)
+
+
+def case(whole: list[float], merged: list[float], report: str = REPORT) -> Case:
+    return Case(UNET, 128, [outcome(s, 2.0) for s in whole], [outcome(s, 1.5, 20, report) for s in merged])
+
+
+def test_relative_error_by_hand() -> None:
+    reference = torch.tensor([3.0, 4.0])
+    assert relative_error(torch.tensor([3.0, 4.0]), reference) == 0.0
+    assert relative_error(torch.tensor([3.0, 5.0]), reference) == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="cannot be compared"):
+        relative_error(torch.zeros(3), reference)
+
+
+def test_clock_leaves_out_the_first_step_and_loading() -> None:
+    times = iter([10.0, 17.0])
+    steps: list[tuple[int, int]] = []
+    clock = StepClock(lambda: next(times), lambda done, total: steps.append((done, total)))
+    clock("executing", {"node": "sampler"})
+    for value in range(1, 8):
+        clock("progress", {"node": "sampler", "value": value, "max": 7})
+    clock("progress", {"node": "decode", "value": 1, "max": 1})
+    clock("binary", b"preview")
+    clock("executing", {"node": "sampler"})
+    clock("executing", {"node": "decode"})
+    clock("executing", {"node": None})
+    assert clock.seconds_per_step == pytest.approx(7.0 / 6)
+    assert steps == [(value, 7) for value in range(1, 8)]
+
+
+def test_clock_wants_two_steps() -> None:
+    clock = StepClock(lambda: 0.0)
+    clock("progress", {"node": "sampler", "value": 1, "max": 1})
+    clock("executing", {"node": None})
+    with pytest.raises(ValueError, match="1 steps"):
+        _ = clock.seconds_per_step
+
+
+def test_case_compares_medians() -> None:
+    measured = case([2.0, 4.0, 9.0], [1.0, 2.0, 3.0])
+    assert measured.seconds == (4.0, 2.0)
+    assert measured.speedup == 2.0
+    assert measured.speed_ratios == [2.0, 2.0, 3.0]
+    assert measured.distance == pytest.approx(0.25)
+    assert measured.seed_distance == 0.0
+    assert measured.tokens == "1,024 -> 512, 256 -> 128"
+    assert case([1.0], [1.0], "nothing was merged: no step").tokens == "none merged"
+
+
+def test_table_is_aligned_and_complete() -> None:
+    lines = table([case([2.0, 2.0], [1.0, 1.6])]).splitlines()
+    assert lines[0].index("faster") == lines[2].index("1.54x")
+    assert lines[0].index("tokens") == lines[2].index("1,024 -> 512")
+    assert "(1.25-2.00, 2)" in lines[2]
+    assert "2.000" in lines[2]
+    assert "1.300" in lines[2]
+
+
+def test_random_weights_get_no_distance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("demo.showcase_graphs.WEIGHTS_FOLDER", tmp_path)
+    cases = [case([2.0], [1.0])]
+    assert table(cases).splitlines()[2].split()[-2:] == ["-", "random"]
+    assert "distances say nothing about quality" in explanation(cases, 12, "CPU")
+    (tmp_path / "unet.safetensors").touch()
+    assert table(cases).splitlines()[2].split()[-2:] == ["25.0%", "trained"]
+    assert "Random weights" not in explanation(cases, 12, "CPU")
+
+
+def test_slow_and_noisy_results_are_called_so() -> None:
+    assert "Hardly faster or slower: SDXL UNet, tiny 128x128" in explanation([case([1.0], [1.1])], 12, "CPU")
+    assert "differ widely" in explanation([case([4.0, 4.0], [1.0, 2.0])], 12, "CPU")
+    quiet = explanation([case([4.0, 4.0], [2.0, 2.1])], 12, "CPU")
+    assert "Hardly" not in quiet
+    assert "differ widely" not in quiet
+
+
+def test_sheets_hold_the_pictures() -> None:
+    sheet = side_by_side([case([1.0], [1.0])])
+    # The middle of each panel: whole, merged (grey 20), and their difference enlarged four times.
+    middle = [sheet.getpixel((16 + 400 * column + 192, 16 + 60 + 192)) for column in range(3)]
+    assert middle == [(0, 0, 0), (20, 20, 20), (80, 80, 80)]
+    assert merge_maps([case([1.0], [1.0])] * 2).height == 2 * (256 + 30)
+
+
+def test_graphs_differ_only_by_the_merge() -> None:
+    for kind in KINDS:
+        whole, merged = (sampling_graph(kind, 128, 4, 5, on) for on in (False, True))
+        assert set(merged) - set(whole) == {"toma", "report"}
+        assert merged["sampler"]["inputs"].pop("model") == ["toma", 0]
+        assert whole["sampler"]["inputs"].pop("model") == ["loader", 0]
+        assert all(merged[name] == node for name, node in whole.items())
+
+
+def test_widget_values_make_the_same_config() -> None:
+    config = ToMAConfig(ratio=0.25, selector="grid", flux_whole_double=1)
+    values = widget_values(config)
+    assert ToMAConfig(**json.loads(json.dumps(values))) == config
+
+
+def test_samples_as_the_trained_models_look_best() -> None:
+    for kind in KINDS:
+        expected = sampling.DEFAULTS[kind.name]
+        assert kind.sampling == {
+            "cfg": expected["cfg"],
+            "sampler_name": expected["sampler"],
+            "scheduler": expected["scheduler"],
+        }
+
+
+def test_random_checkpoint_loads_through_the_stock_loader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import comfy.sd
+
+    monkeypatch.setattr("demo.showcase_graphs.WEIGHTS_FOLDER", tmp_path)
+    place_dit(tmp_path / "models")
+    model = comfy.sd.load_diffusion_model(str(tmp_path / "models" / "diffusion_models" / DIT_FILE))
+    assert type(model.model).__name__ == "Flux"
+
+
+def test_workflows_of_the_page_fit_the_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def choice() -> str:
+        workflow = json.loads((tmp_path / "default" / "workflows" / "Demo SDXL.json").read_text())
+        return next(n for n in workflow["nodes"] if n["type"] == "ToMADemoUNet")["widgets_values"][0]
+
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    monkeypatch.setattr("demo.showcase_graphs.WEIGHTS_FOLDER", weights)
+    assert showcase.place_workflows(tmp_path) == ["Demo Flux", "Demo SDXL"]
+    assert choice() == "random"
+    (weights / "unet.safetensors").touch()
+    showcase.place_workflows(tmp_path)
+    assert choice() == "trained"
+
+
+@pytest.mark.server
+def test_demo_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = showcase.Settings(sizes=(64,), steps=3, repeats=1)
+    cases = showcase.compare(settings, tmp_path)
+    out, err = capfd.readouterr()
+    assert [measured.kind for measured in cases] == [UNET, DIT]
+    for measured in cases:
+        # 64 x 64 pixels are 16 x 16 tokens; coarser grids are below min_tokens.
+        assert measured.tokens == "256 -> 128"
+        assert measured.speedup > 0
+        assert measured.whole[0].latent.shape == (1, 16, 32, 32)
+        assert torch.isfinite(measured.merged[0].latent).all()
+        if measured.kind.trained:
+            assert 0 < measured.distance < 1
+        assert measured.name.split("64x64")[0].strip() in out
+    assert "256 -> 128" in out
+    assert "pair 1/1 with ToMA" in err
+    for name in ("side_by_side.png", "merge_map.png"):
+        assert Image.open(tmp_path / name).width > 300
+
+
+@pytest.mark.server
+def test_served_page_lists_the_demo_and_stops() -> None:
+    command = [sys.executable, "-m", "demo", "--serve"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+        try:
+            assert process.stderr is not None
+            lines = []
+            for line in process.stderr:
+                lines.append(line)
+                if "Press Ctrl-C" in line:
+                    break
+            text = "".join(lines)
+            assert "Demo Flux, Demo SDXL" in text
+            url = text.split("Open ")[1].split()[0]
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            listed = json.load(opener.open(f"{url}/userdata?dir=workflows&recurse=true", timeout=30))
+            assert sorted(listed) == ["Demo Flux.json", "Demo SDXL.json"]
+            assert DIT_FILE in json.dumps(json.load(opener.open(f"{url}/object_info/UNETLoader", timeout=30)))
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
+    time.sleep(0.5)
+    with pytest.raises(OSError, match="refused"):
+        opener.open(url, timeout=5)
