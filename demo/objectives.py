@@ -14,6 +14,7 @@ from .scenes import pooled_tokens
 
 # ComfyUI tells SDXL the picture's size as 8 x the latent's; a 64 x 64 latent is what the models are trained at.
 NOMINAL_SIZE = 512
+SPREAD = 1.4
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,13 @@ class View:
 
     offset: corner of a crop in tokens of the whole 32 x 32 grid, (y, x).
     scale: 2 for whole scenes at half the size, each token covering two by two of the whole grid; else 1.
-    centre: noise levels of the flow are sigmoid(normal(centre, 1.2)); fewer pixels drown in less noise.
+    centre: noise levels of the flow are sigmoid(normal(centre, SPREAD)). Pixels repeat each other, so a scene shows
+        through until nearly all is noise, and only there the prompt has to be learnt: hence centres far above 0.
     """
 
     offset: tuple[int, int] = (0, 0)
     scale: int = 1
-    centre: float = 0.6
+    centre: float = 2.0
 
     def rope_options(self, device: torch.device) -> dict[str, torch.Tensor]:
         """The positions of the tokens as ComfyUI's Flux class takes them.
@@ -71,7 +73,7 @@ class FlowObjective:
         """Mean squared error over a batch: clean (B, 16, h, w), tokens (B, T, TEXT_DIM)."""
         batch = clean.shape[0]
         quantile = stratified(batch, generator)
-        sigma = torch.sigmoid(view.centre + 1.2 * torch.special.ndtri(quantile)).to(clean.device)
+        sigma = torch.sigmoid(view.centre + SPREAD * torch.special.ndtri(quantile)).to(clean.device)
         noise = torch.randn(clean.shape, generator=generator).to(clean.device)
         level = sigma[:, None, None, None]
         prediction = network(

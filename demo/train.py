@@ -44,14 +44,14 @@ class Plan:
     seed: int = 0
     lr: float = 1e-3
     warmup: int = 200
-    cooldown: float = 0.3
+    cooldown: float = 0.2
     crop_batch: int = 16
     full_batch: int = 6
     crop_pixels: int = 64
     # Shares of steps with half-size scenes and with whole pictures, before and after `late`; the rest are crops.
-    early_shares: tuple[float, float] = (0.7, 0.1)
+    early_shares: tuple[float, float] = (0.9, 0.05)
     late_shares: tuple[float, float] = (0.1, 0.8)
-    late: float = 0.75
+    late: float = 0.88
     dropout: float = 0.1
     ema: float = 0.999
 
@@ -103,13 +103,13 @@ class Trainer:
         view = View()
         if kind == "half":
             picture = render_batch(scenes, CANVAS // 2)
-            view = View(scale=2, centre=0.1)
+            view = View(scale=2, centre=1.6)
         else:
             picture = render_batch(scenes)
         if kind == "crop":
             # Even offsets: the UNet halves the grid once more.
             places = (CANVAS - plan.crop_pixels) // PIXELS_PER_TOKEN // 2 + 1
-            view = View(offset=(2 * int(draw[1] * places), 2 * int(draw[2] * places)), centre=0.2)
+            view = View(offset=(2 * int(draw[1] * places), 2 * int(draw[2] * places)), centre=1.0)
             top, left = (value * PIXELS_PER_TOKEN for value in view.offset)
             picture = picture[:, :, top : top + plan.crop_pixels, left : left + plan.crop_pixels]
         dropped = torch.rand(count, generator=generator) < plan.dropout
