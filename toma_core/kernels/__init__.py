@@ -135,24 +135,36 @@ _trials: dict[tuple[torch.device, torch.dtype, int], str] = {}
 
 
 def _trial(kernels: Kernels, x: Tensor, windows: Windows, budget: Budget) -> str:
-    """Why the kernels fail on x, or an empty string.
+    """Why the kernels fail on x or compute something else than PyTorch, or an empty string.
 
-    Triton compiles at first use, with a C compiler and a driver that may be missing. Only this trial is guarded: an
-    error in the run itself is not hidden.
+    Triton compiles at first use, with a C compiler and a driver that may be missing, for cards nobody here has seen.
+    Only this trial is guarded, and waits for the device: an error in the run itself is not hidden.
     """
     key = (x.device, x.dtype, windows.slots)
     if key not in _trials:
         try:
             _, M, back = kernels.select_weigh(x, windows, budget, 1.0)
             reduced = kernels.merge(x, M, windows, budget)
-            kernels.restore(reduced, reduced, x, back, windows, budget)
-            _trials[key] = ""
+            restored = kernels.restore(2 * reduced, reduced, x, back, windows, budget)
+            merged = budget.pack(M @ windows.split(x))
+            spread = x + windows.join(back @ budget.unpack(merged))
+            used = torch.ones_like(M[..., 0]) if budget.valid is None else budget.valid.expand(M.shape[:-1]).to(M.dtype)
+            pairs = ((M.sum(-1), used), (reduced, merged), (restored, spread))
+            _trials[key] = "" if all(_close(*pair) for pair in pairs) else "Triton's results are off"
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             _trials[key] = _told("Triton failed", error)
+        if _trials[key]:
             logging.warning("ToMA: plain PyTorch instead of Triton kernels. %s", _trials[key])
     return _trials[key]
+
+
+def _close(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two results of the same products differ by rounding only; NaN in the tokens is nobody's fault."""
+    largest = float(theirs.float().nan_to_num().abs().amax())
+    tolerance = 8 * torch.finfo(ours.dtype).eps * max(largest, torch.finfo(ours.dtype).tiny)
+    return torch.allclose(ours.float(), theirs.float(), rtol=0.0, atol=tolerance + 1e-5 * largest, equal_nan=True)
 
 
 def _told(what: str, error: Exception) -> str:

@@ -123,6 +123,13 @@ class TestFirstUse:
         with pytest.raises(RuntimeError, match="C compiler"):
             reduce(CASE.tokens(), plan_of(CASE.tokens(), evaluation(Backend.TRITON)))
 
+    def test_falls_back_where_results_are_off(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        merge = type(kernels).merge
+        monkeypatch.setattr(type(kernels), "merge", lambda *args: 1.1 * merge(*args))
+        where = evaluation(Backend.AUTO)
+        plan_of(CASE.tokens(), where)
+        assert where.run.stats.kernels == {"torch (Triton's results are off)"}
+
     def test_no_memory_is_no_reason_to_fall_back(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*args: Any) -> None:
             raise torch.OutOfMemoryError
