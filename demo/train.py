@@ -12,7 +12,7 @@ import math
 import os
 import signal
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,53 +26,14 @@ import torch
 from safetensors.torch import save_file
 
 from . import models
-from .latents import image_to_model
-from .objectives import EpsilonObjective, FlowObjective, View
-from .scenes import CANVAS, render_batch, scene_from_seed, scene_tokens
-
-# Scenes below this seed are kept for looking at and for measuring; training never sees them.
-FIRST_TRAINING_SEED = 1_000_000
-PIXELS_PER_TOKEN = 4
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything that decides the result of a training run, together with the code."""
-
-    kind: str
-    steps: int
-    seed: int = 0
-    lr: float = 1e-3
-    warmup: int = 200
-    cooldown: float = 0.2
-    crop_batch: int = 16
-    full_batch: int = 6
-    crop_pixels: int = 64
-    # Shares of steps with half-size scenes and with whole pictures, before and after `late`; the rest are crops.
-    early_shares: tuple[float, float] = (0.9, 0.05)
-    late_shares: tuple[float, float] = (0.1, 0.8)
-    late: float = 0.88
-    dropout: float = 0.1
-    ema: float = 0.999
-
-    def lr_at(self, step: int) -> float:
-        """Warm-up, constant, then a cosine to zero over the last `cooldown` of the steps."""
-        start = self.steps * (1 - self.cooldown)
-        decay = 1.0 if step < start else 0.5 + 0.5 * math.cos(math.pi * (step - start) / (self.steps - start))
-        return self.lr * min(1.0, (step + 1) / self.warmup) * decay
-
-    def kind_at(self, step: int, draw: float) -> str:
-        """What a step sees, "half", "full" or "crop", from a uniform number."""
-        half, full = self.early_shares if step < self.late * self.steps else self.late_shares
-        return "half" if draw < half else "full" if draw < half + full else "crop"
+from .data import Batch, Batches, Plan
+from .objectives import EpsilonObjective, FlowObjective
 
 
 class Trainer:
     """Network, its moving average and its optimiser, and the deterministic step that moves them."""
 
     def __init__(self, plan: Plan, device: torch.device, compiled: bool = False, config: dict[str, Any] | None = None):
-        if plan.kind not in ("dit", "unet"):
-            raise ValueError(f"kind must be dit or unet, not {plan.kind!r}")
         self.plan = plan
         self.device = device
         self.config = config
@@ -91,51 +52,24 @@ class Trainer:
         self.step = 0
         self.seen = {"half": 0, "crop": 0, "full": 0}
 
-    def batch(self, step: int) -> tuple[str, torch.Tensor, torch.Tensor, View, torch.Generator]:
-        """The data of one step: its kind, clean (B, 16, h, w), tokens (B, T, TEXT_DIM), the view, and randomness."""
-        plan = self.plan
-        generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step)
-        draw = torch.rand(4, generator=generator).tolist()
-        kind = plan.kind_at(step, draw[0])
-        count = plan.full_batch if kind == "full" else plan.crop_batch
-        first = FIRST_TRAINING_SEED + (plan.seed * 100_000_000 + step) * 64
-        scenes = [scene_from_seed(first + index) for index in range(count)]
-        view = View()
-        if kind == "half":
-            picture = render_batch(scenes, CANVAS // 2)
-            view = View(scale=2, centre=1.6)
-        else:
-            picture = render_batch(scenes)
-        if kind == "crop":
-            # Even offsets: the UNet halves the grid once more.
-            places = (CANVAS - plan.crop_pixels) // PIXELS_PER_TOKEN // 2 + 1
-            view = View(offset=(2 * int(draw[1] * places), 2 * int(draw[2] * places)), centre=1.0)
-            top, left = (value * PIXELS_PER_TOKEN for value in view.offset)
-            picture = picture[:, :, top : top + plan.crop_pixels, left : left + plan.crop_pixels]
-        dropped = torch.rand(count, generator=generator) < plan.dropout
-        tokens = torch.stack(
-            [scene_tokens(None if drop else scene) for scene, drop in zip(scenes, dropped.tolist(), strict=True)]
-        )
-        return kind, image_to_model(picture).to(self.device), tokens.to(self.device), view, generator
-
-    def train_step(self) -> tuple[float, str]:
-        """One optimiser step; returns its loss and the kind of pictures it saw."""
-        kind, clean, tokens, view, generator = self.batch(self.step)
+    def train_step(self, batch: Batch) -> float:
+        """One optimiser step on the batch of `self.step`; returns its loss."""
+        batch = batch.to(self.device)
         for group in self.optimiser.param_groups:
             group["lr"] = self.plan.lr_at(self.step)
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss = self.objective.loss(self.forward, clean, tokens, view, generator)
+            loss = self.objective.loss(self.forward, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
         self.step += 1
-        self.seen[kind] += clean.shape[0]
+        self.seen[batch.sort] += batch.clean.shape[0]
         keep = min(self.plan.ema, (1 + self.step) / (10 + self.step))
         with torch.no_grad():
             parameters = dict(self.network.named_parameters())
             torch._foreach_lerp_(list(self.average.values()), [parameters[name] for name in self.average], 1 - keep)
-        return float(loss.detach()), kind
+        return float(loss.detach())
 
     def save(self, path: Path) -> None:
         """Writes everything needed to go on, atomically."""
@@ -171,7 +105,7 @@ class Trainer:
         save_file(weights, path, metadata={"step": str(self.step), **{k: str(v) for k, v in asdict(self.plan).items()}})
 
 
-def run(trainer: Trainer, checkpoint: Path, minutes: float, every: float = 120.0) -> bool:
+def run(trainer: Trainer, checkpoint: Path, minutes: float, every: float = 120.0, workers: int = 0) -> bool:
     """Trains to the plan's end, a time limit or SIGTERM/SIGINT, saving every `every` seconds; True if finished."""
     stop = False
 
@@ -184,13 +118,14 @@ def run(trainer: Trainer, checkpoint: Path, minutes: float, every: float = 120.0
     begin = saved = shown = time.monotonic()
     losses: dict[str, list[float]] = {}
     count, last_step = 0, trainer.step
+    batches = Batches(trainer.plan).from_step(trainer.step, workers)
     while trainer.step < trainer.plan.steps and not stop and time.monotonic() - begin < minutes * 60:
-        before = sum(trainer.seen.values())
-        loss, kind = trainer.train_step()
+        batch = next(batches)
+        loss = trainer.train_step(batch)
         if not math.isfinite(loss):
             raise RuntimeError(f"loss is {loss} at step {trainer.step}; the last checkpoint is in {checkpoint}")
-        losses.setdefault(kind, []).append(loss)
-        count += sum(trainer.seen.values()) - before
+        losses.setdefault(batch.sort, []).append(loss)
+        count += batch.clean.shape[0]
         now = time.monotonic()
         if now - shown > 20:
             speed = (trainer.step - last_step) / (now - shown)
@@ -222,6 +157,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--compile", action="store_true", help="torch.compile: about 1.5x faster after a few minutes")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads, 0 for torch's own choice")
+    parser.add_argument("--workers", type=int, default=0, help="processes that draw scenes ahead, for a GPU")
     parser.add_argument("--checkpoints", type=Path, default=Path("demo/checkpoints"), help="folder for --resume")
     parser.add_argument("--export", type=Path, default=None, help="where to write the weights at the end")
     args = parser.parse_args()
@@ -239,7 +175,7 @@ def main() -> None:
         f"{args.kind}: {size / 1e6:.2f} M parameters on {device}, from step {trainer.step}, process {os.getpid()}",
         flush=True,
     )
-    finished = run(trainer, checkpoint, args.minutes)
+    finished = run(trainer, checkpoint, args.minutes, workers=args.workers)
     if args.export:
         trainer.export(args.export)
     print(f"{'finished' if finished else 'stopped'} at step {trainer.step}, seen {trainer.seen}", flush=True)

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 
 from demo import models
 from demo.conditioning import conditioning, empty_latent, seeded_noise
-from demo.objectives import EpsilonObjective, View, adm
+from demo.data import View
+from demo.objectives import EpsilonObjective, adm
 from demo.scenes import scene_from_seed
 
 

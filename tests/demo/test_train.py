@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from demo import models
-from demo.objectives import View
-from demo.train import Plan, Trainer, run
+from demo.data import Batches, Plan, View
+from demo.train import Trainer, run
 
 SMALL = {
     "dit": {**models.DIT_CONFIG, "depth": 1, "depth_single_blocks": 1},
@@ -62,20 +62,20 @@ def test_runs_resumes_and_repeats(kind: str, tmp_path: Path) -> None:
     assert whole.step == 3
 
     first = fresh()
-    for _ in range(2):
-        first.train_step()
+    for step in range(2):
+        first.train_step(Batches(first.plan)[step])
     first.save(tmp_path / "half.pt")
     second = fresh()
     second.restore(tmp_path / "half.pt")
     assert second.step == 2
     assert second.seen == first.seen
-    second.train_step()
+    second.train_step(Batches(second.plan)[2])
     assert _same(_weights(second), _weights(whole))
 
     other = fresh(seed=1)
-    other.train_step()
+    other.train_step(Batches(other.plan)[0])
     start = fresh()
-    start.train_step()
+    start.train_step(Batches(start.plan)[0])
     assert not _same(_weights(other), _weights(start))
 
 
@@ -102,16 +102,25 @@ def test_exports_what_comfyui_loads(tmp_path: Path) -> None:
 
 def test_crops_keep_their_place() -> None:
     plan = dataclasses.replace(_plan("dit"), early_shares=(0.0, 0.0), steps=1000)
-    trainer = Trainer(plan, CPU, config=SMALL["dit"])
     offsets = set()
     for step in range(12):
-        kind, clean, tokens, view, _ = trainer.batch(step)
-        assert kind == "crop"
-        assert clean.shape == (2, 16, 32, 32)
-        assert tokens.shape == (2, 14, 128)
-        assert all(0 <= value <= 16 and value % 2 == 0 for value in view.offset)
-        offsets.add(view.offset)
+        batch = Batches(plan)[step]
+        assert batch.sort == "crop"
+        assert batch.clean.shape == batch.noise.shape == (2, 16, 32, 32)
+        assert batch.tokens.shape == (2, 14, 128)
+        assert all(0 <= value <= 16 and value % 2 == 0 for value in batch.view.offset)
+        offsets.add(batch.view.offset)
     assert len(offsets) > 4
+
+
+def test_workers_change_nothing() -> None:
+    plan = _plan("dit", steps=4)
+    ahead = Batches(plan).from_step(1, workers=2)
+    for step, batch in zip(range(1, 4), ahead, strict=True):
+        alone = Batches(plan)[step]
+        assert batch.sort == alone.sort
+        assert batch.view == alone.view
+        assert all(torch.equal(getattr(batch, x), getattr(alone, x)) for x in ("clean", "noise", "tokens", "quantile"))
 
 
 def test_half_size_scenes_sit_where_they_belong() -> None:
@@ -127,4 +136,4 @@ def test_half_size_scenes_sit_where_they_belong() -> None:
 
 def test_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="dit or unet"):
-        Trainer(_plan("vae"), CPU)
+        _plan("vae")

@@ -1,0 +1,155 @@
+"""The training batches: which scenes, seen how, with which noise. Step n's batch depends on the plan and n alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from .latents import image_to_model
+from .scenes import CANVAS, render_batch, scene_from_seed, scene_tokens
+
+# Scenes below this seed are kept for looking at and for measuring; training never sees them.
+FIRST_TRAINING_SEED = 1_000_000
+MOST_PER_STEP = 4096
+PIXELS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides the result of a training run, together with the code."""
+
+    kind: str
+    steps: int
+    seed: int = 0
+    lr: float = 1.5e-3
+    warmup: int = 200
+    cooldown: float = 0.2
+    crop_batch: int = 16
+    full_batch: int = 6
+    crop_pixels: int = 64
+    # Shares of steps with half-size scenes and with whole pictures, before and after `late`; the rest are crops.
+    early_shares: tuple[float, float] = (0.9, 0.05)
+    late_shares: tuple[float, float] = (0.1, 0.8)
+    late: float = 0.8
+    dropout: float = 0.1
+    ema: float = 0.999
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("dit", "unet"):
+            raise ValueError(f"kind must be dit or unet, not {self.kind!r}")
+        if not 1 <= min(self.crop_batch, self.full_batch) <= max(self.crop_batch, self.full_batch) <= MOST_PER_STEP:
+            raise ValueError(f"batches must be 1..{MOST_PER_STEP}, not {self.crop_batch} and {self.full_batch}")
+
+    def lr_at(self, step: int) -> float:
+        """Warm-up, constant, then a cosine to zero over the last `cooldown` of the steps."""
+        start = self.steps * (1 - self.cooldown)
+        decay = 1.0 if step < start else 0.5 + 0.5 * math.cos(math.pi * (step - start) / (self.steps - start))
+        return self.lr * min(1.0, (step + 1) / self.warmup) * decay
+
+    def sort_at(self, step: int, draw: float) -> str:
+        """What a step sees, "half", "full" or "crop", from a uniform number."""
+        half, full = self.early_shares if step < self.late * self.steps else self.late_shares
+        return "half" if draw < half else "full" if draw < half + full else "crop"
+
+
+@dataclass(frozen=True)
+class View:
+    """What a batch shows of its scenes.
+
+    offset: corner of a crop in tokens of the whole 32 x 32 grid, (y, x).
+    scale: 2 for whole scenes at half the size, each token covering two by two of the whole grid; else 1.
+    centre: noise levels of the flow are sigmoid(normal(centre, 1.4)). Pixels repeat each other, so a scene shows
+        through until nearly all is noise, and only there the prompt has to be learnt: hence centres far above 0.
+    """
+
+    offset: tuple[int, int] = (0, 0)
+    scale: int = 1
+    centre: float = 2.0
+
+    def rope_options(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """The positions of the tokens as ComfyUI's Flux class takes them.
+
+        As tensors, since torch.compile would make a new program for every Python number. Half-size scenes sit at the
+        centres of the tokens they stand for, one step along the time axis.
+        """
+        values = {
+            "shift_y": self.offset[0] + (self.scale - 1) / 2,
+            "shift_x": self.offset[1] + (self.scale - 1) / 2,
+            "shift_t": self.scale - 1,
+            "scale_y": self.scale,
+            "scale_x": self.scale,
+        }
+        return {name: torch.tensor(float(value), device=device) for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's data.
+
+    sort: "half", "full" or "crop". clean, noise: (B, 16, h, w) in model space. tokens: (B, T, TEXT_DIM).
+    quantile: (B,) in 0..1, where each picture's noise level lies; stratified, so that a batch covers the whole range.
+    """
+
+    sort: str
+    view: View
+    clean: torch.Tensor
+    noise: torch.Tensor
+    tokens: torch.Tensor
+    quantile: torch.Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on `device`."""
+        moved = {name: getattr(self, name).to(device) for name in ("clean", "noise", "tokens", "quantile")}
+        return replace(self, **moved)
+
+
+class Batches(Dataset[Batch]):
+    """Batch n is the data of step n."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __len__(self) -> int:
+        return self.plan.steps
+
+    def __getitem__(self, step: int) -> Batch:
+        plan = self.plan
+        generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step)
+        draw = torch.rand(3, generator=generator).tolist()
+        sort = plan.sort_at(step, draw[0])
+        count = plan.full_batch if sort == "full" else plan.crop_batch
+        first = FIRST_TRAINING_SEED + (plan.seed * 100_000_000 + step) * MOST_PER_STEP
+        scenes = [scene_from_seed(first + index) for index in range(count)]
+        picture = render_batch(scenes, CANVAS // 2 if sort == "half" else CANVAS)
+        view = View(scale=2, centre=1.6) if sort == "half" else View()
+        if sort == "crop":
+            # Even offsets: the UNet halves the grid once more.
+            places = (CANVAS - plan.crop_pixels) // PIXELS_PER_TOKEN // 2 + 1
+            view = View(offset=(2 * int(draw[1] * places), 2 * int(draw[2] * places)), centre=1.0)
+            top, left = (value * PIXELS_PER_TOKEN for value in view.offset)
+            picture = picture[:, :, top : top + plan.crop_pixels, left : left + plan.crop_pixels]
+        clean = image_to_model(picture)
+        dropped = (torch.rand(count, generator=generator) < plan.dropout).tolist()
+        said = [None if drop else scene for scene, drop in zip(scenes, dropped, strict=True)]
+        return Batch(
+            sort=sort,
+            view=view,
+            clean=clean,
+            noise=torch.randn(clean.shape, generator=generator),
+            tokens=torch.stack([scene_tokens(scene) for scene in said]),
+            quantile=_stratified(count, generator),
+        )
+
+    def from_step(self, step: int, workers: int = 0) -> Iterator[Batch]:
+        """The batches from `step` on, drawn ahead by `workers` processes; their number changes nothing but speed."""
+        order = range(step, len(self))
+        return iter(DataLoader(self, batch_size=None, sampler=order, num_workers=workers))
+
+
+def _stratified(count: int, generator: torch.Generator) -> torch.Tensor:
+    u = (torch.arange(count) + torch.rand(count, generator=generator)) / count
+    return u[torch.randperm(count, generator=generator)].clamp(1e-4, 1 - 1e-4)
