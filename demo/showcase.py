@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -63,7 +64,10 @@ def device_name() -> str:
 def demo_server(base: Path | None = None) -> Iterator[ComfyServer]:
     """A running server with the pack, the demo nodes and the demo checkpoint; always stopped."""
     # ComfyUI's default attention on the CPU works in slices and is several times slower, which would flatter ToMA.
-    server = ComfyServer(packs=[ROOT / "demo"], base=base, flags=["--use-pytorch-cross-attention"])
+    flags = ["--use-pytorch-cross-attention"]
+    # Threads that spin while they wait made steps many times slower, and random, where another program was busy.
+    environ = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+    server = ComfyServer(packs=[ROOT / "demo"], base=base, flags=flags, environ=environ)
     try:
         place_dit(server.base / "models")
         begin = time.monotonic()

@@ -87,9 +87,9 @@ def workshop() -> Iterator[ComfyServer]:
         server.stop()
 
 
-def validate(server: ComfyServer, prompt: dict[str, Any]) -> None:
-    """Let the server check the whole prompt without running it: one more output is wrong on purpose, so that the
-    answer lists errors, and what was queued is taken off again. Raises AssertionError if anything else is wrong."""
+def refused(server: ComfyServer, prompt: dict[str, Any]) -> set[str]:
+    """The nodes that the server finds fault with, without running the prompt: one more output is wrong on purpose, so
+    that there always is an answer that lists them, and what was queued is taken off again."""
     prompt = {**prompt, "wrong": {"class_type": "EmptyLatentImage", "inputs": {"width": -1}}}
     prompt["wrong out"] = {"class_type": "SaveLatent", "inputs": {"samples": ["wrong", 0], "filename_prefix": "x"}}
     try:
@@ -98,7 +98,7 @@ def validate(server: ComfyServer, prompt: dict[str, Any]) -> None:
         answer = json.loads(error.read())
     server.post("/queue", {"clear": True})
     server.interrupt()
-    assert set(answer["node_errors"]) == {"wrong"}, answer["node_errors"]
+    return set(answer["node_errors"]) - {"wrong"} if "wrong" in answer["node_errors"] else {"nothing was checked"}
 
 
 @every_workflow
@@ -181,16 +181,15 @@ def test_widgets_are_in_place_and_in_range(path: Path, workshop: ComfyServer) ->
 @pytest.mark.server
 @every_workflow
 def test_server_accepts_it(path: Path, workshop: ComfyServer) -> None:
-    validate(workshop, to_prompt(load(path), workshop))
+    assert refused(workshop, to_prompt(load(path), workshop)) == set()
 
 
 @pytest.mark.server
 def test_server_would_notice_a_wrong_value(workshop: ComfyServer) -> None:
     prompt = to_prompt(load(EXAMPLES[0]), workshop)
-    sampler = next(node for node in prompt.values() if "steps" in node["inputs"])
-    sampler["inputs"]["steps"] = -3
-    with pytest.raises(AssertionError, match="steps"):
-        validate(workshop, prompt)
+    sampler = next(name for name, node in prompt.items() if "steps" in node["inputs"])
+    prompt[sampler]["inputs"]["steps"] = -3
+    assert refused(workshop, prompt) == {sampler}
 
 
 @pytest.mark.server
