@@ -170,7 +170,10 @@ def explanation(cases: list[Case], steps: int, device: str) -> str:
         lines.append(f"Distance: relative error of the latent against the unmerged run of the same seed.{scale}")
         lines.append("The trained models saw pictures of 128x128 only; larger ones are for the speed.")
     if not all(case.kind.trained for case in cases):
-        lines.append("Random weights: pictures are noise, distances say nothing about quality and are left out.")
+        lines.append(
+            "Random weights: pictures are noise, and equal, since an untrained model's last layer is zero; "
+            "distances say nothing about quality and are left out."
+        )
     return "\n".join(lines)
 
 
@@ -181,7 +184,7 @@ def side_by_side(cases: list[Case]) -> Image.Image:
     for case in cases:
         whole, merged = case.whole[0].picture, case.merged[0].picture
         gap = ImageChops.difference(whole, merged).point(lambda value: min(255, value * DIFFERENCE_GAIN))
-        weights = "trained" if case.kind.trained else "random weights: noise"
+        weights = "trained" if case.kind.trained else "random weights: noise, equal by construction"
         title = f"{case.name}   {case.tokens} tokens   {weights}"
         rows.append((title, list(zip(captions, (whole, merged, gap), strict=True))))
     return _sheet(rows)
