@@ -226,12 +226,15 @@ def test_attention_patch_may_change_any_of_the_three(unet: Any, attach: Any, cha
             return n, context, value * 0.5
         if change == "query":
             return n * 0.5, context, value
-        longer = torch.cat([context, context], 1)
+        longer = torch.cat([context, context * 0.5], 1)
         return n, longer, longer
 
     foreign = unet.clone()
     foreign.set_model_attn1_patch(patch)
-    assert models.sample(attach(foreign), SIDE, SIDE, steps=1).isfinite().all()
+    out = models.sample(attach(foreign), SIDE, SIDE, steps=1)
+    assert out.isfinite().all()
+    plain = models.sample(attach(unet, granularity="module"), SIDE, SIDE, steps=1)
+    assert (out - plain).abs().max() > 1, "the change of the patch was lost"
 
 
 @pytest.mark.compat
