@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from benchmarks import models
-from scripts.comfy_pack import pack_module
 
 HEIGHT, WIDTH = 20, 28  # a grid of 10 x 14: windows of 5 x 7
 TOKENS, KEPT, TEXT = 140, 70, 7
@@ -158,17 +157,6 @@ def test_module_granularity_with_nothing_to_merge_leaves_double_blocks(flux: Any
     stats = stats_of(model)
     assert stats.left_whole == {"self_attention and feed_forward are off": {f"double.{i}" for i in range(3)}}
     assert stats.merged_blocks == {f"single.{i}" for i in range(3)}
-
-
-@pytest.mark.parametrize("size", [(20, 28), (21, 27), (1, 40), (7, 3)])
-def test_grid_is_the_one_flux_pads_to(flux: Any, attach: Any, stats_of: Any, size: tuple[int, int]) -> None:
-    model = attach(flux)
-    out = models.sample(model, *size, steps=1)
-    assert out.shape == (1, 16, *size)
-    assert out.isfinite().all()
-    grid = (size[0] + 1) // 2, (size[1] + 1) // 2
-    assert set(stats_of(model).grids) == {grid}
-    assert len(stats_of(model).merged_blocks) == 6
 
 
 def test_first_blocks_are_left_whole_as_configured(flux: Any, attach: Any, stats_of: Any) -> None:
@@ -356,9 +344,3 @@ def test_attention_override_still_runs_and_sees_merged_tokens(flux: Any, attach:
     out = models.sample(attach(other), HEIGHT, WIDTH, steps=1)
     assert set(lengths) == {(TEXT + KEPT, TEXT + KEPT)}
     assert torch.equal(out, models.sample(attach(flux), HEIGHT, WIDTH, steps=1))
-
-
-def test_token_grid_rounds_up(pack: Any) -> None:
-    token_grid = pack_module("nodes.adapters.flux").token_grid
-    assert token_grid(torch.empty(1, 16, 5, 8), 2) == (3, 4)
-    assert token_grid(torch.empty(1, 128, 5, 8), 1) == (5, 8)

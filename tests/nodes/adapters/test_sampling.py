@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import models
+from scripts.comfy_pack import pack_module
 
 # Steps of the evaluations of a run of four steps. Heun's second evaluation is at the next step's noise level; the
 # second-order singlestep samplers evaluate between two levels, which belongs to the earlier step.
@@ -53,12 +54,12 @@ def check(model: Any, size: tuple[int, int], index: int, attach: Any, stats_of: 
     assert all(stats.merged_blocks or h * w < 4 for h, w in stats.grids)
 
 
-@pytest.mark.parametrize(("index", "size"), enumerate(UNET_SIZES), ids=str)
+@pytest.mark.parametrize(("index", "size"), list(enumerate(UNET_SIZES)), ids=str)
 def test_unet_sizes(unet: Any, attach: Any, stats_of: Any, decisions: Any, index: int, size: tuple[int, int]) -> None:
     check(unet, size, index, attach, stats_of, decisions)
 
 
-@pytest.mark.parametrize(("index", "size"), enumerate(FLUX_SIZES), ids=str)
+@pytest.mark.parametrize(("index", "size"), list(enumerate(FLUX_SIZES)), ids=str)
 def test_flux_sizes(flux: Any, attach: Any, stats_of: Any, decisions: Any, index: int, size: tuple[int, int]) -> None:
     check(flux, size, index + 3, attach, stats_of, decisions)
 
@@ -136,3 +137,20 @@ def test_whole_steps_are_those_of_the_model_without_it(request: pytest.FixtureRe
     for first, equal in ((0, False), (5, True)):
         outs = [models.sample(m, 16, 16, steps=6, start_step=first, last_step=first + 1) for m in (base, model)]
         assert torch.equal(*outs) is equal
+
+
+@pytest.mark.parametrize("size", [(20, 28), (21, 27), (1, 40), (7, 3)])
+def test_grid_is_the_one_flux_pads_to(flux: Any, attach: Any, stats_of: Any, size: tuple[int, int]) -> None:
+    model = attach(flux)
+    out = models.sample(model, *size, steps=1)
+    assert out.shape == (1, 16, *size)
+    assert out.isfinite().all()
+    grid = (size[0] + 1) // 2, (size[1] + 1) // 2
+    assert set(stats_of(model).grids) == {grid}
+    assert len(stats_of(model).merged_blocks) == 6
+
+
+def test_token_grid_rounds_up(pack: Any) -> None:
+    token_grid = pack_module("nodes.adapters.flux").token_grid
+    assert token_grid(torch.empty(1, 16, 5, 8), 2) == (3, 4)
+    assert token_grid(torch.empty(1, 128, 5, 8), 1) == (5, 8)
