@@ -210,12 +210,18 @@ def main() -> None:
     parser.add_argument("--granularity", nargs="*", choices=["module", "block", "stack"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument(
+        "--attention",
+        default="comfyui",
+        choices=["comfyui", "pytorch"],
+        help="what ComfyUI chooses on this device (on a CPU: sub-quadratic), or PyTorch's, which is faster on a CPU",
+    )
     parser.add_argument("--flux-blocks", type=int, nargs=2, default=(1, 2), metavar=("DOUBLE", "SINGLE"))
     parser.add_argument("--flux-whole", type=int, nargs=2, default=(0, 0), metavar=("DOUBLE", "SINGLE"))
     parser.add_argument("--json", type=Path, help="write conditions and rows to this file")
     args = parser.parse_args()
 
-    use_comfyui()
+    use_comfyui(own_attention=args.attention == "comfyui")
     load_pack()
     told = conditions(args)
     print(", ".join(f"{key}: {value}" for key, value in told.items()), file=sys.stderr, flush=True)

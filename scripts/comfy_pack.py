@@ -20,15 +20,16 @@ from scripts.comfyui import ROOT, is_comfyui
 PACK_NAME = str(ROOT).replace(".", "_x_")
 
 
-def use_comfyui(path: Path | str | None = None, *, cpu: bool | None = None) -> Path:
+def use_comfyui(path: Path | str | None = None, *, cpu: bool | None = None, own_attention: bool = False) -> Path:
     """Make ComfyUI importable; call before anything of it is imported. Returns its folder.
 
     Args:
         path: folder of ComfyUI, `COMFYUI_PATH` if None.
         cpu: run its models on the CPU; None means where torch finds no CUDA device.
+        own_attention: leave the choice of attention to ComfyUI. Else it is PyTorch's, because ComfyUI's default on
+            the CPU (sub-quadratic) breaks graphs in torch.compile.
 
-    Attention is set to PyTorch's own, because ComfyUI's default on the CPU (sub-quadratic) breaks graphs in
-    torch.compile. Raises RuntimeError if there is no ComfyUI, or if it was already set up on another device.
+    Raises RuntimeError if there is no ComfyUI, or if it was already set up on another device.
     """
     folder = Path(path or os.environ.get("COMFYUI_PATH") or ".").absolute()
     if not is_comfyui(folder):
@@ -43,7 +44,7 @@ def use_comfyui(path: Path | str | None = None, *, cpu: bool | None = None) -> P
     if "comfy.model_management" in sys.modules and args.cpu != cpu:
         raise RuntimeError("ComfyUI was imported before use_comfyui() and has chosen its device already")
     args.cpu = cpu
-    args.use_pytorch_cross_attention = True
+    args.use_pytorch_cross_attention = not own_attention
     return folder
 
 
