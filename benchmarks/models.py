@@ -118,5 +118,16 @@ def sample(
     positive = conditioning(model, seed=1) if positive is None else positive
     negative = conditioning(model, seed=2) if negative is None else negative
     return comfy.sample.sample(
-        model, noise, steps, cfg, sampler, scheduler, positive, negative, latent, seed=seed, disable_pbar=True, **options
+        model,
+        noise,
+        steps,
+        cfg,
+        sampler,
+        scheduler,
+        positive,
+        negative,
+        latent,
+        seed=seed,
+        disable_pbar=True,
+        **options,
     )
