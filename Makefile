@@ -8,7 +8,7 @@ RUN = $(PYTHON) -m scripts.run $(if $(COMFYUI),--comfyui $(COMFYUI)) --
 TOOL = $(PYTHON) -m scripts.run --quiet --
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test demo bench lint format types clean purge
+.PHONY: help setup test demo bench fidelity lint format types clean purge
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ demo: ## run real models with and without ToMA and compare; ARGS=--serve opens t
 
 bench: ## time full-size forwards (about 10 GB of memory); ARGS=--help
 	@$(RUN) python -m benchmarks.forward $(ARGS)
+
+fidelity: ## measure merged pictures of the trained tiny models; hours on a CPU, resumable; ARGS=--help
+	@$(RUN) python -m benchmarks.fidelity $(ARGS)
 
 lint: ## ruff: rules and formatting, nothing is changed
 	@$(TOOL) python -m ruff check $(ARGS)
