@@ -25,7 +25,7 @@ from .models import load_unet
 from .scenes import CANVAS, Scene, render_batch, scene_from_seed
 
 FOLDER = WEIGHTS.parent
-# What the trained models look best with; the model card says how that was found.
+# Plain settings that both objectives are at home with; the model card has a few others.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "dit": {"cfg": 2.0, "sampler": "euler", "scheduler": "simple"},
     "unet": {"cfg": 2.0, "sampler": "euler", "scheduler": "normal"},
