@@ -94,8 +94,14 @@ def _initialise(network: nn.Module, zero: tuple[str, ...], generator: torch.Gene
                 module.bias.zero_()
 
 
-def new_dit(seed: int = 0, operations: Any = TrainingOps, config: dict[str, Any] | None = None) -> nn.Module:
-    """A fresh DiT (comfy.ldm.flux.model.Flux, float32, CPU) with weights drawn from `seed`."""
+def new_dit(
+    seed: int = 0, operations: Any = TrainingOps, config: dict[str, Any] | None = None, to_train: bool = True
+) -> nn.Module:
+    """A fresh DiT (comfy.ldm.flux.model.Flux, float32, CPU) with weights drawn from `seed`.
+
+    to_train: start every block as the identity. Such a model puts out zeros, whatever its blocks do; without, nothing
+    is zero and what the blocks do can be seen.
+    """
     network = comfy.ldm.flux.model.Flux(dtype=torch.float32, operations=operations, **(config or DIT_CONFIG))
     # adaLN-Zero as in the DiT paper: every block starts as the identity. guidance_in stays exactly zero: the model is
     # not guidance-distilled, so whatever a FluxGuidance node says has no effect.
@@ -107,14 +113,17 @@ def new_dit(seed: int = 0, operations: Any = TrainingOps, config: dict[str, Any]
         "final_layer.linear",
         "guidance_in.out_layer",
     )
-    _initialise(network, zero, torch.Generator().manual_seed(seed))
+    _initialise(network, zero if to_train else (), torch.Generator().manual_seed(seed))
     return network
 
 
-def new_unet(seed: int = 0, operations: Any = TrainingOps, config: dict[str, Any] | None = None) -> nn.Module:
-    """A fresh UNet (ComfyUI's UNetModel, float32, CPU) with weights drawn from `seed`."""
+def new_unet(
+    seed: int = 0, operations: Any = TrainingOps, config: dict[str, Any] | None = None, to_train: bool = True
+) -> nn.Module:
+    """A fresh UNet (ComfyUI's UNetModel, float32, CPU) with weights drawn from `seed`. to_train: see `new_dit`."""
     network = UNetModel(dtype=torch.float32, operations=operations, **(config or UNET_CONFIG))
-    _initialise(network, ("out_layers.3", "proj_out", "out.2"), torch.Generator().manual_seed(seed))
+    zero = ("out_layers.3", "proj_out", "out.2") if to_train else ()
+    _initialise(network, zero, torch.Generator().manual_seed(seed))
     return network
 
 
@@ -134,7 +143,7 @@ def unet_patcher(
     cast = comfy.model_management.unet_manual_cast(dtype, load_device, [torch.bfloat16, torch.float32])
     model_config.set_inference_dtype(dtype, cast)
     model = comfy.model_base.SDXL(model_config, comfy.model_base.ModelType.EPS, device=offload_device)
-    weights = state_dict if state_dict is not None else new_unet(seed, config=config).state_dict()
+    weights = state_dict if state_dict is not None else new_unet(seed, config=config, to_train=False).state_dict()
     model.diffusion_model.load_state_dict(weights, strict=True)
     model.diffusion_model.to(dtype)
     return comfy.model_patcher.ModelPatcher(model, load_device=load_device, offload_device=offload_device)

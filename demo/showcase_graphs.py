@@ -103,7 +103,7 @@ def place_dit(models: Path) -> None:
 
     from .models import new_dit
 
-    save_file({name: value.contiguous() for name, value in new_dit().state_dict().items()}, target)
+    save_file({name: value.contiguous() for name, value in new_dit(to_train=False).state_dict().items()}, target)
 
 
 def _loader(kind: Kind) -> dict[str, Any]:

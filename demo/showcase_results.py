@@ -140,7 +140,7 @@ def table(cases: list[Case]) -> str:
                 f"({min(ratios):.2f}-{max(ratios):.2f}, {len(ratios)})",
                 f"{whole:.3f}",
                 f"{merged:.3f}",
-                f"{case.distance:.1%}" if trained else "-",
+                f"{case.distance:.1%}",
                 "trained" if trained else "random",
             )
         )
@@ -164,16 +164,17 @@ def explanation(cases: list[Case], steps: int, device: str) -> str:
             "model the work that is saved is no larger than the merge's own; real SDXL and Flux are 10 to 24 times "
             "wider."
         )
+    lines.append("Distance: relative error of the latent against the unmerged run of the same seed.")
     if any(case.kind.trained for case in cases):
         seeds = next((case.seed_distance for case in cases if case.kind.trained and case.seed_distance), None)
-        scale = f" For scale: two seeds of the unmerged model are {seeds:.0%} apart." if seeds else ""
-        lines.append(f"Distance: relative error of the latent against the unmerged run of the same seed.{scale}")
-        lines.append("The trained models saw pictures of 128x128 only; larger ones are for the speed.")
-    if not all(case.kind.trained for case in cases):
+        if seeds:
+            lines.append(f"For scale: two seeds of the unmerged trained model are {seeds:.0%} apart.")
         lines.append(
-            "Random weights: pictures are noise, and equal, since an untrained model's last layer is zero; "
-            "distances say nothing about quality and are left out."
+            "Trained weights are an early checkpoint: demo/weights/MODEL_CARD.md says what it can draw. It saw "
+            "pictures of 128x128 only; larger ones are for the speed."
         )
+    if not all(case.kind.trained for case in cases):
+        lines.append("Random weights: pictures are noise, and distances say nothing about quality.")
     return "\n".join(lines)
 
 
@@ -184,7 +185,7 @@ def side_by_side(cases: list[Case]) -> Image.Image:
     for case in cases:
         whole, merged = case.whole[0].picture, case.merged[0].picture
         gap = ImageChops.difference(whole, merged).point(lambda value: min(255, value * DIFFERENCE_GAIN))
-        weights = "trained" if case.kind.trained else "random weights: noise, equal by construction"
+        weights = "trained" if case.kind.trained else "random weights: noise"
         title = f"{case.name}   {case.tokens} tokens   {weights}"
         rows.append((title, list(zip(captions, (whole, merged, gap), strict=True))))
     return _sheet(rows)

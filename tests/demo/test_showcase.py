@@ -94,10 +94,10 @@ def test_table_is_aligned_and_complete() -> None:
     assert "1.300" in lines[2]
 
 
-def test_random_weights_get_no_distance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_random_weights_are_called_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("demo.showcase_graphs.WEIGHTS_FOLDER", tmp_path)
     cases = [case([2.0], [1.0])]
-    assert table(cases).splitlines()[2].split()[-2:] == ["-", "random"]
+    assert table(cases).splitlines()[2].split()[-2:] == ["25.0%", "random"]
     assert "distances say nothing about quality" in explanation(cases, 12, "CPU")
     (tmp_path / "unet.safetensors").touch()
     assert table(cases).splitlines()[2].split()[-2:] == ["25.0%", "trained"]
