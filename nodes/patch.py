@@ -81,5 +81,11 @@ class ToMAAdvanced(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, window_size: int | None = None) -> bool | str:
+        """Our own message for the least guessable range. ComfyUI marks every input named here for one error, so the
+        other numbers keep ComfyUI's own check of their limits."""
+        return True if window_size is None else _complaint(window_size=window_size)
+
+    @classmethod
     def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
         return io.NodeOutput(attach(model, ToMAConfig(**settings)))

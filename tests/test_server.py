@@ -183,9 +183,10 @@ def test_bad_settings_fail_their_prompt_only(tiny_server: ComfyServer) -> None:
     assert tiny_server.wait(good, timeout=60).status == "success"
 
 
-def test_window_of_zero_is_refused_by_name(tiny_server: ComfyServer) -> None:
+def test_window_of_zero_is_refused_with_range_and_fix(tiny_server: ComfyServer) -> None:
     with pytest.raises(PromptError) as refused:
         tiny_server.run(graph(advanced(tiny_server, window_size=0)), timeout=60)
     (error,) = refused.value.node_errors["4"]["errors"]
     assert error["extra_info"]["input_name"] == "window_size"
-    assert "min of 2" in error["message"]
+    for part in ("window_size is 0", "2 to 64", "Try 8"):
+        assert part in error["details"]
