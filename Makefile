@@ -8,7 +8,7 @@ RUN = $(PYTHON) -m scripts.run $(if $(COMFYUI),--comfyui $(COMFYUI)) --
 TOOL = $(PYTHON) -m scripts.run --quiet --
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test demo bench fidelity lint format types clean purge
+.PHONY: help setup test demo bench fidelity pack lint format types clean purge
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ bench: ## time full-size forwards (about 10 GB of memory); ARGS=--help
 
 fidelity: ## measure merged pictures of the trained tiny models; hours on a CPU, resumable; ARGS=--help
 	@$(RUN) python -m benchmarks.fidelity $(ARGS)
+
+pack: ## validate and make the registry's archive in build/, as publishing does
+	@$(TOOL) python -m scripts.archive $(ARGS)
 
 lint: ## ruff: rules and formatting, nothing is changed
 	@$(TOOL) python -m ruff check $(ARGS)

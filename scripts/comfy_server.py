@@ -41,6 +41,7 @@ class ComfyServer(ComfyClient):
         *,
         comfyui: Path | None = None,
         packs: Sequence[Path] = (),
+        checkout: bool = True,
         base: Path | None = None,
         flags: Sequence[str] = (),
         cpu: bool | None = None,
@@ -51,7 +52,8 @@ class ComfyServer(ComfyClient):
 
         Args:
             comfyui: folder of ComfyUI, `COMFYUI_PATH` if None.
-            packs: further custom-node folders to link in, besides this checkout.
+            packs: further custom-node folders to link in.
+            checkout: link this checkout in; False leaves it out, to try an installed pack in its place.
             base: base directory, kept afterwards; a temporary one, removed by `stop`, if None.
             flags: further command line flags of ComfyUI.
             cpu: run on the CPU; None means where torch finds no CUDA device.
@@ -72,7 +74,8 @@ class ComfyServer(ComfyClient):
         self.process: subprocess.Popen[bytes] | None = None
         for name in BASE_FOLDERS:
             (self.base / name).mkdir(parents=True, exist_ok=True)
-        for folder, name in [(ROOT, PACK_FOLDER), *((pack.absolute(), pack.name) for pack in packs)]:
+        own = [(ROOT, PACK_FOLDER)] if checkout else []
+        for folder, name in [*own, *((pack.absolute(), pack.name) for pack in packs)]:
             link = self.base / "custom_nodes" / name
             link.unlink(missing_ok=True)
             link.symlink_to(folder)

@@ -1,0 +1,81 @@
+"""Make the archive that the Comfy Registry and Manager install: `python -m scripts.archive`.
+
+comfy-cli does the work, with the same two commands that publishing uses: `comfy node validate` looks for what the
+registry would refuse, `comfy node pack` zips what git tracks less what `.comfyignore` names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from scripts.comfyui import ROOT
+from scripts.console import SetupError, say
+
+PACKED = "node.zip"  # the name is comfy-cli's
+COMPLAINTS = ("Warning", "Error", "found:", "File not found")
+
+
+def main() -> int:
+    """Command line: validate, pack, say where the archive is."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.archive", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, default=ROOT / "build", help="folder for the archive (build/)")
+    try:
+        archive = pack(parser.parse_args().output)
+    except SetupError as error:
+        say(f"error: {error}")
+        return 1
+    say(f"{archive}: {archive.stat().st_size:,} bytes")
+    return 0
+
+
+def pack(folder: Path, root: Path = ROOT) -> Path:
+    """Validate the pack in `root` and return its archive in `folder`. Raises SetupError for whatever comfy-cli
+    fails at or only warns about: the registry leaves out the metadata that it warns about."""
+    for command in ("validate", "pack"):
+        said = _comfy_node(command, root)
+        if any(complaint in said for complaint in COMPLAINTS):
+            raise SetupError(f"comfy node {command}:\n{said}")
+    folder.mkdir(parents=True, exist_ok=True)
+    name, version = (_project(root, key) for key in ("name", "version"))
+    archive = folder / f"{name}-{version}.zip"
+    shutil.move(root / PACKED, archive)
+    return archive
+
+
+def _comfy_node(command: str, root: Path) -> str:
+    """What `comfy node <command>` prints. Its own settings go to a home that is thrown away; git keeps its own."""
+    with tempfile.TemporaryDirectory() as home:
+        gitconfig = os.environ.get("GIT_CONFIG_GLOBAL", str(Path.home() / ".gitconfig"))
+        done = subprocess.run(
+            [sys.executable, "-m", "comfy_cli", "--skip-prompt", "--no-enable-telemetry", "node", command],
+            cwd=root,
+            env={**os.environ, "HOME": home, "GIT_CONFIG_GLOBAL": gitconfig, "NO_COLOR": "1", "COLUMNS": "200"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    said = (done.stdout + done.stderr).strip()
+    if done.returncode != 0:
+        raise SetupError(f"comfy node {command} ended with {done.returncode}:\n{said}")
+    return said
+
+
+def _project(root: Path, key: str) -> str:
+    """A string of the [project] table. Python 3.10 has no TOML reader."""
+    text = (root / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(rf'^{key} = "(.+?)"', text, re.MULTILINE)
+    if found is None:
+        raise SetupError(f"{root / 'pyproject.toml'} has no {key}")
+    return found[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
