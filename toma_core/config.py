@@ -201,8 +201,8 @@ class ToMAConfig:
     full_every: int = _option(
         0,
         FieldSpec(
-            "Every so many steps one step runs whole (0 = never; at least 2). 3 keeps the image closer and gives up "
-            "a third of the gain.",
+            "Every so many steps, beginning with the first, one step runs whole (0 = never; at least 2). 3 keeps the "
+            "image closer and gives up a third of the gain.",
             "When",
             0,
             1000,
@@ -298,6 +298,14 @@ class ToMAConfig:
             "Seed of the 'random' selector's own generator; other selectors do not use it.", "How", 0, 2**32 - 1, 1
         ),
     )
+    detail_reuse: bool = _option(
+        False,
+        FieldSpec(
+            "Whole steps keep what merging would have lost, and the merged steps after them add it back: sharper at "
+            "the same speed. Needs full_every, and memory for one activation per block or stack.",
+            "How",
+        ),
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -312,6 +320,16 @@ class ToMAConfig:
             raise ConfigError(
                 "ToMA: full_every is 1, so every step would run whole. Allowed: 0 (never) or 2 and more; to switch "
                 "ToMA off, set ratio to 0."
+            )
+        if self.detail_reuse and not self.full_every:
+            raise ConfigError(
+                "ToMA: detail_reuse is on, but no step runs whole to take the detail from. Allowed: detail_reuse with "
+                "full_every of 2 and more; set full_every to 3, or switch detail_reuse off."
+            )
+        if self.detail_reuse and self.granularity is Granularity.MODULE:
+            raise ConfigError(
+                "ToMA: detail_reuse with granularity 'module' would keep three activations per block. Allowed: "
+                "granularity block or stack; choose one of them, or switch detail_reuse off."
             )
 
     @property

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .detail import Detail
 from .merge import MergePlan, merge, unmerge_update
 from .schedule import Decision
 from .state import RunState
@@ -23,12 +24,21 @@ from .state import RunState
 class Evaluation:
     """One call of the model: the run it belongs to, what to do in it, and what its batch holds.
 
-    copies: one key per equal chunk of the batch, see `RunState.plan`.
+    copies: one key per equal chunk of the batch, see `RunState.plan`. parts: one key per chunk as well, for all that
+    tells it from the others, its conditioning too.
     """
 
     run: RunState
     decision: Decision
     copies: tuple[Hashable, ...] = (None,)
+    parts: tuple[Hashable, ...] = (None,)
+
+    def detail(self, block: str) -> Detail | None:
+        """The block's part in the reuse of detail, None if there is none. Blocks have different names."""
+        if not self.run.config.detail_reuse:
+            return None
+        keys = tuple((block, part) for part in self.parts)
+        return Detail(self.run.details, keys, self.decision.step, self.decision.keeps_detail)
 
 
 def plan_for(x: Tensor, grid: tuple[int, int], scope: Hashable, evaluation: Evaluation) -> MergePlan | None:
@@ -41,14 +51,22 @@ def plan_for(x: Tensor, grid: tuple[int, int], scope: Hashable, evaluation: Eval
     return evaluation.run.plan(x, grid, scope, decision, evaluation.copies)
 
 
-def reduce(x: Tensor, plan: MergePlan | None) -> Tensor:
-    """(B, N, C) -> (B, D, C), or x itself without a plan."""
-    return x if plan is None else merge(x, plan)
+def reduce(x: Tensor, plan: MergePlan | None, detail: Detail | None = None) -> Tensor:
+    """(B, N, C) -> (B, D, C), or x itself without a plan or when its detail is kept."""
+    return x if plan is None or (detail is not None and detail.keeping) else merge(x, plan)
 
 
-def restore(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan | None) -> Tensor:
+def restore(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan | None, detail: Detail | None = None) -> Tensor:
     """Give every token its destination's update: x + unmerge(out - reduced), (B, N, C); `out` itself without a plan.
 
     The block's residual stream goes through untouched, so that merging blurs what the block adds, not what it got.
+    detail: what that blur takes away is kept where the block ran whole, and added where it ran merged.
     """
-    return out if plan is None else unmerge_update(out, reduced, x, plan)
+    if plan is None:
+        return out
+    if detail is None:
+        return unmerge_update(out, reduced, x, plan)
+    if detail.keeping:
+        detail.keep(out - x, plan)
+        return out
+    return detail.add_to(unmerge_update(out, reduced, x, plan))

@@ -22,12 +22,19 @@ class Decision:
 
     step: 0-based sampling step. ratio: share of tokens to merge away; 0.0 means that this evaluation runs whole.
     selection, weighing: generation numbers; a plan made in another generation is too old for that part.
+    keeps_detail: this evaluation runs whole too, but blocks keep what merging at `ratio` would lose.
     """
 
     step: int
     ratio: float
     selection: int
     weighing: int
+    keeps_detail: bool = False
+
+    @property
+    def merged_ratio(self) -> float:
+        """The share of tokens that this evaluation really merges away."""
+        return 0.0 if self.keeps_detail else self.ratio
 
 
 @dataclass(frozen=True)
@@ -63,9 +70,11 @@ class Schedule:
         config, step = self.config, self.step_at(sigma)
         first, last = self.span
         age = max(0, step - first)
-        whole = config.full_every and age % config.full_every == config.full_every - 1
-        ratio = config.ratio if self.in_range(sigma) and not whole else 0.0
+        # The first step decides the composition, so it is one of the whole ones. Without a schedule no step is known.
+        whole = bool(config.full_every and self.sigmas) and age % config.full_every == 0
+        ratio = config.ratio if self.in_range(sigma) and (config.detail_reuse or not whole) else 0.0
         if ratio and config.ratio_decay:
             progress = min(1.0, age / (last - first)) if last > first else 0.0
             ratio = min(ratio, round(ratio * (1 - config.ratio_decay * progress) * RATIO_GRID) / RATIO_GRID)
-        return Decision(step, ratio, age // config.select_every, age // config.weigh_every)
+        keeps_detail = whole and ratio > 0.0
+        return Decision(step, ratio, age // config.select_every, age // config.weigh_every, keeps_detail)

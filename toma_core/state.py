@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .config import SelectorKind, ToMAConfig, UnmergeKind
+from .detail import Details
 from .kernels import Dispatch
 from .merge import MergePlan, weigh
 from .schedule import Decision, Schedule
@@ -43,6 +44,10 @@ class RunState:
     dispatch: Dispatch = field(default_factory=Dispatch)
     _plans: dict[_PlanKey, _Entry] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
+    details: Details = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.details = Details(self.stats)
 
     @property
     def config(self) -> ToMAConfig:
@@ -130,6 +135,7 @@ class RunState:
         """Drop every tensor of the run and hand over its stats."""
         self._plans.clear()
         self._layouts.clear()
+        self.details.clear()
         return self.stats
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from .clock import StepClock
 from .merge import MergePlan
 
 
@@ -42,12 +43,15 @@ class RunStats:
     selections: int = 0
     weighings: int = 0
     kernels: set[str] = field(default_factory=set)
+    detail_bytes: int = 0
     maps: dict[tuple[int, int], MergeMap] = field(default_factory=dict)
+    clock: StepClock = field(default_factory=StepClock)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def count_evaluation(self, step: int, ratio: float) -> None:
         """One model evaluation at this step and ratio (0: whole)."""
         with self.lock:
+            self.clock.tick(step)
             self.evaluations += 1
             self.steps.add(step)
             if ratio:
@@ -60,6 +64,11 @@ class RunStats:
             self.grids[grid] = kept
             self.selections += selected
             self.weighings += 1
+
+    def count_detail(self, held: int) -> None:
+        """So many bytes of detail are held for reuse; the most at a time is told."""
+        with self.lock:
+            self.detail_bytes = max(self.detail_bytes, held)
 
     def computed_by(self, kernels: str) -> None:
         """Plans were made by these kernels, or by plain PyTorch because of a reason."""
@@ -76,6 +85,22 @@ class RunStats:
         self.blocks.add(block.split(" ", 1)[0])
         self.left_whole.setdefault(reason, set()).add(block)
 
+    def speedup(self) -> float | None:
+        """How many times faster the run was than whole steps alone, where it had whole steps to compare with and they
+        did nothing but run."""
+        return self.clock.speedup(self.merged_steps) if self.merged_blocks and not self.detail_bytes else None
+
+    def headline(self) -> str:
+        """The shortest line that tells what happened, for the node."""
+        if not self.merged_blocks:
+            return self.summary()
+        grids = ", ".join(f"{h * w} -> {kept}" for (h, w), kept in sorted(self.grids.items())[::-1])
+        steps = max(self.total_steps, len(self.steps))
+        line = f"{grids} tokens in {len(self.merged_blocks)}/{len(self.blocks)} blocks, "
+        line += f"{len(self.merged_steps)}/{steps} steps"
+        speedup = self.speedup()
+        return line if speedup is None else f"{line}, {speedup:.2f}x measured"
+
     def summary(self) -> str:
         """One line for the log."""
         if not self.merged_blocks:
@@ -85,6 +110,8 @@ class RunStats:
         steps = max(self.total_steps, len(self.steps))
         line = f"{grids} in {len(self.merged_blocks)}/{len(self.blocks)} blocks, {len(self.merged_steps)}/{steps} steps"
         line += f", {self.selections} selections, {self.weighings} weighings"
+        if self.detail_bytes:
+            line += f", {self.detail_bytes / 1e6:.3g} MB of detail held"
         for reason, parts in self.left_whole.items():
             line += f"; left whole ({reason}): {_shortened(sorted(parts))}"
         if self.kernels:

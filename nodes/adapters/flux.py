@@ -15,16 +15,19 @@ from torch import Tensor, nn
 
 from ...toma_core import Evaluation, MergePlan, ToMAConfig, plan_for
 from ...toma_core.config import Granularity, Share
+from ...toma_core.detail import Detail
 from .hooks import (
     EVALUATION,
     Hook,
     HookPair,
+    detail_of,
     eager,
     evaluation_of,
     fits,
     installed,
     merge,
     outside_graph,
+    reduce,
     restore,
     unmerge,
 )
@@ -82,7 +85,7 @@ class _Merger(Hook):
         plan = plan_for(image, self.grid, self.scope(run.config.share), evaluation)
         if plan is None:
             run.stats.whole(self.name, f"fewer than {run.config.min_tokens} tokens")
-        else:
+        elif not evaluation.decision.keeps_detail:
             run.stats.merged(self.name)
         return plan
 
@@ -94,10 +97,11 @@ class _Positions:
         self.held: tuple[Tensor, MergePlan, Tensor] | None = None
 
     @eager
-    def merged(self, pe: Tensor | None, plan: MergePlan, before: int) -> Tensor | None:
-        """The rows for [before | D destinations | rest], see `_merged_rows`; None if the model has no RoPE."""
-        if pe is None:
-            return None
+    def of(self, pe: Tensor | None, plan: MergePlan, before: int, detail: Detail | None) -> Tensor | None:
+        """The rows for [before | D destinations | rest], see `_merged_rows`; pe itself for a block that runs whole to
+        keep its detail, or if the model has no RoPE."""
+        if pe is None or (detail is not None and detail.keeping):
+            return pe
         if self.held is None or self.held[0] is not pe or self.held[1] is not plan:
             self.held = (pe, plan, _merged_rows(pe, plan, before))
         return self.held[2]
@@ -142,16 +146,17 @@ class _DoubleBlock(_Merger):
         plan = self.plan(img[:, :tokens], {"attn_mask": attn_mask, **rest}, transformer_options)
         if plan is None:
             return self.original(img=img, pe=pe, **call)
-        call["pe"] = self.positions.merged(pe, plan, txt.shape[1])
         config = transformer_options[EVALUATION].run.config
+        detail = detail_of(self.name, transformer_options)
+        call["pe"] = self.positions.of(pe, plan, txt.shape[1], detail)
         if config.granularity is Granularity.MODULE:
             return self._by_module(img, plan, config, pe, call)
         # The block adds into its input in place: it gets a copy, and what it was given stays for the difference.
         image, references = img[:, :tokens], img[:, tokens:]
-        reduced = merge(image, plan)
+        reduced = reduce(image, plan, detail)
         out, txt = self.original(img=torch.cat([reduced, references], 1), **call)
         kept = reduced.shape[1]
-        restored = restore(out[:, :kept], reduced, image, plan)
+        restored = restore(out[:, :kept], reduced, image, plan, detail)
         return torch.cat([restored, out[:, kept:]], 1) if references.shape[1] else restored, txt
 
     def _by_module(
@@ -237,12 +242,13 @@ class _SingleBlock(_Merger):
         plan = self.plan(image, {"attn_mask": attn_mask, **rest}, transformer_options)
         if plan is None:
             return self.original(x, pe=pe, **call)
-        reduced = merge(image, plan)
-        out = self.original(
-            torch.cat([text, reduced, references], 1), pe=self.positions.merged(pe, plan, before), **call
-        )
-        end = before + plan.kept
-        return torch.cat([out[:, :before], restore(out[:, before:end], reduced, image, plan), out[:, end:]], 1)
+        detail = detail_of(self.name, transformer_options)
+        reduced = reduce(image, plan, detail)
+        rows = self.positions.of(pe, plan, before, detail)
+        out = self.original(torch.cat([text, reduced, references], 1), pe=rows, **call)
+        end = before + reduced.shape[1]
+        restored = restore(out[:, before:end], reduced, image, plan, detail)
+        return torch.cat([out[:, :before], restored, out[:, end:]], 1)
 
 
 class Hooks:

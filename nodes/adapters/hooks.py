@@ -16,6 +16,7 @@ from torch import nn
 
 from ... import toma_core
 from ...toma_core import Evaluation
+from ...toma_core.detail import Detail
 
 # Where the pieces ride in ComfyUI's transformer_options.
 ATTACHMENT = "toma"
@@ -63,6 +64,13 @@ def installed(hooks: Iterable[HookPair]) -> Iterator[None]:
 def evaluation_of(transformer_options: dict[str, Any]) -> Evaluation | None:
     """The evaluation in progress, or None outside of one."""
     return transformer_options.get(EVALUATION)
+
+
+@torch.compiler.disable
+def detail_of(block: str, transformer_options: dict[str, Any]) -> Detail | None:
+    """The block's part in the reuse of detail, None without."""
+    evaluation = evaluation_of(transformer_options)
+    return None if evaluation is None else evaluation.detail(block)
 
 
 def fits(x: torch.Tensor, tokens: int, evaluation: Evaluation) -> bool:

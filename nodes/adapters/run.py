@@ -10,30 +10,44 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ...toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig
+from ...toma_core.stats import RunStats
 from . import registry, reports
 from .hooks import ATTACHMENT, EVALUATION, SAMPLING, installed
 
 _KEY = "toma"
 
 
+class Watcher(Protocol):
+    """Whoever wants to know of a model's runs. Called twice a run, never in between; must not raise."""
+
+    def began(self) -> None:
+        """A run begins."""
+
+    def ended(self, stats: RunStats) -> None:
+        """The run is over, or broke off."""
+
+
 @dataclass(frozen=True)
 class Attachment:
-    """What rides on a patched model: the frozen settings, and the id under which its runs are reported."""
+    """What rides on a patched model: the frozen settings, the id under which its runs are reported, and who else wants
+    to know of them."""
 
     config: ToMAConfig
     report_id: str
+    watcher: Watcher | None = None
 
 
-def attach(model: ModelPatcher, config: ToMAConfig) -> ModelPatcher:
+def attach(model: ModelPatcher, config: ToMAConfig, watcher: Watcher | None = None) -> ModelPatcher:
     """A clone of the model that merges tokens as `config` says; the very same object if that is never.
 
     Attaching to a model that already has ToMA replaces its settings. Raises `UnsupportedModelError`.
@@ -49,7 +63,7 @@ def attach(model: ModelPatcher, config: ToMAConfig) -> ModelPatcher:
     options.pop(ATTACHMENT, None)
     if config.off:
         return model
-    options[ATTACHMENT] = Attachment(config, uuid.uuid4().hex)
+    options[ATTACHMENT] = Attachment(config, uuid.uuid4().hex, watcher)
     for kind, wrapper in _WRAPPERS:
         model.add_wrapper_with_key(kind, _KEY, wrapper)
     return model
@@ -67,6 +81,8 @@ class Sampling:
     run: RunState
     decision: Decision
     areas: dict[Hashable, Hashable] = field(default_factory=dict)
+    sigma: float | None = None
+    seen: Counter[Hashable] = field(default_factory=Counter)
 
     @classmethod
     def start(cls, config: ToMAConfig, model_sampling: Any, sigmas: list[float]) -> Sampling:
@@ -82,24 +98,43 @@ class Sampling:
     def observe(self, timestep: Tensor, conds: list[Any] = []) -> None:  # noqa: B006
         """Take note of an evaluation. The one place where sampling waits for the device: the noise level decides in
         Python whether to merge, and samplers keep it in a tensor."""
-        self.decision = self.run.schedule.decide(float(timestep.flatten()[0]))
-        self.run.stats.count_evaluation(self.decision.step, self.decision.ratio)
+        sigma = float(timestep.flatten()[0])
+        if sigma != self.sigma:
+            self.sigma = sigma
+            self.seen.clear()
+        self.decision = self.run.schedule.decide(sigma)
+        self.run.stats.count_evaluation(self.decision.step, self.decision.merged_ratio)
         for cond in (c for group in conds if group is not None for c in group):
             if "uuid" in cond and cond.get("area") is not None:
                 self.areas[cond["uuid"]] = tuple(cond["area"])
 
     def copies(self, batch: int, transformer_options: dict[str, Any]) -> tuple[Hashable, ...]:
         """For each chunk of the batch, which part of the latent it shows: cond and uncond of one area share plans."""
-        window = transformer_options.get("context_window")
-        frames = None if window is None else tuple(getattr(window, "index_list", ()))
-        chunks = transformer_options.get("uuids") or (None,)
-        if batch % len(chunks):
-            chunks = (None,)
+        chunks, frames = _chunks(batch, transformer_options)
         return tuple((self.areas.get(chunk), frames) for chunk in chunks)
+
+    def parts(self, batch: int, transformer_options: dict[str, Any]) -> tuple[Hashable, ...]:
+        """For each chunk of the batch, what tells it from all others at this noise level: its condition (which has an
+        area of its own), the images in it, and how many calls came before it with the same, as tiles and perturbed
+        guidance make them."""
+        chunks, frames = _chunks(batch, transformer_options)
+        parts = []
+        for chunk in chunks:
+            self.seen[chunk, frames] += 1
+            parts.append((chunk, frames, self.seen[chunk, frames]))
+        return tuple(parts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sampling:
         # Options may be deep-copied by others while sampling; a copy must go on counting in this run.
         return self
+
+
+def _chunks(batch: int, transformer_options: dict[str, Any]) -> tuple[tuple[Hashable, ...], Hashable]:
+    """The ids of the conditions in a batch, one per equal chunk, and which images of a longer series it holds."""
+    window = transformer_options.get("context_window")
+    frames = None if window is None else tuple(getattr(window, "index_list", ()))
+    chunks = tuple(transformer_options.get("uuids") or (None,))
+    return (chunks if batch % len(chunks) == 0 else (None,)), frames
 
 
 def _outer_sample(
@@ -112,6 +147,8 @@ def _outer_sample(
     sampling = Sampling.start(attachment.config, model_sampling, sigmas.tolist())
     guider.model_options = create_model_options_clone(given)
     guider.model_options["transformer_options"][SAMPLING] = sampling
+    if attachment.watcher is not None:
+        attachment.watcher.began()
     try:
         result = executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
         sampling.run.draw()
@@ -121,6 +158,8 @@ def _outer_sample(
         stats = sampling.run.close()
         reports.keep(attachment.report_id, stats)
         logging.info("ToMA: %s", stats.summary())
+        if attachment.watcher is not None:
+            attachment.watcher.ended(stats)
 
 
 def _calc_cond_batch(
@@ -152,7 +191,8 @@ def _apply_model(
     if hooks is None or x.ndim != 4:
         sampling.run.stats.whole("model", "a model or latent of unknown kind")
         return call(transformer_options)
-    evaluation = Evaluation(sampling.run, sampling.decision, sampling.copies(x.shape[0], transformer_options))
+    chunks = sampling.copies(x.shape[0], transformer_options), sampling.parts(x.shape[0], transformer_options)
+    evaluation = Evaluation(sampling.run, sampling.decision, *chunks)
     with installed(hooks.select(x, evaluation, transformer_options)):
         return call({**transformer_options, EVALUATION: evaluation})
 

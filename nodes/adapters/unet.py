@@ -12,7 +12,20 @@ from torch import Tensor, nn
 
 from ...toma_core import Evaluation, MergePlan, ToMAConfig, plan_for
 from ...toma_core.config import Granularity, Levels, Share
-from .hooks import Hook, HookPair, eager, evaluation_of, fits, merge, outside_graph, reduce, restore, unmerge
+from ...toma_core.detail import Detail
+from .hooks import (
+    Hook,
+    HookPair,
+    detail_of,
+    eager,
+    evaluation_of,
+    fits,
+    merge,
+    outside_graph,
+    reduce,
+    restore,
+    unmerge,
+)
 
 NAME = "UNet (SDXL, SD1.5, SD2)"
 
@@ -64,7 +77,7 @@ class _Site:
         for site in (self, *rest):
             if plan is None:
                 run.stats.whole(site.name + part, reason)
-            else:
+            elif not evaluation.decision.keeps_detail:
                 run.stats.merged(site.name)
         return plan
 
@@ -78,9 +91,10 @@ class _MergedBlock(Hook):
     @outside_graph
     def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
         plan = self.site.plan(x, transformer_options)
-        reduced = reduce(x, plan)
+        detail = detail_of(self.site.name, transformer_options)
+        reduced = reduce(x, plan, detail)
         out = self.original(reduced, context=context, transformer_options=transformer_options)
-        return restore(out, reduced, x, plan)
+        return restore(out, reduced, x, plan, detail)
 
 
 class _StackStart(Hook):
@@ -88,13 +102,15 @@ class _StackStart(Hook):
 
     def __init__(self, sites: list[_Site]) -> None:
         self.sites = sites
-        self.held: tuple[Tensor, Tensor, MergePlan | None] | None = None
+        # What `restore` needs beside the chain's output.
+        self.held: tuple[Tensor, Tensor, MergePlan | None, Detail | None] | None = None
 
     @outside_graph
     def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
         plan = self.sites[0].plan(x, transformer_options, rest=self.sites[1:])
-        reduced = reduce(x, plan)
-        self.held = (x, reduced, plan)
+        detail = detail_of(self.sites[0].name, transformer_options)
+        reduced = reduce(x, plan, detail)
+        self.held = (reduced, x, plan, detail)
         return self.original(reduced, context=context, transformer_options=transformer_options)
 
     def release(self) -> None:
@@ -111,7 +127,7 @@ class _StackEnd(Hook):
     def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
         out = self.original(x, context=context, transformer_options=transformer_options)
         held, self.start.held = self.start.held, None
-        return out if held is None else restore(out, held[1], held[0], held[2])
+        return out if held is None else restore(out, *held)
 
 
 class _Block(Hook):
@@ -203,6 +219,8 @@ class Hooks:
                 if reason := _left_out(block.site, config):
                     stats.whole(block.site.name, reason)
                 elif config.granularity is Granularity.MODULE or _is_patched(block.site, transformer_options):
+                    if evaluation.decision.keeps_detail:
+                        continue
                     for part in _replaced(block.site, transformer_options):
                         stats.whole(f"{block.site.name} {part}", "replaced by another node")
                     yield from block.by_module(config)

@@ -49,6 +49,8 @@ def test_advanced_hands_every_widget_over(unet: Any) -> None:
     assert all(usual[name] != value for name, value in other.items())
     made = run.attachment_of(nodes.ToMAAdvanced.execute(unet, **{**usual, **other}).args[0]).config
     assert {name: getattr(made, name) for name in other} == other
+    reused = {**usual, "full_every": 2, "detail_reuse": True}
+    assert run.attachment_of(nodes.ToMAAdvanced.execute(unet, **reused).args[0]).config.detail_reuse
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,14 @@ def test_whole_on_every_step_is_refused() -> None:
     assert [ToMAConfig(full_every=n).full_every for n in (0, 2, 3)] == [0, 2, 3]
 
 
+def test_detail_reuse_needs_whole_steps_and_few_tensors() -> None:
+    with pytest.raises(ConfigError, match=r"no step runs whole.*set full_every to 3"):
+        ToMAConfig(detail_reuse=True)
+    with pytest.raises(ConfigError, match=r"'module' would keep three.*block or stack"):
+        ToMAConfig.from_preset("faithful", detail_reuse=True, full_every=3)
+    assert ToMAConfig(detail_reuse=True, full_every=2).detail_reuse
+
+
 def test_the_field_name_of_a_bad_override_is_told_from_a_preset() -> None:
     with pytest.raises(ConfigError, match=r"window_size is 0\."):
         ToMAConfig.from_preset("fast", window_size=0)

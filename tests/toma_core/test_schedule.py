@@ -100,10 +100,27 @@ def ten_steps(config: ToMAConfig, **range_of: float) -> list[Decision]:
 
 def test_full_steps_in_between() -> None:
     merged = [bool(d.ratio) for d in ten_steps(ToMAConfig(full_every=3))]
-    assert merged == [True, True, False, True, True, False, True, True, False, True]
+    assert merged == [False, True, True, False, True, True, False, True, True, False]
     # Counted from the first step of the range.
     merged = [bool(d.ratio) for d in ten_steps(ToMAConfig(full_every=2), sigma_start=9.0)]
-    assert merged == [False, True, False, True, False, True, False, True, False, True]
+    assert merged == [False, False, True, False, True, False, True, False, True, False]
+
+
+def test_full_steps_keep_detail_if_it_is_reused() -> None:
+    """The same steps run whole, with the ratio that their plans are made for."""
+    settings = {"ratio": 0.75, "ratio_decay": 0.5, "full_every": 3}
+    plain = ten_steps(ToMAConfig(**settings), sigma_end=2.0)
+    reused = ten_steps(ToMAConfig(**settings, detail_reuse=True), sigma_end=2.0)
+    assert [d.merged_ratio for d in reused] == [d.ratio for d in plain]
+    assert [d.step for d in reused if d.keeps_detail] == [0, 3, 6]
+    assert [d.ratio for d in reused if d.keeps_detail] == [0.75, 0.59375, 0.4375]
+    assert not any(d.keeps_detail for d in plain)
+
+
+def test_full_steps_need_a_schedule() -> None:
+    """Without one every evaluation is step 0, and would run whole."""
+    for settings in ({"full_every": 2}, {"full_every": 2, "detail_reuse": True}):
+        assert Schedule(ToMAConfig(**settings)).decide(1.0) == Decision(0, 0.5, 0, 0)
 
 
 def test_generations_count_from_the_first_merged_step() -> None:

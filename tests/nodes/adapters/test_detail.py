@@ -1,0 +1,166 @@
+"""Detail reuse on real blocks: whole steps are the model's own, merged steps get back what those lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+SIDE = 24
+REUSE = {"full_every": 2, "detail_reuse": True}
+# See test_conditions.py: exact ties are decided by rounding.
+SMOOTH = {"selector": "grid", "scale": 20.0}
+CLOSE = {"rtol": 1e-4, "atol": 1e-3}
+
+
+@pytest.fixture(params=["unet", "flux"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def test_needs_whole_steps_and_no_module_granularity(model: Any, attach: Any) -> None:
+    error = pack_module("toma_core.config").ConfigError
+    with pytest.raises(error, match="set full_every to 3"):
+        attach(model, detail_reuse=True)
+    with pytest.raises(error, match="Allowed: granularity block or stack"):
+        attach(model, **REUSE, granularity="module")
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("granularity", ["block", "stack"])
+def test_a_whole_step_is_that_of_the_model(model: Any, attach: Any, stats_of: Any, granularity: str) -> None:
+    """Bit for bit, though hooks are in place and keep."""
+    patched = attach(model, **REUSE, granularity=granularity)
+    assert torch.equal(models.sample(patched, SIDE, SIDE, steps=1), models.sample(model, SIDE, SIDE, steps=1))
+    stats = stats_of(patched)
+    assert (stats.merged_blocks, stats.merged_steps) == (set(), {})
+    assert stats.selections > 0
+    assert stats.detail_bytes > 0
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("granularity", ["block", "stack"])
+def test_merged_steps_change(model: Any, attach: Any, stats_of: Any, granularity: str, no_state_left: None) -> None:
+    plain, reused = (
+        attach(model, full_every=2, granularity=granularity),
+        attach(model, **REUSE, granularity=granularity),
+    )
+    assert not torch.equal(*(models.sample(m, SIDE, SIDE, steps=2) for m in (plain, reused)))
+    for patched in (plain, reused):
+        assert stats_of(patched).merged_steps == {1: 0.5}
+    assert stats_of(reused).merged_blocks == stats_of(plain).merged_blocks != set()
+
+
+def tokens_of(call: Any, name: str) -> torch.Tensor:
+    return call.kwargs[name] if name in call.kwargs else call.args[0]
+
+
+def test_unet_block(unet: Any, attach: Any, record: Any, plan_calls: Any, dense: Any) -> None:
+    """x + U (block(M x) - M x) + (u - U M u), where u is the block's update one step before."""
+    block = unet.model.diffusion_model.input_blocks[4][1].transformer_blocks[0]
+    calls = record(block)
+    models.sample(attach(unet, **REUSE, granularity="block"), SIDE, SIDE, steps=2)
+    whole, merged = calls
+    M, U = dense(plan_calls[whole.first_plan].plan)
+    x, update = tokens_of(merged, "x"), whole.out - tokens_of(whole, "x")
+    options = {k: v for k, v in merged.kwargs["transformer_options"].items() if k != "toma_evaluation"}
+    out = block(M @ x, context=merged.kwargs["context"], transformer_options=options)
+    expected = x + U @ (out - M @ x) + update - U @ M @ update
+    torch.testing.assert_close(merged.out, expected, **CLOSE)
+    assert not torch.allclose(merged.out, x + U @ (out - M @ x), **CLOSE)
+
+
+def test_unet_stack(unet: Any, attach: Any, record: Any, plan_calls: Any, dense: Any) -> None:
+    """The same for two blocks in a row: what is kept is the update of both together."""
+    first, last = unet.model.diffusion_model.middle_block[1].transformer_blocks
+    starts, ends = record(first), record(last)
+    models.sample(attach(unet, **REUSE), SIDE, SIDE, steps=2)
+    M, U = dense(plan_calls[starts[0].first_plan].plan)
+    x, update = tokens_of(starts[1], "x"), ends[0].out - tokens_of(starts[0], "x")
+    options = {k: v for k, v in starts[1].kwargs["transformer_options"].items() if k != "toma_evaluation"}
+    given = {"context": starts[1].kwargs["context"], "transformer_options": options}
+    out = last(first(M @ x, **given), **given)
+    torch.testing.assert_close(ends[1].out, x + U @ (out - M @ x) + update - U @ M @ update, **CLOSE)
+
+
+@pytest.mark.parametrize("references", [False, True])
+@pytest.mark.parametrize("kind", ["double", "single"])
+def test_flux_blocks(
+    flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, kind: str, references: bool
+) -> None:
+    """On image tokens as above; text and references are as the block leaves them."""
+    name = "img" if kind == "double" else "x"
+    block = getattr(flux.model.diffusion_model, f"{kind}_blocks")[0]
+    calls = record(block)
+    extra = {"reference_latents": [torch.randn(1, 16, 8, 8)]} if references else {}
+    conds = {side: models.conditioning(flux, seed=seed, **extra) for side, seed in (("positive", 1), ("negative", 2))}
+    models.sample(attach(flux, **REUSE), SIDE, SIDE, steps=2, **conds)
+    whole, merged = calls
+    plan = plan_calls[whole.first_plan].plan
+    M, U = dense(plan)
+    text = merged.kwargs["transformer_options"]["img_slice"][0] if kind == "single" else 0
+    image = slice(text, text + plan.tokens)
+
+    def out_of(call: Any) -> torch.Tensor:
+        return call.out[0] if kind == "double" else call.out
+
+    x, update = tokens_of(merged, name), (out_of(whole) - tokens_of(whole, name))[:, image]
+    kept = plan.destinations + (7 if kind == "double" else text)
+    before = 7 if kind == "double" else text
+    pe = merged.kwargs["pe"].expand(2, *merged.kwargs["pe"].shape[1:])
+    rows = torch.stack([row[:, index] for row, index in zip(pe, kept, strict=True)])
+    rows = torch.cat([pe[:, :, :before], rows, pe[:, :, before + plan.tokens :]], 2)
+    reduced = torch.cat([x[:, :text], M @ x[:, image], x[:, image.stop :]], 1)
+    given = {key: value for key, value in merged.kwargs.items() if key not in (name, "pe")}
+    assert (x.shape[1] > image.stop) is references
+    result = block(reduced.clone(), pe=rows, **given)
+    out = (result[0] if kind == "double" else result)[:, text : text + plan.kept]
+    expected = x[:, image] + U @ (out - M @ x[:, image]) + update - U @ M @ update
+    torch.testing.assert_close(out_of(merged)[:, image], expected, **CLOSE)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("areas", [False, True])
+def test_joined_and_split_calls_agree(model: Any, attach: Any, monkeypatch: Any, areas: bool) -> None:
+    """Each condition gets its own detail back, whichever calls they come in."""
+    half = (SIDE, SIDE // 2)
+    positive = [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3)]
+    if areas:
+        positive = [
+            *models.conditioning(model, seed=1, area=(*half, 0, 0)),
+            *models.conditioning(model, seed=3, area=(*half, 0, SIDE // 2)),
+        ]
+    patched = attach(model, **REUSE, **SMOOTH)
+    joined = models.sample(patched, SIDE, SIDE, steps=2, positive=positive)
+    monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
+    split = models.sample(patched, SIDE, SIDE, steps=2, positive=positive)
+    scale = joined.abs().max()
+    torch.testing.assert_close(split / scale, joined / scale, rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_that_another_node_patches_run_whole_at_whole_steps(unet: Any, attach: Any) -> None:
+    """They are merged by module, which keeps no detail."""
+    watched = unet.clone()
+    watched.set_model_attn1_output_patch(lambda n, extra_options: n)
+    outs = [models.sample(m, SIDE, SIDE, steps=1) for m in (attach(watched, **REUSE), unet)]
+    assert torch.equal(*outs)
+    assert models.sample(attach(watched, **REUSE), SIDE, SIDE, steps=3).isfinite().all()
+
+
+def test_calls_that_look_alike_are_told_apart() -> None:
+    """Tiles, or guidance with a perturbed model: the second call of a condition at a noise level is another one."""
+    run = pack_module("nodes.adapters.run")
+    config = pack_module("toma_core.config").ToMAConfig()
+    sampling = run.Sampling.start(config, None, [2.0, 1.0, 0.0])
+    options = {"uuids": ["cond", "uncond"]}
+    seen = []
+    for sigma in (2.0, 2.0, 1.0):
+        sampling.observe(torch.tensor([sigma]))
+        seen.append(sampling.parts(2, options))
+    assert len(set(seen[0] + seen[1])) == 4
+    assert seen[2] == seen[0]
+    assert sampling.parts(2, {"uuids": ["uncond"]}) == (("uncond", None, 2),)

@@ -1,0 +1,150 @@
+"""Detail reuse: what merging loses of an update, kept under the right name, given back once, gone when it is old."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from toma_core import Evaluation, RunState, Schedule, ToMAConfig, merge, plan_for, reduce, restore, unmerge
+from toma_core.merge import MergePlan
+from toma_core.stats import RunStats
+
+GRID = (8, 8)
+SETTINGS = {"min_tokens": 4, "full_every": 3, "detail_reuse": True, "weigh_every": 10}
+
+
+def run_of(**settings: object) -> RunState:
+    return RunState(Schedule(ToMAConfig(**{**SETTINGS, **settings}), tuple(float(10 - i) for i in range(10))))  # type: ignore[arg-type]
+
+
+def at(run: RunState, step: int, *parts: str) -> Evaluation:
+    return Evaluation(run, run.schedule.decide(10.0 - step), (None,) * len(parts), parts)
+
+
+def block(x: Tensor) -> Tensor:
+    """An update that a mean of tokens cannot carry."""
+    return x + x.roll(1, dims=1).sin()
+
+
+def passed(x: Tensor, evaluation: Evaluation, name: str = "block") -> tuple[Tensor, MergePlan]:
+    plan = plan_for(x, GRID, "scope", evaluation)
+    assert plan is not None
+    detail = evaluation.detail(name)
+    reduced = reduce(x, plan, detail)
+    return restore(block(reduced), reduced, x, plan, detail), plan
+
+
+def features(seed: int, batch: int = 1) -> Tensor:
+    return torch.randn(batch, 64, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def merged(x: Tensor, plan: MergePlan) -> Tensor:
+    reduced = merge(x, plan)
+    return x + unmerge(block(reduced) - reduced, plan)
+
+
+def lost(x: Tensor, plan: MergePlan) -> Tensor:
+    update = block(x) - x
+    return update - unmerge(merge(update, plan), plan)
+
+
+def test_off_there_is_none() -> None:
+    run = run_of(detail_reuse=False)
+    assert at(run, 0, "cond").detail("block") is None
+    assert run.schedule.decide(10.0).ratio == 0.0
+
+
+def test_a_whole_step_is_the_block_itself_and_merged_ones_get_what_it_lost() -> None:
+    run, x = run_of(), features(0)
+    out, plan = passed(x, at(run, 0, "cond"))
+    assert torch.equal(out, block(x))
+    for step in (1, 2):
+        later = features(step)
+        out, used = passed(later, at(run, step, "cond"))
+        assert used is plan
+        torch.testing.assert_close(out, merged(later, plan) + lost(x, plan))
+
+
+def test_on_the_same_tokens_it_gives_back_a_linear_update_exactly() -> None:
+    """With an update that is linear in the tokens, merged update plus kept detail is the update."""
+    run, x = run_of(), features(0)
+
+    def linear(t: Tensor) -> Tensor:
+        return t + 0.5 * t
+
+    for step in (0, 1):
+        evaluation = at(run, step, "cond")
+        plan, detail = plan_for(x, GRID, "scope", evaluation), evaluation.detail("block")
+        reduced = reduce(x, plan, detail)
+        out = restore(linear(reduced), reduced, x, plan, detail)
+        torch.testing.assert_close(out, linear(x))
+    assert not torch.allclose(x + unmerge(0.5 * reduced, plan), linear(x), atol=0.1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", [("cond", "uncond"), ("uncond", "cond")])
+def test_each_part_gets_its_own_in_one_batch_or_in_two_calls(order: tuple[str, str]) -> None:
+    run, x = run_of(), {"cond": features(0), "uncond": features(1)}
+    _, plan = passed(torch.cat([x["cond"], x["uncond"]]), at(run, 0, "cond", "uncond"))
+    one = plan_for(x["cond"], GRID, "scope", at(run, 0, "cond"))
+    assert one is not None
+    assert plan.picks.shape[0] == 2
+    later = features(2)
+    out, _ = passed(torch.cat([later, later]), at(run, 1, *order))
+    expected = [merged(later, one) + lost(x[name], one) for name in order]
+    torch.testing.assert_close(out, torch.cat(expected))
+    for name in order:
+        torch.testing.assert_close(passed(later, at(run, 1, name))[0], merged(later, one) + lost(x[name], one))
+
+
+def test_blocks_and_unknown_parts_are_kept_apart() -> None:
+    """A part that was not there at the whole step leaves its whole batch without."""
+    run, x = run_of(), features(0)
+    _, plan = passed(x, at(run, 0, "cond"))
+    for name, parts, batch in (("other", ("cond",), 1), ("block", ("tile",), 1), ("block", ("cond", "tile"), 2)):
+        later = features(5, batch)
+        out, plan = passed(later, at(run, 1, *parts), name)
+        torch.testing.assert_close(out, merged(later, plan))
+
+
+@pytest.mark.parametrize("change", ["dtype", "size"])
+def test_what_does_not_fit_is_not_used(change: str) -> None:
+    run = run_of()
+    passed(features(0), at(run, 0, "cond"))
+    later = features(1, 2) if change == "size" else features(1).bfloat16()
+    out, plan = passed(later, at(run, 1, "cond"))
+    torch.testing.assert_close(out, merged(later, plan))
+
+
+def test_the_next_whole_step_replaces_everything() -> None:
+    run = run_of()
+    passed(features(0), at(run, 0, "cond"), "gone later")
+    passed(features(1), at(run, 0, "cond"))
+    x, later = features(2), features(3)
+    _, plan = passed(x, at(run, 3, "cond"))
+    torch.testing.assert_close(passed(later, at(run, 4, "cond"))[0], merged(later, plan) + lost(x, plan))
+    torch.testing.assert_close(passed(later, at(run, 4, "cond"), "gone later")[0], merged(later, plan))
+
+
+def test_memory_is_counted_and_freed() -> None:
+    run = run_of()
+    for name in ("a", "b"):
+        passed(features(0, 2), at(run, 0, "cond", "uncond"), name)
+    one = features(0, 2).nbytes
+    passed(features(0, 2), at(run, 3, "cond", "uncond"), "a")
+    assert run.stats.detail_bytes == 2 * one
+    held = [weakref.ref(part) for part in run.details._kept.values()]
+    assert len(held) == 2
+    run.close()
+    assert [ref() for ref in held] == [None, None]
+
+
+def test_memory_is_told() -> None:
+    stats = RunStats()
+    stats.merged("single.3")
+    assert "detail" not in stats.summary()
+    for held in (2_000_000, 41_900_000, 7):
+        stats.count_detail(held)
+    assert ", 41.9 MB of detail held" in stats.summary()
