@@ -1,214 +1,223 @@
-"""Time one model evaluation of full-width SDXL and Flux with and without ToMA.
+"""Time one model evaluation of full-width SDXL and Flux, unpatched, with ToMA, with its rivals, and with both.
 
-    python -m benchmarks.forward [--model sdxl|flux|all] [--size 1024] [--ratio 0.5] [--repeats 3] [--json FILE]
+    python -m benchmarks.forward [--model sdxl flux] [--size 1024x1024 832x1216] [--batch 1 2] [--ratio 0.25 0.5]
+                                 [--granularity stack block] [--rivals] [--repeats 5] [--out FOLDER]
 
-Every variant goes through ComfyUI's own `apply_model` with the pack attached. Variants are interleaved in one run;
-the speed-up is the ratio of medians of evaluations that reuse their plans, after one that makes them and warms up.
-What making the plans costs is timed inside that one and given as a share of a merged evaluation; the presets pay it
-every few steps. Weights are random: the distance only shows that the merged model still computes nearly the same
-function. Needs about 7 GB of memory for SDXL and 4 GB for Flux, whose
-depth is cut to --flux-blocks (the whole model has 19 double and 38 single blocks).
+Every variant goes through ComfyUI's own `apply_model`. Variants are interleaved in one run, and the speed-up is the
+median of the turns' ratios. Turns reuse the plans of a warm-up turn; what making all plans costs is timed apart and
+given as a share of an evaluation, the presets pay it every few steps. Weights are random: the distance shows only
+that the merged model still computes nearly the same function. Needs about 7 GB of memory for SDXL and 4 GB for Flux,
+whose depth is cut to --flux-blocks (the whole model has 19 double and 38 single blocks). A speed-up is refused where
+the output is broken, or nothing was merged, or the unpatched model changed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks import fullsize
+from benchmarks import bench, cost, fullsize, variants
+from benchmarks.bench import Row
+from benchmarks.fullsize import Shape
+from benchmarks.parts import Profile, profile
+from benchmarks.variants import UNPATCHED, Variant
 from scripts.comfy_pack import load_pack, pack_module, use_comfyui
 
-
-@dataclass(frozen=True)
-class Row:
-    """One variant. seconds: median of an evaluation that reuses its plans; planning: seconds that making them takes."""
-
-    model: str
-    variant: str
-    tokens: str
-    seconds: float
-    spread: tuple[float, float]
-    planning: float
-    speedup: float
-    distance: float
+# Random weights: an output farther off than this is a broken one, not a merged one.
+FARTHEST = 0.5
+GRANULARITIES = ["module", "block", "stack"]
 
 
-def _sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+class Runner:
+    """A variant on a model, ready to evaluate."""
 
+    def __init__(self, variant: Variant, patcher: Any, backend: str = "auto") -> None:
+        self.variant, self.backend = variant, backend
+        self.patched = variant.patch(patcher)
+        self.sampling = self._start()
 
-class Variant:
-    """One way to run the model: unpatched (settings None) or with ToMA."""
-
-    def __init__(self, name: str, patcher: Any, settings: dict[str, Any] | None) -> None:
+    def _start(self) -> Any | None:
+        """What ToMA keeps for a run, as the sampler's wrapper would make it; None without ToMA."""
         run = pack_module("nodes.adapters.run")
-        hooks = pack_module("nodes.adapters.hooks")
-        config = pack_module("toma_core.config").ToMAConfig
-        self.name, self.stats, self.planning = name, None, 0.0
-        self.times: list[float] = []
-        self.options: dict[str, Any] = {}
-        self.output: torch.Tensor | None = None
-        if settings is None:
-            return
-        patched = run.attach(patcher, config(**settings))
-        sampling = run.Sampling.start(
-            patched.model_options["transformer_options"][hooks.ATTACHMENT].config, None, [1.0, 0.0]
-        )
+        attachment = run.attachment_of(self.patched)
+        if attachment is None:
+            return None
+        sampling = run.Sampling.start(attachment.config, None, [1.0, 0.0])
+        kernels = pack_module("toma_core.kernels")
+        sampling.run.dispatch = kernels.Dispatch(kernels.Backend(self.backend))
         sampling.observe(torch.ones(1))
-        self.stats = sampling.run.stats
-        self._time_planning(sampling.run)
-        self.options = {
-            **patched.model_options["transformer_options"],
-            "wrappers": patched.wrappers,
-            hooks.SAMPLING: sampling,
-        }
+        return sampling
 
-    def _time_planning(self, run: Any) -> None:
-        make = run.plan
+    def __call__(self, inputs: dict[str, Any]) -> Tensor:
+        """One evaluation: (B, C, H, W) latents in, the same out."""
+        options = dict(self.patched.model_options["transformer_options"])
+        options["wrappers"] = self.patched.wrappers
+        if self.sampling is not None:
+            options[pack_module("nodes.adapters.hooks").SAMPLING] = self.sampling
+        with torch.inference_mode():
+            output: Tensor = self.patched.model.apply_model(**inputs, transformer_options=options)
+        return output
 
-        def timed(x: torch.Tensor, *rest: Any) -> Any:
-            made = run.stats.weighings
-            _sync(x.device)
+    def planning(self, inputs: dict[str, Any], device: torch.device) -> float | None:
+        """Seconds that making every plan takes, each waited for; None without ToMA."""
+        if self.sampling is None:
+            return None
+        kept, self.sampling, seconds = self.sampling, self._start(), 0.0
+        assert self.sampling is not None
+        stats, make = self.sampling.run.stats, self.sampling.run.plan
+
+        def timed(x: Tensor, *rest: Any) -> Any:
+            nonlocal seconds
+            made = stats.weighings
+            bench.synchronize(device)
             start = time.perf_counter()
             plan = make(x, *rest)
-            _sync(x.device)
-            if run.stats.weighings > made:
-                self.planning += time.perf_counter() - start
+            bench.synchronize(device)
+            if stats.weighings > made:
+                seconds += time.perf_counter() - start
             return plan
 
-        run.plan = timed
-        self._stop_timing = lambda: setattr(run, "plan", make)
-
-    def evaluate(self, model: Any, inputs: dict[str, Any]) -> None:
-        device = inputs["x"].device
-        _sync(device)
-        start = time.perf_counter()
-        with torch.inference_mode():
-            self.output = model.apply_model(**inputs, transformer_options=dict(self.options)).float()
-        _sync(device)
-        self.times.append(time.perf_counter() - start)
-        if self.stats is not None and len(self.times) == 1:
-            self._stop_timing()
+        self.sampling.run.plan = timed
+        self(inputs)
+        self.sampling = kept
+        return seconds
 
     @property
-    def median(self) -> float:
-        return statistics.median(self.times[1:])
+    def stats(self) -> Any | None:
+        return None if self.sampling is None else self.sampling.run.stats
 
     def tokens(self) -> str:
+        """Tokens before and after on every grid."""
         if self.stats is None:
             return "all"
-        return ", ".join(f"{h * w} -> {kept}" for (h, w), kept in sorted(self.stats.grids.items(), reverse=True))
+        grids = sorted(self.stats.grids.items(), reverse=True)
+        return ", ".join(f"{h * w} -> {kept}" for (h, w), kept in grids)
+
+    def kernels(self) -> str:
+        """Which kernels computed the plans."""
+        return "" if self.stats is None else "kernels: " + ", ".join(sorted(self.stats.kernels))
 
 
-def _inputs(name: str, size: int, batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(1)
-    side = size // 8
-
-    def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device)
-
-    if name == "sdxl":
-        common = {"c_crossattn": noise(batch, 77, 2048), "y": noise(batch, 2816)}
-        return {"x": noise(batch, 4, side, side), "t": torch.full((batch,), 5.0, device=device), **common}
-    common = {"c_crossattn": noise(batch, 512, 4096), "y": noise(batch, 768)}
-    guidance = torch.full((batch,), 3.5, device=device)
-    return {
-        "x": noise(batch, 16, side, side),
-        "t": torch.full((batch,), 0.7, device=device),
-        "guidance": guidance,
-        **common,
-    }
+def problems(runner: Runner, output: Tensor, base: Tensor) -> list[str]:
+    """Why this variant's speed must not be told."""
+    found = []
+    if runner.stats is not None and not runner.stats.merged_blocks:
+        found.append(runner.stats.summary())
+    if output.shape == base.shape and torch.isfinite(output).all():
+        far = bench.distance(output, base)
+        if far > FARTHEST:
+            found.append(f"the output is {far:.2f} off")
+        if runner.variant.unchanged and runner.variant.name != UNPATCHED.name and far:
+            found.append("the output changed, and must not")
+    return found
 
 
-def measure(name: str, args: argparse.Namespace) -> list[Row]:
-    """All variants of one model, interleaved."""
-    import comfy.model_management
-    from comfy.model_patcher import ModelPatcher
-
-    device = comfy.model_management.get_torch_device()
-    dtype = getattr(torch, args.dtype)
-    print(f"{name}: building", file=sys.stderr, flush=True)
-    if name == "sdxl":
-        model, granularities = fullsize.sdxl(dtype, device), args.granularity or ["module", "block", "stack"]
-    else:
-        double, single = args.flux_blocks
-        model, granularities = fullsize.flux(dtype, device, double, single), args.granularity or ["module", "block"]
-    patcher = ModelPatcher(model, load_device=device, offload_device=device)
-    whole = {"flux_whole_double": args.flux_whole[0], "flux_whole_single": args.flux_whole[1]}
-    variants = [Variant("unpatched", patcher, None)]
-    variants += [
-        Variant(f"{g}, ratio {args.ratio:g}", patcher, {"ratio": args.ratio, "granularity": g, **whole})
-        for g in granularities
-        if not (name == "flux" and g == "stack")
-    ]
-    inputs = _inputs(name, args.size, args.batch, dtype, device)
-    for turn in range(args.repeats + 1):
-        for variant in variants:
-            variant.evaluate(model, inputs)
-            what = "warm-up and plan" if turn == 0 else f"repeat {turn}/{args.repeats}"
-            print(f"{name}: {variant.name}: {what}: {variant.times[-1]:.2f} s", file=sys.stderr, flush=True)
-    return [_row(name, variant, variants[0]) for variant in variants]
+def toma_variants(
+    model: str, ratios: Sequence[float], granularities: Sequence[str], whole: dict[str, Any]
+) -> list[Variant]:
+    """ToMA at every ratio and granularity; Flux has no stacks."""
+    chosen = [g for g in granularities if model == "sdxl" or g != "stack"] or ["block"]
+    return [variants.toma(f"{g}, ratio {r:g}", ratio=r, granularity=g, **whole) for r in ratios for g in chosen]
 
 
-def _row(name: str, variant: Variant, base: Variant) -> Row:
-    assert variant.output is not None and base.output is not None
-    if not torch.isfinite(variant.output).all():
-        raise SystemExit(f"{name}, {variant.name}: the output is not finite, so no speed is reported")
-    if variant.stats is not None and not variant.stats.merged_blocks:
-        raise SystemExit(f"{name}, {variant.name}: {variant.stats.summary()}, so no speed is reported")
-    distance = float((variant.output - base.output).norm() / base.output.norm())
-    reused = variant.times[1:]
-    return Row(
-        name,
-        variant.name,
-        variant.tokens(),
-        variant.median,
-        (min(reused), max(reused)),
-        variant.planning,
-        base.median / variant.median,
-        distance,
+def measure(
+    patcher: Any,
+    shape: Shape,
+    chosen: Sequence[Variant],
+    repeats: int,
+    device: torch.device,
+    section: str = "forward",
+    check_kernels: bool = False,
+    flux_blocks: tuple[int, int] = (19, 38),
+) -> list[Row]:
+    """All variants at one shape, interleaved with the unpatched model.
+
+    check_kernels: also compare ToMA's fused kernels with plain PyTorch, where they run.
+    """
+    inputs = shape.inputs(device)
+    runners, left_out = {}, []
+    for variant in (UNPATCHED, *chosen):
+        try:
+            runners[variant.name] = Runner(variant, patcher)
+        except Exception as error:
+            left_out.append(_empty(section, shape, variant, f"cannot be had here: {type(error).__name__}: {error}"))
+    cases = {name: (lambda runner=runner: runner(inputs)) for name, runner in runners.items()}
+    timings = bench.interleave(cases, repeats, device, f"{section}: {shape.model} {shape.size}")
+    base = timings[UNPATCHED.name]
+    assert base.output is not None
+    again = runners[UNPATCHED.name](inputs).float().cpu()
+    changed = [] if torch.allclose(again, base.output, rtol=1e-3, atol=1e-3) else ["the unpatched model changed"]
+    rows = []
+    for name, runner in runners.items():
+        timing = timings[name]
+        assert timing.output is not None
+        found = [*changed, *problems(runner, timing.output, base.output)]
+        row = Row(section, shape.model, shape.size, shape.batch, name, runner.tokens(), note=runner.variant.note)
+        if runner.stats is not None:
+            row.note = "; ".join(t for t in (row.note, runner.kernels()) if t)
+            row.planning = runner.planning(inputs, device)
+            if check_kernels and "triton" in runner.stats.kernels:
+                found += _kernels_agree(runner, patcher, inputs, timing.output, base.output)
+        row.ceiling = None if shape.tiny else ceiling(shape, runner.variant, flux_blocks)
+        rows.append(bench.compared(row, timing, base, found))
+        if row.distance == 0 and name != UNPATCHED.name:
+            row.note = "; ".join(t for t in ("a no-op here: the output is unchanged", row.note) if t)
+    return rows + left_out
+
+
+def ceiling(shape: Shape, variant: Variant, flux_blocks: tuple[int, int] = (19, 38)) -> float | None:
+    """How much faster a variant could be at most, by FLOPs; None where they cannot be counted."""
+    try:
+        return (
+            cost.count(shape, flux_blocks=flux_blocks).flops / cost.count(shape, variant, flux_blocks=flux_blocks).flops
+        )
+    except Exception as error:
+        bench.say(f"{variant.name}: no FLOP ceiling: {type(error).__name__}: {error}")
+        return None
+
+
+def _kernels_agree(runner: Runner, patcher: Any, inputs: dict[str, Any], output: Tensor, base: Tensor) -> list[str]:
+    """What a variant on kernels computes differently from the same variant in plain PyTorch: less than merging does."""
+    plain = Runner(runner.variant, patcher, backend="torch")(inputs).float().cpu()
+    apart, merged = bench.distance(output, plain), bench.distance(plain, base)
+    return (
+        [] if apart < 0.5 * merged else [f"kernels and plain PyTorch are {apart:.4f} apart, merging costs {merged:.4f}"]
     )
 
 
-def conditions(args: argparse.Namespace) -> dict[str, Any]:
-    """What a speed needs beside it."""
-    import comfy.ldm.modules.attention
-    from comfyui_version import __version__ as comfyui
+def _empty(section: str, shape: Shape, variant: Variant, why: str) -> Row:
+    return Row(section, shape.model, shape.size, shape.batch, variant.name, gate=why)
 
-    cuda = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
-        "dtype": args.dtype,
-        "attention": comfy.ldm.modules.attention.optimized_attention.__name__,
-        "size": f"{args.size}x{args.size}",
-        "batch": args.batch,
-        "repeats": args.repeats,
-        "torch": torch.__version__,
-        "comfyui": comfyui,
-        "flux blocks": "{} double + {} single".format(*args.flux_blocks),
-        "flux blocks left whole": "{} double + {} single".format(*args.flux_whole),
-        "weights": "random",
-    }
+
+def profiled(patcher: Any, shape: Shape, variant: Variant, device: torch.device) -> Profile:
+    """Where the time of one evaluation goes that reuses its plans."""
+    inputs, runner = shape.inputs(device), Runner(variant, patcher)
+    runner(inputs)
+    return profile(lambda: runner(inputs))
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    return int(width), int(height or width)
 
 
 def main() -> None:
-    """Parse, measure, print."""
+    """Parse, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["sdxl", "flux", "all"], default="all")
-    parser.add_argument("--size", type=int, default=1024, help="image side in pixels (default 1024)")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--ratio", type=float, default=0.5)
-    parser.add_argument("--granularity", nargs="*", choices=["module", "block", "stack"])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", nargs="*", choices=["sdxl", "flux"], default=["sdxl", "flux"])
+    parser.add_argument("--size", nargs="*", type=_size, default=[(1024, 1024)], help="WIDTHxHEIGHT in pixels")
+    parser.add_argument("--batch", nargs="*", type=int, default=[1])
+    parser.add_argument("--ratio", nargs="*", type=float, default=[0.5])
+    parser.add_argument("--granularity", nargs="*", choices=GRANULARITIES, default=GRANULARITIES)
+    parser.add_argument("--rivals", action="store_true", help="what users would take instead, and ToMA on top of it")
+    parser.add_argument("--compile", action="store_true", help="torch.compile, alone and with ToMA: takes minutes")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument(
         "--attention",
@@ -218,33 +227,47 @@ def main() -> None:
     )
     parser.add_argument("--flux-blocks", type=int, nargs=2, default=(1, 2), metavar=("DOUBLE", "SINGLE"))
     parser.add_argument("--flux-whole", type=int, nargs=2, default=(0, 0), metavar=("DOUBLE", "SINGLE"))
-    parser.add_argument("--json", type=Path, help="write conditions and rows to this file")
+    parser.add_argument("--tiny", action="store_true", help="small models in fp32, to see that it runs")
+    parser.add_argument("--profile", action="store_true", help="say which operations take the time of the last variant")
+    parser.add_argument("--out", type=Path, help="write FOLDER/forward.json, .csv, .md and .png")
     args = parser.parse_args()
 
     use_comfyui(own_attention=args.attention == "comfyui")
+    variants.use_stand_ins()
     load_pack()
-    told = conditions(args)
-    print(", ".join(f"{key}: {value}" for key, value in told.items()), file=sys.stderr, flush=True)
-    rows = [row for name in (["sdxl", "flux"] if args.model == "all" else [args.model]) for row in measure(name, args)]
-
-    print("\n" + ", ".join(f"{key}: {value}" for key, value in told.items()))
-    absolute = torch.cuda.is_available()
-    print(
-        f"{'model':6} {'variant':20} {'tokens':28} {'speed-up':>8} {'plan costs':>10} {'distance':>9}"
-        + (f" {'seconds':>9}" if absolute else "")
-    )
-    for row in rows:
-        plan = f"{row.planning / row.seconds:10.1%}" if row.planning else f"{'-':>10}"
-        print(
-            f"{row.model:6} {row.variant:20} {row.tokens:28} {row.speedup:7.2f}x {plan} {row.distance:9.4f}"
-            + (f" {row.seconds:9.4f}" if absolute else "")
-        )
-    print(
-        "speed-up: ratio of medians, plans reused; plan costs: making all plans once, as a share of a merged "
-        "evaluation; distance: relative error of the output, random weights."
-    )
-    if args.json:
-        args.json.write_text(json.dumps({"conditions": told, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    device, dtype = bench.device_here(), getattr(torch, args.dtype)
+    double, single = args.flux_blocks
+    blocks = f"{double} double + {single} single"
+    told = bench.conditions(dtype=args.dtype, repeats=args.repeats, flux_blocks=blocks)
+    bench.say(", ".join(f"{key}: {value}" for key, value in told.items()))
+    whole = {"flux_whole_double": args.flux_whole[0], "flux_whole_single": args.flux_whole[1]}
+    if args.tiny:
+        whole["min_tokens"] = 4
+    rows: list[Row] = []
+    for name in args.model:
+        bench.say(f"{name}: building")
+        patcher = fullsize.patcher(name, dtype, device, flux_blocks=(double, single), tiny=args.tiny)
+        chosen = toma_variants(name, args.ratio, args.granularity, whole)
+        best = chosen[-1]
+        if args.rivals and name == "sdxl":
+            rivals = variants.unet_rivals(args.ratio[-1])
+            chosen += [*rivals, *(variants.stacked(rival, best) for rival in rivals[2:])]
+        if args.compile:
+            chosen += [variants.compiled(), variants.stacked(best, variants.compiled())]
+        for width, height in args.size:
+            for batch in args.batch:
+                shape = Shape(name, height, width, batch, args.tiny)
+                rows += measure(
+                    patcher, shape, chosen, args.repeats, device, check_kernels=True, flux_blocks=(double, single)
+                )
+                if args.profile:
+                    bench.say(profiled(patcher, shape, chosen[-1], device).top)
+        del patcher
+    print(bench.table(rows))
+    if args.out:
+        bench.write(args.out / "forward", told, rows)
+    if found := bench.red(rows):
+        raise SystemExit("\n".join(["speed-ups were refused:", *found]))
 
 
 if __name__ == "__main__":

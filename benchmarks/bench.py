@@ -1,0 +1,273 @@
+"""What every benchmark shares: conditions, interleaved timing, gates, and tables, CSV, JSON and plots of the rows."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+REFUSED = "refused"
+
+
+def device_here() -> torch.device:
+    """Where ComfyUI runs its models."""
+    import comfy.model_management
+
+    return torch.device(comfy.model_management.get_torch_device())
+
+
+def say(text: str) -> None:
+    """A line on screen that is no part of any result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Progress:
+    """A bar on a terminal, nothing in a log. total: how many times `step` will be called."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self.what, self.total, self.done, self.start = what, total, 0, time.monotonic()
+        self.shown = sys.stderr.isatty()
+
+    def step(self, doing: str) -> None:
+        """One more is done."""
+        self.done += 1
+        if not self.shown:
+            return
+        filled = 24 * self.done // self.total
+        line = f"\r{self.what} [{'#' * filled}{'.' * (24 - filled)}] {self.done}/{self.total} {doing}"
+        end = f" in {time.monotonic() - self.start:.0f} s\n" if self.done == self.total else ""
+        print(f"{line:110.110}{end}", end="", file=sys.stderr, flush=True)
+
+
+def conditions(**more: Any) -> dict[str, Any]:
+    """What a speed needs beside it."""
+    import comfy.ldm.modules.attention
+    from comfyui_version import __version__ as comfyui
+
+    cuda = torch.cuda.is_available()
+    told: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if cuda else f"CPU, {_processor()}, {torch.get_num_threads()} threads",
+        "attention": comfy.ldm.modules.attention.optimized_attention.__name__,
+        "torch": torch.__version__,
+        "comfyui": comfyui,
+        "python": platform.python_version(),
+        "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown",
+    }
+    if cuda:
+        import importlib.util
+
+        told["cuda"] = torch.version.cuda
+        told["triton"] = __import__("triton").__version__ if importlib.util.find_spec("triton") else "not installed"
+    return {**told, "weights": "random", **more}
+
+
+def _processor() -> str:
+    """The processor's name where Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+@dataclass
+class Timing:
+    """What one case took, its turns in order. peak: bytes of device memory at most, 0 where it is not known."""
+
+    seconds: list[float] = field(default_factory=list)
+    output: Tensor | None = None
+    peak: int = 0
+
+    def quantile(self, share: float) -> float:
+        """The time that this share of the turns stays below, interpolated."""
+        return quantile(self.seconds, share)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Linear interpolation between the two values around `share`."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def interleave(
+    cases: Mapping[str, Callable[[], Tensor]], repeats: int, device: torch.device, what: str, warmups: int = 1
+) -> dict[str, Timing]:
+    """Time cases in turns, so that a machine that slows down slows all of them. Warm-up turns are not counted."""
+    timings = {name: Timing() for name in cases}
+    progress = Progress(what, len(cases) * (repeats + warmups))
+    for turn in range(repeats + warmups):
+        for name, run in cases.items():
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            synchronize(device)
+            start = time.perf_counter()
+            output = run()
+            synchronize(device)
+            seconds = time.perf_counter() - start
+            timing = timings[name]
+            timing.output = output.float().cpu()
+            if device.type == "cuda":
+                timing.peak = max(timing.peak, torch.cuda.max_memory_allocated(device))
+            if turn >= warmups:
+                timing.seconds.append(seconds)
+            progress.step(f"{name}: {seconds:.3g} s")
+    return timings
+
+
+@dataclass
+class Row:
+    """One line of a result. p20, p50, p80: seconds. speedup: median over the turns of the unpatched time over this
+    one's, None where the gate is red. distance: relative error of the output. ceiling: unpatched FLOPs over this
+    one's. planning: seconds that making all plans once takes. shares: of a step's time, by part. gate: why no
+    speed-up may be told, empty if it may."""
+
+    section: str
+    model: str
+    size: str
+    batch: int
+    variant: str
+    tokens: str = ""
+    p20: float = 0.0
+    p50: float = 0.0
+    p80: float = 0.0
+    speedup: float | None = None
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    ceiling: float | None = None
+    distance: float | None = None
+    planning: float | None = None
+    peak_mb: float | None = None
+    shares: dict[str, float] = field(default_factory=dict)
+    gate: str = ""
+    note: str = ""
+
+
+def distance(output: Tensor, base: Tensor) -> float:
+    """|output - base| / |base|."""
+    return float((output - base).norm() / base.norm())
+
+
+def compared(row: Row, timing: Timing, base: Timing, problems: Sequence[str] = ()) -> Row:
+    """The row with its times, and its speed-up over `base` unless its output is broken or there are `problems`."""
+    found = list(problems)
+    assert timing.output is not None and base.output is not None
+    if timing.output.shape != base.output.shape:
+        found.append(f"output of {tuple(timing.output.shape)} for {tuple(base.output.shape)}")
+    elif not torch.isfinite(timing.output).all():
+        found.append("the output is not finite")
+    else:
+        row.distance = distance(timing.output, base.output)
+    row.p20, row.p50, row.p80 = (timing.quantile(share) for share in (0.2, 0.5, 0.8))
+    row.peak_mb = timing.peak / 2**20 or None
+    row.gate = "; ".join(found)
+    if not found:
+        ratios = [b / t for b, t in zip(base.seconds, timing.seconds, strict=True)]
+        row.speedup = statistics.median(ratios)
+        row.speedup_low, row.speedup_high = quantile(ratios, 0.2), quantile(ratios, 0.8)
+    return row
+
+
+_SHOWN = ("section", "model", "size", "batch", "variant", "tokens")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows for reading, in Markdown."""
+    head = [*_SHOWN, "p50 s", "p20-p80", "speed-up", "FLOP ceiling", "distance", "plan", "MB", "note"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for row in rows:
+        speedup = REFUSED if row.gate else "" if row.speedup is None else f"{row.speedup:.2f}x"
+        if row.speedup_low is not None and row.speedup_high is not None and row.variant != "unpatched":
+            speedup += f" ({row.speedup_low:.2f}-{row.speedup_high:.2f})"
+        cells = [str(getattr(row, name)) for name in _SHOWN]
+        cells += [f"{row.p50:.4g}", f"{row.p20:.4g}-{row.p80:.4g}", speedup]
+        cells.append("" if row.ceiling is None else f"{row.ceiling:.2f}x")
+        cells.append("" if row.distance is None else f"{row.distance:.4f}")
+        cells.append("" if not row.planning or not row.p50 else f"{row.planning / row.p50:.1%}")
+        cells.append("" if row.peak_mb is None else f"{row.peak_mb:.0f}")
+        shares = ", ".join(f"{part} {share:.1%}" for part, share in row.shares.items())
+        cells.append("; ".join(t for t in (row.gate, shares, row.note) if t))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def red(rows: Sequence[Row]) -> list[str]:
+    """What the gates of these rows found."""
+    return [f"{row.section}, {row.model} {row.size}, {row.variant}: {row.gate}" for row in rows if row.gate]
+
+
+def write(path: Path, told: dict[str, Any], rows: Sequence[Row], text: str = "") -> None:
+    """PATH.json, PATH.csv, PATH.md and PATH.png. text: what else the page is to say."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = {"conditions": told, "rows": [asdict(row) for row in rows]}
+    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as out:
+        names = [f.name for f in fields(Row)]
+        writer = csv.DictWriter(out, [*told, *names], lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({**told, **asdict(row), "shares": json.dumps(row.shares)})
+    said = ", ".join(f"{key}: {value}" for key, value in told.items())
+    page = "\n\n".join(part for part in (said, table(rows), text) if part)
+    path.with_suffix(".md").write_text(page.rstrip() + "\n", encoding="utf-8")
+    plot(path.with_suffix(".png"), told, rows)
+
+
+def plot(path: Path, told: dict[str, Any], rows: Sequence[Row]) -> None:
+    """One panel a group of rows that share a baseline: speed-ups as bars, FLOP ceilings as ticks."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.speedup is not None and row.variant != "unpatched":
+            groups.setdefault(f"{row.section}: {row.model} {row.size}, batch {row.batch}", []).append(row)
+    if not groups:
+        return
+    try:
+        import matplotlib
+    except ImportError:
+        say("no plot: matplotlib is not installed")
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    heights = [len(group) + 1.5 for group in groups.values()]
+    figure, panels = plt.subplots(
+        len(groups), 1, figsize=(9, 0.28 * sum(heights) + 0.8), height_ratios=heights, squeeze=False,
+        sharex=True, constrained_layout=True,
+    )  # fmt: skip
+    for axes, (title, group) in zip(panels[:, 0], groups.items(), strict=True):
+        places = range(len(group))
+        speeds = [row.speedup or 0.0 for row in group]
+        colours = ["#2a6f97" if row.variant.startswith("ToMA") else "#b0b0b0" for row in group]
+        axes.barh(places, speeds, color=colours)
+        for place, row in zip(places, group, strict=True):
+            if row.speedup_low is not None and row.speedup_high is not None:
+                axes.plot([row.speedup_low, row.speedup_high], [place, place], color="black", lw=1)
+            if row.ceiling:
+                axes.plot([row.ceiling] * 2, [place - 0.4, place + 0.4], color="#d1495b", lw=1.5)
+        axes.axvline(1.0, color="black", lw=0.6)
+        axes.set_yticks(places, [row.variant for row in group], fontsize=7)
+        axes.set_title(title, fontsize=8, loc="left")
+        axes.invert_yaxis()
+    panels[-1, 0].set_xlabel("times as fast as unpatched (line: p20 to p80; red: ceiling by FLOPs)", fontsize=8)
+    figure.suptitle(f"{told['device']}, {told.get('dtype', '')}, torch {told['torch']}", fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,171 @@
+"""What one evaluation of a model costs, counted and not timed: FLOPs, bytes and operations of every variant.
+
+Models are built on PyTorch's meta device, which knows shapes and holds no numbers, so a whole Flux at 4096 x 4096
+pixels is counted in a second. Attention counts as one fused operation, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from benchmarks import fullsize
+from benchmarks.fullsize import Shape
+from benchmarks.parts import marked
+from benchmarks.variants import UNPATCHED, Variant
+from scripts.comfy_pack import pack_module
+
+META = torch.device("meta")
+
+
+@dataclass
+class Cost:
+    """flops: a multiply-add is two. bytes: read and written by every operation, nothing fused but attention.
+    launches: operations that are no view and no mere allocation. parts: the same by part of a step."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    launches: int = 0
+    operations: Counter[str] = field(default_factory=Counter)
+    parts: dict[str, Cost] = field(default_factory=dict)
+
+    def add(self, name: str, flops: float, moved: float) -> None:
+        """One operation."""
+        self.flops += flops
+        self.bytes += moved
+        self.launches += 1
+        self.operations[name] += 1
+
+    def seconds(self, flops: float, bandwidth: float, launch: float = 0.0) -> float:
+        """The least time on a device of this many FLOP/s and bytes/s, if compute and memory never overlap across
+        operations and every launch costs `launch` seconds: an estimate from a count, not a measurement."""
+        return max(self.flops / flops, self.bytes / bandwidth) + launch * self.launches
+
+
+class Meter(TorchDispatchMode):
+    """Counts everything that runs inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cost = Cost()
+        self.part: str | None = None
+
+    @contextmanager
+    def within(self, part: str) -> Iterator[None]:
+        """What is counted inside belongs to this part of a step."""
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
+
+    def count(self, name: str, flops: float, moved: float) -> None:
+        """Note one operation, also under the part of the step that is running."""
+        self.cost.add(name, flops, moved)
+        if self.part is not None:
+            self.cost.parts.setdefault(self.part, Cost()).add(name, flops, moved)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and func not in _FREE:
+            packet = func.overloadpacket
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=out) if packet in flop_registry else 0
+            moved = sum(t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
+            self.count(str(packet).removeprefix("aten."), flops, moved)
+        return out
+
+    def attention(self, _: Any, q: Tensor, k: Tensor, v: Tensor, heads: int, *__: Any, **options: Any) -> Tensor:
+        """In place of ComfyUI's attention: one fused operation on (B, N, C), or (B, H, N, d) with skip_reshape."""
+        if options.get("skip_reshape"):
+            batch, _, queries, width = q.shape
+            channels, keys = heads * width, k.shape[2]
+        else:
+            (batch, queries, channels), keys = q.shape, k.shape[1]
+        out = torch.empty(batch, queries, channels, dtype=q.dtype, device=q.device)
+        self.count("attention", 4.0 * batch * queries * keys * channels, sum(t.nbytes for t in (q, k, v, out)))
+        return out
+
+
+_aten = torch.ops.aten
+_FREE = {
+    _aten.empty.memory_format,
+    _aten.new_empty.default,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten._unsafe_view.default,
+    _aten.detach.default,
+    _aten.lift_fresh.default,
+}
+
+
+@functools.lru_cache(maxsize=4)
+def on_meta(name: str, flux_blocks: tuple[int, int] = (19, 38)) -> Any:
+    """A `ModelPatcher` around the whole `sdxl` or `flux` in bf16, without numbers."""
+    return fullsize.patcher(name, torch.bfloat16, META, flux_blocks=flux_blocks)
+
+
+class _Always:
+    """Stands in for `Dispatch`: kernels, or none, whatever the device."""
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels = kernels
+
+    def pick(self, *_: Any) -> Any:
+        return pack_module("toma_core.kernels").Choice(self.kernels)
+
+
+def count(
+    shape: Shape,
+    variant: Variant = UNPATCHED,
+    *,
+    kernels: bool = False,
+    plan: bool = False,
+    flux_blocks: tuple[int, int] = (19, 38),
+) -> Cost:
+    """The cost of one evaluation of full-width `sdxl` or `flux`.
+
+    kernels: count ToMA's fused Triton kernels, whose shapes are known without a GPU, instead of plain PyTorch.
+    plan: an evaluation that also makes its plans; else they are there already.
+    """
+    patched = variant.patch(on_meta(shape.model, flux_blocks))
+    model, meter = patched.model.diffusion_model, Meter()
+    given = shape.inputs(META)
+    x, t, context, y = (given.pop(name) for name in ("x", "t", "c_crossattn", "y"))
+    x, context, y = (tensor.to(torch.bfloat16) for tensor in (x, context, y))
+    options = {**patched.model_options["transformer_options"], "optimized_attention_override": meter.attention}
+    attachment = pack_module("nodes.adapters.run").attachment_of(patched)
+
+    hooks, evaluation = pack_module("nodes.adapters.hooks"), None
+    if attachment is not None:
+        evaluation = options[hooks.EVALUATION] = _evaluation(attachment.config, kernels)
+
+    def forward() -> None:
+        find = pack_module("nodes.adapters.registry").find
+        chosen = () if evaluation is None else find(model).select(x, evaluation, options)
+        with torch.no_grad(), hooks.installed(chosen):
+            model(x, t, context, y, **given, transformer_options=dict(options))
+
+    if evaluation is not None and not plan:
+        forward()
+        meter.cost = Cost()
+    with marked(meter.within), meter:
+        forward()
+    return meter.cost
+
+
+def _evaluation(config: Any, kernels: bool) -> Any:
+    core, fast = pack_module("toma_core"), None
+    if kernels:
+        fast = pack_module("toma_core.kernels.triton").TritonKernels()
+    state = core.RunState(core.Schedule(config), dispatch=_Always(fast))
+    return core.Evaluation(state, state.schedule.decide(1.0))

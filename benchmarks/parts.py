@@ -1,0 +1,89 @@
+"""The parts of a step that ToMA adds: plans (selection and weights), merges, unmerges. Here they are told apart."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from scripts.comfy_pack import pack_module
+
+# What the adapters call, and the part of a step that it belongs to.
+PARTS = {"plan": "plan", "merge": "merge", "reduce": "merge", "unmerge": "unmerge", "restore": "unmerge"}
+
+
+@contextmanager
+def marked(around: Callable[[str], Any]) -> Iterator[None]:
+    """While it lasts, every call of a part runs inside the context manager `around(part)`."""
+    places: list[Any] = [pack_module(f"nodes.adapters.{name}") for name in ("unet", "flux")]
+    places.append(pack_module("toma_core.state").RunState)
+    saved = []
+
+    def wrapped(function: Any, part: str) -> Any:
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with around(part):
+                return function(*args, **kwargs)
+
+        return inside
+
+    try:
+        for place in places:
+            for name, part in PARTS.items():
+                if name in vars(place):
+                    saved.append((place, name, vars(place)[name]))
+                    setattr(place, name, wrapped(vars(place)[name], part))
+        yield
+    finally:
+        for place, name, function in reversed(saved):
+            setattr(place, name, function)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """shares: of the time of one call, by part; on a GPU of the time of its kernels. seconds: that time.
+    launches: kernels on a GPU, operators elsewhere. top: the operations that took longest, for reading."""
+
+    shares: dict[str, float]
+    seconds: float
+    launches: int
+    top: str
+
+
+_LABEL = "toma: "
+
+
+def profile(call: Callable[[], Any], rows: int = 25) -> Profile:
+    """Run it once under PyTorch's profiler."""
+    cuda = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    whole = f"{_LABEL}whole"
+    with (
+        marked(lambda part: torch.profiler.record_function(_LABEL + part)),
+        torch.profiler.profile(activities=activities) as profiler,
+    ):
+        with torch.profiler.record_function(whole):
+            call()
+        if cuda:
+            torch.cuda.synchronize()
+    events = profiler.key_averages()
+    # A label on the GPU's own time line spans its kernels, and would count them again.
+    on_host = [e for e in events if e.device_type == torch.autograd.DeviceType.CPU]
+    labels = {e.key: e for e in on_host if e.key.startswith(_LABEL)}
+
+    def microseconds(event: Any) -> float:
+        return float(event.device_time_total if cuda else event.cpu_time_total)
+
+    total = microseconds(labels[whole])
+    parts = {k.removeprefix(_LABEL): microseconds(e) / total for k, e in labels.items() if k != whole}
+    kernels = [e for e in events if e.device_type != torch.autograd.DeviceType.CPU and not e.key.startswith(_LABEL)]
+    counted = kernels if cuda else [e for e in on_host if not e.key.startswith(_LABEL)]
+    order = "self_device_time_total" if cuda else "self_cpu_time_total"
+    top = events.table(sort_by=order, row_limit=rows, max_name_column_width=60)
+    return Profile(dict(sorted(parts.items())), total / 1e6, sum(e.count for e in counted), top)
