@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from ..toma_core.stats import MergeMap
+from .charts import INK, PAPER, font
 
 # Okabe and Ito's palette without black: told apart with every kind of colour vision.
 _COLOURS = np.array(
@@ -19,50 +20,76 @@ _COLOURS = np.array(
 _PANEL = 768
 _MARGIN = 16
 _CAPTION = 28
-_PAPER, _INK = (250, 250, 250), (20, 20, 20)
+# How much of a region's colour lies over the picture: both can be made out.
+_TINT = 0.45
 
 
-def draw(maps: Mapping[tuple[int, int], MergeMap], fallback: str) -> Tensor:
+def draw(
+    maps: Mapping[tuple[int, int], MergeMap],
+    fallback: str,
+    picture: Tensor | None = None,
+    charts: Callable[[int], Iterable[Image.Image]] = lambda _: (),
+) -> Tensor:
     """One panel per token grid, the finest first, side by side. Returns (1, H, W, 3) fp32 in [0, 1], as ComfyUI's
-    IMAGE. Without a map, a page that says `fallback`."""
-    panels = [_panel(maps[grid]) for grid in sorted(maps, reverse=True)] or [_page(fallback)]
-    width = sum(panel.width for panel in panels) + _MARGIN * (len(panels) + 1)
-    height = max(panel.height for panel in panels) + 2 * _MARGIN
-    sheet = Image.new("RGB", (width, height), _PAPER)
+    IMAGE. Without a map, a page that says `fallback`.
+
+    picture: (B, H, W, C) fp32 in [0, 1]; the first is drawn under the regions. charts: given a width in pixels, what
+    stands below the panels, one under the other.
+    """
+    below = None if picture is None else _photo(picture)
+    panels = [_panel(maps[grid], below) for grid in sorted(maps, reverse=True)] or [_page(fallback)]
+    width = sum(panel.width for panel in panels) + _MARGIN * (len(panels) - 1)
+    rows = list(charts(width))
+    height = max(panel.height for panel in panels)
+    sheet = Image.new("RGB", (width + 2 * _MARGIN, height + sum(r.height for r in rows) + 2 * _MARGIN), PAPER)
     left = _MARGIN
     for panel in panels:
         sheet.paste(panel, (left, _MARGIN))
         left += panel.width + _MARGIN
+    top = _MARGIN + height
+    for row in rows:
+        sheet.paste(row, (_MARGIN, top))
+        top += row.height
+    return as_image(sheet)
+
+
+def as_image(sheet: Image.Image) -> Tensor:
+    """(1, H, W, 3) fp32 in [0, 1], as ComfyUI's IMAGE."""
     return torch.from_numpy(np.asarray(sheet).astype(np.float32) / 255)[None]
 
 
-def _panel(merged: MergeMap) -> Image.Image:
+def _photo(picture: Tensor) -> Image.Image:
+    pixels = picture[0, ..., :3].detach().float().nan_to_num().clamp(0, 1).mul(255).round().byte().cpu().numpy()
+    return Image.fromarray(pixels if pixels.shape[-1] == 3 else pixels.repeat(3, -1))
+
+
+def _panel(merged: MergeMap, picture: Image.Image | None) -> Image.Image:
     height, width = merged.height, merged.width
     cell = max(2, _PANEL // max(height, width))
     owner = merged.owner.view(height, width).numpy()
-    pixels = _colours(owner).repeat(cell, 0).repeat(cell, 1)
+    pixels = Image.fromarray(_colours(owner).repeat(cell, 0).repeat(cell, 1))
+    if picture is not None:
+        pixels = Image.blend(picture.resize(pixels.size, Image.Resampling.BICUBIC), pixels, _TINT)
     size = (max(width * cell, 330), height * cell + 2 * _CAPTION)
-    panel = Image.new("RGB", size, _PAPER)
-    panel.paste(Image.fromarray(pixels), (0, _CAPTION))
+    panel = Image.new("RGB", size, PAPER)
+    panel.paste(pixels, (0, _CAPTION))
     pen = ImageDraw.Draw(panel)
 
     rows, columns = merged.cuts
     for row in rows:
-        pen.line(
-            [(0, _CAPTION + row * cell), (width * cell, _CAPTION + row * cell)], fill=_INK, width=max(1, cell // 8)
-        )
+        pen.line([(0, _CAPTION + row * cell), (width * cell, _CAPTION + row * cell)], fill=INK, width=max(1, cell // 8))
     for column in columns:
         pen.line(
-            [(column * cell, _CAPTION), (column * cell, _CAPTION + height * cell)], fill=_INK, width=max(1, cell // 8)
+            [(column * cell, _CAPTION), (column * cell, _CAPTION + height * cell)], fill=INK, width=max(1, cell // 8)
         )
     radius = max(1, cell // 5)
     for index in merged.destinations.tolist():
         y, x = _CAPTION + (index // width + 0.5) * cell, (index % width + 0.5) * cell
-        pen.ellipse([x - radius, y - radius, x + radius, y + radius], fill=(255, 255, 255), outline=_INK)
+        pen.ellipse([x - radius, y - radius, x + radius, y + radius], fill=(255, 255, 255), outline=INK)
 
-    pen.text((0, 4), f"{height} x {width} tokens -> {len(merged.destinations)} destinations", fill=_INK, font=_font())
+    pen.text((0, 4), f"{height} x {width} tokens -> {len(merged.destinations)} destinations", fill=INK, font=font())
     legend = "dot: destination   patch: merged into it   line: window"
-    pen.text((0, _CAPTION + height * cell + 6), legend, fill=_INK, font=_font(12))
+    pen.text((0, _CAPTION + height * cell + 6), legend, fill=INK, font=font(12))
     return panel
 
 
@@ -87,18 +114,11 @@ def _colours(owner: np.ndarray) -> np.ndarray:
 
 
 def _page(text: str) -> Image.Image:
-    page = Image.new("RGB", (_PANEL, 120), _PAPER)
+    page = Image.new("RGB", (_PANEL, 120), PAPER)
     words, lines = text.split(), [""]
     for word in words:
         if len(lines[-1]) + len(word) > 84:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()
-    ImageDraw.Draw(page).multiline_text((8, 12), "\n".join(lines[:5]), fill=_INK, font=_font(), spacing=6)
+    ImageDraw.Draw(page).multiline_text((8, 12), "\n".join(lines[:5]), fill=INK, font=font(), spacing=6)
     return page
-
-
-def _font(size: int = 15) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    try:
-        return ImageFont.load_default(size)
-    except TypeError:  # Pillow before 10.1 has one size
-        return ImageFont.load_default()

@@ -9,9 +9,11 @@ from comfy_api.latest import io
 
 from ..toma_core.config import PRESETS, ConfigError, ToMAConfig, check
 from .adapters.run import attach
+from .live import NodeLine, said
 from .widgets import CATEGORY, SEARCH_ALIASES, widget
 
 _MODEL_TOOLTIP = "The SDXL, SD1.5 or Flux model to speed up. LoRAs and other patches may come before or after."
+_OFF = "Nothing is merged: the ratio is 0, or no step is in the range."
 _RESULT_TOOLTIP = "The same model, running on fewer tokens. Connect it to the sampler."
 
 
@@ -23,6 +25,13 @@ def _complaint(**values: Any) -> bool | str:
     except ConfigError as error:
         return str(error)
     return True
+
+
+def _patched(model: Any, config: ToMAConfig, hidden: Any) -> io.NodeOutput:
+    """The patched model. Its runs are shown on the node; a node that is off has none, so it says so at once."""
+    node_id = None if hidden is None else hidden.unique_id
+    patched = attach(model, config, None if node_id is None else NodeLine(str(node_id)))
+    return io.NodeOutput(patched, ui=said(_OFF)) if config.off else io.NodeOutput(patched)
 
 
 class ToMA(io.ComfyNode):
@@ -49,6 +58,8 @@ class ToMA(io.ComfyNode):
                 ),
             ],
             outputs=[io.Model.Output(tooltip=_RESULT_TOOLTIP)],
+            hidden=[io.Hidden.unique_id],
+            not_idempotent=True,  # two nodes with the same settings must not share one model: each shows its own runs
         )
 
     @classmethod
@@ -58,7 +69,7 @@ class ToMA(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, ratio: float, preset: str) -> io.NodeOutput:
-        return io.NodeOutput(attach(model, ToMAConfig.from_preset(preset, ratio=ratio)))
+        return _patched(model, ToMAConfig.from_preset(preset, ratio=ratio), cls.hidden)
 
 
 class ToMAAdvanced(io.ComfyNode):
@@ -78,6 +89,8 @@ class ToMAAdvanced(io.ComfyNode):
                 *(widget(field.name, grouped=True) for field in fields(ToMAConfig)),
             ],
             outputs=[io.Model.Output(tooltip=_RESULT_TOOLTIP)],
+            hidden=[io.Hidden.unique_id],
+            not_idempotent=True,  # two nodes with the same settings must not share one model: each shows its own runs
         )
 
     @classmethod
@@ -88,4 +101,4 @@ class ToMAAdvanced(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
-        return io.NodeOutput(attach(model, ToMAConfig(**settings)))
+        return _patched(model, ToMAConfig(**settings), cls.hidden)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from comfy_api.latest import io, ui
+from PIL.Image import Image as PILImage
 
+from ..toma_core.stats import RunStats
 from .adapters import reports
 from .adapters.run import attachment_of
+from .charts import blocks_chart, steps_chart
 from .drawing import draw
+from .live import said
 from .widgets import CATEGORY, SEARCH_ALIASES
 
 _NO_NODE = "This model carries no ToMA node, or its ratio is 0: nothing is merged."
@@ -28,11 +33,16 @@ class ToMAReport(io.ComfyNode):
             display_name="ToMA Report",
             category=CATEGORY,
             description="Shows what ToMA merged in the last sampling run: where, when, what was left whole and why, "
-            "and a map of windows, destinations and merged regions over the token grid.",
+            "and a map of windows, destinations and merged regions over the token grid, or over the picture.",
             search_aliases=SEARCH_ALIASES,
             inputs=[
                 io.Model.Input("model", tooltip="The model as it goes into the sampler, after the ToMA node."),
                 io.Latent.Input("latent", tooltip="The sampler's result. It is passed through unchanged."),
+                io.Image.Input(
+                    "image",
+                    optional=True,
+                    tooltip="The decoded picture, if the map shall be drawn over it: VAE Decode's output.",
+                ),
             ],
             outputs=[
                 io.String.Output("report", display_name="report"),
@@ -43,10 +53,14 @@ class ToMAReport(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model: Any, latent: Any) -> io.NodeOutput:
+    def execute(cls, model: Any, latent: Any, image: Any = None) -> io.NodeOutput:
         attachment = attachment_of(model)
         stats = None if attachment is None else reports.last(attachment.report_id)
         text = _NO_NODE if attachment is None else _NO_RUN if stats is None else stats.text()
-        image = draw({} if stats is None else stats.maps, text)
-        shown = {**ui.PreviewImage(image, cls=cls).as_dict(), "text": (text,)}
-        return io.NodeOutput(text, image, latent, ui=shown)
+        sheet = draw({}, text) if stats is None else draw(stats.maps, text, image, partial(_charts, stats))
+        shown = {**ui.PreviewImage(sheet, cls=cls).as_dict(), "text": (text,), **said(text)}
+        return io.NodeOutput(text, sheet, latent, ui=shown)
+
+
+def _charts(stats: RunStats, width: int) -> list[PILImage]:
+    return [chart(stats, width) for chart in (steps_chart, blocks_chart)] if stats.steps else []

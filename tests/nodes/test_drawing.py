@@ -76,7 +76,7 @@ def test_lines_are_at_the_windows(maps: Any) -> None:
     assert (rows, columns) == ((0, 6, 12), (0, 8, 16))
     image = drawing.draw({(12, 16): merged}, "")
     cell = drawing._PANEL // 16
-    ink = drawing._INK
+    ink = drawing.INK
     for row in range(1, 12):
         assert (pixel(image, MARGIN + CAPTION + row * cell, MARGIN + 4.25 * cell) == ink) is (row == 6)
     for column in range(1, 16):

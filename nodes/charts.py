@@ -1,0 +1,155 @@
+"""Charts with PIL alone: where tokens went by step and by block, and what the benchmark measured.
+
+Colours are Okabe and Ito's, which are told apart with every kind of colour vision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw, ImageFont
+
+from ..toma_core.stats import RunStats
+
+Colour = tuple[int, int, int]
+PAPER, INK, FAINT = (250, 250, 250), (20, 20, 20), (205, 205, 205)
+MERGED, PARTLY, WHOLE = (86, 180, 233), (240, 228, 66), (190, 190, 190)
+ACCENT = (213, 94, 0)
+_PAD = 8
+_LABEL = 110
+_STRIP = 110
+_SQUARE = 22
+_GAP = 3
+
+
+def font(size: int = 15) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """The font that comes with Pillow."""
+    try:
+        return ImageFont.load_default(size)
+    except TypeError:  # Pillow before 10.1 has one size
+        return ImageFont.load_default()
+
+
+def steps_chart(stats: RunStats, width: int) -> Image.Image:
+    """A bar for each sampling step, as high as the share of the tokens that its merged blocks worked on."""
+    total = max([stats.total_steps, *(step + 1 for step in stats.steps)])
+    image = Image.new("RGB", (width, _STRIP + 78), PAPER)
+    pen = ImageDraw.Draw(image)
+    pen.text((_PAD, 4), "tokens in merged blocks, by step", fill=INK, font=font())
+    top, left = 34, 60
+    each = (width - left - _PAD) / max(total, 1)
+    for share in (0, 50, 100):
+        y = top + _STRIP - share / 100 * _STRIP
+        pen.line([(left, y), (width - _PAD, y)], fill=FAINT)
+        pen.text((left - 6, y), f"{share} %", fill=INK, font=font(12), anchor="rm")
+    # A step inside the active range merged nothing if every block had a reason to stay whole.
+    merged = stats.merged_steps if stats.merged_blocks else {}
+    for step in sorted(stats.steps):
+        share = 1 - merged.get(step, 0.0)
+        a, b = left + step * each, left + (step + 1) * each - (2 if each > 6 else 0)
+        box = [a, top + (1 - share) * _STRIP, max(a, b), top + _STRIP]
+        pen.rectangle(box, fill=MERGED if step in merged else WHOLE, outline=INK if each > 6 else None)
+    every = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, total) if n * each >= 26 or n >= total)
+    for step in range(0, total, every):
+        pen.text((left + (step + 0.5) * each, top + _STRIP + 4), str(step + 1), fill=INK, font=font(12), anchor="ma")
+    _legend(pen, left, top + _STRIP + 24, [(MERGED, "merged step"), (WHOLE, "whole step")])
+    return image
+
+
+def blocks_chart(stats: RunStats, width: int) -> Image.Image:
+    """A square for each transformer block, a row for each stage: merged, merged in part, or whole with the number of
+    the reason, which is spelled out below."""
+    reasons = list(stats.left_whole)
+    why: dict[str, list[int]] = {}
+    for number, reason in enumerate(reasons, 1):
+        for part in sorted(stats.left_whole[reason]):
+            numbers = why.setdefault(part.split(" ", 1)[0], [])
+            if number not in numbers:
+                numbers.append(number)
+    stages: dict[str, list[str]] = {}
+    for block in sorted(stats.blocks, key=_natural):
+        stages.setdefault(block.rpartition(".")[0] or block, []).append(block)
+    columns = max(1, (width - _LABEL - 2 * _PAD) // (_SQUARE + _GAP))
+    rows = sum(-(-len(blocks) // columns) for blocks in stages.values())
+    notes = [line for n, reason in enumerate(reasons, 1) for line in _wrapped(f"{n}: {reason}", width - 2 * _PAD)]
+    image = Image.new("RGB", (width, 34 + rows * (_SQUARE + _GAP) + 30 + 20 * len(notes) + _PAD), PAPER)
+    pen = ImageDraw.Draw(image)
+    pen.text((_PAD, 4), "blocks, by stage", fill=INK, font=font())
+    y = 34
+    for stage, blocks in stages.items():
+        pen.text((_PAD, y + _SQUARE / 2), stage, fill=INK, font=font(13), anchor="lm")
+        for index, block in enumerate(blocks):
+            if index and index % columns == 0:
+                y += _SQUARE + _GAP
+            x = _LABEL + index % columns * (_SQUARE + _GAP)
+            merged, numbers = block in stats.merged_blocks, why.get(block, [])
+            colour = (PARTLY if numbers else MERGED) if merged else WHOLE
+            pen.rectangle([x, y, x + _SQUARE - 1, y + _SQUARE - 1], fill=colour, outline=INK)
+            if numbers:
+                text = ",".join(map(str, numbers[:2]))
+                pen.text((x + _SQUARE / 2, y + _SQUARE / 2), text, fill=INK, font=font(11), anchor="mm")
+        y += _SQUARE + _GAP
+    _legend(pen, _PAD, y + 6, [(MERGED, "merged"), (PARTLY, "merged in part"), (WHOLE, "whole")])
+    for line_number, line in enumerate(notes):
+        pen.text((_PAD, y + 30 + 20 * line_number), line, fill=INK, font=font(13))
+    return image
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of `bar_chart`: its value, the range that most of its measurements lie in, and what stands at its end."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    label: str
+    colour: Colour = MERGED
+
+
+def bar_chart(title: str, bars: Sequence[Bar], notes: Sequence[str], width: int = 960) -> Image.Image:
+    """Horizontal bars from zero, the range of each as a whisker; `notes` stand below."""
+    row, label = 48, 150
+    lines = [line for note in notes for line in _wrapped(note, width - 4 * _PAD)]
+    image = Image.new("RGB", (width, 56 + row * len(bars) + 20 + 20 * len(lines) + _PAD), PAPER)
+    pen = ImageDraw.Draw(image)
+    pen.text((2 * _PAD, 14), title, fill=INK, font=font(18))
+    scale = (width - label - 250) / max(*(bar.high for bar in bars), *(bar.value for bar in bars), 1e-9)
+    for index, bar in enumerate(bars):
+        top = 56 + index * row
+        middle = top + (row - 14) / 2
+        pen.text((label - 10, middle), bar.name, fill=INK, font=font(), anchor="rm")
+        pen.rectangle([label, top, label + bar.value * scale, top + row - 14], fill=bar.colour, outline=INK)
+        low, high = label + bar.low * scale, label + bar.high * scale
+        pen.line([(low, middle), (high, middle)], fill=INK, width=2)
+        for x in (low, high):
+            pen.line([(x, middle - 5), (x, middle + 5)], fill=INK, width=2)
+        pen.text((max(high, label + bar.value * scale) + 10, middle), bar.label, fill=INK, font=font(), anchor="lm")
+    for index, line in enumerate(lines):
+        pen.text((2 * _PAD, 66 + row * len(bars) + 20 * index), line, fill=INK, font=font(13))
+    return image
+
+
+def _legend(pen: ImageDraw.ImageDraw, x: float, y: float, entries: Sequence[tuple[Colour, str]]) -> None:
+    for colour, name in entries:
+        pen.rectangle([x, y + 2, x + 12, y + 14], fill=colour, outline=INK)
+        pen.text((x + 18, y), name, fill=INK, font=font(13))
+        x += 18 + pen.textlength(name, font=font(13)) + 24
+
+
+def _wrapped(text: str, width: int, size: int = 13) -> list[str]:
+    """Lines of `text` that are at most so many pixels wide; a longer word has a line of its own."""
+    pen = ImageDraw.Draw(Image.new("RGB", (1, 1)))
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and pen.textlength(longer, font=font(size)) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]

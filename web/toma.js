@@ -1,0 +1,83 @@
+// Shows on the nodes of this pack what they did. ComfyUI's own widgets draw it, so it works in both renderers.
+import { api } from "../../scripts/api.js"
+import { app } from "../../scripts/app.js"
+
+// Node type -> least and greatest height of its text, in pixels: three lines, or a report to scroll in.
+const HEIGHTS = { ToMA: [57, 73], ToMAAdvanced: [57, 73], ToMAReport: [100, 180], ToMABenchmark: [100, 180] }
+const WIDGET = "toma_said"
+
+// Workflow id -> node id -> the last text, for workflows that are closed and opened again.
+const known = new Map()
+
+function addText(node) {
+  const [least, greatest] = HEIGHTS[node.comfyClass]
+  const text = document.createElement("div")
+  text.className = "toma-said"
+  text.setAttribute("role", "status")
+  text.textContent = "No run seen yet."
+  Object.assign(text.style, {
+    boxSizing: "border-box",
+    maxHeight: `min(100%, ${greatest}px)`,
+    padding: "4px 8px",
+    borderRadius: "4px",
+    color: "var(--input-text)",
+    background: "var(--comfy-input-bg)",
+    font: "12px/1.35 sans-serif",
+    textAlign: "left",
+    whiteSpace: "pre-wrap",
+    overflowWrap: "anywhere",
+    overflow: "auto",
+    userSelect: "text",
+  })
+  const frame = document.createElement("div")
+  frame.append(text)
+  const widget = node.addDOMWidget(WIDGET, WIDGET, frame, {
+    serialize: false,
+    getMinHeight: () => least,
+    getMaxHeight: () => greatest,
+  })
+  widget.serialize = false
+}
+
+// Ids of nodes in subgraphs are paths: "12:5" is node 5 in the subgraph of node 12.
+function findNode(path) {
+  let graph = app.rootGraph ?? app.graph
+  let node
+  for (const id of String(path).split(":")) {
+    node = graph?.getNodeById(id)
+    graph = node?.subgraph
+  }
+  return node
+}
+
+function isOpen(graph) {
+  return !graph || graph === (app.rootGraph ?? app.graph)?.id
+}
+
+function show(path, text) {
+  const widget = findNode(path)?.widgets?.find(({ name }) => name === WIDGET)
+  if (widget) widget.element.firstChild.textContent = text
+}
+
+function said(path, { graph, text }) {
+  if (!known.has(graph)) known.set(graph, new Map())
+  known.get(graph).set(String(path), text)
+  if (isOpen(graph)) show(path, text)
+}
+
+app.registerExtension({
+  name: "toma-token-merge.said",
+  setup() {
+    api.addEventListener("toma.said", ({ detail }) => said(detail.node, detail))
+    api.addEventListener("executed", ({ detail }) => {
+      const [message] = detail.output?.toma ?? []
+      if (message) said(detail.display_node ?? detail.node, message)
+    })
+  },
+  nodeCreated(node) {
+    if (node.comfyClass in HEIGHTS) addText(node)
+  },
+  afterConfigureGraph() {
+    for (const [graph, texts] of known) if (isOpen(graph)) for (const entry of texts) show(...entry)
+  },
+})
