@@ -232,6 +232,21 @@ def write(path: Path, told: dict[str, Any], rows: Sequence[Row], text: str = "")
     plot(path.with_suffix(".png"), told, rows)
 
 
+def finish(rows: Sequence[Row], told: dict[str, Any], path: Path | None) -> None:
+    """Print the rows, write them if there is a path, and leave with an error if a gate is red."""
+    print(table(rows))
+    if path:
+        write(path, told, rows)
+    if found := red(rows):
+        raise SystemExit("\n".join(["speed-ups were refused:", *found]))
+
+
+def size(text: str) -> tuple[int, int]:
+    """Width and height in pixels, from 832x1216 or 1024."""
+    width, _, height = text.partition("x")
+    return int(width), int(height or width)
+
+
 def plot(path: Path, told: dict[str, Any], rows: Sequence[Row]) -> None:
     """One panel a group of rows that share a baseline: speed-ups as bars, FLOP ceilings as ticks."""
     groups: dict[str, list[Row]] = {}

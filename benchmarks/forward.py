@@ -202,16 +202,11 @@ def profiled(patcher: Any, shape: Shape, variant: Variant, device: torch.device)
     return profile(lambda: runner(inputs))
 
 
-def _size(text: str) -> tuple[int, int]:
-    width, _, height = text.partition("x")
-    return int(width), int(height or width)
-
-
 def main() -> None:
     """Parse, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="*", choices=["sdxl", "flux"], default=["sdxl", "flux"])
-    parser.add_argument("--size", nargs="*", type=_size, default=[(1024, 1024)], help="WIDTHxHEIGHT in pixels")
+    parser.add_argument("--size", nargs="*", type=bench.size, default=[(1024, 1024)], help="WIDTHxHEIGHT in pixels")
     parser.add_argument("--batch", nargs="*", type=int, default=[1])
     parser.add_argument("--ratio", nargs="*", type=float, default=[0.5])
     parser.add_argument("--granularity", nargs="*", choices=GRANULARITIES, default=GRANULARITIES)
@@ -242,7 +237,7 @@ def main() -> None:
     bench.say(", ".join(f"{key}: {value}" for key, value in told.items()))
     whole = {"flux_whole_double": args.flux_whole[0], "flux_whole_single": args.flux_whole[1]}
     if args.tiny:
-        whole["min_tokens"] = 4
+        whole = dict(variants.TINY)
     rows: list[Row] = []
     for name in args.model:
         bench.say(f"{name}: building")
@@ -263,11 +258,7 @@ def main() -> None:
                 if args.profile:
                     bench.say(profiled(patcher, shape, chosen[-1], device).top)
         del patcher
-    print(bench.table(rows))
-    if args.out:
-        bench.write(args.out / "forward", told, rows)
-    if found := bench.red(rows):
-        raise SystemExit("\n".join(["speed-ups were refused:", *found]))
+    bench.finish(rows, told, args.out and args.out / "forward")
 
 
 if __name__ == "__main__":

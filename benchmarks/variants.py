@@ -31,6 +31,9 @@ class Variant:
     unchanged: bool = False
 
 
+# Small models have small grids and few blocks: merge all of them.
+TINY: dict[str, Any] = {"min_tokens": 4, "flux_whole_double": 0, "flux_whole_single": 0}
+
 UNPATCHED = Variant("unpatched", lambda model: model, unchanged=True)
 
 
@@ -134,21 +137,10 @@ def hypertile(tile: int = 256, depth: int = 1) -> Variant:
     return Variant(f"HyperTile {tile}, depth {depth}", patch, "tiles queries, not keys and values")
 
 
-_RANDOM_CACHE = "how many steps it skips depends on the weights"
-
-
-def easycache(threshold: float = 0.2) -> Variant:
-    """ComfyUI's own EasyCache node: skips model evaluations while the output changes little."""
-    return Variant(
-        "EasyCache", core_node("nodes_easycache", "EasyCacheNode", threshold, 0.15, 0.95, False), _RANDOM_CACHE
-    )
-
-
-def lazycache(threshold: float = 0.2) -> Variant:
-    """ComfyUI's own LazyCache node."""
-    return Variant(
-        "LazyCache", core_node("nodes_easycache", "LazyCacheNode", threshold, 0.15, 0.95, False), _RANDOM_CACHE
-    )
+def step_cache(name: str, threshold: float = 0.2) -> Variant:
+    """ComfyUI's own node `EasyCache` or `LazyCache` at its default range: skips evaluations while little changes."""
+    patch = core_node("nodes_easycache", f"{name}Node", threshold, 0.15, 0.95, False)
+    return Variant(name, patch, "how many steps it skips depends on the weights")
 
 
 def compiled(backend: str = "inductor") -> Variant:

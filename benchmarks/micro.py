@@ -1,0 +1,301 @@
+"""Time the four operations of the method alone: selection, weights, merge, unmerge.
+
+    python -m benchmarks.micro [--shape 64x64x640 32x32x1280] [--ratio 0.5] [--batch 1] [--repeats 20] [--out FOLDER]
+
+For every shape: plain PyTorch, the Triton kernels where they run, the search window by window (the naive loop), and
+hard assignment (one gather, one mean) instead of weights. On a GPU a call is replayed from a CUDA graph, so that the
+time is the GPU's alone; `host` rows time the call as a model makes it. The limit is what the device needs at least to
+read and write the operands once and to multiply, at the speeds of its own large copy and matrix product measured at
+the start. A speed-up is refused where results differ from fp32 PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import bench, variants
+from benchmarks.bench import Row, Timing
+from scripts.comfy_pack import load_pack, pack_module, use_comfyui
+
+SCALE = 300.0
+# Calls in one CUDA graph: enough that its launch is nothing beside them.
+_REPLAYED = 20
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Tokens of one level: rows, columns, channels."""
+
+    height: int
+    width: int
+    channels: int
+
+    @classmethod
+    def parse(cls, text: str) -> Grid:
+        """64x64x640: rows, columns, channels."""
+        return cls(*map(int, text.split("x")))
+
+    def __str__(self) -> str:
+        return f"{self.height}x{self.width}x{self.channels}"
+
+    def tokens(self, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Smooth features with noise, as in a picture. (B, N, C)"""
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(batch, self.channels, self.height, self.width, generator=generator)
+        x = torch.nn.functional.avg_pool2d(x, 3, 1, 1) + 0.1 * x
+        return x.flatten(2).transpose(1, 2).contiguous().to(device, dtype)
+
+
+# Both levels of SDXL at 1024x1024, one of 832x1216, Flux at 1024x1024.
+GRIDS = tuple(map(Grid.parse, ("64x64x640", "32x32x1280", "52x76x640", "64x64x3072")))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the device does at most, measured: FLOP/s of a large matrix product, bytes/s of a large copy."""
+
+    flops: float
+    bandwidth: float
+
+    @classmethod
+    def measured(cls, dtype: torch.dtype, device: torch.device) -> Limits:
+        """Both, the best of a few tries."""
+        side, copied = (8192, 2**30) if device.type == "cuda" else (1024, 2**26)
+        a = torch.randn(side, side, device=device).to(dtype)
+        row = torch.empty(copied, dtype=torch.uint8, device=device).fill_(1)
+        other = torch.empty_like(row)
+
+        def copy() -> Tensor:
+            return other.copy_(row)[:1]
+
+        turns = bench.interleave({"product": lambda: (a @ a)[:1, :1], "copy": copy}, 7, device, "limits")
+        product, moved = (min(turns[name].seconds) for name in ("product", "copy"))
+        return cls(2 * side**3 / product, 2 * copied / moved)
+
+    def seconds(self, flops: float, moved: float) -> float:
+        """The least time for so many FLOPs and bytes."""
+        return max(flops / self.flops, moved / self.bandwidth)
+
+
+def _window_by_window(x: Tensor, windows: Any, budget: Any) -> Tensor:
+    """Selection in a Python loop over images and windows."""
+    selection = pack_module("toma_core.selection.greedy")
+    similarity = pack_module("toma_core.selection").cosine_similarity(windows.split(x))
+    picks = [
+        selection.greedy_facility_location(image[w : w + 1, :n, :n], None, kept)
+        for image in similarity
+        for w, (n, kept) in enumerate(zip(windows.counts, budget.counts, strict=True))
+    ]
+    return torch.cat([p.flatten() for p in picks])
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call. flops, moved: what it needs at least. reference: the result in fp32 PyTorch, None if it has none."""
+
+    part: str
+    name: str
+    call: Callable[[], Any]
+    flops: float
+    moved: float
+    reference: Tensor | None = None
+
+
+def jobs(grid: Grid, ratio: float, batch: int, dtype: torch.dtype, device: torch.device, kernels: Any) -> list[Job]:
+    """Every operation in every form that runs here."""
+    config = pack_module("toma_core.config")
+    layout, core = pack_module("toma_core.windows"), pack_module("toma_core.merge")
+    selection = pack_module("toma_core.selection")
+    x = grid.tokens(batch, dtype, device)
+    windows = layout.make_windows(grid.height, grid.width, config.WindowKind.TILE, 8)
+    windows, budget = windows.to(device), layout.make_budget(windows.counts, ratio).to(device)
+    split = windows.split(x)
+    similarity = selection.cosine_similarity(split)
+    kind = config.SelectorKind.FACILITY_LOCATION
+    picks = selection.select(similarity, windows, budget, kind)
+
+    def weigh(dtype: torch.dtype = dtype) -> Any:
+        return core.weigh(windows.split(x), picks, windows, budget, SCALE, config.UnmergeKind.TRANSPOSE, dtype)
+
+    plan = weigh()
+    exact = weigh(torch.float32)
+    merged = core.merge(x, plan)
+    out = merged.sin()
+    W, S, K, C, N, D = len(windows.counts), windows.slots, budget.slots, grid.channels, plan.tokens, plan.kept
+    element = x.element_size()
+    tokens, reduced = batch * N * C * element, batch * D * C * element
+    weights = batch * W * S * K * element
+    gram, product = 2.0 * batch * W * S * S * C, 2.0 * batch * W * S * K * C
+    greedy = 3.0 * batch * W * K * S * S
+    nearest = plan.unmerge_weights.float().argmax(-1)
+    assigned = torch.nn.functional.one_hot(nearest, K).to(torch.int64)
+    owner = (nearest + torch.arange(W, device=device)[:, None] * K).flatten(1)
+    count = assigned.sum(2).clamp_min(1).flatten(1)[..., None]
+
+    def hard_merge() -> Tensor:
+        total = torch.zeros(batch, W * K, C, dtype=x.dtype, device=device)
+        return total.scatter_add_(1, owner[..., None].expand(-1, -1, C), split.flatten(1, 2)) / count
+
+    def hard_unmerge() -> Tensor:
+        y = budget.unpack(out).flatten(1, 2)
+        return x + windows.join(y.gather(1, owner[..., None].expand(-1, -1, C)).view(batch, W, S, C))
+
+    restored = core.unmerge_update(out.float(), merged.float(), x.float(), exact)
+    made = [
+        Job("selection", "PyTorch", lambda: selection.select(
+            selection.cosine_similarity(windows.split(x)), windows, budget, kind), gram + greedy, tokens),
+        Job("selection", "window by window", lambda: _window_by_window(x, windows, budget), gram + greedy, tokens),
+        Job("weights", "PyTorch", lambda: weigh().merge_weights, gram, tokens + 2 * weights, exact.merge_weights),
+        Job("merge", "PyTorch", lambda: core.merge(x, plan), product, tokens + reduced + weights,
+            core.merge(x.float(), exact)),
+        Job("merge", "hard assignment", hard_merge, 0.0, tokens + reduced),
+        Job("unmerge", "PyTorch", lambda: core.unmerge_update(out, merged, x, plan), product,
+            2 * (tokens + reduced) + weights, restored),
+        Job("unmerge", "hard assignment", hard_unmerge, 0.0, 2 * tokens + reduced),
+    ]  # fmt: skip
+    if kernels is not None:
+        M, back = plan.merge_weights, plan.unmerge_weights
+        made += [
+            Job("selection and weights", "Triton", lambda: kernels.select_weigh(x, windows, budget, SCALE)[1],
+                gram + greedy, tokens + 2 * weights),
+            Job("weights", "Triton", lambda: kernels.weigh(x, picks, windows, budget, SCALE)[0], gram,
+                tokens + 2 * weights, exact.merge_weights),
+            Job("merge", "Triton", lambda: kernels.merge(x, M, windows, budget), product, tokens + reduced + weights,
+                core.merge(x.float(), exact)),
+            Job("unmerge", "Triton", lambda: kernels.restore(out, merged, x, back, windows, budget), product,
+                2 * (tokens + reduced) + weights, restored),
+        ]  # fmt: skip
+    return made
+
+
+def _replayed(call: Callable[[], Any], device: torch.device) -> Callable[[], Tensor]:
+    """The call many times over from a CUDA graph: returns a stub, what counts is its time."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_REPLAYED):
+            call()
+    stub = torch.zeros(1)
+
+    def replay() -> Tensor:
+        graph.replay()
+        return stub
+
+    return replay
+
+
+def measure(
+    grid: Grid, ratio: float, batch: int, dtype: torch.dtype, device: torch.device, limits: Limits, repeats: int,
+    kernels: Any = None,
+) -> list[Row]:  # fmt: skip
+    """All jobs of one shape. On a GPU each is there twice: replayed, and as called by the host."""
+    with torch.no_grad():
+        todo = jobs(grid, ratio, batch, dtype, device, kernels)
+        cases: dict[str, Callable[[], Any]] = {}
+        for number, job in enumerate(todo):
+            cases[f"{number} host"] = job.call
+            if device.type == "cuda" and job.name != "window by window":
+                try:
+                    cases[f"{number} replayed"] = _replayed(job.call, device)
+                except RuntimeError as error:
+                    bench.say(f"{job.part}, {job.name}: no CUDA graph: {error}")
+        outputs = {number: job.call() for number, job in enumerate(todo)}
+        timings = bench.interleave(cases, repeats, device, f"micro: {grid}", warmups=2)
+    slowest = {job.part: timings[f"{n} host"] for n, job in enumerate(todo) if job.name == "PyTorch"}
+    rows = []
+    for key, timing in timings.items():
+        number, how = int(key.split()[0]), key.split()[1]
+        job = todo[number]
+        if how == "replayed":
+            timing = Timing([s / _REPLAYED for s in timing.seconds])
+        limit = limits.seconds(job.flops, job.moved)
+        name = f"{job.name}, {how}" if device.type == "cuda" else job.name
+        row = Row(f"micro: {job.part}", str(grid), f"ratio {ratio:g}", batch, name, note=f"limit {limit * 1e6:.3g} us")
+        row.p20, row.p50, row.p80 = (timing.quantile(share) for share in (0.2, 0.5, 0.8))
+        row.ceiling = row.p50 / limit
+        row.gate = _off(outputs[number], job.reference, dtype)
+        base = slowest.get(job.part)
+        if not row.gate and base is not None and how == "host":
+            row.speedup = base.quantile(0.5) / row.p50
+        rows.append(row)
+    return rows
+
+
+def _off(result: Any, reference: Tensor | None, dtype: torch.dtype) -> str:
+    """How far a result is from fp32 PyTorch, if that is farther than its dtype explains."""
+    if reference is None:
+        return ""
+    error = float((result.float() - reference).abs().max() / reference.abs().max())
+    return "" if error < 8 * torch.finfo(dtype).eps else f"{error:.2g} off from fp32"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows for reading, in Markdown: microseconds."""
+    lines = [
+        "| operation | tokens | batch | by | p50 us | p20-p80 | times the limit | over PyTorch |",
+        "|---" * 8 + "|",
+    ]
+    for row in rows:
+        over = bench.REFUSED if row.gate else "" if row.speedup is None else f"{row.speedup:.2f}x"
+        spread = f"{row.p20 * 1e6:.4g}-{row.p80 * 1e6:.4g}"
+        cells = [row.section.removeprefix("micro: "), row.model, str(row.batch), row.variant, f"{row.p50 * 1e6:.4g}"]
+        cells += [spread, f"{row.ceiling or 0:.3g}", f"{over} {row.gate}".strip()]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def kernels_here(device: torch.device) -> Any | None:
+    """The Triton kernels, where a GPU can run them."""
+    if device.type != "cuda":
+        return None
+    try:
+        return pack_module("toma_core.kernels.triton").TritonKernels()
+    except Exception as error:
+        bench.say(f"no Triton kernels: {type(error).__name__}: {error}")
+        return None
+
+
+def main() -> None:
+    """Parse, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="*", type=Grid.parse, default=GRIDS, help="ROWSxCOLUMNSxCHANNELS")
+    parser.add_argument("--ratio", type=float, default=0.5)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--out", type=Path, help="write FOLDER/micro.json, .csv, .md and .png")
+    args = parser.parse_args()
+    use_comfyui(own_attention=True)
+    variants.use_stand_ins()
+    load_pack()
+    device, dtype = bench.device_here(), getattr(torch, args.dtype)
+    limits = Limits.measured(dtype, device)
+    told = bench.conditions(
+        dtype=args.dtype, TFLOPs=round(limits.flops / 1e12, 3), GBps=round(limits.bandwidth / 1e9, 1)
+    )
+    rows = [
+        row
+        for grid in args.shape
+        for row in measure(grid, args.ratio, args.batch, dtype, device, limits, args.repeats, kernels_here(device))
+    ]
+    print(", ".join(f"{key}: {value}" for key, value in told.items()))
+    print(table(rows))
+    if args.out:
+        bench.write(args.out / "micro", told, rows, table(rows))
+    if found := bench.red(rows):
+        raise SystemExit("\n".join(["speed-ups were refused:", *found]))
+
+
+if __name__ == "__main__":
+    main()

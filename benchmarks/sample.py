@@ -1,0 +1,160 @@
+"""Time whole sampling runs through ComfyUI's sampler: unpatched, with ToMA, with step caches, and stacked.
+
+    python -m benchmarks.sample [--model sdxl flux] [--size 1024x1024] [--steps 4 8 20 50] [--cfg 7] [--batch 1]
+                                [--every-step] [--repeats 3] [--out FOLDER]
+
+A run is everything from the noise to the last latent: what plans cost is in it. Weights are random, so a step cache
+skips as many steps as random weights let it: its time is real, its number of steps is not that of a trained model.
+A speed-up is refused where the output is broken or nothing was merged.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import bench, fullsize, variants
+from benchmarks.bench import Row
+from benchmarks.fullsize import Shape
+from benchmarks.parts import Profile, profile
+from benchmarks.variants import UNPATCHED, Variant
+from scripts.comfy_pack import load_pack, pack_module, use_comfyui
+
+
+def sample(model: Any, shape: Shape, steps: int, cfg: float, seed: int = 5) -> Tensor:
+    """(B, C, H / 8, W / 8) latents from noise, with the Euler sampler."""
+    import comfy.sample
+
+    channels = model.model.latent_format.latent_channels
+    latent = torch.zeros(shape.batch, channels, shape.height // 8, shape.width // 8)
+    noise = comfy.sample.prepare_noise(latent, seed)
+    given = [shape.conditioning(1), shape.conditioning(2)]
+    out: Tensor = comfy.sample.sample(
+        model, noise, steps, cfg, "euler", "simple", *given, latent, disable_pbar=True, seed=seed
+    )
+    return out
+
+
+def stats_of(model: Any) -> Any | None:
+    """What ToMA counted in the model's last run; None without ToMA."""
+    attachment = pack_module("nodes.adapters.run").attachment_of(model)
+    return None if attachment is None else pack_module("nodes.adapters.reports").last(attachment.report_id)
+
+
+def usual_variants(ratio: float, **more: Any) -> list[Variant]:
+    """Every step merged, the balanced preset, step caches, and ToMA stacked with each."""
+    every = variants.toma(f"every step, ratio {ratio:g}", **{**EVERY_STEP, "ratio": ratio, **more})
+    caches = [variants.step_cache("EasyCache"), variants.step_cache("LazyCache")]
+    balanced = variants.preset("balanced", ratio=ratio, **more)
+    return [every, balanced, *caches, *(variants.stacked(every, cache) for cache in caches)]
+
+
+# No step runs whole, from the first to the last.
+EVERY_STEP = {"start_percent": 0.0, "end_percent": 1.0, "full_every": 0, "ratio_decay": 0.0}
+
+
+def measure(
+    patcher: Any,
+    shape: Shape,
+    steps: int,
+    cfg: float,
+    chosen: Sequence[Variant],
+    repeats: int,
+    device: torch.device,
+    shares: bool = False,
+) -> list[Row]:
+    """All variants, interleaved with the unpatched model. shares: profile one more run of each ToMA variant."""
+    section = f"sample, {steps} steps, cfg {cfg:g}"
+    models, rows = {}, []
+    for variant in (UNPATCHED, *chosen):
+        try:
+            models[variant.name] = variant, variant.patch(patcher)
+        except Exception as error:
+            why = f"cannot be had here: {type(error).__name__}: {error}"
+            rows.append(Row(section, shape.model, shape.size, shape.batch, variant.name, gate=why))
+    cases = {name: (lambda model=model: sample(model, shape, steps, cfg)) for name, (_, model) in models.items()}
+    evaluations = {name: _evaluations(run, patcher.model.diffusion_model) for name, run in cases.items()}
+    timings = bench.interleave(cases, repeats, device, f"{section}: {shape.model} {shape.size}", warmups=0)
+    base = timings[UNPATCHED.name]
+    for name, (variant, model) in models.items():
+        row = Row(section, shape.model, shape.size, shape.batch, name, "all", note=variant.note)
+        found, stats = [], stats_of(model)
+        if evaluations[name] < evaluations[UNPATCHED.name]:
+            row.note = f"{evaluations[name]} of {evaluations[UNPATCHED.name]} evaluations; {row.note}"
+        if stats is not None:
+            row.tokens = ", ".join(f"{h * w} -> {k}" for (h, w), k in sorted(stats.grids.items(), reverse=True))
+            merged = f"{len(stats.merged_steps)}/{max(stats.total_steps, steps)} steps merged"
+            row.note = "; ".join(t for t in (row.note, merged, ", ".join(sorted(stats.kernels))) if t)
+            if not stats.merged_blocks:
+                found.append(stats.summary())
+            if shares:
+                row.shares = profiled(model, shape, steps, cfg).shares
+        rows.append(bench.compared(row, timings[name], base, found))
+    return rows
+
+
+def _evaluations(run: Any, network: Any) -> int:
+    """How often the whole model really runs in one sampling run: caches skip, and the last layer tells."""
+    calls = 0
+
+    def called(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    last = network.final_layer if hasattr(network, "final_layer") else network.out
+    handle = last.register_forward_hook(called)
+    try:
+        run()
+    finally:
+        handle.remove()
+    return calls
+
+
+def profiled(model: Any, shape: Shape, steps: int, cfg: float) -> Profile:
+    """Where the time of one run goes."""
+    return profile(lambda: sample(model, shape, steps, cfg))
+
+
+def main() -> None:
+    """Parse, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="*", choices=["sdxl", "flux"], default=["sdxl", "flux"])
+    parser.add_argument("--size", nargs="*", type=bench.size, default=[(1024, 1024)], help="WIDTHxHEIGHT in pixels")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", nargs="*", type=int, default=[4, 8, 20, 50])
+    parser.add_argument("--cfg", type=float, default=7.0, help="of SDXL; Flux runs without")
+    parser.add_argument("--ratio", type=float, default=0.5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--flux-blocks", type=int, nargs=2, default=(19, 38), metavar=("DOUBLE", "SINGLE"))
+    parser.add_argument("--tiny", action="store_true", help="small models in fp32, to see that it runs")
+    parser.add_argument("--out", type=Path, help="write FOLDER/sample.json, .csv, .md and .png")
+    args = parser.parse_args()
+
+    use_comfyui(own_attention=True)
+    variants.use_stand_ins()
+    load_pack()
+    device, dtype = bench.device_here(), getattr(torch, args.dtype)
+    double, single = args.flux_blocks
+    told = bench.conditions(dtype=args.dtype, repeats=args.repeats, flux_blocks=f"{double} double + {single} single")
+    more = variants.TINY if args.tiny else {}
+    rows: list[Row] = []
+    for name in args.model:
+        bench.say(f"{name}: building")
+        patcher = fullsize.patcher(name, dtype, device, tiny=args.tiny, flux_blocks=(double, single))
+        for width, height in args.size:
+            shape = Shape(name, height, width, args.batch, args.tiny)
+            for steps in args.steps:
+                cfg = args.cfg if name == "sdxl" else 1.0
+                rows += measure(patcher, shape, steps, cfg, usual_variants(args.ratio, **more), args.repeats, device)
+        del patcher
+    bench.finish(rows, told, args.out and args.out / "sample")
+
+
+if __name__ == "__main__":
+    main()
