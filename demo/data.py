@@ -25,7 +25,7 @@ class Plan:
     kind: str
     steps: int
     seed: int = 0
-    lr: float = 1.5e-3
+    lr: float = 6e-3
     warmup: int = 200
     cooldown: float = 0.2
     crop_batch: int = 16
@@ -34,7 +34,7 @@ class Plan:
     # Shares of steps with half-size scenes and with whole pictures, before and after `late`; the rest are crops.
     early_shares: tuple[float, float] = (0.9, 0.05)
     late_shares: tuple[float, float] = (0.1, 0.8)
-    late: float = 0.8
+    late: float = 0.7
     dropout: float = 0.1
     ema: float = 0.999
 

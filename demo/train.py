@@ -30,6 +30,24 @@ from .data import Batch, Batches, Plan
 from .objectives import EpsilonObjective, FlowObjective
 
 
+# Convolutions, which make up half of the UNet, want a lower rate than the matrices.
+SHARE_OF_RATE = {"dit": 1.0, "unet": 0.25}
+
+
+def _optimisers(network: torch.nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the blocks, AdamW for the rest.
+
+    For the DiT, Muon came to a loss with about two thirds of the pictures that AdamW alone needed.
+    """
+    inside = {name for name, p in network.named_parameters() if p.ndim == 2 and "block" in name}
+    matrices = [p for name, p in network.named_parameters() if name in inside]
+    rest = [p for name, p in network.named_parameters() if name not in inside]
+    return [
+        torch.optim.Muon([{"params": matrices, "share": 1.0}], weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([{"params": rest, "share": SHARE_OF_RATE[plan.kind]}], betas=(0.9, 0.99), weight_decay=0.0),
+    ]
+
+
 class Trainer:
     """Network, its moving average and its optimiser, and the deterministic step that moves them."""
 
@@ -42,27 +60,22 @@ class Trainer:
         self.network = make(plan.seed, config=config).to(device).train().requires_grad_(True)
         self.forward = torch.compile(self.network, dynamic=False) if compiled else self.network
         self.average = {name: value.detach().clone() for name, value in self.network.named_parameters()}
-        decayed = [p for p in self.network.parameters() if p.ndim > 1]
-        other = [p for p in self.network.parameters() if p.ndim <= 1]
-        self.optimiser = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.01}, {"params": other, "weight_decay": 0.0}],
-            lr=plan.lr,
-            betas=(0.9, 0.99),
-        )
+        self.optimisers = _optimisers(self.network, plan)
         self.step = 0
         self.seen = {"half": 0, "crop": 0, "full": 0}
 
     def train_step(self, batch: Batch) -> float:
         """One optimiser step on the batch of `self.step`; returns its loss."""
         batch = batch.to(self.device)
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.plan.lr_at(self.step)
+        for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
+            group["lr"] = self.plan.lr_at(self.step) * group["share"]
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self.objective.loss(self.forward, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        for optimiser in self.optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
         self.step += 1
         self.seen[batch.sort] += batch.clean.shape[0]
         keep = min(self.plan.ema, (1 + self.step) / (10 + self.step))
@@ -79,7 +92,7 @@ class Trainer:
             "seen": self.seen,
             "network": self.network.state_dict(),
             "average": self.average,
-            "optimiser": self.optimiser.state_dict(),
+            "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
@@ -94,7 +107,8 @@ class Trainer:
                 f"{path} belongs to another run: kind {state['plan']['kind']}, seed {state['plan']['seed']}"
             )
         self.network.load_state_dict(state["network"])
-        self.optimiser.load_state_dict(state["optimiser"])
+        for optimiser, stored in zip(self.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(stored)
         self.average = {name: value.to(self.device) for name, value in state["average"].items()}
         self.step, self.seen = state["step"], state["seen"]
 
