@@ -1,0 +1,193 @@
+"""Figures of every picture, kept by content so that nothing is measured twice, and what a setting comes to."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import BenchmarkError
+from .metrics import FID, METRICS, LeftOutError, Metric, Picture, failed, load
+from .pictures import UNMERGED, Folder, Job, say
+
+# The unmerged picture of another seed: how far two pictures of one prompt are that have nothing in common.
+OTHER_SEED = "another seed"
+SAVE_EVERY = 20
+
+
+@dataclass
+class Pair:
+    """A picture, its unmerged twin, and their figures by the name of the metric."""
+
+    setting: str
+    prompt: str
+    seed: int
+    picture: Picture
+    twin: Picture
+    seconds: float | None
+    figures: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def identical(self) -> bool:
+        return self.picture.digest == self.twin.digest
+
+
+@dataclass
+class Summary:
+    """One setting: figures as {"mean", "deviation", "worst"}, median seconds of the runs that can be compared."""
+
+    setting: str
+    pictures: int
+    identical: int
+    seconds: float | None
+    timed: int
+    speedup: float | None
+    figures: dict[str, dict[str, float]]
+    fid: float | None = None
+
+
+@dataclass
+class Results:
+    """Everything that is reported. `left_out`: one sentence for each metric that could not be had."""
+
+    pairs: list[Pair]
+    summaries: list[Summary]
+    left_out: list[str]
+
+
+def pairs_of(folder: Folder, jobs: Sequence[Job]) -> list[Pair]:
+    """Every picture with its twin, and the unmerged ones with that of the next seed."""
+    twins = {(job.prompt, job.seed): Picture(folder.picture(job)) for job in jobs if job.setting is None}
+    found = []
+    for job in jobs:
+        record = folder.record(job) or {}
+        seconds = record.get("seconds") if record.get("timed") else None
+        picture = Picture(folder.picture(job))
+        found.append(Pair(job.name, job.prompt, job.seed, picture, twins[job.prompt, job.seed], seconds))
+    by_prompt: dict[str, list[tuple[int, Picture]]] = defaultdict(list)
+    for (prompt, seed), picture in twins.items():
+        by_prompt[prompt].append((seed, picture))
+    for prompt, group in by_prompt.items():
+        for (_, twin), (seed, picture) in itertools.pairwise(group):
+            found.append(Pair(OTHER_SEED, prompt, seed, picture, twin, None))
+    return found
+
+
+def measure(folder: Folder, pairs: Sequence[Pair], device: str, metrics: Sequence[Metric] = METRICS) -> list[str]:
+    """Fill in the figures of all pairs; returns what was left out, in words."""
+    cache = _Cache(folder)
+    left_out = []
+    for metric in metrics:
+        wanted = [pair for pair in pairs if _has(metric, pair)]
+        keys = {id(pair): _key(metric, pair) for pair in wanted}
+        missing = [pair for pair in wanted if keys[id(pair)] not in cache.values]
+        try:
+            score = load(metric, device) if missing else None
+            for number, pair in enumerate(missing, 1):
+                cache.values[keys[id(pair)]] = score(pair.picture, pair.twin, pair.prompt)
+                if number % SAVE_EVERY == 0:
+                    cache.save()
+                    say(f"{metric.title}: {number}/{len(missing)}")
+        except LeftOutError as error:
+            left_out.append(str(error))
+            continue
+        except BenchmarkError:
+            raise
+        except Exception as error:
+            left_out.append(failed(metric, error))
+            continue
+        finally:
+            cache.save()
+        for pair in wanted:
+            pair.figures[metric.name] = cache.values[keys[id(pair)]]
+    return left_out
+
+
+def summarise(pairs: Sequence[Pair], metrics: Sequence[Metric] = METRICS) -> list[Summary]:
+    """One summary a setting, the unmerged run first and the other seed last."""
+    groups: dict[str, list[Pair]] = {UNMERGED: []}
+    for pair in sorted(pairs, key=lambda p: p.setting == OTHER_SEED):
+        groups.setdefault(pair.setting, []).append(pair)
+    found = []
+    plain: float | None = None
+    for setting, group in groups.items():
+        times = [pair.seconds for pair in group if pair.seconds is not None]
+        seconds = statistics.median(times) if times else None
+        if setting == UNMERGED:
+            plain = seconds
+        speedup = plain / seconds if plain and seconds and setting != UNMERGED else None
+        figures = {m.name: _spread(m, group) for m in metrics if any(m.name in pair.figures for pair in group)}
+        identical = 0 if setting == UNMERGED else sum(pair.identical for pair in group)
+        found.append(Summary(setting, len(group), identical, seconds, len(times), speedup, figures))
+    return found
+
+
+def add_fid(summaries: Sequence[Summary], pairs: Sequence[Pair], device: str) -> list[str]:
+    """Fill in the distance of the sets; returns what was left out, in words."""
+    merged = [summary for summary in summaries if summary.setting not in (UNMERGED, OTHER_SEED)]
+    try:
+        distance: Callable[..., float] = load(FID, device)
+        for summary in merged:
+            say(f"{FID.title}: {summary.setting}")
+            group = [pair for pair in pairs if pair.setting == summary.setting]
+            value = distance([pair.picture for pair in group], [pair.twin for pair in group])
+            if not math.isfinite(value):
+                raise ValueError(f"it came out as {value}; more pictures may help")
+            summary.fid = value
+    except LeftOutError as error:
+        return [str(error)]
+    except Exception as error:
+        return [failed(FID, error)]
+    return []
+
+
+def results(folder: Folder, jobs: Sequence[Job], device: str) -> Results:
+    """Measure everything that can be measured here."""
+    pairs = pairs_of(folder, jobs)
+    left_out = measure(folder, pairs, device)
+    summaries = summarise(pairs)
+    left_out += add_fid(summaries, pairs, device)
+    return Results(pairs, summaries, left_out)
+
+
+class _Cache:
+    """Figures in figures.json; one that cannot be read is begun again."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._file: Path = folder.path / "figures.json"
+        self.values: dict[str, float] = {}
+        try:
+            found: Any = json.loads(self._file.read_text(encoding="utf-8"))
+            self.values = found if isinstance(found, dict) else {}
+        except (OSError, ValueError):
+            pass
+
+    def save(self) -> None:
+        self._folder.write(self._file, json.dumps(self.values, indent=0, sort_keys=True).encode())
+
+
+def _has(metric: Metric, pair: Pair) -> bool:
+    if pair.setting == UNMERGED:
+        return metric.alone
+    return not (pair.setting == OTHER_SEED and metric.alone)
+
+
+def _key(metric: Metric, pair: Pair) -> str:
+    about = pair.prompt if metric.alone else pair.twin.digest
+    return f"{metric.name} {metric.identity}: {pair.picture.digest} {about}"
+
+
+def _spread(metric: Metric, group: Sequence[Pair]) -> dict[str, float]:
+    values = [pair.figures[metric.name] for pair in group]
+    return {
+        "mean": statistics.fmean(values),
+        "deviation": statistics.stdev(values) if len(values) > 1 else 0.0,
+        "worst": (min if metric.higher_is_closer else max)(values),
+    }

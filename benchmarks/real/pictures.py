@@ -1,0 +1,156 @@
+"""The folder of pictures: what is wanted, what is there, and making the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import BenchmarkError
+from .graphs import Graph, Setting, Template, key_of
+from .server import Server
+
+UNMERGED = "unmerged"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One picture: what it shows, how it is made, and the name of its files."""
+
+    prompt: str
+    seed: int
+    setting: Setting | None
+    graph: Graph
+    key: str
+
+    @property
+    def name(self) -> str:
+        return UNMERGED if self.setting is None else self.setting.name
+
+
+def read_prompts(path: Path) -> list[str]:
+    """One prompt a line; empty lines and lines that begin with # are left out, and so is a prompt's repetition."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchmarkError(f"--prompts {path} cannot be read: {error}") from None
+    prompts = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    if not prompts:
+        raise BenchmarkError(f"{path} holds no prompt; it should have one a line")
+    return prompts
+
+
+def plan(
+    template: Template, prompts: Sequence[str], negative: str, seeds: Sequence[int], settings: Sequence[Setting]
+) -> list[Job]:
+    """Every picture in the order of making: unmerged and merged in turn, and another one first each time, so that a
+    machine that gets warmer or busier favours none."""
+    jobs = []
+    ways: list[Setting | None] = [None, *settings]
+    for turn, (prompt, seed) in enumerate((prompt, seed) for prompt in prompts for seed in seeds):
+        first = turn % len(ways)
+        for setting in ways[first:] + ways[:first]:
+            graph = template.fill(prompt, negative, seed, setting)
+            jobs.append(Job(prompt, seed, setting, graph, key_of(graph)))
+    return jobs
+
+
+class Folder:
+    """Pictures as KEY.png with KEY.json beside them; the JSON is written last, so a pair of files is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.pictures = path / "pictures"
+
+    def prepare(self, conditions: dict[str, str]) -> None:
+        """Make the folder, or refuse one that was made under other conditions: its times and pictures would differ
+        for reasons that are not ours."""
+        try:
+            self.pictures.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BenchmarkError(f"--out {self.path} cannot be made: {error}") from None
+        file = self.path / "conditions.json"
+        try:
+            before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else conditions
+        except ValueError:
+            before = conditions
+        if before != conditions:
+            raise BenchmarkError(
+                f"the pictures in {self.path} were made with {_words(before)}; this server has {_words(conditions)}. "
+                "Give another folder with --out"
+            )
+        self.write(file, (json.dumps(conditions, indent=1) + "\n").encode())
+
+    def picture(self, job: Job) -> Path:
+        return self.pictures / f"{job.key}.png"
+
+    def record(self, job: Job) -> dict[str, Any] | None:
+        """What is known of a picture, None if it has to be made."""
+        file = self.pictures / f"{job.key}.json"
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if self.picture(job).is_file() else None
+
+    def save(self, job: Job, png: bytes, seconds: float | None, timed: bool) -> None:
+        """`timed`: whether the seconds can be compared with others."""
+        about = {"prompt": job.prompt, "seed": job.seed, "setting": job.name, "seconds": seconds, "timed": timed}
+        self.write(self.picture(job), png)
+        self.write(self.pictures / f"{job.key}.json", json.dumps({**about, "graph": job.graph}, indent=1).encode())
+
+    def write(self, file: Path, data: bytes) -> None:
+        """All or nothing."""
+        partial = file.with_name(file.name + ".part")
+        try:
+            partial.write_bytes(data)
+            os.replace(partial, file)
+        except OSError as error:
+            raise BenchmarkError(
+                f"{file} cannot be written ({error.strerror}). Make room, then run the same command again: what is "
+                "complete is kept"
+            ) from None
+
+
+def make_missing(server: Server, template: Template, folder: Folder, jobs: Sequence[Job]) -> int:
+    """Queue what the folder lacks, one after the other; returns how many were made."""
+    missing = [job for job in jobs if folder.record(job) is None]
+    say(f"{len(jobs)} pictures wanted, {len(jobs) - len(missing)} are there, {len(missing)} to make")
+    warm: set[str] = set()
+    spent: list[float] = []
+    for number, job in enumerate(missing, 1):
+        start = time.monotonic()
+        made = server.make(job.graph, template.picture)
+        spent.append(time.monotonic() - start)
+        # Whatever a setting does once (compiling, trying out kernels) is in its first run of a session.
+        timed = job.name in warm and made.seconds is not None
+        timed = timed and (made.cached is None or template.is_pure(job.graph, made.cached))
+        warm.add(job.name)
+        folder.save(job, made.png, made.seconds, timed)
+        took = "time unknown" if made.seconds is None else f"{made.seconds:.1f} s"
+        left = statistics.median(spent) * (len(missing) - number)
+        shown = job.prompt if len(job.prompt) <= 40 else job.prompt[:37] + "..."
+        note = "" if timed else " (warm-up)"
+        say(f"{number}/{len(missing)}  {job.name}, seed {job.seed}, {shown!r}: {took}{note}; {_duration(left)} left")
+    return len(missing)
+
+
+def say(text: str) -> None:
+    """One line to stderr, at once, so that stdout holds only the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _words(conditions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in conditions.items())
