@@ -43,7 +43,7 @@ def pack(folder: Path, root: Path = ROOT) -> Path:
         if any(complaint in said for complaint in COMPLAINTS):
             raise SetupError(f"comfy node {command}:\n{said}")
     folder.mkdir(parents=True, exist_ok=True)
-    name, version = (_project(root, key) for key in ("name", "version"))
+    name, version = (project(root, key) for key in ("name", "version"))
     archive = folder / f"{name}-{version}.zip"
     shutil.move(root / PACKED, archive)
     return archive
@@ -68,8 +68,9 @@ def _comfy_node(command: str, root: Path) -> str:
     return said
 
 
-def _project(root: Path, key: str) -> str:
-    """A string of the [project] table. Python 3.10 has no TOML reader."""
+def project(root: Path, key: str) -> str:
+    """A string of the [project] table of pyproject.toml; Python 3.10 has no TOML reader. Raises SetupError if it is not
+    there."""
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
     found = re.search(rf'^{key} = "(.+?)"', text, re.MULTILINE)
     if found is None:

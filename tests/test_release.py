@@ -1,0 +1,91 @@
+"""Publishing: tag, version and changelog agree or nothing is sent, and the workflow uses what the tests use."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts import release
+from scripts.comfyui import ROOT
+from scripts.console import SetupError
+
+CHANGELOG = """# Changelog
+
+## [Unreleased]
+
+## [1.2.3] - 2026-01-31
+
+### Fixed
+
+- A thing.
+
+## [1.2.2] - 2026-01-01
+
+- Older.
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\nversion = "1.2.3"\n')
+    (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
+    return tmp_path
+
+
+def test_notes_are_the_section_of_the_version(checkout: Path) -> None:
+    assert release.notes("v1.2.3", checkout) == "### Fixed\n\n- A thing."
+
+
+@pytest.mark.parametrize("tag", ["1.2.3", "v1.2.4", "v1.2"])
+def test_another_tag_is_refused(checkout: Path, tag: str) -> None:
+    with pytest.raises(SetupError, match=r"tag v1\.2\.3"):
+        release.notes(tag, checkout)
+
+
+@pytest.mark.parametrize("text", ["## [Unreleased]\n\n- New.\n", "## [1.2.3] - 2026-01-31\n\n## [1.2.2]\n\n- Old.\n"])
+def test_missing_changelog_is_refused(checkout: Path, text: str) -> None:
+    (checkout / "CHANGELOG.md").write_text(text)
+    with pytest.raises(SetupError, match=r"no text for 1\.2\.3"):
+        release.notes("v1.2.3", checkout)
+
+
+def test_publishing_installs_the_pins_of_the_tests() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "publish.yml").read_text(encoding="utf-8")
+    asked = re.findall(r"--pin ([\w-]+)", workflow)
+    assert "comfy-cli" in asked
+    for name in asked:
+        assert release.pin(name).startswith(f"{name}==")
+    with pytest.raises(SetupError, match="pins no abacus"):
+        release.pin("abacus")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
+def test_is_yaml_with_what_github_asks_for(path: Path) -> None:
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if path.parent.name == "workflows":
+        assert content["jobs"]
+        assert content[True]  # YAML 1.1 reads the key "on" so
+    elif path.name != "config.yml":
+        assert content["name"]
+        assert content["description"]
+        ids = [field["id"] for field in content["body"] if field["type"] != "markdown"]
+        assert len(ids) == len(set(ids)) > 0
+
+
+def test_bug_reports_ask_for_the_text_of_the_report() -> None:
+    for name in ("bug", "slow"):
+        form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text(encoding="utf-8"))
+        (field,) = [field for field in form["body"] if field.get("id") == "report"]
+        assert field["validations"]["required"]
+
+
+def test_workflows_run_modules_and_files_that_exist() -> None:
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        text = path.read_text(encoding="utf-8")
+        assert "permissions:" in text, path.name
+        for module in re.findall(r"-m (scripts\.\w+)", text):
+            assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), (path.name, module)
+    assert "run: .ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
