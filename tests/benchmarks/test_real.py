@@ -1,0 +1,346 @@
+"""benchmarks.real on a real server with a tiny model: the whole way, a second time, and everything that goes wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from benchmarks.real import __main__ as real
+from benchmarks.real.graphs import FLUX_SAMPLING, FluxFiles, Sampling, Setting, Template, checkpoint_graph, flux_graph
+from benchmarks.real.server import Server
+from demo.showcase_graphs import UNET, sampling_graph
+from scripts.comfy_server import ComfyServer
+from scripts.comfyui import ROOT
+
+HURDLE = '''
+import time
+import comfy.model_management
+
+class Hurdle:
+    """Passes a picture on, or not."""
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"images": ("IMAGE",), "text": ("STRING", {})}})
+    RETURN_TYPES, FUNCTION, CATEGORY = ("IMAGE",), "work", "test"
+
+    def work(self, images, text):
+        if text == "break":
+            raise ValueError("cannot draw that")
+        while text == "wait":
+            comfy.model_management.throw_exception_if_processing_interrupted()
+            time.sleep(0.02)
+        return (images,)
+
+NODE_CLASS_MAPPINGS = {"TestHurdle": Hurdle}
+'''
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
+    """A server with the demo's nodes and a hurdle; the last test stops it."""
+    pack = tmp_path_factory.mktemp("packs") / "hurdle-pack"
+    pack.mkdir()
+    (pack / "__init__.py").write_text(HURDLE)
+    with ComfyServer(packs=[ROOT / "demo", pack]) as running:
+        yield running
+
+
+@pytest.fixture
+def graph() -> dict[str, Any]:
+    """The demo's tiny UNet, 16 x 16 tokens, with the ToMA node; prompts are the numbers of scenes."""
+    found = sampling_graph(UNET, 64, 3, 0, merged=True)
+    found["toma"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.1, "preset": "quality"}}
+    found["scene"]["inputs"]["seed"] = "%prompt%"
+    found["sampler"]["inputs"]["seed"] = "%seed%"
+    return found
+
+
+@pytest.fixture
+def hurdle(graph: dict[str, Any]) -> dict[str, Any]:
+    """One scene, and the prompt says what comes in its way."""
+    graph["scene"]["inputs"]["seed"] = 7
+    graph["hurdle"] = {"class_type": "TestHurdle", "inputs": {"images": ["decode", 0], "text": "%prompt%"}}
+    graph["picture"]["inputs"]["images"] = ["hurdle", 0]
+    return graph
+
+
+class Work:
+    """A folder to work in, and the command run in this process."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder, self.url, self.out = folder, url, folder / "out"
+
+    def arguments(self, graph: dict[str, Any], prompts: str, *more: str) -> list[str]:
+        (self.folder / "graph.json").write_text(json.dumps(graph))
+        (self.folder / "prompts.txt").write_text(prompts)
+        files = ["--graph", str(self.folder / "graph.json"), "--prompts", str(self.folder / "prompts.txt")]
+        return ["--server", self.url, *files, "--out", str(self.out), "--device", "cpu", *more]
+
+    def run(self, graph: dict[str, Any], prompts: str, *more: str) -> int:
+        return real.main(self.arguments(graph, prompts, *more))
+
+
+@pytest.fixture
+def work(comfy: ComfyServer, tmp_path: Path) -> Work:
+    return Work(tmp_path, comfy.url)
+
+
+class Page(HTMLParser):
+    """The figures and images of the page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.figures: list[dict[str, str | None]] = []
+        self.images: list[str] = []
+        self.outside: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag == "figure":
+            self.figures.append(values)
+        if tag == "img":
+            self.images.append(values["src"] or "")
+        if tag in ("link", "iframe") or (tag == "script" and "src" in values):
+            self.outside.append(tag)
+
+
+def while_waiting(comfy: ComfyServer, act: Callable[[], Any], out: Path | None = None) -> threading.Thread:
+    """Do something once a prompt is at the hurdle: the server runs it, and runs nothing else for half a second."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            running = comfy.get("/queue")["queue_running"]
+            if running and running[0][2].get("hurdle", {}).get("inputs", {}).get("text") == "wait":
+                time.sleep(0.5)
+                act()
+                return
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.server
+def test_whole_way_and_again(
+    comfy: ComfyServer, work: Work, graph: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--seeds", "1", "2", "--ratio", "0.25", "0.5", "--preset", "balanced"]
+    assert work.run(graph, "# scenes\n11\n12\n", *options) == 0
+    out, err = capsys.readouterr()
+    assert "12 pictures wanted, 0 are there, 12 to make" in err
+    assert re.search(r"12/12  balanced 0\.5, seed 2, '12': [\d.]+ s; 0 s left", err)
+    rows = {line.split("  ")[0]: line for line in out.splitlines()}
+    assert {"unmerged", "balanced 0.25", "balanced 0.5", "another seed"} <= set(rows)
+    assert "Measured on cpu, ComfyUI " in out
+    queued = len(comfy.get("/history"))
+
+    data = json.loads((work.out / "results.json").read_text())
+    plain, quarter, half, other = data["settings"]
+    assert [s["pictures"] for s in data["settings"]] == [4, 4, 4, 2]
+    assert plain["timed"] >= 1
+    assert quarter["timed"] >= 1
+    assert half["seconds"] > 0
+    assert half["speedup"] == pytest.approx(plain["seconds"] / half["seconds"])
+    for merged in (quarter, half):
+        assert merged["identical"] == 0
+        assert other["figures"]["ssim"]["mean"] < merged["figures"]["ssim"]["mean"] < 1
+    with (work.out / "pairs.csv").open(newline="") as file:
+        pairs = list(csv.DictReader(file))
+    assert len(pairs) == 14
+    assert {Image.open(work.out / pair["picture"]).size for pair in pairs} == {(128, 128)}
+
+    page = Page((work.out / "index.html").read_text(encoding="utf-8"))
+    assert len(page.figures) == 8
+    assert len(page.images) == 16
+    assert all(not src.startswith("/") and (work.out / src).is_file() for src in page.images)
+    assert all(0 < float(figure["data-ssim"] or 0) < 1 for figure in page.figures)
+    assert page.outside == []
+
+    # Again: nothing is queued, and the figures are the same. One seed more: only its pictures are.
+    assert work.run(graph, "11\n12\n", *options) == 0
+    assert "12 are there, 0 to make" in capsys.readouterr().err
+    assert len(comfy.get("/history")) == queued
+    assert json.loads((work.out / "results.json").read_text())["settings"] == data["settings"]
+    assert work.run(graph, "11\n", *options[:3], "3", *options[3:]) == 0
+    assert "9 pictures wanted, 6 are there, 3 to make" in capsys.readouterr().err
+    assert len(comfy.get("/history")) == queued + 3
+
+
+@pytest.mark.server
+def test_what_is_not_asked_for_stays_as_in_the_graph(
+    work: Work, graph: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert work.run(graph, "11\n", "--seeds", "1") == 0
+    out, err = capsys.readouterr()
+    assert "quality 0.1" in out
+    assert "2 pictures wanted" in err
+    # One run of each is its warm-up.
+    assert "give more seeds" in out
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--checkpoint", "none.safetensors"], "ckpt_name = 'none.safetensors'; the server has nothing"),
+        (["--flux", "none.safetensors", "--vae", "v"], r"vae_name = 'v'; the server has .*pixel_space"),
+    ],
+)
+def test_unknown_files_are_said(work: Work, options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (work.folder / "prompts.txt").write_text("a cat\n")
+    common = ["--server", work.url, "--prompts", str(work.folder / "prompts.txt"), "--out", str(work.out)]
+    assert real.main([*common, *options]) == 1
+    err = capsys.readouterr().err
+    assert "error: ComfyUI refused the graph" in err
+    assert re.search(said, err)
+
+
+@pytest.mark.server
+def test_refused_ratio_is_said(work: Work, graph: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert work.run(graph, "11\n", "--seeds", "1", "--ratio", "2") == 1
+    assert re.search(r"ToMA \(node toma\): .*ratio", capsys.readouterr().err)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    "built",
+    [
+        checkpoint_graph("none", Sampling(guidance=3.5)),
+        flux_graph(FluxFiles("none", "none", "none", "none"), FLUX_SAMPLING),
+    ],
+    ids=["checkpoint", "flux"],
+)
+def test_built_in_graphs_fit_the_nodes_of_the_server(comfy: ComfyServer, built: dict[str, Any]) -> None:
+    """Inputs and types of links; no checkpoint can be loaded here."""
+    server = Server(comfy.url)
+    template = Template(built)
+    graph = template.fill("a cat", "", 1, Setting(0.5, "balanced"))
+    for node in graph.values():
+        described = server.object_info(node["class_type"])
+        known = server.widgets(node["class_type"])
+        assert set(described["input"]["required"]) <= set(node["inputs"]) <= set(known)
+        for name, value in node["inputs"].items():
+            wanted = known[name][0]
+            if isinstance(value, list):
+                assert server.object_info(graph[value[0]]["class_type"])["output"][value[1]] == wanted
+            elif value != "none" and (isinstance(wanted, list) or wanted == "COMBO"):
+                assert value in (wanted if isinstance(wanted, list) else known[name][1]["options"])
+            else:
+                assert isinstance(value, {"STRING": str, "INT": int, "FLOAT": (int, float)}.get(wanted, str))
+
+
+@pytest.mark.server
+def test_error_in_a_node_is_said_and_the_rest_is_kept(
+    work: Work, hurdle: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert work.run(hurdle, "fine\nbreak\n", "--seeds", "1") == 1
+    err = capsys.readouterr().err
+    assert "ComfyUI failed in TestHurdle (node hurdle): cannot draw that" in err
+    assert len(list((work.out / "pictures").glob("*.json"))) == 2
+    assert work.run(hurdle, "fine\n", "--seeds", "1") == 0
+    assert "2 are there, 0 to make" in capsys.readouterr().err
+
+
+@pytest.mark.server
+def test_interrupted_and_lost_runs_are_said(
+    comfy: ComfyServer,
+    work: Work,
+    hurdle: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("benchmarks.real.server.CHECK_QUEUE_SECONDS", 0.2)
+    thread = while_waiting(comfy, comfy.interrupt)
+    assert work.run(hurdle, "wait\n", "--seeds", "1") == 1
+    thread.join()
+    assert "interrupted on the server. Run the same command again" in capsys.readouterr().err
+
+    # A prompt of somebody else holds ours up, and the queue is cleared.
+    busy = Template(hurdle).fill("wait", "", 99, None)
+    comfy.queue(busy)
+    thread = while_waiting(comfy, lambda: comfy.post("/queue", {"clear": True}))
+    assert work.run(hurdle, "fine\n", "--seeds", "1") == 1
+    thread.join()
+    assert "the server lost the run" in capsys.readouterr().err
+    assert comfy.get("/queue")["queue_running"]
+    comfy.interrupt()
+
+
+@pytest.mark.server
+def test_ctrl_c_takes_only_its_own_prompt_away(comfy: ComfyServer, work: Work, hurdle: dict[str, Any]) -> None:
+    command = [sys.executable, "-m", "benchmarks.real", *work.arguments(hurdle, "fine\nwait\n", "--seeds", "1")]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while_waiting(comfy, lambda: process.send_signal(signal.SIGINT)).join()
+            _, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "Stopped. Run the same command again to go on" in err
+    deadline = time.monotonic() + 10
+    while comfy.get("/queue")["queue_running"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not comfy.get("/queue")["queue_running"]
+    assert len(list((work.out / "pictures").glob("*.png"))) == 2
+
+
+@pytest.mark.server
+def test_server_that_goes_away_is_said(
+    comfy: ComfyServer, work: Work, hurdle: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    while_waiting(comfy, comfy.stop)
+    assert work.run(hurdle, "fine\nwait\n", "--seeds", "1") == 1
+    err = capsys.readouterr().err
+    assert f"{work.url} does not answer" in err
+    assert "Run the same command again to go on" in err
+    assert len(list((work.out / "pictures").glob("*.png"))) == 2
+    assert work.run(hurdle, "fine\n", "--seeds", "1") == 1
+    assert "Is ComfyUI running there?" in capsys.readouterr().err
+
+
+@pytest.mark.server
+def test_server_without_the_pack_or_no_comfyui(server: ComfyServer) -> None:
+    from benchmarks.real import BenchmarkError
+
+    with pytest.raises(BenchmarkError, match="has no node ToMANever: put ComfyUI-ToMA into its custom_nodes"):
+        Server(server.url).widgets("ToMANever")
+    with pytest.raises(BenchmarkError, match="not as ComfyUI does"):
+        Server(f"{server.url}/nowhere").conditions()
+    with pytest.raises(BenchmarkError, match="not an address"):
+        Server("http://here:port")
+    assert Server(f"127.0.0.1:{server.port}").conditions()["device"]
+
+
+def test_options_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p").write_text("a cat")
+    prompts = ["--prompts", str(tmp_path / "p")]
+    for options, said in (
+        (["--graph", "g.json", "--steps", "3"], "--steps: with --graph"),
+        (["--checkpoint", "c", "--output", "3"], "--output goes with --graph"),
+        (["--graph", str(tmp_path / "none.json")], "cannot be read"),
+    ):
+        assert real.main([*prompts, *options]) == 1
+        assert said in capsys.readouterr().err
+
+
+def test_presets_need_the_node_that_has_them(graph: dict[str, Any]) -> None:
+    graph["toma"] = {"class_type": "ToMAAdvanced", "inputs": {"model": ["loader", 0], "ratio": 0.4}}
+    template = Template(graph)
+    arguments = ["--graph", "g", "--prompts", "p"]
+    assert real.settings_of(real.parser().parse_args(arguments), template, {}) == [Setting(0.4, None)]
+    with pytest.raises(real.BenchmarkError, match="no presets"):
+        real.settings_of(real.parser().parse_args([*arguments, "--preset", "fast"]), template, {})
