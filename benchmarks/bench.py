@@ -110,12 +110,23 @@ def synchronize(device: torch.device) -> None:
 
 
 def interleave(
-    cases: Mapping[str, Callable[[], Tensor]], repeats: int, device: torch.device, what: str, warmups: int = 1
+    cases: Mapping[str, Callable[[], Tensor]],
+    repeats: int,
+    device: torch.device,
+    what: str,
+    warmups: int = 1,
+    limit: float = float("inf"),
 ) -> dict[str, Timing]:
-    """Time cases in turns, so that a machine that slows down slows all of them. Warm-up turns are not counted."""
+    """Time cases in turns, so that a machine that slows down slows all of them. Warm-up turns are not counted.
+
+    limit: seconds after which no further turn begins, once two are counted.
+    """
     timings = {name: Timing() for name in cases}
     progress = Progress(what, len(cases) * (repeats + warmups))
+    begin = time.monotonic()
     for turn in range(repeats + warmups):
+        if turn >= warmups + 2 and time.monotonic() - begin > limit:
+            break
         for name, run in cases.items():
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
@@ -215,8 +226,12 @@ def red(rows: Sequence[Row]) -> list[str]:
     return [f"{row.section}, {row.model} {row.size}, {row.variant}: {row.gate}" for row in rows if row.gate]
 
 
-def write(path: Path, told: dict[str, Any], rows: Sequence[Row], text: str = "") -> None:
-    """PATH.json, PATH.csv, PATH.md and PATH.png. text: what else the page is to say."""
+def write(
+    path: Path, told: dict[str, Any], rows: Sequence[Row], text: str = "", shown: Sequence[Row] | None = None
+) -> None:
+    """PATH.json, PATH.csv, PATH.md and PATH.png. text: what else the page is to say. shown: the rows of the page's
+    table and of the plot, all if None."""
+    shown = rows if shown is None else shown
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"conditions": told, "rows": [asdict(row) for row in rows]}
     path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -227,9 +242,9 @@ def write(path: Path, told: dict[str, Any], rows: Sequence[Row], text: str = "")
         for row in rows:
             writer.writerow({**told, **asdict(row), "shares": json.dumps(row.shares)})
     said = ", ".join(f"{key}: {value}" for key, value in told.items())
-    page = "\n\n".join(part for part in (said, table(rows), text) if part)
+    page = "\n\n".join(part for part in (said, text, table(shown) if shown else "") if part)
     path.with_suffix(".md").write_text(page.rstrip() + "\n", encoding="utf-8")
-    plot(path.with_suffix(".png"), told, rows)
+    plot(path.with_suffix(".png"), told, shown)
 
 
 def finish(rows: Sequence[Row], told: dict[str, Any], path: Path | None) -> None:

@@ -135,6 +135,7 @@ def measure(
     section: str = "forward",
     check_kernels: bool = False,
     flux_blocks: tuple[int, int] = (19, 38),
+    limit: float = float("inf"),
 ) -> list[Row]:
     """All variants at one shape, interleaved with the unpatched model.
 
@@ -148,7 +149,7 @@ def measure(
         except Exception as error:
             left_out.append(_empty(section, shape, variant, f"cannot be had here: {type(error).__name__}: {error}"))
     cases = {name: (lambda runner=runner: runner(inputs)) for name, runner in runners.items()}
-    timings = bench.interleave(cases, repeats, device, f"{section}: {shape.model} {shape.size}")
+    timings = bench.interleave(cases, repeats, device, f"{section}: {shape.model} {shape.size}", limit=limit)
     base = timings[UNPATCHED.name]
     assert base.output is not None
     again = runners[UNPATCHED.name](inputs).float().cpu()

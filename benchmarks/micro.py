@@ -292,7 +292,7 @@ def main() -> None:
     print(", ".join(f"{key}: {value}" for key, value in told.items()))
     print(table(rows))
     if args.out:
-        bench.write(args.out / "micro", told, rows, table(rows))
+        bench.write(args.out / "micro", told, rows, table(rows), shown=[])
     if found := bench.red(rows):
         raise SystemExit("\n".join(["speed-ups were refused:", *found]))
 

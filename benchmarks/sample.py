@@ -67,8 +67,10 @@ def measure(
     repeats: int,
     device: torch.device,
     shares: bool = False,
+    limit: float = float("inf"),
 ) -> list[Row]:
-    """All variants, interleaved with the unpatched model. shares: profile one more run of each ToMA variant."""
+    """All variants, interleaved with the unpatched model. shares: profile one more run of each ToMA variant. limit:
+    of the timed runs, see `bench.interleave`."""
     section = f"sample, {steps} steps, cfg {cfg:g}"
     models, rows = {}, []
     for variant in (UNPATCHED, *chosen):
@@ -79,7 +81,8 @@ def measure(
             rows.append(Row(section, shape.model, shape.size, shape.batch, variant.name, gate=why))
     cases = {name: (lambda model=model: sample(model, shape, steps, cfg)) for name, (_, model) in models.items()}
     evaluations = {name: _evaluations(run, patcher.model.diffusion_model) for name, run in cases.items()}
-    timings = bench.interleave(cases, repeats, device, f"{section}: {shape.model} {shape.size}", warmups=0)
+    what = f"{section}: {shape.model} {shape.size}"
+    timings = bench.interleave(cases, repeats, device, what, warmups=0, limit=limit)
     base = timings[UNPATCHED.name]
     for name, (variant, model) in models.items():
         row = Row(section, shape.model, shape.size, shape.batch, name, "all", note=variant.note)

@@ -1,0 +1,391 @@
+"""Everything that is worth knowing on this machine, within a time limit: a table, and a few files in one folder.
+
+    python -m benchmarks.suite [--gpu] [--minutes 8] [--only sdxl micro] [--dry-run] [--out FOLDER]
+
+On a GPU (`make bench-gpu`, 8 minutes): the kernels' tests on the card, the four operations alone, whole sampling runs
+of SDXL and Flux with and without ToMA, rivals, torch.compile; then the goals of the project, met or missed, and for a
+missed one the profile that says why. On a CPU (`make bench`, 15 minutes): what fits there. A section that fails or
+does not fit is named and the others go on; files are written after each. Besides PyTorch it needs ComfyUI's folder
+(COMFYUI_PATH), einops, safetensors, transformers, psutil, PyYAML, Pillow, and of what seldom is installed already
+comfy-kitchen, comfy-aimdo, torchsde and trampoline; matplotlib for the plot and pytest for the tests if they are there.
+--dry-run goes the same way with tiny models in a minute, on any machine: it tells nothing about speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import bench, forward, fullsize, micro, sample, variants
+from benchmarks.bench import Row
+from benchmarks.fullsize import Shape
+from benchmarks.variants import Variant
+from scripts.comfy_pack import load_pack, use_comfyui
+from scripts.comfyui import ROOT
+
+RATIO = 0.5
+# A dry run divides the sides of pictures by this.
+DRY = 16
+
+
+@dataclass
+class Suite:
+    """What sections share: settings, the models that are built, and the rows so far."""
+
+    dry: bool
+    device: torch.device
+    dtype: torch.dtype
+    deadline: float
+    out: Path
+    told: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    profiles: list[str] = field(default_factory=list)
+    _built: tuple[Any, ...] = ()
+
+    def left(self) -> float:
+        """Seconds until the time limit."""
+        return self.deadline - time.monotonic()
+
+    def patcher(self, name: str, flux_blocks: tuple[int, int] = (19, 38)) -> Any:
+        """The model, built at its first use; one at a time."""
+        key = (name, flux_blocks)
+        if not self._built or self._built[0] != key:
+            self._built = ()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            made = fullsize.patcher(name, self.dtype, self.device, tiny=self.dry, flux_blocks=flux_blocks)
+            self._built = (key, made)
+        return self._built[1]
+
+    def shape(self, name: str, side: int, batch: int = 1) -> Shape:
+        """A square picture; a small one in a dry run."""
+        side = side // DRY if self.dry else side
+        return Shape(name, side, side, batch, self.dry)
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """Settings that make ToMA merge tiny models."""
+        return variants.TINY if self.dry else {}
+
+    def toma(self, name: str, **settings: Any) -> Variant:
+        """ToMA at the suite's ratio, every step merged."""
+        return variants.toma(name, **{**sample.EVERY_STEP, "ratio": RATIO, **settings, **self.more})
+
+    def runs(
+        self, name: str, side: int, steps: int, cfg: float, chosen: Sequence[Variant], limit: float, shares: bool = True
+    ) -> None:
+        """Whole sampling runs, at most `limit` seconds of timed ones."""
+        steps = min(steps, 2) if self.dry else steps
+        self.rows += sample.measure(
+            self.patcher(name), self.shape(name, side), steps, cfg, chosen, self.repeats(9), self.device, shares, limit
+        )
+
+    def repeats(self, most: int) -> int:
+        """How many turns at most."""
+        return 1 if self.dry else most
+
+    def every_and_balanced(self) -> list[Variant]:
+        """The two rows that the goals ask for."""
+        return [self.toma("every step"), variants.preset("balanced", ratio=RATIO, **self.more)]
+
+
+Section = Callable[[Suite], None]
+
+
+def kernel_tests(suite: Suite) -> None:
+    """The kernels' own tests on this device."""
+    if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("hypothesis") is None:
+        suite.notes.append("tests: left out, pytest or hypothesis is not installed")
+        return
+    paths = ["tests/toma_core/kernels", "tests/toma_core/test_state.py"]
+    if suite.dry:
+        paths = ["tests/toma_core/kernels/test_product.py", "-k", "refused"]
+    elif importlib.util.find_spec("xdist"):
+        paths += ["-n", "8"]
+    log = suite.out / "tests.log"
+    with log.open("w", encoding="utf-8") as out:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
+        try:
+            code = subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, timeout=150, check=False).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+    last = next((line for line in reversed(log.read_text(encoding="utf-8").splitlines()) if line.strip()), "")
+    verdict = {0: "passed", -1: "stopped after 150 s"}.get(code, "FAILED")
+    suite.notes.append(f"tests of the kernels on {suite.told['device']}: {verdict} ({last.strip('= ')})")
+
+
+def operations(suite: Suite) -> None:
+    """Selection, weights, merge and unmerge alone."""
+    limits = micro.Limits.measured(suite.dtype, suite.device)
+    suite.told |= {"TFLOPs": round(limits.flops / 1e12, 3), "GBps": round(limits.bandwidth / 1e9, 1)}
+    kernels = micro.kernels_here(suite.device)
+    for grid in (micro.Grid(16, 16, 64),) if suite.dry else micro.GRIDS:
+        suite.rows += micro.measure(grid, RATIO, 1, suite.dtype, suite.device, limits, suite.repeats(20), kernels)
+
+
+def sdxl_cfg(suite: Suite) -> None:
+    """SDXL 1024 with CFG, 20 steps."""
+    suite.runs("sdxl", 1024, 20, 7.0, suite.every_and_balanced(), 25)
+
+
+def sdxl_plain(suite: Suite) -> None:
+    """SDXL 1024 without CFG: one image a batch, where the host decides."""
+    suite.runs("sdxl", 1024, 20, 1.0, suite.every_and_balanced(), 20)
+
+
+def sdxl_large(suite: Suite) -> None:
+    """SDXL 2048 with CFG."""
+    suite.runs("sdxl", 2048, 20, 7.0, suite.every_and_balanced(), 45)
+
+
+def sdxl_few_steps(suite: Suite) -> None:
+    """4 and 8 steps, step caches, and both."""
+    for steps in (4, 8):
+        chosen = sample.usual_variants(RATIO, **suite.more)
+        suite.runs("sdxl", 1024, steps, 7.0, chosen, 12, shares=False)
+
+
+def sdxl_rivals(suite: Suite) -> None:
+    """One evaluation of SDXL 1024: every granularity, and what users would take instead."""
+    shape = suite.shape("sdxl", 1024, 2 if suite.device.type == "cuda" or suite.dry else 1)
+    granular = forward.toma_variants("sdxl", [RATIO], forward.GRANULARITIES, suite.more)
+    rivals = variants.unet_rivals(RATIO)
+    chosen = [*granular, *rivals, *(variants.stacked(rival, granular[-1]) for rival in rivals[2:])]
+    suite.rows += forward.measure(
+        suite.patcher("sdxl"), shape, chosen, suite.repeats(20), suite.device, check_kernels=True, limit=20
+    )
+
+
+def sdxl_sizes(suite: Suite) -> None:
+    """One evaluation by size, batch and ratio."""
+    for width, height, batch in ((832, 1216, 2), (1536, 1536, 2), (1024, 1024, 4), (512, 512, 2)):
+        small = DRY if suite.dry else 1
+        shape = Shape("sdxl", height // small, width // small, batch, suite.dry)
+        ratios = (0.25, 0.5, 0.75)
+        chosen = forward.toma_variants("sdxl", ratios, ["stack"], suite.more)
+        suite.rows += forward.measure(suite.patcher("sdxl"), shape, chosen, suite.repeats(9), suite.device, limit=4)
+
+
+def compiled(suite: Suite) -> None:
+    """torch.compile through ComfyUI's node: alone, and with ToMA in both orders."""
+    backend = "eager" if suite.dry else "inductor"
+    compiler, merged = variants.compiled(backend), suite.toma("stack")
+    chosen = [merged, compiler, variants.stacked(merged, compiler), variants.stacked(compiler, merged)]
+    shape = suite.shape("sdxl", 1024, 2)
+    suite.rows += forward.measure(
+        suite.patcher("sdxl"), shape, chosen, suite.repeats(15), suite.device, "torch.compile", limit=10
+    )
+    torch.compiler.reset()
+
+
+def flux(suite: Suite) -> None:
+    """Flux 1024, 20 steps."""
+    suite.runs("flux", 1024, 20, 1.0, suite.every_and_balanced(), 30)
+
+
+def flux_large(suite: Suite) -> None:
+    """Flux 2048, 8 steps."""
+    suite.runs("flux", 2048, 8, 1.0, suite.every_and_balanced(), 40)
+
+
+def cpu_sdxl(suite: Suite) -> None:
+    """Full-size SDXL on a CPU: ToMA, and every rival in the same table."""
+    rivals = variants.unet_rivals(RATIO)
+    stack = forward.toma_variants("sdxl", [RATIO], ["stack"], suite.more)[0]
+    chosen = [stack, *rivals, variants.stacked(rivals[2], stack)]
+    shape = suite.shape("sdxl", 1024)
+    suite.rows += forward.measure(
+        suite.patcher("sdxl"), shape, chosen, suite.repeats(5), suite.device, limit=suite.left() * 0.45
+    )
+
+
+def cpu_flux(suite: Suite) -> None:
+    """Three full-width blocks of Flux on a CPU, none left whole."""
+    whole = {"flux_whole_double": 0, "flux_whole_single": 0, **suite.more}
+    chosen = forward.toma_variants("flux", [RATIO], ["module", "block"], whole)
+    blocks = (1, 2)
+    suite.rows += forward.measure(
+        suite.patcher("flux", blocks), suite.shape("flux", 1024), chosen, suite.repeats(5), suite.device,
+        flux_blocks=blocks, limit=suite.left() * 0.3,
+    )  # fmt: skip
+
+
+def cpu_runs(suite: Suite) -> None:
+    """Whole runs of full-size SDXL at 512 x 512: 4 steps, step caches, and both."""
+    chosen = sample.usual_variants(RATIO, **suite.more)
+    suite.runs("sdxl", 512, 4, 1.0, chosen, suite.left() * 0.5)
+
+
+# Name, what it needs at least in seconds, what it does. The most wanted come first.
+GPU: tuple[tuple[str, float, Section], ...] = (
+    ("tests", 60, kernel_tests),
+    ("micro", 20, operations),
+    ("sdxl-1024-cfg", 30, sdxl_cfg),
+    ("sdxl-1024", 25, sdxl_plain),
+    ("sdxl-2048", 50, sdxl_large),
+    ("sdxl-rivals", 25, sdxl_rivals),
+    ("sdxl-steps", 30, sdxl_few_steps),
+    ("flux-1024", 45, flux),
+    ("flux-2048", 50, flux_large),
+    ("sdxl-sizes", 30, sdxl_sizes),
+    ("compile", 150, compiled),
+)
+CPU: tuple[tuple[str, float, Section], ...] = (
+    ("micro", 20, operations),
+    ("sdxl", 120, cpu_sdxl),
+    ("steps", 120, cpu_runs),
+    ("flux", 60, cpu_flux),
+)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure that a row must reach. at_least: a speed-up; at_most: what `read` gives."""
+
+    name: str
+    section: str
+    model: str
+    size: str
+    variant: str
+    at_least: float | None = None
+    at_most: float | None = None
+    read: Callable[[Row], float | None] = lambda row: row.speedup
+
+    def row(self, rows: Sequence[Row]) -> Row | None:
+        """The row that decides."""
+        for row in rows:
+            same = (row.model, row.variant) == (self.model, self.variant) and row.size.startswith(self.size)
+            if same and row.section.startswith(self.section):
+                return row
+        return None
+
+    def judged(self, rows: Sequence[Row]) -> tuple[str, str, bool]:
+        """The goal, what was measured, whether it is missed."""
+        wanted = f">= {self.at_least:g}x" if self.at_least is not None else f"<= {self.at_most:g}"
+        row = self.row(rows)
+        value = None if row is None or row.gate else self.read(row)
+        if value is None:
+            return wanted, "not measured" if row is None or not row.gate else bench.REFUSED, False
+        met = value >= self.at_least if self.at_least is not None else value <= (self.at_most or 0.0)
+        return wanted, f"{value:.3g}" + ("x" if self.at_least is not None else ""), not met
+
+
+def _share(*parts: str) -> Callable[[Row], float | None]:
+    return lambda row: 100 * sum(row.shares.get(part, 0.0) for part in parts) if row.shares else None
+
+
+_RUNS = (
+    ("SDXL 1024, CFG", "sample, 20 steps, cfg 7", "sdxl", "1024x1024", 1.45),
+    ("SDXL 1024, no CFG", "sample, 20 steps, cfg 1", "sdxl", "1024x1024", 1.35),
+    ("SDXL 2048, CFG", "sample, 20 steps, cfg 7", "sdxl", "2048x2048", 1.9),
+    ("Flux 1024", "sample, 20 steps", "flux", "1024x1024", 1.5),
+    ("Flux 2048", "sample, 8 steps", "flux", "2048x2048", 1.75),
+)
+_EVERY = "ToMA every step"
+GOALS = (
+    *(Goal(name, section, model, size, _EVERY, at_least=least) for name, section, model, size, least in _RUNS),
+    *(
+        Goal(f"{name}: {label}, % of a run", section, model, size, _EVERY, at_most=most, read=_share(*parts))
+        for name, section, model, size, _ in _RUNS
+        for label, parts, most in (("plans", ("plan",), 1.0), ("merge and unmerge", ("merge", "unmerge"), 3.0))
+    ),
+    Goal("selection and weights of 64x64x640, us", "micro: selection and weights", "64x64x640", "", "Triton, replayed",
+         at_most=20.0, read=lambda row: row.p50 * 1e6),
+)  # fmt: skip
+
+
+def goals(suite: Suite) -> str:
+    """The goals as a table; those that are missed are profiled, as long as time is left."""
+    lines = ["| goal | wanted | measured | |", "|---" * 4 + "|"]
+    for goal in GOALS:
+        wanted, measured, missed = goal.judged(suite.rows)
+        lines.append(f"| {goal.name} | {wanted} | {measured} | {'missed' if missed else ''} |")
+        row = goal.row(suite.rows)
+        if missed and row is not None and row.model in ("sdxl", "flux") and suite.left() > 30:
+            title = f"{goal.name}: {measured} for {wanted}"
+            width, height = bench.size(row.size)
+            shape = Shape(row.model, height, width, 2 if "CFG" in goal.name else 1, suite.dry)
+            try:
+                top = forward.profiled(suite.patcher(row.model), shape, suite.toma("every step"), suite.device).top
+            except Exception as error:
+                top = f"no profile: {type(error).__name__}: {error}"
+            suite.profiles.append(f"{title}\n{top}\n")
+    return "\n".join(lines) + "\n"
+
+
+def save(suite: Suite, extra: str = "") -> None:
+    """Write what there is: results.json, .csv, .md and .png, and profile.txt."""
+    alone = [row for row in suite.rows if row.section.startswith("micro")]
+    notes = "\n".join(f"- {note}" for note in suite.notes)
+    page = "\n\n".join(part for part in (extra, micro.table(alone) if alone else "", notes) if part)
+    whole = [row for row in suite.rows if not row.section.startswith("micro")]
+    bench.write(suite.out / "results", suite.told, suite.rows, page, shown=whole)
+    if suite.profiles:
+        (suite.out / "profile.txt").write_text("\n".join(suite.profiles), encoding="utf-8")
+
+
+def main() -> None:
+    """Parse, go through the sections, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", action="store_true", help="the sections for a GPU, whatever the machine has")
+    parser.add_argument("--minutes", type=float, help="time limit (8 for a GPU, 15 for a CPU)")
+    parser.add_argument("--only", nargs="*", default=[], help="sections whose name starts with one of these")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--dry-run", action="store_true", help="the same way with tiny models, to see that it runs")
+    parser.add_argument("--out", type=Path, help="folder for the files (benchmarks/results/DEVICE)")
+    args = parser.parse_args()
+    begin = time.monotonic()
+
+    use_comfyui(own_attention=True)
+    variants.use_stand_ins()
+    load_pack()
+    device = bench.device_here()
+    gpu = args.gpu or device.type == "cuda"
+    if args.gpu and device.type != "cuda" and not args.dry_run:
+        raise SystemExit("there is no CUDA device here: leave out --gpu, or add --dry-run to see that it runs")
+    dtype = torch.float32 if args.dry_run else getattr(torch, args.dtype)
+    told = bench.conditions(dtype=str(dtype).removeprefix("torch."))
+    if args.dry_run:
+        told["models"] = "tiny: a dry run, no speed"
+    name = "dry-run" if args.dry_run else re.sub(r"[^a-z0-9]+", "-", told["device"].lower()).strip("-")
+    out = args.out or ROOT / "benchmarks" / "results" / name
+    out.mkdir(parents=True, exist_ok=True)
+    seconds = 60 * (args.minutes or (8 if gpu else 15))
+    suite = Suite(args.dry_run, device, dtype, begin + seconds, out, told)
+    for name, needs, section in GPU if gpu else CPU:
+        if args.only and not name.startswith(tuple(args.only)):
+            continue
+        if not args.dry_run and suite.left() < needs:
+            suite.notes.append(f"{name}: left out, {suite.left():.0f} s were left")
+            continue
+        start = time.monotonic()
+        try:
+            section(suite)
+        except Exception as error:
+            traceback.print_exc()
+            suite.notes.append(f"{name}: FAILED, {type(error).__name__}: {error}")
+        bench.say(f"{name}: {time.monotonic() - start:.0f} s, {suite.left():.0f} s left")
+        save(suite)
+    text = goals(suite) if gpu else ""
+    save(suite, text)
+    print((out / "results.md").read_text(encoding="utf-8"))
+    print(f"{time.monotonic() - begin:.0f} s, files in {out}")
+    found = [*bench.red(suite.rows), *(note for note in suite.notes if "FAILED" in note)]
+    if found:
+        raise SystemExit("\n".join(["not everything is green:", *found]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What ToMA adds to a model and takes from it, counted at full size on the meta device."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import cost, variants
+from benchmarks.fullsize import Shape
+
+SDXL, FLUX = Shape("sdxl"), Shape("flux")
+
+
+@pytest.fixture(autouse=True)
+def loaded(pack: ModuleType) -> None:
+    """Models and hooks come from ComfyUI and the pack."""
+
+
+def toma(**settings: Any) -> variants.Variant:
+    return variants.toma("", ratio=0.5, **settings)
+
+
+def test_a_product_is_counted() -> None:
+    meter = cost.Meter()
+    a, b = torch.empty(3, 4, device="meta"), torch.empty(4, 5, device="meta")
+    with meter:
+        c = a @ b
+        c.view(15)
+        c + 1
+    assert (meter.cost.flops, meter.cost.launches) == (2 * 3 * 4 * 5, 2)
+    assert meter.cost.bytes == 4 * (12 + 20 + 15) + 4 * (15 + 15)
+    assert meter.cost.seconds(flops=12.0, bandwidth=1e9) == 10.0
+    assert meter.cost.seconds(flops=1e9, bandwidth=1e9, launch=1.0) > 2.0
+
+
+@pytest.mark.parametrize(("skip", "shape"), [(False, (2, 6, 8)), (True, (2, 4, 6, 2))])
+def test_attention_is_one_operation(skip: bool, shape: tuple[int, ...]) -> None:
+    meter = cost.Meter()
+    q = torch.empty(shape, device="meta")
+    k = torch.empty(2, 4, 3, 2, device="meta") if skip else torch.empty(2, 3, 8, device="meta")
+    assert meter.attention(None, q, k, k, 4, skip_reshape=skip).shape == (2, 6, 8)
+    assert meter.cost.flops == 4 * 2 * 6 * 3 * 8
+    assert meter.cost.operations == {"attention": 1}
+
+
+@pytest.mark.parametrize(
+    ("granularity", "kernels", "most"),
+    [
+        ("stack", False, 0.05),
+        ("stack", True, 0.02),
+        ("block", True, 0.15),
+        ("module", True, 0.26),
+    ],
+)
+def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, most: float) -> None:
+    """Operations that are no views, of an evaluation that reuses its plans, against the unpatched model's."""
+    base = cost.count(SDXL)
+    assert base.launches == 1682
+    merged = cost.count(SDXL, toma(granularity=granularity), kernels=kernels)
+    assert 0 < merged.launches / base.launches - 1 <= most
+    assert merged.parts["merge"].launches > 0
+    assert merged.parts["unmerge"].launches > 0
+    assert "plan" not in merged.parts, "a plan that is there costs no operation"
+
+
+def test_nothing_is_added_where_nothing_is_merged() -> None:
+    base, off = cost.count(SDXL), cost.count(SDXL, variants.toma("", ratio=0.0))
+    assert (off.launches, off.flops, off.bytes) == (base.launches, base.flops, base.bytes)
+
+
+@pytest.mark.parametrize(("shape", "granularity"), [(SDXL, "stack"), (SDXL, "module"), (FLUX, "block")], ids=str)
+def test_ceilings(shape: Shape, granularity: str) -> None:
+    """By FLOPs: merging itself costs next to nothing, and half of the tokens of most layers are gone."""
+    base, merged = cost.count(shape), cost.count(shape, toma(granularity=granularity))
+    assert 1.6 < base.flops / merged.flops < 1.75
+    assert merged.parts["merge"].flops + merged.parts["unmerge"].flops < 0.01 * merged.flops
+
+
+def test_making_plans_is_counted_apart() -> None:
+    plain, planning = (cost.count(SDXL, toma(), kernels=True, plan=plan) for plan in (False, True))
+    assert planning.launches - plain.launches == planning.parts["plan"].launches == 11
+    slow = cost.count(SDXL, toma(), plan=True)
+    assert slow.parts["plan"].launches > 11 * 32, "the search in plain PyTorch is a loop over the picks"
+
+
+def test_comfyuis_tome_node_does_nothing_on_sdxl() -> None:
+    base, node = cost.count(SDXL), cost.count(SDXL, variants.tome_node(0.5))
+    assert (node.launches, node.flops) == (base.launches, base.flops)
+
+
+@pytest.mark.parametrize("rival", [variants.tome(0.5), variants.todo()], ids=lambda v: v.name)
+def test_rivals_save_in_self_attention_only(rival: variants.Variant) -> None:
+    base, patched = cost.count(SDXL), cost.count(SDXL, rival)
+    assert 1.1 < base.flops / patched.flops < 1.25
