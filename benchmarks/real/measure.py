@@ -88,7 +88,7 @@ def measure(folder: Folder, pairs: Sequence[Pair], device: str, metrics: Sequenc
         keys = {id(pair): _key(metric, pair) for pair in wanted}
         missing = [pair for pair in wanted if keys[id(pair)] not in cache.values]
         try:
-            score = load(metric, device) if missing else None
+            score: Any = load(metric, device) if missing else None
             for number, pair in enumerate(missing, 1):
                 cache.values[keys[id(pair)]] = score(pair.picture, pair.twin, pair.prompt)
                 if number % SAVE_EVERY == 0:

@@ -61,7 +61,7 @@ SetDistance = Callable[[Sequence[Picture], Sequence[Picture]], float]
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of single pictures.
+    """A figure of single pictures (`load` gives a `Score`), or of sets (a `SetDistance`).
 
     `identity` names what it is measured with: figures are kept under it. `alone`: the unmerged picture has it too.
     """
@@ -69,7 +69,7 @@ class Metric:
     name: str
     title: str
     identity: str
-    load: Callable[[str], Score]
+    load: Callable[[str], Any]
     packages: str = ""
     higher_is_closer: bool = False
     alone: bool = False

@@ -234,13 +234,13 @@ def test_built_in_graphs_fit_the_nodes_of_the_server(comfy: ComfyServer, built: 
         known = server.widgets(node["class_type"])
         assert set(described["input"]["required"]) <= set(node["inputs"]) <= set(known)
         for name, value in node["inputs"].items():
-            wanted = known[name][0]
+            wanted, *options = known[name]
             if isinstance(value, list):
                 assert server.object_info(graph[value[0]]["class_type"])["output"][value[1]] == wanted
-            elif value != "none" and (isinstance(wanted, list) or wanted == "COMBO"):
-                assert value in (wanted if isinstance(wanted, list) else known[name][1]["options"])
+            elif isinstance(wanted, list) or wanted == "COMBO":
+                assert value in [*(wanted if isinstance(wanted, list) else options[0]["options"]), "none"]
             else:
-                assert isinstance(value, {"STRING": str, "INT": int, "FLOAT": (int, float)}.get(wanted, str))
+                assert isinstance(value, {"STRING": str, "INT": int, "FLOAT": (int, float)}[wanted])
 
 
 @pytest.mark.server
