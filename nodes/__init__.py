@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .benchmark import ToMABenchmark
 from .patch import ToMA, ToMAAdvanced
 from .report import ToMAReport
 
@@ -13,4 +14,4 @@ class ToMAExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Every node of the pack."""
-        return [ToMA, ToMAAdvanced, ToMAReport]
+        return [ToMA, ToMAAdvanced, ToMAReport, ToMABenchmark]

@@ -15,7 +15,7 @@ from ..toma_core.stats import RunStats
 Colour = tuple[int, int, int]
 PAPER, INK, FAINT = (250, 250, 250), (20, 20, 20), (205, 205, 205)
 MERGED, PARTLY, WHOLE = (86, 180, 233), (240, 228, 66), (190, 190, 190)
-ACCENT = (213, 94, 0)
+RECOMMENDED = (230, 159, 0)
 _PAD = 8
 _LABEL = 110
 _STRIP = 110

@@ -20,8 +20,8 @@ _COLOURS = np.array(
 _PANEL = 768
 _MARGIN = 16
 _CAPTION = 28
-# How much of a region's colour lies over the picture: both can be made out.
-_TINT = 0.45
+# How much of a region's colour lies over the picture, which is to be recognised; its border is drawn then as well.
+_TINT = 0.25
 
 
 def draw(
@@ -70,6 +70,7 @@ def _panel(merged: MergeMap, picture: Image.Image | None) -> Image.Image:
     pixels = Image.fromarray(_colours(owner).repeat(cell, 0).repeat(cell, 1))
     if picture is not None:
         pixels = Image.blend(picture.resize(pixels.size, Image.Resampling.BICUBIC), pixels, _TINT)
+        _outline(pixels, owner, cell)
     size = (max(width * cell, 330), height * cell + 2 * _CAPTION)
     panel = Image.new("RGB", size, PAPER)
     panel.paste(pixels, (0, _CAPTION))
@@ -88,9 +89,20 @@ def _panel(merged: MergeMap, picture: Image.Image | None) -> Image.Image:
         pen.ellipse([x - radius, y - radius, x + radius, y + radius], fill=(255, 255, 255), outline=INK)
 
     pen.text((0, 4), f"{height} x {width} tokens -> {len(merged.destinations)} destinations", fill=INK, font=font())
-    legend = "dot: destination   patch: merged into it   line: window"
+    legend = "dot: destination   patch: merged into it   black line: window"
+    if picture is not None:
+        legend += "   white line: patch"
     pen.text((0, _CAPTION + height * cell + 6), legend, fill=INK, font=font(12))
     return panel
+
+
+def _outline(image: Image.Image, owner: np.ndarray, cell: int) -> None:
+    """Draw a line wherever two tokens that touch have different destinations. owner: (H, W)."""
+    pen, width = ImageDraw.Draw(image), max(1, cell // 12)
+    for y, x in np.argwhere(owner[:, 1:] != owner[:, :-1]).tolist():
+        pen.line([((x + 1) * cell, y * cell), ((x + 1) * cell, (y + 1) * cell)], fill=PAPER, width=width)
+    for y, x in np.argwhere(owner[1:] != owner[:-1]).tolist():
+        pen.line([(x * cell, (y + 1) * cell), ((x + 1) * cell, (y + 1) * cell)], fill=PAPER, width=width)
 
 
 def _colours(owner: np.ndarray) -> np.ndarray:

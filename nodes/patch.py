@@ -17,7 +17,7 @@ _OFF = "Nothing is merged: the ratio is 0, or no step is in the range."
 _RESULT_TOOLTIP = "The same model, running on fewer tokens. Connect it to the sampler."
 
 
-def _complaint(**values: Any) -> bool | str:
+def complaint(**values: Any) -> bool | str:
     """True, or the first value's `ConfigError` as text, for ComfyUI's validation."""
     try:
         for name, value in values.items():
@@ -25,6 +25,17 @@ def _complaint(**values: Any) -> bool | str:
     except ConfigError as error:
         return str(error)
     return True
+
+
+def preset_input() -> Any:
+    """The choice of a preset, by its name."""
+    return io.Combo.Input(
+        "preset",
+        options=list(PRESETS),
+        default=next(iter(PRESETS)),
+        tooltip="balanced: the usual choice. faithful: the paper's own settings. quality: closer to the "
+        "original, less speed. fast: merges more of Flux and refreshes less often.",
+    )
 
 
 def _patched(model: Any, config: ToMAConfig, hidden: Any) -> io.NodeOutput:
@@ -49,13 +60,7 @@ class ToMA(io.ComfyNode):
             inputs=[
                 io.Model.Input("model", tooltip=_MODEL_TOOLTIP),
                 widget("ratio"),
-                io.Combo.Input(
-                    "preset",
-                    options=list(PRESETS),
-                    default=next(iter(PRESETS)),
-                    tooltip="balanced: the usual choice. faithful: the paper's own settings. quality: closer to the "
-                    "original, less speed. fast: merges more of Flux and refreshes less often.",
-                ),
+                preset_input(),
             ],
             outputs=[io.Model.Output(tooltip=_RESULT_TOOLTIP)],
             hidden=[io.Hidden.unique_id],
@@ -65,7 +70,7 @@ class ToMA(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, ratio: float | None = None) -> bool | str:
         """Our own message for a ratio out of range: it says what to do."""
-        return True if ratio is None else _complaint(ratio=ratio)
+        return True if ratio is None else complaint(ratio=ratio)
 
     @classmethod
     def execute(cls, model: Any, ratio: float, preset: str) -> io.NodeOutput:
@@ -97,7 +102,7 @@ class ToMAAdvanced(io.ComfyNode):
     def validate_inputs(cls, window_size: int | None = None) -> bool | str:
         """Our own message for the least guessable range. ComfyUI marks every input named here for one error, so the
         other numbers keep ComfyUI's own check of their limits."""
-        return True if window_size is None else _complaint(window_size=window_size)
+        return True if window_size is None else complaint(window_size=window_size)
 
     @classmethod
     def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:

@@ -4,6 +4,7 @@ import { app } from "../../scripts/app.js"
 
 // Node type -> least and greatest height of its text, in pixels: three lines, or a report to scroll in.
 const HEIGHTS = { ToMA: [57, 73], ToMAAdvanced: [57, 73], ToMAReport: [100, 180], ToMABenchmark: [100, 180] }
+const TABLE = { ToMABenchmark: { font: "11px/1.35 monospace", whiteSpace: "pre", overflowWrap: "normal" } }
 const WIDGET = "toma_said"
 
 // Workflow id -> node id -> the last text, for workflows that are closed and opened again.
@@ -27,6 +28,7 @@ function addText(node) {
     whiteSpace: "pre-wrap",
     overflowWrap: "anywhere",
     overflow: "auto",
+    ...TABLE[node.comfyClass],
     userSelect: "text",
   })
   const frame = document.createElement("div")

@@ -70,6 +70,51 @@ def test_a_region_has_its_destinations_colour_and_its_neighbours_another(maps: A
     assert len(clashes) <= len(differing) // 50
 
 
+def test_a_picture_shows_through_and_everything_else_stays_on_it(maps: Any) -> None:
+    merged = maps[12, 16]
+    plain = drawing.draw({(12, 16): merged}, "")
+    blue, grey = torch.tensor([0.0, 0.0, 1.0]).expand(3, 48, 64, 3), torch.full((1, 6, 8, 1), 0.5)
+    over = drawing.draw({(12, 16): merged}, "", blue)
+    assert over.shape == plain.shape == drawing.draw({(12, 16): merged}, "", grey).shape
+    cell, tint = drawing._PANEL // 16, drawing._TINT
+    for token in range(192):
+        row, column = divmod(token, 16)
+        y, x = int(MARGIN + CAPTION + (row + 0.2) * cell), int(MARGIN + (column + 0.2) * cell)
+        assert torch.allclose(over[0, y, x], (1 - tint) * blue[0, 0, 0] + tint * plain[0, y, x], atol=2 / 255)
+        middle = int(MARGIN + CAPTION + (row + 0.5) * cell), int(MARGIN + (column + 0.5) * cell)
+        if token in merged.destinations.tolist():
+            assert pixel(over, *middle) == (255, 255, 255)
+    rows, columns = merged.cuts
+    assert pixel(over, MARGIN + CAPTION + rows[1] * cell, MARGIN + 4.25 * cell) == drawing.INK
+    assert pixel(over, MARGIN + CAPTION + 2.25 * cell, MARGIN + columns[1] * cell) == drawing.INK
+
+
+def test_touching_tokens_with_different_destinations_are_parted_by_a_line(maps: Any) -> None:
+    merged = maps[12, 16]
+    image = drawing.draw({(12, 16): merged}, "", torch.zeros(1, 8, 8, 3))
+    cell, owner = drawing._PANEL // 16, merged.owner.view(12, 16)
+    for row in range(12):
+        for column in (1, 2, 3, 5, 6, 7, 9):  # not where windows meet
+            line = pixel(image, MARGIN + CAPTION + (row + 0.2) * cell, MARGIN + column * cell) == drawing.PAPER
+            assert line is bool(column != 8 and owner[row, column] != owner[row, column - 1])
+
+
+def test_charts_stand_below_the_panels(maps: Any) -> None:
+    from PIL import Image
+
+    widths = []
+
+    def charts(width: int) -> list[Any]:
+        widths.append(width)
+        return [Image.new("RGB", (width, 30), (1, 2, 3)), Image.new("RGB", (width, 20), (4, 5, 6))]
+
+    plain, more = drawing.draw(maps, ""), drawing.draw(maps, "", charts=charts)
+    assert more.shape[1] == plain.shape[1] + 50
+    assert widths == [plain.shape[2] - 2 * MARGIN]
+    assert pixel(more, plain.shape[1] - MARGIN + 5, 40) == (1, 2, 3)
+    assert pixel(more, plain.shape[1] - MARGIN + 35, 40) == (4, 5, 6)
+
+
 def test_lines_are_at_the_windows(maps: Any) -> None:
     merged = maps[12, 16]
     rows, columns = merged.cuts

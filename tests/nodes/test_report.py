@@ -105,3 +105,22 @@ def test_report_after_an_error_tells_of_the_steps_until_then(unet: Any, attach: 
     text, image, _ = shown(model)
     assert "2/4 steps" in text.splitlines()[0]
     assert image.isfinite().all()
+
+
+def test_report_with_a_picture_draws_over_it(unet: Any, attach: Any, shown: Any) -> None:
+    model = attach(unet, end_percent=0.5)
+    models.sample(model, 24, 24, steps=4, scheduler="normal")
+    _, plain, _ = shown(model)
+    picture = torch.zeros(1, 48, 48, 3)
+    over = Report.execute(model, LATENT, picture).args[1]
+    assert over.shape == plain.shape
+    assert over.mean() < plain.mean()
+    without_a_run = attach(unet)
+    assert Report.execute(without_a_run, LATENT, picture).args[1].shape == shown(without_a_run)[1].shape
+
+
+def test_report_shows_charts_of_a_run_without_a_map(unet: Any, attach: Any, shown: Any) -> None:
+    model = attach(unet, min_tokens=1000)
+    empty = shown(model)[1].shape[1]
+    models.sample(model, 24, 24, steps=1)
+    assert shown(model)[1].shape[1] > empty + 100

@@ -51,7 +51,7 @@ def test_saved_workflows_go_on_working() -> None:
     assert facts() == json.loads(FROZEN.read_text())
 
 
-@pytest.mark.parametrize("node_id", ["ToMA", "ToMAAdvanced", "ToMAReport"])
+@pytest.mark.parametrize("node_id", ["ToMA", "ToMAAdvanced", "ToMAReport", "ToMABenchmark"])
 def test_everything_is_explained(node_id: str) -> None:
     schema = next(s for s in schemas() if s.node_id == node_id)
     assert schema.display_name

@@ -1,0 +1,175 @@
+"""The node that measures what ToMA gains on the user's own machine, and recommends a ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import comfy.ldm.modules.attention
+import comfy.model_management
+import comfy.sample
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy_api.latest import io, ui
+
+from ..toma_core.config import ConfigError, ToMAConfig
+from . import timing
+from .charts import MERGED, RECOMMENDED, WHOLE, Bar, bar_chart
+from .drawing import as_image
+from .live import said
+from .patch import complaint, preset_input
+from .timing import Task, Timing
+from .widgets import CATEGORY, SEARCH_ALIASES, widget
+
+
+class ToMABenchmark(io.ComfyNode):
+    """Times a model with and without ToMA and recommends a ratio."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ToMABenchmark",
+            display_name="ToMA Benchmark",
+            category=CATEGORY,
+            description="Samples with and without ToMA in turn, on your machine and at your size, and says how much "
+            "faster it is, how much the result changes, and which ratio to use. The model stays as it is.",
+            search_aliases=[*SEARCH_ALIASES, "benchmark", "speed test"],
+            inputs=[
+                io.Model.Input("model", tooltip="The model to measure. A ToMA node before it is left out."),
+                io.Conditioning.Input("positive", tooltip="The prompt: its length counts, its words do not."),
+                io.Latent.Input("latent", tooltip="An empty latent of the size and batch that you sample at."),
+                widget("ratio"),
+                preset_input(),
+                io.Boolean.Input(
+                    "sweep",
+                    default=True,
+                    tooltip="Also measure a third and two thirds of the ratio, to find the smallest that is about as "
+                    "fast. Off: only the ratio itself.",
+                ),
+                io.Int.Input(
+                    "steps",
+                    default=10,
+                    min=2,
+                    max=100,
+                    tooltip="Sampling steps of a run. 10 holds one selection of destinations, as every 10 steps have.",
+                ),
+                io.Int.Input(
+                    "runs", default=3, min=2, max=50, tooltip="Runs of each setting, in turn. More is more certain."
+                ),
+                io.Conditioning.Input(
+                    "negative",
+                    optional=True,
+                    tooltip="Connect it if you sample with guidance (cfg above 1): each step then evaluates both.",
+                ),
+            ],
+            outputs=[
+                io.Image.Output("plot", display_name="plot"),
+                io.String.Output("table", display_name="table"),
+                io.Float.Output("recommended", display_name="recommended ratio"),
+            ],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def validate_inputs(cls, ratio: float | None = None) -> bool | str:
+        """Our own message for a ratio out of range, or one with which there is nothing to measure."""
+        return _NOTHING if ratio == 0 else True if ratio is None else complaint(ratio=ratio)
+
+    @classmethod
+    def execute(
+        cls,
+        model: Any,
+        positive: Any,
+        latent: Any,
+        ratio: float,
+        preset: str,
+        sweep: bool,
+        steps: int,
+        runs: int,
+        negative: Any = None,
+    ) -> io.NodeOutput:
+        config = ToMAConfig.from_preset(preset, ratio=ratio)
+        if config.off:
+            raise ConfigError(_NOTHING)
+        size = torch.zeros_like(latent["samples"])
+        size = comfy.sample.fix_empty_latent_channels(model, size, latent.get("downscale_ratio_spacial"))
+        ratios = sorted({round(ratio * part / 3, 2) or ratio for part in ((1, 2, 3) if sweep else (3,))})
+        timings = timing.measure(model, config, ratios, Task(positive, negative, size, steps), runs)
+        best = timing.recommended(timings)
+        notes = [
+            _verdict(timings, best),
+            f"Preset {preset}, latent {size.shape[-1]} x {size.shape[-2]}, batch {size.shape[0]}, "
+            f"{'with' if negative is not None else 'without'} negative; {runs} runs of {steps} steps each, in turn "
+            f"({timing.SAMPLER}, {timing.SCHEDULER}).",
+            f"{_machine(model)}.",
+            *(f"At ratio {t.ratio:g}: {t.merged}." for t in timings[-1:]),
+        ]
+        table = "\n".join([*_table(timings), "", *notes])
+        image = as_image(bar_chart("Time of a sampling step: shorter is faster", _bars(timings, best), notes))
+        shown = {**ui.PreviewImage(image, cls=cls).as_dict(), "text": (table,), **said(table)}
+        return io.NodeOutput(image, table, best, ui=shown)
+
+
+_NOTHING = "ToMA: ratio is 0, so there is nothing to measure. Allowed: a number above 0, up to 0.95. Try 0.5."
+
+
+def _name(timed: Timing) -> str:
+    return f"ratio {timed.ratio:g}" if timed.ratio else "without ToMA"
+
+
+def _verdict(timings: Sequence[Timing], best: float) -> str:
+    if not best:
+        return "Recommended: leave ToMA off here. No ratio was faster by more than the runs differ among themselves."
+    chosen = next(timed for timed in timings if timed.ratio == best)
+    return (
+        f"Recommended ratio: {best:g} ({timings[0].median / chosen.median:.2f}x). It is the smallest that was measured "
+        "within a twentieth of the fastest."
+    )
+
+
+def _machine(model: ModelPatcher) -> str:
+    """Device, number format, attention and versions, in words."""
+    inner = model.model
+    dtype = str(inner.get_dtype_inference() if hasattr(inner, "get_dtype_inference") else inner.get_dtype())
+    attention = comfy.ldm.modules.attention.optimized_attention.__name__.removeprefix("attention_")
+    if "optimized_attention_override" in model.model_options.get("transformer_options", {}):
+        attention += " (replaced by another node)"
+    device = comfy.model_management.get_torch_device_name(model.load_device)
+    try:
+        from comfyui_version import __version__ as comfyui
+    except ImportError:
+        comfyui = "of unknown version"
+    return (
+        f"{device}, {dtype.removeprefix('torch.')}, attention {attention}, torch {torch.__version__}, ComfyUI {comfyui}"
+    )
+
+
+def _table(timings: Sequence[Timing]) -> list[str]:
+    """Markdown, aligned to be read as plain text too."""
+    rows = [("setting", "ms per step", "20 to 80 %", "speed", "change")]
+    for timed in timings:
+        low, high = timed.spread
+        rows.append(
+            (
+                _name(timed),
+                f"{timed.median * 1e3:.4g}",
+                f"{low * 1e3:.4g} to {high * 1e3:.4g}",
+                f"{timings[0].median / timed.median:.2f}x",
+                f"{timed.change:.3f}" if timed.ratio else "",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+
+
+def _bars(timings: Sequence[Timing], best: float) -> list[Bar]:
+    bars = []
+    for timed in timings:
+        low, high = timed.spread
+        label = f"{timed.median * 1e3:.4g} ms"
+        if timed.ratio:
+            label += f", {timings[0].median / timed.median:.2f}x" + (", recommended" if timed.ratio == best else "")
+        colour = WHOLE if not timed.ratio else RECOMMENDED if timed.ratio == best else MERGED
+        bars.append(Bar(_name(timed), timed.median * 1e3, low * 1e3, high * 1e3, label, colour))
+    return bars

@@ -1,0 +1,149 @@
+"""How long a model samples with each of several settings, measured in turn on the machine at hand.
+
+Real sampling runs through ComfyUI's sampler, plan making included. The clock waits for the device twice a run, before
+the first step and after the last, and never in between. Loading the model is not counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import comfy.model_management
+import comfy.sample
+import comfy.utils
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+from torch import Tensor
+
+from ..toma_core.config import ToMAConfig
+from .adapters import reports
+from .adapters.run import attach, attachment_of
+
+SAMPLER, SCHEDULER = "euler", "simple"
+# Any guidance other than 1 makes ComfyUI evaluate the negative too; how much it is does not change the time.
+_GUIDANCE = 4.0
+_WARM_UP_STEPS = 2
+_SEED = 0
+
+
+@dataclass
+class Timing:
+    """What was measured at one ratio (0: without ToMA).
+
+    seconds: per step, one value for each run. change: the distance between the final latent and the one without ToMA
+    from the same noise, relative to the latter's norm. merged: what the last run merged, or why it merged nothing.
+    """
+
+    ratio: float
+    seconds: list[float] = field(default_factory=list)
+    change: float = 0.0
+    merged: str = ""
+
+    @property
+    def median(self) -> float:
+        """Seconds per step."""
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Seconds per step below which a fifth and four fifths of the runs lie."""
+        values = torch.tensor(self.seconds, dtype=torch.float64)
+        low, high = torch.quantile(values, torch.tensor([0.2, 0.8], dtype=torch.float64)).tolist()
+        return low, high
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is sampled. latent: (B, C, H, W); only its shape counts. negative: None to sample without guidance."""
+
+    positive: Any
+    negative: Any
+    latent: Tensor
+    steps: int
+
+
+def measure(model: ModelPatcher, config: ToMAConfig, ratios: Sequence[float], task: Task, runs: int) -> list[Timing]:
+    """The timing without ToMA and at each ratio, in this order. The model is not changed; what ToMA it carries is left
+    out. Raises `UnsupportedModelError`, and ComfyUI's own exception when the user cancels.
+
+    Every setting samples a few steps first. Then all of them take turns, in one order and in the other, so that a
+    machine that slows down favours none.
+    """
+    base = attach(model, ToMAConfig(ratio=0.0))
+    timings = [Timing(0.0), *(Timing(ratio) for ratio in ratios)]
+    models = [base, *(attach(base, replace(config, ratio=ratio)) for ratio in ratios)]
+    pairs = list(zip(timings, models, strict=True))
+    warm_up = min(_WARM_UP_STEPS, task.steps)
+    progress = comfy.utils.ProgressBar(len(pairs) * (warm_up + runs * task.steps))
+
+    def tick(*_: Any) -> None:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        progress.update(1)
+
+    for _, patched in pairs:
+        _sample(patched, replace(task, steps=warm_up), tick)
+    whole: Tensor | None = None
+    for index in range(runs):
+        for timing, patched in pairs if index % 2 == 0 else pairs[::-1]:
+            seconds, latent = _sample(patched, task, tick)
+            timing.seconds.append(seconds / task.steps)
+            if index:
+                continue
+            whole = latent if whole is None else whole  # the first of the first round is the one without ToMA
+            timing.change = float((latent - whole).norm() / whole.norm().clamp_min(1e-12))
+            stats = None if patched is base else reports.last(attachment_of(patched).report_id)  # type: ignore[union-attr]
+            timing.merged = "" if stats is None else stats.headline()
+    return timings
+
+
+def recommended(timings: Sequence[Timing]) -> float:
+    """The smallest ratio that is about as fast as the fastest (within a twentieth of the time without ToMA), or 0.0
+    where none is faster than without ToMA by more than the runs differ among themselves."""
+    base, *others = timings
+    faster = [timing for timing in others if timing.spread[1] < base.spread[0]]
+    if not faster:
+        return 0.0
+    enough = min(timing.median for timing in faster) + base.median / 20
+    return min(timing.ratio for timing in faster if timing.median <= enough)
+
+
+def _sample(model: ModelPatcher, task: Task, tick: Callable[..., None]) -> tuple[float, Tensor]:
+    """Seconds from the first step to the end of the last, and the final latent (fp32, on the CPU)."""
+    seconds: list[float] = []
+
+    def timed(executor: Any, guider: Any, sigmas: Any, extra: Any, callback: Any, noise: Tensor, *rest: Any) -> Any:
+        _wait_for(noise)
+        begin = time.perf_counter()
+        result = executor(guider, sigmas, extra, callback, noise, *rest)
+        _wait_for(result)
+        seconds.append(time.perf_counter() - begin)
+        return result
+
+    model = model.clone()
+    model.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, "toma_benchmark", timed)
+    noise = torch.randn(task.latent.shape, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float32)
+    result = comfy.sample.sample(
+        model,
+        noise.to(task.latent.dtype),
+        task.steps,
+        1.0 if task.negative is None else _GUIDANCE,
+        SAMPLER,
+        SCHEDULER,
+        task.positive,
+        task.positive if task.negative is None else task.negative,
+        torch.zeros_like(task.latent),
+        callback=tick,
+        disable_pbar=True,
+        seed=_SEED,
+    )
+    return sum(seconds), result.float().cpu()
+
+
+def _wait_for(tensor: Tensor) -> None:
+    """Until all work that leads to `tensor` is done: a value can be read only then, on every kind of device."""
+    tensor.flatten()[:1].cpu()

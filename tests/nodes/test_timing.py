@@ -1,0 +1,183 @@
+"""The measurement: what is sampled, in which order, what is counted, and what is made of the numbers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+timing = pack_module("nodes.timing")
+run = pack_module("nodes.adapters.run")
+Config = pack_module("toma_core.config").ToMAConfig
+Timing = timing.Timing
+
+
+def task(model: Any, *, steps: int = 3, guided: bool = False, size: int = 24) -> Any:
+    channels = model.model.latent_format.latent_channels
+    negative = models.conditioning(model, seed=2) if guided else None
+    return timing.Task(models.conditioning(model), negative, torch.ones(1, channels, size, size), steps)
+
+
+def timed(ratio: float, *seconds: float) -> Any:
+    return Timing(ratio, list(seconds))
+
+
+@pytest.mark.compat
+def test_each_setting_is_timed_and_compared(unet: Any) -> None:
+    whole, half, most = timing.measure(unet, Config(min_tokens=16), [0.5, 0.75], task(unet), runs=2)
+    assert [t.ratio for t in (whole, half, most)] == [0.0, 0.5, 0.75]
+    for each in (whole, half, most):
+        assert len(each.seconds) == 2
+        assert min(each.seconds) > 0
+    assert whole.change == 0.0
+    assert 0 < half.change < most.change
+    assert whole.merged == ""
+    assert half.merged.startswith("144 -> 72, 36 -> 18 tokens in 17/17 blocks, 3/3 steps")
+
+
+def test_the_change_is_the_one_of_the_same_run_in_a_sampler(unet: Any, attach: Any) -> None:
+    asked = task(unet)
+    _, half = timing.measure(unet, Config(min_tokens=16), [0.5], asked, runs=2)
+
+    def latent(model: Any) -> torch.Tensor:
+        import comfy.sample
+
+        noise = comfy.sample.prepare_noise(asked.latent, 0)
+        conds = (asked.positive, asked.positive)
+        latent = torch.zeros_like(asked.latent)
+        return comfy.sample.sample(model, noise, 3, 1.0, "euler", "simple", *conds, latent, disable_pbar=True, seed=0)
+
+    whole, merged = latent(unet), latent(attach(unet, min_tokens=16))
+    assert half.change == pytest.approx(float((merged - whole).norm() / whole.norm()), rel=1e-5)
+
+
+def test_runs_take_turns_in_both_orders(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, ratios = timing._sample, []
+
+    def spy(model: Any, asked: Any, tick: Any) -> Any:
+        attachment = run.attachment_of(model)
+        ratios.append((asked.steps, attachment.config.ratio if attachment else 0.0))
+        return original(model, asked, tick)
+
+    monkeypatch.setattr(timing, "_sample", spy)
+    timing.measure(unet, Config(min_tokens=16), [0.5], task(unet, steps=3), runs=3)
+    warm_up, runs = ratios[:2], ratios[2:]
+    assert warm_up == [(2, 0.0), (2, 0.5)]
+    assert runs == [(3, 0.0), (3, 0.5), (3, 0.5), (3, 0.0), (3, 0.0), (3, 0.5)]
+
+
+def test_a_model_that_carries_toma_is_compared_with_itself_without(unet: Any, attach: Any) -> None:
+    carrier = attach(unet, ratio=0.75)
+    before = run.attachment_of(carrier)
+    whole, half = timing.measure(carrier, Config(min_tokens=16), [0.5], task(unet), runs=2)
+    plain = timing.measure(unet, Config(min_tokens=16), [0.5], task(unet), runs=2)
+    assert whole.merged == ""
+    assert half.change == pytest.approx(plain[1].change)
+    assert run.attachment_of(carrier) is before
+
+
+def test_a_negative_is_evaluated_only_if_there_is_one(unet: Any, decisions: list[Any], record: Any) -> None:
+    calls = record(unet.model.diffusion_model)
+    timing.measure(unet, Config(min_tokens=16), [0.5], task(unet), runs=2)
+    alone = sum(call.args[0].shape[0] for call in calls)
+    calls.clear()
+    timing.measure(unet, Config(min_tokens=16), [0.5], task(unet, guided=True), runs=2)
+    assert sum(call.args[0].shape[0] for call in calls) == 2 * alone
+    assert alone == 2 * (2 + 2 * 3)
+
+
+def test_time_between_the_ends_counts_and_loading_does_not(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import comfy.sampler_helpers
+
+    load, now = comfy.sampler_helpers.prepare_sampling, 0.0
+
+    def slow_load(*args: Any, **kwargs: Any) -> Any:
+        nonlocal now
+        now += 100.0
+        return load(*args, **kwargs)
+
+    def forward(*_: Any) -> None:
+        nonlocal now
+        now += 1.0
+
+    monkeypatch.setattr(comfy.sampler_helpers, "prepare_sampling", slow_load)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now))
+    handle = unet.model.diffusion_model.register_forward_pre_hook(forward)
+    try:
+        seconds, _ = timing._sample(unet, task(unet, steps=3, size=8), lambda *_: None)
+    finally:
+        handle.remove()
+    assert now == 103.0
+    assert seconds == 3.0
+
+
+def test_can_be_cancelled_between_steps(unet: Any, hooks_left: Any) -> None:
+    import comfy.model_management as management
+
+    steps = 0
+
+    def cancel(*_: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            management.interrupt_current_processing()
+
+    handle = unet.model.diffusion_model.register_forward_pre_hook(cancel)
+    try:
+        with pytest.raises(management.InterruptProcessingException):
+            timing.measure(unet, Config(min_tokens=16), [0.5], task(unet, steps=50), runs=3)
+    finally:
+        handle.remove()
+        management.interrupt_current_processing(False)
+    assert steps == 3
+    assert hooks_left(unet) == []
+
+
+def test_progress_goes_from_nothing_to_all(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import comfy.utils
+
+    seen: list[tuple[int, int]] = []
+
+    def hook(value: int, total: int, preview: Any, node_id: Any = None) -> None:
+        seen.append((value, total))
+
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    timing.measure(unet, Config(min_tokens=16), [0.5], task(unet, steps=3), runs=2)
+    assert seen[0] == (1, 16)
+    assert seen[-1] == (16, 16)
+
+
+def test_global_random_numbers_are_left_alone(unet: Any) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    timing._sample(unet, task(unet, steps=2, size=8), lambda *_: None)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_a_model_that_cannot_be_merged_is_refused(sd3: Any) -> None:
+    with pytest.raises(ValueError, match="cannot speed up this model"):
+        timing.measure(sd3, Config(), [0.5], task(sd3), runs=2)
+
+
+def test_median_and_spread() -> None:
+    assert timed(0.5, 3.0, 1.0, 2.0).median == 2.0
+    assert timed(0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0).spread == pytest.approx((2.0, 5.0))
+
+
+def test_recommends_the_smallest_ratio_that_is_about_as_fast() -> None:
+    base, third, half, most = timed(0.0, 10, 10.1), timed(0.25, 8, 8.1), timed(0.5, 7, 7.1), timed(0.75, 6.8, 6.9)
+    assert timing.recommended([base, third, half, most]) == 0.5
+    assert timing.recommended([base, third]) == 0.25
+    assert timing.recommended([base, third, most]) == 0.75
+
+
+def test_recommends_nothing_that_is_not_clearly_faster() -> None:
+    assert timing.recommended([timed(0.0, 10, 10), timed(0.5, 11, 11)]) == 0.0
+    noisy = timed(0.5, 7, 9.9, 12)
+    assert timing.recommended([timed(0.0, 9.5, 10, 10.5), noisy]) == 0.0
