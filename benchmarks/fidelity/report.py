@@ -1,4 +1,4 @@
-"""The rows of a run as a table for reading, a CSV for computing, and a plot of distance against cost."""
+"""The rows of a measurement as a table for reading, a CSV for computing, Pareto plots and a contact sheet."""
 
 from __future__ import annotations
 
@@ -6,65 +6,110 @@ import csv
 from pathlib import Path
 from typing import Any
 
-Rows = dict[str, dict[str, float]]
+from PIL import Image, ImageDraw, ImageFont
+
+Rows = dict[str, dict[str, Any]]
+
+LEGEND = (
+    "distance: of the latent from the unmerged one, relative; spread: deviation of its means over the seed sets; psnr, "
+    "ssim: of the picture against the unmerged one; detail: high-frequency energy, seams: steps at window borders over "
+    "those elsewhere, both relative to the unmerged pictures; frechet: distance to drawn scenes, frechet_run: to the "
+    "unmerged pictures, on the checker's features; attributes: share that the checker reads back as asked for; held: "
+    "MB of detail kept for a picture; cost: share of the matrix multiplications left, counted. * on the Pareto front "
+    "of distance and cost."
+)
 
 
-def pareto(rows: Rows) -> list[str]:
-    """The settings that no other one beats in both distance and cost, cheapest first."""
+def pareto(rows: Rows, x: str = "cost") -> list[str]:
+    """The settings that no other one beats in both distance and `x`, cheapest first."""
     best, front = float("inf"), []
-    for name in sorted(rows, key=lambda n: (rows[n]["cost"], rows[n]["distance"])):
+    for name in sorted(rows, key=lambda n: (rows[n][x], rows[n]["distance"])):
         if rows[name]["distance"] < best:
             best = rows[name]["distance"]
             front.append(name)
     return front
 
 
-def table(conditions: dict[str, Any], rows: Rows, columns: tuple[str, ...]) -> str:
+def table(stored: dict[str, Any], columns: tuple[str, ...]) -> str:
     """A Markdown table; settings on the Pareto front are marked with a star."""
+    rows: Rows = stored["rows"]
     front = set(pareto(rows))
-    lines = [", ".join(f"{k} {v}" for k, v in conditions.items()), ""]
-    lines += ["| setting | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    about = ", ".join(f"{k} {v}" for k, v in stored["conditions"].items())
+    lines = [about, "", LEGEND]
+    if "rounding" in stored:
+        lines += [f"The unmerged pictures themselves differ by {stored['rounding']:.4f} from the same in fp32."]
+    lines += ["", "| setting | " + " | ".join(columns) + " |", "|---" + "|--:" * len(columns) + "|"]
     for name, row in rows.items():
         mark = " *" if name in front else ""
         lines.append(f"| {name}{mark} | " + " | ".join(f"{row[column]:.3f}" for column in columns) + " |")
     return "\n".join(lines) + "\n"
 
 
-def write(file: Path, conditions: dict[str, Any], rows: Rows, columns: tuple[str, ...]) -> None:
-    """Write FILE's .md, .csv and .png beside it, and print the table."""
-    text = table(conditions, rows, columns)
-    print(text)
-    file.with_suffix(".md").write_text(text)
-    with file.with_suffix(".csv").open("w", newline="") as out:
+def write(file: Path, stored: dict[str, Any], columns: tuple[str, ...], times: dict[str, float]) -> None:
+    """Write FILE's .md, .csv and .png beside it, and with times FILE-time.csv and .png."""
+    rows: Rows = stored["rows"]
+    file.with_suffix(".md").write_text(table(stored, columns))
+    _csv(file.with_suffix(".csv"), columns, rows)
+    plot(file.with_suffix(".png"), stored["conditions"], rows, "cost", "share of the matrix multiplications left")
+    timed = {name: {**row, "time": times[name]} for name, row in rows.items() if name in times}
+    if timed:
+        beside = file.with_name(f"{file.stem}-time")
+        _csv(beside.with_suffix(".csv"), ("time", "cost", "distance"), timed)
+        label = "CPU time of the tiny model, unmerged = 1"
+        plot(beside.with_suffix(".png"), stored["conditions"], timed, "time", label)
+
+
+def _csv(path: Path, columns: tuple[str, ...], rows: Rows) -> None:
+    with path.open("w", newline="") as out:
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(["setting", *columns])
         writer.writerows([name, *(f"{row[column]:.6g}" for column in columns)] for name, row in rows.items())
-    _plot(file.with_suffix(".png"), conditions, rows)
 
 
-def _plot(path: Path, conditions: dict[str, Any], rows: Rows) -> None:
+def plot(path: Path, conditions: dict[str, Any], rows: Rows, x: str, label: str) -> None:
+    """Distance against `x`; the Pareto front is drawn and its settings are named in the margin."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 6), constrained_layout=True)
+    figure, axes = plt.subplots(figsize=(12, 6.5), constrained_layout=True)
     groups: dict[str, list[str]] = {}
     for name in rows:
         groups.setdefault(name.split(":")[0], []).append(name)
+    colours = plt.get_cmap("tab20")
     for index, (group, names) in enumerate(groups.items()):
-        x, y = [rows[n]["cost"] for n in names], [rows[n]["distance"] for n in names]
-        axes.scatter(x, y, label=group, marker="os^Dv<>PX*h"[index % 11], s=36)
-    front = pareto(rows)
-    axes.plot([rows[n]["cost"] for n in front], [rows[n]["distance"] for n in front], color="black", lw=0.8)
-    for name in front:
-        axes.annotate(
-            name, (rows[name]["cost"], rows[name]["distance"]), fontsize=7, xytext=(4, 4), textcoords="offset points"
-        )
-    axes.set_xlabel("cost: share of matrix-multiplication work left")
+        values = [rows[n][x] for n in names], [rows[n]["distance"] for n in names]
+        marker = "*" if group == "rival" else "os^Dv<>Ph"[index % 9]
+        size = 110 if group in ("rival", "preset") else 36
+        axes.scatter(*values, label=group, marker=marker, s=size, color=colours(index % 20), edgecolors="k", lw=0.3)
+    front = pareto(rows, x)
+    axes.plot([rows[n][x] for n in front], [rows[n]["distance"] for n in front], color="black", lw=0.8, zorder=0)
+    # Numbers at the points and names beside the plot: names at the points would cover each other.
+    named = dict.fromkeys([*front, *(n for n in rows if n.startswith(("rival", "preset")))])
+    for number, name in enumerate(named, 1):
+        at = rows[name][x], rows[name]["distance"]
+        axes.annotate(str(number), at, fontsize=7, xytext=(4, 4), textcoords="offset points")
+    names = "\n".join(f"{i} {name}{' *' if name in front else ''}" for i, name in enumerate(named, 1))
+    axes.text(1.01, 1.0, names + "\n\n* on the front", transform=axes.transAxes, fontsize=7, va="top")
+    axes.set_xlabel(label)
     axes.set_ylabel("distance to the unmerged latent")
-    axes.set_title(f"{conditions['model']}, {conditions['steps']} steps, {conditions['size']} px")
+    pictures = conditions["images"] * conditions["seeds"]
+    axes.set_title(f"{conditions['model']}, {conditions['steps']} steps, {conditions['size']} px, {pictures} pictures")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, ncol=2)
+    axes.legend(fontsize=7, ncol=3, loc="upper right")
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def sheet(strips: dict[str, Image.Image]) -> Image.Image:
+    """One row of pictures under another, each with its name above it."""
+    height = 16
+    width = max(strip.width for strip in strips.values())
+    page = Image.new("RGB", (width, sum(strip.height + height for strip in strips.values())), "white")
+    draw, top = ImageDraw.Draw(page), 0
+    for name, strip in strips.items():
+        draw.text((4, top + 2), name, fill="black", font=ImageFont.load_default(11))
+        page.paste(strip, (0, top + height))
+        top += strip.height + height
+    return page

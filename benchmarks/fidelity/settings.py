@@ -1,13 +1,18 @@
-"""What is compared: every choice of the merge, one at a time against the presets, and the rivals."""
+"""What is compared: the presets, every choice of the merge one at a time against `balanced`, ideas, and the rivals.
+
+A name is "group: value". Tiers say what to measure first: 1 decides the presets, 2 completes the comparison with the
+rivals, 3 has one choice at a time, 4 is slow or remote.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from scripts.comfy_pack import pack_module
+
+from . import experiments, rivals
 
 Patch = Callable[[Any], Any]
 
@@ -15,14 +20,21 @@ Patch = Callable[[Any], Any]
 _TINY = {"flux_whole_double": 1, "flux_whole_single": 1, "min_tokens": 64}
 
 
+@dataclass(frozen=True)
+class Setting:
+    """One row. steps: share of the sampling steps. window: side of its windows in tokens, where seams are looked for.
+    image: whether it gets a row in the contact sheet."""
+
+    patch: Patch
+    tier: int
+    steps: float = 1.0
+    window: int = 8
+    image: bool = False
+
+
 def toma(**settings: Any) -> Patch:
     """ToMA with the balanced preset's settings and some replaced."""
-
-    def patch(model: Any) -> Any:
-        config = pack_module("toma_core.config").ToMAConfig(**{**_TINY, **settings})
-        return pack_module("nodes.adapters.run").attach(model, config)
-
-    return patch
+    return preset("balanced", **settings)
 
 
 def preset(name: str, **settings: Any) -> Patch:
@@ -35,67 +47,122 @@ def preset(name: str, **settings: Any) -> Patch:
     return patch
 
 
-def _core(module: str, node: str, *args: Any) -> Patch:
-    """One of ComfyUI's own nodes, old style or V3."""
+def reuse(ratio: float, every: int, **settings: Any) -> Patch:
+    """ToMA with detail reuse; every so many steps one runs whole."""
+    return toma(**{"ratio": ratio, "full_every": every, "detail_reuse": True, **settings})
+
+
+def averaging(mean: float, steps: int, scheduler: str, **settings: Any) -> Patch:
+    """ToMA at the ratio at which the mean over all steps is `mean`, for settings that change it from step to step."""
 
     def patch(model: Any) -> Any:
-        import importlib
+        from comfy.samplers import calculate_sigmas
 
-        cls = getattr(importlib.import_module(f"comfy_extras.{module}"), node)
-        if hasattr(cls, "execute"):
-            return cls.execute(model, *args).args[0]
-        return getattr(cls(), cls.FUNCTION)(model, *args)[0]
+        sampling = model.get_model_object("model_sampling")
+        sigmas = calculate_sigmas(sampling, scheduler, steps).tolist()
+        config = pack_module("toma_core.config").ToMAConfig(ratio=0.5, **settings)
+        schedule = pack_module("nodes.adapters.run").Sampling.start(config, sampling, sigmas).run.schedule
+        share = sum(schedule.decide(sigma).merged_ratio for sigma in sigmas[:-1]) / (0.5 * steps)
+        return toma(ratio=min(0.95, mean / share), **settings)(model)
 
     return patch
 
 
-def _half_the_steps(model: Any) -> Any:
-    """Skip every second evaluation and reuse the one before: the plainest rival at half the cost."""
-    from comfy.patcher_extension import WrappersMP
+def stacked(*patches: Patch) -> Patch:
+    """Several on one model, the first nearest to the loader."""
 
-    class Held:
-        index = 0
-        result: Any = None
+    def patch(model: Any) -> Any:
+        for each in patches:
+            model = each(model)
+        return model
 
-    def start(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        Held.index = 0
-        return executor(*args, **kwargs)
-
-    def skip(executor: Any, x: torch.Tensor, timestep: torch.Tensor, *args: Any) -> Any:
-        sigma = timestep.view(-1, *[1] * (x.ndim - 1))
-        if Held.index % 2 == 0 or Held.result is None:
-            Held.result = (x - executor(x, timestep, *args)) / sigma
-        Held.index += 1
-        return x - sigma * Held.result
-
-    model = model.clone()
-    model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "skip", start)
-    model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "skip", skip)
-    return model
+    return patch
 
 
-def settings() -> dict[str, Patch]:
-    """Name -> how to patch the model. A name is "group: value"."""
-    table: dict[str, Patch] = {}
-    table |= {f"preset: {name}": preset(name) for name in pack_module("toma_core.config").PRESETS}
-    table |= {f"ratio: {r:g}": toma(ratio=r) for r in (0.25, 0.5, 0.75)}
-    kinds = [kind.value for kind in pack_module("toma_core.config").SelectorKind]
-    table |= {f"selector: {kind}": toma(selector=kind) for kind in kinds}
-    table |= {f"granularity: {g}": toma(granularity=g) for g in ("module", "block", "stack")}
-    table |= {f"window: {w}": toma(window_size=w) for w in (4, 8, 16)}
-    table |= {"window: stripe": toma(window_kind="stripe"), "window: shifted": toma(shift_windows=True, select_every=1)}
-    table |= {f"scale: {s}": toma(scale=s) for s in (30, 100, 300, 1000)}
-    table |= {f"unmerge: {u}": toma(unmerge=u) for u in ("transpose", "pseudo-inverse")}
-    table |= {f"share: {s}": toma(share=s) for s in ("block", "stack", "level")}
-    table |= {f"refresh: {s}/{w}": toma(select_every=s, weigh_every=w) for s, w in ((1, 1), (5, 1), (5, 5), (10, 5))}
-    table |= {f"end: {e:g}": toma(end_percent=e) for e in (0.7, 0.8, 0.9, 1.0)}
-    table |= {f"start: {s:g}": toma(start_percent=s) for s in (0.1, 0.3)}
-    table |= {f"decay: {d:g}": toma(ratio_decay=d) for d in (0.5, 1.0)}
-    table |= {f"full every: {n}": toma(full_every=n) for n in (2, 3, 5)}
-    table |= {f"whole first: {n}": toma(flux_whole_double=n, unet_whole_blocks=n) for n in (0, 1, 2)}
-    table |= {
-        "rival: EasyCache": _core("nodes_easycache", "EasyCacheNode", 0.2, 0.15, 0.95, False),
-        "rival: HyperTile": _core("nodes_hypertile", "HyperTile", 64, 2, 1, False),
-        "rival: half the steps": _half_the_steps,
-    }
+def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
+    """Name -> setting for the model `kind` ("dit" or "unet") sampled in so many steps. Nothing stands in it twice."""
+    table: dict[str, Setting] = {}
+
+    def add(tier: int, group: str, choices: dict[str, Patch], **extra: Any) -> None:
+        for name, patch in choices.items():
+            table[f"{group}: {name}"] = Setting(patch, tier, **extra)
+
+    unet = kind == "unet"
+    # The presets, the rivals' own rules at the same ratio, and what else costs as little.
+    add(1, "preset", {"balanced": toma()}, image=True)
+    add(1, "reuse", {"0.75 every 3": reuse(0.75, 3), "0.5 every 3": reuse(0.5, 3)}, image=True)
+    add(1, "selector", {s: toma(selector=s) for s in ("tome", "random", "grid", "farthest point")})
+    add(1, "rival", {"half the evaluations": rivals.half_the_evaluations}, image=True)
+    add(1, "rival", {"EasyCache 0.2": rivals.easy_cache(0.2), "ToDo 1/4": rivals.todo(2, 2)}, image=True)
+    add(1, "rival", {"half the steps": lambda model: model}, steps=0.5, image=True)
+    if unet:
+        add(1, "rival", {"HyperTile 64": rivals.hyper_tile(64, 2)}, image=True)
+    add(1, "stacked", {"EasyCache 0.2 + balanced": stacked(rivals.easy_cache(0.2), toma())})
+    add(1, "stacked", {"half the evaluations + balanced": stacked(rivals.half_the_evaluations, toma())})
+
+    add(2, "preset", {name: preset(name) for name in pack_module("toma_core.config").PRESETS if name != "balanced"})
+    add(2, "ratio", {f"{r:g}": toma(ratio=r) for r in (0.25, 0.75)})
+    add(2, "reuse", {f"{r:g} every {n}": reuse(r, n) for r, n in ((0.5, 2), (0.5, 5), (0.75, 2), (0.75, 5))})
+    add(2, "whole steps", {f"{r:g} every {n}": toma(ratio=r, full_every=n) for r, n in ((0.5, 3), (0.75, 3))})
+    add(2, "variate", {f"{r:g} every {n}": experiments.control_variate(r, n, toma) for r, n in ((0.5, 3), (0.75, 3))})
+    for name, when in _ALL_ALONG.items():
+        add(2, "mean 0.5", {name: averaging(0.5, steps, scheduler, **when)})
+    add(2, "rival", {f"EasyCache {t:g}": rivals.easy_cache(t) for t in (0.1, 0.4)})
+    add(2, "rival", {"LazyCache 0.2": rivals.lazy_cache(0.2), "ToDo 1/2": rivals.todo(1, 2)})
+    add(2, "rival", {"three quarters of the steps": lambda model: model}, steps=0.75)
+    if unet:
+        add(2, "rival", {"HyperTile 32": rivals.hyper_tile(32, 2)})
+    add(2, "stacked", {"EasyCache 0.2 + reuse 0.75 every 3": stacked(rivals.easy_cache(0.2), reuse(0.75, 3))})
+    add(2, "stacked", {"half the steps + balanced": toma()}, steps=0.5)
+
+    add(3, "granularity", {g: toma(granularity=g) for g in (("module", "block") if unet else ("module",))})
+    for w in (4, 16):
+        add(3, "window", {f"{w}": toma(window_size=w)}, window=w)
+    add(3, "window", {"stripe": toma(window_kind="stripe")})
+    refreshed = {"select_every": 2, "weigh_every": 2}
+    add(3, "window", {"moved": toma(shift_windows=True, **refreshed), "not moved": toma(**refreshed)})
+    add(3, "scale", {f"{s}": toma(scale=s) for s in (30, 100, 1000)})
+    add(3, "scale", {"hard": experiments.hard(toma())})
+    add(3, "cosine", {"centred": experiments.centred(toma())})
+    add(3, "unmerge", {"pseudo-inverse": toma(unmerge="pseudo-inverse")})
+    add(3, "share", {s: toma(share=s) for s in (("block", "level") if unet else ("block",))})
+    add(3, "refresh", {f"{s}/{w}": toma(select_every=s, weigh_every=w) for s, w in ((1, 1), (5, 1), (5, 5), (20, 20))})
+    add(3, "refresh", {"1/1 early": experiments.refreshed(toma(), (1, 1), (10, 5))})
+    add(3, "refresh", {"1/1 late": experiments.refreshed(toma(), (10, 5), (1, 1))})
+    if unet:
+        add(3, "whole first", {f"{n}": toma(unet_whole_blocks=n) for n in (1, 2)})
+        add(3, "levels", {name: toma(levels=name) for name in ("finest", "coarser")})
+        parts = {"self-attention": {"cross_attention": False, "feed_forward": False}}
+        parts |= {"self- and cross-attention": {"feed_forward": False}}
+    else:
+        add(3, "whole first", {f"{n}": toma(flux_whole_double=n, flux_whole_single=n) for n in (0, 2)})
+        add(3, "whole first", {"1 double only": toma(flux_whole_single=0)})
+        parts = {"self-attention": {"feed_forward": False}}
+    add(3, "modules", {name: toma(granularity="module", **which) for name, which in parts.items()})
+    add(3, "end", {f"{e:g}": toma(end_percent=e) for e in (0.7, 0.9)})
+    add(3, "start", {f"{s:g}": toma(start_percent=s) for s in (0.1, 0.3)})
+    add(3, "whole steps", {"0.5 every 2": toma(full_every=2), "0.5 every 5": toma(full_every=5)})
+    add(3, "whole steps", {"0.5 every 3, the last of them": experiments.whole_last(toma(full_every=3))})
+    add(3, "reuse", {"0.75 every 4": reuse(0.75, 4), "0.75 every 10": reuse(0.75, 10)})
+    add(3, "reuse", {"0.75 every 3, refreshed": reuse(0.75, 3, select_every=3, weigh_every=3)})
+    add(3, "reuse", {"0.75 every 3, end 0.9": reuse(0.75, 3, end_percent=0.9)})
+    add(3, "reuse", {"0.75 every 3, random": reuse(0.75, 3, selector="random")})
+    if unet:
+        add(3, "reuse", {"0.75 every 3, block": reuse(0.75, 3, granularity="block")})
+    add(3, "destinations", {"own for cond and uncond": experiments.own_destinations(toma())})
+    add(3, "budget", {"moved between windows": experiments.moved_budget(toma())})
+
+    add(4, "selector", {f"{s} at 0.75": toma(selector=s, ratio=0.75) for s in ("tome", "random", "grid")})
+    add(4, "variate", {"0.75 every 5": experiments.control_variate(0.75, 5, toma)})
+    add(4, "ratio", {"0.9": toma(ratio=0.9)})
+    add(4, "window", {"global": toma(window_kind="global", select_every=1000)})
     return table
+
+
+# Ways to spend a mean ratio of 0.5 over the steps.
+_ALL_ALONG: dict[str, dict[str, Any]] = {
+    "falling": {"ratio_decay": 2 / 3},
+    "first 70 %": {"end_percent": 0.7},
+    "first 85 %": {"end_percent": 0.85},
+    "last 70 %": {"start_percent": 0.3},
+}

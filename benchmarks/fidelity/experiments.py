@@ -1,0 +1,235 @@
+"""Ideas that are measured before they may become settings: each changes the pack for the length of a sampling run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scripts.comfy_pack import pack_module
+
+Patch = Callable[[Any], Any]
+
+
+@contextmanager
+def _replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def during(patch: Patch, owner: Callable[[], Any], values: Callable[[Any], dict[str, Any]]) -> Patch:
+    """`patch`, and while such a model samples, attributes of an object of the pack are others.
+
+    values: from the object as it is to its new attributes.
+    """
+
+    def patched(model: Any) -> Any:
+        from comfy.patcher_extension import WrappersMP
+
+        def run(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            changed = owner()
+            with _replaced(changed, values(changed)):
+                return executor(*args, **kwargs)
+
+        # Added first, so that it is the outermost wrapper: the pack's own run begins inside.
+        model = model.clone()
+        model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "experiment", run)
+        return patch(model)
+
+    return patched
+
+
+def _state() -> Any:
+    return pack_module("toma_core.state")
+
+
+def own_destinations(patch: Patch) -> Patch:
+    """Every condition has destinations of its own."""
+
+    def values(sampling: Any) -> dict[str, Any]:
+        def copies(self: Any, batch: int, transformer_options: dict[str, Any]) -> tuple[Any, ...]:
+            return tuple(transformer_options["uuids"])
+
+        return {"copies": copies}
+
+    return during(patch, lambda: pack_module("nodes.adapters.run").Sampling, values)
+
+
+def hard(patch: Patch) -> Patch:
+    """Every token belongs to its nearest destination alone: a plain mean of clusters."""
+
+    def values(state: Any) -> dict[str, Any]:
+        def weigh(*args: Any) -> Any:
+            plan = state_weigh(*args)
+            shares = plan.unmerge_weights
+            A = torch.zeros_like(shares).scatter(-1, shares.argmax(-1, keepdim=True), 1.0)
+            if plan.windows.valid is not None:
+                A = A * plan.windows.valid[:, :, None]
+            M = A.transpose(-1, -2)
+            M = M / M.sum(-1, keepdim=True).clamp_min(1e-6)
+            return dataclasses.replace(plan, merge_weights=M, unmerge_weights=A)
+
+        state_weigh = state.weigh
+        return {"weigh": weigh}
+
+    return during(patch, _state, values)
+
+
+def centred(patch: Patch) -> Patch:
+    """Cosines of tokens from which the mean token of their image is taken."""
+
+    def values(state: Any) -> dict[str, Any]:
+        def less_mean(x: Tensor) -> Tensor:
+            return x.float() - x.float().mean((1, 2), keepdim=True)
+
+        similarity, weigh = state.cosine_similarity, state.weigh
+        return {
+            "cosine_similarity": lambda x: similarity(less_mean(x)),
+            "weigh": lambda x, *args: weigh(less_mean(x), *args),
+        }
+
+    return during(patch, _state, values)
+
+
+def refreshed(patch: Patch, early: tuple[int, int], late: tuple[int, int]) -> Patch:
+    """Intervals of selecting and weighing in the first half of the steps, and in the second."""
+
+    def values(run: Any) -> dict[str, Any]:
+        class Schedule(run.Schedule):  # type: ignore[name-defined, misc]
+            def decide(self, sigma: float) -> Any:
+                decision = super().decide(sigma)
+                middle = len(self.sigmas) // 2
+                # Generations of the second half are other numbers than those of the first.
+                age, (select, weigh) = (
+                    (decision.step, early) if decision.step < middle else (decision.step - middle, late)
+                )
+                base = 0 if decision.step < middle else 1000
+                return dataclasses.replace(decision, selection=base + age // select, weighing=base + age // weigh)
+
+        return {"Schedule": Schedule}
+
+    return during(patch, lambda: pack_module("nodes.adapters.run"), values)
+
+
+def whole_last(patch: Patch) -> Patch:
+    """The last of every `full_every` steps runs whole, not the first."""
+
+    def values(run: Any) -> dict[str, Any]:
+        class Schedule(run.Schedule):  # type: ignore[name-defined, misc]
+            def decide(self, sigma: float) -> Any:
+                own = super().decide(sigma)
+                whole = (own.step + 1) % self.config.full_every == 0 or not self.in_range(sigma)
+                return dataclasses.replace(own, ratio=0.0 if whole else self.config.ratio)
+
+        return {"Schedule": Schedule}
+
+    return during(patch, lambda: pack_module("nodes.adapters.run"), values)
+
+
+def control_variate(ratio: float, every: int, attach: Callable[..., Patch]) -> Patch:
+    """Output = last whole output + (merged output now - merged output at that whole step), on the velocity.
+
+    Every so many steps the model runs whole and merged; at the others only merged.
+    """
+
+    def patch(model: Any) -> Any:
+        from comfy.patcher_extension import WrappersMP
+
+        run = pack_module("nodes.adapters.hooks")
+
+        class Held:
+            index = 0
+            offset: Any = None
+
+        def start(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            Held.index, Held.offset = 0, None
+            return executor(*args, **kwargs)
+
+        def predict(executor: Any, x: Tensor, timestep: Tensor, model_options: dict[str, Any], *args: Any) -> Any:
+            sigma = timestep.view(-1, *[1] * (x.ndim - 1))
+            merged = (x - executor(x, timestep, model_options, *args)) / sigma
+            if Held.index % every == 0:
+                options = model_options["transformer_options"]
+                plain = {k: v for k, v in options.items() if k not in (run.ATTACHMENT, run.SAMPLING)}
+                whole = executor(x, timestep, {**model_options, "transformer_options": plain}, *args)
+                Held.offset = (x - whole) / sigma - merged
+            Held.index += 1
+            return x - sigma * (merged + Held.offset)
+
+        model = attach(ratio=ratio)(model.clone())
+        model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "variate", start)
+        model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "variate", predict)
+        return model
+
+    return patch
+
+
+@dataclass(frozen=True, eq=False)
+class _OwnBudget:
+    """`windows.Budget` with counts of its own for each image. compact: (B, D); expand: (B, W * K); valid: (B, W, K)."""
+
+    total: int
+    slots: int
+    compact: Tensor
+    expand: Tensor
+    valid: Tensor
+
+    def pack(self, x: Tensor) -> Tensor:
+        return self._picked(x.flatten(1, 2), self.compact)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        x = self._picked(x, self.expand)
+        return x.view(x.shape[0], self.valid.shape[1], self.slots, *x.shape[2:])
+
+    def _picked(self, x: Tensor, index: Tensor) -> Tensor:
+        index = index.repeat(x.shape[0] // index.shape[0], 1)
+        return x.gather(1, index.view(*index.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
+
+
+def moved_budget(patch: Patch, most: float = 1.5) -> Patch:
+    """The D destinations of an image go to the windows where they gain most, at most `most` times an equal share.
+
+    Windows do not touch each other, so the largest gains of all windows together are the greedy choice for the image.
+    """
+
+    def values(state: Any) -> dict[str, Any]:
+        def selected(self: Any, x: Tensor, grid: tuple[int, int], decision: Any) -> Any:
+            config = self.config
+            windows, budget = self._layout(grid, decision, x.device)
+            tokens = windows.split(x)
+            similarity = state.cosine_similarity(tokens)
+            batch, count, slots = similarity.shape[:3]
+            if windows.valid is not None:
+                raise ValueError("budgets are moved between full windows only")
+            greedy = pack_module("toma_core.selection.greedy").greedy_facility_location
+            largest = min(slots, round(most * budget.slots))
+            order = greedy(similarity.flatten(0, 1), None, largest).view(batch, count, largest)
+            best = similarity.gather(2, order[..., None].expand(-1, -1, -1, slots)).cummax(2).values.sum(-1)
+            gains = torch.cat([torch.full_like(best[..., :1], torch.inf), best.diff(dim=-1)], -1)
+            # The first pick of every window has an infinite gain: no window goes without.
+            chosen = gains.flatten(1).topk(budget.total, dim=1).indices
+            valid = torch.zeros(batch, count * largest, dtype=torch.bool).scatter(1, chosen, True)
+            counts = valid.view(batch, count, largest).sum(-1, keepdim=True)
+            valid = torch.arange(largest) < counts
+            picks = order.masked_fill(~valid, slots).sort(-1).values
+            picks = torch.where(picks == slots, picks[..., :1], picks)
+            compact = valid.flatten(1).nonzero()[:, 1].view(batch, -1)
+            first = counts.cumsum(1) - counts
+            expand = torch.where(valid, first + torch.arange(largest), first).flatten(1)
+            own = _OwnBudget(budget.total, largest, compact, expand, valid)
+            return state.weigh(tokens, picks, windows, own, config.scale, config.unmerge, x.dtype)
+
+        return {"_selected": selected}
+
+    return during(patch, lambda: _state().RunState, values)

@@ -1,0 +1,197 @@
+"""One model, its scenes, the unmerged pictures everything is compared with, and the figures of a setting."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from .metrics import measure
+from .settings import Setting
+
+COLUMNS = (
+    "distance",
+    "spread",
+    "psnr",
+    "ssim",
+    "detail",
+    "seams",
+    "frechet",
+    "frechet_run",
+    "attributes",
+    "held",
+    "cost",
+)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Pictures shown of each setting, and their columns.
+SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """All that the figures depend on. images: in each of `seeds` sets; weights: a digest of the files."""
+
+    model: str
+    weights: str
+    images: int
+    seeds: int
+    steps: int
+    size: int
+    cfg: float
+    dtype: str
+    batch: int
+
+
+def load(kind: str, path: Path, dtype: str) -> Any:
+    """The model with weights and activations in `dtype`; ComfyUI itself would compute in fp32 on a CPU."""
+    from comfy.cli_args import args
+
+    from demo import sampling
+
+    before = args.bf16_unet, args.fp32_unet
+    args.bf16_unet, args.fp32_unet = dtype == "bf16", dtype == "fp32"
+    try:
+        model = sampling.load(kind, path)
+    finally:
+        args.bf16_unet, args.fp32_unet = before
+    model.model.manual_cast_dtype = None
+    return model
+
+
+@dataclass
+class Drawn:
+    """Pictures of one setting. latents: one tensor a set; flops, seconds: per picture."""
+
+    latents: list[Tensor]
+    flops: float
+    seconds: float
+
+
+class Judge:
+    """Draws and measures. `unmerged` are the latents of an earlier session with these conditions, if there was one."""
+
+    def __init__(self, conditions: Conditions, weights: Path, unmerged: Drawn | None = None) -> None:
+        from demo.checker import FIRST_TEST_SEED, load_checker
+        from demo.sampling import DEFAULTS
+        from demo.scenes import scene_from_seed
+
+        self.conditions, self.path = conditions, weights / f"{conditions.model}.safetensors"
+        self.model = load(conditions.model, self.path, conditions.dtype)
+        self.checker = load_checker(weights / "checker.safetensors")
+        self.options = {**DEFAULTS[conditions.model], "cfg": conditions.cfg, "size": conditions.size}
+        self.seeds = [
+            [group * conditions.images + i for i in range(conditions.images)] for group in range(conditions.seeds)
+        ]
+        self.scenes = [[scene_from_seed(FIRST_TEST_SEED + seed) for seed in seeds] for seeds in self.seeds]
+        self.plain = unmerged or self._drawn(self.model, conditions.steps)
+
+    def _generate(self, model: Any, steps: int, group: int, count: int | None = None) -> Tensor:
+        from demo.sampling import generate
+
+        scenes, seeds = self.scenes[group][:count], self.seeds[group][:count]
+        return generate(model, scenes, seeds, steps=steps, batch=self.conditions.batch, **self.options)
+
+    def _drawn(self, model: Any, steps: int) -> Drawn:
+        latents, seconds = [], 0.0
+        with counting() as counter:
+            for group in range(len(self.seeds)):
+                begin = time.process_time()
+                latents.append(self._generate(model, steps, group))
+                seconds += time.process_time() - begin
+        pictures = self.conditions.images * self.conditions.seeds
+        return Drawn(latents, counter.get_total_flops() / pictures, seconds / pictures)
+
+    def seconds_a_step(self, steps: int = 1) -> float:
+        """CPU seconds that the unmerged model takes now for a step of a picture, to compare times with."""
+        count = min(self.conditions.batch, self.conditions.images)
+        begin = time.process_time()
+        self._generate(self.model, steps, 0, count)
+        return (time.process_time() - begin) / steps / count
+
+    def rounding(self, count: int = 4) -> float:
+        """Distance of the unmerged pictures from the same in fp32: no smaller difference means anything."""
+        from .metrics import relative_error
+
+        exact = load(self.conditions.model, self.path, "fp32")
+        latent = self._generate(exact, self.conditions.steps, 0, count)
+        return float(relative_error(self.plain.latents[0][:count], latent).mean())
+
+    def row(self, setting: Setting | None) -> tuple[dict[str, Any], float, Tensor]:
+        """Every column for one setting (None: the unmerged model), its time against the unmerged model's, which is
+        measured before and after, and the first pictures."""
+        from demo.checker import accuracy, frechet_distance
+        from demo.latents import decode
+
+        drawn, ratio, held = self.plain, 1.0, 0.0
+        if setting is not None:
+            model = setting.patch(self.model)
+            before = self.seconds_a_step()
+            drawn = self._drawn(model, max(1, round(self.conditions.steps * setting.steps)))
+            reference = statistics.mean((before, self.seconds_a_step())) * self.conditions.steps
+            ratio, held = drawn.seconds / reference, self._held(model)
+        window = 8 if setting is None else setting.window
+        groups, distances = [], []
+        for latent, plain in zip(drawn.latents, self.plain.latents, strict=True):
+            figures = measure(decode(latent), latent, decode(plain), plain, window)
+            groups.append({name: float(value.mean()) for name, value in figures.items()})
+            distances += [round(float(d), 5) for d in figures["distance"]]
+        row: dict[str, Any] = {name: sum(g[name] for g in groups) / len(groups) for name in groups[0]}
+        means = torch.tensor([g["distance"] for g in groups])
+        row["spread"] = float(means.std()) if len(groups) > 1 else 0.0
+        pictures = self._for_checker(drawn.latents)
+        features = self.checker.features(pictures)
+        for name, others in self.features.items():
+            row[name] = frechet_distance(features, others)
+        row["attributes"] = accuracy(self.checker, pictures, [scene for group in self.scenes for scene in group])["all"]
+        row["held"] = held
+        row["cost"] = drawn.flops / self.plain.flops
+        row = {name: float(f"{value:.6g}") for name, value in row.items()}
+        row["distances"] = distances
+        return row, ratio, decode(drawn.latents[0][:SHOWN])
+
+    @cached_property
+    def features(self) -> dict[str, Tensor]:
+        """What the checker sees in the scenes as drawn by code, and in the unmerged pictures."""
+        from demo.scenes import render_batch
+
+        real = render_batch([scene for group in self.scenes for scene in group])
+        unmerged = self._for_checker(self.plain.latents)
+        return {"frechet": self.checker.features(real), "frechet_run": self.checker.features(unmerged)}
+
+    def _held(self, model: Any) -> float:
+        """MB that detail reuse held for a picture in the model's last run."""
+        from scripts.comfy_pack import pack_module
+
+        attachment = pack_module("nodes.adapters.run").attachment_of(model)
+        stats = attachment and pack_module("nodes.adapters.reports").last(attachment.report_id)
+        last = self.conditions.images % self.conditions.batch or self.conditions.batch
+        return stats.detail_bytes / 1e6 / last if stats else 0.0
+
+    def _for_checker(self, latents: list[Tensor]) -> Tensor:
+        """Pictures of the size that the checker knows, in -1..1."""
+        from demo.latents import decode
+        from demo.scenes import CANVAS
+
+        image = decode(torch.cat(latents)).clamp(-1, 1)
+        return image if image.shape[-1] == CANVAS else torch.nn.functional.interpolate(image, CANVAS, mode="area")
+
+
+@contextmanager
+def counting() -> Iterator[FlopCounterMode]:
+    """Count matrix multiplications, attention on a CPU among them."""
+
+    def attention(q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        return int(sdpa_flop_count(q, k, v))
+
+    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with FlopCounterMode(display=False, custom_mapping={on_cpu: attention}) as counter:
+        yield counter

@@ -1,0 +1,110 @@
+"""Files of a measurement: rows as they come, so that a stopped run goes on, and what need not be drawn again."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .judge import Conditions, Drawn
+
+Rows = dict[str, dict[str, Any]]
+
+
+def fingerprint(paths: list[Path]) -> str:
+    """A short digest of some files."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+class Store:
+    """The result files of one model under one set of conditions, and a folder for what is only of use here.
+
+    Several processes may add rows to the same files. Times are kept apart, because they differ from run to run.
+    """
+
+    def __init__(self, conditions: Conditions, results: Path, cache: Path) -> None:
+        self.conditions = conditions
+        c = conditions
+        self.name = f"{c.model}-{c.steps}steps-{c.size}px-{c.images}x{c.seeds}"
+        results.mkdir(parents=True, exist_ok=True)
+        self.file, self.times_file = results / f"{self.name}.json", results / f"{self.name}-time.json"
+        digest = hashlib.sha256(json.dumps(asdict(conditions), sort_keys=True).encode()).hexdigest()[:12]
+        self.folder = cache / "fidelity" / f"{self.name}-{digest}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def read(self) -> dict[str, Any]:
+        """rows and what else was stored under these conditions; empty rows if there is nothing."""
+        return self._read(self.file)
+
+    def times(self) -> dict[str, float]:
+        """CPU time of each setting against the unmerged model's."""
+        return dict(self._read(self.times_file)["rows"])
+
+    def _read(self, file: Path) -> dict[str, Any]:
+        stored = json.loads(file.read_text()) if file.exists() else {}
+        if stored.get("conditions") != asdict(self.conditions):
+            return {"conditions": asdict(self.conditions), "rows": {}}
+        return dict(stored)
+
+    def add(self, name: str, row: dict[str, Any], time: float, **more: Any) -> None:
+        """Add one row, and its time."""
+        with self._locked():
+            for file, value, rest in ((self.file, row, more), (self.times_file, round(time, 4), {})):
+                stored = {**self._read(file), **rest}
+                stored["rows"][name] = value
+                partial = file.with_suffix(".partial")
+                partial.write_text(json.dumps(stored, indent=1) + "\n")
+                partial.replace(file)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with (self.folder / "lock").open("w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+    def keep_unmerged(self, drawn: Drawn) -> None:
+        """Keep the unmerged latents for the next session."""
+        tensors = {f"set{i}": latent.contiguous() for i, latent in enumerate(drawn.latents)}
+        partial = self.folder / "unmerged.partial"
+        save_file(tensors, partial, {"flops": str(drawn.flops), "seconds": str(drawn.seconds)})
+        partial.replace(self.folder / "unmerged.safetensors")
+
+    def unmerged(self) -> Drawn | None:
+        """What `keep_unmerged` left."""
+        file = self.folder / "unmerged.safetensors"
+        if not file.exists():
+            return None
+        from safetensors import safe_open
+
+        with safe_open(file, "pt") as handle:
+            about = handle.metadata()
+        tensors = load_file(file)
+        latents = [tensors[f"set{i}"] for i in range(len(tensors))]
+        return Drawn(latents, float(about["flops"]), float(about["seconds"]))
+
+    def keep_pictures(self, name: str, pictures: Tensor) -> None:
+        """Keep a strip of pictures, (n, 3, H, W) in -1..1."""
+        strip = ((torch.cat(list(pictures.clamp(-1, 1)), -1) + 1) * 127.5).round().byte().permute(1, 2, 0)
+        Image.fromarray(strip.numpy()).save(self._strip(name))
+
+    def pictures(self, name: str) -> Image.Image | None:
+        """The strip of a setting."""
+        file = self._strip(name)
+        return Image.open(file) if file.exists() else None
+
+    def _strip(self, name: str) -> Path:
+        return self.folder / f"{re.sub('[^a-z0-9.]+', '-', name.lower())}.png"
