@@ -203,7 +203,9 @@ def moved_budget(patch: Patch, most: float = 1.5) -> Patch:
     Windows do not touch each other, so the largest gains of all windows together are the greedy choice for the image.
     """
 
-    def values(state: Any) -> dict[str, Any]:
+    def values(_: Any) -> dict[str, Any]:
+        state = _state()
+
         def selected(self: Any, x: Tensor, grid: tuple[int, int], decision: Any) -> Any:
             config = self.config
             windows, budget = self._layout(grid, decision, x.device)

@@ -1,0 +1,235 @@
+"""Every row of the fidelity benchmark runs, and ideas and rivals do what their names say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import models
+from benchmarks.fidelity import experiments, rivals
+from benchmarks.fidelity.judge import counting
+from benchmarks.fidelity.settings import Setting, averaging, settings, toma
+from scripts.comfy_pack import pack_module
+
+SIDE, STEPS = 32, 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def small(pack: ModuleType) -> dict[str, Any]:
+    return {"dit": models.flux(double=2, single=2), "unet": models.unet(depths=(0, 1, 1), middle=1)}
+
+
+@pytest.fixture(params=["dit", "unet"])
+def model(request: pytest.FixtureRequest, small: dict[str, Any]) -> Any:
+    return small[request.param]
+
+
+def sample(model: Any, **options: Any) -> Tensor:
+    return models.sample(model, SIDE, SIDE, steps=STEPS, **options)
+
+
+@pytest.fixture
+def decisions(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every decision that evaluations are made by."""
+    sampling = pack_module("nodes.adapters.run").Sampling
+    original, made = sampling.observe, []
+
+    def spy(self: Any, *args: Any) -> None:
+        original(self, *args)
+        made.append(self.decision)
+
+    monkeypatch.setattr(sampling, "observe", spy)
+    return made
+
+
+@pytest.fixture
+def plans(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every new plan."""
+    state = pack_module("toma_core.state").RunState
+    original, made = state._entry, []
+
+    def spy(self: Any, *args: Any) -> Any:
+        entry = original(self, *args)
+        made.append(entry.plan)
+        return entry
+
+    monkeypatch.setattr(state, "_entry", spy)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_every_setting_runs(small: dict[str, Any], kind: str) -> None:
+    """And what merges gives other pictures than the model alone."""
+    plain = sample(small[kind])
+    table = settings(kind, STEPS, "simple")
+    for name, setting in table.items():
+        assert isinstance(setting, Setting)
+        out = sample(setting.patch(small[kind]))
+        assert out.isfinite().all(), name
+        if not name.startswith(("rival", "stacked")):
+            assert not torch.equal(out, plain), name
+    assert torch.equal(sample(small[kind]), plain), "something of them is left"
+
+
+def test_names_say_a_group_and_a_value(pack: ModuleType) -> None:
+    for kind in ("dit", "unet"):
+        table = settings(kind, 20, "simple")
+        assert all(name.count(": ") == 1 for name in table)
+        assert {setting.tier for setting in table.values()} == {1, 2, 3, 4}
+        assert "preset: balanced" in table
+    assert {n for n in settings("unet", 20, "simple") if "HyperTile" in n}
+    assert not {n for n in settings("dit", 20, "simple") if "HyperTile" in n}
+
+
+@pytest.mark.parametrize("when", [{"ratio_decay": 2 / 3}, {"end_percent": 0.7}, {"start_percent": 0.3}])
+def test_mean_ratio(model: Any, decisions: Any, when: dict[str, float]) -> None:
+    models.sample(averaging(0.5, 20, "simple", **when)(model), 16, 16, steps=20, cfg=1.0)
+    assert sum(d.merged_ratio for d in decisions) / 20 == pytest.approx(0.5, abs=0.02)
+    assert len({d.merged_ratio for d in decisions}) > 1
+
+
+def test_variate_that_is_renewed_at_every_step_is_the_whole_model(model: Any) -> None:
+    patched = experiments.control_variate(0.5, 1, toma)(model)
+    whole, out = sample(model), sample(patched)
+    torch.testing.assert_close(out / whole.abs().max(), whole / whole.abs().max(), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(sample(experiments.control_variate(0.5, 2, toma)(model)), whole)
+
+
+def test_variate_runs_whole_as_often_as_it_says(model: Any, decisions: Any) -> None:
+    """Merged at each of four steps, and at two of them whole as well, which the pack does not see."""
+    calls = []
+
+    def count(apply: Any, args: Any) -> Any:
+        calls.append(1)
+        return apply(args["input"], args["timestep"], **args["c"])
+
+    watched = model.clone()
+    watched.set_model_unet_function_wrapper(count)
+    sample(experiments.control_variate(0.5, 2, toma)(watched))
+    assert (len(decisions), len(calls)) == (4, 6)
+
+
+def test_half_the_evaluations(model: Any) -> None:
+    with counting() as whole:
+        sample(model)
+    with counting() as half:
+        sample(rivals.half_the_evaluations(model))
+    assert half.get_total_flops() == whole.get_total_flops() // 2
+
+
+def test_attention_is_counted(model: Any) -> None:
+    with counting() as counter:
+        sample(model)
+    assert any("scaled_dot_product" in str(op) for op in counter.get_flop_counts()["Global"])
+
+
+def test_todo(model: Any) -> None:
+    """Every key is the model itself; a quarter of them is less work and another picture."""
+    plain = sample(model)
+    assert torch.equal(sample(rivals.todo(1, 1)(model)), plain)
+    flops = []
+    for patched in (model, rivals.todo(2, 2)(model)):
+        with counting() as counter:
+            out = sample(patched)
+        flops.append(counter.get_total_flops())
+    assert flops[1] < flops[0]
+    assert not torch.equal(out, plain)
+
+
+def test_todo_takes_every_second_row_and_column() -> None:
+    tokens = torch.arange(4 * 6.0).view(1, 24, 1)
+    assert rivals._thinned(tokens, (4, 6), 2, 3).flatten().tolist() == [0, 3, 12, 15]
+
+
+def test_own_destinations(model: Any, plans: Any) -> None:
+    sample(toma()(model))
+    shared = len(plans)
+    plans.clear()
+    sample(experiments.own_destinations(toma())(model))
+    assert len(plans) == 2 * shared
+    assert not torch.equal(plans[0].picks, plans[1].picks)
+
+
+def test_hard_weights(model: Any, plans: Any) -> None:
+    sample(experiments.hard(toma(scale=20.0))(model))
+    A, M = plans[0].unmerge_weights.float(), plans[0].merge_weights.float()
+    assert set(A.unique().tolist()) == {0.0, 1.0}
+    torch.testing.assert_close(M.sum(-1), torch.ones_like(M[..., 0]))
+    assert torch.equal(A.argmax(-1), M.transpose(-1, -2).argmax(-1))
+
+
+def test_centred_tokens_do_not_know_a_common_direction(pack: ModuleType) -> None:
+    """Adding one vector to all tokens changes plain cosines, and none of centred ones."""
+    state = pack_module("toma_core.state")
+    x = torch.randn(1, 4, 16, 8, generator=torch.Generator().manual_seed(0))
+    seen = []
+
+    def run(model: Any) -> Any:
+        seen.extend(state.cosine_similarity(t) for t in (x, x + 5.0))
+        return model
+
+    patched = experiments.centred(lambda model: model)(models.unet(depths=(0, 1, 1), middle=1))
+    wrapper = patched.wrappers["outer_sample"]["experiment"][0]
+    wrapper(run, None)
+    torch.testing.assert_close(seen[0], seen[1], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(state.cosine_similarity(x), state.cosine_similarity(x + 5.0), atol=0.1)
+
+
+def test_moved_budget(model: Any, plans: Any) -> None:
+    """As many destinations in all, not in each window; merging and back still keep a constant."""
+    pack = pack_module("toma_core.merge")
+    sample(experiments.moved_budget(toma(window_size=4))(model), batch=2)
+    plan = plans[0]
+    counts = plan.budget.valid.sum(-1)
+    assert counts.sum(-1).tolist() == [plan.kept, plan.kept] == [plan.tokens // 2] * 2
+    assert len(counts.unique()) > 1
+    assert not torch.equal(*counts)
+    assert counts.min() >= 1
+    assert plan.destinations.shape == (2, plan.kept)
+    for each in (plan, plan.repeat(2)):
+        ones = torch.ones(each.picks.shape[0], plan.tokens, 3)
+        reduced = pack.merge(ones, each)
+        assert reduced.shape[1] == plan.kept
+        torch.testing.assert_close(reduced, torch.ones_like(reduced))
+        torch.testing.assert_close(pack.unmerge(reduced, each), ones)
+
+
+def test_refresh_early_or_late(model: Any, decisions: Any) -> None:
+    sample(experiments.refreshed(toma(), (1, 1), (10, 5))(model))
+    assert [d.selection for d in decisions] == [0, 1, 1000, 1000]
+    decisions.clear()
+    sample(experiments.refreshed(toma(), (10, 5), (1, 1))(model))
+    assert [d.selection for d in decisions] == [0, 0, 1000, 1001]
+
+
+def test_whole_last(model: Any, decisions: Any) -> None:
+    sample(experiments.whole_last(toma(full_every=2))(model))
+    assert [d.ratio for d in decisions] == [0.5, 0.0, 0.5, 0.0]
+
+
+def test_the_pack_is_as_before(model: Any) -> None:
+    state, run = pack_module("toma_core.state"), pack_module("nodes.adapters.run")
+    before = state.weigh, state.cosine_similarity, state.RunState._selected, run.Schedule, run.Sampling.copies
+    for change in (experiments.hard, experiments.centred, experiments.moved_budget, experiments.own_destinations):
+        sample(change(toma())(model))
+    assert before == (
+        state.weigh,
+        state.cosine_similarity,
+        state.RunState._selected,
+        run.Schedule,
+        run.Sampling.copies,
+    )
