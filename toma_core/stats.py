@@ -43,6 +43,7 @@ class RunStats:
     selections: int = 0
     weighings: int = 0
     kernels: set[str] = field(default_factory=set)
+    attention: str = ""
     detail_bytes: int = 0
     maps: dict[tuple[int, int], MergeMap] = field(default_factory=dict)
     clock: StepClock = field(default_factory=StepClock)
@@ -134,6 +135,8 @@ class RunStats:
         lines.append(f"merged blocks: {', '.join(sorted(self.merged_blocks, key=_natural)) or 'none'}")
         for reason, parts in self.left_whole.items():
             lines.append(f"left whole ({reason}): {', '.join(sorted(parts, key=_natural))}")
+        if self.attention:
+            lines.append(f"attention: {self.attention}")
         return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from comfy.ldm.modules import attention
 from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
@@ -147,6 +148,7 @@ def _outer_sample(
     sampling = Sampling.start(attachment.config, model_sampling, sigmas.tolist())
     guider.model_options = create_model_options_clone(given)
     guider.model_options["transformer_options"][SAMPLING] = sampling
+    sampling.run.stats.attention = _attention(guider.model_options["transformer_options"])
     if attachment.watcher is not None:
         attachment.watcher.began()
     try:
@@ -160,6 +162,16 @@ def _outer_sample(
         logging.info("ToMA: %s", stats.summary())
         if attachment.watcher is not None:
             attachment.watcher.ended(stats)
+
+
+def _attention(transformer_options: dict[str, Any]) -> str:
+    """What computes attention, on merged tokens too: ComfyUI's choice, or what another node put in its place."""
+    chosen = str(attention.optimized_attention.__name__).removeprefix("attention_")
+    override = transformer_options.get("optimized_attention_override")
+    if override is None:
+        return chosen
+    where = getattr(override, "__module__", None) or type(override).__module__
+    return f"{chosen}, overridden by {where.rpartition('custom_nodes.')[2]}"
 
 
 def _calc_cond_batch(

@@ -287,3 +287,27 @@ def test_model_called_outside_a_run_merges_too(model: Any, attach: Any, no_state
     assert not same(call(patched), call(model))
     assert same(call(patched), call(patched))
     assert same(call(attach(model, start_percent=0.9)), call(model))
+
+
+def test_the_report_names_the_attention(model: Any, attach: Any, stats_of: Any) -> None:
+    """ComfyUI's choice, and who has put another in its place: that one stays and computes."""
+    from comfy.ldm.modules.attention import optimized_attention
+
+    patched = attach(model)
+    models.sample(patched, SIDE, SIDE, steps=1)
+    chosen = optimized_attention.__name__.removeprefix("attention_")
+    assert stats_of(patched).text().splitlines()[-1] == f"attention: {chosen}"
+
+    calls = []
+
+    def override(func: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(func)
+        return func(*args, **kwargs)
+
+    foreign = model.clone()
+    foreign.model_options["transformer_options"]["optimized_attention_override"] = override
+    patched = attach(foreign)
+    models.sample(patched, SIDE, SIDE, steps=1)
+    assert calls
+    assert stats_of(patched).attention == f"{chosen}, overridden by {__name__}"
+    assert foreign.model_options["transformer_options"]["optimized_attention_override"] is override
