@@ -1,59 +1,93 @@
 """Makes the thumbnails of workflows/ from real runs of the tiny models: `python -m demo.thumbnails`.
 
-Pictures come from the trained weights if they are there, else from random ones; it says which. Left of the diagonal is
-the picture, right of it every token in the mean colour of the tokens that it was merged with.
+It says which model and weights a picture is from: trained ones where they are there, else random ones. A mosaic is a
+picture in which every token has the mean colour of the tokens that it was merged with.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFilter, ImageOps
 
 from scripts.comfy_pack import pack_module, use_comfyui
 from scripts.comfyui import ROOT
 
-from .showcase_graphs import DIT, DIT_FILE, UNET, WEIGHTS_FOLDER, Kind, place_dit
+from .scenes import CANVAS, Scene, scene_from_seed
+from .showcase_graphs import DIT, DIT_FILE, KINDS, UNET, WEIGHTS_FOLDER, Kind, place_dit
 
 FOLDER = ROOT / "workflows"
 SIDE = 512
 MOST_BYTES = 100_000
-STEPS = 20
-SCENE = 7
 _LINE = (20, 20, 20)
-NAMES = ((UNET, "SDXL", "SDXL advanced + report"), (DIT, "Flux", "Flux + report"))
+_PAPER = (250, 250, 250)
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One sampled picture of side x side pixels, and the merge map of each token grid of its run."""
+
+    picture: Image.Image
+    maps: dict[tuple[int, int], Any]
+
+    @property
+    def finest(self) -> Any:
+        return self.maps[max(self.maps)]
+
+
+@dataclass(frozen=True)
+class Thumbnail:
+    """How the thumbnail of a workflow is made: what is sampled, and how it is laid out."""
+
+    kind: Kind
+    layout: Callable[[Thumbnail], Image.Image]
+    scene: int
+    side: int = CANVAS
+    steps: int = 20
+
+    @property
+    def model(self) -> Kind:
+        """The kind itself; while it is untrained, the other one if that is trained: a picture says more than noise."""
+        return next((kind for kind in (self.kind, *KINDS) if kind.trained), self.kind)
+
+    def shot(self, **changes: Any) -> Shot:
+        """The picture of this scene, with attributes of the scene changed."""
+        return sampled(self.model, replace(scene_from_seed(self.scene), **changes), self.scene, self.side, self.steps)
 
 
 def main() -> None:
-    """Command line: write the four thumbnails."""
+    """Command line: write every thumbnail, or the named ones."""
     parser = argparse.ArgumentParser(prog="python -m demo.thumbnails", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=FOLDER)
-    folder = parser.parse_args().output
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(THUMBNAILS)}; all if none is given")
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - set(THUMBNAILS)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    folder = arguments.output
     use_comfyui()
-    for kind, simple, report in NAMES:
-        picture, maps = sampled(kind)
-        finest = maps[max(maps)]
-        images = {simple: split(picture, mosaic(picture, finest)), report: sheet(maps)}
-        for name, image in images.items():
-            path = folder / f"{name}.jpg"
-            save(image, path)
-            weights = "trained" if kind.trained else "random"
-            print(f"{path.name}: {path.stat().st_size:,} bytes, {weights} weights", flush=True)
+    for name in arguments.names or THUMBNAILS:
+        thumbnail = THUMBNAILS[name]
+        path = folder / f"{name}.jpg"
+        save(thumbnail.layout(thumbnail), path)
+        weights = "trained" if thumbnail.model.trained else "random"
+        print(f"{path.name}: {path.stat().st_size:,} bytes, {thumbnail.model.title}, {weights} weights", flush=True)
 
 
-def sampled(kind: Kind) -> tuple[Image.Image, dict[tuple[int, int], Any]]:
-    """A picture drawn with the merge on, and the merge map of each token grid of that run."""
+def sampled(kind: Kind, scene: Scene, seed: int, side: int, steps: int) -> Shot:
+    """A picture drawn with the merge on."""
     import comfy.sample
     import comfy.sd
 
     from .conditioning import conditioning, empty_latent, seeded_noise
     from .latents import decode
     from .models import load_unet
-    from .scenes import CANVAS, scene_from_seed
 
     run, reports = pack_module("nodes.adapters.run"), pack_module("nodes.adapters.reports")
     with tempfile.TemporaryDirectory() as folder:
@@ -66,20 +100,73 @@ def sampled(kind: Kind) -> tuple[Image.Image, dict[tuple[int, int], Any]]:
         settings = kind.sampling
         latent = comfy.sample.sample(
             model,
-            seeded_noise([SCENE], CANVAS, CANVAS),
-            STEPS,
+            seeded_noise([seed], side, side),
+            steps,
             settings["cfg"],
             settings["sampler_name"],
             settings["scheduler"],
-            conditioning([scene_from_seed(SCENE)]),
+            conditioning([scene]),
             conditioning([None]),
-            empty_latent(CANVAS, CANVAS),
+            empty_latent(side, side),
             disable_pbar=True,
-            seed=SCENE,
+            seed=seed,
         )
     pixels = decode(latent.float().cpu())[0].clamp(-1, 1).add(1).mul(127.5).round().byte()
     stats = reports.last(run.attachment_of(model).report_id)
-    return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()), dict(stats.maps)
+    return Shot(Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()), dict(stats.maps))
+
+
+def split(thumbnail: Thumbnail) -> Image.Image:
+    """The picture above the diagonal, its mosaic below."""
+    shot = thumbnail.shot()
+    return diagonal(enlarged(shot.picture), mosaic(shot.picture, shot.finest))
+
+
+def report(thumbnail: Thumbnail) -> Image.Image:
+    """What the report node shows."""
+    return sheet(thumbnail.shot().maps)
+
+
+def edges(thumbnail: Thumbnail) -> Image.Image:
+    """The edges of the picture, as a ControlNet gets them, above the diagonal; its mosaic below."""
+    shot = thumbnail.shot()
+    found = enlarged(shot.picture).convert("L").filter(ImageFilter.FIND_EDGES)
+    lines = ImageOps.autocontrast(ImageOps.crop(found, 2).resize((SIDE, SIDE)), cutoff=1).convert("RGB")
+    return diagonal(lines, mosaic(shot.picture, shot.finest))
+
+
+def doubled(thumbnail: Thumbnail) -> Image.Image:
+    """A picture at half the size in one corner of the full-size mosaic."""
+    small, large = thumbnail.shot(), replace(thumbnail, side=2 * thumbnail.side).shot()
+    image = mosaic(large.picture, large.finest)
+    inset = ImageOps.expand(small.picture.resize((SIDE // 2, SIDE // 2), Image.Resampling.BICUBIC), 4, _PAPER)
+    image.paste(inset, (SIDE - inset.width, 0))
+    return image
+
+
+def edited(thumbnail: Thumbnail) -> Image.Image:
+    """A picture above the diagonal, and below it the mosaic of the same scene in another colour."""
+    before, after = thumbnail.shot(), thumbnail.shot(background=5, shape_colour=2)
+    return diagonal(enlarged(before.picture), mosaic(after.picture, after.finest))
+
+
+# By the names of the workflows.
+THUMBNAILS = {
+    "SDXL": Thumbnail(UNET, split, scene=49),
+    "SDXL advanced + report": Thumbnail(UNET, report, scene=49),
+    "SDXL LoRA + ControlNet": Thumbnail(UNET, edges, scene=22),
+    "SDXL few steps": Thumbnail(UNET, split, scene=10, steps=8),
+    "SDXL hires fix 2048": Thumbnail(UNET, doubled, scene=6),
+    "SD1.5": Thumbnail(UNET, split, scene=21),
+    "Flux": Thumbnail(DIT, split, scene=41),
+    "Flux + report": Thumbnail(DIT, report, scene=41),
+    "Flux Kontext": Thumbnail(DIT, edited, scene=28),
+}
+
+
+def enlarged(picture: Image.Image) -> Image.Image:
+    """At SIDE x SIDE."""
+    return picture.resize((SIDE, SIDE), Image.Resampling.BICUBIC)
 
 
 def mosaic(picture: Image.Image, merged: Any) -> Image.Image:
@@ -106,14 +193,14 @@ def mosaic(picture: Image.Image, merged: Any) -> Image.Image:
     return image
 
 
-def split(picture: Image.Image, other: Image.Image) -> Image.Image:
-    """`picture` above the diagonal from the lower left to the upper right, `other` below it."""
-    whole = picture.resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+def diagonal(whole: Image.Image, other: Image.Image) -> Image.Image:
+    """`whole` above the diagonal from the lower left to the upper right, `other` below it."""
+    image = whole.copy()
     mask = Image.new("L", (SIDE, SIDE), 0)
     ImageDraw.Draw(mask).polygon([(0, SIDE), (SIDE, 0), (SIDE, SIDE)], fill=255)
-    whole.paste(other, (0, 0), mask)
-    ImageDraw.Draw(whole).line([(0, SIDE), (SIDE, 0)], fill=(255, 255, 255), width=3)
-    return whole
+    image.paste(other, (0, 0), mask)
+    ImageDraw.Draw(image).line([(0, SIDE), (SIDE, 0)], fill=(255, 255, 255), width=3)
+    return image
 
 
 def sheet(maps: dict[tuple[int, int], Any]) -> Image.Image:

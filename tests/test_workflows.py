@@ -14,6 +14,7 @@ from urllib.parse import quote
 import pytest
 from PIL import Image
 
+from demo.thumbnails import THUMBNAILS
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
 
@@ -61,8 +62,8 @@ def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
             inputs.setdefault(name, value)
             if options.get("control_after_generate") or name in SEEDS:
                 assert values.pop(0) in AFTER_SEED
-        # PreviewAny keeps widgets of the page's own, which are not sent.
-        assert not values or node["type"] == "PreviewAny", (
+        # These keep widgets of the page's own, which are not sent.
+        assert not values or node["type"] in ("PreviewAny", "LoadImage"), (
             f"{node['type']} has more widget values than inputs: {values}"
         )
         prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
@@ -80,6 +81,7 @@ def workshop() -> Iterator[ComfyServer]:
                     file = server.base / "models" / model["directory"] / model["name"]
                     file.parent.mkdir(exist_ok=True)
                     file.touch()
+        Image.new("RGB", (8, 8)).save(server.base / "input" / "example.png")  # ComfyUI comes with one of this name
         (server.base / "models" / "diffusion_models").mkdir(exist_ok=True)
         (server.base / "models" / "diffusion_models" / "toma_demo_dit.safetensors").touch()
         yield server.start()
@@ -203,7 +205,21 @@ def test_is_listed_and_served_with_its_thumbnail(path: Path, server: ComfyServer
     assert Image.open(io.BytesIO(thumbnail)).size == (512, 512)
 
 
-def test_four_workflows_ship() -> None:
-    names = {"SDXL", "SDXL advanced + report", "Flux", "Flux + report"}
-    assert {path.stem for path in EXAMPLES} == names
-    assert {path.stem for path in (ROOT / "workflows").glob("*.jpg")} == names
+def test_every_workflow_has_a_thumbnail_that_can_be_made_again() -> None:
+    names = {path.stem for path in EXAMPLES}
+    assert {"SDXL", "SDXL LoRA + ControlNet", "SDXL few steps", "SDXL hires fix 2048", "SD1.5"} <= names
+    assert {"Flux", "Flux Kontext"} <= names
+    assert {path.stem for path in (ROOT / "workflows").iterdir() if path.suffix == ".jpg"} == names
+    assert set(THUMBNAILS) == names
+
+
+@pytest.mark.server
+@every_example
+def test_nodes_are_the_packs_or_comfyuis_own(path: Path, workshop: ComfyServer) -> None:
+    """What opens without a missing node on a plain ComfyUI with this pack alone, and says where its nodes are from."""
+    for node in load(path)["nodes"]:
+        ours = node["type"].startswith("ToMA")
+        assert node["properties"]["cnr_id"] == ("toma-token-merge" if ours else "comfy-core")
+        if node["type"] not in NOTES:
+            module = workshop.object_info(node["type"])["python_module"]
+            assert module.startswith((f"custom_nodes.{PACK_FOLDER}",) if ours else ("nodes", "comfy_extras.")), module
