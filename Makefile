@@ -8,10 +8,10 @@ RUN = $(PYTHON) -m scripts.run $(if $(COMFYUI),--comfyui $(COMFYUI)) --
 TOOL = $(PYTHON) -m scripts.run --quiet --
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test demo bench fidelity pack lint format types clean purge
+.PHONY: help setup test demo bench bench-gpu fidelity pack lint format types clean purge
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@printf '\n  ARGS="..." is passed on, COMFYUI=0.16.3 picks a ComfyUI release, PYTHON=... the Python to start from.\n'
 
 setup: ## find or get ComfyUI and make the environment (every other target does this first)
@@ -23,8 +23,11 @@ test: ## unit, property, adapter and server tests on a real ComfyUI; ARGS="-k wi
 demo: ## run real models with and without ToMA and compare; ARGS=--serve opens the web page
 	@$(RUN) python -m demo $(ARGS)
 
-bench: ## time full-size forwards (about 10 GB of memory); ARGS=--help
-	@$(RUN) python -m benchmarks.forward $(ARGS)
+bench: ## time ToMA and its rivals on this machine, 15 minutes, about 10 GB of memory; ARGS=--help
+	@$(RUN) python -m benchmarks.suite $(ARGS)
+
+bench-gpu: ## the same for a GPU, 8 minutes, 30 GB of its memory; ARGS=--dry-run goes the same way without one
+	@$(RUN) python -m benchmarks.suite --gpu $(ARGS)
 
 fidelity: ## measure merged pictures of the trained tiny models; hours on a CPU, resumable; ARGS=--help
 	@$(RUN) python -m benchmarks.fidelity $(ARGS)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,12 +32,14 @@ META = torch.device("meta")
 @dataclass
 class Cost:
     """flops: a multiply-add is two. bytes: read and written by every operation, nothing fused but attention.
-    launches: operations that are no view and no mere allocation. parts: the same by part of a step."""
+    launches: operations that are no view and no mere allocation. operations: their names, how
+    often; products: their FLOPs. parts: the same by part of a step."""
 
     flops: float = 0.0
     bytes: float = 0.0
     launches: int = 0
     operations: Counter[str] = field(default_factory=Counter)
+    products: Counter[str] = field(default_factory=Counter)
     parts: dict[str, Cost] = field(default_factory=dict)
 
     def add(self, name: str, flops: float, moved: float) -> None:
@@ -45,11 +48,7 @@ class Cost:
         self.bytes += moved
         self.launches += 1
         self.operations[name] += 1
-
-    def seconds(self, flops: float, bandwidth: float, launch: float = 0.0) -> float:
-        """The least time on a device of this many FLOP/s and bytes/s, if compute and memory never overlap across
-        operations and every launch costs `launch` seconds: an estimate from a count, not a measurement."""
-        return max(self.flops / flops, self.bytes / bandwidth) + launch * self.launches
+        self.products[name] += int(flops)
 
 
 class Meter(TorchDispatchMode):
@@ -68,6 +67,25 @@ class Meter(TorchDispatchMode):
             yield
         finally:
             self.part = before
+
+    @contextmanager
+    def around(self, module: torch.nn.Module, part: str) -> Iterator[None]:
+        """While it lasts, what a module does belongs to this part of a step."""
+        entered: list[Any] = []
+
+        def enter(*_: Any) -> None:
+            entered.append(self.within(part))
+            entered[-1].__enter__()
+
+        def leave(*_: Any) -> None:
+            entered.pop().__exit__(None, None, None)
+
+        handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def count(self, name: str, flops: float, moved: float) -> None:
         """Note one operation, also under the part of the step that is running."""
@@ -131,11 +149,13 @@ def count(
     kernels: bool = False,
     plan: bool = False,
     flux_blocks: tuple[int, int] = (19, 38),
+    modules: Mapping[str, str] = MappingProxyType({}),
 ) -> Cost:
     """The cost of one evaluation of full-width `sdxl` or `flux`.
 
     kernels: count ToMA's fused Triton kernels, whose shapes are known without a GPU, instead of plain PyTorch.
-    plan: an evaluation that also makes its plans; else they are there already.
+    plan: an evaluation that also makes its plans; else they are there already. modules: from the name of a kind of
+    module to the part under which its work is counted.
     """
     patched = variant.patch(on_meta(shape.model, flux_blocks))
     model, meter = patched.model.diffusion_model, Meter()
@@ -158,7 +178,12 @@ def count(
     if evaluation is not None and not plan:
         forward()
         meter.cost = Cost()
-    with marked(meter.within), meter:
+    with ExitStack() as stack:
+        for module in model.modules():
+            if part := modules.get(type(module).__name__):
+                stack.enter_context(meter.around(module, part))
+        stack.enter_context(marked(meter.within))
+        stack.enter_context(meter)
         forward()
     return meter.cost
 

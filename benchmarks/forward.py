@@ -14,6 +14,7 @@ the output is broken, or nothing was merged, or the unpatched model changed.
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -181,6 +182,11 @@ def ceiling(shape: Shape, variant: Variant, flux_blocks: tuple[int, int] = (19, 
     except Exception as error:
         bench.say(f"{variant.name}: no FLOP ceiling: {type(error).__name__}: {error}")
         return None
+
+
+@functools.lru_cache
+def _whole(shape: Shape, flux_blocks: tuple[int, int]) -> float:
+    return cost.count(shape, flux_blocks=flux_blocks).flops
 
 
 def _kernels_agree(runner: Runner, patcher: Any, inputs: dict[str, Any], output: Tensor, base: Tensor) -> list[str]:

@@ -80,6 +80,7 @@ def _fill(model: Any, device: torch.device, seed: int) -> None:
     if device.type == "meta":
         model.diffusion_model.requires_grad_(False)
         return
+    model.to(device)
     noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(seed)).to(device)
     for index, parameter in enumerate(model.diffusion_model.parameters()):
         size = parameter.numel()

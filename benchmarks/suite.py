@@ -14,7 +14,9 @@ comfy-kitchen, comfy-aimdo, torchsde and trampoline; matplotlib for the plot and
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -27,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import bench, forward, fullsize, micro, sample, variants
+from benchmarks import bench, breakeven, forward, fullsize, micro, sample, variants
 from benchmarks.bench import Row
 from benchmarks.fullsize import Shape
 from benchmarks.variants import Variant
@@ -63,6 +65,7 @@ class Suite:
         key = (name, flux_blocks)
         if not self._built or self._built[0] != key:
             self._built = ()
+            gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             made = fullsize.patcher(name, self.dtype, self.device, tiny=self.dry, flux_blocks=flux_blocks)
@@ -109,6 +112,8 @@ def kernel_tests(suite: Suite) -> None:
     if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("hypothesis") is None:
         suite.notes.append("tests: left out, pytest or hypothesis is not installed")
         return
+    # Not with the settings in pyproject.toml: they ask for a pytest that a bare machine may not have.
+    options = ["-q", "-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider", "--import-mode", "importlib"]
     paths = ["tests/toma_core/kernels", "tests/toma_core/test_state.py"]
     if suite.dry:
         paths = ["tests/toma_core/kernels/test_product.py", "-k", "refused"]
@@ -116,9 +121,11 @@ def kernel_tests(suite: Suite) -> None:
         paths += ["-n", "8"]
     log = suite.out / "tests.log"
     with log.open("w", encoding="utf-8") as out:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
+        command = [sys.executable, "-m", "pytest", *options, *paths]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         try:
-            code = subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, timeout=150, check=False).returncode
+            done = subprocess.run(command, cwd=ROOT, env=environ, stdout=out, stderr=out, timeout=150, check=False)
+            code = done.returncode
         except subprocess.TimeoutExpired:
             code = -1
     last = next((line for line in reversed(log.read_text(encoding="utf-8").splitlines()) if line.strip()), "")
@@ -200,6 +207,17 @@ def flux_large(suite: Suite) -> None:
     suite.runs("flux", 2048, 8, 1.0, suite.every_and_balanced(), 40)
 
 
+def break_even(suite: Suite) -> None:
+    """From how many tokens on merging pays: stacks of SDXL's blocks alone."""
+    sides, stacks = (8, 12, 16, 24, 32), breakeven.STACKS
+    if suite.dry:
+        sides, stacks = (4,), ((64, 1),)
+    for width, depth in stacks:
+        suite.rows += breakeven.measure(
+            width, depth, sides, RATIO, suite.repeats(7), suite.dtype, suite.device, batch=1
+        )
+
+
 def cpu_sdxl(suite: Suite) -> None:
     """Full-size SDXL on a CPU: ToMA, and every rival in the same table."""
     rivals = variants.unet_rivals(RATIO)
@@ -235,10 +253,11 @@ GPU: tuple[tuple[str, float, Section], ...] = (
     ("sdxl-1024-cfg", 30, sdxl_cfg),
     ("sdxl-1024", 25, sdxl_plain),
     ("sdxl-2048", 50, sdxl_large),
-    ("sdxl-rivals", 25, sdxl_rivals),
-    ("sdxl-steps", 30, sdxl_few_steps),
     ("flux-1024", 45, flux),
     ("flux-2048", 50, flux_large),
+    ("sdxl-rivals", 30, sdxl_rivals),
+    ("sdxl-steps", 30, sdxl_few_steps),
+    ("break-even", 15, break_even),
     ("sdxl-sizes", 30, sdxl_sizes),
     ("compile", 150, compiled),
 )
@@ -247,6 +266,7 @@ CPU: tuple[tuple[str, float, Section], ...] = (
     ("sdxl", 120, cpu_sdxl),
     ("steps", 120, cpu_runs),
     ("flux", 60, cpu_flux),
+    ("break-even", 60, break_even),
 )
 
 

@@ -32,8 +32,6 @@ def test_a_product_is_counted() -> None:
         c + 1
     assert (meter.cost.flops, meter.cost.launches) == (2 * 3 * 4 * 5, 2)
     assert meter.cost.bytes == 4 * (12 + 20 + 15) + 4 * (15 + 15)
-    assert meter.cost.seconds(flops=12.0, bandwidth=1e9) == 10.0
-    assert meter.cost.seconds(flops=1e9, bandwidth=1e9, launch=1.0) > 2.0
 
 
 @pytest.mark.parametrize(("skip", "shape"), [(False, (2, 6, 8)), (True, (2, 4, 6, 2))])

@@ -1,0 +1,146 @@
+"""From how many tokens on does merging pay on this device?
+
+    python -m benchmarks.breakeven [--side 8 12 16 24 32 48 64] [--ratio 0.5] [--repeats 7] [--out FOLDER]
+
+Times chains of real transformer blocks, as both levels of SDXL have them, whole and merged, over token grids of
+growing side; the share of a plan that a step pays (one selection in ten steps, one weighing in five) is added to the
+merged time. Below the side where the ratio falls under 1, `min_tokens` should leave a grid whole. On a CPU the clock
+is the process's own, so that other programs on the machine matter less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import bench, variants
+from benchmarks.bench import Row, Timing
+from scripts.comfy_pack import load_pack, pack_module, use_comfyui
+
+# Width and depth of a stack at each level of SDXL.
+STACKS = ((640, 2), (1280, 10))
+# With the defaults, weights are made in every fifth step and destinations in every tenth.
+_PLANS_PER_STEP = 0.2
+
+
+def stack(width: int, depth: int, dtype: torch.dtype, device: torch.device) -> list[Any]:
+    """The transformer blocks of one SpatialTransformer of SDXL, with random weights."""
+    import comfy.ops
+    from comfy.ldm.modules.attention import BasicTransformerBlock
+
+    generator = torch.Generator().manual_seed(0)
+    blocks = []
+    for _ in range(depth):
+        block = BasicTransformerBlock(
+            width,
+            width // 64,
+            64,
+            context_dim=2048,
+            dtype=dtype,
+            device=device,
+            operations=comfy.ops.disable_weight_init,
+        )
+        for parameter in block.parameters():
+            fan_in = parameter[0].numel() if parameter.ndim > 1 else 1
+            noise = torch.randn(parameter.shape, generator=generator) / fan_in**0.5
+            parameter.data = (noise if parameter.ndim > 1 else 1 + 0.1 * noise).to(device, dtype)
+        blocks.append(block.requires_grad_(False).eval())
+    return blocks
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    bench.synchronize(device)
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    start = clock()
+    call()
+    bench.synchronize(device)
+    return clock() - start
+
+
+def measure(
+    width: int,
+    depth: int,
+    sides: Sequence[int],
+    ratio: float,
+    repeats: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch: int = 2,
+) -> list[Row]:
+    """One row a side: a chain of blocks merged once, and its speed-up over the whole chain."""
+    core = pack_module("toma_core")
+    blocks = stack(width, depth, dtype, device)
+    generator = torch.Generator().manual_seed(1)
+    context = torch.randn(batch, 77, 2048, generator=generator).to(device, dtype)
+
+    def chain(x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x, context=context)
+        return x
+
+    rows = []
+    with torch.inference_mode():
+        for side in sides:
+            x = torch.randn(batch, side * side, width, generator=generator).to(device, dtype)
+            run = core.RunState(core.Schedule(core.ToMAConfig(ratio=ratio, min_tokens=4)))
+            evaluation = core.Evaluation(run, run.schedule.decide(1.0), (None,) * batch)
+
+            def plan(run: Any = run, x: Tensor = x, side: int = side, evaluation: Any = evaluation) -> Any:
+                run._plans.clear()
+                return core.plan_for(x, (side, side), None, evaluation)
+
+            made = plan()
+
+            def merged(x: Tensor = x, plan: Any = made) -> Tensor:
+                reduced = core.reduce(x, plan)
+                return core.restore(chain(reduced), reduced, x, plan)
+
+            cases: dict[str, Callable[[], Any]] = {"whole": lambda x=x: chain(x), "merged": merged, "plan": plan}
+            times: dict[str, list[float]] = {name: [] for name in cases}
+            for turn in range(repeats + 1):
+                for name, call in cases.items():
+                    seconds = _seconds(call, device)
+                    if turn:
+                        times[name].append(seconds)
+            planning = bench.quantile(times["plan"], 0.5)
+            whole = Timing(times["whole"], chain(x).float().cpu())
+            this = Timing([t + _PLANS_PER_STEP * planning for t in times["merged"]], merged().float().cpu())
+            tokens = f"{side * side} -> {made.kept}"
+            row = Row("break-even", f"{depth} blocks", f"{side}x{side}x{width}", batch, "ToMA stack", tokens)
+            row.planning = planning
+            rows.append(bench.compared(row, this, whole))
+            bench.say(f"{row.size}: {row.speedup:.2f}x" if row.speedup else row.gate)
+    return rows
+
+
+def main() -> None:
+    """Parse, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--side", nargs="*", type=int, default=[8, 12, 16, 24, 32, 48, 64], help="tokens")
+    parser.add_argument("--ratio", type=float, default=0.5)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--out", type=Path, help="write FOLDER/breakeven.json, .csv, .md and .png")
+    args = parser.parse_args()
+    use_comfyui(own_attention=True)
+    variants.use_stand_ins()
+    load_pack()
+    device, dtype = bench.device_here(), getattr(torch, args.dtype)
+    told = bench.conditions(dtype=args.dtype, repeats=args.repeats)
+    rows = [
+        row
+        for width, depth in STACKS
+        for row in measure(width, depth, args.side, args.ratio, args.repeats, dtype, device, args.batch)
+    ]
+    bench.finish(rows, told, args.out and args.out / "breakeven")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Count what merging saves and adds, and write the tables into docs/performance.md: `python -m benchmarks.performance`.
+
+Every number between the page's markers comes from here: counts of FLOPs, bytes and launches on the meta device, and
+measured speed-ups from the committed results of `benchmarks.suite`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import bench, variants
+from benchmarks.cost import Cost, count
+from benchmarks.fullsize import Shape
+from scripts.comfy_pack import load_pack, use_comfyui
+from scripts.comfyui import ROOT
+
+PAGE = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+RATIOS = (0.25, 0.5, 0.75)
+SIDES = (512, 768, 1024, 1536, 2048, 4096)
+_FLUX_ALL = {"flux_whole_double": 0, "flux_whole_single": 0}
+
+
+def markdown(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
+    """A table."""
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def _toma(**settings: Any) -> variants.Variant:
+    return variants.toma("", **{"ratio": 0.5, **settings})
+
+
+def parts() -> str:
+    """Where the work of one evaluation is."""
+
+    def rows() -> Iterator[list[str]]:
+        for model, modules in (
+            ("sdxl", {"CrossAttention": "attention with its projections", "FeedForward": "feed-forward"}),
+            ("flux", {"DoubleStreamBlock": "19 double blocks", "SingleStreamBlock": "38 single blocks"}),
+        ):
+            whole = count(Shape(model), modules=modules)
+            merged = count(Shape(model), _toma(), modules=modules)
+            for name, part in whole.parts.items():
+                yield [
+                    model,
+                    name,
+                    *_figures(part),
+                    f"{part.flops / whole.flops:.0%}",
+                    _times(part, merged.parts[name]),
+                ]
+            rest = whole.flops - sum(part.flops for part in whole.parts.values())
+            name = "convolutions and the rest" if model == "sdxl" else "the rest"
+            yield [model, name, f"{rest / 1e12:.2f}", "", "", f"{rest / whole.flops:.0%}", ""]
+            yield [model, "all", *_figures(whole), "100%", _times(whole, merged)]
+
+    return markdown(["model", "part", "TFLOP", "GB", "launches", "of FLOPs", "fewer FLOPs at 0.5"], rows())
+
+
+def _figures(cost: Cost) -> list[str]:
+    return [f"{cost.flops / 1e12:.2f}", f"{cost.bytes / 1e9:.1f}", str(cost.launches)]
+
+
+def _times(base: Cost, cost: Cost) -> str:
+    return f"{base.flops / cost.flops:.2f}x"
+
+
+def ceilings() -> str:
+    """The ceiling by size and ratio."""
+
+    def rows() -> Iterator[list[str]]:
+        for model, name, settings in (
+            ("sdxl", "SDXL", {}),
+            ("flux", "Flux, first 5 + 5 blocks whole", {}),
+            ("flux", "Flux, all blocks", _FLUX_ALL),
+        ):
+            for side in SIDES:
+                shape = Shape(model, side, side)
+                base = count(shape)
+                merged = [count(shape, _toma(ratio=ratio, **settings)) for ratio in RATIOS]
+                yield [name, f"{side}", f"{base.flops / 1e12:.1f}", *(_times(base, m) for m in merged)]
+
+    return markdown(["model", "side, px", "TFLOP whole", *(f"ratio {r:g}" for r in RATIOS)], rows())
+
+
+def overhead() -> str:
+    """What merging adds to an evaluation that reuses its plans."""
+
+    def rows() -> Iterator[list[str]]:
+        for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
+            base = count(Shape(model))
+            for granularity in ("module", "block", "stack"):
+                if (model, granularity) == ("flux", "stack"):
+                    continue
+                for kernels, by in ((True, "Triton"), (False, "PyTorch")):
+                    merged = count(Shape(model), _toma(granularity=granularity), kernels=kernels)
+                    added = [merged.parts[part] for part in ("merge", "unmerge")]
+                    yield [
+                        name,
+                        granularity,
+                        by,
+                        f"{merged.launches - base.launches:+d} ({merged.launches / base.launches - 1:+.1%})",
+                        f"{sum(part.bytes for part in added) / merged.bytes:.1%}",
+                        f"{base.bytes / merged.bytes:.2f}x",
+                    ]
+
+    head = ["model", "merged around each", "by", "launches added", "bytes of merging", "fewer bytes in all"]
+    return markdown(head, rows())
+
+
+def growth() -> str:
+    """How cost grows with the picture and with the batch."""
+
+    def rows() -> Iterator[list[str]]:
+        for model in ("sdxl", "flux"):
+            shapes = [Shape(model, side, side) for side in (512, 1024, 2048, 4096)]
+            shapes += [Shape(model, batch=batch) for batch in (2, 4, 8)]
+            for shape in shapes:
+                base, merged = count(shape), count(shape, _toma())
+                attention = base.products["attention"] / base.flops
+                yield [model, shape.size, str(shape.batch), *_figures(base), f"{attention:.0%}", *_figures(merged)]
+
+    head = ["model", "size", "batch", "TFLOP", "GB", "launches", "of FLOPs in QK^T and AV", "TFLOP at 0.5"]
+    return markdown([*head, "GB at 0.5", "launches at 0.5"], rows())
+
+
+def planning() -> str:
+    """What making plans costs, and by how many steps it is divided."""
+
+    def rows() -> Iterator[list[str]]:
+        for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
+            for kernels, by in ((True, "Triton"), (False, "PyTorch")):
+                made = count(Shape(model), _toma(), kernels=kernels, plan=True)
+                plan = made.parts["plan"]
+                yield [
+                    name,
+                    by,
+                    str(plan.launches),
+                    f"{plan.launches / made.launches:.1%}",
+                    f"{plan.launches / 10:.0f}",
+                ]
+
+    return markdown(
+        ["model", "by", "launches of all plans", "of an evaluation", "launches a step over 10 steps"], rows()
+    )
+
+
+def measured() -> str:
+    """Measured speed-ups beside their ceilings, from every committed result."""
+    results = []
+    for path in sorted(RESULTS.glob("*/results.json")):
+        results.append(json.loads(path.read_text(encoding="utf-8")))
+
+    def rows() -> Iterator[list[str]]:
+        for result in results:
+            told = result["conditions"]
+            for row in result["rows"]:
+                if row["variant"] == "unpatched" or row["section"].startswith("micro"):
+                    continue
+                speed = bench.REFUSED if row["speedup"] is None else f"{row['speedup']:.2f}x"
+                ceiling = "" if row["ceiling"] is None else f"{row['ceiling']:.2f}x"
+                size = f"{row['size']}, batch {row['batch']}"
+                yield [told["device"], row["section"], row["model"], size, row["variant"], speed, ceiling]
+
+    head = ["device", "what", "model", "size", "variant", "measured", "ceiling by FLOPs"]
+    lines = [markdown(head, rows())] if results else ["No run of `make bench` is committed."]
+    if not any("cuda" in result["conditions"] for result in results):
+        lines.append("On a GPU: not measured yet.")
+    return "\n\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "parts": parts,
+    "ceilings": ceilings,
+    "overhead": overhead,
+    "growth": growth,
+    "planning": planning,
+    "measured": measured,
+}
+
+
+def filled(text: str, tables: dict[str, Callable[[], str]]) -> str:
+    """The page with these tables made anew between their markers. Raises KeyError where a table has no place."""
+    for name, make in tables.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+        if not pattern.search(text):
+            raise KeyError(f"{PAGE.name} has no place for the table {name}")
+        table = make()
+        text = pattern.sub(lambda found, table=table: f"{found[1]}\n{table}\n{found[2]}", text)
+    return text
+
+
+def main(page: Path = PAGE) -> None:
+    """Count and write."""
+    use_comfyui()
+    variants.use_stand_ins()
+    load_pack()
+    page.write_text(filled(page.read_text(encoding="utf-8"), TABLES), encoding="utf-8")
+    bench.say(f"written: {page}")
+
+
+if __name__ == "__main__":
+    main()
