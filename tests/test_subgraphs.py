@@ -29,7 +29,7 @@ def to_prompt(inside: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
     links = {link["id"]: link for link in inside["links"]}
     prompt: dict[str, Any] = {}
     for node in inside["nodes"]:
-        values, inputs = list(node["widgets_values"]), {}
+        values, inputs = list(node.get("widgets_values", [])), {}
         for slot in node["inputs"]:
             link = links.get(slot["link"])
             if "widget" in slot:

@@ -1,0 +1,120 @@
+"""The archive that users install: what is in it, and that it works in a ComfyUI that has nothing else of ours."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from demo.showcase_graphs import DIT, PICTURE, REPORT, place_dit, sampling_graph
+from scripts import archive
+from scripts.comfy_server import ComfyServer
+from scripts.comfyui import ROOT
+from scripts.console import SetupError
+
+NAME = "toma-token-merge"  # Manager and comfy-cli install into a folder of this name
+FOR_USERS = {
+    *("__init__.py", "nodes", "toma_core", "web", "locales", "workflows", "subgraphs"),
+    *("pyproject.toml", "requirements.txt", "LICENSE", "README.md", "CHANGELOG.md"),
+}
+MOST_BYTES = 2_000_000
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return archive.pack(tmp_path_factory.mktemp("packed"))
+
+
+@pytest.fixture(scope="module")
+def installed(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The archive unpacked as Manager does it."""
+    folder = tmp_path_factory.mktemp("custom_nodes") / NAME
+    with zipfile.ZipFile(packed) as zipped:
+        zipped.extractall(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fresh(installed: Path) -> Iterator[ComfyServer]:
+    """A ComfyUI with the installed pack, not this checkout, and with the demo's nodes to feed its tiny Flux."""
+    server = ComfyServer(packs=[installed, ROOT / "demo"], checkout=False)
+    try:
+        place_dit(server.base / "models")
+        yield server.start()
+    finally:
+        server.stop()
+
+
+def test_holds_what_a_user_needs_and_no_more(packed: Path) -> None:
+    assert packed.name.startswith(f"{NAME}-")
+    assert packed.stat().st_size < MOST_BYTES
+    with zipfile.ZipFile(packed) as zipped:
+        names = zipped.namelist()
+    assert {name.split("/")[0] for name in names} == FOR_USERS
+    assert {Path(name).suffix for name in names} <= {".py", ".js", ".mjs", ".md", ".json", ".jpg", ".toml", ".txt", ""}
+
+
+def test_warnings_of_the_registry_stop_the_pack(tmp_path: Path) -> None:
+    """comfy-cli only warns of an accelerator that it does not know and leaves the others out as well."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (tmp_path / "pyproject.toml").write_text(text.replace("GPU :: NVIDIA CUDA", "GPU :: Abacus"))
+    with pytest.raises(SetupError, match="Invalid Environment classifier"):
+        archive.pack(tmp_path / "out", tmp_path)
+    (tmp_path / "pyproject.toml").write_text(text)
+    (tmp_path / "bad.py").write_text("eval('1')\n")
+    with pytest.raises(SetupError, match="S307"):
+        archive.pack(tmp_path / "out", tmp_path)
+
+
+def test_registry_gets_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As comfy-cli itself reads them: it leaves out what it does not understand."""
+    from comfy_cli.registry.config_parser import extract_node_configuration
+
+    monkeypatch.chdir(ROOT)
+    config = extract_node_configuration()
+    assert config is not None
+    project, comfy = config.project, config.tool_comfy
+    assert project.name == NAME
+    assert project.description
+    assert project.license.file == "LICENSE"
+    assert project.dependencies == []
+    assert project.supported_os == ["OS Independent"]
+    assert "GPU :: NVIDIA CUDA" in project.supported_accelerators
+    assert project.supported_comfyui_version == ">=0.16.3"
+    assert project.urls.repository.endswith("/ComfyUI-ToMA")
+    assert comfy.publisher_id == "comfyui-toma"
+    assert comfy.display_name
+    for url, size in ((comfy.icon, (400, 400)), (comfy.banner_url, (1260, 540))):
+        base, _, path = url.partition("/main/")
+        assert base == project.urls.repository.replace("//github.com", "//raw.githubusercontent.com")
+        assert Image.open(ROOT / path).size == size
+
+
+@pytest.mark.server
+@pytest.mark.compat
+def test_installed_pack_runs_a_graph(fresh: ComfyServer) -> None:
+    for node_id in json.loads((ROOT / "tests/nodes/schema.json").read_text()):
+        assert fresh.object_info(node_id)["python_module"] == f"custom_nodes.{NAME}"
+    run = fresh.run(sampling_graph(DIT, 128, 4, seed=1, merged=True), timeout=120)
+    assert run.status == "success", run.error
+    assert "4/4 steps" in run.outputs[REPORT]["text"][0]
+    assert fresh.view(run.outputs[PICTURE]["images"][0]).startswith(b"\x89PNG")
+
+
+@pytest.mark.server
+@pytest.mark.compat
+def test_installed_pack_brings_its_pages(fresh: ComfyServer, installed: Path) -> None:
+    pages = list((installed / "web").rglob("*.*"))
+    assert installed / "web" / "docs" / "ToMA.md" in pages
+    for page in pages:
+        path = page.relative_to(installed / "web").as_posix()
+        assert fresh.fetch(f"/extensions/{NAME}/{path}") == page.read_bytes()
+    templates = {path.stem for path in (installed / "workflows").glob("*.json")}
+    assert set(fresh.get("/api/workflow_templates")[NAME]) == templates != set()
+    assert fresh.get("/i18n")["de"]["nodeDefs"]["ToMA"]["inputs"]["ratio"]
+    blueprints = [entry["info"]["node_pack"] for entry in fresh.get("/global_subgraphs").values()]
+    assert f"custom_nodes.{NAME}" in blueprints
