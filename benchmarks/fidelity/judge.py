@@ -101,14 +101,17 @@ class Judge:
         return generate(model, scenes, seeds, steps=steps, batch=self.conditions.batch, **self.options)
 
     def _drawn(self, model: Any, steps: int) -> Drawn:
-        latents, seconds = [], 0.0
+        # Counting costs time, so the first set is counted and the others are timed.
+        images, seconds = self.conditions.images, []
         with counting() as counter:
-            for group in range(len(self.seeds)):
-                begin = time.process_time()
-                latents.append(self._generate(model, steps, group))
-                seconds += time.process_time() - begin
-        pictures = self.conditions.images * self.conditions.seeds
-        return Drawn(latents, counter.get_total_flops() / pictures, seconds / pictures)
+            begin = time.process_time()
+            latents = [self._generate(model, steps, 0)]
+            counted = time.process_time() - begin
+        for group in range(1, len(self.seeds)):
+            begin = time.process_time()
+            latents.append(self._generate(model, steps, group))
+            seconds.append(time.process_time() - begin)
+        return Drawn(latents, counter.get_total_flops() / images, statistics.mean(seconds or [counted]) / images)
 
     def seconds_a_step(self, steps: int = 1) -> float:
         """CPU seconds that the unmerged model takes now for a step of a picture, to compare times with."""
