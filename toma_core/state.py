@@ -43,6 +43,7 @@ class RunState:
     stats: RunStats = field(default_factory=RunStats)
     dispatch: Dispatch = field(default_factory=Dispatch)
     _plans: dict[_PlanKey, _Entry] = field(default_factory=dict)
+    _stacks: dict[Hashable, tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
     details: Details = field(init=False)
 
@@ -73,7 +74,12 @@ class RunState:
         for key in keys:
             first = copies.index(key) * chunk
             plans[key] = self._entry(x[first : first + chunk], grid, (scope, key), decision).plan
-        return _stacked([plans[key] for key in copies])
+        parts = [plans[key] for key in copies]
+        place = (scope, grid, copies, chunk, x.dtype, x.device)
+        stack = self._stacks.get(place)
+        if stack is None or any(old is not new for old, new in zip(stack[0], parts, strict=True)):
+            stack = self._stacks[place] = parts, _stacked(parts)
+        return stack[1]
 
     def _entry(self, x: Tensor, grid: tuple[int, int], scope: Hashable, decision: Decision) -> _Entry:
         key = (scope, grid, x.shape[0], x.dtype, x.device)
@@ -134,6 +140,7 @@ class RunState:
     def close(self) -> RunStats:
         """Drop every tensor of the run and hand over its stats."""
         self._plans.clear()
+        self._stacks.clear()
         self._layouts.clear()
         self.details.clear()
         return self.stats

@@ -137,6 +137,19 @@ def test_areas_have_plans_of_their_own() -> None:
     assert run.stats.selections == 2
 
 
+def test_plans_of_several_areas_are_put_together_once() -> None:
+    """Not again for every block, and again when one of them has new weights."""
+    run, x = run_of(), features(1, 3)
+    copies = ("l", "r", "l")
+    first = run.plan(x, GRID, "a", at(), copies)
+    assert run.plan(x, GRID, "a", at(), copies) is first
+    assert run.plan(x, GRID, "a", at(), ("r", "l", "l")) is not first
+    newer = run.plan(features(2, 3), GRID, "a", at(weighing=1), copies)
+    assert newer is not first
+    assert not torch.equal(newer.merge_weights, first.merge_weights)
+    assert run.plan(x, GRID, "a", at(weighing=1), copies) is newer
+
+
 def test_windows_shift_at_every_other_selection() -> None:
     run = run_of(shift_windows=True)
     cuts = [run.plan(features(0), GRID, "a", at(selection=s), (None,)).windows.cuts for s in range(4)]
@@ -206,7 +219,7 @@ def test_two_runs_share_nothing_that_changes() -> None:
     for name, value in vars(one).items():
         assert name == "schedule" or value is not getattr(other, name)
     for name, value in vars(one.stats).items():
-        assert isinstance(value, int) or value is not getattr(other.stats, name)
+        assert isinstance(value, (int, str)) or value is not getattr(other.stats, name)
     plan = one.plan(features(0), GRID, "a", at(), (None,))
     assert other.plan(features(1), GRID, "a", at(), (None,)) is not plan
     one.stats.merged("x")
