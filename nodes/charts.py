@@ -39,10 +39,10 @@ def steps_chart(stats: RunStats, width: int) -> Image.Image:
     pen.text((_PAD, 4), "tokens in merged blocks, by step", fill=INK, font=font())
     top, left = 34, 60
     each = (width - left - _PAD) / max(total, 1)
-    for share in (0, 50, 100):
-        y = top + _STRIP - share / 100 * _STRIP
+    for percent in (0, 50, 100):
+        y = top + _STRIP - percent / 100 * _STRIP
         pen.line([(left, y), (width - _PAD, y)], fill=FAINT)
-        pen.text((left - 6, y), f"{share} %", fill=INK, font=font(12), anchor="rm")
+        pen.text((left - 6, y), f"{percent} %", fill=INK, font=font(12), anchor="rm")
     # A step inside the active range merged nothing if every block had a reason to stay whole.
     merged = stats.merged_steps if stats.merged_blocks else {}
     for step in sorted(stats.steps):

@@ -33,7 +33,7 @@ class NodeLine:
 
 
 def said(text: str) -> dict[str, Any]:
-    """The same text as part of a node's own `ui`, which ComfyUI repeats when it takes the node from its cache."""
+    """A text as part of a node's own `ui`, for what is known when the node is executed."""
     return {"toma": ({"graph": _running()[1], "text": text},)}
 
 

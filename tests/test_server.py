@@ -190,3 +190,37 @@ def test_window_of_zero_is_refused_with_range_and_fix(tiny_server: ComfyServer) 
     assert error["extra_info"]["input_name"] == "window_size"
     for part in ("window_size is 0", "2 to 64", "Try 8"):
         assert part in error["details"]
+
+
+def said(run: Run) -> list[tuple[str, str]]:
+    """(node, text) of what the client was told for the nodes of the page."""
+    return [(data["node"], data["text"]) for kind, data in run.messages if kind == "toma.said"]
+
+
+def test_client_is_told_of_its_runs_and_of_those_of_a_cached_node(tiny_server: ComfyServer) -> None:
+    settings = advanced(tiny_server)
+    for seed in (31, 32):  # the second time ComfyUI has the node in its cache
+        run = tiny_server.run(graph(settings, seed=seed), timeout=60)
+        assert run.status == "success", run.error
+        (begin, end) = said(run)
+        assert begin == ("4", "sampling on fewer tokens ...")
+        assert end == ("4", "144 -> 72, 36 -> 18 tokens in 17/17 blocks, 3/3 steps")
+
+
+def test_two_nodes_with_the_same_settings_are_told_apart(tiny_server: ComfyServer) -> None:
+    prompt = graph(advanced(tiny_server, ratio=0.3), seed=33)
+    prompt["14"] = prompt["4"]
+    prompt["15"] = {**prompt["5"], "inputs": {**prompt["5"]["inputs"], "model": ["14", 0], "seed": 34}}
+    prompt["17"] = node("SaveLatent", samples=["15", 0], filename_prefix="test")
+    run = tiny_server.run(prompt, timeout=60)
+    assert sorted(name for name, _ in said(run)) == ["14", "14", "4", "4"]
+
+
+def test_node_that_is_off_says_so_in_its_output(tiny_server: ComfyServer) -> None:
+    run = tiny_server.run(graph(simple(0.0), seed=35), timeout=60)
+    assert said(run) == []
+    outputs = {data["node"]: data["output"] for kind, data in run.messages if kind == "executed"}
+    (message,) = outputs["4"]["toma"]
+    assert message["text"].startswith("Nothing is merged: the ratio is 0")
+    (report,) = outputs["8"]["toma"]
+    assert report["text"].startswith("This model carries no ToMA node")

@@ -56,9 +56,23 @@ function isOpen(graph) {
   return !graph || graph === (app.rootGraph ?? app.graph)?.id
 }
 
+function textOf(path) {
+  return findNode(path)?.widgets?.find(({ name }) => name === WIDGET)?.element.firstChild
+}
+
 function show(path, text) {
-  const widget = findNode(path)?.widgets?.find(({ name }) => name === WIDGET)
-  if (widget) widget.element.firstChild.textContent = text
+  const element = textOf(path)
+  if (element) Object.assign(element, { textContent: text, title: "" }).style.opacity = 1
+}
+
+// A node that ComfyUI takes from its cache, or that is bypassed, says nothing in this run.
+function fade(path) {
+  const element = textOf(path)
+  if (element) Object.assign(element, { title: "from an earlier run" }).style.opacity = 0.5
+}
+
+function openTexts() {
+  return [...known].filter(([graph]) => isOpen(graph)).flatMap(([, texts]) => [...texts])
 }
 
 function said(path, { graph, text }) {
@@ -70,6 +84,7 @@ function said(path, { graph, text }) {
 app.registerExtension({
   name: "toma-token-merge.said",
   setup() {
+    api.addEventListener("execution_start", () => openTexts().forEach(([path]) => fade(path)))
     api.addEventListener("toma.said", ({ detail }) => said(detail.node, detail))
     api.addEventListener("executed", ({ detail }) => {
       const [message] = detail.output?.toma ?? []
@@ -80,6 +95,6 @@ app.registerExtension({
     if (node.comfyClass in HEIGHTS) addText(node)
   },
   afterConfigureGraph() {
-    for (const [graph, texts] of known) if (isOpen(graph)) for (const entry of texts) show(...entry)
+    for (const [path, text] of openTexts()) show(path, text)
   },
 })
