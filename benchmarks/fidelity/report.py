@@ -90,8 +90,8 @@ def plot(path: Path, conditions: dict[str, Any], rows: Rows, x: str, label: str)
     for number, name in enumerate(named, 1):
         at = rows[name][x], rows[name]["distance"]
         axes.annotate(str(number), at, fontsize=7, xytext=(4, 4), textcoords="offset points")
-    names = "\n".join(f"{i} {name}{' *' if name in front else ''}" for i, name in enumerate(named, 1))
-    axes.text(1.01, 1.0, names + "\n\n* on the front", transform=axes.transAxes, fontsize=7, va="top")
+    listing = "\n".join(f"{i} {name}{' *' if name in front else ''}" for i, name in enumerate(named, 1))
+    axes.text(1.01, 1.0, listing + "\n\n* on the front", transform=axes.transAxes, fontsize=7, va="top")
     axes.set_xlabel(label)
     axes.set_ylabel("distance to the unmerged latent")
     pictures = conditions["images"] * conditions["seeds"]
