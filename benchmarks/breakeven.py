@@ -11,6 +11,7 @@ is the process's own, so that other programs on the machine matter less.
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -101,7 +102,11 @@ def measure(
                 reduced = core.reduce(x, plan)
                 return core.restore(chain(reduced), reduced, x, plan)
 
-            cases: dict[str, Callable[[], Any]] = {"whole": lambda x=x: chain(x), "merged": merged, "plan": plan}
+            cases: dict[str, Callable[[], Any]] = {
+                "whole": functools.partial(chain, x),
+                "merged": merged,
+                "plan": plan,
+            }
             times: dict[str, list[float]] = {name: [] for name in cases}
             for turn in range(repeats + 1):
                 for name, call in cases.items():

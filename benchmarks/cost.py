@@ -6,6 +6,7 @@ pixels is counted in a second. Attention counts as one fused operation, as on a 
 
 from __future__ import annotations
 
+import atexit
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -130,6 +131,10 @@ _FREE = {
 def on_meta(name: str, flux_blocks: tuple[int, int] = (19, 38)) -> Any:
     """A `ModelPatcher` around the whole `sdxl` or `flux` in bf16, without numbers."""
     return fullsize.patcher(name, torch.bfloat16, META, flux_blocks=flux_blocks)
+
+
+# While ComfyUI is still whole: a model that goes with the interpreter finds parts of it gone.
+atexit.register(on_meta.cache_clear)
 
 
 class _Always:

@@ -1,4 +1,5 @@
-"""Count what merging saves and adds, and write the tables into docs/performance.md: `python -m benchmarks.performance`.
+"""Count what merging saves and adds, and write the tables into docs/performance.md: `python -m benchmarks.performance
+[TABLE ...]`.
 
 Every number between the page's markers comes from here: counts of FLOPs, bytes and launches on the meta device, and
 measured speed-ups from the committed results of `benchmarks.suite`.
@@ -6,14 +7,16 @@ measured speed-ups from the committed results of `benchmarks.suite`.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bench, variants
-from benchmarks.cost import Cost, count
+from benchmarks import bench, cost, variants
+from benchmarks.cost import Cost
 from benchmarks.fullsize import Shape
 from scripts.comfy_pack import load_pack, use_comfyui
 from scripts.comfyui import ROOT
@@ -31,8 +34,13 @@ def markdown(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
+@functools.lru_cache
 def _toma(**settings: Any) -> variants.Variant:
     return variants.toma("", **{"ratio": 0.5, **settings})
+
+
+# Tables share many of their counts.
+count = functools.lru_cache(cost.count)
 
 
 def parts() -> str:
@@ -43,8 +51,8 @@ def parts() -> str:
             ("sdxl", {"CrossAttention": "attention with its projections", "FeedForward": "feed-forward"}),
             ("flux", {"DoubleStreamBlock": "19 double blocks", "SingleStreamBlock": "38 single blocks"}),
         ):
-            whole = count(Shape(model), modules=modules)
-            merged = count(Shape(model), _toma(), modules=modules)
+            whole = cost.count(Shape(model), modules=modules)
+            merged = cost.count(Shape(model), _toma(), modules=modules)
             for name, part in whole.parts.items():
                 yield [
                     model,
@@ -61,12 +69,12 @@ def parts() -> str:
     return markdown(["model", "part", "TFLOP", "GB", "launches", "of FLOPs", "fewer FLOPs at 0.5"], rows())
 
 
-def _figures(cost: Cost) -> list[str]:
-    return [f"{cost.flops / 1e12:.2f}", f"{cost.bytes / 1e9:.1f}", str(cost.launches)]
+def _figures(counted: Cost) -> list[str]:
+    return [f"{counted.flops / 1e12:.2f}", f"{counted.bytes / 1e9:.1f}", str(counted.launches)]
 
 
-def _times(base: Cost, cost: Cost) -> str:
-    return f"{base.flops / cost.flops:.2f}x"
+def _times(base: Cost, merged: Cost) -> str:
+    return f"{base.flops / merged.flops:.2f}x"
 
 
 def ceilings() -> str:
@@ -187,21 +195,22 @@ def filled(text: str, tables: dict[str, Callable[[], str]]) -> str:
     """The page with these tables made anew between their markers. Raises KeyError where a table has no place."""
     for name, make in tables.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
-        if not pattern.search(text):
+        found = pattern.search(text)
+        if found is None:
             raise KeyError(f"{PAGE.name} has no place for the table {name}")
-        table = make()
-        text = pattern.sub(lambda found, table=table: f"{found[1]}\n{table}\n{found[2]}", text)
+        text = f"{text[: found.end(1)]}\n{make()}\n{text[found.start(2) :]}"
     return text
 
 
-def main(page: Path = PAGE) -> None:
-    """Count and write."""
+def main(page: Path = PAGE, only: Sequence[str] | None = None) -> None:
+    """Count and write: all tables, or those named."""
     use_comfyui()
     variants.use_stand_ins()
     load_pack()
-    page.write_text(filled(page.read_text(encoding="utf-8"), TABLES), encoding="utf-8")
-    bench.say(f"written: {page}")
+    for name in TABLES if only is None else only:
+        page.write_text(filled(page.read_text(encoding="utf-8"), {name: TABLES[name]}), encoding="utf-8")
+        bench.say(f"{name}: written to {page}")
 
 
 if __name__ == "__main__":
-    main()
+    main(only=sys.argv[1:] or None)

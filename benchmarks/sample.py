@@ -54,6 +54,8 @@ def usual_variants(ratio: float, **more: Any) -> list[Variant]:
     return [every, balanced, *caches, *(variants.stacked(every, cache) for cache in caches)]
 
 
+# Steps of a profiled run: as many as one plan is kept for, so that its share is no smaller than in a longer run.
+PROFILED = 5
 # No step runs whole, from the first to the last.
 EVERY_STEP = {"start_percent": 0.0, "end_percent": 1.0, "full_every": 0, "ratio_decay": 0.0}
 
@@ -69,8 +71,8 @@ def measure(
     shares: bool = False,
     limit: float = float("inf"),
 ) -> list[Row]:
-    """All variants, interleaved with the unpatched model. shares: profile one more run of each ToMA variant. limit:
-    of the timed runs, see `bench.interleave`."""
+    """All variants, interleaved with the unpatched model. shares: profile one more run of the first of them, of
+    at most PROFILED steps. limit: of the timed runs, see `bench.interleave`."""
     section = f"sample, {steps} steps, cfg {cfg:g}"
     models, rows = {}, []
     for variant in (UNPATCHED, *chosen):
@@ -95,8 +97,8 @@ def measure(
             row.note = "; ".join(t for t in (row.note, merged, ", ".join(sorted(stats.kernels))) if t)
             if not stats.merged_blocks:
                 found.append(stats.summary())
-            if shares:
-                row.shares = profiled(model, shape, steps, cfg).shares
+            if shares and variant is chosen[0]:
+                row.shares = profiled(model, shape, min(steps, PROFILED), cfg).shares
         rows.append(bench.compared(row, timings[name], base, found))
     return rows
 

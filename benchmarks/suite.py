@@ -209,9 +209,8 @@ def flux_large(suite: Suite) -> None:
 
 def break_even(suite: Suite) -> None:
     """From how many tokens on merging pays: stacks of SDXL's blocks alone."""
-    sides, stacks = (8, 12, 16, 24, 32), breakeven.STACKS
-    if suite.dry:
-        sides, stacks = (4,), ((64, 1),)
+    sides = (4,) if suite.dry else (8, 12, 16, 24, 32)
+    stacks = ((64, 1),) if suite.dry else breakeven.STACKS
     for width, depth in stacks:
         suite.rows += breakeven.measure(
             width, depth, sides, RATIO, suite.repeats(7), suite.dtype, suite.device, batch=1

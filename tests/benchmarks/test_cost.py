@@ -79,7 +79,11 @@ def test_ceilings(shape: Shape, granularity: str) -> None:
 
 def test_making_plans_is_counted_apart() -> None:
     plain, planning = (cost.count(SDXL, toma(), kernels=True, plan=plan) for plan in (False, True))
-    assert planning.launches - plain.launches == planning.parts["plan"].launches == 11
+    plan = planning.parts["plan"]
+    assert planning.launches - plain.launches == plan.launches
+    assert [n for name, n in plan.operations.items() if name.endswith(".select_weigh")] == [11]
+    # Two index tensors for each of two grids go to the device, once a run.
+    assert plan.launches == 11 + plan.operations["_to_copy"] == 11 + 4
     slow = cost.count(SDXL, toma(), plan=True)
     assert slow.parts["plan"].launches > 11 * 32, "the search in plain PyTorch is a loop over the picks"
 
