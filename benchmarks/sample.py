@@ -48,7 +48,7 @@ def stats_of(model: Any) -> Any | None:
 
 def usual_variants(ratio: float, **more: Any) -> list[Variant]:
     """Every step merged, the balanced preset, step caches, and ToMA stacked with each."""
-    every = variants.toma(f"every step, ratio {ratio:g}", **{**EVERY_STEP, "ratio": ratio, **more})
+    every = variants.toma(f"every step, ratio {ratio:g}", ratio=ratio, **more)
     caches = [variants.step_cache("EasyCache"), variants.step_cache("LazyCache")]
     balanced = variants.preset("balanced", ratio=ratio, **more)
     return [every, balanced, *caches, *(variants.stacked(every, cache) for cache in caches)]
@@ -56,8 +56,6 @@ def usual_variants(ratio: float, **more: Any) -> list[Variant]:
 
 # Steps of a profiled run: as many as one plan is kept for, so that its share is no smaller than in a longer run.
 PROFILED = 5
-# No step runs whole, from the first to the last.
-EVERY_STEP = {"start_percent": 0.0, "end_percent": 1.0, "full_every": 0, "ratio_decay": 0.0}
 
 
 def measure(

@@ -84,7 +84,7 @@ class Suite:
 
     def toma(self, name: str, **settings: Any) -> Variant:
         """ToMA at the suite's ratio, every step merged."""
-        return variants.toma(name, **{**sample.EVERY_STEP, "ratio": RATIO, **settings, **self.more})
+        return variants.toma(name, ratio=RATIO, **settings, **self.more)
 
     def runs(
         self, name: str, side: int, steps: int, cfg: float, chosen: Sequence[Variant], limit: float, shares: bool = True

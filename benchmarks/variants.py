@@ -37,11 +37,21 @@ TINY: dict[str, Any] = {"min_tokens": 4, "flux_whole_double": 0, "flux_whole_sin
 UNPATCHED = Variant("unpatched", lambda model: model, unchanged=True)
 
 
+# No step runs whole, from the first to the last, whatever the defaults become.
+EVERY_STEP: dict[str, Any] = {
+    "start_percent": 0.0,
+    "end_percent": 1.0,
+    "full_every": 0,
+    "ratio_decay": 0.0,
+    "detail_reuse": False,
+}
+
+
 def toma(name: str, **settings: Any) -> Variant:
-    """ToMA with these settings of `ToMAConfig`."""
+    """ToMA with these settings of `ToMAConfig`, every step merged unless they say otherwise."""
 
     def patch(model: Any) -> Any:
-        config = pack_module("toma_core.config").ToMAConfig(**settings)
+        config = pack_module("toma_core.config").ToMAConfig(**{**EVERY_STEP, **settings})
         return pack_module("nodes.adapters.run").attach(model, config)
 
     return Variant(f"ToMA {name}", patch)
