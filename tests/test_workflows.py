@@ -159,6 +159,7 @@ def test_says_where_its_models_come_from(path: Path) -> None:
         assert model["url"].endswith(f"/{name}")
         assert model["url"] in note
         assert f"models/{model['directory']}" in note
+    assert "`" not in note  # on a coloured note the page shows code in blue on brown
 
 
 @pytest.mark.server
