@@ -29,7 +29,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def small(pack: ModuleType) -> dict[str, Any]:
-    return {"dit": models.flux(double=2, single=2), "unet": models.unet(depths=(0, 1, 1), middle=1)}
+    return {"dit": models.flux(double=2, single=3), "unet": models.unet(depths=(0, 1, 1), middle=1)}
 
 
 @pytest.fixture(params=["dit", "unet"])
