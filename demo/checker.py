@@ -32,18 +32,34 @@ class Checker(nn.Module):
         widths = (3, 32, 48, 96, 128)
         stages: list[nn.Module] = []
         for narrow, wide in itertools.pairwise(widths):
-            stages += [nn.Conv2d(narrow, wide, 3, stride=2, padding=1), nn.GroupNorm(8, wide), nn.SiLU()]
-            stages += [nn.Conv2d(wide, wide, 3, padding=1, groups=wide // 8), nn.GroupNorm(8, wide), nn.SiLU()]
-        self.stages = nn.Sequential(*stages)
+            # Dense where the small objects are still whole, grouped where there is much to multiply.
+            groups = 1 if wide < 64 else wide // 8
+            stages.append(
+                nn.Sequential(
+                    nn.Conv2d(narrow, wide, 3, stride=2, padding=1),
+                    nn.GroupNorm(8, wide),
+                    nn.SiLU(),
+                    nn.Conv2d(wide, wide, 3, padding=1, groups=groups),
+                    nn.GroupNorm(8, wide),
+                    nn.SiLU(),
+                )
+            )
+        self.stages = nn.ModuleList(stages)
         self.squeeze = nn.Conv2d(widths[-1], 48, 1)
-        self.hidden = nn.Linear(48 * 8 * 8, 256)
+        # What is where, and, wherever it is, what there is: small objects are told apart by the second.
+        self.hidden = nn.Linear(48 * 8 * 8 + widths[2] + widths[3], 256)
         self.bottleneck = nn.Linear(256, FEATURES)
         self.heads = nn.ModuleList(nn.Linear(FEATURES, len(values)) for values in ATTRIBUTES.values())
 
     def _trunk(self, image: torch.Tensor) -> torch.Tensor:
         if image.ndim != 4 or image.shape[1:] != (3, 128, 128):
             raise ValueError(f"expected pictures of shape (B, 3, 128, 128), not {tuple(image.shape)}")
-        return F.silu(self.hidden(F.silu(self.squeeze(self.stages(image))).flatten(1)))
+        maps = [image]
+        for stage in self.stages:
+            maps.append(stage(maps[-1]))
+        where = F.silu(self.squeeze(maps[-1])).flatten(1)
+        what = [m.amax(dim=(2, 3)) for m in maps[2:4]]
+        return F.silu(self.hidden(torch.cat([where, *what], 1)))
 
     def features(self, image: torch.Tensor) -> torch.Tensor:
         """Pictures (B, 3, 128, 128) in -1..1 -> features (B, 64), those all answers are drawn from."""
@@ -113,10 +129,12 @@ def train(checker: Checker, steps: int, batch: int = 32, lr: float = 2e-3, minut
         truth = torch.tensor([scene.values() for scene in scenes])
         seen = torch.tensor([visible(scene) for scene in scenes])
         truth = torch.where(seen, truth, -100)
+        with torch.autocast("cpu", torch.bfloat16):
+            answers = checker(image)
         losses = torch.stack(
             [
-                F.cross_entropy(logits, truth[:, index], label_smoothing=0.02)
-                for index, logits in enumerate(checker(image))
+                F.cross_entropy(logits.float(), truth[:, index], label_smoothing=0.02)
+                for index, logits in enumerate(answers)
             ]
         )
         # What is still hard counts more: the kind of the small objects is a matter of a few pixels.
