@@ -52,8 +52,9 @@ class Schedule:
 
     def step_at(self, sigma: float) -> int:
         """The step a noise level belongs to; levels between two steps belong to the earlier one."""
-        # Schedules travel through fp32 tensors, so equal levels may differ in the last digits.
-        return max(0, sum(begin >= sigma * (1 - 1e-6) for begin in self.sigmas) - 1)
+        # Samplers compute levels in fp32: dpmpp_2s_ancestral comes back to the next scheduled one through exp and log,
+        # a few millionths off, while neighbours in a schedule are at least thousandths apart.
+        return max(0, sum(begin >= sigma * (1 - 1e-4) for begin in self.sigmas) - 1)
 
     def in_range(self, sigma: float) -> bool:
         """Whether merging may be active at this noise level."""
