@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import tomlkit
 import yaml
 
 from scripts import release
@@ -89,3 +90,11 @@ def test_workflows_run_modules_and_files_that_exist() -> None:
         for module in re.findall(r"-m (scripts\.\w+)", text):
             assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), (path.name, module)
     assert "run: .ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+
+
+def test_comfy_test_knows_the_namespace_of_the_page_extension() -> None:
+    config = tomlkit.parse((ROOT / "comfy-test.toml").read_text(encoding="utf-8")).unwrap()["test"]
+    assert {"install", "registration", "javascript"} <= set(config["levels"])
+    (namespace,) = config["javascript"]["namespaces"]
+    names = re.findall(r"name: ['\"]([\w.-]+)['\"]", (ROOT / "web" / "toma.js").read_text(encoding="utf-8"))
+    assert any(name.startswith(f"{namespace}.") for name in names)
