@@ -24,7 +24,7 @@ from scripts.comfyui import ROOT
 PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 RATIOS = (0.25, 0.5, 0.75)
-SIDES = (512, 768, 1024, 1536, 2048, 4096)
+SIDES = (512, 1024, 2048, 4096)
 _FLUX_ALL = {"flux_whole_double": 0, "flux_whole_single": 0}
 
 

@@ -263,8 +263,8 @@ GPU: tuple[tuple[str, float, Section], ...] = (
 CPU: tuple[tuple[str, float, Section], ...] = (
     ("micro", 20, operations),
     ("sdxl", 120, cpu_sdxl),
-    ("steps", 120, cpu_runs),
     ("flux", 60, cpu_flux),
+    ("steps", 200, cpu_runs),
     ("break-even", 60, break_even),
 )
 

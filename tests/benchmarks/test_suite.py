@@ -159,7 +159,7 @@ def test_goals_of_shares_and_of_selection() -> None:
     assert goal.judged([fast]) == ("<= 20", "9", False)
 
 
-@pytest.mark.parametrize("only", [["tests", "micro", "sdxl-1024-cfg", "flux-2048"]], ids="+".join)
+@pytest.mark.parametrize("only", [["tests", "micro", "sdxl-1024-cfg", "break-even"]], ids="+".join)
 def test_dry_run_of_the_script_for_gpus(only: list[str], tmp_path: Path) -> None:
     """The whole way on a CPU: sections, goals, table, and few small files in one folder."""
     options = ["--gpu", "--dry-run", "--minutes", "60", "--out", str(tmp_path), "--only", *only]
@@ -177,7 +177,11 @@ def test_dry_run_of_the_script_for_gpus(only: list[str], tmp_path: Path) -> None
     assert set(files) >= {"results.csv", "results.json", "results.md", "results.png", "tests.log"}
     assert len(files) <= 8
     stored = json.loads((tmp_path / "results.json").read_text())
-    assert {row["section"].partition(":")[0].partition(",")[0] for row in stored["rows"]} == {"micro", "sample"}
+    assert {row["section"].partition(":")[0].partition(",")[0] for row in stored["rows"]} == {
+        "micro",
+        "sample",
+        "break-even",
+    }
     assert "dry run" in stored["conditions"]["models"]
     page = (tmp_path / "results.md").read_text()
     assert "| SDXL 1024, CFG | >= 1.45x | not measured |" in page, "tiny pictures reach no goal"

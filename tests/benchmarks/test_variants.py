@@ -1,0 +1,63 @@
+"""What a bare machine lacks, and what ToMA's rows merge."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from benchmarks import variants
+from scripts.comfy_pack import pack_module
+
+
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a package that is not installed, as ComfyUI's video package on a bare machine."""
+    name = "no_such_video_package"
+    monkeypatch.setattr(variants._StandIns, "names", (name,))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield name
+    for loaded in [m for m in sys.modules if m.partition(".")[0] == name]:
+        del sys.modules[loaded]
+
+
+def test_stand_ins_take_the_place_of_what_is_missing(lacking: str) -> None:
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(lacking)
+    variants.use_stand_ins()
+    inner = importlib.import_module(f"{lacking}.video.stream")
+    assert isinstance(inner.VideoStream, type), "what is imported from it can be named in annotations"
+    assert not hasattr(inner, "__file__")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("another_missing_package")
+
+
+def test_nothing_stands_in_for_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants._StandIns, "names", ("json",))
+    before = list(sys.meta_path)
+    variants.use_stand_ins()
+    assert sys.meta_path == before
+
+
+def test_rows_merge_every_step_unless_they_say_otherwise(pack: ModuleType) -> None:
+    from benchmarks import models
+
+    attachment_of = pack_module("nodes.adapters.run").attachment_of
+    model = models.unet()
+    config = attachment_of(variants.toma("a", ratio=0.25).patch(model)).config
+    assert (config.ratio, config.full_every, config.start_percent, config.end_percent) == (0.25, 0, 0.0, 1.0)
+    late = attachment_of(variants.toma("b", full_every=3).patch(model)).config
+    assert late.full_every == 3
+    balanced = attachment_of(variants.preset("balanced", ratio=0.75).patch(model)).config
+    assert balanced == pack_module("toma_core.config").ToMAConfig.from_preset("balanced", ratio=0.75)
+
+
+def test_stacked_variants_are_applied_in_order() -> None:
+    first = variants.Variant("a", lambda m: [*m, 1], "one")
+    second = variants.Variant("b", lambda m: [*m, 2])
+    both = variants.stacked(first, second)
+    assert both.patch([0]) == [0, 1, 2]
+    assert (both.name, both.note) == ("a + b", "one")
