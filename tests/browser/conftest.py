@@ -1,0 +1,265 @@
+"""One real server, one Chromium and one page of the real frontend for all browser tests.
+
+Screenshots go to build/screenshots. With TOMA_WRITE_SCREENSHOTS=1 those of the documentation go to docs/images.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from scripts.comfy_server import ComfyServer
+from scripts.comfyui import ROOT
+
+TEMPLATES = sorted((ROOT / "workflows").glob("*.json"))
+SCREENSHOTS = ROOT / "build" / "screenshots"
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--use-gl=angle",
+    "--use-angle=swiftshader",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+# The page's own settings: no tour at the start, no minimap over the nodes in screenshots.
+SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}
+HOW_TO = "no Chromium: on Debian or Ubuntu `apt-get install chromium`, or set TOMA_CHROMIUM to the program"
+TIMEOUT = 240_000  # a page that takes seconds on a free core takes minutes on a busy machine
+# Messages of a prompt come in order: its end is the last that the page hears of it. `said` is what our text is in.
+IN_PAGE = """() => {
+    window.finished = 0
+    for (const kind of ["execution_success", "execution_error", "execution_interrupted"])
+        window.comfyAPI.api.api.addEventListener(kind, () => window.finished++)
+    window.said = id => app.graph.getNodeById(id).widgets.find(w => w.name === "toma_said").element.firstChild
+}"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.browser)
+            item.add_marker(pytest.mark.server)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The browser. Without one these tests are skipped at a desk and fail in CI."""
+    names = [os.environ.get("TOMA_CHROMIUM"), "chromium", "chromium-browser", "google-chrome"]
+    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    if found is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(HOW_TO)
+    return found
+
+
+class Page:
+    """A tab with ComfyUI's page, driven as a person does where that matters, else through the page's own objects.
+
+    noise: (kind, text, path of the source) of every error and warning on the console and every uncaught exception.
+    """
+
+    def __init__(self, browser: Any, server: ComfyServer) -> None:
+        self.server = server
+        self.renderer = ""
+        self._browser = browser
+        self.noise: set[tuple[str, str, str]] = set()
+        self.tab = browser.new_page(viewport={"width": 1600, "height": 1000})
+        self.tab.set_default_timeout(TIMEOUT)
+        self.tab.on("console", lambda m: m.type in ("error", "warning") and self._hear(m.type, m.text, m.location))
+        self.tab.on("pageerror", lambda error: self._hear("exception", str(error), {}))
+
+    def _hear(self, kind: str, text: str, location: dict[str, Any]) -> None:
+        source = re.sub(r"^\w+://[^/]*|[?#].*", "", location.get("url", ""))
+        self.noise.add((kind, re.sub(r"127\.0\.0\.1:\d+", "SERVER", text), source))
+
+    def start(self, *, vue: bool) -> None:
+        """Load the page with this renderer, and clear the graph that it opens."""
+        self.renderer = "vue" if vue else "litegraph"
+        self.server.set_setting("Comfy.VueNodes.Enabled", vue)
+        self.tab.goto(self.server.url)
+        self.tab.wait_for_function("window.app?.graph && window.app.extensionManager?.workflow?.activeWorkflow")
+        self.pressed = 0
+        self.tab.evaluate(IN_PAGE)
+        self.open({"nodes": [], "links": [], "version": 0.4}, "empty")
+
+    def open(self, workflow: dict[str, Any], name: str) -> None:
+        """Open a workflow in a tab of the page's own."""
+        self.tab.evaluate("([w, n]) => app.loadGraphData(w, true, true, n)", [workflow, name])
+        self.tab.wait_for_timeout(300)
+
+    def evaluate(self, code: str, argument: Any = None) -> Any:
+        return self.tab.evaluate(code, argument)
+
+    def text(self, node_id: int | str) -> str:
+        """What stands on a node of ours."""
+        return str(self.evaluate("id => window.said(id).textContent", node_id))
+
+    def set(self, node_id: int, widget: str, value: Any) -> None:
+        """Change a widget as its own editor does."""
+        code = "([id, name, value]) => { const node = app.graph.getNodeById(id);"
+        code += (
+            "const widget = node.widgets.find(w => w.name === name); widget.value = value; widget.callback?.(value) }"
+        )
+        self.evaluate(code, [node_id, widget, value])
+
+    def queue(self) -> None:
+        """Press Run and wait until everything in the queue is done."""
+        self.press_run()
+        self.wait_until_idle()
+
+    def wait_until_idle(self) -> None:
+        """Until everything in the queue is done and the page has heard of it."""
+        self.tab.wait_for_function("n => window.finished >= n", arg=self.pressed)
+        self.tab.wait_for_timeout(200)
+
+    def press_run(self) -> None:
+        """Press Run and wait until the server has answered."""
+        with self.tab.expect_response(lambda r: r.url.endswith("/prompt") and r.request.method == "POST") as answer:
+            self.tab.get_by_test_id("queue-button").first.click()
+        self.pressed += answer.value.ok
+
+    @contextmanager
+    def second(self) -> Iterator[Page]:
+        """Another tab of the browser with the same page."""
+        page = Page(self._browser, self.server)
+        page.start(vue=self.renderer == "vue")
+        yield page
+        page.tab.close()
+
+    def picture(self, name: str, image: dict[str, str]) -> Image.Image:
+        """A picture that a node shows, kept as a file for the documentation."""
+        path = self._path(name, document=True)
+        path.write_bytes(self.server.view(image))
+        return Image.open(path)
+
+    def photograph(self, name: str, node_ids: list[int], *, document: bool = False) -> Path:
+        """A picture of these nodes, as large as they are. document: it belongs to the documentation."""
+        area = self.evaluate(
+            """ids => {
+                const rects = ids.map(id => app.graph.getNodeById(id).getBounding())
+                const left = Math.min(...rects.map(r => r[0])), top = Math.min(...rects.map(r => r[1]))
+                const right = Math.max(...rects.map(r => r[0] + r[2]))
+                const bottom = Math.max(...rects.map(r => r[1] + r[3]))
+                app.canvas.deselectAll()
+                app.canvas.ds.scale = 1
+                app.canvas.ds.offset = [100 - left, 90 - top]
+                app.canvas.setDirty(true, true)
+                return [right - left, bottom - top]
+            }""",
+            node_ids,
+        )
+        self.tab.set_viewport_size({"width": max(1600, int(area[0]) + 200), "height": max(1000, int(area[1]) + 200)})
+        self.tab.mouse.move(5, 400)
+        self.tab.wait_for_timeout(700)
+        path = self._path(name, document=document)
+        clip = {"x": 80, "y": 60, "width": area[0] + 40, "height": area[1] + 50}
+        self.tab.screenshot(path=str(path), clip=clip)
+        return path
+
+    def _path(self, name: str, *, document: bool) -> Path:
+        write = document and os.environ.get("TOMA_WRITE_SCREENSHOTS")
+        path = (ROOT / "docs" / "images" if write else SCREENSHOTS) / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+@pytest.fixture(scope="session")
+def workshop(chromium: str) -> Iterator[ComfyServer]:
+    """A server with the demo nodes, and a file under the name of every model and picture that a template asks for."""
+    server = ComfyServer(packs=[ROOT / "demo"], flags=["--use-pytorch-cross-attention"])
+    try:
+        for path in TEMPLATES:
+            for node in json.loads(path.read_text(encoding="utf-8"))["nodes"]:
+                for model in node.get("properties", {}).get("models", []):
+                    file = server.base / "models" / model["directory"] / model["name"]
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.touch()
+                if node["type"] == "LoadImage":
+                    Image.new("RGB", (64, 64)).save(server.base / "input" / node["widgets_values"][0])
+        server.start()
+        for name, value in SETTINGS.items():
+            server.set_setting(name, value)
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def browser(chromium: str) -> Iterator[Any]:
+    """Chromium without a window."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def baseline(browser: Any) -> set[tuple[str, str, str]]:
+    """What the same page says on its console without this pack, in both renderers."""
+    with ComfyServer(flags=["--disable-all-custom-nodes"]) as plain:
+        for name, value in SETTINGS.items():
+            plain.set_setting(name, value)
+        page = Page(browser, plain)
+        for vue in (False, True):
+            page.start(vue=vue)
+            page.open(PLAIN, "plain")
+            page.queue()
+        page.tab.close()
+    return page.noise
+
+
+@pytest.fixture(scope="session")
+def only_page(browser: Any, workshop: ComfyServer) -> Iterator[Page]:
+    page = Page(browser, workshop)
+    yield page
+    page.tab.close()
+
+
+@pytest.fixture(scope="module", params=["litegraph", "vue"])
+def page(request: pytest.FixtureRequest, only_page: Page) -> Page:
+    """The page, in either renderer."""
+    only_page.start(vue=request.param == "vue")
+    return only_page
+
+
+def _node(node_id: int, kind: str, pos: tuple[int, int], values: list[Any], inputs: Any = (), outputs: Any = ()) -> Any:
+    return {
+        "id": node_id,
+        "type": kind,
+        "pos": list(pos),
+        "size": [320, 100],
+        "flags": {},
+        "order": 0,
+        "mode": 0,
+        "inputs": [{"name": name, "type": type_, "link": link} for name, type_, link in inputs],
+        "outputs": [{"name": name, "type": name, "links": links} for name, links in outputs],
+        "properties": {},
+        "widgets_values": values,
+    }
+
+
+# A graph of core nodes that runs without a model.
+PLAIN = {
+    "id": "00000000-0000-4000-8000-000000000001",
+    "last_node_id": 2,
+    "last_link_id": 1,
+    "nodes": [
+        _node(1, "EmptyImage", (100, 100), [64, 64, 1, 0], outputs=[("IMAGE", [1])]),
+        _node(2, "PreviewImage", (500, 100), [], [("images", "IMAGE", 1)]),
+    ],
+    "links": [[1, 1, 0, 2, 0, "IMAGE"]],
+    "groups": [],
+    "version": 0.4,
+}
