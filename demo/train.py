@@ -29,7 +29,6 @@ from . import models
 from .data import Batch, Batches, Plan
 from .objectives import EpsilonObjective, FlowObjective
 
-
 # Convolutions, which make up half of the UNet, want a lower rate than the matrices.
 SHARE_OF_RATE = {"dit": 1.0, "unet": 0.25}
 
