@@ -2,9 +2,11 @@
 import { api } from "../../scripts/api.js"
 import { app } from "../../scripts/app.js"
 
-// Node type -> least and greatest height of its text, in pixels: three lines, or a report to scroll in.
-const HEIGHTS = { ToMA: [57, 73], ToMAAdvanced: [57, 73], ToMAReport: [100, 180], ToMABenchmark: [100, 180] }
-const TABLE = { ToMABenchmark: { font: "11px/1.35 monospace", whiteSpace: "pre", overflowWrap: "normal" } }
+// Node type -> least and greatest height of its text, in pixels: whole lines of 16, and 8 around them.
+const LINE = [56, 72]
+const REPORT = [88, 168]
+const HEIGHTS = { ToMA: LINE, ToMAAdvanced: LINE, ToMAReport: REPORT, ToMABenchmark: REPORT }
+const AROUND = 20 // what the canvas renderer leaves free above and below a widget
 const WIDGET = "toma_said"
 
 // Workflow id -> node id -> the last text, for workflows that are closed and opened again.
@@ -19,24 +21,25 @@ function addText(node) {
   Object.assign(text.style, {
     boxSizing: "border-box",
     maxHeight: `min(100%, ${greatest}px)`,
-    padding: "4px 8px",
+    padding: "0 8px",
+    border: "solid var(--comfy-input-bg)", // not padding, in which half a line would show when the text is scrolled
+    borderWidth: "4px 0",
     borderRadius: "4px",
     color: "var(--input-text)",
     background: "var(--comfy-input-bg)",
-    font: "12px/1.35 sans-serif",
+    font: "12px/16px sans-serif",
     textAlign: "left",
     whiteSpace: "pre-wrap",
     overflowWrap: "anywhere",
     overflow: "auto",
-    ...TABLE[node.comfyClass],
     userSelect: "text",
   })
   const frame = document.createElement("div")
   frame.append(text)
   const widget = node.addDOMWidget(WIDGET, WIDGET, frame, {
     serialize: false,
-    getMinHeight: () => least,
-    getMaxHeight: () => greatest,
+    getMinHeight: () => least + AROUND,
+    getMaxHeight: () => greatest + AROUND,
   })
   widget.serialize = false
 }

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from demo.showcase_graphs import place_dit
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
 
@@ -144,25 +145,25 @@ class Page:
 
     def photograph(self, name: str, node_ids: list[int], *, document: bool = False) -> Path:
         """A picture of these nodes, as large as they are. document: it belongs to the documentation."""
-        area = self.evaluate(
-            """ids => {
+        where = """ids => {
                 const rects = ids.map(id => app.graph.getNodeById(id).getBounding())
                 const left = Math.min(...rects.map(r => r[0])), top = Math.min(...rects.map(r => r[1]))
                 const right = Math.max(...rects.map(r => r[0] + r[2]))
                 const bottom = Math.max(...rects.map(r => r[1] + r[3]))
                 app.canvas.deselectAll()
                 app.canvas.ds.scale = 1
-                app.canvas.ds.offset = [100 - left, 90 - top]
+                app.canvas.ds.offset = [300 - left, 160 - top]  // beside the page's own menus
                 app.canvas.setDirty(true, true)
                 return [right - left, bottom - top]
-            }""",
-            node_ids,
-        )
-        self.tab.set_viewport_size({"width": max(1600, int(area[0]) + 200), "height": max(1000, int(area[1]) + 200)})
+            }"""
+        self.evaluate(where, node_ids)
+        self.tab.wait_for_timeout(1200)  # a node that comes into view may still grow around its picture
+        area = self.evaluate(where, node_ids)
+        self.tab.set_viewport_size({"width": max(1600, int(area[0]) + 400), "height": max(1000, int(area[1]) + 300)})
         self.tab.mouse.move(5, 400)
         self.tab.wait_for_timeout(700)
         path = self._path(name, document=document)
-        clip = {"x": 80, "y": 60, "width": area[0] + 40, "height": area[1] + 50}
+        clip = {"x": 280, "y": 135, "width": area[0] + 40, "height": area[1] + 50}
         self.tab.screenshot(path=str(path), clip=clip)
         return path
 
@@ -186,6 +187,7 @@ def workshop(chromium: str) -> Iterator[ComfyServer]:
                     file.touch()
                 if node["type"] == "LoadImage":
                     Image.new("RGB", (64, 64)).save(server.base / "input" / node["widgets_values"][0])
+        place_dit(server.base / "models")
         server.start()
         for name, value in SETTINGS.items():
             server.set_setting(name, value)
