@@ -168,8 +168,9 @@ class Page:
         return path
 
     def _path(self, name: str, *, document: bool) -> Path:
-        write = document and os.environ.get("TOMA_WRITE_SCREENSHOTS")
-        path = (ROOT / "docs" / "images" if write else SCREENSHOTS) / f"{name}.png"
+        # The documentation shows the renderer that is ComfyUI's future.
+        write = document and self.renderer == "vue" and os.environ.get("TOMA_WRITE_SCREENSHOTS")
+        path = ROOT / "docs" / "images" / f"{name}.png" if write else SCREENSHOTS / f"{name}-{self.renderer}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 

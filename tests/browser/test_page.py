@@ -134,7 +134,7 @@ def test_template_opens_without_a_missing_node(page: Any, baseline: Any, path: P
 def test_the_line_follows_the_ratio(page: Any, baseline: Any) -> None:
     page.open(workflow(0.5), "line")
     assert page.text(4) == "No run seen yet."
-    page.photograph(f"advanced-before-{page.renderer}", [4])
+    page.photograph("advanced-before", [4])
     page.evaluate(WATCH, 4)
     page.queue()
     assert page.text(4) == line(0.5)
@@ -143,7 +143,7 @@ def test_the_line_follows_the_ratio(page: Any, baseline: Any) -> None:
     page.queue()
     assert page.text(4) == line(0.25)
     assert page.evaluate("window.shown") == [ACTIVE, line(0.5), ACTIVE, line(0.25)]
-    page.photograph(f"advanced-after-{page.renderer}", [4])
+    page.photograph("advanced-after", [4])
     page.set(4, "ratio", 0.0)
     page.queue()
     assert page.text(4) == "Nothing is merged: the ratio is 0, or no step is in the range."
@@ -155,10 +155,10 @@ def test_the_line_follows_the_ratio(page: Any, baseline: Any) -> None:
 
 def test_the_simple_node_before_and_after_a_run(page: Any, baseline: Any) -> None:
     page.open(simple(), "simple")
-    page.photograph(f"node-before-{page.renderer}", [4], document=True)
+    page.photograph("node-before", [4], document=True)
     page.queue()
     assert page.text(4).startswith("1024 -> 512, 256 -> 128 tokens in 17/17 blocks")
-    page.photograph(f"node-after-{page.renderer}", [4], document=True)
+    page.photograph("node-after", [4], document=True)
     assert page.noise - baseline == set()
 
 
@@ -249,7 +249,7 @@ def test_an_error_is_on_the_right_field(page: Any) -> None:
     marked = "() => app.graph.getNodeById(4).inputs.filter(i => i.hasErrors).map(i => i.name)"
     page.tab.wait_for_function(f"() => ({marked})().length")
     assert page.evaluate(marked) == ["window_size"]
-    page.photograph(f"error-{page.renderer}", [4])
+    page.photograph("error", [4])
     page.noise.clear()  # the page logs what the server refused
     widget[WINDOW_SIZE] = 8
     page.open(graph, "mended")
@@ -285,7 +285,7 @@ def test_the_report_is_shown(page: Any, baseline: Any) -> None:
         "() => Object.values(app.nodeOutputs).filter(o => o.text && o.images).map(o => o.images[0])"
     )
     assert page.picture("report", shown).width == 800
-    page.photograph(f"report-node-{page.renderer}", [7], document=page.renderer == "vue")
+    page.photograph("report-node", [7], document=True)
     assert page.noise - baseline == set()
 
 
@@ -301,6 +301,6 @@ def test_the_benchmark_is_shown(page: Any, baseline: Any) -> None:
     )
     picture = page.picture("benchmark", shown)
     assert isinstance(picture, Image.Image)
-    page.photograph(f"benchmark-node-{page.renderer}", [7], document=page.renderer == "vue")
+    page.photograph("benchmark-node", [7], document=True)
     assert page.text(4) == "No run seen yet.", "the model's own ToMA was not run"
     assert page.noise - baseline == set()
