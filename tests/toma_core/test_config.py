@@ -143,7 +143,7 @@ def test_start_after_end_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"\(0\.50000001\) is larger than end_percent \(0\.5\).*lower start_percent"):
         ToMAConfig(start_percent=0.50000001, end_percent=0.5)
     with pytest.raises(ConfigError, match="start_percent"):
-        ToMAConfig.from_preset("quality", start_percent=0.9)
+        ToMAConfig.from_preset("quality", start_percent=0.9, end_percent=0.8)
 
 
 def test_whole_on_every_step_is_refused() -> None:
