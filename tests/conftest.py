@@ -50,7 +50,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "desk")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
-    # Playwright's event loop goes on in the main thread until the browser closes, and no other test could start its own.
+    # Playwright's event loop goes on in the main thread until the browser closes: no other test could start one.
     items.sort(key=lambda item: item.get_closest_marker("browser") is not None)
     if not torch.cuda.is_available():
         for item in items:
