@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import os
@@ -245,6 +246,15 @@ def write(
     page = "\n\n".join(part for part in (said, text, table(shown) if shown else "") if part)
     path.with_suffix(".md").write_text(page.rstrip() + "\n", encoding="utf-8")
     plot(path.with_suffix(".png"), told, shown)
+
+
+def command_line(about: str | None, name: str, repeats: int) -> argparse.ArgumentParser:
+    """What every benchmark can be told: --repeats, --dtype, --out. about: its module's docstring."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--out", type=Path, help=f"write FOLDER/{name}.json, .csv, .md and .png")
+    return parser
 
 
 def finish(rows: Sequence[Row], told: dict[str, Any], path: Path | None) -> None:

@@ -10,19 +10,17 @@ is the process's own, so that other programs on the machine matter less.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import bench, variants
+from benchmarks import bare, bench
 from benchmarks.bench import Row, Timing
-from scripts.comfy_pack import load_pack, pack_module, use_comfyui
+from scripts.comfy_pack import pack_module
 
 # Width and depth of a stack at each level of SDXL.
 STACKS = ((640, 2), (1280, 10))
@@ -126,17 +124,12 @@ def measure(
 
 def main() -> None:
     """Parse, measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench.command_line(__doc__, "breakeven", repeats=7)
     parser.add_argument("--side", nargs="*", type=int, default=[8, 12, 16, 24, 32, 48, 64], help="tokens")
     parser.add_argument("--ratio", type=float, default=0.5)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--out", type=Path, help="write FOLDER/breakeven.json, .csv, .md and .png")
     args = parser.parse_args()
-    use_comfyui(own_attention=True)
-    variants.use_stand_ins()
-    load_pack()
+    bare.prepare()
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
     told = bench.conditions(dtype=args.dtype, repeats=args.repeats)
     rows = [

@@ -13,22 +13,20 @@ the output is broken, or nothing was merged, or the unpatched model changed.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import bench, cost, fullsize, variants
+from benchmarks import bare, bench, cost, fullsize, variants
 from benchmarks.bench import Row
 from benchmarks.fullsize import Shape
 from benchmarks.parts import Profile, profile
 from benchmarks.variants import UNPATCHED, Variant
-from scripts.comfy_pack import load_pack, pack_module, use_comfyui
+from scripts.comfy_pack import pack_module
 
 # Random weights: an output farther off than this is a broken one, not a merged one.
 FARTHEST = 0.5
@@ -211,7 +209,7 @@ def profiled(patcher: Any, shape: Shape, variant: Variant, device: torch.device)
 
 def main() -> None:
     """Parse, measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench.command_line(__doc__, "forward", repeats=5)
     parser.add_argument("--model", nargs="*", choices=["sdxl", "flux"], default=["sdxl", "flux"])
     parser.add_argument("--size", nargs="*", type=bench.size, default=[(1024, 1024)], help="WIDTHxHEIGHT in pixels")
     parser.add_argument("--batch", nargs="*", type=int, default=[1])
@@ -219,8 +217,6 @@ def main() -> None:
     parser.add_argument("--granularity", nargs="*", choices=GRANULARITIES, default=GRANULARITIES)
     parser.add_argument("--rivals", action="store_true", help="what users would take instead, and ToMA on top of it")
     parser.add_argument("--compile", action="store_true", help="torch.compile, alone and with ToMA: takes minutes")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument(
         "--attention",
         default="comfyui",
@@ -231,12 +227,9 @@ def main() -> None:
     parser.add_argument("--flux-whole", type=int, nargs=2, default=(0, 0), metavar=("DOUBLE", "SINGLE"))
     parser.add_argument("--tiny", action="store_true", help="small models in fp32, to see that it runs")
     parser.add_argument("--profile", action="store_true", help="say which operations take the time of the last variant")
-    parser.add_argument("--out", type=Path, help="write FOLDER/forward.json, .csv, .md and .png")
     args = parser.parse_args()
 
-    use_comfyui(own_attention=args.attention == "comfyui")
-    variants.use_stand_ins()
-    load_pack()
+    bare.prepare(own_attention=args.attention == "comfyui")
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
     double, single = args.flux_blocks
     blocks = f"{double} double + {single} single"

@@ -11,18 +11,16 @@ the start. A speed-up is refused where results differ from fp32 PyTorch.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import bench, variants
+from benchmarks import bare, bench
 from benchmarks.bench import Row, Timing
-from scripts.comfy_pack import load_pack, pack_module, use_comfyui
+from scripts.comfy_pack import pack_module
 
 SCALE = 300.0
 # Calls in one CUDA graph: enough that its launch is nothing beside them.
@@ -268,17 +266,12 @@ def kernels_here(device: torch.device) -> Any | None:
 
 def main() -> None:
     """Parse, measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench.command_line(__doc__, "micro", repeats=20)
     parser.add_argument("--shape", nargs="*", type=Grid.parse, default=GRIDS, help="ROWSxCOLUMNSxCHANNELS")
     parser.add_argument("--ratio", type=float, default=0.5)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--out", type=Path, help="write FOLDER/micro.json, .csv, .md and .png")
     args = parser.parse_args()
-    use_comfyui(own_attention=True)
-    variants.use_stand_ins()
-    load_pack()
+    bare.prepare()
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
     limits = Limits.measured(dtype, device)
     told = bench.conditions(

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bench, cost, variants
+from benchmarks import bare, bench, cost, variants
 from benchmarks.cost import Cost
 from benchmarks.fullsize import Shape
-from scripts.comfy_pack import load_pack, use_comfyui
 from scripts.comfyui import ROOT
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -204,9 +203,7 @@ def filled(text: str, tables: dict[str, Callable[[], str]]) -> str:
 
 def main(page: Path = PAGE, only: Sequence[str] | None = None) -> None:
     """Count and write: all tables, or those named."""
-    use_comfyui()
-    variants.use_stand_ins()
-    load_pack()
+    bare.prepare(own_attention=False)
     for name in TABLES if only is None else only:
         page.write_text(filled(page.read_text(encoding="utf-8"), {name: TABLES[name]}), encoding="utf-8")
         bench.say(f"{name}: written to {page}")

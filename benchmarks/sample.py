@@ -10,20 +10,18 @@ A speed-up is refused where the output is broken or nothing was merged.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import bench, fullsize, variants
+from benchmarks import bare, bench, fullsize, variants
 from benchmarks.bench import Row
 from benchmarks.fullsize import Shape
 from benchmarks.parts import Profile, profile
 from benchmarks.variants import UNPATCHED, Variant
-from scripts.comfy_pack import load_pack, pack_module, use_comfyui
+from scripts.comfy_pack import pack_module
 
 
 def sample(model: Any, shape: Shape, steps: int, cfg: float, seed: int = 5) -> Tensor:
@@ -125,23 +123,18 @@ def profiled(model: Any, shape: Shape, steps: int, cfg: float) -> Profile:
 
 def main() -> None:
     """Parse, measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench.command_line(__doc__, "sample", repeats=3)
     parser.add_argument("--model", nargs="*", choices=["sdxl", "flux"], default=["sdxl", "flux"])
     parser.add_argument("--size", nargs="*", type=bench.size, default=[(1024, 1024)], help="WIDTHxHEIGHT in pixels")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", nargs="*", type=int, default=[4, 8, 20, 50])
     parser.add_argument("--cfg", type=float, default=7.0, help="of SDXL; Flux runs without")
     parser.add_argument("--ratio", type=float, default=0.5)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--flux-blocks", type=int, nargs=2, default=(19, 38), metavar=("DOUBLE", "SINGLE"))
     parser.add_argument("--tiny", action="store_true", help="small models in fp32, to see that it runs")
-    parser.add_argument("--out", type=Path, help="write FOLDER/sample.json, .csv, .md and .png")
     args = parser.parse_args()
 
-    use_comfyui(own_attention=True)
-    variants.use_stand_ins()
-    load_pack()
+    bare.prepare()
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
     double, single = args.flux_blocks
     told = bench.conditions(dtype=args.dtype, repeats=args.repeats, flux_blocks=f"{double} double + {single} single")

@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import bench, breakeven, forward, fullsize, micro, sample, variants
+from benchmarks import bare, bench, breakeven, forward, fullsize, micro, sample, variants
 from benchmarks.bench import Row
 from benchmarks.fullsize import Shape
+from benchmarks.goals import GOALS
 from benchmarks.variants import Variant
-from scripts.comfy_pack import load_pack, use_comfyui
 from scripts.comfyui import ROOT
 
 RATIO = 0.5
@@ -269,62 +269,6 @@ CPU: tuple[tuple[str, float, Section], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Goal:
-    """A figure that a row must reach. at_least: a speed-up; at_most: what `read` gives."""
-
-    name: str
-    section: str
-    model: str
-    size: str
-    variant: str
-    at_least: float | None = None
-    at_most: float | None = None
-    read: Callable[[Row], float | None] = lambda row: row.speedup
-
-    def row(self, rows: Sequence[Row]) -> Row | None:
-        """The row that decides."""
-        for row in rows:
-            same = (row.model, row.variant) == (self.model, self.variant) and row.size.startswith(self.size)
-            if same and row.section.startswith(self.section):
-                return row
-        return None
-
-    def judged(self, rows: Sequence[Row]) -> tuple[str, str, bool]:
-        """The goal, what was measured, whether it is missed."""
-        wanted = f">= {self.at_least:g}x" if self.at_least is not None else f"<= {self.at_most:g}"
-        row = self.row(rows)
-        value = None if row is None or row.gate else self.read(row)
-        if value is None:
-            return wanted, "not measured" if row is None or not row.gate else bench.REFUSED, False
-        met = value >= self.at_least if self.at_least is not None else value <= (self.at_most or 0.0)
-        return wanted, f"{value:.3g}" + ("x" if self.at_least is not None else ""), not met
-
-
-def _share(*parts: str) -> Callable[[Row], float | None]:
-    return lambda row: 100 * sum(row.shares.get(part, 0.0) for part in parts) if row.shares else None
-
-
-_RUNS = (
-    ("SDXL 1024, CFG", "sample, 20 steps, cfg 7", "sdxl", "1024x1024", 1.45),
-    ("SDXL 1024, no CFG", "sample, 20 steps, cfg 1", "sdxl", "1024x1024", 1.35),
-    ("SDXL 2048, CFG", "sample, 20 steps, cfg 7", "sdxl", "2048x2048", 1.9),
-    ("Flux 1024", "sample, 20 steps", "flux", "1024x1024", 1.5),
-    ("Flux 2048", "sample, 8 steps", "flux", "2048x2048", 1.75),
-)
-_EVERY = "ToMA every step"
-GOALS = (
-    *(Goal(name, section, model, size, _EVERY, at_least=least) for name, section, model, size, least in _RUNS),
-    *(
-        Goal(f"{name}: {label}, % of a run", section, model, size, _EVERY, at_most=most, read=_share(*parts))
-        for name, section, model, size, _ in _RUNS
-        for label, parts, most in (("plans", ("plan",), 1.0), ("merge and unmerge", ("merge", "unmerge"), 3.0))
-    ),
-    Goal("selection and weights of 64x64x640, us", "micro: selection and weights", "64x64x640", "", "Triton, replayed",
-         at_most=20.0, read=lambda row: row.p50 * 1e6),
-)  # fmt: skip
-
-
 def goals(suite: Suite) -> str:
     """The goals as a table; those that are missed are profiled, as long as time is left."""
     lines = ["| goal | wanted | measured | |", "|---" * 4 + "|"]
@@ -367,9 +311,7 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.monotonic()
 
-    use_comfyui(own_attention=True)
-    variants.use_stand_ins()
-    load_pack()
+    bare.prepare()
     device = bench.device_here()
     gpu = args.gpu or device.type == "cuda"
     if args.gpu and device.type != "cuda" and not args.dry_run:

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from benchmarks import bare
 from scripts.comfy_pack import pack_module
 
 Patch = Callable[[Any], Any]
@@ -67,22 +64,28 @@ def preset(name: str, **settings: Any) -> Variant:
     return Variant(f"ToMA preset {name}", patch)
 
 
-def stacked(*variants: Variant) -> Variant:
+def chain(*patches: Patch) -> Patch:
     """Several on one model, the first nearest to the loader."""
 
     def patch(model: Any) -> Any:
-        for variant in variants:
-            model = variant.patch(model)
+        for each in patches:
+            model = each(model)
         return model
 
-    return Variant(" + ".join(v.name for v in variants), patch, "; ".join(v.note for v in variants if v.note))
+    return patch
+
+
+def stacked(*variants: Variant) -> Variant:
+    """Several on one model, the first nearest to the loader."""
+    notes = "; ".join(v.note for v in variants if v.note)
+    return Variant(" + ".join(v.name for v in variants), chain(*(v.patch for v in variants)), notes)
 
 
 def core_node(module: str, node: str, *args: Any) -> Patch:
     """A node of ComfyUI's own, old style or V3."""
 
     def patch(model: Any) -> Any:
-        use_stand_ins()
+        bare.use_stand_ins()
         cls = getattr(importlib.import_module(f"comfy_extras.{module}"), node)
         if not hasattr(cls, "execute"):
             return getattr(cls(), cls.FUNCTION)(model, *args)[0]
@@ -102,7 +105,7 @@ def tome(ratio: float) -> Variant:
     """ToMe's bipartite matching around self-attention at every level that has it: queries, keys and values merged."""
 
     def patch(model: Any) -> Any:
-        use_stand_ins()
+        bare.use_stand_ins()
         matching = importlib.import_module("comfy_extras.nodes_tomesd").bipartite_soft_matching_random2d
         held: dict[str, Any] = {}
 
@@ -120,30 +123,60 @@ def tome(ratio: float) -> Variant:
     return Variant(f"ToMe matching at SDXL's levels, ratio {ratio:g}", patch, "around self-attention, as ToMe does")
 
 
-def todo(factor: int = 2) -> Variant:
-    """ToDo-style: keys and values of self-attention from every `factor`-th row and column."""
+def todo(rows: int = 2, columns: int = 2) -> Variant:
+    """ToDo (Smith et al. 2024): keys and values of self-attention from every so many rows and columns of tokens."""
 
     def patch(model: Any) -> Any:
-        def downsample(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-            height, width = options["activations_shape"][-2:]
+        from comfy.ldm.flux.model import Flux
 
-            def nearest(x: Tensor) -> Tensor:
-                grid = x.view(x.shape[0], height, width, x.shape[2])
-                return grid[:, ::factor, ::factor].flatten(1, 2)
+        flux = isinstance(model.get_model_object("diffusion_model"), Flux)
+        return (_todo_flux if flux else _todo_unet)(model.clone(), rows, columns)
 
-            small = nearest(k)
-            return q, small, small if v is k else nearest(v)
-
-        model = model.clone()
-        model.set_model_attn1_patch(downsample)
-        return model
-
-    return Variant(f"ToDo-style keys and values, 1/{factor * factor}", patch)
+    return Variant(f"ToDo-style keys and values, 1/{rows * columns}", patch)
 
 
-def hypertile(tile: int = 256, depth: int = 1) -> Variant:
-    """ComfyUI's own HyperTile node."""
-    patch = core_node("nodes_hypertile", "HyperTile", tile, 2, depth, False)
+def _thinned(x: Tensor, grid: tuple[int, int], rows: int, columns: int) -> Tensor:
+    """(..., H * W, C) -> (..., H * W / (rows * columns), C)"""
+    return x.unflatten(-2, grid)[..., ::rows, ::columns, :].flatten(-3, -2)
+
+
+def _todo_unet(model: Any, rows: int, columns: int) -> Any:
+    def patch(n: Tensor, context: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        grid = tuple(options["activations_shape"][-2:])
+        return n, _thinned(context, grid, rows, columns), _thinned(value, grid, rows, columns)
+
+    model.set_model_attn1_patch(patch)
+    return model
+
+
+def _todo_flux(model: Any, rows: int, columns: int) -> Any:
+    """Inside the attention itself, where keys have their positions already."""
+    from comfy.patcher_extension import WrappersMP
+
+    class Held:
+        grid = (0, 0)
+
+    def note(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        Held.grid = pack_module("nodes.adapters.flux").token_grid(x, executor.class_obj.diffusion_model.patch_size)
+        return executor(x, *args, **kwargs)
+
+    def attention(func: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        text = k.shape[2] - Held.grid[0] * Held.grid[1]
+
+        def fewer(x: Tensor) -> Tensor:
+            return torch.cat([x[:, :, :text], _thinned(x[:, :, text:], Held.grid, rows, columns)], 2)
+
+        out: Tensor = func(q, fewer(k), fewer(v), *args, **kwargs)
+        return out
+
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "todo", note)
+    model.model_options["transformer_options"]["optimized_attention_override"] = attention
+    return model
+
+
+def hypertile(tile: int = 256, depth: int = 1, swap: int = 2) -> Variant:
+    """ComfyUI's own HyperTile node. swap: among how many choices of tiles it draws at random."""
+    patch = core_node("nodes_hypertile", "HyperTile", tile, swap, depth, False)
     return Variant(f"HyperTile {tile}, depth {depth}", patch, "tiles queries, not keys and values")
 
 
@@ -151,6 +184,31 @@ def step_cache(name: str, threshold: float = 0.2) -> Variant:
     """ComfyUI's own node `EasyCache` or `LazyCache` at its default range: skips evaluations while little changes."""
     patch = core_node("nodes_easycache", f"{name}Node", threshold, 0.15, 0.95, False)
     return Variant(name, patch, "how many steps it skips depends on the weights")
+
+
+def half_the_evaluations(model: Any) -> Any:
+    """Skip every second evaluation and use the velocity of the one before: the plainest rival at half the cost."""
+    from comfy.patcher_extension import WrappersMP
+
+    class Held:
+        index = 0
+        result: Any = None
+
+    def start(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        Held.index, Held.result = 0, None
+        return executor(*args, **kwargs)
+
+    def skip(executor: Any, x: Tensor, timestep: Tensor, *args: Any) -> Any:
+        sigma = timestep.view(-1, *[1] * (x.ndim - 1))
+        if Held.index % 2 == 0:
+            Held.result = (x - executor(x, timestep, *args)) / sigma
+        Held.index += 1
+        return x - sigma * Held.result
+
+    model = model.clone()
+    model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "skip", start)
+    model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "skip", skip)
+    return model
 
 
 def compiled(backend: str = "inductor") -> Variant:
@@ -163,38 +221,3 @@ def compiled(backend: str = "inductor") -> Variant:
 def unet_rivals(ratio: float) -> list[Variant]:
     """What changes single evaluations of a UNet."""
     return [tome_node(ratio), tome(ratio), todo(), hypertile()]
-
-
-class _StandIn(ModuleType):
-    """An empty package: every name in it is an empty class."""
-
-    __path__: list[str] = []  # noqa: RUF012
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-class _StandIns(MetaPathFinder, Loader):
-    """Packages that ComfyUI imports for video alone."""
-
-    names = ("av",)
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name.partition(".")[0] in self.names:
-            return ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _StandIn(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run."""
-
-
-def use_stand_ins() -> None:
-    """On a bare machine ComfyUI's nodes load without the packages that nothing here calls."""
-    missing = [name for name in _StandIns.names if name not in sys.modules and importlib.util.find_spec(name) is None]
-    if missing and not any(isinstance(finder, _StandIns) for finder in sys.meta_path):
-        sys.meta_path.append(_StandIns())

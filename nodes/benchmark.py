@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import comfy.ldm.modules.attention
 import comfy.model_management
 import comfy.sample
 import torch
@@ -14,6 +13,7 @@ from comfy_api.latest import io, ui
 
 from ..toma_core.config import ConfigError, ToMAConfig
 from . import timing
+from .adapters.run import attention_in_use
 from .charts import MERGED, RECOMMENDED, WHOLE, Bar, bar_chart
 from .drawing import as_image
 from .live import said
@@ -131,9 +131,7 @@ def _machine(model: ModelPatcher) -> str:
     """Device, number format, attention and versions, in words."""
     inner = model.model
     dtype = str(inner.get_dtype_inference() if hasattr(inner, "get_dtype_inference") else inner.get_dtype())
-    attention = comfy.ldm.modules.attention.optimized_attention.__name__.removeprefix("attention_")
-    if "optimized_attention_override" in model.model_options.get("transformer_options", {}):
-        attention += " (replaced by another node)"
+    attention = attention_in_use(model.model_options.get("transformer_options", {}))
     device = comfy.model_management.get_torch_device_name(model.load_device)
     try:
         from comfyui_version import __version__ as comfyui

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
 
-from ..toma_core.stats import RunStats
+from ..toma_core.stats import RunStats, natural_order
 
 Colour = tuple[int, int, int]
 PAPER, INK, FAINT = (250, 250, 250), (20, 20, 20), (205, 205, 205)
@@ -68,7 +68,7 @@ def blocks_chart(stats: RunStats, width: int) -> Image.Image:
             if number not in numbers:
                 numbers.append(number)
     stages: dict[str, list[str]] = {}
-    for block in sorted(stats.blocks, key=_natural):
+    for block in sorted(stats.blocks, key=natural_order):
         stages.setdefault(block.rpartition(".")[0] or block, []).append(block)
     columns = max(1, (width - _LABEL - 2 * _PAD) // (_SQUARE + _GAP))
     rows = sum(-(-len(blocks) // columns) for blocks in stages.values())
@@ -149,7 +149,3 @@ def _wrapped(text: str, width: int, size: int = 13) -> list[str]:
         else:
             lines[-1] = longer
     return lines
-
-
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]

@@ -21,6 +21,7 @@ class Details:
 
     stats: RunStats
     _step: int = -1
+    _bytes: int = 0
     _kept: dict[Hashable, Tensor] = field(default_factory=dict)
 
     def keep(self, keys: tuple[Hashable, ...], detail: Tensor, step: int) -> None:
@@ -28,8 +29,10 @@ class Details:
         if step != self._step:
             self.clear()
             self._step = step
-        self._kept.update(zip(keys, detail.chunk(len(keys)), strict=True))
-        self.stats.count_detail(sum(part.nbytes for part in self._kept.values()))
+        for key, part in zip(keys, detail.chunk(len(keys)), strict=True):
+            self._bytes += part.nbytes - (self._kept[key].nbytes if key in self._kept else 0)
+            self._kept[key] = part
+        self.stats.count_detail(self._bytes)
 
     def add_to(self, y: Tensor, keys: tuple[Hashable, ...]) -> Tensor:
         """Add to the equal chunks of y, in place, what is kept under their keys. (B, N, C), returned.
@@ -47,6 +50,7 @@ class Details:
     def clear(self) -> None:
         """Drop everything."""
         self._kept.clear()
+        self._bytes = 0
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

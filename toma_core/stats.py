@@ -96,11 +96,13 @@ class RunStats:
         if not self.merged_blocks:
             return self.summary()
         grids = ", ".join(f"{h * w} -> {kept}" for (h, w), kept in sorted(self.grids.items())[::-1])
-        steps = max(self.total_steps, len(self.steps))
-        line = f"{grids} tokens in {len(self.merged_blocks)}/{len(self.blocks)} blocks, "
-        line += f"{len(self.merged_steps)}/{steps} steps"
+        line = f"{grids} tokens {self._extent()}"
         speedup = self.speedup()
         return line if speedup is None else f"{line}, {speedup:.2f}x measured"
+
+    def _extent(self) -> str:
+        steps = max(self.total_steps, len(self.steps))
+        return f"in {len(self.merged_blocks)}/{len(self.blocks)} blocks, {len(self.merged_steps)}/{steps} steps"
 
     def summary(self) -> str:
         """One line for the log."""
@@ -108,9 +110,7 @@ class RunStats:
             reasons = "; ".join(self.left_whole) or "no step was inside the active range"
             return f"nothing was merged: {reasons}"
         grids = ", ".join(f"{h * w} -> {kept} tokens ({h}x{w})" for (h, w), kept in sorted(self.grids.items())[::-1])
-        steps = max(self.total_steps, len(self.steps))
-        line = f"{grids} in {len(self.merged_blocks)}/{len(self.blocks)} blocks, {len(self.merged_steps)}/{steps} steps"
-        line += f", {self.selections} selections, {self.weighings} weighings"
+        line = f"{grids} {self._extent()}, {self.selections} selections, {self.weighings} weighings"
         if self.detail_bytes:
             line += f", {self.detail_bytes / 1e6:.3g} MB of detail held"
         for reason, parts in self.left_whole.items():
@@ -132,9 +132,9 @@ class RunStats:
             lines.append(f"whole steps: {_ranges(whole_steps)}")
         merged_evaluations = self.merged_evaluations if self.merged_blocks else 0
         lines.append(f"model evaluations: {self.evaluations}, merged: {merged_evaluations}")
-        lines.append(f"merged blocks: {', '.join(sorted(self.merged_blocks, key=_natural)) or 'none'}")
+        lines.append(f"merged blocks: {', '.join(sorted(self.merged_blocks, key=natural_order)) or 'none'}")
         for reason, parts in self.left_whole.items():
-            lines.append(f"left whole ({reason}): {', '.join(sorted(parts, key=_natural))}")
+            lines.append(f"left whole ({reason}): {', '.join(sorted(parts, key=natural_order))}")
         if self.attention:
             lines.append(f"attention: {self.attention}")
         return "\n".join(lines)
@@ -154,7 +154,8 @@ def _shortened(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _natural(name: str) -> list[tuple[int, int | str]]:
+def natural_order(name: str) -> list[tuple[int, int | str]]:
+    """Sorting key for names with numbers in them: block 2 before block 10."""
     parts = name.replace(".", " ").split()
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
 

@@ -6,15 +6,14 @@ rivals, 3 has one choice at a time, 4 is slow or remote.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks import variants
+from benchmarks.variants import Patch, chain
 from scripts.comfy_pack import pack_module
 
-from . import experiments, rivals
-
-Patch = Callable[[Any], Any]
+from . import experiments
 
 # The tiny models have two or three double blocks and five or six single ones: the share left whole is that of Flux.
 _TINY = {"flux_whole_double": 1, "flux_whole_single": 1, "min_tokens": 64}
@@ -39,12 +38,17 @@ def toma(**settings: Any) -> Patch:
 
 def preset(name: str, **settings: Any) -> Patch:
     """ToMA with a preset; the blocks of Flux left whole are scaled to the tiny model."""
+    return variants.preset(name, **{**_TINY, **settings}).patch
 
-    def patch(model: Any) -> Any:
-        config = pack_module("toma_core.config").ToMAConfig.from_preset(name, **{**_TINY, **settings})
-        return pack_module("nodes.adapters.run").attach(model, config)
 
-    return patch
+def easy_cache(threshold: float) -> Patch:
+    """ComfyUI's own EasyCache."""
+    return variants.step_cache("EasyCache", threshold).patch
+
+
+def hyper_tile(tile: int) -> Patch:
+    """ComfyUI's own HyperTile at both levels. One choice of tiles, so that nothing is drawn at random."""
+    return variants.hypertile(tile, 2, swap=1).patch
 
 
 def reuse(ratio: float, every: int, **settings: Any) -> Patch:
@@ -68,17 +72,6 @@ def averaging(mean: float, steps: int, scheduler: str, **settings: Any) -> Patch
     return patch
 
 
-def stacked(*patches: Patch) -> Patch:
-    """Several on one model, the first nearest to the loader."""
-
-    def patch(model: Any) -> Any:
-        for each in patches:
-            model = each(model)
-        return model
-
-    return patch
-
-
 def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     """Name -> setting for the model `kind` ("dit" or "unet") sampled in so many steps. Nothing stands in it twice."""
     table: dict[str, Setting] = {}
@@ -92,13 +85,13 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(1, "preset", {"balanced": toma()}, image=True)
     add(1, "reuse", {"0.75 every 3": reuse(0.75, 3), "0.5 every 3": reuse(0.5, 3)}, image=True)
     add(1, "selector", {s: toma(selector=s) for s in ("tome", "random", "grid", "farthest point")})
-    add(1, "rival", {"half the evaluations": rivals.half_the_evaluations}, image=True)
-    add(1, "rival", {"EasyCache 0.2": rivals.easy_cache(0.2), "ToDo 1/4": rivals.todo(2, 2)}, image=True)
+    add(1, "rival", {"half the evaluations": variants.half_the_evaluations}, image=True)
+    add(1, "rival", {"EasyCache 0.2": easy_cache(0.2), "ToDo 1/4": variants.todo(2, 2).patch}, image=True)
     add(1, "rival", {"half the steps": lambda model: model}, steps=0.5, image=True)
     if unet:
-        add(1, "rival", {"HyperTile 64": rivals.hyper_tile(64, 2)}, image=True)
-    add(1, "stacked", {"EasyCache 0.2 + balanced": stacked(rivals.easy_cache(0.2), toma())})
-    add(1, "stacked", {"half the evaluations + balanced": stacked(rivals.half_the_evaluations, toma())})
+        add(1, "rival", {"HyperTile 64": hyper_tile(64)}, image=True)
+    add(1, "stacked", {"EasyCache 0.2 + balanced": chain(easy_cache(0.2), toma())})
+    add(1, "stacked", {"half the evaluations + balanced": chain(variants.half_the_evaluations, toma())})
 
     add(2, "preset", {name: preset(name) for name in pack_module("toma_core.config").PRESETS if name != "balanced"})
     add(2, "ratio", {f"{r:g}": toma(ratio=r) for r in (0.25, 0.75)})
@@ -107,12 +100,16 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(2, "variate", {f"{r:g} every {n}": experiments.control_variate(r, n, toma) for r, n in ((0.5, 3), (0.75, 3))})
     for name, when in _ALL_ALONG.items():
         add(2, "mean 0.5", {name: averaging(0.5, steps, scheduler, **when)})
-    add(2, "rival", {f"EasyCache {t:g}": rivals.easy_cache(t) for t in (0.1, 0.4)})
-    add(2, "rival", {"LazyCache 0.2": rivals.lazy_cache(0.2), "ToDo 1/2": rivals.todo(1, 2)})
+    add(2, "rival", {f"EasyCache {t:g}": easy_cache(t) for t in (0.1, 0.4)})
+    add(
+        2,
+        "rival",
+        {"LazyCache 0.2": variants.step_cache("LazyCache", 0.2).patch, "ToDo 1/2": variants.todo(1, 2).patch},
+    )
     add(2, "rival", {"three quarters of the steps": lambda model: model}, steps=0.75)
     if unet:
-        add(2, "rival", {"HyperTile 32": rivals.hyper_tile(32, 2)})
-    add(2, "stacked", {"EasyCache 0.2 + reuse 0.75 every 3": stacked(rivals.easy_cache(0.2), reuse(0.75, 3))})
+        add(2, "rival", {"HyperTile 32": hyper_tile(32)})
+    add(2, "stacked", {"EasyCache 0.2 + reuse 0.75 every 3": chain(easy_cache(0.2), reuse(0.75, 3))})
     add(2, "stacked", {"half the steps + balanced": toma()}, steps=0.5)
 
     add(3, "granularity", {g: toma(granularity=g) for g in (("module", "block") if unet else ("module",))})

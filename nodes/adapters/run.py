@@ -148,7 +148,7 @@ def _outer_sample(
     sampling = Sampling.start(attachment.config, model_sampling, sigmas.tolist())
     guider.model_options = create_model_options_clone(given)
     guider.model_options["transformer_options"][SAMPLING] = sampling
-    sampling.run.stats.attention = _attention(guider.model_options["transformer_options"])
+    sampling.run.stats.attention = attention_in_use(guider.model_options["transformer_options"])
     if attachment.watcher is not None:
         attachment.watcher.began()
     try:
@@ -164,7 +164,7 @@ def _outer_sample(
             attachment.watcher.ended(stats)
 
 
-def _attention(transformer_options: dict[str, Any]) -> str:
+def attention_in_use(transformer_options: dict[str, Any]) -> str:
     """What computes attention, on merged tokens too: ComfyUI's choice, or what another node put in its place."""
     chosen = str(attention.optimized_attention.__name__).removeprefix("attention_")
     override = transformer_options.get("optimized_attention_override")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import models
-from benchmarks.fidelity import experiments, rivals
+from benchmarks import models, variants
+from benchmarks.fidelity import experiments
 from benchmarks.fidelity.judge import counting
 from benchmarks.fidelity.settings import Setting, averaging, settings, toma
 from scripts.comfy_pack import pack_module
@@ -127,7 +127,7 @@ def test_half_the_evaluations(model: Any) -> None:
     with counting() as whole:
         sample(model)
     with counting() as half:
-        sample(rivals.half_the_evaluations(model))
+        sample(variants.half_the_evaluations(model))
     assert half.get_total_flops() == whole.get_total_flops() // 2
 
 
@@ -140,9 +140,9 @@ def test_attention_is_counted(model: Any) -> None:
 def test_todo(model: Any) -> None:
     """Every key is the model itself; a quarter of them is less work and another picture."""
     plain = sample(model)
-    assert torch.equal(sample(rivals.todo(1, 1)(model)), plain)
+    assert torch.equal(sample(variants.todo(1, 1).patch(model)), plain)
     flops = []
-    for patched in (model, rivals.todo(2, 2)(model)):
+    for patched in (model, variants.todo(2, 2).patch(model)):
         with counting() as counter:
             out = sample(patched)
         flops.append(counter.get_total_flops())
@@ -152,7 +152,7 @@ def test_todo(model: Any) -> None:
 
 def test_todo_takes_every_second_row_and_column() -> None:
     tokens = torch.arange(4 * 6.0).view(1, 24, 1)
-    assert rivals._thinned(tokens, (4, 6), 2, 3).flatten().tolist() == [0, 3, 12, 15]
+    assert variants._thinned(tokens, (4, 6), 2, 3).flatten().tolist() == [0, 3, 12, 15]
 
 
 def test_own_destinations(model: Any, plans: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from benchmarks import bench, forward, fullsize, micro, sample, suite, variants
 from benchmarks.bench import Row
 from benchmarks.fullsize import Shape
+from benchmarks.goals import GOALS
 from scripts.comfyui import ROOT
 
 CPU = torch.device("cpu")
@@ -143,14 +144,14 @@ def measured(speedup: float | None, **more: Any) -> Row:
     ],
 )
 def test_goals_are_met_missed_or_not_measured(row: Row | None, result: tuple[str, bool]) -> None:
-    goal = suite.GOALS[0]
+    goal = GOALS[0]
     wanted, *judged = goal.judged([row] if row else [])
     assert wanted == ">= 1.45x"
     assert tuple(judged) == result
 
 
 def test_goals_of_shares_and_of_selection() -> None:
-    by_name = {goal.name: goal for goal in suite.GOALS}
+    by_name = {goal.name: goal for goal in GOALS}
     row = measured(1.5, shares={"plan": 0.005, "merge": 0.02, "unmerge": 0.02})
     assert by_name["SDXL 1024, CFG: plans, % of a run"].judged([row]) == ("<= 1", "0.5", False)
     assert by_name["SDXL 1024, CFG: merge and unmerge, % of a run"].judged([row]) == ("<= 3", "4", True)

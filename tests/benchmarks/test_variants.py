@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import variants
+from benchmarks import bare, variants
 from scripts.comfy_pack import pack_module
 
 
@@ -17,7 +17,7 @@ from scripts.comfy_pack import pack_module
 def lacking(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of a package that is not installed, as ComfyUI's video package on a bare machine."""
     name = "no_such_video_package"
-    monkeypatch.setattr(variants._StandIns, "names", (name,))
+    monkeypatch.setattr(bare._StandIns, "names", (name,))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     yield name
     for loaded in [m for m in sys.modules if m.partition(".")[0] == name]:
@@ -27,7 +27,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_stand_ins_take_the_place_of_what_is_missing(lacking: str) -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(lacking)
-    variants.use_stand_ins()
+    bare.use_stand_ins()
     inner = importlib.import_module(f"{lacking}.video.stream")
     assert isinstance(inner.VideoStream, type), "what is imported from it can be named in annotations"
     assert not hasattr(inner, "__file__")
@@ -36,9 +36,9 @@ def test_stand_ins_take_the_place_of_what_is_missing(lacking: str) -> None:
 
 
 def test_nothing_stands_in_for_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variants._StandIns, "names", ("json",))
+    monkeypatch.setattr(bare._StandIns, "names", ("json",))
     before = list(sys.meta_path)
-    variants.use_stand_ins()
+    bare.use_stand_ins()
     assert sys.meta_path == before
 
 

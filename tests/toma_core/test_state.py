@@ -331,7 +331,7 @@ def test_planning_and_merging_need_no_values(
     """On the meta device, where tensors have no values: to read one, in whatever way, is an error."""
     run = run_of(selector=selector, unmerge=unmerge_kind)
     x = torch.empty(4, grid[0] * grid[1], 6, dtype=torch.bfloat16, device="meta")
-    with pytest.raises((RuntimeError, NotImplementedError)):
+    with pytest.raises(RuntimeError, match="meta"):
         x.sum().item()
     for decision in (at(), at(weighing=1), at(selection=1)):
         plan = run.plan(x, grid, "a", decision, ("l", "r"))
