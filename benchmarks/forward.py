@@ -117,12 +117,9 @@ def problems(runner: Runner, output: Tensor, base: Tensor) -> list[str]:
     return found
 
 
-def toma_variants(
-    model: str, ratios: Sequence[float], granularities: Sequence[str], whole: dict[str, Any]
-) -> list[Variant]:
-    """ToMA at every ratio and granularity; Flux has no stacks."""
-    chosen = [g for g in granularities if model == "sdxl" or g != "stack"] or ["block"]
-    return [variants.toma(f"{g}, ratio {r:g}", ratio=r, granularity=g, **whole) for r in ratios for g in chosen]
+def toma_variants(ratios: Sequence[float], granularities: Sequence[str], whole: dict[str, Any]) -> list[Variant]:
+    """ToMA at every ratio and granularity."""
+    return [variants.toma(f"{g}, ratio {r:g}", ratio=r, granularity=g, **whole) for r in ratios for g in granularities]
 
 
 def measure(
@@ -242,7 +239,7 @@ def main() -> None:
     for name in args.model:
         bench.say(f"{name}: building")
         patcher = fullsize.patcher(name, dtype, device, flux_blocks=(double, single), tiny=args.tiny)
-        chosen = toma_variants(name, args.ratio, args.granularity, whole)
+        chosen = toma_variants(args.ratio, args.granularity, whole)
         best = chosen[-1]
         if args.rivals and name == "sdxl":
             rivals = variants.unet_rivals(args.ratio[-1])

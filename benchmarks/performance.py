@@ -101,8 +101,6 @@ def overhead() -> str:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
             base = count(Shape(model))
             for granularity in ("module", "block", "stack"):
-                if (model, granularity) == ("flux", "stack"):
-                    continue
                 for kernels, by in ((True, "Triton"), (False, "PyTorch")):
                     merged = count(Shape(model), _toma(granularity=granularity), kernels=kernels)
                     added = [merged.parts[part] for part in ("merge", "unmerge")]

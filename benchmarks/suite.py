@@ -167,7 +167,7 @@ def sdxl_few_steps(suite: Suite) -> None:
 def sdxl_rivals(suite: Suite) -> None:
     """One evaluation of SDXL 1024: every granularity, and what users would take instead."""
     shape = suite.shape("sdxl", 1024, 2 if suite.device.type == "cuda" or suite.dry else 1)
-    granular = forward.toma_variants("sdxl", [RATIO], forward.GRANULARITIES, suite.more)
+    granular = forward.toma_variants([RATIO], forward.GRANULARITIES, suite.more)
     rivals = variants.unet_rivals(RATIO)
     chosen = [*granular, *rivals, *(variants.stacked(rival, granular[-1]) for rival in rivals[2:])]
     suite.rows += forward.measure(
@@ -181,7 +181,7 @@ def sdxl_sizes(suite: Suite) -> None:
         small = DRY if suite.dry else 1
         shape = Shape("sdxl", height // small, width // small, batch, suite.dry)
         ratios = (0.25, 0.5, 0.75)
-        chosen = forward.toma_variants("sdxl", ratios, ["stack"], suite.more)
+        chosen = forward.toma_variants(ratios, ["stack"], suite.more)
         suite.rows += forward.measure(suite.patcher("sdxl"), shape, chosen, suite.repeats(9), suite.device, limit=4)
 
 
@@ -220,7 +220,7 @@ def break_even(suite: Suite) -> None:
 def cpu_sdxl(suite: Suite) -> None:
     """Full-size SDXL on a CPU: ToMA, and every rival in the same table."""
     rivals = variants.unet_rivals(RATIO)
-    stack = forward.toma_variants("sdxl", [RATIO], ["stack"], suite.more)[0]
+    stack = forward.toma_variants([RATIO], ["stack"], suite.more)[0]
     chosen = [stack, *rivals, variants.stacked(rivals[2], stack)]
     shape = suite.shape("sdxl", 1024)
     suite.rows += forward.measure(
@@ -231,7 +231,7 @@ def cpu_sdxl(suite: Suite) -> None:
 def cpu_flux(suite: Suite) -> None:
     """Three full-width blocks of Flux on a CPU, none left whole."""
     whole = {"flux_whole_double": 0, "flux_whole_single": 0, **suite.more}
-    chosen = forward.toma_variants("flux", [RATIO], ["module", "block"], whole)
+    chosen = forward.toma_variants([RATIO], forward.GRANULARITIES, whole)
     blocks = (1, 2)
     suite.rows += forward.measure(
         suite.patcher("flux", blocks), suite.shape("flux", 1024), chosen, suite.repeats(5), suite.device,

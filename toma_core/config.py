@@ -124,8 +124,7 @@ class ToMAConfig:
         Granularity.STACK,
         FieldSpec(
             "How long tokens stay merged. 'module': around each attention and feed-forward, as in the paper. "
-            "'block': around each transformer block. 'stack': around each chain of transformer blocks of the UNet, "
-            "the fastest; Flux treats it as 'block'.",
+            "'block': around each transformer block. 'stack': around each chain of transformer blocks, the fastest.",
             "Where",
         ),
     )

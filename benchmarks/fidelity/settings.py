@@ -112,7 +112,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(2, "stacked", {"EasyCache 0.2 + reuse 0.75 every 3": chain(easy_cache(0.2), reuse(0.75, 3))})
     add(2, "stacked", {"half the steps + balanced": toma()}, steps=0.5)
 
-    add(3, "granularity", {g: toma(granularity=g) for g in (("module", "block") if unet else ("module",))})
+    add(3, "granularity", {g: toma(granularity=g) for g in ("module", "block")})
     for w in (4, 16):
         add(3, "window", {f"{w}": toma(window_size=w)}, window=w)
     add(3, "window", {"stripe": toma(window_kind="stripe")})
@@ -144,8 +144,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(3, "reuse", {"0.75 every 3, refreshed": reuse(0.75, 3, select_every=3, weigh_every=3)})
     add(3, "reuse", {"0.75 every 3, end 0.9": reuse(0.75, 3, end_percent=0.9)})
     add(3, "reuse", {"0.75 every 3, random": reuse(0.75, 3, selector="random")})
-    if unet:
-        add(3, "reuse", {"0.75 every 3, block": reuse(0.75, 3, granularity="block")})
+    add(3, "reuse", {f"{r:g} every 3, block": reuse(r, 3, granularity="block") for r in (0.5, 0.75)})
     add(3, "destinations", {"own for cond and uncond": experiments.own_destinations(toma())})
     add(3, "budget", {"moved between windows": experiments.moved_budget(toma())})
 

@@ -1,19 +1,20 @@
 """Flux.1 (dev, schnell, Fill, Kontext) and every other model that ComfyUI runs on its `Flux` class.
 
-Only tokens of the image being made are merged. Text tokens and reference images stay whole and in place, and so does
-the token count at every block's border, where ControlNets add.
+Only tokens of the image being made are merged. Text tokens and reference images stay whole and in place. Consecutive
+blocks stay merged as long as nobody looks between them: where a ControlNet adds or another node replaces a block, all
+tokens are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from comfy.ldm.flux.model import Flux
 from torch import Tensor, nn
 
-from ...toma_core import Evaluation, MergePlan, ToMAConfig, plan_for
+from ...toma_core import Evaluation, MergePlan, plan_for
 from ...toma_core.config import Granularity, Share
 from ...toma_core.detail import Detail
 from .hooks import (
@@ -48,17 +49,28 @@ def token_grid(latent: Tensor, patch_size: int) -> tuple[int, int]:
     return (height + patch_size // 2) // patch_size, (width + patch_size // 2) // patch_size
 
 
+class _Chain:
+    """Consecutive blocks of one kind between which tokens stay merged."""
+
+    def __init__(self, blocks: Sequence[_Merger]) -> None:
+        self.first, self.last = blocks[0], blocks[-1]
+        self.names = [block.name for block in blocks]
+        # Between the first block and the last: what `restore` needs beside their output. None: the chain runs whole.
+        self.held: tuple[Tensor, Tensor, MergePlan, Detail | None] | None = None
+
+
 class _Merger(Hook):
     """What both kinds of block share: where the image tokens are, and whether they can be merged here."""
 
     kind: str
+    chain: _Chain
 
     def __init__(self, module: Any, index: int, positions: _Positions) -> None:
         self.module, self.index, self.positions = module, index, positions
         self.grid = (0, 0)
 
     def release(self) -> None:
-        self.positions.held = None
+        self.chain.held = self.positions.held = None
 
     @property
     def name(self) -> str:
@@ -69,25 +81,62 @@ class _Merger(Hook):
 
     @eager
     def plan(self, image: Tensor, obstacles: dict[str, Any], transformer_options: dict[str, Any]) -> MergePlan | None:
-        """The plan for the (B, H * W, C) tokens of the image, or None to leave the block whole; the outcome is noted
-        in the run's stats. obstacles: arguments of the block that are tied to token positions, None if absent."""
+        """The plan for the (B, H * W, C) tokens of the image, or None to leave the chain whole; the outcome is noted
+        in the run's stats. obstacles: arguments of a block that are tied to token positions, None if absent."""
         evaluation = evaluation_of(transformer_options)
         if evaluation is None:
             return None
         run = evaluation.run
+        plan = None
         present = [name for name, value in obstacles.items() if value is not None]
         if present:
-            run.stats.whole(self.name, f"{', '.join(present)} in use")
-            return None
-        if not fits(image, self.grid[0] * self.grid[1], evaluation):
-            run.stats.whole(self.name, "another node changed the number of tokens")
-            return None
-        plan = plan_for(image, self.grid, self.scope(run.config.share), evaluation)
-        if plan is None:
-            run.stats.whole(self.name, f"fewer than {run.config.min_tokens} tokens")
-        elif not evaluation.decision.keeps_detail:
-            run.stats.merged(self.name)
+            reason = f"{', '.join(present)} in use"
+        elif not fits(image, self.grid[0] * self.grid[1], evaluation):
+            reason = "another node changed the number of tokens"
+        else:
+            plan = plan_for(image, self.grid, self.scope(run.config.share), evaluation)
+            reason = f"fewer than {run.config.min_tokens} tokens"
+        for name in self.chain.names:
+            if plan is None:
+                run.stats.whole(name, reason)
+            elif not evaluation.decision.keeps_detail:
+                run.stats.merged(name)
         return plan
+
+    @eager
+    def enter(self, x: Tensor, before: int, obstacles: dict[str, Any], transformer_options: dict[str, Any]) -> Tensor:
+        """[before | image | references] with the image merged; after the first block of a chain it already is."""
+        if self.chain.first is not self:
+            return x
+        after = before + self.grid[0] * self.grid[1]
+        image = x[:, before:after]
+        plan = self.plan(image, obstacles, transformer_options)
+        if plan is None:
+            return x
+        detail = detail_of("-".join((self.name, self.chain.last.name)), transformer_options)
+        reduced = reduce(image, plan, detail)
+        self.chain.held = (reduced, image, plan, detail)
+        # Blocks add into their input in place: they get a copy, what they were given stays for the difference.
+        return torch.cat([x[:, :before], reduced, x[:, after:]], 1)
+
+    def rows(self, pe: Any, before: int) -> Any:
+        """RoPE rows for the tokens as they are inside the chain."""
+        if self.chain.held is None:
+            return pe
+        _, _, plan, detail = self.chain.held
+        return self.positions.of(pe, plan, before, detail)
+
+    @eager
+    def leave(self, out: Tensor, before: int) -> Tensor:
+        """All image tokens again after the last block of a chain."""
+        held = self.chain.held
+        if held is None or self.chain.last is not self:
+            return out
+        self.chain.held = None
+        after = before + held[0].shape[1]
+        restored = restore(out[:, before:after], *held)
+        around = out[:, :before], out[:, after:]
+        return torch.cat([around[0], restored, around[1]], 1) if any(t.shape[1] for t in around) else restored
 
 
 class _Positions:
@@ -126,6 +175,29 @@ class _DoubleBlock(_Merger):
 
     kind = "double"
 
+    @outside_graph
+    def __call__(
+        self,
+        img: Tensor,
+        txt: Tensor,
+        vec: Any,
+        pe: Any,
+        attn_mask: Any = None,
+        transformer_options: dict[str, Any] = {},  # noqa: B006
+        **rest: Any,
+    ) -> tuple[Tensor, Tensor]:
+        call = {"txt": txt, "vec": vec, "attn_mask": attn_mask, "transformer_options": transformer_options, **rest}
+        reduced = self.enter(img, 0, {"attn_mask": attn_mask, **rest}, transformer_options)
+        out, txt = self.original(img=reduced, pe=self.rows(pe, txt.shape[1]), **call)
+        return self.leave(out, 0), txt
+
+
+class _DoubleBlockByModule(_Merger):
+    """A double block with attention and MLP each between their own merge and unmerge, the residual stream whole, as in
+    the paper."""
+
+    kind = "double"
+
     def __init__(self, module: Any, index: int, positions: _Positions) -> None:
         super().__init__(module, index, positions)
         self.parts = (_MergeIn(), _UnmergeOut(), _MergedLayer())
@@ -142,39 +214,22 @@ class _DoubleBlock(_Merger):
         **rest: Any,
     ) -> tuple[Tensor, Tensor]:
         call = {"txt": txt, "vec": vec, "attn_mask": attn_mask, "transformer_options": transformer_options, **rest}
-        tokens = self.grid[0] * self.grid[1]
-        plan = self.plan(img[:, :tokens], {"attn_mask": attn_mask, **rest}, transformer_options)
+        image = img[:, : self.grid[0] * self.grid[1]]
+        plan = self.plan(image, {"attn_mask": attn_mask, **rest}, transformer_options)
         if plan is None:
             return self.original(img=img, pe=pe, **call)
         config = transformer_options[EVALUATION].run.config
-        detail = detail_of(self.name, transformer_options)
-        call["pe"] = self.positions.of(pe, plan, txt.shape[1], detail)
-        if config.granularity is Granularity.MODULE:
-            return self._by_module(img, plan, config, pe, call)
-        # The block adds into its input in place: it gets a copy, and what it was given stays for the difference.
-        image, references = img[:, :tokens], img[:, tokens:]
-        reduced = reduce(image, plan, detail)
-        out, txt = self.original(img=torch.cat([reduced, references], 1), **call)
-        kept = reduced.shape[1]
-        restored = restore(out[:, :kept], reduced, image, plan, detail)
-        return torch.cat([restored, out[:, kept:]], 1) if references.shape[1] else restored, txt
-
-    def _by_module(
-        self, img: Tensor, plan: MergePlan, config: ToMAConfig, pe: Any, call: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        """Attention and MLP each between their own merge and unmerge, the residual stream whole, as in the paper."""
         inside, outside, mlp = self.parts
         hooks: list[tuple[nn.Module, _Layer]] = []
         if config.self_attention:
             hooks += [(self.module.img_attn.qkv, inside), (self.module.img_attn.proj, outside)]
-        else:
-            call["pe"] = pe
+            pe = self.positions.of(pe, plan, txt.shape[1], None)
         if config.feed_forward:
             hooks.append((self.module.img_mlp, mlp))
         for _, hook in hooks:
             hook.plan = plan
         with installed(hooks):
-            return self.original(img=img, **call)
+            return self.original(img=img, pe=pe, **call)
 
 
 class _Layer(Hook):
@@ -237,18 +292,9 @@ class _SingleBlock(_Merger):
     ) -> Tensor:
         call = {"vec": vec, "attn_mask": attn_mask, "transformer_options": transformer_options, **rest}
         before = transformer_options["img_slice"][0]
-        after = before + self.grid[0] * self.grid[1]
-        text, image, references = x[:, :before], x[:, before:after], x[:, after:]
-        plan = self.plan(image, {"attn_mask": attn_mask, **rest}, transformer_options)
-        if plan is None:
-            return self.original(x, pe=pe, **call)
-        detail = detail_of(self.name, transformer_options)
-        reduced = reduce(image, plan, detail)
-        rows = self.positions.of(pe, plan, before, detail)
-        out = self.original(torch.cat([text, reduced, references], 1), pe=rows, **call)
-        end = before + reduced.shape[1]
-        restored = restore(out[:, before:end], reduced, image, plan, detail)
-        return torch.cat([out[:, :before], restored, out[:, end:]], 1)
+        reduced = self.enter(x, before, {"attn_mask": attn_mask, **rest}, transformer_options)
+        out = self.original(reduced, pe=self.rows(pe, before), **call)
+        return self.leave(out, before)
 
 
 class Hooks:
@@ -256,17 +302,24 @@ class Hooks:
 
     def __init__(self, diffusion_model: Flux) -> None:
         self.patch_size = diffusion_model.patch_size
-        self.blocks: list[_Merger] = []
         positions = _Positions()
-        self.blocks += [_DoubleBlock(m, i, positions) for i, m in enumerate(diffusion_model.double_blocks)]
-        self.blocks += [_SingleBlock(m, i, positions) for i, m in enumerate(diffusion_model.single_blocks)]
+        doubles, singles = diffusion_model.double_blocks, diffusion_model.single_blocks
+        self.blocks: list[_Merger] = [_DoubleBlock(m, i, positions) for i, m in enumerate(doubles)]
+        self.blocks += [_SingleBlock(m, i, positions) for i, m in enumerate(singles)]
+        self.by_module = [_DoubleBlockByModule(m, i, positions) for i, m in enumerate(doubles)]
 
-    def select(self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any]) -> Iterator[HookPair]:
-        """The hooks to install for this evaluation of the (B, C, H, W) latent x."""
+    def select(
+        self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], control: Any = None
+    ) -> Iterator[HookPair]:
+        """The hooks to install for this evaluation of the (B, C, H, W) latent x. control: what ControlNets add, under
+        "input" after double blocks and under "output" after single ones, None where they add nothing."""
         config, stats = evaluation.run.config, evaluation.run.stats
         patches = transformer_options.get("patches", {})
         patched = any(patches.get(name) for name in _TOKEN_PATCHES)
-        idle = config.granularity is Granularity.MODULE and not (config.self_attention or config.feed_forward)
+        seen = transformer_options.get("patches_replace", {}).get("dit", {}), control or {}
+        by_module = config.granularity is Granularity.MODULE
+        idle = by_module and not (config.self_attention or config.feed_forward)
+        chains: list[list[_Merger]] = []
         for block in self.blocks:
             first = config.flux_whole_double if block.kind == "double" else config.flux_whole_single
             if block.index < first:
@@ -275,6 +328,24 @@ class Hooks:
                 stats.whole(block.name, "self_attention and feed_forward are off")
             elif patched:
                 stats.whole(block.name, "another node's attention patch needs all tokens")
+            elif block.kind == "double" and by_module:
+                chains.append([self.by_module[block.index]])
+            elif chains and config.granularity is Granularity.STACK and _unseen_between(chains[-1][-1], block, *seen):
+                chains[-1].append(block)
             else:
-                block.grid = token_grid(x, self.patch_size)
+                chains.append([block])
+        for blocks in chains:
+            chain = _Chain(blocks)
+            for block in blocks:
+                block.chain, block.grid = chain, token_grid(x, self.patch_size)
                 yield block.module, block
+
+
+def _unseen_between(block: _Merger, following: _Merger, replaced: dict[Any, Any], control: dict[str, Any]) -> bool:
+    """Whether the second block takes what the first one gives, and nobody else does."""
+    if (block.kind, block.index + 1) != (following.kind, following.index):
+        return False
+    added = control.get("input" if block.kind == "double" else "output") or ()
+    if block.index < len(added) and added[block.index] is not None:
+        return False
+    return not any((f"{b.kind}_block", b.index) in replaced for b in (block, following))

@@ -18,8 +18,11 @@ _ADAPTERS = (unet, flux)
 class ModelHooks(Protocol):
     """What an adapter keeps for one model."""
 
-    def select(self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any]) -> Iterator[HookPair]:
-        """The (module, hook) pairs to install while the model is evaluated on the latent x of (B, C, H, W)."""
+    def select(
+        self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], control: Any = None
+    ) -> Iterator[HookPair]:
+        """The (module, hook) pairs to install while the model is evaluated on the latent x of (B, C, H, W). control:
+        what ControlNets add, as ComfyUI hands it to the model."""
         ...
 
 

@@ -205,7 +205,7 @@ def _apply_model(
         return call(transformer_options)
     chunks = sampling.copies(x.shape[0], transformer_options), sampling.parts(x.shape[0], transformer_options)
     evaluation = Evaluation(sampling.run, sampling.decision, *chunks)
-    with installed(hooks.select(x, evaluation, transformer_options)):
+    with installed(hooks.select(x, evaluation, transformer_options, control)):
         return call({**transformer_options, EVALUATION: evaluation})
 
 

@@ -108,7 +108,7 @@ class _StackStart(Hook):
     @outside_graph
     def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
         plan = self.sites[0].plan(x, transformer_options, rest=self.sites[1:])
-        detail = detail_of(self.sites[0].name, transformer_options)
+        detail = detail_of("-".join((self.sites[0].name, self.sites[-1].name)), transformer_options)
         reduced = reduce(x, plan, detail)
         self.held = (reduced, x, plan, detail)
         return self.original(reduced, context=context, transformer_options=transformer_options)
@@ -210,8 +210,10 @@ class Hooks:
                 order += 1
             self.stacks.append(blocks)
 
-    def select(self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any]) -> Iterator[HookPair]:
-        """The hooks to install for this evaluation."""
+    def select(
+        self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], control: Any = None
+    ) -> Iterator[HookPair]:
+        """The hooks to install for this evaluation. control: not looked at, ControlNets add outside of the stacks."""
         config, stats = evaluation.run.config, evaluation.run.stats
         for blocks in self.stacks:
             chain: list[_BlockHooks] = []

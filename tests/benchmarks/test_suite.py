@@ -34,7 +34,7 @@ def unet(loaded: None) -> Any:
 
 def test_every_variant_of_an_evaluation(unet: Any) -> None:
     ratio = 0.5
-    merged = forward.toma_variants("sdxl", [ratio], forward.GRANULARITIES, variants.TINY)
+    merged = forward.toma_variants([ratio], forward.GRANULARITIES, variants.TINY)
     chosen = [*merged, *variants.unet_rivals(ratio), variants.stacked(variants.todo(), merged[-1])]
     rows = {r.variant: r for r in forward.measure(unet, Shape("sdxl", 128, 192, 2, tiny=True), chosen, 1, CPU)}
     assert bench.red(list(rows.values())) == []

@@ -98,7 +98,7 @@ def test_flux_blocks(
     calls = record(block)
     extra = {"reference_latents": [torch.randn(1, 16, 8, 8)]} if references else {}
     conds = {side: models.conditioning(flux, seed=seed, **extra) for side, seed in (("positive", 1), ("negative", 2))}
-    models.sample(attach(flux, **REUSE), SIDE, SIDE, steps=2, **conds)
+    models.sample(attach(flux, **REUSE, granularity="block"), SIDE, SIDE, steps=2, **conds)
     whole, merged = calls
     plan = plan_calls[whole.first_plan].plan
     M, U = dense(plan)
@@ -121,6 +121,39 @@ def test_flux_blocks(
     out = (result[0] if kind == "double" else result)[:, text : text + plan.kept]
     expected = x[:, image] + U @ (out - M @ x[:, image]) + update - U @ M @ update
     torch.testing.assert_close(out_of(merged)[:, image], expected, **CLOSE)
+
+
+def test_a_control_that_ends_takes_the_chains_it_split_with_it(
+    flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
+) -> None:
+    """With the ControlNet gone the chain is a longer one: what a part of it kept is not the detail of the whole."""
+    import comfy.controlnet
+
+    class Once(comfy.controlnet.ControlBase):
+        calls = 0
+
+        def get_control(self, *args: Any) -> Any:
+            Once.calls += 1
+            return {"input": [torch.zeros(1, 1, 48)] * 3, "output": []} if Once.calls == 1 else None
+
+        def copy(self) -> Any:
+            return self
+
+        def get_models(self) -> list[Any]:
+            return []
+
+    blocks = flux.model.diffusion_model.double_blocks
+    starts, ends = record(blocks[0]), record(blocks[2])
+    positive = models.conditioning(flux, seed=1)
+    positive[0][1].update(control=Once(), control_apply_to_uncond=True)
+    models.sample(attach(flux, **REUSE), SIDE, SIDE, steps=2, cfg=1.0, positive=positive)
+    plan = plan_calls[starts[0].first_plan].plan
+    _, U = dense(plan)
+    change = ends[1].out[0] - starts[1].kwargs["img"]
+    assert starts[1].kwargs["img"].shape == ends[0].out[0].shape
+    # No detail: the update is one that U spreads.
+    spread = U @ torch.linalg.lstsq(U.double(), change.double()).solution.float()
+    torch.testing.assert_close(change, spread, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.compat

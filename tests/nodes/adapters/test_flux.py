@@ -48,7 +48,7 @@ def test_double_block_is_computed_on_merged_tokens(
     calls = record(block)
     conds = references(flux, (12, 16), (8, 6)) if with_references else {}
     extra = 6 * 8 + 4 * 3 if with_references else 0
-    models.sample(attach(flux), HEIGHT, WIDTH, batch=2, steps=1, **conds)
+    models.sample(attach(flux, granularity="block"), HEIGHT, WIDTH, batch=2, steps=1, **conds)
     (call,) = calls
     plan = plan_calls[call.first_plan].plan
     M, U = dense(plan)
@@ -83,7 +83,7 @@ def test_single_block_is_computed_on_merged_tokens(
     block = flux.model.diffusion_model.single_blocks[2]
     calls = record(block)
     conds = references(flux, (12, 16)) if with_references else {}
-    models.sample(attach(flux), HEIGHT, WIDTH, batch=2, steps=1, **conds)
+    models.sample(attach(flux, granularity="block"), HEIGHT, WIDTH, batch=2, steps=1, **conds)
     (call,) = calls
     plan = plan_calls[call.first_plan].plan
     M, U = dense(plan)
@@ -100,6 +100,43 @@ def test_single_block_is_computed_on_merged_tokens(
 
         wrong = block(torch.cat([text, merged, rest], 1), one(vec, b), pe[:1], transformer_options={})
         assert (wrong - out).abs().max() > 1e-2, "this test would not notice the rows of other positions"
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("kind", ["double", "single"])
+@pytest.mark.parametrize("with_references", [False, True])
+def test_consecutive_blocks_stay_merged(
+    flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, kind: str, with_references: bool
+) -> None:
+    """All three blocks of a kind on M x with the destinations' positions, and one unmerge of their update."""
+    blocks = getattr(flux.model.diffusion_model, f"{kind}_blocks")
+    starts, ends = record(blocks[0]), record(blocks[2])
+    conds = references(flux, (12, 16)) if with_references else {}
+    models.sample(attach(flux), HEIGHT, WIDTH, steps=1, cfg=1.0, **conds)
+    (start,), (end,) = starts, ends
+    plan = plan_calls[start.first_plan].plan
+    M, U = dense(plan)
+    double = kind == "double"
+    x = start.kwargs["img"] if double else start.args[0]
+    before = 0 if double else TEXT
+    image = slice(before, before + TOKENS)
+    merged = M @ x[:, image]
+    given = {"vec": start.kwargs["vec"], "transformer_options": {}}
+    given["pe"] = rows_of_destinations(start.kwargs["pe"], plan.destinations[0], TEXT, TOKENS)
+    stream, txt = torch.cat([x[:, :before], merged, x[:, image.stop :]], 1), start.kwargs.get("txt")
+    for block in blocks:
+        if double:
+            stream, txt = block(img=stream.clone(), txt=txt.clone(), **given)
+        else:
+            stream = block(stream.clone(), **given)
+    out = end.out[0] if double else end.out
+    assert out.shape == x.shape
+    new = x[:, image] + U @ (stream[:, before : before + KEPT] - merged)
+    torch.testing.assert_close(
+        out, torch.cat([stream[:, :before], new, stream[:, before + KEPT :]], 1), rtol=1e-4, atol=1e-3
+    )
+    if double:
+        torch.testing.assert_close(end.out[1], txt, **CLOSE)
 
 
 @pytest.mark.compat
@@ -171,7 +208,7 @@ def test_first_blocks_are_left_whole_as_configured(flux: Any, attach: Any, stats
 
 @pytest.mark.parametrize("share", ["block", "stack", "level"])
 def test_share_says_how_many_plans_there_are(flux: Any, attach: Any, stats_of: Any, share: str) -> None:
-    model = attach(flux, share=share)
+    model = attach(flux, granularity="block", share=share)
     models.sample(model, HEIGHT, WIDTH, steps=1)
     assert stats_of(model).selections == {"block": 6, "stack": 2, "level": 1}[share]
 
@@ -240,7 +277,7 @@ def test_references_at_timestep_zero_leave_blocks_whole(flux2: Any, attach: Any,
 
 
 def test_one_modulation_for_all_blocks_is_merged_too(flux2: Any, attach: Any, stats_of: Any) -> None:
-    for granularity in ("module", "block"):
+    for granularity in ("module", "block", "stack"):
         model = attach(flux2, granularity=granularity)
         assert models.sample(model, HEIGHT, WIDTH, batch=2, steps=2, **references(flux2, (16, 12))).isfinite().all()
         assert len(stats_of(model).merged_blocks) == 6
