@@ -142,7 +142,7 @@ def unet_patcher(
     dtype = comfy.model_management.unet_dtype(device=load_device, supported_dtypes=[torch.bfloat16, torch.float32])
     cast = comfy.model_management.unet_manual_cast(dtype, load_device, [torch.bfloat16, torch.float32])
     model_config.set_inference_dtype(dtype, cast)
-    model = comfy.model_base.SDXL(model_config, comfy.model_base.ModelType.EPS, device=offload_device)
+    model = comfy.model_base.SDXL(model_config, comfy.model_base.ModelType.V_PREDICTION, device=offload_device)
     weights = state_dict if state_dict is not None else new_unet(seed, config=config, to_train=False).state_dict()
     model.diffusion_model.load_state_dict(weights, strict=True)
     model.diffusion_model.to(dtype)

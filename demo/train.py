@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from . import models
 from .data import Batch, Batches, Plan
-from .objectives import EpsilonObjective, FlowObjective
+from .objectives import FlowObjective, VelocityObjective
 
 # Convolutions, which make up half of the UNet, want a lower rate than the matrices.
 SHARE_OF_RATE = {"dit": 1.0, "unet": 0.25}
@@ -54,7 +54,7 @@ class Trainer:
         self.plan = plan
         self.device = device
         self.config = config
-        self.objective = FlowObjective() if plan.kind == "dit" else EpsilonObjective()
+        self.objective = FlowObjective() if plan.kind == "dit" else VelocityObjective()
         make = models.new_dit if plan.kind == "dit" else models.new_unet
         self.network = make(plan.seed, config=config).to(device).train().requires_grad_(True)
         self.forward = torch.compile(self.network, dynamic=False) if compiled else self.network

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from safetensors.torch import save_file
 
 from demo import models
 from demo.conditioning import conditioning, empty_latent, seeded_noise
-from demo.data import View
-from demo.objectives import EpsilonObjective, adm
+from demo.data import Batches, Plan, View
+from demo.objectives import SPREAD, VelocityObjective, adm
 from demo.scenes import scene_from_seed
 
 
@@ -124,11 +125,42 @@ def test_training_uses_comfyuis_sdxl_conventions() -> None:
     pooled = torch.randn(2, 128)
     theirs = model.encode_adm(pooled_output=pooled, width=512, height=512)
     torch.testing.assert_close(adm(pooled, View(), (512, 512)), theirs)
-    sigmas = EpsilonObjective().sigmas
+    sigmas = VelocityObjective().sigmas
     torch.testing.assert_close(sigmas, model.model_sampling.sigmas)
     torch.testing.assert_close(
         model.model_sampling.timestep(sigmas[[3, 500, 999]]).float(), torch.tensor([3.0, 500, 999])
     )
+
+
+def test_the_unet_learns_what_comfyui_asks_it() -> None:
+    """The answer that training calls right takes ComfyUI's V_PREDICTION from the noisy picture to the clean one."""
+    model = models.load_unet(None).model
+    objective, batch = VelocityObjective(), Batches(Plan("unet", 1, full_batch=4, early_shares=(0.0, 1.0)))[0]
+    seen: dict[str, Any] = {}
+
+    def network(x: torch.Tensor, step: torch.Tensor, **_: Any) -> torch.Tensor:
+        sigma = model.model_sampling.sigma(step)
+        noisy = x * (sigma[:, None, None, None] ** 2 + 1).sqrt()
+        torch.testing.assert_close(model.model_sampling.calculate_input(sigma, noisy), x)
+        noise = (noisy - batch.clean) / sigma[:, None, None, None]
+        right = (noise - sigma[:, None, None, None] * batch.clean) / (sigma[:, None, None, None] ** 2 + 1).sqrt()
+        torch.testing.assert_close(model.model_sampling.calculate_denoised(sigma, right, noisy), batch.clean)
+        seen.update(sigma=sigma)
+        return right
+
+    assert objective.loss(network, batch) < 1e-8
+    assert len(set(seen["sigma"].tolist())) == 4
+
+
+def test_noise_levels_of_the_unet_are_those_of_the_flow() -> None:
+    batch = Batches(Plan("unet", 1))[0]
+    batch, objective = replace(batch, quantile=torch.linspace(0.001, 0.999, 999)), VelocityObjective()
+    levels = objective.sigmas[objective.steps(batch)].log()
+    flow = batch.view.centre + SPREAD * torch.special.ndtri(batch.quantile)
+    ends = objective.sigmas[[0, -1]].log()
+    inside = flow[(flow > ends[0]) & (flow < ends[1])]
+    for q in (0.1, 0.5, 0.9):
+        torch.testing.assert_close(levels.quantile(q), inside.quantile(q), atol=0.05, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["dit", "unet"])
