@@ -25,6 +25,8 @@ class Release:
 
 RELEASES = {
     "0.30.0": Release("2.6.0", "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"),
+    "0.26.0": Release("2.4.5", "3d6df87d09657260444a5fae28684c35212873dddd78e909be596ba7c0664cba"),
+    "0.20.1": Release("2.2.0", "d2e75736204b1f6e7eccd24a5e776ab8f7015c5be90355916348c0a974afc415"),
     "0.16.3": Release("1.0.0", "4e46654c099b0b3e5f96f2d34d938b54409764202754b33a76e550925a1d1e73"),
 }
 DEFAULT_RELEASE = "0.30.0"
@@ -92,8 +94,9 @@ def _existing(path: Path, origin: str) -> ComfyUI:
 def _downloaded(release: str) -> ComfyUI:
     """Downloaded releases share the environment of the default one.
 
-    Measured on 0.16.3: its requirements differ only in the pages of the web interface and in `glfw`, without which
-    its GLSL shader nodes do not load; everything this pack touches runs, and a second environment would cost 6 GB.
+    Measured on all of them: what older ones require differs in the pages of the web interface, in ComfyUI's two kernel
+    packages, whose newer versions they run with as well, and in `glfw`, without which their GLSL shader nodes do not
+    load. Everything this pack touches runs, and another environment would cost 6 GB.
     """
     if release not in RELEASES:
         raise SetupError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -89,12 +90,18 @@ class TestFind:
         monkeypatch.setenv("COMFYUI_PATH", str(fake_comfyui(tmp_path / "mine")))
         for release in comfyui.RELEASES:
             fake_comfyui(cache.cache_dir() / f"comfyui-{release}", release)
-        old = comfyui.find("0.16.3")
-        assert old.version == "0.16.3"
-        assert environment.requirements(old) == environment.requirements(comfyui.find(comfyui.DEFAULT_RELEASE))
+        for release in comfyui.RELEASES:
+            found = comfyui.find(release)
+            assert found.version == release
+            assert environment.requirements(found) == environment.requirements(comfyui.find(comfyui.DEFAULT_RELEASE))
+
+    def test_every_release_is_checked(self) -> None:
+        """The newest by the whole suite, the others by the short set."""
+        line = next(line for line in (comfyui.ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("for "))
+        assert set(re.findall(r"\d+\.\d+\.\d+", line)) == set(comfyui.RELEASES) - {comfyui.DEFAULT_RELEASE}
 
     def test_unknown_release_lists_the_known_ones(self) -> None:
-        with pytest.raises(SetupError, match=r"0\.1 cannot be downloaded, only 0\.30\.0, 0\.16\.3"):
+        with pytest.raises(SetupError, match=r"0\.1 cannot be downloaded, only 0\.30\.0, 0\.26\.0, 0\.20\.1, 0\.16\.3"):
             comfyui.find("0.1")
 
     def test_download_is_put_in_place_whole(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

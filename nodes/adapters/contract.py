@@ -7,7 +7,7 @@ and what it would have merged runs whole: a graph that worked goes on working.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import Parameter, signature
 from typing import Any
@@ -26,8 +26,18 @@ def asking(name: str) -> Iterator[None]:
     """Around the few lines that read something of ComfyUI's: what is not there becomes an `UnknownError` of `name`."""
     try:
         yield
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except (AttributeError, ImportError, IndexError, KeyError, TypeError) as error:
         raise UnknownError(f"{name}: {error or type(error).__name__}") from error
+
+
+@contextmanager
+def known(name: str) -> Iterator[None]:
+    """Like `asking`, around what the rest can do without: says what is missing and goes on."""
+    try:
+        with asking(name):
+            yield
+    except UnknownError as error:
+        warn(error)
 
 
 def warn(error: UnknownError) -> None:
@@ -47,12 +57,12 @@ def argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: s
     return args[place] if place < len(args) else kwargs[name]
 
 
-def check(module: nn.Module, hook: Callable[..., Any]) -> None:
+def check(module: nn.Module, hook: object) -> None:
     """Raise `UnknownError` unless `hook` can stand in for the module's `forward`, whoever calls it.
 
     The hook's own `__call__` says what is known: its arguments by place must be the first ones of the class's
-    `forward`, its arguments by name must be among the others, and whatever else there is must have a default and a
-    `**rest` to go to, where the hook looks at it.
+    `forward` and bear the same names (unless they have none, before a `/`), its arguments by name must be among the
+    others, and whatever else there is must have a default and a `**rest` to go to, where the hook looks at it.
     """
     module = getattr(module, "_orig_mod", module)  # torch.compile's wrapper takes anything
     forward = type(module).forward
@@ -60,6 +70,8 @@ def check(module: nn.Module, hook: Callable[..., Any]) -> None:
     ours = list(signature(type(hook).__call__).parameters.values())[1:]
     if any(p.kind is Parameter.VAR_POSITIONAL for p in theirs):
         return  # hands on whatever it is given
+    theirs = theirs[sum(p.kind is Parameter.POSITIONAL_ONLY for p in ours) :]
+    ours = [p for p in ours if p.kind is not Parameter.POSITIONAL_ONLY]
     places = [p.name for p in ours if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
     names = {p.name for p in ours if p.kind is not Parameter.VAR_KEYWORD}
     others = [p for p in theirs if p.name not in names]

@@ -170,6 +170,14 @@ def _merged_rows(pe: Tensor, plan: MergePlan, before: int) -> Tensor:
     return torch.cat([parts[0], image.gather(2, rows), parts[1]], 2)
 
 
+_STRANGE = "pe of unknown shape"
+
+
+def _strange(pe: Any, tokens: int) -> Any:
+    """pe itself if its rows are not those of so many tokens, else None."""
+    return None if pe is None or (isinstance(pe, Tensor) and pe.ndim > 3 and pe.shape[2] >= tokens) else pe
+
+
 class _DoubleBlock(_Merger):
     """A double block whose image stream runs on merged tokens; its text stream attends to them."""
 
@@ -183,11 +191,13 @@ class _DoubleBlock(_Merger):
         vec: Any,
         pe: Any,
         attn_mask: Any = None,
+        *,
         transformer_options: dict[str, Any] = {},  # noqa: B006
         **rest: Any,
     ) -> tuple[Tensor, Tensor]:
         call = {"txt": txt, "vec": vec, "attn_mask": attn_mask, "transformer_options": transformer_options, **rest}
-        reduced = self.enter(img, 0, {"attn_mask": attn_mask, **rest}, transformer_options)
+        obstacles = {"attn_mask": attn_mask, _STRANGE: _strange(pe, txt.shape[1] + img.shape[1]), **rest}
+        reduced = self.enter(img, 0, obstacles, transformer_options)
         out, txt = self.original(img=reduced, pe=self.rows(pe, txt.shape[1]), **call)
         return self.leave(out, 0), txt
 
@@ -202,6 +212,11 @@ class _DoubleBlockByModule(_Merger):
         super().__init__(module, index, positions)
         self.parts = (_MergeIn(), _UnmergeOut(), _MergedLayer())
 
+    def layers(self) -> tuple[tuple[nn.Module, _Layer], ...]:
+        """Query, key and value; what follows the attention; the MLP. Looked up anew, as others may replace them."""
+        attention = self.module.img_attn
+        return tuple(zip((attention.qkv, attention.proj, self.module.img_mlp), self.parts, strict=True))
+
     @outside_graph
     def __call__(
         self,
@@ -210,22 +225,24 @@ class _DoubleBlockByModule(_Merger):
         vec: Any,
         pe: Any,
         attn_mask: Any = None,
+        *,
         transformer_options: dict[str, Any] = {},  # noqa: B006
         **rest: Any,
     ) -> tuple[Tensor, Tensor]:
         call = {"txt": txt, "vec": vec, "attn_mask": attn_mask, "transformer_options": transformer_options, **rest}
         image = img[:, : self.grid[0] * self.grid[1]]
-        plan = self.plan(image, {"attn_mask": attn_mask, **rest}, transformer_options)
+        obstacles = {"attn_mask": attn_mask, _STRANGE: _strange(pe, txt.shape[1] + img.shape[1]), **rest}
+        plan = self.plan(image, obstacles, transformer_options)
         if plan is None:
             return self.original(img=img, pe=pe, **call)
         config = transformer_options[EVALUATION].run.config
-        inside, outside, mlp = self.parts
+        *attention, mlp = self.layers()
         hooks: list[tuple[nn.Module, _Layer]] = []
         if config.self_attention:
-            hooks += [(self.module.img_attn.qkv, inside), (self.module.img_attn.proj, outside)]
+            hooks += attention
             pe = self.positions.of(pe, plan, txt.shape[1], None)
         if config.feed_forward:
-            hooks.append((self.module.img_mlp, mlp))
+            hooks.append(mlp)
         for _, hook in hooks:
             hook.plan = plan
         with installed(hooks):
@@ -245,7 +262,7 @@ class _MergeIn(_Layer):
     """qkv of merged tokens."""
 
     @outside_graph
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, /) -> Tensor:
         return self.original(_merge_head(x, self.plan))
 
 
@@ -253,7 +270,7 @@ class _UnmergeOut(_Layer):
     """The output projection of merged tokens, spread over all."""
 
     @outside_graph
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, /) -> Tensor:
         return _unmerge_head(self.original(x), self.plan)
 
 
@@ -261,7 +278,7 @@ class _MergedLayer(_Layer):
     """The MLP on merged tokens."""
 
     @outside_graph
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, /) -> Tensor:
         return _unmerge_head(self.original(_merge_head(x, self.plan)), self.plan)
 
 
@@ -287,12 +304,14 @@ class _SingleBlock(_Merger):
         vec: Any,
         pe: Any,
         attn_mask: Any = None,
+        *,
         transformer_options: dict[str, Any] = {},  # noqa: B006
         **rest: Any,
     ) -> Tensor:
         call = {"vec": vec, "attn_mask": attn_mask, "transformer_options": transformer_options, **rest}
-        before = transformer_options["img_slice"][0]
-        reduced = self.enter(x, before, {"attn_mask": attn_mask, **rest}, transformer_options)
+        before = transformer_options.get("img_slice", (x.shape[1],))[0]  # no image tokens where nobody says which
+        obstacles = {"attn_mask": attn_mask, _STRANGE: _strange(pe, x.shape[1]), **rest}
+        reduced = self.enter(x, before, obstacles, transformer_options)
         out = self.original(reduced, pe=self.rows(pe, before), **call)
         return self.leave(out, before)
 
@@ -307,6 +326,13 @@ class Hooks:
         self.blocks: list[_Merger] = [_DoubleBlock(m, i, positions) for i, m in enumerate(doubles)]
         self.blocks += [_SingleBlock(m, i, positions) for i, m in enumerate(singles)]
         self.by_module = [_DoubleBlockByModule(m, i, positions) for i, m in enumerate(doubles)]
+
+    def places(self) -> Iterator[HookPair]:
+        """Blocks and the layers inside them with the hooks that may stand in for them."""
+        for block in (*self.blocks, *self.by_module):
+            yield block.module, block
+        for block in self.by_module:
+            yield from block.layers()
 
     def select(
         self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], control: Any = None

@@ -9,10 +9,19 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from ...toma_core import Evaluation
-from . import flux, unet
+from .contract import UnknownError, asking, check, known, warn
 from .hooks import HookPair
 
-_ADAPTERS = (unet, flux)
+_FAMILIES = 2
+_ADAPTERS: list[Any] = []
+with known("the UNet's classes"):
+    from . import unet
+
+    _ADAPTERS.append(unet)
+with known("the classes of Flux"):
+    from . import flux
+
+    _ADAPTERS.append(flux)
 
 
 class ModelHooks(Protocol):
@@ -24,6 +33,24 @@ class ModelHooks(Protocol):
         """The (module, hook) pairs to install while the model is evaluated on the latent x of (B, C, H, W). control:
         what ControlNets add, as ComfyUI hands it to the model."""
         ...
+
+    def places(self) -> Iterator[HookPair]:
+        """Every (module, hook) pair that `select` may ever give whose `forward` can be looked at."""
+        ...
+
+
+class _Plain:
+    """For a model that is not as this pack knows it: nothing is merged, and the report says why."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def select(self, x: Tensor, evaluation: Evaluation, *_: Any) -> Iterator[HookPair]:
+        evaluation.run.stats.whole("model", f"unknown to this version: {self.reason}")
+        yield from ()
+
+    def places(self) -> Iterator[HookPair]:
+        yield from ()
 
 
 class UnsupportedModelError(ValueError):
@@ -45,9 +72,23 @@ def find(diffusion_model: nn.Module) -> ModelHooks | None:
     if model not in _hooks:
         adapter = next((a for a in _ADAPTERS if a.matches(model)), None)
         if adapter is None:
-            return None
-        _hooks[model] = adapter.Hooks(model)
+            # A family that could not be asked may be this model's: it runs as it did before.
+            return None if len(_ADAPTERS) == _FAMILIES else _Plain(type(model).__name__)
+        _hooks[model] = _made(adapter, model)
     return _hooks[model]
+
+
+def _made(adapter: Any, model: nn.Module) -> ModelHooks:
+    """The adapter's hooks for the model, if each can stand in for what is there."""
+    try:
+        with asking(type(model).__name__):
+            hooks: ModelHooks = adapter.Hooks(model)
+            for module, hook in hooks.places():
+                check(module, hook)
+            return hooks
+    except UnknownError as error:
+        warn(error)
+        return _Plain(str(error))
 
 
 def require(diffusion_model: nn.Module) -> None:

@@ -12,6 +12,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Hashable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,9 +24,13 @@ from torch import Tensor
 from ...toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig
 from ...toma_core.stats import RunStats
 from . import registry, reports
+from .contract import UnknownError, argument, asking, known, warn
 from .hooks import ATTACHMENT, EVALUATION, SAMPLING, installed
 
 _KEY = "toma"
+
+# True while a run goes on for which no state could be made: what it calls is not a lone evaluation.
+_stateless: ContextVar[bool] = ContextVar("toma_stateless", default=False)
 
 
 class Watcher(Protocol):
@@ -51,23 +56,29 @@ class Attachment:
 def attach(model: ModelPatcher, config: ToMAConfig, watcher: Watcher | None = None) -> ModelPatcher:
     """A clone of the model that merges tokens as `config` says; the very same object if that is never.
 
-    Attaching to a model that already has ToMA replaces its settings. Raises `UnsupportedModelError`.
+    Attaching to a model that already has ToMA replaces its settings. A ComfyUI whose models cannot be attached to as
+    this pack knows it gets the model back with a warning. Raises `UnsupportedModelError`.
     """
     registry.require(model.get_model_object("diffusion_model"))
     attached = attachment_of(model) is not None
     if config.off and not attached:
         return model
-    model = model.clone()
-    for kind, _ in _WRAPPERS:
-        model.remove_wrappers_with_key(kind, _KEY)
-    options = model.model_options["transformer_options"]
-    options.pop(ATTACHMENT, None)
-    if config.off:
+    try:
+        with asking("ModelPatcher"):
+            wrappers = _wrappers()
+            patched = model.clone()
+            for kind, _ in wrappers:
+                patched.remove_wrappers_with_key(kind, _KEY)
+            options = patched.model_options["transformer_options"]
+            options.pop(ATTACHMENT, None)
+            if not config.off:
+                options[ATTACHMENT] = Attachment(config, uuid.uuid4().hex, watcher)
+                for kind, wrapper in wrappers:
+                    patched.add_wrapper_with_key(kind, _KEY, wrapper)
+            return patched
+    except UnknownError as error:
+        warn(error)
         return model
-    options[ATTACHMENT] = Attachment(config, uuid.uuid4().hex, watcher)
-    for kind, wrapper in _WRAPPERS:
-        model.add_wrapper_with_key(kind, _KEY, wrapper)
-    return model
 
 
 def attachment_of(model: ModelPatcher) -> Attachment | None:
@@ -99,15 +110,15 @@ class Sampling:
     def observe(self, timestep: Tensor, conds: list[Any] = []) -> None:  # noqa: B006
         """Take note of an evaluation. The one place where sampling waits for the device: the noise level decides in
         Python whether to merge, and samplers keep it in a tensor."""
+        for cond in (c for group in conds if group is not None for c in group):
+            if "uuid" in cond and cond.get("area") is not None:
+                self.areas[cond["uuid"]] = tuple(cond["area"])
         sigma = float(timestep.flatten()[0])
         if sigma != self.sigma:
             self.sigma = sigma
             self.seen.clear()
         self.decision = self.run.schedule.decide(sigma)
         self.run.stats.count_evaluation(self.decision.step, self.decision.merged_ratio)
-        for cond in (c for group in conds if group is not None for c in group):
-            if "uuid" in cond and cond.get("area") is not None:
-                self.areas[cond["uuid"]] = tuple(cond["area"])
 
     def copies(self, batch: int, transformer_options: dict[str, Any]) -> tuple[Hashable, ...]:
         """For each chunk of the batch, which part of the latent it shows: cond and uncond of one area share plans."""
@@ -138,21 +149,25 @@ def _chunks(batch: int, transformer_options: dict[str, Any]) -> tuple[tuple[Hash
     return (chunks if batch % len(chunks) == 0 else (None,)), frames
 
 
-def _outer_sample(
-    executor: Any, noise: Tensor, latent_image: Tensor, sampler: Any, sigmas: Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    guider = executor.class_obj
-    given = guider.model_options
-    attachment = given["transformer_options"][ATTACHMENT]
-    model_sampling = guider.model_patcher.get_model_object("model_sampling")
-    sampling = Sampling.start(attachment.config, model_sampling, sigmas.tolist())
-    guider.model_options = create_model_options_clone(given)
-    guider.model_options["transformer_options"][SAMPLING] = sampling
-    sampling.run.stats.attention = attention_in_use(guider.model_options["transformer_options"])
+def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        with asking("WrappersMP.OUTER_SAMPLE"):
+            guider = executor.class_obj
+            given = guider.model_options
+            attachment = given["transformer_options"][ATTACHMENT]
+            model_sampling = guider.model_patcher.get_model_object("model_sampling")
+            sampling = Sampling.start(attachment.config, model_sampling, argument(args, kwargs, 3, "sigmas").tolist())
+            options = create_model_options_clone(given)
+            options["transformer_options"][SAMPLING] = sampling
+            sampling.run.stats.attention = attention_in_use(options["transformer_options"])
+    except UnknownError as error:
+        warn(error)
+        return _without_state(executor, *args, **kwargs)
+    guider.model_options = options
     if attachment.watcher is not None:
         attachment.watcher.began()
     try:
-        result = executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
+        result = executor(*args, **kwargs)
         sampling.run.draw()
         return result
     finally:
@@ -164,9 +179,17 @@ def _outer_sample(
             attachment.watcher.ended(stats)
 
 
+def _without_state(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    before = _stateless.set(True)
+    try:
+        return executor(*args, **kwargs)
+    finally:
+        _stateless.reset(before)
+
+
 def attention_in_use(transformer_options: dict[str, Any]) -> str:
     """What computes attention, on merged tokens too: ComfyUI's choice, or what another node put in its place."""
-    chosen = str(attention.optimized_attention.__name__).removeprefix("attention_")
+    chosen = getattr(getattr(attention, "optimized_attention", None), "__name__", "unknown").removeprefix("attention_")
     override = transformer_options.get("optimized_attention_override")
     if override is None:
         return chosen
@@ -174,45 +197,46 @@ def attention_in_use(transformer_options: dict[str, Any]) -> str:
     return f"{chosen}, overridden by {where.rpartition('custom_nodes.')[2]}"
 
 
-def _calc_cond_batch(
-    executor: Any, model: Any, conds: Any, x_in: Tensor, timestep: Tensor, model_options: dict[str, Any], *args: Any
-) -> Any:
-    sampling = model_options["transformer_options"].get(SAMPLING)
-    if sampling is not None:
-        sampling.observe(timestep, conds)
-    return executor(model, conds, x_in, timestep, model_options, *args)
+def _calc_cond_batch(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    with known("WrappersMP.CALC_COND_BATCH"):
+        sampling = argument(args, kwargs, 4, "model_options")["transformer_options"].get(SAMPLING)
+        if sampling is not None:
+            sampling.observe(argument(args, kwargs, 3, "timestep"), argument(args, kwargs, 1, "conds"))
+    return executor(*args, **kwargs)
 
 
-def _apply_model(
-    executor: Any,
-    x: Tensor,
-    t: Tensor,
-    c_concat: Any = None,
-    c_crossattn: Any = None,
-    control: Any = None,
-    transformer_options: dict[str, Any] = {},  # noqa: B006
-    **kwargs: Any,
-) -> Any:
-    def call(options: dict[str, Any]) -> Any:
-        return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
-
-    sampling = transformer_options.get(SAMPLING) or _lone_evaluation(executor.class_obj, t, transformer_options)
+def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        with asking("WrappersMP.APPLY_MODEL"):
+            x, t = argument(args, kwargs, 0, "x"), argument(args, kwargs, 1, "t")
+            control = argument(args, kwargs, 4, "control")
+            options = argument(args, kwargs, 5, "transformer_options")
+            sampling = options.get(SAMPLING) or _lone_evaluation(executor.class_obj, t, options)
+            model, dimensions = executor.class_obj.diffusion_model, x.ndim
+    except UnknownError as error:
+        warn(error)
+        return executor(*args, **kwargs)
     if sampling is None or not sampling.decision.ratio:
-        return call(transformer_options)
-    hooks = registry.find(executor.class_obj.diffusion_model)
-    if hooks is None or x.ndim != 4:
+        if sampling is not None and sampling.sigma is None:
+            sampling.run.stats.whole("model", "ComfyUI did not tell the noise level")
+        return executor(*args, **kwargs)
+    hooks = registry.find(model)
+    if hooks is None or dimensions != 4:
         sampling.run.stats.whole("model", "a model or latent of unknown kind")
-        return call(transformer_options)
-    chunks = sampling.copies(x.shape[0], transformer_options), sampling.parts(x.shape[0], transformer_options)
+        return executor(*args, **kwargs)
+    chunks = sampling.copies(x.shape[0], options), sampling.parts(x.shape[0], options)
     evaluation = Evaluation(sampling.run, sampling.decision, *chunks)
-    with installed(hooks.select(x, evaluation, transformer_options, control)):
-        return call({**transformer_options, EVALUATION: evaluation})
+    told = {**options, EVALUATION: evaluation}
+    with installed(hooks.select(x, evaluation, options, control)):
+        if len(args) > 5:
+            return executor(*args[:5], told, *args[6:], **kwargs)
+        return executor(*args, **{**kwargs, "transformer_options": told})
 
 
 def _lone_evaluation(model: Any, t: Tensor, transformer_options: dict[str, Any]) -> Sampling | None:
     """State for a call of the model outside of a sampling run: it lives as long as the call."""
     attachment = transformer_options.get(ATTACHMENT)
-    if attachment is None:
+    if attachment is None or _stateless.get():
         return None
     sigmas = transformer_options.get("sample_sigmas")
     sampling = Sampling.start(attachment.config, model.model_sampling, [] if sigmas is None else sigmas.tolist())
@@ -220,8 +244,9 @@ def _lone_evaluation(model: Any, t: Tensor, transformer_options: dict[str, Any])
     return sampling
 
 
-_WRAPPERS = (
-    (WrappersMP.OUTER_SAMPLE, _outer_sample),
-    (WrappersMP.CALC_COND_BATCH, _calc_cond_batch),
-    (WrappersMP.APPLY_MODEL, _apply_model),
-)
+def _wrappers() -> tuple[tuple[str, Any], ...]:
+    return (
+        (WrappersMP.OUTER_SAMPLE, _outer_sample),
+        (WrappersMP.CALC_COND_BATCH, _calc_cond_batch),
+        (WrappersMP.APPLY_MODEL, _apply_model),
+    )

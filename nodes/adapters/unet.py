@@ -67,9 +67,11 @@ class _Site:
         if evaluation is None:
             return None
         run = evaluation.run
-        height, width = transformer_options["activations_shape"][-2:]
+        height, width = transformer_options.get("activations_shape", (0, 0))[-2:]
         plan = None
-        if not fits(x, height * width, evaluation):
+        if not height:
+            reason = "ComfyUI does not tell the size of the grid (activations_shape)"
+        elif not fits(x, height * width, evaluation):
             reason = "another node changed the number of tokens"
         else:
             plan = plan_for(x, (height, width), self.scope(run.config.share), evaluation)
@@ -154,15 +156,25 @@ class _MergedAttention(Hook):
         self.block, self.part = block, part
 
     @outside_graph
-    def __call__(self, x: Tensor, context: Any = None, value: Any = None, mask: Any = None, **kwargs: Any) -> Tensor:
-        plan = self.block.site.plan(x, self.block.options, self.part) if mask is None else None
+    def __call__(
+        self,
+        x: Tensor,
+        context: Any = None,
+        value: Any = None,
+        mask: Any = None,
+        transformer_options: dict[str, Any] = {},  # noqa: B006
+        **rest: Any,
+    ) -> Tensor:
+        rest = {"mask": mask, "transformer_options": transformer_options, **rest}
+        tied = any(given is not None for name, given in rest.items() if name != "transformer_options")
+        plan = None if tied else self.block.site.plan(x, self.block.options, self.part)
         if plan is None:
-            return self.original(x, context=context, value=value, mask=mask, **kwargs)
+            return self.original(x, context=context, value=value, **rest)
         merged = merge(x, plan)
         if context is x and (value is None or value is x):
             # Keys and values must stay as long as each other: if a patch made other values, both stay whole.
             context, value = merged, None if value is None else merged
-        return unmerge(self.original(merged, context=context, value=value, mask=mask, **kwargs), plan)
+        return unmerge(self.original(merged, context=context, value=value, **rest), plan)
 
 
 class _MergedFeedForward(Hook):
@@ -170,7 +182,7 @@ class _MergedFeedForward(Hook):
         self.block = block
 
     @outside_graph
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, /) -> Tensor:
         plan = self.block.site.plan(x, self.block.options, " feed-forward")
         return self.original(x) if plan is None else unmerge(self.original(merge(x, plan)), plan)
 
@@ -234,6 +246,15 @@ class Hooks:
                 yield from self._chained(chain)
                 chain = []
             yield from self._chained(chain)
+
+    def places(self) -> Iterator[HookPair]:
+        """Blocks and their parts with the hooks that may stand in for them."""
+        for block in (block for blocks in self.stacks for block in blocks):
+            yield block.module, block.merged
+            yield block.module.attn1, block.attn1
+            if block.module.attn2 is not None:
+                yield block.module.attn2, block.attn2
+            yield block.module.ff, block.ff
 
     def _chained(self, chain: list[_BlockHooks]) -> Iterator[HookPair]:
         """Hooks that keep tokens merged from the first to the last of consecutive blocks."""
