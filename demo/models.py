@@ -22,6 +22,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import nn
 
 from .latents import LATENT_CHANNELS
+from .positions import AddPositions
 from .scenes import TEXT_DIM
 
 # head_dim is 128 in every Flux checkpoint (ComfyUI computes heads = width / 128), hence one head here.
@@ -146,7 +147,9 @@ def unet_patcher(
     weights = state_dict if state_dict is not None else new_unet(seed, config=config, to_train=False).state_dict()
     model.diffusion_model.load_state_dict(weights, strict=True)
     model.diffusion_model.to(dtype)
-    return comfy.model_patcher.ModelPatcher(model, load_device=load_device, offload_device=offload_device)
+    patcher = comfy.model_patcher.ModelPatcher(model, load_device=load_device, offload_device=offload_device)
+    patcher.set_model_input_block_patch(AddPositions())
+    return patcher
 
 
 def load_unet(path: str | None, seed: int = 0, disable_dynamic: bool = False) -> Any:

@@ -8,9 +8,10 @@ import torch
 from comfy.ldm.modules.diffusionmodules.util import timestep_embedding
 from comfy.model_sampling import ModelSamplingDiscrete
 
-from .data import Batch, View
+from .data import PIXELS_PER_TOKEN, Batch, View
 from .latents import PICTURE_CHANNELS
-from .scenes import pooled_tokens
+from .positions import AddPositions, places
+from .scenes import CANVAS, pooled_tokens
 
 # ComfyUI tells SDXL the picture's size as 8 x the latent's; a 64 x 64 latent is what the models are trained at.
 NOMINAL_SIZE = 512
@@ -52,6 +53,7 @@ class VelocityObjective:
 
     def __init__(self) -> None:
         self.sigmas = ModelSamplingDiscrete().sigmas
+        self.positions = AddPositions()
 
     def steps(self, batch: Batch) -> torch.Tensor:
         """The quantiles as steps of the schedule, int64 (B,): the levels of `FlowObjective`, as far as it has them.
@@ -65,17 +67,23 @@ class VelocityObjective:
         return torch.searchsorted(self.sigmas.log(), wanted).clamp(max=len(self.sigmas) - 1)
 
     def loss(self, network: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
-        """As `FlowObjective.loss`; a UNet finds the place of a crop through `y`, where SDXL carries crop offsets."""
+        """As `FlowObjective.loss`; a UNet is told the place of a crop by its positions and, as SDXL is, through `y`."""
         self.sigmas = self.sigmas.to(batch.clean.device)
         step = self.steps(batch)
         sigma = self.sigmas[step][:, None, None, None]
         scale = (sigma**2 + 1).rsqrt()
         height, width = batch.clean.shape[2:]
+        # A token of the whole grid is two by two in the latent.
+        top, left = (2.0 * value for value in batch.view.offset)
+        whole = 2 * CANVAS // PIXELS_PER_TOKEN // batch.view.scale
+        self.positions.rows = places(height, top, whole, sigma.device)
+        self.positions.columns = places(width, left, whole, sigma.device)
         prediction = network(
             (batch.clean + sigma * batch.noise) * scale,
             step.float(),
             context=batch.tokens,
             y=adm(pooled_tokens(batch.tokens), batch.view, (height * 8, width * 8)),
+            transformer_options={"patches": {"input_block_patch": [self.positions]}},
         )
         return _error(prediction, (batch.noise - sigma * batch.clean) * scale)
 

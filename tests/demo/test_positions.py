@@ -1,0 +1,42 @@
+"""The UNet's positions: every cell has its own code, and a crop has that of its place in the picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from demo.models import load_unet
+from demo.positions import AddPositions, code, places
+
+
+def test_every_cell_has_its_own_code() -> None:
+    codes = code(places(64), places(64), 32)[0].flatten(1).T
+    nearest = torch.cdist(codes, codes).fill_diagonal_(9.0).min(1).values
+    assert nearest.min() > 0.05
+    assert codes[:, 16:].eq(0).all()
+
+
+def test_half_the_size_has_the_same_places() -> None:
+    """The code of a cell is the mean place of the four cells that it stands for."""
+    torch.testing.assert_close(places(32), places(64).view(32, 2).mean(1))
+
+
+@pytest.mark.parametrize("first", [0, 6, 20])
+def test_a_crop_has_the_code_of_its_place(first: int) -> None:
+    whole = code(places(64), places(64), 32)
+    part = code(places(32, first, 64), places(32, 10, 64), 32)
+    torch.testing.assert_close(part, whole[:, :, first : first + 32, 10:42])
+
+
+def test_only_the_first_block_gets_it() -> None:
+    h, patch = torch.zeros(2, 32, 6, 10), AddPositions()
+    torch.testing.assert_close(patch(h, {"block": ("input", 0)})[1:], code(places(6), places(10), 32))
+    for block in (("input", 1), ("middle", 0)):
+        assert patch(h, {"block": block}) is h
+
+
+def test_the_loaded_unet_has_it() -> None:
+    patches: dict[str, Any] = load_unet(None).model_options["transformer_options"]["patches"]
+    assert [type(patch) for patch in patches["input_block_patch"]] == [AddPositions]
