@@ -130,7 +130,7 @@ class ComfyClient:
     def fetch(self, path: str, data: bytes | None = None, timeout: float = 60.0) -> bytes:
         """The raw answer to GET (POST if there is data). Raises urllib.error.HTTPError."""
         headers = {"Content-Type": "application/json"} if data is not None else {}
-        request = urllib.request.Request(self.url + path, data=data, headers=headers)
+        request = urllib.request.Request(self.url + path, data=data, headers=headers)  # noqa: S310 - always http
         with _opener.open(request, timeout=timeout) as response:
             return bytes(response.read())
 

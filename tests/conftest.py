@@ -7,11 +7,13 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 import hypothesis
 import pytest
 
+from scripts import archive
 from scripts.comfy_pack import load_pack, use_comfyui
 from scripts.comfy_server import ComfyServer
 
@@ -71,6 +73,12 @@ def server() -> Iterator[ComfyServer]:
     require_comfyui()
     with ComfyServer() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The archive that the registry gets."""
+    return archive.pack(tmp_path_factory.mktemp("packed"))
 
 
 def require_comfyui() -> None:

@@ -25,11 +25,6 @@ MOST_BYTES = 2_000_000
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return archive.pack(tmp_path_factory.mktemp("packed"))
-
-
-@pytest.fixture(scope="module")
 def installed(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The archive unpacked as Manager does it."""
     folder = tmp_path_factory.mktemp("custom_nodes") / NAME

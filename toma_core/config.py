@@ -346,8 +346,7 @@ class ToMAConfig:
 
 def field_spec(name: str) -> FieldSpec:
     """The `FieldSpec` of a field of `ToMAConfig`."""
-    spec = ToMAConfig.__dataclass_fields__[name].metadata["spec"]
-    assert isinstance(spec, FieldSpec)
+    spec: FieldSpec = ToMAConfig.__dataclass_fields__[name].metadata["spec"]
     return spec
 
 
@@ -365,7 +364,7 @@ def check(name: str, value: Any) -> Any:
         if not isinstance(value, bool):
             raise ConfigError(f"ToMA: {name} is {value!r}. Allowed: true or false. Set one of them.")
         return value
-    assert spec.minimum is not None and spec.maximum is not None
+    assert spec.minimum is not None and spec.maximum is not None  # noqa: S101 - for mypy: numbers have a range
     allowed = f"{spec.minimum:.10g} to {spec.maximum:.10g}"
     kind = "a whole number" if isinstance(default, int) else "a number"
     number = isinstance(value, (int, float)) and not isinstance(value, bool)

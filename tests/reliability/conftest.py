@@ -1,0 +1,152 @@
+"""The models of tests/nodes, what a fresh process makes of them, and a count of what is alive."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from demo.showcase_graphs import place_dit
+from scripts.comfy_pack import pack_module
+from scripts.comfy_server import ComfyServer
+from scripts.comfyui import ROOT
+
+HERE = Path(__file__).parent
+
+
+def _module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"reliability_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_nodes = _module(HERE.parent / "nodes" / "conftest.py")
+one_thread, left_untouched = _nodes.one_thread, _nodes.left_untouched
+unet, flux, attach, stats_of = _nodes.unet, _nodes.flux, _nodes.attach, _nodes.stats_of
+hooks_left, plan_calls = _nodes.hooks_left, _nodes.plan_calls
+
+
+@pytest.fixture(scope="session")
+def prompt() -> ModuleType:
+    """prompt.py: the prompt that is sampled after every fault, its settings, and how a result is hashed."""
+    return _module(HERE / "prompt.py")
+
+
+@pytest.fixture(scope="session")
+def fresh(pack: ModuleType) -> dict[str, dict[str, str]]:
+    """model -> settings -> the hash of what a process of its own samples."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = {}
+    for kind in ("unet", "flux"):
+        command = [sys.executable, str(HERE / "prompt.py"), kind]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        found[kind] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture
+def born(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """Every run, its state and every plan that blocks were given, from now on, without keeping them alive."""
+    sampling, state = pack_module("nodes.adapters.run").Sampling, pack_module("toma_core.state").RunState
+    refs: list[weakref.ref[Any]] = []
+    start, plan = sampling.start.__func__, state.plan
+
+    def started(cls: Any, *args: Any) -> Any:
+        made = start(cls, *args)
+        refs.extend((weakref.ref(made), weakref.ref(made.run), weakref.ref(made.run.details)))
+        return made
+
+    def planned(self: Any, *args: Any) -> Any:
+        made = plan(self, *args)
+        refs.extend((weakref.ref(made), weakref.ref(made.merge_weights), weakref.ref(made.picks)))
+        return made
+
+    monkeypatch.setattr(sampling, "start", classmethod(started))
+    monkeypatch.setattr(state, "plan", planned)
+    return refs
+
+
+@pytest.fixture
+def nothing_alive(born: list[weakref.ref[Any]]) -> Callable[[], None]:
+    """nothing_alive(): there were runs, and of all they made nothing is left."""
+
+    def check() -> None:
+        gc.collect()
+        assert born, "no run began: there was nothing to look for"
+        assert [ref() for ref in born if ref() is not None] == []
+        born.clear()
+
+    return check
+
+
+@pytest.fixture(scope="module")
+def quick_garbage_collection(unet: Any, flux: Any) -> Iterator[None]:
+    """What is there already is not looked through again each time: only what the tests make."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def tensors() -> Callable[[], int]:
+    """tensors(): how many have been made, by anyone, and are still alive."""
+
+    def count() -> int:
+        gc.collect()
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    return count
+
+
+@pytest.fixture
+def uninterrupted(pack: ModuleType) -> Iterator[None]:
+    """No interrupt is left over for the next test."""
+    import comfy.model_management
+
+    yield
+    comfy.model_management.interrupt_current_processing(False)
+
+
+@pytest.fixture(scope="session")
+def lab(pack: ModuleType) -> Iterator[ComfyServer]:
+    """A server with the pack, the demo's two models and a node that counts what is alive. It keeps no more results
+    than those of the last prompt, so that memory tells of us and not of ComfyUI's cache."""
+    flags = ["--use-pytorch-cross-attention", "--cache-classic"]
+    environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    server = ComfyServer(packs=[ROOT / "demo", HERE / "lab.py"], flags=flags, environ=environ)
+    try:
+        place_dit(server.base / "models")
+        yield server.start()
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def census() -> Callable[..., dict[str, Any]]:
+    """census(server, with_routes=False): what is alive in the process now, see lab.py."""
+    count = itertools.count()
+
+    def ask(server: ComfyServer, with_routes: bool = False) -> dict[str, Any]:
+        inputs = {"nonce": next(count), "with_routes": with_routes}
+        run = server.run({"1": {"class_type": "LabCensus", "inputs": inputs}}, timeout=120)
+        assert run.status == "success", run.error
+        return dict(json.loads(run.outputs["1"]["text"][0]))
+
+    return ask

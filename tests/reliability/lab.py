@@ -1,0 +1,56 @@
+"""Counts what is alive in a server's process. Linked into ComfyUI as one more pack; see conftest.py."""
+
+import gc
+import json
+from collections import Counter
+
+import torch
+from server import PromptServer
+
+PACK = "ComfyUI-ToMA"
+
+
+def objects_of_the_pack():
+    """How many instances of each class of the pack there are."""
+    return Counter(type(o).__name__ for o in gc.get_objects() if PACK in str(getattr(type(o), "__module__", "")))
+
+
+def tensor_bytes():
+    """Bytes behind all tensors, each storage once."""
+    storages = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.layout is torch.strided:
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def routes():
+    """Method, path and the file of the handler of every route."""
+    found = []
+    for route in PromptServer.instance.app.router.routes():
+        code = getattr(route.handler, "__code__", None)
+        found.append([route.method, route.resource.canonical, code.co_filename if code else ""])
+    return found
+
+
+class LabCensus:
+    """What is alive between prompts. nonce: another number, another count."""
+
+    RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "count", True, "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):  # noqa: N802 - ComfyUI's name
+        return {"required": {"nonce": ("INT", {"default": 0}), "with_routes": ("BOOLEAN", {"default": False})}}
+
+    def count(self, nonce, with_routes):
+        gc.collect()
+        counted = {
+            "objects": objects_of_the_pack(),
+            "tensor_bytes": tensor_bytes(),
+            "routes": routes() if with_routes else [],
+        }
+        return {"ui": {"text": [json.dumps(counted)]}}
+
+
+NODE_CLASS_MAPPINGS = {"LabCensus": LabCensus}

@@ -1,0 +1,192 @@
+"""What SECURITY.md promises: read from every file of the archive, and seen in a running server."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from demo.showcase_graphs import DIT, sampling_graph
+from scripts.comfy_server import PACK_FOLDER, ComfyServer
+from scripts.comfyui import ROOT
+
+# Nothing on this list opens files or connections, starts programs or runs text by itself, but for what REFUSED names.
+ALLOWED = {
+    *("__future__", "abc", "collections", "contextlib", "contextvars", "dataclasses", "enum", "functools", "inspect"),
+    *("itertools", "logging", "math", "statistics", "sys", "threading", "time", "typing", "uuid", "weakref"),
+    *("comfy", "comfy_api", "comfyui_version", "numpy", "PIL", "torch", "triton"),
+}
+# Builtins by name; attributes of anything but Triton's language, whose load and store are about memory on the card.
+REFUSED_NAMES = {"eval", "exec", "compile", "open", "__import__", "breakpoint"}
+REFUSED_ATTRIBUTES = {
+    *("load", "save", "open", "fromfile", "tofile", "loadtxt", "savetxt", "genfromtxt", "memmap", "savez", "dump"),
+    *("hub", "cpp_extension", "load_state_dict", "load_url", "download_url_to_file", "from_file", "package"),
+    *("write", "write_text", "write_bytes", "read_text", "read_bytes", "unlink", "rmtree", "popen", "system"),
+    *("add_routes", "add_route", "add_static", "router", "middlewares", "environ", "getenv", "urlopen", "connect"),
+    *("basicConfig", "FileHandler", "addHandler"),
+}
+TRITON = re.compile(r"^(tl|triton\.language)\b")
+
+
+def complaints(file: str, source: str) -> Iterator[str]:
+    """What a shipped Python file has that none may have."""
+    for node in ast.walk(ast.parse(source)):
+        where = f"{file}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [node.module or ""]
+        else:
+            modules = []
+        for module in modules:
+            top, *rest = module.split(".")
+            if top not in ALLOWED or REFUSED_ATTRIBUTES & set(rest):
+                yield f"{where}: import of {module}"
+        if isinstance(node, ast.Name) and node.id in REFUSED_NAMES and not isinstance(node.ctx, ast.Store):
+            yield f"{where}: {node.id}"
+        is_refused = isinstance(node, ast.Attribute) and node.attr in REFUSED_ATTRIBUTES
+        if is_refused and not TRITON.match(ast.unparse(node.value)):
+            yield f"{where}: {ast.unparse(node)}"
+        if isinstance(node, ast.ImportFrom):
+            taken = {alias.name for alias in node.names} & (REFUSED_ATTRIBUTES | REFUSED_NAMES)
+            yield from (f"{where}: import of {node.module}.{name}" for name in taken)
+
+
+@pytest.fixture(scope="module")
+def shipped(packed: Path) -> dict[str, str]:
+    """Path in the archive -> text, for all that is text."""
+    with zipfile.ZipFile(packed) as zipped:
+        return {
+            name: zipped.read(name).decode()
+            for name in zipped.namelist()
+            if not name.endswith("/") and Path(name).suffix != ".jpg"
+        }
+
+
+def test_python_does_none_of_what_is_refused(shipped: dict[str, str]) -> None:
+    files = {name: text for name, text in shipped.items() if name.endswith(".py")}
+    assert {"__init__.py", "nodes/adapters/run.py", "toma_core/kernels/triton/select.py"} <= set(files)
+    assert [found for name, text in files.items() for found in complaints(name, text)] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import socket",
+        "import requests",
+        "from urllib import request",
+        "def f():\n    import pickle",
+        "from subprocess import run",
+        "import importlib",
+        "import os",
+        "import torch.hub",
+        "from torch import load",
+        "torch.load(x)",
+        "torch.utils.cpp_extension.load_inline(x)",
+        "np.load(x, allow_pickle=True)",
+        "Image.open(x)",
+        "picture.save(x)",
+        "eval(x)",
+        "f = exec",
+        "compile(x, '', 'exec')",
+        "open(x, 'w')",
+        "__import__('os')",
+        "x.tofile(path)",
+        "path.write_text(x)",
+        "PromptServer.instance.routes.add_routes(x)",
+        "app.router.add_get('/x', f)",
+        "os.environ",
+    ],
+)
+def test_what_is_refused_is_found(source: str) -> None:
+    assert list(complaints("x.py", source))
+
+
+def test_no_other_code_is_shipped(shipped: dict[str, str]) -> None:
+    """No install script, no requirement, no binary; the only other code is the page's script."""
+    assert {name for name in shipped if Path(name).suffix in {".js", ".mjs"}} == {"web/toma.js"}
+    assert not {"install.py", "prestartup_script.py", "setup.py"} & set(shipped)
+    assert not [line for line in shipped["requirements.txt"].splitlines() if line.strip() and not line.startswith("#")]
+    assert re.search(r"^dependencies = \[\]", shipped["pyproject.toml"], re.MULTILINE)
+
+
+def test_script_of_the_page_speaks_to_its_page_alone(shipped: dict[str, str]) -> None:
+    script = shipped["web/toma.js"]
+    assert set(re.findall(r"""from\s+["']([^"']+)["']""", script)) == {"../../scripts/api.js", "../../scripts/app.js"}
+    for word in (
+        *("fetch", "XMLHttpRequest", "WebSocket", "EventSource", "sendBeacon", "import(", "eval", "Function(", "http:"),
+        *("https:", "innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "localStorage", "cookie"),
+        *("postMessage", 'createElement("script', "api.fetchApi", 'setTimeout("', "srcdoc"),
+    ):
+        assert word not in script, word
+
+
+def test_texts_of_the_nodes_hold_no_markup(shipped: dict[str, str]) -> None:
+    """The page draws help, names and tooltips: a translation must not bring a script along."""
+    for name, text in shipped.items():
+        if name.startswith(("locales/", "web/docs/", "workflows/", "subgraphs/")):
+            assert not re.search(
+                r"<\s*(script|iframe|img|svg|object|embed|link|style)|javascript:|onerror\s*=", text
+            ), name
+
+
+Census = Callable[..., dict[str, Any]]
+
+
+@pytest.mark.server
+@pytest.mark.compat
+def test_no_route_is_added_but_the_folders_that_comfyui_serves(lab: ComfyServer, census: Census) -> None:
+    with ComfyServer(packs=[ROOT / "demo", ROOT / "tests" / "reliability" / "lab.py"], checkout=False) as bare:
+        before = census(bare, with_routes=True)["routes"]
+    after = census(lab, with_routes=True)["routes"]
+    served = {f"/extensions/{PACK_FOLDER}", f"/api/workflow_templates/{PACK_FOLDER}"}
+    assert {tuple(route[:2]) for route in before} | {(m, p) for m in ("GET", "HEAD") for p in served} == {
+        tuple(route[:2]) for route in after
+    }
+    assert not [route for route in after if f"custom_nodes/{PACK_FOLDER}" in route[2]], "a handler of the pack's own"
+
+
+@pytest.mark.server
+def test_run_writes_into_comfyuis_folders_alone_and_connects_to_nobody(lab: ComfyServer) -> None:
+    before = files(lab.base)
+    process = psutil.Process(lab.process.pid if lab.process else 0)
+    peers: set[str] = set()
+
+    def look(*_: object) -> None:
+        for member in (process, *process.children(recursive=True)):
+            peers.update(c.raddr.ip for c in member.net_connections("inet") if c.raddr)
+
+    run = lab.run(sampling_graph(DIT, 64, 2, seed=77, merged=True), timeout=120, on_message=look)
+    assert run.status == "success", run.error
+    assert "2/2 steps" in run.outputs["report"]["text"][0]
+    assert peers == {"127.0.0.1"}
+    written = {path.relative_to(lab.base).parts[0] for path in files(lab.base) - before}
+    assert written <= {"temp", "output", "user"}
+    assert {"temp", "output"} <= written
+
+
+def files(base: Path) -> set[Path]:
+    return {
+        path
+        for folder in base.iterdir()
+        if folder.name != "custom_nodes"
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_security_page_names_what_holds_it() -> None:
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    assert "tests/reliability/test_security.py" in text
+    assert (ROOT / ".github" / "workflows" / "audit.yml").is_file()
+    assert "/security/advisories/new" in text
+    rules = re.search(r"^select = (\[.*\])", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert rules is not None
+    assert "S" in json.loads(rules[1])
