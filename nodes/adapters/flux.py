@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from comfy.ldm.flux.model import Flux
@@ -18,12 +19,9 @@ from ...toma_core import Evaluation, MergePlan, plan_for
 from ...toma_core.config import Granularity, Share
 from ...toma_core.detail import Detail
 from .hooks import (
-    EVALUATION,
     Hook,
     HookPair,
-    detail_of,
     eager,
-    evaluation_of,
     fits,
     installed,
     merge,
@@ -52,8 +50,8 @@ def token_grid(latent: Tensor, patch_size: int) -> tuple[int, int]:
 class _Chain:
     """Consecutive blocks of one kind between which tokens stay merged."""
 
-    def __init__(self, blocks: Sequence[_Merger]) -> None:
-        self.first, self.last = blocks[0], blocks[-1]
+    def __init__(self, blocks: Sequence[_Merger], evaluation: Evaluation) -> None:
+        self.first, self.last, self.evaluation = blocks[0], blocks[-1], evaluation
         self.names = [block.name for block in blocks]
         # Between the first block and the last: what `restore` needs beside their output. None: the chain runs whole.
         self.held: tuple[Tensor, Tensor, MergePlan, Detail | None] | None = None
@@ -70,7 +68,8 @@ class _Merger(Hook):
         self.grid = (0, 0)
 
     def release(self) -> None:
-        self.chain.held = self.positions.held = None
+        self.positions.held = self.positions.text = None
+        del self.chain
 
     @property
     def name(self) -> str:
@@ -80,14 +79,12 @@ class _Merger(Hook):
         return {Share.LEVEL: "level", Share.STACK: self.kind, Share.BLOCK: self.name}[share]
 
     @eager
-    def plan(self, image: Tensor, obstacles: dict[str, Any], transformer_options: dict[str, Any]) -> MergePlan | None:
+    def plan(self, image: Tensor, obstacles: dict[str, Any]) -> MergePlan | None:
         """The plan for the (B, H * W, C) tokens of the image, or None to leave the chain whole; the outcome is noted
         in the run's stats. obstacles: arguments of a block that are tied to token positions, None if absent."""
-        evaluation = evaluation_of(transformer_options)
-        if evaluation is None:
-            return None
-        run = evaluation.run
-        plan = None
+        # Not from transformer_options: step caches that run the blocks themselves hand none over.
+        evaluation = self.chain.evaluation
+        run, plan = evaluation.run, None
         present = [name for name, value in obstacles.items() if value is not None]
         if present:
             reason = f"{', '.join(present)} in use"
@@ -104,17 +101,17 @@ class _Merger(Hook):
         return plan
 
     @eager
-    def enter(self, x: Tensor, before: int, obstacles: dict[str, Any], transformer_options: dict[str, Any]) -> Tensor:
+    def enter(self, x: Tensor, before: int, obstacles: dict[str, Any]) -> Tensor:
         """[before | image | references] with the image merged; after the first block of a chain it already is."""
         if self.chain.first is not self:
             return x
         after = before + self.grid[0] * self.grid[1]
         image = x[:, before:after]
-        plan = self.plan(image, obstacles, transformer_options)
+        plan = self.plan(image, obstacles)
         if plan is None:
             return x
-        detail = detail_of("-".join((self.name, self.chain.last.name)), transformer_options)
-        reduced = reduce(image, plan, detail)
+        detail = self.chain.evaluation.detail("-".join((self.name, self.chain.last.name)))
+        reduced = _in_range(reduce(image, plan, detail))
         self.chain.held = (reduced, image, plan, detail)
         # Blocks add into their input in place: they get a copy, what they were given stays for the difference.
         return torch.cat([x[:, :before], reduced, x[:, after:]], 1)
@@ -134,16 +131,24 @@ class _Merger(Hook):
             return out
         self.chain.held = None
         after = before + held[0].shape[1]
-        restored = restore(out[:, before:after], *held)
+        restored = _in_range(restore(out[:, before:after], *held))
         around = out[:, :before], out[:, after:]
         return torch.cat([around[0], restored, around[1]], 1) if any(t.shape[1] for t in around) else restored
 
 
+def _in_range(x: Tensor) -> Tensor:
+    """fp16 cut off as the model does it after its blocks: weights sum to 1 up to rounding only, and a token that sits
+    at the limit would become infinite. Other dtypes as they are."""
+    return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504) if x.dtype is torch.float16 else x
+
+
 class _Positions:
-    """RoPE rows of merged tokens, shared by the blocks of an evaluation that share a plan."""
+    """RoPE rows of merged tokens, shared by the blocks of an evaluation that share a plan; and the number of text
+    tokens, seen in the double blocks."""
 
     def __init__(self) -> None:
         self.held: tuple[Tensor, MergePlan, Tensor] | None = None
+        self.text: int | None = None
 
     @eager
     def of(self, pe: Tensor | None, plan: MergePlan, before: int, detail: Detail | None) -> Tensor | None:
@@ -196,8 +201,9 @@ class _DoubleBlock(_Merger):
         **rest: Any,
     ) -> tuple[Tensor, Tensor]:
         call = {"txt": txt, "vec": vec, "attn_mask": attn_mask, "transformer_options": transformer_options, **rest}
+        self.positions.text = txt.shape[1]
         obstacles = {"attn_mask": attn_mask, _STRANGE: _strange(pe, txt.shape[1] + img.shape[1]), **rest}
-        reduced = self.enter(img, 0, obstacles, transformer_options)
+        reduced = self.enter(img, 0, obstacles)
         out, txt = self.original(img=reduced, pe=self.rows(pe, txt.shape[1]), **call)
         return self.leave(out, 0), txt
 
@@ -230,12 +236,13 @@ class _DoubleBlockByModule(_Merger):
         **rest: Any,
     ) -> tuple[Tensor, Tensor]:
         call = {"txt": txt, "vec": vec, "attn_mask": attn_mask, "transformer_options": transformer_options, **rest}
+        self.positions.text = txt.shape[1]
         image = img[:, : self.grid[0] * self.grid[1]]
         obstacles = {"attn_mask": attn_mask, _STRANGE: _strange(pe, txt.shape[1] + img.shape[1]), **rest}
-        plan = self.plan(image, obstacles, transformer_options)
+        plan = self.plan(image, obstacles)
         if plan is None:
             return self.original(img=img, pe=pe, **call)
-        config = transformer_options[EVALUATION].run.config
+        config = self.chain.evaluation.run.config
         *attention, mlp = self.layers()
         hooks: list[tuple[nn.Module, _Layer]] = []
         if config.self_attention:
@@ -309,9 +316,10 @@ class _SingleBlock(_Merger):
         **rest: Any,
     ) -> Tensor:
         call = {"vec": vec, "attn_mask": attn_mask, "transformer_options": transformer_options, **rest}
-        before = transformer_options.get("img_slice", (x.shape[1],))[0]  # no image tokens where nobody says which
+        text = x.shape[1] if self.positions.text is None else self.positions.text
+        before = transformer_options.get("img_slice", (text,))[0]  # no image tokens where nobody says which
         obstacles = {"attn_mask": attn_mask, _STRANGE: _strange(pe, x.shape[1]), **rest}
-        reduced = self.enter(x, before, obstacles, transformer_options)
+        reduced = self.enter(x, before, obstacles)
         out = self.original(reduced, pe=self.rows(pe, before), **call)
         return self.leave(out, before)
 
@@ -320,6 +328,7 @@ class Hooks:
     """All hooks of one Flux model, made once and kept as long as the model lives."""
 
     def __init__(self, diffusion_model: Flux) -> None:
+        self.model = ref(diffusion_model)  # weak: the model itself is the key that these hooks are kept under
         self.patch_size = diffusion_model.patch_size
         positions = _Positions()
         doubles, singles = diffusion_model.double_blocks, diffusion_model.single_blocks
@@ -345,6 +354,8 @@ class Hooks:
         seen = transformer_options.get("patches_replace", {}).get("dit", {}), control or {}
         by_module = config.granularity is Granularity.MODULE
         idle = by_module and not (config.self_attention or config.feed_forward)
+        # Whoever runs the blocks in a loop of their own, as step caches do, may look at what is between any two.
+        chained = config.granularity is Granularity.STACK and "forward_orig" not in vars(self.model())
         chains: list[list[_Merger]] = []
         for block in self.blocks:
             first = config.flux_whole_double if block.kind == "double" else config.flux_whole_single
@@ -356,12 +367,12 @@ class Hooks:
                 stats.whole(block.name, "another node's attention patch needs all tokens")
             elif block.kind == "double" and by_module:
                 chains.append([self.by_module[block.index]])
-            elif chains and config.granularity is Granularity.STACK and _unseen_between(chains[-1][-1], block, *seen):
+            elif chains and chained and _unseen_between(chains[-1][-1], block, *seen):
                 chains[-1].append(block)
             else:
                 chains.append([block])
         for blocks in chains:
-            chain = _Chain(blocks)
+            chain = _Chain(blocks, evaluation)
             for block in blocks:
                 block.chain, block.grid = chain, token_grid(x, self.patch_size)
                 yield block.module, block

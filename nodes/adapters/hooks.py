@@ -27,8 +27,8 @@ EVALUATION = "toma_evaluation"
 class Hook:
     """Stands in for a module's `forward`; `original` is what it replaces, while it is installed.
 
-    Hooks hold no run state: they find the evaluation in transformer_options. One hook object per place in a model is
-    kept for the model's life, because torch.compile guards on the identity of what it traced.
+    Hooks hold no run state longer than one evaluation. One hook object per place in a model is kept for the model's
+    life, because torch.compile guards on the identity of what it traced.
     """
 
     original: Callable[..., Any]

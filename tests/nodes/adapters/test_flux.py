@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -366,6 +367,46 @@ def test_control_is_added_to_the_right_tokens(flux: Any, attach: Any, record: An
     assert added[:, TEXT : TEXT + TOKENS].isclose(marks, atol=1e-3).all()
     assert not added[:, :TEXT].any()
     assert not added[:, TEXT + TOKENS :].any()
+
+
+@pytest.mark.parametrize("granularity", ["stack", "module"])
+def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: Any, granularity: str) -> None:
+    """As step caches do it (TeaCache, WaveSpeed): they put a loop of their own in the model's place, call the blocks
+    without transformer_options and look at the tokens between them."""
+    from comfy.ldm.flux.layers import timestep_embedding
+
+    network, seen = flux.model.diffusion_model, set()
+
+    def loop(
+        img: Tensor, img_ids: Tensor, txt: Tensor, txt_ids: Tensor, t: Tensor, y: Tensor, *_: Any, **__: Any
+    ) -> Any:
+        img, txt = network.img_in(img), network.txt_in(txt)
+        vec = network.time_in(timestep_embedding(t, 256)) + network.vector_in(y)
+        pe = network.pe_embedder(torch.cat([txt_ids, img_ids], 1))
+        for block in network.double_blocks:
+            img, txt = block(img=img, txt=txt, vec=vec, pe=pe, attn_mask=None)
+            seen.add(img.shape[1])
+        x = torch.cat([txt, img], 1)
+        for block in network.single_blocks:
+            x = block(x, vec=vec, pe=pe, attn_mask=None)
+            seen.add(x.shape[1] - TEXT)
+        return network.final_layer(x[:, TEXT:], vec)
+
+    def looped(apply_model: Any, args: dict[str, Any]) -> Tensor:
+        with mock.patch.object(network, "forward_orig", loop):
+            return apply_model(args["input"], args["timestep"], **args["c"])
+
+    foreign = flux.clone()
+    foreign.set_model_unet_function_wrapper(looped)
+    plain = models.sample(foreign, HEIGHT, WIDTH, steps=2)
+    model = attach(foreign, granularity=granularity)
+    out = models.sample(model, HEIGHT, WIDTH, steps=2)
+    assert seen == {TOKENS}
+    assert len(stats_of(model).merged_blocks) == 6
+    assert stats_of(model).left_whole == {}
+    assert out.isfinite().all()
+    assert not torch.equal(out, plain)
+    assert torch.equal(models.sample(attach(foreign, min_tokens=1000), HEIGHT, WIDTH, steps=2), plain)
 
 
 def test_attention_override_still_runs_and_sees_merged_tokens(flux: Any, attach: Any) -> None:
