@@ -41,7 +41,8 @@ class Decision:
 class Schedule:
     """The settings resolved for one run.
 
-    sigmas: the noise levels at which steps begin, descending; empty if unknown, then every evaluation is step 0.
+    sigmas: the noise levels at which steps begin, from high to low, or from low to high where a picture is noised
+    (unsampling); empty if unknown, then every evaluation is step 0.
     sigma_start, sigma_end: merging is active at noise levels in (sigma_end, sigma_start].
     """
 
@@ -54,7 +55,11 @@ class Schedule:
         """The step a noise level belongs to; levels between two steps belong to the earlier one."""
         # Samplers compute levels in fp32: dpmpp_2s_ancestral comes back to the next scheduled one through exp and log,
         # a few millionths off, while neighbours in a schedule are at least thousandths apart.
-        return max(0, sum(begin >= sigma * (1 - 1e-4) for begin in self.sigmas) - 1)
+        if self.sigmas and self.sigmas[-1] > self.sigmas[0]:
+            begun = sum(begin <= sigma * (1 + 1e-4) for begin in self.sigmas)
+        else:
+            begun = sum(begin >= sigma * (1 - 1e-4) for begin in self.sigmas)
+        return max(0, begun - 1)
 
     def in_range(self, sigma: float) -> bool:
         """Whether merging may be active at this noise level."""

@@ -54,6 +54,13 @@ def test_levels_survive_a_trip_through_fp32(direction: int) -> None:
         assert schedule.step_at(neighbour) == step
 
 
+def test_steps_of_a_schedule_from_low_to_high() -> None:
+    """Unsampling: the first step is the first one that runs, and whole steps are counted from there."""
+    schedule = Schedule(ToMAConfig(full_every=3), SIGMAS[::-1])
+    assert [schedule.step_at(sigma) for sigma in (0.5, between(0.5, 2.0), 2.0, 5.0, 14.6, 20.0)] == [0, 0, 1, 2, 3, 3]
+    assert [schedule.decide(sigma).ratio for sigma in SIGMAS[::-1]] == [0.0, 0.5, 0.5, 0.0]
+
+
 def test_without_a_schedule_every_evaluation_is_step_0() -> None:
     schedule = Schedule(ToMAConfig())
     assert [schedule.step_at(sigma) for sigma in (1e9, 1.0, 0.0)] == [0, 0, 0]
