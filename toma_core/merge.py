@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .config import UnmergeKind
 from .kernels import Kernels
-from .selection.objective import normalized
+from .selection.objective import cosines, normalized
 from .windows import Budget, Windows
 
 
@@ -94,7 +94,7 @@ def weigh(
     """
     x = normalized(x)
     destinations = x.gather(2, picks[..., None].expand(-1, -1, -1, x.shape[-1]))
-    logits = scale * (destinations @ x.transpose(-1, -2))
+    logits = scale * cosines(destinations, x)
     if budget.valid is not None:
         logits = logits.masked_fill(~budget.valid[..., None], -torch.inf)
     A = logits.softmax(dim=2)

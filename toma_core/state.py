@@ -5,6 +5,7 @@ To reset, throw the `RunState` away. Nothing here is shared between runs, and no
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
@@ -133,9 +134,13 @@ class RunState:
         return self
 
     def draw(self) -> None:
-        """Keep a drawing of the last plan of each grid in the stats."""
+        """Keep a drawing of the last plan of each grid in the stats. The image is computed by now, and what is only
+        shown must not cost it: if drawing fails, say so and go without."""
         last = {key[1]: entry.plan for key, entry in self._plans.items()}
-        self.stats.maps = {grid: draw_map(plan) for grid, plan in last.items()}
+        try:
+            self.stats.maps = {grid: draw_map(plan) for grid, plan in last.items()}
+        except Exception as error:
+            logging.warning("ToMA: the windows of this run could not be drawn: %s", error)
 
     def close(self) -> RunStats:
         """Drop every tensor of the run and hand over its stats."""

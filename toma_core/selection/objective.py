@@ -17,10 +17,16 @@ def normalized(x: Tensor) -> Tensor:
     return F.normalize(x.float(), dim=-1, eps=1e-12)
 
 
+def cosines(a: Tensor, b: Tensor) -> Tensor:
+    """(..., A, C) and (..., B, C) from `normalized` -> (..., A, B) fp32. A token that holds NaN or infinity is like
+    nothing, as an all-zero one: greedy search compares gains, and with NaN among them it would pick a slot twice."""
+    return (a @ b.transpose(-1, -2)).nan_to_num_(nan=0.0)
+
+
 def cosine_similarity(x: Tensor) -> Tensor:
     """(..., S, C) any float dtype -> (..., S, S) fp32 with S_ij = cos(x_i, x_j)."""
     x = normalized(x)
-    return x @ x.transpose(-1, -2)
+    return cosines(x, x)
 
 
 def facility_location(similarity: Tensor, picks: Tensor, valid: Tensor | None = None) -> Tensor:

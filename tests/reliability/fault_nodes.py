@@ -1,0 +1,135 @@
+"""Nodes that go wrong on demand, for a real server: linked into its custom_nodes as they are.
+
+One graph serves a good prompt and a bad one: the widgets of `FaultLatent` say what will happen, and where, so that the
+MODEL that ComfyUI has in its cache is the very same before, during and after a fault.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_spec = importlib.util.spec_from_file_location(
+    "fault_models", Path(__file__).resolve().parents[2] / "benchmarks/models.py"
+)
+assert _spec is not None
+assert _spec.loader is not None
+models = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(models)
+
+FAULTS = ("none", "error", "out of memory", "slow")
+# What is armed, and at which call of attention it goes off; counted down.
+_armed: dict[str, Any] = {"fault": "none", "calls": 0}
+
+# What a run of this pack makes, by the end of its module's name.
+KINDS = {
+    ("toma_core.state", "RunState"),
+    ("toma_core.state", "_Entry"),
+    ("toma_core.merge", "MergePlan"),
+    ("toma_core.pipeline", "Evaluation"),
+    ("toma_core.detail", "Details"),
+    ("toma_core.detail", "Detail"),
+    ("nodes.adapters.run", "Sampling"),
+}
+
+
+def attention(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Another pack's attention override, which fails as it is told to."""
+    import comfy.model_management
+
+    fault = _armed["fault"]
+    if fault == "slow":
+        time.sleep(0.02)
+    _armed["calls"] -= 1
+    if _armed["calls"] == 0 and fault == "error":
+        raise RuntimeError("another pack's patch failed")
+    if _armed["calls"] == 0 and fault == "out of memory":
+        raise comfy.model_management.OOM_EXCEPTION("CUDA out of memory, as a test has it")
+    return func(*args, **kwargs)
+
+
+def census() -> dict[str, int]:
+    """How many objects of a run are alive, and how many tensors there are in all."""
+    gc.collect()
+    found = gc.get_objects()
+    counts = Counter(
+        name
+        for o in found
+        for module, name in KINDS
+        if type(o).__name__ == name and type(o).__module__.endswith(module)
+    )
+    return {**counts, "tensors": sum(isinstance(o, torch.Tensor) for o in found)}
+
+
+class FaultModel:
+    """A small model whose attention may be told to fail."""
+
+    RETURN_TYPES = ("MODEL", "CONDITIONING", "CONDITIONING")
+    FUNCTION = "load"
+    CATEGORY = "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {"required": {"kind": (["unet", "flux"],)}}
+
+    def load(self, kind: str) -> tuple[Any, Any, Any]:
+        model = getattr(models, kind)()
+        model.model_options["transformer_options"]["optimized_attention_override"] = attention
+        return model, models.conditioning(model, seed=1), models.conditioning(model, seed=2)
+
+
+class FaultLatent:
+    """An empty latent, never the cached one; arms the fault of this prompt."""
+
+    RETURN_TYPES = ("LATENT",)
+    FUNCTION = "make"
+    CATEGORY = "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {
+            "required": {
+                "channels": ("INT", {"default": 4}),
+                "side": ("INT", {"default": 24}),
+                "fault": (list(FAULTS),),
+                "calls": ("INT", {"default": 0}),
+            }
+        }
+
+    @classmethod
+    def IS_CHANGED(cls, **_: Any) -> float:  # noqa: N802
+        return float("nan")
+
+    def make(self, channels: int, side: int, fault: str, calls: int) -> tuple[Any]:
+        _armed.update(fault=fault, calls=calls)
+        return ({"samples": torch.zeros(1, channels, side, side)},)
+
+
+class FaultCensus:
+    """What is alive in the server."""
+
+    RETURN_TYPES = ()
+    FUNCTION = "count"
+    CATEGORY = "tests"
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {"required": {}}
+
+    @classmethod
+    def IS_CHANGED(cls) -> float:  # noqa: N802
+        return float("nan")
+
+    def count(self) -> dict[str, Any]:
+        return {"ui": {"text": [json.dumps(census())]}}
+
+
+NODE_CLASS_MAPPINGS = {"FaultModel": FaultModel, "FaultLatent": FaultLatent, "FaultCensus": FaultCensus}

@@ -1,0 +1,55 @@
+"""The prompt that is sampled after every fault. As a script: what a process samples in which nothing else has happened.
+
+`python tests/reliability/prompt.py unet` prints {case: hash} of that model. The tests load this file as a module too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from typing import Any
+
+import torch
+
+from benchmarks import models
+
+SIDE = 24
+STEPS = 3
+# Small models have small grids and few blocks: merge all of them.
+EVERYTHING = {"min_tokens": 4, "flux_whole_double": 0, "flux_whole_single": 0}
+# None: without ToMA.
+CASES: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "stack": EVERYTHING,
+    "module": {**EVERYTHING, "granularity": "module", "select_every": 1},
+    "detail": {**EVERYTHING, "granularity": "block", "full_every": 2, "detail_reuse": True},
+}
+
+
+def sample(model: Any, **options: Any) -> torch.Tensor:
+    """(1, C, SIDE, SIDE) fp32."""
+    return models.sample(model, SIDE, SIDE, steps=STEPS, **options)
+
+
+def digest(latent: torch.Tensor) -> str:
+    """A hash of all the bits of a latent, which must be finite."""
+    assert latent.isfinite().all()
+    return hashlib.sha256(latent.float().contiguous().numpy().tobytes()).hexdigest()
+
+
+def main() -> None:
+    from scripts.comfy_pack import pack_module, use_comfyui
+
+    use_comfyui()
+    torch.set_num_threads(1)
+    attach, config = pack_module("nodes.adapters.run").attach, pack_module("toma_core.config").ToMAConfig
+    model = getattr(models, sys.argv[1])()
+    found = {}
+    for name, settings in CASES.items():
+        found[name] = digest(sample(model if settings is None else attach(model, config(**settings))))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,433 @@
+"""A prompt that goes wrong, wherever it does: the next one is that of a fresh process, and nothing of it is left."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+pytestmark = pytest.mark.usefixtures("quick_garbage_collection")
+KINDS = ("unet", "flux")
+# Attentions of the prompt of prompt.py: cond and uncond come in one call, 17 blocks of two or 6 of one, three steps.
+CALLS = {"unet": 102, "flux": 18}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, kind: str) -> Any:
+    return request.getfixturevalue(kind)
+
+
+class Trap:
+    """Another pack's attention override, which goes off once, at a call inside a block that runs on merged tokens."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.at = -1
+        self.spring: Callable[[], None] = lambda: None
+
+    def arm(self, at: int, spring: Callable[[], None]) -> None:
+        self.calls, self.at, self.spring = 0, at, spring
+
+    def __call__(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.at:
+            self.spring()
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def trap(model: Any) -> Trap:
+    return Trap()
+
+
+@pytest.fixture
+def trapped(model: Any, trap: Trap, attach: Any, prompt: Any) -> Callable[[str], Any]:
+    """trapped(case): the model with the trap in its attention, and with ToMA as `prompt.CASES` has it."""
+
+    def make(case: str) -> Any:
+        foreign = model.clone()
+        foreign.model_options["transformer_options"]["optimized_attention_override"] = trap
+        return attach(foreign, **prompt.CASES[case])
+
+    return make
+
+
+class FaultError(Exception):
+    """Something in another pack."""
+
+
+def interrupt() -> None:
+    """As the button does it: the next layer of the model raises."""
+    import comfy.model_management
+
+    comfy.model_management.interrupt_current_processing(True)
+
+
+def fail() -> None:
+    raise FaultError
+
+
+def run_out_of_memory() -> None:
+    import comfy.model_management
+
+    raise comfy.model_management.OOM_EXCEPTION("CUDA out of memory, as a test has it")
+
+
+def kind_of(spring: Callable[[], None]) -> type[BaseException]:
+    import comfy.model_management as mm
+
+    return {interrupt: mm.InterruptProcessingException, fail: FaultError, run_out_of_memory: mm.OOM_EXCEPTION}[spring]
+
+
+STAGES = {"first call": lambda calls: 1, "middle step": lambda calls: calls // 2 + 1, "last call": lambda calls: calls}
+SPRINGS = (interrupt, fail, run_out_of_memory)
+MERGED = ("stack", "module", "detail")
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+@pytest.mark.parametrize("spring", SPRINGS, ids=lambda spring: spring.__name__)
+def test_fault_inside_a_merged_block(
+    kind: str, model: Any, trap: Trap, trapped: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
+    tensors: Any, uninterrupted: None, stage: str, spring: Any,
+) -> None:  # fmt: skip
+    # Every kind of fault meets every setting, and every stage too.
+    case = MERGED[(SPRINGS.index(spring) + list(STAGES).index(stage)) % 3]
+    patched = trapped(case)
+    assert prompt.digest(prompt.sample(patched)) == fresh[kind][case]
+    assert trap.calls == CALLS[kind]
+    nothing_alive()
+    before = tensors()
+
+    hooked: list[str] = []
+
+    def go() -> None:
+        hooked.extend(hooks_left(model))
+        spring()
+
+    trap.arm(STAGES[stage](CALLS[kind]), go)
+    with pytest.raises(kind_of(spring)):
+        prompt.sample(patched)
+    assert hooked, "the fault was to be inside a merged block"
+    assert hooks_left(model) == []
+    nothing_alive()
+    # Fewer, where the report of a run that broke off has no drawings.
+    assert tensors() <= before
+
+    assert prompt.digest(prompt.sample(patched)) == fresh[kind][case]
+    nothing_alive()
+    assert tensors() == before
+    assert prompt.digest(prompt.sample(model)) == fresh[kind]["plain"]
+
+
+@pytest.mark.parametrize("step", [None, 0, 1, 2])
+def test_interrupt_before_and_between_steps(
+    kind: str, attach: Any, model: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
+    uninterrupted: None, step: int | None,
+) -> None:  # fmt: skip
+    """None: before the first step. After the last there is nothing left to interrupt: that picture is complete."""
+    import comfy.model_management as mm
+
+    patched = attach(model, **prompt.CASES["stack"])
+    if step is None:
+        interrupt()
+
+    def after(done: int, *_: Any) -> None:
+        if done == step:
+            interrupt()
+
+    if step == prompt.STEPS - 1:
+        assert prompt.digest(prompt.sample(patched, callback=after)) == fresh[kind]["stack"]
+        assert mm.processing_interrupted()
+        # ComfyUI forgets what is left over when it takes up the next prompt.
+        mm.interrupt_current_processing(False)
+    else:
+        with pytest.raises(mm.InterruptProcessingException):
+            prompt.sample(patched, callback=after)
+    assert hooks_left(model) == []
+    nothing_alive()
+    assert prompt.digest(prompt.sample(patched)) == fresh[kind]["stack"]
+    nothing_alive()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "spring"),
+    [
+        ("toma_core.state", "make_windows", run_out_of_memory),
+        ("toma_core.state", "cosine_similarity", run_out_of_memory),
+        ("toma_core.state", "select", interrupt),
+        ("toma_core.state", "weigh", run_out_of_memory),
+        ("toma_core.pipeline", "merge", interrupt),
+        ("toma_core.pipeline", "unmerge_update", run_out_of_memory),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_fault_inside_our_own_code(
+    kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any, tensors: Any,
+    uninterrupted: None, monkeypatch: pytest.MonkeyPatch, module: str, name: str, spring: Any,
+) -> None:  # fmt: skip
+    """In selection, in weighing, in merging: at the second call, when there is a plan already."""
+    import comfy.model_management as mm
+
+    patched = attach(model, **prompt.CASES["stack"], share="block")
+    expected = prompt.digest(prompt.sample(patched))
+    assert expected != fresh[kind]["plain"]
+    nothing_alive()
+    before = tensors()
+    place, calls = pack_module(module), 0
+    original = getattr(place, name)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == (1 if name == "make_windows" else 2):
+            spring()
+            mm.throw_exception_if_processing_interrupted()
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, failing)
+        with pytest.raises(kind_of(spring)):
+            prompt.sample(patched)
+    assert calls
+    assert hooks_left(model) == []
+    nothing_alive()
+    assert prompt.digest(prompt.sample(patched)) == expected
+    nothing_alive()
+    assert tensors() == before
+    assert prompt.digest(prompt.sample(model)) == fresh[kind]["plain"]
+
+
+def test_picture_is_not_lost_with_its_drawing(
+    kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any, monkeypatch: pytest.MonkeyPatch,
+    stats_of: Any, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The map of windows for the report is drawn when sampling is done: with no memory left for it, the latent is."""
+    patched = attach(model, **prompt.CASES["stack"])
+    with monkeypatch.context() as patch:
+        patch.setattr(pack_module("toma_core.state"), "draw_map", lambda plan: run_out_of_memory())
+        assert prompt.digest(prompt.sample(patched)) == fresh[kind]["stack"]
+    assert stats_of(patched).maps == {}
+    assert "could not be drawn: CUDA out of memory" in caplog.text
+    nothing_alive()
+    assert prompt.digest(prompt.sample(patched)) == fresh[kind]["stack"]
+    assert stats_of(patched).maps
+
+
+def outer_wrapper(model: Any) -> None:
+    from comfy.patcher_extension import WrappersMP
+
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "other", lambda executor, *a, **k: fail())
+
+
+def after_cfg(model: Any) -> None:
+    model.set_model_sampler_post_cfg_function(lambda args: fail())
+
+
+def unet_wrapper(model: Any) -> None:
+    model.set_model_unet_function_wrapper(
+        lambda apply, args: (apply(args["input"], args["timestep"], **args["c"]), fail())
+    )
+
+
+def diffusion_wrapper(model: Any) -> None:
+    """Inside of ours, after the model has run."""
+    from comfy.patcher_extension import WrappersMP
+
+    model.add_wrapper_with_key(
+        WrappersMP.DIFFUSION_MODEL, "other", lambda executor, *a, **k: (executor(*a, **k), fail())
+    )
+
+
+def before_run(model: Any) -> None:
+    from comfy.patcher_extension import CallbacksMP
+
+    model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "other", lambda patcher: fail())
+
+
+def cleanup(model: Any) -> None:
+    from comfy.patcher_extension import CallbacksMP
+
+    model.add_callback_with_key(CallbacksMP.ON_CLEANUP, "other", lambda patcher: fail())
+
+
+PATCHES = (outer_wrapper, after_cfg, unet_wrapper, diffusion_wrapper, before_run, cleanup)
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.__name__)
+@pytest.mark.parametrize("first", [True, False], ids=["before ToMA", "after ToMA"])
+def test_exception_in_another_patch(
+    kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any, patch: Any,
+    first: bool,
+) -> None:  # fmt: skip
+    settings = prompt.CASES["stack"]
+    broken = model.clone() if first else attach(model, **settings)
+    patch(broken)
+    broken = attach(broken, **settings) if first else broken
+    with pytest.raises(FaultError):
+        prompt.sample(broken)
+    assert hooks_left(model) == []
+    nothing_alive()
+    assert prompt.digest(prompt.sample(attach(model, **settings))) == fresh[kind]["stack"]
+    assert prompt.digest(prompt.sample(model)) == fresh[kind]["plain"]
+    nothing_alive()
+
+
+def test_attention_that_recovers_from_no_memory_inside_a_merged_block(
+    kind: str, model: Any, attach: Any, prompt: Any, nothing_alive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ComfyUI's split attention empties its caches and tries again: the merged picture comes out, bit for bit."""
+    from comfy.ldm.modules import attention
+
+    def split(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return attention.attention_split(*args, **{**kwargs, "_inside_attn_wrapper": True})
+
+    foreign = model.clone()
+    foreign.model_options["transformer_options"]["optimized_attention_override"] = split
+    patched = attach(foreign, **prompt.CASES["stack"])
+    expected = prompt.digest(prompt.sample(patched))
+    einsum, calls = attention.einsum, 0
+
+    def scarce(*args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls % 5 == 1:
+            run_out_of_memory()
+        return einsum(*args)
+
+    monkeypatch.setattr(attention, "einsum", scarce)
+    assert prompt.digest(prompt.sample(patched)) == expected
+    assert calls > 5
+    nothing_alive()
+
+
+def test_model_unloaded_reloaded_and_loaded_anew(
+    kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any
+) -> None:
+    import comfy.model_management as mm
+
+    patched = attach(model, **prompt.CASES["stack"])
+    for unload in (
+        lambda: None,
+        mm.unload_all_models,
+        lambda: mm.free_memory(1e32, torch.device("cpu")),
+        patched.detach,
+    ):
+        unload()
+        assert prompt.digest(prompt.sample(patched)) == fresh[kind]["stack"]
+    own = getattr(models, kind)()
+    gone = weakref.ref(own.model.diffusion_model)
+    assert prompt.digest(prompt.sample(attach(own, **prompt.CASES["stack"]))) == fresh[kind]["stack"]
+    mm.unload_all_models()
+    del own
+    gc.collect()
+    assert gone() is None, "a model that was freed is kept by somebody"
+    assert (
+        prompt.digest(prompt.sample(attach(getattr(models, kind)(), **prompt.CASES["stack"]))) == fresh[kind]["stack"]
+    )
+    nothing_alive()
+
+
+def test_model_unloaded_while_sampling(
+    kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any
+) -> None:
+    """Another model that needs the room takes part of this one's out between two steps."""
+    patched = attach(model, **prompt.CASES["stack"])
+    size, freed = model.model_size(), []
+
+    def after(step: int, *_: Any) -> None:
+        freed.append(patched.partially_unload(patched.offload_device, size // 2))
+
+    assert prompt.digest(prompt.sample(patched, callback=after)) == fresh[kind]["stack"]
+    assert freed[0] > 0
+    patched.detach()
+    assert prompt.digest(prompt.sample(patched)) == fresh[kind]["stack"]
+    nothing_alive()
+
+
+@pytest.fixture
+def lowvram(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """lowvram(bytes): from now on models are loaded as on a card with so much room for weights."""
+    from comfy.model_management import LoadedModel
+
+    load = LoadedModel.model_load
+
+    def start(room: int) -> None:
+        def loaded(self: Any, lowvram_model_memory: float = 0, force_patch_weights: bool = False) -> Any:
+            return load(self, room, force_patch_weights)
+
+        monkeypatch.setattr(LoadedModel, "model_load", loaded)
+
+    return start
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_that_do_not_fit(
+    kind: str, attach: Any, prompt: Any, fresh: Any, lowvram: Any, nothing_alive: Any, share: float, lora: bool
+) -> None:
+    """ComfyUI's lowvram patcher: part of the weights, or all, are cast and patched (LoRA) each time they are used."""
+    import comfy.model_management as mm
+
+    model = getattr(models, kind)()
+    if lora:
+        g = torch.Generator().manual_seed(3)
+        weights = model.model_state_dict()
+        names = [n for n in weights if n.endswith("weight") and weights[n].ndim == 2]
+        model.add_patches({n: ("diff", (0.01 * torch.randn(weights[n].shape, generator=g),)) for n in names}, 0.8)
+    patched = attach(model, **prompt.CASES["stack"])
+    expected = prompt.digest(prompt.sample(patched))
+    assert (expected == fresh[kind]["stack"]) is not lora
+    mm.unload_all_models()
+    lowvram(max(1, int(share * model.model_size())))
+    assert prompt.digest(prompt.sample(patched)) == expected
+    assert model.model.model_lowvram
+    assert bool(model.lowvram_patch_counter()) is lora
+    cast = [m for m in model.model.diffusion_model.modules() if getattr(m, "comfy_cast_weights", False)]
+    assert cast
+    mm.unload_all_models()
+    nothing_alive()
+
+
+def test_dynamic_patcher_on_a_cpu_is_the_plain_one(
+    kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any
+) -> None:
+    """All that a machine without CUDA can show of dynamic VRAM: ComfyUI says itself that there is none."""
+    patcher = pytest.importorskip("comfy.model_patcher")
+    if not hasattr(patcher, "ModelPatcherDynamic"):
+        pytest.skip("this ComfyUI has no dynamic VRAM")
+    dynamic = patcher.ModelPatcherDynamic(model.model, model.load_device, model.offload_device)
+    if dynamic.is_dynamic():
+        pytest.skip("dynamic VRAM is on: the other tests run on it")
+    assert prompt.digest(prompt.sample(attach(dynamic, **prompt.CASES["stack"]))) == fresh[kind]["stack"]
+    nothing_alive()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_process_that_is_told_to_end(
+    kind: str, model: Any, trap: Trap, trapped: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
+    error: type[BaseException],
+) -> None:  # fmt: skip
+    """Not `Exception`s: whoever catches these in its own way finds the model as it was."""
+
+    def go() -> None:
+        raise error
+
+    patched = trapped("stack")
+    trap.arm(CALLS[kind] // 2, go)
+    with pytest.raises(error):
+        prompt.sample(patched)
+    assert hooks_left(model) == []
+    nothing_alive()
+    assert prompt.digest(prompt.sample(patched)) == fresh[kind]["stack"]
