@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -72,11 +73,16 @@ class Checker(nn.Module):
 
 
 def load_checker(path: Path | str = WEIGHTS) -> Checker:
-    """The trained checker, on the CPU in evaluation mode. Raises FileNotFoundError if `path` does not exist."""
+    """The trained checker, on the CPU in evaluation mode. Raises FileNotFoundError if `path` does not exist, ValueError
+    if it is damaged."""
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} is missing: train it with `python -m demo.checker --export {path}`")
     checker = Checker()
-    checker.load_state_dict({name: value.float() for name, value in load_file(path).items()})
+    try:
+        checker.load_state_dict({name: value.float() for name, value in load_file(path).items()})
+    except (SafetensorError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} cannot be read ({reason}): get it again, or train it again") from error
     return checker.eval().requires_grad_(False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from comfy_api.latest import io
+from safetensors import SafetensorError
 
 from .checker import WEIGHTS
 from .conditioning import conditioning, empty_latent
@@ -45,7 +46,13 @@ class ToMADemoUNet(io.ComfyNode):
             raise ValueError(
                 f"{UNET_WEIGHTS.name} is missing in {UNET_WEIGHTS.parent}: train it, or choose random weights"
             )
-        return io.NodeOutput(load_unet(str(UNET_WEIGHTS) if weights == "trained" else None, seed))
+        try:
+            return io.NodeOutput(load_unet(str(UNET_WEIGHTS) if weights == "trained" else None, seed))
+        except (SafetensorError, RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"{UNET_WEIGHTS.name} cannot be read ({reason}): get it again, or train it again"
+            ) from error
 
 
 class ToMADemoScene(io.ComfyNode):

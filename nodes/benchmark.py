@@ -12,7 +12,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
 
 from ..toma_core.config import ConfigError, ToMAConfig
-from . import timing
+from . import given, timing
 from .adapters.run import attention_in_use
 from .charts import MERGED, RECOMMENDED, WHOLE, Bar, bar_chart
 from .drawing import as_image
@@ -91,7 +91,11 @@ class ToMABenchmark(io.ComfyNode):
         config = ToMAConfig.from_preset(preset, ratio=ratio)
         if config.off:
             raise ConfigError(_NOTHING)
-        size = torch.zeros_like(latent["samples"])
+        given.model(model)
+        given.conditioning("positive", positive)
+        if negative is not None:
+            given.conditioning("negative", negative)
+        size = torch.zeros_like(given.latent(latent)["samples"])
         size = comfy.sample.fix_empty_latent_channels(model, size, latent.get("downscale_ratio_spacial"))
         ratios = sorted({round(ratio * part / 3, 2) or ratio for part in ((1, 2, 3) if sweep else (3,))})
         timings = timing.measure(model, config, ratios, Task(positive, negative, size, steps), runs)

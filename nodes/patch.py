@@ -8,6 +8,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..toma_core.config import PRESETS, ConfigError, ToMAConfig, check
+from . import given
 from .adapters.run import attach
 from .live import NodeLine, said
 from .widgets import CATEGORY, SEARCH_ALIASES, widget
@@ -41,7 +42,7 @@ def preset_input() -> Any:
 def _patched(model: Any, config: ToMAConfig, hidden: Any) -> io.NodeOutput:
     """The patched model. Its runs are shown on the node; a node that is off has none, so it says so at once."""
     node_id = None if hidden is None else hidden.unique_id
-    patched = attach(model, config, None if node_id is None else NodeLine(str(node_id)))
+    patched = attach(given.model(model), config, None if node_id is None else NodeLine(str(node_id)))
     return io.NodeOutput(patched, ui=said(_OFF)) if config.off else io.NodeOutput(patched)
 
 

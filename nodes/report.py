@@ -9,6 +9,7 @@ from comfy_api.latest import io, ui
 from PIL.Image import Image as PILImage
 
 from ..toma_core.stats import RunStats
+from . import given
 from .adapters import reports
 from .adapters.run import attachment_of
 from .charts import blocks_chart, steps_chart
@@ -54,7 +55,8 @@ class ToMAReport(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, latent: Any, image: Any = None) -> io.NodeOutput:
-        attachment = attachment_of(model)
+        attachment = attachment_of(given.model(model))
+        image = None if image is None else given.image(image)
         stats = None if attachment is None else reports.last(attachment.report_id)
         text = _NO_NODE if attachment is None else _NO_RUN if stats is None else stats.text()
         sheet = draw({}, text) if stats is None else draw(stats.maps, text, image, partial(_charts, stats))

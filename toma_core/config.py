@@ -339,8 +339,8 @@ class ToMAConfig:
     @classmethod
     def from_preset(cls, preset: str, **overrides: Any) -> ToMAConfig:
         """The named preset with some fields replaced. Raises `ConfigError` for an unknown preset."""
-        if preset not in PRESETS:
-            raise ConfigError(f"ToMA: preset is {preset!r}. Allowed: {', '.join(PRESETS)}. Choose one of them.")
+        if not isinstance(preset, str) or preset not in PRESETS:
+            raise ConfigError(f"ToMA: preset is {shown(preset)}. Allowed: {', '.join(PRESETS)}. Choose one of them.")
         return replace(cls(), **{**PRESETS[preset], **overrides})
 
 
@@ -362,7 +362,7 @@ def check(name: str, value: Any) -> Any:
         return _as_enum(name, value, type(default))
     if isinstance(default, bool):
         if not isinstance(value, bool):
-            raise ConfigError(f"ToMA: {name} is {value!r}. Allowed: true or false. Set one of them.")
+            raise ConfigError(f"ToMA: {name} is {shown(value)}. Allowed: true or false. Set one of them.")
         return value
     assert spec.minimum is not None and spec.maximum is not None  # noqa: S101 - for mypy: numbers have a range
     allowed = f"{spec.minimum:.10g} to {spec.maximum:.10g}"
@@ -370,8 +370,17 @@ def check(name: str, value: Any) -> Any:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # NaN is in no range. The value is shown unrounded: one digit past the end must not read as the end itself.
     if not number or not spec.minimum <= value <= spec.maximum or (isinstance(default, int) and value != int(value)):
-        raise ConfigError(f"ToMA: {name} is {value!r}. Allowed: {kind} from {allowed}. Try {default:g}.")
+        raise ConfigError(f"ToMA: {name} is {shown(value)}. Allowed: {kind} from {allowed}. Try {default:g}.")
     return int(value) if isinstance(default, int) else float(value)
+
+
+def shown(value: Any) -> str:
+    """A value in a message: whatever was given, on one line of a screen."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write out whole numbers of thousands of digits
+        text = f"a very large {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def _as_enum(name: str, value: Any, kind: type[Enum]) -> Enum:
@@ -379,7 +388,7 @@ def _as_enum(name: str, value: Any, kind: type[Enum]) -> Enum:
         return kind(value)
     except ValueError:
         allowed = ", ".join(str(member.value) for member in kind)
-        raise ConfigError(f"ToMA: {name} is {value!r}. Allowed: {allowed}. Choose one of them.") from None
+        raise ConfigError(f"ToMA: {name} is {shown(value)}. Allowed: {allowed}. Choose one of them.") from None
 
 
 # `faithful` follows the paper and its released code. `quality` is what docs/fidelity.md measured nearest on the trained
