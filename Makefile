@@ -8,10 +8,10 @@ RUN = $(PYTHON) -m scripts.run $(if $(COMFYUI),--comfyui $(COMFYUI)) --
 TOOL = $(PYTHON) -m scripts.run --quiet --
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test demo bench bench-gpu fidelity pack lint format types clean purge
+.PHONY: help setup test compatibility fuzz soak demo bench bench-gpu fidelity pack lint format types clean purge
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@printf '\n  ARGS="..." is passed on, COMFYUI=0.16.3 picks a ComfyUI release, PYTHON=... the Python to start from.\n'
 
 setup: ## find or get ComfyUI and make the environment (every other target does this first)
@@ -19,6 +19,15 @@ setup: ## find or get ComfyUI and make the environment (every other target does 
 
 test: ## unit, property, adapter and server tests on a real ComfyUI; ARGS="-k windows"
 	@$(RUN) python -m pytest $(ARGS)
+
+compatibility: ## try every feature of ComfyUI beside ToMA, 5 minutes, and write docs/compatibility.md
+	@TOMA_WRITE_COMPATIBILITY=1 $(RUN) python -m pytest tests/compatibility $(ARGS)
+
+fuzz: ## 10,000 cases of settings, shapes, prompts and damaged files, an hour; TOMA_FUZZ=300 tries fewer
+	@TOMA_FUZZ=$${TOMA_FUZZ:-10000} $(RUN) python -m pytest tests/reliability/test_fuzz.py $(ARGS)
+
+soak: ## 300 prompts over one server, each compared with a process of its own, 20 minutes; TOMA_SOAK=30 sends fewer
+	@TOMA_SOAK=$${TOMA_SOAK:-300} $(RUN) python -m pytest -s tests/reliability/test_soak.py $(ARGS)
 
 demo: ## run real models with and without ToMA and compare; ARGS=--serve opens the web page
 	@$(RUN) python -m demo $(ARGS)

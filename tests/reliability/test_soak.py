@@ -1,0 +1,262 @@
+"""Many prompts over one server, from two clients at once: none lost, none wrong, nothing left.
+
+12 prompts by themselves; `make soak` sends 300: TOMA_SOAK says how many. What was measured is written to
+build/soak.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import safetensors.torch
+
+from demo.showcase_graphs import KINDS, LATENT, UNET, place_dit, sampling_graph
+from scripts.comfy_client import Run
+from scripts.comfy_pack import pack_module
+from scripts.comfy_server import ComfyServer
+from scripts.comfyui import ROOT
+
+pytestmark = pytest.mark.server
+
+PROMPTS = int(os.environ.get("TOMA_SOAK", "12"))
+LONG = PROMPTS >= 100
+SEED = 20261121
+config = pack_module("toma_core.config")
+Graph = dict[str, Any]
+
+# What lives as long as a run, and not a moment longer.
+OF_A_RUN = {"RunState", "Schedule", "Sampling", "Evaluation", "MergePlan", "Details", "Detail", "_Entry", "Dispatch"}
+# What is kept, and how many at most: the last runs for the report, a drawing of each of their grids, and layouts.
+BOUNDED = {"RunStats": 32, "MergeMap": 4 * 32, "Windows": 64, "Budget": 64}
+
+
+def random_settings(chance: random.Random) -> dict[str, Any]:
+    """Some settings of ToMA Advanced other than the defaults, as values of its widgets."""
+    values: dict[str, Any] = {"ratio": round(chance.uniform(0.05, 0.9), 2), "min_tokens": 16}
+    names = [item.name for item in fields(config.ToMAConfig) if item.name not in values]
+    for name in chance.sample(names, chance.randint(0, 5)):
+        spec, default = config.field_spec(name), config.field_default(name)
+        if isinstance(default, Enum):
+            values[name] = chance.choice([member.value for member in type(default)])
+        elif isinstance(default, bool):
+            values[name] = not default
+        elif isinstance(default, int):
+            values[name] = chance.randint(int(spec.minimum), int(min(spec.maximum, spec.minimum + 10)))
+        else:
+            values[name] = round(chance.uniform(spec.minimum, min(spec.maximum, 1000.0)), 2)
+    try:
+        config.ToMAConfig(**values)
+    except config.ConfigError:  # settings that do not go together
+        return random_settings(chance)
+    return values
+
+
+def random_graph(chance: random.Random, seed: int) -> Graph:
+    """A picture of random size, model, sampler and settings. Each has its own seed, or ComfyUI would not sample it."""
+    kind = chance.choice(KINDS)
+    how = chance.choice(["advanced"] * 4 + ["simple", "without"])
+    graph = sampling_graph(kind, 64, chance.randint(1, 4), seed, merged=how != "without")
+    if kind is UNET:
+        graph["loader"]["inputs"].update(weights="random", seed=chance.randint(0, 1))
+    size = {"width": 8 * chance.randint(8, 16), "height": 8 * chance.randint(8, 16)}
+    graph["empty"]["inputs"].update(size, batch_size=chance.choice([1, 1, 1, 2]))
+    graph["scene"]["inputs"]["batch_size"] = graph["empty"]["inputs"]["batch_size"]
+    graph["sampler"]["inputs"]["sampler_name"] = chance.choice(
+        ["euler", "heun", "dpmpp_2m", "euler_ancestral", "uni_pc"]
+    )
+    graph["sampler"]["inputs"]["cfg"] = chance.choice([1.0, 2.0])
+    if how == "advanced":
+        graph["toma"]["inputs"].update(random_settings(chance))
+    elif how == "simple":
+        inputs = {"model": ["loader", 0], "ratio": 0.5, "preset": chance.choice(list(config.PRESETS))}
+        graph["toma"] = {"class_type": "ToMA", "inputs": inputs}
+    if chance.random() < 0.7:
+        del graph["picture"], graph["decode"]
+    return graph
+
+
+@dataclass
+class Task:
+    """One prompt and what became of it. stop_at: a kind of message; at the so-manieth of them it is interrupted."""
+
+    graph: Graph
+    stop_at: tuple[str, int] | None = None
+    free: bool = False
+    runs: list[Run] = field(default_factory=list)
+    latent: str = ""
+
+
+def tasks() -> list[Task]:
+    chance = random.Random(SEED)  # noqa: S311 - cases, no secrets
+    made = []
+    for index in range(PROMPTS):
+        stop = chance.choice([("progress", 1), ("progress", 2), ("executing", 2), ("execution_start", 1)])
+        interrupted = index % 6 == 4
+        made.append(Task(random_graph(chance, 1000 + index), stop if interrupted else None, free=index % 20 == 13))
+    return made
+
+
+class Client(threading.Thread):
+    """Sends its prompts one after the other, interrupts some of them and sends those again."""
+
+    def __init__(self, server: ComfyServer, mine: list[Task], between: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.server, self.mine, self.between = server, mine, between
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            for task in self.mine:
+                self._finish(task)
+                self.between()
+        except BaseException as error:  # told to the test, which raises it
+            self.error = error
+
+    def _finish(self, task: Task) -> None:
+        if task.free:
+            self.server.post("/free", {"unload_models": True, "free_memory": True})
+        stop_at = task.stop_at
+        while True:
+            task.runs.append(self.server.run(task.graph, timeout=300, on_message=_stopper(self.server, stop_at)))
+            if task.runs[-1].status != "interrupted" or stop_at is None:
+                break
+            stop_at = None
+        task.latent = _digest(self.server, task.runs[-1])
+
+
+def _stopper(server: ComfyServer, stop_at: tuple[str, int] | None) -> Callable[[str, Any], None]:
+    left = [stop_at[1] if stop_at else 0]
+
+    def see(kind: str, data: Any) -> None:
+        if stop_at and kind == stop_at[0] and left[0]:
+            left[0] -= 1
+            if not left[0]:
+                server.post("/interrupt", {"prompt_id": data["prompt_id"]})
+
+    return see
+
+
+def _digest(server: ComfyServer, run: Run) -> str:
+    """As fresh.py does it; what the run says instead where it did not come to its end."""
+    if run.status != "success":
+        return f"{run.status}: {run.error and run.error['exception_message']}"
+    latent = safetensors.torch.load(server.view(run.outputs[LATENT]["latents"][0]))["latent_tensor"]
+    return hashlib.sha256(latent.numpy().tobytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def fresh_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Graph], str]]:
+    """fresh_process(graph): the digest of its latent from a process in which nothing ran before."""
+    here = Path(__file__).parent
+    base = tmp_path_factory.mktemp("fresh")
+    ComfyServer(packs=[ROOT / "demo"], base=base)  # links the packs in; it is not started
+    place_dit(base / "models")
+    command = [sys.executable, str(here / "fresh.py"), "--base-directory", str(base), "--cpu", "--disable-api-nodes"]
+    command += ["--use-pytorch-cross-attention", "--database-url", f"sqlite:///{base / 'user' / 'comfyui.db'}"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    with (
+        (base / "log").open("w") as log,
+        subprocess.Popen(
+            command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", (base / "log").read_text()[-3000:]
+
+        def ask(graph: Graph) -> str:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            print(json.dumps(graph), file=process.stdin, flush=True)
+            answer = json.loads(process.stdout.readline())
+            assert answer["status"] == "success", answer["status"]
+            return str(answer["latent"])
+
+        yield ask
+        process.stdin.close()
+
+
+def steady_memory(sizes: list[int]) -> tuple[float, float]:
+    """Medians of the second and the last third, in bytes; the first third is the warm-up."""
+    third = len(sizes) // 3
+    return statistics.median(sizes[third : 2 * third]), statistics.median(sizes[-third:])
+
+
+def test_soak(lab: ComfyServer, census: Any, fresh_process: Callable[[Graph], str]) -> None:
+    process = psutil.Process(lab.process.pid if lab.process else 0)
+    work = tasks()
+    resident: list[int] = []
+    counts: list[dict[str, Any]] = []
+    handles: list[tuple[int, int]] = []
+
+    def look() -> None:
+        if len(resident) % (10 if LONG else 3) == 0:
+            counts.append(census(lab))
+            handles.append((process.num_fds(), process.num_threads()))
+        resident.append(process.memory_info().rss)
+
+    begin = time.monotonic()
+    clients = [Client(lab, work[::2], look), Client(lab, work[1::2])]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    seconds = time.monotonic() - begin
+    for client in clients:
+        if client.error is not None:
+            raise client.error
+
+    # None lost: every prompt that was sent is in the history, and came to its end but where it was told to stop.
+    history = lab.get("/history?max_items=100000")
+    assert {run.prompt_id for task in work for run in task.runs} <= set(history)
+    assert [task.latent for task in work if len(task.latent) != 64] == []
+    assert not [task for task in work if task.stop_at is None and len(task.runs) != 1], "stopped, and nobody asked"
+    interrupts = sum(run.status == "interrupted" for task in work for run in task.runs)
+    assert interrupts >= PROMPTS // 20, "nothing was interrupted in its course"
+
+    # None wrong.
+    begin = time.monotonic()
+    wrong = [index for index, task in enumerate(work) if fresh_process(task.graph) != task.latent]
+    fresh_seconds = time.monotonic() - begin
+
+    # Nothing left: between prompts nothing of a run is alive, and what is kept for reports is bounded.
+    last = counts.append(census(lab)) or counts[-1]
+    time.sleep(1.0)
+    handles.append((process.num_fds(), process.num_threads()))
+    second, third = steady_memory(resident)
+    figures = {
+        **{"prompts": PROMPTS, "interrupted": interrupts, "wrong": len(wrong), "seconds": round(seconds, 1)},
+        **{"seconds_fresh": round(fresh_seconds, 1), "resident_mb_middle": round(second / 1e6, 1)},
+        **{"resident_mb_end": round(third / 1e6, 1), "growth_percent": round(100 * (third / second - 1), 2)},
+        **{"handles": handles, "tensor_mb": [round(c["tensor_bytes"] / 1e6, 2) for c in counts]},
+        "objects_at_the_end": last["objects"],
+    }
+    build = ROOT / "build"
+    build.mkdir(exist_ok=True)
+    (build / "soak.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(figures))
+
+    assert wrong == []
+    for count in counts:
+        assert not OF_A_RUN & set(count["objects"]), count["objects"]
+        assert all(count["objects"].get(name, 0) <= most for name, most in BOUNDED.items()), count["objects"]
+    # Of the first count some handles are not yet open: files of the database, the pool of the event loop.
+    assert handles[-1][0] <= handles[len(handles) // 2][0] + 1, f"open handles: {handles}"
+    assert handles[-1][1] <= handles[len(handles) // 2][1], f"threads: {handles}"
+    if LONG:
+        assert abs(third / second - 1) <= 0.02, f"memory in MB: {[round(size / 1e6) for size in resident]}"
