@@ -140,7 +140,8 @@ class RunState:
         try:
             self.stats.maps = {grid: draw_map(plan) for grid, plan in last.items()}
         except Exception as error:
-            logging.warning("ToMA: the windows of this run could not be drawn: %s", error)
+            # As text: who keeps log records would keep the error, and with it the frames and tensors of the run.
+            logging.warning("ToMA: the windows of this run could not be drawn: %s", str(error))
 
     def close(self) -> RunStats:
         """Drop every tensor of the run and hand over its stats."""

@@ -10,13 +10,17 @@ import os
 import subprocess
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from demo.showcase_graphs import place_dit
 from scripts.comfy_pack import pack_module
@@ -113,6 +117,28 @@ def tensors() -> Callable[[], int]:
         return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
     return count
+
+
+@pytest.fixture(scope="session")
+def dtypes_used() -> Callable[[], Any]:
+    """with dtypes_used() as found: dtype -> in how many arguments and results of PyTorch operations it occurs."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            found.update(t.dtype for t in tree_iter((args, kwargs, out)) if isinstance(t, torch.Tensor))
+            return out
+
+    found: Counter[torch.dtype] = Counter()
+
+    @contextmanager
+    def watch() -> Iterator[Counter[torch.dtype]]:
+        nonlocal found
+        found = Counter()
+        with Seen():
+            yield found
+
+    return watch
 
 
 @pytest.fixture

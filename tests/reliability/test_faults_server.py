@@ -1,0 +1,203 @@
+"""Faults of a real server, by its own API: afterwards it samples what a fresh process does, and nothing is left.
+
+The nodes are those of fault_nodes.py. Before and after each fault ComfyUI has the same patched MODEL in its cache.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+
+from scripts.comfy_client import Run
+from scripts.comfy_server import ComfyServer
+
+pytestmark = pytest.mark.server
+
+KINDS = {"unet": 4, "flux": 16}
+# Milliseconds for each call of attention, so that a run takes two seconds and can be interfered with.
+SLOW = {"unet": {"fault": "slow", "calls": 20}, "flux": {"fault": "slow", "calls": 110}}
+
+
+@pytest.fixture(scope="module")
+def server(pack: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
+    """A server of its own: it is killed and started again."""
+    base = tmp_path_factory.mktemp("server")
+    nodes = Path(__file__).parent / "fault_nodes.py"
+    # As the process that it is compared with: PyTorch's attention, and sums in one order.
+    environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    flags = ["--use-pytorch-cross-attention"]
+    with ComfyServer(base=base, packs=[nodes], environ=environ, flags=flags) as running:
+        yield running
+
+
+def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": class_type, "inputs": inputs}
+
+
+@pytest.fixture(scope="module")
+def graph(server: ComfyServer, prompt: Any) -> Callable[..., dict[str, Any]]:
+    """graph(kind, case, fault, calls): the prompt of prompt.py as a graph, in which a fault may happen."""
+    required = server.object_info("ToMAAdvanced")["input"]["required"]
+    defaults = {name: spec[1]["default"] for name, spec in required.items() if name != "model"}
+
+    def make(kind: str, case: str = "stack", fault: str = "none", calls: int = 0) -> dict[str, Any]:
+        settings = prompt.CASES[case]
+        nodes = {
+            "1": node("FaultModel", kind=kind),
+            "3": node("FaultLatent", channels=KINDS[kind], side=prompt.SIDE, fault=fault, calls=calls),
+            "5": node(
+                "KSampler",
+                model=["4" if settings else "1", 0],
+                positive=["1", 1],
+                negative=["1", 2],
+                latent_image=["3", 0],
+                seed=5,
+                steps=prompt.STEPS,
+                cfg=3.0,
+                sampler_name="euler",
+                scheduler="simple",
+                denoise=1.0,
+            ),
+            "7": node("SaveLatent", samples=["5", 0], filename_prefix="fault"),
+        }
+        if settings:
+            nodes["4"] = node("ToMAAdvanced", model=["1", 0], **{**defaults, **settings})
+        return nodes
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def sampled(server: ComfyServer, prompt: Any) -> Callable[[Run], str]:
+    """sampled(run): the hash of the latent it saved."""
+
+    def digest(run: Run) -> str:
+        assert run.status == "success", run.error
+        file = safetensors.torch.load(server.view(run.outputs["7"]["latents"][0]))
+        return str(prompt.digest(file["latent_tensor"]))
+
+    return digest
+
+
+def census(server: ComfyServer) -> dict[str, int]:
+    """What is alive in the server: objects of our runs by class, and all tensors."""
+    run = server.run({"1": node("FaultCensus")}, timeout=60)
+    return dict(json.loads(run.outputs["1"]["text"][0]))
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def good(server: ComfyServer, graph: Any, sampled: Any, fresh: Any) -> Callable[[str], int]:
+    """good(kind): a prompt is that of a fresh process and leaves nothing of its own; how many tensors there are."""
+
+    def check(kind: str) -> int:
+        assert sampled(server.run(graph(kind), timeout=60)) == fresh[kind]["stack"]
+        alive = census(server)
+        assert set(alive) == {"tensors"}, "something of a run is left"
+        return alive["tensors"]
+
+    return check
+
+
+@pytest.fixture(scope="module")
+def at_first(good: Any) -> dict[str, int]:
+    """The tensors of a server that has run each model once without a fault."""
+    return {kind: good(kind) for kind in (*KINDS, *KINDS)}
+
+
+@pytest.fixture
+def survived(at_first: dict[str, int], good: Any, kind: str) -> Iterator[None]:
+    """After the test the very next prompt is that of a fresh process, and there is no tensor more than at first."""
+    yield
+    assert good(kind) <= at_first[kind]
+
+
+def running(server: ComfyServer) -> list[str]:
+    return [entry[1] for entry in server.get("/queue")["queue_running"]]
+
+
+def wait_until_it_samples(server: ComfyServer, prompt_id: str) -> None:
+    """Until a slow prompt is on its way: it then has a second and more to go."""
+    deadline = time.monotonic() + 60
+    while prompt_id not in running(server):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.3)
+
+
+@pytest.mark.parametrize("fault", ["error", "out of memory"])
+def test_fault_inside_a_merged_block(server: ComfyServer, graph: Any, kind: str, fault: str, survived: None) -> None:
+    """ComfyUI tells of it on the sampler. When memory has run out it unloads every model."""
+    seen = len(server.log())
+    run = server.run(graph(kind, fault=fault, calls=9), timeout=60)
+    assert run.status == "error"
+    assert run.error is not None
+    assert run.error["node_type"] == "KSampler"
+    assert ("patch failed" if fault == "error" else "CUDA out of memory") in run.error["exception_message"]
+    assert ("Got an OOM, unloading all loaded models." in server.log()[seen:]) is (fault == "out of memory")
+
+
+def test_interrupt_while_sampling(server: ComfyServer, graph: Any, kind: str, survived: None) -> None:
+    def after_a_step(message: str, data: Any) -> None:
+        if message == "progress" and data["node"] == "5" and data["value"] == 1:
+            server.interrupt()
+
+    run = server.run(graph(kind, **SLOW[kind]), timeout=60, on_message=after_a_step)
+    assert run.status == "interrupted"
+
+
+def test_interrupt_between_prompts(server: ComfyServer, kind: str, survived: None) -> None:
+    server.interrupt()
+
+
+@pytest.mark.parametrize("asked", [{"unload_models": True}, {"free_memory": True, "unload_models": True}], ids=str)
+def test_free_memory_while_sampling(
+    server: ComfyServer, graph: Any, sampled: Any, fresh: Any, kind: str, asked: Any, survived: None
+) -> None:
+    """ComfyUI frees when the prompt is done, and the next one loads or makes its model anew."""
+    prompt_id = server.queue(graph(kind, **SLOW[kind]))
+    wait_until_it_samples(server, prompt_id)
+    assert running(server) == [prompt_id]
+    server.post("/free", asked)
+    assert sampled(server.wait(prompt_id, timeout=60)) == fresh[kind]["stack"]
+    server.post("/free", asked)
+
+
+def test_prompt_edited_while_queued(
+    server: ComfyServer, graph: Any, sampled: Any, fresh: Any, kind: str, survived: None
+) -> None:
+    """Behind a slow prompt one is taken back and queued again with other settings of the same node."""
+    first = server.queue(graph(kind, "module", **SLOW[kind]))
+    taken_back = server.queue(graph(kind, "stack"))
+    server.post("/queue", {"delete": [taken_back]})
+    edited = server.queue(graph(kind, "detail"))
+    off = server.queue(graph(kind, "plain"))
+    found = {
+        case: server.wait(key, timeout=60) for case, key in (("module", first), ("detail", edited), ("plain", off))
+    }
+    assert {case: sampled(run) for case, run in found.items()} == {case: fresh[kind][case] for case in found}
+    assert server.get(f"/history/{taken_back}") == {}
+
+
+def test_killed_while_sampling_and_started_again(server: ComfyServer, graph: Any, sampled: Any, fresh: Any) -> None:
+    """Without any goodbye. The first prompt of the new process is merged, on the same folders."""
+    prompt_id = server.queue(graph("unet", **SLOW["unet"]))
+    wait_until_it_samples(server, prompt_id)
+    assert server.process is not None
+    server.process.kill()
+    server.process.wait()
+    server.stop()
+    server.start()
+    for kind in KINDS:
+        assert sampled(server.run(graph(kind), timeout=60)) == fresh[kind]["stack"]
+    assert set(census(server)) == {"tensors"}
