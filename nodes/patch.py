@@ -34,8 +34,8 @@ def preset_input() -> Any:
         "preset",
         options=list(PRESETS),
         default=next(iter(PRESETS)),
-        tooltip="balanced: the usual choice. faithful: the paper's own settings. quality: closer to the "
-        "original, less speed. fast: merges more of Flux and refreshes less often.",
+        tooltip="balanced: two of three steps merged, the usual choice. quality: every other step, closer to the "
+        "original. fast: four of five, and more of Flux. faithful: every step, the paper's own settings.",
     )
 
 

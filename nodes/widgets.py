@@ -7,7 +7,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..toma_core.config import field_default, field_spec
+from ..toma_core.config import PRESETS, field_default, field_spec
 
 CATEGORY = "model/patch/ToMA"
 SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "speed up", "faster"]
@@ -17,8 +17,9 @@ _BASIC = ("ratio", "granularity", "start_percent", "end_percent", "selector", "w
 
 
 def widget(name: str, *, grouped: bool = False) -> Any:
-    """The input widget for a field of `ToMAConfig`. grouped: show the field's group in front of its name."""
-    spec, default = field_spec(name), field_default(name)
+    """The input widget for a field of `ToMAConfig`, set as in the first preset. grouped: show the field's group in
+    front of its name."""
+    spec, default = field_spec(name), next(iter(PRESETS.values())).get(name, field_default(name))
     label = name.replace("_", " ")
     common: dict[str, Any] = {
         "display_name": f"{spec.group.lower()}: {label}" if grouped else label,

@@ -78,7 +78,7 @@ class Schedule:
         age = max(0, step - first)
         # The first step decides the composition, so it is one of the whole ones. Without a schedule no step is known.
         whole = bool(config.full_every and self.sigmas) and age % config.full_every == 0
-        ratio = config.ratio if self.in_range(sigma) and (config.detail_reuse or not whole) else 0.0
+        ratio = config.ratio if self.in_range(sigma) and (config.reuses_detail or not whole) else 0.0
         if ratio and config.ratio_decay:
             progress = min(1.0, age / (last - first)) if last > first else 0.0
             ratio = min(ratio, round(ratio * (1 - config.ratio_decay * progress) * RATIO_GRID) / RATIO_GRID)

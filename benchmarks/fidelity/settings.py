@@ -1,4 +1,4 @@
-"""What is compared: the presets, every choice of the merge one at a time against `balanced`, ideas, and the rivals.
+"""What is compared: the presets, every choice of the merge one at a time with every step merged, ideas, and the rivals.
 
 A name is "group: value". Tiers say what to measure first: 1 decides the presets, 2 completes the comparison with the
 rivals, 3 has one choice at a time, 4 is slow or remote.
@@ -32,8 +32,8 @@ class Setting:
 
 
 def toma(**settings: Any) -> Patch:
-    """ToMA with the balanced preset's settings and some replaced."""
-    return preset("balanced", **settings)
+    """ToMA with every step merged, and some settings replaced."""
+    return variants.toma("", **{**_TINY, **settings}).patch
 
 
 def preset(name: str, **settings: Any) -> Patch:
@@ -82,20 +82,22 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
 
     unet = kind == "unet"
     # The presets, the rivals' own rules at the same ratio, and what else costs as little.
-    add(1, "preset", {"balanced": toma()}, image=True)
-    add(1, "reuse", {"0.75 every 3": reuse(0.75, 3), "0.5 every 3": reuse(0.5, 3)}, image=True)
+    presets = list(pack_module("toma_core.config").PRESETS)
+    add(1, "preset", {name: preset(name) for name in presets}, image=True)
+    add(1, "every step", {"0.5": toma()}, image=True)
+    add(1, "preset", {f"{name} at 0.75": preset(name, ratio=0.75) for name in ("balanced", "fast")}, image=True)
+    add(1, "reuse", {"0.5 every 3, random": reuse(0.5, 3, selector="random")})
     add(1, "selector", {s: toma(selector=s) for s in ("tome", "random", "grid", "farthest point")})
     add(1, "rival", {"half the evaluations": variants.half_the_evaluations}, image=True)
     add(1, "rival", {"EasyCache 0.2": easy_cache(0.2), "ToDo 1/4": variants.todo(2, 2).patch}, image=True)
     add(1, "rival", {"half the steps": lambda model: model}, steps=0.5, image=True)
     if unet:
         add(1, "rival", {"HyperTile 64": hyper_tile(64)}, image=True)
-    add(1, "stacked", {"EasyCache 0.2 + balanced": chain(easy_cache(0.2), toma())})
-    add(1, "stacked", {"half the evaluations + balanced": chain(variants.half_the_evaluations, toma())})
+    add(1, "stacked", {"EasyCache 0.2 + every step": chain(easy_cache(0.2), toma())})
+    add(1, "stacked", {"half the evaluations + every step": chain(variants.half_the_evaluations, toma())})
 
-    add(2, "preset", {name: preset(name) for name in pack_module("toma_core.config").PRESETS if name != "balanced"})
-    add(2, "ratio", {f"{r:g}": toma(ratio=r) for r in (0.25, 0.75)})
-    add(2, "reuse", {f"{r:g} every {n}": reuse(r, n) for r, n in ((0.5, 2), (0.5, 5), (0.75, 2), (0.75, 5))})
+    add(2, "every step", {f"{r:g}": toma(ratio=r) for r in (0.25, 0.75)})
+    add(2, "reuse", {f"{r:g} every {n}": reuse(r, n) for r, n in ((0.9, 3), (0.5, 2), (0.75, 2))})
     add(2, "whole steps", {f"{r:g} every {n}": toma(ratio=r, full_every=n) for r, n in ((0.5, 3), (0.75, 3))})
     add(2, "variate", {f"{r:g} every {n}": experiments.control_variate(r, n, toma) for r, n in ((0.5, 3), (0.75, 3))})
     for name, when in _ALL_ALONG.items():
@@ -110,7 +112,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     if unet:
         add(2, "rival", {"HyperTile 32": hyper_tile(32)})
     add(2, "stacked", {"EasyCache 0.2 + reuse 0.75 every 3": chain(easy_cache(0.2), reuse(0.75, 3))})
-    add(2, "stacked", {"half the steps + balanced": toma()}, steps=0.5)
+    add(2, "stacked", {"half the steps + every step": toma()}, steps=0.5)
 
     add(3, "granularity", {g: toma(granularity=g) for g in ("module", "block")})
     for w in (4, 16):
@@ -150,7 +152,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
 
     add(4, "selector", {f"{s} at 0.75": toma(selector=s, ratio=0.75) for s in ("tome", "random", "grid")})
     add(4, "variate", {"0.75 every 5": experiments.control_variate(0.75, 5, toma)})
-    add(4, "ratio", {"0.9": toma(ratio=0.9)})
+    add(4, "every step", {"0.9": toma(ratio=0.9)})
     add(4, "window", {"global": toma(window_kind="global", select_every=1000)})
     return table
 

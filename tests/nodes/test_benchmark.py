@@ -50,7 +50,7 @@ def test_measures_a_real_model_and_says_where(unet: Any, run: Any) -> None:
     assert lines[3].startswith("| ratio 0.5 ")
     assert "latent 32 x 32, batch 1, without negative; 2 runs of 2 steps each" in table
     assert f"float32, attention pytorch, torch {torch.__version__}, ComfyUI 0." in table
-    assert "At ratio 0.5: 256 -> 128 tokens in 5/17 blocks, 2/2 steps" in table
+    assert "At ratio 0.5: 256 -> 128 tokens in 5/17 blocks, 1/2 steps" in table
     assert answer.ui["text"][0] == table
     short = answer.ui["toma"][0]["text"].splitlines()
     assert short[0].startswith("Recommended")
@@ -73,10 +73,12 @@ def test_sweep_measures_thirds_of_the_ratio(unet: Any, run: Any, monkeypatch: py
         return TIMINGS
 
     monkeypatch.setattr(benchmark.timing, "measure", measure)
-    run(unet, sweep=True, ratio=0.6, negative="n", steps=7, runs=4)
+    negative = models.conditioning(unet, seed=2)
+    run(unet, sweep=True, ratio=0.6, negative=negative, steps=7, runs=4)
     run(unet, sweep=False, ratio=0.6)
     run(unet, sweep=True, ratio=0.01)
-    assert asked[0] == ([0.2, 0.4, 0.6], 7, "n", 4, 0.6)
+    assert asked[0][:2] + asked[0][3:] == ([0.2, 0.4, 0.6], 7, 4, 0.6)
+    assert asked[0][2] is negative
     assert asked[1][0] == [0.6]
     assert asked[2][0] == [0.01], "no ratio is rounded away"
 

@@ -151,12 +151,11 @@ def test_whole_on_every_step_is_refused() -> None:
     assert [ToMAConfig(full_every=n).full_every for n in (0, 2, 3)] == [0, 2, 3]
 
 
-def test_detail_reuse_needs_whole_steps_and_few_tensors() -> None:
-    with pytest.raises(ConfigError, match=r"no step runs whole.*set full_every to 3"):
-        ToMAConfig(detail_reuse=True)
-    with pytest.raises(ConfigError, match=r"'module' would keep three.*block or stack"):
-        ToMAConfig.from_preset("faithful", detail_reuse=True, full_every=3)
-    assert ToMAConfig(detail_reuse=True, full_every=2).detail_reuse
+def test_detail_is_reused_where_steps_are_whole_and_tensors_few() -> None:
+    assert ToMAConfig(detail_reuse=True, full_every=2).reuses_detail
+    assert not ToMAConfig(detail_reuse=False, full_every=2).reuses_detail
+    assert not ToMAConfig(detail_reuse=True).reuses_detail
+    assert not ToMAConfig.from_preset("faithful", detail_reuse=True, full_every=3).reuses_detail
 
 
 def test_the_field_name_of_a_bad_override_is_told_from_a_preset() -> None:
@@ -186,8 +185,7 @@ def test_presets_are_valid_and_leave_the_ratio_alone(preset: str) -> None:
     assert ToMAConfig.from_preset(preset, ratio=0.0).off
 
 
-def test_the_default_preset_is_the_defaults() -> None:
-    assert ToMAConfig.from_preset("balanced") == ToMAConfig()
+def test_balanced_is_what_nodes_begin_with() -> None:
     assert next(iter(PRESETS)) == "balanced"
 
 
@@ -198,8 +196,8 @@ def test_unknown_presets_are_refused(preset: Any) -> None:
 
 
 def test_overrides_win_over_a_preset() -> None:
-    config = ToMAConfig.from_preset("quality", ratio=0.3, weigh_every=7)
-    assert (config.ratio, config.weigh_every, config.granularity) == (0.3, 7, Granularity.BLOCK)
+    config = ToMAConfig.from_preset("fast", ratio=0.3, weigh_every=7)
+    assert (config.ratio, config.weigh_every, config.full_every) == (0.3, 7, 5)
 
 
 def test_off_means_that_nothing_could_ever_merge() -> None:

@@ -22,12 +22,13 @@ def model(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
 
 
-def test_needs_whole_steps_and_no_module_granularity(model: Any, attach: Any) -> None:
-    error = pack_module("toma_core.config").ConfigError
-    with pytest.raises(error, match="set full_every to 3"):
-        attach(model, detail_reuse=True)
-    with pytest.raises(error, match="Allowed: granularity block or stack"):
-        attach(model, **REUSE, granularity="module")
+@pytest.mark.parametrize("settings", [{"full_every": 0}, {"full_every": 2, "granularity": "module"}])
+def test_does_nothing_without_whole_steps_or_around_modules(
+    model: Any, attach: Any, stats_of: Any, settings: dict[str, Any]
+) -> None:
+    patched = [attach(model, **settings, detail_reuse=reuse) for reuse in (False, True)]
+    assert torch.equal(*(models.sample(m, SIDE, SIDE, steps=3) for m in patched))
+    assert stats_of(patched[1]).detail_bytes == 0
 
 
 @pytest.mark.compat
