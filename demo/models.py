@@ -118,11 +118,23 @@ def new_dit(
     return network
 
 
+def _widen_groups(network: nn.Module) -> nn.Module:
+    """Four groups in every GroupNorm, in place; returns the network.
+
+    ComfyUI's UNet always makes 32, ten channels and more to a group in SDXL. Here it would be one: every channel would
+    lose its mean and its spread, and with them the colour of a flat background.
+    """
+    for module in network.modules():
+        if isinstance(module, nn.GroupNorm):
+            module.num_groups = 4
+    return network
+
+
 def new_unet(
     seed: int = 0, operations: Any = TrainingOps, config: dict[str, Any] | None = None, to_train: bool = True
 ) -> nn.Module:
     """A fresh UNet (ComfyUI's UNetModel, float32, CPU) with weights drawn from `seed`. to_train: see `new_dit`."""
-    network = UNetModel(dtype=torch.float32, operations=operations, **(config or UNET_CONFIG))
+    network = _widen_groups(UNetModel(dtype=torch.float32, operations=operations, **(config or UNET_CONFIG)))
     zero = ("out_layers.3", "proj_out", "out.2") if to_train else ()
     _initialise(network, zero, torch.Generator().manual_seed(seed))
     return network
@@ -144,6 +156,7 @@ def unet_patcher(
     cast = comfy.model_management.unet_manual_cast(dtype, load_device, [torch.bfloat16, torch.float32])
     model_config.set_inference_dtype(dtype, cast)
     model = comfy.model_base.SDXL(model_config, comfy.model_base.ModelType.V_PREDICTION, device=offload_device)
+    _widen_groups(model.diffusion_model)
     weights = state_dict if state_dict is not None else new_unet(seed, config=config, to_train=False).state_dict()
     model.diffusion_model.load_state_dict(weights, strict=True)
     model.diffusion_model.to(dtype)

@@ -1,7 +1,7 @@
 """Tell the UNet where things are: sines over the picture, added to what its first convolution gives.
 
-SDXL learnt places from the zeros that pad its convolutions. That takes more training than the demo has: after 23,000
-pictures the colours were right and every shape was anywhere. It goes through ComfyUI's own `input_block_patch`.
+SDXL learnt places from the zeros that pad its convolutions, in more training than the demo has. It goes through
+ComfyUI's own `input_block_patch`.
 """
 
 from __future__ import annotations

@@ -78,6 +78,16 @@ def test_the_unet_is_an_sdxl_to_comfyui() -> None:
     assert model.model.latent_format.latent_channels == 16
 
 
+def test_norms_of_the_unet_keep_what_a_flat_background_says() -> None:
+    """With ComfyUI's 32 groups a channel is a group, and 64 channels of any size look the same to what follows."""
+    norms = [m for m in models.load_unet(None).model.diffusion_model.modules() if isinstance(m, torch.nn.GroupNorm)]
+    assert len(norms) > 20
+    flat = torch.linspace(0.5, 2.0, 64)[None, :, None, None].expand(1, 64, 4, 4)
+    for norm in (m for m in norms if m.num_channels == 64):
+        means = norm(flat)[0].mean((1, 2))
+        assert means.std() > 0.3
+
+
 @pytest.mark.parametrize("kind", ["dit", "unet"])
 def test_two_steps_of_sampling(kind: str, dit_file: Path) -> None:
     model = _lively(comfy.sd.load_diffusion_model(str(dit_file)) if kind == "dit" else models.load_unet(None))
