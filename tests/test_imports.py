@@ -1,7 +1,7 @@
 """The import contract, read from the syntax trees: toma_core <- nodes/adapters <- nodes <- root __init__.py.
 
 Inside the pack every import of our own code is relative, because ComfyUI names the pack by its path; toma_core never
-sees ComfyUI; nothing shipped reaches into the workshop (scripts, demo, benchmarks, tests).
+sees ComfyUI; nothing shipped reaches into the workshop (scripts, demo, benchmarks, compatibility, tests).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-OURS = {"toma_core", "nodes", "scripts", "demo", "benchmarks", "tests"}
+OURS = {"toma_core", "nodes", "scripts", "demo", "benchmarks", "compatibility", "tests"}
 STDLIB = set(sys.stdlib_module_names)
 
 

@@ -110,19 +110,6 @@ def test_area_is_computed_as_if_it_were_alone(model: Any, attach: Any, apart: An
     torch.testing.assert_close(split, joined, **NEARLY)
 
 
-@pytest.mark.parametrize("bounds", [False, True])
-def test_masked_conditions(model: Any, attach: Any, stats_of: Any, bounds: bool) -> None:
-    mask = torch.zeros(1, SIDE, SIDE)
-    mask[:, 4:16, 8:20] = 1.0
-    positive = [
-        *models.conditioning(model, seed=1, mask=mask, set_area_to_bounds=bounds, mask_strength=1.0),
-        *models.conditioning(model, seed=3),
-    ]
-    patched = attach(model)
-    assert models.sample(patched, SIDE, SIDE, steps=2, positive=positive).isfinite().all()
-    assert ((6, 6) in stats_of(patched).grids) or not bounds
-
-
 @pytest.mark.compat
 def test_combined_and_timed_prompts_share_one_plan(model: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
     positive = [

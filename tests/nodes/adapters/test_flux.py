@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 from unittest import mock
 
@@ -214,19 +213,6 @@ def test_share_says_how_many_plans_there_are(flux: Any, attach: Any, stats_of: A
     assert stats_of(model).selections == {"block": 6, "stack": 2, "level": 1}[share]
 
 
-@pytest.mark.parametrize("method", ["offset", "index", "uxo"])
-def test_references_change_the_image_and_may_come_in_any_size(
-    flux: Any, attach: Any, stats_of: Any, method: str
-) -> None:
-    model = attach(flux)
-    conds = references(flux, (16, 12), (8, 30), method=method)
-    out = models.sample(model, HEIGHT, WIDTH, steps=2, **conds)
-    assert out.isfinite().all()
-    assert set(stats_of(model).grids) == {(10, 14)}
-    assert len(stats_of(model).merged_blocks) == 6
-    assert not torch.equal(out, models.sample(model, HEIGHT, WIDTH, steps=2))
-
-
 def whole_everywhere(model: Any, stats_of: Any, reason: str) -> None:
     stats = stats_of(model)
     assert stats.merged_blocks == set()
@@ -235,46 +221,10 @@ def whole_everywhere(model: Any, stats_of: Any, reason: str) -> None:
     assert reason in stats.summary()
 
 
-@pytest.mark.compat
-def test_attention_mask_leaves_blocks_whole(flux: Any, attach: Any, stats_of: Any) -> None:
-    """As Redux does it: a mask over text and image tokens."""
-    options = {"attention_mask": torch.rand(1, 1, TEXT + TOKENS), "attention_mask_img_shape": (10, 14)}
-    conds = {
-        "positive": models.conditioning(flux, TEXT, seed=1, **options),
-        "negative": models.conditioning(flux, TEXT, seed=2, **options),
-    }
-    model = attach(flux)
-    out = models.sample(model, HEIGHT, WIDTH, steps=1, **conds)
-    assert torch.equal(out, models.sample(flux, HEIGHT, WIDTH, steps=1, **conds))
-    assert not torch.equal(out, models.sample(flux, HEIGHT, WIDTH, steps=1))
-    whole_everywhere(model, stats_of, "attn_mask in use")
-
-
-def flux_node(name: str) -> Any:
-    node = getattr(importlib.import_module("comfy_extras.nodes_flux"), name, None)
-    if node is None:
-        pytest.skip(f"this ComfyUI has no {name}")
-    return node
-
-
 @pytest.fixture
 def flux2(pack: Any) -> Any:
     """ComfyUI's `index_timestep_zero` works only on the layout of Flux.2: one modulation for all blocks."""
     return models.flux(guidance_embed=False, vec_in_dim=None, global_modulation=True)
-
-
-def test_references_at_timestep_zero_leave_blocks_whole(flux2: Any, attach: Any, stats_of: Any) -> None:
-    flux_node("FluxKVCache")  # came with the method
-    conds = references(flux2, (16, 12), method="index_timestep_zero")
-    model = attach(flux2)
-    out = models.sample(model, HEIGHT, WIDTH, steps=1, **conds)
-    assert torch.equal(out, models.sample(flux2, HEIGHT, WIDTH, steps=1, **conds))
-    stats = stats_of(model)
-    assert stats.merged_blocks == set()
-    assert stats.left_whole == {
-        "modulation_dims_img in use": {f"double.{i}" for i in range(3)},
-        "modulation_dims in use": {f"single.{i}" for i in range(3)},
-    }
 
 
 def test_one_modulation_for_all_blocks_is_merged_too(flux2: Any, attach: Any, stats_of: Any) -> None:
@@ -282,15 +232,6 @@ def test_one_modulation_for_all_blocks_is_merged_too(flux2: Any, attach: Any, st
         model = attach(flux2, granularity=granularity)
         assert models.sample(model, HEIGHT, WIDTH, batch=2, steps=2, **references(flux2, (16, 12))).isfinite().all()
         assert len(stats_of(model).merged_blocks) == 6
-
-
-def test_kv_cache_leaves_blocks_whole(flux2: Any, attach: Any, stats_of: Any) -> None:
-    cached = flux_node("FluxKVCache").execute(flux2).args[0]
-    conds = references(flux2, (16, 12))
-    plain = models.sample(cached, HEIGHT, WIDTH, steps=3, **conds)
-    model = attach(cached)
-    assert torch.equal(models.sample(model, HEIGHT, WIDTH, steps=3, **conds), plain)
-    whole_everywhere(model, stats_of, "another node's attention patch needs all tokens")
 
 
 def test_dropped_tokens_leave_blocks_whole(flux: Any, attach: Any, stats_of: Any) -> None:

@@ -166,21 +166,6 @@ def test_deep_shrink_changes_the_grid_of_a_level(unet: Any, attach: Any, stats_o
 
 
 @pytest.mark.compat
-def test_pag_replaces_attention_and_works(unet: Any, attach: Any, stats_of: Any) -> None:
-    """Only the replaced attention is left whole: the rest of its block is merged."""
-    pag = core_node("nodes_pag", "PerturbedAttentionGuidance").execute(unet, 3.0).args[0]
-    model = attach(pag)
-    assert models.sample(model, SIDE, SIDE, steps=2).isfinite().all()
-    stats = stats_of(model)
-    assert stats.left_whole["replaced by another node"] == {
-        "middle.0.0 self-attention",
-        "middle.0.1 self-attention",
-    }
-    assert len(stats.merged_blocks) == 17
-    assert stats.evaluations == 4
-
-
-@pytest.mark.compat
 @pytest.mark.parametrize("granularity", ["module", "block", "stack"])
 def test_sag_reads_the_attention_map_of_whole_tokens(
     unet: Any, attach: Any, stats_of: Any, record: Any, granularity: str
@@ -235,28 +220,6 @@ def test_attention_patch_may_change_any_of_the_three(unet: Any, attach: Any, cha
     assert out.isfinite().all()
     plain = models.sample(attach(unet, granularity="module"), SIDE, SIDE, steps=1)
     assert (out - plain).abs().max() > 1, "the change of the patch was lost"
-
-
-@pytest.mark.compat
-def test_hypertile_goes_first(unet: Any, attach: Any, stats_of: Any) -> None:
-    """HyperTile cuts queries into tiles: their attention is left whole, the rest is merged."""
-    tiled = core_node("nodes_hypertile", "HyperTile").execute(unet, 64, 2, 1, False)[0]
-    model = attach(tiled)
-    assert models.sample(model, 48, 48, steps=2).isfinite().all()
-    stats = stats_of(model)
-    assert "input.4.0 self-attention" in stats.left_whole["another node changed the number of tokens"]
-    assert "input.4.0" in stats.merged_blocks
-
-
-@pytest.mark.compat
-def test_core_tome_node_keeps_its_attention(pack: Any, attach: Any, stats_of: Any) -> None:
-    """Core's ToMe merges queries of self-attention at full size: there ToMA merges the other modules only."""
-    tome = core_node("nodes_tomesd", "TomePatchModel").execute(models.unet(depths=(1, 1, 0), middle=1), 0.3).args[0]
-    model = attach(tome)
-    assert models.sample(model, 16, 16, steps=2).isfinite().all()
-    stats = stats_of(model)
-    assert "input.1.0 self-attention" in stats.left_whole["another node changed the number of tokens"]
-    assert "input.1.0" in stats.merged_blocks
 
 
 def test_cross_attention_replacement_sees_whole_tokens_and_their_shape(unet: Any, attach: Any, stats_of: Any) -> None:

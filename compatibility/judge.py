@@ -1,0 +1,202 @@
+"""The one judgement of every row.
+
+1. With ToMA idle (nothing to merge) and off (outside of its steps), in either order of the nodes, the result is bit
+   for bit that of the feature alone.
+2. With ToMA on it is finite, of the same shape, the same in either order, and the report names what was merged and what
+   was left whole, as the row expects.
+3. The feature is still followed: what it changes with merged tokens points the way of what it changes without.
+4. The model is as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scripts.comfy_pack import pack_module
+
+from .kit import Kit
+from .row import Expected, Graph, NotFor, Refused, Row
+
+# Small models have small grids and few blocks: merge all of them.
+EVERYTHING = {"min_tokens": 4, "flux_whole_double": 0, "flux_whole_single": 0}
+# Merges nothing: idle with its hooks in place in the first half of the steps, off in the second.
+NEVER = {"min_tokens": 1_048_576, "end_percent": 0.5}
+# Cosine between what a feature changes with and without merging. Unrelated changes of latents as large as these are
+# within 0.1 of 0.
+FOLLOWED = 0.3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the table says. whole: for each reason, which parts."""
+
+    cell: str
+    whole: Mapping[str, str]
+
+
+def judge(row: Row, kit: Kit) -> Verdict:
+    """Run a row on one family; an AssertionError says what does not hold."""
+    expected = row.expected[kit.name]
+    if isinstance(expected, NotFor):
+        return Verdict(expected.why, {})
+    left: dict[str, set[str]] = {}
+    graphs = row.graphs(kit)
+    before: dict[int, tuple[Any, Tensor]] = {}
+    for graph in graphs:
+        model = kit.model if graph.model is None else graph.model
+        if id(model) not in before:
+            before[id(model)] = model, kit.sample(model)
+        if isinstance(expected, Refused):
+            _refused(graph, kit, expected.error)
+        else:
+            for reason, parts in Trial(graph, kit, expected).passes().items():
+                left.setdefault(reason, set()).update(parts)
+    for model, plain in before.values():
+        assert same(kit.sample(model), plain), "the model is not as it was"
+        assert not hooked(model), f"hooks were left in the model: {hooked(model)}"
+    if isinstance(expected, Refused):
+        return Verdict(f"not in ComfyUI ({expected.error.__name__})", {})
+    cell = "whole" if not expected.merged else "merged in part" if left else "merged"
+    cell += f" ({len(graphs)})" * (len(graphs) > 1)
+    return Verdict(cell, {reason: _told(parts) for reason, parts in sorted(left.items())})
+
+
+def _refused(graph: Graph, kit: Kit, error: type[Exception]) -> None:
+    """ComfyUI raises without ToMA, and the same with it."""
+    for model in (kit.model, attach(kit.model, **graph.settings)):
+        try:
+            graph.run(kit, graph.patch(model))
+        except error:
+            continue
+        raise AssertionError(f"{graph.name}: ComfyUI was expected to raise {error.__name__}")
+
+
+class Trial:
+    """One graph under judgement."""
+
+    def __init__(self, graph: Graph, kit: Kit, expected: Expected) -> None:
+        self.graph, self.kit, self.expected = graph, kit, expected
+        self.base = kit.model if graph.model is None else graph.model
+
+    def run(self, graph: Graph, model: Any) -> Tensor:
+        """Sample with fixed random numbers, also for what draws them from the global generator."""
+        torch.manual_seed(0)
+        return graph.run(self.kit, model)
+
+    def toma(self, model: Any, **settings: Any) -> Any:
+        """ToMA on a model, with the graph's settings and these."""
+        return attach(model, **{**self.graph.settings, **settings})
+
+    def orders(self, **settings: Any) -> list[Any]:
+        """The model with ToMA's node after the feature's; and before it, if the feature's is on the model at all."""
+        patch = self.graph.patch
+        last = self.toma(patch(self.base), **settings)
+        return [last, patch(self.toma(self.base, **settings))] if self.graph.patches else [last]
+
+    def passes(self) -> Mapping[str, set[str]]:
+        """The whole judgement but for the state of the model. Returns what was left whole."""
+        graph = self.graph
+        alone = self.run(graph, graph.patch(self.base))
+        self.demand(alone.isfinite().all(), "the feature alone gives no finite result")
+        for model in self.orders(**NEVER):
+            self.demand(same(self.run(graph, model), alone), "merging nothing, not as without ToMA")
+
+        last, *first = self.orders()
+        result = self.run(graph, last)
+        report = stats_of(last)
+        self.demand(result.shape == alone.shape, f"the shape is {tuple(result.shape)}, not {tuple(alone.shape)}")
+        self.demand(result.isfinite().all(), "not finite")
+        self.is_reported(report)
+        self.demand(same(result, alone) is not self.expected.merged, "merging, or not, shows in the result")
+        for model in first:
+            self.demand(same(result, self.run(graph, model)), "the order of the nodes matters")
+        if graph.check is not None:
+            graph.check(result)
+        if graph.same_as is not None:
+            toma = self.run(Graph(options=graph.options), self.toma(self.base, **graph.same_as))
+            self.demand(same(result, toma), f"not as ToMA alone, at {graph.same_as}")
+        elif graph.steered and self.expected.merged:
+            self.is_followed(result, alone)
+        return report.left_whole
+
+    def is_reported(self, report: Any) -> None:
+        """The report names the blocks that were merged, and every reason for the others."""
+        parts = {reason: len(parts) for reason, parts in report.left_whole.items()}
+        self.demand(parts == dict(self.expected.whole), f"left whole: {parts}, expected: {dict(self.expected.whole)}")
+        text = report.text()
+        self.demand(all(f"left whole ({reason})" in text for reason in parts), "a reason is not in the report")
+        if self.expected.merged:
+            merged, blocks = len(report.merged_blocks), blocks_of(self.base)
+            self.demand(merged == blocks, f"only {merged} of {blocks} blocks were merged: {text}")
+        else:
+            self.demand(not report.merged_blocks, f"merged after all: {sorted(report.merged_blocks)}")
+            self.demand(text.startswith("nothing was merged: "), "the report does not say that nothing was merged")
+
+    def is_followed(self, result: Tensor, alone: Tensor) -> None:
+        """The change that the feature makes is there with merged tokens, in the same sense."""
+        without = self.graph.without or Graph(options=self.graph.options)
+        model = self.toma(without.patch(self.base))
+        merged = self.run(without, model)
+        if self.graph.off:
+            toma = self.run(Graph(options=without.options), self.toma(self.base))
+            self.demand(same(merged, toma), "turned off, it is not as ToMA alone")
+        change, change_alone = result - merged, alone - self.run(without, without.patch(self.base))
+        self.demand(change_alone.any(), "the feature does nothing even without ToMA")
+        cosine = torch.nn.functional.cosine_similarity(change.flatten(), change_alone.flatten(), 0)
+        self.demand(cosine > FOLLOWED, f"what it changes is not what it changed without ToMA: cosine {cosine:.2f}")
+
+    def demand(self, held: Any, otherwise: str) -> None:
+        """Raise an AssertionError that names the graph."""
+        if not held:
+            raise AssertionError(": ".join(filter(None, (self.graph.name, otherwise))))
+
+
+def attach(model: Any, **settings: Any) -> Any:
+    """ToMA on a model, on every grid and in every block unless told otherwise."""
+    config = pack_module("toma_core.config").ToMAConfig(**{**EVERYTHING, **settings})
+    return pack_module("nodes.adapters.run").attach(model, config)
+
+
+def stats_of(model: Any) -> Any:
+    """The stats behind the report of a model's last run."""
+    attachment = pack_module("nodes.adapters.run").attachment_of(model)
+    stats = pack_module("nodes.adapters.reports").last(attachment.report_id)
+    assert stats is not None, "no run was reported"
+    return stats
+
+
+def blocks_of(model: Any) -> int:
+    """How many transformer blocks a model has."""
+    from comfy.ldm.flux.layers import DoubleStreamBlock, SingleStreamBlock
+    from comfy.ldm.modules.attention import BasicTransformerBlock
+
+    kinds = BasicTransformerBlock, DoubleStreamBlock, SingleStreamBlock
+    return sum(isinstance(module, kinds) for module in model.model.diffusion_model.modules())
+
+
+def hooked(model: Any) -> list[str]:
+    """Modules of a model that have a `forward` of their own."""
+    return [name for name, module in model.model.diffusion_model.named_modules() if "forward" in vars(module)]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit."""
+    return torch.equal(a, b)
+
+
+def _told(parts: set[str]) -> str:
+    """`self-attention of 2 blocks, 3 blocks` from the names of parts."""
+    counts: dict[str, int] = {}
+    for part in sorted(parts):
+        kind = part.partition(" ")[2]
+        counts[kind] = counts.get(kind, 0) + 1
+    words = []
+    for kind, count in counts.items():
+        blocks = f"{count} block{'s' * (count > 1)}"
+        words.append(f"{kind} of {blocks}" if kind else blocks)
+    return ", ".join(words)

@@ -1,0 +1,217 @@
+"""What rows are made of: a small real model per family, ComfyUI's own nodes by name, latents, prompts and files."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks import models
+
+SIDE = 24
+STEPS = 2
+# For rows of many graphs.
+SMALL = {"height": 16, "width": 16}
+# Blocks per resolution, on the way down and up: an SDXL with one residual block where it has two.
+_SDXL = {"transformer_depth": [0, 1, 2], "transformer_depth_output": [0, 0, 1, 1, 2, 2]}
+_SD15: dict[str, Any] = {"transformer_depth": [1, 1, 0], "transformer_depth_output": [1, 1, 1, 1, 0, 0], "middle": 1}
+
+
+class AbsentError(Exception):
+    """This ComfyUI has no such node, or a pack is not installed. The message says which."""
+
+
+def part(path: str) -> Any:
+    """A class or function of one of ComfyUI's node modules: its `nodes`, or one of its `comfy_extras`. Raises
+    `AbsentError`."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module if module == "nodes" else f"comfy_extras.{module}"), name)
+    except (ModuleNotFoundError, AttributeError):
+        raise AbsentError(f"this ComfyUI has no {name}") from None
+
+
+def node(path: str) -> Callable[..., Any]:
+    """A node of ComfyUI as a function: `node("nodes_freelunch.FreeU")(model, 1.1, ...)` gives its output, a tuple if
+    it has several. Raises `AbsentError`."""
+    return as_function(part(path))
+
+
+def as_function(kind: Any) -> Callable[..., Any]:
+    """The class of a node, of either of ComfyUI's two kinds, as a function."""
+
+    def call(*args: Any, **inputs: Any) -> Any:
+        # V3 nodes answer a NodeOutput, older ones a tuple.
+        execute = kind.execute if hasattr(kind, "define_schema") else getattr(kind(), kind.FUNCTION)
+        result = execute(*args, **inputs)
+        outputs = getattr(result, "args", result)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    return call
+
+
+def found(pack: str) -> Path:
+    """The folder of a community pack: in the folder that TOMA_COMMUNITY_NODES names, or in ComfyUI's `custom_nodes`.
+    Raises `AbsentError`."""
+    import folder_paths
+
+    folders = [os.environ.get("TOMA_COMMUNITY_NODES"), *folder_paths.get_folder_paths("custom_nodes")]
+    for folder in filter(None, folders):
+        if (Path(folder) / pack / "__init__.py").exists():
+            return Path(folder) / pack
+    raise AbsentError(f"{pack} is neither in TOMA_COMMUNITY_NODES nor in custom_nodes")
+
+
+def version_of(pack: str) -> str:
+    """`commit abc1234 of 2026-01-31` of an installed community pack."""
+    log = ["git", "-C", str(found(pack)), "log", "-1", "--format=commit %h of %cs"]
+    return subprocess.run(log, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def community(pack: str) -> Callable[[str], Callable[..., Any]]:
+    """The nodes of a community pack as functions, by their ids, loaded as ComfyUI loads them. Raises `AbsentError`."""
+    # By its name: for a type checker `nodes` is the folder of this checkout.
+    nodes = importlib.import_module("nodes")
+    # It puts ComfyUI's `comfy` first on the path, where `utils` is not the package that the server means.
+    with mock.patch.object(sys, "path", [str(Path(nodes.__file__ or "").parent), *sys.path]):
+        server = importlib.import_module("server").PromptServer
+    folder = found(pack)
+    if not hasattr(server, "instance"):
+        server(asyncio.new_event_loop())  # packs hang routes onto it while they load
+    if pack not in _loaded:
+        _loaded[pack] = asyncio.run(nodes.load_custom_node(str(folder), module_parent="custom_nodes"))
+    if not _loaded[pack]:
+        raise AbsentError(f"{pack} does not load in this ComfyUI: the log says why")
+    return lambda name: as_function(nodes.NODE_CLASS_MAPPINGS[name])
+
+
+_loaded: dict[str, bool] = {}
+
+
+def random(*shape: int, seed: int = 3, scale: float = 1.0) -> Tensor:
+    """Normal noise, the same at every call."""
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def patcher(module: Any) -> Any:
+    """A ModelPatcher around a network, with small random weights instead of none."""
+    import comfy.model_patcher
+
+    cpu = torch.device("cpu")
+    return comfy.model_patcher.ModelPatcher(filled(module), load_device=cpu, offload_device=cpu)
+
+
+def filled(module: Any, seed: int = 0) -> Any:
+    """The module in eval mode, with small random weights where ComfyUI's layers have none yet."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        fan_in = parameter[0].numel() if parameter.ndim > 1 else 1
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = noise / fan_in**0.5 if parameter.ndim > 1 else 1.0 + 0.1 * noise
+        parameter.requires_grad_(False)
+    return module.eval()
+
+
+class Kit:
+    """One model family: `sdxl` or `flux`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.channels = 4 if name == "sdxl" else 16
+
+    @property
+    def is_flux(self) -> bool:
+        return self.name == "flux"
+
+    def build(self, seed: int = 0, **config: Any) -> Any:
+        """A small model of the family: a UNet of 11 transformer blocks, or a Flux of 3 double and 3 single blocks."""
+        if self.is_flux:
+            return models.flux(seed, **config)
+        return models.unet(seed, **{"num_res_blocks": [1, 1, 1], **_SDXL, **config})
+
+    def build_sd15(self) -> Any:
+        """A UNet with attention at full size, as SD1.5 has."""
+        return self.build(**_SD15)
+
+    @cached_property
+    def model(self) -> Any:
+        """The model that rows share."""
+        return self.build()
+
+    @cached_property
+    def other_model(self) -> Any:
+        """The same network with other weights."""
+        return self.build(seed=1)
+
+    def prompt(self, seed: int = 1, tokens: int = 7, **options: Any) -> list[Any]:
+        """CONDITIONING of random text."""
+        return models.conditioning(self.model, tokens, seed, **options)
+
+    @property
+    def prompts(self) -> tuple[list[Any], list[Any]]:
+        """Positive and negative CONDITIONING of plain sampling."""
+        return self.prompt(1), self.prompt(2)
+
+    def sample(self, model: Any, **options: Any) -> Tensor:
+        """Plain sampling: a latent of (B, C, H, W)."""
+        height, width = options.pop("height", SIDE), options.pop("width", SIDE)
+        return models.sample(model, height, width, **{"steps": STEPS, **options})
+
+    def latent(self, side: int = SIDE, seed: int | None = None) -> dict[str, Tensor]:
+        """LATENT: an empty one, or noise as an encoded picture would be."""
+        shape = (1, self.channels, side, side)
+        return {"samples": torch.zeros(shape) if seed is None else random(*shape, seed=seed)}
+
+    def path(self, kind: str, name: str) -> Path:
+        """Where to write a model file of this kind, so that ComfyUI's loaders find it by its name."""
+        import folder_paths
+
+        folder = _scratch() / kind
+        if not folder.exists():
+            folder.mkdir()
+            folder_paths.add_model_folder_path(kind, str(folder))
+        return folder / f"{self.name}-{name}"
+
+    def file(self, kind: str, name: str, content: Any) -> str:
+        """Write a model file for loader nodes; its name. content: tensors by name for safetensors; anything else goes
+        through torch.save."""
+        from safetensors.torch import save_file
+
+        path = self.path(kind, name)
+        if path.suffix == ".safetensors":
+            save_file(content, path)
+        else:
+            torch.save(content, path)
+        return path.name
+
+    def lora(self, seed: int = 7, rank: int = 2) -> dict[str, Tensor]:
+        """A LoRA for every linear layer of the blocks."""
+        found = {}
+        for name, weight in self.model.model.diffusion_model.named_parameters():
+            if "blocks" in name and name.endswith(".weight") and weight.ndim == 2:
+                key = f"diffusion_model.{name.removesuffix('.weight')}"
+                out, into = weight.shape
+                found[f"{key}.lora_up.weight"] = random(out, rank, seed=seed, scale=0.3)
+                found[f"{key}.lora_down.weight"] = random(rank, into, seed=seed + 1, scale=into**-0.5)
+        return found
+
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def _scratch() -> Path:
+    """A folder that goes with this process."""
+    if not _folders:
+        _folders.append(tempfile.TemporaryDirectory(prefix="toma-compatibility-"))
+    return Path(_folders[0].name)

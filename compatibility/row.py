@@ -1,0 +1,132 @@
+"""What a row of the table is: a feature, the graphs that use it, and what is to become of the merge in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .kit import Kit
+
+FAMILIES = {"sdxl": "SDXL", "flux": "Flux"}
+
+
+def _nothing(model: Any) -> Any:
+    return model
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One way to use a feature.
+
+    patch: its node on a model, for features that patch models.
+    sample: from the model at the sampler's input to a latent; plain sampling if None.
+    options: of plain sampling, such as the size.
+    without: the same graph with the feature turned off or set otherwise; plain sampling if None. What the feature
+    changes between the two must be changed in the same sense when tokens are merged.
+    off: `without` is nothing at all, so that with ToMA it is exactly ToMA alone.
+    steered: False where there is nothing to compare with, as for a choice of sampler.
+    same_as: the result is exactly that of ToMA alone under these settings.
+    model: a model of its own, the kit's if None.
+    settings: of ToMA.
+    check: looks at the merged result; says what is wrong by an assertion.
+    """
+
+    patch: Callable[[Any], Any] = _nothing
+    sample: Callable[[Any], Tensor] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    without: Graph | None = None
+    off: bool = False
+    steered: bool = True
+    same_as: Mapping[str, Any] | None = None
+    model: Any = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    check: Callable[[Tensor], None] | None = None
+    name: str = ""
+
+    @property
+    def patches(self) -> bool:
+        """Whether there is a node on the model that may come before or after ToMA's."""
+        return self.patch is not _nothing
+
+    def run(self, kit: Kit, model: Any) -> Tensor:
+        """Sample the model as this graph does."""
+        return kit.sample(model, **self.options) if self.sample is None else self.sample(model)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the report is to say. merged: every block that ToMA alone merges is merged too, at least in part; else
+    none is. whole: reasons for leaving parts whole, with the number of parts."""
+
+    merged: bool = True
+    whole: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """ComfyUI itself cannot run the feature on this family."""
+
+    error: type[Exception]
+
+
+@dataclass(frozen=True)
+class NotFor:
+    """There is nothing to run. why: the cell's text."""
+
+    why: str
+
+
+MERGED = Expected()
+FOR_UNETS = NotFor("for UNets")
+FOR_FLUX = NotFor("for Flux")
+
+
+def whole(reason: str, parts: int) -> Expected:
+    """Nothing is merged, for one reason."""
+    return Expected(merged=False, whole={reason: parts})
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    feature: str
+    group: str
+    make: Callable[[Kit], Graph | Iterator[Graph]]
+    expected: Mapping[str, Expected | Refused | NotFor]
+    quick: bool = False
+    pack: str = ""
+
+    def graphs(self, kit: Kit) -> list[Graph]:
+        """The graphs for one family; imports what they need."""
+        made = self.make(kit)
+        return [made] if isinstance(made, Graph) else list(made)
+
+
+class Table:
+    """Rows in the order in which they are written down."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def row(
+        self,
+        group: str,
+        feature: str,
+        sdxl: Expected | Refused | NotFor = MERGED,
+        flux: Expected | Refused | NotFor = MERGED,
+        quick: bool = False,
+        pack: str = "",
+    ) -> Callable[[Callable[[Kit], Any]], Callable[[Kit], Any]]:
+        """Decorates the function that makes the graphs. quick: run on the oldest supported ComfyUI as well. pack: the
+        folder of the community pack that the feature comes from."""
+
+        def add(make: Callable[[Kit], Any]) -> Callable[[Kit], Any]:
+            assert feature not in {row.feature for row in self.rows}, f"two rows are called {feature}"
+            self.rows.append(Row(feature, group, make, {"sdxl": sdxl, "flux": flux}, quick, pack))
+            return make
+
+        return add

@@ -1,0 +1,178 @@
+"""Packs of the community, tried where their code is found: none comes with this checkout."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from functools import partial
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks import models
+
+from ..kit import SIDE, AbsentError, Kit, community, found, node, random
+from ..row import FOR_FLUX, FOR_UNETS, Expected, Graph
+from .guidance import REPLACED
+from .images import controlnet, picture
+from .table import row
+
+GROUP = "Community packs"
+
+
+def runs(kit: Kit, graph: Graph) -> Graph:
+    """The graph, if the pack itself still runs in this ComfyUI. Raises `AbsentError`."""
+    try:
+        graph.run(kit, graph.patch(kit.model if graph.model is None else graph.model))
+    except (TypeError, AttributeError, NotImplementedError) as error:
+        raise AbsentError(f"without ToMA, too, it fails in this ComfyUI: {error}") from None
+    return graph
+
+
+@row(
+    GROUP,
+    "IP-Adapter plus, on the layout of SD1.5",
+    sdxl=Expected(whole={REPLACED: 15}),
+    flux=FOR_UNETS,
+    pack="ComfyUI_IPAdapter_plus",
+)
+def ip_adapter(kit: Kit) -> Graph:
+    """With random weights and embeddings: its attention to an image, in the cross-attention of 15 blocks."""
+    apply = community("ComfyUI_IPAdapter_plus")("IPAdapterEmbeds")
+    widths = [32, 32, 64, 64, 128, 128, 128, 128, 128, 64, 64, 64, 32, 32, 32, 256]
+    layers = {
+        f"{2 * i + 1}.to_{part}_ip.weight": random(width, 48, seed=i, scale=48**-0.5)
+        for i, width in enumerate(widths)
+        for part in "kv"
+    }
+    project = {"proj.weight": random(192, 16, scale=0.25), "proj.bias": torch.zeros(192)}
+    norm = {"norm.weight": torch.ones(48), "norm.bias": torch.zeros(48)}
+    weights = {"ip_adapter": layers, "image_proj": {**project, **norm}}
+
+    def adapted(model: Any, seed: int) -> Any:
+        seen, unseen = random(1, 16, seed=seed), torch.zeros(1, 16)
+        return apply(model, weights, seen, 1.0, "linear", 0.0, 1.0, neg_embed=unseen)[0]
+
+    model = models.unet(depths=(1, 1, 1, 0), middle=1)
+    return Graph(lambda m: adapted(m, 3), without=Graph(lambda m: adapted(m, 4)), model=model)
+
+
+@row(GROUP, "Advanced-ControlNet: a ControlNet behind a mask", pack="ComfyUI-Advanced-ControlNet")
+def advanced_controlnet(kit: Kit) -> Graph:
+    apply, network = community("ComfyUI-Advanced-ControlNet")("ACN_AdvancedControlNetApply_v2"), controlnet(kit)
+    mask = torch.linspace(0, 1, SIDE).expand(1, SIDE, SIDE)
+
+    def sample(model: Any, strength: float) -> Tensor:
+        positive, negative = apply(*kit.prompts, network, picture(), strength, 0.0, 1.0, mask_optional=mask)
+        return kit.sample(model, positive=positive, negative=negative)
+
+    return runs(kit, Graph(sample=lambda m: sample(m, 0.5), without=Graph(sample=lambda m: sample(m, 0.0)), off=True))
+
+
+@row(GROUP, "GGUF: weights quantised to 8 bits (Q8_0)", pack="ComfyUI-GGUF")
+def gguf(kit: Kit) -> Graph:
+    """A file written here, read by the pack's loader into its layers, which dequantise as they run."""
+    import comfy.model_patcher
+
+    community("ComfyUI-GGUF")
+    writer = importlib.import_module("gguf")
+    pack = str(found("ComfyUI-GGUF")).replace(".", "_x_")  # the name that ComfyUI gives it
+    loader, layers, patchers = (importlib.import_module(f"{pack}.{name}") for name in ("loader", "ops", "nodes"))
+    source = kit.build(hidden_size=64, axes_dim=[8, 12, 12]) if kit.is_flux else kit.build()
+    path = kit.path("unet", "tiny.gguf")
+    file = writer.GGUFWriter(str(path), kit.name)
+    for name, weight in source.model.diffusion_model.state_dict().items():
+        if weight.ndim == 2 and weight.shape[1] % 32 == 0:
+            kind = writer.GGMLQuantizationType.Q8_0
+            file.add_tensor(name, writer.quants.quantize(weight.numpy(), kind), raw_dtype=kind)
+        else:
+            file.add_tensor(name, weight.numpy())
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+    source.model.model_config.custom_operations = layers.GGMLOps
+    cpu = torch.device("cpu")
+    model = type(source.model)(source.model.model_config, device=cpu)
+    model.load_model_weights(loader.gguf_sd_loader(str(path)))
+    plain = comfy.model_patcher.ModelPatcher(model.eval(), load_device=cpu, offload_device=cpu)
+    return Graph(model=patchers.GGUFModelPatcher.clone(plain), steered=False)
+
+
+@row(GROUP, "KJNodes: attention by SageAttention (its place taken by PyTorch's)", pack="ComfyUI-KJNodes")
+def kj_attention(kit: Kit) -> Graph:
+    """The patch is the pack's; the kernels need a GPU, so the library's function is PyTorch's attention here."""
+    patch, library = community("ComfyUI-KJNodes")("PathchSageAttentionKJ"), ModuleType("sageattention")
+
+    def sageattn(q: Tensor, k: Tensor, v: Tensor, tensor_layout: str, **_: Any) -> Tensor:
+        if tensor_layout == "NHD":
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return out.transpose(1, 2) if tensor_layout == "NHD" else out
+
+    library.sageattn = sageattn  # type: ignore[attr-defined]
+
+    def patched(model: Any) -> Any:
+        with mock.patch.dict(sys.modules, {"sageattention": library}):
+            return patch(model, "auto")
+
+    return Graph(patched, steered=False)
+
+
+@row(GROUP, "TeaCache", sdxl=FOR_FLUX, pack="ComfyUI-TeaCache")
+def teacache(kit: Kit) -> Graph:
+    """Without its part for LTX-Video, which asks for a function that ComfyUI has no more."""
+    with mock.patch("comfy.ldm.lightricks.model.precompute_freqs_cis", None, create=True):
+        patch = community("ComfyUI-TeaCache")("TeaCache")
+    options = {"steps": 5, "cfg": 1.0}
+    without = Graph(lambda m: patch(m, "flux", 1e-9, 0.0, 1.0, "cpu"), options=options)
+    return runs(kit, Graph(lambda m: patch(m, "flux", 0.4, 0.0, 1.0, "cpu"), options=options, without=without))
+
+
+@row(GROUP, "WaveSpeed: first block cache", pack="Comfy-WaveSpeed")
+def wavespeed(kit: Kit) -> Graph:
+    patch, options = community("Comfy-WaveSpeed")("ApplyFBCacheOnModel"), {"steps": 5}
+    without = Graph(lambda m: patch(m, "diffusion_model", 1e-9), options=options)
+    return runs(kit, Graph(lambda m: patch(m, "diffusion_model", 0.9), options=options, without=without))
+
+
+@row(GROUP, "Tiled Diffusion (MultiDiffusion, Mixture of Diffusers, SpotDiffusion)", pack="ComfyUI-TiledDiffusion")
+def tiled_diffusion(kit: Kit) -> Iterator[Graph]:
+    """Tiles of 16 x 16 latents, overlapping by 8."""
+    patch = community("ComfyUI-TiledDiffusion")("TiledDiffusion")
+    for method in ("MultiDiffusion", "Mixture of Diffusers", "SpotDiffusion"):
+        yield runs(kit, Graph(partial(_tiled, patch, method), name=method))
+
+
+def _tiled(patch: Any, method: str, model: Any) -> Any:
+    return patch(model, method, 128, 128, 64, 4)
+
+
+@row(
+    GROUP,
+    "Regional prompting (Attention Couple)",
+    sdxl=Expected(whole={REPLACED: 60}),
+    flux=FOR_UNETS,
+    pack="attention-couple-ComfyUI",
+)
+def attention_couple(kit: Kit) -> Graph:
+    """On a narrow UNet with SDXL's very blocks: the pack knows them by their numbers."""
+    couple, mask = community("attention-couple-ComfyUI")("Attention couple"), node("nodes.ConditioningSetMask")
+    left = torch.zeros(1, SIDE, SIDE)
+    left[..., : SIDE // 2] = 1.0
+    model = models.unet(depths=(0, 2, 10), middle=10)
+
+    def coupled(patched: Any, seed: int) -> Any:
+        positive = [*mask(kit.prompt(seed), left, "default", 1.0), *mask(kit.prompt(3), 1 - left, "default", 1.0)]
+        return couple(patched, positive, kit.prompt(2), "Attention")
+
+    def sample(patched: Any) -> Tensor:
+        _, positive, negative = coupled(model, 1)
+        return kit.sample(patched, positive=positive, negative=negative, steps=1)
+
+    without = Graph(lambda m: coupled(m, 9)[0], sample)
+    return Graph(lambda m: coupled(m, 1)[0], sample, without=without, model=model)

@@ -1,0 +1,212 @@
+"""Pictures beside the prompt: ControlNets, boxes, inpainting, references."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kit import SIDE, Kit, filled, node, patcher, random
+from ..row import FOR_FLUX, FOR_UNETS, Expected, Graph, whole
+from .table import row
+
+GROUP = "Images and references"
+PIXELS = 8 * SIDE
+
+
+def picture(seed: int = 3) -> Tensor:
+    """IMAGE of (1, H, W, 3), from 0 to 1: blurred spots."""
+    spots = torch.nn.functional.interpolate(random(1, 3, 6, 6, seed=seed), (PIXELS, PIXELS), mode="bilinear")
+    return (3 * spots).sigmoid().movedim(1, -1)
+
+
+def encoder(kit: Kit) -> Any:
+    """In place of a VAE: the mean of each 8 x 8 pixels, in as many channels as the model's latents have."""
+
+    def encode(pixels: Tensor) -> Tensor:
+        small = torch.nn.functional.avg_pool2d(pixels.movedim(-1, 1), 8)
+        return 4 * small[:, torch.arange(kit.channels) % 3] - 2
+
+    return SimpleNamespace(encode=encode)
+
+
+def controlnet(kit: Kit, seed: int = 0) -> Any:
+    """ComfyUI's ControlNet of the model's shape, with random weights: none of its outputs is zero."""
+    import comfy.cldm.cldm
+    import comfy.controlnet
+    import comfy.ldm.flux.controlnet
+    import comfy.ops
+
+    config = dict(kit.model.model.model_config.unet_config)
+    common = {"operations": comfy.ops.disable_weight_init, "dtype": torch.float32, "device": torch.device("cpu")}
+    if kit.is_flux:
+        config.pop("dtype", None)
+        network = comfy.ldm.flux.controlnet.ControlNetFlux(**config, **common)
+        extra = ["y", "guidance"]
+    else:
+        for name in ("out_channels", "dtype"):
+            config.pop(name, None)
+        network = comfy.cldm.cldm.ControlNet(**config, hint_channels=3, **common)
+        extra = ["y"]
+    return comfy.controlnet.ControlNet(filled(network, seed), load_device=torch.device("cpu"), extra_conds=extra)
+
+
+@row(GROUP, "ControlNet", quick=True)
+def control(kit: Kit) -> Graph:
+    apply, network = node("nodes.ControlNetApplyAdvanced"), controlnet(kit)
+
+    def sample(model: Any, strength: float) -> Tensor:
+        positive, negative = apply(*kit.prompts, network, picture(), strength, 0.0, 1.0)
+        return kit.sample(model, positive=positive, negative=negative)
+
+    return Graph(sample=lambda m: sample(m, 0.5), without=Graph(sample=lambda m: sample(m, 0.0)), off=True)
+
+
+@row(GROUP, "Several ControlNets, each in some of the steps")
+def controls(kit: Kit) -> Graph:
+    apply, networks = node("nodes.ControlNetApplyAdvanced"), [controlnet(kit, seed) for seed in (0, 1)]
+
+    def sample(model: Any) -> Tensor:
+        conds = apply(*kit.prompts, networks[0], picture(3), 0.5, 0.0, 0.8)
+        positive, negative = apply(*conds, networks[1], picture(4), 0.4, 0.3, 1.0)
+        return kit.sample(model, steps=3, positive=positive, negative=negative)
+
+    return Graph(sample=sample)
+
+
+@row(GROUP, "GLIGEN", flux=FOR_UNETS)
+def gligen(kit: Kit) -> Graph:
+    """A box with a text of its own, in the positive prompt."""
+    import comfy.gligen
+
+    names = (name for name, _ in kit.model.model.diffusion_model.named_modules())
+    stacks = [name for name in names if name.endswith(".transformer_blocks.0")]
+    weights: dict[str, Tensor] = {"position_net.null_positive_feature": torch.zeros(48)}
+    for name in stacks:
+        width = kit.model.model.diffusion_model.get_submodule(name).norm1.weight.shape[0]
+        fuser = filled(comfy.gligen.GatedSelfAttentionDense(width, 48, width // 64, 64))
+        weights.update({f"{name}.fuser.{key}": value for key, value in fuser.state_dict().items()})
+    net = filled(comfy.gligen.PositionNet(48, 48))
+    weights.update({f"position_net.{key}": value for key, value in net.state_dict().items()})
+    model = patcher(comfy.gligen.load_gligen(weights))
+    text = SimpleNamespace(tokenize=lambda t: t, encode_from_tokens=lambda t, **_: (None, random(1, 48, seed=len(t))))
+    box = node("nodes.GLIGENTextBoxApply")
+
+    def sample(patched: Any, words: str) -> Tensor:
+        positive = box(kit.prompt(1), text, model, words, PIXELS // 2, PIXELS // 2, 0, PIXELS // 4)
+        return kit.sample(patched, positive=positive)
+
+    return Graph(sample=lambda m: sample(m, "a tree"), without=Graph(sample=lambda m: sample(m, "a red car")))
+
+
+@row(GROUP, "Inpainting models (SDXL inpaint, Flux.1 Fill)")
+def inpaint_model(kit: Kit) -> Graph:
+    """Picture and mask as further channels of the input."""
+    model = kit.build(in_channels=96 if kit.is_flux else 9)
+    if not kit.is_flux:
+        model.model.set_inpaint()
+    condition, mask = node("nodes.InpaintModelConditioning"), torch.zeros(1, PIXELS, PIXELS)
+    mask[:, PIXELS // 2 :] = 1.0
+
+    def sample(patched: Any, seed: int) -> Tensor:
+        positive, negative, _ = condition(*kit.prompts, pixels=picture(seed), vae=encoder(kit), mask=mask)
+        return kit.sample(patched, positive=positive, negative=negative)
+
+    return Graph(sample=lambda m: sample(m, 3), without=Graph(sample=lambda m: sample(m, 4)), model=model)
+
+
+@row(GROUP, "Inpainting by a noise mask (SetLatentNoiseMask)", quick=True)
+def noise_mask(kit: Kit) -> Graph:
+    """What the mask keeps is the picture's own latent, exactly as far as the sampler lets it."""
+    put, sampler = node("nodes.SetLatentNoiseMask"), node("nodes.KSampler")
+    mask = torch.zeros(1, SIDE, SIDE)
+    mask[:, : SIDE // 2] = 1.0
+    latent = put(kit.latent(seed=6), mask)
+
+    def keeps(result: Tensor) -> None:
+        kept, original = result[:, :, SIDE // 2 :], latent["samples"][:, :, SIDE // 2 :]
+        torch.testing.assert_close(kept, original, rtol=1e-4, atol=1e-4)
+        assert (result - latent["samples"])[:, :, : SIDE // 2].abs().mean() > 0.1
+
+    def sample(model: Any) -> Tensor:
+        return sampler(model, 5, 3, 3.0, "euler", "simple", *kit.prompts, latent, 0.8)["samples"]
+
+    return Graph(sample=sample, steered=False, check=keeps)
+
+
+@row(GROUP, "Image channels (Flux.1 Canny and Depth)", sdxl=FOR_FLUX)
+def concat(kit: Kit) -> Graph:
+    condition, model = node("nodes_ip2p.InstructPixToPixConditioning"), kit.build(in_channels=32)
+
+    def sample(patched: Any, seed: int) -> Tensor:
+        positive, negative, _ = condition(*kit.prompts, picture(seed), encoder(kit))
+        return kit.sample(patched, positive=positive, negative=negative)
+
+    return Graph(sample=lambda m: sample(m, 3), without=Graph(sample=lambda m: sample(m, 4)), model=model)
+
+
+def redux(kit: Kit, model: Any, seed: int, strength: float, kind: str) -> Tensor:
+    """Sampled with a style picture: nine more text tokens. Without guidance, as Flux is."""
+    import comfy.ldm.flux.redux
+    import comfy.sd
+
+    style = comfy.sd.StyleModel(filled(comfy.ldm.flux.redux.ReduxImageEncoder(16, 48)))
+    seen = SimpleNamespace(last_hidden_state=random(1, 9, 16, seed=seed))
+    with torch.no_grad():
+        positive = node("nodes.StyleModelApply")(kit.prompt(1), style, seen, strength, kind)
+    return kit.sample(model, cfg=1.0, positive=positive)
+
+
+@row(GROUP, "Flux.1 Redux", sdxl=FOR_FLUX)
+def redux_tokens(kit: Kit) -> Graph:
+    without = Graph(sample=lambda m: redux(kit, m, 4, 1.0, "multiply"))
+    return Graph(sample=lambda m: redux(kit, m, 3, 1.0, "multiply"), without=without)
+
+
+@row(
+    GROUP,
+    "Flux.1 Redux with a strength (attention mask)",
+    sdxl=FOR_FLUX,
+    flux=whole("attn_mask in use", 6),
+    quick=True,
+)
+def redux_mask(kit: Kit) -> Graph:
+    return Graph(sample=lambda m: redux(kit, m, 3, 0.5, "attn_bias"))
+
+
+def referring(kit: Kit, method: str | None, seeds: tuple[int, ...], model: Any) -> Tensor:
+    """Sampled with reference pictures of several sizes in both prompts."""
+    reference = node("nodes_edit_model.ReferenceLatent")
+    place = None if method is None else node("nodes_flux.FluxKontextMultiReferenceLatentMethod")
+    conds = []
+    for cond in kit.prompts:
+        for size, seed in zip(((16, 12), (8, 30), (24, 24)), seeds, strict=False):
+            cond = reference(cond, {"samples": random(1, kit.channels, *size, seed=seed)})
+        conds.append(cond if place is None else place(cond, method))
+    return kit.sample(model, positive=conds[0], negative=conds[1])
+
+
+@row(GROUP, "Flux.1 Kontext: one to three references, by offset, index and uxo/uno", sdxl=FOR_FLUX)
+def kontext(kit: Kit) -> Iterator[Graph]:
+    for method, seeds in ((None, (3,)), ("offset", (3, 4)), ("index", (3, 4, 5)), ("uxo/uno", (3, 4))):
+        others = tuple(seed + 10 for seed in seeds)
+        yield Graph(
+            sample=partial(referring, kit, method, seeds),
+            without=Graph(sample=partial(referring, kit, method, others)),
+            name=f"{len(seeds)} references, {method}",
+        )
+
+
+@row(
+    GROUP,
+    "References at timestep zero (index_timestep_zero, on the layout of Flux.2)",
+    sdxl=FOR_FLUX,
+    flux=Expected(merged=False, whole={"modulation_dims in use": 3, "modulation_dims_img in use": 3}),
+)
+def timestep_zero(kit: Kit) -> Graph:
+    model = kit.build(guidance_embed=False, vec_in_dim=None, global_modulation=True)
+    return Graph(sample=partial(referring, kit, "index_timestep_zero", (3, 4)), model=model)

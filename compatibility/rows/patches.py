@@ -1,0 +1,143 @@
+"""Nodes that patch what happens inside the model: attention, skip connections, caches, compilation, devices."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from ..judge import attach
+from ..kit import Kit, node, part, patcher, random
+from ..row import FOR_FLUX, FOR_UNETS, Expected, Graph, Refused, whole
+from .table import row
+
+GROUP = "Model patches"
+TOKENS_CHANGED = "another node changed the number of tokens"
+
+
+@row(GROUP, "FreeU", flux=Refused(KeyError), quick=True)
+def freeu(kit: Kit) -> Graph:
+    patch = node("nodes_freelunch.FreeU")
+    return Graph(lambda m: patch(m, 1.1, 1.2, 0.9, 0.2))
+
+
+@row(GROUP, "FreeU V2", flux=Refused(KeyError))
+def freeu_v2(kit: Kit) -> Graph:
+    patch = node("nodes_freelunch.FreeU_V2")
+    return Graph(lambda m: patch(m, 1.3, 1.4, 0.9, 0.2))
+
+
+@row(GROUP, "HyperTile", sdxl=Expected(whole={TOKENS_CHANGED: 3}), flux=Refused(TypeError))
+def hypertile(kit: Kit) -> Graph:
+    """The grid of the finer level is cut into tiles of four tokens and more."""
+    patch = node("nodes_hypertile.HyperTile")
+    return Graph(lambda m: patch(m, 32, 2, 1, False))
+
+
+@row(GROUP, "Token Merging (ToMe)", flux=Refused(TypeError))
+def tome(kit: Kit) -> Graph:
+    """It does nothing on SDXL; as a patch of attention it has ToMA merge module by module."""
+    patch = node("nodes_tomesd.TomePatchModel")
+    return Graph(lambda m: patch(m, 0.3), same_as={"granularity": "module"})
+
+
+@row(GROUP, "Token Merging (ToMe) on SD1.5", sdxl=Expected(whole={TOKENS_CHANGED: 3}), flux=FOR_UNETS)
+def tome_sd15(kit: Kit) -> Graph:
+    """The first level has attention at full size: there it merges queries itself."""
+    patch = node("nodes_tomesd.TomePatchModel")
+    return Graph(lambda m: patch(m, 0.3), model=kit.build_sd15(), steered=False)
+
+
+@row(GROUP, "Kohya Deep Shrink (PatchModelAddDownscale)", flux=FOR_UNETS)
+def deep_shrink(kit: Kit) -> Graph:
+    patch = node("nodes_model_downscale.PatchModelAddDownscale")
+    return Graph(lambda m: patch(m, 2, 2.0, 0.0, 0.6, True, "bicubic", "bicubic"))
+
+
+@row(GROUP, "RoPE scaling (ScaleROPE)", sdxl=FOR_FLUX)
+def rope(kit: Kit) -> Graph:
+    patch = node("nodes_rope.ScaleROPE")
+    without = Graph(lambda m: patch(m, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0))
+    return Graph(lambda m: patch(m, 1.5, 0.0, 1.5, 2.0, 1.0, 0.0), without=without, off=True)
+
+
+@row(GROUP, "Style reference (USO)", sdxl=FOR_FLUX)
+def uso(kit: Kit) -> Graph:
+    """Twelve more text tokens, from a patch at the model's input; one picture, so without guidance."""
+    import comfy.ops
+
+    patch, projector = node("nodes_model_patch.USOStyleReference"), part("nodes_model_patch.SigLIPMultiFeatProjModel")
+    style = patcher(projector(9, 4, 16, 48, operations=comfy.ops.manual_cast))
+    seen = SimpleNamespace(all_hidden_states=random(1, 27, 9, 16), penultimate_hidden_states=random(1, 9, 16))
+    return Graph(lambda m: patch(m, style, seen), options={"cfg": 1.0})
+
+
+@row(GROUP, "EasyCache", quick=True)
+def easycache(kit: Kit) -> Graph:
+    patch, steps = node("nodes_easycache.EasyCacheNode"), {"steps": 5}
+    without = Graph(lambda m: patch(m, 0.0, 0.0, 1.0, False), options=steps)
+    return Graph(lambda m: patch(m, 3.0, 0.0, 1.0, False), options=steps, without=without, off=True)
+
+
+@row(GROUP, "LazyCache")
+def lazycache(kit: Kit) -> Graph:
+    patch, steps = node("nodes_easycache.LazyCacheNode"), {"steps": 5}
+    without = Graph(lambda m: patch(m, 0.0, 0.0, 1.0, False), options=steps)
+    return Graph(lambda m: patch(m, 3.0, 0.0, 1.0, False), options=steps, without=without, off=True)
+
+
+@row(GROUP, "torch.compile (TorchCompileModel)")
+def compiled(kit: Kit) -> Graph:
+    """With the backend that runs the captured graphs as they are."""
+    patch = node("nodes_torch_compile.TorchCompileModel")
+    torch._dynamo.reset()
+    unet = {"depths": (0, 1), "num_res_blocks": [1, 1], "transformer_depth": [0, 1], "middle": 1}
+    small = {"double": 1, "single": 1} if kit.is_flux else {**unet, "transformer_depth_output": [0, 0, 1, 0]}
+    return Graph(lambda m: patch(m, "eager"), model=kit.build(**small), same_as={})
+
+
+@row(GROUP, "MultiGPU CFG Split (on two devices that are both the CPU)")
+def multigpu(kit: Kit) -> Graph:
+    """On two devices that are both the CPU, each with its thread, one after the other: tensors of the two cannot be
+    told apart, so the threads would race for one plan. On one device it is made from the other condition's tokens, so
+    the result is only near."""
+    import comfy.multigpu
+
+    patch, pool = node("nodes_multigpu.MultiGPUCFGSplitNode"), comfy.multigpu.MultiGPUThreadPool
+    devices = [torch.device("cpu"), torch.device("cpu", 0)]
+    model, submit = kit.build(), pool.submit
+    model.cached_patcher_init = (kit.build, ())
+
+    def split(m: Any) -> Any:
+        with mock.patch("comfy.model_management.get_all_torch_devices", lambda exclude_current=False: devices):
+            m = patch(m, 2)
+        assert len(m.get_additional_models_with_key("multigpu")) == 1
+        return m
+
+    def in_turn(self: Any, device: Any, *work: Any) -> None:
+        submit(self, device, *work)
+        self._result_queues[device].put(self.get_result(device))
+
+    def sample(m: Any) -> Tensor:
+        with mock.patch.object(pool, "submit", in_turn):
+            return kit.sample(m)
+
+    def near(result: Tensor) -> None:
+        one, whole = kit.sample(attach(model, **smooth)), kit.sample(model)
+        assert (result - one).norm() < 0.2 * (one - whole).norm(), "not near to what one device makes"
+
+    smooth = {"selector": "grid", "scale": 20.0}
+    return Graph(split, sample=sample, model=model, settings=smooth, steered=False, check=near)
+
+
+@row(GROUP, "Reference key-value cache (FluxKVCache)", sdxl=FOR_FLUX,
+     flux=whole("another node's attention patch needs all tokens", 6))  # fmt: skip
+def kv_cache(kit: Kit) -> Graph:
+    patch = node("nodes_flux.FluxKVCache")
+    model = kit.build(guidance_embed=False, vec_in_dim=None, global_modulation=True)
+    references: dict[str, Any] = {"reference_latents": [random(1, 16, 16, 12)]}
+    conds = {"positive": kit.prompt(1, **references), "negative": kit.prompt(2, **references)}
+    return Graph(patch, sample=lambda m: kit.sample(m, steps=3, **conds), model=model)

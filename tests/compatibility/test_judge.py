@@ -1,0 +1,142 @@
+"""The judge says no: each thing that it looks for, done wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compatibility.judge import Verdict, judge
+from compatibility.kit import AbsentError, Kit, node
+from compatibility.row import MERGED, Expected, Graph, NotFor, Refused, Row, whole
+
+
+@pytest.fixture(scope="module")
+def kit(pack: Any) -> Kit:
+    return Kit("flux")
+
+
+def verdict(kit: Kit, graph: Graph, expected: Any = MERGED) -> Verdict:
+    return judge(Row("feature", "group", lambda _: graph, {"flux": expected}), kit)
+
+
+def after_cfg(change: Callable[[dict[str, Any]], Tensor]) -> Callable[[Any], Any]:
+    """A node that puts `change` behind the guidance."""
+
+    def patch(model: Any) -> Any:
+        model = model.clone()
+        model.set_model_sampler_post_cfg_function(change)
+        return model
+
+    return patch
+
+
+def brighter(args: dict[str, Any]) -> Tensor:
+    return args["denoised"] + 1.0
+
+
+def test_what_holds_passes(kit: Kit) -> None:
+    assert verdict(kit, Graph(after_cfg(brighter))) == Verdict("merged", {})
+    assert verdict(kit, Graph(), NotFor("for others")) == Verdict("for others", {})
+
+
+def test_several_graphs_are_counted(kit: Kit) -> None:
+    graphs = [Graph(steered=False, name=str(i)) for i in range(2)]
+    row = Row("feature", "group", lambda _: iter(graphs), {"flux": MERGED})
+    assert judge(row, kit).cell == "merged (2)"
+
+
+@pytest.mark.parametrize(
+    ("expected", "complaint"),
+    [
+        (Expected(whole={"no such reason": 1}), "left whole: {}, expected"),
+        (whole("no such reason", 6), "left whole: {}, expected"),
+        (Expected(merged=False), "merged after all"),
+        (Refused(KeyError), "was expected to raise KeyError"),
+    ],
+)
+def test_another_report_than_expected(kit: Kit, expected: Any, complaint: str) -> None:
+    with pytest.raises(AssertionError, match=complaint):
+        verdict(kit, Graph(after_cfg(brighter)), expected)
+
+
+def seeing_toma(args: dict[str, Any]) -> Tensor:
+    """What a node does that minds whether ToMA is there."""
+    return args["denoised"] + ("toma" in args["model_options"]["transformer_options"])
+
+
+def not_a_number(args: dict[str, Any]) -> Tensor:
+    return args["denoised"] * float("nan")
+
+
+def merging(args: dict[str, Any]) -> bool:
+    sampling = args["model_options"]["transformer_options"].get("toma_sampling")
+    return sampling is not None and bool(sampling.run.stats.merged_blocks)
+
+
+def nan_when_merged(args: dict[str, Any]) -> Tensor:
+    return args["denoised"] * (float("nan") if merging(args) else 1.0)
+
+
+def backwards_when_merged(args: dict[str, Any]) -> Tensor:
+    return args["denoised"] + (-1.0 if merging(args) else 1.0)
+
+
+def unchanged(args: dict[str, Any]) -> Tensor:
+    return args["denoised"]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (seeing_toma, "merging nothing, not as without ToMA"),
+        (not_a_number, "the feature alone gives no finite result"),
+        (nan_when_merged, "not finite"),
+        (backwards_when_merged, "not what it changed without ToMA"),
+        (unchanged, "does nothing even without ToMA"),
+    ],
+)
+def test_another_result_than_expected(kit: Kit, change: Any, complaint: str) -> None:
+    with pytest.raises(AssertionError, match=complaint):
+        verdict(kit, Graph(after_cfg(change)))
+
+
+def test_order_of_the_nodes(kit: Kit) -> None:
+    def patch(model: Any) -> Any:
+        factor = 1.1 if "toma" in model.model_options["transformer_options"] else 1.2
+        return after_cfg(lambda args: args["denoised"] * (factor if merging(args) else 1.0))(model)
+
+    with pytest.raises(AssertionError, match="the order of the nodes matters"):
+        verdict(kit, Graph(patch, steered=False))
+
+
+def test_a_model_left_otherwise_than_it_was(kit: Kit) -> None:
+    own = kit.build()
+
+    def patch(model: Any) -> Any:
+        with torch.no_grad():
+            own.model.diffusion_model.img_in.bias += 0.0 if hasattr(own, "spoilt") else 0.5
+        own.spoilt = True
+        return after_cfg(brighter)(model)
+
+    with pytest.raises(AssertionError, match="the model is not as it was"):
+        verdict(kit, Graph(patch, model=own, steered=False))
+
+
+def test_named_graph_and_check(kit: Kit) -> None:
+    def never(result: Tensor) -> None:
+        raise AssertionError("the check ran")
+
+    with pytest.raises(AssertionError, match="the check ran"):
+        verdict(kit, Graph(after_cfg(brighter), steered=False, check=never))
+    with pytest.raises(AssertionError, match="this one: not as ToMA alone"):
+        verdict(kit, Graph(after_cfg(brighter), same_as={}, name="this one"))
+
+
+@pytest.mark.parametrize("path", ["nodes_freelunch.NoSuchNode", "nodes_no_such_module.Node", "nodes.NoSuchNode"])
+def test_absent_nodes_are_named(kit: Kit, path: str) -> None:
+    with pytest.raises(AbsentError, match="this ComfyUI has no"):
+        node(path)

@@ -1,0 +1,71 @@
+"""Every row of the compatibility matrix on both model families, and that the documentation tells the same."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from compatibility import page
+from compatibility.judge import judge
+from compatibility.kit import AbsentError, Kit
+from compatibility.row import FAMILIES, Row
+from compatibility.rows import ROWS
+
+WRITE = bool(os.environ.get("TOMA_WRITE_COMPATIBILITY"))
+
+
+@pytest.fixture(scope="session")
+def kits(pack: Any) -> Iterator[dict[str, Kit]]:
+    """The tiny models, on one thread: they are faster so, and sums have one order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield {family: Kit(family) for family in FAMILIES}
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def results(pack: Any) -> Iterator[dict[str, Any]]:
+    """The recorded verdicts; written with the page at the end if `make compatibility` asks for it."""
+    results = page.recorded()
+    yield results
+    if WRITE:
+        page.write(results)
+
+
+def cases() -> Iterator[Any]:
+    for row in ROWS:
+        marks = [pytest.mark.compat] if row.quick else []
+        name = re.sub(r"\W+", "-", row.feature.partition("(")[0]).strip("-")
+        yield from (pytest.param(row, family, id=f"{name}-{family}", marks=marks) for family in FAMILIES)
+
+
+@pytest.mark.parametrize(("row", "family"), list(cases()))
+def test_row(row: Row, family: str, kits: dict[str, Kit], results: dict[str, Any]) -> None:
+    known = page.versions()["comfyui"] == results.get("comfyui")
+    try:
+        verdict = page.as_json(judge(row, kits[family]))
+    except AbsentError as absent:
+        if known and not row.pack:
+            raise
+        pytest.skip(str(absent))
+    if WRITE:
+        page.record(results, row, family, verdict)
+    elif known and not row.pack:
+        assert verdict == results["rows"][row.feature][family], "docs/compatibility.md is stale: run make compatibility"
+
+
+@pytest.mark.skipif(WRITE, reason="the page is written at the end of this run")
+def test_page_has_every_row_and_no_other() -> None:
+    """Without running any: rows that were added, renamed or taken away must be run and written down."""
+    recorded = page.recorded()["rows"]
+    assert list(recorded) == [row.feature for row in ROWS if row.feature in recorded]
+    for row in ROWS:
+        assert row.pack or set(recorded[row.feature]) == set(FAMILIES), f"run make compatibility for {row.feature}"
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert page.updated(text, page.recorded()) == text, "the tables are not those of compatibility/results.json"
+    assert all(f"| {row.feature} " in text for row in ROWS)
