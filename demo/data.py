@@ -34,7 +34,7 @@ class Plan:
     # Shares of steps with half-size scenes and with whole pictures, before and after `late`; the rest are crops.
     early_shares: tuple[float, float] = (0.9, 0.05)
     late_shares: tuple[float, float] = (0.05, 0.6)
-    late: float = 0.7
+    late: float = 0.45
     dropout: float = 0.1
     ema: float = 0.999
 

@@ -55,15 +55,18 @@ class VelocityObjective:
         self.positions = AddPositions()
 
     def steps(self, batch: Batch) -> torch.Tensor:
-        """The quantiles as steps of the schedule, int64 (B,): the levels of `FlowObjective`, as far as it has them.
+        """The quantiles as steps of the schedule, int64 (B,).
 
-        A flow's level s shows the picture as clearly as sigma = s / (1 - s) does here; log sigma is its logit.
+        Half-size scenes, which teach where things are, are seen at the levels of `FlowObjective`, as far as the
+        schedule has them: a flow's level s shows the picture as clearly as sigma = s / (1 - s) does here. What has all
+        its detail is seen at all steps alike, as SDXL was: fine structure is drawn at low noise.
         """
-        ends = (self.sigmas[[0, -1]].log() - batch.view.centre) / SPREAD
-        low, high = torch.special.ndtr(ends)
-        inside = low + (high - low) * batch.quantile
-        wanted = batch.view.centre + SPREAD * torch.special.ndtri(inside)
-        return torch.searchsorted(self.sigmas.log(), wanted).clamp(max=len(self.sigmas) - 1)
+        if batch.view.scale == 1:
+            return (batch.quantile * len(self.sigmas)).long()
+        levels = self.sigmas.log()
+        low, high = torch.special.ndtr((levels[[0, -1]] - batch.view.centre) / SPREAD)
+        wanted = batch.view.centre + SPREAD * torch.special.ndtri(low + (high - low) * batch.quantile)
+        return torch.searchsorted(levels, wanted).clamp(max=len(levels) - 1)
 
     def loss(self, network: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
         """As `FlowObjective.loss`; a UNet is told the place of a crop by its positions and, as SDXL is, through `y`."""

@@ -162,15 +162,17 @@ def test_the_unet_learns_what_comfyui_asks_it() -> None:
     assert len(set(seen["sigma"].tolist())) == 4
 
 
-def test_noise_levels_of_the_unet_are_those_of_the_flow() -> None:
-    batch = Batches(Plan("unet", 1))[0]
-    batch, objective = replace(batch, quantile=torch.linspace(0.001, 0.999, 999)), VelocityObjective()
-    levels = objective.sigmas[objective.steps(batch)].log()
-    flow = batch.view.centre + SPREAD * torch.special.ndtri(batch.quantile)
+def test_noise_levels_of_the_unet() -> None:
+    """Half-size scenes at those of the flow, whole ones at all steps alike."""
+    half, whole = (Batches(Plan("unet", 1, early_shares=shares))[0] for shares in ((1.0, 0.0), (0.0, 1.0)))
+    objective, quantile = VelocityObjective(), torch.linspace(0.001, 0.999, 999)
+    levels = objective.sigmas[objective.steps(replace(half, quantile=quantile))].log()
+    flow = half.view.centre + SPREAD * torch.special.ndtri(quantile)
     ends = objective.sigmas[[0, -1]].log()
     inside = flow[(flow > ends[0]) & (flow < ends[1])]
     for q in (0.1, 0.5, 0.9):
         torch.testing.assert_close(levels.quantile(q), inside.quantile(q), atol=0.05, rtol=0)
+    assert objective.steps(replace(whole, quantile=quantile)).diff().unique().tolist() == [1]
 
 
 @pytest.mark.parametrize("kind", ["dit", "unet"])
