@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from benchmarks import models
 from demo import checker
 from demo import nodes as demo_nodes
-from demo.showcase_graphs import DIT, LATENT, WEIGHTS_FOLDER, sampling_graph
+from demo.showcase_graphs import DIT, LATENT, PICTURE, WEIGHTS_FOLDER, sampling_graph
 from scripts.comfy_client import Run
 from scripts.comfy_pack import pack_module
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
@@ -328,6 +328,14 @@ HOSTILE = ("../../../etc/passwd\0", "<img src=x onerror=alert(1)>", "'; drop tab
 def test_hostile_text_in_every_input_is_refused(steady: ComfyServer) -> None:
     for index, (name, key) in enumerate(PLACES):
         graph = whole_graph(index)
+        # What does not depend on the node would run all the same, and take its time.
+        apart = (
+            ("simple", "benchmark")
+            if name in ("toma", "report")
+            else ("toma", "sampler", "decode", PICTURE, LATENT, "report")
+        )
+        for other in apart:
+            del graph[other]
         graph[name]["inputs"][key] = HOSTILE[index % len(HOSTILE)]
         how = outcome(steady, graph)
         # ComfyUI takes any text for true, and the report passes a latent on unchanged, whatever it is.
