@@ -156,7 +156,8 @@ def lab(pack: ModuleType) -> Iterator[ComfyServer]:
     than those of the last prompt, so that memory tells of us and not of ComfyUI's cache."""
     flags = ["--use-pytorch-cross-attention", "--cache-classic"]
     environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    server = ComfyServer(packs=[ROOT / "demo", HERE / "lab.py"], flags=flags, environ=environ)
+    # On the CPU everywhere: the processes that it is compared with are forks, which CUDA does not survive.
+    server = ComfyServer(packs=[ROOT / "demo", HERE / "lab.py"], flags=flags, environ=environ, cpu=True)
     try:
         place_dit(server.base / "models")
         yield server.start()

@@ -141,7 +141,6 @@ Census = Callable[..., dict[str, Any]]
 
 
 @pytest.mark.server
-@pytest.mark.compat
 def test_no_route_is_added_but_the_folders_that_comfyui_serves(lab: ComfyServer, census: Census) -> None:
     with ComfyServer(packs=[ROOT / "demo", ROOT / "tests" / "reliability" / "lab.py"], checkout=False) as bare:
         before = census(bare, with_routes=True)["routes"]
