@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 import comfy.model_management
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from . import models
 from .data import Batch, Batches, Plan
@@ -111,6 +111,12 @@ class Trainer:
         self.average = {name: value.to(self.device) for name, value in state["average"].items()}
         self.step, self.seen = state["step"], state["seen"]
 
+    def begin_with(self, path: Path) -> None:
+        """Takes weights that `export` wrote for those to start from; steps and optimisers begin anew."""
+        weights = {name: value.to(self.device, torch.float32) for name, value in load_file(path).items()}
+        self.network.load_state_dict(weights)
+        self.average = {name: value.detach().clone() for name, value in self.network.named_parameters()}
+
     def export(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
         """Writes the averaged weights as safetensors, the file that ComfyUI or `load_unet` reads."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,6 +173,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=Plan.lr)
     parser.add_argument("--crop-batch", type=int, default=Plan.crop_batch)
     parser.add_argument("--full-batch", type=int, default=Plan.full_batch)
+    parser.add_argument("--init", type=Path, help="exported weights to begin with, where there is no checkpoint")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--compile", action="store_true", help="torch.compile: about 1.5x faster after a few minutes")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads, 0 for torch's own choice")
@@ -183,6 +190,8 @@ def main() -> None:
     checkpoint = args.checkpoints / f"{args.kind}.pt"
     if args.resume and checkpoint.exists():
         trainer.restore(checkpoint)
+    elif args.init:
+        trainer.begin_with(args.init)
     size = sum(p.numel() for p in trainer.network.parameters())
     print(
         f"{args.kind}: {size / 1e6:.2f} M parameters on {device}, from step {trainer.step}, process {os.getpid()}",

@@ -100,6 +100,19 @@ def test_exports_what_comfyui_loads(tmp_path: Path) -> None:
     models.unet_patcher(load_file(tmp_path / "unet.safetensors"), config=SMALL["unet"])
 
 
+def test_begins_with_exported_weights(tmp_path: Path) -> None:
+    given = Trainer(_plan("unet"), CPU, config=SMALL["unet"])
+    given.train_step(Batches(given.plan)[0])
+    given.export(tmp_path / "unet.safetensors")
+    begun = Trainer(_plan("unet"), CPU, config=SMALL["unet"])
+    begun.begin_with(tmp_path / "unet.safetensors")
+    for name, value in begun.network.named_parameters():
+        torch.testing.assert_close(value, given.average[name])
+        torch.testing.assert_close(begun.average[name], given.average[name])
+    assert begun.step == 0
+    begun.train_step(Batches(begun.plan)[0])
+
+
 def test_crops_keep_their_place() -> None:
     plan = dataclasses.replace(_plan("dit"), early_shares=(0.0, 0.0), steps=1000)
     offsets = set()
