@@ -65,8 +65,10 @@ def check(module: nn.Module, hook: object) -> None:
     others, and whatever else there is must have a default and a `**rest` to go to, where the hook looks at it.
     """
     module = getattr(module, "_orig_mod", module)  # torch.compile's wrapper takes anything
-    forward = type(module).forward
-    theirs = list(signature(forward).parameters.values())[1:]
+    try:
+        theirs = list(signature(type(module).forward).parameters.values())[1:]
+    except ValueError as error:  # compiled code may hide what it takes
+        raise UnknownError(f"{type(module).__name__}.forward: {error}") from error
     ours = list(signature(type(hook).__call__).parameters.values())[1:]
     if any(p.kind is Parameter.VAR_POSITIONAL for p in theirs):
         return  # hands on whatever it is given

@@ -415,6 +415,12 @@ def test_hook_without_room_for_more_takes_no_more() -> None:
         contract.check(module_with(lambda self, x, mask=None, more=None: x), Strict())
 
 
+def test_forward_that_hides_its_signature_is_not_known() -> None:
+    hidden = type("Block", (nn.Module,), {"forward": getattr})()
+    with pytest.raises(contract.UnknownError, match=r"^Block\.forward: no signature"):
+        contract.check(hidden, Hook())
+
+
 def test_compiled_module_is_looked_into() -> None:
     compiled = torch.compile(module_with(lambda self, y, mask=None: y), backend="eager")
     with pytest.raises(contract.UnknownError, match=r"Block\.forward\(y, mask\)"):
