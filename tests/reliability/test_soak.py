@@ -204,11 +204,15 @@ def test_soak(lab: ComfyServer, census: Any, fresh_process: Callable[[Graph], st
     counts: list[dict[str, Any]] = []
     handles: list[tuple[int, int]] = []
 
+    done = 0
+
     def look() -> None:
-        if len(resident) % (10 if LONG else 3) == 0:
+        nonlocal done
+        done += 1
+        if done % (5 if LONG else 1) == 0:
             counts.append(census(lab))
             handles.append((process.num_fds(), process.num_threads()))
-        resident.append(process.memory_info().rss)
+            resident.append(process.memory_info().rss)
 
     begin = time.monotonic()
     clients = [Client(lab, work[::2], look), Client(lab, work[1::2])]
