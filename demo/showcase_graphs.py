@@ -60,7 +60,7 @@ def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool,
         "empty": _node("ToMADemoLatent", width=pixels, height=pixels, batch_size=1),
     }
     if merged:
-        config = ToMAConfig(**{"ratio": ratio, **kind.merge})
+        config = ToMAConfig.from_preset("balanced", **{"ratio": ratio, **kind.merge})
         graph["toma"] = _node("ToMAAdvanced", model=model, **widget_values(config))
         model = ["toma", 0]
     graph[SAMPLER] = _node(
