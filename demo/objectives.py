@@ -58,15 +58,19 @@ class VelocityObjective:
         """The quantiles as steps of the schedule, int64 (B,).
 
         Half-size scenes, which teach where things are, are seen at the levels of `FlowObjective`, as far as the
-        schedule has them: a flow's level s shows the picture as clearly as sigma = s / (1 - s) does here. What has all
-        its detail is seen at all steps alike, as SDXL was: fine structure is drawn at low noise.
+        schedule has them: a flow's level s shows the picture as clearly as sigma = s / (1 - s) does here. Crops are
+        seen at all steps alike, as SDXL was: fine structure is drawn at low noise. Whole pictures are half the one and
+        half the other: without the first, the places that half-size scenes taught are lost again.
         """
-        if batch.view.scale == 1:
-            return (batch.quantile * len(self.sigmas)).long()
+        quantile, as_flow = batch.quantile, torch.tensor(batch.sort == "half")
+        if batch.sort == "full":
+            as_flow = quantile < 0.5
+            quantile = (2 * quantile).remainder(1).clamp(1e-4, 1 - 1e-4)
         levels = self.sigmas.log()
         low, high = torch.special.ndtr((levels[[0, -1]] - batch.view.centre) / SPREAD)
-        wanted = batch.view.centre + SPREAD * torch.special.ndtri(low + (high - low) * batch.quantile)
-        return torch.searchsorted(levels, wanted).clamp(max=len(levels) - 1)
+        wanted = batch.view.centre + SPREAD * torch.special.ndtri(low + (high - low) * quantile)
+        flow = torch.searchsorted(levels, wanted).clamp(max=len(levels) - 1)
+        return torch.where(as_flow.to(flow.device), flow, (quantile * len(levels)).long())
 
     def loss(self, network: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
         """As `FlowObjective.loss`; a UNet is told the place of a crop by its positions and, as SDXL is, through `y`."""

@@ -163,8 +163,10 @@ def test_the_unet_learns_what_comfyui_asks_it() -> None:
 
 
 def test_noise_levels_of_the_unet() -> None:
-    """Half-size scenes at those of the flow, whole ones at all steps alike."""
-    half, whole = (Batches(Plan("unet", 1, early_shares=shares))[0] for shares in ((1.0, 0.0), (0.0, 1.0)))
+    """Half-size scenes at those of the flow, crops at all steps alike, whole pictures half and half."""
+    half, crop, whole = (
+        Batches(Plan("unet", 1, early_shares=shares))[0] for shares in ((1.0, 0.0), (0.0, 0.0), (0.0, 1.0))
+    )
     objective, quantile = VelocityObjective(), torch.linspace(0.001, 0.999, 999)
     levels = objective.sigmas[objective.steps(replace(half, quantile=quantile))].log()
     flow = half.view.centre + SPREAD * torch.special.ndtri(quantile)
@@ -172,8 +174,11 @@ def test_noise_levels_of_the_unet() -> None:
     inside = flow[(flow > ends[0]) & (flow < ends[1])]
     for q in (0.1, 0.5, 0.9):
         torch.testing.assert_close(levels.quantile(q), inside.quantile(q), atol=0.05, rtol=0)
-    steps = objective.steps(replace(whole, quantile=quantile))
+    steps = objective.steps(replace(crop, quantile=quantile))
     torch.testing.assert_close(steps.float(), 1000 * quantile, atol=1.0, rtol=0)
+    both = objective.steps(replace(whole, quantile=quantile))
+    assert both[quantile > 0.5].float().mean() == pytest.approx(500, abs=5)
+    assert both[quantile < 0.5].float().mean() > 700
 
 
 @pytest.mark.parametrize("kind", ["dit", "unet"])
