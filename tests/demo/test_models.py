@@ -178,7 +178,7 @@ def test_noise_levels_of_the_unet() -> None:
     torch.testing.assert_close(steps.float(), 1000 * quantile, atol=1.0, rtol=0)
     both = objective.steps(replace(whole, quantile=quantile))
     assert both[quantile > 0.5].float().mean() == pytest.approx(500, abs=5)
-    assert both[quantile < 0.5].float().mean() > 700
+    assert both[quantile < 0.5].float().mean() > 650
 
 
 @pytest.mark.parametrize("kind", ["dit", "unet"])
