@@ -118,45 +118,47 @@ def small(pack: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["unet", "flux"])
+@cases(0.5)
+@given(chosen=SETTINGS, task=tasks(), again=st.integers(0, 3).map(lambda n: n == 0))
 def test_any_settings_on_any_shape_under_any_conditions(
-    small: dict[str, Any], pack: Any, stats_of: Any, hooks_left: Any, kind: str
+    small: dict[str, Any],
+    stats_of: Any,
+    hooks_left: Any,
+    kind: str,
+    chosen: dict[str, Any],
+    task: dict[str, Any],
+    again: bool,
 ) -> None:
     model = small[kind]
     attach = pack_module("nodes.adapters.run").attach
-
-    @cases(0.5)
-    @given(chosen=SETTINGS, task=tasks(), again=st.integers(0, 3).map(lambda n: n == 0))
-    def check(chosen: dict[str, Any], task: dict[str, Any], again: bool) -> None:
-        try:
-            patched = attach(model, config.ToMAConfig(**chosen))
-        except config.ConfigError as error:
-            event("refused")
-            assert_readable(str(error))
-            return
-        try:
-            out = sample(patched, task)
-        except Exception as error:
-            # Only what fails without ToMA as well may fail with it.
-            with pytest.raises(type(error)):
-                sample(model, task)
-            event("fails without ToMA too")
-            return
-        finally:
-            assert hooks_left(model) == []
-        stats = None if patched is model else stats_of(patched)
-        merged = bool(stats and stats.merged_blocks)
-        event("merged" if merged else "whole")
-        if not merged or not out.isfinite().all():
-            plain = sample(model, task)
-            assert merged or torch.equal(plain, out), "nothing was merged, and yet it is another picture"
-            assert out.isfinite().all() or not plain.isfinite().all(), "not finite with ToMA alone"
-        if stats:
-            assert all(0 < kept < height * width for (height, width), kept in stats.grids.items())
-            assert stats.text().startswith(stats.summary())
-        if again:
-            assert torch.equal(sample(patched, task), out), "another picture from the same settings"
-
-    check()
+    try:
+        patched = attach(model, config.ToMAConfig(**chosen))
+    except config.ConfigError as error:
+        event("refused")
+        assert_readable(str(error))
+        return
+    try:
+        out = sample(patched, task)
+    except Exception as error:
+        # Only what fails without ToMA as well may fail with it.
+        with pytest.raises(type(error)):
+            sample(model, task)
+        event("fails without ToMA too")
+        return
+    finally:
+        assert hooks_left(model) == []
+    stats = None if patched is model else stats_of(patched)
+    merged = bool(stats and stats.merged_blocks)
+    event("merged" if merged else "whole")
+    if not merged or not out.isfinite().all():
+        plain = sample(model, task)
+        assert merged or torch.equal(plain, out), "nothing was merged, and yet it is another picture"
+        assert out.isfinite().all() or not plain.isfinite().all(), "not finite with ToMA alone"
+    if stats:
+        assert all(0 < kept < height * width for (height, width), kept in stats.grids.items())
+        assert stats.text().startswith(stats.summary())
+    if again:
+        assert torch.equal(sample(patched, task), out), "another picture from the same settings"
 
 
 def assert_readable(message: str) -> None:
@@ -312,13 +314,10 @@ def steady(lab: ComfyServer) -> Iterator[ComfyServer]:
 
 
 @pytest.mark.server
-def test_any_prompt_is_run_or_refused_in_words(steady: ComfyServer) -> None:
-    @cases(0.1)
-    @given(graph=broken_graphs())
-    def check(graph: Any) -> None:
-        event(outcome(steady, graph))
-
-    check()
+@cases(0.1)
+@given(graph=broken_graphs())
+def test_any_prompt_is_run_or_refused_in_words(steady: ComfyServer, graph: Any) -> None:
+    event(outcome(steady, graph))
 
 
 HOSTILE = ("../../../etc/passwd\0", "<img src=x onerror=alert(1)>", "'; drop table models; --", "{{7*7}} %s%n \ud800")
