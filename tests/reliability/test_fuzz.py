@@ -59,11 +59,23 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
     return st.one_of(st.floats(spec.minimum, spec.maximum), ends)
 
 
+def mostly(name: str, *usual: Any) -> st.SearchStrategy[Any]:
+    """Any allowed value in one case of five: what leaves the whole model whole would leave nothing to try."""
+    return st.sampled_from(range(5)).flatmap(lambda n: values_of(name) if n == 4 else st.sampled_from(usual))
+
+
 NAMES = [item.name for item in fields(config.ToMAConfig)]
-SETTINGS = st.fixed_dictionaries(
-    {"min_tokens": st.sampled_from([4, 4, 4, 16, 100]), "ratio": st.floats(0.0, 0.95)},
-    optional={name: values_of(name) for name in NAMES if name not in ("min_tokens", "ratio")},
-)
+MERGING = {
+    "ratio": mostly("ratio", 0.25, 0.5, 0.75),
+    "min_tokens": mostly("min_tokens", 4, 4, 16),
+    "unet_whole_blocks": mostly("unet_whole_blocks", 0, 0, 1),
+    "flux_whole_double": mostly("flux_whole_double", 0, 0, 1),
+    "flux_whole_single": mostly("flux_whole_single", 0, 0, 1),
+    "start_percent": mostly("start_percent", 0.0),
+    "end_percent": mostly("end_percent", 1.0),
+    "full_every": mostly("full_every", 0, 0, 2, 3),
+}
+SETTINGS = st.fixed_dictionaries(MERGING, optional={name: values_of(name) for name in NAMES if name not in MERGING})
 
 
 @st.composite
@@ -91,12 +103,13 @@ def conditions(draw: st.DrawFn, height: int, width: int) -> list[dict[str, Any]]
 @st.composite
 def tasks(draw: st.DrawFn) -> dict[str, Any]:
     """What is sampled."""
-    height, width = draw(st.integers(2, 20)), draw(st.integers(2, 20))
+    side = st.integers(6, 20) | st.integers(2, 20)
+    height, width = draw(side), draw(side)
     return {
         "height": height,
         "width": width,
         "batch": draw(st.integers(1, 2)),
-        "steps": draw(st.integers(1, 3)),
+        "steps": draw(st.integers(1, 4)),
         "cfg": draw(st.sampled_from([1.0, 3.0])),
         "sampler": draw(st.sampled_from(["euler", "euler", "heun", "dpmpp_2m", "dpmpp_sde", "uni_pc", "lcm"])),
         "scheduler": draw(st.sampled_from(["simple", "normal", "karras"])),
