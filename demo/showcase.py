@@ -28,7 +28,7 @@ WORKFLOWS = ROOT / "demo" / "graphs"
 TRAINED_PIXELS = 128
 # One token per 4 x 4 pixels: 4,096 tokens on a CPU, 65,536 on a GPU, for which anything less is over in no time.
 LARGE_PIXELS = {"cpu": 256, "cuda": 1024}
-WARM_UP_STEPS = 2
+WARM_UP_STEPS = 3  # the first and the last of a run are whole
 FIRST_SEED = 1
 
 

@@ -50,9 +50,10 @@ DIT = Kind(
 KINDS = (UNET, DIT)
 
 
-def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool, ratio: float = RATIO) -> Graph:
+def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool, **settings: Any) -> Graph:
     """One picture of pixels x pixels. Node ids are the same with and without the merge, so that the server keeps
-    the loaded model; `merged` puts ToMA Advanced between the loader and the sampler."""
+    the loaded model; `merged` puts ToMA Advanced between the loader and the sampler, with these settings on top of the
+    balanced preset. That one needs three steps to merge any; `full_every=0` merges every step."""
     model = ["loader", 0]
     graph: Graph = {
         "loader": _loader(kind),
@@ -60,7 +61,7 @@ def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool,
         "empty": _node("ToMADemoLatent", width=pixels, height=pixels, batch_size=1),
     }
     if merged:
-        config = ToMAConfig.from_preset("balanced", **{"ratio": ratio, **kind.merge})
+        config = ToMAConfig.from_preset("balanced", **{"ratio": RATIO, **kind.merge, **settings})
         graph["toma"] = _node("ToMAAdvanced", model=model, **widget_values(config))
         model = ["toma", 0]
     graph[SAMPLER] = _node(

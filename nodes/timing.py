@@ -27,7 +27,8 @@ from .adapters.run import attach, attachment_of
 SAMPLER, SCHEDULER = "euler", "simple"
 # Any guidance other than 1 makes ComfyUI evaluate the negative too; how much it is does not change the time.
 _GUIDANCE = 4.0
-_WARM_UP_STEPS = 2
+# Presets run the first step and the last whole: with one more between them both kinds are warm.
+_WARM_UP_STEPS = 3
 _SEED = 0
 
 

@@ -96,7 +96,7 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
     else:
         into = [("model", "MODEL", 5), ("positive", "CONDITIONING", 2), ("latent", "LATENT", 4)]
         outputs = [("IMAGE", []), ("STRING", []), ("FLOAT", [])]
-        values = [0.6, "balanced", True, 2, 2]
+        values = [0.6, "balanced", True, 4, 2]
         nodes.append(node(7, last, (850, 0), values, [*into, ("negative", "CONDITIONING", 3)], outputs))
         links += [[2, 2, 0, 7, 1, "CONDITIONING"], [3, 2, 1, 7, 3, "CONDITIONING"], [4, 3, 0, 7, 2, "LATENT"]]
         links += [[5, 4, 0, 7, 0, "MODEL"]]
@@ -296,6 +296,7 @@ def test_the_benchmark_is_shown(page: Any, baseline: Any) -> None:
     text = page.text(7)
     for part in ("Recommended", "without ToMA: ", "ratio 0.2: ", "ratio 0.4: ", "ratio 0.6: ", "latent 64 x 64"):
         assert part in text
+    assert "2/4 steps" in text
     (shown,) = page.evaluate(
         "() => Object.values(app.nodeOutputs).filter(o => o.text && o.images).map(o => o.images[0])"
     )

@@ -29,7 +29,7 @@ def run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def call(model: Any, **inputs: Any) -> tuple[torch.Tensor, str, float, Any]:
         latent = {"samples": torch.zeros(1, 4, 32, 32)}
-        given = {"ratio": 0.5, "preset": "balanced", "sweep": False, "steps": 2, "runs": 2, **inputs}
+        given = {"ratio": 0.5, "preset": "balanced", "sweep": False, "steps": 4, "runs": 2, **inputs}
         answer = Node.execute(model, models.conditioning(model), latent, **given)
         return (*answer.args, answer)
 
@@ -48,9 +48,9 @@ def test_measures_a_real_model_and_says_where(unet: Any, run: Any) -> None:
     assert len({len(line) for line in lines[:4]}) == 1, "the columns are aligned"
     assert lines[2].startswith("| without ToMA |")
     assert lines[3].startswith("| ratio 0.5 ")
-    assert "latent 32 x 32, batch 1, without negative; 2 runs of 2 steps each" in table
+    assert "latent 32 x 32, batch 1, without negative; 2 runs of 4 steps each" in table
     assert f"float32, attention pytorch, torch {torch.__version__}, ComfyUI 0." in table
-    assert "At ratio 0.5: 256 -> 128 tokens in 5/17 blocks, 1/2 steps" in table
+    assert "At ratio 0.5: 256 -> 128 tokens in 5/17 blocks, 2/4 steps" in table
     assert answer.ui["text"][0] == table
     short = answer.ui["toma"][0]["text"].splitlines()
     assert short[0].startswith("Recommended")

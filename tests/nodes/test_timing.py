@@ -65,10 +65,10 @@ def test_runs_take_turns_in_both_orders(unet: Any, monkeypatch: pytest.MonkeyPat
         return original(model, asked, tick)
 
     monkeypatch.setattr(timing, "_sample", spy)
-    timing.measure(unet, Config(min_tokens=16), [0.5], task(unet, steps=3), runs=3)
+    timing.measure(unet, Config(min_tokens=16), [0.5], task(unet, steps=4), runs=3)
     warm_up, runs = ratios[:2], ratios[2:]
-    assert warm_up == [(2, 0.0), (2, 0.5)]
-    assert runs == [(3, 0.0), (3, 0.5), (3, 0.5), (3, 0.0), (3, 0.0), (3, 0.5)]
+    assert warm_up == [(3, 0.0), (3, 0.5)]
+    assert runs == [(4, 0.0), (4, 0.5), (4, 0.5), (4, 0.0), (4, 0.0), (4, 0.5)]
 
 
 def test_a_model_that_carries_toma_is_compared_with_itself_without(unet: Any, attach: Any) -> None:
@@ -88,7 +88,7 @@ def test_a_negative_is_evaluated_only_if_there_is_one(unet: Any, decisions: list
     calls.clear()
     timing.measure(unet, Config(min_tokens=16), [0.5], task(unet, guided=True), runs=2)
     assert sum(call.args[0].shape[0] for call in calls) == 2 * alone
-    assert alone == 2 * (2 + 2 * 3)
+    assert alone == 2 * (3 + 2 * 3)
 
 
 def test_time_between_the_ends_counts_and_loading_does_not(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +148,8 @@ def test_progress_goes_from_nothing_to_all(unet: Any, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
     timing.measure(unet, Config(min_tokens=16), [0.5], task(unet, steps=3), runs=2)
-    assert seen[0] == (1, 16)
-    assert seen[-1] == (16, 16)
+    assert seen[0] == (1, 18)
+    assert seen[-1] == (18, 18)
 
 
 def test_global_random_numbers_are_left_alone(unet: Any) -> None:
