@@ -18,18 +18,8 @@ from torch import Tensor, nn
 from ...toma_core import Evaluation, MergePlan, plan_for
 from ...toma_core.config import Granularity, Share
 from ...toma_core.detail import Detail
-from .hooks import (
-    Hook,
-    HookPair,
-    eager,
-    fits,
-    installed,
-    merge,
-    outside_graph,
-    reduce,
-    restore,
-    unmerge,
-)
+from .flux_layers import Layer, MergedLayer, MergeIn, UnmergeOut
+from .hooks import Hook, HookPair, eager, fits, installed, outside_graph, reduce, restore
 
 NAME = "Flux.1"
 
@@ -200,103 +190,49 @@ class _DoubleBlock(_Merger):
         transformer_options: dict[str, Any] = {},  # noqa: B006
         **rest: Any,
     ) -> tuple[Tensor, Tensor]:
-        call = {"txt": txt, "vec": vec, "attn_mask": attn_mask, "transformer_options": transformer_options, **rest}
         self.positions.text = txt.shape[1]
         obstacles = {"attn_mask": attn_mask, _STRANGE: _strange(pe, txt.shape[1] + img.shape[1]), **rest}
+        others = {"txt": txt, "vec": vec, "attn_mask": attn_mask, "transformer_options": transformer_options, **rest}
+        return self.run(img, pe, obstacles, others)
+
+    @outside_graph
+    def run(self, img: Tensor, pe: Any, obstacles: dict[str, Any], others: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The block on [image | references] with the RoPE rows of text and image. others: its further arguments."""
         reduced = self.enter(img, 0, obstacles)
-        out, txt = self.original(img=reduced, pe=self.rows(pe, txt.shape[1]), **call)
+        out, txt = self.original(img=reduced, pe=self.rows(pe, others["txt"].shape[1]), **others)
         return self.leave(out, 0), txt
 
 
-class _DoubleBlockByModule(_Merger):
+class _DoubleBlockByModule(_DoubleBlock):
     """A double block with attention and MLP each between their own merge and unmerge, the residual stream whole, as in
     the paper."""
 
-    kind = "double"
-
     def __init__(self, module: Any, index: int, positions: _Positions) -> None:
         super().__init__(module, index, positions)
-        self.parts = (_MergeIn(), _UnmergeOut(), _MergedLayer())
+        self.parts = (MergeIn(), UnmergeOut(), MergedLayer())
 
-    def layers(self) -> tuple[tuple[nn.Module, _Layer], ...]:
+    def layers(self) -> tuple[tuple[nn.Module, Layer], ...]:
         """Query, key and value; what follows the attention; the MLP. Looked up anew, as others may replace them."""
         attention = self.module.img_attn
         return tuple(zip((attention.qkv, attention.proj, self.module.img_mlp), self.parts, strict=True))
 
     @outside_graph
-    def __call__(
-        self,
-        img: Tensor,
-        txt: Tensor,
-        vec: Any,
-        pe: Any,
-        attn_mask: Any = None,
-        *,
-        transformer_options: dict[str, Any] = {},  # noqa: B006
-        **rest: Any,
-    ) -> tuple[Tensor, Tensor]:
-        call = {"txt": txt, "vec": vec, "attn_mask": attn_mask, "transformer_options": transformer_options, **rest}
-        self.positions.text = txt.shape[1]
-        image = img[:, : self.grid[0] * self.grid[1]]
-        obstacles = {"attn_mask": attn_mask, _STRANGE: _strange(pe, txt.shape[1] + img.shape[1]), **rest}
-        plan = self.plan(image, obstacles)
+    def run(self, img: Tensor, pe: Any, obstacles: dict[str, Any], others: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        plan = self.plan(img[:, : self.grid[0] * self.grid[1]], obstacles)
         if plan is None:
-            return self.original(img=img, pe=pe, **call)
+            return self.original(img=img, pe=pe, **others)
         config = self.chain.evaluation.run.config
         *attention, mlp = self.layers()
-        hooks: list[tuple[nn.Module, _Layer]] = []
+        hooks: list[tuple[nn.Module, Layer]] = []
         if config.self_attention:
             hooks += attention
-            pe = self.positions.of(pe, plan, txt.shape[1], None)
+            pe = self.positions.of(pe, plan, others["txt"].shape[1], None)
         if config.feed_forward:
             hooks.append(mlp)
         for _, hook in hooks:
             hook.plan = plan
         with installed(hooks):
-            return self.original(img=img, pe=pe, **call)
-
-
-class _Layer(Hook):
-    """A layer inside a double block, applied to [image | references] tokens."""
-
-    plan: MergePlan
-
-    def release(self) -> None:
-        del self.plan
-
-
-class _MergeIn(_Layer):
-    """qkv of merged tokens."""
-
-    @outside_graph
-    def __call__(self, x: Tensor, /) -> Tensor:
-        return self.original(_merge_head(x, self.plan))
-
-
-class _UnmergeOut(_Layer):
-    """The output projection of merged tokens, spread over all."""
-
-    @outside_graph
-    def __call__(self, x: Tensor, /) -> Tensor:
-        return _unmerge_head(self.original(x), self.plan)
-
-
-class _MergedLayer(_Layer):
-    """The MLP on merged tokens."""
-
-    @outside_graph
-    def __call__(self, x: Tensor, /) -> Tensor:
-        return _unmerge_head(self.original(_merge_head(x, self.plan)), self.plan)
-
-
-def _merge_head(x: Tensor, plan: MergePlan) -> Tensor:
-    """(B, N + R, C) -> (B, D + R, C): merge the image, keep the references."""
-    return torch.cat([merge(x[:, : plan.tokens], plan), x[:, plan.tokens :]], 1)
-
-
-def _unmerge_head(y: Tensor, plan: MergePlan) -> Tensor:
-    """(B, D + R, C) -> (B, N + R, C)."""
-    return torch.cat([unmerge(y[:, : plan.kept], plan), y[:, plan.kept :]], 1)
+            return self.original(img=img, pe=pe, **others)
 
 
 class _SingleBlock(_Merger):
