@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -67,13 +68,17 @@ class Levels(str, Enum):
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """How one field is offered and checked: range (both ends allowed), widget step, group and help text."""
+    """How one field is offered and checked: range (both ends allowed), widget step, group and help text.
+
+    endless: infinity is allowed as well, from Python; no widget has it.
+    """
 
     tooltip: str
     group: str
     minimum: float | None = None
     maximum: float | None = None
     step: float | None = None
+    endless: bool = False
 
 
 def _option(default: Any, spec: FieldSpec) -> Any:
@@ -200,8 +205,8 @@ class ToMAConfig:
     full_every: int = _option(
         0,
         FieldSpec(
-            "Every so many steps, beginning with the first, one step runs whole (0 = never; at least 2). With "
-            "detail_reuse, 3 is much closer than 0 and gives up a third of the gain.",
+            "Every so many steps, beginning with the first, one step runs whole, and so does the last step of a run (0 = "
+            "never; at least 2). With detail_reuse, 3 is much closer than 0 and gives up a third of the gain.",
             "When",
             0,
             1000,
@@ -273,6 +278,7 @@ class ToMAConfig:
             1.0,
             10_000.0,
             10.0,
+            endless=True,
         ),
     )
     unmerge: UnmergeKind = _option(
@@ -328,6 +334,11 @@ class ToMAConfig:
         return self.ratio == 0.0 or self.start_percent == self.end_percent
 
     @property
+    def hard(self) -> bool:
+        """Whether every token belongs to its nearest destination alone: at an infinite scale."""
+        return math.isinf(self.scale)
+
+    @property
     def reuses_detail(self) -> bool:
         """Whether whole steps keep detail. Not around modules: that would be three activations for every block."""
         return self.detail_reuse and self.full_every > 0 and self.granularity is not Granularity.MODULE
@@ -365,7 +376,8 @@ def check(name: str, value: Any) -> Any:
     kind = "a whole number" if isinstance(default, int) else "a number"
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # NaN is in no range. The value is shown unrounded: one digit past the end must not read as the end itself.
-    if not number or not spec.minimum <= value <= spec.maximum or (isinstance(default, int) and value != int(value)):
+    inside = number and (spec.minimum <= value <= spec.maximum or (spec.endless and value == math.inf))
+    if not inside or (isinstance(default, int) and value != int(value)):
         raise ConfigError(f"ToMA: {name} is {shown(value)}. Allowed: {kind} from {allowed}. Try {default:g}.")
     return int(value) if isinstance(default, int) else float(value)
 

@@ -44,12 +44,14 @@ class Schedule:
     sigmas: the noise levels at which steps begin, from high to low, or from low to high where a picture is noised
     (unsampling); empty if unknown, then every evaluation is step 0.
     sigma_start, sigma_end: merging is active at noise levels in (sigma_end, sigma_start].
+    finishes: the last step ends with a picture free of noise, not with one that another run goes on from.
     """
 
     config: ToMAConfig
     sigmas: tuple[float, ...] = ()
     sigma_start: float = float("inf")
     sigma_end: float = float("-inf")
+    finishes: bool = False
 
     def step_at(self, sigma: float) -> int:
         """The step a noise level belongs to; levels between two steps belong to the earlier one."""
@@ -76,9 +78,13 @@ class Schedule:
         config, step = self.config, self.step_at(sigma)
         first, last = self.span
         age = max(0, step - first)
-        # The first step decides the composition, so it is one of the whole ones. Without a schedule no step is known.
-        whole = bool(config.full_every and self.sigmas) and age % config.full_every == 0
-        ratio = config.ratio if self.in_range(sigma) and (config.reuses_detail or not whole) else 0.0
+        # Without a schedule no step is known. The first step decides the composition, and what the very last one leaves
+        # behind, seams and blur, no later one can mend: both are whole.
+        counted = bool(config.full_every and self.sigmas)
+        whole = counted and age % config.full_every == 0
+        final = counted and self.finishes and step == len(self.sigmas) - 1
+        merges = self.in_range(sigma) and not final and (config.reuses_detail or not whole)
+        ratio = config.ratio if merges else 0.0
         if ratio and config.ratio_decay:
             progress = min(1.0, age / (last - first)) if last > first else 0.0
             ratio = min(ratio, round(ratio * (1 - config.ratio_decay * progress) * RATIO_GRID) / RATIO_GRID)

@@ -103,7 +103,8 @@ class Sampling:
             float("inf") if config.start_percent <= 0 else float(model_sampling.percent_to_sigma(config.start_percent))
         )
         end = float("-inf") if config.end_percent >= 1 else float(model_sampling.percent_to_sigma(config.end_percent))
-        run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end))
+        finishes = bool(sigmas) and sigmas[-1] == 0.0
+        run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes))
         run.stats.total_steps = len(sigmas[:-1])
         return cls(run, Decision(0, 0.0, 0, 0))
 

@@ -58,7 +58,7 @@ def noise_of(kind: str, batch: int = 1) -> Tensor:
     return torch.randn(batch, channels, SIDE, SIDE, generator=torch.Generator().manual_seed(7))
 
 
-def sampled(model: Any, noise: Tensor, steps: int = 2) -> Tensor:
+def sampled(model: Any, noise: Tensor, steps: int = 3) -> Tensor:
     """What ComfyUI's sampler makes of this very noise."""
     import comfy.sample
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ def test_a_range_without_a_step() -> None:
     assert schedule.decide(1.0).ratio == 0.5, "but a sampler that evaluates in between may fall into it"
 
 
-def ten_steps(config: ToMAConfig, **range_of: float) -> list[Decision]:
+def ten_steps(config: ToMAConfig, **range_of: Any) -> list[Decision]:
     sigmas = tuple(float(10 - step) for step in range(10))
     schedule = Schedule(config, sigmas, **range_of)
     return [schedule.decide(sigma) for sigma in sigmas]
@@ -111,6 +112,19 @@ def test_full_steps_in_between() -> None:
     # Counted from the first step of the range.
     merged = [bool(d.ratio) for d in ten_steps(ToMAConfig(full_every=2), sigma_start=9.0)]
     assert merged == [False, False, True, False, True, False, True, False, True, False]
+
+
+def test_last_step_is_whole_if_the_picture_is_finished() -> None:
+    """Wherever the count and the range are; but not where every step is merged."""
+    config = ToMAConfig(full_every=4)
+    for settings in (config, dataclasses.replace(config, detail_reuse=True)):
+        whole = [step for step, d in enumerate(ten_steps(settings, finishes=True)) if not d.merged_ratio]
+        assert whole == [0, 4, 8, 9]
+        whole = [step for step, d in enumerate(ten_steps(settings, finishes=True, sigma_start=8.0)) if not d.merged_ratio]
+        assert whole == [0, 1, 2, 6, 9]
+    assert [d.step for d in ten_steps(settings, finishes=True) if d.keeps_detail] == [0, 4, 8]
+    assert [d.merged_ratio for d in ten_steps(ToMAConfig(), finishes=True)] == [0.5] * 10
+    assert [step for step, d in enumerate(ten_steps(config)) if not d.merged_ratio] == [0, 4, 8]
 
 
 def test_full_steps_keep_detail_if_it_is_reused() -> None:

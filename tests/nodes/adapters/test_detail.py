@@ -14,6 +14,8 @@ SIDE = 24
 REUSE = {"full_every": 2, "detail_reuse": True}
 # See test_conditions.py: exact ties are decided by rounding.
 SMOOTH = {"selector": "grid", "scale": 20.0}
+# The first steps of three: the last step of a whole schedule is never merged with these settings.
+FIRST = {1: {"steps": 3, "last_step": 1}, 2: {"steps": 3, "last_step": 2}}
 CLOSE = {"rtol": 1e-4, "atol": 1e-3}
 
 
@@ -36,7 +38,7 @@ def test_does_nothing_without_whole_steps_or_around_modules(
 def test_a_whole_step_is_that_of_the_model(model: Any, attach: Any, stats_of: Any, granularity: str) -> None:
     """Bit for bit, though hooks are in place and keep."""
     patched = attach(model, **REUSE, granularity=granularity)
-    assert torch.equal(models.sample(patched, SIDE, SIDE, steps=1), models.sample(model, SIDE, SIDE, steps=1))
+    assert torch.equal(models.sample(patched, SIDE, SIDE, **FIRST[1]), models.sample(model, SIDE, SIDE, **FIRST[1]))
     stats = stats_of(patched)
     assert (stats.merged_blocks, stats.merged_steps) == (set(), {})
     assert stats.selections > 0
@@ -50,7 +52,7 @@ def test_merged_steps_change(model: Any, attach: Any, stats_of: Any, granularity
         attach(model, full_every=2, granularity=granularity),
         attach(model, **REUSE, granularity=granularity),
     )
-    assert not torch.equal(*(models.sample(m, SIDE, SIDE, steps=2) for m in (plain, reused)))
+    assert not torch.equal(*(models.sample(m, SIDE, SIDE, **FIRST[2]) for m in (plain, reused)))
     for patched in (plain, reused):
         assert stats_of(patched).merged_steps == {1: 0.5}
     assert stats_of(reused).merged_blocks == stats_of(plain).merged_blocks != set()
@@ -64,7 +66,7 @@ def test_unet_block(unet: Any, attach: Any, record: Any, plan_calls: Any, dense:
     """x + U (block(M x) - M x) + (u - U M u), where u is the block's update one step before."""
     block = unet.model.diffusion_model.input_blocks[4][1].transformer_blocks[0]
     calls = record(block)
-    models.sample(attach(unet, **REUSE, granularity="block"), SIDE, SIDE, steps=2)
+    models.sample(attach(unet, **REUSE, granularity="block"), SIDE, SIDE, **FIRST[2])
     whole, merged = calls
     M, U = dense(plan_calls[whole.first_plan].plan)
     x, update = tokens_of(merged, "x"), whole.out - tokens_of(whole, "x")
@@ -79,7 +81,7 @@ def test_unet_stack(unet: Any, attach: Any, record: Any, plan_calls: Any, dense:
     """The same for two blocks in a row: what is kept is the update of both together."""
     first, last = unet.model.diffusion_model.middle_block[1].transformer_blocks
     starts, ends = record(first), record(last)
-    models.sample(attach(unet, **REUSE), SIDE, SIDE, steps=2)
+    models.sample(attach(unet, **REUSE), SIDE, SIDE, **FIRST[2])
     M, U = dense(plan_calls[starts[0].first_plan].plan)
     x, update = tokens_of(starts[1], "x"), ends[0].out - tokens_of(starts[0], "x")
     options = {k: v for k, v in starts[1].kwargs["transformer_options"].items() if k != "toma_evaluation"}
@@ -99,7 +101,7 @@ def test_flux_blocks(
     calls = record(block)
     extra = {"reference_latents": [torch.randn(1, 16, 8, 8)]} if references else {}
     conds = {side: models.conditioning(flux, seed=seed, **extra) for side, seed in (("positive", 1), ("negative", 2))}
-    models.sample(attach(flux, **REUSE, granularity="block"), SIDE, SIDE, steps=2, **conds)
+    models.sample(attach(flux, **REUSE, granularity="block"), SIDE, SIDE, **FIRST[2], **conds)
     whole, merged = calls
     plan = plan_calls[whole.first_plan].plan
     M, U = dense(plan)
@@ -147,7 +149,7 @@ def test_a_control_that_ends_takes_the_chains_it_split_with_it(
     starts, ends = record(blocks[0]), record(blocks[2])
     positive = models.conditioning(flux, seed=1)
     positive[0][1].update(control=Once(), control_apply_to_uncond=True)
-    models.sample(attach(flux, **REUSE), SIDE, SIDE, steps=2, cfg=1.0, positive=positive)
+    models.sample(attach(flux, **REUSE), SIDE, SIDE, **FIRST[2], cfg=1.0, positive=positive)
     plan = plan_calls[starts[0].first_plan].plan
     _, U = dense(plan)
     change = ends[1].out[0] - starts[1].kwargs["img"]
@@ -169,9 +171,9 @@ def test_joined_and_split_calls_agree(model: Any, attach: Any, monkeypatch: Any,
             *models.conditioning(model, seed=3, area=(*half, 0, SIDE // 2)),
         ]
     patched = attach(model, **REUSE, **SMOOTH)
-    joined = models.sample(patched, SIDE, SIDE, steps=2, positive=positive)
+    joined = models.sample(patched, SIDE, SIDE, **FIRST[2], positive=positive)
     monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
-    split = models.sample(patched, SIDE, SIDE, steps=2, positive=positive)
+    split = models.sample(patched, SIDE, SIDE, **FIRST[2], positive=positive)
     scale = joined.abs().max()
     torch.testing.assert_close(split / scale, joined / scale, rtol=1e-4, atol=1e-4)
 
@@ -180,7 +182,7 @@ def test_blocks_that_another_node_patches_run_whole_at_whole_steps(unet: Any, at
     """They are merged by module, which keeps no detail."""
     watched = unet.clone()
     watched.set_model_attn1_output_patch(lambda n, extra_options: n)
-    outs = [models.sample(m, SIDE, SIDE, steps=1) for m in (attach(watched, **REUSE), unet)]
+    outs = [models.sample(m, SIDE, SIDE, **FIRST[1]) for m in (attach(watched, **REUSE), unet)]
     assert torch.equal(*outs)
     assert models.sample(attach(watched, **REUSE), SIDE, SIDE, steps=3).isfinite().all()
 
