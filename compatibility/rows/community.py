@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from benchmarks import models
 
-from ..kit import SIDE, AbsentError, Kit, community, found, node, random
+from ..kit import SIDE, AbsentError, Kit, community, filled, found, node, patcher, random
 from ..row import FOR_FLUX, FOR_UNETS, Expected, Graph
 from .guidance import REPLACED
 from .images import controlnet, picture
@@ -176,3 +177,125 @@ def attention_couple(kit: Kit) -> Graph:
 
     without = Graph(lambda m: coupled(m, 9)[0], sample)
     return Graph(lambda m: coupled(m, 1)[0], sample, without=without, model=model)
+
+
+# What PuLID finds and describes faces with: libraries and networks that this matrix does without.
+FACES = (
+    *("cv2", "ftfy", "timm", "timm.layers", "timm.loss", "timm.models", "timm.models.layers", "facexlib"),
+    *("facexlib.detection", "facexlib.parsing", "facexlib.utils", "facexlib.utils.face_restoration_helper"),
+    *("facexlib.utils.misc", "insightface", "insightface.app", "insightface.utils", "insightface.utils.download"),
+    "insightface.utils.storage",
+)
+
+
+@contextmanager
+def standing_in(names: tuple[str, ...]) -> Iterator[None]:
+    """Modules that can be imported and do nothing, where they are not installed."""
+    absent = {name: mock.MagicMock() for name in names if name not in sys.modules}
+    sys.modules.update(absent)
+    try:
+        yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
+
+
+def face(seed: int) -> dict[str, Any]:
+    """Inputs of PuLID's nodes: a picture, a library that finds one face in it, and a network that describes it."""
+    known = SimpleNamespace(bbox=(0, 0, 9, 9), embedding=random(512, seed=seed).numpy())
+    described = random(1, 768, seed=seed), [random(1, 2, 1024, seed=seed)]
+    return {
+        "image": picture(),
+        "face_analysis": SimpleNamespace(det_model=SimpleNamespace(), get=lambda _: [known]),
+        "eva_clip": mock.MagicMock(
+            image_size=16, image_mean=(0.5,) * 3, image_std=(0.5,) * 3, side_effect=lambda *_, **__: described
+        ),
+    }
+
+
+def pulid(pack: str, module: str, name: str) -> tuple[Any, Any]:
+    """The pack's node and the module that it is in, with a cropped face from nowhere."""
+    importlib.import_module("comfy.sd")  # before: what it imports looks for some of these libraries itself
+    with standing_in(FACES):
+        apply = community(pack)(name)
+        code = importlib.import_module(f"{str(found(pack)).replace('.', '_x_')}.{module}")
+
+    def parse(picture: Tensor) -> tuple[Tensor]:
+        return (picture,)
+
+    helper = mock.MagicMock(cropped_faces=[random(16, 16, 3).numpy()], face_parse=parse)
+    stand_ins: dict[str, Any] = {"FaceRestoreHelper": lambda **_: helper, "init_parsing_model": lambda **_: parse}
+
+    def applied(*args: Any, **inputs: Any) -> Any:
+        with mock.patch.multiple(code, create=True, **stand_ins):
+            return apply(*args, **inputs)
+
+    return applied, code
+
+
+@row(
+    GROUP,
+    "PuLID (without its networks for faces)",
+    sdxl=Expected(whole={REPLACED: 60}),
+    flux=FOR_UNETS,
+    pack="PuLID_ComfyUI",
+)
+def pulid_unet(kit: Kit) -> Iterator[Graph]:
+    """On a narrow UNet with SDXL's very blocks: attention to a face in all of them but the middle ones, whose places
+    the pack names otherwise than ComfyUI."""
+    apply, code = pulid("PuLID_ComfyUI", "pulid", "ApplyPulid")
+    model = models.unet(depths=(0, 2, 10), middle=10)
+    layers, widths = {}, [64] * 4 + [128] * 50 + [64] * 6 + [128] * 10
+    for i, width in enumerate(widths):
+        for part in "kv":
+            layers[f"{2 * i + 1}.to_{part}_ip.weight"] = random(width, 16, seed=i, scale=0.25)
+    adapter: Any = SimpleNamespace(
+        ip_layers=code.To_KV(layers), get_image_embeds=lambda known, _: known[:, :80].reshape(-1, 5, 16)
+    )
+    adapter.to = lambda *_, **__: adapter
+
+    def faced(method: str, seed: int, patched: Any) -> Any:
+        return apply(patched, adapter, **face(seed), weight=1.0, start_at=0.0, end_at=1.0, method=method)
+
+    options = {"steps": 1}
+    for method in ("fidelity", "style", "neutral"):
+        without = Graph(partial(faced, method, 4), options=options)
+        yield Graph(partial(faced, method, 3), options=options, without=without, model=model, name=method)
+
+
+@row(
+    GROUP,
+    "PuLID for Flux (without its networks for faces, and with two of its functions mended for this ComfyUI)",
+    sdxl=FOR_FLUX,
+    pack="ComfyUI_PuLID_Flux_ll",
+)
+def pulid_flux(kit: Kit) -> Graph:
+    """On Flux's 19 double blocks and the first of its single ones; the pack runs the blocks in a loop of its own."""
+    apply, code = pulid("ComfyUI_PuLID_Flux_ll", "pulidflux", "ApplyPulidFlux")
+    # What ComfyUI has come to hand over, and these two do not take.
+    code.pulid_forward_orig = _without("timestep_zero_index", code.pulid_forward_orig)
+    sample = _without("latent_shapes", code.pulid_outer_sample_wrappers_with_override)
+    code.pulid_outer_sample_wrappers_with_override = sample
+    model = models.flux(double=19, single=6)
+    attentions = [code.PerceiverAttentionCA(dim=48, dim_head=16, heads=2, kv_dim=16) for _ in range(20)]
+    network: Any = torch.nn.Module()
+    network.pulid_ca = filled(torch.nn.ModuleList(attentions))
+    network.double_interval, network.single_interval = 2, 4
+    network.get_embeds = lambda known, _: known[:, :80].reshape(-1, 5, 16)
+    adapter = patcher(network)
+
+    def faced(seed: int, patched: Any) -> Any:
+        inputs = {**face(seed), "weight": 1.0, "start_at": 0.0, "end_at": 1.0}
+        return apply(patched, adapter, **inputs, options={"input_faces_align_mode": 0})
+
+    return runs(kit, Graph(partial(faced, 3), without=Graph(partial(faced, 4)), model=model))
+
+
+def _without(name: str, function: Any) -> Any:
+    """The function, called without an argument that it does not know."""
+
+    def call(*args: Any, **inputs: Any) -> Any:
+        inputs.pop(name, None)
+        return function(*args, **inputs)
+
+    return call
