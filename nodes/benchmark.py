@@ -11,7 +11,8 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
 
-from ..toma_core.config import ConfigError, ToMAConfig
+from ..toma_core.config import ToMAConfig
+from ..toma_core.fields import ConfigError
 from . import given, timing
 from .adapters.run import attention_in_use
 from .charts import MERGED, RECOMMENDED, WHOLE, Bar, bar_chart

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..toma_core.config import ConfigError, shown
+from ..toma_core.fields import ConfigError, shown
 
 
 def model(value: Any) -> Any:

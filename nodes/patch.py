@@ -7,7 +7,8 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..toma_core.config import PRESETS, ConfigError, ToMAConfig, check
+from ..toma_core.config import PRESETS, ToMAConfig, check
+from ..toma_core.fields import ConfigError
 from . import given
 from .adapters.run import attach
 from .live import NodeLine, said

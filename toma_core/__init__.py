@@ -6,7 +6,8 @@ holds what lives as long as one sampling run.
 
 from __future__ import annotations
 
-from .config import PRESETS, ConfigError, ToMAConfig
+from .config import PRESETS, ToMAConfig
+from .fields import ConfigError
 from .merge import MergePlan, merge, unmerge
 from .pipeline import Evaluation, plan_for, reduce, restore
 from .schedule import Decision, Schedule

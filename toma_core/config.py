@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
-
-class ConfigError(ValueError):
-    """A value that cannot be used. The message names the field, what is allowed and what to do."""
+from .fields import ConfigError, FieldSpec, checked, option, shown
 
 
 class Granularity(str, Enum):
@@ -67,250 +65,171 @@ class Levels(str, Enum):
 
 
 @dataclass(frozen=True)
-class FieldSpec:
-    """How one field is offered and checked: range (both ends allowed), widget step, group and help text.
-
-    endless: infinity is allowed as well, from Python; no widget has it.
-    """
-
-    tooltip: str
-    group: str
-    minimum: float | None = None
-    maximum: float | None = None
-    step: float | None = None
-    endless: bool = False
-
-
-def _option(default: Any, spec: FieldSpec) -> Any:
-    return field(default=default, metadata={"spec": spec})
-
-
-@dataclass(frozen=True)
 class ToMAConfig:
     """Every setting of the merge. Raises `ConfigError` on a value outside its range.
 
     Strings are accepted for the enum fields. The defaults are the `balanced` preset.
     """
 
-    ratio: float = _option(
+    ratio: float = option(
         0.5,
-        FieldSpec(
-            "Share of the image tokens that is merged away. 0.25 is careful, 0.5 the usual choice, 0.75 fast and "
-            "visibly softer. 0 switches ToMA off.",
-            "Tokens",
-            0.0,
-            0.95,
-            0.05,
-        ),
+        "Share of the image tokens that is merged away. 0.25 is careful, 0.5 the usual choice, 0.75 fast and visibly "
+        "softer. 0 switches ToMA off.",
+        "Tokens",
+        (0.0, 0.95, 0.05),
     )
-    ratio_decay: float = _option(
+    ratio_decay: float = option(
         0.0,
-        FieldSpec(
-            "How much of the ratio is given up between the first and the last merged step: 0 keeps it constant, 1 "
-            "lets it fall to zero. Try 0.5 when fine detail suffers; costs speed in the late steps.",
-            "Tokens",
-            0.0,
-            1.0,
-            0.05,
-        ),
+        "How much of the ratio is given up between the first and the last merged step: 0 keeps it constant, 1 lets "
+        "it fall to zero. Try 0.5 when fine detail suffers; costs speed in the late steps.",
+        "Tokens",
+        (0.0, 1.0, 0.05),
     )
-    min_tokens: int = _option(
+    min_tokens: int = option(
         256,
-        FieldSpec(
-            "Token grids with fewer tokens than this stay whole: merging a few tokens costs more than it saves. "
-            "Raise it if small images get slower.",
-            "Tokens",
-            4,
-            1_048_576,
-            16,
-        ),
+        "Token grids with fewer tokens than this stay whole: merging a few tokens costs more than it saves. Raise it "
+        "if small images get slower.",
+        "Tokens",
+        (4, 1_048_576, 16),
     )
-    granularity: Granularity = _option(
+    granularity: Granularity = option(
         Granularity.STACK,
-        FieldSpec(
-            "How long tokens stay merged. 'module': around each attention and feed-forward, as in the paper. "
-            "'block': around each transformer block. 'stack': around each chain of transformer blocks, the fastest.",
-            "Where",
-        ),
+        "How long tokens stay merged. 'module': around each attention and feed-forward, as in the paper. 'block': "
+        "around each transformer block. 'stack': around each chain of transformer blocks, the fastest.",
+        "Where",
     )
-    self_attention: bool = _option(
-        True, FieldSpec("Merge around self-attention. Only for granularity 'module'.", "Where")
-    )
-    cross_attention: bool = _option(
-        True, FieldSpec("Merge around cross-attention (UNet). Only for granularity 'module'.", "Where")
-    )
-    feed_forward: bool = _option(
+    self_attention: bool = option(
         True,
-        FieldSpec(
-            "Merge around the feed-forward layers (in Flux: the image MLPs of the double blocks). Only for "
-            "granularity 'module'. Off costs about half of the speed gain.",
-            "Where",
-        ),
+        "Merge around self-attention. Only for granularity 'module'.",
+        "Where",
     )
-    levels: Levels = _option(
+    cross_attention: bool = option(
+        True,
+        "Merge around cross-attention (UNet). Only for granularity 'module'.",
+        "Where",
+    )
+    feed_forward: bool = option(
+        True,
+        "Merge around the feed-forward layers (in Flux: the image MLPs of the double blocks). Only for granularity "
+        "'module'. Off costs about half of the speed gain.",
+        "Where",
+    )
+    levels: Levels = option(
         Levels.ALL,
-        FieldSpec(
-            "Which resolutions of a UNet are merged: all, only the finest, or only the coarser ones. Most of "
-            "SDXL's blocks are at the coarser one.",
-            "Where",
-        ),
+        "Which resolutions of a UNet are merged: all, only the finest, or only the coarser ones. Most of SDXL's "
+        "blocks are at the coarser one.",
+        "Where",
     )
-    unet_whole_blocks: int = _option(
+    unet_whole_blocks: int = option(
         0,
-        FieldSpec(
-            "The first so many transformer blocks of a UNet stay whole. 2 leaves SDXL's first stack whole: a "
-            "little closer to the original, a little slower.",
-            "Where",
-            0,
-            1000,
-            1,
-        ),
+        "The first so many transformer blocks of a UNet stay whole. 2 leaves SDXL's first stack whole: a little "
+        "closer to the original, a little slower.",
+        "Where",
+        (0, 1000, 1),
     )
-    flux_whole_double: int = _option(
+    flux_whole_double: int = option(
         5,
-        FieldSpec(
-            "The first so many double blocks of Flux stay whole; the released method uses 5 of 19. Fewer is "
-            "faster and less faithful.",
-            "Where",
-            0,
-            1000,
-            1,
-        ),
+        "The first so many double blocks of Flux stay whole; the released method uses 5 of 19. Fewer is faster and "
+        "less faithful.",
+        "Where",
+        (0, 1000, 1),
     )
-    flux_whole_single: int = _option(
+    flux_whole_single: int = option(
         5,
-        FieldSpec(
-            "The first so many single blocks of Flux stay whole; the released method uses 5 of 38.",
-            "Where",
-            0,
-            1000,
-            1,
-        ),
+        "The first so many single blocks of Flux stay whole; the released method uses 5 of 38.",
+        "Where",
+        (0, 1000, 1),
     )
-    start_percent: float = _option(
+    start_percent: float = option(
         0.0,
-        FieldSpec("Merging starts at this share of the sampling process (0 = from the start).", "When", 0.0, 1.0, 0.01),
+        "Merging starts at this share of the sampling process (0 = from the start).",
+        "When",
+        (0.0, 1.0, 0.01),
     )
-    end_percent: float = _option(
+    end_percent: float = option(
         1.0,
-        FieldSpec(
-            "Merging stops at this share of the sampling process (1 = to the end). 0.7 to 0.9 lets the last steps "
-            "restore fine detail, at the price of their speed.",
-            "When",
-            0.0,
-            1.0,
-            0.01,
-        ),
+        "Merging stops at this share of the sampling process (1 = to the end). 0.7 to 0.9 lets the last steps "
+        "restore fine detail, at the price of their speed.",
+        "When",
+        (0.0, 1.0, 0.01),
     )
-    full_every: int = _option(
+    full_every: int = option(
         0,
-        FieldSpec(
-            "Every so many steps, beginning with the first, one step runs whole, and so does the last step of a run (0 = "
-            "never; at least 2). With detail_reuse, 3 is much closer than 0 and gives up a third of the gain.",
-            "When",
-            0,
-            1000,
-            1,
-        ),
+        "Every so many steps, beginning with the first, one step runs whole, and so does the last step of a run (0 = "
+        "never; at least 2). With detail_reuse, 3 is much closer than 0 and gives up a third of the gain.",
+        "When",
+        (0, 1000, 1),
     )
-    select_every: int = _option(
+    select_every: int = option(
         10,
-        FieldSpec(
-            "Destinations are selected anew every so many steps. The paper uses 10. Lower follows the image more "
-            "closely and costs a little time at each selection.",
-            "When",
-            1,
-            1000,
-            1,
-        ),
+        "Destinations are selected anew every so many steps. The paper uses 10. Lower follows the image more closely "
+        "and costs a little time at each selection.",
+        "When",
+        (1, 1000, 1),
     )
-    weigh_every: int = _option(
+    weigh_every: int = option(
         5,
-        FieldSpec(
-            "Merge weights are computed anew every so many steps; the paper uses 5. Cheaper than selecting.",
-            "When",
-            1,
-            1000,
-            1,
-        ),
+        "Merge weights are computed anew every so many steps; the paper uses 5. Cheaper than selecting.",
+        "When",
+        (1, 1000, 1),
     )
-    selector: SelectorKind = _option(
+    selector: SelectorKind = option(
         SelectorKind.FACILITY_LOCATION,
-        FieldSpec(
-            "How destinations are picked. 'facility location' is the method of the paper; 'farthest point' is close; "
-            "'grid', 'random' and 'tome' are there for comparison.",
-            "How",
-        ),
+        "How destinations are picked. 'facility location' is the method of the paper; 'farthest point' is close; "
+        "'grid', 'random' and 'tome' are there for comparison.",
+        "How",
     )
-    window_kind: WindowKind = _option(
+    window_kind: WindowKind = option(
         WindowKind.TILE,
-        FieldSpec(
-            "Destinations are picked inside local windows. 'tile': squares, the best choice. 'stripe': bands over "
-            "the full width. 'global': the whole image at once, very slow to select on large images.",
-            "How",
-        ),
+        "Destinations are picked inside local windows. 'tile': squares, the best choice. 'stripe': bands over the "
+        "full width. 'global': the whole image at once, very slow to select on large images.",
+        "How",
     )
-    window_size: int = _option(
+    window_size: int = option(
         8,
-        FieldSpec(
-            "Side of a window in tokens; stripes hold about its square. 8 is the usual choice, 4 selects faster "
-            "and represents less well, 16 costs four times as much to select.",
-            "How",
-            2,
-            64,
-            1,
-        ),
+        "Side of a window in tokens; stripes hold about its square. 8 is the usual choice, 4 selects faster and "
+        "represents less well, 16 costs four times as much to select.",
+        "How",
+        (2, 64, 1),
     )
-    shift_windows: bool = _option(
+    shift_windows: bool = option(
         False,
-        FieldSpec(
-            "Move the windows by half a side at every other selection, so that their borders do not stay in one "
-            "place. Try it if you see a faint grid.",
-            "How",
-        ),
+        "Move the windows by half a side at every other selection, so that their borders do not stay in one place. "
+        "Try it if you see a faint grid.",
+        "How",
     )
-    scale: float = _option(
+    scale: float = option(
         300.0,
-        FieldSpec(
-            "Sharpness of the merge weights: high sends each token to its nearest destination only, low blurs over "
-            "several. 300 measured best or tied; the released code uses 1000; below 50 is blurry.",
-            "How",
-            1.0,
-            10_000.0,
-            10.0,
-            endless=True,
-        ),
+        "Sharpness of the merge weights: high sends each token to its nearest destination only, low blurs over "
+        "several. 300 measured best or tied; the released code uses 1000; below 50 is blurry.",
+        "How",
+        (1.0, 10_000.0, 10.0),
+        endless=True,
     )
-    unmerge: UnmergeKind = _option(
+    unmerge: UnmergeKind = option(
         UnmergeKind.TRANSPOSE,
-        FieldSpec(
-            "How results are spread back: 'transpose' is what ships with the paper, 'pseudo-inverse' is the exact "
-            "least-squares inverse, slightly closer and slower to prepare.",
-            "How",
-        ),
+        "How results are spread back: 'transpose' is what ships with the paper, 'pseudo-inverse' is the exact "
+        "least-squares inverse, slightly closer and slower to prepare.",
+        "How",
     )
-    share: Share = _option(
+    share: Share = option(
         Share.STACK,
-        FieldSpec(
-            "Which blocks share one plan within a step: each 'block' its own, one per 'stack' (in Flux: per kind of "
-            "block), or one per 'level' (resolution). Wider sharing selects less often.",
-            "How",
-        ),
+        "Which blocks share one plan within a step: each 'block' its own, one per 'stack' (in Flux: per kind of "
+        "block), or one per 'level' (resolution). Wider sharing selects less often.",
+        "How",
     )
-    random_seed: int = _option(
+    random_seed: int = option(
         0,
-        FieldSpec(
-            "Seed of the 'random' selector's own generator; other selectors do not use it.", "How", 0, 2**32 - 1, 1
-        ),
+        "Seed of the 'random' selector's own generator; other selectors do not use it.",
+        "How",
+        (0, 2**32 - 1, 1),
     )
-    detail_reuse: bool = _option(
+    detail_reuse: bool = option(
         False,
-        FieldSpec(
-            "Whole steps keep what merging would have lost, and the merged steps after them add it back: much closer "
-            "at the same speed. Holds one activation per stack or block. Without full_every, or with granularity "
-            "'module', it does nothing.",
-            "How",
-        ),
+        "Whole steps keep what merging would have lost, and the merged steps after them add it back: much closer at "
+        "the same speed. Holds one activation per stack or block. Without full_every, or with granularity 'module', "
+        "it does nothing.",
+        "How",
     )
 
     def __post_init__(self) -> None:
@@ -364,39 +283,7 @@ def field_default(name: str) -> Any:
 
 def check(name: str, value: Any) -> Any:
     """The value as a field of `ToMAConfig` holds it (enum, int, float or bool). Raises `ConfigError`."""
-    spec, default = field_spec(name), field_default(name)
-    if isinstance(default, Enum):
-        return _as_enum(name, value, type(default))
-    if isinstance(default, bool):
-        if not isinstance(value, bool):
-            raise ConfigError(f"ToMA: {name} is {shown(value)}. Allowed: true or false. Set one of them.")
-        return value
-    assert spec.minimum is not None and spec.maximum is not None  # noqa: S101 - for mypy: numbers have a range
-    allowed = f"{spec.minimum:.10g} to {spec.maximum:.10g}"
-    kind = "a whole number" if isinstance(default, int) else "a number"
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # NaN is in no range. The value is shown unrounded: one digit past the end must not read as the end itself.
-    inside = number and (spec.minimum <= value <= spec.maximum or (spec.endless and value == math.inf))
-    if not inside or (isinstance(default, int) and value != int(value)):
-        raise ConfigError(f"ToMA: {name} is {shown(value)}. Allowed: {kind} from {allowed}. Try {default:g}.")
-    return int(value) if isinstance(default, int) else float(value)
-
-
-def shown(value: Any) -> str:
-    """A value in a message: whatever was given, on one line of a screen."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python does not write out whole numbers of thousands of digits
-        text = f"a very large {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
-
-
-def _as_enum(name: str, value: Any, kind: type[Enum]) -> Enum:
-    try:
-        return kind(value)
-    except ValueError:
-        allowed = ", ".join(str(member.value) for member in kind)
-        raise ConfigError(f"ToMA: {name} is {shown(value)}. Allowed: {allowed}. Choose one of them.") from None
+    return checked(name, value, field_default(name), field_spec(name))
 
 
 # Nodes begin with the first. `faithful` follows the paper and its released code to the letter; the others run as many

@@ -1,0 +1,72 @@
+"""How one field of the settings is offered, checked and refused, whatever it means."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A value that cannot be used. The message names the field, what is allowed and what to do."""
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """How one field is offered and checked: range (both ends allowed), widget step, group and help text.
+
+    endless: infinity is allowed as well, from Python; no widget has it.
+    """
+
+    tooltip: str
+    group: str
+    minimum: float | None = None
+    maximum: float | None = None
+    step: float | None = None
+    endless: bool = False
+
+
+_Bounds = tuple[float | None, float | None, float | None]  # minimum, maximum, step
+
+
+def option(default: Any, tooltip: str, group: str, bounds: _Bounds = (None, None, None), **more: Any) -> Any:
+    """A dataclass field with this default, offered and checked as `FieldSpec(tooltip, group, *bounds, **more)` says."""
+    return field(default=default, metadata={"spec": FieldSpec(tooltip, group, *bounds, **more)})
+
+
+def checked(name: str, value: Any, default: Any, spec: FieldSpec) -> Any:
+    """The value as the field `name` holds it: of the kind of its default (enum, int, float or bool) and in its range.
+    Raises `ConfigError`."""
+    if isinstance(default, Enum):
+        return _as_enum(name, value, type(default))
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ConfigError(f"ToMA: {name} is {shown(value)}. Allowed: true or false. Set one of them.")
+        return value
+    assert spec.minimum is not None and spec.maximum is not None  # noqa: S101 - for mypy: numbers have a range
+    allowed = f"{spec.minimum:.10g} to {spec.maximum:.10g}"
+    kind = "a whole number" if isinstance(default, int) else "a number"
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # NaN is in no range. The value is shown unrounded: one digit past the end must not read as the end itself.
+    inside = number and (spec.minimum <= value <= spec.maximum or (spec.endless and value == math.inf))
+    if not inside or (isinstance(default, int) and value != int(value)):
+        raise ConfigError(f"ToMA: {name} is {shown(value)}. Allowed: {kind} from {allowed}. Try {default:g}.")
+    return int(value) if isinstance(default, int) else float(value)
+
+
+def shown(value: Any) -> str:
+    """A value in a message: whatever was given, on one line of a screen."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write out whole numbers of thousands of digits
+        text = f"a very large {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def _as_enum(name: str, value: Any, kind: type[Enum]) -> Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(str(member.value) for member in kind)
+        raise ConfigError(f"ToMA: {name} is {shown(value)}. Allowed: {allowed}. Choose one of them.") from None
