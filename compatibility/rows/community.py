@@ -29,7 +29,11 @@ def runs(kit: Kit, graph: Graph) -> Graph:
     """The graph, if the pack itself still runs in this ComfyUI. Raises `AbsentError`."""
     try:
         graph.run(kit, graph.patch(kit.model if graph.model is None else graph.model))
-    except (TypeError, AttributeError, NotImplementedError) as error:
+    except TypeError as error:
+        # Packs put a function in the place of one of ComfyUI's, whose later releases call it with arguments that were
+        # not there when it was written. Whatever else goes wrong is told as it is.
+        if "unexpected keyword argument" not in str(error):
+            raise
         raise AbsentError(f"without ToMA, too, it fails in this ComfyUI: {error}") from None
     return graph
 
