@@ -24,7 +24,7 @@ compatibility: ## try every feature of ComfyUI beside ToMA, 5 minutes, and write
 	@TOMA_WRITE_COMPATIBILITY=1 $(RUN) python -m pytest tests/compatibility $(ARGS)
 
 fuzz: ## 10,000 cases of settings, shapes, prompts and damaged files, an hour; TOMA_FUZZ=300 tries fewer
-	@TOMA_FUZZ=$${TOMA_FUZZ:-10000} $(RUN) python -m pytest -o faulthandler_timeout=7200 tests/reliability/test_fuzz.py $(ARGS)
+	@TOMA_FUZZ=$${TOMA_FUZZ:-10000} $(RUN) python -m pytest -o faulthandler_timeout=7200 tests/reliability/test_fuzz.py tests/reliability/test_damaged.py $(ARGS)
 
 soak: ## 300 prompts over one server, each compared with a process of its own, 20 minutes; TOMA_SOAK=30 sends fewer
 	@TOMA_SOAK=$${TOMA_SOAK:-300} $(RUN) python -m pytest -s -o faulthandler_timeout=7200 tests/reliability/test_soak.py $(ARGS)

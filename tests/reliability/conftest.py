@@ -1,4 +1,4 @@
-"""The models of tests/nodes, what a fresh process makes of them, and a count of what is alive."""
+"""The models of tests/nodes, what a fresh process makes of them, a count of what is alive, and how a server took it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import urllib.error
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,16 +19,20 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from demo.showcase_graphs import place_dit
+from demo.showcase_graphs import DIT, LATENT, REPORT, place_dit, sampling_graph
+from scripts.comfy_client import Run
 from scripts.comfy_pack import pack_module
-from scripts.comfy_server import ComfyServer
+from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
 
 HERE = Path(__file__).parent
+OURS = json.loads((HERE.parent / "nodes" / "schema.json").read_text())
+os.environ.setdefault("TOMA_FUZZ", "300")  # cases that test_fuzz.py tries; test_damaged.py takes a share of them
 
 
 def _module(path: Path) -> ModuleType:
@@ -177,3 +182,57 @@ def census() -> Callable[..., dict[str, Any]]:
         return dict(json.loads(run.outputs["1"]["text"][0]))
 
     return ask
+
+
+@pytest.fixture(scope="session")
+def outcome() -> Callable[[ComfyServer, Any], str]:
+    """outcome(server, graph): how the server takes a graph; fails where it is not as promised."""
+
+    def of(server: ComfyServer, graph: Any) -> str:
+        before = len(server.log())
+        try:
+            answer = server.post("/prompt", {"prompt": graph, "client_id": "fuzz"})
+            run = server.wait(answer["prompt_id"], timeout=120)
+        except urllib.error.HTTPError as error:
+            if error.code == 400:
+                body = json.loads(error.read())
+                assert body["error"].get("message") or body["node_errors"], "refused without a word"
+                return "refused"
+            # ComfyUI itself stumbles over some of this; then none of our code may be in sight.
+            assert f"custom_nodes/{PACK_FOLDER}/" not in server.log()[before:], server.log()[before:]
+            return f"HTTP {error.code}"
+        if run.status == "error":
+            assert run.error is not None
+            assert run.error["node_type"] not in OURS or run.error["exception_message"].startswith("ToMA"), run.error
+            assert run.error["exception_message"].strip(), run.error
+            return f"error in {run.error['node_type']}"
+        assert run.status == "success"
+        # ComfyUI runs the outputs that are in order, and names what is wrong with the others.
+        return "refused" if answer["node_errors"] else "success"
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def saved_latent(lab: ComfyServer) -> Callable[[Run], bytes]:
+    """saved_latent(run): the numbers of the latent that a graph has saved."""
+
+    def of(run: Run) -> bytes:
+        assert run.status == "success", run.error
+        latent = safetensors.torch.load(lab.view(run.outputs[LATENT]["latents"][0]))["latent_tensor"]
+        return bytes(latent.numpy().tobytes())
+
+    return of
+
+
+@pytest.fixture
+def steady(lab: ComfyServer, saved_latent: Callable[[Run], bytes]) -> Iterator[ComfyServer]:
+    """The server, and afterwards it still gives what it gave before."""
+    good = sampling_graph(DIT, 64, 2, seed=4321, merged=True, full_every=0)
+    run = lab.run(good, timeout=120)
+    before = saved_latent(run)
+    assert "2/2 steps" in run.outputs[REPORT]["text"][0]
+    yield lab
+    lab.check_alive()
+    lab.post("/free", {"unload_models": True, "free_memory": True})
+    assert saved_latent(lab.run(good, timeout=120)) == before

@@ -1,0 +1,89 @@
+"""Damaged files: an error that names the file, or a run; nothing hangs and nobody dies.
+
+`make fuzz` tries more of them: TOMA_FUZZ says how many, see conftest.py.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo import checker
+from demo import nodes as demo_nodes
+from demo.showcase_graphs import DIT, WEIGHTS_FOLDER, sampling_graph
+from scripts.comfy_server import ComfyServer
+
+CASES = int(os.environ["TOMA_FUZZ"])
+
+
+def damaged(data: bytes, seed: int) -> tuple[str, bytes]:
+    """The file cut off, or with some bits turned over: in its header, in its numbers, or anywhere."""
+    chance = random.Random(seed)  # noqa: S311 - cases, no secrets
+    header = 8 + int.from_bytes(data[:8], "little")
+    way = ("cut", "cut in the header", "length", "header", "numbers", "anywhere", "empty")[seed % 7]
+    if way in ("cut", "cut in the header", "empty"):
+        end = {"cut": chance.randrange(len(data)), "cut in the header": chance.randrange(header), "empty": 0}[way]
+        return f"{way} at {end}", data[:end]
+    first, last = {"length": (0, 8), "header": (8, header), "numbers": (header, len(data)), "anywhere": (0, len(data))}[
+        way
+    ]
+    changed = bytearray(data)
+    for _ in range(chance.randint(1, 40)):
+        changed[chance.randrange(first, last)] ^= 1 << chance.randrange(8)
+    return way, bytes(changed)
+
+
+@pytest.mark.server
+def test_damaged_checkpoint_is_refused_in_words_or_runs(steady: ComfyServer, outcome: Any) -> None:
+    """Through the stock loader, as a user's broken download. Numbers that are not, as weights, must not hang us."""
+    whole = (steady.base / "models" / "diffusion_models" / "toma_demo_dit.safetensors").read_bytes()
+    seen = set()
+    for seed in range(max(7, CASES // 40)):
+        way, data = damaged(whole, seed)
+        path = steady.base / "models" / "diffusion_models" / f"damaged{seed}.safetensors"
+        path.write_bytes(data)
+        graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, full_every=0)
+        graph["loader"]["inputs"]["unet_name"] = path.name
+        how = outcome(steady, graph)
+        path.unlink()
+        seen.add(how)
+        assert how in ("success", "error in UNETLoader"), (way, how)
+    assert "error in UNETLoader" in seen
+
+
+LOADERS: dict[str, Callable[[Path], Any]] = {
+    "checker.safetensors": checker.load_checker,
+    "unet.safetensors": lambda path: demo_nodes.ToMADemoUNet.execute("trained", 0),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_damaged_demo_weights_are_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Any) -> None:
+    """The demo's own loaders: the error names the file and says what to do."""
+    path = tmp_path / name
+    monkeypatch.setattr(demo_nodes, "UNET_WEIGHTS", path)
+    original = WEIGHTS_FOLDER / name
+    # What the trained UNet is not there for, any checkpoint of another model is: its header is as long.
+    whole = (original if original.exists() else WEIGHTS_FOLDER / "checker.safetensors").read_bytes()
+    refused = 0
+    for seed in range(max(14, CASES // 10)):
+        way, data = damaged(whole, seed)
+        path.write_bytes(data)
+        begin = time.monotonic()
+        try:
+            LOADERS[name](path)
+        except ValueError as error:
+            refused += 1
+            message = str(error)
+            assert name in message, way
+            assert "again" in message, way
+        else:
+            assert way in ("numbers", "anywhere", "header"), way
+        assert time.monotonic() - begin < 60
+    assert refused >= 4
