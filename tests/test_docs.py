@@ -59,6 +59,13 @@ def test_index_lists_every_page() -> None:
     assert {path.name for path in DOCS.glob("*.md")} - {"README.md"} <= listed
 
 
+def test_tests_that_are_named_exist() -> None:
+    named = {name for path in TEXTS for name in re.findall(r"`([\w/]+\.py)::(\w+)`", path.read_text(encoding="utf-8"))}
+    assert named
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file} has no {name}"
+
+
 def test_every_picture_is_shown_and_opens() -> None:
     shown = {(path.parent / link).resolve() for path in TEXTS for link in links(path.read_text(encoding="utf-8"))}
     for picture in (DOCS / "images").iterdir():
