@@ -37,8 +37,7 @@ from benchmarks.variants import Variant
 from scripts.comfyui import ROOT
 
 RATIO = 0.5
-# A dry run divides the sides of pictures by this.
-DRY = 16
+DRY = 16  # a dry run divides the sides of pictures by this
 
 
 @dataclass
@@ -68,8 +67,7 @@ class Suite:
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            made = fullsize.patcher(name, self.dtype, self.device, tiny=self.dry, flux_blocks=flux_blocks)
-            self._built = (key, made)
+            self._built = key, fullsize.patcher(name, self.dtype, self.device, tiny=self.dry, flux_blocks=flux_blocks)
         return self._built[1]
 
     def shape(self, name: str, side: int, batch: int = 1) -> Shape:
@@ -90,7 +88,7 @@ class Suite:
         self, name: str, side: int, steps: int, cfg: float, chosen: Sequence[Variant], limit: float, shares: bool = True
     ) -> None:
         """Whole sampling runs, at most `limit` seconds of timed ones."""
-        steps = min(steps, 2) if self.dry else steps
+        steps = min(steps, 3) if self.dry else steps  # presets run the first and the last whole
         self.rows += sample.measure(
             self.patcher(name), self.shape(name, side), steps, cfg, chosen, self.repeats(9), self.device, shares, limit
         )
