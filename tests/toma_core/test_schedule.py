@@ -120,7 +120,9 @@ def test_last_step_is_whole_if_the_picture_is_finished() -> None:
     for settings in (config, dataclasses.replace(config, detail_reuse=True)):
         whole = [step for step, d in enumerate(ten_steps(settings, finishes=True)) if not d.merged_ratio]
         assert whole == [0, 4, 8, 9]
-        whole = [step for step, d in enumerate(ten_steps(settings, finishes=True, sigma_start=8.0)) if not d.merged_ratio]
+        whole = [
+            step for step, d in enumerate(ten_steps(settings, finishes=True, sigma_start=8.0)) if not d.merged_ratio
+        ]
         assert whole == [0, 1, 2, 6, 9]
     assert [d.step for d in ten_steps(settings, finishes=True) if d.keeps_detail] == [0, 4, 8]
     assert [d.merged_ratio for d in ten_steps(ToMAConfig(), finishes=True)] == [0.5] * 10
