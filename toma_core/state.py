@@ -101,11 +101,12 @@ class RunState:
     def _selected(self, x: Tensor, grid: tuple[int, int], decision: Decision) -> MergePlan:
         config = self.config
         windows, budget = self._layout(grid, decision, x.device)
-        choice = self.dispatch.pick(x, windows, budget)
+        choice = self.dispatch.pick(x, windows, budget, config.hard)
         self.stats.computed_by(str(choice))
         kernels, greedy = choice.kernels, config.selector is SelectorKind.FACILITY_LOCATION
         if kernels is not None and greedy and config.unmerge is UnmergeKind.TRANSPOSE:
-            return MergePlan(windows, budget, *kernels.select_weigh(x, windows, budget, config.scale), kernels)
+            weights = kernels.select_weigh(x, windows, budget, config.scale)
+            return MergePlan(windows, budget, *weights, kernels, config.hard)
         tokens = windows.split(x)
         similarity = cosine_similarity(tokens)
         picks = select(similarity, windows, budget, config.selector, config.random_seed + decision.selection)
@@ -154,12 +155,9 @@ class RunState:
 
 def _stacked(plans: list[MergePlan]) -> MergePlan:
     """One plan for the concatenation of several batches on the same layout."""
-    first = plans[0]
-    return MergePlan(
-        first.windows,
-        first.budget,
-        torch.cat([p.picks for p in plans]),
-        torch.cat([p.merge_weights for p in plans]),
-        torch.cat([p.unmerge_weights for p in plans]),
-        first.kernels,
+    return replace(
+        plans[0],
+        picks=torch.cat([p.picks for p in plans]),
+        merge_weights=torch.cat([p.merge_weights for p in plans]),
+        unmerge_weights=torch.cat([p.unmerge_weights for p in plans]),
     )

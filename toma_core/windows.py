@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ class Windows:
     source: (W, S) int64, the token in each slot; a slot past a window's count repeats the window's first token.
     valid: (W, S) bool, False in those padding slots; None if all windows are full.
     inverse: (N,) int64, each token's slot in the flattened (W * S); every token has exactly one.
-    counts: tokens per window. cuts: row and column borders, for drawing.
+    counts: tokens per window. cuts: row and column borders.
+    tiles: rows of windows, rows of a window, windows in a row, columns of a window; None unless all are alike.
     """
 
     height: int
@@ -34,6 +35,11 @@ class Windows:
     inverse: Tensor
     contiguous: bool
     cuts: tuple[tuple[int, ...], tuple[int, ...]]
+    tiles: tuple[int, int, int, int] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        (rows, high), (columns, wide) = (_pieces(cuts) for cuts in self.cuts)
+        object.__setattr__(self, "tiles", (rows, high, columns, wide) if high and wide else None)
 
     @property
     def tokens(self) -> int:
@@ -52,6 +58,14 @@ class Windows:
         """(B, W, S, C) -> (B, N, C), the inverse of `split`; padding slots are dropped."""
         x = x.flatten(1, 2)
         return x if self.contiguous else x.index_select(1, self.inverse)
+
+    def add(self, x: Tensor, update: Tensor) -> Tensor:
+        """x + join(update). x: (B, N, C), update: (B, W, S, C) -> (B, N, C), and where all windows are alike in one
+        pass: addition takes its operands in any order of memory, and gives the result that of the first."""
+        if self.contiguous or self.tiles is None:
+            return x + self.join(update)
+        tiled = x.unflatten(1, self.tiles).transpose(2, 3)
+        return (tiled + update.view(tiled.shape)).transpose(2, 3).flatten(1, 4)
 
     def to(self, device: torch.device) -> Windows:
         """The same windows with their index tensors on `device`."""
@@ -152,6 +166,12 @@ def _cuts(length: int, size: int, shifted: bool) -> tuple[int, ...]:
         return (0, *range(size // 2 or 1, length, size), length)
     pieces = -(-length // size)
     return tuple(round(i * length / pieces) for i in range(pieces + 1))
+
+
+def _pieces(cuts: tuple[int, ...]) -> tuple[int, int]:
+    """How many pieces there are between cuts, and their length, 0 if they differ."""
+    lengths = {end - start for start, end in itertools.pairwise(cuts)}
+    return len(cuts) - 1, lengths.pop() if len(lengths) == 1 else 0
 
 
 def make_budget(counts: tuple[int, ...], ratio: float) -> Budget:

@@ -66,26 +66,6 @@ def own_destinations(patch: Patch) -> Patch:
     return during(patch, lambda: pack_module("nodes.adapters.run").Sampling, values)
 
 
-def hard(patch: Patch) -> Patch:
-    """Every token belongs to its nearest destination alone: a plain mean of clusters."""
-
-    def values(state: Any) -> dict[str, Any]:
-        def weigh(*args: Any) -> Any:
-            plan = state_weigh(*args)
-            shares = plan.unmerge_weights
-            A = torch.zeros_like(shares).scatter(-1, shares.argmax(-1, keepdim=True), 1.0)
-            if plan.windows.valid is not None:
-                A = A * plan.windows.valid[:, :, None]
-            M = A.transpose(-1, -2)
-            M = M / M.sum(-1, keepdim=True).clamp_min(1e-6)
-            return dataclasses.replace(plan, merge_weights=M, unmerge_weights=A)
-
-        state_weigh = state.weigh
-        return {"weigh": weigh}
-
-    return during(patch, _state, values)
-
-
 def centred(patch: Patch) -> Patch:
     """Cosines of tokens from which the mean token of their image is taken."""
 

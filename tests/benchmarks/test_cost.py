@@ -47,10 +47,12 @@ def test_attention_is_one_operation(skip: bool, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("granularity", "kernels", "most"),
     [
-        ("stack", False, 0.05),
-        ("stack", True, 0.02),
-        ("block", True, 0.15),
-        ("module", True, 0.26),
+        ("stack", False, 0.026),
+        ("stack", True, 0.014),
+        ("block", False, 0.14),
+        ("block", True, 0.084),
+        ("module", False, 0.29),
+        ("module", True, 0.25),
     ],
 )
 def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, most: float) -> None:
@@ -71,10 +73,11 @@ def test_nothing_is_added_where_nothing_is_merged() -> None:
 
 @pytest.mark.parametrize(("shape", "granularity"), [(SDXL, "stack"), (SDXL, "module"), (FLUX, "block")], ids=str)
 def test_ceilings(shape: Shape, granularity: str) -> None:
-    """By FLOPs: merging itself costs next to nothing, and half of the tokens of most layers are gone."""
+    """By FLOPs: merging itself costs little, and half of the tokens of most layers are gone."""
     base, merged = cost.count(shape), cost.count(shape, toma(granularity=granularity))
     assert 1.6 < base.flops / merged.flops < 1.75
-    assert merged.parts["merge"].flops + merged.parts["unmerge"].flops < 0.01 * merged.flops
+    most = 0.035 if granularity == "module" else 0.002
+    assert merged.parts["merge"].flops + merged.parts["unmerge"].flops < most * merged.flops
 
 
 def test_making_plans_is_counted_apart() -> None:

@@ -164,14 +164,6 @@ def test_own_destinations(model: Any, plans: Any) -> None:
     assert not torch.equal(plans[0].picks, plans[1].picks)
 
 
-def test_hard_weights(model: Any, plans: Any) -> None:
-    sample(experiments.hard(toma(scale=20.0))(model))
-    A, M = plans[0].unmerge_weights.float(), plans[0].merge_weights.float()
-    assert set(A.unique().tolist()) == {0.0, 1.0}
-    torch.testing.assert_close(M.sum(-1), torch.ones_like(M[..., 0]))
-    assert torch.equal(A.argmax(-1), M.transpose(-1, -2).argmax(-1))
-
-
 def test_centred_tokens_do_not_know_a_common_direction(pack: ModuleType) -> None:
     """Adding one vector to all tokens changes plain cosines, and none of centred ones."""
     state = pack_module("toma_core.state")
@@ -224,7 +216,7 @@ def test_whole_last(model: Any, decisions: Any) -> None:
 def test_the_pack_is_as_before(model: Any) -> None:
     state, run = pack_module("toma_core.state"), pack_module("nodes.adapters.run")
     before = state.weigh, state.cosine_similarity, state.RunState._selected, run.Schedule, run.Sampling.copies
-    for change in (experiments.hard, experiments.centred, experiments.moved_budget, experiments.own_destinations):
+    for change in (experiments.centred, experiments.moved_budget, experiments.own_destinations):
         sample(change(toma())(model))
     assert before == (
         state.weigh,

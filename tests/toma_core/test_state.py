@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Iterator
@@ -325,11 +326,12 @@ def test_planning_and_merging_never_wait_for_the_device(
 @pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
 @pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
 @pytest.mark.parametrize("grid", [(8, 8), GRID, (1, 30)], ids=str)
+@pytest.mark.parametrize("scale", [300.0, math.inf])
 def test_planning_and_merging_need_no_values(
-    grid: tuple[int, int], selector: SelectorKind, unmerge_kind: UnmergeKind
+    grid: tuple[int, int], selector: SelectorKind, unmerge_kind: UnmergeKind, scale: float
 ) -> None:
     """On the meta device, where tensors have no values: to read one, in whatever way, is an error."""
-    run = run_of(selector=selector, unmerge=unmerge_kind)
+    run = run_of(selector=selector, unmerge=unmerge_kind, scale=scale)
     x = torch.empty(4, grid[0] * grid[1], 6, dtype=torch.bfloat16, device="meta")
     with pytest.raises(RuntimeError, match="meta"):
         x.sum().item()
@@ -342,9 +344,10 @@ def test_planning_and_merging_need_no_values(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scale", [300.0, math.inf])
 @pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
-def test_planning_and_merging_never_wait_for_a_real_device(unmerge_kind: UnmergeKind) -> None:
-    run = run_of(unmerge=unmerge_kind)
+def test_planning_and_merging_never_wait_for_a_real_device(unmerge_kind: UnmergeKind, scale: float) -> None:
+    run = run_of(unmerge=unmerge_kind, scale=scale)
     x = features(0, 2).cuda()
     run.plan(x, GRID, "a", at(), (None,))
     torch.cuda.set_sync_debug_mode("error")

@@ -48,6 +48,15 @@ def test_any_grid_is_partitioned(height: int, width: int, kind: WindowKind, size
     check_partition(windows)
     x = torch.arange(2 * windows.tokens * 3).view(2, windows.tokens, 3)
     assert torch.equal(windows.join(windows.split(x)), x)
+    added = windows.add(x, 1000 * windows.split(x))
+    assert torch.equal(added, 1001 * x)
+    assert added.is_contiguous()
+    alike = all(len({b - a for a, b in itertools.pairwise(cuts)}) == 1 for cuts in windows.cuts)
+    assert (windows.tiles is not None) == alike
+    if windows.tiles is not None:
+        assert windows.valid is None
+        grid = torch.arange(windows.tokens).view(windows.tiles).transpose(1, 2)
+        assert torch.equal(grid.flatten(0, 1).flatten(1), windows.source)
     rows, columns = windows.cuts
     assert (rows[0], rows[-1], columns[0], columns[-1]) == (0, height, 0, width)
     assert list(rows) == sorted(set(rows))

@@ -7,7 +7,8 @@ not: on CPUs, on AMD and Apple GPUs, without Triton, on windows of more than 16x
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
@@ -38,7 +39,8 @@ class Kernels(Protocol):
     name: str
 
     def select_weigh(self, x: Tensor, windows: Windows, budget: Budget, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Picks by greedy facility location, merge weights, and their transposed unmerge weights."""
+        """Picks by greedy facility location, merge weights, and their transposed unmerge weights; at an infinite scale
+        those of a hard plan."""
         ...
 
     def weigh(self, x: Tensor, picks: Tensor, windows: Windows, budget: Budget, scale: float) -> tuple[Tensor, Tensor]:
@@ -59,6 +61,18 @@ class Kernels(Protocol):
         """x + unmerge(out - reduced): out, reduced (B, D, C); x and the result (B, N, C)."""
         ...
 
+    def merge_hard(self, x: Tensor, owners: Tensor, windows: Windows, budget: Budget) -> Tensor:
+        """`merge` of a hard plan: the means of what belongs to each destination, by `MergePlan.owners`."""
+        ...
+
+    def unmerge_hard(self, y: Tensor, owners: Tensor) -> Tensor:
+        """`unmerge` of a hard plan: a copy of each token's destination."""
+        ...
+
+    def restore_hard(self, out: Tensor, reduced: Tensor, x: Tensor, owners: Tensor) -> Tensor:
+        """`restore` of a hard plan."""
+        ...
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -74,22 +88,22 @@ class Choice:
 
 @dataclass(eq=False)
 class Dispatch:
-    """Chooses once per run, device, dtype and padded window size.
+    """Chooses once per run, device, dtype, padded window size, and for hard plans apart.
 
     asked: AUTO falls back to PyTorch and tells why; TRITON raises RuntimeError instead.
     """
 
     asked: Backend = Backend.AUTO
-    _choices: dict[tuple[torch.device, torch.dtype, int], Choice] = field(default_factory=dict)
+    _choices: dict[tuple[torch.device, torch.dtype, int, bool], Choice] = field(default_factory=dict)
 
-    def pick(self, x: Tensor, windows: Windows, budget: Budget) -> Choice:
+    def pick(self, x: Tensor, windows: Windows, budget: Budget, hard: bool = False) -> Choice:
         """The choice for tokens x of (B, N, C) in these windows."""
-        key = (x.device, x.dtype, windows.slots)
+        key = (x.device, x.dtype, windows.slots, hard)
         if key not in self._choices:
-            self._choices[key] = self._chosen(x, windows, budget)
+            self._choices[key] = self._chosen(x, windows, budget, hard)
         return self._choices[key]
 
-    def _chosen(self, x: Tensor, windows: Windows, budget: Budget) -> Choice:
+    def _chosen(self, x: Tensor, windows: Windows, budget: Budget, hard: bool) -> Choice:
         if self.asked is Backend.TORCH:
             return Choice(None, "as asked")
         reason = _obstacle(x, windows.slots, interpreter=self.asked is Backend.TRITON)
@@ -101,7 +115,7 @@ class Dispatch:
 
         kernels = TritonKernels()
         if self.asked is Backend.AUTO:
-            reason = _trial(kernels, x, windows, budget)
+            reason = _trial(kernels, x, windows, budget, hard)
         return Choice(None, reason) if reason else Choice(kernels)
 
 
@@ -131,25 +145,29 @@ def _obstacle(x: Tensor, slots: int, interpreter: bool) -> str:
 
 
 # What came of the first use of the kernels in this process: an empty string, or why they failed.
-_trials: dict[tuple[torch.device, torch.dtype, int], str] = {}
+_trials: dict[tuple[torch.device, torch.dtype, int, bool], str] = {}
 
 
-def _trial(kernels: Kernels, x: Tensor, windows: Windows, budget: Budget) -> str:
+def _trial(kernels: Kernels, x: Tensor, windows: Windows, budget: Budget, hard: bool) -> str:
     """Why the kernels fail on x or compute something else than PyTorch, or an empty string.
 
     Triton compiles at first use, with a C compiler and a driver that may be missing, for cards nobody here has seen.
     Only this trial is guarded, and waits for the device: an error in the run itself is not hidden.
     """
-    key = (x.device, x.dtype, windows.slots)
+    from ..merge import MergePlan, merge, unmerge_update
+
+    x = x.detach()
+    key = (x.device, x.dtype, windows.slots, hard)
     if key not in _trials:
         try:
-            _, M, back = kernels.select_weigh(x, windows, budget, 1.0)
-            reduced = kernels.merge(x, M, windows, budget)
-            restored = kernels.restore(2 * reduced, reduced, x, back, windows, budget)
-            merged = budget.pack(M @ windows.split(x))
-            spread = x + windows.join(back @ budget.unpack(merged))
-            used = torch.ones_like(M[..., 0]) if budget.valid is None else budget.valid.expand(M.shape[:-1]).to(M.dtype)
-            pairs = ((M.sum(-1), used), (reduced, merged), (restored, spread))
+            scale = math.inf if hard else 1.0
+            plan = MergePlan(windows, budget, *kernels.select_weigh(x, windows, budget, scale), kernels, hard)
+            used = torch.ones_like(plan.picks) if budget.valid is None else budget.valid.expand_as(plan.picks)
+            pairs = [(plan.merge_weights.sum(-1), used.to(x.dtype))]
+            plain = replace(plan, kernels=None)
+            ours, theirs = merge(x, plan), merge(x, plain)
+            restored, spread = (unmerge_update(2 * y, y, x, p) for y, p in ((ours, plan), (theirs, plain)))
+            pairs += [(ours, theirs), (restored, spread)]
             _trials[key] = "" if all(_close(*pair) for pair in pairs) else "Triton's results are off"
         except torch.OutOfMemoryError:
             raise

@@ -18,9 +18,10 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from toma_core.kernels.triton import product, select
+from toma_core.kernels.triton import assign, product, select
 
-POINTERS = {"source": "*i64", "picks": "*i64", "expand": "*i64", "valid": "*i1", "used": "*i1", "scratch": "*fp32"}
+POINTERS = {"source": "*i64", "picks": "*i64", "expand": "*i64", "valid": "*i1", "used": "*i1", "owners": "*i64",
+            "scratch": "*fp32"}
 TOKENS = ("x", "y", "reduced", "M", "back", "weights", "out")
 
 def compiled(kernel, dtype, capability, constants, warps, stages):
@@ -37,12 +38,12 @@ def compiled(kernel, dtype, capability, constants, warps, stages):
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return {"kernel": kernel.__name__, "binary": len(done.asm["cubin"]), "shared": done.metadata.shared}
 
-def every(dtype, capability):
+def every(dtype, capability, *hard):
     block = 16 if dtype == "fp32" else 64
     shared = {"HAS_VALID": True, "HAS_USED": True, "UPCAST": False}
     for on_chip, slots, warps in ((True, 64, 4), (True, 128, 16), (False, 256, 8)):
-        constants = {**shared, "SELECT": True, "S_PAD": slots, "K_PAD": slots // 2, "ROUNDS": slots // 2,
-                     "STEPS_C": 640 // block, "BLOCK_C": block}
+        constants = {**shared, "SELECT": True, "HARD": slots in hard, "S_PAD": slots, "K_PAD": slots // 2,
+                     "ROUNDS": slots // 2, "STEPS_C": 640 // block, "BLOCK_C": block}
         if on_chip:
             yield compiled(select._on_chip_kernel, dtype, capability, constants, warps, 3)
         else:
@@ -50,22 +51,28 @@ def every(dtype, capability):
     inner, channels = (32, 32) if dtype == "fp32" else (64, 128)
     blocks = {"STEPS": 4, "BLOCK_K": 64, "BLOCK_S": inner, "BLOCK_C": channels}
     yield compiled(product._merge_kernel, dtype, capability, {**shared, **blocks}, 8, 2)
+    yield compiled(assign._mean_kernel, dtype, capability, {**shared, **blocks}, 8, 2)
+    copying = {"RESIDUAL": True, "BLOCK_N": 32, "BLOCK_C": 128}
+    yield compiled(assign._copy_kernel, dtype, capability, copying, 4, 2)
     blocks = {"STEPS": 4, "BLOCK_K": inner, "BLOCK_S": 64, "BLOCK_C": channels, "RESIDUAL": True}
     yield compiled(product._unmerge_kernel, dtype, capability, {**shared, **blocks}, 8, 2)
 
-print(json.dumps(list(every(sys.argv[1], int(sys.argv[2])))))
+print(json.dumps(list(every(sys.argv[1], *map(int, sys.argv[2:])))))
 """
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [(80, "fp32"), (86, "bf16"), (90, "fp16")])
-def test_compiles(capability: int, dtype: str, tmp_path: Path) -> None:
+# hard: the sizes of windows whose plans are hard. Compiling is slow, so that every generation compiles a part of them.
+@pytest.mark.parametrize(
+    ("capability", "dtype", "hard"), [(80, "fp32", ["64"]), (86, "bf16", ["128", "256"]), (90, "fp16", ["64", "256"])]
+)
+def test_compiles(capability: int, dtype: str, hard: list[str], tmp_path: Path) -> None:
     pytest.importorskip("triton.backends.nvidia.compiler")
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     root = Path(__file__).parents[3]
     done = subprocess.run(
-        [sys.executable, str(program), dtype, str(capability)],
+        [sys.executable, str(program), dtype, str(capability), *hard],
         env=environ | {"PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
@@ -74,7 +81,7 @@ def test_compiles(capability: int, dtype: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     built = json.loads(done.stdout)
-    assert len(built) == 5
+    assert len(built) == 7
     for kernel in built:
         assert kernel["binary"] > 0
         assert kernel["shared"] <= SHARED, kernel

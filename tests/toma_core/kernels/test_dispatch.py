@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from typing import Any
 
@@ -130,6 +131,14 @@ class TestFirstUse:
         plan_of(CASE.tokens(), where)
         assert where.run.stats.kernels == {"torch (Triton's results are off)"}
 
+    def test_hard_plans_have_a_trial_of_their_own(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        merge = type(kernels).merge_hard
+        monkeypatch.setattr(type(kernels), "merge_hard", lambda *args: 1.1 * merge(*args))
+        for scale, used in ((30.0, "triton"), (math.inf, "torch (Triton's results are off)")):
+            where = evaluation(Backend.AUTO, scale=scale)
+            plan_of(CASE.tokens(), where)
+            assert where.run.stats.kernels == {used}
+
     def test_no_memory_is_no_reason_to_fall_back(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*args: Any) -> None:
             raise torch.OutOfMemoryError
@@ -138,17 +147,21 @@ class TestFirstUse:
         with pytest.raises(torch.OutOfMemoryError):
             plan_of(CASE.tokens(), evaluation(Backend.AUTO))
 
-    def test_works(self, kernels: Any) -> None:
-        where = evaluation(Backend.AUTO)
+    @pytest.mark.parametrize("scale", [30.0, math.inf])
+    def test_works(self, scale: float, kernels: Any) -> None:
+        where = evaluation(Backend.AUTO, scale=scale)
         assert isinstance(plan_of(CASE.tokens(), where).kernels, type(kernels))
         assert where.run.stats.kernels == {"triton"}
 
 
 @pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
 @pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
-def test_a_run_on_kernels_equals_one_without(selector: SelectorKind, unmerge_kind: UnmergeKind, kernels: Any) -> None:
+@pytest.mark.parametrize("scale", [30.0, math.inf])
+def test_a_run_on_kernels_equals_one_without(
+    scale: float, selector: SelectorKind, unmerge_kind: UnmergeKind, kernels: Any
+) -> None:
     """Selected, then weighed anew from other tokens: the block's result as in plain PyTorch."""
-    settings = {"selector": selector, "unmerge": unmerge_kind, "scale": 30.0}
+    settings = {"selector": selector, "unmerge": unmerge_kind, "scale": scale}
     fast, plain = (evaluation(backend, **settings) for backend in (Backend.TRITON, Backend.TORCH))
     for seed, weighing in ((0, 0), (1, 1)):
         x = CASE.tokens(seed)

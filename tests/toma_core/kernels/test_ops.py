@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,22 +33,30 @@ def calls(case: Case) -> dict[str, tuple[Any, ...]]:
     merging = (x, M, windows.source, budget.valid, budget.expand, budget.total)
     reduced = operators.merge(*merging)
     layout = (back, windows.source, windows.valid, budget.expand, windows.tokens)
+    hard = (windows.source, windows.valid, budget.valid, budget.expand, budget.slots, budget.total)
+    owners = MergePlan(windows, budget, picks, M, back, hard=True).owners
     return {
         "select_weigh": first,
         "weigh": (x, picks, windows.source, windows.valid, budget.valid, 30.0),
         "merge": merging,
         "unmerge": (reduced, None, None, *layout),
         "restore": (reduced, reduced, x, *layout),
+        "merge_hard": (x, owners, *hard),
+        "unmerge_hard": (reduced, None, None, owners),
+        "restore_hard": (reduced, reduced, x, owners),
     }
 
 
 def operator(name: str) -> Any:
     from toma_core.kernels.triton.ops import operators
 
-    return getattr(operators, {"restore": "unmerge"}.get(name, name)).default
+    return getattr(operators, name.replace("restore", "unmerge")).default
 
 
-@pytest.mark.parametrize("name", ["select_weigh", "weigh", "merge", "unmerge", "restore"])
+NAMES = ["select_weigh", "weigh", "merge", "unmerge", "restore", "merge_hard", "unmerge_hard", "restore_hard"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @each(*CASES)
 def test_fake_tensors(case: Case, name: str, kernels: Any) -> None:
     """Shape, dtype, strides and device of the real results, from tensors without values."""
@@ -61,17 +70,19 @@ def test_fake_tensors(case: Case, name: str, kernels: Any) -> None:
         assert (f.shape, f.dtype, f.stride(), f.device) == (r.shape, r.dtype, r.stride(), r.device)
 
 
-@pytest.mark.parametrize("name", ["select_weigh", "weigh", "merge", "unmerge", "restore"])
+@pytest.mark.parametrize("name", NAMES)
 def test_operators_are_registered_as_torch_wants_it(name: str, kernels: Any) -> None:
     """No argument is changed or returned, and the fake agrees with the kernel."""
     torch.library.opcheck(operator(name), calls(CASES[2])[name], test_utils=("test_schema", "test_faketensor"))
 
 
-def test_traced_into_one_graph(kernels: Any) -> None:
+@pytest.mark.parametrize("scale", [30.0, math.inf])
+def test_traced_into_one_graph(scale: float, kernels: Any) -> None:
     """torch.compile sees opaque operators, no graph break, and the result stays the same."""
     case = CASES[2]
     x, (windows, budget) = case.tokens(), case.layout()
-    plan = MergePlan(windows, budget, *kernels.select_weigh(x, windows, budget, 30.0), kernels)
+    weights = kernels.select_weigh(x, windows, budget, scale)
+    plan = MergePlan(windows, budget, *weights, kernels, hard=math.isinf(scale))
 
     def block(x: Tensor) -> Tensor:
         reduced = merge(x, plan)

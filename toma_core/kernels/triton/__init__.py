@@ -59,9 +59,37 @@ class TritonKernels:
         )
         return restored
 
+    def merge_hard(self, x: Tensor, owners: Tensor, windows: Windows, budget: Budget) -> Tensor:
+        """See `kernels.Kernels`."""
+        _require(x, windows.tokens)
+        _require_owners(owners, len(x), windows.tokens)
+        merged: Tensor = operators.merge_hard.default(
+            x, owners, windows.source, windows.valid, budget.valid, budget.expand, budget.slots, budget.total
+        )
+        return merged
+
+    def unmerge_hard(self, y: Tensor, owners: Tensor) -> Tensor:
+        """See `kernels.Kernels`."""
+        _require_owners(owners, len(y), owners.shape[1])
+        copied: Tensor = operators.unmerge_hard.default(y, None, None, owners)
+        return copied
+
+    def restore_hard(self, out: Tensor, reduced: Tensor, x: Tensor, owners: Tensor) -> Tensor:
+        """See `kernels.Kernels`."""
+        _require(reduced, out.shape[1], out)
+        _require(x, owners.shape[1], out)
+        _require_owners(owners, len(out), owners.shape[1])
+        restored: Tensor = operators.unmerge_hard.default(out, reduced, x, owners)
+        return restored
+
 
 def _require(t: Tensor, tokens: int, like: Tensor | None = None) -> None:
     """Raise ValueError unless t is (B, tokens, C), with the B and C of `like`: kernels read what they are told to."""
     batch, _, channels = t.shape if like is None else like.shape
     if t.shape != (batch, tokens, channels):
         raise ValueError(f"expected tokens of {(batch, tokens, channels)}, got {tuple(t.shape)}")
+
+
+def _require_owners(owners: Tensor, batch: int, tokens: int) -> None:
+    if owners.shape != (batch, tokens):
+        raise ValueError(f"expected owners of {(batch, tokens)}, got {tuple(owners.shape)}")

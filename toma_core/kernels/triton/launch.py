@@ -10,6 +10,7 @@ from torch import Tensor
 
 # Triton's matrix product takes no smaller side.
 DOT_MIN = 16
+_MOST_SIDE = 64
 
 
 @triton.jit
@@ -36,3 +37,13 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
+
+
+def blocks(x: Tensor, rows: int, inner: int) -> tuple[int, int, int, int]:
+    """Tile sizes (rows of the result, the summed side, channels) and warps. At most 32 KB of operands."""
+    rows, inner = min(_MOST_SIDE, padded(rows)), min(_MOST_SIDE, padded(inner))
+    # Without tensor cores a thread holds its operands in registers: fp32 gets smaller tiles.
+    half = x.element_size() == 2
+    inner = inner if half else min(32, inner)
+    channels = min(128 if half else 32, padded(x.shape[2]))
+    return rows, inner, channels, 4 if rows * inner < _MOST_SIDE**2 else 8

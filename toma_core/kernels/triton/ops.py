@@ -11,6 +11,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from .assign import merge_hard, unmerge_hard
 from .launch import INTERPRETED
 from .product import merge, unmerge
 from .select import select_weigh, weigh
@@ -35,9 +36,14 @@ _library.define(
     "unmerge(Tensor y, Tensor? reduced, Tensor? x, Tensor weights, Tensor source, Tensor? valid, Tensor? expand,"
     " SymInt N) -> Tensor"
 )
+_library.define(
+    "merge_hard(Tensor x, Tensor owners, Tensor source, Tensor? valid, Tensor? used, Tensor? expand, int K, SymInt D)"
+    " -> Tensor"
+)
+_library.define("unmerge_hard(Tensor y, Tensor? reduced, Tensor? x, Tensor owners) -> Tensor")
 # On the CPU the kernels run in Triton's interpreter only.
 for _key in ("CUDA", "CPU") if INTERPRETED else ("CUDA",):
-    for _function in (select_weigh, weigh, merge, unmerge):
+    for _function in (select_weigh, weigh, merge, unmerge, merge_hard, unmerge_hard):
         _library.impl(_function.__name__, _function, _key)
 
 
@@ -74,9 +80,22 @@ def _fake_unmerge(
     return y.new_empty(y.shape[0], N, y.shape[2])
 
 
+def _fake_merge_hard(
+    x: Tensor, owners: Tensor, source: Tensor, valid: Tensor | None, used: Tensor | None, expand: Tensor | None, K: int,
+    D: int,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], D, x.shape[2])
+
+
+def _fake_unmerge_hard(y: Tensor, reduced: Tensor | None, x: Tensor | None, owners: Tensor) -> Tensor:
+    return y.new_empty(*owners.shape, y.shape[2])
+
+
 torch.library.register_fake(f"{NAMESPACE}::weigh", _fake_weigh, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::select_weigh", _fake_select_weigh, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::merge", _fake_merge, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::unmerge", _fake_unmerge, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::merge_hard", _fake_merge_hard, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::unmerge_hard", _fake_unmerge_hard, lib=_library)
 
 operators = getattr(torch.ops, NAMESPACE)

@@ -12,9 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import on_device, padded, upcast
-
-_MOST_SIDE = 64
+from .launch import blocks, on_device, upcast
 
 
 @triton.jit
@@ -112,16 +110,6 @@ def _unmerge_kernel(
     tl.store(out + token[:, None] * C + c[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
-def _blocks(x: Tensor, rows: int, inner: int) -> tuple[int, int, int, int]:
-    """Tile sizes (rows of the result, the summed side, channels) and warps. At most 32 KB of operands."""
-    rows, inner = min(_MOST_SIDE, padded(rows)), min(_MOST_SIDE, padded(inner))
-    # Without tensor cores a thread holds its operands in registers: fp32 gets smaller tiles.
-    half = x.element_size() == 2
-    inner = inner if half else min(32, inner)
-    channels = min(128 if half else 32, padded(x.shape[2]))
-    return rows, inner, channels, 4 if rows * inner < _MOST_SIDE**2 else 8
-
-
 def _stride(weights: Tensor, batch: int) -> int:
     """From one image's weights to the next; 0 if all images share them."""
     if weights.shape[0] not in (1, batch) or not weights.is_contiguous():
@@ -137,7 +125,7 @@ def merge(x: Tensor, weights: Tensor, source: Tensor, used: Tensor | None, expan
     (_, windows, K, slots), (batch, _, C) = weights.shape, x.shape
     stride_w = _stride(weights, batch)
     out = torch.empty(batch, D, C, device=x.device, dtype=x.dtype)
-    block_k, block_s, block_c, warps = _blocks(x, K, slots)
+    block_k, block_s, block_c, warps = blocks(x, K, slots)
     grid = (batch * windows, triton.cdiv(K, block_k) * triton.cdiv(C, block_c))
     with on_device(x):
         _merge_kernel[grid](
@@ -166,7 +154,7 @@ def unmerge(
     (_, windows, slots, K), (batch, _, C) = weights.shape, y.shape
     stride_w = _stride(weights, batch)
     out = torch.empty(batch, N, C, device=y.device, dtype=y.dtype)
-    block_s, block_k, block_c, warps = _blocks(y, slots, K)
+    block_s, block_k, block_c, warps = blocks(y, slots, K)
     grid = (batch * windows, triton.cdiv(slots, block_s) * triton.cdiv(C, block_c))
     strides = tuple(n for t in (y, reduced, x) for n in ((0, 0, 0) if t is None else t.stride()))
     with on_device(y):
