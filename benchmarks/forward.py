@@ -243,7 +243,7 @@ def main() -> None:
         best = chosen[-1]
         if args.rivals and name == "sdxl":
             rivals = variants.unet_rivals(args.ratio[-1])
-            chosen += [*rivals, *(variants.stacked(rival, best) for rival in rivals[2:])]
+            chosen += [*rivals, *(variants.stacked(rival, best) for rival in rivals[1:])]
         if args.compile:
             chosen += [variants.compiled(), variants.stacked(best, variants.compiled())]
         for width, height in args.size:

@@ -167,7 +167,7 @@ def sdxl_rivals(suite: Suite) -> None:
     shape = suite.shape("sdxl", 1024, 2 if suite.device.type == "cuda" or suite.dry else 1)
     granular = forward.toma_variants([RATIO], forward.GRANULARITIES, suite.more)
     rivals = variants.unet_rivals(RATIO)
-    chosen = [*granular, *rivals, *(variants.stacked(rival, granular[-1]) for rival in rivals[2:])]
+    chosen = [*granular, *rivals, *(variants.stacked(rival, granular[-1]) for rival in rivals[1:])]
     suite.rows += forward.measure(
         suite.patcher("sdxl"), shape, chosen, suite.repeats(20), suite.device, check_kernels=True, limit=20
     )
@@ -219,10 +219,10 @@ def cpu_sdxl(suite: Suite) -> None:
     """Full-size SDXL on a CPU: ToMA, and every rival in the same table."""
     rivals = variants.unet_rivals(RATIO)
     stack = forward.toma_variants([RATIO], ["stack"], suite.more)[0]
-    chosen = [stack, *rivals, variants.stacked(rivals[2], stack)]
+    chosen = [stack, *rivals, *(variants.stacked(rival, stack) for rival in rivals[2:])]
     shape = suite.shape("sdxl", 1024)
     suite.rows += forward.measure(
-        suite.patcher("sdxl"), shape, chosen, suite.repeats(5), suite.device, limit=suite.left() * 0.45
+        suite.patcher("sdxl"), shape, chosen, suite.repeats(5), suite.device, limit=suite.left() * 0.4
     )
 
 
