@@ -226,9 +226,9 @@ class ToMAConfig:
     )
     detail_reuse: bool = option(
         False,
-        "Whole steps keep what merging would have lost, and the merged steps after them add it back: much closer at "
-        "the same speed. Holds one activation per stack or block. Without full_every, or with granularity 'module', "
-        "it does nothing.",
+        "Whole steps keep what each stack or block adds, and the merged steps after them only move it by what has "
+        "changed since: much closer at the same speed. Holds one activation per stack or block. Without full_every, "
+        "or with granularity 'module', it does nothing.",
         "How",
     )
 

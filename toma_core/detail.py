@@ -1,7 +1,8 @@
-"""Detail reuse: what merging loses of a block's update is kept at whole steps and added at the merged ones after them.
+"""Detail reuse: whole steps keep what each block or stack adds, its update; merged steps after them begin with it.
 
-Not in the paper. Updates change slowly from step to step, so the part that destinations cannot carry, update minus
-unmerge(merge(update)), is still nearly right a few steps later. It costs one activation per block or stack.
+Not in the paper. Updates change slowly from step to step, in the fine structure that destinations cannot carry above
+all. So at a merged step a token gets the kept update, moved by what has changed at its destinations since. It costs one
+activation per block or stack.
 """
 
 from __future__ import annotations
@@ -9,47 +10,60 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from .merge import MergePlan, merge, unmerge
+from .merge import MergePlan, pick, unmerge_update
 from .stats import RunStats
+
+# How much of the change that destinations show is believed. They are seen among fewer tokens than at the whole step, so
+# part of it is not the step's but the merge's: see docs/fidelity.md for what 0 (a cache), 0.3, 0.7 and 1 give.
+TRUST = 0.5
 
 
 @dataclass(eq=False)
 class Details:
-    """The details of one run, by block and by what each part of a batch shows: those of the last whole step only."""
+    """The updates of one run, by block and by what each part of a batch shows: those of the last whole step only."""
 
     stats: RunStats
     _step: int = -1
     _bytes: int = 0
     _kept: dict[Hashable, Tensor] = field(default_factory=dict)
+    # What the parts were cut from, so that the same ones side by side are no copy.
+    _joined: dict[tuple[Hashable, ...], Tensor] = field(default_factory=dict)
 
-    def keep(self, keys: tuple[Hashable, ...], detail: Tensor, step: int) -> None:
+    def keep(self, keys: tuple[Hashable, ...], update: Tensor, step: int) -> None:
         """Keep the equal chunks of (B, N, C), one under each key; what was kept at another step is dropped."""
         if step != self._step:
             self.clear()
             self._step = step
-        for key, part in zip(keys, detail.chunk(len(keys)), strict=True):
+        for key, part in zip(keys, update.chunk(len(keys)), strict=True):
             self._bytes += part.nbytes - (self._kept[key].nbytes if key in self._kept else 0)
             self._kept[key] = part
+        self._joined[keys] = update
         self.stats.count_detail(self._bytes)
 
-    def add_to(self, y: Tensor, keys: tuple[Hashable, ...]) -> Tensor:
-        """Add to the equal chunks of y, in place, what is kept under their keys. (B, N, C), returned.
+    def kept(self, keys: tuple[Hashable, ...], like: Tensor) -> Tensor | None:
+        """What is kept under the keys, side by side: (B, N, C) as `like` is.
 
-        All or nothing: a chunk that lacks its own, or whose shape, dtype or device has changed, leaves y as it is, so
-        that cond and uncond are never told apart by it.
+        All or nothing: None if a part is missing, or if shape, dtype or device have changed, so that cond and uncond
+        are never told apart by it.
         """
-        chunks = y.chunk(len(keys))
-        kept = [self._kept[key] for key in keys if key in self._kept]
-        if len(kept) == len(chunks) and all(map(_alike, kept, chunks)):
-            for part, chunk in zip(kept, chunks, strict=True):
-                chunk.add_(part)
-        return y
+        parts = [self._kept[key] for key in keys if key in self._kept]
+        chunks = like.chunk(len(keys))
+        if len(parts) != len(chunks) or not all(map(_alike, parts, chunks)):
+            return None
+        joined = self._joined.get(keys)
+        if joined is not None and all(
+            a.data_ptr() == b.data_ptr() for a, b in zip(parts, joined.chunk(len(keys)), strict=True)
+        ):
+            return joined
+        return torch.cat(parts)
 
     def clear(self) -> None:
         """Drop everything."""
         self._kept.clear()
+        self._joined.clear()
         self._bytes = 0
 
 
@@ -61,7 +75,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 class Detail:
     """One block's part in the details of a run during one evaluation.
 
-    keys: one per equal chunk of the batch. keeping: this evaluation runs whole and keeps; else it is merged and adds.
+    keys: one per equal chunk of the batch. keeping: this evaluation runs whole and keeps; else it is merged and reuses.
     """
 
     details: Details
@@ -69,10 +83,16 @@ class Detail:
     step: int
     keeping: bool
 
-    def keep(self, update: Tensor, plan: MergePlan) -> None:
-        """Keep what merging loses of an update of (B, N, C)."""
-        self.details.keep(self.keys, update - unmerge(merge(update, plan), plan), self.step)
+    def keep(self, update: Tensor) -> None:
+        """Keep a block's update of (B, N, C)."""
+        self.details.keep(self.keys, update, self.step)
 
-    def add_to(self, y: Tensor) -> Tensor:
-        """y, (B, N, C), with what was kept added in place."""
-        return self.details.add_to(y, self.keys)
+    def restore(self, out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
+        """x + kept + unmerge(TRUST * (out - reduced - pick(kept))), or without what is kept x + unmerge(out - reduced).
+
+        out, reduced: (B, D, C); x: (B, N, C). Returns (B, N, C).
+        """
+        kept = self.details.kept(self.keys, x)
+        if kept is None:
+            return unmerge_update(out, reduced, x, plan)
+        return unmerge_update(TRUST * (out - reduced), TRUST * pick(kept, plan), x + kept, plan)

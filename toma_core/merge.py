@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class MergePlan:
         """D, the tokens of one image after the merge."""
         return self.budget.total
 
-    @property
+    @cached_property
     def destinations(self) -> Tensor:
         """(B, D) int64, the grid index of each destination, in the order of the merged tokens."""
         picks = self.picks
@@ -81,6 +82,11 @@ def merge(x: Tensor, plan: MergePlan) -> Tensor:
         M, back = plan.strips
         return torch.bmm(M, _rows(x, back)).view(len(x), plan.kept, -1)
     return plan.budget.pack(plan.merge_weights @ plan.windows.split(x))
+
+
+def pick(x: Tensor, plan: MergePlan) -> Tensor:
+    """The destinations themselves, not means of what they stand for. (B, N, C) -> (B, D, C)"""
+    return x.gather(1, plan.destinations[..., None].expand(len(x), -1, x.shape[-1]))
 
 
 def unmerge(y: Tensor, plan: MergePlan) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .detail import Detail
-from .merge import MergePlan, merge, unmerge_update
+from .merge import MergePlan, merge, pick, unmerge_update
 from .schedule import Decision
 from .state import RunState
 
@@ -52,21 +52,27 @@ def plan_for(x: Tensor, grid: tuple[int, int], scope: Hashable, evaluation: Eval
 
 
 def reduce(x: Tensor, plan: MergePlan | None, detail: Detail | None = None) -> Tensor:
-    """(B, N, C) -> (B, D, C), or x itself without a plan or when its detail is kept."""
-    return x if plan is None or (detail is not None and detail.keeping) else merge(x, plan)
+    """(B, N, C) -> (B, D, C), or x itself without a plan or when its detail is kept.
+
+    detail: where a block's own update is at hand, its destinations are taken as they are, to be compared with it. Means
+    hold less noise than the model expects at this step, and change for that reason alone.
+    """
+    if plan is None or (detail is not None and detail.keeping):
+        return x
+    return merge(x, plan) if detail is None else pick(x, plan)
 
 
 def restore(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan | None, detail: Detail | None = None) -> Tensor:
     """Give every token its destination's update: x + unmerge(out - reduced), (B, N, C); `out` itself without a plan.
 
     The block's residual stream goes through untouched, so that merging blurs what the block adds, not what it got.
-    detail: what that blur takes away is kept where the block ran whole, and added where it ran merged.
+    detail: the update is kept where the block ran whole, and what merged steps begin with, see `Detail.restore`.
     """
     if plan is None:
         return out
     if detail is None:
         return unmerge_update(out, reduced, x, plan)
     if detail.keeping:
-        detail.keep(out - x, plan)
+        detail.keep(out - x)
         return out
-    return detail.add_to(unmerge_update(out, reduced, x, plan))
+    return detail.restore(out, reduced, x, plan)

@@ -1,4 +1,4 @@
-"""Detail reuse on real blocks: whole steps are the model's own, merged steps get back what those lost."""
+"""Detail reuse on real blocks: whole steps are the model's own, merged steps begin with their updates."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 
+TRUST = 0.5
 SIDE = 24
 REUSE = {"full_every": 2, "detail_reuse": True}
 # See test_conditions.py: exact ties are decided by rounding.
@@ -58,23 +59,33 @@ def test_merged_steps_change(model: Any, attach: Any, stats_of: Any, granularity
     assert stats_of(reused).merged_blocks == stats_of(plain).merged_blocks != set()
 
 
+def test_trust_is_as_these_tests_have_it(pack: Any) -> None:
+    assert pack_module("toma_core.detail").TRUST == TRUST
+
+
+def rows_of(plan: Any) -> torch.Tensor:
+    """S of (B, D, N): S x are the destinations themselves."""
+    return torch.nn.functional.one_hot(plan.destinations, plan.tokens).float()
+
+
 def tokens_of(call: Any, name: str) -> torch.Tensor:
     return call.kwargs[name] if name in call.kwargs else call.args[0]
 
 
 def test_unet_block(unet: Any, attach: Any, record: Any, plan_calls: Any, dense: Any) -> None:
-    """x + U (block(M x) - M x) + (u - U M u), where u is the block's update one step before."""
+    """x + u + U T (block(S x) - S x - S u): u is the block's update one step before, S takes the destinations."""
     block = unet.model.diffusion_model.input_blocks[4][1].transformer_blocks[0]
     calls = record(block)
     models.sample(attach(unet, **REUSE, granularity="block"), SIDE, SIDE, **FIRST[2])
     whole, merged = calls
-    M, U = dense(plan_calls[whole.first_plan].plan)
+    plan = plan_calls[whole.first_plan].plan
+    S, U = rows_of(plan), dense(plan)[1]
     x, update = tokens_of(merged, "x"), whole.out - tokens_of(whole, "x")
     options = {k: v for k, v in merged.kwargs["transformer_options"].items() if k != "toma_evaluation"}
-    out = block(M @ x, context=merged.kwargs["context"], transformer_options=options)
-    expected = x + U @ (out - M @ x) + update - U @ M @ update
+    out = block(S @ x, context=merged.kwargs["context"], transformer_options=options)
+    expected = x + update + U @ (TRUST * (out - S @ x - S @ update))
     torch.testing.assert_close(merged.out, expected, **CLOSE)
-    assert not torch.allclose(merged.out, x + U @ (out - M @ x), **CLOSE)
+    assert not torch.allclose(merged.out, x + U @ (out - S @ x), **CLOSE)
 
 
 def test_unet_stack(unet: Any, attach: Any, record: Any, plan_calls: Any, dense: Any) -> None:
@@ -82,12 +93,13 @@ def test_unet_stack(unet: Any, attach: Any, record: Any, plan_calls: Any, dense:
     first, last = unet.model.diffusion_model.middle_block[1].transformer_blocks
     starts, ends = record(first), record(last)
     models.sample(attach(unet, **REUSE), SIDE, SIDE, **FIRST[2])
-    M, U = dense(plan_calls[starts[0].first_plan].plan)
+    plan = plan_calls[starts[0].first_plan].plan
+    S, U = rows_of(plan), dense(plan)[1]
     x, update = tokens_of(starts[1], "x"), ends[0].out - tokens_of(starts[0], "x")
     options = {k: v for k, v in starts[1].kwargs["transformer_options"].items() if k != "toma_evaluation"}
     given = {"context": starts[1].kwargs["context"], "transformer_options": options}
-    out = last(first(M @ x, **given), **given)
-    torch.testing.assert_close(ends[1].out, x + U @ (out - M @ x) + update - U @ M @ update, **CLOSE)
+    out = last(first(S @ x, **given), **given)
+    torch.testing.assert_close(ends[1].out, x + update + U @ (TRUST * (out - S @ x - S @ update)), **CLOSE)
 
 
 @pytest.mark.parametrize("references", [False, True])
@@ -104,7 +116,7 @@ def test_flux_blocks(
     models.sample(attach(flux, **REUSE, granularity="block"), SIDE, SIDE, **FIRST[2], **conds)
     whole, merged = calls
     plan = plan_calls[whole.first_plan].plan
-    M, U = dense(plan)
+    S, U = rows_of(plan), dense(plan)[1]
     text = merged.kwargs["transformer_options"]["img_slice"][0] if kind == "single" else 0
     image = slice(text, text + plan.tokens)
 
@@ -117,12 +129,12 @@ def test_flux_blocks(
     pe = merged.kwargs["pe"].expand(2, *merged.kwargs["pe"].shape[1:])
     rows = torch.stack([row[:, index] for row, index in zip(pe, kept, strict=True)])
     rows = torch.cat([pe[:, :, :before], rows, pe[:, :, before + plan.tokens :]], 2)
-    reduced = torch.cat([x[:, :text], M @ x[:, image], x[:, image.stop :]], 1)
+    reduced = torch.cat([x[:, :text], S @ x[:, image], x[:, image.stop :]], 1)
     given = {key: value for key, value in merged.kwargs.items() if key not in (name, "pe")}
     assert (x.shape[1] > image.stop) is references
     result = block(reduced.clone(), pe=rows, **given)
     out = (result[0] if kind == "double" else result)[:, text : text + plan.kept]
-    expected = x[:, image] + U @ (out - M @ x[:, image]) + update - U @ M @ update
+    expected = x[:, image] + update + U @ (TRUST * (out - S @ x[:, image] - S @ update))
     torch.testing.assert_close(out_of(merged)[:, image], expected, **CLOSE)
 
 
