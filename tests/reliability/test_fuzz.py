@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import urllib.error
 from dataclasses import fields
@@ -49,13 +50,13 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
     if isinstance(default, int):
         usual = st.integers(int(spec.minimum), int(min(spec.maximum, max(spec.minimum + 12, 12))))
         return st.one_of(usual, st.sampled_from([int(spec.minimum), int(spec.maximum), default]))
-    ends = st.sampled_from([float(spec.minimum), float(spec.maximum), default])
+    ends = st.sampled_from([float(spec.minimum), float(spec.maximum), default, *[math.inf] * spec.endless])
     return st.one_of(st.floats(spec.minimum, spec.maximum), ends)
 
 
 def mostly(name: str, *usual: Any) -> st.SearchStrategy[Any]:
-    """Any allowed value in one case of five: what leaves the whole model whole would leave nothing to try."""
-    return st.sampled_from(range(5)).flatmap(lambda n: values_of(name) if n == 4 else st.sampled_from(usual))
+    """Any allowed value in one case of ten: what leaves the whole model whole would leave nothing to try."""
+    return st.sampled_from(range(10)).flatmap(lambda n: values_of(name) if n == 9 else st.sampled_from(usual))
 
 
 NAMES = [item.name for item in fields(config.ToMAConfig)]
@@ -67,7 +68,8 @@ MERGING = {
     "flux_whole_single": mostly("flux_whole_single", 0, 0, 1),
     "start_percent": mostly("start_percent", 0.0),
     "end_percent": mostly("end_percent", 1.0),
-    "full_every": mostly("full_every", 0, 0, 2, 3),
+    "full_every": mostly("full_every", 0, 0, 0, 2, 3),
+    "levels": mostly("levels", "all"),
 }
 SETTINGS = st.fixed_dictionaries(MERGING, optional={name: values_of(name) for name in NAMES if name not in MERGING})
 
@@ -103,7 +105,7 @@ def tasks(draw: st.DrawFn) -> dict[str, Any]:
         "height": height,
         "width": width,
         "batch": draw(st.integers(1, 2)),
-        "steps": draw(st.integers(1, 4)),
+        "steps": draw(st.sampled_from([1, 2, 3, 3, 4, 4])),
         "cfg": draw(st.sampled_from([1.0, 3.0])),
         "sampler": draw(st.sampled_from(["euler", "euler", "heun", "dpmpp_2m", "dpmpp_sde", "uni_pc", "lcm"])),
         "scheduler": draw(st.sampled_from(["simple", "normal", "karras"])),
