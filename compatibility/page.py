@@ -11,8 +11,8 @@ from typing import Any
 from scripts.comfyui import ROOT
 
 from .judge import Verdict
-from .kit import version_of
-from .row import FAMILIES, Row
+from .kit import PRESET, version_of
+from .row import FAMILIES, NotFor, Row
 from .rows import ROWS
 
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -24,7 +24,8 @@ Results = dict[str, Any]
 
 def recorded() -> Results:
     """`comfyui` and `torch`: versions. `rows`: for each feature and family, `cell` and `whole` of the verdict; for a
-    community pack also `tried`, what of it was tried and with which ComfyUI."""
+    community pack also `tried`, what of it was tried and with which ComfyUI. `presets`: for each preset, feature and
+    family, whether the verdict is the same."""
     return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": {}}
 
 
@@ -51,10 +52,22 @@ def record(results: Results, row: Row, family: str, verdict: Mapping[str, Any]) 
         results.update(versions())
 
 
+def compare(results: Results, row: Row, family: str, verdict: Mapping[str, Any] | None) -> bool:
+    """Whether a verdict under a preset, None if it failed, is the one without; put that into the results."""
+    same = verdict == results["rows"].get(row.feature, {}).get(family)
+    if not isinstance(row.expected[family], NotFor):
+        results.setdefault("presets", {}).setdefault(PRESET, {}).setdefault(row.feature, {})[family] = same
+    return same
+
+
 def write(results: Results) -> None:
     """Keep the results, without rows that are no more, and the page made of them."""
     rows = {row.feature: results["rows"][row.feature] for row in ROWS if row.feature in results["rows"]}
-    results = {**results, "rows": rows}
+    presets = {
+        preset: {feature: tried[feature] for feature in rows if feature in tried}
+        for preset, tried in results.get("presets", {}).items()
+    }
+    results = {**results, "rows": rows, "presets": presets}
     RESULTS.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
 
@@ -67,12 +80,21 @@ def updated(page: str, results: Results) -> str:
 
 def tables(results: Results) -> str:
     """One table for each group of rows."""
-    lines = [f"Tried with ComfyUI {results['comfyui']} and PyTorch {results['torch']}, on the CPU.", ""]
+    lines = [f"Tried with ComfyUI {results['comfyui']} and PyTorch {results['torch']}, on the CPU."]
+    lines += [*(_under(preset, tried) for preset, tried in results.get("presets", {}).items()), ""]
     for group, rows in groupby(ROWS, key=lambda row: row.group):
         lines += [f"| {group} | {' | '.join(FAMILIES.values())} | left whole |", "|---|---|---|---|"]
         lines += [_line(row, results["rows"].get(row.feature, {})) for row in rows]
         lines.append("")
     return "\n".join(lines)
+
+
+def _under(preset: str, tried: Mapping[str, Mapping[str, bool]]) -> str:
+    """How many verdicts are the same under a preset, and which are not."""
+    same = [same for families in tried.values() for same in families.values()]
+    other = [f"{feature} ({FAMILIES[f]})" for feature, families in tried.items() for f in families if not families[f]]
+    line = f"Under the preset `{preset}` {sum(same)} of {len(same)} verdicts are the same"
+    return f"{line}; other ones: {', '.join(other)}." if other else f"{line}."
 
 
 def _line(row: Row, result: Mapping[str, Any]) -> str:

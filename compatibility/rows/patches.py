@@ -104,15 +104,21 @@ def multigpu(kit: Kit) -> Graph:
     """On two devices that are both the CPU, each with its thread, one after the other: tensors of the two cannot be
     told apart, so the threads would race for one plan. On one device it is made from the other condition's tokens, so
     the result is only near."""
+    import comfy.model_management
     import comfy.multigpu
 
     patch, pool = node("nodes_multigpu.MultiGPUCFGSplitNode"), comfy.multigpu.MultiGPUThreadPool
     devices = [torch.device("cpu"), torch.device("cpu", 0)]
-    model, submit = kit.build(), pool.submit
+    model, submit, loaded = kit.build(), pool.submit, comfy.model_management.loaded_models
     model.cached_patcher_init = (kit.build, ())
 
     def split(m: Any) -> Any:
-        with mock.patch("comfy.model_management.get_all_torch_devices", lambda exclude_current=False: devices):
+        # The node stumbles over models of other rows that have lost their patcher.
+        here: dict[str, Any] = {
+            "get_all_torch_devices": lambda exclude_current=False: devices,
+            "loaded_models": lambda: [found for found in loaded() if found is not None],
+        }
+        with mock.patch.multiple("comfy.model_management", **here):
             m = patch(m, 2)
         assert len(m.get_additional_models_with_key("multigpu")) == 1
         return m

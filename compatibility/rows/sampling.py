@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kit import SMALL, Kit, node, part
+from ..kit import SMALL, STEPS, Kit, node, part
 from ..row import Graph
 from .table import row
 
@@ -45,13 +45,13 @@ def everyday(kit: Kit) -> Iterator[Graph]:
 
 @row(GROUP, "KSampler (Advanced): ranges of steps, leftover noise", quick=True)
 def ranges(kit: Kit) -> Graph:
-    """Steps 0 to 2 of 4 with noise left over, then 2 to 4 without new noise: as one run of 4 steps."""
+    """The first half of the steps with noise left over, then the second without new noise: as one run of them all."""
     sampler = node("nodes.KSamplerAdvanced")
 
     def sample(model: Any) -> Tensor:
-        common = (5, 4, 3.0, "euler", "simple", *kit.prompts)
-        first = sampler(model, "enable", *common, kit.latent(), 0, 2, "enable")
-        return sampler(model, "disable", *common, first, 2, 4, "disable")["samples"]
+        common = (5, 2 * STEPS, 3.0, "euler", "simple", *kit.prompts)
+        first = sampler(model, "enable", *common, kit.latent(), 0, STEPS, "enable")
+        return sampler(model, "disable", *common, first, STEPS, 2 * STEPS, "disable")["samples"]
 
     return Graph(sample=sample, steered=False)
 
@@ -61,9 +61,9 @@ def hires(kit: Kit) -> Graph:
     sampler, upscale = node("nodes.KSampler"), node("nodes.LatentUpscaleBy")
 
     def sample(model: Any) -> Tensor:
-        first = sampler(model, 5, 2, 3.0, "euler", "simple", *kit.prompts, kit.latent(), 1.0)
+        first = sampler(model, 5, STEPS, 3.0, "euler", "simple", *kit.prompts, kit.latent(), 1.0)
         larger = upscale(first, "bislerp", 1.5)
-        return sampler(model, 6, 2, 3.0, "dpmpp_2m", "karras", *kit.prompts, larger, 0.6)["samples"]
+        return sampler(model, 6, STEPS, 3.0, "dpmpp_2m", "karras", *kit.prompts, larger, 0.6)["samples"]
 
     return Graph(sample=sample, steered=False)
 
