@@ -263,6 +263,19 @@ def test_rows_of_windows_at_once_are_windows_one_by_one(
     assert all(t.is_contiguous() for t in at_once)
 
 
+def test_a_broken_token_stays_in_its_row_of_windows() -> None:
+    """NaN times the zeros between windows is NaN: a row of windows goes with it, other rows and images do not."""
+    x = features(16, 2, 64, 6)
+    plan = plan_of(x, 8, 8, ratio=0.25)
+    assert plan.strips is not None
+    broken = x.clone()
+    broken[1, 5] = float("nan")
+    sound, spoiled = (unmerge_update(2 * merge(t, plan), merge(t, plan), t, plan) for t in (x, broken))
+    assert torch.equal(spoiled[0], sound[0])
+    assert torch.equal(spoiled[1, 32:], sound[1, 32:])
+    assert not spoiled[1, :32].isfinite().any()
+
+
 @pytest.mark.parametrize("scale", [30.0, math.inf])
 def test_one_plan_for_a_larger_batch(scale: float) -> None:
     """Weights of one image serve all of them, as matrix products broadcast."""
