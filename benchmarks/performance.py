@@ -138,6 +138,7 @@ def planning() -> str:
 
     def rows() -> Iterator[list[str]]:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
+            count(Shape(model), _toma())  # lays out the windows, once in a process
             for kernels, by in ((True, "Triton"), (False, "PyTorch")):
                 made = count(Shape(model), _toma(), kernels=kernels, plan=True)
                 plan = made.parts["plan"]
