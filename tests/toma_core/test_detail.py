@@ -49,7 +49,7 @@ def merged(x: Tensor, plan: MergePlan) -> Tensor:
 
 
 def reused(later: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
-    """x's update, half moved to what later's destinations show."""
+    """x's update, moved by a part of what later's destinations show."""
     kept, reduced = block(x) - x, pick(later, plan)
     return later + kept + unmerge(TRUST * (block(reduced) - reduced - pick(kept, plan)), plan)
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 
-TRUST = 0.5
+TRUST = 0.7
 SIDE = 24
 REUSE = {"full_every": 2, "detail_reuse": True}
 # See test_conditions.py: exact ties are decided by rounding.
