@@ -65,12 +65,12 @@ def both(request: pytest.FixtureRequest, model: Any, attach: Any) -> Any:
     return make
 
 
+@pytest.mark.parametrize("granularity", ["stack", "module"])
 def test_compiled_run_is_the_uncompiled_one(
-    request: pytest.FixtureRequest, model: Any, attach: Any, stats_of: Any, both: Any
+    model: Any, attach: Any, stats_of: Any, both: Any, granularity: str
 ) -> None:
     """The merge ends in the middle of the run: a branch frozen at the first trace would go on merging. Later runs,
     also longer ones, have nothing left to compile."""
-    granularity = "module" if "flux" in request.node.name else "stack"
     settings = {"end_percent": 0.5, "granularity": granularity, "select_every": 2, "weigh_every": 1}
     plain_model = attach(model, **settings)
     plain = models.sample(plain_model, SIDE, SIDE, steps=4)
@@ -88,6 +88,17 @@ def test_compiled_run_is_the_uncompiled_one(
     longer = models.sample(compiled_model, SIDE, SIDE, steps=7, seed=6)
     assert backend.graphs == warm
     assert torch.equal(longer, models.sample(plain_model, SIDE, SIDE, steps=7, seed=6))
+
+
+def test_detail_is_reused_in_a_compiled_run(model: Any, attach: Any) -> None:
+    settings = {"full_every": 2, "detail_reuse": True}
+    plain = models.sample(attach(model, **settings), SIDE, SIDE, steps=5)
+    backend = Counting()
+    compiled_model = compiled(attach(model, **settings), backend)
+    assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=5), plain)
+    warm = backend.graphs
+    assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=5), plain)
+    assert backend.graphs == warm
 
 
 def test_ahead_of_time_graphs_run_too(flux: Any, attach: Any) -> None:
