@@ -48,10 +48,18 @@ def merged(x: Tensor, plan: MergePlan) -> Tensor:
     return x + unmerge(block(reduced) - reduced, plan)
 
 
+def still(fresh: Tensor, old: Tensor) -> Tensor:
+    """The factor of `old` nearest to `fresh` in the sense of least squares, by image."""
+    found = [torch.linalg.lstsq(o.reshape(-1, 1), f.reshape(-1, 1)).solution for f, o in zip(fresh, old, strict=True)]
+    return torch.stack(found).clamp(0, 1)
+
+
 def reused(later: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
-    """x's update, moved by a part of what later's destinations show."""
+    """What is left of x's update, moved by a part of what later's destinations show."""
     kept, reduced = block(x) - x, pick(later, plan)
-    return later + kept + unmerge(TRUST * (block(reduced) - reduced - pick(kept, plan)), plan)
+    fresh, old = block(reduced) - reduced, pick(kept, plan)
+    left = still(fresh, old)
+    return later + left * kept + unmerge((1 - (1 - TRUST) * left) * (fresh - left * old), plan)
 
 
 def test_off_there_is_none() -> None:
@@ -80,6 +88,33 @@ def test_on_the_same_tokens_it_gives_the_same_update_again() -> None:
         reduced = reduce(x, plan, detail)
         assert reduced.shape[1] == (64 if step == 0 else 32)
         torch.testing.assert_close(restore(reduced.sin(), reduced, x, plan, detail), x.sin())
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.6, 0.0, -2.0, 3.0])
+def test_as_much_is_reused_as_destinations_still_show(factor: float) -> None:
+    """An update that has shrunk comes back as small; one that is gone, or has turned over, not at all; none grows."""
+    run, x = run_of(), features(0, 2)
+    parts = ("cond", "uncond")
+    first = at(run, 0, *parts)
+    plan, detail = plan_for(x, GRID, "scope", first), first.detail("block")
+    update = features(7, 2)
+    restore(x + update, x, x, plan, detail)
+    later = at(run, 1, *parts)
+    plan, detail = plan_for(x, GRID, "scope", later), later.detail("block")
+    assert plan is not None
+    reduced, seen = reduce(x, plan, detail), factor * pick(update, plan)
+    left = min(max(factor, 0.0), 1.0)
+    moved = unmerge((1 - (1 - TRUST) * left) * (seen - left * pick(update, plan)), plan)
+    torch.testing.assert_close(restore(reduced + seen, reduced, x, plan, detail), x + left * update + moved)
+
+
+def test_an_update_of_zeros_is_no_reason_to_divide_by_it() -> None:
+    run, x = run_of(), features(0)
+    for step in (0, 1):
+        evaluation = at(run, step, "cond")
+        plan, detail = plan_for(x, GRID, "scope", evaluation), evaluation.detail("block")
+        reduced = reduce(x, plan, detail)
+        assert torch.equal(restore(reduced.clone(), reduced, x, plan, detail), x)
 
 
 def test_destinations_are_taken_as_they_are() -> None:
