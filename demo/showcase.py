@@ -175,8 +175,8 @@ def serve(base: Path | None = None) -> None:
             if not kind.trained:
                 say(f"    {kind.title}: random weights, its pictures are noise")
         say(f"\nOpen {server.url} in a browser on this machine. Under Workflows (key W): {', '.join(names)}.")
-        say("Press Ctrl-C here to stop the server.")
         try:
+            say("Press Ctrl-C here to stop the server.")
             while True:
                 server.check_alive()
                 time.sleep(1.0)
