@@ -4,8 +4,9 @@
 
 Times chains of real transformer blocks, as both levels of SDXL have them, whole and merged, over token grids of
 growing side; the share of a plan that a step pays (one selection in ten steps, one weighing in five) is added to the
-merged time. Below the side where the ratio falls under 1, `min_tokens` should leave a grid whole. On a CPU the clock
-is the process's own, so that other programs on the machine matter less.
+merged time. Every grid is merged, however small; each row also tells whether Auto (`min_tokens` = 0) would merge there.
+Auto is right where it merges at ratios above 1 and leaves whole what is below. On a CPU the clock is the process's own,
+so that other programs on the machine matter less.
 """
 
 from __future__ import annotations
@@ -51,6 +52,14 @@ def stack(width: int, depth: int, dtype: torch.dtype, device: torch.device) -> l
             parameter.data = (noise if parameter.ndim > 1 else 1 + 0.1 * noise).to(device, dtype)
         blocks.append(block.requires_grad_(False).eval())
     return blocks
+
+
+def _auto(x: Tensor, ratio: float) -> str:
+    """Whether Auto would merge tokens x of (B, N, C), as many conditions of one image."""
+    core = pack_module("toma_core")
+    run = core.RunState(core.Schedule(core.ToMAConfig(ratio=ratio, min_tokens=0)))
+    reason = core.Evaluation(run, run.schedule.decide(1.0), (None,) * len(x)).obstacle(x)
+    return f"Auto leaves it whole ({reason.removeprefix('Auto: ')})" if reason else "Auto merges it"
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -116,9 +125,9 @@ def measure(
             this = Timing([t + _PLANS_PER_STEP * planning for t in times["merged"]], merged().float().cpu())
             tokens = f"{side * side} -> {made.kept}"
             row = Row("break-even", f"{depth} blocks", f"{side}x{side}x{width}", batch, "ToMA stack", tokens)
-            row.planning = planning
+            row.planning, row.note = planning, _auto(x, ratio)
             rows.append(bench.compared(row, this, whole))
-            bench.say(f"{row.size}: {row.speedup:.2f}x" if row.speedup else row.gate)
+            bench.say(f"{row.size}: {row.speedup:.2f}x; {row.note}" if row.speedup else row.gate)
     return rows
 
 

@@ -15,9 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import bare, bench, cost, variants
 from benchmarks.cost import Cost
 from benchmarks.fullsize import Shape
+from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -155,6 +158,46 @@ def planning() -> str:
     )
 
 
+# As their drivers tell them: compute capability, multiprocessors, boost clock.
+CARDS = (
+    ("NVIDIA B200", (10, 0), 148, 1.965e9),
+    ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98e9),
+    ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41e9),
+    ("NVIDIA GeForce RTX 4090", (8, 9), 128, 2.52e9),
+    ("NVIDIA GeForce RTX 3060", (8, 6), 28, 1.777e9),
+)
+
+
+def auto() -> str:
+    """What Auto makes of blocks on well-known cards, in half precision."""
+    payoff = pack_module("toma_core.payoff")
+    cards = [payoff.Card(*card) for card in CARDS]
+    unet, double, single = payoff.UNET_BLOCK, payoff.FLUX_DOUBLE, payoff.FLUX_SINGLE
+
+    def rows() -> Iterator[list[str]]:
+        for name, side, width, block in (
+            ("SD1.5 512, finest", 64, 320, unet),
+            ("SDXL 512, finest", 32, 640, unet),
+            ("SDXL 512, coarser", 16, 1280, unet),
+            ("SDXL 1024, finest", 64, 640, unet),
+            ("SDXL 1024, coarser", 32, 1280, unet),
+            ("Flux 512, double", 32, 3072, double),
+            ("Flux 512, single", 32, 3072, single),
+            ("Flux 1024, double", 64, 3072, double),
+        ):
+            yield [name, f"{side}x{side}x{width}", *(said(card, side**2, width, block) for card in cards)]
+
+    def said(card: Any, tokens: int, width: int, block: Any) -> str:
+        share = payoff.computing(tokens, 1, width, torch.float16, card, block) / block.launching
+        whole = payoff.too_little(tokens, 1, width, torch.float16, card, block)
+        return f"{share:.{0 if share >= 10 else 2}f}, {'whole' if whole else 'merged'}"
+
+    short = [
+        name.removeprefix("NVIDIA ").removeprefix("GeForce ").split(" 80GB")[0].split("-")[0] for name, *_ in CARDS
+    ]
+    return markdown(["blocks of", "grid", *short], rows())
+
+
 def measured() -> str:
     """Measured speed-ups beside their ceilings, from every committed result."""
     results = []
@@ -185,6 +228,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "overhead": overhead,
     "growth": growth,
     "planning": planning,
+    "auto": auto,
     "measured": measured,
 }
 

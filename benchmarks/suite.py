@@ -155,11 +155,11 @@ def sdxl_large(suite: Suite) -> None:
     suite.runs("sdxl", 2048, 20, 7.0, suite.every_and_balanced(), 45)
 
 
-def sdxl_few_steps(suite: Suite) -> None:
-    """4 and 8 steps, step caches, and both."""
-    for steps in (4, 8):
-        chosen = sample.usual_variants(RATIO, **suite.more)
-        suite.runs("sdxl", 1024, steps, 7.0, chosen, 12, shares=False)
+def sdxl_steps(suite: Suite) -> None:
+    """4 and 8 steps, step caches, and both; and 50 steps."""
+    for steps, limit in ((4, 12), (8, 12), (50, 18)):
+        chosen = sample.usual_variants(RATIO, **suite.more) if steps < 20 else suite.every_and_balanced()
+        suite.runs("sdxl", 1024, steps, 7.0, chosen, limit, shares=False)
 
 
 def sdxl_rivals(suite: Suite) -> None:
@@ -178,8 +178,8 @@ def sdxl_sizes(suite: Suite) -> None:
     for width, height, batch in ((832, 1216, 2), (1536, 1536, 2), (1024, 1024, 4), (512, 512, 2)):
         small = DRY if suite.dry else 1
         shape = Shape("sdxl", height // small, width // small, batch, suite.dry)
-        ratios = (0.25, 0.5, 0.75)
-        chosen = forward.toma_variants(ratios, ["stack"], suite.more)
+        # At 512 x 512 Auto leaves fast cards whole; this shows whether it is right.
+        chosen = forward.toma_variants((0.25, 0.5, 0.75), ["stack"], {"min_tokens": 256, **suite.more})
         suite.rows += forward.measure(suite.patcher("sdxl"), shape, chosen, suite.repeats(9), suite.device, limit=4)
 
 
@@ -253,7 +253,7 @@ GPU: tuple[tuple[str, float, Section], ...] = (
     ("flux-1024", 45, flux),
     ("flux-2048", 50, flux_large),
     ("sdxl-rivals", 30, sdxl_rivals),
-    ("sdxl-steps", 30, sdxl_few_steps),
+    ("sdxl-steps", 50, sdxl_steps),
     ("break-even", 15, break_even),
     ("sdxl-sizes", 30, sdxl_sizes),
     ("compile", 150, compiled),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .detail import Detail
 from .merge import MergePlan, merge, pick, unmerge_update
+from .payoff import UNET_BLOCK, Block, obstacle
 from .schedule import Decision
 from .state import RunState
 
@@ -40,15 +41,21 @@ class Evaluation:
         keys = tuple((block, part) for part in self.parts)
         return Detail(self.run.details, keys, self.decision.step, self.decision.keeps_detail)
 
+    def obstacle(self, x: Tensor, block: Block = UNET_BLOCK) -> str:
+        """Why (B, N, C) tokens x that go through such a block stay whole, for the report; empty if they are merged."""
+        if round(self.decision.ratio * x.shape[1]) == 0:
+            return "nothing to merge at this ratio"
+        return obstacle(x, x.shape[0] // len(self.copies), self.run.config.min_tokens, block)
 
-def plan_for(x: Tensor, grid: tuple[int, int], scope: Hashable, evaluation: Evaluation) -> MergePlan | None:
-    """The plan for tokens x of (B, H * W, C), or None if they are to stay as they are: at ratio 0, on a grid below
-    `min_tokens`, or when nothing would be merged. Blocks with one `scope` share a plan."""
-    config, decision = evaluation.run.config, evaluation.decision
-    tokens = grid[0] * grid[1]
-    if tokens < config.min_tokens or round(decision.ratio * tokens) == 0:
+
+def plan_for(
+    x: Tensor, grid: tuple[int, int], scope: Hashable, evaluation: Evaluation, block: Block = UNET_BLOCK
+) -> MergePlan | None:
+    """The plan for tokens x of (B, H * W, C), or None if they are to stay as they are, see `Evaluation.obstacle`.
+    Blocks with one `scope` share a plan."""
+    if evaluation.obstacle(x, block):
         return None
-    return evaluation.run.plan(x, grid, scope, decision, evaluation.copies)
+    return evaluation.run.plan(x, grid, scope, evaluation.decision, evaluation.copies)
 
 
 def reduce(x: Tensor, plan: MergePlan | None, detail: Detail | None = None) -> Tensor:

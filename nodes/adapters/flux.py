@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...toma_core import Evaluation, MergePlan, plan_for
 from ...toma_core.config import Granularity, Share
 from ...toma_core.detail import Detail
+from ...toma_core.payoff import FLUX_DOUBLE, FLUX_SINGLE, Block
 from .flux_layers import Layer, MergedLayer, MergeIn, UnmergeOut
 from .hooks import Hook, HookPair, eager, fits, installed, outside_graph, reduce, restore
 
@@ -51,6 +52,7 @@ class _Merger(Hook):
     """What both kinds of block share: where the image tokens are, and whether they can be merged here."""
 
     kind: str
+    work: Block
     chain: _Chain
 
     def __init__(self, module: Any, index: int, positions: _Positions) -> None:
@@ -81,8 +83,8 @@ class _Merger(Hook):
         elif not fits(image, self.grid[0] * self.grid[1], evaluation):
             reason = "another node changed the number of tokens"
         else:
-            plan = plan_for(image, self.grid, self.scope(run.config.share), evaluation)
-            reason = f"fewer than {run.config.min_tokens} tokens"
+            plan = plan_for(image, self.grid, self.scope(run.config.share), evaluation, self.work)
+            reason = "" if plan else evaluation.obstacle(image, self.work)
         for name in self.chain.names:
             if plan is None:
                 run.stats.whole(name, reason)
@@ -176,7 +178,7 @@ def _strange(pe: Any, tokens: int) -> Any:
 class _DoubleBlock(_Merger):
     """A double block whose image stream runs on merged tokens; its text stream attends to them."""
 
-    kind = "double"
+    kind, work = "double", FLUX_DOUBLE
 
     @outside_graph
     def __call__(
@@ -238,7 +240,7 @@ class _DoubleBlockByModule(_DoubleBlock):
 class _SingleBlock(_Merger):
     """A single block on [text | merged image | references]."""
 
-    kind = "single"
+    kind, work = "single", FLUX_SINGLE
 
     @outside_graph
     def __call__(

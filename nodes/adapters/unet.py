@@ -75,7 +75,7 @@ class _Site:
             reason = "another node changed the number of tokens"
         else:
             plan = plan_for(x, (height, width), self.scope(run.config.share), evaluation)
-            reason, part = f"fewer than {run.config.min_tokens} tokens", ""
+            reason, part = "" if plan else evaluation.obstacle(x), ""
         for site in (self, *rest):
             if plan is None:
                 run.stats.whole(site.name + part, reason)

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import cost, variants
 from benchmarks.fullsize import Shape
+from scripts.comfy_pack import pack_module
 
 SDXL, FLUX = Shape("sdxl"), Shape("flux")
 
@@ -64,6 +65,30 @@ def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, mos
     assert merged.parts["merge"].launches > 0
     assert merged.parts["unmerge"].launches > 0
     assert "plan" not in merged.parts, "a plan that is there costs no operation"
+
+
+@pytest.mark.parametrize(
+    ("shape", "kinds"),
+    [
+        (SDXL, {"BasicTransformerBlock": ("UNET_BLOCK", [(10, 64**2, 640), (60, 32**2, 1280)])}),
+        (
+            FLUX,
+            {
+                "DoubleStreamBlock": ("FLUX_DOUBLE", [(19, 64**2, 3072)]),
+                "SingleStreamBlock": ("FLUX_SINGLE", [(38, 64**2, 3072)]),
+            },
+        ),
+    ],
+    ids=["sdxl", "flux"],
+)
+def test_what_auto_thinks_of_a_block(shape: Shape, kinds: dict[str, tuple[str, list[tuple[int, int, int]]]]) -> None:
+    """Its launches are those that are counted, its FLOPs too, up to the text. (number, tokens, width) of each grid."""
+    parts = cost.count(shape, modules={kind: kind for kind in kinds}).parts
+    for kind, (name, grids) in kinds.items():
+        block = getattr(pack_module("toma_core.payoff"), name)
+        assert parts[kind].launches == block.launches * sum(number for number, *_ in grids)
+        estimate = sum(number * block.flops(tokens, 1, width) for number, tokens, width in grids)
+        assert 0.9 < estimate / parts[kind].flops <= 1.0
 
 
 def test_nothing_is_added_where_nothing_is_merged() -> None:

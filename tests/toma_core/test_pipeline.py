@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import toma_core
-from toma_core import Evaluation, RunState, Schedule, ToMAConfig, plan_for, reduce, restore
+from toma_core import Evaluation, RunState, Schedule, ToMAConfig, payoff, plan_for, reduce, restore
 from toma_core.merge import MergePlan
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +106,31 @@ def test_outside_of_the_range_is_off() -> None:
 def test_min_tokens_is_the_first_grid_that_merges(tokens: int, merges: bool) -> None:
     plan = plan_for(torch.randn(1, tokens, 4), (1, tokens), "toy", evaluation_of(min_tokens=256))
     assert (plan is not None) == merges
+
+
+@pytest.mark.parametrize(("tokens", "merges"), [(255, False), (256, True)])
+def test_auto_on_a_cpu_is_256_tokens(tokens: int, merges: bool) -> None:
+    evaluation = evaluation_of()
+    x = torch.randn(1, tokens, 4)
+    assert evaluation.run.config.min_tokens == 0
+    assert (plan_for(x, (1, tokens), "toy", evaluation) is not None) == merges
+    assert evaluation.obstacle(x) == ("" if merges else "fewer than 256 tokens")
+
+
+def test_auto_on_a_card_asks_for_enough_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """576 tokens of 64 channels are nothing to an H100; as many images of them are. A number is a number."""
+    monkeypatch.setattr(payoff, "card_of", lambda device: payoff.Card("NVIDIA H100", (9, 0), 132, 1.98e9))
+    few, many = (torch.randn(1, 576, 64).expand(images, -1, -1) for images in (1, 4096))
+    assert plan_for(few, (24, 24), "toy", evaluation_of()) is None
+    assert evaluation_of().obstacle(few).startswith("Auto: ")
+    assert evaluation_of().obstacle(many) == ""
+    assert evaluation_of(copies=(None,) * 4096).obstacle(many).startswith("Auto: "), "conditions are no images"
+    assert plan_for(few, (24, 24), "toy", evaluation_of(min_tokens=576)) is not None
+    assert evaluation_of(min_tokens=577).obstacle(few) == "fewer than 577 tokens"
+
+
+def test_a_ratio_that_merges_no_token_says_so() -> None:
+    assert evaluation_of(ratio=0.001).obstacle(torch.randn(1, 400, 4)) == "nothing to merge at this ratio"
 
 
 def test_every_plan_merges_something() -> None:

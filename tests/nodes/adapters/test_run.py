@@ -61,6 +61,23 @@ def test_runs_that_never_merge_are_bit_identical(
     assert reason in stats_of(patched).summary()
 
 
+def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
+    model: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of the tiny models are no work for an H100; on a CPU they are merged from 256 tokens on."""
+    payoff, side = pack_module("toma_core.payoff"), 40
+    patched = attach(model, min_tokens=0)
+    models.sample(patched, side, side, steps=1)
+    stats = stats_of(patched)
+    assert stats.grids == {(20, 20): 200}
+    assert set(stats.left_whole) <= {"fewer than 256 tokens"}
+    monkeypatch.setattr(payoff, "card_of", lambda device: payoff.Card("NVIDIA H100", (9, 0), 132))
+    assert same(models.sample(patched, side, side, steps=1), models.sample(model, side, side, steps=1))
+    told, reason = stats_of(patched), "Auto: too little work for this device to gain by merging"
+    assert told.left_whole[reason] == stats.merged_blocks
+    assert told.summary().count(reason) == 1
+
+
 def test_merging_does_change_the_image(model: Any, attach: Any) -> None:
     """Or else every comparison in this file would be empty."""
     assert not same(models.sample(attach(model), SIDE, SIDE), models.sample(model, SIDE, SIDE))

@@ -1,0 +1,132 @@
+"""Where merging pays: what `min_tokens` = 0 (Auto) decides.
+
+A GPU runs behind a host that launches its operations one by one. Merging makes the GPU's part shorter and the host's a
+little longer, so it gains only where a block computes longer than it takes to launch. The rule asks for that, from
+shapes and the card's data sheet. It never measures a time: the same seed has to give the same picture.
+
+All numbers about GPUs are estimates that no GPU has confirmed yet; `python -m benchmarks.breakeven` prints what merging
+gains on yours beside what this rule says.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# On every device. On a CPU already 64 tokens pay (docs/performance.md), but so few have little to gain.
+FEWEST = 256
+
+# Seconds in which the host launches one operation: PyTorch's usual few microseconds, with ComfyUI's Python around it.
+LAUNCH = 6e-6
+# Operations that merging adds to a block, at most: 22 + 2 to SDXL's 70 by Triton around stacks (docs/performance.md).
+# The cards that are too fast for their host are those that Triton runs on.
+_ADDED = 1
+
+# The share of its peak that a card reaches in a whole block: 0.5 to 0.7 in large products, next to nothing in norms,
+# activations and residuals. To think a card faster than it is only leaves grids whole that would have gained a little.
+EFFICIENCY = 0.4
+
+# Hz, for versions of PyTorch that do not tell: cards since 2017 boost to between 1.4 (A100) and 2.5 GHz (RTX 4090).
+CLOCK = 2.0e9
+
+# FLOPs a clock and multiprocessor from this compute capability on: dense products of half precision, fp32 sums. From
+# NVIDIA's data sheets, peak / (multiprocessors x boost clock): V100 125 TFLOP/s and T4 65, A100 312, A40 150 and RTX
+# 6000 Ada 364, H100 989, B200 2250, RTX PRO 6000 Blackwell 504.
+_HALF = {(12, 0): 1024, (10, 0): 8192, (9, 0): 4096, (8, 6): 1024, (8, 0): 2048, (7, 0): 1024}
+# GeForce cards add in fp32 at half of that: RTX 2080 Ti 54, RTX 3090 71, RTX 4090 165, RTX 5090 210 TFLOP/s.
+_GEFORCE = 0.5
+# fp32 (PyTorch's default is without TF32), and all that cards without tensor cores do: 128 multiply-adds at most.
+_SINGLE = 256
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a transformer block asks of a device.
+
+    weights: multiply-adds of its linear layers for one token, in squares of the width. launches: its operations.
+    beside: tokens that run through it with those of the grid, at least.
+    """
+
+    weights: int
+    launches: int
+    beside: int = 0
+
+    @property
+    def launching(self) -> float:
+        """Seconds in which the host launches it, merged."""
+        return (self.launches + _ADDED) * LAUNCH
+
+    def flops(self, tokens: int, images: int, width: int) -> float:
+        """Linear layers and self-attention; a multiply-add is two."""
+        sequence = tokens + self.beside
+        return images * (2.0 * self.weights * width**2 * sequence + 4.0 * sequence**2 * width)
+
+
+# UNet: 4 squares of the width in self-attention, 2 in cross-attention, 12 in the gated feed-forward. Flux: 12 for each
+# token in both kinds, and ComfyUI pads its text to 256 tokens and more. Launches are counted (tests/benchmarks/
+# test_cost.py): 1400 for SDXL's 70 blocks, 1425 for 19 and 1178 for 38 of Flux.
+UNET_BLOCK = Block(18, 20)
+FLUX_DOUBLE = Block(12, 75, beside=256)
+FLUX_SINGLE = Block(12, 31, beside=256)
+
+
+@dataclass(frozen=True)
+class Card:
+    """An NVIDIA GPU as its driver tells it. processors: streaming multiprocessors. clock: Hz."""
+
+    name: str
+    capability: tuple[int, int]
+    processors: int
+    clock: float = CLOCK
+
+    def rate(self, dtype: torch.dtype) -> float:
+        """FLOP/s to be expected in a block, an estimate."""
+        half = next((flops for since, flops in _HALF.items() if self.capability >= since), None)
+        if half is None or dtype not in (torch.float16, torch.bfloat16):
+            each: float = _SINGLE
+        else:
+            each = half * (_GEFORCE if "GeForce" in self.name else 1.0)
+        return EFFICIENCY * each * self.processors * self.clock
+
+
+@functools.cache
+def card_of(device: torch.device) -> Card | None:
+    """The card behind a device, asked once per process; None for all that is no NVIDIA GPU."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    told = torch.cuda.get_device_properties(device)
+    clock = 1e3 * (getattr(told, "clock_rate", 0) or CLOCK / 1e3)  # told in kHz
+    return Card(told.name, (told.major, told.minor), told.multi_processor_count, clock)
+
+
+def computing(tokens: int, images: int, width: int, dtype: torch.dtype, card: Card, block: Block) -> float:
+    """Seconds that the card takes for a block, an estimate. Arguments as in `too_little`."""
+    return block.flops(tokens, images, width) / card.rate(dtype)
+
+
+def too_little(tokens: int, images: int, width: int, dtype: torch.dtype, card: Card | None, block: Block) -> str:
+    """Why Auto leaves a grid of so many tokens whole, in words for the report; empty if it is merged.
+
+    images: of one condition. Whether conditions run in one batch depends on free memory, which must not decide on a
+    picture. card: None asks for the fewest tokens alone.
+    """
+    if tokens < FEWEST:
+        return f"fewer than {FEWEST} tokens"
+    if card is None:
+        return ""
+    if computing(tokens, images, width, dtype, card, block) >= block.launching:
+        return ""
+    return "Auto: too little work for this device to gain by merging"
+
+
+def obstacle(x: Tensor, images: int, min_tokens: int, block: Block) -> str:
+    """Why (B, N, C) tokens x with so many images of each condition stay whole; empty if they are merged.
+
+    min_tokens: as in `ToMAConfig`; any number but 0 holds on every device.
+    """
+    if min_tokens == 0:
+        return too_little(x.shape[1], images, x.shape[2], x.dtype, card_of(x.device), block)
+    return f"fewer than {min_tokens} tokens" if x.shape[1] < min_tokens else ""
