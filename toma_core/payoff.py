@@ -54,7 +54,7 @@ class Block:
     launches: int
     beside: int = 0
 
-    @property
+    @functools.cached_property
     def launching(self) -> float:
         """Seconds in which the host launches it, merged."""
         return (self.launches + _ADDED) * LAUNCH
@@ -62,7 +62,7 @@ class Block:
     def flops(self, tokens: int, images: int, width: int) -> float:
         """Linear layers and self-attention; a multiply-add is two."""
         sequence = tokens + self.beside
-        return images * (2.0 * self.weights * width**2 * sequence + 4.0 * sequence**2 * width)
+        return 2.0 * images * sequence * width * (self.weights * width + 2.0 * sequence)
 
 
 # UNet: 4 squares of the width in self-attention, 2 in cross-attention, 12 in the gated feed-forward. Flux: 12 for each
@@ -84,12 +84,18 @@ class Card:
 
     def rate(self, dtype: torch.dtype) -> float:
         """FLOP/s to be expected in a block, an estimate."""
+        return self._half if dtype is torch.float16 or dtype is torch.bfloat16 else self._single
+
+    @functools.cached_property
+    def _half(self) -> float:
         half = next((flops for since, flops in _HALF.items() if self.capability >= since), None)
-        if half is None or dtype not in (torch.float16, torch.bfloat16):
-            each: float = _SINGLE
-        else:
-            each = half * (_GEFORCE if "GeForce" in self.name else 1.0)
-        return EFFICIENCY * each * self.processors * self.clock
+        if half is None:
+            return self._single
+        return self._single * half / _SINGLE * (_GEFORCE if "GeForce" in self.name else 1.0)
+
+    @functools.cached_property
+    def _single(self) -> float:
+        return EFFICIENCY * _SINGLE * self.processors * self.clock
 
 
 @functools.cache
@@ -127,6 +133,7 @@ def obstacle(x: Tensor, images: int, min_tokens: int, block: Block) -> str:
 
     min_tokens: as in `ToMAConfig`; any number but 0 holds on every device.
     """
+    _, tokens, width = x.shape
     if min_tokens == 0:
-        return too_little(x.shape[1], images, x.shape[2], x.dtype, card_of(x.device), block)
-    return f"fewer than {min_tokens} tokens" if x.shape[1] < min_tokens else ""
+        return too_little(tokens, images, width, x.dtype, card_of(x.device), block)
+    return f"fewer than {min_tokens} tokens" if tokens < min_tokens else ""
