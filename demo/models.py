@@ -19,11 +19,12 @@ import comfy.supported_models
 import comfy.utils
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from comfy.patcher_extension import WrappersMP
 from torch import nn
 
 from .latents import LATENT_CHANNELS
 from .positions import AddPositions
-from .scenes import TEXT_DIM
+from .scenes import TEXT_DIM, in_phrases
 
 # head_dim is 128 in every Flux checkpoint (ComfyUI computes heads = width / 128), hence one head here.
 DIT_CONFIG: dict[str, Any] = {
@@ -140,6 +141,10 @@ def new_unet(
     return network
 
 
+def _read_phrases(executor: Any, x: Any, timesteps: Any, context: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return executor(x, timesteps, in_phrases(context), *args, **kwargs)
+
+
 def unet_patcher(
     state_dict: dict[str, torch.Tensor] | None, seed: int = 0, config: dict[str, Any] | None = None
 ) -> Any:
@@ -152,6 +157,7 @@ def unet_patcher(
     model_config = comfy.supported_models.SDXL({})
     model_config.unet_config = dict(config or UNET_CONFIG)
     model_config.latent_format = comfy.latent_formats.Flux()
+    model_config.sampling_settings = {"zsnr": True}  # see `VelocityObjective`
     dtype = comfy.model_management.unet_dtype(device=load_device, supported_dtypes=[torch.bfloat16, torch.float32])
     cast = comfy.model_management.unet_manual_cast(dtype, load_device, [torch.bfloat16, torch.float32])
     model_config.set_inference_dtype(dtype, cast)
@@ -162,6 +168,7 @@ def unet_patcher(
     model.diffusion_model.to(dtype)
     patcher = comfy.model_patcher.ModelPatcher(model, load_device=load_device, offload_device=offload_device)
     patcher.set_model_input_block_patch(AddPositions())
+    patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "demo", _read_phrases)
     return patcher
 
 

@@ -11,12 +11,14 @@ from comfy.model_sampling import ModelSamplingDiscrete
 from .data import PIXELS_PER_TOKEN, Batch, View
 from .latents import PICTURE_CHANNELS
 from .positions import AddPositions, places
-from .scenes import CANVAS, pooled_tokens
+from .scenes import CANVAS, in_phrases, pooled_tokens
 
 # ComfyUI tells SDXL the picture's size as 8 x the latent's; a 64 x 64 latent is what the models are trained at.
 NOMINAL_SIZE = 512
 # Of the noise levels of the flow, on the logit scale; `View.centre` says around which level.
 SPREAD = 1.4
+# The UNet learns the prompt more slowly, so it sees more of what is nearly noise.
+UNET_CENTRE = 0.9
 
 
 def _error(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -44,21 +46,24 @@ class FlowObjective:
 
 
 class VelocityObjective:
-    """V-prediction on SDXL's schedule (Salimans and Ho 2022), as ComfyUI's V_PREDICTION.
+    """V-prediction (Salimans and Ho 2022) on SDXL's schedule down to zero signal, as ComfyUI's V_PREDICTION and zsnr.
 
     The model sees (clean + sigma * noise) / sqrt(sigma^2 + 1) and predicts (noise - sigma * clean) / sqrt(sigma^2 + 1).
-    With epsilon, at sigma 15, where sampling begins, an error of a hundredth of the noise is a sixth of the picture.
+    With epsilon, at sigma 15, an error of a hundredth of the noise is a sixth of the picture. And at sigma 15, where
+    SDXL's own schedule ends, a scene's layout still shows through the noise: a model that learns there reads it off the
+    noise and not off the prompt, and so cannot begin with noise alone (Lin et al. 2023, "Common Diffusion Noise
+    Schedules and Sample Steps are Flawed").
     """
 
     def __init__(self) -> None:
-        self.sigmas = ModelSamplingDiscrete().sigmas
+        self.sigmas = ModelSamplingDiscrete(zsnr=True).sigmas
         self.positions = AddPositions()
 
     def steps(self, batch: Batch) -> torch.Tensor:
         """The quantiles as steps of the schedule, int64 (B,).
 
-        Half-size scenes, which teach where things are, are seen at the levels of `FlowObjective`, as far as the
-        schedule has them: a flow's level s shows the picture as clearly as sigma = s / (1 - s) does here. Crops are
+        Half-size scenes, which teach where things are, are seen at levels like those of `FlowObjective`: a flow's
+        level s shows the picture as clearly as sigma = s / (1 - s) does here. Crops are
         seen at all steps alike, as SDXL was: fine structure is drawn at low noise. Whole pictures are half the one and
         half the other: without the first, the places that half-size scenes taught are lost again.
         """
@@ -66,9 +71,9 @@ class VelocityObjective:
         if batch.sort == "full":
             as_flow = quantile < 0.5
             quantile = (2 * quantile).remainder(1).clamp(1e-4, 1 - 1e-4)
-        levels = self.sigmas.log()
-        low, high = torch.special.ndtr((levels[[0, -1]] - batch.view.centre) / SPREAD)
-        wanted = batch.view.centre + SPREAD * torch.special.ndtri(low + (high - low) * quantile)
+        levels, centre = self.sigmas.log(), batch.view.centre + UNET_CENTRE
+        low, high = torch.special.ndtr((levels[[0, -1]] - centre) / SPREAD)
+        wanted = centre + SPREAD * torch.special.ndtri(low + (high - low) * quantile)
         flow = torch.searchsorted(levels, wanted).clamp(max=len(levels) - 1)
         return torch.where(as_flow.to(flow.device), flow, (quantile * len(levels)).long())
 
@@ -87,7 +92,7 @@ class VelocityObjective:
         prediction = network(
             (batch.clean + sigma * batch.noise) * scale,
             step.float(),
-            context=batch.tokens,
+            context=in_phrases(batch.tokens),
             y=adm(pooled_tokens(batch.tokens), batch.view, (height * 8, width * 8)),
             transformer_options={"patches": {"input_block_patch": [self.positions]}},
         )

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from .glyphs import GLYPH_HEIGHT, word_mask
 
@@ -55,6 +56,14 @@ HIDDEN_BY: dict[str, tuple[str, int]] = {
     "object_count": ("objects", 0),
     "object_colour": ("objects", 0),
 }
+# Which attributes speak of one thing.
+PHRASES: tuple[tuple[str, ...], ...] = (
+    ("background", "gradient"),
+    ("texture", "texture_side"),
+    ("shape", "shape_colour", "shape_size", "shape_cell"),
+    ("objects", "object_count", "object_colour"),
+    ("word", "word_place", "plate"),
+)
 _SALT = 0x70A
 
 
@@ -275,6 +284,25 @@ def scene_tokens(scene: Scene | None) -> torch.Tensor:
     if scene is None:
         return codes[-1:].repeat(len(starts), 1)
     return codes[[start + value for start, value in zip(starts, scene.values(), strict=True)]]
+
+
+@lru_cache(maxsize=1)
+def _belongs() -> torch.Tensor:
+    """(T, T): how much of every token each token is given, rows of norm 1."""
+    phrase = {name: index for index, names in enumerate(PHRASES) for name in names}
+    of = torch.tensor([phrase[name] for name in ATTRIBUTES])
+    return F.normalize((of[:, None] == of).float() + torch.eye(len(of)), dim=1)
+
+
+def in_phrases(tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens as a text encoder would give them, each knowing of the others of its phrase: (..., n * T, TEXT_DIM), the
+    same out.
+
+    A Flux model mixes its text tokens itself. A UNet only looks at them, and where one says red and another says top
+    left, it does not learn to paint red at the top left.
+    """
+    prompts = tokens.unflatten(-2, (-1, len(ATTRIBUTES)))  # several where prompts are joined
+    return (_belongs().to(tokens) @ prompts).flatten(-3, -2)
 
 
 def pooled_tokens(tokens: torch.Tensor) -> torch.Tensor:

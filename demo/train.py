@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ if __name__ == "__main__":
 import comfy.model_management
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import models
 from .data import Batch, Batches, Plan
@@ -68,7 +70,9 @@ class Trainer:
         batch = batch.to(self.device)
         for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
             group["lr"] = self.plan.lr_at(self.step) * group["share"]
-        with torch.autocast(self.device.type, torch.bfloat16):
+        # On a CPU, the fused attention is much slower backwards than its plain products: a third of the UNet's time.
+        plain = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else nullcontext()
+        with plain, torch.autocast(self.device.type, torch.bfloat16):
             loss = self.objective.loss(self.forward, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from demo import models
 from demo.conditioning import conditioning, empty_latent, seeded_noise
 from demo.data import Batches, Plan, View
-from demo.objectives import SPREAD, VelocityObjective, adm
+from demo.objectives import SPREAD, UNET_CENTRE, VelocityObjective, adm
 from demo.scenes import scene_from_seed
 
 
@@ -163,13 +163,13 @@ def test_the_unet_learns_what_comfyui_asks_it() -> None:
 
 
 def test_noise_levels_of_the_unet() -> None:
-    """Half-size scenes at those of the flow, crops at all steps alike, whole pictures half and half."""
+    """Half-size scenes around a level near pure noise, crops at all steps alike, whole pictures half and half."""
     half, crop, whole = (
         Batches(Plan("unet", 1, early_shares=shares))[0] for shares in ((1.0, 0.0), (0.0, 0.0), (0.0, 1.0))
     )
     objective, quantile = VelocityObjective(), torch.linspace(0.001, 0.999, 999)
     levels = objective.sigmas[objective.steps(replace(half, quantile=quantile))].log()
-    flow = half.view.centre + SPREAD * torch.special.ndtri(quantile)
+    flow = half.view.centre + UNET_CENTRE + SPREAD * torch.special.ndtri(quantile)
     ends = objective.sigmas[[0, -1]].log()
     inside = flow[(flow > ends[0]) & (flow < ends[1])]
     for q in (0.1, 0.5, 0.9):
