@@ -68,7 +68,7 @@ class Levels(str, Enum):
 class ToMAConfig:
     """Every setting of the merge. Raises `ConfigError` on a value outside its range.
 
-    Strings are accepted for the enum fields. The defaults are the `balanced` preset.
+    Strings are accepted for the enum fields. The defaults merge every step; nodes begin with the `balanced` preset.
     """
 
     ratio: float = option(
