@@ -121,7 +121,7 @@ def jobs(grid: Grid, ratio: float, batch: int, dtype: torch.dtype, device: torch
     picks = selection.select(similarity, windows, budget, kind)
 
     def weigh(dtype: torch.dtype = dtype, scale: float = SCALE) -> Any:
-        return core.weigh(windows.split(x), picks, windows, budget, scale, config.UnmergeKind.TRANSPOSE, dtype)
+        return core.weigh(windows.split(x), picks, windows, budget, scale, dtype)
 
     plan, hard = weigh(), weigh(scale=math.inf)
     exact, exact_hard = weigh(torch.float32), weigh(torch.float32, math.inf)

@@ -41,13 +41,6 @@ class SelectorKind(str, Enum):
     TOME = "tome"
 
 
-class UnmergeKind(str, Enum):
-    """How merged tokens are spread back over all tokens."""
-
-    TRANSPOSE = "transpose"
-    PSEUDO_INVERSE = "pseudo-inverse"
-
-
 class Share(str, Enum):
     """Which blocks use one plan (destinations and weights) within a step."""
 
@@ -205,12 +198,6 @@ class ToMAConfig:
         "How",
         (1.0, 10_000.0, 10.0),
         endless=True,
-    )
-    unmerge: UnmergeKind = option(
-        UnmergeKind.TRANSPOSE,
-        "How results are spread back: 'transpose' is what ships with the paper, 'pseudo-inverse' is the exact "
-        "least-squares inverse, slightly closer and slower to prepare.",
-        "How",
     )
     share: Share = option(
         Share.STACK,

@@ -9,7 +9,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .config import UnmergeKind
 from .kernels import Kernels
 from .selection.objective import cosines, normalized
 from .windows import Budget, Windows
@@ -26,7 +25,7 @@ class MergePlan:
     windows, budget: the layout, shared by all images.
     picks: (B, W, K) int64, the slot of each destination in its window.
     merge_weights: (B, W, K, S), rows sum to 1: a destination is a weighted mean of its window's tokens.
-    unmerge_weights: (B, W, S, K): with the transpose rows sum to 1, each token is a mix of destination results.
+    unmerge_weights: (B, W, S, K), rows sum to 1: each token is a mix of destination results.
     kernels: fast kernels that do what `merge` and `unmerge` say; None for plain PyTorch.
     hard: every token belongs to one destination alone. Weights are 1 or 0 on the way back, and it is a copy.
     owners: (B, N) int64, the one of the B * D destinations that each token belongs to, if the plan is hard.
@@ -90,7 +89,7 @@ def pick(x: Tensor, plan: MergePlan) -> Tensor:
 
 
 def unmerge(y: Tensor, plan: MergePlan) -> Tensor:
-    """Y = A^T Y' (or the pseudo-inverse of M). (B, D, C) -> (B, N, C) in y's dtype."""
+    """Y = A^T Y'. (B, D, C) -> (B, N, C) in y's dtype."""
     if kernels := _kernels(plan, y):
         if plan.owners is not None:
             return kernels.unmerge_hard(y, plan.owners)
@@ -163,9 +162,7 @@ def _kernels(plan: MergePlan, *tensors: Tensor) -> Kernels | None:
     return None if torch.is_grad_enabled() and any(t.requires_grad for t in tensors) else plan.kernels
 
 
-def weigh(
-    x: Tensor, picks: Tensor, windows: Windows, budget: Budget, scale: float, kind: UnmergeKind, dtype: torch.dtype
-) -> MergePlan:
+def weigh(x: Tensor, picks: Tensor, windows: Windows, budget: Budget, scale: float, dtype: torch.dtype) -> MergePlan:
     """Make the plan for given destinations (paper, equations 3 to 6).
 
     x: (B, W, S, C) features in window layout, any float dtype; picks: (B, W, K) int64. A = softmax over destinations
@@ -182,9 +179,8 @@ def weigh(
         A = A * windows.valid[:, None, :]
     # An unused slot has a row of zeros, and stays so.
     M = A / A.sum(-1, keepdim=True).clamp_min(torch.finfo(A.dtype).tiny)
-    # Of a hard plan the transpose is the pseudo-inverse.
-    back = A.transpose(-1, -2) if hard or kind is UnmergeKind.TRANSPOSE else pseudo_inverse(M, budget)
-    return MergePlan(windows, budget, picks, M.to(dtype), back.to(dtype).contiguous(), hard=hard)
+    back = A.transpose(-1, -2).to(dtype).contiguous()
+    return MergePlan(windows, budget, picks, M.to(dtype), back, hard=hard)
 
 
 def assign(similarity: Tensor, picks: Tensor, budget: Budget) -> Tensor:
@@ -199,20 +195,3 @@ def assign(similarity: Tensor, picks: Tensor, budget: Budget) -> Tensor:
         own = own * budget.valid
     nearest = similarity.argmax(2).scatter(2, picks, own)
     return torch.zeros_like(similarity).scatter_(2, nearest[:, :, None], 1.0)
-
-
-def pseudo_inverse(M: Tensor, budget: Budget) -> Tensor:
-    """M^+ = M^T (M M^T)^-1 per window. (..., K, S) fp32 -> (..., S, K).
-
-    A small ridge keeps nearly equal destinations from blowing up; unused slots give columns of zeros.
-    """
-    gram = M @ M.transpose(-1, -2)
-    used = M.shape[-2] if budget.valid is None else budget.valid.sum(-1).to(M.dtype)
-    mean = gram.diagonal(dim1=-2, dim2=-1).sum(-1) / used
-    ridge = 1e-4 * mean[..., None, None].clamp_min(torch.finfo(M.dtype).tiny)
-    eye = torch.eye(M.shape[-2], device=M.device, dtype=M.dtype)
-    if budget.valid is not None:
-        gram = gram + torch.diag_embed((~budget.valid).to(M.dtype))
-    # Not `solve`: it waits for the device to ask for errors, and with the ridge there are none.
-    solution: Tensor = torch.linalg.solve_ex(gram + ridge * eye, M).result
-    return solution.transpose(-1, -2)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .config import SelectorKind, ToMAConfig, UnmergeKind
+from .config import SelectorKind, ToMAConfig
 from .detail import Details
 from .kernels import Dispatch
 from .merge import MergePlan, weigh
@@ -103,23 +103,22 @@ class RunState:
         windows, budget = self._layout(grid, decision, x.device)
         choice = self.dispatch.pick(x, windows, budget, config.hard)
         self.stats.computed_by(str(choice))
-        kernels, greedy = choice.kernels, config.selector is SelectorKind.FACILITY_LOCATION
-        if kernels is not None and greedy and config.unmerge is UnmergeKind.TRANSPOSE:
+        kernels = choice.kernels
+        if kernels is not None and config.selector is SelectorKind.FACILITY_LOCATION:
             weights = kernels.select_weigh(x, windows, budget, config.scale)
             return MergePlan(windows, budget, *weights, kernels, config.hard)
         tokens = windows.split(x)
         similarity = cosine_similarity(tokens)
         picks = select(similarity, windows, budget, config.selector, config.random_seed + decision.selection)
-        plan = weigh(tokens, picks, windows, budget, config.scale, config.unmerge, x.dtype)
+        plan = weigh(tokens, picks, windows, budget, config.scale, x.dtype)
         return replace(plan, kernels=kernels)
 
     def _reweighed(self, x: Tensor, plan: MergePlan) -> MergePlan:
         config, kernels, windows, budget = self.config, plan.kernels, plan.windows, plan.budget
-        if kernels is not None and config.unmerge is UnmergeKind.TRANSPOSE:
+        if kernels is not None:
             M, back = kernels.weigh(x, plan.picks, windows, budget, config.scale)
             return replace(plan, merge_weights=M, unmerge_weights=back)
-        new = weigh(windows.split(x), plan.picks, windows, budget, config.scale, config.unmerge, x.dtype)
-        return replace(new, kernels=kernels)
+        return weigh(windows.split(x), plan.picks, windows, budget, config.scale, x.dtype)
 
     def _layout(self, grid: tuple[int, int], decision: Decision, device: torch.device) -> tuple[Windows, Budget]:
         config = self.config

@@ -82,6 +82,40 @@ def centred(patch: Patch) -> Patch:
     return during(patch, _state, values)
 
 
+def pseudo_inverse(patch: Patch) -> Patch:
+    """Results go back by the least-squares inverse of the merge in place of A^T."""
+
+    def values(state: Any) -> dict[str, Any]:
+        weigh = state.weigh
+
+        def inverted(*args: Any) -> Any:
+            *rest, dtype = args
+            plan = weigh(*rest, torch.float32)
+            M = plan.merge_weights
+            back = least_squares_inverse(M, plan.budget.valid)
+            return dataclasses.replace(plan, merge_weights=M.to(dtype), unmerge_weights=back.to(dtype).contiguous())
+
+        return {"weigh": inverted}
+
+    return during(patch, _state, values)
+
+
+def least_squares_inverse(M: Tensor, used: Tensor | None) -> Tensor:
+    """M^+ = M^T (M M^T)^-1 per window. (B, W, K, S) fp32 -> (B, W, S, K).
+
+    A small ridge keeps nearly equal destinations from blowing up. used: (W, K), the rows that are destinations; None
+    if all are. The columns of the others are zeros.
+    """
+    gram = M @ M.transpose(-1, -2)
+    count = M.shape[-2] if used is None else used.sum(-1)
+    mean = gram.diagonal(dim1=-2, dim2=-1).sum(-1) / count
+    diagonal = 1e-4 * mean[..., None].expand(M.shape[:-1])
+    if used is not None:
+        diagonal = diagonal + ~used
+    solution: Tensor = torch.linalg.solve(gram + torch.diag_embed(diagonal), M)
+    return solution.transpose(-1, -2)
+
+
 def refreshed(patch: Patch, early: tuple[int, int], late: tuple[int, int]) -> Patch:
     """Intervals of selecting and weighing in the first half of the steps, and in the second."""
 
@@ -210,7 +244,7 @@ def moved_budget(patch: Patch, most: float = 1.5) -> Patch:
             first = counts.cumsum(1) - counts
             expand = torch.where(valid, first + torch.arange(largest), first).flatten(1)
             own = _OwnBudget(budget.total, largest, compact, expand, valid)
-            return state.weigh(tokens, picks, windows, own, config.scale, config.unmerge, x.dtype)
+            return state.weigh(tokens, picks, windows, own, config.scale, x.dtype)
 
         return {"_selected": selected}
 

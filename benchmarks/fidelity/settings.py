@@ -124,7 +124,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(3, "scale", {f"{s}": toma(scale=s) for s in (30, 100, 1000)})
     add(3, "scale", {"hard": toma(scale=math.inf)})
     add(3, "cosine", {"centred": experiments.centred(toma())})
-    add(3, "unmerge", {"pseudo-inverse": toma(unmerge="pseudo-inverse")})
+    add(3, "unmerge", {"pseudo-inverse": experiments.pseudo_inverse(toma())})
     add(3, "share", {s: toma(share=s) for s in (("block", "level") if unet else ("block",))})
     add(3, "refresh", {f"{s}/{w}": toma(select_every=s, weigh_every=w) for s, w in ((1, 1), (5, 1), (5, 5), (20, 20))})
     add(3, "refresh", {"1/1 early": experiments.refreshed(toma(), (1, 1), (10, 5))})

@@ -181,6 +181,40 @@ def test_centred_tokens_do_not_know_a_common_direction(pack: ModuleType) -> None
     assert not torch.allclose(state.cosine_similarity(x), state.cosine_similarity(x + 5.0), atol=0.1)
 
 
+def test_pseudo_inverse(model: Any, plans: Any) -> None:
+    """The same merge; back and there again is the merge itself, which it is not by the transpose."""
+    transposed = sample(toma()(model))
+    there = plans[0]
+    plans.clear()
+    out = sample(experiments.pseudo_inverse(toma())(model))
+    plan = plans[0]
+    assert not torch.equal(out, transposed)
+    assert torch.equal(plan.picks, there.picks)
+    assert torch.equal(plan.merge_weights, there.merge_weights)
+    M, back = plan.merge_weights, plan.unmerge_weights
+    torch.testing.assert_close(M @ back @ M, M, rtol=0, atol=2e-3)
+    assert (M @ there.unmerge_weights @ M - M).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("used", [6, 4])
+def test_least_squares_inverse(used: int) -> None:
+    """That of plain linear algebra, but for the ridge; a place that is not used gives and takes nothing."""
+    M = torch.rand(2, 3, 6, 16, generator=torch.Generator().manual_seed(0)).pow(8)
+    M = M / M.sum(-1, keepdim=True)
+    M[..., used:, :] = 0.0
+    back = experiments.least_squares_inverse(M, torch.arange(6).expand(3, 6) < used)
+    torch.testing.assert_close(back, torch.linalg.pinv(M.double()).float(), rtol=0, atol=1e-2)
+    assert (back[..., used:] == 0.0).all()
+    if used == 6:
+        assert torch.equal(experiments.least_squares_inverse(M, None), back)
+
+
+def test_least_squares_inverse_of_equal_destinations_stays_small() -> None:
+    """Two equal rows have no inverse; the ridge halves the result between them."""
+    back = experiments.least_squares_inverse(torch.full((1, 1, 2, 4), 0.25), None)
+    torch.testing.assert_close(back, torch.full((1, 1, 4, 2), 0.5), rtol=1e-3, atol=0)
+
+
 def test_moved_budget(model: Any, plans: Any) -> None:
     """As many destinations in all, not in each window; merging and back still keep a constant."""
     pack = pack_module("toma_core.merge")
@@ -216,7 +250,12 @@ def test_whole_last(model: Any, decisions: Any) -> None:
 def test_the_pack_is_as_before(model: Any) -> None:
     state, run = pack_module("toma_core.state"), pack_module("nodes.adapters.run")
     before = state.weigh, state.cosine_similarity, state.RunState._selected, run.Schedule, run.Sampling.copies
-    for change in (experiments.centred, experiments.moved_budget, experiments.own_destinations):
+    for change in (
+        experiments.centred,
+        experiments.pseudo_inverse,
+        experiments.moved_budget,
+        experiments.own_destinations,
+    ):
         sample(change(toma())(model))
     assert before == (
         state.weigh,

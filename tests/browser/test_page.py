@@ -64,7 +64,7 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
     """Loader -> ToMA Advanced -> KSampler -> decode and report, or the benchmark instead of all that samples."""
     scene = [next(SEEDS), "fixed", 1, *["from seed"] * 14]
     advanced = [ratio, 0, 16, "stack", True, True, True, "all", 1, 5, 5, 0, ends_at, 0, 10, 5, "facility location"]
-    advanced += ["tile", 8, False, 300, "transpose", "stack", 0, False]
+    advanced += ["tile", 8, False, 300, "stack", 0, False]
     sampled = last == "ToMAReport"
     nodes = [
         node(1, "ToMADemoUNet", (0, 0), ["random", 0, "fixed"], outputs=[("MODEL", [1])]),

@@ -44,7 +44,7 @@ def test_advanced_hands_every_widget_over(unet: Any) -> None:
         "cross_attention": False, "feed_forward": False, "levels": "finest", "unet_whole_blocks": 1,
         "flux_whole_double": 2, "flux_whole_single": 3, "start_percent": 0.1, "end_percent": 0.8, "full_every": 4,
         "select_every": 4, "weigh_every": 2, "selector": "random", "window_kind": "stripe", "window_size": 4,
-        "shift_windows": True, "scale": 50.0, "unmerge": "pseudo-inverse", "share": "level", "random_seed": 7,
+        "shift_windows": True, "scale": 50.0, "share": "level", "random_seed": 7,
         "detail_reuse": False,
     }  # fmt: skip
     usual = defaults(nodes.ToMAAdvanced)
@@ -52,6 +52,18 @@ def test_advanced_hands_every_widget_over(unet: Any) -> None:
     assert all(usual[name] != value for name, value in other.items())
     made = run.attachment_of(nodes.ToMAAdvanced.execute(unet, **{**usual, **other}).args[0]).config
     assert {name: getattr(made, name) for name in other} == other
+
+
+@pytest.mark.compat
+def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
+    """A graph in API format may still name it: ComfyUI hands over what the node has inputs for."""
+    from execution import get_input_data
+
+    saved = {"model": unet, **defaults(nodes.ToMAAdvanced), "unmerge": "pseudo-inverse"}
+    handed = {name: value for name, (value,) in get_input_data(saved, nodes.ToMAAdvanced, "1")[0].items()}
+    assert handed.keys() == saved.keys() - {"unmerge"}
+    made = run.attachment_of(nodes.ToMAAdvanced.execute(**handed).args[0]).config
+    assert made == config.ToMAConfig.from_preset("balanced", ratio=0.5)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from scripts.comfy_pack import pack_module
 
 config_module = pack_module("toma_core.config")
 core, kernels = pack_module("toma_core"), pack_module("toma_core.kernels")
-SelectorKind, UnmergeKind = config_module.SelectorKind, config_module.UnmergeKind
+SelectorKind = config_module.SelectorKind
 Backend, Dispatch = kernels.Backend, kernels.Dispatch
 GRID = (13, 9)
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -81,15 +81,14 @@ def numbers(name: str, dtype: torch.dtype) -> Tensor:
 
 
 @dtypes
-@pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
 @pytest.mark.parametrize(
     "name", ["huge", "tiny", "one huge channel", "alternating signs at the limit", "zero", "constant"]
 )
-def test_finite_tokens_give_finite_results(name: str, dtype: torch.dtype, unmerge_kind: Any) -> None:
+def test_finite_tokens_give_finite_results(name: str, dtype: torch.dtype) -> None:
     x = numbers(name, dtype)
     assert x.isfinite().all()
     for selector in SelectorKind:
-        plan = plan_of(x, selector=selector, unmerge=unmerge_kind)
+        plan = plan_of(x, selector=selector)
         check_picks(plan)
         check_weights(plan)
         merged = core.merge(x, plan)
@@ -147,10 +146,9 @@ def check_broken(name: str, dtype: torch.dtype, **settings: Any) -> None:
 
 @dtypes
 @pytest.mark.parametrize("name", list(BROKEN))
-@pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
-def test_broken_tokens_spoil_their_own_window_only(name: str, dtype: torch.dtype, unmerge_kind: Any) -> None:
+def test_broken_tokens_spoil_their_own_window_only(name: str, dtype: torch.dtype) -> None:
     for selector in SelectorKind:
-        check_broken(name, dtype, selector=selector, unmerge=unmerge_kind)
+        check_broken(name, dtype, selector=selector)
 
 
 @pytest.fixture
@@ -190,13 +188,10 @@ def test_a_later_weighing_of_broken_tokens(name: str) -> None:
 
 @dtypes
 @selectors
-@pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
-def test_no_other_float_than_the_tokens_own_and_fp32(
-    dtype: torch.dtype, selector: Any, unmerge_kind: Any, dtypes_used: Any
-) -> None:
+def test_no_other_float_than_the_tokens_own_and_fp32(dtype: torch.dtype, selector: Any, dtypes_used: Any) -> None:
     """No bf16 on cards that have only fp16, and no fp64, which Apple's GPUs lack."""
     x = smooth(dtype)
-    details = run_of(full_every=2, detail_reuse=True, granularity="block", selector=selector, unmerge=unmerge_kind)
+    details = run_of(full_every=2, detail_reuse=True, granularity="block", selector=selector)
     with dtypes_used() as seen:
         for step in range(3):
             decision = core.Decision(step, 0.5, step, step, keeps_detail=step == 0)
@@ -211,17 +206,16 @@ def test_no_other_float_than_the_tokens_own_and_fp32(
 
 
 @pytest.mark.parametrize("devices", [("cuda:0", "cpu", "cuda:1", "cuda:0"), ("cpu", "cuda:0", "cpu")], ids=str)
-@pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
-def test_state_is_made_where_the_tokens_are(devices: tuple[str, ...], unmerge_kind: Any) -> None:
+def test_state_is_made_where_the_tokens_are(devices: tuple[str, ...]) -> None:
     """On stand-ins that know their device and have no values: an operation across two devices is an error. One run
     that moves, which multi-GPU sampling and offloading could make of it, and a new one each time."""
-    moving = run_of(unmerge=unmerge_kind)
+    moving = run_of()
     moving.plan(smooth(HALF), GRID, "a", core.Decision(0, 0.5, 0, 0), (None,))  # the tables of this grid, on the CPU
     with FakeTensorMode(allow_non_fake_inputs=True):
         plans: dict[str, Any] = {}
         for device in devices:
             x = torch.empty(2, GRID[0] * GRID[1], 40, dtype=HALF, device=device)
-            for run in (moving, run_of(unmerge=unmerge_kind)):
+            for run in (moving, run_of()):
                 plan = run.plan(x, GRID, "b", core.Decision(0, 0.5, 0, 0), ("l", "r"))
                 merged = core.merge(x, plan)
                 out = core.restore(merged * 2, merged, x, plan)

@@ -41,7 +41,7 @@ def refused(name: str, value: Any) -> str:
 
 
 def test_the_fields_are_of_three_kinds() -> None:
-    assert set(ENUMS) >= {"granularity", "selector", "unmerge"}
+    assert set(ENUMS) >= {"granularity", "selector"}
     assert set(SWITCHES) >= {"feed_forward", "shift_windows"}
     assert set(NUMBERS) >= {"ratio", "window_size"}
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toma_core.config import SelectorKind, UnmergeKind, WindowKind
-from toma_core.merge import MergePlan, merge, pseudo_inverse, unmerge, unmerge_update, weigh
+from toma_core.config import SelectorKind, WindowKind
+from toma_core.merge import MergePlan, merge, unmerge, unmerge_update, weigh
 from toma_core.selection import cosine_similarity, select
-from toma_core.windows import Budget, make_budget, make_windows
+from toma_core.windows import make_budget, make_windows
 
 GRIDS = [(8, 8), (13, 9), (7, 5), (1, 11), (11, 1), (3, 2)]
 grids = pytest.mark.parametrize(("height", "width"), GRIDS, ids=lambda n: str(n))
@@ -34,13 +34,12 @@ def plan_of(
     kind: WindowKind = WindowKind.TILE,
     shifted: bool = False,
     scale: float = 30.0,
-    unmerge_kind: UnmergeKind = UnmergeKind.TRANSPOSE,
 ) -> MergePlan:
     windows = make_windows(height, width, kind, size, shifted)
     budget = make_budget(windows.counts, ratio)
     tokens = windows.split(x)
     picks = select(cosine_similarity(tokens), windows, budget, SelectorKind.FACILITY_LOCATION)
-    return weigh(tokens, picks, windows, budget, scale, unmerge_kind, x.dtype)
+    return weigh(tokens, picks, windows, budget, scale, x.dtype)
 
 
 def dense(x: torch.Tensor, plan: MergePlan, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,10 +138,9 @@ def test_constant_tokens_stay_that_constant(height: int, width: int) -> None:
     torch.testing.assert_close(unmerge(merge(x, plan), plan), x)
 
 
-@pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
-def test_zero_and_constant_images_give_finite_plans(unmerge_kind: UnmergeKind) -> None:
+def test_zero_and_constant_images_give_finite_plans() -> None:
     for x in (torch.zeros(1, 35, 4), torch.ones(1, 35, 4), torch.full((1, 35, 4), 1e-30)):
-        plan = plan_of(x, 5, 7, scale=10_000.0, unmerge_kind=unmerge_kind)
+        plan = plan_of(x, 5, 7, scale=10_000.0)
         assert plan.merge_weights.isfinite().all()
         assert plan.unmerge_weights.isfinite().all()
         torch.testing.assert_close(unmerge(merge(x, plan), plan), x, rtol=1e-3, atol=1e-3)
@@ -163,18 +161,6 @@ def test_a_sharp_softmax_is_the_mean_of_the_cluster(height: int, width: int) -> 
     torch.testing.assert_close(unmerge(y, plan)[0], y[0, owner], rtol=1e-4, atol=1e-4)
 
 
-@grids
-def test_pseudo_inverse_undoes_the_merge(height: int, width: int) -> None:
-    """M M^+ M = M and M^+ M M^+ = M^+, but for the ridge of 1e-4."""
-    x = features(6, 1, height * width, 24)
-    plan = plan_of(x, height, width, unmerge_kind=UnmergeKind.PSEUDO_INVERSE)
-    back = unmerge(torch.eye(plan.kept)[None], plan)[0]
-    M = merge(torch.eye(plan.tokens)[None], plan)[0]
-    torch.testing.assert_close(M @ back @ M, M, rtol=0, atol=2e-3)
-    torch.testing.assert_close(back @ M @ back, back, rtol=0, atol=1e-2)
-    torch.testing.assert_close(back, torch.linalg.pinv(M.double()).float(), rtol=0, atol=1e-2)
-
-
 @settings(max_examples=40)
 @given(
     st.integers(1, 12),
@@ -182,15 +168,14 @@ def test_pseudo_inverse_undoes_the_merge(height: int, width: int) -> None:
     st.sampled_from(list(WindowKind)),
     st.integers(2, 6),
     st.floats(0.01, 0.95),
-    st.sampled_from(list(UnmergeKind)),
     st.integers(0, 2**31),
 )
 def test_hard_plans_are_means_and_copies(
-    height: int, width: int, kind: WindowKind, size: int, ratio: float, unmerge_kind: UnmergeKind, seed: int
+    height: int, width: int, kind: WindowKind, size: int, ratio: float, seed: int
 ) -> None:
     """At an infinite scale, against loops over the clusters: means there, copies to the last bit back."""
     x, n = features(seed, 3, height * width, 6), height * width
-    plan = plan_of(x, height, width, ratio=ratio, size=size, kind=kind, scale=math.inf, unmerge_kind=unmerge_kind)
+    plan = plan_of(x, height, width, ratio=ratio, size=size, kind=kind, scale=math.inf)
     merged, y = merge(x, plan), features(seed + 1, 3, plan.kept, 5)
     back = unmerge(y, plan)
     assert plan.hard
@@ -288,36 +273,15 @@ def test_one_plan_for_a_larger_batch(scale: float) -> None:
     torch.testing.assert_close(updated[1:2], unmerge_update(2 * one, one, x[1:2], plan))
 
 
-def test_transpose_is_the_pseudo_inverse_of_a_one_hot_merge() -> None:
-    x = features(7, 1, 64, 16)
-    there, back = (plan_of(x, 8, 8, scale=1e5, unmerge_kind=kind) for kind in UnmergeKind)
-    torch.testing.assert_close(there.unmerge_weights, back.unmerge_weights, rtol=0, atol=1e-3)
-
-
-def test_pseudo_inverse_is_the_nearer_one_in_least_squares() -> None:
-    x = features(8, 1, 64, 16)
-    transpose, inverse = (plan_of(x, 8, 8, scale=10.0, unmerge_kind=kind) for kind in UnmergeKind)
-    errors = [(unmerge(merge(x, plan), plan) - x).norm().item() for plan in (transpose, inverse)]
-    assert errors[1] < errors[0]
-
-
-def test_pseudo_inverse_of_equal_destinations_stays_small() -> None:
-    """Two equal rows have no inverse; the ridge halves the result between them."""
-    M = torch.full((1, 2, 4), 0.25)
-    back = pseudo_inverse(M, Budget((2,), None, None, None))
-    torch.testing.assert_close(back, torch.full((1, 4, 2), 0.5), rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
 @grids
-def test_images_of_a_batch_do_not_meet(height: int, width: int, unmerge_kind: UnmergeKind) -> None:
+def test_images_of_a_batch_do_not_meet(height: int, width: int) -> None:
     x = features(9, 3, height * width, 6)
-    plan = plan_of(x, height, width, unmerge_kind=unmerge_kind)
+    plan = plan_of(x, height, width)
     merged = merge(x, plan)
     back = unmerge(merged, plan)
     for b in range(3):
         one = slice(b, b + 1)
-        alone = plan_of(x[one], height, width, unmerge_kind=unmerge_kind)
+        alone = plan_of(x[one], height, width)
         assert torch.equal(alone.destinations, plan.destinations[one])
         torch.testing.assert_close(merge(x[one], alone), merged[one], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(unmerge(merged[one], alone), back[one], rtol=1e-3, atol=1e-3)
@@ -354,7 +318,7 @@ def test_memory_layout_does_not_matter(height: int, width: int) -> None:
 def test_inputs_are_left_alone() -> None:
     x = features(13, 2, 35, 6)
     before = x.clone()
-    plan = plan_of(x, 5, 7, unmerge_kind=UnmergeKind.PSEUDO_INVERSE)
+    plan = plan_of(x, 5, 7)
     y = merge(x, plan)
     kept = y.clone()
     unmerge(y, plan)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toma_core.config import SelectorKind, ToMAConfig, UnmergeKind
+from toma_core.config import SelectorKind, ToMAConfig
 from toma_core.merge import MergePlan, merge, unmerge
 from toma_core.schedule import Decision, Schedule
 from toma_core.state import RunState
@@ -305,14 +305,11 @@ def test_the_trap_snaps(wait: Any) -> None:
         wait(x)
 
 
-@pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
 @pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
 @pytest.mark.parametrize("grid", [(8, 8), GRID, (1, 30)], ids=str)
-def test_planning_and_merging_never_wait_for_the_device(
-    grid: tuple[int, int], selector: SelectorKind, unmerge_kind: UnmergeKind
-) -> None:
+def test_planning_and_merging_never_wait_for_the_device(grid: tuple[int, int], selector: SelectorKind) -> None:
     """The layouts of a grid are made before sampling gets going; from then on nothing waits, at any age of a plan."""
-    run = run_of(selector=selector, unmerge=unmerge_kind, shift_windows=True)
+    run = run_of(selector=selector, shift_windows=True)
     x = features(0, 2, grid)
     for selection in range(2):
         run.plan(x, grid, "a", at(selection=selection), (None,))
@@ -323,15 +320,12 @@ def test_planning_and_merging_never_wait_for_the_device(
                 unmerge(merge(x, plan), plan)
 
 
-@pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
 @pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
 @pytest.mark.parametrize("grid", [(8, 8), GRID, (1, 30)], ids=str)
 @pytest.mark.parametrize("scale", [300.0, math.inf])
-def test_planning_and_merging_need_no_values(
-    grid: tuple[int, int], selector: SelectorKind, unmerge_kind: UnmergeKind, scale: float
-) -> None:
+def test_planning_and_merging_need_no_values(grid: tuple[int, int], selector: SelectorKind, scale: float) -> None:
     """On the meta device, where tensors have no values: to read one, in whatever way, is an error."""
-    run = run_of(selector=selector, unmerge=unmerge_kind, scale=scale)
+    run = run_of(selector=selector, scale=scale)
     x = torch.empty(4, grid[0] * grid[1], 6, dtype=torch.bfloat16, device="meta")
     with pytest.raises(RuntimeError, match="meta"):
         x.sum().item()
@@ -345,9 +339,8 @@ def test_planning_and_merging_need_no_values(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [300.0, math.inf])
-@pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
-def test_planning_and_merging_never_wait_for_a_real_device(unmerge_kind: UnmergeKind, scale: float) -> None:
-    run = run_of(unmerge=unmerge_kind, scale=scale)
+def test_planning_and_merging_never_wait_for_a_real_device(scale: float) -> None:
+    run = run_of(scale=scale)
     x = features(0, 2).cuda()
     run.plan(x, GRID, "a", at(), (None,))
     torch.cuda.set_sync_debug_mode("error")

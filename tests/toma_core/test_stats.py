@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from toma_core.config import SelectorKind, ToMAConfig, UnmergeKind
+from toma_core.config import SelectorKind, ToMAConfig
 from toma_core.merge import MergePlan
 from toma_core.schedule import Decision, Schedule
 from toma_core.state import RunState
@@ -96,14 +96,11 @@ def plan_of(x: torch.Tensor, grid: tuple[int, int], **settings: object) -> Merge
     return run.plan(x, grid, None, Decision(0, 0.5, 0, 0), (None,))
 
 
-@pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
 @pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
-def test_the_map_shows_each_token_with_its_nearest_destination(
-    selector: SelectorKind, unmerge_kind: UnmergeKind
-) -> None:
+def test_the_map_shows_each_token_with_its_nearest_destination(selector: SelectorKind) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 63, 6).bfloat16()
-    plan = plan_of(x, (7, 9), selector=selector, unmerge=unmerge_kind)
+    plan = plan_of(x, (7, 9), selector=selector)
     drawn = draw_map(plan)
     assert (drawn.height, drawn.width, drawn.cuts) == (7, 9, plan.windows.cuts)
     assert torch.equal(drawn.destinations, plan.destinations[0])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from toma_core.config import SelectorKind, UnmergeKind, WindowKind
+from toma_core.config import SelectorKind, WindowKind
 from toma_core.merge import MergePlan, merge, unmerge, weigh
 from toma_core.selection import cosine_similarity, select
 from toma_core.windows import Budget, Windows, make_budget, make_windows
@@ -211,35 +211,31 @@ def test_impossible_ratios_are_refused(ratio: float) -> None:
 # Padding. (5, 7) at size 4 gives windows of 2 or 3 rows and 3 or 4 columns: both kinds of padding in one layout.
 
 
-def plan_of(x: torch.Tensor, windows: Windows, budget: Budget, unmerge_kind: UnmergeKind) -> MergePlan:
+def plan_of(x: torch.Tensor, windows: Windows, budget: Budget) -> MergePlan:
     tokens = windows.split(x)
     picks = select(cosine_similarity(tokens), windows, budget, SelectorKind.FACILITY_LOCATION)
-    return weigh(tokens, picks, windows, budget, 30.0, unmerge_kind, x.dtype)
+    return weigh(tokens, picks, windows, budget, 30.0, x.dtype)
 
 
-@pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.8])
-def test_a_padded_window_merges_as_if_alone(ratio: float, unmerge_kind: UnmergeKind) -> None:
+def test_a_padded_window_merges_as_if_alone(ratio: float) -> None:
     torch.manual_seed(0)
     windows = make_windows(5, 7, WindowKind.TILE, 4)
     budget = make_budget(windows.counts, ratio)
     assert windows.valid is not None
     assert budget.valid is not None
-    # Nearly equal tokens, where a pseudo-inverse is sensitive: a wrong ridge is off by 0.2, rounding by 2e-4.
-    x = torch.randn(1, 1, 6) + 0.2 * torch.randn(1, 35, 6)
+    x = torch.randn(1, 35, 6)
     y = torch.randn(1, budget.total, 6)
-    plan = plan_of(x, windows, budget, unmerge_kind)
+    plan = plan_of(x, windows, budget)
     merged, back = merge(x, plan), unmerge(y, plan)
     start = 0
     for w, (count, kept) in enumerate(zip(windows.counts, budget.counts, strict=True)):
         members = windows.source[w, :count]
-        alone = plan_of(
-            x[:, members], make_windows(1, count, "global", 4), Budget((kept,), None, None, None), unmerge_kind
-        )
+        alone = plan_of(x[:, members], make_windows(1, count, "global", 4), Budget((kept,), None, None, None))
         here = slice(start, start + kept)
         assert plan.destinations[0, here].tolist() == members[alone.destinations[0]].tolist()
         torch.testing.assert_close(merged[:, here], merge(x[:, members], alone), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(back[:, members], unmerge(y[:, here], alone), rtol=1e-3, atol=2e-3)
+        torch.testing.assert_close(back[:, members], unmerge(y[:, here], alone), rtol=1e-4, atol=1e-5)
         start += kept
 
 
@@ -250,7 +246,7 @@ def test_poisoned_padding_weights_nothing() -> None:
     assert windows.valid is not None
     assert budget.valid is not None
     x = torch.randn(2, 35, 6)
-    plan = plan_of(x, windows, budget, UnmergeKind.TRANSPOSE)
+    plan = plan_of(x, windows, budget)
     assert (plan.merge_weights.movedim(2, 3)[:, ~windows.valid] == 0).all()
     assert (plan.merge_weights[:, ~budget.valid] == 0).all()
     assert (plan.unmerge_weights[:, ~windows.valid] == 0).all()

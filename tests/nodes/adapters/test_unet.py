@@ -27,13 +27,12 @@ def options_of(call: Any) -> dict[str, Any]:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("unmerge", ["transpose", "pseudo-inverse"])
 def test_block_is_computed_on_merged_tokens(
-    unet: Any, stack: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, unmerge: str
+    unet: Any, stack: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
 ) -> None:
     block = stack.transformer_blocks[1]
     calls = record(block)
-    models.sample(attach(unet, granularity="block", unmerge=unmerge), SIDE, SIDE, batch=2, steps=1)
+    models.sample(attach(unet, granularity="block"), SIDE, SIDE, batch=2, steps=1)
     (call,) = calls
     M, U = dense(plan_calls[call.first_plan].plan)
     x = call.args[0]

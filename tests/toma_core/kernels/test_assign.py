@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.toma_core.kernels.cases import DEVICE, Case, each
-from toma_core.config import SelectorKind, UnmergeKind, WindowKind
+from toma_core.config import SelectorKind, WindowKind
 from toma_core.merge import MergePlan, merge, unmerge, unmerge_update, weigh
 from toma_core.selection import cosine_similarity, select
 
@@ -34,7 +34,7 @@ def plan_of(case: Case, x: Tensor) -> MergePlan:
     windows, budget = case.layout()
     tokens = windows.split(x.float())
     picks = select(cosine_similarity(tokens), windows, budget, SelectorKind.GRID)
-    return weigh(tokens, picks, windows, budget, math.inf, UnmergeKind.TRANSPOSE, FULL)
+    return weigh(tokens, picks, windows, budget, math.inf, FULL)
 
 
 def check_own(plan: MergePlan) -> None:

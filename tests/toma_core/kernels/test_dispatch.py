@@ -13,7 +13,7 @@ import torch
 import toma_core.kernels
 from tests.toma_core.kernels.cases import DEVICE, Case
 from toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig, plan_for, reduce, restore
-from toma_core.config import SelectorKind, UnmergeKind
+from toma_core.config import SelectorKind
 from toma_core.kernels import Backend, Dispatch
 from toma_core.merge import MergePlan, unmerge
 from toma_core.selection import cosine_similarity, facility_location
@@ -154,14 +154,11 @@ class TestFirstUse:
         assert where.run.stats.kernels == {"triton"}
 
 
-@pytest.mark.parametrize("unmerge_kind", list(UnmergeKind), ids=lambda kind: kind.value)
 @pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
 @pytest.mark.parametrize("scale", [30.0, math.inf])
-def test_a_run_on_kernels_equals_one_without(
-    scale: float, selector: SelectorKind, unmerge_kind: UnmergeKind, kernels: Any
-) -> None:
+def test_a_run_on_kernels_equals_one_without(scale: float, selector: SelectorKind, kernels: Any) -> None:
     """Selected, then weighed anew from other tokens: the block's result as in plain PyTorch."""
-    settings = {"selector": selector, "unmerge": unmerge_kind, "scale": scale}
+    settings = {"selector": selector, "scale": scale}
     fast, plain = (evaluation(backend, **settings) for backend in (Backend.TRITON, Backend.TORCH))
     for seed, weighing in ((0, 0), (1, 1)):
         x = CASE.tokens(seed)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.toma_core.kernels.cases import DEVICE, Case, each
-from toma_core.config import SelectorKind, UnmergeKind, WindowKind
+from toma_core.config import SelectorKind, WindowKind
 from toma_core.merge import MergePlan, weigh
 from toma_core.selection import cosine_similarity, facility_location, select
 from toma_core.windows import Budget, Windows
@@ -63,7 +63,7 @@ def check_places(picks: Tensor, windows: Windows, budget: Budget) -> None:
 
 
 def oracle_plan(x: Tensor, picks: Tensor, windows: Windows, budget: Budget) -> MergePlan:
-    return weigh(windows.split(x.float()), picks, windows, budget, SCALE, UnmergeKind.TRANSPOSE, torch.float32)
+    return weigh(windows.split(x.float()), picks, windows, budget, SCALE, torch.float32)
 
 
 def check_weights(M: Tensor, back: Tensor, x: Tensor, picks: Tensor, windows: Windows, budget: Budget) -> None:
