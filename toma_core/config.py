@@ -155,8 +155,8 @@ class ToMAConfig:
     )
     select_every: int = option(
         10,
-        "Destinations are selected anew every so many steps. The paper uses 10. Lower follows the image more closely "
-        "and costs a little time at each selection.",
+        "Destinations are selected anew every so many steps. The paper uses 10; with detail_reuse, as often as full_every "
+        "is closest. Lower costs a little time at each selection.",
         "When",
         (1, 1000, 1),
     )
@@ -187,8 +187,8 @@ class ToMAConfig:
     )
     shift_windows: bool = option(
         False,
-        "Move the windows by half a side at every other selection, so that their borders do not stay in one place. "
-        "Try it if you see a faint grid.",
+        "Move the windows by half a side at every other selection, so that their borders do not stay in one place: "
+        "closer, the more often destinations are selected.",
         "How",
     )
     scale: float = option(
@@ -273,11 +273,17 @@ def check(name: str, value: Any) -> Any:
     return checked(name, value, field_default(name), field_spec(name))
 
 
+def _reusing(every: int) -> Mapping[str, Any]:
+    """Whole steps hand on their detail. A plan is as old as that, and its windows lie elsewhere than the last one's."""
+    plans = {"select_every": every, "weigh_every": every, "shift_windows": True}
+    return {"full_every": every, "detail_reuse": True, **plans}
+
+
 # Nodes begin with the first. `faithful` follows the paper and its released code to the letter; the others run as many
 # steps whole as docs/fidelity.md found worth their time. `ratio` is the user's own choice and in no preset.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "balanced": {"full_every": 3, "detail_reuse": True},
+    "balanced": _reusing(3),
     "faithful": {"granularity": Granularity.MODULE, "scale": 1000.0, "share": Share.LEVEL},
-    "quality": {"full_every": 2, "detail_reuse": True, "unet_whole_blocks": 2},
-    "fast": {"full_every": 5, "detail_reuse": True, "flux_whole_double": 1, "flux_whole_single": 1, "weigh_every": 10},
+    "quality": {**_reusing(2), "unet_whole_blocks": 2},
+    "fast": {**_reusing(5), "flux_whole_double": 1, "flux_whole_single": 1},
 }
