@@ -155,8 +155,8 @@ class ToMAConfig:
     )
     select_every: int = option(
         10,
-        "Destinations are selected anew every so many steps. The paper uses 10; with detail_reuse, as often as full_every "
-        "is closest. Lower costs a little time at each selection.",
+        "Destinations are selected anew every so many steps. The paper uses 10; with detail_reuse, as often as "
+        "full_every is closest. Lower costs a little time at each selection.",
         "When",
         (1, 1000, 1),
     )

@@ -53,8 +53,9 @@ def hyper_tile(tile: int) -> Patch:
 
 
 def reuse(ratio: float, every: int, **settings: Any) -> Patch:
-    """ToMA with detail reuse; every so many steps one runs whole."""
-    return toma(**{"ratio": ratio, "full_every": every, "detail_reuse": True, **settings})
+    """ToMA with detail reuse as the presets have it; every so many steps one runs whole."""
+    plans = {"select_every": every, "weigh_every": every, "shift_windows": True}
+    return toma(**{"ratio": ratio, "full_every": every, "detail_reuse": True, **plans, **settings})
 
 
 def averaging(mean: float, steps: int, scheduler: str, **settings: Any) -> Patch:
@@ -144,7 +145,10 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(3, "whole steps", {"0.5 every 2": toma(full_every=2), "0.5 every 5": toma(full_every=5)})
     add(3, "whole steps", {"0.5 every 3, the last of them": experiments.whole_last(toma(full_every=3))})
     add(3, "reuse", {"0.75 every 4": reuse(0.75, 4), "0.75 every 10": reuse(0.75, 10)})
-    add(3, "reuse", {"0.75 every 3, refreshed": reuse(0.75, 3, select_every=3, weigh_every=3)})
+    seldom = {"select_every": 10, "weigh_every": 5}
+    add(3, "reuse", {"0.5 every 3, plans of the paper": reuse(0.5, 3, **seldom, shift_windows=False)})
+    add(3, "reuse", {"0.5 every 3, not moved": reuse(0.5, 3, shift_windows=False)})
+    add(3, "reuse", {"0.5 every 3, one plan a level": reuse(0.5, 3, share="level")})
     add(3, "reuse", {"0.75 every 3, end 0.9": reuse(0.75, 3, end_percent=0.9)})
     add(3, "reuse", {"0.75 every 3, random": reuse(0.75, 3, selector="random")})
     add(3, "reuse", {f"{r:g} every 3, block": reuse(r, 3, granularity="block") for r in (0.5, 0.75)})
