@@ -108,4 +108,7 @@ class ToMAAdvanced(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
-        return _patched(model, ToMAConfig(**settings), cls.hidden)
+        # ComfyUI hands on what is linked to an input of an older version that is there no more.
+        names = {field.name for field in fields(ToMAConfig)}
+        known = {name: value for name, value in settings.items() if name in names}
+        return _patched(model, ToMAConfig(**known), cls.hidden)

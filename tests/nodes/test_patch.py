@@ -56,13 +56,13 @@ def test_advanced_hands_every_widget_over(unet: Any) -> None:
 
 @pytest.mark.compat
 def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
-    """A graph in API format may still name it: ComfyUI hands over what the node has inputs for."""
+    """A graph in API format may still name it: ComfyUI hands over what the node has inputs for, and all links."""
     from execution import get_input_data
 
     saved = {"model": unet, **defaults(nodes.ToMAAdvanced), "unmerge": "pseudo-inverse"}
     handed = {name: value for name, (value,) in get_input_data(saved, nodes.ToMAAdvanced, "1")[0].items()}
     assert handed.keys() == saved.keys() - {"unmerge"}
-    made = run.attachment_of(nodes.ToMAAdvanced.execute(**handed).args[0]).config
+    made = run.attachment_of(nodes.ToMAAdvanced.execute(**handed, unmerge="linked").args[0]).config
     assert made == config.ToMAConfig.from_preset("balanced", ratio=0.5)
 
 
