@@ -3,7 +3,7 @@
     python -m benchmarks.breakeven [--side 8 12 16 24 32 48 64] [--ratio 0.5] [--repeats 7] [--out FOLDER]
 
 Times chains of real transformer blocks, as both levels of SDXL have them, whole and merged, over token grids of
-growing side; the share of a plan that a step pays (one selection in ten steps, one weighing in five) is added to the
+growing side; the share of a plan that a step pays (one for two merged steps, as in the balanced preset) is added to the
 merged time. Every grid is merged, however small; each row also tells whether Auto (`min_tokens` = 0) would merge there.
 Auto is right where it merges at ratios above 1 and leaves whole what is below. On a CPU the clock is the process's own,
 so that other programs on the machine matter less.
@@ -25,8 +25,8 @@ from scripts.comfy_pack import pack_module
 
 # Width and depth of a stack at each level of SDXL.
 STACKS = ((640, 2), (1280, 10))
-# With the defaults, weights are made in every fifth step and destinations in every tenth.
-_PLANS_PER_STEP = 0.2
+# With the balanced preset two merged steps share a plan.
+_PLANS_PER_STEP = 0.5
 
 
 def stack(width: int, depth: int, dtype: torch.dtype, device: torch.device) -> list[Any]:
