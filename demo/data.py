@@ -33,7 +33,7 @@ class Plan:
     crop_pixels: int = 64
     # Shares of steps with half-size scenes and with whole pictures, before and after `late`; the rest are crops.
     early_shares: tuple[float, float] = (0.9, 0.05)
-    late_shares: tuple[float, float] = (0.05, 0.6)
+    late_shares: tuple[float, float] = (0.2, 0.6)
     late: float = 0.45
     dropout: float = 0.1
     ema: float = 0.999
