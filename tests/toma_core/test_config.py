@@ -1,8 +1,9 @@
 """Every field: what is taken, what is refused, and that the refusal helps."""
 
-from __future__ import math
+from __future__ import annotations
 
 import dataclasses
+import math
 from enum import Enum
 from typing import Any
 
