@@ -150,11 +150,12 @@ def planning() -> str:
                     by,
                     str(plan.launches),
                     f"{plan.launches / made.launches:.1%}",
+                    f"{plan.launches / 3:.0f}",
                     f"{plan.launches / 10:.0f}",
                 ]
 
     return markdown(
-        ["model", "by", "launches of all plans", "of an evaluation", "launches a step over 10 steps"], rows()
+        ["model", "by", "launches of all plans", "of an evaluation", "a step, made every 3", "every 10"], rows()
     )
 
 
