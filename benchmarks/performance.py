@@ -137,7 +137,8 @@ def growth() -> str:
 
 
 def planning() -> str:
-    """What making plans costs, and by how many steps it is divided."""
+    """What making plans costs, and by how many steps it is divided: in the balanced preset and in the paper."""
+    balanced = pack_module("toma_core.config").PRESETS["balanced"]["select_every"]
 
     def rows() -> Iterator[list[str]]:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
@@ -150,12 +151,13 @@ def planning() -> str:
                     by,
                     str(plan.launches),
                     f"{plan.launches / made.launches:.1%}",
-                    f"{plan.launches / 3:.0f}",
+                    f"{plan.launches / balanced:.0f}",
                     f"{plan.launches / 10:.0f}",
                 ]
 
     return markdown(
-        ["model", "by", "launches of all plans", "of an evaluation", "a step, made every 3", "every 10"], rows()
+        ["model", "by", "launches of all plans", "of an evaluation", f"a step, made every {balanced}", "every 10"],
+        rows(),
     )
 
 

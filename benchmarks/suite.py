@@ -178,8 +178,8 @@ def sdxl_sizes(suite: Suite) -> None:
     for width, height, batch in ((832, 1216, 2), (1536, 1536, 2), (1024, 1024, 4), (512, 512, 2)):
         small = DRY if suite.dry else 1
         shape = Shape("sdxl", height // small, width // small, batch, suite.dry)
-        # At 512 x 512 Auto leaves fast cards whole; this shows whether it is right.
-        chosen = forward.toma_variants((0.25, 0.5, 0.75), ["stack"], {"min_tokens": 256, **suite.more})
+        # Every grid is merged. At 512 x 512 Auto leaves fast cards whole; this shows whether it is right.
+        chosen = forward.toma_variants((0.25, 0.5, 0.75), ["stack"], {"min_tokens": 4, **suite.more})
         suite.rows += forward.measure(suite.patcher("sdxl"), shape, chosen, suite.repeats(9), suite.device, limit=4)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from scripts.comfyui import ROOT
 from toma_core.config import ToMAConfig
+from toma_core.payoff import FEWEST
 
 WEIGHTS_FOLDER = ROOT / "demo" / "weights"
 DIT_FILE = "toma_demo_dit.safetensors"
@@ -40,7 +41,7 @@ class Kind:
 
 
 # Blocks this small are no work for a GPU, and Auto would leave them whole there: the demo shows what merging does.
-_MERGED = {"min_tokens": 256}
+_MERGED = {"min_tokens": FEWEST}
 UNET = Kind("unet", "SDXL UNet, tiny", {"cfg": 2.0, "sampler_name": "euler", "scheduler": "normal"}, _MERGED)
 # The whole blocks of the default are meant for Flux's 19 + 38; the tiny model has 2 + 5.
 DIT = Kind(

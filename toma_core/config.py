@@ -273,8 +273,9 @@ def check(name: str, value: Any) -> Any:
     return checked(name, value, field_default(name), field_spec(name))
 
 
-def _reusing(every: int) -> Mapping[str, Any]:
-    """Whole steps hand on their detail. A plan is as old as that, and its windows lie elsewhere than the last one's."""
+def reusing(every: int) -> Mapping[str, Any]:
+    """Settings with which every so many steps one runs whole and hands on its detail. A plan is made with it, in
+    windows that lie elsewhere than the last one's."""
     plans = {"select_every": every, "weigh_every": every, "shift_windows": True}
     return {"full_every": every, "detail_reuse": True, **plans}
 
@@ -282,8 +283,8 @@ def _reusing(every: int) -> Mapping[str, Any]:
 # Nodes begin with the first. `faithful` follows the paper and its released code to the letter; the others run as many
 # steps whole as docs/fidelity.md found worth their time. `ratio` is the user's own choice and in no preset.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "balanced": _reusing(3),
+    "balanced": reusing(3),
     "faithful": {"granularity": Granularity.MODULE, "scale": 1000.0, "share": Share.LEVEL},
-    "quality": {**_reusing(2), "unet_whole_blocks": 2},
-    "fast": {**_reusing(5), "flux_whole_double": 1, "flux_whole_single": 1},
+    "quality": {**reusing(2), "unet_whole_blocks": 2},
+    "fast": {**reusing(5), "flux_whole_double": 1, "flux_whole_single": 1},
 }

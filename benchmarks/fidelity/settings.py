@@ -54,8 +54,7 @@ def hyper_tile(tile: int) -> Patch:
 
 def reuse(ratio: float, every: int, **settings: Any) -> Patch:
     """ToMA with detail reuse as the presets have it; every so many steps one runs whole."""
-    plans = {"select_every": every, "weigh_every": every, "shift_windows": True}
-    return toma(**{"ratio": ratio, "full_every": every, "detail_reuse": True, **plans, **settings})
+    return toma(**{"ratio": ratio, **pack_module("toma_core.config").reusing(every), **settings})
 
 
 def averaging(mean: float, steps: int, scheduler: str, **settings: Any) -> Patch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -30,12 +31,14 @@ def block(x: Tensor) -> Tensor:
     return x + x.roll(1, dims=1).sin()
 
 
-def passed(x: Tensor, evaluation: Evaluation, name: str = "block") -> tuple[Tensor, MergePlan]:
+def passed(
+    x: Tensor, evaluation: Evaluation, name: str = "block", body: Callable[[Tensor], Tensor] = block
+) -> tuple[Tensor, MergePlan]:
     plan = plan_for(x, GRID, "scope", evaluation)
     assert plan is not None
     detail = evaluation.detail(name)
     reduced = reduce(x, plan, detail)
-    return restore(block(reduced), reduced, x, plan, detail), plan
+    return restore(body(reduced), reduced, x, plan, detail), plan
 
 
 def features(seed: int, batch: int = 1) -> Tensor:
@@ -81,13 +84,16 @@ def test_a_whole_step_is_the_block_itself_and_merged_ones_begin_with_its_update(
 
 def test_on_the_same_tokens_it_gives_the_same_update_again() -> None:
     """A block that looks at one token at a time shows destinations no change: nothing is merged away."""
-    run, x = run_of(), features(0)
+    x, tokens = features(0), []
+
+    def sine(reduced: Tensor) -> Tensor:
+        tokens.append(reduced.shape[1])
+        return reduced.sin()
+
+    run = run_of()
     for step in (0, 1):
-        evaluation = at(run, step, "cond")
-        plan, detail = plan_for(x, GRID, "scope", evaluation), evaluation.detail("block")
-        reduced = reduce(x, plan, detail)
-        assert reduced.shape[1] == (64 if step == 0 else 32)
-        torch.testing.assert_close(restore(reduced.sin(), reduced, x, plan, detail), x.sin())
+        torch.testing.assert_close(passed(x, at(run, step, "cond"), body=sine)[0], x.sin())
+    assert tokens == [64, 32]
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.6, 0.0, -2.0, 3.0])
@@ -111,10 +117,7 @@ def test_as_much_is_reused_as_destinations_still_show(factor: float) -> None:
 def test_an_update_of_zeros_is_no_reason_to_divide_by_it() -> None:
     run, x = run_of(), features(0)
     for step in (0, 1):
-        evaluation = at(run, step, "cond")
-        plan, detail = plan_for(x, GRID, "scope", evaluation), evaluation.detail("block")
-        reduced = reduce(x, plan, detail)
-        assert torch.equal(restore(reduced.clone(), reduced, x, plan, detail), x)
+        assert torch.equal(passed(x, at(run, step, "cond"), body=torch.clone)[0], x)
 
 
 def test_destinations_are_taken_as_they_are() -> None:
