@@ -56,14 +56,15 @@ HIDDEN_BY: dict[str, tuple[str, int]] = {
     "object_count": ("objects", 0),
     "object_colour": ("objects", 0),
 }
-# Which attributes speak of one thing.
-PHRASES: tuple[tuple[str, ...], ...] = (
-    ("background", "gradient"),
-    ("texture", "texture_side"),
-    ("shape", "shape_colour", "shape_size", "shape_cell"),
-    ("objects", "object_count", "object_colour"),
-    ("word", "word_place", "plate"),
-)
+# Which attributes speak of one thing: name of the thing -> (its attributes, what else says where it is). Small objects
+# are drawn where shape and word leave room.
+PHRASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "background": (("background", "gradient"), ()),
+    "texture": (("texture", "texture_side"), ()),
+    "shape": (("shape", "shape_colour", "shape_size", "shape_cell"), ()),
+    "objects": (("objects", "object_count", "object_colour"), ("shape_cell", "word_place")),
+    "word": (("word", "word_place", "plate"), ()),
+}
 _SALT = 0x70A
 
 
@@ -289,9 +290,12 @@ def scene_tokens(scene: Scene | None) -> torch.Tensor:
 @lru_cache(maxsize=1)
 def _belongs() -> torch.Tensor:
     """(T, T): how much of every token each token is given, rows of norm 1."""
-    phrase = {name: index for index, names in enumerate(PHRASES) for name in names}
-    of = torch.tensor([phrase[name] for name in ATTRIBUTES])
-    return F.normalize((of[:, None] == of).float() + torch.eye(len(of)), dim=1)
+    place = {name: index for index, name in enumerate(ATTRIBUTES)}
+    given = torch.eye(len(place))
+    for own, others in PHRASES.values():
+        for name in own:
+            given[place[name], [place[other] for other in (*own, *others)]] += 1
+    return F.normalize(given, dim=1)
 
 
 def in_phrases(tokens: torch.Tensor) -> torch.Tensor:
