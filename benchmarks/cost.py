@@ -28,6 +28,8 @@ from benchmarks.variants import UNPATCHED, Variant
 from scripts.comfy_pack import pack_module
 
 META = torch.device("meta")
+# Of a run whose evaluations are counted.
+STEPS = 50
 
 
 @dataclass
@@ -153,14 +155,15 @@ def count(
     *,
     kernels: bool = False,
     plan: bool = False,
+    step: int = 0,
     flux_blocks: tuple[int, int] = (19, 38),
     modules: Mapping[str, str] = MappingProxyType({}),
 ) -> Cost:
     """The cost of one evaluation of full-width `sdxl` or `flux`.
 
     kernels: count ToMA's fused Triton kernels, whose shapes are known without a GPU, instead of plain PyTorch.
-    plan: an evaluation that also makes its plans; else they are there already. modules: from the name of a kind of
-    module to the part under which its work is counted.
+    plan: an evaluation that also makes its plans; else they are there already. step: of `STEPS`, after those before it.
+    modules: from the name of a kind of module to the part under which its work is counted.
     """
     patched = variant.patch(on_meta(shape.model, flux_blocks))
     model, meter = patched.model.diffusion_model, Meter()
@@ -170,18 +173,23 @@ def count(
     options = {**patched.model_options["transformer_options"], "optimized_attention_override": meter.attention}
     attachment = pack_module("nodes.adapters.run").attachment_of(patched)
 
-    hooks, evaluation = pack_module("nodes.adapters.hooks"), None
+    hooks, run = pack_module("nodes.adapters.hooks"), None
     if attachment is not None:
-        evaluation = options[hooks.EVALUATION] = _evaluation(attachment.config, kernels)
+        run = _run(attachment.config, kernels)
 
-    def forward() -> None:
+    def forward(step: int) -> None:
+        evaluation = None
+        if run is not None:
+            decision = run.schedule.decide(run.schedule.sigmas[step])
+            evaluation = options[hooks.EVALUATION] = pack_module("toma_core").Evaluation(run, decision)
         find = pack_module("nodes.adapters.registry").find
         chosen = () if evaluation is None else find(model).select(x, evaluation, options)
         with torch.no_grad(), hooks.installed(chosen):
             model(x, t, context, y, **given, transformer_options=dict(options))
 
-    if evaluation is not None and not plan:
-        forward()
+    if run is not None:
+        for before in range(step if plan else step + 1):
+            forward(before)
         meter.cost = Cost()
     with ExitStack() as stack:
         for module in model.modules():
@@ -189,13 +197,13 @@ def count(
                 stack.enter_context(meter.around(module, part))
         stack.enter_context(marked(meter.within))
         stack.enter_context(meter)
-        forward()
+        forward(step)
     return meter.cost
 
 
-def _evaluation(config: Any, kernels: bool) -> Any:
+def _run(config: Any, kernels: bool) -> Any:
     core, fast = pack_module("toma_core"), None
     if kernels:
         fast = pack_module("toma_core.kernels.triton").TritonKernels()
-    state = core.RunState(core.Schedule(config), dispatch=_Always(fast))
-    return core.Evaluation(state, state.schedule.decide(1.0))
+    schedule = core.Schedule(config, tuple(float(STEPS - step) for step in range(STEPS)))
+    return core.RunState(schedule, dispatch=_Always(fast))

@@ -113,10 +113,10 @@ class ToMAConfig:
         "blocks are at the coarser one.",
         "Where",
     )
-    unet_whole_blocks: int = option(
+    unet_whole_last: int = option(
         0,
-        "The first so many transformer blocks of a UNet stay whole. 2 leaves SDXL's first stack whole: a little "
-        "closer to the original, a little slower.",
+        "The last so many stacks of transformer blocks of a UNet stay whole: they change most from step to step. With "
+        "detail_reuse, 1 (of 11 in SDXL) is far closer to the original and gives up a twentieth of the gain.",
         "Where",
         (0, 1000, 1),
     )
@@ -285,6 +285,6 @@ def reusing(every: int) -> Mapping[str, Any]:
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "balanced": reusing(3),
     "faithful": {"granularity": Granularity.MODULE, "scale": 1000.0, "share": Share.LEVEL},
-    "quality": {**reusing(2), "unet_whole_blocks": 2},
+    "quality": {**reusing(2), "unet_whole_last": 2},
     "fast": {**reusing(5), "flux_whole_double": 1, "flux_whole_single": 1},
 }

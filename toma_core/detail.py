@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .merge import MergePlan, pick, unmerge_update
+from .merge import MergePlan, kernels_for, pick, unmerge_onto, unmerge_update
 from .stats import RunStats
 
 # How much is believed of the change that destinations show, where all of the kept update is still there. They are seen
@@ -95,12 +95,20 @@ class Detail:
         out, reduced: (B, D, C); x: (B, N, C). Returns (B, N, C).
         """
         kept = self.details.kept(self.keys, x)
-        if kept is None:
-            return unmerge_update(out, reduced, x, plan)
-        fresh, old = out - reduced, pick(kept, plan)
-        still = _still(fresh, old).to(x.dtype)
-        trust = 1 - (1 - TRUST) * still
-        return unmerge_update(trust * fresh, trust * still * old, torch.addcmul(x, still, kept), plan)
+        return unmerge_update(out, reduced, x, plan) if kept is None else reuse(out, reduced, x, kept, plan)
+
+
+def reuse(out: Tensor, reduced: Tensor, x: Tensor, kept: Tensor, plan: MergePlan) -> Tensor:
+    """`Detail.restore` with what is kept, (B, N, C)."""
+    kernels = kernels_for(plan, out, reduced, x)
+    if kernels is not None and not plan.hard:
+        back, destinations = plan.unmerge_weights, plan.destinations
+        return kernels.reuse(out, reduced, x, kept, destinations, back, plan.windows, plan.budget, TRUST)
+    fresh, old = out - reduced, pick(kept, plan)
+    still = _still(fresh, old).to(x.dtype)
+    change = torch.addcmul(fresh, still, old, value=-1)
+    believed = torch.addcmul(change, still, change, value=TRUST - 1)  # trust * change
+    return unmerge_onto(torch.addcmul(x, still, kept), believed, plan)
 
 
 def _still(fresh: Tensor, old: Tensor) -> Tensor:
@@ -108,6 +116,6 @@ def _still(fresh: Tensor, old: Tensor) -> Tensor:
 
     Of neighbouring steps among twenty nearly all; among four, where noise levels lie far apart, nearly nothing.
     """
-    fresh, old = fresh.float(), old.float()
+    old = old.float()
     common, whole = ((t * old).sum((1, 2), keepdim=True) for t in (fresh, old))
     return (common / whole.clamp_min(torch.finfo(whole.dtype).tiny)).clamp(0, 1)

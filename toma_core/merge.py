@@ -73,7 +73,7 @@ class MergePlan:
 
 def merge(x: Tensor, plan: MergePlan) -> Tensor:
     """X' = M X. (B, N, C) -> (B, D, C) in x's dtype."""
-    if kernels := _kernels(plan, x):
+    if kernels := kernels_for(plan, x):
         if plan.owners is not None:
             return kernels.merge_hard(x, plan.owners, plan.windows, plan.budget)
         return kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
@@ -90,7 +90,7 @@ def pick(x: Tensor, plan: MergePlan) -> Tensor:
 
 def unmerge(y: Tensor, plan: MergePlan) -> Tensor:
     """Y = A^T Y'. (B, D, C) -> (B, N, C) in y's dtype."""
-    if kernels := _kernels(plan, y):
+    if kernels := kernels_for(plan, y):
         if plan.owners is not None:
             return kernels.unmerge_hard(y, plan.owners)
         return kernels.unmerge(y, plan.unmerge_weights, plan.windows, plan.budget)
@@ -104,11 +104,15 @@ def unmerge(y: Tensor, plan: MergePlan) -> Tensor:
 
 def unmerge_update(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
     """X + A^T (Y' - X'). out, reduced: (B, D, C); x: (B, N, C). Returns (B, N, C)."""
-    if kernels := _kernels(plan, out, reduced, x):
+    if kernels := kernels_for(plan, out, reduced, x):
         if plan.owners is not None:
             return kernels.restore_hard(out, reduced, x, plan.owners)
         return kernels.restore(out, reduced, x, plan.unmerge_weights, plan.windows, plan.budget)
-    update = out - reduced
+    return unmerge_onto(x, out - reduced, plan)
+
+
+def unmerge_onto(x: Tensor, update: Tensor, plan: MergePlan) -> Tensor:
+    """X + A^T Y' in plain PyTorch, without a pass for the sum where the layout allows it. (B, N, C), (B, D, C)"""
     if plan.owners is not None and len(x) == len(plan.picks):
         return x + _copied(update, plan.owners)
     if plan.strips is not None and len(x) == len(plan.picks):
@@ -155,7 +159,7 @@ def _rows(x: Tensor, matrices: Tensor) -> Tensor:
     return x.reshape(*matrices.shape[:2], x.shape[-1])
 
 
-def _kernels(plan: MergePlan, *tensors: Tensor) -> Kernels | None:
+def kernels_for(plan: MergePlan, *tensors: Tensor) -> Kernels | None:
     """The plan's kernels if they can take these tensors: of the dtype it was made for, and without gradients."""
     if plan.kernels is None or any(t.dtype is not plan.merge_weights.dtype for t in tensors):
         return None

@@ -41,11 +41,11 @@ def matches(diffusion_model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Site:
-    """Where a transformer block sits. order: its number in the forward pass; level: 0 is the finest with attention."""
+    """Where a transformer block sits. left: its stack and those after it; level: 0 is the finest with attention."""
 
     position: tuple[str, int]
     index: int
-    order: int
+    left: int
     level: int
 
     @property
@@ -214,13 +214,10 @@ class Hooks:
     def __init__(self, diffusion_model: UNetModel) -> None:
         self.stacks: list[list[_BlockHooks]] = []
         self.chains: dict[tuple[_Site, _Site], tuple[_StackStart, _StackEnd]] = {}
-        order = 0
-        for position, level, stack in _stacks(diffusion_model):
-            blocks = []
-            for index, module in enumerate(stack.transformer_blocks):
-                blocks.append(_BlockHooks(module, _Site(position, index, order, level)))
-                order += 1
-            self.stacks.append(blocks)
+        stacks = list(_stacks(diffusion_model))
+        for left, (position, level, stack) in zip(range(len(stacks), 0, -1), stacks, strict=True):
+            sites = (_Site(position, index, left, level) for index in range(len(stack.transformer_blocks)))
+            self.stacks.append([_BlockHooks(*pair) for pair in zip(stack.transformer_blocks, sites, strict=True)])
 
     def select(
         self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], control: Any = None
@@ -289,8 +286,8 @@ def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, 
 
 def _left_out(site: _Site, config: ToMAConfig) -> str:
     """Why the settings leave this block whole, or an empty string."""
-    if site.order < config.unet_whole_blocks:
-        return f"unet_whole_blocks = {config.unet_whole_blocks}"
+    if site.left <= config.unet_whole_last:
+        return f"unet_whole_last = {config.unet_whole_last}"
     if config.granularity is Granularity.MODULE and not any(
         (config.self_attention, config.cross_attention, config.feed_forward)
     ):

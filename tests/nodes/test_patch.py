@@ -41,7 +41,7 @@ def test_advanced_with_its_defaults_is_the_balanced_preset(unet: Any) -> None:
 def test_advanced_hands_every_widget_over(unet: Any) -> None:
     other = {
         "ratio": 0.3, "ratio_decay": 0.1, "min_tokens": 20, "granularity": "module", "self_attention": False,
-        "cross_attention": False, "feed_forward": False, "levels": "finest", "unet_whole_blocks": 1,
+        "cross_attention": False, "feed_forward": False, "levels": "finest", "unet_whole_last": 3,
         "flux_whole_double": 2, "flux_whole_single": 3, "start_percent": 0.1, "end_percent": 0.8, "full_every": 4,
         "select_every": 4, "weigh_every": 2, "selector": "random", "window_kind": "stripe", "window_size": 4,
         "shift_windows": False, "scale": 50.0, "share": "level", "random_seed": 7,

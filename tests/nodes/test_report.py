@@ -38,7 +38,7 @@ def shown(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.compat
 def test_report_tells_what_was_merged_where_and_when(unet: Any, attach: Any, shown: Any) -> None:
-    model = attach(unet, end_percent=0.5, min_tokens=100, unet_whole_blocks=1, granularity="block", select_every=2)
+    model = attach(unet, end_percent=0.5, min_tokens=100, unet_whole_last=1, granularity="block", select_every=2)
     models.sample(model, 24, 24, steps=4, scheduler="normal")
     text, _, _ = shown(model)
     lines = text.splitlines()
@@ -46,8 +46,8 @@ def test_report_tells_what_was_merged_where_and_when(unet: Any, attach: Any, sho
     assert "merged steps: 1-2, at ratio 0.5" in lines
     assert "whole steps: 3-4" in lines
     assert "model evaluations: 4, merged: 2" in lines
-    assert "merged blocks: input.5.0, output.3.0, output.4.0, output.5.0" in lines
-    assert "left whole (unet_whole_blocks = 1): input.4.0" in lines
+    assert "merged blocks: input.4.0, input.5.0, output.3.0, output.4.0" in lines
+    assert "left whole (unet_whole_last = 1): output.5.0" in lines
     small = next(line for line in lines if line.startswith("left whole (fewer than 100 tokens): "))
     assert small.count(",") == 11
     assert "middle.0.1" in small

@@ -63,7 +63,7 @@ NAMES = [item.name for item in fields(config.ToMAConfig)]
 MERGING = {
     "ratio": mostly("ratio", 0.25, 0.5, 0.75),
     "min_tokens": mostly("min_tokens", 4, 4, 16),
-    "unet_whole_blocks": mostly("unet_whole_blocks", 0, 0, 1),
+    "unet_whole_last": mostly("unet_whole_last", 0, 0, 1),
     "flux_whole_double": mostly("flux_whole_double", 0, 0, 1),
     "flux_whole_single": mostly("flux_whole_single", 0, 0, 1),
     "start_percent": mostly("start_percent", 0.0),

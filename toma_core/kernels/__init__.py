@@ -61,6 +61,21 @@ class Kernels(Protocol):
         """x + unmerge(out - reduced): out, reduced (B, D, C); x and the result (B, N, C)."""
         ...
 
+    def reuse(
+        self,
+        out: Tensor,
+        reduced: Tensor,
+        x: Tensor,
+        kept: Tensor,
+        destinations: Tensor,
+        weights: Tensor,
+        windows: Windows,
+        budget: Budget,
+        trust: float,
+    ) -> Tensor:
+        """`detail.Detail.restore`. kept: (B, N, C); destinations: (B or 1, D) int64, their tokens."""
+        ...
+
     def merge_hard(self, x: Tensor, owners: Tensor, windows: Windows, budget: Budget) -> Tensor:
         """`merge` of a hard plan: the means of what belongs to each destination, by `MergePlan.owners`."""
         ...
@@ -154,6 +169,7 @@ def _trial(kernels: Kernels, x: Tensor, windows: Windows, budget: Budget, hard: 
     Triton compiles at first use, with a C compiler and a driver that may be missing, for cards nobody here has seen.
     Only this trial is guarded, and waits for the device: an error in the run itself is not hidden.
     """
+    from ..detail import reuse
     from ..merge import MergePlan, merge, unmerge_update
 
     x = x.detach()
@@ -168,6 +184,8 @@ def _trial(kernels: Kernels, x: Tensor, windows: Windows, budget: Budget, hard: 
             ours, theirs = merge(x, plan), merge(x, plain)
             restored, spread = (unmerge_update(2 * y, y, x, p) for y, p in ((ours, plan), (theirs, plain)))
             pairs += [(ours, theirs), (restored, spread)]
+            if not hard:
+                pairs.append((reuse(2 * ours, ours, x, x, plan), reuse(2 * theirs, theirs, x, x, plain)))
             _trials[key] = "" if all(_close(*pair) for pair in pairs) else "Triton's results are off"
         except torch.OutOfMemoryError:
             raise

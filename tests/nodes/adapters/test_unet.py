@@ -124,13 +124,14 @@ def _outputs(*numbers: int) -> list[str]:
 
 
 @pytest.mark.parametrize("granularity", ["block", "stack"])
-def test_first_blocks_are_left_whole(unet: Any, attach: Any, stats_of: Any, granularity: str) -> None:
-    """Three whole blocks end in the middle of a stack: the rest of it is merged on its own."""
-    model = attach(unet, unet_whole_blocks=3, granularity=granularity)
+def test_last_stacks_are_left_whole(unet: Any, attach: Any, stats_of: Any, granularity: str) -> None:
+    """All blocks of them."""
+    model = attach(unet, unet_whole_last=4, granularity=granularity)
     models.sample(model, SIDE, SIDE, steps=1)
     stats = stats_of(model)
-    assert stats.left_whole == {"unet_whole_blocks = 3": {"input.4.0", "input.5.0", "input.7.0"}}
-    assert len(stats.merged_blocks) == 14
+    last = {"output.2.0", "output.2.1", "output.3.0", "output.4.0", "output.5.0"}
+    assert stats.left_whole == {"unet_whole_last = 4": last}
+    assert len(stats.merged_blocks) == 12
 
 
 def test_small_grids_are_left_whole(unet: Any, attach: Any, stats_of: Any) -> None:

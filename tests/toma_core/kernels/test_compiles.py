@@ -18,11 +18,11 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from toma_core.kernels.triton import assign, product, select
+from toma_core.kernels.triton import agreement, assign, product, select
 
-POINTERS = {"source": "*i64", "picks": "*i64", "expand": "*i64", "valid": "*i1", "used": "*i1", "owners": "*i64",
-            "scratch": "*fp32"}
-TOKENS = ("x", "y", "reduced", "M", "back", "weights", "out")
+TYPES = {"source": "*i64", "picks": "*i64", "expand": "*i64", "valid": "*i1", "used": "*i1", "owners": "*i64",
+            "destinations": "*i64", "sums": "*fp32", "scratch": "*fp32", "scale": "fp32", "trust": "fp32"}
+TOKENS = ("x", "y", "reduced", "kept", "M", "back", "weights", "out")
 
 def compiled(kernel, dtype, capability, constants, warps, stages):
     signature, constant = {}, {}
@@ -32,7 +32,7 @@ def compiled(kernel, dtype, capability, constants, warps, stages):
         elif name in TOKENS:
             signature[name] = "*" + dtype
         else:
-            signature[name] = POINTERS.get(name, "fp32" if name == "scale" else "i32")
+            signature[name] = TYPES.get(name, "i32")
     source = ASTSource(kernel, signature, constant)
     options = {"num_warps": warps, "num_stages": stages}
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -54,8 +54,11 @@ def every(dtype, capability, *hard):
     yield compiled(assign._mean_kernel, dtype, capability, {**shared, **blocks}, 8, 2)
     copying = {"RESIDUAL": True, "BLOCK_N": 32, "BLOCK_C": 128}
     yield compiled(assign._copy_kernel, dtype, capability, copying, 4, 2)
-    blocks = {"STEPS": 4, "BLOCK_K": inner, "BLOCK_S": 64, "BLOCK_C": channels, "RESIDUAL": True}
+    blocks = {"STEPS": 4, "BLOCK_K": inner, "BLOCK_S": 64, "BLOCK_C": channels, "RESIDUAL": True,
+              "REUSE": True, "BLOCK_P": 256}
     yield compiled(product._unmerge_kernel, dtype, capability, {**shared, **blocks}, 8, 2)
+    blocks = {"STEPS": 8, "STEPS_C": 24, "BLOCK_D": 16, "BLOCK_C": 128}
+    yield compiled(agreement._agreement_kernel, dtype, capability, blocks, 4, 3)
 
 print(json.dumps(list(every(sys.argv[1], *map(int, sys.argv[2:])))))
 """
@@ -81,7 +84,7 @@ def test_compiles(capability: int, dtype: str, hard: list[str], tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr
     built = json.loads(done.stdout)
-    assert len(built) == 7
+    assert len(built) == 8
     for kernel in built:
         assert kernel["binary"] > 0
         assert kernel["shared"] <= SHARED, kernel

@@ -34,13 +34,19 @@ def calls(case: Case) -> dict[str, tuple[Any, ...]]:
     reduced = operators.merge(*merging)
     layout = (back, windows.source, windows.valid, budget.expand, windows.tokens)
     hard = (windows.source, windows.valid, budget.valid, budget.expand, budget.slots, budget.total)
-    owners = MergePlan(windows, budget, picks, M, back, hard=True).owners
+    plan = MergePlan(windows, budget, picks, M, back, hard=True)
+    owners = plan.owners
     return {
         "select_weigh": first,
         "weigh": (x, picks, windows.source, windows.valid, budget.valid, 30.0),
         "merge": merging,
         "unmerge": (reduced, None, None, *layout),
         "restore": (reduced, reduced, x, *layout),
+        "agreement": (reduced, reduced, x, plan.destinations),
+        "reuse": (
+            *(reduced, reduced, x, x, operators.agreement(reduced, reduced, x, plan.destinations)),
+            *(plan.destinations, *layout[:4], 0.5),
+        ),
         "merge_hard": (x, owners, *hard),
         "unmerge_hard": (reduced, None, None, owners),
         "restore_hard": (reduced, reduced, x, owners),
@@ -53,7 +59,8 @@ def operator(name: str) -> Any:
     return getattr(operators, name.replace("restore", "unmerge")).default
 
 
-NAMES = ["select_weigh", "weigh", "merge", "unmerge", "restore", "merge_hard", "unmerge_hard", "restore_hard"]
+NAMES = ["select_weigh", "weigh", "merge", "unmerge", "restore", "agreement", "reuse", "merge_hard", "unmerge_hard"]
+NAMES += ["restore_hard"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,7 +13,8 @@ __all__ = ["INTERPRETED", "MOST", "TritonKernels"]
 
 
 class TritonKernels:
-    """One launch each. Windows of at most MOST tokens; tensors on a CUDA device, or on the CPU if INTERPRETED."""
+    """One launch each, two in `reuse`. Windows of at most MOST tokens; tensors on a CUDA device, or on the CPU if
+    INTERPRETED."""
 
     name = "triton"
 
@@ -56,6 +57,31 @@ class TritonKernels:
         _require(x, windows.tokens, out)
         restored: Tensor = operators.unmerge.default(
             out, reduced, x, weights, windows.source, windows.valid, budget.expand, windows.tokens
+        )
+        return restored
+
+    def reuse(
+        self,
+        out: Tensor,
+        reduced: Tensor,
+        x: Tensor,
+        kept: Tensor,
+        destinations: Tensor,
+        weights: Tensor,
+        windows: Windows,
+        budget: Budget,
+        trust: float,
+    ) -> Tensor:
+        """See `kernels.Kernels`. Two launches: what is still there, and the rest."""
+        _require(out, budget.total)
+        _require(reduced, budget.total, out)
+        _require(x, windows.tokens, out)
+        _require(kept, windows.tokens, out)
+        if destinations.shape[1] != budget.total:
+            raise ValueError(f"expected destinations of (batch, {budget.total}), got {tuple(destinations.shape)}")
+        sums = operators.agreement.default(out, reduced, kept, destinations)
+        restored: Tensor = operators.reuse.default(
+            out, reduced, x, kept, sums, destinations, weights, windows.source, windows.valid, budget.expand, trust
         )
         return restored
 

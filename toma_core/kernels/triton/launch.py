@@ -47,3 +47,10 @@ def blocks(x: Tensor, rows: int, inner: int) -> tuple[int, int, int, int]:
     inner = inner if half else min(32, inner)
     channels = min(128 if half else 32, padded(x.shape[2]))
     return rows, inner, channels, 4 if rows * inner < _MOST_SIDE**2 else 8
+
+
+def shared_stride(part: Tensor, batch: int) -> int:
+    """From one image's part of a plan to the next; 0 if all images share it."""
+    if part.shape[0] not in (1, batch) or not part.is_contiguous():
+        raise ValueError(f"a plan of {tuple(part.shape)} does not fit a batch of {batch}, or is not contiguous")
+    return 0 if part.shape[0] == 1 else part.stride(0)

@@ -11,9 +11,10 @@ import itertools
 import torch
 from torch import Tensor
 
+from .agreement import agreement, parts_of
 from .assign import merge_hard, unmerge_hard
 from .launch import INTERPRETED
-from .product import merge, unmerge
+from .product import merge, reuse, unmerge
 from .select import select_weigh, weigh
 
 
@@ -36,6 +37,11 @@ _library.define(
     "unmerge(Tensor y, Tensor? reduced, Tensor? x, Tensor weights, Tensor source, Tensor? valid, Tensor? expand,"
     " SymInt N) -> Tensor"
 )
+_library.define("agreement(Tensor out, Tensor reduced, Tensor kept, Tensor destinations) -> Tensor")
+_library.define(
+    "reuse(Tensor out, Tensor reduced, Tensor x, Tensor kept, Tensor sums, Tensor destinations, Tensor weights,"
+    " Tensor source, Tensor? valid, Tensor? expand, float trust) -> Tensor"
+)
 _library.define(
     "merge_hard(Tensor x, Tensor owners, Tensor source, Tensor? valid, Tensor? used, Tensor? expand, int K, SymInt D)"
     " -> Tensor"
@@ -43,7 +49,7 @@ _library.define(
 _library.define("unmerge_hard(Tensor y, Tensor? reduced, Tensor? x, Tensor owners) -> Tensor")
 # On the CPU the kernels run in Triton's interpreter only.
 for _key in ("CUDA", "CPU") if INTERPRETED else ("CUDA",):
-    for _function in (select_weigh, weigh, merge, unmerge, merge_hard, unmerge_hard):
+    for _function in (select_weigh, weigh, merge, unmerge, agreement, reuse, merge_hard, unmerge_hard):
         _library.impl(_function.__name__, _function, _key)
 
 
@@ -80,6 +86,14 @@ def _fake_unmerge(
     return y.new_empty(y.shape[0], N, y.shape[2])
 
 
+def _fake_agreement(out: Tensor, reduced: Tensor, kept: Tensor, destinations: Tensor) -> Tensor:
+    return out.new_empty(out.shape[0], 2, parts_of(out.shape[1]), dtype=torch.float32)
+
+
+def _fake_reuse(out: Tensor, reduced: Tensor, x: Tensor, *_: object) -> Tensor:
+    return out.new_empty(x.shape)
+
+
 def _fake_merge_hard(
     x: Tensor, owners: Tensor, source: Tensor, valid: Tensor | None, used: Tensor | None, expand: Tensor | None, K: int,
     D: int,
@@ -95,6 +109,8 @@ torch.library.register_fake(f"{NAMESPACE}::weigh", _fake_weigh, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::select_weigh", _fake_select_weigh, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::merge", _fake_merge, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::unmerge", _fake_unmerge, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::agreement", _fake_agreement, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::reuse", _fake_reuse, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::merge_hard", _fake_merge_hard, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::unmerge_hard", _fake_unmerge_hard, lib=_library)
 

@@ -1,4 +1,4 @@
-"""Merge and unmerge in one launch each (paper, section 4.2).
+"""Merge and unmerge in one launch each (paper, section 4.2), with detail reuse in two.
 
 Both are one small matrix product per window. The layout changes around it (tokens to windows, slots to the compact row
 of destinations) are done by the addresses that a program reads and writes, so nothing is gathered or scattered in a
@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import blocks, on_device, upcast
+from .agreement import still_of
+from .launch import blocks, on_device, shared_stride, upcast
 
 
 @triton.jit
@@ -62,11 +63,12 @@ def _merge_kernel(
 
 @triton.jit
 def _unmerge_kernel(
-    y, reduced, x, weights, source, valid, expand, out,
-    stride_yb, stride_yn, stride_yc, stride_rb, stride_rn, stride_rc, stride_xb, stride_xn, stride_xc, stride_w,
-    windows, slots, K, C, N,
-    RESIDUAL: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
-    STEPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+    y, reduced, x, kept, weights, source, valid, expand, destinations, sums, out,
+    stride_yb, stride_yn, stride_yc, stride_rb, stride_rn, stride_rc, stride_xb, stride_xn, stride_xc,
+    stride_kb, stride_kn, stride_kc, stride_w, stride_d, windows, slots, K, C, N, parts, trust,
+    RESIDUAL: tl.constexpr, REUSE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr,
+    UPCAST: tl.constexpr, STEPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     window = program % windows
@@ -78,6 +80,10 @@ def _unmerge_kernel(
     weights += image * stride_w + window * slots * K
     if RESIDUAL:
         reduced += image * stride_rb
+    if REUSE:
+        kept += image * stride_kb
+        still = still_of(sums + image * 2 * parts, parts, BLOCK_P)
+        believed = 1.0 - (1.0 - trust) * still
 
     total = tl.zeros([BLOCK_S, BLOCK_C], dtype=tl.float32)
     for step in range(0, STEPS):
@@ -92,7 +98,12 @@ def _unmerge_kernel(
         rows = tl.load(y + destination[:, None] * stride_yn + c[None, :] * stride_yc, mask=mask, other=0.0)
         if RESIDUAL:
             before = tl.load(reduced + destination[:, None] * stride_rn + c[None, :] * stride_rc, mask=mask, other=0.0)
-            rows = (rows.to(tl.float32) - before.to(tl.float32)).to(y.dtype.element_ty)
+            change = rows.to(tl.float32) - before.to(tl.float32)
+            if REUSE:
+                token = tl.load(destinations + image * stride_d + destination, mask=k < K, other=0)
+                old = tl.load(kept + token[:, None] * stride_kn + c[None, :] * stride_kc, mask=mask, other=0.0)
+                change = believed * (change - still * old.to(tl.float32))
+            rows = change.to(y.dtype.element_ty)
         if UPCAST:
             A = A.to(tl.float32)
             rows = rows.to(tl.float32)
@@ -106,15 +117,11 @@ def _unmerge_kernel(
     if RESIDUAL:
         x += image * stride_xb
         total += tl.load(x + token[:, None] * stride_xn + c[None, :] * stride_xc, mask=mask, other=0.0).to(tl.float32)
+    if REUSE:
+        update = tl.load(kept + token[:, None] * stride_kn + c[None, :] * stride_kc, mask=mask, other=0.0)
+        total += still * update.to(tl.float32)
     out += image * N * C
     tl.store(out + token[:, None] * C + c[None, :], total.to(out.dtype.element_ty), mask=mask)
-
-
-def _stride(weights: Tensor, batch: int) -> int:
-    """From one image's weights to the next; 0 if all images share them."""
-    if weights.shape[0] not in (1, batch) or not weights.is_contiguous():
-        raise ValueError(f"weights of {tuple(weights.shape)} do not fit a batch of {batch}, or are not contiguous")
-    return 0 if weights.shape[0] == 1 else weights.stride(0)
 
 
 def merge(x: Tensor, weights: Tensor, source: Tensor, used: Tensor | None, expand: Tensor | None, D: int) -> Tensor:
@@ -123,7 +130,7 @@ def merge(x: Tensor, weights: Tensor, source: Tensor, used: Tensor | None, expan
     weights: (B, W, K, S); source: (W, S) int64; used: (W, K) bool and expand: (W * K,) int64 of the `Budget`, or None.
     """
     (_, windows, K, slots), (batch, _, C) = weights.shape, x.shape
-    stride_w = _stride(weights, batch)
+    stride_w = shared_stride(weights, batch)
     out = torch.empty(batch, D, C, device=x.device, dtype=x.dtype)
     block_k, block_s, block_c, warps = blocks(x, K, slots)
     grid = (batch * windows, triton.cdiv(K, block_k) * triton.cdiv(C, block_c))
@@ -151,16 +158,57 @@ def unmerge(
     y, reduced: (B, D, C) and x: (B, N, C), any strides; weights: (B, W, S, K); the rest as in `merge`. Sums are fp32,
     and the residual is added before the one rounding to y's dtype.
     """
+    return _unmerged(y, reduced, x, weights, source, valid, expand, N)
+
+
+def reuse(
+    out: Tensor,
+    reduced: Tensor,
+    x: Tensor,
+    kept: Tensor,
+    sums: Tensor,
+    destinations: Tensor,
+    weights: Tensor,
+    source: Tensor,
+    valid: Tensor | None,
+    expand: Tensor | None,
+    trust: float,
+) -> Tensor:
+    """x + a kept + A^T t (out - reduced - a kept at destinations), with a from `agreement` and t = 1 - (1 - trust) a.
+
+    x, kept: (B, N, C), any strides; the rest as in `agreement` and `unmerge`. Sums are fp32, rounded once. -> (B, N, C)
+    """
+    return _unmerged(out, reduced, x, weights, source, valid, expand, x.shape[1], (kept, sums, destinations), trust)
+
+
+def _unmerged(
+    y: Tensor,
+    reduced: Tensor | None,
+    x: Tensor | None,
+    weights: Tensor,
+    source: Tensor,
+    valid: Tensor | None,
+    expand: Tensor | None,
+    N: int,
+    reused: tuple[Tensor, Tensor, Tensor] | None = None,
+    trust: float = 1.0,
+) -> Tensor:
+    """Both `unmerge` and `reuse`, which is told what is reused: kept, sums and destinations."""
     (_, windows, slots, K), (batch, _, C) = weights.shape, y.shape
-    stride_w = _stride(weights, batch)
+    stride_w = shared_stride(weights, batch)
+    kept, sums, destinations = (None, None, None) if reused is None else reused
+    stride_d = 0 if destinations is None else shared_stride(destinations, batch)
+    parts = 1 if sums is None else sums.shape[2]
     out = torch.empty(batch, N, C, device=y.device, dtype=y.dtype)
     block_s, block_k, block_c, warps = blocks(y, slots, K)
     grid = (batch * windows, triton.cdiv(slots, block_s) * triton.cdiv(C, block_c))
-    strides = tuple(n for t in (y, reduced, x) for n in ((0, 0, 0) if t is None else t.stride()))
+    strides = tuple(n for t in (y, reduced, x, kept) for n in ((0, 0, 0) if t is None else t.stride()))
     with on_device(y):
         _unmerge_kernel[grid](
-            y, reduced, x, weights, source, valid, expand, out, *strides, stride_w, windows, slots, K, C, N,
-            x is not None, valid is not None, expand is not None, upcast(y.dtype), triton.cdiv(K, block_k),
-            block_k, block_s, block_c, num_warps=warps, num_stages=2,
+            y, reduced, x, kept, weights, source, valid, expand, destinations, sums, out, *strides, stride_w, stride_d,
+            windows, slots, K, C, N, parts, trust,
+            x is not None, kept is not None, valid is not None, expand is not None, upcast(y.dtype),
+            triton.cdiv(K, block_k), block_k, block_s, block_c, triton.next_power_of_2(parts),
+            num_warps=warps, num_stages=2,
         )  # fmt: skip
     return out
