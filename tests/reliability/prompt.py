@@ -19,7 +19,7 @@ STEPS = 3
 # Small models have small grids and few blocks: merge all of them, at every step.
 EVERYTHING = {
     "min_tokens": 4, "flux_whole_double": 0, "flux_whole_single": 0, "full_every": 0, "detail_reuse": False,
-    "select_every": 10, "weigh_every": 5, "shift_windows": False,
+    "select_every": 10, "weigh_every": 5, "shift_windows": False, "unet_whole_last": 0,
 }  # fmt: skip
 # None: without ToMA.
 CASES: dict[str, dict[str, Any] | None] = {
