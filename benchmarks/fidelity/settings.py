@@ -130,6 +130,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(3, "refresh", {"1/1 early": experiments.refreshed(toma(), (1, 1), (10, 5))})
     add(3, "refresh", {"1/1 late": experiments.refreshed(toma(), (10, 5), (1, 1))})
     if unet:
+        add(2, "reuse", {f"0.5 every 3, last {n} whole": reuse(0.5, 3, unet_whole_last=n) for n in (0, 1, 3)})
         add(3, "whole last", {f"{n}": toma(unet_whole_last=n) for n in (1, 2)})
         add(3, "levels", {name: toma(levels=name) for name in ("finest", "coarser")})
         parts = {"self-attention": {"cross_attention": False, "feed_forward": False}}
