@@ -26,6 +26,7 @@ from scripts.comfyui import ROOT
 PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 RATIOS = (0.25, 0.5, 0.75)
+RUNS = (4, 8, 20, 50)
 SIDES = (512, 1024, 2048, 4096)
 _FLUX_ALL = {"flux_whole_double": 0, "flux_whole_single": 0}
 
@@ -39,6 +40,11 @@ def markdown(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 @functools.lru_cache
 def _toma(**settings: Any) -> variants.Variant:
     return variants.toma("", **{"ratio": 0.5, **settings})
+
+
+@functools.lru_cache
+def _preset(name: str) -> variants.Variant:
+    return variants.preset(name, ratio=0.5)
 
 
 # Tables share many of their counts.
@@ -136,6 +142,31 @@ def growth() -> str:
     return markdown([*head, "GB at 0.5", "launches at 0.5"], rows())
 
 
+def runs() -> str:
+    """What a whole run saves with each preset at ratio 0.5, by its number of steps."""
+    core = pack_module("toma_core")
+
+    def merged_steps(preset: str, steps: int) -> list[int]:
+        config = core.ToMAConfig.from_preset(preset)
+        sigmas = tuple(float(steps - step) for step in range(steps))
+        schedule = core.Schedule(config, sigmas, finishes=True)
+        return [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio]
+
+    def rows() -> Iterator[list[str]]:
+        for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
+            for side in (1024, 2048):
+                shape = Shape(model, side, side)
+                whole = count(shape).flops
+                for preset in pack_module("toma_core.config").PRESETS:
+                    step = merged_steps(preset, cost.STEPS)[0]
+                    share = count(shape, _preset(preset), step=step).flops / whole
+                    merged = ((len(merged_steps(preset, steps)), steps) for steps in RUNS)
+                    times = (f"{steps / (steps + (share - 1) * number):.2f}x ({number})" for number, steps in merged)
+                    yield [name, f"{side}", preset, f"{1 / share:.2f}x", *times]
+
+    return markdown(["model", "side, px", "preset", "a merged step", *(f"{n} steps" for n in RUNS)], rows())
+
+
 def planning() -> str:
     """What making plans costs, and by how many steps it is divided: in the balanced preset and in the paper."""
     balanced = pack_module("toma_core.config").PRESETS["balanced"]["select_every"]
@@ -230,6 +261,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ceilings": ceilings,
     "overhead": overhead,
     "growth": growth,
+    "runs": runs,
     "planning": planning,
     "auto": auto,
     "measured": measured,
