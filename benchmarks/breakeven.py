@@ -25,8 +25,6 @@ from scripts.comfy_pack import pack_module
 
 # Width and depth of a stack at each level of SDXL.
 STACKS = ((640, 2), (1280, 10))
-# With the balanced preset two merged steps share a plan.
-_PLANS_PER_STEP = 0.5
 
 
 def stack(width: int, depth: int, dtype: torch.dtype, device: torch.device) -> list[Any]:
@@ -83,6 +81,8 @@ def measure(
 ) -> list[Row]:
     """One row a side: a chain of blocks merged once, and its speed-up over the whole chain."""
     core = pack_module("toma_core")
+    # A plan is made with each whole step, and the merged ones until the next share it.
+    plans_per_step = 1 / (pack_module("toma_core.config").PRESETS["balanced"]["full_every"] - 1)
     blocks = stack(width, depth, dtype, device)
     generator = torch.Generator().manual_seed(1)
     context = torch.randn(batch, 77, 2048, generator=generator).to(device, dtype)
@@ -122,7 +122,7 @@ def measure(
                         times[name].append(seconds)
             planning = bench.quantile(times["plan"], 0.5)
             whole = Timing(times["whole"], chain(x).float().cpu())
-            this = Timing([t + _PLANS_PER_STEP * planning for t in times["merged"]], merged().float().cpu())
+            this = Timing([t + plans_per_step * planning for t in times["merged"]], merged().float().cpu())
             tokens = f"{side * side} -> {made.kept}"
             row = Row("break-even", f"{depth} blocks", f"{side}x{side}x{width}", batch, "ToMA stack", tokens)
             row.planning, row.note = planning, _auto(x, ratio)

@@ -71,10 +71,10 @@ def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, mos
 @pytest.mark.parametrize(
     ("shape", "step", "kernels", "most"),
     [
-        (SDXL, 0, True, 0.007),
-        (SDXL, 4, True, 0.02),
-        (SDXL, 1, False, 0.11),
-        (SDXL, 4, False, 0.125),
+        (SDXL, 0, True, 0.0054),
+        (SDXL, 4, True, 0.0161),
+        (SDXL, 1, False, 0.0875),
+        (SDXL, 4, False, 0.102),
         (FLUX, 1, True, 0.005),
         (FLUX, 4, False, 0.017),
     ],

@@ -54,8 +54,8 @@ def test_everyday_sizes(card: Card, side: int, width: int, block: Block, merged:
     assert too_little(side**2, 1, width, dtype, card, block) == ("" if merged else WORK)
 
 
-@pytest.mark.parametrize("pixels", [(1152, 896), (1216, 832), (1344, 768)], ids=str)
-def test_the_usual_shapes_of_sdxl_are_merged_on_an_h100(pixels: tuple[int, int]) -> None:
+@pytest.mark.parametrize("pixels", [(1152, 896), (1216, 832), (1344, 768), (1536, 640)], ids=str)
+def test_every_shape_that_sdxl_was_trained_on_is_merged_on_an_h100(pixels: tuple[int, int]) -> None:
     for side, width in ((16, 640), (32, 1280)):
         tokens = (pixels[0] // side) * (pixels[1] // side)
         assert too_little(tokens, 1, width, torch.float16, H100, UNET_BLOCK) == ""

@@ -55,8 +55,9 @@ def every(dtype, capability, *hard):
     copying = {"RESIDUAL": True, "BLOCK_N": 32, "BLOCK_C": 128}
     yield compiled(assign._copy_kernel, dtype, capability, copying, 4, 2)
     blocks = {"STEPS": 4, "BLOCK_K": inner, "BLOCK_S": 64, "BLOCK_C": channels, "RESIDUAL": True,
-              "REUSE": True, "BLOCK_P": 256}
-    yield compiled(product._unmerge_kernel, dtype, capability, {**shared, **blocks}, 8, 2)
+              "BLOCK_P": 256}
+    for reuse in (False, True):
+        yield compiled(product._unmerge_kernel, dtype, capability, {**shared, **blocks, "REUSE": reuse}, 8, 2)
     blocks = {"STEPS": 8, "STEPS_C": 24, "BLOCK_D": 16, "BLOCK_C": 128}
     yield compiled(agreement._agreement_kernel, dtype, capability, blocks, 4, 3)
 
@@ -84,7 +85,7 @@ def test_compiles(capability: int, dtype: str, hard: list[str], tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr
     built = json.loads(done.stdout)
-    assert len(built) == 8
+    assert len(built) == 9
     for kernel in built:
         assert kernel["binary"] > 0
         assert kernel["shared"] <= SHARED, kernel

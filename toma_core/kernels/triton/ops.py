@@ -7,6 +7,7 @@ by, and as plain `toma_core`. Each copy registers its own operators, in the firs
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,17 +74,8 @@ def _fake_merge(
     return x.new_empty(x.shape[0], D, x.shape[2])
 
 
-def _fake_unmerge(
-    y: Tensor,
-    reduced: Tensor | None,
-    x: Tensor | None,
-    weights: Tensor,
-    source: Tensor,
-    valid: Tensor | None,
-    expand: Tensor | None,
-    N: int,
-) -> Tensor:
-    return y.new_empty(y.shape[0], N, y.shape[2])
+def _fake_unmerge(y: Tensor, *rest: Any) -> Tensor:
+    return y.new_empty(y.shape[0], rest[-1], y.shape[2])  # N comes last
 
 
 def _fake_agreement(out: Tensor, reduced: Tensor, kept: Tensor, destinations: Tensor) -> Tensor:

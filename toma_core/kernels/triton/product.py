@@ -152,13 +152,32 @@ def unmerge(
     valid: Tensor | None,
     expand: Tensor | None,
     N: int,
+    reused: tuple[Tensor, Tensor, Tensor] | None = None,
+    trust: float = 1.0,
 ) -> Tensor:
     """Y = A^T Y', or with `reduced` and `x` the restored block output x + A^T (Y' - reduced). -> (B, N, C)
 
     y, reduced: (B, D, C) and x: (B, N, C), any strides; weights: (B, W, S, K); the rest as in `merge`. Sums are fp32,
-    and the residual is added before the one rounding to y's dtype.
+    and the residual is added before the one rounding to y's dtype. reused: kept, sums and destinations of `reuse`.
     """
-    return _unmerged(y, reduced, x, weights, source, valid, expand, N)
+    (_, windows, slots, K), (batch, _, C) = weights.shape, y.shape
+    stride_w = shared_stride(weights, batch)
+    kept, sums, destinations = (None, None, None) if reused is None else reused
+    stride_d = 0 if destinations is None else shared_stride(destinations, batch)
+    parts = 1 if sums is None else sums.shape[2]
+    out = torch.empty(batch, N, C, device=y.device, dtype=y.dtype)
+    block_s, block_k, block_c, warps = blocks(y, slots, K)
+    grid = (batch * windows, triton.cdiv(slots, block_s) * triton.cdiv(C, block_c))
+    strides = tuple(n for t in (y, reduced, x, kept) for n in ((0, 0, 0) if t is None else t.stride()))
+    with on_device(y):
+        _unmerge_kernel[grid](
+            y, reduced, x, kept, weights, source, valid, expand, destinations, sums, out, *strides, stride_w, stride_d,
+            windows, slots, K, C, N, parts, trust,
+            x is not None, kept is not None, valid is not None, expand is not None, upcast(y.dtype),
+            triton.cdiv(K, block_k), block_k, block_s, block_c, triton.next_power_of_2(parts),
+            num_warps=warps, num_stages=2,
+        )  # fmt: skip
+    return out
 
 
 def reuse(
@@ -178,37 +197,4 @@ def reuse(
 
     x, kept: (B, N, C), any strides; the rest as in `agreement` and `unmerge`. Sums are fp32, rounded once. -> (B, N, C)
     """
-    return _unmerged(out, reduced, x, weights, source, valid, expand, x.shape[1], (kept, sums, destinations), trust)
-
-
-def _unmerged(
-    y: Tensor,
-    reduced: Tensor | None,
-    x: Tensor | None,
-    weights: Tensor,
-    source: Tensor,
-    valid: Tensor | None,
-    expand: Tensor | None,
-    N: int,
-    reused: tuple[Tensor, Tensor, Tensor] | None = None,
-    trust: float = 1.0,
-) -> Tensor:
-    """Both `unmerge` and `reuse`, which is told what is reused: kept, sums and destinations."""
-    (_, windows, slots, K), (batch, _, C) = weights.shape, y.shape
-    stride_w = shared_stride(weights, batch)
-    kept, sums, destinations = (None, None, None) if reused is None else reused
-    stride_d = 0 if destinations is None else shared_stride(destinations, batch)
-    parts = 1 if sums is None else sums.shape[2]
-    out = torch.empty(batch, N, C, device=y.device, dtype=y.dtype)
-    block_s, block_k, block_c, warps = blocks(y, slots, K)
-    grid = (batch * windows, triton.cdiv(slots, block_s) * triton.cdiv(C, block_c))
-    strides = tuple(n for t in (y, reduced, x, kept) for n in ((0, 0, 0) if t is None else t.stride()))
-    with on_device(y):
-        _unmerge_kernel[grid](
-            y, reduced, x, kept, weights, source, valid, expand, destinations, sums, out, *strides, stride_w, stride_d,
-            windows, slots, K, C, N, parts, trust,
-            x is not None, kept is not None, valid is not None, expand is not None, upcast(y.dtype),
-            triton.cdiv(K, block_k), block_k, block_s, block_c, triton.next_power_of_2(parts),
-            num_warps=warps, num_stages=2,
-        )  # fmt: skip
-    return out
+    return unmerge(out, reduced, x, weights, source, valid, expand, x.shape[1], (kept, sums, destinations), trust)
