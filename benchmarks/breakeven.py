@@ -3,7 +3,7 @@
     python -m benchmarks.breakeven [--side 8 12 16 24 32 48 64] [--ratio 0.5] [--repeats 7] [--out FOLDER]
 
 Times chains of real transformer blocks, as both levels of SDXL have them, whole and merged, over token grids of
-growing side; the share of a plan that a step pays (one for two merged steps, as in the balanced preset) is added to the
+growing side; the share of a plan that a step pays (one for three, as in the balanced preset) is added to the
 merged time. Every grid is merged, however small; each row also tells whether Auto (`min_tokens` = 0) would merge there.
 Auto is right where it merges at ratios above 1 and leaves whole what is below. On a CPU the clock is the process's own,
 so that other programs on the machine matter less.
@@ -81,8 +81,7 @@ def measure(
 ) -> list[Row]:
     """One row a side: a chain of blocks merged once, and its speed-up over the whole chain."""
     core = pack_module("toma_core")
-    # A plan is made with each whole step, and the merged ones until the next share it.
-    plans_per_step = 1 / (pack_module("toma_core.config").PRESETS["balanced"]["full_every"] - 1)
+    plans_per_step = 1 / pack_module("toma_core.config").PRESETS["balanced"]["select_every"]
     blocks = stack(width, depth, dtype, device)
     generator = torch.Generator().manual_seed(1)
     context = torch.randn(batch, 77, 2048, generator=generator).to(device, dtype)

@@ -174,15 +174,15 @@ def count(
     attachment = pack_module("nodes.adapters.run").attachment_of(patched)
 
     hooks, run = pack_module("nodes.adapters.hooks"), None
+    find = pack_module("nodes.adapters.registry").find
     if attachment is not None:
-        run = _run(attachment.config, kernels)
+        run = _run(attachment.config, find(model).whole_every(attachment.config), kernels)
 
     def forward(step: int) -> None:
         evaluation = None
         if run is not None:
             decision = run.schedule.decide(run.schedule.sigmas[step])
             evaluation = options[hooks.EVALUATION] = pack_module("toma_core").Evaluation(run, decision)
-        find = pack_module("nodes.adapters.registry").find
         chosen = () if evaluation is None else find(model).select(x, evaluation, options)
         with torch.no_grad(), hooks.installed(chosen):
             model(x, t, context, y, **given, transformer_options=dict(options))
@@ -201,9 +201,9 @@ def count(
     return meter.cost
 
 
-def _run(config: Any, kernels: bool) -> Any:
+def _run(config: Any, whole_every: int, kernels: bool) -> Any:
     core, fast = pack_module("toma_core"), None
     if kernels:
         fast = pack_module("toma_core.kernels.triton").TritonKernels()
-    schedule = core.Schedule(config, tuple(float(STEPS - step) for step in range(STEPS)))
+    schedule = core.Schedule(config, tuple(float(STEPS - step) for step in range(STEPS)), whole_every=whole_every)
     return core.RunState(schedule, dispatch=_Always(fast))

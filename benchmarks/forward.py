@@ -47,7 +47,7 @@ class Runner:
         attachment = run.attachment_of(self.patched)
         if attachment is None:
             return None
-        sampling = run.Sampling.start(attachment.config, None, [1.0, 0.0])
+        sampling = run.Sampling.start(attachment.config, None, [1.0, 0.0], self.patched.model.diffusion_model)
         kernels = pack_module("toma_core.kernels")
         sampling.run.dispatch = kernels.Dispatch(kernels.Backend(self.backend))
         sampling.observe(torch.ones(1))

@@ -146,10 +146,11 @@ def runs() -> str:
     """What a whole run saves with each preset at ratio 0.5, by its number of steps."""
     core = pack_module("toma_core")
 
-    def merged_steps(preset: str, steps: int) -> list[int]:
+    def merged_steps(model: str, preset: str, steps: int) -> list[int]:
         config = core.ToMAConfig.from_preset(preset)
+        whole_every = config.unet_whole_every if model == "sdxl" else config.flux_whole_every
         sigmas = tuple(float(steps - step) for step in range(steps))
-        schedule = core.Schedule(config, sigmas, finishes=True)
+        schedule = core.Schedule(config, sigmas, finishes=True, whole_every=whole_every)
         return [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio]
 
     def rows() -> Iterator[list[str]]:
@@ -158,9 +159,9 @@ def runs() -> str:
                 shape = Shape(model, side, side)
                 whole = count(shape).flops
                 for preset in pack_module("toma_core.config").PRESETS:
-                    step = merged_steps(preset, cost.STEPS)[0]
+                    step = merged_steps(model, preset, cost.STEPS)[0]
                     share = count(shape, _preset(preset), step=step).flops / whole
-                    merged = ((len(merged_steps(preset, steps)), steps) for steps in RUNS)
+                    merged = ((len(merged_steps(model, preset, steps)), steps) for steps in RUNS)
                     times = (f"{steps / (steps + (share - 1) * number):.2f}x ({number})" for number, steps in merged)
                     yield [name, f"{side}", preset, f"{1 / share:.2f}x", *times]
 

@@ -34,11 +34,16 @@ TINY: dict[str, Any] = {"min_tokens": 4, "flux_whole_double": 0, "flux_whole_sin
 UNPATCHED = Variant("unpatched", lambda model: model, unchanged=True)
 
 
+def whole_every(steps: int) -> dict[str, int]:
+    """The settings with which of so many steps one runs whole, whatever the model."""
+    return {"unet_whole_every": steps, "flux_whole_every": steps}
+
+
 # No step runs whole, from the first to the last, whatever the defaults become.
 EVERY_STEP: dict[str, Any] = {
     "start_percent": 0.0,
     "end_percent": 1.0,
-    "full_every": 0,
+    **whole_every(0),
     "ratio_decay": 0.0,
     "detail_reuse": False,
 }

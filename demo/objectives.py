@@ -21,9 +21,10 @@ SPREAD = 1.4
 UNET_CENTRE = 0.9
 
 
-def _error(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _error(prediction: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
     # The padding channels are easy (their clean value is always 0) and only have to stay at rest.
-    squared = (prediction.float() - target).pow(2).mean(dim=(0, 2, 3))
+    squared = (prediction.float() - target).pow(2)
+    squared = (squared if weight is None else squared * weight).mean(dim=(0, 2, 3))
     return squared[:PICTURE_CHANNELS].mean() + 0.1 * squared[PICTURE_CHANNELS:].mean()
 
 
@@ -96,7 +97,7 @@ class VelocityObjective:
             y=adm(pooled_tokens(batch.tokens), batch.view, (height * 8, width * 8)),
             transformer_options={"patches": {"input_block_patch": [self.positions]}},
         )
-        return _error(prediction, (batch.noise - sigma * batch.clean) * scale)
+        return _error(prediction, (batch.noise - sigma * batch.clean) * scale, batch.weight)
 
 
 def adm(pooled: torch.Tensor, view: View, target: tuple[int, int]) -> torch.Tensor:

@@ -65,6 +65,8 @@ PHRASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "objects": (("objects", "object_count", "object_colour"), ("shape_cell", "word_place")),
     "word": (("word", "word_place", "plate"), ()),
 }
+# Rows and columns of small objects by their count.
+OBJECT_GRIDS = ((1, 3), (2, 3), (3, 4))
 _SALT = 0x70A
 
 
@@ -227,7 +229,7 @@ def render(scene: Scene, size: int = CANVAS) -> np.ndarray:
     shape_y, shape_x = 30 + 34 * shape_row + jitter_y, 30 + 34 * shape_column + jitter_x
 
     if scene.objects:
-        rows, columns = ((1, 3), (2, 3), (3, 4))[scene.object_count]
+        rows, columns = OBJECT_GRIDS[scene.object_count]
         centre_y, centre_x = _object_anchor(scene)
         for index in range(rows * columns):
             oy = centre_y + shifts[0] + (index // columns - (rows - 1) / 2) * 13
@@ -257,6 +259,19 @@ def render(scene: Scene, size: int = CANVAS) -> np.ndarray:
     column = np.clip(np.floor((x[box] - left) / 3).astype(np.int64) + 1, 0, mask.shape[1] + 1)
     _paint(image, box, np.pad(mask, 1)[row, column], ink)
     return np.clip(image, -1, 1).astype(np.float32)
+
+
+def things(scene: Scene, size: int = CANVAS) -> np.ndarray:
+    """Where shape and small objects may be, in boxes with room for their jitter: bool of shape (size, size)."""
+    y, x = _grid(size)
+    row, column = divmod(scene.shape_cell, 3)
+    reach = (13.0, 19.0, 26.0)[scene.shape_size] + 3.0
+    found = np.maximum(np.abs(y - 30 - 34 * row), np.abs(x - 30 - 34 * column)) < reach
+    if scene.objects:
+        rows, columns = OBJECT_GRIDS[scene.object_count]
+        centre_y, centre_x = _object_anchor(scene)
+        found |= (np.abs(y - centre_y) < 6.5 * rows + 3) & (np.abs(x - centre_x) < 6.5 * columns + 3)
+    return found
 
 
 def render_batch(scenes: list[Scene], size: int = CANVAS) -> torch.Tensor:

@@ -35,8 +35,8 @@ def preset_input() -> Any:
         "preset",
         options=list(PRESETS),
         default=next(iter(PRESETS)),
-        tooltip="balanced: two of three steps merged, the usual choice. quality: every other step, closer to the "
-        "original. fast: four of five, and more of Flux. faithful: every step, the paper's own settings.",
+        tooltip="balanced: the usual choice. quality: less is merged, closer to the original. fast: more is merged, "
+        "above all in Flux. faithful: everything at every step, the paper's own settings.",
     )
 
 

@@ -115,8 +115,8 @@ class ToMAConfig:
     )
     unet_whole_last: int = option(
         0,
-        "The last so many stacks of transformer blocks of a UNet stay whole: they change most from step to step. With "
-        "detail_reuse, 2 (of 11 in SDXL) are far closer to the original and give up a tenth of the gain.",
+        "The last so many stacks of transformer blocks of a UNet stay whole: they draw, and change most from step to "
+        "step. 3 (of 11 in SDXL) are ten times closer to the original than 0 and give up a seventh of the gain.",
         "Where",
         (0, 1000, 1),
     )
@@ -146,17 +146,24 @@ class ToMAConfig:
         "When",
         (0.0, 1.0, 0.01),
     )
-    full_every: int = option(
+    unet_whole_every: int = option(
         0,
-        "Every so many steps, beginning with the first, one step runs whole, and so does the last step of a run (0 = "
-        "never; at least 2). With detail_reuse, 3 is much closer than 0 and gives up a third of the gain.",
+        "UNet: every so many steps, beginning with the first, one step runs whole, and so does the last step of a run "
+        "(0 = never; at least 2). Where unet_whole_last is 3, 0 is close already.",
+        "When",
+        (0, 1000, 1),
+    )
+    flux_whole_every: int = option(
+        0,
+        "Flux: every so many steps, beginning with the first, one step runs whole, and so does the last step of a run "
+        "(0 = never; at least 2). With detail_reuse, 3 is much closer than 0 and gives up a third of the gain.",
         "When",
         (0, 1000, 1),
     )
     select_every: int = option(
         10,
-        "Destinations are selected anew every so many steps. The paper uses 10; with detail_reuse, as often as "
-        "full_every is closest. Lower costs a little time at each selection.",
+        "Destinations are selected anew every so many steps. The paper uses 10; 3 is closer, with detail_reuse as "
+        "often as a step runs whole. Lower costs a little time at each selection.",
         "When",
         (1, 1000, 1),
     )
@@ -214,8 +221,8 @@ class ToMAConfig:
     detail_reuse: bool = option(
         False,
         "Whole steps keep what each stack or block adds, and the merged steps after them only move it by what has "
-        "changed since: much closer at the same speed. Holds one activation per stack or block. Without full_every, "
-        "or with granularity 'module', it does nothing.",
+        "changed since: much closer at the same speed. Holds one activation per stack or block. Where no step runs "
+        "whole, or with granularity 'module', it does nothing.",
         "How",
     )
 
@@ -228,11 +235,12 @@ class ToMAConfig:
                 "Merging would never be active. Allowed: start_percent <= end_percent; lower start_percent or raise "
                 "end_percent."
             )
-        if self.full_every == 1:
-            raise ConfigError(
-                "ToMA: full_every is 1, so every step would run whole. Allowed: 0 (never) or 2 and more; to switch "
-                "ToMA off, set ratio to 0."
-            )
+        for name in ("unet_whole_every", "flux_whole_every"):
+            if getattr(self, name) == 1:
+                raise ConfigError(
+                    f"ToMA: {name} is 1, so every step would run whole. Allowed: 0 (never) or 2 and more; to switch "
+                    "ToMA off, set ratio to 0."
+                )
 
     @property
     def off(self) -> bool:
@@ -243,11 +251,6 @@ class ToMAConfig:
     def hard(self) -> bool:
         """Whether every token belongs to its nearest destination alone: at an infinite scale."""
         return math.isinf(self.scale)
-
-    @property
-    def reuses_detail(self) -> bool:
-        """Whether whole steps keep detail. Not around modules: that would be three activations for every block."""
-        return self.detail_reuse and self.full_every > 0 and self.granularity is not Granularity.MODULE
 
     @classmethod
     def from_preset(cls, preset: str, **overrides: Any) -> ToMAConfig:
@@ -273,18 +276,19 @@ def check(name: str, value: Any) -> Any:
     return checked(name, value, field_default(name), field_spec(name))
 
 
-def reusing(every: int) -> Mapping[str, Any]:
-    """Settings with which every so many steps one runs whole and hands on its detail. A plan is made with it, in
-    windows that lie elsewhere than the last one's. What changes most from step to step is not merged at all."""
+def _close(every: int, last: int) -> Mapping[str, Any]:
+    """Settings that stay close to the unmerged picture. Flux runs one of `every` steps whole, which hands on its
+    detail; a UNet its `last` stacks, which change most. Plans live `every` steps, each in windows that lie elsewhere
+    than those before."""
     plans = {"select_every": every, "weigh_every": every, "shift_windows": True}
-    return {"full_every": every, "detail_reuse": True, "unet_whole_last": 2, **plans}
+    return {"unet_whole_last": last, "flux_whole_every": every, "detail_reuse": True, **plans}
 
 
-# Nodes begin with the first. `faithful` follows the paper and its released code to the letter; the others run as many
-# steps whole as docs/fidelity.md found worth their time. `ratio` is the user's own choice and in no preset.
+# Nodes begin with the first. `faithful` follows the paper and its released code to the letter; the others leave as much
+# whole as docs/fidelity.md found worth its time. `ratio` is the user's own choice and in no preset.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "balanced": reusing(3),
+    "balanced": _close(3, last=3),
     "faithful": {"granularity": Granularity.MODULE, "scale": 1000.0, "share": Share.LEVEL},
-    "quality": reusing(2),
-    "fast": {**reusing(5), "flux_whole_double": 1, "flux_whole_single": 1},
+    "quality": _close(2, last=4),
+    "fast": {**_close(5, last=2), "flux_whole_double": 1, "flux_whole_single": 1},
 }

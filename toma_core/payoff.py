@@ -21,8 +21,8 @@ FEWEST = 256
 
 # Seconds in which the host launches one operation: PyTorch's usual few microseconds, with ComfyUI's Python around it.
 LAUNCH = 6e-6
-# Operations that merging adds to a block, at most: 33 + 15 for plans to SDXL's 70 by Triton around stacks, with detail
-# reuse (docs/performance.md). The cards that are too fast for their host are those that Triton runs on.
+# Operations that merging adds to a block, at most: 22 + 15 for plans to SDXL's 70 by Triton around stacks
+# (docs/performance.md). The cards that are too fast for their host are those that Triton runs on.
 _ADDED = 1
 
 # The share of its peak that a card reaches in a whole block: 0.5 to 0.7 in large products, next to nothing in norms,

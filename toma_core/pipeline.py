@@ -36,7 +36,7 @@ class Evaluation:
 
     def detail(self, block: str) -> Detail | None:
         """The block's part in the reuse of detail, None if there is none. Blocks have different names."""
-        if not self.run.config.reuses_detail:
+        if not self.run.schedule.reuses_detail:
             return None
         keys = tuple((block, part) for part in self.parts)
         return Detail(self.run.details, keys, self.decision.step, self.decision.keeps_detail)

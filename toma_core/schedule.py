@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .config import ToMAConfig
+from .config import Granularity, ToMAConfig
 
 # Ratios that change from step to step are rounded to this grid, never above the one asked for: each new ratio needs
 # a new plan.
@@ -45,6 +45,7 @@ class Schedule:
     (unsampling); empty if unknown, then every evaluation is step 0.
     sigma_start, sigma_end: merging is active at noise levels in (sigma_end, sigma_start].
     finishes: the last step ends with a picture free of noise, not with one that another run goes on from.
+    whole_every: of so many steps one runs whole; 0 if none does. The settings have one for each kind of model.
     """
 
     config: ToMAConfig
@@ -52,6 +53,7 @@ class Schedule:
     sigma_start: float = float("inf")
     sigma_end: float = float("-inf")
     finishes: bool = False
+    whole_every: int = 0
 
     def step_at(self, sigma: float) -> int:
         """The step a noise level belongs to; levels between two steps belong to the earlier one."""
@@ -73,6 +75,12 @@ class Schedule:
         steps = [step for step, sigma in enumerate(self.sigmas) if self.in_range(sigma)]
         return (steps[0], steps[-1]) if steps else (0, 0)
 
+    @property
+    def reuses_detail(self) -> bool:
+        """Whether whole steps keep detail. Not around modules: that would be three activations for every block."""
+        wanted = self.config.detail_reuse and self.config.granularity is not Granularity.MODULE
+        return wanted and self.whole_every > 0
+
     def decide(self, sigma: float) -> Decision:
         """What to do at this noise level."""
         config, step = self.config, self.step_at(sigma)
@@ -80,10 +88,10 @@ class Schedule:
         age = max(0, step - first)
         # Without a schedule no step is known. The first step decides the composition, and what the very last one leaves
         # behind, seams and blur, no later one can mend: both are whole.
-        counted = bool(config.full_every and self.sigmas)
-        whole = counted and age % config.full_every == 0
+        counted = bool(self.whole_every and self.sigmas)
+        whole = counted and age % self.whole_every == 0
         final = counted and self.finishes and step == len(self.sigmas) - 1
-        merges = self.in_range(sigma) and not final and (config.reuses_detail or not whole)
+        merges = self.in_range(sigma) and not final and (self.reuses_detail or not whole)
         ratio = config.ratio if merges else 0.0
         if ratio and config.ratio_decay:
             progress = min(1.0, age / (last - first)) if last > first else 0.0

@@ -137,13 +137,13 @@ def refreshed(patch: Patch, early: tuple[int, int], late: tuple[int, int]) -> Pa
 
 
 def whole_last(patch: Patch) -> Patch:
-    """The last of every `full_every` steps runs whole, not the first."""
+    """The last of every `whole_every` steps runs whole, not the first."""
 
     def values(run: Any) -> dict[str, Any]:
         class Schedule(run.Schedule):  # type: ignore[name-defined, misc]
             def decide(self, sigma: float) -> Any:
                 own = super().decide(sigma)
-                whole = (own.step + 1) % self.config.full_every == 0 or not self.in_range(sigma)
+                whole = (own.step + 1) % self.whole_every == 0 or not self.in_range(sigma)
                 return dataclasses.replace(own, ratio=0.0 if whole else self.config.ratio)
 
         return {"Schedule": Schedule}

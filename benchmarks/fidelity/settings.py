@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import variants
-from benchmarks.variants import Patch, chain
+from benchmarks.variants import Patch, chain, whole_every
 from scripts.comfy_pack import pack_module
 
 from . import experiments
@@ -53,8 +53,9 @@ def hyper_tile(tile: int) -> Patch:
 
 
 def reuse(ratio: float, every: int, **settings: Any) -> Patch:
-    """ToMA with detail reuse as the presets have it; every so many steps one runs whole."""
-    return toma(**{"ratio": ratio, **pack_module("toma_core.config").reusing(every), **settings})
+    """ToMA with detail reuse as the presets have it on Flux; every so many steps one runs whole."""
+    plans = {"select_every": every, "weigh_every": every, "shift_windows": True}
+    return toma(**{"ratio": ratio, "detail_reuse": True, **whole_every(every), **plans, **settings})
 
 
 def averaging(mean: float, steps: int, scheduler: str, **settings: Any) -> Patch:
@@ -99,7 +100,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
 
     add(2, "every step", {f"{r:g}": toma(ratio=r) for r in (0.25, 0.75)})
     add(2, "reuse", {f"{r:g} every {n}": reuse(r, n) for r, n in ((0.9, 3), (0.5, 2), (0.75, 2))})
-    add(2, "whole steps", {f"{r:g} every {n}": toma(ratio=r, full_every=n) for r, n in ((0.5, 3), (0.75, 3))})
+    add(2, "whole steps", {f"{r:g} every {n}": toma(ratio=r, **whole_every(n)) for r, n in ((0.5, 3), (0.75, 3))})
     add(2, "variate", {f"{r:g} every {n}": experiments.control_variate(r, n, toma) for r, n in ((0.5, 3), (0.75, 3))})
     for name, when in _ALL_ALONG.items():
         add(2, "mean 0.5", {name: averaging(0.5, steps, scheduler, **when)})
@@ -142,8 +143,8 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(3, "modules", {name: toma(granularity="module", **which) for name, which in parts.items()})
     add(3, "end", {f"{e:g}": toma(end_percent=e) for e in (0.7, 0.9)})
     add(3, "start", {f"{s:g}": toma(start_percent=s) for s in (0.1, 0.3)})
-    add(3, "whole steps", {"0.5 every 2": toma(full_every=2), "0.5 every 5": toma(full_every=5)})
-    add(3, "whole steps", {"0.5 every 3, the last of them": experiments.whole_last(toma(full_every=3))})
+    add(3, "whole steps", {"0.5 every 2": toma(**whole_every(2)), "0.5 every 5": toma(**whole_every(5))})
+    add(3, "whole steps", {"0.5 every 3, the last of them": experiments.whole_last(toma(**whole_every(3)))})
     add(3, "reuse", {"0.75 every 4": reuse(0.75, 4), "0.75 every 10": reuse(0.75, 10)})
     seldom = {"select_every": 10, "weigh_every": 5}
     add(3, "reuse", {"0.5 every 3, plans of the paper": reuse(0.5, 3, **seldom, shift_windows=False)})

@@ -15,7 +15,7 @@ import torch
 from comfy.ldm.flux.model import Flux
 from torch import Tensor, nn
 
-from ...toma_core import Evaluation, MergePlan, plan_for
+from ...toma_core import Evaluation, MergePlan, ToMAConfig, plan_for
 from ...toma_core.config import Granularity, Share
 from ...toma_core.detail import Detail
 from ...toma_core.payoff import FLUX_DOUBLE, FLUX_SINGLE, Block
@@ -273,6 +273,10 @@ class Hooks:
         self.blocks: list[_Merger] = [_DoubleBlock(m, i, positions) for i, m in enumerate(doubles)]
         self.blocks += [_SingleBlock(m, i, positions) for i, m in enumerate(singles)]
         self.by_module = [_DoubleBlockByModule(m, i, positions) for i, m in enumerate(doubles)]
+
+    def whole_every(self, config: ToMAConfig) -> int:
+        """Of how many steps one runs whole."""
+        return config.flux_whole_every
 
     def places(self) -> Iterator[HookPair]:
         """Blocks and the layers inside them with the hooks that may stand in for them."""

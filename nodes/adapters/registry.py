@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from ...toma_core import Evaluation
+from ...toma_core import Evaluation, ToMAConfig
 from .contract import UnknownError, asking, check, known, warn
 from .hooks import HookPair
 
@@ -27,6 +27,10 @@ with known("the classes of Flux"):
 class ModelHooks(Protocol):
     """What an adapter keeps for one model."""
 
+    def whole_every(self, config: ToMAConfig) -> int:
+        """Of how many steps one runs whole on this kind of model; 0 if none does."""
+        ...
+
     def select(
         self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], control: Any = None
     ) -> Iterator[HookPair]:
@@ -44,6 +48,9 @@ class _Plain:
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
+
+    def whole_every(self, config: ToMAConfig) -> int:
+        return 0
 
     def select(self, x: Tensor, evaluation: Evaluation, *_: Any) -> Iterator[HookPair]:
         evaluation.run.stats.whole("model", f"unknown to this version: {self.reason}")

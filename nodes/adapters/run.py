@@ -97,14 +97,19 @@ class Sampling:
     seen: Counter[Hashable] = field(default_factory=Counter)
 
     @classmethod
-    def start(cls, config: ToMAConfig, model_sampling: Any, sigmas: list[float]) -> Sampling:
-        """A fresh run over a schedule of noise levels, the last of which is where it ends."""
+    def start(
+        cls, config: ToMAConfig, model_sampling: Any, sigmas: list[float], diffusion_model: Any = None
+    ) -> Sampling:
+        """A fresh run over a schedule of noise levels, the last of which is where it ends. Without the model no step
+        runs whole: which do depends on its kind."""
+        hooks = None if diffusion_model is None else registry.find(diffusion_model)
+        whole_every = 0 if hooks is None else hooks.whole_every(config)
         start = (
             float("inf") if config.start_percent <= 0 else float(model_sampling.percent_to_sigma(config.start_percent))
         )
         end = float("-inf") if config.end_percent >= 1 else float(model_sampling.percent_to_sigma(config.end_percent))
         finishes = bool(sigmas) and sigmas[-1] == 0.0
-        run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes))
+        run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes, whole_every))
         run.stats.total_steps = len(sigmas[:-1])
         return cls(run, Decision(0, 0.0, 0, 0))
 
@@ -156,8 +161,9 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             guider = executor.class_obj
             given = guider.model_options
             attachment = given["transformer_options"][ATTACHMENT]
-            model_sampling = guider.model_patcher.get_model_object("model_sampling")
-            sampling = Sampling.start(attachment.config, model_sampling, argument(args, kwargs, 3, "sigmas").tolist())
+            model_sampling, model = map(guider.model_patcher.get_model_object, ("model_sampling", "diffusion_model"))
+            sigmas = argument(args, kwargs, 3, "sigmas").tolist()
+            sampling = Sampling.start(attachment.config, model_sampling, sigmas, model)
             options = create_model_options_clone(given)
             options["transformer_options"][SAMPLING] = sampling
             sampling.run.stats.attention = attention_in_use(options["transformer_options"])
@@ -240,7 +246,8 @@ def _lone_evaluation(model: Any, t: Tensor, transformer_options: dict[str, Any])
     if attachment is None or _stateless.get():
         return None
     sigmas = transformer_options.get("sample_sigmas")
-    sampling = Sampling.start(attachment.config, model.model_sampling, [] if sigmas is None else sigmas.tolist())
+    levels = [] if sigmas is None else sigmas.tolist()
+    sampling = Sampling.start(attachment.config, model.model_sampling, levels, model.diffusion_model)
     sampling.observe(t)
     return sampling
 

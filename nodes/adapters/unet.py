@@ -244,6 +244,10 @@ class Hooks:
                 chain = []
             yield from self._chained(chain)
 
+    def whole_every(self, config: ToMAConfig) -> int:
+        """Of how many steps one runs whole."""
+        return config.unet_whole_every
+
     def places(self) -> Iterator[HookPair]:
         """Blocks and their parts with the hooks that may stand in for them."""
         for block in (block for blocks in self.stacks for block in blocks):

@@ -67,24 +67,24 @@ def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, mos
     assert "plan" not in merged.parts, "a plan that is there costs no operation"
 
 
-# Of `balanced`: step 0 runs whole, 1 and 2 are merged; 3 and 4 are in moved windows.
+# Of `balanced`: on Flux step 0 runs whole, 1 and 2 are merged; 3 and 4 are in moved windows.
 @pytest.mark.parametrize(
     ("shape", "step", "kernels", "most"),
     [
-        (SDXL, 0, True, 0.0054),
-        (SDXL, 4, True, 0.0161),
-        (SDXL, 1, False, 0.0875),
-        (SDXL, 4, False, 0.102),
+        (SDXL, 4, True, 0.0096),
+        (SDXL, 1, False, 0.0191),
+        (SDXL, 4, False, 0.0381),
+        (FLUX, 0, True, 0.003),
         (FLUX, 1, True, 0.005),
         (FLUX, 4, False, 0.017),
     ],
 )
 def test_launches_that_a_preset_adds(shape: Shape, step: int, kernels: bool, most: float) -> None:
-    """With detail reuse and its plans at hand."""
+    """With its plans, and on Flux the detail, at hand."""
     base = cost.count(shape)
     merged = cost.count(shape, variants.preset("balanced", ratio=0.5, min_tokens=4), kernels=kernels, step=step)
     assert 0 < merged.launches / base.launches - 1 <= most
-    assert merged.flops < 0.65 * base.flops or step == 0
+    assert merged.flops < 0.66 * base.flops or step == 0
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,15 @@ def test_rows_merge_every_step_unless_they_say_otherwise(pack: ModuleType) -> No
     attachment_of = pack_module("nodes.adapters.run").attachment_of
     model = models.unet()
     config = attachment_of(variants.toma("a", ratio=0.25).patch(model)).config
-    assert (config.ratio, config.full_every, config.start_percent, config.end_percent) == (0.25, 0, 0.0, 1.0)
-    late = attachment_of(variants.toma("b", full_every=3).patch(model)).config
-    assert late.full_every == 3
+    assert (
+        config.ratio,
+        config.unet_whole_every,
+        config.flux_whole_every,
+        config.start_percent,
+        config.end_percent,
+    ) == (0.25, 0, 0, 0.0, 1.0)
+    late = attachment_of(variants.toma("b", **variants.whole_every(3)).patch(model)).config
+    assert (late.unet_whole_every, late.flux_whole_every) == (3, 3)
     balanced = attachment_of(variants.preset("balanced", ratio=0.75).patch(model)).config
     assert balanced == pack_module("toma_core.config").ToMAConfig.from_preset("balanced", ratio=0.75)
 

@@ -41,8 +41,9 @@ def test_advanced_with_its_defaults_is_the_balanced_preset(unet: Any) -> None:
 def test_advanced_hands_every_widget_over(unet: Any) -> None:
     other = {
         "ratio": 0.3, "ratio_decay": 0.1, "min_tokens": 20, "granularity": "module", "self_attention": False,
-        "cross_attention": False, "feed_forward": False, "levels": "finest", "unet_whole_last": 3,
-        "flux_whole_double": 2, "flux_whole_single": 3, "start_percent": 0.1, "end_percent": 0.8, "full_every": 4,
+        "cross_attention": False, "feed_forward": False, "levels": "finest", "unet_whole_last": 1,
+        "flux_whole_double": 2, "flux_whole_single": 3, "start_percent": 0.1, "end_percent": 0.8,
+        "unet_whole_every": 4, "flux_whole_every": 5,
         "select_every": 4, "weigh_every": 2, "selector": "random", "window_kind": "stripe", "window_size": 4,
         "shift_windows": False, "scale": 50.0, "share": "level", "random_seed": 7,
         "detail_reuse": False,
@@ -80,7 +81,8 @@ def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
             {"start_percent": 0.8, "end_percent": 0.2},
             ("start_percent (0.8)", "end_percent (0.2)", "lower start_percent"),
         ),
-        ({"full_every": 1}, ("full_every is 1", "0 (never) or 2", "set ratio to 0")),
+        ({"unet_whole_every": 1}, ("unet_whole_every is 1", "0 (never) or 2", "set ratio to 0")),
+        ({"flux_whole_every": 1}, ("flux_whole_every is 1", "0 (never) or 2", "set ratio to 0")),
         ({"granularity": "layer"}, ("granularity is 'layer'", "module, block, stack", "Choose one")),
         ({"shift_windows": 3}, ("shift_windows is 3", "true or false", "Set one")),
     ],

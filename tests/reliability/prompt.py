@@ -18,15 +18,21 @@ SIDE = 24
 STEPS = 3
 # Small models have small grids and few blocks: merge all of them, at every step.
 EVERYTHING = {
-    "min_tokens": 4, "flux_whole_double": 0, "flux_whole_single": 0, "full_every": 0, "detail_reuse": False,
-    "select_every": 10, "weigh_every": 5, "shift_windows": False, "unet_whole_last": 0,
+    "min_tokens": 4, "unet_whole_last": 0, "flux_whole_double": 0, "flux_whole_single": 0, "unet_whole_every": 0,
+    "flux_whole_every": 0, "detail_reuse": False, "select_every": 10, "weigh_every": 5, "shift_windows": False,
 }  # fmt: skip
 # None: without ToMA.
 CASES: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "stack": EVERYTHING,
     "module": {**EVERYTHING, "granularity": "module", "select_every": 1},
-    "detail": {**EVERYTHING, "granularity": "block", "full_every": 2, "detail_reuse": True},
+    "detail": {
+        **EVERYTHING,
+        "granularity": "block",
+        "unet_whole_every": 2,
+        "flux_whole_every": 2,
+        "detail_reuse": True,
+    },
 }
 
 

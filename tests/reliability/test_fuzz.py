@@ -68,7 +68,8 @@ MERGING = {
     "flux_whole_single": mostly("flux_whole_single", 0, 0, 1),
     "start_percent": mostly("start_percent", 0.0),
     "end_percent": mostly("end_percent", 1.0),
-    "full_every": mostly("full_every", 0, 0, 0, 2, 3),
+    "unet_whole_every": mostly("unet_whole_every", 0, 0, 0, 2, 3),
+    "flux_whole_every": mostly("flux_whole_every", 0, 0, 0, 2, 3),
     "levels": mostly("levels", "all"),
 }
 SETTINGS = st.fixed_dictionaries(MERGING, optional={name: values_of(name) for name in NAMES if name not in MERGING})
@@ -231,7 +232,7 @@ JSON = st.one_of(
 
 def whole_graph(seed: int) -> dict[str, Any]:
     """Every node of the pack in one graph, and as little work as there can be."""
-    graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, full_every=0)
+    graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, flux_whole_every=0)
     graph["simple"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.5, "preset": "fast"}}
     graph["benchmark"] = {
         "class_type": "ToMABenchmark",
@@ -310,7 +311,7 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: An
 @pytest.mark.server
 def test_option_that_nobody_knows_changes_nothing(steady: ComfyServer, saved_latent: Any) -> None:
     """A graph saved by a later version, opened in this one."""
-    graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, full_every=0)
+    graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, flux_whole_every=0)
     expected = saved_latent(steady.run(graph, timeout=120))
     later = copy.deepcopy(graph)
     later["toma"]["inputs"].update({"sharpness": 3, "mode.strength": "x", "__class__": [1]})

@@ -191,7 +191,7 @@ def test_a_later_weighing_of_broken_tokens(name: str) -> None:
 def test_no_other_float_than_the_tokens_own_and_fp32(dtype: torch.dtype, selector: Any, dtypes_used: Any) -> None:
     """No bf16 on cards that have only fp16, and no fp64, which Apple's GPUs lack."""
     x = smooth(dtype)
-    details = run_of(full_every=2, detail_reuse=True, granularity="block", selector=selector)
+    details = run_of(detail_reuse=True, granularity="block", selector=selector)
     with dtypes_used() as seen:
         for step in range(3):
             decision = core.Decision(step, 0.5, step, step, keeps_detail=step == 0)

@@ -21,7 +21,13 @@ COMPARABLE = {**EVERYTHING, "selector": "grid", "scale": 20.0}
 SETTINGS = {
     "stack": EVERYTHING,
     "module": {**EVERYTHING, "granularity": "module"},
-    "detail": {**EVERYTHING, "granularity": "block", "full_every": 2, "detail_reuse": True},
+    "detail": {
+        **EVERYTHING,
+        "granularity": "block",
+        "unet_whole_every": 2,
+        "flux_whole_every": 2,
+        "detail_reuse": True,
+    },
 }
 # How weights are stored, and what is computed in.
 STORED = {

@@ -48,7 +48,7 @@ BOUNDED = {"RunStats": 32, "MergeMap": 4 * 32, "Windows": 64, "Budget": 64}
 def random_settings(chance: random.Random) -> dict[str, Any]:
     """Some settings of ToMA Advanced other than the defaults, as values of its widgets."""
     values: dict[str, Any] = {"ratio": round(chance.uniform(0.05, 0.9), 2), "min_tokens": 16}
-    values["full_every"] = chance.choice([0, 0, 2, 3])  # with the default, runs of one or two steps merge nothing
+    values["flux_whole_every"] = chance.choice([0, 0, 2, 3])  # with the default, runs of one or two steps merge nothing
     names = [item.name for item in fields(config.ToMAConfig) if item.name not in values]
     for name in chance.sample(names, chance.randint(0, 5)):
         spec, default = config.field_spec(name), config.field_default(name)

@@ -151,15 +151,9 @@ def test_start_after_end_is_refused() -> None:
 
 
 def test_whole_on_every_step_is_refused() -> None:
-    assert "every step would run whole" in refused("full_every", 1)
-    assert [ToMAConfig(full_every=n).full_every for n in (0, 2, 3)] == [0, 2, 3]
-
-
-def test_detail_is_reused_where_steps_are_whole_and_tensors_few() -> None:
-    assert ToMAConfig(detail_reuse=True, full_every=2).reuses_detail
-    assert not ToMAConfig(detail_reuse=False, full_every=2).reuses_detail
-    assert not ToMAConfig(detail_reuse=True).reuses_detail
-    assert not ToMAConfig.from_preset("faithful", detail_reuse=True, full_every=3).reuses_detail
+    for name in ("unet_whole_every", "flux_whole_every"):
+        assert "every step would run whole" in refused(name, 1)
+        assert [getattr(ToMAConfig(**{name: n}), name) for n in (0, 2, 3)] == [0, 2, 3]
 
 
 def test_the_field_name_of_a_bad_override_is_told_from_a_preset() -> None:
@@ -201,7 +195,7 @@ def test_unknown_presets_are_refused(preset: Any) -> None:
 
 def test_overrides_win_over_a_preset() -> None:
     config = ToMAConfig.from_preset("fast", ratio=0.3, weigh_every=7)
-    assert (config.ratio, config.weigh_every, config.full_every) == (0.3, 7, 5)
+    assert (config.ratio, config.weigh_every, config.flux_whole_every) == (0.3, 7, 5)
 
 
 def test_off_means_that_nothing_could_ever_merge() -> None:

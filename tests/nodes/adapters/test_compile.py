@@ -91,7 +91,7 @@ def test_compiled_run_is_the_uncompiled_one(
 
 
 def test_detail_is_reused_in_a_compiled_run(model: Any, attach: Any) -> None:
-    settings = {"full_every": 2, "detail_reuse": True}
+    settings = {"unet_whole_every": 2, "flux_whole_every": 2, "detail_reuse": True}
     plain = models.sample(attach(model, **settings), SIDE, SIDE, steps=5)
     backend = Counting()
     compiled_model = compiled(attach(model, **settings), backend)
