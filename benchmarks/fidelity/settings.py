@@ -88,7 +88,8 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(1, "preset", {name: preset(name) for name in presets}, image=True)
     add(1, "every step", {"0.5": toma()}, image=True)
     add(1, "preset", {f"{name} at 0.75": preset(name, ratio=0.75) for name in ("balanced", "fast")}, image=True)
-    add(1, "reuse", {"0.5 every 3, random": reuse(0.5, 3, selector="random")})
+    others = ("random", "tome", "grid") if unet else ("random",)
+    add(1, "preset", {f"balanced, {s}": preset("balanced", selector=s) for s in others})
     add(1, "selector", {s: toma(selector=s) for s in ("tome", "random", "grid", "farthest point")})
     add(1, "rival", {"half the evaluations": variants.half_the_evaluations}, image=True)
     add(1, "rival", {"EasyCache 0.2": easy_cache(0.2), "ToDo 1/4": variants.todo(2, 2).patch}, image=True)
@@ -132,7 +133,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(3, "refresh", {"1/1 late": experiments.refreshed(toma(), (10, 5), (1, 1))})
     if unet:
         add(2, "reuse", {f"0.5 every 3, last {n} whole": reuse(0.5, 3, unet_whole_last=n) for n in (0, 1, 3)})
-        add(3, "whole last", {f"{n}": toma(unet_whole_last=n) for n in (1, 2)})
+        add(3, "whole last", {f"{n}": toma(unet_whole_last=n) for n in (1, 2, 3)})
         add(3, "levels", {name: toma(levels=name) for name in ("finest", "coarser")})
         parts = {"self-attention": {"cross_attention": False, "feed_forward": False}}
         parts |= {"self- and cross-attention": {"feed_forward": False}}

@@ -50,7 +50,7 @@ def test_measures_a_real_model_and_says_where(unet: Any, run: Any) -> None:
     assert lines[3].startswith("| ratio 0.5 ")
     assert "latent 32 x 32, batch 1, without negative; 2 runs of 4 steps each" in table
     assert f"float32, attention pytorch, torch {torch.__version__}, ComfyUI 0." in table
-    assert "At ratio 0.5: 256 -> 128 tokens in 3/17 blocks, 2/4 steps" in table
+    assert "At ratio 0.5: 256 -> 128 tokens in 2/17 blocks, 4/4 steps" in table
     assert answer.ui["text"][0] == table
     short = answer.ui["toma"][0]["text"].splitlines()
     assert short[0].startswith("Recommended")
