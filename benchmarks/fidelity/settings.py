@@ -114,7 +114,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(2, "rival", {"three quarters of the steps": lambda model: model}, steps=0.75)
     if unet:
         add(2, "rival", {"HyperTile 32": hyper_tile(32)})
-    add(2, "stacked", {"EasyCache 0.2 + reuse 0.75 every 3": chain(easy_cache(0.2), reuse(0.75, 3))})
+    add(2, "stacked", {"EasyCache 0.2 + balanced at 0.75": chain(easy_cache(0.2), preset("balanced", ratio=0.75))})
     add(2, "stacked", {"half the steps + every step": toma()}, steps=0.5)
 
     add(3, "granularity", {g: toma(granularity=g) for g in ("module", "block")})
@@ -132,7 +132,9 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(3, "refresh", {"1/1 early": experiments.refreshed(toma(), (1, 1), (10, 5))})
     add(3, "refresh", {"1/1 late": experiments.refreshed(toma(), (10, 5), (1, 1))})
     if unet:
-        add(2, "reuse", {f"0.5 every 3, last {n} whole": reuse(0.5, 3, unet_whole_last=n) for n in (0, 1, 3)})
+        add(2, "reuse", {f"0.5 every 3, last {n} whole": reuse(0.5, 3, unet_whole_last=n) for n in range(4)})
+        other = ((0.5, 2), (0.75, 3), (0.5, 5), (0.75, 5))
+        add(3, "reuse", {f"{r:g} every {n}, last 2 whole": reuse(r, n, unet_whole_last=2) for r, n in other})
         add(3, "whole last", {f"{n}": toma(unet_whole_last=n) for n in (1, 2, 3)})
         add(3, "levels", {name: toma(levels=name) for name in ("finest", "coarser")})
         parts = {"self-attention": {"cross_attention": False, "feed_forward": False}}
