@@ -97,9 +97,13 @@ class Suite:
         """How many turns at most."""
         return 1 if self.dry else most
 
+    def balanced(self) -> Variant:
+        """What the node does as it comes."""
+        return variants.preset("balanced", ratio=RATIO, **self.more)
+
     def every_and_balanced(self) -> list[Variant]:
         """The two rows that the goals ask for."""
-        return [self.toma("every step"), variants.preset("balanced", ratio=RATIO, **self.more)]
+        return [self.toma("every step"), self.balanced()]
 
 
 Section = Callable[[Suite], None]
@@ -167,7 +171,8 @@ def sdxl_rivals(suite: Suite) -> None:
     shape = suite.shape("sdxl", 1024, 2 if suite.device.type == "cuda" or suite.dry else 1)
     granular = forward.toma_variants([RATIO], forward.GRANULARITIES, suite.more)
     rivals = variants.unet_rivals(RATIO)
-    chosen = [*granular, *rivals, *(variants.stacked(rival, granular[-1]) for rival in rivals[1:])]
+    stacked = (variants.stacked(rival, granular[-1]) for rival in rivals[1:])
+    chosen = [*granular, suite.balanced(), *rivals, *stacked]
     suite.rows += forward.measure(
         suite.patcher("sdxl"), shape, chosen, suite.repeats(20), suite.device, check_kernels=True, limit=20
     )
@@ -219,7 +224,7 @@ def cpu_sdxl(suite: Suite) -> None:
     """Full-size SDXL on a CPU: ToMA, and every rival in the same table."""
     rivals = variants.unet_rivals(RATIO)
     stack = forward.toma_variants([RATIO], ["stack"], suite.more)[0]
-    chosen = [stack, *rivals, *(variants.stacked(rival, stack) for rival in rivals[2:])]
+    chosen = [stack, suite.balanced(), *rivals, *(variants.stacked(rival, stack) for rival in rivals[2:])]
     shape = suite.shape("sdxl", 1024)
     suite.rows += forward.measure(
         suite.patcher("sdxl"), shape, chosen, suite.repeats(5), suite.device, limit=suite.left() * 0.4

@@ -23,7 +23,7 @@ from .kit import PRESET, Kit
 from .row import Expected, Graph, NotFor, Refused, Row
 
 # Small models have small grids and few blocks: merge all of them.
-EVERYTHING = {"min_tokens": 4, "flux_whole_double": 0, "flux_whole_single": 0}
+EVERYTHING = {"min_tokens": 4, "unet_whole_last": 0, "flux_whole_double": 0, "flux_whole_single": 0}
 # Merges nothing: idle with its hooks in place in the first half of the steps, off in the second.
 NEVER = {"min_tokens": 1_048_576, "end_percent": 0.5}
 # Cosine between what a feature changes with and without merging. Unrelated changes of latents as large as these are

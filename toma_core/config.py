@@ -278,9 +278,9 @@ def check(name: str, value: Any) -> Any:
 
 def _close(every: int, last: int) -> Mapping[str, Any]:
     """Settings that stay close to the unmerged picture. Flux runs one of `every` steps whole, which hands on its
-    detail; a UNet its `last` stacks, which change most. Plans live `every` steps, each in windows that lie elsewhere
-    than those before."""
-    plans = {"select_every": every, "weigh_every": every, "shift_windows": True}
+    detail; a UNet its `last` stacks, which change most. Plans are made once for each resolution and live `every` steps,
+    each in windows that lie elsewhere than those before."""
+    plans = {"share": Share.LEVEL, "select_every": every, "weigh_every": every, "shift_windows": True}
     return {"unet_whole_last": last, "flux_whole_every": every, "detail_reuse": True, **plans}
 
 
