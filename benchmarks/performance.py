@@ -169,28 +169,24 @@ def runs() -> str:
 
 
 def planning() -> str:
-    """What making plans costs, and by how many steps it is divided: in the balanced preset and in the paper."""
-    balanced = pack_module("toma_core.config").PRESETS["balanced"]["select_every"]
+    """What making the plans of the balanced preset costs, and by how many steps it is divided."""
+    every = pack_module("toma_core.config").PRESETS["balanced"]["select_every"]
 
     def rows() -> Iterator[list[str]]:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
-            count(Shape(model), _toma())  # lays out the windows, once in a process
+            count(Shape(model), _preset("balanced"))  # lays out the windows, once in a process
             for kernels, by in ((True, "Triton"), (False, "PyTorch")):
-                made = count(Shape(model), _toma(), kernels=kernels, plan=True)
+                made = count(Shape(model), _preset("balanced"), kernels=kernels, plan=True)
                 plan = made.parts["plan"]
                 yield [
                     name,
                     by,
                     str(plan.launches),
                     f"{plan.launches / made.launches:.1%}",
-                    f"{plan.launches / balanced:.0f}",
-                    f"{plan.launches / 10:.0f}",
+                    f"{plan.launches / every:.0f}",
                 ]
 
-    return markdown(
-        ["model", "by", "launches of all plans", "of an evaluation", f"a step, made every {balanced}", "every 10"],
-        rows(),
-    )
+    return markdown(["model", "by", "launches of all plans", "of an evaluation", f"a step, made every {every}"], rows())
 
 
 # As their drivers tell them: compute capability, multiprocessors, boost clock.

@@ -208,8 +208,8 @@ class ToMAConfig:
     )
     share: Share = option(
         Share.STACK,
-        "Which blocks share one plan within a step: each 'block' its own, one per 'stack' (in Flux: per kind of "
-        "block), or one per 'level' (resolution). Wider sharing selects less often.",
+        "Which blocks share one plan within a step: each 'block' its own, one per 'stack', or one per 'level' "
+        "(resolution); in Flux both are one per kind of block. Wider sharing selects less often.",
         "How",
     )
     random_seed: int = option(
@@ -290,5 +290,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "balanced": _close(3, last=3),
     "faithful": {"granularity": Granularity.MODULE, "scale": 1000.0, "share": Share.LEVEL},
     "quality": _close(2, last=4),
-    "fast": {**_close(5, last=2), "flux_whole_double": 1, "flux_whole_single": 1},
+    # With two stacks whole, one more at the end shares its resolution with the first ones, but not their plans.
+    "fast": {**_close(5, last=2), "share": Share.STACK, "flux_whole_double": 1, "flux_whole_single": 1},
 }

@@ -68,7 +68,8 @@ class _Merger(Hook):
         return f"{self.kind}.{self.index}"
 
     def scope(self, share: Share) -> Hashable:
-        return {Share.LEVEL: "level", Share.STACK: self.kind, Share.BLOCK: self.name}[share]
+        # There is one resolution, but tokens of one kind of block say little of those of the other.
+        return self.name if share is Share.BLOCK else self.kind
 
     @eager
     def plan(self, image: Tensor, obstacles: dict[str, Any]) -> MergePlan | None:

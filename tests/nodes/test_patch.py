@@ -45,7 +45,7 @@ def test_advanced_hands_every_widget_over(unet: Any) -> None:
         "flux_whole_double": 2, "flux_whole_single": 3, "start_percent": 0.1, "end_percent": 0.8,
         "unet_whole_every": 4, "flux_whole_every": 5,
         "select_every": 4, "weigh_every": 2, "selector": "random", "window_kind": "stripe", "window_size": 4,
-        "shift_windows": False, "scale": 50.0, "share": "level", "random_seed": 7,
+        "shift_windows": False, "scale": 50.0, "share": "block", "random_seed": 7,
         "detail_reuse": False,
     }  # fmt: skip
     usual = defaults(nodes.ToMAAdvanced)

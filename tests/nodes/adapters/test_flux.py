@@ -210,7 +210,7 @@ def test_first_blocks_are_left_whole_as_configured(flux: Any, attach: Any, stats
 def test_share_says_how_many_plans_there_are(flux: Any, attach: Any, stats_of: Any, share: str) -> None:
     model = attach(flux, granularity="block", share=share)
     models.sample(model, HEIGHT, WIDTH, steps=1)
-    assert stats_of(model).selections == {"block": 6, "stack": 2, "level": 1}[share]
+    assert stats_of(model).selections == {"block": 6, "stack": 2, "level": 2}[share]
 
 
 def whole_everywhere(model: Any, stats_of: Any, reason: str) -> None:
