@@ -95,8 +95,8 @@ class View:
 class Batch:
     """One step's data.
 
-    sort: "half", "full" or "crop". clean, noise: (B, 16, h, w) in model space. weight: (B, 1, h, w), of mean 1, what an
-        error counts there. tokens: (B, T, TEXT_DIM).
+    sort: "half", "full" or "crop". clean, noise: (B, 16, h, w) in model space. tokens: (B, T, TEXT_DIM).
+    weight: (B, 1, h, w), what an error counts there, of mean 1 over whole scenes.
     quantile: (B,) in 0..1, where each picture's noise level lies; stratified, so that a batch covers the whole range.
     """
 

@@ -262,15 +262,15 @@ def render(scene: Scene, size: int = CANVAS) -> np.ndarray:
 
 
 def things(scene: Scene, size: int = CANVAS) -> np.ndarray:
-    """Where shape and small objects may be, in boxes with room for their jitter: bool of shape (size, size)."""
+    """Where shape and small objects may be, boxes with room for jitter and smooth edges: bool of shape (size, size)."""
     y, x = _grid(size)
     row, column = divmod(scene.shape_cell, 3)
-    reach = (13.0, 19.0, 26.0)[scene.shape_size] + 3.0
+    reach = (13.0, 19.0, 26.0)[scene.shape_size] + 5
     found = np.maximum(np.abs(y - 30 - 34 * row), np.abs(x - 30 - 34 * column)) < reach
     if scene.objects:
         rows, columns = OBJECT_GRIDS[scene.object_count]
         centre_y, centre_x = _object_anchor(scene)
-        found |= (np.abs(y - centre_y) < 6.5 * rows + 3) & (np.abs(x - centre_x) < 6.5 * columns + 3)
+        found |= (np.abs(y - centre_y) < 6.5 * rows + 4) & (np.abs(x - centre_x) < 6.5 * columns + 4)
     return found
 
 

@@ -18,6 +18,7 @@ from demo.scenes import (
     render_batch,
     scene_from_seed,
     scene_tokens,
+    things,
     visible,
 )
 
@@ -96,6 +97,18 @@ def test_all_values_occur() -> None:
     drawn = np.array([scene_from_seed(seed).values() for seed in range(600)])
     for column, values in zip(drawn.T, ATTRIBUTES.values(), strict=True):
         assert set(column) == set(range(len(values)))
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_things_hold_shape_and_small_objects(size: int) -> None:
+    """In another colour, nothing changes outside of them, and they are the smaller part of a picture."""
+    for scene in (scene_from_seed(seed) for seed in range(200)):
+        found = things(scene, size)
+        for name in ("shape_colour", "object_colour"):
+            other = dataclasses.replace(scene, **{name: (getattr(scene, name) + 3) % 8})
+            changed = (render(other, size) != render(scene, size)).any(-1)
+            assert not (changed & ~found).any()
+        assert 0 < found.mean() < 0.5
 
 
 def test_tokens_are_fixed_and_orthogonal() -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from demo import models
-from demo.data import Batches, Plan, View
+from demo.data import THINGS_WEIGH, Batches, Plan, View
 from demo.train import Trainer, run
 
 SMALL = {
@@ -124,6 +124,15 @@ def test_crops_keep_their_place() -> None:
         assert all(0 <= value <= 16 and value % 2 == 0 for value in batch.view.offset)
         offsets.add(batch.view.offset)
     assert len(offsets) > 4
+
+
+@pytest.mark.parametrize("shares", [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)], ids=["half", "full", "crop"])
+def test_shape_and_small_objects_weigh_more(shares: tuple[float, float]) -> None:
+    batch = Batches(Plan("unet", 1, early_shares=shares, crop_batch=12, full_batch=12))[0]
+    assert batch.weight.shape == (12, 1, *batch.clean.shape[2:])
+    assert batch.weight.max() / batch.weight.min() == pytest.approx(THINGS_WEIGH)
+    if batch.sort != "crop":
+        assert batch.weight.mean() == pytest.approx(1)
 
 
 def test_workers_change_nothing() -> None:
