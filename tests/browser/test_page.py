@@ -17,7 +17,7 @@ TEMPLATES = sorted((ROOT / "workflows").glob("*.json"))
 IDS, SEEDS = count(1), count(1)  # a sampler that ComfyUI takes from its cache tells nothing new
 ACTIVE = "sampling on fewer tokens ..."
 STEPS = 4
-WINDOW_SIZE = 18  # its place among the widgets of ToMA Advanced
+WINDOW_SIZE = 19  # its place among the widgets of ToMA Advanced
 # Records every text that a node of ours shows.
 WATCH = """id => {
     const element = window.said(id)
@@ -63,7 +63,7 @@ def node(node_id: int, kind: str, pos: tuple[int, int], values: Any = (), inputs
 def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1.0) -> dict[str, Any]:
     """Loader -> ToMA Advanced -> KSampler -> decode and report, or the benchmark instead of all that samples."""
     scene = [next(SEEDS), "fixed", 1, *["from seed"] * 14]
-    advanced = [ratio, 0, 16, "stack", True, True, True, "all", 1, 5, 5, 0, ends_at, 0, 10, 5, "facility location"]
+    advanced = [ratio, 0, 16, "stack", True, True, True, "all", 1, 5, 5, 0, ends_at, 0, 0, 10, 5, "facility location"]
     advanced += ["tile", 8, False, 300, "stack", 0, False]
     sampled = last == "ToMAReport"
     nodes = [
@@ -157,7 +157,7 @@ def test_the_simple_node_before_and_after_a_run(page: Any, baseline: Any) -> Non
     page.open(simple(), "simple")
     page.photograph("node-before", [4], document=True)
     page.queue()
-    assert page.text(4).startswith("1024 -> 512, 256 -> 128 tokens in 15/17 blocks")
+    assert page.text(4).startswith("1024 -> 512, 256 -> 128 tokens in 14/17 blocks")
     page.photograph("node-after", [4], document=True)
     assert page.noise - baseline == set()
 
@@ -182,7 +182,7 @@ def test_the_text_is_inside_its_node_and_not_saved(page: Any) -> None:
         assert element[1] + element[3] <= box[1] + box[3] + 1
     saved = page.evaluate("() => app.graph.serialize()")
     values = {n["id"]: n.get("widgets_values") for n in saved["nodes"]}
-    assert len(values[4]) == 24
+    assert len(values[4]) == 25
     assert not values[7]
     assert "toma_said" not in json.dumps(page.evaluate("() => app.graphToPrompt().then(p => p.output)"))
 
@@ -296,7 +296,7 @@ def test_the_benchmark_is_shown(page: Any, baseline: Any) -> None:
     text = page.text(7)
     for part in ("Recommended", "without ToMA: ", "ratio 0.2: ", "ratio 0.4: ", "ratio 0.6: ", "latent 64 x 64"):
         assert part in text
-    assert "2/4 steps" in text
+    assert "4/4 steps" in text
     (shown,) = page.evaluate(
         "() => Object.values(app.nodeOutputs).filter(o => o.text && o.images).map(o => o.images[0])"
     )

@@ -20,6 +20,7 @@ STEPS = 3
 EVERYTHING = {
     "min_tokens": 4, "unet_whole_last": 0, "flux_whole_double": 0, "flux_whole_single": 0, "unet_whole_every": 0,
     "flux_whole_every": 0, "detail_reuse": False, "select_every": 10, "weigh_every": 5, "shift_windows": False,
+    "share": "stack",
 }  # fmt: skip
 # None: without ToMA.
 CASES: dict[str, dict[str, Any] | None] = {
