@@ -65,6 +65,8 @@ PHRASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "objects": (("objects", "object_count", "object_colour"), ("shape_cell", "word_place")),
     "word": (("word", "word_place", "plate"), ()),
 }
+# The shape's radius by its size.
+SHAPE_RADII = (13.0, 19.0, 26.0)
 # Rows and columns of small objects by their count.
 OBJECT_GRIDS = ((1, 3), (2, 3), (3, 4))
 _SALT = 0x70A
@@ -162,6 +164,12 @@ def _shape_distance(kind: int, y: np.ndarray, x: np.ndarray, radius: float) -> n
     return np.minimum(np.maximum(across - arm, down - radius), np.maximum(down - arm, across - radius))
 
 
+def _shape_anchor(scene: Scene) -> tuple[float, float]:
+    """Centre (y, x) of the shape's cell."""
+    row, column = divmod(scene.shape_cell, 3)
+    return 30.0 + 34 * row, 30.0 + 34 * column
+
+
 def _object_anchor(scene: Scene) -> tuple[float, float]:
     """Centre (y, x) of the group of small objects: the free row, on the other side from the shape."""
     row, column = divmod(scene.shape_cell, 3)
@@ -224,9 +232,8 @@ def render(scene: Scene, size: int = CANVAS) -> np.ndarray:
         pattern = _texture(scene.texture, y[box], x[box], rng)
         _paint(image, box, 0.75 * pattern, np.full(3, -0.8 if base.mean() > -0.2 else 0.8, dtype=np.float32))
 
-    shape_row, shape_column = divmod(scene.shape_cell, 3)
     jitter_y, jitter_x, *shifts = rng.uniform(-3.0, 3.0, size=6).tolist()
-    shape_y, shape_x = 30 + 34 * shape_row + jitter_y, 30 + 34 * shape_column + jitter_x
+    shape_y, shape_x = (at + jitter for at, jitter in zip(_shape_anchor(scene), (jitter_y, jitter_x), strict=True))
 
     if scene.objects:
         rows, columns = OBJECT_GRIDS[scene.object_count]
@@ -239,7 +246,7 @@ def render(scene: Scene, size: int = CANVAS) -> np.ndarray:
             distance = (np.hypot(dy, dx) - 4.5, np.maximum(dy, dx) - 4.0, dy + dx - 5.5)[scene.objects - 1]
             _paint(image, box, np.clip(0.5 - distance * pixels, 0, 1), _PALETTE[scene.object_colour])
 
-    radius = (13.0, 19.0, 26.0)[scene.shape_size]
+    radius = SHAPE_RADII[scene.shape_size]
     box = window(shape_y, shape_x, radius, radius)
     distance = _shape_distance(scene.shape, y[box] - shape_y, x[box] - shape_x, radius)
     _paint(image, box, np.clip(0.5 - distance * pixels, 0, 1), _PALETTE[scene.shape_colour])
@@ -264,9 +271,8 @@ def render(scene: Scene, size: int = CANVAS) -> np.ndarray:
 def things(scene: Scene, size: int = CANVAS) -> np.ndarray:
     """Where shape and small objects may be, boxes with room for jitter and smooth edges: bool of shape (size, size)."""
     y, x = _grid(size)
-    row, column = divmod(scene.shape_cell, 3)
-    reach = (13.0, 19.0, 26.0)[scene.shape_size] + 5
-    found = np.maximum(np.abs(y - 30 - 34 * row), np.abs(x - 30 - 34 * column)) < reach
+    centre_y, centre_x = _shape_anchor(scene)
+    found = np.maximum(np.abs(y - centre_y), np.abs(x - centre_x)) < SHAPE_RADII[scene.shape_size] + 5
     if scene.objects:
         rows, columns = OBJECT_GRIDS[scene.object_count]
         centre_y, centre_x = _object_anchor(scene)

@@ -290,6 +290,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "balanced": _close(3, last=3),
     "faithful": {"granularity": Granularity.MODULE, "scale": 1000.0, "share": Share.LEVEL},
     "quality": _close(2, last=4),
-    # With two stacks whole, one more at the end shares its resolution with the first ones, but not their plans.
+    # The third last stack of a UNet is merged here, and plans of the first ones, of its resolution, do not suit it.
     "fast": {**_close(5, last=2), "share": Share.STACK, "flux_whole_double": 1, "flux_whole_single": 1},
 }
