@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--ratio", nargs="*", type=float, default=[0.5])
     parser.add_argument("--granularity", nargs="*", choices=GRANULARITIES, default=GRANULARITIES)
     parser.add_argument("--rivals", action="store_true", help="what users would take instead, and ToMA on top of it")
-    parser.add_argument("--compile", action="store_true", help="torch.compile, alone and with ToMA: takes minutes")
+    parser.add_argument("--compile", action="store_true", help="torch.compile, alone and with ToMA in both orders: takes minutes")
     parser.add_argument(
         "--attention",
         default="comfyui",
@@ -245,7 +245,8 @@ def main() -> None:
             rivals = variants.unet_rivals(args.ratio[-1])
             chosen += [*rivals, *(variants.stacked(rival, best) for rival in rivals[1:])]
         if args.compile:
-            chosen += [variants.compiled(), variants.stacked(best, variants.compiled())]
+            compiler = variants.compiled()
+            chosen += [compiler, variants.stacked(best, compiler), variants.stacked(compiler, best)]
         for width, height in args.size:
             for batch in args.batch:
                 shape = Shape(name, height, width, batch, args.tiny)
