@@ -182,7 +182,7 @@ def count(
         evaluation = None
         if run is not None:
             decision = run.schedule.decide(run.schedule.sigmas[step])
-            evaluation = options[hooks.EVALUATION] = pack_module("toma_core").Evaluation(run, decision)
+            evaluation = pack_module("toma_core").Evaluation(run, decision)
         chosen = () if evaluation is None else find(model).select(x, evaluation, options)
         with torch.no_grad(), hooks.installed(chosen):
             model(x, t, context, y, **given, transformer_options=dict(options))

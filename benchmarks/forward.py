@@ -58,7 +58,9 @@ class Runner:
         options = dict(self.patched.model_options["transformer_options"])
         options["wrappers"] = self.patched.wrappers
         if self.sampling is not None:
-            options[pack_module("nodes.adapters.hooks").SAMPLING] = self.sampling
+            hooks = pack_module("nodes.adapters.hooks")
+            options[hooks.SAMPLING] = self.sampling
+            options[hooks.GRAPHS] = pack_module("nodes.adapters.graphs").compiled(self.patched.model_options)
         with torch.inference_mode():
             output: Tensor = self.patched.model.apply_model(**inputs, transformer_options=options)
         return output
@@ -213,7 +215,9 @@ def main() -> None:
     parser.add_argument("--ratio", nargs="*", type=float, default=[0.5])
     parser.add_argument("--granularity", nargs="*", choices=GRANULARITIES, default=GRANULARITIES)
     parser.add_argument("--rivals", action="store_true", help="what users would take instead, and ToMA on top of it")
-    parser.add_argument("--compile", action="store_true", help="torch.compile, alone and with ToMA in both orders: takes minutes")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile, alone and with ToMA in both orders: takes minutes"
+    )
     parser.add_argument(
         "--attention",
         default="comfyui",

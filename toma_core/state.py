@@ -82,6 +82,10 @@ class RunState:
             stack = self._stacks[place] = parts, _stacked(parts)
         return stack[1]
 
+    def kept(self, grid: tuple[int, int], decision: Decision, device: torch.device) -> int:
+        """How many tokens of a grid are left where it is merged."""
+        return self._layout(grid, decision, device)[1].total
+
     def _entry(self, x: Tensor, grid: tuple[int, int], scope: Hashable, decision: Decision) -> _Entry:
         key = (scope, grid, x.shape[0], x.dtype, x.device)
         old = self._plans.get(key)

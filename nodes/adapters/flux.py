@@ -20,11 +20,14 @@ from ...toma_core.config import Granularity, Share
 from ...toma_core.detail import Detail
 from ...toma_core.payoff import FLUX_DOUBLE, FLUX_SINGLE, Block
 from .flux_layers import Layer, MergedLayer, MergeIn, UnmergeOut
-from .hooks import Hook, HookPair, eager, fits, installed, outside_graph, reduce, restore
+from .flux_positions import STRANGE, FluxPlace, Positions, in_range, strange
+from .hooks import GRAPHS, Hook, HookPair, eager, fits, installed, outside_graph, reduce, restore
 
 NAME = "Flux.1"
 
 _TOKEN_PATCHES = ("attn1_patch", "attn1_output_patch")
+# Arguments of a block that say nothing of single image tokens.
+_HARMLESS = ("txt", "vec", "transformer_options")
 
 
 def matches(diffusion_model: nn.Module) -> bool:
@@ -54,13 +57,18 @@ class _Merger(Hook):
     kind: str
     work: Block
     chain: _Chain
+    # Of the chain's first block, and whether this is its last: all that a graph of torch.compile knows of a chain.
+    begin: FluxPlace
+    ends: bool
 
-    def __init__(self, module: Any, index: int, positions: _Positions) -> None:
+    def __init__(self, module: Any, index: int, positions: Positions) -> None:
         self.module, self.index, self.positions = module, index, positions
         self.grid = (0, 0)
+        self.place = FluxPlace()
 
     def release(self) -> None:
         self.positions.held = self.positions.text = None
+        self.place.release()
         del self.chain
 
     @property
@@ -93,6 +101,30 @@ class _Merger(Hook):
                 run.stats.merged(name)
         return plan
 
+    def obstacles(self, pe: Any, tokens: int, others: dict[str, Any]) -> dict[str, Any]:
+        """Arguments that are tied to token positions, None if absent: all that are not known to be harmless."""
+        return {**{k: v for k, v in others.items() if k not in _HARMLESS}, STRANGE: strange(pe, tokens)}
+
+    def in_graph(
+        self, x: Tensor, pe: Any, text: int, before: int, others: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Tokens and RoPE rows for this block where its chain is merged inside a graph of torch.compile, else None.
+
+        text: rows of pe before the image. before: tokens of x before it. others: the block's further arguments.
+        """
+        place = self.begin
+        if place is self.place and place.begins(x, before):
+            obstacles = self.obstacles(pe, text - before + x.shape[1], others)
+            if all(value is None for value in obstacles.values()):
+                x = place.enter(x, before)
+                if pe is not None:
+                    place.turn(pe, text)
+        return None if place.held is None else (x, place.pe)
+
+    def out_of_graph(self, out: Tensor, before: int) -> Tensor:
+        """All image tokens again after the last block of a chain that `in_graph` began."""
+        return self.begin.leave(out, before) if self.ends else out
+
     @eager
     def enter(self, x: Tensor, before: int, obstacles: dict[str, Any]) -> Tensor:
         """[before | image | references] with the image merged; after the first block of a chain it already is."""
@@ -104,7 +136,7 @@ class _Merger(Hook):
         if plan is None:
             return x
         detail = self.chain.evaluation.detail("-".join((self.name, self.chain.last.name)))
-        reduced = _in_range(reduce(image, plan, detail))
+        reduced = in_range(reduce(image, plan, detail))
         self.chain.held = (reduced, image, plan, detail)
         # Blocks add into their input in place: they get a copy, what they were given stays for the difference.
         return torch.cat([x[:, :before], reduced, x[:, after:]], 1)
@@ -124,56 +156,9 @@ class _Merger(Hook):
             return out
         self.chain.held = None
         after = before + held[0].shape[1]
-        restored = _in_range(restore(out[:, before:after], *held))
+        restored = in_range(restore(out[:, before:after], *held))
         around = out[:, :before], out[:, after:]
         return torch.cat([around[0], restored, around[1]], 1) if any(t.shape[1] for t in around) else restored
-
-
-def _in_range(x: Tensor) -> Tensor:
-    """fp16 cut off as the model does it after its blocks: weights sum to 1 up to rounding only, and a token that sits
-    at the limit would become infinite. Other dtypes as they are."""
-    return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504) if x.dtype is torch.float16 else x
-
-
-class _Positions:
-    """RoPE rows of merged tokens, shared by the blocks of an evaluation that share a plan; and the number of text
-    tokens, seen in the double blocks."""
-
-    def __init__(self) -> None:
-        self.held: tuple[Tensor, MergePlan, Tensor] | None = None
-        self.text: int | None = None
-
-    @eager
-    def of(self, pe: Tensor | None, plan: MergePlan, before: int, detail: Detail | None) -> Tensor | None:
-        """The rows for [before | D destinations | rest], see `_merged_rows`; pe itself for a block that runs whole to
-        keep its detail, or if the model has no RoPE."""
-        if pe is None or (detail is not None and detail.keeping):
-            return pe
-        if self.held is None or self.held[0] is not pe or self.held[1] is not plan:
-            self.held = (pe, plan, _merged_rows(pe, plan, before))
-        return self.held[2]
-
-
-def _merged_rows(pe: Tensor, plan: MergePlan, before: int) -> Tensor:
-    """RoPE rows for [before | D destinations | rest]: each destination keeps its own position.
-
-    pe: (B or 1, 1, T, d/2, 2, 2) for T = before + N + rest rows.
-    """
-    after = before + plan.tokens
-    image = pe[:, :, before:after]
-    rows = plan.destinations
-    image = image.expand(rows.shape[0], *image.shape[1:])
-    rows = rows.view(rows.shape[0], 1, -1, *[1] * (pe.ndim - 3)).expand(-1, image.shape[1], -1, *pe.shape[3:])
-    parts = [t.expand(rows.shape[0], *t.shape[1:]) for t in (pe[:, :, :before], pe[:, :, after:])]
-    return torch.cat([parts[0], image.gather(2, rows), parts[1]], 2)
-
-
-_STRANGE = "pe of unknown shape"
-
-
-def _strange(pe: Any, tokens: int) -> Any:
-    """pe itself if its rows are not those of so many tokens, else None."""
-    return None if pe is None or (isinstance(pe, Tensor) and pe.ndim > 3 and pe.shape[2] >= tokens) else pe
 
 
 class _DoubleBlock(_Merger):
@@ -181,7 +166,6 @@ class _DoubleBlock(_Merger):
 
     kind, work = "double", FLUX_DOUBLE
 
-    @outside_graph
     def __call__(
         self,
         img: Tensor,
@@ -193,10 +177,17 @@ class _DoubleBlock(_Merger):
         transformer_options: dict[str, Any] = {},  # noqa: B006
         **rest: Any,
     ) -> tuple[Tensor, Tensor]:
-        self.positions.text = txt.shape[1]
-        obstacles = {"attn_mask": attn_mask, _STRANGE: _strange(pe, txt.shape[1] + img.shape[1]), **rest}
         others = {"txt": txt, "vec": vec, "attn_mask": attn_mask, "transformer_options": transformer_options, **rest}
-        return self.run(img, pe, obstacles, others)
+        traced = self.in_graph(img, pe, txt.shape[1], 0, others) if self.begin.kept else None
+        if traced is None:
+            return self.outside(img, pe, others)
+        out, txt = self.original(img=traced[0], pe=traced[1], **others)
+        return self.out_of_graph(out, 0), txt
+
+    @outside_graph
+    def outside(self, img: Tensor, pe: Any, others: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        text = self.positions.text = others["txt"].shape[1]
+        return self.run(img, pe, self.obstacles(pe, text + img.shape[1], others), others)
 
     @outside_graph
     def run(self, img: Tensor, pe: Any, obstacles: dict[str, Any], others: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -210,7 +201,7 @@ class _DoubleBlockByModule(_DoubleBlock):
     """A double block with attention and MLP each between their own merge and unmerge, the residual stream whole, as in
     the paper."""
 
-    def __init__(self, module: Any, index: int, positions: _Positions) -> None:
+    def __init__(self, module: Any, index: int, positions: Positions) -> None:
         super().__init__(module, index, positions)
         self.parts = (MergeIn(), UnmergeOut(), MergedLayer())
 
@@ -243,7 +234,6 @@ class _SingleBlock(_Merger):
 
     kind, work = "single", FLUX_SINGLE
 
-    @outside_graph
     def __call__(
         self,
         x: Tensor,
@@ -254,12 +244,20 @@ class _SingleBlock(_Merger):
         transformer_options: dict[str, Any] = {},  # noqa: B006
         **rest: Any,
     ) -> Tensor:
-        call = {"vec": vec, "attn_mask": attn_mask, "transformer_options": transformer_options, **rest}
+        others = {"vec": vec, "attn_mask": attn_mask, "transformer_options": transformer_options, **rest}
+        if self.begin.kept and "img_slice" in transformer_options:
+            before = transformer_options["img_slice"][0]
+            traced = self.in_graph(x, pe, before, before, others)
+            if traced is not None:
+                return self.out_of_graph(self.original(traced[0], pe=traced[1], **others), before)
+        return self.outside(x, pe, others)
+
+    @outside_graph
+    def outside(self, x: Tensor, pe: Any, others: dict[str, Any]) -> Tensor:
         text = x.shape[1] if self.positions.text is None else self.positions.text
-        before = transformer_options.get("img_slice", (text,))[0]  # no image tokens where nobody says which
-        obstacles = {"attn_mask": attn_mask, _STRANGE: _strange(pe, x.shape[1]), **rest}
-        reduced = self.enter(x, before, obstacles)
-        out = self.original(reduced, pe=self.rows(pe, before), **call)
+        before = others["transformer_options"].get("img_slice", (text,))[0]  # no image tokens where nobody says which
+        reduced = self.enter(x, before, self.obstacles(pe, x.shape[1], others))
+        out = self.original(reduced, pe=self.rows(pe, before), **others)
         return self.leave(out, before)
 
 
@@ -269,7 +267,7 @@ class Hooks:
     def __init__(self, diffusion_model: Flux) -> None:
         self.model = ref(diffusion_model)  # weak: the model itself is the key that these hooks are kept under
         self.patch_size = diffusion_model.patch_size
-        positions = _Positions()
+        positions = Positions()
         doubles, singles = diffusion_model.double_blocks, diffusion_model.single_blocks
         self.blocks: list[_Merger] = [_DoubleBlock(m, i, positions) for i, m in enumerate(doubles)]
         self.blocks += [_SingleBlock(m, i, positions) for i, m in enumerate(singles)]
@@ -298,7 +296,8 @@ class Hooks:
         by_module = config.granularity is Granularity.MODULE
         idle = by_module and not (config.self_attention or config.feed_forward)
         # Whoever runs the blocks in a loop of their own, as step caches do, may look at what is between any two.
-        chained = config.granularity is Granularity.STACK and "forward_orig" not in vars(self.model())
+        model = self.model()
+        chained = config.granularity is Granularity.STACK and "forward_orig" not in vars(model)
         chains: list[list[_Merger]] = []
         for block in self.blocks:
             first = config.flux_whole_double if block.kind == "double" else config.flux_whole_single
@@ -316,8 +315,13 @@ class Hooks:
                 chains.append([block])
         for blocks in chains:
             chain = _Chain(blocks, evaluation)
+            grid, begin = token_grid(x, self.patch_size), blocks[0]
+            if transformer_options.get(GRAPHS) and not isinstance(begin, _DoubleBlockByModule):
+                scope, width = begin.scope(config.share), getattr(model, "hidden_size", 0)
+                if not begin.place.prepare(x, grid, scope, chain.names, evaluation, begin.module, width, begin.work):
+                    continue
             for block in blocks:
-                block.chain, block.grid = chain, token_grid(x, self.patch_size)
+                block.chain, block.grid, block.begin, block.ends = chain, grid, begin.place, block is blocks[-1]
                 yield block.module, block
 
 

@@ -18,10 +18,12 @@ from ... import toma_core
 from ...toma_core import Evaluation
 from ...toma_core.detail import Detail
 
-# Where the pieces ride in ComfyUI's transformer_options.
+# Where the pieces ride in ComfyUI's transformer_options, as far as the model, which is not shown them: torch.compile's
+# code for it reads every key that was there when it was traced, also in later runs without ToMA.
 ATTACHMENT = "toma"
 SAMPLING = "toma_sampling"
-EVALUATION = "toma_evaluation"
+GRAPHS = "toma_graphs"
+RIDING = (ATTACHMENT, SAMPLING, GRAPHS)
 
 
 class Hook:
@@ -61,15 +63,9 @@ def installed(hooks: Iterable[HookPair]) -> Iterator[None]:
             hook.release()
 
 
-def evaluation_of(transformer_options: dict[str, Any]) -> Evaluation | None:
-    """The evaluation in progress, or None outside of one."""
-    return transformer_options.get(EVALUATION)
-
-
 @torch.compiler.disable
-def detail_of(block: str, transformer_options: dict[str, Any]) -> Detail | None:
+def detail_of(block: str, evaluation: Evaluation | None) -> Detail | None:
     """The block's part in the reuse of detail, None without."""
-    evaluation = evaluation_of(transformer_options)
     return None if evaluation is None else evaluation.detail(block)
 
 

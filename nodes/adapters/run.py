@@ -25,7 +25,8 @@ from ...toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig
 from ...toma_core.stats import RunStats
 from . import registry, reports
 from .contract import UnknownError, argument, asking, known, warn
-from .hooks import ATTACHMENT, EVALUATION, SAMPLING, installed
+from .graphs import compiled
+from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, installed
 
 _KEY = "toma"
 
@@ -166,6 +167,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             sampling = Sampling.start(attachment.config, model_sampling, sigmas, model)
             options = create_model_options_clone(given)
             options["transformer_options"][SAMPLING] = sampling
+            options["transformer_options"][GRAPHS] = compiled(given)
             sampling.run.stats.attention = attention_in_use(options["transformer_options"])
     except UnknownError as error:
         warn(error)
@@ -223,6 +225,11 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     except UnknownError as error:
         warn(error)
         return executor(*args, **kwargs)
+    told = {key: value for key, value in options.items() if key not in RIDING}
+    if len(args) > 5:
+        args = (*args[:5], told, *args[6:])
+    else:
+        kwargs = {**kwargs, "transformer_options": told}
     if sampling is None or not sampling.decision.ratio:
         if sampling is not None and sampling.sigma is None:
             sampling.run.stats.whole("model", "ComfyUI did not tell the noise level")
@@ -233,11 +240,8 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         return executor(*args, **kwargs)
     chunks = sampling.copies(x.shape[0], options), sampling.parts(x.shape[0], options)
     evaluation = Evaluation(sampling.run, sampling.decision, *chunks)
-    told = {**options, EVALUATION: evaluation}
     with installed(hooks.select(x, evaluation, options, control)):
-        if len(args) > 5:
-            return executor(*args[:5], told, *args[6:], **kwargs)
-        return executor(*args, **{**kwargs, "transformer_options": told})
+        return executor(*args, **kwargs)
 
 
 def _lone_evaluation(model: Any, t: Tensor, transformer_options: dict[str, Any]) -> Sampling | None:

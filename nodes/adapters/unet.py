@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel
@@ -13,19 +14,8 @@ from torch import Tensor, nn
 from ...toma_core import Evaluation, MergePlan, ToMAConfig, plan_for
 from ...toma_core.config import Granularity, Levels, Share
 from ...toma_core.detail import Detail
-from .hooks import (
-    Hook,
-    HookPair,
-    detail_of,
-    eager,
-    evaluation_of,
-    fits,
-    merge,
-    outside_graph,
-    reduce,
-    restore,
-    unmerge,
-)
+from .graphs import Place
+from .hooks import GRAPHS, Hook, HookPair, detail_of, eager, fits, merge, outside_graph, reduce, restore, unmerge
 
 NAME = "UNet (SDXL, SD1.5, SD2)"
 
@@ -39,18 +29,31 @@ def matches(diffusion_model: nn.Module) -> bool:
     return isinstance(diffusion_model, UNetModel) and kinds == {SpatialTransformer}
 
 
+class _Now:
+    """The evaluation in progress on a model, held weakly: it belongs to who calls the model. None outside of one."""
+
+    evaluation: Callable[[], Evaluation | None] = staticmethod(lambda: None)
+
+
 @dataclass(frozen=True)
 class _Site:
-    """Where a transformer block sits. left: its stack and those after it; level: 0 is the finest with attention."""
+    """Where a transformer block sits. left: its stack and those after it; level: 0 is the finest with attention;
+    halvings: of the latent's sides on the way here."""
 
     position: tuple[str, int]
     index: int
     left: int
     level: int
+    halvings: int
+    now: _Now = field(compare=False)
 
     @property
     def name(self) -> str:
         return f"{self.position[0]}.{self.position[1]}.{self.index}"
+
+    def grid(self, latent: Tensor) -> tuple[int, int]:
+        """Rows and columns of the tokens here of a (B, C, H, W) latent; a Downsample rounds up."""
+        return -(-latent.shape[-2] // 2**self.halvings), -(-latent.shape[-1] // 2**self.halvings)
 
     def scope(self, share: Share) -> Hashable:
         if share is Share.LEVEL:
@@ -63,8 +66,7 @@ class _Site:
     ) -> MergePlan | None:
         """The plan for x here, or None to leave it whole; the outcome is noted in the run's stats, also for the rest
         of a chain that shares the plan."""
-        evaluation = evaluation_of(transformer_options)
-        if evaluation is None:
+        if (evaluation := self.now.evaluation()) is None:
             return None
         run = evaluation.run
         height, width = transformer_options.get("activations_shape", (0, 0))[-2:]
@@ -88,35 +90,50 @@ class _MergedBlock(Hook):
     """A transformer block that runs on merged tokens from its first norm to its last residual."""
 
     def __init__(self, site: _Site) -> None:
-        self.site = site
+        self.site, self.place = site, Place()
+
+    def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
+        if not self.place.begins(x):
+            return self.outside(x, context, transformer_options)
+        out = self.original(self.place.enter(x), context=context, transformer_options=transformer_options)
+        return self.place.leave(out)
 
     @outside_graph
-    def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
+    def outside(self, x: Tensor, context: Any, transformer_options: dict[str, Any]) -> Tensor:
         plan = self.site.plan(x, transformer_options)
-        detail = detail_of(self.site.name, transformer_options)
+        detail = detail_of(self.site.name, self.site.now.evaluation())
         reduced = reduce(x, plan, detail)
         out = self.original(reduced, context=context, transformer_options=transformer_options)
         return restore(out, reduced, x, plan, detail)
+
+    def release(self) -> None:
+        self.place.release()
 
 
 class _StackStart(Hook):
     """The first of several blocks that stay merged: it merges, and holds what the last one needs to unmerge."""
 
     def __init__(self, sites: list[_Site]) -> None:
-        self.sites = sites
+        self.sites, self.place = sites, Place()
         # What `restore` needs beside the chain's output.
         self.held: tuple[Tensor, Tensor, MergePlan | None, Detail | None] | None = None
 
-    @outside_graph
     def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
+        if not self.place.begins(x):
+            return self.outside(x, context, transformer_options)
+        return self.original(self.place.enter(x), context=context, transformer_options=transformer_options)
+
+    @outside_graph
+    def outside(self, x: Tensor, context: Any, transformer_options: dict[str, Any]) -> Tensor:
         plan = self.sites[0].plan(x, transformer_options, rest=self.sites[1:])
-        detail = detail_of("-".join((self.sites[0].name, self.sites[-1].name)), transformer_options)
+        detail = detail_of(f"{self.sites[0].name}-{self.sites[-1].name}", self.sites[0].now.evaluation())
         reduced = reduce(x, plan, detail)
         self.held = (reduced, x, plan, detail)
         return self.original(reduced, context=context, transformer_options=transformer_options)
 
     def release(self) -> None:
         self.held = None
+        self.place.release()
 
 
 class _StackEnd(Hook):
@@ -125,8 +142,13 @@ class _StackEnd(Hook):
     def __init__(self, start: _StackStart) -> None:
         self.start = start
 
-    @outside_graph
     def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
+        if self.start.place.held is None:
+            return self.outside(x, context, transformer_options)
+        return self.start.place.leave(self.original(x, context=context, transformer_options=transformer_options))
+
+    @outside_graph
+    def outside(self, x: Tensor, context: Any, transformer_options: dict[str, Any]) -> Tensor:
         out = self.original(x, context=context, transformer_options=transformer_options)
         held, self.start.held = self.start.held, None
         return out if held is None else restore(out, *held)
@@ -212,18 +234,21 @@ class Hooks:
     """All hooks of one UNet, made once and kept as long as the model lives."""
 
     def __init__(self, diffusion_model: UNetModel) -> None:
+        self.now = _Now()
         self.stacks: list[list[_BlockHooks]] = []
         self.chains: dict[tuple[_Site, _Site], tuple[_StackStart, _StackEnd]] = {}
         stacks = list(_stacks(diffusion_model))
-        for left, (position, level, stack) in zip(range(len(stacks), 0, -1), stacks, strict=True):
-            sites = (_Site(position, index, left, level) for index in range(len(stack.transformer_blocks)))
-            self.stacks.append([_BlockHooks(*pair) for pair in zip(stack.transformer_blocks, sites, strict=True)])
+        for left, (position, level, halvings, stack) in zip(range(len(stacks), 0, -1), stacks, strict=True):
+            blocks = enumerate(stack.transformer_blocks)
+            self.stacks.append([_BlockHooks(m, _Site(position, i, left, level, halvings, self.now)) for i, m in blocks])
 
     def select(
         self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], control: Any = None
     ) -> Iterator[HookPair]:
         """The hooks to install for this evaluation. control: not looked at, ControlNets add outside of the stacks."""
         config, stats = evaluation.run.config, evaluation.run.stats
+        self.now.evaluation = ref(evaluation)
+        seen = x, evaluation, bool(transformer_options.get(GRAPHS))
         for blocks in self.stacks:
             chain: list[_BlockHooks] = []
             for block in blocks:
@@ -236,13 +261,13 @@ class Hooks:
                         stats.whole(f"{block.site.name} {part}", "replaced by another node")
                     yield from block.by_module(config)
                 elif config.granularity is Granularity.BLOCK:
-                    yield block.module, block.merged
+                    yield from self._chained([block], *seen)
                 else:
                     chain.append(block)
                     continue
-                yield from self._chained(chain)
+                yield from self._chained(chain, *seen)
                 chain = []
-            yield from self._chained(chain)
+            yield from self._chained(chain, *seen)
 
     def whole_every(self, config: ToMAConfig) -> int:
         """Of how many steps one runs whole."""
@@ -257,22 +282,31 @@ class Hooks:
                 yield block.module.attn2, block.attn2
             yield block.module.ff, block.ff
 
-    def _chained(self, chain: list[_BlockHooks]) -> Iterator[HookPair]:
+    def _chained(
+        self, chain: list[_BlockHooks], x: Tensor, evaluation: Evaluation, in_graphs: bool
+    ) -> Iterator[HookPair]:
         """Hooks that keep tokens merged from the first to the last of consecutive blocks."""
-        if len(chain) == 1:
-            yield chain[0].module, chain[0].merged
-        elif chain:
-            key = (chain[0].site, chain[-1].site)
+        if not chain:
+            return
+        first, last = chain[0], chain[-1]
+        begin: _MergedBlock | _StackStart = first.merged
+        if first is not last:
+            key = (first.site, last.site)
             if key not in self.chains:
                 start = _StackStart([block.site for block in chain])
                 self.chains[key] = start, _StackEnd(start)
-            start, end = self.chains[key]
-            yield chain[0].module, start
-            yield chain[-1].module, end
+            begin, end = self.chains[key]
+        names, scope = [block.site.name for block in chain], first.site.scope(evaluation.run.config.share)
+        width = getattr(first.module.attn1.to_q, "in_features", 0)
+        if in_graphs and not begin.place.prepare(x, first.site.grid(x), scope, names, evaluation, first.module, width):
+            return
+        yield first.module, begin
+        if first is not last:
+            yield last.module, end
 
 
-def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, SpatialTransformer]]:
-    """(position, level, stack) of every SpatialTransformer in forward order; levels count from the finest."""
+def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, int, SpatialTransformer]]:
+    """(position, level, halvings, stack) of every SpatialTransformer in forward order, see `_Site`."""
     depth, depths, found = 0, [], []
     for i, module in enumerate(diffusion_model.input_blocks):
         depth += any(isinstance(m, Downsample) for m in module.modules())
@@ -285,7 +319,7 @@ def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, 
         found += [(("output", i), depths[-1 - i], m) for m in module if isinstance(m, SpatialTransformer)]
     finest = min(depth for _, depth, _ in found)
     for position, depth, stack in found:
-        yield position, depth - finest, stack
+        yield position, depth - finest, depth, stack
 
 
 def _left_out(site: _Site, config: ToMAConfig) -> str:

@@ -96,8 +96,8 @@ def test_unet_block(unet: Any, attach: Any, record: Any, plan_calls: Any, dense:
     plan = plan_calls[whole.first_plan].plan
     S, U = rows_of(plan), dense(plan)[1]
     x, update = tokens_of(merged, "x"), whole.out - tokens_of(whole, "x")
-    options = {k: v for k, v in merged.kwargs["transformer_options"].items() if k != "toma_evaluation"}
-    out = block(S @ x, context=merged.kwargs["context"], transformer_options=options)
+    given = {name: merged.kwargs[name] for name in ("context", "transformer_options")}
+    out = block(S @ x, **given)
     expected = reused(x, update, out - S @ x, S, U)
     torch.testing.assert_close(merged.out, expected, **CLOSE)
     assert not torch.allclose(merged.out, x + U @ (out - S @ x), **CLOSE)
@@ -111,8 +111,7 @@ def test_unet_stack(unet: Any, attach: Any, record: Any, plan_calls: Any, dense:
     plan = plan_calls[starts[0].first_plan].plan
     S, U = rows_of(plan), dense(plan)[1]
     x, update = tokens_of(starts[1], "x"), ends[0].out - tokens_of(starts[0], "x")
-    options = {k: v for k, v in starts[1].kwargs["transformer_options"].items() if k != "toma_evaluation"}
-    given = {"context": starts[1].kwargs["context"], "transformer_options": options}
+    given = {name: starts[1].kwargs[name] for name in ("context", "transformer_options")}
     out = last(first(S @ x, **given), **given)
     torch.testing.assert_close(ends[1].out, reused(x, update, out - S @ x, S, U), **CLOSE)
 
