@@ -1,0 +1,47 @@
+"""How much of torch.compile's gain is left on top of merging, where the host is the limit?
+
+    python -m benchmarks.compiled [--model sdxl flux] [--repeats 15] [--backend inductor] [--out FOLDER]
+
+SDXL and Flux in their whole depth, but narrow and on small pictures: an evaluation takes as long as the host needs to
+launch it, which is what compiling saves where a GPU waits for its host. `benchmarks.forward --compile` has models of
+full width; on a CPU, where Inductor's products in bf16 are slower than PyTorch's own, they show nothing. PyTorch's
+attention (ComfyUI's own for CPUs breaks graphs), fp32, wall clock. The first run of a compiled variant takes a minute.
+"""
+
+from __future__ import annotations
+
+from benchmarks import bare, bench, forward, models, variants
+from benchmarks.bench import Row
+from benchmarks.fullsize import Shape
+
+SIDE = 256
+# Transformer blocks of SDXL at each level and in the middle; of Flux, double and single.
+DEPTHS, MIDDLE, DOUBLE, SINGLE = (0, 2, 10), 10, 19, 38
+
+
+def main() -> None:
+    """Parse, measure, print, write."""
+    parser = bench.command_line(__doc__, "compiled", repeats=15)
+    parser.add_argument("--model", nargs="*", choices=["sdxl", "flux"], default=["sdxl", "flux"])
+    parser.add_argument("--backend", default="inductor", help="of torch.compile; eager: to see that it runs")
+    args = parser.parse_args()
+    bare.prepare(own_attention=False)
+    device = bench.device_here()
+    told = bench.conditions(dtype="float32", repeats=args.repeats, backend=args.backend, blocks="whole depth, narrow")
+    bench.say(", ".join(f"{key}: {value}" for key, value in told.items()))
+    compiler = variants.compiled(args.backend)
+    merged = forward.toma_variants([0.5], ["stack"], dict(variants.TINY))[0]
+    chosen = [merged, compiler, variants.stacked(merged, compiler), variants.stacked(compiler, merged)]
+    rows: list[Row] = []
+    for name in args.model:
+        patcher = (
+            models.unet(depths=DEPTHS, middle=MIDDLE) if name == "sdxl" else models.flux(double=DOUBLE, single=SINGLE)
+        )
+        rows += forward.measure(
+            patcher, Shape(name, SIDE, SIDE, 1, tiny=True), chosen, args.repeats, device, "compiled"
+        )
+    bench.finish(rows, told, args.out and args.out / "compiled")
+
+
+if __name__ == "__main__":
+    main()

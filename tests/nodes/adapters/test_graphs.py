@@ -1,0 +1,142 @@
+"""The operators that stand for merging in a graph: they do what eager merging does, and torch knows their shapes."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.comfy_pack import pack_module
+
+GRID = (6, 10)
+TOKENS, BEFORE = 60, 7
+
+
+@pytest.fixture
+def graphs(pack: ModuleType) -> Any:
+    return pack_module("nodes.adapters.graphs")
+
+
+@pytest.fixture
+def evaluate(pack: ModuleType) -> Any:
+    """evaluate(sigma, copies, **settings): an evaluation of a run over three noise levels, of which it is the last."""
+    core = pack_module("toma_core")
+
+    def make(sigma: float = 3.0, copies: tuple[object, ...] = (None,), whole_every: int = 0, **settings: Any) -> Any:
+        config = core.ToMAConfig(**{"min_tokens": 4, "window_size": 4, **settings})
+        run = core.RunState(core.Schedule(config, (3.0, 2.0, 1.0), whole_every=whole_every))
+        for level in (3.0, 2.0, 1.0):
+            decision = run.schedule.decide(level)
+            if level == sigma:
+                break
+        return core.Evaluation(run, decision, copies, copies)
+
+    return make
+
+
+def prepared(graphs: Any, evaluation: Any, place: Any = None, latent: Any = None) -> Any:
+    place = graphs.Place() if place is None else place
+    latent = torch.randn(2, 4, 12, 20) if latent is None else latent
+    assert place.prepare(latent, GRID, "here", ["first", "last"], evaluation, torch.nn.Linear(8, 8), 8)
+    return place
+
+
+def test_the_operators_do_what_eager_merging_does(graphs: Any, evaluate: Any) -> None:
+    core, evaluation = pack_module("toma_core"), evaluate()
+    place = prepared(graphs, evaluation)
+    assert (place.tokens, place.kept) == (TOKENS, 30)
+    x = torch.randn(2, TOKENS, 8)
+    plan = core.plan_for(x, GRID, "here", evaluation)
+    reduced = place.enter(x)
+    assert torch.equal(reduced, core.reduce(x, plan))
+    out = reduced * 2 + 1
+    assert torch.equal(place.leave(out), core.restore(out, reduced, x, plan))
+    assert place.held is None
+    assert evaluation.run.stats.merged_blocks == {"first", "last"}
+
+
+def test_tokens_around_the_image_stay(graphs: Any, evaluate: Any) -> None:
+    place = prepared(graphs, evaluate())
+    x = torch.randn(2, BEFORE + TOKENS + 3, 8)
+    reduced = place.enter(x, BEFORE)
+    assert reduced.shape == (2, BEFORE + 30 + 3, 8)
+    assert torch.equal(reduced[:, :BEFORE], x[:, :BEFORE])
+    assert torch.equal(reduced[:, -3:], x[:, -3:])
+    out = place.leave(reduced + 1, BEFORE)
+    assert out.shape == x.shape
+    torch.testing.assert_close(out, x + 1)
+
+
+def test_a_step_that_keeps_its_detail_runs_whole_on_new_tensors(graphs: Any, evaluate: Any) -> None:
+    evaluation = evaluate(whole_every=2, detail_reuse=True)
+    assert evaluation.decision.keeps_detail
+    place, x = prepared(graphs, evaluation), torch.randn(2, TOKENS, 8)
+    assert place.kept == TOKENS
+    reduced = place.enter(x)
+    assert torch.equal(reduced, x)
+    assert reduced.data_ptr() != x.data_ptr()
+    out = reduced + 1
+    left = place.leave(out)
+    assert torch.equal(left, out)
+    assert left.data_ptr() != out.data_ptr()
+    assert evaluation.run.stats.detail_bytes == x.nbytes
+
+
+@pytest.mark.parametrize("before", [0, BEFORE])
+def test_operators_pass_torchs_own_checks(graphs: Any, evaluate: Any, before: int) -> None:
+    """Schema, fake tensors and ahead-of-time graphs, also with sizes that are not known when a graph is made."""
+    place = prepared(graphs, evaluate())
+    x, numbers = torch.randn(2, before + TOKENS, 8), (place.number, before, TOKENS, 30)
+    reduced = graphs._ops.enter(x, *numbers)
+    torch.library.opcheck(graphs._ops.enter.default, (x, *numbers))
+    torch.library.opcheck(graphs._ops.leave.default, (reduced + 1, reduced, x, *numbers))
+
+
+def test_positions_of_a_model_without_them_are_not_turned(graphs: Any, evaluate: Any) -> None:
+    place = prepared(graphs, evaluate())
+    x = torch.randn(2, TOKENS, 8)
+    place.enter(x)
+    with pytest.raises(NotImplementedError):
+        place.turn(torch.randn(1, 1, TOKENS, 2), 0)
+
+
+def test_what_is_left_whole_is_told(graphs: Any, evaluate: Any) -> None:
+    evaluation, place = evaluate(min_tokens=TOKENS + 1), graphs.Place()
+    assert not place.prepare(torch.randn(1, 4, 12, 20), GRID, "here", ["a", "b"], evaluation, torch.nn.Linear(8, 8), 8)
+    assert evaluation.run.stats.left_whole == {f"fewer than {TOKENS + 1} tokens": {"a", "b"}}
+    assert place.kept == 0
+
+
+def test_a_batch_of_unequal_parts_is_left_to_the_hook(graphs: Any, evaluate: Any) -> None:
+    place = prepared(graphs, evaluate(copies=(None, None)), latent=torch.randn(3, 4, 12, 20))
+    assert place.kept == 0
+
+
+def test_outside_of_a_trace_nothing_begins(graphs: Any, evaluate: Any) -> None:
+    place, x = prepared(graphs, evaluate()), torch.randn(2, TOKENS, 8)
+    assert not place.begins(x)
+    place.release()
+    assert (place.tokens, place.kept, place.held, place.pe) == (0, 0, None, None)
+    assert not hasattr(place, "evaluation")
+
+
+@pytest.mark.parametrize(
+    ("told", "inside"),
+    [
+        (None, False),
+        ({"backend": "inductor"}, True),
+        ({"backend": "inductor", "mode": "default", "options": {"guard_filter_fn": None}}, True),
+        ({"backend": "inductor", "mode": "max-autotune-no-cudagraphs", "options": None}, True),
+        ({"backend": "inductor", "mode": "reduce-overhead"}, False),
+        ({"backend": "inductor", "mode": "max-autotune"}, False),
+        ({"backend": "inductor", "options": {"triton.cudagraphs": True}}, False),
+        ({"backend": "cudagraphs"}, False),
+        ({"backend": "eager"}, False),
+        ({}, False),
+    ],
+)
+def test_only_graphs_that_are_not_recorded_take_the_operators(graphs: Any, told: Any, inside: bool) -> None:
+    options = {} if told is None else {"torch_compile_kwargs": told}
+    assert graphs.compiled(options) is inside
