@@ -76,10 +76,10 @@ class Place:
         work: Block = UNET_BLOCK,
     ) -> bool:
         """Get ready for an evaluation on the latent x of (B, C, H, W), in which these blocks, like `module`, see
-        (B, H' * W', width). False if they stay whole, which is then noted in the run's stats."""
+        (B, H' * W', width), 0 if unknown. False if they stay whole, which is then noted in the run's stats."""
         run, decision, tokens, images = evaluation.run, evaluation.decision, grid[0] * grid[1], x.shape[0]
-        if images % len(evaluation.copies):
-            return True
+        if not width or images % len(evaluation.copies):
+            return True  # for the hook to decide
         weight = next(module.parameters(), x)
         dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else torch.bfloat16
         reason = evaluation.obstacle(x.new_empty((), dtype=dtype).expand(images, tokens, width), work)

@@ -93,7 +93,7 @@ class _MergedBlock(Hook):
         self.site, self.place = site, Place()
 
     def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
-        if not self.place.begins(x):
+        if not self.place.begins(x) or x.shape[1] != self.place.tokens:
             return self.outside(x, context, transformer_options)
         out = self.original(self.place.enter(x), context=context, transformer_options=transformer_options)
         return self.place.leave(out)
@@ -119,7 +119,7 @@ class _StackStart(Hook):
         self.held: tuple[Tensor, Tensor, MergePlan | None, Detail | None] | None = None
 
     def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
-        if not self.place.begins(x):
+        if not self.place.begins(x) or x.shape[1] != self.place.tokens:
             return self.outside(x, context, transformer_options)
         return self.original(self.place.enter(x), context=context, transformer_options=transformer_options)
 

@@ -133,6 +133,21 @@ def test_a_grid_too_small_to_merge_leaves_the_graph_whole(model: Any, attach: An
     assert stats_of(compiled_model).left_whole == stats_of(plain_model).left_whole
 
 
+def test_tokens_of_another_node_stop_merging_in_a_graph_too(attach: Any, stats_of: Any) -> None:
+    shape = {"num_res_blocks": [1, 1], "transformer_depth": [0, 1], "transformer_depth_output": [0, 0, 2, 1]}
+    model = models.unet(depths=(0, 1), middle=1, **shape)
+    for module in model.model.diffusion_model.modules():
+        if hasattr(module, "transformer_blocks"):
+            module.proj_in.register_forward_hook(lambda _, __, out: torch.cat([out, out[:, :1]], 1))
+            module.proj_out.register_forward_pre_hook(lambda _, given: (given[0][:, :-1],))
+    plain_model = attach(model)
+    compiled_model = compiled(attach(model), Counting(), inside=True)
+    plain = models.sample(plain_model, SIDE, SIDE, steps=2)
+    assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=2), plain)
+    assert stats_of(compiled_model).left_whole == stats_of(plain_model).left_whole
+    assert not stats_of(compiled_model).merged_blocks
+
+
 def test_other_sizes_and_batches_run(model: Any, attach: Any) -> None:
     toma, backend = attach(model), Counting()
     compiled_model = compiled(attach(model), backend, inside=True)

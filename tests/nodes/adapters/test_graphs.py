@@ -114,6 +114,12 @@ def test_a_batch_of_unequal_parts_is_left_to_the_hook(graphs: Any, evaluate: Any
     assert place.kept == 0
 
 
+def test_blocks_of_unknown_width_are_left_to_the_hook(graphs: Any, evaluate: Any) -> None:
+    place = graphs.Place()
+    assert place.prepare(torch.randn(1, 4, 12, 20), GRID, "here", ["a"], evaluate(), torch.nn.Identity(), 0)
+    assert place.kept == 0
+
+
 def test_outside_of_a_trace_nothing_begins(graphs: Any, evaluate: Any) -> None:
     place, x = prepared(graphs, evaluate()), torch.randn(2, TOKENS, 8)
     assert not place.begins(x)
