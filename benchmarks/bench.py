@@ -296,7 +296,7 @@ def plot(path: Path, told: dict[str, Any], rows: Sequence[Row]) -> None:
     for axes, (title, group) in zip(panels[:, 0], groups.items(), strict=True):
         places = range(len(group))
         speeds = [row.speedup or 0.0 for row in group]
-        colours = ["#2a6f97" if row.variant.startswith("ToMA") else "#b0b0b0" for row in group]
+        colours = ["#2a6f97" if "ToMA" in row.variant else "#b0b0b0" for row in group]
         axes.barh(places, speeds, color=colours)
         for place, row in zip(places, group, strict=True):
             if row.speedup_low is not None and row.speedup_high is not None:

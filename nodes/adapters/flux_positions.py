@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...toma_core import MergePlan
 from ...toma_core.detail import Detail
-from .graphs import Place
+from .graphs import Place, operators
 from .hooks import eager
 
 
@@ -61,10 +61,28 @@ def in_range(x: Tensor) -> Tensor:
 
 
 class FluxPlace(Place):
-    """Blocks add into what they are given, fp16 stays in range, and RoPE follows the destinations."""
+    """Blocks add into what they are given, fp16 stays in range, and RoPE follows the destinations.
+
+    pe: the rows of the tokens inside the chain, None if the model has none.
+    """
+
+    pe: Tensor | None
+
+    def release(self) -> None:
+        super().release()
+        self.pe = None
 
     def enter(self, x: Tensor, before: int = 0) -> Tensor:
         return super().enter(x, before).clone()
+
+    def turn(self, pe: Tensor, before: int) -> None:
+        """Make the rows for what `enter` gave from those of [before | N | rest]."""
+        whole, place = self.kept == self.tokens, (self.number, before, self.tokens, self.kept)
+        self.pe = pe if whole else operators.turn(pe, self.held[0], *place)
+
+    def leave(self, out: Tensor, before: int = 0) -> Tensor:
+        self.pe = None
+        return super().leave(out, before)
 
     def now_enter(self, image: Tensor) -> Tensor:
         return in_range(super().now_enter(image))
@@ -73,4 +91,5 @@ class FluxPlace(Place):
         return in_range(super().now_leave(out, reduced, image))
 
     def now_turn(self, pe: Tensor, before: int) -> Tensor:
+        """`turn` when the graph runs."""
         return merged_rows(pe, self.plan, before)

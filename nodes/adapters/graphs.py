@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...toma_core import Evaluation, MergePlan, reduce, restore
 from ...toma_core.detail import Detail
+from ...toma_core.kernels.namespace import free_namespace
 from ...toma_core.payoff import UNET_BLOCK, Block
 
 _MODES = (None, "default", "max-autotune-no-cudagraphs")
@@ -39,8 +40,7 @@ class Place:
 
     tokens, kept: N and D of one image, what a graph is made for. Equal where the chain runs whole to keep its detail;
     kept is 0 where the graph has to be left for the hook to decide.
-    held: between the first block and the last, what `restore` needs beside their output: reduced and x. pe: RoPE rows
-    of the tokens inside the chain, in models that have them.
+    held: between the first block and the last, what `restore` needs beside their output: reduced and x.
     """
 
     grid: tuple[int, int]
@@ -50,7 +50,6 @@ class Place:
     plan: MergePlan
     detail: Detail | None
     held: Any
-    pe: Tensor | None
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -60,7 +59,7 @@ class Place:
     def release(self) -> None:
         """Drop what the evaluation left behind."""
         self.tokens = self.kept = 0
-        self.held = self.pe = None
+        self.held = None
         for name in ("evaluation", "plan", "detail"):
             vars(self).pop(name, None)
 
@@ -99,20 +98,15 @@ class Place:
 
     def enter(self, x: Tensor, before: int = 0) -> Tensor:
         """[before | N | rest] -> [before | D | rest], which is held: a block must not write into it."""
-        reduced: Tensor = _ops.enter(x, self.number, before, self.tokens, self.kept)
+        reduced: Tensor = operators.enter(x, self.number, before, self.tokens, self.kept)
         self.held = (reduced, x)
         return reduced
-
-    def turn(self, pe: Tensor, before: int) -> None:
-        """Rows of RoPE for what `enter` gave, from those of [before | N | rest]."""
-        whole = self.kept == self.tokens
-        self.pe = pe if whole else _ops.turn(pe, self.held[0], self.number, before, self.tokens, self.kept)
 
     def leave(self, out: Tensor, before: int = 0) -> Tensor:
         """What the chain's last block gives, for all tokens again."""
         reduced, x = self.held
-        self.held = self.pe = None
-        restored: Tensor = _ops.leave(out, reduced, x, self.number, before, self.tokens, self.kept)
+        self.held = None
+        restored: Tensor = operators.leave(out, reduced, x, self.number, before, self.tokens, self.kept)
         return restored
 
     def now_enter(self, image: Tensor) -> Tensor:
@@ -130,14 +124,10 @@ class Place:
         """`restore` for (B, D, C), (B, D, C) and (B, N, C) when the graph runs."""
         return restore(out, reduced, image, self.plan, self.detail)
 
-    def now_turn(self, pe: Tensor, before: int) -> Tensor:
-        """`turn` when the graph runs: (B or 1, 1, before + N + rest, ...) -> (B, 1, before + D + rest, ...)."""
-        raise NotImplementedError
-
 
 _numbers = itertools.count()
 # Weakly: a place lives as long as its hook, which lives as long as the model.
-_places: WeakValueDictionary[int, Place] = WeakValueDictionary()
+_places: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def _around(x: Tensor, before: int, tokens: int, image: Tensor) -> Tensor:
@@ -158,16 +148,11 @@ def _leave(out: Tensor, reduced: Tensor, x: Tensor, place: int, before: int, tok
 
 
 def _turn(pe: Tensor, reduced: Tensor, place: int, before: int, tokens: int, kept: int) -> Tensor:
-    return _places[place].now_turn(pe, before)
+    rows: Tensor = _places[place].now_turn(pe, before)
+    return rows
 
 
-def _free_namespace() -> str:
-    # Operator names are global to a process, and the pack may be loaded twice in one.
-    names = itertools.chain(["toma_graphs"], (f"toma_graphs{n}" for n in itertools.count(2)))
-    return next(name for name in names if not hasattr(getattr(torch.ops, name), "enter"))
-
-
-_namespace = _free_namespace()
+_namespace = free_namespace("toma_graphs", "enter")
 _library = torch.library.Library(_namespace, "FRAGMENT")
 # Tensors come as eager code would lay them out, and a recorded CUDA graph has to stop at them.
 _tags = tuple(
@@ -183,7 +168,7 @@ _library.define(
 )
 for _name, _function in (("enter", _enter), ("leave", _leave), ("turn", _turn)):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
-_ops = getattr(torch.ops, _namespace)
+operators = getattr(torch.ops, _namespace)
 
 
 @torch.library.register_fake(f"{_namespace}::enter", lib=_library)

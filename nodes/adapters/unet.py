@@ -282,13 +282,11 @@ class Hooks:
                 yield block.module.attn2, block.attn2
             yield block.module.ff, block.ff
 
-    def _chained(
-        self, chain: list[_BlockHooks], x: Tensor, evaluation: Evaluation, in_graphs: bool
-    ) -> Iterator[HookPair]:
+    def _chained(self, chain: list[_BlockHooks], x: Tensor, evaluation: Evaluation, graphs: bool) -> Iterator[HookPair]:
         """Hooks that keep tokens merged from the first to the last of consecutive blocks."""
         if not chain:
             return
-        first, last = chain[0], chain[-1]
+        first, last, config = chain[0], chain[-1], evaluation.run.config
         begin: _MergedBlock | _StackStart = first.merged
         if first is not last:
             key = (first.site, last.site)
@@ -296,10 +294,11 @@ class Hooks:
                 start = _StackStart([block.site for block in chain])
                 self.chains[key] = start, _StackEnd(start)
             begin, end = self.chains[key]
-        names, scope = [block.site.name for block in chain], first.site.scope(evaluation.run.config.share)
-        width = getattr(first.module.attn1.to_q, "in_features", 0)
-        if in_graphs and not begin.place.prepare(x, first.site.grid(x), scope, names, evaluation, first.module, width):
-            return
+        if graphs:
+            scope, width = first.site.scope(config.share), getattr(first.module.attn1.to_q, "in_features", 0)
+            names, grid = [block.site.name for block in chain], first.site.grid(x)
+            if not begin.place.prepare(x, grid, scope, names, evaluation, first.module, width):
+                return
         yield first.module, begin
         if first is not last:
             yield last.module, end

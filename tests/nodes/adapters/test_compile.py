@@ -55,10 +55,12 @@ def compiled(model: Any, backend: Any, inside: bool = False, keys: list[str] | N
 @pytest.fixture(params=["unet", "flux"])
 def model(request: pytest.FixtureRequest) -> Any:
     """A small model of its own: compiling leaves traces in a module."""
-    if request.param == "unet":
-        shape = {"num_res_blocks": [1, 1], "transformer_depth": [0, 1], "transformer_depth_output": [0, 0, 2, 1]}
-        return models.unet(depths=(0, 1), middle=1, **shape)
-    return models.flux(double=2, single=2)
+    return small_unet() if request.param == "unet" else models.flux(double=2, single=2)
+
+
+def small_unet() -> Any:
+    shape = {"num_res_blocks": [1, 1], "transformer_depth": [0, 1], "transformer_depth_output": [0, 0, 2, 1]}
+    return models.unet(depths=(0, 1), middle=1, **shape)
 
 
 @pytest.fixture(params=["toma first", "compile first"])
@@ -134,8 +136,7 @@ def test_a_grid_too_small_to_merge_leaves_the_graph_whole(model: Any, attach: An
 
 
 def test_tokens_of_another_node_stop_merging_in_a_graph_too(attach: Any, stats_of: Any) -> None:
-    shape = {"num_res_blocks": [1, 1], "transformer_depth": [0, 1], "transformer_depth_output": [0, 0, 2, 1]}
-    model = models.unet(depths=(0, 1), middle=1, **shape)
+    model = small_unet()
     for module in model.model.diffusion_model.modules():
         if hasattr(module, "transformer_blocks"):
             module.proj_in.register_forward_hook(lambda _, __, out: torch.cat([out, out[:, :1]], 1))

@@ -89,17 +89,22 @@ def test_operators_pass_torchs_own_checks(graphs: Any, evaluate: Any, before: in
     """Schema, fake tensors and ahead-of-time graphs, also with sizes that are not known when a graph is made."""
     place = prepared(graphs, evaluate())
     x, numbers = torch.randn(2, before + TOKENS, 8), (place.number, before, TOKENS, 30)
-    reduced = graphs._ops.enter(x, *numbers)
-    torch.library.opcheck(graphs._ops.enter.default, (x, *numbers))
-    torch.library.opcheck(graphs._ops.leave.default, (reduced + 1, reduced, x, *numbers))
+    reduced = graphs.operators.enter(x, *numbers)
+    torch.library.opcheck(graphs.operators.enter.default, (x, *numbers))
+    torch.library.opcheck(graphs.operators.leave.default, (reduced + 1, reduced, x, *numbers))
 
 
-def test_positions_of_a_model_without_them_are_not_turned(graphs: Any, evaluate: Any) -> None:
-    place = prepared(graphs, evaluate())
-    x = torch.randn(2, TOKENS, 8)
+def test_positions_follow_the_destinations(pack: ModuleType, graphs: Any, evaluate: Any) -> None:
+    positions = pack_module("nodes.adapters.flux_positions")
+    place = prepared(graphs, evaluate(), positions.FluxPlace())
+    x, pe = torch.randn(2, TOKENS, 8), torch.randn(1, 1, BEFORE + TOKENS, 3, 2, 2)
     place.enter(x)
-    with pytest.raises(NotImplementedError):
-        place.turn(torch.randn(1, 1, TOKENS, 2), 0)
+    place.turn(pe, BEFORE)
+    assert torch.equal(place.pe, positions.merged_rows(pe, place.plan, BEFORE))
+    numbers = (place.number, BEFORE, TOKENS, 30)
+    torch.library.opcheck(graphs.operators.turn.default, (pe, place.held[0], *numbers))
+    place.leave(torch.randn(2, 30, 8))
+    assert place.pe is None
 
 
 def test_what_is_left_whole_is_told(graphs: Any, evaluate: Any) -> None:
@@ -124,7 +129,7 @@ def test_outside_of_a_trace_nothing_begins(graphs: Any, evaluate: Any) -> None:
     place, x = prepared(graphs, evaluate()), torch.randn(2, TOKENS, 8)
     assert not place.begins(x)
     place.release()
-    assert (place.tokens, place.kept, place.held, place.pe) == (0, 0, None, None)
+    assert (place.tokens, place.kept, place.held) == (0, 0, None)
     assert not hasattr(place, "evaluation")
 
 

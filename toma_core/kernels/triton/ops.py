@@ -1,30 +1,23 @@
 """The kernels as torch operators, so that torch.compile and fake tensors know their shapes without running them.
 
-Operator names are global to a process, and the pack may be loaded twice in one: under the path that ComfyUI names it
-by, and as plain `toma_core`. Each copy registers its own operators, in the first free namespace of toma, toma2, ...
+Each copy of the pack in a process registers its own, see `free_namespace`.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..namespace import free_namespace
 from .agreement import agreement, parts_of
 from .assign import merge_hard, unmerge_hard
 from .launch import INTERPRETED
 from .product import merge, reuse, unmerge
 from .select import select_weigh, weigh
 
-
-def _free_namespace() -> str:
-    names = itertools.chain(["toma"], (f"toma{n}" for n in itertools.count(2)))
-    return next(name for name in names if not hasattr(getattr(torch.ops, name), "merge"))
-
-
-NAMESPACE = _free_namespace()
+NAMESPACE = free_namespace("toma", "merge")
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 _library.define(
