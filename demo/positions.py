@@ -19,11 +19,13 @@ def places(count: int, first: float = 0.0, whole: int | None = None, device: tor
 
 
 def code(y: Tensor, x: Tensor, channels: int) -> Tensor:
-    """Sines and cosines of 1, 2, 4, ... half turns over a picture, in the first half of the channels; the rest is 0.
+    """Sines and cosines of 1, 2, 4 and 8 half turns over a picture, in the first half of the channels; the rest is 0.
+
+    With 32 channels each is there once, with 64 twice.
 
     y: (H,) and x: (W,) in 0..1. Returns (1, channels, H, W), float32.
     """
-    turns = math.pi * 2.0 ** torch.arange(channels // 8, device=y.device)
+    turns = math.pi * 2.0 ** (torch.arange(channels // 8, device=y.device) % 4)
     rows, columns = y[:, None] * turns, x[:, None] * turns
     waves = [rows.sin(), rows.cos(), columns.sin(), columns.cos()]
     maps = [wave.T[:, :, None].expand(-1, -1, len(x)) for wave in waves[:2]]

@@ -73,7 +73,7 @@ def test_the_unet_is_an_sdxl_to_comfyui() -> None:
     assert type(model.model) is comfy.model_base.SDXL
     assert type(network) is UNetModel
     stacks = [module for module in network.modules() if isinstance(module, SpatialTransformer)]
-    assert {stack.in_channels for stack in stacks} == {64, 96}
+    assert {stack.in_channels for stack in stacks} == {64, 128}
     assert {len(stack.transformer_blocks) for stack in stacks} == {1, 2}
     assert model.model.latent_format.latent_channels == 16
 

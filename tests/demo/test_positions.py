@@ -11,11 +11,13 @@ from demo.models import load_unet
 from demo.positions import AddPositions, code, places
 
 
-def test_every_cell_has_its_own_code() -> None:
-    codes = code(places(64), places(64), 32)[0].flatten(1).T
+@pytest.mark.parametrize("channels", [32, 64])
+def test_every_cell_has_its_own_code(channels: int) -> None:
+    codes = code(places(64), places(64), channels)[0].flatten(1).T
     nearest = torch.cdist(codes, codes).fill_diagonal_(9.0).min(1).values
     assert nearest.min() > 0.05
-    assert codes[:, 16:].eq(0).all()
+    assert codes[:, channels // 2 :].eq(0).all()
+    assert not codes[:, : channels // 2].eq(0).all(0).any()
 
 
 def test_half_the_size_has_the_same_places() -> None:
