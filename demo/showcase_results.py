@@ -170,8 +170,8 @@ def explanation(cases: list[Case], steps: int, device: str) -> str:
         if seeds:
             lines.append(f"For scale: two seeds of the unmerged trained model are {seeds:.0%} apart.")
         lines.append(
-            "Trained weights are an early checkpoint: demo/weights/MODEL_CARD.md says what it can draw. It saw "
-            "pictures of 128x128 only; larger ones are for the speed."
+            "The trained models saw pictures of 128x128 only; larger ones are for the speed. What they can draw is in "
+            "demo/weights/MODEL_CARD.md."
         )
     if not all(case.kind.trained for case in cases):
         lines.append("Random weights: pictures are noise, and distances say nothing about quality.")
