@@ -1,0 +1,126 @@
+"""Write what was measured into docs/fidelity.md: `python -m benchmarks.fidelity.page`.
+
+Which settings a table names is the page's choice; their figures and order come from benchmarks/results/fidelity. Plots
+are copied, and sheets of pictures are put together where this machine drew them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+PAGE = Path("docs/fidelity.md")
+IMAGES = PAGE.parent / "images"
+RESULTS = Path("benchmarks/results/fidelity")
+# A table is told by its head: "| UNet, 256 x 256 pixels, 8 steps | distance | ...".
+HEAD = re.compile(r"\| (DiT|UNet)(?:, (\d+) x \d+ pixels)?, (\d+) steps \| distance \|")
+PLOTS = {"fidelity.png": "dit-20steps-128px-22x3", "fidelity-unet.png": "unet-20steps-128px-22x3"}
+# Sheet -> its results, and setting -> what is written above its row; {cost} is the work left.
+SHEETS: dict[str, tuple[str, dict[str, str]]] = {
+    "fidelity-pictures.jpg": (
+        "dit-20steps-128px-22x3",
+        {
+            "unmerged": "without ToMA",
+            "preset: balanced": "balanced, {cost} of the work: every third step whole, detail reuse",
+            "preset: quality": "quality, {cost}: every second step whole",
+            "preset: fast at 0.75": "fast at ratio 0.75, {cost}",
+            "every step: 0.5": "every step merged and no detail reused, {cost}",
+            "rival: half the steps": "half the steps instead, {cost}",
+        },
+    ),
+    "fidelity-pictures-unet.jpg": (
+        "unet-4steps-128px-22x3",
+        {
+            "unmerged": "4 steps without ToMA",
+            "preset: balanced": "balanced, {cost} of the work: the last three stacks whole",
+            "preset: balanced at 0.75": "balanced at ratio 0.75, {cost}",
+            "every step: 0.5": "every stack merged at ratio 0.5, {cost}",
+            "rival: three quarters of the steps": "three steps instead, {cost}",
+            "rival: half the steps": "two steps instead, {cost}",
+        },
+    ),
+}
+FORMATS = {
+    "distance": "{distance:.3f} ± {spread:.3f}",
+    "SSIM": "{ssim:.2f}",
+    "detail": "{detail:.2f}",
+    "seams": "{seams:.2f}",
+    "Fréchet": "{frechet:.0f}",
+    "attributes": "{attributes:.3f}",
+    "work left": "{cost:.2f}",
+}
+
+
+def results_of(head: str) -> str | None:
+    """The name of the results that a table with this head shows; None if it is no table of settings."""
+    found = HEAD.match(head)
+    if found is None:
+        return None
+    kind, size, steps = found.groups()
+    return f"{kind.lower()}-{steps}steps-" + (f"{size}px-4x3" if size else "128px-22x3")
+
+
+def renewed(text: str, folder: Path = RESULTS) -> str:
+    """The page with the figures of all its tables of settings taken from the results, nearest first.
+
+    Raises FileNotFoundError for a table without results, KeyError for a row or a column that they do not have.
+    """
+    lines = text.split("\n")
+    for start, head in enumerate(lines):
+        name = results_of(head)
+        if name is None:
+            continue
+        end = next(i for i in range(start, len(lines) + 1) if i == len(lines) or not lines[i].startswith("|"))
+        rows = json.loads((folder / f"{name}.json").read_text())["rows"]
+        columns = _cells(head)[1:]
+        shown = sorted((_cells(line)[0] for line in lines[start + 2 : end]), key=lambda n: rows[n]["distance"])
+        lines[start + 2 : end] = [_line(setting, rows[setting], columns) for setting in shown]
+    return "\n".join(lines)
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def _line(setting: str, row: dict[str, Any], columns: list[str]) -> str:
+    return f"| {setting} | " + " | ".join(FORMATS[column].format(**row) for column in columns) + " |"
+
+
+def sheet(name: str) -> Image.Image | None:
+    """A sheet of pictures of a few settings, one row each; None if they were not drawn on this machine."""
+    from scripts.cache import cache_dir
+
+    from . import report
+    from .judge import Conditions
+    from .store import Store
+
+    results, labels = SHEETS[name]
+    stored = json.loads((RESULTS / f"{results}.json").read_text())
+    store = Store(Conditions(**stored["conditions"]), RESULTS, cache_dir())
+    strips = {setting: store.pictures(setting) for setting in labels}
+    costs = {setting: f"{100 * row['cost']:.0f} %" for setting, row in stored["rows"].items()}
+    rows = {labels[s].format(cost=costs[s]): strip for s, strip in strips.items() if strip is not None}
+    return report.sheet(rows) if len(rows) == len(labels) else None
+
+
+def main() -> None:
+    """Write the page's tables, plots and sheets."""
+    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, results in PLOTS.items():
+        shutil.copyfile(RESULTS / f"{results}.png", IMAGES / name)
+    for name in SHEETS:
+        picture = sheet(name)
+        if picture is None:
+            print(f"{IMAGES / name} stays: its pictures were not drawn here", file=sys.stderr)
+        else:
+            picture.save(IMAGES / name, quality=88)
+
+
+if __name__ == "__main__":
+    main()

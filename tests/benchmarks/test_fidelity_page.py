@@ -1,0 +1,40 @@
+"""docs/fidelity.md says what the result files say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fidelity.page import IMAGES, PAGE, PLOTS, RESULTS, SHEETS, renewed, results_of
+
+
+def test_the_page_shows_the_results_as_they_are() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    tables = [name for name in map(results_of, text.splitlines()) if name]
+    assert {"dit-20steps-128px-22x3", "unet-4steps-128px-22x3", "unet-20steps-256px-4x3"} <= set(tables)
+    assert renewed(text) == text, "write it anew with `python -m benchmarks.fidelity.page`"
+    for image, results in PLOTS.items():
+        assert (IMAGES / image).read_bytes() == (RESULTS / f"{results}.png").read_bytes()
+    for image in SHEETS:
+        assert f"images/{image}" in text
+
+
+def test_wrong_figures_and_a_wrong_order_are_mended() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    lines = text.split("\n")
+    start = next(i for i, line in enumerate(lines) if results_of(line)) + 2
+    lines[start], lines[start + 1] = re.sub(r"0\.\d+", "0.9", lines[start + 1]), lines[start]
+    assert "\n".join(lines) != text
+    assert renewed("\n".join(lines)) == text
+
+
+def test_a_row_or_a_table_without_results_is_an_error(tmp_path: Path) -> None:
+    head = "| UNet, 8 steps | distance | SSIM |\n|---|---|---|\n"
+    with pytest.raises(KeyError, match="no such setting"):
+        renewed(f"{head}| no such setting | 0 | 0 |\n")
+    with pytest.raises(FileNotFoundError):
+        renewed(f"{head}| unmerged | 0 | 0 |\n", tmp_path)
+    other = "| stack of the UNet | step 1 |\n|---|---|\n| input.4 | 0.76 |"
+    assert renewed(other, tmp_path) == other
