@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
 Rows = dict[str, dict[str, Any]]
+Point = tuple[float, float]
 
 LEGEND = (
     "distance: of the latent from the unmerged one, relative; spread: deviation of its means over the seed sets; psnr, "
@@ -87,9 +89,8 @@ def plot(path: Path, conditions: dict[str, Any], rows: Rows, x: str, label: str)
     axes.plot([rows[n][x] for n in front], [rows[n]["distance"] for n in front], color="black", lw=0.8, zorder=0)
     # Numbers at the points and names beside the plot: names at the points would cover each other.
     named = dict.fromkeys([*front, *(n for n in rows if n.startswith(("rival", "preset")))])
-    for number, name in enumerate(named, 1):
-        at = rows[name][x], rows[name]["distance"]
-        axes.annotate(str(number), at, fontsize=7, xytext=(4, 4), textcoords="offset points")
+    for at, numbers in _apart([(rows[n][x], rows[n]["distance"]) for n in named], axes.transData.transform):
+        axes.annotate("\n".join(map(str, reversed(numbers))), at, fontsize=7, xytext=(4, 4), textcoords="offset points")
     listing = "\n".join(f"{i} {name}{' *' if name in front else ''}" for i, name in enumerate(named, 1))
     axes.text(1.01, 1.0, listing + "\n\n* on the front", transform=axes.transAxes, fontsize=7, va="top")
     axes.set_xlabel(label)
@@ -100,6 +101,21 @@ def plot(path: Path, conditions: dict[str, Any], rows: Rows, x: str, label: str)
     axes.legend(fontsize=7, ncol=3, loc="upper right")
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _apart(points: list[Point], to_pixels: Callable[[Point], Point]) -> list[tuple[Point, list[int]]]:
+    """Where to write the numbers of points, from 1 on: those within ten pixels of another share its place."""
+    labels: list[tuple[Point, list[int]]] = []
+    for number, point in enumerate(points, 1):
+        x, y = to_pixels(point)
+        for other, numbers in labels:
+            at = to_pixels(other)
+            if max(abs(x - at[0]), abs(y - at[1])) < 10:
+                numbers.append(number)
+                break
+        else:
+            labels.append((point, [number]))
+    return labels
 
 
 def sheet(strips: dict[str, Image.Image]) -> Image.Image:
