@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +167,15 @@ def run(trainer: Trainer, checkpoint: Path, minutes: float, every: float = 120.0
     return trainer.step >= trainer.plan.steps
 
 
-def main() -> None:
-    """Command line, see the module's docstring."""
+def plan_of(args: argparse.Namespace) -> Plan:
+    """The plan that the command line asks for."""
+    names = ("kind", "steps", "seed", "lr", "cooldown", "crop_batch", "full_batch")
+    plan = Plan(**{name: getattr(args, name) for name in names})
+    return replace(plan, early_shares=(0.0, 1.0), late_shares=(0.0, 1.0)) if args.whole else plan
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The command line, see the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kind", choices=("dit", "unet"))
     parser.add_argument("--steps", type=int, default=8000, help="length of the whole run, over which the rate falls")
@@ -177,6 +184,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=Plan.lr)
     parser.add_argument("--crop-batch", type=int, default=Plan.crop_batch)
     parser.add_argument("--full-batch", type=int, default=Plan.full_batch)
+    parser.add_argument("--whole", action="store_true", help="whole pictures alone, to go on with --init")
+    parser.add_argument("--cooldown", type=float, default=Plan.cooldown, help="share of the steps in which lr falls")
     parser.add_argument("--init", type=Path, help="exported weights to begin with, where there is no checkpoint")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--compile", action="store_true", help="torch.compile: about 1.5x faster after a few minutes")
@@ -184,12 +193,17 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0, help="processes that draw scenes ahead, for a GPU")
     parser.add_argument("--checkpoints", type=Path, default=Path("demo/checkpoints"), help="folder for --resume")
     parser.add_argument("--export", type=Path, default=None, help="where to write the weights at the end")
-    args = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    """Train as the command line says."""
+    args = arguments()
     if args.threads:
         torch.set_num_threads(args.threads)
     comfy.model_management.in_training = True
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plan = Plan(args.kind, args.steps, args.seed, lr=args.lr, crop_batch=args.crop_batch, full_batch=args.full_batch)
+    plan = plan_of(args)
     trainer = Trainer(plan, device, args.compile)
     checkpoint = args.checkpoints / f"{args.kind}.pt"
     if args.resume and checkpoint.exists():

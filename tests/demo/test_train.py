@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from demo import models
 from demo.data import THINGS_WEIGH, Batches, Plan, View
-from demo.train import Trainer, run
+from demo.train import Trainer, arguments, plan_of, run
 
 SMALL = {
     "dit": {**models.DIT_CONFIG, "depth": 1, "depth_single_blocks": 1},
@@ -154,6 +154,15 @@ def test_half_size_scenes_sit_where_they_belong() -> None:
     means = large.reshape(16, 2, 16, 2, 3).mean(dim=(1, 3)).reshape(1, 256, 3)
     torch.testing.assert_close(small[..., 1:], means[..., 1:])
     assert (small[..., 0] == 1).all()
+
+
+def test_whole_pictures_alone_to_go_on_with() -> None:
+    plan = plan_of(arguments(["unet", "--whole", "--cooldown", "0.75", "--steps", "1000"]))
+    assert plan.lr_at(249) == plan.lr > plan.lr_at(600) > plan.lr_at(999) > 0
+    assert {plan.sort_at(step, draw) for step in (0, 999) for draw in (0.0, 0.5, 0.999)} == {"full"}
+    usual = plan_of(arguments(["unet", "--steps", "1000"]))
+    assert usual.lr_at(600) == usual.lr
+    assert {usual.sort_at(0, draw) for draw in (0.0, 0.92, 0.999)} == {"half", "full", "crop"}
 
 
 def test_unknown_kind_is_refused() -> None:
