@@ -103,7 +103,7 @@ def plot(path: Path, conditions: dict[str, Any], rows: Rows, x: str, label: str)
     plt.close(figure)
 
 
-def _apart(points: list[Point], to_pixels: Callable[[Point], Point]) -> list[tuple[Point, list[int]]]:
+def _apart(points: list[Point], to_pixels: Callable[[Point], Any]) -> list[tuple[Point, list[int]]]:
     """Where to write the numbers of points, from 1 on: those within ten pixels of another share its place."""
     labels: list[tuple[Point, list[int]]] = []
     for number, point in enumerate(points, 1):
