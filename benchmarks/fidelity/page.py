@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import sys
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def renewed(text: str, folder: Path = RESULTS) -> str:
         name = results_of(head)
         if name is None:
             continue
-        end = next(i for i in range(start, len(lines) + 1) if i == len(lines) or not lines[i].startswith("|"))
+        end = start + len(list(takewhile(lambda line: line.startswith("|"), lines[start:])))
         rows = json.loads((folder / f"{name}.json").read_text())["rows"]
         columns = _cells(head)[1:]
         shown = sorted((_cells(line)[0] for line in lines[start + 2 : end]), key=lambda n: rows[n]["distance"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.fidelity.page import IMAGES, PAGE, PLOTS, RESULTS, SHEETS, renewed, results_of
+from benchmarks.fidelity.judge import Conditions
+from benchmarks.fidelity.page import IMAGES, PAGE, PLOTS, RESULTS, SHEETS, renewed, results_of, sheet
+from benchmarks.fidelity.store import Store
 
 
 def test_the_page_shows_the_results_as_they_are() -> None:
@@ -38,3 +42,19 @@ def test_a_row_or_a_table_without_results_is_an_error(tmp_path: Path) -> None:
         renewed(f"{head}| unmerged | 0 | 0 |\n", tmp_path)
     other = "| stack of the UNet | step 1 |\n|---|---|\n| input.4 | 0.76 |"
     assert renewed(other, tmp_path) == other
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_a_sheet_needs_all_of_its_pictures(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOMA_CACHE", str(tmp_path))
+    results, labels = SHEETS[name]
+    stored = json.loads((RESULTS / f"{results}.json").read_text())
+    store = Store(Conditions(**stored["conditions"]), RESULTS, tmp_path)
+    for setting in labels:
+        assert setting in stored["rows"]
+        assert sheet(name) is None
+        store.keep_pictures(setting, torch.zeros(8, 3, 128, 128))
+    drawn = sheet(name)
+    assert drawn is not None
+    assert drawn.width == 8 * 128
+    assert drawn.height > len(labels) * 128
