@@ -21,6 +21,10 @@ IMAGES = PAGE.parent / "images"
 RESULTS = Path("benchmarks/results/fidelity")
 # A table is told by its head: "| UNet, 256 x 256 pixels, 8 steps | distance | ...".
 HEAD = re.compile(r"\| (DiT|UNet)(?:, (\d+) x \d+ pixels)?, (\d+) steps \| distance \|")
+# The table of single choices shows both models: "| every step merged at 0.5, 20 steps | DiT: distance | ...".
+CHOICES = re.compile(r"\| every step merged at 0\.5, 20 steps \| DiT: distance \| seams \| work left \| UNet: ")
+BASE, BASE_SHOWN = "every step: 0.5", "nothing else"
+CHOICE_COLUMNS = ("distance", "seams", "work left")
 PLOTS = {"fidelity.png": "dit-20steps-128px-22x3", "fidelity-unet.png": "unet-20steps-128px-22x3"}
 # Sheet -> its results, and setting -> what is written above its row; {cost} is the work left.
 SHEETS: dict[str, tuple[str, dict[str, str]]] = {
@@ -68,21 +72,40 @@ def results_of(head: str) -> str | None:
 
 
 def renewed(text: str, folder: Path = RESULTS) -> str:
-    """The page with the figures of all its tables of settings taken from the results, nearest first.
+    """The page with the figures of its tables taken from the results, settings nearest first, choices as they stand.
 
     Raises FileNotFoundError for a table without results, KeyError for a row or a column that they do not have.
     """
     lines = text.split("\n")
     for start, head in enumerate(lines):
-        name = results_of(head)
-        if name is None:
+        name, choices = results_of(head), CHOICES.match(head)
+        if name is None and choices is None:
             continue
         end = start + len(list(takewhile(lambda line: line.startswith("|"), lines[start:])))
-        rows = json.loads((folder / f"{name}.json").read_text())["rows"]
-        columns = _cells(head)[1:]
-        shown = sorted((_cells(line)[0] for line in lines[start + 2 : end]), key=lambda n: rows[n]["distance"])
-        lines[start + 2 : end] = [_line(setting, rows[setting], columns) for setting in shown]
+        shown = [_cells(line)[0] for line in lines[start + 2 : end]]
+        if choices:
+            both = [_rows(folder, f"{kind}-20steps-128px-8x3") for kind in ("dit", "unet")]
+            lines[start + 2 : end] = [_choice(setting, *both) for setting in shown]
+        else:
+            rows, columns = _rows(folder, str(name)), _cells(head)[1:]
+            shown.sort(key=lambda setting: rows[setting]["distance"])
+            lines[start + 2 : end] = [_line(setting, rows[setting], columns) for setting in shown]
     return "\n".join(lines)
+
+
+def _rows(folder: Path, name: str) -> dict[str, dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = json.loads((folder / f"{name}.json").read_text())["rows"]
+    return rows
+
+
+def _choice(shown: str, *models: dict[str, dict[str, Any]]) -> str:
+    """A choice on each model; no figures for a model that does not have it."""
+    setting = BASE if shown == BASE_SHOWN else shown
+    if not any(setting in rows for rows in models):
+        raise KeyError(setting)
+    cells = ((rows.get(setting), FORMATS[column]) for rows in models for column in CHOICE_COLUMNS)
+    figures = [form.format(**row) if row else "" for row, form in cells]
+    return f"| {shown} |" + "".join(f" {figure} |" if figure else " |" for figure in figures)
 
 
 def _cells(line: str) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.fidelity.judge import Conditions
-from benchmarks.fidelity.page import IMAGES, PAGE, PLOTS, RESULTS, SHEETS, renewed, results_of, sheet
+from benchmarks.fidelity.page import CHOICES, IMAGES, PAGE, PLOTS, RESULTS, SHEETS, renewed, results_of, sheet
 from benchmarks.fidelity.store import Store
 
 
@@ -18,6 +18,7 @@ def test_the_page_shows_the_results_as_they_are() -> None:
     text = PAGE.read_text(encoding="utf-8")
     tables = [name for name in map(results_of, text.splitlines()) if name]
     assert {"dit-20steps-128px-22x3", "unet-4steps-128px-22x3", "unet-20steps-256px-4x3"} <= set(tables)
+    assert any(map(CHOICES.match, text.splitlines()))
     assert renewed(text) == text, "write it anew with `python -m benchmarks.fidelity.page`"
     for image, results in PLOTS.items():
         assert (IMAGES / image).read_bytes() == (RESULTS / f"{results}.png").read_bytes()
@@ -32,6 +33,23 @@ def test_wrong_figures_and_a_wrong_order_are_mended() -> None:
     lines[start], lines[start + 1] = re.sub(r"0\.\d+", "0.9", lines[start + 1]), lines[start]
     assert "\n".join(lines) != text
     assert renewed("\n".join(lines)) == text
+
+
+def test_a_choice_has_the_figures_of_both_models(tmp_path: Path) -> None:
+    row = {"distance": 0.5, "spread": 0.25, "seams": 1.5, "cost": 0.75}
+    for kind, rows in (("dit", {"every step: 0.5": row}), ("unet", {"every step: 0.5": row, "levels: coarser": row})):
+        (tmp_path / f"{kind}-20steps-128px-8x3.json").write_text(json.dumps({"rows": rows}))
+    columns = "distance | seams | work left |"
+    head = f"| every step merged at 0.5, 20 steps | DiT: {columns} UNet: {columns}"
+    ruler = "|---|---|---|---|---|---|---|"
+    table = "\n".join([head, ruler, "| nothing else | 9 | | | | | |", "| levels: coarser | 9 | | | | | |"])
+    figures = "0.500 ± 0.250 | 1.50 | 0.75 |"
+    assert renewed(table, tmp_path).split("\n")[2:] == [
+        f"| nothing else | {figures} {figures}",
+        f"| levels: coarser | | | | {figures}",
+    ]
+    with pytest.raises(KeyError, match="no such choice"):
+        renewed("\n".join([head, ruler, "| no such choice | 9 | | | | | |"]), tmp_path)
 
 
 def test_a_row_or_a_table_without_results_is_an_error(tmp_path: Path) -> None:
