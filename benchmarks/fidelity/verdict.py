@@ -56,7 +56,7 @@ def claims(
     row = rows[name]
     if "rounding" in stored:
         numbers = f"distance {row['distance']:.4f}, rounding {stored['rounding']:.4f}"
-        yield Claim("its distance is more than rounding", row["distance"] > 2 * stored["rounding"], numbers)
+        yield Claim("its distance is more than twice rounding's", row["distance"] > 2 * stored["rounding"], numbers)
     for rival in SAME_RATIO:
         text = f"closer than `{rival}` at equal ratio"
         yield _closer(text, row, rows[rival], sets) if rival in rows else Claim(text, None, "not measured")

@@ -151,7 +151,7 @@ def test_verdict() -> None:
     found = {
         claim.text: claim.holds for claim in claims(stored, {"preset: balanced": 0.8, "rival: half the steps": 0.5})
     }
-    assert found["its distance is more than rounding"] is True
+    assert found["its distance is more than twice rounding's"] is True
     assert found["closer than `selector: tome` at equal ratio"] is True
     assert found["closer than `selector: random` at equal ratio"] is False
     assert found["closer than `selector: grid` at equal ratio"] is None
