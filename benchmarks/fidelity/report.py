@@ -98,7 +98,7 @@ def plot(path: Path, conditions: dict[str, Any], rows: Rows, x: str, label: str)
     pictures = conditions["images"] * conditions["seeds"]
     axes.set_title(f"{conditions['model']}, {conditions['steps']} steps, {conditions['size']} px, {pictures} pictures")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncol=3, loc="upper right")
+    figure.legend(fontsize=7, ncol=9, loc="outside lower center")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
