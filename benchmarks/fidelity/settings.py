@@ -157,6 +157,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(3, "reuse", {"0.75 every 3, random": reuse(0.75, 3, selector="random")})
     add(3, "reuse", {f"{r:g} every 3, block": reuse(r, 3, granularity="block") for r in (0.5, 0.75)})
     add(3, "destinations", {"own for cond and uncond": experiments.own_destinations(toma())})
+    add(3, "preset", {"balanced, own for cond and uncond": experiments.own_destinations(preset("balanced"))})
     add(3, "budget", {"moved between windows": experiments.moved_budget(toma())})
 
     add(4, "selector", {f"{s} at 0.75": toma(selector=s, ratio=0.75) for s in ("tome", "random", "grid")})
