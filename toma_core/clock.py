@@ -1,7 +1,7 @@
 """How long the steps of a run took, from the moments at which they began.
 
-Nothing is measured for its own sake: whoever calls `tick` has just read the noise level, and reading it has waited for
-all the work before it. So the time between two ticks is the time of a step on any device, and costs nothing.
+Nothing waits for it. A CPU is done with one step when the next begins; a CUDA device is asked to note when it gets
+there, and is read when the run is over. Other devices run behind their host unnoticed: there no step is timed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import statistics
 import time
 from collections.abc import Container
 from dataclasses import dataclass, field
+
+import torch
 
 # Steps of one kind that differ by more than this factor had other work beside the model: a cache that skips, a model
 # that is moved in and out of memory, a busy machine. They say nothing about merging.
@@ -21,10 +23,23 @@ class StepClock:
     """When each step began, in seconds on a clock of its own."""
 
     began: dict[int, float] = field(default_factory=dict)
+    _noted: dict[int, torch.cuda.Event] = field(default_factory=dict)
 
-    def tick(self, step: int) -> None:
-        """A model evaluation of this step begins; only the first one of a step counts."""
-        self.began.setdefault(step, time.perf_counter())
+    def tick(self, step: int, device: torch.device | None = None) -> None:
+        """A model evaluation of this step begins on a device; only the first one of a step counts."""
+        if device is None or device.type == "cpu":
+            self.began.setdefault(step, time.perf_counter())
+        elif device.type == "cuda" and step not in self._noted:
+            self._noted[step] = torch.cuda.Event(enable_timing=True)
+            self._noted[step].record(torch.cuda.current_stream(device))
+
+    def read(self) -> None:
+        """At the end of a run: take over what the device noted. It waits for the last step to have begun."""
+        noted, self._noted = self._noted, {}
+        if noted:
+            start = next(iter(noted.values()))
+            list(noted.values())[-1].synchronize()
+            self.began = {step: start.elapsed_time(event) / 1e3 for step, event in noted.items()}
 
     def seconds(self) -> dict[int, float]:
         """Step -> how long it took. Without the first, in which everything warms up, and the last, whose end is not

@@ -8,12 +8,14 @@ changed at its destinations. It costs one activation per block or stack.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from threading import RLock
 
 import torch
 from torch import Tensor
 
-from .merge import MergePlan, kernels_for, pick, unmerge_onto, unmerge_update
+from .merge import MergePlan, kernels_for, pick, unmerge_onto
+from .schedule import Decision
 from .stats import RunStats
 
 # How much is believed of the change that destinations show, where all of the kept update is still there. They are seen
@@ -24,25 +26,45 @@ TRUST = 0.5
 
 @dataclass(eq=False)
 class Details:
-    """The updates of one run, by block and by what each part of a batch shows: those of the last whole step only."""
+    """The updates of one run, by block and by what each part of a batch shows: those of the last whole step, and of
+    evaluations after it that ran whole because somebody new took part. Several devices may share it."""
 
     stats: RunStats
     _step: int = -1
-    _bytes: int = 0
+    _extra: int = -1
+    _conditions: frozenset[Hashable] = frozenset()
     _kept: dict[Hashable, Tensor] = field(default_factory=dict)
     # What the parts were cut from, so that the same ones side by side are no copy.
     _joined: dict[tuple[Hashable, ...], Tensor] = field(default_factory=dict)
+    _lock: RLock = field(default_factory=RLock)
 
-    def keep(self, keys: tuple[Hashable, ...], update: Tensor, step: int) -> None:
-        """Keep the equal chunks of (B, N, C), one under each key; what was kept at another step is dropped."""
-        if step != self._step:
-            self.clear()
-            self._step = step
-        for key, part in zip(keys, update.chunk(len(keys)), strict=True):
-            self._bytes += part.nbytes - (self._kept[key].nbytes if key in self._kept else 0)
-            self._kept[key] = part
-        self._joined[keys] = update
-        self.stats.count_detail(self._bytes)
+    def settle(self, decision: Decision, conditions: frozenset[Hashable]) -> Decision:
+        """The decision for an evaluation in which these conditions take part, the same for all of them.
+
+        Guidance takes their difference, so that none may have detail where another has not. If one is new since the
+        last whole step, this evaluation runs whole too and keeps; but in one step at most between two whole ones, and
+        after that merges plainly: conditions that change all the time would else leave nothing merged.
+        """
+        with self._lock:
+            if decision.keeps_detail:
+                if decision.step != self._step:
+                    self.clear()
+                    self._step = decision.step
+            elif conditions <= self._conditions:
+                return decision
+            elif self._extra not in (-1, decision.step):
+                return replace(decision, plain=True)
+            else:
+                self._extra = decision.step
+            self._conditions |= conditions
+            return replace(decision, keeps_detail=True)
+
+    def keep(self, keys: tuple[Hashable, ...], update: Tensor) -> None:
+        """Keep the equal chunks of (B, N, C), one under each key."""
+        with self._lock:
+            self._kept.update(zip(keys, update.chunk(len(keys)), strict=True))
+            self._joined[keys] = update
+            self.stats.count_detail(sum(t.nbytes for t in self._kept.values()))
 
     def kept(self, keys: tuple[Hashable, ...], like: Tensor) -> Tensor | None:
         """What is kept under the keys, side by side: (B, N, C) as `like` is.
@@ -50,11 +72,11 @@ class Details:
         All or nothing: None if a part is missing, or if shape, dtype or device have changed, so that cond and uncond
         are never told apart by it.
         """
-        parts = [self._kept[key] for key in keys if key in self._kept]
+        with self._lock:
+            parts, joined = [self._kept[key] for key in keys if key in self._kept], self._joined.get(keys)
         chunks = like.chunk(len(keys))
         if len(parts) != len(chunks) or not all(map(_alike, parts, chunks)):
             return None
-        joined = self._joined.get(keys)
         if joined is not None and all(
             a.data_ptr() == b.data_ptr() for a, b in zip(parts, joined.chunk(len(keys)), strict=True)
         ):
@@ -63,9 +85,10 @@ class Details:
 
     def clear(self) -> None:
         """Drop everything."""
-        self._kept.clear()
-        self._joined.clear()
-        self._bytes = 0
+        with self._lock:
+            self._kept.clear()
+            self._joined.clear()
+            self._conditions, self._extra = frozenset(), -1
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
@@ -76,30 +99,24 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 class Detail:
     """One block's part in the details of a run during one evaluation.
 
-    keys: one per equal chunk of the batch. keeping: this evaluation runs whole and keeps; else it is merged and reuses.
+    keys: one per equal chunk of the batch. kept: (B, N, C), what the merged block begins with; None if this evaluation
+    runs whole, to keep.
     """
 
     details: Details
     keys: tuple[Hashable, ...]
-    step: int
-    keeping: bool
+    kept: Tensor | None = None
 
     def keep(self, update: Tensor) -> None:
         """Keep a block's update of (B, N, C)."""
-        self.details.keep(self.keys, update, self.step)
-
-    def restore(self, out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
-        """x + still * kept + unmerge(trust * (out - reduced - still * pick(kept))), with trust = 1 - (1 - TRUST) *
-        still; without what is kept x + unmerge(out - reduced).
-
-        out, reduced: (B, D, C); x: (B, N, C). Returns (B, N, C).
-        """
-        kept = self.details.kept(self.keys, x)
-        return unmerge_update(out, reduced, x, plan) if kept is None else reuse(out, reduced, x, kept, plan)
+        self.details.keep(self.keys, update)
 
 
 def reuse(out: Tensor, reduced: Tensor, x: Tensor, kept: Tensor, plan: MergePlan) -> Tensor:
-    """`Detail.restore` with what is kept, (B, N, C)."""
+    """x + still * kept + unmerge(trust * (out - reduced - still * pick(kept))), with trust = 1 - (1 - TRUST) * still.
+
+    out, reduced: (B, D, C); x, kept: (B, N, C). Returns (B, N, C).
+    """
     kernels = kernels_for(plan, out, reduced, x)
     if kernels is not None and not plan.hard:
         back, destinations = plan.unmerge_weights, plan.destinations

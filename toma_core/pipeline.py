@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .detail import Detail
+from .detail import Detail, reuse
 from .merge import MergePlan, merge, pick, unmerge_update
 from .payoff import UNET_BLOCK, Block, obstacle
 from .schedule import Decision
@@ -25,27 +25,41 @@ from .state import RunState
 class Evaluation:
     """One call of the model: the run it belongs to, what to do in it, and what its batch holds.
 
-    copies: one key per equal chunk of the batch, see `RunState.plan`. parts: one key per chunk as well, for all that
-    tells it from the others, its conditioning too.
+    copies: one key per equal chunk of the batch, see `RunState.plan`. parts: one key per condition's chunk, for all that
+    tells it from the others; the same as copies if not given. latent: (B, C, H, W), given where destinations are to be chosen on it, because the
+    tokens of one condition are not at hand for another.
     """
 
     run: RunState
     decision: Decision
     copies: tuple[Hashable, ...] = (None,)
-    parts: tuple[Hashable, ...] = (None,)
+    parts: tuple[Hashable, ...] = ()
+    latent: Tensor | None = None
 
-    def detail(self, block: str) -> Detail | None:
-        """The block's part in the reuse of detail, None if there is none. Blocks have different names."""
-        if not self.run.schedule.reuses_detail:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", self.parts or self.copies)
+
+    def plan(self, x: Tensor, grid: tuple[int, int], scope: Hashable) -> MergePlan:
+        """The plan for tokens x of (B, H * W, C), the stored one or a fresh one."""
+        return self.run.plan(x, grid, scope, self.decision, self.copies, self.latent)
+
+    def detail(self, block: str, x: Tensor) -> Detail | None:
+        """The part in the reuse of detail of the block that is given x of (B, N, C); None if there is none, or if
+        nothing was kept of it that fits. Blocks have different names."""
+        decision, run = self.decision, self.run
+        if not run.schedule.reuses_detail or decision.plain:
             return None
         keys = tuple((block, part) for part in self.parts)
-        return Detail(self.run.details, keys, self.decision.step, self.decision.keeps_detail)
+        if decision.keeps_detail:
+            return Detail(run.details, keys)
+        kept = run.details.kept(keys, x)
+        return None if kept is None else Detail(run.details, keys, kept)
 
     def obstacle(self, x: Tensor, block: Block = UNET_BLOCK) -> str:
         """Why (B, N, C) tokens x that go through such a block stay whole, for the report; empty if they are merged."""
         if round(self.decision.ratio * x.shape[1]) == 0:
             return "nothing to merge at this ratio"
-        return obstacle(x, x.shape[0] // len(self.copies), self.run.config.min_tokens, block)
+        return obstacle(x, x.shape[0] // len(self.parts), self.run.config.min_tokens, block)
 
 
 def plan_for(
@@ -53,9 +67,7 @@ def plan_for(
 ) -> MergePlan | None:
     """The plan for tokens x of (B, H * W, C), or None if they are to stay as they are, see `Evaluation.obstacle`.
     Blocks with one `scope` share a plan."""
-    if evaluation.obstacle(x, block):
-        return None
-    return evaluation.run.plan(x, grid, scope, evaluation.decision, evaluation.copies)
+    return None if evaluation.obstacle(x, block) else evaluation.plan(x, grid, scope)
 
 
 def reduce(x: Tensor, plan: MergePlan | None, detail: Detail | None = None) -> Tensor:
@@ -64,7 +76,7 @@ def reduce(x: Tensor, plan: MergePlan | None, detail: Detail | None = None) -> T
     detail: where a block's own update is at hand, its destinations are taken as they are, to be compared with it. Means
     hold less noise than the model expects at this step, and change for that reason alone.
     """
-    if plan is None or (detail is not None and detail.keeping):
+    if plan is None or (detail is not None and detail.kept is None):
         return x
     return merge(x, plan) if detail is None else pick(x, plan)
 
@@ -73,13 +85,13 @@ def restore(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan | None, det
     """Give every token its destination's update: x + unmerge(out - reduced), (B, N, C); `out` itself without a plan.
 
     The block's residual stream goes through untouched, so that merging blurs what the block adds, not what it got.
-    detail: the update is kept where the block ran whole, and what merged steps begin with, see `Detail.restore`.
+    detail: the update is kept where the block ran whole, and what merged steps begin with, see `reuse`.
     """
     if plan is None:
         return out
     if detail is None:
         return unmerge_update(out, reduced, x, plan)
-    if detail.keeping:
+    if detail.kept is None:
         detail.keep(out - x)
         return out
-    return detail.restore(out, reduced, x, plan)
+    return reuse(out, reduced, x, detail.kept, plan)

@@ -23,6 +23,7 @@ class Decision:
     step: 0-based sampling step. ratio: share of tokens to merge away; 0.0 means that this evaluation runs whole.
     selection, weighing: generation numbers; a plan made in another generation is too old for that part.
     keeps_detail: this evaluation runs whole too, but blocks keep what merging at `ratio` would lose.
+    plain: merged without what was kept.
     """
 
     step: int
@@ -30,6 +31,7 @@ class Decision:
     selection: int
     weighing: int
     keeps_detail: bool = False
+    plain: bool = False
 
     @property
     def merged_ratio(self) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .config import SelectorKind, ToMAConfig
 from .detail import Details
+from .features import latent_tokens
 from .kernels import Dispatch
 from .merge import MergePlan, weigh
 from .schedule import Decision, Schedule
@@ -21,8 +22,8 @@ from .selection import cosine_similarity, select
 from .stats import RunStats, draw_map
 from .windows import Budget, Windows, make_budget, make_windows
 
-# scope, grid, images, dtype, device
-_PlanKey = tuple[Hashable, tuple[int, int], int, torch.dtype, torch.device]
+# scope and copy, grid, images, dtype, device
+_PlanKey = tuple[tuple[Hashable, Hashable], tuple[int, int], int, torch.dtype, torch.device]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class RunState:
     _plans: dict[_PlanKey, _Entry] = field(default_factory=dict)
     _stacks: dict[Hashable, tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
+    _forgotten: Hashable = None
     details: Details = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,26 +57,42 @@ class RunState:
     def config(self) -> ToMAConfig:
         return self.schedule.config
 
+    def decide(self, sigma: float, conditions: frozenset[Hashable] = frozenset()) -> Decision:
+        """What to do in an evaluation at this noise level, in which these conditions take part."""
+        decision = self.schedule.decide(sigma)
+        reuses = self.schedule.reuses_detail and decision.ratio
+        return self.details.settle(decision, conditions) if reuses else decision
+
     def plan(
-        self, x: Tensor, grid: tuple[int, int], scope: Hashable, decision: Decision, copies: tuple[Hashable, ...]
+        self,
+        x: Tensor,
+        grid: tuple[int, int],
+        scope: Hashable,
+        decision: Decision,
+        copies: tuple[Hashable, ...],
+        latent: Tensor | None = None,
     ) -> MergePlan:
         """The plan for tokens x of (B, N, C) on `grid`, made if there is none or it is too old.
 
         scope: which blocks share a plan. copies: for each of the equal chunks of the batch, a key for what part of
         the latent it shows. Chunks with one key (as cond and uncond have) hold the same images under different
         conditioning: they share one plan, made from the first of them, in this call and in later ones.
+        latent: (B, C, H, W), if destinations are to be chosen by what of it lies under each token, not by the tokens.
         """
         chunk = x.shape[0] // len(copies)
         keys = list(dict.fromkeys(copies))
+
+        def entry_of(key: Hashable) -> _Entry:
+            begin = copies.index(key) * chunk
+            part = slice(begin, begin + chunk)
+            return self._entry(x[part], grid, (scope, key), decision, None if latent is None else latent[part])
+
         if len(keys) == 1:
-            entry = self._entry(x[:chunk], grid, (scope, keys[0]), decision)
+            entry = entry_of(keys[0])
             if len(copies) not in entry.repeated:
                 entry.repeated[len(copies)] = entry.plan.repeat(len(copies))
             return entry.repeated[len(copies)]
-        plans = {}
-        for key in keys:
-            first = copies.index(key) * chunk
-            plans[key] = self._entry(x[first : first + chunk], grid, (scope, key), decision).plan
+        plans = {key: entry_of(key).plan for key in keys}
         parts = [plans[key] for key in copies]
         place = (scope, grid, copies, chunk, x.dtype, x.device)
         stack = self._stacks.get(place)
@@ -82,11 +100,20 @@ class RunState:
             stack = self._stacks[place] = parts, _stacked(parts)
         return stack[1]
 
+    def forget(self, copy: Hashable) -> None:
+        """No call will show this copy again. Its plans go when another is forgotten: until then they can be drawn."""
+        with self.stats.lock:
+            gone, self._forgotten = self._forgotten, copy
+            for key in [key for key in self._plans if key[0][1] is gone and gone is not None]:
+                self._plans.pop(key, None)
+
     def kept(self, grid: tuple[int, int], decision: Decision, device: torch.device) -> int:
         """How many tokens of a grid are left where it is merged."""
         return self._layout(grid, decision, device)[1].total
 
-    def _entry(self, x: Tensor, grid: tuple[int, int], scope: Hashable, decision: Decision) -> _Entry:
+    def _entry(
+        self, x: Tensor, grid: tuple[int, int], scope: tuple[Hashable, Hashable], decision: Decision, latent: Tensor | None
+    ) -> _Entry:
         key = (scope, grid, x.shape[0], x.dtype, x.device)
         old = self._plans.get(key)
         if old is not None and (old.ratio, old.selection) == (decision.ratio, decision.selection):
@@ -94,7 +121,7 @@ class RunState:
                 return old
             plan, selected = self._reweighed(x, old.plan), False
         else:
-            plan, selected = self._selected(x, grid, decision), True
+            plan, selected = self._selected(x, grid, decision, latent), True
         self.stats.count_plan(grid, plan.kept, selected)
         entry = _Entry(plan, decision.ratio, decision.selection, decision.weighing, {1: plan})
         # To the end of the dict, so that `draw` finds the plan made last.
@@ -102,17 +129,20 @@ class RunState:
         self._plans[key] = entry
         return entry
 
-    def _selected(self, x: Tensor, grid: tuple[int, int], decision: Decision) -> MergePlan:
+    def _selected(self, x: Tensor, grid: tuple[int, int], decision: Decision, latent: Tensor | None) -> MergePlan:
         config = self.config
         windows, budget = self._layout(grid, decision, x.device)
         choice = self.dispatch.pick(x, windows, budget, config.hard)
         self.stats.computed_by(str(choice))
         kernels = choice.kernels
+        features = x if latent is None else latent_tokens(latent, grid).to(x.dtype)
         if kernels is not None and config.selector is SelectorKind.FACILITY_LOCATION:
-            weights = kernels.select_weigh(x, windows, budget, config.scale)
-            return MergePlan(windows, budget, *weights, kernels, config.hard)
+            picks, *weights = kernels.select_weigh(features, windows, budget, config.scale)
+            if latent is not None:
+                weights = [*kernels.weigh(x, picks, windows, budget, config.scale)]
+            return MergePlan(windows, budget, picks, *weights, kernels, config.hard)
         tokens = windows.split(x)
-        similarity = cosine_similarity(tokens)
+        similarity = cosine_similarity(windows.split(features))
         picks = select(similarity, windows, budget, config.selector, config.random_seed + decision.selection)
         plan = weigh(tokens, picks, windows, budget, config.scale, x.dtype)
         return replace(plan, kernels=kernels)
@@ -153,6 +183,7 @@ class RunState:
         self._stacks.clear()
         self._layouts.clear()
         self.details.clear()
+        self.stats.clock.read()
         return self.stats
 
 

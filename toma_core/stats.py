@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from .clock import StepClock
@@ -49,10 +50,10 @@ class RunStats:
     clock: StepClock = field(default_factory=StepClock)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def count_evaluation(self, step: int, ratio: float) -> None:
-        """One model evaluation at this step and ratio (0: whole)."""
+    def count_evaluation(self, step: int, ratio: float, device: torch.device | None = None) -> None:
+        """One model evaluation at this step and ratio (0: whole) begins on a device, None for the CPU."""
         with self.lock:
-            self.clock.tick(step)
+            self.clock.tick(step, device)
             self.evaluations += 1
             self.steps.add(step)
             if ratio:

@@ -58,8 +58,8 @@ def own_destinations(patch: Patch) -> Patch:
     """Every condition has destinations of its own."""
 
     def values(sampling: Any) -> dict[str, Any]:
-        def copies(self: Any, batch: int, transformer_options: dict[str, Any]) -> tuple[Any, ...]:
-            return tuple(transformer_options["uuids"])
+        def copies(self: Any, chunks: tuple[Any, ...], frames: Any) -> tuple[Any, ...]:
+            return chunks
 
         return {"copies": copies}
 

@@ -135,7 +135,7 @@ class _Merger(Hook):
         plan = self.plan(image, obstacles)
         if plan is None:
             return x
-        detail = self.chain.evaluation.detail("-".join((self.name, self.chain.last.name)))
+        detail = self.chain.evaluation.detail("-".join((self.name, self.chain.last.name)), image)
         reduced = in_range(reduce(image, plan, detail))
         self.chain.held = (reduced, image, plan, detail)
         # Blocks add into their input in place: they get a copy, what they were given stays for the difference.

@@ -25,7 +25,7 @@ class Positions:
     def of(self, pe: Tensor | None, plan: MergePlan, before: int, detail: Detail | None) -> Tensor | None:
         """The rows for [before | D destinations | rest], see `merged_rows`; pe itself for a block that runs whole to
         keep its detail, or if the model has no RoPE."""
-        if pe is None or (detail is not None and detail.keeping):
+        if pe is None or (detail is not None and detail.kept is None):
             return pe
         if self.held is None or self.held[0] is not pe or self.held[1] is not plan:
             self.held = (pe, plan, merged_rows(pe, plan, before))

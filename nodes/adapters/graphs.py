@@ -113,8 +113,8 @@ class Place:
         """`reduce` for (B, N, C) when the graph runs; the outcome is noted in the run's stats."""
         evaluation = self.evaluation
         run = evaluation.run
-        self.plan = run.plan(image, self.grid, self.scope, evaluation.decision, evaluation.copies)
-        self.detail = evaluation.detail("-".join(dict.fromkeys((self.names[0], self.names[-1]))))
+        self.plan = evaluation.plan(image, self.grid, self.scope)
+        self.detail = evaluation.detail("-".join(dict.fromkeys((self.names[0], self.names[-1]))), image)
         if not evaluation.decision.keeps_detail:
             for name in self.names:
                 run.stats.merged(name)

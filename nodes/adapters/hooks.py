@@ -64,9 +64,9 @@ def installed(hooks: Iterable[HookPair]) -> Iterator[None]:
 
 
 @torch.compiler.disable
-def detail_of(block: str, evaluation: Evaluation | None) -> Detail | None:
-    """The block's part in the reuse of detail, None without."""
-    return None if evaluation is None else evaluation.detail(block)
+def detail_of(block: str, x: torch.Tensor, evaluation: Evaluation | None) -> Detail | None:
+    """The part in the reuse of detail of the block that is given x, None without."""
+    return None if evaluation is None else evaluation.detail(block, x)
 
 
 def fits(x: torch.Tensor, tokens: int, evaluation: Evaluation) -> bool:

@@ -1,8 +1,9 @@
 """Hang a config on a model, and give every sampling run its own state.
 
-attach           -> config and three wrappers on a clone of the model
+attach           -> config and four wrappers on a clone of the model
 OUTER_SAMPLE     -> once a run: a fresh `Sampling`, dropped at the end, however the run ends
-CALC_COND_BATCH  -> once an evaluation: the noise level becomes a `Decision`
+PREDICT_NOISE    -> once an evaluation of the sampler
+CALC_COND_BATCH  -> once for all conditions of an evaluation: its noise level becomes a `Decision`
 APPLY_MODEL      -> once a batch of conditions: hooks are installed around the model call
 """
 
@@ -10,10 +11,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections import Counter
-from collections.abc import Hashable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from comfy.ldm.modules import attention
@@ -21,12 +20,14 @@ from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
-from ...toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig
+from ...toma_core import ToMAConfig
 from ...toma_core.stats import RunStats
 from . import registry, reports
 from .contract import UnknownError, argument, asking, known, warn
 from .graphs import compiled
 from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, installed
+from .levels import Levels
+from .sampling import Sampling
 
 _KEY = "toma"
 
@@ -87,75 +88,6 @@ def attachment_of(model: ModelPatcher) -> Attachment | None:
     return model.model_options.get("transformer_options", {}).get(ATTACHMENT)
 
 
-@dataclass(eq=False)
-class Sampling:
-    """One sampling run: its state, and what the evaluation in progress is to do."""
-
-    run: RunState
-    decision: Decision
-    areas: dict[Hashable, Hashable] = field(default_factory=dict)
-    sigma: float | None = None
-    seen: Counter[Hashable] = field(default_factory=Counter)
-
-    @classmethod
-    def start(
-        cls, config: ToMAConfig, model_sampling: Any, sigmas: list[float], diffusion_model: Any = None
-    ) -> Sampling:
-        """A fresh run over a schedule of noise levels, the last of which is where it ends. Without the model no step
-        runs whole: which do depends on its kind."""
-        hooks = None if diffusion_model is None else registry.find(diffusion_model)
-        whole_every = 0 if hooks is None else hooks.whole_every(config)
-        start = (
-            float("inf") if config.start_percent <= 0 else float(model_sampling.percent_to_sigma(config.start_percent))
-        )
-        end = float("-inf") if config.end_percent >= 1 else float(model_sampling.percent_to_sigma(config.end_percent))
-        finishes = bool(sigmas) and sigmas[-1] == 0.0
-        run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes, whole_every))
-        run.stats.total_steps = len(sigmas[:-1])
-        return cls(run, Decision(0, 0.0, 0, 0))
-
-    def observe(self, timestep: Tensor, conds: list[Any] = []) -> None:  # noqa: B006
-        """Take note of an evaluation. The one place where sampling waits for the device: the noise level decides in
-        Python whether to merge, and samplers keep it in a tensor."""
-        for cond in (c for group in conds if group is not None for c in group):
-            if "uuid" in cond and cond.get("area") is not None:
-                self.areas[cond["uuid"]] = tuple(cond["area"])
-        sigma = float(timestep.flatten()[0])
-        if sigma != self.sigma:
-            self.sigma = sigma
-            self.seen.clear()
-        self.decision = self.run.schedule.decide(sigma)
-        self.run.stats.count_evaluation(self.decision.step, self.decision.merged_ratio)
-
-    def copies(self, batch: int, transformer_options: dict[str, Any]) -> tuple[Hashable, ...]:
-        """For each chunk of the batch, which part of the latent it shows: cond and uncond of one area share plans."""
-        chunks, frames = _chunks(batch, transformer_options)
-        return tuple((self.areas.get(chunk), frames) for chunk in chunks)
-
-    def parts(self, batch: int, transformer_options: dict[str, Any]) -> tuple[Hashable, ...]:
-        """For each chunk of the batch, what tells it from all others at this noise level: its condition (which has an
-        area of its own), the images in it, and how many calls came before it with the same, as tiles and perturbed
-        guidance make them."""
-        chunks, frames = _chunks(batch, transformer_options)
-        parts = []
-        for chunk in chunks:
-            self.seen[chunk, frames] += 1
-            parts.append((chunk, frames, self.seen[chunk, frames]))
-        return tuple(parts)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sampling:
-        # Options may be deep-copied by others while sampling; a copy must go on counting in this run.
-        return self
-
-
-def _chunks(batch: int, transformer_options: dict[str, Any]) -> tuple[tuple[Hashable, ...], Hashable]:
-    """The ids of the conditions in a batch, one per equal chunk, and which images of a longer series it holds."""
-    window = transformer_options.get("context_window")
-    frames = None if window is None else tuple(getattr(window, "index_list", ()))
-    chunks = tuple(transformer_options.get("uuids") or (None,))
-    return (chunks if batch % len(chunks) == 0 else (None,)), frames
-
-
 def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         with asking("WrappersMP.OUTER_SAMPLE"):
@@ -165,6 +97,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             model_sampling, model = map(guider.model_patcher.get_model_object, ("model_sampling", "diffusion_model"))
             sigmas = argument(args, kwargs, 3, "sigmas").tolist()
             sampling = Sampling.start(attachment.config, model_sampling, sigmas, model)
+            sampling.levels = Levels(sigmas, argument(args, kwargs, 2, "sampler"))
             options = create_model_options_clone(given)
             options["transformer_options"][SAMPLING] = sampling
             options["transformer_options"][GRAPHS] = compiled(given)
@@ -177,6 +110,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         attachment.watcher.began()
     try:
         result = executor(*args, **kwargs)
+        sampling.levels.check()
         sampling.run.draw()
         return result
     finally:
@@ -206,11 +140,21 @@ def attention_in_use(transformer_options: dict[str, Any]) -> str:
     return f"{chosen}, overridden by {where.rpartition('custom_nodes.')[2]}"
 
 
+def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    with known("WrappersMP.PREDICT_NOISE"):
+        sampling = executor.class_obj.model_options["transformer_options"].get(SAMPLING)
+        if sampling is not None:
+            sampling.next()
+    return executor(*args, **kwargs)
+
+
 def _calc_cond_batch(executor: Any, *args: Any, **kwargs: Any) -> Any:
     with known("WrappersMP.CALC_COND_BATCH"):
-        sampling = argument(args, kwargs, 4, "model_options")["transformer_options"].get(SAMPLING)
+        model_options = argument(args, kwargs, 4, "model_options")
+        sampling = model_options["transformer_options"].get(SAMPLING)
         if sampling is not None:
-            sampling.observe(argument(args, kwargs, 3, "timestep"), argument(args, kwargs, 1, "conds"))
+            timestep, conds = argument(args, kwargs, 3, "timestep"), argument(args, kwargs, 1, "conds")
+            sampling.observe(timestep, conds, argument(args, kwargs, 2, "x_in"), model_options)
     return executor(*args, **kwargs)
 
 
@@ -238,10 +182,11 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if hooks is None or dimensions != 4:
         sampling.run.stats.whole("model", "a model or latent of unknown kind")
         return executor(*args, **kwargs)
-    chunks = sampling.copies(x.shape[0], options), sampling.parts(x.shape[0], options)
-    evaluation = Evaluation(sampling.run, sampling.decision, *chunks)
-    with installed(hooks.select(x, evaluation, options, control)):
-        return executor(*args, **kwargs)
+    with sampling.evaluation(x, options) as evaluation:
+        if not evaluation.decision.ratio:
+            return executor(*args, **kwargs)
+        with installed(hooks.select(x, evaluation, options, control)):
+            return executor(*args, **kwargs)
 
 
 def _lone_evaluation(model: Any, t: Tensor, transformer_options: dict[str, Any]) -> Sampling | None:
@@ -259,6 +204,7 @@ def _lone_evaluation(model: Any, t: Tensor, transformer_options: dict[str, Any])
 def _wrappers() -> tuple[tuple[str, Any], ...]:
     return (
         (WrappersMP.OUTER_SAMPLE, _outer_sample),
+        (WrappersMP.PREDICT_NOISE, _predict_noise),
         (WrappersMP.CALC_COND_BATCH, _calc_cond_batch),
         (WrappersMP.APPLY_MODEL, _apply_model),
     )

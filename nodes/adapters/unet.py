@@ -101,7 +101,7 @@ class _MergedBlock(Hook):
     @outside_graph
     def outside(self, x: Tensor, context: Any, transformer_options: dict[str, Any]) -> Tensor:
         plan = self.site.plan(x, transformer_options)
-        detail = detail_of(self.site.name, self.site.now.evaluation())
+        detail = detail_of(self.site.name, x, self.site.now.evaluation())
         reduced = reduce(x, plan, detail)
         out = self.original(reduced, context=context, transformer_options=transformer_options)
         return restore(out, reduced, x, plan, detail)
@@ -126,7 +126,7 @@ class _StackStart(Hook):
     @outside_graph
     def outside(self, x: Tensor, context: Any, transformer_options: dict[str, Any]) -> Tensor:
         plan = self.sites[0].plan(x, transformer_options, rest=self.sites[1:])
-        detail = detail_of(f"{self.sites[0].name}-{self.sites[-1].name}", self.sites[0].now.evaluation())
+        detail = detail_of(f"{self.sites[0].name}-{self.sites[-1].name}", x, self.sites[0].now.evaluation())
         reduced = reduce(x, plan, detail)
         self.held = (reduced, x, plan, detail)
         return self.original(reduced, context=context, transformer_options=transformer_options)

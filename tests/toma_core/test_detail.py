@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from toma_core import Evaluation, RunState, Schedule, ToMAConfig, plan_for, reduce, restore, unmerge
+from toma_core import Evaluation, RunState, Schedule, ToMAConfig, merge, plan_for, reduce, restore, unmerge
 from toma_core.detail import TRUST
 from toma_core.merge import MergePlan, pick
 from toma_core.stats import RunStats
@@ -23,8 +23,9 @@ def run_of(**settings: object) -> RunState:
     return RunState(Schedule(config, tuple(float(10 - i) for i in range(10)), whole_every=3))
 
 
-def at(run: RunState, step: int, *parts: str) -> Evaluation:
-    return Evaluation(run, run.schedule.decide(10.0 - step), (None,) * len(parts), parts)
+def at(run: RunState, step: int, *parts: str, conditions: str = "") -> Evaluation:
+    """conditions: who takes part, a letter each; nobody to ask for."""
+    return Evaluation(run, run.decide(10.0 - step, frozenset(conditions)), (None,) * len(parts), parts)
 
 
 def block(x: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def passed(
 ) -> tuple[Tensor, MergePlan]:
     plan = plan_for(x, GRID, "scope", evaluation)
     assert plan is not None
-    detail = evaluation.detail(name)
+    detail = evaluation.detail(name, x)
     reduced = reduce(x, plan, detail)
     return restore(body(reduced), reduced, x, plan, detail), plan
 
@@ -47,8 +48,8 @@ def features(seed: int, batch: int = 1) -> Tensor:
 
 
 def merged(x: Tensor, plan: MergePlan) -> Tensor:
-    """Without anything kept."""
-    reduced = pick(x, plan)
+    """Without anything kept: plain merging, of means."""
+    reduced = merge(x, plan)
     return x + unmerge(block(reduced) - reduced, plan)
 
 
@@ -68,7 +69,7 @@ def reused(later: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
 
 def test_off_there_is_none() -> None:
     run = run_of(detail_reuse=False)
-    assert at(run, 0, "cond").detail("block") is None
+    assert at(run, 0, "cond").detail("block", features(0)) is None
     assert run.schedule.decide(10.0).ratio == 0.0
 
 
@@ -103,11 +104,11 @@ def test_as_much_is_reused_as_destinations_still_show(factor: float) -> None:
     run, x = run_of(), features(0, 2)
     parts = ("cond", "uncond")
     first = at(run, 0, *parts)
-    plan, detail = plan_for(x, GRID, "scope", first), first.detail("block")
+    plan, detail = plan_for(x, GRID, "scope", first), first.detail("block", x)
     update = features(7, 2)
     restore(x + update, x, x, plan, detail)
     later = at(run, 1, *parts)
-    plan, detail = plan_for(x, GRID, "scope", later), later.detail("block")
+    plan, detail = plan_for(x, GRID, "scope", later), later.detail("block", x)
     assert plan is not None
     reduced, seen = reduce(x, plan, detail), factor * pick(update, plan)
     left = min(max(factor, 0.0), 1.0)
@@ -127,7 +128,7 @@ def test_destinations_are_taken_as_they_are() -> None:
     evaluation = at(run, 1, "cond")
     plan = plan_for(x, GRID, "scope", evaluation)
     assert plan is not None
-    reduced = reduce(x, plan, evaluation.detail("block"))
+    reduced = reduce(x, plan, evaluation.detail("block", x))
     assert torch.equal(reduced[0], x[0, plan.destinations[0]])
 
 
@@ -148,12 +149,12 @@ def test_each_part_gets_its_own_in_one_batch_or_in_two_calls(order: tuple[str, s
 
 def test_parts_that_come_as_they_were_kept_are_not_copied() -> None:
     run, update = run_of(), features(0, 2)
-    run.details.keep(("cond", "uncond"), update, 0)
+    run.details.keep(("cond", "uncond"), update)
     assert run.details.kept(("cond", "uncond"), update) is update
     other = run.details.kept(("uncond", "cond"), update)
     assert other is not None
     assert torch.equal(other, update.flip(0))
-    run.details.keep(("cond",), features(1), 0)
+    run.details.keep(("cond",), features(1))
     both = run.details.kept(("cond", "uncond"), update)
     assert both is not None
     assert torch.equal(both, torch.cat([features(1), update[1:]])), "the newer one"
@@ -186,6 +187,54 @@ def test_the_next_whole_step_replaces_everything() -> None:
     _, plan = passed(x, at(run, 3, "cond"))
     torch.testing.assert_close(passed(later, at(run, 4, "cond"))[0], reused(later, x, plan))
     torch.testing.assert_close(passed(later, at(run, 4, "cond"), "gone later")[0], merged(later, plan))
+
+
+def test_with_nothing_kept_a_merged_step_is_plain_merging() -> None:
+    """Means, not destinations as they are: those are only worth taking where their update is at hand."""
+    run, x = run_of(), features(3)
+    out, plan = passed(x, at(run, 1, "cond"))
+    assert torch.equal(out, merged(x, plan))
+    assert not torch.equal(merge(x, plan), pick(x, plan))
+
+
+def test_somebody_new_makes_a_step_whole_for_all_and_the_next_is_merged() -> None:
+    run, x = run_of(), features(0, 2)
+    assert at(run, 0, conditions="cu").decision.keeps_detail
+    passed(x, at(run, 0, "cond", "uncond"))
+    assert at(run, 1, conditions="u").decision.merged_ratio == 0.5, "one less is nobody new"
+    evaluation = at(run, 1, "cond", "late", conditions="cul")
+    assert evaluation.decision.keeps_detail
+    out, _ = passed(x, evaluation)
+    assert torch.equal(out, block(x))
+    later, following = features(4, 2), at(run, 2, "cond", "late", conditions="cul")
+    assert following.decision.merged_ratio == 0.5
+    out, plan = passed(later, following)
+    torch.testing.assert_close(out, reused(later, x, plan))
+
+
+def test_one_step_at_most_between_two_whole_ones_is_made_whole() -> None:
+    """Whoever changes all the time, as sliding windows do, is merged plainly; and so are all that go with them."""
+    run = run_of()
+    modes = [at(run, step, conditions=f"c{step}").decision for step in range(6)]
+    assert [d.keeps_detail for d in modes] == [True, True, False, True, True, False]
+    assert [d.plain for d in modes] == [False, False, True, False, False, True]
+    assert Evaluation(run, modes[2]).detail("block", features(0)) is None
+    run = run_of()
+    at(run, 0, conditions="ab")
+    assert [at(run, 1, conditions=window).decision.keeps_detail for window in ("c", "d", "a")] == [True, True, False]
+
+
+def test_devices_that_keep_at_once_lose_nothing() -> None:
+    """The forced order of two threads: both have begun to keep before either has kept."""
+    run = run_of()
+    first, second = at(run, 0, "cond", conditions="cu"), at(run, 0, "uncond", conditions="cu")
+    for evaluation, seed in ((second, 1), (first, 0)):
+        detail = evaluation.detail("block", features(seed))
+        assert detail is not None
+        detail.keep(features(seed))
+    kept = run.details.kept((("block", "cond"), ("block", "uncond")), features(0, 2))
+    assert kept is not None
+    assert torch.equal(kept, torch.cat([features(0), features(1)]))
 
 
 def test_memory_is_counted_and_freed() -> None:

@@ -1,0 +1,172 @@
+"""One sampling run as ComfyUI tells it: which evaluation this is, who takes part in it, what each call of it shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import Any
+
+from torch import Tensor
+
+from ...toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig
+from . import registry
+from .levels import Levels
+
+
+@dataclass(eq=False)
+class Sampling:
+    """One sampling run: its state, and what the evaluation in progress is to do.
+
+    size, images: rows and columns of the latent, and how many of them each condition is asked about; None and 0 where
+    nobody told. areas: by condition, (height, width, top, left). apart: conditions may run on several devices.
+    """
+
+    run: RunState
+    decision: Decision
+    levels: Levels = field(default_factory=Levels)
+    size: tuple[int, ...] | None = None
+    images: int = 0
+    areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)
+    apart: bool = False
+    sigma: float | None = None
+    seen: Counter[Hashable] = field(default_factory=Counter)
+    _lock: Lock = field(default_factory=Lock)
+
+    @classmethod
+    def start(
+        cls, config: ToMAConfig, model_sampling: Any, sigmas: list[float], diffusion_model: Any = None
+    ) -> Sampling:
+        """A fresh run over a schedule of noise levels, the last of which is where it ends. Without the model no step
+        runs whole: which do depends on its kind."""
+        hooks = None if diffusion_model is None else registry.find(diffusion_model)
+        whole_every = 0 if hooks is None else hooks.whole_every(config)
+        start = (
+            float("inf") if config.start_percent <= 0 else float(model_sampling.percent_to_sigma(config.start_percent))
+        )
+        end = float("-inf") if config.end_percent >= 1 else float(model_sampling.percent_to_sigma(config.end_percent))
+        finishes = bool(sigmas) and sigmas[-1] == 0.0
+        run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes, whole_every))
+        run.stats.total_steps = len(sigmas[:-1])
+        return cls(run, Decision(0, 0.0, 0, 0))
+
+    def next(self) -> None:
+        """The sampler evaluates the model anew."""
+        self.levels.next()
+        self.seen.clear()
+
+    def observe(
+        self,
+        timestep: Tensor,
+        conds: Sequence[Any] = (),
+        latent: Tensor | None = None,
+        model_options: Mapping[str, Any] = {},  # noqa: B006
+    ) -> None:
+        """Take note of what is evaluated together: the groups of conditions, on one latent of (B, C, H, W)."""
+        sigma = self.levels.of(timestep)
+        if sigma != self.sigma:
+            self.sigma = sigma
+            self.seen.clear()
+        if latent is not None:
+            self.size, self.images = tuple(latent.shape[2:]), latent.shape[0]
+        self.apart = len(model_options.get("multigpu_clones") or ()) > 1
+        frames = _frames(model_options.get("transformer_options", {}))
+        present = [c for group in conds if group is not None for c in group if "uuid" in c]
+        for cond in present:
+            if cond.get("area") is not None:
+                self.areas[cond["uuid"]] = tuple(cond["area"])
+        taking_part = frozenset((c["uuid"], frames, _controls(c, sigma)) for c in present if _active(c, sigma))
+        self.decision = self.run.decide(sigma, taking_part)
+        self.run.stats.count_evaluation(self.decision.step, self.decision.merged_ratio, timestep.device)
+
+    @contextmanager
+    def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Iterator[Evaluation]:
+        """What one call of the model on latents of (B, C, H, W) is to do, as long as it lasts.
+
+        Cond and uncond of one area share plans, in one call or in several, as long as a plan lives. Two cases ask for
+        more. On several devices no condition can wait for another's tokens; and a call that is not about the latent or
+        an area of it but about a piece, as tiled sampling makes them, may show another piece in the next evaluation.
+        There destinations are chosen on the latent itself, which is the same for every condition, and in the second
+        case they live no longer than the call, and nothing is taken over from other steps.
+        """
+        chunks, frames = _chunks(len(x), transformer_options)
+        parts = self.parts(len(x), transformer_options)
+        if not self._is_piece(x, transformer_options):
+            latent = x if self.apart else None
+            yield Evaluation(self.run, self.decision, self.copies(chunks, frames), parts, latent)
+            return
+        # Nothing is kept of a piece, so that it runs whole where others keep.
+        decision = replace(self.decision, ratio=self.decision.merged_ratio, keeps_detail=False, plain=True)
+        piece = object()
+        try:
+            yield Evaluation(self.run, decision, (piece,), parts, x)
+        finally:
+            self.run.forget(piece)
+
+    def copies(self, chunks: Sequence[Hashable], frames: Hashable) -> tuple[Hashable, ...]:
+        """For each condition of a call, which part of the latent it shows: those of one area share plans."""
+        return tuple((self.areas.get(chunk), frames) for chunk in chunks)
+
+    def _is_piece(self, x: Tensor, transformer_options: Mapping[str, Any]) -> bool:
+        """Whether a call shows something else than the latent, or each condition its area of it."""
+        if self.size is None:
+            return False
+        uuids = transformer_options.get("uuids") or (None,)
+        if len(x) != self.images * len(uuids):
+            return True
+        return any(tuple(x.shape[2:]) != self._size_of(uuid) for uuid in uuids)
+
+    def _size_of(self, uuid: Hashable) -> tuple[int, ...] | None:
+        """Rows and columns that a condition is asked about; None if that is not known."""
+        area, size = self.areas.get(uuid), self.size
+        if area is None or size is None:
+            return size
+        if len(area) != 2 * len(size):
+            return None
+        sides, corner = area[: len(size)], area[len(size) :]
+        return tuple(min(side, whole - at) for side, whole, at in zip(sides, size, corner, strict=True))
+
+    def parts(self, batch: int, transformer_options: Mapping[str, Any]) -> tuple[Hashable, ...]:
+        """For each chunk of the batch, what tells it from all others in this evaluation: its condition (which has an
+        area of its own), the images in it, and how many calls came before it with the same, as perturbed guidance
+        makes them."""
+        chunks, frames = _chunks(batch, transformer_options)
+        parts = []
+        with self._lock:
+            for chunk in chunks:
+                self.seen[chunk, frames] += 1
+                parts.append((chunk, frames, self.seen[chunk, frames]))
+        return tuple(parts)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sampling:
+        # Options may be deep-copied by others while sampling; a copy must go on counting in this run.
+        return self
+
+
+def _chunks(batch: int, transformer_options: Mapping[str, Any]) -> tuple[tuple[Hashable, ...], Hashable]:
+    """The ids of the conditions in a batch, one per equal chunk, and which images of a longer series it holds."""
+    chunks = tuple(transformer_options.get("uuids") or (None,))
+    return (chunks if batch % len(chunks) == 0 else (None,)), _frames(transformer_options)
+
+
+def _frames(transformer_options: Mapping[str, Any]) -> Hashable:
+    """Which images of a longer series are evaluated, None for all."""
+    window = transformer_options.get("context_window")
+    return None if window is None else tuple(getattr(window, "index_list", ()))
+
+
+def _active(cond: Mapping[str, Any], sigma: float) -> bool:
+    """Whether a condition takes part at this noise level, as ComfyUI sees it."""
+    return float(cond.get("timestep_start", sigma)) >= sigma >= float(cond.get("timestep_end", sigma))
+
+
+def _controls(cond: Mapping[str, Any], sigma: float) -> tuple[bool, ...]:
+    """Which of a condition's ControlNets take part: they change what its blocks add, and which of them stay merged."""
+    active, control = [], cond.get("control")
+    while control is not None:
+        within = getattr(control, "timestep_range", None)
+        active.append(within is None or float(within[0]) >= sigma >= float(within[1]))
+        control = getattr(control, "previous_controlnet", None)
+    return tuple(active)
