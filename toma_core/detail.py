@@ -101,7 +101,7 @@ class Detail:
 def reuse(out: Tensor, reduced: Tensor, x: Tensor, kept: Tensor, plan: MergePlan) -> Tensor:
     """`Detail.restore` with what is kept, (B, N, C)."""
     kernels = kernels_for(plan, out, reduced, x)
-    if kernels is not None and not plan.hard:
+    if kernels is not None:
         back, destinations = plan.unmerge_weights, plan.destinations
         return kernels.reuse(out, reduced, x, kept, destinations, back, plan.windows, plan.budget, TRUST)
     fresh, old = out - reduced, pick(kept, plan)

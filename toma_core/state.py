@@ -105,12 +105,11 @@ class RunState:
     def _selected(self, x: Tensor, grid: tuple[int, int], decision: Decision) -> MergePlan:
         config = self.config
         windows, budget = self._layout(grid, decision, x.device)
-        choice = self.dispatch.pick(x, windows, budget, config.hard)
+        choice = self.dispatch.pick(x, windows, budget)
         self.stats.computed_by(str(choice))
         kernels = choice.kernels
         if kernels is not None and config.selector is SelectorKind.FACILITY_LOCATION:
-            weights = kernels.select_weigh(x, windows, budget, config.scale)
-            return MergePlan(windows, budget, *weights, kernels, config.hard)
+            return MergePlan(windows, budget, *kernels.select_weigh(x, windows, budget, config.scale), kernels)
         tokens = windows.split(x)
         similarity = cosine_similarity(tokens)
         picks = select(similarity, windows, budget, config.selector, config.random_seed + decision.selection)
