@@ -247,6 +247,6 @@ def count(
 
 
 def _run(config: Any, whole_every: int, kernels: Fused | None) -> Any:
-    core, choosing = pack_module("toma_core"), pack_module("toma_core.kernels")
+    core, trial = pack_module("toma_core"), pack_module("toma_core.trial")
     schedule = core.Schedule(config, tuple(float(STEPS - step) for step in range(STEPS)), whole_every=whole_every)
-    return core.RunState(schedule, dispatch=choosing.Dispatch(choosing.Choice(kernels)))
+    return core.RunState(schedule, dispatch=trial.Dispatch(trial.Choice(kernels)))

@@ -49,8 +49,8 @@ class Runner:
             return None
         sampling = run.Sampling.start(attachment.config, None, [1.0, 0.0], self.patched.model.diffusion_model)
         if self.plain:
-            kernels = pack_module("toma_core.kernels")
-            sampling.run.dispatch = kernels.Dispatch(kernels.Choice(None))
+            trial = pack_module("toma_core.trial")
+            sampling.run.dispatch = trial.Dispatch(trial.Choice(None))
         sampling.observe(torch.ones(1))
         return sampling
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .merge import MergePlan, kernels_for, pick, unmerge_onto, unmerge_update
-from .stats import RunStats
 
 # How much is believed of the change that destinations show, where all of the kept update is still there. They are seen
 # among fewer tokens than at the whole step, so part of it is not the step's but the merge's (docs/fidelity.md). Where
@@ -24,9 +23,12 @@ TRUST = 0.5
 
 @dataclass(eq=False)
 class Details:
-    """The updates of one run, by block and by what each part of a batch shows: those of the last whole step only."""
+    """The updates of one run, by block and by what each part of a batch shows: those of the last whole step only.
 
-    stats: RunStats
+    most: the most bytes that were held at a time.
+    """
+
+    most: int = 0
     _step: int = -1
     _bytes: int = 0
     _kept: dict[Hashable, Tensor] = field(default_factory=dict)
@@ -42,7 +44,7 @@ class Details:
             self._bytes += part.nbytes - (self._kept[key].nbytes if key in self._kept else 0)
             self._kept[key] = part
         self._joined[keys] = update
-        self.stats.count_detail(self._bytes)
+        self.most = max(self.most, self._bytes)
 
     def kept(self, keys: tuple[Hashable, ...], like: Tensor) -> Tensor | None:
         """What is kept under the keys, side by side: (B, N, C) as `like` is.

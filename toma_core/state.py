@@ -14,11 +14,12 @@ from torch import Tensor
 
 from .config import SelectorKind, ToMAConfig
 from .detail import Details
-from .kernels import Dispatch
+from .maps import draw_map
 from .merge import MergePlan, weigh
 from .schedule import Decision, Schedule
 from .selection import cosine_similarity, select
-from .stats import RunStats, draw_map
+from .stats import RunStats
+from .trial import Dispatch
 from .windows import Budget, Windows, make_budget, make_windows
 
 # scope, grid, images, dtype, device
@@ -46,10 +47,7 @@ class RunState:
     _plans: dict[_PlanKey, _Entry] = field(default_factory=dict)
     _stacks: dict[Hashable, tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
-    details: Details = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.details = Details(self.stats)
+    details: Details = field(default_factory=Details)
 
     @property
     def config(self) -> ToMAConfig:
@@ -148,6 +146,7 @@ class RunState:
 
     def close(self) -> RunStats:
         """Drop every tensor of the run and hand over its stats."""
+        self.stats.detail_bytes = self.details.most
         self._plans.clear()
         self._stacks.clear()
         self._layouts.clear()

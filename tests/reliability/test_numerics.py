@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from scripts.comfy_pack import pack_module
 
 config_module = pack_module("toma_core.config")
-core, kernels = pack_module("toma_core"), pack_module("toma_core.kernels")
+core, trial = pack_module("toma_core"), pack_module("toma_core.trial")
 SelectorKind = config_module.SelectorKind
 GRID = (13, 9)
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -33,7 +33,7 @@ def smooth(dtype: torch.dtype, batch: int = 2, channels: int = 40, seed: int = 0
 def run_of(fast: Any = None, **settings: Any) -> Any:
     """A run, on the kernels `fast` if there are any."""
     settings = {"min_tokens": 4, "window_size": 4, **settings}
-    dispatch = kernels.Dispatch(None if fast is None else kernels.Choice(fast))
+    dispatch = trial.Dispatch(None if fast is None else trial.Choice(fast))
     return core.RunState(core.Schedule(core.ToMAConfig(**settings)), dispatch=dispatch)
 
 

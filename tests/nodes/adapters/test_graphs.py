@@ -81,7 +81,7 @@ def test_a_step_that_keeps_its_detail_runs_whole_on_new_tensors(graphs: Any, eva
     left = place.leave(out)
     assert torch.equal(left, out)
     assert left.data_ptr() != out.data_ptr()
-    assert evaluation.run.stats.detail_bytes == x.nbytes
+    assert evaluation.run.details.most == x.nbytes
 
 
 @pytest.mark.parametrize("before", [0, BEFORE])

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import toma_core.kernels
+import toma_core.trial
 from tests.toma_core.kernels.cases import DEVICE, Case
 from toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig, plan_for, reduce, restore
 from toma_core.config import SelectorKind
-from toma_core.kernels import Choice, Dispatch, Kernels
+from toma_core.kernels import Kernels
 from toma_core.merge import MergePlan, unmerge
 from toma_core.selection import cosine_similarity, facility_location
+from toma_core.trial import Choice, Dispatch
 
 CASE = Case(6, 10, 4, 0.5, 24)
 GRID = (CASE.height, CASE.width)
@@ -59,8 +60,8 @@ def test_a_given_choice_is_taken(kernels: Any) -> None:
 
 def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    obstacle = toma_core.kernels._obstacle
-    monkeypatch.setattr(toma_core.kernels, "_obstacle", lambda *a, **k: asked.append(a) or obstacle(*a, **k))
+    obstacle = toma_core.trial._obstacle
+    monkeypatch.setattr(toma_core.trial, "_obstacle", lambda *a, **k: asked.append(a) or obstacle(*a, **k))
     where = evaluation()
     for scope in "abc":
         plan_of(CASE.tokens(), where, scope)
@@ -114,8 +115,8 @@ class TestFirstUse:
 
     @pytest.fixture(autouse=True)
     def seems_fine(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(toma_core.kernels, "_obstacle", lambda *args, **kwargs: "")
-        monkeypatch.setattr(toma_core.kernels, "_trials", {})
+        monkeypatch.setattr(toma_core.trial, "_obstacle", lambda *args, **kwargs: "")
+        monkeypatch.setattr(toma_core.trial, "_trials", {})
 
     def test_falls_back_once_and_says_why(
         self, kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

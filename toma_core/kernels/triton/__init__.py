@@ -1,4 +1,4 @@
-"""The kernels in Triton. Importing this package needs Triton: `kernels.Dispatch` decides whether to."""
+"""The kernels in Triton. Importing this package needs Triton: `trial.Dispatch` decides whether to."""
 
 from __future__ import annotations
 
