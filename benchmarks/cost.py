@@ -139,14 +139,59 @@ def on_meta(name: str, flux_blocks: tuple[int, int] = (19, 38)) -> Any:
 atexit.register(on_meta.cache_clear)
 
 
-class _Always:
-    """Stands in for `Dispatch`: kernels, or none, whatever the device."""
+class Fused:
+    """Stands in for `TritonKernels`, which need a GPU: the shapes of its results, and every launch counted as one
+    operation that reads its operands and writes its result. Its products are not counted, nor what `reuse` sums up
+    between its two launches: at most 2 KB."""
 
-    def __init__(self, kernels: Any) -> None:
-        self.kernels = kernels
+    name = "triton"
 
-    def pick(self, *_: Any) -> Any:
-        return pack_module("toma_core.kernels").Choice(self.kernels)
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+
+    def _launched(self, name: str, results: tuple[Tensor, ...], *read: Tensor | None) -> None:
+        self.meter.count(f"toma.{name}", 0.0, sum(t.nbytes for t in (*results, *read) if t is not None))
+
+    def select_weigh(self, x: Tensor, windows: Any, budget: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """See `kernels.Kernels`, as for all below."""
+        picks = x.new_empty(len(x), len(windows.counts), budget.slots, dtype=torch.int64)
+        plan = picks, *_weights(x, picks, windows)
+        self._launched("select_weigh", plan, x, windows.source, windows.valid, budget.valid)
+        return plan
+
+    def weigh(self, x: Tensor, picks: Tensor, windows: Any, budget: Any, scale: float) -> tuple[Tensor, Tensor]:
+        weights = _weights(x, picks, windows)
+        self._launched("weigh", weights, x, picks, windows.source, windows.valid, budget.valid)
+        return weights
+
+    def merge(self, x: Tensor, weights: Tensor, windows: Any, budget: Any) -> Tensor:
+        merged = x.new_empty(len(x), budget.total, x.shape[2])
+        self._launched("merge", (merged,), x, weights, windows.source, budget.valid, budget.expand)
+        return merged
+
+    def unmerge(self, y: Tensor, weights: Tensor, windows: Any, budget: Any) -> Tensor:
+        spread = y.new_empty(len(y), windows.tokens, y.shape[2])
+        self._launched("unmerge", (spread,), y, weights, windows.source, windows.valid, budget.expand)
+        return spread
+
+    def restore(self, out: Tensor, reduced: Tensor, x: Tensor, weights: Tensor, windows: Any, budget: Any) -> Tensor:
+        restored, layout = x.new_empty(x.shape), (windows.source, windows.valid, budget.expand)
+        self._launched("unmerge", (restored,), out, reduced, x, weights, *layout)
+        return restored
+
+    def reuse(
+        self, out: Tensor, reduced: Tensor, x: Tensor, kept: Tensor, destinations: Tensor, weights: Tensor,
+        windows: Any, budget: Any, trust: float,
+    ) -> Tensor:  # fmt: skip
+        restored, layout = x.new_empty(x.shape), (windows.source, windows.valid, budget.expand)
+        self._launched("agreement", (), out, reduced, kept, destinations)
+        self._launched("reuse", (restored,), out, reduced, x, kept, destinations, weights, *layout)
+        return restored
+
+
+def _weights(x: Tensor, picks: Tensor, windows: Any) -> tuple[Tensor, Tensor]:
+    batch, count, K = picks.shape
+    return x.new_empty(batch, count, K, windows.slots), x.new_empty(batch, count, windows.slots, K)
 
 
 def count(
@@ -161,7 +206,7 @@ def count(
 ) -> Cost:
     """The cost of one evaluation of full-width `sdxl` or `flux`.
 
-    kernels: count ToMA's fused Triton kernels, whose shapes are known without a GPU, instead of plain PyTorch.
+    kernels: count ToMA's fused Triton kernels, see `Fused`, instead of plain PyTorch.
     plan: an evaluation that also makes its plans; else they are there already. step: of `STEPS`, after those before it.
     modules: from the name of a kind of module to the part under which its work is counted.
     """
@@ -176,7 +221,7 @@ def count(
     hooks, run = pack_module("nodes.adapters.hooks"), None
     find = pack_module("nodes.adapters.registry").find
     if attachment is not None:
-        run = _run(attachment.config, find(model).whole_every(attachment.config), kernels)
+        run = _run(attachment.config, find(model).whole_every(attachment.config), Fused(meter) if kernels else None)
 
     def forward(step: int) -> None:
         evaluation = None
@@ -201,9 +246,7 @@ def count(
     return meter.cost
 
 
-def _run(config: Any, whole_every: int, kernels: bool) -> Any:
-    core, fast = pack_module("toma_core"), None
-    if kernels:
-        fast = pack_module("toma_core.kernels.triton").TritonKernels()
+def _run(config: Any, whole_every: int, kernels: Fused | None) -> Any:
+    core, trial = pack_module("toma_core"), pack_module("toma_core.trial")
     schedule = core.Schedule(config, tuple(float(STEPS - step) for step in range(STEPS)), whole_every=whole_every)
-    return core.RunState(schedule, dispatch=_Always(fast))
+    return core.RunState(schedule, dispatch=trial.Dispatch(trial.Choice(kernels)))

@@ -34,10 +34,10 @@ GRANULARITIES = ["module", "block", "stack"]
 
 
 class Runner:
-    """A variant on a model, ready to evaluate."""
+    """A variant on a model, ready to evaluate. plain: without ToMA's kernels, wherever it runs."""
 
-    def __init__(self, variant: Variant, patcher: Any, backend: str = "auto") -> None:
-        self.variant, self.backend = variant, backend
+    def __init__(self, variant: Variant, patcher: Any, plain: bool = False) -> None:
+        self.variant, self.plain = variant, plain
         self.patched = variant.patch(patcher)
         self.sampling = self._start()
 
@@ -48,8 +48,9 @@ class Runner:
         if attachment is None:
             return None
         sampling = run.Sampling.start(attachment.config, None, [1.0, 0.0], self.patched.model.diffusion_model)
-        kernels = pack_module("toma_core.kernels")
-        sampling.run.dispatch = kernels.Dispatch(kernels.Backend(self.backend))
+        if self.plain:
+            trial = pack_module("toma_core.trial")
+            sampling.run.dispatch = trial.Dispatch(trial.Choice(None))
         sampling.observe(torch.ones(1))
         return sampling
 
@@ -188,7 +189,7 @@ def _whole(shape: Shape, flux_blocks: tuple[int, int]) -> float:
 
 def _kernels_agree(runner: Runner, patcher: Any, inputs: dict[str, Any], output: Tensor, base: Tensor) -> list[str]:
     """What a variant on kernels computes differently from the same variant in plain PyTorch: less than merging does."""
-    plain = Runner(runner.variant, patcher, backend="torch")(inputs).float().cpu()
+    plain = Runner(runner.variant, patcher, plain=True)(inputs).float().cpu()
     apart, merged = bench.distance(output, plain), bench.distance(plain, base)
     return (
         [] if apart < 0.5 * merged else [f"kernels and plain PyTorch are {apart:.4f} apart, merging costs {merged:.4f}"]

@@ -2,16 +2,15 @@
 
     python -m benchmarks.micro [--shape 64x64x640 32x32x1280] [--ratio 0.5] [--batch 1] [--repeats 20] [--out FOLDER]
 
-For every shape: plain PyTorch, the Triton kernels where they run, the search window by window (the naive loop), and
-hard plans (means and copies) instead of weights. On a GPU a call is replayed from a CUDA graph, so that the
-time is the GPU's alone; `host` rows time the call as a model makes it. The limit is what the device needs at least to
-read and write the operands once and to multiply, at the speeds of its own large copy and matrix product measured at
-the start. A speed-up is refused where results differ from fp32 PyTorch.
+For every shape: plain PyTorch, the Triton kernels where they run, and the search window by window (the naive loop). On
+a GPU a call is replayed from a CUDA graph, so that the time is the GPU's alone; `host` rows time the call as a model
+makes it. The limit is what the device needs at least to read and write the operands once and to multiply, at the speeds
+of its own large copy and matrix product measured at the start. A speed-up is refused where results differ from fp32
+PyTorch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,11 +119,10 @@ def jobs(grid: Grid, ratio: float, batch: int, dtype: torch.dtype, device: torch
     kind = config.SelectorKind.FACILITY_LOCATION
     picks = selection.select(similarity, windows, budget, kind)
 
-    def weigh(dtype: torch.dtype = dtype, scale: float = SCALE) -> Any:
-        return core.weigh(windows.split(x), picks, windows, budget, scale, dtype)
+    def weigh(dtype: torch.dtype = dtype) -> Any:
+        return core.weigh(windows.split(x), picks, windows, budget, SCALE, dtype)
 
-    plan, hard = weigh(), weigh(scale=math.inf)
-    exact, exact_hard = weigh(torch.float32), weigh(torch.float32, math.inf)
+    plan, exact = weigh(), weigh(torch.float32)
     merged = core.merge(x, plan)
     out = merged.sin()
     W, S, K, C, N, D = len(windows.counts), windows.slots, budget.slots, grid.channels, plan.tokens, plan.kept
@@ -133,12 +131,7 @@ def jobs(grid: Grid, ratio: float, batch: int, dtype: torch.dtype, device: torch
     weights = batch * W * S * K * element
     gram, product = 2.0 * batch * W * S * S * C, 2.0 * batch * W * S * K * C
     greedy = 3.0 * batch * W * K * S * S
-    # What a kernel for hard plans must read beside tokens: the destination of each.
-    owned = 8 * batch * N
-    restored, restored_hard = (
-        core.unmerge_update(out.float(), merged.float(), x.float(), p) for p in (exact, exact_hard)
-    )
-    means = core.merge(x.float(), exact_hard)
+    restored = core.unmerge_update(out.float(), merged.float(), x.float(), exact)
     made = [
         Job("selection", "PyTorch", lambda: selection.select(
             selection.cosine_similarity(windows.split(x)), windows, budget, kind), gram + greedy, tokens),
@@ -146,11 +139,8 @@ def jobs(grid: Grid, ratio: float, batch: int, dtype: torch.dtype, device: torch
         Job("weights", "PyTorch", lambda: weigh().merge_weights, gram, tokens + 2 * weights, exact.merge_weights),
         Job("merge", "PyTorch", lambda: core.merge(x, plan), product, tokens + reduced + weights,
             core.merge(x.float(), exact)),
-        Job("merge", "PyTorch, hard", lambda: core.merge(x, hard), product, tokens + reduced + weights, means),
         Job("unmerge", "PyTorch", lambda: core.unmerge_update(out, merged, x, plan), product,
             2 * (tokens + reduced) + weights, restored),
-        Job("unmerge", "PyTorch, hard", lambda: core.unmerge_update(out, merged, x, hard), 0.0,
-            2 * (tokens + reduced) + owned, restored_hard),
     ]  # fmt: skip
     if kernels is not None:
         M, back = plan.merge_weights, plan.unmerge_weights
@@ -163,10 +153,6 @@ def jobs(grid: Grid, ratio: float, batch: int, dtype: torch.dtype, device: torch
                 core.merge(x.float(), exact)),
             Job("unmerge", "Triton", lambda: kernels.restore(out, merged, x, back, windows, budget), product,
                 2 * (tokens + reduced) + weights, restored),
-            Job("merge", "Triton, hard", lambda: kernels.merge_hard(x, hard.owners, windows, budget), product,
-                tokens + reduced + owned, means),
-            Job("unmerge", "Triton, hard", lambda: kernels.restore_hard(out, merged, x, hard.owners), 0.0,
-                2 * (tokens + reduced) + owned, restored_hard),
         ]  # fmt: skip
     return made
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from ..toma_core.stats import MergeMap
+from ..toma_core.maps import MergeMap
 from .charts import INK, PAPER, font
 
 # Okabe and Ito's palette without black: told apart with every kind of colour vision.

@@ -1,15 +1,18 @@
 """The import contract, read from the syntax trees: toma_core <- nodes/adapters <- nodes <- root __init__.py.
 
 Inside the pack every import of our own code is relative, because ComfyUI names the pack by its path; toma_core never
-sees ComfyUI; nothing shipped reaches into the workshop (scripts, demo, benchmarks, compatibility, tests).
+sees ComfyUI; nothing shipped reaches into the workshop (scripts, demo, benchmarks, compatibility, tests); no modules
+import each other in a circle.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -153,6 +156,72 @@ def test_contract_catches(file: str, source: str) -> None:
 )
 def test_contract_allows(file: str, source: str) -> None:
     assert violations(file, source) == []
+
+
+def reached(file: str, source: str, known: Collection[str]) -> Iterator[str]:
+    """The modules among `known` that a file imports relatively, also inside functions and for type checking alone: a
+    late import is a circle in disguise. That a module's package is loaded before it is not counted."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = "/".join([*file.split("/")[: -node.level], *(node.module.split(".") if node.module else [])])
+            for alias in node.names:
+                places = (f"{base}/{alias.name}", base)
+                paths = (path for place in places for path in (f"{place}.py", f"{place}/__init__.py"))
+                yield from itertools.islice((path for path in paths if path in known), 1)
+
+
+def circle(sources: Mapping[str, str]) -> list[str]:
+    """Modules that import each other in a circle, the first one again at the end; empty if there is none."""
+    try:
+        TopologicalSorter({file: set(reached(file, text, sources)) for file, text in sources.items()}).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
+def test_no_circles() -> None:
+    shipped = [file for file in files() if file.startswith(("toma_core/", "nodes/"))]
+    assert circle({file: (ROOT / file).read_text(encoding="utf-8") for file in shipped}) == []
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"a/b.py": "from .c import x", "a/c.py": "from .b import y"},
+        {"a/b.py": "from . import c", "a/c.py": "from . import b"},
+        {"a/b.py": "from .c import x", "a/c.py": "from .d import x", "a/d.py": "from .b import y"},
+        {"a/b.py": "from .c import x", "a/c.py": "def f():\n    from .b import y"},
+        {"a/b.py": "from .c import x", "a/c.py": "class C:\n    def f(self):\n        from . import b"},
+        {
+            "a/b.py": "from .c import x",
+            "a/c.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import y",
+        },
+        {"a/b/__init__.py": "from .c import x", "a/b/c.py": "from . import y"},
+        {
+            "a/b/__init__.py": "from .c import x",
+            "a/b/c.py": "from ..d import y",
+            "a/d.py": "def f():\n    from . import b",
+        },
+        {"a/b/c.py": "from ...d.e import x", "d/e.py": "from ..a.b.c import y"},
+    ],
+)
+def test_circles_are_found(sources: dict[str, str]) -> None:
+    found = circle(sources)
+    assert found[0] == found[-1]
+    assert len(found) > 2
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"a/b.py": "from .c import x", "a/c.py": "from torch import b"},
+        {"a/__init__.py": "from .b import x\nfrom .c import x", "a/b.py": "from .c import x", "a/c.py": ""},
+        {"a/b/__init__.py": "", "a/b/c.py": "from . import d", "a/b/d.py": "from ..e import b", "a/e.py": ""},
+    ],
+)
+def test_what_is_no_circle_is_none(sources: dict[str, str]) -> None:
+    assert circle(sources) == []
 
 
 def own_files() -> list[Path]:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -204,7 +203,6 @@ class ToMAConfig:
         "several. 300 measured best or tied; the released code uses 1000; below 50 is blurry.",
         "How",
         (1.0, 10_000.0, 10.0),
-        endless=True,
     )
     share: Share = option(
         Share.STACK,
@@ -246,11 +244,6 @@ class ToMAConfig:
     def off(self) -> bool:
         """True when nothing could ever be merged, whatever the model and the step."""
         return self.ratio == 0.0 or self.start_percent == self.end_percent
-
-    @property
-    def hard(self) -> bool:
-        """Whether every token belongs to its nearest destination alone: at an infinite scale."""
-        return math.isinf(self.scale)
 
     @classmethod
     def from_preset(cls, preset: str, **overrides: Any) -> ToMAConfig:

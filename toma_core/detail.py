@@ -16,7 +16,6 @@ from torch import Tensor
 
 from .merge import MergePlan, kernels_for, pick, unmerge_onto
 from .schedule import Decision
-from .stats import RunStats
 
 # How much is believed of the change that destinations show, where all of the kept update is still there. They are seen
 # among fewer tokens than at the whole step, so part of it is not the step's but the merge's (docs/fidelity.md). Where
@@ -27,9 +26,12 @@ TRUST = 0.5
 @dataclass(eq=False)
 class Details:
     """The updates of one run, by block and by what each part of a batch shows: those of the last whole step, and of
-    evaluations after it that ran whole because somebody new took part. Several devices may share it."""
+    evaluations after it that ran whole because somebody new took part. Several devices may share it.
 
-    stats: RunStats
+    most: the most bytes that were held at a time.
+    """
+
+    most: int = 0
     _step: int = -1
     _extra: int = -1
     _conditions: frozenset[Hashable] = frozenset()
@@ -64,7 +66,7 @@ class Details:
         with self._lock:
             self._kept.update(zip(keys, update.chunk(len(keys)), strict=True))
             self._joined[keys] = update
-            self.stats.count_detail(sum(t.nbytes for t in self._kept.values()))
+            self.most = max(self.most, sum(t.nbytes for t in self._kept.values()))
 
     def kept(self, keys: tuple[Hashable, ...], like: Tensor) -> Tensor | None:
         """What is kept under the keys, side by side: (B, N, C) as `like` is.
@@ -118,7 +120,7 @@ def reuse(out: Tensor, reduced: Tensor, x: Tensor, kept: Tensor, plan: MergePlan
     out, reduced: (B, D, C); x, kept: (B, N, C). Returns (B, N, C).
     """
     kernels = kernels_for(plan, out, reduced, x)
-    if kernels is not None and not plan.hard:
+    if kernels is not None:
         back, destinations = plan.unmerge_weights, plan.destinations
         return kernels.reuse(out, reduced, x, kept, destinations, back, plan.windows, plan.budget, TRUST)
     fresh, old = out - reduced, pick(kept, plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -14,25 +13,21 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """How one field is offered and checked: range (both ends allowed), widget step, group and help text.
-
-    endless: infinity is allowed as well, from Python; no widget has it.
-    """
+    """How one field is offered and checked: range (both ends allowed), widget step, group and help text."""
 
     tooltip: str
     group: str
     minimum: float | None = None
     maximum: float | None = None
     step: float | None = None
-    endless: bool = False
 
 
 _Bounds = tuple[float | None, float | None, float | None]  # minimum, maximum, step
 
 
-def option(default: Any, tooltip: str, group: str, bounds: _Bounds = (None, None, None), **more: Any) -> Any:
-    """A dataclass field with this default, offered and checked as `FieldSpec(tooltip, group, *bounds, **more)` says."""
-    return field(default=default, metadata={"spec": FieldSpec(tooltip, group, *bounds, **more)})
+def option(default: Any, tooltip: str, group: str, bounds: _Bounds = (None, None, None)) -> Any:
+    """A dataclass field with this default, offered and checked as `FieldSpec(tooltip, group, *bounds)` says."""
+    return field(default=default, metadata={"spec": FieldSpec(tooltip, group, *bounds)})
 
 
 def checked(name: str, value: Any, default: Any, spec: FieldSpec) -> Any:
@@ -49,7 +44,7 @@ def checked(name: str, value: Any, default: Any, spec: FieldSpec) -> Any:
     kind = "a whole number" if isinstance(default, int) else "a number"
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # NaN is in no range. The value is shown unrounded: one digit past the end must not read as the end itself.
-    inside = number and (spec.minimum <= value <= spec.maximum or (spec.endless and value == math.inf))
+    inside = number and spec.minimum <= value <= spec.maximum
     if not inside or (isinstance(default, int) and value != int(value)):
         raise ConfigError(f"ToMA: {name} is {shown(value)}. Allowed: {kind} from {allowed}. Try {default:g}.")
     return int(value) if isinstance(default, int) else float(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -27,8 +26,6 @@ class MergePlan:
     merge_weights: (B, W, K, S), rows sum to 1: a destination is a weighted mean of its window's tokens.
     unmerge_weights: (B, W, S, K), rows sum to 1: each token is a mix of destination results.
     kernels: fast kernels that do what `merge` and `unmerge` say; None for plain PyTorch.
-    hard: every token belongs to one destination alone. Weights are 1 or 0 on the way back, and it is a copy.
-    owners: (B, N) int64, the one of the B * D destinations that each token belongs to, if the plan is hard.
     strips: the matrices of whole rows of windows, see `_strips`, if there are no kernels and the layout allows it.
     """
 
@@ -38,12 +35,9 @@ class MergePlan:
     merge_weights: Tensor
     unmerge_weights: Tensor
     kernels: Kernels | None = None
-    hard: bool = False
-    owners: Tensor | None = field(init=False)
     strips: tuple[Tensor, Tensor] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "owners", _owners(self) if self.hard else None)
         object.__setattr__(self, "strips", _strips(self) if self.kernels is None else None)
 
     @property
@@ -74,8 +68,6 @@ class MergePlan:
 def merge(x: Tensor, plan: MergePlan) -> Tensor:
     """X' = M X. (B, N, C) -> (B, D, C) in x's dtype."""
     if kernels := kernels_for(plan, x):
-        if plan.owners is not None:
-            return kernels.merge_hard(x, plan.owners, plan.windows, plan.budget)
         return kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
     if plan.strips is not None and len(x) == len(plan.picks):
         M, back = plan.strips
@@ -91,11 +83,7 @@ def pick(x: Tensor, plan: MergePlan) -> Tensor:
 def unmerge(y: Tensor, plan: MergePlan) -> Tensor:
     """Y = A^T Y'. (B, D, C) -> (B, N, C) in y's dtype."""
     if kernels := kernels_for(plan, y):
-        if plan.owners is not None:
-            return kernels.unmerge_hard(y, plan.owners)
         return kernels.unmerge(y, plan.unmerge_weights, plan.windows, plan.budget)
-    if plan.owners is not None and len(y) == len(plan.picks):
-        return _copied(y, plan.owners)
     if plan.strips is not None and len(y) == len(plan.picks):
         M, back = plan.strips
         return torch.bmm(back, _rows(y, M)).view(len(y), plan.tokens, -1)
@@ -105,36 +93,16 @@ def unmerge(y: Tensor, plan: MergePlan) -> Tensor:
 def unmerge_update(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
     """X + A^T (Y' - X'). out, reduced: (B, D, C); x: (B, N, C). Returns (B, N, C)."""
     if kernels := kernels_for(plan, out, reduced, x):
-        if plan.owners is not None:
-            return kernels.restore_hard(out, reduced, x, plan.owners)
         return kernels.restore(out, reduced, x, plan.unmerge_weights, plan.windows, plan.budget)
     return unmerge_onto(x, out - reduced, plan)
 
 
 def unmerge_onto(x: Tensor, update: Tensor, plan: MergePlan) -> Tensor:
     """X + A^T Y' in plain PyTorch, without a pass for the sum where the layout allows it. (B, N, C), (B, D, C)"""
-    if plan.owners is not None and len(x) == len(plan.picks):
-        return x + _copied(update, plan.owners)
     if plan.strips is not None and len(x) == len(plan.picks):
         M, back = plan.strips
         return torch.baddbmm(_rows(x, back), back, _rows(update, M)).view(x.shape)
     return plan.windows.add(x, plan.unmerge_weights @ plan.budget.unpack(update))
-
-
-def _copied(y: Tensor, owners: Tensor) -> Tensor:
-    """Each token's destination. (B, D, C), (B, N) -> (B, N, C)"""
-    return y.flatten(0, 1).index_select(0, owners.flatten()).view(*owners.shape, -1)
-
-
-def _owners(plan: MergePlan) -> Tensor:
-    """See `MergePlan.owners`."""
-    places, device = plan.budget.slots, plan.picks.device
-    own = plan.unmerge_weights.argmax(-1)
-    own = own + torch.arange(0, own.shape[1] * places, places, device=device)[:, None]
-    if plan.budget.expand is not None:
-        own = plan.budget.expand[own]
-    images = torch.arange(0, len(own) * plan.kept, plan.kept, device=device)[:, None]
-    return plan.windows.join(own[..., None]).squeeze(-1) + images
 
 
 def _strips(plan: MergePlan) -> tuple[Tensor, Tensor] | None:
@@ -171,31 +139,16 @@ def weigh(x: Tensor, picks: Tensor, windows: Windows, budget: Budget, scale: flo
 
     x: (B, W, S, C) features in window layout, any float dtype; picks: (B, W, K) int64. A = softmax over destinations
     of scale * cos(d_j, x_i), computed in fp32; M = A with rows normalised to sum 1. The weights are stored in `dtype`.
-    At an infinite scale the plan is hard: see `assign`.
     """
-    x, hard = normalized(x), math.isinf(scale)
+    x = normalized(x)
     destinations = x.gather(2, picks[..., None].expand(-1, -1, -1, x.shape[-1]))
     similarity = cosines(destinations, x)
     if budget.valid is not None:
         similarity = similarity.masked_fill(~budget.valid[..., None], -torch.inf)
-    A = assign(similarity, picks, budget) if hard else (scale * similarity).softmax(dim=2)
+    A = (scale * similarity).softmax(dim=2)
     if windows.valid is not None:
         A = A * windows.valid[:, None, :]
     # An unused slot has a row of zeros, and stays so.
     M = A / A.sum(-1, keepdim=True).clamp_min(torch.finfo(A.dtype).tiny)
     back = A.transpose(-1, -2).to(dtype).contiguous()
-    return MergePlan(windows, budget, picks, M.to(dtype), back, hard=hard)
-
-
-def assign(similarity: Tensor, picks: Tensor, budget: Budget) -> Tensor:
-    """A of a hard plan: 1 at the destination most similar to a token, the first of equals, and 0 at all others.
-
-    similarity: (B, W, K, S) fp32, -inf at unused places; picks: (B, W, K). A destination belongs to itself, so that
-    none is without a member.
-    """
-    own = torch.arange(picks.shape[-1], device=picks.device).expand_as(picks)
-    if budget.valid is not None:
-        # An unused place repeats the first pick, whose own destination is the first.
-        own = own * budget.valid
-    nearest = similarity.argmax(2).scatter(2, picks, own)
-    return torch.zeros_like(similarity).scatter_(2, nearest[:, :, None], 1.0)
+    return MergePlan(windows, budget, picks, M.to(dtype), back)

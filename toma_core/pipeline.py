@@ -25,9 +25,9 @@ from .state import RunState
 class Evaluation:
     """One call of the model: the run it belongs to, what to do in it, and what its batch holds.
 
-    copies: one key per equal chunk of the batch, see `RunState.plan`. parts: one key per condition's chunk, for all that
-    tells it from the others; the same as copies if not given. latent: (B, C, H, W), given where destinations are to be chosen on it, because the
-    tokens of one condition are not at hand for another.
+    copies: one key per equal chunk of the batch, see `RunState.plan`. parts: one key per condition's chunk, for all
+    that tells it from the others; the same as copies if not given. latent: (B, C, H, W), given where destinations are
+    to be chosen on it, because the tokens of one condition are not at hand for another.
     """
 
     run: RunState

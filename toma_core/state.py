@@ -15,11 +15,12 @@ from torch import Tensor
 from .config import SelectorKind, ToMAConfig
 from .detail import Details
 from .features import latent_tokens
-from .kernels import Dispatch
+from .maps import draw_map
 from .merge import MergePlan, weigh
 from .schedule import Decision, Schedule
 from .selection import cosine_similarity, select
-from .stats import RunStats, draw_map
+from .stats import RunStats
+from .trial import Dispatch
 from .windows import Budget, Windows, make_budget, make_windows
 
 # scope and copy, grid, images, dtype, device
@@ -48,10 +49,7 @@ class RunState:
     _stacks: dict[Hashable, tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
     _forgotten: Hashable = None
-    details: Details = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.details = Details(self.stats)
+    details: Details = field(default_factory=Details)
 
     @property
     def config(self) -> ToMAConfig:
@@ -112,7 +110,12 @@ class RunState:
         return self._layout(grid, decision, device)[1].total
 
     def _entry(
-        self, x: Tensor, grid: tuple[int, int], scope: tuple[Hashable, Hashable], decision: Decision, latent: Tensor | None
+        self,
+        x: Tensor,
+        grid: tuple[int, int],
+        scope: tuple[Hashable, Hashable],
+        decision: Decision,
+        latent: Tensor | None,
     ) -> _Entry:
         key = (scope, grid, x.shape[0], x.dtype, x.device)
         old = self._plans.get(key)
@@ -132,15 +135,15 @@ class RunState:
     def _selected(self, x: Tensor, grid: tuple[int, int], decision: Decision, latent: Tensor | None) -> MergePlan:
         config = self.config
         windows, budget = self._layout(grid, decision, x.device)
-        choice = self.dispatch.pick(x, windows, budget, config.hard)
+        choice = self.dispatch.pick(x, windows, budget)
         self.stats.computed_by(str(choice))
         kernels = choice.kernels
         features = x if latent is None else latent_tokens(latent, grid).to(x.dtype)
         if kernels is not None and config.selector is SelectorKind.FACILITY_LOCATION:
-            picks, *weights = kernels.select_weigh(features, windows, budget, config.scale)
+            picks, M, back = kernels.select_weigh(features, windows, budget, config.scale)
             if latent is not None:
-                weights = [*kernels.weigh(x, picks, windows, budget, config.scale)]
-            return MergePlan(windows, budget, picks, *weights, kernels, config.hard)
+                M, back = kernels.weigh(x, picks, windows, budget, config.scale)
+            return MergePlan(windows, budget, picks, M, back, kernels)
         tokens = windows.split(x)
         similarity = cosine_similarity(windows.split(features))
         picks = select(similarity, windows, budget, config.selector, config.random_seed + decision.selection)
@@ -179,6 +182,7 @@ class RunState:
 
     def close(self) -> RunStats:
         """Drop every tensor of the run and hand over its stats."""
+        self.stats.detail_bytes = self.details.most
         self._plans.clear()
         self._stacks.clear()
         self._layouts.clear()

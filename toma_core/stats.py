@@ -7,25 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from .clock import StepClock
-from .merge import MergePlan
-
-
-@dataclass(frozen=True)
-class MergeMap:
-    """The last plan of one token grid, on the CPU, for drawing.
-
-    height, width: the grid. owner: (N,) int64, for each token the grid index of the destination it merges into.
-    destinations: (D,) int64. cuts: row and column borders of the windows.
-    """
-
-    height: int
-    width: int
-    owner: Tensor
-    destinations: Tensor
-    cuts: tuple[tuple[int, ...], tuple[int, ...]]
+from .maps import MergeMap
 
 
 @dataclass
@@ -66,11 +50,6 @@ class RunStats:
             self.grids[grid] = kept
             self.selections += selected
             self.weighings += 1
-
-    def count_detail(self, held: int) -> None:
-        """So many bytes of detail are held for reuse; the most at a time is told."""
-        with self.lock:
-            self.detail_bytes = max(self.detail_bytes, held)
 
     def computed_by(self, kernels: str) -> None:
         """Plans were made by these kernels, or by plain PyTorch because of a reason."""
@@ -139,16 +118,6 @@ class RunStats:
         if self.attention:
             lines.append(f"attention: {self.attention}")
         return "\n".join(lines)
-
-
-def draw_map(plan: MergePlan) -> MergeMap:
-    """The map of a plan's first image. One device-to-host copy: call it at the end of a run."""
-    windows = plan.windows
-    # The destination a token merges into is the one with the largest share in its unmerged value.
-    nearest = plan.unmerge_weights[:1].float().argmax(-1).cpu()
-    source, picks = windows.source.cpu(), plan.picks[:1].cpu()
-    owner = source.gather(1, picks[0].gather(1, nearest[0])).flatten()[windows.inverse.cpu()]
-    return MergeMap(windows.height, windows.width, owner, plan.destinations[0].cpu(), windows.cuts)
 
 
 def _shortened(names: list[str], most: int = 3) -> str:

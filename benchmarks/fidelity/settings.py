@@ -6,7 +6,6 @@ rivals, 3 has one choice at a time, 4 is slow or remote.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +123,6 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     refreshed = {"select_every": 2, "weigh_every": 2}
     add(3, "window", {"moved": toma(shift_windows=True, **refreshed), "not moved": toma(**refreshed)})
     add(3, "scale", {f"{s}": toma(scale=s) for s in (30, 100, 1000)})
-    add(3, "scale", {"hard": toma(scale=math.inf)})
     add(3, "cosine", {"centred": experiments.centred(toma())})
     add(3, "unmerge", {"pseudo-inverse": experiments.pseudo_inverse(toma())})
     add(3, "share", {s: toma(share=s) for s in (("block", "level") if unet else ("block",))})

@@ -62,7 +62,7 @@ class Levels:
         if not torch.allclose(told, scheduled, rtol=1e-3):  # the stochastic ones begin a little below pure noise
             _strayed.add(self.sampler)
             logging.warning(
-                "ToMA: the sampler %s left its schedule, and some steps were merged by the settings of their neighbours. "
+                "ToMA: the sampler %s left its schedule: some steps were merged by the settings of their neighbours. "
                 "From now on its noise levels are read.",
                 self.sampler.removeprefix("sample_"),
             )

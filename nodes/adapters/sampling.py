@@ -62,7 +62,7 @@ class Sampling:
         timestep: Tensor,
         conds: Sequence[Any] = (),
         latent: Tensor | None = None,
-        model_options: Mapping[str, Any] = {},  # noqa: B006
+        model_options: Mapping[str, Any] = {},
     ) -> None:
         """Take note of what is evaluated together: the groups of conditions, on one latent of (B, C, H, W)."""
         sigma = self.levels.of(timestep)

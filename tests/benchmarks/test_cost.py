@@ -136,6 +136,40 @@ def test_making_plans_is_counted_apart() -> None:
     assert slow.parts["plan"].launches > 11 * 32, "the search in plain PyTorch is a loop over the picks"
 
 
+def test_the_stand_in_for_kernels_has_their_shapes() -> None:
+    """Ragged windows with budgets of their own, in Triton's interpreter where there is no GPU."""
+    pytest.importorskip("triton", reason="Triton has no build for this system")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layout, kinds = pack_module("toma_core.windows"), pack_module("toma_core.config").WindowKind
+    windows = layout.make_windows(5, 7, kinds.TILE, 4).to(torch.device(device))
+    budget = layout.make_budget(windows.counts, 0.5).to(torch.device(device))
+    assert windows.valid is not None
+    assert budget.valid is not None
+    x = torch.randn(3, 35, 40, generator=torch.Generator().manual_seed(0)).half().to(device)
+    meter = cost.Meter()
+    kernels = pack_module("toma_core.kernels.triton").TritonKernels(), cost.Fused(meter)
+
+    def results(by: Any) -> list[torch.Tensor]:
+        picks, M, back = by.select_weigh(x, windows, budget, 30.0)
+        y = by.merge(x, M, windows, budget)
+        tokens = torch.arange(budget.total, device=device)[None]
+        return [
+            *(picks, M, back, *by.weigh(x, real, windows, budget, 30.0)),
+            *(y, by.unmerge(y, back, windows, budget), by.restore(y, y, x, back, windows, budget)),
+            by.reuse(y, y, x, x, tokens, back, windows, budget, 0.5),
+        ]
+
+    real = kernels[0].select_weigh(x, windows, budget, 30.0)[0]
+    for a, b in zip(*map(results, kernels), strict=True):
+        assert (a.shape, a.dtype, a.stride(), a.device) == (b.shape, b.dtype, b.stride(), b.device)
+    assert meter.cost.launches == 7
+    tables = windows.source.nbytes + windows.valid.nbytes + budget.expand.nbytes
+    merging = x.nbytes + 3 * budget.total * 40 * 2 + real.numel() * windows.slots * 2
+    meter.cost = cost.Cost()
+    kernels[1].unmerge(torch.empty(3, budget.total, 40).half(), results(kernels[0])[2], windows, budget)
+    assert meter.cost.bytes == merging + tables
+
+
 def test_comfyuis_tome_node_does_nothing_on_sdxl() -> None:
     base, node = cost.count(SDXL), cost.count(SDXL, variants.tome_node(0.5))
     assert (node.launches, node.flops) == (base.launches, base.flops)

@@ -13,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from scripts.comfy_pack import pack_module
 
 config_module = pack_module("toma_core.config")
-core, kernels = pack_module("toma_core"), pack_module("toma_core.kernels")
+core, trial = pack_module("toma_core"), pack_module("toma_core.trial")
 SelectorKind = config_module.SelectorKind
-Backend, Dispatch = kernels.Backend, kernels.Dispatch
 GRID = (13, 9)
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LARGEST = torch.finfo(HALF).max
@@ -31,9 +30,11 @@ def smooth(dtype: torch.dtype, batch: int = 2, channels: int = 40, seed: int = 0
     return x.flatten(2).transpose(1, 2).clamp(-8, 8).contiguous().to(dtype)
 
 
-def run_of(backend: str = "auto", **settings: Any) -> Any:
+def run_of(fast: Any = None, **settings: Any) -> Any:
+    """A run, on the kernels `fast` if there are any."""
     settings = {"min_tokens": 4, "window_size": 4, **settings}
-    return core.RunState(core.Schedule(core.ToMAConfig(**settings)), dispatch=Dispatch(Backend(backend)))
+    dispatch = trial.Dispatch(None if fast is None else trial.Choice(fast))
+    return core.RunState(core.Schedule(core.ToMAConfig(**settings)), dispatch=dispatch)
 
 
 def plan_of(x: Tensor, **settings: Any) -> Any:
@@ -152,25 +153,26 @@ def test_broken_tokens_spoil_their_own_window_only(name: str, dtype: torch.dtype
 
 
 @pytest.fixture
-def triton() -> None:
-    """In the interpreter on machines without a GPU."""
+def triton() -> Any:
+    """ToMA's kernels, in the interpreter on machines without a GPU."""
     pytest.importorskip("triton", reason="Triton has no build for this system")
+    return pack_module("toma_core.kernels.triton").TritonKernels()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:overflow:RuntimeWarning")
 @pytest.mark.parametrize(
     ("name", "window_size"), [("one infinity", 4), ("the first of each window", 4), ("one NaN", 13), ("all of it", 13)]
 )
-def test_kernels_are_as_careful(name: str, window_size: int, triton: None) -> None:
+def test_kernels_are_as_careful(name: str, window_size: int, triton: Any) -> None:
     """Windows in registers, and one of 117 tokens."""
-    check_broken(name, HALF, backend="triton", window_size=window_size)
+    check_broken(name, HALF, fast=triton, window_size=window_size)
 
 
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
-def test_scale_does_not_matter_to_kernels(dtype: torch.dtype, triton: None) -> None:
+def test_scale_does_not_matter_to_kernels(dtype: torch.dtype, triton: Any) -> None:
     x = smooth(dtype)
     up = 2.0**12 if dtype is HALF else 2.0**50
-    assert same_plan(plan_of(x * up, backend="triton"), plan_of(x, backend="triton"))
+    assert same_plan(plan_of(x * up, fast=triton), plan_of(x, fast=triton))
 
 
 @pytest.mark.parametrize("name", ["one NaN", "one infinity", "all of it"])

@@ -70,7 +70,7 @@ def test_headline_says_a_speed_only_if_it_was_measured() -> None:
     assert stats.headline() == "64 -> 32 tokens in 1/2 blocks, 3/9 steps"
     stats.clock = clock(9.0, 1.0, 1.0, 2.0, 2.0)
     assert stats.headline() == "64 -> 32 tokens in 1/2 blocks, 3/9 steps, 1.33x measured"
-    stats.count_detail(1000)  # whole steps that also gather detail are slower than a run without ToMA
+    stats.detail_bytes = 1000  # whole steps that also gather detail are slower than a run without ToMA
     assert stats.headline().endswith("steps")
 
 

@@ -243,10 +243,10 @@ def test_memory_is_counted_and_freed() -> None:
         passed(features(0, 2), at(run, 0, "cond", "uncond"), name)
     one = features(0, 2).nbytes
     passed(features(0, 2), at(run, 3, "cond", "uncond"), "a")
-    assert run.stats.detail_bytes == 2 * one
+    assert run.details.most == 2 * one
     held = [weakref.ref(part) for part in run.details._kept.values()]
     assert len(held) == 2
-    run.close()
+    assert run.close().detail_bytes == 2 * one
     assert [ref() for ref in held] == [None, None]
 
 
@@ -254,6 +254,5 @@ def test_memory_is_told() -> None:
     stats = RunStats()
     stats.merged("single.3")
     assert "detail" not in stats.summary()
-    for held in (2_000_000, 41_900_000, 7):
-        stats.count_detail(held)
+    stats.detail_bytes = 41_900_000
     assert ", 41.9 MB of detail held" in stats.summary()

@@ -1,17 +1,10 @@
-"""What a run tells: counts that are right, one line for the log, lines for a reader, and a map of the last plan."""
+"""What a run tells: counts that are right, one line for the log, and lines for a reader."""
 
 from __future__ import annotations
 
 import threading
 
-import pytest
-import torch
-
-from toma_core.config import SelectorKind, ToMAConfig
-from toma_core.merge import MergePlan
-from toma_core.schedule import Decision, Schedule
-from toma_core.state import RunState
-from toma_core.stats import RunStats, draw_map
+from toma_core.stats import RunStats
 
 
 def stats_of_a_run() -> RunStats:
@@ -89,37 +82,3 @@ def test_counting_from_several_threads_loses_nothing() -> None:
     for thread in threads:
         thread.join()
     assert (stats.evaluations, stats.merged_evaluations, stats.selections, stats.weighings) == (1200,) * 4
-
-
-def plan_of(x: torch.Tensor, grid: tuple[int, int], **settings: object) -> MergePlan:
-    run = RunState(Schedule(ToMAConfig(window_size=4, **settings)))  # type: ignore[arg-type]
-    return run.plan(x, grid, None, Decision(0, 0.5, 0, 0), (None,))
-
-
-@pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
-def test_the_map_shows_each_token_with_its_nearest_destination(selector: SelectorKind) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(2, 63, 6).bfloat16()
-    plan = plan_of(x, (7, 9), selector=selector)
-    drawn = draw_map(plan)
-    assert (drawn.height, drawn.width, drawn.cuts) == (7, 9, plan.windows.cuts)
-    assert torch.equal(drawn.destinations, plan.destinations[0])
-    unit = torch.nn.functional.normalize(x[0].float(), dim=-1)
-    destinations = drawn.destinations.tolist()
-    for members, count in zip(plan.windows.source.tolist(), plan.windows.counts, strict=True):
-        here = [d for d in destinations if d in members[:count]]
-        for token in members[:count]:
-            owner = drawn.owner[token].item()
-            assert owner in here
-            # Where two are about as near, at scale 300 the token is a mix of both and either may be drawn.
-            assert unit[owner] @ unit[token] > max(unit[d] @ unit[token] for d in here) - 0.01
-    assert drawn.owner[drawn.destinations].tolist() == destinations
-
-
-def test_the_map_by_hand() -> None:
-    """2 x 2 tokens, two of a kind in each column: each column has one owner."""
-    x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.01], [0.01, 1.0]]])
-    drawn = draw_map(plan_of(x, (2, 2)))
-    owner = drawn.owner.tolist()
-    assert owner[0] == owner[2] != owner[1] == owner[3]
-    assert set(owner) == set(drawn.destinations.tolist())

@@ -81,7 +81,7 @@ def test_a_step_that_keeps_its_detail_runs_whole_on_new_tensors(graphs: Any, eva
     left = place.leave(out)
     assert torch.equal(left, out)
     assert left.data_ptr() != out.data_ptr()
-    assert evaluation.run.stats.detail_bytes == x.nbytes
+    assert evaluation.run.details.most == x.nbytes
 
 
 @pytest.mark.parametrize("before", [0, BEFORE])
@@ -151,3 +151,14 @@ def test_outside_of_a_trace_nothing_begins(graphs: Any, evaluate: Any) -> None:
 def test_only_graphs_that_are_not_recorded_take_the_operators(graphs: Any, told: Any, inside: bool) -> None:
     options = {} if told is None else {"torch_compile_kwargs": told}
     assert graphs.compiled(options) is inside
+
+
+def test_two_copies_of_the_pack_do_not_share_operators() -> None:
+    """Loaded under another name into the same process, it finds the first namespace taken."""
+    free = pack_module("toma_core.kernels.namespace").free_namespace
+    name = "toma_tried"
+    libraries = []
+    for expected in (name, f"{name}2", f"{name}3"):
+        assert free(name, "enter") == expected
+        libraries.append(torch.library.Library(expected, "FRAGMENT"))
+        libraries[-1].define("enter(Tensor x) -> Tensor")

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
-import math
 import sys
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-import toma_core.kernels
+import toma_core.trial
 from tests.toma_core.kernels.cases import DEVICE, Case
 from toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig, plan_for, reduce, restore
 from toma_core.config import SelectorKind
-from toma_core.kernels import Backend, Dispatch
+from toma_core.kernels import Kernels
 from toma_core.merge import MergePlan, unmerge
 from toma_core.selection import cosine_similarity, facility_location
+from toma_core.trial import Choice, Dispatch
 
 CASE = Case(6, 10, 4, 0.5, 24)
 GRID = (CASE.height, CASE.width)
 HERE = "triton" if DEVICE == "cuda" else "torch (no CUDA device)"
 
 
-def evaluation(backend: Backend, **settings: Any) -> Evaluation:
+def evaluation(given: Choice | None = None, **settings: Any) -> Evaluation:
     config = ToMAConfig(window_size=CASE.size, min_tokens=4, **settings)
-    return Evaluation(RunState(Schedule(config), dispatch=Dispatch(backend)), Decision(0, 0.5, 0, 0))
+    return Evaluation(RunState(Schedule(config), dispatch=Dispatch(given)), Decision(0, 0.5, 0, 0))
+
+
+def on(kernels: Kernels | None, **settings: Any) -> Evaluation:
+    """With these kernels, or none, whatever the device."""
+    return evaluation(Choice(kernels, "" if kernels else "as told"), **settings)
 
 
 def plan_of(x: torch.Tensor, where: Evaluation, scope: str = "a") -> MergePlan:
@@ -36,7 +43,7 @@ def plan_of(x: torch.Tensor, where: Evaluation, scope: str = "a") -> MergePlan:
 
 def test_unasked(kernels: Any) -> None:
     """Real kernels on a GPU; PyTorch on a CPU, even where Triton's interpreter stands ready."""
-    where = evaluation(Backend.AUTO)
+    where = evaluation()
     plan = plan_of(CASE.tokens(), where)
     assert (plan.kernels is None) == (DEVICE == "cpu")
     assert where.run.stats.kernels == {HERE}
@@ -44,19 +51,18 @@ def test_unasked(kernels: Any) -> None:
     assert f"; kernels: {HERE}" in where.run.stats.summary()
 
 
-def test_asked_for(kernels: Any) -> None:
-    plan = plan_of(CASE.tokens(), evaluation(Backend.TRITON))
-    assert isinstance(plan.kernels, type(kernels))
-    where = evaluation(Backend.TORCH)
+def test_a_given_choice_is_taken(kernels: Any) -> None:
+    assert plan_of(CASE.tokens(), on(kernels)).kernels is kernels
+    where = on(None)
     assert plan_of(CASE.tokens(), where).kernels is None
-    assert where.run.stats.kernels == {"torch (as asked)"}
+    assert where.run.stats.kernels == {"torch (as told)"}
 
 
 def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    obstacle = toma_core.kernels._obstacle
-    monkeypatch.setattr(toma_core.kernels, "_obstacle", lambda *a, **k: asked.append(a) or obstacle(*a, **k))
-    where = evaluation(Backend.TRITON)
+    obstacle = toma_core.trial._obstacle
+    monkeypatch.setattr(toma_core.trial, "_obstacle", lambda *a, **k: asked.append(a) or obstacle(*a, **k))
+    where = evaluation()
     for scope in "abc":
         plan_of(CASE.tokens(), where, scope)
     assert len(asked) == 1
@@ -71,11 +77,8 @@ def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     ids=["dtype", "window"],
 )
 def test_what_kernels_cannot_do(case: Case, reason: str, kernels: Any) -> None:
-    """Said in words, and an error only for who asked for them."""
-    x, layout = case.tokens(), case.layout()
-    with pytest.raises(RuntimeError, match=reason):
-        Dispatch(Backend.TRITON).pick(x, *layout)
-    choice = Dispatch().pick(x, *layout)
+    """Said in words."""
+    choice = Dispatch().pick(case.tokens(), *case.layout())
     assert choice.kernels is None
     assert str(choice) == (f"torch ({reason})" if DEVICE == "cuda" else "torch (no CUDA device)")
 
@@ -83,14 +86,28 @@ def test_what_kernels_cannot_do(case: Case, reason: str, kernels: Any) -> None:
 def test_other_devices() -> None:
     x, layout = CASE.tokens().to("meta"), CASE.layout()
     assert str(Dispatch().pick(x, *layout)) == "torch (no CUDA device)"
-    with pytest.raises(RuntimeError, match="cannot run here: no CUDA device"):
-        Dispatch(Backend.TRITON).pick(x, *layout)
 
 
-def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_gpu(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Tokens that are said to be on a GPU, and have no values."""
+    with FakeTensorMode():
+        return torch.empty(1, 60, 24, dtype=dtype, device="cuda")
+
+
+def test_what_is_found_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of asking; without one, what a GPU would be told is read from tokens without values."""
+    assert str(Dispatch().pick(on_a_gpu(torch.float64), *CASE.layout())) == "torch (tokens in torch.float64)"
+    if DEVICE == "cpu":
+        assert str(Dispatch().pick(on_a_gpu(), *CASE.layout())) == "torch (TRITON_INTERPRET is set)"
+        triton = importlib.import_module("toma_core.kernels.triton")
+        monkeypatch.setattr(triton, "INTERPRETED", False)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        assert "capability is below 8.0" in str(Dispatch().pick(on_a_gpu(), *CASE.layout()))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        layout = Case(17, 17, 17, 0.5, 8).layout()
+        assert "windows of 289 tokens, the kernels take 256" in str(Dispatch().pick(on_a_gpu(), *layout))
     monkeypatch.setitem(sys.modules, "toma_core.kernels.triton", None)
-    with pytest.raises(RuntimeError, match="Triton is not installed"):
-        Dispatch(Backend.TRITON).pick(CASE.tokens(), *CASE.layout())
+    assert str(Dispatch().pick(on_a_gpu(), *CASE.layout())) == "torch (Triton is not installed)"
 
 
 class TestFirstUse:
@@ -98,8 +115,8 @@ class TestFirstUse:
 
     @pytest.fixture(autouse=True)
     def seems_fine(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(toma_core.kernels, "_obstacle", lambda *args, **kwargs: "")
-        monkeypatch.setattr(toma_core.kernels, "_trials", {})
+        monkeypatch.setattr(toma_core.trial, "_obstacle", lambda *args, **kwargs: "")
+        monkeypatch.setattr(toma_core.trial, "_trials", {})
 
     def test_falls_back_once_and_says_why(
         self, kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -114,7 +131,7 @@ class TestFirstUse:
         reason = "Triton failed: RuntimeError: Failed to find C compiler."
         for _ in range(2):
             with caplog.at_level(logging.WARNING):
-                where = evaluation(Backend.AUTO)
+                where = evaluation()
                 plan_of(CASE.tokens(), where)
             assert where.run.stats.kernels == {f"torch ({reason})"}
         assert len(calls) == 1
@@ -122,22 +139,14 @@ class TestFirstUse:
             f"ToMA: plain PyTorch instead of Triton kernels. {reason}"
         ]
         with pytest.raises(RuntimeError, match="C compiler"):
-            reduce(CASE.tokens(), plan_of(CASE.tokens(), evaluation(Backend.TRITON)))
+            reduce(CASE.tokens(), plan_of(CASE.tokens(), on(kernels)))
 
     def test_falls_back_where_results_are_off(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         merge = type(kernels).merge
         monkeypatch.setattr(type(kernels), "merge", lambda *args: 1.1 * merge(*args))
-        where = evaluation(Backend.AUTO)
+        where = evaluation()
         plan_of(CASE.tokens(), where)
         assert where.run.stats.kernels == {"torch (Triton's results are off)"}
-
-    def test_hard_plans_have_a_trial_of_their_own(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        merge = type(kernels).merge_hard
-        monkeypatch.setattr(type(kernels), "merge_hard", lambda *args: 1.1 * merge(*args))
-        for scale, used in ((30.0, "triton"), (math.inf, "torch (Triton's results are off)")):
-            where = evaluation(Backend.AUTO, scale=scale)
-            plan_of(CASE.tokens(), where)
-            assert where.run.stats.kernels == {used}
 
     def test_no_memory_is_no_reason_to_fall_back(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*args: Any) -> None:
@@ -145,21 +154,18 @@ class TestFirstUse:
 
         monkeypatch.setattr(type(kernels), "merge", fail)
         with pytest.raises(torch.OutOfMemoryError):
-            plan_of(CASE.tokens(), evaluation(Backend.AUTO))
+            plan_of(CASE.tokens(), evaluation())
 
-    @pytest.mark.parametrize("scale", [30.0, math.inf])
-    def test_works(self, scale: float, kernels: Any) -> None:
-        where = evaluation(Backend.AUTO, scale=scale)
+    def test_works(self, kernels: Any) -> None:
+        where = evaluation()
         assert isinstance(plan_of(CASE.tokens(), where).kernels, type(kernels))
         assert where.run.stats.kernels == {"triton"}
 
 
 @pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
-@pytest.mark.parametrize("scale", [30.0, math.inf])
-def test_a_run_on_kernels_equals_one_without(scale: float, selector: SelectorKind, kernels: Any) -> None:
+def test_a_run_on_kernels_equals_one_without(selector: SelectorKind, kernels: Any) -> None:
     """Selected, then weighed anew from other tokens: the block's result as in plain PyTorch."""
-    settings = {"selector": selector, "scale": scale}
-    fast, plain = (evaluation(backend, **settings) for backend in (Backend.TRITON, Backend.TORCH))
+    fast, plain = (on(used, selector=selector, scale=30.0) for used in (kernels, None))
     for seed, weighing in ((0, 0), (1, 1)):
         x = CASE.tokens(seed)
         decision = Decision(0, 0.5, 0, weighing)
@@ -185,7 +191,7 @@ def test_a_run_on_kernels_equals_one_without(scale: float, selector: SelectorKin
 
 
 def test_a_batch_of_several_parts_stays_on_kernels(kernels: Any) -> None:
-    where = Evaluation(evaluation(Backend.TRITON).run, Decision(0, 0.5, 0, 0), ("left", "right", "left"))
+    where = Evaluation(on(kernels).run, Decision(0, 0.5, 0, 0), ("left", "right", "left"))
     x = torch.cat([CASE.tokens(seed) for seed in range(3)])
     plan = plan_of(x, where)
     assert plan.kernels is not None
@@ -194,7 +200,7 @@ def test_a_batch_of_several_parts_stays_on_kernels(kernels: Any) -> None:
 
 
 def test_gradients_go_through_plain_pytorch(kernels: Any) -> None:
-    plan = plan_of(CASE.tokens(), evaluation(Backend.TRITON))
+    plan = plan_of(CASE.tokens(), on(kernels))
     y = torch.randn(1, plan.kept, CASE.channels, device=DEVICE, requires_grad=True)
     unmerge(y, plan).sum().backward()
     expected = plan.unmerge_weights.sum(2)
@@ -206,6 +212,6 @@ def test_gradients_go_through_plain_pytorch(kernels: Any) -> None:
 
 def test_other_dtypes_than_the_plans_go_through_plain_pytorch(kernels: Any) -> None:
     """As without kernels: PyTorch's own error, not a product of mixed dtypes."""
-    plan = plan_of(CASE.tokens(), evaluation(Backend.TRITON))
+    plan = plan_of(CASE.tokens(), on(kernels))
     with pytest.raises(RuntimeError, match="same dtype"):
         reduce(CASE.tokens().half(), plan)

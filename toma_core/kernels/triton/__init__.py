@@ -1,12 +1,12 @@
-"""The kernels in Triton. Importing this package needs Triton: `kernels.Dispatch` decides whether to."""
+"""The kernels in Triton. Importing this package needs Triton: `trial.Dispatch` decides whether to."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from ...windows import Budget, Windows
+from . import agreement, product, select
 from .launch import INTERPRETED
-from .ops import operators
 from .select import MOST
 
 __all__ = ["INTERPRETED", "MOST", "TritonKernels"]
@@ -21,32 +21,22 @@ class TritonKernels:
     def select_weigh(self, x: Tensor, windows: Windows, budget: Budget, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         """See `kernels.Kernels`."""
         _require(x, windows.tokens)
-        plan: tuple[Tensor, Tensor, Tensor] = operators.select_weigh.default(
-            x, windows.source, windows.valid, budget.valid, budget.slots, scale
-        )
-        return plan
+        return select.select_weigh(x, windows.source, windows.valid, budget.valid, budget.slots, scale)
 
     def weigh(self, x: Tensor, picks: Tensor, windows: Windows, budget: Budget, scale: float) -> tuple[Tensor, Tensor]:
         """See `kernels.Kernels`."""
         _require(x, windows.tokens)
-        weights: tuple[Tensor, Tensor] = operators.weigh.default(
-            x, picks, windows.source, windows.valid, budget.valid, scale
-        )
-        return weights
+        return select.weigh(x, picks, windows.source, windows.valid, budget.valid, scale)
 
     def merge(self, x: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
         """See `kernels.Kernels`."""
         _require(x, windows.tokens)
-        merged: Tensor = operators.merge.default(x, weights, windows.source, budget.valid, budget.expand, budget.total)
-        return merged
+        return product.merge(x, weights, windows.source, budget.valid, budget.expand, budget.total)
 
     def unmerge(self, y: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
         """See `kernels.Kernels`."""
         _require(y, budget.total)
-        spread: Tensor = operators.unmerge.default(
-            y, None, None, weights, windows.source, windows.valid, budget.expand, windows.tokens
-        )
-        return spread
+        return product.unmerge(y, None, None, weights, windows.source, windows.valid, budget.expand, windows.tokens)
 
     def restore(
         self, out: Tensor, reduced: Tensor, x: Tensor, weights: Tensor, windows: Windows, budget: Budget
@@ -55,10 +45,7 @@ class TritonKernels:
         _require(out, budget.total)
         _require(reduced, budget.total, out)
         _require(x, windows.tokens, out)
-        restored: Tensor = operators.unmerge.default(
-            out, reduced, x, weights, windows.source, windows.valid, budget.expand, windows.tokens
-        )
-        return restored
+        return product.unmerge(out, reduced, x, weights, windows.source, windows.valid, budget.expand, windows.tokens)
 
     def reuse(
         self,
@@ -79,34 +66,10 @@ class TritonKernels:
         _require(kept, windows.tokens, out)
         if destinations.shape[1] != budget.total:
             raise ValueError(f"expected destinations of (batch, {budget.total}), got {tuple(destinations.shape)}")
-        sums = operators.agreement.default(out, reduced, kept, destinations)
-        restored: Tensor = operators.reuse.default(
+        sums = agreement.agreement(out, reduced, kept, destinations)
+        return product.reuse(
             out, reduced, x, kept, sums, destinations, weights, windows.source, windows.valid, budget.expand, trust
         )
-        return restored
-
-    def merge_hard(self, x: Tensor, owners: Tensor, windows: Windows, budget: Budget) -> Tensor:
-        """See `kernels.Kernels`."""
-        _require(x, windows.tokens)
-        _require_owners(owners, len(x), windows.tokens)
-        merged: Tensor = operators.merge_hard.default(
-            x, owners, windows.source, windows.valid, budget.valid, budget.expand, budget.slots, budget.total
-        )
-        return merged
-
-    def unmerge_hard(self, y: Tensor, owners: Tensor) -> Tensor:
-        """See `kernels.Kernels`."""
-        _require_owners(owners, len(y), owners.shape[1])
-        copied: Tensor = operators.unmerge_hard.default(y, None, None, owners)
-        return copied
-
-    def restore_hard(self, out: Tensor, reduced: Tensor, x: Tensor, owners: Tensor) -> Tensor:
-        """See `kernels.Kernels`."""
-        _require(reduced, out.shape[1], out)
-        _require(x, owners.shape[1], out)
-        _require_owners(owners, len(out), owners.shape[1])
-        restored: Tensor = operators.unmerge_hard.default(out, reduced, x, owners)
-        return restored
 
 
 def _require(t: Tensor, tokens: int, like: Tensor | None = None) -> None:
@@ -114,8 +77,3 @@ def _require(t: Tensor, tokens: int, like: Tensor | None = None) -> None:
     batch, _, channels = t.shape if like is None else like.shape
     if t.shape != (batch, tokens, channels):
         raise ValueError(f"expected tokens of {(batch, tokens, channels)}, got {tuple(t.shape)}")
-
-
-def _require_owners(owners: Tensor, batch: int, tokens: int) -> None:
-    if owners.shape != (batch, tokens):
-        raise ValueError(f"expected owners of {(batch, tokens)}, got {tuple(owners.shape)}")

@@ -11,8 +11,6 @@ GPU's L2 cache, and the program walks over it in tiles of columns.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -47,19 +45,11 @@ def inside_window(valid, window, slots, place, HAS_VALID: tl.constexpr):
 
 
 @triton.jit
-def _shares(similarity, scale, chosen, inside, row, column, HARD: tl.constexpr):
-    """A of (destination, token): softmax over the chosen rows, or 1 at the most similar of them, the first of equals;
-    columns of padding are zero. row, column: the slots of both sides."""
-    if HARD:
-        # A destination belongs to itself, whatever the cosine of equal tokens was rounded to.
-        similarity = tl.where(row[:, None] == column[None, :], 3.0, similarity)
-        nearest = tl.argmax(tl.where(chosen[:, None], similarity, -3.0), axis=0)
-        weights = tl.where(row[:, None] == nearest[None, :], 1.0, 0.0)
-    else:
-        # torch.compile hands Python floats over as fp64.
-        logits = tl.where(chosen[:, None], similarity * tl.cast(scale, tl.float32), -float("inf"))
-        weights = tl.exp(logits - tl.max(logits, axis=0)[None, :])
-        weights = weights / tl.sum(weights, axis=0)[None, :]
+def _shares(similarity, scale, chosen, inside):
+    """A of (destination, token): softmax over the chosen rows; columns of padding are zero."""
+    logits = tl.where(chosen[:, None], similarity * scale, -float("inf"))
+    weights = tl.exp(logits - tl.max(logits, axis=0)[None, :])
+    weights = weights / tl.sum(weights, axis=0)[None, :]
     return tl.where(inside[None, :], weights, 0.0)
 
 
@@ -93,7 +83,7 @@ def _fill_unused(picks, M, back, first, kept, slots, K, place, SELECT: tl.conste
 @triton.jit
 def _on_chip_kernel(
     x, source, valid, used, picks, M, back, stride_b, stride_n, stride_c, windows, slots, K, C, scale,
-    SELECT: tl.constexpr, HARD: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
+    SELECT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
     S_PAD: tl.constexpr, K_PAD: tl.constexpr, ROUNDS: tl.constexpr,
     STEPS_C: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -151,7 +141,7 @@ def _on_chip_kernel(
     rank_rows = tl.sum(tl.where(place[None, :] < place[:, None], chosen_columns[None, :], 0), axis=1)
     if SELECT:
         tl.store(picks + rank_columns, place.to(tl.int64), mask=chosen_columns != 0)
-    A = _shares(similarity, scale, chosen_rows != 0, inside, place, place, HARD)
+    A = _shares(similarity, scale, chosen_rows != 0, inside)
     mask = (chosen_rows != 0)[:, None] & (place < slots)[None, :]
     tl.store(back + place[None, :] * K + rank_rows[:, None], A.to(back.dtype.element_ty), mask=mask)
     A = _normal_rows(A, tl.sum(A, axis=1))
@@ -164,7 +154,7 @@ def _on_chip_kernel(
 @triton.jit
 def _tiled_kernel(
     x, source, valid, used, picks, M, back, scratch, stride_b, stride_n, stride_c, windows, slots, K, C, scale,
-    SELECT: tl.constexpr, HARD: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
+    SELECT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
     S_PAD: tl.constexpr, K_PAD: tl.constexpr, ROUNDS: tl.constexpr,
     STEPS_C: tl.constexpr, BLOCK_C: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -245,14 +235,14 @@ def _tiled_kernel(
     for tile in range(0, S_PAD, TILE):
         j = tile + tl.arange(0, TILE)
         similarity = tl.load(scratch + place[:, None] * S_PAD + j[None, :])
-        A = _shares(similarity, scale, chosen != 0, inside_window(valid, window, slots, j, HAS_VALID), place, j, HARD)
+        A = _shares(similarity, scale, chosen != 0, inside_window(valid, window, slots, j, HAS_VALID))
         mask = (chosen != 0)[:, None] & (j < slots)[None, :]
         tl.store(back + j[None, :] * K + rank[:, None], A.to(back.dtype.element_ty), mask=mask)
         total += tl.sum(A, axis=1)
     for tile in range(0, S_PAD, TILE):
         j = tile + tl.arange(0, TILE)
         similarity = tl.load(scratch + place[:, None] * S_PAD + j[None, :])
-        A = _shares(similarity, scale, chosen != 0, inside_window(valid, window, slots, j, HAS_VALID), place, j, HARD)
+        A = _shares(similarity, scale, chosen != 0, inside_window(valid, window, slots, j, HAS_VALID))
         mask = (chosen != 0)[:, None] & (j < slots)[None, :]
         tl.store(M + rank[:, None] * slots + j[None, :], _normal_rows(A, total).to(M.dtype.element_ty), mask=mask)
     if HAS_USED:
@@ -268,8 +258,7 @@ def select_weigh(
 
     x: (B, N, C) fp16, bf16 or fp32, any strides; source: (W, S) int64 with S <= MOST; valid: (W, S) bool or None;
     used: (W, K) bool or None. Returns picks (B, W, K) int64, merge weights (B, W, K, S) and unmerge weights
-    (B, W, S, K) in x's dtype, as `selection.select` and `merge.weigh` define them, those of a hard plan at an infinite
-    scale. Scores are fp32.
+    (B, W, S, K) in x's dtype, as `selection.select` and `merge.weigh` define them. Scores are fp32.
     """
     picks = torch.empty(x.shape[0], source.shape[0], K, device=x.device, dtype=torch.int64)
     return picks, *_launch(x, picks, source, valid, used, scale, select=True)
@@ -298,8 +287,7 @@ def _launch(
     # Loop bounds are compiled in. A few counts of picks share one kernel, so that a ratio that changes from step to
     # step does not compile each time; the rounds too many do nothing.
     rounds, steps = -(-K // 8) * 8, triton.cdiv(x.shape[2], block_c)
-    given = (select, math.isinf(scale), valid is not None, used is not None, upcast(x.dtype))
-    flags = (*given, S_PAD, padded(K), rounds, steps, block_c)
+    flags = (select, valid is not None, used is not None, upcast(x.dtype), S_PAD, padded(K), rounds, steps, block_c)
     grid = (batch * windows,)
     with on_device(x):
         if S_PAD <= ON_CHIP:
