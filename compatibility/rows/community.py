@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks import models
 
+from ..judge import attach, close
 from ..kit import SIDE, AbsentError, Kit, community, filled, found, node, patcher, random
 from ..row import FOR_FLUX, FOR_UNETS, Expected, Graph
 from .guidance import REPLACED
@@ -147,14 +148,29 @@ def wavespeed(kit: Kit) -> Graph:
 
 @row(GROUP, "Tiled Diffusion (MultiDiffusion, Mixture of Diffusers, SpotDiffusion)", pack="ComfyUI-TiledDiffusion")
 def tiled_diffusion(kit: Kit) -> Iterator[Graph]:
-    """Tiles of 16 x 16 latents, overlapping by 8."""
-    patch = community("ComfyUI-TiledDiffusion")("TiledDiffusion")
+    """Tiles of 16 x 16 latents, overlapping by 8: the same one by one or four at once, and in any order but for
+    SpotDiffusion, whose last tile wins where they overlap."""
+    pack = "ComfyUI-TiledDiffusion"
+    patch = community(pack)("TiledDiffusion")
+    code = importlib.import_module(f"{str(found(pack)).replace('.', '_x_')}.tiled_diffusion")
+    cut = code.split_bboxes
+
+    def backwards(*args: Any, **inputs: Any) -> Any:
+        tiles, weights = cut(*args, **inputs)
+        return tiles[::-1], weights
+
+    def in_order(method: str, result: Tensor) -> None:
+        for at_once, cutting in ((1, cut), (4, cut if method == "SpotDiffusion" else backwards)):
+            with mock.patch.object(code, "split_bboxes", cutting):
+                again = kit.sample(attach(_tiled(patch, method, kit.model, at_once)))
+            assert close(again, result), "what a tile becomes depends on the others"
+
     for method in ("MultiDiffusion", "Mixture of Diffusers", "SpotDiffusion"):
-        yield runs(kit, Graph(partial(_tiled, patch, method), name=method))
+        yield runs(kit, Graph(partial(_tiled, patch, method), name=method, check=partial(in_order, method)))
 
 
-def _tiled(patch: Any, method: str, model: Any) -> Any:
-    return patch(model, method, 128, 128, 64, 4)
+def _tiled(patch: Any, method: str, model: Any, at_once: int = 4) -> Any:
+    return patch(model, method, 128, 128, 64, at_once)
 
 
 @row(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+
+from scripts.comfy_pack import pack_module
 
 from ..judge import attach
 from ..kit import Kit, node, part, patcher, random
@@ -99,17 +102,16 @@ def compiled(kit: Kit) -> Graph:
     return Graph(lambda m: patch(m, "eager"), model=kit.build(**small), same_as={})
 
 
-@row(GROUP, "MultiGPU CFG Split (on two devices that are both the CPU)")
-def multigpu(kit: Kit) -> Graph:
-    """On two devices that are both the CPU, each with its thread, one after the other: tensors of the two cannot be
-    told apart, so the threads would race for one plan. On one device it is made from the other condition's tokens, so
-    the result is only near."""
+@row(GROUP, "MultiGPU CFG Split (two devices with a thread each, both of them the CPU)")
+def multigpu(kit: Kit) -> Iterator[Graph]:
+    """ComfyUI's own threads, at the same time, each with a device that is another one to ComfyUI and to ToMA. On one
+    device weights are made from one condition's tokens, here from those of each, so the result is only near to that;
+    destinations are the same for both."""
     import comfy.model_management
-    import comfy.multigpu
 
-    patch, pool = node("nodes_multigpu.MultiGPUCFGSplitNode"), comfy.multigpu.MultiGPUThreadPool
+    patch = node("nodes_multigpu.MultiGPUCFGSplitNode")
     devices = [torch.device("cpu"), torch.device("cpu", 0)]
-    model, submit, loaded = kit.build(), pool.submit, comfy.model_management.loaded_models
+    model, loaded = kit.build(), comfy.model_management.loaded_models
     model.cached_patcher_init = (kit.build, ())
 
     def split(m: Any) -> Any:
@@ -123,20 +125,29 @@ def multigpu(kit: Kit) -> Graph:
         assert len(m.get_additional_models_with_key("multigpu")) == 1
         return m
 
-    def in_turn(self: Any, device: Any, *work: Any) -> None:
-        submit(self, device, *work)
-        self._result_queues[device].put(self.get_result(device))
-
-    def sample(m: Any) -> Tensor:
-        with mock.patch.object(pool, "submit", in_turn):
-            return kit.sample(m)
-
     def near(result: Tensor) -> None:
         one, whole = kit.sample(attach(model, **smooth)), kit.sample(model)
         assert (result - one).norm() < 0.2 * (one - whole).norm(), "not near to what one device makes"
 
+    def shared(result: Tensor) -> None:
+        state = pack_module("toma_core.state").RunState
+        original, picks = state.plan, {}
+
+        def noted(self: Any, x: Tensor, grid: Any, scope: Any, decision: Any, copies: Any, *rest: Any) -> Any:
+            plan = original(self, x, grid, scope, decision, copies, *rest)
+            for device, _ in copies:
+                picks.setdefault((grid, scope, decision.step), {})[device] = plan.picks
+            return plan
+
+        with mock.patch.object(state, "plan", noted):
+            assert torch.equal(kit.sample(attach(split(model))), result), "not the same twice"
+        for found in picks.values():
+            assert [*found] and {*found} == {*devices}, "not merged on both devices"
+            assert torch.equal(*found.values()), "cond and uncond have destinations of their own"
+
     smooth = {"selector": "grid", "scale": 20.0}
-    return Graph(split, sample=sample, model=model, settings=smooth, steered=False, check=near)
+    yield Graph(split, model=model, settings=smooth, steered=False, check=near, name="near to one device")
+    yield Graph(split, model=model, steered=False, check=shared, name="destinations")
 
 
 @row(GROUP, "Reference key-value cache (FluxKVCache)", sdxl=FOR_FLUX,

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kit import SMALL, STEPS, Kit, node, part
+from ..judge import attach, close
+from ..kit import SIDE, SMALL, STEPS, Kit, node, part
 from ..row import Graph
+from ..tiles import corners, tiled
 from .table import row
 
 GROUP = "Sampling"
@@ -144,6 +146,20 @@ def sigma_nodes(kit: Kit) -> Iterator[Graph]:
 
     for name, make in made.items():
         yield Graph(sample=partial(sample, make), steered=False, name=name)
+
+
+@row(GROUP, "Tiles of the latent, in any order, one by one or side by side, resting or moving")
+def tiles(kit: Kit) -> Iterator[Graph]:
+    """As MultiDiffusion and SpotDiffusion call the model: each tile is merged by what it shows."""
+    at = corners(SIDE)
+
+    def in_order(result: Tensor) -> None:
+        for tiles, at_once in ((at[::-1], 1), (at, 2), (at[::-1], 4)):
+            again = kit.sample(attach(tiled(kit.model, tiles, at_once)))
+            assert close(again, result), "what a tile becomes depends on the others"
+
+    yield Graph(lambda m: tiled(m, at), steered=False, check=in_order, name="resting")
+    yield Graph(lambda m: tiled(m, at, 4, lambda step: 3 * step), steered=False, name="moving")
 
 
 @row(GROUP, "Unsampling: sigmas from low to high (FlipSigmas)")

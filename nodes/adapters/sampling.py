@@ -94,8 +94,11 @@ class Sampling:
         chunks, frames = _chunks(len(x), transformer_options)
         parts = self.parts(len(x), transformer_options)
         if not self._is_piece(x, transformer_options):
-            latent = x if self.apart else None
-            yield Evaluation(self.run, self.decision, self.copies(chunks, frames), parts, latent)
+            copies = self.copies(chunks, frames)
+            if self.apart:
+                device = transformer_options.get("multigpu_thread_device")
+                copies = tuple((device, copy) for copy in copies)
+            yield Evaluation(self.run, self.decision, copies, parts, x if self.apart else None)
             return
         # Nothing is kept of a piece, so that it runs whole where others keep.
         decision = replace(self.decision, ratio=self.decision.merged_ratio, keeps_detail=False, plain=True)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import models
+from compatibility.tiles import corners, tiled
 from scripts.comfy_pack import pack_module
 
-SIDE, TILE = 24, 16
-CORNERS = [(y, x) for y in (0, SIDE - TILE) for x in (0, SIDE - TILE)]
+SIDE = 24
+CORNERS = corners(SIDE)
 PRESETS = ("balanced", "quality", "fast", "faithful")
 # At these sizes values reach 500, and sums of tiles have another order.
 NEARLY = {"rtol": 1e-4, "atol": 2e-3}
@@ -31,32 +32,6 @@ def preset(pack: Any) -> Callable[[Any, str], Any]:
     return lambda model, name: attach(model, config.from_preset(name, **small))
 
 
-def tiled(
-    model: Any, corners: Sequence[tuple[int, int]] = CORNERS, at_once: int = 1, move: Callable[[int], int] = lambda _: 0
-) -> Any:
-    """The model on tiles that overlap, as MultiDiffusion calls it: some tiles at once side by side in the batch, each
-    with all of its conditions. move: how far the latent is rolled in an evaluation, as SpotDiffusion does."""
-    model, count = model.clone(), [0]
-
-    def pieces(apply: Any, args: dict[str, Any]) -> torch.Tensor:
-        by = move(count[0])
-        count[0] += 1
-        x, t, c = args["input"].roll(by, -1), args["timestep"], args["c"]
-        out, weight = torch.zeros_like(x), torch.zeros_like(x)
-        for i in range(0, len(corners), at_once):
-            some = corners[i : i + at_once]
-            cut = torch.cat([x[..., top : top + TILE, left : left + TILE] for top, left in some])
-            n = len(some)
-            more = {k: v.repeat(n, *[1] * (v.ndim - 1)) if isinstance(v, torch.Tensor) else v for k, v in c.items()}
-            for (top, left), part in zip(some, apply(cut, t.repeat(n), **more).chunk(n), strict=True):
-                out[..., top : top + TILE, left : left + TILE] += part
-                weight[..., top : top + TILE, left : left + TILE] += 1
-        return (out / weight).roll(-by, -1)
-
-    model.set_model_unet_function_wrapper(pieces)
-    return model
-
-
 def sampled(model: Any, **options: Any) -> torch.Tensor:
     return models.sample(model, SIDE, SIDE, **{"steps": 4, **options})
 
@@ -66,15 +41,15 @@ def sampled(model: Any, **options: Any) -> torch.Tensor:
 def test_a_tile_does_not_depend_on_the_others(model: Any, preset: Any, stats_of: Any, name: str) -> None:
     """Tiles in another order, and some at once, give the same picture; and they are merged."""
     patched = preset(model, name)
-    expected = sampled(tiled(patched))
+    expected = sampled(tiled(patched, CORNERS))
     assert stats_of(patched).merged_blocks
-    for corners, at_once in ((CORNERS[::-1], 1), (CORNERS, 2), (CORNERS[::-1], 4)):
-        torch.testing.assert_close(sampled(tiled(patched, corners, at_once)), expected, **NEARLY)
+    for tiles, at_once in ((CORNERS[::-1], 1), (CORNERS, 2), (CORNERS[::-1], 4)):
+        torch.testing.assert_close(sampled(tiled(patched, tiles, at_once)), expected, **NEARLY)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_joined_and_split_calls_agree_on_tiles(model: Any, preset: Any, monkeypatch: Any, name: str) -> None:
-    patched = tiled(preset(model, name), at_once=2)
+    patched = tiled(preset(model, name), CORNERS, at_once=2)
     joined = sampled(patched)
     monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
     torch.testing.assert_close(sampled(patched), joined, **NEARLY)
@@ -82,7 +57,7 @@ def test_joined_and_split_calls_agree_on_tiles(model: Any, preset: Any, monkeypa
 
 def test_cond_and_uncond_share_the_destinations_of_a_tile(model: Any, attach: Any, plan_calls: Any) -> None:
     """Two tiles at once, each with both conditions: four images, of which two and two show the same."""
-    sampled(tiled(attach(model), at_once=2), steps=1)
+    sampled(tiled(attach(model), CORNERS, at_once=2), steps=1)
     for call in plan_calls:
         first, again, second, once_more = call.plan.picks
         assert torch.equal(first, again)
@@ -109,12 +84,12 @@ def test_nothing_of_a_tile_is_left_for_the_next_evaluation(model: Any, attach: A
     patched = attach(model, select_every=10, unet_whole_every=3, flux_whole_every=3, detail_reuse=True)
     for move in (lambda _: 0, lambda step: 3 * step):
         plan_calls.clear()
-        out = sampled(tiled(patched, move=move), cfg=1.0, steps=3, last_step=2)
+        out = sampled(tiled(patched, CORNERS, move=move), cfg=1.0, steps=3, last_step=2)
         assert out.isfinite().all()
         assert {call.decision.step for call in plan_calls} == {1}, "the first step runs whole"
         assert {call.decision.plain for call in plan_calls} == {True}
         plan_calls.clear()
-        sampled(tiled(attach(model), at_once=4, move=move), cfg=1.0, steps=3)
+        sampled(tiled(attach(model), CORNERS, at_once=4, move=move), cfg=1.0, steps=3)
         assert len({id(call.plan) for call in plan_calls}) == len({(c.decision.step, c.scope) for c in plan_calls})
 
 
@@ -127,14 +102,14 @@ def test_plans_of_tiles_do_not_pile_up(model: Any, attach: Any, monkeypatch: Any
         held.append(len(self._plans))
 
     monkeypatch.setattr(state, "forget", counted)
-    sampled(tiled(attach(model)))
+    sampled(tiled(attach(model), CORNERS))
     assert len(held) == 16
     assert len(set(held)) == 1, "as many after the last tile as after the first"
 
 
 def test_the_picture_of_a_tiled_run_can_be_drawn(model: Any, attach: Any, stats_of: Any) -> None:
     patched = attach(model)
-    sampled(tiled(patched))
+    sampled(tiled(patched, CORNERS))
     assert stats_of(patched).maps.keys() == stats_of(patched).grids.keys() != set()
 
 

@@ -1,0 +1,150 @@
+"""Free memory decides whether conditions come in one call or in several, and must not decide on the picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+SIDE = 24
+PRESETS = ("balanced", "quality", "fast", "faithful")
+SMALL = {"min_tokens": 4, "flux_whole_double": 1, "flux_whole_single": 1}
+
+
+@pytest.fixture(params=["unet", "flux"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def preset(pack: Any) -> Callable[..., Any]:
+    """preset(model, name, **settings): the model with ToMA, on small grids too and with few whole blocks."""
+    config, attach = pack_module("toma_core.config").ToMAConfig, pack_module("nodes.adapters.run").attach
+    return lambda model, name, **settings: attach(model, config.from_preset(name, **{**SMALL, **settings}))
+
+
+@contextmanager
+def short_of_memory(model: Any) -> Iterator[None]:
+    """Every condition is a call of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
+        yield
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def late(model: Any, start: float = 0.45) -> list[Any]:
+    """A prompt that is there from the beginning, and one that begins later."""
+    return [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3, start_percent=start)]
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("prompts", ["two", "late"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_joined_and_split_calls_give_one_picture(model: Any, preset: Any, name: str, prompts: str) -> None:
+    """To rounding, as without ToMA."""
+    options: dict[str, Any] = {"steps": 6} if prompts == "two" else {"steps": 6, "positive": late(model)}
+    patched = preset(model, name)
+    joined, plain = (models.sample(m, SIDE, SIDE, **options) for m in (patched, model))
+    with short_of_memory(model):
+        split, plain_split = (models.sample(m, SIDE, SIDE, **options) for m in (patched, model))
+    assert distance(plain_split, plain) < 5e-6
+    assert distance(split, joined) < 2e-5
+    assert distance(joined, plain) > 1e-3, "nothing was merged"
+
+
+@pytest.mark.parametrize("name", ["balanced", "faithful"])
+def test_the_number_of_threads_does_not_matter(model: Any, preset: Any, name: str) -> None:
+    patched, before = preset(model, name), torch.get_num_threads()
+    try:
+        pictures = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            pictures.append(models.sample(patched, SIDE, SIDE, steps=6))
+    finally:
+        torch.set_num_threads(before)
+    assert max(distance(picture, pictures[0]) for picture in pictures) < 2e-5
+
+
+def modes(decisions: list[Any]) -> str:
+    """A letter an evaluation: whole, merged, merged plainly."""
+    return "".join("w" if not d.merged_ratio else "p" if d.plain else "m" for d in decisions)
+
+
+@pytest.fixture
+def settled(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What every evaluation came to do."""
+    state = pack_module("toma_core.state").RunState
+    original, made = state.decide, []
+
+    def spy(self: Any, *args: Any) -> Any:
+        made.append(original(self, *args))
+        return made[-1]
+
+    monkeypatch.setattr(state, "decide", spy)
+    return made
+
+
+def test_a_late_prompt_makes_one_step_whole(flux: Any, preset: Any, settled: Any, stats_of: Any) -> None:
+    """It begins between two whole steps. All conditions run whole then, and keep: the next step is merged again."""
+    models.sample(preset(flux, "balanced"), SIDE, SIDE, steps=9)
+    assert modes(settled) == "wmmwmmwmw"
+    settled.clear()
+    patched = preset(flux, "balanced")
+    out = models.sample(patched, SIDE, SIDE, steps=9, positive=late(flux, 0.2))
+    begins = [d.step for d in settled if d.keeps_detail and d.step % 3]
+    assert len(begins) == 1, f"whole steps: {modes(settled)}"
+    assert not any(d.plain for d in settled)
+    assert begins[0] not in stats_of(patched).merged_steps
+    assert out.isfinite().all()
+
+
+def test_conditions_that_change_in_every_step_are_merged_plainly(flux: Any, preset: Any, settled: Any) -> None:
+    positive = [
+        *models.conditioning(flux, seed=1),
+        *(c for i in range(9) for c in models.conditioning(flux, seed=i, start_percent=i / 9, end_percent=(i + 1) / 9)),
+    ]
+    models.sample(preset(flux, "balanced"), SIDE, SIDE, steps=9, positive=positive)
+    assert "p" in modes(settled)
+    assert modes(settled).count("w") <= 4 + 3
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_controlnet_that_begins_late_makes_one_step_whole(
+    flux: Any, preset: Any, settled: Any, plan_calls: Any, apart: bool
+) -> None:
+    """It splits chains elsewhere, so that nothing is kept of them; on one condition alone it is a call of its own."""
+    import comfy.controlnet
+
+    class Late(comfy.controlnet.ControlBase):
+        def pre_run(self, model: Any, percent_to_timestep_function: Any) -> None:
+            self.timestep_range = (percent_to_timestep_function(0.2), 0.0)
+
+        def get_control(self, x: Any, t: Any, *args: Any) -> Any:
+            if float(t[0]) > self.timestep_range[0]:
+                return None
+            return {"input": [torch.full((1, 1, 48), 0.1)] * 3, "output": []}
+
+        def copy(self) -> Any:
+            return self
+
+        def get_models(self) -> list[Any]:
+            return []
+
+    control = Late()
+    positive, negative = models.conditioning(flux, seed=1), models.conditioning(flux, seed=2)
+    positive[0][1].update(control=control, control_apply_to_uncond=not apart)
+    options = {"steps": 9, "positive": positive, "negative": negative}
+    patched = preset(flux, "balanced")
+    joined = models.sample(patched, SIDE, SIDE, **options)
+    assert len([d for d in settled if d.keeps_detail and d.step % 3]) == 1
+    with short_of_memory(flux):
+        assert distance(models.sample(patched, SIDE, SIDE, **options), joined) < 2e-5
