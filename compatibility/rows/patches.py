@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,7 +14,8 @@ from torch import Tensor
 from scripts.comfy_pack import pack_module
 
 from ..judge import attach
-from ..kit import Kit, node, part, patcher, random
+from ..kit import SIDE, Kit, node, part, patcher, random
+from ..parallel import InTurn, Shares, by_condition
 from ..row import FOR_FLUX, FOR_UNETS, Expected, Graph, Refused, whole
 from .table import row
 
@@ -158,3 +160,23 @@ def kv_cache(kit: Kit) -> Graph:
     references: dict[str, Any] = {"reference_latents": [random(1, 16, 16, 12)]}
     conds = {"positive": kit.prompt(1, **references), "negative": kit.prompt(2, **references)}
     return Graph(patch, sample=lambda m: kit.sample(m, steps=3, **conds), model=model)
+
+
+@row(GROUP, "Sequence parallelism: processes share the tokens (raylight, xDiT)", sdxl=FOR_FLUX,
+     flux=whole(TOKENS_CHANGED, 6))  # fmt: skip
+def sequence_parallel(kit: Kit) -> Iterator[Graph]:
+    """Two processes one after the other; tests/nodes/adapters/test_parallel.py has two real ones. Two references of the
+    picture's size make the share of each longer than text and picture."""
+    for way, rejoin in (("raylight", True), ("xDiT", False)):
+        for references in (0, 2):
+            latents = {"reference_latents": [random(1, 16, SIDE, SIDE, seed=i) for i in range(references)]}
+            told = latents if references else {}
+            conds = {"positive": kit.prompt(1, 6, **told), "negative": kit.prompt(2, 6, **told)}
+            name = f"{way}, {references} references"
+            yield Graph(Shares(InTurn(), rejoin).on, options=conds, name=name)
+
+
+@row(GROUP, "CFG parallelism: processes share the conditions (raylight)", sdxl=whole(TOKENS_CHANGED, 11),
+     flux=whole(TOKENS_CHANGED, 6))  # fmt: skip
+def cfg_parallel(kit: Kit) -> Graph:
+    return Graph(partial(by_condition, InTurn()))

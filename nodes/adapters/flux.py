@@ -20,7 +20,7 @@ from ...toma_core.config import Granularity, Share
 from ...toma_core.detail import Detail
 from ...toma_core.payoff import FLUX_DOUBLE, FLUX_SINGLE, Block
 from .flux_layers import Layer, MergedLayer, MergeIn, UnmergeOut
-from .flux_positions import STRANGE, FluxPlace, Positions, in_range, strange
+from .flux_positions import SHARE, STRANGE, FluxPlace, Positions, in_range, share, strange
 from .hooks import GRAPHS, Hook, HookPair, eager, fits, installed, outside_graph, reduce, restore
 
 NAME = "Flux.1"
@@ -87,10 +87,10 @@ class _Merger(Hook):
         evaluation = self.chain.evaluation
         run, plan = evaluation.run, None
         present = [name for name, value in obstacles.items() if value is not None]
-        if present:
-            reason = f"{', '.join(present)} in use"
-        elif not fits(image, self.grid[0] * self.grid[1], evaluation):
+        if SHARE in present or not fits(image, self.grid[0] * self.grid[1], evaluation):
             reason = "another node changed the number of tokens"
+        elif present:
+            reason = f"{', '.join(present)} in use"
         else:
             plan = plan_for(image, self.grid, self.scope(run.config.share), evaluation, self.work)
             reason = "" if plan else evaluation.obstacle(image, self.work)
@@ -103,7 +103,9 @@ class _Merger(Hook):
 
     def obstacles(self, pe: Any, tokens: int, others: dict[str, Any]) -> dict[str, Any]:
         """Arguments that are tied to token positions, None if absent: all that are not known to be harmless."""
-        return {**{k: v for k, v in others.items() if k not in _HARMLESS}, STRANGE: strange(pe, tokens)}
+        tied = {k: v for k, v in others.items() if k not in _HARMLESS}
+        shared = share(tokens, self.grid[0] * self.grid[1], others)
+        return {**tied, STRANGE: strange(pe, tokens), SHARE: shared}
 
     def in_graph(
         self, x: Tensor, pe: Any, text: int, before: int, others: dict[str, Any]

@@ -54,6 +54,19 @@ def strange(pe: Any, tokens: int) -> Any:
     return None if pe is None or (isinstance(pe, Tensor) and pe.ndim > 3 and pe.shape[2] >= tokens) else pe
 
 
+SHARE = "a share of the tokens"
+
+
+def share(tokens: int, image: int, others: dict[str, Any]) -> int | None:
+    """tokens itself where a block has fewer than text, `image` tokens and references together, else None: as one of
+    several processes that share them (raylight, xDiT). Its first tokens would pass for the image, in every process,
+    as soon as references make a share long enough. others: the block's arguments."""
+    options = others["transformer_options"]
+    text = others["txt"].shape[1] if "txt" in others else options.get("img_slice", (0,))[0]
+    whole = text + image + sum(options.get("reference_image_num_tokens", ()))
+    return tokens if tokens < whole else None
+
+
 def in_range(x: Tensor) -> Tensor:
     """fp16 cut off as the model does it after its blocks: weights sum to 1 up to rounding only, and a token that sits
     at the limit would become infinite. Other dtypes as they are."""

@@ -1,0 +1,108 @@
+"""One of two processes that make pictures together, over torch.distributed's gloo on the loopback.
+
+`python rank.py RANK FOLDER` writes {case: what became of it} into FOLDER/RANK.json; both meet in FOLDER/store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module, use_comfyui
+
+SIZE = 2
+EVERYTHING = {"min_tokens": 4, "unet_whole_last": 0, "flux_whole_double": 0, "flux_whole_single": 0}
+# 144 tokens of a picture and 6 of text. With two references of that size a process holds 219 of 438: more than both.
+SIDE, TEXT = 24, 6
+
+
+def picture(model: Any, references: int = 0, text: int = TEXT, width: int = SIDE, steps: int = 2) -> Tensor:
+    """A latent, from prompts with so many references of its own size."""
+    g = torch.Generator().manual_seed(9)
+    latents = [torch.randn(1, 16, SIDE, width, generator=g) for _ in range(references)]
+    options: dict[str, Any] = {"reference_latents": latents} if latents else {}
+    prompts = {name: models.conditioning(model, text, i, **options) for i, name in enumerate(("positive", "negative"))}
+    return models.sample(model, SIDE, width, steps=steps, **prompts)
+
+
+def tried(model: Any, alone: Any, settings: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """What ToMA does to a model that runs on all processes. alone: the same model, that runs on each by itself."""
+    run, reports = pack_module("nodes.adapters.run"), pack_module("nodes.adapters.reports")
+    config = pack_module("toma_core.config").ToMAConfig(**{**EVERYTHING, **settings})
+    merged = run.attach(model, config)
+    plain, result = picture(model, **options), picture(merged, **options)
+    stats = reports.last(run.attachment_of(merged).report_id)
+    theirs = [torch.empty_like(result) for _ in range(SIZE)]
+    dist.all_gather(theirs, result.contiguous())
+    on_one = picture(alone, **options)
+    whole = torch.equal(result, plain)
+    return {
+        "off from one process": float((plain - on_one).norm() / on_one.norm()),
+        "as without ToMA": whole,
+        "as ToMA on one process": not whole and torch.equal(result, picture(run.attach(alone, config), **options)),
+        "the same on all": all(torch.equal(other, result) for other in theirs),
+        "merged": len(stats.merged_blocks),
+        "whole": {reason: len(parts) for reason, parts in stats.left_whole.items()},
+    }
+
+
+def sharded(model: Any) -> Any:
+    """The model with each block's weights spread over the processes (FSDP)."""
+    from torch.distributed.fsdp import fully_shard
+
+    kinds = {"BasicTransformerBlock", "DoubleStreamBlock", "SingleStreamBlock"}
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+    for block in [m for m in model.model.diffusion_model.modules() if type(m).__name__ in kinds]:
+        fully_shard(block, mesh=mesh)
+    return model
+
+
+def cases() -> dict[str, Callable[[], dict[str, Any]]]:
+    from compatibility.parallel import Shares, Together, by_condition
+
+    group, built = Together(), {"flux": models.flux(), "unet": models.unet()}
+    flux, found = built["flux"], {}
+    for way, rejoin in (("raylight", True), ("xdit", False)):
+        shared = partial(tried, Shares(group, rejoin).on(flux), flux)
+        for n in (0, 1, 2):
+            found[f"tokens-{way}-{n}-references"] = partial(shared, {}, references=n)
+        # 132 tokens of a picture and 7 of text: two processes cannot share them evenly.
+        found[f"tokens-{way}-odd"] = partial(shared, {}, text=7, width=22)
+        found[f"tokens-{way}-module"] = partial(shared, {"granularity": "module"}, references=2)
+        kept = {"flux_whole_every": 2, "detail_reuse": True}
+        found[f"tokens-{way}-detail"] = partial(shared, kept, references=2, steps=3)
+    for name, model in built.items():
+        for granularity in ("stack", "module"):
+            settings = {"granularity": granularity}
+            found[f"conditions-{name}-{granularity}"] = partial(tried, by_condition(group, model), model, settings)
+        found[f"pictures-{name}"] = partial(tried, model, model, {})
+        found[f"weights-{name}"] = partial(tried, sharded(getattr(models, name)()), model, {})
+    return found
+
+
+def main() -> None:
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    use_comfyui(cpu=True)
+    torch.set_num_threads(1)
+    # Not by the name of this machine, which need not lead anywhere.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    # A file instead of a port, which another process might take. Who waits longer than this waits in vain.
+    store, limit = f"file://{folder / 'store'}", timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE, timeout=limit)
+    (folder / f"{rank}.json").write_text(json.dumps({name: case() for name, case in cases().items()}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Two real processes that make a picture together: ToMA merges rightly there or not at all, in both alike.
+
+How raylight and xDiT share tokens and conditions is re-created in compatibility/parallel.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.comfyui import ROOT
+
+RANK = Path(__file__).with_name("rank.py")
+TOKENS_CHANGED = "another node changed the number of tokens"
+WAYS = ("raylight", "xdit")
+KINDS = ("0-references", "1-references", "2-references", "odd", "module", "detail")
+BLOCKS = {"flux": 6, "unet": 17}
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="PyTorch without gloo"
+)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    """For each of two processes what became of every case of rank.py."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    logs = [folder / f"{rank}.log" for rank in range(2)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as out:
+            command = [sys.executable, str(RANK), str(rank), str(folder)]
+            ranks.append(subprocess.Popen(command, env=environ, stdout=out, stderr=subprocess.STDOUT))
+    try:
+        ended = [process.wait(timeout=500) for process in ranks]
+    except subprocess.TimeoutExpired:
+        ended = [-1, -1]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert ended == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_tokens_are_left_whole(found: Any, way: str, kind: str) -> None:
+    """Each process has a part of the sequence. With references its first tokens are as many as the image's, and would
+    be merged by the image's grid, in the process that has the references too."""
+    for process in found:
+        case = process[f"tokens-{way}-{kind}"]
+        assert case["as without ToMA"]
+        assert case["the same on all"]
+        assert (case["merged"], case["whole"]) == (0, {TOKENS_CHANGED: BLOCKS["flux"]})
+        # What is filled up to be even takes part in attention.
+        assert 0 < case["off from one process"] < (0.05 if kind == "odd" else 1e-5), "not the model that it should be"
+
+
+@pytest.mark.parametrize("model", ["flux", "unet"])
+@pytest.mark.parametrize("granularity", ["stack", "module"])
+def test_shared_conditions_are_left_whole(found: Any, model: str, granularity: str) -> None:
+    """Each process has one of two conditions: nobody tells it which."""
+    for process in found:
+        case = process[f"conditions-{model}-{granularity}"]
+        assert case["as without ToMA"]
+        assert case["the same on all"]
+        assert case["merged"] == 0
+        assert set(case["whole"]) == {TOKENS_CHANGED}
+        assert case["off from one process"] < 1e-5
+
+
+@pytest.mark.parametrize("model", ["flux", "unet"])
+@pytest.mark.parametrize("shared", ["pictures", "weights"])
+def test_whole_pictures_are_merged_as_on_one_process(found: Any, model: str, shared: str) -> None:
+    """Processes of one group that each make a picture, also with their weights spread over all (FSDP)."""
+    for process in found:
+        case = process[f"{shared}-{model}"]
+        assert case["as ToMA on one process"]
+        assert not case["as without ToMA"]
+        assert case["the same on all"]
+        assert (case["merged"], case["whole"]) == (BLOCKS[model], {})
+        assert case["off from one process"] == 0
