@@ -16,7 +16,7 @@ LARGEST = torch.finfo(HALF).max
 KINDS = ("unet", "flux")
 SIDE = 16
 EVERYTHING = {"min_tokens": 4, "flux_whole_double": 0, "flux_whole_single": 0}
-# Greedy gains tie, and rounding decides: with fixed destinations and soft weights numbers can be compared.
+# Other dtypes and sizes round in other ways: with fixed destinations and soft weights numbers can be compared.
 COMPARABLE = {**EVERYTHING, "selector": "grid", "scale": 20.0}
 SETTINGS = {
     "stack": EVERYTHING,

@@ -11,6 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Late in a greedy search two tokens that represent none but each other gain the same, 1 + S_ij - m_i - m_j, and
+# rounding would choose: by the batch they come in, the number of threads, the kernel. So the place does: of every gain
+# so much is taken for each slot before it. Far above what rounding does to small gains, far below what tells tokens
+# apart.
+TIE = 1e-5
+
+
+def tie_step(slots: int) -> float:
+    """What a slot's gain is lowered by against that of the slot before it, in windows of so many slots; 256 * TIE over
+    a whole window at most, so that a large one is not searched for its first slots."""
+    return TIE * min(1.0, 256 / slots)
+
 
 def normalized(x: Tensor) -> Tensor:
     """x / |x| along the last dimension in fp32; an all-zero token stays zero."""

@@ -6,6 +6,8 @@ from itertools import combinations
 
 from torch import Tensor
 
+from .objective import tie_step
+
 
 def naive_value(similarity: Tensor, picks: list[int]) -> float:
     """f(A) = sum_i max_{j in A} (1 + S_ij) of one (S, S) window; 0 for the empty set."""
@@ -15,11 +17,13 @@ def naive_value(similarity: Tensor, picks: list[int]) -> float:
 
 
 def naive_greedy(similarity: Tensor, picks: int) -> list[int]:
-    """The greedy picks of one (S, S) window, best first; ties go to the lowest slot."""
+    """The greedy picks of one (S, S) window, best first; ties go to the lowest slot, see `tie_step`."""
+    slots = similarity.shape[1]
+    step = tie_step(slots)
     chosen: list[int] = []
     for _ in range(picks):
-        rest = [j for j in range(similarity.shape[1]) if j not in chosen]
-        chosen.append(max(rest, key=lambda j: (naive_value(similarity, [*chosen, j]), -j)))
+        rest = [j for j in range(slots) if j not in chosen]
+        chosen.append(max(rest, key=lambda j: naive_value(similarity, [*chosen, j]) - step * j))
     return chosen
 
 

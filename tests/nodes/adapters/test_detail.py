@@ -13,7 +13,7 @@ from scripts.comfy_pack import pack_module
 TRUST = 0.5
 SIDE = 24
 REUSE = {"unet_whole_every": 2, "flux_whole_every": 2, "detail_reuse": True}
-# See test_conditions.py: exact ties are decided by rounding.
+# See test_conditions.py.
 SMOOTH = {"selector": "grid", "scale": 20.0}
 # The first steps of three: the last step of a whole schedule is never merged with these settings.
 FIRST = {1: {"steps": 3, "last_step": 1}, 2: {"steps": 3, "last_step": 2}}

@@ -21,7 +21,8 @@ from triton.compiler import ASTSource
 from toma_core.kernels.triton import agreement, product, select
 
 TYPES = {"source": "*i64", "picks": "*i64", "expand": "*i64", "valid": "*i1", "used": "*i1",
-            "destinations": "*i64", "sums": "*fp32", "scratch": "*fp32", "scale": "fp32", "trust": "fp32"}
+            "destinations": "*i64", "sums": "*fp32", "scratch": "*fp32", "scale": "fp32", "tie": "fp32",
+            "trust": "fp32"}
 TOKENS = ("x", "y", "reduced", "kept", "M", "back", "weights", "out")
 
 def compiled(kernel, dtype, capability, constants, warps, stages):

@@ -12,6 +12,8 @@ from tests.toma_core.kernels.cases import DEVICE, Case, each
 from toma_core.config import SelectorKind, WindowKind
 from toma_core.merge import MergePlan, weigh
 from toma_core.selection import cosine_similarity, facility_location, select
+from toma_core.selection.objective import tie_step
+from toma_core.selection.reference import naive_greedy
 from toma_core.windows import Budget, Windows
 
 SCALE = 300.0
@@ -38,16 +40,21 @@ CASES = (
 
 
 def greedy_alone(similarity: Tensor, valid: Tensor, picks: int) -> tuple[list[int], float]:
-    """Greedy search in one window in fp64, and by how much its closest decision was won."""
+    """Greedy search in one window in fp64, and by how much its closest decision was won: as a share of
+    gains above 1."""
+    step = tie_step(len(valid))
     similarity = similarity.double()[valid][:, valid]
     represented = torch.full((len(similarity),), -1.0, dtype=torch.float64, device=similarity.device)
     order: list[int] = []
     margin = float("inf")
     for _ in range(picks):
         gain = (similarity - represented[:, None]).clamp_min(0).sum(0)
+        most = max(1.0, float(gain.max()))
+        gain -= step * torch.arange(len(gain), device=gain.device)
         gain[order] = -1.0
         best = gain.topk(min(2, len(gain)))
-        margin = min(margin, float(best.values[0] - best.values[-1]) if len(gain) - len(order) > 1 else margin)
+        if len(gain) - len(order) > 1:
+            margin = min(margin, float(best.values[0] - best.values[-1]) / most)
         order.append(int(best.indices[0]))
         represented = torch.maximum(represented, similarity[:, order[-1]])
     return order, margin
@@ -82,7 +89,7 @@ def check_weights(M: Tensor, back: Tensor, x: Tensor, picks: Tensor, windows: Wi
 
 
 def check_objective(x: Tensor, picks: Tensor, windows: Windows, budget: Budget) -> None:
-    """Picks that tie may differ, and later ones with them, but not how well they represent each window."""
+    """Where gains are closer than rounding picks may differ, but not how well they represent each window."""
     similarity = cosine_similarity(windows.split(x.float()))
     expected = select(similarity, windows, budget, SelectorKind.FACILITY_LOCATION)
     valid = None if windows.valid is None else windows.valid.repeat(x.shape[0], 1)
@@ -105,11 +112,31 @@ def test_select_and_weigh(case: Case, kernels: Any) -> None:
         for w, kept in enumerate(budget.counts):
             inside = torch.arange(windows.slots, device=DEVICE) < windows.counts[w]
             order, margin = greedy_alone(similarity[image, w], inside, kept)
-            if margin > 1e-4:
+            if margin > 2e-6:
                 decided += 1
                 assert picks[image, w, :kept].tolist() == sorted(order)
-    # Mutual neighbours tie, so at half of the tokens nearly every window has a tie somewhere.
-    assert decided or case.ratio < 0.9
+    assert decided >= 0.75 * case.batch * len(budget.counts)
+
+
+@each(Case(5, 10, 5, 0.5, 24, FULL), Case(16, 24, 8, 0.5, 40, FULL, batch=2), Case(13, 12, 16, 0.7, 24, FULL))
+def test_ties_fall_by_place(case: Case, kernels: Any) -> None:
+    """Of mutual neighbours the first, as in plain PyTorch and in the textbook's loops, and however features round: on
+    the chip and, in a window of 156 tokens, in tiles."""
+    x, (windows, budget) = case.tokens(1), case.layout()
+    similarity = cosine_similarity(windows.split(x))
+    expected = select(similarity, windows, budget, SelectorKind.FACILITY_LOCATION)
+    inside = torch.ones(windows.slots, dtype=torch.bool, device=DEVICE)
+    for image in range(case.batch):
+        for w, kept in enumerate(budget.counts):
+            order, margin = greedy_alone(similarity[image, w], inside, kept)
+            assert margin > 2e-6, "these features leave a tie that is none of two mutual neighbours: take others"
+            if windows.slots <= 25:
+                assert order == naive_greedy(similarity[image, w], kept)
+            assert expected[image, w, :kept].tolist() == sorted(order)
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    for other in (x, x * (1 + 1e-7 * noise), x.flip(2)):
+        assert torch.equal(kernels.select_weigh(other, windows, budget, SCALE)[0], expected)
+    assert torch.equal(kernels.select_weigh(x[:1], windows, budget, SCALE)[0], expected[:1])
 
 
 @each(CASES[2], CASES[3], CASES[11])

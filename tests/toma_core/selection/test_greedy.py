@@ -1,6 +1,6 @@
 """Greedy facility location against the textbook loops, brute force and apricot-select.
 
-Destinations that tie are not unique, so values are compared; picks only where the data leave no tie.
+Outside libraries break ties as they like, so with them values are compared; picks with our own loops.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from toma_core.config import SelectorKind, WindowKind
 from toma_core.selection import cosine_similarity, facility_location, select
 from toma_core.selection.greedy import greedy_facility_location
+from toma_core.selection.objective import tie_step
 from toma_core.selection.reference import best_value, naive_greedy, naive_value
 from toma_core.windows import make_budget, make_windows
 
@@ -134,6 +135,80 @@ def test_ties_go_to_the_lowest_slot() -> None:
     # Two pairs of twins: one of each pair first, the lower of the two.
     twins = cosine_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]]))
     assert greedy_facility_location(twins, None, 4).tolist() == [[0, 1, 2, 3]]
+
+
+def test_nearly_equal_gains_are_ties() -> None:
+    """Two pairs and what each gains: the lower slot wins unless the higher one gains more than its place costs."""
+    S = torch.eye(4)
+    S[0, 2] = S[2, 0] = 0.5
+    for more, order in ((0.0, [0, 1]), (1e-6, [0, 1]), (1e-3, [1, 0])):
+        S[1, 3] = S[3, 1] = 0.5 + more
+        assert greedy_facility_location(S[None], None, 2).tolist() == [order]
+        assert naive_greedy(S, 2) == order
+
+
+def test_a_place_costs_less_in_a_large_window() -> None:
+    assert (tie_step(1), tie_step(64), tie_step(256)) == (1e-5, 1e-5, 1e-5)
+    assert tie_step(4096) == pytest.approx(1e-5 / 16)
+
+
+def smooth(seed: int, windows: int, side: int, channels: int = 16) -> torch.Tensor:
+    """Neighbours are alike, as in a picture. (windows, side * side, channels)"""
+    x = features(seed, windows, channels, side, side)
+    x = torch.nn.functional.avg_pool2d(x, 3, 1, 1) + 0.1 * x
+    return x.flatten(2).transpose(1, 2).contiguous()
+
+
+def leads(x: torch.Tensor, picks: int, step: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The picks in fp64, and by how much each was won, as a share of its gain where that is above 1. (G, picks)"""
+    unit = torch.nn.functional.normalize(x.double(), dim=-1)
+    S = unit @ unit.transpose(1, 2)
+    penalty = (-step * torch.arange(S.shape[1], dtype=torch.float64)).repeat(len(S), 1)
+    represented = torch.full_like(penalty, -1.0)
+    order, won = [], []
+    for _ in range(picks):
+        gain = (S - represented[:, :, None]).clamp_min(0).sum(1)
+        best = (gain + penalty).topk(2)
+        order.append(best.indices[:, :1])
+        won.append((best.values[:, :1] - best.values[:, 1:]) / gain.amax(1, keepdim=True).clamp_min(1.0))
+        penalty = penalty.scatter(1, order[-1], -1.0)
+        represented = torch.maximum(represented, S.gather(2, order[-1][:, None].expand(-1, S.shape[1], 1)).squeeze(2))
+    return torch.cat(order, 1), torch.cat(won, 1)
+
+
+@pytest.mark.parametrize(("side", "picks"), [(5, 12), (8, 32), (8, 48), (16, 128)])
+def test_ties_fall_by_place_whatever_rounds(side: int, picks: int) -> None:
+    """Late in a search two tokens that help only each other tie up to rounding, in nearly every window. The same picks
+    for features as another batch or kernel would round them, for a window alone, and on any number of threads."""
+    x = smooth(3, 8, side)
+    order, won = leads(x, picks, tie_step(side * side))
+    assert won.min() > 2e-6, "these features leave a tie that is none of two mutual neighbours: take others"
+    tied = (leads(x, picks, 0.0)[1] < 1e-9).any(1)
+    assert tied.sum() >= 6
+
+    S = cosine_similarity(x)
+    expected = greedy_facility_location(S, None, picks)
+    assert torch.equal(expected, order)
+    shuffled = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(1))
+    for other in (x * (1 + 1e-7 * features(9, *x.shape)), x[..., shuffled], 3.0 * x):
+        assert torch.equal(greedy_facility_location(cosine_similarity(other), None, picks), expected)
+    assert torch.equal(greedy_facility_location(S.transpose(1, 2).contiguous(), None, picks), expected)
+    for g in range(len(x)):
+        alone = greedy_facility_location(cosine_similarity(x[g : g + 1]), None, picks)
+        assert torch.equal(alone, expected[g : g + 1])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert torch.equal(greedy_facility_location(cosine_similarity(x), None, picks), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_ties_fall_as_in_the_loops() -> None:
+    x = smooth(3, 4, 5)
+    S = cosine_similarity(x)
+    assert greedy_facility_location(S, None, 12).tolist() == [naive_greedy(S[g], 12) for g in range(len(x))]
 
 
 def test_a_zero_token_among_others_does_no_harm() -> None:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...selection.objective import tie_step
 from .launch import DOT_MIN, on_device, padded, upcast
 
 ON_CHIP = 128
@@ -82,7 +83,7 @@ def _fill_unused(picks, M, back, first, kept, slots, K, place, SELECT: tl.conste
 
 @triton.jit
 def _on_chip_kernel(
-    x, source, valid, used, picks, M, back, stride_b, stride_n, stride_c, windows, slots, K, C, scale,
+    x, source, valid, used, picks, M, back, stride_b, stride_n, stride_c, windows, slots, K, C, scale, tie,
     SELECT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
     S_PAD: tl.constexpr, K_PAD: tl.constexpr, ROUNDS: tl.constexpr,
     STEPS_C: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -118,9 +119,9 @@ def _on_chip_kernel(
 
     # One mask for rows and one for columns: the same numbers in the two layouts that the reductions need.
     if SELECT:
-        # A padding token must add nothing to any gain: where S is -1, no gain is left.
+        # A padding token must add nothing to any gain: where S is -1, no gain is left. Ties go to the lowest slot.
         open_rows = tl.where(inside[:, None], similarity, -1.0)
-        penalty = tl.where(inside, 0.0, -float("inf"))
+        penalty = tl.where(inside, -tie * place.to(tl.float32), -float("inf"))
         represented = tl.zeros([S_PAD], dtype=tl.float32) - 1.0
         chosen_rows = tl.zeros([S_PAD], dtype=tl.int32)
         chosen_columns = tl.zeros([S_PAD], dtype=tl.int32)
@@ -153,7 +154,7 @@ def _on_chip_kernel(
 
 @triton.jit
 def _tiled_kernel(
-    x, source, valid, used, picks, M, back, scratch, stride_b, stride_n, stride_c, windows, slots, K, C, scale,
+    x, source, valid, used, picks, M, back, scratch, stride_b, stride_n, stride_c, windows, slots, K, C, scale, tie,
     SELECT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
     S_PAD: tl.constexpr, K_PAD: tl.constexpr, ROUNDS: tl.constexpr,
     STEPS_C: tl.constexpr, BLOCK_C: tl.constexpr, TILE: tl.constexpr,
@@ -203,7 +204,7 @@ def _tiled_kernel(
 
     if SELECT:
         represented = tl.where(inside, -1.0, 3.0)
-        penalty = tl.where(inside, 0.0, -float("inf"))
+        penalty = tl.where(inside, -tie * place.to(tl.float32), -float("inf"))
         chosen = tl.zeros([S_PAD], dtype=tl.int32)
         for turn in range(0, ROUNDS):
             best = tl.full([], -float("inf"), tl.float32)
@@ -282,7 +283,7 @@ def _launch(
     M = torch.empty(batch, windows, K, slots, device=x.device, dtype=x.dtype)
     back = torch.empty(batch, windows, slots, K, device=x.device, dtype=x.dtype)
     S_PAD = padded(slots)
-    sizes = (*x.stride(), windows, slots, K, x.shape[2], float(scale))
+    sizes = (*x.stride(), windows, slots, K, x.shape[2], float(scale), tie_step(slots))
     block_c = 64 if x.element_size() == 2 else DOT_MIN
     # Loop bounds are compiled in. A few counts of picks share one kernel, so that a ratio that changes from step to
     # step does not compile each time; the rounds too many do nothing.
