@@ -133,7 +133,8 @@ def multigpu(kit: Kit) -> Iterator[Graph]:
 
     def shared(result: Tensor) -> None:
         state = pack_module("toma_core.state").RunState
-        original, picks = state.plan, {}
+        original = state.plan
+        picks: dict[Any, dict[Any, Tensor]] = {}
 
         def noted(self: Any, x: Tensor, grid: Any, scope: Any, decision: Any, copies: Any, *rest: Any) -> Any:
             plan = original(self, x, grid, scope, decision, copies, *rest)
