@@ -200,7 +200,7 @@ def seen(request: pytest.FixtureRequest) -> tuple[str, Seen]:
 
         return wrapper
 
-    for kind in ("OUTER_SAMPLE", "SAMPLER_SAMPLE", "CALC_COND_BATCH", "APPLY_MODEL"):
+    for kind in ("OUTER_SAMPLE", "SAMPLER_SAMPLE", "PREDICT_NOISE", "CALC_COND_BATCH", "APPLY_MODEL"):
         model.add_wrapper_with_key(getattr(WrappersMP, kind), "contract", probe(kind))
     handles = []
     for module in model.model.diffusion_model.modules():
@@ -236,6 +236,20 @@ def test_outer_sample(seen: tuple[str, Seen]) -> None:
 def test_sampler_sample(seen: tuple[str, Seen]) -> None:
     _, args, _ = first(seen, "SAMPLER_SAMPLE")
     assert args[4].shape[-2:] == (16, 16), "SAMPLER_SAMPLE: the fifth argument is no longer the noise"
+
+
+def test_predict_noise(seen: tuple[str, Seen]) -> None:
+    executor, _, _ = first(seen, "PREDICT_NOISE")
+    assert len(seen[1]["PREDICT_NOISE"]) == 2, "PREDICT_NOISE: no longer once an evaluation of the sampler"
+    assert "transformer_options" in executor.class_obj.model_options, "PREDICT_NOISE: guider.model_options"
+
+
+def test_the_sampler_is_told_to_outer_sample(seen: tuple[str, Seen]) -> None:
+    from comfy.k_diffusion import sampling
+
+    _, args, _ = first(seen, "OUTER_SAMPLE")
+    assert args[2].sampler_function is sampling.sample_euler, "OUTER_SAMPLE: the third argument is no longer the sampler"
+    assert args[2].extra_options == {}
 
 
 def test_calc_cond_batch(seen: tuple[str, Seen]) -> None:

@@ -202,9 +202,11 @@ def _lone_evaluation(model: Any, t: Tensor, transformer_options: dict[str, Any])
 
 
 def _wrappers() -> tuple[tuple[str, Any], ...]:
-    return (
+    needed = (
         (WrappersMP.OUTER_SAMPLE, _outer_sample),
-        (WrappersMP.PREDICT_NOISE, _predict_noise),
         (WrappersMP.CALC_COND_BATCH, _calc_cond_batch),
         (WrappersMP.APPLY_MODEL, _apply_model),
     )
+    # Without it every noise level is read, which waits for the device.
+    counting = getattr(WrappersMP, "PREDICT_NOISE", None)
+    return needed if counting is None else (*needed, (counting, _predict_noise))

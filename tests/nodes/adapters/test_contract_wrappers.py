@@ -102,6 +102,19 @@ def test_what_is_gone_leaves_the_model_as_it_was(
     assert torch.equal(sample(model), plain)
 
 
+def test_without_a_count_of_evaluations_levels_are_read(
+    monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, kind: str
+) -> None:
+    model = getattr(models, kind)()
+    merged = sample(attach(model))
+    with monkeypatch.context() as later:
+        without_wrapper(later, model, "PREDICT_NOISE")
+        patched = attach(model)
+    assert "predict_noise" not in str(patched.wrappers)
+    assert torch.equal(sample(patched), merged)
+    assert warnings() == []
+
+
 @pytest.fixture
 def without_flux(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[str]:
     """A second copy of the pack, loaded where ComfyUI's Flux is in another place. Yields its name."""
