@@ -69,14 +69,14 @@ class Windows:
 
     def to(self, device: torch.device) -> Windows:
         """The same windows with their index tensors on `device`."""
-        valid = None if self.valid is None else self.valid.to(device)
+        valid = None if self.valid is None else upload(self.valid, device)
         return Windows(
             self.height,
             self.width,
             self.counts,
-            self.source.to(device),
+            upload(self.source, device),
             valid,
-            self.inverse.to(device),
+            upload(self.inverse, device),
             self.contiguous,
             self.cuts,
         )
@@ -117,8 +117,13 @@ class Budget:
 
     def to(self, device: torch.device) -> Budget:
         """The same budget with its index tensors on `device`."""
-        moved = (None if t is None else t.to(device) for t in (self.compact, self.expand, self.valid))
+        moved = (None if t is None else upload(t, device) for t in (self.compact, self.expand, self.valid))
         return Budget(self.counts, *moved)
+
+
+def upload(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device. The host does not wait: a GPU reads page-locked memory when its turn comes."""
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
 def make_windows(height: int, width: int, kind: WindowKind, size: int, shifted: bool = False) -> Windows:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..config import SelectorKind
-from ..windows import Budget, Windows
+from ..windows import Budget, Windows, upload
 from .baselines import farthest_point, random_order, strided_grid, tome_matching
 from .greedy import greedy_facility_location
 from .objective import cosine_similarity, facility_location
@@ -31,9 +31,9 @@ def select(similarity: Tensor, windows: Windows, budget: Budget, kind: SelectorK
     elif kind is SelectorKind.TOME:
         picks = tome_matching(flat, valid, budget.slots)
     elif kind is SelectorKind.RANDOM:
-        picks = random_order(windows.counts, budget.slots, seed).to(flat.device).repeat(batch, 1)
+        picks = upload(random_order(windows.counts, budget.slots, seed), flat.device).repeat(batch, 1)
     else:
-        picks = strided_grid(windows.counts, budget.counts, budget.slots).to(flat.device).repeat(batch, 1)
+        picks = upload(strided_grid(windows.counts, budget.counts, budget.slots), flat.device).repeat(batch, 1)
 
     picks = picks.view(batch, count, budget.slots)
     if budget.valid is None:
