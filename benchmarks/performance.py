@@ -204,6 +204,7 @@ def auto() -> str:
     payoff = pack_module("toma_core.payoff")
     cards = [payoff.Card(*card) for card in CARDS]
     unet, double, single = payoff.UNET_BLOCK, payoff.FLUX_DOUBLE, payoff.FLUX_SINGLE
+    stack = payoff.Granularity.STACK
 
     def rows() -> Iterator[list[str]]:
         for name, side, width, block in (
@@ -219,8 +220,8 @@ def auto() -> str:
             yield [name, f"{side}x{side}x{width}", *(said(card, side**2, width, block) for card in cards)]
 
     def said(card: Any, tokens: int, width: int, block: Any) -> str:
-        share = payoff.computing(tokens, 1, width, torch.float16, card, block) / block.launching
-        whole = payoff.too_little(tokens, 1, width, torch.float16, card, block)
+        share = payoff.computing(tokens, 1, width, torch.float16, card, block) / block.launching(stack)
+        whole = payoff.too_little(tokens, 1, width, torch.float16, card, block, stack)
         return f"{share:.{0 if share >= 10 else 2}f}, {'whole' if whole else 'merged'}"
 
     short = [
