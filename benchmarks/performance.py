@@ -126,6 +126,23 @@ def overhead() -> str:
     return markdown(head, rows())
 
 
+def attention() -> str:
+    """What a faster attention can save, whole and merged."""
+
+    def rows() -> Iterator[list[str]]:
+        for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
+            for side in (1024, 2048):
+                shape = Shape(model, side, side)
+                costs = [count(shape), count(shape, _toma())]
+                shares = [each.products["attention"] / each.flops for each in costs]
+                free = (f"{1 / (1 - share):.2f}x" for share in shares)
+                both = f"{costs[0].flops / costs[1].flops / (1 - shares[1]):.2f}x"
+                yield [name, f"{side}", *(f"{share:.0%}" for share in shares), *free, both]
+
+    head = ["model", "side, px", "of FLOPs", "of FLOPs at 0.5", "free attention", "on top of ToMA", "with ToMA in all"]
+    return markdown(head, rows())
+
+
 def growth() -> str:
     """How cost grows with the picture and with the batch."""
 
@@ -258,6 +275,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "parts": parts,
     "ceilings": ceilings,
     "overhead": overhead,
+    "attention": attention,
     "growth": growth,
     "runs": runs,
     "planning": planning,
