@@ -12,6 +12,8 @@ import torch
 
 from scripts.comfy_pack import pack_module
 
+# Where they are called.
+ADAPTERS = ("unet", "unet_layers", "flux", "flux_layers")
 # What the adapters call, and the part of a step that it belongs to.
 PARTS = {"plan": "plan", "merge": "merge", "reduce": "merge", "unmerge": "unmerge", "restore": "unmerge"}
 
@@ -19,7 +21,7 @@ PARTS = {"plan": "plan", "merge": "merge", "reduce": "merge", "unmerge": "unmerg
 @contextmanager
 def marked(around: Callable[[str], Any]) -> Iterator[None]:
     """While it lasts, every call of a part runs inside the context manager `around(part)`."""
-    places: list[Any] = [pack_module(f"nodes.adapters.{name}") for name in ("unet", "flux")]
+    places: list[Any] = [pack_module(f"nodes.adapters.{name}") for name in ADAPTERS]
     places.append(pack_module("toma_core.state").RunState)
     saved = []
 

@@ -126,6 +126,23 @@ def overhead() -> str:
     return markdown(head, rows())
 
 
+def attention() -> str:
+    """What a faster attention can save, whole and merged."""
+
+    def rows() -> Iterator[list[str]]:
+        for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
+            for side in (1024, 2048):
+                shape = Shape(model, side, side)
+                costs = [count(shape), count(shape, _toma())]
+                shares = [each.products["attention"] / each.flops for each in costs]
+                free = (f"{1 / (1 - share):.2f}x" for share in shares)
+                both = f"{costs[0].flops / costs[1].flops / (1 - shares[1]):.2f}x"
+                yield [name, f"{side}", *(f"{share:.0%}" for share in shares), *free, both]
+
+    head = ["model", "side, px", "of FLOPs", "of FLOPs at 0.5", "free attention", "on top of ToMA", "with ToMA in all"]
+    return markdown(head, rows())
+
+
 def growth() -> str:
     """How cost grows with the picture and with the batch."""
 
@@ -204,6 +221,7 @@ def auto() -> str:
     payoff = pack_module("toma_core.payoff")
     cards = [payoff.Card(*card) for card in CARDS]
     unet, double, single = payoff.UNET_BLOCK, payoff.FLUX_DOUBLE, payoff.FLUX_SINGLE
+    stack = payoff.Granularity.STACK
 
     def rows() -> Iterator[list[str]]:
         for name, side, width, block in (
@@ -219,8 +237,8 @@ def auto() -> str:
             yield [name, f"{side}x{side}x{width}", *(said(card, side**2, width, block) for card in cards)]
 
     def said(card: Any, tokens: int, width: int, block: Any) -> str:
-        share = payoff.computing(tokens, 1, width, torch.float16, card, block) / block.launching
-        whole = payoff.too_little(tokens, 1, width, torch.float16, card, block)
+        share = payoff.computing(tokens, 1, width, torch.float16, card, block) / block.launching(stack)
+        whole = payoff.too_little(tokens, 1, width, torch.float16, card, block, stack)
         return f"{share:.{0 if share >= 10 else 2}f}, {'whole' if whole else 'merged'}"
 
     short = [
@@ -257,6 +275,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "parts": parts,
     "ceilings": ceilings,
     "overhead": overhead,
+    "attention": attention,
     "growth": growth,
     "runs": runs,
     "planning": planning,

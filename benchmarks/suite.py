@@ -3,12 +3,12 @@
     python -m benchmarks.suite [--gpu] [--minutes 8] [--only sdxl micro] [--dry-run] [--out FOLDER]
 
 On a GPU (`make bench-gpu`, 8 minutes): the kernels' tests on the card, the four operations alone, whole sampling runs
-of SDXL and Flux with and without ToMA, rivals, torch.compile; then the goals of the project, met or missed, and for a
-missed one the profile that says why. On a CPU (`make bench`, 15 minutes): what fits there. A section that fails or
-does not fit is named and the others go on; files are written after each. Besides PyTorch it needs ComfyUI's folder
-(COMFYUI_PATH), einops, safetensors, transformers, psutil, PyYAML, Pillow, and of what seldom is installed already
-comfy-kitchen, comfy-aimdo, torchsde and trampoline; matplotlib for the plot and pytest for the tests if they are there.
---dry-run goes the same way with tiny models in a minute, on any machine: it tells nothing about speed.
+of SDXL and Flux with and without ToMA, rivals, every attention that is there, torch.compile; then the goals of the
+project, met or missed, and for a missed one the profile that says why. On a CPU (`make bench`, 15 minutes): what fits
+there. A section that fails or does not fit is named and the others go on; files are written after each. Besides
+PyTorch it needs ComfyUI's folder (COMFYUI_PATH), einops, safetensors, transformers, psutil, PyYAML, Pillow, and of what
+seldom is installed already comfy-kitchen, comfy-aimdo, torchsde and trampoline; matplotlib for plots, pytest for tests
+if they are there. --dry-run goes the same way with tiny models in a minute, on any machine, and tells no speed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import bare, bench, breakeven, forward, fullsize, micro, sample, variants
+from benchmarks import attentions, bare, bench, breakeven, forward, fullsize, micro, sample, variants
 from benchmarks.bench import Row
 from benchmarks.fullsize import Shape
 from benchmarks.goals import GOALS
@@ -144,19 +144,9 @@ def operations(suite: Suite) -> None:
         suite.rows += micro.measure(grid, RATIO, 1, suite.dtype, suite.device, limits, suite.repeats(20), kernels)
 
 
-def sdxl_cfg(suite: Suite) -> None:
-    """SDXL 1024 with CFG, 20 steps."""
-    suite.runs("sdxl", 1024, 20, 7.0, suite.every_and_balanced(), 25)
-
-
-def sdxl_plain(suite: Suite) -> None:
-    """SDXL 1024 without CFG: one image a batch, where the host decides."""
-    suite.runs("sdxl", 1024, 20, 1.0, suite.every_and_balanced(), 20)
-
-
-def sdxl_large(suite: Suite) -> None:
-    """SDXL 2048 with CFG."""
-    suite.runs("sdxl", 2048, 20, 7.0, suite.every_and_balanced(), 45)
+def whole_runs(name: str, side: int, steps: int, cfg: float, limit: float) -> Section:
+    """Whole sampling runs as the goals ask for them; with a cfg of 1 there is one image a batch."""
+    return lambda suite: suite.runs(name, side, steps, cfg, suite.every_and_balanced(), limit)
 
 
 def sdxl_steps(suite: Suite) -> None:
@@ -200,14 +190,16 @@ def compiled(suite: Suite) -> None:
     torch.compiler.reset()
 
 
-def flux(suite: Suite) -> None:
-    """Flux 1024, 20 steps."""
-    suite.runs("flux", 1024, 20, 1.0, suite.every_and_balanced(), 30)
+def by_attention(name: str, batch: int) -> Section:
+    """One evaluation at 1024 by each attention that ComfyUI offers here, alone and with ToMA."""
 
+    def section(suite: Suite) -> None:
+        what, where = (suite.patcher(name), suite.shape(name, 1024, batch)), (suite.dtype, suite.device)
+        rows, notes = attentions.measure(*what, suite.toma("stack"), *where, suite.repeats(9), 12)
+        suite.rows += rows
+        suite.notes += [f"{name}: {note}" for note in notes]
 
-def flux_large(suite: Suite) -> None:
-    """Flux 2048, 8 steps."""
-    suite.runs("flux", 2048, 8, 1.0, suite.every_and_balanced(), 40)
+    return section
 
 
 def break_even(suite: Suite) -> None:
@@ -252,12 +244,14 @@ def cpu_runs(suite: Suite) -> None:
 GPU: tuple[tuple[str, float, Section], ...] = (
     ("tests", 60, kernel_tests),
     ("micro", 20, operations),
-    ("sdxl-1024-cfg", 30, sdxl_cfg),
-    ("sdxl-1024", 25, sdxl_plain),
-    ("sdxl-2048", 50, sdxl_large),
-    ("flux-1024", 45, flux),
-    ("flux-2048", 50, flux_large),
+    ("sdxl-1024-cfg", 30, whole_runs("sdxl", 1024, 20, 7.0, 25)),
+    ("sdxl-1024", 25, whole_runs("sdxl", 1024, 20, 1.0, 20)),
+    ("sdxl-2048", 50, whole_runs("sdxl", 2048, 20, 7.0, 45)),
+    ("flux-1024", 45, whole_runs("flux", 1024, 20, 1.0, 30)),
+    ("flux-2048", 50, whole_runs("flux", 2048, 8, 1.0, 40)),
+    ("attention-flux", 25, by_attention("flux", 1)),
     ("sdxl-rivals", 30, sdxl_rivals),
+    ("attention-sdxl", 25, by_attention("sdxl", 2)),
     ("sdxl-steps", 50, sdxl_steps),
     ("break-even", 15, break_even),
     ("sdxl-sizes", 30, sdxl_sizes),

@@ -14,7 +14,7 @@ from comfy_api.latest import io, ui
 from ..toma_core.config import ToMAConfig
 from ..toma_core.fields import ConfigError
 from . import given, timing
-from .adapters.run import attention_in_use
+from .adapters.attention import attention_in_use, dtype_of
 from .charts import MERGED, RECOMMENDED, WHOLE, Bar, bar_chart
 from .drawing import as_image
 from .live import said
@@ -134,9 +134,8 @@ def _verdict(timings: Sequence[Timing], best: float) -> str:
 
 def _machine(model: ModelPatcher) -> str:
     """Device, number format, attention and versions, in words."""
-    inner = model.model
-    dtype = str(inner.get_dtype_inference() if hasattr(inner, "get_dtype_inference") else inner.get_dtype())
-    attention = attention_in_use(model.model_options.get("transformer_options", {}))
+    dtype = str(dtype_of(model))
+    attention = attention_in_use(model, model.model_options.get("transformer_options", {}))
     device = comfy.model_management.get_torch_device_name(model.load_device)
     try:
         from comfyui_version import __version__ as comfyui

@@ -248,7 +248,8 @@ def test_the_sampler_is_told_to_outer_sample(seen: tuple[str, Seen]) -> None:
     from comfy.k_diffusion import sampling
 
     _, args, _ = first(seen, "OUTER_SAMPLE")
-    assert args[2].sampler_function is sampling.sample_euler, "OUTER_SAMPLE: the third argument is no longer the sampler"
+    function = args[2].sampler_function
+    assert function is sampling.sample_euler, "OUTER_SAMPLE: the third argument is no longer the sampler"
     assert args[2].extra_options == {}
 
 

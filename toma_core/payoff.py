@@ -16,14 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .config import Granularity
+
 # On every device. On a CPU already 64 tokens pay (docs/performance.md), but so few have little to gain.
 FEWEST = 256
 
 # Seconds in which the host launches one operation: PyTorch's usual few microseconds, with ComfyUI's Python around it.
 LAUNCH = 6e-6
-# Operations that merging adds to a block, at most: 22 + 15 for plans to SDXL's 70 by Triton around stacks
-# (docs/performance.md). The cards that are too fast for their host are those that Triton runs on.
-_ADDED = 1
 
 # The share of its peak that a card reaches in a whole block: 0.5 to 0.7 in large products, next to nothing in norms,
 # activations and residuals. To think a card faster than it is only leaves grids whole that would have gained a little.
@@ -47,17 +46,18 @@ class Block:
     """What a transformer block asks of a device.
 
     weights: multiply-adds of its linear layers for one token, in squares of the width. launches: its operations.
-    beside: tokens that run through it with those of the grid, at least.
+    added: those that merging adds around stacks, blocks and modules. beside: tokens that run through it with those of
+    the grid, at least.
     """
 
     weights: int
     launches: int
+    added: tuple[int, int, int]
     beside: int = 0
 
-    @functools.cached_property
-    def launching(self) -> float:
+    def launching(self, granularity: Granularity) -> float:
         """Seconds in which the host launches it, merged."""
-        return (self.launches + _ADDED) * LAUNCH
+        return (self.launches + self.added[_ORDER.index(granularity)]) * LAUNCH
 
     def flops(self, tokens: int, images: int, width: int) -> float:
         """Linear layers and self-attention; a multiply-add is two."""
@@ -67,10 +67,14 @@ class Block:
 
 # UNet: 4 squares of the width in self-attention, 2 in cross-attention, 12 in the gated feed-forward. Flux: 12 for each
 # token in both kinds, and ComfyUI pads its text to 256 tokens and more. Launches are counted (tests/benchmarks/
-# test_cost.py): 1400 for SDXL's 70 blocks, 1425 for 19 and 1178 for 38 of Flux.
-UNET_BLOCK = Block(18, 20)
-FLUX_DOUBLE = Block(12, 75, beside=256)
-FLUX_SINGLE = Block(12, 31, beside=256)
+# test_cost.py): 1400 for SDXL's 70 blocks, 1425 for 19 and 1178 for 38 of Flux. Those added as well: by Triton, as the
+# cards that are too fast for their host are those that it runs on, with detail reuse where there is some, each block's
+# share rounded up; in Flux with the copies around text and references. Single blocks of Flux have no modules: they are
+# merged as blocks then, without detail. A stack of a single block, as all of SD1.5 are, adds what a block does.
+_ORDER = (Granularity.STACK, Granularity.BLOCK, Granularity.MODULE)
+UNET_BLOCK = Block(18, 20, (1, 3, 6))
+FLUX_DOUBLE = Block(12, 75, (1, 5, 9), beside=256)
+FLUX_SINGLE = Block(12, 31, (1, 6, 5), beside=256)
 
 
 @dataclass(frozen=True)
@@ -113,27 +117,35 @@ def computing(tokens: int, images: int, width: int, dtype: torch.dtype, card: Ca
     return block.flops(tokens, images, width) / card.rate(dtype)
 
 
-def too_little(tokens: int, images: int, width: int, dtype: torch.dtype, card: Card | None, block: Block) -> str:
+def too_little(
+    tokens: int,
+    images: int,
+    width: int,
+    dtype: torch.dtype,
+    card: Card | None,
+    block: Block,
+    granularity: Granularity,
+) -> str:
     """Why Auto leaves a grid of so many tokens whole, in words for the report; empty if it is merged.
 
     images: of one condition. Whether conditions run in one batch depends on free memory, which must not decide on a
-    picture. card: None asks for the fewest tokens alone.
+    picture. card: None asks for the fewest tokens alone. granularity: the run's, which says what merging adds.
     """
     if tokens < FEWEST:
         return f"fewer than {FEWEST} tokens"
     if card is None:
         return ""
-    if computing(tokens, images, width, dtype, card, block) >= block.launching:
+    if computing(tokens, images, width, dtype, card, block) >= block.launching(granularity):
         return ""
     return "Auto: too little work for this device to gain by merging"
 
 
-def obstacle(x: Tensor, images: int, min_tokens: int, block: Block) -> str:
+def obstacle(x: Tensor, images: int, min_tokens: int, block: Block, granularity: Granularity) -> str:
     """Why (B, N, C) tokens x with so many images of each condition stay whole; empty if they are merged.
 
-    min_tokens: as in `ToMAConfig`; any number but 0 holds on every device.
+    min_tokens, granularity: as in `ToMAConfig`; any number of tokens but 0 holds on every device.
     """
     _, tokens, width = x.shape
     if min_tokens == 0:
-        return too_little(tokens, images, width, x.dtype, card_of(x.device), block)
+        return too_little(tokens, images, width, x.dtype, card_of(x.device), block, granularity)
     return f"fewer than {min_tokens} tokens" if tokens < min_tokens else ""

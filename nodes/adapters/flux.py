@@ -22,6 +22,7 @@ from ...toma_core.payoff import FLUX_DOUBLE, FLUX_SINGLE, Block
 from .flux_layers import Layer, MergedLayer, MergeIn, UnmergeOut
 from .flux_positions import SHARE, STRANGE, FluxPlace, Positions, in_range, share, strange
 from .hooks import GRAPHS, Hook, HookPair, eager, fits, installed, outside_graph, reduce, restore
+from .layout import shortened
 
 NAME = "Flux.1"
 
@@ -150,6 +151,11 @@ class _Merger(Hook):
         _, _, plan, detail = self.chain.held
         return self.positions.of(pe, plan, before, detail)
 
+    def told(self, others: dict[str, Any]) -> dict[str, Any]:
+        """The block's further arguments for the tokens as they are inside the chain."""
+        held = self.chain.held
+        return others if held is None else _told(others, held[1].shape[1], held[0].shape[1])
+
     @eager
     def leave(self, out: Tensor, before: int) -> Tensor:
         """All image tokens again after the last block of a chain."""
@@ -183,7 +189,7 @@ class _DoubleBlock(_Merger):
         traced = self.in_graph(img, pe, txt.shape[1], 0, others) if self.begin.kept else None
         if traced is None:
             return self.outside(img, pe, others)
-        out, txt = self.original(img=traced[0], pe=traced[1], **others)
+        out, txt = self.original(img=traced[0], pe=traced[1], **_told(others, self.begin.tokens, self.begin.kept))
         return self.out_of_graph(out, 0), txt
 
     @outside_graph
@@ -195,7 +201,7 @@ class _DoubleBlock(_Merger):
     def run(self, img: Tensor, pe: Any, obstacles: dict[str, Any], others: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The block on [image | references] with the RoPE rows of text and image. others: its further arguments."""
         reduced = self.enter(img, 0, obstacles)
-        out, txt = self.original(img=reduced, pe=self.rows(pe, others["txt"].shape[1]), **others)
+        out, txt = self.original(img=reduced, pe=self.rows(pe, others["txt"].shape[1]), **self.told(others))
         return self.leave(out, 0), txt
 
 
@@ -223,6 +229,7 @@ class _DoubleBlockByModule(_DoubleBlock):
         if config.self_attention:
             hooks += attention
             pe = self.positions.of(pe, plan, others["txt"].shape[1], None)
+            others = _told(others, plan.tokens, plan.kept)
         if config.feed_forward:
             hooks.append(mlp)
         for _, hook in hooks:
@@ -251,7 +258,8 @@ class _SingleBlock(_Merger):
             before = transformer_options["img_slice"][0]
             traced = self.in_graph(x, pe, before, before, others)
             if traced is not None:
-                return self.out_of_graph(self.original(traced[0], pe=traced[1], **others), before)
+                told = _told(others, self.begin.tokens, self.begin.kept)
+                return self.out_of_graph(self.original(traced[0], pe=traced[1], **told), before)
         return self.outside(x, pe, others)
 
     @outside_graph
@@ -259,7 +267,7 @@ class _SingleBlock(_Merger):
         text = x.shape[1] if self.positions.text is None else self.positions.text
         before = others["transformer_options"].get("img_slice", (text,))[0]  # no image tokens where nobody says which
         reduced = self.enter(x, before, self.obstacles(pe, x.shape[1], others))
-        out = self.original(reduced, pe=self.rows(pe, before), **others)
+        out = self.original(reduced, pe=self.rows(pe, before), **self.told(others))
         return self.leave(out, before)
 
 
@@ -325,6 +333,11 @@ class Hooks:
             for block in blocks:
                 block.chain, block.grid, block.begin, block.ends = chain, grid, begin.place, block is blocks[-1]
                 yield block.module, block
+
+
+def _told(others: dict[str, Any], tokens: int, kept: int) -> dict[str, Any]:
+    """A block's further arguments, where so many of the image's tokens are kept."""
+    return {**others, "transformer_options": shortened(others["transformer_options"], tokens, kept)}
 
 
 def _unseen_between(block: _Merger, following: _Merger, replaced: dict[Any, Any], control: dict[str, Any]) -> bool:

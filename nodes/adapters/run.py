@@ -15,7 +15,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from comfy.ldm.modules import attention
 from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
@@ -23,6 +22,7 @@ from torch import Tensor
 from ...toma_core import ToMAConfig
 from ...toma_core.stats import RunStats
 from . import registry, reports
+from .attention import attention_in_use
 from .contract import UnknownError, argument, asking, known, warn
 from .graphs import compiled
 from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, installed
@@ -101,7 +101,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             options = create_model_options_clone(given)
             options["transformer_options"][SAMPLING] = sampling
             options["transformer_options"][GRAPHS] = compiled(given)
-            sampling.run.stats.attention = attention_in_use(options["transformer_options"])
+            sampling.run.stats.attention = attention_in_use(guider.model_patcher, options["transformer_options"])
     except UnknownError as error:
         warn(error)
         return _without_state(executor, *args, **kwargs)
@@ -128,16 +128,6 @@ def _without_state(executor: Any, *args: Any, **kwargs: Any) -> Any:
         return executor(*args, **kwargs)
     finally:
         _stateless.reset(before)
-
-
-def attention_in_use(transformer_options: dict[str, Any]) -> str:
-    """What computes attention, on merged tokens too: ComfyUI's choice, or what another node put in its place."""
-    chosen = getattr(getattr(attention, "optimized_attention", None), "__name__", "unknown").removeprefix("attention_")
-    override = transformer_options.get("optimized_attention_override")
-    if override is None:
-        return chosen
-    where = getattr(override, "__module__", None) or type(override).__module__
-    return f"{chosen}, overridden by {where.rpartition('custom_nodes.')[2]}"
 
 
 def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,9 @@ from ...toma_core import Evaluation, MergePlan, ToMAConfig, plan_for
 from ...toma_core.config import Granularity, Levels, Share
 from ...toma_core.detail import Detail
 from .graphs import Place
-from .hooks import GRAPHS, Hook, HookPair, detail_of, eager, fits, merge, outside_graph, reduce, restore, unmerge
+from .hooks import GRAPHS, Hook, HookPair, detail_of, eager, fits, outside_graph, reduce, restore
+from .layout import on_no_grid
+from .unet_layers import MergedAttention, MergedFeedForward, WholeBlock
 
 NAME = "UNet (SDXL, SD1.5, SD2)"
 
@@ -95,15 +97,16 @@ class _MergedBlock(Hook):
     def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
         if not self.place.begins(x) or x.shape[1] != self.place.tokens:
             return self.outside(x, context, transformer_options)
-        out = self.original(self.place.enter(x), context=context, transformer_options=transformer_options)
-        return self.place.leave(out)
+        told = on_no_grid(transformer_options, self.place.tokens, self.place.kept)
+        return self.place.leave(self.original(self.place.enter(x), context=context, transformer_options=told))
 
     @outside_graph
     def outside(self, x: Tensor, context: Any, transformer_options: dict[str, Any]) -> Tensor:
         plan = self.site.plan(x, transformer_options)
         detail = detail_of(self.site.name, x, self.site.now.evaluation())
         reduced = reduce(x, plan, detail)
-        out = self.original(reduced, context=context, transformer_options=transformer_options)
+        told = on_no_grid(transformer_options, x.shape[1], reduced.shape[1])
+        out = self.original(reduced, context=context, transformer_options=told)
         return restore(out, reduced, x, plan, detail)
 
     def release(self) -> None:
@@ -117,96 +120,54 @@ class _StackStart(Hook):
         self.sites, self.place = sites, Place()
         # What `restore` needs beside the chain's output.
         self.held: tuple[Tensor, Tensor, MergePlan | None, Detail | None] | None = None
+        # N and D of the chain, for its other blocks. Plain numbers: torch.compile may trace each block apart.
+        self.lengths = 0, 0
 
     def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
         if not self.place.begins(x) or x.shape[1] != self.place.tokens:
             return self.outside(x, context, transformer_options)
-        return self.original(self.place.enter(x), context=context, transformer_options=transformer_options)
+        reduced, self.lengths = self.place.enter(x), (self.place.tokens, self.place.kept)
+        told = on_no_grid(transformer_options, *self.lengths)
+        return self.original(reduced, context=context, transformer_options=told)
 
     @outside_graph
     def outside(self, x: Tensor, context: Any, transformer_options: dict[str, Any]) -> Tensor:
         plan = self.sites[0].plan(x, transformer_options, rest=self.sites[1:])
         detail = detail_of(f"{self.sites[0].name}-{self.sites[-1].name}", x, self.sites[0].now.evaluation())
         reduced = reduce(x, plan, detail)
-        self.held = (reduced, x, plan, detail)
-        return self.original(reduced, context=context, transformer_options=transformer_options)
+        self.held, self.lengths = (reduced, x, plan, detail), (x.shape[1], reduced.shape[1])
+        told = on_no_grid(transformer_options, *self.lengths)
+        return self.original(reduced, context=context, transformer_options=told)
 
     def release(self) -> None:
-        self.held = None
+        self.held, self.lengths = None, (0, 0)
         self.place.release()
 
 
-class _StackEnd(Hook):
-    """The last of several blocks that stay merged."""
+class _StackMiddle(Hook):
+    """A block between the first and the last of several that stay merged: what it is told has to fit its tokens."""
 
     def __init__(self, start: _StackStart) -> None:
         self.start = start
 
     def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
+        told = on_no_grid(transformer_options, *self.start.lengths)
+        return self.original(x, context=context, transformer_options=told)
+
+
+class _StackEnd(_StackMiddle):
+    """The last of several blocks that stay merged."""
+
+    def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
         if self.start.place.held is None:
             return self.outside(x, context, transformer_options)
-        return self.start.place.leave(self.original(x, context=context, transformer_options=transformer_options))
+        return self.start.place.leave(super().__call__(x, context, transformer_options))
 
     @outside_graph
     def outside(self, x: Tensor, context: Any, transformer_options: dict[str, Any]) -> Tensor:
-        out = self.original(x, context=context, transformer_options=transformer_options)
+        out = super().__call__(x, context, transformer_options)
         held, self.start.held = self.start.held, None
         return out if held is None else restore(out, *held)
-
-
-class _Block(Hook):
-    """A transformer block whose modules are merged one by one. It only tells them which evaluation this is, because
-    a feed-forward is not given transformer_options."""
-
-    def __init__(self, site: _Site) -> None:
-        self.site = site
-        self.options: dict[str, Any] = {}
-
-    @outside_graph
-    def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
-        self.options = transformer_options
-        return self.original(x, context=context, transformer_options=transformer_options)
-
-    def release(self) -> None:
-        self.options = {}
-
-
-class _MergedAttention(Hook):
-    """Self- or cross-attention with merged queries; in self-attention keys and values are merged with them."""
-
-    def __init__(self, block: _Block, part: str) -> None:
-        self.block, self.part = block, part
-
-    @outside_graph
-    def __call__(
-        self,
-        x: Tensor,
-        context: Any = None,
-        value: Any = None,
-        mask: Any = None,
-        transformer_options: dict[str, Any] = {},  # noqa: B006
-        **rest: Any,
-    ) -> Tensor:
-        rest = {"mask": mask, "transformer_options": transformer_options, **rest}
-        tied = any(given is not None for name, given in rest.items() if name != "transformer_options")
-        plan = None if tied else self.block.site.plan(x, self.block.options, self.part)
-        if plan is None:
-            return self.original(x, context=context, value=value, **rest)
-        merged = merge(x, plan)
-        if context is x and (value is None or value is x):
-            # Keys and values must stay as long as each other: if a patch made other values, both stay whole.
-            context, value = merged, None if value is None else merged
-        return unmerge(self.original(merged, context=context, value=value, **rest), plan)
-
-
-class _MergedFeedForward(Hook):
-    def __init__(self, block: _Block) -> None:
-        self.block = block
-
-    @outside_graph
-    def __call__(self, x: Tensor, /) -> Tensor:
-        plan = self.block.site.plan(x, self.block.options, " feed-forward")
-        return self.original(x) if plan is None else unmerge(self.original(merge(x, plan)), plan)
 
 
 class _BlockHooks:
@@ -215,10 +176,10 @@ class _BlockHooks:
     def __init__(self, module: Any, site: _Site) -> None:
         self.module, self.site = module, site
         self.merged = _MergedBlock(site)
-        self.block = _Block(site)
-        self.attn1 = _MergedAttention(self.block, " self-attention")
-        self.attn2 = _MergedAttention(self.block, " cross-attention")
-        self.ff = _MergedFeedForward(self.block)
+        self.block = WholeBlock(site.plan)
+        self.attn1 = MergedAttention(self.block, " self-attention")
+        self.attn2 = MergedAttention(self.block, " cross-attention")
+        self.ff = MergedFeedForward(self.block)
 
     def by_module(self, config: ToMAConfig) -> Iterator[HookPair]:
         yield self.module, self.block
@@ -236,7 +197,7 @@ class Hooks:
     def __init__(self, diffusion_model: UNetModel) -> None:
         self.now = _Now()
         self.stacks: list[list[_BlockHooks]] = []
-        self.chains: dict[tuple[_Site, _Site], tuple[_StackStart, _StackEnd]] = {}
+        self.chains: dict[tuple[_Site, _Site], list[_StackStart | _StackMiddle]] = {}
         stacks = list(_stacks(diffusion_model))
         for left, (position, level, halvings, stack) in zip(range(len(stacks), 0, -1), stacks, strict=True):
             blocks = enumerate(stack.transformer_blocks)
@@ -286,22 +247,24 @@ class Hooks:
         """Hooks that keep tokens merged from the first to the last of consecutive blocks."""
         if not chain:
             return
-        first, last, config = chain[0], chain[-1], evaluation.run.config
-        begin: _MergedBlock | _StackStart = first.merged
-        if first is not last:
-            key = (first.site, last.site)
-            if key not in self.chains:
-                start = _StackStart([block.site for block in chain])
-                self.chains[key] = start, _StackEnd(start)
-            begin, end = self.chains[key]
+        first, config = chain[0], evaluation.run.config
+        hooks = self._hooks(chain)
         if graphs:
             scope, width = first.site.scope(config.share), getattr(first.module.attn1.to_q, "in_features", 0)
             names, grid = [block.site.name for block in chain], first.site.grid(x)
-            if not begin.place.prepare(x, grid, scope, names, evaluation, first.module, width):
+            if not hooks[0].place.prepare(x, grid, scope, names, evaluation, first.module, width):
                 return
-        yield first.module, begin
-        if first is not last:
-            yield last.module, end
+        yield from zip((block.module for block in chain), hooks, strict=True)
+
+    def _hooks(self, chain: list[_BlockHooks]) -> list[Any]:
+        """One for each block of a chain, made once; the first of them has a place."""
+        if len(chain) == 1:
+            return [chain[0].merged]
+        key = (chain[0].site, chain[-1].site)
+        if key not in self.chains:
+            start = _StackStart([block.site for block in chain])
+            self.chains[key] = [start, *(_StackMiddle(start) for _ in chain[2:]), _StackEnd(start)]
+        return self.chains[key]
 
 
 def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, int, SpatialTransformer]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 
 from benchmarks import cost, variants
 from benchmarks.fullsize import Shape
+from benchmarks.parts import ADAPTERS
 from scripts.comfy_pack import pack_module
+from scripts.comfyui import ROOT
 
 SDXL, FLUX = Shape("sdxl"), Shape("flux")
 
@@ -109,6 +112,36 @@ def test_what_auto_thinks_of_a_block(shape: Shape, kinds: dict[str, tuple[str, l
         assert parts[kind].launches == block.launches * sum(number for number, *_ in grids)
         estimate = sum(number * block.flops(tokens, 1, width) for number, tokens, width in grids)
         assert 0.9 < estimate / parts[kind].flops <= 1.0
+
+
+def test_every_file_that_merges_is_counted() -> None:
+    """By the names that it calls; inside of graphs, which are not counted, `graphs` does it."""
+    files = {path.stem for path in (ROOT / "nodes" / "adapters").glob("[a-z]*.py")} - {"hooks", "graphs"}
+    merging = {"merge", "unmerge", "reduce", "restore"}
+    assert {f for f in files if merging & vars(pack_module(f"nodes.adapters.{f}")).keys()} == set(ADAPTERS)
+
+
+@pytest.mark.parametrize("granularity", ["stack", "block", "module"])
+@pytest.mark.parametrize(
+    ("shape", "name", "number", "whole"),
+    [
+        (SDXL, "UNET_BLOCK", 70, (0, 0)),
+        (FLUX, "FLUX_DOUBLE", 19, (0, 38)),
+        (FLUX, "FLUX_SINGLE", 38, (19, 0)),
+    ],
+    ids=["sdxl", "flux-double", "flux-single"],
+)
+def test_what_auto_thinks_that_merging_adds(
+    shape: Shape, name: str, number: int, whole: tuple[int, int], granularity: str
+) -> None:
+    """By Triton, with detail reuse: each block's share, rounded up, plans apart."""
+    payoff = pack_module("toma_core.payoff")
+    settings = {"unet_whole_every": 3, "flux_whole_every": 3, "detail_reuse": True, "min_tokens": 4}
+    settings |= {"granularity": granularity, "flux_whole_double": whole[0], "flux_whole_single": whole[1]}
+    merged = cost.count(shape, toma(**settings), kernels=True, step=1)
+    block, kind = getattr(payoff, name), payoff.Granularity(granularity)
+    added = (merged.launches - cost.count(shape).launches) / number
+    assert math.ceil(added) == round(block.launching(kind) / payoff.LAUNCH) - block.launches
 
 
 def test_nothing_is_added_where_nothing_is_merged() -> None:

@@ -17,7 +17,7 @@ def loaded(pack: ModuleType) -> None:
     """Models and hooks come from ComfyUI and the pack."""
 
 
-@pytest.mark.parametrize("name", ["overhead", "planning", "auto", "measured"])
+@pytest.mark.parametrize("name", ["overhead", "attention", "planning", "auto", "measured"])
 def test_the_page_is_what_the_code_counts(name: str) -> None:
     """The quicker tables: after a change that one of them shows, run `python -m benchmarks.performance`."""
     text = performance.PAGE.read_text(encoding="utf-8")

@@ -160,7 +160,7 @@ def test_goals_of_shares_and_of_selection() -> None:
     assert goal.judged([fast]) == ("<= 20", "9", False)
 
 
-@pytest.mark.parametrize("only", [["tests", "micro", "sdxl-1024-cfg", "break-even"]], ids="+".join)
+@pytest.mark.parametrize("only", [["tests", "micro", "sdxl-1024-cfg", "attention", "break-even"]], ids="+".join)
 def test_dry_run_of_the_script_for_gpus(only: list[str], tmp_path: Path) -> None:
     """The whole way on a CPU: sections, goals, table, and few small files in one folder."""
     options = ["--gpu", "--dry-run", "--minutes", "60", "--out", str(tmp_path), "--only", *only]
@@ -181,8 +181,12 @@ def test_dry_run_of_the_script_for_gpus(only: list[str], tmp_path: Path) -> None
     assert {row["section"].partition(":")[0].partition(",")[0] for row in stored["rows"]} == {
         "micro",
         "sample",
+        "attention",
         "break-even",
     }
+    by_attention = {(row["model"], row["variant"]) for row in stored["rows"] if row["section"] == "attention"}
+    for model in ("sdxl", "flux"):
+        assert {(model, "pytorch attention"), (model, "pytorch attention + ToMA stack")} <= by_attention
     assert "dry run" in stored["conditions"]["models"]
     page = (tmp_path / "results.md").read_text()
     assert "| SDXL 1024, CFG | >= 1.45x | not measured |" in page, "tiny pictures reach no goal"

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toma_core import payoff
+from toma_core.config import Granularity
 from toma_core.payoff import FLUX_DOUBLE, FLUX_SINGLE, UNET_BLOCK, Block, Card, card_of, obstacle, too_little
 
 B200 = Card("NVIDIA B200", (10, 0), 148, 1.965e9)
@@ -21,8 +22,10 @@ RTX_3060 = Card("NVIDIA GeForce RTX 3060", (8, 6), 28, 1.777e9)
 CARDS = (B200, H100, A100, RTX_5090, RTX_4090, RTX_3060)
 WORK = "Auto: too little work for this device to gain by merging"
 
+STACK = Granularity.STACK
 cards = st.sampled_from([None, *CARDS])
 blocks = st.sampled_from([UNET_BLOCK, FLUX_DOUBLE, FLUX_SINGLE])
+granularities = st.sampled_from(list(Granularity))
 dtypes = st.sampled_from([torch.float16, torch.bfloat16, torch.float32])
 widths = st.sampled_from([64, 320, 640, 1280, 3072])
 
@@ -51,21 +54,39 @@ widths = st.sampled_from([64, 320, 640, 1280, 3072])
     ],
 )
 def test_everyday_sizes(card: Card, side: int, width: int, block: Block, merged: bool, dtype: torch.dtype) -> None:
-    assert too_little(side**2, 1, width, dtype, card, block) == ("" if merged else WORK)
+    assert too_little(side**2, 1, width, dtype, card, block, STACK) == ("" if merged else WORK)
 
 
 @pytest.mark.parametrize("pixels", [(1152, 896), (1216, 832), (1344, 768), (1536, 640)], ids=str)
 def test_every_shape_that_sdxl_was_trained_on_is_merged_on_an_h100(pixels: tuple[int, int]) -> None:
     for side, width in ((16, 640), (32, 1280)):
         tokens = (pixels[0] // side) * (pixels[1] // side)
-        assert too_little(tokens, 1, width, torch.float16, H100, UNET_BLOCK) == ""
+        assert too_little(tokens, 1, width, torch.float16, H100, UNET_BLOCK, STACK) == ""
 
 
 def test_more_images_and_slower_formats_are_more_work() -> None:
     """SDXL 512 on an H100: eight images of it are worth merging, and so is one in fp32."""
-    assert too_little(256, 1, 1280, torch.float16, H100, UNET_BLOCK) == WORK
-    assert too_little(256, 8, 1280, torch.float16, H100, UNET_BLOCK) == ""
-    assert too_little(256, 1, 1280, torch.float32, H100, UNET_BLOCK) == ""
+    assert too_little(256, 1, 1280, torch.float16, H100, UNET_BLOCK, STACK) == WORK
+    assert too_little(256, 8, 1280, torch.float16, H100, UNET_BLOCK, STACK) == ""
+    assert too_little(256, 1, 1280, torch.float32, H100, UNET_BLOCK, STACK) == ""
+
+
+@given(st.integers(256, 20_000), st.integers(1, 8), widths, dtypes, cards, blocks)
+def test_stacks_are_merged_first(
+    tokens: int, images: int, width: int, dtype: torch.dtype, card: Card | None, block: Block
+) -> None:
+    """They add least: what is too little for a stack is too little for its blocks and modules."""
+    reasons = [too_little(tokens, images, width, dtype, card, block, g) for g in Granularity]
+    assert all(reasons) or not too_little(tokens, images, width, dtype, card, block, STACK)
+
+
+@pytest.mark.parametrize(
+    ("granularity", "merged"), [("stack", True), ("block", True), ("module", False)], ids=lambda v: str(v)
+)
+def test_what_merging_adds_decides_too(granularity: str, merged: bool) -> None:
+    """SDXL 1024 on an H100: six operations more in each block of 20 are more than its coarser blocks bring."""
+    reason = too_little(32**2, 1, 1280, torch.float16, H100, UNET_BLOCK, Granularity(granularity))
+    assert reason == ("" if merged else WORK)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +109,15 @@ def test_cards_that_nobody_listed() -> None:
 
 
 @given(
-    st.integers(1, 20_000), st.integers(0, 5_000), st.integers(1, 8), st.integers(0, 8), widths, dtypes, cards, blocks
+    st.integers(1, 20_000),
+    st.integers(0, 5_000),
+    st.integers(1, 8),
+    st.integers(0, 8),
+    widths,
+    dtypes,
+    cards,
+    blocks,
+    granularities,
 )
 def test_more_tokens_or_images_are_never_merged_less(
     tokens: int,
@@ -99,16 +128,23 @@ def test_more_tokens_or_images_are_never_merged_less(
     dtype: torch.dtype,
     card: Card | None,
     block: Block,
+    granularity: Granularity,
 ) -> None:
-    if not too_little(tokens, images, width, dtype, card, block):
-        assert not too_little(tokens + more_tokens, images + more_images, width, dtype, card, block)
+    if not too_little(tokens, images, width, dtype, card, block, granularity):
+        assert not too_little(tokens + more_tokens, images + more_images, width, dtype, card, block, granularity)
 
 
-@given(st.integers(1, 20_000), st.integers(1, 8), widths, dtypes, cards, blocks)
+@given(st.integers(1, 20_000), st.integers(1, 8), widths, dtypes, cards, blocks, granularities)
 def test_256_tokens_are_the_fewest_everywhere(
-    tokens: int, images: int, width: int, dtype: torch.dtype, card: Card | None, block: Block
+    tokens: int,
+    images: int,
+    width: int,
+    dtype: torch.dtype,
+    card: Card | None,
+    block: Block,
+    granularity: Granularity,
 ) -> None:
-    reason = too_little(tokens, images, width, dtype, card, block)
+    reason = too_little(tokens, images, width, dtype, card, block, granularity)
     assert (reason == "fewer than 256 tokens") == (tokens < 256)
     assert card is not None or tokens < 256 or reason == ""
 
@@ -117,7 +153,7 @@ def test_256_tokens_are_the_fewest_everywhere(
 def test_a_number_holds_whatever_the_device(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payoff, "card_of", lambda device: pytest.fail("the device was looked at"))
     reason = "fewer than 257 tokens" if least == 257 else f"fewer than {least} tokens" if least > 256 else ""
-    assert obstacle(torch.zeros(1, 256, 8), 1, least, UNET_BLOCK) == reason
+    assert obstacle(torch.zeros(1, 256, 8), 1, least, UNET_BLOCK, STACK) == reason
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta", "mps", "xpu", "privateuseone"])

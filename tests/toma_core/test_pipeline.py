@@ -127,6 +127,9 @@ def test_auto_on_a_card_asks_for_enough_work(monkeypatch: pytest.MonkeyPatch) ->
     assert evaluation_of(copies=(None,) * 4096).obstacle(many).startswith("Auto: "), "conditions are no images"
     assert plan_for(few, (24, 24), "toy", evaluation_of(min_tokens=576)) is not None
     assert evaluation_of(min_tokens=577).obstacle(few) == "fewer than 577 tokens"
+    edge = torch.zeros(1, 1024, 1280, dtype=torch.float16)
+    merged = [not evaluation_of(granularity=g).obstacle(edge) for g in ("stack", "block", "module")]
+    assert merged == [True, True, False], "what merging adds counts as well"
 
 
 def test_a_ratio_that_merges_no_token_says_so() -> None:

@@ -1,0 +1,258 @@
+"""What other nodes' attention is told of the tokens it gets: it fits those that run, in every block."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+GRANULARITIES = ["stack", "block", "module"]
+SIDE = 24  # UNet: grids of 12 x 12 and 6 x 6
+TEXT, IMAGE, REFERENCES = 7, 144, (48, 12)  # Flux: a grid of 12 x 12
+
+
+@dataclass
+class Told:
+    """One call of the attention. length: of q. options: what it was told, a copy of the dict. mask: whether it got
+    one."""
+
+    length: int
+    options: dict[str, Any]
+    mask: bool
+
+
+@pytest.fixture
+def listening() -> Any:
+    """listening(model): a clone whose attention another node computes, and every call of it from now on."""
+
+    def listen(model: Any) -> tuple[Any, list[Told]]:
+        calls: list[Told] = []
+
+        def override(func: Any, q: Tensor, *args: Any, transformer_options: Any, **kwargs: Any) -> Tensor:
+            length = q.shape[2 if kwargs.get("skip_reshape") else 1]
+            mask = kwargs.get("mask") if len(args) < 4 else args[3]
+            calls.append(Told(length, dict(transformer_options), mask is not None))
+            return func(q, *args, transformer_options=transformer_options, **kwargs)
+
+        clone = model.clone()
+        clone.model_options["transformer_options"]["optimized_attention_override"] = override
+        return clone, calls
+
+    return listen
+
+
+def kontext(model: Any) -> dict[str, Any]:
+    """Two reference images of 48 and 12 tokens, for both prompts."""
+    g = torch.Generator().manual_seed(9)
+    latents = [torch.randn(1, 16, *size, generator=g) for size in ((12, 16), (8, 6))]
+    return {
+        name: models.conditioning(model, seed=seed, reference_latents=latents)
+        for seed, name in enumerate(("positive", "negative"))
+    }
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("settings", [{}, {"unet_whole_last": 3, "cross_attention": False}], ids=["all", "some"])
+def test_the_grid_fits_the_tokens_in_a_unet(
+    unet: Any, attach: Any, listening: Any, granularity: str, settings: dict[str, Any]
+) -> None:
+    """(B, C, 1, D) where D tokens arrive. Whole blocks, attentions and steps are told what they were before."""
+    plain, before = listening(unet)
+    models.sample(plain, SIDE, SIDE, steps=2)
+    foreign, calls = listening(unet)
+    models.sample(attach(foreign, granularity=granularity, end_percent=0.5, **settings), SIDE, SIDE, steps=2)
+    merged = 0
+    for call, same in zip(calls, before, strict=True):
+        whole, shape = same.options["activations_shape"], call.options["activations_shape"]
+        assert same.length == whole[-2] * whole[-1]
+        assert shape == (whole if call.length == same.length else [*whole[:2], 1, call.length])
+        for name in ("block", "block_index", "transformer_index", "original_shape"):
+            assert call.options[name] == same.options[name]
+        merged += call.length < same.length
+    assert merged == len(calls) // 2 if not settings else 0 < merged < len(calls) // 2
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("whole_every", [0, 2])
+@pytest.mark.parametrize("with_references", [False, True])
+def test_the_image_lies_where_flux_says(
+    flux: Any, attach: Any, listening: Any, granularity: str, whole_every: int, with_references: bool
+) -> None:
+    """[text, text + D + references]. With whole_every 2 each second step runs whole and keeps its detail."""
+    foreign, calls = listening(flux)
+    settings = {"granularity": granularity, "flux_whole_every": whole_every, "flux_whole_single": 1}
+    model = attach(foreign, **settings, detail_reuse=bool(whole_every))
+    conds = kontext(flux) if with_references else {}
+    models.sample(model, SIDE, SIDE, steps=4, **conds)
+    extra = sum(REFERENCES) if with_references else 0
+    lengths = set()
+    for call in calls:
+        single = call.options["block_type"] == "single"
+        assert call.options.get("img_slice") == ([TEXT, call.length] if single else None)
+        if extra and "reference_image_num_tokens" in call.options:  # not in ComfyUI 0.16.3
+            assert call.options["reference_image_num_tokens"] == list(REFERENCES)
+        lengths.add((call.options["block_type"], call.length - TEXT - extra))
+    assert lengths == {(kind, n) for kind in ("double", "single") for n in (IMAGE, IMAGE // 2)} - (
+        set() if whole_every else {("double", IMAGE)}
+    )
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_double_blocks_too_where_somebody_says_it_there(
+    flux: Any, attach: Any, listening: Any, granularity: str
+) -> None:
+    """ComfyUI's own double blocks are not told; another node may say it."""
+    foreign, calls = listening(flux)
+    given = [TEXT, TEXT + IMAGE]
+
+    def say(_: Any, args: Any, kwargs: Any) -> None:
+        kwargs["transformer_options"]["img_slice"] = given
+
+    handles = [
+        block.register_forward_pre_hook(say, with_kwargs=True) for block in flux.model.diffusion_model.double_blocks
+    ]
+    try:
+        for parts, length in (((True, True), IMAGE // 2), ((False, True), IMAGE)):
+            calls.clear()
+            attend, feed = parts
+            settings = {"self_attention": attend, "feed_forward": feed} if granularity == "module" else {}
+            models.sample(attach(foreign, granularity=granularity, **settings), SIDE, SIDE, steps=1)
+            doubles = [call for call in calls if call.options["block_type"] == "double"]
+            assert doubles
+            assert all(call.options["img_slice"] == [TEXT, call.length] for call in doubles)
+            if granularity == "module":
+                assert {call.length for call in doubles} == {TEXT + length}
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert given == [TEXT, TEXT + IMAGE]
+
+
+@pytest.mark.parametrize("kind", ["unet", "flux"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_attention_patches_are_told_of_all_tokens_and_get_them(
+    request: pytest.FixtureRequest, attach: Any, kind: str, granularity: str
+) -> None:
+    model, told = request.getfixturevalue(kind).clone(), []
+
+    def fits(length: int, options: dict[str, Any]) -> None:
+        if kind == "unet":
+            told.append((length, options["activations_shape"][-2] * options["activations_shape"][-1]))
+        else:
+            told.append((length, options["img_slice"][1]))
+
+    if kind == "unet":
+        for name in ("attn1", "attn2"):
+            model.set_model_patch(lambda n, c, v, options: (fits(n.shape[1], options), (n, c, v))[1], f"{name}_patch")
+            model.set_model_patch(lambda n, options: (fits(n.shape[1], options), n)[1], f"{name}_output_patch")
+    else:
+        model.set_model_patch(lambda out, options: (fits(out.shape[1], options), out)[1], "attn1_output_patch")
+    models.sample(attach(model, granularity=granularity), SIDE, SIDE, steps=1)
+    assert told
+    assert all(length == said for length, said in told)
+    assert {length for length, _ in told} == ({144, 36} if kind == "unet" else {TEXT + IMAGE})
+
+
+@pytest.mark.parametrize("kind", ["unet", "flux"])
+def test_the_callers_options_stay_as_they_are(
+    request: pytest.FixtureRequest, attach: Any, listening: Any, kind: str
+) -> None:
+    """After each block they hold what they held before it, and what is told differs from them in the layout alone."""
+    shared = request.getfixturevalue(kind)
+    foreign, calls = listening(shared)
+    foreign.model_options["transformer_options"]["mine"] = {"nested": [1]}
+    before: dict[str, Any] = {}
+    differing: set[str] = set()
+
+    def enters(_: Any, args: Any, kwargs: Any) -> None:
+        calls.clear()
+        before.clear()
+        before.update(kwargs["transformer_options"])
+
+    def leaves(_: Any, args: Any, kwargs: Any, out: Any) -> None:
+        assert kwargs["transformer_options"] == before
+        assert calls
+        for call in calls:
+            assert call.options.keys() == before.keys()
+            differing.update(name for name, value in before.items() if call.options[name] is not value)
+
+    names = ("BasicTransformerBlock", "DoubleStreamBlock", "SingleStreamBlock")
+    blocks = [m for m in shared.model.diffusion_model.modules() if type(m).__name__ in names]
+    handles = [block.register_forward_pre_hook(enters, with_kwargs=True) for block in blocks]
+    handles += [block.register_forward_hook(leaves, with_kwargs=True) for block in blocks]
+    try:
+        models.sample(attach(foreign), SIDE, SIDE, steps=2)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert "mine" in before
+    assert differing == {"activations_shape" if kind == "unet" else "img_slice"}
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["unet", "flux"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_compiled_code_says_the_same(attach: Any, fresh_compiler: None, kind: str, inside: bool) -> None:
+    """What is told becomes part of the picture: it differs unless the same is told everywhere, and graphs are no more
+    than without."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
+
+    shape = {"num_res_blocks": [1, 1], "transformer_depth": [0, 1], "transformer_depth_output": [0, 0, 2, 1]}
+    model = models.unet(depths=(0, 1), middle=3, **shape) if kind == "unet" else models.flux(single=3, double=2)
+
+    def override(func: Any, *args: Any, transformer_options: Any, **kwargs: Any) -> Tensor:
+        place = transformer_options["activations_shape"][2:] if kind == "unet" else transformer_options.get("img_slice")
+        out: Tensor = func(*args, transformer_options=transformer_options, **kwargs)
+        return out if place is None else out * (1 + place[0] / 100 + place[1] / 1000)
+
+    model.model_options["transformer_options"]["optimized_attention_override"] = override
+    settings = {"end_percent": 0.6, f"{kind}_whole_every": 3, "detail_reuse": True}
+    toma = attach(model, **settings)
+    plain = models.sample(toma, 16, 16, steps=4)
+    graphs = []
+
+    def backend(graph: Any, inputs: Any, **_: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = toma.clone()
+    options = {"guard_filter_fn": skip_torch_compile_dict}
+    set_torch_compile_wrapper(model=compiled, backend=backend, options=options, keys=["diffusion_model"])
+    if inside:
+        compiled.model_options["torch_compile_kwargs"]["backend"] = "inductor"
+    assert torch.equal(models.sample(compiled, 16, 16, steps=4), plain)
+    warm = len(graphs)
+    assert warm == 3 if inside else warm > 3, "whole and kept, merged, and whole at the end"
+    assert torch.equal(models.sample(compiled, 16, 16, steps=4), plain)
+    assert len(graphs) == warm
+
+
+def test_layouts_that_nobody_told_are_not_made_up(pack: Any) -> None:
+    layout = pack_module("nodes.adapters.layout")
+    for tell in (layout.on_no_grid, layout.shortened):
+        options: dict[str, Any] = {"block_index": 3}
+        assert tell(options, 10, 5) is options
+    said = {"activations_shape": [2, 64, 3, 4], "img_slice": [7, 19]}
+    assert layout.on_no_grid(said, 12, 12) is said
+    assert layout.shortened(said, 12, 12) is said
+    assert layout.on_no_grid(said, 12, 6)["activations_shape"] == [2, 64, 1, 6]
+    assert layout.shortened(said, 12, 6)["img_slice"] == [7, 13]
+    assert said == {"activations_shape": [2, 64, 3, 4], "img_slice": [7, 19]}
