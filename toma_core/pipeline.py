@@ -17,6 +17,7 @@ from torch import Tensor
 from .detail import Detail, reuse
 from .merge import MergePlan, merge, pick, unmerge_update
 from .payoff import UNET_BLOCK, Block, obstacle
+from .pieces import Piece
 from .schedule import Decision
 from .state import RunState
 
@@ -26,22 +27,22 @@ class Evaluation:
     """One call of the model: the run it belongs to, what to do in it, and what its batch holds.
 
     copies: one key per equal chunk of the batch, see `RunState.plan`. parts: one key per condition's chunk, for all
-    that tells it from the others; the same as copies if not given. latent: (B, C, H, W), given where destinations are
-    to be chosen on it, because the tokens of one condition are not at hand for another.
+    that tells it from the others; the same as copies if not given. blind, piece: see `RunState.plan`.
     """
 
     run: RunState
     decision: Decision
     copies: tuple[Hashable, ...] = (None,)
     parts: tuple[Hashable, ...] = ()
-    latent: Tensor | None = None
+    blind: str = ""
+    piece: Piece | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", self.parts or self.copies)
 
     def plan(self, x: Tensor, grid: tuple[int, int], scope: Hashable) -> MergePlan:
         """The plan for tokens x of (B, H * W, C), the stored one or a fresh one."""
-        return self.run.plan(x, grid, scope, self.decision, self.copies, self.latent)
+        return self.run.plan(x, grid, scope, self.decision, self.copies, self.blind, self.piece)
 
     def detail(self, block: str, x: Tensor) -> Detail | None:
         """The part in the reuse of detail of the block that is given x of (B, N, C); None if there is none, or if

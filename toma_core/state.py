@@ -14,11 +14,11 @@ from torch import Tensor
 
 from .config import SelectorKind, ToMAConfig
 from .detail import Details
-from .features import latent_tokens
 from .maps import draw_map
 from .merge import MergePlan, weigh
+from .pieces import Piece
 from .schedule import Decision, Schedule
-from .selection import cosine_similarity, select
+from .selection import SEES_NOTHING, cosine_similarity, select
 from .stats import RunStats
 from .trial import Dispatch
 from .windows import Budget, Windows, make_budget, make_windows
@@ -48,7 +48,6 @@ class RunState:
     _plans: dict[_PlanKey, _Entry] = field(default_factory=dict)
     _stacks: dict[Hashable, tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
-    _forgotten: Hashable = None
     details: Details = field(default_factory=Details)
 
     @property
@@ -68,22 +67,26 @@ class RunState:
         scope: Hashable,
         decision: Decision,
         copies: tuple[Hashable, ...],
-        latent: Tensor | None = None,
+        blind: str = "",
+        piece: Piece | None = None,
     ) -> MergePlan:
         """The plan for tokens x of (B, N, C) on `grid`, made if there is none or it is too old.
 
         scope: which blocks share a plan. copies: for each of the equal chunks of the batch, a key for what part of
         the latent it shows. Chunks with one key (as cond and uncond have) hold the same images under different
         conditioning: they share one plan, made from the first of them, in this call and in later ones.
-        latent: (B, C, H, W), if destinations are to be chosen by what of it lies under each token, not by the tokens.
+        blind: why destinations must not depend on x, if they must not: then they lie at random, by the seed of the
+        settings, and only weights are made from x. piece: what the call shows, if no key tells; a plan of it is not for
+        other calls but those of its evaluation.
         """
+        if piece is not None:
+            return self._plan_of(piece, x, grid, scope, decision)
         chunk = x.shape[0] // len(copies)
         keys = list(dict.fromkeys(copies))
 
         def entry_of(key: Hashable) -> _Entry:
             begin = copies.index(key) * chunk
-            part = slice(begin, begin + chunk)
-            return self._entry(x[part], grid, (scope, key), decision, None if latent is None else latent[part])
+            return self._entry(x[begin : begin + chunk], grid, (scope, key), decision, blind)
 
         if len(keys) == 1:
             entry = entry_of(keys[0])
@@ -98,12 +101,15 @@ class RunState:
             stack = self._stacks[place] = parts, _stacked(parts)
         return stack[1]
 
-    def forget(self, copy: Hashable) -> None:
-        """No call will show this copy again. Its plans go when another is forgotten: until then they can be drawn."""
-        with self.stats.lock:
-            gone, self._forgotten = self._forgotten, copy
-            for key in [key for key in self._plans if key[0][1] is gone and gone is not None]:
-                self._plans.pop(key, None)
+    def _plan_of(
+        self, piece: Piece, x: Tensor, grid: tuple[int, int], scope: Hashable, decision: Decision
+    ) -> MergePlan:
+        if (scope, grid) not in piece.plans:
+            plan = piece.settled((scope, grid), self._selected(piece.tokens(x), grid, decision, ""))
+            self.stats.count_plan(grid, plan.kept, selected=True)
+            # In the place of the last piece's, so that it can be drawn.
+            self._remember(((scope, Piece), grid, 0, x.dtype, x.device), plan, decision)
+        return piece.plans[scope, grid]
 
     def kept(self, grid: tuple[int, int], decision: Decision, device: torch.device) -> int:
         """How many tokens of a grid are left where it is merged."""
@@ -115,7 +121,7 @@ class RunState:
         grid: tuple[int, int],
         scope: tuple[Hashable, Hashable],
         decision: Decision,
-        latent: Tensor | None,
+        blind: str,
     ) -> _Entry:
         key = (scope, grid, x.shape[0], x.dtype, x.device)
         old = self._plans.get(key)
@@ -124,29 +130,31 @@ class RunState:
                 return old
             plan, selected = self._reweighed(x, old.plan), False
         else:
-            plan, selected = self._selected(x, grid, decision, latent), True
+            plan, selected = self._selected(x, grid, decision, blind), True
         self.stats.count_plan(grid, plan.kept, selected)
+        return self._remember(key, plan, decision)
+
+    def _remember(self, key: _PlanKey, plan: MergePlan, decision: Decision) -> _Entry:
         entry = _Entry(plan, decision.ratio, decision.selection, decision.weighing, {1: plan})
         # To the end of the dict, so that `draw` finds the plan made last.
         self._plans.pop(key, None)
         self._plans[key] = entry
         return entry
 
-    def _selected(self, x: Tensor, grid: tuple[int, int], decision: Decision, latent: Tensor | None) -> MergePlan:
-        config = self.config
+    def _selected(self, x: Tensor, grid: tuple[int, int], decision: Decision, blind: str) -> MergePlan:
+        config, kind = self.config, self.config.selector
+        if blind and kind not in SEES_NOTHING:
+            kind = SelectorKind.RANDOM
+            self.stats.chosen_blindly(blind)
         windows, budget = self._layout(grid, decision, x.device)
         choice = self.dispatch.pick(x, windows, budget)
         self.stats.computed_by(str(choice))
         kernels = choice.kernels
-        features = x if latent is None else latent_tokens(latent, grid).to(x.dtype)
-        if kernels is not None and config.selector is SelectorKind.FACILITY_LOCATION:
-            picks, M, back = kernels.select_weigh(features, windows, budget, config.scale)
-            if latent is not None:
-                M, back = kernels.weigh(x, picks, windows, budget, config.scale)
-            return MergePlan(windows, budget, picks, M, back, kernels)
+        if kernels is not None and kind is SelectorKind.FACILITY_LOCATION:
+            return MergePlan(windows, budget, *kernels.select_weigh(x, windows, budget, config.scale), kernels)
         tokens = windows.split(x)
-        similarity = cosine_similarity(windows.split(features))
-        picks = select(similarity, windows, budget, config.selector, config.random_seed + decision.selection)
+        similarity = cosine_similarity(tokens)
+        picks = select(similarity, windows, budget, kind, config.random_seed + decision.selection)
         plan = weigh(tokens, picks, windows, budget, config.scale, x.dtype)
         return replace(plan, kernels=kernels)
 

@@ -28,6 +28,7 @@ class RunStats:
     selections: int = 0
     weighings: int = 0
     kernels: set[str] = field(default_factory=set)
+    blind: set[str] = field(default_factory=set)
     attention: str = ""
     detail_bytes: int = 0
     maps: dict[tuple[int, int], MergeMap] = field(default_factory=dict)
@@ -55,6 +56,11 @@ class RunStats:
         """Plans were made by these kernels, or by plain PyTorch because of a reason."""
         with self.lock:
             self.kernels.add(kernels)
+
+    def chosen_blindly(self, reason: str) -> None:
+        """Destinations lie at random, not where they represent most, because of `reason`."""
+        with self.lock:
+            self.blind.add(reason)
 
     def merged(self, block: str) -> None:
         """`block` ran on merged tokens, at least in part."""
@@ -95,6 +101,8 @@ class RunStats:
             line += f", {self.detail_bytes / 1e6:.3g} MB of detail held"
         for reason, parts in self.left_whole.items():
             line += f"; left whole ({reason}): {_shortened(sorted(parts))}"
+        if self.blind:
+            line += f"; destinations at random ({', '.join(sorted(self.blind))})"
         if self.kernels:
             line += f"; kernels: {', '.join(sorted(self.kernels))}"
         return line

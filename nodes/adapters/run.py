@@ -172,11 +172,11 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if hooks is None or dimensions != 4:
         sampling.run.stats.whole("model", "a model or latent of unknown kind")
         return executor(*args, **kwargs)
-    with sampling.evaluation(x, options) as evaluation:
-        if not evaluation.decision.ratio:
-            return executor(*args, **kwargs)
-        with installed(hooks.select(x, evaluation, options, control)):
-            return executor(*args, **kwargs)
+    evaluation = sampling.evaluation(x, options)
+    if not evaluation.decision.ratio:
+        return executor(*args, **kwargs)
+    with installed(hooks.select(x, evaluation, options, control)):
+        return executor(*args, **kwargs)
 
 
 def _lone_evaluation(model: Any, t: Tensor, transformer_options: dict[str, Any]) -> Sampling | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ...toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig
+from ...toma_core.pieces import Piece
 from . import registry
 from .levels import Levels
 
@@ -33,6 +33,8 @@ class Sampling:
     apart: bool = False
     sigma: float | None = None
     seen: Counter[Hashable] = field(default_factory=Counter)
+    pieces: dict[Hashable, Piece] = field(default_factory=dict)
+    pieces_seen: Counter[Hashable] = field(default_factory=Counter)
     _lock: Lock = field(default_factory=Lock)
 
     @classmethod
@@ -55,7 +57,11 @@ class Sampling:
     def next(self) -> None:
         """The sampler evaluates the model anew."""
         self.levels.next()
+        self._begin()
+
+    def _begin(self) -> None:
         self.seen.clear()
+        self.pieces.clear()
 
     def observe(
         self,
@@ -68,7 +74,8 @@ class Sampling:
         sigma = self.levels.of(timestep)
         if sigma != self.sigma:
             self.sigma = sigma
-            self.seen.clear()
+            self._begin()
+        self.pieces_seen.clear()
         if latent is not None:
             self.size, self.images = tuple(latent.shape[2:]), latent.shape[0]
         self.apart = len(model_options.get("multigpu_clones") or ()) > 1
@@ -81,32 +88,34 @@ class Sampling:
         self.decision = self.run.decide(sigma, taking_part)
         self.run.stats.count_evaluation(self.decision.step, self.decision.merged_ratio, timestep.device)
 
-    @contextmanager
-    def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Iterator[Evaluation]:
-        """What one call of the model on latents of (B, C, H, W) is to do, as long as it lasts.
+    def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
+        """What one call of the model on latents of (B, C, H, W) is to do.
 
-        Cond and uncond of one area share plans, in one call or in several, as long as a plan lives. Two cases ask for
-        more. On several devices no condition can wait for another's tokens; and a call that is not about the latent or
-        an area of it but about a piece, as tiled sampling makes them, may show another piece in the next evaluation.
-        There destinations are chosen on the latent itself, which is the same for every condition, and in the second
-        case they live no longer than the call, and nothing is taken over from other steps.
+        Conditions of one area share plans, made from the tokens of the first, in one call or in several. Where
+        conditions run on several devices none can wait for another's tokens: destinations lie at random there, the
+        same for all. And a call that is not about the latent or an area, but about a piece of it, as tiled sampling
+        makes them, is planned by what it shows and by nothing else, anew in every evaluation: it may show another then.
         """
         chunks, frames = _chunks(len(x), transformer_options)
         parts = self.parts(len(x), transformer_options)
+        blind = "several devices" if self.apart else ""
         if not self._is_piece(x, transformer_options):
             copies = self.copies(chunks, frames)
             if self.apart:
                 device = transformer_options.get("multigpu_thread_device")
                 copies = tuple((device, copy) for copy in copies)
-            yield Evaluation(self.run, self.decision, copies, parts, x if self.apart else None)
-            return
+            return Evaluation(self.run, self.decision, copies, parts, blind)
         # Nothing is kept of a piece, so that it runs whole where others keep.
         decision = replace(self.decision, ratio=self.decision.merged_ratio, keeps_detail=False, plain=True)
-        piece = object()
-        try:
-            yield Evaluation(self.run, decision, (piece,), parts, x)
-        finally:
-            self.run.forget(piece)
+        return Evaluation(self.run, decision, (None,), parts, piece=self._piece(x, tuple(chunks)))
+
+    def _piece(self, x: Tensor, chunks: Hashable) -> Piece:
+        """What a call shows. Those of other conditions come in the same order, if they are calls of their own."""
+        self.pieces_seen[chunks] += 1
+        key = self.pieces_seen[chunks], x.shape[1:], x.device
+        piece = Piece(x, self.pieces.get(key))
+        self.pieces.setdefault(key, piece)
+        return piece
 
     def copies(self, chunks: Sequence[Hashable], frames: Hashable) -> tuple[Hashable, ...]:
         """For each condition of a call, which part of the latent it shows: those of one area share plans."""

@@ -94,8 +94,8 @@ def plan_calls(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[PlanCa
     state = pack_module("toma_core.state").RunState
     original, calls = state.plan, []
 
-    def spy(self: Any, x: Tensor, grid: Any, scope: Any, decision: Any, copies: Any, latent: Any = None) -> Any:
-        plan = original(self, x, grid, scope, decision, copies, latent)
+    def spy(self: Any, x: Tensor, grid: Any, scope: Any, decision: Any, copies: Any, *rest: Any) -> Any:
+        plan = original(self, x, grid, scope, decision, copies, *rest)
         calls.append(PlanCall(x.clone(), grid, scope, decision, copies, plan))
         return plan
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -47,6 +49,7 @@ def tome_matching(similarity: Tensor, valid: Tensor | None, picks: int) -> Tenso
     return cost.argsort(dim=1, stable=True)[:, :picks]
 
 
+@functools.lru_cache(maxsize=64)
 def random_order(counts: tuple[int, ...], picks: int, seed: int) -> Tensor:
     """Distinct random slots for windows of `counts` tokens, from an own generator. (W, picks), CPU."""
     generator = torch.Generator().manual_seed(seed)

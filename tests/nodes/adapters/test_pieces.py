@@ -55,14 +55,25 @@ def test_joined_and_split_calls_agree_on_tiles(model: Any, preset: Any, monkeypa
     torch.testing.assert_close(sampled(patched), joined, **NEARLY)
 
 
-def test_cond_and_uncond_share_the_destinations_of_a_tile(model: Any, attach: Any, plan_calls: Any) -> None:
-    """Two tiles at once, each with both conditions: four images, of which two and two show the same."""
-    sampled(tiled(attach(model), CORNERS, at_once=2), steps=1)
-    for call in plan_calls:
+def test_cond_and_uncond_share_the_plan_of_a_tile(model: Any, attach: Any, plan_calls: Any, monkeypatch: Any) -> None:
+    """Two tiles at once, each with both conditions: four images, of which two and two show the same; and again in
+    calls of their own."""
+    patched = tiled(attach(model), CORNERS, at_once=2)
+    sampled(patched, steps=1)
+    joined = list(plan_calls)
+    for call in joined:
         first, again, second, once_more = call.plan.picks
         assert torch.equal(first, again)
         assert torch.equal(second, once_more)
         assert not torch.equal(first, second)
+    plan_calls.clear()
+    monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
+    sampled(patched, steps=1)
+    pairs = list(zip(plan_calls[: len(joined)], plan_calls[len(joined) :], strict=True))
+    for one, other in pairs:
+        assert torch.equal(one.plan.picks, other.plan.picks)
+        assert torch.equal(one.plan.merge_weights, other.plan.merge_weights)
+    assert not all(torch.equal(one.x, other.x) for one, other in pairs), "the conditions' tokens differ"
 
 
 def test_each_tile_is_represented_by_tokens_of_its_own(model: Any, attach: Any, plan_calls: Any) -> None:
@@ -76,7 +87,7 @@ def test_each_tile_is_represented_by_tokens_of_its_own(model: Any, attach: Any, 
 
     own = [loss(call.x, call.plan) for call in plan_calls[half:]]
     others = [loss(call.x, before.plan) for call, before in zip(plan_calls[half:], plan_calls, strict=False)]
-    assert sum(own) < sum(others)
+    assert sum(own) < 0.95 * sum(others)
 
 
 def test_nothing_of_a_tile_is_left_for_the_next_evaluation(model: Any, attach: Any, plan_calls: Any) -> None:
@@ -94,17 +105,19 @@ def test_nothing_of_a_tile_is_left_for_the_next_evaluation(model: Any, attach: A
 
 
 def test_plans_of_tiles_do_not_pile_up(model: Any, attach: Any, monkeypatch: Any) -> None:
-    state = pack_module("toma_core.state").RunState
-    held, forget = [], state.forget
+    """Those of an evaluation are gone when the next begins."""
+    sampling = pack_module("nodes.adapters.sampling").Sampling
+    held, begin = [], sampling.next
 
-    def counted(self: Any, piece: Any) -> None:
-        forget(self, piece)
-        held.append(len(self._plans))
+    def counted(self: Any) -> None:
+        begin(self)
+        held.append((len(self.pieces), len(self.run._plans)))
 
-    monkeypatch.setattr(state, "forget", counted)
+    monkeypatch.setattr(sampling, "next", counted)
     sampled(tiled(attach(model), CORNERS))
-    assert len(held) == 16
-    assert len(set(held)) == 1, "as many after the last tile as after the first"
+    assert held[0] == (0, 0)
+    assert held[1] == held[2] == held[3]
+    assert held[1][0] == 0
 
 
 def test_the_picture_of_a_tiled_run_can_be_drawn(model: Any, attach: Any, stats_of: Any) -> None:

@@ -1,0 +1,55 @@
+"""What a call of the model shows, where nobody tells: the latents themselves are compared, on the device.
+
+Tiled sampling cuts the latent into pieces, several to a call and in any order, and hands them over without a name. Of
+two images that show the same under different conditions every number is the same; no two others are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from .merge import MergePlan
+
+
+@dataclass(eq=False)
+class Piece:
+    """The images of one call. latent: (B, ...), what they are evaluated on. earlier: a call of the same evaluation that
+    may have shown the same, if there was one."""
+
+    latent: Tensor
+    earlier: Piece | None = None
+    plans: dict[Hashable, MergePlan] = field(default_factory=dict)
+    _first: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._first = _same(self.latent, self.latent).int().argmax(1)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """For each image the tokens of the first that shows the same. (B, N, C) -> (B, N, C)"""
+        return x.index_select(0, self._first)
+
+    def settled(self, key: Hashable, plan: MergePlan) -> MergePlan:
+        """The plan for these images, each as the earlier call had it if that showed the same; it is kept for later
+        ones. key: which blocks share it."""
+        before = None if self.earlier is None else self.earlier.plans.get(key)
+        if self.earlier is not None and before is not None:
+            same = _same(self.latent, self.earlier.latent)
+            known, where = same.any(1), same.int().argmax(1)
+
+            def chosen(name: str) -> Tensor:
+                old, new = getattr(before, name).index_select(0, where), getattr(plan, name)
+                return torch.where(known.view(-1, *[1] * (new.ndim - 1)), old, new)
+
+            names = "picks", "merge_weights", "unmerge_weights"
+            plan = replace(plan, **{name: chosen(name) for name in names})  # type: ignore[arg-type]
+        self.plans[key] = plan
+        return plan
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    """Which images are equal in every number. (B, ...), (B', ...) -> (B, B') bool"""
+    return (a.flatten(1)[:, None] == b.flatten(1)[None]).all(-1)
