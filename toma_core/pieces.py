@@ -26,7 +26,8 @@ class Piece:
     _first: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self._first = _same(self.latent, self.latent).int().argmax(1)
+        # An image with NaN in it equals nothing, and goes by its own tokens all the same.
+        self._first = _same(self.latent, self.latent).fill_diagonal_(True).int().argmax(1)
 
     def tokens(self, x: Tensor) -> Tensor:
         """For each image the tokens of the first that shows the same. (B, N, C) -> (B, N, C)"""
