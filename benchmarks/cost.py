@@ -191,7 +191,8 @@ class Fused:
 
 def _weights(x: Tensor, picks: Tensor, windows: Any) -> tuple[Tensor, Tensor]:
     batch, count, K = picks.shape
-    return x.new_empty(batch, count, K, windows.slots), x.new_empty(batch, count, windows.slots, K)
+    room = pack_module("toma_core.kernels.rows").room
+    return room(x, batch, count, K, windows.slots), room(x, batch, count, windows.slots, K)
 
 
 def count(

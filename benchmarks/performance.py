@@ -28,6 +28,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 RATIOS = (0.25, 0.5, 0.75)
 RUNS = (4, 8, 20, 50)
 SIDES = (512, 1024, 2048, 4096)
+# Parts of a step, and what `benchmarks.hosttime` calls them.
+_CALLS = {"merge": "merge", "unmerge": "restore"}
 _FLUX_ALL = {"flux_whole_double": 0, "flux_whole_single": 0}
 
 
@@ -105,24 +107,37 @@ def ceilings() -> str:
 
 def overhead() -> str:
     """What merging adds to an evaluation that reuses its plans."""
+    host = json.loads((RESULTS / "hosttime" / "hosttime.json").read_text(encoding="utf-8"))["rows"]
 
     def rows() -> Iterator[list[str]]:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
             base = count(Shape(model))
             for granularity in ("module", "block", "stack"):
+                # By Triton every merge and every unmerge is one launch.
+                fused = count(Shape(model), _toma(granularity=granularity), kernels=True).parts
                 for kernels, by in ((True, "Triton"), (False, "PyTorch")):
                     merged = count(Shape(model), _toma(granularity=granularity), kernels=kernels)
                     added = [merged.parts[part] for part in ("merge", "unmerge")]
+                    adds = [host[by][name] * fused[part].launches for part, name in _CALLS.items()]
                     yield [
                         name,
                         granularity,
                         by,
                         f"{merged.launches - base.launches:+d} ({merged.launches / base.launches - 1:+.1%})",
+                        f"+{sum(adds):.0f} ({sum(adds) / base.launches:+.0%})",
                         f"{sum(part.bytes for part in added) / merged.bytes:.1%}",
                         f"{base.bytes / merged.bytes:.2f}x",
                     ]
 
-    head = ["model", "merged around each", "by", "launches added", "bytes of merging", "fewer bytes in all"]
+    head = [
+        "model",
+        "merged around each",
+        "by",
+        "launches added",
+        "host time added",
+        "bytes of merging",
+        "fewer bytes in all",
+    ]
     return markdown(head, rows())
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .kernels import Kernels
+from .kernels.rows import joined
 from .selection.objective import cosines, normalized
 from .windows import Budget, Windows
 
@@ -59,10 +60,13 @@ class MergePlan:
 
     def repeat(self, times: int) -> MergePlan:
         """The plan for a batch that holds the same images `times` times over, as for cond and uncond."""
-        picks, merge_weights, unmerge_weights = (
-            t.repeat(times, *[1] * (t.ndim - 1)) for t in (self.picks, self.merge_weights, self.unmerge_weights)
-        )
-        return replace(self, picks=picks, merge_weights=merge_weights, unmerge_weights=unmerge_weights)
+        return stacked([self] * times)
+
+
+def stacked(plans: list[MergePlan]) -> MergePlan:
+    """One plan for the concatenation of several batches on the same layout."""
+    M, back = (joined([getattr(p, name) for p in plans]) for name in ("merge_weights", "unmerge_weights"))
+    return replace(plans[0], picks=torch.cat([p.picks for p in plans]), merge_weights=M, unmerge_weights=back)
 
 
 def merge(x: Tensor, plan: MergePlan) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .config import SelectorKind, ToMAConfig
 from .detail import Details
 from .maps import draw_map
-from .merge import MergePlan, weigh
+from .merge import MergePlan, stacked, weigh
 from .pieces import Piece
 from .schedule import Decision, Schedule
 from .selection import SEES_NOTHING, cosine_similarity, select
@@ -98,7 +98,7 @@ class RunState:
         place = (scope, grid, copies, chunk, x.dtype, x.device)
         stack = self._stacks.get(place)
         if stack is None or any(old is not new for old, new in zip(stack[0], parts, strict=True)):
-            stack = self._stacks[place] = parts, _stacked(parts)
+            stack = self._stacks[place] = parts, stacked(parts)
         return stack[1]
 
     def _plan_of(
@@ -197,13 +197,3 @@ class RunState:
         self.details.clear()
         self.stats.clock.read()
         return self.stats
-
-
-def _stacked(plans: list[MergePlan]) -> MergePlan:
-    """One plan for the concatenation of several batches on the same layout."""
-    return replace(
-        plans[0],
-        picks=torch.cat([p.picks for p in plans]),
-        merge_weights=torch.cat([p.merge_weights for p in plans]),
-        unmerge_weights=torch.cat([p.unmerge_weights for p in plans]),
-    )

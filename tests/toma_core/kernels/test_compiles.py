@@ -43,8 +43,7 @@ def every(dtype, capability):
     block = 16 if dtype == "fp32" else 64
     shared = {"HAS_VALID": True, "HAS_USED": True, "UPCAST": False}
     for on_chip, slots, warps in ((True, 64, 4), (True, 128, 16), (False, 256, 8)):
-        constants = {**shared, "SELECT": True, "S_PAD": slots, "K_PAD": slots // 2,
-                     "ROUNDS": slots // 2, "STEPS_C": 640 // block, "BLOCK_C": block}
+        constants = {**shared, "SELECT": True, "S_PAD": slots, "K_PAD": slots // 2, "BLOCK_C": block}
         if on_chip:
             yield compiled(select._on_chip_kernel, dtype, capability, constants, warps, 3)
         else:
@@ -56,7 +55,7 @@ def every(dtype, capability):
               "BLOCK_P": 256}
     for reuse in (False, True):
         yield compiled(product._unmerge_kernel, dtype, capability, {**shared, **blocks, "REUSE": reuse}, 8, 2)
-    blocks = {"STEPS": 8, "STEPS_C": 24, "BLOCK_D": 16, "BLOCK_C": 128}
+    blocks = {"BLOCK_D": 16, "BLOCK_C": 128}
     yield compiled(agreement._agreement_kernel, dtype, capability, blocks, 4, 3)
 
 print(json.dumps(list(every(sys.argv[1], int(sys.argv[2])))))

@@ -130,7 +130,8 @@ def test_agreement_of_more_destinations_than_parts(case: Case, kernels: Any) -> 
     plan = random_plan(case)
     out, reduced, _, kept, destinations = reused(case, plan, 0.5)
     assert plan.kept > 16 * parts_of(plan.kept)
-    sums = agreement(out, reduced, kept, destinations)
+    given = out, reduced, kept, destinations
+    sums = agreement(*given)(*given)
     old = kept.gather(1, destinations[..., None].expand(-1, -1, case.channels))
     expected = torch.stack([((out - reduced) * old).sum((1, 2)), old.square().sum((1, 2))], 1)
     torch.testing.assert_close(sums.sum(2), expected)
@@ -188,7 +189,7 @@ def test_refused(case: Case, kernels: Any) -> None:
     out = normal(case, plan.kept, 1)
     with pytest.raises(ValueError, match="does not fit a batch of 3"):
         kernels.merge(x, plan.merge_weights[:2], plan.windows, plan.budget)
-    with pytest.raises(ValueError, match="not contiguous"):
+    with pytest.raises(ValueError, match="rows are not contiguous"):
         kernels.merge(x, plan.unmerge_weights.transpose(2, 3), plan.windows, plan.budget)
     with pytest.raises(ValueError, match="expected tokens"):
         kernels.restore(out, out[:, 1:], x, plan.unmerge_weights, plan.windows, plan.budget)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from torch import Tensor
 
 from ...windows import Budget, Windows
 from . import agreement, product, select
-from .launch import INTERPRETED
+from .launch import INTERPRETED, Launch
 from .select import MOST
 
 __all__ = ["INTERPRETED", "MOST", "TritonKernels"]
@@ -14,9 +16,15 @@ __all__ = ["INTERPRETED", "MOST", "TritonKernels"]
 
 class TritonKernels:
     """One launch each, two in `reuse`. Windows of at most MOST tokens; tensors on a CUDA device, or on the CPU if
-    INTERPRETED."""
+    INTERPRETED.
+
+    Launches are prepared once for each layout and each kind of tensors, and kept as long as this object: one run.
+    """
 
     name = "triton"
+
+    def __init__(self) -> None:
+        self._launches: dict[tuple[Hashable, ...], Launch] = {}
 
     def select_weigh(self, x: Tensor, windows: Windows, budget: Budget, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         """See `kernels.Kernels`."""
@@ -30,22 +38,37 @@ class TritonKernels:
 
     def merge(self, x: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
         """See `kernels.Kernels`."""
-        _require(x, windows.tokens)
-        return product.merge(x, weights, windows.source, budget.valid, budget.expand, budget.total)
+        key = (windows, budget, "merge", *_kind(x), *_kind(weights))
+        launch = self._launches.get(key)
+        if launch is None:
+            _require(x, windows.tokens)
+            launch = product.merge(x, weights, windows.source, budget.valid, budget.expand, budget.total)
+            self._launches[key] = launch
+        return launch(x, weights)
 
     def unmerge(self, y: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
         """See `kernels.Kernels`."""
-        _require(y, budget.total)
-        return product.unmerge(y, None, None, weights, windows.source, windows.valid, budget.expand, windows.tokens)
+        key = (windows, budget, "unmerge", *_kind(y), *_kind(weights))
+        launch = self._launches.get(key)
+        if launch is None:
+            _require(y, budget.total)
+            layout = (windows.source, windows.valid, budget.expand, windows.tokens)
+            launch = self._launches[key] = product.unmerge(y, weights, None, None, *layout)
+        return launch(y, weights)
 
     def restore(
         self, out: Tensor, reduced: Tensor, x: Tensor, weights: Tensor, windows: Windows, budget: Budget
     ) -> Tensor:
         """See `kernels.Kernels`."""
-        _require(out, budget.total)
-        _require(reduced, budget.total, out)
-        _require(x, windows.tokens, out)
-        return product.unmerge(out, reduced, x, weights, windows.source, windows.valid, budget.expand, windows.tokens)
+        key = (windows, budget, "restore", *_kind(out), *_kind(reduced), *_kind(x), *_kind(weights))
+        launch = self._launches.get(key)
+        if launch is None:
+            _require(out, budget.total)
+            _require(reduced, budget.total, out)
+            _require(x, windows.tokens, out)
+            layout = (windows.source, windows.valid, budget.expand, windows.tokens)
+            launch = self._launches[key] = product.unmerge(out, weights, reduced, x, *layout)
+        return launch(out, weights, reduced, x)
 
     def reuse(
         self,
@@ -60,16 +83,29 @@ class TritonKernels:
         trust: float,
     ) -> Tensor:
         """See `kernels.Kernels`. Two launches: what is still there, and the rest."""
-        _require(out, budget.total)
-        _require(reduced, budget.total, out)
-        _require(x, windows.tokens, out)
-        _require(kept, windows.tokens, out)
-        if destinations.shape[1] != budget.total:
-            raise ValueError(f"expected destinations of (batch, {budget.total}), got {tuple(destinations.shape)}")
-        sums = agreement.agreement(out, reduced, kept, destinations)
-        return product.reuse(
-            out, reduced, x, kept, sums, destinations, weights, windows.source, windows.valid, budget.expand, trust
-        )
+        given = (*_kind(out), *_kind(reduced), *_kind(x), *_kind(kept), *_kind(destinations), *_kind(weights))
+        key = (windows, budget, trust, *given)
+        key_of_first = (*key, "agreement")
+        launch, first = self._launches.get(key), self._launches.get(key_of_first)
+        if launch is None or first is None:
+            _require(out, budget.total)
+            _require(reduced, budget.total, out)
+            _require(x, windows.tokens, out)
+            _require(kept, windows.tokens, out)
+            if destinations.shape[1] != budget.total:
+                raise ValueError(f"expected destinations of (batch, {budget.total}), got {tuple(destinations.shape)}")
+            first = self._launches[key_of_first] = agreement.agreement(out, reduced, kept, destinations)
+        sums = first(out, reduced, kept, destinations)
+        if launch is None:
+            layout = (windows.source, windows.valid, budget.expand, windows.tokens)
+            reused = (kept, sums, destinations)
+            launch = self._launches[key] = product.unmerge(out, weights, reduced, x, *layout, reused, trust)
+        return launch(out, weights, reduced, x, kept, sums, destinations)
+
+
+def _kind(t: Tensor) -> tuple[Hashable, ...]:
+    """All that a launch is prepared for."""
+    return t.shape, t.stride(), t.dtype, t.get_device()
 
 
 def _require(t: Tensor, tokens: int, like: Tensor | None = None) -> None:

@@ -11,19 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import on_device, padded, shared_stride
+from ..sizes import cdiv, padded
+from .launch import Launch, shared_stride, turns
 
 # Destinations that a program takes at once.
 _ROWS = 16
 # Into so many parts an image is cut at most: every program that restores it reads them all.
-_MOST_PARTS = 256
+MOST_PARTS = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("stride_d", "D", "parts", "steps", "steps_c"))
 def _agreement_kernel(
-    out, reduced, kept, destinations, sums,
+    sums, out, reduced, kept, destinations,
     stride_ob, stride_on, stride_oc, stride_rb, stride_rn, stride_rc, stride_kb, stride_kn, stride_kc, stride_d,
-    C, D, parts, STEPS: tl.constexpr, STEPS_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    C, D, parts, steps, steps_c, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     part = program % parts
@@ -33,10 +34,10 @@ def _agreement_kernel(
     kept += image * stride_kb
     common = tl.zeros([BLOCK_D, BLOCK_C], dtype=tl.float32)
     whole = tl.zeros([BLOCK_D, BLOCK_C], dtype=tl.float32)
-    for step in range(0, STEPS):
-        d = (part * STEPS + step) * BLOCK_D + tl.arange(0, BLOCK_D)
+    for step in range(0, steps):
+        d = (part * steps + step) * BLOCK_D + tl.arange(0, BLOCK_D)
         token = tl.load(destinations + image * stride_d + d, mask=d < D, other=0)
-        for step_c in range(0, STEPS_C):
+        for step_c in range(0, steps_c):
             c = step_c * BLOCK_C + tl.arange(0, BLOCK_C)
             mask = (d < D)[:, None] & (c < C)[None, :]
             after = tl.load(out + d[:, None] * stride_on + c[None, :] * stride_oc, mask=mask, other=0.0)
@@ -61,22 +62,27 @@ def still_of(sums, parts, BLOCK_P: tl.constexpr):
 
 def parts_of(D: int) -> int:
     """Into how many parts D destinations are cut."""
-    return min(_MOST_PARTS, -(-D // _ROWS))
+    return min(MOST_PARTS, cdiv(D, _ROWS))
 
 
-def agreement(out: Tensor, reduced: Tensor, kept: Tensor, destinations: Tensor) -> Tensor:
+def agreement(out: Tensor, reduced: Tensor, kept: Tensor, destinations: Tensor) -> Launch:
     """Sums over parts of the destinations, fp32 (B, 2, P): of (out - reduced) * kept, and of kept * kept.
 
-    out, reduced: (B, D, C) and kept: (B, N, C), any strides; destinations: (B or 1, D) int64. P depends on D alone, and
-    the order of the sums on nothing else.
+    Called with out, reduced: (B, D, C), kept: (B, N, C), any strides, and destinations: (B or 1, D) int64. P depends on
+    D alone, and the order of the sums on nothing else.
     """
     batch, D, C = out.shape
     parts, block_c = parts_of(D), min(128, padded(C))
-    sums = torch.empty(batch, 2, parts, device=out.device, dtype=torch.float32)
     strides = (n for t in (out, reduced, kept) for n in t.stride())
-    with on_device(out):
-        _agreement_kernel[(batch * parts,)](
-            out, reduced, kept, destinations, sums, *strides, shared_stride(destinations, batch), C, D, parts,
-            triton.cdiv(D, parts * _ROWS), triton.cdiv(C, block_c), _ROWS, block_c, num_warps=4,
-        )  # fmt: skip
-    return sums
+    sizes = (
+        shared_stride(destinations, batch),
+        C,
+        D,
+        parts,
+        turns(cdiv(D, parts * _ROWS)),
+        turns(cdiv(C, block_c)),
+        _ROWS,
+        block_c,
+    )
+    shape = (batch, 2, parts)
+    return Launch(_agreement_kernel, (batch * parts, 1), out, shape, torch.float32, (*strides, *sizes), num_warps=4)

@@ -1,16 +1,21 @@
-"""What every launch needs: padded sizes, the right device, the interpreter's limits."""
+"""What every launch needs: tile sizes, the right device, the interpreter's limits. And launches prepared once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-# Triton's matrix product takes no smaller side.
-DOT_MIN = 16
+from ..sizes import padded
+
 _MOST_SIDE = 64
+# What Triton asks of an address before it reads and writes 16 bytes at a time.
+_ALIGNED = 16
 
 
 @triton.jit
@@ -22,14 +27,14 @@ def _nothing():
 INTERPRETED = not isinstance(_nothing, triton.JITFunction)
 
 
-def padded(size: int) -> int:
-    """The power of two that holds `size` and can be a side of a matrix product."""
-    return max(DOT_MIN, triton.next_power_of_2(size))
-
-
 def upcast(dtype: torch.dtype) -> bool:
     """Whether operands of a product must become fp32 first: Triton's interpreter multiplies the bits of bf16."""
     return INTERPRETED and dtype is torch.bfloat16
+
+
+def turns(count: int) -> Any:
+    """The bound of a loop, told when it runs: one binary for all of them. The interpreter takes constants only."""
+    return tl.constexpr(count) if INTERPRETED else count
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
@@ -51,6 +56,89 @@ def blocks(x: Tensor, rows: int, inner: int) -> tuple[int, int, int, int]:
 
 def shared_stride(part: Tensor, batch: int) -> int:
     """From one image's part of a plan to the next; 0 if all images share it."""
-    if part.shape[0] not in (1, batch) or not part.is_contiguous():
-        raise ValueError(f"a plan of {tuple(part.shape)} does not fit a batch of {batch}, or is not contiguous")
+    if part.shape[0] not in (1, batch) or part.stride(-1) != 1 < part.shape[-1]:
+        raise ValueError(
+            f"a plan of {tuple(part.shape)} does not fit a batch of {batch}, or its rows are not contiguous"
+        )
     return 0 if part.shape[0] == 1 else part.stride(0)
+
+
+def weight_strides(weights: Tensor, batch: int) -> tuple[int, int, int]:
+    """From image to image, window to window and row to row of (B or 1, W, rows, columns). What lies between the rows is
+    read, and counts for nothing."""
+    by_image, (_, by_window, by_row, _), (_, _, rows, columns) = (
+        shared_stride(weights, batch),
+        weights.stride(),
+        weights.shape,
+    )
+    if rows == 1:
+        by_row = columns  # of one row PyTorch may say anything
+    if by_row < columns:
+        raise ValueError(f"the rows of a plan of {tuple(weights.shape)} overlap, they are {by_row} apart")
+    return by_image, by_window, by_row
+
+
+class Launch:
+    """One kernel that makes one tensor, with all that stays the same from call to call.
+
+    Triton looks at each of its 30 arguments at each launch, to find the binary that was compiled for such ones; that
+    takes the host several times as long as the launch. Here it does so once: after that the binary found is called with
+    addresses, as long as those that change are aligned as the first ones were. Who keeps a `Launch` calls it with
+    tensors of the same shapes, strides, dtypes and devices only.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int],
+        like: Tensor,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        fixed: tuple[Any, ...],
+        **options: int,
+    ) -> None:
+        """kernel: takes its result, then the tensors of a call, then `fixed`. like: on the device. shape, dtype: of the
+        result."""
+        self._kernel, self._grid, self._fixed, self._options = kernel, (*grid, 1), fixed, options
+        self._shape, self._dtype, self._device = shape, dtype, like.device
+        self._alone = not like.is_cuda or torch.cuda.device_count() == 1
+        self._rest = tuple(f.data_ptr() if isinstance(f, Tensor) else f for f in fixed)
+        self._again: Callable[..., object] | None = None
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """The result, contiguous."""
+        out = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        if self._alone:
+            self._launch(out, *tensors)
+        else:
+            with on_device(out):
+                self._launch(out, *tensors)
+        return out
+
+    def _launch(self, *tensors: Tensor) -> None:
+        addresses, together = [], 0
+        for tensor in tensors:
+            address = tensor.data_ptr()
+            addresses.append(address)
+            together |= address
+        aligned = together % _ALIGNED == 0
+        if aligned and self._again is not None:
+            try:
+                self._again(*addresses, *self._rest)
+                return
+            except TypeError:
+                # Nothing was launched: a launcher of this Triton wants other arguments.
+                self._again = None
+        compiled = self._kernel[self._grid](*tensors, *self._fixed, **self._options)
+        if aligned:
+            self._again = _bound(compiled, self._kernel, self._grid)
+
+
+def _bound(compiled: Any, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object] | None:
+    """What launches a binary, on the stream that is the current one by then and with the launch hooks of then; None in
+    the interpreter, and where a launcher may not take the arguments of the kernel one by one, as before Triton 3.3."""
+    try:
+        bound: Callable[..., object] = compiled[grid]
+        return bound if list(compiled.src.signature) == list(kernel.arg_names) else None
+    except (AttributeError, TypeError):
+        return None

@@ -7,18 +7,19 @@ pass of its own. Programs of one window share no output: every destination and e
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .agreement import still_of
-from .launch import blocks, on_device, shared_stride, upcast
+from ..sizes import cdiv
+from .agreement import MOST_PARTS, still_of
+from .launch import Launch, blocks, shared_stride, upcast, weight_strides
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("windows", "slots", "K", "D"))
 def _merge_kernel(
-    x, weights, source, used, expand, out, stride_b, stride_n, stride_c, stride_w, windows, slots, K, C, D,
+    out, x, weights, source, used, expand,
+    stride_b, stride_n, stride_c, stride_wb, stride_ww, stride_wk, windows, slots, K, C, D,
     HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
     STEPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -29,15 +30,16 @@ def _merge_kernel(
     k = (tl.program_id(1) // tiles_c) * BLOCK_K + tl.arange(0, BLOCK_K)
     c = (tl.program_id(1) % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
     x += image * stride_b
-    weights += image * stride_w + window * K * slots
+    weights += image * stride_wb + window * stride_ww
 
     total = tl.zeros([BLOCK_K, BLOCK_C], dtype=tl.float32)
     for step in range(0, STEPS):
         s = step * BLOCK_S + tl.arange(0, BLOCK_S)
         token = tl.load(source + window * slots + s, mask=s < slots, other=0).to(tl.int64)
-        M = tl.load(
-            weights + k[:, None] * slots + s[None, :], mask=(k < K)[:, None] & (s < slots)[None, :], other=0.0
-        ).to(x.dtype.element_ty)
+        # Rows may be longer in memory than they are. Read to that end they are read 16 bytes at a time.
+        mask = (k < K)[:, None] & (s < stride_wk)[None, :]
+        M = tl.load(weights + k[:, None] * stride_wk + s[None, :], mask=mask, other=0.0).to(x.dtype.element_ty)
+        M = tl.where((s < slots)[None, :], M, 0.0)
         rows = tl.load(
             x + token[:, None] * stride_n + c[None, :] * stride_c,
             mask=(s < slots)[:, None] & (c < C)[None, :],
@@ -61,11 +63,11 @@ def _merge_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("stride_d", "windows", "slots", "K", "N", "parts"))
 def _unmerge_kernel(
-    y, reduced, x, kept, weights, source, valid, expand, destinations, sums, out,
+    out, y, weights, reduced, x, kept, sums, destinations, source, valid, expand,
     stride_yb, stride_yn, stride_yc, stride_rb, stride_rn, stride_rc, stride_xb, stride_xn, stride_xc,
-    stride_kb, stride_kn, stride_kc, stride_w, stride_d, windows, slots, K, C, N, parts, trust,
+    stride_kb, stride_kn, stride_kc, stride_wb, stride_ww, stride_ws, stride_d, windows, slots, K, C, N, parts, trust,
     RESIDUAL: tl.constexpr, REUSE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr,
     UPCAST: tl.constexpr, STEPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -77,7 +79,7 @@ def _unmerge_kernel(
     s = (tl.program_id(1) // tiles_c) * BLOCK_S + tl.arange(0, BLOCK_S)
     c = (tl.program_id(1) % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
     y += image * stride_yb
-    weights += image * stride_w + window * slots * K
+    weights += image * stride_wb + window * stride_ww
     if RESIDUAL:
         reduced += image * stride_rb
     if REUSE:
@@ -91,9 +93,9 @@ def _unmerge_kernel(
         destination = window * K + k
         if HAS_USED:
             destination = tl.load(expand + destination, mask=k < K, other=0).to(tl.int64)
-        A = tl.load(weights + s[:, None] * K + k[None, :], mask=(s < slots)[:, None] & (k < K)[None, :], other=0.0).to(
-            y.dtype.element_ty
-        )
+        mask = (s < slots)[:, None] & (k < stride_ws)[None, :]
+        A = tl.load(weights + s[:, None] * stride_ws + k[None, :], mask=mask, other=0.0).to(y.dtype.element_ty)
+        A = tl.where((k < K)[None, :], A, 0.0)
         mask = (k < K)[:, None] & (c < C)[None, :]
         rows = tl.load(y + destination[:, None] * stride_yn + c[None, :] * stride_yc, mask=mask, other=0.0)
         if RESIDUAL:
@@ -124,77 +126,50 @@ def _unmerge_kernel(
     tl.store(out + token[:, None] * C + c[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
-def merge(x: Tensor, weights: Tensor, source: Tensor, used: Tensor | None, expand: Tensor | None, D: int) -> Tensor:
-    """X' = M X. (B, N, C), any strides -> (B, D, C), with fp32 sums.
+def merge(x: Tensor, weights: Tensor, source: Tensor, used: Tensor | None, expand: Tensor | None, D: int) -> Launch:
+    """X' = M X. Called with x, weights: (B, N, C), any strides -> (B, D, C), with fp32 sums.
 
-    weights: (B, W, K, S); source: (W, S) int64; used: (W, K) bool and expand: (W * K,) int64 of the `Budget`, or None.
+    weights: (B, W, K, S), rows contiguous; source: (W, S) int64; used: (W, K) bool and expand: (W * K,) int64 of the
+    `Budget`, or None.
     """
     (_, windows, K, slots), (batch, _, C) = weights.shape, x.shape
-    stride_w = shared_stride(weights, batch)
-    out = torch.empty(batch, D, C, device=x.device, dtype=x.dtype)
+    strides = (*x.stride(), *weight_strides(weights, batch))
     block_k, block_s, block_c, warps = blocks(x, K, slots)
-    grid = (batch * windows, triton.cdiv(K, block_k) * triton.cdiv(C, block_c))
-    with on_device(x):
-        _merge_kernel[grid](
-            x, weights, source, used, expand, out, *x.stride(), stride_w, windows, slots, K, C, D,
-            used is not None, upcast(x.dtype), triton.cdiv(slots, block_s),
-            block_k, block_s, block_c, num_warps=warps, num_stages=2,
-        )  # fmt: skip
-    return out
+    grid = (batch * windows, cdiv(K, block_k) * cdiv(C, block_c))
+    sizes = (windows, slots, K, C, D, used is not None, upcast(x.dtype), cdiv(slots, block_s))
+    fixed = (source, used, expand, *strides, *sizes, block_k, block_s, block_c)
+    return Launch(_merge_kernel, grid, x, (batch, D, C), x.dtype, fixed, num_warps=warps, num_stages=2)
 
 
 def unmerge(
     y: Tensor,
+    weights: Tensor,
     reduced: Tensor | None,
     x: Tensor | None,
-    weights: Tensor,
     source: Tensor,
     valid: Tensor | None,
     expand: Tensor | None,
     N: int,
     reused: tuple[Tensor, Tensor, Tensor] | None = None,
     trust: float = 1.0,
-) -> Tensor:
+) -> Launch:
     """Y = A^T Y', or with `reduced` and `x` the restored block output x + A^T (Y' - reduced). -> (B, N, C)
 
-    y, reduced: (B, D, C) and x: (B, N, C), any strides; weights: (B, W, S, K); the rest as in `merge`. Sums are fp32,
-    and the residual is added before the one rounding to y's dtype. reused: kept, sums and destinations of `reuse`.
+    Called with y and weights, and reduced and x if there are, and what is reused. y, reduced: (B, D, C) and x:
+    (B, N, C), any strides; weights: (B, W, S, K); the rest as in `merge`. Sums are fp32, and the residual is added
+    before the one rounding to y's dtype.
+    reused: kept, sums of `agreement` and destinations, for x + a kept + A^T t (out - reduced - a kept at destinations),
+    with a from the sums and t = 1 - (1 - trust) a.
     """
     (_, windows, slots, K), (batch, _, C) = weights.shape, y.shape
-    stride_w = shared_stride(weights, batch)
     kept, sums, destinations = (None, None, None) if reused is None else reused
-    stride_d = 0 if destinations is None else shared_stride(destinations, batch)
-    parts = 1 if sums is None else sums.shape[2]
-    out = torch.empty(batch, N, C, device=y.device, dtype=y.dtype)
-    block_s, block_k, block_c, warps = blocks(y, slots, K)
-    grid = (batch * windows, triton.cdiv(slots, block_s) * triton.cdiv(C, block_c))
     strides = tuple(n for t in (y, reduced, x, kept) for n in ((0, 0, 0) if t is None else t.stride()))
-    with on_device(y):
-        _unmerge_kernel[grid](
-            y, reduced, x, kept, weights, source, valid, expand, destinations, sums, out, *strides, stride_w, stride_d,
-            windows, slots, K, C, N, parts, trust,
-            x is not None, kept is not None, valid is not None, expand is not None, upcast(y.dtype),
-            triton.cdiv(K, block_k), block_k, block_s, block_c, triton.next_power_of_2(parts),
-            num_warps=warps, num_stages=2,
-        )  # fmt: skip
-    return out
-
-
-def reuse(
-    out: Tensor,
-    reduced: Tensor,
-    x: Tensor,
-    kept: Tensor,
-    sums: Tensor,
-    destinations: Tensor,
-    weights: Tensor,
-    source: Tensor,
-    valid: Tensor | None,
-    expand: Tensor | None,
-    trust: float,
-) -> Tensor:
-    """x + a kept + A^T t (out - reduced - a kept at destinations), with a from `agreement` and t = 1 - (1 - trust) a.
-
-    x, kept: (B, N, C), any strides; the rest as in `agreement` and `unmerge`. Sums are fp32, rounded once. -> (B, N, C)
-    """
-    return unmerge(out, reduced, x, weights, source, valid, expand, x.shape[1], (kept, sums, destinations), trust)
+    strides += (*weight_strides(weights, batch), 0 if destinations is None else shared_stride(destinations, batch))
+    block_s, block_k, block_c, warps = blocks(y, slots, K)
+    grid = (batch * windows, cdiv(slots, block_s) * cdiv(C, block_c))
+    sizes = (windows, slots, K, C, N, 1 if sums is None else sums.shape[2], trust)
+    flags = (x is not None, kept is not None, valid is not None, expand is not None, upcast(y.dtype))
+    missing = (None,) * (5 - sum(t is not None for t in (reduced, x, kept, sums, destinations)))
+    fixed = (*missing, source, valid, expand, *strides, *sizes, *flags, cdiv(K, block_k))
+    fixed += (block_k, block_s, block_c, MOST_PARTS)
+    return Launch(_unmerge_kernel, grid, y, (batch, N, C), y.dtype, fixed, num_warps=warps, num_stages=2)

@@ -17,11 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ...selection.objective import tie_step
-from .launch import DOT_MIN, on_device, padded, upcast
+from ..rows import room
+from ..sizes import DOT_MIN, cdiv, padded
+from .launch import on_device, turns, upcast
 
 ON_CHIP = 128
 MOST = 256
 _TILE = 32
+# One binary for all of them: nothing is read faster for knowing them.
+_ANY_SIZE = ("windows", "slots", "K", "rounds", "steps")
 
 
 @triton.jit
@@ -69,7 +73,9 @@ def _given(picks, place, kept, K_PAD: tl.constexpr):
 
 
 @triton.jit
-def _fill_unused(picks, M, back, first, kept, slots, K, place, SELECT: tl.constexpr, K_PAD: tl.constexpr):
+def _fill_unused(
+    picks, M, back, first, kept, slots, K, pitch_s, pitch_k, place, SELECT: tl.constexpr, K_PAD: tl.constexpr
+):
     """Unused places repeat the first pick and weigh nothing."""
     k = tl.arange(0, K_PAD)
     unused = (k >= kept) & (k < K)
@@ -77,29 +83,29 @@ def _fill_unused(picks, M, back, first, kept, slots, K, place, SELECT: tl.conste
         tl.store(picks + k, tl.zeros([K_PAD], dtype=tl.int64) + first, mask=unused)
     mask = unused[:, None] & (place < slots)[None, :]
     nothing = tl.zeros([K_PAD, place.shape[0]], dtype=tl.float32).to(M.dtype.element_ty)
-    tl.store(M + k[:, None] * slots + place[None, :], nothing, mask=mask)
-    tl.store(back + place[None, :] * K + k[:, None], nothing, mask=mask)
+    tl.store(M + k[:, None] * pitch_s + place[None, :], nothing, mask=mask)
+    tl.store(back + place[None, :] * pitch_k + k[:, None], nothing, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY_SIZE)
 def _on_chip_kernel(
-    x, source, valid, used, picks, M, back, stride_b, stride_n, stride_c, windows, slots, K, C, scale, tie,
+    x, source, valid, used, picks, M, back, stride_b, stride_n, stride_c,
+    pitch_s, pitch_k, windows, slots, K, C, scale, tie, rounds, steps,
     SELECT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
-    S_PAD: tl.constexpr, K_PAD: tl.constexpr, ROUNDS: tl.constexpr,
-    STEPS_C: tl.constexpr, BLOCK_C: tl.constexpr,
+    S_PAD: tl.constexpr, K_PAD: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     window = program % windows
     x += (program // windows) * stride_b
     picks += program * K
-    M += program * K * slots
-    back += program * slots * K
+    M += program * K * pitch_s
+    back += program * slots * pitch_k
 
     place = tl.arange(0, S_PAD)
     inside = inside_window(valid, window, slots, place, HAS_VALID)
     token = tl.load(source + window * slots + place, mask=inside, other=0).to(tl.int64)
     similarity = tl.zeros([S_PAD, S_PAD], dtype=tl.float32)
-    for step in range(0, STEPS_C):
+    for step in range(0, steps):
         c = step * BLOCK_C + tl.arange(0, BLOCK_C)
         rows = tl.load(
             x + token[:, None] * stride_n + c[None, :] * stride_c, mask=inside[:, None] & (c < C)[None, :], other=0.0
@@ -125,7 +131,7 @@ def _on_chip_kernel(
         represented = tl.zeros([S_PAD], dtype=tl.float32) - 1.0
         chosen_rows = tl.zeros([S_PAD], dtype=tl.int32)
         chosen_columns = tl.zeros([S_PAD], dtype=tl.int32)
-        for turn in range(0, ROUNDS):
+        for turn in range(0, rounds):
             gain = tl.sum(tl.maximum(open_rows - represented[:, None], 0.0), axis=0) + penalty
             pick = tl.argmax(gain, axis=0)
             here = (place == pick) & (turn < kept)
@@ -144,27 +150,27 @@ def _on_chip_kernel(
         tl.store(picks + rank_columns, place.to(tl.int64), mask=chosen_columns != 0)
     A = _shares(similarity, scale, chosen_rows != 0, inside)
     mask = (chosen_rows != 0)[:, None] & (place < slots)[None, :]
-    tl.store(back + place[None, :] * K + rank_rows[:, None], A.to(back.dtype.element_ty), mask=mask)
+    tl.store(back + place[None, :] * pitch_k + rank_rows[:, None], A.to(back.dtype.element_ty), mask=mask)
     A = _normal_rows(A, tl.sum(A, axis=1))
-    tl.store(M + rank_rows[:, None] * slots + place[None, :], A.to(M.dtype.element_ty), mask=mask)
+    tl.store(M + rank_rows[:, None] * pitch_s + place[None, :], A.to(M.dtype.element_ty), mask=mask)
     if HAS_USED:
         first = tl.min(tl.where(chosen_columns != 0, place, S_PAD), axis=0)
-        _fill_unused(picks, M, back, first, kept, slots, K, place, SELECT, K_PAD)
+        _fill_unused(picks, M, back, first, kept, slots, K, pitch_s, pitch_k, place, SELECT, K_PAD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY_SIZE)
 def _tiled_kernel(
-    x, source, valid, used, picks, M, back, scratch, stride_b, stride_n, stride_c, windows, slots, K, C, scale, tie,
+    x, source, valid, used, picks, M, back, scratch, stride_b, stride_n, stride_c,
+    pitch_s, pitch_k, windows, slots, K, C, scale, tie, rounds, steps,
     SELECT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
-    S_PAD: tl.constexpr, K_PAD: tl.constexpr, ROUNDS: tl.constexpr,
-    STEPS_C: tl.constexpr, BLOCK_C: tl.constexpr, TILE: tl.constexpr,
+    S_PAD: tl.constexpr, K_PAD: tl.constexpr, BLOCK_C: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     window = program % windows
     x += (program // windows) * stride_b
     picks += program * K
-    M += program * K * slots
-    back += program * slots * K
+    M += program * K * pitch_s
+    back += program * slots * pitch_k
     scratch += program * S_PAD * S_PAD
 
     place = tl.arange(0, S_PAD)
@@ -177,7 +183,7 @@ def _tiled_kernel(
         similarity = tl.zeros([S_PAD, TILE], dtype=tl.float32)
         squares = tl.zeros([S_PAD], dtype=tl.float32)
         squares_j = tl.zeros([TILE], dtype=tl.float32)
-        for step in range(0, STEPS_C):
+        for step in range(0, steps):
             c = step * BLOCK_C + tl.arange(0, BLOCK_C)
             in_c = (c < C)[None, :]
             rows = tl.load(
@@ -206,7 +212,7 @@ def _tiled_kernel(
         represented = tl.where(inside, -1.0, 3.0)
         penalty = tl.where(inside, -tie * place.to(tl.float32), -float("inf"))
         chosen = tl.zeros([S_PAD], dtype=tl.int32)
-        for turn in range(0, ROUNDS):
+        for turn in range(0, rounds):
             best = tl.full([], -float("inf"), tl.float32)
             pick = tl.full([], 0, tl.int32)
             for tile in range(0, S_PAD, TILE):
@@ -238,18 +244,20 @@ def _tiled_kernel(
         similarity = tl.load(scratch + place[:, None] * S_PAD + j[None, :])
         A = _shares(similarity, scale, chosen != 0, inside_window(valid, window, slots, j, HAS_VALID))
         mask = (chosen != 0)[:, None] & (j < slots)[None, :]
-        tl.store(back + j[None, :] * K + rank[:, None], A.to(back.dtype.element_ty), mask=mask)
+        tl.store(back + j[None, :] * pitch_k + rank[:, None], A.to(back.dtype.element_ty), mask=mask)
         total += tl.sum(A, axis=1)
     for tile in range(0, S_PAD, TILE):
         j = tile + tl.arange(0, TILE)
         similarity = tl.load(scratch + place[:, None] * S_PAD + j[None, :])
         A = _shares(similarity, scale, chosen != 0, inside_window(valid, window, slots, j, HAS_VALID))
         mask = (chosen != 0)[:, None] & (j < slots)[None, :]
-        tl.store(M + rank[:, None] * slots + j[None, :], _normal_rows(A, total).to(M.dtype.element_ty), mask=mask)
+        tl.store(M + rank[:, None] * pitch_s + j[None, :], _normal_rows(A, total).to(M.dtype.element_ty), mask=mask)
     if HAS_USED:
         first = tl.min(tl.where(chosen != 0, place, S_PAD), axis=0)
         for tile in range(0, S_PAD, TILE):
-            _fill_unused(picks, M, back, first, kept, slots, K, tile + tl.arange(0, TILE), SELECT, K_PAD)
+            _fill_unused(
+                picks, M, back, first, kept, slots, K, pitch_s, pitch_k, tile + tl.arange(0, TILE), SELECT, K_PAD
+            )
 
 
 def select_weigh(
@@ -280,15 +288,12 @@ def _launch(
         raise ValueError(f"the kernels take windows of at most {MOST} tokens, got {slots}")
     if batch != x.shape[0] or windows != source.shape[0]:
         raise ValueError(f"picks of {tuple(picks.shape)} do not fit {x.shape[0]} images of {source.shape[0]} windows")
-    M = torch.empty(batch, windows, K, slots, device=x.device, dtype=x.dtype)
-    back = torch.empty(batch, windows, slots, K, device=x.device, dtype=x.dtype)
-    S_PAD = padded(slots)
-    sizes = (*x.stride(), windows, slots, K, x.shape[2], float(scale), tie_step(slots))
+    M, back = room(x, batch, windows, K, slots), room(x, batch, windows, slots, K)
     block_c = 64 if x.element_size() == 2 else DOT_MIN
-    # Loop bounds are compiled in. A few counts of picks share one kernel, so that a ratio that changes from step to
-    # step does not compile each time; the rounds too many do nothing.
-    rounds, steps = -(-K // 8) * 8, triton.cdiv(x.shape[2], block_c)
-    flags = (select, valid is not None, used is not None, upcast(x.dtype), S_PAD, padded(K), rounds, steps, block_c)
+    pitches, S_PAD = (M.stride(2), back.stride(2)), padded(slots)
+    sizes = (*x.stride(), *pitches, windows, slots, K, x.shape[2], float(scale), tie_step(slots))
+    sizes += (turns(K), turns(cdiv(x.shape[2], block_c)))
+    flags = (select, valid is not None, used is not None, upcast(x.dtype), S_PAD, padded(K), block_c)
     grid = (batch * windows,)
     with on_device(x):
         if S_PAD <= ON_CHIP:

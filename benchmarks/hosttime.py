@@ -1,0 +1,119 @@
+"""What the host pays for one call of merging, in calls of torch.add: where a GPU waits for its host, that is the price.
+
+    python -m benchmarks.hosttime [--repeats 40] [--out FOLDER]
+
+Needs no GPU. Triton compiles for one offline and its driver is stubbed, so that a launch goes as far as the launcher in
+C; what that and CUDA's driver take is left out, as it is of torch.add. Plain PyTorch runs on CPU tensors of 20 tokens,
+whose sums cost little beside the calls. A turn times some hundred calls of torch.add, of an operation, and of torch.add
+again, in time of this thread, and takes the quotient; a row is the median of its turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import bare, bench, offline
+from scripts.comfy_pack import pack_module
+
+RESULTS = "hosttime"
+# Tokens like a picture's: windows side by side, all full, in a row of more than plain PyTorch joins to one.
+_GRID, _WINDOW, _CHANNELS = (2, 10), 2, 16
+_CALLS = 200
+
+
+def in_adds(call: Callable[[], object], repeats: int, calls: int = _CALLS) -> float:
+    """How many calls of torch.add it takes as long as."""
+    a = b = torch.ones(4)
+    call()
+
+    def seconds(run: Callable[[], object]) -> float:
+        begin = time.thread_time()
+        for _ in range(calls):
+            run()
+        return time.thread_time() - begin
+
+    def add() -> Tensor:
+        return torch.add(a, b)
+
+    turns = []
+    for _ in range(repeats):
+        before, took, after = seconds(add), seconds(call), seconds(add)
+        turns.append(2 * took / (before + after))
+    return statistics.median(turns)
+
+
+def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
+    """What is called for a plan, and for a merged block or stack that has its plan. kernels: None for plain PyTorch."""
+    config, core = pack_module("toma_core.config"), pack_module("toma_core.merge")
+    layout, state = pack_module("toma_core.windows"), pack_module("toma_core.state")
+    reuse = pack_module("toma_core.detail").reuse
+    windows = layout.make_windows(*_GRID, config.WindowKind.TILE, _WINDOW)
+    toma = config.ToMAConfig(window_size=_WINDOW)
+    schedule = pack_module("toma_core.schedule").Schedule(toma)
+    dispatch = pack_module("toma_core.trial").Dispatch(pack_module("toma_core.trial").Choice(kernels))
+    run = state.RunState(schedule, dispatch=dispatch)
+    decision = schedule.decide(1.0)
+    x = torch.randn(1, windows.tokens, _CHANNELS, generator=torch.Generator().manual_seed(0))
+
+    def plan() -> Any:
+        return run._selected(x, _GRID, decision, None)
+
+    # What a stubbed kernel leaves in memory is no slot.
+    made = replace(first := plan(), picks=torch.zeros_like(first.picks))
+    y = torch.randn(1, made.kept, _CHANNELS, generator=torch.Generator().manual_seed(1))
+    assert made.strips is None
+    _ = made.destinations
+    return {
+        "merge": lambda: core.merge(x, made),
+        "restore": lambda: core.unmerge_update(y, y, x, made),
+        "reuse": lambda: reuse(y, y, x, x, made),
+        "plan": plan,
+    }
+
+
+def measure(repeats: int) -> dict[str, dict[str, float]]:
+    """torch.adds of every operation, by what computes it."""
+    with torch.inference_mode(), offline.stubbed():
+        kernels = pack_module("toma_core.kernels.triton").TritonKernels()
+        return {
+            by: {name: in_adds(call, repeats) for name, call in operations(used).items()}
+            for by, used in (("Triton", kernels), ("PyTorch", None))
+        }
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """In Markdown."""
+    lines = ["| operation | by Triton, torch.adds | in plain PyTorch |", "|---|---|---|"]
+    lines += [f"| {name} | {adds:.1f} | {rows['PyTorch'][name]:.1f} |" for name, adds in rows["Triton"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Parse, measure, print, write."""
+    parser = bench.command_line(__doc__, RESULTS, repeats=40)
+    args = parser.parse_args()
+    os.environ.pop("TRITON_INTERPRET", None)
+    torch.set_num_threads(1)
+    bare.prepare(own_attention=False)
+    told = bench.conditions(dtype="float32", repeats=args.repeats, triton=__import__("triton").__version__)
+    rows = measure(args.repeats)
+    print(", ".join(f"{key}: {value}" for key, value in told.items()))
+    print(table(rows))
+    if args.out:
+        path = Path(args.out) / f"{RESULTS}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"conditions": told, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

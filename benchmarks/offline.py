@@ -1,0 +1,67 @@
+"""A GPU that is not there: Triton compiles for it and launches, and nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+TARGET = ("cuda", 90, 32)
+
+
+class Launcher:
+    """In place of the launcher that Triton compiles: it calls the hooks, and launches nothing."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self.arguments = len(source.signature)
+
+    def __call__(self, *given: Any) -> None:
+        assert len(given) == 9 + self.arguments
+        metadata, enter, leave = given[6:9]
+        for hook in (enter, leave):
+            if hook is not None:
+                hook(metadata)
+
+
+class _Utils:
+    """What a device and a binary say of themselves."""
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 * 1024, "multiprocessor_count": 132, "warpSize": 32}
+
+    def load_binary(self, *_: Any) -> tuple[int, int, int, int, int]:
+        return 1, 1, 32, 0, 1024
+
+
+class Stub:
+    """A driver for a GPU that is not there."""
+
+    launcher_cls, utils = Launcher, _Utils()
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(*TARGET)
+
+    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
+        return divmod(TARGET[1], 10)
+
+
+@contextmanager
+def stubbed(stub: Stub | None = None) -> Iterator[None]:
+    """While it lasts, Triton compiles and launches without a GPU. Its interpreter must be off: it reads the variable
+    when it is first imported."""
+    from triton.runtime import driver
+
+    before = driver._active
+    driver.set_active(stub or Stub())
+    try:
+        yield
+    finally:
+        driver.set_active(before)

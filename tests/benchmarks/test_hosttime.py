@@ -1,0 +1,44 @@
+"""The bench of what a call costs the host."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import hosttime
+from scripts.comfyui import ROOT
+
+
+def test_it_runs(tmp_path: Path) -> None:
+    """In a process of its own, as by hand: this one runs kernels in the interpreter."""
+    pytest.importorskip("triton.backends.nvidia.compiler")
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.hosttime", "--repeats", "2", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "hosttime.json").read_text())
+    assert list(result["rows"]) == ["Triton", "PyTorch"]
+    for rows in result["rows"].values():
+        assert list(rows) == ["merge", "restore", "reuse", "plan"]
+        assert all(0.5 < adds < 5000 for adds in rows.values())
+    assert f"| merge | {result['rows']['Triton']['merge']:.1f} |" in done.stdout
+
+
+def test_an_add_is_one_add() -> None:
+    a = torch.ones(4)
+    assert 0.3 < hosttime.in_adds(lambda: torch.add(a, a), 9) < 3
+    until = time.thread_time
+
+    def busy() -> None:
+        end = until() + 2e-4
+        while until() < end:
+            pass
+
+    assert hosttime.in_adds(busy, 3, calls=20) > 5

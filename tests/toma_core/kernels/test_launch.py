@@ -1,0 +1,138 @@
+"""A launch that was prepared calls the binary that Triton itself would find, whatever comes.
+
+Compiled for a GPU that is not there, in a process of its own: this one runs kernels in the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+PROGRAM = """
+import torch, triton
+from benchmarks import offline
+from toma_core.config import WindowKind
+from toma_core.kernels.triton import TritonKernels
+from toma_core.kernels.triton.product import _merge_kernel
+from toma_core.windows import make_budget, make_windows
+
+called = []
+class Launcher(offline.Launcher):
+    def __call__(self, *given):
+        super().__call__(*given)
+        called.append((self, given[3], given[9:]))
+
+class Driver(offline.Stub):
+    launcher_cls = Launcher
+    stream = 0
+    def get_current_stream(self, device):
+        return self.stream
+
+windows = make_windows(16, 16, WindowKind.TILE, 8)
+layout = windows, make_budget(windows.counts, 0.5)
+kernels = TritonKernels()
+weights = torch.zeros(1, 4, 32, 64, dtype=torch.float16)
+x = torch.zeros(2, 256, 640, dtype=torch.float16)
+
+ordinary, run = [], _merge_kernel.run
+def counted(*args, **kwargs):
+    ordinary.append(args)
+    return run(*args, **kwargs)
+_merge_kernel.run = counted
+
+def merged(x, weights=weights):
+    before = len(ordinary)
+    out = kernels.merge(x, weights, *layout)
+    assert out.shape == (x.shape[0], 128, 640) and out.dtype is x.dtype
+    return called[-1], len(ordinary) == before, out
+
+def address(given):
+    return given.data_ptr() if isinstance(given, torch.Tensor) else given
+
+with offline.stubbed(Driver()):
+    (first, _, given), direct, out = merged(x)
+    assert not direct
+    assert [address(g) for g in given[:3]] == [out.data_ptr(), x.data_ptr(), weights.data_ptr()]
+    (again, _, same), direct, out = merged(x + 1)
+    assert direct and again is first
+    assert [address(g) for g in same[3:]] == [address(g) for g in given[3:]], "all but the tensors of the call"
+    assert same[0] == out.data_ptr()
+
+    # On the stream of now, with the hooks of now.
+    Driver.stream, hooked = 7, []
+    hook = lambda metadata: hooked.append(metadata.get()["name"])
+    if hasattr(triton.knobs.runtime.launch_enter_hook, "add"):
+        triton.knobs.runtime.launch_enter_hook.add(hook)
+    (_, stream, _), direct, _ = merged(x)
+    assert direct and stream == 7
+    if hasattr(triton.knobs.runtime.launch_enter_hook, "add"):
+        assert hooked == ["_merge_kernel"]
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+
+    # An address that 16 does not divide: another binary, and never that one for the aligned.
+    room = torch.zeros(2 * 256 * 640 + 1, dtype=torch.float16)
+    odd = room[1:].view(x.shape)
+    assert odd.stride() == x.stride() and odd.data_ptr() % 16
+    (other, _, _), direct, _ = merged(odd)
+    assert other is not first and not direct
+    (back, _, _), direct, _ = merged(x)
+    assert back is first and direct
+    fresh = TritonKernels()
+    kernels, old = fresh, kernels
+    assert merged(odd)[0][0] is other and merged(odd)[0][0] is other and not merged(odd)[1]
+    assert merged(x)[0][0] is first and merged(x)[1]
+    kernels = old
+
+    # Other strides, shapes, dtypes: each is looked at once.
+    between = torch.zeros(2, 300, 647, dtype=torch.float16)[:, 8:264, :640]
+    apart = torch.zeros(2, 640, 256, dtype=torch.float16).transpose(1, 2)
+    for tokens, used in ((between, weights), (apart, weights), (x[:1], weights), (x.float(), weights.float())):
+        (binary, _, given), direct, _ = merged(tokens, used)
+        assert not direct
+        (same, _, now), direct, _ = merged(tokens, used)
+        assert direct and same is binary
+        assert now[6:9] == tokens.stride()
+    for wrong in (x[:, 1:], torch.zeros(2, 255, 640, dtype=torch.float16)):
+        try:
+            merged(wrong)
+        except ValueError:
+            continue
+        raise AssertionError("wrong shapes are told")
+
+    # A Triton whose launchers take something else: its own way, every time.
+    kernels = TritonKernels()
+    Launcher.__call__ = lambda self, *given: called.append((self, given[3], given[9:]))
+    merged(x)
+    def picky(self, *given):
+        if not isinstance(given[9], torch.Tensor):
+            raise TypeError("function takes exactly 3 arguments")
+        called.append((self, given[3], given[9:]))
+    Launcher.__call__ = picky
+    for _ in range(2):
+        _, direct, _ = merged(x)
+        assert not direct
+print("done")
+"""
+
+
+def test_prepared_launches(tmp_path: Path) -> None:
+    pytest.importorskip("triton.backends.nvidia.compiler")
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env=environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "done"
