@@ -47,6 +47,8 @@ def record(results: Results, row: Row, family: str, verdict: Mapping[str, Any]) 
     result = results["rows"].setdefault(row.feature, {})
     result[family] = verdict
     if row.pack:
+        if isinstance(row.expected[family], NotFor):
+            return  # said without the pack
         result["tried"] = f"{version_of(row.pack)}, with ComfyUI {versions()['comfyui']}"
     else:
         results.update(versions())
