@@ -80,7 +80,7 @@ class RunState:
         other calls but those of its evaluation.
         """
         if piece is not None:
-            return self._plan_of(piece, x, grid, scope, decision)
+            return self._plan_of(piece, x, grid, scope, decision, blind)
         chunk = x.shape[0] // len(copies)
         keys = list(dict.fromkeys(copies))
 
@@ -102,10 +102,10 @@ class RunState:
         return stack[1]
 
     def _plan_of(
-        self, piece: Piece, x: Tensor, grid: tuple[int, int], scope: Hashable, decision: Decision
+        self, piece: Piece, x: Tensor, grid: tuple[int, int], scope: Hashable, decision: Decision, blind: str
     ) -> MergePlan:
         if (scope, grid) not in piece.plans:
-            plan = piece.settled((scope, grid), self._selected(piece.tokens(x), grid, decision, ""))
+            plan = piece.settled((scope, grid), self._selected(piece.tokens(x), grid, decision, blind))
             self.stats.count_plan(grid, plan.kept, selected=True)
             # In the place of the last piece's, so that it can be drawn.
             self._remember(((scope, Piece), grid, 0, x.dtype, x.device), plan, decision)

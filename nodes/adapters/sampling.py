@@ -107,7 +107,7 @@ class Sampling:
             return Evaluation(self.run, self.decision, copies, parts, blind)
         # Nothing is kept of a piece, so that it runs whole where others keep.
         decision = replace(self.decision, ratio=self.decision.merged_ratio, keeps_detail=False, plain=True)
-        return Evaluation(self.run, decision, (None,), parts, piece=self._piece(x, tuple(chunks)))
+        return Evaluation(self.run, decision, (None,), parts, blind, self._piece(x, chunks))
 
     def _piece(self, x: Tensor, chunks: Hashable) -> Piece:
         """What a call shows. Those of other conditions come in the same order, if they are calls of their own."""
