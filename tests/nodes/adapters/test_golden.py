@@ -6,10 +6,10 @@ in the changelog ("may change seeds"):
 TOMA_WRITE_GOLDEN=1 make test ARGS=tests/nodes/adapters/test_golden.py
 
 Tolerances are shares of a latent's rms. What rounding does to the values at most, on an AVX-512 CPU that computed all
-of them to the bit again: oneDNN switched off 5.8e-5, instructions no newer than AVX2 2.4e-5 or SSE 2.1e-5, conditions in
-separate calls 1.8e-5, two threads 1.4e-5; to mean and rms 1.6e-7. Another choice of one destination, the last and least
-of one window at one selection: 2.5e-3 in the median of 177 trials; 17 were not seen, 14 of them in the last selection of
-the last stack. Any setting of a preset moved by one is seen.
+of them to the bit again: oneDNN switched off 5.8e-5, instructions no newer than AVX2 2.4e-5 or SSE 2.1e-5, conditions
+in separate calls 1.8e-5, two threads 1.4e-5; to mean and rms 1.6e-7. Another choice of one destination, the last and
+least of one window at one selection: 2.5e-3 in the median of 177 trials; 17 were not seen, 14 of them in the last
+selection of the last stack. Any setting of a preset moved by one is seen.
 """
 
 from __future__ import annotations
