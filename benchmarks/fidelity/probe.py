@@ -49,11 +49,11 @@ def name_of(scope: Hashable) -> str:
 
 @dataclass
 class Errors:
-    """Of one step: plan -> site -> (sharing, computing), means over the scenes."""
+    """Of one step: plan -> site -> [sharing, computing], means over the scenes."""
 
     step: int
     sigma: float
-    by_plan: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    by_plan: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
 
 class Probe:
@@ -181,7 +181,7 @@ def teacher_forced(probe: Probe, wanted: tuple[str, ...], at: tuple[int, ...]) -
             errors = Errors(probe.step + 1, sigma)
             for plan in probe.plans(wanted):
                 errors.by_plan[plan] = {
-                    site: tuple(float(error(evaluate(plan, site, way), whole, x).mean()) for way in WAYS)
+                    site: [float(error(evaluate(plan, site, way), whole, x).mean()) for way in WAYS]
                     for site in (*probe.sites, ALL)
                 }
             found.append(errors)

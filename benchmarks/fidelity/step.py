@@ -89,7 +89,8 @@ def measured(model: Any, args: argparse.Namespace) -> dict[str, Any]:
         pixels = UNSHUFFLE * model.get_model_object("diffusion_model").patch_size
         if args.view != "whole":
             model = model.clone()
-            model.model_options["transformer_options"]["rope_options"] = View(offset, scale).rope_options("cpu")
+            positions = View(offset, scale).rope_options(torch.device("cpu"))
+            model.model_options["transformer_options"]["rope_options"] = positions
     first = SCENES[args.scenes]
     scenes = [scene_from_seed(FIRST_TEST_SEED + first + i) for i in range(args.images)]
     seeds = [first + i for i in range(args.images)]
