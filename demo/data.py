@@ -17,6 +17,7 @@ from .scenes import CANVAS, Scene, render_batch, scene_from_seed, scene_tokens, 
 # Scenes below this seed are kept for looking at and for measuring; training never sees them.
 FIRST_TRAINING_SEED = 1_000_000
 MOST_PER_STEP = 4096
+# Side of a token of both shipped models. A scene has 32 x 32 tokens of whatever size.
 PIXELS_PER_TOKEN = 4
 # How much more than the background shape and small objects weigh in the loss of a model that takes weights. They cover
 # a fifth of a picture, and without more weight are learnt last. The best prediction is the same at any weight.
@@ -35,7 +36,11 @@ class Plan:
     cooldown: float = 0.2
     crop_batch: int = 16
     full_batch: int = 6
-    crop_pixels: int = 64
+    crop_tokens: int = 16
+    # Of the DiT: width, double and single blocks, side of a token in pixels. Smaller tokens show smaller pictures.
+    width: int = 128
+    blocks: tuple[int, int] = (2, 5)
+    token: int = PIXELS_PER_TOKEN
     # Shares of steps with half-size scenes and with whole pictures, before and after `late`; the rest are crops.
     early_shares: tuple[float, float] = (0.9, 0.05)
     late_shares: tuple[float, float] = (0.2, 0.6)
@@ -46,6 +51,10 @@ class Plan:
     def __post_init__(self) -> None:
         if self.kind not in ("dit", "unet"):
             raise ValueError(f"kind must be dit or unet, not {self.kind!r}")
+        if self.token not in (2, 4) or self.width % 64 or min(self.blocks) < 1:
+            raise ValueError(f"no model of width {self.width}, {self.blocks} blocks and tokens of {self.token} pixels")
+        if self.kind == "unet" and (self.width, self.blocks, self.token) != (Plan.width, Plan.blocks, Plan.token):
+            raise ValueError("width, blocks and token are the DiT's")
         if not 1 <= min(self.crop_batch, self.full_batch) <= max(self.crop_batch, self.full_batch) <= MOST_PER_STEP:
             raise ValueError(f"batches must be 1..{MOST_PER_STEP}, not {self.crop_batch} and {self.full_batch}")
 
@@ -131,18 +140,17 @@ class Batches(Dataset[Batch]):
         count = plan.full_batch if sort == "full" else plan.crop_batch
         first = FIRST_TRAINING_SEED + (plan.seed * 100_000_000 + step) * MOST_PER_STEP
         scenes = [scene_from_seed(first + index) for index in range(count)]
-        size = CANVAS // 2 if sort == "half" else CANVAS
+        size = CANVAS * plan.token // PIXELS_PER_TOKEN // (2 if sort == "half" else 1)
         picture = render_batch(scenes, size)
         weight = _weight(scenes, size)
         view = View(scale=2, centre=1.6) if sort == "half" else View()
         if sort == "crop":
             # Even offsets: the UNet halves the grid once more.
-            places = (CANVAS - plan.crop_pixels) // PIXELS_PER_TOKEN // 2 + 1
+            places = (size // plan.token - plan.crop_tokens) // 2 + 1
             view = View(offset=(2 * int(draw[1] * places), 2 * int(draw[2] * places)), centre=1.0)
-            top, left = (value * PIXELS_PER_TOKEN for value in view.offset)
-            picture, weight = (
-                each[:, :, top : top + plan.crop_pixels, left : left + plan.crop_pixels] for each in (picture, weight)
-            )
+            top, left = (value * plan.token for value in view.offset)
+            side = plan.crop_tokens * plan.token
+            picture, weight = (each[:, :, top : top + side, left : left + side] for each in (picture, weight))
         clean = image_to_model(picture)
         dropped = (torch.rand(count, generator=generator) < plan.dropout).tolist()
         said = [None if drop else scene for scene, drop in zip(scenes, dropped, strict=True)]

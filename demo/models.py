@@ -7,6 +7,7 @@ The DiT's state dict is recognised by ComfyUI's stock diffusion-model loader. No
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import comfy.latent_formats
@@ -15,6 +16,7 @@ import comfy.model_base
 import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
+import comfy.sd
 import comfy.supported_models
 import comfy.utils
 import torch
@@ -22,7 +24,8 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy.patcher_extension import WrappersMP
 from torch import nn
 
-from .latents import LATENT_CHANNELS
+from .data import PIXELS_PER_TOKEN
+from .latents import LATENT_CHANNELS, UNSHUFFLE
 from .positions import AddPositions
 from .scenes import TEXT_DIM, in_phrases
 
@@ -78,6 +81,23 @@ class TrainingOps(comfy.ops.disable_weight_init):
             return super().forward(x.clone() if torch.is_grad_enabled() else x)
 
 
+def dit_config(width: int, blocks: tuple[int, int], token: int) -> dict[str, Any]:
+    """`DIT_CONFIG` with another width, number of (double, single) blocks and side of a token in pixels (2 or 4).
+
+    A head has 128 numbers as in every Flux checkpoint, or the whole width where that is less.
+    """
+    head = math.gcd(width, 128)
+    return {
+        **DIT_CONFIG,
+        "hidden_size": width,
+        "num_heads": width // head,
+        "axes_dim": [head // 8, head // 16 * 7, head // 16 * 7],
+        "depth": blocks[0],
+        "depth_single_blocks": blocks[1],
+        "patch_size": token // UNSHUFFLE,
+    }
+
+
 def _initialise(network: nn.Module, zero: tuple[str, ...], generator: torch.Generator) -> None:
     """ComfyUI's layers skip initialisation, since weights always come from a file; a fresh network needs its own."""
     for name, module in network.named_modules():
@@ -119,6 +139,36 @@ def new_dit(
     return network
 
 
+def load_dit(path: str) -> Any:
+    """The MODEL in a safetensors file of a DiT of any width and size of token.
+
+    ComfyUI's own loader takes tokens of 4 pixels for granted and heads of 128 numbers; what differs is built here.
+    """
+    weights = comfy.utils.load_torch_file(path)
+    width, numbers = weights["img_in.weight"].shape
+    blocks = tuple(len({key.split(".")[1] for key in weights if key.startswith(kind)}) for kind in ("double", "single"))
+    token = UNSHUFFLE * math.isqrt(numbers // LATENT_CHANNELS)
+    if width % 128 == 0 and token == PIXELS_PER_TOKEN:
+        return comfy.sd.load_diffusion_model(path)
+    model_config = comfy.supported_models.Flux(dit_config(width, blocks, token))  # type: ignore[arg-type]
+    return _patcher(comfy.model_base.Flux, model_config, weights)
+
+
+def _patcher(make: Callable[..., Any], model_config: Any, weights: dict[str, torch.Tensor], *kind: Any) -> Any:
+    """The model on ComfyUI's own devices, in the dtype that ComfyUI takes there."""
+    load_device = comfy.model_management.get_torch_device()
+    offload_device = comfy.model_management.unet_offload_device()
+    dtype = comfy.model_management.unet_dtype(device=load_device, supported_dtypes=[torch.bfloat16, torch.float32])
+    cast = comfy.model_management.unet_manual_cast(dtype, load_device, [torch.bfloat16, torch.float32])
+    model_config.set_inference_dtype(dtype, cast)
+    model = make(model_config, *kind, device=offload_device)
+    if isinstance(model.diffusion_model, UNetModel):
+        _widen_groups(model.diffusion_model)
+    model.diffusion_model.load_state_dict(weights, strict=True)
+    model.diffusion_model.to(dtype)
+    return comfy.model_patcher.ModelPatcher(model, load_device=load_device, offload_device=offload_device)
+
+
 def _widen_groups(network: nn.Module) -> nn.Module:
     """Four groups in every GroupNorm, in place; returns the network.
 
@@ -152,21 +202,12 @@ def unet_patcher(
 
     `state_dict` holds the UNet's weights; None draws them from `seed`. Raises RuntimeError if the keys do not fit.
     """
-    load_device = comfy.model_management.get_torch_device()
-    offload_device = comfy.model_management.unet_offload_device()
     model_config = comfy.supported_models.SDXL({})
     model_config.unet_config = dict(config or UNET_CONFIG)
     model_config.latent_format = comfy.latent_formats.Flux()
     model_config.sampling_settings = {"zsnr": True}  # see `VelocityObjective`
-    dtype = comfy.model_management.unet_dtype(device=load_device, supported_dtypes=[torch.bfloat16, torch.float32])
-    cast = comfy.model_management.unet_manual_cast(dtype, load_device, [torch.bfloat16, torch.float32])
-    model_config.set_inference_dtype(dtype, cast)
-    model = comfy.model_base.SDXL(model_config, comfy.model_base.ModelType.V_PREDICTION, device=offload_device)
-    _widen_groups(model.diffusion_model)
     weights = state_dict if state_dict is not None else new_unet(seed, config=config, to_train=False).state_dict()
-    model.diffusion_model.load_state_dict(weights, strict=True)
-    model.diffusion_model.to(dtype)
-    patcher = comfy.model_patcher.ModelPatcher(model, load_device=load_device, offload_device=offload_device)
+    patcher = _patcher(comfy.model_base.SDXL, model_config, weights, comfy.model_base.ModelType.V_PREDICTION)
     patcher.set_model_input_block_patch(AddPositions())
     patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "demo", _read_phrases)
     return patcher

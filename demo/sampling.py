@@ -13,7 +13,6 @@ if __name__ == "__main__":
     prepare()
 
 import comfy.sample
-import comfy.sd
 import numpy as np
 import torch
 from PIL import Image
@@ -21,7 +20,7 @@ from PIL import Image
 from .checker import FIRST_TEST_SEED, WEIGHTS, accuracy, frechet_distance, load_checker
 from .conditioning import conditioning, empty_latent, seeded_noise
 from .latents import decode
-from .models import load_unet
+from .models import load_dit, load_unet
 from .scenes import CANVAS, Scene, render_batch, scene_from_seed
 
 FOLDER = WEIGHTS.parent
@@ -37,7 +36,7 @@ def load(kind: str, path: Path | str | None = None) -> Any:
     path = Path(path) if path else FOLDER / f"{kind}.safetensors"
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: train it with `python -m demo.train {kind} --export {path}`")
-    return comfy.sd.load_diffusion_model(str(path)) if kind == "dit" else load_unet(str(path))
+    return load_dit(str(path)) if kind == "dit" else load_unet(str(path))
 
 
 def generate(

@@ -58,6 +58,8 @@ class Trainer:
         self.config = config
         self.objective = FlowObjective() if plan.kind == "dit" else VelocityObjective()
         make = models.new_dit if plan.kind == "dit" else models.new_unet
+        if config is None and plan.kind == "dit":
+            config = models.dit_config(plan.width, plan.blocks, plan.token)
         self.network = make(plan.seed, config=config).to(device).train().requires_grad_(True)
         self.forward = torch.compile(self.network, dynamic=False) if compiled else self.network
         self.average = {name: value.detach().clone() for name, value in self.network.named_parameters()}
@@ -169,9 +171,10 @@ def run(trainer: Trainer, checkpoint: Path, minutes: float, every: float = 120.0
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan that the command line asks for."""
-    names = ("kind", "steps", "seed", "lr", "cooldown", "crop_batch", "full_batch")
-    plan = Plan(**{name: getattr(args, name) for name in names})
-    return replace(plan, early_shares=(0.0, 1.0), late_shares=(0.0, 1.0)) if args.whole else plan
+    names = ("kind", "steps", "seed", "lr", "warmup", "cooldown", "crop_batch", "full_batch", "width", "token")
+    plan = Plan(**{name: getattr(args, name) for name in names}, blocks=tuple(args.blocks))
+    shares = (0.0, 1.0) if args.whole else args.shares
+    return plan if shares is None else replace(plan, early_shares=tuple(shares), late_shares=tuple(shares))
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -182,6 +185,11 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this long, with a checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=Plan.lr)
+    parser.add_argument("--width", type=int, default=Plan.width, help="of the DiT")
+    parser.add_argument("--blocks", type=int, nargs=2, default=Plan.blocks, help="of the DiT, double and single")
+    parser.add_argument("--token", type=int, default=Plan.token, help="side of the DiT's tokens in pixels, 2 or 4")
+    parser.add_argument("--warmup", type=int, default=Plan.warmup, help="steps until the rate is reached")
+    parser.add_argument("--shares", type=float, nargs=2, help="of steps with half-size scenes and with whole pictures")
     parser.add_argument("--crop-batch", type=int, default=Plan.crop_batch)
     parser.add_argument("--full-batch", type=int, default=Plan.full_batch)
     parser.add_argument("--whole", action="store_true", help="whole pictures alone, to go on with --init")

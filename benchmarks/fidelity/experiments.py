@@ -17,7 +17,7 @@ Patch = Callable[[Any], Any]
 
 
 @contextmanager
-def _replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
+def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
     before = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():
@@ -39,7 +39,7 @@ def during(patch: Patch, owner: Callable[[], Any], values: Callable[[Any], dict[
 
         def run(executor: Any, *args: Any, **kwargs: Any) -> Any:
             changed = owner()
-            with _replaced(changed, values(changed)):
+            with replaced(changed, values(changed)):
                 return executor(*args, **kwargs)
 
         # Added first, so that it is the outermost wrapper: the pack's own run begins inside.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import comfy.model_management
 import comfy.sd
@@ -98,6 +99,33 @@ def test_exports_what_comfyui_loads(tmp_path: Path) -> None:
     unet = Trainer(_plan("unet"), CPU, config=SMALL["unet"])
     unet.export(tmp_path / "unet.safetensors")
     models.unet_patcher(load_file(tmp_path / "unet.safetensors"), config=SMALL["unet"])
+
+
+def test_a_dit_wide_for_its_tokens(tmp_path: Path) -> None:
+    """Tokens of 2 x 2 pixels show the same scenes at half the size, on the same grid."""
+    given = ["dit", "--width", "64", "--blocks", "1", "2", "--token", "2", "--shares", "0.5", "0.5", "--steps", "3"]
+    plan = plan_of(arguments(given))
+    assert plan.early_shares == plan.late_shares == (0.5, 0.5)
+    sizes = {batch.sort: batch.clean.shape[2:] for batch in (Batches(plan)[step] for step in range(3))}
+    assert sizes == {"half": (16, 16), "full": (32, 32)}
+    crop = Batches(dataclasses.replace(plan, early_shares=(0.0, 0.0)))[0]
+    assert crop.clean.shape[2:] == (16, 16)
+    assert max(crop.view.offset) <= 16
+
+    trainer = Trainer(plan, CPU)
+    trainer.train_step(Batches(plan)[0])
+    trainer.export(tmp_path / "dit.safetensors")
+    loaded = models.load_dit(str(tmp_path / "dit.safetensors")).model.diffusion_model
+    assert (loaded.patch_size, loaded.hidden_size, len(loaded.single_blocks)) == (1, 64, 2)
+    assert _same(trainer.average, dict(loaded.named_parameters()))
+
+
+@pytest.mark.parametrize("wrong", [{"token": 3}, {"width": 100}, {"blocks": (0, 2)}])
+def test_impossible_dits_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="no model of"):
+        Plan("dit", 3, **wrong)
+    with pytest.raises(ValueError, match="DiT's"):
+        Plan("unet", 3, width=256)
 
 
 def test_begins_with_exported_weights(tmp_path: Path) -> None:
