@@ -220,7 +220,7 @@ def moved_budget(patch: Patch, most: float = 1.5) -> Patch:
     def values(_: Any) -> dict[str, Any]:
         state = _state()
 
-        def selected(self: Any, x: Tensor, grid: tuple[int, int], decision: Any) -> Any:
+        def selected(self: Any, x: Tensor, grid: tuple[int, int], decision: Any, blind: str = "") -> Any:
             config = self.config
             windows, budget = self._layout(grid, decision, x.device)
             tokens = windows.split(x)

@@ -114,13 +114,13 @@ class Probe:
         at, calls, probe = "", 0, self
 
         class State(pack_module("toma_core.state").RunState):  # type: ignore[misc]
-            def plan(self, x: Tensor, grid: Any, scope: Hashable, decision: Any, copies: Any) -> Any:
+            def plan(self, x: Tensor, grid: Any, scope: Hashable, decision: Any, copies: Any, *rest: Any) -> Any:
                 nonlocal at
                 at = name_of(scope)
                 if site not in (ALL, at):
                     return None
                 features = x if plan is None else probe._features(plan, at, calls, x, grid)
-                return super().plan(features, grid, scope, decision, copies)
+                return super().plan(features, grid, scope, decision, copies, *rest)
 
         class Whole(core.Evaluation):  # type: ignore[misc, name-defined]
             """Sites run whole although they have a plan, as where the pack keeps their detail."""
