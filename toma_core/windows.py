@@ -123,7 +123,8 @@ class Budget:
 
 def upload(t: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device. The host does not wait: a GPU reads page-locked memory when its turn comes."""
-    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
+    paged = device.type != "cuda" or not torch.cuda.is_available()
+    return t.to(device) if paged else t.pin_memory().to(device, non_blocking=True)
 
 
 def make_windows(height: int, width: int, kind: WindowKind, size: int, shifted: bool = False) -> Windows:

@@ -133,7 +133,7 @@ def refreshed(patch: Patch, early: tuple[int, int], late: tuple[int, int]) -> Pa
 
         return {"Schedule": Schedule}
 
-    return during(patch, lambda: pack_module("nodes.adapters.run"), values)
+    return during(patch, lambda: pack_module("nodes.adapters.sampling"), values)
 
 
 def whole_last(patch: Patch) -> Patch:
@@ -148,7 +148,7 @@ def whole_last(patch: Patch) -> Patch:
 
         return {"Schedule": Schedule}
 
-    return during(patch, lambda: pack_module("nodes.adapters.run"), values)
+    return during(patch, lambda: pack_module("nodes.adapters.sampling"), values)
 
 
 def control_variate(ratio: float, every: int, attach: Callable[..., Patch]) -> Patch:

@@ -126,9 +126,9 @@ class Probe:
             """Sites run whole although they have a plan, as where the pack keeps their detail."""
 
             class Keeping:
-                keeping = True
+                kept = None
 
-            def detail(self, block: str) -> Any:
+            def detail(self, block: str, x: Tensor) -> Any:
                 return self.Keeping()
 
         def restore(out: Tensor, reduced: Tensor, x: Tensor, given: Any, detail: Any = None) -> Tensor:

@@ -7,7 +7,6 @@ attention compute it. Nothing here computes or changes attention: merged tokens 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -95,4 +94,4 @@ def _home(function: Any) -> str:
 
 def _pack(module: str) -> str:
     """The module's name without where ComfyUI lies: it loads packs under their path."""
-    return re.split(r"custom_nodes[./\\]", module)[-1]
+    return module.replace("\\", ".").replace("/", ".").rpartition("custom_nodes.")[2]

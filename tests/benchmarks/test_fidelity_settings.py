@@ -248,7 +248,7 @@ def test_whole_last(model: Any, decisions: Any) -> None:
 
 
 def test_the_pack_is_as_before(model: Any) -> None:
-    state, run = pack_module("toma_core.state"), pack_module("nodes.adapters.run")
+    state, run = pack_module("toma_core.state"), pack_module("nodes.adapters.sampling")
     before = state.weigh, state.cosine_similarity, state.RunState._selected, run.Schedule, run.Sampling.copies
     for change in (
         experiments.centred,

@@ -205,11 +205,11 @@ def test_served_page_lists_the_demo_and_stops() -> None:
             assert "Demo Flux, Demo SDXL" in text
             url = text.split("Open ")[1].split()[0]
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            listed = json.load(opener.open(f"{url}/userdata?dir=workflows&recurse=true", timeout=30))
+            listed = json.load(opener.open(f"{url}/userdata?dir=workflows&recurse=true", timeout=120))
             assert sorted(listed) == ["Demo Flux.json", "Demo SDXL.json"]
-            assert DIT_FILE in json.dumps(json.load(opener.open(f"{url}/object_info/UNETLoader", timeout=30)))
+            assert DIT_FILE in json.dumps(json.load(opener.open(f"{url}/object_info/UNETLoader", timeout=120)))
             process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=30) == 0
+            assert process.wait(timeout=120) == 0
         finally:
             process.kill()
     time.sleep(0.5)

@@ -199,7 +199,7 @@ def test_no_other_float_than_the_tokens_own_and_fp32(dtype: torch.dtype, selecto
             decision = core.Decision(step, 0.5, step, step, keeps_detail=step == 0)
             evaluation = core.Evaluation(details, decision)
             plan = core.plan_for(x, GRID, "a", evaluation)
-            detail = evaluation.detail("block")
+            detail = evaluation.detail("block", x)
             reduced = core.reduce(x, plan, detail)
             core.restore(reduced * 2, reduced, x, plan, detail)
     floats = {d for d in seen if d.is_floating_point}
