@@ -20,7 +20,7 @@ from .merge import MergePlan, stacked, weigh
 from .schedule import Decision, Schedule
 from .selection import cosine_similarity, select
 from .stats import RunStats
-from .trial import Dispatch
+from .trial import Choice, Dispatch, Uses
 from .windows import Budget, Windows, make_budget, make_windows
 
 # scope and copy, grid, images, dtype, device
@@ -48,6 +48,7 @@ class RunState:
     _plans: dict[_PlanKey, _Entry] = field(default_factory=dict)
     _stacks: dict[Hashable, tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
+    _tried: set[Hashable] = field(default_factory=set)
     _forgotten: Hashable = None
     details: Details = field(default_factory=Details)
 
@@ -135,10 +136,10 @@ class RunState:
     def _selected(self, x: Tensor, grid: tuple[int, int], decision: Decision, latent: Tensor | None) -> MergePlan:
         config = self.config
         windows, budget = self._layout(grid, decision, x.device)
-        choice = self.dispatch.pick(x, windows, budget)
+        features = x if latent is None else latent_tokens(latent, grid).to(x.dtype)
+        choice = self._choose(x, features, grid, decision)
         self.stats.computed_by(str(choice))
         kernels = choice.kernels
-        features = x if latent is None else latent_tokens(latent, grid).to(x.dtype)
         if kernels is not None and config.selector is SelectorKind.FACILITY_LOCATION:
             picks, M, back = kernels.select_weigh(features, windows, budget, config.scale)
             if latent is not None:
@@ -149,6 +150,23 @@ class RunState:
         picks = select(similarity, windows, budget, config.selector, config.random_seed + decision.selection)
         plan = weigh(tokens, picks, windows, budget, config.scale, x.dtype)
         return replace(plan, kernels=kernels)
+
+    def _choose(self, x: Tensor, features: Tensor, grid: tuple[int, int], decision: Decision) -> Choice:
+        """Which kernels compute a plan. Those of all steps are made and tried at the first: none later, in a run."""
+        config, dispatch = self.config, self.dispatch
+        latent = features is not x
+        uses = Uses(
+            config.selector is SelectorKind.FACILITY_LOCATION,
+            latent or config.weigh_every % config.select_every != 0,
+            self.schedule.reuses_detail,
+        )
+        choice = dispatch.pick(x, *self._layout(grid, decision, x.device), features, uses)
+        place = (grid, x.shape[2], x.dtype, x.device, latent)
+        if choice.kernels is not None and dispatch.given is None and place not in self._tried:
+            self._tried.add(place)
+            for kind in self.schedule.kinds:
+                dispatch.pick(x, *self._layout(grid, kind, x.device), features, uses)
+        return choice
 
     def _reweighed(self, x: Tensor, plan: MergePlan) -> MergePlan:
         config, kernels, windows, budget = self.config, plan.kernels, plan.windows, plan.budget
