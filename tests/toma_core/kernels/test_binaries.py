@@ -6,14 +6,9 @@ Compiled for a GPU that is not there, in a process of its own: this one runs ker
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[3]
+from tests.toma_core.kernels.cases import printed
 
 PROGRAM = """
 import json, logging, sys
@@ -63,20 +58,7 @@ print(json.dumps(counts))
 
 def test_no_kernel_is_made_after_the_first_plan(tmp_path: Path) -> None:
     """Shifted windows come at the second selection, other ratios with *ratio decay*, detail reuse at merged steps."""
-    pytest.importorskip("triton.backends.nvidia.compiler")
-    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        env=environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    counts = json.loads(done.stdout)
+    counts = json.loads(printed(PROGRAM, tmp_path))
     for name, steps in counts.items():
         assert len(set(steps)) == 1, (name, steps)
     # Search, merge and restore, each for full windows and for ragged ones, at every size.
