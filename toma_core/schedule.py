@@ -83,6 +83,12 @@ class Schedule:
         wanted = self.config.detail_reuse and self.config.granularity is not Granularity.MODULE
         return wanted and self.whole_every > 0
 
+    @cached_property
+    def kinds(self) -> tuple[Decision, ...]:
+        """A decision for each ratio, and for even and odd selections, that its merged steps will have."""
+        decisions = [decision for decision in map(self.decide, self.sigmas) if decision.ratio]
+        return tuple({(d.ratio, d.selection % 2): d for d in decisions}.values())
+
     def decide(self, sigma: float) -> Decision:
         """What to do at this noise level."""
         config, step = self.config, self.step_at(sigma)

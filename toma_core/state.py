@@ -20,7 +20,7 @@ from .pieces import Piece
 from .schedule import Decision, Schedule
 from .selection import SEES_NOTHING, cosine_similarity, select
 from .stats import RunStats
-from .trial import Dispatch
+from .trial import Choice, Dispatch, Uses
 from .windows import Budget, Windows, make_budget, make_windows
 
 # scope and copy, grid, images, dtype, device
@@ -48,6 +48,7 @@ class RunState:
     _plans: dict[_PlanKey, _Entry] = field(default_factory=dict)
     _stacks: dict[Hashable, tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
+    _tried: set[Hashable] = field(default_factory=set)
     details: Details = field(default_factory=Details)
 
     @property
@@ -147,7 +148,7 @@ class RunState:
             kind = SelectorKind.RANDOM
             self.stats.chosen_blindly(blind)
         windows, budget = self._layout(grid, decision, x.device)
-        choice = self.dispatch.pick(x, windows, budget)
+        choice = self._choose(x, grid, decision)
         self.stats.computed_by(str(choice))
         kernels = choice.kernels
         if kernels is not None and kind is SelectorKind.FACILITY_LOCATION:
@@ -157,6 +158,22 @@ class RunState:
         picks = select(similarity, windows, budget, kind, config.random_seed + decision.selection)
         plan = weigh(tokens, picks, windows, budget, config.scale, x.dtype)
         return replace(plan, kernels=kernels)
+
+    def _choose(self, x: Tensor, grid: tuple[int, int], decision: Decision) -> Choice:
+        """Which kernels compute a plan. Those of all steps are made and tried at the first: none later, in a run."""
+        config, dispatch = self.config, self.dispatch
+        uses = Uses(
+            config.selector is SelectorKind.FACILITY_LOCATION,
+            config.weigh_every % config.select_every != 0,
+            self.schedule.reuses_detail,
+        )
+        choice = dispatch.pick(x, *self._layout(grid, decision, x.device), x, uses)
+        place = (grid, x.shape[2], x.dtype, x.device)
+        if choice.kernels is not None and dispatch.given is None and place not in self._tried:
+            self._tried.add(place)
+            for kind in self.schedule.kinds:
+                dispatch.pick(x, *self._layout(grid, kind, x.device), x, uses)
+        return choice
 
     def _reweighed(self, x: Tensor, plan: MergePlan) -> MergePlan:
         config, kernels, windows, budget = self.config, plan.kernels, plan.windows, plan.budget

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from .detail import reuse
 from .kernels import Kernels
-from .merge import MergePlan, merge, unmerge_update
+from .kernels.sizes import variant
+from .merge import MergePlan, merge, unmerge_update, weigh
 from .windows import Budget, Windows
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -30,34 +32,55 @@ class Choice:
         return f"{name} ({self.reason})" if self.reason else name
 
 
+@dataclass(frozen=True)
+class Uses:
+    """What a run does with kernels beside merging: greedy search, weights of given picks, detail reuse."""
+
+    select: bool = True
+    weigh: bool = False
+    reuse: bool = False
+
+
+_PLAIN = Uses()
+
+
 @dataclass(eq=False)
 class Dispatch:
-    """Chooses once per run, device, dtype and padded window size: Triton where it works, else PyTorch.
+    """Chooses once per run and per device, dtype and kind of layout: Triton where it works, else PyTorch.
 
     given: the choice, where somebody has made it already.
     """
 
     given: Choice | None = None
-    _choices: dict[tuple[torch.device, torch.dtype, int], Choice] = field(default_factory=dict)
+    _choices: dict[Hashable, Choice] = field(default_factory=dict)
 
-    def pick(self, x: Tensor, windows: Windows, budget: Budget) -> Choice:
-        """The choice for tokens x of (B, N, C) in these windows."""
+    def pick(
+        self, x: Tensor, windows: Windows, budget: Budget, features: Tensor | None = None, uses: Uses = _PLAIN
+    ) -> Choice:
+        """The choice for tokens x of (B, N, C) in these windows. features: (B, N, C'), what destinations are chosen by
+        if not by the tokens."""
         if self.given is not None:
             return self.given
-        key = (x.device, x.dtype, windows.slots)
+        features = x if features is None else features
+        key = _key(x, features, windows, budget, uses)
         if key not in self._choices:
-            self._choices[key] = _chosen(x, windows, budget)
+            self._choices[key] = _chosen(x, features, windows, budget, uses)
         return self._choices[key]
 
 
-def _chosen(x: Tensor, windows: Windows, budget: Budget) -> Choice:
+def _key(x: Tensor, features: Tensor, windows: Windows, budget: Budget, uses: Uses) -> Hashable:
+    kinds = (variant(t.shape[2], windows, budget) for t in (x, features))
+    return (x.device, x.dtype, uses, *kinds)
+
+
+def _chosen(x: Tensor, features: Tensor, windows: Windows, budget: Budget, uses: Uses) -> Choice:
     reason = _obstacle(x, windows.slots)
     if reason:
         return Choice(None, reason)
     from .kernels.triton import TritonKernels
 
     kernels = TritonKernels()
-    reason = _trial(kernels, x, windows, budget)
+    reason = _trial(kernels, x, features, windows, budget, uses)
     return Choice(None, reason) if reason else Choice(kernels)
 
 
@@ -84,28 +107,23 @@ def _obstacle(x: Tensor, slots: int) -> str:
 
 
 # What came of the first use of the kernels in this process: an empty string, or why they failed.
-_trials: dict[tuple[torch.device, torch.dtype, int], str] = {}
+_trials: dict[Hashable, str] = {}
 
 
-def _trial(kernels: Kernels, x: Tensor, windows: Windows, budget: Budget) -> str:
+def _trial(kernels: Kernels, x: Tensor, features: Tensor, windows: Windows, budget: Budget, uses: Uses) -> str:
     """Why the kernels fail on x or compute something else than PyTorch, or an empty string.
 
     Triton compiles at first use, with a C compiler and a driver that may be missing, for cards nobody here has seen.
     Only this trial is guarded, and waits for the device: an error in the run itself is not hidden.
     """
-    x = x.detach()
-    key = (x.device, x.dtype, windows.slots)
+    x, features = x.detach(), features.detach()
+    key = _key(x, features, windows, budget, uses)
     if key not in _trials:
+        if not _trials:
+            logging.info("ToMA: making its GPU kernels for this model, once; this takes some seconds")
         try:
-            plan = MergePlan(windows, budget, *kernels.select_weigh(x, windows, budget, 1.0), kernels)
-            used = torch.ones_like(plan.picks) if budget.valid is None else budget.valid.expand_as(plan.picks)
-            pairs = [(plan.merge_weights.sum(-1), used.to(x.dtype))]
-            plain = replace(plan, kernels=None)
-            ours, theirs = merge(x, plan), merge(x, plain)
-            restored, spread = (unmerge_update(2 * y, y, x, p) for y, p in ((ours, plan), (theirs, plain)))
-            pairs += [(ours, theirs), (restored, spread)]
-            pairs.append((reuse(2 * ours, ours, x, x, plan), reuse(2 * theirs, theirs, x, x, plain)))
-            _trials[key] = "" if all(_close(*pair) for pair in pairs) else "Triton's results are off"
+            good = all(_close(*pair) for pair in _results(kernels, x, features, windows, budget, uses))
+            _trials[key] = "" if good else "Triton's results are off"
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -113,6 +131,33 @@ def _trial(kernels: Kernels, x: Tensor, windows: Windows, budget: Budget) -> str
         if _trials[key]:
             logging.warning("ToMA: plain PyTorch instead of Triton kernels. %s", _trials[key])
     return _trials[key]
+
+
+def _results(
+    kernels: Kernels, x: Tensor, features: Tensor, windows: Windows, budget: Budget, uses: Uses
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What every kernel that the run will need computes, and what it should."""
+    images, count = x.shape[0], len(windows.counts)
+    used = budget.valid if budget.valid is not None else x.new_ones(count, budget.slots, dtype=torch.bool)
+    # The first slots of each window, where nothing is searched.
+    picks = (torch.arange(budget.slots, device=x.device) * used).expand(images, -1, -1)
+    plain = weigh(windows.split(x), picks, windows, budget, 1.0, x.dtype)
+    plans = [] if uses.select or uses.weigh else [plain]
+    if uses.select:
+        plans.append(MergePlan(windows, budget, *kernels.select_weigh(features, windows, budget, 1.0)))
+    if uses.weigh:
+        plans.append(MergePlan(windows, budget, picks, *kernels.weigh(x, picks, windows, budget, 1.0)))
+    for plan in plans:
+        yield plan.merge_weights.sum(-1), used.to(x.dtype).expand_as(plan.picks)
+    plan, plain = replace(plans[0], kernels=kernels), plans[0]
+    theirs = merge(x, plain)
+    # Once as Triton launches, and once as `TritonKernels` does it from then on.
+    for _ in range(2):
+        ours = merge(x, plan)
+        yield ours, theirs
+        yield unmerge_update(2 * ours, ours, x, plan), unmerge_update(2 * theirs, theirs, x, plain)
+        if uses.reuse:
+            yield reuse(2 * ours, ours, x, x, plan), reuse(2 * theirs, theirs, x, x, plain)
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,3 +53,22 @@ class Case:
 def each(*cases: Case) -> Any:
     """Parametrize a test by cases, named by what they are."""
     return pytest.mark.parametrize("case", cases, ids=str)
+
+
+def printed(source: str, folder: Path, *arguments: str) -> str:
+    """What a program prints, in a process of its own that compiles."""
+    pytest.importorskip("triton.backends.nvidia.compiler")
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(folder)}
+    program = folder / "program.py"
+    program.write_text(source)
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, str(program), *arguments],
+        env=environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

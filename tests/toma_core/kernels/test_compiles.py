@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.toma_core.kernels.cases import printed
 
 # Shared memory of a block on RTX 30 and 40 cards; the others have more.
 SHARED = 99 * 1024
@@ -64,22 +63,53 @@ print(json.dumps(list(every(sys.argv[1], int(sys.argv[2])))))
 
 @pytest.mark.parametrize(("capability", "dtype"), [(80, "fp32"), (86, "bf16"), (90, "fp16")])
 def test_compiles(capability: int, dtype: str, tmp_path: Path) -> None:
-    pytest.importorskip("triton.backends.nvidia.compiler")
-    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, str(program), dtype, str(capability)],
-        env=environ | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    built = json.loads(done.stdout)
+    built = json.loads(printed(PROGRAM, tmp_path, dtype, str(capability)))
     assert len(built) == 7
     for kernel in built:
         assert kernel["binary"] > 0
         assert kernel["shared"] <= SHARED, kernel
+
+
+WEIGHTS = """
+import json, re
+import torch
+from benchmarks import offline
+from toma_core.config import WindowKind
+from toma_core.kernels.rows import joined, room
+from toma_core.kernels.triton import TritonKernels, product
+from toma_core.windows import make_budget, make_windows
+
+windows = make_windows(26, 38, WindowKind.TILE, 8)
+budget = make_budget(windows.counts, 0.5)
+assert (windows.slots, budget.slots) == (56, 28)
+x, y = (torch.zeros(2, tokens, 1280, dtype=torch.float16) for tokens in (windows.tokens, budget.total))
+
+def narrow(kernel, call):
+    call()
+    (cache,) = [caches[0] for caches in kernel.device_caches.values()]
+    ((key, binary),) = cache.items()
+    cache.clear()
+    return len(re.findall(r"ld[.]global[\\w.:]*[.][bu]16", binary.asm["ptx"]))
+
+def close(like, *shape):
+    return torch.zeros(shape, dtype=like.dtype)
+
+found = []
+with offline.stubbed():
+    for make in (close, room):
+        shape = len(windows.counts), budget.slots, windows.slots
+        M, back = (joined([make(x, 1, *s)] * 2) for s in (shape, (shape[0], shape[2], shape[1])))
+        kernels = TritonKernels()
+        found.append([
+            narrow(product._merge_kernel, lambda: kernels.merge(x, M, windows, budget)),
+            narrow(product._unmerge_kernel, lambda: kernels.restore(y, y, x, back, windows, budget)),
+        ])
+print(json.dumps(found))
+"""
+
+
+def test_weights_are_read_16_bytes_at_a_time(tmp_path: Path) -> None:
+    """Of windows of 56 tokens that keep 28, two bytes at a time where their rows lie close, also for a batch."""
+    close, apart = json.loads(printed(WEIGHTS, tmp_path))
+    assert min(close) > 0
+    assert apart == [0, 0]

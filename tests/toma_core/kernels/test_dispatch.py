@@ -155,6 +155,34 @@ class TestFirstUse:
         with pytest.raises(torch.OutOfMemoryError):
             plan_of(CASE.tokens(), evaluation())
 
+    def test_all_that_a_run_will_need_is_tried_at_its_first_plan(
+        self, kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Moved windows, other ratios, weights alone, detail: and once in a process. It is said before, once."""
+        made = []
+        for name in ("select_weigh", "weigh", "merge", "restore", "reuse"):
+            method = getattr(type(kernels), name)
+            monkeypatch.setattr(
+                type(kernels), name, lambda *a, name=name, method=method: made.append(name) or method(*a)
+            )
+        config = ToMAConfig(
+            ratio=0.5, window_size=4, min_tokens=4, shift_windows=True, select_every=4, weigh_every=2, detail_reuse=True
+        )
+        schedule = Schedule(config, tuple(float(8 - step) for step in range(8)), whole_every=4)
+        x = Case(8, 8, 4, 0.5, 24).tokens()
+        for turn in range(2):
+            run, tried = RunState(schedule), []
+            for sigma in schedule.sigmas:
+                made.clear()
+                with caplog.at_level(logging.INFO):
+                    plan_for(x, (8, 8), "a", Evaluation(run, run.decide(sigma)))
+                tried.append(sorted({"merge", "restore", "reuse"} & set(made)))
+            assert tried == [["merge", "restore", "reuse"] if turn == 0 else [], *[[]] * 7]
+            assert run.stats.kernels == {"triton"}
+        assert len(toma_core.trial._trials) == 2
+        said = [record.getMessage() for record in caplog.records if "making its GPU kernels" in record.getMessage()]
+        assert len(said) == 1
+
     def test_works(self, kernels: Any) -> None:
         where = evaluation()
         assert isinstance(plan_of(CASE.tokens(), where).kernels, type(kernels))

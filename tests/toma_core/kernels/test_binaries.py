@@ -1,0 +1,67 @@
+"""Which binaries a run makes, and when: none after its first plan.
+
+Compiled for a GPU that is not there, in a process of its own: this one runs kernels in the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.toma_core.kernels.cases import printed
+
+PROGRAM = """
+import json, logging, sys
+import torch
+import toma_core.trial as trial
+from benchmarks import offline
+from toma_core import Evaluation, RunState, Schedule, ToMAConfig, plan_for, reduce, restore
+from toma_core.kernels.triton import agreement, product, select
+
+# Nothing computes anything: picks are the first slots, and every trial goes well.
+empty = torch.empty
+torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).zero_()
+trial._obstacle = lambda *args: ""
+trial._close = lambda *args: True
+KERNELS = (select._on_chip_kernel, select._tiled_kernel, product._merge_kernel, product._unmerge_kernel,
+           agreement._agreement_kernel)
+
+def binaries():
+    return sum(len(caches[0]) for kernel in KERNELS for caches in kernel.device_caches.values())
+
+def run(preset, grids, whole_every, steps=12, **settings):
+    config = ToMAConfig.from_preset(preset, ratio=0.5, **settings)
+    schedule = Schedule(config, tuple(float(steps - step) for step in range(steps)), whole_every=whole_every)
+    state, counts = RunState(schedule), []
+    for sigma in schedule.sigmas:
+        where = Evaluation(state, state.decide(sigma, frozenset("c")), (None, None), ("c", "u"))
+        for height, width, channels in grids:
+            x = torch.zeros(2, height * width, channels, dtype=torch.bfloat16)
+            plan, detail = plan_for(x, (height, width), "a", where), where.detail("a", x)
+            reduced = reduce(x, plan, detail)
+            y = restore(reduced + 0, reduced, x, plan, detail)
+            assert y.shape == x.shape
+        counts.append(binaries())
+    return counts
+
+with offline.stubbed(), torch.inference_mode():
+    config = ToMAConfig.from_preset("balanced")
+    counts = {"sdxl": run("balanced", [(64, 64, 640), (32, 32, 1280)], 0)}
+    counts["sdxl 832x1216"] = run("balanced", [(52, 76, 640), (26, 38, 1280)], 0)
+    counts["sdxl decay"] = run("balanced", [(64, 64, 640)], 0, ratio_decay=0.5)
+    counts["sdxl weighed apart"] = run("balanced", [(64, 64, 640)], 0, select_every=4, weigh_every=2)
+    counts["flux"] = run("balanced", [(64, 64, 3072)], config.flux_whole_every)
+    counts["flux 832x1216"] = run("balanced", [(52, 76, 3072)], config.flux_whole_every)
+print(json.dumps(counts))
+"""
+
+
+def test_no_kernel_is_made_after_the_first_plan(tmp_path: Path) -> None:
+    """Shifted windows come at the second selection, other ratios with *ratio decay*, detail reuse at merged steps."""
+    counts = json.loads(printed(PROGRAM, tmp_path))
+    for name, steps in counts.items():
+        assert len(set(steps)) == 1, (name, steps)
+    # Search, merge and restore, each for full windows and for ragged ones, at every size.
+    assert counts["sdxl"][0] == counts["sdxl 832x1216"][0] == 6
+    # Reuse and how much of the kept update is left, for both again; merging itself is as in a UNet.
+    assert counts["flux"][0] == counts["flux 832x1216"][0]
