@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -263,3 +264,20 @@ class TestMake:
         done = make("lint", f"ARGS={tmp_path}/bad.py", COMFYUI_PATH=str(fake), TOMA_PYTHON=sys.executable)
         assert done.returncode != 0
         assert "F401" in done.stdout
+
+    def test_lint_passes_in_a_folder_called_as_clones_are(self, tmp_path: Path) -> None:
+        """The name of the checkout's folder is part of the modules' names, and `ComfyUI-ToMA` is no good one."""
+        clone = tmp_path / "ComfyUI-ToMA"
+        folders = ("benchmarks", "compatibility", "demo", "nodes", "scripts", "toma_core", "tests")
+        for path in (comfyui.ROOT / name for name in folders):
+            shutil.copytree(path, clone / path.name, ignore=lambda folder, names: _no_python(Path(folder), names))
+        for name in ("__init__.py", "pyproject.toml"):
+            shutil.copyfile(comfyui.ROOT / name, clone / name)
+        check = [sys.executable, "-m", "ruff", "check", "--no-cache"]
+        done = subprocess.run(check, cwd=clone, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+def _no_python(folder: Path, names: list[str]) -> set[str]:
+    """What lint does not look at: pictures, weights, results, caches."""
+    return {name for name in names if not name.endswith(".py") and not (folder / name).is_dir()} | {"__pycache__"}
