@@ -52,7 +52,7 @@ class ToMABenchmark(io.ComfyNode):
                     default=10,
                     min=2,
                     max=100,
-                    tooltip="Sampling steps of a run. 10 holds one selection of destinations, as every 10 steps have.",
+                    tooltip="Sampling steps of a run. 10 holds several plans, as long runs do.",
                 ),
                 io.Int.Input(
                     "runs", default=3, min=2, max=50, tooltip="Runs of each setting, in turn. More is more certain."
@@ -64,9 +64,16 @@ class ToMABenchmark(io.ComfyNode):
                 ),
             ],
             outputs=[
-                io.Image.Output("plot", display_name="plot"),
-                io.String.Output("table", display_name="table"),
-                io.Float.Output("recommended", display_name="recommended ratio"),
+                io.Image.Output("plot", display_name="plot", tooltip="A bar for each setting: shorter is faster."),
+                io.String.Output(
+                    "table", display_name="table", tooltip="The same in numbers, with the machine and versions."
+                ),
+                io.Float.Output(
+                    "recommended",
+                    display_name="recommended ratio",
+                    tooltip="The smallest ratio that is about as fast as the fastest, or 0 where merging does not pay. "
+                    "Connect it to the ratio of a ToMA node.",
+                ),
             ],
             is_output_node=True,
         )

@@ -46,9 +46,17 @@ class ToMAReport(io.ComfyNode):
                 ),
             ],
             outputs=[
-                io.String.Output("report", display_name="report"),
-                io.Image.Output("map", display_name="map"),
-                io.Latent.Output("latent_out", display_name="latent"),
+                io.String.Output(
+                    "report",
+                    display_name="report",
+                    tooltip="What was merged, where and when, and what was left whole and why, as text.",
+                ),
+                io.Image.Output(
+                    "map",
+                    display_name="map",
+                    tooltip="A picture of windows, destinations and merged regions, with charts by step and by block.",
+                ),
+                io.Latent.Output("latent_out", display_name="latent", tooltip="The sampler's result, unchanged."),
             ],
             is_output_node=True,
         )
