@@ -55,8 +55,8 @@ format: ## ruff: format the files and fix what can be fixed
 types: ## mypy: strict in toma_core and scripts
 	@$(TOOL) python -m scripts.typecheck $(ARGS)
 
-clean: ## remove caches inside this checkout
-	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+clean: ## remove caches and what was made inside this checkout: build/, demo-output/
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache build demo-output
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 purge: clean ## remove the environments and ComfyUI downloads too (several GB)

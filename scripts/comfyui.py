@@ -96,7 +96,7 @@ def _downloaded(release: str) -> ComfyUI:
 
     Measured on all of them: what older ones require differs in the pages of the web interface, in ComfyUI's two kernel
     packages, whose newer versions they run with as well, and in `glfw`, without which their GLSL shader nodes do not
-    load. Everything this pack touches runs, and another environment would cost 6 GB.
+    load. Everything this pack touches runs, and another environment would cost 7 GB.
     """
     if release not in RELEASES:
         raise SetupError(
