@@ -55,9 +55,9 @@ class RunState:
     def config(self) -> ToMAConfig:
         return self.schedule.config
 
-    def decide(self, sigma: float, conditions: frozenset[Hashable] = frozenset()) -> Decision:
-        """What to do in an evaluation at this noise level, in which these conditions take part."""
-        decision = self.schedule.decide(sigma)
+    def decide(self, sigma: float, conditions: frozenset[Hashable] = frozenset(), step: int | None = None) -> Decision:
+        """What to do in an evaluation at this noise level, in which these conditions take part. step: where known."""
+        decision = self.schedule.decide(sigma, step)
         reuses = self.schedule.reuses_detail and decision.ratio
         return self.details.settle(decision, conditions) if reuses else decision
 

@@ -54,9 +54,9 @@ class Sampling:
         run.stats.total_steps = len(sigmas[:-1])
         return cls(run, Decision(0, 0.0, 0, 0))
 
-    def next(self) -> None:
-        """The sampler evaluates the model anew."""
-        self.levels.next()
+    def next(self, timestep: Tensor) -> None:
+        """The sampler evaluates the model anew, at this noise level."""
+        self.levels.next(timestep)
         self._begin()
 
     def _begin(self) -> None:
@@ -71,7 +71,7 @@ class Sampling:
         model_options: Mapping[str, Any] = {},
     ) -> None:
         """Take note of what is evaluated together: the groups of conditions, on one latent of (B, C, H, W)."""
-        sigma = self.levels.of(timestep)
+        sigma, step = self.levels.of(timestep)
         if sigma != self.sigma:
             self.sigma = sigma
             self._begin()
@@ -85,7 +85,7 @@ class Sampling:
             if cond.get("area") is not None:
                 self.areas[cond["uuid"]] = tuple(cond["area"])
         taking_part = frozenset((c["uuid"], frames, _controls(c, sigma)) for c in present if _active(c, sigma))
-        self.decision = self.run.decide(sigma, taking_part)
+        self.decision = self.run.decide(sigma, taking_part, step)
         self.run.stats.count_evaluation(self.decision.step, self.decision.merged_ratio, timestep.device)
 
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:

@@ -109,8 +109,8 @@ def test_plans_of_tiles_do_not_pile_up(model: Any, attach: Any, monkeypatch: Any
     sampling = pack_module("nodes.adapters.sampling").Sampling
     held, begin = [], sampling.next
 
-    def counted(self: Any) -> None:
-        begin(self)
+    def counted(self: Any, timestep: Any) -> None:
+        begin(self, timestep)
         held.append((len(self.pieces), len(self.run._plans)))
 
     monkeypatch.setattr(sampling, "next", counted)
