@@ -55,11 +55,14 @@ class RunState:
     def config(self) -> ToMAConfig:
         return self.schedule.config
 
-    def decide(self, sigma: float, conditions: frozenset[Hashable] = frozenset(), step: int | None = None) -> Decision:
-        """What to do in an evaluation at this noise level, in which these conditions take part. step: where known."""
+    def decide(
+        self, sigma: float, conditions: frozenset[Hashable] = frozenset(), step: int | None = None, again: bool = False
+    ) -> Decision:
+        """What to do in an evaluation at this noise level, in which these conditions take part. step: where known.
+        again: see `Details.settle`."""
         decision = self.schedule.decide(sigma, step)
         reuses = self.schedule.reuses_detail and decision.ratio
-        return self.details.settle(decision, conditions) if reuses else decision
+        return self.details.settle(decision, conditions, again) if reuses else decision
 
     def plan(
         self,

@@ -84,7 +84,7 @@ def _keeps_to_schedule(sampler: Any) -> bool:
         return False
     function, options = sampler.sampler_function, sampler.extra_options or {}
     name = getattr(function, "__name__", "")
-    if name not in ONCE_A_STEP or getattr(k_diffusion, name, None) is not function or not _is_theirs(function):
+    if name not in ONCE_A_STEP or vars(k_diffusion).get(name) is not function or not _is_theirs(function):
         return False
     known = signature(function).parameters
     return all(o in _HARMLESS or (o in known and _equal(value, known[o].default)) for o, value in options.items())

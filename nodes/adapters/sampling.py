@@ -32,7 +32,8 @@ class Sampling:
     areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)
     apart: bool = False
     sigma: float | None = None
-    seen: Counter[Hashable] = field(default_factory=Counter)
+    patches: Hashable = ()
+    seen: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)
     pieces: dict[Hashable, Piece] = field(default_factory=dict)
     pieces_seen: Counter[Hashable] = field(default_factory=Counter)
     _lock: Lock = field(default_factory=Lock)
@@ -79,13 +80,20 @@ class Sampling:
         if latent is not None:
             self.size, self.images = tuple(latent.shape[2:]), latent.shape[0]
         self.apart = len(model_options.get("multigpu_clones") or ()) > 1
-        frames = _frames(model_options.get("transformer_options", {}))
+        options = model_options.get("transformer_options", {})
+        frames, self.patches = _frames(options), _patches(options)
         present = [c for group in conds if group is not None for c in group if "uuid" in c]
         for cond in present:
             if cond.get("area") is not None:
                 self.areas[cond["uuid"]] = tuple(cond["area"])
-        taking_part = frozenset((c["uuid"], frames, _controls(c, sigma)) for c in present if _active(c, sigma))
-        self.decision = self.run.decide(sigma, taking_part, step)
+        active = [c for c in present if _active(c, sigma)]
+        # A call more for the same condition, as perturbed guidance makes it, is somebody new where it begins.
+        parts = [self._part(c["uuid"], frames) for c in active]
+        taking_part = frozenset(
+            (part, _controls(c, sigma), self.seen[part]) for part, c in zip(parts, active, strict=True)
+        )
+        asked = {part[:2] for part in self.seen}
+        self.decision = self.run.decide(sigma, taking_part, step, any(part[:2] in asked for part in parts))
         self.run.stats.count_evaluation(self.decision.step, self.decision.merged_ratio, timestep.device)
 
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
@@ -142,15 +150,19 @@ class Sampling:
 
     def parts(self, batch: int, transformer_options: Mapping[str, Any]) -> tuple[Hashable, ...]:
         """For each chunk of the batch, what tells it from all others in this evaluation: its condition (which has an
-        area of its own), the images in it, and how many calls came before it with the same, as perturbed guidance
-        makes them."""
+        area of its own), the images in it, how the model is patched, as perturbed guidance does, and how many calls
+        came before it with the same."""
         chunks, frames = _chunks(batch, transformer_options)
         parts = []
         with self._lock:
             for chunk in chunks:
-                self.seen[chunk, frames] += 1
-                parts.append((chunk, frames, self.seen[chunk, frames]))
+                part = self._part(chunk, frames)
+                self.seen[part] += 1
+                parts.append((part, self.seen[part]))
         return tuple(parts)
+
+    def _part(self, condition: Hashable, frames: Hashable) -> tuple[Hashable, ...]:
+        return condition, frames, self.patches
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sampling:
         # Options may be deep-copied by others while sampling; a copy must go on counting in this run.
@@ -167,6 +179,20 @@ def _frames(transformer_options: Mapping[str, Any]) -> Hashable:
     """Which images of a longer series are evaluated, None for all."""
     window = transformer_options.get("context_window")
     return None if window is None else tuple(getattr(window, "index_list", ()))
+
+
+def _patches(transformer_options: Mapping[str, Any]) -> Hashable:
+    """What is patched, by the names of the functions: many are made anew for each evaluation."""
+    added, replaced = (transformer_options.get(kind) or {} for kind in ("patches", "patches_replace"))
+    return (
+        *((place, *map(_name, functions)) for place, functions in added.items()),
+        *((place, key, _name(f)) for place, functions in replaced.items() for key, f in functions.items()),
+    )
+
+
+def _name(function: Any) -> tuple[str, str]:
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return str(named.__module__), named.__qualname__
 
 
 def _active(cond: Mapping[str, Any], sigma: float) -> bool:
