@@ -34,8 +34,8 @@ class Sampling:
     sigma: float | None = None
     patches: Hashable = ()
     seen: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)
-    pieces: dict[Hashable, Piece] = field(default_factory=dict)
-    pieces_seen: Counter[Hashable] = field(default_factory=Counter)
+    asked: int = 0
+    pieces: dict[Hashable, tuple[Hashable, list[Piece]]] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     @classmethod
@@ -76,7 +76,7 @@ class Sampling:
         if sigma != self.sigma:
             self.sigma = sigma
             self._begin()
-        self.pieces_seen.clear()
+        self.asked += 1
         if latent is not None:
             self.size, self.images = tuple(latent.shape[2:]), latent.shape[0]
         self.apart = len(model_options.get("multigpu_clones") or ()) > 1
@@ -118,12 +118,14 @@ class Sampling:
         return Evaluation(self.run, decision, (None,), parts, blind, self._piece(x, chunks))
 
     def _piece(self, x: Tensor, chunks: Hashable) -> Piece:
-        """What a call shows. Those of other conditions come in the same order, if they are calls of their own."""
-        self.pieces_seen[chunks] += 1
-        key = self.pieces_seen[chunks], x.shape[1:], x.device
-        piece = Piece(x, self.pieces.get(key))
-        self.pieces.setdefault(key, piece)
-        return piece
+        """What a call shows. Those of other conditions come in any order, if they are calls of their own; all of them
+        are compared with those of the conditions that came first, so that many tiles do not cost many comparisons."""
+        who = self.asked, chunks
+        first, pieces = self.pieces.setdefault((x.shape[1:], x.device), (who, []))
+        if who != first:
+            return Piece(x, tuple(pieces))
+        pieces.append(Piece(x))
+        return pieces[-1]
 
     def copies(self, chunks: Sequence[Hashable], frames: Hashable) -> tuple[Hashable, ...]:
         """For each condition of a call, which part of the latent it shows: those of one area share plans."""
