@@ -21,7 +21,8 @@ class Sampling:
     """One sampling run: its state, and what the evaluation in progress is to do.
 
     size, images: rows and columns of the latent, and how many of them each condition is asked about; None and 0 where
-    nobody told. areas: by condition, (height, width, top, left). apart: conditions may run on several devices.
+    nobody told. areas: by condition, (height, width, top, left). apart: there are several conditions, which may run on
+    several devices.
     """
 
     run: RunState
@@ -63,6 +64,7 @@ class Sampling:
     def _begin(self) -> None:
         self.seen.clear()
         self.pieces.clear()
+        self.apart = False
 
     def observe(
         self,
@@ -79,7 +81,6 @@ class Sampling:
         self.asked += 1
         if latent is not None:
             self.size, self.images = tuple(latent.shape[2:]), latent.shape[0]
-        self.apart = len(model_options.get("multigpu_clones") or ()) > 1
         options = model_options.get("transformer_options", {})
         frames, self.patches = _frames(options), _patches(options)
         present = [c for group in conds if group is not None for c in group if "uuid" in c]
@@ -87,6 +88,8 @@ class Sampling:
             if cond.get("area") is not None:
                 self.areas[cond["uuid"]] = tuple(cond["area"])
         active = [c for c in present if _active(c, sigma)]
+        # So it stays until the next evaluation: a call more is compared with those before.
+        self.apart = self.apart or (len(active) > 1 and len(model_options.get("multigpu_clones") or ()) > 1)
         # A call more for the same condition, as perturbed guidance makes it, is somebody new where it begins.
         parts = [self._part(c["uuid"], frames) for c in active]
         taking_part = frozenset(
