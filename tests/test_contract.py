@@ -239,9 +239,11 @@ def test_sampler_sample(seen: tuple[str, Seen]) -> None:
 
 
 def test_predict_noise(seen: tuple[str, Seen]) -> None:
-    executor, _, _ = first(seen, "PREDICT_NOISE")
+    executor, args, _ = first(seen, "PREDICT_NOISE")
     assert len(seen[1]["PREDICT_NOISE"]) == 2, "PREDICT_NOISE: no longer once an evaluation of the sampler"
     assert "transformer_options" in executor.class_obj.model_options, "PREDICT_NOISE: guider.model_options"
+    told = first(seen, "CALC_COND_BATCH")[1][3]
+    assert args[1] is told, "PREDICT_NOISE: the second argument is no longer the noise level that conditions are told"
 
 
 def test_the_sampler_is_told_to_outer_sample(seen: tuple[str, Seen]) -> None:

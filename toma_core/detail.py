@@ -32,41 +32,51 @@ class Details:
     """
 
     most: int = 0
+    # Whole steps: the last one that was announced, and the one since which updates are kept.
+    _announced: int = -1
     _step: int = -1
+    _renews: bool = False
     _extra: int = -1
     _conditions: frozenset[Hashable] = frozenset()
-    _kept: dict[Hashable, Tensor] = field(default_factory=dict)
-    # What the parts were cut from, so that the same ones side by side are no copy.
-    _joined: dict[tuple[Hashable, ...], Tensor] = field(default_factory=dict)
+    # An update, which of its equal chunks, and how many there are: a chunk alone holds all of its memory as well.
+    _kept: dict[Hashable, tuple[Tensor, int, int]] = field(default_factory=dict)
     _lock: RLock = field(default_factory=RLock)
 
-    def settle(self, decision: Decision, conditions: frozenset[Hashable]) -> Decision:
+    def settle(self, decision: Decision, conditions: frozenset[Hashable], again: bool = False) -> Decision:
         """The decision for an evaluation in which these conditions take part, the same for all of them.
 
         Guidance takes their difference, so that none may have detail where another has not. If one is new since the
         last whole step, this evaluation runs whole too and keeps; but in one step at most between two whole ones, and
         after that merges plainly: conditions that change all the time would else leave nothing merged.
+        again: they are asked once more in the evaluation under way. What this is compared with has been merged: so this
+        is too, plainly, and the next evaluation runs whole for all.
         """
         with self._lock:
             if decision.keeps_detail:
-                if decision.step != self._step:
-                    self.clear()
-                    self._step = decision.step
+                self._renews = True
+                if decision.step != self._announced:
+                    self._announced, self._extra, self._conditions = decision.step, -1, frozenset()
             elif conditions <= self._conditions:
                 return decision
-            elif self._extra not in (-1, decision.step):
-                return replace(decision, plain=True)
+            elif self._extra == decision.step or (self._extra == -1 and not again):
+                self._extra, self._renews = decision.step, False
             else:
-                self._extra = decision.step
+                if self._extra == -1:
+                    self._conditions = frozenset()
+                return replace(decision, plain=True)
             self._conditions |= conditions
             return replace(decision, keeps_detail=True)
 
     def keep(self, keys: tuple[Hashable, ...], update: Tensor) -> None:
-        """Keep the equal chunks of (B, N, C), one under each key."""
+        """Keep the equal chunks of (B, N, C), one under each key. The first of a whole step drops those of the last: no
+        sooner, as somebody may skip the step."""
         with self._lock:
-            self._kept.update(zip(keys, update.chunk(len(keys)), strict=True))
-            self._joined[keys] = update
-            self.most = max(self.most, sum(t.nbytes for t in self._kept.values()))
+            if self._renews and self._step != self._announced:
+                self._kept.clear()
+                self._step = self._announced
+            self._kept.update((key, (update, place, len(keys))) for place, key in enumerate(keys))
+            held = {id(whole): whole.nbytes for whole, _, _ in self._kept.values()}
+            self.most = max(self.most, sum(held.values()))
 
     def kept(self, keys: tuple[Hashable, ...], like: Tensor) -> Tensor | None:
         """What is kept under the keys, side by side: (B, N, C) as `like` is.
@@ -75,22 +85,19 @@ class Details:
         are never told apart by it.
         """
         with self._lock:
-            parts, joined = [self._kept[key] for key in keys if key in self._kept], self._joined.get(keys)
-        chunks = like.chunk(len(keys))
+            found = [self._kept[key] for key in keys if key in self._kept]
+        parts, chunks = [whole.chunk(count)[place] for whole, place, count in found], like.chunk(len(keys))
         if len(parts) != len(chunks) or not all(map(_alike, parts, chunks)):
             return None
-        if joined is not None and all(
-            a.data_ptr() == b.data_ptr() for a, b in zip(parts, joined.chunk(len(keys)), strict=True)
-        ):
-            return joined
+        first = found[0][0]
+        if all(whole is first and (place, count) == (n, len(keys)) for n, (whole, place, count) in enumerate(found)):
+            return first  # the same ones side by side are no copy
         return torch.cat(parts)
 
     def clear(self) -> None:
         """Drop everything."""
         with self._lock:
             self._kept.clear()
-            self._joined.clear()
-            self._conditions, self._extra = frozenset(), -1
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -17,11 +17,11 @@ from .merge import MergePlan
 
 @dataclass(eq=False)
 class Piece:
-    """The images of one call. latent: (B, ...), what they are evaluated on. earlier: a call of the same evaluation that
-    may have shown the same, if there was one."""
+    """The images of one call. latent: (B, ...), what they are evaluated on. earlier: calls of the same evaluation, of
+    images of this size, any of which may have shown the same."""
 
     latent: Tensor
-    earlier: Piece | None = None
+    earlier: tuple[Piece, ...] = ()
     plans: dict[Hashable, MergePlan] = field(default_factory=dict)
     _first: Tensor = field(init=False)
 
@@ -34,15 +34,16 @@ class Piece:
         return x.index_select(0, self._first)
 
     def settled(self, key: Hashable, plan: MergePlan) -> MergePlan:
-        """The plan for these images, each as the earlier call had it if that showed the same; it is kept for later
+        """The plan for these images, each as an earlier call had it if one showed the same; it is kept for later
         ones. key: which blocks share it."""
-        before = None if self.earlier is None else self.earlier.plans.get(key)
-        if self.earlier is not None and before is not None:
-            same = _same(self.latent, self.earlier.latent)
+        before = [(piece.latent, piece.plans[key]) for piece in self.earlier if key in piece.plans]
+        if before:
+            same = _same(self.latent, torch.cat([latent for latent, _ in before]))
             known, where = same.any(1), same.int().argmax(1)
 
             def chosen(name: str) -> Tensor:
-                old, new = getattr(before, name).index_select(0, where), getattr(plan, name)
+                old = torch.cat([getattr(plan, name) for _, plan in before]).index_select(0, where)
+                new = getattr(plan, name)
                 return torch.where(known.view(-1, *[1] * (new.ndim - 1)), old, new)
 
             names = "picks", "merge_weights", "unmerge_weights"

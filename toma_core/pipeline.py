@@ -60,6 +60,8 @@ class Evaluation:
         """Why (B, N, C) tokens x that go through such a block stay whole, for the report; empty if they are merged."""
         if round(self.decision.ratio * x.shape[1]) == 0:
             return "nothing to merge at this ratio"
+        if self.piece is not None and len(x) != len(self.piece.latent):
+            return "another node changed the number of images"
         config = self.run.config
         return obstacle(x, x.shape[0] // len(self.parts), config.min_tokens, block, config.granularity)
 

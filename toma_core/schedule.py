@@ -1,7 +1,8 @@
 """When to merge, how much, and when a plan has grown too old: plain numbers, no tensors, no state.
 
-The clock is the noise level, never a count of calls: samplers of higher order evaluate the model several times a
-step, at levels between the scheduled ones, and the same schedule must give the same answer every time.
+The clock is the noise level, not a count of calls: samplers of higher order evaluate the model several times a step, at
+levels between the scheduled ones, and the same schedule must give the same answer every time. Whoever knows the step
+tells it all the same: levels may come twice in a schedule, or lie too close together.
 """
 
 from __future__ import annotations
@@ -86,12 +87,12 @@ class Schedule:
     @cached_property
     def kinds(self) -> tuple[Decision, ...]:
         """A decision for each ratio, and for even and odd selections, that its merged steps will have."""
-        decisions = [decision for decision in map(self.decide, self.sigmas) if decision.ratio]
+        decisions = [d for step, sigma in enumerate(self.sigmas) if (d := self.decide(sigma, step)).ratio]
         return tuple({(d.ratio, d.selection % 2): d for d in decisions}.values())
 
-    def decide(self, sigma: float) -> Decision:
-        """What to do at this noise level."""
-        config, step = self.config, self.step_at(sigma)
+    def decide(self, sigma: float, step: int | None = None) -> Decision:
+        """What to do at this noise level. step: the one it belongs to, where that is known."""
+        config, step = self.config, self.step_at(sigma) if step is None else step
         first, last = self.span
         age = max(0, step - first)
         # Without a schedule no step is known. The first step decides the composition, and what the very last one leaves

@@ -25,6 +25,8 @@ from .windows import Budget, Windows, make_budget, make_windows
 
 # scope and copy, grid, images, dtype, device
 _PlanKey = tuple[tuple[Hashable, Hashable], tuple[int, int], int, torch.dtype, torch.device]
+# scope, grid, copies, images of each, dtype, device
+_StackKey = tuple[Hashable, tuple[int, int], tuple[Hashable, ...], int, torch.dtype, torch.device]
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class RunState:
     stats: RunStats = field(default_factory=RunStats)
     dispatch: Dispatch = field(default_factory=Dispatch)
     _plans: dict[_PlanKey, _Entry] = field(default_factory=dict)
-    _stacks: dict[Hashable, tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
+    _stacks: dict[_StackKey, tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
     _tried: set[Hashable] = field(default_factory=set)
     details: Details = field(default_factory=Details)
@@ -55,11 +57,14 @@ class RunState:
     def config(self) -> ToMAConfig:
         return self.schedule.config
 
-    def decide(self, sigma: float, conditions: frozenset[Hashable] = frozenset()) -> Decision:
-        """What to do in an evaluation at this noise level, in which these conditions take part."""
-        decision = self.schedule.decide(sigma)
+    def decide(
+        self, sigma: float, conditions: frozenset[Hashable] = frozenset(), step: int | None = None, again: bool = False
+    ) -> Decision:
+        """What to do in an evaluation at this noise level, in which these conditions take part. step: where known.
+        again: see `Details.settle`."""
+        decision = self.schedule.decide(sigma, step)
         reuses = self.schedule.reuses_detail and decision.ratio
-        return self.details.settle(decision, conditions) if reuses else decision
+        return self.details.settle(decision, conditions, again) if reuses else decision
 
     def plan(
         self,
@@ -137,10 +142,24 @@ class RunState:
 
     def _remember(self, key: _PlanKey, plan: MergePlan, decision: Decision) -> _Entry:
         entry = _Entry(plan, decision.ratio, decision.selection, decision.weighing, {1: plan})
+        self._forget(key[1], entry)
         # To the end of the dict, so that `draw` finds the plan made last.
         self._plans.pop(key, None)
         self._plans[key] = entry
         return entry
+
+    def _forget(self, grid: tuple[int, int], entry: _Entry) -> None:
+        """Drop the plans of a grid that are older than this one, which nobody asks for again: of windows over a batch
+        that move there would be ever more. Several devices may do so at once."""
+        old = [
+            key
+            for key, other in list(self._plans.items())
+            if key[1] == grid and (other.ratio, other.selection) != (entry.ratio, entry.selection)
+        ]
+        for key in old:
+            self._plans.pop(key, None)
+        if old:
+            self._stacks = {place: stack for place, stack in list(self._stacks.items()) if place[1] != grid}
 
     def _selected(self, x: Tensor, grid: tuple[int, int], decision: Decision, blind: str) -> MergePlan:
         config, kind = self.config, self.config.selector

@@ -121,8 +121,8 @@ def refreshed(patch: Patch, early: tuple[int, int], late: tuple[int, int]) -> Pa
 
     def values(run: Any) -> dict[str, Any]:
         class Schedule(run.Schedule):  # type: ignore[name-defined, misc]
-            def decide(self, sigma: float) -> Any:
-                decision = super().decide(sigma)
+            def decide(self, sigma: float, step: int | None = None) -> Any:
+                decision = super().decide(sigma, step)
                 middle = len(self.sigmas) // 2
                 # Generations of the second half are other numbers than those of the first.
                 age, (select, weigh) = (
@@ -141,8 +141,8 @@ def whole_last(patch: Patch) -> Patch:
 
     def values(run: Any) -> dict[str, Any]:
         class Schedule(run.Schedule):  # type: ignore[name-defined, misc]
-            def decide(self, sigma: float) -> Any:
-                own = super().decide(sigma)
+            def decide(self, sigma: float, step: int | None = None) -> Any:
+                own = super().decide(sigma, step)
                 whole = (own.step + 1) % self.whole_every == 0 or not self.in_range(sigma)
                 return dataclasses.replace(own, ratio=0.0 if whole else self.config.ratio)
 

@@ -1,8 +1,8 @@
 """Hang a config on a model, and give every sampling run its own state.
 
-attach           -> config and four wrappers on a clone of the model
+attach           -> config and three wrappers on a clone of the model
 OUTER_SAMPLE     -> once a run: a fresh `Sampling`, dropped at the end, however the run ends
-PREDICT_NOISE    -> once an evaluation of the sampler
+PREDICT_NOISE    -> once an evaluation of the sampler; put in by each run, in front of all others
 CALC_COND_BATCH  -> once for all conditions of an evaluation: its noise level becomes a `Decision`
 APPLY_MODEL      -> once a batch of conditions: hooks are installed around the model call
 """
@@ -97,10 +97,11 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             model_sampling, model = map(guider.model_patcher.get_model_object, ("model_sampling", "diffusion_model"))
             sigmas = argument(args, kwargs, 3, "sigmas").tolist()
             sampling = Sampling.start(attachment.config, model_sampling, sigmas, model)
-            sampling.levels = Levels(sigmas, argument(args, kwargs, 2, "sampler"))
             options = create_model_options_clone(given)
             options["transformer_options"][SAMPLING] = sampling
             options["transformer_options"][GRAPHS] = compiled(given)
+            if _count_evaluations(options["transformer_options"]):
+                sampling.levels = Levels(sigmas, argument(args, kwargs, 2, "sampler"), guider)
             sampling.run.stats.attention = attention_in_use(guider.model_patcher, options["transformer_options"])
     except UnknownError as error:
         warn(error)
@@ -122,6 +123,17 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             attachment.watcher.ended(stats)
 
 
+def _count_evaluations(transformer_options: dict[str, Any]) -> bool:
+    """Put our wrapper in front of all that may skip an evaluation, as LazyCache does; False if there is no such place:
+    then every noise level is read, which waits for the device."""
+    kind = getattr(WrappersMP, "PREDICT_NOISE", None)
+    if kind is None:
+        return False
+    wrappers = transformer_options["wrappers"]
+    transformer_options["wrappers"] = {**wrappers, kind: {_KEY: [_predict_noise], **wrappers.get(kind, {})}}
+    return True
+
+
 def _without_state(executor: Any, *args: Any, **kwargs: Any) -> Any:
     before = _stateless.set(True)
     try:
@@ -134,7 +146,7 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
     with known("WrappersMP.PREDICT_NOISE"):
         sampling = executor.class_obj.model_options["transformer_options"].get(SAMPLING)
         if sampling is not None:
-            sampling.next()
+            sampling.next(argument(args, kwargs, 1, "timestep"))
     return executor(*args, **kwargs)
 
 
@@ -192,11 +204,8 @@ def _lone_evaluation(model: Any, t: Tensor, transformer_options: dict[str, Any])
 
 
 def _wrappers() -> tuple[tuple[str, Any], ...]:
-    needed = (
+    return (
         (WrappersMP.OUTER_SAMPLE, _outer_sample),
         (WrappersMP.CALC_COND_BATCH, _calc_cond_batch),
         (WrappersMP.APPLY_MODEL, _apply_model),
     )
-    # Without it every noise level is read, which waits for the device.
-    counting = getattr(WrappersMP, "PREDICT_NOISE", None)
-    return needed if counting is None else (*needed, (counting, _predict_noise))

@@ -21,7 +21,8 @@ class Sampling:
     """One sampling run: its state, and what the evaluation in progress is to do.
 
     size, images: rows and columns of the latent, and how many of them each condition is asked about; None and 0 where
-    nobody told. areas: by condition, (height, width, top, left). apart: conditions may run on several devices.
+    nobody told. areas: by condition, (height, width, top, left). apart: there are several conditions, which may run on
+    several devices.
     """
 
     run: RunState
@@ -32,9 +33,10 @@ class Sampling:
     areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)
     apart: bool = False
     sigma: float | None = None
-    seen: Counter[Hashable] = field(default_factory=Counter)
-    pieces: dict[Hashable, Piece] = field(default_factory=dict)
-    pieces_seen: Counter[Hashable] = field(default_factory=Counter)
+    patches: Hashable = ()
+    seen: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)
+    asked: int = 0
+    pieces: dict[Hashable, tuple[Hashable, list[Piece]]] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     @classmethod
@@ -54,14 +56,15 @@ class Sampling:
         run.stats.total_steps = len(sigmas[:-1])
         return cls(run, Decision(0, 0.0, 0, 0))
 
-    def next(self) -> None:
-        """The sampler evaluates the model anew."""
-        self.levels.next()
+    def next(self, timestep: Tensor) -> None:
+        """The sampler evaluates the model anew, at this noise level."""
+        self.levels.next(timestep)
         self._begin()
 
     def _begin(self) -> None:
         self.seen.clear()
         self.pieces.clear()
+        self.apart = False
 
     def observe(
         self,
@@ -71,21 +74,29 @@ class Sampling:
         model_options: Mapping[str, Any] = {},
     ) -> None:
         """Take note of what is evaluated together: the groups of conditions, on one latent of (B, C, H, W)."""
-        sigma = self.levels.of(timestep)
+        sigma, step = self.levels.of(timestep)
         if sigma != self.sigma:
             self.sigma = sigma
             self._begin()
-        self.pieces_seen.clear()
+        self.asked += 1
         if latent is not None:
             self.size, self.images = tuple(latent.shape[2:]), latent.shape[0]
-        self.apart = len(model_options.get("multigpu_clones") or ()) > 1
-        frames = _frames(model_options.get("transformer_options", {}))
+        options = model_options.get("transformer_options", {})
+        frames, self.patches = _frames(options), _patches(options)
         present = [c for group in conds if group is not None for c in group if "uuid" in c]
         for cond in present:
             if cond.get("area") is not None:
                 self.areas[cond["uuid"]] = tuple(cond["area"])
-        taking_part = frozenset((c["uuid"], frames, _controls(c, sigma)) for c in present if _active(c, sigma))
-        self.decision = self.run.decide(sigma, taking_part)
+        active = [c for c in present if _active(c, sigma)]
+        # So it stays until the next evaluation: a call more is compared with those before.
+        self.apart = self.apart or (len(active) > 1 and len(model_options.get("multigpu_clones") or ()) > 1)
+        # A call more for the same condition, as perturbed guidance makes it, is somebody new where it begins.
+        parts = [self._part(c["uuid"], frames) for c in active]
+        taking_part = frozenset(
+            (part, _controls(c, sigma), self.seen[part]) for part, c in zip(parts, active, strict=True)
+        )
+        asked = {part[:2] for part in self.seen}
+        self.decision = self.run.decide(sigma, taking_part, step, any(part[:2] in asked for part in parts))
         self.run.stats.count_evaluation(self.decision.step, self.decision.merged_ratio, timestep.device)
 
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
@@ -110,12 +121,14 @@ class Sampling:
         return Evaluation(self.run, decision, (None,), parts, blind, self._piece(x, chunks))
 
     def _piece(self, x: Tensor, chunks: Hashable) -> Piece:
-        """What a call shows. Those of other conditions come in the same order, if they are calls of their own."""
-        self.pieces_seen[chunks] += 1
-        key = self.pieces_seen[chunks], x.shape[1:], x.device
-        piece = Piece(x, self.pieces.get(key))
-        self.pieces.setdefault(key, piece)
-        return piece
+        """What a call shows. Those of other conditions come in any order, if they are calls of their own; all of them
+        are compared with those of the conditions that came first, so that many tiles do not cost many comparisons."""
+        who = self.asked, chunks
+        first, pieces = self.pieces.setdefault((x.shape[1:], x.device), (who, []))
+        if who != first:
+            return Piece(x, tuple(pieces))
+        pieces.append(Piece(x))
+        return pieces[-1]
 
     def copies(self, chunks: Sequence[Hashable], frames: Hashable) -> tuple[Hashable, ...]:
         """For each condition of a call, which part of the latent it shows: those of one area share plans."""
@@ -142,15 +155,19 @@ class Sampling:
 
     def parts(self, batch: int, transformer_options: Mapping[str, Any]) -> tuple[Hashable, ...]:
         """For each chunk of the batch, what tells it from all others in this evaluation: its condition (which has an
-        area of its own), the images in it, and how many calls came before it with the same, as perturbed guidance
-        makes them."""
+        area of its own), the images in it, how the model is patched, as perturbed guidance does, and how many calls
+        came before it with the same."""
         chunks, frames = _chunks(batch, transformer_options)
         parts = []
         with self._lock:
             for chunk in chunks:
-                self.seen[chunk, frames] += 1
-                parts.append((chunk, frames, self.seen[chunk, frames]))
+                part = self._part(chunk, frames)
+                self.seen[part] += 1
+                parts.append((part, self.seen[part]))
         return tuple(parts)
+
+    def _part(self, condition: Hashable, frames: Hashable) -> tuple[Hashable, ...]:
+        return condition, frames, self.patches
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sampling:
         # Options may be deep-copied by others while sampling; a copy must go on counting in this run.
@@ -167,6 +184,20 @@ def _frames(transformer_options: Mapping[str, Any]) -> Hashable:
     """Which images of a longer series are evaluated, None for all."""
     window = transformer_options.get("context_window")
     return None if window is None else tuple(getattr(window, "index_list", ()))
+
+
+def _patches(transformer_options: Mapping[str, Any]) -> Hashable:
+    """What is patched, by the names of the functions: many are made anew for each evaluation."""
+    added, replaced = (transformer_options.get(kind) or {} for kind in ("patches", "patches_replace"))
+    return (
+        *((place, *map(_name, functions)) for place, functions in added.items()),
+        *((place, key, _name(f)) for place, functions in replaced.items() for key, f in functions.items()),
+    )
+
+
+def _name(function: Any) -> tuple[str, str]:
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return str(named.__module__), named.__qualname__
 
 
 def _active(cond: Mapping[str, Any], sigma: float) -> bool:

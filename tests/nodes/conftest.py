@@ -109,8 +109,8 @@ def decisions(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     schedule = pack_module("toma_core.schedule").Schedule
     original, made = schedule.decide, []
 
-    def spy(self: Any, sigma: float) -> Any:
-        made.append(original(self, sigma))
+    def spy(self: Any, *args: Any) -> Any:
+        made.append(original(self, *args))
         return made[-1]
 
     monkeypatch.setattr(schedule, "decide", spy)

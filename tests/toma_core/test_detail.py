@@ -224,6 +224,22 @@ def test_one_step_at_most_between_two_whole_ones_is_made_whole() -> None:
     assert [at(run, 1, conditions=window).decision.keeps_detail for window in ("c", "d", "a")] == [True, True, False]
 
 
+def test_somebody_new_within_an_evaluation_makes_the_next_one_whole_for_all() -> None:
+    """The others have been merged by then, and guidance compares them."""
+    run = run_of()
+
+    def decided(step: int, conditions: str, again: bool = False) -> str:
+        d = run.decide(10.0 - step, frozenset(conditions), step, again)
+        return "whole" if d.keeps_detail else "plain" if d.plain else "merged"
+
+    assert [decided(0, "cu"), decided(1, "cu"), decided(1, "g", again=True)] == ["whole", "merged", "plain"]
+    assert [decided(2, "cu"), decided(2, "g", again=True)] == ["whole", "whole"]
+    assert [decided(3, "cu"), decided(4, "cu"), decided(4, "g", again=True)] == ["whole", "merged", "plain"]
+    run = run_of()
+    assert [decided(0, "cu"), decided(1, "cun"), decided(2, "cu")] == ["whole", "whole", "merged"]
+    assert [decided(2, "g", again=True), decided(2, "cu")] == ["plain", "merged"], "one extra step is enough"
+
+
 def test_devices_that_keep_at_once_lose_nothing() -> None:
     """The forced order of two threads: both have begun to keep before either has kept."""
     run = run_of()
@@ -244,10 +260,48 @@ def test_memory_is_counted_and_freed() -> None:
     one = features(0, 2).nbytes
     passed(features(0, 2), at(run, 3, "cond", "uncond"), "a")
     assert run.details.most == 2 * one
-    held = [weakref.ref(part) for part in run.details._kept.values()]
+    held = [weakref.ref(update) for update, _, _ in run.details._kept.values()]
     assert len(held) == 2
     assert run.close().detail_bytes == 2 * one
     assert [ref() for ref in held] == [None, None]
+
+
+def test_an_update_is_held_as_long_as_one_of_its_parts_is_and_counted_whole() -> None:
+    run, first = run_of(), features(0, 2)
+    held = weakref.ref(first)
+    one = features(0).nbytes
+    run.details.keep(("a", "b"), first)
+    del first
+    run.details.keep(("c", "b"), features(1, 2))
+    assert held() is not None
+    assert run.details.most == 4 * one, "memory of a part is that of the whole"
+    run.details.keep(("a",), features(2))
+    assert held() is None
+    run.details.keep(("d",), features(3))
+    assert run.details.most == 4 * one
+
+
+def test_a_whole_step_that_somebody_skips_leaves_what_was_kept() -> None:
+    """A step cache inside the model: the step is announced, and no block is called."""
+    run, x, later = run_of(), features(0), features(1)
+    passed(x, at(run, 0, "cond", conditions="c"))
+    assert at(run, 3, "cond", conditions="c").decision.keeps_detail
+    evaluation = at(run, 4, "cond", conditions="c")
+    assert not evaluation.decision.keeps_detail
+    out, used = passed(later, evaluation)
+    kept = block(x) - x
+    torch.testing.assert_close(evaluation.detail("block", later).kept, kept)  # type: ignore[union-attr]
+    assert not torch.allclose(out, merged(later, used))
+
+
+def test_an_extra_step_after_a_skipped_one_drops_nothing() -> None:
+    run, x = run_of(), features(0)
+    passed(x, at(run, 0, "cond", conditions="c"))
+    at(run, 3, "cond", conditions="c")
+    passed(features(1), at(run, 4, "more", conditions="m"))
+    assert at(run, 5, "cond", conditions="c").detail("block", x) is not None
+    passed(features(2), at(run, 6, "more", conditions="m"))
+    assert at(run, 7, "cond", conditions="m").detail("block", x) is None
 
 
 def test_memory_is_told() -> None:

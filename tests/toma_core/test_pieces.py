@@ -54,10 +54,29 @@ def test_a_later_call_takes_over_what_shows_the_same_in_whatever_place() -> None
     earlier = Piece(drawn(7, 8))
     planned(run, x, earlier)
     later = tokens(3, 4, 5)
-    plan = planned(run, later, Piece(drawn(8, 9, 7), earlier))
+    plan = planned(run, later, Piece(drawn(8, 9, 7), (earlier,)))
     assert same(plan, 0, alone(x[1:]))
     assert same(plan, 1, alone(later[1:2])), "nobody had it before"
     assert same(plan, 2, alone(x[:1]))
+
+
+def test_all_earlier_calls_are_looked_through() -> None:
+    """Tiles that come in another order for another condition."""
+    run, x, later = run_of(), tokens(1, 2, 3), tokens(4, 5, 6)
+    earlier = tuple(Piece(drawn(seed)) for seed in (7, 8, 9))
+    for place, piece in enumerate(earlier[:2]):
+        planned(run, x[place : place + 1], piece)
+    for shows, plan in ((8, alone(x[1:2])), (7, alone(x[:1])), (9, alone(later[2:]))):
+        assert same(planned(run, later[shows - 7 : shows - 6], Piece(drawn(shows), earlier)), 0, plan), shows
+    assert same(planned(run, later[:1], Piece(drawn(6), earlier)), 0, alone(later[:1])), "nobody showed it"
+
+
+def test_a_block_that_is_given_another_number_of_images_stays_whole() -> None:
+    evaluation = Evaluation(run_of(), Decision(0, 0.5, 0, 0), (None,), ("cond",), piece=Piece(drawn(7, 8)))
+    for batch in (1, 3, 4):
+        assert evaluation.obstacle(torch.randn(batch, 32, 5)) == "another node changed the number of images"
+        assert plan_for(torch.randn(batch, 32, 5), GRID, "a", evaluation) is None
+    assert plan_for(tokens(1, 2), GRID, "a", evaluation) is not None
 
 
 def test_a_plan_is_made_once_for_a_call_and_scope() -> None:
@@ -95,4 +114,7 @@ def test_nothing_is_read_from_the_device() -> None:
     run, x = run_of(), torch.empty(2, 32, 5, device="meta")
     earlier = Piece(torch.empty(2, 4, 6, 6, device="meta"))
     planned(run, x, earlier)
-    assert planned(run, x, Piece(torch.empty(2, 4, 6, 6, device="meta"), earlier)).destinations.shape == (2, 16)
+    assert planned(run, x, Piece(torch.empty(2, 4, 6, 6, device="meta"), (earlier, earlier))).destinations.shape == (
+        2,
+        16,
+    )

@@ -103,6 +103,21 @@ def test_what_plans_are_kept_apart_by() -> None:
     assert run.stats.selections == 6
 
 
+def test_plans_that_nobody_asks_for_again_are_dropped() -> None:
+    """Windows over a batch that move; the plan of a grid that is gone stays, to be drawn."""
+    run, x = run_of(), features(0)
+    run.plan(x, (9, 7), "a", at(), (None,))
+    for selection in range(4):
+        for window in range(3):
+            frames = selection, window
+            run.plan(x, GRID, "a", at(selection=selection), (frames,))
+            run.plan(torch.cat([x, x]), GRID, "a", at(selection=selection), (frames, ("other", selection)))
+    assert len(run._plans) == 1 + 4
+    assert len(run._stacks) == 3
+    run.draw()
+    assert set(run.stats.maps) == {GRID, (9, 7)}
+
+
 @pytest.mark.parametrize("images", [1, 2, 3])
 def test_cond_and_uncond_share_one_plan(images: int) -> None:
     """In one batch or in two calls, and in either order of asking: the plan of the first chunk asked about."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import models
+from scripts.comfy_pack import pack_module
 
 SIDE = 24
 # Batches of another size round in another way, and sharp weights of tokens that are about as near to two destinations
@@ -58,6 +59,21 @@ def test_split_calls_use_the_plans_of_the_joined_one(
     for call, again in zip(plan_calls[count : 2 * count], plan_calls[2 * count :], strict=True):
         assert again.plan is call.plan
     torch.testing.assert_close(split, joined, **NEARLY)
+
+
+def test_several_devices_share_destinations_where_several_conditions_take_part(pack: Any) -> None:
+    """One alone is merged as on one device; what is asked once more in an evaluation is compared with the others."""
+    config = pack_module("toma_core.config").ToMAConfig()
+    sampling = pack_module("nodes.adapters.sampling").Sampling.start(config, None, [3.0, 2.0, 1.0, 0.0])
+    latent, cond, uncond = torch.zeros(1, 4, 8, 8), {"uuid": "cond"}, {"uuid": "uncond", "timestep_end": 1.5}
+
+    def blind(sigma: float, *conds: Any) -> bool:
+        sampling.observe(torch.tensor([sigma]), [[c] for c in conds], latent, {"multigpu_clones": {0: None, 1: None}})
+        return bool(sampling.evaluation(latent, {"uuids": ["cond"]}).blind)
+
+    assert [blind(3.0, cond), blind(3.0, cond)] == [False, False]
+    assert [blind(2.0, cond, uncond), blind(2.0, cond)] == [True, True]
+    assert [blind(1.0, cond, uncond), blind(1.0, cond)] == [False, False], "the other has ended"
 
 
 @pytest.mark.parametrize(("positive", "negative"), [(5, 7), (1, 300), (77, 154), (14, 7)])

@@ -213,16 +213,81 @@ def test_blocks_that_another_node_patches_run_whole_at_whole_steps(unet: Any, at
     assert models.sample(attach(watched, **REUSE), SIDE, SIDE, steps=3).isfinite().all()
 
 
+def sampling_of() -> Any:
+    config = pack_module("toma_core.config").ToMAConfig()
+    return pack_module("nodes.adapters.run").Sampling.start(config, None, [2.0, 1.0, 0.0])
+
+
 def test_calls_that_look_alike_are_told_apart() -> None:
     """Tiles, or guidance with a perturbed model: the second call of a condition at a noise level is another one."""
-    run = pack_module("nodes.adapters.run")
-    config = pack_module("toma_core.config").ToMAConfig()
-    sampling = run.Sampling.start(config, None, [2.0, 1.0, 0.0])
-    options = {"uuids": ["cond", "uncond"]}
+    sampling, options = sampling_of(), {"uuids": ["cond", "uncond"]}
     seen = []
     for sigma in (2.0, 2.0, 1.0):
         sampling.observe(torch.tensor([sigma]))
         seen.append(sampling.parts(2, options))
     assert len(set(seen[0] + seen[1])) == 4
     assert seen[2] == seen[0]
-    assert sampling.parts(2, {"uuids": ["uncond"]}) == (("uncond", None, 2),)
+    assert sampling.parts(2, {"uuids": ["uncond"]}) == seen[1][1:]
+
+
+def test_calls_are_told_apart_by_what_is_patched_not_only_by_their_order() -> None:
+    """Of two guidances that perturb the model in their own way the first ends: the other is still the same."""
+    sampling, options = sampling_of(), {"uuids": ["cond"]}
+
+    def call(layer: int | None) -> Any:
+        replaced = {} if layer is None else {"dit": {("single_block", layer): lambda args, extra: args}}
+        given = {"transformer_options": {"patches_replace": replaced, "patches": {"attn1_patch": [print]}}}
+        sampling.observe(torch.tensor([sigma]), model_options=given)
+        return sampling.parts(1, options)
+
+    sigma = 2.0
+    plain, first, second = map(call, (None, 1, 2))
+    sigma = 1.0
+    assert [call(None), call(2)] == [plain, second]
+    assert len({plain, first, second}) == 3
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_guidance_that_begins_late_has_detail_from_its_third_evaluation(
+    flux: Any, attach: Any, monkeypatch: Any, patched: bool
+) -> None:
+    """In its second one all run whole and keep."""
+    import comfy.samplers
+    from comfy.model_patcher import set_model_options_patch_replace
+
+    begins = flux.get_model_object("model_sampling").percent_to_sigma(0.15)
+    found = []
+    pipeline = pack_module("toma_core.pipeline").Evaluation
+    original = pipeline.detail
+
+    def spy(self: Any, block: str, x: torch.Tensor) -> Any:
+        detail = original(self, block, x)
+        found.append((self.decision.step, "none" if detail is None else "kept" if detail.kept is None else "reused"))
+        return detail
+
+    def guidance(args: dict[str, Any]) -> torch.Tensor:
+        if float(args["sigma"][0]) >= begins:
+            return args["denoised"]
+        options = args["model_options"]
+        if patched:
+            options = set_model_options_patch_replace(options.copy(), lambda a, _: a, "dit", "single_block", 1)
+        start = len(found)
+        noisy = args["input"] if patched else args["input"] * 0.9
+        (other,) = comfy.samplers.calc_cond_batch(args["model"], [args["cond"]], noisy, args["sigma"], options)
+        late.extend(found[start:])
+        return args["denoised"] + args["cond_denoised"] - other
+
+    late: list[tuple[int, str]] = []
+    monkeypatch.setattr(pipeline, "detail", spy)
+    model = attach(flux, detail_reuse=True, flux_whole_every=5).clone()
+    model.set_model_sampler_post_cfg_function(guidance)
+    models.sample(model, SIDE, SIDE, steps=8, last_step=5)
+    first = late[0][0]
+    assert 1 <= first < 3
+
+    def of(step: int, within: list[tuple[int, str]]) -> set[str]:
+        return {how for at, how in within if at == step}
+
+    assert [of(step, late) for step in range(first, first + 3)] == [{"none"}, {"kept"}, {"reused"}]
+    assert of(first, found) == {"none", "reused"}
+    assert of(first + 1, found) == {"kept"}

@@ -76,6 +76,28 @@ def test_cond_and_uncond_share_the_plan_of_a_tile(model: Any, attach: Any, plan_
     assert not all(torch.equal(one.x, other.x) for one, other in pairs), "the conditions' tokens differ"
 
 
+def test_tiles_may_come_in_another_order_for_each_condition(model: Any, preset: Any, monkeypatch: Any) -> None:
+    """Where conditions are calls of their own, every second one goes through the tiles backwards."""
+    calls = 0
+
+    def backwards(patched: Any) -> Any:
+        patched = patched.clone()
+
+        def evaluate(apply: Any, args: dict[str, Any]) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            tiles = CORNERS[:: -1 if calls % 2 else 1]
+            return tiled(patched, tiles).model_options["model_function_wrapper"](apply, args)
+
+        patched.set_model_unet_function_wrapper(evaluate)
+        return patched
+
+    patched = backwards(preset(model, "faithful"))
+    joined = sampled(patched, steps=2)
+    monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
+    torch.testing.assert_close(sampled(patched, steps=2), joined, **NEARLY)
+
+
 def test_each_tile_is_represented_by_tokens_of_its_own(model: Any, attach: Any, plan_calls: Any) -> None:
     """Merging and going back loses less of a tile than with the plan of another one."""
     core = pack_module("toma_core.merge")
@@ -109,8 +131,8 @@ def test_plans_of_tiles_do_not_pile_up(model: Any, attach: Any, monkeypatch: Any
     sampling = pack_module("nodes.adapters.sampling").Sampling
     held, begin = [], sampling.next
 
-    def counted(self: Any) -> None:
-        begin(self)
+    def counted(self: Any, timestep: Any) -> None:
+        begin(self, timestep)
         held.append((len(self.pieces), len(self.run._plans)))
 
     monkeypatch.setattr(sampling, "next", counted)
