@@ -32,8 +32,8 @@ class Place:
 
     tokens, kept: N and D of one image, what a graph is made for. Equal where the chain runs whole to keep its detail;
     kept is 0 where the graph has to be left, and the chain decides when it sees the tokens.
-    held: from the first block to the last, what `restore` needs beside their output: reduced and x; None where the
-    chain runs whole. rows: the positions of the tokens inside.
+    held: from the first block to the last, what `restore` needs beside their output: reduced and x of the image; None
+    where the chain runs whole. traced: the same for all tokens, where it began inside a graph; rows: their positions.
     """
 
     grid: tuple[int, int]
@@ -44,6 +44,7 @@ class Place:
     plan: MergePlan
     detail: Detail | None
     held: tuple[Tensor, Tensor] | None
+    traced: tuple[Tensor, Tensor] | None
     rows: Tensor | None
 
     def __init__(self, port: Port) -> None:
@@ -53,7 +54,7 @@ class Place:
     def release(self) -> None:
         """Drop what the evaluation left behind."""
         self.tokens = self.kept = 0
-        self.evaluation = self.held = self.rows = None
+        self.evaluation = self.held = self.traced = self.rows = None
         for name in ("plan", "detail"):
             vars(self).pop(name, None)
 
@@ -92,20 +93,20 @@ class Place:
     def enter(self, x: Tensor, before: int = 0) -> Tensor:
         """[before | N | rest] -> [before | D | rest]; of what is held no block may write into."""
         reduced: Tensor = operators.enter(x, self.number, before, self.tokens, self.kept)
-        self.held = reduced, x
+        self.traced = reduced, x
         return reduced.clone() if self.port.writes else reduced
 
     def turn(self, rows: Tensor, before: int) -> None:
         """Make the positions of what `enter` gave from those of [before | N | rest]."""
-        assert self.held is not None  # noqa: S101 - for mypy: it has been entered
+        assert self.traced is not None  # noqa: S101 - for mypy: it has been entered
         whole, place = self.kept == self.tokens, (self.number, before, self.tokens, self.kept, self.port.axis)
-        self.rows = rows if whole else operators.turn(rows, self.held[0], *place)
+        self.rows = rows if whole else operators.turn(rows, self.traced[0], *place)
 
     def leave(self, out: Tensor, before: int = 0) -> Tensor:
         """What the chain's last block gives, for all tokens again."""
-        assert self.held is not None  # noqa: S101 - for mypy: it has been entered
-        reduced, x = self.held
-        self.held = self.rows = None
+        assert self.traced is not None  # noqa: S101 - for mypy: it has been entered
+        reduced, x = self.traced
+        self.traced = self.rows = None
         restored: Tensor = operators.leave(out, reduced, x, self.number, before, self.tokens, self.kept)
         return restored
 
@@ -254,7 +255,7 @@ class Link(Hook):
             x = place.enter(x, before)
             if rows is not None:
                 place.turn(rows, before + port.above(given))
-        if place.held is None:
+        if place.traced is None:
             return None
         return self._moved(given, x, place.rows, before + place.tokens, place.tokens, place.kept)
 

@@ -68,7 +68,7 @@ def test_the_operators_do_what_eager_merging_does(graphs: Any, evaluate: Any) ->
     assert torch.equal(reduced, core.reduce(x, plan))
     out = reduced * 2 + 1
     assert torch.equal(place.leave(out), core.restore(out, reduced, x, plan))
-    assert place.held is None
+    assert place.traced is None
     assert evaluation.run.stats.merged_blocks == {"first", "last"}
 
 
@@ -117,7 +117,7 @@ def test_positions_follow_the_destinations(pack: ModuleType, graphs: Any, evalua
     place.turn(pe, BEFORE)
     assert torch.equal(place.rows, rope.merged_rows(pe, place.plan, BEFORE, 2))
     numbers = (place.number, BEFORE, TOKENS, 30, 2)
-    torch.library.opcheck(graphs.operators.turn.default, (pe, place.held[0], *numbers))
+    torch.library.opcheck(graphs.operators.turn.default, (pe, place.traced[0], *numbers))
     place.leave(torch.randn(2, 30, 8))
     assert place.rows is None
 
@@ -145,7 +145,7 @@ def test_outside_of_a_trace_nothing_begins(graphs: Any, evaluate: Any) -> None:
     place, x = prepared(evaluate()), torch.randn(2, TOKENS, 8)
     assert not place.begins(x)
     place.release()
-    assert (place.tokens, place.kept, place.held) == (0, 0, None)
+    assert (place.tokens, place.kept, place.traced) == (0, 0, None)
     assert place.evaluation is None
 
 
