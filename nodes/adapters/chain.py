@@ -237,27 +237,27 @@ class Link(Hook):
         # Before anything else: a graph guards on what it reads.
         if self.begin.kept:
             given = self.port.given(args, kwargs)
-            merged = self._in_graph(given)
+            merged, before = self._in_graph(given)
             if merged is not None:
-                before = self.port.before(given, self.begin.tokens)
                 out = self._called(len(args), merged)
                 return self._with(out, self.begin.leave(self._tokens(out), before)) if self.last else out
         return self.outside(*args, **kwargs)
 
-    def _in_graph(self, given: Given) -> Given | None:
-        """The arguments on merged tokens, if the chain is merged inside the graph being traced."""
+    def _in_graph(self, given: Given) -> tuple[Given | None, int]:
+        """The arguments on merged tokens, None if the chain is not merged inside the graph being traced; and how many
+        tokens come before the image."""
         place, port = self.begin, self.port
         before = port.before(given, place.tokens)
         if before is None:
-            return None
+            return None, 0
         x, rows = given[port.tokens], given.get(port.rows)
         if place is self.place and place.begins(x, before) and not port.obstacle(given, place.tokens):
             x = place.enter(x, before)
             if rows is not None:
                 place.turn(rows, before + port.above(given))
         if place.traced is None:
-            return None
-        return self._moved(given, x, place.rows, before + place.tokens, place.tokens, place.kept)
+            return None, before
+        return self._moved(given, x, place.rows, before + place.tokens, place.tokens, place.kept), before
 
     @outside_graph
     def outside(self, *args: Any, **kwargs: Any) -> Any:
