@@ -43,7 +43,7 @@ class ModelHooks(Protocol):
 def token_grid(latent: Tensor, patch_size: int) -> tuple[int, int]:
     """Rows and columns of image tokens of a (B, C, ..., H, W) latent; odd sides are padded as ComfyUI does."""
     height, width = latent.shape[-2:]
-    return (height + patch_size // 2) // patch_size, (width + patch_size // 2) // patch_size
+    return -(-height // patch_size), -(-width // patch_size)
 
 
 def chained(
@@ -89,6 +89,7 @@ class Transformer:
     # Patches of other nodes that are shown tokens inside a block, and between two.
     inside: tuple[str, ...] = ("attn1_patch", "attn1_output_patch")
     between: tuple[str, ...] = ()
+    # Of the tokens, 0 if unknown; and pixels of the latent on a token's side.
     width = 0
     patch_size = 2
 

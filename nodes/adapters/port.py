@@ -96,3 +96,12 @@ class Port:
         if not self.bounded or x.dtype is not torch.float16:
             return x
         return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504)
+
+
+def ends_moved(given: Given, name: str, end: int, by: int) -> Given:
+    """The argument of this name, a list of (start, stop, ...) places, for an image that ended at `end` and ends `by`
+    later; nothing where it is not given."""
+    pieces = given.get(name)
+    if pieces is None:
+        return {}
+    return {name: [tuple([at + by if n < 2 and at >= end else at for n, at in enumerate(p)]) for p in pieces]}

@@ -10,16 +10,24 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from ...toma_core import Evaluation, ToMAConfig
-from .contract import UnknownError, asking, check, known, warn
+from .contract import UnknownError, asking, check, warn
 from .family import ModelHooks
 from .hooks import HookPair
 
-# In this order: the name of a file, and what it asks ComfyUI for.
-_KNOWN = (("unet", "the UNet's classes"), ("flux", "the classes of Flux"))
+# The names of files, in the order in which they are named to users.
+_KNOWN = ("unet", "flux", "chroma", "lumina", "krea", "qwen", "sd3")
 _FAMILIES: list[Any] = []
-for _name, _asked in _KNOWN:
-    with known(_asked):
-        _FAMILIES.append(import_module(f".families.{_name}", __package__))
+# Known to this pack, but not as this ComfyUI has them.
+_strange: list[str] = []
+for _name in _KNOWN:
+    try:
+        with asking(f"the classes of {_name}"):
+            _FAMILIES.append(import_module(f".families.{_name}", __package__))
+    except UnknownError as error:
+        # A ComfyUI from before a model came out has no folder for it: nobody can load it there.
+        if not isinstance(error.__cause__, ModuleNotFoundError):
+            _strange.append(_name)
+            warn(error)
 
 
 class _Plain:
@@ -59,7 +67,7 @@ def find(diffusion_model: nn.Module) -> ModelHooks | None:
         family = next((f for f in _FAMILIES if f.matches(model)), None)
         if family is None:
             # One that could not be asked may be this model's: it runs as it did before.
-            return None if len(_FAMILIES) == len(_KNOWN) else _Plain(type(model).__name__)
+            return _Plain(type(model).__name__) if _strange else None
         _hooks[model] = _made(family, model)
     return _hooks[model]
 

@@ -146,7 +146,7 @@ def record(plan_calls: list[PlanCall]) -> Iterator[Callable[[torch.nn.Module], l
             calls.append(BlockCall([copied(a) for a in args], copies, None, len(plan_calls)))
 
         def after(_: Any, args: Any, kwargs: Any, out: Any) -> None:
-            calls[-1].out = tuple(o.clone() for o in out) if isinstance(out, tuple) else out.clone()
+            calls[-1].out = tuple(map(copied, out)) if isinstance(out, tuple) else out.clone()
 
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after, with_kwargs=True))

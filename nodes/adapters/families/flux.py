@@ -6,6 +6,7 @@ Only tokens of the image being made are merged. Text tokens and reference images
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from comfy.ldm.flux.model import Flux
 from torch import nn
@@ -16,10 +17,10 @@ from ....toma_core.payoff import FLUX_DOUBLE, FLUX_SINGLE
 from ..chain import Link
 from ..family import Stage, Transformer
 from ..hooks import HookPair
-from ..port import Given, Port
+from ..port import Given, Port, ends_moved
 from .flux_layers import ByModule
 
-NAME = "Flux.1"
+NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
 
 
 def matches(diffusion_model: nn.Module) -> bool:
@@ -32,7 +33,7 @@ class SinglePort(Port):
 
     places = ("x", "vec", "pe", "attn_mask")
     rows = "pe"
-    harmless = ("vec", "transformer_options")
+    harmless = ("vec", "modulation_dims", "transformer_options")
     writes = True
     # Tokens of text as the double blocks saw them: step caches that run the blocks themselves hand no options over.
     text: int | None = None
@@ -44,6 +45,10 @@ class SinglePort(Port):
         place = (given.get("transformer_options") or {}).get("img_slice")
         return self.text if place is None else place[0]
 
+    def moved(self, given: Given, end: int, tokens: int, kept: int) -> Given:
+        moved = super().moved(given, end, tokens, kept)
+        return {**moved, **ends_moved(given, "modulation_dims", end, kept - tokens)}
+
 
 class DoublePort(Port):
     """[image | references]; the text beside them has its positions before theirs."""
@@ -51,7 +56,7 @@ class DoublePort(Port):
     places = ("img", "txt", "vec", "pe", "attn_mask")
     tokens, output = "img", 0
     rows = "pe"
-    harmless = ("txt", "vec", "transformer_options")
+    harmless = ("txt", "vec", "modulation_dims_img", "modulation_dims_txt", "transformer_options")
     writes = True
 
     def __init__(self, single: SinglePort) -> None:
@@ -63,17 +68,21 @@ class DoublePort(Port):
     def above(self, given: Given) -> int:
         return int(given["txt"].shape[1])
 
+    def moved(self, given: Given, end: int, tokens: int, kept: int) -> Given:
+        moved = super().moved(given, end, tokens, kept)
+        return {**moved, **ends_moved(given, "modulation_dims_img", end, kept - tokens)}
+
 
 class Hooks(Transformer):
     """All hooks of one Flux model."""
 
-    def __init__(self, diffusion_model: Flux) -> None:
+    def __init__(self, diffusion_model: Any) -> None:
         super().__init__(diffusion_model)
-        self.patch_size, self.width = diffusion_model.patch_size, getattr(diffusion_model, "hidden_size", 0)
         self.by_module = [ByModule(link) for link in self.links[0]]
 
-    def made(self, model: Flux) -> tuple[Stage, ...]:
+    def made(self, model: Any) -> tuple[Stage, ...]:
         """Double blocks, single blocks."""
+        self.patch_size, self.width = model.patch_size, getattr(model, "hidden_size", 0)
         single = SinglePort()
         return (
             Stage("double", model.double_blocks, DoublePort(single), FLUX_DOUBLE, "input"),
