@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 
-def _patcher(model: Any, seed: int) -> Any:
+def patcher(model: Any, seed: int) -> Any:
+    """A ModelPatcher around one of ComfyUI's models, its weights drawn from the seed."""
     import comfy.model_patcher
 
     generator = torch.Generator().manual_seed(seed)
@@ -52,7 +53,7 @@ def unet(seed: int = 0, *, depths: tuple[int, ...] = (0, 1, 2), middle: int = 2,
     }
     model_config = comfy.supported_models.SDXL(config)
     model_config.unet_config["num_head_channels"] = 16
-    return _patcher(comfy.model_base.SDXL(model_config, device=torch.device("cpu")), seed)
+    return patcher(comfy.model_base.SDXL(model_config, device=torch.device("cpu")), seed)
 
 
 def flux(seed: int = 0, *, double: int = 3, single: int = 3, **extra: Any) -> Any:
@@ -81,7 +82,7 @@ def flux(seed: int = 0, *, double: int = 3, single: int = 3, **extra: Any) -> An
         **extra,
     }
     model_config = comfy.supported_models.Flux(config)
-    return _patcher(comfy.model_base.Flux(model_config, device=torch.device("cpu")), seed)
+    return patcher(comfy.model_base.Flux(model_config, device=torch.device("cpu")), seed)
 
 
 def flux2(seed: int = 0, *, double: int = 2, single: int = 3, **extra: Any) -> Any:
@@ -115,7 +116,7 @@ def flux2(seed: int = 0, *, double: int = 2, single: int = 3, **extra: Any) -> A
         **extra,
     }
     model_config = comfy.supported_models.Flux2(config)
-    return _patcher(comfy.model_base.Flux2(model_config, device=torch.device("cpu")), seed)
+    return patcher(comfy.model_base.Flux2(model_config, device=torch.device("cpu")), seed)
 
 
 def chroma(seed: int = 0, *, double: int = 2, single: int = 3, **extra: Any) -> Any:
@@ -147,7 +148,7 @@ def chroma(seed: int = 0, *, double: int = 2, single: int = 3, **extra: Any) -> 
         **extra,
     }
     model_config = comfy.supported_models.Chroma(config)
-    return _patcher(comfy.model_base.Chroma(model_config, device=torch.device("cpu")), seed)
+    return patcher(comfy.model_base.Chroma(model_config, device=torch.device("cpu")), seed)
 
 
 def z_image(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
@@ -177,7 +178,7 @@ def z_image(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
         **extra,
     }
     model_config = comfy.supported_models.ZImage(config)
-    return _patcher(comfy.model_base.Lumina2(model_config, device=torch.device("cpu")), seed)
+    return patcher(comfy.model_base.Lumina2(model_config, device=torch.device("cpu")), seed)
 
 
 def lumina2(seed: int = 0, **extra: Any) -> Any:
@@ -209,7 +210,7 @@ def krea2(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
         **extra,
     }
     model_config = comfy.supported_models.Krea2(config)
-    return _patcher(comfy.model_base.Krea2(model_config, device=torch.device("cpu")), seed)
+    return patcher(comfy.model_base.Krea2(model_config, device=torch.device("cpu")), seed)
 
 
 def qwen_image(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
@@ -229,7 +230,7 @@ def qwen_image(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
         **extra,
     }
     model_config = comfy.supported_models.QwenImage(config)
-    return _patcher(comfy.model_base.QwenImage(model_config, device=torch.device("cpu")), seed)
+    return patcher(comfy.model_base.QwenImage(model_config, device=torch.device("cpu")), seed)
 
 
 def sd3(seed: int = 0, *, layers: int = 2, **extra: Any) -> Any:
@@ -253,11 +254,11 @@ def sd3(seed: int = 0, *, layers: int = 2, **extra: Any) -> Any:
         "dtype": torch.float32,
         **extra,
     }
-    patcher = _patcher(comfy.model_base.SD3(comfy.supported_models.SD3(config), device=torch.device("cpu")), seed)
-    for name, buffer in patcher.model.diffusion_model.named_buffers():
+    model = patcher(comfy.model_base.SD3(comfy.supported_models.SD3(config), device=torch.device("cpu")), seed)
+    for name, buffer in model.model.diffusion_model.named_buffers():
         if name == "pos_embed":
             buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(seed)))
-    return patcher
+    return model
 
 
 # By the name of a family's layout, those whose blocks all see the image at one resolution.
