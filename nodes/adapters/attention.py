@@ -16,7 +16,7 @@ from torch import nn
 
 from ...toma_core.payoff import card_of
 
-# The classes whose `forward` calls attention: of UNets, of Flux and Chroma, of NextDiT, of Krea 2 and Qwen-Image, of SD3.
+# The classes whose `forward` calls attention: of UNets, Flux and Chroma, NextDiT, Krea 2 and Qwen-Image, SD3.
 _CALLERS = ("CrossAttention", "DoubleStreamBlock", "JointAttention", "Attention", "JointBlock")
 # What they call it.
 _NAMES = ("optimized_attention", "optimized_attention_masked")

@@ -11,6 +11,7 @@ torch.compile guards on: they are made ready before the model runs, and the same
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from operator import is_not
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ...toma_core.detail import Detail
 from ...toma_core.payoff import Block
 from .graphs import numbered, operators
 from .hooks import Hook, eager, outside_graph
-from .port import CHANGED, Given, Port
+from .port import CHANGED, Cuts, Given, Port
 from .rope import merged_rows
 
 
@@ -30,19 +31,22 @@ class Place:
     """Where a chain of blocks begins to run on merged tokens, and ends. Made once for a block, filled for an
     evaluation.
 
-    tokens, kept: N and D of one image, what a graph is made for. Equal where the chain runs whole to keep its detail;
-    kept is 0 where the graph has to be left, and the chain decides when it sees the tokens.
-    held: from the first block to the last, what `restore` needs beside their output: reduced and x of the image; None
+    grids: of the image, and of references that follow it and are merged too, each by a plan of its own.
+    lengths: (N, D) of each; as long as each other where the chain runs whole to keep its detail.
+    tokens, kept: all of them together before and after, what a graph is made for; 0 where the graph has to be left, and
+    the chain decides when it sees the tokens.
+    held: from the first block to the last, what `restore` needs beside their output: reduced and x of the images; None
     where the chain runs whole. traced: the same for all tokens, where it began inside a graph; rows: their positions.
     """
 
-    grid: tuple[int, int]
+    grids: tuple[tuple[int, int], ...]
     scope: Hashable
     names: Sequence[str]
     work: Block
     evaluation: Evaluation | None
-    plan: MergePlan
-    detail: Detail | None
+    plans: tuple[MergePlan, ...]
+    details: tuple[Detail | None, ...]
+    lengths: tuple[tuple[int, int], ...]
     held: tuple[Tensor, Tensor] | None
     traced: tuple[Tensor, Tensor] | None
     rows: Tensor | None
@@ -55,14 +59,28 @@ class Place:
         """Drop what the evaluation left behind."""
         self.tokens = self.kept = 0
         self.evaluation = self.held = self.traced = self.rows = None
-        for name in ("plan", "detail"):
-            vars(self).pop(name, None)
+        self.plans = self.details = self.lengths = ()
 
     def begin(
-        self, grid: tuple[int, int], scope: Hashable, names: Sequence[str], work: Block, evaluation: Evaluation
+        self,
+        grids: tuple[tuple[int, int], ...],
+        scope: Hashable,
+        names: Sequence[str],
+        work: Block,
+        evaluation: Evaluation,
     ) -> None:
-        """An evaluation begins, in which these blocks stay merged on a token grid like this."""
-        self.grid, self.scope, self.names, self.work, self.evaluation = grid, scope, names, work, evaluation
+        """An evaluation begins, in which these blocks stay merged on token grids like these."""
+        self.grids, self.scope, self.names, self.work, self.evaluation = grids, scope, names, work, evaluation
+
+    @property
+    def image(self) -> int:
+        """Tokens of the image before merging."""
+        return self.grids[0][0] * self.grids[0][1]
+
+    @property
+    def references(self) -> int:
+        """Tokens of the references that are merged too, before."""
+        return sum([height * width for height, width in self.grids[1:]])
 
     def prepare(self, latent: Tensor, module: nn.Module, width: int) -> bool:
         """Get ready for a graph, in which blocks like `module` see (B, N, width), 0 if unknown, of a latent of B.
@@ -74,13 +92,14 @@ class Place:
             return True  # for the chain to decide
         weight = next(module.parameters(), latent)
         dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else torch.bfloat16
-        tokens = self.grid[0] * self.grid[1]
-        reason = evaluation.obstacle(latent.new_empty((), dtype=dtype).expand(images, tokens, width), self.work)
+        reason = evaluation.obstacle(latent.new_empty((), dtype=dtype).expand(images, self.image, width), self.work)
         if reason:
             self._whole(reason)
             return False
-        self.tokens = tokens
-        self.kept = tokens if decision.keeps_detail else run.kept(self.grid, decision, latent.device)
+        tokens = [height * width for height, width in self.grids]
+        kept = tokens if decision.keeps_detail else [run.kept(grid, decision, latent.device) for grid in self.grids]
+        self.lengths = tuple(zip(tokens, kept, strict=True))
+        self.tokens, self.kept = sum(tokens), sum(kept)
         return True
 
     def begins(self, x: Tensor, before: int = 0) -> bool:
@@ -112,28 +131,48 @@ class Place:
 
     # --- what is done, inside and outside ----------------------------------------------------------------------------
 
-    def reduced(self, image: Tensor) -> Tensor:
-        """`reduce` for (B, N, C); the outcome is noted in the run's stats."""
+    def reduced(self, x: Tensor) -> Tensor:
+        """`reduce` for the (B, N, C) tokens of all grids; the outcome is noted in the run's stats."""
         assert self.evaluation is not None  # noqa: S101 - for mypy: it has begun
-        self.plan = self.evaluation.plan(image, self.grid, self.scope)
-        return self._reduced(image)
+        image = x[:, : self.image] if len(self.grids) > 1 else x
+        return self._reduced(x, self.evaluation.plan(image, self.grids[0], self.scope))
 
-    def _reduced(self, image: Tensor) -> Tensor:
+    def _reduced(self, x: Tensor, plan: MergePlan) -> Tensor:
+        """plan: of the image."""
         evaluation = self.evaluation
         assert evaluation is not None  # noqa: S101 - for mypy: it has begun
-        self.detail = evaluation.detail("-".join(dict.fromkeys((self.names[0], self.names[-1]))), image)
+        image, *references = self._pieces(x, [height * width for height, width in self.grids])
+        plans = [plan]
+        for n, (piece, grid) in enumerate(zip(references, self.grids[1:], strict=True)):
+            plans.append(evaluation.lasting_plan(piece, grid, (self.scope, n)))
+        name = "-".join(dict.fromkeys((self.names[0], self.names[-1])))
+        details = [evaluation.detail(name, image)]
+        details += [evaluation.detail(f"{name} reference {n}", piece) for n, piece in enumerate(references)]
+        self.plans, self.details = tuple(plans), tuple(details)
         if not evaluation.decision.keeps_detail:
-            for name in self.names:
-                evaluation.run.stats.merged(name)
-        return self.port.limited(reduce(image, self.plan, self.detail))
+            for block in self.names:
+                evaluation.run.stats.merged(block)
+        pieces = list(map(reduce, (image, *references), plans, details))
+        self.lengths = tuple((plan.tokens, piece.shape[1]) for plan, piece in zip(plans, pieces, strict=True))
+        return self.port.limited(_joined(pieces))
 
-    def restored(self, out: Tensor, reduced: Tensor, image: Tensor) -> Tensor:
-        """`restore` for (B, D, C), (B, D, C) and (B, N, C)."""
-        return self.port.limited(restore(out, reduced, image, self.plan, self.detail))
+    def restored(self, out: Tensor, reduced: Tensor, x: Tensor) -> Tensor:
+        """`restore` for the (B, D, C), (B, D, C) and (B, N, C) tokens of all grids."""
+        kept, tokens = [kept for _, kept in self.lengths], [tokens for tokens, _ in self.lengths]
+        pieces = self._pieces(out, kept), self._pieces(reduced, kept), self._pieces(x, tokens)
+        return self.port.limited(_joined(list(map(restore, *pieces, self.plans, self.details))))
+
+    @staticmethod
+    def _pieces(x: Tensor, lengths: list[int]) -> list[Tensor]:
+        return [x] if len(lengths) == 1 else list(x.split(lengths, 1))
 
     def turned(self, rows: Tensor, before: int) -> Tensor:
         """`merged_rows` for the positions of [before | N | rest]."""
-        return merged_rows(rows, self.plan, before, self.port.axis)
+        places, start = [], 0
+        for plan in self.plans:
+            places.append(plan.destinations + start if start else plan.destinations)
+            start += plan.tokens
+        return merged_rows(rows, _joined(places), before, start, self.port.axis)
 
     # --- outside of graphs --------------------------------------------------------------------------------------------
 
@@ -141,18 +180,16 @@ class Place:
     def open(self, x: Tensor, before: int, reason: str) -> Tensor:
         """[before | N | rest] -> [before | D | rest], or x where there is a reason to leave the chain whole; the
         outcome is noted in the run's stats."""
-        evaluation = self.evaluation
-        if evaluation is None:
+        if self.evaluation is None:
             return x
-        after = before + self.grid[0] * self.grid[1]
-        image = x[:, before:after]
-        plan = self.plan_for(image, reason)
+        plan = self.plan_for(x[:, before : before + self.image], reason)
         if plan is None:
             return x
-        self.plan = plan
-        reduced = self._reduced(image)
-        self.held = reduced, image
-        if x.shape[1] > image.shape[1]:
+        after = before + self.image + self.references
+        images = x[:, before:after]
+        reduced = self._reduced(images, plan)
+        self.held = reduced, images
+        if x.shape[1] > images.shape[1]:
             return torch.cat([x[:, :before], reduced, x[:, after:]], 1)
         # What the block was given stays for the difference.
         return reduced.clone() if self.port.writes else reduced
@@ -164,10 +201,10 @@ class Place:
         if evaluation is None:
             return None
         plan = None
-        if not reason and (image.shape[1] != self.grid[0] * self.grid[1] or len(image) % len(evaluation.copies)):
+        if not reason and (image.shape[1] != self.image or len(image) % len(evaluation.copies)):
             reason = CHANGED
         elif not reason:
-            plan = plan_for(image, self.grid, self.scope, evaluation, self.work)
+            plan = plan_for(image, self.grids[0], self.scope, evaluation, self.work)
             reason, part = "" if plan else evaluation.obstacle(image, self.work), ""
         if plan is None:
             self._whole(reason, part)
@@ -190,21 +227,25 @@ class Place:
         return torch.cat([out[:, :before], restored, out[:, after:]], 1)
 
 
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
 class Positions:
-    """Positions of merged tokens, shared by the blocks of an evaluation that share a plan."""
+    """Positions of merged tokens, shared by the blocks of an evaluation that share plans."""
 
     def __init__(self) -> None:
-        self.held: tuple[Tensor, MergePlan, Tensor] | None = None
+        self.held: tuple[Tensor, tuple[MergePlan, ...], Tensor] | None = None
 
     @eager
     def of(self, rows: Any, place: Place, before: int) -> Any:
         """The positions of the tokens inside the chain, from those of all; the same where it runs whole to keep its
         detail, or where there are none."""
-        plan, detail = place.plan, place.detail
+        plans, detail = place.plans, place.details[0]
         if rows is None or (detail is not None and detail.kept is None):
             return rows
-        if self.held is None or self.held[0] is not rows or self.held[1] is not plan:
-            self.held = rows, plan, place.turned(rows, before)
+        if self.held is None or self.held[0] is not rows or any(map(is_not, self.held[1], plans)):
+            self.held = rows, plans, place.turned(rows, before)
         return self.held[2]
 
 
@@ -216,8 +257,8 @@ class Link(Hook):
     torch.compile guards on.
     """
 
-    # Whether the chain may begin inside a graph of torch.compile.
-    in_graphs = True
+    # Whether the chain may begin inside a graph of torch.compile, and whether references may be merged in it.
+    in_graphs = merges_references = True
 
     def __init__(
         self, module: nn.Module, name: str, port: Port, work: Block, scopes: Mapping[Share, Hashable], shared: Positions
@@ -247,17 +288,17 @@ class Link(Hook):
         """The arguments on merged tokens, None if the chain is not merged inside the graph being traced; and how many
         tokens come before the image."""
         place, port = self.begin, self.port
-        before = port.before(given, place.tokens)
+        before = port.before(given, place.image)
         if before is None:
             return None, 0
         x, rows = given[port.tokens], given.get(port.rows)
-        if place is self.place and place.begins(x, before) and not port.obstacle(given, place.tokens):
+        if place is self.place and place.begins(x, before) and not port.obstacle(given, place.image, place.references):
             x = place.enter(x, before)
             if rows is not None:
                 place.turn(rows, before + port.above(given))
         if place.traced is None:
             return None, before
-        return self._moved(given, x, place.rows, before + place.tokens, place.tokens, place.kept), before
+        return self.moved(given, x, place.rows, before), before
 
     @outside_graph
     def outside(self, *args: Any, **kwargs: Any) -> Any:
@@ -266,34 +307,31 @@ class Link(Hook):
         given = port.given(args, kwargs)
         port.note(given)
         x, reason = given[port.tokens], self.reason(given) if place is self.place else ""
-        image = place.grid[0] * place.grid[1]
-        before = port.before(given, image)
+        before = port.before(given, place.image)
         if place is self.place:
             x = place.open(x, before or 0, reason)
         if place.held is None or before is None:
             return self._called(len(args), given)
-        rows = given.get(port.rows)
-        turned = self.positions.of(rows, place, before + port.above(given))
-        kept = place.held[0].shape[1]
-        out = self._called(len(args), self._moved(given, x, turned, before + image, image, kept))
+        rows = self.positions.of(given.get(port.rows), place, before + port.above(given))
+        out = self._called(len(args), self.moved(given, x, rows, before))
         return self._with(out, place.close(self._tokens(out), before)) if self.last else out
 
     def reason(self, given: Given) -> str:
         """Why the chain that begins here is left whole, see `Port.obstacle`. The grid is taken as it is told."""
         place, port = self.place, self.port
-        grid = port.grid(given, place.grid)
+        grid = port.grid(given, place.grids[0])
         if grid is None:
             return "ComfyUI does not tell the size of the grid"
-        place.grid = grid
-        return port.obstacle(given, grid[0] * grid[1])
+        place.grids = grid, *place.grids[1:]
+        return port.obstacle(given, place.image, place.references)
 
-    def _moved(self, given: Given, x: Tensor, rows: Any, end: int, tokens: int, kept: int) -> Given:
-        """The arguments for merged tokens x. end: of the image before merging, in the argument that carries it."""
-        port = self.port
+    def moved(self, given: Given, x: Tensor, rows: Any, before: int) -> Given:
+        """The arguments for merged tokens x at positions `rows`. before: tokens before the image."""
+        port, cuts = self.port, Cuts(before, self.begin.lengths)
         moved = {**given, port.tokens: x}
         if rows is not None:
             moved[port.rows] = rows
-        return moved if kept == tokens else {**moved, **port.moved(given, end, tokens, kept)}
+        return {**moved, **port.moved(given, cuts)} if cuts.gone else moved
 
     def _called(self, by_place: int, given: Given) -> Any:
         """The block itself, told by place what its caller told by place."""

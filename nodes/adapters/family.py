@@ -29,10 +29,16 @@ class ModelHooks(Protocol):
         ...
 
     def select(
-        self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], control: Any = None
+        self,
+        x: Tensor,
+        evaluation: Evaluation,
+        transformer_options: dict[str, Any],
+        *,
+        control: Any = None,
+        references: Sequence[Tensor] = (),
     ) -> Iterator[HookPair]:
-        """The (module, hook) pairs to install while the model is evaluated on the latent x of (B, C, H, W). control:
-        what ControlNets add, as ComfyUI hands it to the model."""
+        """The (module, hook) pairs to install while the model is evaluated on the latent x of (B, C, H, W). control,
+        references: what ControlNets add, and latents of reference images, as ComfyUI hands them to the model."""
         ...
 
     def places(self) -> Iterator[HookPair]:
@@ -48,17 +54,17 @@ def token_grid(latent: Tensor, patch_size: int) -> tuple[int, int]:
 
 def chained(
     links: Sequence[Link],
-    grid: tuple[int, int],
+    grids: tuple[tuple[int, int], ...],
     latent: Tensor,
     evaluation: Evaluation,
     transformer_options: Mapping[str, Any],
     width: int,
 ) -> Iterator[HookPair]:
-    """Hooks that keep tokens merged from the first of consecutive blocks to the last. width: of their tokens, 0 if
-    unknown."""
+    """Hooks that keep tokens merged from the first of consecutive blocks to the last. grids: of the image, and of
+    references that are merged too. width: of their tokens, 0 if unknown."""
     first = links[0]
     scope = first.scopes[evaluation.run.config.share]
-    first.place.begin(grid, scope, [link.name for link in links], first.work, evaluation)
+    first.place.begin(grids, scope, [link.name for link in links], first.work, evaluation)
     if transformer_options.get(GRAPHS) and first.in_graphs and not first.place.prepare(latent, first.module, width):
         first.release()
         return
@@ -92,6 +98,8 @@ class Transformer:
     # Of the tokens, 0 if unknown; and pixels of the latent on a token's side.
     width = 0
     patch_size = 2
+    # Whether tokens of reference images come right after those of the image.
+    references_follow = True
 
     def __init__(self, model: Any) -> None:
         self.model = ref(model)  # weak: the model itself is the key that these hooks are kept under
@@ -139,7 +147,13 @@ class Transformer:
         return True
 
     def select(
-        self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], control: Any = None
+        self,
+        x: Tensor,
+        evaluation: Evaluation,
+        transformer_options: dict[str, Any],
+        *,
+        control: Any = None,
+        references: Sequence[Tensor] = (),
     ) -> Iterator[HookPair]:
         """The hooks to install for this evaluation of the latent x, see `ModelHooks`."""
         config, stats = evaluation.run.config, evaluation.run.stats
@@ -148,6 +162,7 @@ class Transformer:
         chains = config.granularity is Granularity.STACK and not looked and self.loops()
         replaced, control = transformer_options.get("patches_replace", {}).get("dit", {}), control or {}
         grid, reason = token_grid(x, self.patch_size), self.obstacle(transformer_options)
+        grids = grid, *self.merged_references(references, evaluation)
         for stage, links in zip(self.stages, self.links, strict=True):
             added, runs = control.get(stage.added) or (), list[list[Link]]()
             following = None  # the block that the last run could go on with
@@ -161,7 +176,16 @@ class Transformer:
                     runs.append([link])
                     following = index + 1
             for run in runs:
-                yield from chained(run, grid, x, evaluation, transformer_options, self.width)
+                of = grids if run[0].merges_references else (grid,)
+                yield from chained(run, of, x, evaluation, transformer_options, self.width)
+
+    def merged_references(self, references: Sequence[Tensor], evaluation: Evaluation) -> list[tuple[int, int]]:
+        """The grids of the reference images, if all of them are to be merged."""
+        if not (self.references_follow and evaluation.run.config.merge_references):
+            return []
+        grids = [token_grid(latent, self.patch_size) for latent in references]
+        enough = all(round(evaluation.decision.ratio * height * width) for height, width in grids)
+        return grids if enough else []
 
     def chosen(self, stage: Stage, links: list[Link], config: ToMAConfig) -> list[Link]:
         """The hooks of a stage for these settings: those around whole blocks, or of a kind of the family's own."""

@@ -7,6 +7,7 @@ names it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,34 @@ from .layout import shortened
 Given = dict[str, Any]
 
 CHANGED = "another node changed the number of tokens"
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where a stream of tokens became shorter. lengths: (N, D) of the image and of each reference that follows it, from
+    `before` on."""
+
+    before: int
+    lengths: tuple[tuple[int, int], ...]
+
+    @property
+    def gone(self) -> int:
+        """How many tokens fewer there are."""
+        return sum([tokens - kept for tokens, kept in self.lengths])
+
+    @property
+    def references(self) -> list[int]:
+        """How many tokens are left of each reference that was merged."""
+        return [kept for _, kept in self.lengths[1:]]
+
+    def moved(self, place: int) -> int:
+        """Where a place between two images, or outside of them, is then."""
+        end, gone = self.before, 0
+        for tokens, kept in self.lengths:
+            end += tokens
+            if place >= end:
+                gone += tokens - kept
+        return place - gone
 
 
 class Port:
@@ -62,17 +91,19 @@ class Port:
         """Rows and columns of the image's tokens. grid: what the latent makes. None if nobody told."""
         return grid
 
-    def moved(self, given: Given, end: int, tokens: int, kept: int) -> Given:
-        """The arguments that say where tokens lie, for `kept` of `tokens` of an image that ended at `end`."""
+    def moved(self, given: Given, cuts: Cuts) -> Given:
+        """The arguments that say where tokens lie, as they lie after merging."""
         options = given.get("transformer_options")
-        return {} if options is None else {"transformer_options": shortened(options, tokens, kept)}
+        return {} if options is None else {"transformer_options": shortened(options, cuts.gone, cuts.references)}
 
-    def obstacle(self, given: Given, image: int) -> str:
-        """Why a block's tokens cannot be merged, in words for the report; empty if they can. image: N."""
+    def obstacle(self, given: Given, image: int, references: int = 0) -> str:
+        """Why a block's tokens cannot be merged, in words for the report; empty if they can. image: N. references: of
+        the reference images after it, if they are merged too."""
         x, before = given[self.tokens], self.before(given, image)
         if before is None:
             return "ComfyUI does not tell where the image's tokens are"
-        if x.ndim != 3 or x.shape[1] < before + image + self.references(given):
+        told = self.references(given)
+        if x.ndim != 3 or x.shape[1] < before + image + told or (references and references != told):
             return CHANGED
         known = (self.tokens, self.rows, *self.harmless)
         tied = [name for name, value in given.items() if value is not None and name not in known]
@@ -98,10 +129,15 @@ class Port:
         return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504)
 
 
-def ends_moved(given: Given, name: str, end: int, by: int) -> Given:
-    """The argument of this name, a list of (start, stop, ...) places, for an image that ended at `end` and ends `by`
-    later; nothing where it is not given."""
+def slices_moved(given: Given, name: str, cuts: Cuts) -> Given:
+    """The argument of this name, a list of (start, stop, ...) places; nothing where it is not given."""
     pieces = given.get(name)
     if pieces is None:
         return {}
-    return {name: [tuple([at + by if n < 2 and at >= end else at for n, at in enumerate(p)]) for p in pieces]}
+    return {name: [tuple([cuts.moved(at) if n < 2 else at for n, at in enumerate(p)]) for p in pieces]}
+
+
+def index_moved(given: Given, name: str, cuts: Cuts) -> Given:
+    """The argument of this name, a place; nothing where it is not given."""
+    place = given.get(name)
+    return {} if place is None else {name: cuts.moved(place)}

@@ -39,7 +39,7 @@ class _Plain:
     def whole_every(self, config: ToMAConfig) -> int:
         return 0
 
-    def select(self, x: Tensor, evaluation: Evaluation, *_: Any) -> Iterator[HookPair]:
+    def select(self, x: Tensor, evaluation: Evaluation, *_: Any, **__: Any) -> Iterator[HookPair]:
         evaluation.run.stats.whole("model", f"unknown to this version: {self.reason}")
         yield from ()
 

@@ -175,7 +175,8 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     evaluation = sampling.evaluation(x, options)
     if not evaluation.decision.ratio:
         return executor(*args, **kwargs)
-    with installed(hooks.select(x, evaluation, options, control)):
+    references = kwargs.get("ref_latents") or ()
+    with installed(hooks.select(x, evaluation, options, control=control, references=references)):
         return executor(*args, **kwargs)
 
 

@@ -17,7 +17,7 @@ from ....toma_core.payoff import FLUX_DOUBLE, FLUX_SINGLE
 from ..chain import Link
 from ..family import Stage, Transformer
 from ..hooks import HookPair
-from ..port import Given, Port, ends_moved
+from ..port import Cuts, Given, Port, slices_moved
 from .flux_layers import ByModule
 
 NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
@@ -45,9 +45,8 @@ class SinglePort(Port):
         place = (given.get("transformer_options") or {}).get("img_slice")
         return self.text if place is None else place[0]
 
-    def moved(self, given: Given, end: int, tokens: int, kept: int) -> Given:
-        moved = super().moved(given, end, tokens, kept)
-        return {**moved, **ends_moved(given, "modulation_dims", end, kept - tokens)}
+    def moved(self, given: Given, cuts: Cuts) -> Given:
+        return {**super().moved(given, cuts), **slices_moved(given, "modulation_dims", cuts)}
 
 
 class DoublePort(Port):
@@ -68,9 +67,8 @@ class DoublePort(Port):
     def above(self, given: Given) -> int:
         return int(given["txt"].shape[1])
 
-    def moved(self, given: Given, end: int, tokens: int, kept: int) -> Given:
-        moved = super().moved(given, end, tokens, kept)
-        return {**moved, **ends_moved(given, "modulation_dims_img", end, kept - tokens)}
+    def moved(self, given: Given, cuts: Cuts) -> Given:
+        return {**super().moved(given, cuts), **slices_moved(given, "modulation_dims_img", cuts)}
 
 
 class Hooks(Transformer):

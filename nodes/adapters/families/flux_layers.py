@@ -63,6 +63,7 @@ class ByModule(Link):
     the paper."""
 
     in_graphs = False
+    merges_references = False
 
     def __init__(self, whole: Link) -> None:
         """whole: the hook for the same block on merged tokens from its beginning to its end."""
@@ -80,9 +81,8 @@ class ByModule(Link):
         port, place = self.port, self.place
         given = port.given(args, kwargs)
         port.note(given)
-        x, reason = given[port.tokens], self.reason(given)
-        image = place.grid[0] * place.grid[1]
-        plan = place.plan_for(x[:, :image], reason)
+        x = given[port.tokens]
+        plan = place.plan_for(x[:, : place.image], self.reason(given))
         if plan is None or place.evaluation is None:
             return self.original(*args, **kwargs)
         config, stats = place.evaluation.run.config, place.evaluation.run.stats
@@ -92,9 +92,9 @@ class ByModule(Link):
         hooks: list[tuple[nn.Module, Layer]] = []
         if config.self_attention:
             hooks += attention
-            place.plan, place.detail = plan, None
+            place.plans, place.details, place.lengths = (plan,), (None,), ((plan.tokens, plan.kept),)
             rows = self.positions.of(given.get(port.rows), place, port.above(given))
-            given = self._moved(given, x, rows, image, plan.tokens, plan.kept)
+            given = self.moved(given, x, rows, 0)
         if config.feed_forward:
             hooks.append(mlp)
         for _, hook in hooks:

@@ -7,7 +7,7 @@ from torch import nn
 
 from ....toma_core.payoff import KREA
 from ..family import Stage, Transformer
-from ..port import Given, Port
+from ..port import Cuts, Given, Port, index_moved
 
 NAME = "Krea 2"
 
@@ -28,9 +28,8 @@ class BlockPort(Port):
         place = (given.get("transformer_options") or {}).get("img_slice")
         return None if place is None else place[0]
 
-    def moved(self, given: Given, end: int, tokens: int, kept: int) -> Given:
-        moved, first = super().moved(given, end, tokens, kept), given.get("timestep_zero_index")
-        return moved if first is None else {**moved, "timestep_zero_index": first - tokens + kept}
+    def moved(self, given: Given, cuts: Cuts) -> Given:
+        return {**super().moved(given, cuts), **index_moved(given, "timestep_zero_index", cuts)}
 
 
 class Hooks(Transformer):

@@ -11,7 +11,7 @@ from torch import nn
 
 from ....toma_core.payoff import NEXT_DIT
 from ..family import Stage, Transformer
-from ..port import Given, Port, ends_moved
+from ..port import Cuts, Given, Port, slices_moved
 
 NAME = "Z-Image, Lumina 2"
 
@@ -39,9 +39,8 @@ class LayerPort(Port):
             return None
         return max(0, rows.shape[self.axis] - image - -image % self.multiple)
 
-    def moved(self, given: Given, end: int, tokens: int, kept: int) -> Given:
-        moved = super().moved(given, end, tokens, kept)
-        return {**moved, **ends_moved(given, "timestep_zero_index", end, kept - tokens)}
+    def moved(self, given: Given, cuts: Cuts) -> Given:
+        return {**super().moved(given, cuts), **slices_moved(given, "timestep_zero_index", cuts)}
 
 
 class Hooks(Transformer):
@@ -49,6 +48,7 @@ class Hooks(Transformer):
 
     # ControlNets and other patches are shown the image between two blocks, and may write into it.
     between = ("double_block",)
+    references_follow = False
 
     def made(self, model: NextDiT) -> tuple[Stage, ...]:
         """The layers after the refiners."""

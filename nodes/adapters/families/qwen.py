@@ -7,7 +7,7 @@ from torch import nn
 
 from ....toma_core.payoff import QWEN
 from ..family import Stage, Transformer
-from ..port import Given, Port
+from ..port import Cuts, Given, Port, index_moved
 
 NAME = "Qwen-Image"
 
@@ -31,9 +31,8 @@ class BlockPort(Port):
     def above(self, given: Given) -> int:
         return int(given["encoder_hidden_states"].shape[1])
 
-    def moved(self, given: Given, end: int, tokens: int, kept: int) -> Given:
-        moved, first = super().moved(given, end, tokens, kept), given.get("timestep_zero_index")
-        return moved if first is None else {**moved, "timestep_zero_index": first - tokens + kept}
+    def moved(self, given: Given, cuts: Cuts) -> Given:
+        return {**super().moved(given, cuts), **index_moved(given, "timestep_zero_index", cuts)}
 
 
 class Hooks(Transformer):

@@ -17,7 +17,7 @@ from ..chain import Link, Positions
 from ..family import chained
 from ..hooks import HookPair
 from ..layout import on_no_grid
-from ..port import CHANGED, Given, Port
+from ..port import CHANGED, Cuts, Given, Port
 from .unet_layers import ByModule
 
 NAME = "UNet (SDXL, SD1.5, SD2)"
@@ -43,12 +43,12 @@ class BlockPort(Port):
         height, width = (given.get("transformer_options") or {}).get("activations_shape", (0, 0))[-2:]
         return (height, width) if height else None
 
-    def obstacle(self, given: Given, image: int) -> str:
+    def obstacle(self, given: Given, image: int, references: int = 0) -> str:
         return super().obstacle(given, image) if given["x"].shape[1] == image else CHANGED
 
-    def moved(self, given: Given, end: int, tokens: int, kept: int) -> Given:
-        options = given.get("transformer_options")
-        return {} if options is None else {"transformer_options": on_no_grid(options, tokens, kept)}
+    def moved(self, given: Given, cuts: Cuts) -> Given:
+        options, (lengths,) = given.get("transformer_options"), cuts.lengths
+        return {} if options is None else {"transformer_options": on_no_grid(options, *lengths)}
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Hooks:
             self.stacks.append(_Stack(position, left, level, halvings, width, tuple(blocks)))
 
     def select(
-        self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], control: Any = None
+        self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], **_: Any
     ) -> Iterator[HookPair]:
-        """The hooks to install for this evaluation. control: not looked at, ControlNets add outside of the stacks."""
+        """The hooks to install for this evaluation. ControlNets add outside of the stacks."""
         config, stats = evaluation.run.config, evaluation.run.stats
         for stack in self.stacks:
             grid, reason = stack.grid(x), _left_out(stack, config)
@@ -103,15 +103,15 @@ class Hooks:
                         stats.whole(f"{block.link.name} {part}", "replaced by another node")
                     yield from block.hooks(grid, evaluation)
                 elif config.granularity is Granularity.BLOCK:
-                    yield from chained([block.link], grid, x, evaluation, transformer_options, stack.width)
+                    yield from chained([block.link], (grid,), x, evaluation, transformer_options, stack.width)
                 else:
                     links.append(block.link)
                     continue
                 if links:
-                    yield from chained(links, grid, x, evaluation, transformer_options, stack.width)
+                    yield from chained(links, (grid,), x, evaluation, transformer_options, stack.width)
                     links = []
             if links:
-                yield from chained(links, grid, x, evaluation, transformer_options, stack.width)
+                yield from chained(links, (grid,), x, evaluation, transformer_options, stack.width)
 
     def whole_every(self, config: ToMAConfig) -> int:
         """Of how many steps one runs whole."""

@@ -31,7 +31,7 @@ def new_place(port: Any = None) -> Any:
 
 def begun(evaluation: Any, names: list[str], place: Any = None) -> Any:
     place = place or new_place()
-    place.begin(GRID, "here", names, pack_module("toma_core.payoff").UNET_BLOCK, evaluation)
+    place.begin((GRID,), "here", names, pack_module("toma_core.payoff").UNET_BLOCK, evaluation)
     return place
 
 
@@ -115,7 +115,7 @@ def test_positions_follow_the_destinations(pack: ModuleType, graphs: Any, evalua
     x, pe = torch.randn(2, TOKENS, 8), torch.randn(1, 1, BEFORE + TOKENS, 3, 2, 2)
     place.enter(x)
     place.turn(pe, BEFORE)
-    assert torch.equal(place.rows, rope.merged_rows(pe, place.plan, BEFORE, 2))
+    assert torch.equal(place.rows, rope.merged_rows(pe, place.plans[0].destinations, BEFORE, TOKENS, 2))
     numbers = (place.number, BEFORE, TOKENS, 30, 2)
     torch.library.opcheck(graphs.operators.turn.default, (pe, place.traced[0], *numbers))
     place.leave(torch.randn(2, 30, 8))

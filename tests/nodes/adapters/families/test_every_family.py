@@ -93,9 +93,12 @@ def arguments(block: nn.Module, layout: Layout, call: Any) -> dict[str, Any]:
     return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
 
 
-def merged_call(layout: Layout, given: dict[str, Any], plan: Any, M: Tensor) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """The arguments on merged tokens, by plain indexing; the image before and after."""
-    x, tokens = given[layout.tokens], plan.tokens
+def merged_call(
+    layout: Layout, given: dict[str, Any], plans: list[Any], M: Tensor
+) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """The arguments on merged tokens, by plain indexing; the images before and after. plans: of the image and of
+    references after it that are merged too, with one matrix for all of them."""
+    x, tokens = given[layout.tokens], sum(plan.tokens for plan in plans)
     image = x[:, layout.before : layout.before + tokens]
     merged = M @ image
     stream = torch.cat([x[:, : layout.before], merged, x[:, layout.before + tokens :]], 1)
@@ -105,8 +108,12 @@ def merged_call(layout: Layout, given: dict[str, Any], plan: Any, M: Tensor) -> 
         assert rows.shape[layout.axis] == layout.above + x.shape[1]
         end = rows.shape[layout.axis]
         each = []
-        for b, destinations in enumerate(plan.destinations):
-            index = [*range(start), *(start + destinations).tolist(), *range(start + tokens, end)]
+        for b in range(len(x)):
+            index, at = list(range(start)), start
+            for plan in plans:
+                index += (at + plan.destinations[b]).tolist()
+                at += plan.tokens
+            index += range(at, end)
             own = rows[min(b, len(rows) - 1)]
             each.append(own.index_select(layout.axis - 1, torch.tensor(index)))
         told[layout.rows] = torch.stack(each)
@@ -143,7 +150,7 @@ def test_block_is_computed_on_merged_tokens(
     assert plan_calls[call.first_plan].grid == grid_of(layout)
     M, U = dense(plan)
     given = arguments(block, layout, call)
-    told, image, merged = merged_call(layout, given, plan, M)
+    told, image, merged = merged_call(layout, given, [plan], M)
     found = call.out if layout.out is None else call.out[layout.out]
     torch.testing.assert_close(found, restored(layout, run(block, layout, told), image, merged, U), **CLOSE)
     if layout.rows:
@@ -166,7 +173,7 @@ def test_consecutive_blocks_stay_merged(
     plan = plan_calls[start.first_plan].plan
     M, U = dense(plan)
     given = arguments(blocks[0], layout, start)
-    told, image, merged = merged_call(layout, given, plan, M)
+    told, image, merged = merged_call(layout, given, [plan], M)
     for block, call in zip(blocks, [start, *(c[0] for c in between), end], strict=True):
         seen = arguments(block, layout, call)
         # What a block is given beside its tokens is its own: modulation differs from block to block in Chroma.
@@ -340,42 +347,92 @@ REFERENCES += [("qwen_image", "index_timestep_zero"), ("krea2", "index"), ("krea
 
 
 @pytest.mark.parametrize(("family", "method"), REFERENCES)
-def test_references_stay_whole_and_in_place(
-    family: str, method: str | None, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
-) -> None:
-    """Reference images follow the image being made; where they are told to be clean, their place moves with it."""
+@pytest.mark.parametrize("too", [False, True], ids=["whole", "merged"])
+def test_references(
+    family: str, method: str | None, too: bool, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any,
+    stats_of: Any,
+) -> None:  # fmt: skip
+    """They follow the image being made, whole or merged by plans of their own; where they are told to be clean, the
+    place from which on they are moves with them."""
     model = model_of(family)
     layout = LAYOUTS[family][0]
     block = getattr(model.model.diffusion_model, layout.blocks)[1]
-    channels = model.model.latent_format.latent_channels
-    shape = (1, channels, 8, 12) if layout.patch == 1 or family == "krea2" else (1, channels, 1, 8, 12)
-    options: dict[str, Any] = {"reference_latents": [torch.randn(shape, generator=torch.Generator().manual_seed(9))]}
-    if method is not None:
-        options["reference_latents_method"] = method
-    conds = {"positive": models.conditioning(model, seed=1, **options)}
+    conds = {"positive": models.conditioning(model, seed=1, **of_references(model, layout, method))}
     calls = record(block)
-    merged = attach(model, granularity="block")
+    merged = attach(model, granularity="block", merge_references=too)
     out = models.sample(merged, HEIGHT, WIDTH, steps=1, cfg=1.0, **conds)
     assert out.isfinite().all()
     assert stats_of(merged).left_whole == {}
     (call,) = calls
-    plan = plan_calls[call.first_plan].plan
     given = arguments(block, layout, call)
-    references = (8 // layout.patch) * (12 // layout.patch)
-    assert given[layout.tokens].shape[1] == layout.before + plan.tokens + references
-    M, U = dense(plan)
-    told, image, few = merged_call(layout, given, plan, M)
-    gone = plan.tokens - plan.kept
+    plans = [c.plan for c in plan_calls[call.first_plan :][: 3 if too else 1]]
+    sizes = [(side // layout.patch) * (12 // layout.patch) for side in (8, 6)]
+    assert given[layout.tokens].shape[1] == layout.before + plans[0].tokens + sum(sizes)
+    assert [plan.tokens for plan in plans[1:]] == (sizes if too else [])
+    matrices = [dense(plan) for plan in plans]
+    M, U = (torch.stack([torch.block_diag(*each) for each in zip(*kind, strict=True)]) for kind in zip(*matrices))
+    told, images, few = merged_call(layout, given, plans, M)
+
+    def moved(place: int) -> int:
+        end = layout.before
+        gone = 0
+        for plan in plans:
+            end += plan.tokens
+            gone += plan.tokens - plan.kept if place >= end else 0
+        return place - gone
+
     if given.get("timestep_zero_index") is not None:
-        told["timestep_zero_index"] = given["timestep_zero_index"] - gone
+        told["timestep_zero_index"] = moved(given["timestep_zero_index"])
     for name in ("modulation_dims_img", "modulation_dims"):
         if given.get(name) is not None:
-            end = layout.before + plan.tokens
-            told[name] = [
-                (a - gone if a >= end else a, b - gone if b >= end else b, which) for a, b, which in given[name]
-            ]
+            told[name] = [(moved(first), moved(last), which) for first, last, which in given[name]]
     found = call.out if layout.out is None else call.out[layout.out]
-    torch.testing.assert_close(found, restored(layout, run(block, layout, told), image, few, U), **CLOSE)
+    torch.testing.assert_close(found, restored(layout, run(block, layout, told), images, few, U), **CLOSE)
+
+
+def of_references(model: Any, layout: Layout, method: str | None) -> dict[str, Any]:
+    """Conditioning with two references of different sizes."""
+    channels, generator = model.model.latent_format.latent_channels, torch.Generator().manual_seed(9)
+    five = model.model.latent_format.latent_dimensions == 3
+    sizes = [(1, channels, *((1,) if five else ()), side, 12) for side in (8, 6)]
+    options: dict[str, Any] = {"reference_latents": [torch.randn(size, generator=generator) for size in sizes]}
+    return options if method is None else {**options, "reference_latents_method": method}
+
+
+@pytest.mark.parametrize("family", ["flux", "flux2", "krea2", "qwen_image"])
+def test_merged_references_in_whole_runs(family: str, model_of: Any, attach: Any, plan_calls: Any) -> None:
+    """In chains, with detail reuse and guidance; each condition's references get one plan a run, whoever calls."""
+    model = model_of(family)
+    options = of_references(model, LAYOUTS[family][0], "index" if family == "krea2" else None)
+    conds = {
+        "positive": models.conditioning(model, seed=1, **options),
+        "negative": models.conditioning(model, seed=2, **options),
+    }
+    settings = {"merge_references": True, "select_every": 1, "weigh_every": 1}
+    out = models.sample(attach(model, **settings), HEIGHT, WIDTH, batch=2, steps=3, **conds)
+    assert out.isfinite().all()
+    of_references_ = {call.grid for call in plan_calls} - {grid_of(LAYOUTS[family][0])}
+    assert len(of_references_) == 2
+    for grid in of_references_:
+        for scope in {call.scope for call in plan_calls if call.grid == grid}:
+            made = {id(call.plan) for call in plan_calls if call.grid == grid and call.scope == scope}
+            assert len(made) == 1
+    plain = models.sample(model, HEIGHT, WIDTH, batch=2, steps=3, **conds)
+    far = (out - plain).norm()
+    settings |= {"detail_reuse": True, "flux_whole_every": 2}
+    assert (models.sample(attach(model, **settings), HEIGHT, WIDTH, batch=2, steps=3, **conds) - plain).norm() < far
+
+
+def test_z_image_with_references_before_the_image(attach: Any, stats_of: Any) -> None:
+    """Omni models have them, and their captions, before the image: it is found by its place from the end."""
+    model = models.z_image()
+    options = of_references(model, LAYOUTS["z_image"][0], None)
+    conds = {"positive": models.conditioning(model, seed=1, **options)}
+    for settings in ({}, {"merge_references": True}):
+        merged = attach(model, **settings)
+        assert models.sample(merged, HEIGHT, WIDTH, steps=2, cfg=1.0, **conds).isfinite().all()
+        assert stats_of(merged).left_whole == {}
+        assert set(stats_of(merged).grids) == {(10, 14)}
 
 
 def test_lists_of_frames_are_no_picture(model_of: Any, attach: Any, stats_of: Any) -> None:
