@@ -370,7 +370,10 @@ def test_references(
     assert given[layout.tokens].shape[1] == layout.before + plans[0].tokens + sum(sizes)
     assert [plan.tokens for plan in plans[1:]] == (sizes if too else [])
     matrices = [dense(plan) for plan in plans]
-    M, U = (torch.stack([torch.block_diag(*each) for each in zip(*kind, strict=True)]) for kind in zip(*matrices))
+    M, U = (
+        torch.stack([torch.block_diag(*each) for each in zip(*kind, strict=True)])
+        for kind in zip(*matrices, strict=True)
+    )
     told, images, few = merged_call(layout, given, plans, M)
 
     def moved(place: int) -> int:
