@@ -1,4 +1,4 @@
-"""Real ComfyUI models, small: SDXL-shaped and SD1.5-shaped UNets and Flux, with random weights from a seed.
+"""Real ComfyUI models, small, of every family that is supported, with random weights from a seed.
 
 Random weights say nothing about image quality; they run every line of the real classes, samplers and hooks.
 """
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 
-def _patcher(model: Any, seed: int) -> Any:
+def patcher(model: Any, seed: int) -> Any:
+    """A ModelPatcher around one of ComfyUI's models, its weights drawn from the seed."""
     import comfy.model_patcher
 
     generator = torch.Generator().manual_seed(seed)
@@ -52,7 +53,7 @@ def unet(seed: int = 0, *, depths: tuple[int, ...] = (0, 1, 2), middle: int = 2,
     }
     model_config = comfy.supported_models.SDXL(config)
     model_config.unet_config["num_head_channels"] = 16
-    return _patcher(comfy.model_base.SDXL(model_config, device=torch.device("cpu")), seed)
+    return patcher(comfy.model_base.SDXL(model_config, device=torch.device("cpu")), seed)
 
 
 def flux(seed: int = 0, *, double: int = 3, single: int = 3, **extra: Any) -> Any:
@@ -81,7 +82,196 @@ def flux(seed: int = 0, *, double: int = 3, single: int = 3, **extra: Any) -> An
         **extra,
     }
     model_config = comfy.supported_models.Flux(config)
-    return _patcher(comfy.model_base.Flux(model_config, device=torch.device("cpu")), seed)
+    return patcher(comfy.model_base.Flux(model_config, device=torch.device("cpu")), seed)
+
+
+def flux2(seed: int = 0, *, double: int = 2, single: int = 3, **extra: Any) -> Any:
+    """Flux.2's layout: one modulation for all blocks, a token for each pixel of the latent, four axes of positions."""
+    import comfy.model_base
+    import comfy.supported_models
+
+    config = {
+        "image_model": "flux2",
+        "in_channels": 128,
+        "out_channels": 128,
+        "patch_size": 1,
+        "vec_in_dim": None,
+        "context_in_dim": 48,
+        "hidden_size": 64,
+        "mlp_ratio": 3.0,
+        "num_heads": 2,
+        "depth": double,
+        "depth_single_blocks": single,
+        "axes_dim": [8, 8, 8, 8],
+        "theta": 2000,
+        "qkv_bias": False,
+        "ops_bias": False,
+        "guidance_embed": False,
+        "global_modulation": True,
+        "mlp_silu_act": True,
+        "default_ref_method": "index",
+        "ref_index_scale": 10.0,
+        "txt_ids_dims": [3],
+        "dtype": torch.float32,
+        **extra,
+    }
+    model_config = comfy.supported_models.Flux2(config)
+    return patcher(comfy.model_base.Flux2(model_config, device=torch.device("cpu")), seed)
+
+
+def chroma(seed: int = 0, *, double: int = 2, single: int = 3, **extra: Any) -> Any:
+    """Chroma: Flux's blocks, modulated by a network beside them."""
+    import comfy.model_base
+    import comfy.supported_models
+
+    config = {
+        "image_model": "chroma",
+        "in_channels": 64,
+        "out_channels": 64,
+        "patch_size": 2,
+        "context_in_dim": 48,
+        "hidden_size": 48,
+        "mlp_ratio": 4.0,
+        "num_heads": 2,
+        "depth": double,
+        "depth_single_blocks": single,
+        "axes_dim": [8, 8, 8],
+        "theta": 10000,
+        "qkv_bias": True,
+        "in_dim": 64,
+        "out_dim": 48,
+        "hidden_dim": 64,
+        "n_layers": 2,
+        "txt_ids_dims": [],
+        "vec_in_dim": None,
+        "dtype": torch.float32,
+        **extra,
+    }
+    model_config = comfy.supported_models.Chroma(config)
+    return patcher(comfy.model_base.Chroma(model_config, device=torch.device("cpu")), seed)
+
+
+def z_image(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
+    """Z-Image's layout of `NextDiT`: text and image padded to multiples of 32."""
+    import comfy.model_base
+    import comfy.supported_models
+
+    config = {
+        "image_model": "lumina2",
+        "patch_size": 2,
+        "in_channels": 16,
+        "dim": 256,  # the width of the modulation's input at least
+        "cap_feat_dim": 48,
+        "n_layers": layers,
+        "n_refiner_layers": 1,
+        "n_heads": 4,
+        "n_kv_heads": 4,
+        "axes_dims": [16, 24, 24],
+        "axes_lens": [64, 64, 64],
+        "rope_theta": 256.0,
+        "ffn_dim_multiplier": 2.0,
+        "qk_norm": True,
+        "z_image_modulation": True,
+        "time_scale": 1000.0,
+        "pad_tokens_multiple": 32,
+        "dtype": torch.float32,
+        **extra,
+    }
+    model_config = comfy.supported_models.ZImage(config)
+    return patcher(comfy.model_base.Lumina2(model_config, device=torch.device("cpu")), seed)
+
+
+def lumina2(seed: int = 0, **extra: Any) -> Any:
+    """Lumina 2's layout of `NextDiT`: no padding, fewer keys and values than queries."""
+    plain = {"z_image_modulation": False, "time_scale": 1.0, "pad_tokens_multiple": None}
+    return z_image(seed, **{**plain, "dim": 96, "n_kv_heads": 2, "axes_dims": [8, 8, 8], **extra})
+
+
+def krea2(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
+    """Krea 2: one stream, keys and values in groups, latents of five dimensions."""
+    import comfy.model_base
+    import comfy.supported_models
+
+    config = {
+        "image_model": "krea2",
+        "features": 128,
+        "tdim": 32,
+        "txtdim": 24,
+        "heads": 4,
+        "kvheads": 2,
+        "multiplier": 2,
+        "layers": layers,
+        "patch": 2,
+        "channels": 16,
+        "txtlayers": 2,
+        "txtheads": 2,
+        "txtkvheads": 2,
+        "dtype": torch.float32,
+        **extra,
+    }
+    model_config = comfy.supported_models.Krea2(config)
+    return patcher(comfy.model_base.Krea2(model_config, device=torch.device("cpu")), seed)
+
+
+def qwen_image(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
+    """Qwen-Image: double blocks only, latents of five dimensions."""
+    import comfy.model_base
+    import comfy.supported_models
+
+    config = {
+        "image_model": "qwen_image",
+        "in_channels": 64,
+        "num_layers": layers,
+        "attention_head_dim": 24,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 48,
+        "axes_dims_rope": (8, 8, 8),
+        "dtype": torch.float32,
+        **extra,
+    }
+    model_config = comfy.supported_models.QwenImage(config)
+    return patcher(comfy.model_base.QwenImage(model_config, device=torch.device("cpu")), seed)
+
+
+def sd3(seed: int = 0, *, layers: int = 2, **extra: Any) -> Any:
+    """SD3: positions are added before the first block."""
+    import comfy.model_base
+    import comfy.supported_models
+
+    config = {
+        "in_channels": 16,
+        "input_size": None,
+        "num_patches": 1024,
+        "pos_embed_max_size": 32,
+        "pos_embed_scaling_factor": None,
+        "depth": layers,
+        "adm_in_channels": 24,
+        "qk_norm": "rms",
+        "context_embedder_config": {
+            "target": "torch.nn.Linear",
+            "params": {"in_features": 48, "out_features": 64 * layers},
+        },
+        "dtype": torch.float32,
+        **extra,
+    }
+    model = patcher(comfy.model_base.SD3(comfy.supported_models.SD3(config), device=torch.device("cpu")), seed)
+    for name, buffer in model.model.diffusion_model.named_buffers():
+        if name == "pos_embed":
+            buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(seed)))
+    return model
+
+
+# By the name of a family's layout, those whose blocks all see the image at one resolution.
+TRANSFORMERS = {
+    "flux": flux,
+    "flux2": flux2,
+    "chroma": chroma,
+    "z_image": z_image,
+    "lumina2": lumina2,
+    "krea2": krea2,
+    "qwen_image": qwen_image,
+    "sd3": sd3,
+}
 
 
 def conditioning(model: Any, tokens: int = 7, seed: int = 1, **options: Any) -> list[Any]:
@@ -89,7 +279,7 @@ def conditioning(model: Any, tokens: int = 7, seed: int = 1, **options: Any) -> 
     import comfy.model_base
 
     generator = torch.Generator().manual_seed(seed)
-    width = 24 if isinstance(model.model, comfy.model_base.Flux) else 1280
+    width = 1280 if isinstance(model.model, comfy.model_base.SDXL) else 24
     text = torch.randn(1, tokens, 48, generator=generator)
     return [[text, {"pooled_output": torch.randn(1, width, generator=generator), **options}]]
 
@@ -113,7 +303,7 @@ def sample(
     import comfy.sample
 
     channels = model.model.latent_format.latent_channels
-    latent = torch.zeros(batch, channels, height, width)
+    latent = comfy.sample.fix_empty_latent_channels(model, torch.zeros(batch, channels, height, width))
     noise = comfy.sample.prepare_noise(latent, seed)
     positive = conditioning(model, seed=1) if positive is None else positive
     negative = conditioning(model, seed=2) if negative is None else negative

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFilter, ImageOps
+from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps
 
 from scripts.comfy_pack import pack_module, use_comfyui
 from scripts.comfyui import ROOT
@@ -27,6 +27,7 @@ SIDE = 512
 MOST_BYTES = 100_000
 _LINE = (20, 20, 20)
 _PAPER = (250, 250, 250)
+_BOARD, _NODE, _OURS, _FAINT = (32, 36, 44), (58, 66, 82), (138, 92, 40), (150, 158, 172)
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Thumbnail:
 
     kind: Kind
     layout: Callable[[Thumbnail], Image.Image]
-    scene: int
+    scene: int = 0
     side: int = CANVAS
     steps: int = 20
 
@@ -150,6 +151,28 @@ def edited(thumbnail: Thumbnail) -> Image.Image:
     return diagonal(enlarged(before.picture), mosaic(after.picture, after.finest))
 
 
+def named(*words: str) -> Callable[[Thumbnail], Image.Image]:
+    """The name of the model in large letters, the last of the words in a box of its own, above the chain of nodes."""
+
+    def layout(_: Thumbnail) -> Image.Image:
+        image = Image.new("RGB", (SIDE, SIDE), _BOARD)
+        draw, top = ImageDraw.Draw(image), 56
+        *name, fact = words
+        for word in name:
+            draw.text((36, top), word, _PAPER, ImageFont.load_default(76))
+            top += 84
+        draw.text((40, top + 10), fact, _FAINT, ImageFont.load_default(36))
+        left, right = 36, SIDE - 36
+        draw.line((left, 400, right, 400), _FAINT, 4)
+        for n, (label, colour) in enumerate((("model", _NODE), ("ToMA", _OURS), ("sampler", _NODE))):
+            box = (left + n * 152, 360, left + n * 152 + 136, 440)
+            draw.rounded_rectangle(box, 12, colour, _FAINT, 2)
+            draw.text((box[0] + 68, 400), label, _PAPER, ImageFont.load_default(30), anchor="mm")
+        return image
+
+    return layout
+
+
 # By the names of the workflows.
 THUMBNAILS = {
     "SDXL": Thumbnail(UNET, split, scene=49),
@@ -161,6 +184,10 @@ THUMBNAILS = {
     "Flux": Thumbnail(DIT, split, scene=41),
     "Flux + report": Thumbnail(DIT, report, scene=41),
     "Flux Kontext": Thumbnail(DIT, edited, scene=28),
+    # No small model of these families draws: their thumbnails say what the graph is.
+    "Flux.2 Klein": Thumbnail(DIT, named("Flux.2", "Klein", "4 steps")),
+    "Z-Image Turbo": Thumbnail(DIT, named("Z-Image", "Turbo", "8 steps")),
+    "Qwen-Image-Edit": Thumbnail(DIT, named("Qwen-Image", "Edit", "4 steps")),
 }
 
 

@@ -65,5 +65,5 @@ def load_pack() -> ModuleType:
 
 
 def pack_module(name: str) -> ModuleType:
-    """A module of the loaded pack by its dotted path from the root, e.g. `pack_module("nodes.adapters.unet")`."""
+    """A module of the loaded pack by its dotted path from the root, e.g. `pack_module("nodes.adapters.run")`."""
     return importlib.import_module(f"{load_pack().__name__}.{name}")

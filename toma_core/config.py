@@ -132,6 +132,13 @@ class ToMAConfig:
         "Where",
         (0, 1000, 1),
     )
+    merge_references: bool = option(
+        False,
+        "Merge reference images too, each on a grid of its own. In editing models (Flux.1 Kontext, Flux.2, Krea 2, "
+        "Qwen-Image-Edit) they are half to two thirds of the tokens: whole they hold the speed back, merged they may "
+        "be followed less closely.",
+        "Where",
+    )
     start_percent: float = option(
         0.0,
         "Merging starts at this share of the sampling process (0 = from the start).",

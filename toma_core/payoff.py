@@ -75,6 +75,10 @@ _ORDER = (Granularity.STACK, Granularity.BLOCK, Granularity.MODULE)
 UNET_BLOCK = Block(18, 20, (1, 3, 6))
 FLUX_DOUBLE = Block(12, 75, (1, 5, 9), beside=256)
 FLUX_SINGLE = Block(12, 31, (1, 6, 5), beside=256)
+NEXT_DIT = Block(12, 31, (1, 6, 6), beside=32)
+KREA = Block(12, 31, (1, 6, 6))
+QWEN = Block(12, 75, (1, 5, 5))
+MM_DIT = Block(12, 75, (1, 5, 5), beside=77)
 
 
 @dataclass(frozen=True)

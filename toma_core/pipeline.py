@@ -10,7 +10,7 @@ with `plan = plan_for(x, grid, scope, evaluation)`: the stored one, a fresh one,
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -43,6 +43,12 @@ class Evaluation:
     def plan(self, x: Tensor, grid: tuple[int, int], scope: Hashable) -> MergePlan:
         """The plan for tokens x of (B, H * W, C), the stored one or a fresh one."""
         return self.run.plan(x, grid, scope, self.decision, self.copies, self.blind, self.piece)
+
+    def lasting_plan(self, x: Tensor, grid: tuple[int, int], scope: Hashable) -> MergePlan:
+        """The plan for tokens x of (B, H * W, C) that show the same in the whole run, as those of a reference image. Of
+        its own for each condition: they may have different ones."""
+        decision = replace(self.decision, selection=0, weighing=0)
+        return self.run.plan(x, grid, scope, decision, self.parts, self.blind)
 
     def detail(self, block: str, x: Tensor) -> Detail | None:
         """The part in the reuse of detail of the block that is given x of (B, N, C); None if there is none, or if

@@ -158,7 +158,7 @@ class Probe:
             self.before, self.whole = self.whole, {}
         self.call = call
         try:
-            with replaced(self.family, {"restore": restore}) if whole else nullcontext():
+            with replaced(pack_module("nodes.adapters.chain"), {"restore": restore}) if whole else nullcontext():
                 return run()
         finally:
             self.call = None

@@ -16,8 +16,10 @@ from torch import nn
 
 from ...toma_core.payoff import card_of
 
-# The classes whose `forward` calls attention: of UNets, of Flux.
-_CALLERS = ("CrossAttention", "DoubleStreamBlock")
+# The classes whose `forward` calls attention: of UNets, Flux and Chroma, NextDiT, Krea 2 and Qwen-Image, SD3.
+_CALLERS = ("CrossAttention", "DoubleStreamBlock", "JointAttention", "Attention", "JointBlock")
+# What they call it.
+_NAMES = ("optimized_attention", "optimized_attention_masked")
 # ComfyUI's own functions are there; the other is what Flux calls, which calls them.
 _OWN, _FLUX = "comfy.ldm.modules.attention", "comfy.ldm.flux.math"
 # The widest heads that a library takes, by its own checks (flash-attn 2.8, sageattention 1.0.6 and 2.2).
@@ -57,8 +59,9 @@ def _called(forward: Callable[..., Any]) -> Any:
     names = getattr(forward, "__globals__", {})
     if not str(names.get("__name__")).startswith("comfy."):
         return forward
-    if "optimized_attention" in names:
-        return names["optimized_attention"]
+    for name in _NAMES:
+        if name in names:
+            return names[name]
     function = names["attention"]
     return function.__globals__["optimized_attention"] if _home(function) == _FLUX else function
 
@@ -83,7 +86,11 @@ def _computed(name: str, model: ModelPatcher, width: int) -> str:
 
 def _width(caller: nn.Module) -> int:
     """Channels of one head."""
-    return int(getattr(caller, "dim_head", 0) or caller.hidden_size // caller.num_heads)  # type: ignore[operator]
+    attention: Any = getattr(getattr(caller, "x_block", None), "attn", caller)
+    for name in ("dim_head", "head_dim", "headdim"):
+        if hasattr(attention, name):
+            return int(getattr(attention, name))
+    return int(attention.hidden_size // attention.num_heads)
 
 
 def _home(function: Any) -> str:

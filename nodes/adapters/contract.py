@@ -60,24 +60,28 @@ def argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: s
 def check(module: nn.Module, hook: object) -> None:
     """Raise `UnknownError` unless `hook` can stand in for the module's `forward`, whoever calls it.
 
-    The hook's own `__call__` says what is known: its arguments by place must be the first ones of the class's
-    `forward` and bear the same names (unless they have none, before a `/`), its arguments by name must be among the
-    others, and whatever else there is must have a default and a `**rest` to go to, where the hook looks at it.
+    The hook's port or its own `__call__` says what is known: its arguments by place must be the first ones of the
+    class's `forward` and bear the same names (unless they have none, before a `/`), its arguments by name must be among
+    the others, and whatever else there is must have a default and a `**rest` to go to, where the hook looks at it.
     """
     module = getattr(module, "_orig_mod", module)  # torch.compile's wrapper takes anything
     try:
         theirs = list(signature(type(module).forward).parameters.values())[1:]
     except ValueError as error:  # compiled code may hide what it takes
         raise UnknownError(f"{type(module).__name__}.forward: {error}") from error
-    ours = list(signature(type(hook).__call__).parameters.values())[1:]
     if any(p.kind is Parameter.VAR_POSITIONAL for p in theirs):
         return  # hands on whatever it is given
-    theirs = theirs[sum(p.kind is Parameter.POSITIONAL_ONLY for p in ours) :]
-    ours = [p for p in ours if p.kind is not Parameter.POSITIONAL_ONLY]
-    places = [p.name for p in ours if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
-    names = {p.name for p in ours if p.kind is not Parameter.VAR_KEYWORD}
+    port = getattr(hook, "port", None)
+    if port is None:
+        ours = list(signature(type(hook).__call__).parameters.values())[1:]
+        theirs = theirs[sum(p.kind is Parameter.POSITIONAL_ONLY for p in ours) :]
+        ours = [p for p in ours if p.kind is not Parameter.POSITIONAL_ONLY]
+        places = [p.name for p in ours if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+        names = {p.name for p in ours if p.kind is not Parameter.VAR_KEYWORD}
+        has_rest = any(p.kind is Parameter.VAR_KEYWORD for p in ours)
+    else:
+        places, names, has_rest = list(port.places), {*port.places, *port.needs}, True
     others = [p for p in theirs if p.name not in names]
-    has_rest = any(p.kind is Parameter.VAR_KEYWORD for p in ours)
     if (
         [p.name for p in theirs[: len(places)]] != places
         or not names <= {p.name for p in theirs}

@@ -4,25 +4,18 @@ Merging chooses by content, step and run, and a traced graph would freeze those 
 break it: around every stack of a UNet, in the middle of the loops over its blocks, so that each block becomes a graph
 of its own and most of what compiling gains is lost to their guards. So a graph holds operators that know only a place
 in the model, by number, and their shapes; what they do is looked up when they run.
-
-Only what has the same shape at every merged step can be told to a graph. A hook tells it through plain numbers in its
-`Place`, which torch.compile guards on.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...toma_core import Evaluation, MergePlan, reduce, restore
-from ...toma_core.detail import Detail
 from ...toma_core.kernels.namespace import free_namespace
-from ...toma_core.payoff import UNET_BLOCK, Block
 
 _MODES = (None, "default", "max-autotune-no-cudagraphs")
 
@@ -35,102 +28,19 @@ def compiled(model_options: dict[str, Any]) -> bool:
     return told.get("backend") == "inductor" and told.get("mode") in _MODES and not options.get("triton.cudagraphs")
 
 
-class Place:
-    """Where a chain of blocks begins to run on merged tokens, and ends.
-
-    tokens, kept: N and D of one image, what a graph is made for. Equal where the chain runs whole to keep its detail;
-    kept is 0 where the graph has to be left for the hook to decide.
-    held: between the first block and the last, what `restore` needs beside their output: reduced and x.
-    """
-
-    grid: tuple[int, int]
-    scope: Hashable
-    names: Sequence[str]
-    evaluation: Evaluation
-    plan: MergePlan
-    detail: Detail | None
-    held: Any
-
-    def __init__(self) -> None:
-        self.number = next(_numbers)
-        _places[self.number] = self
-        self.release()
-
-    def release(self) -> None:
-        """Drop what the evaluation left behind."""
-        self.tokens = self.kept = 0
-        self.held = None
-        for name in ("evaluation", "plan", "detail"):
-            vars(self).pop(name, None)
-
-    def prepare(
-        self,
-        x: Tensor,
-        grid: tuple[int, int],
-        scope: Hashable,
-        names: Sequence[str],
-        evaluation: Evaluation,
-        module: nn.Module,
-        width: int,
-        work: Block = UNET_BLOCK,
-    ) -> bool:
-        """Get ready for an evaluation on the latent x of (B, C, H, W), in which these blocks, like `module`, see
-        (B, H' * W', width), 0 if unknown. False if they stay whole, which is then noted in the run's stats."""
-        run, decision, tokens, images = evaluation.run, evaluation.decision, grid[0] * grid[1], x.shape[0]
-        if not width or images % len(evaluation.copies):
-            return True  # for the hook to decide
-        weight = next(module.parameters(), x)
-        dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else torch.bfloat16
-        reason = evaluation.obstacle(x.new_empty((), dtype=dtype).expand(images, tokens, width), work)
-        if reason:
-            for name in names:
-                run.stats.whole(name, reason)
-            return False
-        self.grid, self.scope, self.names, self.evaluation = grid, scope, names, evaluation
-        self.tokens = tokens
-        self.kept = tokens if decision.keeps_detail else run.kept(grid, decision, x.device)
-        return True
-
-    def begins(self, x: Tensor, before: int = 0) -> bool:
-        """Whether a chain whose first block gets [before | N | rest] is merged inside the graph being traced."""
-        inside = self.kept > 0 and torch.compiler.is_compiling()
-        return inside and x.ndim == 3 and x.shape[1] >= before + self.tokens
-
-    def enter(self, x: Tensor, before: int = 0) -> Tensor:
-        """[before | N | rest] -> [before | D | rest], which is held: a block must not write into it."""
-        reduced: Tensor = operators.enter(x, self.number, before, self.tokens, self.kept)
-        self.held = (reduced, x)
-        return reduced
-
-    def leave(self, out: Tensor, before: int = 0) -> Tensor:
-        """What the chain's last block gives, for all tokens again."""
-        reduced, x = self.held
-        self.held = None
-        restored: Tensor = operators.leave(out, reduced, x, self.number, before, self.tokens, self.kept)
-        return restored
-
-    def now_enter(self, image: Tensor) -> Tensor:
-        """`reduce` for (B, N, C) when the graph runs; the outcome is noted in the run's stats."""
-        evaluation = self.evaluation
-        run = evaluation.run
-        self.plan = evaluation.plan(image, self.grid, self.scope)
-        self.detail = evaluation.detail("-".join(dict.fromkeys((self.names[0], self.names[-1]))), image)
-        if not evaluation.decision.keeps_detail:
-            for name in self.names:
-                run.stats.merged(name)
-        return reduce(image, self.plan, self.detail)
-
-    def now_leave(self, out: Tensor, reduced: Tensor, image: Tensor) -> Tensor:
-        """`restore` for (B, D, C), (B, D, C) and (B, N, C) when the graph runs."""
-        return restore(out, reduced, image, self.plan, self.detail)
-
-
 _numbers = itertools.count()
 # Weakly: a place lives as long as its hook, which lives as long as the model.
 _places: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
-def _around(x: Tensor, before: int, tokens: int, image: Tensor) -> Tensor:
+def numbered(place: Any) -> int:
+    """A number by which the operators find the place. It has to have `reduced`, `restored` and `turned`."""
+    number = next(_numbers)
+    _places[number] = place
+    return number
+
+
+def around(x: Tensor, before: int, tokens: int, image: Tensor) -> Tensor:
     """x with the image in place of so many of its tokens. A new tensor: the graph may write into what it gave."""
     if x.shape[1] == tokens:
         own = image.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
@@ -139,17 +49,17 @@ def _around(x: Tensor, before: int, tokens: int, image: Tensor) -> Tensor:
 
 
 def _enter(x: Tensor, place: int, before: int, tokens: int, kept: int) -> Tensor:
-    return _around(x, before, tokens, _places[place].now_enter(x[:, before : before + tokens]))
+    return around(x, before, tokens, _places[place].reduced(x[:, before : before + tokens]))
 
 
 def _leave(out: Tensor, reduced: Tensor, x: Tensor, place: int, before: int, tokens: int, kept: int) -> Tensor:
     merged, whole = slice(before, before + kept), slice(before, before + tokens)
-    return _around(out, before, kept, _places[place].now_leave(out[:, merged], reduced[:, merged], x[:, whole]))
+    return around(out, before, kept, _places[place].restored(out[:, merged], reduced[:, merged], x[:, whole]))
 
 
-def _turn(pe: Tensor, reduced: Tensor, place: int, before: int, tokens: int, kept: int) -> Tensor:
-    rows: Tensor = _places[place].now_turn(pe, before)
-    return rows
+def _turn(rows: Tensor, reduced: Tensor, place: int, before: int, tokens: int, kept: int, axis: int) -> Tensor:
+    turned: Tensor = _places[place].turned(rows, before)
+    return turned
 
 
 _namespace = free_namespace("toma_graphs", "enter")
@@ -158,14 +68,10 @@ _library = torch.library.Library(_namespace, "FRAGMENT")
 _tags = tuple(
     getattr(torch.Tag, name) for name in ("needs_fixed_stride_order", "cudagraph_unsafe") if hasattr(torch.Tag, name)
 )
-_library.define("enter(Tensor x, int place, SymInt before, SymInt tokens, SymInt kept) -> Tensor", tags=_tags)
-_library.define(
-    "leave(Tensor out, Tensor reduced, Tensor x, int place, SymInt before, SymInt tokens, SymInt kept) -> Tensor",
-    tags=_tags,
-)
-_library.define(
-    "turn(Tensor pe, Tensor reduced, int place, SymInt before, SymInt tokens, SymInt kept) -> Tensor", tags=_tags
-)
+_WHERE = "int place, SymInt before, SymInt tokens, SymInt kept"
+_library.define(f"enter(Tensor x, {_WHERE}) -> Tensor", tags=_tags)
+_library.define(f"leave(Tensor out, Tensor reduced, Tensor x, {_WHERE}) -> Tensor", tags=_tags)
+_library.define(f"turn(Tensor rows, Tensor reduced, {_WHERE}, int axis) -> Tensor", tags=_tags)
 for _name, _function in (("enter", _enter), ("leave", _leave), ("turn", _turn)):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
 operators = getattr(torch.ops, _namespace)
@@ -182,5 +88,7 @@ def _fake_leave(out: Tensor, reduced: Tensor, x: Tensor, place: int, before: int
 
 
 @torch.library.register_fake(f"{_namespace}::turn", lib=_library)
-def _fake_turn(pe: Tensor, reduced: Tensor, place: int, before: int, tokens: int, kept: int) -> Tensor:
-    return pe.new_empty(reduced.shape[0], pe.shape[1], pe.shape[2] - tokens + kept, *pe.shape[3:])
+def _fake_turn(rows: Tensor, reduced: Tensor, place: int, before: int, tokens: int, kept: int, axis: int) -> Tensor:
+    shape = [reduced.shape[0], *rows.shape[1:]]
+    shape[axis] += kept - tokens
+    return rows.new_empty(shape)

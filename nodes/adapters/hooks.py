@@ -15,8 +15,6 @@ import torch
 from torch import nn
 
 from ... import toma_core
-from ...toma_core import Evaluation
-from ...toma_core.detail import Detail
 
 # Where the pieces ride in ComfyUI's transformer_options, as far as the model, which is not shown them: torch.compile's
 # code for it reads every key that was there when it was traced, also in later runs without ToMA.
@@ -63,22 +61,9 @@ def installed(hooks: Iterable[HookPair]) -> Iterator[None]:
             hook.release()
 
 
-@torch.compiler.disable
-def detail_of(block: str, x: torch.Tensor, evaluation: Evaluation | None) -> Detail | None:
-    """The part in the reuse of detail of the block that is given x, None without."""
-    return None if evaluation is None else evaluation.detail(block, x)
-
-
-def fits(x: torch.Tensor, tokens: int, evaluation: Evaluation) -> bool:
-    """Whether x is (B, tokens, C) with a batch that divides into the evaluation's chunks."""
-    return x.ndim == 3 and x.shape[1] == tokens and x.shape[0] % len(evaluation.copies) == 0
-
-
 # Merging chooses by content, step and shape: inside a traced graph those choices would be frozen at the first trace.
 # The wrapped block itself may still be compiled, so hooks are kept out of graphs alone, and what they call to plan and
 # to merge with everything below it.
 outside_graph = torch.compiler.disable(recursive=False)
 eager = torch.compiler.disable
-merge, unmerge, reduce, restore = (
-    eager(f) for f in (toma_core.merge, toma_core.unmerge, toma_core.reduce, toma_core.restore)
-)
+merge, unmerge = eager(toma_core.merge), eager(toma_core.unmerge)

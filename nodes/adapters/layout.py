@@ -3,12 +3,13 @@
 ComfyUI says in `transformer_options` how a block's tokens lie, and whoever computes attention in its place
 (`optimized_attention_override`) may index by that. Blocks on merged tokens get a copy that is true of them: everything
 else in it is the same objects, and the caller's own dict stays as it is. In ComfyUI 0.16.3 to 0.30.0 two entries
-describe tokens that merging takes away. `original_shape` is the latent's, `reference_image_num_tokens` are Flux's
-references, which stay whole, and the double blocks of Flux find `img_slice` for their patches from what arrives.
+describe tokens that merging takes away, and a third where references are merged too. `original_shape` is the latent's,
+and double blocks find `img_slice` for their patches from what arrives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 Options = dict[str, Any]
@@ -21,8 +22,13 @@ def on_no_grid(options: Options, tokens: int, kept: int) -> Options:
     return {**options, "activations_shape": [*shape[:-2], 1, kept]} if shape and kept != tokens else options
 
 
-def shortened(options: Options, tokens: int, kept: int) -> Options:
-    """For a Flux block on `kept` of `tokens` of the image: `img_slice` [text, all] ends so many earlier. `options`
-    itself where nothing is merged or nothing was said."""
-    place = options.get("img_slice")
-    return {**options, "img_slice": [place[0], place[1] - tokens + kept]} if place and kept != tokens else options
+def shortened(options: Options, gone: int, references: Sequence[int] = ()) -> Options:
+    """For a transformer's block on so many tokens fewer: `img_slice` [text, all] ends so many earlier, and
+    `reference_image_num_tokens` are those left, where references are merged too. `options` itself where nothing is
+    merged or nothing was said."""
+    told, place = {}, options.get("img_slice")
+    if place and gone:
+        told["img_slice"] = [place[0], place[1] - gone]
+    if references and "reference_image_num_tokens" in options:
+        told["reference_image_num_tokens"] = list(references)
+    return {**options, **told} if told else options

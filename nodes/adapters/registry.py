@@ -1,46 +1,33 @@
-"""Which adapter fits a model. A new model family is one module with NAME, matches and Hooks, and one entry here."""
+"""Which family fits a model. A new one is one file with NAME, matches and Hooks, and one entry here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from importlib import import_module
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from ...toma_core import Evaluation, ToMAConfig
-from .contract import UnknownError, asking, check, known, warn
+from .contract import UnknownError, asking, check, warn
+from .family import ModelHooks
 from .hooks import HookPair
 
-_FAMILIES = 2
-_ADAPTERS: list[Any] = []
-with known("the UNet's classes"):
-    from . import unet
-
-    _ADAPTERS.append(unet)
-with known("the classes of Flux"):
-    from . import flux
-
-    _ADAPTERS.append(flux)
-
-
-class ModelHooks(Protocol):
-    """What an adapter keeps for one model."""
-
-    def whole_every(self, config: ToMAConfig) -> int:
-        """Of how many steps one runs whole on this kind of model; 0 if none does."""
-        ...
-
-    def select(
-        self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], control: Any = None
-    ) -> Iterator[HookPair]:
-        """The (module, hook) pairs to install while the model is evaluated on the latent x of (B, C, H, W). control:
-        what ControlNets add, as ComfyUI hands it to the model."""
-        ...
-
-    def places(self) -> Iterator[HookPair]:
-        """Every (module, hook) pair that `select` may ever give whose `forward` can be looked at."""
-        ...
+# The names of files, in the order in which they are named to users.
+_KNOWN = ("unet", "flux", "chroma", "lumina", "krea", "qwen", "sd3")
+_FAMILIES: list[Any] = []
+# Known to this pack, but not as this ComfyUI has them.
+_strange: list[str] = []
+for _name in _KNOWN:
+    try:
+        with asking(f"the classes of {_name}"):
+            _FAMILIES.append(import_module(f".families.{_name}", __package__))
+    except UnknownError as error:
+        # A ComfyUI from before a model came out has no folder for it: nobody can load it there.
+        if not isinstance(error.__cause__, ModuleNotFoundError):
+            _strange.append(_name)
+            warn(error)
 
 
 class _Plain:
@@ -52,7 +39,7 @@ class _Plain:
     def whole_every(self, config: ToMAConfig) -> int:
         return 0
 
-    def select(self, x: Tensor, evaluation: Evaluation, *_: Any) -> Iterator[HookPair]:
+    def select(self, x: Tensor, evaluation: Evaluation, *_: Any, **__: Any) -> Iterator[HookPair]:
         evaluation.run.stats.whole("model", f"unknown to this version: {self.reason}")
         yield from ()
 
@@ -74,22 +61,22 @@ def unwrapped(diffusion_model: nn.Module) -> nn.Module:
 
 
 def find(diffusion_model: nn.Module) -> ModelHooks | None:
-    """The hooks for a model, or None if no adapter knows it."""
+    """The hooks for a model, or None if no family knows it."""
     model = unwrapped(diffusion_model)
     if model not in _hooks:
-        adapter = next((a for a in _ADAPTERS if a.matches(model)), None)
-        if adapter is None:
-            # A family that could not be asked may be this model's: it runs as it did before.
-            return None if len(_ADAPTERS) == _FAMILIES else _Plain(type(model).__name__)
-        _hooks[model] = _made(adapter, model)
+        family = next((f for f in _FAMILIES if f.matches(model)), None)
+        if family is None:
+            # One that could not be asked may be this model's: it runs as it did before.
+            return _Plain(type(model).__name__) if _strange else None
+        _hooks[model] = _made(family, model)
     return _hooks[model]
 
 
-def _made(adapter: Any, model: nn.Module) -> ModelHooks:
-    """The adapter's hooks for the model, if each can stand in for what is there."""
+def _made(family: Any, model: nn.Module) -> ModelHooks:
+    """The family's hooks for the model, if each can stand in for what is there."""
     try:
         with asking(type(model).__name__):
-            hooks: ModelHooks = adapter.Hooks(model)
+            hooks: ModelHooks = family.Hooks(model)
             for module, hook in hooks.places():
                 check(module, hook)
             return hooks
@@ -99,9 +86,9 @@ def _made(adapter: Any, model: nn.Module) -> ModelHooks:
 
 
 def require(diffusion_model: nn.Module) -> None:
-    """Raise `UnsupportedModelError` if no adapter knows the model."""
+    """Raise `UnsupportedModelError` if no family knows the model."""
     if find(diffusion_model) is None:
-        supported = ", ".join(a.NAME for a in _ADAPTERS)
+        supported = ", ".join(family.NAME for family in _FAMILIES)
         raise UnsupportedModelError(
             f"ToMA cannot speed up this model ({type(unwrapped(diffusion_model)).__name__}). Supported: {supported}. "
             "Connect one of these, or bypass the ToMA node."

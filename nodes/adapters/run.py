@@ -167,7 +167,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
             control = argument(args, kwargs, 4, "control")
             options = argument(args, kwargs, 5, "transformer_options")
             sampling = options.get(SAMPLING) or _lone_evaluation(executor.class_obj, t, options)
-            model, dimensions = executor.class_obj.diffusion_model, x.ndim
+            model = executor.class_obj.diffusion_model
     except UnknownError as error:
         warn(error)
         return executor(*args, **kwargs)
@@ -181,14 +181,20 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
             sampling.run.stats.whole("model", "ComfyUI did not tell the noise level")
         return executor(*args, **kwargs)
     hooks = registry.find(model)
-    if hooks is None or dimensions != 4:
+    if hooks is None or not _is_picture(x):
         sampling.run.stats.whole("model", "a model or latent of unknown kind")
         return executor(*args, **kwargs)
     evaluation = sampling.evaluation(x, options)
     if not evaluation.decision.ratio:
         return executor(*args, **kwargs)
-    with installed(hooks.select(x, evaluation, options, control)):
+    references = kwargs.get("ref_latents") or ()
+    with installed(hooks.select(x, evaluation, options, control=control, references=references)):
         return executor(*args, **kwargs)
+
+
+def _is_picture(x: Any) -> bool:
+    """Whether x is (B, C, H, W), or (B, C, 1, H, W) as models have it whose latents are those of a video's."""
+    return isinstance(x, Tensor) and (x.ndim == 4 or (x.ndim == 5 and x.shape[2] == 1))
 
 
 def _lone_evaluation(model: Any, t: Tensor, transformer_options: dict[str, Any]) -> Sampling | None:

@@ -116,7 +116,9 @@ def test_what_auto_thinks_of_a_block(shape: Shape, kinds: dict[str, tuple[str, l
 
 def test_every_file_that_merges_is_counted() -> None:
     """By the names that it calls; inside of graphs, which are not counted, `graphs` does it."""
-    files = {path.stem for path in (ROOT / "nodes" / "adapters").glob("[a-z]*.py")} - {"hooks", "graphs"}
+    adapters = ROOT / "nodes" / "adapters"
+    paths = (path.relative_to(adapters).with_suffix("") for path in adapters.rglob("[a-z]*.py"))
+    files = {".".join(path.parts) for path in paths} - {"hooks", "graphs"}
     merging = {"merge", "unmerge", "reduce", "restore"}
     assert {f for f in files if merging & vars(pack_module(f"nodes.adapters.{f}")).keys()} == set(ADAPTERS)
 

@@ -146,7 +146,7 @@ def record(plan_calls: list[PlanCall]) -> Iterator[Callable[[torch.nn.Module], l
             calls.append(BlockCall([copied(a) for a in args], copies, None, len(plan_calls)))
 
         def after(_: Any, args: Any, kwargs: Any, out: Any) -> None:
-            calls[-1].out = tuple(o.clone() for o in out) if isinstance(out, tuple) else out.clone()
+            calls[-1].out = tuple(map(copied, out)) if isinstance(out, tuple) else out.clone()
 
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after, with_kwargs=True))
@@ -194,30 +194,24 @@ def no_state_left(pack: ModuleType) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def sd3(pack: ModuleType) -> Any:
-    """A small SD3: a real model that samples on latents like Flux's, and that no adapter knows."""
+def stranger(pack: ModuleType) -> Any:
+    """A small AuraFlow: a real model that samples on latents like Flux's, and that no family knows."""
+    import comfy.latent_formats
     import comfy.model_base
-    import comfy.model_patcher
     import comfy.supported_models
 
     config = {
         "in_channels": 16,
-        "input_size": None,
-        "num_patches": 1024,
-        "pos_embed_max_size": 32,
-        "pos_embed_scaling_factor": None,
-        "depth": 1,
-        "adm_in_channels": 24,
-        "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 48, "out_features": 64}},
+        "out_channels": 16,
+        "dim": 64,
+        "n_layers": 2,
+        "n_double_layers": 1,
+        "n_heads": 2,
+        "global_conddim": 32,
+        "cond_seq_dim": 48,
+        "max_seq": 256,
         "dtype": torch.float32,
     }
-    cpu = torch.device("cpu")
-    model = comfy.model_base.SD3(comfy.supported_models.SD3(config), device=cpu).eval()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.diffusion_model.parameters():
-        parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
-        parameter.requires_grad_(False)
-    for name, buffer in model.diffusion_model.named_buffers():
-        if name == "pos_embed":
-            buffer.zero_()
-    return comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)
+    model_config = comfy.supported_models.AuraFlow(config)
+    model_config.latent_format = comfy.latent_formats.SD3()
+    return models.patcher(comfy.model_base.AuraFlow(model_config, device=torch.device("cpu")), seed=0)

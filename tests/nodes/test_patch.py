@@ -111,12 +111,12 @@ def test_unknown_preset_lists_the_known_ones(unet: Any) -> None:
 
 
 @pytest.mark.compat
-def test_unsupported_model_says_what_is_supported(sd3: Any) -> None:
+def test_unsupported_model_says_what_is_supported(stranger: Any) -> None:
     for call in (
-        lambda: nodes.ToMA.execute(sd3, 0.5, "balanced"),
-        lambda: nodes.ToMAAdvanced.execute(sd3, **defaults(nodes.ToMAAdvanced)),
+        lambda: nodes.ToMA.execute(stranger, 0.5, "balanced"),
+        lambda: nodes.ToMAAdvanced.execute(stranger, **defaults(nodes.ToMAAdvanced)),
     ):
-        with pytest.raises(ValueError, match=r"OpenAISignatureMMDITWrapper.*Supported: UNet.*Flux"):
+        with pytest.raises(ValueError, match=r"MMDiT.*Supported: UNet.*Flux"):
             call()
 
 

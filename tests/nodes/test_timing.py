@@ -160,9 +160,9 @@ def test_global_random_numbers_are_left_alone(unet: Any) -> None:
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_a_model_that_cannot_be_merged_is_refused(sd3: Any) -> None:
+def test_a_model_that_cannot_be_merged_is_refused(stranger: Any) -> None:
     with pytest.raises(ValueError, match="cannot speed up this model"):
-        timing.measure(sd3, Config(), [0.5], task(sd3), runs=2)
+        timing.measure(stranger, Config(), [0.5], task(stranger), runs=2)
 
 
 def test_median_and_spread() -> None:

@@ -17,6 +17,7 @@ from scripts.comfy_pack import pack_module
 SIDE = 16
 OWN, FLUX, LAYERS = "comfy.ldm.modules.attention", "comfy.ldm.flux.math", "comfy.ldm.flux.layers"
 KINDS = ["unet", "flux"]
+CALLERS = pack_module("nodes.adapters.attention")._CALLERS
 
 
 @pytest.fixture
@@ -51,6 +52,17 @@ def replace(monkeypatch: pytest.MonkeyPatch, module: str, name: str, made: Any) 
 def test_comfyuis_own_choice(told: Any, kind: str) -> None:
     chosen = importlib.import_module(OWN).optimized_attention
     assert told(kind) == chosen.__name__.removeprefix("attention_")
+
+
+@pytest.mark.parametrize("family", models.TRANSFORMERS)
+def test_every_familys_attention_is_named(family: str, attach: Any, stats_of: Any) -> None:
+    chosen = importlib.import_module(OWN).optimized_attention
+    model = attach(models.TRANSFORMERS[family]())
+    models.sample(model, SIDE, SIDE, steps=1)
+    assert stats_of(model).attention == chosen.__name__.removeprefix("attention_")
+    width = pack_module("nodes.adapters.attention")._width
+    heads = [m for m in model.model.diffusion_model.modules() if type(m).__name__ in CALLERS]
+    assert all(8 <= width(m) <= 64 for m in heads)
 
 
 @pytest.mark.compat

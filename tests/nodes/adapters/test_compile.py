@@ -169,6 +169,28 @@ def test_single_blocks_compiled(flux: Any, attach: Any, inside: bool) -> None:
         assert torch.equal(models.sample(toma, SIDE, SIDE, steps=3), plain)
 
 
+@pytest.mark.parametrize("family", sorted(set(models.TRANSFORMERS) - {"flux"}))
+def test_every_family_is_one_graph_a_merged_step(family: str, attach: Any, stats_of: Any) -> None:
+    """Whole steps another, and nothing is compiled anew from step to step."""
+    model, settings = models.TRANSFORMERS[family](), {"end_percent": 0.6}
+    run = {"steps": 4, "cfg": 1.0}
+    plain = models.sample(attach(model, **settings), SIDE, SIDE, **run)
+    backend = Counting()
+    toma = compiled(attach(model, **settings), backend, inside=True)
+    assert torch.equal(models.sample(toma, SIDE, SIDE, **run), plain)
+    assert stats_of(toma).left_whole == {}
+    assert len(stats_of(toma).merged_steps) > 1
+    assert backend.graphs == 2 * of_the_model_itself(model, run)
+
+
+def of_the_model_itself(model: Any, run: dict[str, Any]) -> int:
+    """Graphs that the model needs without ToMA: some break their own."""
+    torch._dynamo.reset()
+    backend = Counting()
+    models.sample(compiled(model, backend), SIDE, SIDE, **run)
+    return backend.graphs
+
+
 def test_ahead_of_time_graphs_run_too(flux: Any, attach: Any) -> None:
     plain = models.sample(attach(flux, end_percent=0.5), SIDE, SIDE, steps=2)
     out = models.sample(compiled(attach(flux, end_percent=0.5), "aot_eager"), SIDE, SIDE, steps=2)

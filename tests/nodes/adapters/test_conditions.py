@@ -172,7 +172,7 @@ def test_windows_over_a_batch_have_plans_of_their_own(unet: Any, attach: Any, pl
 
 @pytest.mark.parametrize("granularity", ["module", "block"])
 def test_negative_model_of_another_class_is_left_whole(
-    flux: Any, sd3: Any, attach: Any, stats_of: Any, granularity: str
+    flux: Any, stranger: Any, attach: Any, stats_of: Any, granularity: str
 ) -> None:
     """The guider runs the negative model with the positive one's options: they do not fit it, and do no harm."""
     nodes = importlib.import_module("comfy_extras.nodes_custom_sampler")
@@ -181,7 +181,7 @@ def test_negative_model_of_another_class_is_left_whole(
     from comfy.samplers import sampler_object
 
     def run(model: Any) -> torch.Tensor:
-        guider = nodes.Guider_DualModel(model, sd3)
+        guider = nodes.Guider_DualModel(model, stranger)
         guider.set_conds(models.conditioning(flux, seed=1), models.conditioning(flux, seed=2))
         guider.set_cfg(3.0)
         noise = torch.randn(1, 16, SIDE, SIDE, generator=torch.Generator().manual_seed(4))

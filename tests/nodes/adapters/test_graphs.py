@@ -19,6 +19,22 @@ def graphs(pack: ModuleType) -> Any:
     return pack_module("nodes.adapters.graphs")
 
 
+class Rows(pack_module("nodes.adapters.port").Port):  # type: ignore[misc]
+    """A block that adds into what it is given, and has positions."""
+
+    writes, rows = True, "pe"
+
+
+def new_place(port: Any = None) -> Any:
+    return pack_module("nodes.adapters.chain").Place(port or pack_module("nodes.adapters.port").Port())
+
+
+def begun(evaluation: Any, names: list[str], place: Any = None) -> Any:
+    place = place or new_place()
+    place.begin((GRID,), "here", names, pack_module("toma_core.payoff").UNET_BLOCK, evaluation)
+    return place
+
+
 @pytest.fixture
 def evaluate(pack: ModuleType) -> Any:
     """evaluate(sigma, copies, **settings): an evaluation of a run over three noise levels, of which it is the last."""
@@ -36,16 +52,15 @@ def evaluate(pack: ModuleType) -> Any:
     return make
 
 
-def prepared(graphs: Any, evaluation: Any, place: Any = None, latent: Any = None) -> Any:
-    place = graphs.Place() if place is None else place
-    latent = torch.randn(2, 4, 12, 20) if latent is None else latent
-    assert place.prepare(latent, GRID, "here", ["first", "last"], evaluation, torch.nn.Linear(8, 8), 8)
+def prepared(evaluation: Any, place: Any = None, latent: Any = None) -> Any:
+    place = begun(evaluation, ["first", "last"], place)
+    assert place.prepare(torch.randn(2, 4, 12, 20) if latent is None else latent, torch.nn.Linear(8, 8), 8)
     return place
 
 
 def test_the_operators_do_what_eager_merging_does(graphs: Any, evaluate: Any) -> None:
     core, evaluation = pack_module("toma_core"), evaluate()
-    place = prepared(graphs, evaluation)
+    place = prepared(evaluation)
     assert (place.tokens, place.kept) == (TOKENS, 30)
     x = torch.randn(2, TOKENS, 8)
     plan = core.plan_for(x, GRID, "here", evaluation)
@@ -53,12 +68,12 @@ def test_the_operators_do_what_eager_merging_does(graphs: Any, evaluate: Any) ->
     assert torch.equal(reduced, core.reduce(x, plan))
     out = reduced * 2 + 1
     assert torch.equal(place.leave(out), core.restore(out, reduced, x, plan))
-    assert place.held is None
+    assert place.traced is None
     assert evaluation.run.stats.merged_blocks == {"first", "last"}
 
 
 def test_tokens_around_the_image_stay(graphs: Any, evaluate: Any) -> None:
-    place = prepared(graphs, evaluate())
+    place = prepared(evaluate())
     x = torch.randn(2, BEFORE + TOKENS + 3, 8)
     reduced = place.enter(x, BEFORE)
     assert reduced.shape == (2, BEFORE + 30 + 3, 8)
@@ -72,7 +87,7 @@ def test_tokens_around_the_image_stay(graphs: Any, evaluate: Any) -> None:
 def test_a_step_that_keeps_its_detail_runs_whole_on_new_tensors(graphs: Any, evaluate: Any) -> None:
     evaluation = evaluate(whole_every=2, detail_reuse=True)
     assert evaluation.decision.keeps_detail
-    place, x = prepared(graphs, evaluation), torch.randn(2, TOKENS, 8)
+    place, x = prepared(evaluation), torch.randn(2, TOKENS, 8)
     assert place.kept == TOKENS
     reduced = place.enter(x)
     assert torch.equal(reduced, x)
@@ -87,7 +102,7 @@ def test_a_step_that_keeps_its_detail_runs_whole_on_new_tensors(graphs: Any, eva
 @pytest.mark.parametrize("before", [0, BEFORE])
 def test_operators_pass_torchs_own_checks(graphs: Any, evaluate: Any, before: int) -> None:
     """Schema, fake tensors and ahead-of-time graphs, also with sizes that are not known when a graph is made."""
-    place = prepared(graphs, evaluate())
+    place = prepared(evaluate())
     x, numbers = torch.randn(2, before + TOKENS, 8), (place.number, before, TOKENS, 30)
     reduced = graphs.operators.enter(x, *numbers)
     torch.library.opcheck(graphs.operators.enter.default, (x, *numbers))
@@ -95,42 +110,43 @@ def test_operators_pass_torchs_own_checks(graphs: Any, evaluate: Any, before: in
 
 
 def test_positions_follow_the_destinations(pack: ModuleType, graphs: Any, evaluate: Any) -> None:
-    positions = pack_module("nodes.adapters.flux_positions")
-    place = prepared(graphs, evaluate(), positions.FluxPlace())
+    rope = pack_module("nodes.adapters.rope")
+    place = prepared(evaluate(), new_place(Rows()))
     x, pe = torch.randn(2, TOKENS, 8), torch.randn(1, 1, BEFORE + TOKENS, 3, 2, 2)
     place.enter(x)
     place.turn(pe, BEFORE)
-    assert torch.equal(place.pe, positions.merged_rows(pe, place.plan, BEFORE))
-    numbers = (place.number, BEFORE, TOKENS, 30)
-    torch.library.opcheck(graphs.operators.turn.default, (pe, place.held[0], *numbers))
+    assert torch.equal(place.rows, rope.merged_rows(pe, place.plans[0].destinations, BEFORE, TOKENS, 2))
+    numbers = (place.number, BEFORE, TOKENS, 30, 2)
+    torch.library.opcheck(graphs.operators.turn.default, (pe, place.traced[0], *numbers))
     place.leave(torch.randn(2, 30, 8))
-    assert place.pe is None
+    assert place.rows is None
 
 
 def test_what_is_left_whole_is_told(graphs: Any, evaluate: Any) -> None:
-    evaluation, place = evaluate(min_tokens=TOKENS + 1), graphs.Place()
-    assert not place.prepare(torch.randn(1, 4, 12, 20), GRID, "here", ["a", "b"], evaluation, torch.nn.Linear(8, 8), 8)
+    evaluation = evaluate(min_tokens=TOKENS + 1)
+    place = begun(evaluation, ["a", "b"])
+    assert not place.prepare(torch.randn(1, 4, 12, 20), torch.nn.Linear(8, 8), 8)
     assert evaluation.run.stats.left_whole == {f"fewer than {TOKENS + 1} tokens": {"a", "b"}}
     assert place.kept == 0
 
 
 def test_a_batch_of_unequal_parts_is_left_to_the_hook(graphs: Any, evaluate: Any) -> None:
-    place = prepared(graphs, evaluate(copies=(None, None)), latent=torch.randn(3, 4, 12, 20))
+    place = prepared(evaluate(copies=(None, None)), latent=torch.randn(3, 4, 12, 20))
     assert place.kept == 0
 
 
 def test_blocks_of_unknown_width_are_left_to_the_hook(graphs: Any, evaluate: Any) -> None:
-    place = graphs.Place()
-    assert place.prepare(torch.randn(1, 4, 12, 20), GRID, "here", ["a"], evaluate(), torch.nn.Identity(), 0)
+    place = begun(evaluate(), ["a"])
+    assert place.prepare(torch.randn(1, 4, 12, 20), torch.nn.Identity(), 0)
     assert place.kept == 0
 
 
 def test_outside_of_a_trace_nothing_begins(graphs: Any, evaluate: Any) -> None:
-    place, x = prepared(graphs, evaluate()), torch.randn(2, TOKENS, 8)
+    place, x = prepared(evaluate()), torch.randn(2, TOKENS, 8)
     assert not place.begins(x)
     place.release()
-    assert (place.tokens, place.kept, place.held) == (0, 0, None)
-    assert not hasattr(place, "evaluation")
+    assert (place.tokens, place.kept, place.traced) == (0, 0, None)
+    assert place.evaluation is None
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ registry = pack_module("nodes.adapters.registry")
 
 
 @pytest.mark.compat
-def test_unknown_class_is_refused_with_what_is_supported(sd3: Any, attach: Any) -> None:
-    with pytest.raises(registry.UnsupportedModelError, match="OpenAISignatureMMDITWrapper") as refused:
-        attach(sd3)
+def test_unknown_class_is_refused_with_what_is_supported(stranger: Any, attach: Any) -> None:
+    with pytest.raises(registry.UnsupportedModelError, match="MMDiT") as refused:
+        attach(stranger)
     message = str(refused.value)
     assert message.startswith("ToMA ")
-    assert "Supported: UNet (SDXL, SD1.5, SD2), Flux.1" in message
+    assert "Supported: UNet (SDXL, SD1.5, SD2), Flux (Flux.1, " in message
     assert "bypass the ToMA node" in message
     assert isinstance(refused.value, ValueError)
 

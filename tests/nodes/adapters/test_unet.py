@@ -281,7 +281,7 @@ def test_module_granularity_with_nothing_to_merge_says_so(unet: Any, attach: Any
 
 def test_video_unets_are_not_taken_for_image_unets(pack: Any) -> None:
     """A UNet with frames inside its stacks cannot be merged image by image."""
-    adapter = pack_module("nodes.adapters.unet")
+    adapter = pack_module("nodes.adapters.families.unet")
     assert adapter.matches(models.unet().model.diffusion_model)
     assert not adapter.matches(models.flux().model.diffusion_model)
     video = models.unet().model.diffusion_model

@@ -1,0 +1,348 @@
+"""Chains of blocks on merged tokens: enter before the first block, leave after the last, for every family.
+
+    x = place.enter(x)        reduce
+    x = block(x) ...          the blocks themselves, with positions and places told anew
+    y = place.leave(x)        restore
+
+Outside of torch.compile a place decides when it sees the tokens. Inside a graph only plain numbers can be told, which
+torch.compile guards on: they are made ready before the model runs, and the same work is done by operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...toma_core import Evaluation, MergePlan, plan_for, reduce, restore
+from ...toma_core.config import Share
+from ...toma_core.detail import Detail
+from ...toma_core.payoff import Block
+from .graphs import numbered, operators
+from .hooks import Hook, eager, outside_graph
+from .port import CHANGED, Cuts, Given, Port
+from .rope import merged_rows
+
+
+class Place:
+    """Where a chain of blocks begins to run on merged tokens, and ends. Made once for a block, filled for an
+    evaluation.
+
+    grids: of the image, and of references that follow it and are merged too, each by a plan of its own.
+    lengths: (N, D) of each; as long as each other where the chain runs whole to keep its detail.
+    tokens, kept: all of them together before and after, what a graph is made for; 0 where the graph has to be left, and
+    the chain decides when it sees the tokens.
+    held: from the first block to the last, what `restore` needs beside their output: reduced and x of the images; None
+    where the chain runs whole. traced: the same for all tokens, where it began inside a graph; rows: their positions.
+    """
+
+    grids: tuple[tuple[int, int], ...]
+    scope: Hashable
+    names: Sequence[str]
+    work: Block
+    evaluation: Evaluation | None
+    plans: tuple[MergePlan, ...]
+    details: tuple[Detail | None, ...]
+    lengths: tuple[tuple[int, int], ...]
+    held: tuple[Tensor, Tensor] | None
+    traced: tuple[Tensor, Tensor] | None
+    rows: Tensor | None
+
+    def __init__(self, port: Port) -> None:
+        self.port, self.number = port, numbered(self)
+        self.release()
+
+    def release(self) -> None:
+        """Drop what the evaluation left behind."""
+        self.tokens = self.kept = 0
+        self.evaluation = self.held = self.traced = self.rows = None
+        self.plans = self.details = self.lengths = ()
+
+    def begin(
+        self,
+        grids: tuple[tuple[int, int], ...],
+        scope: Hashable,
+        names: Sequence[str],
+        work: Block,
+        evaluation: Evaluation,
+    ) -> None:
+        """An evaluation begins, in which these blocks stay merged on token grids like these."""
+        self.grids, self.scope, self.names, self.work, self.evaluation = grids, scope, names, work, evaluation
+
+    @property
+    def image(self) -> int:
+        """Tokens of the image before merging."""
+        return self.grids[0][0] * self.grids[0][1]
+
+    @property
+    def references(self) -> int:
+        """Tokens of the references that are merged too, before."""
+        return sum([height * width for height, width in self.grids[1:]])
+
+    def prepare(self, latent: Tensor, module: nn.Module, width: int) -> bool:
+        """Get ready for a graph, in which blocks like `module` see (B, N, width), 0 if unknown, of a latent of B.
+        False if they stay whole, which is then noted in the run's stats."""
+        evaluation = self.evaluation
+        assert evaluation is not None  # noqa: S101 - for mypy: it has begun
+        run, decision, images = evaluation.run, evaluation.decision, latent.shape[0]
+        if not width or images % len(evaluation.copies):
+            return True  # for the chain to decide
+        weight = next(module.parameters(), latent)
+        dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else torch.bfloat16
+        reason = evaluation.obstacle(latent.new_empty((), dtype=dtype).expand(images, self.image, width), self.work)
+        if reason:
+            self._whole(reason)
+            return False
+        tokens = [height * width for height, width in self.grids]
+        kept = tokens if decision.keeps_detail else [run.kept(grid, decision, latent.device) for grid in self.grids]
+        self.lengths = tuple(zip(tokens, kept, strict=True))
+        self.tokens, self.kept = sum(tokens), sum(kept)
+        return True
+
+    def begins(self, x: Tensor, before: int = 0) -> bool:
+        """Whether a chain whose first block gets [before | N | rest] is merged inside the graph being traced."""
+        inside = self.kept > 0 and torch.compiler.is_compiling()
+        return inside and x.ndim == 3 and x.shape[1] >= before + self.tokens
+
+    # --- inside a graph ---------------------------------------------------------------------------------------------
+
+    def enter(self, x: Tensor, before: int = 0) -> Tensor:
+        """[before | N | rest] -> [before | D | rest]; of what is held no block may write into."""
+        reduced: Tensor = operators.enter(x, self.number, before, self.tokens, self.kept)
+        self.traced = reduced, x
+        return reduced.clone() if self.port.writes else reduced
+
+    def turn(self, rows: Tensor, before: int) -> None:
+        """Make the positions of what `enter` gave from those of [before | N | rest]."""
+        assert self.traced is not None  # noqa: S101 - for mypy: it has been entered
+        whole, place = self.kept == self.tokens, (self.number, before, self.tokens, self.kept, self.port.axis)
+        self.rows = rows if whole else operators.turn(rows, self.traced[0], *place)
+
+    def leave(self, out: Tensor, before: int = 0) -> Tensor:
+        """What the chain's last block gives, for all tokens again."""
+        assert self.traced is not None  # noqa: S101 - for mypy: it has been entered
+        reduced, x = self.traced
+        self.traced = self.rows = None
+        restored: Tensor = operators.leave(out, reduced, x, self.number, before, self.tokens, self.kept)
+        return restored
+
+    # --- what is done, inside and outside ----------------------------------------------------------------------------
+
+    def reduced(self, x: Tensor) -> Tensor:
+        """`reduce` for the (B, N, C) tokens of all grids; the outcome is noted in the run's stats."""
+        assert self.evaluation is not None  # noqa: S101 - for mypy: it has begun
+        image = x[:, : self.image] if len(self.grids) > 1 else x
+        return self._reduced(x, self.evaluation.plan(image, self.grids[0], self.scope))
+
+    def _reduced(self, x: Tensor, plan: MergePlan) -> Tensor:
+        """plan: of the image."""
+        evaluation = self.evaluation
+        assert evaluation is not None  # noqa: S101 - for mypy: it has begun
+        image, *references = self._pieces(x, [height * width for height, width in self.grids])
+        plans = [plan]
+        for n, (piece, grid) in enumerate(zip(references, self.grids[1:], strict=True)):
+            plans.append(evaluation.lasting_plan(piece, grid, (self.scope, n)))
+        name = "-".join(dict.fromkeys((self.names[0], self.names[-1])))
+        details = [evaluation.detail(name, image)]
+        details += [evaluation.detail(f"{name} reference {n}", piece) for n, piece in enumerate(references)]
+        self.plans, self.details = tuple(plans), tuple(details)
+        if not evaluation.decision.keeps_detail:
+            for block in self.names:
+                evaluation.run.stats.merged(block)
+        pieces = list(map(reduce, (image, *references), plans, details))
+        self.lengths = tuple((plan.tokens, piece.shape[1]) for plan, piece in zip(plans, pieces, strict=True))
+        return self.port.limited(_joined(pieces))
+
+    def restored(self, out: Tensor, reduced: Tensor, x: Tensor) -> Tensor:
+        """`restore` for the (B, D, C), (B, D, C) and (B, N, C) tokens of all grids."""
+        kept, tokens = [kept for _, kept in self.lengths], [tokens for tokens, _ in self.lengths]
+        pieces = self._pieces(out, kept), self._pieces(reduced, kept), self._pieces(x, tokens)
+        return self.port.limited(_joined(list(map(restore, *pieces, self.plans, self.details))))
+
+    @staticmethod
+    def _pieces(x: Tensor, lengths: list[int]) -> list[Tensor]:
+        return [x] if len(lengths) == 1 else list(x.split(lengths, 1))
+
+    def turned(self, rows: Tensor, before: int) -> Tensor:
+        """`merged_rows` for the positions of [before | N | rest]."""
+        places, start = [], 0
+        for plan in self.plans:
+            places.append(plan.destinations + start if start else plan.destinations)
+            start += plan.tokens
+        return merged_rows(rows, _joined(places), before, start, self.port.axis)
+
+    # --- outside of graphs --------------------------------------------------------------------------------------------
+
+    @eager
+    def open(self, x: Tensor, before: int, reason: str) -> Tensor:
+        """[before | N | rest] -> [before | D | rest], or x where there is a reason to leave the chain whole; the
+        outcome is noted in the run's stats."""
+        if self.evaluation is None:
+            return x
+        plan = self.plan_for(x[:, before : before + self.image], reason)
+        if plan is None:
+            return x
+        after = before + self.image + self.references
+        images = x[:, before:after]
+        reduced = self._reduced(images, plan)
+        self.held = reduced, images
+        if x.shape[1] > images.shape[1]:
+            return torch.cat([x[:, :before], reduced, x[:, after:]], 1)
+        # What the block was given stays for the difference.
+        return reduced.clone() if self.port.writes else reduced
+
+    @eager
+    def plan_for(self, image: Tensor, reason: str, part: str = "") -> MergePlan | None:
+        """The plan for the (B, N, C) tokens of the image, or None to leave the chain whole, or a part of its block."""
+        evaluation = self.evaluation
+        if evaluation is None:
+            return None
+        plan = None
+        if not reason and (image.shape[1] != self.image or len(image) % len(evaluation.copies)):
+            reason = CHANGED
+        elif not reason:
+            plan = plan_for(image, self.grids[0], self.scope, evaluation, self.work)
+            reason, part = "" if plan else evaluation.obstacle(image, self.work), ""
+        if plan is None:
+            self._whole(reason, part)
+        return plan
+
+    def _whole(self, reason: str, part: str = "") -> None:
+        assert self.evaluation is not None  # noqa: S101 - for mypy: it has begun
+        for name in self.names:
+            self.evaluation.run.stats.whole(name + part, reason)
+
+    @eager
+    def close(self, out: Tensor, before: int) -> Tensor:
+        """What the chain's last block gives, for all tokens again."""
+        assert self.held is not None  # noqa: S101 - for mypy: it has been entered
+        held, self.held = self.held, None
+        after = before + held[0].shape[1]
+        restored = self.restored(out[:, before:after], *held)
+        if out.shape[1] == held[0].shape[1]:
+            return restored
+        return torch.cat([out[:, :before], restored, out[:, after:]], 1)
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+class Positions:
+    """Positions of merged tokens, shared by the blocks of an evaluation that share plans."""
+
+    def __init__(self) -> None:
+        self.held: tuple[Tensor, tuple[MergePlan, ...], Tensor] | None = None
+
+    @eager
+    def of(self, rows: Any, place: Place, before: int) -> Any:
+        """The positions of the tokens inside the chain, from those of all; the same where it runs whole to keep its
+        detail, or where there are none."""
+        plans, detail = place.plans, place.details[0]
+        if rows is None or (detail is not None and detail.kept is None):
+            return rows
+        if self.held is None or self.held[0] is not rows or any(map(is_not, self.held[1], plans)):
+            self.held = rows, plans, place.turned(rows, before)
+        return self.held[2]
+
+
+class Link(Hook):
+    """Stands in for a block that may run on merged tokens, alone or in a chain with those after it.
+
+    names as in the report. scopes: what shares a plan with it. begin: the place where its chain begins, its own or that
+    of a block before; last: whether the chain ends with it. Both are told for an evaluation, by plain values that
+    torch.compile guards on.
+    """
+
+    # Whether the chain may begin inside a graph of torch.compile, and whether references may be merged in it.
+    in_graphs = merges_references = True
+
+    def __init__(
+        self, module: nn.Module, name: str, port: Port, work: Block, scopes: Mapping[Share, Hashable], shared: Positions
+    ) -> None:
+        self.module, self.name, self.port, self.work, self.scopes = module, name, port, work, scopes
+        self.positions = shared
+        self.place = self.begin = Place(port)
+        self.last = True
+
+    def release(self) -> None:
+        self.place.release()
+        self.begin = self.place
+        self.positions.held = None
+        self.port.release()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Before anything else: a graph guards on what it reads.
+        if self.begin.kept:
+            given = self.port.given(args, kwargs)
+            merged, before = self._in_graph(given)
+            if merged is not None:
+                out = self._called(len(args), merged)
+                return self._with(out, self.begin.leave(self._tokens(out), before)) if self.last else out
+        return self.outside(*args, **kwargs)
+
+    def _in_graph(self, given: Given) -> tuple[Given | None, int]:
+        """The arguments on merged tokens, None if the chain is not merged inside the graph being traced; and how many
+        tokens come before the image."""
+        place, port = self.begin, self.port
+        before = port.before(given, place.image)
+        if before is None:
+            return None, 0
+        x, rows = given[port.tokens], given.get(port.rows)
+        if place is self.place and place.begins(x, before) and not port.obstacle(given, place.image, place.references):
+            x = place.enter(x, before)
+            if rows is not None:
+                place.turn(rows, before + port.above(given))
+        if place.traced is None:
+            return None, before
+        return self.moved(given, x, place.rows, before), before
+
+    @outside_graph
+    def outside(self, *args: Any, **kwargs: Any) -> Any:
+        """The block where the chain decides when it sees the tokens."""
+        place, port = self.begin, self.port
+        given = port.given(args, kwargs)
+        port.note(given)
+        x, reason = given[port.tokens], self.reason(given) if place is self.place else ""
+        before = port.before(given, place.image)
+        if place is self.place:
+            x = place.open(x, before or 0, reason)
+        if place.held is None or before is None:
+            return self._called(len(args), given)
+        rows = self.positions.of(given.get(port.rows), place, before + port.above(given))
+        out = self._called(len(args), self.moved(given, x, rows, before))
+        return self._with(out, place.close(self._tokens(out), before)) if self.last else out
+
+    def reason(self, given: Given) -> str:
+        """Why the chain that begins here is left whole, see `Port.obstacle`. The grid is taken as it is told."""
+        place, port = self.place, self.port
+        grid = port.grid(given, place.grids[0])
+        if grid is None:
+            return "ComfyUI does not tell the size of the grid"
+        place.grids = grid, *place.grids[1:]
+        return port.obstacle(given, place.image, place.references)
+
+    def moved(self, given: Given, x: Tensor, rows: Any, before: int) -> Given:
+        """The arguments for merged tokens x at positions `rows`. before: tokens before the image."""
+        port, cuts = self.port, Cuts(before, self.begin.lengths)
+        moved = {**given, port.tokens: x}
+        if rows is not None:
+            moved[port.rows] = rows
+        return {**moved, **port.moved(given, cuts)} if cuts.gone else moved
+
+    def _called(self, by_place: int, given: Given) -> Any:
+        """The block itself, told by place what its caller told by place."""
+        places = self.port.places[:by_place]
+        return self.original(*[given[n] for n in places], **{n: v for n, v in given.items() if n not in places})
+
+    def _tokens(self, out: Any) -> Tensor:
+        return out if self.port.output is None else out[self.port.output]
+
+    def _with(self, out: Any, x: Tensor) -> Any:
+        """What the block gave, with x in place of its tokens."""
+        if self.port.output is None:
+            return x
+        return tuple([x if n == self.port.output else part for n, part in enumerate(out)])

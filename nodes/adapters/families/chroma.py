@@ -1,0 +1,28 @@
+"""Chroma: a class of its own, with the blocks of Flux."""
+
+from __future__ import annotations
+
+from comfy.ldm.chroma.model import Chroma
+from torch import nn
+
+from ....toma_core import ToMAConfig
+from ..family import Stage
+from . import flux
+
+NAME = "Chroma"
+
+
+def matches(diffusion_model: nn.Module) -> bool:
+    """Whether this family knows the model."""
+    return isinstance(diffusion_model, Chroma)
+
+
+class Hooks(flux.Hooks):
+    """All hooks of one Chroma."""
+
+    def left_out(self, stage: Stage, index: int, config: ToMAConfig) -> str:
+        """Why this block of a stage is left whole, or an empty string. Chroma may be told to skip blocks: a chain that
+        began or ended with one of them would never begin or end."""
+        model = self.model()
+        skipped = getattr(model, "skip_mmdit" if stage.kind == "double" else "skip_dit", ())
+        return "skipped by the model" if index in skipped else super().left_out(stage, index, config)

@@ -1,0 +1,113 @@
+"""Flux.1 (dev, schnell, Fill, Kontext), Flux.2, Klein and every other model that ComfyUI runs on its `Flux` class.
+
+Only tokens of the image being made are merged. Text tokens and reference images stay whole and in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from comfy.ldm.flux.model import Flux
+from torch import nn
+
+from ....toma_core import ToMAConfig
+from ....toma_core.config import Granularity
+from ....toma_core.payoff import FLUX_DOUBLE, FLUX_SINGLE
+from ..chain import Link
+from ..family import Stage, Transformer
+from ..hooks import HookPair
+from ..port import Cuts, Given, Port, slices_moved
+from .flux_layers import ByModule
+
+NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
+
+
+def matches(diffusion_model: nn.Module) -> bool:
+    """Whether this family knows the model."""
+    return isinstance(diffusion_model, Flux)
+
+
+class SinglePort(Port):
+    """[text | image | references]."""
+
+    places = ("x", "vec", "pe", "attn_mask")
+    rows = "pe"
+    harmless = ("vec", "modulation_dims", "transformer_options")
+    writes = True
+    # Tokens of text as the double blocks saw them: step caches that run the blocks themselves hand no options over.
+    text: int | None = None
+
+    def release(self) -> None:
+        self.text = None
+
+    def before(self, given: Given, image: int) -> int | None:
+        place = (given.get("transformer_options") or {}).get("img_slice")
+        return self.text if place is None else place[0]
+
+    def moved(self, given: Given, cuts: Cuts) -> Given:
+        return {**super().moved(given, cuts), **slices_moved(given, "modulation_dims", cuts)}
+
+
+class DoublePort(Port):
+    """[image | references]; the text beside them has its positions before theirs."""
+
+    places = ("img", "txt", "vec", "pe", "attn_mask")
+    tokens, output = "img", 0
+    rows = "pe"
+    harmless = ("txt", "vec", "modulation_dims_img", "modulation_dims_txt", "transformer_options")
+    writes = True
+
+    def __init__(self, single: SinglePort) -> None:
+        self.single = single
+
+    def note(self, given: Given) -> None:
+        self.single.text = self.above(given)
+
+    def above(self, given: Given) -> int:
+        return int(given["txt"].shape[1])
+
+    def moved(self, given: Given, cuts: Cuts) -> Given:
+        return {**super().moved(given, cuts), **slices_moved(given, "modulation_dims_img", cuts)}
+
+
+class Hooks(Transformer):
+    """All hooks of one Flux model."""
+
+    def __init__(self, diffusion_model: Any) -> None:
+        super().__init__(diffusion_model)
+        self.by_module = [ByModule(link) for link in self.links[0]]
+
+    def made(self, model: Any) -> tuple[Stage, ...]:
+        """Double blocks, single blocks."""
+        self.patch_size, self.width = model.patch_size, getattr(model, "hidden_size", 0)
+        single = SinglePort()
+        return (
+            Stage("double", model.double_blocks, DoublePort(single), FLUX_DOUBLE, "input"),
+            Stage("single", model.single_blocks, single, FLUX_SINGLE, "output"),
+        )
+
+    def left_out(self, stage: Stage, index: int, config: ToMAConfig) -> str:
+        """Why the settings leave this block of a stage whole, or an empty string."""
+        name = f"flux_whole_{stage.kind}"
+        if index < getattr(config, name):
+            return f"{name} = {getattr(config, name)}"
+        by_module = stage.kind == "double" and config.granularity is Granularity.MODULE
+        idle = by_module and not (config.self_attention or config.feed_forward)
+        return "self_attention and feed_forward are off" if idle else ""
+
+    def loops(self) -> bool:
+        """Whether the model's own loop runs its blocks."""
+        return "forward_orig" not in vars(self.model())
+
+    def places(self) -> Iterator[HookPair]:
+        """Blocks and the layers inside them with the hooks that may stand in for them."""
+        yield from super().places()
+        for block in self.by_module:
+            yield block.module, block
+            yield from block.layers()
+
+    def chosen(self, stage: Stage, links: list[Link], config: ToMAConfig) -> list[Link]:
+        """Double blocks can be merged module by module."""
+        by_module = config.granularity is Granularity.MODULE and stage.kind == "double"
+        return list(self.by_module) if by_module else links

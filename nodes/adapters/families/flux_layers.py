@@ -1,0 +1,103 @@
+"""Layers inside a double block of Flux on merged tokens: what granularity `module` puts around each of them.
+
+A layer sees [image | references]; only the image is merged. Whoever installs a hook of these gives it a plan first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....toma_core import MergePlan
+from ..chain import Link
+from ..hooks import Hook, installed, merge, outside_graph, unmerge
+
+
+class Layer(Hook):
+    """A layer of which the image tokens are merged by `plan`, as long as it is installed."""
+
+    plan: MergePlan
+
+    def release(self) -> None:
+        del self.plan
+
+
+class MergeIn(Layer):
+    """qkv of merged tokens."""
+
+    @outside_graph
+    def __call__(self, x: Tensor, /) -> Tensor:
+        return self.original(_merged_image(x, self.plan))
+
+
+class UnmergeOut(Layer):
+    """The output projection of merged tokens, spread over all."""
+
+    @outside_graph
+    def __call__(self, x: Tensor, /) -> Tensor:
+        return _unmerged_image(self.original(x), self.plan)
+
+
+class MergedLayer(Layer):
+    """The MLP on merged tokens."""
+
+    @outside_graph
+    def __call__(self, x: Tensor, /) -> Tensor:
+        return _unmerged_image(self.original(_merged_image(x, self.plan)), self.plan)
+
+
+def _merged_image(x: Tensor, plan: MergePlan) -> Tensor:
+    """(B, N + R, C) -> (B, D + R, C): merge the image, keep the references."""
+    return torch.cat([merge(x[:, : plan.tokens], plan), x[:, plan.tokens :]], 1)
+
+
+def _unmerged_image(y: Tensor, plan: MergePlan) -> Tensor:
+    """(B, D + R, C) -> (B, N + R, C)."""
+    return torch.cat([unmerge(y[:, : plan.kept], plan), y[:, plan.kept :]], 1)
+
+
+class ByModule(Link):
+    """A double block with attention and MLP each between their own merge and unmerge, the residual stream whole, as in
+    the paper."""
+
+    in_graphs = False
+    merges_references = False
+
+    def __init__(self, whole: Link) -> None:
+        """whole: the hook for the same block on merged tokens from its beginning to its end."""
+        super().__init__(whole.module, whole.name, whole.port, whole.work, whole.scopes, whole.positions)
+        self.parts = (MergeIn(), UnmergeOut(), MergedLayer())
+
+    def layers(self) -> tuple[tuple[nn.Module, Layer], ...]:
+        """Query, key and value; what follows the attention; the MLP. Looked up anew, as others may replace them."""
+        module: Any = self.module
+        attention = module.img_attn
+        return tuple(zip((attention.qkv, attention.proj, module.img_mlp), self.parts, strict=True))
+
+    @outside_graph
+    def outside(self, *args: Any, **kwargs: Any) -> Any:
+        port, place = self.port, self.place
+        given = port.given(args, kwargs)
+        port.note(given)
+        x = given[port.tokens]
+        plan = place.plan_for(x[:, : place.image], self.reason(given))
+        if plan is None or place.evaluation is None:
+            return self.original(*args, **kwargs)
+        config, stats = place.evaluation.run.config, place.evaluation.run.stats
+        if not place.evaluation.decision.keeps_detail:
+            stats.merged(self.name)
+        *attention, mlp = self.layers()
+        hooks: list[tuple[nn.Module, Layer]] = []
+        if config.self_attention:
+            hooks += attention
+            place.plans, place.details, place.lengths = (plan,), (None,), ((plan.tokens, plan.kept),)
+            rows = self.positions.of(given.get(port.rows), place, port.above(given))
+            given = self.moved(given, x, rows, 0)
+        if config.feed_forward:
+            hooks.append(mlp)
+        for _, hook in hooks:
+            hook.plan = plan
+        with installed(hooks):
+            return self._called(len(args), given)

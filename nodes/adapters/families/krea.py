@@ -1,0 +1,41 @@
+"""Krea 2: one stream of [text | image | references], keys and values in groups."""
+
+from __future__ import annotations
+
+from comfy.ldm.krea2.model import SingleStreamDiT
+from torch import nn
+
+from ....toma_core.payoff import KREA
+from ..family import Stage, Transformer
+from ..port import Cuts, Given, Port, index_moved
+
+NAME = "Krea 2"
+
+
+def matches(diffusion_model: nn.Module) -> bool:
+    """Whether this family knows the model."""
+    return isinstance(diffusion_model, SingleStreamDiT)
+
+
+class BlockPort(Port):
+    """[text | image | references], of which the last may be told to be clean (timestep_zero_index)."""
+
+    places = ("x", "vec", "freqs", "mask")
+    rows = "freqs"
+    harmless = ("vec", "timestep_zero_index", "transformer_options")
+
+    def before(self, given: Given, image: int) -> int | None:
+        place = (given.get("transformer_options") or {}).get("img_slice")
+        return None if place is None else place[0]
+
+    def moved(self, given: Given, cuts: Cuts) -> Given:
+        return {**super().moved(given, cuts), **index_moved(given, "timestep_zero_index", cuts)}
+
+
+class Hooks(Transformer):
+    """All hooks of one Krea 2."""
+
+    def made(self, model: SingleStreamDiT) -> tuple[Stage, ...]:
+        """All blocks."""
+        self.patch_size, self.width = model.patch, model.first.out_features
+        return (Stage("single", model.blocks, BlockPort(), KREA),)

@@ -1,0 +1,34 @@
+"""SD3 and SD3.5: image and text in streams of their own, positions added before the first block."""
+
+from __future__ import annotations
+
+from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
+from torch import nn
+
+from ....toma_core.payoff import MM_DIT
+from ..family import Stage, Transformer
+from ..port import Port
+
+NAME = "SD3.5"
+
+
+def matches(diffusion_model: nn.Module) -> bool:
+    """Whether this family knows the model."""
+    return isinstance(diffusion_model, MMDiT)
+
+
+class BlockPort(Port):
+    """Nothing but the image; the last block gives no text."""
+
+    places = ("context", "x")
+    output = 1
+    harmless = ("context", "c", "use_checkpoint", "transformer_options")
+
+
+class Hooks(Transformer):
+    """All hooks of one SD3."""
+
+    def made(self, model: MMDiT) -> tuple[Stage, ...]:
+        """All blocks."""
+        self.patch_size, self.width = model.patch_size, model.hidden_size
+        return (Stage("double", model.joint_blocks, BlockPort(), MM_DIT, "output"),)

@@ -1,0 +1,170 @@
+"""SDXL, SD1.5 and every other model that ComfyUI runs on `UNetModel` with `SpatialTransformer`s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from comfy.ldm.modules.attention import SpatialTransformer
+from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel
+from torch import Tensor, nn
+
+from ....toma_core import Evaluation, ToMAConfig
+from ....toma_core.config import Granularity, Levels, Share
+from ....toma_core.payoff import UNET_BLOCK
+from ..chain import Link, Positions
+from ..family import chained
+from ..hooks import HookPair
+from ..layout import on_no_grid
+from ..port import CHANGED, Cuts, Given, Port
+from .unet_layers import ByModule
+
+NAME = "UNet (SDXL, SD1.5, SD2)"
+
+# Patches of other nodes that are shown tokens inside a transformer block.
+_TOKEN_PATCHES = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch")
+
+
+def matches(diffusion_model: nn.Module) -> bool:
+    """Whether this family knows the model. Video UNets are left alone: they mix frames inside a stack."""
+    kinds = {type(m) for m in diffusion_model.modules() if isinstance(m, SpatialTransformer)}
+    return isinstance(diffusion_model, UNetModel) and kinds == {SpatialTransformer}
+
+
+class BlockPort(Port):
+    """Nothing but the image; ComfyUI tells its grid."""
+
+    places = ("x", "context", "transformer_options")
+    harmless = ("context", "transformer_options")
+    bounded = False
+
+    def grid(self, given: Given, grid: tuple[int, int]) -> tuple[int, int] | None:
+        height, width = (given.get("transformer_options") or {}).get("activations_shape", (0, 0))[-2:]
+        return (height, width) if height else None
+
+    def obstacle(self, given: Given, image: int, references: int = 0) -> str:
+        return super().obstacle(given, image) if given["x"].shape[1] == image else CHANGED
+
+    def moved(self, given: Given, cuts: Cuts) -> Given:
+        options, (lengths,) = given.get("transformer_options"), cuts.lengths
+        return {} if options is None else {"transformer_options": on_no_grid(options, *lengths)}
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Where transformer blocks sit. left: their stack and those after it; level: 0 is the finest with attention;
+    halvings: of the latent's sides on the way here; width: of their tokens, 0 if unknown."""
+
+    position: tuple[str, int]
+    left: int
+    level: int
+    halvings: int
+    width: int
+    blocks: tuple[ByModule, ...]
+
+    def grid(self, latent: Tensor) -> tuple[int, int]:
+        """Rows and columns of the tokens here of a (B, C, H, W) latent; a Downsample rounds up."""
+        return -(-latent.shape[-2] // 2**self.halvings), -(-latent.shape[-1] // 2**self.halvings)
+
+
+class Hooks:
+    """All hooks of one UNet."""
+
+    def __init__(self, diffusion_model: UNetModel) -> None:
+        port, shared = BlockPort(), Positions()
+        found = list(_stacks(diffusion_model))
+        self.stacks = []
+        for left, (position, level, halvings, stack) in zip(range(len(found), 0, -1), found, strict=True):
+            blocks = []
+            for index, module in enumerate(stack.transformer_blocks):
+                scopes = {Share.LEVEL: "level", Share.STACK: position, Share.BLOCK: (position, index)}
+                name = ".".join(map(str, (*position, index)))
+                blocks.append(ByModule(Link(module, name, port, UNET_BLOCK, scopes, shared)))
+            width = getattr(stack.transformer_blocks[0].attn1.to_q, "in_features", 0)
+            self.stacks.append(_Stack(position, left, level, halvings, width, tuple(blocks)))
+
+    def select(
+        self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], **_: Any
+    ) -> Iterator[HookPair]:
+        """The hooks to install for this evaluation. ControlNets add outside of the stacks."""
+        config, stats = evaluation.run.config, evaluation.run.stats
+        for stack in self.stacks:
+            grid, reason = stack.grid(x), _left_out(stack, config)
+            links: list[Link] = []
+            for index, block in enumerate(stack.blocks):
+                patched = _is_patched(stack, index, transformer_options)
+                if reason:
+                    stats.whole(block.link.name, reason)
+                elif config.granularity is Granularity.MODULE or patched:
+                    if evaluation.decision.keeps_detail:
+                        continue
+                    for part in _replaced(stack, index, transformer_options):
+                        stats.whole(f"{block.link.name} {part}", "replaced by another node")
+                    yield from block.hooks(grid, evaluation)
+                elif config.granularity is Granularity.BLOCK:
+                    yield from chained([block.link], (grid,), x, evaluation, transformer_options, stack.width)
+                else:
+                    links.append(block.link)
+                    continue
+                if links:
+                    yield from chained(links, (grid,), x, evaluation, transformer_options, stack.width)
+                    links = []
+            if links:
+                yield from chained(links, (grid,), x, evaluation, transformer_options, stack.width)
+
+    def whole_every(self, config: ToMAConfig) -> int:
+        """Of how many steps one runs whole."""
+        return config.unet_whole_every
+
+    def places(self) -> Iterator[HookPair]:
+        """Blocks and their parts with the hooks that may stand in for them."""
+        for block in (block for stack in self.stacks for block in stack.blocks):
+            yield block.link.module, block.link
+            yield from block.layers()
+
+
+def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, int, SpatialTransformer]]:
+    """(position, level, halvings, stack) of every SpatialTransformer in forward order, see `_Stack`."""
+    depth, depths, found = 0, [], []
+    for i, module in enumerate(diffusion_model.input_blocks):
+        depth += any(isinstance(m, Downsample) for m in module.modules())
+        depths.append(depth)
+        found += [(("input", i), depth, m) for m in module if isinstance(m, SpatialTransformer)]
+    middle = diffusion_model.middle_block if diffusion_model.middle_block is not None else ()
+    found += [(("middle", 0), depth, m) for m in middle if isinstance(m, SpatialTransformer)]
+    for i, module in enumerate(diffusion_model.output_blocks):
+        # An output block runs at the resolution of the skip connection it takes.
+        found += [(("output", i), depths[-1 - i], m) for m in module if isinstance(m, SpatialTransformer)]
+    finest = min(depth for _, depth, _ in found)
+    for position, depth, stack in found:
+        yield position, depth - finest, depth, stack
+
+
+def _left_out(stack: _Stack, config: ToMAConfig) -> str:
+    """Why the settings leave this stack whole, or an empty string."""
+    if stack.left <= config.unet_whole_last:
+        return f"unet_whole_last = {config.unet_whole_last}"
+    if config.granularity is Granularity.MODULE and not any(
+        (config.self_attention, config.cross_attention, config.feed_forward)
+    ):
+        return "self_attention, cross_attention and feed_forward are off"
+    wanted = config.levels is Levels.ALL or (config.levels is Levels.FINEST) == (stack.level == 0)
+    return "" if wanted else f"levels = {config.levels.value}"
+
+
+def _is_patched(stack: _Stack, index: int, transformer_options: dict[str, Any]) -> bool:
+    """Whether another node's patch is shown a block's tokens: then it is merged module by module, so that the patch
+    goes on seeing all of them."""
+    patches = transformer_options.get("patches", {})
+    shown = any(patches.get(name) for name in _TOKEN_PATCHES)
+    return shown or any(_replaced(stack, index, transformer_options))
+
+
+def _replaced(stack: _Stack, index: int, transformer_options: dict[str, Any]) -> Iterator[str]:
+    """The attentions of a block that another node computes in its own way, on all tokens."""
+    replacements = transformer_options.get("patches_replace", {})
+    for name, part in (("attn1", "self-attention"), ("attn2", "cross-attention")):
+        entries = replacements.get(name, {})
+        if (*stack.position, index) in entries or stack.position in entries:
+            yield part

@@ -1,0 +1,99 @@
+"""Attention and feed-forward of a UNet's transformer block, each between its own merge and unmerge: granularity
+`module`, as in the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from ....toma_core import Evaluation, MergePlan
+from ..chain import Link
+from ..hooks import Hook, HookPair, merge, outside_graph, unmerge
+from ..layout import on_no_grid
+
+
+class ByModule(Hook):
+    """A transformer block whose modules are merged one by one. It only keeps its transformer_options for them, because
+    a feed-forward is not given any."""
+
+    def __init__(self, link: Link) -> None:
+        """link: the hook for the same block on merged tokens from its beginning to its end."""
+        self.link = link
+        self.options: dict[str, Any] = {}
+        self.attn1 = MergedAttention(self, " self-attention")
+        self.attn2 = MergedAttention(self, " cross-attention")
+        self.ff = MergedFeedForward(self)
+
+    @outside_graph
+    def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
+        self.options = transformer_options
+        return self.original(x, context=context, transformer_options=transformer_options)
+
+    def release(self) -> None:
+        self.options = {}
+        self.link.release()
+
+    def layers(self) -> Iterator[HookPair]:
+        """The modules with their hooks."""
+        module: Any = self.link.module
+        yield module.attn1, self.attn1
+        if module.attn2 is not None:
+            yield module.attn2, self.attn2
+        yield module.ff, self.ff
+
+    def hooks(self, grid: tuple[int, int], evaluation: Evaluation) -> Iterator[HookPair]:
+        """The hooks to install for an evaluation, in which the block sees such a grid."""
+        link, config = self.link, evaluation.run.config
+        link.place.begin((grid,), link.scopes[config.share], [link.name], link.work, evaluation)
+        wanted = {self.attn1: config.self_attention, self.attn2: config.cross_attention, self.ff: config.feed_forward}
+        yield link.module, self
+        yield from ((module, hook) for module, hook in self.layers() if wanted[hook])
+
+    def plan(self, x: Tensor, part: str) -> MergePlan | None:
+        """The plan for the tokens x of one of its modules, or None to leave that whole; the outcome is noted."""
+        place = self.link.place
+        reason = self.link.reason({"x": x, "transformer_options": self.options})
+        plan = place.plan_for(x, reason, part)
+        if plan is not None and place.evaluation is not None:
+            place.evaluation.run.stats.merged(self.link.name)
+        return plan
+
+
+class MergedAttention(Hook):
+    """Self- or cross-attention with merged queries; in self-attention keys and values are merged with them."""
+
+    def __init__(self, block: ByModule, part: str) -> None:
+        self.block, self.part = block, part
+
+    @outside_graph
+    def __call__(
+        self,
+        x: Tensor,
+        context: Any = None,
+        value: Any = None,
+        mask: Any = None,
+        transformer_options: dict[str, Any] = {},  # noqa: B006
+        **rest: Any,
+    ) -> Tensor:
+        given = {"mask": mask, **rest}
+        tied = any(argument is not None for argument in given.values())
+        plan = None if tied else self.block.plan(x, self.part)
+        if plan is None:
+            return self.original(x, context=context, value=value, transformer_options=transformer_options, **given)
+        merged, told = merge(x, plan), on_no_grid(transformer_options, plan.tokens, plan.kept)
+        if context is x and (value is None or value is x):
+            # Keys and values must stay as long as each other: if a patch made other values, both stay whole.
+            context, value = merged, None if value is None else merged
+        return unmerge(self.original(merged, context=context, value=value, transformer_options=told, **given), plan)
+
+
+class MergedFeedForward(Hook):
+    def __init__(self, block: ByModule) -> None:
+        self.block = block
+
+    @outside_graph
+    def __call__(self, x: Tensor, /) -> Tensor:
+        plan = self.block.plan(x, " feed-forward")
+        return self.original(x) if plan is None else unmerge(self.original(merge(x, plan)), plan)

@@ -1,0 +1,199 @@
+"""What a family of models tells, and what is done with it the same way for all of them.
+
+A family is a file in `families`: NAME, `matches`, and `Hooks`, which says which blocks there are, how they take their
+tokens (`Port`), what they cost, and who looks at the tokens between two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import ref
+
+from torch import Tensor, nn
+
+from ...toma_core import Evaluation, ToMAConfig
+from ...toma_core.config import Granularity, Share
+from ...toma_core.payoff import Block
+from .chain import Link, Positions
+from .hooks import GRAPHS, HookPair
+from .port import Port
+
+
+class ModelHooks(Protocol):
+    """What a family keeps for one model, as long as the model lives."""
+
+    def whole_every(self, config: ToMAConfig) -> int:
+        """Of how many steps one runs whole on this kind of model; 0 if none does."""
+        ...
+
+    def select(
+        self,
+        x: Tensor,
+        evaluation: Evaluation,
+        transformer_options: dict[str, Any],
+        *,
+        control: Any = None,
+        references: Sequence[Tensor] = (),
+    ) -> Iterator[HookPair]:
+        """The (module, hook) pairs to install while the model is evaluated on the latent x of (B, C, H, W). control,
+        references: what ControlNets add, and latents of reference images, as ComfyUI hands them to the model."""
+        ...
+
+    def places(self) -> Iterator[HookPair]:
+        """Every (module, hook) pair that `select` may ever give whose `forward` can be looked at."""
+        ...
+
+
+def token_grid(latent: Tensor, patch_size: int) -> tuple[int, int]:
+    """Rows and columns of image tokens of a (B, C, ..., H, W) latent; odd sides are padded as ComfyUI does."""
+    height, width = latent.shape[-2:]
+    return -(-height // patch_size), -(-width // patch_size)
+
+
+def chained(
+    links: Sequence[Link],
+    grids: tuple[tuple[int, int], ...],
+    latent: Tensor,
+    evaluation: Evaluation,
+    transformer_options: Mapping[str, Any],
+    width: int,
+) -> Iterator[HookPair]:
+    """Hooks that keep tokens merged from the first of consecutive blocks to the last. grids: of the image, and of
+    references that are merged too. width: of their tokens, 0 if unknown."""
+    first = links[0]
+    scope = first.scopes[evaluation.run.config.share]
+    first.place.begin(grids, scope, [link.name for link in links], first.work, evaluation)
+    if transformer_options.get(GRAPHS) and first.in_graphs and not first.place.prepare(latent, first.module, width):
+        first.release()
+        return
+    for link in links:
+        link.begin, link.last = first.place, link is links[-1]
+        yield link.module, link
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Blocks of one kind, one after another. kind: their name in the report and in plans. added: under which name
+    ControlNets add something after each, see ComfyUI's `control`."""
+
+    kind: str
+    blocks: Sequence[nn.Module]
+    port: Port
+    work: Block
+    added: str = ""
+
+
+class Transformer:
+    """Hooks for a model whose blocks all see the image at one resolution.
+
+    Consecutive blocks stay merged as long as nobody looks between them: where a ControlNet adds, another node replaces
+    a block or is shown its tokens, all of them are there.
+    """
+
+    # Patches of other nodes that are shown tokens inside a block, and between two.
+    inside: tuple[str, ...] = ("attn1_patch", "attn1_output_patch")
+    between: tuple[str, ...] = ()
+    # Of the tokens, 0 if unknown; and pixels of the latent on a token's side.
+    width = 0
+    patch_size = 2
+    # Whether tokens of reference images come right after those of the image.
+    references_follow = True
+
+    def __init__(self, model: Any) -> None:
+        self.model = ref(model)  # weak: the model itself is the key that these hooks are kept under
+        shared = Positions()
+        self.stages = self.made(model)
+        self.links = [
+            [self._link(stage, module, index, shared) for index, module in enumerate(stage.blocks)]
+            for stage in self.stages
+        ]
+
+    def made(self, model: Any) -> tuple[Stage, ...]:
+        """The model's stages, in the order in which they run."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _link(stage: Stage, module: nn.Module, index: int, shared: Positions) -> Link:
+        name = f"{stage.kind}.{index}"
+        # There is one resolution, but tokens of one kind of block say little of those of the other.
+        scopes: dict[Share, Hashable] = {Share.BLOCK: name, Share.STACK: stage.kind, Share.LEVEL: stage.kind}
+        return Link(module, name, stage.port, stage.work, scopes, shared)
+
+    def whole_every(self, config: ToMAConfig) -> int:
+        """Of how many steps one runs whole."""
+        return config.flux_whole_every
+
+    def left_out(self, stage: Stage, index: int, config: ToMAConfig) -> str:
+        """Why the settings leave this block of a stage whole, or an empty string."""
+        first = config.flux_whole_single
+        return f"flux_whole_single = {first}" if index < first else ""
+
+    def places(self) -> Iterator[HookPair]:
+        """Blocks with the hooks that may stand in for them."""
+        for links in self.links:
+            yield from ((link.module, link) for link in links)
+
+    def obstacle(self, transformer_options: Mapping[str, Any]) -> str:
+        """Why no block of this call can be merged, in words for the report; empty if they can."""
+        patches = transformer_options.get("patches", {})
+        shown = any(patches.get(name) for name in self.inside)
+        return "another node's attention patch needs all tokens" if shown else ""
+
+    def loops(self) -> bool:
+        """Whether the model's own loop runs its blocks. Whoever runs them in a loop of their own, as step caches do,
+        may look at what is between any two."""
+        return True
+
+    def select(
+        self,
+        x: Tensor,
+        evaluation: Evaluation,
+        transformer_options: dict[str, Any],
+        *,
+        control: Any = None,
+        references: Sequence[Tensor] = (),
+    ) -> Iterator[HookPair]:
+        """The hooks to install for this evaluation of the latent x, see `ModelHooks`."""
+        config, stats = evaluation.run.config, evaluation.run.stats
+        patches = transformer_options.get("patches", {})
+        looked = any(patches.get(name) for name in self.between)
+        chains = config.granularity is Granularity.STACK and not looked and self.loops()
+        replaced, control = transformer_options.get("patches_replace", {}).get("dit", {}), control or {}
+        grid, reason = token_grid(x, self.patch_size), self.obstacle(transformer_options)
+        grids = grid, *self.merged_references(references, evaluation)
+        for stage, links in zip(self.stages, self.links, strict=True):
+            added, runs = control.get(stage.added) or (), list[list[Link]]()
+            following = None  # the block that the last run could go on with
+            for index, link in enumerate(self.chosen(stage, links, config)):
+                if left_out := self.left_out(stage, index, config) or reason:
+                    stats.whole(link.name, left_out)
+                elif chains and index == following and not _seen(stage, index, added, replaced):
+                    runs[-1].append(link)
+                    following = index + 1
+                else:
+                    runs.append([link])
+                    following = index + 1
+            for run in runs:
+                of = grids if run[0].merges_references else (grid,)
+                yield from chained(run, of, x, evaluation, transformer_options, self.width)
+
+    def merged_references(self, references: Sequence[Tensor], evaluation: Evaluation) -> list[tuple[int, int]]:
+        """The grids of the reference images, if all of them are to be merged."""
+        if not (self.references_follow and evaluation.run.config.merge_references):
+            return []
+        grids = [token_grid(latent, self.patch_size) for latent in references]
+        enough = all(round(evaluation.decision.ratio * height * width) for height, width in grids)
+        return grids if enough else []
+
+    def chosen(self, stage: Stage, links: list[Link], config: ToMAConfig) -> list[Link]:
+        """The hooks of a stage for these settings: those around whole blocks, or of a kind of the family's own."""
+        return links
+
+
+def _seen(stage: Stage, index: int, added: Sequence[Any], replaced: Mapping[Any, Any]) -> bool:
+    """Whether somebody but the block takes what the one before gives."""
+    if index - 1 < len(added) and added[index - 1] is not None:
+        return True
+    return any((f"{stage.kind}_block", at) in replaced for at in (index - 1, index))

@@ -1,0 +1,143 @@
+"""A block's port: which of its arguments carries the tokens, where in it the image lies, and what else goes by token.
+
+What no port mentions and is not None goes by token, as far as anybody knows: the block then runs whole, and the report
+names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layout import shortened
+
+# What a block is given, by name.
+Given = dict[str, Any]
+
+CHANGED = "another node changed the number of tokens"
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where a stream of tokens became shorter. lengths: (N, D) of the image and of each reference that follows it, from
+    `before` on."""
+
+    before: int
+    lengths: tuple[tuple[int, int], ...]
+
+    @property
+    def gone(self) -> int:
+        """How many tokens fewer there are."""
+        return sum([tokens - kept for tokens, kept in self.lengths])
+
+    @property
+    def references(self) -> list[int]:
+        """How many tokens are left of each reference that was merged."""
+        return [kept for _, kept in self.lengths[1:]]
+
+    def moved(self, place: int) -> int:
+        """Where a place between two images, or outside of them, is then."""
+        end, gone = self.before, 0
+        for tokens, kept in self.lengths:
+            end += tokens
+            if place >= end:
+                gone += tokens - kept
+        return place - gone
+
+
+class Port:
+    """How blocks of one kind take [before | image | after] tokens of (B, T, C), and give them back.
+
+    places: the arguments that may come by place, in their order. needs: those by name that a `forward` must take.
+    tokens: the argument that carries the tokens. output: which of the block's results they are, None if the only one.
+    rows, axis: the argument with the rotary positions, and which axis of it counts tokens; empty where there are none.
+    harmless: further arguments that do not go by token. writes: blocks add into the tokens that they are given.
+    bounded: fp16 is cut off at its limits after a block, so merging has to do the same.
+    """
+
+    places: tuple[str, ...] = ("x",)
+    needs: tuple[str, ...] = ("transformer_options",)
+    tokens = "x"
+    output: int | None = None
+    rows = ""
+    axis = 2
+    harmless: tuple[str, ...] = ("transformer_options",)
+    writes = False
+    bounded = True
+
+    def given(self, args: tuple[Any, ...], kwargs: Given) -> Given:
+        """A call's arguments by name."""
+        return {**dict(zip(self.places, args, strict=False)), **kwargs}
+
+    def note(self, given: Given) -> None:
+        """Outside of graphs, before all else: keep what another port of the model has to know."""
+
+    def release(self) -> None:
+        """Forget what was noted: the evaluation is over."""
+
+    def before(self, given: Given, image: int) -> int | None:
+        """How many tokens come before the image, of so many tokens, in the same argument; None if nobody told."""
+        return 0
+
+    def above(self, given: Given) -> int:
+        """How many rows of positions belong to tokens of another argument, before those of this one."""
+        return 0
+
+    def grid(self, given: Given, grid: tuple[int, int]) -> tuple[int, int] | None:
+        """Rows and columns of the image's tokens. grid: what the latent makes. None if nobody told."""
+        return grid
+
+    def moved(self, given: Given, cuts: Cuts) -> Given:
+        """The arguments that say where tokens lie, as they lie after merging."""
+        options = given.get("transformer_options")
+        return {} if options is None else {"transformer_options": shortened(options, cuts.gone, cuts.references)}
+
+    def obstacle(self, given: Given, image: int, references: int = 0) -> str:
+        """Why a block's tokens cannot be merged, in words for the report; empty if they can. image: N. references: of
+        the reference images after it, if they are merged too."""
+        x, before = given[self.tokens], self.before(given, image)
+        if before is None:
+            return "ComfyUI does not tell where the image's tokens are"
+        told = self.references(given)
+        if x.ndim != 3 or x.shape[1] < before + image + told or (references and references != told):
+            return CHANGED
+        known = (self.tokens, self.rows, *self.harmless)
+        tied = [name for name, value in given.items() if value is not None and name not in known]
+        if self.rows and not self._fits(given.get(self.rows), self.above(given) + x.shape[1]):
+            tied.append(f"{self.rows} of unknown shape")
+        return f"{', '.join(tied)} in use" if tied else ""
+
+    def references(self, given: Given) -> int:
+        """Tokens of reference images that follow the image. Where there are fewer, as in one of several processes that
+        share them (raylight, xDiT), its first tokens would pass for the image."""
+        told: Mapping[str, Any] = given.get("transformer_options") or {}
+        return sum(told.get("reference_image_num_tokens", ()))
+
+    def _fits(self, rows: Any, tokens: int) -> bool:
+        """Whether these are the positions of so many tokens at least, or none."""
+        return rows is None or (isinstance(rows, Tensor) and rows.ndim > 3 and rows.shape[self.axis] >= tokens)
+
+    def limited(self, x: Tensor) -> Tensor:
+        """fp16 cut off as the model does it after its blocks: weights sum to 1 up to rounding only, and a token that
+        sits at the limit would become infinite. Other dtypes as they are."""
+        if not self.bounded or x.dtype is not torch.float16:
+            return x
+        return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504)
+
+
+def slices_moved(given: Given, name: str, cuts: Cuts) -> Given:
+    """The argument of this name, a list of (start, stop, ...) places; nothing where it is not given."""
+    pieces = given.get(name)
+    if pieces is None:
+        return {}
+    return {name: [tuple([cuts.moved(at) if n < 2 else at for n, at in enumerate(p)]) for p in pieces]}
+
+
+def index_moved(given: Given, name: str, cuts: Cuts) -> Given:
+    """The argument of this name, a place; nothing where it is not given."""
+    place = given.get(name)
+    return {} if place is None else {name: cuts.moved(place)}

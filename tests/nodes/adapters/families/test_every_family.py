@@ -1,0 +1,461 @@
+"""What every family has to show, on a small model of its real class: a new one is added to `benchmarks.models` and
+`LAYOUTS`, and is told here what it lacks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+HEIGHT, WIDTH, TEXT = 20, 28, 7
+CLOSE = {"rtol": 1e-4, "atol": 1e-3}  # values reach 30, where fp32 sums in another order differ by some 1e-5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things lie in the blocks of a model, written down once more, by hand, from ComfyUI's source.
+
+    blocks: their lists. tokens: the argument; before: what comes before the image in it. rows: the argument with the
+    positions and the axis that counts tokens; above: rows before those of `tokens`. text: the length of what the model
+    makes of 7 tokens of text. out: which of the results.
+    """
+
+    blocks: str
+    tokens: str
+    names: tuple[str, ...] = ()
+    before: int = 0
+    rows: str = ""
+    axis: int = 2
+    above: int = 0
+    out: int | None = None
+    patch: int = 2
+
+
+DOUBLE = Layout("double_blocks", "img", rows="pe", above=TEXT, out=0)
+SINGLE = Layout("single_blocks", "x", rows="pe", before=TEXT)
+LAYOUTS = {
+    "flux": (DOUBLE, SINGLE),
+    # Flux.2's text is padded to 512 tokens.
+    "flux2": (
+        Layout("double_blocks", "img", rows="pe", above=512, out=0, patch=1),
+        Layout("single_blocks", "x", rows="pe", before=512, patch=1),
+    ),
+    "chroma": (DOUBLE, SINGLE),
+    "z_image": (Layout("layers", "x", rows="freqs_cis", axis=1, before=32),),
+    "lumina2": (Layout("layers", "x", rows="freqs_cis", axis=1, before=TEXT),),
+    "krea2": (Layout("blocks", "x", rows="freqs", before=TEXT),),
+    "qwen_image": (Layout("transformer_blocks", "hidden_states", rows="image_rotary_emb", above=TEXT, out=1),),
+    "sd3": (Layout("joint_blocks", "x", names=("context", "x"), out=1),),
+}
+BLOCKS = [(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts]
+block_kinds = pytest.mark.parametrize(("family", "layout"), BLOCKS, ids=[f"{f}-{la.blocks}" for f, la in BLOCKS])
+every_family = pytest.mark.parametrize("family", LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def model_of(pack: Any) -> Callable[[str], Any]:
+    """model_of(family): its small model, made once."""
+    made: dict[str, Any] = {}
+
+    def model(family: str) -> Any:
+        if family not in made:
+            made[family] = models.TRANSFORMERS[family]()
+        return made[family]
+
+    return model
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(model_of: Any, hooks_left: Any) -> Any:
+    """No test leaves anything on a model."""
+    yield
+    for family in LAYOUTS:
+        model = model_of(family)
+        assert hooks_left(model) == []
+        assert "toma" not in model.model_options["transformer_options"]
+
+
+def grid_of(layout: Layout) -> tuple[int, int]:
+    return HEIGHT // layout.patch, WIDTH // layout.patch
+
+
+def arguments(block: nn.Module, layout: Layout, call: Any) -> dict[str, Any]:
+    """A recorded call's arguments by name."""
+    names = layout.names or tuple(inspect.signature(type(block).forward).parameters)[1:]
+    return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+
+
+def merged_call(
+    layout: Layout, given: dict[str, Any], plans: list[Any], M: Tensor
+) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """The arguments on merged tokens, by plain indexing; the images before and after. plans: of the image and of
+    references after it that are merged too, with one matrix for all of them."""
+    x, tokens = given[layout.tokens], sum(plan.tokens for plan in plans)
+    image = x[:, layout.before : layout.before + tokens]
+    merged = M @ image
+    stream = torch.cat([x[:, : layout.before], merged, x[:, layout.before + tokens :]], 1)
+    told = {**given, layout.tokens: stream.clone()}
+    if layout.rows:
+        rows, start = given[layout.rows], layout.before + layout.above
+        assert rows.shape[layout.axis] == layout.above + x.shape[1]
+        end = rows.shape[layout.axis]
+        each = []
+        for b in range(len(x)):
+            index, at = list(range(start)), start
+            for plan in plans:
+                index += (at + plan.destinations[b]).tolist()
+                at += plan.tokens
+            index += range(at, end)
+            own = rows[min(b, len(rows) - 1)]
+            each.append(own.index_select(layout.axis - 1, torch.tensor(index)))
+        told[layout.rows] = torch.stack(each)
+    return told, image, merged
+
+
+def restored(layout: Layout, out: Any, image: Tensor, merged: Tensor, U: Tensor) -> Tensor:
+    """All tokens after a block that gave `out` on merged ones."""
+    y = out if layout.out is None else out[layout.out]
+    kept = merged.shape[1]
+    new = image + U @ (y[:, layout.before : layout.before + kept] - merged)
+    return torch.cat([y[:, : layout.before], new, y[:, layout.before + kept :]], 1)
+
+
+def run(block: nn.Module, layout: Layout, given: dict[str, Any]) -> Any:
+    """The block itself: positional where its class takes everything so."""
+    copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
+    first = [copies.pop(name) for name in layout.names]
+    return block(*first, **copies)
+
+
+@block_kinds
+@pytest.mark.parametrize("batch", [1, 2])
+def test_block_is_computed_on_merged_tokens(
+    family: str, layout: Layout, batch: int, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
+) -> None:
+    """Means of tokens, the destinations' own positions, text and padding as they were; the update goes to all."""
+    model = model_of(family)
+    block = getattr(model.model.diffusion_model, layout.blocks)[1]
+    calls = record(block)
+    models.sample(attach(model, granularity="block"), HEIGHT, WIDTH, batch=batch, steps=1, cfg=1.0)
+    (call,) = calls
+    plan = plan_calls[call.first_plan].plan
+    assert plan_calls[call.first_plan].grid == grid_of(layout)
+    M, U = dense(plan)
+    given = arguments(block, layout, call)
+    told, image, merged = merged_call(layout, given, [plan], M)
+    found = call.out if layout.out is None else call.out[layout.out]
+    torch.testing.assert_close(found, restored(layout, run(block, layout, told), image, merged, U), **CLOSE)
+    if layout.rows:
+        kept = plan.kept + given[layout.tokens].shape[1] - plan.tokens + layout.above
+        wrong = {**told, layout.rows: given[layout.rows].narrow(layout.axis, 0, kept)}
+        other = restored(layout, run(block, layout, wrong), image, merged, U)
+        assert (other - found).abs().max() > 1e-2, "this test would not notice the rows of other positions"
+
+
+@block_kinds
+def test_consecutive_blocks_stay_merged(
+    family: str, layout: Layout, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
+) -> None:
+    model = model_of(family)
+    blocks = getattr(model.model.diffusion_model, layout.blocks)
+    starts, ends = record(blocks[0]), record(blocks[-1])
+    between = [record(block) for block in blocks[1:-1]]
+    models.sample(attach(model), HEIGHT, WIDTH, steps=1, cfg=1.0)
+    (start,), (end,) = starts, ends
+    plan = plan_calls[start.first_plan].plan
+    M, U = dense(plan)
+    given = arguments(blocks[0], layout, start)
+    told, image, merged = merged_call(layout, given, [plan], M)
+    for block, call in zip(blocks, [start, *(c[0] for c in between), end], strict=True):
+        seen = arguments(block, layout, call)
+        # What a block is given beside its tokens is its own: modulation differs from block to block in Chroma.
+        others = {n: v for n, v in seen.items() if n not in (layout.tokens, layout.rows)}
+        out = run(block, layout, {**told, **others})
+        told[layout.tokens] = out if layout.out is None else out[layout.out]
+    found = end.out if layout.out is None else end.out[layout.out]
+    torch.testing.assert_close(found, restored(layout, out, image, merged, U), rtol=1e-3, atol=1e-2)
+    assert found.shape == given[layout.tokens].shape
+
+
+@every_family
+@pytest.mark.parametrize("granularity", ["module", "block", "stack"])
+def test_merged_runs_are_finite_and_repeat(
+    family: str, granularity: str, model_of: Any, attach: Any, stats_of: Any
+) -> None:
+    model = model_of(family)
+    plain = models.sample(model, HEIGHT, WIDTH, steps=2)
+    merged = attach(model, granularity=granularity)
+    out = models.sample(merged, HEIGHT, WIDTH, steps=2)
+    assert out.isfinite().all()
+    assert not torch.equal(out, plain)
+    blocks = sum(len(getattr(model.model.diffusion_model, layout.blocks)) for layout in LAYOUTS[family])
+    assert len(stats_of(merged).merged_blocks) == blocks
+    assert stats_of(merged).left_whole == {}
+    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=2), out)
+    assert torch.equal(models.sample(model, HEIGHT, WIDTH, steps=2), plain)
+
+
+@every_family
+def test_off_is_the_same_object(family: str, model_of: Any, attach: Any) -> None:
+    model = model_of(family)
+    assert attach(model, ratio=0.0) is model
+
+
+@every_family
+@pytest.mark.parametrize(("height", "width", "batch", "cfg"), [(19, 15, 1, 1.0), (33, 8, 3, 4.0), (2, 2, 1, 4.0)])
+def test_odd_sizes_batches_and_guidance(
+    family: str, height: int, width: int, batch: int, cfg: float, model_of: Any, attach: Any, stats_of: Any
+) -> None:
+    model = model_of(family)
+    merged = attach(model)
+    out = models.sample(merged, height, width, batch=batch, steps=2, cfg=cfg)
+    assert out.isfinite().all()
+    assert out.shape == models.sample(model, height, width, batch=batch, steps=1, cfg=cfg).shape
+    layout, small = LAYOUTS[family][0], height * width == 4
+    grid = (-(-height // layout.patch), -(-width // layout.patch))
+    assert set(stats_of(merged).grids) == (set() if small and layout.patch == 2 else {grid})
+
+
+@every_family
+def test_detail_is_kept_and_reused(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
+    """Whole steps are the model's own, bit for bit, and the steps after them are nearer than without."""
+    model = model_of(family)
+    plain = models.sample(model, HEIGHT, WIDTH, steps=4, cfg=1.0)
+    far = models.sample(attach(model, ratio=0.5), HEIGHT, WIDTH, steps=4, cfg=1.0)
+    reusing = attach(model, ratio=0.5, detail_reuse=True, flux_whole_every=2, select_every=2, weigh_every=2)
+    near = models.sample(reusing, HEIGHT, WIDTH, steps=4, cfg=1.0)
+    assert stats_of(reusing).detail_bytes > 0
+    assert (near - plain).norm() < (far - plain).norm()
+    first = attach(model, ratio=0.5, detail_reuse=True, flux_whole_every=9)
+    whole = models.sample(first, HEIGHT, WIDTH, steps=1, cfg=1.0)
+    assert torch.equal(whole, models.sample(model, HEIGHT, WIDTH, steps=1, cfg=1.0))
+
+
+@every_family
+def test_conditions_in_calls_of_their_own(
+    family: str, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free memory decides whether prompt and negative prompt share a call; the picture must not show it."""
+    model = model_of(family)
+    merged = attach(model)
+    joined = models.sample(merged, HEIGHT, WIDTH, steps=2)
+    plain = models.sample(model, HEIGHT, WIDTH, steps=2)
+    monkeypatch.setattr(type(model.model), "memory_required", lambda *_, **__: 1e20)
+    split, plain_split = models.sample(merged, HEIGHT, WIDTH, steps=2), models.sample(model, HEIGHT, WIDTH, steps=2)
+    off = (plain_split - plain).abs().max()
+    assert (split - joined).abs().max() <= 10 * off + 1e-4 * joined.abs().max()
+
+
+@block_kinds
+def test_block_with_a_renamed_argument_is_left_whole(
+    family: str,
+    layout: Layout,
+    attach: Any,
+    stats_of: Any,
+    warnings: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model that is half known runs as it did, and one warning names what is strange."""
+    if layout.names:
+        pytest.skip("its blocks take whatever they are given")
+    model = models.TRANSFORMERS[family]()
+    cls = type(getattr(model.model.diffusion_model, layout.blocks)[0])
+    original = cls.forward
+    names = list(inspect.signature(original).parameters)
+    parameters = [
+        p.replace(name=f"new_{p.name}") if p.name == layout.tokens else p
+        for p in inspect.signature(original).parameters.values()
+    ]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if f"new_{layout.tokens}" in kwargs:
+            kwargs[layout.tokens] = kwargs.pop(f"new_{layout.tokens}")
+        return original(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    assert layout.tokens in names
+    plain = models.sample(model, HEIGHT, WIDTH, steps=1)
+    monkeypatch.setattr(cls, "forward", forward)
+    merged = attach(model)
+    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=1), plain)
+    (warning,) = warnings()
+    assert f"new_{layout.tokens}" in warning
+    assert "nothing was merged" in stats_of(merged).summary()
+
+
+REPLACED = ("flux", "flux2", "chroma", "qwen_image", "sd3")
+
+
+@pytest.mark.parametrize("family", REPLACED)
+def test_replaced_block_sees_all_tokens(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
+    model, seen = model_of(family), []
+
+    def replacement(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        seen.append(args["img"].shape[1])
+        out = extra["original_block"](args)
+        return {**out, "img": out["img"] * 1.01}
+
+    merged = attach(model).clone()
+    merged.set_model_patch_replace(replacement, "dit", "double_block", 1)
+    assert models.sample(merged, HEIGHT, WIDTH, steps=1, cfg=1.0).isfinite().all()
+    height, width = grid_of(LAYOUTS[family][0])
+    assert seen == [height * width]
+    assert stats_of(merged).left_whole == {}
+
+
+@pytest.mark.parametrize("family", ["z_image", "lumina2", "qwen_image"])
+def test_patch_between_blocks_sees_and_changes_all_tokens(family: str, model_of: Any, attach: Any) -> None:
+    """As ControlNets that are patches do it: they are shown the image after every block, and what they give is it."""
+    model, seen = model_of(family), []
+
+    def patch(args: dict[str, Any]) -> dict[str, Any]:
+        seen.append(args["img"].shape[1])
+        return {**args, "img": args["img"] * 1.01}
+
+    patched = model.clone()
+    patched.set_model_patch(patch, "double_block")
+    plain = models.sample(patched, HEIGHT, WIDTH, steps=1, cfg=1.0)
+    expected, seen[:] = list(seen), []
+    out = models.sample(attach(patched), HEIGHT, WIDTH, steps=1, cfg=1.0)
+    assert seen == expected
+    assert out.isfinite().all()
+    assert not torch.equal(out, plain)
+    assert not torch.equal(out, models.sample(attach(model), HEIGHT, WIDTH, steps=1, cfg=1.0))
+
+
+def test_chroma_may_skip_blocks(pack: Any, attach: Any, stats_of: Any) -> None:
+    """A chain must not begin or end with a block that is never called."""
+    model = models.chroma(double=4, single=3)
+    network = model.model.diffusion_model
+    for skipped in ([0], [3], [1, 2], [0, 1, 2, 3]):
+        network.skip_mmdit = skipped
+        merged = attach(model)
+        assert models.sample(merged, HEIGHT, WIDTH, steps=1).isfinite().all()
+        assert stats_of(merged).left_whole == {"skipped by the model": {f"double.{i}" for i in skipped}}
+
+
+REFERENCES = [("flux2", None), ("flux2", "index_timestep_zero"), ("qwen_image", None)]
+REFERENCES += [("qwen_image", "index_timestep_zero"), ("krea2", "index"), ("krea2", "index_timestep_zero")]
+
+
+@pytest.mark.parametrize(("family", "method"), REFERENCES)
+@pytest.mark.parametrize("too", [False, True], ids=["whole", "merged"])
+def test_references(
+    family: str, method: str | None, too: bool, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any,
+    stats_of: Any,
+) -> None:  # fmt: skip
+    """They follow the image being made, whole or merged by plans of their own; where they are told to be clean, the
+    place from which on they are moves with them."""
+    model = model_of(family)
+    layout = LAYOUTS[family][0]
+    block = getattr(model.model.diffusion_model, layout.blocks)[1]
+    conds = {"positive": models.conditioning(model, seed=1, **of_references(model, layout, method))}
+    calls = record(block)
+    merged = attach(model, granularity="block", merge_references=too)
+    out = models.sample(merged, HEIGHT, WIDTH, steps=1, cfg=1.0, **conds)
+    assert out.isfinite().all()
+    assert stats_of(merged).left_whole == {}
+    (call,) = calls
+    given = arguments(block, layout, call)
+    plans = [c.plan for c in plan_calls[call.first_plan :][: 3 if too else 1]]
+    sizes = [(side // layout.patch) * (12 // layout.patch) for side in (8, 6)]
+    assert given[layout.tokens].shape[1] == layout.before + plans[0].tokens + sum(sizes)
+    assert [plan.tokens for plan in plans[1:]] == (sizes if too else [])
+    matrices = [dense(plan) for plan in plans]
+    M, U = (
+        torch.stack([torch.block_diag(*each) for each in zip(*kind, strict=True)])
+        for kind in zip(*matrices, strict=True)
+    )
+    told, images, few = merged_call(layout, given, plans, M)
+
+    def moved(place: int) -> int:
+        end = layout.before
+        gone = 0
+        for plan in plans:
+            end += plan.tokens
+            gone += plan.tokens - plan.kept if place >= end else 0
+        return place - gone
+
+    if given.get("timestep_zero_index") is not None:
+        told["timestep_zero_index"] = moved(given["timestep_zero_index"])
+    for name in ("modulation_dims_img", "modulation_dims"):
+        if given.get(name) is not None:
+            told[name] = [(moved(first), moved(last), which) for first, last, which in given[name]]
+    found = call.out if layout.out is None else call.out[layout.out]
+    torch.testing.assert_close(found, restored(layout, run(block, layout, told), images, few, U), **CLOSE)
+
+
+def of_references(model: Any, layout: Layout, method: str | None) -> dict[str, Any]:
+    """Conditioning with two references of different sizes."""
+    channels, generator = model.model.latent_format.latent_channels, torch.Generator().manual_seed(9)
+    five = model.model.latent_format.latent_dimensions == 3
+    sizes = [(1, channels, *((1,) if five else ()), side, 12) for side in (8, 6)]
+    options: dict[str, Any] = {"reference_latents": [torch.randn(size, generator=generator) for size in sizes]}
+    return options if method is None else {**options, "reference_latents_method": method}
+
+
+@pytest.mark.parametrize("family", ["flux", "flux2", "krea2", "qwen_image"])
+def test_merged_references_in_whole_runs(family: str, model_of: Any, attach: Any, plan_calls: Any) -> None:
+    """In chains, with detail reuse and guidance; each condition's references get one plan a run, whoever calls."""
+    model = model_of(family)
+    options = of_references(model, LAYOUTS[family][0], "index" if family == "krea2" else None)
+    conds = {
+        "positive": models.conditioning(model, seed=1, **options),
+        "negative": models.conditioning(model, seed=2, **options),
+    }
+    settings = {"merge_references": True, "select_every": 1, "weigh_every": 1}
+    out = models.sample(attach(model, **settings), HEIGHT, WIDTH, batch=2, steps=3, **conds)
+    assert out.isfinite().all()
+    of_references_ = {call.grid for call in plan_calls} - {grid_of(LAYOUTS[family][0])}
+    assert len(of_references_) == 2
+    for grid in of_references_:
+        for scope in {call.scope for call in plan_calls if call.grid == grid}:
+            made = {id(call.plan) for call in plan_calls if call.grid == grid and call.scope == scope}
+            assert len(made) == 1
+    plain = models.sample(model, HEIGHT, WIDTH, batch=2, steps=3, **conds)
+    far = (out - plain).norm()
+    settings |= {"detail_reuse": True, "flux_whole_every": 2}
+    assert (models.sample(attach(model, **settings), HEIGHT, WIDTH, batch=2, steps=3, **conds) - plain).norm() < far
+
+
+def test_z_image_with_references_before_the_image(attach: Any, stats_of: Any) -> None:
+    """Omni models have them, and their captions, before the image: it is found by its place from the end."""
+    model = models.z_image()
+    options = of_references(model, LAYOUTS["z_image"][0], None)
+    conds = {"positive": models.conditioning(model, seed=1, **options)}
+    for settings in ({}, {"merge_references": True}):
+        merged = attach(model, **settings)
+        assert models.sample(merged, HEIGHT, WIDTH, steps=2, cfg=1.0, **conds).isfinite().all()
+        assert stats_of(merged).left_whole == {}
+        assert set(stats_of(merged).grids) == {(10, 14)}
+
+
+def test_lists_of_frames_are_no_picture(model_of: Any, attach: Any, stats_of: Any) -> None:
+    """A latent of five dimensions with several frames is left whole, and the report says so."""
+    import comfy.sample
+
+    model = model_of("qwen_image")
+    merged = attach(model)
+    latent = torch.zeros(1, 16, 3, HEIGHT, WIDTH)
+    conds = [models.conditioning(model, seed=seed) for seed in (1, 2)]
+    results = [
+        comfy.sample.sample(m, torch.ones_like(latent), 1, 1.0, "euler", "simple", *conds, latent, disable_pbar=True)
+        for m in (model, merged)
+    ]
+    assert torch.equal(*results)
+    assert "nothing was merged" in stats_of(merged).summary()
+
+
+def test_every_supported_transformer_is_tried_here(pack: Any) -> None:
+    registry = pack_module("nodes.adapters.registry")
+    assert set(LAYOUTS) == set(models.TRANSFORMERS)
+    families = {type(registry.find(make().model.diffusion_model)).__module__ for make in models.TRANSFORMERS.values()}
+    assert len(families) + 1 == len(registry._FAMILIES)  # and the UNets
