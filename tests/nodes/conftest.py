@@ -186,10 +186,10 @@ def no_state_left(pack: ModuleType) -> Iterator[None]:
     """No run state and no plan is alive after the test's runs."""
     kinds = (pack_module("toma_core.state").RunState, pack_module("toma_core.merge").MergePlan)
     gc.collect()
-    before = {id(o) for o in gc.get_objects() if isinstance(o, kinds)}
+    before = {id(o) for o in gc.get_objects() if issubclass(type(o), kinds)}
     yield
     gc.collect()
-    alive = [o for o in gc.get_objects() if isinstance(o, kinds) and id(o) not in before]
+    alive = [o for o in gc.get_objects() if issubclass(type(o), kinds) and id(o) not in before]
     assert alive == []
 
 
