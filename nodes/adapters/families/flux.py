@@ -13,6 +13,7 @@ from torch import nn
 from ....toma_core import ToMAConfig
 from ....toma_core.config import Granularity
 from ....toma_core.payoff import FLUX_DOUBLE, FLUX_SINGLE
+from ....toma_core.presets import Fields
 from ..chain import Link
 from ..family import Stage, Transformer
 from ..hooks import HookPair
@@ -20,6 +21,13 @@ from ..port import Given, Port
 from .flux_layers import ByModule
 
 NAME = "Flux.1"
+# Measured, see docs/fidelity.md; the released method leaves five blocks of each kind whole.
+PRESETS: Fields = {
+    "balanced": {"whole_first": 5, "whole_every": 3},
+    "quality": {"whole_first": 5, "whole_every": 2},
+    "fast": {"whole_first": 1, "whole_every": 5},
+    "faithful": {"whole_first": 5},
+}
 
 
 def matches(diffusion_model: nn.Module) -> bool:
@@ -67,6 +75,8 @@ class DoublePort(Port):
 class Hooks(Transformer):
     """All hooks of one Flux model."""
 
+    presets = PRESETS
+
     def __init__(self, diffusion_model: Flux) -> None:
         super().__init__(diffusion_model)
         self.patch_size, self.width = diffusion_model.patch_size, getattr(diffusion_model, "hidden_size", 0)
@@ -82,12 +92,9 @@ class Hooks(Transformer):
 
     def left_out(self, stage: Stage, index: int, config: ToMAConfig) -> str:
         """Why the settings leave this block of a stage whole, or an empty string."""
-        name = f"flux_whole_{stage.kind}"
-        if index < getattr(config, name):
-            return f"{name} = {getattr(config, name)}"
         by_module = stage.kind == "double" and config.granularity is Granularity.MODULE
         idle = by_module and not (config.self_attention or config.feed_forward)
-        return "self_attention and feed_forward are off" if idle else ""
+        return super().left_out(stage, index, config) or ("self_attention and feed_forward are off" if idle else "")
 
     def loops(self) -> bool:
         """Whether the model's own loop runs its blocks."""
