@@ -81,7 +81,7 @@ def measure(
 ) -> list[Row]:
     """One row a side: a chain of blocks merged once, and its speed-up over the whole chain."""
     core = pack_module("toma_core")
-    plans_per_step = 1 / pack_module("toma_core.config").PRESETS["balanced"]["select_every"]
+    plans_per_step = 1 / pack_module("toma_core").PRESETS["balanced"]["select_every"]
     blocks = stack(width, depth, dtype, device)
     generator = torch.Generator().manual_seed(1)
     context = torch.randn(batch, 77, 2048, generator=generator).to(device, dtype)

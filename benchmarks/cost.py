@@ -222,7 +222,7 @@ def count(
     hooks, run = pack_module("nodes.adapters.hooks"), None
     find = pack_module("nodes.adapters.registry").find
     if attachment is not None:
-        run = _run(attachment.config, find(model).whole_every(attachment.config), Fused(meter) if kernels else None)
+        run = _run(attachment.config, Fused(meter) if kernels else None)
 
     def forward(step: int) -> None:
         evaluation = None
@@ -247,7 +247,7 @@ def count(
     return meter.cost
 
 
-def _run(config: Any, whole_every: int, kernels: Fused | None) -> Any:
+def _run(config: Any, kernels: Fused | None) -> Any:
     core, trial = pack_module("toma_core"), pack_module("toma_core.trial")
-    schedule = core.Schedule(config, tuple(float(STEPS - step) for step in range(STEPS)), whole_every=whole_every)
+    schedule = core.Schedule(config, tuple(float(STEPS - step) for step in range(STEPS)))
     return core.RunState(schedule, dispatch=trial.Dispatch(trial.Choice(kernels)))

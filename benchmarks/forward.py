@@ -47,7 +47,7 @@ class Runner:
         attachment = run.attachment_of(self.patched)
         if attachment is None:
             return None
-        sampling = run.Sampling.start(attachment.config, None, [1.0, 0.0], self.patched.model.diffusion_model)
+        sampling = run.Sampling.start(attachment.config, None, [1.0, 0.0])
         if self.plain:
             trial = pack_module("toma_core.trial")
             sampling.run.dispatch = trial.Dispatch(trial.Choice(None))
@@ -226,7 +226,7 @@ def main() -> None:
         help="what ComfyUI chooses on this device (on a CPU: sub-quadratic), or PyTorch's, which is faster on a CPU",
     )
     parser.add_argument("--flux-blocks", type=int, nargs=2, default=(1, 2), metavar=("DOUBLE", "SINGLE"))
-    parser.add_argument("--flux-whole", type=int, nargs=2, default=(0, 0), metavar=("DOUBLE", "SINGLE"))
+    parser.add_argument("--whole-first", type=float, default=0, help="see the setting of this name")
     parser.add_argument("--tiny", action="store_true", help="small models in fp32, to see that it runs")
     parser.add_argument("--profile", action="store_true", help="say which operations take the time of the last variant")
     args = parser.parse_args()
@@ -237,7 +237,7 @@ def main() -> None:
     blocks = f"{double} double + {single} single"
     told = bench.conditions(dtype=args.dtype, repeats=args.repeats, flux_blocks=blocks)
     bench.say(", ".join(f"{key}: {value}" for key, value in told.items()))
-    whole = {"flux_whole_double": args.flux_whole[0], "flux_whole_single": args.flux_whole[1]}
+    whole = {"whole_first": args.whole_first}
     if args.tiny:
         whole = dict(variants.TINY)
     rows: list[Row] = []

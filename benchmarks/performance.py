@@ -30,7 +30,7 @@ RUNS = (4, 8, 20, 50)
 SIDES = (512, 1024, 2048, 4096)
 # Parts of a step, and what `benchmarks.hosttime` calls them.
 _CALLS = {"merge": "merge", "unmerge": "restore"}
-_FLUX_ALL = {"flux_whole_double": 0, "flux_whole_single": 0}
+_FLUX_ALL = {"whole_first": 0}
 
 
 def markdown(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
@@ -179,10 +179,10 @@ def runs() -> str:
     core = pack_module("toma_core")
 
     def merged_steps(model: str, preset: str, steps: int) -> list[int]:
-        config = core.ToMAConfig.from_preset(preset)
-        whole_every = config.unet_whole_every if model == "sdxl" else config.flux_whole_every
+        family = "unet" if model == "sdxl" else model
+        config = core.Settings(preset).resolved(pack_module(f"nodes.adapters.families.{family}").PRESETS)
         sigmas = tuple(float(steps - step) for step in range(steps))
-        schedule = core.Schedule(config, sigmas, finishes=True, whole_every=whole_every)
+        schedule = core.Schedule(config, sigmas, finishes=True)
         return [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio]
 
     def rows() -> Iterator[list[str]]:
@@ -190,7 +190,7 @@ def runs() -> str:
             for side in (1024, 2048):
                 shape = Shape(model, side, side)
                 whole = count(shape).flops
-                for preset in pack_module("toma_core.config").PRESETS:
+                for preset in pack_module("toma_core").PRESETS:
                     step = merged_steps(model, preset, cost.STEPS)[0]
                     share = count(shape, _preset(preset), step=step).flops / whole
                     merged = ((len(merged_steps(model, preset, steps)), steps) for steps in RUNS)
@@ -202,7 +202,7 @@ def runs() -> str:
 
 def planning() -> str:
     """What making the plans of the balanced preset costs, and by how many steps it is divided."""
-    every = pack_module("toma_core.config").PRESETS["balanced"]["select_every"]
+    every = pack_module("toma_core").PRESETS["balanced"]["select_every"]
 
     def rows() -> Iterator[list[str]]:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):

@@ -225,7 +225,7 @@ def cpu_sdxl(suite: Suite) -> None:
 
 def cpu_flux(suite: Suite) -> None:
     """Three full-width blocks of Flux on a CPU, none left whole."""
-    whole = {"flux_whole_double": 0, "flux_whole_single": 0, **suite.more}
+    whole = {"whole_first": 0, **suite.more}
     chosen = forward.toma_variants([RATIO], forward.GRANULARITIES, whole)
     blocks = (1, 2)
     suite.rows += forward.measure(

@@ -29,31 +29,29 @@ class Variant:
 
 
 # Small models have small grids and few blocks: merge all of them.
-TINY: dict[str, Any] = {"min_tokens": 4, "flux_whole_double": 0, "flux_whole_single": 0}
+TINY: dict[str, Any] = {"min_tokens": 4, "whole_first": 0}
 
 UNPATCHED = Variant("unpatched", lambda model: model, unchanged=True)
-
-
-def whole_every(steps: int) -> dict[str, int]:
-    """The settings with which of so many steps one runs whole, whatever the model."""
-    return {"unet_whole_every": steps, "flux_whole_every": steps}
 
 
 # No step runs whole, from the first to the last, whatever the defaults become.
 EVERY_STEP: dict[str, Any] = {
     "start_percent": 0.0,
     "end_percent": 1.0,
-    **whole_every(0),
+    "whole_every": 0,
     "ratio_decay": 0.0,
     "detail_reuse": False,
 }
 
 
 def toma(name: str, **settings: Any) -> Variant:
-    """ToMA with these settings of `ToMAConfig`, every step merged unless they say otherwise."""
+    """ToMA with these settings of `ToMAConfig`. Unless they say otherwise every step is merged, and all blocks but
+    those of Flux that the released method leaves whole."""
 
     def patch(model: Any) -> Any:
-        config = pack_module("toma_core.config").ToMAConfig(**{**EVERY_STEP, **settings})
+        hooks = pack_module("nodes.adapters.registry").require(model.get_model_object("diffusion_model"))
+        own = hooks.presets.get("faithful", {})
+        config = pack_module("toma_core").ToMAConfig(**{**EVERY_STEP, **own, **settings})
         return pack_module("nodes.adapters.run").attach(model, config)
 
     return Variant(f"ToMA {name}", patch)
@@ -63,8 +61,7 @@ def preset(name: str, **settings: Any) -> Variant:
     """ToMA with a preset, some settings replaced."""
 
     def patch(model: Any) -> Any:
-        config = pack_module("toma_core.config").ToMAConfig.from_preset(name, **settings)
-        return pack_module("nodes.adapters.run").attach(model, config)
+        return pack_module("nodes.adapters.run").attach(model, pack_module("toma_core").Settings(name, settings))
 
     return Variant(f"ToMA preset {name}", patch)
 

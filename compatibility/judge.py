@@ -23,7 +23,7 @@ from .kit import PRESET, Kit
 from .row import Expected, Graph, NotFor, Refused, Row
 
 # Small models have small grids and few blocks: merge all of them.
-EVERYTHING = {"min_tokens": 4, "unet_whole_last": 0, "flux_whole_double": 0, "flux_whole_single": 0}
+EVERYTHING = {"min_tokens": 4, "whole_first": 0, "whole_last": 0}
 # Merges nothing: idle with its hooks in place in the first half of the steps, off in the second.
 NEVER = {"min_tokens": 1_048_576, "end_percent": 0.5}
 # Cosine between what a feature changes with and without merging. Unrelated changes of latents as large as these are
@@ -159,8 +159,8 @@ class Trial:
 
 def attach(model: Any, **settings: Any) -> Any:
     """ToMA on a model, on every grid and in every block unless told otherwise."""
-    config, chosen = pack_module("toma_core.config").ToMAConfig, {**EVERYTHING, **settings}
-    made = config.from_preset(PRESET, **chosen) if PRESET else config(**chosen)
+    core, chosen = pack_module("toma_core"), {**EVERYTHING, **settings}
+    made = core.Settings(PRESET, chosen) if PRESET else core.ToMAConfig(**chosen)
     return pack_module("nodes.adapters.run").attach(model, made)
 
 

@@ -26,7 +26,7 @@ class Kind:
     """One of the two model architectures: how it is named, loaded, sampled and merged.
 
     `sampling` is what demo.sampling finds the trained model to look best with. `merge` holds what differs from the
-    defaults of ToMA Advanced.
+    presets.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Kind:
 # Blocks this small are no work for a GPU, and Auto would leave them whole there: the demo shows what merging does.
 _MERGED = {"min_tokens": FEWEST}
 UNET = Kind("unet", "SDXL UNet, tiny", {"cfg": 2.0, "sampler_name": "euler", "scheduler": "normal"}, _MERGED)
-# The whole blocks of the default are meant for Flux's 19 + 38; the tiny model has 2 + 5.
+# The presets are meant for Flux's 19 + 38 blocks; the tiny model has 2 + 5.
 DIT = Kind(
     "dit",
     "Flux, tiny",
     {"cfg": 2.0, "sampler_name": "euler", "scheduler": "simple"},
-    {"flux_whole_double": 1, "flux_whole_single": 1, **_MERGED},
+    {"whole_first": 1, **_MERGED},
 )
 KINDS = (UNET, DIT)
 
@@ -56,7 +56,7 @@ KINDS = (UNET, DIT)
 def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool, **settings: Any) -> Graph:
     """One picture of pixels x pixels. Node ids are the same with and without the merge, so that the server keeps
     the loaded model; `merged` puts ToMA Advanced between the loader and the sampler, with these settings on top of the
-    balanced preset. On Flux that one needs three steps to merge any; `flux_whole_every=0` merges every step."""
+    balanced preset. On Flux that one needs three steps to merge any; `whole_every=0` merges every step."""
     model = ["loader", 0]
     graph: Graph = {
         "loader": _loader(kind),
@@ -64,8 +64,8 @@ def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool,
         "empty": _node("ToMADemoLatent", width=pixels, height=pixels, batch_size=1),
     }
     if merged:
-        config = ToMAConfig.from_preset("balanced", **{"ratio": RATIO, **kind.merge, **settings})
-        graph["toma"] = _node("ToMAAdvanced", model=model, **widget_values(config))
+        widgets = widget_values(**{**kind.merge, **settings})
+        graph["toma"] = _node("ToMAAdvanced", model=model, **widgets)
         model = ["toma", 0]
     graph[SAMPLER] = _node(
         "KSampler",
@@ -86,10 +86,14 @@ def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool,
     return graph
 
 
-def widget_values(config: ToMAConfig) -> dict[str, Any]:
-    """Every field of the config as the value of its widget on ToMA Advanced."""
-    values = {item.name: getattr(config, item.name) for item in fields(config)}
-    return {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
+def widget_values(ratio: float = RATIO, **chosen: Any) -> dict[str, Any]:
+    """Every widget of ToMA Advanced: the balanced preset, these fields of `ToMAConfig`, and nothing else set."""
+    values: dict[str, Any] = {"preset": "balanced", "ratio": ratio}
+    for item in fields(ToMAConfig):
+        left_alone = "preset" if isinstance(item.default, (bool, Enum)) else -1
+        values.setdefault(item.name, left_alone)
+    switches = {name: "on" if value else "off" for name, value in chosen.items() if isinstance(value, bool)}
+    return {**values, **chosen, **switches}
 
 
 def place_dit(models: Path) -> None:

@@ -11,16 +11,16 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
 
-from ..toma_core.config import ToMAConfig
+from ..toma_core import Settings
 from ..toma_core.fields import ConfigError
-from . import given, timing
+from . import given, timing, widgets
 from .adapters.attention import attention_in_use, dtype_of
 from .charts import MERGED, RECOMMENDED, WHOLE, Bar, bar_chart
 from .drawing import as_image
 from .live import said
-from .patch import complaint, preset_input
+from .patch import complaint
 from .timing import Task, Timing
-from .widgets import CATEGORY, SEARCH_ALIASES, widget
+from .widgets import CATEGORY, SEARCH_ALIASES
 
 
 class ToMABenchmark(io.ComfyNode):
@@ -39,8 +39,8 @@ class ToMABenchmark(io.ComfyNode):
                 io.Model.Input("model", tooltip="The model to measure. A ToMA node before it is left out."),
                 io.Conditioning.Input("positive", tooltip="The prompt: its length counts, its words do not."),
                 io.Latent.Input("latent", tooltip="An empty latent of the size and batch that you sample at."),
-                widget("ratio"),
-                preset_input(),
+                widgets.ratio(),
+                widgets.preset(),
                 io.Boolean.Input(
                     "sweep",
                     default=True,
@@ -96,8 +96,8 @@ class ToMABenchmark(io.ComfyNode):
         runs: int,
         negative: Any = None,
     ) -> io.NodeOutput:
-        config = ToMAConfig.from_preset(preset, ratio=ratio)
-        if config.off:
+        settings = Settings(preset, {"ratio": ratio})
+        if settings.off:
             raise ConfigError(_NOTHING)
         given.model(model)
         given.conditioning("positive", positive)
@@ -106,7 +106,7 @@ class ToMABenchmark(io.ComfyNode):
         size = torch.zeros_like(given.latent(latent)["samples"])
         size = comfy.sample.fix_empty_latent_channels(model, size, latent.get("downscale_ratio_spacial"))
         ratios = sorted({round(ratio * part / 3, 2) or ratio for part in ((1, 2, 3) if sweep else (3,))})
-        timings = timing.measure(model, config, ratios, Task(positive, negative, size, steps), runs)
+        timings = timing.measure(model, settings, ratios, Task(positive, negative, size, steps), runs)
         best = timing.recommended(timings)
         notes = [
             _verdict(timings, best),

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from comfy_api.latest import io
 
-from ..toma_core.config import PRESETS, ToMAConfig, check
+from ..toma_core import Settings
+from ..toma_core.config import check
 from ..toma_core.fields import ConfigError
-from . import given
+from . import given, widgets
 from .adapters.run import attach
 from .live import NodeLine, said
-from .widgets import CATEGORY, SEARCH_ALIASES, widget
+from .widgets import CATEGORY, SEARCH_ALIASES
 
 _MODEL_TOOLTIP = "The SDXL, SD1.5 or Flux model to speed up. LoRAs and other patches may come before or after."
 _OFF = "Nothing is merged: the ratio is 0, or no step is in the range."
@@ -29,22 +29,11 @@ def complaint(**values: Any) -> bool | str:
     return True
 
 
-def preset_input() -> Any:
-    """The choice of a preset, by its name."""
-    return io.Combo.Input(
-        "preset",
-        options=list(PRESETS),
-        default=next(iter(PRESETS)),
-        tooltip="balanced: the usual choice. quality: less is merged, closer to the original. fast: more is merged, "
-        "above all in Flux. faithful: everything at every step, the paper's own settings.",
-    )
-
-
-def _patched(model: Any, config: ToMAConfig, hidden: Any) -> io.NodeOutput:
+def _patched(model: Any, settings: Settings, hidden: Any) -> io.NodeOutput:
     """The patched model. Its runs are shown on the node; a node that is off has none, so it says so at once."""
     node_id = None if hidden is None else hidden.unique_id
-    patched = attach(given.model(model), config, None if node_id is None else NodeLine(str(node_id)))
-    return io.NodeOutput(patched, ui=said(_OFF)) if config.off else io.NodeOutput(patched)
+    patched = attach(given.model(model), settings, None if node_id is None else NodeLine(str(node_id)))
+    return io.NodeOutput(patched, ui=said(_OFF)) if settings.off else io.NodeOutput(patched)
 
 
 class ToMA(io.ComfyNode):
@@ -61,8 +50,8 @@ class ToMA(io.ComfyNode):
             search_aliases=SEARCH_ALIASES,
             inputs=[
                 io.Model.Input("model", tooltip=_MODEL_TOOLTIP),
-                widget("ratio"),
-                preset_input(),
+                widgets.ratio(),
+                widgets.preset(),
             ],
             outputs=[io.Model.Output(tooltip=_RESULT_TOOLTIP)],
             hidden=[io.Hidden.unique_id],
@@ -76,7 +65,7 @@ class ToMA(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, ratio: float, preset: str) -> io.NodeOutput:
-        return _patched(model, ToMAConfig.from_preset(preset, ratio=ratio), cls.hidden)
+        return _patched(model, Settings(preset, {"ratio": ratio}), cls.hidden)
 
 
 class ToMAAdvanced(io.ComfyNode):
@@ -89,11 +78,13 @@ class ToMAAdvanced(io.ComfyNode):
             display_name="ToMA Advanced",
             category=CATEGORY,
             description="Token merging with every setting: how many tokens, where in the model, when while sampling, "
-            "and how they are picked and merged. The defaults are the balanced preset.",
+            "and how they are picked and merged. What is not set is as the preset has it for the model.",
             search_aliases=SEARCH_ALIASES,
             inputs=[
                 io.Model.Input("model", tooltip=_MODEL_TOOLTIP),
-                *(widget(field.name, grouped=True) for field in fields(ToMAConfig)),
+                widgets.preset(),
+                widgets.ratio(),
+                *widgets.overrides(),
             ],
             outputs=[io.Model.Output(tooltip=_RESULT_TOOLTIP)],
             hidden=[io.Hidden.unique_id],
@@ -104,11 +95,8 @@ class ToMAAdvanced(io.ComfyNode):
     def validate_inputs(cls, window_size: int | None = None) -> bool | str:
         """Our own message for the least guessable range. ComfyUI marks every input named here for one error, so the
         other numbers keep ComfyUI's own check of their limits."""
-        return True if window_size is None else complaint(window_size=window_size)
+        return True if window_size is None else complaint(**widgets.overridden({"window_size": window_size}))
 
     @classmethod
-    def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
-        # ComfyUI hands on what is linked to an input of an older version that is there no more.
-        names = {field.name for field in fields(ToMAConfig)}
-        known = {name: value for name, value in settings.items() if name in names}
-        return _patched(model, ToMAConfig(**known), cls.hidden)
+    def execute(cls, model: Any, preset: str, ratio: float, **values: Any) -> io.NodeOutput:
+        return _patched(model, Settings(preset, {"ratio": ratio, **widgets.overridden(values)}), cls.hidden)

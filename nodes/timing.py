@@ -20,7 +20,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
-from ..toma_core.config import ToMAConfig
+from ..toma_core import Settings, ToMAConfig
 from .adapters import reports
 from .adapters.run import attach, attachment_of
 
@@ -68,7 +68,7 @@ class Task:
     steps: int
 
 
-def measure(model: ModelPatcher, config: ToMAConfig, ratios: Sequence[float], task: Task, runs: int) -> list[Timing]:
+def measure(model: ModelPatcher, settings: Settings, ratios: Sequence[float], task: Task, runs: int) -> list[Timing]:
     """The timing without ToMA and at each ratio, in this order. The model is not changed; what ToMA it carries is left
     out. Raises `UnsupportedModelError`, and ComfyUI's own exception when the user cancels.
 
@@ -77,7 +77,8 @@ def measure(model: ModelPatcher, config: ToMAConfig, ratios: Sequence[float], ta
     """
     base = attach(model, ToMAConfig(ratio=0.0))
     timings = [Timing(0.0), *(Timing(ratio) for ratio in ratios)]
-    models = [base, *(attach(base, replace(config, ratio=ratio)) for ratio in ratios)]
+    merging = (replace(settings, overrides={**settings.overrides, "ratio": ratio}) for ratio in ratios)
+    models = [base, *(attach(base, each) for each in merging)]
     pairs = list(zip(timings, models, strict=True))
     warm_up = min(_WARM_UP_STEPS, task.steps)
     progress = comfy.utils.ProgressBar(len(pairs) * (warm_up + runs * task.steps))

@@ -2,36 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from enum import Enum
 from typing import Any
 
 from comfy_api.latest import io
 
-from ..toma_core.config import PRESETS, field_default, field_spec
+from ..toma_core.config import ToMAConfig, field_default, field_spec
+from ..toma_core.presets import PRESETS
 
 CATEGORY = "model/patch/ToMA"
 SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "speed up", "faster"]
 
-# What most people may want to touch; the rest is folded away behind the node's advanced toggle.
-_BASIC = ("ratio", "granularity", "start_percent", "end_percent", "selector", "window_size")
+# What most people may want to touch, in this order; the rest is folded away behind the node's advanced toggle.
+_FRONT = ("whole_last", "whole_every", "whole_first", "end_percent", "detail_reuse")
+_LABELS = {"whole_first": "first blocks whole", "whole_last": "last blocks whole", "whole_every": "whole step every"}
+# The values that leave a field to the preset: of lists and switches, and of numbers, none of which may be negative.
+_PRESET, _UNSET = "preset", -1
+_SWITCH = {"on": True, "off": False}
 
 
-def widget(name: str, *, grouped: bool = False) -> Any:
-    """The input widget for a field of `ToMAConfig`, set as in the first preset. grouped: show the field's group in
-    front of its name."""
-    spec, default = field_spec(name), next(iter(PRESETS.values())).get(name, field_default(name))
-    label = name.replace("_", " ")
+def ratio() -> Any:
+    """The share of tokens that is merged away."""
+    spec = field_spec("ratio")
+    limits = {"min": spec.minimum, "max": spec.maximum, "step": spec.step}
+    return io.Float.Input("ratio", default=field_default("ratio"), tooltip=spec.tooltip, display_name="ratio", **limits)
+
+
+def preset() -> Any:
+    """The choice of a preset, by its name."""
+    return io.Combo.Input(
+        "preset",
+        options=list(PRESETS),
+        default=next(iter(PRESETS)),
+        tooltip="balanced: the usual choice. quality: less is merged, closer to the original. fast: more is merged, "
+        "above all in Flux. faithful: everything at every step, the paper's own settings.",
+    )
+
+
+def overrides() -> list[Any]:
+    """A widget for every other field of `ToMAConfig`; each leaves it to the preset unless something is set."""
+    return [_override(name) for name in sorted(_fields(), key=lambda name: (*_FRONT, name).index(name))]
+
+
+def overridden(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that were set, from the values of their widgets. What ComfyUI hands on besides, linked to an input of
+    an older version that is there no more, is passed over."""
+    return {name: _field_value(name, values[name]) for name in _fields() if name in values and _is_set(values[name])}
+
+
+def _fields() -> list[str]:
+    return [field.name for field in fields(ToMAConfig) if field.name != "ratio"]
+
+
+def _override(name: str) -> Any:
+    spec, default = field_spec(name), field_default(name)
     common: dict[str, Any] = {
-        "display_name": f"{spec.group.lower()}: {label}" if grouped else label,
-        "tooltip": spec.tooltip,
-        "advanced": True if grouped and name not in _BASIC else None,
+        "display_name": _LABELS.get(name, name.replace("_", " ")),
+        "advanced": None if name in _FRONT else True,
     }
-    if isinstance(default, Enum):
-        options = [str(member.value) for member in type(default)]
-        return io.Combo.Input(name, options=options, default=default.value, **common)
-    if isinstance(default, bool):
-        return io.Boolean.Input(name, default=default, **common)
-    kind = io.Int if isinstance(default, int) else io.Float
-    number = int if isinstance(default, int) else float
-    limits = {"min": number(spec.minimum), "max": number(spec.maximum), "step": number(spec.step)}  # type: ignore[arg-type]
-    return kind.Input(name, default=default, **limits, **common)
+    if isinstance(default, (bool, Enum)):
+        choices = _SWITCH if isinstance(default, bool) else [str(member.value) for member in type(default)]
+        tooltip = f"{spec.tooltip} '{_PRESET}': as the preset has it for this model."
+        return io.Combo.Input(name, options=[_PRESET, *choices], default=_PRESET, tooltip=tooltip, **common)
+    kind, number = (io.Int, int) if isinstance(default, int) else (io.Float, float)
+    limits = {"min": number(_UNSET), "max": number(spec.maximum), "step": number(spec.step)}  # type: ignore[arg-type]
+    tooltip = f"{spec.tooltip} {_UNSET}: as the preset has it for this model."
+    return kind.Input(name, default=number(_UNSET), tooltip=tooltip, **limits, **common)
+
+
+def _is_set(value: Any) -> bool:
+    # What else comes over a link may have an equality of its own.
+    return not isinstance(value, (str, int, float)) or value not in (_PRESET, _UNSET)
+
+
+def _field_value(name: str, value: Any) -> Any:
+    switch = isinstance(field_default(name), bool) and isinstance(value, str)
+    return _SWITCH.get(value, value) if switch else value

@@ -23,7 +23,7 @@ def test_no_page_is_left_over() -> None:
 def test_speaks_of_every_input_and_output(node_id: str) -> None:
     text = (PAGES / f"{node_id}.md").read_text(encoding="utf-8")
     slots = [*NODES[node_id]["inputs"].values(), *NODES[node_id]["outputs"].values()]
-    names = {slot["name"].rpartition(": ")[2] for slot in slots if "name" in slot} - {"model", "latent"}
+    names = {slot["name"] for slot in slots if "name" in slot} - {"model", "latent"}
     assert {name for name in names if f"**{name}**" not in text} == set()
 
 

@@ -1,15 +1,16 @@
 """ToMA, Token Merge with Attention (ICML 2025, arXiv 2509.10918), in PyTorch, and in Triton where there is a fast GPU.
 
-`reduce` and `restore` (pipeline) are the front door; `ToMAConfig` (config) holds the settings; `RunState` (state)
-holds what lives as long as one sampling run.
+`reduce` and `restore` (pipeline) are the front door; `Settings` (presets) is what a user sets and `ToMAConfig` (config)
+what it comes to for one model; `RunState` (state) holds what lives as long as one sampling run.
 """
 
 from __future__ import annotations
 
-from .config import PRESETS, ToMAConfig
+from .config import ToMAConfig
 from .fields import ConfigError
 from .merge import MergePlan, merge, unmerge
 from .pipeline import Evaluation, plan_for, reduce, restore
+from .presets import PRESETS, Settings
 from .schedule import Decision, Schedule
 from .state import RunState
 
@@ -21,6 +22,7 @@ __all__ = [
     "MergePlan",
     "RunState",
     "Schedule",
+    "Settings",
     "ToMAConfig",
     "merge",
     "plan_for",

@@ -13,10 +13,9 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """How one field is offered and checked: range (both ends allowed), widget step, group and help text."""
+    """How one field is offered and checked: range (both ends allowed), widget step and help text."""
 
     tooltip: str
-    group: str
     minimum: float | None = None
     maximum: float | None = None
     step: float | None = None
@@ -25,9 +24,9 @@ class FieldSpec:
 _Bounds = tuple[float | None, float | None, float | None]  # minimum, maximum, step
 
 
-def option(default: Any, tooltip: str, group: str, bounds: _Bounds = (None, None, None)) -> Any:
-    """A dataclass field with this default, offered and checked as `FieldSpec(tooltip, group, *bounds)` says."""
-    return field(default=default, metadata={"spec": FieldSpec(tooltip, group, *bounds)})
+def option(default: Any, tooltip: str, bounds: _Bounds = (None, None, None)) -> Any:
+    """A dataclass field with this default, offered and checked as `FieldSpec(tooltip, *bounds)` says."""
+    return field(default=default, metadata={"spec": FieldSpec(tooltip, *bounds)})
 
 
 def checked(name: str, value: Any, default: Any, spec: FieldSpec) -> Any:

@@ -48,7 +48,6 @@ class Schedule:
     (unsampling); empty if unknown, then every evaluation is step 0.
     sigma_start, sigma_end: merging is active at noise levels in (sigma_end, sigma_start].
     finishes: the last step ends with a picture free of noise, not with one that another run goes on from.
-    whole_every: of so many steps one runs whole; 0 if none does. The settings have one for each kind of model.
     """
 
     config: ToMAConfig
@@ -56,7 +55,6 @@ class Schedule:
     sigma_start: float = float("inf")
     sigma_end: float = float("-inf")
     finishes: bool = False
-    whole_every: int = 0
 
     def step_at(self, sigma: float) -> int:
         """The step a noise level belongs to; levels between two steps belong to the earlier one."""
@@ -82,7 +80,7 @@ class Schedule:
     def reuses_detail(self) -> bool:
         """Whether whole steps keep detail. Not around modules: that would be three activations for every block."""
         wanted = self.config.detail_reuse and self.config.granularity is not Granularity.MODULE
-        return wanted and self.whole_every > 0
+        return wanted and self.config.whole_every > 0
 
     @cached_property
     def kinds(self) -> tuple[Decision, ...]:
@@ -97,8 +95,8 @@ class Schedule:
         age = max(0, step - first)
         # Without a schedule no step is known. The first step decides the composition, and what the very last one leaves
         # behind, seams and blur, no later one can mend: both are whole.
-        counted = bool(self.whole_every and self.sigmas)
-        whole = counted and age % self.whole_every == 0
+        counted = bool(config.whole_every and self.sigmas)
+        whole = counted and age % config.whole_every == 0
         final = counted and self.finishes and step == len(self.sigmas) - 1
         merges = self.in_range(sigma) and not final and (self.reuses_detail or not whole)
         ratio = config.ratio if merges else 0.0

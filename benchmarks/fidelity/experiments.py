@@ -143,7 +143,7 @@ def whole_last(patch: Patch) -> Patch:
         class Schedule(run.Schedule):  # type: ignore[name-defined, misc]
             def decide(self, sigma: float, step: int | None = None) -> Any:
                 own = super().decide(sigma, step)
-                whole = (own.step + 1) % self.whole_every == 0 or not self.in_range(sigma)
+                whole = (own.step + 1) % self.config.whole_every == 0 or not self.in_range(sigma)
                 return dataclasses.replace(own, ratio=0.0 if whole else self.config.ratio)
 
         return {"Schedule": Schedule}

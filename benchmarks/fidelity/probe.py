@@ -67,7 +67,7 @@ class Probe:
         self.hooks = pack_module("nodes.adapters.registry").find(model.get_model_object("diffusion_model"))
         self.family = sys.modules[type(self.hooks).__module__]
         block = self.family.NAME.startswith("Flux")
-        settings = {**EVERY_STEP, **TINY, "unet_whole_last": 0, "share": "block", "ratio": ratio}
+        settings = {**EVERY_STEP, **TINY, "share": "block", "ratio": ratio}
         settings["granularity"] = "block" if block else "stack"
         config = pack_module("toma_core.config").ToMAConfig(**settings)
         self.schedule = pack_module("toma_core.schedule").Schedule(config)

@@ -10,13 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import variants
-from benchmarks.variants import Patch, chain, whole_every
+from benchmarks.variants import Patch, chain
 from scripts.comfy_pack import pack_module
 
 from . import experiments
-
-# The tiny models have two or three double blocks and five or six single ones: the share left whole is that of Flux.
-_TINY = {"flux_whole_double": 1, "flux_whole_single": 1, "min_tokens": 64}
 
 
 @dataclass(frozen=True)
@@ -33,12 +30,18 @@ class Setting:
 
 def toma(**settings: Any) -> Patch:
     """ToMA with every step merged, and some settings replaced."""
-    return variants.toma("", **{**_TINY, **settings}).patch
+    return lambda model: variants.toma("", **{**_tiny(model), **settings}).patch(model)
 
 
 def preset(name: str, **settings: Any) -> Patch:
     """ToMA with a preset; the blocks of Flux left whole are scaled to the tiny model."""
-    return variants.preset(name, **{**_TINY, **settings}).patch
+    return lambda model: variants.preset(name, **{**_tiny(model), **settings}).patch(model)
+
+
+def _tiny(model: Any) -> dict[str, Any]:
+    """Of Flux's kind it has two or three double blocks and five or six single ones: the share left whole is Flux's."""
+    flux = type(model.model.diffusion_model).__name__ == "Flux"
+    return {"min_tokens": 64, **({"whole_first": 1} if flux else {})}
 
 
 def easy_cache(threshold: float) -> Patch:
@@ -54,7 +57,7 @@ def hyper_tile(tile: int) -> Patch:
 def reuse(ratio: float, every: int, **settings: Any) -> Patch:
     """ToMA with detail reuse as the presets have it on Flux; every so many steps one runs whole."""
     plans = {"select_every": every, "weigh_every": every, "shift_windows": True}
-    return toma(**{"ratio": ratio, "detail_reuse": True, **whole_every(every), **plans, **settings})
+    return toma(**{"ratio": ratio, "detail_reuse": True, "whole_every": every, **plans, **settings})
 
 
 def averaging(mean: float, steps: int, scheduler: str, **settings: Any) -> Patch:
@@ -83,7 +86,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
 
     unet = kind == "unet"
     # The presets, the rivals' own rules at the same ratio, and what else costs as little.
-    presets = list(pack_module("toma_core.config").PRESETS)
+    presets = list(pack_module("toma_core").PRESETS)
     add(1, "preset", {name: preset(name) for name in presets}, image=True)
     add(1, "every step", {"0.5": toma()}, image=True)
     add(1, "preset", {f"{name} at 0.75": preset(name, ratio=0.75) for name in ("balanced", "fast")}, image=True)
@@ -100,7 +103,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
 
     add(2, "every step", {f"{r:g}": toma(ratio=r) for r in (0.25, 0.75)})
     add(2, "reuse", {f"{r:g} every {n}": reuse(r, n) for r, n in ((0.9, 3), (0.5, 2), (0.75, 2))})
-    add(2, "whole steps", {f"{r:g} every {n}": toma(ratio=r, **whole_every(n)) for r, n in ((0.5, 3), (0.75, 3))})
+    add(2, "whole steps", {f"{r:g} every {n}": toma(ratio=r, whole_every=n) for r, n in ((0.5, 3), (0.75, 3))})
     add(2, "variate", {f"{r:g} every {n}": experiments.control_variate(r, n, toma) for r, n in ((0.5, 3), (0.75, 3))})
     for name, when in _ALL_ALONG.items():
         add(2, "mean 0.5", {name: averaging(0.5, steps, scheduler, **when)})
@@ -130,22 +133,21 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(3, "refresh", {"1/1 early": experiments.refreshed(toma(), (1, 1), (10, 5))})
     add(3, "refresh", {"1/1 late": experiments.refreshed(toma(), (10, 5), (1, 1))})
     if unet:
-        add(2, "reuse", {f"0.5 every 3, last {n} whole": reuse(0.5, 3, unet_whole_last=n) for n in range(4)})
+        add(2, "reuse", {f"0.5 every 3, last {n} whole": reuse(0.5, 3, whole_last=n) for n in range(4)})
         other = ((0.5, 2), (0.75, 3), (0.5, 5), (0.75, 5))
-        add(3, "reuse", {f"{r:g} every {n}, last 2 whole": reuse(r, n, unet_whole_last=2) for r, n in other})
-        add(3, "whole last", {f"{n}": toma(unet_whole_last=n) for n in (1, 2, 3)})
+        add(3, "reuse", {f"{r:g} every {n}, last 2 whole": reuse(r, n, whole_last=2) for r, n in other})
+        add(3, "whole last", {f"{n}": toma(whole_last=n) for n in (1, 2, 3)})
         add(3, "levels", {name: toma(levels=name) for name in ("finest", "coarser")})
         parts = {"self-attention": {"cross_attention": False, "feed_forward": False}}
         parts |= {"self- and cross-attention": {"feed_forward": False}}
     else:
-        add(3, "whole first", {f"{n}": toma(flux_whole_double=n, flux_whole_single=n) for n in (0, 2)})
-        add(3, "whole first", {"1 double only": toma(flux_whole_single=0)})
+        add(3, "whole first", {f"{n}": toma(whole_first=n) for n in (0, 2)})
         parts = {"self-attention": {"feed_forward": False}}
     add(3, "modules", {name: toma(granularity="module", **which) for name, which in parts.items()})
     add(3, "end", {f"{e:g}": toma(end_percent=e) for e in (0.7, 0.9)})
     add(3, "start", {f"{s:g}": toma(start_percent=s) for s in (0.1, 0.3)})
-    add(3, "whole steps", {"0.5 every 2": toma(**whole_every(2)), "0.5 every 5": toma(**whole_every(5))})
-    add(3, "whole steps", {"0.5 every 3, the last of them": experiments.whole_last(toma(**whole_every(3)))})
+    add(3, "whole steps", {"0.5 every 2": toma(whole_every=2), "0.5 every 5": toma(whole_every=5)})
+    add(3, "whole steps", {"0.5 every 3, the last of them": experiments.whole_last(toma(whole_every=3))})
     add(3, "reuse", {"0.75 every 4": reuse(0.75, 4), "0.75 every 10": reuse(0.75, 10)})
     seldom = {"select_every": 10, "weigh_every": 5}
     add(3, "reuse", {"0.5 every 3, plans of the paper": reuse(0.5, 3, **seldom, shift_windows=False)})

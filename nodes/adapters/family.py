@@ -1,7 +1,7 @@
 """What a family of models tells, and what is done with it the same way for all of them.
 
 A family is a file in `families`: NAME, `matches`, and `Hooks`, which says which blocks there are, how they take their
-tokens (`Port`), what they cost, and who looks at the tokens between two of them.
+tokens (`Port`), what they cost, who looks at the tokens between two of them, and what presets leave whole.
 """
 
 from __future__ import annotations
@@ -14,19 +14,27 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ...toma_core import Evaluation, ToMAConfig
-from ...toma_core.config import Granularity, Share
+from ...toma_core.config import Granularity, Share, so_many
 from ...toma_core.payoff import Block
+from ...toma_core.presets import Fields
 from .chain import Link, Positions
 from .hooks import GRAPHS, HookPair
 from .port import Port
+
+# For transformers that nobody measured: the shares that are left whole of Flux.
+PRESETS: Fields = {
+    "balanced": {"whole_first": 0.15, "whole_every": 3},
+    "quality": {"whole_first": 0.15, "whole_every": 2},
+    "fast": {"whole_first": 0.05, "whole_every": 5},
+    "faithful": {"whole_first": 0.1},
+}
 
 
 class ModelHooks(Protocol):
     """What a family keeps for one model, as long as the model lives."""
 
-    def whole_every(self, config: ToMAConfig) -> int:
-        """Of how many steps one runs whole on this kind of model; 0 if none does."""
-        ...
+    # What each preset leaves whole of this kind of model.
+    presets: Fields
 
     def select(
         self,
@@ -50,6 +58,16 @@ def token_grid(latent: Tensor, patch_size: int) -> tuple[int, int]:
     """Rows and columns of image tokens of a (B, C, ..., H, W) latent; odd sides are padded as ComfyUI does."""
     height, width = latent.shape[-2:]
     return -(-height // patch_size), -(-width // patch_size)
+
+
+def left_whole(config: ToMAConfig, index: int, count: int, *, last: bool = True) -> str:
+    """Why the settings leave the block of this index among `count` whole, or an empty string. last: whether the last of
+    them are the last of the model."""
+    if index < so_many(config.whole_first, count):
+        return f"whole_first = {config.whole_first:g}"
+    if last and count - index <= so_many(config.whole_last, count):
+        return f"whole_last = {config.whole_last:g}"
+    return ""
 
 
 def chained(
@@ -95,6 +113,7 @@ class Transformer:
     # Patches of other nodes that are shown tokens inside a block, and between two.
     inside: tuple[str, ...] = ("attn1_patch", "attn1_output_patch")
     between: tuple[str, ...] = ()
+    presets = PRESETS
     # Of the tokens, 0 if unknown; and pixels of the latent on a token's side.
     width = 0
     patch_size = 2
@@ -121,14 +140,9 @@ class Transformer:
         scopes: dict[Share, Hashable] = {Share.BLOCK: name, Share.STACK: stage.kind, Share.LEVEL: stage.kind}
         return Link(module, name, stage.port, stage.work, scopes, shared)
 
-    def whole_every(self, config: ToMAConfig) -> int:
-        """Of how many steps one runs whole."""
-        return config.flux_whole_every
-
     def left_out(self, stage: Stage, index: int, config: ToMAConfig) -> str:
         """Why the settings leave this block of a stage whole, or an empty string."""
-        first = config.flux_whole_single
-        return f"flux_whole_single = {first}" if index < first else ""
+        return left_whole(config, index, len(stage.blocks), last=stage is self.stages[-1])
 
     def places(self) -> Iterator[HookPair]:
         """Blocks with the hooks that may stand in for them."""

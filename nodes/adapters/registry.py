@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from ...toma_core import Evaluation, ToMAConfig
+from ...toma_core import Evaluation
+from ...toma_core.presets import Fields
 from .contract import UnknownError, asking, check, warn
 from .family import ModelHooks
 from .hooks import HookPair
@@ -33,11 +35,10 @@ for _name in _KNOWN:
 class _Plain:
     """For a model that is not as this pack knows it: nothing is merged, and the report says why."""
 
+    presets: Fields = MappingProxyType({})
+
     def __init__(self, reason: str) -> None:
         self.reason = reason
-
-    def whole_every(self, config: ToMAConfig) -> int:
-        return 0
 
     def select(self, x: Tensor, evaluation: Evaluation, *_: Any, **__: Any) -> Iterator[HookPair]:
         evaluation.run.stats.whole("model", f"unknown to this version: {self.reason}")
@@ -85,11 +86,13 @@ def _made(family: Any, model: nn.Module) -> ModelHooks:
         return _Plain(str(error))
 
 
-def require(diffusion_model: nn.Module) -> None:
-    """Raise `UnsupportedModelError` if no family knows the model."""
-    if find(diffusion_model) is None:
+def require(diffusion_model: nn.Module) -> ModelHooks:
+    """The hooks for a model. Raises `UnsupportedModelError` if no family knows it."""
+    hooks = find(diffusion_model)
+    if hooks is None:
         supported = ", ".join(family.NAME for family in _FAMILIES)
         raise UnsupportedModelError(
             f"ToMA cannot speed up this model ({type(unwrapped(diffusion_model)).__name__}). Supported: {supported}. "
             "Connect one of these, or bypass the ToMA node."
         )
+    return hooks

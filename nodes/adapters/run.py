@@ -19,7 +19,7 @@ from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
-from ...toma_core import ToMAConfig
+from ...toma_core import Settings, ToMAConfig
 from ...toma_core.stats import RunStats
 from . import registry, reports
 from .attention import attention_in_use
@@ -55,13 +55,15 @@ class Attachment:
     watcher: Watcher | None = None
 
 
-def attach(model: ModelPatcher, config: ToMAConfig, watcher: Watcher | None = None) -> ModelPatcher:
-    """A clone of the model that merges tokens as `config` says; the very same object if that is never.
+def attach(model: ModelPatcher, settings: Settings | ToMAConfig, watcher: Watcher | None = None) -> ModelPatcher:
+    """A clone of the model that merges tokens as `settings` say, a preset as this kind of model has it; the very same
+    object if that is never.
 
     Attaching to a model that already has ToMA replaces its settings. A ComfyUI whose models cannot be attached to as
     this pack knows it gets the model back with a warning. Raises `UnsupportedModelError`.
     """
-    registry.require(model.get_model_object("diffusion_model"))
+    own = registry.require(model.get_model_object("diffusion_model")).presets
+    config = settings.resolved(own) if isinstance(settings, Settings) else settings
     attached = attachment_of(model) is not None
     if config.off and not attached:
         return model
@@ -94,9 +96,9 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             guider = executor.class_obj
             given = guider.model_options
             attachment = given["transformer_options"][ATTACHMENT]
-            model_sampling, model = map(guider.model_patcher.get_model_object, ("model_sampling", "diffusion_model"))
+            model_sampling = guider.model_patcher.get_model_object("model_sampling")
             sigmas = argument(args, kwargs, 3, "sigmas").tolist()
-            sampling = Sampling.start(attachment.config, model_sampling, sigmas, model)
+            sampling = Sampling.start(attachment.config, model_sampling, sigmas)
             options = create_model_options_clone(given)
             options["transformer_options"][SAMPLING] = sampling
             options["transformer_options"][GRAPHS] = compiled(given)
@@ -204,7 +206,7 @@ def _lone_evaluation(model: Any, t: Tensor, transformer_options: dict[str, Any])
         return None
     sigmas = transformer_options.get("sample_sigmas")
     levels = [] if sigmas is None else sigmas.tolist()
-    sampling = Sampling.start(attachment.config, model.model_sampling, levels, model.diffusion_model)
+    sampling = Sampling.start(attachment.config, model.model_sampling, levels)
     sampling.observe(t)
     return sampling
 

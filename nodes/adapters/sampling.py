@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ...toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig
 from ...toma_core.pieces import Piece
-from . import registry
 from .levels import Levels
 
 
@@ -40,19 +39,14 @@ class Sampling:
     _lock: Lock = field(default_factory=Lock)
 
     @classmethod
-    def start(
-        cls, config: ToMAConfig, model_sampling: Any, sigmas: list[float], diffusion_model: Any = None
-    ) -> Sampling:
-        """A fresh run over a schedule of noise levels, the last of which is where it ends. Without the model no step
-        runs whole: which do depends on its kind."""
-        hooks = None if diffusion_model is None else registry.find(diffusion_model)
-        whole_every = 0 if hooks is None else hooks.whole_every(config)
+    def start(cls, config: ToMAConfig, model_sampling: Any, sigmas: list[float]) -> Sampling:
+        """A fresh run over a schedule of noise levels, the last of which is where it ends."""
         start = (
             float("inf") if config.start_percent <= 0 else float(model_sampling.percent_to_sigma(config.start_percent))
         )
         end = float("-inf") if config.end_percent >= 1 else float(model_sampling.percent_to_sigma(config.end_percent))
         finishes = bool(sigmas) and sigmas[-1] == 0.0
-        run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes, whole_every))
+        run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes))
         run.stats.total_steps = len(sigmas[:-1])
         return cls(run, Decision(0, 0.0, 0, 0))
 

@@ -127,19 +127,18 @@ def test_every_file_that_merges_is_counted() -> None:
 @pytest.mark.parametrize(
     ("shape", "name", "number", "whole"),
     [
-        (SDXL, "UNET_BLOCK", 70, (0, 0)),
-        (FLUX, "FLUX_DOUBLE", 19, (0, 38)),
-        (FLUX, "FLUX_SINGLE", 38, (19, 0)),
+        (SDXL, "UNET_BLOCK", 70, {}),
+        (FLUX, "FLUX_DOUBLE", 19, {"whole_first": 0, "whole_last": 38}),
+        (FLUX, "FLUX_SINGLE", 19, {"whole_first": 19}),
     ],
     ids=["sdxl", "flux-double", "flux-single"],
 )
 def test_what_auto_thinks_that_merging_adds(
-    shape: Shape, name: str, number: int, whole: tuple[int, int], granularity: str
+    shape: Shape, name: str, number: int, whole: dict[str, int], granularity: str
 ) -> None:
     """By Triton, with detail reuse: each block's share, rounded up, plans apart."""
     payoff = pack_module("toma_core.payoff")
-    settings = {"unet_whole_every": 3, "flux_whole_every": 3, "detail_reuse": True, "min_tokens": 4}
-    settings |= {"granularity": granularity, "flux_whole_double": whole[0], "flux_whole_single": whole[1]}
+    settings = {"whole_every": 3, "detail_reuse": True, "min_tokens": 4, "granularity": granularity, **whole}
     merged = cost.count(shape, toma(**settings), kernels=True, step=1)
     block, kind = getattr(payoff, name), payoff.Granularity(granularity)
     added = (merged.launches - cost.count(shape).launches) / number

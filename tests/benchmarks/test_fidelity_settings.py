@@ -243,7 +243,7 @@ def test_refresh_early_or_late(model: Any, decisions: Any) -> None:
 
 
 def test_whole_last(model: Any, decisions: Any) -> None:
-    sample(experiments.whole_last(toma(**variants.whole_every(2)))(model))
+    sample(experiments.whole_last(toma(whole_every=2))(model))
     assert [d.ratio for d in decisions] == [0.5, 0.0, 0.5, 0.0]
 
 

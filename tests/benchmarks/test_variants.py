@@ -48,17 +48,20 @@ def test_rows_merge_every_step_unless_they_say_otherwise(pack: ModuleType) -> No
     attachment_of = pack_module("nodes.adapters.run").attachment_of
     model = models.unet()
     config = attachment_of(variants.toma("a", ratio=0.25).patch(model)).config
-    assert (
-        config.ratio,
-        config.unet_whole_every,
-        config.flux_whole_every,
-        config.start_percent,
-        config.end_percent,
-    ) == (0.25, 0, 0, 0.0, 1.0)
-    late = attachment_of(variants.toma("b", **variants.whole_every(3)).patch(model)).config
-    assert (late.unet_whole_every, late.flux_whole_every) == (3, 3)
+    assert (config.ratio, config.whole_every, config.start_percent, config.end_percent) == (0.25, 0, 0.0, 1.0)
+    late = attachment_of(variants.toma("b", whole_every=3).patch(model)).config
+    assert late.whole_every == 3
     balanced = attachment_of(variants.preset("balanced", ratio=0.75).patch(model)).config
-    assert balanced == pack_module("toma_core.config").ToMAConfig.from_preset("balanced", ratio=0.75)
+    assert (balanced.ratio, balanced.whole_last, balanced.detail_reuse) == (0.75, 3, True)
+
+
+def test_rows_leave_whole_what_the_released_method_does(pack: ModuleType) -> None:
+    from benchmarks import models
+
+    attachment_of = pack_module("nodes.adapters.run").attachment_of
+    unet, flux = models.unet(), models.flux()
+    assert [attachment_of(variants.toma("a").patch(model)).config.whole_first for model in (unet, flux)] == [0, 5]
+    assert attachment_of(variants.toma("a", **variants.TINY).patch(flux)).config.whole_first == 0
 
 
 def test_stacked_variants_are_applied_in_order() -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -27,8 +28,8 @@ from demo.showcase_results import (
     side_by_side,
     table,
 )
+from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
-from toma_core.config import ToMAConfig
 
 REPORT = "1024 -> 512 tokens (32x32), 256 -> 128 tokens (16x16) in 22/22 blocks, 12/12 steps"
 
@@ -129,10 +130,12 @@ def test_graphs_differ_only_by_the_merge() -> None:
         assert all(merged[name] == node for name, node in whole.items())
 
 
-def test_widget_values_make_the_same_config() -> None:
-    config = ToMAConfig(ratio=0.25, selector="grid", flux_whole_double=1)
-    values = widget_values(config)
-    assert ToMAConfig(**json.loads(json.dumps(values))) == config
+def test_widget_values_say_what_was_chosen(pack: ModuleType) -> None:
+    advanced = pack_module("nodes.patch").ToMAAdvanced.define_schema()
+    usual = {item.id: item.default for item in advanced.inputs[1:]}
+    values = widget_values(ratio=0.25, selector="grid", whole_first=1, shift_windows=False)
+    assert json.loads(json.dumps(values)) == values
+    assert values == {**usual, "ratio": 0.25, "selector": "grid", "whole_first": 1, "shift_windows": "off"}
 
 
 def test_samples_as_the_trained_models_look_best() -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 
-# Small models have small grids and few blocks: merge all of them.
-EVERYTHING = {"min_tokens": 4, "flux_whole_double": 0, "flux_whole_single": 0}
+# Small models have small grids: merge all of them.
+EVERYTHING = {"min_tokens": 4}
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -68,8 +68,8 @@ def test_an_empty_latent_becomes_one_of_the_model(flux: Any, run: Any) -> None:
 def test_sweep_measures_thirds_of_the_ratio(unet: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def measure(model: Any, config: Any, ratios: Any, task: Any, runs: int) -> Any:
-        asked.append((ratios, task.steps, task.negative, runs, config.ratio))
+    def measure(model: Any, settings: Any, ratios: Any, task: Any, runs: int) -> Any:
+        asked.append((ratios, task.steps, task.negative, runs, settings.overrides))
         return TIMINGS
 
     monkeypatch.setattr(benchmark.timing, "measure", measure)
@@ -77,7 +77,7 @@ def test_sweep_measures_thirds_of_the_ratio(unet: Any, run: Any, monkeypatch: py
     run(unet, sweep=True, ratio=0.6, negative=negative, steps=7, runs=4)
     run(unet, sweep=False, ratio=0.6)
     run(unet, sweep=True, ratio=0.01)
-    assert asked[0][:2] + asked[0][3:] == ([0.2, 0.4, 0.6], 7, 4, 0.6)
+    assert asked[0][:2] + asked[0][3:] == ([0.2, 0.4, 0.6], 7, 4, {"ratio": 0.6})
     assert asked[0][2] is negative
     assert asked[1][0] == [0.6]
     assert asked[2][0] == [0.01], "no ratio is rounded away"

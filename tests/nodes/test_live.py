@@ -31,8 +31,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], str
 
 def patched(model: Any, ratio: float = 0.5, node_id: str | None = "12:5", **settings: Any) -> Any:
     hidden = SimpleNamespace(unique_id=node_id)
-    config = nodes.ToMAConfig(ratio=ratio, min_tokens=16, **settings)
-    return nodes._patched(model, config, hidden)
+    everything = {"ratio": ratio, "min_tokens": 16, "whole_last": 0}
+    return nodes._patched(model, nodes.Settings("balanced", {**everything, **settings}), hidden)
 
 
 def test_a_run_is_told_twice_to_its_page(unet: Any, sent: list[Any]) -> None:

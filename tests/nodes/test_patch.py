@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -13,25 +14,45 @@ from scripts.comfy_pack import pack_module
 
 nodes = pack_module("nodes.patch")
 config = pack_module("toma_core.config")
+core = pack_module("toma_core")
 run = pack_module("nodes.adapters.run")
+OWN = {kind: pack_module(f"nodes.adapters.families.{kind}").PRESETS for kind in ("unet", "flux")}
 
 
 def defaults(node: Any) -> dict[str, Any]:
     return {i.id: i.default for i in node.define_schema().inputs if i.id != "model"}
 
 
+def made_by(node: Any, model: Any, **values: Any) -> Any:
+    """The settings that ride on the model behind a node."""
+    return run.attachment_of(node.execute(model, **{**defaults(node), **values}).args[0]).config
+
+
 @pytest.mark.compat
-def test_toma_attaches_ratio_and_preset(unet: Any) -> None:
-    for preset in config.PRESETS:
-        patched = nodes.ToMA.execute(unet, 0.4, preset).args[0]
-        assert run.attachment_of(patched).config == config.ToMAConfig.from_preset(preset, ratio=0.4)
+@pytest.mark.parametrize("kind", ["unet", "flux"])
+@pytest.mark.parametrize("preset", core.PRESETS)
+def test_preset_is_as_the_model_has_it(request: pytest.FixtureRequest, kind: str, preset: str) -> None:
+    model = request.getfixturevalue(kind)
+    expected = core.Settings(preset, {"ratio": 0.4}).resolved(OWN[kind])
+    assert made_by(nodes.ToMA, model, ratio=0.4, preset=preset) == expected
+    assert made_by(nodes.ToMAAdvanced, model, ratio=0.4, preset=preset) == expected
+
+
+def test_presets_leave_whole_what_was_measured() -> None:
+    balanced = {kind: core.Settings("balanced").resolved(own) for kind, own in OWN.items()}
+    fields = ("whole_first", "whole_last", "whole_every")
+    assert [getattr(balanced["unet"], name) for name in fields] == [0, 3, 0]
+    assert [getattr(balanced["flux"], name) for name in fields] == [5, 0, 3]
+
+
+@pytest.mark.compat
+def test_ratio_zero_passes_the_model_through(unet: Any) -> None:
     assert nodes.ToMA.execute(unet, 0.0, "balanced").args[0] is unet
 
 
 @pytest.mark.compat
-def test_advanced_with_its_defaults_is_the_balanced_preset(unet: Any) -> None:
+def test_advanced_with_its_defaults_is_the_other_node(unet: Any) -> None:
     patched = nodes.ToMAAdvanced.execute(unet, **defaults(nodes.ToMAAdvanced)).args[0]
-    assert run.attachment_of(patched).config == config.ToMAConfig.from_preset("balanced", ratio=0.5)
     simple = nodes.ToMA.execute(unet, **defaults(nodes.ToMA)).args[0]
     latents = [models.sample(model, 32, 32, steps=4) for model in (unet, simple, patched)]
     assert torch.equal(*latents[1:])
@@ -41,18 +62,38 @@ def test_advanced_with_its_defaults_is_the_balanced_preset(unet: Any) -> None:
 def test_advanced_hands_every_widget_over(unet: Any) -> None:
     other = {
         "ratio": 0.3, "ratio_decay": 0.1, "min_tokens": 20, "granularity": "module", "self_attention": False,
-        "cross_attention": False, "feed_forward": False, "levels": "finest", "unet_whole_last": 1,
-        "flux_whole_double": 2, "flux_whole_single": 3, "start_percent": 0.1, "end_percent": 0.8,
-        "unet_whole_every": 4, "flux_whole_every": 5,
+        "cross_attention": False, "feed_forward": False, "levels": "finest", "whole_first": 0.25, "whole_last": 2,
+        "start_percent": 0.1, "end_percent": 0.8, "whole_every": 4,
         "select_every": 4, "weigh_every": 2, "selector": "random", "window_kind": "stripe", "window_size": 4,
         "shift_windows": False, "scale": 50.0, "share": "block", "random_seed": 7,
         "detail_reuse": False,
     }  # fmt: skip
     usual = defaults(nodes.ToMAAdvanced)
-    assert other.keys() <= usual.keys()
-    assert all(usual[name] != value for name, value in other.items())
-    made = run.attachment_of(nodes.ToMAAdvanced.execute(unet, **{**usual, **other}).args[0]).config
+    assert other.keys() == usual.keys() - {"preset"}
+    standard = made_by(nodes.ToMAAdvanced, unet)
+    assert all(getattr(standard, name) != value for name, value in other.items())
+    switched = {name: "off" if value is False else value for name, value in other.items()}
+    made = made_by(nodes.ToMAAdvanced, unet, **switched)
     assert {name: getattr(made, name) for name in other} == other
+
+
+def test_every_choice_is_taken(flux: Any) -> None:
+    for item in nodes.ToMAAdvanced.define_schema().inputs[2:]:
+        if choices := getattr(item, "options", None):
+            assert choices[0] == item.default == "preset"
+            made = [getattr(made_by(nodes.ToMAAdvanced, flux, **{item.id: choice}), item.id) for choice in choices]
+            assert made[0] in made[1:]
+            assert [value.value if isinstance(value, Enum) else value for value in made[1:]] == (
+                [True, False] if choices[1:] == ["on", "off"] else choices[1:]
+            )
+
+
+def test_what_most_people_touch_is_in_front() -> None:
+    inputs = nodes.ToMAAdvanced.define_schema().inputs[1:]
+    assert [item.id for item in inputs if not item.advanced] == [
+        "preset", "ratio", "whole_last", "whole_every", "whole_first", "end_percent", "detail_reuse",
+    ]  # fmt: skip
+    assert [bool(item.advanced) for item in inputs] == sorted(bool(item.advanced) for item in inputs)
 
 
 @pytest.mark.compat
@@ -64,7 +105,7 @@ def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
     handed = {name: value for name, (value,) in get_input_data(saved, nodes.ToMAAdvanced, "1")[0].items()}
     assert handed.keys() == saved.keys() - {"unmerge"}
     made = run.attachment_of(nodes.ToMAAdvanced.execute(**handed, unmerge="linked").args[0]).config
-    assert made == config.ToMAConfig.from_preset("balanced", ratio=0.5)
+    assert made == made_by(nodes.ToMA, unet)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +122,9 @@ def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
             {"start_percent": 0.8, "end_percent": 0.2},
             ("start_percent (0.8)", "end_percent (0.2)", "lower start_percent"),
         ),
-        ({"unet_whole_every": 1}, ("unet_whole_every is 1", "0 (never) or 2", "set ratio to 0")),
-        ({"flux_whole_every": 1}, ("flux_whole_every is 1", "0 (never) or 2", "set ratio to 0")),
+        ({"ratio": -1}, ("ratio is -1", "0 to 0.95", "Try 0.5")),
+        ({"scale": -0.5}, ("scale is -0.5", "1 to 10000", "Try 300")),
+        ({"whole_every": 1}, ("whole_every is 1", "0 (never) or 2", "set ratio to 0")),
         ({"granularity": "layer"}, ("granularity is 'layer'", "module, block, stack", "Choose one")),
         ({"shift_windows": 3}, ("shift_windows is 3", "true or false", "Set one")),
     ],

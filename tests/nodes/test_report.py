@@ -38,7 +38,7 @@ def shown(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.compat
 def test_report_tells_what_was_merged_where_and_when(unet: Any, attach: Any, shown: Any) -> None:
-    model = attach(unet, end_percent=0.5, min_tokens=100, unet_whole_last=1, granularity="block", select_every=2)
+    model = attach(unet, end_percent=0.5, min_tokens=100, whole_last=1, granularity="block", select_every=2)
     models.sample(model, 24, 24, steps=4, scheduler="normal")
     text, _, _ = shown(model)
     lines = text.splitlines()
@@ -47,18 +47,18 @@ def test_report_tells_what_was_merged_where_and_when(unet: Any, attach: Any, sho
     assert "whole steps: 3-4" in lines
     assert "model evaluations: 4, merged: 2" in lines
     assert "merged blocks: input.4.0, input.5.0, output.3.0, output.4.0" in lines
-    assert "left whole (unet_whole_last = 1): output.5.0" in lines
+    assert "left whole (whole_last = 1): output.5.0" in lines
     small = next(line for line in lines if line.startswith("left whole (fewer than 100 tokens): "))
     assert small.count(",") == 11
     assert "middle.0.1" in small
 
 
 def test_report_of_flux(flux: Any, attach: Any, shown: Any) -> None:
-    model = attach(flux, flux_whole_double=1)
+    model = attach(flux, whole_first=1)
     models.sample(model, 20, 28, steps=2)
     text, _, _ = shown(model)
-    assert text.startswith("140 -> 70 tokens (10x14) in 5/6 blocks, 2/2 steps, 2 selections, 2 weighings")
-    assert "left whole (flux_whole_double = 1): double.0" in text.splitlines()
+    assert text.startswith("140 -> 70 tokens (10x14) in 4/6 blocks, 2/2 steps, 2 selections, 2 weighings")
+    assert "left whole (whole_first = 1): double.0, single.0" in text.splitlines()
 
 
 def test_report_does_not_claim_a_merge_that_never_was(unet: Any, attach: Any, shown: Any) -> None:

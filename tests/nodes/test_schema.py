@@ -62,17 +62,3 @@ def test_everything_is_explained(node_id: str) -> None:
         assert item.tooltip.endswith(".")
     labels = [item.display_name or item.id for item in schema.inputs]
     assert len(set(labels)) == len(labels)
-
-
-def test_advanced_shows_groups_and_folds_the_rare_ones() -> None:
-    inputs = next(s for s in schemas() if s.node_id == "ToMAAdvanced").inputs[1:]
-    groups = [i.display_name.split(":")[0] for i in inputs]
-    assert groups == sorted(groups, key=["tokens", "where", "when", "how"].index)
-    assert {i.id for i in inputs if not i.advanced} == {
-        "ratio",
-        "granularity",
-        "start_percent",
-        "end_percent",
-        "selector",
-        "window_size",
-    }

@@ -13,7 +13,7 @@ from scripts.comfy_pack import pack_module
 
 timing = pack_module("nodes.timing")
 run = pack_module("nodes.adapters.run")
-Config = pack_module("toma_core.config").ToMAConfig
+SETTINGS = pack_module("toma_core").Settings("balanced", {"min_tokens": 16, "whole_last": 0})
 Timing = timing.Timing
 
 
@@ -29,7 +29,7 @@ def timed(ratio: float, *seconds: float) -> Any:
 
 @pytest.mark.compat
 def test_each_setting_is_timed_and_compared(unet: Any) -> None:
-    whole, half, most = timing.measure(unet, Config(min_tokens=16), [0.5, 0.75], task(unet), runs=2)
+    whole, half, most = timing.measure(unet, SETTINGS, [0.5, 0.75], task(unet), runs=2)
     assert [t.ratio for t in (whole, half, most)] == [0.0, 0.5, 0.75]
     for each in (whole, half, most):
         assert len(each.seconds) == 2
@@ -40,9 +40,10 @@ def test_each_setting_is_timed_and_compared(unet: Any) -> None:
     assert half.merged.startswith("144 -> 72, 36 -> 18 tokens in 17/17 blocks, 3/3 steps")
 
 
-def test_the_change_is_the_one_of_the_same_run_in_a_sampler(unet: Any, attach: Any) -> None:
+def test_the_change_is_the_one_of_the_same_run_in_a_sampler(unet: Any) -> None:
+    attach = pack_module("nodes.adapters.run").attach
     asked = task(unet)
-    _, half = timing.measure(unet, Config(min_tokens=16), [0.5], asked, runs=2)
+    _, half = timing.measure(unet, SETTINGS, [0.5], asked, runs=2)
 
     def latent(model: Any) -> torch.Tensor:
         import comfy.sample
@@ -52,7 +53,7 @@ def test_the_change_is_the_one_of_the_same_run_in_a_sampler(unet: Any, attach: A
         latent = torch.zeros_like(asked.latent)
         return comfy.sample.sample(model, noise, 3, 1.0, "euler", "simple", *conds, latent, disable_pbar=True, seed=0)
 
-    whole, merged = latent(unet), latent(attach(unet, min_tokens=16))
+    whole, merged = latent(unet), latent(attach(unet, SETTINGS))
     assert half.change == pytest.approx(float((merged - whole).norm() / whole.norm()), rel=1e-5)
 
 
@@ -65,7 +66,7 @@ def test_runs_take_turns_in_both_orders(unet: Any, monkeypatch: pytest.MonkeyPat
         return original(model, asked, tick)
 
     monkeypatch.setattr(timing, "_sample", spy)
-    timing.measure(unet, Config(min_tokens=16), [0.5], task(unet, steps=4), runs=3)
+    timing.measure(unet, SETTINGS, [0.5], task(unet, steps=4), runs=3)
     warm_up, runs = ratios[:2], ratios[2:]
     assert warm_up == [(3, 0.0), (3, 0.5)]
     assert runs == [(4, 0.0), (4, 0.5), (4, 0.5), (4, 0.0), (4, 0.0), (4, 0.5)]
@@ -74,8 +75,8 @@ def test_runs_take_turns_in_both_orders(unet: Any, monkeypatch: pytest.MonkeyPat
 def test_a_model_that_carries_toma_is_compared_with_itself_without(unet: Any, attach: Any) -> None:
     carrier = attach(unet, ratio=0.75)
     before = run.attachment_of(carrier)
-    whole, half = timing.measure(carrier, Config(min_tokens=16), [0.5], task(unet), runs=2)
-    plain = timing.measure(unet, Config(min_tokens=16), [0.5], task(unet), runs=2)
+    whole, half = timing.measure(carrier, SETTINGS, [0.5], task(unet), runs=2)
+    plain = timing.measure(unet, SETTINGS, [0.5], task(unet), runs=2)
     assert whole.merged == ""
     assert half.change == pytest.approx(plain[1].change)
     assert run.attachment_of(carrier) is before
@@ -83,10 +84,10 @@ def test_a_model_that_carries_toma_is_compared_with_itself_without(unet: Any, at
 
 def test_a_negative_is_evaluated_only_if_there_is_one(unet: Any, decisions: list[Any], record: Any) -> None:
     calls = record(unet.model.diffusion_model)
-    timing.measure(unet, Config(min_tokens=16), [0.5], task(unet), runs=2)
+    timing.measure(unet, SETTINGS, [0.5], task(unet), runs=2)
     alone = sum(call.args[0].shape[0] for call in calls)
     calls.clear()
-    timing.measure(unet, Config(min_tokens=16), [0.5], task(unet, guided=True), runs=2)
+    timing.measure(unet, SETTINGS, [0.5], task(unet, guided=True), runs=2)
     assert sum(call.args[0].shape[0] for call in calls) == 2 * alone
     assert alone == 2 * (3 + 2 * 3)
 
@@ -130,7 +131,7 @@ def test_can_be_cancelled_between_steps(unet: Any, hooks_left: Any) -> None:
     handle = unet.model.diffusion_model.register_forward_pre_hook(cancel)
     try:
         with pytest.raises(management.InterruptProcessingException):
-            timing.measure(unet, Config(min_tokens=16), [0.5], task(unet, steps=50), runs=3)
+            timing.measure(unet, SETTINGS, [0.5], task(unet, steps=50), runs=3)
     finally:
         handle.remove()
         management.interrupt_current_processing(False)
@@ -147,7 +148,7 @@ def test_progress_goes_from_nothing_to_all(unet: Any, monkeypatch: pytest.Monkey
         seen.append((value, total))
 
     monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
-    timing.measure(unet, Config(min_tokens=16), [0.5], task(unet, steps=3), runs=2)
+    timing.measure(unet, SETTINGS, [0.5], task(unet, steps=3), runs=2)
     assert seen[0] == (1, 18)
     assert seen[-1] == (18, 18)
 
@@ -162,7 +163,7 @@ def test_global_random_numbers_are_left_alone(unet: Any) -> None:
 
 def test_a_model_that_cannot_be_merged_is_refused(stranger: Any) -> None:
     with pytest.raises(ValueError, match="cannot speed up this model"):
-        timing.measure(stranger, Config(), [0.5], task(stranger), runs=2)
+        timing.measure(stranger, SETTINGS, [0.5], task(stranger), runs=2)
 
 
 def test_median_and_spread() -> None:

@@ -18,9 +18,8 @@ SIDE = 24
 STEPS = 3
 # Small models have small grids and few blocks: merge all of them, at every step.
 EVERYTHING = {
-    "min_tokens": 4, "unet_whole_last": 0, "flux_whole_double": 0, "flux_whole_single": 0, "unet_whole_every": 0,
-    "flux_whole_every": 0, "detail_reuse": False, "select_every": 10, "weigh_every": 5, "shift_windows": False,
-    "share": "stack",
+    "min_tokens": 4, "whole_first": 0, "whole_last": 0, "whole_every": 0, "detail_reuse": False,
+    "select_every": 10, "weigh_every": 5, "shift_windows": False, "share": "stack",
 }  # fmt: skip
 # None: without ToMA.
 CASES: dict[str, dict[str, Any] | None] = {
@@ -30,8 +29,7 @@ CASES: dict[str, dict[str, Any] | None] = {
     "detail": {
         **EVERYTHING,
         "granularity": "block",
-        "unet_whole_every": 2,
-        "flux_whole_every": 2,
+        "whole_every": 2,
         "detail_reuse": True,
     },
 }

@@ -27,7 +27,7 @@ from scripts.comfyui import ROOT
 
 CASES = int(os.environ["TOMA_FUZZ"])
 OURS = sorted(json.loads((ROOT / "tests" / "nodes" / "schema.json").read_text()))
-config = pack_module("toma_core.config")
+core, config = pack_module("toma_core"), pack_module("toma_core.config")
 
 
 def cases(share: float) -> Any:
@@ -62,13 +62,11 @@ NAMES = [item.name for item in fields(config.ToMAConfig)]
 MERGING = {
     "ratio": mostly("ratio", 0.25, 0.5, 0.75),
     "min_tokens": mostly("min_tokens", 4, 4, 16),
-    "unet_whole_last": mostly("unet_whole_last", 0, 0, 1),
-    "flux_whole_double": mostly("flux_whole_double", 0, 0, 1),
-    "flux_whole_single": mostly("flux_whole_single", 0, 0, 1),
+    "whole_first": mostly("whole_first", 0, 0, 1, 0.3),
+    "whole_last": mostly("whole_last", 0, 0, 1, 0.3),
     "start_percent": mostly("start_percent", 0.0),
     "end_percent": mostly("end_percent", 1.0),
-    "unet_whole_every": mostly("unet_whole_every", 0, 0, 0, 2, 3),
-    "flux_whole_every": mostly("flux_whole_every", 0, 0, 0, 2, 3),
+    "whole_every": mostly("whole_every", 0, 0, 0, 2, 3),
     "levels": mostly("levels", "all"),
 }
 SETTINGS = st.fixed_dictionaries(MERGING, optional={name: values_of(name) for name in NAMES if name not in MERGING})
@@ -206,10 +204,10 @@ def test_any_value_is_taken_or_refused_in_words(name: str, value: Any) -> None:
 
 @given(preset=st.one_of(st.text(max_size=30), st.none(), st.integers(), st.sampled_from(["x" * 100_000, [], {}])))
 def test_any_preset_is_taken_or_refused_in_words(preset: Any) -> None:
-    if isinstance(preset, str) and preset in config.PRESETS:
+    if isinstance(preset, str) and preset in core.PRESETS:
         return
     with pytest.raises(config.ConfigError) as refused:
-        config.ToMAConfig.from_preset(preset)
+        core.Settings(preset)
     assert_readable(str(refused.value))
 
 
@@ -231,7 +229,7 @@ JSON = st.one_of(
 
 def whole_graph(seed: int) -> dict[str, Any]:
     """Every node of the pack in one graph, and as little work as there can be."""
-    graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, flux_whole_every=0)
+    graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, whole_every=0)
     graph["simple"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.5, "preset": "fast"}}
     graph["benchmark"] = {
         "class_type": "ToMABenchmark",
@@ -310,7 +308,7 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: An
 @pytest.mark.server
 def test_option_that_nobody_knows_changes_nothing(steady: ComfyServer, saved_latent: Any) -> None:
     """A graph saved by a later version, opened in this one."""
-    graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, flux_whole_every=0)
+    graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, whole_every=0)
     expected = saved_latent(steady.run(graph, timeout=120))
     later = copy.deepcopy(graph)
     later["toma"]["inputs"].update({"sharpness": 3, "mode.strength": "x", "__class__": [1]})

@@ -15,7 +15,7 @@ HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LARGEST = torch.finfo(HALF).max
 KINDS = ("unet", "flux")
 SIDE = 16
-EVERYTHING = {"min_tokens": 4, "flux_whole_double": 0, "flux_whole_single": 0}
+EVERYTHING = {"min_tokens": 4}
 # Other dtypes and sizes round in other ways: with fixed destinations and soft weights numbers can be compared.
 COMPARABLE = {**EVERYTHING, "selector": "grid", "scale": 20.0}
 SETTINGS = {
@@ -24,8 +24,7 @@ SETTINGS = {
     "detail": {
         **EVERYTHING,
         "granularity": "block",
-        "unet_whole_every": 2,
-        "flux_whole_every": 2,
+        "whole_every": 2,
         "detail_reuse": True,
     },
 }

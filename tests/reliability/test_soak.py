@@ -46,9 +46,9 @@ BOUNDED = {"RunStats": 32, "MergeMap": 4 * 32, "Windows": 64, "Budget": 64}
 
 
 def random_settings(chance: random.Random) -> dict[str, Any]:
-    """Some settings of ToMA Advanced other than the defaults, as values of its widgets."""
+    """Some settings of ToMA Advanced."""
     values: dict[str, Any] = {"ratio": round(chance.uniform(0.05, 0.9), 2), "min_tokens": 16}
-    values["flux_whole_every"] = chance.choice([0, 0, 2, 3])  # with the default, runs of one or two steps merge nothing
+    values["whole_every"] = chance.choice([0, 0, 2, 3])  # with the default, runs of one or two steps merge nothing
     names = [item.name for item in fields(config.ToMAConfig) if item.name not in values]
     for name in chance.sample(names, chance.randint(0, 5)):
         spec, default = config.field_spec(name), config.field_default(name)
@@ -58,6 +58,8 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
             values[name] = not default
         elif isinstance(default, int):
             values[name] = chance.randint(int(spec.minimum), int(min(spec.maximum, spec.minimum + 10)))
+        elif name in ("whole_first", "whole_last"):
+            values[name] = chance.choice([0.2, 1.0, 2.0])
         else:
             values[name] = round(chance.uniform(spec.minimum, min(spec.maximum, 1000.0)), 2)
     try:
@@ -71,7 +73,8 @@ def random_graph(chance: random.Random, seed: int) -> Graph:
     """A picture of random size, model, sampler and settings. Each has its own seed, or ComfyUI would not sample it."""
     kind = chance.choice(KINDS)
     how = chance.choice(["advanced"] * 4 + ["simple", "without"])
-    graph = sampling_graph(kind, 64, chance.randint(1, 4), seed, merged=how != "without")
+    settings = random_settings(chance) if how == "advanced" else {}
+    graph = sampling_graph(kind, 64, chance.randint(1, 4), seed, merged=how != "without", **settings)
     if kind is UNET:
         graph["loader"]["inputs"].update(weights="random", seed=chance.randint(0, 1))
     size = {"width": 8 * chance.randint(8, 16), "height": 8 * chance.randint(8, 16)}
@@ -81,10 +84,8 @@ def random_graph(chance: random.Random, seed: int) -> Graph:
         ["euler", "heun", "dpmpp_2m", "euler_ancestral", "uni_pc"]
     )
     graph["sampler"]["inputs"]["cfg"] = chance.choice([1.0, 2.0])
-    if how == "advanced":
-        graph["toma"]["inputs"].update(random_settings(chance))
-    elif how == "simple":
-        inputs = {"model": ["loader", 0], "ratio": 0.5, "preset": chance.choice(list(config.PRESETS))}
+    if how == "simple":
+        inputs = {"model": ["loader", 0], "ratio": 0.5, "preset": chance.choice(list(pack_module("toma_core").PRESETS))}
         graph["toma"] = {"class_type": "ToMA", "inputs": inputs}
     if chance.random() < 0.7:
         del graph["picture"], graph["decode"]

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toma_core.config import (
-    PRESETS,
     ConfigError,
     Granularity,
     SelectorKind,
@@ -20,6 +19,7 @@ from toma_core.config import (
     check,
     field_default,
     field_spec,
+    so_many,
 )
 
 FIELDS = [item.name for item in dataclasses.fields(ToMAConfig)]
@@ -51,7 +51,6 @@ def test_metadata_is_complete(name: str) -> None:
     spec, default = field_spec(name), field_default(name)
     assert len(spec.tooltip) > 30
     assert spec.tooltip.endswith(".")
-    assert spec.group in {"Tokens", "Where", "When", "How"}
     if name in NUMBERS:
         assert spec.minimum is not None
         assert spec.maximum is not None
@@ -142,21 +141,20 @@ def test_start_after_end_is_refused() -> None:
         ToMAConfig(start_percent=0.6, end_percent=0.5)
     with pytest.raises(ConfigError, match=r"\(0\.50000001\) is larger than end_percent \(0\.5\).*lower start_percent"):
         ToMAConfig(start_percent=0.50000001, end_percent=0.5)
-    with pytest.raises(ConfigError, match="start_percent"):
-        ToMAConfig.from_preset("quality", start_percent=0.9, end_percent=0.8)
 
 
 def test_whole_on_every_step_is_refused() -> None:
-    for name in ("unet_whole_every", "flux_whole_every"):
-        assert "every step would run whole" in refused(name, 1)
-        assert [getattr(ToMAConfig(**{name: n}), name) for n in (0, 2, 3)] == [0, 2, 3]
+    assert "every step would run whole" in refused("whole_every", 1)
+    assert [ToMAConfig(whole_every=n).whole_every for n in (0, 2, 3)] == [0, 2, 3]
 
 
-def test_the_field_name_of_a_bad_override_is_told_from_a_preset() -> None:
-    with pytest.raises(ConfigError, match=r"window_size is 0\."):
-        ToMAConfig.from_preset("fast", window_size=0)
-    with pytest.raises(TypeError, match="no_such_field"):
-        ToMAConfig.from_preset("fast", no_such_field=1)
+@pytest.mark.parametrize(
+    ("amount", "count", "blocks"),
+    [(0, 19, 0), (0.15, 19, 3), (0.15, 20, 3), (0.1, 30, 3), (0.07, 100, 7), (0.001, 4, 1), (0.99, 4, 4), (1, 4, 1),
+     (2.5, 4, 3), (5, 4, 4), (1000, 0, 0), (0.5, 0, 0)],
+)  # fmt: skip
+def test_a_share_or_a_number_of_blocks(amount: float, count: int, blocks: int) -> None:
+    assert so_many(amount, count) == blocks
 
 
 def test_frozen_equal_and_hashable() -> None:
@@ -166,32 +164,6 @@ def test_frozen_equal_and_hashable() -> None:
     assert config == ToMAConfig(ratio=0.5, granularity="stack")  # type: ignore[arg-type]
     assert hash(config) == hash(ToMAConfig())
     assert config != ToMAConfig(ratio=0.25)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_valid_and_leave_the_ratio_alone(preset: str) -> None:
-    config = ToMAConfig.from_preset(preset)
-    assert "ratio" not in PRESETS[preset]
-    assert set(PRESETS[preset]) <= set(FIELDS)
-    changed = {name for name in FIELDS if getattr(config, name) != field_default(name)}
-    assert changed <= set(PRESETS[preset]), "a preset lists what differs from the defaults"
-    assert not config.off
-    assert ToMAConfig.from_preset(preset, ratio=0.0).off
-
-
-def test_balanced_is_what_nodes_begin_with() -> None:
-    assert next(iter(PRESETS)) == "balanced"
-
-
-@pytest.mark.parametrize("preset", ["", "Balanced", "none", None, 3])
-def test_unknown_presets_are_refused(preset: Any) -> None:
-    with pytest.raises(ConfigError, match=r"preset is .* Allowed: balanced, faithful, quality, fast\. Choose"):
-        ToMAConfig.from_preset(preset)
-
-
-def test_overrides_win_over_a_preset() -> None:
-    config = ToMAConfig.from_preset("fast", ratio=0.3, weigh_every=7)
-    assert (config.ratio, config.weigh_every, config.flux_whole_every) == (0.3, 7, 5)
 
 
 def test_off_means_that_nothing_could_ever_merge() -> None:

@@ -15,12 +15,12 @@ from toma_core.merge import MergePlan, pick
 from toma_core.stats import RunStats
 
 GRID = (8, 8)
-SETTINGS = {"min_tokens": 4, "detail_reuse": True, "weigh_every": 10}
+SETTINGS = {"min_tokens": 4, "detail_reuse": True, "whole_every": 3, "weigh_every": 10}
 
 
 def run_of(**settings: object) -> RunState:
     config = ToMAConfig(**{**SETTINGS, **settings})  # type: ignore[arg-type]
-    return RunState(Schedule(config, tuple(float(10 - i) for i in range(10)), whole_every=3))
+    return RunState(Schedule(config, tuple(float(10 - i) for i in range(10))))
 
 
 def at(run: RunState, step: int, *parts: str, conditions: str = "") -> Evaluation:

@@ -181,7 +181,7 @@ else:
     raise SystemExit("ComfyUI is not blocked")
 from toma_core import {", ".join(toma_core.__all__)}
 import torch
-run = RunState(Schedule(ToMAConfig.from_preset("balanced", min_tokens=4)))
+run = RunState(Schedule(Settings("balanced", dict(min_tokens=4)).resolved()))
 x = torch.ones(1, 35, 4)
 plan = plan_for(x, (5, 7), "a", Evaluation(run, run.schedule.decide(1.0)))
 reduced = reduce(x, plan)

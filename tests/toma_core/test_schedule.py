@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toma_core.config import ToMAConfig
+from toma_core.presets import Settings
 from toma_core.schedule import RATIO_GRID, Decision, Schedule
 
 # Four steps of an SDXL-like schedule; a sampler also gets the final 0.
@@ -57,7 +58,7 @@ def test_levels_survive_a_trip_through_fp32(direction: int) -> None:
 
 def test_steps_of_a_schedule_from_low_to_high() -> None:
     """Unsampling: the first step is the first one that runs, and whole steps are counted from there."""
-    schedule = Schedule(ToMAConfig(), SIGMAS[::-1], whole_every=3)
+    schedule = Schedule(ToMAConfig(whole_every=3), SIGMAS[::-1])
     assert [schedule.step_at(sigma) for sigma in (0.5, between(0.5, 2.0), 2.0, 5.0, 14.6, 20.0)] == [0, 0, 1, 2, 3, 3]
     assert [schedule.decide(sigma).ratio for sigma in SIGMAS[::-1]] == [0.0, 0.5, 0.5, 0.0]
 
@@ -107,31 +108,30 @@ def ten_steps(config: ToMAConfig, **range_of: Any) -> list[Decision]:
 
 
 def test_whole_steps_in_between() -> None:
-    merged = [bool(d.ratio) for d in ten_steps(ToMAConfig(), whole_every=3)]
+    merged = [bool(d.ratio) for d in ten_steps(ToMAConfig(whole_every=3))]
     assert merged == [False, True, True, False, True, True, False, True, True, False]
     # Counted from the first step of the range.
-    merged = [bool(d.ratio) for d in ten_steps(ToMAConfig(), sigma_start=9.0, whole_every=2)]
+    merged = [bool(d.ratio) for d in ten_steps(ToMAConfig(whole_every=2), sigma_start=9.0)]
     assert merged == [False, False, True, False, True, False, True, False, True, False]
 
 
 def test_last_step_is_whole_if_the_picture_is_finished() -> None:
     """Wherever the count and the range are; but not where every step is merged."""
-    fourth = {"whole_every": 4, "finishes": True}
-    for config in (ToMAConfig(), ToMAConfig(detail_reuse=True)):
-        whole = [step for step, d in enumerate(ten_steps(config, **fourth)) if not d.merged_ratio]
+    for config in (ToMAConfig(whole_every=4), ToMAConfig(whole_every=4, detail_reuse=True)):
+        whole = [step for step, d in enumerate(ten_steps(config, finishes=True)) if not d.merged_ratio]
         assert whole == [0, 4, 8, 9]
-        whole = [step for step, d in enumerate(ten_steps(config, **fourth, sigma_start=8.0)) if not d.merged_ratio]
+        whole = [step for step, d in enumerate(ten_steps(config, finishes=True, sigma_start=8.0)) if not d.merged_ratio]
         assert whole == [0, 1, 2, 6, 9]
-    assert [d.step for d in ten_steps(config, **fourth) if d.keeps_detail] == [0, 4, 8]
+    assert [d.step for d in ten_steps(config, finishes=True) if d.keeps_detail] == [0, 4, 8]
     assert [d.merged_ratio for d in ten_steps(ToMAConfig(), finishes=True)] == [0.5] * 10
-    assert [step for step, d in enumerate(ten_steps(config, whole_every=4)) if not d.merged_ratio] == [0, 4, 8]
+    assert [step for step, d in enumerate(ten_steps(config)) if not d.merged_ratio] == [0, 4, 8]
 
 
 def test_whole_steps_keep_detail_if_it_is_reused() -> None:
     """The same steps run whole, with the ratio that their plans are made for."""
-    settings = {"ratio": 0.75, "ratio_decay": 0.5}
-    plain = ten_steps(ToMAConfig(**settings), sigma_end=2.0, whole_every=3)
-    reused = ten_steps(ToMAConfig(**settings, detail_reuse=True), sigma_end=2.0, whole_every=3)
+    settings: dict[str, Any] = {"ratio": 0.75, "ratio_decay": 0.5, "whole_every": 3}
+    plain = ten_steps(ToMAConfig(**settings), sigma_end=2.0)
+    reused = ten_steps(ToMAConfig(**settings, detail_reuse=True), sigma_end=2.0)
     assert [d.merged_ratio for d in reused] == [d.ratio for d in plain]
     assert [d.step for d in reused if d.keeps_detail] == [0, 3, 6]
     assert [d.ratio for d in reused if d.keeps_detail] == [0.75, 0.59375, 0.4375]
@@ -140,15 +140,16 @@ def test_whole_steps_keep_detail_if_it_is_reused() -> None:
 
 def test_whole_steps_need_a_schedule() -> None:
     """Without one every evaluation is step 0, and would run whole."""
-    for config in (ToMAConfig(), ToMAConfig(detail_reuse=True)):
-        assert Schedule(config, whole_every=2).decide(1.0) == Decision(0, 0.5, 0, 0)
+    for config in (ToMAConfig(whole_every=2), ToMAConfig(whole_every=2, detail_reuse=True)):
+        assert Schedule(config).decide(1.0) == Decision(0, 0.5, 0, 0)
 
 
 def test_detail_is_reused_where_steps_are_whole_and_tensors_few() -> None:
-    assert Schedule(ToMAConfig(detail_reuse=True), whole_every=2).reuses_detail
-    assert not Schedule(ToMAConfig(detail_reuse=False), whole_every=2).reuses_detail
+    assert Schedule(ToMAConfig(detail_reuse=True, whole_every=2)).reuses_detail
+    assert not Schedule(ToMAConfig(detail_reuse=False, whole_every=2)).reuses_detail
     assert not Schedule(ToMAConfig(detail_reuse=True)).reuses_detail
-    assert not Schedule(ToMAConfig.from_preset("faithful", detail_reuse=True), whole_every=2).reuses_detail
+    by_module = Settings("faithful", {"detail_reuse": True, "whole_every": 2}).resolved()
+    assert not Schedule(by_module).reuses_detail
 
 
 def test_generations_count_from_the_first_merged_step() -> None:
@@ -196,8 +197,8 @@ def test_a_constant_ratio_is_not_rounded() -> None:
 def test_decisions_are_pure_and_legal(
     ratio: float, decay: float, full: int, select: int, weigh: int, start: float, end: float
 ) -> None:
-    config = ToMAConfig(ratio=ratio, ratio_decay=decay, select_every=select, weigh_every=weigh)
-    range_of = {"sigma_start": max(start, end), "sigma_end": min(start, end), "whole_every": full}
+    config = ToMAConfig(ratio=ratio, ratio_decay=decay, whole_every=full, select_every=select, weigh_every=weigh)
+    range_of = {"sigma_start": max(start, end), "sigma_end": min(start, end)}
     decisions = ten_steps(config, **range_of)
     assert decisions == ten_steps(config, **range_of)
     assert [d.step for d in decisions] == list(range(10))

@@ -14,13 +14,22 @@ from torch import nn
 from ....toma_core import ToMAConfig
 from ....toma_core.config import Granularity
 from ....toma_core.payoff import FLUX_DOUBLE, FLUX_SINGLE
+from ....toma_core.presets import Fields
 from ..chain import Link
+from ..family import PRESETS as UNMEASURED
 from ..family import Stage, Transformer
 from ..hooks import HookPair
 from ..port import Cuts, Given, Port, slices_moved
 from .flux_layers import ByModule
 
 NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
+# Measured, see docs/fidelity.md; the released method leaves five blocks of each kind whole.
+PRESETS: Fields = {
+    "balanced": {"whole_first": 5, "whole_every": 3},
+    "quality": {"whole_first": 5, "whole_every": 2},
+    "fast": {"whole_first": 1, "whole_every": 5},
+    "faithful": {"whole_first": 5},
+}
 
 
 def matches(diffusion_model: nn.Module) -> bool:
@@ -76,6 +85,9 @@ class Hooks(Transformer):
 
     def __init__(self, diffusion_model: Any) -> None:
         super().__init__(diffusion_model)
+        # Flux.2 has few double blocks: shares of them, as for models that nobody measured.
+        of_flux_2 = getattr(diffusion_model.params, "global_modulation", False)
+        self.presets: Fields = UNMEASURED if of_flux_2 else PRESETS
         self.by_module = [ByModule(link) for link in self.links[0]]
 
     def made(self, model: Any) -> tuple[Stage, ...]:
@@ -89,12 +101,9 @@ class Hooks(Transformer):
 
     def left_out(self, stage: Stage, index: int, config: ToMAConfig) -> str:
         """Why the settings leave this block of a stage whole, or an empty string."""
-        name = f"flux_whole_{stage.kind}"
-        if index < getattr(config, name):
-            return f"{name} = {getattr(config, name)}"
         by_module = stage.kind == "double" and config.granularity is Granularity.MODULE
         idle = by_module and not (config.self_attention or config.feed_forward)
-        return "self_attention and feed_forward are off" if idle else ""
+        return super().left_out(stage, index, config) or ("self_attention and feed_forward are off" if idle else "")
 
     def loops(self) -> bool:
         """Whether the model's own loop runs its blocks."""

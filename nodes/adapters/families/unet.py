@@ -13,14 +13,17 @@ from torch import Tensor, nn
 from ....toma_core import Evaluation, ToMAConfig
 from ....toma_core.config import Granularity, Levels, Share
 from ....toma_core.payoff import UNET_BLOCK
+from ....toma_core.presets import Fields
 from ..chain import Link, Positions
-from ..family import chained
+from ..family import chained, left_whole
 from ..hooks import HookPair
 from ..layout import on_no_grid
 from ..port import CHANGED, Cuts, Given, Port
 from .unet_layers import ByModule
 
 NAME = "UNet (SDXL, SD1.5, SD2)"
+# Measured, see docs/fidelity.md: the last stacks draw and change most, so that no step has to run whole.
+PRESETS: Fields = {"balanced": {"whole_last": 3}, "quality": {"whole_last": 4}, "fast": {"whole_last": 2}}
 
 # Patches of other nodes that are shown tokens inside a transformer block.
 _TOKEN_PATCHES = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch")
@@ -53,11 +56,10 @@ class BlockPort(Port):
 
 @dataclass(frozen=True)
 class _Stack:
-    """Where transformer blocks sit. left: their stack and those after it; level: 0 is the finest with attention;
-    halvings: of the latent's sides on the way here; width: of their tokens, 0 if unknown."""
+    """Where transformer blocks sit. level: 0 is the finest with attention; halvings: of the latent's sides on the way
+    here; width: of their tokens, 0 if unknown."""
 
     position: tuple[str, int]
-    left: int
     level: int
     halvings: int
     width: int
@@ -71,26 +73,28 @@ class _Stack:
 class Hooks:
     """All hooks of one UNet."""
 
+    presets = PRESETS
+
     def __init__(self, diffusion_model: UNetModel) -> None:
         port, shared = BlockPort(), Positions()
-        found = list(_stacks(diffusion_model))
         self.stacks = []
-        for left, (position, level, halvings, stack) in zip(range(len(found), 0, -1), found, strict=True):
+        for position, level, halvings, stack in _stacks(diffusion_model):
             blocks = []
             for index, module in enumerate(stack.transformer_blocks):
                 scopes = {Share.LEVEL: "level", Share.STACK: position, Share.BLOCK: (position, index)}
                 name = ".".join(map(str, (*position, index)))
                 blocks.append(ByModule(Link(module, name, port, UNET_BLOCK, scopes, shared)))
             width = getattr(stack.transformer_blocks[0].attn1.to_q, "in_features", 0)
-            self.stacks.append(_Stack(position, left, level, halvings, width, tuple(blocks)))
+            self.stacks.append(_Stack(position, level, halvings, width, tuple(blocks)))
 
     def select(
         self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], **_: Any
     ) -> Iterator[HookPair]:
         """The hooks to install for this evaluation. ControlNets add outside of the stacks."""
         config, stats = evaluation.run.config, evaluation.run.stats
-        for stack in self.stacks:
-            grid, reason = stack.grid(x), _left_out(stack, config)
+        for place, stack in enumerate(self.stacks):
+            grid = stack.grid(x)
+            reason = left_whole(config, place, len(self.stacks)) or _left_out(stack, config)
             links: list[Link] = []
             for index, block in enumerate(stack.blocks):
                 patched = _is_patched(stack, index, transformer_options)
@@ -112,10 +116,6 @@ class Hooks:
                     links = []
             if links:
                 yield from chained(links, (grid,), x, evaluation, transformer_options, stack.width)
-
-    def whole_every(self, config: ToMAConfig) -> int:
-        """Of how many steps one runs whole."""
-        return config.unet_whole_every
 
     def places(self) -> Iterator[HookPair]:
         """Blocks and their parts with the hooks that may stand in for them."""
@@ -142,9 +142,7 @@ def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, 
 
 
 def _left_out(stack: _Stack, config: ToMAConfig) -> str:
-    """Why the settings leave this stack whole, or an empty string."""
-    if stack.left <= config.unet_whole_last:
-        return f"unet_whole_last = {config.unet_whole_last}"
+    """Why the settings leave this stack whole, wherever it is, or an empty string."""
     if config.granularity is Granularity.MODULE and not any(
         (config.self_attention, config.cross_attention, config.feed_forward)
     ):

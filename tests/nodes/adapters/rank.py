@@ -22,7 +22,7 @@ from benchmarks import models
 from scripts.comfy_pack import pack_module, use_comfyui
 
 SIZE = 2
-EVERYTHING = {"min_tokens": 4, "unet_whole_last": 0, "flux_whole_double": 0, "flux_whole_single": 0}
+EVERYTHING = {"min_tokens": 4}
 # 144 tokens of a picture and 6 of text. With two references of that size a process holds 219 of 438: more than both.
 SIDE, TEXT = 24, 6
 
@@ -80,7 +80,7 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         # 132 tokens of a picture and 7 of text: two processes cannot share them evenly.
         found[f"tokens-{way}-odd"] = partial(shared, {}, text=7, width=22)
         found[f"tokens-{way}-module"] = partial(shared, {"granularity": "module"}, references=2)
-        kept = {"flux_whole_every": 2, "detail_reuse": True}
+        kept = {"whole_every": 2, "detail_reuse": True}
         found[f"tokens-{way}-detail"] = partial(shared, kept, references=2, steps=3)
     for name, model in built.items():
         for granularity in ("stack", "module"):

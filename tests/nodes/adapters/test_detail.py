@@ -12,7 +12,7 @@ from scripts.comfy_pack import pack_module
 
 TRUST = 0.5
 SIDE = 24
-REUSE = {"unet_whole_every": 2, "flux_whole_every": 2, "detail_reuse": True}
+REUSE = {"whole_every": 2, "detail_reuse": True}
 # See test_conditions.py.
 SMOOTH = {"selector": "grid", "scale": 20.0}
 # The first steps of three: the last step of a whole schedule is never merged with these settings.
@@ -28,8 +28,8 @@ def model(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"unet_whole_every": 0, "flux_whole_every": 0},
-        {"unet_whole_every": 2, "flux_whole_every": 2, "granularity": "module"},
+        {"whole_every": 0},
+        {"whole_every": 2, "granularity": "module"},
     ],
 )
 def test_does_nothing_without_whole_steps_or_around_modules(
@@ -56,7 +56,7 @@ def test_a_whole_step_is_that_of_the_model(model: Any, attach: Any, stats_of: An
 @pytest.mark.parametrize("granularity", ["block", "stack"])
 def test_merged_steps_change(model: Any, attach: Any, stats_of: Any, granularity: str, no_state_left: None) -> None:
     plain, reused = (
-        attach(model, unet_whole_every=2, flux_whole_every=2, granularity=granularity),
+        attach(model, whole_every=2, granularity=granularity),
         attach(model, **REUSE, granularity=granularity),
     )
     assert not torch.equal(*(models.sample(m, SIDE, SIDE, **FIRST[2]) for m in (plain, reused)))
@@ -279,7 +279,7 @@ def test_guidance_that_begins_late_has_detail_from_its_third_evaluation(
 
     late: list[tuple[int, str]] = []
     monkeypatch.setattr(pipeline, "detail", spy)
-    model = attach(flux, detail_reuse=True, flux_whole_every=5).clone()
+    model = attach(flux, detail_reuse=True, whole_every=5).clone()
     model.set_model_sampler_post_cfg_function(guidance)
     models.sample(model, SIDE, SIDE, steps=8, last_step=5)
     first = late[0][0]

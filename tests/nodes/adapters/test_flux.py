@@ -196,14 +196,23 @@ def test_module_granularity_with_nothing_to_merge_leaves_double_blocks(flux: Any
     assert stats.merged_blocks == {f"single.{i}" for i in range(3)}
 
 
-def test_first_blocks_are_left_whole_as_configured(flux: Any, attach: Any, stats_of: Any) -> None:
-    model = attach(flux, flux_whole_double=2, flux_whole_single=1)
+@pytest.mark.parametrize("amount", [2, 0.5])
+def test_first_blocks_of_each_kind_are_left_whole(flux: Any, attach: Any, stats_of: Any, amount: float) -> None:
+    model = attach(flux, whole_first=amount)
+    models.sample(model, HEIGHT, WIDTH, steps=1)
+    first = {"double.0", "double.1", "single.0", "single.1"}
+    assert stats_of(model).left_whole == {f"whole_first = {amount}": first}
+    assert stats_of(model).merged_blocks == {"double.2", "single.2"}
+
+
+def test_last_blocks_of_the_last_kind_are_left_whole(flux: Any, attach: Any, stats_of: Any) -> None:
+    model = attach(flux, whole_last=2, whole_first=1)
     models.sample(model, HEIGHT, WIDTH, steps=1)
     assert stats_of(model).left_whole == {
-        "flux_whole_double = 2": {"double.0", "double.1"},
-        "flux_whole_single = 1": {"single.0"},
+        "whole_first = 1": {"double.0", "single.0"},
+        "whole_last = 2": {"single.1", "single.2"},
     }
-    assert stats_of(model).merged_blocks == {"double.2", "single.1", "single.2"}
+    assert stats_of(model).merged_blocks == {"double.1", "double.2"}
 
 
 @pytest.mark.parametrize("share", ["block", "stack", "level"])

@@ -14,7 +14,7 @@ from scripts.comfy_pack import pack_module
 
 SIDE = 24
 PRESETS = ("balanced", "quality", "fast", "faithful")
-SMALL = {"min_tokens": 4, "flux_whole_double": 1, "flux_whole_single": 1}
+SMALL = {"min_tokens": 4, "whole_first": 1}
 
 
 @pytest.fixture(params=["unet", "flux"])
@@ -25,8 +25,8 @@ def model(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def preset(pack: Any) -> Callable[..., Any]:
     """preset(model, name, **settings): the model with ToMA, on small grids too and with few whole blocks."""
-    config, attach = pack_module("toma_core.config").ToMAConfig, pack_module("nodes.adapters.run").attach
-    return lambda model, name, **settings: attach(model, config.from_preset(name, **{**SMALL, **settings}))
+    settings_of, attach = pack_module("toma_core").Settings, pack_module("nodes.adapters.run").attach
+    return lambda model, name, **settings: attach(model, settings_of(name, {**SMALL, **settings}))
 
 
 @contextmanager

@@ -29,15 +29,13 @@ from torch import Tensor
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 
-ToMAConfig = pack_module("toma_core.config").ToMAConfig
-PRESETS = pack_module("toma_core.config").PRESETS
+core = pack_module("toma_core")
 
 FILE = Path(__file__).with_name("golden.json")
 WRITE = bool(os.environ.get("TOMA_WRITE_GOLDEN"))
 VALUES = 48
 CLOSE, CLOSE_SUMS = 1.5e-4, 1e-6
 
-# Flux merges behind its first five blocks of either kind.
 FAMILIES: dict[str, Callable[[], Any]] = {
     "sdxl": lambda: models.unet(),
     "sd15": lambda: models.unet(depths=(1, 1, 0), middle=1),
@@ -48,13 +46,15 @@ RUNS: dict[str, tuple[tuple[int, int], float]] = {"square": ((32, 32), 3.0), "od
 HALVED = {"sd15"}  # attention at full size: latents of half the side have as many tokens
 # UNets have their coarser grids below what Auto merges.
 SMALL = {"ratio": 0.5, "min_tokens": 16}
-WHOLE_STEPS = {"unet_whole_every": 3, "flux_whole_every": 3, "select_every": 3, "weigh_every": 3}
-SETTINGS: dict[str, Any] = {
-    **{preset: ToMAConfig.from_preset(preset, **SMALL) for preset in PRESETS},
-    **{kind: ToMAConfig(granularity=kind, **SMALL) for kind in ("module", "block", "stack")},
+# Flux merges behind its first five blocks of either kind.
+FIRST = {"flux": {"whole_first": 5}}
+WHOLE_STEPS = {"whole_every": 3, "select_every": 3, "weigh_every": 3}
+PLAIN: dict[str, dict[str, Any]] = {
+    **{kind: {"granularity": kind} for kind in ("module", "block", "stack")},
     # No preset has a UNet reuse detail.
-    "detail": ToMAConfig(granularity="block", detail_reuse=True, **WHOLE_STEPS, **SMALL),
+    "detail": {"granularity": "block", "detail_reuse": True, **WHOLE_STEPS},
 }
+SETTINGS = (*core.PRESETS, *PLAIN)
 CASES = [f"{family} {setting} {run}" for family in FAMILIES for setting in SETTINGS for run in RUNS]
 
 
@@ -91,9 +91,23 @@ def sampled(model: Any, family: str, run: str, steps: int, seed: int) -> Tensor:
     return models.sample(model, -(-height // part), -(-width // part), steps=steps, cfg=cfg, seed=seed)
 
 
-def steps_for(setting: str) -> int:
+def settings_of(family: str, setting: str) -> Any:
+    """The preset of this name, or the settings of their own."""
+    if setting in core.PRESETS:
+        return core.Settings(setting, SMALL)
+    return core.ToMAConfig(**PLAIN[setting], **FIRST.get(family, {}), **SMALL)
+
+
+def config_of(family: str, setting: str) -> Any:
+    """The same for the model."""
+    settings, file = settings_of(family, setting), "flux" if family == "flux" else "unet"
+    own = pack_module(f"nodes.adapters.families.{file}").PRESETS
+    return settings.resolved(own) if setting in core.PRESETS else settings
+
+
+def steps_for(family: str, setting: str) -> int:
     """Enough for whole steps, and for a second selection that is still used before the last step, which is whole."""
-    return 9 if SETTINGS[setting].select_every < 9 else 11
+    return 9 if config_of(family, setting).select_every < 9 else 11
 
 
 def facts(latent: Tensor) -> dict[str, Any]:
@@ -126,8 +140,8 @@ def test_without_toma(family: str, run: str, model_of: Any, golden: Any) -> None
 @pytest.mark.parametrize("case", CASES)
 def test_run(case: str, model_of: Any, stats_of: Any, golden: Any, sureness: Any) -> None:
     family, setting, run = case.split()
-    steps = steps_for(setting)
-    model = pack_module("nodes.adapters.run").attach(model_of(family), SETTINGS[setting])
+    steps = steps_for(family, setting)
+    model = pack_module("nodes.adapters.run").attach(model_of(family), settings_of(family, setting))
 
     def found(seed: int) -> dict[str, Any]:
         latent = sampled(model, family, run, steps, seed)
@@ -151,11 +165,10 @@ def test_runs_show_what_they_are_for(golden: dict[str, Any]) -> None:
     assert sorted(golden) == sorted([*CASES, *(f"{family} none {run}" for family in FAMILIES for run in RUNS)])
     for case in CASES:
         family, setting, _ = case.split()
-        config, entry = SETTINGS[setting], golden[case]
-        whole_every = config.flux_whole_every if family == "flux" else config.unet_whole_every
-        assert (len(entry["merged_steps"]) < steps_for(setting)) is (whole_every > 0), case
-        assert entry["detail"] is (whole_every > 0), case
-        assert steps_for(setting) > config.select_every, case
+        config, entry, steps = config_of(family, setting), golden[case], steps_for(family, setting)
+        assert (len(entry["merged_steps"]) < steps) is (config.whole_every > 0), case
+        assert entry["detail"] is (config.whole_every > 0), case
+        assert steps > config.select_every, case
     assert len({entry["selections"] for entry in golden.values() if "selections" in entry}) > 5
     assert FILE.stat().st_size < 60_000
 

@@ -40,9 +40,9 @@ def evaluate(pack: ModuleType) -> Any:
     """evaluate(sigma, copies, **settings): an evaluation of a run over three noise levels, of which it is the last."""
     core = pack_module("toma_core")
 
-    def make(sigma: float = 3.0, copies: tuple[object, ...] = (None,), whole_every: int = 0, **settings: Any) -> Any:
+    def make(sigma: float = 3.0, copies: tuple[object, ...] = (None,), **settings: Any) -> Any:
         config = core.ToMAConfig(**{"min_tokens": 4, "window_size": 4, **settings})
-        run = core.RunState(core.Schedule(config, (3.0, 2.0, 1.0), whole_every=whole_every))
+        run = core.RunState(core.Schedule(config, (3.0, 2.0, 1.0)))
         for level in (3.0, 2.0, 1.0):
             decision = run.schedule.decide(level)
             if level == sigma:

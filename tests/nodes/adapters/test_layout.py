@@ -61,7 +61,7 @@ def kontext(model: Any) -> dict[str, Any]:
 
 @pytest.mark.compat
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("settings", [{}, {"unet_whole_last": 3, "cross_attention": False}], ids=["all", "some"])
+@pytest.mark.parametrize("settings", [{}, {"whole_last": 3, "cross_attention": False}], ids=["all", "some"])
 def test_the_grid_fits_the_tokens_in_a_unet(
     unet: Any, attach: Any, listening: Any, granularity: str, settings: dict[str, Any]
 ) -> None:
@@ -90,7 +90,7 @@ def test_the_image_lies_where_flux_says(
 ) -> None:
     """[text, text + D + references]. With whole_every 2 each second step runs whole and keeps its detail."""
     foreign, calls = listening(flux)
-    settings = {"granularity": granularity, "flux_whole_every": whole_every, "flux_whole_single": 1}
+    settings = {"granularity": granularity, "whole_every": whole_every, "whole_first": 1}
     model = attach(foreign, **settings, detail_reuse=bool(whole_every))
     conds = kontext(flux) if with_references else {}
     models.sample(model, SIDE, SIDE, steps=4, **conds)
@@ -102,9 +102,7 @@ def test_the_image_lies_where_flux_says(
         if extra and "reference_image_num_tokens" in call.options:  # not in ComfyUI 0.16.3
             assert call.options["reference_image_num_tokens"] == list(REFERENCES)
         lengths.add((call.options["block_type"], call.length - TEXT - extra))
-    assert lengths == {(kind, n) for kind in ("double", "single") for n in (IMAGE, IMAGE // 2)} - (
-        set() if whole_every else {("double", IMAGE)}
-    )
+    assert lengths == {(kind, n) for kind in ("double", "single") for n in (IMAGE, IMAGE // 2)}
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -224,7 +222,7 @@ def test_compiled_code_says_the_same(attach: Any, fresh_compiler: None, kind: st
         return out if place is None else out * (1 + place[0] / 100 + place[1] / 1000)
 
     model.model_options["transformer_options"]["optimized_attention_override"] = override
-    settings = {"end_percent": 0.6, f"{kind}_whole_every": 3, "detail_reuse": True}
+    settings = {"end_percent": 0.6, "whole_every": 3, "detail_reuse": True}
     toma = attach(model, **settings)
     plain = models.sample(toma, 16, 16, steps=4)
     graphs = []

@@ -95,8 +95,8 @@ def test_known_samplers_keep_to_their_schedule(
 @pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m", "lcm"])
 def test_nothing_is_read_inside_the_steps(model: Any, pack: Any, sampler: str, preset: str) -> None:
     """As without ToMA. `heun` shows that a read would be counted."""
-    config, run = pack_module("toma_core.config").ToMAConfig, pack_module("nodes.adapters.run")
-    merged = run.attach(model, config.from_preset(preset, min_tokens=4, ratio_decay=0.5))
+    settings = pack_module("toma_core").Settings(preset, {"min_tokens": 4, "ratio_decay": 0.5})
+    merged = pack_module("nodes.adapters.run").attach(model, settings)
     models.sample(merged, SIDE, SIDE, steps=4)  # layouts are made once in a process, on the host
     assert reads_inside(merged, sampler=sampler) == reads_inside(model, sampler=sampler)
     assert reads_inside(model, sampler="euler") == 0
@@ -263,7 +263,7 @@ def test_a_level_that_comes_twice_is_two_steps(flux: Any, attach: Any, decisions
     import comfy.sample
     from comfy.samplers import ksampler
 
-    model, latent = attach(flux, flux_whole_every=3), torch.zeros(1, 16, 8, 8)
+    model, latent = attach(flux, whole_every=3), torch.zeros(1, 16, 8, 8)
     conds = [models.conditioning(flux, seed=seed) for seed in (1, 2)]
     noise = comfy.sample.prepare_noise(latent, 5)
     for sigmas in ([1.0, 1.0, 0.8, 0.8, 0.3, 0.0], [1.0, 0.6, 0.3, 0.8, 0.4, 0.0], [1.0, 0.99995, 0.9999, 0.9, 0.0]):

@@ -27,9 +27,9 @@ def model(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def preset(pack: Any) -> Callable[[Any, str], Any]:
     """preset(model, name): the model with ToMA, on small grids too and with few whole blocks."""
-    config, attach = pack_module("toma_core.config").ToMAConfig, pack_module("nodes.adapters.run").attach
-    small = {"min_tokens": 4, "flux_whole_double": 1, "flux_whole_single": 1}
-    return lambda model, name: attach(model, config.from_preset(name, **small))
+    settings_of, attach = pack_module("toma_core").Settings, pack_module("nodes.adapters.run").attach
+    small = {"min_tokens": 4, "whole_first": 1}
+    return lambda model, name: attach(model, settings_of(name, small))
 
 
 def sampled(model: Any, **options: Any) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_each_tile_is_represented_by_tokens_of_its_own(model: Any, attach: Any, 
 
 def test_nothing_of_a_tile_is_left_for_the_next_evaluation(model: Any, attach: Any, plan_calls: Any) -> None:
     """Tiles that move from step to step, and those that do not: every evaluation selects anew, on what it shows."""
-    patched = attach(model, select_every=10, unet_whole_every=3, flux_whole_every=3, detail_reuse=True)
+    patched = attach(model, select_every=10, whole_every=3, detail_reuse=True)
     for move in (lambda _: 0, lambda step: 3 * step):
         plan_calls.clear()
         out = sampled(tiled(patched, CORNERS, move=move), cfg=1.0, steps=3, last_step=2)

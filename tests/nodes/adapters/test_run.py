@@ -48,7 +48,7 @@ ALL_WHOLE = "every step ran whole (start percent, end percent, whole every)"
         ({"end_percent": 0.0001, "start_percent": 0.00005}, ALL_WHOLE),
         ({"min_tokens": 1000}, "fewer than 1000 tokens"),
         ({"ratio": 0.4, "ratio_decay": 1.0, "start_percent": 0.98}, ALL_WHOLE),
-        ({"unet_whole_last": 11, "flux_whole_double": 3, "flux_whole_single": 3}, "_whole_"),
+        ({"whole_first": 11}, "whole_first = 11"),
     ],
 )
 def test_runs_that_never_merge_are_bit_identical(

@@ -119,7 +119,7 @@ def test_part_of_a_schedule_keeps_its_clock(
     request: pytest.FixtureRequest, attach: Any, decisions: Any, kind: str
 ) -> None:
     """KSamplerAdvanced from step 2 to 4 of 6: its own steps are 0 and 1, its noise levels those of the whole."""
-    model = attach(request.getfixturevalue(kind), unet_whole_every=2, flux_whole_every=2)
+    model = attach(request.getfixturevalue(kind), whole_every=2)
     models.sample(model, 16, 16, steps=6, start_step=2, last_step=4)
     assert [(d.step, d.ratio) for d in decisions] == [(0, 0.0), (1, 0.5)]
 

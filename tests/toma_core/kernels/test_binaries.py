@@ -15,7 +15,7 @@ import json, logging, sys
 import torch
 import toma_core.trial as trial
 from benchmarks import offline
-from toma_core import Evaluation, RunState, Schedule, ToMAConfig, plan_for, reduce, restore
+from toma_core import Evaluation, RunState, Schedule, Settings, plan_for, reduce, restore
 from toma_core.kernels.triton import agreement, product, select
 
 # Nothing computes anything: picks are the first slots, and every trial goes well.
@@ -29,9 +29,9 @@ KERNELS = (select._on_chip_kernel, select._tiled_kernel, product._merge_kernel, 
 def binaries():
     return sum(len(caches[0]) for kernel in KERNELS for caches in kernel.device_caches.values())
 
-def run(preset, grids, whole_every, steps=12, **settings):
-    config = ToMAConfig.from_preset(preset, ratio=0.5, **settings)
-    schedule = Schedule(config, tuple(float(steps - step) for step in range(steps)), whole_every=whole_every)
+def run(preset, grids, steps=12, **settings):
+    config = Settings(preset, settings).resolved()
+    schedule = Schedule(config, tuple(float(steps - step) for step in range(steps)))
     state, counts = RunState(schedule), []
     for sigma in schedule.sigmas:
         where = Evaluation(state, state.decide(sigma, frozenset("c")), (None, None), ("c", "u"))
@@ -45,13 +45,12 @@ def run(preset, grids, whole_every, steps=12, **settings):
     return counts
 
 with offline.stubbed(), torch.inference_mode():
-    config = ToMAConfig.from_preset("balanced")
-    counts = {"sdxl": run("balanced", [(64, 64, 640), (32, 32, 1280)], 0)}
-    counts["sdxl 832x1216"] = run("balanced", [(52, 76, 640), (26, 38, 1280)], 0)
-    counts["sdxl decay"] = run("balanced", [(64, 64, 640)], 0, ratio_decay=0.5)
-    counts["sdxl weighed apart"] = run("balanced", [(64, 64, 640)], 0, select_every=4, weigh_every=2)
-    counts["flux"] = run("balanced", [(64, 64, 3072)], config.flux_whole_every)
-    counts["flux 832x1216"] = run("balanced", [(52, 76, 3072)], config.flux_whole_every)
+    counts = {"sdxl": run("balanced", [(64, 64, 640), (32, 32, 1280)])}
+    counts["sdxl 832x1216"] = run("balanced", [(52, 76, 640), (26, 38, 1280)])
+    counts["sdxl decay"] = run("balanced", [(64, 64, 640)], ratio_decay=0.5)
+    counts["sdxl weighed apart"] = run("balanced", [(64, 64, 640)], select_every=4, weigh_every=2)
+    counts["flux"] = run("balanced", [(64, 64, 3072)], whole_every=3)
+    counts["flux 832x1216"] = run("balanced", [(52, 76, 3072)], whole_every=3)
 print(json.dumps(counts))
 """
 

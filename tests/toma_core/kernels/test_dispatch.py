@@ -166,9 +166,10 @@ class TestFirstUse:
                 type(kernels), name, lambda *a, name=name, method=method: made.append(name) or method(*a)
             )
         config = ToMAConfig(
-            ratio=0.5, window_size=4, min_tokens=4, shift_windows=True, select_every=4, weigh_every=2, detail_reuse=True
-        )
-        schedule = Schedule(config, tuple(float(8 - step) for step in range(8)), whole_every=4)
+            ratio=0.5, window_size=4, min_tokens=4, shift_windows=True, whole_every=4, select_every=4, weigh_every=2,
+            detail_reuse=True,
+        )  # fmt: skip
+        schedule = Schedule(config, tuple(float(8 - step) for step in range(8)))
         x = Case(8, 8, 4, 0.5, 24).tokens()
         for turn in range(2):
             run, tried = RunState(schedule), []

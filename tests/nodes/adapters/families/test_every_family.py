@@ -230,11 +230,11 @@ def test_detail_is_kept_and_reused(family: str, model_of: Any, attach: Any, stat
     model = model_of(family)
     plain = models.sample(model, HEIGHT, WIDTH, steps=4, cfg=1.0)
     far = models.sample(attach(model, ratio=0.5), HEIGHT, WIDTH, steps=4, cfg=1.0)
-    reusing = attach(model, ratio=0.5, detail_reuse=True, flux_whole_every=2, select_every=2, weigh_every=2)
+    reusing = attach(model, ratio=0.5, detail_reuse=True, whole_every=2, select_every=2, weigh_every=2)
     near = models.sample(reusing, HEIGHT, WIDTH, steps=4, cfg=1.0)
     assert stats_of(reusing).detail_bytes > 0
     assert (near - plain).norm() < (far - plain).norm()
-    first = attach(model, ratio=0.5, detail_reuse=True, flux_whole_every=9)
+    first = attach(model, ratio=0.5, detail_reuse=True, whole_every=9)
     whole = models.sample(first, HEIGHT, WIDTH, steps=1, cfg=1.0)
     assert torch.equal(whole, models.sample(model, HEIGHT, WIDTH, steps=1, cfg=1.0))
 
@@ -422,7 +422,7 @@ def test_merged_references_in_whole_runs(family: str, model_of: Any, attach: Any
             assert len(made) == 1
     plain = models.sample(model, HEIGHT, WIDTH, batch=2, steps=3, **conds)
     far = (out - plain).norm()
-    settings |= {"detail_reuse": True, "flux_whole_every": 2}
+    settings |= {"detail_reuse": True, "whole_every": 2}
     assert (models.sample(attach(model, **settings), HEIGHT, WIDTH, batch=2, steps=3, **conds) - plain).norm() < far
 
 

@@ -1,0 +1,69 @@
+"""Presets, and what is set on top of one: what it comes to for a model, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from toma_core.config import Share, ToMAConfig, field_default
+from toma_core.fields import ConfigError
+from toma_core.presets import PRESETS, Settings
+
+FIELDS = [item.name for item in dataclasses.fields(ToMAConfig)]
+OWN = {"balanced": {"whole_first": 0.15, "whole_every": 3}, "fast": {"share": "level"}}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_valid_and_leave_the_ratio_alone(preset: str) -> None:
+    config = Settings(preset).resolved()
+    assert "ratio" not in PRESETS[preset]
+    assert set(PRESETS[preset]) <= set(FIELDS)
+    changed = {name for name in FIELDS if getattr(config, name) != field_default(name)}
+    assert changed <= set(PRESETS[preset]), "a preset lists what differs from the defaults"
+
+
+def test_balanced_is_what_nodes_begin_with() -> None:
+    assert next(iter(PRESETS)) == "balanced"
+
+
+@pytest.mark.parametrize("preset", ["", "Balanced", "none", None, 3, ["fast"]])
+def test_unknown_presets_are_refused(preset: Any) -> None:
+    with pytest.raises(ConfigError, match=r"preset is .* Allowed: balanced, faithful, quality, fast\. Choose"):
+        Settings(preset)
+
+
+def test_what_is_set_wins_over_the_model_and_that_over_the_preset() -> None:
+    config = Settings("balanced", {"ratio": 0.3, "whole_every": 7}).resolved(OWN)
+    assert (config.ratio, config.whole_every, config.whole_first) == (0.3, 7, 0.15)
+    assert (config.select_every, config.detail_reuse) == (3, True)
+    assert Settings("fast").resolved(OWN).share is Share.LEVEL
+    assert Settings("fast").resolved().share is Share.STACK
+    assert Settings("quality").resolved(OWN) == Settings("quality").resolved()
+
+
+def test_values_are_refused_before_there_is_a_model() -> None:
+    with pytest.raises(ConfigError, match=r"window_size is 0\."):
+        Settings("fast", {"window_size": 0})
+    with pytest.raises(ConfigError, match=r"start_percent \(0\.9\) is larger than end_percent \(0\.8\)"):
+        Settings("quality", {"start_percent": 0.9, "end_percent": 0.8})
+    with pytest.raises(ConfigError, match="every step would run whole"):
+        Settings("balanced", {"whole_every": 1})
+    with pytest.raises(TypeError, match="no_such_field"):
+        Settings("fast", {"no_such_field": 1})
+
+
+def test_off_is_known_before_there_is_a_model() -> None:
+    assert Settings("balanced", {"ratio": 0}).off
+    assert Settings("fast", {"start_percent": 0.4, "end_percent": 0.4}).off
+    assert not Settings("faithful").off
+
+
+def test_frozen() -> None:
+    chosen = {"ratio": 0.25}
+    settings = Settings("balanced", chosen)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.preset = "fast"  # type: ignore[misc]
+    chosen["ratio"] = 0.75
+    assert settings == Settings("balanced", {"ratio": 0.25}) != Settings("balanced")
