@@ -14,7 +14,10 @@ from .adapters.run import attach
 from .live import NodeLine, said
 from .widgets import CATEGORY, SEARCH_ALIASES
 
-_MODEL_TOOLTIP = "The SDXL, SD1.5 or Flux model to speed up. LoRAs and other patches may come before or after."
+_MODEL_TOOLTIP = (
+    "The image model to speed up: SDXL, Flux, Z-Image, Qwen-Image and others. LoRAs and other patches may come before "
+    "or after."
+)
 _OFF = "Nothing is merged: the ratio is 0, or no step is in the range."
 _RESULT_TOOLTIP = "The same model, running on fewer tokens. Connect it to the sampler."
 
@@ -43,10 +46,10 @@ class ToMA(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="ToMA",
-            display_name="ToMA (faster SDXL / Flux)",
+            display_name="ToMA (faster sampling)",
             category=CATEGORY,
-            description="Merges similar image tokens while sampling, so that SDXL, SD1.5 and Flux run faster. "
-            "Put it between the model loader and the sampler.",
+            description="Merges similar image tokens while sampling, so that SDXL, Flux, Z-Image, Qwen-Image and other "
+            "image models run faster. Put it between the model loader and the sampler.",
             search_aliases=SEARCH_ALIASES,
             inputs=[
                 io.Model.Input("model", tooltip=_MODEL_TOOLTIP),
