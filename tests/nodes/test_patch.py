@@ -63,16 +63,16 @@ def test_advanced_hands_every_widget_over(unet: Any) -> None:
     other = {
         "ratio": 0.3, "ratio_decay": 0.1, "min_tokens": 20, "granularity": "module", "self_attention": False,
         "cross_attention": False, "feed_forward": False, "levels": "finest", "whole_first": 0.25, "whole_last": 2,
-        "start_percent": 0.1, "end_percent": 0.8, "whole_every": 4,
+        "merge_references": True, "start_percent": 0.1, "end_percent": 0.8, "whole_every": 4,
         "select_every": 4, "weigh_every": 2, "selector": "random", "window_kind": "stripe", "window_size": 4,
         "shift_windows": False, "scale": 50.0, "share": "block", "random_seed": 7,
-        "detail_reuse": False, "merge_references": True,
+        "detail_reuse": False,
     }  # fmt: skip
     usual = defaults(nodes.ToMAAdvanced)
     assert other.keys() == usual.keys() - {"preset"}
     standard = made_by(nodes.ToMAAdvanced, unet)
     assert all(getattr(standard, name) != value for name, value in other.items())
-    switched = {name: "off" if value is False else value for name, value in other.items()}
+    switched = {name: ("off", "on")[value] if isinstance(value, bool) else value for name, value in other.items()}
     made = made_by(nodes.ToMAAdvanced, unet, **switched)
     assert {name: getattr(made, name) for name in other} == other
 
