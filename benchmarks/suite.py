@@ -59,15 +59,15 @@ class Suite:
         """Seconds until the time limit."""
         return self.deadline - time.monotonic()
 
-    def patcher(self, name: str, flux_blocks: tuple[int, int] = (19, 38)) -> Any:
+    def patcher(self, name: str, blocks: tuple[int, ...] | None = None) -> Any:
         """The model, built at its first use; one at a time."""
-        key = (name, flux_blocks)
+        key = (name, blocks)
         if not self._built or self._built[0] != key:
             self._built = ()
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._built = key, fullsize.patcher(name, self.dtype, self.device, tiny=self.dry, flux_blocks=flux_blocks)
+            self._built = key, fullsize.patcher(name, self.dtype, self.device, tiny=self.dry, blocks=blocks)
         return self._built[1]
 
     def shape(self, name: str, side: int, batch: int = 1) -> Shape:
@@ -230,7 +230,7 @@ def cpu_flux(suite: Suite) -> None:
     blocks = (1, 2)
     suite.rows += forward.measure(
         suite.patcher("flux", blocks), suite.shape("flux", 1024), chosen, suite.repeats(5), suite.device,
-        flux_blocks=blocks, limit=suite.left() * 0.3,
+        blocks=blocks, limit=suite.left() * 0.2,
     )  # fmt: skip
 
 
