@@ -76,6 +76,8 @@ class Shape:
             inputs["num_tokens"] = text
         if self.references:
             inputs["ref_latents"] = [noise(*self.latent) for _ in range(self.references)]
+            if self.model == "krea2":  # its checkpoints do not say
+                inputs["ref_latents_method"] = "index"
         return inputs
 
     def conditioning(self, seed: int) -> list[Any]:
