@@ -130,9 +130,9 @@ _FREE = {
 
 
 @functools.lru_cache(maxsize=4)
-def on_meta(name: str, flux_blocks: tuple[int, int] = (19, 38)) -> Any:
-    """A `ModelPatcher` around the whole `sdxl` or `flux` in bf16, without numbers."""
-    return fullsize.patcher(name, torch.bfloat16, META, flux_blocks=flux_blocks)
+def on_meta(name: str, blocks: tuple[int, ...] | None = None) -> Any:
+    """A `ModelPatcher` around a whole model in bf16, without numbers."""
+    return fullsize.patcher(name, torch.bfloat16, META, blocks=blocks)
 
 
 # While ComfyUI is still whole: a model that goes with the interpreter finds parts of it gone.
@@ -202,20 +202,24 @@ def count(
     kernels: bool = False,
     plan: bool = False,
     step: int = 0,
-    flux_blocks: tuple[int, int] = (19, 38),
+    blocks: tuple[int, ...] | None = None,
     modules: Mapping[str, str] = MappingProxyType({}),
 ) -> Cost:
-    """The cost of one evaluation of full-width `sdxl` or `flux`.
+    """The cost of one evaluation of a full-width model. blocks: how many of each kind, all if None.
 
     kernels: count ToMA's fused Triton kernels, see `Fused`, instead of plain PyTorch.
     plan: an evaluation that also makes its plans; else they are there already. step: of `STEPS`, after those before it.
     modules: from the name of a kind of module to the part under which its work is counted.
     """
-    patched = variant.patch(on_meta(shape.model, flux_blocks))
+    patched = variant.patch(on_meta(shape.model, blocks))
     model, meter = patched.model.diffusion_model, Meter()
     given = shape.inputs(META)
-    x, t, context, y = (given.pop(name) for name in ("x", "t", "c_crossattn", "y"))
-    x, context, y = (tensor.to(torch.bfloat16) for tensor in (x, context, y))
+    # As `apply_model` hands them on.
+    x, t, context = (given.pop(name) for name in ("x", "t", "c_crossattn"))
+    x, context = x.to(torch.bfloat16), context.to(torch.bfloat16)
+    references = [latent.to(torch.bfloat16) for latent in given.pop("ref_latents", ())]
+    given |= {"y": given["y"].to(torch.bfloat16)} if "y" in given else {}
+    given |= {"ref_latents": references} if references else {}
     options = {**patched.model_options["transformer_options"], "optimized_attention_override": meter.attention}
     attachment = pack_module("nodes.adapters.run").attachment_of(patched)
 
@@ -229,9 +233,9 @@ def count(
         if run is not None:
             decision = run.schedule.decide(run.schedule.sigmas[step])
             evaluation = pack_module("toma_core").Evaluation(run, decision)
-        chosen = () if evaluation is None else find(model).select(x, evaluation, options)
+        chosen = () if evaluation is None else find(model).select(x, evaluation, options, references=references)
         with torch.no_grad(), hooks.installed(chosen):
-            model(x, t, context, y, **given, transformer_options=dict(options))
+            model(x, t, context=context, **given, transformer_options=dict(options))
 
     if run is not None:
         for before in range(step if plan else step + 1):

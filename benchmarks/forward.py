@@ -1,4 +1,4 @@
-"""Time one model evaluation of full-width SDXL and Flux, unpatched, with ToMA, with its rivals, and with both.
+"""Time one model evaluation of full-width models, unpatched, with ToMA, with its rivals, and with both.
 
     python -m benchmarks.forward [--model sdxl flux] [--size 1024x1024 832x1216] [--batch 1 2] [--ratio 0.25 0.5]
                                  [--granularity stack block] [--rivals] [--repeats 5] [--out FOLDER]
@@ -6,14 +6,13 @@
 Every variant goes through ComfyUI's own `apply_model`. Variants are interleaved in one run, and the speed-up is the
 median of the turns' ratios. Turns reuse the plans of a warm-up turn; what making all plans costs is timed apart and
 given as a share of an evaluation, the presets pay it every few steps. Weights are random: the distance shows only
-that the merged model still computes nearly the same function. Needs about 7 GB of memory for SDXL and 4 GB for Flux,
-whose depth is cut to --flux-blocks (the whole model has 19 double and 38 single blocks). A speed-up is refused where
-the output is broken, or nothing was merged, or the unpatched model changed.
+that the merged model still computes nearly the same function. Needs about 7 GB of memory for SDXL and 1 to 6 GB for
+transformers, whose depth is cut to two or three blocks or to --blocks. A speed-up is refused where the output is
+broken, or nothing was merged, or the unpatched model changed.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from benchmarks.bench import Row
 from benchmarks.fullsize import Shape
 from benchmarks.parts import Profile, profile
 from benchmarks.variants import UNPATCHED, Variant
+from benchmarks.whole import WHOLE
 from scripts.comfy_pack import pack_module
 
 # Random weights: an output farther off than this is a broken one, not a merged one.
@@ -133,7 +133,7 @@ def measure(
     device: torch.device,
     section: str = "forward",
     check_kernels: bool = False,
-    flux_blocks: tuple[int, int] = (19, 38),
+    blocks: tuple[int, ...] | None = None,
     limit: float = float("inf"),
 ) -> list[Row]:
     """All variants at one shape, interleaved with the unpatched model.
@@ -164,27 +164,20 @@ def measure(
             row.planning = runner.planning(inputs, device)
             if check_kernels and "triton" in runner.stats.kernels:
                 found += _kernels_agree(runner, patcher, inputs, timing.output, base.output)
-        row.ceiling = None if shape.tiny else ceiling(shape, runner.variant, flux_blocks)
+        row.ceiling = None if shape.tiny else ceiling(shape, runner.variant, blocks)
         rows.append(bench.compared(row, timing, base, found))
         if row.distance == 0 and name != UNPATCHED.name:
             row.note = "; ".join(t for t in ("a no-op here: the output is unchanged", row.note) if t)
     return rows + left_out
 
 
-def ceiling(shape: Shape, variant: Variant, flux_blocks: tuple[int, int] = (19, 38)) -> float | None:
+def ceiling(shape: Shape, variant: Variant, blocks: tuple[int, ...] | None = None) -> float | None:
     """How much faster a variant could be at most, by FLOPs; None where they cannot be counted."""
     try:
-        return (
-            cost.count(shape, flux_blocks=flux_blocks).flops / cost.count(shape, variant, flux_blocks=flux_blocks).flops
-        )
+        return cost.count(shape, blocks=blocks).flops / cost.count(shape, variant, blocks=blocks).flops
     except Exception as error:
         bench.say(f"{variant.name}: no FLOP ceiling: {type(error).__name__}: {error}")
         return None
-
-
-@functools.lru_cache
-def _whole(shape: Shape, flux_blocks: tuple[int, int]) -> float:
-    return cost.count(shape, flux_blocks=flux_blocks).flops
 
 
 def _kernels_agree(runner: Runner, patcher: Any, inputs: dict[str, Any], output: Tensor, base: Tensor) -> list[str]:
@@ -210,7 +203,7 @@ def profiled(patcher: Any, shape: Shape, variant: Variant, device: torch.device)
 def main() -> None:
     """Parse, measure, print, write."""
     parser = bench.command_line(__doc__, "forward", repeats=5)
-    parser.add_argument("--model", nargs="*", choices=["sdxl", "flux"], default=["sdxl", "flux"])
+    parser.add_argument("--model", nargs="*", choices=list(WHOLE), default=["sdxl", "flux"])
     parser.add_argument("--size", nargs="*", type=bench.size, default=[(1024, 1024)], help="WIDTHxHEIGHT in pixels")
     parser.add_argument("--batch", nargs="*", type=int, default=[1])
     parser.add_argument("--ratio", nargs="*", type=float, default=[0.5])
@@ -225,7 +218,7 @@ def main() -> None:
         choices=["comfyui", "pytorch"],
         help="what ComfyUI chooses on this device (on a CPU: sub-quadratic), or PyTorch's, which is faster on a CPU",
     )
-    parser.add_argument("--flux-blocks", type=int, nargs=2, default=(1, 2), metavar=("DOUBLE", "SINGLE"))
+    parser.add_argument("--blocks", type=int, nargs="*", help="of each kind of a transformer, see benchmarks/whole.py")
     parser.add_argument("--whole-first", type=float, default=0, help="see the setting of this name")
     parser.add_argument("--tiny", action="store_true", help="small models in fp32, to see that it runs")
     parser.add_argument("--profile", action="store_true", help="say which operations take the time of the last variant")
@@ -233,9 +226,7 @@ def main() -> None:
 
     bare.prepare(own_attention=args.attention == "comfyui")
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
-    double, single = args.flux_blocks
-    blocks = f"{double} double + {single} single"
-    told = bench.conditions(dtype=args.dtype, repeats=args.repeats, flux_blocks=blocks)
+    told = bench.conditions(dtype=args.dtype, repeats=args.repeats)
     bench.say(", ".join(f"{key}: {value}" for key, value in told.items()))
     whole = {"whole_first": args.whole_first}
     if args.tiny:
@@ -243,7 +234,8 @@ def main() -> None:
     rows: list[Row] = []
     for name in args.model:
         bench.say(f"{name}: building")
-        patcher = fullsize.patcher(name, dtype, device, flux_blocks=(double, single), tiny=args.tiny)
+        blocks = tuple(args.blocks) if args.blocks else WHOLE[name].few
+        patcher = fullsize.patcher(name, dtype, device, blocks=blocks, tiny=args.tiny)
         chosen = toma_variants(args.ratio, args.granularity, whole)
         best = chosen[-1]
         if args.rivals and name == "sdxl":
@@ -255,9 +247,7 @@ def main() -> None:
         for width, height in args.size:
             for batch in args.batch:
                 shape = Shape(name, height, width, batch, args.tiny)
-                rows += measure(
-                    patcher, shape, chosen, args.repeats, device, check_kernels=True, flux_blocks=(double, single)
-                )
+                rows += measure(patcher, shape, chosen, args.repeats, device, check_kernels=True, blocks=blocks)
                 if args.profile:
                     bench.say(profiled(patcher, shape, chosen[-1], device).top)
         del patcher

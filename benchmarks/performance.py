@@ -20,6 +20,7 @@ import torch
 from benchmarks import bare, bench, cost, variants
 from benchmarks.cost import Cost
 from benchmarks.fullsize import Shape
+from benchmarks.whole import EDITORS, TITLES
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
 
@@ -103,6 +104,69 @@ def ceilings() -> str:
                 yield [name, f"{side}", f"{base.flops / 1e12:.1f}", *(_times(base, m) for m in merged)]
 
     return markdown(["model", "side, px", "TFLOP whole", *(f"ratio {r:g}" for r in RATIOS)], rows())
+
+
+def _side(model: str) -> int:
+    """Of the pictures that it is made for, in pixels."""
+    return 1328 if model == "qwen_image" else 1024
+
+
+def families() -> str:
+    """What merging can save on transformers, all blocks merged and as the balanced preset does it."""
+
+    def rows() -> Iterator[list[str]]:
+        for model in TITLES:
+            for side in (_side(model), 2048) if model != "sdxl" else ():
+                shape = Shape(model, side, side)
+                base = count(shape)
+                every = [count(shape, _toma(ratio=ratio, **_FLUX_ALL), kernels=True) for ratio in (0.5, 0.75)]
+                # Its first step runs whole.
+                balanced = [count(shape, _balanced(ratio), kernels=True, step=1) for ratio in (0.5, 0.75)]
+                plain = count(shape, _toma(**_FLUX_ALL))
+                yield [
+                    TITLES[model],
+                    f"{side}",
+                    f"{(side // 16) ** 2} + {shape.whole.text[0]}",
+                    f"{base.flops / 1e12:.0f}",
+                    f"{base.products['attention'] / base.flops:.0%}",
+                    *(_times(base, merged) for merged in (*every, *balanced)),
+                    f"{base.launches}",
+                    *(f"{merged.launches / base.launches - 1:+.1%}" for merged in (every[0], plain)),
+                ]
+
+    head = ["model", "side, px", "image + text", "TFLOP", "in attention", "all blocks, 0.5", "0.75"]
+    head += ["merged step of balanced, 0.5", "0.75", "launches", "added by Triton", "by PyTorch"]
+    return markdown(head, rows())
+
+
+@functools.lru_cache
+def _balanced(ratio: float) -> variants.Variant:
+    return variants.preset("balanced", ratio=ratio)
+
+
+def editing() -> str:
+    """What reference images leave of that, whole and merged."""
+
+    def rows() -> Iterator[list[str]]:
+        for model in EDITORS:
+            for references in (1, 2):
+                shape = Shape(model, references=references)
+                base = count(shape)
+                merged = [
+                    count(shape, _toma(ratio=ratio, merge_references=too, **_FLUX_ALL), kernels=True)
+                    for too in (False, True)
+                    for ratio in (0.5, 0.75)
+                ]
+                yield [
+                    TITLES[model],
+                    f"{references}",
+                    f"{base.flops / 1e12:.0f}",
+                    *(_times(base, each) for each in merged),
+                    f"{merged[2].launches / base.launches - 1:+.1%}",
+                ]
+
+    head = ["model", "references", "TFLOP", "whole, 0.5", "0.75", "merged too, 0.5", "0.75", "launches added then"]
+    return markdown(head, rows())
 
 
 def overhead() -> str:
@@ -236,11 +300,11 @@ def auto() -> str:
     payoff = pack_module("toma_core.payoff")
     cards = [payoff.Card(*card) for card in CARDS]
     unet, double, single = payoff.UNET_BLOCK, payoff.FLUX_DOUBLE, payoff.FLUX_SINGLE
-    stack = payoff.Granularity.STACK
+    stack, alone = payoff.Granularity.STACK, payoff.Granularity.BLOCK
 
     def rows() -> Iterator[list[str]]:
-        for name, side, width, block in (
-            ("SD1.5 512, finest", 64, 320, unet),
+        for name, side, width, block, *around in (
+            ("SD1.5 512, finest", 64, 320, unet, alone),
             ("SDXL 512, finest", 32, 640, unet),
             ("SDXL 512, coarser", 16, 1280, unet),
             ("SDXL 1024, finest", 64, 640, unet),
@@ -248,12 +312,22 @@ def auto() -> str:
             ("Flux 512, double", 32, 3072, double),
             ("Flux 512, single", 32, 3072, single),
             ("Flux 1024, double", 64, 3072, double),
+            ("Flux.2 dev 512, single", 32, 6144, payoff.FLUX2_SINGLE),
+            ("Klein 9B 512, double", 32, 4096, payoff.FLUX2_DOUBLE),
+            ("Chroma 512, single", 32, 3072, payoff.CHROMA_SINGLE),
+            ("Z-Image 512", 32, 3840, payoff.Z_IMAGE),
+            ("Lumina 2 512", 32, 2304, payoff.LUMINA),
+            ("Krea 2 512", 32, 6144, payoff.KREA),
+            ("Qwen-Image 512", 32, 3072, payoff.QWEN),
+            ("SD3.5 large 512", 32, 2432, payoff.MM_DIT),
+            ("SD3.5 large 1024", 64, 2432, payoff.MM_DIT),
         ):
-            yield [name, f"{side}x{side}x{width}", *(said(card, side**2, width, block) for card in cards)]
+            kind = around[0] if around else stack
+            yield [name, f"{side}x{side}x{width}", *(said(card, side**2, width, block, kind) for card in cards)]
 
-    def said(card: Any, tokens: int, width: int, block: Any) -> str:
-        share = payoff.computing(tokens, 1, width, torch.float16, card, block) / block.launching(stack)
-        whole = payoff.too_little(tokens, 1, width, torch.float16, card, block, stack)
+    def said(card: Any, tokens: int, width: int, block: Any, around: Any) -> str:
+        share = payoff.computing(tokens, 1, width, torch.float16, card, block) / block.launching(around)
+        whole = payoff.too_little(tokens, 1, width, torch.float16, card, block, around)
         return f"{share:.{0 if share >= 10 else 2}f}, {'whole' if whole else 'merged'}"
 
     short = [
@@ -289,6 +363,8 @@ def measured() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "parts": parts,
     "ceilings": ceilings,
+    "families": families,
+    "editing": editing,
     "overhead": overhead,
     "attention": attention,
     "growth": growth,

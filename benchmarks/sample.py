@@ -21,15 +21,15 @@ from benchmarks.bench import Row
 from benchmarks.fullsize import Shape
 from benchmarks.parts import Profile, profile
 from benchmarks.variants import UNPATCHED, Variant
+from benchmarks.whole import WHOLE
 from scripts.comfy_pack import pack_module
 
 
 def sample(model: Any, shape: Shape, steps: int, cfg: float, seed: int = 5) -> Tensor:
-    """(B, C, H / 8, W / 8) latents from noise, with the Euler sampler."""
+    """Latents of the shape's `latent` from noise, with the Euler sampler."""
     import comfy.sample
 
-    channels = model.model.latent_format.latent_channels
-    latent = torch.zeros(shape.batch, channels, shape.height // 8, shape.width // 8)
+    latent = torch.zeros(shape.batch, *shape.latent)
     noise = comfy.sample.prepare_noise(latent, seed)
     given = [shape.conditioning(1), shape.conditioning(2)]
     out: Tensor = comfy.sample.sample(
@@ -99,6 +99,10 @@ def measure(
     return rows
 
 
+# What networks call it.
+_LAST = ("final_layer", "proj_out", "last", "out")
+
+
 def _evaluations(run: Any, network: Any) -> int:
     """How often the whole model really runs in one sampling run: caches skip, and the last layer tells."""
     calls = 0
@@ -107,7 +111,7 @@ def _evaluations(run: Any, network: Any) -> int:
         nonlocal calls
         calls += 1
 
-    last = network.final_layer if hasattr(network, "final_layer") else network.out
+    last = next(getattr(network, name) for name in _LAST if hasattr(network, name))
     handle = last.register_forward_hook(called)
     try:
         run()
@@ -124,25 +128,24 @@ def profiled(model: Any, shape: Shape, steps: int, cfg: float) -> Profile:
 def main() -> None:
     """Parse, measure, print, write."""
     parser = bench.command_line(__doc__, "sample", repeats=3)
-    parser.add_argument("--model", nargs="*", choices=["sdxl", "flux"], default=["sdxl", "flux"])
+    parser.add_argument("--model", nargs="*", choices=list(WHOLE), default=["sdxl", "flux"])
     parser.add_argument("--size", nargs="*", type=bench.size, default=[(1024, 1024)], help="WIDTHxHEIGHT in pixels")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", nargs="*", type=int, default=[4, 8, 20, 50])
-    parser.add_argument("--cfg", type=float, default=7.0, help="of SDXL; Flux runs without")
+    parser.add_argument("--cfg", type=float, default=7.0, help="of SDXL; transformers run without")
     parser.add_argument("--ratio", type=float, default=0.5)
-    parser.add_argument("--flux-blocks", type=int, nargs=2, default=(19, 38), metavar=("DOUBLE", "SINGLE"))
+    parser.add_argument("--blocks", type=int, nargs="*", help="of each kind of a transformer, see benchmarks/whole.py")
     parser.add_argument("--tiny", action="store_true", help="small models in fp32, to see that it runs")
     args = parser.parse_args()
 
     bare.prepare()
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
-    double, single = args.flux_blocks
-    told = bench.conditions(dtype=args.dtype, repeats=args.repeats, flux_blocks=f"{double} double + {single} single")
+    told = bench.conditions(dtype=args.dtype, repeats=args.repeats, blocks=args.blocks or "all")
     more = variants.TINY if args.tiny else {}
     rows: list[Row] = []
     for name in args.model:
         bench.say(f"{name}: building")
-        patcher = fullsize.patcher(name, dtype, device, tiny=args.tiny, flux_blocks=(double, single))
+        patcher = fullsize.patcher(name, dtype, device, tiny=args.tiny, blocks=args.blocks and tuple(args.blocks))
         for width, height in args.size:
             shape = Shape(name, height, width, args.batch, args.tiny)
             for steps in args.steps:

@@ -3,9 +3,9 @@
     python -m benchmarks.suite [--gpu] [--minutes 8] [--only sdxl micro] [--dry-run] [--out FOLDER]
 
 On a GPU (`make bench-gpu`, 8 minutes): the kernels' tests on the card, the four operations alone, whole sampling runs
-of SDXL and Flux with and without ToMA, rivals, every attention that is there, torch.compile; then the goals of the
-project, met or missed, and for a missed one the profile that says why. On a CPU (`make bench`, 15 minutes): what fits
-there. A section that fails or does not fit is named and the others go on; files are written after each. Besides
+of SDXL, Flux, Z-Image and Qwen-Image with and without ToMA, rivals, every attention that is there, torch.compile; then
+the goals of the project, met or missed, and for a missed one the profile that says why. On a CPU (`make bench`,
+15 minutes): what fits there. A section that fails or does not fit is named and the others go on; files are written after each. Besides
 PyTorch it needs ComfyUI's folder (COMFYUI_PATH), einops, safetensors, transformers, psutil, PyYAML, Pillow, and of what
 seldom is installed already comfy-kitchen, comfy-aimdo, torchsde and trampoline; matplotlib for plots, pytest for tests
 if they are there. --dry-run goes the same way with tiny models in a minute, on any machine, and tells no speed.
@@ -34,6 +34,7 @@ from benchmarks.bench import Row
 from benchmarks.fullsize import Shape
 from benchmarks.goals import GOALS
 from benchmarks.variants import Variant
+from benchmarks.whole import WHOLE
 from scripts.comfyui import ROOT
 
 RATIO = 0.5
@@ -59,15 +60,15 @@ class Suite:
         """Seconds until the time limit."""
         return self.deadline - time.monotonic()
 
-    def patcher(self, name: str, flux_blocks: tuple[int, int] = (19, 38)) -> Any:
+    def patcher(self, name: str, blocks: tuple[int, ...] | None = None) -> Any:
         """The model, built at its first use; one at a time."""
-        key = (name, flux_blocks)
+        key = (name, blocks)
         if not self._built or self._built[0] != key:
             self._built = ()
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._built = key, fullsize.patcher(name, self.dtype, self.device, tiny=self.dry, flux_blocks=flux_blocks)
+            self._built = key, fullsize.patcher(name, self.dtype, self.device, tiny=self.dry, blocks=blocks)
         return self._built[1]
 
     def shape(self, name: str, side: int, batch: int = 1) -> Shape:
@@ -230,8 +231,31 @@ def cpu_flux(suite: Suite) -> None:
     blocks = (1, 2)
     suite.rows += forward.measure(
         suite.patcher("flux", blocks), suite.shape("flux", 1024), chosen, suite.repeats(5), suite.device,
-        flux_blocks=blocks, limit=suite.left() * 0.3,
+        blocks=blocks, limit=suite.left() * 0.2,
     )  # fmt: skip
+
+
+# At the sizes that they are made for, the most used first.
+FAMILIES = (
+    ("z_image", 1024),
+    ("qwen_image", 1328),
+    ("krea2", 1024),
+    ("flux2", 1024),
+    ("klein", 1024),
+    ("sd3", 1024),
+    ("chroma", 1024),
+)
+
+
+def cpu_families(suite: Suite) -> None:
+    """Two or three full-width blocks of every other family, none left whole."""
+    chosen = forward.toma_variants([RATIO], ["stack"], suite.more)
+    for name, side in FAMILIES:
+        blocks = WHOLE[name].few
+        suite.rows += forward.measure(
+            suite.patcher(name, blocks), suite.shape(name, side), chosen, suite.repeats(5), suite.device,
+            blocks=blocks, limit=suite.left() * 0.06,
+        )  # fmt: skip
 
 
 def cpu_runs(suite: Suite) -> None:
@@ -249,6 +273,8 @@ GPU: tuple[tuple[str, float, Section], ...] = (
     ("sdxl-2048", 50, whole_runs("sdxl", 2048, 20, 7.0, 45)),
     ("flux-1024", 45, whole_runs("flux", 1024, 20, 1.0, 30)),
     ("flux-2048", 50, whole_runs("flux", 2048, 8, 1.0, 40)),
+    ("z-image-1024", 30, whole_runs("z_image", 1024, 8, 1.0, 15)),
+    ("qwen-1328", 50, whole_runs("qwen_image", 1328, 8, 1.0, 30)),
     ("attention-flux", 25, by_attention("flux", 1)),
     ("sdxl-rivals", 30, sdxl_rivals),
     ("attention-sdxl", 25, by_attention("sdxl", 2)),
@@ -261,6 +287,7 @@ CPU: tuple[tuple[str, float, Section], ...] = (
     ("micro", 20, operations),
     ("sdxl", 120, cpu_sdxl),
     ("flux", 60, cpu_flux),
+    ("families", 150, cpu_families),
     ("steps", 200, cpu_runs),
     ("break-even", 60, break_even),
 )

@@ -50,7 +50,7 @@ class Block:
     the grid, at least.
     """
 
-    weights: int
+    weights: float
     launches: int
     added: tuple[int, int, int]
     beside: int = 0
@@ -65,20 +65,27 @@ class Block:
         return 2.0 * images * sequence * width * (self.weights * width + 2.0 * sequence)
 
 
-# UNet: 4 squares of the width in self-attention, 2 in cross-attention, 12 in the gated feed-forward. Flux: 12 for each
-# token in both kinds, and ComfyUI pads its text to 256 tokens and more. Launches are counted (tests/benchmarks/
-# test_cost.py): 1400 for SDXL's 70 blocks, 1425 for 19 and 1178 for 38 of Flux. Those added as well: by Triton, as the
-# cards that are too fast for their host are those that it runs on, with detail reuse where there is some, each block's
-# share rounded up; in Flux with the copies around text and references. Single blocks of Flux have no modules: they are
-# merged as blocks then, without detail. A stack of a single block, as all of SD1.5 are, adds what a block does.
+# Counted on whole models (tests/benchmarks/test_cost.py). Linear layers in squares of the width: a UNet has 4 in
+# self-attention, 2 in cross-attention, 12 in the gated feed-forward; transformers 4 and 8, but Flux.2's and Lumina 2's
+# feed-forwards are wider, keys and values of Lumina 2 and Krea 2 narrower, and Krea 2 has a gate beside its attention.
+# Beside the image: ComfyUI pads the text of Flux.1 to 256 tokens at least, of Flux.2 to 512, of Z-Image to 32, of SD3
+# to 77. Launches: of an evaluation's blocks, divided by their number; SD3's last block has a few less. Those added as
+# well: by Triton, as the cards that are too fast for their host are those that it runs on, with detail reuse where
+# there is some, each block's share rounded up, with the copies around the text of a common stream. Of a whole stack it
+# is one at most. Where blocks have no modules to merge, they are merged as blocks, without detail.
 _ORDER = (Granularity.STACK, Granularity.BLOCK, Granularity.MODULE)
 UNET_BLOCK = Block(18, 20, (1, 3, 6))
 FLUX_DOUBLE = Block(12, 75, (1, 5, 9), beside=256)
 FLUX_SINGLE = Block(12, 31, (1, 6, 5), beside=256)
-NEXT_DIT = Block(12, 31, (1, 6, 6), beside=32)
-KREA = Block(12, 31, (1, 6, 6))
-QWEN = Block(12, 75, (1, 5, 5))
-MM_DIT = Block(12, 75, (1, 5, 5), beside=77)
+FLUX2_DOUBLE = Block(13, 73, (1, 5, 9), beside=512)
+FLUX2_SINGLE = Block(13, 30, (1, 6, 5), beside=512)
+CHROMA_DOUBLE = Block(12, 71, (1, 5, 9))
+CHROMA_SINGLE = Block(12, 29, (1, 6, 5))
+Z_IMAGE = Block(12, 54, (1, 6, 5), beside=32)
+LUMINA = Block(44 / 3, 56, (1, 6, 5))
+KREA = Block(11.5, 69, (1, 6, 5))
+QWEN = Block(12, 77, (1, 4, 3))
+MM_DIT = Block(12, 70, (1, 3, 2), beside=77)
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,8 @@ def too_little(
     """Why Auto leaves a grid of so many tokens whole, in words for the report; empty if it is merged.
 
     images: of one condition. Whether conditions run in one batch depends on free memory, which must not decide on a
-    picture. card: None asks for the fewest tokens alone. granularity: the run's, which says what merging adds.
+    picture. card: None asks for the fewest tokens alone. granularity: around what it is merged, which says what that
+    adds: a stack of one block is a block.
     """
     if tokens < FEWEST:
         return f"fewer than {FEWEST} tokens"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from .config import Granularity
 from .detail import Detail, reuse
 from .merge import MergePlan, merge, pick, unmerge_update
 from .payoff import UNET_BLOCK, Block, obstacle
@@ -62,22 +63,28 @@ class Evaluation:
         kept = run.details.kept(keys, x)
         return None if kept is None else Detail(run.details, keys, kept)
 
-    def obstacle(self, x: Tensor, block: Block = UNET_BLOCK) -> str:
-        """Why (B, N, C) tokens x that go through such a block stay whole, for the report; empty if they are merged."""
+    def obstacle(self, x: Tensor, block: Block = UNET_BLOCK, around: Granularity | None = None) -> str:
+        """Why (B, N, C) tokens x that go through such a block stay whole, for the report; empty if they are merged.
+        around: what they would be merged around; None if that is what the settings say."""
         if round(self.decision.ratio * x.shape[1]) == 0:
             return "nothing to merge at this ratio"
         if self.piece is not None and len(x) != len(self.piece.latent):
             return "another node changed the number of images"
         config = self.run.config
-        return obstacle(x, x.shape[0] // len(self.parts), config.min_tokens, block, config.granularity)
+        return obstacle(x, x.shape[0] // len(self.parts), config.min_tokens, block, around or config.granularity)
 
 
 def plan_for(
-    x: Tensor, grid: tuple[int, int], scope: Hashable, evaluation: Evaluation, block: Block = UNET_BLOCK
+    x: Tensor,
+    grid: tuple[int, int],
+    scope: Hashable,
+    evaluation: Evaluation,
+    block: Block = UNET_BLOCK,
+    around: Granularity | None = None,
 ) -> MergePlan | None:
     """The plan for tokens x of (B, H * W, C), or None if they are to stay as they are, see `Evaluation.obstacle`.
     Blocks with one `scope` share a plan."""
-    return None if evaluation.obstacle(x, block) else evaluation.plan(x, grid, scope)
+    return None if evaluation.obstacle(x, block, around) else evaluation.plan(x, grid, scope)
 
 
 def reduce(x: Tensor, plan: MergePlan | None, detail: Detail | None = None) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...toma_core import Evaluation, MergePlan, plan_for, reduce, restore
-from ...toma_core.config import Share
+from ...toma_core.config import Granularity, Share
 from ...toma_core.detail import Detail
 from ...toma_core.payoff import Block
 from .graphs import numbered, operators
@@ -32,6 +32,7 @@ class Place:
     evaluation.
 
     grids: of the image, and of references that follow it and are merged too, each by a plan of its own.
+    work: what a block costs, and around what it is merged: more blocks than one, one, or a module of it.
     lengths: (N, D) of each; as long as each other where the chain runs whole to keep its detail.
     tokens, kept: all of them together before and after, what a graph is made for; 0 where the graph has to be left, and
     the chain decides when it sees the tokens.
@@ -42,7 +43,7 @@ class Place:
     grids: tuple[tuple[int, int], ...]
     scope: Hashable
     names: Sequence[str]
-    work: Block
+    work: tuple[Block, Granularity]
     evaluation: Evaluation | None
     plans: tuple[MergePlan, ...]
     details: tuple[Detail | None, ...]
@@ -66,7 +67,7 @@ class Place:
         grids: tuple[tuple[int, int], ...],
         scope: Hashable,
         names: Sequence[str],
-        work: Block,
+        work: tuple[Block, Granularity],
         evaluation: Evaluation,
     ) -> None:
         """An evaluation begins, in which these blocks stay merged on token grids like these."""
@@ -92,7 +93,7 @@ class Place:
             return True  # for the chain to decide
         weight = next(module.parameters(), latent)
         dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else torch.bfloat16
-        reason = evaluation.obstacle(latent.new_empty((), dtype=dtype).expand(images, self.image, width), self.work)
+        reason = evaluation.obstacle(latent.new_empty((), dtype=dtype).expand(images, self.image, width), *self.work)
         if reason:
             self._whole(reason)
             return False
@@ -204,8 +205,8 @@ class Place:
         if not reason and (image.shape[1] != self.image or len(image) % len(evaluation.copies)):
             reason = CHANGED
         elif not reason:
-            plan = plan_for(image, self.grids[0], self.scope, evaluation, self.work)
-            reason, part = "" if plan else evaluation.obstacle(image, self.work), ""
+            plan = plan_for(image, self.grids[0], self.scope, evaluation, *self.work)
+            reason, part = "" if plan else evaluation.obstacle(image, *self.work), ""
         if plan is None:
             self._whole(reason, part)
         return plan

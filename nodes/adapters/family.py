@@ -80,9 +80,11 @@ def chained(
 ) -> Iterator[HookPair]:
     """Hooks that keep tokens merged from the first of consecutive blocks to the last. grids: of the image, and of
     references that are merged too. width: of their tokens, 0 if unknown."""
-    first = links[0]
-    scope = first.scopes[evaluation.run.config.share]
-    first.place.begin(grids, scope, [link.name for link in links], first.work, evaluation)
+    first, config = links[0], evaluation.run.config
+    # Alone, a block is no stack: merging adds to it what it adds to a block.
+    alone = Granularity.BLOCK if config.granularity is Granularity.STACK else config.granularity
+    work = first.work, alone if len(links) == 1 else Granularity.STACK
+    first.place.begin(grids, first.scopes[config.share], [link.name for link in links], work, evaluation)
     if transformer_options.get(GRAPHS) and first.in_graphs and not first.place.prepare(latent, first.module, width):
         first.release()
         return

@@ -90,26 +90,41 @@ def test_launches_that_a_preset_adds(shape: Shape, step: int, kernels: bool, mos
     assert merged.flops < 0.66 * base.flops or step == 0
 
 
+def two(name: str, double: int, single: int, width: int) -> dict[str, tuple[str, list[tuple[int, int, int]]]]:
+    """Blocks of a model that has Flux's, at 1024."""
+    return {
+        "DoubleStreamBlock": (f"{name}_DOUBLE", [(double, 64**2, width)]),
+        "SingleStreamBlock": (f"{name}_SINGLE", [(single, 64**2, width)]),
+    }
+
+
+# Without their refiners, which are blocks of the same class that stay whole.
+UNREFINED = {"z_image": (30, 0), "lumina2": (26, 0)}
+
+
 @pytest.mark.parametrize(
     ("shape", "kinds"),
     [
         (SDXL, {"BasicTransformerBlock": ("UNET_BLOCK", [(10, 64**2, 640), (60, 32**2, 1280)])}),
-        (
-            FLUX,
-            {
-                "DoubleStreamBlock": ("FLUX_DOUBLE", [(19, 64**2, 3072)]),
-                "SingleStreamBlock": ("FLUX_SINGLE", [(38, 64**2, 3072)]),
-            },
-        ),
+        (FLUX, two("FLUX", 19, 38, 3072)),
+        (Shape("flux2"), two("FLUX2", 8, 48, 6144)),
+        (Shape("klein"), two("FLUX2", 8, 24, 4096)),
+        (Shape("chroma"), two("CHROMA", 19, 38, 3072)),
+        (Shape("z_image"), {"JointTransformerBlock": ("Z_IMAGE", [(30, 64**2, 3840)])}),
+        (Shape("lumina2"), {"JointTransformerBlock": ("LUMINA", [(26, 64**2, 2304)])}),
+        (Shape("krea2"), {"SingleStreamBlock": ("KREA", [(28, 64**2, 6144)])}),
+        (Shape("qwen_image", 1328, 1328), {"QwenImageTransformerBlock": ("QWEN", [(60, 83**2, 3072)])}),
+        (Shape("sd3"), {"JointBlock": ("MM_DIT", [(38, 64**2, 2432)])}),
     ],
-    ids=["sdxl", "flux"],
+    ids=lambda value: value.model if isinstance(value, Shape) else "",
 )
 def test_what_auto_thinks_of_a_block(shape: Shape, kinds: dict[str, tuple[str, list[tuple[int, int, int]]]]) -> None:
     """Its launches are those that are counted, its FLOPs too, up to the text. (number, tokens, width) of each grid."""
-    parts = cost.count(shape, modules={kind: kind for kind in kinds}).parts
+    parts = cost.count(shape, modules={kind: kind for kind in kinds}, blocks=UNREFINED.get(shape.model)).parts
     for kind, (name, grids) in kinds.items():
-        block = getattr(pack_module("toma_core.payoff"), name)
-        assert parts[kind].launches == block.launches * sum(number for number, *_ in grids)
+        block, number = getattr(pack_module("toma_core.payoff"), name), sum(number for number, *_ in grids)
+        assert math.ceil(parts[kind].launches / number) == block.launches
+        assert parts[kind].launches == block.launches * number or shape.model == "sd3", "its last block gives no text"
         estimate = sum(number * block.flops(tokens, 1, width) for number, tokens, width in grids)
         assert 0.9 < estimate / parts[kind].flops <= 1.0
 
@@ -130,8 +145,19 @@ def test_every_file_that_merges_is_counted() -> None:
         (SDXL, "UNET_BLOCK", 70, {}),
         (FLUX, "FLUX_DOUBLE", 19, {"whole_first": 0, "whole_last": 38}),
         (FLUX, "FLUX_SINGLE", 19, {"whole_first": 19}),
+        (Shape("flux2"), "FLUX2_DOUBLE", 8, {"whole_first": 0, "whole_last": 48}),
+        (Shape("flux2"), "FLUX2_SINGLE", 40, {"whole_first": 8}),
+        (Shape("klein"), "FLUX2_DOUBLE", 8, {"whole_first": 0, "whole_last": 24}),
+        (Shape("klein"), "FLUX2_SINGLE", 16, {"whole_first": 8}),
+        (Shape("chroma"), "CHROMA_DOUBLE", 19, {"whole_first": 0, "whole_last": 38}),
+        (Shape("chroma"), "CHROMA_SINGLE", 19, {"whole_first": 19}),
+        (Shape("z_image"), "Z_IMAGE", 30, {}),
+        (Shape("lumina2"), "LUMINA", 26, {}),
+        (Shape("krea2"), "KREA", 28, {}),
+        (Shape("qwen_image"), "QWEN", 60, {}),
+        (Shape("sd3"), "MM_DIT", 38, {}),
     ],
-    ids=["sdxl", "flux-double", "flux-single"],
+    ids=lambda value: value.model if isinstance(value, Shape) else "",
 )
 def test_what_auto_thinks_that_merging_adds(
     shape: Shape, name: str, number: int, whole: dict[str, int], granularity: str

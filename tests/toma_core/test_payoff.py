@@ -11,7 +11,21 @@ from hypothesis import strategies as st
 
 from toma_core import payoff
 from toma_core.config import Granularity
-from toma_core.payoff import FLUX_DOUBLE, FLUX_SINGLE, UNET_BLOCK, Block, Card, card_of, obstacle, too_little
+from toma_core.payoff import (
+    FLUX2_SINGLE,
+    FLUX_DOUBLE,
+    FLUX_SINGLE,
+    KREA,
+    MM_DIT,
+    QWEN,
+    UNET_BLOCK,
+    Z_IMAGE,
+    Block,
+    Card,
+    card_of,
+    obstacle,
+    too_little,
+)
 
 B200 = Card("NVIDIA B200", (10, 0), 148, 1.965e9)
 H100 = Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98e9)
@@ -24,7 +38,8 @@ WORK = "Auto: too little work for this device to gain by merging"
 
 STACK = Granularity.STACK
 cards = st.sampled_from([None, *CARDS])
-blocks = st.sampled_from([UNET_BLOCK, FLUX_DOUBLE, FLUX_SINGLE])
+BLOCKS = [block for block in vars(payoff).values() if isinstance(block, Block)]
+blocks = st.sampled_from(BLOCKS)
 granularities = st.sampled_from(list(Granularity))
 dtypes = st.sampled_from([torch.float16, torch.bfloat16, torch.float32])
 widths = st.sampled_from([64, 320, 640, 1280, 3072])
@@ -42,6 +57,14 @@ widths = st.sampled_from([64, 320, 640, 1280, 3072])
         pytest.param(H100, 64, 3072, FLUX_DOUBLE, True, id="H100, Flux 1024, double"),
         pytest.param(H100, 64, 3072, FLUX_SINGLE, True, id="H100, Flux 1024, single"),
         pytest.param(H100, 16, 3072, FLUX_DOUBLE, False, id="H100, Flux 256, double"),
+        pytest.param(H100, 64, 6144, FLUX2_SINGLE, True, id="H100, Flux.2 1024, single"),
+        pytest.param(H100, 64, 3840, Z_IMAGE, True, id="H100, Z-Image 1024"),
+        pytest.param(H100, 32, 3840, Z_IMAGE, True, id="H100, Z-Image 512"),
+        pytest.param(H100, 16, 3840, Z_IMAGE, False, id="H100, Z-Image 256"),
+        pytest.param(H100, 64, 6144, KREA, True, id="H100, Krea 2 1024"),
+        pytest.param(H100, 83, 3072, QWEN, True, id="H100, Qwen-Image 1328"),
+        pytest.param(H100, 64, 2432, MM_DIT, True, id="H100, SD3.5 1024"),
+        pytest.param(B200, 32, 2432, MM_DIT, False, id="B200, SD3.5 512"),
         pytest.param(B200, 128, 640, UNET_BLOCK, True, id="B200, SDXL 2048, finest"),
         pytest.param(B200, 32, 1280, UNET_BLOCK, False, id="B200, SDXL 1024, coarser"),
         pytest.param(RTX_4090, 32, 1280, UNET_BLOCK, True, id="4090, SDXL 1024, coarser"),
@@ -69,6 +92,16 @@ def test_more_images_and_slower_formats_are_more_work() -> None:
     assert too_little(256, 1, 1280, torch.float16, H100, UNET_BLOCK, STACK) == WORK
     assert too_little(256, 8, 1280, torch.float16, H100, UNET_BLOCK, STACK) == ""
     assert too_little(256, 1, 1280, torch.float32, H100, UNET_BLOCK, STACK) == ""
+
+
+def test_blocks_of_every_family_are_judged() -> None:
+    assert {UNET_BLOCK, FLUX_DOUBLE, FLUX2_SINGLE, Z_IMAGE, KREA, QWEN, MM_DIT} <= set(BLOCKS)
+
+
+def test_a_stack_of_one_block_is_a_block() -> None:
+    """SD1.5 at 584 x 584 on an H100: what merging adds to a block decides."""
+    reasons = [too_little(73**2, 1, 320, torch.float16, H100, UNET_BLOCK, g) for g in (STACK, Granularity.BLOCK)]
+    assert reasons == ["", WORK]
 
 
 @given(st.integers(256, 20_000), st.integers(1, 8), widths, dtypes, cards, blocks)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy.ldm.chroma.model import Chroma
 from torch import nn
 
 from ....toma_core import ToMAConfig
+from ....toma_core.payoff import CHROMA_DOUBLE, CHROMA_SINGLE, Block
 from ..family import Stage
 from . import flux
 
@@ -19,6 +22,10 @@ def matches(diffusion_model: nn.Module) -> bool:
 
 class Hooks(flux.Hooks):
     """All hooks of one Chroma."""
+
+    def works(self, model: Any) -> tuple[Block, Block]:
+        """What a double and a single block cost."""
+        return CHROMA_DOUBLE, CHROMA_SINGLE
 
     def left_out(self, stage: Stage, index: int, config: ToMAConfig) -> str:
         """Why this block of a stage is left whole, or an empty string. Chroma may be told to skip blocks: a chain that

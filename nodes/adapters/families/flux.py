@@ -13,7 +13,7 @@ from torch import nn
 
 from ....toma_core import ToMAConfig
 from ....toma_core.config import Granularity
-from ....toma_core.payoff import FLUX_DOUBLE, FLUX_SINGLE
+from ....toma_core.payoff import FLUX2_DOUBLE, FLUX2_SINGLE, FLUX_DOUBLE, FLUX_SINGLE, Block
 from ....toma_core.presets import Fields
 from ..chain import Link
 from ..family import PRESETS as UNMEASURED
@@ -93,11 +93,16 @@ class Hooks(Transformer):
     def made(self, model: Any) -> tuple[Stage, ...]:
         """Double blocks, single blocks."""
         self.patch_size, self.width = model.patch_size, getattr(model, "hidden_size", 0)
-        single = SinglePort()
+        single, works = SinglePort(), self.works(model)
         return (
-            Stage("double", model.double_blocks, DoublePort(single), FLUX_DOUBLE, "input"),
-            Stage("single", model.single_blocks, single, FLUX_SINGLE, "output"),
+            Stage("double", model.double_blocks, DoublePort(single), works[0], "input"),
+            Stage("single", model.single_blocks, single, works[1], "output"),
         )
+
+    def works(self, model: Any) -> tuple[Block, Block]:
+        """What a double and a single block cost. Flux.2 and Klein have one modulation for all and wider MLPs."""
+        flux2 = getattr(model.params, "global_modulation", False)
+        return (FLUX2_DOUBLE, FLUX2_SINGLE) if flux2 else (FLUX_DOUBLE, FLUX_SINGLE)
 
     def left_out(self, stage: Stage, index: int, config: ToMAConfig) -> str:
         """Why the settings leave this block of a stage whole, or an empty string."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from comfy.ldm.lumina.model import NextDiT
 from torch import nn
 
-from ....toma_core.payoff import NEXT_DIT
+from ....toma_core.payoff import LUMINA, Z_IMAGE
 from ..family import Stage, Transformer
 from ..port import Cuts, Given, Port, slices_moved
 
@@ -53,4 +53,5 @@ class Hooks(Transformer):
     def made(self, model: NextDiT) -> tuple[Stage, ...]:
         """The layers after the refiners."""
         self.patch_size, self.width = model.patch_size, model.dim
-        return (Stage("layer", model.layers, LayerPort(model.pad_tokens_multiple or 1), NEXT_DIT),)
+        work = Z_IMAGE if model.pad_tokens_multiple else LUMINA
+        return (Stage("layer", model.layers, LayerPort(model.pad_tokens_multiple or 1), work),)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ....toma_core import Evaluation, MergePlan
+from ....toma_core.config import Granularity
 from ..chain import Link
 from ..hooks import Hook, HookPair, merge, outside_graph, unmerge
 from ..layout import on_no_grid
@@ -46,7 +47,8 @@ class ByModule(Hook):
     def hooks(self, grid: tuple[int, int], evaluation: Evaluation) -> Iterator[HookPair]:
         """The hooks to install for an evaluation, in which the block sees such a grid."""
         link, config = self.link, evaluation.run.config
-        link.place.begin((grid,), link.scopes[config.share], [link.name], link.work, evaluation)
+        work = link.work, Granularity.MODULE
+        link.place.begin((grid,), link.scopes[config.share], [link.name], work, evaluation)
         wanted = {self.attn1: config.self_attention, self.attn2: config.cross_attention, self.ff: config.feed_forward}
         yield link.module, self
         yield from ((module, hook) for module, hook in self.layers() if wanted[hook])

@@ -31,7 +31,8 @@ def new_place(port: Any = None) -> Any:
 
 def begun(evaluation: Any, names: list[str], place: Any = None) -> Any:
     place = place or new_place()
-    place.begin((GRID,), "here", names, pack_module("toma_core.payoff").UNET_BLOCK, evaluation)
+    work = pack_module("toma_core.payoff").UNET_BLOCK, pack_module("toma_core.config").Granularity.STACK
+    place.begin((GRID,), "here", names, work, evaluation)
     return place
 
 

@@ -1,0 +1,45 @@
+"""What is the same for every family: what Auto is told of a chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+SHOWN = {"attn1_patch": lambda n, context, value, options: (n, context, value), "double_block": lambda args: args}
+
+
+@pytest.mark.parametrize(
+    ("model", "granularity", "patch", "around"),
+    [
+        pytest.param(models.unet, "stack", "", {"stack", "block"}, id="stacks of two and of one"),
+        pytest.param(lambda: models.unet(depths=(1, 1, 0), middle=1), "stack", "", {"block"}, id="SD1.5"),
+        pytest.param(models.unet, "block", "", {"block"}, id="blocks"),
+        pytest.param(models.unet, "module", "", {"module"}, id="modules"),
+        pytest.param(models.unet, "stack", "attn1_patch", {"module"}, id="modules, as others look inside"),
+        pytest.param(lambda: models.flux(double=1, single=3), "stack", "", {"stack", "block"}, id="Flux"),
+        pytest.param(models.flux, "module", "", {"module"}, id="Flux by modules"),
+        pytest.param(models.qwen_image, "stack", "", {"stack"}, id="Qwen-Image"),
+        pytest.param(models.qwen_image, "stack", "double_block", {"block"}, id="blocks, as others look between"),
+    ],
+)
+def test_auto_is_told_what_is_merged_as_a_whole(
+    model: Any, granularity: str, patch: str, around: set[str], attach: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stack of one block adds as many operations to it as a block does, and so does one that runs alone."""
+    asked = set()
+
+    def obstacle(x: torch.Tensor, images: int, least: int, block: Any, told: Any) -> str:
+        asked.add(told.value)
+        return ""
+
+    monkeypatch.setattr(pack_module("toma_core.pipeline"), "obstacle", obstacle)
+    patched = attach(model(), granularity=granularity)
+    if patch:
+        patched.set_model_patch(SHOWN[patch], patch)
+    models.sample(patched, 24, 24, steps=1, cfg=1.0)
+    assert asked == around
