@@ -78,7 +78,7 @@ FLUX_SINGLE = Block(12, 31, (1, 6, 5), beside=256)
 NEXT_DIT = Block(12, 31, (1, 6, 6), beside=32)
 KREA = Block(12, 31, (1, 6, 6))
 QWEN = Block(12, 75, (1, 5, 5))
-ERNIE = Block(13, 31, (1, 6, 6))
+ERNIE = Block(13, 37, (1, 6, 6))
 MM_DIT = Block(12, 75, (1, 5, 5), beside=77)
 
 
