@@ -233,6 +233,26 @@ def qwen_image(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
     return patcher(comfy.model_base.QwenImage(model_config, device=torch.device("cpu")), seed)
 
 
+def ernie(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
+    """ERNIE-Image: one stream that begins with the image, a token for each pixel of the latent."""
+    import comfy.model_base
+    import comfy.supported_models
+
+    config = {
+        "image_model": "ernie",
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_layers": layers,
+        "ffn_hidden_size": 192,
+        "text_in_dim": 48,
+        "rope_axes_dim": (8, 12, 12),
+        "dtype": torch.float32,
+        **extra,
+    }
+    model_config = comfy.supported_models.ErnieImage(config)
+    return patcher(comfy.model_base.ErnieImage(model_config, device=torch.device("cpu")), seed)
+
+
 def sd3(seed: int = 0, *, layers: int = 2, **extra: Any) -> Any:
     """SD3: positions are added before the first block."""
     import comfy.model_base
@@ -270,6 +290,7 @@ TRANSFORMERS = {
     "lumina2": lumina2,
     "krea2": krea2,
     "qwen_image": qwen_image,
+    "ernie": ernie,
     "sd3": sd3,
 }
 

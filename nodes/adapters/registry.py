@@ -17,7 +17,7 @@ from .family import ModelHooks
 from .hooks import HookPair
 
 # The names of files, in the order in which they are named to users.
-_KNOWN = ("unet", "flux", "chroma", "lumina", "krea", "qwen", "sd3")
+_KNOWN = ("unet", "flux", "chroma", "lumina", "krea", "qwen", "ernie", "sd3")
 _FAMILIES: list[Any] = []
 # Known to this pack, but not as this ComfyUI has them.
 _strange: list[str] = []

@@ -53,6 +53,7 @@ LAYOUTS = {
     "lumina2": (Layout("layers", "x", rows="freqs_cis", axis=1, before=TEXT),),
     "krea2": (Layout("blocks", "x", rows="freqs", before=TEXT),),
     "qwen_image": (Layout("transformer_blocks", "hidden_states", rows="image_rotary_emb", above=TEXT, out=1),),
+    "ernie": (Layout("layers", "x", rows="rotary_pos_emb", axis=1, patch=1),),
     "sd3": (Layout("joint_blocks", "x", names=("context", "x"), out=1),),
 }
 BLOCKS = [(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts]
