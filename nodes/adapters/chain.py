@@ -323,7 +323,8 @@ class Link(Hook):
         grid = port.grid(given, place.grids[0])
         if grid is None:
             return "ComfyUI does not tell the size of the grid"
-        place.grids = grid, *place.grids[1:]
+        # A ComfyUI that does not tell of references has them after the image all the same: they stay whole.
+        place.grids = grid, *(place.grids[1:] if port.references(given) else ())
         return port.obstacle(given, place.image, place.references)
 
     def moved(self, given: Given, x: Tensor, rows: Any, before: int) -> Given:

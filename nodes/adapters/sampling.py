@@ -138,14 +138,16 @@ class Sampling:
         return any(tuple(x.shape[2:]) != self._size_of(uuid) for uuid in uuids)
 
     def _size_of(self, uuid: Hashable) -> tuple[int, ...] | None:
-        """Rows and columns that a condition is asked about; None if that is not known."""
+        """Rows and columns (frames before them) that a condition is asked about; None if that is not known."""
         area, size = self.areas.get(uuid), self.size
         if area is None or size is None:
             return size
-        if len(area) != 2 * len(size):
+        # An area of a latent of five dimensions tells rows and columns alone: it has all frames, as ComfyUI reads it.
+        frames, half = size[: max(0, len(size) - len(area) // 2)], len(area) // 2
+        if len(area) % 2 or half > len(size):
             return None
-        sides, corner = area[: len(size)], area[len(size) :]
-        return tuple(min(side, whole - at) for side, whole, at in zip(sides, size, corner, strict=True))
+        sides = zip(area[:half], size[len(frames) :], area[half:], strict=True)
+        return *frames, *(min(side, whole - at) for side, whole, at in sides)
 
     def parts(self, batch: int, transformer_options: Mapping[str, Any]) -> tuple[Hashable, ...]:
         """For each chunk of the batch, what tells it from all others in this evaluation: its condition (which has an

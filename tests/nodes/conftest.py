@@ -40,6 +40,12 @@ def flux(pack: ModuleType) -> Any:
     return models.flux()
 
 
+@pytest.fixture(scope="session")
+def qwen(pack: ModuleType) -> Any:
+    """A Qwen-Image, whose latents have five dimensions, shared by all tests."""
+    return models.qwen_image()
+
+
 def hooked(model: Any) -> list[str]:
     """Modules of a model that still have a `forward` of their own."""
     return [name for name, module in model.model.diffusion_model.named_modules() if "forward" in vars(module)]
@@ -49,7 +55,7 @@ def hooked(model: Any) -> list[str]:
 def left_untouched(request: pytest.FixtureRequest) -> Iterator[None]:
     """After every test, however it sampled, the shared models are as ComfyUI made them."""
     yield
-    for name in {"unet", "flux"} & set(request.fixturenames):
+    for name in {"unet", "flux", "qwen"} & set(request.fixturenames):
         model = request.getfixturevalue(name)
         assert hooked(model) == []
         assert "toma" not in str(model.wrappers)

@@ -26,7 +26,13 @@ class BlockPort(Port):
 
     def before(self, given: Given, image: int) -> int | None:
         place = (given.get("transformer_options") or {}).get("img_slice")
-        return None if place is None else place[0]
+        if place is not None:
+            return int(place[0])
+        # ComfyUI 0.26.0 does not tell, but has no references either: the image comes last. By the positions: they stay
+        # as they were while the tokens are merged.
+        rows = given.get(self.rows)
+        text = -1 if rows is None or rows.ndim <= self.axis else rows.shape[self.axis] - image - self.references(given)
+        return text if text >= 0 else None
 
     def moved(self, given: Given, cuts: Cuts) -> Given:
         return {**super().moved(given, cuts), **index_moved(given, "timestep_zero_index", cuts)}

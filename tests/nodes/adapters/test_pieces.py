@@ -19,7 +19,7 @@ PRESETS = ("balanced", "quality", "fast", "faithful")
 NEARLY = {"rtol": 1e-4, "atol": 2e-3}
 
 
-@pytest.fixture(params=["unet", "flux"])
+@pytest.fixture(params=["unet", "flux", "qwen"])
 def model(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
 
@@ -58,7 +58,7 @@ def test_joined_and_split_calls_agree_on_tiles(model: Any, preset: Any, monkeypa
 def test_cond_and_uncond_share_the_plan_of_a_tile(model: Any, attach: Any, plan_calls: Any, monkeypatch: Any) -> None:
     """Two tiles at once, each with both conditions: four images, of which two and two show the same; and again in
     calls of their own."""
-    patched = tiled(attach(model), CORNERS, at_once=2)
+    patched = tiled(attach(model, granularity="block", share="block"), CORNERS, at_once=2)
     sampled(patched, steps=1)
     joined = list(plan_calls)
     for call in joined:

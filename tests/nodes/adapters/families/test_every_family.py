@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import models
+from scripts import comfyui
 from scripts.comfy_pack import pack_module
 
 HEIGHT, WIDTH, TEXT = 20, 28, 7
@@ -68,10 +70,20 @@ def model_of(pack: Any) -> Callable[[str], Any]:
 
     def model(family: str) -> Any:
         if family not in made:
-            made[family] = models.TRANSFORMERS[family]()
-        return made[family]
+            try:
+                made[family] = models.TRANSFORMERS[family]()
+            except (ImportError, AttributeError):
+                if current():
+                    raise
+                made[family] = None
+        return made[family] or pytest.skip(f"this ComfyUI has no {family}")
 
     return model
+
+
+def current() -> bool:
+    """Whether this is the ComfyUI that has all families."""
+    return bool(importlib.import_module("comfyui_version").__version__ == comfyui.DEFAULT_RELEASE)
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +91,10 @@ def as_it_was(model_of: Any, hooks_left: Any) -> Any:
     """No test leaves anything on a model."""
     yield
     for family in LAYOUTS:
-        model = model_of(family)
+        try:
+            model = model_of(family)
+        except pytest.skip.Exception:
+            continue
         assert hooks_left(model) == []
         assert "toma" not in model.model_options["transformer_options"]
 
@@ -136,6 +151,7 @@ def run(block: nn.Module, layout: Layout, given: dict[str, Any]) -> Any:
     return block(*first, **copies)
 
 
+@pytest.mark.compat
 @block_kinds
 @pytest.mark.parametrize("batch", [1, 2])
 def test_block_is_computed_on_merged_tokens(
@@ -161,6 +177,7 @@ def test_block_is_computed_on_merged_tokens(
         assert (other - found).abs().max() > 1e-2, "this test would not notice the rows of other positions"
 
 
+@pytest.mark.compat
 @block_kinds
 def test_consecutive_blocks_stay_merged(
     family: str, layout: Layout, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
@@ -186,6 +203,7 @@ def test_consecutive_blocks_stay_merged(
     assert found.shape == given[layout.tokens].shape
 
 
+@pytest.mark.compat
 @every_family
 @pytest.mark.parametrize("granularity", ["module", "block", "stack"])
 def test_merged_runs_are_finite_and_repeat(
@@ -295,6 +313,7 @@ def test_block_with_a_renamed_argument_is_left_whole(
 REPLACED = ("flux", "flux2", "chroma", "qwen_image", "sd3")
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("family", REPLACED)
 def test_replaced_block_sees_all_tokens(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
     model, seen = model_of(family), []
@@ -312,6 +331,7 @@ def test_replaced_block_sees_all_tokens(family: str, model_of: Any, attach: Any,
     assert stats_of(merged).left_whole == {}
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("family", ["z_image", "lumina2", "qwen_image"])
 def test_patch_between_blocks_sees_and_changes_all_tokens(family: str, model_of: Any, attach: Any) -> None:
     """As ControlNets that are patches do it: they are shown the image after every block, and what they give is it."""
@@ -347,6 +367,7 @@ REFERENCES = [("flux2", None), ("flux2", "index_timestep_zero"), ("qwen_image", 
 REFERENCES += [("qwen_image", "index_timestep_zero"), ("krea2", "index"), ("krea2", "index_timestep_zero")]
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(("family", "method"), REFERENCES)
 @pytest.mark.parametrize("too", [False, True], ids=["whole", "merged"])
 def test_references(
@@ -356,6 +377,11 @@ def test_references(
     """They follow the image being made, whole or merged by plans of their own; where they are told to be clean, the
     place from which on they are moves with them."""
     model = model_of(family)
+    if (
+        family == "krea2"
+        and "ref_latents" not in inspect.signature(type(model.model.diffusion_model).forward).parameters
+    ):
+        pytest.skip("this ComfyUI has no references for Krea 2")
     layout = LAYOUTS[family][0]
     block = getattr(model.model.diffusion_model, layout.blocks)[1]
     conds = {"positive": models.conditioning(model, seed=1, **of_references(model, layout, method))}
@@ -366,6 +392,9 @@ def test_references(
     assert stats_of(merged).left_whole == {}
     (call,) = calls
     given = arguments(block, layout, call)
+    told = given["transformer_options"].get("reference_image_num_tokens")
+    assert told or not current()
+    too = too and bool(told)  # ComfyUI 0.16.3 does not say how many tokens they have: they stay whole
     plans = [c.plan for c in plan_calls[call.first_plan :][: 3 if too else 1]]
     sizes = [(side // layout.patch) * (12 // layout.patch) for side in (8, 6)]
     assert given[layout.tokens].shape[1] == layout.before + plans[0].tokens + sum(sizes)
@@ -375,7 +404,7 @@ def test_references(
         torch.stack([torch.block_diag(*each) for each in zip(*kind, strict=True)])
         for kind in zip(*matrices, strict=True)
     )
-    told, images, few = merged_call(layout, given, plans, M)
+    seen, images, few = merged_call(layout, given, plans, M)
 
     def moved(place: int) -> int:
         end = layout.before
@@ -386,12 +415,12 @@ def test_references(
         return place - gone
 
     if given.get("timestep_zero_index") is not None:
-        told["timestep_zero_index"] = moved(given["timestep_zero_index"])
+        seen["timestep_zero_index"] = moved(given["timestep_zero_index"])
     for name in ("modulation_dims_img", "modulation_dims"):
         if given.get(name) is not None:
-            told[name] = [(moved(first), moved(last), which) for first, last, which in given[name]]
+            seen[name] = [(moved(first), moved(last), which) for first, last, which in given[name]]
     found = call.out if layout.out is None else call.out[layout.out]
-    torch.testing.assert_close(found, restored(layout, run(block, layout, told), images, few, U), **CLOSE)
+    torch.testing.assert_close(found, restored(layout, run(block, layout, seen), images, few, U), **CLOSE)
 
 
 def of_references(model: Any, layout: Layout, method: str | None) -> dict[str, Any]:
