@@ -53,7 +53,7 @@ def banner() -> Image.Image:
     _mosaic(pen, (width - height * 0.94, height * 0.06, width - height * 0.06, height * 0.94), rows=16)
     left = height * 0.11
     pen.text((left, height * 0.27), "ToMA", fill=_INK, font=ImageFont.load_default(height * 0.25))
-    for line, text in enumerate(("Token Merge with Attention", "SDXL, SD1.5 and Flux on fewer tokens")):
+    for line, text in enumerate(("Token Merge with Attention", "Image models on fewer tokens")):
         font = ImageFont.load_default(height * (0.072 - 0.016 * line))
         pen.text((left, height * (0.575 + 0.115 * line)), text, fill=(_INK, _DIM)[line], font=font)
     return sheet.resize(BANNER, Image.Resampling.LANCZOS)
