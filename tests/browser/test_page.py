@@ -63,7 +63,7 @@ def node(node_id: int, kind: str, pos: tuple[int, int], values: Any = (), inputs
 def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1.0) -> dict[str, Any]:
     """Loader -> ToMA Advanced -> KSampler -> decode and report, or the benchmark instead of all that samples."""
     scene = [next(SEEDS), "fixed", 1, *["from seed"] * 14]
-    advanced = ["balanced", ratio, 1, 0, -1, ends_at, "off", -1, 16, *["preset"] * 5, -1, 10, 5, *["preset"] * 2]
+    advanced = ["balanced", ratio, 1, 0, -1, ends_at, "off", -1, 16, *["preset"] * 6, -1, 10, 5, *["preset"] * 2]
     advanced += [-1, "off", -1, "stack", -1]
     sampled = last == "ToMAReport"
     nodes = [
@@ -182,7 +182,7 @@ def test_the_text_is_inside_its_node_and_not_saved(page: Any) -> None:
         assert element[1] + element[3] <= box[1] + box[3] + 1
     saved = page.evaluate("() => app.graph.serialize()")
     values = {n["id"]: n.get("widgets_values") for n in saved["nodes"]}
-    assert len(values[4]) == 24
+    assert len(values[4]) == 25
     assert not values[7]
     assert "toma_said" not in json.dumps(page.evaluate("() => app.graphToPrompt().then(p => p.output)"))
 
@@ -275,7 +275,7 @@ def test_the_report_is_shown(page: Any, baseline: Any) -> None:
     graph = workflow(0.5, ends_at=0.6)
     loader, advanced, sampler = (graph["nodes"][index] for index in (0, 3, 4))
     loader.update(type="UNETLoader", widgets_values=["toma_demo_dit.safetensors", "default"])
-    advanced["widgets_values"][4] = 1
+    advanced["widgets_values"][2:5] = [0, 0, 1]
     sampler["widgets_values"][2:6] = [12, 2, "euler", "simple"]
     page.open(graph, "report")
     page.queue()
