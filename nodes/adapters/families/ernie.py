@@ -1,4 +1,7 @@
-"""ERNIE-Image: one stream of [image | text], whose blocks are told nothing but tokens, positions and modulation."""
+"""ERNIE-Image: one stream of [image | text], whose blocks are told nothing but tokens, positions and modulation.
+
+ComfyUI 0.20.1 has its positions in another shape: there it runs whole.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ class BlockPort(Port):
     needs = ()
     rows, axis = "rotary_pos_emb", 1
     harmless = ("temb",)
+    bounded = False
 
 
 class Hooks(Transformer):
