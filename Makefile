@@ -35,7 +35,7 @@ demo: ## run real models with and without ToMA and compare; ARGS=--serve opens t
 bench: ## time ToMA and its rivals on this machine, 15 minutes, about 10 GB of memory; ARGS=--help
 	@$(RUN) python -m benchmarks.suite $(ARGS)
 
-bench-gpu: ## the same for a GPU, 8 minutes, 30 GB of its memory; ARGS=--dry-run goes the same way without one
+bench-gpu: ## the same for a GPU, 8 minutes, 45 GB of its memory; ARGS=--dry-run goes the same way without one
 	@$(RUN) python -m benchmarks.suite --gpu $(ARGS)
 
 fidelity: ## measure merged pictures of the trained tiny models; hours on a CPU, resumable; ARGS=--help

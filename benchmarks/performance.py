@@ -31,7 +31,7 @@ RUNS = (4, 8, 20, 50)
 SIDES = (512, 1024, 2048, 4096)
 # Parts of a step, and what `benchmarks.hosttime` calls them.
 _CALLS = {"merge": "merge", "unmerge": "restore"}
-_FLUX_ALL = {"whole_first": 0}
+_ALL = {"whole_first": 0}
 
 
 def markdown(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
@@ -95,7 +95,7 @@ def ceilings() -> str:
         for model, name, settings in (
             ("sdxl", "SDXL", {}),
             ("flux", "Flux, first 5 + 5 blocks whole", {}),
-            ("flux", "Flux, all blocks", _FLUX_ALL),
+            ("flux", "Flux, all blocks", _ALL),
         ):
             for side in SIDES:
                 shape = Shape(model, side, side)
@@ -119,10 +119,10 @@ def families() -> str:
             for side in (_side(model), 2048) if model != "sdxl" else ():
                 shape = Shape(model, side, side)
                 base = count(shape)
-                every = [count(shape, _toma(ratio=ratio, **_FLUX_ALL), kernels=True) for ratio in (0.5, 0.75)]
+                every = [count(shape, _toma(ratio=ratio, **_ALL), kernels=True) for ratio in (0.5, 0.75)]
                 # Its first step runs whole.
                 balanced = [count(shape, _balanced(ratio), kernels=True, step=1) for ratio in (0.5, 0.75)]
-                plain = count(shape, _toma(**_FLUX_ALL))
+                plain = count(shape, _toma(**_ALL))
                 yield [
                     TITLES[model],
                     f"{side}",
@@ -153,7 +153,7 @@ def editing() -> str:
                 shape = Shape(model, references=references)
                 base = count(shape)
                 merged = [
-                    count(shape, _toma(ratio=ratio, merge_references=too, **_FLUX_ALL), kernels=True)
+                    count(shape, _toma(ratio=ratio, merge_references=too, **_ALL), kernels=True)
                     for too in (False, True)
                     for ratio in (0.5, 0.75)
                 ]

@@ -4,12 +4,12 @@
 
 On a GPU (`make bench-gpu`, 8 minutes): the kernels' tests on the card, the four operations alone, whole sampling runs
 of SDXL, Flux, Z-Image and Qwen-Image with and without ToMA, rivals, every attention that is there, torch.compile; then
-the goals of the project, met or missed, and for a missed one the profile that says why. On a CPU (`make bench`,
-15 minutes): what fits there. A section that fails or does not fit is named and the others go on; files are written
-after each. Besides PyTorch it needs ComfyUI's folder (COMFYUI_PATH), einops, safetensors, transformers, psutil,
-PyYAML, Pillow, and of what seldom is installed already comfy-kitchen, comfy-aimdo, torchsde and trampoline;
-matplotlib for plots, pytest for tests if they are there. --dry-run goes the same way with tiny models in a minute, on
-any machine, and tells no speed.
+the goals of the project, met or missed, and for a missed one the profile that says why. On a CPU (`make bench`, 15
+minutes): what fits there. A section that fails or does not fit is named and the others go on; files are written after
+each. Besides PyTorch it needs ComfyUI's folder (COMFYUI_PATH), einops, safetensors, transformers, psutil, PyYAML,
+Pillow, and of what seldom is installed already comfy-kitchen, comfy-aimdo, torchsde and trampoline; matplotlib for
+plots, pytest for tests if they are there. --dry-run goes the same way with tiny models in a minute, on any machine, and
+tells no speed.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ def toma(name: str, **settings: Any) -> Variant:
 
     def patch(model: Any) -> Any:
         hooks = pack_module("nodes.adapters.registry").require(model.get_model_object("diffusion_model"))
-        own = hooks.presets.get("faithful", {})
+        unmeasured = pack_module("nodes.adapters.family").PRESETS
+        own = {} if hooks.presets is unmeasured else hooks.presets.get("faithful", {})
         config = pack_module("toma_core").ToMAConfig(**{**EVERY_STEP, **own, **settings})
         return pack_module("nodes.adapters.run").attach(model, config)
 

@@ -1,0 +1,84 @@
+"""Models of full width are those of the checkpoints, and are evaluated as ComfyUI does it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import cost, fullsize, variants
+from benchmarks.fullsize import Shape
+from benchmarks.whole import EDITORS, WHOLE
+from scripts.comfy_pack import pack_module
+
+# Billions of weights, as published.
+WEIGHTS = {
+    "sdxl": 2.57,
+    "flux": 11.9,
+    "flux2": 32.2,
+    "klein": 9.1,
+    "chroma": 8.9,
+    "z_image": 6.15,
+    "lumina2": 2.6,
+    "krea2": 12.8,
+    "qwen_image": 20.4,
+    "sd3": 8.06,
+}
+every_model = pytest.mark.parametrize("name", WHOLE)
+
+
+@pytest.fixture(autouse=True)
+def loaded(pack: ModuleType) -> None:
+    """Models and hooks come from ComfyUI and the pack."""
+
+
+def weights(name: str, blocks: tuple[int, ...] | None = None) -> float:
+    model = cost.on_meta(name, blocks).model.diffusion_model
+    return sum(parameter.numel() for parameter in model.parameters()) / 1e9
+
+
+@every_model
+def test_as_large_as_its_checkpoint(name: str) -> None:
+    assert weights(name) == pytest.approx(WEIGHTS[name], rel=0.01)
+
+
+@every_model
+def test_few_blocks_fit_anywhere(name: str) -> None:
+    """In bf16, with room for what is computed, in 10 GB."""
+    assert 2 * weights(name, WHOLE[name].few or None) < 5.5
+
+
+@every_model
+def test_few_blocks_are_called_as_the_sampler_calls_them(name: str) -> None:
+    """The small model of the same layout takes what a shape gives, through `apply_model`."""
+    shape = Shape(name, 64, 64, 1, tiny=True)
+    inputs = shape.inputs(torch.device("cpu"))
+    with torch.no_grad():
+        out = fullsize.patcher(name, torch.float32, torch.device("cpu"), tiny=True).model.apply_model(**inputs)
+    assert out.shape == inputs["x"].shape == (1, *shape.latent)
+    assert out.isfinite().all()
+
+
+# At 1024, all blocks merged at a ratio of 0.5; of the fewer that Klein has, more launches are those of its two chains.
+@pytest.mark.parametrize("name", [name for name in WHOLE if name != "sdxl"])
+def test_stacks_add_next_to_nothing(name: str) -> None:
+    """Twice as fast by FLOPs, for at most 1.2 % of operations more even in plain PyTorch."""
+    shape, toma = Shape(name), variants.toma("", ratio=0.5, whole_first=0)
+    base, merged = cost.count(shape), cost.count(shape, toma)
+    assert 1.85 < base.flops / merged.flops < 2.25
+    assert 0 < merged.launches / base.launches - 1 < 0.013
+
+
+@pytest.mark.parametrize("name", EDITORS)
+def test_references_are_merged_or_in_the_way(name: str) -> None:
+    shape, whole = Shape(name, references=1), {"whole_first": 0}
+    base = cost.count(shape, kernels=True)
+    gains: list[Any] = [
+        base.flops / cost.count(shape, variants.toma("", ratio=0.5, merge_references=too, **whole), kernels=True).flops
+        for too in (False, True)
+    ]
+    assert gains[0] < 1.5
+    assert gains[1] > 2.0
+    assert pack_module("toma_core").ToMAConfig().merge_references is False
