@@ -1,15 +1,26 @@
-"""Counts what is alive in a server's process. Linked into ComfyUI as one more pack; see conftest.py."""
+"""Counts what is alive in a server's process, and makes small models of every family.
+
+Linked into ComfyUI as one more pack; see conftest.py.
+"""
 
 import ctypes
 import gc
+import importlib.util
 import json
 import sys
 from collections import Counter
+from pathlib import Path
 
 import torch
 from server import PromptServer
 
 PACK = "ComfyUI-ToMA"
+
+_spec = importlib.util.spec_from_file_location(
+    "lab_models", Path(__file__).resolve().parents[2] / "benchmarks/models.py"
+)
+models = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(models)
 
 
 def objects_of_the_pack():
@@ -57,4 +68,18 @@ class LabCensus:
         return {"ui": {"text": [json.dumps(counted)]}}
 
 
-NODE_CLASS_MAPPINGS = {"LabCensus": LabCensus}
+class LabModel:
+    """A small model of a family, with random weights from a seed, and two prompts for it."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL", "CONDITIONING", "CONDITIONING"), "load", "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):  # noqa: N802 - ComfyUI's name
+        return {"required": {"family": (list(models.TRANSFORMERS),), "seed": ("INT", {"default": 0})}}
+
+    def load(self, family, seed):
+        model = models.TRANSFORMERS[family](seed)
+        return model, *(models.conditioning(model, seed=number) for number in (1, 2))
+
+
+NODE_CLASS_MAPPINGS = {"LabCensus": LabCensus, "LabModel": LabModel}

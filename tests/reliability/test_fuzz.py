@@ -58,6 +58,8 @@ def mostly(name: str, *usual: Any) -> st.SearchStrategy[Any]:
     return st.sampled_from(range(10)).flatmap(lambda n: values_of(name) if n == 9 else st.sampled_from(usual))
 
 
+# All families but the first two, which have as many cases each as all of these together.
+OTHERS = sorted(set(models.TRANSFORMERS) - {"flux"})
 NAMES = [item.name for item in fields(config.ToMAConfig)]
 MERGING = {
     "ratio": mostly("ratio", 0.25, 0.5, 0.75),
@@ -109,34 +111,47 @@ def tasks(draw: st.DrawFn) -> dict[str, Any]:
         "scheduler": draw(st.sampled_from(["simple", "normal", "karras"])),
         "positive": draw(conditions(height, width)),
         "denoise": draw(st.sampled_from([1.0, 1.0, 0.6])),
+        "references": draw(st.lists(st.tuples(st.integers(1, 12), st.integers(2, 12)), max_size=2)),
     }
 
 
 def sample(model: Any, task: dict[str, Any]) -> torch.Tensor:
-    positive = [entry for options in task["positive"] for entry in models.conditioning(model, **options)]
-    return models.sample(model, **{**task, "positive": positive})
+    """Reference images, of the sizes that the task tells, are with every condition."""
+    latent = model.model.latent_format
+    frames = (1,) if latent.latent_dimensions == 3 else ()
+    found = [torch.randn(1, latent.latent_channels, *frames, *size, generator=torch.Generator().manual_seed(3))
+             for size in task["references"]]  # fmt: skip
+    more = {"reference_latents": found, "reference_latents_method": "index"} if found else {}
+    positive = [entry for options in task["positive"] for entry in models.conditioning(model, **options, **more)]
+    told = {name: value for name, value in task.items() if name != "references"}
+    return models.sample(model, **{**told, "positive": positive})
 
 
 @pytest.fixture(scope="module")
 def small(pack: Any) -> dict[str, Any]:
     """The fewest blocks that are of every kind, so that many cases can be tried."""
     shape = {"num_res_blocks": [1, 1], "transformer_depth": [0, 1], "transformer_depth_output": [0, 0, 2, 1]}
-    return {"unet": models.unet(depths=(0, 1), middle=1, **shape), "flux": models.flux(double=2, single=2)}
+    found = {"unet": models.unet(depths=(0, 1), middle=1, **shape), "flux": models.flux(double=2, single=2)}
+    for kind in OTHERS:
+        fewest = {"double": 2, "single": 2} if kind in ("flux2", "chroma") else {"layers": 2}
+        found[kind] = models.TRANSFORMERS[kind](**fewest)
+    return found
 
 
-@pytest.mark.parametrize("kind", ["unet", "flux"])
+@pytest.mark.parametrize("kind", ["unet", "flux", "other"])
 @cases(0.5)
-@given(chosen=SETTINGS, task=tasks(), again=st.integers(0, 3).map(lambda n: n == 0))
+@given(chosen=SETTINGS, task=tasks(), again=st.integers(0, 3).map(lambda n: n == 0), other=st.sampled_from(OTHERS))
 def test_any_settings_on_any_shape_under_any_conditions(
     small: dict[str, Any],
     stats_of: Any,
     hooks_left: Any,
     kind: str,
+    other: str,
     chosen: dict[str, Any],
     task: dict[str, Any],
     again: bool,
 ) -> None:
-    model = small[kind]
+    model = small[other if kind == "other" else kind]
     attach = pack_module("nodes.adapters.run").attach
     try:
         patched = attach(model, config.ToMAConfig(**chosen))

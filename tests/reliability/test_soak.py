@@ -38,6 +38,8 @@ LONG = PROMPTS >= 100
 SEED = 20261121
 config = pack_module("toma_core.config")
 Graph = dict[str, Any]
+# Families of which the demo has no model: small ones with random weights.
+OTHERS = ("flux2", "chroma", "z_image", "lumina2", "krea2", "qwen_image", "sd3")
 
 # What lives as long as a run, and not a moment longer.
 OF_A_RUN = {"RunState", "Schedule", "Sampling", "Evaluation", "MergePlan", "Details", "Detail", "_Entry", "Dispatch"}
@@ -71,7 +73,7 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
 
 def random_graph(chance: random.Random, seed: int) -> Graph:
     """A picture of random size, model, sampler and settings. Each has its own seed, or ComfyUI would not sample it."""
-    kind = chance.choice(KINDS)
+    kind, other = chance.choice(KINDS), chance.choice(OTHERS) if chance.random() < 0.4 else ""
     how = chance.choice(["advanced"] * 4 + ["simple", "without"])
     settings = random_settings(chance) if how == "advanced" else {}
     graph = sampling_graph(kind, 64, chance.randint(1, 4), seed, merged=how != "without", **settings)
@@ -87,8 +89,13 @@ def random_graph(chance: random.Random, seed: int) -> Graph:
     if how == "simple":
         inputs = {"model": ["loader", 0], "ratio": 0.5, "preset": chance.choice(list(pack_module("toma_core").PRESETS))}
         graph["toma"] = {"class_type": "ToMA", "inputs": inputs}
-    if chance.random() < 0.7:
+    if chance.random() < 0.7 or other:
         del graph["picture"], graph["decode"]
+    if other:
+        graph["loader"] = {"class_type": "LabModel", "inputs": {"family": other, "seed": chance.randint(0, 1)}}
+        graph["empty"]["class_type"] = "EmptyLatentImage"
+        graph["sampler"]["inputs"].update(positive=["loader", 1], negative=["loader", 2])
+        del graph["scene"]
     return graph
 
 
@@ -166,7 +173,7 @@ def fresh_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
     """fresh_process(graph): the digest of its latent from a process in which nothing ran before."""
     here = Path(__file__).parent
     base = tmp_path_factory.mktemp("fresh")
-    ComfyServer(packs=[ROOT / "demo"], base=base)  # links the packs in; it is not started
+    ComfyServer(packs=[ROOT / "demo", here / "lab.py"], base=base)  # links the packs in; it is not started
     place_dit(base / "models")
     command = [sys.executable, str(here / "fresh.py"), "--base-directory", str(base), "--cpu", "--disable-api-nodes"]
     command += ["--use-pytorch-cross-attention", "--database-url", f"sqlite:///{base / 'user' / 'comfyui.db'}"]

@@ -377,10 +377,8 @@ def test_references(
     """They follow the image being made, whole or merged by plans of their own; where they are told to be clean, the
     place from which on they are moves with them."""
     model = model_of(family)
-    if (
-        family == "krea2"
-        and "ref_latents" not in inspect.signature(type(model.model.diffusion_model).forward).parameters
-    ):
+    taken = inspect.signature(type(model.model.diffusion_model).forward).parameters
+    if family == "krea2" and "ref_latents" not in taken:
         pytest.skip("this ComfyUI has no references for Krea 2")
     layout = LAYOUTS[family][0]
     block = getattr(model.model.diffusion_model, layout.blocks)[1]
