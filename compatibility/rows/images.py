@@ -261,7 +261,7 @@ def kontext(kit: Kit) -> Iterator[Graph]:
     others=dict.fromkeys(("flux2", "krea2", "qwen_image"), MERGED),
 )
 def timestep_zero(kit: Kit) -> Graph:
-    like_flux2 = {"guidance_embed": False, "vec_in_dim": None, "global_modulation": True}
+    like_flux2: dict[str, Any] = {"guidance_embed": False, "vec_in_dim": None, "global_modulation": True}
     model = kit.build(**like_flux2) if kit.is_flux else None
     without = Graph(sample=partial(referring, kit, "index_timestep_zero", (13, 14)))
     return Graph(sample=partial(referring, kit, "index_timestep_zero", (3, 4)), without=without, model=model)
