@@ -94,8 +94,9 @@ Outcome = Expected | Refused | NotFor
 MERGED = Expected()
 NONE = NotFor("-")
 NOT_TRIED = NotFor("not tried")
-# Where many graphs ask the same of each model: without those of Flux.2, whose text is always 512 tokens long.
-CHEAP: dict[str, Outcome] = {**dict.fromkeys(OTHERS, MERGED), "flux2": NOT_TRIED}
+# Where many graphs ask the same of each model: without Flux.2, whose text is always 512 tokens long, and Z-Image, the
+# widest of the small models, of the same class as Lumina 2.
+CHEAP: dict[str, Outcome] = {**dict.fromkeys(OTHERS, MERGED), "flux2": NOT_TRIED, "z_image": NOT_TRIED}
 FOR_UNETS = NotFor("for UNets")
 FOR_FLUX = NotFor("for Flux")
 

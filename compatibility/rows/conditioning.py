@@ -38,7 +38,7 @@ def areas(kit: Kit) -> Graph:
     return Graph(sample=lambda m: sample(m, 1), without=Graph(sample=lambda m: sample(m, 9)), check=stays_left)
 
 
-@row(GROUP, "Masks (ConditioningSetMask, also with their bounds)", others=MERGED, quick=True)
+@row(GROUP, "Masks (ConditioningSetMask, also with their bounds)", others=CHEAP, quick=True)
 def masks(kit: Kit) -> Iterator[Graph]:
     """A prompt behind a mask beside one for the whole: in one step, it changes what the mask shows."""
     put, combine = node("nodes.ConditioningSetMask"), node("nodes.ConditioningCombine")

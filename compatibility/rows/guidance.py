@@ -98,7 +98,7 @@ def model_sampling(kit: Kit) -> Iterator[Graph]:
         yield Graph(partial(_second, patch, inputs), options=SMALL, steered=False, name=name)
 
 
-@row(GROUP, "ModelSamplingFlux, ModelSamplingSD3, ModelSamplingAuraFlow", sdxl=FOR_FLUX, others=MERGED)
+@row(GROUP, "ModelSamplingFlux, ModelSamplingSD3, ModelSamplingAuraFlow", sdxl=FOR_FLUX, others=CHEAP)
 def model_sampling_flow(kit: Kit) -> Iterator[Graph]:
     nodes = {"Flux": (1.15, 0.5, 1024, 1536), "SD3": (3.0,), "AuraFlow": (1.73,)}
     for name, inputs in nodes.items():

@@ -154,7 +154,7 @@ def sigma_nodes(kit: Kit) -> Iterator[Graph]:
         yield Graph(sample=partial(sample, make), steered=False, name=name)
 
 
-@row(GROUP, "Tiles of the latent, in any order, one by one or side by side, resting or moving", others=MERGED)
+@row(GROUP, "Tiles of the latent, in any order, one by one or side by side, resting or moving", others=CHEAP)
 def tiles(kit: Kit) -> Iterator[Graph]:
     """As MultiDiffusion and SpotDiffusion call the model: each tile is merged by what it shows."""
     at = corners(SIDE)
