@@ -210,7 +210,11 @@ def krea2(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
         **extra,
     }
     model_config = comfy.supported_models.Krea2(config)
-    return patcher(comfy.model_base.Krea2(model_config, device=torch.device("cpu")), seed)
+    model = patcher(comfy.model_base.Krea2(model_config, device=torch.device("cpu")), seed)
+    for name, parameter in model.model.diffusion_model.named_parameters():
+        if name.endswith("norm.scale"):
+            parameter.data -= 1.0  # stored as the difference from 1; else attention would be that of one token
+    return model
 
 
 def qwen_image(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:

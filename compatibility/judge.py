@@ -24,6 +24,8 @@ from .row import Expected, Graph, NotFor, Refused, Row
 
 # Small models have small grids and few blocks: merge all of them.
 EVERYTHING = {"min_tokens": 4, "whole_first": 0, "whole_last": 0}
+# Where models keep their transformer blocks, but for UNets, which have them in stacks.
+_LISTS = ("double_blocks", "single_blocks", "layers", "blocks", "transformer_blocks", "joint_blocks")
 # Merges nothing: idle with its hooks in place in the first half of the steps, off in the second.
 NEVER = {"min_tokens": 1_048_576, "end_percent": 0.5}
 # Cosine between what a feature changes with and without merging. Unrelated changes of latents as large as these are
@@ -174,11 +176,11 @@ def stats_of(model: Any) -> Any:
 
 def blocks_of(model: Any) -> int:
     """How many transformer blocks a model has."""
-    from comfy.ldm.flux.layers import DoubleStreamBlock, SingleStreamBlock
     from comfy.ldm.modules.attention import BasicTransformerBlock
 
-    kinds = BasicTransformerBlock, DoubleStreamBlock, SingleStreamBlock
-    return sum(isinstance(module, kinds) for module in model.model.diffusion_model.modules())
+    network = model.model.diffusion_model
+    lists = [getattr(network, name, ()) for name in _LISTS]
+    return sum(map(len, lists)) or sum(isinstance(module, BasicTransformerBlock) for module in network.modules())
 
 
 def hooked(model: Any) -> list[str]:

@@ -127,21 +127,27 @@ def filled(module: Any, seed: int = 0) -> Any:
 
 
 class Kit:
-    """One model family: `sdxl` or `flux`."""
+    """One model family: `sdxl`, or one of `benchmarks.models.TRANSFORMERS`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.channels = 4 if name == "sdxl" else 16
+        self.channels = {"sdxl": 4, "flux2": 128}.get(name, 16)
+        # Models whose latents are those of a video: (B, C, 1, H, W).
+        self.frames = (1,) if name in ("krea2", "qwen_image") else ()
 
     @property
     def is_flux(self) -> bool:
         return self.name == "flux"
 
     def build(self, seed: int = 0, **config: Any) -> Any:
-        """A small model of the family: a UNet of 11 transformer blocks, or a Flux of 3 double and 3 single blocks."""
-        if self.is_flux:
-            return models.flux(seed, **config)
-        return models.unet(seed, **{"num_res_blocks": [1, 1, 1], **_SDXL, **config})
+        """A small model of the family: a UNet of 11 transformer blocks, a Flux of 3 double and 3 single blocks, or one
+        of 2 to 5 blocks. Raises `AbsentError` where ComfyUI is older than the model."""
+        if self.name == "sdxl":
+            return models.unet(seed, **{"num_res_blocks": [1, 1, 1], **_SDXL, **config})
+        try:
+            return models.TRANSFORMERS[self.name](seed, **config)
+        except (ImportError, AttributeError):
+            raise AbsentError(f"this ComfyUI has no {self.name}") from None
 
     def build_sd15(self) -> Any:
         """A UNet with attention at full size, as SD1.5 has."""
@@ -167,15 +173,16 @@ class Kit:
         return self.prompt(1), self.prompt(2)
 
     def sample(self, model: Any, **options: Any) -> Tensor:
-        """Plain sampling: a latent of (B, C, H, W)."""
+        """Plain sampling: a latent of (B, C, H, W), or (B, C, 1, H, W)."""
         height, width = options.pop("height", SIDE), options.pop("width", SIDE)
         steps = max(options.pop("steps", STEPS), 4 if PRESET else 1)
         return models.sample(model, height, width, steps=steps, **options)
 
     def latent(self, side: int = SIDE, seed: int | None = None) -> dict[str, Tensor]:
         """LATENT: an empty one, or noise as an encoded picture would be."""
-        shape = (1, self.channels, side, side)
-        return {"samples": torch.zeros(shape) if seed is None else random(*shape, seed=seed)}
+        if seed is None:
+            return {"samples": torch.zeros(1, self.channels, side, side)}
+        return {"samples": random(1, self.channels, *self.frames, side, side, seed=seed)}
 
     def path(self, kind: str, name: str) -> Path:
         """Where to write a model file of this kind, so that ComfyUI's loaders find it by its name."""
@@ -203,7 +210,7 @@ class Kit:
         """A LoRA for every linear layer of the blocks."""
         found = {}
         for name, weight in self.model.model.diffusion_model.named_parameters():
-            if "blocks" in name and name.endswith(".weight") and weight.ndim == 2:
+            if ("blocks" in name or name.startswith("layers.")) and name.endswith(".weight") and weight.ndim == 2:
                 key = f"diffusion_model.{name.removesuffix('.weight')}"
                 out, into = weight.shape
                 found[f"{key}.lora_up.weight"] = random(out, rank, seed=seed, scale=0.3)

@@ -12,12 +12,20 @@ from scripts.comfyui import ROOT
 
 from .judge import Verdict
 from .kit import PRESET, version_of
-from .row import FAMILIES, NotFor, Row
+from .row import ALL, FAMILIES, OTHERS, NotFor, Row
 from .rows import ROWS
 
 PAGE = ROOT / "docs" / "compatibility.md"
 RESULTS = Path(__file__).parent / "results.json"
 BEGIN, END = "<!-- tables: make compatibility -->", "<!-- end of tables -->"
+
+# Between the tables of the first two families and those of the others.
+FURTHER = """### The other models
+
+The same judgement on small models of 2 to 5 blocks. Tried are the features that ask something of the model; what only
+deals with its answers is in the tables above. *-*: ComfyUI has no such thing for this model. *not tried*: for the
+time it takes here; what another model shows of it holds for this one. Compiled graphs of every model are counted by
+tests/nodes/adapters/test_compile.py."""
 
 Results = dict[str, Any]
 
@@ -81,34 +89,38 @@ def updated(page: str, results: Results) -> str:
 
 
 def tables(results: Results) -> str:
-    """One table for each group of rows."""
+    """One table for each group of rows; after them one for each group that was tried on further families."""
     lines = [f"Tried with ComfyUI {results['comfyui']} and PyTorch {results['torch']}, on the CPU."]
     lines += [*(_under(preset, tried) for preset, tried in results.get("presets", {}).items()), ""]
-    for group, rows in groupby(ROWS, key=lambda row: row.group):
-        lines += [f"| {group} | {' | '.join(FAMILIES.values())} | left whole |", "|---|---|---|---|"]
-        lines += [_line(row, results["rows"].get(row.feature, {})) for row in rows]
-        lines.append("")
+    for families in (FAMILIES, OTHERS):
+        if families is OTHERS:
+            lines += [FURTHER, ""]
+        tried_on = [row for row in ROWS if set(families) <= set(row.expected)]
+        for group, rows in groupby(tried_on, key=lambda row: row.group):
+            lines += [f"| {group} | {' | '.join(families.values())} | left whole |", "|---" * (len(families) + 2) + "|"]
+            lines += [_line(row, results["rows"].get(row.feature, {}), families) for row in rows]
+            lines.append("")
     return "\n".join(lines)
 
 
 def _under(preset: str, tried: Mapping[str, Mapping[str, bool]]) -> str:
     """How many verdicts are the same under a preset, and which are not."""
     same = [same for families in tried.values() for same in families.values()]
-    other = [f"{feature} ({FAMILIES[f]})" for feature, families in tried.items() for f in families if not families[f]]
+    other = [f"{feature} ({ALL[f]})" for feature, families in tried.items() for f in families if not families[f]]
     line = f"Under the preset `{preset}` {sum(same)} of {len(same)} verdicts are the same"
     return f"{line}; other ones: {', '.join(other)}." if other else f"{line}."
 
 
-def _line(row: Row, result: Mapping[str, Any]) -> str:
-    cells = [result.get(family, {}).get("cell", "not tried") for family in FAMILIES]
+def _line(row: Row, result: Mapping[str, Any], families: Mapping[str, str]) -> str:
+    cells = [result.get(family, {}).get("cell", "not tried") for family in families]
     tried = f" ({result['tried']})" if "tried" in result else ""
-    return f"| {row.feature}{tried} | {' | '.join(cells)} | {_left(result)} |"
+    return f"| {row.feature}{tried} | {' | '.join(cells)} | {_left(result, families)} |"
 
 
-def _left(result: Mapping[str, Any]) -> str:
+def _left(result: Mapping[str, Any], families: Mapping[str, str]) -> str:
     """What stays whole, said once where it is the same for all families."""
     left: dict[str, list[str]] = {}
-    for family, title in FAMILIES.items():
+    for family, title in families.items():
         for reason, parts in result.get(family, {}).get("whole", {}).items():
             left.setdefault(f"{parts} ({reason})", []).append(title)
     return "; ".join(f"{', '.join(titles)}: {what}" for what, titles in left.items())

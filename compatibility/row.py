@@ -11,6 +11,17 @@ from torch import Tensor
 from .kit import Kit
 
 FAMILIES = {"sdxl": "SDXL", "flux": "Flux"}
+# In tables of their own, of the features that ask something of a model of theirs.
+OTHERS = {
+    "flux2": "Flux.2",
+    "chroma": "Chroma",
+    "z_image": "Z-Image",
+    "lumina2": "Lumina 2",
+    "krea2": "Krea 2",
+    "qwen_image": "Qwen-Image",
+    "sd3": "SD3.5",
+}
+ALL = {**FAMILIES, **OTHERS}
 
 
 def _nothing(model: Any) -> Any:
@@ -79,7 +90,13 @@ class NotFor:
     why: str
 
 
+Outcome = Expected | Refused | NotFor
 MERGED = Expected()
+NONE = NotFor("-")
+NOT_TRIED = NotFor("not tried")
+# Where many graphs ask the same of each model: without Flux.2, whose text is always 512 tokens long, and Z-Image, the
+# widest of the small models, of the same class as Lumina 2.
+CHEAP: dict[str, Outcome] = {**dict.fromkeys(OTHERS, MERGED), "flux2": NOT_TRIED, "z_image": NOT_TRIED}
 FOR_UNETS = NotFor("for UNets")
 FOR_FLUX = NotFor("for Flux")
 
@@ -91,12 +108,12 @@ def whole(reason: str, parts: int) -> Expected:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table."""
+    """A line of the tables. expected: by family, of those that it is tried on."""
 
     feature: str
     group: str
     make: Callable[[Kit], Graph | Iterator[Graph]]
-    expected: Mapping[str, Expected | Refused | NotFor]
+    expected: Mapping[str, Outcome]
     quick: bool = False
     pack: str = ""
 
@@ -116,17 +133,26 @@ class Table:
         self,
         group: str,
         feature: str,
-        sdxl: Expected | Refused | NotFor = MERGED,
-        flux: Expected | Refused | NotFor = MERGED,
+        sdxl: Outcome = MERGED,
+        flux: Outcome = MERGED,
+        others: Outcome | Mapping[str, Outcome] | None = None,
+        *,
+        only: Mapping[str, Outcome] | None = None,
         quick: bool = False,
         pack: str = "",
     ) -> Callable[[Callable[[Kit], Any]], Callable[[Kit], Any]]:
-        """Decorates the function that makes the graphs. quick: run on the oldest supported ComfyUI as well. pack: the
-        folder of the community pack that the feature comes from."""
+        """Decorates the function that makes the graphs. others: of all other families, or of those that have the
+        feature. only: the same, where the first two have none. quick: run on the oldest supported ComfyUI as well.
+        pack: the folder of the community pack that the feature comes from."""
+        expected: dict[str, Outcome] = {} if only else {"sdxl": sdxl, "flux": flux}
+        others = only or others
+        if others is not None:
+            have = others if isinstance(others, Mapping) else dict.fromkeys(OTHERS, others)
+            expected |= {family: have.get(family, NONE) for family in OTHERS}
 
         def add(make: Callable[[Kit], Any]) -> Callable[[Kit], Any]:
             assert feature not in {row.feature for row in self.rows}, f"two rows are called {feature}"
-            self.rows.append(Row(feature, group, make, {"sdxl": sdxl, "flux": flux}, quick, pack))
+            self.rows.append(Row(feature, group, make, expected, quick, pack))
             return make
 
         return add

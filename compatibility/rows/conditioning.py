@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..judge import attach
 from ..kit import SIDE, Kit, node
-from ..row import Graph
+from ..row import CHEAP, MERGED, Graph
 from .table import row
 
 GROUP = "Prompts"
@@ -20,7 +20,7 @@ HALF = SIDE // 2
 PIXELS = 8 * SIDE
 
 
-@row(GROUP, "Areas (ConditioningSetArea)", quick=True)
+@row(GROUP, "Areas (ConditioningSetArea)", others=MERGED, quick=True)
 def areas(kit: Kit) -> Graph:
     """Left and right have prompts of their own: in one step, another prompt on the left changes the left alone."""
     area, combine = node("nodes.ConditioningSetArea"), node("nodes.ConditioningCombine")
@@ -38,7 +38,7 @@ def areas(kit: Kit) -> Graph:
     return Graph(sample=lambda m: sample(m, 1), without=Graph(sample=lambda m: sample(m, 9)), check=stays_left)
 
 
-@row(GROUP, "Masks (ConditioningSetMask, also with their bounds)", quick=True)
+@row(GROUP, "Masks (ConditioningSetMask, also with their bounds)", others=CHEAP, quick=True)
 def masks(kit: Kit) -> Iterator[Graph]:
     """A prompt behind a mask beside one for the whole: in one step, it changes what the mask shows."""
     put, combine = node("nodes.ConditioningSetMask"), node("nodes.ConditioningCombine")
@@ -51,9 +51,10 @@ def masks(kit: Kit) -> Iterator[Graph]:
 
     def stays_inside(bounds: str, result: Tensor) -> None:
         changed = (sample(9, bounds, attach(kit.model)) != result).any(1)
-        assert torch.equal(changed, mask.bool())
+        assert torch.equal(changed.view(mask.shape), mask.bool())
 
-    for bounds in ("default", "mask bounds"):
+    # ComfyUI looks for bounds in masks of two dimensions alone.
+    for bounds in ("default",) if kit.frames else ("default", "mask bounds"):
         yield Graph(
             sample=partial(sample, 1, bounds),
             without=Graph(sample=partial(sample, 9, bounds)),
@@ -62,7 +63,7 @@ def masks(kit: Kit) -> Iterator[Graph]:
         )
 
 
-@row(GROUP, "Prompts combined, concatenated, averaged, zeroed and timed")
+@row(GROUP, "Prompts combined, concatenated, averaged, zeroed and timed", others=CHEAP)
 def combined(kit: Kit) -> Iterator[Graph]:
     timed = node("nodes.ConditioningSetTimestepRange")
     one, two = kit.prompt(1), kit.prompt(3)
@@ -77,14 +78,14 @@ def combined(kit: Kit) -> Iterator[Graph]:
         yield Graph(options={"steps": 3, "positive": positive}, without=Graph(options={"steps": 3}), name=name)
 
 
-@row(GROUP, "Prompts of other lengths")
+@row(GROUP, "Prompts of other lengths", others=MERGED)
 def lengths(kit: Kit) -> Graph:
     """They cannot be joined in one call."""
     conds = {"positive": kit.prompt(1, tokens=154), "negative": kit.prompt(2, tokens=77)}
     return Graph(sample=lambda m: kit.sample(m, **conds))
 
 
-@row(GROUP, "A batch with a prompt for each image")
+@row(GROUP, "A batch with a prompt for each image", others=MERGED)
 def batch_of_prompts(kit: Kit) -> Graph:
     """In one step, another prompt for the second image changes the second image alone."""
 
@@ -102,7 +103,7 @@ def batch_of_prompts(kit: Kit) -> Graph:
     return Graph(sample=lambda m: sample(m, 3), without=Graph(sample=lambda m: sample(m, 9)), check=stays_second)
 
 
-@row(GROUP, "Split CFG: positive and negative in calls of their own, for want of memory")
+@row(GROUP, "Split CFG: positive and negative in calls of their own, for want of memory", others=MERGED)
 def split_cfg(kit: Kit) -> Graph:
     """As near to the joined call as rounding lets it be; selection by grid and soft weights do not magnify it."""
     smooth = {"selector": "grid", "scale": 20.0}

@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 from ..kit import SIDE, SMALL, Kit, node
-from ..row import FOR_FLUX, FOR_UNETS, Expected, Graph, NotFor, Refused, whole
+from ..row import CHEAP, FOR_FLUX, FOR_UNETS, MERGED, Expected, Graph, NotFor, Refused, whole
 from .table import row
 
 GROUP = "Guidance and schedules"
 REPLACED = "replaced by another node"
+NEEDED = "another node's attention patch needs all tokens"
 
 
 @row(GROUP, "Perturbed-Attention Guidance", sdxl=Expected(whole={REPLACED: 2}), flux=FOR_UNETS, quick=True)
@@ -26,7 +27,8 @@ def sag(kit: Kit) -> Graph:
     return Graph(lambda m: patch(m, 0.5, 2.0))
 
 
-@row(GROUP, "Skip Layer Guidance (SD3, DiT, DiT simple)", sdxl=NotFor("for DiTs"))
+@row(GROUP, "Skip Layer Guidance (SD3, DiT, DiT simple)", sdxl=NotFor("for DiTs"),
+     others=dict.fromkeys(("flux2", "chroma", "qwen_image", "sd3"), MERGED))  # fmt: skip
 def slg(kit: Kit) -> Iterator[Graph]:
     sd3, dit = node("nodes_sd3.SkipLayerGuidanceSD3"), node("nodes_slg.SkipLayerGuidanceDiT")
     simple = node("nodes_slg.SkipLayerGuidanceDiTSimple")
@@ -37,10 +39,17 @@ def slg(kit: Kit) -> Iterator[Graph]:
     yield Graph(lambda m: simple(m, 0.0, 1.0, "1", "1"), name="DiT simple")
 
 
-@row(GROUP, "Normalized Attention Guidance (NAG)", flux=whole("another node's attention patch needs all tokens", 6))
+@row(GROUP, "Normalized Attention Guidance (NAG)", flux=whole(NEEDED, 6),
+     others={"flux2": whole(NEEDED, 5), "chroma": whole(NEEDED, 5), "krea2": whole(NEEDED, 4)})  # fmt: skip
 def nag(kit: Kit) -> Graph:
     patch = node("nodes_nag.NAGuidance")
     return Graph(lambda m: patch(m, 5.0, 0.5, 1.5))
+
+
+@row(GROUP, "RenormCFG (Lumina 2)", only={"z_image": MERGED, "lumina2": MERGED})
+def renorm(kit: Kit) -> Graph:
+    patch = node("nodes_lumina2.RenormCFG")
+    return Graph(lambda m: patch(m, 100.0, 1.0))
 
 
 @row(GROUP, "RescaleCFG")
@@ -89,7 +98,7 @@ def model_sampling(kit: Kit) -> Iterator[Graph]:
         yield Graph(partial(_second, patch, inputs), options=SMALL, steered=False, name=name)
 
 
-@row(GROUP, "ModelSamplingFlux, ModelSamplingSD3, ModelSamplingAuraFlow", sdxl=FOR_FLUX)
+@row(GROUP, "ModelSamplingFlux, ModelSamplingSD3, ModelSamplingAuraFlow", sdxl=FOR_FLUX, others=CHEAP)
 def model_sampling_flow(kit: Kit) -> Iterator[Graph]:
     nodes = {"Flux": (1.15, 0.5, 1024, 1536), "SD3": (3.0,), "AuraFlow": (1.73,)}
     for name, inputs in nodes.items():
@@ -97,14 +106,14 @@ def model_sampling_flow(kit: Kit) -> Iterator[Graph]:
         yield Graph(partial(_second, patch, inputs), options=SMALL, steered=False, name=name)
 
 
-@row(GROUP, "Differential Diffusion", quick=True)
+@row(GROUP, "Differential Diffusion", others=MERGED, quick=True)
 def differential(kit: Kit) -> Graph:
     patch, slope = node("nodes_differential_diffusion.DifferentialDiffusion"), _slope()
     masked = {"noise_mask": slope, "steps": 3}
     return Graph(lambda m: patch(m, 1.0), options=masked, without=Graph(options=masked))
 
 
-@row(GROUP, "Context windows over a batch (ContextWindowsManual)")
+@row(GROUP, "Context windows over a batch (ContextWindowsManual)", others=CHEAP)
 def context_windows(kit: Kit) -> Graph:
     patch = node("nodes_context_windows.ContextWindowsManualNode")
     windows = {"context_schedule": "standard_static", "context_stride": 1, "closed_loop": False}

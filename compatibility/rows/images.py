@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kit import SIDE, Kit, filled, node, patcher, random
-from ..row import FOR_FLUX, FOR_UNETS, Expected, Graph, whole
+from ..kit import SIDE, Kit, filled, node, part, patcher, random
+from ..row import FOR_FLUX, FOR_UNETS, MERGED, NOT_TRIED, Graph, whole
 from .table import row
 
 GROUP = "Images and references"
@@ -29,9 +29,10 @@ def encoder(kit: Kit) -> Any:
 
     def encode(pixels: Tensor) -> Tensor:
         small = torch.nn.functional.avg_pool2d(pixels.movedim(-1, 1), 8)
-        return 4 * small[:, torch.arange(kit.channels) % 3] - 2
+        latent = 4 * small[:, torch.arange(kit.channels) % 3] - 2
+        return latent.unsqueeze(2) if kit.frames else latent
 
-    return SimpleNamespace(encode=encode)
+    return SimpleNamespace(encode=encode, spacial_compression_encode=lambda: 8)
 
 
 def controlnet(kit: Kit, seed: int = 0) -> Any:
@@ -43,6 +44,30 @@ def controlnet(kit: Kit, seed: int = 0) -> Any:
 
     config = dict(kit.model.model.model_config.unet_config)
     common = {"operations": comfy.ops.disable_weight_init, "dtype": torch.float32, "device": torch.device("cpu")}
+    cpu = torch.device("cpu")
+    if kit.name == "sd3":
+        import comfy.cldm.dit_embedder
+        import comfy.latent_formats
+
+        shape = {"num_attention_heads": 2, "attention_head_dim": 64, "adm_in_channels": 24, "num_layers": 2}
+        small = {"img_size": None, "patch_size": 2, "in_chans": 16, "main_model_double": 2, "double_y_emb": False}
+        embedder = comfy.cldm.dit_embedder.ControlNetEmbedder(**shape, **small, **common)
+        latent_format = comfy.latent_formats.SD3()
+        kind = comfy.controlnet.ControlNetSD35
+        return kind(filled(embedder, seed), compression_ratio=1, latent_format=latent_format, load_device=cpu)
+    if kit.name == "qwen_image":
+        import comfy.latent_formats
+        import comfy.ldm.qwen_image.controlnet
+
+        for name in ("dtype", "image_model"):
+            config.pop(name, None)
+        network = comfy.ldm.qwen_image.controlnet.QwenImageControlNetModel(**{**config, "num_layers": 2}, **common)
+        network.main_model_double = config["num_layers"]
+        latent_format = comfy.latent_formats.Wan21()
+        made = comfy.controlnet.ControlNet
+        return made(
+            filled(network, seed), compression_ratio=1, latent_format=latent_format, load_device=cpu, extra_conds=[]
+        )
     if kit.is_flux:
         config.pop("dtype", None)
         network = comfy.ldm.flux.controlnet.ControlNetFlux(**config, **common)
@@ -55,15 +80,43 @@ def controlnet(kit: Kit, seed: int = 0) -> Any:
     return comfy.controlnet.ControlNet(filled(network, seed), load_device=torch.device("cpu"), extra_conds=extra)
 
 
-@row(GROUP, "ControlNet", quick=True)
+@row(GROUP, "ControlNet", others={"chroma": NOT_TRIED, "qwen_image": MERGED, "sd3": MERGED}, quick=True)
 def control(kit: Kit) -> Graph:
     apply, network = node("nodes.ControlNetApplyAdvanced"), controlnet(kit)
 
     def sample(model: Any, strength: float) -> Tensor:
-        positive, negative = apply(*kit.prompts, network, picture(), strength, 0.0, 1.0)
+        vae = {} if network.latent_format is None else {"vae": encoder(kit)}
+        positive, negative = apply(*kit.prompts, network, picture(), strength, 0.0, 1.0, **vae)
         return kit.sample(model, positive=positive, negative=negative)
 
     return Graph(sample=lambda m: sample(m, 0.5), without=Graph(sample=lambda m: sample(m, 0.0)), off=True)
+
+
+@row(
+    GROUP,
+    "ControlNets that are patches (DiffSynth for Qwen-Image, Fun for Z-Image)",
+    only={"qwen_image": MERGED, "z_image": MERGED},
+)
+def control_patch(kit: Kit) -> Graph:
+    """They are shown the image between two blocks, and write into it."""
+    import comfy.ldm.lumina.controlnet
+    import comfy.ops
+
+    common = {"operations": comfy.ops.disable_weight_init, "dtype": torch.float32, "device": torch.device("cpu")}
+    if kit.name == "qwen_image":
+        made = part("nodes_model_patch.QwenImageBlockWiseControlNet")(num_layers=4, dim=48, **common)
+        apply = node("nodes_model_patch.QwenImageDiffsynthControlnet")
+    else:
+        shape = {"dim": 256, "n_heads": 4, "n_kv_heads": 4, "n_control_layers": 3, "ffn_dim_multiplier": 2.0}
+        made = comfy.ldm.lumina.controlnet.ZImage_Control(**shape, **common)
+        apply = node("nodes_model_patch.ZImageFunControlnet")
+    network = patcher(made)
+
+    def patch(strength: float, model: Any) -> Any:
+        with torch.no_grad():
+            return apply(model, network, encoder(kit), image=picture(), strength=strength)
+
+    return Graph(partial(patch, 0.5), without=Graph(partial(patch, 0.0)))
 
 
 @row(GROUP, "Several ControlNets, each in some of the steps")
@@ -119,7 +172,7 @@ def inpaint_model(kit: Kit) -> Graph:
     return Graph(sample=lambda m: sample(m, 3), without=Graph(sample=lambda m: sample(m, 4)), model=model)
 
 
-@row(GROUP, "Inpainting by a noise mask (SetLatentNoiseMask)", quick=True)
+@row(GROUP, "Inpainting by a noise mask (SetLatentNoiseMask)", others=MERGED, quick=True)
 def noise_mask(kit: Kit) -> Graph:
     """What the mask keeps is the picture's own latent, exactly as far as the sampler lets it."""
     put, sampler = node("nodes.SetLatentNoiseMask"), node("nodes.KSampler")
@@ -128,9 +181,9 @@ def noise_mask(kit: Kit) -> Graph:
     latent = put(kit.latent(seed=6), mask)
 
     def keeps(result: Tensor) -> None:
-        kept, original = result[:, :, SIDE // 2 :], latent["samples"][:, :, SIDE // 2 :]
+        kept, original = result[..., SIDE // 2 :, :], latent["samples"][..., SIDE // 2 :, :]
         torch.testing.assert_close(kept, original, rtol=1e-4, atol=1e-4)
-        assert (result - latent["samples"])[:, :, : SIDE // 2].abs().mean() > 0.1
+        assert (result - latent["samples"])[..., : SIDE // 2, :].abs().mean() > 0.1
 
     def sample(model: Any) -> Tensor:
         return sampler(model, 5, 3, 3.0, "euler", "simple", *kit.prompts, latent, 0.8)["samples"]
@@ -185,7 +238,7 @@ def referring(kit: Kit, method: str | None, seeds: tuple[int, ...], model: Any) 
     conds = []
     for cond in kit.prompts:
         for size, seed in zip(((16, 12), (8, 30), (24, 24)), seeds, strict=False):
-            cond = reference(cond, {"samples": random(1, kit.channels, *size, seed=seed)})
+            cond = reference(cond, {"samples": random(1, kit.channels, *kit.frames, *size, seed=seed)})
         conds.append(cond if place is None else place(cond, method))
     return kit.sample(model, positive=conds[0], negative=conds[1])
 
@@ -205,8 +258,26 @@ def kontext(kit: Kit) -> Iterator[Graph]:
     GROUP,
     "References at timestep zero (index_timestep_zero, on the layout of Flux.2)",
     sdxl=FOR_FLUX,
-    flux=Expected(merged=False, whole={"modulation_dims in use": 3, "modulation_dims_img in use": 3}),
+    others=dict.fromkeys(("flux2", "krea2", "qwen_image"), MERGED),
 )
 def timestep_zero(kit: Kit) -> Graph:
-    model = kit.build(guidance_embed=False, vec_in_dim=None, global_modulation=True)
-    return Graph(sample=partial(referring, kit, "index_timestep_zero", (3, 4)), model=model)
+    like_flux2: dict[str, Any] = {"guidance_embed": False, "vec_in_dim": None, "global_modulation": True}
+    model = kit.build(**like_flux2) if kit.is_flux else None
+    without = Graph(sample=partial(referring, kit, "index_timestep_zero", (13, 14)))
+    return Graph(sample=partial(referring, kit, "index_timestep_zero", (3, 4)), without=without, model=model)
+
+
+@row(
+    GROUP,
+    "References of editing models, whole and merged (merge_references)",
+    only=dict.fromkeys(("flux2", "z_image", "krea2", "qwen_image"), MERGED),
+)
+def references(kit: Kit) -> Iterator[Graph]:
+    method = "index" if kit.name == "krea2" else None
+    for merged in (False, True):
+        yield Graph(
+            sample=partial(referring, kit, method, (3, 4)),
+            without=Graph(sample=partial(referring, kit, method, (13, 14))),
+            settings={"merge_references": merged},
+            name="merged" if merged else "whole",
+        )

@@ -16,7 +16,7 @@ from scripts.comfy_pack import pack_module
 from ..judge import attach
 from ..kit import SIDE, Kit, node, part, patcher, random
 from ..parallel import InTurn, Shares, by_condition
-from ..row import FOR_FLUX, FOR_UNETS, Expected, Graph, Refused, whole
+from ..row import FAMILIES, FOR_FLUX, FOR_UNETS, MERGED, NOT_TRIED, OTHERS, Expected, Graph, Refused, whole
 from .table import row
 
 GROUP = "Model patches"
@@ -62,7 +62,8 @@ def deep_shrink(kit: Kit) -> Graph:
     return Graph(lambda m: patch(m, 2, 2.0, 0.0, 0.6, True, "bicubic", "bicubic"))
 
 
-@row(GROUP, "RoPE scaling (ScaleROPE)", sdxl=FOR_FLUX)
+@row(GROUP, "RoPE scaling (ScaleROPE)", sdxl=FOR_FLUX,
+     others={"flux2": MERGED, "z_image": MERGED, "lumina2": MERGED})  # fmt: skip
 def rope(kit: Kit) -> Graph:
     patch = node("nodes_rope.ScaleROPE")
     without = Graph(lambda m: patch(m, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0))
@@ -80,27 +81,53 @@ def uso(kit: Kit) -> Graph:
     return Graph(lambda m: patch(m, style, seen), options={"cfg": 1.0})
 
 
-@row(GROUP, "EasyCache", quick=True)
+# Of SD3 ComfyUI offers no place to put it.
+@row(GROUP, "EasyCache", others={name: MERGED for name in OTHERS if name != "sd3"}, quick=True)
 def easycache(kit: Kit) -> Graph:
     patch, steps = node("nodes_easycache.EasyCacheNode"), {"steps": 5}
     without = Graph(lambda m: patch(m, 0.0, 0.0, 1.0, False), options=steps)
-    return Graph(lambda m: patch(m, 3.0, 0.0, 1.0, False), options=steps, without=without, off=True)
+    # So much that it skips the same steps whether tokens are merged or not.
+    reuse = 3.0 if kit.name in FAMILIES else 1e6
+    return Graph(lambda m: patch(m, reuse, 0.0, 1.0, False), options=steps, without=without, off=True)
 
 
-@row(GROUP, "LazyCache")
+@row(GROUP, "LazyCache", others=MERGED)
 def lazycache(kit: Kit) -> Graph:
     patch, steps = node("nodes_easycache.LazyCacheNode"), {"steps": 5}
     without = Graph(lambda m: patch(m, 0.0, 0.0, 1.0, False), options=steps)
-    return Graph(lambda m: patch(m, 3.0, 0.0, 1.0, False), options=steps, without=without, off=True)
+    reuse = 3.0 if kit.name in FAMILIES else 1e6
+    return Graph(lambda m: patch(m, reuse, 0.0, 1.0, False), options=steps, without=without, off=True)
 
 
-@row(GROUP, "torch.compile (TorchCompileModel)")
+@row(GROUP, "Attention by another function (optimized_attention_override)", others=MERGED)
+def attention_override(kit: Kit) -> Graph:
+    """As packs put FlashAttention or SageAttention in its place: here ComfyUI's own, query block by query block."""
+    from comfy.ldm.modules.attention import attention_sub_quad
+
+    def patch(model: Any) -> Any:
+        model = model.clone()
+        instead = lambda _, *args, **kwargs: attention_sub_quad(*args, **kwargs)  # noqa: E731
+        model.model_options["transformer_options"]["optimized_attention_override"] = instead
+        return model
+
+    return Graph(patch, steered=False)
+
+
+@row(
+    GROUP,
+    "torch.compile (TorchCompileModel)",
+    others={**dict.fromkeys(OTHERS, NOT_TRIED), "z_image": MERGED, "qwen_image": MERGED},
+)
 def compiled(kit: Kit) -> Graph:
     """With the backend that runs the captured graphs as they are."""
     patch = node("nodes_torch_compile.TorchCompileModel")
     torch._dynamo.reset()
     unet = {"depths": (0, 1), "num_res_blocks": [1, 1], "transformer_depth": [0, 1], "middle": 1}
-    small = {"double": 1, "single": 1} if kit.is_flux else {**unet, "transformer_depth_output": [0, 0, 1, 0]}
+    small: dict[str, Any] = {"layers": 2}
+    if kit.name == "sdxl":
+        small = {**unet, "transformer_depth_output": [0, 0, 1, 0]}
+    elif kit.name in ("flux", "flux2", "chroma"):
+        small = {"double": 1, "single": 1}
     return Graph(lambda m: patch(m, "eager"), model=kit.build(**small), same_as={})
 
 

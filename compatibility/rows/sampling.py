@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..judge import attach, close
 from ..kit import SIDE, SMALL, STEPS, Kit, node, part
-from ..row import Graph
+from ..row import CHEAP, MERGED, NOT_TRIED, OTHERS, Graph
 from ..tiles import corners, tiled
 from .table import row
 
@@ -19,7 +19,7 @@ GROUP = "Sampling"
 Maker = Callable[[Any], Any]  # from a model to what is made for it
 
 
-@row(GROUP, "Every sampler that ComfyUI lists")
+@row(GROUP, "Every sampler that ComfyUI lists", others={**dict.fromkeys(OTHERS, NOT_TRIED), "qwen_image": MERGED})
 def samplers(kit: Kit) -> Iterator[Graph]:
     for sampler in part("nodes.KSampler").INPUT_TYPES()["required"]["sampler_name"][0]:
         options = {"sampler": sampler, "scheduler": "normal", "steps": 3, **SMALL}
@@ -33,7 +33,7 @@ def schedulers(kit: Kit) -> Iterator[Graph]:
         yield Graph(options=options, steered=False, name=scheduler)
 
 
-@row(GROUP, "A batch of images, guidance 1, image to image")
+@row(GROUP, "A batch of images, guidance 1, image to image", others=CHEAP)
 def everyday(kit: Kit) -> Iterator[Graph]:
     sampler = node("nodes.KSampler")
     yield Graph(options={"batch": 3}, steered=False, name="batch")
@@ -45,7 +45,13 @@ def everyday(kit: Kit) -> Iterator[Graph]:
     yield Graph(sample=redrawn, steered=False, name="image to image")
 
 
-@row(GROUP, "KSampler (Advanced): ranges of steps, leftover noise", quick=True)
+@row(GROUP, "Sizes that no window and no patch divides", others=MERGED)
+def odd_sizes(kit: Kit) -> Iterator[Graph]:
+    for height, width in ((19, 15), (33, 10)):
+        yield Graph(options={"height": height, "width": width}, steered=False, name=f"{height} x {width}")
+
+
+@row(GROUP, "KSampler (Advanced): ranges of steps, leftover noise", others=CHEAP, quick=True)
 def ranges(kit: Kit) -> Graph:
     """The first half of the steps with noise left over, then the second without new noise: as one run of them all."""
     sampler = node("nodes.KSamplerAdvanced")
@@ -58,7 +64,7 @@ def ranges(kit: Kit) -> Graph:
     return Graph(sample=sample, steered=False)
 
 
-@row(GROUP, "Two samplers: a larger second pass (hires fix)")
+@row(GROUP, "Two samplers: a larger second pass (hires fix)", others=CHEAP)
 def hires(kit: Kit) -> Graph:
     sampler, upscale = node("nodes.KSampler"), node("nodes.LatentUpscaleBy")
 
@@ -82,7 +88,7 @@ def sigmas_of(model: Any, steps: int = 3) -> Any:
     return node("nodes_custom_sampler.BasicScheduler")(model, "simple", steps, 1.0)
 
 
-@row(GROUP, "Guiders: basic, CFG, dual CFG (regular, nested), Perp-Neg", quick=True)
+@row(GROUP, "Guiders: basic, CFG, dual CFG (regular, nested), Perp-Neg", others=CHEAP, quick=True)
 def guiders(kit: Kit) -> Iterator[Graph]:
     positive, negative = kit.prompts
     third = kit.prompt(3)
@@ -102,7 +108,7 @@ def guiders(kit: Kit) -> Iterator[Graph]:
         yield Graph(sample=partial(sample, make), steered=False, name=name)
 
 
-@row(GROUP, "Dual-model guider")
+@row(GROUP, "Dual-model guider", others=CHEAP)
 def dual_model(kit: Kit) -> Graph:
     """The negative prompt runs on a model of other weights, with the options of the first: it is merged too."""
     make = node("nodes_custom_sampler.DualModelGuider")
@@ -148,7 +154,7 @@ def sigma_nodes(kit: Kit) -> Iterator[Graph]:
         yield Graph(sample=partial(sample, make), steered=False, name=name)
 
 
-@row(GROUP, "Tiles of the latent, in any order, one by one or side by side, resting or moving")
+@row(GROUP, "Tiles of the latent, in any order, one by one or side by side, resting or moving", others=CHEAP)
 def tiles(kit: Kit) -> Iterator[Graph]:
     """As MultiDiffusion and SpotDiffusion call the model: each tile is merged by what it shows."""
     at = corners(SIDE)
@@ -162,7 +168,7 @@ def tiles(kit: Kit) -> Iterator[Graph]:
     yield Graph(lambda m: tiled(m, at, 4, lambda step: 3 * step), steered=False, name="moving")
 
 
-@row(GROUP, "Unsampling: sigmas from low to high (FlipSigmas)")
+@row(GROUP, "Unsampling: sigmas from low to high (FlipSigmas)", others=CHEAP)
 def unsampling(kit: Kit) -> Graph:
     """Not up to pure noise: ComfyUI cannot say what a Flux latent is there."""
     flip, still = node("nodes_custom_sampler.FlipSigmas"), node("nodes_custom_sampler.DisableNoise")

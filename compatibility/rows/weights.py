@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..kit import Kit, node, random
-from ..row import FOR_UNETS, Graph
+from ..row import CHEAP, FOR_UNETS, MERGED, Graph
 from .table import row
 
 GROUP = "Weights"
 
 
-@row(GROUP, "LoRA", quick=True)
+@row(GROUP, "LoRA", others=MERGED, quick=True)
 def lora(kit: Kit) -> Graph:
     name = kit.file("loras", "style.safetensors", kit.lora())
     load = node("nodes.LoraLoaderModelOnly")
@@ -27,7 +27,7 @@ def loras(kit: Kit) -> Graph:
     return Graph(lambda m: load(load(m, names[0], 0.8), names[1], -0.6))
 
 
-@row(GROUP, "LoRA as a hook on conditioning, with keyframes", quick=True)
+@row(GROUP, "LoRA as a hook on conditioning, with keyframes", others=CHEAP, quick=True)
 def lora_hooks(kit: Kit) -> Graph:
     """The LoRA acts on the positive prompt alone, and fades during the run."""
     name = kit.file("loras", "style.safetensors", kit.lora())
