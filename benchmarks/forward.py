@@ -28,8 +28,9 @@ from benchmarks.variants import UNPATCHED, Variant
 from benchmarks.whole import WHOLE
 from scripts.comfy_pack import pack_module
 
-# Random weights: an output farther off than this is a broken one, not a merged one.
-FARTHEST = 0.5
+# Random weights: an output farther off than this is a broken one (nothing at all is 1 off, something else 1.4), not a
+# merged one. Small models of few tokens come to 0.7.
+FARTHEST = 0.8
 GRANULARITIES = ["module", "block", "stack"]
 
 
