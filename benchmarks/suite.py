@@ -248,6 +248,10 @@ FAMILIES = (
 )
 
 
+# Few blocks of random weights, with nothing whole before or after them; no output at all is 1 off.
+_FAR = 0.8
+
+
 def few_blocks(name: str, side: int) -> Section:
     """Two or three full-width blocks on a CPU, none left whole."""
 
@@ -256,7 +260,7 @@ def few_blocks(name: str, side: int) -> Section:
         chosen, blocks = forward.toma_variants([RATIO], ["stack"], whole), WHOLE[name].few
         suite.rows += forward.measure(
             suite.patcher(name, blocks), suite.shape(name, side), chosen, suite.repeats(5), suite.device,
-            blocks=blocks, limit=40,
+            blocks=blocks, limit=40, farthest=_FAR,
         )  # fmt: skip
 
     return section
