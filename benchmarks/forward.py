@@ -106,14 +106,14 @@ class Runner:
         return "" if self.stats is None else "kernels: " + ", ".join(sorted(self.stats.kernels))
 
 
-def problems(runner: Runner, output: Tensor, base: Tensor) -> list[str]:
+def problems(runner: Runner, output: Tensor, base: Tensor, farthest: float = FARTHEST) -> list[str]:
     """Why this variant's speed must not be told."""
     found = []
     if runner.stats is not None and not runner.stats.merged_blocks:
         found.append(runner.stats.summary())
     if output.shape == base.shape and torch.isfinite(output).all():
         far = bench.distance(output, base)
-        if far > FARTHEST:
+        if far > farthest:
             found.append(f"the output is {far:.2f} off")
         if runner.variant.unchanged and runner.variant.name != UNPATCHED.name and far:
             found.append("the output changed, and must not")
@@ -135,6 +135,7 @@ def measure(
     check_kernels: bool = False,
     blocks: tuple[int, ...] | None = None,
     limit: float = float("inf"),
+    farthest: float = FARTHEST,
 ) -> list[Row]:
     """All variants at one shape, interleaved with the unpatched model.
 
@@ -157,7 +158,7 @@ def measure(
     for name, runner in runners.items():
         timing = timings[name]
         assert timing.output is not None
-        found = [*changed, *problems(runner, timing.output, base.output)]
+        found = [*changed, *problems(runner, timing.output, base.output, farthest)]
         row = Row(section, shape.model, shape.size, shape.batch, name, runner.tokens(), note=runner.variant.note)
         if runner.stats is not None:
             row.note = "; ".join(t for t in (row.note, runner.kernels()) if t)
