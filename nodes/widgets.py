@@ -73,8 +73,11 @@ def _override(name: str) -> Any:
 
 
 def _is_set(value: Any) -> bool:
-    # What else comes over a link may have an equality of its own.
-    return not isinstance(value, (str, int, float)) or value not in (_PRESET, _UNSET)
+    # Every negative number: a click on a widget's arrow makes -0.95 of -1. What else comes over a link may have an
+    # equality of its own.
+    if isinstance(value, (int, float)):
+        return not value < 0
+    return not isinstance(value, str) or value != _PRESET
 
 
 def _field_value(name: str, value: Any) -> Any:

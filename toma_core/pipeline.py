@@ -19,7 +19,7 @@ from .detail import Detail, reuse
 from .merge import MergePlan, merge, pick, unmerge_update
 from .payoff import UNET_BLOCK, Block, obstacle
 from .pieces import Piece
-from .schedule import Decision
+from .schedule import LASTING, Decision
 from .state import RunState
 
 
@@ -48,8 +48,12 @@ class Evaluation:
     def lasting_plan(self, x: Tensor, grid: tuple[int, int], scope: Hashable) -> MergePlan:
         """The plan for tokens x of (B, H * W, C) that show the same in the whole run, as those of a reference image. Of
         its own for each condition: they may have different ones."""
-        decision = replace(self.decision, selection=0, weighing=0)
-        return self.run.plan(x, grid, scope, decision, self.parts, self.blind)
+        return self.run.plan(x, grid, scope, self.lasting, self.parts, self.blind)
+
+    @property
+    def lasting(self) -> Decision:
+        """The decision for tokens that show the same in the whole run."""
+        return replace(self.decision, selection=LASTING, weighing=LASTING)
 
     def detail(self, block: str, x: Tensor) -> Detail | None:
         """The part in the reuse of detail of the block that is given x of (B, N, C); None if there is none, or if

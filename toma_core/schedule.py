@@ -17,6 +17,10 @@ from .config import Granularity, ToMAConfig
 RATIO_GRID = 32
 
 
+# The selection of plans that are made once a run. Even: windows are where they are at the first.
+LASTING = 1 << 40
+
+
 @dataclass(frozen=True)
 class Decision:
     """What to do in one model evaluation.

@@ -17,7 +17,7 @@ from .detail import Details
 from .maps import draw_map
 from .merge import MergePlan, stacked, weigh
 from .pieces import Piece
-from .schedule import Decision, Schedule
+from .schedule import LASTING, Decision, Schedule
 from .selection import SEES_NOTHING, cosine_similarity, select
 from .stats import RunStats
 from .trial import Choice, Dispatch, Uses
@@ -38,6 +38,11 @@ class _Entry:
     selection: int
     weighing: int
     repeated: dict[int, MergePlan]
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the plan is of tokens that show the same in the whole run."""
+        return self.selection == LASTING
 
 
 @dataclass(eq=False)
@@ -150,16 +155,20 @@ class RunState:
 
     def _forget(self, grid: tuple[int, int], entry: _Entry) -> None:
         """Drop the plans of a grid that are older than this one, which nobody asks for again: of windows over a batch
-        that move there would be ever more. Several devices may do so at once."""
+        that move there would be ever more. Those that last, of references as large as the image, are no older than its
+        own. Several devices may do so at once."""
         old = [
             key
             for key, other in list(self._plans.items())
-            if key[1] == grid and (other.ratio, other.selection) != (entry.ratio, entry.selection)
+            if key[1] == grid
+            and (other.ratio, other.selection) != (entry.ratio, entry.selection)
+            and other.lasts == entry.lasts
         ]
         for key in old:
             self._plans.pop(key, None)
-        if old:
-            self._stacks = {place: stack for place, stack in list(self._stacks.items()) if place[1] != grid}
+        gone = {(key[0][0], grid) for key in old}
+        if gone:
+            self._stacks = {place: stack for place, stack in list(self._stacks.items()) if place[:2] not in gone}
 
     def _selected(self, x: Tensor, grid: tuple[int, int], decision: Decision, blind: str) -> MergePlan:
         config, kind = self.config, self.config.selector
@@ -217,7 +226,7 @@ class RunState:
     def draw(self) -> None:
         """Keep a drawing of the last plan of each grid in the stats. The image is computed by now, and what is only
         shown must not cost it: if drawing fails, say so and go without."""
-        last = {key[1]: entry.plan for key, entry in self._plans.items()}
+        last = {key[1]: entry.plan for key, entry in self._plans.items() if not entry.lasts}
         try:
             self.stats.maps = {grid: draw_map(plan) for grid, plan in last.items()}
         except Exception as error:

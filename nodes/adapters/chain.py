@@ -98,7 +98,10 @@ class Place:
             self._whole(reason)
             return False
         tokens = [height * width for height, width in self.grids]
-        kept = tokens if decision.keeps_detail else [run.kept(grid, decision, latent.device) for grid in self.grids]
+        kept = [run.kept(self.grids[0], decision, latent.device)]
+        kept += [run.kept(grid, evaluation.lasting, latent.device) for grid in self.grids[1:]]
+        if decision.keeps_detail:
+            kept = tokens
         self.lengths = tuple(zip(tokens, kept, strict=True))
         self.tokens, self.kept = sum(tokens), sum(kept)
         return True
@@ -337,8 +340,8 @@ class Link(Hook):
 
     def _called(self, by_place: int, given: Given) -> Any:
         """The block itself, told by place what its caller told by place."""
-        places = self.port.places[:by_place]
-        return self.original(*[given[n] for n in places], **{n: v for n, v in given.items() if n not in places})
+        arguments = list(given.items())
+        return self.original(*[value for _, value in arguments[:by_place]], **dict(arguments[by_place:]))
 
     def _tokens(self, out: Any) -> Tensor:
         return out if self.port.output is None else out[self.port.output]

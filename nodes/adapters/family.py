@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...toma_core import Evaluation, ToMAConfig
 from ...toma_core.config import Granularity, Share, so_many
-from ...toma_core.payoff import Block
+from ...toma_core.payoff import FEWEST, Block
 from ...toma_core.presets import Fields
 from .chain import Link, Positions
 from .hooks import GRAPHS, HookPair
@@ -28,6 +28,10 @@ PRESETS: Fields = {
     "fast": {"whole_first": 0.05, "whole_every": 5},
     "faithful": {"whole_first": 0.1},
 }
+
+
+# The methods in which models run their blocks, each in some of them.
+_LOOPS = frozenset(("forward", "_forward", "forward_orig", "forward_core_with_concat"))
 
 
 class ModelHooks(Protocol):
@@ -160,7 +164,7 @@ class Transformer:
     def loops(self) -> bool:
         """Whether the model's own loop runs its blocks. Whoever runs them in a loop of their own, as step caches do,
         may look at what is between any two."""
-        return True
+        return _LOOPS.isdisjoint(vars(self.model()))
 
     def select(
         self,
@@ -200,7 +204,10 @@ class Transformer:
         if not (self.references_follow and evaluation.run.config.merge_references):
             return []
         grids = [token_grid(latent, self.patch_size) for latent in references]
-        enough = all(round(evaluation.decision.ratio * height * width) for height, width in grids)
+        least = evaluation.run.config.min_tokens or FEWEST
+        enough = all(
+            height * width >= least and round(evaluation.decision.ratio * height * width) for height, width in grids
+        )
         return grids if enough else []
 
     def chosen(self, stage: Stage, links: list[Link], config: ToMAConfig) -> list[Link]:

@@ -70,8 +70,11 @@ class Port:
     bounded = True
 
     def given(self, args: tuple[Any, ...], kwargs: Given) -> Given:
-        """A call's arguments by name."""
-        return {**dict(zip(self.places, args, strict=False)), **kwargs}
+        """A call's arguments by name, those by place first. More of them than are known may go by token."""
+        names = self.places
+        if len(args) > len(names):
+            names = (*names, *[f"argument {n + 1}" for n in range(len(names), len(args))])
+        return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def note(self, given: Given) -> None:
         """Outside of graphs, before all else: keep what another port of the model has to know."""

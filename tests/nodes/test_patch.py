@@ -167,3 +167,10 @@ def test_nothing_is_kept_between_executions() -> None:
     for node in (nodes.ToMA, nodes.ToMAAdvanced):
         assert not [n for n, v in vars(node).items() if isinstance(v, (list, dict, set)) and not n.startswith("_")]
         assert not inspect.signature(node.execute).parameters.get("self")
+
+
+@pytest.mark.parametrize("value", [-1, -1.0, -0.95, -0.99, "preset"])
+def test_negative_numbers_leave_a_field_to_the_preset(unet: Any, value: Any) -> None:
+    """A click on the arrow of a number at -1 makes -0.95: still nothing that was set."""
+    name = "granularity" if value == "preset" else "whole_last"
+    assert made_by(nodes.ToMAAdvanced, unet, **{name: value}) == made_by(nodes.ToMAAdvanced, unet)

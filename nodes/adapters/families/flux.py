@@ -73,6 +73,9 @@ class DoublePort(Port):
     def note(self, given: Given) -> None:
         self.single.text = self.above(given)
 
+    def release(self) -> None:
+        self.single.release()
+
     def above(self, given: Given) -> int:
         return int(given["txt"].shape[1])
 
@@ -109,10 +112,6 @@ class Hooks(Transformer):
         by_module = stage.kind == "double" and config.granularity is Granularity.MODULE
         idle = by_module and not (config.self_attention or config.feed_forward)
         return super().left_out(stage, index, config) or ("self_attention and feed_forward are off" if idle else "")
-
-    def loops(self) -> bool:
-        """Whether the model's own loop runs its blocks."""
-        return "forward_orig" not in vars(self.model())
 
     def places(self) -> Iterator[HookPair]:
         """Blocks and the layers inside them with the hooks that may stand in for them."""

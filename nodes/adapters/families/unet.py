@@ -101,11 +101,10 @@ class Hooks:
                 if reason:
                     stats.whole(block.link.name, reason)
                 elif config.granularity is Granularity.MODULE or patched:
-                    if evaluation.decision.keeps_detail:
-                        continue
-                    for part in _replaced(stack, index, transformer_options):
-                        stats.whole(f"{block.link.name} {part}", "replaced by another node")
-                    yield from block.hooks(grid, evaluation)
+                    if not evaluation.decision.keeps_detail:
+                        for part in _replaced(stack, index, transformer_options):
+                            stats.whole(f"{block.link.name} {part}", "replaced by another node")
+                        yield from block.hooks(grid, evaluation)
                 elif config.granularity is Granularity.BLOCK:
                     yield from chained([block.link], (grid,), x, evaluation, transformer_options, stack.width)
                 else:

@@ -291,3 +291,29 @@ def test_guidance_that_begins_late_has_detail_from_its_third_evaluation(
     assert [of(step, late) for step in range(first, first + 3)] == [{"none"}, {"kept"}, {"reused"}]
     assert of(first, found) == {"none", "reused"}
     assert of(first + 1, found) == {"kept"}
+
+
+def test_a_patched_block_in_the_middle_of_a_stack_splits_its_detail(
+    attach: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole steps keep by the same chains that merged steps ask for."""
+    details = pack_module("toma_core.detail").Details
+    kept, asked = set(), []
+    keep, get = details.keep, details.kept
+
+    def keeping(self: Any, keys: Any, *rest: Any) -> Any:
+        kept.update(key[0] for key in keys)
+        return keep(self, keys, *rest)
+
+    def asking(self: Any, keys: Any, *rest: Any) -> Any:
+        asked.append((keys[0][0], get(self, keys, *rest) is not None))
+        return get(self, keys, *rest)
+
+    monkeypatch.setattr(details, "keep", keeping)
+    monkeypatch.setattr(details, "kept", asking)
+    patched = models.unet(middle=4).clone()
+    patched.set_model_attn1_replace(lambda q, k, v, options: q, "middle", 0, 1)
+    models.sample(attach(patched, whole_every=3, detail_reuse=True), 32, 32, steps=4)
+    middle = {name for name in kept if name.startswith("middle")}
+    assert middle == {"middle.0.0", "middle.0.2-middle.0.3"}
+    assert {name for name, found in asked if name.startswith("middle") and found} == middle

@@ -454,6 +454,82 @@ def test_merged_references_in_whole_runs(family: str, model_of: Any, attach: Any
     assert (models.sample(attach(model, **settings), HEIGHT, WIDTH, batch=2, steps=3, **conds) - plain).norm() < far
 
 
+@pytest.mark.parametrize("family", ["flux", "qwen_image"])
+def test_reference_as_large_as_the_image(
+    family: str, model_of: Any, attach: Any, plan_calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The usual case: the picture to edit. Its plan lasts, the image's is made anew at every step, one for both
+    conditions, also where free memory has them in calls of their own."""
+    model = model_of(family)
+    channels, five = model.model.latent_format.latent_channels, family == "qwen_image"
+    size = (1, channels, *((1,) if five else ()), HEIGHT, WIDTH)
+    options = {"reference_latents": [torch.randn(size, generator=torch.Generator().manual_seed(9))]}
+    conds = {
+        "positive": models.conditioning(model, seed=1, **options),
+        "negative": models.conditioning(model, seed=2, **options),
+    }
+    settings = {"merge_references": True, "select_every": 1, "weigh_every": 1}
+    joined = models.sample(attach(model, **settings), HEIGHT, WIDTH, steps=3, **conds)
+    plan_calls.clear()
+    monkeypatch.setattr(type(model.model), "memory_required", lambda *_, **__: 1e20)
+    split = models.sample(attach(model, **settings), HEIGHT, WIDTH, steps=3, **conds)
+    torch.testing.assert_close(split, joined, rtol=1e-3, atol=1e-3)
+    made: dict[Any, set[int]] = {}
+    for call in plan_calls:
+        made.setdefault((call.scope, call.decision.selection, call.copies), set()).add(id(call.plan))
+    assert {len(plans) for plans in made.values()} == {1}
+    assert {selection for _, selection, _ in made} == {0, 1, 2, pack_module("toma_core.schedule").LASTING}
+
+
+def test_small_references_stay_whole(model_of: Any, attach: Any, plan_calls: Any) -> None:
+    model = model_of("flux")
+    conds = {"positive": models.conditioning(model, seed=1, **of_references(model, LAYOUTS["flux"][0], None))}
+    merged = attach(model, merge_references=True, min_tokens=30)  # they have 24 and 18
+    assert models.sample(merged, HEIGHT, WIDTH, steps=1, cfg=1.0, **conds).isfinite().all()
+    assert {call.grid for call in plan_calls} == {(10, 14)}
+
+
+@pytest.mark.parametrize("family", ["z_image", "krea2", "sd3"])
+def test_another_nodes_loop_sees_all_tokens(family: str, attach: Any, record: Any) -> None:
+    """Whoever puts a loop of its own in the model's place may look at what is between any two blocks."""
+    model = models.TRANSFORMERS[family]()
+    network, layout = model.model.diffusion_model, LAYOUTS[family][0]
+    second = record(getattr(network, layout.blocks)[1])
+    own = network.forward
+    network.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    models.sample(attach(model), HEIGHT, WIDTH, steps=1, cfg=1.0)
+    seen = arguments(getattr(network, layout.blocks)[1], layout, second[0])[layout.tokens].shape[1]
+    assert seen >= grid_of(layout)[0] * grid_of(layout)[1]
+
+
+def test_more_arguments_by_place_than_are_known(attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are handed on as they came, and the block runs whole."""
+    model = models.flux()
+    cls, given = type(model.model.diffusion_model.double_blocks[0]), []
+    original = cls.forward
+
+    def forward(
+        self: Any, img: Any, txt: Any, vec: Any, pe: Any, attn_mask: Any = None, extra: Any = None,
+        transformer_options: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        given.append(extra)
+        return original(self, img, txt, vec, pe, attn_mask, transformer_options=transformer_options, **kwargs)
+
+    monkeypatch.setattr(cls, "forward", forward)
+    for block in model.model.diffusion_model.double_blocks:
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs: (
+                (*[kwargs.pop(name) for name in ("img", "txt", "vec", "pe", "attn_mask")], "more"),
+                kwargs,
+            ),
+            with_kwargs=True,
+        )
+    merged = attach(model)
+    assert models.sample(merged, HEIGHT, WIDTH, steps=1).isfinite().all()
+    assert set(given) == {"more"}
+    assert stats_of(merged).left_whole == {"argument 6 in use": {f"double.{i}" for i in range(3)}}
+
+
 def test_z_image_with_references_before_the_image(attach: Any, stats_of: Any) -> None:
     """Omni models have them, and their captions, before the image: it is found by its place from the end."""
     model = models.z_image()
