@@ -11,7 +11,6 @@ torch.compile guards on: they are made ready before the model runs, and the same
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from operator import is_not
 from typing import Any
 
 import torch
@@ -181,7 +180,7 @@ class Place:
     # --- outside of graphs --------------------------------------------------------------------------------------------
 
     @eager
-    def open(self, x: Tensor, before: int, reason: str) -> Tensor:
+    def start(self, x: Tensor, before: int, reason: str) -> Tensor:
         """[before | N | rest] -> [before | D | rest], or x where there is a reason to leave the chain whole; the
         outcome is noted in the run's stats."""
         if self.evaluation is None:
@@ -220,7 +219,7 @@ class Place:
             self.evaluation.run.stats.whole(name + part, reason)
 
     @eager
-    def close(self, out: Tensor, before: int) -> Tensor:
+    def finish(self, out: Tensor, before: int) -> Tensor:
         """What the chain's last block gives, for all tokens again."""
         assert self.held is not None  # noqa: S101 - for mypy: it has been entered
         held, self.held = self.held, None
@@ -233,6 +232,10 @@ class Place:
 
 def _joined(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+def _same(plans: Sequence[MergePlan], others: Sequence[MergePlan]) -> bool:
+    return len(plans) == len(others) and all(a is b for a, b in zip(plans, others, strict=True))
 
 
 class Positions:
@@ -248,7 +251,7 @@ class Positions:
         plans, detail = place.plans, place.details[0]
         if rows is None or (detail is not None and detail.kept is None):
             return rows
-        if self.held is None or self.held[0] is not rows or any(map(is_not, self.held[1], plans)):
+        if self.held is None or self.held[0] is not rows or not _same(self.held[1], plans):
             self.held = rows, plans, place.turned(rows, before)
         return self.held[2]
 
@@ -313,12 +316,12 @@ class Link(Hook):
         x, reason = given[port.tokens], self.reason(given) if place is self.place else ""
         before = port.before(given, place.image)
         if place is self.place:
-            x = place.open(x, before or 0, reason)
+            x = place.start(x, before or 0, reason)
         if place.held is None or before is None:
             return self._called(len(args), given)
         rows = self.positions.of(given.get(port.rows), place, before + port.above(given))
         out = self._called(len(args), self.moved(given, x, rows, before))
-        return self._with(out, place.close(self._tokens(out), before)) if self.last else out
+        return self._with(out, place.finish(self._tokens(out), before)) if self.last else out
 
     def reason(self, given: Given) -> str:
         """Why the chain that begins here is left whole, see `Port.obstacle`. The grid is taken as it is told."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,20 +16,56 @@ from .contract import UnknownError, asking, check, warn
 from .family import ModelHooks
 from .hooks import HookPair
 
-# The names of files, in the order in which they are named to users.
-_KNOWN = ("unet", "flux", "chroma", "lumina", "krea", "qwen", "ernie", "sd3")
 _FAMILIES: list[Any] = []
-# Known to this pack, but not as this ComfyUI has them.
+# What this pack knows of, but not as this ComfyUI has it.
 _strange: list[str] = []
-for _name in _KNOWN:
+
+
+@contextmanager
+def _of(family: str) -> Iterator[None]:
+    """Around the import of a family. A ComfyUI from before its models has no folder for them: nobody can load one."""
     try:
-        with asking(f"the classes of {_name}"):
-            _FAMILIES.append(import_module(f".families.{_name}", __package__))
+        with asking(f"the classes of {family}"):
+            yield
     except UnknownError as error:
-        # A ComfyUI from before a model came out has no folder for it: nobody can load it there.
         if not isinstance(error.__cause__, ModuleNotFoundError):
-            _strange.append(_name)
+            _strange.append(family)
             warn(error)
+
+
+# In the order in which they are named to users.
+with _of("UNets"):
+    from .families import unet
+
+    _FAMILIES.append(unet)
+with _of("Flux"):
+    from .families import flux
+
+    _FAMILIES.append(flux)
+with _of("Chroma"):
+    from .families import chroma
+
+    _FAMILIES.append(chroma)
+with _of("Z-Image"):
+    from .families import lumina
+
+    _FAMILIES.append(lumina)
+with _of("Krea 2"):
+    from .families import krea
+
+    _FAMILIES.append(krea)
+with _of("Qwen-Image"):
+    from .families import qwen
+
+    _FAMILIES.append(qwen)
+with _of("ERNIE-Image"):
+    from .families import ernie
+
+    _FAMILIES.append(ernie)
+with _of("SD3"):
+    from .families import sd3
+
+    _FAMILIES.append(sd3)
 
 
 class _Plain:

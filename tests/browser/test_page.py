@@ -17,7 +17,7 @@ TEMPLATES = sorted((ROOT / "workflows").glob("*.json"))
 IDS, SEEDS = count(1), count(1)  # a sampler that ComfyUI takes from its cache tells nothing new
 ACTIVE = "sampling on fewer tokens ..."
 STEPS = 4
-WINDOW_SIZE = 19  # its place among the widgets of ToMA Advanced
+WINDOW_SIZE = 20  # its place among the widgets of ToMA Advanced
 # Records every text that a node of ours shows.
 WATCH = """id => {
     const element = window.said(id)

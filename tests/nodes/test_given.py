@@ -48,7 +48,7 @@ def test_every_node_looks(unet: Any) -> None:
     task = {"ratio": 0.5, "preset": "balanced", "sweep": False, "steps": 2, "runs": 2}
     calls = [
         lambda: patch.ToMA.execute(None, 0.5, "balanced"),
-        lambda: patch.ToMAAdvanced.execute("model"),
+        lambda: patch.ToMAAdvanced.execute("model", "balanced", 0.5),
         lambda: report.ToMAReport.execute(3, latent),
         lambda: report.ToMAReport.execute(unet, latent, "picture"),
         lambda: benchmark.ToMABenchmark.execute(None, text, latent, **task),

@@ -47,7 +47,8 @@ def graph(server: ComfyServer, prompt: Any) -> Callable[..., dict[str, Any]]:
     defaults = {name: spec[1]["default"] for name, spec in required.items() if name != "model"}
 
     def make(kind: str, case: str = "stack", fault: str = "none", calls: int = 0) -> dict[str, Any]:
-        settings = prompt.CASES[case]
+        chosen = prompt.CASES[case] or {}
+        settings = {n: ("off", "on")[v] if isinstance(v, bool) else v for n, v in chosen.items()}
         nodes = {
             "1": node("FaultModel", kind=kind),
             "3": node("FaultLatent", channels=KINDS[kind], side=prompt.SIDE, fault=fault, calls=calls),
