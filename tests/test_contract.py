@@ -10,6 +10,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from functools import reduce
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
-from scripts.comfyui import ROOT
+from scripts.comfyui import DEFAULT_RELEASE, ROOT
 
 pytestmark = pytest.mark.compat
 
@@ -75,6 +76,9 @@ def resolve(name: str) -> Any:
 
 @pytest.mark.parametrize("name", names())
 def test_name_is_there(name: str) -> None:
+    older = importlib.import_module("comfyui_version").__version__ != DEFAULT_RELEASE
+    if older and name.startswith("comfy.ldm.") and find_spec(".".join(name.split(".")[:3])) is None:
+        pytest.skip("a family that came later")
     resolve(name)
 
 

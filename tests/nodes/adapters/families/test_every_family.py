@@ -76,6 +76,10 @@ def model_of(pack: Any) -> Callable[[str], Any]:
                 if current():
                     raise
                 made[family] = None
+            if family == "ernie" and made[family] and not current():
+                # ComfyUI 0.20.1 has its positions in another shape: the model is left whole there.
+                rows = made[family].model.diffusion_model.pos_embed(torch.zeros(1, 2, 3))
+                made[family] = made[family] if rows.ndim == 6 else None
         return made[family] or pytest.skip(f"this ComfyUI has no {family}")
 
     return model
