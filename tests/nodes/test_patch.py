@@ -123,7 +123,7 @@ def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
             ("start_percent (0.8)", "end_percent (0.2)", "lower start_percent"),
         ),
         ({"ratio": -1}, ("ratio is -1", "0 to 0.95", "Try 0.5")),
-        ({"scale": -0.5}, ("scale is -0.5", "1 to 10000", "Try 300")),
+        ({"scale": 0.5}, ("scale is 0.5", "1 to 10000", "Try 300")),
         ({"whole_every": 1}, ("whole_every is 1", "0 (never) or 2", "set ratio to 0")),
         ({"granularity": "layer"}, ("granularity is 'layer'", "module, block, stack", "Choose one")),
         ({"shift_windows": 3}, ("shift_windows is 3", "true or false", "Set one")),
