@@ -25,6 +25,15 @@ def patcher(model: Any, seed: int) -> Any:
     return comfy.model_patcher.ModelPatcher(model.eval(), load_device=cpu, offload_device=cpu)
 
 
+def _built(model: str, recognised: str, config: dict[str, Any], seed: int) -> Any:
+    """A ModelPatcher around `comfy.model_base.<model>`, set up as `comfy.supported_models.<recognised>`."""
+    import comfy.model_base
+    import comfy.supported_models
+
+    model_config = getattr(comfy.supported_models, recognised)(config)
+    return patcher(getattr(comfy.model_base, model)(model_config, device=torch.device("cpu")), seed)
+
+
 def unet(seed: int = 0, *, depths: tuple[int, ...] = (0, 1, 2), middle: int = 2, **extra: Any) -> Any:
     """A ModelPatcher around `comfy.model_base.SDXL` on a small `UNetModel`. depths: transformer blocks per level;
     (0, 1, 2) has attention at half and quarter of the latent's side, as SDXL; (1, 1, 0) starts at full size, as
@@ -58,8 +67,6 @@ def unet(seed: int = 0, *, depths: tuple[int, ...] = (0, 1, 2), middle: int = 2,
 
 def flux(seed: int = 0, *, double: int = 3, single: int = 3, **extra: Any) -> Any:
     """A ModelPatcher around `comfy.model_base.Flux` with the given numbers of blocks."""
-    import comfy.model_base
-    import comfy.supported_models
 
     config = {
         "image_model": "flux",
@@ -81,15 +88,11 @@ def flux(seed: int = 0, *, double: int = 3, single: int = 3, **extra: Any) -> An
         "dtype": torch.float32,
         **extra,
     }
-    model_config = comfy.supported_models.Flux(config)
-    return patcher(comfy.model_base.Flux(model_config, device=torch.device("cpu")), seed)
+    return _built("Flux", "Flux", config, seed)
 
 
 def flux2(seed: int = 0, *, double: int = 2, single: int = 3, **extra: Any) -> Any:
     """Flux.2's layout: one modulation for all blocks, a token for each pixel of the latent, four axes of positions."""
-    import comfy.model_base
-    import comfy.supported_models
-
     config = {
         "image_model": "flux2",
         "in_channels": 128,
@@ -115,15 +118,11 @@ def flux2(seed: int = 0, *, double: int = 2, single: int = 3, **extra: Any) -> A
         "dtype": torch.float32,
         **extra,
     }
-    model_config = comfy.supported_models.Flux2(config)
-    return patcher(comfy.model_base.Flux2(model_config, device=torch.device("cpu")), seed)
+    return _built("Flux2", "Flux2", config, seed)
 
 
 def chroma(seed: int = 0, *, double: int = 2, single: int = 3, **extra: Any) -> Any:
     """Chroma: Flux's blocks, modulated by a network beside them."""
-    import comfy.model_base
-    import comfy.supported_models
-
     config = {
         "image_model": "chroma",
         "in_channels": 64,
@@ -147,15 +146,11 @@ def chroma(seed: int = 0, *, double: int = 2, single: int = 3, **extra: Any) -> 
         "dtype": torch.float32,
         **extra,
     }
-    model_config = comfy.supported_models.Chroma(config)
-    return patcher(comfy.model_base.Chroma(model_config, device=torch.device("cpu")), seed)
+    return _built("Chroma", "Chroma", config, seed)
 
 
 def z_image(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
     """Z-Image's layout of `NextDiT`: text and image padded to multiples of 32."""
-    import comfy.model_base
-    import comfy.supported_models
-
     config = {
         "image_model": "lumina2",
         "patch_size": 2,
@@ -177,8 +172,7 @@ def z_image(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
         "dtype": torch.float32,
         **extra,
     }
-    model_config = comfy.supported_models.ZImage(config)
-    return patcher(comfy.model_base.Lumina2(model_config, device=torch.device("cpu")), seed)
+    return _built("Lumina2", "ZImage", config, seed)
 
 
 def lumina2(seed: int = 0, **extra: Any) -> Any:
@@ -219,9 +213,6 @@ def krea2(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
 
 def qwen_image(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
     """Qwen-Image: double blocks only, latents of five dimensions."""
-    import comfy.model_base
-    import comfy.supported_models
-
     config = {
         "image_model": "qwen_image",
         "in_channels": 64,
@@ -233,15 +224,11 @@ def qwen_image(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
         "dtype": torch.float32,
         **extra,
     }
-    model_config = comfy.supported_models.QwenImage(config)
-    return patcher(comfy.model_base.QwenImage(model_config, device=torch.device("cpu")), seed)
+    return _built("QwenImage", "QwenImage", config, seed)
 
 
 def ernie(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
     """ERNIE-Image: one stream that begins with the image, a token for each pixel of the latent."""
-    import comfy.model_base
-    import comfy.supported_models
-
     config = {
         "image_model": "ernie",
         "hidden_size": 64,
@@ -253,15 +240,11 @@ def ernie(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
         "dtype": torch.float32,
         **extra,
     }
-    model_config = comfy.supported_models.ErnieImage(config)
-    return patcher(comfy.model_base.ErnieImage(model_config, device=torch.device("cpu")), seed)
+    return _built("ErnieImage", "ErnieImage", config, seed)
 
 
 def sd3(seed: int = 0, *, layers: int = 2, **extra: Any) -> Any:
     """SD3: positions are added before the first block."""
-    import comfy.model_base
-    import comfy.supported_models
-
     config = {
         "in_channels": 16,
         "input_size": None,
@@ -278,7 +261,7 @@ def sd3(seed: int = 0, *, layers: int = 2, **extra: Any) -> Any:
         "dtype": torch.float32,
         **extra,
     }
-    model = patcher(comfy.model_base.SD3(comfy.supported_models.SD3(config), device=torch.device("cpu")), seed)
+    model = _built("SD3", "SD3", config, seed)
     for name, buffer in model.model.diffusion_model.named_buffers():
         if name == "pos_embed":
             buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(seed)))

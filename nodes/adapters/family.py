@@ -6,6 +6,7 @@ tokens (`Port`), what they cost, who looks at the tokens between two of them, an
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -109,7 +110,7 @@ class Stage:
     added: str = ""
 
 
-class Transformer:
+class Transformer(ABC):
     """Hooks for a model whose blocks all see the image at one resolution.
 
     Consecutive blocks stay merged as long as nobody looks between them: where a ControlNet adds, another node replaces
@@ -129,15 +130,15 @@ class Transformer:
     def __init__(self, model: Any) -> None:
         self.model = ref(model)  # weak: the model itself is the key that these hooks are kept under
         shared = Positions()
-        self.stages = self.made(model)
+        self.stages = self.stages_of(model)
         self.links = [
             [self._link(stage, module, index, shared) for index, module in enumerate(stage.blocks)]
             for stage in self.stages
         ]
 
-    def made(self, model: Any) -> tuple[Stage, ...]:
-        """The model's stages, in the order in which they run."""
-        raise NotImplementedError
+    @abstractmethod
+    def stages_of(self, model: Any) -> tuple[Stage, ...]:
+        """The model's stages, in the order in which they run; takes note of its patch size and width."""
 
     @staticmethod
     def _link(stage: Stage, module: nn.Module, index: int, shared: Positions) -> Link:

@@ -132,6 +132,12 @@ class Port:
         return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504)
 
 
+def image_told(given: Given) -> int | None:
+    """Where the image begins in a stream of [text | image | references], as ComfyUI tells it; None if it does not."""
+    place = (given.get("transformer_options") or {}).get("img_slice")
+    return None if place is None else int(place[0])
+
+
 def slices_moved(given: Given, name: str, cuts: Cuts) -> Given:
     """The argument of this name, a list of (start, stop, ...) places; nothing where it is not given."""
     pieces = given.get(name)

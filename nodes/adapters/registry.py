@@ -33,7 +33,7 @@ def _of(family: str) -> Iterator[None]:
             warn(error)
 
 
-# In the order in which they are named to users.
+# In the order in which they are named to users. Written out: modules are never imported by a name in a variable.
 with _of("UNets"):
     from .families import unet
 

@@ -33,7 +33,7 @@ class BlockPort(Port):
 class Hooks(Transformer):
     """All hooks of one ERNIE-Image."""
 
-    def made(self, model: ErnieImageModel) -> tuple[Stage, ...]:
+    def stages_of(self, model: ErnieImageModel) -> tuple[Stage, ...]:
         """All blocks."""
         self.patch_size, self.width = model.patch_size, model.hidden_size
         return (Stage("layer", model.layers, BlockPort(), ERNIE),)

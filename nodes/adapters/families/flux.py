@@ -19,7 +19,7 @@ from ..chain import Link
 from ..family import PRESETS as UNMEASURED
 from ..family import Stage, Transformer
 from ..hooks import HookPair
-from ..port import Cuts, Given, Port, slices_moved
+from ..port import Cuts, Given, Port, image_told, slices_moved
 from .flux_layers import ByModule
 
 NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
@@ -51,8 +51,8 @@ class SinglePort(Port):
         self.text = None
 
     def before(self, given: Given, image: int) -> int | None:
-        place = (given.get("transformer_options") or {}).get("img_slice")
-        return self.text if place is None else place[0]
+        told = image_told(given)
+        return self.text if told is None else told
 
     def moved(self, given: Given, cuts: Cuts) -> Given:
         return {**super().moved(given, cuts), **slices_moved(given, "modulation_dims", cuts)}
@@ -93,7 +93,7 @@ class Hooks(Transformer):
         self.presets: Fields = UNMEASURED if of_flux_2 else PRESETS
         self.by_module = [ByModule(link) for link in self.links[0]]
 
-    def made(self, model: Any) -> tuple[Stage, ...]:
+    def stages_of(self, model: Any) -> tuple[Stage, ...]:
         """Double blocks, single blocks."""
         self.patch_size, self.width = model.patch_size, getattr(model, "hidden_size", 0)
         single, works = SinglePort(), self.works(model)

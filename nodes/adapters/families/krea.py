@@ -7,7 +7,7 @@ from torch import nn
 
 from ....toma_core.payoff import KREA
 from ..family import Stage, Transformer
-from ..port import Cuts, Given, Port, index_moved
+from ..port import Cuts, Given, Port, image_told, index_moved
 
 NAME = "Krea 2"
 
@@ -25,9 +25,8 @@ class BlockPort(Port):
     harmless = ("vec", "timestep_zero_index", "transformer_options")
 
     def before(self, given: Given, image: int) -> int | None:
-        place = (given.get("transformer_options") or {}).get("img_slice")
-        if place is not None:
-            return int(place[0])
+        if (told := image_told(given)) is not None:
+            return told
         # ComfyUI 0.26.0 does not tell, but has no references either: the image comes last. By the positions: they stay
         # as they were while the tokens are merged.
         rows = given.get(self.rows)
@@ -41,7 +40,7 @@ class BlockPort(Port):
 class Hooks(Transformer):
     """All hooks of one Krea 2."""
 
-    def made(self, model: SingleStreamDiT) -> tuple[Stage, ...]:
+    def stages_of(self, model: SingleStreamDiT) -> tuple[Stage, ...]:
         """All blocks."""
         self.patch_size, self.width = model.patch, model.first.out_features
         return (Stage("single", model.blocks, BlockPort(), KREA),)

@@ -50,7 +50,7 @@ class Hooks(Transformer):
     between = ("double_block",)
     references_follow = False
 
-    def made(self, model: NextDiT) -> tuple[Stage, ...]:
+    def stages_of(self, model: NextDiT) -> tuple[Stage, ...]:
         """The layers after the refiners."""
         self.patch_size, self.width = model.patch_size, model.dim
         work = Z_IMAGE if model.pad_tokens_multiple else LUMINA

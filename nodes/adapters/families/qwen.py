@@ -41,7 +41,7 @@ class Hooks(Transformer):
     # ControlNets that are patches are shown the image between two blocks.
     between = ("double_block",)
 
-    def made(self, model: QwenImageTransformer2DModel) -> tuple[Stage, ...]:
+    def stages_of(self, model: QwenImageTransformer2DModel) -> tuple[Stage, ...]:
         """All blocks."""
         self.patch_size, self.width = model.patch_size, model.inner_dim
         return (Stage("double", model.transformer_blocks, BlockPort(), QWEN, "input"),)

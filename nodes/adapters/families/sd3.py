@@ -28,7 +28,7 @@ class BlockPort(Port):
 class Hooks(Transformer):
     """All hooks of one SD3."""
 
-    def made(self, model: MMDiT) -> tuple[Stage, ...]:
+    def stages_of(self, model: MMDiT) -> tuple[Stage, ...]:
         """All blocks."""
         self.patch_size, self.width = model.patch_size, model.hidden_size
         return (Stage("double", model.joint_blocks, BlockPort(), MM_DIT, "output"),)
