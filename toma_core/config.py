@@ -48,6 +48,13 @@ class Share(str, Enum):
     LEVEL = "level"
 
 
+class PlanFrom(str, Enum):
+    """What tokens are compared by, when destinations are selected and weighed."""
+
+    TOKENS = "tokens"
+    PREDICTION = "prediction"
+
+
 class Levels(str, Enum):
     """Which resolutions of a UNet are merged. Flux has one resolution and ignores this."""
 
@@ -178,6 +185,11 @@ class ToMAConfig:
         "Sharpness of the merge weights: high sends each token to its nearest destination only, low blurs over "
         "several. 300 measured best or tied; the released code uses 1000; below 50 is blurry.",
         (1.0, 10_000.0, 10.0),
+    )
+    plan_from: PlanFrom = option(
+        PlanFrom.TOKENS,
+        "What tokens are compared by. 'tokens': by themselves, as in the paper. 'prediction': by the picture that the "
+        "step before predicted, much closer where steps are few; the first step runs whole.",
     )
     share: Share = option(
         Share.STACK,

@@ -28,7 +28,7 @@ class Evaluation:
     """One call of the model: the run it belongs to, what to do in it, and what its batch holds.
 
     copies: one key per equal chunk of the batch, see `RunState.plan`. parts: one key per condition's chunk, for all
-    that tells it from the others; the same as copies if not given. blind, piece: see `RunState.plan`.
+    that tells it from the others; the same as copies if not given. blind, piece, pictures: see `RunState.plan`.
     """
 
     run: RunState
@@ -37,13 +37,14 @@ class Evaluation:
     parts: tuple[Hashable, ...] = ()
     blind: str = ""
     piece: Piece | None = None
+    pictures: tuple[Tensor, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", self.parts or self.copies)
 
     def plan(self, x: Tensor, grid: tuple[int, int], scope: Hashable) -> MergePlan:
         """The plan for tokens x of (B, H * W, C), the stored one or a fresh one."""
-        return self.run.plan(x, grid, scope, self.decision, self.copies, self.blind, self.piece)
+        return self.run.plan(x, grid, scope, self.decision, self.copies, self.blind, self.piece, self.pictures)
 
     def lasting_plan(self, x: Tensor, grid: tuple[int, int], scope: Hashable) -> MergePlan:
         """The plan for tokens x of (B, H * W, C) that show the same in the whole run, as those of a reference image. Of

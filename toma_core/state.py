@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .config import SelectorKind, ToMAConfig
+from .config import PlanFrom, SelectorKind, ToMAConfig
 from .detail import Details
 from .maps import draw_map
 from .merge import MergePlan, stacked, weigh
 from .pieces import Piece
+from .prediction import picture_tokens
 from .schedule import LASTING, Decision, Schedule
 from .selection import SEES_NOTHING, cosine_similarity, select
 from .stats import RunStats
@@ -80,6 +81,7 @@ class RunState:
         copies: tuple[Hashable, ...],
         blind: str = "",
         piece: Piece | None = None,
+        pictures: tuple[Tensor, ...] = (),
     ) -> MergePlan:
         """The plan for tokens x of (B, N, C) on `grid`, made if there is none or it is too old.
 
@@ -88,16 +90,20 @@ class RunState:
         conditioning: they share one plan, made from the first of them, in this call and in later ones.
         blind: why destinations must not depend on x, if they must not: then they lie at random, by the seed of the
         settings, and only weights are made from x. piece: what the call shows, if no key tells; a plan of it is not for
-        other calls but those of its evaluation.
+        other calls but those of its evaluation. pictures: for each of the chunks (b, C', H', W'), what plans are made
+        from in place of x; all blocks share them then.
         """
         if piece is not None:
             return self._plan_of(piece, x, grid, scope, decision, blind)
         chunk = x.shape[0] // len(copies)
         keys = list(dict.fromkeys(copies))
+        if pictures:
+            scope = PlanFrom.PREDICTION
 
         def entry_of(key: Hashable) -> _Entry:
-            begin = copies.index(key) * chunk
-            return self._entry(x[begin : begin + chunk], grid, (scope, key), decision, blind)
+            place = copies.index(key)
+            tokens = x[place * chunk : (place + 1) * chunk]
+            return self._entry(tokens, grid, (scope, key), decision, blind, pictures[place] if pictures else None)
 
         if len(keys) == 1:
             entry = entry_of(keys[0])
@@ -116,7 +122,8 @@ class RunState:
         self, piece: Piece, x: Tensor, grid: tuple[int, int], scope: Hashable, decision: Decision, blind: str
     ) -> MergePlan:
         if (scope, grid) not in piece.plans:
-            plan = piece.settled((scope, grid), self._selected(piece.tokens(x), grid, decision, blind))
+            tokens = piece.tokens(x)
+            plan = piece.settled((scope, grid), self._selected(tokens, tokens, grid, decision, blind))
             self.stats.count_plan(grid, plan.kept, selected=True)
             # In the place of the last piece's, so that it can be drawn.
             self._remember(((scope, Piece), grid, 0, x.dtype, x.device), plan, decision)
@@ -133,15 +140,16 @@ class RunState:
         scope: tuple[Hashable, Hashable],
         decision: Decision,
         blind: str,
+        picture: Tensor | None = None,
     ) -> _Entry:
         key = (scope, grid, x.shape[0], x.dtype, x.device)
         old = self._plans.get(key)
         if old is not None and (old.ratio, old.selection) == (decision.ratio, decision.selection):
             if old.weighing == decision.weighing:
                 return old
-            plan, selected = self._reweighed(x, old.plan), False
+            plan, selected = self._reweighed(x, old.plan, _features(x, grid, picture)), False
         else:
-            plan, selected = self._selected(x, grid, decision, blind), True
+            plan, selected = self._selected(x, _features(x, grid, picture), grid, decision, blind), True
         self.stats.count_plan(grid, plan.kept, selected)
         return self._remember(key, plan, decision)
 
@@ -170,24 +178,26 @@ class RunState:
         if gone:
             self._stacks = {place: stack for place, stack in list(self._stacks.items()) if place[:2] not in gone}
 
-    def _selected(self, x: Tensor, grid: tuple[int, int], decision: Decision, blind: str) -> MergePlan:
+    def _selected(
+        self, x: Tensor, features: Tensor, grid: tuple[int, int], decision: Decision, blind: str
+    ) -> MergePlan:
         config, kind = self.config, self.config.selector
         if blind and kind not in SEES_NOTHING:
             kind = SelectorKind.RANDOM
             self.stats.chosen_blindly(blind)
         windows, budget = self._layout(grid, decision, x.device)
-        choice = self._choose(x, grid, decision)
+        choice = self._choose(x, features, grid, decision)
         self.stats.computed_by(str(choice))
         kernels = choice.kernels
         if kernels is not None and kind is SelectorKind.FACILITY_LOCATION:
-            return MergePlan(windows, budget, *kernels.select_weigh(x, windows, budget, config.scale), kernels)
-        tokens = windows.split(x)
+            return MergePlan(windows, budget, *kernels.select_weigh(features, windows, budget, config.scale), kernels)
+        tokens = windows.split(features)
         similarity = cosine_similarity(tokens)
         picks = select(similarity, windows, budget, kind, config.random_seed + decision.selection)
         plan = weigh(tokens, picks, windows, budget, config.scale, x.dtype)
         return replace(plan, kernels=kernels)
 
-    def _choose(self, x: Tensor, grid: tuple[int, int], decision: Decision) -> Choice:
+    def _choose(self, x: Tensor, features: Tensor, grid: tuple[int, int], decision: Decision) -> Choice:
         """Which kernels compute a plan. Those of all steps are made and tried at the first: none later, in a run."""
         config, dispatch = self.config, self.dispatch
         uses = Uses(
@@ -195,20 +205,20 @@ class RunState:
             config.weigh_every % config.select_every != 0,
             self.schedule.reuses_detail,
         )
-        choice = dispatch.pick(x, *self._layout(grid, decision, x.device), x, uses)
-        place = (grid, x.shape[2], x.dtype, x.device)
+        choice = dispatch.pick(x, *self._layout(grid, decision, x.device), features, uses)
+        place = (grid, x.shape[2], features.shape[2], x.dtype, x.device)
         if choice.kernels is not None and dispatch.given is None and place not in self._tried:
             self._tried.add(place)
             for kind in self.schedule.kinds:
-                dispatch.pick(x, *self._layout(grid, kind, x.device), x, uses)
+                dispatch.pick(x, *self._layout(grid, kind, x.device), features, uses)
         return choice
 
-    def _reweighed(self, x: Tensor, plan: MergePlan) -> MergePlan:
+    def _reweighed(self, x: Tensor, plan: MergePlan, features: Tensor) -> MergePlan:
         config, kernels, windows, budget = self.config, plan.kernels, plan.windows, plan.budget
         if kernels is not None:
-            M, back = kernels.weigh(x, plan.picks, windows, budget, config.scale)
+            M, back = kernels.weigh(features, plan.picks, windows, budget, config.scale)
             return replace(plan, merge_weights=M, unmerge_weights=back)
-        return weigh(windows.split(x), plan.picks, windows, budget, config.scale, x.dtype)
+        return weigh(windows.split(features), plan.picks, windows, budget, config.scale, x.dtype)
 
     def _layout(self, grid: tuple[int, int], decision: Decision, device: torch.device) -> tuple[Windows, Budget]:
         config = self.config
@@ -242,3 +252,8 @@ class RunState:
         self.details.clear()
         self.stats.clock.read()
         return self.stats
+
+
+def _features(x: Tensor, grid: tuple[int, int], picture: Tensor | None) -> Tensor:
+    """What tokens x of (B, N, C) are compared by, (B, N, C'): the picture that they show, or themselves."""
+    return x if picture is None else picture_tokens(picture.to(x), grid)

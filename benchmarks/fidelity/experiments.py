@@ -220,10 +220,10 @@ def moved_budget(patch: Patch, most: float = 1.5) -> Patch:
     def values(_: Any) -> dict[str, Any]:
         state = _state()
 
-        def selected(self: Any, x: Tensor, grid: tuple[int, int], decision: Any, blind: str = "") -> Any:
+        def selected(self: Any, x: Tensor, features: Tensor, grid: tuple[int, int], decision: Any, *_: Any) -> Any:
             config = self.config
             windows, budget = self._layout(grid, decision, x.device)
-            tokens = windows.split(x)
+            tokens = windows.split(features)
             similarity = state.cosine_similarity(tokens)
             batch, count, slots = similarity.shape[:3]
             if windows.valid is not None:
@@ -249,3 +249,31 @@ def moved_budget(patch: Patch, most: float = 1.5) -> Patch:
         return {"_selected": selected}
 
     return during(patch, lambda: _state().RunState, values)
+
+
+def picked(patch: Patch) -> Patch:
+    """Blocks are given the destinations themselves, not means of what they stand for."""
+
+    def values(_: Any) -> dict[str, Any]:
+        pick = pack_module("toma_core.merge").pick
+        return {"reduce": lambda x, plan, detail=None: x if plan is None or detail is not None else pick(x, plan)}
+
+    return during(patch, lambda: pack_module("nodes.adapters.chain"), values)
+
+
+def norm_kept(patch: Patch) -> Patch:
+    """Means of tokens, as long as the tokens were: means of different ones are shorter than any of them."""
+
+    def values(chain: Any) -> dict[str, Any]:
+        own, merge = chain.reduce, pack_module("toma_core.merge").merge
+
+        def reduce(x: Tensor, plan: Any, detail: Any = None) -> Tensor:
+            means = own(x, plan, detail)
+            if plan is None or detail is not None:
+                return means
+            lengths = merge(x.norm(dim=-1, keepdim=True), plan)
+            return means * (lengths / means.norm(dim=-1, keepdim=True).clamp_min(1e-6))
+
+        return {"reduce": reduce}
+
+    return during(patch, lambda: pack_module("nodes.adapters.chain"), values)

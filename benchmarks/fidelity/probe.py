@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.variants import EVERY_STEP, TINY
@@ -27,14 +26,6 @@ PLANS = ("x", "out", "x0", "before")
 # Sharing: the site runs whole, and every token is given its destination's exact update. Computing: it runs merged.
 WAYS = ("sharing", "computing")
 ALL = "all"
-
-
-def picture_tokens(picture: Tensor, grid: tuple[int, int]) -> Tensor:
-    """A clean picture as features of the tokens of a grid: its latent in at most 2 x 2 cells a token, averaged down
-    where there are more. (B, C, H, W) -> (B, N, C or 4 C)"""
-    cells = max(1, min(2, picture.shape[-1] // grid[1]))
-    fine = F.adaptive_avg_pool2d(picture, (grid[0] * cells, grid[1] * cells))
-    return F.pixel_unshuffle(fine, cells).flatten(2).transpose(1, 2).contiguous()
 
 
 def error(merged: Tensor, whole: Tensor, x: Tensor) -> Tensor:
@@ -166,7 +157,7 @@ class Probe:
     def _features(self, plan: str, site: str, call: int, x: Tensor, grid: tuple[int, int]) -> Tensor:
         if plan == "x0":
             assert self.picture is not None
-            tokens = picture_tokens(self.picture, grid)
+            tokens = pack_module("toma_core.prediction").picture_tokens(self.picture, grid)
             return tokens.repeat(len(x) // len(tokens), 1, 1)
         return x if plan == "x" else (self.whole if plan == "out" else self.before)[site, call]
 

@@ -145,11 +145,15 @@ def _without_state(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    sampling = None
     with known("WrappersMP.PREDICT_NOISE"):
         sampling = executor.class_obj.model_options["transformer_options"].get(SAMPLING)
         if sampling is not None:
             sampling.next(argument(args, kwargs, 1, "timestep"))
-    return executor(*args, **kwargs)
+    picture = executor(*args, **kwargs)
+    if sampling is not None:
+        sampling.predicted(picture)
+    return picture
 
 
 def _calc_cond_batch(executor: Any, *args: Any, **kwargs: Any) -> Any:

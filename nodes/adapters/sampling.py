@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ...toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig
+from ...toma_core.config import PlanFrom
 from ...toma_core.pieces import Piece
 from .levels import Levels
 
@@ -21,7 +22,8 @@ class Sampling:
 
     size, images: rows and columns of the latent, and how many of them each condition is asked about; None and 0 where
     nobody told. areas: by condition, (height, width, top, left). apart: there are several conditions, which may run on
-    several devices.
+    several devices. begun, picture: evaluations of the sampler so far, and the clean picture that the last one
+    predicted, (B, C, ..., H, W).
     """
 
     run: RunState
@@ -35,6 +37,8 @@ class Sampling:
     patches: Hashable = ()
     seen: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)
     asked: int = 0
+    begun: int = 0
+    picture: Tensor | None = None
     pieces: dict[Hashable, tuple[Hashable, list[Piece]]] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
@@ -53,7 +57,17 @@ class Sampling:
     def next(self, timestep: Tensor) -> None:
         """The sampler evaluates the model anew, at this noise level."""
         self.levels.next(timestep)
+        self.begun += 1
         self._begin()
+
+    def predicted(self, picture: Any) -> None:
+        """The evaluation is over: this is the clean picture that it gave."""
+        self.picture = picture if isinstance(picture, Tensor) else None
+
+    @property
+    def awaits(self) -> bool:
+        """Whether plans are made from pictures, and the first is still to be predicted."""
+        return self.run.config.plan_from is PlanFrom.PREDICTION and self.begun == 1
 
     def _begin(self) -> None:
         self.seen.clear()
@@ -91,6 +105,8 @@ class Sampling:
         )
         asked = {part[:2] for part in self.seen}
         self.decision = self.run.decide(sigma, taking_part, step, any(part[:2] in asked for part in parts))
+        if self.awaits and not self.decision.keeps_detail:
+            self.decision = replace(self.decision, ratio=0.0)
         self.run.stats.count_evaluation(self.decision.step, self.decision.merged_ratio, timestep.device)
 
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
@@ -103,13 +119,14 @@ class Sampling:
         """
         chunks, frames = _chunks(len(x), transformer_options)
         parts = self.parts(len(x), transformer_options)
-        blind = "several devices" if self.apart else ""
+        pictures = self.pictures(chunks, transformer_options, x)
+        blind = "several devices" if self.apart and not pictures else ""
         if not self._is_piece(x, transformer_options):
             copies = self.copies(chunks, frames)
             if self.apart:
                 device = transformer_options.get("multigpu_thread_device")
                 copies = tuple((device, copy) for copy in copies)
-            return Evaluation(self.run, self.decision, copies, parts, blind)
+            return Evaluation(self.run, self.decision, copies, parts, blind, pictures=pictures)
         # Nothing is kept of a piece, so that it runs whole where others keep.
         decision = replace(self.decision, ratio=self.decision.merged_ratio, keeps_detail=False, plain=True)
         return Evaluation(self.run, decision, (None,), parts, blind, self._piece(x, chunks))
@@ -127,6 +144,20 @@ class Sampling:
     def copies(self, chunks: Sequence[Hashable], frames: Hashable) -> tuple[Hashable, ...]:
         """For each condition of a call, which part of the latent it shows: those of one area share plans."""
         return tuple((self.areas.get(chunk), frames) for chunk in chunks)
+
+    def pictures(
+        self, chunks: Sequence[Hashable], transformer_options: Mapping[str, Any], x: Tensor
+    ) -> tuple[Tensor, ...]:
+        """For each condition of a call on latents x, the picture of what it shows, as the step before predicted it;
+        nothing where plans are made from tokens, or where no such picture is at hand."""
+        picture, window = self.picture, transformer_options.get("context_window")
+        if picture is None or self.run.config.plan_from is not PlanFrom.PREDICTION:
+            return ()
+        if window is not None:
+            picture = window.get_tensor(picture, x.device)
+        pictures = [_cut(picture, self.areas.get(chunk)) for chunk in chunks]
+        shape = len(x) // len(chunks), *x.shape[1:]
+        return tuple(pictures) if all(part.shape == shape for part in pictures) else ()
 
     def _is_piece(self, x: Tensor, transformer_options: Mapping[str, Any]) -> bool:
         """Whether a call shows something else than the latent, or each condition its area of it."""
@@ -174,6 +205,16 @@ def _chunks(batch: int, transformer_options: Mapping[str, Any]) -> tuple[tuple[H
     """The ids of the conditions in a batch, one per equal chunk, and which images of a longer series it holds."""
     chunks = tuple(transformer_options.get("uuids") or (None,))
     return (chunks if batch % len(chunks) == 0 else (None,)), _frames(transformer_options)
+
+
+def _cut(picture: Tensor, area: Sequence[int] | None) -> Tensor:
+    """An area of (B, C, ..., H, W), told as (height, width, top, left)."""
+    if area is None:
+        return picture
+    half = len(area) // 2
+    for side, (size, start) in enumerate(zip(area[:half], area[half:], strict=True), picture.ndim - half):
+        picture = picture.narrow(side, start, min(size, picture.shape[side] - start))
+    return picture
 
 
 def _frames(transformer_options: Mapping[str, Any]) -> Hashable:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks import models, variants
 from benchmarks.fidelity import step
-from benchmarks.fidelity.probe import ALL, Probe, error, free_run, name_of, picture_tokens, teacher_forced
+from benchmarks.fidelity.probe import ALL, Probe, error, free_run, name_of, teacher_forced
 from scripts.comfy_pack import pack_module
 
 RATIO = 0.5
@@ -120,17 +120,6 @@ def test_sharing_gives_every_token_its_destinations_exact_update(small: dict[str
     out = model.model.process_latent_out(pictures["shared"])
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(pictures["shared"], pictures["whole"], atol=1e-3)
-
-
-def test_pictures_as_tokens() -> None:
-    picture = torch.arange(2 * 3 * 8 * 8, dtype=torch.float32).view(2, 3, 8, 8)
-    fine = picture_tokens(picture, (4, 4))
-    assert fine.shape == (2, 16, 12)
-    assert sorted(fine[1, 5].tolist()) == sorted(picture[1, :, 2:4, 2:4].flatten().tolist())
-    assert picture_tokens(picture, (8, 8)).shape == (2, 64, 3)
-    coarse = picture_tokens(picture, (2, 2))
-    assert coarse.shape == (2, 4, 12)
-    assert coarse[0, 0, 0] == picture[0, 0, :2, :2].mean()
 
 
 def test_errors_are_relative_to_what_the_model_takes_from_x() -> None:

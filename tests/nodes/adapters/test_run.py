@@ -285,9 +285,10 @@ def test_one_log_line_a_run(model: Any, attach: Any, stats_of: Any, caplog: pyte
     assert "3/3 steps" in lines[0]
 
 
-def test_model_called_outside_a_run_merges_too(model: Any, attach: Any, no_state_left: None) -> None:
-    """Some packs call apply_model themselves, with the model's own options."""
-    patched = attach(model)
+@pytest.mark.parametrize("plan_from", ["tokens", "prediction"])
+def test_model_called_outside_a_run_merges_too(model: Any, attach: Any, no_state_left: None, plan_from: str) -> None:
+    """Some packs call apply_model themselves, with the model's own options. Nobody has predicted a picture there."""
+    patched = attach(model, plan_from=plan_from)
     channels = model.model.latent_format.latent_channels
     x = torch.randn(1, channels, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
     y = torch.randn(1, 24 if channels == 16 else 2816, generator=torch.Generator().manual_seed(1))

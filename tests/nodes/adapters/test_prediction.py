@@ -1,0 +1,95 @@
+"""Plans from the picture that the step before predicted: the first evaluation runs whole, every call gets its part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+SETTINGS: dict[str, Any] = {"plan_from": "prediction", "select_every": 1, "weigh_every": 1}
+
+
+@pytest.fixture(params=["unet", "flux"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def planned(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, ...]]:
+    """The pictures of every call of `RunState.plan`, in order."""
+    state, seen = pack_module("toma_core.state").RunState, []
+    own = state.plan
+
+    def plan(self: Any, x: Any, grid: Any, scope: Any, decision: Any, copies: Any, *rest: Any) -> Any:
+        seen.append(tuple(part.clone() for part in rest[2]))
+        return own(self, x, grid, scope, decision, copies, *rest)
+
+    monkeypatch.setattr(state, "plan", plan)
+    return seen
+
+
+@pytest.fixture
+def predicted(model: Any) -> list[torch.Tensor]:
+    """The clean pictures of the evaluations of `model`, as the sampler gets them."""
+    from comfy.patcher_extension import WrappersMP
+
+    pictures: list[torch.Tensor] = []
+
+    def keep(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        pictures.append(executor(*args, **kwargs))
+        return pictures[-1]
+
+    model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", keep)
+    return pictures
+
+
+@pytest.mark.compat
+def test_plans_are_of_the_step_before(model: Any, attach: Any, stats_of: Any, planned: Any, predicted: Any) -> None:
+    patched = attach(model, **SETTINGS)
+    models.sample(patched, steps=3, cfg=4.0)
+    stats = stats_of(patched)
+    assert sorted(stats.merged_steps) == [1, 2]
+    shown = {tuple(map(id, pictures)): pictures for pictures in planned}.values()
+    assert all(any(torch.equal(picture, p) for p in predicted[:2]) for pictures in shown for picture in pictures)
+    assert stats.selections == 2 * len(stats.grids)
+
+
+@pytest.mark.compat
+def test_the_first_step_is_that_of_the_model_without_it(model: Any, attach: Any) -> None:
+    patched = attach(model, **SETTINGS)
+    assert torch.equal(models.sample(patched, steps=1), models.sample(model, steps=1))
+    assert not torch.equal(models.sample(patched, steps=2), models.sample(model, steps=2))
+
+
+def test_every_evaluation_after_the_first_merges_whatever_the_sampler(model: Any, attach: Any, stats_of: Any) -> None:
+    patched = attach(model, **SETTINGS)
+    models.sample(patched, steps=3, sampler="heun")
+    stats = stats_of(patched)
+    assert (stats.evaluations, stats.merged_evaluations) == (5, 4)
+
+
+def test_with_detail_reuse_the_whole_step_keeps(model: Any, attach: Any, stats_of: Any) -> None:
+    patched = attach(model, **SETTINGS, detail_reuse=True, whole_every=3)
+    models.sample(patched, steps=5)
+    assert sorted(stats_of(patched).merged_steps) == [1, 2]
+    assert stats_of(patched).detail_bytes
+
+
+def test_the_same_twice_and_nothing_left(model: Any, attach: Any, no_state_left: None) -> None:
+    patched = attach(model, **SETTINGS)
+    assert torch.equal(models.sample(patched, steps=3), models.sample(patched, steps=3))
+
+
+def test_areas_are_cut_out_of_the_picture(pack: Any) -> None:
+    cut = pack_module("nodes.adapters.sampling")._cut
+    picture = torch.arange(2 * 3 * 6 * 8.0).view(2, 3, 6, 8)
+    assert cut(picture, None) is picture
+    assert torch.equal(cut(picture, (2, 4, 1, 3)), picture[:, :, 1:3, 3:7])
+    assert torch.equal(cut(picture, (4, 8, 4, 0)), picture[:, :, 4:6])  # as far as the latent goes
+    deep = picture[:, :, None]
+    assert torch.equal(cut(deep, (2, 4, 1, 3)), deep[..., 1:3, 3:7])
+    assert torch.equal(cut(deep, (1, 2, 4, 0, 1, 3)), deep[..., 1:3, 3:7])

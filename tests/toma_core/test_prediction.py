@@ -1,0 +1,80 @@
+"""Pictures as features of tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from toma_core.config import ToMAConfig
+from toma_core.prediction import picture_tokens
+from toma_core.schedule import Decision, Schedule
+from toma_core.state import RunState
+
+DECISION = Decision(0, 0.5, 0, 0)
+
+
+def picture(batch: int = 2, height: int = 8, width: int = 8) -> torch.Tensor:
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(0))
+
+
+def run() -> RunState:
+    return RunState(Schedule(ToMAConfig(window_size=4, plan_from="prediction")))
+
+
+def test_a_token_is_told_by_the_cells_that_it_covers() -> None:
+    clean = picture()
+    tokens = picture_tokens(clean, (4, 4))
+    assert tokens.shape == (2, 16, 12)
+    assert sorted(tokens[1, 5].tolist()) == sorted(clean[1, :, 2:4, 2:4].flatten().tolist())
+
+
+def test_a_token_of_one_cell_is_that_cell() -> None:
+    clean = picture()
+    assert torch.equal(picture_tokens(clean, (8, 8)), clean.flatten(2).transpose(1, 2))
+
+
+def test_where_a_token_covers_more_cells_are_means() -> None:
+    clean = picture()
+    tokens = picture_tokens(clean, (2, 2))
+    assert tokens.shape == (2, 4, 12)
+    torch.testing.assert_close(tokens[0, 0, 0], clean[0, 0, :2, :2].mean())
+
+
+@pytest.mark.parametrize("grid", [(5, 5), (3, 3), (1, 1), (9, 5)])
+def test_grids_that_are_rounded_up(grid: tuple[int, int]) -> None:
+    """As models pad odd sides and a Downsample rounds up: every cell of the picture counts somewhere."""
+    tokens = picture_tokens(picture(1, 9, 9).requires_grad_(), grid)
+    assert tokens.shape[1] == grid[0] * grid[1]
+    clean = picture(1, 9, 9).requires_grad_()
+    picture_tokens(clean, grid).sum().backward()
+    assert clean.grad is not None and bool((clean.grad > 0).all())
+
+
+def test_a_plan_is_of_the_picture_whatever_the_tokens_and_shared_by_all_blocks() -> None:
+    state, x, clean = run(), torch.randn(2, 64, 5), picture()
+    plan = state.plan(x, (8, 8), "a", DECISION, (None,), pictures=(clean,))
+    assert state.plan(2 - x, (8, 8), "b", DECISION, (None,), pictures=(clean,)) is plan
+    ours = run().plan(picture_tokens(clean, (8, 8)), (8, 8), "a", DECISION, (None,))
+    assert torch.equal(plan.destinations, ours.destinations)
+    assert torch.equal(plan.merge_weights, ours.merge_weights)
+    assert state.stats.selections == 1
+
+
+def test_areas_have_pictures_of_their_own() -> None:
+    clean, x = picture(), torch.randn(2, 64, 5)
+    plan = run().plan(x, (8, 8), "a", DECISION, ("left", "right"), pictures=(clean[:1], clean[1:]))
+    alone = run().plan(x, (8, 8), "a", DECISION, (None,), pictures=(clean,))
+    assert torch.equal(plan.destinations, alone.destinations)
+
+
+def test_weights_are_of_the_dtype_of_the_tokens() -> None:
+    plan = run().plan(torch.randn(2, 64, 5).bfloat16(), (8, 8), "a", DECISION, (None,), pictures=(picture(),))
+    assert plan.merge_weights.dtype is torch.bfloat16
+
+
+def test_a_reweighed_plan_has_the_weights_of_the_new_picture() -> None:
+    state, x = run(), torch.randn(2, 64, 5)
+    first = state.plan(x, (8, 8), "a", DECISION, (None,), pictures=(picture(),))
+    second = state.plan(x, (8, 8), "a", Decision(1, 0.5, 0, 1), (None,), pictures=(picture() + 0.5,))
+    assert torch.equal(first.destinations, second.destinations)
+    assert not torch.equal(first.merge_weights, second.merge_weights)

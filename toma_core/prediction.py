@@ -1,0 +1,24 @@
+"""The clean picture that the step before predicted, as features by which tokens are compared.
+
+Not in the paper, which compares the tokens themselves. What a block gives is shared among tokens, and tokens that look
+alike going in, mostly noise in the first steps, are not those that come out alike. The picture that the model saw in
+them a step earlier tells nearly as well as the outcome itself (docs/fidelity.md), is known before the model runs, and
+is short: 64 numbers a token in most models, where the tokens have thousands.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+# Of the picture that a token shows, so many cells by so many are told apart.
+_CELLS = 2
+
+
+def picture_tokens(picture: Tensor, grid: tuple[int, int]) -> Tensor:
+    """A picture as features of the tokens of a grid: 2 x 2 cells a token, each the mean of what it covers; one cell
+    where a token covers no more. (B, C, H, W) -> (B, N, C or 4 C)"""
+    cells = max(1, min(_CELLS, round(picture.shape[-1] / grid[1])))
+    size = grid[0] * cells, grid[1] * cells
+    fine = picture if picture.shape[-2:] == size else F.adaptive_avg_pool2d(picture, size)
+    return F.pixel_unshuffle(fine, cells).flatten(2).transpose(1, 2).contiguous()
