@@ -47,7 +47,8 @@ def test_grids_that_are_rounded_up(grid: tuple[int, int]) -> None:
     assert tokens.shape[1] == grid[0] * grid[1]
     clean = picture(1, 9, 9).requires_grad_()
     picture_tokens(clean, grid).sum().backward()
-    assert clean.grad is not None and bool((clean.grad > 0).all())
+    assert clean.grad is not None
+    assert bool((clean.grad > 0).all())
 
 
 def test_a_plan_is_of_the_picture_whatever_the_tokens_and_shared_by_all_blocks() -> None:
