@@ -180,6 +180,11 @@ class ToMAConfig:
         "Move the windows by half a side at every other selection, so that their borders do not stay in one place: "
         "closer, the more often destinations are selected.",
     )
+    adaptive_budget: bool = option(
+        False,
+        "Flat windows leave destinations to busy ones, which get up to twice their share: closer at the same ratio. "
+        "Not for the 'grid' and 'random' selectors.",
+    )
     scale: float = option(
         300.0,
         "Sharpness of the merge weights: high sends each token to its nearest destination only, low blurs over "

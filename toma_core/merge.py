@@ -22,7 +22,7 @@ _SIDE_BY_SIDE = 4
 class MergePlan:
     """How the N tokens of a grid become D destinations, and how results go back.
 
-    windows, budget: the layout, shared by all images.
+    windows, budget: the layout, shared by all images but for a `MovedBudget`.
     picks: (B, W, K) int64, the slot of each destination in its window.
     merge_weights: (B, W, K, S), rows sum to 1: a destination is a weighted mean of its window's tokens.
     unmerge_weights: (B, W, S, K), rows sum to 1: each token is a mix of destination results.
@@ -66,7 +66,8 @@ class MergePlan:
 def stacked(plans: list[MergePlan]) -> MergePlan:
     """One plan for the concatenation of several batches on the same layout."""
     M, back = (joined([getattr(p, name) for p in plans]) for name in ("merge_weights", "unmerge_weights"))
-    return replace(plans[0], picks=torch.cat([p.picks for p in plans]), merge_weights=M, unmerge_weights=back)
+    budget, picks = plans[0].budget.beside([p.budget for p in plans[1:]]), torch.cat([p.picks for p in plans])
+    return replace(plans[0], budget=budget, picks=picks, merge_weights=M, unmerge_weights=back)
 
 
 def merge(x: Tensor, plan: MergePlan) -> Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from .budget import moved, spread
 from .config import PlanFrom, SelectorKind, ToMAConfig
 from .detail import Details
 from .maps import draw_map
@@ -123,7 +124,7 @@ class RunState:
     ) -> MergePlan:
         if (scope, grid) not in piece.plans:
             tokens = piece.tokens(x)
-            plan = piece.settled((scope, grid), self._selected(tokens, tokens, grid, decision, blind))
+            plan = piece.settled((scope, grid), self._selected(tokens, tokens, grid, decision, blind, even=True))
             self.stats.count_plan(grid, plan.kept, selected=True)
             # In the place of the last piece's, so that it can be drawn.
             self._remember(((scope, Piece), grid, 0, x.dtype, x.device), plan, decision)
@@ -179,14 +180,22 @@ class RunState:
             self._stacks = {place: stack for place, stack in list(self._stacks.items()) if place[:2] not in gone}
 
     def _selected(
-        self, x: Tensor, features: Tensor, grid: tuple[int, int], decision: Decision, blind: str
+        self,
+        x: Tensor,
+        features: Tensor,
+        grid: tuple[int, int],
+        decision: Decision,
+        blind: str,
+        even: bool = False,
     ) -> MergePlan:
+        """even: each window has the same share of destinations, whatever the settings say."""
         config, kind = self.config, self.config.selector
         if blind and kind not in SEES_NOTHING:
             kind = SelectorKind.RANDOM
             self.stats.chosen_blindly(blind)
-        windows, budget = self._layout(grid, decision, x.device)
-        choice = self._choose(x, features, grid, decision)
+        even = even or not config.adaptive_budget or kind in SEES_NOTHING
+        windows, budget = self._laid_out(features, grid, decision, even)
+        choice = self._choose(x, features, windows, budget, even)
         self.stats.computed_by(str(choice))
         kernels = choice.kernels
         if kernels is not None and kind is SelectorKind.FACILITY_LOCATION:
@@ -197,7 +206,7 @@ class RunState:
         plan = weigh(tokens, picks, windows, budget, config.scale, x.dtype)
         return replace(plan, kernels=kernels)
 
-    def _choose(self, x: Tensor, features: Tensor, grid: tuple[int, int], decision: Decision) -> Choice:
+    def _choose(self, x: Tensor, features: Tensor, windows: Windows, budget: Budget, even: bool) -> Choice:
         """Which kernels compute a plan. Those of all steps are made and tried at the first: none later, in a run."""
         config, dispatch = self.config, self.dispatch
         uses = Uses(
@@ -205,12 +214,13 @@ class RunState:
             config.weigh_every % config.select_every != 0,
             self.schedule.reuses_detail,
         )
-        choice = dispatch.pick(x, *self._layout(grid, decision, x.device), features, uses)
-        place = (grid, x.shape[2], features.shape[2], x.dtype, x.device)
+        choice = dispatch.pick(x, windows, budget, features, uses)
+        grid = windows.height, windows.width
+        place = (grid, even, x.shape[2], features.shape[2], x.dtype, x.device)
         if choice.kernels is not None and dispatch.given is None and place not in self._tried:
             self._tried.add(place)
             for kind in self.schedule.kinds:
-                dispatch.pick(x, *self._layout(grid, kind, x.device), features, uses)
+                dispatch.pick(x, *self._laid_out(features, grid, kind, even), features, uses)
         return choice
 
     def _reweighed(self, x: Tensor, plan: MergePlan, features: Tensor) -> MergePlan:
@@ -219,6 +229,13 @@ class RunState:
             M, back = kernels.weigh(features, plan.picks, windows, budget, config.scale)
             return replace(plan, merge_weights=M, unmerge_weights=back)
         return weigh(windows.split(features), plan.picks, windows, budget, config.scale, x.dtype)
+
+    def _laid_out(
+        self, features: Tensor, grid: tuple[int, int], decision: Decision, even: bool
+    ) -> tuple[Windows, Budget]:
+        """Windows, and what each of them keeps: the same share, or as much as there is in it."""
+        windows, budget = self._layout(grid, decision, features.device)
+        return windows, budget if even else moved(budget, spread(windows.split(features), windows), windows)
 
     def _layout(self, grid: tuple[int, int], decision: Decision, device: torch.device) -> tuple[Windows, Budget]:
         config = self.config

@@ -115,6 +115,10 @@ class Budget:
             x = x.index_select(1, self.expand)
         return x.view(x.shape[0], len(self.counts), self.slots, *x.shape[2:])
 
+    def beside(self, others: list[Budget]) -> Budget:
+        """The budget of a batch that these images and others of the same layout make up: all share this one."""
+        return self
+
     def to(self, device: torch.device) -> Budget:
         """The same budget with its index tensors on `device`."""
         moved = (None if t is None else upload(t, device) for t in (self.compact, self.expand, self.valid))

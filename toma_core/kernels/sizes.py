@@ -24,5 +24,5 @@ def variant(channels: int, windows: Windows, budget: Budget) -> Hashable:
     """What tells the binaries apart that tokens of so many channels need in this layout. Others than these share them:
     how many windows there are, of how many tokens within the same padded size, is told to a kernel when it runs."""
     slots = tuple((padded(size), cdiv(size, 32)) for size in (windows.slots, budget.slots))
-    ragged = windows.valid is not None, budget.valid is not None
+    ragged = windows.valid is not None, 0 if budget.valid is None else budget.valid.ndim
     return slots, ragged, min(128, padded(channels)), channels % 16 == 0

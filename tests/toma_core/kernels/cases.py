@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from toma_core.budget import MovedBudget, moved, spread
 from toma_core.config import WindowKind
 from toma_core.windows import Budget, Windows, make_budget, make_windows
 
@@ -31,11 +32,12 @@ class Case:
     dtype: torch.dtype = torch.float32
     batch: int = 1
     kind: WindowKind = WindowKind.TILE
+    adaptive: bool = False
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         name = f"{self.height}x{self.width}-{self.kind.value}{self.size}-r{self.ratio}-C{self.channels}"
-        return f"{name}-B{self.batch}-{dtype}"
+        return f"{name}-B{self.batch}-{dtype}" + ("-adaptive" if self.adaptive else "")
 
     def tokens(self, seed: int = 0) -> Tensor:
         """Smooth features with noise: neighbours are alike, as in a picture. (B, N, C)"""
@@ -45,9 +47,20 @@ class Case:
         return x.flatten(2).transpose(1, 2).contiguous().to(DEVICE, self.dtype)
 
     def layout(self) -> tuple[Windows, Budget]:
-        windows = make_windows(self.height, self.width, self.kind, self.size)
+        """adaptive: with a budget that follows a picture which is flat on one side."""
         device = torch.device(DEVICE)
-        return windows.to(device), make_budget(windows.counts, self.ratio).to(device)
+        windows = make_windows(self.height, self.width, self.kind, self.size).to(device)
+        budget = make_budget(windows.counts, self.ratio).to(device)
+        if not self.adaptive:
+            return windows, budget
+        flat = torch.arange(windows.tokens, device=device) % self.width < self.width // 2
+        picture = torch.where(flat[:, None], 1 + 0.1 * self.tokens(), self.tokens())
+        return windows, moved(budget, spread(windows.split(picture), windows), windows)
+
+
+def kept_of(budget: Budget, images: int) -> list[list[int]]:
+    """How many destinations each window of each image keeps."""
+    return budget.valid.sum(-1).tolist() if isinstance(budget, MovedBudget) else [list(budget.counts)] * images
 
 
 def each(*cases: Case) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.toma_core.kernels.cases import DEVICE, Case, each
+from toma_core.budget import MovedBudget
 from toma_core.config import WindowKind
 from toma_core.merge import MergePlan, merge, unmerge
 
@@ -27,6 +28,8 @@ CASES = (
     Case(20, 17, 32, 0.5, 77, FULL, batch=3),
     Case(1, 3, 2, 0.5, 1, FULL),
     Case(52, 76, 8, 0.5, 40, HALF),
+    Case(13, 19, 8, 0.5, 40, FULL, batch=3, adaptive=True),
+    Case(16, 30, 16, 0.75, 40, HALF, batch=2, adaptive=True),
 )
 
 
@@ -218,6 +221,7 @@ def test_refused(case: Case, kernels: Any) -> None:
     Case(64, 64, 16, 0.5, 3072, BRAIN),
     Case(52, 76, 16, 0.75, 1280, FULL, batch=3),
     Case(256, 256, 4, 0.5, 640, HALF, batch=4),
+    Case(64, 64, 8, 0.5, 3072, BRAIN, batch=2, adaptive=True),
 )
 def test_full_size(case: Case, kernels: Any) -> None:
     plan, x = random_plan(case), case.tokens()
@@ -226,3 +230,25 @@ def test_full_size(case: Case, kernels: Any) -> None:
     out = normal(case, plan.kept, 1)
     restored = kernels.restore(out, merged, x, plan.unmerge_weights, plan.windows, plan.budget)
     check(restored, x.float() + unmerge(out.float() - merged.float(), in_fp32(plan)), case.dtype, 4)
+
+
+@each(Case(13, 19, 8, 0.5, 8, FULL, batch=2, adaptive=True))
+def test_budgets_of_their_own_share_launches(case: Case, kernels: Any) -> None:
+    """Each plan has another one; what is prepared must not grow with them."""
+    first, second = random_plan(case), random_plan(case)
+    x = case.tokens()
+    # The same windows, where other numbers are kept.
+    budget = second.budget
+    assert isinstance(budget, MovedBudget)
+    other = MovedBudget(budget.counts, budget.compact.flip(0), budget.expand.flip(0), budget.valid.flip(0))
+    second = MergePlan(first.windows, other, second.picks, second.merge_weights.flip(0), second.unmerge_weights.flip(0))
+    for plan in (first, second):
+        merged = kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
+        check(merged, merge(x, plan), FULL)
+        check(
+            kernels.restore(2 * merged, merged, x, plan.unmerge_weights, plan.windows, plan.budget),
+            x + unmerge(merged, plan),
+            FULL,
+            4,
+        )
+    assert len(kernels._launches) == 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.toma_core.kernels.cases import DEVICE, Case, each
+from tests.toma_core.kernels.cases import DEVICE, Case, each, kept_of
 from toma_core.config import SelectorKind, WindowKind
 from toma_core.merge import MergePlan, weigh
 from toma_core.selection import cosine_similarity, facility_location, select
@@ -36,6 +36,8 @@ CASES = (
     Case(12, 11, 16, 0.9, 40, FULL),
     Case(17, 12, 16, 0.9, 77, HALF),
     Case(16, 16, 16, 0.95, 64, BRAIN),
+    Case(13, 19, 8, 0.75, 24, FULL, batch=3, adaptive=True),
+    Case(16, 30, 16, 0.9, 24, FULL, batch=2, adaptive=True),
 )
 
 
@@ -62,8 +64,8 @@ def greedy_alone(similarity: Tensor, valid: Tensor, picks: int) -> tuple[list[in
 
 def check_places(picks: Tensor, windows: Windows, budget: Budget) -> None:
     """Every window: as many picks as its budget, ascending, distinct, none of them padding; then the first again."""
-    for image in picks.tolist():
-        for row, kept, count in zip(image, budget.counts, windows.counts, strict=True):
+    for image, kept_here in zip(picks.tolist(), kept_of(budget, len(picks)), strict=True):
+        for row, kept, count in zip(image, kept_here, windows.counts, strict=True):
             assert row[:kept] == sorted(set(row[:kept]))
             assert 0 <= row[0] <= row[kept - 1] < count
             assert all(pick == row[0] for pick in row[kept:])
@@ -84,8 +86,9 @@ def check_weights(M: Tensor, back: Tensor, x: Tensor, picks: Tensor, windows: Wi
         assert not M.transpose(2, 3)[:, ~windows.valid].any(), "padding is merged into nothing"
         assert not back[:, ~windows.valid].any()
     if budget.valid is not None:
-        assert not M[:, ~budget.valid].any(), "an unused place takes from no token"
-        assert not back.transpose(2, 3)[:, ~budget.valid].any()
+        unused = ~budget.valid.expand(M.shape[:3])
+        assert not M[unused].any(), "an unused place takes from no token"
+        assert not back.transpose(2, 3)[unused].any()
 
 
 def check_objective(x: Tensor, picks: Tensor, windows: Windows, budget: Budget) -> None:
@@ -108,8 +111,8 @@ def test_select_and_weigh(case: Case, kernels: Any) -> None:
     check_objective(x, picks, windows, budget)
     similarity = cosine_similarity(windows.split(x.float()))
     decided = 0
-    for image in range(case.batch):
-        for w, kept in enumerate(budget.counts):
+    for image, kept_here in enumerate(kept_of(budget, case.batch)):
+        for w, kept in enumerate(kept_here):
             inside = torch.arange(windows.slots, device=DEVICE) < windows.counts[w]
             order, margin = greedy_alone(similarity[image, w], inside, kept)
             if margin > 2e-6:
@@ -217,6 +220,7 @@ def test_refused(kernels: Any) -> None:
     Case(104, 152, 8, 0.5, 640, BRAIN, batch=4),
     Case(64, 64, 16, 0.5, 3072, BRAIN),
     Case(52, 76, 16, 0.25, 1280, HALF, batch=3),
+    Case(64, 64, 8, 0.5, 64, BRAIN, batch=2, adaptive=True),
 )
 def test_full_size(case: Case, kernels: Any) -> None:
     x, (windows, budget) = case.tokens(), case.layout()

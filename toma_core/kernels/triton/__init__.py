@@ -38,37 +38,38 @@ class TritonKernels:
 
     def merge(self, x: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
         """See `kernels.Kernels`."""
-        key = (windows, budget, "merge", *_kind(x), *_kind(weights))
+        used, expand = budget.valid, budget.expand
+        key = (windows, _shared(budget), "merge", *_kind(x), *_kind(weights))
         launch = self._launches.get(key)
         if launch is None:
             _require(x, windows.tokens)
-            launch = product.merge(x, weights, windows.source, budget.valid, budget.expand, budget.total)
+            launch = product.merge(x, weights, used, expand, windows.source, budget.total)
             self._launches[key] = launch
-        return launch(x, weights)
+        return launch(x, weights, used, expand)
 
     def unmerge(self, y: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
         """See `kernels.Kernels`."""
-        key = (windows, budget, "unmerge", *_kind(y), *_kind(weights))
+        key = (windows, _shared(budget), "unmerge", *_kind(y), *_kind(weights))
         launch = self._launches.get(key)
         if launch is None:
             _require(y, budget.total)
-            layout = (windows.source, windows.valid, budget.expand, windows.tokens)
-            launch = self._launches[key] = product.unmerge(y, weights, None, None, *layout)
-        return launch(y, weights)
+            layout = (windows.source, windows.valid, windows.tokens)
+            launch = self._launches[key] = product.unmerge(y, weights, budget.expand, None, None, *layout)
+        return launch(y, weights, budget.expand)
 
     def restore(
         self, out: Tensor, reduced: Tensor, x: Tensor, weights: Tensor, windows: Windows, budget: Budget
     ) -> Tensor:
         """See `kernels.Kernels`."""
-        key = (windows, budget, "restore", *_kind(out), *_kind(reduced), *_kind(x), *_kind(weights))
+        key = (windows, _shared(budget), "restore", *_kind(out), *_kind(reduced), *_kind(x), *_kind(weights))
         launch = self._launches.get(key)
         if launch is None:
             _require(out, budget.total)
             _require(reduced, budget.total, out)
             _require(x, windows.tokens, out)
-            layout = (windows.source, windows.valid, budget.expand, windows.tokens)
-            launch = self._launches[key] = product.unmerge(out, weights, reduced, x, *layout)
-        return launch(out, weights, reduced, x)
+            layout = (windows.source, windows.valid, windows.tokens)
+            launch = self._launches[key] = product.unmerge(out, weights, budget.expand, reduced, x, *layout)
+        return launch(out, weights, budget.expand, reduced, x)
 
     def reuse(
         self,
@@ -84,7 +85,7 @@ class TritonKernels:
     ) -> Tensor:
         """See `kernels.Kernels`. Two launches: what is still there, and the rest."""
         given = (*_kind(out), *_kind(reduced), *_kind(x), *_kind(kept), *_kind(destinations), *_kind(weights))
-        key = (windows, budget, trust, *given)
+        key = (windows, _shared(budget), trust, *given)
         key_of_first = (*key, "agreement")
         launch, first = self._launches.get(key), self._launches.get(key_of_first)
         if launch is None or first is None:
@@ -97,10 +98,16 @@ class TritonKernels:
             first = self._launches[key_of_first] = agreement.agreement(out, reduced, kept, destinations)
         sums = first(out, reduced, kept, destinations)
         if launch is None:
-            layout = (windows.source, windows.valid, budget.expand, windows.tokens)
+            layout = (windows.source, windows.valid, windows.tokens)
             reused = (kept, sums, destinations)
-            launch = self._launches[key] = product.unmerge(out, weights, reduced, x, *layout, reused, trust)
-        return launch(out, weights, reduced, x, kept, sums, destinations)
+            launch = product.unmerge(out, weights, budget.expand, reduced, x, *layout, reused, trust)
+            self._launches[key] = launch
+        return launch(out, weights, budget.expand, reduced, x, kept, sums, destinations)
+
+
+def _shared(budget: Budget) -> Hashable:
+    """The budget if all images share it; of those that each plan has of its own, what a launch is prepared for."""
+    return (budget.slots, budget.total) if budget.valid is not None and budget.valid.ndim == 3 else budget
 
 
 def _kind(t: Tensor) -> tuple[Hashable, ...]:

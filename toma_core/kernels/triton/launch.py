@@ -63,6 +63,16 @@ def shared_stride(part: Tensor, batch: int) -> int:
     return 0 if part.shape[0] == 1 else part.stride(0)
 
 
+def budget_stride(part: Tensor | None, shape: tuple[int, ...], batch: int) -> int:
+    """From one image's part of a budget to the next, in a tensor of (B, *shape) that holds all of them one after
+    another; 0 if all images share one of `shape`, or without one."""
+    if part is None or part.shape == shape:
+        return 0
+    if part.shape != (batch, *shape) or not part.is_contiguous():
+        raise ValueError(f"a budget of {tuple(part.shape)} is not one of {shape} for each of {batch} images")
+    return part.stride(0)
+
+
 def weight_strides(weights: Tensor, batch: int) -> tuple[int, int, int]:
     """From image to image, window to window and row to row of (B or 1, W, rows, columns). What lies between the rows is
     read, and counts for nothing."""
@@ -105,7 +115,7 @@ class Launch:
         self._rest = tuple(f.data_ptr() if isinstance(f, Tensor) else f for f in fixed)
         self._again: Callable[..., object] | None = None
 
-    def __call__(self, *tensors: Tensor) -> Tensor:
+    def __call__(self, *tensors: Tensor | None) -> Tensor:
         """The result, contiguous."""
         out = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         if self._alone:
@@ -115,12 +125,13 @@ class Launch:
                 self._launch(out, *tensors)
         return out
 
-    def _launch(self, *tensors: Tensor) -> None:
-        addresses, together = [], 0
+    def _launch(self, *tensors: Tensor | None) -> None:
+        addresses: list[int | None] = []
+        together = 0
         for tensor in tensors:
-            address = tensor.data_ptr()
+            address = None if tensor is None else tensor.data_ptr()
             addresses.append(address)
-            together |= address
+            together |= address or 0
         aligned = together % _ALIGNED == 0
         if aligned and self._again is not None:
             try:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ..sizes import cdiv
 from .agreement import MOST_PARTS, still_of
-from .launch import Launch, blocks, shared_stride, upcast, weight_strides
+from .launch import Launch, blocks, budget_stride, shared_stride, upcast, weight_strides
 
 
-@triton.jit(do_not_specialize=("windows", "slots", "K", "D"))
+@triton.jit(do_not_specialize=("stride_u", "windows", "slots", "K", "D"))
 def _merge_kernel(
-    out, x, weights, source, used, expand,
-    stride_b, stride_n, stride_c, stride_wb, stride_ww, stride_wk, windows, slots, K, C, D,
+    out, x, weights, used, expand, source,
+    stride_b, stride_n, stride_c, stride_wb, stride_ww, stride_wk, stride_u, windows, slots, K, C, D,
     HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
     STEPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -53,8 +53,8 @@ def _merge_kernel(
     mine = k < K
     destination = window * K + k
     if HAS_USED:
-        mine = mine & (tl.load(used + destination, mask=mine, other=0) != 0)
-        destination = tl.load(expand + destination, mask=mine, other=0).to(tl.int64)
+        mine = mine & (tl.load(used + image * stride_u + destination, mask=mine, other=0) != 0)
+        destination = tl.load(expand + image * stride_u + destination, mask=mine, other=0).to(tl.int64)
     out += image * D * C
     tl.store(
         out + destination[:, None] * C + c[None, :],
@@ -63,11 +63,12 @@ def _merge_kernel(
     )
 
 
-@triton.jit(do_not_specialize=("stride_d", "windows", "slots", "K", "N", "parts"))
+@triton.jit(do_not_specialize=("stride_d", "stride_u", "windows", "slots", "K", "N", "parts"))
 def _unmerge_kernel(
-    out, y, weights, reduced, x, kept, sums, destinations, source, valid, expand,
+    out, y, weights, expand, reduced, x, kept, sums, destinations, source, valid,
     stride_yb, stride_yn, stride_yc, stride_rb, stride_rn, stride_rc, stride_xb, stride_xn, stride_xc,
-    stride_kb, stride_kn, stride_kc, stride_wb, stride_ww, stride_ws, stride_d, windows, slots, K, C, N, parts, trust,
+    stride_kb, stride_kn, stride_kc, stride_wb, stride_ww, stride_ws, stride_d, stride_u,
+    windows, slots, K, C, N, parts, trust,
     RESIDUAL: tl.constexpr, REUSE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr,
     UPCAST: tl.constexpr, STEPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -92,7 +93,7 @@ def _unmerge_kernel(
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         destination = window * K + k
         if HAS_USED:
-            destination = tl.load(expand + destination, mask=k < K, other=0).to(tl.int64)
+            destination = tl.load(expand + image * stride_u + destination, mask=k < K, other=0).to(tl.int64)
         mask = (s < slots)[:, None] & (k < stride_ws)[None, :]
         A = tl.load(weights + s[:, None] * stride_ws + k[None, :], mask=mask, other=0.0).to(y.dtype.element_ty)
         A = tl.where((k < K)[None, :], A, 0.0)
@@ -126,36 +127,36 @@ def _unmerge_kernel(
     tl.store(out + token[:, None] * C + c[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
-def merge(x: Tensor, weights: Tensor, source: Tensor, used: Tensor | None, expand: Tensor | None, D: int) -> Launch:
-    """X' = M X. Called with x, weights: (B, N, C), any strides -> (B, D, C), with fp32 sums.
+def merge(x: Tensor, weights: Tensor, used: Tensor | None, expand: Tensor | None, source: Tensor, D: int) -> Launch:
+    """X' = M X. Called with x, weights, used, expand: (B, N, C), any strides -> (B, D, C), with fp32 sums.
 
     weights: (B, W, K, S), rows contiguous; source: (W, S) int64; used: (W, K) bool and expand: (W * K,) int64 of the
-    `Budget`, or None.
+    `Budget`, contiguous, or (B, W, K) and (B, W * K) where each image has one of its own, or None.
     """
     (_, windows, K, slots), (batch, _, C) = weights.shape, x.shape
-    strides = (*x.stride(), *weight_strides(weights, batch))
+    strides = (*x.stride(), *weight_strides(weights, batch), budget_stride(expand, (windows * K,), batch))
     block_k, block_s, block_c, warps = blocks(x, K, slots)
     grid = (batch * windows, cdiv(K, block_k) * cdiv(C, block_c))
     sizes = (windows, slots, K, C, D, used is not None, upcast(x.dtype), cdiv(slots, block_s))
-    fixed = (source, used, expand, *strides, *sizes, block_k, block_s, block_c)
+    fixed = (source, *strides, *sizes, block_k, block_s, block_c)
     return Launch(_merge_kernel, grid, x, (batch, D, C), x.dtype, fixed, num_warps=warps, num_stages=2)
 
 
 def unmerge(
     y: Tensor,
     weights: Tensor,
+    expand: Tensor | None,
     reduced: Tensor | None,
     x: Tensor | None,
     source: Tensor,
     valid: Tensor | None,
-    expand: Tensor | None,
     N: int,
     reused: tuple[Tensor, Tensor, Tensor] | None = None,
     trust: float = 1.0,
 ) -> Launch:
     """Y = A^T Y', or with `reduced` and `x` the restored block output x + A^T (Y' - reduced). -> (B, N, C)
 
-    Called with y and weights, and reduced and x if there are, and what is reused. y, reduced: (B, D, C) and x:
+    Called with y, weights and expand, and reduced and x if there are, and what is reused. y, reduced: (B, D, C) and x:
     (B, N, C), any strides; weights: (B, W, S, K); the rest as in `merge`. Sums are fp32, and the residual is added
     before the one rounding to y's dtype.
     reused: kept, sums of `agreement` and destinations, for x + a kept + A^T t (out - reduced - a kept at destinations),
@@ -165,11 +166,12 @@ def unmerge(
     kept, sums, destinations = (None, None, None) if reused is None else reused
     strides = tuple(n for t in (y, reduced, x, kept) for n in ((0, 0, 0) if t is None else t.stride()))
     strides += (*weight_strides(weights, batch), 0 if destinations is None else shared_stride(destinations, batch))
+    strides += (budget_stride(expand, (windows * K,), batch),)
     block_s, block_k, block_c, warps = blocks(y, slots, K)
     grid = (batch * windows, cdiv(slots, block_s) * cdiv(C, block_c))
     sizes = (windows, slots, K, C, N, 1 if sums is None else sums.shape[2], trust)
     flags = (x is not None, kept is not None, valid is not None, expand is not None, upcast(y.dtype))
     missing = (None,) * (5 - sum(t is not None for t in (reduced, x, kept, sums, destinations)))
-    fixed = (*missing, source, valid, expand, *strides, *sizes, *flags, cdiv(K, block_k))
+    fixed = (*missing, source, valid, *strides, *sizes, *flags, cdiv(K, block_k))
     fixed += (block_k, block_s, block_c, MOST_PARTS)
     return Launch(_unmerge_kernel, grid, y, (batch, N, C), y.dtype, fixed, num_warps=warps, num_stages=2)

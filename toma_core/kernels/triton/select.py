@@ -19,13 +19,13 @@ from torch import Tensor
 from ...selection.objective import tie_step
 from ..rows import room
 from ..sizes import DOT_MIN, cdiv, padded
-from .launch import on_device, turns, upcast
+from .launch import budget_stride, on_device, turns, upcast
 
 ON_CHIP = 128
 MOST = 256
 _TILE = 32
 # One binary for all of them: nothing is read faster for knowing them.
-_ANY_SIZE = ("windows", "slots", "K", "rounds", "steps")
+_ANY_SIZE = ("stride_u", "windows", "slots", "K", "rounds", "steps")
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def _fill_unused(
 @triton.jit(do_not_specialize=_ANY_SIZE)
 def _on_chip_kernel(
     x, source, valid, used, picks, M, back, stride_b, stride_n, stride_c,
-    pitch_s, pitch_k, windows, slots, K, C, scale, tie, rounds, steps,
+    pitch_s, pitch_k, stride_u, windows, slots, K, C, scale, tie, rounds, steps,
     SELECT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
     S_PAD: tl.constexpr, K_PAD: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -121,7 +121,8 @@ def _on_chip_kernel(
     kept = K
     if HAS_USED:
         k = tl.arange(0, K_PAD)
-        kept = tl.sum(tl.load(used + window * K + k, mask=k < K, other=0).to(tl.int32), axis=0)
+        used += (program // windows) * stride_u + window * K
+        kept = tl.sum(tl.load(used + k, mask=k < K, other=0).to(tl.int32), axis=0)
 
     # One mask for rows and one for columns: the same numbers in the two layouts that the reductions need.
     if SELECT:
@@ -161,7 +162,7 @@ def _on_chip_kernel(
 @triton.jit(do_not_specialize=_ANY_SIZE)
 def _tiled_kernel(
     x, source, valid, used, picks, M, back, scratch, stride_b, stride_n, stride_c,
-    pitch_s, pitch_k, windows, slots, K, C, scale, tie, rounds, steps,
+    pitch_s, pitch_k, stride_u, windows, slots, K, C, scale, tie, rounds, steps,
     SELECT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
     S_PAD: tl.constexpr, K_PAD: tl.constexpr, BLOCK_C: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -206,7 +207,8 @@ def _tiled_kernel(
     kept = K
     if HAS_USED:
         k = tl.arange(0, K_PAD)
-        kept = tl.sum(tl.load(used + window * K + k, mask=k < K, other=0).to(tl.int32), axis=0)
+        used += (program // windows) * stride_u + window * K
+        kept = tl.sum(tl.load(used + k, mask=k < K, other=0).to(tl.int32), axis=0)
 
     if SELECT:
         represented = tl.where(inside, -1.0, 3.0)
@@ -266,8 +268,9 @@ def select_weigh(
     """Greedy facility-location picks of every window, and the weights that follow from them.
 
     x: (B, N, C) fp16, bf16 or fp32, any strides; source: (W, S) int64 with S <= MOST; valid: (W, S) bool or None;
-    used: (W, K) bool or None. Returns picks (B, W, K) int64, merge weights (B, W, K, S) and unmerge weights
-    (B, W, S, K) in x's dtype, as `selection.select` and `merge.weigh` define them. Scores are fp32.
+    used: (W, K) bool, or (B, W, K) where each image has its own, or None. Returns picks (B, W, K) int64, merge weights
+    (B, W, K, S) and unmerge weights (B, W, S, K) in x's dtype, as `selection.select` and `merge.weigh` define them.
+    Scores are fp32.
     """
     picks = torch.empty(x.shape[0], source.shape[0], K, device=x.device, dtype=torch.int64)
     return picks, *_launch(x, picks, source, valid, used, scale, select=True)
@@ -291,17 +294,32 @@ def _launch(
     M, back = room(x, batch, windows, K, slots), room(x, batch, windows, slots, K)
     block_c = 64 if x.element_size() == 2 else DOT_MIN
     pitches, S_PAD = (M.stride(2), back.stride(2)), padded(slots)
-    sizes = (*x.stride(), *pitches, windows, slots, K, x.shape[2], float(scale), tie_step(slots))
-    sizes += (turns(K), turns(cdiv(x.shape[2], block_c)))
+    sizes = (*x.stride(), *pitches, budget_stride(used, (windows, K), batch), windows, slots, K, x.shape[2])
+    search = float(scale), tie_step(slots), turns(K), turns(cdiv(x.shape[2], block_c))
     flags = (select, valid is not None, used is not None, upcast(x.dtype), S_PAD, padded(K), block_c)
     grid = (batch * windows,)
     with on_device(x):
         if S_PAD <= ON_CHIP:
             warps = 4 if S_PAD <= 64 else 16
-            _on_chip_kernel[grid](x, source, valid, used, picks, M, back, *sizes, *flags, num_warps=warps, num_stages=3)
+            _on_chip_kernel[grid](
+                x, source, valid, used, picks, M, back, *sizes, *search, *flags, num_warps=warps, num_stages=3
+            )
         else:
             scratch = torch.empty(batch * windows, S_PAD, S_PAD, device=x.device, dtype=torch.float32)
             _tiled_kernel[grid](
-                x, source, valid, used, picks, M, back, scratch, *sizes, *flags, _TILE, num_warps=8, num_stages=1
+                x,
+                source,
+                valid,
+                used,
+                picks,
+                M,
+                back,
+                scratch,
+                *sizes,
+                *search,
+                *flags,
+                _TILE,
+                num_warps=8,
+                num_stages=1,
             )
     return M, back

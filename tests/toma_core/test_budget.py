@@ -1,0 +1,129 @@
+"""Budgets that follow the picture: exact in sum, more where there is more, the same maps as any other budget."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from toma_core.budget import MOST, MovedBudget, moved, spread
+from toma_core.config import ToMAConfig
+from toma_core.merge import merge, stacked, unmerge, unmerge_update
+from toma_core.schedule import Decision, Schedule
+from toma_core.state import RunState
+from toma_core.windows import Windows, make_budget, make_windows
+
+GRIDS = [(16, 16), (13, 19), (8, 40), (5, 7)]
+
+
+def picture(height: int, width: int, batch: int = 2, seed: int = 0) -> torch.Tensor:
+    """Flat on the left, busy on the right. (B, N, 6)"""
+    x = torch.randn(batch, height, width, 6, generator=torch.Generator().manual_seed(seed))
+    x[:, :, : width // 2] = 1 + 0.01 * x[:, :, : width // 2]
+    return x.flatten(1, 2)
+
+
+def of(x: torch.Tensor, windows: Windows, ratio: float) -> MovedBudget:
+    return moved(make_budget(windows.counts, ratio), spread(windows.split(x), windows), windows)
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.75, 0.95])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_every_image_has_as_many_destinations_as_asked_for(grid: tuple[int, int], ratio: float) -> None:
+    windows = make_windows(*grid, "tile", 8)
+    even = make_budget(windows.counts, ratio)
+    budget = of(picture(*grid), windows, ratio)
+    counts = budget.valid.sum(-1)
+    assert counts.sum(-1).tolist() == [even.total] * 2 == [budget.total] * 2
+    assert int(counts.min()) >= 1
+    assert bool((counts <= torch.tensor(windows.counts)).all())
+    assert int(counts.max()) <= max(MOST * even.slots, 1)
+    # Slots in use come first in a window, and are numbered in order.
+    assert torch.equal(budget.valid, torch.arange(budget.slots) < counts[..., None])
+    for image in range(2):
+        assert torch.equal(budget.compact[image], budget.valid[image].flatten().nonzero()[:, 0])
+        used = budget.expand[image][budget.valid[image].flatten()]
+        assert used.tolist() == list(range(even.total))
+
+
+def test_busy_windows_get_more() -> None:
+    windows = make_windows(16, 16, "tile", 8)
+    counts = of(picture(16, 16), windows, 0.5).valid.sum(-1)
+    assert bool((counts[:, [1, 3]] > 2 * counts[:, [0, 2]]).all())
+
+
+def test_windows_that_are_alike_have_equal_shares() -> None:
+    windows = make_windows(16, 16, "tile", 8)
+    one = torch.randn(1, 8, 8, 6)
+    counts = of(one.repeat(1, 2, 2, 1).flatten(1, 2), windows, 0.5).valid.sum(-1)
+    assert counts.tolist() == [[32] * 4]
+
+
+@pytest.mark.parametrize("poison", [0.0, float("nan"), float("inf")])
+def test_whatever_the_tokens_hold(poison: float) -> None:
+    windows = make_windows(13, 19, "tile", 8)
+    x = picture(13, 19)
+    x[0] = poison
+    budget = of(x, windows, 0.5)
+    assert budget.valid.sum((1, 2)).tolist() == [budget.total] * 2
+    assert torch.equal(budget.valid[1], of(picture(13, 19), windows, 0.5).valid[1])
+
+
+def test_spread_is_the_variance_of_directions() -> None:
+    windows = make_windows(5, 7, "tile", 4)
+    x = torch.randn(1, 35, 6)
+    found = spread(windows.split(x), windows)
+    for w, count in enumerate(windows.counts):
+        unit = torch.nn.functional.normalize(x[0, windows.source[w, :count]], dim=-1)
+        torch.testing.assert_close(found[0, w], (unit - unit.mean(0)).pow(2).sum(-1).mean())
+
+
+def plan_of(x: torch.Tensor, grid: tuple[int, int], dtype: torch.dtype = torch.float32, ratio: float = 0.5):  # type: ignore[no-untyped-def]
+    run = RunState(Schedule(ToMAConfig(adaptive_budget=True)))
+    return run.plan(x.to(dtype), grid, "a", Decision(0, ratio, 0, 0), (None,))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_merging_is_what_the_dense_matrices_say(grid: tuple[int, int]) -> None:
+    x = picture(*grid)
+    plan = plan_of(x, grid)
+    B, N, D = 2, plan.tokens, plan.kept
+    eye = torch.eye(N).expand(B, N, N)
+    M = merge(eye, plan)
+    back = unmerge(torch.eye(D).expand(B, D, D), plan)
+    torch.testing.assert_close(M.sum(-1), torch.ones(B, D))
+    torch.testing.assert_close(back.sum(-1), torch.ones(B, N))
+    torch.testing.assert_close(merge(x, plan), M @ x)
+    y = torch.randn(B, D, 6)
+    torch.testing.assert_close(unmerge(y, plan), back @ y)
+    torch.testing.assert_close(unmerge_update(y, merge(x, plan), x, plan), x + back @ (y - M @ x))
+    # A destination stands for itself more than for any other.
+    assert bool((M.gather(2, plan.destinations[..., None]) > 0).all())
+    assert all(len(set(row)) == D for row in plan.destinations.tolist())
+
+
+def test_plans_of_several_parts_go_side_by_side() -> None:
+    grid, x = (16, 16), picture(16, 16, batch=3)
+    both = stacked([plan_of(x[:1], grid), plan_of(x[1:], grid)])
+    whole = plan_of(x, grid)
+    torch.testing.assert_close(merge(x, both), merge(x, whole))
+    y = torch.randn(3, whole.kept, 6)
+    torch.testing.assert_close(unmerge(y, both), unmerge(y, whole))
+    assert torch.equal(both.destinations, whole.destinations)
+
+
+@pytest.mark.parametrize("selector", ["grid", "random"])
+def test_selectors_that_see_nothing_have_equal_shares(selector: str) -> None:
+    run = RunState(Schedule(ToMAConfig(adaptive_budget=True, selector=selector)))  # type: ignore[arg-type]
+    plan = run.plan(picture(16, 16), (16, 16), "a", Decision(0, 0.5, 0, 0), (None,))
+    assert not isinstance(plan.budget, MovedBudget)
+
+
+def test_it_represents_a_picture_better() -> None:
+    x = picture(32, 32, batch=4)
+
+    def error(adaptive: bool) -> float:
+        run = RunState(Schedule(ToMAConfig(adaptive_budget=adaptive)))
+        plan = run.plan(x, (32, 32), "a", Decision(0, 0.5, 0, 0), (None,))
+        return float((unmerge(merge(x, plan), plan) - x).norm())
+
+    assert error(True) < 0.7 * error(False)

@@ -1,0 +1,93 @@
+"""Budgets that follow the picture: windows with little in them leave destinations to those with much.
+
+Not in the paper, where every window keeps the same share. A flat window is represented by a few of its tokens, a busy
+one hardly by half of them. How many each gets is decided before any is selected, from how much its tokens differ, so
+that selection stays one pass over all windows, and the number of all destinations is the one that was asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .selection.objective import normalized
+from .windows import Budget, Windows
+
+# A window gets at most so many times its equal share.
+MOST = 2.0
+
+
+@dataclass(frozen=True, eq=False)
+class MovedBudget(Budget):
+    """A `Budget` of its own for each image: compact (B, D), expand (B, W * K), valid (B, W, K), all there.
+
+    counts: the equal shares that were moved; slots: K, the most that a window may have.
+    """
+
+    compact: Tensor
+    expand: Tensor
+    valid: Tensor
+
+    @property
+    def slots(self) -> int:
+        return self.valid.shape[2]
+
+    def pack(self, x: Tensor) -> Tensor:
+        """See `Budget.pack`."""
+        return _gathered(x.flatten(1, 2), self.compact)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """See `Budget.unpack`."""
+        x = _gathered(x, self.expand)
+        return x.view(x.shape[0], *self.valid.shape[1:], *x.shape[2:])
+
+    def beside(self, others: list[Budget]) -> Budget:
+        """See `Budget.beside`."""
+        names = "compact", "expand", "valid"
+        return MovedBudget(self.counts, *(torch.cat([getattr(b, name) for b in (self, *others)]) for name in names))
+
+
+def _gathered(x: Tensor, index: Tensor) -> Tensor:
+    index = index.view(*index.shape, *[1] * (x.ndim - 2))
+    return x.gather(1, index.expand(len(x), -1, *x.shape[2:]))
+
+
+def spread(x: Tensor, windows: Windows) -> Tensor:
+    """How much the tokens of each window differ, from 0 (all alike) to 1: the variance of their directions.
+
+    x: (B, W, S, C) in window layout, any float dtype. Returns (B, W) fp32.
+    """
+    x = normalized(x).nan_to_num_(nan=0.0)
+    if windows.valid is None:
+        mean = x.mean(2)
+    else:
+        share = windows.valid / windows.valid.sum(1, keepdim=True)
+        mean = (x * share[..., None]).sum(2)
+    return 1 - mean.pow(2).sum(-1)
+
+
+def moved(budget: Budget, spread: Tensor, windows: Windows) -> MovedBudget:
+    """The destinations of an equal budget, shared out by how much there is in each window.
+
+    spread: (B, W) from `spread`. Quantisation that errs least puts points where data varies in proportion to a power of
+    its variance, 1/2 for two dimensions (Zador 1982). The next destination goes to the window that has fewest for what
+    it is due, so that the sum is exact; each has one at least, and at most `MOST` of an equal share. No host sync.
+    """
+    device, slots = spread.device, windows.slots
+    K = min(slots, round(MOST * budget.slots))
+    place = torch.arange(K, device=device)
+    sizes = windows.valid.sum(1) if windows.valid is not None else torch.full_like(windows.source[:, 0], slots)
+    due = spread.clamp_min(0).sqrt() * sizes
+    claims = due[..., None] / (place + 0.5)
+    claims = claims.masked_fill(place >= sizes[:, None], -1.0).masked_fill(place == 0, torch.inf)
+    chosen = claims.flatten(1).topk(budget.total, dim=1).indices
+    taken = torch.zeros(claims.shape, dtype=torch.bool, device=device).flatten(1).scatter_(1, chosen, True)
+    counts = taken.view(claims.shape).sum(-1, keepdim=True)
+    valid = place < counts
+    # Slots in use come first in a stable order of what is not.
+    compact = (~valid).flatten(1).to(torch.uint8).argsort(dim=1, stable=True)[:, : budget.total]
+    first = counts.cumsum(1) - counts
+    expand = torch.where(valid, first + place, first).flatten(1)
+    return MovedBudget(budget.counts, compact, expand, valid)
