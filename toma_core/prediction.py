@@ -17,7 +17,8 @@ _CELLS = 2
 
 def picture_tokens(picture: Tensor, grid: tuple[int, int]) -> Tensor:
     """A picture as features of the tokens of a grid: 2 x 2 cells a token, each the mean of what it covers; one cell
-    where a token covers no more. (B, C, H, W) -> (B, N, C or 4 C)"""
+    where a token covers no more. (B, C, ..., H, W) -> (B, N, C or 4 C)"""
+    picture = picture.flatten(1, -3)
     cells = max(1, min(_CELLS, round(picture.shape[-1] / grid[1])))
     size = grid[0] * cells, grid[1] * cells
     fine = picture if picture.shape[-2:] == size else F.adaptive_avg_pool2d(picture, size)

@@ -40,6 +40,12 @@ def test_where_a_token_covers_more_cells_are_means() -> None:
     torch.testing.assert_close(tokens[0, 0, 0], clean[0, 0, :2, :2].mean())
 
 
+def test_a_picture_may_be_one_frame_of_five_dimensions() -> None:
+    clean = picture()
+    for grid in ((4, 4), (3, 5)):
+        assert torch.equal(picture_tokens(clean[:, :, None], grid), picture_tokens(clean, grid))
+
+
 @pytest.mark.parametrize("grid", [(5, 5), (3, 3), (1, 1), (9, 5)])
 def test_grids_that_are_rounded_up(grid: tuple[int, int]) -> None:
     """As models pad odd sides and a Downsample rounds up: every cell of the picture counts somewhere."""

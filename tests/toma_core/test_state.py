@@ -321,24 +321,30 @@ def test_the_trap_snaps(wait: Any) -> None:
 
 @pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
 @pytest.mark.parametrize("grid", [(8, 8), GRID, (1, 30)], ids=str)
-def test_planning_and_merging_never_wait_for_the_device(grid: tuple[int, int], selector: SelectorKind) -> None:
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_planning_and_merging_never_wait_for_the_device(
+    grid: tuple[int, int], selector: SelectorKind, adaptive: bool
+) -> None:
     """The layouts of a grid are made before sampling gets going; from then on nothing waits, at any age of a plan."""
-    run = run_of(selector=selector, shift_windows=True)
-    x = features(0, 2, grid)
+    run = run_of(selector=selector, shift_windows=True, adaptive_budget=adaptive)
+    x, picture = features(0, 2, grid), torch.randn(2, 3, 2 * grid[0], 2 * grid[1])
     for selection in range(2):
         run.plan(x, grid, "a", at(selection=selection), (None,))
     with no_waiting():
         for decision in (at(), at(weighing=1), at(selection=1)):
             for copies in ((None,), (None, None), ("l", "r")):
-                plan = run.plan(x, grid, "b", decision, copies)
-                unmerge(merge(x, plan), plan)
+                parts = picture.chunk(len(copies)) if len(copies) == len(set(copies)) else (picture[:1],) * 2
+                for pictures in ((), parts):
+                    plan = run.plan(x, grid, "b", decision, copies, pictures=pictures)
+                    unmerge(merge(x, plan), plan)
 
 
 @pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
 @pytest.mark.parametrize("grid", [(8, 8), GRID, (1, 30)], ids=str)
-def test_planning_and_merging_need_no_values(grid: tuple[int, int], selector: SelectorKind) -> None:
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_planning_and_merging_need_no_values(grid: tuple[int, int], selector: SelectorKind, adaptive: bool) -> None:
     """On the meta device, where tensors have no values: to read one, in whatever way, is an error."""
-    run = run_of(selector=selector)
+    run = run_of(selector=selector, adaptive_budget=adaptive)
     x = torch.empty(4, grid[0] * grid[1], 6, dtype=torch.bfloat16, device="meta")
     with pytest.raises(RuntimeError, match="meta"):
         x.sum().item()

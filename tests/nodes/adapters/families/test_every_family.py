@@ -60,6 +60,11 @@ LAYOUTS = {
 }
 BLOCKS = [(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts]
 block_kinds = pytest.mark.parametrize(("family", "layout"), BLOCKS, ids=[f"{f}-{la.blocks}" for f, la in BLOCKS])
+# Plans from the picture that the step before predicted, in windows that get what they need.
+PREDICTED: dict[str, Any] = {
+    "plan_from": "prediction", "select_every": 1, "weigh_every": 1, "adaptive_budget": True, "shift_windows": True
+}  # fmt: skip
+
 every_family = pytest.mark.parametrize("family", LAYOUTS)
 
 
@@ -263,12 +268,28 @@ def test_detail_is_kept_and_reused(family: str, model_of: Any, attach: Any, stat
 
 
 @every_family
+@pytest.mark.parametrize(("height", "width", "batch"), [(19, 15, 1), (HEIGHT, WIDTH, 2)])
+def test_plans_from_the_predicted_picture(
+    family: str, height: int, width: int, batch: int, model_of: Any, attach: Any, stats_of: Any
+) -> None:
+    """One plan a step for all blocks and both conditions, in every step but the first; the same twice."""
+    model = model_of(family)
+    merged = attach(model, **PREDICTED)
+    out = models.sample(merged, height, width, batch=batch, steps=3, cfg=4.0)
+    assert out.isfinite().all()
+    stats = stats_of(merged)
+    assert (sorted(stats.merged_steps), stats.selections) == ([1, 2], 2)
+    assert torch.equal(models.sample(merged, height, width, batch=batch, steps=3, cfg=4.0), out)
+
+
+@every_family
+@pytest.mark.parametrize("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
 def test_conditions_in_calls_of_their_own(
-    family: str, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
+    family: str, settings: Any, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Free memory decides whether prompt and negative prompt share a call; the picture must not show it."""
     model = model_of(family)
-    merged = attach(model)
+    merged = attach(model, **settings)
     joined = models.sample(merged, HEIGHT, WIDTH, steps=2)
     plain = models.sample(model, HEIGHT, WIDTH, steps=2)
     monkeypatch.setattr(type(model.model), "memory_required", lambda *_, **__: 1e20)
