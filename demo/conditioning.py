@@ -10,15 +10,17 @@ from .latents import LATENT_CHANNELS, UNSHUFFLE
 from .scenes import Scene, pooled_tokens, scene_tokens
 
 
-def conditioning(scenes: list[Scene | None]) -> list[list[Any]]:
-    """CONDITIONING of a batch: scene i belongs to latent i; None is the empty prompt.
+def conditioning(scenes: list[Scene | None], guidance: float | None = None) -> list[list[Any]]:
+    """CONDITIONING of a batch: scene i belongs to latent i; None is the empty prompt. guidance: as a FluxGuidance node
+    sets it, None for none.
 
     Tokens are (len(scenes), T, TEXT_DIM), pooled (len(scenes), TEXT_DIM). ComfyUI repeats a single entry over a batch.
     """
     if not scenes:
         raise ValueError("at least one scene is needed")
     tokens = torch.stack([scene_tokens(scene) for scene in scenes])
-    return [[tokens, {"pooled_output": pooled_tokens(tokens)}]]
+    told = {} if guidance is None else {"guidance": guidance}
+    return [[tokens, {"pooled_output": pooled_tokens(tokens), **told}]]
 
 
 def empty_latent(width: int, height: int, batch: int = 1) -> torch.Tensor:

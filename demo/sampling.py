@@ -49,10 +49,12 @@ def generate(
     scheduler: str = "simple",
     size: int = CANVAS,
     batch: int = 16,
+    guidance: float | None = None,
 ) -> torch.Tensor:
     """Samples one latent per scene: (len(scenes), 16, size / 2, size / 2), float32 on the CPU.
 
-    `seeds` gives each picture its own noise, so the result does not depend on `batch` beyond rounding.
+    guidance: see `conditioning`. `seeds` gives each picture its own noise, so the result does not depend on `batch`
+    beyond rounding.
     """
     results = []
     for start in range(0, len(scenes), batch):
@@ -65,8 +67,8 @@ def generate(
                 cfg,
                 sampler,
                 scheduler,
-                conditioning(list(part)),
-                conditioning([None]),
+                conditioning(list(part), guidance),
+                conditioning([None], guidance),
                 empty_latent(size, size, len(part)),
                 disable_pbar=True,
                 seed=part_seeds[0],
@@ -97,13 +99,15 @@ def main() -> None:
     parser.add_argument("--cfg", type=float, default=None)
     parser.add_argument("--sampler", default=None)
     parser.add_argument("--scheduler", default=None)
+    parser.add_argument("--guidance", type=float, default=None, help="of a DiT taught few steps: how many there are")
     parser.add_argument("--sheet", type=Path, default=None, help="where to write a PNG of the first 24")
     args = parser.parse_args()
     settings = {name: getattr(args, name) or value for name, value in DEFAULTS[args.kind].items()}
     model = load(args.kind, args.weights)
     scenes = [scene_from_seed(FIRST_TEST_SEED + index) for index in range(args.count)]
     begin = time.monotonic()
-    image = decode(generate(model, scenes, list(range(args.count)), args.steps, **settings))
+    latents = generate(model, scenes, list(range(args.count)), args.steps, guidance=args.guidance, **settings)
+    image = decode(latents)
     print(
         f"{args.count} pictures, {args.steps} steps, {settings}, {(time.monotonic() - begin) / args.count:.2f} s each"
     )

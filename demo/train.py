@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import models
 from .data import Batch, Batches, Plan
-from .objectives import FlowObjective, VelocityObjective
+from .objectives import FewStepsObjective, FlowObjective, VelocityObjective
 
 # Convolutions, which make up half of the UNet, want a lower rate than the matrices.
 SHARE_OF_RATE = {"dit": 1.0, "unet": 0.25}
@@ -52,20 +52,38 @@ def _optimisers(network: torch.nn.Module, plan: Plan) -> list[torch.optim.Optimi
 class Trainer:
     """Network, its moving average and its optimiser, and the deterministic step that moves them."""
 
-    def __init__(self, plan: Plan, device: torch.device, compiled: bool = False, config: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        compiled: bool = False,
+        config: dict[str, Any] | None = None,
+        teacher: Path | None = None,
+    ):
+        """teacher: weights of a DiT like this one, which teaches it to do with few steps and without guidance."""
         self.plan = plan
         self.device = device
         self.config = config
-        self.objective = FlowObjective() if plan.kind == "dit" else VelocityObjective()
         make = models.new_dit if plan.kind == "dit" else models.new_unet
         if config is None and plan.kind == "dit":
-            config = models.dit_config(plan.width, plan.blocks, plan.token)
+            config = self.config = models.dit_config(plan.width, plan.blocks, plan.token)
         self.network = make(plan.seed, config=config).to(device).train().requires_grad_(True)
         self.forward = torch.compile(self.network, dynamic=False) if compiled else self.network
+        self.objective = self._objective(teacher, compiled)
         self.average = {name: value.detach().clone() for name, value in self.network.named_parameters()}
         self.optimisers = _optimisers(self.network, plan)
         self.step = 0
         self.seen = {"half": 0, "crop": 0, "full": 0}
+
+    def _objective(self, teacher: Path | None, compiled: bool) -> FlowObjective | FewStepsObjective | VelocityObjective:
+        if self.plan.kind == "unet":
+            return VelocityObjective()
+        if teacher is None:
+            return FlowObjective()
+        network = models.new_dit(config=self.config).to(self.device).eval().requires_grad_(False)
+        network.load_state_dict({name: value.float() for name, value in load_file(teacher).items()})
+        # As demo.sampling has it for the DiT.
+        return FewStepsObjective(torch.compile(network, dynamic=False) if compiled else network, cfg=2.0)
 
     def train_step(self, batch: Batch) -> float:
         """One optimiser step on the batch of `self.step`; returns its loss."""
@@ -195,6 +213,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--whole", action="store_true", help="whole pictures alone, to go on with --init")
     parser.add_argument("--cooldown", type=float, default=Plan.cooldown, help="share of the steps in which lr falls")
     parser.add_argument("--init", type=Path, help="exported weights to begin with, where there is no checkpoint")
+    parser.add_argument(
+        "--teacher", type=Path, help="a trained DiT, to learn from it to do with 4 and 8 steps without guidance"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--compile", action="store_true", help="torch.compile: about 1.5x faster after a few minutes")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads, 0 for torch's own choice")
@@ -212,12 +233,12 @@ def main() -> None:
     comfy.model_management.in_training = True
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan = plan_of(args)
-    trainer = Trainer(plan, device, args.compile)
+    trainer = Trainer(plan, device, args.compile, teacher=args.teacher)
     checkpoint = args.checkpoints / f"{args.kind}.pt"
     if args.resume and checkpoint.exists():
         trainer.restore(checkpoint)
-    elif args.init:
-        trainer.begin_with(args.init)
+    elif args.init or args.teacher:
+        trainer.begin_with(args.init or args.teacher)
     size = sum(p.numel() for p in trainer.network.parameters())
     print(
         f"{args.kind}: {size / 1e6:.2f} M parameters on {device}, from step {trainer.step}, process {os.getpid()}",

@@ -6,6 +6,7 @@ tokens (`Port`), what they cost, who looks at the tokens between two of them, an
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,11 @@ def token_grid(latent: Tensor, patch_size: int) -> tuple[int, int]:
     """Rows and columns of image tokens of a (B, C, ..., H, W) latent; odd sides are padded as ComfyUI does."""
     height, width = latent.shape[-2:]
     return -(-height // patch_size), -(-width // patch_size)
+
+
+def hooked(before: nn.Module, after: nn.Module) -> bool:
+    """Whether PyTorch's own hooks look at what goes from one block to the next."""
+    return bool(before._forward_hooks or after._forward_pre_hooks)
 
 
 def left_whole(config: ToMAConfig, index: int, count: int, *, last: bool = True) -> str:
@@ -142,6 +148,7 @@ class Transformer(ABC):
 
     @staticmethod
     def _link(stage: Stage, module: nn.Module, index: int, shared: Positions) -> Link:
+        module = unwrapped(module)
         name = f"{stage.kind}.{index}"
         # There is one resolution, but tokens of one kind of block say little of those of the other.
         scopes: dict[Share, Hashable] = {Share.BLOCK: name, Share.STACK: stage.kind, Share.LEVEL: stage.kind}
@@ -154,7 +161,7 @@ class Transformer(ABC):
     def places(self) -> Iterator[HookPair]:
         """Blocks with the hooks that may stand in for them."""
         for links in self.links:
-            yield from ((link.module, link) for link in links)
+            yield from ((link.module, link) for link in links if theirs(link.module))
 
     def obstacle(self, transformer_options: Mapping[str, Any]) -> str:
         """Why no block of this call can be merged, in words for the report; empty if they can."""
@@ -165,7 +172,9 @@ class Transformer(ABC):
     def loops(self) -> bool:
         """Whether the model's own loop runs its blocks. Whoever runs them in a loop of their own, as step caches do,
         may look at what is between any two."""
-        return _LOOPS.isdisjoint(vars(self.model()))
+        model = self.model()
+        loops = [getattr(type(model), name) for name in _LOOPS if hasattr(type(model), name)]
+        return _LOOPS.isdisjoint(vars(model)) and all(map(_written_there, loops))
 
     def select(
         self,
@@ -188,9 +197,13 @@ class Transformer(ABC):
             added, runs = control.get(stage.added) or (), list[list[Link]]()
             following = None  # the block that the last run could go on with
             for index, link in enumerate(self.chosen(stage, links, config)):
-                if left_out := self.left_out(stage, index, config) or reason:
+                block = unwrapped(stage.blocks[index])
+                foreign = "" if theirs(block) else "replaced by another node"
+                if left_out := self.left_out(stage, index, config) or reason or foreign:
                     stats.whole(link.name, left_out)
-                elif chains and index == following and not _seen(stage, index, added, replaced):
+                    continue
+                link.module = block
+                if chains and index == following and not _seen(stage, index, added, replaced):
                     runs[-1].append(link)
                     following = index + 1
                 else:
@@ -204,6 +217,8 @@ class Transformer(ABC):
         """The grids of the reference images, if all of them are to be merged."""
         if not (self.references_follow and evaluation.run.config.merge_references):
             return []
+        if any(latent.ndim > 4 and latent.shape[2] != 1 for latent in references):
+            return []  # several frames each
         grids = [token_grid(latent, self.patch_size) for latent in references]
         least = evaluation.run.config.min_tokens or FEWEST
         enough = all(
@@ -216,8 +231,32 @@ class Transformer(ABC):
         return links
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module itself where torch.compile has wrapped it."""
+    return getattr(module, "_orig_mod", module)
+
+
+def _by_comfyui(written: Any) -> bool:
+    return str(getattr(written, "__module__", "")).startswith("comfy.")
+
+
+def theirs(block: nn.Module) -> bool:
+    """Whether a block is one of ComfyUI's. Another pack may have put its own in the place, for good or for one model
+    of many that share the rest: nobody knows what it makes of fewer tokens."""
+    return _by_comfyui(type(block))
+
+
+def _written_there(loop: Any) -> bool:
+    """Whether a method is as ComfyUI wrote it, not one that somebody has put in its place for all models."""
+    home = sys.modules.get(getattr(loop, "__module__", ""))
+    code = getattr(loop, "__code__", None)
+    return code is not None and _by_comfyui(loop) and code.co_filename == getattr(home, "__file__", None)
+
+
 def _seen(stage: Stage, index: int, added: Sequence[Any], replaced: Mapping[Any, Any]) -> bool:
     """Whether somebody but the block takes what the one before gives."""
     if index - 1 < len(added) and added[index - 1] is not None:
+        return True
+    if hooked(stage.blocks[index - 1], stage.blocks[index]):
         return True
     return any((f"{stage.kind}_block", at) in replaced for at in (index - 1, index))

@@ -9,6 +9,8 @@ in the model, by number, and their shapes; what they do is looked up when they r
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from ...toma_core.kernels.namespace import free_namespace
 
+_GRAPHS = 64
 _MODES = (None, "default", "max-autotune-no-cudagraphs")
 
 
@@ -26,6 +29,23 @@ def compiled(model_options: dict[str, Any]) -> bool:
     told = model_options.get("torch_compile_kwargs") or {}
     options = told.get("options") or {}
     return told.get("backend") == "inductor" and told.get("mode") in _MODES and not options.get("triton.cudagraphs")
+
+
+def in_one_piece(model_options: dict[str, Any]) -> bool:
+    """Whether torch.compile was told to fail where it would have to leave a graph."""
+    return bool((model_options.get("torch_compile_kwargs") or {}).get("fullgraph"))
+
+
+@contextmanager
+def more_graphs() -> Iterator[None]:
+    """While a compiled model samples: as many graphs of one code as sizes, prompts and references ask for. Whole and
+    merged steps need one each where PyTorch by itself allows eight together, and then gives up compiling."""
+    from torch._dynamo import config  # takes seconds, which a run that compiles nothing is spared
+
+    with ExitStack() as stack:
+        if getattr(config, "recompile_limit", _GRAPHS) < _GRAPHS:
+            stack.enter_context(config.patch(recompile_limit=_GRAPHS))
+        yield
 
 
 _numbers = itertools.count()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...toma_core import Evaluation
 from ...toma_core.presets import Fields
 from .contract import UnknownError, asking, check, warn
-from .family import ModelHooks
+from .family import ModelHooks, unwrapped
 from .hooks import HookPair
 
 _FAMILIES: list[Any] = []
@@ -90,11 +90,6 @@ class UnsupportedModelError(ValueError):
 
 # Keyed weakly by the model itself: hooks live as long as it does, and no clone can carry another model's modules.
 _hooks: WeakKeyDictionary[nn.Module, ModelHooks] = WeakKeyDictionary()
-
-
-def unwrapped(diffusion_model: nn.Module) -> nn.Module:
-    """The model itself where torch.compile has wrapped it."""
-    return getattr(diffusion_model, "_orig_mod", diffusion_model)
 
 
 def find(diffusion_model: nn.Module) -> ModelHooks | None:

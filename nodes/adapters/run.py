@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,11 +21,12 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ...toma_core import Settings, ToMAConfig
+from ...toma_core.config import Granularity
 from ...toma_core.stats import RunStats
 from . import registry, reports
 from .attention import attention_in_use
 from .contract import UnknownError, argument, asking, known, warn
-from .graphs import compiled
+from .graphs import compiled, in_one_piece, more_graphs
 from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, installed
 from .levels import Levels
 from .sampling import Sampling
@@ -101,7 +103,9 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             sampling = Sampling.start(attachment.config, model_sampling, sigmas)
             options = create_model_options_clone(given)
             options["transformer_options"][SAMPLING] = sampling
-            options["transformer_options"][GRAPHS] = compiled(given)
+            options["transformer_options"][GRAPHS] = inside = compiled(given)
+            if in_one_piece(given) and (not inside or attachment.config.granularity is Granularity.MODULE):
+                sampling.obstacle = "torch.compile with fullgraph = True, which fails where merging leaves the graph"
             if _count_evaluations(options["transformer_options"]):
                 sampling.levels = Levels(sigmas, argument(args, kwargs, 2, "sampler"), guider)
             sampling.run.stats.attention = attention_in_use(guider.model_patcher, options["transformer_options"])
@@ -112,7 +116,8 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if attachment.watcher is not None:
         attachment.watcher.began()
     try:
-        result = executor(*args, **kwargs)
+        with more_graphs() if inside else nullcontext():
+            result = executor(*args, **kwargs)
         sampling.levels.check()
         sampling.run.draw()
         return result
@@ -185,6 +190,9 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if sampling is None or not sampling.decision.ratio:
         if sampling is not None and sampling.sigma is None:
             sampling.run.stats.whole("model", "ComfyUI did not tell the noise level")
+        return executor(*args, **kwargs)
+    if sampling.obstacle:
+        sampling.run.stats.whole("model", sampling.obstacle)
         return executor(*args, **kwargs)
     hooks = registry.find(model)
     if hooks is None or not _is_picture(x):

@@ -23,7 +23,7 @@ class Sampling:
     size, images: rows and columns of the latent, and how many of them each condition is asked about; None and 0 where
     nobody told. areas: by condition, (height, width, top, left). apart: there are several conditions, which may run on
     several devices. begun, picture: evaluations of the sampler so far, and the clean picture that the last one
-    predicted, (B, C, ..., H, W).
+    predicted, (B, C, ..., H, W). obstacle: why nothing may be merged in this run, in words for the report.
     """
 
     run: RunState
@@ -33,6 +33,7 @@ class Sampling:
     images: int = 0
     areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)
     apart: bool = False
+    obstacle: str = ""
     sigma: float | None = None
     patches: Hashable = ()
     seen: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from demo import models
 from demo.data import THINGS_WEIGH, Batches, Plan, View
+from demo.objectives import FewStepsObjective
 from demo.train import Trainer, arguments, plan_of, run
 
 SMALL = {
@@ -196,3 +198,55 @@ def test_whole_pictures_alone_to_go_on_with() -> None:
 def test_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="dit or unet"):
         _plan("vae")
+
+
+def _even() -> Plan:
+    """Half of every batch is taught the one number of steps, half the other."""
+    return dataclasses.replace(_plan("dit"), crop_batch=4, full_batch=4)
+
+
+def _straight(x: torch.Tensor, sigma: torch.Tensor, **given: Any) -> torch.Tensor:
+    """A flow that goes straight to where it is told: the same velocity anywhere on the way."""
+    return given["y"].sum(1)[:, None, None, None].expand_as(x) * 0.01
+
+
+def test_who_needs_few_steps_learns_nothing_new_from_a_straight_flow() -> None:
+    """Two steps and one are the same there, without guidance."""
+    batch = Batches(_even())[0]
+    assert float(FewStepsObjective(_straight, cfg=1.0).loss(_straight, batch)) < 1e-8
+    assert float(FewStepsObjective(_straight, cfg=3.0).loss(_straight, batch)) > 1e-4
+
+
+def test_what_it_is_told_and_taught_where() -> None:
+    seen: list[tuple[str, list[float], list[float]]] = []
+
+    def spy(who: str) -> Any:
+        def network(x: torch.Tensor, sigma: torch.Tensor, **given: Any) -> torch.Tensor:
+            seen.append((who, sigma.tolist(), given["guidance"].tolist()))
+            return x
+
+        return network
+
+    batch = Batches(_even())[0]
+    objective = FewStepsObjective(spy("teacher"), cfg=2.0)
+    objective.loss(spy("student"), batch)
+    half = len(batch.quantile) // 2
+    assert [who for who, _, _ in seen] == ["student", "teacher", "student", "teacher", "student"]
+    assert seen[0][2] == seen[2][2] == [8.0] * half
+    assert seen[-1][2] == [4.0] * half + [8.0] * half
+    four, eight = objective.sigmas[4].tolist(), objective.sigmas[8].tolist()
+    assert set(seen[0][1]) <= set(four)
+    assert set(seen[2][1]) <= set(eight[1::2])
+    assert set(seen[1][1]) <= set(eight)
+    assert seen[1][1][:half] == seen[1][1][half:]  # with the prompt and without
+
+
+def test_few_steps_are_taught_by_a_trained_dit(tmp_path: Path) -> None:
+    teacher = Trainer(_plan("dit"), CPU, config=SMALL["dit"])
+    teacher.export(tmp_path / "teacher.safetensors")
+    student = Trainer(_even(), CPU, config=SMALL["dit"], teacher=tmp_path / "teacher.safetensors")
+    student.begin_with(tmp_path / "teacher.safetensors")
+    before = {name: value.clone() for name, value in student.network.named_parameters()}
+    assert math.isfinite(student.train_step(Batches(student.plan)[0]))
+    assert not _same(before, dict(student.network.named_parameters()))
+    assert _same(before, dict(student.objective.teacher.named_parameters()))

@@ -17,13 +17,14 @@ from ....toma_core.payoff import FLUX2_DOUBLE, FLUX2_SINGLE, FLUX_DOUBLE, FLUX_S
 from ....toma_core.presets import Fields
 from ..chain import Link
 from ..family import PRESETS as UNMEASURED
-from ..family import Stage, Transformer
+from ..family import Stage, Transformer, theirs
 from ..hooks import HookPair
 from ..port import Cuts, Given, Port, image_told, slices_moved
 from .flux_layers import ByModule
 
 NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
 # Measured, see docs/fidelity.md; the released method leaves five blocks of each kind whole.
+_FLUX_1 = 19, 38  # double and single blocks
 PRESETS: Fields = {
     "balanced": {"whole_first": 5, "whole_every": 3},
     "quality": {"whole_first": 5, "whole_every": 2},
@@ -88,9 +89,8 @@ class Hooks(Transformer):
 
     def __init__(self, diffusion_model: Any) -> None:
         super().__init__(diffusion_model)
-        # Flux.2 has few double blocks: shares of them, as for models that nobody measured.
-        of_flux_2 = getattr(diffusion_model.params, "global_modulation", False)
-        self.presets: Fields = UNMEASURED if of_flux_2 else PRESETS
+        # What was measured is told in blocks of Flux.1's own number. Others have fewer double ones: shares of them.
+        self.presets: Fields = PRESETS if tuple(map(len, self.links)) == _FLUX_1 else UNMEASURED
         self.by_module = [ByModule(link) for link in self.links[0]]
 
     def stages_of(self, model: Any) -> tuple[Stage, ...]:
@@ -117,8 +117,9 @@ class Hooks(Transformer):
         """Blocks and the layers inside them with the hooks that may stand in for them."""
         yield from super().places()
         for block in self.by_module:
-            yield block.module, block
-            yield from block.layers()
+            if theirs(block.module):
+                yield block.module, block
+                yield from block.layers()
 
     def chosen(self, stage: Stage, links: list[Link], config: ToMAConfig) -> list[Link]:
         """Double blocks can be merged module by module."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ....toma_core import MergePlan
 from ..chain import Link
 from ..hooks import Hook, installed, merge, outside_graph, unmerge
+from ..port import Cuts, Port
 
 
 class Layer(Hook):
@@ -94,7 +95,8 @@ class ByModule(Link):
             hooks += attention
             place.plans, place.details, place.lengths = (plan,), (None,), ((plan.tokens, plan.kept),)
             rows = self.positions.of(given.get(port.rows), place, port.above(given))
-            given = self.moved(given, x, rows, 0)
+            # The attention alone sees merged tokens: what the block does to all of them stays where it is told.
+            given = {**given, port.rows: rows, **Port.moved(port, given, Cuts(0, place.lengths))}
         if config.feed_forward:
             hooks.append(mlp)
         for _, hook in hooks:

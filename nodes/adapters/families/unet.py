@@ -15,7 +15,7 @@ from ....toma_core.config import Granularity, Levels, Share
 from ....toma_core.payoff import UNET_BLOCK
 from ....toma_core.presets import Fields
 from ..chain import Link, Positions
-from ..family import chained, left_whole
+from ..family import chained, hooked, left_whole
 from ..hooks import HookPair
 from ..layout import on_no_grid
 from ..port import CHANGED, Cuts, Given, Port
@@ -108,6 +108,9 @@ class Hooks:
                 elif config.granularity is Granularity.BLOCK:
                     yield from chained([block.link], (grid,), x, evaluation, transformer_options, stack.width)
                 else:
+                    if links and hooked(links[-1].module, block.link.module):
+                        yield from chained(links, (grid,), x, evaluation, transformer_options, stack.width)
+                        links = []
                     links.append(block.link)
                     continue
                 if links:

@@ -1,0 +1,137 @@
+"""What others put into a model: blocks and loops of their own, hooks of PyTorch. None is shown fewer tokens."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import models
+
+SIZE = 20, 28
+LISTS = {"flux": "double_blocks", "z_image": "layers", "krea2": "blocks", "qwen_image": "transformer_blocks"}
+every_list = pytest.mark.parametrize("family", list(LISTS))
+
+
+class Own(nn.Module):
+    """A pack's block in place of ComfyUI's, with the same weights. seen: tokens of what it is given, by its own."""
+
+    def __init__(self, block: nn.Module, seen: list[int]) -> None:
+        super().__init__()
+        self.block, self.seen = [block], seen
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        self.seen.append(max(x.shape[1] for x in given if isinstance(x, torch.Tensor) and x.ndim == 3))
+        return type(self.block[0]).forward(self.block[0], *args, **kwargs)
+
+
+def sample(model: Any, steps: int = 1) -> torch.Tensor:
+    return models.sample(model, *SIZE, steps=steps, cfg=1.0)
+
+
+def blocks_of(model: Any, family: str) -> Any:
+    return getattr(model.model.diffusion_model, LISTS[family])
+
+
+@every_list
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_a_block_that_is_replaced_runs_whole(family: str, place: int, attach: Any, stats_of: Any) -> None:
+    """The chain ends before it and begins anew behind it; and it is merged again when it is ComfyUI's own again."""
+    model = models.TRANSFORMERS[family]()
+    blocks = blocks_of(model, family)
+    place %= len(blocks)
+    seen: list[int] = []
+    merged = attach(model)
+    foreign = merged.clone()
+    foreign.add_object_patch(f"diffusion_model.{LISTS[family]}.{place}", Own(blocks[place], seen))
+    plain = model.clone()
+    plain.add_object_patch(f"diffusion_model.{LISTS[family]}.{place}", Own(blocks[place], whole := []))
+    sample(plain)
+    out = sample(foreign)
+    assert out.isfinite().all()
+    assert seen == whole
+    stats = stats_of(foreign)
+    (left,) = stats.left_whole["replaced by another node"]
+    assert left.endswith(f".{place}")
+    assert len(stats.merged_blocks) == len(stats.blocks) - 1
+    again = sample(attach(model))
+    assert torch.equal(sample(merged), again)
+    assert "replaced by another node" not in stats_of(merged).left_whole
+
+
+def test_hooks_made_while_blocks_are_replaced_do_not_keep_them(attach: Any, stats_of: Any) -> None:
+    """Patches of another clone are still in place when ToMA sees the model for the first time."""
+    model = models.flux()
+    replaced = model.clone()
+    for index, block in enumerate(blocks_of(model, "flux")):
+        replaced.add_object_patch(f"diffusion_model.double_blocks.{index}", Own(block, []))
+    sample(replaced)
+    merged = attach(model)
+    out = sample(merged)
+    assert stats_of(merged).left_whole == {}
+    assert torch.equal(out, sample(attach(models.flux())))
+
+
+@pytest.mark.parametrize("where", ["class", "subclass", "object"])
+def test_a_loop_of_somebody_else_sees_all_tokens(where: str, attach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.flux()
+    network = model.model.diffusion_model
+    own: Callable[..., Any] = type(network).forward_orig
+    seen: list[int] = []
+
+    def loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        handles = [
+            block.register_forward_hook(lambda _, __, out: seen.append(out[0].shape[1])) for block in self.double_blocks
+        ]
+        try:
+            return own(self, *args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    if where == "class":
+        monkeypatch.setattr(type(network), "forward_orig", loop)
+    elif where == "subclass":
+        monkeypatch.setattr(network, "__class__", type("Sub", (type(network),), {"forward_orig": loop}))
+    else:
+        network.forward_orig = types.MethodType(loop, network)
+    sample(attach(model))
+    assert len(set(seen)) == 1
+
+
+@pytest.mark.parametrize("kind", ["unet", "flux"])
+@pytest.mark.parametrize("before", [False, True])
+def test_hooks_of_pytorch_see_all_tokens(kind: str, before: bool, attach: Any) -> None:
+    model = {"unet": models.unet, "flux": models.flux}[kind]()
+    network = model.model.diffusion_model
+    chain = network.double_blocks if kind == "flux" else network.middle_block[1].transformer_blocks
+    assert len(chain) > 1
+    seen: list[int] = []
+    if before:
+        chain[1].register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append((kwargs.get("img") if kind == "flux" else args[0]).shape[1]),
+            with_kwargs=True,
+        )
+    else:
+        chain[0].register_forward_hook(lambda _, __, out: seen.append((out[0] if kind == "flux" else out).shape[1]))
+    sample(model)
+    whole = list(seen)
+    seen.clear()
+    sample(attach(model))
+    assert seen == whole
+
+
+def test_the_measured_number_of_blocks_is_of_flux_1(pack: Any) -> None:
+    """Ovis, LongCat and cut-down ones have fewer double blocks: there it is a share."""
+    from scripts.comfy_pack import pack_module
+
+    family = pack_module("nodes.adapters.families.flux")
+    find = pack_module("nodes.adapters.registry").find
+    small = find(models.flux(double=2, single=3).model.diffusion_model).presets
+    assert small is not family.PRESETS
+    assert small["balanced"]["whole_first"] < 1
