@@ -446,6 +446,28 @@ def test_references(
     torch.testing.assert_close(found, restored(layout, run(block, layout, seen), images, few, U), **CLOSE)
 
 
+@pytest.mark.parametrize("granularity", ["module", "block", "stack"])
+def test_modulation_is_of_the_tokens_that_a_block_has(
+    granularity: str, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Around modules the block itself keeps all tokens, and with them the places from which on they are clean."""
+    layers = importlib.import_module("comfy.ldm.flux.layers")
+    own, seen = layers.apply_mod, []
+
+    def noted(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        dims = args[2] if len(args) > 2 else None
+        seen.extend([] if dims is None else [(dims[0][0], dims[-1][1], x.shape[1])])
+        return own(x, *args)
+
+    monkeypatch.setattr(layers, "apply_mod", noted)
+    model = model_of("flux2")
+    references = of_references(model, LAYOUTS["flux2"][0], "index_timestep_zero")
+    conds = {"positive": models.conditioning(model, seed=1, **references)}
+    models.sample(attach(model, granularity=granularity), HEIGHT, WIDTH, steps=1, cfg=1.0, **conds)
+    assert seen or not current()
+    assert all(first == 0 and last in (None, tokens) for first, last, tokens in seen)
+
+
 def of_references(model: Any, layout: Layout, method: str | None) -> dict[str, Any]:
     """Conditioning with two references of different sizes."""
     channels, generator = model.model.latent_format.latent_channels, torch.Generator().manual_seed(9)
