@@ -52,7 +52,8 @@ class ToMABenchmark(io.ComfyNode):
                     default=10,
                     min=2,
                     max=100,
-                    tooltip="Sampling steps of a run. 10 holds several plans, as long runs do.",
+                    tooltip="Sampling steps of a run. Set the number that you really use: which steps are merged "
+                    "depends on it.",
                 ),
                 io.Int.Input(
                     "runs", default=3, min=2, max=50, tooltip="Runs of each setting, in turn. More is more certain."

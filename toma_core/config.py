@@ -182,8 +182,8 @@ class ToMAConfig:
     )
     adaptive_budget: bool = option(
         False,
-        "Flat windows leave destinations to busy ones, which get up to twice their share: closer at the same ratio. "
-        "Not for the 'grid' and 'random' selectors.",
+        "Plain parts of a picture keep fewer tokens, detailed ones more, up to twice their share: closer at the same "
+        "ratio. Not for the 'grid' and 'random' selectors.",
     )
     scale: float = option(
         300.0,
