@@ -183,7 +183,7 @@ class ToMAConfig:
     adaptive_budget: bool = option(
         False,
         "Plain parts of a picture keep fewer tokens, detailed ones more, up to twice their share: closer at the same "
-        "ratio. Not for the 'grid' and 'random' selectors.",
+        "ratio. Only for the selectors 'facility location' and 'farthest point'.",
     )
     scale: float = option(
         300.0,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from .config import Granularity
+from .config import Granularity, PlanFrom
 from .detail import Detail, reuse
 from .merge import MergePlan, merge, pick, unmerge_update
 from .payoff import UNET_BLOCK, Block, obstacle
@@ -42,8 +42,11 @@ class Evaluation:
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", self.parts or self.copies)
 
-    def plan(self, x: Tensor, grid: tuple[int, int], scope: Hashable) -> MergePlan:
-        """The plan for tokens x of (B, H * W, C), the stored one or a fresh one."""
+    def plan(self, x: Tensor, grid: tuple[int, int], scope: Hashable) -> MergePlan | None:
+        """The plan for tokens x of (B, H * W, C), the stored one or a fresh one. None where none is needed: this
+        evaluation keeps detail, and the next one's plan is of the picture that this one predicts."""
+        if self.decision.keeps_detail and self.run.config.plan_from is PlanFrom.PREDICTION:
+            return None
         return self.run.plan(x, grid, scope, self.decision, self.copies, self.blind, self.piece, self.pictures)
 
     def lasting_plan(self, x: Tensor, grid: tuple[int, int], scope: Hashable) -> MergePlan:
@@ -109,11 +112,11 @@ def restore(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan | None, det
     The block's residual stream goes through untouched, so that merging blurs what the block adds, not what it got.
     detail: the update is kept where the block ran whole, and what merged steps begin with, see `reuse`.
     """
-    if plan is None:
-        return out
-    if detail is None:
-        return unmerge_update(out, reduced, x, plan)
-    if detail.kept is None:
+    if detail is not None and detail.kept is None:
         detail.keep(out - x)
         return out
+    if plan is None:
+        return out
+    if detail is None or detail.kept is None:
+        return unmerge_update(out, reduced, x, plan)
     return reuse(out, reduced, x, detail.kept, plan)

@@ -20,6 +20,12 @@ def picture_tokens(picture: Tensor, grid: tuple[int, int]) -> Tensor:
     where a token covers no more. (B, C, ..., H, W) -> (B, N, C or 4 C)"""
     picture = picture.flatten(1, -3)
     cells = max(1, min(_CELLS, round(picture.shape[-1] / grid[1])))
-    size = grid[0] * cells, grid[1] * cells
-    fine = picture if picture.shape[-2:] == size else F.adaptive_avg_pool2d(picture, size)
-    return F.pixel_unshuffle(fine, cells).flatten(2).transpose(1, 2).contiguous()
+    sizes = [side * cells for side in grid]
+    covers = [-(-side // size) for side, size in zip(picture.shape[-2:], sizes, strict=True)]
+    # Models round their grids up: what is missing at the right and below is as what is next to it.
+    bottom, right = (size * cover - side for size, cover, side in zip(sizes, covers, picture.shape[-2:], strict=True))
+    if bottom or right:
+        picture = F.pad(picture, (0, right, 0, bottom), mode="replicate")
+    if covers != [1, 1]:
+        picture = F.avg_pool2d(picture, covers)
+    return F.pixel_unshuffle(picture, cells).flatten(2).transpose(1, 2).contiguous()

@@ -20,7 +20,7 @@ from .merge import MergePlan, stacked, weigh
 from .pieces import Piece
 from .prediction import picture_tokens
 from .schedule import LASTING, Decision, Schedule
-from .selection import SEES_NOTHING, cosine_similarity, select
+from .selection import SEARCHES, SEES_NOTHING, cosine_similarity, select
 from .stats import RunStats
 from .trial import Choice, Dispatch, Uses
 from .windows import Budget, Windows, make_budget, make_windows
@@ -98,6 +98,8 @@ class RunState:
             return self._plan_of(piece, x, grid, scope, decision, blind)
         chunk = x.shape[0] // len(copies)
         keys = list(dict.fromkeys(copies))
+        if any(len(picture) != chunk for picture in pictures):
+            pictures = ()  # somebody has changed the batch inside
         if pictures:
             scope = PlanFrom.PREDICTION
 
@@ -193,7 +195,7 @@ class RunState:
         if blind and kind not in SEES_NOTHING:
             kind = SelectorKind.RANDOM
             self.stats.chosen_blindly(blind)
-        even = even or not config.adaptive_budget or kind in SEES_NOTHING
+        even = even or not config.adaptive_budget or kind not in SEARCHES
         windows, budget = self._laid_out(features, grid, decision, even)
         choice = self._choose(x, features, windows, budget, even)
         self.stats.computed_by(str(choice))

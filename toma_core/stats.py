@@ -93,7 +93,8 @@ class RunStats:
     def summary(self) -> str:
         """One line for the log."""
         if not self.merged_blocks:
-            reasons = "; ".join(self.left_whole) or "every step ran whole (start percent, end percent, whole every)"
+            settings = "start percent, end percent, whole every, plan from"
+            reasons = "; ".join(self.left_whole) or f"every step ran whole ({settings})"
             return f"nothing was merged: {reasons}"
         grids = ", ".join(f"{h * w} -> {kept} tokens ({h}x{w})" for (h, w), kept in sorted(self.grids.items())[::-1])
         line = f"{grids} {self._extent()}, {self.selections} selections, {self.weighings} weighings"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...toma_core import Evaluation, MergePlan, plan_for, reduce, restore
+from ...toma_core import Evaluation, MergePlan, reduce, restore
 from ...toma_core.config import Granularity, Share
 from ...toma_core.detail import Detail
 from ...toma_core.payoff import Block
@@ -44,7 +44,7 @@ class Place:
     names: Sequence[str]
     work: tuple[Block, Granularity]
     evaluation: Evaluation | None
-    plans: tuple[MergePlan, ...]
+    plans: tuple[MergePlan | None, ...]
     details: tuple[Detail | None, ...]
     lengths: tuple[tuple[int, int], ...]
     held: tuple[Tensor, Tensor] | None
@@ -140,12 +140,12 @@ class Place:
         image = x[:, : self.image] if len(self.grids) > 1 else x
         return self._reduced(x, self.evaluation.plan(image, self.grids[0], self.scope))
 
-    def _reduced(self, x: Tensor, plan: MergePlan) -> Tensor:
-        """plan: of the image."""
+    def _reduced(self, x: Tensor, plan: MergePlan | None) -> Tensor:
+        """plan: of the image, None where it is only kept."""
         evaluation = self.evaluation
         assert evaluation is not None  # noqa: S101 - for mypy: it has begun
         image, *references = self._pieces(x, [height * width for height, width in self.grids])
-        plans = [plan]
+        plans: list[MergePlan | None] = [plan]
         for n, (piece, grid) in enumerate(zip(references, self.grids[1:], strict=True)):
             plans.append(evaluation.lasting_plan(piece, grid, (self.scope, n)))
         name = "-".join(dict.fromkeys((self.names[0], self.names[-1])))
@@ -156,7 +156,8 @@ class Place:
             for block in self.names:
                 evaluation.run.stats.merged(block)
         pieces = list(map(reduce, (image, *references), plans, details))
-        self.lengths = tuple((plan.tokens, piece.shape[1]) for plan, piece in zip(plans, pieces, strict=True))
+        whole = image, *references
+        self.lengths = tuple((one.shape[1], piece.shape[1]) for one, piece in zip(whole, pieces, strict=True))
         return self.port.limited(_joined(pieces))
 
     def restored(self, out: Tensor, reduced: Tensor, x: Tensor) -> Tensor:
@@ -172,7 +173,7 @@ class Place:
     def turned(self, rows: Tensor, before: int) -> Tensor:
         """`merged_rows` for the positions of [before | N | rest]."""
         places, start = [], 0
-        for plan in self.plans:
+        for plan in filter(None, self.plans):
             places.append(plan.destinations + start if start else plan.destinations)
             start += plan.tokens
         return merged_rows(rows, _joined(places), before, start, self.port.axis)
@@ -183,14 +184,12 @@ class Place:
     def start(self, x: Tensor, before: int, reason: str) -> Tensor:
         """[before | N | rest] -> [before | D | rest], or x where there is a reason to leave the chain whole; the
         outcome is noted in the run's stats."""
-        if self.evaluation is None:
-            return x
-        plan = self.plan_for(x[:, before : before + self.image], reason)
-        if plan is None:
+        image = x[:, before : before + self.image]
+        if self.evaluation is None or not self.merges(image, reason):
             return x
         after = before + self.image + self.references
         images = x[:, before:after]
-        reduced = self._reduced(images, plan)
+        reduced = self._reduced(images, self.evaluation.plan(image, self.grids[0], self.scope))
         self.held = reduced, images
         if x.shape[1] > images.shape[1]:
             return torch.cat([x[:, :before], reduced, x[:, after:]], 1)
@@ -200,18 +199,21 @@ class Place:
     @eager
     def plan_for(self, image: Tensor, reason: str, part: str = "") -> MergePlan | None:
         """The plan for the (B, N, C) tokens of the image, or None to leave the chain whole, or a part of its block."""
-        evaluation = self.evaluation
-        if evaluation is None:
+        if self.evaluation is None or not self.merges(image, reason, part):
             return None
-        plan = None
+        return self.evaluation.plan(image, self.grids[0], self.scope)
+
+    def merges(self, image: Tensor, reason: str, part: str = "") -> bool:
+        """Whether the (B, N, C) tokens of the image are merged, if nothing speaks against it; else it is noted."""
+        evaluation = self.evaluation
+        assert evaluation is not None  # noqa: S101 - for mypy: it has begun
         if not reason and (image.shape[1] != self.image or len(image) % len(evaluation.copies)):
             reason = CHANGED
         elif not reason:
-            plan = plan_for(image, self.grids[0], self.scope, evaluation, *self.work)
-            reason, part = "" if plan else evaluation.obstacle(image, *self.work), ""
-        if plan is None:
+            reason, part = evaluation.obstacle(image, *self.work), ""
+        if reason:
             self._whole(reason, part)
-        return plan
+        return not reason
 
     def _whole(self, reason: str, part: str = "") -> None:
         assert self.evaluation is not None  # noqa: S101 - for mypy: it has begun
@@ -234,7 +236,7 @@ def _joined(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
 
-def _same(plans: Sequence[MergePlan], others: Sequence[MergePlan]) -> bool:
+def _same(plans: Sequence[object], others: Sequence[object]) -> bool:
     return len(plans) == len(others) and all(a is b for a, b in zip(plans, others, strict=True))
 
 
@@ -242,7 +244,7 @@ class Positions:
     """Positions of merged tokens, shared by the blocks of an evaluation that share plans."""
 
     def __init__(self) -> None:
-        self.held: tuple[Tensor, tuple[MergePlan, ...], Tensor] | None = None
+        self.held: tuple[Tensor, tuple[MergePlan | None, ...], Tensor] | None = None
 
     @eager
     def of(self, rows: Any, place: Place, before: int) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ref
@@ -31,6 +31,9 @@ PRESETS: Fields = {
     "faithful": {"whole_first": 0.1},
 }
 
+
+# Why a block runs whole that is none of ComfyUI's.
+REPLACED = "replaced by another node"
 
 # The methods in which models run their blocks, each in some of them.
 _LOOPS = frozenset(("forward", "_forward", "forward_orig", "forward_core_with_concat"))
@@ -68,7 +71,8 @@ def token_grid(latent: Tensor, patch_size: int) -> tuple[int, int]:
 
 def hooked(before: nn.Module, after: nn.Module) -> bool:
     """Whether PyTorch's own hooks look at what goes from one block to the next."""
-    return bool(before._forward_hooks or after._forward_pre_hooks)
+    after_it = any(module._forward_hooks for module in (before, unwrapped(before)))
+    return after_it or any(module._forward_pre_hooks for module in (after, unwrapped(after)))
 
 
 def left_whole(config: ToMAConfig, index: int, count: int, *, last: bool = True) -> str:
@@ -137,6 +141,8 @@ class Transformer(ABC):
         self.model = ref(model)  # weak: the model itself is the key that these hooks are kept under
         shared = Positions()
         self.stages = self.stages_of(model)
+        # By name: another pack may put a list of its own in the place.
+        self.lists = [next((n for n, m in model.named_children() if m is s.blocks), "") for s in self.stages]
         self.links = [
             [self._link(stage, module, index, shared) for index, module in enumerate(stage.blocks)]
             for stage in self.stages
@@ -172,9 +178,8 @@ class Transformer(ABC):
     def loops(self) -> bool:
         """Whether the model's own loop runs its blocks. Whoever runs them in a loop of their own, as step caches do,
         may look at what is between any two."""
-        model = self.model()
-        loops = [getattr(type(model), name) for name in _LOOPS if hasattr(type(model), name)]
-        return _LOOPS.isdisjoint(vars(model)) and all(map(_written_there, loops))
+        model: Any = self.model()
+        return runs_its_own(model, _LOOPS)
 
     def select(
         self,
@@ -193,17 +198,18 @@ class Transformer(ABC):
         replaced, control = transformer_options.get("patches_replace", {}).get("dit", {}), control or {}
         grid, reason = token_grid(x, self.patch_size), self.obstacle(transformer_options)
         grids = grid, *self.merged_references(references, evaluation)
-        for stage, links in zip(self.stages, self.links, strict=True):
+        for stage, links, name in zip(self.stages, self.links, self.lists, strict=True):
             added, runs = control.get(stage.added) or (), list[list[Link]]()
+            blocks = getattr(self.model(), name, stage.blocks)
+            own = isinstance(blocks, Sequence | nn.ModuleList) and len(blocks) == len(links)
             following = None  # the block that the last run could go on with
             for index, link in enumerate(self.chosen(stage, links, config)):
-                block = unwrapped(stage.blocks[index])
-                foreign = "" if theirs(block) else "replaced by another node"
+                foreign = "" if own and theirs(blocks[index]) else REPLACED
                 if left_out := self.left_out(stage, index, config) or reason or foreign:
                     stats.whole(link.name, left_out)
                     continue
-                link.module = block
-                if chains and index == following and not _seen(stage, index, added, replaced):
+                link.module = unwrapped(blocks[index])
+                if chains and index == following and not _seen(stage, blocks, index, added, replaced):
                     runs[-1].append(link)
                     following = index + 1
                 else:
@@ -243,7 +249,13 @@ def _by_comfyui(written: Any) -> bool:
 def theirs(block: nn.Module) -> bool:
     """Whether a block is one of ComfyUI's. Another pack may have put its own in the place, for good or for one model
     of many that share the rest: nobody knows what it makes of fewer tokens."""
-    return _by_comfyui(type(block))
+    return _by_comfyui(type(unwrapped(block)))
+
+
+def runs_its_own(model: nn.Module, methods: Iterable[str]) -> bool:
+    """Whether those of these methods that a model has are as ComfyUI wrote them."""
+    loops = [getattr(type(model), name) for name in methods if hasattr(type(model), name)]
+    return vars(model).keys().isdisjoint(methods) and all(map(_written_there, loops))
 
 
 def _written_there(loop: Any) -> bool:
@@ -253,10 +265,12 @@ def _written_there(loop: Any) -> bool:
     return code is not None and _by_comfyui(loop) and code.co_filename == getattr(home, "__file__", None)
 
 
-def _seen(stage: Stage, index: int, added: Sequence[Any], replaced: Mapping[Any, Any]) -> bool:
+def _seen(
+    stage: Stage, blocks: Sequence[nn.Module], index: int, added: Sequence[Any], replaced: Mapping[Any, Any]
+) -> bool:
     """Whether somebody but the block takes what the one before gives."""
     if index - 1 < len(added) and added[index - 1] is not None:
         return True
-    if hooked(stage.blocks[index - 1], stage.blocks[index]):
+    if hooked(blocks[index - 1], blocks[index]):
         return True
     return any((f"{stage.kind}_block", at) in replaced for at in (index - 1, index))

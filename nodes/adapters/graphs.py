@@ -9,8 +9,6 @@ in the model, by number, and their shapes; what they do is looked up when they r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -32,20 +30,21 @@ def compiled(model_options: dict[str, Any]) -> bool:
 
 
 def in_one_piece(model_options: dict[str, Any]) -> bool:
-    """Whether torch.compile was told to fail where it would have to leave a graph."""
+    """Whether torch.compile was told to fail where it would have to leave a graph, as merging has to when it meets
+    something that it does not know."""
     return bool((model_options.get("torch_compile_kwargs") or {}).get("fullgraph"))
 
 
-@contextmanager
-def more_graphs() -> Iterator[None]:
-    """While a compiled model samples: as many graphs of one code as sizes, prompts and references ask for. Whole and
-    merged steps need one each where PyTorch by itself allows eight together, and then gives up compiling."""
+def allow_more_graphs() -> None:
+    """As many graphs of one code as sizes, prompts and references ask for. Whole and merged steps need one each where
+    PyTorch by itself allows eight together, and then gives up compiling. For good: the graphs stay, and a lower limit
+    would be met by the next run."""
     from torch._dynamo import config  # takes seconds, which a run that compiles nothing is spared
 
-    with ExitStack() as stack:
-        if getattr(config, "recompile_limit", _GRAPHS) < _GRAPHS:
-            stack.enter_context(config.patch(recompile_limit=_GRAPHS))
-        yield
+    for name in ("recompile_limit", "cache_size_limit"):  # before PyTorch 2.6
+        if hasattr(config, name):
+            setattr(config, name, max(getattr(config, name), _GRAPHS))
+            return
 
 
 _numbers = itertools.count()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,12 +20,11 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ...toma_core import Settings, ToMAConfig
-from ...toma_core.config import Granularity
 from ...toma_core.stats import RunStats
 from . import registry, reports
 from .attention import attention_in_use
 from .contract import UnknownError, argument, asking, known, warn
-from .graphs import compiled, in_one_piece, more_graphs
+from .graphs import allow_more_graphs, compiled, in_one_piece
 from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, installed
 from .levels import Levels
 from .sampling import Sampling
@@ -104,8 +102,8 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             options = create_model_options_clone(given)
             options["transformer_options"][SAMPLING] = sampling
             options["transformer_options"][GRAPHS] = inside = compiled(given)
-            if in_one_piece(given) and (not inside or attachment.config.granularity is Granularity.MODULE):
-                sampling.obstacle = "torch.compile with fullgraph = True, which fails where merging leaves the graph"
+            if in_one_piece(given):
+                sampling.obstacle = "torch.compile with fullgraph on: switch fullgraph off"
             if _count_evaluations(options["transformer_options"]):
                 sampling.levels = Levels(sigmas, argument(args, kwargs, 2, "sampler"), guider)
             sampling.run.stats.attention = attention_in_use(guider.model_patcher, options["transformer_options"])
@@ -116,14 +114,15 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if attachment.watcher is not None:
         attachment.watcher.began()
     try:
-        with more_graphs() if inside else nullcontext():
-            result = executor(*args, **kwargs)
+        if inside:
+            allow_more_graphs()
+        result = executor(*args, **kwargs)
         sampling.levels.check()
         sampling.run.draw()
         return result
     finally:
         guider.model_options = given
-        stats = sampling.run.close()
+        stats = sampling.close()
         reports.keep(attachment.report_id, stats)
         logging.info("ToMA: %s", stats.summary())
         if attachment.watcher is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig
 from ...toma_core.config import PlanFrom
 from ...toma_core.pieces import Piece
+from ...toma_core.stats import RunStats
 from .levels import Levels
 
 
@@ -64,6 +65,12 @@ class Sampling:
     def predicted(self, picture: Any) -> None:
         """The evaluation is over: this is the clean picture that it gave."""
         self.picture = picture if isinstance(picture, Tensor) else None
+
+    def close(self) -> RunStats:
+        """The run is over, however it ended: drop what it held, and hand over its stats."""
+        self.picture = None
+        self.pieces.clear()
+        return self.run.close()
 
     @property
     def awaits(self) -> bool:
@@ -150,12 +157,14 @@ class Sampling:
         self, chunks: Sequence[Hashable], transformer_options: Mapping[str, Any], x: Tensor
     ) -> tuple[Tensor, ...]:
         """For each condition of a call on latents x, the picture of what it shows, as the step before predicted it;
-        nothing where plans are made from tokens, or where no such picture is at hand."""
-        picture, window = self.picture, transformer_options.get("context_window")
-        if picture is None or self.run.config.plan_from is not PlanFrom.PREDICTION:
+        nothing where plans are made from tokens, or where no such picture is at hand, as of windows over a batch."""
+        picture = self.picture
+        if (
+            picture is None
+            or transformer_options.get("context_window") is not None
+            or self.run.config.plan_from is not PlanFrom.PREDICTION
+        ):
             return ()
-        if window is not None:
-            picture = window.get_tensor(picture, x.device)
         pictures = [_cut(picture, self.areas.get(chunk)) for chunk in chunks]
         shape = len(x) // len(chunks), *x.shape[1:]
         return tuple(pictures) if all(part.shape == shape for part in pictures) else ()

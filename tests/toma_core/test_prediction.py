@@ -74,6 +74,12 @@ def test_areas_have_pictures_of_their_own() -> None:
     assert torch.equal(plan.destinations, alone.destinations)
 
 
+def test_another_number_of_images_than_was_predicted_is_planned_by_its_tokens() -> None:
+    x = torch.randn(4, 64, 5)
+    plan = run().plan(x, (8, 8), "a", DECISION, (None,), pictures=(picture(),))
+    assert torch.equal(plan.destinations, run().plan(x, (8, 8), "a", DECISION, (None,)).destinations)
+
+
 def test_weights_are_of_the_dtype_of_the_tokens() -> None:
     plan = run().plan(torch.randn(2, 64, 5).bfloat16(), (8, 8), "a", DECISION, (None,), pictures=(picture(),))
     assert plan.merge_weights.dtype is torch.bfloat16

@@ -62,7 +62,10 @@ def test_several_lines_for_a_reader() -> None:
 
 def test_a_run_that_merged_nothing_says_why() -> None:
     stats = RunStats()
-    assert stats.summary() == "nothing was merged: every step ran whole (start percent, end percent, whole every)"
+    assert (
+        stats.summary()
+        == "nothing was merged: every step ran whole (start percent, end percent, whole every, plan from)"
+    )
     stats.whole("model", "a model or latent of unknown kind")
     assert stats.summary() == "nothing was merged: a model or latent of unknown kind"
     assert "merged blocks: none" in stats.text()

@@ -11,10 +11,12 @@ from .baselines import farthest_point, random_order, strided_grid, tome_matching
 from .greedy import greedy_facility_location
 from .objective import cosine_similarity, facility_location
 
-__all__ = ["SEES_NOTHING", "cosine_similarity", "facility_location", "select"]
+__all__ = ["SEARCHES", "SEES_NOTHING", "cosine_similarity", "facility_location", "select"]
 
 # Destinations by these are the same whatever a picture shows.
 SEES_NOTHING = (SelectorKind.GRID, SelectorKind.RANDOM)
+# Picks by these are an order, of which a window may take as many as it likes.
+SEARCHES = (SelectorKind.FACILITY_LOCATION, SelectorKind.FARTHEST_POINT)
 
 
 def select(similarity: Tensor, windows: Windows, budget: Budget, kind: SelectorKind, seed: int = 0) -> Tensor:

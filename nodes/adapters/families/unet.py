@@ -15,7 +15,7 @@ from ....toma_core.config import Granularity, Levels, Share
 from ....toma_core.payoff import UNET_BLOCK
 from ....toma_core.presets import Fields
 from ..chain import Link, Positions
-from ..family import chained, hooked, left_whole
+from ..family import REPLACED, chained, hooked, left_whole, runs_its_own, theirs, unwrapped
 from ..hooks import HookPair
 from ..layout import on_no_grid
 from ..port import CHANGED, Cuts, Given, Port
@@ -57,12 +57,13 @@ class BlockPort(Port):
 @dataclass(frozen=True)
 class _Stack:
     """Where transformer blocks sit. level: 0 is the finest with attention; halvings: of the latent's sides on the way
-    here; width: of their tokens, 0 if unknown."""
+    here; width: of their tokens, 0 if unknown; home: what runs them."""
 
     position: tuple[str, int]
     level: int
     halvings: int
     width: int
+    home: SpatialTransformer
     blocks: tuple[ByModule, ...]
 
     def grid(self, latent: Tensor) -> tuple[int, int]:
@@ -85,7 +86,7 @@ class Hooks:
                 name = ".".join(map(str, (*position, index)))
                 blocks.append(ByModule(Link(module, name, port, UNET_BLOCK, scopes, shared)))
             width = getattr(stack.transformer_blocks[0].attn1.to_q, "in_features", 0)
-            self.stacks.append(_Stack(position, level, halvings, width, tuple(blocks)))
+            self.stacks.append(_Stack(position, level, halvings, width, stack, tuple(blocks)))
 
     def select(
         self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], **_: Any
@@ -96,11 +97,19 @@ class Hooks:
             grid = stack.grid(x)
             reason = left_whole(config, place, len(self.stacks)) or _left_out(stack, config)
             links: list[Link] = []
+            there = stack.home.transformer_blocks
+            own, chains = len(there) == len(stack.blocks), runs_its_own(stack.home, ("forward",))
             for index, block in enumerate(stack.blocks):
+                foreign = "" if own and theirs(there[index]) else REPLACED
+                if foreign or reason:
+                    stats.whole(block.link.name, reason or foreign)
+                    if links:
+                        yield from chained(links, (grid,), x, evaluation, transformer_options, stack.width)
+                        links = []
+                    continue
+                block.link.module = unwrapped(there[index])
                 patched = _is_patched(stack, index, transformer_options)
-                if reason:
-                    stats.whole(block.link.name, reason)
-                elif config.granularity is Granularity.MODULE or patched:
+                if config.granularity is Granularity.MODULE or patched:
                     if not evaluation.decision.keeps_detail:
                         for part in _replaced(stack, index, transformer_options):
                             stats.whole(f"{block.link.name} {part}", "replaced by another node")
@@ -108,7 +117,7 @@ class Hooks:
                 elif config.granularity is Granularity.BLOCK:
                     yield from chained([block.link], (grid,), x, evaluation, transformer_options, stack.width)
                 else:
-                    if links and hooked(links[-1].module, block.link.module):
+                    if links and (not chains or hooked(there[index - 1], there[index])):
                         yield from chained(links, (grid,), x, evaluation, transformer_options, stack.width)
                         links = []
                     links.append(block.link)
@@ -122,8 +131,9 @@ class Hooks:
     def places(self) -> Iterator[HookPair]:
         """Blocks and their parts with the hooks that may stand in for them."""
         for block in (block for stack in self.stacks for block in stack.blocks):
-            yield block.link.module, block.link
-            yield from block.layers()
+            if theirs(block.link.module):
+                yield block.link.module, block.link
+                yield from block.layers()
 
 
 def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, int, SpatialTransformer]]:

@@ -64,6 +64,37 @@ def test_a_block_that_is_replaced_runs_whole(family: str, place: int, attach: An
     assert "replaced by another node" not in stats_of(merged).left_whole
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_block_of_a_unet_that_is_replaced_runs_whole(place: int, attach: Any, stats_of: Any) -> None:
+    model = models.unet()
+    stack = model.model.diffusion_model.middle_block[1].transformer_blocks
+    seen: list[int] = []
+    foreign = attach(model).clone()
+    foreign.add_object_patch(f"diffusion_model.middle_block.1.transformer_blocks.{place}", Own(stack[place], seen))
+    assert sample(foreign).isfinite().all()
+    assert len(set(seen)) == 1
+    assert stats_of(foreign).left_whole["replaced by another node"] == {f"middle.0.{place}"}
+    merged = attach(model)
+    sample(merged)
+    assert stats_of(merged).left_whole == {}
+
+
+@pytest.mark.parametrize("what", ["wrapped", "shorter"])
+def test_a_list_of_blocks_that_is_replaced(what: str, attach: Any, stats_of: Any) -> None:
+    model = models.flux()
+    blocks = model.model.diffusion_model.double_blocks
+    merged = attach(model).clone()
+    seen: list[int] = []
+    if what == "wrapped":
+        merged.add_object_patch("diffusion_model.double_blocks", nn.ModuleList(Own(b, seen) for b in blocks))
+    else:
+        merged.add_object_patch("diffusion_model.double_blocks", nn.ModuleList(list(blocks)[:1]))
+    assert sample(merged).isfinite().all()
+    assert len(set(seen)) <= 1
+    assert len(stats_of(merged).left_whole["replaced by another node"]) == len(blocks)
+    assert all(name.startswith("single") for name in stats_of(merged).merged_blocks)
+
+
 def test_hooks_made_while_blocks_are_replaced_do_not_keep_them(attach: Any, stats_of: Any) -> None:
     """Patches of another clone are still in place when ToMA sees the model for the first time."""
     model = models.flux()

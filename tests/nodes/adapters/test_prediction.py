@@ -79,6 +79,39 @@ def test_with_detail_reuse_the_whole_step_keeps(model: Any, attach: Any, stats_o
     assert stats_of(patched).detail_bytes
 
 
+@pytest.mark.parametrize("every", [2, 3])
+def test_the_whole_steps_own_picture_plans_the_step_after_it(
+    every: int, model: Any, attach: Any, stats_of: Any, planned: Any, predicted: Any
+) -> None:
+    """Whatever `select_every` says: a step that keeps detail needs no plan, and makes none of what came before it."""
+    settings = {"plan_from": "prediction", "select_every": every, "weigh_every": every}
+    patched = attach(model, **settings, detail_reuse=True, whole_every=every)
+    models.sample(patched, steps=2 * every + 1, cfg=1.0)
+    shown = [next(n for n, p in enumerate(predicted) if torch.equal(p, pictures[0])) for pictures in planned]
+    assert {0, every} <= set(shown)
+    assert stats_of(patched).selections == 2 * len(stats_of(patched).grids)
+
+
+def test_nothing_is_held_after_a_run_that_broke_off(
+    model: Any, attach: Any, pack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[Any] = []
+    sampling = pack_module("nodes.adapters.sampling").Sampling
+    own = sampling.predicted
+
+    def broken(self: Any, picture: Any) -> None:
+        own(self, picture)
+        held.append(self)
+        if len(held) == 2:
+            raise RuntimeError("broken off")
+
+    monkeypatch.setattr(sampling, "predicted", broken)
+    patched = attach(model, **SETTINGS)
+    with pytest.raises(RuntimeError, match="broken off"):
+        models.sample(patched, steps=3)
+    assert held[0].picture is None
+
+
 def test_the_same_twice_and_nothing_left(model: Any, attach: Any, no_state_left: None) -> None:
     patched = attach(model, **SETTINGS)
     assert torch.equal(models.sample(patched, steps=3), models.sample(patched, steps=3))
