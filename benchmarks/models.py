@@ -280,6 +280,9 @@ TRANSFORMERS = {
     "ernie": ernie,
     "sd3": sd3,
 }
+KINDS = ("unet", *TRANSFORMERS)
+# One for each file of nodes/adapters/families: the hooks of the other two are those of flux and lumina2.
+FAMILIES = tuple(kind for kind in KINDS if kind not in ("flux2", "z_image"))
 
 
 def conditioning(model: Any, tokens: int = 7, seed: int = 1, **options: Any) -> list[Any]:

@@ -184,6 +184,7 @@ class Place:
     def start(self, x: Tensor, before: int, reason: str) -> Tensor:
         """[before | N | rest] -> [before | D | rest], or x where there is a reason to leave the chain whole; the
         outcome is noted in the run's stats."""
+        self.held = None  # of a call that broke off, which another pack makes again with fewer images
         image = x[:, before : before + self.image]
         if self.evaluation is None or not self.merges(image, reason):
             return x

@@ -100,9 +100,15 @@ def chained(
     alone = Granularity.BLOCK if config.granularity is Granularity.STACK else config.granularity
     work = first.work, alone if len(links) == 1 else Granularity.STACK
     first.place.begin(grids, first.scopes[config.share], [link.name for link in links], work, evaluation)
-    if transformer_options.get(GRAPHS) and first.in_graphs and not first.place.prepare(latent, first.module, width):
-        first.release()
-        return
+    if transformer_options.get(GRAPHS) and first.in_graphs:
+        merged = False
+        try:
+            merged = first.place.prepare(latent, first.module, width)
+        finally:
+            if not merged:
+                first.release()  # it is not installed: nobody else would, also after an error
+        if not merged:
+            return
     for link in links:
         link.begin, link.last = first.place, link is links[-1]
         yield link.module, link

@@ -24,6 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from benchmarks import models
 from demo.showcase_graphs import DIT, LATENT, REPORT, place_dit, sampling_graph
 from scripts.comfy_client import Run
 from scripts.comfy_pack import pack_module
@@ -46,8 +47,18 @@ def _module(path: Path) -> ModuleType:
 
 _nodes = _module(HERE.parent / "nodes" / "conftest.py")
 one_thread, left_untouched = _nodes.one_thread, _nodes.left_untouched
-unet, flux, attach, stats_of = _nodes.unet, _nodes.flux, _nodes.attach, _nodes.stats_of
+shared, model_of, attach, stats_of = _nodes.shared, _nodes.model_of, _nodes.attach, _nodes.stats_of
 hooks_left, plan_calls = _nodes.hooks_left, _nodes.plan_calls
+
+
+@pytest.fixture(params=models.FAMILIES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def model(model_of: Callable[[str], Any], kind: str) -> Any:
+    return model_of(kind)
 
 
 @pytest.fixture(scope="session")
@@ -60,13 +71,10 @@ def prompt() -> ModuleType:
 def fresh(pack: ModuleType) -> dict[str, dict[str, str]]:
     """model -> settings -> the hash of what a process of its own samples."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    found = {}
-    for kind in ("unet", "flux"):
-        command = [sys.executable, str(HERE / "prompt.py"), kind]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        found[kind] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    command = [sys.executable, str(HERE / "prompt.py"), *models.FAMILIES]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 @pytest.fixture
@@ -105,8 +113,10 @@ def nothing_alive(born: list[weakref.ref[Any]]) -> Callable[[], None]:
 
 
 @pytest.fixture(scope="module")
-def quick_garbage_collection(unet: Any, flux: Any) -> Iterator[None]:
+def quick_garbage_collection(model_of: Callable[[str], Any]) -> Iterator[None]:
     """What is there already is not looked through again each time: only what the tests make."""
+    for kind in models.FAMILIES:
+        model_of(kind)
     gc.collect()
     gc.freeze()
     yield

@@ -1,6 +1,6 @@
-"""The prompt that is sampled after every fault. As a script: what a process samples in which nothing else has happened.
+"""The prompt that is sampled after every fault. As a script: what a process samples in which nothing has gone wrong.
 
-`python tests/reliability/prompt.py unet` prints {case: hash} of that model. The tests load this file as a module too.
+`python tests/reliability/prompt.py unet` prints {"unet": {case: hash}}. The tests load this file as a module too.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ def main() -> None:
     use_comfyui()
     torch.set_num_threads(1)
     attach, config = pack_module("nodes.adapters.run").attach, pack_module("toma_core.config").ToMAConfig
-    model = getattr(models, sys.argv[1])()
     found = {}
-    for name, settings in CASES.items():
-        found[name] = digest(sample(model if settings is None else attach(model, config(**settings))))
+    for kind in sys.argv[1:]:
+        model = getattr(models, kind)()
+        each = {name: model if told is None else attach(model, config(**told)) for name, told in CASES.items()}
+        found[kind] = {name: digest(sample(patched)) for name, patched in each.items()}
     print(json.dumps(found))
 
 

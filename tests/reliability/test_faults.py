@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks import models
 from scripts.comfy_pack import pack_module
 
 pytestmark = pytest.mark.usefixtures("quick_garbage_collection")
-KINDS = ("unet", "flux")
-# Attentions of the prompt of prompt.py: cond and uncond come in one call, 17 blocks of two or 6 of one, three steps.
-CALLS = {"unet": 102, "flux": 18}
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def model(request: pytest.FixtureRequest, kind: str) -> Any:
-    return request.getfixturevalue(kind)
+# Where the family makes no difference: the two that differ most.
+BOTH = ("unet", "flux")
+both = pytest.mark.parametrize("kind", BOTH)
 
 
 class Trap:
-    """Another pack's attention override, which goes off once, at a call inside a block that runs on merged tokens."""
+    """Another pack's hook on the layers of the blocks, which goes off once, in the middle of a block on merged tokens."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -36,28 +28,22 @@ class Trap:
     def arm(self, at: int, spring: Callable[[], None]) -> None:
         self.calls, self.at, self.spring = 0, at, spring
 
-    def __call__(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *_: Any) -> None:
         self.calls += 1
         if self.calls == self.at:
             self.spring()
-        return func(*args, **kwargs)
 
 
 @pytest.fixture
-def trap(model: Any) -> Trap:
-    return Trap()
-
-
-@pytest.fixture
-def trapped(model: Any, trap: Trap, attach: Any, prompt: Any) -> Callable[[str], Any]:
-    """trapped(case): the model with the trap in its attention, and with ToMA as `prompt.CASES` has it."""
-
-    def make(case: str) -> Any:
-        foreign = model.clone()
-        foreign.model_options["transformer_options"]["optimized_attention_override"] = trap
-        return attach(foreign, **prompt.CASES[case])
-
-    return make
+def trap(model: Any) -> Iterator[Trap]:
+    """In the model: it counts calls until it is armed."""
+    made, network = Trap(), model.model.diffusion_model
+    blocks = [module for module, _ in pack_module("nodes.adapters.registry").find(network).places()]
+    layers = {layer for block in blocks for layer in block.modules() if isinstance(layer, torch.nn.Linear)}
+    handles = [layer.register_forward_pre_hook(made) for layer in layers]
+    yield made
+    for handle in handles:
+        handle.remove()
 
 
 class FaultError(Exception):
@@ -90,19 +76,28 @@ def kind_of(spring: Callable[[], None]) -> type[BaseException]:
 STAGES = {"first call": lambda calls: 1, "middle step": lambda calls: calls // 2 + 1, "last call": lambda calls: calls}
 SPRINGS = (interrupt, fail, run_out_of_memory)
 MERGED = ("stack", "module", "detail")
+# In two families every kind of fault meets every stage and every setting, in the others each of them once.
+FAULTS = [
+    (kind, stage, spring, MERGED[(m + n) % 3])
+    for kind in models.FAMILIES
+    for m, stage in enumerate(STAGES)
+    for n, spring in enumerate(SPRINGS)
+    if kind in BOTH or m == n
+]
 
 
-@pytest.mark.parametrize("stage", list(STAGES))
-@pytest.mark.parametrize("spring", SPRINGS, ids=lambda spring: spring.__name__)
+def named(value: Any) -> str:
+    return value if isinstance(value, str) else str(value.__name__)
+
+
+@pytest.mark.parametrize(("kind", "stage", "spring", "case"), FAULTS, ids=named)
 def test_fault_inside_a_merged_block(
-    kind: str, model: Any, trap: Trap, trapped: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
-    tensors: Any, uninterrupted: None, stage: str, spring: Any,
+    kind: str, model: Any, trap: Trap, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
+    tensors: Any, uninterrupted: None, stage: str, spring: Any, case: str,
 ) -> None:  # fmt: skip
-    # Every kind of fault meets every setting, and every stage too.
-    case = MERGED[(SPRINGS.index(spring) + list(STAGES).index(stage)) % 3]
-    patched = trapped(case)
+    patched = attach(model, **prompt.CASES[case])
     assert prompt.digest(prompt.sample(patched)) == fresh[kind][case]
-    assert trap.calls == CALLS[kind]
+    calls = trap.calls
     nothing_alive()
     before = tensors()
 
@@ -113,7 +108,7 @@ def test_fault_inside_a_merged_block(
         spring()
 
     # With whole steps the last one is the model's own.
-    within = CALLS[kind] * (prompt.STEPS - 1) // prompt.STEPS if case == "detail" else CALLS[kind]
+    within = calls * (prompt.STEPS - 1) // prompt.STEPS if case == "detail" else calls
     trap.arm(STAGES[stage](within), go)
     with pytest.raises(kind_of(spring)):
         prompt.sample(patched)
@@ -129,6 +124,7 @@ def test_fault_inside_a_merged_block(
     assert prompt.digest(prompt.sample(model)) == fresh[kind]["plain"]
 
 
+@both
 @pytest.mark.parametrize("step", [None, 0, 1, 2])
 def test_interrupt_before_and_between_steps(
     kind: str, attach: Any, model: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
@@ -159,17 +155,22 @@ def test_interrupt_before_and_between_steps(
     nothing_alive()
 
 
+OWN = [
+    ("toma_core.state", "make_windows", run_out_of_memory),
+    ("toma_core.state", "weigh", run_out_of_memory),
+    ("toma_core.pipeline", "unmerge_update", run_out_of_memory),
+]
+MORE = [
+    ("toma_core.state", "cosine_similarity", run_out_of_memory),
+    ("toma_core.state", "select", interrupt),
+    ("toma_core.pipeline", "merge", interrupt),
+]
+
+
 @pytest.mark.parametrize(
-    ("module", "name", "spring"),
-    [
-        ("toma_core.state", "make_windows", run_out_of_memory),
-        ("toma_core.state", "cosine_similarity", run_out_of_memory),
-        ("toma_core.state", "select", interrupt),
-        ("toma_core.state", "weigh", run_out_of_memory),
-        ("toma_core.pipeline", "merge", interrupt),
-        ("toma_core.pipeline", "unmerge_update", run_out_of_memory),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
+    ("kind", "module", "name", "spring"),
+    [(kind, *where) for kind in models.FAMILIES for where in OWN + (MORE if kind in BOTH else [])],
+    ids=named,
 )
 def test_fault_inside_our_own_code(
     kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any, tensors: Any,
@@ -178,7 +179,7 @@ def test_fault_inside_our_own_code(
     """In selection, in weighing, in merging: at the second call, when there is a plan already."""
     import comfy.model_management as mm
 
-    patched = attach(model, **{**prompt.CASES["stack"], "share": "block"})
+    patched = attach(model, **{**prompt.CASES["stack"], "share": "block", "weigh_every": 1})
     expected = prompt.digest(prompt.sample(patched))
     assert expected != fresh[kind]["plain"]
     nothing_alive()
@@ -207,6 +208,60 @@ def test_fault_inside_our_own_code(
     assert prompt.digest(prompt.sample(model)) == fresh[kind]["plain"]
 
 
+def test_no_memory_while_a_graph_is_prepared(
+    kind: str, model: Any, attach: Any, prompt: Any, nothing_alive: Any, tensors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For torch.compile the layout is made before the model runs: the hook that it is for is not installed yet."""
+    compiled = model.clone()
+    compiled.model_options["torch_compile_kwargs"] = {"backend": "inductor"}  # told only: nothing is compiled
+    patched = attach(compiled, **prompt.CASES["stack"])
+    expected = prompt.digest(prompt.sample(patched))
+    nothing_alive()
+    before = tensors()
+    with monkeypatch.context() as patch:
+        patch.setattr(pack_module("toma_core.state"), "make_windows", lambda *_: run_out_of_memory())
+        with pytest.raises(kind_of(run_out_of_memory)):
+            prompt.sample(patched)
+    nothing_alive()
+    assert tensors() <= before
+    assert prompt.digest(prompt.sample(patched)) == expected
+
+
+@pytest.mark.parametrize("kind", ["unet", "flux", "qwen_image"])
+def test_call_that_is_made_again(
+    kind: str, model: Any, trap: Trap, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any
+) -> None:
+    """Another pack that goes on when memory has run out, inside of our hooks: all at once again, the picture is the
+    same; one image after another, which the plans of this call do not fit, it is one that runs whole there."""
+    from comfy.patcher_extension import WrappersMP
+
+    def cut(value: Any, index: int) -> Any:
+        halves = isinstance(value, torch.Tensor) and value.shape[:1] == (2,)
+        return value[index : index + 1] if halves else value
+
+    def again(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return executor(*args, **kwargs)
+        except kind_of(run_out_of_memory):
+            if not apart:
+                return executor(*args, **kwargs)
+            told = [([cut(a, n) for a in args], {name: cut(v, n) for name, v in kwargs.items()}) for n in (0, 1)]
+            return torch.cat([executor(*by_place, **by_name) for by_place, by_name in told])
+
+    patched = attach(model, **prompt.CASES["stack"])
+    patched.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "other", again)
+    apart = False
+    assert prompt.digest(prompt.sample(patched)) == fresh[kind]["stack"]
+    middle = trap.calls // 2
+    trap.arm(middle, run_out_of_memory)
+    assert prompt.digest(prompt.sample(patched)) == fresh[kind]["stack"]
+    apart = True
+    trap.arm(middle, run_out_of_memory)
+    assert prompt.digest(prompt.sample(patched)) not in (fresh[kind]["stack"], fresh[kind]["plain"])
+    nothing_alive()
+
+
+@both
 def test_picture_is_not_lost_with_its_drawing(
     kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any, monkeypatch: pytest.MonkeyPatch,
     stats_of: Any, caplog: pytest.LogCaptureFixture,
@@ -263,7 +318,13 @@ def cleanup(model: Any) -> None:
 PATCHES = (outer_wrapper, after_cfg, unet_wrapper, diffusion_wrapper, before_run, cleanup)
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.__name__)
+# Where a wrapper is around all of ours, the family makes no difference; ERNIE-Image and SD3 call none inside.
+@pytest.mark.parametrize(
+    ("kind", "patch"),
+    [(kind, patch) for kind in BOTH for patch in PATCHES]
+    + [(kind, diffusion_wrapper) for kind in models.FAMILIES if kind not in (*BOTH, "ernie", "sd3")],
+    ids=named,
+)
 @pytest.mark.parametrize("first", [True, False], ids=["before ToMA", "after ToMA"])
 def test_exception_in_another_patch(
     kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any, patch: Any,
@@ -282,9 +343,10 @@ def test_exception_in_another_patch(
     nothing_alive()
 
 
+@both
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_process_that_is_told_to_end(
-    kind: str, model: Any, trap: Trap, trapped: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
+    kind: str, model: Any, trap: Trap, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
     error: type[BaseException],
 ) -> None:  # fmt: skip
     """Not `Exception`s: whoever catches these in its own way finds the model as it was."""
@@ -292,8 +354,9 @@ def test_process_that_is_told_to_end(
     def go() -> None:
         raise error
 
-    patched = trapped("stack")
-    trap.arm(CALLS[kind] // 2, go)
+    patched = attach(model, **prompt.CASES["stack"])
+    prompt.sample(patched)
+    trap.arm(trap.calls // 2, go)
     with pytest.raises(error):
         prompt.sample(patched)
     assert hooks_left(model) == []

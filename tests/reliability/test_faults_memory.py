@@ -15,16 +15,11 @@ from benchmarks import models
 pytestmark = pytest.mark.usefixtures("quick_garbage_collection")
 
 
-@pytest.fixture(params=["unet", "flux"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+BOTH = ("unet", "flux")
+both = pytest.mark.parametrize("kind", BOTH)
 
 
-@pytest.fixture
-def model(request: pytest.FixtureRequest, kind: str) -> Any:
-    return request.getfixturevalue(kind)
-
-
+@both
 def test_attention_that_recovers_from_no_memory_inside_a_merged_block(
     kind: str, model: Any, attach: Any, prompt: Any, nothing_alive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,8 +109,11 @@ def lowvram(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return start
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "lora", "share"),
+    [(kind, lora, share) for kind in BOTH for lora in (False, True) for share in (0.0, 0.5)]
+    + [(kind, True, 0.5) for kind in models.FAMILIES if kind not in BOTH],
+)
 def test_weights_that_do_not_fit(
     kind: str, attach: Any, prompt: Any, fresh: Any, lowvram: Any, nothing_alive: Any, share: float, lora: bool
 ) -> None:
@@ -142,6 +140,7 @@ def test_weights_that_do_not_fit(
     nothing_alive()
 
 
+@both
 def test_dynamic_patcher_on_a_cpu_is_the_plain_one(
     kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any
 ) -> None:
