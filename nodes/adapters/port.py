@@ -56,7 +56,8 @@ class Port:
     tokens: the argument that carries the tokens. output: which of the block's results they are, None if the only one.
     rows, axis: the argument with the rotary positions, and which axis of it counts tokens; empty where there are none.
     harmless: further arguments that do not go by token. writes: blocks add into the tokens that they are given.
-    bounded: fp16 is cut off at its limits after a block, so merging has to do the same.
+    bounded: the model cuts off fp16 at its limits in its blocks, so merging has to do the same. Elsewhere it may not: NaN
+    would become an image.
     """
 
     places: tuple[str, ...] = ("x",)
@@ -67,7 +68,7 @@ class Port:
     axis = 2
     harmless: tuple[str, ...] = ("transformer_options",)
     writes = False
-    bounded = True
+    bounded = False
 
     def given(self, args: tuple[Any, ...], kwargs: Given) -> Given:
         """A call's arguments by name, those by place first. More of them than are known may go by token."""

@@ -27,7 +27,6 @@ class BlockPort(Port):
     needs = ()
     rows, axis = "rotary_pos_emb", 1
     harmless = ("temb",)
-    bounded = False
 
 
 class Hooks(Transformer):

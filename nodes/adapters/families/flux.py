@@ -44,7 +44,7 @@ class SinglePort(Port):
     places = ("x", "vec", "pe", "attn_mask")
     rows = "pe"
     harmless = ("vec", "modulation_dims", "transformer_options")
-    writes = True
+    writes = bounded = True
     # Tokens of text as the double blocks saw them: step caches that run the blocks themselves hand no options over.
     text: int | None = None
 
@@ -66,7 +66,7 @@ class DoublePort(Port):
     tokens, output = "img", 0
     rows = "pe"
     harmless = ("txt", "vec", "modulation_dims_img", "modulation_dims_txt", "transformer_options")
-    writes = True
+    writes = bounded = True
 
     def __init__(self, single: SinglePort) -> None:
         self.single = single

@@ -27,6 +27,7 @@ class LayerPort(Port):
     places = ("x", "x_mask", "freqs_cis", "adaln_input")
     rows, axis = "freqs_cis", 1
     harmless = ("adaln_input", "timestep_zero_index", "transformer_options")
+    bounded = True
 
     def __init__(self, multiple: int) -> None:
         """multiple: of what the image's tokens are padded to."""

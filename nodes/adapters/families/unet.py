@@ -40,7 +40,6 @@ class BlockPort(Port):
 
     places = ("x", "context", "transformer_options")
     harmless = ("context", "transformer_options")
-    bounded = False
 
     def grid(self, given: Given, grid: tuple[int, int]) -> tuple[int, int] | None:
         height, width = (given.get("transformer_options") or {}).get("activations_shape", (0, 0))[-2:]
