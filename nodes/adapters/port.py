@@ -56,8 +56,8 @@ class Port:
     tokens: the argument that carries the tokens. output: which of the block's results they are, None if the only one.
     rows, axis: the argument with the rotary positions, and which axis of it counts tokens; empty where there are none.
     harmless: further arguments that do not go by token. writes: blocks add into the tokens that they are given.
-    bounded: the model cuts off fp16 at its limits in its blocks, so merging has to do the same. Elsewhere it may not: NaN
-    would become an image.
+    bounded: the model cuts off fp16 at its limits in its blocks, so merging has to do the same. In others NaN would
+    become an image.
     """
 
     places: tuple[str, ...] = ("x",)
@@ -126,7 +126,7 @@ class Port:
         return rows is None or (isinstance(rows, Tensor) and rows.ndim > 3 and rows.shape[self.axis] >= tokens)
 
     def limited(self, x: Tensor) -> Tensor:
-        """fp16 cut off as the model does it after its blocks: weights sum to 1 up to rounding only, and a token that
+        """fp16 cut off as the model does it in its blocks: weights sum to 1 up to rounding only, and a token that
         sits at the limit would become infinite. Other dtypes as they are."""
         if not self.bounded or x.dtype is not torch.float16:
             return x

@@ -171,30 +171,30 @@ class BlockCall:
 
 
 @pytest.fixture
-def record(plan_calls: list[PlanCall]) -> Iterator[Callable[[torch.nn.Module], list[BlockCall]]]:
-    """record(module): all its calls from now on."""
-    handles = []
+def record(plan_calls: list[PlanCall], monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.nn.Module], list[BlockCall]]:
+    """record(module): all its calls from now on. Not by PyTorch's hooks: where those are, no chain goes on."""
 
     def copied(value: Any) -> Any:
         return value.clone() if isinstance(value, Tensor) else dict(value) if isinstance(value, dict) else value
 
     def start(module: torch.nn.Module) -> list[BlockCall]:
         calls: list[BlockCall] = []
+        original = type(module).__call__
 
-        def before(_: Any, args: Any, kwargs: Any) -> None:
+        def called(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self is not module:
+                return original(self, *args, **kwargs)
             copies = {name: copied(value) for name, value in kwargs.items()}
-            calls.append(BlockCall([copied(a) for a in args], copies, None, len(plan_calls)))
+            call = BlockCall([copied(a) for a in args], copies, None, len(plan_calls))
+            calls.append(call)
+            out = original(self, *args, **kwargs)
+            call.out = tuple(map(copied, out)) if isinstance(out, tuple) else out.clone()
+            return out
 
-        def after(_: Any, args: Any, kwargs: Any, out: Any) -> None:
-            calls[-1].out = tuple(map(copied, out)) if isinstance(out, tuple) else out.clone()
-
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
+        monkeypatch.setattr(type(module), "__call__", called)
         return calls
 
-    yield start
-    for handle in handles:
-        handle.remove()
+    return start
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ both = pytest.mark.parametrize("kind", BOTH)
 
 
 class Trap:
-    """Another pack's hook on the layers of the blocks, which goes off once, in the middle of a block on merged tokens."""
+    """On the layers inside the blocks: goes off once, in the middle of a block that runs on merged tokens."""
 
     def __init__(self) -> None:
         self.calls = 0
