@@ -64,7 +64,7 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
     """Loader -> ToMA Advanced -> KSampler -> decode and report, or the benchmark instead of all that samples."""
     scene = [next(SEEDS), "fixed", 1, *["from seed"] * 14]
     advanced = ["balanced", ratio, 1, 0, -1, ends_at, "off", -1, 16, *["preset"] * 6, -1, 10, 5, *["preset"] * 2]
-    advanced += [-1, "off", -1, "stack", -1]
+    advanced += [-1, "off", "preset", -1, "preset", "stack", -1]
     sampled = last == "ToMAReport"
     nodes = [
         node(1, "ToMADemoUNet", (0, 0), ["random", 0, "fixed"], outputs=[("MODEL", [1])]),
@@ -182,7 +182,7 @@ def test_the_text_is_inside_its_node_and_not_saved(page: Any) -> None:
         assert element[1] + element[3] <= box[1] + box[3] + 1
     saved = page.evaluate("() => app.graph.serialize()")
     values = {n["id"]: n.get("widgets_values") for n in saved["nodes"]}
-    assert len(values[4]) == 25
+    assert len(values[4]) == 27
     assert not values[7]
     assert "toma_said" not in json.dumps(page.evaluate("() => app.graphToPrompt().then(p => p.output)"))
 
