@@ -51,6 +51,16 @@ shared, model_of, attach, stats_of = _nodes.shared, _nodes.model_of, _nodes.atta
 hooks_left, plan_calls = _nodes.hooks_left, _nodes.plan_calls
 
 
+@pytest.fixture(scope="module", autouse=True)
+def earlier_tests_left_alone() -> Iterator[None]:
+    """ComfyUI collects garbage at every run. Of a process that has compiled models before there are millions of objects
+    to look through, and hundreds of cases take an hour instead of minutes."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(params=models.FAMILIES)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
