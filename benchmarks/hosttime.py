@@ -66,7 +66,7 @@ def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
     x = torch.randn(1, windows.tokens, _CHANNELS, generator=torch.Generator().manual_seed(0))
 
     def plan() -> Any:
-        return run._selected(x, _GRID, decision, "")
+        return run._selected(x, x, _GRID, decision, "")
 
     # What a stubbed kernel leaves in memory is no slot.
     made = replace(first := plan(), picks=torch.zeros_like(first.picks))

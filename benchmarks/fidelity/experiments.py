@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -189,28 +188,6 @@ def control_variate(ratio: float, every: int, attach: Callable[..., Patch]) -> P
     return patch
 
 
-@dataclass(frozen=True, eq=False)
-class _OwnBudget:
-    """`windows.Budget` with counts of its own for each image. compact: (B, D); expand: (B, W * K); valid: (B, W, K)."""
-
-    total: int
-    slots: int
-    compact: Tensor
-    expand: Tensor
-    valid: Tensor
-
-    def pack(self, x: Tensor) -> Tensor:
-        return self._picked(x.flatten(1, 2), self.compact)
-
-    def unpack(self, x: Tensor) -> Tensor:
-        x = self._picked(x, self.expand)
-        return x.view(x.shape[0], self.valid.shape[1], self.slots, *x.shape[2:])
-
-    def _picked(self, x: Tensor, index: Tensor) -> Tensor:
-        index = index.repeat(x.shape[0] // index.shape[0], 1)
-        return x.gather(1, index.view(*index.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
-
-
 def moved_budget(patch: Patch, most: float = 1.5) -> Patch:
     """The D destinations of an image go to the windows where they gain most, at most `most` times an equal share.
 
@@ -243,7 +220,7 @@ def moved_budget(patch: Patch, most: float = 1.5) -> Patch:
             compact = valid.flatten(1).nonzero()[:, 1].view(batch, -1)
             first = counts.cumsum(1) - counts
             expand = torch.where(valid, first + torch.arange(largest), first).flatten(1)
-            own = _OwnBudget(budget.total, largest, compact, expand, valid)
+            own = pack_module("toma_core.budget").MovedBudget(budget.counts, compact, expand, valid)
             return state.weigh(tokens, picks, windows, own, config.scale, x.dtype)
 
         return {"_selected": selected}

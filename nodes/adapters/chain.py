@@ -252,7 +252,7 @@ class Positions:
         """The positions of the tokens inside the chain, from those of all; the same where it runs whole to keep its
         detail, or where there are none."""
         plans, detail = place.plans, place.details[0]
-        if rows is None or (detail is not None and detail.kept is None):
+        if rows is None or plans[0] is None or (detail is not None and detail.kept is None):
             return rows
         if self.held is None or self.held[0] is not rows or not _same(self.held[1], plans):
             self.held = rows, plans, place.turned(rows, before)

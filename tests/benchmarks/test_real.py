@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -295,7 +296,9 @@ def test_interrupted_and_lost_runs_are_said(
 @pytest.mark.server
 def test_ctrl_c_takes_only_its_own_prompt_away(comfy: ComfyServer, work: Work, hurdle: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "benchmarks.real", *work.arguments(hurdle, "fine\nwait\n", "--seeds", "1")]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+    # A shell that runs tests in the background has Ctrl-C ignored by all that they start.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heard) as process:
         try:
             while_waiting(comfy, lambda: process.send_signal(signal.SIGINT)).join()
             _, err = process.communicate(timeout=120)

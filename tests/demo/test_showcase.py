@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -196,7 +197,11 @@ def test_demo_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.server
 def test_served_page_lists_the_demo_and_stops() -> None:
     command = [sys.executable, "-m", "demo", "--serve"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+    # A shell that runs tests in the background has Ctrl-C ignored by all that they start.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ, preexec_fn=heard
+    ) as process:
         try:
             assert process.stderr is not None
             lines = []

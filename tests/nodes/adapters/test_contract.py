@@ -66,7 +66,7 @@ def test_hook_without_room_for_more_takes_no_more() -> None:
 
 def test_forward_that_hides_its_signature_is_not_known() -> None:
     hidden = type("Block", (nn.Module,), {"forward": getattr})()
-    with pytest.raises(contract.UnknownError, match=r"^Block\.forward: no signature"):
+    with pytest.raises(contract.UnknownError, match=r"^Block\.forward: .*signature"):
         contract.check(hidden, Hook())
 
 
