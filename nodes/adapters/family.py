@@ -70,9 +70,11 @@ def token_grid(latent: Tensor, patch_size: int) -> tuple[int, int]:
 
 
 def hooked(before: nn.Module, after: nn.Module) -> bool:
-    """Whether PyTorch's own hooks look at what goes from one block to the next."""
-    after_it = any(module._forward_hooks for module in (before, unwrapped(before)))
-    return after_it or any(module._forward_pre_hooks for module in (after, unwrapped(after)))
+    """Whether hooks look at what goes from one block to the next. PyTorch's own, of weights that are spread over
+    several cards (FSDP), do not look at tokens."""
+    hooks = [hook for module in (before, unwrapped(before)) for hook in module._forward_hooks.values()]
+    hooks += [hook for module in (after, unwrapped(after)) for hook in module._forward_pre_hooks.values()]
+    return not all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
 
 
 def left_whole(config: ToMAConfig, index: int, count: int, *, last: bool = True) -> str:
@@ -255,7 +257,7 @@ def _by_comfyui(written: Any) -> bool:
 def theirs(block: nn.Module) -> bool:
     """Whether a block is one of ComfyUI's. Another pack may have put its own in the place, for good or for one model
     of many that share the rest: nobody knows what it makes of fewer tokens."""
-    return _by_comfyui(type(unwrapped(block)))
+    return _by_comfyui(getattr(type(unwrapped(block)), "forward", None))
 
 
 def runs_its_own(model: nn.Module, methods: Iterable[str]) -> bool:

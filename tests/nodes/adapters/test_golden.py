@@ -94,15 +94,21 @@ def sampled(model: Any, family: str, run: str, steps: int, seed: int) -> Tensor:
 def settings_of(family: str, setting: str) -> Any:
     """The preset of this name, or the settings of their own."""
     if setting in core.PRESETS:
-        return core.Settings(setting, SMALL)
+        # The file was made with Flux.1's counts, which models of another depth are not given.
+        first = {} if family != "flux" else {"whole_first": own_of(family)[setting]["whole_first"]}
+        return core.Settings(setting, {**SMALL, **first})
     return core.ToMAConfig(**PLAIN[setting], **FIRST.get(family, {}), **SMALL)
 
 
 def config_of(family: str, setting: str) -> Any:
     """The same for the model."""
-    settings, file = settings_of(family, setting), "flux" if family == "flux" else "unet"
-    own = pack_module(f"nodes.adapters.families.{file}").PRESETS
-    return settings.resolved(own) if setting in core.PRESETS else settings
+    settings = settings_of(family, setting)
+    return settings.resolved(own_of(family)) if setting in core.PRESETS else settings
+
+
+def own_of(family: str) -> Any:
+    """What presets leave whole of the family."""
+    return pack_module(f"nodes.adapters.families.{'flux' if family == 'flux' else 'unet'}").PRESETS
 
 
 def steps_for(family: str, setting: str) -> int:

@@ -79,11 +79,11 @@ def test_shared_conditions_are_left_whole(found: Any, model: str, granularity: s
 
 
 @pytest.mark.parametrize("model", ["flux", "unet"])
-@pytest.mark.parametrize("shared", ["pictures", "weights"])
-def test_whole_pictures_are_merged_as_on_one_process(found: Any, model: str, shared: str) -> None:
+@pytest.mark.parametrize("spread", ["pictures", "weights"])
+def test_whole_pictures_are_merged_as_on_one_process(found: Any, model: str, spread: str) -> None:
     """Processes of one group that each make a picture, also with their weights spread over all (FSDP)."""
     for process in found:
-        case = process[f"{shared}-{model}"]
+        case = process[f"{spread}-{model}"]
         assert case["as ToMA on one process"]
         assert not case["as without ToMA"]
         assert case["the same on all"]
