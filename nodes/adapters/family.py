@@ -257,7 +257,9 @@ def _by_comfyui(written: Any) -> bool:
 def theirs(block: nn.Module) -> bool:
     """Whether a block is one of ComfyUI's. Another pack may have put its own in the place, for good or for one model
     of many that share the rest: nobody knows what it makes of fewer tokens."""
-    return _by_comfyui(getattr(type(unwrapped(block)), "forward", None))
+    # The class that says how it runs: PyTorch makes another of it where weights are spread over cards.
+    homes = [kind for kind in type(unwrapped(block)).__mro__ if "forward" in vars(kind)]
+    return _by_comfyui(homes[0])
 
 
 def runs_its_own(model: nn.Module, methods: Iterable[str]) -> bool:
