@@ -53,8 +53,8 @@ hooks_left, plan_calls = _nodes.hooks_left, _nodes.plan_calls
 
 @pytest.fixture(scope="module", autouse=True)
 def earlier_tests_left_alone() -> Iterator[None]:
-    """ComfyUI collects garbage at every run. Of a process that has compiled models before there are millions of objects
-    to look through, and hundreds of cases take an hour instead of minutes."""
+    """ComfyUI collects garbage at every run. A process that has compiled models before has millions of objects
+    to look through, and hundreds of cases would take far longer than they need."""
     gc.collect()
     gc.freeze()
     yield
