@@ -23,8 +23,9 @@ from ..port import Cuts, Given, Port, image_told, slices_moved
 from .flux_layers import ByModule
 
 NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
-# Measured, see docs/fidelity.md; the released method leaves five blocks of each kind whole.
-_FLUX_1 = 19, 38  # double and single blocks
+# Double and single blocks of the models that the presets were measured for.
+_FLUX_1 = 19, 38
+# See docs/fidelity.md; the released method leaves five blocks of each kind whole.
 PRESETS: Fields = {
     "balanced": {"whole_first": 5, "whole_every": 3},
     "quality": {"whole_first": 5, "whole_every": 2},

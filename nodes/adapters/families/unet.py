@@ -95,36 +95,28 @@ class Hooks:
         for place, stack in enumerate(self.stacks):
             grid = stack.grid(x)
             reason = left_whole(config, place, len(self.stacks)) or _left_out(stack, config)
-            links: list[Link] = []
             there = stack.home.transformer_blocks
-            own, chains = len(there) == len(stack.blocks), runs_its_own(stack.home, ("forward",))
+            own = len(there) == len(stack.blocks)
+            chains = config.granularity is Granularity.STACK and runs_its_own(stack.home, ("forward",))
+            runs, following = list[list[Link]](), None  # following: the block that the last run could go on with
             for index, block in enumerate(stack.blocks):
                 foreign = "" if own and theirs(there[index]) else REPLACED
-                if foreign or reason:
-                    stats.whole(block.link.name, reason or foreign)
-                    if links:
-                        yield from chained(links, (grid,), x, evaluation, transformer_options, stack.width)
-                        links = []
+                if left_out := reason or foreign:
+                    stats.whole(block.link.name, left_out)
                     continue
                 block.link.module = unwrapped(there[index])
-                patched = _is_patched(stack, index, transformer_options)
-                if config.granularity is Granularity.MODULE or patched:
+                if config.granularity is Granularity.MODULE or _is_patched(stack, index, transformer_options):
                     if not evaluation.decision.keeps_detail:
                         for part in _replaced(stack, index, transformer_options):
-                            stats.whole(f"{block.link.name} {part}", "replaced by another node")
-                        yield from block.hooks(grid, evaluation)
-                elif config.granularity is Granularity.BLOCK:
-                    yield from chained([block.link], (grid,), x, evaluation, transformer_options, stack.width)
-                else:
-                    if links and (not chains or hooked(there[index - 1], there[index])):
-                        yield from chained(links, (grid,), x, evaluation, transformer_options, stack.width)
-                        links = []
-                    links.append(block.link)
+                            stats.whole(f"{block.link.name} {part}", REPLACED)
+                    yield from block.hooks(grid, evaluation)
                     continue
-                if links:
-                    yield from chained(links, (grid,), x, evaluation, transformer_options, stack.width)
-                    links = []
-            if links:
+                if chains and index == following and not hooked(there[index - 1], there[index]):
+                    runs[-1].append(block.link)
+                else:
+                    runs.append([block.link])
+                following = index + 1
+            for links in runs:
                 yield from chained(links, (grid,), x, evaluation, transformer_options, stack.width)
 
     def places(self) -> Iterator[HookPair]:
