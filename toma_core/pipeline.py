@@ -112,11 +112,10 @@ def restore(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan | None, det
     The block's residual stream goes through untouched, so that merging blurs what the block adds, not what it got.
     detail: the update is kept where the block ran whole, and what merged steps begin with, see `reuse`.
     """
-    if detail is not None and detail.kept is None:
+    kept = None if detail is None else detail.kept
+    if detail is not None and kept is None:
         detail.keep(out - x)
         return out
     if plan is None:
         return out
-    if detail is None or detail.kept is None:
-        return unmerge_update(out, reduced, x, plan)
-    return reuse(out, reduced, x, detail.kept, plan)
+    return unmerge_update(out, reduced, x, plan) if kept is None else reuse(out, reduced, x, kept, plan)

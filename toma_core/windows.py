@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -121,8 +121,10 @@ class Budget:
 
     def to(self, device: torch.device) -> Budget:
         """The same budget with its index tensors on `device`."""
-        moved = (None if t is None else upload(t, device) for t in (self.compact, self.expand, self.valid))
-        return Budget(self.counts, *moved)
+        compact, expand, valid = (
+            None if t is None else upload(t, device) for t in (self.compact, self.expand, self.valid)
+        )
+        return replace(self, compact=compact, expand=expand, valid=valid)
 
 
 def upload(t: Tensor, device: torch.device) -> Tensor:

@@ -297,29 +297,12 @@ def _launch(
     sizes = (*x.stride(), *pitches, budget_stride(used, (windows, K), batch), windows, slots, K, x.shape[2])
     search = float(scale), tie_step(slots), turns(K), turns(cdiv(x.shape[2], block_c))
     flags = (select, valid is not None, used is not None, upcast(x.dtype), S_PAD, padded(K), block_c)
+    tensors, told = (x, source, valid, used, picks, M, back), (*sizes, *search, *flags)
     grid = (batch * windows,)
     with on_device(x):
         if S_PAD <= ON_CHIP:
-            warps = 4 if S_PAD <= 64 else 16
-            _on_chip_kernel[grid](
-                x, source, valid, used, picks, M, back, *sizes, *search, *flags, num_warps=warps, num_stages=3
-            )
+            _on_chip_kernel[grid](*tensors, *told, num_warps=4 if S_PAD <= 64 else 16, num_stages=3)
         else:
             scratch = torch.empty(batch * windows, S_PAD, S_PAD, device=x.device, dtype=torch.float32)
-            _tiled_kernel[grid](
-                x,
-                source,
-                valid,
-                used,
-                picks,
-                M,
-                back,
-                scratch,
-                *sizes,
-                *search,
-                *flags,
-                _TILE,
-                num_warps=8,
-                num_stages=1,
-            )
+            _tiled_kernel[grid](*tensors, scratch, *told, _TILE, num_warps=8, num_stages=1)
     return M, back
