@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...toma_core.kernels.namespace import free_namespace
 
+# Of one code: whole and merged, for a few dozen sizes of picture and lengths of prompt.
 _GRAPHS = 64
 _MODES = (None, "default", "max-autotune-no-cudagraphs")
 

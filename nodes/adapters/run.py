@@ -114,7 +114,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if attachment.watcher is not None:
         attachment.watcher.began()
     try:
-        if inside:
+        if inside and not sampling.obstacle:
             allow_more_graphs()
         result = executor(*args, **kwargs)
         sampling.levels.check()
