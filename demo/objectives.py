@@ -16,6 +16,8 @@ from .scenes import CANVAS, in_phrases, pooled_tokens, scene_tokens
 
 # ComfyUI tells SDXL the picture's size as 8 x the latent's; a 64 x 64 latent is what the models are trained at.
 NOMINAL_SIZE = 512
+# In the place of Flux's guidance while that means nothing, see `FewStepsObjective`.
+UNGUIDED = 3.5
 # Of the noise levels of the flow, on the logit scale; `View.centre` says around which level.
 SPREAD = 1.4
 # The UNet learns the prompt more slowly, so it sees more of what is nearly noise.
@@ -41,7 +43,7 @@ class FlowObjective:
             sigma,
             context=batch.tokens,
             y=pooled_tokens(batch.tokens),
-            guidance=torch.full_like(sigma, 3.5),
+            guidance=torch.full_like(sigma, UNGUIDED),
             transformer_options={"rope_options": batch.view.rope_options(sigma.device)},
         )
         return _error(prediction, batch.noise - batch.clean)
@@ -85,7 +87,7 @@ class FewStepsObjective:
             tokens = batch.tokens[part]
             tokens = torch.cat([tokens, scene_tokens(None).to(tokens).expand_as(tokens)])
             x, sigma = x.repeat(2, 1, 1, 1), sigma.repeat(2)
-            guidance = torch.full_like(sigma, 3.5)
+            guidance = torch.full_like(sigma, UNGUIDED)
             both = self.teacher(x, sigma, context=tokens, y=pooled_tokens(tokens), guidance=guidance, **options)
             asked, free = both.float().chunk(2)
             return free + self.cfg * (asked - free)

@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from . import models
 from .data import Batch, Batches, Plan
 from .objectives import FewStepsObjective, FlowObjective, VelocityObjective
+from .sampling import DEFAULTS
 
 # Convolutions, which make up half of the UNet, want a lower rate than the matrices.
 SHARE_OF_RATE = {"dit": 1.0, "unet": 0.25}
@@ -82,8 +83,8 @@ class Trainer:
             return FlowObjective()
         network = models.new_dit(config=self.config).to(self.device).eval().requires_grad_(False)
         network.load_state_dict({name: value.float() for name, value in load_file(teacher).items()})
-        # As demo.sampling has it for the DiT.
-        return FewStepsObjective(torch.compile(network, dynamic=False) if compiled else network, cfg=2.0)
+        cfg = DEFAULTS["dit"]["cfg"]
+        return FewStepsObjective(torch.compile(network, dynamic=False) if compiled else network, cfg)
 
     def train_step(self, batch: Batch) -> float:
         """One optimiser step on the batch of `self.step`; returns its loss."""
@@ -222,7 +223,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=0, help="processes that draw scenes ahead, for a GPU")
     parser.add_argument("--checkpoints", type=Path, default=Path("demo/checkpoints"), help="folder for --resume")
     parser.add_argument("--export", type=Path, default=None, help="where to write the weights at the end")
-    return parser.parse_args(given)
+    args = parser.parse_args(given)
+    if args.teacher and args.kind == "unet":
+        parser.error("--teacher is of the DiT")
+    return args
 
 
 def main() -> None:

@@ -250,3 +250,9 @@ def test_few_steps_are_taught_by_a_trained_dit(tmp_path: Path) -> None:
     assert math.isfinite(student.train_step(Batches(student.plan)[0]))
     assert not _same(before, dict(student.network.named_parameters()))
     assert _same(before, dict(student.objective.teacher.named_parameters()))
+
+
+def test_there_is_a_teacher_for_the_dit_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(["unet", "--teacher", "weights.safetensors"])
+    assert "--teacher is of the DiT" in capsys.readouterr().err
