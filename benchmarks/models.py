@@ -67,7 +67,6 @@ def unet(seed: int = 0, *, depths: tuple[int, ...] = (0, 1, 2), middle: int = 2,
 
 def flux(seed: int = 0, *, double: int = 3, single: int = 3, **extra: Any) -> Any:
     """A ModelPatcher around `comfy.model_base.Flux` with the given numbers of blocks."""
-
     config = {
         "image_model": "flux",
         "in_channels": 16,

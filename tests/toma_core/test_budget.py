@@ -111,8 +111,8 @@ def test_plans_of_several_parts_go_side_by_side() -> None:
     assert torch.equal(both.destinations, whole.destinations)
 
 
-@pytest.mark.parametrize("selector", ["grid", "random"])
-def test_selectors_that_see_nothing_have_equal_shares(selector: str) -> None:
+@pytest.mark.parametrize("selector", ["grid", "random", "tome"])
+def test_other_selectors_have_equal_shares(selector: str) -> None:
     run = RunState(Schedule(ToMAConfig(adaptive_budget=True, selector=selector)))  # type: ignore[arg-type]
     plan = run.plan(picture(16, 16), (16, 16), "a", Decision(0, 0.5, 0, 0), (None,))
     assert not isinstance(plan.budget, MovedBudget)
