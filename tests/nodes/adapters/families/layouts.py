@@ -1,0 +1,125 @@
+"""Where things lie in the blocks of every family, and a block run by hand on merged tokens: what tests compare with."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scripts import comfyui
+
+HEIGHT, WIDTH, TEXT = 20, 28, 7
+CLOSE = {"rtol": 1e-4, "atol": 1e-3}  # values reach 30, where fp32 sums in another order differ by some 1e-5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things lie in the blocks of a model, written down once more, by hand, from ComfyUI's source.
+
+    blocks: their lists. tokens: the argument; before: what comes before the image in it. rows: the argument with the
+    positions and the axis that counts tokens; above: rows before those of `tokens`. text: the length of what the model
+    makes of 7 tokens of text. out: which of the results.
+    """
+
+    blocks: str
+    tokens: str
+    names: tuple[str, ...] = ()
+    before: int = 0
+    rows: str = ""
+    axis: int = 2
+    above: int = 0
+    out: int | None = None
+    patch: int = 2
+
+
+DOUBLE = Layout("double_blocks", "img", rows="pe", above=TEXT, out=0)
+SINGLE = Layout("single_blocks", "x", rows="pe", before=TEXT)
+LAYOUTS = {
+    "flux": (DOUBLE, SINGLE),
+    # Flux.2's text is padded to 512 tokens.
+    "flux2": (
+        Layout("double_blocks", "img", rows="pe", above=512, out=0, patch=1),
+        Layout("single_blocks", "x", rows="pe", before=512, patch=1),
+    ),
+    "chroma": (DOUBLE, SINGLE),
+    "z_image": (Layout("layers", "x", rows="freqs_cis", axis=1, before=32),),
+    "lumina2": (Layout("layers", "x", rows="freqs_cis", axis=1, before=TEXT),),
+    "krea2": (Layout("blocks", "x", rows="freqs", before=TEXT),),
+    "qwen_image": (Layout("transformer_blocks", "hidden_states", rows="image_rotary_emb", above=TEXT, out=1),),
+    "ernie": (Layout("layers", "x", rows="rotary_pos_emb", axis=1, patch=1),),
+    "sd3": (Layout("joint_blocks", "x", names=("context", "x"), out=1),),
+}
+# Plans from the picture that the step before predicted, in windows that get what they need.
+PREDICTED: dict[str, Any] = {
+    "plan_from": "prediction", "select_every": 1, "weigh_every": 1, "adaptive_budget": True, "shift_windows": True
+}  # fmt: skip
+
+
+def current() -> bool:
+    """Whether this is the ComfyUI that has all families."""
+    return bool(importlib.import_module("comfyui_version").__version__ == comfyui.DEFAULT_RELEASE)
+
+
+def grid_of(layout: Layout) -> tuple[int, int]:
+    return HEIGHT // layout.patch, WIDTH // layout.patch
+
+
+def arguments(block: nn.Module, layout: Layout, call: Any) -> dict[str, Any]:
+    """A recorded call's arguments by name."""
+    names = layout.names or tuple(inspect.signature(type(block).forward).parameters)[1:]
+    return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+
+
+def merged_call(
+    layout: Layout, given: dict[str, Any], plans: list[Any], M: Tensor
+) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """The arguments on merged tokens, by plain indexing; the images before and after. plans: of the image and of
+    references after it that are merged too, with one matrix for all of them."""
+    x, tokens = given[layout.tokens], sum(plan.tokens for plan in plans)
+    image = x[:, layout.before : layout.before + tokens]
+    merged = M @ image
+    stream = torch.cat([x[:, : layout.before], merged, x[:, layout.before + tokens :]], 1)
+    told = {**given, layout.tokens: stream.clone()}
+    if layout.rows:
+        rows, start = given[layout.rows], layout.before + layout.above
+        assert rows.shape[layout.axis] == layout.above + x.shape[1]
+        end = rows.shape[layout.axis]
+        each = []
+        for b in range(len(x)):
+            index, at = list(range(start)), start
+            for plan in plans:
+                index += (at + plan.destinations[b]).tolist()
+                at += plan.tokens
+            index += range(at, end)
+            own = rows[min(b, len(rows) - 1)]
+            each.append(own.index_select(layout.axis - 1, torch.tensor(index)))
+        told[layout.rows] = torch.stack(each)
+    return told, image, merged
+
+
+def restored(layout: Layout, out: Any, image: Tensor, merged: Tensor, U: Tensor) -> Tensor:
+    """All tokens after a block that gave `out` on merged ones."""
+    y = out if layout.out is None else out[layout.out]
+    kept = merged.shape[1]
+    new = image + U @ (y[:, layout.before : layout.before + kept] - merged)
+    return torch.cat([y[:, : layout.before], new, y[:, layout.before + kept :]], 1)
+
+
+def run(block: nn.Module, layout: Layout, given: dict[str, Any]) -> Any:
+    """The block itself: positional where its class takes everything so."""
+    copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
+    first = [copies.pop(name) for name in layout.names]
+    return block(*first, **copies)
+
+
+def of_references(model: Any, layout: Layout, method: str | None) -> dict[str, Any]:
+    """Conditioning with two references of different sizes."""
+    channels, generator = model.model.latent_format.latent_channels, torch.Generator().manual_seed(9)
+    five = model.model.latent_format.latent_dimensions == 3
+    sizes = [(1, channels, *((1,) if five else ()), side, 12) for side in (8, 6)]
+    options: dict[str, Any] = {"reference_latents": [torch.randn(size, generator=generator) for size in sizes]}
+    return options if method is None else {**options, "reference_latents_method": method}

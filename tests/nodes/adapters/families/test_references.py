@@ -1,0 +1,176 @@
+"""Reference images follow the image being made: whole, or merged by plans of their own."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.nodes.adapters.families.layouts import (
+    CLOSE,
+    HEIGHT,
+    LAYOUTS,
+    WIDTH,
+    arguments,
+    current,
+    grid_of,
+    merged_call,
+    of_references,
+    restored,
+    run,
+)
+
+REFERENCES = [("flux2", None), ("flux2", "index_timestep_zero"), ("qwen_image", None)]
+REFERENCES += [("qwen_image", "index_timestep_zero"), ("krea2", "index"), ("krea2", "index_timestep_zero")]
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(("family", "method"), REFERENCES)
+@pytest.mark.parametrize("too", [False, True], ids=["whole", "merged"])
+def test_references(
+    family: str, method: str | None, too: bool, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any,
+    stats_of: Any,
+) -> None:  # fmt: skip
+    """They follow the image being made, whole or merged by plans of their own; where they are told to be clean, the
+    place from which on they are moves with them."""
+    model = model_of(family)
+    taken = inspect.signature(type(model.model.diffusion_model).forward).parameters
+    if family == "krea2" and "ref_latents" not in taken:
+        pytest.skip("this ComfyUI has no references for Krea 2")
+    layout = LAYOUTS[family][0]
+    block = getattr(model.model.diffusion_model, layout.blocks)[1]
+    conds = {"positive": models.conditioning(model, seed=1, **of_references(model, layout, method))}
+    calls = record(block)
+    merged = attach(model, granularity="block", merge_references=too)
+    out = models.sample(merged, HEIGHT, WIDTH, steps=1, cfg=1.0, **conds)
+    assert out.isfinite().all()
+    assert stats_of(merged).left_whole == {}
+    (call,) = calls
+    given = arguments(block, layout, call)
+    told = given["transformer_options"].get("reference_image_num_tokens")
+    assert told or not current()
+    too = too and bool(told)  # ComfyUI 0.16.3 does not say how many tokens they have: they stay whole
+    plans = [c.plan for c in plan_calls[call.first_plan :][: 3 if too else 1]]
+    sizes = [(side // layout.patch) * (12 // layout.patch) for side in (8, 6)]
+    assert given[layout.tokens].shape[1] == layout.before + plans[0].tokens + sum(sizes)
+    assert [plan.tokens for plan in plans[1:]] == (sizes if too else [])
+    matrices = [dense(plan) for plan in plans]
+    M, U = (
+        torch.stack([torch.block_diag(*each) for each in zip(*kind, strict=True)])
+        for kind in zip(*matrices, strict=True)
+    )
+    seen, images, few = merged_call(layout, given, plans, M)
+
+    def moved(place: int) -> int:
+        end = layout.before
+        gone = 0
+        for plan in plans:
+            end += plan.tokens
+            gone += plan.tokens - plan.kept if place >= end else 0
+        return place - gone
+
+    if given.get("timestep_zero_index") is not None:
+        seen["timestep_zero_index"] = moved(given["timestep_zero_index"])
+    for name in ("modulation_dims_img", "modulation_dims"):
+        if given.get(name) is not None:
+            seen[name] = [(moved(first), moved(last), which) for first, last, which in given[name]]
+    found = call.out if layout.out is None else call.out[layout.out]
+    torch.testing.assert_close(found, restored(layout, run(block, layout, seen), images, few, U), **CLOSE)
+
+
+@pytest.mark.parametrize("granularity", ["module", "block", "stack"])
+def test_modulation_is_of_the_tokens_that_a_block_has(
+    granularity: str, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Around modules the block itself keeps all tokens, and with them the places from which on they are clean."""
+    layers = importlib.import_module("comfy.ldm.flux.layers")
+    own, seen = layers.apply_mod, []
+
+    def noted(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        dims = args[2] if len(args) > 2 else None
+        seen.extend([] if dims is None else [(dims[0][0], dims[-1][1], x.shape[1])])
+        return own(x, *args)
+
+    monkeypatch.setattr(layers, "apply_mod", noted)
+    model = model_of("flux2")
+    references = of_references(model, LAYOUTS["flux2"][0], "index_timestep_zero")
+    conds = {"positive": models.conditioning(model, seed=1, **references)}
+    models.sample(attach(model, granularity=granularity), HEIGHT, WIDTH, steps=1, cfg=1.0, **conds)
+    assert seen or not current()
+    assert all(first == 0 and last in (None, tokens) for first, last, tokens in seen)
+
+
+@pytest.mark.parametrize("family", ["flux", "flux2", "krea2", "qwen_image"])
+def test_merged_references_in_whole_runs(family: str, model_of: Any, attach: Any, plan_calls: Any) -> None:
+    """In chains, with detail reuse and guidance; each condition's references get one plan a run, whoever calls."""
+    model = model_of(family)
+    options = of_references(model, LAYOUTS[family][0], "index" if family == "krea2" else None)
+    conds = {
+        "positive": models.conditioning(model, seed=1, **options),
+        "negative": models.conditioning(model, seed=2, **options),
+    }
+    settings = {"merge_references": True, "select_every": 1, "weigh_every": 1}
+    out = models.sample(attach(model, **settings), HEIGHT, WIDTH, batch=2, steps=3, **conds)
+    assert out.isfinite().all()
+    of_references_ = {call.grid for call in plan_calls} - {grid_of(LAYOUTS[family][0])}
+    assert len(of_references_) == 2
+    for grid in of_references_:
+        for scope in {call.scope for call in plan_calls if call.grid == grid}:
+            made = {id(call.plan) for call in plan_calls if call.grid == grid and call.scope == scope}
+            assert len(made) == 1
+    plain = models.sample(model, HEIGHT, WIDTH, batch=2, steps=3, **conds)
+    far = (out - plain).norm()
+    settings |= {"detail_reuse": True, "whole_every": 2}
+    assert (models.sample(attach(model, **settings), HEIGHT, WIDTH, batch=2, steps=3, **conds) - plain).norm() < far
+
+
+@pytest.mark.parametrize("family", ["flux", "qwen_image"])
+def test_reference_as_large_as_the_image(
+    family: str, model_of: Any, attach: Any, plan_calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The usual case: the picture to edit. Its plan lasts, the image's is made anew at every step, one for both
+    conditions, also where free memory has them in calls of their own."""
+    model = model_of(family)
+    channels, five = model.model.latent_format.latent_channels, family == "qwen_image"
+    size = (1, channels, *((1,) if five else ()), HEIGHT, WIDTH)
+    options = {"reference_latents": [torch.randn(size, generator=torch.Generator().manual_seed(9))]}
+    conds = {
+        "positive": models.conditioning(model, seed=1, **options),
+        "negative": models.conditioning(model, seed=2, **options),
+    }
+    settings = {"merge_references": True, "select_every": 1, "weigh_every": 1}
+    joined = models.sample(attach(model, **settings), HEIGHT, WIDTH, steps=3, **conds)
+    plan_calls.clear()
+    monkeypatch.setattr(type(model.model), "memory_required", lambda *_, **__: 1e20)
+    split = models.sample(attach(model, **settings), HEIGHT, WIDTH, steps=3, **conds)
+    torch.testing.assert_close(split, joined, rtol=1e-3, atol=1e-3)
+    made: dict[Any, set[int]] = {}
+    for call in plan_calls:
+        made.setdefault((call.scope, call.decision.selection, call.copies), set()).add(id(call.plan))
+    assert {len(plans) for plans in made.values()} == {1}
+    assert {selection for _, selection, _ in made} == {0, 1, 2, pack_module("toma_core.schedule").LASTING}
+
+
+def test_small_references_stay_whole(model_of: Any, attach: Any, plan_calls: Any) -> None:
+    model = model_of("flux")
+    conds = {"positive": models.conditioning(model, seed=1, **of_references(model, LAYOUTS["flux"][0], None))}
+    merged = attach(model, merge_references=True, min_tokens=30)  # they have 24 and 18
+    assert models.sample(merged, HEIGHT, WIDTH, steps=1, cfg=1.0, **conds).isfinite().all()
+    assert {call.grid for call in plan_calls} == {(10, 14)}
+
+
+def test_z_image_with_references_before_the_image(attach: Any, stats_of: Any) -> None:
+    """Omni models have them, and their captions, before the image: it is found by its place from the end."""
+    model = models.z_image()
+    options = of_references(model, LAYOUTS["z_image"][0], None)
+    conds = {"positive": models.conditioning(model, seed=1, **options)}
+    for settings in ({}, {"merge_references": True}):
+        merged = attach(model, **settings)
+        assert models.sample(merged, HEIGHT, WIDTH, steps=2, cfg=1.0, **conds).isfinite().all()
+        assert stats_of(merged).left_whole == {}
+        assert set(stats_of(merged).grids) == {(10, 14)}
