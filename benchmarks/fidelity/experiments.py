@@ -229,11 +229,16 @@ def moved_budget(patch: Patch, most: float = 1.5) -> Patch:
 
 
 def picked(patch: Patch) -> Patch:
-    """Blocks are given the destinations themselves, not means of what they stand for."""
+    """Blocks are given the destinations themselves, not means of what they stand for; with detail reuse they are so
+    already."""
 
-    def values(_: Any) -> dict[str, Any]:
-        pick = pack_module("toma_core.merge").pick
-        return {"reduce": lambda x, plan, detail=None: x if plan is None or detail is not None else pick(x, plan)}
+    def values(chain: Any) -> dict[str, Any]:
+        own, pick = chain.reduce, pack_module("toma_core.merge").pick
+
+        def reduce(x: Tensor, plan: Any, detail: Any = None) -> Tensor:
+            return own(x, plan, detail) if plan is None or detail is not None else pick(x, plan)
+
+        return {"reduce": reduce}
 
     return during(patch, lambda: pack_module("nodes.adapters.chain"), values)
 

@@ -159,6 +159,14 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(3, "destinations", {"own for cond and uncond": experiments.own_destinations(toma())})
     add(3, "preset", {"balanced, own for cond and uncond": experiments.own_destinations(preset("balanced"))})
     add(3, "budget", {"moved between windows": experiments.moved_budget(toma())})
+    # The first step has no prediction before it and runs whole; so it does in the row to compare with.
+    add(3, "plan from", {"tokens, first step whole": toma(**_AT_EVERY_STEP, start_percent=0.01)})
+    add(3, "plan from", {name: toma(**_PREDICTED, **which) for name, which in _PREDICTIONS.items()})
+    add(3, "plan from", {"prediction, window 4": toma(**_PREDICTED, window_size=4)}, window=4)
+    add(3, "plan from", {"prediction, destinations themselves": experiments.picked(toma(**_PREDICTED))})
+    add(3, "plan from", {"prediction, means as long as tokens": experiments.norm_kept(toma(**_PREDICTED))})
+    for name, which in _IN_BALANCED.items():
+        add(3, "preset", {f"balanced, plan from {name}": preset("balanced", **_PREDICTED, **which)})
 
     add(4, "selector", {f"{s} at 0.75": toma(selector=s, ratio=0.75) for s in ("tome", "random", "grid")})
     add(4, "variate", {"0.75 every 5": experiments.control_variate(0.75, 5, toma)})
@@ -173,4 +181,21 @@ _ALL_ALONG: dict[str, dict[str, Any]] = {
     "first 70 %": {"end_percent": 0.7},
     "first 85 %": {"end_percent": 0.85},
     "last 70 %": {"start_percent": 0.3},
+}
+
+# Plans made anew at every step, as the picture is predicted anew.
+_AT_EVERY_STEP: dict[str, Any] = {"select_every": 1, "weigh_every": 1}
+_PREDICTED: dict[str, Any] = {"plan_from": "prediction", **_AT_EVERY_STEP}
+_PREDICTIONS: dict[str, dict[str, Any]] = {
+    "prediction": {},
+    "prediction, adaptive budget": {"adaptive_budget": True},
+    "prediction, scale 1000": {"scale": 1000},
+    "prediction, adaptive budget, scale 1000": {"adaptive_budget": True, "scale": 1000},
+}
+# The preset moves its windows unless told not to.
+_IN_BALANCED: dict[str, dict[str, Any]] = {
+    "prediction": {},
+    "prediction, not moved": {"shift_windows": False},
+    "prediction, adaptive budget": {"adaptive_budget": True},
+    "prediction, adaptive budget, not moved": {"adaptive_budget": True, "shift_windows": False},
 }

@@ -234,6 +234,55 @@ def test_moved_budget(model: Any, plans: Any) -> None:
         torch.testing.assert_close(pack.unmerge(reduced, each), ones)
 
 
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_plans_from_predictions(small: dict[str, Any], decisions: Any, kind: str) -> None:
+    """All rows that are compared have the first step whole and new plans in every merged one."""
+    plain, table = sample(small[kind]), settings(kind, STEPS, "simple")
+    names = [name for name in table if name.startswith(("plan from: ", "preset: balanced, plan from "))]
+    assert len(names) == 12
+    for name in names:
+        decisions.clear()
+        out = sample(table[name].patch(small[kind]))
+        assert out.isfinite().all(), name
+        assert not torch.equal(out, plain), name
+        merged = [d for d in decisions if d.merged_ratio]
+        assert merged[0].step == 1, name
+        assert len({d.selection for d in merged}) == len({d.weighing for d in merged}) == len(merged) >= 2, name
+
+
+@pytest.fixture
+def reduced(model: Any, plans: Any) -> Any:
+    """What an idea's blocks are given: random tokens, the first plan of a run, and the function that reduces them."""
+
+    def by(change: Any) -> tuple[Tensor, Any, Tensor]:
+        sample(toma()(model))
+        plan, seen = plans[0], []
+        x = torch.randn(len(plan.picks), plan.tokens, 8, generator=torch.Generator().manual_seed(0))
+
+        def run(model: Any) -> Any:
+            seen.append(pack_module("nodes.adapters.chain").reduce(x, plan))
+            return model
+
+        wrapper = change(lambda model: model)(model).wrappers["outer_sample"]["experiment"][0]
+        wrapper(run, None)
+        return x, plan, seen[0]
+
+    return by
+
+
+def test_destinations_themselves(reduced: Any) -> None:
+    x, plan, out = reduced(experiments.picked)
+    assert torch.equal(out, torch.stack([own[at] for own, at in zip(x, plan.destinations, strict=True)]))
+
+
+def test_means_as_long_as_tokens(reduced: Any) -> None:
+    """Means point where they did, and are as long as what they stand for is on average."""
+    x, plan, out = reduced(experiments.norm_kept)
+    merge = pack_module("toma_core.merge").merge
+    torch.testing.assert_close(torch.cosine_similarity(out, merge(x, plan), dim=-1), torch.ones(out.shape[:2]))
+    torch.testing.assert_close(out.norm(dim=-1), merge(x.norm(dim=-1, keepdim=True), plan)[..., 0])
+
+
 def test_refresh_early_or_late(model: Any, decisions: Any) -> None:
     sample(experiments.refreshed(toma(), (1, 1), (10, 5))(model))
     assert [d.selection for d in decisions] == [0, 1, 1000, 1000]
@@ -249,12 +298,22 @@ def test_whole_last(model: Any, decisions: Any) -> None:
 
 def test_the_pack_is_as_before(model: Any) -> None:
     state, run = pack_module("toma_core.state"), pack_module("nodes.adapters.sampling")
-    before = state.weigh, state.cosine_similarity, state.RunState._selected, run.Schedule, run.Sampling.copies
+    chain = pack_module("nodes.adapters.chain")
+    before = (
+        state.weigh,
+        state.cosine_similarity,
+        state.RunState._selected,
+        run.Schedule,
+        run.Sampling.copies,
+        chain.reduce,
+    )
     for change in (
         experiments.centred,
         experiments.pseudo_inverse,
         experiments.moved_budget,
         experiments.own_destinations,
+        experiments.picked,
+        experiments.norm_kept,
     ):
         sample(change(toma())(model))
     assert before == (
@@ -263,4 +322,5 @@ def test_the_pack_is_as_before(model: Any) -> None:
         state.RunState._selected,
         run.Schedule,
         run.Sampling.copies,
+        chain.reduce,
     )
