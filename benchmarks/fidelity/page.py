@@ -1,4 +1,4 @@
-"""Write what was measured into docs/fidelity.md: `python -m benchmarks.fidelity.page`.
+"""Write what was measured into docs/fidelity.md and its tables: `python -m benchmarks.fidelity.page`.
 
 Which settings a table names is the page's choice; their figures and order come from benchmarks/results/fidelity. Plots
 are copied, and sheets of pictures are put together where this machine drew them.
@@ -16,11 +16,14 @@ from typing import Any
 
 from PIL import Image
 
-PAGE = Path("docs/fidelity.md")
+PAGE, TABLES = Path("docs/fidelity.md"), Path("docs/fidelity-tables.md")
 IMAGES = PAGE.parent / "images"
 RESULTS = Path("benchmarks/results/fidelity")
 # A table is told by its head: "| UNet, 256 x 256 pixels, 8 steps | distance | ...".
 HEAD = re.compile(r"\| (DiT|UNet)(?:, (\d+) x \d+ pixels)?, (\d+) steps \| distance \|")
+# What to set with how many steps: "| UNet | setting | distance | ...", a row "| 4 steps | balanced | ...". A setting is
+# told by how its name ends; other columns are not measured here and stay.
+ANSWERS = re.compile(r"\| (DiT|UNet) \| setting \| distance \|")
 # The table of single choices shows both models: "| every step merged at 0.5, 20 steps | DiT: distance | ...".
 CHOICES = re.compile(r"\| every step merged at 0\.5, 20 steps \| DiT: distance \| seams \| work left \| UNet: ")
 BASE, BASE_SHOWN = "every step: 0.5", "nothing else"
@@ -78,12 +81,17 @@ def renewed(text: str, folder: Path = RESULTS) -> str:
     """
     lines = text.split("\n")
     for start, head in enumerate(lines):
-        name, choices = results_of(head), CHOICES.match(head)
-        if name is None and choices is None:
+        name, choices, answers = results_of(head), CHOICES.match(head), ANSWERS.match(head)
+        if not (name or choices or answers):
             continue
         end = start + len(list(takewhile(lambda line: line.startswith("|"), lines[start:])))
         shown = [_cells(line)[0] for line in lines[start + 2 : end]]
-        if choices:
+        if answers:
+            columns = _cells(head)[2:]
+            lines[start + 2 : end] = [
+                _answer(answers[1].lower(), line, columns, folder) for line in lines[start + 2 : end]
+            ]
+        elif choices:
             both = [_rows(folder, f"{kind}-20steps-128px-8x3") for kind in ("dit", "unet")]
             lines[start + 2 : end] = [_choice(setting, *both) for setting in shown]
         else:
@@ -106,6 +114,20 @@ def _choice(shown: str, *models: dict[str, dict[str, Any]]) -> str:
     cells = ((rows.get(setting), FORMATS[column]) for rows in models for column in CHOICE_COLUMNS)
     figures = [form.format(**row) if row else "" for row, form in cells]
     return f"| {shown} |" + "".join(f" {figure} |" if figure else " |" for figure in figures)
+
+
+def _answer(kind: str, line: str, columns: list[str], folder: Path) -> str:
+    """A row of the short page, with the figures of the run that its first cell tells."""
+    steps, setting, *shown = _cells(line)
+    rows = _rows(folder, f"{kind}-{steps.split()[0]}steps-128px-22x3")
+    plain = setting.strip("*")
+    names = [name for name in rows if name == plain or name.endswith(f": {plain}")]
+    if len(names) != 1:
+        raise KeyError(setting)
+    cells = [
+        FORMATS[c].format(**rows[names[0]]) if c in FORMATS else old for c, old in zip(columns, shown, strict=True)
+    ]
+    return f"| {steps} | {setting} |" + "".join(f" {cell} |" if cell else " |" for cell in cells)
 
 
 def _cells(line: str) -> list[str]:
@@ -134,8 +156,9 @@ def sheet(name: str) -> Image.Image | None:
 
 
 def main() -> None:
-    """Write the page's tables, plots and sheets."""
-    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    """Write the tables, plots and sheets of both pages."""
+    for page in (PAGE, TABLES):
+        page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
     for name, results in PLOTS.items():
         shutil.copyfile(RESULTS / f"{results}.png", IMAGES / name)
     for name in SHEETS:

@@ -1,4 +1,4 @@
-"""docs/fidelity.md says what the result files say."""
+"""docs/fidelity.md and its tables say what the result files say."""
 
 from __future__ import annotations
 
@@ -10,24 +10,48 @@ import pytest
 import torch
 
 from benchmarks.fidelity.judge import Conditions
-from benchmarks.fidelity.page import CHOICES, IMAGES, PAGE, PLOTS, RESULTS, SHEETS, renewed, results_of, sheet
+from benchmarks.fidelity.page import (
+    ANSWERS,
+    CHOICES,
+    IMAGES,
+    PAGE,
+    PLOTS,
+    RESULTS,
+    SHEETS,
+    TABLES,
+    renewed,
+    results_of,
+    sheet,
+)
 from benchmarks.fidelity.store import Store
 
 
-def test_the_page_shows_the_results_as_they_are() -> None:
+def test_the_answers_are_the_results() -> None:
     text = PAGE.read_text(encoding="utf-8")
+    assert [m[1] for m in map(ANSWERS.match, text.splitlines()) if m] == ["UNet", "DiT"]
+    assert renewed(text) == text, "write it anew with `python -m benchmarks.fidelity.page`"
+    wrong = re.sub(r"(\| 4 steps \| quality \|) 0\.\d+", r"\1 0.999", text)
+    assert wrong != text
+    assert renewed(wrong) == text
+    with pytest.raises(KeyError, match="no such setting"):
+        renewed(text.replace("| 4 steps | quality |", "| 4 steps | no such setting |"))
+    for image in SHEETS:
+        assert f"images/{image}" in text
+
+
+def test_the_tables_show_the_results_as_they_are() -> None:
+    text = TABLES.read_text(encoding="utf-8")
     tables = [name for name in map(results_of, text.splitlines()) if name]
     assert {"dit-20steps-128px-22x3", "unet-4steps-128px-22x3", "unet-20steps-256px-4x3"} <= set(tables)
     assert any(map(CHOICES.match, text.splitlines()))
     assert renewed(text) == text, "write it anew with `python -m benchmarks.fidelity.page`"
     for image, results in PLOTS.items():
         assert (IMAGES / image).read_bytes() == (RESULTS / f"{results}.png").read_bytes()
-    for image in SHEETS:
         assert f"images/{image}" in text
 
 
 def test_wrong_figures_and_a_wrong_order_are_mended() -> None:
-    text = PAGE.read_text(encoding="utf-8")
+    text = TABLES.read_text(encoding="utf-8")
     lines = text.split("\n")
     start = next(i for i, line in enumerate(lines) if results_of(line)) + 2
     lines[start], lines[start + 1] = re.sub(r"0\.\d+", "0.9", lines[start + 1]), lines[start]
