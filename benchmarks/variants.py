@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,6 +188,58 @@ def step_cache(name: str, threshold: float = 0.2) -> Variant:
     """ComfyUI's own node `EasyCache` or `LazyCache` at its default range: skips evaluations while little changes."""
     patch = core_node("nodes_easycache", f"{name}Node", threshold, 0.15, 0.95, False)
     return Variant(name, patch, "how many steps it skips depends on the weights")
+
+
+def block_cache(threshold: float, first: int = 1, last: int = 0) -> Variant:
+    """First Block Cache, and with more whole blocks cache-dit's DBCache, for Flux: where the first double blocks change
+    the image by nearly what they did when all blocks last ran, the blocks after them give what they gave then; the last
+    single blocks run always. threshold: mean change of that change, relative."""
+
+    def patch(model: Any) -> Any:
+        from comfy.patcher_extension import WrappersMP
+
+        network = model.get_model_object("diffusion_model")
+        held: dict[str, Any] = {}
+
+        def begin(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            held.clear()
+            return executor(*args, **kwargs)
+
+        def double(index: int, args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+            if index >= first:
+                return args if held["skips"] else extra["original_block"](args)
+            if index == 0:
+                held["given"] = args["img"].clone()  # blocks write into it
+            out: dict[str, Any] = extra["original_block"](args)
+            if index == first - 1:
+                change = out["img"] - held.pop("given")
+                before = held.get("change")
+                held["skips"] = (
+                    before is not None and float((change - before).abs().mean() / before.abs().mean()) < threshold
+                )
+                if not held["skips"]:
+                    held["change"], held["middle"] = change, torch.cat((out["txt"], out["img"]), 1)
+            return out
+
+        def single(index: int, args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+            end = len(network.single_blocks) - last - 1
+            if index > end or not held["skips"]:
+                out: dict[str, Any] = extra["original_block"](args)
+                if index == end:
+                    held["update"] = out["img"] - held.pop("middle")
+                return out
+            return {"img": args["img"] + held["update"]} if index == end else args
+
+        model = model.clone()
+        model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "block_cache", begin)
+        for index in range(len(network.double_blocks)):
+            model.set_model_patch_replace(partial(double, index), "dit", "double_block", index)
+        for index in range(len(network.single_blocks)):
+            model.set_model_patch_replace(partial(single, index), "dit", "single_block", index)
+        return model
+
+    name = f"{first} first blocks, {last} last" if (first, last) != (1, 0) else "first block"
+    return Variant(f"block cache {threshold:g}, {name}", patch)
 
 
 def half_the_evaluations(model: Any) -> Any:

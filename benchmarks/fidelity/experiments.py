@@ -259,3 +259,78 @@ def norm_kept(patch: Patch) -> Patch:
         return {"reduce": reduce}
 
     return during(patch, lambda: pack_module("nodes.adapters.chain"), values)
+
+
+def exact(patch: Patch) -> Patch:
+    """Destinations go into a block as they are: queries, output and MLP are theirs, keys and values those of all
+    tokens. For Flux merged around each block. Keys and values come from running the block whole before, so that this
+    shows what is lost, not what it costs: at 1024 x 1024 0.61 of a Flux block's work at 0.5, 0.42 at 0.75."""
+
+    def values(link: Any) -> dict[str, Any]:
+        from comfy.ldm.flux import layers
+        from comfy.ldm.flux.math import apply_rope1, optimized_attention
+
+        moved, called = link.moved, link._called
+        whole: list[dict[str, Any]] = []
+
+        def noted(self: Any, given: dict[str, Any], *args: Any) -> Any:
+            whole[:] = [given]
+            return moved(self, given, *args)
+
+        def run(self: Any, by_place: int, given: dict[str, Any]) -> Any:
+            if not whole:
+                return called(self, by_place, given)
+            seen: list[Tensor] = []
+
+            def watch(q: Tensor, k: Tensor, v: Tensor, pe: Tensor, **kwargs: Any) -> Tensor:
+                seen[:] = apply_rope1(k, pe), v
+                return attention(q, k, v, pe, **kwargs)
+
+            def use(q: Tensor, k: Tensor, v: Tensor, pe: Tensor, mask: Any = None, **kwargs: Any) -> Tensor:
+                out: Tensor = optimized_attention(
+                    apply_rope1(q, pe), *seen, q.shape[1], skip_reshape=True, mask=mask, **kwargs
+                )
+                return out
+
+            attention = layers.attention
+            # Blocks write into what they are given.
+            copied = {n: x.clone() if isinstance(x, Tensor) else x for n, x in whole.pop().items()}
+            with replaced(layers, {"attention": watch}):
+                called(self, by_place, copied)
+            with replaced(layers, {"attention": use}):
+                return called(self, by_place, given)
+
+        return {"moved": noted, "_called": run}
+
+    return picked(during(patch, lambda: pack_module("nodes.adapters.chain").Link, values))
+
+
+def guided(patch: Patch) -> Patch:
+    """The pass with the prompt whole, and merged only what guidance adds to it: c + (g - 1)(c_m - u_m). Its work is
+    half of the unmerged model's and all of the merged one's; here the other half is done too, and thrown away."""
+
+    def patched(model: Any) -> Any:
+        from comfy.patcher_extension import WrappersMP
+
+        hooks = pack_module("nodes.adapters.hooks")
+
+        def predict(executor: Any, x: Tensor, timestep: Tensor, model_options: dict[str, Any], *args: Any) -> Any:
+            told = model_options["transformer_options"]
+            if hooks.SAMPLING not in told:
+                return executor(x, timestep, model_options, *args)
+            plain = {k: v for k, v in told.items() if k not in (hooks.ATTACHMENT, hooks.SAMPLING)}
+
+            def picture(options: dict[str, Any], combine: Callable[[dict[str, Any]], Tensor]) -> Tensor:
+                given = {**model_options, "transformer_options": options, "sampler_cfg_function": combine}
+                out: Tensor = executor(x, timestep, given, *args)
+                return out
+
+            whole = picture(plain, lambda given: given["cond"])
+            added = picture(told, lambda given: (given["cond_scale"] - 1) * (given["cond"] - given["uncond"]))
+            return whole + added - x
+
+        model = patch(model.clone())
+        model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "guided", predict)
+        return model
+
+    return patched

@@ -116,6 +116,10 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(2, "rival", {"three quarters of the steps": lambda model: model}, steps=0.75)
     if unet:
         add(2, "rival", {"HyperTile 32": hyper_tile(32)})
+    else:
+        # On models made for few steps, the rival: with one first block as First Block Cache, with more as DBCache.
+        add(2, "rival", {f"block cache {t:g}": variants.block_cache(t).patch for t in (0.1, 0.2)})
+        add(2, "rival", {"block cache 0.2, 2 first and 2 last": variants.block_cache(0.2, 2, 2).patch})
     add(2, "stacked", {"EasyCache 0.2 + balanced at 0.75": chain(easy_cache(0.2), preset("balanced", ratio=0.75))})
     add(2, "stacked", {"half the steps + every step": toma()}, steps=0.5)
 

@@ -283,6 +283,34 @@ def test_means_as_long_as_tokens(reduced: Any) -> None:
     torch.testing.assert_close(out.norm(dim=-1), merge(x.norm(dim=-1, keepdim=True), plan)[..., 0])
 
 
+def test_exact_destinations_look_at_every_token(small: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from comfy.ldm.flux import math
+
+    original, seen = math.optimized_attention, set[tuple[int, int]]()
+
+    def spy(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.add((q.shape[2], k.shape[2]))
+        out: Tensor = original(q, k, *args, **kwargs)
+        return out
+
+    monkeypatch.setattr(math, "optimized_attention", spy)
+    out = sample(experiments.exact(toma(whole_first=0, granularity="block"))(small["dit"]))
+    assert out.isfinite().all()
+    (every, _), (few, keys) = sorted(seen, reverse=True)
+    assert keys == every == few + (SIDE // 2) ** 2 // 2
+    before = sample(small["dit"])
+    assert torch.equal(before, sample(small["dit"]))
+    assert not torch.equal(before, out)
+
+
+def test_guidance_is_all_that_is_merged(model: Any) -> None:
+    whole = sample(model, cfg=3.0)
+    as_it_was = sample(experiments.guided(toma(min_tokens=10_000))(model), cfg=3.0)
+    torch.testing.assert_close(as_it_was, whole, rtol=1e-4, atol=1e-4)
+    merged, guided = (sample(patch(toma())(model), cfg=3.0) for patch in (lambda patch: patch, experiments.guided))
+    assert 0 < float((guided - whole).norm()) < float((merged - whole).norm())
+
+
 def test_refresh_early_or_late(model: Any, decisions: Any) -> None:
     sample(experiments.refreshed(toma(), (1, 1), (10, 5))(model))
     assert [d.selection for d in decisions] == [0, 1, 1000, 1000]

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+import torch
 
-from benchmarks import bare, variants
+from benchmarks import bare, models, variants
 from scripts.comfy_pack import pack_module
 
 
@@ -70,3 +71,23 @@ def test_stacked_variants_are_applied_in_order() -> None:
     both = variants.stacked(first, second)
     assert both.patch([0]) == [0, 1, 2]
     assert (both.name, both.note) == ("a + b", "one")
+
+
+def test_a_block_cache_skips_what_hardly_changes(pack: ModuleType) -> None:
+    model = models.flux(double=2, single=4)
+    runs = list[int]()
+    blocks = model.get_model_object("diffusion_model").single_blocks
+    handles = [block.register_forward_hook(lambda *_, n=n: runs.append(n)) for n, block in enumerate(blocks)]
+    try:
+        plain = models.sample(model, 16, 16, steps=3)
+        assert torch.equal(models.sample(variants.block_cache(0.0).patch(model), 16, 16, steps=3), plain)
+        runs.clear()
+        cached = variants.block_cache(float("inf"), last=1).patch(model)
+        out = models.sample(cached, 16, 16, steps=3)
+        assert runs == [0, 1, 2, 3, 3, 3], "after the first step the last block alone"
+        assert out.isfinite().all()
+        assert not torch.equal(out, plain)
+        assert torch.equal(models.sample(cached, 16, 16, steps=3), out), "a run knows nothing of the one before"
+    finally:
+        for handle in handles:
+            handle.remove()
