@@ -109,7 +109,7 @@ class Hooks:
                     if not evaluation.decision.keeps_detail:
                         for part in _replaced(stack, index, transformer_options):
                             stats.whole(f"{block.link.name} {part}", REPLACED)
-                    yield from block.hooks(grid, evaluation)
+                        yield from block.hooks(grid, evaluation)
                     continue
                 if chains and index == following and not hooked(there[index - 1], there[index]):
                     runs[-1].append(block.link)
