@@ -132,13 +132,13 @@ class Trial:
         parts = {reason: len(parts) for reason, parts in report.left_whole.items()}
         self.demand(parts == dict(self.expected.whole), f"left whole: {parts}, expected: {dict(self.expected.whole)}")
         text = report.text()
-        self.demand(all(f"left whole ({reason})" in text for reason in parts), "a reason is not in the report")
+        self.demand(all(f"unmerged ({reason})" in text for reason in parts), "a reason is not in the report")
         if self.expected.merged:
             merged, blocks = len(report.merged_blocks), blocks_of(self.base)
             self.demand(merged == blocks, f"only {merged} of {blocks} blocks were merged: {text}")
         else:
             self.demand(not report.merged_blocks, f"merged after all: {sorted(report.merged_blocks)}")
-            self.demand(text.startswith("nothing was merged: "), "the report does not say that nothing was merged")
+            self.demand(text.startswith("Nothing was merged: "), "the report does not say that nothing was merged")
 
     def is_followed(self, result: Tensor, alone: Tensor) -> None:
         """The change that the feature makes is there with merged tokens, in the same sense."""

@@ -1,8 +1,9 @@
-"""The node that measures what ToMA gains on the user's own machine, and recommends a ratio."""
+"""The node that measures what ToMA gains on the user's own machine and what it costs, and recommends ratios."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import comfy.model_management
@@ -17,14 +18,14 @@ from . import given, timing, widgets
 from .adapters.attention import attention_in_use, dtype_of
 from .charts import MERGED, RECOMMENDED, WHOLE, Bar, bar_chart
 from .drawing import as_image
-from .live import said
+from .live import errors_shown, line_of, said
 from .patch import complaint
 from .timing import Task, Timing
 from .widgets import CATEGORY, SEARCH_ALIASES
 
 
 class ToMABenchmark(io.ComfyNode):
-    """Times a model with and without ToMA and recommends a ratio."""
+    """Times a model with and without ToMA and recommends ratios."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -32,11 +33,11 @@ class ToMABenchmark(io.ComfyNode):
             node_id="ToMABenchmark",
             display_name="ToMA Benchmark",
             category=CATEGORY,
-            description="Samples with and without ToMA in turn, on your machine and at your size, and says how much "
-            "faster it is, how much the result changes, and which ratio to use. The model stays as it is.",
+            description="Samples with and without ToMA in turn, on your machine and at your size. Says how much faster "
+            "it is, how near the result stays, and which ratio to use. The model stays as it is.",
             search_aliases=[*SEARCH_ALIASES, "benchmark", "speed test"],
             inputs=[
-                io.Model.Input("model", tooltip="The model to measure. A ToMA node before it is left out."),
+                io.Model.Input("model", tooltip="The model to measure. A ToMA node before it does not count."),
                 io.Conditioning.Input("positive", tooltip="The prompt: its length counts, its words do not."),
                 io.Latent.Input("latent", tooltip="An empty latent of the size and batch that you sample at."),
                 widgets.ratio(),
@@ -44,38 +45,49 @@ class ToMABenchmark(io.ComfyNode):
                 io.Boolean.Input(
                     "sweep",
                     default=True,
-                    tooltip="Also measure a third and two thirds of the ratio, to find the smallest that is about as "
-                    "fast. Off: only the ratio itself.",
+                    tooltip="Also measure a third and two thirds of the ratio, to compare them. Off: only the ratio "
+                    "itself.",
                 ),
                 io.Int.Input(
                     "steps",
                     default=10,
                     min=2,
                     max=100,
-                    tooltip="Sampling steps of a run. Set the number that you really use: which steps are merged "
-                    "depends on it.",
+                    tooltip="Sampling steps of a run. Set the number that you really use: speed and nearness depend on "
+                    "it.",
                 ),
                 io.Int.Input(
-                    "runs", default=3, min=2, max=50, tooltip="Runs of each setting, in turn. More is more certain."
+                    "runs",
+                    default=3,
+                    min=2,
+                    max=50,
+                    tooltip="Runs of each setting, in turn. More runs are more certain, and take longer.",
                 ),
                 io.Conditioning.Input(
                     "negative",
                     optional=True,
-                    tooltip="Connect it if you sample with guidance (cfg above 1): each step then evaluates both.",
+                    tooltip="Connect it if you sample with guidance (cfg above 1). Each step then has twice the work.",
                 ),
             ],
             outputs=[
-                io.Image.Output("plot", display_name="plot", tooltip="A bar for each setting: shorter is faster."),
+                io.Image.Output("plot", display_name="plot", tooltip="Speed and nearness of each setting, as bars."),
                 io.String.Output(
                     "table", display_name="table", tooltip="The same in numbers, with the machine and versions."
                 ),
                 io.Float.Output(
                     "recommended",
-                    display_name="recommended ratio",
-                    tooltip="The smallest ratio that is about as fast as the fastest, or 0 where merging does not pay. "
+                    display_name="fastest worthwhile",
+                    tooltip="The smallest ratio that is about as fast as the fastest, or 0 where none is faster. "
                     "Connect it to the ratio of a ToMA node.",
                 ),
+                io.Float.Output(
+                    "nearest",
+                    display_name="nearest worthwhile",
+                    tooltip="The ratio whose result is nearest to the one without ToMA, of those at least 1.2x as "
+                    "fast; 0 where none is. Connect it to the ratio of a ToMA node.",
+                ),
             ],
+            hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
 
@@ -97,30 +109,36 @@ class ToMABenchmark(io.ComfyNode):
         runs: int,
         negative: Any = None,
     ) -> io.NodeOutput:
-        settings = Settings(preset, {"ratio": ratio})
-        if settings.off:
-            raise ConfigError(_NOTHING)
-        given.model(model)
-        given.conditioning("positive", positive)
-        if negative is not None:
-            given.conditioning("negative", negative)
-        size = torch.zeros_like(given.latent(latent)["samples"])
-        size = comfy.sample.fix_empty_latent_channels(model, size, latent.get("downscale_ratio_spacial"))
-        ratios = sorted({round(ratio * part / 3, 2) or ratio for part in ((1, 2, 3) if sweep else (3,))})
-        timings = timing.measure(model, settings, ratios, Task(positive, negative, size, steps), runs)
-        best = timing.recommended(timings)
+        line = line_of(cls.hidden)
+        with errors_shown(line):
+            settings = Settings(preset, {"ratio": ratio})
+            if settings.off:
+                raise ConfigError(_NOTHING)
+            given.model(model)
+            given.conditioning("positive", positive)
+            if negative is not None:
+                given.conditioning("negative", negative)
+            size = torch.zeros_like(given.latent(latent)["samples"])
+            size = comfy.sample.fix_empty_latent_channels(model, size, latent.get("downscale_ratio_spacial"))
+            ratios = sorted({round(ratio * part / 3, 2) or ratio for part in ((1, 2, 3) if sweep else (3,))})
+            told = (lambda *_: None) if line is None else line.measures
+            timings = timing.measure(model, settings, ratios, Task(positive, negative, size, steps), runs, told)
+        fastest, nearest = timing.worthwhile(timings), timing.nearest(timings)
+        verdict = _verdict(timings, fastest, nearest)
         notes = [
-            _verdict(timings, best),
             f"Preset {preset}, latent {size.shape[-1]} x {size.shape[-2]}, batch {size.shape[0]}, "
             f"{'with' if negative is not None else 'without'} negative; {runs} runs of {steps} steps each, in turn "
             f"({timing.SAMPLER}, {timing.SCHEDULER}).",
             f"{_machine(model)}.",
             *(f"At ratio {t.ratio:g}: {t.merged}." for t in timings[-1:]),
         ]
-        table = "\n".join([*_table(timings), "", *notes])
-        image = as_image(bar_chart("Time of a sampling step: shorter is faster", _bars(timings, best), notes))
-        shown = {**ui.PreviewImage(image, cls=cls).as_dict(), "text": (table,), **said(_short(timings, notes))}
-        return io.NodeOutput(image, table, best, ui=shown)
+        table = "\n".join([*verdict, "", *_table(timings), "", *notes])
+        image = as_image(bar_chart(verdict, _bars(timings, fastest, nearest), notes))
+        short = "\n".join([*verdict, *map(partial(_short, timings[0]), timings)])
+        shown = {**ui.PreviewImage(image, cls=cls).as_dict(), "text": (table,), **said(short, "\n".join(notes))}
+        return io.NodeOutput(
+            image, table, fastest.ratio if fastest else 0.0, nearest.ratio if nearest else 0.0, ui=shown
+        )
 
 
 _NOTHING = "ToMA: ratio is 0, so there is nothing to measure. Allowed: a number above 0, up to 0.95. Try 0.5."
@@ -130,14 +148,28 @@ def _name(timed: Timing) -> str:
     return f"ratio {timed.ratio:g}" if timed.ratio else "without ToMA"
 
 
-def _verdict(timings: Sequence[Timing], best: float) -> str:
-    if not best:
-        return "Recommended: leave ToMA off here. No ratio was faster by more than the runs differ among themselves."
-    chosen = next(timed for timed in timings if timed.ratio == best)
-    return (
-        f"Recommended ratio: {best:g} ({timings[0].median / chosen.median:.2f}x). It is the smallest that was measured "
-        "within a twentieth of the fastest."
-    )
+def _verdict(timings: Sequence[Timing], fastest: Timing | None, nearest: Timing | None) -> list[str]:
+    """What to do, a sentence on each line."""
+    differ = f"{timing.noise(timings) * 100:.0f} %"
+    if fastest is None:
+        if timing.too_noisy(timings):
+            return [
+                f"Too noisy to tell: runs of the same setting differ by {differ}. Let nothing else use the machine, or "
+                "raise runs."
+            ]
+        return ["Leave ToMA off here: no ratio is faster."]
+    lines = [f"Fastest worthwhile: {_gain(timings[0], fastest)}."]
+    if nearest is None:
+        lines.append(f"None is {timing.WORTH:g}x as fast.")
+    elif nearest is not fastest:
+        lines.append(f"Nearest that is still {timing.WORTH:g}x as fast: {_gain(timings[0], nearest)}.")
+    if timing.noise(timings) > timing.CALM:
+        lines.append(f"Runs of the same setting differ by {differ}: raise runs to be sure.")
+    return lines
+
+
+def _gain(base: Timing, timed: Timing) -> str:
+    return f"{_name(timed)}, {base.median / timed.median:.2f}x as fast, distance {timed.change:.3f}"
 
 
 def _machine(model: ModelPatcher) -> str:
@@ -156,7 +188,7 @@ def _machine(model: ModelPatcher) -> str:
 
 def _table(timings: Sequence[Timing]) -> list[str]:
     """Markdown, aligned to be read as plain text too."""
-    rows = [("setting", "ms per step", "20 to 80 %", "speed", "change")]
+    rows = [("setting", "ms per step", "20 to 80 %", "speed", "distance")]
     for timed in timings:
         low, high = timed.spread
         rows.append(
@@ -173,19 +205,21 @@ def _table(timings: Sequence[Timing]) -> list[str]:
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
-def _short(timings: Sequence[Timing], notes: Sequence[str]) -> str:
-    """The same for the node itself, which has no room for a table."""
-    speeds = [f"{_name(t)}: {t.median * 1e3:.4g} ms per step, {timings[0].median / t.median:.2f}x" for t in timings]
-    return "\n".join([notes[0], *speeds, *notes[1:]])
+def _short(base: Timing, timed: Timing) -> str:
+    """A row of the table for the node itself, which has no room for one."""
+    speed = f"{timed.median * 1e3:.4g} ms per step"
+    return f"{_gain(base, timed)}, {speed}" if timed.ratio else f"{_name(timed)}: {speed}"
 
 
-def _bars(timings: Sequence[Timing], best: float) -> list[Bar]:
+def _bars(timings: Sequence[Timing], *recommended: Timing | None) -> list[Bar]:
+    """Time against the time without ToMA, and distance against the greatest."""
+    furthest = max(timed.change for timed in timings) or 1.0
     bars = []
     for timed in timings:
         low, high = timed.spread
         label = f"{timed.median * 1e3:.4g} ms"
         if timed.ratio:
-            label += f", {timings[0].median / timed.median:.2f}x" + (", recommended" if timed.ratio == best else "")
-        colour = WHOLE if not timed.ratio else RECOMMENDED if timed.ratio == best else MERGED
-        bars.append(Bar(_name(timed), timed.median * 1e3, low * 1e3, high * 1e3, label, colour))
+            label = f"{timings[0].median / timed.median:.2f}x as fast, distance {timed.change:.3f}"
+        colour = WHOLE if not timed.ratio else RECOMMENDED if timed in recommended else MERGED
+        bars.append(Bar(_name(timed), timed.median, low, high, label, colour, timed.change / furthest))
     return bars

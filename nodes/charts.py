@@ -15,7 +15,7 @@ from ..toma_core.stats import RunStats, natural_order
 Colour = tuple[int, int, int]
 PAPER, INK, FAINT = (250, 250, 250), (20, 20, 20), (205, 205, 205)
 MERGED, PARTLY, WHOLE = (86, 180, 233), (240, 228, 66), (190, 190, 190)
-RECOMMENDED = (230, 159, 0)
+RECOMMENDED, SECOND = (230, 159, 0), (0, 114, 178)
 _PAD = 8
 _LABEL = 110
 _STRIP = 110
@@ -53,12 +53,12 @@ def steps_chart(stats: RunStats, width: int) -> Image.Image:
     every = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, total) if n * each >= 26 or n >= total)
     for step in range(0, total, every):
         pen.text((left + (step + 0.5) * each, top + _STRIP + 4), str(step + 1), fill=INK, font=font(12), anchor="ma")
-    _legend(pen, left, top + _STRIP + 24, [(MERGED, "merged step"), (WHOLE, "whole step")])
+    _legend(pen, left, top + _STRIP + 24, [(MERGED, "merged step"), (WHOLE, "full step")])
     return image
 
 
 def blocks_chart(stats: RunStats, width: int) -> Image.Image:
-    """A square for each transformer block, a row for each stage: merged, merged in part, or whole with the number of
+    """A square for each transformer block, a row for each stage: merged, merged in part, or unmerged with the number of
     the reason, which is spelled out below."""
     reasons = list(stats.left_whole)
     why: dict[str, list[int]] = {}
@@ -90,7 +90,7 @@ def blocks_chart(stats: RunStats, width: int) -> Image.Image:
                 text = ",".join(map(str, numbers[:2]))
                 pen.text((x + _SQUARE / 2, y + _SQUARE / 2), text, fill=INK, font=font(11), anchor="mm")
         y += _SQUARE + _GAP
-    _legend(pen, _PAD, y + 6, [(MERGED, "merged"), (PARTLY, "merged in part"), (WHOLE, "whole")])
+    _legend(pen, _PAD, y + 6, [(MERGED, "merged"), (PARTLY, "merged in part"), (WHOLE, "unmerged")])
     for line_number, line in enumerate(notes):
         pen.text((_PAD, y + 30 + 20 * line_number), line, fill=INK, font=font(13))
     return image
@@ -98,7 +98,8 @@ def blocks_chart(stats: RunStats, width: int) -> Image.Image:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of `bar_chart`: its value, the range that most of its measurements lie in, and what stands at its end."""
+    """One bar of `bar_chart`: its value, the range that most of its measurements lie in, what stands above it, and a
+    second value between 0 and 1, drawn as a thinner bar below."""
 
     name: str
     value: float
@@ -106,36 +107,47 @@ class Bar:
     high: float
     label: str
     colour: Colour = MERGED
+    second: float = 0.0
 
 
-def bar_chart(title: str, bars: Sequence[Bar], notes: Sequence[str], width: int = 960) -> Image.Image:
-    """Horizontal bars from zero, the range of each as a whisker; `notes` stand below."""
-    row, label = 48, 150
-    lines = [line for note in notes for line in _wrapped(note, width - 4 * _PAD)]
-    image = Image.new("RGB", (width, 56 + row * len(bars) + 20 + 20 * len(lines) + _PAD), PAPER)
+def bar_chart(verdict: Sequence[str], bars: Sequence[Bar], notes: Sequence[str], width: int = 720) -> Image.Image:
+    """Horizontal bars from zero, the range of each as a whisker, under the verdict; `notes` stand below in small print.
+    Its letters are large: a node shows the picture at about half its width."""
+    row, thick, thin, left, right = 88, 26, 9, 2 * _PAD, width - 2 * _PAD
+    told = [line for sentence in verdict for line in _wrapped(sentence, right - left, 24)]
+    lines = [line for note in notes for line in _wrapped(note, right - left, 14)]
+    top = 2 * _PAD + 32 * len(told) + 8
+    image = Image.new("RGB", (width, top + row * len(bars) + 34 + 20 * len(lines) + _PAD), PAPER)
     pen = ImageDraw.Draw(image)
-    pen.text((2 * _PAD, 14), title, fill=INK, font=font(18))
-    scale = (width - label - 250) / max(*(bar.high for bar in bars), *(bar.value for bar in bars), 1e-9)
-    for index, bar in enumerate(bars):
-        top = 56 + index * row
-        middle = top + (row - 14) / 2
-        pen.text((label - 10, middle), bar.name, fill=INK, font=font(), anchor="rm")
-        pen.rectangle([label, top, label + bar.value * scale, top + row - 14], fill=bar.colour, outline=INK)
-        low, high = label + bar.low * scale, label + bar.high * scale
+    for index, line in enumerate(told):
+        pen.text((left, 2 * _PAD + 32 * index), line, fill=INK, font=font(24))
+    scale = (right - left) / max(*(bar.high for bar in bars), *(bar.value for bar in bars), 1e-9)
+    for bar in bars:
+        pen.text((left, top), bar.name, fill=INK, font=font(22))
+        pen.text((right, top), bar.label, fill=INK, font=font(22), anchor="ra")
+        y = top + 30
+        pen.rectangle([left, y, left + bar.value * scale, y + thick], fill=bar.colour, outline=INK)
+        low, high, middle = left + bar.low * scale, left + bar.high * scale, y + thick / 2
         pen.line([(low, middle), (high, middle)], fill=INK, width=2)
         for x in (low, high):
-            pen.line([(x, middle - 5), (x, middle + 5)], fill=INK, width=2)
-        pen.text((max(high, label + bar.value * scale) + 10, middle), bar.label, fill=INK, font=font(), anchor="lm")
+            pen.line([(x, middle - 6), (x, middle + 6)], fill=INK, width=2)
+        if bar.second:
+            y += thick + 4
+            pen.rectangle([left, y, left + bar.second * (right - left), y + thin], fill=SECOND, outline=INK)
+        top += row
+    _legend(pen, left, top, [(MERGED, "time: shorter is faster"), (SECOND, "distance: shorter is nearer")], 18)
     for index, line in enumerate(lines):
-        pen.text((2 * _PAD, 66 + row * len(bars) + 20 * index), line, fill=INK, font=font(13))
+        pen.text((left, top + 34 + 20 * index), line, fill=INK, font=font(14))
     return image
 
 
-def _legend(pen: ImageDraw.ImageDraw, x: float, y: float, entries: Sequence[tuple[Colour, str]]) -> None:
+def _legend(
+    pen: ImageDraw.ImageDraw, x: float, y: float, entries: Sequence[tuple[Colour, str]], size: int = 13
+) -> None:
     for colour, name in entries:
-        pen.rectangle([x, y + 2, x + 12, y + 14], fill=colour, outline=INK)
-        pen.text((x + 18, y), name, fill=INK, font=font(13))
-        x += 18 + pen.textlength(name, font=font(13)) + 24
+        pen.rectangle([x, y + 2, x + size - 1, y + size + 1], fill=colour, outline=INK)
+        pen.text((x + size + 5, y), name, fill=INK, font=font(size))
+        x += size + 5 + pen.textlength(name, font=font(size)) + 24
 
 
 def _wrapped(text: str, width: int, size: int = 13) -> list[str]:

@@ -88,8 +88,8 @@ def _panel(merged: MergeMap, picture: Image.Image | None) -> Image.Image:
         y, x = _CAPTION + (index // width + 0.5) * cell, (index % width + 0.5) * cell
         pen.ellipse([x - radius, y - radius, x + radius, y + radius], fill=(255, 255, 255), outline=INK)
 
-    pen.text((0, 4), f"{height} x {width} tokens -> {len(merged.destinations)} destinations", fill=INK, font=font())
-    legend = "dot: destination   patch: merged into it   black line: window"
+    pen.text((0, 4), f"{height} x {width} tokens -> {len(merged.destinations)}", fill=INK, font=font())
+    legend = "dot: a token that stayed   patch: merged into it   black line: window"
     if picture is not None:
         legend += "   white line: patch"
     pen.text((0, _CAPTION + height * cell + 6), legend, fill=INK, font=font(12))

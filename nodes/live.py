@@ -1,20 +1,22 @@
-"""What a node shows of its runs while the page is open: one message when a run begins, one when it ends.
+"""What a node shows of its runs while the page is open: one message when a run begins, one when it ends, and what went
+wrong in between.
 
-web/toma.js puts the text on the node. The messages go to the page that queued the prompt and to no other; they say in
-which workflow the node is, because two of them may use the same node ids.
+web/toma.js puts the text on the node, in the page's language. The messages go to the page that queued the prompt and to
+no other; they say in which workflow the node is, because two of them may use the same node ids.
 """
 
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ..toma_core.stats import RunStats
 
 _EVENT = "toma.said"
-_ACTIVE = "sampling on fewer tokens ..."
+_ACTIVE = "Sampling on fewer tokens ..."
 
 
 @dataclass(frozen=True)
@@ -25,24 +27,54 @@ class NodeLine:
 
     def began(self) -> None:
         """A run begins."""
-        _send(self.node_id, _ACTIVE)
+        self.say(_ACTIVE)
 
     def ended(self, stats: RunStats) -> None:
         """A run is over: what was merged, or why nothing was."""
-        _send(self.node_id, stats.headline())
+        self.say(stats.headline(), stats.numbers())
+
+    def measures(self, run: int, runs: int) -> None:
+        """One of several runs begins, counted from 1."""
+        self.say(f"Measuring: run {run} of {runs} ...")
+
+    def say(self, text: str, details: str = "", *, error: bool = False) -> None:
+        """A sentence for the node, and what its tooltip adds."""
+        message = {"node": self.node_id, **_message(text, details)}
+        _send({**message, "error": True} if error else message)
 
 
-def said(text: str) -> dict[str, Any]:
+def line_of(hidden: Any) -> NodeLine | None:
+    """The line of the node that is executed, from its hidden inputs; None where it is executed outside of a prompt."""
+    node_id = None if hidden is None else hidden.unique_id
+    return None if node_id is None else NodeLine(str(node_id))
+
+
+@contextmanager
+def errors_shown(line: NodeLine | None) -> Iterator[None]:
+    """An error in here stands on the node itself too, beside what ComfyUI makes of it."""
+    try:
+        yield
+    except Exception as error:
+        if line is not None:
+            line.say(str(error) or type(error).__name__, error=True)
+        raise
+
+
+def said(text: str, details: str = "") -> dict[str, Any]:
     """A text as part of a node's own `ui`, for what is known when the node is executed."""
-    return {"toma": ({"graph": _running()[1], "text": text},)}
+    return {"toma": (_message(text, details),)}
 
 
-def _send(node_id: str, text: str) -> None:
-    client, graph = _running()
+def _message(text: str, details: str) -> dict[str, Any]:
+    return {"graph": _running()[1], "text": text, "details": details}
+
+
+def _send(message: dict[str, Any]) -> None:
+    client, _ = _running()
     if client is None:  # nobody looks; without a client ComfyUI would tell everybody
         return
     with suppress(RuntimeError):  # the server is on its way out
-        _server().send_sync(_EVENT, {"node": node_id, "graph": graph, "text": text}, client)
+        _server().send_sync(_EVENT, message, client)
 
 
 def _running() -> tuple[str | None, str | None]:

@@ -6,37 +6,40 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..toma_core import Settings
-from ..toma_core.config import check
+from ..toma_core import Settings, ToMAConfig
 from ..toma_core.fields import ConfigError
 from . import given, widgets
 from .adapters.run import attach
-from .live import NodeLine, said
+from .live import errors_shown, line_of, said
 from .widgets import CATEGORY, SEARCH_ALIASES
 
 _MODEL_TOOLTIP = (
     "The image model to speed up: SDXL, Flux, Z-Image, Qwen-Image and others. LoRAs and other patches may come before "
     "or after."
 )
-_OFF = "Nothing is merged: the ratio is 0, or no step is in the range."
+_OFF = "Off: the ratio is 0."
+_NO_STEPS = "Off: start percent and end percent leave no step between them."
 _RESULT_TOOLTIP = "The same model, running on fewer tokens. Connect it to the sampler."
 
 
 def complaint(**values: Any) -> bool | str:
-    """True, or the first value's `ConfigError` as text, for ComfyUI's validation."""
+    """True, or what is wrong with these fields of `ToMAConfig` as text, for ComfyUI's validation."""
     try:
-        for name, value in values.items():
-            check(name, value)
+        ToMAConfig(**values)
     except ConfigError as error:
         return str(error)
     return True
 
 
-def _patched(model: Any, settings: Settings, hidden: Any) -> io.NodeOutput:
+def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any) -> io.NodeOutput:
     """The patched model. Its runs are shown on the node; a node that is off has none, so it says so at once."""
-    node_id = None if hidden is None else hidden.unique_id
-    patched = attach(given.model(model), settings, None if node_id is None else NodeLine(str(node_id)))
-    return io.NodeOutput(patched, ui=said(_OFF)) if settings.off else io.NodeOutput(patched)
+    line = line_of(hidden)
+    with errors_shown(line):
+        settings = Settings(preset, overrides)
+        patched = attach(given.model(model), settings, line)
+    if not settings.off:
+        return io.NodeOutput(patched)
+    return io.NodeOutput(patched, ui=said(_NO_STEPS if settings.resolved().ratio else _OFF))
 
 
 class ToMA(io.ComfyNode):
@@ -68,7 +71,7 @@ class ToMA(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, ratio: float, preset: str) -> io.NodeOutput:
-        return _patched(model, Settings(preset, {"ratio": ratio}), cls.hidden)
+        return _patched(model, preset, {"ratio": ratio}, cls.hidden)
 
 
 class ToMAAdvanced(io.ComfyNode):
@@ -81,7 +84,7 @@ class ToMAAdvanced(io.ComfyNode):
             display_name="ToMA Advanced",
             category=CATEGORY,
             description="Token merging with every setting: how many tokens, where in the model, when while sampling, "
-            "and how they are picked and merged. What is not set is as the preset has it for the model.",
+            "and how they are picked and merged. What you do not set is the preset's value for the model.",
             search_aliases=SEARCH_ALIASES,
             inputs=[
                 io.Model.Input("model", tooltip=_MODEL_TOOLTIP),
@@ -95,11 +98,13 @@ class ToMAAdvanced(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, window_size: int | None = None) -> bool | str:
-        """Our own message for the least guessable range. ComfyUI marks every input named here for one error, so the
-        other numbers keep ComfyUI's own check of their limits."""
-        return True if window_size is None else complaint(**widgets.overridden({"window_size": window_size}))
+    def validate_inputs(cls, start_percent: float | None = None, end_percent: float | None = None) -> bool | str:
+        """The range of steps, before anything runs. ComfyUI marks every input named here for one error, so these two
+        stand alone: the other numbers keep ComfyUI's own check of their limits."""
+        given_values = {"start_percent": start_percent, "end_percent": end_percent}
+        values = {name: value for name, value in given_values.items() if value is not None}
+        return complaint(**widgets.overridden(values))
 
     @classmethod
     def execute(cls, model: Any, preset: str, ratio: float, **values: Any) -> io.NodeOutput:
-        return _patched(model, Settings(preset, {"ratio": ratio, **widgets.overridden(values)}), cls.hidden)
+        return _patched(model, preset, {"ratio": ratio, **widgets.overridden(values)}, cls.hidden)

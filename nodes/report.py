@@ -14,10 +14,10 @@ from .adapters import reports
 from .adapters.run import attachment_of
 from .charts import blocks_chart, steps_chart
 from .drawing import draw
-from .live import said
+from .live import errors_shown, line_of, said
 from .widgets import CATEGORY, SEARCH_ALIASES
 
-_NO_NODE = "This model carries no ToMA node, or its ratio is 0: nothing is merged."
+_NO_NODE = "This model has no ToMA node before it, or its ratio is 0: nothing is merged."
 _NO_RUN = (
     "No sampling run of this model has been seen yet. Connect the sampler's latent output to this node's latent "
     "input, so that the report comes after the run."
@@ -33,8 +33,8 @@ class ToMAReport(io.ComfyNode):
             node_id="ToMAReport",
             display_name="ToMA Report",
             category=CATEGORY,
-            description="Shows what ToMA merged in the last sampling run: where, when, what was left whole and why, "
-            "and a map of windows, destinations and merged regions over the token grid, or over the picture.",
+            description="Says what ToMA did in the last sampling run: what was merged, where and when, and what stayed "
+            "unmerged and why. Draws a map of the merged tokens, over the picture if you connect it.",
             search_aliases=SEARCH_ALIASES,
             inputs=[
                 io.Model.Input("model", tooltip="The model as it goes into the sampler, after the ToMA node."),
@@ -42,29 +42,32 @@ class ToMAReport(io.ComfyNode):
                 io.Image.Input(
                     "image",
                     optional=True,
-                    tooltip="The decoded picture, if the map shall be drawn over it: VAE Decode's output.",
+                    tooltip="The decoded picture, to draw the map over it: VAE Decode's output.",
                 ),
             ],
             outputs=[
                 io.String.Output(
                     "report",
                     display_name="report",
-                    tooltip="What was merged, where and when, and what was left whole and why, as text.",
+                    tooltip="As text: what was merged, where and when, and what stayed unmerged and why.",
                 ),
                 io.Image.Output(
                     "map",
                     display_name="map",
-                    tooltip="A picture of windows, destinations and merged regions, with charts by step and by block.",
+                    tooltip="As a picture: windows, the tokens that stayed and what merged into them, with charts by "
+                    "step and by block.",
                 ),
                 io.Latent.Output("latent_out", display_name="latent", tooltip="The sampler's result, unchanged."),
             ],
+            hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
 
     @classmethod
     def execute(cls, model: Any, latent: Any, image: Any = None) -> io.NodeOutput:
-        attachment = attachment_of(given.model(model))
-        image = None if image is None else given.image(image)
+        with errors_shown(line_of(cls.hidden)):
+            attachment = attachment_of(given.model(model))
+            image = None if image is None else given.image(image)
         stats = None if attachment is None else reports.last(attachment.report_id)
         text = _NO_NODE if attachment is None else _NO_RUN if stats is None else stats.text()
         sheet = draw({}, text) if stats is None else draw(stats.maps, text, image, partial(_charts, stats))

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import comfy.model_management
@@ -30,6 +31,10 @@ _GUIDANCE = 4.0
 # Presets run the first step and the last whole: with one more between them both kinds are warm.
 _WARM_UP_STEPS = 3
 _SEED = 0
+# The speed-up for which merging is worth its change of the picture.
+WORTH = 1.2
+# Runs of one setting that differ by less tell settings apart.
+CALM = 0.05
 
 
 @dataclass
@@ -68,12 +73,19 @@ class Task:
     steps: int
 
 
-def measure(model: ModelPatcher, settings: Settings, ratios: Sequence[float], task: Task, runs: int) -> list[Timing]:
+def measure(
+    model: ModelPatcher,
+    settings: Settings,
+    ratios: Sequence[float],
+    task: Task,
+    runs: int,
+    told: Callable[[int, int], None] = lambda *_: None,
+) -> list[Timing]:
     """The timing without ToMA and at each ratio, in this order. The model is not changed; what ToMA it carries is left
     out. Raises `UnsupportedModelError`, and ComfyUI's own exception when the user cancels.
 
     Every setting samples a few steps first. Then all of them take turns, in one order and in the other, so that a
-    machine that slows down favours none.
+    machine that slows down favours none. told: called before each run with its number from 1, and how many there are.
     """
     base = attach(model, ToMAConfig(ratio=0.0))
     timings = [Timing(0.0), *(Timing(ratio) for ratio in ratios)]
@@ -87,12 +99,18 @@ def measure(model: ModelPatcher, settings: Settings, ratios: Sequence[float], ta
         comfy.model_management.throw_exception_if_processing_interrupted()
         progress.update(1)
 
+    numbers = count(1)
+
+    def sample(patched: ModelPatcher, task: Task) -> tuple[float, Tensor]:
+        told(next(numbers), len(pairs) * (1 + runs))
+        return _sample(patched, task, tick)
+
     for _, patched in pairs:
-        _sample(patched, replace(task, steps=warm_up), tick)
+        sample(patched, replace(task, steps=warm_up))
     whole: Tensor | None = None
     for index in range(runs):
         for timing, patched in pairs if index % 2 == 0 else pairs[::-1]:
-            seconds, latent = _sample(patched, task, tick)
+            seconds, latent = sample(patched, task)
             timing.seconds.append(seconds / task.steps)
             if index:
                 continue
@@ -103,15 +121,36 @@ def measure(model: ModelPatcher, settings: Settings, ratios: Sequence[float], ta
     return timings
 
 
-def recommended(timings: Sequence[Timing]) -> float:
-    """The smallest ratio that is about as fast as the fastest (within a twentieth of the time without ToMA), or 0.0
+def worthwhile(timings: Sequence[Timing]) -> Timing | None:
+    """The smallest ratio that is about as fast as the fastest (within a twentieth of the time without ToMA), or None
     where none is faster than without ToMA by more than the runs differ among themselves."""
-    base, *others = timings
-    faster = [timing for timing in others if timing.spread[1] < base.spread[0]]
+    base, faster = timings[0], _faster(timings)
     if not faster:
-        return 0.0
+        return None
     enough = min(timing.median for timing in faster) + base.median / 20
-    return min(timing.ratio for timing in faster if timing.median <= enough)
+    return min((timing for timing in faster if timing.median <= enough), key=lambda timing: timing.ratio)
+
+
+def nearest(timings: Sequence[Timing], gain: float = WORTH) -> Timing | None:
+    """The ratio whose result is nearest to the one without ToMA, of those that are so many times faster."""
+    enough = [timing for timing in _faster(timings) if timings[0].median >= gain * timing.median]
+    return min(enough, key=lambda timing: timing.change, default=None)
+
+
+def noise(timings: Sequence[Timing]) -> float:
+    """By how much of their median most runs of one setting differ, at worst."""
+    return max((timing.spread[1] - timing.spread[0]) / timing.median for timing in timings)
+
+
+def too_noisy(timings: Sequence[Timing]) -> bool:
+    """Whether a ratio seems to be faster, and the runs differ too much to tell."""
+    base, *others = timings
+    return not _faster(timings) and any(timing.median < base.median for timing in others) and noise(timings) > CALM
+
+
+def _faster(timings: Sequence[Timing]) -> list[Timing]:
+    base, *others = timings
+    return [timing for timing in others if timing.spread[1] < base.spread[0]]
 
 
 def _sample(model: ModelPatcher, task: Task, tick: Callable[..., None]) -> tuple[float, Tensor]:

@@ -15,9 +15,22 @@ from ..toma_core.presets import PRESETS
 CATEGORY = "model/patch/ToMA"
 SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "speed up", "faster"]
 
-# What most people may want to touch, in this order; the rest is folded away behind the node's advanced toggle.
-_FRONT = ("whole_last", "whole_every", "whole_first", "end_percent", "detail_reuse")
-_LABELS = {"whole_first": "first blocks whole", "whole_last": "last blocks whole", "whole_every": "whole step every"}
+# What most people may want to touch, in this order; the rest is folded away behind the node's advanced toggle. Last of
+# all what is there for comparison, and switches.
+_FRONT = ("whole_last", "whole_every", "end_percent", "detail_reuse")
+_LAST = ("selector", "share", "random_seed", "self_attention", "cross_attention", "feed_forward")
+_LABELS = {
+    "whole_last": "keep last stacks (UNet)",
+    "whole_every": "full step every",
+    "whole_first": "keep first blocks",
+    "levels": "UNet levels",
+    "select_every": "pick tokens every",
+    "weigh_every": "weigh tokens every",
+    "window_kind": "window shape",
+    "plan_from": "compare tokens by",
+    "share": "share picked tokens per",
+    "scale": "sharpness",
+}
 # The values that leave a field to the preset: of lists and switches, and of numbers, none of which may be negative.
 _PRESET, _UNSET = "preset", -1
 _SWITCH = {"on": True, "off": False}
@@ -36,14 +49,15 @@ def preset() -> Any:
         "preset",
         options=list(PRESETS),
         default=next(iter(PRESETS)),
-        tooltip="balanced: the usual choice. quality: less is merged, closer to the original. fast: more is merged, "
-        "above all in Flux. faithful: everything at every step, the paper's own settings.",
+        tooltip="balanced: the usual choice. quality: merges less, closer to the original. fast: merges more, above "
+        "all in Flux. faithful: the paper's own settings, at every step.",
     )
 
 
 def overrides() -> list[Any]:
     """A widget for every other field of `ToMAConfig`; each leaves it to the preset unless something is set."""
-    return [_override(name) for name in sorted(_fields(), key=lambda name: (*_FRONT, name).index(name))]
+    between = [name for name in _fields() if name not in (*_FRONT, *_LAST)]
+    return [_override(name) for name in (*_FRONT, *between, *_LAST)]
 
 
 def overridden(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,11 +78,11 @@ def _override(name: str) -> Any:
     }
     if isinstance(default, (bool, Enum)):
         choices = _SWITCH if isinstance(default, bool) else [str(member.value) for member in type(default)]
-        tooltip = f"{spec.tooltip} '{_PRESET}': as the preset has it for this model."
+        tooltip = f"{spec.tooltip} '{_PRESET}': the preset's value for this model."
         return io.Combo.Input(name, options=[_PRESET, *choices], default=_PRESET, tooltip=tooltip, **common)
     kind, number = (io.Int, int) if isinstance(default, int) else (io.Float, float)
     limits = {"min": number(_UNSET), "max": number(spec.maximum), "step": number(spec.step)}  # type: ignore[arg-type]
-    tooltip = f"{spec.tooltip} {_UNSET}: as the preset has it for this model."
+    tooltip = f"{spec.tooltip} {_UNSET}: the preset's value for this model."
     return kind.Input(name, default=number(_UNSET), tooltip=tooltip, **limits, **common)
 
 

@@ -171,26 +171,29 @@ def test_bad_ratio_is_refused_with_range_and_fix(tiny_server: ComfyServer, ratio
 
 
 def test_bad_settings_fail_their_prompt_only(tiny_server: ComfyServer) -> None:
-    """start > end shows on the ToMA node, and the prompt queued behind it runs."""
-    bad = tiny_server.queue(graph(advanced(tiny_server, start_percent=0.8, end_percent=0.2)))
+    """It shows on the ToMA node, and the prompt queued behind it runs."""
+    bad = tiny_server.queue(graph(advanced(tiny_server, window_size=0)))
     good = tiny_server.queue(graph(advanced(tiny_server, ratio=0.4), seed=21))
     failed = tiny_server.wait(bad, timeout=60)
     assert failed.status == "error"
     assert failed.error is not None
     assert failed.error["node_type"] == "ToMAAdvanced"
     message = failed.error["exception_message"]
-    for part in ("start_percent (0.8)", "end_percent (0.2)", "lower start_percent"):
+    for part in ("window_size is 0", "2 to 64", "Try 8"):
         assert part in message
+    (told,) = [data for kind, data in failed.messages if kind == "toma.said"]
+    assert told["error"]
+    assert told["text"] == message.strip(), "the node itself says it too"
     assert tiny_server.wait(good, timeout=60).status == "success"
 
 
-def test_window_of_zero_is_refused_with_range_and_fix(tiny_server: ComfyServer) -> None:
+def test_a_range_without_steps_is_refused_before_anything_runs(tiny_server: ComfyServer) -> None:
     with pytest.raises(PromptError) as refused:
-        tiny_server.run(graph(advanced(tiny_server, window_size=0)), timeout=60)
-    (error,) = refused.value.node_errors["4"]["errors"]
-    assert error["extra_info"]["input_name"] == "window_size"
-    for part in ("window_size is 0", "2 to 64", "Try 8"):
-        assert part in error["details"]
+        tiny_server.run(graph(advanced(tiny_server, start_percent=0.8, end_percent=0.2)), timeout=60)
+    errors = refused.value.node_errors["4"]["errors"]
+    assert {error["extra_info"]["input_name"] for error in errors} == {"start_percent", "end_percent"}
+    for part in ("start_percent (0.8)", "end_percent (0.2)", "lower start_percent"):
+        assert all(part in error["details"] for error in errors)
 
 
 def said(run: Run) -> list[tuple[str, str]]:
@@ -204,8 +207,8 @@ def test_client_is_told_of_its_runs_and_of_those_of_a_cached_node(tiny_server: C
         run = tiny_server.run(graph(settings, seed=seed), timeout=60)
         assert run.status == "success", run.error
         (begin, end) = said(run)
-        assert begin == ("4", "sampling on fewer tokens ...")
-        assert end == ("4", "144 -> 72, 36 -> 18 tokens in 14/17 blocks, 4/4 steps")
+        assert begin == ("4", "Sampling on fewer tokens ...")
+        assert end == ("4", "On: half of the tokens merged, 14 of 17 blocks, all 4 steps")
 
 
 def test_two_nodes_with_the_same_settings_are_told_apart(tiny_server: ComfyServer) -> None:
@@ -222,6 +225,6 @@ def test_node_that_is_off_says_so_in_its_output(tiny_server: ComfyServer) -> Non
     assert said(run) == []
     outputs = {data["node"]: data["output"] for kind, data in run.messages if kind == "executed"}
     (message,) = outputs["4"]["toma"]
-    assert message["text"].startswith("Nothing is merged: the ratio is 0")
+    assert message["text"] == "Off: the ratio is 0."
     (report,) = outputs["8"]["toma"]
-    assert report["text"].startswith("This model carries no ToMA node")
+    assert report["text"].startswith("This model has no ToMA node")

@@ -79,33 +79,34 @@ class ToMAConfig:
     )
     ratio_decay: float = option(
         0.0,
-        "How much of the ratio is given up between the first and the last merged step: 0 keeps it constant, 1 lets "
-        "it fall to zero. Try 0.5 when fine detail suffers; costs speed in the late steps.",
+        "How much of the ratio is given back by the last merged step: 0 nothing, 1 all of it. Try 0.5 when fine "
+        "detail suffers. The late steps get slower.",
         (0.0, 1.0, 0.05),
     )
     min_tokens: int = option(
         0,
-        "Token grids with fewer tokens than this stay whole, because merging them costs more than it saves. 0 (Auto): "
-        "256 tokens, and on NVIDIA GPUs also what is too little work to gain. Raise it if small images get slower.",
+        "Token grids with fewer tokens than this stay unmerged, because merging them would cost more than it "
+        "saves. 0 (Auto): 256 tokens, and on NVIDIA GPUs also grids with too little work to gain. Raise it if "
+        "small images get slower.",
         (0, 1_048_576, 1),
     )
     granularity: Granularity = option(
         Granularity.STACK,
-        "How long tokens stay merged. 'module': around each attention and feed-forward, as in the paper. 'block': "
-        "around each transformer block. 'stack': around each chain of transformer blocks, the fastest.",
+        "How long tokens stay merged. 'module': around each attention and feed-forward layer, as in the paper. "
+        "'block': around each transformer block. 'stack': around each chain of transformer blocks, the fastest.",
     )
     self_attention: bool = option(
         True,
-        "Merge around self-attention. Only for granularity 'module'.",
+        "Merge around self-attention. Only with granularity 'module'.",
     )
     cross_attention: bool = option(
         True,
-        "Merge around cross-attention (UNet). Only for granularity 'module'.",
+        "Merge around cross-attention (UNet). Only with granularity 'module'.",
     )
     feed_forward: bool = option(
         True,
-        "Merge around the feed-forward layers (in Flux: the image MLPs of the double blocks). Only for granularity "
-        "'module'. Off costs about half of the speed gain.",
+        "Merge around the feed-forward layers (in Flux: the image MLPs of the double blocks). Only with "
+        "granularity 'module'. Off costs about half of the speed gain.",
     )
     levels: Levels = option(
         Levels.ALL,
@@ -114,103 +115,107 @@ class ToMAConfig:
     )
     whole_first: float = option(
         0.0,
-        "The first blocks of every kind stay whole (in a UNet stacks of blocks): below 1 a share of them, from 1 on so "
-        "many. The released method keeps 5 of each kind in Flux. Fewer is faster and less faithful.",
+        "How many of the first blocks stay unmerged, of each kind of block (in a UNet: stacks of blocks). Below 1: "
+        "a share of them. The released code keeps 5 of each kind in Flux. Fewer is faster and less faithful.",
         (0.0, 1000.0, 0.05),
     )
     whole_last: float = option(
         0.0,
-        "The last blocks of the last kind stay whole (in a UNet stacks of blocks): below 1 a share of them, from 1 on "
-        "so many. In a UNet they draw and change most: 3 (of 11 in SDXL) are ten times closer to the original than 0 "
-        "and give up a seventh of the gain.",
+        "How many of the last stacks of a UNet stay unmerged. They form fine detail: with 3 of SDXL's 11 the "
+        "picture is ten times closer to the original than with 0, for a seventh of the speed gain. Below 1: a "
+        "share of them. In other models: the last blocks.",
         (0.0, 1000.0, 0.05),
     )
     merge_references: bool = option(
         False,
-        "Merge reference images too, each on a grid of its own. In editing models (Flux.1 Kontext, Flux.2, Krea 2, "
-        "Qwen-Image-Edit) they are half to two thirds of the tokens: whole they hold the speed back, merged they may "
-        "be followed less closely.",
+        "Merge reference images too, each on its own grid. In editing models (Flux.1 Kontext, Flux.2, Krea 2, "
+        "Qwen-Image-Edit) they are half to two thirds of the tokens. Unmerged they hold the speed back; merged "
+        "they may be followed less closely.",
     )
     start_percent: float = option(
         0.0,
-        "Merging starts at this share of the sampling process (0 = from the start).",
+        "Merging starts at this share of the sampling process. 0: with the first step.",
         (0.0, 1.0, 0.01),
     )
     end_percent: float = option(
         1.0,
-        "Merging stops at this share of the sampling process (1 = to the end). 0.7 to 0.9 lets the last steps "
-        "restore fine detail, at the price of their speed.",
+        "Merging stops at this share of the sampling process. 1: after the last step. With 0.7 to 0.9 the last "
+        "steps restore fine detail and take their full time.",
         (0.0, 1.0, 0.01),
     )
     whole_every: int = option(
         0,
-        "Every so many steps, beginning with the first, one step runs whole, and so does the last step of a run (0 = "
-        "never; at least 2). In Flux, with detail_reuse, 3 is much closer than 0 and gives up a third of the gain.",
+        "Every so many steps one runs in full, on all tokens: the first, and the last too. 0: no step; else 2 or "
+        "more. In Flux, with detail reuse, 3 is much closer to the original than 0 and costs a third of the speed "
+        "gain.",
         (0, 1000, 1),
     )
     select_every: int = option(
         10,
-        "Destinations are selected anew every so many steps. The paper uses 10; 3 is closer, with detail_reuse as "
-        "often as a step runs whole. Lower costs a little time at each selection.",
+        "Every so many steps it is decided anew which tokens stay. 10 in the paper; 3 is closer to the original. "
+        "With detail reuse: as often as a step runs in full. Lower costs a little time.",
         (1, 1000, 1),
     )
     weigh_every: int = option(
         5,
-        "Merge weights are computed anew every so many steps; the paper uses 5. Cheaper than selecting.",
+        "Every so many steps it is computed anew how much each token counts where it is merged; 5 in the paper. "
+        "Cheaper than deciding which stay.",
         (1, 1000, 1),
     )
     selector: SelectorKind = option(
         SelectorKind.FACILITY_LOCATION,
-        "How destinations are picked. 'facility location' is the method of the paper; 'farthest point' is close; "
-        "'grid', 'random' and 'tome' are there for comparison.",
+        "How the tokens that stay are picked. 'facility location' is the method of the paper; 'farthest point' is "
+        "close to it; 'grid', 'random' and 'tome' are there for comparison.",
     )
     window_kind: WindowKind = option(
         WindowKind.TILE,
-        "Destinations are picked inside local windows. 'tile': squares, the best choice. 'stripe': bands over the "
-        "full width. 'global': the whole image at once, very slow to select on large images.",
+        "Tokens are picked and merged inside local windows. 'tile': squares, the best choice. 'stripe': bands over "
+        "the full width. 'global': the whole image at once, very slow on large images.",
     )
     window_size: int = option(
         8,
-        "Side of a window in tokens; stripes hold about its square. 8 is the usual choice, 4 selects faster and "
-        "represents less well, 16 costs four times as much to select.",
+        "Side of a window in tokens; stripes hold about its square. 8 is the usual choice. 4 picks faster and "
+        "represents the image less well. 16 takes four times as long to pick.",
         (2, 64, 1),
     )
     shift_windows: bool = option(
         False,
-        "Move the windows by half a side at every other selection, so that their borders do not stay in one place: "
-        "closer, the more often destinations are selected.",
+        "Move the windows by half a side each second time that tokens are picked, so that their borders do not "
+        "stay in one place. Closer to the original.",
     )
     adaptive_budget: bool = option(
         False,
-        "Plain parts of a picture keep fewer tokens, detailed ones more, up to twice their share: closer at the same "
-        "ratio. Only for the selectors 'facility location' and 'farthest point'.",
+        "Plain parts of a picture keep fewer tokens and detailed parts more, up to twice their share. Closer to "
+        "the original at the same ratio. Only with the selectors 'facility location' and 'farthest point'.",
     )
     scale: float = option(
         300.0,
-        "Sharpness of the merge weights: high sends each token to its nearest destination only, low blurs over "
+        "Sharpness of the merge weights. High: each token goes into its nearest one only. Low: it is spread over "
         "several. 300 measured best or tied; the released code uses 1000; below 50 is blurry.",
         (1.0, 10_000.0, 10.0),
     )
     plan_from: PlanFrom = option(
         PlanFrom.TOKENS,
-        "What tokens are compared by. 'tokens': by themselves, as in the paper. 'prediction': by the picture that the "
-        "step before predicted, much closer where steps are few; the first step runs whole.",
+        "What tokens are compared by. 'tokens': by themselves, as in the paper. 'prediction': by the picture that "
+        "the previous step predicted. That is much closer to the original in few steps; the first step then runs "
+        "in full.",
     )
     share: Share = option(
         Share.STACK,
-        "Which blocks share one plan within a step: each 'block' its own, one per 'stack', or one per 'level' "
-        "(resolution); in Flux both are one per kind of block. Wider sharing selects less often.",
+        "Which blocks share the picked tokens within a step: each 'block' has its own, or one set per 'stack', or "
+        "one per 'level' (resolution). In Flux the last two are one set per kind of block. Wider sharing saves "
+        "time.",
     )
     random_seed: int = option(
         0,
-        "Seed of the 'random' selector's own generator; other selectors do not use it.",
+        "Seed of the selector 'random'. Other selectors do not use it.",
         (0, 2**32 - 1, 1),
     )
     detail_reuse: bool = option(
         False,
-        "Whole steps keep what each stack or block adds, and the merged steps after them only move it by what has "
-        "changed since: much closer at the same speed. Holds one activation per stack or block. Where no step runs "
-        "whole, or with granularity 'module', it does nothing.",
+        "Full steps remember what each stack or block adds, and merged steps start from that. Much closer to the "
+        "original at the same speed, for some memory: one activation per stack or block. Does nothing where no "
+        "step runs in full, or with granularity 'module'.",
     )
 
     def __post_init__(self) -> None:
@@ -224,7 +229,7 @@ class ToMAConfig:
             )
         if self.whole_every == 1:
             raise ConfigError(
-                "ToMA: whole_every is 1, so every step would run whole. Allowed: 0 (never) or 2 and more; to switch "
+                "ToMA: whole_every is 1, so every step would run in full. Allowed: 0 (never) or 2 and more; to switch "
                 "ToMA off, set ratio to 0."
             )
 

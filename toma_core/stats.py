@@ -73,60 +73,105 @@ class RunStats:
         self.left_whole.setdefault(reason, set()).add(block)
 
     def speedup(self) -> float | None:
-        """How many times faster the run was than whole steps alone, where it had whole steps to compare with and they
+        """How many times faster the run was than full steps alone, where it had full steps to compare with and they
         did nothing but run."""
         return self.clock.speedup(self.merged_steps) if self.merged_blocks and not self.detail_bytes else None
 
     def headline(self) -> str:
-        """The shortest line that tells what happened, for the node."""
+        """One sentence that tells what happened, for the node. web/said has it in other languages."""
         if not self.merged_blocks:
-            return self.summary()
-        grids = ", ".join(f"{h * w} -> {kept}" for (h, w), kept in sorted(self.grids.items())[::-1])
-        line = f"{grids} tokens {self._extent()}"
+            return f"Nothing was merged: {self._reasons()[0]}"
+        share = sum(self.merged_steps.values()) / max(len(self.merged_steps), 1)
+        blocks = _of(len(self.merged_blocks), len(self.blocks), "blocks")
+        steps = _of(len(self.merged_steps), self._step_count(), "steps")
+        line = f"On: {_share(share)} of the tokens merged, {blocks}, {steps}"
         speedup = self.speedup()
-        return line if speedup is None else f"{line}, {speedup:.2f}x measured"
+        return line if speedup is None else f"{line}, {speedup:.2f}x as fast"
 
-    def _extent(self) -> str:
-        steps = max(self.total_steps, len(self.steps))
-        return f"in {len(self.merged_blocks)}/{len(self.blocks)} blocks, {len(self.merged_steps)}/{steps} steps"
+    def numbers(self) -> str:
+        """What stands behind the headline, a line for each thing."""
+        lines = []
+        if self.merged_blocks:
+            sizes = [f"{h * w} -> {kept} ({h} x {w})" for (h, w), kept in self._grids()]
+            lines += [f"Tokens: {', '.join(sizes)}", f"Merged steps: {_ranges(self.merged_steps)}"]
+        if self.left_whole:
+            lines += [f"Unmerged parts: {len(self.left_whole[reason])}, {reason}" for reason in self._reasons()]
+        return "\n".join(lines)
 
     def summary(self) -> str:
         """One line for the log."""
         if not self.merged_blocks:
-            settings = "start percent, end percent, whole every, plan from"
-            reasons = "; ".join(self.left_whole) or f"every step ran whole ({settings})"
-            return f"nothing was merged: {reasons}"
-        grids = ", ".join(f"{h * w} -> {kept} tokens ({h}x{w})" for (h, w), kept in sorted(self.grids.items())[::-1])
-        line = f"{grids} {self._extent()}, {self.selections} selections, {self.weighings} weighings"
-        if self.detail_bytes:
-            line += f", {self.detail_bytes / 1e6:.3g} MB of detail held"
-        for reason, parts in self.left_whole.items():
-            line += f"; left whole ({reason}): {_shortened(sorted(parts))}"
-        if self.blind:
-            line += f"; destinations at random ({', '.join(sorted(self.blind))})"
-        if self.kernels:
-            line += f"; kernels: {', '.join(sorted(self.kernels))}"
-        return line
+            return f"nothing was merged: {'; '.join(self._reasons())}"
+        extent = f"{len(self.merged_blocks)}/{len(self.blocks)} blocks"
+        extent += f", {len(self.merged_steps)}/{self._step_count()} steps"
+        unmerged = [f"unmerged ({why}): {_shortened(sorted(parts))}" for why, parts in self.left_whole.items()]
+        return "; ".join([f"{self._sizes()} in {extent}, {self._work()}", *unmerged, *self._notes()])
 
     def text(self) -> str:
-        """Several lines for a reader: what was merged, where, when, and what was left whole."""
-        lines = [self.summary(), ""]
+        """For a reader: the verdict first, and then in sections where and when was merged, what stayed unmerged and
+        why, and how it was computed."""
         # A step inside the active range merged nothing if every block had a reason to stay whole.
-        merged_steps = self.merged_steps if self.merged_blocks else {}
-        if merged_steps:
-            ratios = Counter(f"{ratio:.3g}" for ratio in merged_steps.values())
-            lines.append(f"merged steps: {_ranges(merged_steps)}, at ratio {', '.join(ratios)}")
-        whole_steps = self.steps - set(merged_steps)
-        if whole_steps:
-            lines.append(f"whole steps: {_ranges(whole_steps)}")
-        merged_evaluations = self.merged_evaluations if self.merged_blocks else 0
-        lines.append(f"model evaluations: {self.evaluations}, merged: {merged_evaluations}")
-        lines.append(f"merged blocks: {', '.join(sorted(self.merged_blocks, key=natural_order)) or 'none'}")
-        for reason, parts in self.left_whole.items():
-            lines.append(f"left whole ({reason}): {', '.join(sorted(parts, key=natural_order))}")
-        if self.attention:
-            lines.append(f"attention: {self.attention}")
-        return "\n".join(lines)
+        merged = self.merged_steps if self.merged_blocks else {}
+        full = self.steps - set(merged)
+        ratios = ", ".join(Counter(f"{ratio:.3g}" for ratio in merged.values()))
+        sections = {
+            "Where": [
+                *([f"tokens: {self._sizes()}"] if merged else []),
+                f"merged blocks: {', '.join(sorted(self.merged_blocks, key=natural_order)) or 'none'}",
+            ],
+            "When": [
+                *([f"merged steps: {_ranges(merged)}, at ratio {ratios}"] if merged else []),
+                *([f"full steps: {_ranges(full)}"] if full else []),
+                f"model evaluations: {self.evaluations}, merged: {self.merged_evaluations if merged else 0}",
+            ],
+            "Unmerged": [
+                f"unmerged ({why}): {', '.join(sorted(self.left_whole[why], key=natural_order))}"
+                for why in (self._reasons() if self.left_whole else [])
+            ],
+            "How": [
+                *([self._work()] if merged else []),
+                *self._notes(),
+                *([f"attention: {self.attention}"] if self.attention else []),
+            ],
+        }
+        told = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items() if lines]
+        return "\n\n".join([f"{self.headline()}.", *told])
+
+    def _reasons(self) -> list[str]:
+        """Why parts stayed unmerged, what concerns most of them first."""
+        settings = "start percent, end percent, full step every, compare tokens by"
+        found = sorted(self.left_whole, key=lambda reason: -len(self.left_whole[reason]))
+        return found or [f"every step ran in full ({settings})"]
+
+    def _step_count(self) -> int:
+        return max(self.total_steps, len(self.steps))
+
+    def _grids(self) -> list[tuple[tuple[int, int], int]]:
+        return sorted(self.grids.items())[::-1]
+
+    def _sizes(self) -> str:
+        return ", ".join(f"{h * w} -> {kept} tokens ({h}x{w})" for (h, w), kept in self._grids())
+
+    def _work(self) -> str:
+        work = f"{self.selections} selections, {self.weighings} weighings"
+        return f"{work}, {self.detail_bytes / 1e6:.3g} MB of detail held" if self.detail_bytes else work
+
+    def _notes(self) -> list[str]:
+        notes = [f"destinations at random ({', '.join(sorted(self.blind))})"] if self.blind else []
+        return notes + ([f"kernels: {', '.join(sorted(self.kernels))}"] if self.kernels else [])
+
+
+# Shares of the tokens that have a name.
+_NAMED = {0.25: "a quarter", 1 / 3: "a third", 0.5: "half", 2 / 3: "two thirds", 0.75: "three quarters"}
+
+
+def _share(share: float) -> str:
+    nearest = min(_NAMED, key=lambda named: abs(named - share))
+    return _NAMED[nearest] if abs(nearest - share) < 0.01 else f"{share * 100:.0f} %"
+
+
+def _of(part: int, total: int, things: str) -> str:
+    return f"all {total} {things}" if part == total else f"{part} of {total} {things}"
 
 
 def _shortened(names: list[str], most: int = 3) -> str:

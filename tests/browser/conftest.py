@@ -83,10 +83,11 @@ class Page:
         source = re.sub(r"^\w+://[^/]*|[?#].*", "", location.get("url", ""))
         self.noise.add((kind, re.sub(r"127\.0\.0\.1:\d+", "SERVER", text), source))
 
-    def start(self, *, vue: bool) -> None:
+    def start(self, *, vue: bool, language: str = "en") -> None:
         """Load the page with this renderer, and clear the graph that it opens."""
         self.renderer = "vue" if vue else "litegraph"
         self.server.set_setting("Comfy.VueNodes.Enabled", vue)
+        self.server.set_setting("Comfy.Locale", language)
         self.tab.goto(self.server.url)
         self.tab.wait_for_function("window.app?.graph && window.app.extensionManager?.workflow?.activeWorkflow")
         self.pressed = 0
@@ -104,6 +105,18 @@ class Page:
     def text(self, node_id: int | str) -> str:
         """What stands on a node of ours."""
         return str(self.evaluate("id => window.said(id).textContent", node_id))
+
+    def details(self, node_id: int | str) -> str:
+        """What is shown when the mouse rests on it."""
+        return str(self.evaluate("id => window.said(id).title", node_id))
+
+    def wait_for_text(self, node_id: int | str, part: str) -> None:
+        """Until a text with this part stands on the node."""
+        self.tab.wait_for_function("([id, part]) => window.said(id).textContent.includes(part)", arg=[node_id, part])
+
+    def ours(self) -> set[tuple[str, str, str]]:
+        """What the page complains of in files of this pack."""
+        return {noise for noise in self.noise if "/extensions/" in noise[1] + noise[2] or "toma" in str(noise).lower()}
 
     def set(self, node_id: int, widget: str, value: Any) -> None:
         """Change a widget as its own editor does."""
@@ -235,6 +248,24 @@ def page(request: pytest.FixtureRequest, only_page: Page) -> Page:
     """The page, in either renderer."""
     only_page.start(vue=request.param == "vue")
     return only_page
+
+
+@pytest.fixture
+def narrow(page: Page) -> Iterator[Page]:
+    """The page in a window of 900 pixels."""
+    wide = page.tab.viewport_size
+    page.tab.set_viewport_size({"width": 900, "height": 800})
+    yield page
+    page.tab.set_viewport_size(wide)
+
+
+@pytest.fixture
+def chinese(page: Page) -> Iterator[Page]:
+    """The page in Chinese, in the same renderer."""
+    page.start(vue=page.renderer == "vue", language="zh")
+    page.noise.clear()
+    yield page
+    page.start(vue=page.renderer == "vue")
 
 
 def _node(node_id: int, kind: str, pos: tuple[int, int], values: list[Any], inputs: Any = (), outputs: Any = ()) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from scripts.comfyui import ROOT
 
 TEMPLATES = sorted((ROOT / "workflows").glob("*.json"))
 IDS, SEEDS = count(1), count(1)  # a sampler that ComfyUI takes from its cache tells nothing new
-ACTIVE = "sampling on fewer tokens ..."
+NEW, ACTIVE = "No run yet.", "Sampling on fewer tokens ..."
 STEPS = 4
-WINDOW_SIZE = 20  # its place among the widgets of ToMA Advanced
+EARLIER = "{} (from an earlier run)"
+# Places among the widgets of ToMA Advanced.
+FIRST, START, WINDOW_SIZE = 10, 12, 16
 # Records every text that a node of ours shows.
 WATCH = """id => {
     const element = window.said(id)
@@ -63,8 +66,8 @@ def node(node_id: int, kind: str, pos: tuple[int, int], values: Any = (), inputs
 def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1.0) -> dict[str, Any]:
     """Loader -> ToMA Advanced -> KSampler -> decode and report, or the benchmark instead of all that samples."""
     scene = [next(SEEDS), "fixed", 1, *["from seed"] * 14]
-    advanced = ["balanced", ratio, 1, 0, -1, ends_at, "off", -1, 16, *["preset"] * 6, -1, 10, 5, *["preset"] * 2]
-    advanced += [-1, "off", "preset", -1, "preset", "stack", -1]
+    advanced = ["balanced", ratio, 1, 0, ends_at, "off", -1, 16, "preset", "preset", -1, "preset", -1, 10, 5]
+    advanced += ["preset", -1, "off", "preset", -1, "preset", "preset", "stack", -1, *["preset"] * 3]
     sampled = last == "ToMAReport"
     nodes = [
         node(1, "ToMADemoUNet", (0, 0), ["random", 0, "fixed"], outputs=[("MODEL", [1])]),
@@ -112,10 +115,12 @@ def simple() -> dict[str, Any]:
     return graph
 
 
-def line(kept: float, *, coarse: bool = True) -> str:
-    """What ToMA Advanced has to say of a run with every step merged, on grids of 32 x 32 and 16 x 16."""
-    grids = f"1024 -> {round(1024 * kept)}" + (f", 256 -> {round(256 * kept)}" if coarse else "")
-    return f"{grids} tokens in 16/17 blocks, {STEPS}/{STEPS} steps"
+SHARES = {0.25: "a quarter", 0.5: "half", 0.75: "three quarters"}
+
+
+def line(ratio: float, steps: int = STEPS) -> str:
+    """What ToMA Advanced has to say of a run with every step merged."""
+    return f"On: {SHARES[ratio]} of the tokens merged, 16 of 17 blocks, all {steps} steps"
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
@@ -133,7 +138,7 @@ def test_template_opens_without_a_missing_node(page: Any, baseline: Any, path: P
 
 def test_the_line_follows_the_ratio(page: Any, baseline: Any) -> None:
     page.open(workflow(0.5), "line")
-    assert page.text(4) == "No run seen yet."
+    assert page.text(4) == NEW
     page.photograph("advanced-before", [4])
     page.evaluate(WATCH, 4)
     page.queue()
@@ -141,15 +146,18 @@ def test_the_line_follows_the_ratio(page: Any, baseline: Any) -> None:
     assert page.evaluate("window.shown")[:1] == [ACTIVE]
     page.set(4, "ratio", 0.75)
     page.queue()
-    assert page.text(4) == line(0.25)
-    assert page.evaluate("window.shown") == [ACTIVE, line(0.5), ACTIVE, line(0.25)]
+    assert page.text(4) == line(0.75)
+    assert page.evaluate("window.shown") == [ACTIVE, line(0.5), EARLIER.format(line(0.5)), ACTIVE, line(0.75)]
+    assert page.details(4).splitlines()[:2] == [
+        "Tokens: 1024 -> 256 (32 x 32), 256 -> 64 (16 x 16)",
+        "Merged steps: 1-4",
+    ]
     page.photograph("advanced-after", [4])
     page.set(4, "ratio", 0.0)
     page.queue()
-    assert page.text(4) == "Nothing is merged: the ratio is 0, or no step is in the range."
+    assert page.text(4) == "Off: the ratio is 0."
     page.queue()
-    opacity = "() => getComputedStyle(window.said(4)).opacity"
-    assert page.evaluate(opacity) == "0.5", "all of it came from the cache: the text is from an earlier run"
+    assert page.text(4) == EARLIER.format("Off: the ratio is 0."), "all of it came from the cache"
     assert page.noise - baseline == set()
 
 
@@ -157,29 +165,34 @@ def test_the_simple_node_before_and_after_a_run(page: Any, baseline: Any) -> Non
     page.open(simple(), "simple")
     page.photograph("node-before", [4], document=True)
     page.queue()
-    assert page.text(4).startswith("1024 -> 512, 256 -> 128 tokens in 14/17 blocks")
+    assert page.text(4) == "On: half of the tokens merged, 14 of 17 blocks, all 4 steps"
     page.photograph("node-after", [4], document=True)
     assert page.noise - baseline == set()
+
+
+def inside(page: Any, node_id: int) -> None:
+    """The text is within its node, and some lines of it can be seen."""
+    box = page.evaluate("id => { const r = app.graph.getNodeById(id).getBounding(); return [...r] }", node_id)
+    element = page.evaluate(
+        """id => {
+            const r = window.said(id).getBoundingClientRect()
+            const [x, y] = app.canvas.convertEventToCanvasOffset({ clientX: r.x, clientY: r.y })
+            return [x, y, r.width / app.canvas.ds.scale, r.height / app.canvas.ds.scale]
+        }""",
+        node_id,
+    )
+    assert element[2] > 100
+    assert element[3] >= 20
+    assert box[0] <= element[0]
+    assert element[0] + element[2] <= box[0] + box[2] + 1
+    assert element[1] + element[3] <= box[1] + box[3] + 1
 
 
 def test_the_text_is_inside_its_node_and_not_saved(page: Any) -> None:
     page.open(workflow(), "inside")
     page.queue()
     for node_id in (4, 7):
-        box = page.evaluate("id => { const r = app.graph.getNodeById(id).getBounding(); return [...r] }", node_id)
-        element = page.evaluate(
-            """id => {
-                const r = window.said(id).getBoundingClientRect()
-                const [x, y] = app.canvas.convertEventToCanvasOffset({ clientX: r.x, clientY: r.y })
-                return [x, y, r.width / app.canvas.ds.scale, r.height / app.canvas.ds.scale]
-            }""",
-            node_id,
-        )
-        assert element[2] > 100
-        assert element[3] >= 20
-        assert box[0] <= element[0]
-        assert element[0] + element[2] <= box[0] + box[2] + 1
-        assert element[1] + element[3] <= box[1] + box[3] + 1
+        inside(page, node_id)
     saved = page.evaluate("() => app.graph.serialize()")
     values = {n["id"]: n.get("widgets_values") for n in saved["nodes"]}
     assert len(values[4]) == 27
@@ -206,8 +219,8 @@ def test_two_nodes_and_a_queue_of_prompts(page: Any) -> None:
     page.press_run()
     page.set(4, "ratio", 0.25)
     page.queue()
-    assert page.text(4) == line(0.75)
-    assert page.text(14) == line(0.25)
+    assert page.text(4) == line(0.25)
+    assert page.text(14) == line(0.75)
 
 
 def test_a_run_is_told_to_its_own_workflow(page: Any) -> None:
@@ -219,9 +232,9 @@ def test_a_run_is_told_to_its_own_workflow(page: Any) -> None:
     page.press_run()
     page.open(workflow(0.5), "other")
     page.wait_until_idle()
-    assert page.text(4) == "No run seen yet."
+    assert page.text(4) == NEW
     page.open(slow, "mine again")
-    assert page.text(4) == line(0.5).replace("4/4", "12/12")
+    assert page.text(4) == line(0.5, 12)
 
 
 def test_another_browser_tab_is_not_told(page: Any) -> None:
@@ -231,43 +244,185 @@ def test_another_browser_tab_is_not_told(page: Any) -> None:
         second.open(same, "second")
         page.queue()
         assert page.text(4) == line(0.5)
-        assert second.text(4) == "No run seen yet."
+        assert second.text(4) == NEW
 
 
-def test_an_error_is_on_the_right_field(page: Any) -> None:
-    """As in a file that was edited by hand: the widgets themselves keep to their range."""
-    graph = workflow()
-    widget = graph["nodes"][3]["widgets_values"]
-    widget[WINDOW_SIZE] = 0
+def broken(page: Any, place: int, value: Any, **more: Any) -> dict[str, Any]:
+    """A graph with this in a widget of ToMA Advanced, as in a file that was edited by hand: the widgets themselves keep
+    to their range. Run is pressed."""
+    graph = workflow(**more)
+    graph["nodes"][3]["widgets_values"][place] = value
     page.open(graph, "error")
     page.press_run()
-    page.tab.wait_for_function("app.lastNodeErrors?.[4]")
-    (error,) = page.evaluate("() => app.lastNodeErrors[4].errors")
-    assert error["extra_info"]["input_name"] == "window_size"
-    for part in ("window_size is 0", "2 to 64", "Try 8"):
-        assert part in error["details"]
-    marked = "() => app.graph.getNodeById(4).inputs.filter(i => i.hasErrors).map(i => i.name)"
-    page.tab.wait_for_function(f"() => ({marked})().length")
-    assert page.evaluate(marked) == ["window_size"]
+    return graph
+
+
+MARKED = "() => app.graph.getNodeById(4).inputs.filter(i => i.hasErrors).map(i => i.name)"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "sentence", "marked"),
+    [
+        (
+            START,
+            0.9,
+            "Start percent (0.9) is larger than end percent (0.5), so nothing would ever be merged. Lower start "
+            "percent or raise end percent.",
+            ["end_percent", "start_percent"],
+        ),
+        (1, 2.0, "ratio is 2. Allowed: a number from 0 to 0.95. Try 0.5.", ["ratio"]),
+        (0, "best", 'preset is "best". Allowed: balanced, faithful, quality, fast. Choose one of them.', ["preset"]),
+    ],
+    ids=["range", "limit", "choice"],
+)
+def test_what_is_refused_is_said_on_the_node(
+    page: Any, place: int, value: Any, sentence: str, marked: list[str]
+) -> None:
+    graph = broken(page, place, value, ends_at=0.5)
+    page.wait_for_text(4, "llowed" if "llowed" in sentence else "raise end")
+    assert page.text(4) == sentence
+    page.tab.wait_for_function(f"() => ({MARKED})().length")
+    assert page.evaluate(MARKED) == marked
     page.photograph("error", [4])
     page.noise.clear()  # the page logs what the server refused
-    widget[WINDOW_SIZE] = 8
+    graph["nodes"][3]["widgets_values"][place] = workflow()["nodes"][3]["widgets_values"][place]
     page.open(graph, "mended")
+    page.queue()
+    assert page.text(4).startswith("On: half of the tokens merged, ")
+
+
+def test_what_fails_while_running_is_said_on_the_node(page: Any) -> None:
+    broken(page, WINDOW_SIZE, 0)
+    page.wait_until_idle()
+    assert page.text(4) == "window size is 0. Allowed: a whole number from 2 to 64. Try 8."
+    assert page.text(7) == NEW
+    page.noise.clear()  # the page logs it too
+    page.set(4, "window_size", 8)
     page.queue()
     assert page.text(4) == line(0.5)
 
 
+def test_an_input_that_is_missing_is_said_on_the_node(page: Any) -> None:
+    graph = workflow()
+    graph["nodes"][3]["inputs"][0]["link"] = None
+    graph["nodes"][0]["outputs"][0]["links"] = []
+    graph["links"] = graph["links"][1:]
+    page.open(graph, "missing")
+    page.press_run()
+    page.wait_for_text(4, "connected")
+    assert page.text(4) == "Nothing is connected to model. Connect it."
+    page.noise.clear()
+
+
+def contrast(page: Any, selector: str) -> float:
+    """Of a text against what is behind it, as WCAG defines it."""
+    colours = page.evaluate(
+        """selector => {
+            const element = typeof selector === "number" ? window.said(selector) : document.querySelector(selector)
+            const style = getComputedStyle(element)
+            return [style.color, style.backgroundColor, style.opacity]
+        }""",
+        selector,
+    )
+    assert colours[2] == "1"
+
+    def luminance(colour: str) -> float:
+        parts = [float(part) / 255 for part in re.findall(r"[\d.]+", colour)[:3]]
+        assert len(parts) == 3
+        return sum(
+            weight * (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4)
+            for part, weight in zip(parts, (0.2126, 0.7152, 0.0722), strict=True)
+        )
+
+    light, dark = sorted(map(luminance, colours[:2]), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_texts_can_be_read(page: Any) -> None:
+    """Also of an error and of an earlier run; and no template gives nodes of ours a colour of their own."""
+    page.open(workflow(0.0), "contrast")
+    assert contrast(page, 4) >= 4.5
+    page.queue()
+    page.queue()
+    assert "earlier" in page.text(4)
+    assert contrast(page, 4) >= 4.5
+    broken(page, WINDOW_SIZE, 0)
+    page.wait_until_idle()
+    assert "window size" in page.text(4)
+    assert contrast(page, 4) >= 4.5
+    page.noise.clear()
+
+
+def test_a_new_node_is_as_large_as_what_is_visible(page: Any) -> None:
+    page.open({"nodes": [], "links": [], "version": 0.4}, "new")
+    heights = {}
+    for kind in ("ToMA", "ToMAAdvanced"):
+        page.evaluate(
+            """kind => {
+                const node = LiteGraph.createNode(kind)
+                node.pos = [100, 100]
+                app.graph.add(node)
+                window.made = node.id
+            }""",
+            kind,
+        )
+        page.tab.wait_for_timeout(700)
+        heights[kind] = page.evaluate("() => app.graph.getNodeById(window.made).getBounding()[3]")
+        page.evaluate("() => app.graph.remove(app.graph.getNodeById(window.made))")
+    assert heights["ToMAAdvanced"] < heights["ToMA"] + 4 * 40 + 60, "four more rows, and the button that unfolds"
+
+
+def test_the_panel_of_parameters_shows_no_empty_field(page: Any) -> None:
+    page.open(simple(), "panel")
+    page.evaluate("() => app.canvas.selectNode(app.graph.getNodeById(4))")
+    options = "() => app.graph.getNodeById(4).widgets.find(w => w.name === 'toma_said').options"
+    assert page.evaluate(f"() => ({options})().hideInPanel") is True
+    page.evaluate("() => app.canvas.deselectAll()")
+
+
+def test_in_a_narrow_window_the_text_is_inside_its_node_too(narrow: Any) -> None:
+    narrow.open(simple(), "narrow")
+    narrow.queue()
+    inside(narrow, 4)
+
+
+def test_the_page_in_chinese(chinese: Any) -> None:
+    """Labels, the line, its details, errors and help: nothing of ours stays English, and nothing is missing."""
+    chinese.open(workflow(0.5), "chinese")
+    assert chinese.text(4) == "尚未运行。"
+    chinese.queue()
+    assert chinese.text(4) == "已启用：合并了一半的 Token，17 个块中的 16 个，全部 4 步"
+    assert not re.search("[a-z]{3}", chinese.details(4).replace("Token", ""))
+    assert chinese.text(7).startswith("已启用：合并了一半的 Token")
+    chinese.photograph("chinese", [4, 7])
+    broken(chinese, START, 0.9, ends_at=0.5)
+    chinese.wait_for_text(4, "开始位置")
+    assert chinese.text(4) == "开始位置（0.9）大于结束位置（0.5），不会合并任何内容。请调低开始位置或调高结束位置。"
+    broken(chinese, WINDOW_SIZE, 0)
+    chinese.wait_for_text(4, "窗口大小")
+    assert chinese.text(4) == "窗口大小为 0。允许：2 到 64 的整数。可试 8。"
+    chinese.wait_until_idle()
+    chinese.noise.clear()
+    chinese.open(workflow(last="ToMABenchmark"), "help")
+    chinese.evaluate("() => app.canvas.selectNode(app.graph.getNodeById(7))")
+    chinese.tab.get_by_test_id("info-button").first.click()
+    chinese.tab.get_by_text("推荐一个比例").first.wait_for()
+    chinese.evaluate("() => app.canvas.deselectAll()")
+    assert chinese.ours() == set()
+
+
 @pytest.mark.parametrize(
     ("last", "words"),
-    [("ToMAReport", "in the last sampling run of a model"), ("ToMABenchmark", "recommends a ratio")],
+    [("ToMAReport", "first the verdict, then where and when"), ("ToMABenchmark", "recommends a ratio")],
 )
 def test_help_page_opens(page: Any, last: str, words: str) -> None:
     page.open(workflow(last=last), "help")
+    page.noise.clear()
     page.evaluate("() => app.canvas.selectNode(app.graph.getNodeById(7))")
     page.tab.get_by_test_id("info-button").first.click()
     page.tab.get_by_text(words).first.wait_for()
     page.evaluate("() => app.canvas.deselectAll()")
-    page.noise.clear()  # the page looks for a translation first
+    assert page.ours() == set(), "no page is looked for in vain"
 
 
 def test_the_report_is_shown(page: Any, baseline: Any) -> None:
@@ -275,12 +430,18 @@ def test_the_report_is_shown(page: Any, baseline: Any) -> None:
     graph = workflow(0.5, ends_at=0.6)
     loader, advanced, sampler = (graph["nodes"][index] for index in (0, 3, 4))
     loader.update(type="UNETLoader", widgets_values=["toma_demo_dit.safetensors", "default"])
-    advanced["widgets_values"][2:5] = [0, 0, 1]
+    advanced["widgets_values"][2:4], advanced["widgets_values"][FIRST] = [0, 0], 1
     sampler["widgets_values"][2:6] = [12, 2, "euler", "simple"]
     page.open(graph, "report")
     page.queue()
     page.tab.wait_for_timeout(1000)
-    assert page.text(7).startswith("1024 -> 512 tokens (32x32) in 5/7 blocks, ")
+    assert page.text(7).startswith("On: half of the tokens merged, 5 of 7 blocks, ")
+    assert [title for title in page.text(7).splitlines() if title and title[0] != " "][1:] == [
+        "Where",
+        "When",
+        "Unmerged",
+        "How",
+    ]
     (shown,) = page.evaluate(
         "() => Object.values(app.nodeOutputs).filter(o => o.text && o.images).map(o => o.images[0])"
     )
@@ -291,17 +452,23 @@ def test_the_report_is_shown(page: Any, baseline: Any) -> None:
 
 def test_the_benchmark_is_shown(page: Any, baseline: Any) -> None:
     page.open(workflow(last="ToMABenchmark"), "benchmark")
+    page.evaluate(WATCH, 7)
     page.queue()
     page.tab.wait_for_timeout(1000)
+    runs = [f"Measuring: run {n} of 12 ..." for n in range(1, 13)]
+    assert page.evaluate("window.shown")[:-1] == runs, "four settings warm up and run twice"
     text = page.text(7)
-    for part in ("Recommended", "without ToMA: ", "ratio 0.2: ", "ratio 0.4: ", "ratio 0.6: ", "latent 64 x 64"):
-        assert part in text
-    assert "4/4 steps" in text
+    assert text.startswith(("Fastest worthwhile: ", "Leave ToMA off here", "Too noisy to tell"))
+    assert "\nwithout ToMA: " in text
+    for ratio in ("0.2", "0.4", "0.6"):
+        assert re.search(rf"\nratio {ratio}, [\d.]+x as fast, distance [\d.]+, [\d.]+ ms per step", text)
+    assert "latent 64 x 64" in page.details(7)
+    assert "all 4 steps" in page.details(7)
     (shown,) = page.evaluate(
         "() => Object.values(app.nodeOutputs).filter(o => o.text && o.images).map(o => o.images[0])"
     )
     picture = page.picture("benchmark", shown)
     assert isinstance(picture, Image.Image)
     page.photograph("benchmark-node", [7], document=True)
-    assert page.text(4) == "No run seen yet.", "the model's own ToMA was not run"
+    assert page.text(4) == NEW, "the model's own ToMA was not run"
     assert page.noise - baseline == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -22,12 +23,13 @@ TIMINGS = [
 
 @pytest.fixture
 def run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """run(model, **inputs): plot, table, recommendation and the node's whole answer; previews in a temporary folder."""
+    """run(model, **inputs): plot, table, both recommendations and the node's whole answer; previews in a temporary
+    folder."""
     import folder_paths
 
     monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
 
-    def call(model: Any, **inputs: Any) -> tuple[torch.Tensor, str, float, Any]:
+    def call(model: Any, **inputs: Any) -> tuple[torch.Tensor, str, float, float, Any]:
         latent = {"samples": torch.zeros(1, 4, 32, 32)}
         given = {"ratio": 0.5, "preset": "balanced", "sweep": False, "steps": 4, "runs": 2, **inputs}
         answer = Node.execute(model, models.conditioning(model), latent, **given)
@@ -38,37 +40,40 @@ def run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.compat
 def test_measures_a_real_model_and_says_where(unet: Any, run: Any) -> None:
-    plot, table, best, answer = run(unet)
+    plot, table, best, nearest, answer = run(unet)
     assert plot.shape[0] == 1
     assert plot.shape[-1] == 3
     assert 0 <= plot.min() <= plot.max() <= 1
     assert best in (0.0, 0.5)
-    lines = table.splitlines()
+    assert nearest in (0.0, best)
+    verdict, _, rows = table.partition("\n\n")
+    lines = rows.splitlines()
     assert lines[0].startswith("| setting ")
     assert len({len(line) for line in lines[:4]}) == 1, "the columns are aligned"
     assert lines[2].startswith("| without ToMA |")
     assert lines[3].startswith("| ratio 0.5 ")
     assert "latent 32 x 32, batch 1, without negative; 2 runs of 4 steps each" in table
     assert f"float32, attention pytorch, torch {torch.__version__}, ComfyUI 0." in table
-    assert "At ratio 0.5: 256 -> 128 tokens in 2/17 blocks, 4/4 steps" in table
+    assert "At ratio 0.5: On: half of the tokens merged, 2 of 17 blocks, all 4 steps." in table
     assert answer.ui["text"][0] == table
-    short = answer.ui["toma"][0]["text"].splitlines()
-    assert short[0].startswith("Recommended")
-    assert short[1].startswith("without ToMA: ")
-    assert short[2].startswith("ratio 0.5: ")
-    assert short[-1] in table
+    (message,) = answer.ui["toma"]
+    assert message["text"].startswith(verdict), "first what to do"
+    *_, whole, merged = message["text"].splitlines()
+    assert re.fullmatch(r"without ToMA: [\d.]+ ms per step", whole)
+    assert re.fullmatch(r"ratio 0.5, [\d.]+x as fast, distance 0\.\d{3}, [\d.]+ ms per step", merged)
+    assert message["details"] in table
     assert len(answer.ui["images"]) == 1
 
 
 def test_an_empty_latent_becomes_one_of_the_model(flux: Any, run: Any) -> None:
-    _, table, _, _ = run(flux)
+    _, table, *_ = run(flux)
     assert "latent 32 x 32" in table
 
 
 def test_sweep_measures_thirds_of_the_ratio(unet: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def measure(model: Any, settings: Any, ratios: Any, task: Any, runs: int) -> Any:
+    def measure(model: Any, settings: Any, ratios: Any, task: Any, runs: int, told: Any) -> Any:
         asked.append((ratios, task.steps, task.negative, runs, settings.overrides))
         return TIMINGS
 
@@ -85,14 +90,52 @@ def test_sweep_measures_thirds_of_the_ratio(unet: Any, run: Any, monkeypatch: py
 
 def test_the_recommendation_goes_with_its_reason(unet: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark.timing, "measure", lambda *_: TIMINGS)
-    _, table, best, _ = run(unet)
-    assert best == 0.5
-    assert "Recommended ratio: 0.5 (1.66x)." in table
-    assert "| 1.25x | 0.020  |" in table
-    monkeypatch.setattr(benchmark.timing, "measure", lambda *_: [*TIMINGS[:1], Timing(0.5, [0.2, 0.2], 0.1, "m")])
-    _, table, best, _ = run(unet)
-    assert best == 0.0
-    assert "leave ToMA off here" in table
+    _, table, best, nearest, _ = run(unet)
+    assert (best, nearest) == (0.5, 0.25)
+    assert table.splitlines()[:3] == [
+        "Fastest worthwhile: ratio 0.5, 1.66x as fast, distance 0.050.",
+        "Nearest that is still 1.2x as fast: ratio 0.25, 1.25x as fast, distance 0.020.",
+        "",
+    ]
+    assert "| 1.25x | 0.020    |" in table
+
+
+@pytest.mark.parametrize(
+    ("timed", "outputs", "verdict"),
+    [
+        (Timing(0.5, [0.2, 0.2], 0.1), (0.0, 0.0), ["Leave ToMA off here: no ratio is faster."]),
+        (
+            Timing(0.5, [0.06, 0.09, 0.14], 0.1),
+            (0.0, 0.0),
+            [
+                "Too noisy to tell: runs of the same setting differ by 53 %. Let nothing else use the machine, or "
+                "raise runs."
+            ],
+        ),
+        (
+            Timing(0.5, [0.09, 0.092], 0.1),
+            (0.5, 0.0),
+            ["Fastest worthwhile: ratio 0.5, 1.11x as fast, distance 0.100.", "None is 1.2x as fast."],
+        ),
+        (
+            Timing(0.5, [0.05, 0.056], 0.1),
+            (0.5, 0.5),
+            [
+                "Fastest worthwhile: ratio 0.5, 1.91x as fast, distance 0.100.",
+                "Runs of the same setting differ by 7 %: raise runs to be sure.",
+            ],
+        ),
+    ],
+    ids=["slower", "noisy", "a little faster", "one is both, with some noise"],
+)
+def test_what_to_do_is_said_first(
+    unet: Any, run: Any, monkeypatch: pytest.MonkeyPatch, timed: Any, outputs: Any, verdict: list[str]
+) -> None:
+    monkeypatch.setattr(benchmark.timing, "measure", lambda *_: [TIMINGS[0], timed])
+    _, table, *recommended, answer = run(unet)
+    assert tuple(recommended) == outputs
+    assert table.partition("\n\n")[0].splitlines() == verdict
+    assert answer.ui["toma"][0]["text"].splitlines()[: len(verdict)] == verdict
 
 
 def test_ratio_zero_has_nothing_to_measure(unet: Any, run: Any) -> None:

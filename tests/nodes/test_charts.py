@@ -89,13 +89,17 @@ def test_many_blocks_break_into_lines_and_reasons_are_spelled_out(stats: Any) ->
 def test_benchmark_bars_are_as_long_as_their_values() -> None:
     bars = [
         charts.Bar("without ToMA", 100.0, 95.0, 105.0, "100 ms", charts.WHOLE),
-        charts.Bar("ratio 0.5", 50.0, 50.0, 50.0, "50 ms, 2.00x", charts.MERGED),
+        charts.Bar("ratio 0.25", 80.0, 80.0, 80.0, "1.25x", charts.RECOMMENDED, 0.5),
+        charts.Bar("ratio 0.5", 50.0, 50.0, 50.0, "2.00x", charts.MERGED, 1.0),
     ]
-    image = charts.bar_chart("title", bars, ["a note " * 60])
+    image = charts.bar_chart(["verdict"], bars, ["a note " * 60])
     pixels = np.asarray(image)
-    first, second = runs(pixels[58], charts.WHOLE), runs(pixels[58 + 48], charts.MERGED)
-    assert first == pytest.approx(2 * second, abs=3)
-    assert image.height > charts.bar_chart("title", bars, ["a note"]).height
+    whole, merged = (max(runs(row, colour) for row in pixels) for colour in (charts.WHOLE, charts.MERGED))
+    assert whole == pytest.approx(2 * merged, abs=8), "whiskers hide a little of each"
+    distances = {length for row in pixels if (length := runs(row, charts.SECOND)) > 30}  # the legend's square is less
+    assert max(distances) == pytest.approx(2 * min(distances), abs=3)
+    assert image.height > charts.bar_chart(["verdict"], bars, ["a note"]).height
+    assert charts.bar_chart(["a long verdict " * 9], bars, []).height > charts.bar_chart(["verdict"], bars, []).height
 
 
 def test_text_is_broken_into_lines_that_fit() -> None:

@@ -32,7 +32,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], str
 def patched(model: Any, ratio: float = 0.5, node_id: str | None = "12:5", **settings: Any) -> Any:
     hidden = SimpleNamespace(unique_id=node_id)
     everything = {"ratio": ratio, "min_tokens": 16, "whole_last": 0}
-    return nodes._patched(model, nodes.Settings("balanced", {**everything, **settings}), hidden)
+    return nodes._patched(model, "balanced", {**everything, **settings}, hidden)
 
 
 def test_a_run_is_told_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
@@ -40,9 +40,11 @@ def test_a_run_is_told_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
     assert sent == []
     models.sample(model, 24, 24, steps=2)
     (begin, end) = sent
-    assert begin == ("toma.said", {"node": "12:5", "graph": WORKFLOW, "text": live._ACTIVE}, "page")
-    text = "144 -> 72, 36 -> 18 tokens in 17/17 blocks, 2/2 steps"
-    assert end == ("toma.said", {"node": "12:5", "graph": WORKFLOW, "text": text}, "page")
+    line = {"node": "12:5", "graph": WORKFLOW}
+    assert begin == ("toma.said", {**line, "text": live._ACTIVE, "details": ""}, "page")
+    text = "On: half of the tokens merged, all 17 blocks, all 2 steps"
+    details = "Tokens: 144 -> 72 (12 x 12), 36 -> 18 (6 x 6)\nMerged steps: 1-2"
+    assert end == ("toma.said", {**line, "text": text, "details": details}, "page")
     models.sample(model, 24, 24, steps=1)
     assert len(sent) == 4, "a model that ComfyUI took from its cache tells of the next run too"
 
@@ -53,7 +55,7 @@ def test_a_run_that_fails_is_told_too(unet: Any, sent: list[Any]) -> None:
 
     with pytest.raises(RuntimeError, match="enough"):
         models.sample(patched(unet).args[0], 24, 24, steps=4, callback=stop)
-    assert sent[-1][1]["text"].endswith("1/4 steps")
+    assert sent[-1][1]["text"].endswith("1 of 4 steps")
 
 
 def test_two_nodes_are_told_apart(unet: Any, sent: list[Any]) -> None:
@@ -67,8 +69,24 @@ def test_a_node_that_is_off_says_so_and_leaves_the_model(unet: Any, sent: list[A
     answer = patched(unet, ratio=0.0)
     assert answer.args[0] is unet
     (message,) = answer.ui["toma"]
-    assert message == {"graph": WORKFLOW, "text": "Nothing is merged: the ratio is 0, or no step is in the range."}
+    assert message == {"graph": WORKFLOW, "text": "Off: the ratio is 0.", "details": ""}
+    (message,) = patched(unet, start_percent=0.5, end_percent=0.5).ui["toma"]
+    assert message["text"] == "Off: start percent and end percent leave no step between them."
     assert patched(unet).ui is None
+
+
+def test_an_error_stands_on_the_node_and_still_ends_the_prompt(unet: Any, sent: list[Any]) -> None:
+    with pytest.raises(ValueError, match="window_size is 0"):
+        patched(unet, window_size=0)
+    (message,) = sent
+    assert message[1]["error"]
+    assert message[1]["node"] == "12:5"
+    assert message[1]["text"].startswith("ToMA: window_size is 0. Allowed: ")
+
+
+def test_a_measurement_says_which_run_it_is_at(sent: list[Any]) -> None:
+    live.NodeLine("7").measures(3, 12)
+    assert sent[0][1]["text"] == "Measuring: run 3 of 12 ..."
 
 
 def test_without_a_page_nobody_is_told(unet: Any, sent: list[Any]) -> None:

@@ -92,9 +92,12 @@ def test_every_choice_is_taken(flux: Any) -> None:
 def test_what_most_people_touch_is_in_front() -> None:
     inputs = nodes.ToMAAdvanced.define_schema().inputs[1:]
     assert [item.id for item in inputs if not item.advanced] == [
-        "preset", "ratio", "whole_last", "whole_every", "whole_first", "end_percent", "detail_reuse",
+        "preset", "ratio", "whole_last", "whole_every", "end_percent", "detail_reuse",
     ]  # fmt: skip
     assert [bool(item.advanced) for item in inputs] == sorted(bool(item.advanced) for item in inputs)
+    assert [item.id for item in inputs][-6:] == [
+        "selector", "share", "random_seed", "self_attention", "cross_attention", "feed_forward",
+    ]  # fmt: skip
 
 
 @pytest.mark.compat
@@ -146,6 +149,16 @@ def test_ratio_is_refused_before_the_prompt_runs(ratio: float) -> None:
     assert "0 to 0.95" in answer
     assert nodes.ToMA.validate_inputs(ratio=0.95) is True
     assert nodes.ToMA.validate_inputs() is True, "a ratio that comes over a link is not known yet"
+
+
+def test_a_range_without_steps_is_refused_before_the_prompt_runs() -> None:
+    """By itself: another name here would be marked as wrong on the page too."""
+    node = nodes.ToMAAdvanced
+    assert "lower start_percent" in node.validate_inputs(start_percent=0.8, end_percent=0.2)
+    assert "end_percent is 1.5" in node.validate_inputs(start_percent=-1, end_percent=1.5)
+    assert node.validate_inputs(start_percent=0.8, end_percent=-1) is True, "the preset's end is 1"
+    assert node.validate_inputs(end_percent=0.2) is True, "a start that comes over a link is not known yet"
+    assert inspect.signature(node.validate_inputs).parameters.keys() == {"start_percent", "end_percent"}
 
 
 def test_unknown_preset_lists_the_known_ones(unet: Any) -> None:

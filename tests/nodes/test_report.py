@@ -41,14 +41,16 @@ def test_report_tells_what_was_merged_where_and_when(unet: Any, attach: Any, sho
     model = attach(unet, end_percent=0.5, min_tokens=100, whole_last=1, granularity="block", select_every=2)
     models.sample(model, 24, 24, steps=4, scheduler="normal")
     text, _, _ = shown(model)
-    lines = text.splitlines()
-    assert lines[0].startswith("144 -> 72 tokens (12x12) in 4/17 blocks, 2/4 steps, 4 selections, 4 weighings")
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines[0] == "On: half of the tokens merged, 4 of 17 blocks, 2 of 4 steps."
+    assert "tokens: 144 -> 72 tokens (12x12)" in lines
+    assert "4 selections, 4 weighings" in lines
     assert "merged steps: 1-2, at ratio 0.5" in lines
-    assert "whole steps: 3-4" in lines
+    assert "full steps: 3-4" in lines
     assert "model evaluations: 4, merged: 2" in lines
     assert "merged blocks: input.4.0, input.5.0, output.3.0, output.4.0" in lines
-    assert "left whole (whole_last = 1): output.5.0" in lines
-    small = next(line for line in lines if line.startswith("left whole (fewer than 100 tokens): "))
+    assert "unmerged (whole_last = 1): output.5.0" in lines
+    small = next(line for line in lines if line.startswith("unmerged (fewer than 100 tokens): "))
     assert small.count(",") == 11
     assert "middle.0.1" in small
 
@@ -57,17 +59,18 @@ def test_report_of_flux(flux: Any, attach: Any, shown: Any) -> None:
     model = attach(flux, whole_first=1)
     models.sample(model, 20, 28, steps=2)
     text, _, _ = shown(model)
-    assert text.startswith("140 -> 70 tokens (10x14) in 4/6 blocks, 2/2 steps, 2 selections, 2 weighings")
-    assert "left whole (whole_first = 1): double.0, single.0" in text.splitlines()
+    assert text.startswith("On: half of the tokens merged, 4 of 6 blocks, all 2 steps.\n")
+    assert "tokens: 140 -> 70 tokens (10x14)\n" in text
+    assert "  unmerged (whole_first = 1): double.0, single.0" in text.splitlines()
 
 
 def test_report_does_not_claim_a_merge_that_never_was(unet: Any, attach: Any, shown: Any) -> None:
     model = attach(unet, min_tokens=1000)
     models.sample(model, 24, 24, steps=2)
     text, _, _ = shown(model)
-    assert text.splitlines()[0] == "nothing was merged: fewer than 1000 tokens"
+    assert text.splitlines()[0] == "Nothing was merged: fewer than 1000 tokens."
     assert "merged steps" not in text
-    assert "whole steps: 1-2" in text
+    assert "full steps: 1-2" in text
     assert "model evaluations: 2, merged: 0" in text
 
 
@@ -91,7 +94,7 @@ def test_report_without_a_run_says_what_to_connect(unet: Any, attach: Any, shown
 @pytest.mark.parametrize("removed", [False, True])
 def test_report_of_a_model_without_toma(unet: Any, attach: Any, shown: Any, removed: bool) -> None:
     model = attach(attach(unet), ratio=0.0) if removed else unet
-    assert shown(model)[0] == "This model carries no ToMA node, or its ratio is 0: nothing is merged."
+    assert shown(model)[0] == "This model has no ToMA node before it, or its ratio is 0: nothing is merged."
 
 
 def test_report_after_an_error_tells_of_the_steps_until_then(unet: Any, attach: Any, shown: Any) -> None:
@@ -103,7 +106,7 @@ def test_report_after_an_error_tells_of_the_steps_until_then(unet: Any, attach: 
     with pytest.raises(RuntimeError, match="enough"):
         models.sample(model, 24, 24, steps=4, callback=stop)
     text, image, _ = shown(model)
-    assert "2/4 steps" in text.splitlines()[0]
+    assert "2 of 4 steps" in text.splitlines()[0]
     assert image.isfinite().all()
 
 

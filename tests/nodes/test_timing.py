@@ -37,7 +37,7 @@ def test_each_setting_is_timed_and_compared(unet: Any) -> None:
     assert whole.change == 0.0
     assert 0 < half.change < most.change
     assert whole.merged == ""
-    assert half.merged.startswith("144 -> 72, 36 -> 18 tokens in 17/17 blocks, 3/3 steps")
+    assert half.merged.startswith("On: half of the tokens merged, all 17 blocks, all 3 steps")
 
 
 def test_the_change_is_the_one_of_the_same_run_in_a_sampler(unet: Any) -> None:
@@ -153,6 +153,12 @@ def test_progress_goes_from_nothing_to_all(unet: Any, monkeypatch: pytest.Monkey
     assert seen[-1] == (18, 18)
 
 
+def test_every_run_is_told_before_it_begins(unet: Any) -> None:
+    told: list[tuple[int, int]] = []
+    timing.measure(unet, SETTINGS, [0.5], task(unet, size=8), 2, lambda *run: told.append(run))
+    assert told == [(n, 6) for n in range(1, 7)], "both settings warm up and run twice"
+
+
 def test_global_random_numbers_are_left_alone(unet: Any) -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
@@ -173,12 +179,26 @@ def test_median_and_spread() -> None:
 
 def test_recommends_the_smallest_ratio_that_is_about_as_fast() -> None:
     base, third, half, most = timed(0.0, 10, 10.1), timed(0.25, 8, 8.1), timed(0.5, 7, 7.1), timed(0.75, 6.8, 6.9)
-    assert timing.recommended([base, third, half, most]) == 0.5
-    assert timing.recommended([base, third]) == 0.25
-    assert timing.recommended([base, third, most]) == 0.75
+    assert timing.worthwhile([base, third, half, most]) is half
+    assert timing.worthwhile([base, third]) is third
+    assert timing.worthwhile([base, third, most]) is most
+
+
+def test_recommends_the_nearest_that_is_fast_enough() -> None:
+    base, third, half, most = timed(0.0, 10, 10.1), timed(0.25, 9, 9.1), timed(0.5, 8, 8.1), timed(0.75, 5, 5.1)
+    third.change, half.change, most.change = 0.1, 0.2, 0.3
+    assert timing.nearest([base, third, half, most]) is half, "a third is only 1.1x as fast"
+    assert timing.nearest([base, third]) is None
+    half.change = 0.4
+    assert timing.nearest([base, third, half, most]) is most
 
 
 def test_recommends_nothing_that_is_not_clearly_faster() -> None:
-    assert timing.recommended([timed(0.0, 10, 10), timed(0.5, 11, 11)]) == 0.0
-    noisy = timed(0.5, 7, 9.9, 12)
-    assert timing.recommended([timed(0.0, 9.5, 10, 10.5), noisy]) == 0.0
+    slower = [timed(0.0, 10, 10), timed(0.5, 11, 11)]
+    assert timing.worthwhile(slower) is None
+    assert not timing.too_noisy(slower)
+    noisy = [timed(0.0, 9.5, 10, 10.5), timed(0.5, 7, 9.9, 12)]
+    assert timing.worthwhile(noisy) is None
+    assert timing.nearest(noisy) is None
+    assert timing.too_noisy(noisy)
+    assert timing.noise(noisy) == pytest.approx((11.16 - 8.16) / 9.9)

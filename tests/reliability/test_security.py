@@ -119,7 +119,12 @@ def test_no_other_code_is_shipped(shipped: dict[str, str]) -> None:
 
 def test_script_of_the_page_speaks_to_its_page_alone(shipped: dict[str, str]) -> None:
     script = shipped["web/toma.js"]
-    assert set(re.findall(r"""from\s+["']([^"']+)["']""", script)) == {"../../scripts/api.js", "../../scripts/app.js"}
+    texts = {f"./said/{Path(name).name}" for name in shipped if name.startswith("web/said/")}
+    theirs = {"../../scripts/api.js", "../../scripts/app.js"}
+    assert set(re.findall(r"""from\s+["']([^"']+)["']""", script)) == theirs | texts
+    for name in texts:
+        said = shipped[f"web/{name[2:]}"].removeprefix("export default ")
+        assert all(isinstance(text, str) for text in json.loads(said).values()), "texts and nothing that runs"
     for word in (
         *("fetch", "XMLHttpRequest", "WebSocket", "EventSource", "sendBeacon", "import(", "eval", "Function(", "http:"),
         *("https:", "innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "localStorage", "cookie"),
@@ -131,7 +136,7 @@ def test_script_of_the_page_speaks_to_its_page_alone(shipped: dict[str, str]) ->
 def test_texts_of_the_nodes_hold_no_markup(shipped: dict[str, str]) -> None:
     """The page draws help, names and tooltips: a translation must not bring a script along."""
     for name, text in shipped.items():
-        if name.startswith(("locales/", "web/docs/", "workflows/", "subgraphs/")):
+        if name.startswith(("locales/", "web/docs/", "web/said/", "workflows/", "subgraphs/")):
             assert not re.search(
                 r"<\s*(script|iframe|img|svg|object|embed|link|style)|javascript:|onerror\s*=", text
             ), name

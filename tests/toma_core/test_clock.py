@@ -67,14 +67,14 @@ def test_headline_says_a_speed_only_if_it_was_measured() -> None:
     stats = RunStats(total_steps=9, merged_steps={0: 0.5, 1: 0.5, 2: 0.5}, grids={(8, 8): 32})
     stats.merged("double.0")
     stats.whole("double.1", "fewer than 9 tokens")
-    assert stats.headline() == "64 -> 32 tokens in 1/2 blocks, 3/9 steps"
+    assert stats.headline() == "On: half of the tokens merged, 1 of 2 blocks, 3 of 9 steps"
     stats.clock = clock(9.0, 1.0, 1.0, 2.0, 2.0)
-    assert stats.headline() == "64 -> 32 tokens in 1/2 blocks, 3/9 steps, 1.33x measured"
-    stats.detail_bytes = 1000  # whole steps that also gather detail are slower than a run without ToMA
+    assert stats.headline() == "On: half of the tokens merged, 1 of 2 blocks, 3 of 9 steps, 1.33x as fast"
+    stats.detail_bytes = 1000  # full steps that also gather detail are slower than a run without ToMA
     assert stats.headline().endswith("steps")
 
 
 def test_headline_says_why_nothing_was_merged() -> None:
     stats = RunStats()
     stats.whole("double.0", "fewer than 9 tokens")
-    assert stats.headline() == "nothing was merged: fewer than 9 tokens"
+    assert stats.headline() == "Nothing was merged: fewer than 9 tokens"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from toma_core.stats import RunStats
 
 
@@ -18,7 +20,7 @@ def stats_of_a_run() -> RunStats:
     stats.count_plan((64, 64), 2048, selected=False)
     for block in ("input.10", "input.2"):
         stats.merged(block)
-    stats.whole("middle.0", "left whole as configured")
+    stats.whole("middle.0", "as configured")
     stats.whole("input.2 attn2", "an attention mask")
     return stats
 
@@ -35,7 +37,7 @@ def test_counters() -> None:
 def test_one_line_for_the_log() -> None:
     assert stats_of_a_run().summary() == (
         "4096 -> 2048 tokens (64x64), 1024 -> 512 tokens (32x32) in 2/3 blocks, 4/6 steps, 2 selections, 3 weighings; "
-        "left whole (left whole as configured): middle.0; left whole (an attention mask): input.2 attn2"
+        "unmerged (as configured): middle.0; unmerged (an attention mask): input.2 attn2"
     )
 
 
@@ -43,29 +45,72 @@ def test_a_long_list_is_shortened() -> None:
     stats = stats_of_a_run()
     for n in range(9):
         stats.whole(f"output.{n}", "a mask")
-    assert "left whole (a mask): output.0, output.1, output.2 and 6 more" in stats.summary()
+    assert "unmerged (a mask): output.0, output.1, output.2 and 6 more" in stats.summary()
     assert "output.8" in stats.text()
 
 
 def test_several_lines_for_a_reader() -> None:
-    lines = stats_of_a_run().text().splitlines()
-    assert lines[2:] == [
-        "merged steps: 2-3, 5-6, at ratio 0.5, 0.25",
-        "whole steps: 1, 4",
-        "model evaluations: 7, merged: 5",
-        "merged blocks: input.2, input.10",
-        "left whole (left whole as configured): middle.0",
-        "left whole (an attention mask): input.2 attn2",
+    stats = stats_of_a_run()
+    stats.attention = "pytorch"
+    assert stats.text().splitlines() == [
+        "On: 38 % of the tokens merged, 2 of 3 blocks, 4 of 6 steps.",
+        "",
+        "Where",
+        "  tokens: 4096 -> 2048 tokens (64x64), 1024 -> 512 tokens (32x32)",
+        "  merged blocks: input.2, input.10",
+        "",
+        "When",
+        "  merged steps: 2-3, 5-6, at ratio 0.5, 0.25",
+        "  full steps: 1, 4",
+        "  model evaluations: 7, merged: 5",
+        "",
+        "Unmerged",
+        "  unmerged (as configured): middle.0",
+        "  unmerged (an attention mask): input.2 attn2",
+        "",
+        "How",
+        "  2 selections, 3 weighings",
+        "  attention: pytorch",
     ]
-    assert lines[0] == stats_of_a_run().summary()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [
+        *((0.25, "a quarter"), (1 / 3, "a third"), (0.5, "half"), (2 / 3, "two thirds"), (0.75, "three quarters")),
+        *((0.4, "40 %"), (0.95, "95 %")),
+    ],
+)
+def test_the_headline_names_the_share_and_what_is_complete(ratio: float, words: str) -> None:
+    stats = RunStats(total_steps=2)
+    for step in range(2):
+        stats.count_evaluation(step, ratio)
+    stats.merged("input.1")
+    assert stats.headline() == f"On: {words} of the tokens merged, all 1 blocks, all 2 steps"
+
+
+def test_the_numbers_stand_behind_the_headline() -> None:
+    assert stats_of_a_run().numbers().splitlines() == [
+        "Tokens: 4096 -> 2048 (64 x 64), 1024 -> 512 (32 x 32)",
+        "Merged steps: 2-3, 5-6",
+        "Unmerged parts: 1, as configured",
+        "Unmerged parts: 1, an attention mask",
+    ]
+
+
+def test_the_reason_that_concerns_most_comes_first() -> None:
+    stats = RunStats()
+    stats.whole("output.5", "whole_last = 1")
+    for n in range(4):
+        stats.whole(f"input.{n}", "fewer than 256 tokens")
+    assert stats.headline() == "Nothing was merged: fewer than 256 tokens"
+    assert stats.summary() == "nothing was merged: fewer than 256 tokens; whole_last = 1"
 
 
 def test_a_run_that_merged_nothing_says_why() -> None:
     stats = RunStats()
-    assert (
-        stats.summary()
-        == "nothing was merged: every step ran whole (start percent, end percent, whole every, plan from)"
-    )
+    settings = "start percent, end percent, full step every, compare tokens by"
+    assert stats.summary() == f"nothing was merged: every step ran in full ({settings})"
     stats.whole("model", "a model or latent of unknown kind")
     assert stats.summary() == "nothing was merged: a model or latent of unknown kind"
     assert "merged blocks: none" in stats.text()
