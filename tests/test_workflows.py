@@ -12,9 +12,9 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageChops, ImageStat
 
-from demo.thumbnails import THUMBNAILS
+from demo.thumbnails import MOST_BYTES, THUMBNAILS, chain, drawn
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
 
@@ -22,6 +22,7 @@ EXAMPLES = sorted((ROOT / "workflows").glob("*.json"))
 DEMOS = sorted((ROOT / "demo" / "graphs").glob("*.json"))
 NOTES = {"Note", "MarkdownNote"}  # known to the page only
 TITLE_HEIGHT = 30
+MOST_HEIGHT = {"ToMA": 160, "ToMAAdvanced": 340, "ToMAReport": 700, "ToMABenchmark": 700}  # as large as what is visible
 # ComfyUI's page puts a widget of its own after a seed and does not send it.
 SEEDS = ("seed", "noise_seed")
 AFTER_SEED = ("fixed", "increment", "decrement", "randomize")
@@ -56,6 +57,8 @@ def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
         linked = {slot["name"]: slot["link"] for slot in node["inputs"] if slot.get("link") is not None}
         inputs = {name: origins[link] for name, link in linked.items()}
         for name, kind, options in node_inputs(server.object_info(node["type"])):
+            if kind == "IMAGECOMPARE":  # the page sends what it shows there, nothing before the first run
+                inputs[name] = {"__value__": ["", ""]}
             if not is_widget(kind) or options.get("forceInput"):
                 continue
             value = values.pop(0)
@@ -212,6 +215,29 @@ def test_every_workflow_has_a_thumbnail_that_can_be_made_again() -> None:
     assert {"Flux", "Flux Kontext"} <= names
     assert {path.stem for path in (ROOT / "workflows").iterdir() if path.suffix == ".jpg"} == names
     assert set(THUMBNAILS) == names
+
+
+@every_workflow
+def test_nodes_of_ours_are_folded_and_have_no_colour(path: Path) -> None:
+    """On a colour of its own the labels of a node cannot be read."""
+    for node in load(path)["nodes"]:
+        if node["type"] in ("ToMA", "ToMAAdvanced", "ToMAReport", "ToMABenchmark"):
+            assert not {"color", "bgcolor"} & set(node), node["type"]
+            assert not node.get("showAdvanced")
+            assert node["size"][1] <= MOST_HEIGHT[node["type"]]
+
+
+@every_example
+def test_thumbnail_is_of_this_workflow(path: Path) -> None:
+    """Drawn anew it is the same picture but for what JPEG and another version of the font change."""
+    saved, made = Image.open(path.with_suffix(".jpg")).convert("RGB"), drawn(path.stem)
+    assert ImageStat.Stat(ImageChops.difference(saved, made)).mean < [4.0] * 3, "python -m demo.thumbnails"
+    assert path.with_suffix(".jpg").stat().st_size < MOST_BYTES
+    boxes = chain(load(path))
+    assert boxes[0] == "model"
+    assert [box for box in boxes if "ToMA" in box]
+    assert ("report" in boxes) == ("report" in path.stem)
+    assert ("LoRA" in boxes) == any("Lora" in node["type"] for node in load(path)["nodes"])
 
 
 @pytest.mark.server
