@@ -1,0 +1,25 @@
+"""Cuts the pair of rows that the README begins with out of the pictures of docs/fidelity.md: `python -m demo.pair`."""
+
+from __future__ import annotations
+
+from PIL import Image
+
+from scripts.comfyui import ROOT
+
+IMAGES = ROOT / "docs" / "images"
+# Heights of a row of pictures and of the line of text above it. The first row is without ToMA, the second `balanced`.
+ROW, TEXT, GAP = 128, 16, 6
+
+
+def main() -> None:
+    """Command line: write docs/images/pair.jpg."""
+    rows = Image.open(IMAGES / "fidelity-pictures-unet.jpg")
+    pair = Image.new("RGB", (rows.width, 2 * ROW + GAP), (255, 255, 255))
+    for index in range(2):
+        top = TEXT + index * (ROW + TEXT)
+        pair.paste(rows.crop((0, top, rows.width, top + ROW)), (0, index * (ROW + GAP)))
+    pair.save(IMAGES / "pair.jpg", quality=90)
+
+
+if __name__ == "__main__":
+    main()
