@@ -22,7 +22,7 @@ EXAMPLES = sorted((ROOT / "workflows").glob("*.json"))
 DEMOS = sorted((ROOT / "demo" / "graphs").glob("*.json"))
 NOTES = {"Note", "MarkdownNote"}  # known to the page only
 TITLE_HEIGHT = 30
-MOST_HEIGHT = {"ToMA": 160, "ToMAAdvanced": 340, "ToMAReport": 700, "ToMABenchmark": 700}  # as large as what is visible
+MOST_HEIGHT = {"ToMA": 160, "ToMAAdvanced": 340, "ToMAReport": 900, "ToMABenchmark": 900}  # as large as what is visible
 # ComfyUI's page puts a widget of its own after a seed and does not send it.
 SEEDS = ("seed", "noise_seed")
 AFTER_SEED = ("fixed", "increment", "decrement", "randomize")

@@ -251,7 +251,7 @@ def steady(lab: ComfyServer, saved_latent: Callable[[Run], bytes]) -> Iterator[C
     good = sampling_graph(DIT, 64, 2, seed=4321, merged=True, whole_every=0)
     run = lab.run(good, timeout=120)
     before = saved_latent(run)
-    assert "2/2 steps" in run.outputs[REPORT]["text"][0]
+    assert "all 2 steps" in run.outputs[REPORT]["text"][0]
     yield lab
     lab.check_alive()
     lab.post("/free", {"unload_models": True, "free_memory": True})
