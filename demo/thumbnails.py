@@ -39,6 +39,7 @@ THUMBNAILS = {
     "Flux Kontext": ("Flux\nKontext", "edit a picture"),
     "Flux.2 Klein": ("Flux.2\nKlein", "in 4 steps"),
     "Z-Image Turbo": ("Z-Image\nTurbo", "in 8 steps"),
+    "Z-Image Turbo app": ("Z-Image\nTurbo", "as an app: a form\nand no graph"),
     "Qwen-Image-Edit": ("Qwen-Image\nEdit", "edit a picture,\n4 steps"),
 }
 # What the nodes on the model's way are called, by how their type begins; others are not drawn.
