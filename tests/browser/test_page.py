@@ -141,9 +141,10 @@ def test_an_app_shows_its_fields(page: Any) -> None:
     """The template for App mode: its form instead of the graph, with our ratio in it."""
     template = json.loads((ROOT / "workflows" / "Z-Image Turbo app.json").read_text(encoding="utf-8"))
     page.open(template, "app")
+    fields = ["text", "ratio", "preset", "width", "height", "seed"]
+    shown = "fields => { const lines = document.body.innerText.split('\\n'); return fields.every(f => lines.includes(f)) }"
     try:
-        for shown in ("ratio", "preset", "width", "height", "seed"):
-            page.tab.get_by_text(shown, exact=True).first.wait_for()
+        page.tab.wait_for_function(shown, arg=fields)
     finally:
         page.evaluate("() => app.extensionManager.command.execute('Comfy.ToggleLinear')")
 
