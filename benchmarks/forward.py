@@ -13,6 +13,7 @@ broken, or nothing was merged, or the unpatched model changed.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -99,7 +100,7 @@ class Runner:
         if self.stats is None:
             return "all"
         grids = sorted(self.stats.grids.items(), reverse=True)
-        return ", ".join(f"{h * w} -> {kept}" for (h, w), kept in grids)
+        return ", ".join(f"{math.prod(grid)} -> {kept}" for grid, kept in grids)
 
     def kernels(self) -> str:
         """Which kernels computed the plans."""
@@ -207,6 +208,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="*", choices=list(WHOLE), default=["sdxl", "flux"])
     parser.add_argument("--size", nargs="*", type=bench.size, default=[(1024, 1024)], help="WIDTHxHEIGHT in pixels")
     parser.add_argument("--batch", nargs="*", type=int, default=[1])
+    parser.add_argument("--frames", type=int, default=1, help="of a video's latent")
     parser.add_argument("--ratio", nargs="*", type=float, default=[0.5])
     parser.add_argument("--granularity", nargs="*", choices=GRANULARITIES, default=GRANULARITIES)
     parser.add_argument("--rivals", action="store_true", help="what users would take instead, and ToMA on top of it")
@@ -247,7 +249,7 @@ def main() -> None:
             chosen += [compiler, variants.stacked(best, compiler), variants.stacked(compiler, best)]
         for width, height in args.size:
             for batch in args.batch:
-                shape = Shape(name, height, width, batch, args.tiny)
+                shape = Shape(name, height, width, batch, args.tiny, frames=args.frames)
                 rows += measure(patcher, shape, chosen, args.repeats, device, check_kernels=True, blocks=blocks)
                 if args.profile:
                     bench.say(profiled(patcher, shape, chosen[-1], device).top)

@@ -23,7 +23,8 @@ _TINY = (32, 48, 24)
 @dataclass(frozen=True)
 class Shape:
     """One evaluation: a model of `WHOLE`, picture sides in pixels, images in the batch. tiny: of the small models in
-    `benchmarks.models`, to try a benchmark out. references: how many reference images, as large as the picture."""
+    `benchmarks.models`, to try a benchmark out. references: how many reference images, as large as the picture. frames:
+    of a video's latent."""
 
     model: str
     height: int = 1024
@@ -31,10 +32,11 @@ class Shape:
     batch: int = 1
     tiny: bool = False
     references: int = 0
+    frames: int = 1
 
     @property
     def size(self) -> str:
-        return f"{self.width}x{self.height}"
+        return f"{self.width}x{self.height}" + (f"x{self.frames}" if self.frames > 1 else "")
 
     @property
     def whole(self) -> Whole:
@@ -43,8 +45,8 @@ class Shape:
 
     @property
     def latent(self) -> tuple[int, ...]:
-        """(C, H, W) or (C, 1, H, W), without the batch."""
-        pixel, frames = self.whole.pixel, (1,) if self.whole.video else ()
+        """(C, H, W) or (C, T, H, W), without the batch."""
+        pixel, frames = self.whole.pixel, (self.frames,) if self.whole.video else ()
         return (self.whole.channels, *frames, self.height // pixel, self.width // pixel)
 
     @property

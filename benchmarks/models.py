@@ -267,6 +267,23 @@ def sd3(seed: int = 0, *, layers: int = 2, **extra: Any) -> Any:
     return model
 
 
+def wan(seed: int = 0, *, layers: int = 4, base: str = "WAN21", kind: str = "WAN21_T2V", **extra: Any) -> Any:
+    """Wan 2.1: text to video. base, kind: other models of the family, see `_built`."""
+    config = {
+        "image_model": "wan2.1",
+        "model_type": "t2v",
+        "dim": 48,
+        "ffn_dim": 128,
+        "num_heads": 2,
+        "num_layers": layers,
+        "text_dim": 48,
+        "freq_dim": 32,
+        "dtype": torch.float32,
+        **extra,
+    }
+    return _built(base, kind, config, seed)
+
+
 # By the name of a family's layout, those whose blocks all see the image at one resolution.
 TRANSFORMERS = {
     "flux": flux,
@@ -278,6 +295,7 @@ TRANSFORMERS = {
     "qwen_image": qwen_image,
     "ernie": ernie,
     "sd3": sd3,
+    "wan": wan,
 }
 KINDS = ("unet", *TRANSFORMERS)
 # One for each file of nodes/adapters/families: the hooks of the other two are those of flux and lumina2.
@@ -300,6 +318,7 @@ def sample(
     width: int = 32,
     *,
     batch: int = 1,
+    frames: int = 1,
     steps: int = 3,
     cfg: float = 3.0,
     sampler: str = "euler",
@@ -309,11 +328,14 @@ def sample(
     negative: Any = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Sample a latent of `height` x `width` (in latent pixels) through ComfyUI's own sampler."""
+    """Sample a latent of `height` x `width` (in latent pixels) through ComfyUI's own sampler, of so many frames if the
+    model has any."""
     import comfy.sample
 
     channels = model.model.latent_format.latent_channels
     latent = comfy.sample.fix_empty_latent_channels(model, torch.zeros(batch, channels, height, width))
+    if frames > 1:
+        latent = latent.expand(-1, -1, frames, -1, -1).contiguous()
     noise = comfy.sample.prepare_noise(latent, seed)
     positive = conditioning(model, seed=1) if positive is None else positive
     negative = conditioning(model, seed=2) if negative is None else negative

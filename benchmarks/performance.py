@@ -106,9 +106,13 @@ def ceilings() -> str:
     return markdown(["model", "side, px", "TFLOP whole", *(f"ratio {r:g}" for r in RATIOS)], rows())
 
 
-def _side(model: str) -> int:
-    """Of the pictures that it is made for, in pixels."""
-    return 1328 if model == "qwen_image" else 1024
+def _sizes(model: str) -> list[tuple[str, Shape]]:
+    """What it is made for, and more of it."""
+    if model == "wan":  # 81 frames are 21 of the latent
+        sizes = ((832, 480), (1280, 720))
+        return [(f"{w} x {h} x 81", Shape(model, height=h, width=w, frames=21)) for w, h in sizes]
+    sides = (1328 if model == "qwen_image" else 1024, 2048)
+    return [(f"{side}", Shape(model, side, side)) for side in sides]
 
 
 def families() -> str:
@@ -116,8 +120,7 @@ def families() -> str:
 
     def rows() -> Iterator[list[str]]:
         for model in TITLES:
-            for side in (_side(model), 2048) if model != "sdxl" else ():
-                shape = Shape(model, side, side)
+            for size, shape in _sizes(model) if model != "sdxl" else ():
                 base = count(shape)
                 every = [count(shape, _toma(ratio=ratio, **_ALL), kernels=True) for ratio in (0.5, 0.75)]
                 # Its first step runs whole.
@@ -125,8 +128,8 @@ def families() -> str:
                 plain = count(shape, _toma(**_ALL))
                 yield [
                     TITLES[model],
-                    f"{side}",
-                    f"{(side // 16) ** 2} + {shape.whole.text[0]}",
+                    size,
+                    f"{shape.frames * (shape.height // 16) * (shape.width // 16)} + {shape.whole.text[0]}",
                     f"{base.flops / 1e12:.0f}",
                     f"{base.products['attention'] / base.flops:.0%}",
                     *(_times(base, merged) for merged in (*every, *balanced)),

@@ -10,6 +10,7 @@ A speed-up is refused where the output is broken or nothing was merged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,7 +89,7 @@ def measure(
         if evaluations[name] < evaluations[UNPATCHED.name]:
             row.note = f"{evaluations[name]} of {evaluations[UNPATCHED.name]} evaluations; {row.note}"
         if stats is not None:
-            row.tokens = ", ".join(f"{h * w} -> {k}" for (h, w), k in sorted(stats.grids.items(), reverse=True))
+            row.tokens = ", ".join(f"{math.prod(g)} -> {k}" for g, k in sorted(stats.grids.items(), reverse=True))
             merged = f"{len(stats.merged_steps)}/{max(stats.total_steps, steps)} steps merged"
             row.note = "; ".join(t for t in (row.note, merged, ", ".join(sorted(stats.kernels))) if t)
             if not stats.merged_blocks:

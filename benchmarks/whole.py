@@ -269,6 +269,23 @@ SD3 = Whole(
     pooled=2048,
 )
 
+# The 14B of Wan 2.1, and each of the two of Wan 2.2.
+WAN = Whole(
+    "WAN21",
+    "WAN21_T2V",
+    {
+        "image_model": "wan2.1",
+        "model_type": "t2v",
+        "dim": 5120,
+        "ffn_dim": 13824,
+        "num_heads": 40,
+        "num_layers": 40,
+    },
+    ("num_layers",),
+    few=(3,),
+    video=True,
+)
+
 # By the name of their layout in `models.TRANSFORMERS`; Klein has Flux.2's.
 WHOLE: dict[str, Whole] = {
     "sdxl": SDXL,
@@ -281,6 +298,7 @@ WHOLE: dict[str, Whole] = {
     "krea2": KREA2,
     "qwen_image": QWEN_IMAGE,
     "sd3": SD3,
+    "wan": WAN,
 }
 # Those that take reference images behind the image; the others have none, or put them elsewhere.
 EDITORS = ("flux", "flux2", "klein", "krea2", "qwen_image")
@@ -295,4 +313,5 @@ TITLES = {
     "krea2": "Krea 2",
     "qwen_image": "Qwen-Image",
     "sd3": "SD3.5 large",
+    "wan": "Wan 14B",
 }

@@ -132,8 +132,8 @@ class Kit:
     def __init__(self, name: str) -> None:
         self.name = name
         self.channels = {"sdxl": 4, "flux2": 128}.get(name, 16)
-        # Models whose latents are those of a video: (B, C, 1, H, W).
-        self.frames = (1,) if name in ("krea2", "qwen_image") else ()
+        # Models whose latents are those of a video: (B, C, T, H, W).
+        self.frames = {"krea2": (1,), "qwen_image": (1,), "wan": (3,)}.get(name, ())
 
     @property
     def is_flux(self) -> bool:
@@ -173,10 +173,11 @@ class Kit:
         return self.prompt(1), self.prompt(2)
 
     def sample(self, model: Any, **options: Any) -> Tensor:
-        """Plain sampling: a latent of (B, C, H, W), or (B, C, 1, H, W)."""
+        """Plain sampling: a latent of (B, C, H, W), or (B, C, T, H, W)."""
         height, width = options.pop("height", SIDE), options.pop("width", SIDE)
         steps = max(options.pop("steps", STEPS), 4 if PRESET else 1)
-        return models.sample(model, height, width, steps=steps, **options)
+        (frames,) = self.frames or (1,)
+        return models.sample(model, height, width, **{"frames": frames, "steps": steps, **options})
 
     def latent(self, side: int = SIDE, seed: int | None = None) -> dict[str, Tensor]:
         """LATENT: an empty one, or noise as an encoded picture would be."""

@@ -20,6 +20,7 @@ OTHERS = {
     "krea2": "Krea 2",
     "qwen_image": "Qwen-Image",
     "sd3": "SD3.5",
+    "wan": "Wan",
 }
 ALL = {**FAMILIES, **OTHERS}
 

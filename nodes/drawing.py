@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from ..toma_core.maps import MergeMap
+from ..toma_core.windows import Grid
 from .charts import INK, PAPER, font
 
 # Okabe and Ito's palette without black: told apart with every kind of colour vision.
@@ -25,7 +26,7 @@ _TINT = 0.25
 
 
 def draw(
-    maps: Mapping[tuple[int, int], MergeMap],
+    maps: Mapping[Grid, MergeMap],
     fallback: str,
     picture: Tensor | None = None,
     charts: Callable[[int], Iterable[Image.Image]] = lambda _: (),
@@ -88,7 +89,10 @@ def _panel(merged: MergeMap, picture: Image.Image | None) -> Image.Image:
         y, x = _CAPTION + (index // width + 0.5) * cell, (index % width + 0.5) * cell
         pen.ellipse([x - radius, y - radius, x + radius, y + radius], fill=(255, 255, 255), outline=INK)
 
-    pen.text((0, 4), f"{height} x {width} tokens -> {len(merged.destinations)}", fill=INK, font=font())
+    title = f"{height} x {width} tokens -> {len(merged.destinations)}"
+    if merged.frames > 1:
+        title += f" (frame 1 of {merged.frames})"
+    pen.text((0, 4), title, fill=INK, font=font())
     legend = "dot: a token that stayed   patch: merged into it   black line: window"
     if picture is not None:
         legend += "   white line: patch"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .selection.objective import normalized
+from .selection.objective import in_parts, normalized
 from .windows import Budget, Windows
 
 # A window gets at most so many times its equal share.
@@ -59,12 +59,15 @@ def spread(x: Tensor, windows: Windows) -> Tensor:
 
     x: (B, W, S, C) in window layout, any float dtype. Returns (B, W) fp32.
     """
-    x = normalized(x).nan_to_num_(nan=0.0)
     if windows.valid is None:
-        mean = x.mean(2)
-    else:
-        share = windows.valid / windows.valid.sum(1, keepdim=True)
-        mean = (x * share[..., None]).sum(2)
+        return in_parts(_spread, x)
+    share = windows.valid / windows.valid.sum(1, keepdim=True)
+    return in_parts(_spread, x, share.expand(len(x), -1, -1))
+
+
+def _spread(x: Tensor, share: Tensor | None = None) -> Tensor:
+    x = normalized(x).nan_to_num_(nan=0.0)
+    mean = x.mean(-2) if share is None else (x * share[..., None]).sum(-2)
     return 1 - mean.pow(2).sum(-1)
 
 
@@ -73,21 +76,34 @@ def moved(budget: Budget, spread: Tensor, windows: Windows) -> MovedBudget:
 
     spread: (B, W) from `spread`. Quantisation that errs least puts points where data varies in proportion to a power of
     its variance, 1/2 for two dimensions (Zador 1982). The next destination goes to the window that has fewest for what
-    it is due, so that the sum is exact; each has one at least, and at most `MOST` of an equal share. No host sync.
+    it is due, so that the sum is exact; each has one at least, and at most `MOST` of an equal share. Frames of a
+    video share nothing: each has as many. No host sync.
     """
-    device, slots = spread.device, windows.slots
+    device, slots, frames = spread.device, windows.slots, windows.frames
+    images, total = len(spread), budget.total // frames
+    spread = spread.reshape(images * frames, -1)
     K = min(slots, round(MOST * budget.slots))
     place = torch.arange(K, device=device)
     sizes = windows.valid.sum(1) if windows.valid is not None else torch.full_like(windows.source[:, 0], slots)
+    sizes = sizes[: spread.shape[1]]
     due = spread.clamp_min(0).sqrt() * sizes
     claims = due[..., None] / (place + 0.5)
     claims = claims.masked_fill(place >= sizes[:, None], -1.0).masked_fill(place == 0, torch.inf)
-    chosen = claims.flatten(1).topk(budget.total, dim=1).indices
+    chosen = claims.flatten(1).topk(total, dim=1).indices
     taken = torch.zeros(claims.shape, dtype=torch.bool, device=device).flatten(1).scatter_(1, chosen, True)
     counts = taken.view(claims.shape).sum(-1, keepdim=True)
     valid = place < counts
     # Slots in use come first in a stable order of what is not.
-    compact = (~valid).flatten(1).to(torch.uint8).argsort(dim=1, stable=True)[:, : budget.total]
+    compact = (~valid).flatten(1).to(torch.uint8).argsort(dim=1, stable=True)[:, :total]
     first = counts.cumsum(1) - counts
     expand = torch.where(valid, first + place, first).flatten(1)
-    return MovedBudget(budget.counts, compact, expand, valid)
+    compact, expand = _in_row(compact, frames, expand.shape[1]), _in_row(expand, frames, total)
+    return MovedBudget(budget.counts, compact, expand, valid.reshape(images, -1, K))
+
+
+def _in_row(places: Tensor, frames: int, step: int) -> Tensor:
+    """Places in each frame as places in all of them, which lie `step` apart. (B * frames, n) -> (B, frames * n)"""
+    if frames == 1:
+        return places
+    starts = step * torch.arange(frames, device=places.device)
+    return (places.unflatten(0, (-1, frames)) + starts[:, None]).flatten(1)

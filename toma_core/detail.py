@@ -22,16 +22,21 @@ from .schedule import Decision
 # nothing is left of the kept update, all is believed: that is plain merging.
 TRUST = 0.5
 
+# Bytes that a run may hold. A chain of blocks on a video of 720p takes 1.5 GB, for two conditions; but whatever breaks
+# chains, as ControlNets do, makes one of every block, and 40 of these would end a run that fits without ToMA.
+MOST = 4 << 30
+
 
 @dataclass(eq=False)
 class Details:
     """The updates of one run, by block and by what each part of a batch shows: those of the last whole step, and of
     evaluations after it that ran whole because somebody new took part. Several devices may share it.
 
-    most: the most bytes that were held at a time.
+    most: the most bytes that were held at a time. given_up: it became more than `MOST`; nothing is kept any more.
     """
 
     most: int = 0
+    given_up: bool = False
     # Whole steps: the last one that was announced, and the one since which updates are kept.
     _announced: int = -1
     _step: int = -1
@@ -71,12 +76,17 @@ class Details:
         """Keep the equal chunks of (B, N, C), one under each key. The first of a whole step drops those of the last: no
         sooner, as somebody may skip the step."""
         with self._lock:
+            if self.given_up:
+                return
             if self._renews and self._step != self._announced:
                 self._kept.clear()
                 self._step = self._announced
             self._kept.update((key, (update, place, len(keys))) for place, key in enumerate(keys))
             held = {id(whole): whole.nbytes for whole, _, _ in self._kept.values()}
             self.most = max(self.most, sum(held.values()))
+            if self.most > MOST:
+                self.given_up = True
+                self._kept.clear()
 
     def kept(self, keys: tuple[Hashable, ...], like: Tensor) -> Tensor | None:
         """What is kept under the keys, side by side: (B, N, C) as `like` is.

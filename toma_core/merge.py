@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .kernels import Kernels
 from .kernels.rows import joined
-from .selection.objective import cosines, normalized
+from .selection.objective import chosen_similarity, in_parts
 from .windows import Budget, Windows
 
 # So many windows side by side are merged as one where kernels do not: the zeros between them then cost less time than
@@ -145,9 +145,7 @@ def weigh(x: Tensor, picks: Tensor, windows: Windows, budget: Budget, scale: flo
     x: (B, W, S, C) features in window layout, any float dtype; picks: (B, W, K) int64. A = softmax over destinations
     of scale * cos(d_j, x_i), computed in fp32; M = A with rows normalised to sum 1. The weights are stored in `dtype`.
     """
-    x = normalized(x)
-    destinations = x.gather(2, picks[..., None].expand(-1, -1, -1, x.shape[-1]))
-    similarity = cosines(destinations, x)
+    similarity = in_parts(chosen_similarity, x, picks)
     if budget.valid is not None:
         similarity = similarity.masked_fill(~budget.valid[..., None], -torch.inf)
     A = (scale * similarity).softmax(dim=2)

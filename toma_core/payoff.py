@@ -87,6 +87,8 @@ KREA = Block(11.5, 69, (1, 6, 5))
 QWEN = Block(12, 77, (1, 4, 3))
 MM_DIT = Block(12, 70, (1, 3, 2), beside=77)
 ERNIE = Block(13, 37, (1, 6, 6))
+# Of the 14B; others have wider feed-forwards.
+WAN = Block(11.4, 59, (1, 4, 3))
 
 
 @dataclass(frozen=True)

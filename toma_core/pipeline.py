@@ -21,6 +21,7 @@ from .payoff import UNET_BLOCK, Block, obstacle
 from .pieces import Piece
 from .schedule import LASTING, Decision
 from .state import RunState
+from .windows import Grid
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,15 +43,15 @@ class Evaluation:
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", self.parts or self.copies)
 
-    def plan(self, x: Tensor, grid: tuple[int, int], scope: Hashable) -> MergePlan | None:
-        """The plan for tokens x of (B, H * W, C), the stored one or a fresh one. None where none is needed: this
+    def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
+        """The plan for tokens x of (B, N, C), the stored one or a fresh one. None where none is needed: this
         evaluation keeps detail, and the next one's plan is of the picture that this one predicts."""
         if self.decision.keeps_detail and self.run.config.plan_from is PlanFrom.PREDICTION:
             return None
         return self.run.plan(x, grid, scope, self.decision, self.copies, self.blind, self.piece, self.pictures)
 
-    def lasting_plan(self, x: Tensor, grid: tuple[int, int], scope: Hashable) -> MergePlan:
-        """The plan for tokens x of (B, H * W, C) that show the same in the whole run, as those of a reference image. Of
+    def lasting_plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan:
+        """The plan for tokens x of (B, N, C) that show the same in the whole run, as those of a reference image. Of
         its own for each condition: they may have different ones."""
         return self.run.plan(x, grid, scope, self.lasting, self.parts, self.blind)
 
@@ -74,6 +75,8 @@ class Evaluation:
     def obstacle(self, x: Tensor, block: Block = UNET_BLOCK, around: Granularity | None = None) -> str:
         """Why (B, N, C) tokens x that go through such a block stay whole, for the report; empty if they are merged.
         around: what they would be merged around; None if that is what the settings say."""
+        if self.run.obstacle:
+            return self.run.obstacle
         if round(self.decision.ratio * x.shape[1]) == 0:
             return "nothing to merge at this ratio"
         if self.piece is not None and len(x) != len(self.piece.latent):
@@ -84,13 +87,13 @@ class Evaluation:
 
 def plan_for(
     x: Tensor,
-    grid: tuple[int, int],
+    grid: Grid,
     scope: Hashable,
     evaluation: Evaluation,
     block: Block = UNET_BLOCK,
     around: Granularity | None = None,
 ) -> MergePlan | None:
-    """The plan for tokens x of (B, H * W, C), or None if they are to stay as they are, see `Evaluation.obstacle`.
+    """The plan for tokens x of (B, N, C), or None if they are to stay as they are, see `Evaluation.obstacle`.
     Blocks with one `scope` share a plan."""
     return None if evaluation.obstacle(x, block, around) else evaluation.plan(x, grid, scope)
 

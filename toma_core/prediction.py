@@ -11,16 +11,21 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from .windows import Grid
+
 # Of the picture that a token shows, so many cells by so many are told apart.
 _CELLS = 2
 
 
-def picture_tokens(picture: Tensor, grid: tuple[int, int]) -> Tensor:
+def picture_tokens(picture: Tensor, grid: Grid) -> Tensor:
     """A picture as features of the tokens of a grid: 2 x 2 cells a token, each the mean of what it covers; one cell
-    where a token covers no more. (B, C, ..., H, W) -> (B, N, C or 4 C)"""
-    picture = picture.flatten(1, -3)
-    cells = max(1, min(_CELLS, round(picture.shape[-1] / grid[1])))
-    sizes = [side * cells for side in grid]
+    where a token covers no more. (B, C, ..., H, W) -> (B, N, C or 4 C); where the grid has frames, (B, C, T, H, W)."""
+    *frames, height, width = grid
+    images = len(picture)
+    # Each frame as a picture of its own.
+    picture = picture.movedim(2, 1).flatten(0, 1) if frames else picture.flatten(1, -3)
+    cells = max(1, min(_CELLS, round(picture.shape[-1] / width)))
+    sizes = [side * cells for side in (height, width)]
     covers = [-(-side // size) for side, size in zip(picture.shape[-2:], sizes, strict=True)]
     # Models round their grids up: what is missing at the right and below is as what is next to it.
     bottom, right = (size * cover - side for size, cover, side in zip(sizes, covers, picture.shape[-2:], strict=True))
@@ -28,4 +33,5 @@ def picture_tokens(picture: Tensor, grid: tuple[int, int]) -> Tensor:
         picture = F.pad(picture, (0, right, 0, bottom), mode="replicate")
     if covers != [1, 1]:
         picture = F.avg_pool2d(picture, covers)
-    return F.pixel_unshuffle(picture, cells).flatten(2).transpose(1, 2).contiguous()
+    tokens = F.pixel_unshuffle(picture, cells).flatten(2).transpose(1, 2)
+    return tokens.reshape(images, -1, tokens.shape[2]).contiguous()

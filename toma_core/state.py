@@ -20,15 +20,15 @@ from .merge import MergePlan, stacked, weigh
 from .pieces import Piece
 from .prediction import picture_tokens
 from .schedule import LASTING, Decision, Schedule
-from .selection import SEARCHES, SEES_NOTHING, cosine_similarity, select
+from .selection import SEARCHES, SEES_NOTHING, cosine_similarity, in_parts, select
 from .stats import RunStats
 from .trial import Choice, Dispatch, Uses
-from .windows import Budget, Windows, make_budget, make_windows
+from .windows import Budget, Grid, Windows, make_budget, make_windows
 
 # scope and copy, grid, images, dtype, device
-_PlanKey = tuple[tuple[Hashable, Hashable], tuple[int, int], int, torch.dtype, torch.device]
+_PlanKey = tuple[tuple[Hashable, Hashable], Grid, int, torch.dtype, torch.device]
 # scope, grid, copies, images of each, dtype, device
-_StackKey = tuple[Hashable, tuple[int, int], tuple[Hashable, ...], int, torch.dtype, torch.device]
+_StackKey = tuple[Hashable, Grid, tuple[Hashable, ...], int, torch.dtype, torch.device]
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,11 @@ class _Entry:
 
 @dataclass(eq=False)
 class RunState:
-    """The state of one run. `schedule` holds the frozen settings; everything else is filled in as the run goes."""
+    """The state of one run. `schedule` holds the frozen settings; everything else is filled in as the run goes.
+    obstacle: why nothing more is merged in it, for the report."""
 
     schedule: Schedule
+    obstacle: str = ""
     stats: RunStats = field(default_factory=RunStats)
     dispatch: Dispatch = field(default_factory=Dispatch)
     _plans: dict[_PlanKey, _Entry] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class RunState:
     def plan(
         self,
         x: Tensor,
-        grid: tuple[int, int],
+        grid: Grid,
         scope: Hashable,
         decision: Decision,
         copies: tuple[Hashable, ...],
@@ -91,8 +93,8 @@ class RunState:
         conditioning: they share one plan, made from the first of them, in this call and in later ones.
         blind: why destinations must not depend on x, if they must not: then they lie at random, by the seed of the
         settings, and only weights are made from x. piece: what the call shows, if no key tells; a plan of it is not for
-        other calls but those of its evaluation. pictures: for each of the chunks (b, C', H', W'), what plans are made
-        from in place of x; all blocks share them then.
+        other calls but those of its evaluation. pictures: for each of the chunks (b, C', ..., H', W'), what plans are
+        made from in place of x; all blocks share them then.
         """
         if piece is not None:
             return self._plan_of(piece, x, grid, scope, decision, blind)
@@ -122,7 +124,7 @@ class RunState:
         return stack[1]
 
     def _plan_of(
-        self, piece: Piece, x: Tensor, grid: tuple[int, int], scope: Hashable, decision: Decision, blind: str
+        self, piece: Piece, x: Tensor, grid: Grid, scope: Hashable, decision: Decision, blind: str
     ) -> MergePlan:
         if (scope, grid) not in piece.plans:
             tokens = piece.tokens(x)
@@ -132,14 +134,14 @@ class RunState:
             self._remember(((scope, Piece), grid, 0, x.dtype, x.device), plan, decision)
         return piece.plans[scope, grid]
 
-    def kept(self, grid: tuple[int, int], decision: Decision, device: torch.device) -> int:
+    def kept(self, grid: Grid, decision: Decision, device: torch.device) -> int:
         """How many tokens of a grid are left where it is merged."""
         return self._layout(grid, decision, device)[1].total
 
     def _entry(
         self,
         x: Tensor,
-        grid: tuple[int, int],
+        grid: Grid,
         scope: tuple[Hashable, Hashable],
         decision: Decision,
         blind: str,
@@ -164,7 +166,7 @@ class RunState:
         self._plans[key] = entry
         return entry
 
-    def _forget(self, grid: tuple[int, int], entry: _Entry) -> None:
+    def _forget(self, grid: Grid, entry: _Entry) -> None:
         """Drop the plans of a grid that are older than this one, which nobody asks for again: of windows over a batch
         that move there would be ever more. Those that last, of references as large as the image, are no older than its
         own. Several devices may do so at once."""
@@ -185,7 +187,7 @@ class RunState:
         self,
         x: Tensor,
         features: Tensor,
-        grid: tuple[int, int],
+        grid: Grid,
         decision: Decision,
         blind: str,
         even: bool = False,
@@ -203,7 +205,7 @@ class RunState:
         if kernels is not None and kind is SelectorKind.FACILITY_LOCATION:
             return MergePlan(windows, budget, *kernels.select_weigh(features, windows, budget, config.scale), kernels)
         tokens = windows.split(features)
-        similarity = cosine_similarity(tokens)
+        similarity = in_parts(cosine_similarity, tokens)
         picks = select(similarity, windows, budget, kind, config.random_seed + decision.selection)
         plan = weigh(tokens, picks, windows, budget, config.scale, x.dtype)
         return replace(plan, kernels=kernels)
@@ -217,7 +219,7 @@ class RunState:
             self.schedule.reuses_detail,
         )
         choice = dispatch.pick(x, windows, budget, features, uses)
-        grid = windows.height, windows.width
+        grid = windows.grid
         place = (grid, even, x.shape[2], features.shape[2], x.dtype, x.device)
         if choice.kernels is not None and dispatch.given is None and place not in self._tried:
             self._tried.add(place)
@@ -232,20 +234,20 @@ class RunState:
             return replace(plan, merge_weights=M, unmerge_weights=back)
         return weigh(windows.split(features), plan.picks, windows, budget, config.scale, x.dtype)
 
-    def _laid_out(
-        self, features: Tensor, grid: tuple[int, int], decision: Decision, even: bool
-    ) -> tuple[Windows, Budget]:
+    def _laid_out(self, features: Tensor, grid: Grid, decision: Decision, even: bool) -> tuple[Windows, Budget]:
         """Windows, and what each of them keeps: the same share, or as much as there is in it."""
         windows, budget = self._layout(grid, decision, features.device)
         return windows, budget if even else moved(budget, spread(windows.split(features), windows), windows)
 
-    def _layout(self, grid: tuple[int, int], decision: Decision, device: torch.device) -> tuple[Windows, Budget]:
+    def _layout(self, grid: Grid, decision: Decision, device: torch.device) -> tuple[Windows, Budget]:
         config = self.config
         shifted = config.shift_windows and decision.selection % 2 == 1
         key = (grid, decision.ratio, shifted, device)
         if key not in self._layouts:
-            windows = make_windows(*grid, config.window_kind, config.window_size, shifted)
-            self._layouts[key] = windows.to(device), make_budget(windows.counts, decision.ratio).to(device)
+            *frames, height, width = grid
+            windows = make_windows(height, width, config.window_kind, config.window_size, shifted, *frames)
+            budget = make_budget(windows.counts, decision.ratio, windows.frames)
+            self._layouts[key] = windows.to(device), budget.to(device)
         return self._layouts[key]
 
     def __deepcopy__(self, memo: dict[int, object]) -> RunState:
@@ -264,7 +266,7 @@ class RunState:
 
     def close(self) -> RunStats:
         """Drop every tensor of the run and hand over its stats."""
-        self.stats.detail_bytes = self.details.most
+        self.stats.detail_bytes, self.stats.detail_given_up = self.details.most, self.details.given_up
         self._plans.clear()
         self._stacks.clear()
         self._layouts.clear()
@@ -273,6 +275,6 @@ class RunState:
         return self.stats
 
 
-def _features(x: Tensor, grid: tuple[int, int], picture: Tensor | None) -> Tensor:
+def _features(x: Tensor, grid: Grid, picture: Tensor | None) -> Tensor:
     """What tokens x of (B, N, C) are compared by, (B, N, C'): the picture that they show, or themselves."""
     return x if picture is None else picture_tokens(picture.to(x), grid)

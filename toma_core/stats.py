@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ import torch
 
 from .clock import StepClock
 from .maps import MergeMap
+from .windows import Grid
 
 
 @dataclass
@@ -21,7 +23,7 @@ class RunStats:
     steps: set[int] = field(default_factory=set)
     merged_steps: dict[int, float] = field(default_factory=dict)
     total_steps: int = 0
-    grids: dict[tuple[int, int], int] = field(default_factory=dict)
+    grids: dict[Grid, int] = field(default_factory=dict)
     merged_blocks: set[str] = field(default_factory=set)
     blocks: set[str] = field(default_factory=set)
     left_whole: dict[str, set[str]] = field(default_factory=dict)
@@ -31,7 +33,8 @@ class RunStats:
     blind: set[str] = field(default_factory=set)
     attention: str = ""
     detail_bytes: int = 0
-    maps: dict[tuple[int, int], MergeMap] = field(default_factory=dict)
+    detail_given_up: bool = False
+    maps: dict[Grid, MergeMap] = field(default_factory=dict)
     clock: StepClock = field(default_factory=StepClock)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -45,7 +48,7 @@ class RunStats:
                 self.merged_evaluations += 1
                 self.merged_steps[step] = ratio
 
-    def count_plan(self, grid: tuple[int, int], kept: int, selected: bool) -> None:
+    def count_plan(self, grid: Grid, kept: int, selected: bool) -> None:
         """One plan made for `grid`: with new destinations, or with new weights only."""
         with self.lock:
             self.grids[grid] = kept
@@ -92,7 +95,7 @@ class RunStats:
         """What stands behind the headline, a line for each thing."""
         lines = []
         if self.merged_blocks:
-            sizes = [f"{h * w} -> {kept} ({h} x {w})" for (h, w), kept in self._grids()]
+            sizes = [f"{math.prod(grid)} -> {kept} ({' x '.join(map(str, grid))})" for grid, kept in self._grids()]
             lines += [f"Tokens: {', '.join(sizes)}", f"Merged steps: {_ranges(self.merged_steps)}"]
         if self.left_whole:
             lines += [f"Unmerged parts: {len(self.left_whole[reason])}, {reason}" for reason in self._reasons()]
@@ -146,14 +149,17 @@ class RunStats:
     def _step_count(self) -> int:
         return max(self.total_steps, len(self.steps))
 
-    def _grids(self) -> list[tuple[tuple[int, int], int]]:
+    def _grids(self) -> list[tuple[Grid, int]]:
         return sorted(self.grids.items())[::-1]
 
     def _sizes(self) -> str:
-        return ", ".join(f"{h * w} -> {kept} tokens ({h}x{w})" for (h, w), kept in self._grids())
+        sizes = [(math.prod(grid), "x".join(map(str, grid)), kept) for grid, kept in self._grids()]
+        return ", ".join(f"{tokens} -> {kept} tokens ({size})" for tokens, size, kept in sizes)
 
     def _work(self) -> str:
         work = f"{self.selections} selections, {self.weighings} weighings"
+        if self.detail_given_up:
+            return f"{work}; detail was not reused: more than {self.detail_bytes / 1e9:.1f} GB"
         return f"{work}, {self.detail_bytes / 1e6:.3g} MB of detail held" if self.detail_bytes else work
 
     def _notes(self) -> list[str]:

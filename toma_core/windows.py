@@ -1,5 +1,8 @@
 """Cut any token grid into windows, and say how many destinations each window gets.
 
+A grid is (rows, columns), or for a video (frames, rows, columns). Windows lie inside one frame, and every frame keeps
+as many tokens: models tell noise levels and positions by frame.
+
 Nothing here depends on the content of an image: a `Windows` and a `Budget` are functions of the grid and the settings
 alone, hold their index tensors on the device once per run, and serve every image of a batch.
 """
@@ -15,15 +18,18 @@ from torch import Tensor
 
 from .config import WindowKind
 
+# Rows and columns of tokens; before them frames, where there are several.
+Grid = tuple[int, ...]
+
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """A partition of the N = height * width tokens (row-major) into W windows of at most S tokens.
+    """A partition of the N = frames * height * width tokens (row-major) into W windows of at most S tokens.
 
     source: (W, S) int64, the token in each slot; a slot past a window's count repeats the window's first token.
     valid: (W, S) bool, False in those padding slots; None if all windows are full.
     inverse: (N,) int64, each token's slot in the flattened (W * S); every token has exactly one.
-    counts: tokens per window. cuts: row and column borders.
+    counts: tokens per window. cuts: row and column borders; rows go on from frame to frame.
     tiles: rows of windows, rows of a window, windows in a row, columns of a window; None unless all are alike.
     """
 
@@ -35,6 +41,7 @@ class Windows:
     inverse: Tensor
     contiguous: bool
     cuts: tuple[tuple[int, ...], tuple[int, ...]]
+    frames: int = 1
     tiles: tuple[int, int, int, int] | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -43,7 +50,12 @@ class Windows:
 
     @property
     def tokens(self) -> int:
-        return self.height * self.width
+        return self.frames * self.height * self.width
+
+    @property
+    def grid(self) -> Grid:
+        """The grid that is cut."""
+        return (self.height, self.width) if self.frames == 1 else (self.frames, self.height, self.width)
 
     @property
     def slots(self) -> int:
@@ -69,16 +81,9 @@ class Windows:
 
     def to(self, device: torch.device) -> Windows:
         """The same windows with their index tensors on `device`."""
-        valid = None if self.valid is None else upload(self.valid, device)
-        return Windows(
-            self.height,
-            self.width,
-            self.counts,
-            upload(self.source, device),
-            valid,
-            upload(self.inverse, device),
-            self.contiguous,
-            self.cuts,
+        source, inverse = upload(self.source, device), upload(self.inverse, device)
+        return replace(
+            self, source=source, valid=None if self.valid is None else upload(self.valid, device), inverse=inverse
         )
 
 
@@ -133,30 +138,34 @@ def upload(t: Tensor, device: torch.device) -> Tensor:
     return t.to(device) if paged else t.pin_memory().to(device, non_blocking=True)
 
 
-def make_windows(height: int, width: int, kind: WindowKind, size: int, shifted: bool = False) -> Windows:
-    """Windows over a grid of `height` x `width` tokens, every token in exactly one. CPU tensors.
+def make_windows(
+    height: int, width: int, kind: WindowKind, size: int, shifted: bool = False, frames: int = 1
+) -> Windows:
+    """Windows over `frames` grids of `height` x `width` tokens, every token in exactly one. CPU tensors.
 
     Tiles are `size` x `size`, or smaller where the side does not divide: cuts are spread evenly, so 52 rows at size 8
     become seven windows of 7 or 8 rows. Stripes are full-width bands holding about size^2 tokens. `shifted` moves the
     cuts by half a window.
     """
-    if height < 1 or width < 1:
-        raise ValueError(f"a token grid needs at least one row and one column, got {height} x {width}")
+    if height < 1 or width < 1 or frames < 1:
+        raise ValueError(f"a token grid needs at least one row and one column, got {frames} x {height} x {width}")
     # Layouts are kept between runs: made while sampling in inference mode, they could not serve training later.
     with torch.inference_mode(False):
-        return _make_windows(height, width, WindowKind(kind), size, shifted)
+        return _make_windows(height, width, WindowKind(kind), size, shifted, frames)
 
 
 @functools.lru_cache(maxsize=64)
-def _make_windows(height: int, width: int, kind: WindowKind, size: int, shifted: bool) -> Windows:
+def _make_windows(height: int, width: int, kind: WindowKind, size: int, shifted: bool, frames: int) -> Windows:
     if kind is WindowKind.TILE:
         rows, columns = _cuts(height, size, shifted), _cuts(width, size, shifted)
     elif kind is WindowKind.STRIPE:
         rows, columns = _cuts(height, max(1, round(size * size / width)), shifted), (0, width)
     else:
         rows, columns = (0, height), (0, width)
+    # Frames lie below each other in memory: what borders them is a cut.
+    rows = (0, *(frame * height + row for frame in range(frames) for row in rows[1:]))
 
-    grid = torch.arange(height * width).view(height, width)
+    grid = torch.arange(frames * height * width).view(frames * height, width)
     members = [
         grid[top:bottom, left:right].flatten()
         for top, bottom in itertools.pairwise(rows)
@@ -166,11 +175,12 @@ def _make_windows(height: int, width: int, kind: WindowKind, size: int, shifted:
     slots = max(counts)
     source = torch.stack([torch.cat([m, m[:1].expand(slots - len(m))]) for m in members])
     valid = torch.arange(slots) < torch.tensor(counts)[:, None]
-    inverse = torch.empty(height * width, dtype=torch.int64)
+    inverse = torch.empty(grid.numel(), dtype=torch.int64)
     inverse[source[valid]] = valid.flatten().nonzero().squeeze(1)
     full = bool(valid.all())
-    contiguous = full and bool((inverse == torch.arange(height * width)).all())
-    return Windows(height, width, counts, source, None if full else valid, inverse, contiguous, (rows, columns))
+    contiguous = full and bool((inverse == torch.arange(grid.numel())).all())
+    valid_slots = None if full else valid
+    return Windows(height, width, counts, source, valid_slots, inverse, contiguous, (rows, columns), frames)
 
 
 def _cuts(length: int, size: int, shifted: bool) -> tuple[int, ...]:
@@ -186,20 +196,22 @@ def _pieces(cuts: tuple[int, ...]) -> tuple[int, int]:
     return len(cuts) - 1, lengths.pop() if len(lengths) == 1 else 0
 
 
-def make_budget(counts: tuple[int, ...], ratio: float) -> Budget:
+def make_budget(counts: tuple[int, ...], ratio: float, frames: int = 1) -> Budget:
     """Share D = N - round(ratio * N) destinations over windows of `counts` tokens. CPU tensors.
 
     Each window gets its proportional share, rounded so that the sum is exact (largest remainder), and at least one
-    destination: only where that floor binds is D larger than asked, by at most one per window.
+    destination: only where that floor binds is D larger than asked, by at most one per window. frames: so many equal
+    parts of the windows, in their order, each with a budget of its own.
     """
     if not 0 <= ratio < 1:
         raise ValueError(f"ratio must be in [0, 1), got {ratio}")
     with torch.inference_mode(False):
-        return _make_budget(counts, ratio)
+        return _make_budget(counts, ratio, frames)
 
 
 @functools.lru_cache(maxsize=64)
-def _make_budget(counts: tuple[int, ...], ratio: float) -> Budget:
+def _make_budget(counts: tuple[int, ...], ratio: float, frames: int) -> Budget:
+    counts = counts[: len(counts) // frames]
     tokens = sum(counts)
     wanted = tokens - round(ratio * tokens)
     shares = [count * wanted / tokens for count in counts]
@@ -207,6 +219,7 @@ def _make_budget(counts: tuple[int, ...], ratio: float) -> Budget:
     by_remainder = sorted(range(len(counts)), key=lambda w: (kept[w] - shares[w], w))
     for w in by_remainder[: max(0, wanted - sum(kept))]:
         kept[w] += 1
+    kept *= frames
 
     slots = max(kept)
     valid = torch.arange(slots) < torch.tensor(kept)[:, None]

@@ -51,7 +51,7 @@ def masks(kit: Kit) -> Iterator[Graph]:
 
     def stays_inside(bounds: str, result: Tensor) -> None:
         changed = (sample(9, bounds, attach(kit.model)) != result).any(1)
-        assert torch.equal(changed.view(mask.shape), mask.bool())
+        assert torch.equal(changed, mask.bool().expand_as(changed))
 
     # ComfyUI looks for bounds in masks of two dimensions alone.
     for bounds in ("default",) if kit.frames else ("default", "mask bounds"):

@@ -124,6 +124,13 @@ def context_windows(kit: Kit) -> Graph:
     )
 
 
+@row(GROUP, "Context windows over frames (WanContextWindowsManual)", only={"wan": MERGED})
+def context_windows_of_a_video(kit: Kit) -> Graph:
+    patch = node("nodes_context_windows.WanContextWindowsManualNode")
+    told = ("standard_static", 1, False, "pyramid", False)
+    return Graph(lambda m: patch(m, 9, 4, *told), options={"frames": 5}, steered=False)
+
+
 def _second(patch: Any, inputs: tuple[Any, ...], model: Any) -> Any:
     """The node's output for a model and its other inputs."""
     return patch(model, *inputs)

@@ -16,8 +16,12 @@ from torch import nn
 
 from ...toma_core.payoff import card_of
 
-# The classes whose `forward` calls attention: of UNets, Flux and Chroma, NextDiT, Krea 2 and Qwen-Image, SD3, ERNIE.
-_CALLERS = ("CrossAttention", "DoubleStreamBlock", "JointAttention", "Attention", "JointBlock", "ErnieImageAttention")
+# The classes whose `forward` calls attention: of UNets, Flux and Chroma, NextDiT, Krea 2 and Qwen-Image, SD3, ERNIE,
+# Wan.
+_CALLERS = (
+    *("CrossAttention", "DoubleStreamBlock", "JointAttention", "Attention", "JointBlock", "ErnieImageAttention"),
+    "WanSelfAttention",
+)
 # What they call it.
 _NAMES = ("optimized_attention", "optimized_attention_masked")
 # ComfyUI's own functions are there; the other is what Flux calls, which calls them.

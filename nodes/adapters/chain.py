@@ -11,6 +11,7 @@ torch.compile guards on: they are made ready before the model runs, and the same
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -20,10 +21,13 @@ from ...toma_core import Evaluation, MergePlan, reduce, restore
 from ...toma_core.config import Granularity, Share
 from ...toma_core.detail import Detail
 from ...toma_core.payoff import Block
+from ...toma_core.windows import Grid
 from .graphs import numbered, operators
 from .hooks import Hook, eager, outside_graph
 from .port import CHANGED, Cuts, Given, Port
 from .rope import merged_rows
+
+NO_MEMORY = "out of memory while destinations were selected"
 
 
 class Place:
@@ -39,7 +43,7 @@ class Place:
     where the chain runs whole. traced: the same for all tokens, where it began inside a graph; rows: their positions.
     """
 
-    grids: tuple[tuple[int, int], ...]
+    grids: tuple[Grid, ...]
     scope: Hashable
     names: Sequence[str]
     work: tuple[Block, Granularity]
@@ -63,7 +67,7 @@ class Place:
 
     def begin(
         self,
-        grids: tuple[tuple[int, int], ...],
+        grids: tuple[Grid, ...],
         scope: Hashable,
         names: Sequence[str],
         work: tuple[Block, Granularity],
@@ -75,12 +79,12 @@ class Place:
     @property
     def image(self) -> int:
         """Tokens of the image before merging."""
-        return self.grids[0][0] * self.grids[0][1]
+        return prod(self.grids[0])
 
     @property
     def references(self) -> int:
         """Tokens of the references that are merged too, before."""
-        return sum([height * width for height, width in self.grids[1:]])
+        return sum(map(prod, self.grids[1:]))
 
     def prepare(self, latent: Tensor, module: nn.Module, width: int) -> bool:
         """Get ready for a graph, in which blocks like `module` see (B, N, width), 0 if unknown, of a latent of B.
@@ -96,7 +100,7 @@ class Place:
         if reason:
             self._whole(reason)
             return False
-        tokens = [height * width for height, width in self.grids]
+        tokens = list(map(prod, self.grids))
         kept = [run.kept(self.grids[0], decision, latent.device)]
         kept += [run.kept(grid, evaluation.lasting, latent.device) for grid in self.grids[1:]]
         if decision.keeps_detail:
@@ -144,7 +148,7 @@ class Place:
         """plan: of the image, None where it is only kept."""
         evaluation = self.evaluation
         assert evaluation is not None  # noqa: S101 - for mypy: it has begun
-        image, *references = self._pieces(x, [height * width for height, width in self.grids])
+        image, *references = self._pieces(x, list(map(prod, self.grids)))
         plans: list[MergePlan | None] = [plan]
         for n, (piece, grid) in enumerate(zip(references, self.grids[1:], strict=True)):
             plans.append(evaluation.lasting_plan(piece, grid, (self.scope, n)))
@@ -189,8 +193,10 @@ class Place:
         if self.evaluation is None or not self.merges(image, reason):
             return x
         after = before + self.image + self.references
-        images = x[:, before:after]
-        reduced = self._reduced(images, self.evaluation.plan(image, self.grids[0], self.scope))
+        images, plan = x[:, before:after], self._plan(image)
+        if self.evaluation.run.obstacle:
+            return x
+        reduced = self._reduced(images, plan)
         self.held = reduced, images
         if x.shape[1] > images.shape[1]:
             return torch.cat([x[:, :before], reduced, x[:, after:]], 1)
@@ -202,7 +208,17 @@ class Place:
         """The plan for the (B, N, C) tokens of the image, or None to leave the chain whole, or a part of its block."""
         if self.evaluation is None or not self.merges(image, reason, part):
             return None
-        return self.evaluation.plan(image, self.grids[0], self.scope)
+        return self._plan(image)
+
+    def _plan(self, image: Tensor) -> MergePlan | None:
+        """The image's plan; None also where there is no memory for it, and then the rest of the run is whole."""
+        assert self.evaluation is not None  # noqa: S101 - for mypy: it has begun
+        try:
+            return self.evaluation.plan(image, self.grids[0], self.scope)
+        except torch.OutOfMemoryError:
+            self.evaluation.run.obstacle = NO_MEMORY
+            self._whole(NO_MEMORY)
+            return None
 
     def merges(self, image: Tensor, reason: str, part: str = "") -> bool:
         """Whether the (B, N, C) tokens of the image are merged, if nothing speaks against it; else it is noted."""

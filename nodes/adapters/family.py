@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 from weakref import ref
 
@@ -19,6 +20,7 @@ from ...toma_core import Evaluation, ToMAConfig
 from ...toma_core.config import Granularity, Share, so_many
 from ...toma_core.payoff import FEWEST, Block
 from ...toma_core.presets import Fields
+from ...toma_core.windows import Grid
 from .chain import Link, Positions
 from .hooks import GRAPHS, HookPair
 from .port import Port
@@ -42,8 +44,9 @@ _LOOPS = frozenset(("forward", "_forward", "forward_orig", "forward_core_with_co
 class ModelHooks(Protocol):
     """What a family keeps for one model, as long as the model lives."""
 
-    # What each preset leaves whole of this kind of model.
+    # What each preset leaves whole of this kind of model, and whether its latents may have several frames.
     presets: Fields
+    takes_frames: bool
 
     def select(
         self,
@@ -54,8 +57,8 @@ class ModelHooks(Protocol):
         control: Any = None,
         references: Sequence[Tensor] = (),
     ) -> Iterator[HookPair]:
-        """The (module, hook) pairs to install while the model is evaluated on the latent x of (B, C, H, W). control,
-        references: what ControlNets add, and latents of reference images, as ComfyUI hands them to the model."""
+        """The (module, hook) pairs to install while the model is evaluated on the latent x of (B, C, ..., H, W).
+        control, references: what ControlNets add, and latents of reference images, as ComfyUI hands them over."""
         ...
 
     def places(self) -> Iterator[HookPair]:
@@ -63,10 +66,12 @@ class ModelHooks(Protocol):
         ...
 
 
-def token_grid(latent: Tensor, patch_size: int) -> tuple[int, int]:
-    """Rows and columns of image tokens of a (B, C, ..., H, W) latent; odd sides are padded as ComfyUI does."""
-    height, width = latent.shape[-2:]
-    return -(-height // patch_size), -(-width // patch_size)
+def token_grid(latent: Tensor, patch_size: int) -> Grid:
+    """Rows and columns of image tokens of a (B, C, ..., H, W) latent, odd sides padded as ComfyUI does; before them the
+    frames of a (B, C, T, H, W) latent, if there are several."""
+    *frames, height, width = latent.shape[2:]
+    sides = -(-height // patch_size), -(-width // patch_size)
+    return (*frames, *sides) if prod(frames) > 1 else sides
 
 
 def hooked(before: nn.Module, after: nn.Module) -> bool:
@@ -89,7 +94,7 @@ def left_whole(config: ToMAConfig, index: int, count: int, *, last: bool = True)
 
 def chained(
     links: Sequence[Link],
-    grids: tuple[tuple[int, int], ...],
+    grids: tuple[Grid, ...],
     latent: Tensor,
     evaluation: Evaluation,
     transformer_options: Mapping[str, Any],
@@ -119,13 +124,15 @@ def chained(
 @dataclass(frozen=True)
 class Stage:
     """Blocks of one kind, one after another. kind: their name in the report and in plans. added: under which name
-    ControlNets add something after each, see ComfyUI's `control`."""
+    ControlNets add something after each, see ComfyUI's `control`. borders: after these the model itself does something
+    with all tokens."""
 
     kind: str
     blocks: Sequence[nn.Module]
     port: Port
     work: Block
     added: str = ""
+    borders: Container[int] = ()
 
 
 class Transformer(ABC):
@@ -142,6 +149,7 @@ class Transformer(ABC):
     # Of the tokens, 0 if unknown; and pixels of the latent on a token's side.
     width = 0
     patch_size = 2
+    takes_frames = False
     # Whether tokens of reference images come right after those of the image.
     references_follow = True
 
@@ -227,7 +235,7 @@ class Transformer(ABC):
                 of = grids if run[0].merges_references else (grid,)
                 yield from chained(run, of, x, evaluation, transformer_options, self.width)
 
-    def merged_references(self, references: Sequence[Tensor], evaluation: Evaluation) -> list[tuple[int, int]]:
+    def merged_references(self, references: Sequence[Tensor], evaluation: Evaluation) -> list[Grid]:
         """The grids of the reference images, if all of them are to be merged."""
         if not (self.references_follow and evaluation.run.config.merge_references):
             return []
@@ -235,9 +243,7 @@ class Transformer(ABC):
             return []  # several frames each
         grids = [token_grid(latent, self.patch_size) for latent in references]
         least = evaluation.run.config.min_tokens or FEWEST
-        enough = all(
-            height * width >= least and round(evaluation.decision.ratio * height * width) for height, width in grids
-        )
+        enough = all(count >= least and round(evaluation.decision.ratio * count) for count in map(prod, grids))
         return grids if enough else []
 
     def chosen(self, stage: Stage, links: list[Link], config: ToMAConfig) -> list[Link]:
@@ -279,6 +285,8 @@ def _seen(
     stage: Stage, blocks: Sequence[nn.Module], index: int, added: Sequence[Any], replaced: Mapping[Any, Any]
 ) -> bool:
     """Whether somebody but the block takes what the one before gives."""
+    if index - 1 in stage.borders:
+        return True
     if index - 1 < len(added) and added[index - 1] is not None:
         return True
     if hooked(blocks[index - 1], blocks[index]):

@@ -10,6 +10,7 @@ and double blocks find `img_slice` for their patches from what arrives.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 Options = dict[str, Any]
@@ -20,6 +21,17 @@ def on_no_grid(options: Options, tokens: int, kept: int) -> Options:
     tokens lie on no grid. `options` itself where nothing is merged or nothing was said."""
     shape = options.get("activations_shape")
     return {**options, "activations_shape": [*shape[:-2], 1, kept]} if shape and kept != tokens else options
+
+
+def on_fewer_of_frames(options: Options, tokens: int, kept: int) -> Options:
+    """For a video's block on `kept` of `tokens`, as many of each frame: `grid_sizes` (frames, rows, columns) becomes
+    (frames, 1, those left of each), or (1, 1, all) where further frames follow. `options` itself where nothing was
+    said."""
+    told = options.get("grid_sizes")
+    if told is None:
+        return options
+    frames = told[0] if prod(told) == tokens else 1
+    return {**options, "grid_sizes": (frames, 1, (prod(told) - tokens + kept) // frames)}
 
 
 def shortened(options: Options, gone: int, references: Sequence[int] = ()) -> Options:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...toma_core.windows import Grid
 from .layout import shortened
 
 # What a block is given, by name.
@@ -91,8 +92,8 @@ class Port:
         """How many rows of positions belong to tokens of another argument, before those of this one."""
         return 0
 
-    def grid(self, given: Given, grid: tuple[int, int]) -> tuple[int, int] | None:
-        """Rows and columns of the image's tokens. grid: what the latent makes. None if nobody told."""
+    def grid(self, given: Given, grid: Grid) -> Grid | None:
+        """The grid of the image's tokens. grid: what the latent makes. None if nobody told."""
         return grid
 
     def moved(self, given: Given, cuts: Cuts) -> Given:

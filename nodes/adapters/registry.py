@@ -66,12 +66,17 @@ with _of("SD3"):
     from .families import sd3
 
     _FAMILIES.append(sd3)
+with _of("Wan"):
+    from .families import wan
+
+    _FAMILIES.append(wan)
 
 
 class _Plain:
     """For a model that is not as this pack knows it: nothing is merged, and the report says why."""
 
     presets: Fields = MappingProxyType({})
+    takes_frames = True
 
     def __init__(self, reason: str) -> None:
         self.reason = reason

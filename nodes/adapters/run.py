@@ -194,7 +194,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         sampling.run.stats.whole("model", sampling.obstacle)
         return executor(*args, **kwargs)
     hooks = registry.find(model)
-    if hooks is None or not _is_picture(x):
+    if hooks is None or not (_is_picture(x) or (hooks.takes_frames and _is_video(x))):
         sampling.run.stats.whole("model", "a model or latent of unknown kind")
         return executor(*args, **kwargs)
     evaluation = sampling.evaluation(x, options)
@@ -208,6 +208,11 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
 def _is_picture(x: Any) -> bool:
     """Whether x is (B, C, H, W), or (B, C, 1, H, W) as models have it whose latents are those of a video's."""
     return isinstance(x, Tensor) and (x.ndim == 4 or (x.ndim == 5 and x.shape[2] == 1))
+
+
+def _is_video(x: Any) -> bool:
+    """Whether x is (B, C, T, H, W)."""
+    return isinstance(x, Tensor) and x.ndim == 5
 
 
 def _lone_evaluation(model: Any, t: Tensor, transformer_options: dict[str, Any]) -> Sampling | None:

@@ -21,10 +21,10 @@ from .levels import Levels
 class Sampling:
     """One sampling run: its state, and what the evaluation in progress is to do.
 
-    size, images: rows and columns of the latent, and how many of them each condition is asked about; None and 0 where
-    nobody told. areas: by condition, (height, width, top, left). apart: there are several conditions, which may run on
-    several devices. begun, picture: evaluations of the sampler so far, and the clean picture that the last one
-    predicted, (B, C, ..., H, W). obstacle: why nothing may be merged in this run, in words for the report.
+    size, images: rows and columns of the latent, frames before them; and how many images each condition is asked about.
+    None and 0 where nobody told. areas: by condition, (height, width, top, left). apart: there are several conditions,
+    which may run on several devices. begun, picture: evaluations of the sampler so far, and the clean picture that the
+    last one predicted, (B, C, ..., H, W). obstacle: why nothing may be merged in this run, in words for the report.
     """
 
     run: RunState
@@ -89,7 +89,7 @@ class Sampling:
         latent: Tensor | None = None,
         model_options: Mapping[str, Any] = {},
     ) -> None:
-        """Take note of what is evaluated together: the groups of conditions, on one latent of (B, C, H, W)."""
+        """Take note of what is evaluated together: the groups of conditions, on one latent of (B, C, ..., H, W)."""
         sigma, step = self.levels.of(timestep)
         if sigma != self.sigma:
             self.sigma = sigma
@@ -118,7 +118,7 @@ class Sampling:
         self.run.stats.count_evaluation(self.decision.step, self.decision.merged_ratio, timestep.device)
 
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
-        """What one call of the model on latents of (B, C, H, W) is to do.
+        """What one call of the model on latents of (B, C, ..., H, W) is to do.
 
         Conditions of one area share plans, made from the tokens of the first, in one call or in several. Where
         conditions run on several devices none can wait for another's tokens: destinations lie at random there, the

@@ -25,6 +25,7 @@ WEIGHTS = {
     "krea2": 12.8,
     "qwen_image": 20.4,
     "sd3": 8.06,
+    "wan": 14.29,
 }
 every_model = pytest.mark.parametrize("name", WHOLE)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import urllib.error
 from dataclasses import fields
@@ -105,6 +106,7 @@ def tasks(draw: st.DrawFn) -> dict[str, Any]:
         "height": height,
         "width": width,
         "batch": draw(st.integers(1, 2)),
+        "frames": draw(st.sampled_from([1, 1, 2, 3])),
         "steps": draw(st.sampled_from([1, 2, 3, 3, 4, 4])),
         "cfg": draw(st.sampled_from([1.0, 3.0])),
         "sampler": draw(st.sampled_from(["euler", "euler", "heun", "dpmpp_2m", "dpmpp_sde", "uni_pc", "lcm"])),
@@ -124,6 +126,7 @@ def sample(model: Any, task: dict[str, Any]) -> torch.Tensor:
     more = {"reference_latents": found, "reference_latents_method": "index"} if found else {}
     positive = [entry for options in task["positive"] for entry in models.conditioning(model, **options, **more)]
     told = {name: value for name, value in task.items() if name != "references"}
+    told["frames"] = told["frames"] if frames else 1
     return models.sample(model, **{**told, "positive": positive})
 
 
@@ -177,7 +180,7 @@ def test_any_settings_on_any_shape_under_any_conditions(
         assert merged or torch.equal(plain, out), "nothing was merged, and yet it is another picture"
         assert out.isfinite().all() or not plain.isfinite().all(), "not finite with ToMA alone"
     if stats:
-        assert all(0 < kept < height * width for (height, width), kept in stats.grids.items())
+        assert all(0 < kept < math.prod(grid) for grid, kept in stats.grids.items())
         assert stats.text().startswith(f"{stats.headline()}.\n")
     if again:
         assert torch.equal(sample(patched, task), out), "another picture from the same settings"

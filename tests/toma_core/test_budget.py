@@ -58,6 +58,22 @@ def test_windows_that_are_alike_have_equal_shares() -> None:
     assert counts.tolist() == [[32] * 4]
 
 
+@pytest.mark.parametrize("grid", [(13, 19), (16, 16)], ids=str)
+def test_frames_of_a_video_share_nothing(grid: tuple[int, int]) -> None:
+    """Each has what it would have as a picture, in the places of its own windows and destinations."""
+    frames = [picture(*grid, seed=seed) for seed in range(3)]
+    windows = make_windows(*grid, "tile", 8, frames=3)
+    even = make_budget(windows.counts, 0.5, 3)
+    x = torch.cat(frames, 1)
+    budget = moved(even, spread(windows.split(x), windows), windows)
+    alone = [of(frame, make_windows(*grid, "tile", 8), 0.5) for frame in frames]
+    assert torch.equal(budget.valid, torch.cat([one.valid for one in alone], 1))
+    K = torch.arange(budget.valid.numel()).view(budget.valid.shape)
+    assert torch.equal(budget.pack(K), torch.stack([k[v] for k, v in zip(K, budget.valid, strict=True)]))
+    y = torch.randn(2, even.total, 5)
+    assert torch.equal(budget.pack(budget.unpack(y)), y)
+
+
 @pytest.mark.parametrize("poison", [0.0, float("nan"), float("inf")])
 def test_whatever_the_tokens_hold(poison: float) -> None:
     windows = make_windows(13, 19, "tile", 8)

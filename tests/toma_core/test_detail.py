@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from toma_core import Evaluation, RunState, Schedule, ToMAConfig, merge, plan_for, reduce, restore, unmerge
+from toma_core import Evaluation, RunState, Schedule, ToMAConfig, detail, merge, plan_for, reduce, restore, unmerge
 from toma_core.detail import TRUST
 from toma_core.merge import MergePlan, pick
 from toma_core.stats import RunStats
@@ -264,6 +264,24 @@ def test_memory_is_counted_and_freed() -> None:
     assert len(held) == 2
     assert run.close().detail_bytes == 2 * one
     assert [ref() for ref in held] == [None, None]
+
+
+def test_what_would_be_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole steps are whole all the same, and all blocks are then merged plainly: none has detail where another has
+    not."""
+    monkeypatch.setattr(detail, "MOST", 2 * features(0).nbytes)
+    run = run_of()
+    for name in ("a", "b", "c"):
+        out, _ = passed(features(0), at(run, 0, "cond"), name)
+        assert torch.equal(out, block(features(0)))
+    for name in ("a", "b", "c"):
+        out, plan = passed(features(1), at(run, 1, "cond"), name)
+        torch.testing.assert_close(out, merged(features(1), plan))
+    passed(features(0), at(run, 3, "cond"), "a")
+    assert run.details._kept == {}
+    stats = run.close()
+    stats.merged_blocks.add("a")
+    assert "detail was not reused: more than" in stats.summary()
 
 
 def test_an_update_is_held_as_long_as_one_of_its_parts_is_and_counted_whole() -> None:

@@ -12,7 +12,7 @@ from toma_core.schedule import Decision, Schedule
 from toma_core.state import RunState
 
 
-def plan_of(x: torch.Tensor, grid: tuple[int, int], **settings: object) -> MergePlan:
+def plan_of(x: torch.Tensor, grid: tuple[int, ...], **settings: object) -> MergePlan:
     run = RunState(Schedule(ToMAConfig(window_size=4, **settings)))  # type: ignore[arg-type]
     return run.plan(x, grid, None, Decision(0, 0.5, 0, 0), (None,))
 
@@ -35,6 +35,15 @@ def test_the_map_shows_each_token_with_its_nearest_destination(selector: Selecto
             # Where two are about as near, at scale 300 the token is a mix of both and either may be drawn.
             assert unit[owner] @ unit[token] > max(unit[d] @ unit[token] for d in here) - 0.01
     assert drawn.owner[drawn.destinations].tolist() == destinations
+
+
+def test_of_a_video_the_first_frame_is_drawn() -> None:
+    x = torch.randn(1, 3 * 63, 6, generator=torch.Generator().manual_seed(0))
+    drawn, first = draw_map(plan_of(x, (3, 7, 9))), draw_map(plan_of(x[:, :63], (7, 9)))
+    assert (drawn.frames, first.frames) == (3, 1)
+    assert (drawn.height, drawn.width, drawn.cuts) == (7, 9, first.cuts)
+    assert torch.equal(drawn.owner, first.owner)
+    assert torch.equal(drawn.destinations, first.destinations)
 
 
 def test_the_map_by_hand() -> None:

@@ -46,6 +46,13 @@ def test_a_picture_may_be_one_frame_of_five_dimensions() -> None:
         assert torch.equal(picture_tokens(clean[:, :, None], grid), picture_tokens(clean, grid))
 
 
+@pytest.mark.parametrize("grid", [(4, 4), (3, 5)])
+def test_frames_of_a_video_are_pictures_one_behind_another(grid: tuple[int, int]) -> None:
+    video = torch.stack([picture(), picture() + 1, 2 * picture()], 2)
+    frames = [picture_tokens(video[:, :, frame], grid) for frame in range(3)]
+    assert torch.equal(picture_tokens(video, (3, *grid)), torch.cat(frames, 1))
+
+
 @pytest.mark.parametrize("grid", [(5, 5), (3, 3), (1, 1), (9, 5)])
 def test_grids_that_are_rounded_up(grid: tuple[int, int]) -> None:
     """As models pad odd sides and a Downsample rounds up: every cell of the picture counts somewhere."""

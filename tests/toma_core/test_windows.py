@@ -20,7 +20,7 @@ sides = st.integers(1, 40)
 
 
 def check_partition(windows: Windows) -> None:
-    tokens = windows.height * windows.width
+    tokens = windows.frames * windows.height * windows.width
     real = torch.ones_like(windows.source, dtype=torch.bool) if windows.valid is None else windows.valid
     assert windows.tokens == tokens == sum(windows.counts)
     assert windows.source.shape == (len(windows.counts), max(windows.counts))
@@ -133,6 +133,31 @@ def test_layouts_made_in_inference_mode_serve_training_later() -> None:
     y = torch.randn(1, budget.total, 2, requires_grad=True)
     budget.pack(budget.unpack(y)).sum().backward()
     assert torch.equal(y.grad, torch.ones_like(y))
+
+
+@pytest.mark.parametrize("kind", list(WindowKind), ids=lambda kind: kind.value)
+@pytest.mark.parametrize("shifted", [False, True], ids=["still", "shifted"])
+@pytest.mark.parametrize(("height", "width"), [(8, 12), (13, 9)])
+def test_windows_of_a_video_are_those_of_each_frame(height: int, width: int, shifted: bool, kind: WindowKind) -> None:
+    one = make_windows(height, width, kind, 4, shifted)
+    windows = make_windows(height, width, kind, 4, shifted, 3)
+    check_partition(windows)
+    assert (windows.grid, one.grid) == ((3, height, width), (height, width))
+    assert windows.tokens == 3 * one.tokens
+    assert torch.equal(windows.source, torch.cat([one.source + frame * one.tokens for frame in range(3)]))
+    assert (windows.tiles is None) == (one.tiles is None)
+    x = torch.randn(2, windows.tokens, 3)
+    assert torch.equal(windows.join(windows.split(x)), x)
+    assert torch.equal(windows.add(x, windows.split(x)), 2 * x)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.33, 0.5, 0.9])
+def test_frames_keep_as_many_tokens_each(ratio: float) -> None:
+    """Also where a remainder has to go somewhere."""
+    counts = make_windows(13, 9, WindowKind.TILE, 4).counts
+    one, budget = make_budget(counts, ratio), make_budget(counts * 3, ratio, 3)
+    assert budget.counts == one.counts * 3
+    assert budget.total == 3 * one.total
 
 
 # Budgets.

@@ -9,9 +9,9 @@ from ..config import SelectorKind
 from ..windows import Budget, Windows, upload
 from .baselines import farthest_point, random_order, strided_grid, tome_matching
 from .greedy import greedy_facility_location
-from .objective import cosine_similarity, facility_location
+from .objective import cosine_similarity, facility_location, in_parts
 
-__all__ = ["SEARCHES", "SEES_NOTHING", "cosine_similarity", "facility_location", "select"]
+__all__ = ["SEARCHES", "SEES_NOTHING", "cosine_similarity", "facility_location", "in_parts", "select"]
 
 # Destinations by these are the same whatever a picture shows.
 SEES_NOTHING = (SelectorKind.GRID, SelectorKind.RANDOM)

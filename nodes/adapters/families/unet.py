@@ -14,6 +14,7 @@ from ....toma_core import Evaluation, ToMAConfig
 from ....toma_core.config import Granularity, Levels, Share
 from ....toma_core.payoff import UNET_BLOCK
 from ....toma_core.presets import Fields
+from ....toma_core.windows import Grid
 from ..chain import Link, Positions
 from ..family import REPLACED, chained, hooked, left_whole, runs_its_own, theirs, unwrapped
 from ..hooks import HookPair
@@ -41,7 +42,7 @@ class BlockPort(Port):
     places = ("x", "context", "transformer_options")
     harmless = ("context", "transformer_options")
 
-    def grid(self, given: Given, grid: tuple[int, int]) -> tuple[int, int] | None:
+    def grid(self, given: Given, grid: Grid) -> Grid | None:
         height, width = (given.get("transformer_options") or {}).get("activations_shape", (0, 0))[-2:]
         return (height, width) if height else None
 
@@ -65,7 +66,7 @@ class _Stack:
     home: SpatialTransformer
     blocks: tuple[ByModule, ...]
 
-    def grid(self, latent: Tensor) -> tuple[int, int]:
+    def grid(self, latent: Tensor) -> Grid:
         """Rows and columns of the tokens here of a (B, C, H, W) latent; a Downsample rounds up."""
         return -(-latent.shape[-2] // 2**self.halvings), -(-latent.shape[-1] // 2**self.halvings)
 
@@ -74,6 +75,7 @@ class Hooks:
     """All hooks of one UNet."""
 
     presets = PRESETS
+    takes_frames = False
 
     def __init__(self, diffusion_model: UNetModel) -> None:
         port, shared = BlockPort(), Positions()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ....toma_core import Evaluation, MergePlan
 from ....toma_core.config import Granularity
+from ....toma_core.windows import Grid
 from ..chain import Link
 from ..hooks import Hook, HookPair, merge, outside_graph, unmerge
 from ..layout import on_no_grid
@@ -44,7 +45,7 @@ class ByModule(Hook):
             yield module.attn2, self.attn2
         yield module.ff, self.ff
 
-    def hooks(self, grid: tuple[int, int], evaluation: Evaluation) -> Iterator[HookPair]:
+    def hooks(self, grid: Grid, evaluation: Evaluation) -> Iterator[HookPair]:
         """The hooks to install for an evaluation, in which the block sees such a grid."""
         link, config = self.link, evaluation.run.config
         work = link.work, Granularity.MODULE

@@ -154,3 +154,5 @@ def test_token_grid_rounds_up(pack: Any) -> None:
     token_grid = pack_module("nodes.adapters.family").token_grid
     assert token_grid(torch.empty(1, 16, 5, 8), 2) == (3, 4)
     assert token_grid(torch.empty(1, 128, 5, 8), 1) == (5, 8)
+    assert token_grid(torch.empty(1, 16, 1, 5, 8), 2) == (3, 4)
+    assert token_grid(torch.empty(1, 16, 7, 5, 8), 2) == (7, 3, 4)

@@ -8,8 +8,8 @@ from apricot import FacilityLocationSelection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toma_core.selection import cosine_similarity, facility_location
-from toma_core.selection.objective import normalized
+from toma_core.selection import cosine_similarity, facility_location, in_parts, objective
+from toma_core.selection.objective import chosen_similarity, normalized
 from toma_core.selection.reference import best_value, naive_value
 
 seeds = st.integers(0, 2**31)
@@ -93,3 +93,21 @@ def test_the_brute_force_is_brute() -> None:
     assert best_value(S, 2) == pytest.approx(7.6)
     assert naive_value(S, [0, 1]) == pytest.approx(6.0)
     assert naive_value(S, []) == 0.0
+
+
+@pytest.mark.parametrize("most", [1, 100, 10**9])
+def test_windows_may_come_in_parts(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 7 windows of 2 images, some at a time: at most so many numbers, unless one window has more."""
+    x, picks = torch.randn(2, 7, 9, 5), torch.randint(9, (2, 7, 4))
+    seen = []
+
+    def noted(part: torch.Tensor, its_picks: torch.Tensor) -> torch.Tensor:
+        seen.append(part.numel())
+        return chosen_similarity(part, its_picks)
+
+    monkeypatch.setattr(objective, "MOST", most)
+    torch.testing.assert_close(in_parts(noted, x, picks), chosen_similarity(x, picks))
+    assert sum(seen) == x.numel()
+    assert max(seen) <= max(most, 9 * 5)
+    found = in_parts(cosine_similarity, x)
+    torch.testing.assert_close(found.gather(2, picks[..., None].expand(-1, -1, -1, 9)), in_parts(noted, x, picks))

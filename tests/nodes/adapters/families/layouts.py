@@ -52,6 +52,8 @@ LAYOUTS = {
     "qwen_image": (Layout("transformer_blocks", "hidden_states", rows="image_rotary_emb", above=TEXT, out=1),),
     "ernie": (Layout("layers", "x", rows="rotary_pos_emb", axis=1, patch=1),),
     "sd3": (Layout("joint_blocks", "x", names=("context", "x"), out=1),),
+    # As a picture, of one frame; test_wan.py has videos.
+    "wan": (Layout("blocks", "x", rows="freqs", axis=1),),
 }
 # Plans from the picture that the step before predicted, in windows that get what they need.
 PREDICTED: dict[str, Any] = {

@@ -205,7 +205,7 @@ def test_block_with_a_renamed_argument_is_left_whole(
     assert "nothing was merged" in stats_of(merged).summary()
 
 
-REPLACED = ("flux", "flux2", "chroma", "qwen_image", "sd3")
+REPLACED = ("flux", "flux2", "chroma", "qwen_image", "sd3", "wan")
 
 
 @pytest.mark.compat
@@ -227,7 +227,7 @@ def test_replaced_block_sees_all_tokens(family: str, model_of: Any, attach: Any,
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("family", ["z_image", "lumina2", "qwen_image"])
+@pytest.mark.parametrize("family", ["z_image", "lumina2", "qwen_image", "wan"])
 def test_patch_between_blocks_sees_and_changes_all_tokens(family: str, model_of: Any, attach: Any) -> None:
     """As ControlNets that are patches do it: they are shown the image after every block, and what they give is it."""
     model, seen = model_of(family), []
@@ -258,7 +258,7 @@ def test_chroma_may_skip_blocks(pack: Any, attach: Any, stats_of: Any) -> None:
         assert stats_of(merged).left_whole == {"skipped by the model": {f"double.{i}" for i in skipped}}
 
 
-@pytest.mark.parametrize("family", ["z_image", "krea2", "sd3"])
+@pytest.mark.parametrize("family", ["z_image", "krea2", "sd3", "wan"])
 def test_another_nodes_loop_sees_all_tokens(family: str, attach: Any, record: Any) -> None:
     """Whoever puts a loop of its own in the model's place may look at what is between any two blocks."""
     model = models.TRANSFORMERS[family]()

@@ -1,0 +1,106 @@
+"""Wan 2.1 and 2.2: videos in one stream of [reference | video | further frames and context], text beside it.
+
+Frames lie one behind another and keep as many tokens each, because modulation may go by frame (Wan 2.2 5B).
+Cross-attention to the text is part of a block, and merged with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from comfy.ldm.wan.model import WanModel
+from torch import nn
+
+from ....toma_core.payoff import WAN
+from ..family import Stage, Transformer
+from ..layout import on_fewer_of_frames
+from ..port import Cuts, Given, Port
+
+NAME = "Wan 2.1 and 2.2"
+
+# The kinds that are known, by their class, and after which of its blocks each does something with all tokens: VACE adds
+# what its control blocks give, Animate looks at faces. Others tell sound or poses by place: they stay whole.
+_BORDERS: Mapping[str, Callable[[Any], Collection[int]]] = {
+    "WanModel": lambda model: (),
+    "CameraWanModel": lambda model: (),
+    "VaceWanModel": lambda model: frozenset(getattr(model, "vace_layers_mapping", ())),
+    "AnimateWanModel": lambda model: range(0, len(model.blocks), 5),
+}
+
+
+def matches(diffusion_model: nn.Module) -> bool:
+    """Whether this family knows the model."""
+    return isinstance(diffusion_model, WanModel) and diffusion_model.patch_size[0] == 1
+
+
+def kind_of(model: nn.Module) -> str:
+    """The name of ComfyUI's own class of a model: another pack's, or PyTorch's for several cards, comes from it."""
+    return next(kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("comfy."))
+
+
+class BlockPort(Port):
+    """[reference | video | further frames and context]. The positions are of all of them."""
+
+    needs = ("e", "freqs", "context", "transformer_options")
+    rows, axis = "freqs", 1
+    harmless = ("e", "context", "context_img_len", "transformer_options")
+
+    def __init__(self, has_reference: bool) -> None:
+        """has_reference: whether the model can put a reference before the video."""
+        self.has_reference = has_reference
+
+    def before(self, given: Given, image: int) -> int | None:
+        if not self.has_reference:
+            return 0
+        # Nobody tells, but it is one frame. By the positions: they stay as they were while the tokens are merged.
+        rows, told = given.get(self.rows), _frames_told(given)
+        ahead = -1 if rows is None or rows.ndim <= self.axis else rows.shape[self.axis] - prod(told)
+        return ahead if ahead in (0, prod(told[1:])) else None
+
+    def moved(self, given: Given, cuts: Cuts) -> Given:
+        options = given.get("transformer_options")
+        return {} if options is None else {"transformer_options": on_fewer_of_frames(options, *cuts.lengths[0])}
+
+    def obstacle(self, given: Given, image: int, references: int = 0) -> str:
+        return super().obstacle(given, image, references) or _modulation(given, image)
+
+
+def _frames_told(given: Given) -> tuple[int, ...]:
+    """Frames, rows and columns of the video and the frames behind it, as ComfyUI tells them; empty if it does not."""
+    return tuple((given.get("transformer_options") or {}).get("grid_sizes") or ())
+
+
+def _modulation(given: Given, image: int) -> str:
+    """Why modulation would not fit fewer tokens, or an empty string. It is (B, 6, C), or (B, T, 6, C) for T equal
+    shares of all tokens, which have to be the frames of the video."""
+    e, told = given.get("e"), _frames_told(given)
+    if e is None or e.ndim < 4 or e.shape[1] == 1:
+        return ""
+    frames = told[:1] == (e.shape[1],) and given["x"].shape[1] == image == prod(told)
+    return "" if frames else "modulation by token in use"
+
+
+class Hooks(Transformer):
+    """All hooks of one Wan."""
+
+    inside = ("attn1_patch", "attn2_patch")
+    between = ("double_block",)
+    takes_frames = True
+    references_follow = False
+
+    def stages_of(self, model: WanModel) -> tuple[Stage, ...]:
+        """All blocks; not those of VACE's control, which see the control video."""
+        self.patch_size, self.width = model.patch_size[-1], model.dim
+        self.kind = kind_of(model)
+        work = replace(WAN, weights=6 + 2 * model.ffn_dim / model.dim)
+        port = BlockPort(getattr(model, "ref_conv", None) is not None)
+        borders = _BORDERS[self.kind](model) if self.kind in _BORDERS else ()
+        return (Stage("double", model.blocks, port, work, borders=borders),)
+
+    def obstacle(self, transformer_options: Mapping[str, Any]) -> str:
+        if self.kind not in _BORDERS:
+            return f"{self.kind}, a kind of Wan that this version does not know how to merge"
+        return super().obstacle(transformer_options)

@@ -1,0 +1,428 @@
+"""Videos: windows of one frame, as many tokens of every frame, and what the kinds of Wan put beside them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.nodes.adapters.families.layouts import (
+    CLOSE,
+    HEIGHT,
+    LAYOUTS,
+    PREDICTED,
+    WIDTH,
+    Layout,
+    arguments,
+    merged_call,
+    restored,
+    run,
+)
+
+(LAYOUT,) = LAYOUTS["wan"]
+FRAME = HEIGHT // 2 * (WIDTH // 2)
+# Wan 2.2 5B: noise levels by frame.
+WAN22 = {"base": "WAN22", "kind": "WAN22_T2V", "in_dim": 48, "out_dim": 48}
+
+
+@pytest.fixture(scope="module")
+def wan(model_of: Any) -> Any:
+    return model_of("wan")
+
+
+def kept(frames: int) -> int:
+    return frames * FRAME // 2
+
+
+def held_first(model: Any, frames: int, **options: Any) -> Tensor:
+    """Sampled with the first frame as it was, as Wan 2.2 5B makes a video of a picture."""
+    mask = torch.ones(1, 1, frames, HEIGHT, WIDTH)
+    mask[:, :, 0] = 0
+    return models.sample(model, HEIGHT, WIDTH, frames=frames, noise_mask=mask, **options)
+
+
+def by_hand(layout: Layout, block: Any, call: Any, plan: Any, dense: Any, **told: Any) -> Tensor:
+    """What a recorded block gives on tokens and positions that were gathered by plain indexing."""
+    M, U = dense(plan)
+    seen, image, merged = merged_call(layout, arguments(block, layout, call), [plan], M)
+    return restored(layout, run(block, layout, {**seen, **told}), image, merged, U)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(("frames", "batch"), [(5, 1), (5, 2), (21, 1)])
+def test_a_block_of_a_video(
+    frames: int, batch: int, wan: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
+) -> None:
+    """Frames share no token: a destination is of those of its own frame, and stands for no other."""
+    block = wan.model.diffusion_model.blocks[1]
+    calls, merged = record(block), attach(wan, granularity="block")
+    models.sample(merged, HEIGHT, WIDTH, frames=frames, batch=batch, steps=1, cfg=1.0)
+    (call,) = calls
+    planned = plan_calls[call.first_plan]
+    assert planned.grid == (frames, HEIGHT // 2, WIDTH // 2)
+    assert stats_of(merged).grids == {planned.grid: kept(frames)}
+    torch.testing.assert_close(call.out, by_hand(LAYOUT, block, call, planned.plan, dense), **CLOSE)
+    M, U = (matrix.view(batch, frames, -1, frames, matrix.shape[2] // frames) for matrix in dense(planned.plan))
+    for matrix in (M, U):
+        used = matrix.abs().sum((0, 2, 4))
+        assert torch.equal(used > 0, torch.eye(frames, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_modulation_by_frame(
+    adaptive: bool, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
+) -> None:
+    """Wan 2.2 5B tells a noise level for each frame: merged tokens get that of theirs."""
+    model, frames = models.wan(**WAN22), 4
+    block = model.model.diffusion_model.blocks[1]
+    calls, merged = record(block), attach(model, granularity="block", adaptive_budget=adaptive)
+    held_first(merged, frames, steps=1, cfg=1.0)
+    assert stats_of(merged).left_whole == {}
+    (call,) = calls
+    plan, e = plan_calls[call.first_plan].plan, call.kwargs["e"]
+    assert e.shape[:3] == (1, frames, 6)
+    assert not torch.equal(e[:, 0], e[:, 1])
+    frame = plan.destinations[0] // FRAME
+    assert frame.bincount().tolist() == [FRAME // 2] * frames
+    if adaptive:
+        return  # `dense` knows equal budgets alone
+    found = by_hand(LAYOUT, block, call, plan, dense, e=e[:, frame])
+    torch.testing.assert_close(call.out, found, **CLOSE)
+    wrong = by_hand(LAYOUT, block, call, plan, dense, e=e[:, frame.flip(0)])
+    assert (call.out - wrong).abs().max() > 1e-2
+
+
+def test_modulation_that_frames_do_not_explain_leaves_the_blocks_whole(attach: Any, stats_of: Any) -> None:
+    """Frames that follow the video would shift whose noise level is whose."""
+    model = models.wan(**WAN22)
+    behind = torch.randn(1, 48, 1, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(3))
+    conds = {"positive": models.conditioning(model, seed=1, time_dim_concat=behind)}
+    merged = attach(model)
+    out = held_first(merged, 3, steps=1, cfg=1.0, **conds)
+    assert list(stats_of(merged).left_whole) == ["modulation by token in use"]
+    assert torch.equal(out, held_first(model, 3, steps=1, cfg=1.0, **conds))
+    # Where all frames have the same, there is nothing to shift.
+    models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds)
+    assert stats_of(merged).left_whole == {}
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("frames", [1, 5, 21])
+@pytest.mark.parametrize(("height", "width", "batch", "cfg"), [(20, 28, 1, 1.0), (19, 15, 1, 5.0), (33, 8, 2, 5.0)])
+def test_frames_odd_sizes_and_guidance(
+    frames: int, height: int, width: int, batch: int, cfg: float, wan: Any, attach: Any, stats_of: Any
+) -> None:
+    merged, asked = attach(wan), {"frames": frames, "batch": batch, "steps": 2, "cfg": cfg}
+    out = models.sample(merged, height, width, **asked)
+    plain = models.sample(wan, height, width, **asked)
+    assert out.isfinite().all()
+    assert out.shape == plain.shape == (batch, 16, frames, height, width)
+    assert not torch.equal(out, plain)
+    stats, sides = stats_of(merged), (-(-height // 2), -(-width // 2))
+    (grid,) = stats.grids
+    assert grid == (sides if frames == 1 else (frames, *sides))
+    assert stats.grids[grid] % frames == 0
+    assert stats.left_whole == {}
+    assert len(stats.merged_blocks) == 4
+    assert torch.equal(models.sample(merged, height, width, **asked), out)
+
+
+def test_detail_is_reused_and_drawn(wan: Any, attach: Any, stats_of: Any) -> None:
+    asked = {"frames": 5, "steps": 4, "cfg": 1.0}
+    plain = models.sample(wan, HEIGHT, WIDTH, **asked)
+    far = models.sample(attach(wan), HEIGHT, WIDTH, **asked)
+    reusing = attach(wan, detail_reuse=True, whole_every=2, select_every=2, weigh_every=2)
+    near = models.sample(reusing, HEIGHT, WIDTH, **asked)
+    assert (near - plain).norm() < (far - plain).norm()
+    drawn = stats_of(reusing).maps[5, HEIGHT // 2, WIDTH // 2]
+    assert (drawn.frames, len(drawn.destinations), len(drawn.owner)) == (5, FRAME // 2, FRAME)
+    assert "5x10x14" in stats_of(reusing).summary()
+    image = pack_module("nodes.drawing").draw(stats_of(reusing).maps, "")
+    assert image.shape[1] > image.shape[2] // 2
+
+
+def test_plans_from_the_predicted_video(wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
+    """Each frame by its own picture: one plan a step for all blocks and both conditions."""
+    merged = attach(wan, **PREDICTED)
+    out = models.sample(merged, HEIGHT, WIDTH, frames=5, steps=3, cfg=5.0)
+    assert out.isfinite().all()
+    assert (sorted(stats_of(merged).merged_steps), stats_of(merged).selections) == ([1, 2], 2)
+    for call in plan_calls:
+        frame = call.plan.destinations // FRAME
+        assert all(one.bincount().tolist() == [FRAME // 2] * 5 for one in frame)
+    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, frames=5, steps=3, cfg=5.0), out)
+
+
+@pytest.mark.parametrize("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
+def test_conditions_in_calls_of_their_own(
+    settings: Any, wan: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merged, asked = attach(wan, **settings), {"frames": 5, "steps": 2, "cfg": 5.0}
+    joined, plain = (models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, wan))
+    monkeypatch.setattr(type(wan.model), "memory_required", lambda *_, **__: 1e20)
+    split, plain_split = (models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, wan))
+    off = (plain_split - plain).abs().max()
+    assert (split - joined).abs().max() <= 10 * off + 1e-4 * joined.abs().max()
+
+
+def test_two_models_one_after_the_other(wan: Any, attach: Any, stats_of: Any, no_state_left: None) -> None:
+    """Wan 2.2 14B: one model at high noise, another at low noise, each with settings of its own."""
+    import comfy.sample
+
+    low = models.wan(seed=1)
+    conds = [models.conditioning(wan, seed=seed) for seed in (1, 2)]
+
+    def video(high: Any, low: Any) -> Tensor:
+        latent = torch.zeros(1, 16, 5, HEIGHT, WIDTH)
+        noise = comfy.sample.prepare_noise(latent, 5)
+        for model, span in ((high, {"last_step": 2}), (low, {"start_step": 2, "force_full_denoise": True})):
+            options = {**span, "disable_noise": model is low, "disable_pbar": True}
+            given = torch.zeros_like(noise) if model is low else noise
+            latent = comfy.sample.sample(model, given, 4, 5.0, "euler", "simple", *conds, latent, **options)
+        return latent
+
+    merged = attach(wan, ratio=0.5), attach(low, ratio=0.25)
+    out = video(*merged)
+    assert out.isfinite().all()
+    grid = (5, HEIGHT // 2, WIDTH // 2)
+    assert [stats_of(m).grids for m in merged] == [{grid: kept(5)}, {grid: 5 * round(0.75 * FRAME)}]
+    assert [sorted(stats_of(m).steps) for m in merged] == [[0, 1], [0, 1]]
+    assert torch.equal(video(*merged), out)
+    only = video(merged[0], low)
+    assert not torch.equal(only, out)
+    assert not torch.equal(only, video(wan, low))
+
+
+@pytest.mark.parametrize("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
+def test_context_windows_over_frames(settings: Any, wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
+    """Plans belong to the frames that a call shows, for both conditions."""
+    nodes = importlib.import_module("comfy_extras.nodes_context_windows")
+    # 7 latent frames in windows of 5 that overlap by 3; ComfyUI may put a frame before those that begin later.
+    told = ("standard_static", 1, False, "pyramid", False)
+    windowed = nodes.WanContextWindowsManualNode.execute(wan, 17, 12, *told).result[0]
+    merged = attach(windowed, **settings)
+    out = models.sample(merged, HEIGHT, WIDTH, frames=7, steps=2, cfg=5.0)
+    assert out.isfinite().all()
+    assert not torch.equal(out, models.sample(windowed, HEIGHT, WIDTH, frames=7, steps=2, cfg=5.0))
+    assert stats_of(merged).left_whole == {}
+    grids = {call.grid[0] for call in plan_calls}
+    assert grids in ({5}, {5, 6})
+    shown = {frames for call in plan_calls for _, frames in call.copies}
+    assert (0, 1, 2, 3, 4) in shown
+    assert len(shown) > 1
+    assert all(len({frames for _, frames in call.copies}) == 1 for call in plan_calls)
+    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, frames=7, steps=2, cfg=5.0), out)
+
+
+def test_regions_of_a_video(wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
+    """An area is of every frame."""
+    positive = models.conditioning(wan, seed=1) + models.conditioning(wan, seed=3, area=(12, 16, 4, 8))
+    merged = attach(wan)
+    out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=2, cfg=1.0, positive=positive)
+    assert out.isfinite().all()
+    assert set(stats_of(merged).grids) == {(3, 10, 14), (3, 6, 8)}
+
+
+# --- what stands before and behind the video --------------------------------------------------------------------------
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(9))
+
+
+@pytest.mark.parametrize("what", ["reference", "context", "further frames"])
+def test_other_frames_stay_whole(
+    what: str, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
+) -> None:
+    frames, before = 3, 0
+    if what == "reference":
+        model, before = models.wan(in_dim_ref_conv=16), FRAME
+        options: dict[str, Any] = {"reference_latents": [noise(1, 16, 1, HEIGHT, WIDTH)]}
+    elif what == "context":
+        model = models.wan()
+        options = {"context_latents": [noise(1, 16, 1, 8, 12), noise(1, 16, 2, HEIGHT, WIDTH)]}
+    else:
+        model, options = models.wan(), {"time_dim_concat": noise(1, 16, 2, HEIGHT, WIDTH)}
+    block = model.model.diffusion_model.blocks[1]
+    calls, merged = record(block), attach(model, granularity="block")
+    conds = {"positive": models.conditioning(model, seed=1, **options)}
+    assert models.sample(merged, HEIGHT, WIDTH, frames=frames, steps=1, cfg=1.0, **conds).isfinite().all()
+    assert stats_of(merged).left_whole == {}
+    (call,) = calls
+    plan = plan_calls[call.first_plan].plan
+    others = {"reference": FRAME, "context": 4 * 6 + 2 * FRAME, "further frames": 2 * FRAME}[what]
+    assert call.args[0].shape[1] == frames * FRAME + others
+    layout = Layout("blocks", "x", rows="freqs", axis=1, before=before)
+    torch.testing.assert_close(call.out, by_hand(layout, block, call, plan, dense), **CLOSE)
+    chain = attach(model)
+    assert models.sample(chain, HEIGHT, WIDTH, frames=frames, steps=2, cfg=5.0, **conds).isfinite().all()
+    assert stats_of(chain).left_whole == {}
+
+
+def test_reference_and_context_at_once_leave_the_blocks_whole(attach: Any, stats_of: Any) -> None:
+    """Nobody tells what of it stands before the video."""
+    model = models.wan(in_dim_ref_conv=16)
+    options = {"reference_latents": [noise(1, 16, 1, HEIGHT, WIDTH)], "context_latents": [noise(1, 16, 1, 8, 12)]}
+    conds = {"positive": models.conditioning(model, seed=1, **options)}
+    merged = attach(model)
+    out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds)
+    assert list(stats_of(merged).left_whole) == ["ComfyUI does not tell where the image's tokens are"]
+    assert torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds))
+
+
+def test_an_image_to_video_model(attach: Any, stats_of: Any) -> None:
+    """The first frame and its mask are channels, what CLIP sees of it is text."""
+    model = models.wan(kind="WAN21_I2V", model_type="i2v", in_dim=36)
+    model.model.image_to_video = True
+    first = noise(1, 16, 5, HEIGHT, WIDTH)
+    mask = torch.ones(1, 1, 5, HEIGHT, WIDTH)
+    mask[:, :, 0] = 0
+
+    class Seen:
+        penultimate_hidden_states = noise(1, 257, 1280)
+
+    conds = {
+        "positive": models.conditioning(
+            model, seed=1, concat_latent_image=first, concat_mask=mask, clip_vision_output=Seen()
+        )
+    }
+    merged = attach(model)
+    out = models.sample(merged, HEIGHT, WIDTH, frames=5, steps=2, cfg=1.0, **conds)
+    assert out.isfinite().all()
+    assert stats_of(merged).left_whole == {}
+    assert not torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=5, steps=2, cfg=1.0, **conds))
+
+
+# --- kinds ------------------------------------------------------------------------------------------------------------
+
+KINDS: dict[str, dict[str, Any]] = {
+    "vace": {"base": "WAN21_Vace", "kind": "WAN21_Vace", "vace_layers": 3, "vace_in_dim": 96, "layers": 6},
+    "camera": {"base": "WAN21_Camera", "kind": "WAN22_Camera", "model_type": "camera_2.2", "layers": 6},
+    "animate": {"base": "WAN22_Animate", "kind": "WAN22_Animate", "layers": 7},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "chains"), [("vace", [1, 2, 2, 1]), ("camera", [6]), ("animate", [1, 5, 1])], ids=lambda value: str(value)
+)
+def test_kinds_that_look_at_all_tokens_between_blocks(
+    kind: str, chains: list[int], attach: Any, record: Any, stats_of: Any
+) -> None:
+    model = models.wan(**{"model_type": kind, **KINDS[kind]})
+    blocks = model.model.diffusion_model.blocks
+    options: dict[str, Any] = {"camera_conditions": noise(1, 24, 3, 8 * HEIGHT, 8 * WIDTH)} if kind == "camera" else {}
+    conds = {"positive": models.conditioning(model, seed=1, **options)}
+    asked = {"frames": 3, "steps": 1, "cfg": 1.0, **conds}
+    calls, merged = [record(block) for block in blocks], attach(model)
+    out = models.sample(merged, HEIGHT, WIDTH, **asked)
+    assert out.isfinite().all()
+    assert stats_of(merged).left_whole == {}
+    assert len(stats_of(merged).merged_blocks) == len(blocks)
+    starts = [index for index, (call,) in enumerate(calls) if call.args[0].shape[1] == 3 * FRAME]
+    assert starts == [sum(chains[:n]) for n in range(len(chains))]
+    assert not torch.equal(out, models.sample(model, HEIGHT, WIDTH, **asked))
+    small = attach(model, ratio=0.02)
+    near = models.sample(small, HEIGHT, WIDTH, **asked) - models.sample(model, HEIGHT, WIDTH, **asked)
+    far = out - models.sample(model, HEIGHT, WIDTH, **asked)
+    assert near.norm() < 0.5 * far.norm()
+
+
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "CausalWanModel": {"base": "WAN21_CausalAR", "kind": "WAN21_CausalAR_T2V"},
+    "HumoWanModel": {"base": "WAN21_HuMo", "kind": "WAN21_HuMo", "model_type": "humo"},
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_kinds_that_are_not_known_run_whole(name: str, attach: Any, stats_of: Any) -> None:
+    import comfy.model_base
+
+    if not hasattr(comfy.model_base, UNKNOWN[name]["base"]):
+        pytest.skip(f"this ComfyUI has no {name}")
+    model = models.wan(**UNKNOWN[name])
+    merged = attach(model)
+    out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=2)
+    assert torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=3, steps=2))
+    (reason,) = stats_of(merged).left_whole
+    assert name in reason
+    assert "nothing was merged" in stats_of(merged).summary()
+
+
+# --- patches of others ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["attn1_patch", "attn2_patch"])
+def test_patches_inside_a_block_see_all_tokens(place: str, wan: Any, attach: Any, stats_of: Any) -> None:
+    """As those of MultiTalk do."""
+    seen: list[tuple[int, Any]] = []
+
+    def patch(args: dict[str, Any]) -> Tensor:
+        seen.append((args["x"].shape[1], args["transformer_options"].get("grid_sizes")))
+        return args["x"] * 1.01
+
+    patched = wan.clone()
+    patched.set_model_patch(patch, place)
+    plain = models.sample(patched, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0)
+    expected, seen[:] = list(seen), []
+    merged = attach(patched)
+    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0), plain)
+    assert seen == expected
+    assert list(stats_of(merged).left_whole) == ["another node's attention patch needs all tokens"]
+
+
+def test_a_patch_between_blocks_sees_every_frame(wan: Any, attach: Any, stats_of: Any) -> None:
+    """As that of Uni3C does."""
+    seen = []
+
+    def patch(args: dict[str, Any]) -> dict[str, Any]:
+        seen.append(args["img"].shape[1])
+        args["img"][:, :FRAME] += 0.1
+        return args
+
+    patched = wan.clone()
+    patched.set_model_patch(patch, "double_block")
+    merged = attach(patched)
+    out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0)
+    assert seen == [3 * FRAME] * 4
+    assert stats_of(merged).left_whole == {}
+    assert not torch.equal(out, models.sample(attach(wan), HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0))
+
+
+def test_who_computes_attention_is_told_how_many_tokens_a_frame_has(wan: Any, attach: Any) -> None:
+    seen = set()
+
+    def override(function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.add((q.shape[1], tuple(kwargs["transformer_options"]["grid_sizes"])))
+        return function(q, k, v, *args, **kwargs)
+
+    patched = wan.clone()
+    patched.model_options["transformer_options"]["optimized_attention_override"] = override
+    models.sample(attach(patched), HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0)
+    assert seen == {(kept(3), (3, 1, FRAME // 2))}
+
+
+def test_a_video_that_is_no_video_of_this_model(attach: Any, model_of: Any, stats_of: Any) -> None:
+    """Models of pictures whose latents have five dimensions are left whole with several frames."""
+    model = model_of("qwen_image")
+    merged = attach(model)
+    out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0)
+    assert torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0))
+    assert list(stats_of(merged).left_whole) == ["a model or latent of unknown kind"]
+
+
+def test_without_memory_for_a_plan_the_run_is_whole(
+    wan: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(pack_module("toma_core.state").RunState, "_selected", none_left)
+    merged = attach(wan)
+    out = models.sample(merged, HEIGHT, WIDTH, frames=5, steps=2)
+    assert torch.equal(out, models.sample(wan, HEIGHT, WIDTH, frames=5, steps=2))
+    assert "out of memory while destinations were selected" in stats_of(merged).summary()
