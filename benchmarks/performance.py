@@ -172,6 +172,30 @@ def editing() -> str:
     return markdown(head, rows())
 
 
+def videos() -> str:
+    """How cost grows with frames, and what is saved by fewer tokens or by fewer keys and values alone."""
+
+    def rows() -> Iterator[list[str]]:
+        for width, height, frames in ((832, 480, 1), (832, 480, 5), (832, 480, 21), (1280, 720, 21)):
+            shape = Shape("wan", height=height, width=width, frames=frames)
+            base = count(shape)
+            merged = [
+                count(shape, _toma(ratio=ratio, keys_only=keys, **_ALL), kernels=True)
+                for keys in (False, True)
+                for ratio in (0.5, 0.75)
+            ]
+            yield [
+                f"{width} x {height} x {4 * frames - 3}",
+                f"{frames * (height // 16) * (width // 16)}",
+                f"{base.flops / 1e12:.0f}",
+                f"{base.products['attention'] / base.flops:.0%}",
+                *(_times(base, each) for each in merged),
+            ]
+
+    head = ["Wan 14B", "tokens", "TFLOP", "in attention", "fewer tokens, 0.5", "0.75", "keys only, 0.5", "0.75"]
+    return markdown(head, rows())
+
+
 def overhead() -> str:
     """What merging adds to an evaluation that reuses its plans."""
     host = json.loads((RESULTS / "hosttime" / "hosttime.json").read_text(encoding="utf-8"))["rows"]
@@ -368,6 +392,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ceilings": ceilings,
     "families": families,
     "editing": editing,
+    "videos": videos,
     "overhead": overhead,
     "attention": attention,
     "growth": growth,

@@ -200,6 +200,11 @@ class ToMAConfig:
         "the previous step predicted. That is much closer to the original in few steps; the first step then runs "
         "in full.",
     )
+    keys_only: bool = option(
+        False,
+        "Merge only what self-attention looks at, its keys and values: every token is still computed, so less is lost "
+        "and less gained. For many tokens, as of videos. Only for Wan; other models stay unmerged.",
+    )
     share: Share = option(
         Share.STACK,
         "Which blocks share the picked tokens within a step: each 'block' has its own, or one set per 'stack', or "

@@ -82,8 +82,10 @@ class Schedule:
 
     @property
     def reuses_detail(self) -> bool:
-        """Whether whole steps keep detail. Not around modules: that would be three activations for every block."""
-        wanted = self.config.detail_reuse and self.config.granularity is not Granularity.MODULE
+        """Whether whole steps keep detail. Not around modules: that would be three activations for every block. Nor of
+        keys alone, which nothing is restored from."""
+        config = self.config
+        wanted = config.detail_reuse and config.granularity is not Granularity.MODULE and not config.keys_only
         return wanted and self.config.whole_every > 0
 
     @cached_property

@@ -23,6 +23,7 @@ from ...toma_core.presets import Fields
 from ...toma_core.windows import Grid
 from .chain import Link, Positions
 from .hooks import GRAPHS, HookPair
+from .keys import KeysLink
 from .port import Port
 
 # For transformers that nobody measured: the shares that are left whole of Flux.
@@ -34,8 +35,9 @@ PRESETS: Fields = {
 }
 
 
-# Why a block runs whole that is none of ComfyUI's.
+# Why a block runs whole that is none of ComfyUI's, and where only keys and values are to be merged.
 REPLACED = "replaced by another node"
+NO_KEYS = "keys_only is for Wan"
 
 # The methods in which models run their blocks, each in some of them.
 _LOOPS = frozenset(("forward", "_forward", "forward_orig", "forward_core_with_concat"))
@@ -150,6 +152,8 @@ class Transformer(ABC):
     width = 0
     patch_size = 2
     takes_frames = False
+    # Whether keys and values alone can be merged.
+    takes_keys = False
     # Whether tokens of reference images come right after those of the image.
     references_follow = True
 
@@ -163,6 +167,7 @@ class Transformer(ABC):
             [self._link(stage, module, index, shared) for index, module in enumerate(stage.blocks)]
             for stage in self.stages
         ]
+        self.keys = {link.name: KeysLink(link) for links in self.links for link in links}
 
     @abstractmethod
     def stages_of(self, model: Any) -> tuple[Stage, ...]:
@@ -185,10 +190,12 @@ class Transformer(ABC):
         for links in self.links:
             yield from ((link.module, link) for link in links if theirs(link.module))
 
-    def obstacle(self, transformer_options: Mapping[str, Any]) -> str:
+    def obstacle(self, transformer_options: Mapping[str, Any], config: ToMAConfig) -> str:
         """Why no block of this call can be merged, in words for the report; empty if they can."""
         patches = transformer_options.get("patches", {})
         shown = any(patches.get(name) for name in self.inside)
+        if config.keys_only and not self.takes_keys:
+            return NO_KEYS
         return "another node's attention patch needs all tokens" if shown else ""
 
     def loops(self) -> bool:
@@ -212,7 +219,7 @@ class Transformer(ABC):
         looked = any(patches.get(name) for name in self.between)
         chains = config.granularity is Granularity.STACK and not looked and self.loops()
         replaced, control = transformer_options.get("patches_replace", {}).get("dit", {}), control or {}
-        grid, reason = token_grid(x, self.patch_size), self.obstacle(transformer_options)
+        grid, reason = token_grid(x, self.patch_size), self.obstacle(transformer_options, config)
         grids = grid, *self.merged_references(references, evaluation)
         for stage, links, name in zip(self.stages, self.links, self.lists, strict=True):
             added, runs = control.get(stage.added) or (), list[list[Link]]()
@@ -231,6 +238,12 @@ class Transformer(ABC):
                 else:
                     runs.append([link])
                     following = index + 1
+            if config.keys_only:
+                for link in (link for run in runs for link in run):
+                    work = link.work, Granularity.BLOCK
+                    link.place.begin((grid,), link.scopes[config.share], [link.name], work, evaluation)
+                    yield link.module, self.keys[link.name]
+                continue
             for run in runs:
                 of = grids if run[0].merges_references else (grid,)
                 yield from chained(run, of, x, evaluation, transformer_options, self.width)

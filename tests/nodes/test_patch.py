@@ -67,7 +67,7 @@ def test_advanced_hands_every_widget_over(unet: Any) -> None:
         "merge_references": True, "start_percent": 0.1, "end_percent": 0.8, "whole_every": 4,
         "select_every": 4, "weigh_every": 2, "selector": "random", "window_kind": "stripe", "window_size": 4,
         "shift_windows": False, "scale": 50.0, "share": "block", "random_seed": 7,
-        "detail_reuse": False, "adaptive_budget": True, "plan_from": "prediction",
+        "detail_reuse": False, "adaptive_budget": True, "plan_from": "prediction", "keys_only": True,
     }  # fmt: skip
     usual = defaults(nodes.ToMAAdvanced)
     assert other.keys() == usual.keys() - {"preset"}

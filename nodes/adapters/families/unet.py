@@ -16,7 +16,7 @@ from ....toma_core.payoff import UNET_BLOCK
 from ....toma_core.presets import Fields
 from ....toma_core.windows import Grid
 from ..chain import Link, Positions
-from ..family import REPLACED, chained, hooked, left_whole, runs_its_own, theirs, unwrapped
+from ..family import NO_KEYS, REPLACED, chained, hooked, left_whole, runs_its_own, theirs, unwrapped
 from ..hooks import HookPair
 from ..layout import on_no_grid
 from ..port import CHANGED, Cuts, Given, Port
@@ -148,6 +148,8 @@ def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, 
 
 def _left_out(stack: _Stack, config: ToMAConfig) -> str:
     """Why the settings leave this stack whole, wherever it is, or an empty string."""
+    if config.keys_only:
+        return NO_KEYS
     if config.granularity is Granularity.MODULE and not any(
         (config.self_attention, config.cross_attention, config.feed_forward)
     ):

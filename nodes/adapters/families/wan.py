@@ -14,6 +14,7 @@ from typing import Any
 from comfy.ldm.wan.model import WanModel
 from torch import nn
 
+from ....toma_core import ToMAConfig
 from ....toma_core.payoff import WAN
 from ..family import Stage, Transformer
 from ..layout import on_fewer_of_frames
@@ -88,7 +89,7 @@ class Hooks(Transformer):
 
     inside = ("attn1_patch", "attn2_patch")
     between = ("double_block",)
-    takes_frames = True
+    takes_frames = takes_keys = True
     references_follow = False
 
     def stages_of(self, model: WanModel) -> tuple[Stage, ...]:
@@ -100,7 +101,7 @@ class Hooks(Transformer):
         borders = _BORDERS[self.kind](model) if self.kind in _BORDERS else ()
         return (Stage("double", model.blocks, port, work, borders=borders),)
 
-    def obstacle(self, transformer_options: Mapping[str, Any]) -> str:
+    def obstacle(self, transformer_options: Mapping[str, Any], config: ToMAConfig) -> str:
         if self.kind not in _BORDERS:
             return f"{self.kind}, a kind of Wan that this version does not know how to merge"
-        return super().obstacle(transformer_options)
+        return super().obstacle(transformer_options, config)
