@@ -19,6 +19,7 @@ from tests.nodes.adapters.families.layouts import (
     WIDTH,
     Layout,
     arguments,
+    current,
     merged_call,
     restored,
     run,
@@ -239,6 +240,8 @@ def noise(*shape: int) -> Tensor:
 def test_other_frames_stay_whole(
     what: str, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
+    if what == "context" and not current():
+        pytest.skip("this ComfyUI may have no context latents")
     frames, before = 3, 0
     if what == "reference":
         model, before = models.wan(in_dim_ref_conv=16), FRAME
@@ -266,6 +269,8 @@ def test_other_frames_stay_whole(
 
 def test_reference_and_context_at_once_leave_the_blocks_whole(attach: Any, stats_of: Any) -> None:
     """Nobody tells what of it stands before the video."""
+    if not current():
+        pytest.skip("this ComfyUI may have no context latents")
     model = models.wan(in_dim_ref_conv=16)
     options = {"reference_latents": [noise(1, 16, 1, HEIGHT, WIDTH)], "context_latents": [noise(1, 16, 1, 8, 12)]}
     conds = {"positive": models.conditioning(model, seed=1, **options)}
@@ -377,6 +382,8 @@ def test_patches_inside_a_block_see_all_tokens(place: str, wan: Any, attach: Any
 
 def test_a_patch_between_blocks_sees_every_frame(wan: Any, attach: Any, stats_of: Any) -> None:
     """As that of Uni3C does."""
+    if not current():
+        pytest.skip("this ComfyUI may show nobody what is between blocks")
     seen = []
 
     def patch(args: dict[str, Any]) -> dict[str, Any]:
