@@ -152,8 +152,8 @@ class Transformer(ABC):
     width = 0
     patch_size = 2
     takes_frames = False
-    # Whether keys and values alone can be merged.
-    takes_keys = False
+    # What its blocks call their self-attention, where keys and values alone can be merged.
+    self_attention = ""
     # Whether tokens of reference images come right after those of the image.
     references_follow = True
 
@@ -167,7 +167,8 @@ class Transformer(ABC):
             [self._link(stage, module, index, shared) for index, module in enumerate(stage.blocks)]
             for stage in self.stages
         ]
-        self.keys = {link.name: KeysLink(link) for links in self.links for link in links}
+        every = [link for links in self.links for link in links if self.self_attention]
+        self.keys = {link.name: KeysLink(link, self.self_attention) for link in every}
 
     @abstractmethod
     def stages_of(self, model: Any) -> tuple[Stage, ...]:
@@ -194,7 +195,7 @@ class Transformer(ABC):
         """Why no block of this call can be merged, in words for the report; empty if they can."""
         patches = transformer_options.get("patches", {})
         shown = any(patches.get(name) for name in self.inside)
-        if config.keys_only and not self.takes_keys:
+        if config.keys_only and not self.self_attention:
             return NO_KEYS
         return "another node's attention patch needs all tokens" if shown else ""
 
@@ -242,7 +243,7 @@ class Transformer(ABC):
                 for link in (link for run in runs for link in run):
                     work = link.work, Granularity.BLOCK
                     link.place.begin((grid,), link.scopes[config.share], [link.name], work, evaluation)
-                    yield link.module, self.keys[link.name]
+                    yield from self.keys[link.name].hooks()
                 continue
             for run in runs:
                 of = grids if run[0].merges_references else (grid,)

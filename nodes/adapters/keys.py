@@ -7,7 +7,7 @@ after norm and rotation: then each key of a mean carries its own position. It go
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,17 +16,23 @@ from torch import Tensor
 
 from ...toma_core import MergePlan
 from .chain import Link
-from .hooks import Hook, merge, outside_graph
+from .hooks import Hook, HookPair, eager, merge, outside_graph
 
 _OVERRIDE = "optimized_attention_override"
+UNSERVED = "another node's attention takes no fewer keys"
 
 
 class KeysLink(Hook):
     """Stands in for a block whose self-attention is to look at fewer keys and values. link: the block's own hook, which
-    knows where its tokens are and why it may have to stay whole."""
+    knows where its tokens are and why it may have to stay whole. attention: what the block calls its self-attention."""
 
-    def __init__(self, link: Link) -> None:
-        self.link, self.port = link, link.port
+    def __init__(self, link: Link, attention: str) -> None:
+        self.link, self.port, self.attention, self.inner = link, link.port, attention, KeysAttention()
+
+    def hooks(self) -> Iterator[HookPair]:
+        """The hooks to install for an evaluation."""
+        yield self.link.module, self
+        yield getattr(self.link.module, self.attention), self.inner
 
     def release(self) -> None:
         self.link.release()
@@ -40,27 +46,57 @@ class KeysLink(Hook):
         plan = place.plan_for(x[:, before : before + place.image], reason)
         if plan is None or place.evaluation is None:
             return self.original(*args, **kwargs)
-        place.evaluation.run.stats.merged(self.link.name)
-        options = given.get("transformer_options") or {}
-        fewer = FewerKeys(plan, before, x.shape[1], options.get(_OVERRIDE))
-        told = list({**given, "transformer_options": {**options, _OVERRIDE: fewer}}.items())
-        return self.original(*[value for _, value in told[: len(args)]], **dict(told[len(args) :]))
+        self.inner.fewer = fewer = FewerKeys(plan, before, x.shape[1])
+        try:
+            out = self.original(*args, **kwargs)
+        finally:
+            self.inner.fewer = None
+        stats, name = place.evaluation.run.stats, self.link.name
+        if fewer.served:
+            stats.merged(name)
+        else:
+            stats.whole(name, UNSERVED)
+        return out
+
+
+class KeysAttention(Hook):
+    """Stands in for the self-attention of a block. Outside of graphs: ComfyUI's torch.compile does not look whether an
+    override is there, and would run what it traced with one where there is none."""
+
+    fewer: FewerKeys | None = None
+
+    @eager
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        options = kwargs.get("transformer_options")
+        if self.fewer is None or options is None:
+            return self.original(*args, **kwargs)
+        override = partial(self.fewer, options.get(_OVERRIDE))
+        return self.original(*args, **{**kwargs, "transformer_options": {**options, _OVERRIDE: override}})
 
 
 class FewerKeys:
-    """In the place of `optimized_attention` for one call of a block: the first attention in it is that of its tokens to
-    each other. before: tokens before the image; tokens: all of them. then: what another node has put there."""
+    """In the place of `optimized_attention` for one call of a block's self-attention. before: tokens before the image;
+    tokens: all of them. served: whether it was called, which another pack's attention may not do."""
 
-    def __init__(self, plan: MergePlan, before: int, tokens: int, then: Callable[..., Any] | None) -> None:
-        self.plan, self.before, self.tokens, self.then = plan, before, tokens, then
-        self.asked = False
+    def __init__(self, plan: MergePlan, before: int, tokens: int) -> None:
+        self.plan, self.before, self.tokens = plan, before, tokens
+        self.served = False
 
-    def __call__(self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self,
+        then: Callable[..., Any] | None,
+        function: Callable[..., Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """then: the override that another node has put there."""
         axis = 2 if kwargs.get("skip_reshape") else 1
-        first, self.asked = not self.asked, True
-        if first and q.shape[axis] == k.shape[axis] == self.tokens:
-            k, v = (self._fewer(t, axis) for t in (k, v))
-        compute = function if self.then is None else partial(self.then, function)
+        if q.shape[axis] == k.shape[axis] == self.tokens:
+            k, v, self.served = self._fewer(k, axis), self._fewer(v, axis), True
+        compute = function if then is None else partial(then, function)
         return compute(q, k, v, *args, **kwargs)
 
     def _fewer(self, t: Tensor, axis: int) -> Tensor:

@@ -97,3 +97,38 @@ def test_other_models_are_left_whole(kind: str, model_of: Any, attach: Any, stat
     merged = attach(model, keys_only=True)
     assert torch.equal(models.sample(merged, 16, 16, steps=2), models.sample(model, 16, 16, steps=2))
     assert list(stats_of(merged).left_whole) == ["keys_only is for Wan"]
+
+
+def test_an_attention_of_another_pack_that_takes_no_override(model_of: Any, attach: Any, stats_of: Any) -> None:
+    """The report does not call merged what was not."""
+    model = models.wan()
+    for block in model.model.diffusion_model.blocks[1:]:
+        attention = block.self_attn
+        attention.forward = lambda x, freqs, transformer_options={}, attention=attention: attention.o(attention.v(x))
+    merged = attach(model, keys_only=True)
+    out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=2, cfg=1.0)
+    assert stats_of(merged).merged_blocks == {"double.0"}
+    assert stats_of(merged).left_whole == {
+        "another node's attention takes no fewer keys": {"double.1", "double.2", "double.3"}
+    }
+    assert not torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=3, steps=2, cfg=1.0))
+
+
+def test_compiled_by_comfyui(model_of: Any, attach: Any, no_state_left: None) -> None:
+    """Its torch.compile does not look at what rides in transformer_options: steps with fewer keys, whole steps and runs
+    without ToMA take turns all the same."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
+
+    def compiled(model: Any) -> Any:
+        model = model.clone()
+        options = {"guard_filter_fn": skip_torch_compile_dict}
+        set_torch_compile_wrapper(model=model, backend="eager", options=options, keys=["diffusion_model"])
+        return model
+
+    model, asked = models.wan(layers=2), {"frames": 3, "steps": 4, "cfg": 1.0}
+    torch._dynamo.reset()
+    for _ in range(2):
+        for one in (model, attach(model, keys_only=True, whole_every=2), attach(model)):
+            given = models.sample(compiled(one), HEIGHT, WIDTH, **asked)
+            assert torch.equal(given, models.sample(one, HEIGHT, WIDTH, **asked))
