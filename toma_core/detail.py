@@ -22,8 +22,8 @@ from .schedule import Decision
 # nothing is left of the kept update, all is believed: that is plain merging.
 TRUST = 0.5
 
-# Bytes that a run may hold. A chain of blocks on a video of 720p takes 1.5 GB, for two conditions; but whatever breaks
-# chains, as ControlNets do, makes one of every block, and 40 of these would end a run that fits without ToMA.
+# Bytes that a run may hold of videos. A chain of blocks on one of 720p takes 1.5 GB, for two conditions; but whatever
+# breaks chains, as ControlNets do, makes one of every block, and 40 of these would end a run that fits without ToMA.
 MOST = 4 << 30
 
 
@@ -32,9 +32,11 @@ class Details:
     """The updates of one run, by block and by what each part of a batch shows: those of the last whole step, and of
     evaluations after it that ran whole because somebody new took part. Several devices may share it.
 
-    most: the most bytes that were held at a time. given_up: it became more than `MOST`; nothing is kept any more.
+    limited: whether it may hold no more than `MOST`. most: the most bytes that were held at a time. given_up: it became
+    more; nothing is kept any more, whole steps are only whole, and all others are merged plainly.
     """
 
+    limited: bool = False
     most: int = 0
     given_up: bool = False
     # Whole steps: the last one that was announced, and the one since which updates are kept.
@@ -57,6 +59,8 @@ class Details:
         is too, plainly, and the next evaluation runs whole for all.
         """
         with self._lock:
+            if self.given_up:
+                return replace(decision, ratio=decision.merged_ratio, keeps_detail=False, plain=True)
             if decision.keeps_detail:
                 self._renews = True
                 if decision.step != self._announced:
@@ -84,7 +88,7 @@ class Details:
             self._kept.update((key, (update, place, len(keys))) for place, key in enumerate(keys))
             held = {id(whole): whole.nbytes for whole, _, _ in self._kept.values()}
             self.most = max(self.most, sum(held.values()))
-            if self.most > MOST:
+            if self.limited and self.most > MOST:
                 self.given_up = True
                 self._kept.clear()
 

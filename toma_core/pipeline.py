@@ -75,8 +75,6 @@ class Evaluation:
     def obstacle(self, x: Tensor, block: Block = UNET_BLOCK, around: Granularity | None = None) -> str:
         """Why (B, N, C) tokens x that go through such a block stay whole, for the report; empty if they are merged.
         around: what they would be merged around; None if that is what the settings say."""
-        if self.run.obstacle:
-            return self.run.obstacle
         if round(self.decision.ratio * x.shape[1]) == 0:
             return "nothing to merge at this ratio"
         if self.piece is not None and len(x) != len(self.piece.latent):

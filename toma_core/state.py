@@ -50,10 +50,10 @@ class _Entry:
 @dataclass(eq=False)
 class RunState:
     """The state of one run. `schedule` holds the frozen settings; everything else is filled in as the run goes.
-    obstacle: why nothing more is merged in it, for the report."""
+    unplanned: the scopes for whose plans there was no memory; with the next evaluation all is whole."""
 
     schedule: Schedule
-    obstacle: str = ""
+    unplanned: set[Hashable] = field(default_factory=set)
     stats: RunStats = field(default_factory=RunStats)
     dispatch: Dispatch = field(default_factory=Dispatch)
     _plans: dict[_PlanKey, _Entry] = field(default_factory=dict)
@@ -72,6 +72,9 @@ class RunState:
         """What to do in an evaluation at this noise level, in which these conditions take part. step: where known.
         again: see `Details.settle`."""
         decision = self.schedule.decide(sigma, step)
+        if self.unplanned:
+            self.details.clear()
+            return replace(decision, ratio=0.0, keeps_detail=False)
         reuses = self.schedule.reuses_detail and decision.ratio
         return self.details.settle(decision, conditions, again) if reuses else decision
 

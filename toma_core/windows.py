@@ -22,6 +22,11 @@ from .config import WindowKind
 Grid = tuple[int, ...]
 
 
+def has_frames(grid: Grid) -> bool:
+    """Whether it is that of a video."""
+    return len(grid) > 2
+
+
 @dataclass(frozen=True, eq=False)
 class Windows:
     """A partition of the N = frames * height * width tokens (row-major) into W windows of at most S tokens.

@@ -21,13 +21,13 @@ from ...toma_core import Evaluation, MergePlan, reduce, restore
 from ...toma_core.config import Granularity, Share
 from ...toma_core.detail import Detail
 from ...toma_core.payoff import Block
-from ...toma_core.windows import Grid
+from ...toma_core.windows import Grid, has_frames
 from .graphs import numbered, operators
 from .hooks import Hook, eager, outside_graph
 from .port import CHANGED, Cuts, Given, Port
 from .rope import merged_rows
 
-NO_MEMORY = "out of memory while destinations were selected"
+NO_MEMORY = "out of memory while destinations were selected, and all later steps"
 
 
 class Place:
@@ -194,7 +194,7 @@ class Place:
             return x
         after = before + self.image + self.references
         images, plan = x[:, before:after], self._plan(image)
-        if self.evaluation.run.obstacle:
+        if self.scope in self.evaluation.run.unplanned:
             return x
         reduced = self._reduced(images, plan)
         self.held = reduced, images
@@ -211,14 +211,20 @@ class Place:
         return self._plan(image)
 
     def _plan(self, image: Tensor) -> MergePlan | None:
-        """The image's plan; None also where there is no memory for it, and then the rest of the run is whole."""
+        """The image's plan; None also where there is no memory for that of a video: blocks that would share it are then
+        whole, in calls for other conditions too, and so are all later steps. For a picture it is the model's memory
+        that is short: that ends the run, as without ToMA, and does not make another picture of it."""
         assert self.evaluation is not None  # noqa: S101 - for mypy: it has begun
-        try:
-            return self.evaluation.plan(image, self.grids[0], self.scope)
-        except torch.OutOfMemoryError:
-            self.evaluation.run.obstacle = NO_MEMORY
-            self._whole(NO_MEMORY)
-            return None
+        run, grid = self.evaluation.run, self.grids[0]
+        if self.scope not in run.unplanned:
+            try:
+                return self.evaluation.plan(image, grid, self.scope)
+            except torch.OutOfMemoryError:
+                if not has_frames(grid):
+                    raise
+                run.unplanned.add(self.scope)
+        self._whole(NO_MEMORY)
+        return None
 
     def merges(self, image: Tensor, reason: str, part: str = "") -> bool:
         """Whether the (B, N, C) tokens of the image are merged, if nothing speaks against it; else it is noted."""

@@ -14,6 +14,7 @@ from ...toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig
 from ...toma_core.config import PlanFrom
 from ...toma_core.pieces import Piece
 from ...toma_core.stats import RunStats
+from ...toma_core.windows import has_frames
 from .levels import Levels
 
 
@@ -97,6 +98,7 @@ class Sampling:
         self.asked += 1
         if latent is not None:
             self.size, self.images = tuple(latent.shape[2:]), latent.shape[0]
+            self.run.details.limited = has_frames(self.size) and self.size[0] > 1
         options = model_options.get("transformer_options", {})
         frames, self.patches = _frames(options), _patches(options)
         present = [c for group in conds if group is not None for c in group if "uuid" in c]

@@ -268,16 +268,22 @@ def test_memory_is_counted_and_freed() -> None:
 
 def test_what_would_be_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole steps are whole all the same, and all blocks are then merged plainly: none has detail where another has
-    not."""
+    not. For videos alone: a picture keeps what it has."""
     monkeypatch.setattr(detail, "MOST", 2 * features(0).nbytes)
+    picture = run_of()
+    for name in ("a", "b", "c"):
+        passed(features(0), at(picture, 0, "cond"), name)
+    assert len(picture.details._kept) == 3
     run = run_of()
+    run.details.limited = True
     for name in ("a", "b", "c"):
         out, _ = passed(features(0), at(run, 0, "cond"), name)
         assert torch.equal(out, block(features(0)))
     for name in ("a", "b", "c"):
         out, plan = passed(features(1), at(run, 1, "cond"), name)
         torch.testing.assert_close(out, merged(features(1), plan))
-    passed(features(0), at(run, 3, "cond"), "a")
+    whole = at(run, 3, "cond")
+    assert (whole.decision.ratio, whole.decision.keeps_detail) == (0.0, False)
     assert run.details._kept == {}
     stats = run.close()
     stats.merged_blocks.add("a")

@@ -422,14 +422,100 @@ def test_a_video_that_is_no_video_of_this_model(attach: Any, model_of: Any, stat
     assert list(stats_of(merged).left_whole) == ["a model or latent of unknown kind"]
 
 
+SELECTED = pack_module("toma_core.state").RunState._selected
+
+
+def without_memory(monkeypatch: pytest.MonkeyPatch, since: int) -> None:
+    """There is memory for so many plans."""
+    made = []
+
+    def selected(*args: Any, **kwargs: Any) -> Any:
+        made.append(None)
+        if len(made) > since:
+            raise torch.OutOfMemoryError
+        return SELECTED(*args, **kwargs)
+
+    monkeypatch.setattr(pack_module("toma_core.state").RunState, "_selected", selected)
+
+
 def test_without_memory_for_a_plan_the_run_is_whole(
     wan: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none_left(*_: Any) -> Any:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(pack_module("toma_core.state").RunState, "_selected", none_left)
+    without_memory(monkeypatch, 0)
     merged = attach(wan)
     out = models.sample(merged, HEIGHT, WIDTH, frames=5, steps=2)
     assert torch.equal(out, models.sample(wan, HEIGHT, WIDTH, frames=5, steps=2))
-    assert "out of memory while destinations were selected" in stats_of(merged).summary()
+    assert "nothing was merged: out of memory while destinations were selected" in stats_of(merged).summary()
+
+
+@pytest.mark.parametrize("joined", [True, False], ids=["one call", "two calls"])
+def test_without_memory_for_one_plan_more_no_prompt_has_what_the_other_has_not(
+    joined: bool, wan: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks with a plan are merged for both prompts, the others for none, and later steps are whole."""
+    without_memory(monkeypatch, 3)
+    if not joined:
+        monkeypatch.setattr(type(wan.model), "memory_required", lambda *_, **__: 1e20)
+    seen: list[int] = []
+
+    def override(function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if q.shape == k.shape:
+            seen.append(q.shape[1])
+        return function(q, k, v, *args, **kwargs)
+
+    patched = wan.clone()
+    patched.model_options["transformer_options"]["optimized_attention_override"] = override
+    merged = attach(patched, granularity="block", share="block")
+    assert models.sample(merged, HEIGHT, WIDTH, frames=3, steps=3, cfg=5.0).isfinite().all()
+    calls, whole = 1 if joined else 2, [3 * FRAME] * 4
+    assert seen == [*[kept(3)] * 3, 3 * FRAME] * calls + whole * calls * 2
+    stats = stats_of(merged)
+    assert sorted(stats.merged_steps) == [0]
+    assert stats.merged_blocks == {"double.0", "double.1", "double.2"}
+    ((reason, blocks),) = stats.left_whole.items()
+    assert reason == "out of memory while destinations were selected, and all later steps"
+    assert blocks == {"double.3"}
+
+
+def test_without_memory_for_a_plan_what_was_kept_is_given_back(
+    wan: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, held = pack_module("toma_core.state").RunState, []
+    without_memory(monkeypatch, 1)
+    close = state.close
+
+    def seen(run: Any) -> Any:
+        held.append((run.details.most, len(run.details._kept)))
+        return close(run)
+
+    monkeypatch.setattr(state, "close", seen)
+    merged = attach(wan, detail_reuse=True, whole_every=4, select_every=1, weigh_every=1)
+    models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=1.0)
+    ((most, left),) = held
+    assert most > 0
+    assert left == 0
+
+
+def test_without_memory_for_a_plan_a_picture_ends_its_run(
+    wan: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free memory does not decide on a picture."""
+    without_memory(monkeypatch, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        models.sample(attach(wan), HEIGHT, WIDTH, steps=2)
+
+
+def test_detail_of_a_video_is_not_kept_beyond_a_limit(
+    wan: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture keeps what it did before there were videos."""
+    monkeypatch.setattr(pack_module("toma_core.detail"), "MOST", 1)
+    merged = attach(wan, detail_reuse=True, whole_every=2, select_every=1, weigh_every=1)
+    models.sample(merged, HEIGHT, WIDTH, steps=4, cfg=1.0)
+    assert stats_of(merged).detail_bytes
+    assert not stats_of(merged).detail_given_up
+    out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=1.0)
+    assert stats_of(merged).detail_given_up
+    assert sorted(stats_of(merged).merged_steps) == [1]
+    plainly = attach(wan, whole_every=2, select_every=1, weigh_every=1)
+    assert torch.equal(out, models.sample(plainly, HEIGHT, WIDTH, frames=3, steps=4, cfg=1.0))
