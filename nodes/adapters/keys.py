@@ -76,7 +76,7 @@ class KeysAttention(Hook):
 
 class FewerKeys:
     """In the place of `optimized_attention` for one call of a block's self-attention. before: tokens before the image;
-    tokens: all of them. served: whether it was called, which another pack's attention may not do."""
+    tokens: all of them. served: whether it was asked for that, which another pack's attention may not do."""
 
     def __init__(self, plan: MergePlan, before: int, tokens: int) -> None:
         self.plan, self.before, self.tokens = plan, before, tokens
@@ -94,7 +94,8 @@ class FewerKeys:
     ) -> Any:
         """then: the override that another node has put there."""
         axis = 2 if kwargs.get("skip_reshape") else 1
-        if q.shape[axis] == k.shape[axis] == self.tokens:
+        mask = args[1] if len(args) > 1 else kwargs.get("mask")  # of every key, and here there are fewer
+        if mask is None and q.shape[axis] == k.shape[axis] == self.tokens:
             k, v, self.served = self._fewer(k, axis), self._fewer(v, axis), True
         compute = function if then is None else partial(then, function)
         return compute(q, k, v, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -99,12 +100,23 @@ def test_other_models_are_left_whole(kind: str, model_of: Any, attach: Any, stat
     assert list(stats_of(merged).left_whole) == ["keys_only is for Wan"]
 
 
-def test_an_attention_of_another_pack_that_takes_no_override(model_of: Any, attach: Any, stats_of: Any) -> None:
-    """The report does not call merged what was not."""
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_attention_of_another_pack_that_cannot_take_fewer_keys(masked: bool, attach: Any, stats_of: Any) -> None:
+    """One takes no override, another has a mask of every key. The report does not call merged what was not."""
+    from comfy.ldm.modules.attention import optimized_attention
+
+    def attending(attention: Any, x: Tensor, freqs: Any, transformer_options: Any) -> Tensor:
+        if not masked:
+            return attention.o(attention.v(x))
+        mask = torch.zeros(x.shape[1], x.shape[1])
+        q, k, v = attention.q(x), attention.k(x), attention.v(x)
+        return attention.o(
+            optimized_attention(q, k, v, attention.num_heads, mask=mask, transformer_options=transformer_options)
+        )
+
     model = models.wan()
     for block in model.model.diffusion_model.blocks[1:]:
-        attention = block.self_attn
-        attention.forward = lambda x, freqs, transformer_options={}, attention=attention: attention.o(attention.v(x))
+        block.self_attn.forward = partial(attending, block.self_attn)
     merged = attach(model, keys_only=True)
     out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=2, cfg=1.0)
     assert stats_of(merged).merged_blocks == {"double.0"}
