@@ -63,7 +63,7 @@ def judge(row: Row, kit: Kit) -> Verdict:
         assert not hooked(model), f"hooks were left in the model: {hooked(model)}"
     if isinstance(expected, Refused):
         return Verdict(f"not in ComfyUI ({expected.error.__name__})", {})
-    cell = "whole" if not expected.merged else "merged in part" if left else "merged"
+    cell = "unmerged" if not expected.merged else "merged in part" if left else "merged"
     cell += f" ({len(graphs)})" * (len(graphs) > 1)
     return Verdict(cell, {reason: _told(parts) for reason, parts in sorted(left.items())})
 

@@ -97,7 +97,7 @@ def tables(results: Results) -> str:
             lines += [FURTHER, ""]
         tried_on = [row for row in ROWS if set(families) <= set(row.expected)]
         for group, rows in groupby(tried_on, key=lambda row: row.group):
-            lines += [f"| {group} | {' | '.join(families.values())} | left whole |", "|---" * (len(families) + 2) + "|"]
+            lines += [f"| {group} | {' | '.join(families.values())} | left unmerged |", "|---" * (len(families) + 2) + "|"]
             lines += [_line(row, results["rows"].get(row.feature, {}), families) for row in rows]
             lines.append("")
     return "\n".join(lines)
@@ -118,7 +118,7 @@ def _line(row: Row, result: Mapping[str, Any], families: Mapping[str, str]) -> s
 
 
 def _left(result: Mapping[str, Any], families: Mapping[str, str]) -> str:
-    """What stays whole, said once where it is the same for all families."""
+    """What stays unmerged, said once where it is the same for all families."""
     left: dict[str, list[str]] = {}
     for family, title in families.items():
         for reason, parts in result.get(family, {}).get("whole", {}).items():

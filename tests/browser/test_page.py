@@ -142,7 +142,10 @@ def test_an_app_shows_its_fields(page: Any) -> None:
     template = json.loads((ROOT / "workflows" / "Z-Image Turbo app.json").read_text(encoding="utf-8"))
     page.open(template, "app")
     fields = ["text", "ratio", "preset", "width", "height", "seed"]
-    shown = "fields => { const lines = document.body.innerText.split('\\n'); return fields.every(f => lines.includes(f)) }"
+    shown = """fields => {
+        const lines = document.body.innerText.split("\\n")
+        return fields.every(field => lines.includes(field))
+    }"""
     try:
         page.tab.wait_for_function(shown, arg=fields)
     finally:
