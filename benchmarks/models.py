@@ -284,6 +284,43 @@ def wan(seed: int = 0, *, layers: int = 4, base: str = "WAN21", kind: str = "WAN
     return _built(base, kind, config, seed)
 
 
+def hunyuan(
+    seed: int = 0,
+    *,
+    double: int = 3,
+    single: int = 3,
+    base: str = "HunyuanVideo",
+    kind: str = "HunyuanVideo",
+    **extra: Any,
+) -> Any:
+    """HunyuanVideo with a token for each pixel of the latent, as 1.5 has it. base, kind: see `_built`."""
+    config = {
+        "image_model": "hunyuan_video",
+        "in_channels": 16,
+        "out_channels": 16,
+        "patch_size": [1, 1, 1],
+        "vec_in_dim": 24,
+        "context_in_dim": 48,
+        "hidden_size": 48,
+        "mlp_ratio": 4.0,
+        "num_heads": 2,
+        "depth": double,
+        "depth_single_blocks": single,
+        "axes_dim": [8, 8, 8],
+        "theta": 256,
+        "qkv_bias": True,
+        "guidance_embed": True,
+        "byt5": False,
+        "meanflow": False,
+        "use_cond_type_embedding": False,
+        "vision_in_dim": None,
+        "meanflow_sum": False,
+        "dtype": torch.float32,
+        **extra,
+    }
+    return _built(base, kind, config, seed)
+
+
 # By the name of a family's layout, those whose blocks all see the image at one resolution.
 TRANSFORMERS = {
     "flux": flux,
@@ -296,6 +333,7 @@ TRANSFORMERS = {
     "ernie": ernie,
     "sd3": sd3,
     "wan": wan,
+    "hunyuan": hunyuan,
 }
 KINDS = ("unet", *TRANSFORMERS)
 # One for each file of nodes/adapters/families: the hooks of the other two are those of flux and lumina2.

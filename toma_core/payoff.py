@@ -11,7 +11,7 @@ gains on yours beside what this rule says.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -87,6 +87,9 @@ KREA = Block(11.5, 69, (1, 6, 5))
 QWEN = Block(12, 77, (1, 4, 3))
 MM_DIT = Block(12, 70, (1, 3, 2), beside=77)
 ERNIE = Block(13, 37, (1, 6, 6))
+# Flux's blocks; text is as long as it is.
+HUNYUAN_DOUBLE = replace(FLUX_DOUBLE, beside=0)
+HUNYUAN_SINGLE = replace(FLUX_SINGLE, beside=0)
 # Of the 14B; others have wider feed-forwards.
 WAN = Block(11.4, 59, (1, 4, 3))
 

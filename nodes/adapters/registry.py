@@ -70,6 +70,10 @@ with _of("Wan"):
     from .families import wan
 
     _FAMILIES.append(wan)
+with _of("HunyuanVideo"):
+    from .families import hunyuan
+
+    _FAMILIES.append(hunyuan)
 
 
 class _Plain:

@@ -39,7 +39,7 @@ SEED = 20261121
 config = pack_module("toma_core.config")
 Graph = dict[str, Any]
 # Families of which the demo has no model: small ones with random weights.
-OTHERS = ("flux2", "chroma", "z_image", "lumina2", "krea2", "qwen_image", "sd3", "wan")
+OTHERS = ("flux2", "chroma", "z_image", "lumina2", "krea2", "qwen_image", "sd3", "wan", "hunyuan")
 
 # What lives as long as a run, and not a moment longer.
 OF_A_RUN = {"RunState", "Schedule", "Sampling", "Evaluation", "MergePlan", "Details", "Detail", "_Entry", "Dispatch"}
@@ -94,7 +94,7 @@ def random_graph(chance: random.Random, seed: int) -> Graph:
     if other:
         graph["loader"] = {"class_type": "LabModel", "inputs": {"family": other, "seed": chance.randint(0, 1)}}
         graph["empty"]["class_type"] = "EmptyLatentImage"
-        if other == "wan":
+        if other in ("wan", "hunyuan"):
             graph["empty"]["class_type"] = "EmptyHunyuanLatentVideo"
             graph["empty"]["inputs"]["length"] = 9
         graph["sampler"]["inputs"].update(positive=["loader", 1], negative=["loader", 2])

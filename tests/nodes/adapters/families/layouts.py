@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ LAYOUTS = {
     "sd3": (Layout("joint_blocks", "x", names=("context", "x"), out=1),),
     # As a picture, of one frame; test_wan.py has videos.
     "wan": (Layout("blocks", "x", rows="freqs", axis=1),),
+    "hunyuan": (replace(DOUBLE, patch=1), replace(SINGLE, patch=1)),
 }
 # Plans from the picture that the step before predicted, in windows that get what they need.
 PREDICTED: dict[str, Any] = {

@@ -205,7 +205,7 @@ def test_block_with_a_renamed_argument_is_left_whole(
     assert "nothing was merged" in stats_of(merged).summary()
 
 
-REPLACED = ("flux", "flux2", "chroma", "qwen_image", "sd3", "wan")
+REPLACED = ("flux", "flux2", "chroma", "qwen_image", "sd3", "wan", "hunyuan")
 
 
 @pytest.mark.compat
