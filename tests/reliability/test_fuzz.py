@@ -136,7 +136,7 @@ def small(pack: Any) -> dict[str, Any]:
     shape = {"num_res_blocks": [1, 1], "transformer_depth": [0, 1], "transformer_depth_output": [0, 0, 2, 1]}
     found = {"unet": models.unet(depths=(0, 1), middle=1, **shape), "flux": models.flux(double=2, single=2)}
     for kind in OTHERS:
-        fewest = {"double": 2, "single": 2} if kind in ("flux2", "chroma") else {"layers": 2}
+        fewest = {"double": 2, "single": 2} if kind in ("flux2", "chroma", "hunyuan") else {"layers": 2}
         found[kind] = models.TRANSFORMERS[kind](**fewest)
     return found
 
