@@ -97,7 +97,8 @@ def tables(results: Results) -> str:
             lines += [FURTHER, ""]
         tried_on = [row for row in ROWS if set(families) <= set(row.expected)]
         for group, rows in groupby(tried_on, key=lambda row: row.group):
-            lines += [f"| {group} | {' | '.join(families.values())} | left unmerged |", "|---" * (len(families) + 2) + "|"]
+            lines.append(f"| {group} | {' | '.join(families.values())} | left unmerged |")
+            lines.append("|---" * (len(families) + 2) + "|")
             lines += [_line(row, results["rows"].get(row.feature, {}), families) for row in rows]
             lines.append("")
     return "\n".join(lines)
