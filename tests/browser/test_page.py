@@ -399,8 +399,15 @@ def test_the_panel_of_parameters_shows_no_empty_field(page: Any) -> None:
 def test_in_a_narrow_window_the_text_is_inside_its_node_too(narrow: Any) -> None:
     narrow.open(simple(), "narrow")
     narrow.queue()
-    narrow.evaluate("() => app.canvas.centerOnNode(app.graph.getNodeById(4))")  # out of sight it has no size
-    narrow.tab.wait_for_timeout(700)
+    # Brought into view at its full size: out of sight, or zoomed far out, the text has none.
+    narrow.evaluate(
+        """() => {
+            app.canvas.ds.scale = 1
+            app.canvas.centerOnNode(app.graph.getNodeById(4))
+            app.canvas.setDirty(true, true)
+        }"""
+    )
+    narrow.tab.wait_for_timeout(1200)
     inside(narrow, 4)
 
 
