@@ -72,10 +72,10 @@ class Suite:
             self._built = key, fullsize.patcher(name, self.dtype, self.device, tiny=self.dry, blocks=blocks)
         return self._built[1]
 
-    def shape(self, name: str, side: int, batch: int = 1) -> Shape:
-        """A square picture; a small one in a dry run."""
-        side = side // DRY if self.dry else side
-        return Shape(name, side, side, batch, self.dry)
+    def shape(self, name: str, side: int, batch: int = 1, width: int = 0, frames: int = 1) -> Shape:
+        """A square picture, or one of this width, or so many frames of a video's latent; small ones in a dry run."""
+        part = DRY if self.dry else 1
+        return Shape(name, side // part, (width or side) // part, batch, self.dry, frames=frames)
 
     @property
     def more(self) -> dict[str, Any]:
@@ -252,14 +252,16 @@ FAMILIES = (
 _FAR = 0.8
 
 
-def few_blocks(name: str, side: int) -> Section:
-    """Two or three full-width blocks on a CPU, none left whole."""
+def few_blocks(name: str, side: int, blocks: tuple[int, ...] = (), *, keys: bool = False, **shape: int) -> Section:
+    """Two or three full-width blocks on a CPU, or so many, none left whole. keys: also with fewer keys alone."""
 
     def section(suite: Suite) -> None:
-        chosen, blocks = forward.toma_variants([RATIO], ["stack"], suite.more), WHOLE[name].few
+        chosen, few = forward.toma_variants([RATIO], ["stack"], suite.more), blocks or WHOLE[name].few
+        if keys:
+            chosen.append(suite.toma(f"keys only, ratio {RATIO:g}", keys_only=True))
         suite.rows += forward.measure(
-            suite.patcher(name, blocks), suite.shape(name, side), chosen, suite.repeats(5), suite.device,
-            blocks=blocks, limit=40, farthest=_FAR,
+            suite.patcher(name, few), suite.shape(name, side, **shape), chosen, suite.repeats(5), suite.device,
+            blocks=few, limit=40, farthest=_FAR,
         )  # fmt: skip
 
     return section
@@ -297,6 +299,9 @@ CPU: tuple[tuple[str, float, Section], ...] = (
     *((f"blocks-{name}", 40, few_blocks(name, side)) for name, side in FAMILIES),
     ("steps", 200, cpu_runs),
     ("break-even", 60, break_even),
+    # 9,360 tokens, and 32,760: minutes each. In the time that there is by itself they have no turn.
+    ("video-480p-21-frames", 900, few_blocks("wan", 480, (1,), keys=True, width=832, frames=6)),
+    ("video-480p-81-frames", 3600, few_blocks("wan", 480, (1,), width=832, frames=21)),
 )
 
 
