@@ -505,6 +505,27 @@ def test_without_memory_for_a_plan_a_picture_ends_its_run(
         models.sample(attach(wan), HEIGHT, WIDTH, steps=2)
 
 
+def test_without_memory_for_a_plan_a_graph_ends_its_run(
+    attach: Any, monkeypatch: pytest.MonkeyPatch, no_state_left: None
+) -> None:
+    """A graph of torch.compile goes on with as many tokens as it was made for. The next run is as ever."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
+
+    model, asked = models.wan(layers=2), {"frames": 3, "steps": 2, "cfg": 1.0}
+    merged = attach(model)
+    options = {"guard_filter_fn": skip_torch_compile_dict}
+    set_torch_compile_wrapper(model=merged, backend="eager", options=options, keys=["diffusion_model"])
+    merged.model_options["torch_compile_kwargs"]["backend"] = "inductor"  # as far as merging is told
+    torch._dynamo.reset()
+    with monkeypatch.context() as patch:
+        without_memory(patch, 0)
+        with pytest.raises(torch.OutOfMemoryError):
+            models.sample(merged, HEIGHT, WIDTH, **asked)
+    out = models.sample(merged, HEIGHT, WIDTH, **asked)
+    assert torch.equal(out, models.sample(attach(model), HEIGHT, WIDTH, **asked))
+
+
 def test_detail_of_a_video_is_not_kept_beyond_a_limit(
     wan: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
