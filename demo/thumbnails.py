@@ -30,7 +30,7 @@ THUMBNAILS = {
     "SDXL": ("SDXL", "to begin with"),
     "SDXL advanced + report": ("SDXL", "every setting,\nand the report"),
     "SDXL LoRA + ControlNet": ("SDXL", "with LoRA\nand ControlNet"),
-    "SDXL compare": ("SDXL", "with and without,\nside by side"),
+    "SDXL compare": ("SDXL", "with and without,\ncompared"),
     "SDXL few steps": ("SDXL", "in 4 steps"),
     "SDXL hires fix 2048": ("SDXL", "hires fix,\n2048 x 2048"),
     "SD1.5": ("SD1.5", "512 x 768\nand larger"),
@@ -39,7 +39,7 @@ THUMBNAILS = {
     "Flux Kontext": ("Flux\nKontext", "edit a picture"),
     "Flux.2 Klein": ("Flux.2\nKlein", "in 4 steps"),
     "Z-Image Turbo": ("Z-Image\nTurbo", "in 8 steps"),
-    "Z-Image Turbo app": ("Z-Image\nTurbo", "as an app: a form\nand no graph"),
+    "Z-Image Turbo.app": ("Z-Image\nTurbo", "as an app: a form\nand no graph"),
     "Qwen-Image-Edit": ("Qwen-Image\nEdit", "edit a picture,\n4 steps"),
 }
 # What the nodes on the model's way are called, by how their type begins; others are not drawn.

@@ -16,14 +16,17 @@ Colour = tuple[int, int, int]
 PAPER, INK, FAINT = (250, 250, 250), (20, 20, 20), (205, 205, 205)
 MERGED, PARTLY, WHOLE = (86, 180, 233), (240, 228, 66), (190, 190, 190)
 RECOMMENDED, SECOND = (230, 159, 0), (0, 114, 178)
+# Letters of titles, of what explains them, and in squares.
+LARGE, SMALL, _TINY = 22, 18, 14
 _PAD = 8
-_LABEL = 110
+_LABEL = 150
 _STRIP = 110
-_SQUARE = 22
+_SQUARE = 26
 _GAP = 3
+_TOP, _LINE = 38, 26
 
 
-def font(size: int = 15) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+def font(size: int = LARGE) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     """The font that comes with Pillow."""
     try:
         return ImageFont.load_default(size)
@@ -34,15 +37,15 @@ def font(size: int = 15) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 def steps_chart(stats: RunStats, width: int) -> Image.Image:
     """A bar for each sampling step, as high as the share of the tokens that its merged blocks worked on."""
     total = max([stats.total_steps, *(step + 1 for step in stats.steps)])
-    image = Image.new("RGB", (width, _STRIP + 78), PAPER)
+    image = Image.new("RGB", (width, _TOP + _STRIP + 2 * _LINE + 16), PAPER)
     pen = ImageDraw.Draw(image)
     pen.text((_PAD, 4), "tokens in merged blocks, by step", fill=INK, font=font())
-    top, left = 34, 60
+    top, left = _TOP, 76
     each = (width - left - _PAD) / max(total, 1)
     for percent in (0, 50, 100):
         y = top + _STRIP - percent / 100 * _STRIP
         pen.line([(left, y), (width - _PAD, y)], fill=FAINT)
-        pen.text((left - 6, y), f"{percent} %", fill=INK, font=font(12), anchor="rm")
+        pen.text((left - 6, y), f"{percent} %", fill=INK, font=font(SMALL), anchor="rm")
     # A step inside the active range merged nothing if every block had a reason to stay whole.
     merged = stats.merged_steps if stats.merged_blocks else {}
     for step in sorted(stats.steps):
@@ -50,10 +53,11 @@ def steps_chart(stats: RunStats, width: int) -> Image.Image:
         a, b = left + step * each, left + (step + 1) * each - (2 if each > 6 else 0)
         box = [a, top + (1 - share) * _STRIP, max(a, b), top + _STRIP]
         pen.rectangle(box, fill=MERGED if step in merged else WHOLE, outline=INK if each > 6 else None)
-    every = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, total) if n * each >= 26 or n >= total)
+    every = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, total) if n * each >= 34 or n >= total)
     for step in range(0, total, every):
-        pen.text((left + (step + 0.5) * each, top + _STRIP + 4), str(step + 1), fill=INK, font=font(12), anchor="ma")
-    _legend(pen, left, top + _STRIP + 24, [(MERGED, "merged step"), (WHOLE, "full step")])
+        x = left + (step + 0.5) * each
+        pen.text((x, top + _STRIP + 4), str(step + 1), fill=INK, font=font(SMALL), anchor="ma")
+    _legend(pen, left, top + _STRIP + 32, [(MERGED, "merged step"), (WHOLE, "full step")])
     return image
 
 
@@ -61,6 +65,7 @@ def blocks_chart(stats: RunStats, width: int) -> Image.Image:
     """A square for each transformer block, a row for each stage: merged, merged in part, or unmerged with the number of
     the reason, which is spelled out below."""
     reasons = list(stats.left_whole)
+    labels = [_labelled(reason) for reason in reasons]
     why: dict[str, list[int]] = {}
     for number, reason in enumerate(reasons, 1):
         for part in sorted(stats.left_whole[reason]):
@@ -72,13 +77,13 @@ def blocks_chart(stats: RunStats, width: int) -> Image.Image:
         stages.setdefault(block.rpartition(".")[0] or block, []).append(block)
     columns = max(1, (width - _LABEL - 2 * _PAD) // (_SQUARE + _GAP))
     rows = sum(-(-len(blocks) // columns) for blocks in stages.values())
-    notes = [line for n, reason in enumerate(reasons, 1) for line in _wrapped(f"{n}: {reason}", width - 2 * _PAD)]
-    image = Image.new("RGB", (width, 34 + rows * (_SQUARE + _GAP) + 30 + 20 * len(notes) + _PAD), PAPER)
+    notes = [line for n, label in enumerate(labels, 1) for line in _wrapped(f"{n}: {label}", width - 2 * _PAD)]
+    image = Image.new("RGB", (width, _TOP + rows * (_SQUARE + _GAP) + 36 + _LINE * len(notes) + _PAD), PAPER)
     pen = ImageDraw.Draw(image)
     pen.text((_PAD, 4), "blocks, by stage", fill=INK, font=font())
-    y = 34
+    y = _TOP
     for stage, blocks in stages.items():
-        pen.text((_PAD, y + _SQUARE / 2), stage, fill=INK, font=font(13), anchor="lm")
+        pen.text((_PAD, y + _SQUARE / 2), stage, fill=INK, font=font(SMALL), anchor="lm")
         for index, block in enumerate(blocks):
             if index and index % columns == 0:
                 y += _SQUARE + _GAP
@@ -88,12 +93,17 @@ def blocks_chart(stats: RunStats, width: int) -> Image.Image:
             pen.rectangle([x, y, x + _SQUARE - 1, y + _SQUARE - 1], fill=colour, outline=INK)
             if numbers:
                 text = ",".join(map(str, numbers[:2]))
-                pen.text((x + _SQUARE / 2, y + _SQUARE / 2), text, fill=INK, font=font(11), anchor="mm")
+                pen.text((x + _SQUARE / 2, y + _SQUARE / 2), text, fill=INK, font=font(_TINY), anchor="mm")
         y += _SQUARE + _GAP
     _legend(pen, _PAD, y + 6, [(MERGED, "merged"), (PARTLY, "merged in part"), (WHOLE, "unmerged")])
     for line_number, line in enumerate(notes):
-        pen.text((_PAD, y + 30 + 20 * line_number), line, fill=INK, font=font(13))
+        pen.text((_PAD, y + 36 + _LINE * line_number), line, fill=INK, font=font(SMALL))
     return image
+
+
+def _labelled(reason: str) -> str:
+    """A reason by the names that settings have on the node."""
+    return reason.replace("whole_first", "keep first blocks").replace("whole_last", "keep last stacks")
 
 
 @dataclass(frozen=True)
@@ -135,14 +145,14 @@ def bar_chart(verdict: Sequence[str], bars: Sequence[Bar], notes: Sequence[str],
             y += thick + 4
             pen.rectangle([left, y, left + bar.second * (right - left), y + thin], fill=SECOND, outline=INK)
         top += row
-    _legend(pen, left, top, [(MERGED, "time: shorter is faster"), (SECOND, "distance: shorter is nearer")], 18)
+    _legend(pen, left, top, [(MERGED, "time: shorter is faster"), (SECOND, "distance: shorter is nearer")])
     for index, line in enumerate(lines):
         pen.text((left, top + 34 + 20 * index), line, fill=INK, font=font(14))
     return image
 
 
 def _legend(
-    pen: ImageDraw.ImageDraw, x: float, y: float, entries: Sequence[tuple[Colour, str]], size: int = 13
+    pen: ImageDraw.ImageDraw, x: float, y: float, entries: Sequence[tuple[Colour, str]], size: int = SMALL
 ) -> None:
     for colour, name in entries:
         pen.rectangle([x, y + 2, x + size - 1, y + size + 1], fill=colour, outline=INK)
@@ -150,7 +160,7 @@ def _legend(
         x += size + 5 + pen.textlength(name, font=font(size)) + 24
 
 
-def _wrapped(text: str, width: int, size: int = 13) -> list[str]:
+def _wrapped(text: str, width: int, size: int = SMALL) -> list[str]:
     """Lines of `text` that are at most so many pixels wide; a longer word has a line of its own."""
     pen = ImageDraw.Draw(Image.new("RGB", (1, 1)))
     lines = [""]

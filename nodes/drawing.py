@@ -11,16 +11,17 @@ from torch import Tensor
 
 from ..toma_core.maps import MergeMap
 from ..toma_core.windows import Grid
-from .charts import INK, PAPER, font
+from .charts import INK, PAPER, SMALL, font
 
 # Okabe and Ito's palette without black: told apart with every kind of colour vision.
 _COLOURS = np.array(
     [[230, 159, 0], [86, 180, 233], [0, 158, 115], [240, 228, 66], [0, 114, 178], [213, 94, 0], [204, 121, 167]],
     dtype=np.uint8,
 )
-_PANEL = 768
+# Of all panels together, in pixels: a node shows the picture at about half of that, and its letters are to be read.
+_WIDTH = 784
 _MARGIN = 16
-_CAPTION = 28
+_CAPTION = 34
 # How much of a region's colour lies over the picture, which is to be recognised; its border is drawn then as well.
 _TINT = 0.25
 
@@ -38,9 +39,10 @@ def draw(
     stands below the panels, one under the other.
     """
     below = None if picture is None else _photo(picture)
-    panels = [_panel(maps[grid], below) for grid in sorted(maps, reverse=True)] or [_page(fallback)]
-    width = sum(panel.width for panel in panels) + _MARGIN * (len(panels) - 1)
-    rows = list(charts(width))
+    side = (_WIDTH + _MARGIN) // max(1, len(maps)) - _MARGIN
+    panels = [_panel(maps[grid], below, side) for grid in sorted(maps, reverse=True)] or [_page(fallback)]
+    width = max(_WIDTH, sum(panel.width for panel in panels) + _MARGIN * (len(panels) - 1))
+    rows = [*([_legend(width, below is not None)] if maps else []), *charts(width)]
     height = max(panel.height for panel in panels)
     sheet = Image.new("RGB", (width + 2 * _MARGIN, height + sum(r.height for r in rows) + 2 * _MARGIN), PAPER)
     left = _MARGIN
@@ -64,15 +66,22 @@ def _photo(picture: Tensor) -> Image.Image:
     return Image.fromarray(pixels if pixels.shape[-1] == 3 else pixels.repeat(3, -1))
 
 
-def _panel(merged: MergeMap, picture: Image.Image | None) -> Image.Image:
+def _legend(width: int, picture: bool) -> Image.Image:
+    row = Image.new("RGB", (width, 2 * _CAPTION), PAPER)
+    signs = "dot: a token that stayed    patch: merged into it\nblack line: window" + picture * "    white line: patch"
+    ImageDraw.Draw(row).multiline_text((0, 4), signs, fill=INK, font=font(SMALL), spacing=6)
+    return row
+
+
+def _panel(merged: MergeMap, picture: Image.Image | None, side: int) -> Image.Image:
     height, width = merged.height, merged.width
-    cell = max(2, _PANEL // max(height, width))
+    cell = max(2, side // max(height, width))
     owner = merged.owner.view(height, width).numpy()
     pixels = Image.fromarray(_colours(owner).repeat(cell, 0).repeat(cell, 1))
     if picture is not None:
         pixels = Image.blend(picture.resize(pixels.size, Image.Resampling.BICUBIC), pixels, _TINT)
         _outline(pixels, owner, cell)
-    size = (max(width * cell, 330), height * cell + 2 * _CAPTION)
+    size = (max(width * cell, side), height * cell + _CAPTION)
     panel = Image.new("RGB", size, PAPER)
     panel.paste(pixels, (0, _CAPTION))
     pen = ImageDraw.Draw(panel)
@@ -93,10 +102,6 @@ def _panel(merged: MergeMap, picture: Image.Image | None) -> Image.Image:
     if merged.frames > 1:
         title += f" (frame 1 of {merged.frames})"
     pen.text((0, 4), title, fill=INK, font=font())
-    legend = "dot: a token that stayed   patch: merged into it   black line: window"
-    if picture is not None:
-        legend += "   white line: patch"
-    pen.text((0, _CAPTION + height * cell + 6), legend, fill=INK, font=font(12))
     return panel
 
 
@@ -130,10 +135,10 @@ def _colours(owner: np.ndarray) -> np.ndarray:
 
 
 def _page(text: str) -> Image.Image:
-    page = Image.new("RGB", (_PANEL, 120), PAPER)
+    page = Image.new("RGB", (_WIDTH, 170), PAPER)
     words, lines = text.split(), [""]
     for word in words:
-        if len(lines[-1]) + len(word) > 84:
+        if len(lines[-1]) + len(word) > 66:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()
     ImageDraw.Draw(page).multiline_text((8, 12), "\n".join(lines[:5]), fill=INK, font=font(), spacing=6)

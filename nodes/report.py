@@ -17,7 +17,7 @@ from .drawing import draw
 from .live import errors_shown, line_of, said
 from .widgets import CATEGORY, SEARCH_ALIASES
 
-_NO_NODE = "This model has no ToMA node before it, or its ratio is 0: nothing is merged."
+_NO_NODE = "This model has no ToMA node before it, or one that is bypassed or whose ratio is 0: nothing is merged."
 _NO_RUN = (
     "No sampling run of this model has been seen yet. Connect the sampler's latent output to this node's latent "
     "input, so that the report comes after the run."

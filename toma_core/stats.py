@@ -89,7 +89,10 @@ class RunStats:
         steps = _of(len(self.merged_steps), self._step_count(), "steps")
         line = f"On: {_share(share)} of the tokens merged, {blocks}, {steps}"
         speedup = self.speedup()
-        return line if speedup is None else f"{line}, {speedup:.2f}x as fast"
+        line = line if speedup is None else f"{line}, {speedup:.2f}x as fast"
+        hindered = [why for why in self._reasons() if self.left_whole and not why.startswith(("whole_", "levels"))]
+        small = 2 * len(self.merged_blocks) < len(self.blocks)
+        return f"{line}. The other blocks: {hindered[0]}" if small and hindered else line
 
     def numbers(self) -> str:
         """What stands behind the headline, a line for each thing."""
@@ -97,6 +100,8 @@ class RunStats:
         if self.merged_blocks:
             sizes = [f"{math.prod(grid)} -> {kept} ({' x '.join(map(str, grid))})" for grid, kept in self._grids()]
             lines += [f"Tokens: {', '.join(sizes)}", f"Merged steps: {_ranges(self.merged_steps)}"]
+            timed = self.speedup() is not None
+            lines.append(_SPEED if timed else _NO_SPEED)
         if self.left_whole:
             lines += [f"Unmerged parts: {len(self.left_whole[reason])}, {reason}" for reason in self._reasons()]
         return "\n".join(lines)
@@ -167,6 +172,8 @@ class RunStats:
         return notes + ([f"kernels: {', '.join(sorted(self.kernels))}"] if self.kernels else [])
 
 
+_SPEED = "Speed: of the whole run against its full steps alone, timed in this run"
+_NO_SPEED = "Speed: not measured here, ToMA Benchmark measures it"
 # Shares of the tokens that have a name.
 _NAMED = {0.25: "a quarter", 1 / 3: "a third", 0.5: "half", 2 / 3: "two thirds", 0.75: "three quarters"}
 

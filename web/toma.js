@@ -20,6 +20,7 @@ const SIZES = { ToMAReport: [460, 860], ToMABenchmark: [460, 840] }
 const AROUND = 20 // what the canvas renderer leaves free above and below a widget
 const WIDGET = "toma_said"
 const NEW = { text: "No run yet." }
+const CACHED = { text: "Nothing ran anew: ComfyUI had this result in its cache. Change the seed to see what is merged." }
 const WAIT = { milliseconds: 200, times: 100 } // for the server's answer to a prompt
 
 // Workflow id -> node id -> the last message, for workflows that are closed and opened again.
@@ -101,6 +102,17 @@ function addText(node) {
   write(node, NEW)
 }
 
+// Below 0 there is only -1, the preset's value: a click on an arrow leads from it to 0, and back.
+function snap(widget) {
+  const callback = widget.callback
+  let last = widget.value
+  widget.callback = function (value, ...more) {
+    if (value > -1 && value < 0) value = widget.value = last < 0 ? 0 : -1
+    last = value
+    return callback?.call(this, value, ...more)
+  }
+}
+
 // The canvas renderer shows what the Vue renderer folds away; it knows how to fold, and is told of it here.
 function fold(node) {
   for (const widget of node.widgets.filter(({ options }) => options?.advanced)) {
@@ -136,7 +148,8 @@ function write(node, { text, details = "", error = false, earlier = false }) {
   const told = earlier ? text.replace(/\n|$/, (end) => ` (from an earlier run)${end}`) : text // on the first line
   element.textContent = inTheirWords(told, node)
   element.title = inTheirWords(details, node)
-  element.style.borderLeftColor = error ? "var(--error-text, #f44)" : "var(--comfy-input-bg)"
+  const stripe = error ? "var(--error-text, #f44)" : text.startsWith("Nothing was merged") ? "#c90" : undefined
+  element.style.borderLeftColor = stripe ?? "var(--comfy-input-bg)"
   element.classList.toggle("toma-error", error)
 }
 
@@ -162,6 +175,12 @@ function said(path, message) {
 function started() {
   for (const [, message] of openMessages()) message.earlier = true
   writeAll()
+}
+
+// After the page was loaded anew nothing is known of a run that ComfyUI remembers.
+function cached({ detail }) {
+  const told = new Set(openMessages().map(([path]) => path))
+  for (const path of detail.nodes ?? []) if (!told.has(String(path))) write(findNode(path), CACHED)
 }
 
 // The page tells nobody that the server refused a prompt, so its answer is waited for.
@@ -198,6 +217,7 @@ app.registerExtension({
   setup() {
     learn()
     api.addEventListener("execution_start", started)
+    api.addEventListener("execution_cached", cached)
     api.addEventListener("toma.said", ({ detail }) => said(detail.node, detail))
     api.addEventListener("executed", ({ detail }) => {
       const [message] = detail.output?.toma ?? []
@@ -207,6 +227,7 @@ app.registerExtension({
   nodeCreated(node) {
     if (!(node.comfyClass in HEIGHTS)) return
     addText(node)
+    node.widgets.filter(({ type, options }) => type === "number" && options?.min === -1).forEach(snap)
     fold(node)
   },
   beforeConfigureGraph: learn,

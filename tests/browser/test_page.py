@@ -16,6 +16,7 @@ from scripts.comfyui import ROOT
 
 TEMPLATES = sorted((ROOT / "workflows").glob("*.json"))
 IDS, SEEDS = count(1), count(1)  # a sampler that ComfyUI takes from its cache tells nothing new
+CACHED = "Nothing ran anew: ComfyUI had this result in its cache. Change the seed to see what is merged."
 NEW, ACTIVE = "No run yet.", "Sampling on fewer tokens ..."
 STEPS = 4
 EARLIER = "{} (from an earlier run)"
@@ -139,9 +140,9 @@ def test_template_opens_without_a_missing_node(page: Any, baseline: Any, path: P
 
 def test_an_app_shows_its_fields(page: Any) -> None:
     """The template for App mode: its form instead of the graph, with our ratio in it."""
-    template = json.loads((ROOT / "workflows" / "Z-Image Turbo app.json").read_text(encoding="utf-8"))
+    template = json.loads((ROOT / "workflows" / "Z-Image Turbo.app.json").read_text(encoding="utf-8"))
     page.open(template, "app")
-    fields = ["text", "ratio", "preset", "width", "height", "seed"]
+    fields = ["prompt", "ToMA ratio (0 = off)", "ToMA preset", "width", "height", "seed"]
     shown = """fields => {
         const lines = document.body.innerText.split("\\n")
         return fields.every(field => lines.includes(field))
@@ -184,6 +185,26 @@ def test_the_simple_node_before_and_after_a_run(page: Any, baseline: Any) -> Non
     assert page.text(4) == "On: half of the tokens merged, 14 of 17 blocks, all 4 steps"
     page.photograph("node-after", [4], document=True)
     assert page.noise - baseline == set()
+
+
+def test_after_a_reload_a_run_from_the_cache_says_so(page: Any) -> None:
+    graph = simple()
+    page.open(graph, "cached")
+    page.queue()
+    page.start(vue=page.renderer == "vue")
+    page.open(graph, "cached")
+    assert page.text(4) == NEW
+    page.queue()
+    assert page.text(4) == CACHED
+
+
+def test_an_arrow_leads_from_the_presets_value_to_zero_and_back(page: Any) -> None:
+    """Between -1 and 0 there is nothing to set."""
+    page.open(workflow(), "arrows")
+    value = "() => app.graph.getNodeById(4).widgets.find(w => w.name === 'start_percent').value"
+    for given, stands in ((-1, -1), (-0.99, 0), (0.3, 0.3), (-0.01, -1)):
+        page.set(4, "start_percent", given)
+        assert page.evaluate(value) == stands
 
 
 def inside(page: Any, node_id: int) -> None:

@@ -36,10 +36,10 @@ def runs(column: np.ndarray, colour: tuple[int, int, int]) -> int:
 
 def test_a_steps_bar_is_as_high_as_its_share_of_tokens(stats: Any) -> None:
     pixels = np.asarray(charts.steps_chart(stats, 800))
-    each = (800 - 60 - charts._PAD) / 10
+    each = (800 - 76 - charts._PAD) / 10
     heights = []
     for step in range(10):
-        column = pixels[: 34 + charts._STRIP, int(60 + (step + 0.5) * each)]
+        column = pixels[: charts._TOP + charts._STRIP, int(76 + (step + 0.5) * each)]
         heights.append(runs(column, charts.MERGED) + runs(column, charts.WHOLE))
     full = charts._STRIP
     for height, share in zip(heights, [1, 1, 0.75, 0.5, 0.5, 0.5, 0.5, 0.25, 1, 1], strict=True):
@@ -51,7 +51,7 @@ def test_a_run_that_merged_nothing_shows_whole_steps_only() -> None:
     told.count_evaluation(0, 0.5)
     told.whole("double.0", "fewer than 9 tokens")
     image = charts.steps_chart(told, 400)
-    square = count(image.crop((0, 34 + charts._STRIP, 400, image.height)), charts.MERGED)
+    square = count(image.crop((0, charts._TOP + charts._STRIP, 400, image.height)), charts.MERGED)
     assert count(image, charts.MERGED) == square, "only the legend has the colour"
 
 
@@ -68,7 +68,7 @@ def test_blocks_have_a_row_for_each_stage_in_natural_order(stats: Any) -> None:
     square = charts._SQUARE + charts._GAP
 
     def colour(row: int, column: int) -> tuple[int, ...]:
-        corner = charts._LABEL + column * square + 3, 34 + row * square + 3
+        corner = charts._LABEL + column * square + 3, charts._TOP + row * square + 3
         return image.getpixel(corner)  # type: ignore[return-value]
 
     assert [colour(0, 0), colour(0, 1), colour(0, 2)] == [charts.MERGED, charts.PARTLY, charts.PAPER]
