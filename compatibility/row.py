@@ -21,6 +21,7 @@ OTHERS = {
     "qwen_image": "Qwen-Image",
     "sd3": "SD3.5",
     "wan": "Wan",
+    "hunyuan": "HunyuanVideo",
 }
 ALL = {**FAMILIES, **OTHERS}
 

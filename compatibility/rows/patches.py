@@ -63,7 +63,7 @@ def deep_shrink(kit: Kit) -> Graph:
 
 
 @row(GROUP, "RoPE scaling (ScaleROPE)", sdxl=FOR_FLUX,
-     others={"flux2": MERGED, "z_image": MERGED, "lumina2": MERGED, "wan": NOT_TRIED})  # fmt: skip
+     others={**dict.fromkeys(("flux2", "z_image", "lumina2"), MERGED), "wan": NOT_TRIED})  # fmt: skip
 def rope(kit: Kit) -> Graph:
     patch = node("nodes_rope.ScaleROPE")
     without = Graph(lambda m: patch(m, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0))
