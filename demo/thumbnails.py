@@ -24,7 +24,13 @@ _MARGIN = 36
 _BOARD, _NODE, _PAPER, _FAINT = (32, 36, 44), (58, 66, 82), (250, 250, 250), (176, 184, 198)
 _OURS = (138, 92, 40)
 # Okabe and Ito's colours, by how the name of a workflow begins.
-_BANDS = {"SD": (0, 114, 178), "Flux": (0, 158, 115), "Z-Image": (204, 121, 167), "Qwen": (213, 94, 0)}
+_BANDS = {
+    "SD": (0, 114, 178),
+    "Flux": (0, 158, 115),
+    "Z-Image": (204, 121, 167),
+    "Qwen": (213, 94, 0),
+    "Wan": (86, 180, 233),
+}
 # By the names of the workflows: the name in one line or two, and what it is for.
 THUMBNAILS = {
     "SDXL": ("SDXL", "to begin with"),
@@ -40,6 +46,7 @@ THUMBNAILS = {
     "Flux.2 Klein": ("Flux.2\nKlein", "in 4 steps"),
     "Z-Image Turbo": ("Z-Image\nTurbo", "in 8 steps"),
     "Z-Image Turbo.app": ("Z-Image\nTurbo", "as an app: a form\nand no graph"),
+    "Wan 2.2 image to video": ("Wan 2.2", "image to video,\n4 steps"),
     "Qwen-Image-Edit": ("Qwen-Image\nEdit", "edit a picture,\n4 steps"),
 }
 # What the nodes on the model's way are called, by how their type begins; others are not drawn.
