@@ -491,7 +491,7 @@ def test_the_report_is_shown(page: Any, baseline: Any) -> None:
     (shown,) = page.evaluate(
         "() => Object.values(app.nodeOutputs).filter(o => o.text && o.images).map(o => o.images[0])"
     )
-    assert page.picture("report", shown).width == 800
+    assert page.picture("report", shown).width == 816
     page.photograph("report-node", [7], document=True)
     assert page.noise - baseline == set()
 
