@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .config import Granularity, ToMAConfig
+from .config import Granularity, PlanFrom, ToMAConfig
 
 # Ratios that change from step to step are rounded to this grid, never above the one asked for: each new ratio needs
 # a new plan.
@@ -93,6 +93,17 @@ class Schedule:
         """A decision for each ratio, and for even and odd selections, that its merged steps will have."""
         decisions = [d for step, sigma in enumerate(self.sigmas) if (d := self.decide(sigma, step)).ratio]
         return tuple({(d.ratio, d.selection % 2): d for d in decisions}.values())
+
+    def why_full(self) -> str:
+        """The setting by which steps run in full, for the report; empty if none does."""
+        config = self.config
+        if config.whole_every:
+            return f"whole_every = {config.whole_every}"
+        if config.end_percent < 1.0:
+            return f"end_percent = {config.end_percent:g}"
+        if config.start_percent > 0.0:
+            return f"start_percent = {config.start_percent:g}"
+        return "" if config.plan_from is PlanFrom.TOKENS else f"plan_from = {config.plan_from.value}"
 
     def decide(self, sigma: float, step: int | None = None) -> Decision:
         """What to do at this noise level. step: the one it belongs to, where that is known."""

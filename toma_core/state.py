@@ -269,6 +269,7 @@ class RunState:
 
     def close(self) -> RunStats:
         """Drop every tensor of the run and hand over its stats."""
+        self.stats.full_by = self.schedule.why_full()
         self.stats.detail_bytes, self.stats.detail_given_up = self.details.most, self.details.given_up
         self._plans.clear()
         self._stacks.clear()

@@ -32,6 +32,7 @@ class RunStats:
     kernels: set[str] = field(default_factory=set)
     blind: set[str] = field(default_factory=set)
     attention: str = ""
+    full_by: str = ""
     detail_bytes: int = 0
     detail_given_up: bool = False
     maps: dict[Grid, MergeMap] = field(default_factory=dict)
@@ -100,6 +101,8 @@ class RunStats:
         if self.merged_blocks:
             sizes = [f"{math.prod(grid)} -> {kept} ({' x '.join(map(str, grid))})" for grid, kept in self._grids()]
             lines += [f"Tokens: {', '.join(sizes)}", f"Merged steps: {_ranges(self.merged_steps)}"]
+            if full := self.steps - set(self.merged_steps):
+                lines.append(f"Full steps: {_ranges(full)}{self._because()}")
             timed = self.speedup() is not None
             lines.append(_SPEED if timed else _NO_SPEED)
         if self.left_whole:
@@ -129,7 +132,7 @@ class RunStats:
             ],
             "When": [
                 *([f"merged steps: {_ranges(merged)}, at ratio {ratios}"] if merged else []),
-                *([f"full steps: {_ranges(full)}"] if full else []),
+                *([f"full steps: {_ranges(full)}{self._because()}"] if full else []),
                 f"model evaluations: {self.evaluations}, merged: {self.merged_evaluations if merged else 0}",
             ],
             "Unmerged": [
@@ -150,6 +153,9 @@ class RunStats:
         settings = "start percent, end percent, full step every, compare tokens by"
         found = sorted(self.left_whole, key=lambda reason: -len(self.left_whole[reason]))
         return found or [f"every step ran in full ({settings})"]
+
+    def _because(self) -> str:
+        return f" ({self.full_by})" if self.full_by else ""
 
     def _step_count(self) -> int:
         return max(self.total_steps, len(self.steps))

@@ -47,7 +47,7 @@ def test_report_tells_what_was_merged_where_and_when(unet: Any, attach: Any, sho
     assert "tokens: 144 -> 72 tokens (12x12)" in lines
     assert "4 selections, 4 weighings" in lines
     assert "merged steps: 1-2, at ratio 0.5" in lines
-    assert "full steps: 3-4" in lines
+    assert "full steps: 3-4 (end_percent = 0.5)" in lines
     assert "model evaluations: 4, merged: 2" in lines
     assert "merged blocks: input.4.0, input.5.0, output.3.0, output.4.0" in lines
     assert "unmerged (whole_last = 1): output.5.0" in lines

@@ -93,6 +93,7 @@ def test_the_numbers_stand_behind_the_headline() -> None:
     assert stats_of_a_run().numbers().splitlines() == [
         "Tokens: 4096 -> 2048 (64 x 64), 1024 -> 512 (32 x 32)",
         "Merged steps: 2-3, 5-6",
+        "Full steps: 1, 4",
         "Speed: not measured here, ToMA Benchmark measures it",
         "Unmerged parts: 1, as configured",
         "Unmerged parts: 1, an attention mask",
