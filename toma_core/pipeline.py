@@ -43,6 +43,11 @@ class Evaluation:
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", self.parts or self.copies)
 
+    def of(self, block: str) -> Evaluation:
+        """The same for a block, by its name: it may be merged at a ratio of its own."""
+        decision = self.decision.of(block)
+        return self if decision is self.decision else replace(self, decision=decision)
+
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
         """The plan for tokens x of (B, N, C), the stored one or a fresh one. None where none is needed: this
         evaluation keeps detail, and the next one's plan is of the picture that this one predicts."""

@@ -7,7 +7,8 @@ tells it all the same: levels may come twice in a schedule, or lie too close tog
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .config import Granularity, PlanFrom, ToMAConfig
@@ -16,6 +17,9 @@ from .config import Granularity, PlanFrom, ToMAConfig
 # a new plan.
 RATIO_GRID = 32
 
+
+# From high noise to low: (noise level, ratio of every block at levels above it); the last holds for all below too.
+Bands = tuple[tuple[float, Mapping[str, float]], ...]
 
 # The selection of plans that are made once a run. Even: windows are where they are at the first.
 LASTING = 1 << 40
@@ -28,7 +32,9 @@ class Decision:
     step: 0-based sampling step. ratio: share of tokens to merge away; 0.0 means that this evaluation runs whole.
     selection, weighing: generation numbers; a plan made in another generation is too old for that part.
     keeps_detail: this evaluation runs whole too, but blocks keep what merging at `ratio` would lose.
-    plain: merged without what was kept.
+    plain: merged without what was kept. ratios: of every block, where they differ; blocks that are not named run whole,
+    and `ratio` is the largest. told: the same before `ratio_decay`. borders: blocks with which a chain begins, whatever
+    the one before does.
     """
 
     step: int
@@ -37,6 +43,28 @@ class Decision:
     weighing: int
     keeps_detail: bool = False
     plain: bool = False
+    ratios: Mapping[str, float] | None = None
+    told: Mapping[str, float] | None = None
+    borders: frozenset[str] = frozenset()
+
+    def ratio_of(self, block: str) -> float:
+        """The ratio of a block, by its name."""
+        return self.ratio if self.ratios is None else self.ratios.get(block, 0.0)
+
+    def of(self, block: str) -> Decision:
+        """The decision for a block, by its name."""
+        return self if self.ratios is None else replace(self, ratio=self.ratio_of(block))
+
+    def joins(self, before: str, block: str) -> bool:
+        """Whether tokens may stay merged from one block to the next. As told: chains are the same in all steps, so that
+        what one kept is there for the next."""
+        same = self.told is None or self.told.get(before) == self.told.get(block)
+        return same and block not in self.borders
+
+    @property
+    def in_use(self) -> frozenset[float]:
+        """The ratios of this evaluation."""
+        return frozenset((self.ratio,) if self.ratios is None else self.ratios.values())
 
     @property
     def merged_ratio(self) -> float:
@@ -52,6 +80,8 @@ class Schedule:
     (unsampling); empty if unknown, then every evaluation is step 0.
     sigma_start, sigma_end: merging is active at noise levels in (sigma_end, sigma_start].
     finishes: the last step ends with a picture free of noise, not with one that another run goes on from.
+    bands: ratios of blocks by noise level, in place of the setting's one for all; none for that.
+    borders: see `Decision`.
     """
 
     config: ToMAConfig
@@ -59,6 +89,8 @@ class Schedule:
     sigma_start: float = float("inf")
     sigma_end: float = float("-inf")
     finishes: bool = False
+    bands: Bands = ()
+    borders: frozenset[str] = frozenset()
 
     def step_at(self, sigma: float) -> int:
         """The step a noise level belongs to; levels between two steps belong to the earlier one."""
@@ -92,7 +124,20 @@ class Schedule:
     def kinds(self) -> tuple[Decision, ...]:
         """A decision for each ratio, and for even and odd selections, that its merged steps will have."""
         decisions = [d for step, sigma in enumerate(self.sigmas) if (d := self.decide(sigma, step)).ratio]
-        return tuple({(d.ratio, d.selection % 2): d for d in decisions}.values())
+        each = [replace(d, ratio=ratio) for d in decisions for ratio in sorted(d.in_use) if ratio]
+        return tuple({(d.ratio, d.selection % 2): d for d in each}.values())
+
+    def ratios_at(self, sigma: float, step: int) -> Mapping[str, float] | None:
+        """The ratio of every block at this step, None where the setting holds for all. Blocks keep their ratio from one
+        whole step to the next, so that what the first kept serves all steps between."""
+        if not self.bands:
+            return None
+        every = self.config.whole_every
+        if self.sigmas:
+            first = self.span[0]
+            begun = step - (step - first) % every + 1 if every and step >= first else step
+            sigma = self.sigmas[min(begun, len(self.sigmas) - 1)]
+        return next((ratios for above, ratios in self.bands if sigma > above), self.bands[-1][1])
 
     def why_full(self) -> str:
         """The setting by which steps run in full, for the report; empty if none does."""
@@ -116,9 +161,17 @@ class Schedule:
         whole = counted and age % config.whole_every == 0
         final = counted and self.finishes and step == len(self.sigmas) - 1
         merges = self.in_range(sigma) and not final and (self.reuses_detail or not whole)
-        ratio = config.ratio if merges else 0.0
+        ratios = told = self.ratios_at(sigma, step) if merges else None
+        ratio = max(ratios.values(), default=0.0) if ratios is not None else config.ratio if merges else 0.0
         if ratio and config.ratio_decay:
-            progress = min(1.0, age / (last - first)) if last > first else 0.0
-            ratio = min(ratio, round(ratio * (1 - config.ratio_decay * progress) * RATIO_GRID) / RATIO_GRID)
-        keeps_detail = whole and ratio > 0.0
-        return Decision(step, ratio, age // config.select_every, age // config.weigh_every, keeps_detail)
+            kept = 1 - config.ratio_decay * (min(1.0, age / (last - first)) if last > first else 0.0)
+            ratio = _reduced(ratio, kept)
+            ratios = None if ratios is None else {block: _reduced(each, kept) for block, each in ratios.items()}
+        generations = age // config.select_every, age // config.weigh_every
+        return Decision(
+            step, ratio, *generations, whole and ratio > 0.0, ratios=ratios, told=told, borders=self.borders
+        )
+
+
+def _reduced(ratio: float, kept: float) -> float:
+    return min(ratio, round(ratio * kept * RATIO_GRID) / RATIO_GRID)

@@ -25,10 +25,10 @@ from .stats import RunStats
 from .trial import Choice, Dispatch, Uses
 from .windows import Budget, Grid, Windows, make_budget, make_windows
 
-# scope and copy, grid, images, dtype, device
-_PlanKey = tuple[tuple[Hashable, Hashable], Grid, int, torch.dtype, torch.device]
-# scope, grid, copies, images of each, dtype, device
-_StackKey = tuple[Hashable, Grid, tuple[Hashable, ...], int, torch.dtype, torch.device]
+# scope and copy, grid, ratio, images, dtype, device
+_PlanKey = tuple[tuple[Hashable, Hashable], Grid, float, int, torch.dtype, torch.device]
+# scope, grid, ratio, copies, images of each, dtype, device
+_StackKey = tuple[Hashable, Grid, float, tuple[Hashable, ...], int, torch.dtype, torch.device]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ class _Entry:
     """A plan for one copy of each image, when it was made, and the same plan for a batch of several copies."""
 
     plan: MergePlan
-    ratio: float
     selection: int
     weighing: int
     repeated: dict[int, MergePlan]
@@ -120,7 +119,7 @@ class RunState:
             return entry.repeated[len(copies)]
         plans = {key: entry_of(key).plan for key in keys}
         parts = [plans[key] for key in copies]
-        place = (scope, grid, copies, chunk, x.dtype, x.device)
+        place = (scope, grid, decision.ratio, copies, chunk, x.dtype, x.device)
         stack = self._stacks.get(place)
         if stack is None or any(old is not new for old, new in zip(stack[0], parts, strict=True)):
             stack = self._stacks[place] = parts, stacked(parts)
@@ -129,13 +128,14 @@ class RunState:
     def _plan_of(
         self, piece: Piece, x: Tensor, grid: Grid, scope: Hashable, decision: Decision, blind: str
     ) -> MergePlan:
-        if (scope, grid) not in piece.plans:
+        key = scope, grid, decision.ratio
+        if key not in piece.plans:
             tokens = piece.tokens(x)
-            plan = piece.settled((scope, grid), self._selected(tokens, tokens, grid, decision, blind, even=True))
+            plan = piece.settled(key, self._selected(tokens, tokens, grid, decision, blind, even=True))
             self.stats.count_plan(grid, plan.kept, selected=True)
             # In the place of the last piece's, so that it can be drawn.
-            self._remember(((scope, Piece), grid, 0, x.dtype, x.device), plan, decision)
-        return piece.plans[scope, grid]
+            self._remember(((scope, Piece), grid, decision.ratio, 0, x.dtype, x.device), plan, decision)
+        return piece.plans[key]
 
     def kept(self, grid: Grid, decision: Decision, device: torch.device) -> int:
         """How many tokens of a grid are left where it is merged."""
@@ -150,9 +150,9 @@ class RunState:
         blind: str,
         picture: Tensor | None = None,
     ) -> _Entry:
-        key = (scope, grid, x.shape[0], x.dtype, x.device)
+        key = (scope, grid, decision.ratio, x.shape[0], x.dtype, x.device)
         old = self._plans.get(key)
-        if old is not None and (old.ratio, old.selection) == (decision.ratio, decision.selection):
+        if old is not None and old.selection == decision.selection:
             if old.weighing == decision.weighing:
                 return old
             plan, selected = self._reweighed(x, old.plan, _features(x, grid, picture)), False
@@ -162,29 +162,29 @@ class RunState:
         return self._remember(key, plan, decision)
 
     def _remember(self, key: _PlanKey, plan: MergePlan, decision: Decision) -> _Entry:
-        entry = _Entry(plan, decision.ratio, decision.selection, decision.weighing, {1: plan})
-        self._forget(key[1], entry)
+        entry = _Entry(plan, decision.selection, decision.weighing, {1: plan})
+        self._forget(key[1], entry, decision.in_use)
         # To the end of the dict, so that `draw` finds the plan made last.
         self._plans.pop(key, None)
         self._plans[key] = entry
         return entry
 
-    def _forget(self, grid: Grid, entry: _Entry) -> None:
-        """Drop the plans of a grid that are older than this one, which nobody asks for again: of windows over a batch
-        that move there would be ever more. Those that last, of references as large as the image, are no older than its
-        own. Several devices may do so at once."""
+    def _forget(self, grid: Grid, entry: _Entry, ratios: frozenset[float]) -> None:
+        """Drop the plans of a grid that are older than this one, or of none of these ratios, which nobody asks for
+        again: of windows over a batch that move there would be ever more. Those that last, of references as large as
+        the image, are no older than its own. Several devices may do so at once."""
         old = [
             key
             for key, other in list(self._plans.items())
             if key[1] == grid
-            and (other.ratio, other.selection) != (entry.ratio, entry.selection)
+            and (other.selection != entry.selection or key[2] not in ratios)
             and other.lasts == entry.lasts
         ]
         for key in old:
             self._plans.pop(key, None)
-        gone = {(key[0][0], grid) for key in old}
+        gone = {(key[0][0], *key[1:3]) for key in old}
         if gone:
-            self._stacks = {place: stack for place, stack in list(self._stacks.items()) if place[:2] not in gone}
+            self._stacks = {place: stack for place, stack in list(self._stacks.items()) if place[:3] not in gone}
 
     def _selected(
         self,

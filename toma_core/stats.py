@@ -33,6 +33,7 @@ class RunStats:
     blind: set[str] = field(default_factory=set)
     attention: str = ""
     full_by: str = ""
+    by_profile: bool = False
     detail_bytes: int = 0
     detail_given_up: bool = False
     maps: dict[Grid, MergeMap] = field(default_factory=dict)
@@ -52,7 +53,8 @@ class RunStats:
     def count_plan(self, grid: Grid, kept: int, selected: bool) -> None:
         """One plan made for `grid`: with new destinations, or with new weights only."""
         with self.lock:
-            self.grids[grid] = kept
+            # By a profile blocks differ: the fewest are told.
+            self.grids[grid] = min(kept, self.grids.get(grid, kept)) if self.by_profile else kept
             self.selections += selected
             self.weighings += 1
 
@@ -88,10 +90,11 @@ class RunStats:
         share = sum(self.merged_steps.values()) / max(len(self.merged_steps), 1)
         blocks = _of(len(self.merged_blocks), len(self.blocks), "blocks")
         steps = _of(len(self.merged_steps), self._step_count(), "steps")
-        line = f"On: {_share(share)} of the tokens merged, {blocks}, {steps}"
+        line = f"On: {self._at_most(_share(share))} of the tokens merged, {blocks}, {steps}"
         speedup = self.speedup()
         line = line if speedup is None else f"{line}, {speedup:.2f}x as fast"
-        hindered = [why for why in self._reasons() if self.left_whole and not why.startswith(("whole_", "levels"))]
+        wanted = "whole_", "levels", "unmerged by the profile"
+        hindered = [why for why in self._reasons() if self.left_whole and not why.startswith(wanted)]
         small = 2 * len(self.merged_blocks) < len(self.blocks)
         return f"{line}. The other blocks: {hindered[0]}" if small and hindered else line
 
@@ -99,7 +102,8 @@ class RunStats:
         """What stands behind the headline, a line for each thing."""
         lines = []
         if self.merged_blocks:
-            sizes = [f"{math.prod(grid)} -> {kept} ({' x '.join(map(str, grid))})" for grid, kept in self._grids()]
+            grids = [(math.prod(grid), " x ".join(map(str, grid)), kept) for grid, kept in self._grids()]
+            sizes = [f"{tokens} -> {kept}{self._or_more} ({size})" for tokens, size, kept in grids]
             lines += [f"Tokens: {', '.join(sizes)}", f"Merged steps: {_ranges(self.merged_steps)}"]
             if full := self.steps - set(self.merged_steps):
                 lines.append(f"Full steps: {_ranges(full)}{self._because()}")
@@ -124,7 +128,7 @@ class RunStats:
         # A step inside the active range merged nothing if every block had a reason to stay whole.
         merged = self.merged_steps if self.merged_blocks else {}
         full = self.steps - set(merged)
-        ratios = ", ".join(Counter(f"{ratio:.3g}" for ratio in merged.values()))
+        ratios = ", ".join(Counter(self._at_most(f"{ratio:.3g}") for ratio in merged.values()))
         sections = {
             "Where": [
                 *([f"tokens: {self._sizes()}"] if merged else []),
@@ -157,6 +161,14 @@ class RunStats:
     def _because(self) -> str:
         return f" ({self.full_by})" if self.full_by else ""
 
+    @property
+    def _or_more(self) -> str:
+        return " or more" if self.by_profile else ""
+
+    def _at_most(self, share: str) -> str:
+        """By a profile blocks differ: what is known of a step is the most."""
+        return f"up to {share}" if self.by_profile else share
+
     def _step_count(self) -> int:
         return max(self.total_steps, len(self.steps))
 
@@ -165,7 +177,7 @@ class RunStats:
 
     def _sizes(self) -> str:
         sizes = [(math.prod(grid), "x".join(map(str, grid)), kept) for grid, kept in self._grids()]
-        return ", ".join(f"{tokens} -> {kept} tokens ({size})" for tokens, size, kept in sizes)
+        return ", ".join(f"{tokens} -> {kept}{self._or_more} tokens ({size})" for tokens, size, kept in sizes)
 
     def _work(self) -> str:
         work = f"{self.selections} selections, {self.weighings} weighings"

@@ -39,6 +39,9 @@ PRESETS: Fields = {
 REPLACED = "replaced by another node"
 NO_KEYS = "keys_only is for Wan"
 
+# Why a block runs whole in an evaluation that merges others.
+PROFILED = "unmerged by the profile"
+
 # The methods in which models run their blocks, each in some of them.
 _LOOPS = frozenset(("forward", "_forward", "forward_orig", "forward_core_with_concat"))
 
@@ -67,6 +70,22 @@ class ModelHooks(Protocol):
         """Every (module, hook) pair that `select` may ever give whose `forward` can be looked at."""
         ...
 
+    def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
+        """Every block that may be merged, in forward order, as a latent of (B, C, ..., H, W) makes its grid."""
+        ...
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """A block as it stands in a model. name: as in the report. home: blocks of one home may be merged in one chain.
+    tokens, width: of the image at this block; width 0 if unknown."""
+
+    name: str
+    home: str
+    work: Block
+    tokens: int
+    width: int
+
 
 def token_grid(latent: Tensor, patch_size: int) -> Grid:
     """Rows and columns of image tokens of a (B, C, ..., H, W) latent, odd sides padded as ComfyUI does; before them the
@@ -94,6 +113,11 @@ def left_whole(config: ToMAConfig, index: int, count: int, *, last: bool = True)
     return ""
 
 
+def profiled(link: Link, evaluation: Evaluation) -> str:
+    """Why a profile leaves a block whole in this evaluation, or an empty string."""
+    return "" if evaluation.decision.ratio_of(link.name) else PROFILED
+
+
 def chained(
     links: Sequence[Link],
     grids: tuple[Grid, ...],
@@ -105,6 +129,7 @@ def chained(
     """Hooks that keep tokens merged from the first of consecutive blocks to the last. grids: of the image, and of
     references that are merged too. width: of their tokens, 0 if unknown."""
     first, config = links[0], evaluation.run.config
+    evaluation = evaluation.of(first.name)
     # Alone, a block is no stack: merging adds to it what it adds to a block.
     alone = Granularity.BLOCK if config.granularity is Granularity.STACK else config.granularity
     work = first.work, alone if len(links) == 1 else Granularity.STACK
@@ -191,6 +216,12 @@ class Transformer(ABC):
         for links in self.links:
             yield from ((link.module, link) for link in links if theirs(link.module))
 
+    def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
+        """See `ModelHooks`."""
+        tokens = prod(token_grid(latent, self.patch_size))
+        for stage, links in zip(self.stages, self.links, strict=True):
+            yield from (BlockFacts(link.name, stage.kind, link.work, tokens, self.width) for link in links)
+
     def obstacle(self, transformer_options: Mapping[str, Any], config: ToMAConfig) -> str:
         """Why no block of this call can be merged, in words for the report; empty if they can."""
         patches = transformer_options.get("patches", {})
@@ -229,20 +260,20 @@ class Transformer(ABC):
             following = None  # the block that the last run could go on with
             for index, link in enumerate(self.chosen(stage, links, config)):
                 foreign = "" if own and theirs(blocks[index]) else REPLACED
-                if left_out := self.left_out(stage, index, config) or reason or foreign:
+                if left_out := self.left_out(stage, index, config) or reason or foreign or profiled(link, evaluation):
                     stats.whole(link.name, left_out)
                     continue
                 link.module = unwrapped(blocks[index])
-                if chains and index == following and not _seen(stage, blocks, index, added, replaced):
+                joins = index == following and evaluation.decision.joins(runs[-1][-1].name, link.name)
+                if chains and joins and not _seen(stage, blocks, index, added, replaced):
                     runs[-1].append(link)
-                    following = index + 1
                 else:
                     runs.append([link])
-                    following = index + 1
+                following = index + 1
             if config.keys_only:
                 for link in (link for run in runs for link in run):
                     work = link.work, Granularity.BLOCK
-                    link.place.begin((grid,), link.scopes[config.share], [link.name], work, evaluation)
+                    link.place.begin((grid,), link.scopes[config.share], [link.name], work, evaluation.of(link.name))
                     yield from self.keys[link.name].hooks()
                 continue
             for run in runs:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...toma_core import Evaluation
 from ...toma_core.presets import Fields
 from .contract import UnknownError, asking, check, warn
-from .family import ModelHooks, unwrapped
+from .family import BlockFacts, ModelHooks, unwrapped
 from .hooks import HookPair
 
 _FAMILIES: list[Any] = []
@@ -90,6 +90,9 @@ class _Plain:
         yield from ()
 
     def places(self) -> Iterator[HookPair]:
+        yield from ()
+
+    def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
         yield from ()
 
 

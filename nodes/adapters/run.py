@@ -20,6 +20,7 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ...toma_core import Settings, ToMAConfig
+from ...toma_core.schedule import Bands
 from ...toma_core.stats import RunStats
 from . import registry, reports
 from .attention import attention_in_use
@@ -47,17 +48,20 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Attachment:
-    """What rides on a patched model: the frozen settings, the id under which its runs are reported, and who else wants
-    to know of them."""
+    """What rides on a patched model: the frozen settings, the id under which its runs are reported, who else wants to
+    know of them, and the ratios of a profile."""
 
     config: ToMAConfig
     report_id: str
     watcher: Watcher | None = None
+    bands: Bands = ()
 
 
-def attach(model: ModelPatcher, settings: Settings | ToMAConfig, watcher: Watcher | None = None) -> ModelPatcher:
+def attach(
+    model: ModelPatcher, settings: Settings | ToMAConfig, watcher: Watcher | None = None, bands: Bands = ()
+) -> ModelPatcher:
     """A clone of the model that merges tokens as `settings` say, a preset as this kind of model has it; the very same
-    object if that is never.
+    object if that is never. bands: ratios by block and noise level, in place of the setting's one for all.
 
     Attaching to a model that already has ToMA replaces its settings. A ComfyUI whose models cannot be attached to as
     this pack knows it gets the model back with a warning. Raises `UnsupportedModelError`.
@@ -76,7 +80,7 @@ def attach(model: ModelPatcher, settings: Settings | ToMAConfig, watcher: Watche
             options = patched.model_options["transformer_options"]
             options.pop(ATTACHMENT, None)
             if not config.off:
-                options[ATTACHMENT] = Attachment(config, uuid.uuid4().hex, watcher)
+                options[ATTACHMENT] = Attachment(config, uuid.uuid4().hex, watcher, bands)
                 for kind, wrapper in wrappers:
                     patched.add_wrapper_with_key(kind, _KEY, wrapper)
             return patched
@@ -98,7 +102,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             attachment = given["transformer_options"][ATTACHMENT]
             model_sampling = guider.model_patcher.get_model_object("model_sampling")
             sigmas = argument(args, kwargs, 3, "sigmas").tolist()
-            sampling = Sampling.start(attachment.config, model_sampling, sigmas)
+            sampling = Sampling.start(attachment.config, model_sampling, sigmas, attachment.bands)
             options = create_model_options_clone(given)
             options["transformer_options"][SAMPLING] = sampling
             options["transformer_options"][GRAPHS] = inside = compiled(given)
@@ -222,7 +226,7 @@ def _lone_evaluation(model: Any, t: Tensor, transformer_options: dict[str, Any])
         return None
     sigmas = transformer_options.get("sample_sigmas")
     levels = [] if sigmas is None else sigmas.tolist()
-    sampling = Sampling.start(attachment.config, model.model_sampling, levels)
+    sampling = Sampling.start(attachment.config, model.model_sampling, levels, attachment.bands)
     sampling.observe(t)
     return sampling
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig
 from ...toma_core.config import PlanFrom
 from ...toma_core.pieces import Piece
+from ...toma_core.schedule import Bands
 from ...toma_core.stats import RunStats
 from ...toma_core.windows import has_frames
 from .levels import Levels
@@ -46,15 +47,18 @@ class Sampling:
     _lock: Lock = field(default_factory=Lock)
 
     @classmethod
-    def start(cls, config: ToMAConfig, model_sampling: Any, sigmas: list[float]) -> Sampling:
-        """A fresh run over a schedule of noise levels, the last of which is where it ends."""
+    def start(cls, config: ToMAConfig, model_sampling: Any, sigmas: list[float], bands: Bands = ()) -> Sampling:
+        """A fresh run over a schedule of noise levels, the last of which is where it ends. bands: see `Schedule`."""
         start = (
             float("inf") if config.start_percent <= 0 else float(model_sampling.percent_to_sigma(config.start_percent))
         )
         end = float("-inf") if config.end_percent >= 1 else float(model_sampling.percent_to_sigma(config.end_percent))
         finishes = bool(sigmas) and sigmas[-1] == 0.0
-        run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes))
+        run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes, bands))
         run.stats.total_steps = len(sigmas[:-1])
+        run.stats.by_profile = bool(bands)
+        if bands and not any(ratio for _, ratios in bands for ratio in ratios.values()):
+            run.stats.whole("model", "the profile leaves everything unmerged")
         return cls(run, Decision(0, 0.0, 0, 0))
 
     def next(self, timestep: Tensor) -> None:

@@ -214,3 +214,69 @@ def test_frozen() -> None:
     for thing, name in ((Schedule(ToMAConfig()), "sigmas"), (Decision(0, 0.5, 0, 0), "ratio")):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(thing, name, None)
+
+
+def profiled(config: ToMAConfig, *bands: tuple[float, dict[str, float]], **range_of: Any) -> list[Decision]:
+    sigmas = tuple(float(10 - step) for step in range(10))
+    schedule = Schedule(config, sigmas, bands=bands, **range_of)
+    return [schedule.decide(sigma) for sigma in sigmas]
+
+
+def test_blocks_have_ratios_by_noise_level() -> None:
+    """Levels above 6.5: steps 0 to 3."""
+    decisions = profiled(ToMAConfig(), (6.5, {"a": 0.75, "b": 0.25}), (0.0, {"a": 0.5}))
+    assert [d.ratio for d in decisions] == [0.75] * 4 + [0.5] * 6
+    assert [d.of("a").ratio for d in decisions] == [0.75] * 4 + [0.5] * 6
+    assert [d.of("b").ratio for d in decisions] == [0.25] * 4 + [0.0] * 6
+    assert {d.of("elsewhere").ratio for d in decisions} == {0.0}
+    assert [len(d.in_use) for d in decisions] == [2] * 4 + [1] * 6
+    assert decisions[0].joins("a", "a")
+    assert not decisions[0].joins("a", "b")
+    assert ten_steps(ToMAConfig())[0].of("a").ratio == 0.5
+    assert ten_steps(ToMAConfig())[0].joins("a", "b")
+
+
+def test_one_ratio_everywhere_decides_as_the_setting_does() -> None:
+    config = ToMAConfig(ratio=0.4, whole_every=3, ratio_decay=0.5, detail_reuse=True, select_every=3)
+    same = profiled(config, (4.5, {"a": 0.4}), (0.0, {"a": 0.4}), finishes=True)
+    for ours, theirs in zip(same, ten_steps(config, finishes=True), strict=True):
+        assert dataclasses.replace(ours.of("a"), ratios=None, told=None) == theirs
+
+
+def test_blocks_keep_their_ratio_from_one_whole_step_to_the_next() -> None:
+    """Steps 0, 3, 6, 9 are whole. The band changes between 9 and 8, within the first three: what was kept at its
+    beginning is for the ratio of its first merged step."""
+    config = ToMAConfig(whole_every=3, detail_reuse=True)
+    decisions = profiled(config, (7.5, {"a": 0.75}), (3.5, {"a": 0.25}), (0.0, {"b": 0.5}))
+    assert [d.of("a").ratio for d in decisions] == [0.75] * 3 + [0.25] * 3 + [0.0] * 4
+    assert [d.of("b").ratio for d in decisions] == [0.0] * 6 + [0.5] * 4
+    assert [d.keeps_detail for d in decisions] == [step % 3 == 0 for step in range(10)]
+
+
+def test_a_level_where_all_is_whole() -> None:
+    decisions = profiled(ToMAConfig(whole_every=3, detail_reuse=True), (6.5, {}), (0.0, {"a": 0.5}))
+    assert [d.ratio for d in decisions] == [0.0] * 3 + [0.5] * 7
+    assert [d.keeps_detail for d in decisions][:4] == [False, False, False, True]
+
+
+def test_every_ratio_has_a_kind() -> None:
+    """So that no kernel is made later in a run."""
+    bands = ((6.5, {"a": 0.75, "b": 0.25, "c": 0.0}), (0.0, {"a": 0.5}))
+    config = ToMAConfig(select_every=1)
+    kinds = Schedule(config, tuple(float(10 - step) for step in range(10)), bands=bands).kinds
+    assert sorted({(d.ratio, d.selection % 2) for d in kinds}) == [(r, s) for r in (0.25, 0.5, 0.75) for s in (0, 1)]
+
+
+def test_decay_changes_no_chain() -> None:
+    """0.3 and 0.35 are reduced to the same ratio on the way: what was kept for two chains is not that of one."""
+    config = ToMAConfig(whole_every=3, detail_reuse=True, ratio_decay=0.9)
+    decisions = profiled(config, (0.0, {"a": 0.35, "b": 0.3, "c": 0.3}))
+    assert any(0 < d.ratio_of("a") == d.ratio_of("b") for d in decisions)
+    assert not any(d.joins("a", "b") for d in decisions)
+    assert all(d.joins("b", "c") for d in decisions)
+
+
+def test_a_border_ends_a_chain() -> None:
+    schedule = Schedule(ToMAConfig(), SIGMAS, bands=((0.0, {"a": 0.5, "b": 0.5}),), borders=frozenset("b"))
+    assert not schedule.decide(1.0).joins("a", "b")
+    assert schedule.decide(1.0).joins("b", "a")

@@ -368,3 +368,23 @@ def test_planning_and_merging_never_wait_for_a_real_device() -> None:
             unmerge(merge(x, plan), plan)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_blocks_of_several_ratios_keep_their_plans() -> None:
+    """Within an evaluation and into the next; where one ratio changes the others' plans stay."""
+    run, x = run_of(), features(0)
+
+    def decided(selection: int = 0, **ratios: float) -> Decision:
+        return Decision(0, max(ratios.values()), selection, 0, ratios=ratios)
+
+    first = decided(a=0.5, b=0.25)
+    plans = {block: run.plan(x, GRID, "level", first.of(block), (None,)) for block in "ab"}
+    assert {block: plan.kept for block, plan in plans.items()} == {"a": 63 - 32, "b": 63 - 16}
+    assert all(run.plan(features(1), GRID, "level", first.of(block), (None,)) is plans[block] for block in "ab")
+    second = decided(a=0.5, b=0.75)
+    assert run.plan(features(1), GRID, "level", second.of("b"), (None,)).kept == 63 - 47
+    assert run.plan(features(1), GRID, "level", second.of("a"), (None,)) is plans["a"]
+    assert run.stats.selections == 3
+    assert len(run._plans) == 2, "of the ratio that is gone there is none"
+    run.plan(x, GRID, "level", decided(1, a=0.5, b=0.25).of("a"), (None,))
+    assert len(run._plans) == 1

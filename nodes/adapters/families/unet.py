@@ -16,7 +16,18 @@ from ....toma_core.payoff import UNET_BLOCK
 from ....toma_core.presets import Fields
 from ....toma_core.windows import Grid
 from ..chain import Link, Positions
-from ..family import NO_KEYS, REPLACED, chained, hooked, left_whole, runs_its_own, theirs, unwrapped
+from ..family import (
+    NO_KEYS,
+    REPLACED,
+    BlockFacts,
+    chained,
+    hooked,
+    left_whole,
+    profiled,
+    runs_its_own,
+    theirs,
+    unwrapped,
+)
 from ..hooks import HookPair
 from ..layout import on_no_grid
 from ..port import CHANGED, Cuts, Given, Port
@@ -103,7 +114,7 @@ class Hooks:
             runs, following = list[list[Link]](), None  # following: the block that the last run could go on with
             for index, block in enumerate(stack.blocks):
                 foreign = "" if own and theirs(there[index]) else REPLACED
-                if left_out := reason or foreign:
+                if left_out := reason or foreign or profiled(block.link, evaluation):
                     stats.whole(block.link.name, left_out)
                     continue
                 block.link.module = unwrapped(there[index])
@@ -111,15 +122,23 @@ class Hooks:
                     if not evaluation.decision.keeps_detail:
                         for part in _replaced(stack, index, transformer_options):
                             stats.whole(f"{block.link.name} {part}", REPLACED)
-                        yield from block.hooks(grid, evaluation)
+                        yield from block.hooks(grid, evaluation.of(block.link.name))
                     continue
-                if chains and index == following and not hooked(there[index - 1], there[index]):
+                joins = index == following and evaluation.decision.joins(runs[-1][-1].name, block.link.name)
+                if chains and joins and not hooked(there[index - 1], there[index]):
                     runs[-1].append(block.link)
                 else:
                     runs.append([block.link])
                 following = index + 1
             for links in runs:
                 yield from chained(links, (grid,), x, evaluation, transformer_options, stack.width)
+
+    def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
+        """See `ModelHooks`."""
+        for stack in self.stacks:
+            home, (height, width) = ".".join(map(str, stack.position)), stack.grid(latent)
+            for block in stack.blocks:
+                yield BlockFacts(block.link.name, home, block.link.work, height * width, stack.width)
 
     def places(self) -> Iterator[HookPair]:
         """Blocks and their parts with the hooks that may stand in for them."""

@@ -16,6 +16,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from benchmarks import models
+from scripts.comfy_pack import pack_module
 
 SIDE = 16
 
@@ -106,6 +107,24 @@ def test_compiled_run_is_the_uncompiled_one(
         warm = backend.graphs
         models.sample(compiled_model, SIDE, SIDE, steps=7, seed=7)
     assert backend.graphs == warm
+
+
+def test_a_profile_takes_a_graph_for_each_of_its_noise_levels(model: Any) -> None:
+    """However many ratios there are in it, and none more for other steps."""
+    run, core = pack_module("nodes.adapters.run"), pack_module("toma_core")
+    names = [block.name for block in pack_module("nodes.adapters.identity").blocks_of(model)]
+    high = {name: (0.25, 0.5, 0.75)[n % 3] for n, name in enumerate(names)}
+    bands = ((2.0, high), (0.5, dict.fromkeys(names[:2], 0.5)), (0.0, {}))
+    if model.get_model_object("model_sampling").sigma_max <= 1:
+        bands = tuple((above / 3, ratios) for above, ratios in bands)
+    backend = Counting()
+    config = core.ToMAConfig(min_tokens=4, select_every=1, weigh_every=1)
+    plain_model = run.attach(model, config, None, bands)
+    compiled_model = compiled(plain_model, backend, inside=True)
+    for steps in (6, 9):
+        plain = models.sample(plain_model, SIDE, SIDE, steps=steps)
+        assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=steps), plain)
+        assert backend.graphs == 3
 
 
 @pytest.mark.parametrize("inside", [True, False])

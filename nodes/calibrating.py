@@ -1,0 +1,291 @@
+"""What can be merged where in the model at hand: measured in three sampling runs, and chosen.
+
+whole and probed -> the preset beside it -> a choice from the table -> the choice, sampled, beside its prediction
+
+The preset's run tells what becomes of an error until the end, step by step, and how much work there is to save.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import comfy.model_management
+import comfy.sample
+import comfy.utils
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from ..toma_core import Settings, ToMAConfig
+from ..toma_core.calibration import Choice, Option, Table, amplified, fastest, filled, front, held, nearest
+from ..toma_core.profile import Profile, changed
+from .adapters import registry, reports
+from .adapters.bare import bare
+from .adapters.family import BlockFacts
+from .adapters.identity import blocks_of, fingerprint
+from .adapters.probing import OTHERS, RATIO, Band, Probes, sites_of
+from .adapters.run import attach, attachment_of
+
+_MOST_SITES = 12
+# Extra evaluations, as a share of the run's own: with the preset's run they are about two runs.
+_PROBES = 1.2
+# The least that tells anything: six sites at two levels, all of them at three, and what these are compared with.
+_LEAST_SITES, _LEAST_PROBES = 6, 22
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is sampled. latent: (B, C, H, W), zeros. negative: None to sample without guidance."""
+
+    positive: Any
+    negative: Any
+    latent: Tensor
+    steps: int
+    cfg: float
+    sampler: str
+    scheduler: str
+    seed: int = 0
+    noise: Tensor | None = None
+
+    @property
+    def conditions(self) -> int:
+        """How many the model is asked about in every step."""
+        return 1 if self.negative is None or self.cfg == 1.0 else 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """One sampling run. latent: its result. states: (n + 1, B, ...), what the model was given before each step, and the
+    result as the model would be given it; fp32 on the CPU."""
+
+    latent: Tensor
+    states: Tensor
+
+    def apart(self, whole: Run, steps: int) -> list[float]:
+        """Squared distances from another run before each of so many steps and at the end, the last as `distance`."""
+        end = self.distance(whole) ** 2
+        if len(self.states) != len(whole.states) or len(self.states) != steps + 1:
+            return [*[0.0] * steps, end]  # a sampler that does not tell of every step
+        apart = (self.states - whole.states).double().square().flatten(1).sum(1).tolist()
+        return [end * each / max(apart[-1], 1e-12) for each in apart]
+
+    def distance(self, whole: Run) -> float:
+        """Of the final latents, relative to the other's norm."""
+        return float((self.latent - whole.latent).norm() / whole.latent.norm().clamp_min(1e-12))
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What came of it.
+
+    model: merged as `profile` says: by the choice, or by the preset where that is nearer, or not at all. choices: the
+    front. preset: name, work and distance of the preset. found: distance of the choice, at `chosen.work`. keeps_preset:
+    it is nearer than the choice. probes: evaluations beside the sampling runs. problem: why nothing was chosen, in
+    words. without: what the model has, and was measured without. unmeasured: blocks that the preset merges and that
+    nothing was found out about.
+    """
+
+    model: ModelPatcher
+    profile: Profile
+    choices: Sequence[Choice]
+    chosen: Choice
+    found: float
+    preset: tuple[str, float, float]
+    keeps_preset: bool = False
+    probes: int = 0
+    problem: str = ""
+    without: Sequence[str] = ()
+    unmeasured: Sequence[str] = ()
+
+    @property
+    def held(self) -> bool:
+        """Whether the prediction came true."""
+        return held(self.chosen.distance, self.found)
+
+
+def calibrate(
+    model: ModelPatcher,
+    task: Task,
+    preset: str,
+    distance: float | None = None,
+    overrides: Mapping[str, Any] = {},
+    told: Callable[[int, int], None] = lambda run, runs: None,
+) -> Calibrated:
+    """Measure a model and choose: as much work as the preset has at ratio 0.5, or as far away as `distance` allows.
+
+    The model is not changed; what ToMA it carries is left out. overrides: settings on top of the preset's. told: that
+    one of three runs begins. Raises `UnsupportedModelError`, and ComfyUI's own exception when the user cancels.
+    """
+    plain = attach(model, ToMAConfig(ratio=0.0))
+    base, without = bare(plain)
+    own = registry.require(base.get_model_object("diffusion_model")).presets
+    config = Settings(preset, {"ratio": RATIO, **overrides}).resolved(own)
+    placed = replace(config, whole_first=0.0, whole_last=0.0)
+    facts, most = blocks_of(base, task.latent), round(_PROBES * task.steps * task.conditions)
+    if not facts:
+        raise registry.UnsupportedModelError(
+            f"ToMA cannot calibrate this model ({type(base.model.diffusion_model).__name__}): its blocks are not as "
+            "this version of the pack knows them. Look for a newer version, or bypass the ToMA Calibrate node."
+        )
+    sites = sites_of(facts, min(_MOST_SITES, max(_LEAST_SITES, most // 2 - 2)))
+    progress = comfy.utils.ProgressBar(3 * task.steps + max(most, _LEAST_PROBES))
+
+    def tick(*_: Any) -> None:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        progress.update(1)
+
+    probes = Probes(sites, most, tick)
+    probed = attach(base, placed)
+    told(1, 3)
+    whole = _sample(probes.on(probed), task, tick)
+    told(2, 3)
+    usual = attach(base, config)
+    beside = _sample(usual, task, tick)
+    usual_distance = beside.distance(whole)
+
+    def profile_of(
+        settings: ToMAConfig, ratios: Mapping[str, Sequence[float]], above: Sequence[float], *predicted: float
+    ) -> Profile:
+        merging = {site: tuple(each) for site, each in ratios.items() if any(each)}
+        return Profile(fingerprint(plain), changed(settings), tuple(above), merging, *predicted)
+
+    merged, of_usual = _merged(probed), _merged(usual)
+    work = Work(facts, merged | of_usual, len(probes.sigmas))
+    saved = work.saved(sorted(of_usual), RATIO, sum(len(band.steps) for band in probes.bands))
+    problem = "" if math.isfinite(usual_distance) else _no_numbers(whole)
+    table = {} if problem else _table(probes, work, of_usual & merged, whole, beside)
+    chosen = nearest(table, saved) if distance is None else fastest(table, distance)
+    above = [band.above for band in probes.bands] or [0.0]
+    ratios = {site: [chosen.ratio(site, level) for level in range(len(above))] for site in sites}
+    profile = profile_of(placed, ratios, above, chosen.distance, chosen.work)
+    names = [fact.name for fact in facts]
+    found = 0.0
+    if not profile.empty:
+        told(3, 3)
+        found = _sample(attach(base, placed, bands=profile.bands(names)), task, tick).distance(whole)
+    # A choice of nothing, where the preset merges something, is no choice: nothing could be told.
+    keeps = distance is None and not problem and saved > 0 and (profile.empty or not found <= usual_distance)
+    if keeps:
+        profile = profile_of(config, {site: [RATIO] for site in sites}, [0.0], usual_distance, 1.0 - saved)
+    elif not math.isfinite(found):
+        profile, problem = profile_of(placed, {}, [0.0]), _MERGED_NONE
+    progress.update_absolute(progress.total)
+    return Calibrated(
+        model=plain if profile.empty else attach(plain, profile.config(), bands=profile.bands(names)),
+        profile=profile,
+        choices=front(table),
+        chosen=chosen,
+        found=found,
+        preset=(preset, 1.0 - saved, usual_distance),
+        keeps_preset=keeps,
+        probes=probes.made,
+        problem=problem,
+        without=without,
+        unmeasured=[site for site, blocks in sites.items() if {*blocks} & of_usual and not probes.measured(site)],
+    )
+
+
+_WHOLE_NONE = (
+    "Nothing was measured: the unmerged run ends in values that are no numbers (NaN). Look for the cause in the model, "
+    "its number format or the settings of the sampler."
+)
+_MERGED_NONE = "Nothing is merged: with merging the run ends in values that are no numbers (NaN)."
+
+
+def _no_numbers(whole: Run) -> str:
+    return _MERGED_NONE if math.isfinite(float(whole.latent.sum())) else _WHOLE_NONE
+
+
+@dataclass(frozen=True)
+class Work:
+    """What blocks cost, as shares of all blocks in a run of so many steps. merged: those that can be merged."""
+
+    facts: Sequence[BlockFacts]
+    merged: frozenset[str]
+    steps: int
+
+    def saved(self, blocks: Sequence[str], ratio: float, steps: int) -> float:
+        """By merging these blocks in so many steps."""
+        chosen = {*blocks} & self.merged
+        saving = sum(_cost(f) - _cost(f, ratio) for f in self.facts if f.name in chosen)
+        return saving / max(sum(map(_cost, self.facts)), 1e-12) * steps / max(self.steps, 1)
+
+    def share(self, blocks: Sequence[str], of: frozenset[str]) -> float:
+        """How many of a site's blocks are among others."""
+        return len({*blocks} & of) / len(blocks)
+
+
+def _cost(fact: BlockFacts, ratio: float = 0.0) -> float:
+    return fact.work.flops(fact.tokens - round(ratio * fact.tokens), 1, fact.width or 1024)
+
+
+def _table(probes: Probes, work: Work, usual: frozenset[str], whole: Run, beside: Run) -> Table:
+    """What there is to choose from. usual: the blocks that the preset merges."""
+    size = float(whole.states[-1].double().square().sum().clamp_min(1e-12))
+    errors = filled(
+        {place: error / size for place, error in probes.sites_found.items()},
+        {place: error / size for place, error in probes.together.items()},
+        list(probes.sites),
+        RATIO,
+    )
+    passed = [(1 - after / before) ** 2 for before, after in zip(probes.sigmas, (*probes.sigmas[1:], 0.0), strict=True)]
+    injected = [0.0] * len(passed)
+    for level, band in enumerate(probes.bands):
+        there = sum(
+            work.share(blocks, usual) * errors.get((site, level, RATIO), 0.0) for site, blocks in probes.sites.items()
+        )
+        for step in band.steps:
+            injected[step] = passed[step] * there
+    factors = amplified(beside.apart(whole, len(injected)), injected)
+    return {
+        (site, level): [
+            Option(ratio, errors[site, level, ratio] * _sum(passed, factors, band), saving)
+            for ratio in sorted((RATIO, *OTHERS))
+            if (site, level, ratio) in errors and (saving := work.saved(blocks, ratio, len(band.steps))) > 0
+        ]
+        for site, blocks in probes.sites.items()
+        for level, band in enumerate(probes.bands)
+    }
+
+
+def _sum(passed: Sequence[float], factors: Sequence[float], band: Band) -> float:
+    return sum(passed[step] * factors[step] for step in band.steps)
+
+
+def _merged(model: ModelPatcher) -> frozenset[str]:
+    """The blocks that the model's last run merged."""
+    attachment = attachment_of(model)
+    stats = None if attachment is None else reports.last(attachment.report_id)
+    return frozenset() if stats is None else frozenset(stats.merged_blocks)
+
+
+def _sample(model: ModelPatcher, task: Task, tick: Callable[..., None]) -> Run:
+    states: list[Tensor] = []
+
+    def stepped(step: int, denoised: Any, x: Tensor, total: int) -> None:
+        states.append(x.detach().float().cpu().clone())
+        tick()
+
+    noise = task.noise
+    if noise is None:
+        # As ComfyUI's samplers make it, without a touch of the generator that others use.
+        noise = torch.randn(task.latent.shape, generator=torch.Generator().manual_seed(task.seed), dtype=torch.float32)
+    latent = comfy.sample.sample(
+        model,
+        noise.to(task.latent.dtype),
+        task.steps,
+        1.0 if task.negative is None else task.cfg,
+        task.sampler,
+        task.scheduler,
+        task.positive,
+        task.positive if task.negative is None else task.negative,
+        torch.zeros_like(task.latent),
+        callback=stepped,
+        disable_pbar=True,
+        seed=task.seed,
+    )
+    end = model.model.process_latent_in(latent).float().cpu()
+    return Run(latent.float().cpu(), torch.stack([*states, end]))

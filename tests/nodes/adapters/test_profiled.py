@@ -1,0 +1,171 @@
+"""Sampling by a profile: ratios by block and noise level, and nothing else that changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+run = pack_module("nodes.adapters.run")
+identity = pack_module("nodes.adapters.identity")
+ToMAConfig = pack_module("toma_core").ToMAConfig
+SIDE, STEPS = 24, 6
+CLOSE = {"share": "level", "select_every": 3, "weigh_every": 3, "shift_windows": True}
+
+
+@pytest.fixture(params=["unet", "flux", "qwen"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def names(model: Any) -> list[str]:
+    return [block.name for block in identity.blocks_of(model)]
+
+
+def profiled(model: Any, *bands: tuple[float, dict[str, float]], **settings: Any) -> Any:
+    return run.attach(model, ToMAConfig(**{"min_tokens": 4, **settings}), None, bands)
+
+
+def sampled(model: Any, steps: int = STEPS) -> torch.Tensor:
+    return models.sample(model, SIDE, SIDE, steps=steps)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {**CLOSE, "detail_reuse": True, "whole_every": 3},
+        {"granularity": "module"},
+        {"granularity": "block", "plan_from": "prediction"},
+    ],
+    ids=["defaults", "balanced", "module", "prediction"],
+)
+def test_one_ratio_everywhere_is_the_setting_to_the_bit(model: Any, settings: dict[str, Any]) -> None:
+    plain = run.attach(model, ToMAConfig(min_tokens=4, ratio=0.4, **settings))
+    everywhere = dict.fromkeys(names(model), 0.4)
+    same = profiled(model, (5.0, everywhere), (0.5, everywhere), (0.0, everywhere), ratio=0.9, **settings)
+    assert torch.equal(sampled(same), sampled(plain))
+    assert not torch.equal(sampled(same), sampled(model))
+
+
+@pytest.mark.compat
+def test_a_profile_that_merges_nothing_is_bit_identical(model: Any, stats_of: Any, no_state_left: None) -> None:
+    whole = profiled(model, (0.0, {}))
+    assert torch.equal(sampled(whole), sampled(model))
+    assert stats_of(whole).merged_blocks == set()
+
+
+def test_one_block_alone(model: Any, stats_of: Any) -> None:
+    """The others run whole, for a reason that the report names, and the block has its own ratio."""
+    chosen = names(model)[1]
+    patched = profiled(model, (0.0, {chosen: 0.75}))
+    assert sampled(patched).isfinite().all()
+    stats = stats_of(patched)
+    assert stats.merged_blocks == {chosen}
+    assert stats.left_whole["unmerged by the profile"] == {*names(model)} - {chosen}
+    assert set(stats.merged_steps.values()) == {0.75}
+
+
+def test_leaving_a_kind_whole_is_what_the_setting_does(flux: Any) -> None:
+    """Single blocks at the front of none: whole_first of the double ones, and the first single one."""
+    ratios = {name: 0.5 for name in names(flux) if not name.endswith(".0")}
+    plain = run.attach(flux, ToMAConfig(min_tokens=4, whole_first=1))
+    assert torch.equal(sampled(profiled(flux, (0.0, ratios))), sampled(plain))
+
+
+def test_places_keep_their_plans(unet: Any, stats_of: Any) -> None:
+    """Two ratios on one grid, plans shared by level, one selection for the whole run: one plan for each, not one for
+    every block and step."""
+    by_ratio = {name: 0.25 + 0.5 * (n % 2) for n, name in enumerate(names(unet))}
+    patched = profiled(unet, (0.0, by_ratio), share="level", select_every=100, weigh_every=100)
+    sampled(patched)
+    assert stats_of(patched).selections == 2 * len(stats_of(patched).grids)
+
+
+def test_detail_is_kept_by_those_that_will_use_it(flux: Any, stats_of: Any) -> None:
+    everything = profiled(flux, (0.0, dict.fromkeys(names(flux), 0.5)), whole_every=3, detail_reuse=True)
+    sampled(everything)
+    one = profiled(flux, (0.0, {"single.1": 0.5}), whole_every=3, detail_reuse=True)
+    sampled(one)
+    assert 0 < stats_of(one).detail_bytes < stats_of(everything).detail_bytes
+    none = profiled(flux, (0.0, {}), whole_every=3, detail_reuse=True)
+    assert torch.equal(sampled(none), sampled(flux))
+    assert stats_of(none).detail_bytes == 0
+
+
+def test_noise_levels_not_steps(unet: Any, decisions: list[Any]) -> None:
+    """The same levels are merged in 6 steps and in 12."""
+    first = names(unet)[0]
+    patched = profiled(unet, (3.0, {first: 0.5}), (0.0, {}))
+    for steps in (6, 12):
+        decisions.clear()
+        sampled(patched, steps)
+        made = [d.ratio for d in decisions]
+        assert made == [0.5 if sigma > 3.0 else 0.0 for sigma in sigmas_of(unet, steps)]
+        assert 0 < sum(ratio > 0 for ratio in made) < steps
+
+
+def sigmas_of(model: Any, steps: int) -> list[float]:
+    import comfy.samplers
+
+    sampling = model.get_model_object("model_sampling")
+    return comfy.samplers.calculate_sigmas(sampling, "simple", steps).tolist()[:-1]
+
+
+def test_fingerprints(unet: Any, flux: Any) -> None:
+    ours = identity.fingerprint(unet)
+    assert ours == identity.fingerprint(unet.clone())
+    assert ours.family == "unet"
+    assert ours.blocks.startswith("input.4 1, ")
+    assert ours.patches == ""
+    fingerprint = pack_module("toma_core.profile").Fingerprint
+    assert identity.fingerprint(flux) == fingerprint("flux", "double 3, single 3", "48", "CONST up to 1")
+    assert ours.noise == "EPS up to 15"
+    assert identity.fingerprint(models.flux(double=2, single=3)) != identity.fingerprint(flux)
+
+
+def test_fingerprints_of_what_a_model_predicts(unet: Any) -> None:
+    from comfy_extras.nodes_model_advanced import ModelSamplingDiscrete
+
+    kinds = [("eps", False), ("v_prediction", False), ("v_prediction", True), ("lcm", False)]
+    made = [ModelSamplingDiscrete().patch(unet, kind, zsnr)[0] for kind, zsnr in kinds]
+    assert [identity.fingerprint(model).noise for model in made] == [
+        "EPS up to 15", "V_PREDICTION up to 15", "V_PREDICTION up to 4.5e+03", "LCM up to 15",
+    ]  # fmt: skip
+    assert identity.fingerprint(made[0]) == identity.fingerprint(unet)
+
+
+def test_fingerprints_of_loras(unet: Any) -> None:
+    """Told apart by strengths, by values and by what they change; equal if only the order differs."""
+    from comfy.weight_adapter import LoRAAdapter
+
+    weights = unet.model.state_dict()
+    keys = [key for key in weights if key.endswith("to_q.weight")][:2]
+
+    def lora(key: str, seed: int = 0, rank: int = 2) -> dict[str, Any]:
+        g = torch.Generator().manual_seed(seed)
+        out, width = weights[key].shape
+        up, down = torch.randn(out, rank, generator=g), torch.randn(rank, width, generator=g)
+        return {key: LoRAAdapter({key}, (up, down, 1.0, None, None, None))}
+
+    def digest(*added: tuple[Any, ...]) -> str:
+        patched = unet.clone()
+        for patches, *strengths in added:
+            assert patched.add_patches(patches, *strengths)
+        return identity.fingerprint(patched).patches
+
+    one, other = (lora(keys[0]), 1.0), (lora(keys[0], seed=1), 0.7)
+    different = [
+        digest(), digest(one), digest((lora(keys[0]), 0.5)), digest((lora(keys[0]), 1.0, 0.5)),
+        digest((lora(keys[1]), 1.0)), digest((lora(keys[0], seed=1), 1.0)), digest((lora(keys[0], rank=3), 1.0)),
+        digest(one, other), digest(({keys[0]: ("diff", (torch.zeros_like(weights[keys[0]]),))}, 1.0)),
+    ]  # fmt: skip
+    assert different[0] == ""
+    assert len(set(different)) == len(different)
+    assert digest(one, other) == digest(other, one) == different[7]
+    assert digest((lora(keys[0]), 1.0)) == different[1]

@@ -1,0 +1,206 @@
+"""Profiles as text: they come back as they were, and what is no profile of this model is refused in words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toma_core.config import ToMAConfig
+from toma_core.fields import ConfigError
+from toma_core.presets import Settings
+from toma_core.profile import Fingerprint, Profile, changed, fitted, parsed, place_of
+
+FLUX = Fingerprint("flux", "double 4, single 8", "3072", "CONST up to 1")
+NAMES = [*(f"double.{n}" for n in range(4)), *(f"single.{n}" for n in range(8))]
+SETTINGS = {"share": "level", "whole_every": 3, "detail_reuse": True}
+
+
+def profile(**fields: Any) -> Profile:
+    ratios = {"double.0 - double.3": (0.0, 0.5), "single.0 - single.6": (0.75, 0.25), "single.7": (0.5, 0.5)}
+    given = {"model": FLUX, "settings": SETTINGS, "above": (0.6, 0.0), "ratios": ratios, **fields}
+    return Profile(**given)
+
+
+def told(**fields: Any) -> str:
+    """The text of a profile with some of its keys changed; None takes one away."""
+    whole = {**json.loads(profile().text()), **fields}
+    return json.dumps({key: value for key, value in whole.items() if value is not None})
+
+
+def test_comes_back_as_it_was() -> None:
+    made = profile(distance=0.123, work=0.71)
+    assert parsed(made.text()) == profile(distance=0.123, work=0.71, settings=changed(made.config()))
+    assert parsed(made.text()).config() == ToMAConfig(**SETTINGS)
+    assert json.loads(made.text())["toma_profile"] == 1
+
+
+def test_says_what_every_field_is_so_that_no_preset_adds_to_it() -> None:
+    over = profile().overrides()
+    assert Settings("fast", over).resolved({"fast": {"whole_last": 2}}) == ToMAConfig(**SETTINGS)
+
+
+def test_blocks_by_noise_level() -> None:
+    (above, high), (least, low) = profile().bands(NAMES)
+    assert (above, least) == (0.6, 0.0)
+    assert high == {**dict.fromkeys(NAMES[:4], 0.0), **dict.fromkeys(NAMES[4:11], 0.75), "single.7": 0.5}
+    assert low == {**dict.fromkeys(NAMES[:4], 0.5), **dict.fromkeys(NAMES[4:11], 0.25), "single.7": 0.5}
+
+
+def test_the_largest_there_is_stays_small() -> None:
+    """Twelve sites at three levels, of a model with long names."""
+    homes = [f"output.{n}" for n in range(12)]
+    model = Fingerprint(
+        "unet", ", ".join(f"{home} 10" for home in homes), "320, 640, 1280", "V_PREDICTION up to 15", "0123456789ab"
+    )
+    ratios = {f"{home}.0 - {home}.9": (0.75, 0.25, 0.5) for home in homes}
+    settings = changed(Settings("balanced", {"whole_last": 3}).resolved())
+    made = profile(model=model, ratios=ratios, settings=settings, above=(9.1234567, 1.234567, 0.0))
+    assert len(made.text().encode()) <= 2000
+    assert parsed(made.text()).above == (9.1235, 1.2346, 0.0)
+
+
+def test_fits_its_own_model_and_no_other() -> None:
+    assert fitted(profile(), FLUX, NAMES) == (profile().bands(NAMES), "")
+    other = Fingerprint("flux", "double 19, single 38", "3072")
+    with pytest.raises(ConfigError, match=r"of another model: flux with blocks double 4, single 8 .* preset runs"):
+        fitted(profile(), other, NAMES)
+    noise = replace(FLUX, noise="EPS up to 15")
+    with pytest.raises(ConfigError, match=r"noise CONST up to 1, and this is .* noise EPS up to 15"):
+        fitted(profile(), noise, NAMES)
+    bands, note = fitted(profile(), replace(FLUX, patches="abc"), NAMES)
+    assert bands == profile().bands(NAMES)
+    assert "other LoRAs" in note
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("hello", "damaged"),
+        ("", "damaged"),
+        ("[]", "damaged"),
+        ("null", "damaged"),
+        ("{}", "'toma_profile' is missing"),
+        (told(model=None), "'model' is missing"),
+        (told(model={"family": "flux"}), "blocks is missing"),
+        (told(model="flux"), "not names with values"),
+        (told(model={"family": "flux", "blocks": 5, "width": "8"}), "blocks of the model is 5"),
+        (told(model={"family": "f" * 700, "blocks": "b", "width": "8"}), "family of the model is 'fff"),
+        (told(model={"family": "f", "blocks": "b", "width": "8", "colour": "red"}), "'colour' is nothing of a model"),
+        (told(ratios={"single.0": [0.5]}), "1 ratios for 2 noise levels"),
+        (told(ratios={"single.0": [0.5, 3.0]}), "0 to 0.95"),
+        (told(ratios={"single.0": [0.5, None]}), "damaged"),
+        (told(ratios={"single.0": "half"}), "not a list"),
+        (told(ratios={"single.0": [True, 0.5]}), "ratio is True"),
+        (told(ratios={"single.0": [0.5, "0.5"]}), "ratio is '0.5'"),
+        (told(ratios={"single.0": [0.5, 10**400]}), "damaged"),
+        (told(ratios={f"single.{n}": [0.05 * n, 0.05 * n] for n in range(1, 10)}), "more than 8 different ratios"),
+        (told(ratios={"x" * 900: [0.5]}), "1 ratios for 2 noise levels"),
+        (told(ratios=[]), "damaged"),
+        (told(above_sigma=[0.0, 0.6]), "from high to low"),
+        (told(above_sigma=[float("nan"), 0.0]), "above_sigma is nan"),
+        (told(above_sigma=[float("inf"), 0.0]), "above_sigma is inf"),
+        (told(above_sigma=[10**400, 0.0]), "above_sigma is 1000"),
+        (told(above_sigma=["0.6", 0.0]), "above_sigma is '0.6'"),
+        (told(above_sigma=[True, 0.0]), "above_sigma is True"),
+        (told(above_sigma=0.5), "not a list"),
+        (told(above_sigma=[]), "damaged"),
+        (told(above_sigma=[9.0 - n for n in range(10)], ratios={}), "10 noise levels, allowed are 8"),
+        (told(settings={"colour": "red"}), "'colour' is no setting"),
+        (told(settings={"ratio": 0.0}), "switch merging off"),
+        (told(settings={"ratio": 10**400}), "damaged"),
+        (told(settings={"whole_every": 10**400}), "damaged"),
+        (told(settings=[1]), "not names with values"),
+        (told(settings={"whole_every": -5}), "whole_every"),
+        (told(settings={"start_percent": 0.9, "end_percent": 0.1}), "start_percent"),
+        (told(predicted={"distance": "far"}), "distance is 'far'"),
+        (told(predicted={"work": 10**400}), "work is 1000"),
+        (told(toma_profile="1"), "no version"),
+        (told(toma_profile=True), "no version"),
+        (told(toma_profile=-1), "no version"),
+        (told(toma_profile=2), "newer version"),
+        (told(toma_profile=10**4000), "newer version"),
+        ("1" * 5000, "damaged"),
+        ("[" * 100_000, "not the text"),
+        ("[" * 9_000, "damaged"),
+        (None, "not the text"),
+        (5, "not the text"),
+    ],
+)
+def test_what_is_wrong_is_said(text: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        parsed(text)
+    assert str(caught.value).startswith("ToMA: the profile is ")
+    assert "preset runs instead" in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("places", "why"),
+    [
+        (["single.9"], "the model has no block 'single.9'"),
+        (["single.5 - single.2"], "'single.5 - single.2' ends before it begins"),
+        (["single.0 - single.3", "single.2"], "'single.2' has blocks that another place has too"),
+        (["x" * 5000], "the model has no block 'xxx"),
+        (["a\nb"], "the model has no block"),
+    ],
+)
+def test_a_place_that_is_not_there_is_damage(places: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        fitted(profile(ratios=dict.fromkeys(places, (0.5, 0.5))), FLUX, NAMES)
+    assert "damaged" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_one_that_leaves_everything_whole() -> None:
+    for none in ({}, {"single.0": (0.0, 0.0)}):
+        made = profile(ratios=none)
+        assert made.empty
+        assert parsed(made.text()).empty
+        assert not any(ratio for _, ratios in made.bands(NAMES) for ratio in ratios.values())
+    assert not profile().empty
+
+
+@given(st.text(max_size=40), st.integers(0, 400), st.integers(0, 40))
+def test_damaged_texts_are_read_or_refused(piece: str, start: int, gone: int) -> None:
+    text = profile().text()
+    said = ""
+    try:
+        parsed(text[:start] + piece + text[start + gone :])
+    except ConfigError as error:
+        said = str(error)
+    assert said == "" or said.startswith("ToMA: the profile is ")
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+KEYS = ("toma_profile", "model", "settings", "predicted", "above_sigma", "ratios")
+
+
+@given(st.sampled_from(KEYS), ANY, st.booleans())
+def test_any_json_in_its_place_is_read_or_refused(key: str, value: Any, inside: bool) -> None:
+    whole = json.loads(profile().text())
+    if inside and isinstance(whole[key], dict):
+        value = {**whole[key], next(iter(whole[key])): value}
+    text = json.dumps({**whole, key: value})
+    said = ""
+    try:
+        fitted(parsed(text), FLUX, NAMES)
+    except ConfigError as error:
+        said = str(error)
+    assert said == "" or said.startswith("ToMA: the profile is ")
+    assert len(said) < 500
+    assert "\n" not in said
+
+
+def test_places_are_named_by_their_ends() -> None:
+    assert place_of(["single.3"]) == "single.3"
+    assert place_of(["single.3", "single.4", "single.5"]) == "single.3 - single.5"
