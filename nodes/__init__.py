@@ -5,6 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import ComfyExtension, io
 
 from .benchmark import ToMABenchmark
+from .calibrate import ToMACalibrate
 from .patch import ToMA, ToMAAdvanced
 from .report import ToMAReport
 
@@ -14,4 +15,4 @@ class ToMAExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Every node of the pack."""
-        return [ToMA, ToMAAdvanced, ToMAReport, ToMABenchmark]
+        return [ToMA, ToMAAdvanced, ToMAReport, ToMABenchmark, ToMACalibrate]

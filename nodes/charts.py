@@ -151,6 +151,69 @@ def bar_chart(verdict: Sequence[str], bars: Sequence[Bar], notes: Sequence[str],
     return image
 
 
+@dataclass(frozen=True)
+class Dot:
+    """A setting in `front_chart`: its work left and distance, and what stands beside it. hollow: only predicted."""
+
+    work: float
+    distance: float
+    label: str
+    colour: Colour
+    hollow: bool = False
+
+
+def front_chart(
+    verdict: Sequence[str],
+    front: Sequence[tuple[float, float]],
+    dots: Sequence[Dot],
+    notes: Sequence[str],
+    width: int = 720,
+) -> Image.Image:
+    """Distance against work left, 0 to 1, under the verdict: the predicted front as a line, settings as dots; `notes`
+    stand below in small print. Its letters are as large as those of `bar_chart`."""
+    left, high, right = 84, 330, width - 2 * _PAD
+    told = [
+        (line, size)
+        for n, sentence in enumerate(verdict)
+        for size in (24 if n == 0 else 18,)
+        for line in _wrapped(sentence, right - 2 * _PAD, size)
+    ]
+    lines = [line for note in notes for line in _wrapped(note, right - 2 * _PAD, 14)]
+    top = 3 * _PAD + sum(size + 8 for _, size in told)
+    image = Image.new("RGB", (width, top + high + 66 + 20 * len(lines) + _PAD), PAPER)
+    pen, y = ImageDraw.Draw(image), 2.0 * _PAD
+    for line, size in told:
+        pen.text((2 * _PAD, y), line, fill=INK, font=font(size))
+        y += size + 8
+    # So far as there is a dot: what lies far beyond is of no use to anybody.
+    farthest = 1.6 * max([*(dot.distance for dot in dots), 1e-3])
+    least = min([*(work for work, distance in front if distance <= farthest), *(dot.work for dot in dots), 0.95])
+    across = right - left - 150
+
+    def at(work: float, distance: float) -> tuple[float, float]:
+        return left + (work - least) / (1 - least) * across, top + high - min(distance / farthest, 1.0) * high
+
+    for part in range(5):
+        work, distance = least + (1 - least) * part / 4, farthest * part / 4
+        x, y = at(work, distance)
+        pen.line([(x, top), (x, top + high)], fill=FAINT)
+        pen.line([(left, y), (left + across, y)], fill=FAINT)
+        pen.text((x, top + high + 6), f"{100 * work:.0f} %", fill=INK, font=font(16), anchor="ma")
+        pen.text((left - 6, y), f"{distance:.3f}", fill=INK, font=font(16), anchor="rm")
+    told_of = "distance against work left in the blocks: lower and further left is better"
+    pen.text((2 * _PAD, top + high + 32), told_of, fill=INK, font=font(16))
+    points = [at(work, distance) for work, distance in front if distance <= farthest]
+    if len(points) > 1:
+        pen.line(points, fill=INK, width=2)
+    for dot in dots:
+        x, y = at(dot.work, dot.distance)
+        pen.ellipse([x - 8, y - 8, x + 8, y + 8], fill=None if dot.hollow else dot.colour, outline=INK, width=2)
+        pen.text((x + 14, y), dot.label, fill=INK, font=font(18), anchor="lm")
+    for index, line in enumerate(lines):
+        pen.text((2 * _PAD, top + high + 62 + 20 * index), line, fill=INK, font=font(14))
+    return image
+
+
 def _legend(
     pen: ImageDraw.ImageDraw, x: float, y: float, entries: Sequence[tuple[Colour, str]], size: int = SMALL
 ) -> None:

@@ -21,9 +21,11 @@ _ACTIVE = "Sampling on fewer tokens ..."
 
 @dataclass(frozen=True)
 class NodeLine:
-    """Tells one node of the runs of its model. node_id: ComfyUI's id of the node in the prompt."""
+    """Tells one node of the runs of its model. node_id: ComfyUI's id of the node in the prompt. note: what stays to be
+    said of its inputs, on lines of its own."""
 
     node_id: str
+    note: str = ""
 
     def began(self) -> None:
         """A run begins."""
@@ -31,7 +33,7 @@ class NodeLine:
 
     def ended(self, stats: RunStats) -> None:
         """A run is over: what was merged, or why nothing was."""
-        self.say(stats.headline(), stats.numbers())
+        self.say(f"{stats.headline()}\n{self.note}".strip(), stats.numbers())
 
     def measures(self, run: int, runs: int) -> None:
         """One of several runs begins, counted from 1."""

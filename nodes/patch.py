@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from comfy_api.latest import io
 
 from ..toma_core import Settings, ToMAConfig
 from ..toma_core.fields import ConfigError
+from ..toma_core.profile import fitted, parsed
+from ..toma_core.schedule import Bands
 from . import given, widgets
+from .adapters.identity import blocks_of, fingerprint
 from .adapters.run import attach
 from .live import errors_shown, line_of, said
 from .widgets import CATEGORY, SEARCH_ALIASES
@@ -19,6 +25,8 @@ _MODEL_TOOLTIP = (
 )
 _OFF = "Off: the ratio is 0."
 _NO_STEPS = "Off: start percent and end percent leave no step between them."
+_BY_PROFILE = "By the profile: ratio and preset do nothing."
+_ALL_WHOLE = "The profile leaves everything unmerged: ratio and preset do nothing."
 _RESULT_TOOLTIP = "The same model, running on fewer tokens. Connect it to the sampler."
 
 
@@ -31,15 +39,49 @@ def complaint(**values: Any) -> bool | str:
     return True
 
 
-def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any) -> io.NodeOutput:
-    """The patched model. Its runs are shown on the node; a node that is off has none, so it says so at once."""
-    line = line_of(hidden)
+@lru_cache(maxsize=64)
+def _log_once(note: str) -> None:
+    logging.warning(note if note.startswith("ToMA: ") else f"ToMA: {note}")
+
+
+def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, told: Any = "") -> io.NodeOutput:
+    """The patched model. Its runs are shown on the node; a node that is off has none, so it says so at once.
+
+    told: the text of a profile, whose settings come before those of the preset, and after what is set by hand.
+    Its ratios take the place of the one that is set.
+    """
+    line, note = line_of(hidden), ""
+    bands: Bands = ()
     with errors_shown(line):
         settings = Settings(preset, overrides)
-        patched = attach(given.model(model), settings, line)
-    if not settings.off:
-        return io.NodeOutput(patched)
-    return io.NodeOutput(patched, ui=said(_NO_STEPS if settings.resolved().ratio else _OFF))
+        model = given.model(model)
+        if not settings.off:
+            settings, bands, note = _by_profile(model, settings, told)
+        if line is not None:
+            line = replace(line, note=note)
+        patched = attach(model, settings, line, bands)
+    if settings.off:
+        note = _NO_STEPS if settings.resolved().ratio else _OFF
+    return io.NodeOutput(patched, ui=said(note)) if note else io.NodeOutput(patched)
+
+
+def _by_profile(model: Any, settings: Settings, told: Any) -> tuple[Settings, Bands, str]:
+    """Settings and ratios as the text of a profile has them, and what to say of it; as they were where there is none,
+    or none for this model."""
+    told = told.strip() if isinstance(told, str) else told
+    if not told:
+        return settings, (), ""
+    try:
+        profile = parsed(told)
+        bands, other = fitted(profile, fingerprint(model), [block.name for block in blocks_of(model)])
+        by_hand = {name: value for name, value in settings.overrides.items() if name != "ratio"}
+        settings = Settings(settings.preset, {**profile.overrides(), **by_hand})
+    except ConfigError as error:
+        _log_once(str(error))
+        return settings, (), str(error)
+    if other:
+        _log_once(other)
+    return settings, bands, "\n".join(filter(None, [_ALL_WHOLE if profile.empty else _BY_PROFILE, other]))
 
 
 class ToMA(io.ComfyNode):
@@ -58,6 +100,7 @@ class ToMA(io.ComfyNode):
                 io.Model.Input("model", tooltip=_MODEL_TOOLTIP),
                 widgets.ratio(),
                 widgets.preset(),
+                widgets.profile(),
             ],
             outputs=[io.Model.Output(tooltip=_RESULT_TOOLTIP)],
             hidden=[io.Hidden.unique_id],
@@ -70,8 +113,8 @@ class ToMA(io.ComfyNode):
         return True if ratio is None else complaint(ratio=ratio)
 
     @classmethod
-    def execute(cls, model: Any, ratio: float, preset: str) -> io.NodeOutput:
-        return _patched(model, preset, {"ratio": ratio}, cls.hidden)
+    def execute(cls, model: Any, ratio: float, preset: str, profile: str = "") -> io.NodeOutput:
+        return _patched(model, preset, {"ratio": ratio}, cls.hidden, profile)
 
 
 class ToMAAdvanced(io.ComfyNode):
@@ -91,6 +134,7 @@ class ToMAAdvanced(io.ComfyNode):
                 widgets.preset(),
                 widgets.ratio(),
                 *widgets.overrides(),
+                widgets.profile(),
             ],
             outputs=[io.Model.Output(tooltip=_RESULT_TOOLTIP)],
             hidden=[io.Hidden.unique_id],
@@ -106,5 +150,5 @@ class ToMAAdvanced(io.ComfyNode):
         return complaint(**widgets.overridden(values))
 
     @classmethod
-    def execute(cls, model: Any, preset: str, ratio: float, **values: Any) -> io.NodeOutput:
-        return _patched(model, preset, {"ratio": ratio, **widgets.overridden(values)}, cls.hidden)
+    def execute(cls, model: Any, preset: str, ratio: float, profile: str = "", **values: Any) -> io.NodeOutput:
+        return _patched(model, preset, {"ratio": ratio, **widgets.overridden(values)}, cls.hidden, profile)

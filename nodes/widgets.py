@@ -54,6 +54,19 @@ def preset() -> Any:
     )
 
 
+def profile() -> Any:
+    """What ToMA Calibrate found, kept in the workflow."""
+    return io.String.Input(
+        "profile",
+        default="",
+        optional=True,
+        advanced=True,
+        tooltip="What ToMA Calibrate found out about this model: connect its profile output, or paste the text so that "
+        "the workflow carries it. It says how much is merged where; ratio and preset then do nothing, but a ratio of "
+        "0 is still off. Empty, damaged or of another model: the preset runs.",
+    )
+
+
 def overrides() -> list[Any]:
     """A widget for every other field of `ToMAConfig`; each leaves it to the preset unless something is set."""
     between = [name for name in _fields() if name not in (*_FRONT, *_LAST)]

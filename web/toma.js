@@ -14,9 +14,9 @@ import zh from "./said/zh.mjs"
 // Node type -> least and greatest height of its text, in pixels: whole lines of 16, and 8 around them.
 const LINE = [56, 88]
 const REPORT = [120, 184]
-const HEIGHTS = { ToMA: LINE, ToMAAdvanced: LINE, ToMAReport: REPORT, ToMABenchmark: REPORT }
+const HEIGHTS = { ToMA: LINE, ToMAAdvanced: LINE, ToMAReport: REPORT, ToMABenchmark: REPORT, ToMACalibrate: REPORT }
 // A new node of these is as large as its picture needs to be read.
-const SIZES = { ToMAReport: [460, 860], ToMABenchmark: [460, 840] }
+const SIZES = { ToMAReport: [460, 860], ToMABenchmark: [460, 840], ToMACalibrate: [460, 860] }
 const AROUND = 20 // what the canvas renderer leaves free above and below a widget
 const WIDGET = "toma_said"
 const NEW = { text: "No run yet." }

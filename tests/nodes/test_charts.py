@@ -102,6 +102,20 @@ def test_benchmark_bars_are_as_long_as_their_values() -> None:
     assert charts.bar_chart(["a long verdict " * 9], bars, []).height > charts.bar_chart(["verdict"], bars, []).height
 
 
+def test_a_setting_lies_left_of_dearer_ones_and_above_nearer_ones() -> None:
+    dots = [charts.Dot(0.8, 0.1, "preset", charts.MERGED), charts.Dot(0.6, 0.2, "calibrated", charts.RECOMMENDED)]
+    dots.append(charts.Dot(0.6, 0.05, "predicted", charts.RECOMMENDED, hollow=True))
+    line = [(1.0, 0.0), (0.8, 0.05), (0.6, 0.15), (0.3, 9.0)]
+    image = charts.front_chart(["verdict", "more"], line, dots, ["a note"])
+    pixels = np.asarray(image)
+    preset, found = (np.argwhere((pixels == dot.colour).all(-1)).mean(0) for dot in dots[:2])
+    assert found[1] < preset[1] - 50, "less work is further left"
+    assert found[0] < preset[0] - 50, "farther is higher"
+    filled = count(image, charts.RECOMMENDED)
+    assert filled == count(charts.front_chart(["verdict", "more"], line, dots[:2], ["a note"]), charts.RECOMMENDED)
+    assert charts.front_chart(["verdict", "more"], [], [], []).width == image.width
+
+
 def test_text_is_broken_into_lines_that_fit() -> None:
     lines = charts._wrapped("one two three four five six seven eight nine ten", 120)
     assert len(lines) > 2

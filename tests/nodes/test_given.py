@@ -12,6 +12,7 @@ from scripts.comfy_pack import pack_module
 
 given, patch = pack_module("nodes.given"), pack_module("nodes.patch")
 report, benchmark = pack_module("nodes.report"), pack_module("nodes.benchmark")
+calibrate = pack_module("nodes.calibrate")
 ConfigError = pack_module("toma_core.config").ConfigError
 
 WRONG: dict[str, list[Any]] = {
@@ -46,6 +47,8 @@ def test_what_belongs_there_goes_through(unet: Any) -> None:
 def test_every_node_looks(unet: Any) -> None:
     text, latent = models.conditioning(unet), {"samples": torch.zeros(1, 4, 8, 8)}
     task = {"ratio": 0.5, "preset": "balanced", "sweep": False, "steps": 2, "runs": 2}
+    sampled = {"near": "balanced", "distance": 0.1, "steps": 2, "cfg": 1.0, "sampler_name": "euler"}
+    sampled |= {"scheduler": "simple", "seed": 0}
     calls = [
         lambda: patch.ToMA.execute(None, 0.5, "balanced"),
         lambda: patch.ToMAAdvanced.execute("model", "balanced", 0.5),
@@ -55,6 +58,10 @@ def test_every_node_looks(unet: Any) -> None:
         lambda: benchmark.ToMABenchmark.execute(unet, None, latent, **task),
         lambda: benchmark.ToMABenchmark.execute(unet, text, None, **task),
         lambda: benchmark.ToMABenchmark.execute(unet, text, latent, negative=1, **task),
+        lambda: calibrate.ToMACalibrate.execute(None, text, latent, **sampled),
+        lambda: calibrate.ToMACalibrate.execute(unet, 3, latent, **sampled),
+        lambda: calibrate.ToMACalibrate.execute(unet, text, [], **sampled),
+        lambda: calibrate.ToMACalibrate.execute(unet, text, latent, negative=1, **sampled),
     ]
     for call in calls:
         with pytest.raises(ConfigError, match=r"^ToMA: .* Allowed: .* Connect "):

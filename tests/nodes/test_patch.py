@@ -70,7 +70,7 @@ def test_advanced_hands_every_widget_over(unet: Any) -> None:
         "detail_reuse": False, "adaptive_budget": True, "plan_from": "prediction", "keys_only": True,
     }  # fmt: skip
     usual = defaults(nodes.ToMAAdvanced)
-    assert other.keys() == usual.keys() - {"preset"}
+    assert other.keys() == usual.keys() - {"preset", "profile"}
     standard = made_by(nodes.ToMAAdvanced, unet)
     assert all(getattr(standard, name) != value for name, value in other.items())
     switched = {name: ("off", "on")[value] if isinstance(value, bool) else value for name, value in other.items()}
@@ -95,8 +95,8 @@ def test_what_most_people_touch_is_in_front() -> None:
         "preset", "ratio", "whole_last", "whole_every", "end_percent", "detail_reuse",
     ]  # fmt: skip
     assert [bool(item.advanced) for item in inputs] == sorted(bool(item.advanced) for item in inputs)
-    assert [item.id for item in inputs][-6:] == [
-        "selector", "share", "random_seed", "self_attention", "cross_attention", "feed_forward",
+    assert [item.id for item in inputs][-7:] == [
+        "selector", "share", "random_seed", "self_attention", "cross_attention", "feed_forward", "profile",
     ]  # fmt: skip
 
 

@@ -1,0 +1,191 @@
+"""The node that finds out what can be merged in the model at hand, and gives it out merged that way."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import comfy.sample
+import comfy.samplers
+import torch
+from comfy_api.latest import io, ui
+
+from . import given
+from .calibrating import Calibrated, Task, calibrate
+from .charts import MERGED, RECOMMENDED, Dot, front_chart
+from .drawing import as_image
+from .live import errors_shown, line_of, said
+from .widgets import CATEGORY, SEARCH_ALIASES
+
+_BY_NUMBER = "distance"
+_NEAR = ("quality", "balanced", "fast", _BY_NUMBER)
+
+
+class ToMACalibrate(io.ComfyNode):
+    """Measures what can be merged in a model, and merges it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ToMACalibrate",
+            display_name="ToMA Calibrate",
+            category=CATEGORY,
+            description="Finds out where your checkpoint can be merged, and how much at which noise level, and merges "
+            "that. It samples three times and says how near it comes beside the preset. Its profile lets a ToMA node "
+            "do the same without measuring again.",
+            search_aliases=[*SEARCH_ALIASES, "calibrate", "profile"],
+            inputs=[
+                io.Model.Input(
+                    "model", tooltip="The model as you use it, with its LoRAs. A ToMA node before it is left out."
+                ),
+                io.Conditioning.Input("positive", tooltip="A prompt that is typical of what you make."),
+                io.Latent.Input(
+                    "latent",
+                    tooltip="An empty latent of the size that you sample at. A batch of several makes it more certain.",
+                ),
+                io.Combo.Input(
+                    "near",
+                    options=list(_NEAR),
+                    default=_NEAR[1],
+                    tooltip="How near the result stays to the unmerged one. 'quality', 'balanced' and 'fast': as much "
+                    "work as the preset of that name at ratio 0.5, merged where it costs your model least. 'distance': "
+                    "the fastest within the number below.",
+                ),
+                io.Float.Input(
+                    "distance",
+                    default=0.1,
+                    min=0.005,
+                    max=1.0,
+                    step=0.005,
+                    tooltip="Only for 'distance': how far the final latent may be from the unmerged one, as a share of "
+                    "its norm.",
+                ),
+                io.Int.Input("steps", default=20, min=2, max=100, tooltip="Sampling steps, as you use them."),
+                io.Float.Input(
+                    "cfg",
+                    default=4.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    tooltip="Guidance, as you use it. It counts only where a negative is connected.",
+                ),
+                io.Combo.Input(
+                    "sampler_name",
+                    options=comfy.samplers.KSampler.SAMPLERS,
+                    display_name="sampler",
+                    tooltip="The sampler that you use.",
+                ),
+                io.Combo.Input(
+                    "scheduler", options=comfy.samplers.KSampler.SCHEDULERS, tooltip="The scheduler that you use."
+                ),
+                io.Int.Input(
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=2**63 - 1,
+                    # The page would draw a new one for every queue, and all would be measured anew.
+                    control_after_generate=False,
+                    tooltip="Of the noise that it is measured with.",
+                ),
+                io.Conditioning.Input(
+                    "negative", optional=True, tooltip="Connect it if you sample with guidance (cfg above 1)."
+                ),
+            ],
+            outputs=[
+                io.Model.Output(tooltip="The model, merged as it was found best. Connect it to the sampler."),
+                io.String.Output(
+                    "profile",
+                    display_name="profile",
+                    tooltip="For the profile input of a ToMA node: what was found, or the preset's ratios where those "
+                    "are best.",
+                ),
+                io.Image.Output(
+                    "front",
+                    display_name="front",
+                    tooltip="Distance against work: what there is to choose from, the preset, and the choice.",
+                ),
+            ],
+            is_output_node=True,
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: Any,
+        positive: Any,
+        latent: Any,
+        near: str,
+        distance: float,
+        steps: int,
+        cfg: float,
+        sampler_name: str,
+        scheduler: str,
+        seed: int,
+        negative: Any = None,
+    ) -> io.NodeOutput:
+        line = line_of(cls.hidden)
+        with errors_shown(line):
+            given.model(model)
+            given.conditioning("positive", positive)
+            if negative is not None:
+                given.conditioning("negative", negative)
+            size = torch.zeros_like(given.latent(latent)["samples"])
+            size = comfy.sample.fix_empty_latent_channels(model, size, latent.get("downscale_ratio_spacial"))
+            task = Task(positive, negative, size, steps, cfg, sampler_name, scheduler, seed)
+            by_number = near == _BY_NUMBER
+            told = (lambda *_: None) if line is None else line.measures
+            found = calibrate(model, task, _NEAR[1] if by_number else near, distance if by_number else None, told=told)
+        notes = _notes(found, distance if by_number else None)
+        cost = f"Measured with {found.probes} evaluations beside the three runs of {steps} steps."
+        image = as_image(front_chart(notes, *_front(found), [cost]))
+        shown = {**ui.PreviewImage(image, cls=cls).as_dict(), **said("\n".join(notes), cost)}
+        return io.NodeOutput(found.model, found.profile.text(), image, ui=shown)
+
+
+def _notes(found: Calibrated, distance: float | None) -> list[str]:
+    """What came of it, the answer first, a sentence on each line."""
+    name, work, usual = found.preset
+    if found.problem:
+        return [found.problem]
+    preset = f"The preset '{name}' at ratio 0.5: distance {usual:.3f} at {100 * work:.0f} %."
+    if found.chosen.options:
+        notes = [f"Calibrated: distance {found.found:.3f} at {100 * found.chosen.work:.0f} % of the blocks' work."]
+        if found.keeps_preset:
+            notes = [
+                f"The preset '{name}' is already best here, and its ratios are given out. The choice had distance "
+                f"{found.found:.3f}."
+            ]
+        predicted = f"Predicted {found.chosen.distance:.3f}, found {found.found:.3f}"
+        doubt = ": it cannot be told for this model. Go by what was found."
+        notes += [preset, f"{predicted}{'.' if found.held else doubt}"]
+    elif found.keeps_preset:
+        notes = [f"Nothing could be measured, so the preset '{name}' is given out.", preset]
+    elif distance is None or usual == 0.0:
+        return [
+            "Nothing can be merged here: the grids are too small, or another node answers for the model. The profile "
+            "leaves everything unmerged."
+        ]
+    else:
+        notes = [f"Nothing stays within {distance:g}, so the profile leaves everything unmerged. Allow more.", preset]
+    if distance is not None and found.found > distance:
+        notes.append(f"That is farther than {distance:g}. Ask for less, or use more steps or images to measure with.")
+    if found.unmeasured:
+        notes.append(
+            f"Unmerged, as nothing was found out about them: {', '.join(found.unmeasured)}. If another node skips "
+            "evaluations, as step caches do, put it after this one."
+        )
+    if found.without:
+        notes.append(f"Measured without {' and '.join(found.without)}, which the model keeps.")
+    return notes
+
+
+def _front(found: Calibrated) -> tuple[list[tuple[float, float]], list[Dot]]:
+    """What there was to choose from, and the preset and the choice beside it."""
+    name, work, usual = found.preset
+    dots = [Dot(work, usual, f"preset '{name}'", MERGED)]
+    if found.chosen.options:
+        dots.append(Dot(found.chosen.work, found.chosen.distance, "predicted", RECOMMENDED, hollow=True))
+        dots.append(Dot(found.chosen.work, found.found, "calibrated", RECOMMENDED))
+    dots = [dot for dot in dots if math.isfinite(dot.distance)]
+    return [(choice.work, choice.distance) for choice in found.choices], dots

@@ -1,0 +1,274 @@
+"""The calibration node: what it finds, gives out and says, on real models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+calibrate = pack_module("nodes.calibrate")
+calibrating = pack_module("nodes.calibrating")
+patch = pack_module("nodes.patch")
+run = pack_module("nodes.adapters.run")
+profiles = pack_module("toma_core.profile")
+calibration = pack_module("toma_core.calibration")
+Node = calibrate.ToMACalibrate
+STEPS = 6
+
+
+@pytest.fixture
+def calibrated(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """calibrated(model, **inputs): model, profile, picture and the node's whole answer."""
+    import folder_paths
+
+    monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
+
+    def call(model: Any, side: int = 40, **inputs: Any) -> tuple[Any, str, torch.Tensor, Any]:
+        latent = {"samples": torch.zeros(1, 4, side, side)}
+        given = {
+            "near": "balanced", "distance": 0.1, "steps": STEPS, "cfg": 3.0, "sampler_name": "euler",
+            "scheduler": "simple", "seed": 5, "negative": models.conditioning(model, seed=2), **inputs,
+        }  # fmt: skip
+        answer = Node.execute(model, models.conditioning(model, seed=1), latent, **given)
+        return (*answer.args, answer)
+
+    return call
+
+
+def sampled(model: Any, side: int = 40) -> torch.Tensor:
+    return models.sample(model, side, side, steps=STEPS)
+
+
+@pytest.mark.compat
+def test_gives_out_what_it_found(unet: Any, calibrated: Any, no_state_left: None) -> None:
+    model, text, picture, answer = calibrated(unet)
+    assert picture.shape[0] == 1
+    assert 0 <= picture.min() <= picture.max() <= 1
+    assert len(answer.ui["images"]) == 1
+    said = answer.ui["toma"][0]["text"]
+    assert "Predicted 0." in said
+    assert "The preset 'balanced' at ratio 0.5: distance 0." in said
+    assert not profiles.parsed(text).empty
+    assert len(text.encode()) <= 2000
+    # A ToMA node does the same with the profile, in another graph and on another day.
+    again = patch.ToMA.execute(unet, 0.5, "fast", text).args[0]
+    assert run.attachment_of(again).bands
+    assert torch.equal(sampled(again), sampled(patch.ToMAAdvanced.execute(unet, **advanced(profile=text)).args[0]))
+    assert torch.equal(sampled(again), sampled(model))
+
+
+def advanced(**values: Any) -> dict[str, Any]:
+    usual = {i.id: i.default for i in patch.ToMAAdvanced.define_schema().inputs if i.id != "model"}
+    return {**usual, **values}
+
+
+def found_profile(model: Any) -> str:
+    """A profile of some kind for the model."""
+    identity = pack_module("nodes.adapters.identity")
+    names = [block.name for block in identity.blocks_of(model)]
+    return profiles.Profile(identity.fingerprint(model), {}, (2.0, 0.0), {names[0]: (0.75, 0.5)}).text()
+
+
+def test_by_distance(unet: Any, calibrated: Any) -> None:
+    near, _, _, answer = calibrated(unet, near="distance", distance=0.02)
+    far, *_ = calibrated(unet, near="distance", distance=0.9)
+    whole = sampled(unet)
+    assert (sampled(near) - whole).norm() < (sampled(far) - whole).norm()
+    assert "Predicted" in answer.ui["toma"][0]["text"] or "Nothing" in answer.ui["toma"][0]["text"]
+
+
+def test_small_grids_have_nothing_to_merge(unet: Any, calibrated: Any) -> None:
+    model, text, _, answer = calibrated(unet, side=16)
+    assert profiles.parsed(text).empty
+    assert answer.ui["toma"][0]["text"].startswith("Nothing can be merged here")
+    assert torch.equal(sampled(model, 16), sampled(unet, 16))
+    again = patch.ToMA.execute(unet, 0.5, "balanced", text)
+    assert "leaves everything unmerged" in again.ui["toma"][0]["text"]
+    assert torch.equal(sampled(again.args[0], 40), sampled(unet, 40))
+
+
+@pytest.mark.parametrize("kind", ["unet", "flux"])
+def test_the_preset_as_a_profile(kind: str, model_of: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the choice came out farther, what is given out is the preset to the bit, on paper too."""
+    model, true = model_of(kind), calibrating.Run.distance
+    asked: list[float] = []
+
+    def farther(self: Any, whole: Any) -> float:
+        asked.append(true(self, whole))
+        return asked[-1] if len(asked) == 1 else 9.0
+
+    monkeypatch.setattr(calibrating.Run, "distance", farther)
+    monkeypatch.setattr(calibrating.Run, "apart", lambda self, whole, steps: [0.1 * n for n in range(steps + 1)])
+    made, text, _, answer = calibrated(model)
+    assert "is already best here" in answer.ui["toma"][0]["text"]
+    preset = sampled(patch.ToMA.execute(model, 0.5, "balanced").args[0])
+    assert torch.equal(sampled(made), preset)
+    assert torch.equal(sampled(patch.ToMA.execute(model, 0.5, "fast", text).args[0]), preset)
+    assert not torch.equal(preset, sampled(model))
+
+
+def test_a_step_cache_is_left_out_of_measuring_only(unet: Any, calibrated: Any) -> None:
+    from comfy_extras.nodes_easycache import EasyCacheNode
+
+    cached = EasyCacheNode.execute(unet, 3.0, 0.0, 1.0, False).args[0]
+    model, text, _, answer = calibrated(cached)
+    _, plain, _, _ = calibrated(unet)
+    assert text == plain
+    assert "Measured without EasyCache, which the model keeps." in answer.ui["toma"][0]["text"]
+    assert model.get_wrappers("diffusion_model", "easycache")
+
+
+def test_a_step_cache_of_another_pack(unet: Any, calibrated: Any) -> None:
+    """One that answers from the second evaluation on: nothing can be found out, so that the preset stays."""
+    held: list[torch.Tensor] = []
+
+    def cached(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not held or len(held[0]) < len(x):
+            held[:] = [executor(x, *args, **kwargs)]
+        return held[0][: len(x)].clone()
+
+    hurried = unet.clone()
+    hurried.add_wrapper_with_key("diffusion_model", "another", cached)
+    _, text, _, answer = calibrated(hurried)
+    said = answer.ui["toma"][0]["text"]
+    assert profiles.parsed(text).empty or "Nothing could be measured" in said
+    assert "is already best" not in said
+
+
+@pytest.mark.parametrize("merged_too", [True, False])
+def test_values_that_are_no_numbers(unet: Any, calibrated: Any, merged_too: bool) -> None:
+    """Of the model itself, or only where it is merged: said, and left whole."""
+
+    def broken(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = executor(x, *args, **kwargs)
+        merges = any("forward" in vars(m) for m in unet.model.diffusion_model.modules())
+        return out * float("nan") if merged_too or merges else out
+
+    bad = unet.clone()
+    bad.add_wrapper_with_key("diffusion_model", "broken", broken)
+    model, text, picture, answer = calibrated(bad)
+    said = answer.ui["toma"][0]["text"]
+    assert said.startswith("Nothing was measured" if merged_too else "Nothing is merged")
+    assert "NaN" in said
+    assert profiles.parsed(text).empty
+    assert picture.isfinite().all()
+    assert run.attachment_of(model) is None
+
+
+def test_blocks_that_nobody_knows_are_refused(unet: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A known family, in a ComfyUI that has changed it."""
+    registry = pack_module("nodes.adapters.registry")
+    monkeypatch.setattr(registry, "find", lambda model: registry._Plain("another forward"))
+    with pytest.raises(registry.UnsupportedModelError, match=r"^ToMA cannot calibrate this model \(UNetModel\)"):
+        calibrated(unet)
+    monkeypatch.setattr(registry, "find", lambda model: None)
+    with pytest.raises(registry.UnsupportedModelError, match=r"^ToMA cannot speed up this model \(UNetModel\)"):
+        calibrated(unet)
+
+
+def test_the_page_draws_no_seed_of_its_own() -> None:
+    """A widget called seed gets a control that randomizes it, unless it is told not to: every queue would measure."""
+    seed = next(i for i in Node.define_schema().inputs if i.id == "seed")
+    assert seed.as_dict()["control_after_generate"] is False
+
+
+def test_cancelled_without_a_trace(unet: Any, calibrated: Any, no_state_left: None) -> None:
+    """ComfyUI's own flag, set while a probe runs."""
+    import comfy.model_management
+    import comfy.utils
+
+    def cancel(value: int, *_: Any, **__: Any) -> None:
+        if value == 4:
+            comfy.model_management.interrupt_current_processing()
+
+    before = comfy.utils.PROGRESS_BAR_HOOK
+    comfy.utils.set_progress_bar_global_hook(cancel)
+    try:
+        with pytest.raises(comfy.model_management.InterruptProcessingException):
+            calibrated(unet)
+    finally:
+        comfy.utils.set_progress_bar_global_hook(before)
+    assert not comfy.model_management.processing_interrupted()
+
+
+def test_the_same_again(flux: Any, calibrated: Any) -> None:
+    """What it finds depends on the seed, not on what ran before, and leaves the global generator alone."""
+    torch.manual_seed(3)
+    drawn = torch.randn(2)
+    torch.manual_seed(3)
+    _, first, _, _ = calibrated(flux)
+    assert torch.equal(torch.randn(2), drawn)
+    sampled(flux)
+    _, second, _, _ = calibrated(flux)
+    assert first == second
+
+
+def test_what_is_no_profile_is_said_and_the_preset_runs(unet: Any, flux: Any) -> None:
+    preset = sampled(patch.ToMA.execute(unet, 0.5, "balanced").args[0])
+    newer = json.dumps({**json.loads(found_profile(unet)), "toma_profile": 9})
+    for text, why in (
+        ("nonsense", "damaged"),
+        (5, "not the text"),
+        ("[" * 9000, "damaged"),
+        (newer, "newer version"),
+        (found_profile(flux), "of another model"),
+    ):
+        answer = patch.ToMA.execute(unet, 0.5, "balanced", text)
+        assert why in answer.ui["toma"][0]["text"]
+        assert torch.equal(sampled(answer.args[0]), preset)
+        assert run.attachment_of(answer.args[0]).bands == ()
+
+
+def test_what_is_set_by_hand_is_above_the_profile(unet: Any) -> None:
+    text = found_profile(unet)
+    node = patch.ToMAAdvanced
+    config = run.attachment_of(
+        node.execute(unet, **advanced(profile=text, preset="fast", window_size=4)).args[0]
+    ).config
+    plain = run.attachment_of(node.execute(unet, **advanced(profile=text)).args[0]).config
+    assert plain == profiles.parsed(text).config()
+    assert config == dataclasses.replace(plain, window_size=4)
+
+
+@pytest.mark.compat
+def test_a_profile_is_said_on_the_node_and_in_the_report(unet: Any, stats_of: Any) -> None:
+    names = [block.name for block in pack_module("nodes.adapters.identity").blocks_of(unet)]
+    found = pack_module("nodes.adapters.identity").fingerprint(unet)
+    text = profiles.Profile(found, {"min_tokens": 4}, (0.0,), {names[0]: (0.25,), names[-1]: (0.75,)}).text()
+    answer = patch.ToMA.execute(unet, 0.5, "balanced", text)
+    assert answer.ui["toma"][0]["text"] == "By the profile: ratio and preset do nothing."
+    assert run.attachment_of(answer.args[0]).watcher is None
+    sampled(answer.args[0])
+    stats = stats_of(answer.args[0])
+    assert stats.headline().startswith("On: up to three quarters of the tokens merged, 2 of ")
+    assert "400 -> 100 or more (20 x 20)" in stats.numbers()
+    assert "at ratio up to 0.75" in stats.text()
+
+
+def test_off_is_off_and_no_profile_is_none(unet: Any) -> None:
+    assert patch.ToMA.execute(unet, 0.0, "balanced", found_profile(unet)).args[0] is unet
+    for empty in ("", None, " \n\t "):
+        attachment = run.attachment_of(patch.ToMA.execute(unet, 0.5, "balanced", empty).args[0])
+        assert attachment.bands == ()
+        assert attachment.config == pack_module("toma_core").Settings("balanced").resolved(
+            pack_module("nodes.adapters.families.unet").PRESETS
+        )
+
+
+def test_a_prediction_that_failed_is_not_believed() -> None:
+    Choice, Option = calibration.Choice, calibration.Option
+    chosen = Choice({("a", 0): Option(0.5, 0.01, 0.2)})
+    given: dict[str, Any] = {"model": None, "profile": None, "choices": [chosen], "chosen": chosen, "probes": 3}
+    far = calibrating.Calibrated(found=0.2, preset=("balanced", 0.8, 0.15), keeps_preset=True, **given)
+    assert "cannot be told" in "\n".join(calibrate._notes(far, None))
+    assert "preset 'balanced' is already best here" in calibrate._notes(far, None)[0]
+    close = calibrating.Calibrated(found=0.11, preset=("balanced", 0.8, 0.15), **given)
+    assert calibrate._notes(close, None)[0] == "Calibrated: distance 0.110 at 80 % of the blocks' work."
+    assert "cannot be told" not in "\n".join(calibrate._notes(close, None))
+    assert "farther than 0.1" in calibrate._notes(close, 0.1)[-1]
