@@ -153,7 +153,7 @@ def _notes(found: Calibrated, distance: float | None) -> list[str]:
         notes = [f"Calibrated: distance {found.found:.3f} at {100 * found.chosen.work:.0f} % of the blocks' work."]
         if found.keeps_preset:
             notes = [
-                f"The preset '{name}' is already best here, and its ratios are given out. The choice had distance "
+                f"The preset '{name}' is as good here, and its ratios are given out. The choice had distance "
                 f"{found.found:.3f}."
             ]
         predicted = f"Predicted {found.chosen.distance:.3f}, found {found.found:.3f}"

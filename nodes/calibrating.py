@@ -34,6 +34,8 @@ _MOST_SITES = 12
 _PROBES = 1.2
 # The least that tells anything: six sites at two levels, all of them at three, and what these are compared with.
 _LEAST_SITES, _LEAST_PROBES = 6, 22
+# A choice that was predicted wrongly has to be so much nearer than the preset: a few pictures may flatter it.
+_DOUBTED = 0.9
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,8 @@ def calibrate(
         told(3, 3)
         found = _sample(attach(base, placed, bands=profile.bands(names)), task, tick).distance(whole)
     # A choice of nothing, where the preset merges something, is no choice: nothing could be told.
-    keeps = distance is None and not problem and saved > 0 and (profile.empty or not found <= usual_distance)
+    enough = usual_distance * (1.0 if held(chosen.distance, found) else _DOUBTED)
+    keeps = distance is None and not problem and saved > 0 and (profile.empty or not found <= enough)
     if keeps:
         profile = profile_of(config, {site: [RATIO] for site in sites}, [0.0], usual_distance, 1.0 - saved)
     elif not math.isfinite(found):

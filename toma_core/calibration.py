@@ -189,22 +189,48 @@ def amplified(found: Sequence[float], injected: Sequence[float]) -> list[float]:
     """By how much a squared error that enters in each step is found larger, or smaller, in the end.
 
     From one merged run beside the whole one. found: squared distances before each step and at the end, one more than
-    steps. injected: the squared errors that were measured for its steps, on a scale of their own. The first merged step
-    tells the scale: there is nothing else before. From then on, what a step makes of the distance before it is what is
-    found after it less what it adds. What all of this predicts for the run itself is made to be what was found.
+    steps. injected: the squared errors that were measured for its steps, on a scale of their own; 0 where it ran whole.
+    Where some steps run whole they tell how distances grow by themselves, and what is more than that after a merged
+    step is its own. Else the first merged step tells the scale: there is nothing else before; from then on, what a step
+    makes of the distance before it is what is found after it less what it adds. What all of this predicts for the run
+    itself is made to be what was found.
     """
     first = next((n for n, error in enumerate(injected) if error > 0), None)
     if first is None or found[-1] <= 0:
         return [1.0] * len(injected)
+    merged = [n for n, error in enumerate(injected) if error > 0]
     scale = min(max(found[first + 1] / injected[first], _LEAST), 1 / _LEAST)
+    known = {n: _growth(found[n + 1], found[n]) for n, error in enumerate(injected) if not error and found[n] > 0}
+    own = dict.fromkeys(merged, scale)
+    if _ENOUGH * len(known) >= len(merged):
+        growths = [_between(known, n) for n in range(len(injected))]
+        for n in merged:
+            own[n] = max((found[n + 1] - growths[n] * found[n]) / injected[n], _MOST_SHRUNK * scale)
+    else:
+        growths = [_growth(found[n + 1] - scale * error, found[n]) for n, error in enumerate(injected)]
     factors, after = [0.0] * len(injected), 1.0
     for n in reversed(range(len(injected))):
-        factors[n] = after * scale
-        if found[n] > 0:
-            after *= min(max((found[n + 1] - scale * injected[n]) / found[n], _MOST_SHRUNK), _MOST_GROWN)
+        factors[n] = after * own.get(n, scale)
+        after *= growths[n]
     predicted = math.fsum(factor * error for factor, error in zip(factors, injected, strict=True))
     return [factor * found[-1] / predicted for factor in factors]
 
+
+def _growth(after: float, before: float) -> float:
+    """Of a squared distance in one step."""
+    return min(max(after / before, _MOST_SHRUNK), _MOST_GROWN) if before > 0 else 1.0
+
+
+def _between(known: Mapping[int, float], n: int) -> float:
+    """The growth of a step, from those of its neighbours where it is not known itself."""
+    below = max((m for m in known if m <= n), default=None)
+    above = min((m for m in known if m >= n), default=None)
+    sides = [known[m] for m in (below, above) if m is not None]
+    return math.prod(sides) ** (1 / len(sides))
+
+
+# So many merged steps for a whole one still tell growth from error.
+_ENOUGH = 3
 
 # Squared distances grow and shrink by no more than this in a step; beyond, it is the measurement that is off.
 _MOST_SHRUNK, _MOST_GROWN, _LEAST = 0.05, 4.0, 1e-3

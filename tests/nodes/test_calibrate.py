@@ -106,7 +106,7 @@ def test_the_preset_as_a_profile(kind: str, model_of: Any, calibrated: Any, monk
     monkeypatch.setattr(calibrating.Run, "distance", farther)
     monkeypatch.setattr(calibrating.Run, "apart", lambda self, whole, steps: [0.1 * n for n in range(steps + 1)])
     made, text, _, answer = calibrated(model)
-    assert "is already best here" in answer.ui["toma"][0]["text"]
+    assert "is as good here" in answer.ui["toma"][0]["text"]
     preset = sampled(patch.ToMA.execute(model, 0.5, "balanced").args[0])
     assert torch.equal(sampled(made), preset)
     assert torch.equal(sampled(patch.ToMA.execute(model, 0.5, "fast", text).args[0]), preset)
@@ -138,7 +138,7 @@ def test_a_step_cache_of_another_pack(unet: Any, calibrated: Any) -> None:
     _, text, _, answer = calibrated(hurried)
     said = answer.ui["toma"][0]["text"]
     assert profiles.parsed(text).empty or "Nothing could be measured" in said
-    assert "is already best" not in said
+    assert "is as good" not in said
 
 
 @pytest.mark.parametrize("merged_too", [True, False])
@@ -267,7 +267,7 @@ def test_a_prediction_that_failed_is_not_believed() -> None:
     given: dict[str, Any] = {"model": None, "profile": None, "choices": [chosen], "chosen": chosen, "probes": 3}
     far = calibrating.Calibrated(found=0.2, preset=("balanced", 0.8, 0.15), keeps_preset=True, **given)
     assert "cannot be told" in "\n".join(calibrate._notes(far, None))
-    assert "preset 'balanced' is already best here" in calibrate._notes(far, None)[0]
+    assert "preset 'balanced' is as good here" in calibrate._notes(far, None)[0]
     close = calibrating.Calibrated(found=0.11, preset=("balanced", 0.8, 0.15), **given)
     assert calibrate._notes(close, None)[0] == "Calibrated: distance 0.110 at 80 % of the blocks' work."
     assert "cannot be told" not in "\n".join(calibrate._notes(close, None))

@@ -106,7 +106,7 @@ export default {
  "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.": "{text} Es läuft die Voreinstellung. Verbinde ToMA Calibrate, um ein neues zu machen, oder leere das Feld.",
  "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.": "Das Profil ist von einer neueren Version von ComfyUI-ToMA (Schema {n}, bekannt bis {m}). Es läuft die Voreinstellung. Aktualisiere das Paket, oder mache mit ToMA Calibrate ein neues Profil.",
  "Calibrated: distance {d} at {n} % of the blocks' work.": "Kalibriert: Abstand {d} bei {n} % der Arbeit der Blöcke.",
- "The preset '{preset}' is already best here, and its ratios are given out. The choice had distance {d}.": "Die Voreinstellung '{preset}' ist hier schon am besten, und ihre Anteile werden ausgegeben. Die Wahl hatte Abstand {d}.",
+ "The preset '{preset}' is as good here, and its ratios are given out. The choice had distance {d}.": "Die Voreinstellung '{preset}' ist hier ebenso gut, und ihre Anteile werden ausgegeben. Die Wahl hatte Abstand {d}.",
  "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.": "Die Voreinstellung '{preset}' beim Anteil 0.5: Abstand {d} bei {n} %.",
  "Predicted {p}, found {f}: it cannot be told for this model. Go by what was found.": "Vorhergesagt {p}, gefunden {f}: Für dieses Modell lässt es sich nicht vorhersagen. Richte dich nach dem Gefundenen.",
  "Predicted {p}, found {f}.": "Vorhergesagt {p}, gefunden {f}.",

@@ -106,7 +106,7 @@ export default {
  "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.": "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.",
  "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.": "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.",
  "Calibrated: distance {d} at {n} % of the blocks' work.": "Calibrated: distance {d} at {n} % of the blocks' work.",
- "The preset '{preset}' is already best here, and its ratios are given out. The choice had distance {d}.": "The preset '{preset}' is already best here, and its ratios are given out. The choice had distance {d}.",
+ "The preset '{preset}' is as good here, and its ratios are given out. The choice had distance {d}.": "The preset '{preset}' is as good here, and its ratios are given out. The choice had distance {d}.",
  "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.": "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.",
  "Predicted {p}, found {f}: it cannot be told for this model. Go by what was found.": "Predicted {p}, found {f}: it cannot be told for this model. Go by what was found.",
  "Predicted {p}, found {f}.": "Predicted {p}, found {f}.",

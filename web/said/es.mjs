@@ -106,7 +106,7 @@ export default {
  "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.": "{text} Se usa el ajuste elegido. Conecta ToMA Calibrate para hacer uno nuevo, o vacía la entrada.",
  "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.": "El perfil es de una versión más nueva de ComfyUI-ToMA (esquema {n}, conocido hasta {m}). Se usa el ajuste elegido. Actualiza el paquete, o haz un perfil nuevo con ToMA Calibrate.",
  "Calibrated: distance {d} at {n} % of the blocks' work.": "Calibrado: distancia {d} con el {n} % del trabajo de los bloques.",
- "The preset '{preset}' is already best here, and its ratios are given out. The choice had distance {d}.": "El ajuste '{preset}' ya es lo mejor aquí, y se entregan sus proporciones. La elección tenía distancia {d}.",
+ "The preset '{preset}' is as good here, and its ratios are given out. The choice had distance {d}.": "El ajuste '{preset}' es igual de bueno aquí, y se entregan sus proporciones. La elección tenía distancia {d}.",
  "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.": "El ajuste '{preset}' con proporción 0.5: distancia {d} con el {n} %.",
  "Predicted {p}, found {f}: it cannot be told for this model. Go by what was found.": "Previsto {p}, hallado {f}: no se puede prever para este modelo. Guíate por lo hallado.",
  "Predicted {p}, found {f}.": "Previsto {p}, hallado {f}.",

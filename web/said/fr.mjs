@@ -106,7 +106,7 @@ export default {
  "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.": "{text} Le préréglage s'applique. Reliez ToMA Calibrate pour en faire un nouveau, ou videz l'entrée.",
  "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.": "Le profil est d'une version plus récente de ComfyUI-ToMA (schéma {n}, connu jusqu'à {m}). Le préréglage s'applique. Mettez le pack à jour, ou faites un nouveau profil avec ToMA Calibrate.",
  "Calibrated: distance {d} at {n} % of the blocks' work.": "Calibré : distance {d} pour {n} % du travail des blocs.",
- "The preset '{preset}' is already best here, and its ratios are given out. The choice had distance {d}.": "Le préréglage '{preset}' est déjà le meilleur ici, et ses taux sont donnés. Le choix avait la distance {d}.",
+ "The preset '{preset}' is as good here, and its ratios are given out. The choice had distance {d}.": "Le préréglage '{preset}' fait aussi bien ici, et ses taux sont donnés. Le choix avait la distance {d}.",
  "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.": "Le préréglage '{preset}' au taux 0.5 : distance {d} pour {n} %.",
  "Predicted {p}, found {f}: it cannot be told for this model. Go by what was found.": "Prévu {p}, trouvé {f} : on ne peut pas le prévoir pour ce modèle. Fiez-vous à ce qui a été trouvé.",
  "Predicted {p}, found {f}.": "Prévu {p}, trouvé {f}.",

@@ -106,7 +106,7 @@ export default {
  "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.": "{text}プリセットが代わりに使われます。ToMA Calibrate をつないで作り直すか、入力を空にしてください。",
  "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.": "プロファイルは新しい版の ComfyUI-ToMA のものです（スキーマ {n}、対応は {m} まで）。プリセットが代わりに使われます。パックを更新するか、ToMA Calibrate で作り直してください。",
  "Calibrated: distance {d} at {n} % of the blocks' work.": "調整済み：距離 {d}、ブロックの計算量の {n} %。",
- "The preset '{preset}' is already best here, and its ratios are given out. The choice had distance {d}.": "ここではプリセット '{preset}' がすでに最良で、その比率を出力します。選んだものの距離は {d} でした。",
+ "The preset '{preset}' is as good here, and its ratios are given out. The choice had distance {d}.": "ここではプリセット '{preset}' が同じくらい良く、その比率を出力します。選んだものの距離は {d} でした。",
  "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.": "プリセット '{preset}'、マージ率 0.5：距離 {d}、計算量 {n} %。",
  "Predicted {p}, found {f}: it cannot be told for this model. Go by what was found.": "予測 {p}、実際 {f}：このモデルでは予測できません。実際の値を見てください。",
  "Predicted {p}, found {f}.": "予測 {p}、実際 {f}。",

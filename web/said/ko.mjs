@@ -106,7 +106,7 @@ export default {
  "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.": "{text} 프리셋이 대신 실행됩니다. ToMA Calibrate를 연결해 새로 만들거나 입력을 비우세요.",
  "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.": "프로필은 더 새로운 버전의 ComfyUI-ToMA 것입니다(스키마 {n}, {m}까지 알려짐). 프리셋이 대신 실행됩니다. 팩을 업데이트하거나 ToMA Calibrate로 새 프로필을 만드세요.",
  "Calibrated: distance {d} at {n} % of the blocks' work.": "보정됨: 거리 {d}, 블록 작업량의 {n} %.",
- "The preset '{preset}' is already best here, and its ratios are given out. The choice had distance {d}.": "여기서는 프리셋 '{preset}'이 이미 가장 좋으며 그 비율을 내보냅니다. 선택의 거리는 {d}였습니다.",
+ "The preset '{preset}' is as good here, and its ratios are given out. The choice had distance {d}.": "여기서는 프리셋 '{preset}'도 그만큼 좋으며 그 비율을 내보냅니다. 선택의 거리는 {d}였습니다.",
  "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.": "프리셋 '{preset}', 비율 0.5: 거리 {d}, 작업량 {n} %.",
  "Predicted {p}, found {f}: it cannot be told for this model. Go by what was found.": "예측 {p}, 실제 {f}: 이 모델에서는 예측할 수 없습니다. 실제 값을 따르세요.",
  "Predicted {p}, found {f}.": "예측 {p}, 실제 {f}.",

@@ -106,7 +106,7 @@ export default {
  "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.": "{text} Работает пресет. Подключите ToMA Calibrate, чтобы сделать новый, или очистите вход.",
  "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.": "Профиль от более новой версии ComfyUI-ToMA (схема {n}, известна до {m}). Работает пресет. Обновите пакет или сделайте новый профиль в ToMA Calibrate.",
  "Calibrated: distance {d} at {n} % of the blocks' work.": "Откалибровано: расстояние {d} при {n} % работы блоков.",
- "The preset '{preset}' is already best here, and its ratios are given out. The choice had distance {d}.": "Пресет '{preset}' здесь уже лучший, и выданы его доли. У выбора расстояние {d}.",
+ "The preset '{preset}' is as good here, and its ratios are given out. The choice had distance {d}.": "Пресет '{preset}' здесь не хуже, и выданы его доли. У выбора расстояние {d}.",
  "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.": "Пресет '{preset}' при доле 0.5: расстояние {d} при {n} %.",
  "Predicted {p}, found {f}: it cannot be told for this model. Go by what was found.": "Предсказано {p}, найдено {f}: для этой модели предсказать нельзя. Смотрите на найденное.",
  "Predicted {p}, found {f}.": "Предсказано {p}, найдено {f}.",

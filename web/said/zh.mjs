@@ -106,7 +106,7 @@ export default {
  "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.": "{text}将改用预设。请连接 ToMA Calibrate 重新生成，或清空此输入。",
  "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.": "配置档来自更新版本的 ComfyUI-ToMA（格式 {n}，目前支持到 {m}）。将改用预设。请更新扩展，或用 ToMA Calibrate 重新生成。",
  "Calibrated: distance {d} at {n} % of the blocks' work.": "已校准：距离 {d}，块计算量的 {n} %。",
- "The preset '{preset}' is already best here, and its ratios are given out. The choice had distance {d}.": "预设 '{preset}' 在这里已是最好，输出的是它的比例。所选方案的距离为 {d}。",
+ "The preset '{preset}' is as good here, and its ratios are given out. The choice had distance {d}.": "预设 '{preset}' 在这里同样好，输出的是它的比例。所选方案的距离为 {d}。",
  "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.": "预设 '{preset}'，比例 0.5：距离 {d}，计算量 {n} %。",
  "Predicted {p}, found {f}: it cannot be told for this model. Go by what was found.": "预测 {p}，实测 {f}：无法对此模型作出预测。请以实测为准。",
  "Predicted {p}, found {f}.": "预测 {p}，实测 {f}。",
