@@ -35,7 +35,7 @@ _PROBES = 1.2
 # The least that tells anything: six sites at two levels, all of them at three, and what these are compared with.
 _LEAST_SITES, _LEAST_PROBES = 6, 22
 # A choice that was predicted wrongly has to be so much nearer than the preset: a few pictures may flatter it.
-_DOUBTED = 0.9
+_DOUBTED = 0.8
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,12 @@ def calibrated(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
 
     def call(model: Any, side: int = 40, **inputs: Any) -> tuple[Any, str, torch.Tensor, Any]:
-        latent = {"samples": torch.zeros(1, 4, side, side)}
         given = {
+            "latent": {"samples": torch.zeros(1, 4, side, side)},
             "near": "balanced", "distance": 0.1, "steps": STEPS, "cfg": 3.0, "sampler_name": "euler",
             "scheduler": "simple", "seed": 5, "negative": models.conditioning(model, seed=2), **inputs,
         }  # fmt: skip
-        answer = Node.execute(model, models.conditioning(model, seed=1), latent, **given)
+        answer = Node.execute(model, models.conditioning(model, seed=1), **given)
         return (*answer.args, answer)
 
     return call
@@ -111,6 +111,19 @@ def test_the_preset_as_a_profile(kind: str, model_of: Any, calibrated: Any, monk
     assert torch.equal(sampled(made), preset)
     assert torch.equal(sampled(patch.ToMA.execute(model, 0.5, "fast", text).args[0]), preset)
     assert not torch.equal(preset, sampled(model))
+
+
+def test_a_video(model_of: Any, calibrated: Any, no_state_left: None) -> None:
+    """A latent of five dimensions with several frames."""
+    wan = model_of("wan")
+    _, text, _, answer = calibrated(wan, latent={"samples": torch.zeros(1, 16, 3, 32, 32)})
+    assert "The preset 'balanced' at ratio 0.5: distance 0." in answer.ui["toma"][0]["text"]
+    assert not profiles.parsed(text).empty
+    profiles.fitted(
+        profiles.parsed(text),
+        pack_module("nodes.adapters.identity").fingerprint(wan),
+        [block.name for block in pack_module("nodes.adapters.identity").blocks_of(wan)],
+    )
 
 
 def test_a_step_cache_is_left_out_of_measuring_only(unet: Any, calibrated: Any) -> None:

@@ -169,3 +169,19 @@ def test_fingerprints_of_loras(unet: Any) -> None:
     assert len(set(different)) == len(different)
     assert digest(one, other) == digest(other, one) == different[7]
     assert digest((lora(keys[0]), 1.0)) == different[1]
+
+
+@pytest.mark.parametrize("settings", [{}, {**CLOSE, "detail_reuse": True, "whole_every": 3}, {"keys_only": True}])
+def test_videos(model_of: Any, stats_of: Any, settings: dict[str, Any]) -> None:
+    """One ratio everywhere is the setting, and a block alone has its own."""
+    wan = model_of("wan")
+
+    def video(model: Any) -> torch.Tensor:
+        return models.sample(model, SIDE, SIDE, frames=3, steps=4)
+
+    plain = run.attach(wan, ToMAConfig(min_tokens=4, ratio=0.4, **settings))
+    assert torch.equal(video(profiled(wan, (0.0, dict.fromkeys(names(wan), 0.4)), **settings)), video(plain))
+    alone = profiled(wan, (0.0, {names(wan)[1]: 0.75}), **settings)
+    video(alone)
+    assert stats_of(alone).merged_blocks == {names(wan)[1]}
+    assert set(stats_of(alone).grids.values()) == {3 * (SIDE // 2) ** 2 // 4}
