@@ -317,7 +317,7 @@ def test_the_report_names_the_attention(model: Any, attach: Any, stats_of: Any) 
     patched = attach(model)
     models.sample(patched, SIDE, SIDE, steps=1)
     chosen = optimized_attention.__name__.removeprefix("attention_")
-    assert stats_of(patched).text().splitlines()[-1] == f"attention: {chosen}"
+    assert stats_of(patched).text().splitlines()[-1].strip() == f"attention: {chosen}"
 
     calls = []
 
