@@ -185,3 +185,17 @@ def test_videos(model_of: Any, stats_of: Any, settings: dict[str, Any]) -> None:
     video(alone)
     assert stats_of(alone).merged_blocks == {names(wan)[1]}
     assert set(stats_of(alone).grids.values()) == {3 * (SIDE // 2) ** 2 // 4}
+
+
+@pytest.mark.parametrize("kind", models.KINDS)
+def test_every_family_tells_its_blocks(kind: str, model_of: Any, stats_of: Any) -> None:
+    """Those that may be merged, by the names that the report has, and with one ratio each."""
+    model = model_of(kind)
+    patched = run.attach(model, ToMAConfig(min_tokens=4))
+    models.sample(patched, SIDE, SIDE, steps=1)
+    facts = identity.blocks_of(model, torch.empty(1, 1, SIDE, SIDE, device="meta"))
+    assert {fact.name for fact in facts} == stats_of(patched).merged_blocks
+    assert len({fact.name for fact in facts}) == len(facts)
+    assert {fact.tokens for fact in facts} == {height * width for height, width in stats_of(patched).grids}
+    places = {fact.name: 0.25 + 0.25 * (n % 2) for n, fact in enumerate(facts)}
+    models.sample(profiled(model, (0.0, places)), SIDE, SIDE, steps=1)
