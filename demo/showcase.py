@@ -24,7 +24,9 @@ from .showcase_graphs import DIT, KINDS, LATENT, PICTURE, REPORT, UNET, Kind, pl
 from .showcase_results import Case, Outcome, StepClock, explanation, merge_maps, opened, side_by_side, table
 
 OUTPUT = ROOT / "demo-output"
-WORKFLOWS = ROOT / "demo" / "graphs"
+WORKFLOWS = ROOT / "demo" / "workflows"
+# What the page opens with, and where: the same address each time, unless something else is there.
+_FIRST, _PORT = "Demo-SDXL", 8199
 TRAINED_PIXELS = 128
 # One token per 4 x 4 pixels: 4,096 tokens on a CPU, 65,536 on a GPU, for which anything less is over in no time.
 LARGE_PIXELS = {"cpu": 256, "cuda": 1024}
@@ -61,13 +63,13 @@ def device_name() -> str:
 
 
 @contextmanager
-def demo_server(base: Path | None = None) -> Iterator[ComfyServer]:
+def demo_server(base: Path | None = None, port: int | None = None) -> Iterator[ComfyServer]:
     """A running server with the pack, the demo nodes and the demo checkpoint; always stopped."""
     # ComfyUI's default attention on the CPU works in slices and is several times slower, which would flatter ToMA.
     flags = ["--use-pytorch-cross-attention"]
     # Threads that spin while they wait made steps many times slower, and random, where another program was busy.
     environ = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
-    server = ComfyServer(packs=[ROOT / "demo"], base=base, flags=flags, environ=environ)
+    server = ComfyServer(packs=[ROOT / "demo"], base=base, port=port, flags=flags, environ=environ)
     try:
         place_dit(server.base / "models")
         begin = time.monotonic()
@@ -168,13 +170,14 @@ def place_workflows(user: Path) -> list[str]:
 
 def serve(base: Path | None = None) -> None:
     """Leave ComfyUI's page open with the demo's workflows, until Ctrl-C."""
-    with demo_server(base) as server:
+    with demo_server(base, _PORT) as server:
         names = place_workflows(server.base / "user")
         server.set_setting("Comfy.TutorialCompleted", True)
         for kind in (UNET, DIT):
             if not kind.trained:
                 say(f"    {kind.title}: random weights, its pictures are noise")
-        say(f"\nOpen {server.url} in a browser on this machine. Under Workflows (key W): {', '.join(names)}.")
+        first = f"{server.url}/?template={_FIRST}&source={WORKFLOWS.parent.name}" if UNET.trained else server.url
+        say(f"\nOpen {first} in a browser on this machine. Under Workflows (key W): {', '.join(names)}.")
         try:
             say("Press Ctrl-C here to stop the server.")
             while True:

@@ -88,7 +88,7 @@ def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool,
 
 def widget_values(ratio: float = RATIO, **chosen: Any) -> dict[str, Any]:
     """Every widget of ToMA Advanced: the balanced preset, these fields of `ToMAConfig`, and nothing else set."""
-    values: dict[str, Any] = {"preset": "balanced", "ratio": ratio}
+    values: dict[str, Any] = {"preset": "balanced", "ratio": ratio, "profile": ""}
     for item in fields(ToMAConfig):
         left_alone = "preset" if isinstance(item.default, (bool, Enum)) else -1
         values.setdefault(item.name, left_alone)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from scripts.comfy_client import ComfyClient, ServerError
@@ -43,6 +44,7 @@ class ComfyServer(ComfyClient):
         packs: Sequence[Path] = (),
         checkout: bool = True,
         base: Path | None = None,
+        port: int | None = None,
         flags: Sequence[str] = (),
         cpu: bool | None = None,
         environ: Mapping[str, str] | None = None,
@@ -55,12 +57,13 @@ class ComfyServer(ComfyClient):
             packs: further custom-node folders to link in.
             checkout: link this checkout in; False leaves it out, to try an installed pack in its place.
             base: base directory, kept afterwards; a temporary one, removed by `stop`, if None.
+            port: where it answers if that is free; any free one if None or taken.
             flags: further command line flags of ComfyUI.
             cpu: run on the CPU; None means where torch finds no CUDA device.
             environ: environment variables on top of the current ones.
             start_timeout: seconds until it must answer.
         """
-        super().__init__(_free_port())
+        super().__init__(_free_port(port))
         self._comfyui = Path(comfyui or os.environ["COMFYUI_PATH"]).absolute()
         self._flags = [*flags, *(["--cpu"] if (not _has_cuda() if cpu is None else cpu) else [])]
         self._environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(environ or {})}
@@ -159,10 +162,12 @@ class ComfyServer(ComfyClient):
                 return
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _free_port(wanted: int | None = None) -> int:
+    for port in (wanted or 0, 0):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise ServerError("this machine has no free port")
 
 
 def _has_cuda() -> bool:

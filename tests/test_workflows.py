@@ -19,10 +19,11 @@ from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
 
 EXAMPLES = sorted((ROOT / "workflows").glob("*.json"))
-DEMOS = sorted((ROOT / "demo" / "graphs").glob("*.json"))
+DEMOS = sorted((ROOT / "demo" / "workflows").glob("*.json"))
 NOTES = {"Note", "MarkdownNote"}  # known to the page only
 TITLE_HEIGHT = 30
-MOST_HEIGHT = {"ToMA": 160, "ToMAAdvanced": 340, "ToMAReport": 900, "ToMABenchmark": 900}  # as large as what is visible
+# As large as what is visible.
+MOST_HEIGHT = {"ToMA": 160, "ToMAAdvanced": 340, "ToMAReport": 1180, "ToMABenchmark": 900}
 # A list whose choices bring further widgets; those of "auto" bring none.
 CHOICE_WITH_MORE = "COMFY_DYNAMICCOMBO_V3"
 # ComfyUI's page puts a widget of its own after a seed and does not send it.

@@ -16,7 +16,7 @@ const LINE = [56, 88]
 const REPORT = [120, 184]
 const HEIGHTS = { ToMA: LINE, ToMAAdvanced: LINE, ToMAReport: REPORT, ToMABenchmark: REPORT, ToMACalibrate: REPORT }
 // A new node of these is as large as its picture needs to be read.
-const SIZES = { ToMAReport: [460, 860], ToMABenchmark: [460, 840], ToMACalibrate: [460, 860] }
+const SIZES = { ToMAReport: [480, 1180], ToMABenchmark: [460, 840], ToMACalibrate: [460, 860] }
 const AROUND = 20 // what the canvas renderer leaves free above and below a widget
 const WIDGET = "toma_said"
 const NEW = { text: "No run yet." }
@@ -177,10 +177,18 @@ function started() {
   writeAll()
 }
 
-// After the page was loaded anew nothing is known of a run that ComfyUI remembers.
+// After the page was loaded anew nothing is known of a run that ComfyUI remembers. The sampler behind a remembered node
+// may still run, so this is said when all is over.
+let remembered = []
+
 function cached({ detail }) {
+  remembered = detail.nodes ?? []
+}
+
+function finished() {
   const told = new Set(openMessages().map(([path]) => path))
-  for (const path of detail.nodes ?? []) if (!told.has(String(path))) write(findNode(path), CACHED)
+  for (const path of remembered) if (!told.has(String(path))) write(findNode(path), CACHED)
+  remembered = []
 }
 
 // The page tells nobody that the server refused a prompt, so its answer is waited for.
@@ -218,6 +226,7 @@ app.registerExtension({
     learn()
     api.addEventListener("execution_start", started)
     api.addEventListener("execution_cached", cached)
+    api.addEventListener("execution_success", finished)
     api.addEventListener("toma.said", ({ detail }) => said(detail.node, detail))
     api.addEventListener("executed", ({ detail }) => {
       const [message] = detail.output?.toma ?? []

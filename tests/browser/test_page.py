@@ -104,7 +104,7 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
         nodes.append(node(7, last, (850, 0), values, [*into, ("negative", "CONDITIONING", 3)], outputs))
         links += [[2, 2, 0, 7, 1, "CONDITIONING"], [3, 2, 1, 7, 3, "CONDITIONING"], [4, 3, 0, 7, 2, "LATENT"]]
         links += [[5, 4, 0, 7, 0, "MODEL"]]
-    nodes[-1]["size"] = [460, 860]  # as a new node of these has it, so that its picture can be read
+    nodes[-1]["size"] = [480, 1180] if sampled else [460, 840]  # as a new node of these has it, so that its picture can be read
     graph_id = f"00000000-0000-4000-8000-{next(IDS):012}"
     size = {"last_node_id": 7, "last_link_id": 9, "groups": [], "version": 0.4}
     return {"id": graph_id, "nodes": nodes, "links": links, **size}
@@ -136,6 +136,13 @@ def test_template_opens_without_a_missing_node(page: Any, baseline: Any, path: P
     assert page.evaluate(MISSING) == []
     assert page.evaluate(OVERLAPS) == [], "nodes are as large as the page makes them"
     assert page.noise - baseline == set()
+
+
+def test_the_demo_opens_with_its_own_graph(page: Any) -> None:
+    """By the address that `make demo ARGS=--serve` prints."""
+    with page.second() as second:
+        second.tab.goto(f"{page.server.url}/?template=Demo-SDXL&source=demo")
+        second.tab.wait_for_function("window.app?.graph?.nodes.some(node => node.comfyClass === 'ToMADemoUNet')")
 
 
 def test_an_app_shows_its_fields(page: Any) -> None:
@@ -232,7 +239,7 @@ def test_the_text_is_inside_its_node_and_not_saved(page: Any) -> None:
         inside(page, node_id)
     saved = page.evaluate("() => app.graph.serialize()")
     values = {n["id"]: n.get("widgets_values") for n in saved["nodes"]}
-    assert len(values[4]) == 28
+    assert len(values[4]) == 29
     assert not values[7]
     assert "toma_said" not in json.dumps(page.evaluate("() => app.graphToPrompt().then(p => p.output)"))
 

@@ -160,13 +160,13 @@ def test_random_checkpoint_loads_through_the_stock_loader(monkeypatch: pytest.Mo
 
 def test_workflows_of_the_page_fit_the_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def choice() -> str:
-        workflow = json.loads((tmp_path / "default" / "workflows" / "Demo SDXL.json").read_text())
+        workflow = json.loads((tmp_path / "default" / "workflows" / "Demo-SDXL.json").read_text())
         return next(n for n in workflow["nodes"] if n["type"] == "ToMADemoUNet")["widgets_values"][0]
 
     weights = tmp_path / "weights"
     weights.mkdir()
     monkeypatch.setattr("demo.showcase_graphs.WEIGHTS_FOLDER", weights)
-    assert showcase.place_workflows(tmp_path) == ["Demo Flux", "Demo SDXL"]
+    assert showcase.place_workflows(tmp_path) == ["Demo-Flux", "Demo-SDXL"]
     assert choice() == "random"
     (weights / "unet.safetensors").touch()
     showcase.place_workflows(tmp_path)
@@ -210,11 +210,13 @@ def test_served_page_lists_the_demo_and_stops() -> None:
                 if "Press Ctrl-C" in line:
                     break
             text = "".join(lines)
-            assert "Demo Flux, Demo SDXL" in text
-            url = text.split("Open ")[1].split()[0]
+            assert "Demo-Flux, Demo-SDXL" in text
+            url, _, first = text.split("Open ")[1].split()[0].partition("/?template=")
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             listed = json.load(opener.open(f"{url}/userdata?dir=workflows&recurse=true", timeout=120))
-            assert sorted(listed) == ["Demo Flux.json", "Demo SDXL.json"]
+            assert sorted(listed) == ["Demo-Flux.json", "Demo-SDXL.json"]
+            template = f"{url}/api/workflow_templates/demo/{first.partition('&')[0]}.json"
+            assert json.load(opener.open(template, timeout=120))["nodes"]
             assert DIT_FILE in json.dumps(json.load(opener.open(f"{url}/object_info/UNETLoader", timeout=120)))
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=120) == 0
