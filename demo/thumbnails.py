@@ -36,6 +36,7 @@ THUMBNAILS = {
     "SDXL": ("SDXL", "to begin with"),
     "SDXL advanced + report": ("SDXL", "every setting,\nand the report"),
     "SDXL LoRA + ControlNet": ("SDXL", "with LoRA\nand ControlNet"),
+    "SDXL calibrate": ("SDXL", "find out what\nyour model allows"),
     "SDXL compare": ("SDXL", "with and without,\ncompared"),
     "SDXL few steps": ("SDXL", "in 4 steps"),
     "SDXL hires fix 2048": ("SDXL", "hires fix,\n2048 x 2048"),

@@ -23,7 +23,7 @@ DEMOS = sorted((ROOT / "demo" / "workflows").glob("*.json"))
 NOTES = {"Note", "MarkdownNote"}  # known to the page only
 TITLE_HEIGHT = 30
 # As large as what is visible.
-MOST_HEIGHT = {"ToMA": 160, "ToMAAdvanced": 340, "ToMAReport": 1180, "ToMABenchmark": 900}
+MOST_HEIGHT = {"ToMA": 160, "ToMAAdvanced": 340, "ToMAReport": 1180, "ToMABenchmark": 900, "ToMACalibrate": 900}
 # A list whose choices bring further widgets; those of "auto" bring none.
 CHOICE_WITH_MORE = "COMFY_DYNAMICCOMBO_V3"
 # ComfyUI's page puts a widget of its own after a seed and does not send it.
@@ -66,7 +66,7 @@ def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
                 continue
             value = values.pop(0)
             inputs.setdefault(name, value)
-            if options.get("control_after_generate") or name in SEEDS:
+            if options.get("control_after_generate", name in SEEDS):
                 assert values.pop(0) in AFTER_SEED
         # These keep widgets of the page's own, which are not sent.
         assert not values or node["type"] in ("PreviewAny", "LoadImage"), (
@@ -226,7 +226,7 @@ def test_every_workflow_has_a_thumbnail_that_can_be_made_again() -> None:
 def test_nodes_of_ours_are_folded_and_have_no_colour(path: Path) -> None:
     """On a colour of its own the labels of a node cannot be read."""
     for node in load(path)["nodes"]:
-        if node["type"] in ("ToMA", "ToMAAdvanced", "ToMAReport", "ToMABenchmark"):
+        if node["type"] in MOST_HEIGHT:
             assert not {"color", "bgcolor"} & set(node), node["type"]
             assert not node.get("showAdvanced")
             assert node["size"][1] <= MOST_HEIGHT[node["type"]]

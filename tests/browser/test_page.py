@@ -101,6 +101,9 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
         into = [("model", "MODEL", 5), ("positive", "CONDITIONING", 2), ("latent", "LATENT", 4)]
         outputs = [("IMAGE", []), ("STRING", []), ("FLOAT", [])]
         values = [0.6, "balanced", True, 4, 2]
+        if last == "ToMACalibrate":
+            outputs = [("MODEL", []), ("STRING", []), ("IMAGE", [])]
+            values = ["balanced", 0.1, STEPS, 2, "euler", "normal", next(SEEDS)]
         nodes.append(node(7, last, (850, 0), values, [*into, ("negative", "CONDITIONING", 3)], outputs))
         links += [[2, 2, 0, 7, 1, "CONDITIONING"], [3, 2, 1, 7, 3, "CONDITIONING"], [4, 3, 0, 7, 2, "LATENT"]]
         links += [[5, 4, 0, 7, 0, "MODEL"]]
@@ -467,7 +470,11 @@ def test_the_page_in_chinese(chinese: Any) -> None:
 
 @pytest.mark.parametrize(
     ("last", "words"),
-    [("ToMAReport", "first the verdict, then where and when"), ("ToMABenchmark", "recommends a ratio")],
+    [
+        ("ToMAReport", "first the verdict, then where and when"),
+        ("ToMABenchmark", "recommends a ratio"),
+        ("ToMACalibrate", "gives the model out merged that way"),
+    ],
 )
 def test_help_page_opens(page: Any, last: str, words: str) -> None:
     page.open(workflow(last=last), "help")
@@ -525,4 +532,24 @@ def test_the_benchmark_is_shown(page: Any, baseline: Any) -> None:
     assert isinstance(picture, Image.Image)
     page.photograph("benchmark-node", [7], document=True)
     assert page.text(4) == NEW, "the model's own ToMA was not run"
+    assert page.noise - baseline == set()
+
+
+def test_a_calibration_is_shown_and_not_made_again(page: Any, baseline: Any) -> None:
+    page.open(workflow(last="ToMACalibrate"), "calibrate")
+    page.evaluate(WATCH, 7)
+    seed = "() => app.graph.getNodeById(7).widgets.find(w => w.name === 'seed').value"
+    before = page.evaluate(seed)
+    page.queue()
+    page.tab.wait_for_timeout(1000)
+    shown = page.evaluate("window.shown")
+    assert shown[:2] == [f"Measuring: run {n} of 3 ..." for n in (1, 2)]
+    text = page.text(7)
+    assert text.startswith(("Calibrated: distance ", "The preset 'balanced' is already best here"))
+    assert "\nPredicted " in text
+    assert page.evaluate("() => Object.values(app.nodeOutputs).filter(o => o.toma && o.images).length") == 1
+    page.photograph("calibrate-node", [7])
+    assert page.evaluate(seed) == before, "or all would be measured again"
+    page.queue()
+    assert page.text(7) == EARLIER.format(text.splitlines()[0]) + text[len(text.splitlines()[0]) :]
     assert page.noise - baseline == set()

@@ -114,9 +114,9 @@ def test_a_profile_takes_a_graph_for_each_of_its_noise_levels(model: Any) -> Non
     run, core = pack_module("nodes.adapters.run"), pack_module("toma_core")
     names = [block.name for block in pack_module("nodes.adapters.identity").blocks_of(model)]
     high = {name: (0.25, 0.5, 0.75)[n % 3] for n, name in enumerate(names)}
-    bands = ((2.0, high), (0.5, dict.fromkeys(names[:2], 0.5)), (0.0, {}))
-    if model.get_model_object("model_sampling").sigma_max <= 1:
-        bands = tuple((above / 3, ratios) for above, ratios in bands)
+    flow = model.get_model_object("model_sampling").sigma_max <= 1
+    first, second = (0.85, 0.5) if flow else (2.0, 0.5)  # some of six steps are above, between and below
+    bands = ((first, high), (second, dict.fromkeys(names[:2], 0.5)), (0.0, {}))
     backend = Counting()
     config = core.ToMAConfig(min_tokens=4, select_every=1, weigh_every=1)
     plain_model = run.attach(model, config, None, bands)
