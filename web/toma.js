@@ -180,12 +180,14 @@ function started() {
 // After the page was loaded anew nothing is known of a run that ComfyUI remembers. The sampler behind a remembered node
 // may still run, so this is said when all is over.
 let remembered = []
+const asked = new Set() // the workflows whose prompts may be running: nobody tells which one a prompt is of
 
 function cached({ detail }) {
   remembered = detail.nodes ?? []
 }
 
 function finished() {
+  if (asked.size !== 1 || !asked.has(openGraph())) return
   const told = new Set(openMessages().map(([path]) => path))
   for (const path of remembered) if (!told.has(String(path))) write(findNode(path), CACHED)
   remembered = []
@@ -195,6 +197,7 @@ function finished() {
 let waiting
 
 function queued() {
+  asked.add(openGraph())
   for (const [path, { error, before, graph }] of openMessages()) if (error) said(path, before ?? { ...NEW, graph })
   clearTimeout(waiting)
   const look = (times) => {
@@ -227,6 +230,7 @@ app.registerExtension({
     api.addEventListener("execution_start", started)
     api.addEventListener("execution_cached", cached)
     api.addEventListener("execution_success", finished)
+    api.addEventListener("status", ({ detail }) => detail?.exec_info?.queue_remaining || asked.clear())
     api.addEventListener("toma.said", ({ detail }) => said(detail.node, detail))
     api.addEventListener("executed", ({ detail }) => {
       const [message] = detail.output?.toma ?? []
