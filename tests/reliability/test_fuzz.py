@@ -318,8 +318,12 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: An
             del graph[other]
         graph[name]["inputs"][key] = HOSTILE[index % len(HOSTILE)]
         how = outcome(steady, graph)
-        # ComfyUI takes any text for true, and the report passes a latent on unchanged, whatever it is.
-        harmless = isinstance(NODES[name]["inputs"][key], bool) or (name, key) == ("report", "latent")
+        # ComfyUI takes any text for true, the report passes a latent on unchanged, whatever it is, and with a profile
+        # that cannot be read the preset runs.
+        harmless = isinstance(NODES[name]["inputs"][key], bool) or (name, key) in {
+            ("report", "latent"),
+            ("toma", "profile"),
+        }
         assert how in ("refused", f"error in {graph[name]['class_type']}") or harmless, (name, key, how)
 
 

@@ -19,8 +19,9 @@ from scripts.comfyui import ROOT
 
 # Nothing on this list opens files or connections, starts programs or runs text by itself, but for what REFUSED names.
 ALLOWED = {
-    *("__future__", "abc", "collections", "contextlib", "contextvars", "dataclasses", "enum", "functools", "inspect"),
-    *("itertools", "logging", "math", "statistics", "sys", "threading", "time", "types", "typing", "uuid", "weakref"),
+    *("__future__", "abc", "collections", "contextlib", "contextvars", "dataclasses", "enum", "functools", "hashlib"),
+    *("heapq", "inspect", "itertools", "json", "logging", "math", "statistics", "sys", "threading", "time", "types"),
+    *("typing", "uuid", "weakref"),
     *("comfy", "comfy_api", "comfyui_version", "numpy", "PIL", "torch", "triton"),
 }
 # Builtins by name; attributes of anything but Triton's language, whose load and store are about memory on the card.

@@ -144,7 +144,7 @@ def test_start_after_end_is_refused() -> None:
 
 
 def test_whole_on_every_step_is_refused() -> None:
-    assert "every step would run whole" in refused("whole_every", 1)
+    assert "every step would run in full" in refused("whole_every", 1)
     assert [ToMAConfig(whole_every=n).whole_every for n in (0, 2, 3)] == [0, 2, 3]
 
 

@@ -48,7 +48,7 @@ def test_values_are_refused_before_there_is_a_model() -> None:
         Settings("fast", {"window_size": 0})
     with pytest.raises(ConfigError, match=r"start_percent \(0\.9\) is larger than end_percent \(0\.8\)"):
         Settings("quality", {"start_percent": 0.9, "end_percent": 0.8})
-    with pytest.raises(ConfigError, match="every step would run whole"):
+    with pytest.raises(ConfigError, match="every step would run in full"):
         Settings("balanced", {"whole_every": 1})
     with pytest.raises(TypeError, match="no_such_field"):
         Settings("fast", {"no_such_field": 1})
