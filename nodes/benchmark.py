@@ -14,13 +14,13 @@ from comfy_api.latest import io, ui
 
 from ..toma_core import Settings
 from ..toma_core.fields import ConfigError
-from . import given, timing, widgets
+from . import given, profiles, timing, widgets
 from .adapters.attention import attention_in_use, dtype_of
 from .charts import MERGED, RECOMMENDED, WHOLE, Bar, bar_chart
 from .drawing import as_image
 from .live import errors_shown, line_of, said
 from .patch import complaint
-from .timing import Task, Timing
+from .timing import Candidate, Task, Timing
 from .widgets import CATEGORY, SEARCH_ALIASES
 
 
@@ -68,6 +68,10 @@ class ToMABenchmark(io.ComfyNode):
                     optional=True,
                     tooltip="Connect it if you sample with guidance (cfg above 1). Each step then has twice the work.",
                 ),
+                widgets.profile(
+                    "What ToMA Calibrate found out about this model: it is measured beside the ratios. Where it is "
+                    "best, the ratio above is given out: connect the profile to the ToMA node too."
+                ),
             ],
             outputs=[
                 io.Image.Output("plot", display_name="plot", tooltip="Speed and nearness of each setting, as bars."),
@@ -77,8 +81,8 @@ class ToMABenchmark(io.ComfyNode):
                 io.Float.Output(
                     "recommended",
                     display_name="fastest worthwhile",
-                    tooltip="The smallest ratio that is about as fast as the fastest, or 0 where none is faster. "
-                    "Connect it to the ratio of a ToMA node.",
+                    tooltip="The ratio whose result is nearest, of those about as fast as the fastest; 0 where none is "
+                    "faster. Connect it to the ratio of a ToMA node.",
                 ),
                 io.Float.Output(
                     "nearest",
@@ -108,6 +112,7 @@ class ToMABenchmark(io.ComfyNode):
         steps: int,
         runs: int,
         negative: Any = None,
+        profile: str = "",
     ) -> io.NodeOutput:
         line = line_of(cls.hidden)
         with errors_shown(line):
@@ -121,16 +126,22 @@ class ToMABenchmark(io.ComfyNode):
             size = torch.zeros_like(given.latent(latent)["samples"])
             size = comfy.sample.fix_empty_latent_channels(model, size, latent.get("downscale_ratio_spacial"))
             ratios = sorted({round(ratio * part / 3, 2) or ratio for part in ((1, 2, 3) if sweep else (3,))})
+            candidates = [Candidate.of_ratio(settings, each) for each in ratios]
+            applied = profiles.apply(model, settings, profile)
+            if applied.used:
+                candidates.append(Candidate(_PROFILE, ratio, applied.settings, applied.bands))
             told = (lambda *_: None) if line is None else line.measures
-            timings = timing.measure(model, settings, ratios, Task(positive, negative, size, steps), runs, told)
+            timings = timing.measure(model, candidates, Task(positive, negative, size, steps), runs, told)
         fastest, nearest = timing.worthwhile(timings), timing.nearest(timings)
         verdict = _verdict(timings, fastest, nearest)
+        if not applied.used and applied.note:
+            verdict.append(applied.note)
         notes = [
             f"Preset {preset}, latent {size.shape[-1]} x {size.shape[-2]}, batch {size.shape[0]}, "
             f"{'with' if negative is not None else 'without'} negative; {runs} runs of {steps} steps each, in turn "
             f"({timing.SAMPLER}, {timing.SCHEDULER}).",
             f"{_machine(model)}.",
-            *(f"At ratio {t.ratio:g}: {t.merged}." for t in timings[-1:]),
+            *(f"{t.name.capitalize()}: {t.merged}." for t in timings[-1:] if t.merged),
         ]
         table = "\n".join([*verdict, "", *_table(timings), "", *notes])
         image = as_image(bar_chart(verdict, _bars(timings, fastest, nearest), notes))
@@ -141,11 +152,8 @@ class ToMABenchmark(io.ComfyNode):
         )
 
 
+_PROFILE = "the profile"
 _NOTHING = "ToMA: ratio is 0, so there is nothing to measure. Allowed: a number above 0, up to 0.95. Try 0.5."
-
-
-def _name(timed: Timing) -> str:
-    return f"ratio {timed.ratio:g}" if timed.ratio else "without ToMA"
 
 
 def _verdict(timings: Sequence[Timing], fastest: Timing | None, nearest: Timing | None) -> list[str]:
@@ -169,7 +177,7 @@ def _verdict(timings: Sequence[Timing], fastest: Timing | None, nearest: Timing 
 
 
 def _gain(base: Timing, timed: Timing) -> str:
-    return f"{_name(timed)}, {base.median / timed.median:.2f}x as fast, distance {timed.change:.3f}"
+    return f"{timed.name}, {base.median / timed.median:.2f}x as fast, distance {timed.change:.3f}"
 
 
 def _machine(model: ModelPatcher) -> str:
@@ -193,7 +201,7 @@ def _table(timings: Sequence[Timing]) -> list[str]:
         low, high = timed.spread
         rows.append(
             (
-                _name(timed),
+                timed.name,
                 f"{timed.median * 1e3:.4g}",
                 f"{low * 1e3:.4g} to {high * 1e3:.4g}",
                 f"{timings[0].median / timed.median:.2f}x",
@@ -208,7 +216,7 @@ def _table(timings: Sequence[Timing]) -> list[str]:
 def _short(base: Timing, timed: Timing) -> str:
     """A row of the table for the node itself, which has no room for one."""
     speed = f"{timed.median * 1e3:.4g} ms per step"
-    return f"{_gain(base, timed)}, {speed}" if timed.ratio else f"{_name(timed)}: {speed}"
+    return f"{_gain(base, timed)}, {speed}" if timed.ratio else f"{timed.name}: {speed}"
 
 
 def _bars(timings: Sequence[Timing], *recommended: Timing | None) -> list[Bar]:
@@ -221,5 +229,5 @@ def _bars(timings: Sequence[Timing], *recommended: Timing | None) -> list[Bar]:
         if timed.ratio:
             label = f"{timings[0].median / timed.median:.2f}x as fast, distance {timed.change:.3f}"
         colour = WHOLE if not timed.ratio else RECOMMENDED if timed in recommended else MERGED
-        bars.append(Bar(_name(timed), timed.median, low, high, label, colour, timed.change / furthest))
+        bars.append(Bar(timed.name, timed.median, low, high, label, colour, timed.change / furthest))
     return bars

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 from comfy_api.latest import io
 
 from ..toma_core import Settings, ToMAConfig
 from ..toma_core.fields import ConfigError
-from ..toma_core.profile import fitted, parsed
-from ..toma_core.schedule import Bands
-from . import given, widgets
-from .adapters.identity import blocks_of, fingerprint
+from . import given, profiles, widgets
 from .adapters.run import attach
 from .live import errors_shown, line_of, said
+from .profiles import Applied
 from .widgets import CATEGORY, SEARCH_ALIASES
 
 _MODEL_TOOLTIP = (
@@ -25,8 +21,6 @@ _MODEL_TOOLTIP = (
 )
 _OFF = "Off: the ratio is 0."
 _NO_STEPS = "Off: start percent and end percent leave no step between them."
-_BY_PROFILE = "By the profile: ratio and preset do nothing."
-_ALL_WHOLE = "The profile leaves everything unmerged: ratio and preset do nothing."
 _RESULT_TOOLTIP = "The same model, running on fewer tokens. Connect it to the sampler."
 
 
@@ -39,49 +33,23 @@ def complaint(**values: Any) -> bool | str:
     return True
 
 
-@lru_cache(maxsize=64)
-def _log_once(note: str) -> None:
-    logging.warning(note if note.startswith("ToMA: ") else f"ToMA: {note}")
-
-
 def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, told: Any = "") -> io.NodeOutput:
     """The patched model. Its runs are shown on the node; a node that is off has none, so it says so at once.
 
-    told: the text of a profile, whose settings come before those of the preset, and after what is set by hand.
-    Its ratios take the place of the one that is set.
+    told: the text of a profile, see `profiles.apply`.
     """
-    line, note = line_of(hidden), ""
-    bands: Bands = ()
+    line = line_of(hidden)
     with errors_shown(line):
         settings = Settings(preset, overrides)
         model = given.model(model)
-        if not settings.off:
-            settings, bands, note = _by_profile(model, settings, told)
+        applied = Applied(settings) if settings.off else profiles.apply(model, settings, told)
+        settings, note = applied.settings, applied.note
         if line is not None:
             line = replace(line, note=note)
-        patched = attach(model, settings, line, bands)
+        patched = attach(model, settings, line, applied.bands)
     if settings.off:
         note = _NO_STEPS if settings.resolved().ratio else _OFF
     return io.NodeOutput(patched, ui=said(note)) if note else io.NodeOutput(patched)
-
-
-def _by_profile(model: Any, settings: Settings, told: Any) -> tuple[Settings, Bands, str]:
-    """Settings and ratios as the text of a profile has them, and what to say of it; as they were where there is none,
-    or none for this model."""
-    told = told.strip() if isinstance(told, str) else told
-    if not told:
-        return settings, (), ""
-    try:
-        profile = parsed(told)
-        bands, other = fitted(profile, fingerprint(model), [block.name for block in blocks_of(model)])
-        by_hand = {name: value for name, value in settings.overrides.items() if name != "ratio"}
-        settings = Settings(settings.preset, {**profile.overrides(), **by_hand})
-    except ConfigError as error:
-        _log_once(str(error))
-        return settings, (), str(error)
-    if other:
-        _log_once(other)
-    return settings, bands, "\n".join(filter(None, [_ALL_WHOLE if profile.empty else _BY_PROFILE, other]))
 
 
 class ToMA(io.ComfyNode):

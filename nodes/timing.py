@@ -22,10 +22,12 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ..toma_core import Settings, ToMAConfig
+from ..toma_core.schedule import Bands
 from .adapters import reports
 from .adapters.run import attach, attachment_of
 
 SAMPLER, SCHEDULER = "euler", "simple"
+WITHOUT = "without ToMA"
 # Any guidance other than 1 makes ComfyUI evaluate the negative too; how much it is does not change the time.
 _GUIDANCE = 4.0
 # Presets run the first step and the last whole: with one more between them both kinds are warm.
@@ -37,14 +39,30 @@ WORTH = 1.2
 CALM = 0.05
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """What is measured. name: of the setting, for people. ratio: what is handed on where it is recommended."""
+
+    name: str
+    ratio: float
+    settings: Settings | ToMAConfig
+    bands: Bands = ()
+
+    @classmethod
+    def of_ratio(cls, settings: Settings, ratio: float) -> Candidate:
+        """Settings at another ratio."""
+        return cls(f"ratio {ratio:g}", ratio, replace(settings, overrides={**settings.overrides, "ratio": ratio}))
+
+
 @dataclass
 class Timing:
-    """What was measured at one ratio (0: without ToMA).
+    """What was measured of one candidate, or without ToMA: ratio 0.
 
     seconds: per step, one value for each run. change: the distance between the final latent and the one without ToMA
     from the same noise, relative to the latter's norm. merged: what the last run merged, or why it merged nothing.
     """
 
+    name: str
     ratio: float
     seconds: list[float] = field(default_factory=list)
     change: float = 0.0
@@ -75,22 +93,20 @@ class Task:
 
 def measure(
     model: ModelPatcher,
-    settings: Settings,
-    ratios: Sequence[float],
+    candidates: Sequence[Candidate],
     task: Task,
     runs: int,
     told: Callable[[int, int], None] = lambda *_: None,
 ) -> list[Timing]:
-    """The timing without ToMA and at each ratio, in this order. The model is not changed; what ToMA it carries is left
-    out. Raises `UnsupportedModelError`, and ComfyUI's own exception when the user cancels.
+    """The timing without ToMA and of each candidate, in this order. The model is not changed; what ToMA it carries is
+    left out. Raises `UnsupportedModelError`, and ComfyUI's own exception when the user cancels.
 
     Every setting samples a few steps first. Then all of them take turns, in one order and in the other, so that a
     machine that slows down favours none. told: called before each run with its number from 1, and how many there are.
     """
     base = attach(model, ToMAConfig(ratio=0.0))
-    timings = [Timing(0.0), *(Timing(ratio) for ratio in ratios)]
-    merging = (replace(settings, overrides={**settings.overrides, "ratio": ratio}) for ratio in ratios)
-    models = [base, *(attach(base, each) for each in merging)]
+    timings = [Timing(WITHOUT, 0.0), *(Timing(each.name, each.ratio) for each in candidates)]
+    models = [base, *(attach(base, each.settings, bands=each.bands) for each in candidates)]
     pairs = list(zip(timings, models, strict=True))
     warm_up = min(_WARM_UP_STEPS, task.steps)
     progress = comfy.utils.ProgressBar(len(pairs) * (warm_up + runs * task.steps))
@@ -122,17 +138,17 @@ def measure(
 
 
 def worthwhile(timings: Sequence[Timing]) -> Timing | None:
-    """The smallest ratio that is about as fast as the fastest (within a twentieth of the time without ToMA), or None
-    where none is faster than without ToMA by more than the runs differ among themselves."""
+    """The nearest of those about as fast as the fastest (within a twentieth of the time without ToMA), or None where
+    none is faster than without ToMA by more than the runs differ among themselves."""
     base, faster = timings[0], _faster(timings)
     if not faster:
         return None
     enough = min(timing.median for timing in faster) + base.median / 20
-    return min((timing for timing in faster if timing.median <= enough), key=lambda timing: timing.ratio)
+    return min((timing for timing in faster if timing.median <= enough), key=lambda timing: timing.change)
 
 
 def nearest(timings: Sequence[Timing], gain: float = WORTH) -> Timing | None:
-    """The ratio whose result is nearest to the one without ToMA, of those that are so many times faster."""
+    """The one whose result is nearest to the one without ToMA, of those that are so many times faster."""
     enough = [timing for timing in _faster(timings) if timings[0].median >= gain * timing.median]
     return min(enough, key=lambda timing: timing.change, default=None)
 
@@ -143,7 +159,7 @@ def noise(timings: Sequence[Timing]) -> float:
 
 
 def too_noisy(timings: Sequence[Timing]) -> bool:
-    """Whether a ratio seems to be faster, and the runs differ too much to tell."""
+    """Whether one seems to be faster, and the runs differ too much to tell."""
     base, *others = timings
     return not _faster(timings) and any(timing.median < base.median for timing in others) and noise(timings) > CALM
 

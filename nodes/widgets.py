@@ -54,14 +54,15 @@ def preset() -> Any:
     )
 
 
-def profile() -> Any:
-    """What ToMA Calibrate found, kept in the workflow."""
+def profile(tooltip: str = "") -> Any:
+    """What ToMA Calibrate found, kept in the workflow. tooltip: in the place of that of the nodes that merge."""
     return io.String.Input(
         "profile",
         default="",
         optional=True,
         advanced=True,
-        tooltip="What ToMA Calibrate found out about this model: connect its profile output, or paste the text so that "
+        tooltip=tooltip
+        or "What ToMA Calibrate found out about this model: connect its profile output, or paste the text so that "
         "the workflow carries it. It says how much is merged where; ratio and preset then do nothing, but a ratio of "
         "0 is still off. Empty, damaged or of another model: the preset runs.",
     )

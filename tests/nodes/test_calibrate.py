@@ -197,7 +197,7 @@ def test_cancelled_without_a_trace(unet: Any, calibrated: Any, no_state_left: No
     import comfy.utils
 
     def cancel(value: int, *_: Any, **__: Any) -> None:
-        if value == 4:
+        if value >= 4:  # ComfyUI leaves out what follows another too soon
             comfy.model_management.interrupt_current_processing()
 
     before = comfy.utils.PROGRESS_BAR_HOOK

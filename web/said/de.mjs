@@ -75,6 +75,8 @@ export default {
  "Runs of the same setting differ by {n} %: raise runs to be sure.": "Läufe derselben Einstellung unterscheiden sich um {n} %: Erhöhe die Läufe, um sicher zu sein.",
  "ratio {n}, {m}x as fast, distance {d}, {t} ms per step": "Anteil {n}, {m}x so schnell, Abstand {d}, {t} ms pro Schritt",
  "ratio {n}, {m}x as fast, distance {d}": "Anteil {n}, {m}x so schnell, Abstand {d}",
+ "the profile, {m}x as fast, distance {d}, {t} ms per step": "das Profil, {m}x so schnell, Abstand {d}, {t} ms pro Schritt",
+ "the profile, {m}x as fast, distance {d}": "das Profil, {m}x so schnell, Abstand {d}",
  "without ToMA: {t} ms per step": "ohne ToMA: {t} ms pro Schritt",
  "This model has no ToMA node before it, or one that is bypassed or whose ratio is 0: nothing is merged.": "Vor diesem Modell steht kein ToMA-Node, oder er ist umgangen oder sein Anteil ist 0: Nichts wird zusammengefasst.",
  "No sampling run of this model has been seen yet. Connect the sampler's latent output to this node's latent input, so that the report comes after the run.": "Von diesem Modell gab es noch keinen Sampling-Lauf. Verbinde den Latent-Ausgang des Samplers mit dem Latent-Eingang dieses Nodes, damit der Bericht nach dem Lauf kommt.",

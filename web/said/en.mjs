@@ -75,6 +75,8 @@ export default {
  "Runs of the same setting differ by {n} %: raise runs to be sure.": "Runs of the same setting differ by {n} %: raise runs to be sure.",
  "ratio {n}, {m}x as fast, distance {d}, {t} ms per step": "ratio {n}, {m}x as fast, distance {d}, {t} ms per step",
  "ratio {n}, {m}x as fast, distance {d}": "ratio {n}, {m}x as fast, distance {d}",
+ "the profile, {m}x as fast, distance {d}, {t} ms per step": "the profile, {m}x as fast, distance {d}, {t} ms per step",
+ "the profile, {m}x as fast, distance {d}": "the profile, {m}x as fast, distance {d}",
  "without ToMA: {t} ms per step": "without ToMA: {t} ms per step",
  "This model has no ToMA node before it, or one that is bypassed or whose ratio is 0: nothing is merged.": "This model has no ToMA node before it, or one that is bypassed or whose ratio is 0: nothing is merged.",
  "No sampling run of this model has been seen yet. Connect the sampler's latent output to this node's latent input, so that the report comes after the run.": "No sampling run of this model has been seen yet. Connect the sampler's latent output to this node's latent input, so that the report comes after the run.",

@@ -75,6 +75,8 @@ export default {
  "Runs of the same setting differ by {n} %: raise runs to be sure.": "Las ejecuciones iguales difieren un {n} %: aumenta las ejecuciones para estar seguro.",
  "ratio {n}, {m}x as fast, distance {d}, {t} ms per step": "proporción {n}, {m}x más rápida, distancia {d}, {t} ms por paso",
  "ratio {n}, {m}x as fast, distance {d}": "proporción {n}, {m}x más rápida, distancia {d}",
+ "the profile, {m}x as fast, distance {d}, {t} ms per step": "el perfil, {m}x más rápida, distancia {d}, {t} ms por paso",
+ "the profile, {m}x as fast, distance {d}": "el perfil, {m}x más rápida, distancia {d}",
  "without ToMA: {t} ms per step": "sin ToMA: {t} ms por paso",
  "This model has no ToMA node before it, or one that is bypassed or whose ratio is 0: nothing is merged.": "Este modelo no tiene un nodo ToMA antes, o está omitido o su proporción es 0: no se fusiona nada.",
  "No sampling run of this model has been seen yet. Connect the sampler's latent output to this node's latent input, so that the report comes after the run.": "Aún no se ha visto ningún muestreo de este modelo. Conecta la salida latente del sampler a la entrada latente de este nodo, para que el informe venga después.",

@@ -75,6 +75,8 @@ export default {
  "Runs of the same setting differ by {n} %: raise runs to be sure.": "Des exécutions identiques diffèrent de {n} % : augmentez les exécutions pour en être sûr.",
  "ratio {n}, {m}x as fast, distance {d}, {t} ms per step": "taux {n}, {m}x plus rapide, distance {d}, {t} ms par étape",
  "ratio {n}, {m}x as fast, distance {d}": "taux {n}, {m}x plus rapide, distance {d}",
+ "the profile, {m}x as fast, distance {d}, {t} ms per step": "le profil, {m}x plus rapide, distance {d}, {t} ms par étape",
+ "the profile, {m}x as fast, distance {d}": "le profil, {m}x plus rapide, distance {d}",
  "without ToMA: {t} ms per step": "sans ToMA : {t} ms par étape",
  "This model has no ToMA node before it, or one that is bypassed or whose ratio is 0: nothing is merged.": "Ce modèle n'a pas de nœud ToMA avant lui, ou il est contourné ou son taux est 0 : rien n'est fusionné.",
  "No sampling run of this model has been seen yet. Connect the sampler's latent output to this node's latent input, so that the report comes after the run.": "Aucun échantillonnage de ce modèle n'a encore été vu. Connectez la sortie latent du sampler à l'entrée latent de ce nœud, pour que le rapport vienne après.",

@@ -75,6 +75,8 @@ export default {
  "Runs of the same setting differ by {n} %: raise runs to be sure.": "同じ設定でも {n} % 異なります: 確かめるには回数を増やしてください。",
  "ratio {n}, {m}x as fast, distance {d}, {t} ms per step": "比率 {n}、{m} 倍速、差 {d}、1 ステップ {t} ms",
  "ratio {n}, {m}x as fast, distance {d}": "比率 {n}、{m} 倍速、差 {d}",
+ "the profile, {m}x as fast, distance {d}, {t} ms per step": "プロファイル、{m} 倍速、差 {d}、1 ステップ {t} ms",
+ "the profile, {m}x as fast, distance {d}": "プロファイル、{m} 倍速、差 {d}",
  "without ToMA: {t} ms per step": "ToMA なし: 1 ステップ {t} ms",
  "This model has no ToMA node before it, or one that is bypassed or whose ratio is 0: nothing is merged.": "このモデルの前に ToMA ノードがないか、バイパスされているか、比率が 0 です: 何もマージされません。",
  "No sampling run of this model has been seen yet. Connect the sampler's latent output to this node's latent input, so that the report comes after the run.": "このモデルのサンプリングはまだありません。サンプラーの潜在出力をこのノードの潜在入力に接続すると、実行後にレポートが出ます。",

@@ -75,6 +75,8 @@ export default {
  "Runs of the same setting differ by {n} %: raise runs to be sure.": "같은 설정의 실행이 {n} % 다릅니다: 확실히 하려면 실행 횟수를 늘리세요.",
  "ratio {n}, {m}x as fast, distance {d}, {t} ms per step": "비율 {n}, {m}배 빠름, 차이 {d}, 스텝당 {t} ms",
  "ratio {n}, {m}x as fast, distance {d}": "비율 {n}, {m}배 빠름, 차이 {d}",
+ "the profile, {m}x as fast, distance {d}, {t} ms per step": "프로필, {m}배 빠름, 차이 {d}, 스텝당 {t} ms",
+ "the profile, {m}x as fast, distance {d}": "프로필, {m}배 빠름, 차이 {d}",
  "without ToMA: {t} ms per step": "ToMA 없음: 스텝당 {t} ms",
  "This model has no ToMA node before it, or one that is bypassed or whose ratio is 0: nothing is merged.": "이 모델 앞에 ToMA 노드가 없거나 우회되었거나 비율이 0입니다: 아무것도 병합되지 않습니다.",
  "No sampling run of this model has been seen yet. Connect the sampler's latent output to this node's latent input, so that the report comes after the run.": "이 모델의 샘플링이 아직 없습니다. 샘플러의 잠재 출력을 이 노드의 잠재 입력에 연결하면 실행 뒤에 보고서가 나옵니다.",

@@ -75,6 +75,8 @@ export default {
  "Runs of the same setting differ by {n} %: raise runs to be sure.": "Прогоны одной настройки расходятся на {n} %: для уверенности увеличьте их число.",
  "ratio {n}, {m}x as fast, distance {d}, {t} ms per step": "доля {n}, в {m} раза быстрее, расстояние {d}, {t} мс на шаг",
  "ratio {n}, {m}x as fast, distance {d}": "доля {n}, в {m} раза быстрее, расстояние {d}",
+ "the profile, {m}x as fast, distance {d}, {t} ms per step": "профиль, в {m} раза быстрее, расстояние {d}, {t} мс на шаг",
+ "the profile, {m}x as fast, distance {d}": "профиль, в {m} раза быстрее, расстояние {d}",
  "without ToMA: {t} ms per step": "без ToMA: {t} мс на шаг",
  "This model has no ToMA node before it, or one that is bypassed or whose ratio is 0: nothing is merged.": "Перед этой моделью нет узла ToMA, или он обойдён, или его доля равна 0: слияния нет.",
  "No sampling run of this model has been seen yet. Connect the sampler's latent output to this node's latent input, so that the report comes after the run.": "Запусков этой модели ещё не было. Подключите выход латента сэмплера ко входу латента этого узла, чтобы отчёт шёл после запуска.",

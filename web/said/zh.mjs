@@ -75,6 +75,8 @@ export default {
  "Runs of the same setting differ by {n} %: raise runs to be sure.": "同一设置的运行相差 {n} %：增加运行次数更可靠。",
  "ratio {n}, {m}x as fast, distance {d}, {t} ms per step": "比例 {n}，{m} 倍速度，差异 {d}，每步 {t} ms",
  "ratio {n}, {m}x as fast, distance {d}": "比例 {n}，{m} 倍速度，差异 {d}",
+ "the profile, {m}x as fast, distance {d}, {t} ms per step": "配置档，{m} 倍速度，差异 {d}，每步 {t} ms",
+ "the profile, {m}x as fast, distance {d}": "配置档，{m} 倍速度，差异 {d}",
  "without ToMA: {t} ms per step": "不用 ToMA：每步 {t} ms",
  "This model has no ToMA node before it, or one that is bypassed or whose ratio is 0: nothing is merged.": "此模型之前没有 ToMA 节点，或其已被绕过，或其合并比例为 0：没有合并任何内容。",
  "No sampling run of this model has been seen yet. Connect the sampler's latent output to this node's latent input, so that the report comes after the run.": "尚未看到此模型的采样。请将采样器的 Latent 输出连接到此节点的 Latent 输入，使报告在运行之后生成。",
