@@ -14,7 +14,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,13 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="for every prompt (default 1 2 3)")
     found.add_argument("--ratio", type=float, nargs="+", help="of the ToMA node (default: the node's)")
     found.add_argument("--preset", nargs="+", help="of the ToMA node (default: the node's)")
+    found.add_argument(
+        "--calibrate",
+        nargs="*",
+        metavar="NEAR",
+        help="also measure what ToMA Calibrate finds: with the work of quality, balanced (default) or fast, or within "
+        "a distance such as 0.1",
+    )
     for name in ("width", "height", "steps"):
         found.add_argument(f"--{name}", type=int, help=_default(name))
     for name in ("cfg", "guidance"):
@@ -81,12 +88,13 @@ def template_of(args: argparse.Namespace) -> Template:
 
 
 def settings_of(args: argparse.Namespace, template: Template, widgets: dict[str, Any]) -> list[Setting]:
-    """Every ratio with every preset. What is not asked for stays as it is in the graph, else as the node has it.
+    """Every ratio with every preset. What is not asked for stays as it is in the graph, else as the node has it: so
+    does a profile where neither is asked for.
 
     `widgets`: the inputs of the ToMA node as the server describes them.
     """
-    if args.preset and not template.has_presets:
-        raise BenchmarkError("--preset: the graph has ToMA Advanced, which has no presets; use the ToMA node instead")
+    own_profile = template.own("profile") if args.ratio is args.preset is None else None
+    profile = own_profile if isinstance(own_profile, str) else ""
     given: dict[str, list[Any]] = {"ratio": args.ratio, "preset": args.preset}
     for name, values in given.items():
         if not values:
@@ -95,11 +103,13 @@ def settings_of(args: argparse.Namespace, template: Template, widgets: dict[str,
             default = described.get("default") if isinstance(described, dict) else None
             given[name] = [default if own is None or isinstance(own, list) else own]
     pairs = itertools.product(dict.fromkeys(given["preset"]), dict.fromkeys(given["ratio"]))
-    return [Setting(float(ratio), preset if template.has_presets else None) for preset, ratio in pairs]
+    called = "the graph's profile" if profile else ""
+    return [Setting(float(ratio), preset, profile, called) for preset, ratio in pairs]
 
 
 def run(args: argparse.Namespace) -> Path:
     """Make what is missing, measure, write; returns the page. Raises BenchmarkError."""
+    from .calibrating import calibrate, near_of
     from .measure import results
     from .pictures import Folder, make_missing, plan, read_prompts
     from .report import aligned, notes, table, write
@@ -112,11 +122,22 @@ def run(args: argparse.Namespace) -> Path:
     settings = settings_of(args, template, server.widgets(template.graph[template.merge]["class_type"]))
     folder = Folder(args.out)
     folder.prepare(conditions)
-    jobs = plan(template, prompts, args.negative, list(dict.fromkeys(args.seeds)), settings)
+    seeds = list(dict.fromkeys(args.seeds))
+    calibrated = []
+    if args.calibrate is not None:
+        nears = list(dict.fromkeys(map(near_of, args.calibrate or ["balanced"])))
+        apart = max(seeds) + 1  # no picture that is judged has it
+        calibrated = calibrate(server, template, folder, nears, prompts[0], args.negative, apart)
+        own = settings[0]  # its values do nothing beside a profile, but a ratio of 0 would be off
+        settings += [Setting(own.ratio or 0.5, own.preset, each.profile, each.name) for each in calibrated]
+    jobs = plan(template, prompts, args.negative, seeds, settings)
     make_missing(server, template, folder, jobs)
     measured = results(folder, jobs, args.device or _device())
     asked = {"prompts": len(prompts), "seeds": args.seeds, "negative": args.negative}
     everything = {**conditions, **asked, "graph": template.graph}
+    if calibrated:
+        everything["calibrated"] = [asdict(each) for each in calibrated]
+        measured.notes += [f"{each.name} ({each.file}): {' '.join(each.said.splitlines())}" for each in calibrated]
     print(f"\n{aligned(table(measured.summaries))}\n")
     print("\n".join(f"- {note}" for note in notes(measured, everything)))
     page = write(folder, measured, everything)

@@ -26,14 +26,17 @@ Graph = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is written into the ToMA node; a preset of None belongs to ToMA Advanced, which has no presets."""
+    """What is written into the ToMA node. profile: the text of one, beside which ratio and preset do nothing; its name
+    is `called`."""
 
     ratio: float
-    preset: str | None
+    preset: str
+    profile: str = ""
+    called: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.preset or 'ratio'} {self.ratio:g}"
+        return self.called or f"{self.preset} {self.ratio:g}"
 
 
 @dataclass(frozen=True)
@@ -64,16 +67,16 @@ class FluxFiles:
 
 def checkpoint_graph(checkpoint: str, sampling: Sampling) -> Graph:
     """SDXL, SD1.5, or a Flux in one file (give it a guidance then)."""
-    graph = {"loader": _node("CheckpointLoaderSimple", ckpt_name=checkpoint)}
+    graph = {"loader": node("CheckpointLoaderSimple", ckpt_name=checkpoint)}
     return graph | _text_to_image(["loader", 0], ["loader", 1], ["loader", 2], "EmptyLatentImage", sampling)
 
 
 def flux_graph(files: FluxFiles, sampling: Sampling = FLUX_SAMPLING) -> Graph:
     """Flux from its four files."""
     graph = {
-        "loader": _node("UNETLoader", unet_name=files.unet, weight_dtype="default"),
-        "clip": _node("DualCLIPLoader", clip_name1=files.clip_l, clip_name2=files.t5, type="flux"),
-        "vae": _node("VAELoader", vae_name=files.vae),
+        "loader": node("UNETLoader", unet_name=files.unet, weight_dtype="default"),
+        "clip": node("DualCLIPLoader", clip_name1=files.clip_l, clip_name2=files.t5, type="flux"),
+        "vae": node("VAELoader", vae_name=files.vae),
     }
     return graph | _text_to_image(["loader", 0], ["clip", 0], ["vae", 0], "EmptySD3LatentImage", sampling)
 
@@ -81,15 +84,15 @@ def flux_graph(files: FluxFiles, sampling: Sampling = FLUX_SAMPLING) -> Graph:
 def _text_to_image(model: list[Any], clip: list[Any], vae: list[Any], latent: str, sampling: Sampling) -> Graph:
     positive: list[Any] = ["positive", 0]
     graph = {
-        "toma": _node(SIMPLE, model=model),
-        "positive": _node("CLIPTextEncode", clip=clip, text=PROMPT),
-        "negative": _node("CLIPTextEncode", clip=clip, text=NEGATIVE),
-        "latent": _node(latent, width=sampling.width, height=sampling.height, batch_size=1),
+        "toma": node(SIMPLE, model=model),
+        "positive": node("CLIPTextEncode", clip=clip, text=PROMPT),
+        "negative": node("CLIPTextEncode", clip=clip, text=NEGATIVE),
+        "latent": node(latent, width=sampling.width, height=sampling.height, batch_size=1),
     }
     if sampling.guidance is not None:
-        graph["guidance"] = _node("FluxGuidance", conditioning=positive, guidance=sampling.guidance)
+        graph["guidance"] = node("FluxGuidance", conditioning=positive, guidance=sampling.guidance)
         positive = ["guidance", 0]
-    graph["sampler"] = _node(
+    graph["sampler"] = node(
         "KSampler",
         model=["toma", 0],
         positive=positive,
@@ -102,8 +105,8 @@ def _text_to_image(model: list[Any], clip: list[Any], vae: list[Any], latent: st
         scheduler=sampling.scheduler,
         denoise=1.0,
     )
-    graph["decode"] = _node("VAEDecode", samples=["sampler", 0], vae=vae)
-    graph["picture"] = _node("PreviewImage", images=["decode", 0])
+    graph["decode"] = node("VAEDecode", samples=["sampler", 0], vae=vae)
+    graph["picture"] = node("PreviewImage", images=["decode", 0])
     return graph
 
 
@@ -148,12 +151,8 @@ class Template:
         self.graph = upstream(self.graph, self.picture)
         if self.merge not in self.graph:
             raise BenchmarkError(f"the ToMA node {self.merge} does not lead to the picture of node {self.picture}")
-        self.graph[self.picture] = _node("PreviewImage", images=self.graph[self.picture]["inputs"].get("images"))
+        self.graph[self.picture] = node("PreviewImage", images=self.graph[self.picture]["inputs"].get("images"))
         self._find_seeds()
-
-    @property
-    def has_presets(self) -> bool:
-        return self.graph[self.merge]["class_type"] == SIMPLE
 
     def own(self, name: str) -> Any:
         """The value that an input of the ToMA node has in the template, None if there is none."""
@@ -162,19 +161,21 @@ class Template:
     def fill(self, prompt: str, negative: str, seed: int, setting: Setting | None) -> Graph:
         """The graph to queue; a setting of None takes the ToMA node out."""
         graph = copy.deepcopy(self.graph)
-        for node in graph.values():
-            for name, value in node["inputs"].items():
+        for each in graph.values():
+            for name, value in each["inputs"].items():
                 if isinstance(value, str):
                     filled = value.replace(SEED, str(seed)).replace(NEGATIVE, negative).replace(PROMPT, prompt)
-                    node["inputs"][name] = seed if value == SEED else filled
+                    each["inputs"][name] = seed if value == SEED else filled
         if not self._has_seed_text:
             for name in self.seeds:
                 inputs = graph[name]["inputs"]
                 inputs.update({key: seed for key in SEED_INPUTS if isinstance(inputs.get(key), int)})
         if setting is None:
             return self._without_merge(graph)
-        values = {"ratio": setting.ratio} | ({"preset": setting.preset} if setting.preset is not None else {})
-        graph[self.merge]["inputs"].update(values)
+        inputs = graph[self.merge]["inputs"]
+        inputs.update(ratio=setting.ratio, preset=setting.preset)
+        if setting.profile or "profile" in inputs:
+            inputs["profile"] = setting.profile
         return upstream(graph, self.picture)
 
     def is_pure(self, graph: Graph, cached: Iterable[str]) -> bool:
@@ -242,7 +243,8 @@ def key_of(graph: Graph) -> str:
     return hashlib.sha256(json.dumps(graph, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def _node(class_type: str, **inputs: Any) -> dict[str, Any]:
+def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+    """A node of a graph."""
     return {"class_type": class_type, "inputs": inputs}
 
 

@@ -54,11 +54,12 @@ class Summary:
 
 @dataclass
 class Results:
-    """Everything that is reported. `left_out`: one sentence for each metric that could not be had."""
+    """Everything that is reported. `notes`: what has to be said besides, and one sentence for each metric that could
+    not be had."""
 
     pairs: list[Pair]
     summaries: list[Summary]
-    left_out: list[str]
+    notes: list[str]
 
 
 def pairs_of(folder: Folder, jobs: Sequence[Job]) -> list[Pair]:

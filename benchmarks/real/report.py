@@ -61,7 +61,7 @@ def notes(results: Results, conditions: dict[str, Any]) -> list[str]:
             f"FID of fewer than {FEW_FOR_FID} pictures is too high and depends on their number: compare it between "
             "these settings only."
         )
-    return found + results.left_out
+    return found + results.notes
 
 
 def write(folder: Folder, results: Results, conditions: dict[str, Any]) -> Path:

@@ -81,6 +81,13 @@ class Server(ComfyClient):
 
     def make(self, graph: Graph, picture: str) -> Made:
         """Queue a graph, wait for it, and get the picture of one node. Ctrl-C takes it out of the queue."""
+        return self._made(self._run(graph), picture)
+
+    def outputs(self, graph: Graph) -> dict[str, Any]:
+        """Queue a graph, wait for it, and get what its nodes show: id -> kind -> values. Ctrl-C as above."""
+        return self._run(graph).outputs
+
+    def _run(self, graph: Graph) -> Run:
         try:
             prompt_id = self.queue(graph)
         except PromptError as error:
@@ -98,7 +105,7 @@ class Server(ComfyClient):
             raise BenchmarkError(f"ComfyUI failed in {where}: {text}\nIts log has the details. {AGAIN}")
         if run.status != "success":
             raise BenchmarkError(f"the run was interrupted on the server. {AGAIN}")
-        return self._made(run, picture)
+        return run
 
     def _made(self, run: Run, picture: str) -> Made:
         images = run.outputs.get(picture, {}).get("images", [])

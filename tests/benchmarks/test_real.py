@@ -350,10 +350,37 @@ def test_options_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureF
         assert said in capsys.readouterr().err
 
 
-def test_presets_need_the_node_that_has_them(graph: dict[str, Any]) -> None:
-    graph["toma"] = {"class_type": "ToMAAdvanced", "inputs": {"model": ["loader", 0], "ratio": 0.4}}
-    template = Template(graph)
+def test_settings_are_those_of_the_node_where_nothing_is_asked_for(graph: dict[str, Any]) -> None:
+    graph["toma"] = {"class_type": "ToMAAdvanced", "inputs": {"model": ["loader", 0], "ratio": 0.4, "preset": "fast"}}
     arguments = ["--graph", "g", "--prompts", "p"]
-    assert real.settings_of(real.parser().parse_args(arguments), template, {}) == [Setting(0.4, None)]
-    with pytest.raises(real.BenchmarkError, match="no presets"):
-        real.settings_of(real.parser().parse_args([*arguments, "--preset", "fast"]), template, {})
+
+    def settings(*more: str) -> list[Setting]:
+        return real.settings_of(real.parser().parse_args([*arguments, *more]), Template(graph), {})
+
+    assert settings() == [Setting(0.4, "fast")]
+    assert settings("--preset", "quality", "faithful") == [Setting(0.4, "quality"), Setting(0.4, "faithful")]
+    graph["toma"]["inputs"]["profile"] = "{}"
+    assert settings() == [Setting(0.4, "fast", "{}", "the graph's profile")]
+    assert settings("--ratio", "0.3") == [Setting(0.3, "fast")], "beside a profile it would do nothing"
+
+
+@pytest.mark.server
+def test_what_calibration_finds_is_measured_too(
+    comfy: ComfyServer, work: Work, graph: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph["toma"]["inputs"]["profile"] = ""
+    assert work.run(graph, "11\n", "--seeds", "1", "2", "--calibrate", "balanced", "0.3") == 0
+    out, err = capsys.readouterr()
+    assert "8 pictures wanted" in err
+    rows = {line.split("  ")[0] for line in out.splitlines()}
+    assert {"unmerged", "quality 0.1", "calibrated balanced", "calibrated 0.3"} <= rows
+    assert "- calibrated balanced (calibrated-balanced.json): " in out
+    for name in ("calibrated-balanced.json", "calibrated-0.3.json"):
+        assert json.loads((work.out / name).read_text())["toma_profile"] == 1
+    data = json.loads((work.out / "results.json").read_text())
+    assert [each["near"] for each in data["conditions"]["calibrated"]] == ["balanced", "0.3"]
+    queued = len(comfy.get("/history"))
+    assert work.run(graph, "11\n", "--seeds", "1", "2", "--calibrate", "balanced", "0.3") == 0
+    assert len(comfy.get("/history")) == queued, "nothing is measured twice"
+    assert work.run(graph, "11\n", "--calibrate", "nearer") == 1
+    assert "--calibrate nearer: give quality, balanced, fast, or a distance" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.real import BenchmarkError
+from benchmarks.real.calibrating import calibration_graph
 from benchmarks.real.graphs import (
     FluxFiles,
     Sampling,
@@ -124,6 +125,64 @@ def test_runs_with_more_than_sampling_are_not_timed(graph: Graph) -> None:
     plain = template.fill("cat", "", 1, None)
     assert template.is_pure(plain, [*warm, "9"])
     assert not template.is_pure(plain, [*warm, "9", "3"])
+
+
+def test_calibrates_with_what_the_graph_samples_with(graph: Graph) -> None:
+    graph["3"]["inputs"] |= {"steps": 7, "cfg": 5.5, "sampler_name": "dpmpp_2m", "scheduler": "karras"}
+    calibration, measures, shows = calibration_graph(Template(graph), "cat", "blur", 9, "fast")
+    assert calibration[measures]["inputs"] == {
+        **{"model": ["4", 0], "positive": ["6", 0], "negative": ["7", 0], "latent": ["10", 0], "seed": 9},
+        **{"steps": 7, "cfg": 5.5, "sampler_name": "dpmpp_2m", "scheduler": "karras"},
+        **{"near": "fast", "distance": 0.1},
+    }
+    assert calibration[shows] == node("PreviewAny", source=[measures, 1])
+    assert calibration["6"]["inputs"]["text"] == "a photo of cat, sharp"
+    assert set(calibration) == {"4", "6", "7", "10", measures, shows}
+    by_number, *_ = calibration_graph(Template(graph), "cat", "blur", 9, "0.05")
+    assert by_number[measures]["inputs"]["near"] == "distance"
+    assert by_number[measures]["inputs"]["distance"] == 0.05
+
+
+def test_calibrates_a_graph_whose_sampler_is_in_parts(graph: Graph) -> None:
+    graph["3"] = node(
+        "SamplerCustomAdvanced",
+        **{"guider": ["20", 0], "sampler": ["21", 0], "sigmas": ["22", 0], "noise": ["23", 0]},
+        latent_image=["10", 0],
+    )
+    graph["20"] = node("BasicGuider", model=["9", 0], conditioning=["6", 0])
+    graph["21"] = node("KSamplerSelect", sampler_name="heun")
+    graph["22"] = node("BasicScheduler", model=["9", 0], scheduler="beta", steps=4, denoise=1.0)
+    graph["23"] = node("RandomNoise", noise_seed=3)
+    calibration, measures, _ = calibration_graph(Template(graph), "cat", "", 9, "balanced")
+    found = calibration[measures]["inputs"]
+    expected = {"positive": ["6", 0], "steps": 4, "cfg": 1.0, "sampler_name": "heun", "scheduler": "beta"}
+    assert found | expected == found
+    assert "negative" not in found
+    graph["24"] = node("BasicScheduler", model=["9", 0], scheduler="beta", steps=8, denoise=0.5)
+    graph["3"]["inputs"]["other"] = ["24", 0]
+    with pytest.raises(BenchmarkError, match=r"several nodes of the graph say 'steps' \(22, 24\)"):
+        calibration_graph(Template(graph), "cat", "", 9, "balanced")
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (node("KSampler", model=["9", 0], positive=["6", 0], latent_image=["10", 0], seed=5), r"2 \(3, 30\)"),
+        (None, "none"),
+    ],
+)
+def test_graphs_that_cannot_be_calibrated_are_explained(graph: Graph, second: Any, said: str) -> None:
+    if second is None:
+        graph["3"] = node("Odd", model=["9", 0], text=["6", 0], seed=5)
+    else:
+        graph["30"], graph["3"]["inputs"]["latent_image"] = second, ["30", 0]
+    with pytest.raises(BenchmarkError, match=f"needs one sampler behind the ToMA node; the graph has {said}"):
+        calibration_graph(Template(graph), "cat", "", 9, "balanced")
+
+
+def test_a_graph_that_says_no_steps_cannot_be_calibrated(graph: Graph) -> None:
+    with pytest.raises(BenchmarkError, match="no node of the graph says 'steps'"):
+        calibration_graph(Template(graph), "cat", "", 9, "balanced")
 
 
 def test_keys_change_with_everything_that_makes_a_picture(graph: Graph) -> None:
