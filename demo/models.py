@@ -70,6 +70,17 @@ UNET_CONFIG: dict[str, Any] = {
 }
 
 
+# SDXL's proportions too: ten blocks deep at the third level, and three quarters of the work in transformer blocks.
+DEEP_UNET_CONFIG: dict[str, Any] = {
+    **UNET_CONFIG,
+    "model_channels": 32,
+    "channel_mult": [1, 2, 3],
+    "transformer_depth": [0, 0, 2, 2, 10, 10],
+    "transformer_depth_middle": 10,
+    "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
+}
+
+
 class TrainingOps(comfy.ops.disable_weight_init):
     """ComfyUI's layers, for training: the LayerNorms keep their own copy of what they read.
 
@@ -219,6 +230,8 @@ def load_unet(path: str | None, seed: int = 0, disable_dynamic: bool = False) ->
     `disable_dynamic` is there because ComfyUI calls a model's loader again with it (for torch.compile); the tiny UNet
     is never offloaded piece by piece, so both ways give the same.
     """
-    patcher = unet_patcher(comfy.utils.load_torch_file(path) if path is not None else None, seed)
+    weights = None if path is None else comfy.utils.load_torch_file(path)
+    deep = weights is not None and len(weights["out.2.weight"][0]) == DEEP_UNET_CONFIG["model_channels"]
+    patcher = unet_patcher(weights, seed, DEEP_UNET_CONFIG if deep else UNET_CONFIG)
     patcher.cached_patcher_init = (load_unet, (path, seed))
     return patcher

@@ -206,6 +206,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=Plan.lr)
     parser.add_argument("--width", type=int, default=Plan.width, help="of the DiT")
     parser.add_argument("--blocks", type=int, nargs=2, default=Plan.blocks, help="of the DiT, double and single")
+    parser.add_argument("--deep", action="store_true", help="the UNet with SDXL's depths")
     parser.add_argument("--token", type=int, default=Plan.token, help="side of the DiT's tokens in pixels, 2 or 4")
     parser.add_argument("--warmup", type=int, default=Plan.warmup, help="steps until the rate is reached")
     parser.add_argument("--shares", type=float, nargs=2, help="of steps with half-size scenes and with whole pictures")
@@ -226,6 +227,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(given)
     if args.teacher and args.kind == "unet":
         parser.error("--teacher is of the DiT")
+    if args.deep and args.kind == "dit":
+        parser.error("--deep is of the UNet")
     return args
 
 
@@ -237,7 +240,7 @@ def main() -> None:
     comfy.model_management.in_training = True
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan = plan_of(args)
-    trainer = Trainer(plan, device, args.compile, teacher=args.teacher)
+    trainer = Trainer(plan, device, args.compile, models.DEEP_UNET_CONFIG if args.deep else None, teacher=args.teacher)
     checkpoint = args.checkpoints / f"{args.kind}.pt"
     if args.resume and checkpoint.exists():
         trainer.restore(checkpoint)

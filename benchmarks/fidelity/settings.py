@@ -30,15 +30,15 @@ class Setting:
 
 def toma(**settings: Any) -> Patch:
     """ToMA with every step merged, and some settings replaced."""
-    return lambda model: variants.toma("", **{**_tiny(model), **settings}).patch(model)
+    return lambda model: variants.toma("", **{**tiny(model), **settings}).patch(model)
 
 
 def preset(name: str, **settings: Any) -> Patch:
     """ToMA with a preset; the blocks of Flux left whole are scaled to the tiny model."""
-    return lambda model: variants.preset(name, **{**_tiny(model), **settings}).patch(model)
+    return lambda model: variants.preset(name, **{**tiny(model), **settings}).patch(model)
 
 
-def _tiny(model: Any) -> dict[str, Any]:
+def tiny(model: Any) -> dict[str, Any]:
     """Of Flux's kind it has two or three double blocks and five or six single ones: the share left whole is Flux's."""
     flux = type(model.model.diffusion_model).__name__ == "Flux"
     return {"min_tokens": 64, **({"whole_first": 1} if flux else {})}

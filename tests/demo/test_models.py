@@ -196,3 +196,11 @@ def test_gradients_reach_every_weight(kind: str, monkeypatch: pytest.MonkeyPatch
     silent = [name for name, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     # The text stream of the last double block feeds the single blocks, so nothing is left out.
     assert not [name for name in silent if not name.startswith("guidance_in.in_layer")]
+
+
+def test_a_file_says_how_deep_its_unet_is(tmp_path: Path) -> None:
+    weights = models.new_unet(0, config=models.DEEP_UNET_CONFIG).state_dict()
+    save_file(weights, tmp_path / "deep.safetensors")
+    network = models.load_unet(str(tmp_path / "deep.safetensors")).model.diffusion_model
+    stacks = [module for module in network.modules() if isinstance(module, SpatialTransformer)]
+    assert {(stack.in_channels, len(stack.transformer_blocks)) for stack in stacks} == {(64, 2), (96, 10)}
