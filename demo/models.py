@@ -18,12 +18,12 @@ import comfy.model_patcher
 import comfy.ops
 import comfy.sd
 import comfy.supported_models
-import comfy.utils
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy.patcher_extension import WrappersMP
 from torch import nn
 
+from .compact import load_weights
 from .data import PIXELS_PER_TOKEN
 from .latents import LATENT_CHANNELS, UNSHUFFLE
 from .positions import AddPositions
@@ -155,7 +155,7 @@ def load_dit(path: str) -> Any:
 
     ComfyUI's own loader takes tokens of 4 pixels for granted and heads of 128 numbers; what differs is built here.
     """
-    weights = comfy.utils.load_torch_file(path)
+    weights = load_weights(path)
     width, numbers = weights["img_in.weight"].shape
     blocks = tuple(len({key.split(".")[1] for key in weights if key.startswith(kind)}) for kind in ("double", "single"))
     token = UNSHUFFLE * math.isqrt(numbers // LATENT_CHANNELS)
@@ -230,7 +230,7 @@ def load_unet(path: str | None, seed: int = 0, disable_dynamic: bool = False) ->
     `disable_dynamic` is there because ComfyUI calls a model's loader again with it (for torch.compile); the tiny UNet
     is never offloaded piece by piece, so both ways give the same.
     """
-    weights = None if path is None else comfy.utils.load_torch_file(path)
+    weights = None if path is None else load_weights(path)
     deep = weights is not None and len(weights["out.2.weight"][0]) == DEEP_UNET_CONFIG["model_channels"]
     patcher = unet_patcher(weights, seed, DEEP_UNET_CONFIG if deep else UNET_CONFIG)
     patcher.cached_patcher_init = (load_unet, (path, seed))

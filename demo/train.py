@@ -24,10 +24,11 @@ if __name__ == "__main__":
 
 import comfy.model_management
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import models
+from .compact import load_weights
 from .data import Batch, Batches, Plan
 from .objectives import FewStepsObjective, FlowObjective, VelocityObjective
 from .sampling import DEFAULTS
@@ -82,7 +83,7 @@ class Trainer:
         if teacher is None:
             return FlowObjective()
         network = models.new_dit(config=self.config).to(self.device).eval().requires_grad_(False)
-        network.load_state_dict({name: value.float() for name, value in load_file(teacher).items()})
+        network.load_state_dict({name: value.float() for name, value in load_weights(teacher).items()})
         cfg = DEFAULTS["dit"]["cfg"]
         return FewStepsObjective(torch.compile(network, dynamic=False) if compiled else network, cfg)
 
@@ -138,7 +139,7 @@ class Trainer:
 
     def begin_with(self, path: Path) -> None:
         """Takes weights that `export` wrote for those to start from; steps and optimisers begin anew."""
-        weights = {name: value.to(self.device, torch.float32) for name, value in load_file(path).items()}
+        weights = {name: value.to(self.device, torch.float32) for name, value in load_weights(path).items()}
         self.network.load_state_dict(weights)
         self.average = {name: value.detach().clone() for name, value in self.network.named_parameters()}
 

@@ -1,0 +1,65 @@
+"""Weights in 8 bits, to keep the repository light: `python -m demo.compact trained.safetensors weights.safetensors`.
+
+Every large matrix is kept as whole numbers from -127 to 127 with a scale for each of its rows; the rest in float16.
+The rounding is part of the model: merged and unmerged pictures come from the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_LARGE = 4096
+_SCALE = ".row_scale"
+
+
+def packed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Name -> weights of any shape, in 8 bits where they are large."""
+    found = {}
+    for name, value in weights.items():
+        if value.ndim < 2 or value.numel() < _LARGE:
+            found[name] = value.half().contiguous()
+            continue
+        rows = value.float().flatten(1)
+        scale = (rows.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
+        found[name] = (rows / scale).round().to(torch.int8).reshape(value.shape).contiguous()
+        found[name + _SCALE] = scale.flatten()
+    return found
+
+
+def unpacked(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `packed` was given, rounded, in float32; other weights as they are."""
+    found = {}
+    for name, value in weights.items():
+        if name.endswith(_SCALE):
+            continue
+        scale = weights.get(name + _SCALE)
+        found[name] = value if scale is None else (value.flatten(1) * scale[:, None]).reshape(value.shape)
+    return found
+
+
+def load_weights(path: Path | str) -> dict[str, Tensor]:
+    """The weights in a safetensors file, packed or not, on the CPU."""
+    return unpacked(load_file(path))
+
+
+def main() -> None:
+    """Command line: pack a file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    args = parser.parse_args()
+    with safe_open(args.source, "pt") as file:
+        metadata = file.metadata()
+    save_file(packed(load_weights(args.source)), args.target, metadata=metadata)
+    print(f"{args.target}: {args.target.stat().st_size / 1e6:.1f} MB, was {args.source.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
