@@ -11,14 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from .latents import image_to_model
+from .clips import FRAMES, clip_from_seed, clip_tokens, render_clips
+from .latents import clips_to_model, image_to_model
 from .scenes import CANVAS, Scene, render_batch, scene_from_seed, scene_tokens, things
 
+KINDS = ("dit", "unet", "wan")
 # Scenes below this seed are kept for looking at and for measuring; training never sees them.
 FIRST_TRAINING_SEED = 1_000_000
 MOST_PER_STEP = 4096
 # Side of a token of both shipped models. A scene has 32 x 32 tokens of whatever size.
 PIXELS_PER_TOKEN = 4
+# Side of a frame in pixels: 16 x 16 tokens of 2 x 2.
+CLIP_SIZE = 32
 # How much more than the background shape and small objects weigh in the loss of a model that takes weights. They cover
 # a fifth of a picture, and without more weight are learnt last. The best prediction is the same at any weight.
 THINGS_WEIGH = 5.0
@@ -49,11 +53,11 @@ class Plan:
     ema: float = 0.999
 
     def __post_init__(self) -> None:
-        if self.kind not in ("dit", "unet"):
-            raise ValueError(f"kind must be dit or unet, not {self.kind!r}")
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be {', '.join(KINDS[:-1])} or {KINDS[-1]}, not {self.kind!r}")
         if self.token not in (2, 4) or self.width % 64 or min(self.blocks) < 1:
             raise ValueError(f"no model of width {self.width}, {self.blocks} blocks and tokens of {self.token} pixels")
-        if self.kind == "unet" and (self.width, self.blocks, self.token) != (Plan.width, Plan.blocks, Plan.token):
+        if self.kind != "dit" and (self.width, self.blocks, self.token) != (Plan.width, Plan.blocks, Plan.token):
             raise ValueError("width, blocks and token are the DiT's")
         if not 1 <= min(self.crop_batch, self.full_batch) <= max(self.crop_batch, self.full_batch) <= MOST_PER_STEP:
             raise ValueError(f"batches must be 1..{MOST_PER_STEP}, not {self.crop_batch} and {self.full_batch}")
@@ -104,8 +108,8 @@ class View:
 class Batch:
     """One step's data.
 
-    sort: "half", "full" or "crop". clean, noise: (B, 16, h, w) in model space. tokens: (B, T, TEXT_DIM).
-    weight: (B, 1, h, w), what an error counts there, of mean 1 over whole scenes.
+    sort: "half", "full", "crop" or "clip". clean, noise: (B, 16, h, w) in model space, or (B, 16, frames, h, w).
+    tokens: (B, T, TEXT_DIM). weight: (B, 1, h, w), what an error counts there, of mean 1 over whole scenes.
     quantile: (B,) in 0..1, where each picture's noise level lies; stratified, so that a batch covers the whole range.
     """
 
@@ -135,10 +139,12 @@ class Batches(Dataset[Batch]):
     def __getitem__(self, step: int) -> Batch:
         plan = self.plan
         generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step)
+        if plan.kind == "wan":
+            return self._clips(step, generator)
         draw = torch.rand(3, generator=generator).tolist()
         sort = plan.sort_at(step, draw[0])
         count = plan.full_batch if sort == "full" else plan.crop_batch
-        first = FIRST_TRAINING_SEED + (plan.seed * 100_000_000 + step) * MOST_PER_STEP
+        first = self._first(step)
         scenes = [scene_from_seed(first + index) for index in range(count)]
         size = CANVAS * plan.token // PIXELS_PER_TOKEN // (2 if sort == "half" else 1)
         picture = render_batch(scenes, size)
@@ -162,6 +168,25 @@ class Batches(Dataset[Batch]):
             weight=F.avg_pool2d(weight, picture.shape[-1] // clean.shape[-1]),
             tokens=torch.stack([scene_tokens(scene) for scene in said]),
             quantile=_stratified(count, generator),
+        )
+
+    def _first(self, step: int) -> int:
+        return FIRST_TRAINING_SEED + (self.plan.seed * 100_000_000 + step) * MOST_PER_STEP
+
+    def _clips(self, step: int, generator: torch.Generator) -> Batch:
+        plan, first = self.plan, self._first(step)
+        clips = [clip_from_seed(first + index) for index in range(plan.crop_batch)]
+        clean = clips_to_model(render_clips(clips, CLIP_SIZE, FRAMES))
+        dropped = (torch.rand(len(clips), generator=generator) < plan.dropout).tolist()
+        said = [None if drop else clip for clip, drop in zip(clips, dropped, strict=True)]
+        return Batch(
+            sort="clip",
+            view=View(),
+            clean=clean,
+            noise=torch.randn(clean.shape, generator=generator),
+            weight=torch.ones(len(clips), 1, 1, 1),
+            tokens=torch.stack([clip_tokens(clip) for clip in said]),
+            quantile=_stratified(len(clips), generator),
         )
 
     def from_step(self, step: int, workers: int = 0) -> Iterator[Batch]:

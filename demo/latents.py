@@ -36,6 +36,12 @@ def model_to_image(latent: torch.Tensor) -> torch.Tensor:
     return F.pixel_shuffle(latent[:, :PICTURE_CHANNELS], UNSHUFFLE)
 
 
+def clips_to_model(clips: torch.Tensor) -> torch.Tensor:
+    """Clips (B, 3, T, H, W) in -1..1 -> model space (B, 16, T, H/2, W/2), frame by frame."""
+    frames = image_to_model(clips.movedim(2, 1).flatten(0, 1))
+    return frames.unflatten(0, (len(clips), -1)).movedim(1, 2)
+
+
 def encode(image: torch.Tensor) -> torch.Tensor:
     """Pictures (B, 3, H, W) in -1..1 -> ComfyUI latents (B, 16, H/2, W/2)."""
     return image_to_model(image) / SCALE_FACTOR + SHIFT_FACTOR

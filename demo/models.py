@@ -12,6 +12,7 @@ from typing import Any
 
 import comfy.latent_formats
 import comfy.ldm.flux.model
+import comfy.ldm.wan.model
 import comfy.model_base
 import comfy.model_management
 import comfy.model_patcher
@@ -78,6 +79,25 @@ DEEP_UNET_CONFIG: dict[str, Any] = {
     "transformer_depth": [0, 0, 2, 2, 10, 10],
     "transformer_depth_middle": 10,
     "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
+}
+
+
+# Of the noise levels of clips.
+CLIP_SHIFT = 3.0
+# Wan's own layers on tokens of one latent cell. Its head dimension must be even in each of the three axes.
+WAN_CONFIG: dict[str, Any] = {
+    "model_type": "t2v",
+    "patch_size": (1, 1, 1),
+    "in_dim": LATENT_CHANNELS,
+    "out_dim": LATENT_CHANNELS,
+    "dim": 128,
+    "ffn_dim": 512,
+    "freq_dim": 128,
+    "text_dim": TEXT_DIM,
+    "num_heads": 2,
+    "num_layers": 10,
+    "qk_norm": True,
+    "cross_attn_norm": True,
 }
 
 
@@ -204,6 +224,48 @@ def new_unet(
 
 def _read_phrases(executor: Any, x: Any, timesteps: Any, context: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return executor(x, timesteps, in_phrases(context), *args, **kwargs)
+
+
+def new_wan(
+    seed: int = 0, operations: Any = TrainingOps, config: dict[str, Any] | None = None, to_train: bool = True
+) -> nn.Module:
+    """A fresh Wan (ComfyUI's WanModel, float32, CPU) with weights drawn from `seed`. to_train: see `new_dit`."""
+    generator = torch.Generator().manual_seed(seed)
+    network = comfy.ldm.wan.model.WanModel(dtype=torch.float32, operations=operations, **(config or WAN_CONFIG))
+    zero = ("self_attn.o", "cross_attn.o", "ffn.2", "time_projection.1", "head.head")
+    _initialise(network, zero if to_train else (), generator)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name.endswith("modulation"):
+                # Neither shift, nor scale, but the blocks' outputs count.
+                parameter.zero_()
+                if name != "head.modulation":
+                    parameter[:, [2, 5]] = 1.0
+    return network
+
+
+class ClipLatents(comfy.latent_formats.Flux):
+    """The latents of pictures, frame by frame."""
+
+    latent_dimensions = 3
+
+
+def load_wan(path: str) -> Any:
+    """The MODEL in a safetensors file of a tiny Wan, sampled with a shift of 3."""
+    weights = load_weights(path)
+    width, _, *patch = weights["patch_embedding.weight"].shape
+    config = {
+        **WAN_CONFIG,
+        "dim": width,
+        "patch_size": tuple(patch),
+        "ffn_dim": len(weights["blocks.0.ffn.0.weight"]),
+        "num_heads": width // 64,
+        "num_layers": len({key.split(".")[1] for key in weights if key.startswith("blocks.")}),
+    }
+    model_config = comfy.supported_models.WAN21_T2V({**config, "image_model": "wan2.1"})
+    model_config.latent_format = ClipLatents()
+    model_config.sampling_settings = {"shift": CLIP_SHIFT}
+    return _patcher(comfy.model_base.WAN21, model_config, weights)
 
 
 def unet_patcher(

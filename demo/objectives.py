@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from comfy.ldm.modules.diffusionmodules.util import timestep_embedding
-from comfy.model_sampling import ModelSamplingDiscrete, ModelSamplingFlux
+from comfy.model_sampling import ModelSamplingDiscrete, ModelSamplingDiscreteFlow, ModelSamplingFlux
 from comfy.samplers import calculate_sigmas
 
+from .clips import step_token
 from .data import PIXELS_PER_TOKEN, Batch, View
 from .latents import PICTURE_CHANNELS
+from .models import CLIP_SHIFT
 from .positions import AddPositions, places
 from .scenes import CANVAS, in_phrases, pooled_tokens, scene_tokens
 
@@ -27,26 +30,79 @@ UNET_CENTRE = 0.9
 def _error(prediction: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
     # The padding channels are easy (their clean value is always 0) and only have to stay at rest.
     squared = (prediction.float() - target).pow(2)
-    squared = (squared if weight is None else squared * weight).mean(dim=(0, 2, 3))
+    squared = (squared if weight is None else squared * weight).movedim(1, 0).flatten(1).mean(1)
     return squared[:PICTURE_CHANNELS].mean() + 0.1 * squared[PICTURE_CHANNELS:].mean()
+
+
+class Asked:
+    """How a network is asked, as ComfyUI asks it: Flux's kind, here."""
+
+    # Where a step of a few lies, and what it is sampled with.
+    levels: Callable[[], Any] = ModelSamplingFlux
+
+    def __call__(
+        self,
+        network: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        sigma: torch.Tensor,
+        tokens: torch.Tensor,
+        told: torch.Tensor | None,
+        view: View,
+    ) -> torch.Tensor:
+        """x: (B, 16, ..., h, w); sigma: (B,); told: (B,), how many steps there are, None where that means nothing."""
+        return network(
+            x,
+            sigma,
+            context=tokens,
+            y=pooled_tokens(tokens),
+            guidance=torch.full_like(sigma, UNGUIDED) if told is None else told,
+            transformer_options={"rope_options": view.rope_options(x.device)},
+        )
+
+
+class AskedWan(Asked):
+    """Wan has no input for how many steps there are: it is one more token of the prompt."""
+
+    @staticmethod
+    def levels() -> Any:
+        levels = ModelSamplingDiscreteFlow()
+        levels.set_parameters(shift=CLIP_SHIFT)
+        return levels
+
+    def __call__(
+        self,
+        network: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        sigma: torch.Tensor,
+        tokens: torch.Tensor,
+        told: torch.Tensor | None,
+        view: View,
+    ) -> torch.Tensor:
+        """See `Asked`."""
+        if told is not None:
+            tokens = torch.cat([tokens, torch.stack([step_token(int(each)) for each in told]).to(tokens)], 1)
+        return network(x, 1000 * sigma, context=tokens, transformer_options={})
 
 
 class FlowObjective:
     """Rectified flow as ComfyUI's CONST: x = sigma * noise + (1 - sigma) * clean, the model predicts noise - clean."""
 
+    def __init__(self, asked: Asked | None = None) -> None:
+        """asked: how the network is asked, by default as Flux."""
+        self.asked = asked or Asked()
+
     def loss(self, network: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
         """Mean squared error over a batch."""
         sigma = torch.sigmoid(batch.view.centre + SPREAD * torch.special.ndtri(batch.quantile))
-        level = sigma[:, None, None, None]
-        prediction = network(
-            level * batch.noise + (1 - level) * batch.clean,
-            sigma,
-            context=batch.tokens,
-            y=pooled_tokens(batch.tokens),
-            guidance=torch.full_like(sigma, UNGUIDED),
-            transformer_options={"rope_options": batch.view.rope_options(sigma.device)},
-        )
+        level = _beside(sigma, batch.clean)
+        x = level * batch.noise + (1 - level) * batch.clean
+        prediction = self.asked(network, x, sigma, batch.tokens, None, batch.view)
         return _error(prediction, batch.noise - batch.clean)
+
+
+def _beside(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """One value for each of a batch, to be multiplied with it."""
+    return values.reshape(-1, *[1] * (x.ndim - 1))
 
 
 class FewStepsObjective:
@@ -54,15 +110,15 @@ class FewStepsObjective:
     guidance: as progressive distillation (Salimans and Ho 2022) and shortcut models (Frans et al. 2024) do it.
 
     One step of 8 is taught to be two of the teacher's 16, guidance and all; one step of 4 to be two of the model's own
-    8. How many steps there are the model is told in the place of Flux's guidance, as a FluxGuidance node sets it.
+    8. How many steps there are a Flux is told in the place of its guidance, as a FluxGuidance node sets it.
     """
 
     STEPS = (4, 8)
 
-    def __init__(self, teacher: Callable[..., torch.Tensor], cfg: float) -> None:
+    def __init__(self, teacher: Callable[..., torch.Tensor], cfg: float, asked: Asked | None = None) -> None:
         """teacher: a network that `FlowObjective` trained, and the guidance that it is sampled with."""
-        self.teacher, self.cfg = teacher, cfg
-        levels = ModelSamplingFlux()
+        self.teacher, self.cfg, self.asked = teacher, cfg, asked or Asked()
+        levels = self.asked.levels()
         self.sigmas = {n: calculate_sigmas(levels, "simple", n) for n in (*self.STEPS, 2 * self.STEPS[-1])}
 
     def loss(self, network: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
@@ -75,20 +131,16 @@ class FewStepsObjective:
         told[:half] = float(few)
         first = self._places(batch.quantile[:half], few)
         second = self._places(batch.quantile[half:], many)
-        start, middle, end = (torch.cat(pair)[:, None, None, None] for pair in zip(first, second, strict=True))
+        start, middle, end = (_beside(torch.cat(pair), batch.clean) for pair in zip(first, second, strict=True))
         x = start * batch.noise + (1 - start) * batch.clean
-        options = {"transformer_options": {"rope_options": batch.view.rope_options(x.device)}}
 
         def student(x: torch.Tensor, sigma: torch.Tensor, part: slice, told: torch.Tensor) -> torch.Tensor:
-            tokens = batch.tokens[part]
-            return network(x, sigma, context=tokens, y=pooled_tokens(tokens), guidance=told, **options)
+            return self.asked(network, x, sigma, batch.tokens[part], told, batch.view)
 
         def teacher(x: torch.Tensor, sigma: torch.Tensor, part: slice) -> torch.Tensor:
             tokens = batch.tokens[part]
-            tokens = torch.cat([tokens, scene_tokens(None).to(tokens).expand_as(tokens)])
-            x, sigma = x.repeat(2, 1, 1, 1), sigma.repeat(2)
-            guidance = torch.full_like(sigma, UNGUIDED)
-            both = self.teacher(x, sigma, context=tokens, y=pooled_tokens(tokens), guidance=guidance, **options)
+            tokens = torch.cat([tokens, scene_tokens(None)[:1].to(tokens).expand_as(tokens)])
+            both = self.asked(self.teacher, torch.cat([x, x]), sigma.repeat(2), tokens, None, batch.view)
             asked, free = both.float().chunk(2)
             return free + self.cfg * (asked - free)
 

@@ -28,6 +28,7 @@ FOLDER = WEIGHTS.parent
 DEFAULTS: dict[str, dict[str, Any]] = {
     "dit": {"cfg": 2.0, "sampler": "euler", "scheduler": "simple"},
     "unet": {"cfg": 2.0, "sampler": "euler", "scheduler": "normal"},
+    "wan": {"cfg": 2.0, "sampler": "euler", "scheduler": "simple"},
 }
 
 

@@ -70,6 +70,8 @@ SHAPE_RADII = (13.0, 19.0, 26.0)
 # Rows and columns of small objects by their count.
 OBJECT_GRIDS = ((1, 3), (2, 3), (3, 4))
 _SALT = 0x70A
+# Down and to the right, in canvas units.
+Shift = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -194,10 +196,13 @@ def _paint(image: np.ndarray, box: tuple[slice, slice], cover: np.ndarray, colou
     part += cover[..., None] * (colour - part)
 
 
-def render(scene: Scene, size: int = CANVAS) -> np.ndarray:
+def render(
+    scene: Scene, size: int = CANVAS, shape_shift: Shift = (0.0, 0.0), objects_shift: Shift = (0.0, 0.0)
+) -> np.ndarray:
     """Draws a scene as float32 RGB of shape (size, size, 3) in -1..1.
 
-    `size` is in pixels and must be a multiple of 32, else ValueError; edges are smoothed over one pixel.
+    `size` is in pixels and must be a multiple of 32, else ValueError; edges are smoothed over one pixel. The shifts
+    move the shape and all small objects off their places.
     """
     if size < 32 or size % 32:
         raise ValueError(f"size must be a positive multiple of 32, not {size}")
@@ -233,11 +238,12 @@ def render(scene: Scene, size: int = CANVAS) -> np.ndarray:
         _paint(image, box, 0.75 * pattern, np.full(3, -0.8 if base.mean() > -0.2 else 0.8, dtype=np.float32))
 
     jitter_y, jitter_x, *shifts = rng.uniform(-3.0, 3.0, size=6).tolist()
-    shape_y, shape_x = (at + jitter for at, jitter in zip(_shape_anchor(scene), (jitter_y, jitter_x), strict=True))
+    anchor, jitter = _shape_anchor(scene), (jitter_y, jitter_x)
+    shape_y, shape_x = (sum(parts) for parts in zip(anchor, jitter, shape_shift, strict=True))
 
     if scene.objects:
         rows, columns = OBJECT_GRIDS[scene.object_count]
-        centre_y, centre_x = _object_anchor(scene)
+        centre_y, centre_x = (sum(parts) for parts in zip(_object_anchor(scene), objects_shift, strict=True))
         for index in range(rows * columns):
             oy = centre_y + shifts[0] + (index // columns - (rows - 1) / 2) * 13
             ox = centre_x + shifts[1] + (index % columns - (columns - 1) / 2) * 13
@@ -286,14 +292,27 @@ def render_batch(scenes: list[Scene], size: int = CANVAS) -> torch.Tensor:
 
 
 @lru_cache(maxsize=1)
+def _all_codes() -> torch.Tensor:
+    """As many rows as there can be, orthogonal and of mean square 1."""
+    generator = torch.Generator().manual_seed(_SALT)
+    square = torch.randn(TEXT_DIM, TEXT_DIM, generator=generator, dtype=torch.float64)
+    return (torch.linalg.qr(square).Q * math.sqrt(TEXT_DIM)).float()
+
+
+@lru_cache(maxsize=1)
 def _codes() -> tuple[torch.Tensor, tuple[int, ...]]:
     """One row per attribute value plus a last one for "nothing said", and each attribute's first row."""
     sizes = [len(values) for values in ATTRIBUTES.values()]
-    generator = torch.Generator().manual_seed(_SALT)
-    square = torch.randn(TEXT_DIM, TEXT_DIM, generator=generator, dtype=torch.float64)
-    orthogonal = torch.linalg.qr(square).Q * math.sqrt(TEXT_DIM)
     starts = tuple(sum(sizes[:index]) for index in range(len(sizes)))
-    return orthogonal[: sum(sizes) + 1].float(), starts
+    return _all_codes()[: sum(sizes) + 1], starts
+
+
+def spare_codes(count: int) -> torch.Tensor:
+    """Codes that no attribute has, for what else is to be said: (count, TEXT_DIM)."""
+    free = _all_codes()[len(_codes()[0]) :]
+    if count > len(free):
+        raise ValueError(f"{count} codes are asked for, {len(free)} are free")
+    return free[:count]
 
 
 def scene_tokens(scene: Scene | None) -> torch.Tensor:

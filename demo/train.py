@@ -1,4 +1,4 @@
-"""Trains the tiny models: `python -m demo.train dit|unet [--steps N] [--minutes M] [--resume] [--seed S]`.
+"""Trains the tiny models: `python -m demo.train dit|unet|wan [--steps N] [--minutes M] [--resume] [--seed S]`.
 
 Every step draws its own numbers from (seed, step), so a resumed run goes on exactly as an unbroken one would. Most
 early steps see whole scenes at half the size, or crops that keep their place (a quarter of the tokens either way); most
@@ -29,12 +29,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import models
 from .compact import load_weights
-from .data import Batch, Batches, Plan
-from .objectives import FewStepsObjective, FlowObjective, VelocityObjective
+from .data import KINDS, Batch, Batches, Plan
+from .objectives import Asked, AskedWan, FewStepsObjective, FlowObjective, VelocityObjective
 from .sampling import DEFAULTS
 
 # Convolutions, which make up half of the UNet, want a lower rate than the matrices.
-SHARE_OF_RATE = {"dit": 1.0, "unet": 0.25}
+SHARE_OF_RATE = {"dit": 1.0, "unet": 0.25, "wan": 1.0}
 
 
 def _optimisers(network: torch.nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
@@ -66,7 +66,7 @@ class Trainer:
         self.plan = plan
         self.device = device
         self.config = config
-        make = models.new_dit if plan.kind == "dit" else models.new_unet
+        make = {"dit": models.new_dit, "unet": models.new_unet, "wan": models.new_wan}[plan.kind]
         if config is None and plan.kind == "dit":
             config = self.config = models.dit_config(plan.width, plan.blocks, plan.token)
         self.network = make(plan.seed, config=config).to(device).train().requires_grad_(True)
@@ -75,17 +75,19 @@ class Trainer:
         self.average = {name: value.detach().clone() for name, value in self.network.named_parameters()}
         self.optimisers = _optimisers(self.network, plan)
         self.step = 0
-        self.seen = {"half": 0, "crop": 0, "full": 0}
+        self.seen: dict[str, int] = {}
 
     def _objective(self, teacher: Path | None, compiled: bool) -> FlowObjective | FewStepsObjective | VelocityObjective:
         if self.plan.kind == "unet":
             return VelocityObjective()
+        asked = AskedWan() if self.plan.kind == "wan" else Asked()
         if teacher is None:
-            return FlowObjective()
-        network = models.new_dit(config=self.config).to(self.device).eval().requires_grad_(False)
+            return FlowObjective(asked)
+        new = models.new_wan if self.plan.kind == "wan" else models.new_dit
+        network = new(config=self.config).to(self.device).eval().requires_grad_(False)
         network.load_state_dict({name: value.float() for name, value in load_weights(teacher).items()})
-        cfg = DEFAULTS["dit"]["cfg"]
-        return FewStepsObjective(torch.compile(network, dynamic=False) if compiled else network, cfg)
+        cfg = DEFAULTS[self.plan.kind]["cfg"]
+        return FewStepsObjective(torch.compile(network, dynamic=False) if compiled else network, cfg, asked)
 
     def train_step(self, batch: Batch) -> float:
         """One optimiser step on the batch of `self.step`; returns its loss."""
@@ -102,7 +104,7 @@ class Trainer:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         self.step += 1
-        self.seen[batch.sort] += batch.clean.shape[0]
+        self.seen[batch.sort] = self.seen.get(batch.sort, 0) + batch.clean.shape[0]
         keep = min(self.plan.ema, (1 + self.step) / (10 + self.step))
         with torch.no_grad():
             parameters = dict(self.network.named_parameters())
@@ -200,7 +202,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line, see the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("kind", choices=("dit", "unet"))
+    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--steps", type=int, default=8000, help="length of the whole run, over which the rate falls")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this long, with a checkpoint")
     parser.add_argument("--seed", type=int, default=0)
@@ -227,8 +229,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--export", type=Path, default=None, help="where to write the weights at the end")
     args = parser.parse_args(given)
     if args.teacher and args.kind == "unet":
-        parser.error("--teacher is of the DiT")
-    if args.deep and args.kind == "dit":
+        parser.error("--teacher is not for the UNet")
+    if args.deep and args.kind != "unet":
         parser.error("--deep is of the UNet")
     return args
 

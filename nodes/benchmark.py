@@ -134,8 +134,9 @@ class ToMABenchmark(io.ComfyNode):
             timings = timing.measure(model, candidates, Task(positive, negative, size, steps), runs, told)
         fastest, nearest = timing.worthwhile(timings), timing.nearest(timings)
         verdict = _verdict(timings, fastest, nearest)
-        if not applied.used and applied.note:
-            verdict.append(applied.note)
+        doubt = applied.doubt if applied.used else applied.note
+        if doubt:
+            verdict.append(doubt)
         notes = [
             f"Preset {preset}, latent {size.shape[-1]} x {size.shape[-2]}, batch {size.shape[0]}, "
             f"{'with' if negative is not None else 'without'} negative; {runs} runs of {steps} steps each, in turn "

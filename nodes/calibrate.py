@@ -140,7 +140,7 @@ class ToMACalibrate(io.ComfyNode):
         cost = f"Measured with {found.probes} evaluations beside the three runs of {steps} steps."
         image = as_image(front_chart(notes, *_front(found), [cost]))
         shown = {**ui.PreviewImage(image, cls=cls).as_dict(), **said("\n".join(notes), cost)}
-        return io.NodeOutput(found.model, found.profile.text(), image, ui=shown)
+        return io.NodeOutput(found.model, found.profile.text() if found.profile else "", image, ui=shown)
 
 
 def _notes(found: Calibrated, distance: float | None) -> list[str]:
@@ -156,6 +156,14 @@ def _notes(found: Calibrated, distance: float | None) -> list[str]:
                 f"The preset '{name}' is as good here, and its ratios are given out. The choice had distance "
                 f"{found.found:.3f}."
             ]
+            if not math.isfinite(found.found):
+                given_out = f"so the preset '{name}' is given out."
+                return [f"The choice ends in values that are no numbers (NaN), {given_out}", preset]
+            if found.found < usual:
+                notes = [
+                    f"The choice did not come out as predicted, so the preset '{name}' is given out. The choice had "
+                    f"distance {found.found:.3f}."
+                ]
         predicted = f"Predicted {found.chosen.distance:.3f}, found {found.found:.3f}"
         doubt = ": it cannot be told for this model. Go by what was found."
         notes += [preset, f"{predicted}{'.' if found.held else doubt}"]
@@ -170,7 +178,7 @@ def _notes(found: Calibrated, distance: float | None) -> list[str]:
         notes = [f"Nothing stays within {distance:g}, so the profile leaves everything unmerged. Allow more.", preset]
     if distance is not None and found.found > distance:
         notes.append(f"That is farther than {distance:g}. Ask for less, or use more steps or images to measure with.")
-    if found.unmeasured:
+    if found.unmeasured and not found.keeps_preset:
         notes.append(
             f"Unmerged, as nothing was found out about them: {', '.join(found.unmeasured)}. If another node skips "
             "evaluations, as step caches do, put it after this one."

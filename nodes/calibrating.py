@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import comfy.model_management
@@ -21,8 +22,10 @@ from torch import Tensor
 
 from ..toma_core import Settings, ToMAConfig
 from ..toma_core.calibration import Choice, Option, Table, amplified, fastest, filled, front, held, nearest
+from ..toma_core.detail import MOST
 from ..toma_core.profile import Profile, changed
 from .adapters import registry, reports
+from .adapters.attention import dtype_of
 from .adapters.bare import bare
 from .adapters.family import BlockFacts
 from .adapters.identity import blocks_of, fingerprint
@@ -83,15 +86,15 @@ class Run:
 class Calibrated:
     """What came of it.
 
-    model: merged as `profile` says: by the choice, or by the preset where that is nearer, or not at all. choices: the
-    front. preset: name, work and distance of the preset. found: distance of the choice, at `chosen.work`. keeps_preset:
-    it is nearer than the choice. probes: evaluations beside the sampling runs. problem: why nothing was chosen, in
-    words. without: what the model has, and was measured without. unmeasured: blocks that the preset merges and that
-    nothing was found out about.
+    model: merged as `profile` says: by the choice, or by the preset where that is nearer, or not at all. profile: None
+    where nothing was learnt. choices: the front. preset: name, work and distance of the preset. found: distance of the
+    choice, at `chosen.work`. keeps_preset: it is nearer than the choice. probes: evaluations beside the sampling runs.
+    problem: why nothing was chosen, in words. without: what the model has, and was measured without. unmeasured: blocks
+    that the preset merges and that nothing was found out about.
     """
 
     model: ModelPatcher
-    profile: Profile
+    profile: Profile | None
     choices: Sequence[Choice]
     chosen: Choice
     found: float
@@ -132,7 +135,7 @@ def calibrate(
             f"ToMA cannot calibrate this model ({type(base.model.diffusion_model).__name__}): its blocks are not as "
             "this version of the pack knows them. Look for a newer version, or bypass the ToMA Calibrate node."
         )
-    sites = sites_of(facts, min(_MOST_SITES, max(_LEAST_SITES, most // 2 - 2)))
+    sites = sites_of(facts, min(_MOST_SITES, max(_LEAST_SITES, most // 2 - 2), _sites_kept(base, facts, task)))
     progress = comfy.utils.ProgressBar(3 * task.steps + max(most, _LEAST_PROBES))
 
     def tick(*_: Any) -> None:
@@ -158,6 +161,8 @@ def calibrate(
     work = Work(facts, merged | of_usual, len(probes.sigmas))
     saved = work.saved(sorted(of_usual), RATIO, sum(len(band.steps) for band in probes.bands))
     problem = "" if math.isfinite(usual_distance) else _no_numbers(whole)
+    if not problem and probes.sigmas and not probes.bands:
+        problem = f"Nothing was measured: in {task.steps} steps the preset runs every step in full. Use more steps."
     table = {} if problem else _table(probes, work, of_usual & merged, whole, beside)
     chosen = nearest(table, saved) if distance is None else fastest(table, distance)
     above = [band.above for band in probes.bands] or [0.0]
@@ -178,7 +183,7 @@ def calibrate(
     progress.update_absolute(progress.total)
     return Calibrated(
         model=plain if profile.empty else attach(plain, profile.config(), bands=profile.bands(names)),
-        profile=profile,
+        profile=None if problem and problem != _MERGED_NONE else profile,
         choices=front(table),
         chosen=chosen,
         found=found,
@@ -189,6 +194,15 @@ def calibrate(
         without=without,
         unmeasured=[site for site, blocks in sites.items() if {*blocks} & of_usual and not probes.measured(site)],
     )
+
+
+def _sites_kept(model: ModelPatcher, facts: Sequence[BlockFacts], task: Task) -> int:
+    """How many sites' detail a run may hold: each has chains of its own, and videos give detail up above `MOST`."""
+    if task.latent.ndim < 5 or task.latent.shape[2] == 1:
+        return _MOST_SITES
+    largest = max(fact.tokens * (fact.width or 1024) for fact in facts)
+    held = largest * len(task.latent) * task.conditions * dtype_of(model).itemsize
+    return max(1, int(0.9 * MOST / held))
 
 
 _WHOLE_NONE = (
@@ -234,7 +248,7 @@ def _table(probes: Probes, work: Work, usual: frozenset[str], whole: Run, beside
         list(probes.sites),
         RATIO,
     )
-    passed = [(1 - after / before) ** 2 for before, after in zip(probes.sigmas, (*probes.sigmas[1:], 0.0), strict=True)]
+    passed = [(1 - after / before) ** 2 for before, after in pairwise((*probes.sigmas, 0.0))]
     injected = [0.0] * len(passed)
     for level, band in enumerate(probes.bands):
         there = sum(

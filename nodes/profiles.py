@@ -21,13 +21,14 @@ _ALL_WHOLE = "The profile leaves everything unmerged: ratio and preset do nothin
 
 @dataclass(frozen=True)
 class Applied:
-    """Settings and ratios to patch with. note: what is to be said of the profile. used: whether there is one that can
-    be."""
+    """Settings and ratios to patch with. used: whether there is a profile that can be. note: what is to be said of it.
+    doubt: the part of that which tells of other LoRAs."""
 
     settings: Settings
     bands: Bands = ()
     note: str = ""
     used: bool = False
+    doubt: str = ""
 
 
 def apply(model: ModelPatcher, settings: Settings, told: Any) -> Applied:
@@ -37,7 +38,7 @@ def apply(model: ModelPatcher, settings: Settings, told: Any) -> Applied:
     place of the one that is set. Raises `UnsupportedModelError`.
     """
     told = told.strip() if isinstance(told, str) else told
-    if not told:
+    if told is None or (isinstance(told, str) and not told):
         return Applied(settings)
     try:
         profile = parsed(told)
@@ -50,7 +51,7 @@ def apply(model: ModelPatcher, settings: Settings, told: Any) -> Applied:
     if other:
         _log_once(other)
     note = "\n".join(filter(None, [_ALL_WHOLE if profile.empty else _BY_PROFILE, other]))
-    return Applied(settings, bands, note, used=True)
+    return Applied(settings, bands, note, used=True, doubt=other)
 
 
 @lru_cache(maxsize=64)

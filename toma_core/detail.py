@@ -76,6 +76,11 @@ class Details:
             self._conditions |= conditions
             return replace(decision, keeps_detail=True)
 
+    def forget_extra(self) -> None:
+        """As if no evaluation had run whole for new conditions since the last whole step: the next one keeps again."""
+        with self._lock:
+            self._conditions, self._extra = frozenset(), -1
+
     def keep(self, keys: tuple[Hashable, ...], update: Tensor) -> None:
         """Keep the equal chunks of (B, N, C), one under each key. The first of a whole step drops those of the last: no
         sooner, as somebody may skip the step."""

@@ -141,6 +141,14 @@ class Schedule:
 
     def why_full(self) -> str:
         """The setting by which steps run in full, for the report; empty if none does."""
+        told = [self._full_by_setting(), "profile" if self._full_by_profile() else ""]
+        return ", ".join(filter(None, told))
+
+    def _full_by_profile(self) -> bool:
+        inside = [(sigma, step) for step, sigma in enumerate(self.sigmas) if self.in_range(sigma)]
+        return bool(self.bands) and any(not any((self.ratios_at(*each) or {}).values()) for each in inside)
+
+    def _full_by_setting(self) -> str:
         config = self.config
         if config.whole_every:
             return f"whole_every = {config.whole_every}"

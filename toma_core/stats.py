@@ -154,7 +154,7 @@ class RunStats:
 
     def _reasons(self) -> list[str]:
         """Why parts stayed unmerged, what concerns most of them first."""
-        settings = "start percent, end percent, full step every, compare tokens by"
+        settings = "start percent, end percent, full step every, compare tokens by, profile"
         found = sorted(self.left_whole, key=lambda reason: -len(self.left_whole[reason]))
         return found or [f"every step ran in full ({settings})"]
 
@@ -163,7 +163,7 @@ class RunStats:
 
     @property
     def _or_more(self) -> str:
-        return " or more" if self.by_profile else ""
+        return "+" if self.by_profile else ""
 
     def _at_most(self, share: str) -> str:
         """By a profile blocks differ: what is known of a step is the most."""

@@ -64,7 +64,7 @@ function labelOf(node, name) {
 }
 
 function inTheirWords(text, node) {
-  const lines = text.replace(/^ToMA: /, "").split("\n")
+  const lines = text.replace(/^ToMA: /gm, "").split("\n")
   return lines.map((line) => /^\s*/.exec(line)[0] + translated(line.trim(), node)).join("\n")
 }
 

@@ -80,6 +80,7 @@ class Probes:
     _errors: dict[Probe, Tensor] = field(default_factory=dict)
     _merged: set[str] = field(default_factory=set)
     _whole: set[str] = field(default_factory=set)
+    _over: bool = False
 
     @property
     def sigmas(self) -> tuple[float, ...]:
@@ -152,7 +153,7 @@ class Probes:
             sampling.run.schedule = self.schedule
 
     def _wanted(self, probe: Probe) -> bool:
-        return probe.site not in self._whole
+        return not self._over and probe.site not in self._whole
 
     def _probe(self, probe: Probe, step: int, sampling: Sampling, again: _Again, whole: Tensor) -> None:
         sites = self.sites if probe.site is None else (probe.site,)
@@ -165,6 +166,15 @@ class Probes:
             merged = stats.merged_blocks & blocks
         finally:
             stats.merged_blocks |= before
+        run = sampling.run
+        if run.details.given_up or run.unplanned:
+            self._over = True  # for want of memory, and there will be no more of it
+            return
+        if decision.keeps_detail:
+            # A condition is new, so this ran whole to keep detail: of the sites asked for alone, and all are needed.
+            run.details.forget_extra()
+            run.schedule = self._at(dict.fromkeys(self.sites, RATIO))
+            again()
         if not decision.merged_ratio or decision.plain:
             # Whole after all, as where a condition is new or plans await a picture: once more in the next step.
             later = next((n for n in self.bands[probe.level].steps if n > step), None)

@@ -28,6 +28,7 @@ SMALL = {
         "transformer_depth_middle": 1,
         "transformer_depth_output": [0, 0, 1, 1, 1, 1],
     },
+    "wan": {**models.WAN_CONFIG, "num_layers": 2},
 }
 CPU = torch.device("cpu")
 
@@ -55,7 +56,7 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet"])
+@pytest.mark.parametrize("kind", ["dit", "unet", "wan"])
 def test_runs_resumes_and_repeats(kind: str, tmp_path: Path) -> None:
     def fresh(seed: int = 0) -> Trainer:
         return Trainer(_plan(kind, seed), CPU, config=SMALL[kind])
@@ -196,7 +197,7 @@ def test_whole_pictures_alone_to_go_on_with() -> None:
 
 
 def test_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="dit or unet"):
+    with pytest.raises(ValueError, match="dit, unet or wan"):
         _plan("vae")
 
 
@@ -255,4 +256,4 @@ def test_few_steps_are_taught_by_a_trained_dit(tmp_path: Path) -> None:
 def test_there_is_a_teacher_for_the_dit_alone(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(["unet", "--teacher", "weights.safetensors"])
-    assert "--teacher is of the DiT" in capsys.readouterr().err
+    assert "--teacher is not for the UNet" in capsys.readouterr().err

@@ -126,6 +126,43 @@ def test_a_video(model_of: Any, calibrated: Any, no_state_left: None) -> None:
     )
 
 
+def test_a_video_measures_no_more_sites_than_it_has_room_for(
+    model_of: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each site keeps its own detail, and a video whose detail is too much gives up all of it."""
+    wan = model_of("wan")
+    facts = pack_module("nodes.adapters.identity").blocks_of(wan, torch.zeros(1, 16, 3, 32, 32))
+    one = max(fact.tokens * fact.width for fact in facts) * 2 * 4
+    for module in (calibrating, pack_module("toma_core.detail")):
+        monkeypatch.setattr(module, "MOST", int(2.4 * one))
+    _, text, _, answer = calibrated(wan, latent={"samples": torch.zeros(1, 16, 3, 32, 32)})
+    said = answer.ui["toma"][0]["text"]
+    assert "Predicted" in said
+    assert "nothing was found out" not in said
+    assert len(profiles.parsed(text).ratios) <= 2
+
+
+def test_another_node_that_answers_for_the_sampler(unet: Any, calibrated: Any) -> None:
+    """Evaluations that go past our wrappers."""
+    import comfy.samplers
+
+    odd = unet.clone()
+    odd.model_options["sampler_calc_cond_batch_function"] = lambda given: comfy.samplers._calc_cond_batch(
+        given["model"], given["conds"], given["input"], given["sigma"], given["model_options"]
+    )
+    _, text, _, answer = calibrated(odd)
+    assert "another node answers for the model" in answer.ui["toma"][0]["text"]
+    assert profiles.parsed(text).empty
+
+
+def test_too_few_steps_for_the_preset(flux: Any, calibrated: Any) -> None:
+    model, text, _, answer = calibrated(flux, steps=2)
+    said = "Nothing was measured: in 2 steps the preset runs every step in full. Use more steps."
+    assert answer.ui["toma"][0]["text"] == said
+    assert text == "", "a profile that leaves everything unmerged would hold for 20 steps too"
+    assert run.attachment_of(model) is None
+
+
 def test_a_step_cache_is_left_out_of_measuring_only(unet: Any, calibrated: Any) -> None:
     from comfy_extras.nodes_easycache import EasyCacheNode
 
@@ -169,7 +206,7 @@ def test_values_that_are_no_numbers(unet: Any, calibrated: Any, merged_too: bool
     said = answer.ui["toma"][0]["text"]
     assert said.startswith("Nothing was measured" if merged_too else "Nothing is merged")
     assert "NaN" in said
-    assert profiles.parsed(text).empty
+    assert text == "" if merged_too else profiles.parsed(text).empty
     assert picture.isfinite().all()
     assert run.attachment_of(model) is None
 
@@ -228,6 +265,7 @@ def test_what_is_no_profile_is_said_and_the_preset_runs(unet: Any, flux: Any) ->
     for text, why in (
         ("nonsense", "damaged"),
         (5, "not the text"),
+        (torch.ones(2), "not the text"),
         ("[" * 9000, "damaged"),
         (newer, "newer version"),
         (found_profile(flux), "of another model"),
@@ -260,7 +298,7 @@ def test_a_profile_is_said_on_the_node_and_in_the_report(unet: Any, stats_of: An
     sampled(answer.args[0])
     stats = stats_of(answer.args[0])
     assert stats.headline().startswith("On: up to three quarters of the tokens merged, 2 of ")
-    assert "400 -> 100 or more (20 x 20)" in stats.numbers()
+    assert "400 -> 100+ (20 x 20)" in stats.numbers()
     assert "at ratio up to 0.75" in stats.text()
 
 
@@ -281,6 +319,15 @@ def test_a_prediction_that_failed_is_not_believed() -> None:
     far = calibrating.Calibrated(found=0.2, preset=("balanced", 0.8, 0.15), keeps_preset=True, **given)
     assert "cannot be told" in "\n".join(calibrate._notes(far, None))
     assert "preset 'balanced' is as good here" in calibrate._notes(far, None)[0]
+    nearer = dataclasses.replace(far, found=0.14, unmeasured=["a"])
+    assert calibrate._notes(nearer, None)[0] == (
+        "The choice did not come out as predicted, so the preset 'balanced' is given out. The choice had "
+        "distance 0.140."
+    )
+    assert "Unmerged" not in "\n".join(calibrate._notes(nearer, None)), "the preset merges them"
+    broken = calibrate._notes(dataclasses.replace(far, found=float("nan")), None)
+    assert broken[0].startswith("The choice ends in values that are no numbers (NaN), so the preset 'balanced'")
+    assert "nan" not in "\n".join(broken)
     close = calibrating.Calibrated(found=0.11, preset=("balanced", 0.8, 0.15), **given)
     assert calibrate._notes(close, None)[0] == "Calibrated: distance 0.110 at 80 % of the blocks' work."
     assert "cannot be told" not in "\n".join(calibrate._notes(close, None))

@@ -280,3 +280,12 @@ def test_a_border_ends_a_chain() -> None:
     schedule = Schedule(ToMAConfig(), SIGMAS, bands=((0.0, {"a": 0.5, "b": 0.5}),), borders=frozenset("b"))
     assert not schedule.decide(1.0).joins("a", "b")
     assert schedule.decide(1.0).joins("b", "a")
+
+
+def test_a_profile_that_leaves_a_noise_level_whole_is_named() -> None:
+    config, sigmas = ToMAConfig(whole_every=3), tuple(float(10 - step) for step in range(10))
+    assert Schedule(config, sigmas, bands=((0.0, {"a": 0.5}),)).why_full() == "whole_every = 3"
+    assert (
+        Schedule(config, sigmas, bands=((4.0, {"a": 0.5}), (0.0, {"a": 0.0}))).why_full() == "whole_every = 3, profile"
+    )
+    assert Schedule(ToMAConfig(), sigmas, bands=((4.0, {"a": 0.5}), (0.0, {}))).why_full() == "profile"

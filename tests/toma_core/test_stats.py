@@ -111,7 +111,7 @@ def test_the_reason_that_concerns_most_comes_first() -> None:
 
 def test_a_run_that_merged_nothing_says_why() -> None:
     stats = RunStats()
-    settings = "start percent, end percent, full step every, compare tokens by"
+    settings = "start percent, end percent, full step every, compare tokens by, profile"
     assert stats.summary() == f"nothing was merged: every step ran in full ({settings})"
     stats.whole("model", "a model or latent of unknown kind")
     assert stats.summary() == "nothing was merged: a model or latent of unknown kind"

@@ -120,8 +120,8 @@ def test_what_merged_nothing_is_not_free(unet: Any) -> None:
     assert all(error > 0 for error in (*probes.sites_found.values(), *probes.together.values()))
 
 
-def test_a_condition_that_begins_on_the_way(unet: Any, no_state_left: None) -> None:
-    """An evaluation with somebody new is whole after all: it is measured in the step after."""
+def test_a_condition_that_begins_on_the_way(unet: Any, no_state_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation with somebody new is whole after all: it is measured in the step after, and all are with detail."""
     sites = probing.sites_of(identity.blocks_of(unet), 6)
     settings = core.ToMAConfig(min_tokens=4, **{**CLOSE, "whole_every": 3})
     first = probing.Probes(sites, 0)
@@ -134,10 +134,32 @@ def test_a_condition_that_begins_on_the_way(unet: Any, no_state_left: None) -> N
     later = models.conditioning(unet, seed=3, start_percent=start, end_percent=1.0)
     probes = probing.Probes(sites, 1000)
     both = [*models.conditioning(unet, seed=1), *later]
+    details = pack_module("toma_core.detail").Details
+    kept, lacking = details.kept, []
+
+    def watched(self: Any, keys: Any, like: torch.Tensor) -> Any:
+        found = kept(self, keys, like)
+        lacking.extend([keys] if found is None else [])
+        return found
+
+    monkeypatch.setattr(details, "kept", watched)
     latent = models.sample(probes.on(patched), SIDE, SIDE, steps=12, positive=both)
     assert torch.equal(latent, models.sample(unet, SIDE, SIDE, steps=12, positive=both))
     assert {*probes.sites_found} == {(site, level) for site in sites for level in range(len(probes.bands))}
     assert probes.made > probes.done + len(probes.bands)
+    assert lacking == []
+
+
+def test_a_video_whose_detail_is_too_much_is_not_asked_again(
+    model_of: Any, no_state_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack_module("toma_core.detail"), "MOST", 1)
+    wan = model_of("wan")
+    probes = probing.Probes(probing.sites_of(identity.blocks_of(wan), 4), 1000)
+    patched = probes.on(run.attach(wan, core.ToMAConfig(min_tokens=4, **{**CLOSE, "whole_every": 3})))
+    models.sample(patched, SIDE, SIDE, steps=12, frames=3)
+    assert probes.done == 0
+    assert probes.made <= 2
 
 
 def test_values_that_are_no_numbers(unet: Any) -> None:

@@ -37,7 +37,7 @@ def test_settings_that_never_merge_return_the_very_same_object(model: Any, attac
     assert attach(model, **settings) is model
 
 
-ALL_WHOLE = "every step ran in full (start percent, end percent, full step every, compare tokens by)"
+ALL_WHOLE = "every step ran in full (start percent, end percent, full step every, compare tokens by, profile)"
 
 
 @pytest.mark.compat
