@@ -42,6 +42,12 @@ def clips_to_model(clips: torch.Tensor) -> torch.Tensor:
     return frames.unflatten(0, (len(clips), -1)).movedim(1, 2)
 
 
+def model_to_clips(latent: torch.Tensor) -> torch.Tensor:
+    """Model space (B, 16, T, h, w) -> clips (B, 3, T, 2h, 2w), frame by frame."""
+    frames = model_to_image(latent.movedim(2, 1).flatten(0, 1))
+    return frames.unflatten(0, (len(latent), -1)).movedim(1, 2)
+
+
 def encode(image: torch.Tensor) -> torch.Tensor:
     """Pictures (B, 3, H, W) in -1..1 -> ComfyUI latents (B, 16, H/2, W/2)."""
     return image_to_model(image) / SCALE_FACTOR + SHIFT_FACTOR

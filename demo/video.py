@@ -1,0 +1,88 @@
+"""Draws clips with the tiny Wan through ComfyUI's own samplers: `python -m demo.video --weights wan.safetensors`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from .comfy_setup import prepare
+
+if __name__ == "__main__":
+    prepare()
+
+import comfy.sample
+import torch
+
+from .checker import FIRST_TEST_SEED
+from .clips import FRAMES, Clip, clip_from_seed, clip_tokens, render_clips, step_token
+from .data import CLIP_SIZE
+from .latents import LATENT_CHANNELS, UNSHUFFLE, model_to_clips
+from .models import ClipLatents, load_wan
+from .sampling import DEFAULTS, contact_sheet
+
+
+def clip_conditioning(clips: list[Clip | None], told: int | None = None) -> list[list[Any]]:
+    """CONDITIONING of a batch: clip i belongs to latent i; None: the empty prompt. told: how many steps there are, for
+    a model that was taught few."""
+    tokens = torch.stack([clip_tokens(clip) for clip in clips])
+    if told is not None:
+        tokens = torch.cat([tokens, step_token(told).expand(len(clips), 1, -1)], 1)
+    return [[tokens, {}]]
+
+
+def draw_clips(
+    model: Any, clips: list[Clip], seeds: list[int], steps: int, cfg: float, told: int | None = None, batch: int = 4
+) -> torch.Tensor:
+    """Samples one latent per clip: (len(clips), 16, FRAMES, h, w), float32 on the CPU. `seeds` gives each its noise."""
+    side, results = CLIP_SIZE // UNSHUFFLE, []
+    shape = (LATENT_CHANNELS, FRAMES, side, side)
+    for start in range(0, len(clips), batch):
+        part, part_seeds = clips[start : start + batch], seeds[start : start + batch]
+        noise = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in part_seeds]
+        results.append(
+            comfy.sample.sample(
+                model,
+                torch.stack(noise),
+                steps,
+                cfg,
+                DEFAULTS["wan"]["sampler"],
+                DEFAULTS["wan"]["scheduler"],
+                clip_conditioning(list(part), told),
+                clip_conditioning([None] * len(part), told),
+                torch.zeros(len(part), *shape),
+                disable_pbar=True,
+                seed=part_seeds[0],
+            )
+        )
+    return torch.cat(results).float().cpu()
+
+
+def decode_clips(latent: torch.Tensor) -> torch.Tensor:
+    """ComfyUI latents (B, 16, T, h, w) -> clips (B, 3, T, 2h, 2w), about -1..1, not clamped."""
+    return model_to_clips(ClipLatents().process_in(latent))
+
+
+def main() -> None:
+    """Command line: a sheet with a clip in each row, and below each the same clip as our code draws it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--cfg", type=float, default=DEFAULTS["wan"]["cfg"])
+    parser.add_argument("--told", type=int, help="how many steps a model is told that was taught few")
+    parser.add_argument("--sheet", type=Path, required=True, help="where to write the PNG")
+    args = parser.parse_args()
+    clips = [clip_from_seed(FIRST_TEST_SEED + index) for index in range(args.count)]
+    begin = time.monotonic()
+    model = load_wan(str(args.weights))
+    drawn = decode_clips(draw_clips(model, clips, list(range(args.count)), args.steps, args.cfg, args.told))
+    print(f"{args.count} clips, {args.steps} steps: {(time.monotonic() - begin) / args.count:.2f} s each")
+    rows = torch.stack([drawn, render_clips(clips, CLIP_SIZE)], 1).movedim(3, 2).flatten(0, 2)
+    large = torch.nn.functional.interpolate(rows, scale_factor=3.0)
+    contact_sheet(large, FRAMES).save(args.sheet, optimize=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Scenes in motion, and the tiny Wan that is trained on them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import comfy.model_base
+import numpy as np
+import pytest
+import torch
+from comfy.samplers import calculate_sigmas
+from PIL import Image
+from safetensors.torch import save_file
+
+from demo import models, video
+from demo.clips import FRAMES, MOTIONS, Clip, clip_from_seed, clip_tokens, render_clips, step_token
+from demo.data import CLIP_SIZE, Batches, Plan
+from demo.latents import clips_to_model, image_to_model, model_to_clips
+from demo.objectives import AskedWan, FewStepsObjective
+from demo.scenes import ATTRIBUTES, TEXT_DIM, render, scene_from_seed, scene_tokens, spare_codes
+
+SMALL = {**models.WAN_CONFIG, "num_layers": 2}
+
+
+def test_what_moves_moves_and_all_else_stands_still() -> None:
+    scene = replace(scene_from_seed(1), texture=0, objects=0, gradient=0, shape=0, shape_size=0, shape_cell=4)
+    (clip,) = render_clips([Clip(scene, shape_way=2, speed=1)], 128)
+    assert clip.shape == (3, FRAMES, 128, 128)
+    middle = torch.from_numpy(render(scene)).permute(2, 0, 1)
+    torch.testing.assert_close(clip[:, FRAMES // 2], middle)
+    # To the right by six pixels a frame.
+    torch.testing.assert_close(clip[:, 3, 40:90, 46:96], clip[:, 2, 40:90, 40:90])
+    still = render_clips([Clip(scene)], 64)[0]
+    assert all(torch.equal(still[:, frame], still[:, 0]) for frame in range(FRAMES))
+
+
+def test_a_clip_is_told_by_its_scene_and_its_motions() -> None:
+    clip = clip_from_seed(11)
+    assert clip == clip_from_seed(11)
+    assert clip.scene == scene_from_seed(11)
+    tokens = clip_tokens(clip)
+    assert tokens.shape == (len(ATTRIBUTES) + len(MOTIONS), TEXT_DIM)
+    assert torch.equal(tokens[: len(ATTRIBUTES)], scene_tokens(clip.scene))
+    said = torch.cat([clip_tokens(clip_from_seed(seed))[len(ATTRIBUTES) :] for seed in range(40)]).unique(dim=0)
+    assert len(said) == sum(map(len, MOTIONS.values())), "each value has a code of its own"
+    others = torch.cat([said, scene_tokens(scene_from_seed(5)), scene_tokens(None)[:1], step_token(4), step_token(8)])
+    near = (others @ others.T / TEXT_DIM).fill_diagonal_(0)
+    assert near.abs().max() < 1e-4
+    assert torch.equal(clip_tokens(None), scene_tokens(None)[:1].expand(len(tokens), -1))
+    with pytest.raises(ValueError, match="codes are asked for"):
+        spare_codes(100)
+
+
+def test_clips_are_pictures_frame_by_frame() -> None:
+    clips = render_clips([clip_from_seed(1), clip_from_seed(2)], CLIP_SIZE)
+    latent = clips_to_model(clips)
+    assert latent.shape == (2, 16, FRAMES, CLIP_SIZE // 2, CLIP_SIZE // 2)
+    assert torch.equal(latent[:, :, 3], image_to_model(clips[:, :, 3]))
+    assert torch.equal(model_to_clips(latent), clips)
+
+
+def test_a_batch_of_clips() -> None:
+    batch = Batches(Plan("wan", 3, crop_batch=4))[1]
+    assert batch.sort == "clip"
+    assert batch.clean.shape == batch.noise.shape == (4, 16, FRAMES, 16, 16)
+    assert batch.tokens.shape == (4, 17, TEXT_DIM)
+
+
+def test_the_wan_learns_and_is_taught_few_steps() -> None:
+    """Its steps are told by a token, and lie where ComfyUI's sampler has them."""
+    batch = Batches(Plan("wan", 3, crop_batch=4))[0]
+    seen = []
+
+    def spy(
+        x: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, transformer_options: object
+    ) -> torch.Tensor:
+        seen.append((timestep, context.shape[1]))
+        return torch.zeros_like(x)
+
+    asked = AskedWan()
+    FewStepsObjective(spy, 2.0, asked).loss(spy, batch)
+    assert [tokens for _, tokens in seen] == [18, 17, 18, 17, 18]
+    levels = set(calculate_sigmas(AskedWan.levels(), "simple", 16).tolist())
+    assert {round(float(level), 5) for level in seen[1][0] / 1000} <= {round(level, 5) for level in levels}
+
+
+def test_a_file_of_a_wan_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = models.new_wan(0, config=SMALL, to_train=False)
+    save_file(network.state_dict(), tmp_path / "wan.safetensors")
+    model = models.load_wan(str(tmp_path / "wan.safetensors"))
+    assert type(model.model) is comfy.model_base.WAN21
+    assert model.get_model_object("model_sampling").shift == models.CLIP_SHIFT
+    drawn = video.draw_clips(model, [clip_from_seed(1), clip_from_seed(2)], [1, 2], 2, 2.0, told=4)
+    assert drawn.shape == (2, 16, FRAMES, 16, 16)
+    assert drawn.isfinite().all()
+    alone = video.draw_clips(model, [clip_from_seed(2)], [2], 2, 2.0, told=4)
+    torch.testing.assert_close(drawn[1:], alone, atol=2e-3, rtol=1e-2)
+    sheet = tmp_path / "sheet.png"
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "video",
+            "--weights",
+            str(tmp_path / "wan.safetensors"),
+            "--sheet",
+            str(sheet),
+            *(["--count", "1", "--steps", "1"]),
+        ],
+    )
+    video.main()
+    assert np.asarray(Image.open(sheet)).shape == (2 * 3 * CLIP_SIZE, FRAMES * 3 * CLIP_SIZE, 3)
