@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from .scenes import Scene, Shift, render, scene_from_seed, scene_tokens, spare_codes
+from .scenes import ATTRIBUTES, Scene, Shift, in_phrases, render, scene_from_seed, scene_tokens, spare_codes
 
 FRAMES = 5
 _WAYS = ("still", "left", "right", "up", "down")
@@ -60,7 +60,15 @@ def _frame(clip: Clip, size: int, time: float) -> np.ndarray:
 
 def step_token(steps: int) -> torch.Tensor:
     """What says that there are so many steps, 1 to 8: (1, TEXT_DIM)."""
+    if not 1 <= steps <= 8:
+        raise ValueError(f"a model can be told 1 to 8 steps, not {steps}")
     return spare_codes(sum(map(len, MOTIONS.values())) + 8)[-steps][None]
+
+
+def phrased(tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens of clips as a text encoder would give them, see `scenes.in_phrases`: a Wan does not mix them itself."""
+    scene = len(ATTRIBUTES)
+    return torch.cat([in_phrases(tokens[..., :scene, :]), tokens[..., scene:, :]], -2)
 
 
 def clip_tokens(clip: Clip | None) -> torch.Tensor:

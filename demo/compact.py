@@ -44,6 +44,12 @@ def unpacked(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def is_packed(path: Path | str) -> bool:
+    """Whether a safetensors file is one of `packed`."""
+    with safe_open(path, "pt") as file:
+        return any(name.endswith(_SCALE) for name in file.keys())  # noqa: SIM118 - no mapping
+
+
 def load_weights(path: Path | str) -> dict[str, Tensor]:
     """The weights in a safetensors file, packed or not, on the CPU."""
     return unpacked(load_file(path))

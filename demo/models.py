@@ -24,7 +24,8 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy.patcher_extension import WrappersMP
 from torch import nn
 
-from .compact import load_weights
+from .clips import phrased
+from .compact import is_packed, load_weights
 from .data import PIXELS_PER_TOKEN
 from .latents import LATENT_CHANNELS, UNSHUFFLE
 from .positions import AddPositions
@@ -179,7 +180,7 @@ def load_dit(path: str) -> Any:
     width, numbers = weights["img_in.weight"].shape
     blocks = tuple(len({key.split(".")[1] for key in weights if key.startswith(kind)}) for kind in ("double", "single"))
     token = UNSHUFFLE * math.isqrt(numbers // LATENT_CHANNELS)
-    if width % 128 == 0 and token == PIXELS_PER_TOKEN:
+    if width % 128 == 0 and token == PIXELS_PER_TOKEN and not is_packed(path):
         return comfy.sd.load_diffusion_model(path)
     model_config = comfy.supported_models.Flux(dit_config(width, blocks, token))  # type: ignore[arg-type]
     return _patcher(comfy.model_base.Flux, model_config, weights)
@@ -197,6 +198,8 @@ def _patcher(make: Callable[..., Any], model_config: Any, weights: dict[str, tor
         _widen_groups(model.diffusion_model)
     model.diffusion_model.load_state_dict(weights, strict=True)
     model.diffusion_model.to(dtype)
+    if isinstance(model.diffusion_model, comfy.ldm.wan.model.WanModel):
+        model.diffusion_model.patch_embedding.float()  # as in every Wan: it is given float32
     return comfy.model_patcher.ModelPatcher(model, load_device=load_device, offload_device=offload_device)
 
 
@@ -220,6 +223,10 @@ def new_unet(
     zero = ("out_layers.3", "proj_out", "out.2") if to_train else ()
     _initialise(network, zero, torch.Generator().manual_seed(seed))
     return network
+
+
+def _read_clips(executor: Any, x: Any, timesteps: Any, context: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return executor(x, timesteps, phrased(context), *args, **kwargs)
 
 
 def _read_phrases(executor: Any, x: Any, timesteps: Any, context: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -265,7 +272,9 @@ def load_wan(path: str) -> Any:
     model_config = comfy.supported_models.WAN21_T2V({**config, "image_model": "wan2.1"})
     model_config.latent_format = ClipLatents()
     model_config.sampling_settings = {"shift": CLIP_SHIFT}
-    return _patcher(comfy.model_base.WAN21, model_config, weights)
+    patcher = _patcher(comfy.model_base.WAN21, model_config, weights)
+    patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "demo", _read_clips)
+    return patcher
 
 
 def unet_patcher(

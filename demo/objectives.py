@@ -10,7 +10,7 @@ from comfy.ldm.modules.diffusionmodules.util import timestep_embedding
 from comfy.model_sampling import ModelSamplingDiscrete, ModelSamplingDiscreteFlow, ModelSamplingFlux
 from comfy.samplers import calculate_sigmas
 
-from .clips import step_token
+from .clips import phrased, step_token
 from .data import PIXELS_PER_TOKEN, Batch, View
 from .latents import PICTURE_CHANNELS
 from .models import CLIP_SHIFT
@@ -81,7 +81,7 @@ class AskedWan(Asked):
         """See `Asked`."""
         if told is not None:
             tokens = torch.cat([tokens, torch.stack([step_token(int(each)) for each in told]).to(tokens)], 1)
-        return network(x, 1000 * sigma, context=tokens, transformer_options={})
+        return network(x, 1000 * sigma, context=phrased(tokens), transformer_options={})
 
 
 class FlowObjective:

@@ -96,7 +96,8 @@ class Trainer:
             group["lr"] = self.plan.lr_at(self.step) * group["share"]
         # On a CPU, the fused attention is much slower backwards than its plain products: a third of the UNet's time.
         plain = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else nullcontext()
-        with plain, torch.autocast(self.device.type, torch.bfloat16):
+        # No cache: what a network that teaches itself is cast to without gradients would be used with them.
+        with plain, torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
             loss = self.objective.loss(self.forward, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
@@ -244,7 +245,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan = plan_of(args)
     trainer = Trainer(plan, device, args.compile, models.DEEP_UNET_CONFIG if args.deep else None, teacher=args.teacher)
-    checkpoint = args.checkpoints / f"{args.kind}.pt"
+    name = args.kind + "-deep" * args.deep + "-few" * bool(args.teacher)
+    checkpoint = args.checkpoints / f"{name}.pt"
     if args.resume and checkpoint.exists():
         trainer.restore(checkpoint)
     elif args.init or args.teacher:

@@ -6,6 +6,7 @@ the first step and after the last, and never in between. Loading the model is no
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -144,13 +145,18 @@ def worthwhile(timings: Sequence[Timing]) -> Timing | None:
     if not faster:
         return None
     enough = min(timing.median for timing in faster) + base.median / 20
-    return min((timing for timing in faster if timing.median <= enough), key=lambda timing: timing.change)
+    return min((timing for timing in faster if timing.median <= enough), key=_change)
 
 
 def nearest(timings: Sequence[Timing], gain: float = WORTH) -> Timing | None:
     """The one whose result is nearest to the one without ToMA, of those that are so many times faster."""
     enough = [timing for timing in _faster(timings) if timings[0].median >= gain * timing.median]
-    return min(enough, key=lambda timing: timing.change, default=None)
+    return min(enough, key=_change, default=None)
+
+
+def _change(timing: Timing) -> float:
+    """No number (NaN) is as far away as can be."""
+    return math.inf if math.isnan(timing.change) else timing.change
 
 
 def noise(timings: Sequence[Timing]) -> float:

@@ -141,8 +141,10 @@ class Schedule:
 
     def why_full(self) -> str:
         """The setting by which steps run in full, for the report; empty if none does."""
-        told = [self._full_by_setting(), "profile" if self._full_by_profile() else ""]
-        return ", ".join(filter(None, told))
+        setting = self._full_by_setting()
+        if not self._full_by_profile():
+            return setting
+        return f"{setting}, profile" if setting else "profile"
 
     def _full_by_profile(self) -> bool:
         inside = [(sigma, step) for step, sigma in enumerate(self.sigmas) if self.in_range(sigma)]

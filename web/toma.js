@@ -230,6 +230,7 @@ app.registerExtension({
     api.addEventListener("execution_start", started)
     api.addEventListener("execution_cached", cached)
     api.addEventListener("execution_success", finished)
+    api.addEventListener("promptQueued", () => asked.add(openGraph()))
     api.addEventListener("status", ({ detail }) => detail?.exec_info?.queue_remaining || asked.clear())
     api.addEventListener("toma.said", ({ detail }) => said(detail.node, detail))
     api.addEventListener("executed", ({ detail }) => {

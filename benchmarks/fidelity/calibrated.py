@@ -43,9 +43,10 @@ def main(given: list[str] | None = None) -> None:
     rows: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     for kind in args.model:
         for steps in args.steps:
-            missing = [preset for preset in args.preset if f"{kind} {steps} {preset}" not in rows]
+            names = {preset: f"{kind} {steps} steps cfg {args.cfg:g} {preset}" for preset in args.preset}
+            missing = [preset for preset, name in names.items() if name not in rows]
             for preset, row in _measured(kind, steps, missing, args).items():
-                rows[f"{kind} {steps} {preset}"] = row
+                rows[names[preset]] = row
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(rows, indent=1) + "\n")
             print(table(rows), flush=True)
@@ -93,7 +94,7 @@ def _measured(kind: str, steps: int, presets: list[str], args: argparse.Namespac
         noise=seeded_noise(seeds, CANVAS, CANVAS),
     )
     plain, whole = drawn(model)
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for preset in presets:
         found = calibrating.calibrate(model, task, preset, overrides=overrides)
         ways = {
@@ -104,7 +105,7 @@ def _measured(kind: str, steps: int, presets: list[str], args: argparse.Namespac
         rows[preset] |= {f"{name} cost": round(flops / whole, 3) for name, (_, flops) in ways.items()}
         rows[preset] |= {"predicted": round(found.chosen.distance, 4), "found": round(found.found, 4)}
         rows[preset] |= {"keeps preset": found.keeps_preset, "told": found.held, "probes": found.probes}
-        rows[preset]["profile"] = json.loads(found.profile.text())["ratios"]
+        rows[preset]["profile"] = dict(found.profile.ratios) if found.profile else found.problem
     return rows
 
 

@@ -133,7 +133,8 @@ def main(given: list[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     conditions = {name: str(getattr(args, name)) for name in ("weights", "steps", "cfg", "told", "scenes", "clips")}
     stored = {"conditions": conditions, "rows": rows}
-    file = args.out / f"{args.weights.stem}-{args.steps}steps-cfg{args.cfg:g}-{args.scenes}.json"
+    told = "" if args.told is None else f"-told{args.told}"
+    file = args.out / f"{args.weights.stem}-{args.steps}steps-cfg{args.cfg:g}{told}-{args.scenes}.json"
     file.write_text(json.dumps(stored, indent=1) + "\n")
 
 

@@ -94,7 +94,11 @@ def settings_of(args: argparse.Namespace, template: Template, widgets: dict[str,
     `widgets`: the inputs of the ToMA node as the server describes them.
     """
     own_profile = template.own("profile") if args.ratio is args.preset is None else None
-    profile = own_profile if isinstance(own_profile, str) else ""
+    if isinstance(own_profile, list):
+        raise BenchmarkError(
+            "the profile of the ToMA node comes from another node: paste its text there, or give --ratio or --preset"
+        )
+    profile = (own_profile or "").strip()
     given: dict[str, list[Any]] = {"ratio": args.ratio, "preset": args.preset}
     for name, values in given.items():
         if not values:
@@ -126,7 +130,7 @@ def run(args: argparse.Namespace) -> Path:
     calibrated = []
     if args.calibrate is not None:
         nears = list(dict.fromkeys(map(near_of, args.calibrate or ["balanced"])))
-        apart = max(seeds) + 1  # no picture that is judged has it
+        apart = next(number for number in itertools.count() if number not in seeds)  # no picture that is judged has it
         calibrated = calibrate(server, template, folder, nears, prompts[0], args.negative, apart)
         own = settings[0]  # its values do nothing beside a profile, but a ratio of 0 would be off
         settings += [Setting(own.ratio or 0.5, own.preset, each.profile, each.name) for each in calibrated]

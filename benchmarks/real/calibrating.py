@@ -1,4 +1,4 @@
-"""ToMA Calibrate on the user's server: with what the graph samples with, on the model that its ToMA node gets."""
+"""ToMA Calibrate on the user's server: with the model that the graph samples, but for ToMA, and all it samples with."""
 
 from __future__ import annotations
 
@@ -68,9 +68,10 @@ def calibration_graph(template: Template, prompt: str, negative: str, seed: int,
     inputs["latent"] = _said_once(graph, guide, "latent_image")
     by_preset = near in PRESETS
     inputs |= {"near": near if by_preset else "distance", "distance": 0.1 if by_preset else float(near)}
-    graph["calibrate"] = node(NODE, model=template.own("model"), **inputs)
-    graph["profile"] = node("PreviewAny", source=["calibrate", 1])
-    return upstream(graph, "profile"), "calibrate", "profile"
+    measures, shows = _free(graph, "calibrate"), _free(graph, "profile")
+    graph[measures] = node(NODE, model=graph[guide]["inputs"]["model"], **inputs)
+    graph[shows] = node("PreviewAny", source=[measures, 1])
+    return upstream(graph, shows), measures, shows
 
 
 def calibrate(
@@ -91,13 +92,20 @@ def calibrate(
             say(f"calibrating for {near} ...")
             outputs = server.outputs(graph)
             told = outputs.get(measures, {}).get("toma", [{}])[0].get("text", "")
-            known[key] = {"profile": outputs[shows]["text"][0], "said": told}
+            profile = outputs[shows]["text"][0]
+            if not profile:
+                raise BenchmarkError(f"--calibrate {near}: {told or 'nothing was found out'}")
+            known[key] = {"profile": profile, "said": told}
             folder.write(file, json.dumps(known, indent=1).encode())
         found = Calibrated(near, **known[key])
         folder.write(folder.path / found.file, found.profile.encode())
         say(f"{found.name}: {found.said.splitlines()[0] if found.said else 'done'}")
         results.append(found)
     return results
+
+
+def _free(graph: Graph, name: str) -> str:
+    return name if name not in graph else _free(graph, f"{name}_")
 
 
 def _prompt(graph: Graph, name: str) -> Any:

@@ -146,8 +146,12 @@ class Probes:
                 again = partial(self._again, sampling, lambda: executor(model, conds[:1], x, timestep, options)[0])
                 # Alone too, as what is compared with it: a batch of two is computed in another order.
                 whole = pictures[0] if len(conds) == 1 or conds[1] is None else again()[0]
-                for probe in filter(self._wanted, probes):
-                    self._probe(probe, decision.step, sampling, again, whole)
+                for n, probe in enumerate(probes):
+                    if self._wanted(probe) and self._probe(probe, decision.step, sampling, again, whole):
+                        # All detail is of this very step now: what the others measure would be too good.
+                        for other in probes[n + 1 :]:
+                            self._later(other, decision.step)
+                        break
             return pictures
         finally:
             sampling.run.schedule = self.schedule
@@ -155,7 +159,14 @@ class Probes:
     def _wanted(self, probe: Probe) -> bool:
         return not self._over and probe.site not in self._whole
 
-    def _probe(self, probe: Probe, step: int, sampling: Sampling, again: _Again, whole: Tensor) -> None:
+    def _later(self, probe: Probe, step: int) -> None:
+        """Once more in the next step of the band, if there is one."""
+        later = next((n for n in self.bands[probe.level].steps if n > step), None)
+        if later is not None:
+            self.todo.setdefault(later, []).append(probe)
+
+    def _probe(self, probe: Probe, step: int, sampling: Sampling, again: _Again, whole: Tensor) -> bool:
+        """Measures; returns whether all sites ran whole instead, to keep detail anew."""
         sites = self.sites if probe.site is None else (probe.site,)
         blocks = {block for site in sites for block in self.sites[site]}
         sampling.run.schedule = self._at(dict.fromkeys(sites, probe.ratio))
@@ -169,17 +180,14 @@ class Probes:
         run = sampling.run
         if run.details.given_up or run.unplanned:
             self._over = True  # for want of memory, and there will be no more of it
-            return
+            return False
         if decision.keeps_detail:
             # A condition is new, so this ran whole to keep detail: of the sites asked for alone, and all are needed.
             run.details.forget_extra()
             run.schedule = self._at(dict.fromkeys(self.sites, RATIO))
             again()
         if not decision.merged_ratio or decision.plain:
-            # Whole after all, as where a condition is new or plans await a picture: once more in the next step.
-            later = next((n for n in self.bands[probe.level].steps if n > step), None)
-            if later is not None:
-                self.todo.setdefault(later, []).append(probe)
+            self._later(probe, step)  # whole after all, as where a condition is new or plans await a picture
         elif not merged:
             if probe.site is not None and not blocks & self._merged:
                 self._whole.add(probe.site)  # too small to be merged, or left whole by the settings
@@ -187,6 +195,7 @@ class Probes:
             self._merged |= merged
             if probe.counts:
                 self._errors[probe] = (picture.float() - whole.float()).square().sum()
+        return decision.keeps_detail
 
     def _again(self, sampling: Sampling, evaluate: Callable[[], Tensor]) -> tuple[Tensor, Decision]:
         """The first condition's picture with what the schedule says, as if nobody had asked before, and what was done

@@ -362,6 +362,10 @@ def test_settings_are_those_of_the_node_where_nothing_is_asked_for(graph: dict[s
     graph["toma"]["inputs"]["profile"] = "{}"
     assert settings() == [Setting(0.4, "fast", "{}", "the graph's profile")]
     assert settings("--ratio", "0.3") == [Setting(0.3, "fast")], "beside a profile it would do nothing"
+    graph["toma"]["inputs"]["profile"] = ["text", 0]
+    assert settings("--preset", "fast") == [Setting(0.4, "fast")]
+    with pytest.raises(real.BenchmarkError, match="comes from another node: paste its text"):
+        settings()
 
 
 @pytest.mark.server

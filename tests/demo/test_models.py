@@ -181,17 +181,20 @@ def test_noise_levels_of_the_unet() -> None:
     assert both[quantile < 0.5].float().mean() > 650
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet"])
+@pytest.mark.parametrize("kind", ["dit", "unet", "wan"])
 def test_gradients_reach_every_weight(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comfy.model_management, "in_training", True)
-    network = models.new_dit(0) if kind == "dit" else models.new_unet(0)
+    network = {"dit": models.new_dit, "unet": models.new_unet, "wan": models.new_wan}[kind](0)
     generator = torch.Generator().manual_seed(2)
     for parameter in network.requires_grad_(True).parameters():
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
     x, tokens = torch.randn(1, 16, 16, 16), torch.randn(1, 14, 128)
-    extra = (
-        {"y": torch.randn(1, 128), "guidance": torch.ones(1)} if kind == "dit" else {"y": torch.randn(1, 128 + 6 * 256)}
-    )
+    extra: dict[str, Any] = {
+        "dit": {"y": torch.randn(1, 128), "guidance": torch.ones(1)},
+        "unet": {"y": torch.randn(1, 128 + 6 * 256)},
+        "wan": {"transformer_options": {}},
+    }[kind]
+    x = x[:, :, None].expand(-1, -1, 2, -1, -1) if kind == "wan" else x
     network(x, torch.rand(1), context=tokens, **extra).square().mean().backward()
     silent = [name for name, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     # The text stream of the last double block feeds the single blocks, so nothing is left out.

@@ -249,7 +249,10 @@ def test_few_steps_are_taught_by_a_trained_dit(tmp_path: Path) -> None:
     student.begin_with(tmp_path / "teacher.safetensors")
     before = {name: value.clone() for name, value in student.network.named_parameters()}
     assert math.isfinite(student.train_step(Batches(student.plan)[0]))
-    assert not _same(before, dict(student.network.named_parameters()))
+    after = dict(student.network.named_parameters())
+    still = [name for name, value in before.items() if torch.equal(value, after[name])]
+    # Told as without a teacher, the layers behind the number of steps are zero, and so is what reaches those before.
+    assert not [name for name in still if not name.startswith("guidance_in.in_layer")]
     assert _same(before, dict(student.objective.teacher.named_parameters()))
 
 

@@ -186,6 +186,8 @@ def test_recommends_the_nearest_that_is_about_as_fast() -> None:
     assert timing.worthwhile([base, third, half, most]) is half
     assert timing.worthwhile([base, third]) is third
     assert timing.worthwhile([base, third, most]) is most
+    half.change = float("nan")
+    assert timing.worthwhile([base, third, half, most]) is most
 
 
 def test_recommends_the_nearest_that_is_fast_enough() -> None:

@@ -23,6 +23,8 @@ export default {
  "fewer than {n} tokens": "Das Bild ist zu klein, um dadurch etwas zu gewinnen, weniger als {n} Tokens. Vergrößern oder die Mindestzahl Tokens in ToMA Erweitert senken",
  "Auto: too little work for this device to gain by merging": "zu wenig Arbeit, um auf diesem Gerät zu gewinnen (Mindestzahl Tokens in ToMA Erweitert)",
  "every step ran in full (start percent, end percent, full step every, compare tokens by, profile)": "Jeder Schritt lief voll (siehe Beginn, Ende, voller Schritt alle, Tokens vergleichen nach, Profil)",
+ "{reason}, profile": "{reason}, Profil",
+ "profile": "Profil",
  "whole_first = {n}": "erste Blöcke behalten = {n}",
  "whole_last = {n}": "letzte Stacks behalten = {n}",
  "whole_every = {n}": "voller Schritt alle = {n}",

@@ -23,6 +23,8 @@ export default {
  "fewer than {n} tokens": "the picture is too small to gain by it, fewer than {n} tokens. Make it larger, or lower min tokens in ToMA Advanced",
  "Auto: too little work for this device to gain by merging": "too little work for this device to gain by it (min tokens in ToMA Advanced)",
  "every step ran in full (start percent, end percent, full step every, compare tokens by, profile)": "every step ran in full (start percent, end percent, full step every, compare tokens by, profile)",
+ "{reason}, profile": "{reason}, profile",
+ "profile": "profile",
  "whole_first = {n}": "keep first blocks = {n}",
  "whole_last = {n}": "keep last stacks = {n}",
  "whole_every = {n}": "full step every = {n}",

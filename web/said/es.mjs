@@ -23,6 +23,8 @@ export default {
  "fewer than {n} tokens": "la imagen es demasiado pequeña para ganar algo, menos de {n} tokens. Agrándala o baja el mínimo de tokens en ToMA avanzado",
  "Auto: too little work for this device to gain by merging": "muy poco trabajo para ganar con este dispositivo (mínimo de tokens en ToMA avanzado)",
  "every step ran in full (start percent, end percent, full step every, compare tokens by, profile)": "todos los pasos se ejecutaron completos (ver inicio, fin, paso completo cada, comparar tokens por, perfil)",
+ "{reason}, profile": "{reason}, perfil",
+ "profile": "perfil",
  "whole_first = {n}": "conservar primeros bloques = {n}",
  "whole_last = {n}": "conservar últimas pilas = {n}",
  "whole_every = {n}": "paso completo cada = {n}",

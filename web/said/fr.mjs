@@ -23,6 +23,8 @@ export default {
  "fewer than {n} tokens": "l'image est trop petite pour y gagner, moins de {n} tokens. Agrandissez-la ou baissez les tokens minimum dans ToMA avancé",
  "Auto: too little work for this device to gain by merging": "trop peu de travail pour y gagner sur cet appareil (tokens minimum dans ToMA avancé)",
  "every step ran in full (start percent, end percent, full step every, compare tokens by, profile)": "toutes les étapes ont été calculées en entier (voir début, fin, étape complète toutes les, comparer les tokens par, profil)",
+ "{reason}, profile": "{reason}, profil",
+ "profile": "profil",
  "whole_first = {n}": "garder les premiers blocs = {n}",
  "whole_last = {n}": "garder les dernières piles = {n}",
  "whole_every = {n}": "étape complète toutes les = {n}",

@@ -23,6 +23,8 @@ export default {
  "fewer than {n} tokens": "画像が小さすぎて効果がありません（トークンが {n} 未満）。大きくするか、ToMA 詳細設定の最小トークン数を下げてください",
  "Auto: too little work for this device to gain by merging": "このデバイスでは処理量が少なく効果がありません（ToMA 詳細設定の最小トークン数）",
  "every step ran in full (start percent, end percent, full step every, compare tokens by, profile)": "すべてのステップが完全に実行されました（開始位置、終了位置、完全ステップの間隔、トークンの比較基準、プロファイル）",
+ "{reason}, profile": "{reason}、プロファイル",
+ "profile": "プロファイル",
  "whole_first = {n}": "先頭ブロックを残す = {n}",
  "whole_last = {n}": "末尾スタックを残す = {n}",
  "whole_every = {n}": "完全ステップの間隔 = {n}",

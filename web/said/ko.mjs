@@ -23,6 +23,8 @@ export default {
  "fewer than {n} tokens": "이미지가 너무 작아 효과가 없습니다(토큰 {n}개 미만). 키우거나 ToMA 고급의 최소 토큰 수를 낮추세요",
  "Auto: too little work for this device to gain by merging": "이 장치에서는 작업량이 적어 이득이 없습니다(ToMA 고급의 최소 토큰 수)",
  "every step ran in full (start percent, end percent, full step every, compare tokens by, profile)": "모든 스텝이 전체로 실행되었습니다(시작, 끝, 전체 스텝 간격, 토큰 비교 기준, 프로필)",
+ "{reason}, profile": "{reason}, 프로필",
+ "profile": "프로필",
  "whole_first = {n}": "앞쪽 블록 유지 = {n}",
  "whole_last = {n}": "마지막 스택 유지 = {n}",
  "whole_every = {n}": "전체 스텝 간격 = {n}",

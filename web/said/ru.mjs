@@ -23,6 +23,8 @@ export default {
  "fewer than {n} tokens": "картинка слишком мала, чтобы выиграть: токенов меньше {n}. Увеличьте её или снизьте минимум токенов в узле ToMA расширенный",
  "Auto: too little work for this device to gain by merging": "для этого устройства работы слишком мало (минимум токенов в узле ToMA расширенный)",
  "every step ran in full (start percent, end percent, full step every, compare tokens by, profile)": "все шаги выполнены полностью (начало, конец, полный шаг каждые, сравнивать токены по, профиль)",
+ "{reason}, profile": "{reason}, профиль",
+ "profile": "профиль",
  "whole_first = {n}": "сохранить первые блоки = {n}",
  "whole_last = {n}": "сохранить последние цепочки = {n}",
  "whole_every = {n}": "полный шаг каждые = {n}",

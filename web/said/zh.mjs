@@ -23,6 +23,8 @@ export default {
  "fewer than {n} tokens": "图像太小，合并没有收益（Token 少于 {n} 个）。请放大图像，或调低 ToMA 高级中的最少 Token 数",
  "Auto: too little work for this device to gain by merging": "对此设备来说计算量太小，合并没有收益（ToMA 高级中的最少 Token 数）",
  "every step ran in full (start percent, end percent, full step every, compare tokens by, profile)": "每一步都完整运行（开始位置、结束位置、完整步间隔、Token 比较依据、配置档）",
+ "{reason}, profile": "{reason}、配置档",
+ "profile": "配置档",
  "whole_first = {n}": "保留开头的块 = {n}",
  "whole_last = {n}": "保留末尾块串 = {n}",
  "whole_every = {n}": "完整步间隔 = {n}",
