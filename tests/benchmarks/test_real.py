@@ -195,6 +195,28 @@ def test_whole_way_and_again(
 
 
 @pytest.mark.server
+def test_what_calibration_finds_is_measured_too(
+    comfy: ComfyServer, work: Work, graph: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph["toma"]["inputs"]["profile"] = ""
+    assert work.run(graph, "11\n", "--seeds", "1", "2", "--calibrate", "balanced", "0.3") == 0
+    out, err = capsys.readouterr()
+    assert "8 pictures wanted" in err
+    rows = {line.split("  ")[0] for line in out.splitlines()}
+    assert {"unmerged", "quality 0.1", "calibrated balanced", "calibrated 0.3"} <= rows
+    assert "- calibrated balanced (calibrated-balanced.json): " in out
+    for name in ("calibrated-balanced.json", "calibrated-0.3.json"):
+        assert json.loads((work.out / name).read_text())["toma_profile"] == 1
+    data = json.loads((work.out / "results.json").read_text())
+    assert [each["near"] for each in data["conditions"]["calibrated"]] == ["balanced", "0.3"]
+    queued = len(comfy.get("/history"))
+    assert work.run(graph, "11\n", "--seeds", "1", "2", "--calibrate", "balanced", "0.3") == 0
+    assert len(comfy.get("/history")) == queued, "nothing is measured twice"
+    assert work.run(graph, "11\n", "--calibrate", "nearer") == 1
+    assert "--calibrate nearer: give quality, balanced, fast, or a distance" in capsys.readouterr().err
+
+
+@pytest.mark.server
 def test_what_is_not_asked_for_stays_as_in_the_graph(
     work: Work, graph: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -366,25 +388,3 @@ def test_settings_are_those_of_the_node_where_nothing_is_asked_for(graph: dict[s
     assert settings("--preset", "fast") == [Setting(0.4, "fast")]
     with pytest.raises(real.BenchmarkError, match="comes from another node: paste its text"):
         settings()
-
-
-@pytest.mark.server
-def test_what_calibration_finds_is_measured_too(
-    comfy: ComfyServer, work: Work, graph: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    graph["toma"]["inputs"]["profile"] = ""
-    assert work.run(graph, "11\n", "--seeds", "1", "2", "--calibrate", "balanced", "0.3") == 0
-    out, err = capsys.readouterr()
-    assert "8 pictures wanted" in err
-    rows = {line.split("  ")[0] for line in out.splitlines()}
-    assert {"unmerged", "quality 0.1", "calibrated balanced", "calibrated 0.3"} <= rows
-    assert "- calibrated balanced (calibrated-balanced.json): " in out
-    for name in ("calibrated-balanced.json", "calibrated-0.3.json"):
-        assert json.loads((work.out / name).read_text())["toma_profile"] == 1
-    data = json.loads((work.out / "results.json").read_text())
-    assert [each["near"] for each in data["conditions"]["calibrated"]] == ["balanced", "0.3"]
-    queued = len(comfy.get("/history"))
-    assert work.run(graph, "11\n", "--seeds", "1", "2", "--calibrate", "balanced", "0.3") == 0
-    assert len(comfy.get("/history")) == queued, "nothing is measured twice"
-    assert work.run(graph, "11\n", "--calibrate", "nearer") == 1
-    assert "--calibrate nearer: give quality, balanced, fast, or a distance" in capsys.readouterr().err
