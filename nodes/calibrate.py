@@ -150,23 +150,22 @@ def _notes(found: Calibrated, distance: float | None) -> list[str]:
         return [found.problem]
     preset = f"The preset '{name}' at ratio 0.5: distance {usual:.3f} at {100 * work:.0f} %."
     if found.chosen.options:
-        notes = [f"Calibrated: distance {found.found:.3f} at {100 * found.chosen.work:.0f} % of the blocks' work."]
-        if found.keeps_preset:
-            notes = [
-                f"The preset '{name}' is as good here, and its ratios are given out. The choice had distance "
-                f"{found.found:.3f}."
-            ]
-            if not math.isfinite(found.found):
-                given_out = f"so the preset '{name}' is given out."
-                return [f"The choice ends in values that are no numbers (NaN), {given_out}", preset]
-            if found.found < usual:
-                notes = [
-                    f"The choice did not come out as predicted, so the preset '{name}' is given out. The choice had "
-                    f"distance {found.found:.3f}."
-                ]
         predicted = f"Predicted {found.chosen.distance:.3f}, found {found.found:.3f}"
-        doubt = ": it cannot be told for this model. Go by what was found."
-        notes += [preset, f"{predicted}{'.' if found.held else doubt}"]
+        doubt = ""
+        if not found.keeps_preset:
+            notes = [f"Calibrated: distance {found.found:.3f} at {100 * found.chosen.work:.0f} % of the blocks' work."]
+            doubt = "" if found.held else ": the chart's line cannot be trusted here. What was found counts"
+        elif not math.isfinite(found.found):
+            given_out = f"so the preset '{name}' is given out."
+            return [f"The choice ends in values that are no numbers (NaN), {given_out}", preset]
+        elif found.found < usual:
+            notes = [
+                f"The preset '{name}' is kept: the choice came to distance {found.found:.3f}, not as predicted, and so "
+                "small a gain is not to be trusted."
+            ]
+        else:
+            notes = [f"The preset '{name}' is kept: the choice came no nearer, to distance {found.found:.3f}."]
+        notes += [preset, f"{predicted}{doubt}."]
     elif found.keeps_preset:
         notes = [f"Nothing could be measured, so the preset '{name}' is given out.", preset]
     elif distance is None or usual == 0.0:
@@ -175,9 +174,14 @@ def _notes(found: Calibrated, distance: float | None) -> list[str]:
             "leaves everything unmerged."
         ]
     else:
-        notes = [f"Nothing stays within {distance:g}, so the profile leaves everything unmerged. Allow more.", preset]
+        notes = [
+            f"Nothing stays within {distance:g}, so the profile leaves everything unmerged. Set a larger distance.",
+            preset,
+        ]
     if distance is not None and found.found > distance:
-        notes.append(f"That is farther than {distance:g}. Ask for less, or use more steps or images to measure with.")
+        notes.append(
+            f"That is farther than {distance:g}. Set a smaller distance, or measure with more steps or images."
+        )
     if found.unmeasured and not found.keeps_preset:
         notes.append(
             f"Unmerged, as nothing was found out about them: {', '.join(found.unmeasured)}. If another node skips "

@@ -106,7 +106,7 @@ def test_the_preset_as_a_profile(kind: str, model_of: Any, calibrated: Any, monk
     monkeypatch.setattr(calibrating.Run, "distance", farther)
     monkeypatch.setattr(calibrating.Run, "apart", lambda self, whole, steps: [0.1 * n for n in range(steps + 1)])
     made, text, _, answer = calibrated(model)
-    assert "is as good here" in answer.ui["toma"][0]["text"]
+    assert "is kept: the choice came no nearer, to distance 9.000." in answer.ui["toma"][0]["text"]
     preset = sampled(patch.ToMA.execute(model, 0.5, "balanced").args[0])
     assert torch.equal(sampled(made), preset)
     assert torch.equal(sampled(patch.ToMA.execute(model, 0.5, "fast", text).args[0]), preset)
@@ -188,7 +188,7 @@ def test_a_step_cache_of_another_pack(unet: Any, calibrated: Any) -> None:
     _, text, _, answer = calibrated(hurried)
     said = answer.ui["toma"][0]["text"]
     assert profiles.parsed(text).empty or "Nothing could be measured" in said
-    assert "is as good" not in said
+    assert "is kept" not in said
 
 
 @pytest.mark.parametrize("merged_too", [True, False])
@@ -317,12 +317,17 @@ def test_a_prediction_that_failed_is_not_believed() -> None:
     chosen = Choice({("a", 0): Option(0.5, 0.01, 0.2)})
     given: dict[str, Any] = {"model": None, "profile": None, "choices": [chosen], "chosen": chosen, "probes": 3}
     far = calibrating.Calibrated(found=0.2, preset=("balanced", 0.8, 0.15), keeps_preset=True, **given)
-    assert "cannot be told" in "\n".join(calibrate._notes(far, None))
-    assert "preset 'balanced' is as good here" in calibrate._notes(far, None)[0]
+    assert (
+        calibrate._notes(far, None)[0] == "The preset 'balanced' is kept: the choice came no nearer, to distance 0.200."
+    )
+    doubted = dataclasses.replace(far, found=0.14, keeps_preset=False)
+    assert "the chart's line cannot be trusted here. What was found counts." in "\n".join(
+        calibrate._notes(doubted, None)
+    )
     nearer = dataclasses.replace(far, found=0.14, unmeasured=["a"])
     assert calibrate._notes(nearer, None)[0] == (
-        "The choice did not come out as predicted, so the preset 'balanced' is given out. The choice had "
-        "distance 0.140."
+        "The preset 'balanced' is kept: the choice came to distance 0.140, not as predicted, and so small a gain is "
+        "not to be trusted."
     )
     assert "Unmerged" not in "\n".join(calibrate._notes(nearer, None)), "the preset merges them"
     broken = calibrate._notes(dataclasses.replace(far, found=float("nan")), None)
@@ -330,5 +335,5 @@ def test_a_prediction_that_failed_is_not_believed() -> None:
     assert "nan" not in "\n".join(broken)
     close = calibrating.Calibrated(found=0.11, preset=("balanced", 0.8, 0.15), **given)
     assert calibrate._notes(close, None)[0] == "Calibrated: distance 0.110 at 80 % of the blocks' work."
-    assert "cannot be told" not in "\n".join(calibrate._notes(close, None))
+    assert "cannot be trusted" not in "\n".join(calibrate._notes(close, None))
     assert "farther than 0.1" in calibrate._notes(close, 0.1)[-1]
