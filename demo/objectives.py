@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,29 +35,36 @@ def _error(prediction: torch.Tensor, target: torch.Tensor, weight: torch.Tensor 
     return squared[:PICTURE_CHANNELS].mean() + 0.1 * squared[PICTURE_CHANNELS:].mean()
 
 
+@dataclass(frozen=True)
+class Question:
+    """What a network is asked for a batch, in model space.
+
+    x: (B, 16, ..., h, w). sigma: (B,). tokens: (B, T, TEXT_DIM). told: (B,), how many steps there are, None where that
+    means nothing. view: what is seen of the scenes.
+    """
+
+    x: torch.Tensor
+    sigma: torch.Tensor
+    tokens: torch.Tensor
+    told: torch.Tensor | None
+    view: View
+
+
 class Asked:
     """How a network is asked, as ComfyUI asks it: Flux's kind, here."""
 
     # Where a step of a few lies, and what it is sampled with.
     levels: Callable[[], Any] = ModelSamplingFlux
 
-    def __call__(
-        self,
-        network: Callable[..., torch.Tensor],
-        x: torch.Tensor,
-        sigma: torch.Tensor,
-        tokens: torch.Tensor,
-        told: torch.Tensor | None,
-        view: View,
-    ) -> torch.Tensor:
-        """x: (B, 16, ..., h, w); sigma: (B,); told: (B,), how many steps there are, None where that means nothing."""
+    def __call__(self, network: Callable[..., torch.Tensor], given: Question) -> torch.Tensor:
+        """The network's answer, as `given.x` is."""
         return network(
-            x,
-            sigma,
-            context=tokens,
-            y=pooled_tokens(tokens),
-            guidance=torch.full_like(sigma, UNGUIDED) if told is None else told,
-            transformer_options={"rope_options": view.rope_options(x.device)},
+            given.x,
+            given.sigma,
+            context=given.tokens,
+            y=pooled_tokens(given.tokens),
+            guidance=torch.full_like(given.sigma, UNGUIDED) if given.told is None else given.told,
+            transformer_options={"rope_options": given.view.rope_options(given.x.device)},
         )
 
 
@@ -69,19 +77,12 @@ class AskedWan(Asked):
         levels.set_parameters(shift=CLIP_SHIFT)
         return levels
 
-    def __call__(
-        self,
-        network: Callable[..., torch.Tensor],
-        x: torch.Tensor,
-        sigma: torch.Tensor,
-        tokens: torch.Tensor,
-        told: torch.Tensor | None,
-        view: View,
-    ) -> torch.Tensor:
+    def __call__(self, network: Callable[..., torch.Tensor], given: Question) -> torch.Tensor:
         """See `Asked`."""
-        if told is not None:
-            tokens = torch.cat([tokens, torch.stack([step_token(int(each)) for each in told]).to(tokens)], 1)
-        return network(x, 1000 * sigma, context=phrased(tokens), transformer_options={})
+        tokens = given.tokens
+        if given.told is not None:
+            tokens = torch.cat([tokens, torch.stack([step_token(int(each)) for each in given.told]).to(tokens)], 1)
+        return network(given.x, 1000 * given.sigma, context=phrased(tokens), transformer_options={})
 
 
 class FlowObjective:
@@ -96,7 +97,7 @@ class FlowObjective:
         sigma = torch.sigmoid(batch.view.centre + SPREAD * torch.special.ndtri(batch.quantile))
         level = _beside(sigma, batch.clean)
         x = level * batch.noise + (1 - level) * batch.clean
-        prediction = self.asked(network, x, sigma, batch.tokens, None, batch.view)
+        prediction = self.asked(network, Question(x, sigma, batch.tokens, None, batch.view))
         return _error(prediction, batch.noise - batch.clean)
 
 
@@ -135,12 +136,12 @@ class FewStepsObjective:
         x = start * batch.noise + (1 - start) * batch.clean
 
         def student(x: torch.Tensor, sigma: torch.Tensor, part: slice, told: torch.Tensor) -> torch.Tensor:
-            return self.asked(network, x, sigma, batch.tokens[part], told, batch.view)
+            return self.asked(network, Question(x, sigma, batch.tokens[part], told, batch.view))
 
         def teacher(x: torch.Tensor, sigma: torch.Tensor, part: slice) -> torch.Tensor:
             tokens = batch.tokens[part]
             tokens = torch.cat([tokens, scene_tokens(None)[:1].to(tokens).expand_as(tokens)])
-            both = self.asked(self.teacher, torch.cat([x, x]), sigma.repeat(2), tokens, None, batch.view)
+            both = self.asked(self.teacher, Question(torch.cat([x, x]), sigma.repeat(2), tokens, None, batch.view))
             asked, free = both.float().chunk(2)
             return free + self.cfg * (asked - free)
 

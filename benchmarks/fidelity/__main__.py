@@ -14,14 +14,13 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from scripts.cache import cache_dir
-from scripts.comfy_pack import load_pack, use_comfyui
+
+from .start import command, start
 
 
 def _arguments(given: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__)
     parser.add_argument("--model", nargs="*", choices=["dit", "unet"], default=["dit", "unet"])
     parser.add_argument(
         "--tier", type=int, default=3, help="how much: 1 to decide, 2 all rivals, 3 every choice, 4 all"
@@ -34,7 +33,6 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cfg", type=float, default=2.0)
     parser.add_argument("--batch", type=int, default=11)
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="bf16 is twice as fast on a new CPU")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads, 0 for torch's own choice")
     parser.add_argument("--weights", type=Path, default=Path("demo/weights"), help="folder with the trained weights")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fidelity"))
     parser.add_argument("--list", action="store_true", help="print the names of the settings and stop")
@@ -44,10 +42,7 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
 def main(given: list[str] | None = None) -> None:
     """Parse, measure what is missing, write everything after each row."""
     args = _arguments(given)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    use_comfyui()
-    load_pack()
+    start(args)
     for kind in args.model:
         _measure(kind, args)
 

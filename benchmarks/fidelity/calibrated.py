@@ -13,22 +13,22 @@ from typing import Any
 
 import torch
 
-from scripts.comfy_pack import load_pack, pack_module, use_comfyui
+from scripts.comfy_pack import pack_module
 
+from .start import command, start
 from .step import SCENES
 
 PRESETS = ("quality", "balanced", "fast")
 
 
 def _arguments(given: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__)
     parser.add_argument("--model", nargs="*", choices=["dit", "unet"], default=["unet", "dit"])
     parser.add_argument("--weights", type=Path, default=Path("demo/weights"), help="folder with the trained weights")
     parser.add_argument("--steps", type=int, nargs="*", default=[4, 8, 20])
     parser.add_argument("--preset", nargs="*", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--cfg", type=float, default=2.0)
     parser.add_argument("--images", type=int, default=4, help="in each set of scenes")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads, 0 for torch's own choice")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/calibrated.json"))
     return parser.parse_args(given)
 
@@ -36,10 +36,7 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
 def main(given: list[str] | None = None) -> None:
     """Measure what the file lacks, a row at a time, and print the table."""
     args = _arguments(given)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    use_comfyui()
-    load_pack()
+    start(args)
     rows: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     for kind in args.model:
         for steps in args.steps:

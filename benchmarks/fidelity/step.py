@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from scripts.comfy_pack import load_pack, use_comfyui
+from .start import command, start
 
 # From the checker's first test seed: scenes that neither the training nor any other table uses.
 SCENES = {"choose": 20_000, "report": 30_000}
@@ -30,7 +30,7 @@ VIEWS = {"whole": (32, (0, 0), 1), "half": (16, (0, 0), 2), "crop": (16, (8, 8),
 
 
 def _arguments(given: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__)
     parser.add_argument("--model", choices=["dit", "unet"], default="dit")
     parser.add_argument("--weights", type=Path, help="file of such a model, by default the one in demo/weights")
     parser.add_argument("--steps", type=int, default=8)
@@ -44,7 +44,6 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--view", choices=list(VIEWS), default="whole", help="of the DiT: whole scenes, half-size, crops"
     )
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads, 0 for torch's own choice")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/step"))
     args = parser.parse_args(given)
     args.weights = args.weights or Path("demo/weights") / f"{args.model}.safetensors"
@@ -57,10 +56,7 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
 def main(given: list[str] | None = None) -> None:
     """Measure, print the tables and write the figures."""
     args = _arguments(given)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    use_comfyui()
-    load_pack()
+    start(args)
     from .judge import load
 
     stored = measured(load(args.model, args.weights, "fp32"), args)

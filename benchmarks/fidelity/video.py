@@ -8,7 +8,6 @@ the matrix products left. Choose settings with `--scenes choose`, report on `--s
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.comfy_pack import load_pack, pack_module, use_comfyui
+from scripts.comfy_pack import pack_module
 
+from .start import command, start
 from .step import SCENES
 
 # Windows of this many tokens a side lie in a frame of 16 x 16: as many as in a corner of a real one.
@@ -102,20 +102,16 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 
 def main(given: list[str] | None = None) -> None:
     """Measure, print the table and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__)
     parser.add_argument("--weights", type=Path, default=Path("demo/weights/wan.safetensors"))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--cfg", type=float, default=1.0)
     parser.add_argument("--told", type=int, help="how many steps the model is told, where it was taught few")
     parser.add_argument("--scenes", choices=list(SCENES), default="choose")
     parser.add_argument("--clips", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads, 0 for torch's own choice")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/video"))
     args = parser.parse_args(given)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    use_comfyui()
-    load_pack()
+    start(args)
     from demo.checker import FIRST_TEST_SEED
     from demo.clips import clip_from_seed
     from demo.models import load_wan

@@ -5,30 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import re
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from scripts.comfyui import ROOT
+from tests.browser.graphs import ACTIVE, CACHED, EARLIER, NEW, START, WATCH, WINDOW_SIZE, broken, line, simple, workflow
 
 TEMPLATES = sorted((ROOT / "workflows").glob("*.json"))
-IDS, SEEDS = count(1), count(1)  # a sampler that ComfyUI takes from its cache tells nothing new
-CACHED = "Nothing ran anew: ComfyUI had this result in its cache. Change the seed to see what is merged."
-NEW, ACTIVE = "No run yet.", "Sampling on fewer tokens ..."
-STEPS = 4
-EARLIER = "{} (from an earlier run)"
-# Places among the widgets of ToMA Advanced.
-FIRST, START, WINDOW_SIZE = 10, 12, 16
-# Records every text that a node of ours shows.
-WATCH = """id => {
-    const element = window.said(id)
-    window.shown = []
-    new MutationObserver(() => window.shown.push(element.textContent))
-        .observe(element, { childList: true, subtree: true, characterData: true })
-}"""
 MISSING = """() => {
     const found = [], look = graph => graph.nodes.forEach(node => {
         if (!LiteGraph.registered_node_types[node.type] && !node.subgraph) found.push(node.type)
@@ -37,7 +22,6 @@ MISSING = """() => {
     look(app.graph)
     return found
 }"""
-
 OVERLAPS = """() => {
     const found = [], nodes = app.graph.nodes, boxes = nodes.map(node => [...node.getBounding()])
     boxes.forEach(([x, y, w, h], i) => boxes.slice(0, i).forEach(([x2, y2, w2, h2], j) => {
@@ -45,88 +29,6 @@ OVERLAPS = """() => {
     }))
     return found
 }"""
-
-
-def node(node_id: int, kind: str, pos: tuple[int, int], values: Any = (), inputs: Any = (), outputs: Any = ()) -> Any:
-    """A node as a workflow file has it. inputs: (name, type, link). outputs: (type, links)."""
-    return {
-        "id": node_id,
-        "type": kind,
-        "pos": list(pos),
-        "size": [320, 80],
-        "flags": {},
-        "order": node_id,
-        "mode": 0,
-        "inputs": [{"name": name, "type": type_, "link": link} for name, type_, link in inputs],
-        "outputs": [{"name": type_, "type": type_, "links": list(links)} for type_, links in outputs],
-        "properties": {},
-        "widgets_values": list(values),
-    }
-
-
-def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1.0) -> dict[str, Any]:
-    """Loader -> ToMA Advanced -> KSampler -> decode and report, or the benchmark instead of all that samples."""
-    scene = [next(SEEDS), "fixed", 1, *["from seed"] * 14]
-    advanced = ["balanced", ratio, 1, 0, ends_at, "off", -1, 16, "preset", "preset", -1, "preset", -1, 10, 5]
-    advanced += ["preset", -1, "off", "preset", -1, "preset", "preset", "preset", "stack", -1, *["preset"] * 3]
-    sampled = last == "ToMAReport"
-    nodes = [
-        node(1, "ToMADemoUNet", (0, 0), ["random", 0, "fixed"], outputs=[("MODEL", [1])]),
-        node(
-            2, "ToMADemoScene", (0, 160), scene, outputs=[("CONDITIONING", [2]), ("CONDITIONING", [3]), ("STRING", [])]
-        ),
-        node(3, "ToMADemoLatent", (0, 700), [128, 128, 1], outputs=[("LATENT", [4])]),
-        node(4, "ToMAAdvanced", (400, 0), advanced, [("model", "MODEL", 1)], [("MODEL", [5, 6] if sampled else [5])]),
-    ]
-    links = [[1, 1, 0, 4, 0, "MODEL"]]
-    if sampled:
-        values = [next(SEEDS), "fixed", STEPS, 2, "euler", "normal", 1]
-        into = [("model", "MODEL", 5), ("positive", "CONDITIONING", 2), ("negative", "CONDITIONING", 3)]
-        nodes += [
-            node(5, "KSampler", (850, 0), values, [*into, ("latent_image", "LATENT", 4)], [("LATENT", [7, 8])]),
-            node(6, "ToMADemoDecode", (850, 400), [4], [("samples", "LATENT", 7)], [("IMAGE", [9])]),
-            node(
-                7,
-                "ToMAReport",
-                (1250, 0),
-                [],
-                [("model", "MODEL", 6), ("latent", "LATENT", 8), ("image", "IMAGE", 9)],
-                [("STRING", []), ("IMAGE", []), ("LATENT", [])],
-            ),
-        ]
-        links += [[2, 2, 0, 5, 1, "CONDITIONING"], [3, 2, 1, 5, 2, "CONDITIONING"], [4, 3, 0, 5, 3, "LATENT"]]
-        links += [[5, 4, 0, 5, 0, "MODEL"], [6, 4, 0, 7, 0, "MODEL"], [7, 5, 0, 6, 0, "LATENT"]]
-        links += [[8, 5, 0, 7, 1, "LATENT"], [9, 6, 0, 7, 2, "IMAGE"]]
-    else:
-        into = [("model", "MODEL", 5), ("positive", "CONDITIONING", 2), ("latent", "LATENT", 4)]
-        outputs = [("IMAGE", []), ("STRING", []), ("FLOAT", [])]
-        values = [0.6, "balanced", True, 4, 2]
-        if last == "ToMACalibrate":
-            outputs = [("MODEL", []), ("STRING", []), ("IMAGE", [])]
-            values = ["balanced", 0.1, STEPS, 2, "euler", "normal", next(SEEDS)]
-        nodes.append(node(7, last, (850, 0), values, [*into, ("negative", "CONDITIONING", 3)], outputs))
-        links += [[2, 2, 0, 7, 1, "CONDITIONING"], [3, 2, 1, 7, 3, "CONDITIONING"], [4, 3, 0, 7, 2, "LATENT"]]
-        links += [[5, 4, 0, 7, 0, "MODEL"]]
-    # As a new node of these has it, so that its picture can be read.
-    nodes[-1]["size"] = [480, 1180] if sampled else [460, 840]
-    graph_id = f"00000000-0000-4000-8000-{next(IDS):012}"
-    size = {"last_node_id": 7, "last_link_id": 9, "groups": [], "version": 0.4}
-    return {"id": graph_id, "nodes": nodes, "links": links, **size}
-
-
-def simple() -> dict[str, Any]:
-    """The same with the simple ToMA node; it leaves grids below 256 tokens whole."""
-    graph = workflow()
-    graph["nodes"][3].update(type="ToMA", widgets_values=[0.5, "balanced"])
-    return graph
-
-
-SHARES = {0.25: "a quarter", 0.5: "half", 0.75: "three quarters"}
-
-
-def line(ratio: float, steps: int = STEPS) -> str:
-    """What ToMA Advanced has to say of a run with every step merged."""
-    return f"On: {SHARES[ratio]} of the tokens merged, 16 of 17 blocks, all {steps} steps"
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
@@ -295,73 +197,6 @@ def test_another_browser_tab_is_not_told(page: Any) -> None:
         assert second.text(4) == NEW
 
 
-def broken(page: Any, place: int, value: Any, **more: Any) -> dict[str, Any]:
-    """A graph with this in a widget of ToMA Advanced, as in a file that was edited by hand: the widgets themselves keep
-    to their range. Run is pressed."""
-    graph = workflow(**more)
-    graph["nodes"][3]["widgets_values"][place] = value
-    page.open(graph, "error")
-    page.press_run()
-    return graph
-
-
-MARKED = "() => app.graph.getNodeById(4).inputs.filter(i => i.hasErrors).map(i => i.name)"
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "sentence", "marked"),
-    [
-        (
-            START,
-            0.9,
-            "Start percent (0.9) is larger than end percent (0.5), so nothing would ever be merged. Lower start "
-            "percent or raise end percent.",
-            ["end_percent", "start_percent"],
-        ),
-        (1, 2.0, "ratio is 2. Allowed: a number from 0 to 0.95. Try 0.5.", ["ratio"]),
-        (0, "best", 'preset is "best". Allowed: balanced, faithful, quality, fast. Choose one of them.', ["preset"]),
-    ],
-    ids=["range", "limit", "choice"],
-)
-def test_what_is_refused_is_said_on_the_node(
-    page: Any, place: int, value: Any, sentence: str, marked: list[str]
-) -> None:
-    graph = broken(page, place, value, ends_at=0.5)
-    page.wait_for_text(4, "llowed" if "llowed" in sentence else "raise end")
-    assert page.text(4) == sentence
-    page.tab.wait_for_function(f"() => ({MARKED})().length")
-    assert page.evaluate(MARKED) == marked
-    page.photograph("error", [4])
-    page.noise.clear()  # the page logs what the server refused
-    graph["nodes"][3]["widgets_values"][place] = workflow()["nodes"][3]["widgets_values"][place]
-    page.open(graph, "mended")
-    page.queue()
-    assert page.text(4).startswith("On: half of the tokens merged, ")
-
-
-def test_what_fails_while_running_is_said_on_the_node(page: Any) -> None:
-    broken(page, WINDOW_SIZE, 0)
-    page.wait_until_idle()
-    assert page.text(4) == "window size is 0. Allowed: a whole number from 2 to 64. Try 8."
-    assert page.text(7) == NEW
-    page.noise.clear()  # the page logs it too
-    page.set(4, "window_size", 8)
-    page.queue()
-    assert page.text(4) == line(0.5)
-
-
-def test_an_input_that_is_missing_is_said_on_the_node(page: Any) -> None:
-    graph = workflow()
-    graph["nodes"][3]["inputs"][0]["link"] = None
-    graph["nodes"][0]["outputs"][0]["links"] = []
-    graph["links"] = graph["links"][1:]
-    page.open(graph, "missing")
-    page.press_run()
-    page.wait_for_text(4, "connected")
-    assert page.text(4) == "Nothing is connected to model. Connect it."
-    page.noise.clear()
-
-
 def contrast(page: Any, selector: str) -> float:
     """Of a text against what is behind it, as WCAG defines it."""
     colours = page.evaluate(
@@ -484,75 +319,3 @@ def test_help_page_opens(page: Any, last: str, words: str) -> None:
     page.tab.get_by_text(words).first.wait_for()
     page.evaluate("() => app.canvas.deselectAll()")
     assert page.ours() == set(), "no page is looked for in vain"
-
-
-def test_the_report_is_shown(page: Any, baseline: Any) -> None:
-    """With the small Flux model, which the stock loader loads and which is trained."""
-    graph = workflow(0.5, ends_at=0.6)
-    loader, advanced, sampler = (graph["nodes"][index] for index in (0, 3, 4))
-    loader.update(type="UNETLoader", widgets_values=["toma_demo_dit.safetensors", "default"])
-    advanced["widgets_values"][2:4], advanced["widgets_values"][FIRST] = [0, 0], 1
-    sampler["widgets_values"][2:6] = [12, 2, "euler", "simple"]
-    page.open(graph, "report")
-    page.queue()
-    page.tab.wait_for_timeout(1000)
-    assert page.text(7).startswith("On: half of the tokens merged, 5 of 7 blocks, ")
-    assert [title for title in page.text(7).splitlines() if title and title[0] != " "][1:] == [
-        "Where",
-        "When",
-        "Unmerged",
-        "How",
-    ]
-    (shown,) = page.evaluate(
-        "() => Object.values(app.nodeOutputs).filter(o => o.text && o.images).map(o => o.images[0])"
-    )
-    assert page.picture("report", shown).width == 816
-    page.photograph("report-node", [7], document=True)
-    assert page.noise - baseline == set()
-
-
-def test_the_benchmark_is_shown(page: Any, baseline: Any) -> None:
-    page.open(workflow(last="ToMABenchmark"), "benchmark")
-    page.evaluate(WATCH, 7)
-    page.queue()
-    page.tab.wait_for_timeout(1000)
-    runs = [f"Measuring: run {n} of 12 ..." for n in range(1, 13)]
-    assert page.evaluate("window.shown")[:-1] == runs, "four settings warm up and run twice"
-    text = page.text(7)
-    assert text.startswith(("Fastest worthwhile: ", "Leave ToMA off here", "Too noisy to tell"))
-    assert "\nwithout ToMA: " in text
-    for ratio in ("0.2", "0.4", "0.6"):
-        assert re.search(rf"\nratio {ratio}, [\d.]+x as fast, distance [\d.]+, [\d.]+ ms per step", text)
-    assert "latent 64 x 64" in page.details(7)
-    assert "all 4 steps" in page.details(7)
-    (shown,) = page.evaluate(
-        "() => Object.values(app.nodeOutputs).filter(o => o.text && o.images).map(o => o.images[0])"
-    )
-    picture = page.picture("benchmark", shown)
-    assert isinstance(picture, Image.Image)
-    page.photograph("benchmark-node", [7], document=True)
-    assert page.text(4) == NEW, "the model's own ToMA was not run"
-    assert page.noise - baseline == set()
-
-
-def test_a_calibration_is_shown_and_not_made_again(page: Any, baseline: Any) -> None:
-    page.open(workflow(last="ToMACalibrate"), "calibrate")
-    page.evaluate(WATCH, 7)
-    seed = "() => app.graph.getNodeById(7).widgets.find(w => w.name === 'seed').value"
-    before = page.evaluate(seed)
-    page.queue()
-    page.tab.wait_for_timeout(1000)
-    shown = page.evaluate("window.shown")
-    assert shown[:2] == [f"Measuring: run {n} of 3 ..." for n in (1, 2)]
-    text = page.text(7)
-    assert text.startswith(("Calibrated: distance ", "The preset 'balanced' is kept: "))
-    assert "\nPredicted " in text
-    assert page.evaluate("() => Object.values(app.nodeOutputs).filter(o => o.toma && o.images).length") == 1
-    page.photograph("calibrate-node", [7])
-    assert page.evaluate(seed) == before, "or all would be measured again"
-    page.evaluate("() => { window.shown = [] }")
-    page.queue()
-    page.tab.wait_for_timeout(1000)
-    assert not [shown for shown in page.evaluate("window.shown") if shown.startswith("Measuring")]
-    assert page.text(7) == text
-    assert page.noise - baseline == set()

@@ -1,0 +1,113 @@
+"""The workflows that the tests of the page open, and what nodes say of their runs."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+IDS, SEEDS = count(1), count(1)  # a sampler that ComfyUI takes from its cache tells nothing new
+CACHED = "Nothing ran anew: ComfyUI had this result in its cache. Change the seed to see what is merged."
+NEW, ACTIVE = "No run yet.", "Sampling on fewer tokens ..."
+STEPS = 4
+EARLIER = "{} (from an earlier run)"
+# Places among the widgets of ToMA Advanced.
+FIRST, START, WINDOW_SIZE = 10, 12, 16
+# Records every text that a node of ours shows.
+WATCH = """id => {
+    const element = window.said(id)
+    window.shown = []
+    new MutationObserver(() => window.shown.push(element.textContent))
+        .observe(element, { childList: true, subtree: true, characterData: true })
+}"""
+
+
+def node(node_id: int, kind: str, pos: tuple[int, int], values: Any = (), inputs: Any = (), outputs: Any = ()) -> Any:
+    """A node as a workflow file has it. inputs: (name, type, link). outputs: (type, links)."""
+    return {
+        "id": node_id,
+        "type": kind,
+        "pos": list(pos),
+        "size": [320, 80],
+        "flags": {},
+        "order": node_id,
+        "mode": 0,
+        "inputs": [{"name": name, "type": type_, "link": link} for name, type_, link in inputs],
+        "outputs": [{"name": type_, "type": type_, "links": list(links)} for type_, links in outputs],
+        "properties": {},
+        "widgets_values": list(values),
+    }
+
+
+def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1.0) -> dict[str, Any]:
+    """Loader -> ToMA Advanced -> KSampler -> decode and report, or the benchmark instead of all that samples."""
+    scene = [next(SEEDS), "fixed", 1, *["from seed"] * 14]
+    advanced = ["balanced", ratio, 1, 0, ends_at, "off", -1, 16, "preset", "preset", -1, "preset", -1, 10, 5]
+    advanced += ["preset", -1, "off", "preset", -1, "preset", "preset", "preset", "stack", -1, *["preset"] * 3]
+    sampled = last == "ToMAReport"
+    nodes = [
+        node(1, "ToMADemoUNet", (0, 0), ["random", 0, "fixed"], outputs=[("MODEL", [1])]),
+        node(
+            2, "ToMADemoScene", (0, 160), scene, outputs=[("CONDITIONING", [2]), ("CONDITIONING", [3]), ("STRING", [])]
+        ),
+        node(3, "ToMADemoLatent", (0, 700), [128, 128, 1], outputs=[("LATENT", [4])]),
+        node(4, "ToMAAdvanced", (400, 0), advanced, [("model", "MODEL", 1)], [("MODEL", [5, 6] if sampled else [5])]),
+    ]
+    links = [[1, 1, 0, 4, 0, "MODEL"]]
+    if sampled:
+        values = [next(SEEDS), "fixed", STEPS, 2, "euler", "normal", 1]
+        into = [("model", "MODEL", 5), ("positive", "CONDITIONING", 2), ("negative", "CONDITIONING", 3)]
+        nodes += [
+            node(5, "KSampler", (850, 0), values, [*into, ("latent_image", "LATENT", 4)], [("LATENT", [7, 8])]),
+            node(6, "ToMADemoDecode", (850, 400), [4], [("samples", "LATENT", 7)], [("IMAGE", [9])]),
+            node(
+                7,
+                "ToMAReport",
+                (1250, 0),
+                [],
+                [("model", "MODEL", 6), ("latent", "LATENT", 8), ("image", "IMAGE", 9)],
+                [("STRING", []), ("IMAGE", []), ("LATENT", [])],
+            ),
+        ]
+        links += [[2, 2, 0, 5, 1, "CONDITIONING"], [3, 2, 1, 5, 2, "CONDITIONING"], [4, 3, 0, 5, 3, "LATENT"]]
+        links += [[5, 4, 0, 5, 0, "MODEL"], [6, 4, 0, 7, 0, "MODEL"], [7, 5, 0, 6, 0, "LATENT"]]
+        links += [[8, 5, 0, 7, 1, "LATENT"], [9, 6, 0, 7, 2, "IMAGE"]]
+    else:
+        into = [("model", "MODEL", 5), ("positive", "CONDITIONING", 2), ("latent", "LATENT", 4)]
+        outputs = [("IMAGE", []), ("STRING", []), ("FLOAT", [])]
+        values = [0.6, "balanced", True, 4, 2]
+        if last == "ToMACalibrate":
+            outputs = [("MODEL", []), ("STRING", []), ("IMAGE", [])]
+            values = ["balanced", 0.1, STEPS, 2, "euler", "normal", next(SEEDS)]
+        nodes.append(node(7, last, (850, 0), values, [*into, ("negative", "CONDITIONING", 3)], outputs))
+        links += [[2, 2, 0, 7, 1, "CONDITIONING"], [3, 2, 1, 7, 3, "CONDITIONING"], [4, 3, 0, 7, 2, "LATENT"]]
+        links += [[5, 4, 0, 7, 0, "MODEL"]]
+    # As a new node of these has it, so that its picture can be read.
+    nodes[-1]["size"] = [480, 1180] if sampled else [460, 840]
+    graph_id = f"00000000-0000-4000-8000-{next(IDS):012}"
+    size = {"last_node_id": 7, "last_link_id": 9, "groups": [], "version": 0.4}
+    return {"id": graph_id, "nodes": nodes, "links": links, **size}
+
+
+def simple() -> dict[str, Any]:
+    """The same with the simple ToMA node; it leaves grids below 256 tokens whole."""
+    graph = workflow()
+    graph["nodes"][3].update(type="ToMA", widgets_values=[0.5, "balanced"])
+    return graph
+
+
+SHARES = {0.25: "a quarter", 0.5: "half", 0.75: "three quarters"}
+
+
+def line(ratio: float, steps: int = STEPS) -> str:
+    """What ToMA Advanced has to say of a run with every step merged."""
+    return f"On: {SHARES[ratio]} of the tokens merged, 16 of 17 blocks, all {steps} steps"
+
+
+def broken(page: Any, place: int, value: Any, **more: Any) -> dict[str, Any]:
+    """A graph with this in a widget of ToMA Advanced, as in a file that was edited by hand: the widgets themselves keep
+    to their range. Run is pressed."""
+    graph = workflow(**more)
+    graph["nodes"][3]["widgets_values"][place] = value
+    page.open(graph, "error")
+    page.press_run()
+    return graph

@@ -1,0 +1,65 @@
+"""Errors stand on the node that they are about, at validation and while running, in both renderers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.browser.graphs import NEW, START, WINDOW_SIZE, broken, line, workflow
+
+MARKED = "() => app.graph.getNodeById(4).inputs.filter(i => i.hasErrors).map(i => i.name)"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "sentence", "marked"),
+    [
+        (
+            START,
+            0.9,
+            "Start percent (0.9) is larger than end percent (0.5), so nothing would ever be merged. Lower start "
+            "percent or raise end percent.",
+            ["end_percent", "start_percent"],
+        ),
+        (1, 2.0, "ratio is 2. Allowed: a number from 0 to 0.95. Try 0.5.", ["ratio"]),
+        (0, "best", 'preset is "best". Allowed: balanced, faithful, quality, fast. Choose one of them.', ["preset"]),
+    ],
+    ids=["range", "limit", "choice"],
+)
+def test_what_is_refused_is_said_on_the_node(
+    page: Any, place: int, value: Any, sentence: str, marked: list[str]
+) -> None:
+    graph = broken(page, place, value, ends_at=0.5)
+    page.wait_for_text(4, "llowed" if "llowed" in sentence else "raise end")
+    assert page.text(4) == sentence
+    page.tab.wait_for_function(f"() => ({MARKED})().length")
+    assert page.evaluate(MARKED) == marked
+    page.photograph("error", [4])
+    page.noise.clear()  # the page logs what the server refused
+    graph["nodes"][3]["widgets_values"][place] = workflow()["nodes"][3]["widgets_values"][place]
+    page.open(graph, "mended")
+    page.queue()
+    assert page.text(4).startswith("On: half of the tokens merged, ")
+
+
+def test_what_fails_while_running_is_said_on_the_node(page: Any) -> None:
+    broken(page, WINDOW_SIZE, 0)
+    page.wait_until_idle()
+    assert page.text(4) == "window size is 0. Allowed: a whole number from 2 to 64. Try 8."
+    assert page.text(7) == NEW
+    page.noise.clear()  # the page logs it too
+    page.set(4, "window_size", 8)
+    page.queue()
+    assert page.text(4) == line(0.5)
+
+
+def test_an_input_that_is_missing_is_said_on_the_node(page: Any) -> None:
+    graph = workflow()
+    graph["nodes"][3]["inputs"][0]["link"] = None
+    graph["nodes"][0]["outputs"][0]["links"] = []
+    graph["links"] = graph["links"][1:]
+    page.open(graph, "missing")
+    page.press_run()
+    page.wait_for_text(4, "connected")
+    assert page.text(4) == "Nothing is connected to model. Connect it."
+    page.noise.clear()

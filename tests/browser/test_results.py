@@ -1,0 +1,82 @@
+"""What a person sees of results: report, benchmark and calibration on their nodes, in both renderers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from PIL import Image
+
+from tests.browser.graphs import FIRST, NEW, WATCH, workflow
+
+
+def test_the_report_is_shown(page: Any, baseline: Any) -> None:
+    """With the small Flux model, which the stock loader loads and which is trained."""
+    graph = workflow(0.5, ends_at=0.6)
+    loader, advanced, sampler = (graph["nodes"][index] for index in (0, 3, 4))
+    loader.update(type="UNETLoader", widgets_values=["toma_demo_dit.safetensors", "default"])
+    advanced["widgets_values"][2:4], advanced["widgets_values"][FIRST] = [0, 0], 1
+    sampler["widgets_values"][2:6] = [12, 2, "euler", "simple"]
+    page.open(graph, "report")
+    page.queue()
+    page.tab.wait_for_timeout(1000)
+    assert page.text(7).startswith("On: half of the tokens merged, 5 of 7 blocks, ")
+    assert [title for title in page.text(7).splitlines() if title and title[0] != " "][1:] == [
+        "Where",
+        "When",
+        "Unmerged",
+        "How",
+    ]
+    (shown,) = page.evaluate(
+        "() => Object.values(app.nodeOutputs).filter(o => o.text && o.images).map(o => o.images[0])"
+    )
+    assert page.picture("report", shown).width == 816
+    page.photograph("report-node", [7], document=True)
+    assert page.noise - baseline == set()
+
+
+def test_the_benchmark_is_shown(page: Any, baseline: Any) -> None:
+    page.open(workflow(last="ToMABenchmark"), "benchmark")
+    page.evaluate(WATCH, 7)
+    page.queue()
+    page.tab.wait_for_timeout(1000)
+    runs = [f"Measuring: run {n} of 12 ..." for n in range(1, 13)]
+    assert page.evaluate("window.shown")[:-1] == runs, "four settings warm up and run twice"
+    text = page.text(7)
+    assert text.startswith(("Fastest worthwhile: ", "Leave ToMA off here", "Too noisy to tell"))
+    assert "\nwithout ToMA: " in text
+    for ratio in ("0.2", "0.4", "0.6"):
+        assert re.search(rf"\nratio {ratio}, [\d.]+x as fast, distance [\d.]+, [\d.]+ ms per step", text)
+    assert "latent 64 x 64" in page.details(7)
+    assert "all 4 steps" in page.details(7)
+    (shown,) = page.evaluate(
+        "() => Object.values(app.nodeOutputs).filter(o => o.text && o.images).map(o => o.images[0])"
+    )
+    picture = page.picture("benchmark", shown)
+    assert isinstance(picture, Image.Image)
+    page.photograph("benchmark-node", [7], document=True)
+    assert page.text(4) == NEW, "the model's own ToMA was not run"
+    assert page.noise - baseline == set()
+
+
+def test_a_calibration_is_shown_and_not_made_again(page: Any, baseline: Any) -> None:
+    page.open(workflow(last="ToMACalibrate"), "calibrate")
+    page.evaluate(WATCH, 7)
+    seed = "() => app.graph.getNodeById(7).widgets.find(w => w.name === 'seed').value"
+    before = page.evaluate(seed)
+    page.queue()
+    page.tab.wait_for_timeout(1000)
+    shown = page.evaluate("window.shown")
+    assert shown[:2] == [f"Measuring: run {n} of 3 ..." for n in (1, 2)]
+    text = page.text(7)
+    assert text.startswith(("Calibrated: distance ", "The preset 'balanced' is kept: "))
+    assert "\nPredicted " in text
+    assert page.evaluate("() => Object.values(app.nodeOutputs).filter(o => o.toma && o.images).length") == 1
+    page.photograph("calibrate-node", [7])
+    assert page.evaluate(seed) == before, "or all would be measured again"
+    page.evaluate("() => { window.shown = [] }")
+    page.queue()
+    page.tab.wait_for_timeout(1000)
+    assert not [shown for shown in page.evaluate("window.shown") if shown.startswith("Measuring")]
+    assert page.text(7) == text
+    assert page.noise - baseline == set()
