@@ -15,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from filelock import FileLock
+
 from scripts.comfyui import ROOT
 from scripts.console import SetupError, say
 
@@ -39,14 +41,16 @@ def main() -> int:
 def pack(folder: Path, root: Path = ROOT) -> Path:
     """Validate the pack in `root` and return its archive in `folder`. Raises SetupError for whatever comfy-cli
     fails at or only warns about: the registry leaves out the metadata that it warns about."""
-    for command in ("validate", "pack"):
-        said = _comfy_node(command, root)
-        if any(complaint in line for line in said.splitlines() for complaint in COMPLAINTS if NO_GIT not in line):
-            raise SetupError(f"comfy node {command}:\n{said}")
     folder.mkdir(parents=True, exist_ok=True)
     name, version = (project(root, key) for key in ("name", "version"))
     archive = folder / f"{name}-{version}.zip"
-    shutil.move(root / PACKED, archive)
+    (root / "build").mkdir(exist_ok=True)
+    with FileLock(root / "build" / "archive.lock"):  # two runs of the tests at once write one node.zip
+        for command in ("validate", "pack"):
+            said = _comfy_node(command, root)
+            if any(complaint in line for line in said.splitlines() for complaint in COMPLAINTS if NO_GIT not in line):
+                raise SetupError(f"comfy node {command}:\n{said}")
+        shutil.move(root / PACKED, archive)
     return archive
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,25 @@ def test_holds_what_a_user_needs_and_no_more(packed: Path) -> None:
         names = zipped.namelist()
     assert {name.split("/")[0] for name in names} == FOR_USERS
     assert {Path(name).suffix for name in names} <= {".py", ".js", ".mjs", ".md", ".json", ".jpg", ".toml", ".txt", ""}
+
+
+def test_two_at_once_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in CI, where two runs of these tests share a checkout and comfy-cli's one name for the archive."""
+    running, most, comfy_node = [], [], archive._comfy_node
+
+    def watched(command: str, root: Path) -> str:
+        running.append(command)
+        most.append(len(running))
+        try:
+            return comfy_node(command, root)
+        finally:
+            running.pop()
+
+    monkeypatch.setattr(archive, "_comfy_node", watched)
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(archive.pack, (tmp_path / "one", tmp_path / "two")))
+    assert max(most) == 1
+    assert zipfile.ZipFile(both[0]).namelist() == zipfile.ZipFile(both[1]).namelist()
 
 
 def test_warnings_of_the_registry_stop_the_pack(tmp_path: Path) -> None:
