@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .scenes import ATTRIBUTES, Scene, render_batch, scene_from_seed, visible
+from .scenes import ATTRIBUTES, CANVAS, Scene, render_batch, scene_from_seed, visible
 
 FEATURES = 64
 WEIGHTS = Path(__file__).parent / "weights" / "checker.safetensors"
@@ -84,6 +84,14 @@ def load_checker(path: Path | str = WEIGHTS) -> Checker:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path} cannot be read ({reason}): get it again, or train it again") from error
     return checker.eval().requires_grad_(False)
+
+
+def for_checker(image: torch.Tensor) -> torch.Tensor:
+    """Square pictures (B, 3, H, W) as a checker sees them: (B, 3, 128, 128) in -1..1."""
+    image, side = image.clamp(-1, 1), image.shape[-1]
+    if side == CANVAS:
+        return image
+    return F.interpolate(image, CANVAS, mode="area") if side > CANVAS else F.interpolate(image, CANVAS, mode="bilinear")
 
 
 def correct(checker: Checker, image: torch.Tensor, scenes: list[Scene]) -> torch.Tensor:

@@ -186,6 +186,11 @@ def load_dit(path: str) -> Any:
     return _patcher(comfy.model_base.Flux, model_config, weights)
 
 
+def token_pixels(model: Any) -> int:
+    """Side in pixels of a token of a tiny MODEL, at the finest level where it has attention."""
+    return UNSHUFFLE * getattr(model.get_model_object("diffusion_model"), "patch_size", PIXELS_PER_TOKEN // UNSHUFFLE)
+
+
 def _patcher(make: Callable[..., Any], model_config: Any, weights: dict[str, torch.Tensor], *kind: Any) -> Any:
     """The model on ComfyUI's own devices, in the dtype that ComfyUI takes there."""
     load_device = comfy.model_management.get_torch_device()

@@ -1,4 +1,4 @@
-"""Draws pictures with the tiny models through ComfyUI's own samplers: `python -m demo.sampling dit|unet`."""
+"""Draws pictures with the tiny models through ComfyUI's own samplers: `python -m demo.sampling dit|few|unet`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from .checker import FIRST_TEST_SEED, WEIGHTS, accuracy, frechet_distance, load_checker
+from .checker import FIRST_TEST_SEED, WEIGHTS, accuracy, for_checker, frechet_distance, load_checker
 from .conditioning import conditioning, empty_latent, seeded_noise
 from .latents import decode
 from .models import load_dit, load_unet
@@ -27,17 +27,26 @@ FOLDER = WEIGHTS.parent
 # Plain settings that both objectives are at home with; the model card has a few others.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "dit": {"cfg": 2.0, "sampler": "euler", "scheduler": "simple"},
+    # Taught to need 4 or 8 steps and no guidance, on tokens of 2 x 2 pixels.
+    "few": {"cfg": 1.0, "sampler": "euler", "scheduler": "simple", "size": 64},
     "unet": {"cfg": 2.0, "sampler": "euler", "scheduler": "normal"},
     "wan": {"cfg": 2.0, "sampler": "euler", "scheduler": "simple"},
 }
 
 
 def load(kind: str, path: Path | str | None = None) -> Any:
-    """The MODEL of `kind` ("dit" or "unet") from a safetensors file, by default the trained one in demo/weights."""
+    """The MODEL of `kind` ("dit", "few" or "unet") from a safetensors file, by default the trained one in
+    demo/weights."""
     path = Path(path) if path else FOLDER / f"{kind}.safetensors"
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: train it with `python -m demo.train {kind} --export {path}`")
-    return load_dit(str(path)) if kind == "dit" else load_unet(str(path))
+    return load_unet(str(path)) if kind == "unet" else load_dit(str(path))
+
+
+def defaults(kind: str, steps: int) -> dict[str, Any]:
+    """What `generate` is given for pictures of `kind`. Who was taught few steps is told how many, in the place of
+    guidance (see `demo.objectives.FewStepsObjective`)."""
+    return {"size": CANVAS, **DEFAULTS[kind], **({"guidance": float(steps)} if kind == "few" else {})}
 
 
 def generate(
@@ -92,7 +101,7 @@ def contact_sheet(image: torch.Tensor, columns: int) -> Image.Image:
 def main() -> None:
     """Command line: a contact sheet, the checker's marks and the Frechet distance to real scenes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("kind", choices=("dit", "unet"))
+    parser.add_argument("kind", choices=("dit", "few", "unet"))
     parser.add_argument("--weights", type=Path, default=None)
     parser.add_argument("--checker", type=Path, default=WEIGHTS)
     parser.add_argument("--count", type=int, default=24)
@@ -100,15 +109,14 @@ def main() -> None:
     parser.add_argument("--cfg", type=float, default=None)
     parser.add_argument("--sampler", default=None)
     parser.add_argument("--scheduler", default=None)
-    parser.add_argument("--guidance", type=float, default=None, help="of a DiT taught few steps: how many there are")
     parser.add_argument("--sheet", type=Path, default=None, help="where to write a PNG of the first 24")
     args = parser.parse_args()
-    settings = {name: getattr(args, name) or value for name, value in DEFAULTS[args.kind].items()}
+    settings = {name: getattr(args, name, None) or value for name, value in defaults(args.kind, args.steps).items()}
     model = load(args.kind, args.weights)
     scenes = [scene_from_seed(FIRST_TEST_SEED + index) for index in range(args.count)]
     begin = time.monotonic()
-    latents = generate(model, scenes, list(range(args.count)), args.steps, guidance=args.guidance, **settings)
-    image = decode(latents)
+    latents = generate(model, scenes, list(range(args.count)), args.steps, **settings)
+    image = for_checker(decode(latents))
     print(
         f"{args.count} pictures, {args.steps} steps, {settings}, {(time.monotonic() - begin) / args.count:.2f} s each"
     )
@@ -117,12 +125,12 @@ def main() -> None:
         contact_sheet(image[: min(24, args.count) // 6 * 6], 6).save(args.sheet, optimize=True)
     if args.checker.exists():
         checker = load_checker(args.checker)
-        real = render_batch(scenes)
-        other = render_batch([scene_from_seed(FIRST_TEST_SEED + 10_000 + index) for index in range(args.count)])
+        others = [scene_from_seed(FIRST_TEST_SEED + 10_000 + index) for index in range(args.count)]
+        real, other = (for_checker(render_batch(each, settings["size"])) for each in (scenes, others))
         marks, real_marks = accuracy(checker, image, scenes), accuracy(checker, real, scenes)
         for name in marks:
             print(f"{name:14s} generated {marks[name]:.3f}  real {real_marks[name]:.3f}")
-        features = [checker.features(x.clamp(-1, 1)) for x in (image, real, other)]
+        features = [checker.features(x) for x in (image, real, other)]
         print(
             f"frechet generated-real {frechet_distance(features[0], features[1]):.3f}  "
             f"real-other real {frechet_distance(features[2], features[1]):.3f}"

@@ -50,6 +50,7 @@ ROOMS = (
     Room("scripts/comfy_pack.py", ("scripts",), frozenset(), frozenset({"torch", "comfy"}), absolute=True),
     Room("scripts/comfy_server.py", ("scripts",), frozenset(), frozenset({"torch"}), absolute=True),
     Room("scripts/comfy_client.py", ("scripts",), frozenset(), frozenset({"aiohttp"}), absolute=True),
+    Room("scripts/archive.py", ("scripts",), frozenset({"filelock"}), absolute=True),
     Room("scripts", ("scripts",), frozenset(), absolute=True),
 )
 

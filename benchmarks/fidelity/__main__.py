@@ -21,7 +21,7 @@ from .start import command, start
 
 def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser = command(__doc__)
-    parser.add_argument("--model", nargs="*", choices=["dit", "unet"], default=["dit", "unet"])
+    parser.add_argument("--model", nargs="*", choices=["dit", "few", "unet"], default=["dit", "unet"])
     parser.add_argument(
         "--tier", type=int, default=3, help="how much: 1 to decide, 2 all rivals, 3 every choice, 4 all"
     )
@@ -29,8 +29,8 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=22, help="pictures in a set (default 22)")
     parser.add_argument("--seeds", type=int, default=3, help="sets; spread is the deviation of their means (default 3)")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--size", type=int, default=128, help="picture side in pixels (default 128)")
-    parser.add_argument("--cfg", type=float, default=2.0)
+    parser.add_argument("--size", type=int, help="picture side in pixels (default: as the model was trained)")
+    parser.add_argument("--cfg", type=float, help="default: 1 for the model taught few steps, else 2")
     parser.add_argument("--batch", type=int, default=11)
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="bf16 is twice as fast on a new CPU")
     parser.add_argument("--weights", type=Path, default=Path("demo/weights"), help="folder with the trained weights")
@@ -48,14 +48,15 @@ def main(given: list[str] | None = None) -> None:
 
 
 def _measure(kind: str, args: argparse.Namespace) -> None:
-    from demo.sampling import DEFAULTS
+    from demo.sampling import defaults
 
     from . import report
     from .judge import COLUMNS, Conditions, Judge
     from .settings import settings
     from .store import Store, fingerprint
 
-    table = settings(kind, args.steps, DEFAULTS[kind]["scheduler"])
+    own = defaults(kind, args.steps)
+    table = settings(kind, args.steps, own["scheduler"])
     wanted = [n for n, s in table.items() if (n.startswith(tuple(args.only)) if args.only else s.tier <= args.tier)]
     wanted.sort(key=lambda name: table[name].tier)
     if args.list:
@@ -63,7 +64,8 @@ def _measure(kind: str, args: argparse.Namespace) -> None:
         return
     weights = fingerprint([args.weights / f"{name}.safetensors" for name in (kind, "checker")])
     names = ("images", "seeds", "steps", "size", "cfg", "dtype", "batch")
-    conditions = Conditions(model=kind, weights=weights, **{name: getattr(args, name) for name in names})
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    conditions = Conditions(model=kind, weights=weights, **{**{n: own[n] for n in ("size", "cfg")}, **given})
     store = Store(conditions, args.out, cache_dir())
     missing = [name for name in ("unmerged", *wanted) if name not in store.read()["rows"]]
     begin = time.monotonic()

@@ -23,11 +23,11 @@ PRESETS = ("quality", "balanced", "fast")
 
 def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser = command(__doc__)
-    parser.add_argument("--model", nargs="*", choices=["dit", "unet"], default=["unet", "dit"])
+    parser.add_argument("--model", nargs="*", choices=["dit", "few", "unet"], default=["unet", "dit"])
     parser.add_argument("--weights", type=Path, default=Path("demo/weights"), help="folder with the trained weights")
     parser.add_argument("--steps", type=int, nargs="*", default=[4, 8, 20])
     parser.add_argument("--preset", nargs="*", choices=PRESETS, default=list(PRESETS))
-    parser.add_argument("--cfg", type=float, default=2.0)
+    parser.add_argument("--cfg", type=float, help="default: 1 for the model taught few steps, else 2")
     parser.add_argument("--images", type=int, default=4, help="in each set of scenes")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/calibrated.json"))
     return parser.parse_args(given)
@@ -37,27 +37,34 @@ def main(given: list[str] | None = None) -> None:
     """Measure what the file lacks, a row at a time, and print the table."""
     args = _arguments(given)
     start(args)
+    from demo.sampling import defaults
+
     rows: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     for kind in args.model:
         for steps in args.steps:
-            names = {preset: f"{kind} {steps} steps cfg {args.cfg:g} {preset}" for preset in args.preset}
+            options = defaults(kind, steps)
+            if args.cfg is not None:
+                options["cfg"] = args.cfg
+            names = {preset: f"{kind} {steps} steps cfg {options['cfg']:g} {preset}" for preset in args.preset}
             missing = [preset for preset, name in names.items() if name not in rows]
-            for preset, row in _measured(kind, steps, missing, args).items():
+            for preset, row in _measured(kind, steps, missing, options, args).items():
                 rows[names[preset]] = row
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(rows, indent=1) + "\n")
             print(table(rows), flush=True)
 
 
-def _measured(kind: str, steps: int, presets: list[str], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def _measured(
+    kind: str, steps: int, presets: list[str], options: dict[str, Any], args: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
     """A row for each preset: distances on the other scenes, shares of the matrix products left, and what was
-    predicted and found on the scenes that were measured."""
+    predicted and found on the scenes that were measured. options: of `demo.sampling.generate`."""
     if not presets:
         return {}
     from demo.checker import FIRST_TEST_SEED
     from demo.conditioning import conditioning, empty_latent, seeded_noise
-    from demo.sampling import DEFAULTS, generate
-    from demo.scenes import CANVAS, scene_from_seed
+    from demo.sampling import generate
+    from demo.scenes import scene_from_seed
 
     from .judge import counting, load
     from .metrics import relative_error
@@ -67,7 +74,7 @@ def _measured(kind: str, steps: int, presets: list[str], args: argparse.Namespac
     attach = pack_module("nodes.adapters.run").attach
     settings = pack_module("toma_core").Settings
     model = load(kind, args.weights / f"{kind}.safetensors", "fp32")
-    options = {**DEFAULTS[kind], "cfg": args.cfg}
+    size, told = options["size"], options.get("guidance")
     overrides = tiny(model)
 
     def scenes(which: str) -> tuple[list[Any], list[int]]:
@@ -81,14 +88,14 @@ def _measured(kind: str, steps: int, presets: list[str], args: argparse.Namespac
 
     asked, seeds = scenes("choose")
     task = calibrating.Task(
-        positive=conditioning(asked),
-        negative=conditioning([None] * args.images),
-        latent=empty_latent(CANVAS, CANVAS, args.images),
+        positive=conditioning(asked, told),
+        negative=conditioning([None] * args.images, told),
+        latent=empty_latent(size, size, args.images),
         steps=steps,
-        cfg=args.cfg,
+        cfg=options["cfg"],
         sampler=options["sampler"],
         scheduler=options["scheduler"],
-        noise=seeded_noise(seeds, CANVAS, CANVAS),
+        noise=seeded_noise(seeds, size, size),
     )
     plain, whole = drawn(model)
     rows: dict[str, dict[str, Any]] = {}

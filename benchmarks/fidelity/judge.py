@@ -81,13 +81,17 @@ class Judge:
 
     def __init__(self, conditions: Conditions, weights: Path, unmerged: Drawn | None = None) -> None:
         from demo.checker import FIRST_TEST_SEED, load_checker
-        from demo.sampling import DEFAULTS
+        from demo.sampling import defaults
         from demo.scenes import scene_from_seed
 
         self.conditions, self.path = conditions, weights / f"{conditions.model}.safetensors"
         self.model = load(conditions.model, self.path, conditions.dtype)
         self.checker = load_checker(weights / "checker.safetensors")
-        self.options = {**DEFAULTS[conditions.model], "cfg": conditions.cfg, "size": conditions.size}
+        self.options = {
+            **defaults(conditions.model, conditions.steps),
+            "cfg": conditions.cfg,
+            "size": conditions.size,
+        }
         self.seeds = [
             [group * conditions.images + i for i in range(conditions.images)] for group in range(conditions.seeds)
         ]
@@ -133,6 +137,7 @@ class Judge:
         measured before and after, and the first pictures."""
         from demo.checker import accuracy, frechet_distance
         from demo.latents import decode
+        from demo.models import token_pixels
 
         drawn, ratio, held = self.plain, 1.0, 0.0
         if setting is not None:
@@ -141,10 +146,10 @@ class Judge:
             drawn = self._drawn(model, max(1, round(self.conditions.steps * setting.steps)))
             reference = statistics.mean((before, self.seconds_a_step())) * self.conditions.steps
             ratio, held = drawn.seconds / reference, self._held(model)
-        window = 8 if setting is None else setting.window
+        window, token = 8 if setting is None else setting.window, token_pixels(self.model)
         groups, distances = [], []
         for latent, plain in zip(drawn.latents, self.plain.latents, strict=True):
-            figures = measure(decode(latent), latent, decode(plain), plain, window)
+            figures = measure(decode(latent), latent, decode(plain), plain, window, token)
             groups.append({name: float(value.mean()) for name, value in figures.items()})
             distances += [round(float(d), 5) for d in figures["distance"]]
         row: dict[str, Any] = {name: sum(g[name] for g in groups) / len(groups) for name in groups[0]}
@@ -164,9 +169,10 @@ class Judge:
     @cached_property
     def features(self) -> dict[str, Tensor]:
         """What the checker sees in the scenes as drawn by code, and in the unmerged pictures."""
+        from demo.checker import for_checker
         from demo.scenes import render_batch
 
-        real = render_batch([scene for group in self.scenes for scene in group])
+        real = for_checker(render_batch([scene for group in self.scenes for scene in group], self.conditions.size))
         unmerged = self._for_checker(self.plain.latents)
         return {"frechet": self.checker.features(real), "frechet_run": self.checker.features(unmerged)}
 
@@ -181,11 +187,10 @@ class Judge:
 
     def _for_checker(self, latents: list[Tensor]) -> Tensor:
         """Pictures of the size that the checker knows, in -1..1."""
+        from demo.checker import for_checker
         from demo.latents import decode
-        from demo.scenes import CANVAS
 
-        image = decode(torch.cat(latents)).clamp(-1, 1)
-        return image if image.shape[-1] == CANVAS else torch.nn.functional.interpolate(image, CANVAS, mode="area")
+        return for_checker(decode(torch.cat(latents)))
 
 
 @contextmanager

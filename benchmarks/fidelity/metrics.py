@@ -8,7 +8,7 @@ import torch
 from skimage.metrics import structural_similarity
 from torch import Tensor
 
-# Merging works on tokens of this many pixels at the finest level of both tiny models.
+# Merging works on tokens of this many pixels at the finest level of both tiny models that need many steps.
 PIXELS_PER_TOKEN = 4
 
 
@@ -43,8 +43,9 @@ def high_frequency_energy(image: Tensor) -> Tensor:
     return (image[..., 1:-1, 1:-1] - smooth).square().flatten(1).mean(1)
 
 
-def seam_energy(image: Tensor, window: int) -> Tensor:
-    """Squared steps across the borders of windows of `window` tokens, over those at other token borders.
+def seam_energy(image: Tensor, window: int, token: int = PIXELS_PER_TOKEN) -> Tensor:
+    """Squared steps across the borders of windows of `window` tokens of `token` pixels, over those at other token
+    borders.
 
     1 means that the borders cannot be told from elsewhere. (n, 3, H, W) -> (n,).
     """
@@ -52,18 +53,21 @@ def seam_energy(image: Tensor, window: int) -> Tensor:
     for steps in (image.diff(dim=-1), image.diff(dim=-2).transpose(-1, -2)):
         energy = steps.square().mean((1, 2))
         edges = torch.arange(1, energy.shape[-1] + 1)
-        token = edges % PIXELS_PER_TOKEN == 0
-        border = edges % (PIXELS_PER_TOKEN * window) == 0
-        ratios.append(energy[:, border].mean(1) / energy[:, token & ~border].mean(1).clamp_min(1e-12))
+        between = edges % token == 0
+        border = edges % (token * window) == 0
+        ratios.append(energy[:, border].mean(1) / energy[:, between & ~border].mean(1).clamp_min(1e-12))
     return torch.stack(ratios).mean(0)
 
 
-def measure(image: Tensor, latent: Tensor, twin_image: Tensor, twin_latent: Tensor, window: int) -> dict[str, Tensor]:
-    """Every per-picture figure, each (n,). Energies are given relative to the unmerged twin's own."""
+def measure(
+    image: Tensor, latent: Tensor, twin_image: Tensor, twin_latent: Tensor, window: int, token: int = PIXELS_PER_TOKEN
+) -> dict[str, Tensor]:
+    """Every per-picture figure, each (n,). Energies are given relative to the unmerged twin's own. window: side in
+    tokens; token: in pixels."""
     return {
         "distance": relative_error(latent, twin_latent),
         "psnr": psnr(image, twin_image),
         "ssim": ssim(image, twin_image),
         "detail": high_frequency_energy(image) / high_frequency_energy(twin_image),
-        "seams": seam_energy(image, window) / seam_energy(twin_image, window),
+        "seams": seam_energy(image, window, token) / seam_energy(twin_image, window, token),
     }

@@ -77,7 +77,7 @@ def averaging(mean: float, steps: int, scheduler: str, **settings: Any) -> Patch
 
 
 def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
-    """Name -> setting for the model `kind` ("dit" or "unet") sampled in so many steps. Nothing stands in it twice."""
+    """Name -> setting for the model `kind` ("dit", "few" or "unet") in so many steps. Nothing stands in it twice."""
     table: dict[str, Setting] = {}
 
     def add(tier: int, group: str, choices: dict[str, Patch], **extra: Any) -> None:
@@ -114,6 +114,8 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
         {"LazyCache 0.2": variants.step_cache("LazyCache", 0.2).patch, "ToDo 1/2": variants.todo(1, 2).patch},
     )
     add(2, "rival", {"three quarters of the steps": lambda model: model}, steps=0.75)
+    if steps > 4:  # of four it is three quarters of the steps
+        add(2, "rival", {"one step fewer": lambda model: model}, steps=(steps - 1) / steps)
     if unet:
         add(2, "rival", {"HyperTile 32": hyper_tile(32)})
     else:

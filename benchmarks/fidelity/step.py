@@ -31,11 +31,11 @@ VIEWS = {"whole": (32, (0, 0), 1), "half": (16, (0, 0), 2), "crop": (16, (8, 8),
 
 def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser = command(__doc__)
-    parser.add_argument("--model", choices=["dit", "unet"], default="dit")
+    parser.add_argument("--model", choices=["dit", "few", "unet"], default="dit")
     parser.add_argument("--weights", type=Path, help="file of such a model, by default the one in demo/weights")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--at", type=int, nargs="*", help="steps to look at, counted from 1 (default: 3, 5, ...)")
-    parser.add_argument("--cfg", type=float, default=2.0)
+    parser.add_argument("--cfg", type=float, help="default: 1 for the model taught few steps, else 2")
     parser.add_argument("--ratio", type=float, default=0.5)
     parser.add_argument("--scenes", choices=list(SCENES), default="choose")
     parser.add_argument("--images", type=int, default=4)
@@ -57,7 +57,11 @@ def main(given: list[str] | None = None) -> None:
     """Measure, print the tables and write the figures."""
     args = _arguments(given)
     start(args)
+    from demo.sampling import DEFAULTS
+
     from .judge import load
+
+    args.cfg = DEFAULTS[args.model]["cfg"] if args.cfg is None else args.cfg
 
     stored = measured(load(args.model, args.weights, "fp32"), args)
     print(table(stored))
@@ -71,26 +75,23 @@ def measured(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     """conditions; steps: errors at each step looked at; runs: distances of whole runs by plan, mean and deviation of
     the mean over the scenes."""
     from demo.checker import FIRST_TEST_SEED
-    from demo.data import PIXELS_PER_TOKEN, View
-    from demo.latents import UNSHUFFLE
-    from demo.sampling import DEFAULTS, generate
+    from demo.data import View
+    from demo.models import token_pixels
+    from demo.sampling import defaults, generate
     from demo.scenes import scene_from_seed
 
     from .metrics import relative_error
     from .probe import Probe, free_run, teacher_forced
 
     side, offset, scale = VIEWS[args.view]
-    pixels = PIXELS_PER_TOKEN
-    if args.model == "dit":
-        pixels = UNSHUFFLE * model.get_model_object("diffusion_model").patch_size
-        if args.view != "whole":
-            model = model.clone()
-            positions = View(offset, scale).rope_options(torch.device("cpu"))
-            model.model_options["transformer_options"]["rope_options"] = positions
+    if args.view != "whole":
+        model = model.clone()
+        positions = View(offset, scale).rope_options(torch.device("cpu"))
+        model.model_options["transformer_options"]["rope_options"] = positions
     first = SCENES[args.scenes]
     scenes = [scene_from_seed(FIRST_TEST_SEED + first + i) for i in range(args.images)]
     seeds = [first + i for i in range(args.images)]
-    options = {**DEFAULTS[args.model], "cfg": args.cfg, "size": side * pixels}
+    options = {**defaults(args.model, args.steps), "cfg": args.cfg, "size": side * token_pixels(model)}
     probe = Probe(model, args.ratio)
 
     def draw(patched: Any) -> torch.Tensor:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
-from benchmarks.fidelity.judge import Conditions, Drawn
+from benchmarks.fidelity.judge import Conditions, Drawn, Judge
 from benchmarks.fidelity.metrics import high_frequency_energy, measure, psnr, relative_error, seam_energy, ssim
 from benchmarks.fidelity.report import pareto, sheet, table, write
+from benchmarks.fidelity.settings import Setting
 from benchmarks.fidelity.store import Store
 from benchmarks.fidelity.verdict import claims, gain
+from scripts.comfyui import ROOT
 
 
 @pytest.fixture
@@ -53,6 +58,47 @@ def test_seams_at_window_borders_are_found_and_others_are_not(picture: torch.Ten
     at_tokens[..., ((bands + 8) // 16) % 2 == 1] += 1.0
     assert (seam_energy(at_borders, window=4) > 1.5 * plain).all()
     assert (seam_energy(at_tokens, window=4) < plain).all()
+
+
+def test_seams_between_smaller_tokens(picture: torch.Tensor) -> None:
+    bands = torch.arange(64)
+    picture[..., (bands // 8) % 2 == 1] += 1.0
+    assert (seam_energy(picture, window=4, token=2) > 1.4 * seam_energy(picture, window=4)).all()
+
+
+def test_who_was_taught_few_steps_is_told_how_many(tmp_path: Path, pack: ModuleType) -> None:
+    """Tokens of 2 pixels, no guidance, and half the steps are told no other number than all: a user who takes fewer
+    changes nothing else."""
+    from comfy.patcher_extension import WrappersMP
+
+    from demo.models import dit_config, new_dit
+    from demo.sampling import DEFAULTS
+
+    save_file(
+        new_dit(config=dit_config(64, (1, 1), token=2), to_train=False).state_dict(), tmp_path / "few.safetensors"
+    )
+    shutil.copyfile(ROOT / "demo" / "weights" / "checker.safetensors", tmp_path / "checker.safetensors")
+    own = DEFAULTS["few"]
+    about = conditions(model="few", steps=4, dtype="fp32", size=own["size"], cfg=own["cfg"], seeds=1)
+    judge = Judge(about, tmp_path)
+    told: list[float] = []
+
+    def watch(
+        executor: Any, x: Any, timestep: Any, context: Any, y: Any, guidance: Any, *args: Any, **more: Any
+    ) -> Any:
+        told.extend(guidance.tolist())
+        return executor(x, timestep, context, y, guidance, *args, **more)
+
+    def watched(model: Any) -> Any:
+        model = model.clone()
+        model.add_wrapper(WrappersMP.DIFFUSION_MODEL, watch)
+        return model
+
+    half, _, pictures = judge.row(Setting(watched, 1, steps=0.5))
+    assert told == [4.0] * 4, "two pictures in two steps, and no second prompt"
+    assert half["cost"] == pytest.approx(0.5, abs=0.01)
+    assert half["distance"] > 0.01
+    assert pictures.shape == (2, 3, 64, 64)
 
 
 def test_the_front_holds_what_nothing_beats() -> None:

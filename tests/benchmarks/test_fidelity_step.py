@@ -132,7 +132,7 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
 
     config = demo_models.dit_config(64, (1, 1), 2)
     save_file(demo_models.new_dit(0, config=config, to_train=False).state_dict(), tmp_path / "tiny.safetensors")
-    options = ["--steps=3", "--cfg=1", "--images=2", "--view=crop", "--scenes=report", "--plans", "x", "x0"]
+    options = ["--model=few", "--steps=3", "--images=2", "--view=crop", "--scenes=report", "--plans", "x", "x0"]
     step.main([f"--weights={tmp_path / 'tiny.safetensors'}", f"--out={tmp_path}", *options])
     stored = json.loads((tmp_path / "tiny-3steps-cfg1-r0.5-crop-report.json").read_text())
     assert step.table(stored) in capsys.readouterr().out

@@ -12,6 +12,7 @@ from demo.checker import (
     Checker,
     accuracy,
     correct,
+    for_checker,
     frechet_distance,
     load_checker,
     train,
@@ -61,7 +62,15 @@ def test_training_steps_change_the_weights() -> None:
     assert after.isfinite().all()
 
 
+@pytest.mark.parametrize("side", [64, 128, 256])
+def test_pictures_of_any_size_can_be_read(side: int) -> None:
+    image = for_checker(1.5 * torch.ones(2, 3, side, side))
+    assert image.shape == (2, 3, 128, 128)
+    assert image.eq(1).all()
+
+
 @pytest.mark.skipif(not WEIGHTS.exists(), reason="the checker is not trained yet")
 def test_trained_checker_reads_real_scenes() -> None:
     scenes = [scene_from_seed(FIRST_TEST_SEED + index) for index in range(64)]
     assert accuracy(load_checker(), render_batch(scenes), scenes)["all"] > 0.95
+    assert accuracy(load_checker(), for_checker(render_batch(scenes, 64)), scenes)["all"] > 0.9
