@@ -45,7 +45,8 @@ class Plan:
     width: int = 128
     blocks: tuple[int, int] = (2, 5)
     token: int = PIXELS_PER_TOKEN
-    # Shares of steps with half-size scenes and with whole pictures, before and after `late`; the rest are crops.
+    # Shares of steps with half-size scenes and with whole pictures, before and after `late`; the rest are crops. Of the
+    # Wan: with single frames and with whole clips; it has no crops.
     early_shares: tuple[float, float] = (0.9, 0.05)
     late_shares: tuple[float, float] = (0.2, 0.6)
     late: float = 0.45
@@ -108,7 +109,7 @@ class View:
 class Batch:
     """One step's data.
 
-    sort: "half", "full", "crop" or "clip". clean, noise: (B, 16, h, w) in model space, or (B, 16, frames, h, w).
+    sort: "half", "full", "crop", "still" or "clip". clean, noise: (B, 16, h, w) in model space, or (B, 16, frames, h, w).
     tokens: (B, T, TEXT_DIM). weight: (B, 1, h, w), what an error counts there, of mean 1 over whole scenes.
     quantile: (B,) in 0..1, where each picture's noise level lies; stratified, so that a batch covers the whole range.
     """
@@ -175,12 +176,14 @@ class Batches(Dataset[Batch]):
 
     def _clips(self, step: int, generator: torch.Generator) -> Batch:
         plan, first = self.plan, self._first(step)
-        clips = [clip_from_seed(first + index) for index in range(plan.crop_batch)]
-        clean = clips_to_model(render_clips(clips, CLIP_SIZE, FRAMES))
+        # A single frame teaches what a scene looks like, for a fraction of the work: clips follow when that is known.
+        still = plan.sort_at(step, float(torch.rand(1, generator=generator))) == "half"
+        clips = [clip_from_seed(first + index) for index in range(plan.crop_batch if still else plan.full_batch)]
+        clean = clips_to_model(render_clips(clips, CLIP_SIZE, 1 if still else FRAMES))
         dropped = (torch.rand(len(clips), generator=generator) < plan.dropout).tolist()
         said = [None if drop else clip for clip, drop in zip(clips, dropped, strict=True)]
         return Batch(
-            sort="clip",
+            sort="still" if still else "clip",
             view=View(),
             clean=clean,
             noise=torch.randn(clean.shape, generator=generator),

@@ -72,14 +72,12 @@ UNET_CONFIG: dict[str, Any] = {
 }
 
 
-# SDXL's proportions too: ten blocks deep at the third level, and three quarters of the work in transformer blocks.
+# Nearly SDXL's proportions too: two blocks deep at the second level and seven at the third, where SDXL has two and ten.
 DEEP_UNET_CONFIG: dict[str, Any] = {
     **UNET_CONFIG,
-    "model_channels": 32,
-    "channel_mult": [1, 2, 3],
-    "transformer_depth": [0, 0, 2, 2, 10, 10],
-    "transformer_depth_middle": 10,
-    "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
+    "transformer_depth": [0, 0, 2, 2, 7, 7],
+    "transformer_depth_middle": 7,
+    "transformer_depth_output": [0, 0, 0, 2, 2, 2, 7, 7, 7],
 }
 
 
@@ -307,7 +305,7 @@ def load_unet(path: str | None, seed: int = 0, disable_dynamic: bool = False) ->
     is never offloaded piece by piece, so both ways give the same.
     """
     weights = None if path is None else load_weights(path)
-    deep = weights is not None and len(weights["out.2.weight"][0]) == DEEP_UNET_CONFIG["model_channels"]
+    deep = weights is not None and "middle_block.1.transformer_blocks.2.norm1.weight" in weights
     patcher = unet_patcher(weights, seed, DEEP_UNET_CONFIG if deep else UNET_CONFIG)
     patcher.cached_patcher_init = (load_unet, (path, seed))
     return patcher

@@ -176,9 +176,11 @@ class VelocityObjective:
     Schedules and Sample Steps are Flawed").
     """
 
-    def __init__(self) -> None:
+    def __init__(self, teacher: Callable[..., torch.Tensor] | None = None) -> None:
+        """teacher: a network whose answers are learnt, in place of what lies in the noise."""
         self.sigmas = ModelSamplingDiscrete(zsnr=True).sigmas
         self.positions = AddPositions()
+        self.teacher = teacher
 
     def steps(self, batch: Batch) -> torch.Tensor:
         """The quantiles as steps of the schedule, int64 (B,).
@@ -210,14 +212,18 @@ class VelocityObjective:
         whole = 2 * CANVAS // PIXELS_PER_TOKEN // batch.view.scale
         self.positions.rows = places(height, top, whole, sigma.device)
         self.positions.columns = places(width, left, whole, sigma.device)
-        prediction = network(
-            (batch.clean + sigma * batch.noise) * scale,
-            step.float(),
-            context=in_phrases(batch.tokens),
-            y=adm(pooled_tokens(batch.tokens), batch.view, (height * 8, width * 8)),
-            transformer_options={"patches": {"input_block_patch": [self.positions]}},
-        )
-        return _error(prediction, (batch.noise - sigma * batch.clean) * scale, batch.weight)
+        x, target = (batch.clean + sigma * batch.noise) * scale, (batch.noise - sigma * batch.clean) * scale
+        y = adm(pooled_tokens(batch.tokens), batch.view, (height * 8, width * 8))
+        context = in_phrases(batch.tokens)
+
+        def answer(network: Callable[..., torch.Tensor]) -> torch.Tensor:
+            options = {"patches": {"input_block_patch": [self.positions]}}
+            return network(x, step.float(), context=context, y=y, transformer_options=options)
+
+        if self.teacher is not None:
+            with torch.no_grad():
+                target = answer(self.teacher).float()
+        return _error(answer(network), target, batch.weight)
 
 
 def adm(pooled: torch.Tensor, view: View, target: tuple[int, int]) -> torch.Tensor:

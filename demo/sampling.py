@@ -1,4 +1,4 @@
-"""Draws pictures with the tiny models through ComfyUI's own samplers: `python -m demo.sampling dit|few|unet`."""
+"""Draws pictures with the tiny models through ComfyUI's own samplers: `python -m demo.sampling dit|few|unet|deep`."""
 
 from __future__ import annotations
 
@@ -30,17 +30,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     # Taught to need 4 or 8 steps and no guidance, on tokens of 2 x 2 pixels.
     "few": {"cfg": 1.0, "sampler": "euler", "scheduler": "simple", "size": 64},
     "unet": {"cfg": 2.0, "sampler": "euler", "scheduler": "normal"},
+    "deep": {"cfg": 2.0, "sampler": "euler", "scheduler": "normal"},
     "wan": {"cfg": 2.0, "sampler": "euler", "scheduler": "simple"},
 }
+PICTURES = tuple(kind for kind in DEFAULTS if kind != "wan")
+# As SDXL, and as deep.
+UNETS = ("unet", "deep")
 
 
 def load(kind: str, path: Path | str | None = None) -> Any:
-    """The MODEL of `kind` ("dit", "few" or "unet") from a safetensors file, by default the trained one in
+    """The MODEL of `kind` ("dit", "few", "unet" or "deep") from a safetensors file, by default the trained one in
     demo/weights."""
     path = Path(path) if path else FOLDER / f"{kind}.safetensors"
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: train it with `python -m demo.train {kind} --export {path}`")
-    return load_unet(str(path)) if kind == "unet" else load_dit(str(path))
+    return load_unet(str(path)) if kind in UNETS else load_dit(str(path))
 
 
 def defaults(kind: str, steps: int) -> dict[str, Any]:
@@ -101,7 +105,7 @@ def contact_sheet(image: torch.Tensor, columns: int) -> Image.Image:
 def main() -> None:
     """Command line: a contact sheet, the checker's marks and the Frechet distance to real scenes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("kind", choices=("dit", "few", "unet"))
+    parser.add_argument("kind", choices=PICTURES)
     parser.add_argument("--weights", type=Path, default=None)
     parser.add_argument("--checker", type=Path, default=WEIGHTS)
     parser.add_argument("--count", type=int, default=24)

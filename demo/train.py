@@ -62,7 +62,8 @@ class Trainer:
         config: dict[str, Any] | None = None,
         teacher: Path | None = None,
     ):
-        """teacher: weights of a DiT like this one, which teaches it to do with few steps and without guidance."""
+        """teacher: weights of a model like this one, which teaches it to do with few steps and without guidance; of
+        the shallow UNet, whose answers the deep one learns."""
         self.plan = plan
         self.device = device
         self.config = config
@@ -79,7 +80,11 @@ class Trainer:
 
     def _objective(self, teacher: Path | None, compiled: bool) -> FlowObjective | FewStepsObjective | VelocityObjective:
         if self.plan.kind == "unet":
-            return VelocityObjective()
+            if teacher is None:
+                return VelocityObjective()
+            shallow = models.new_unet().to(self.device).eval().requires_grad_(False)
+            shallow.load_state_dict({name: value.float() for name, value in load_weights(teacher).items()})
+            return VelocityObjective(torch.compile(shallow, dynamic=False) if compiled else shallow)
         asked = AskedWan() if self.plan.kind == "wan" else Asked()
         if teacher is None:
             return FlowObjective(asked)
@@ -194,7 +199,7 @@ def run(trainer: Trainer, checkpoint: Path, minutes: float, every: float = 120.0
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan that the command line asks for."""
-    names = ("kind", "steps", "seed", "lr", "warmup", "cooldown", "crop_batch", "full_batch", "width", "token")
+    names = ("kind", "steps", "seed", "lr", "warmup", "cooldown", "crop_batch", "full_batch", "width", "token", "ema")
     plan = Plan(**{name: getattr(args, name) for name in names}, blocks=tuple(args.blocks))
     shares = (0.0, 1.0) if args.whole else args.shares
     return plan if shares is None else replace(plan, early_shares=tuple(shares), late_shares=tuple(shares))
@@ -218,9 +223,13 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--full-batch", type=int, default=Plan.full_batch)
     parser.add_argument("--whole", action="store_true", help="whole pictures alone, to go on with --init")
     parser.add_argument("--cooldown", type=float, default=Plan.cooldown, help="share of the steps in which lr falls")
+    parser.add_argument("--ema", type=float, default=Plan.ema, help="of the moving average that is exported")
     parser.add_argument("--init", type=Path, help="exported weights to begin with, where there is no checkpoint")
     parser.add_argument(
-        "--teacher", type=Path, help="a trained DiT, to learn from it to do with 4 and 8 steps without guidance"
+        "--teacher",
+        type=Path,
+        help="a trained DiT or Wan, to learn from it to do with 4 and 8 steps without guidance; of the deep UNet, the "
+        "shallow one, to learn its answers",
     )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--compile", action="store_true", help="torch.compile: about 1.5x faster after a few minutes")
@@ -229,8 +238,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoints", type=Path, default=Path("demo/checkpoints"), help="folder for --resume")
     parser.add_argument("--export", type=Path, default=None, help="where to write the weights at the end")
     args = parser.parse_args(given)
-    if args.teacher and args.kind == "unet":
-        parser.error("--teacher is not for the UNet")
+    if args.teacher and args.kind == "unet" and not args.deep:
+        parser.error("--teacher is for the DiT, the Wan and, with --deep, for the UNet")
     if args.deep and args.kind != "unet":
         parser.error("--deep is of the UNet")
     return args
@@ -245,11 +254,11 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan = plan_of(args)
     trainer = Trainer(plan, device, args.compile, models.DEEP_UNET_CONFIG if args.deep else None, teacher=args.teacher)
-    name = args.kind + "-deep" * args.deep + "-few" * bool(args.teacher)
+    name = args.kind + "-deep" * args.deep + "-few" * bool(args.teacher and not args.deep)
     checkpoint = args.checkpoints / f"{name}.pt"
     if args.resume and checkpoint.exists():
         trainer.restore(checkpoint)
-    elif args.init or args.teacher:
+    elif args.init or (args.teacher and args.kind != "unet"):
         trainer.begin_with(args.init or args.teacher)
     size = sum(p.numel() for p in trainer.network.parameters())
     print(

@@ -206,4 +206,4 @@ def test_a_file_says_how_deep_its_unet_is(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "deep.safetensors")
     network = models.load_unet(str(tmp_path / "deep.safetensors")).model.diffusion_model
     stacks = [module for module in network.modules() if isinstance(module, SpatialTransformer)]
-    assert {(stack.in_channels, len(stack.transformer_blocks)) for stack in stacks} == {(64, 2), (96, 10)}
+    assert {(stack.in_channels, len(stack.transformer_blocks)) for stack in stacks} == {(64, 2), (128, 7)}

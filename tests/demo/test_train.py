@@ -257,7 +257,30 @@ def test_few_steps_are_taught_by_a_trained_dit(tmp_path: Path) -> None:
     assert _same(before, dict(student.objective.teacher.named_parameters()))
 
 
-def test_there_is_a_teacher_for_the_dit_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shallow_unet_has_no_teacher(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(["unet", "--teacher", "weights.safetensors"])
-    assert "--teacher is not for the UNet" in capsys.readouterr().err
+    assert "and, with --deep, for the UNet" in capsys.readouterr().err
+
+
+def test_the_deep_unet_learns_the_answers_of_the_shallow_one(tmp_path: Path) -> None:
+    teacher = Trainer(_plan("unet"), CPU)
+    for value in teacher.average.values():
+        value += 0.02 * torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
+    teacher.export(tmp_path / "shallow.safetensors")
+    batch = Batches(dataclasses.replace(_plan("unet"), early_shares=(1.0, 0.0)))[0]
+    itself = Trainer(_plan("unet"), CPU, teacher=tmp_path / "shallow.safetensors")
+    itself.begin_with(tmp_path / "shallow.safetensors")
+    with torch.no_grad():
+        assert float(itself.objective.loss(itself.network, batch)) < 1e-6, "it is what it is taught"
+    deep = Trainer(_plan("unet"), CPU, config=models.DEEP_UNET_CONFIG, teacher=tmp_path / "shallow.safetensors")
+    assert math.isfinite(deep.train_step(batch))
+    assert not any(value.grad is not None for value in deep.objective.teacher.parameters())
+
+
+def test_clips_are_shown_a_frame_at_a_time_first() -> None:
+    plan = Plan("wan", 8, crop_batch=3, full_batch=2, early_shares=(1.0, 0.0), late_shares=(0.0, 1.0), late=0.5)
+    batches = [Batches(plan)[step] for step in range(8)]
+    assert [batch.sort for batch in batches] == ["still"] * 4 + ["clip"] * 4
+    assert batches[0].clean.shape == (3, 16, 1, 16, 16)
+    assert batches[-1].clean.shape == (2, 16, 5, 16, 16)

@@ -1,0 +1,67 @@
+"""Makes the UNet of SDXL's depths out of the shallow one: `python -m demo.deepen unet.safetensors deep.safetensors`.
+
+Every stack gets more blocks: each trained block is there several times in a row, with its outputs divided by how many
+times. A stack then takes the same way in smaller steps (as ResNets were deepened by Chang et al. 2018, "Multi-level
+Residual Networks from Dynamical Systems View"), all of its blocks do a share of the work, and pictures are nearly what
+they were; `demo.train unet --deep --init deep.safetensors --teacher unet.safetensors` mends the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from .comfy_setup import prepare
+
+if __name__ == "__main__":
+    prepare()
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from . import models
+from .compact import load_weights
+
+_BLOCK = re.compile(r"(.*\.transformer_blocks)\.(\d+)\.(.*)")
+# What a block adds to its input comes out of these.
+_OUTPUTS = ("to_out.0.weight", "to_out.0.bias", "ff.net.2.weight", "ff.net.2.bias")
+
+
+def depths(names: Iterable[str]) -> dict[str, int]:
+    """Stack -> number of its transformer blocks."""
+    found: dict[str, int] = {}
+    for match in filter(None, map(_BLOCK.match, names)):
+        found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
+    return found
+
+
+def deepened(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Weights for a UNet whose parameters are `names`, with the stacks of `weights` and at least as many blocks each."""
+    names = list(names)
+    before, after, found = depths(weights), depths(names), {}
+    for name in names:
+        match = _BLOCK.match(name)
+        if match is None:
+            found[name] = weights[name].float().clone()
+            continue
+        stack, new = match[1], int(match[2])
+        old = [block * before[stack] // after[stack] for block in range(after[stack])]
+        value = weights[f"{stack}.{old[new]}.{match[3]}"].float()
+        found[name] = value / old.count(old[new]) if match[3].endswith(_OUTPUTS) else value.clone()
+    return found
+
+
+def main() -> None:
+    """Command line: deepen a file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    args = parser.parse_args()
+    names = models.new_unet(config=models.DEEP_UNET_CONFIG).state_dict()
+    save_file(deepened(load_weights(args.source), names), args.target)
+
+
+if __name__ == "__main__":
+    main()
