@@ -15,6 +15,15 @@ from .windows import Grid
 
 # Of the picture that a token shows, so many cells by so many are told apart.
 _CELLS = 2
+# While more than this of what a model sees is noise, its prediction is still a mean of many pictures: what decides
+# between them lies in the noise, and sharing by the prediction would throw it away (docs/fidelity-trials.md).
+_MOST_NOISE = 0.92
+
+
+def trusted_below(highest: float) -> float:
+    """The noise level from which on predictions tell more than tokens. highest: the model's highest level; a flow ends
+    at 1 and mixes noise and picture by s and 1 - s, others add noise to the picture, s / (1 - s) as much."""
+    return _MOST_NOISE if highest <= 1 else _MOST_NOISE / (1 - _MOST_NOISE)
 
 
 def picture_tokens(picture: Tensor, grid: Grid) -> Tensor:

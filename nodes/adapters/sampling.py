@@ -13,6 +13,7 @@ from torch import Tensor
 from ...toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig
 from ...toma_core.config import PlanFrom
 from ...toma_core.pieces import Piece
+from ...toma_core.prediction import trusted_below
 from ...toma_core.schedule import Bands
 from ...toma_core.stats import RunStats
 from ...toma_core.windows import has_frames
@@ -26,7 +27,7 @@ class Sampling:
     size, images: rows and columns of the latent, frames before them; and how many images each condition is asked about.
     None and 0 where nobody told. areas: by condition, (height, width, top, left). apart: there are several conditions,
     which may run on several devices. begun, picture: evaluations of the sampler so far, and the clean picture that the
-    last one predicted, (B, C, ..., H, W). obstacle: why nothing may be merged in this run, in words for the report.
+    last one predicted, (B, C, ..., H, W). trusted: the noise level above which it tells too little. obstacle: why nothing may be merged in this run, in words for the report.
     """
 
     run: RunState
@@ -43,6 +44,7 @@ class Sampling:
     asked: int = 0
     begun: int = 0
     picture: Tensor | None = None
+    trusted: float = float("inf")
     pieces: dict[Hashable, tuple[Hashable, list[Piece]]] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
@@ -59,7 +61,7 @@ class Sampling:
         run.stats.by_profile = bool(bands)
         if bands and not any(ratio for _, ratios in bands for ratio in ratios.values()):
             run.stats.whole("model", "the profile leaves everything unmerged")
-        return cls(run, Decision(0, 0.0, 0, 0))
+        return cls(run, Decision(0, 0.0, 0, 0), trusted=trusted_below(float(model_sampling.sigma_max)))
 
     def next(self, timestep: Tensor) -> None:
         """The sampler evaluates the model anew, at this noise level."""
@@ -163,10 +165,12 @@ class Sampling:
         self, chunks: Sequence[Hashable], transformer_options: Mapping[str, Any], x: Tensor
     ) -> tuple[Tensor, ...]:
         """For each condition of a call on latents x, the picture of what it shows, as the step before predicted it;
-        nothing where plans are made from tokens, or where no such picture is at hand, as of windows over a batch."""
+        nothing where plans are made from tokens, where the picture is not yet to be trusted, or where none is at hand,
+        as of windows over a batch."""
         picture = self.picture
         if (
             picture is None
+            or (self.sigma is not None and self.sigma > self.trusted)
             or transformer_options.get("context_window") is not None
             or self.run.config.plan_from is not PlanFrom.PREDICTION
         ):

@@ -16,8 +16,8 @@ from ....toma_core.config import Granularity
 from ....toma_core.payoff import FLUX2_DOUBLE, FLUX2_SINGLE, FLUX_DOUBLE, FLUX_SINGLE, Block
 from ....toma_core.presets import Fields
 from ..chain import Link
+from ..family import PREDICTED, Stage, Transformer, theirs
 from ..family import PRESETS as UNMEASURED
-from ..family import Stage, Transformer, theirs
 from ..hooks import HookPair
 from ..port import Cuts, Given, Port, image_told, slices_moved
 from .flux_layers import ByModule
@@ -27,9 +27,9 @@ NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
 _FLUX_1 = 19, 38
 # See docs/fidelity.md; the released method leaves five blocks of each kind whole.
 PRESETS: Fields = {
-    "balanced": {"whole_first": 5, "whole_every": 3},
-    "quality": {"whole_first": 5, "whole_every": 2},
-    "fast": {"whole_first": 1, "whole_every": 5},
+    "balanced": {**PREDICTED, "whole_first": 5, "whole_every": 3},
+    "quality": {**PREDICTED, "whole_first": 5, "whole_every": 2},
+    "fast": {**PREDICTED, "whole_first": 1, "whole_every": 5},
     "faithful": {"whole_first": 5},
 }
 
