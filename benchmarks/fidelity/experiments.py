@@ -228,6 +228,33 @@ def moved_budget(patch: Patch, most: float = 1.5) -> Patch:
     return during(patch, lambda: _state().RunState, values)
 
 
+def through_frames(cut: Callable[..., Any], side: int) -> Callable[..., Any]:
+    """`make_windows` with windows of side x side tokens through all frames. cut: the pack's own, for one frame."""
+    windows = pack_module("toma_core.windows").Windows
+
+    def make(height: int, width: int, kind: Any, size: int, shifted: bool = False, frames: int = 1) -> Any:
+        if frames == 1:
+            return cut(height, width, kind, size, shifted)
+        inside = cut(height, width, kind, side, shifted)
+        starts = height * width * torch.arange(frames)
+        source = (inside.source[:, None] + starts[:, None]).flatten(1)
+        valid = None if inside.valid is None else inside.valid.repeat(1, frames)
+        used = torch.ones_like(source, dtype=torch.bool) if valid is None else valid
+        inverse = torch.empty(frames * height * width, dtype=torch.int64)
+        inverse[source[used]] = used.flatten().nonzero().squeeze(1)
+        counts = tuple(used.sum(1).tolist())
+        cuts = (0, 1, frames * height), (0, width)  # no tiles, which go by rows
+        return windows(frames * height, width, counts, source, valid, inverse, False, cuts)
+
+    return make
+
+
+def over_frames(patch: Patch, side: int = 4) -> Patch:
+    """Windows through all frames of a clip, in place of windows inside each. Frames then keep different numbers of
+    tokens, which only models do not mind that tell all frames the same."""
+    return during(patch, _state, lambda state: {"make_windows": through_frames(state.make_windows, side)})
+
+
 def picked(patch: Patch) -> Patch:
     """Blocks are given the destinations themselves, not means of what they stand for; with detail reuse they are so
     already."""

@@ -1,45 +1,71 @@
 """How near merged clips stay to unmerged ones: `python -m benchmarks.fidelity.video --weights wan.safetensors`.
 
-The same clips and noise for every setting. distance: of the final latents, relative to the unmerged one's norm.
-flicker: energy of the changes from frame to frame, over the unmerged clip's own; seams: see `metrics`, by frame; asked:
-attributes that the checker reads in the middle frame, as a share of those it reads in the unmerged one; cost: share of
-the matrix products left. Choose settings with `--scenes choose`, report on `--scenes report`.
+The same clips and noise for every setting. distance: of the final latents, relative to the unmerged one's norm; spread:
+deviation of its mean over the clips; flicker: energy of the changes from frame to frame, over the unmerged clip's own;
+seams: see `metrics`, by frame; asked: share of the attributes that the checker reads in the middle frame as they were
+asked for; cost: share of the matrix products left. Choose settings with `--scenes choose`, report on `--scenes report`.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scripts.comfy_pack import pack_module
+from benchmarks import variants
+from benchmarks.variants import Patch
 
+from . import experiments
 from .start import command, start
 from .step import SCENES
 
 # Windows of this many tokens a side lie in a frame of 16 x 16: as many as in a corner of a real one.
 WINDOW = 8
+# Plans of every step, from what the step before predicted.
+PREDICTED: dict[str, Any] = {
+    "plan_from": "prediction",
+    "adaptive_budget": True,
+    "select_every": 1,
+    "weigh_every": 1,
+}
 
 
-def settings(steps: int) -> dict[str, dict[str, Any]]:
-    """Name -> what ToMA Advanced would be given. min_tokens: the grids are far smaller than a real model's."""
-    presets: dict[str, dict[str, Any]] = {
-        f"preset: {name}": {"preset": name} for name in ("quality", "balanced", "fast")
-    }
-    every: dict[str, Any] = {"preset": "faithful", "whole_every": 0, "window_size": WINDOW}
-    ideas: dict[str, dict[str, Any]] = {
-        "every step: 0.5": {**every},
-        "every step: 0.25": {**every, "ratio": 0.25},
-        "keys only: 0.5": {**every, "keys_only": True},
-        "keys only: 0.75": {**every, "keys_only": True, "ratio": 0.75},
-        "prediction: 0.5": {**every, "plan_from": "prediction"},
-        "balanced, prediction": {"preset": "balanced", "plan_from": "prediction"},
-    }
-    return {name: {"min_tokens": 16, "ratio": 0.5, **given} for name, given in (presets | ideas).items()}
+@dataclass(frozen=True)
+class Setting:
+    """What clips are drawn with. steps: share of the sampling steps."""
+
+    patch: Patch = staticmethod(lambda model: model)
+    steps: float = 1.0
+
+
+def settings() -> dict[str, Setting]:
+    """Name -> setting. Grids are far smaller than a real model's, hence min_tokens."""
+
+    def preset(name: str, **given: Any) -> Setting:
+        return Setting(variants.preset(name, min_tokens=16, **given).patch)
+
+    def every(**given: Any) -> Patch:
+        return variants.toma("", min_tokens=16, **given).patch
+
+    found = {f"preset: {name}": preset(name) for name in ("quality", "balanced", "fast", "faithful")}
+    found["preset: balanced at 0.75"] = preset("balanced", ratio=0.75)
+    found["preset: balanced, tokens"] = preset("balanced", plan_from="tokens", adaptive_budget=False)
+    found["preset: balanced, random"] = preset("balanced", selector="random")
+    found |= {f"every step: {r:g}": Setting(every(ratio=r)) for r in (0.25, 0.5, 0.75)}
+    found["every step: 0.5, prediction"] = Setting(every(**PREDICTED))
+    found["every step: 0.5, windows over frames"] = Setting(experiments.over_frames(every()))
+    found["every step: 0.5, prediction, windows over frames"] = Setting(experiments.over_frames(every(**PREDICTED)))
+    found |= {f"keys only: {r:g}": Setting(every(ratio=r, keys_only=True)) for r in (0.5, 0.75)}
+    found["keys only: 0.5, prediction"] = Setting(every(keys_only=True, **PREDICTED))
+    found["rival: EasyCache 0.2"] = Setting(variants.step_cache("EasyCache", 0.2).patch)
+    found |= {f"rival: {share:g} of the steps": Setting(steps=share) for share in (0.75, 0.5)}
+    return found
 
 
 def flicker(clips: Tensor) -> Tensor:
@@ -56,8 +82,8 @@ def seams(clips: Tensor) -> Tensor:
     return seam_energy(doubled, WINDOW).unflatten(0, (len(clips), -1)).mean(1)
 
 
-def measured(draw: Callable[[Any], Tensor], model: Any, clips: list[Any], steps: int) -> dict[str, dict[str, float]]:
-    """A row for each setting. draw: a model -> its latents of all clips."""
+def measured(draw: Callable[[Any, int], Tensor], model: Any, clips: list[Any], steps: int) -> dict[str, dict[str, float]]:
+    """A row for each setting. draw: a model and a number of steps -> its latents of all clips."""
     from demo.checker import accuracy, load_checker
     from demo.scenes import CANVAS
     from demo.video import decode_clips
@@ -65,7 +91,6 @@ def measured(draw: Callable[[Any], Tensor], model: Any, clips: list[Any], steps:
     from .judge import counting
     from .metrics import relative_error
 
-    attach = pack_module("nodes.adapters.run").attach
     checker = load_checker()
 
     def asked(pictures: Tensor) -> float:
@@ -73,20 +98,19 @@ def measured(draw: Callable[[Any], Tensor], model: Any, clips: list[Any], steps:
         return accuracy(checker, middle, [clip.scene for clip in clips])["all"]
 
     with counting() as counter:
-        plain = draw(model)
+        plain = draw(model, steps)
     whole, twin = counter.get_total_flops(), decode_clips(plain)
-    rows = {"unmerged": {"distance": 0.0, "flicker": 1.0, "seams": 1.0, "asked": 1.0, "cost": 1.0}}
-    for name, given in settings(steps).items():
-        given = {**given}
-        config = pack_module("toma_core").Settings(given.pop("preset"), given)
+    rows = {"unmerged": {"distance": 0.0, "spread": 0.0, "flicker": 1.0, "seams": 1.0, "asked": asked(twin), "cost": 1.0}}
+    for name, setting in settings().items():
         with counting() as counter:
-            latents = draw(attach(model, config))
-        pictures = decode_clips(latents)
+            latents = draw(setting.patch(model), max(1, round(steps * setting.steps)))
+        pictures, distances = decode_clips(latents), relative_error(latents, plain).tolist()
         rows[name] = {
-            "distance": float(relative_error(latents, plain).mean()),
+            "distance": statistics.fmean(distances),
+            "spread": statistics.stdev(distances) / len(distances) ** 0.5 if len(distances) > 1 else 0.0,
             "flicker": float((flicker(pictures) / flicker(twin)).mean()),
             "seams": float((seams(pictures) / seams(twin)).mean()),
-            "asked": asked(pictures) / max(asked(twin), 1e-9),
+            "asked": asked(pictures),
             "cost": counter.get_total_flops() / whole,
         }
     return rows
@@ -120,7 +144,7 @@ def main(given: list[str] | None = None) -> None:
     seeds = [SCENES[args.scenes] + index for index in range(args.clips)]
     clips = [clip_from_seed(FIRST_TEST_SEED + seed) for seed in seeds]
     rows = measured(
-        lambda model: draw_clips(model, clips, seeds, args.steps, args.cfg, args.told),
+        lambda model, steps: draw_clips(model, clips, seeds, steps, args.cfg, args.told),
         load_wan(str(args.weights)),
         clips,
         args.steps,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.fidelity import video
+from benchmarks.fidelity import experiments, video
 from demo import models
+from scripts.comfy_pack import pack_module
 
 
 def test_flicker_is_what_changes_between_frames() -> None:
@@ -38,7 +40,23 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     rows = json.loads((tmp_path / "wan-4steps-cfg1-choose.json").read_text())["rows"]
     assert rows["unmerged"]["distance"] == 0
     for name, row in rows.items():
-        if name != "unmerged":
+        if not name.startswith(("unmerged", "rival")):
             assert row["distance"] > 0, name
             assert row["cost"] < 1, name
     assert rows["keys only: 0.5"]["distance"] < rows["every step: 0.5"]["distance"]
+
+
+
+def test_windows_through_all_frames(pack: ModuleType) -> None:
+    core = pack_module("toma_core.windows")
+    made = experiments.through_frames(core.make_windows, 4)(6, 8, core.WindowKind.TILE, 8, False, 5)
+    assert made.tokens == 5 * 6 * 8
+    assert made.counts == (60, 60, 60, 60)  # rows of three
+    x = torch.arange(made.tokens).float()[None, :, None]
+    split = made.split(x)
+    assert torch.equal(made.join(split), x), "every token is in one window"
+    frames, columns = split[0, 0, :, 0] // 48, split[0, 0, :, 0] % 8
+    assert frames.unique().tolist() == [0, 1, 2, 3, 4]
+    assert columns.max() < 4
+    update = torch.randn(1, *made.source.shape, 3)
+    assert torch.equal(made.add(x.expand(-1, -1, 3), update), x + made.join(update))
