@@ -62,6 +62,8 @@ class Runner:
         if self.sampling is not None:
             hooks = pack_module("nodes.adapters.hooks")
             options[hooks.SAMPLING] = self.sampling
+            if self.sampling.picture is None:
+                self.sampling.predicted(inputs["x"])  # as after a step, for plans that are made of it
             options[hooks.GRAPHS] = pack_module("nodes.adapters.graphs").compiled(self.patched.model_options)
         with torch.inference_mode():
             output: Tensor = self.patched.model.apply_model(**inputs, transformer_options=options)

@@ -17,6 +17,8 @@ from .windows import Budget, Windows
 
 # A window gets at most so many times its equal share.
 MOST = 2.0
+# Less spread than this is rounding, in any dtype that pictures come in.
+_NOTHING = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +88,8 @@ def moved(budget: Budget, spread: Tensor, windows: Windows) -> MovedBudget:
     place = torch.arange(K, device=device)
     sizes = windows.valid.sum(1) if windows.valid is not None else torch.full_like(windows.source[:, 0], slots)
     sizes = sizes[: spread.shape[1]]
-    due = spread.clamp_min(0).sqrt() * sizes
+    # Rounding says how much there is in windows with nothing in them: they all have the same.
+    due = spread.clamp_min(_NOTHING).sqrt() * sizes
     claims = due[..., None] / (place + 0.5)
     claims = claims.masked_fill(place >= sizes[:, None], -1.0).masked_fill(place == 0, torch.inf)
     chosen = claims.flatten(1).topk(total, dim=1).indices

@@ -20,10 +20,10 @@ _CELLS = 2
 _MOST_NOISE = 0.92
 
 
-def trusted_below(highest: float) -> float:
-    """The noise level from which on predictions tell more than tokens. highest: the model's highest level; a flow ends
-    at 1 and mixes noise and picture by s and 1 - s, others add noise to the picture, s / (1 - s) as much."""
-    return _MOST_NOISE if highest <= 1 else _MOST_NOISE / (1 - _MOST_NOISE)
+def trusted_below(flow: bool) -> float:
+    """The noise level from which on predictions tell more than tokens. flow: the model mixes noise and picture by s and
+    1 - s; others add noise to the picture, s / (1 - s) as much."""
+    return _MOST_NOISE if flow else _MOST_NOISE / (1 - _MOST_NOISE)
 
 
 def picture_tokens(picture: Tensor, grid: Grid) -> Tensor:

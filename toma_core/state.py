@@ -157,8 +157,9 @@ class RunState:
                 return old
             plan, selected = self._reweighed(x, old.plan, _features(x, grid, picture)), False
         else:
-            # Of what tokens show while they are noise, no window has more than another.
-            even = picture is None and self.config.plan_from is PlanFrom.PREDICTION
+            # Of what tokens show while they are noise, no window has more than another. References are never noise.
+            noisy = picture is None and decision.selection != LASTING
+            even = noisy and self.config.plan_from is PlanFrom.PREDICTION
             plan, selected = self._selected(x, _features(x, grid, picture), grid, decision, blind, even), True
         self.stats.count_plan(grid, plan.kept, selected)
         return self._remember(key, plan, decision)

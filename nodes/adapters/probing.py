@@ -20,6 +20,7 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ...toma_core import Decision, Schedule
+from ...toma_core.config import PlanFrom
 from ...toma_core.calibration import Place
 from ...toma_core.config import PlanFrom
 from ...toma_core.profile import place_of
@@ -231,7 +232,10 @@ class Probes:
         assert self.schedule is not None  # noqa: S101 - for mypy: it has begun
         decide, sigmas, probed = self.schedule.decide, self.schedule.sigmas, self.bands[probe.level].probed
         selection = decide(sigmas[probed], probed).selection
-        first = next(step for step, sigma in enumerate(sigmas) if decide(sigma, step).selection == selection)
+        # Where plans are made of pictures, a step that keeps detail makes none.
+        awaits = self.schedule.config.plan_from is PlanFrom.PREDICTION
+        same = [step for step, sigma in enumerate(sigmas) if decide(sigma, step).selection == selection]
+        first = next(step for step in same if not awaits or decide(sigmas[step], step).merged_ratio)
         early = replace(probe, site=None, counts=False)
         if first < probed and early not in self.todo.setdefault(first, []):
             self.todo[first].append(early)

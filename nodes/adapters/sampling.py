@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
 
+from comfy.model_sampling import CONST
 from torch import Tensor
 
 from ...toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig
@@ -27,7 +28,8 @@ class Sampling:
     size, images: rows and columns of the latent, frames before them; and how many images each condition is asked about.
     None and 0 where nobody told. areas: by condition, (height, width, top, left). apart: there are several conditions,
     which may run on several devices. begun, picture: evaluations of the sampler so far, and the clean picture that the
-    last one predicted, (B, C, ..., H, W). trusted: the noise level above which it tells too little. obstacle: why nothing may be merged in this run, in words for the report.
+    last one predicted, (B, C, ..., H, W). trusted: the noise level above which it tells too little. obstacle: why
+    nothing may be merged in this run, in words for the report.
     """
 
     run: RunState
@@ -61,7 +63,7 @@ class Sampling:
         run.stats.by_profile = bool(bands)
         if bands and not any(ratio for _, ratios in bands for ratio in ratios.values()):
             run.stats.whole("model", "the profile leaves everything unmerged")
-        return cls(run, Decision(0, 0.0, 0, 0), trusted=trusted_below(float(model_sampling.sigma_max)))
+        return cls(run, Decision(0, 0.0, 0, 0), trusted=trusted_below(isinstance(model_sampling, CONST)))
 
     def next(self, timestep: Tensor) -> None:
         """The sampler evaluates the model anew, at this noise level."""

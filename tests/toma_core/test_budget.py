@@ -58,6 +58,14 @@ def test_windows_that_are_alike_have_equal_shares() -> None:
     assert counts.tolist() == [[32] * 4]
 
 
+def test_rounding_does_not_decide_who_gets_destinations() -> None:
+    """A picture with nothing in it, but for the last bits of its numbers."""
+    windows = make_windows(32, 32, "tile", 8)
+    flat = 1 + 1e-4 * torch.randn(1, 32 * 32, 12, generator=torch.Generator().manual_seed(0))
+    assert spread(windows.split(flat), windows).unique().numel() > 1
+    assert of(flat, windows, 0.5).valid.sum(-1).tolist() == [[32] * 16]
+
+
 @pytest.mark.parametrize("grid", [(13, 19), (16, 16)], ids=str)
 def test_frames_of_a_video_share_nothing(grid: tuple[int, int]) -> None:
     """Each has what it would have as a picture, in the places of its own windows and destinations."""

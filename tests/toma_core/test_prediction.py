@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from toma_core.config import ToMAConfig
-from toma_core.prediction import picture_tokens
+from toma_core.prediction import picture_tokens, trusted_below
 from toma_core.schedule import Decision, Schedule
 from toma_core.state import RunState
 
@@ -19,6 +19,12 @@ def picture(batch: int = 2, height: int = 8, width: int = 8) -> torch.Tensor:
 
 def run() -> RunState:
     return RunState(Schedule(ToMAConfig(window_size=4, plan_from="prediction")))
+
+
+def test_a_prediction_is_trusted_from_the_same_share_of_noise_on() -> None:
+    flow, other = trusted_below(flow=True), trusted_below(flow=False)
+    assert 0.5 < flow < 1
+    assert other / (1 + other) == pytest.approx(flow)
 
 
 def test_a_token_is_told_by_the_cells_that_it_covers() -> None:

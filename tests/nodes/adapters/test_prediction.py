@@ -81,15 +81,46 @@ def test_with_detail_reuse_the_whole_step_keeps(model: Any, attach: Any, stats_o
 
 @pytest.mark.parametrize("every", [2, 3])
 def test_the_whole_steps_own_picture_plans_the_step_after_it(
-    every: int, model: Any, attach: Any, stats_of: Any, planned: Any, predicted: Any
+    every: int, model: Any, attach: Any, stats_of: Any, planned: Any, predicted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever `select_every` says: a step that keeps detail needs no plan, and makes none of what came before it."""
+    monkeypatch.setattr(pack_module("toma_core.prediction"), "_MOST_NOISE", 0.999)
     settings = {"plan_from": "prediction", "select_every": every, "weigh_every": every}
     patched = attach(model, **settings, detail_reuse=True, whole_every=every)
     models.sample(patched, steps=2 * every + 1, cfg=1.0)
     shown = [next(n for n, p in enumerate(predicted) if torch.equal(p, pictures[0])) for pictures in planned]
     assert {0, every} <= set(shown)
     assert stats_of(patched).selections == 2 * len(stats_of(patched).grids)
+
+
+def test_a_picture_of_mostly_noise_is_not_trusted(
+    flux: Any, attach: Any, planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are compared by themselves there, with an equal share in every window; then by the picture."""
+    budgets: list[str] = []
+    state = pack_module("toma_core.state")
+    own = state.RunState._laid_out
+
+    def laid_out(self: Any, *args: Any) -> Any:
+        windows, budget = own(self, *args)
+        budgets.append(type(budget).__name__)
+        return windows, budget
+
+    monkeypatch.setattr(state.RunState, "_laid_out", laid_out)
+    patched = attach(flux, **SETTINGS, adaptive_budget=True)
+    models.sample(patched, steps=20, cfg=1.0)
+    trusted = [bool(pictures) for pictures in planned]
+    assert not trusted[0]
+    assert trusted[-1]
+    assert trusted == sorted(trusted)
+    assert budgets == sorted(budgets), "Budget, then MovedBudget"
+    assert set(budgets) == {"Budget", "MovedBudget"}
+
+
+@pytest.mark.parametrize("told", [None, object()], ids=["nothing", "something else"])
+def test_noise_levels_of_an_unknown_kind_are_no_error(told: Any, pack: Any) -> None:
+    sampling, config = pack_module("nodes.adapters.sampling").Sampling, pack_module("toma_core").ToMAConfig
+    assert sampling.start(config(ratio=0.5), told, [1.0, 0.0]).trusted > 1
 
 
 def test_nothing_is_held_after_a_run_that_broke_off(
