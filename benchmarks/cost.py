@@ -222,6 +222,9 @@ def count(
     given |= {"ref_latents": references} if references else {}
     options = {**patched.model_options["transformer_options"], "optimized_attention_override": meter.attention}
     attachment = pack_module("nodes.adapters.run").attachment_of(patched)
+    prediction = pack_module("toma_core.config").PlanFrom.PREDICTION
+    predicts = attachment is not None and attachment.config.plan_from is prediction
+    pictures = (x,) if predicts else ()
 
     hooks, run = pack_module("nodes.adapters.hooks"), None
     find = pack_module("nodes.adapters.registry").find
@@ -232,7 +235,8 @@ def count(
         evaluation = None
         if run is not None:
             decision = run.schedule.decide(run.schedule.sigmas[step])
-            evaluation = pack_module("toma_core").Evaluation(run, decision)
+            # As after a step that predicted a picture.
+            evaluation = pack_module("toma_core").Evaluation(run, decision, pictures=pictures)
         chosen = () if evaluation is None else find(model).select(x, evaluation, options, references=references)
         with torch.no_grad(), hooks.installed(chosen):
             model(x, t, context=context, **given, transformer_options=dict(options))

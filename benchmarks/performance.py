@@ -265,16 +265,18 @@ def growth() -> str:
     return markdown([*head, "GB at 0.5", "launches at 0.5"], rows())
 
 
+def merged_steps(model: str, preset: str, steps: int) -> list[int]:
+    """The steps, of so many, that a preset merges."""
+    core = pack_module("toma_core")
+    family = "unet" if model == "sdxl" else model
+    config = core.Settings(preset).resolved(pack_module(f"nodes.adapters.families.{family}").PRESETS)
+    sigmas = tuple(float(steps - step) for step in range(steps))
+    schedule = core.Schedule(config, sigmas, finishes=True)
+    return [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio]
+
+
 def runs() -> str:
     """What a whole run saves with each preset at ratio 0.5, by its number of steps."""
-    core = pack_module("toma_core")
-
-    def merged_steps(model: str, preset: str, steps: int) -> list[int]:
-        family = "unet" if model == "sdxl" else model
-        config = core.Settings(preset).resolved(pack_module(f"nodes.adapters.families.{family}").PRESETS)
-        sigmas = tuple(float(steps - step) for step in range(steps))
-        schedule = core.Schedule(config, sigmas, finishes=True)
-        return [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio]
 
     def rows() -> Iterator[list[str]]:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
@@ -299,7 +301,9 @@ def planning() -> str:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
             count(Shape(model), _preset("balanced"))  # lays out the windows, once in a process
             for kernels, by in ((True, "Triton"), (False, "PyTorch")):
-                made = count(Shape(model), _preset("balanced"), kernels=kernels, plan=True)
+                # A step in full that keeps detail makes none where they are made from what it predicts.
+                step = merged_steps(model, "balanced", cost.STEPS)[0]
+                made = count(Shape(model), _preset("balanced"), kernels=kernels, plan=True, step=step)
                 plan = made.parts["plan"]
                 yield [
                     name,

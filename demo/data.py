@@ -109,8 +109,8 @@ class View:
 class Batch:
     """One step's data.
 
-    sort: "half", "full", "crop", "still" or "clip". clean, noise: (B, 16, h, w) in model space, or (B, 16, frames, h, w).
-    tokens: (B, T, TEXT_DIM). weight: (B, 1, h, w), what an error counts there, of mean 1 over whole scenes.
+    sort: "half", "full", "crop", "still" or "clip". clean, noise: (B, 16, h, w) in model space, or (B, 16, frames, h,
+    w). tokens: (B, T, TEXT_DIM). weight: (B, 1, h, w), what an error counts there, of mean 1 over whole scenes.
     quantile: (B,) in 0..1, where each picture's noise level lies; stratified, so that a batch covers the whole range.
     """
 

@@ -38,7 +38,7 @@ def depths(names: Iterable[str]) -> dict[str, int]:
 
 
 def deepened(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Weights for a UNet whose parameters are `names`, with the stacks of `weights` and at least as many blocks each."""
+    """Weights for a UNet whose parameters are `names`: the stacks of `weights`, with at least as many blocks each."""
     names = list(names)
     before, after, found = depths(weights), depths(names), {}
     for name in names:

@@ -16,16 +16,16 @@ from pathlib import Path
 
 from scripts.cache import cache_dir
 
-from .start import command, start
+from .start import PICTURES, command, start
 
 
 def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser = command(__doc__)
-    parser.add_argument("--model", nargs="*", choices=["dit", "few", "unet"], default=["dit", "unet"])
+    parser.add_argument("--model", nargs="*", choices=PICTURES, default=["dit", "unet"])
     parser.add_argument(
         "--tier", type=int, default=3, help="how much: 1 to decide, 2 all rivals, 3 every choice, 4 all"
     )
-    parser.add_argument("--only", nargs="*", default=[], help="settings whose name starts with one of these, any tier")
+    parser.add_argument("--only", nargs="*", default=[], help="these settings, or whose name starts so, any tier")
     parser.add_argument("--images", type=int, default=22, help="pictures in a set (default 22)")
     parser.add_argument("--seeds", type=int, default=3, help="sets; spread is the deviation of their means (default 3)")
     parser.add_argument("--steps", type=int, default=20)
@@ -57,7 +57,9 @@ def _measure(kind: str, args: argparse.Namespace) -> None:
 
     own = defaults(kind, args.steps)
     table = settings(kind, args.steps, own["scheduler"])
-    wanted = [n for n, s in table.items() if (n.startswith(tuple(args.only)) if args.only else s.tier <= args.tier)]
+    begins = tuple(name for name in args.only if name not in table)
+    named = [n for n in table if n in args.only or n.startswith(begins)]
+    wanted = named if args.only else [n for n, s in table.items() if s.tier <= args.tier]
     wanted.sort(key=lambda name: table[name].tier)
     if args.list:
         print("\n".join(f"{kind} tier {table[name].tier}  {name}" for name in wanted))

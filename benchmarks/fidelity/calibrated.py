@@ -15,7 +15,7 @@ import torch
 
 from scripts.comfy_pack import pack_module
 
-from .start import command, start
+from .start import PICTURES, command, start
 from .step import SCENES
 
 PRESETS = ("quality", "balanced", "fast")
@@ -23,13 +23,13 @@ PRESETS = ("quality", "balanced", "fast")
 
 def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser = command(__doc__)
-    parser.add_argument("--model", nargs="*", choices=["dit", "few", "unet"], default=["unet", "dit"])
+    parser.add_argument("--model", nargs="*", choices=PICTURES, default=["unet", "dit"])
     parser.add_argument("--weights", type=Path, default=Path("demo/weights"), help="folder with the trained weights")
     parser.add_argument("--steps", type=int, nargs="*", default=[4, 8, 20])
     parser.add_argument("--preset", nargs="*", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--cfg", type=float, help="default: 1 for the model taught few steps, else 2")
     parser.add_argument("--images", type=int, default=4, help="in each set of scenes")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/calibrated.json"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fidelity/calibrated.json"))
     return parser.parse_args(given)
 
 

@@ -1,4 +1,4 @@
-"""Write what was measured into docs/fidelity.md and its tables: `python -m benchmarks.fidelity.page`.
+"""Write what was measured into the pages that tell of it: `python -m benchmarks.fidelity.page`.
 
 Which settings a table names is the page's choice; their figures and order come from benchmarks/results/fidelity. Plots
 are copied, and sheets of pictures are put together where this machine drew them.
@@ -16,19 +16,34 @@ from typing import Any
 
 from PIL import Image
 
-PAGE, TABLES = Path("docs/fidelity.md"), Path("docs/fidelity-tables.md")
+PAGE, TABLES, METHOD = (Path("docs") / f"{name}.md" for name in ("fidelity", "fidelity-tables", "how-it-works"))
 IMAGES = PAGE.parent / "images"
 RESULTS = Path("benchmarks/results/fidelity")
+CALIBRATIONS = "calibrated.json"
 # A table is told by its head: "| UNet, 256 x 256 pixels, 8 steps | distance | ...".
-HEAD = re.compile(r"\| (DiT|UNet)(?:, (\d+) x \d+ pixels)?, (\d+) steps \| distance \|")
+# A model's name on the pages -> the start of its results' names, and the size and number of its pictures.
+MODELS = {
+    "DiT": ("dit", "128px-22x3"),
+    "UNet": ("unet", "128px-22x3"),
+    "Few-step DiT": ("few", "64px-22x3"),
+    "Deep UNet": ("deep", "128px-8x3"),
+    "Wan": ("wan", "report"),
+}
+HEAD = re.compile(rf"\| ({'|'.join(MODELS)})(?:, (\d+) x \d+ pixels)?, (\d+) steps \| distance \|")
 # What to set with how many steps: "| UNet | setting | distance | ...", a row "| 4 steps | balanced | ...". A setting is
 # told by how its name ends; other columns are not measured here and stay.
-ANSWERS = re.compile(r"\| (DiT|UNet) \| setting \| distance \|")
+ANSWERS = re.compile(rf"\| ({'|'.join(MODELS)}) \| setting \| distance \|")
 # The table of single choices shows both models: "| every step merged at 0.5, 20 steps | DiT: distance | ...".
 CHOICES = re.compile(r"\| every step merged at 0\.5, 20 steps \| DiT: distance \| seams \| work left \| UNet: ")
 BASE, BASE_SHOWN = "every step: 0.5", "nothing else"
 CHOICE_COLUMNS = ("distance", "seams", "work left")
-PLOTS = {"fidelity.png": "dit-20steps-128px-22x3", "fidelity-unet.png": "unet-20steps-128px-22x3"}
+# What a calibration gains: "| model, steps | `quality` | calibrated | ...", a row "| UNet, 8 | ...".
+GAINS = re.compile(r"\| model, steps \| `(\w+)` \| calibrated \| `(\w+)` \| calibrated \| `(\w+)` \| calibrated \|")
+PLOTS = {
+    "fidelity.png": "dit-20steps-128px-22x3",
+    "fidelity-unet.png": "unet-20steps-128px-22x3",
+    "fidelity-few.png": "few-4steps-64px-22x3",
+}
 # Sheet -> its results, and setting -> what is written above its row; {cost} is the work left.
 SHEETS: dict[str, tuple[str, dict[str, str]]] = {
     "fidelity-pictures.jpg": (
@@ -37,7 +52,6 @@ SHEETS: dict[str, tuple[str, dict[str, str]]] = {
             "unmerged": "without ToMA",
             "preset: balanced": "balanced, {cost} of the work: every third step whole, detail reuse",
             "preset: quality": "quality, {cost}: every second step whole",
-            "preset: fast at 0.75": "fast at ratio 0.75, {cost}",
             "every step: 0.5": "every step merged and no detail reused, {cost}",
             "rival: half the steps": "half the steps instead, {cost}",
         },
@@ -59,6 +73,7 @@ FORMATS = {
     "SSIM": "{ssim:.2f}",
     "detail": "{detail:.2f}",
     "seams": "{seams:.2f}",
+    "flicker": "{flicker:.2f}",
     "Fréchet": "{frechet:.0f}",
     "attributes": "{attributes:.3f}",
     "work left": "{cost:.2f}",
@@ -70,8 +85,9 @@ def results_of(head: str) -> str | None:
     found = HEAD.match(head)
     if found is None:
         return None
-    kind, size, steps = found.groups()
-    return f"{kind.lower()}-{steps}steps-" + (f"{size}px-4x3" if size else "128px-22x3")
+    name, size, steps = found.groups()
+    kind, usual = MODELS[name]
+    return f"{kind}-{steps}steps-" + (f"{size}px-4x3" if size else usual)
 
 
 def renewed(text: str, folder: Path = RESULTS) -> str:
@@ -81,16 +97,19 @@ def renewed(text: str, folder: Path = RESULTS) -> str:
     """
     lines = text.split("\n")
     for start, head in enumerate(lines):
-        name, choices, answers = results_of(head), CHOICES.match(head), ANSWERS.match(head)
-        if not (name or choices or answers):
+        name, choices, answers, gains = results_of(head), CHOICES.match(head), ANSWERS.match(head), GAINS.match(head)
+        if not (name or choices or answers or gains):
             continue
         end = start + len(list(takewhile(lambda line: line.startswith("|"), lines[start:])))
         shown = [_cells(line)[0] for line in lines[start + 2 : end]]
         if answers:
             columns = _cells(head)[2:]
             lines[start + 2 : end] = [
-                _answer(answers[1].lower(), line, columns, folder) for line in lines[start + 2 : end]
+                _answer(*MODELS[answers[1]], line, columns, folder) for line in lines[start + 2 : end]
             ]
+        elif gains:
+            found: dict[str, dict[str, Any]] = json.loads((folder / CALIBRATIONS).read_text())
+            lines[start + 2 : end] = [_gain(model, gains.groups(), found) for model in shown]
         elif choices:
             both = [_rows(folder, f"{kind}-20steps-128px-8x3") for kind in ("dit", "unet")]
             lines[start + 2 : end] = [_choice(setting, *both) for setting in shown]
@@ -116,10 +135,21 @@ def _choice(shown: str, *models: dict[str, dict[str, Any]]) -> str:
     return f"| {shown} |" + "".join(f" {figure} |" if figure else " |" for figure in figures)
 
 
-def _answer(kind: str, line: str, columns: list[str], folder: Path) -> str:
+def _gain(shown: str, presets: tuple[str, ...], found: dict[str, dict[str, Any]]) -> str:
+    """A model and its steps, with each preset and what a calibration made of it; "=" where it kept the preset."""
+    name, steps = shown.split(", ")
+    cells = []
+    for preset in presets:
+        begin, end = f"{MODELS[name][0]} {steps} steps ", f" {preset}"
+        (row,) = (row for key, row in found.items() if key.startswith(begin) and key.endswith(end))
+        cells += [f"{row['preset']:.3f}", "=" if row["keeps preset"] else f"{row['calibrated']:.3f}"]
+    return f"| {shown} | " + " | ".join(cells) + " |"
+
+
+def _answer(kind: str, pictures: str, line: str, columns: list[str], folder: Path) -> str:
     """A row of the short page, with the figures of the run that its first cell tells."""
     steps, setting, *shown = _cells(line)
-    rows = _rows(folder, f"{kind}-{steps.split()[0]}steps-128px-22x3")
+    rows = _rows(folder, f"{kind}-{steps.split()[0]}steps-{pictures}")
     plain = setting.strip("*")
     names = [name for name in rows if name == plain or name.endswith(f": {plain}")]
     if len(names) != 1:
@@ -156,8 +186,8 @@ def sheet(name: str) -> Image.Image | None:
 
 
 def main() -> None:
-    """Write the tables, plots and sheets of both pages."""
-    for page in (PAGE, TABLES):
+    """Write the tables, plots and sheets of all pages."""
+    for page in (PAGE, TABLES, METHOD):
         page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
     for name, results in PLOTS.items():
         shutil.copyfile(RESULTS / f"{results}.png", IMAGES / name)

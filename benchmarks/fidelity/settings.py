@@ -77,14 +77,14 @@ def averaging(mean: float, steps: int, scheduler: str, **settings: Any) -> Patch
 
 
 def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
-    """Name -> setting for the model `kind` ("dit", "few" or "unet") in so many steps. Nothing stands in it twice."""
+    """Name -> setting for the model `kind`, one of `start.PICTURES`, in so many steps. Nothing stands in it twice."""
     table: dict[str, Setting] = {}
 
     def add(tier: int, group: str, choices: dict[str, Patch], **extra: Any) -> None:
         for name, patch in choices.items():
             table[f"{group}: {name}"] = Setting(patch, tier, **extra)
 
-    unet = kind == "unet"
+    unet = kind in ("unet", "deep")
     # The presets, the rivals' own rules at the same ratio, and what else costs as little.
     presets = list(pack_module("toma_core").PRESETS)
     add(1, "preset", {name: preset(name) for name in presets}, image=True)

@@ -8,6 +8,9 @@ import torch
 
 from scripts.comfy_pack import load_pack, use_comfyui
 
+# The trained models that draw pictures, `demo.sampling.PICTURES`: known before ComfyUI is there.
+PICTURES = ("dit", "few", "unet", "deep")
+
 
 def command(doc: str | None) -> argparse.ArgumentParser:
     """The parser of a command that is told by the module's docstring."""

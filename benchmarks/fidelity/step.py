@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .start import command, start
+from .start import PICTURES, command, start
 
 # From the checker's first test seed: scenes that neither the training nor any other table uses.
 SCENES = {"choose": 20_000, "report": 30_000}
@@ -31,7 +31,7 @@ VIEWS = {"whole": (32, (0, 0), 1), "half": (16, (0, 0), 2), "crop": (16, (8, 8),
 
 def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser = command(__doc__)
-    parser.add_argument("--model", choices=["dit", "few", "unet"], default="dit")
+    parser.add_argument("--model", choices=PICTURES, default="dit")
     parser.add_argument("--weights", type=Path, help="file of such a model, by default the one in demo/weights")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--at", type=int, nargs="*", help="steps to look at, counted from 1 (default: 3, 5, ...)")
@@ -48,7 +48,7 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(given)
     args.weights = args.weights or Path("demo/weights") / f"{args.model}.safetensors"
     args.at = tuple(args.at if args.at is not None else range(3, args.steps + 1, 2))
-    if args.view != "whole" and args.model == "unet":
+    if args.view != "whole" and args.model in ("unet", "deep"):
         parser.error("--view is of the DiT")
     return args
 

@@ -88,7 +88,7 @@ def main() -> None:
     )
     parser.add_argument("--setting", default="preset: balanced")
     args = parser.parse_args()
-    for file in args.files or sorted(f for f in FOLDER.glob("*.json") if not f.stem.endswith("-time")):
+    for file in args.files or sorted(f for f in FOLDER.glob("*steps-*.json") if not f.stem.endswith("-time")):
         beside = file.with_name(f"{file.stem}-time.json")
         times = json.loads(beside.read_text())["rows"] if beside.exists() else {}
         print(f"## {file.stem}: `{args.setting}`\n\n| claim | holds | figures |\n|---|---|---|")

@@ -20,7 +20,6 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ...toma_core import Decision, Schedule
-from ...toma_core.config import PlanFrom
 from ...toma_core.calibration import Place
 from ...toma_core.config import PlanFrom
 from ...toma_core.profile import place_of

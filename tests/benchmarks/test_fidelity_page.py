@@ -13,7 +13,9 @@ from benchmarks.fidelity.judge import Conditions
 from benchmarks.fidelity.page import (
     ANSWERS,
     CHOICES,
+    GAINS,
     IMAGES,
+    METHOD,
     PAGE,
     PLOTS,
     RESULTS,
@@ -28,7 +30,7 @@ from benchmarks.fidelity.store import Store
 
 def test_the_answers_are_the_results() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert [m[1] for m in map(ANSWERS.match, text.splitlines()) if m] == ["UNet", "DiT"]
+    assert [m[1] for m in map(ANSWERS.match, text.splitlines()) if m] == ["UNet", "Deep UNet", "Few-step DiT", "DiT"]
     assert renewed(text) == text, "write it anew with `python -m benchmarks.fidelity.page`"
     wrong = re.sub(r"(\| 4 steps \| quality \|) 0\.\d+", r"\1 0.999", text)
     assert wrong != text
@@ -48,6 +50,19 @@ def test_the_tables_show_the_results_as_they_are() -> None:
     for image, results in PLOTS.items():
         assert (IMAGES / image).read_bytes() == (RESULTS / f"{results}.png").read_bytes()
         assert f"images/{image}" in text
+
+
+def test_what_a_calibration_gains_is_what_was_found(tmp_path: Path) -> None:
+    text = METHOD.read_text(encoding="utf-8")
+    assert sum(map(bool, map(GAINS.match, text.splitlines()))) == 1
+    assert renewed(text) == text, "write it anew with `python -m benchmarks.fidelity.page`"
+    row = {"preset": 0.25, "calibrated": 0.125, "keeps preset": False}
+    rows = {"dit 8 steps cfg 2 fast": row, "dit 8 steps cfg 2 quality": {**row, "keeps preset": True}}
+    rows |= {"dit 8 steps cfg 2 balanced": {**row, "preset": 0.5}, "dit 18 steps cfg 2 fast": {**row, "preset": 0.75}}
+    (tmp_path / "calibrated.json").write_text(json.dumps(rows))
+    head = "| model, steps | `quality` | calibrated | `balanced` | calibrated | `fast` | calibrated |"
+    table = f"{head}\n|---|---|---|---|---|---|---|\n| DiT, 8 | 9 | | | | | |"
+    assert renewed(table, tmp_path).endswith("| DiT, 8 | 0.250 | = | 0.500 | 0.125 | 0.250 | 0.125 |")
 
 
 def test_wrong_figures_and_a_wrong_order_are_mended() -> None:

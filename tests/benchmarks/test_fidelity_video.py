@@ -37,14 +37,13 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     save_file(network.state_dict(), tmp_path / "wan.safetensors")
     video.main(["--weights", str(tmp_path / "wan.safetensors"), "--clips", "1", "--out", str(tmp_path)])
     assert "| every step: 0.5 |" in capsys.readouterr().out
-    rows = json.loads((tmp_path / "wan-4steps-cfg1-choose.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "wan-4steps-choose.json").read_text())["rows"]
     assert rows["unmerged"]["distance"] == 0
     for name, row in rows.items():
         if not name.startswith(("unmerged", "rival")):
             assert row["distance"] > 0, name
             assert row["cost"] < 1, name
     assert rows["keys only: 0.5"]["distance"] < rows["every step: 0.5"]["distance"]
-
 
 
 def test_windows_through_all_frames(pack: ModuleType) -> None:

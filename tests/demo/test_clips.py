@@ -62,7 +62,7 @@ def test_clips_are_pictures_frame_by_frame() -> None:
 
 
 def test_a_batch_of_clips() -> None:
-    batch = Batches(Plan("wan", 3, crop_batch=4))[1]
+    batch = Batches(Plan("wan", 3, full_batch=4, early_shares=(0.0, 1.0)))[1]
     assert batch.sort == "clip"
     assert batch.clean.shape == batch.noise.shape == (4, 16, FRAMES, 16, 16)
     assert batch.tokens.shape == (4, 17, TEXT_DIM)
