@@ -56,7 +56,8 @@ KINDS = (UNET, DIT)
 def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool, **settings: Any) -> Graph:
     """One picture of pixels x pixels. Node ids are the same with and without the merge, so that the server keeps
     the loaded model; `merged` puts ToMA Advanced between the loader and the sampler, with these settings on top of the
-    balanced preset. On Flux that one needs three steps to merge any; `whole_every=0` merges every step."""
+    balanced preset. On Flux that one needs three steps to merge any; `whole_every=0` merges every step but the
+    first, and with `plan_from="tokens"` that one too."""
     model = ["loader", 0]
     graph: Graph = {
         "loader": _loader(kind),

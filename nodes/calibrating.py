@@ -81,6 +81,12 @@ class Run:
         """Of the final latents, relative to the other's norm."""
         return float((self.latent - whole.latent).norm() / whole.latent.norm().clamp_min(1e-12))
 
+    def mostly_nearer(self, than: Run, whole: Run) -> bool:
+        """Whether more than half of its pictures are as near as those of another run: one picture that turned out
+        otherwise, as some do with any setting, decides nothing."""
+        mine, others = ((run.latent - whole.latent).flatten(1).norm(dim=1) for run in (self, than))
+        return bool((mine <= others).float().mean() > 0.5)
+
 
 @dataclass(frozen=True)
 class Calibrated:
@@ -88,9 +94,9 @@ class Calibrated:
 
     model: merged as `profile` says: by the choice, or by the preset where that is nearer, or not at all. profile: None
     where nothing was learnt. choices: the front. preset: name, work and distance of the preset. found: distance of the
-    choice, at `chosen.work`. keeps_preset: it is nearer than the choice. probes: evaluations beside the sampling runs.
-    problem: why nothing was chosen, in words. without: what the model has, and was measured without. unmeasured: blocks
-    that the preset merges and that nothing was found out about.
+    choice, at `chosen.work`. keeps_preset: the choice is not nearer, or not in most pictures. probes: evaluations
+    beside the sampling runs. problem: why nothing was chosen, in words. without: what the model has, and was measured
+    without. unmeasured: blocks that the preset merges and that nothing was found out about.
     """
 
     model: ModelPatcher
@@ -169,13 +175,14 @@ def calibrate(
     ratios = {site: [chosen.ratio(site, level) for level in range(len(above))] for site in sites}
     profile = profile_of(placed, ratios, above, chosen.distance, chosen.work)
     names = [fact.name for fact in facts]
-    found = 0.0
+    found, nearer = 0.0, True
     if not profile.empty:
         told(3, 3)
-        found = _sample(attach(base, placed, bands=profile.bands(names)), task, tick).distance(whole)
+        made = _sample(attach(base, placed, bands=profile.bands(names)), task, tick)
+        found, nearer = made.distance(whole), made.mostly_nearer(beside, whole)
     # A choice of nothing, where the preset merges something, is no choice: nothing could be told.
     enough = usual_distance * (1.0 if held(chosen.distance, found) else _DOUBTED)
-    keeps = distance is None and not problem and saved > 0 and (profile.empty or not found <= enough)
+    keeps = distance is None and not problem and saved > 0 and (profile.empty or not (found <= enough and nearer))
     if keeps:
         profile = profile_of(config, {site: [RATIO] for site in sites}, [0.0], usual_distance, 1.0 - saved)
     elif not math.isfinite(found):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -337,3 +338,15 @@ def test_a_prediction_that_failed_is_not_believed() -> None:
     assert calibrate._notes(close, None)[0] == "Calibrated: distance 0.110 at 80 % of the blocks' work."
     assert "cannot be trusted" not in "\n".join(calibrate._notes(close, None))
     assert "farther than 0.1" in calibrate._notes(close, 0.1)[-1]
+
+
+def test_one_picture_that_turned_out_otherwise_decides_nothing(pack: ModuleType) -> None:
+    run = pack_module("nodes.calibrating").Run
+    whole, states = torch.ones(3, 4, 2, 2), torch.zeros(1)
+    preset, choice = whole + 0.1, whole + 0.2
+    preset[0] = -1.0
+    runs = [run(latent, states) for latent in (whole, preset, choice)]
+    assert runs[2].distance(runs[0]) < runs[1].distance(runs[0])
+    assert not runs[2].mostly_nearer(runs[1], runs[0])
+    assert runs[1].mostly_nearer(runs[2], runs[0])
+    assert not run(whole * float("nan"), states).mostly_nearer(runs[1], runs[0])

@@ -248,7 +248,7 @@ def saved_latent(lab: ComfyServer) -> Callable[[Run], bytes]:
 @pytest.fixture
 def steady(lab: ComfyServer, saved_latent: Callable[[Run], bytes]) -> Iterator[ComfyServer]:
     """The server, and afterwards it still gives what it gave before."""
-    good = sampling_graph(DIT, 64, 2, seed=4321, merged=True, whole_every=0)
+    good = sampling_graph(DIT, 64, 2, seed=4321, merged=True, whole_every=0, plan_from="tokens")
     run = lab.run(good, timeout=120)
     before = saved_latent(run)
     assert "all 2 steps" in run.outputs[REPORT]["text"][0]

@@ -247,7 +247,7 @@ JSON = st.one_of(
 
 def whole_graph(seed: int) -> dict[str, Any]:
     """Every node of the pack in one graph, and as little work as there can be."""
-    graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, whole_every=0)
+    graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, whole_every=0, plan_from="tokens")
     graph["simple"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.5, "preset": "fast"}}
     graph["benchmark"] = {
         "class_type": "ToMABenchmark",
@@ -330,7 +330,7 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: An
 @pytest.mark.server
 def test_option_that_nobody_knows_changes_nothing(steady: ComfyServer, saved_latent: Any) -> None:
     """A graph saved by a later version, opened in this one."""
-    graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, whole_every=0)
+    graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, whole_every=0, plan_from="tokens")
     expected = saved_latent(steady.run(graph, timeout=120))
     later = copy.deepcopy(graph)
     later["toma"]["inputs"].update({"sharpness": 3, "mode.strength": "x", "__class__": [1]})
