@@ -169,7 +169,8 @@ def test_run_writes_into_comfyuis_folders_alone_and_connects_to_nobody(lab: Comf
         for member in (process, *process.children(recursive=True)):
             peers.update(c.raddr.ip for c in member.net_connections("inet") if c.raddr)
 
-    run = lab.run(sampling_graph(DIT, 64, 2, seed=77, merged=True, whole_every=0, plan_from="tokens"), timeout=120, on_message=look)
+    graph = sampling_graph(DIT, 64, 2, seed=77, merged=True, whole_every=0, plan_from="tokens")
+    run = lab.run(graph, timeout=120, on_message=look)
     assert run.status == "success", run.error
     assert "all 2 steps" in run.outputs["report"]["text"][0]
     assert peers == {"127.0.0.1"}
