@@ -27,7 +27,7 @@ from .keys import KeysLink
 from .port import Port
 
 # What presets of transformers have in common: their plans are made from the predicted picture, with more destinations
-# where there is more in it. Nearer at the same work (docs/fidelity.md).
+# where there is more in it. Nearer at the same work (docs/fidelity-trials.md).
 PREDICTED: Mapping[str, Any] = {"plan_from": PlanFrom.PREDICTION, "adaptive_budget": True}
 # For transformers that nobody measured: the shares that are left whole of Flux.
 PRESETS: Fields = {

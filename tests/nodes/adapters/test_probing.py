@@ -232,6 +232,17 @@ def test_bands_follow_whole_steps() -> None:
         assert {profiled.decide(given.sigmas[step]).of("a").ratio for step in band.steps} == {0.1 * n}
 
 
+def test_plans_of_pictures_are_made_where_the_run_makes_them() -> None:
+    """A step that keeps detail makes none, though it is the first of its selection: the next one does."""
+    every = {"whole_every": 5, "select_every": 5, "weigh_every": 5, "detail_reuse": True}
+    told = schedule(20, **every, plan_from="prediction")
+    probes = probing.Probes({"a": ("a",)}, 1000)
+    probes._begin(told)
+    early = {step for step, todo in probes.todo.items() if any(not probe.counts for probe in todo)}
+    assert early, "some are made before the step that is measured"
+    assert early <= {1, 6, 11, 16}, "0, 5, 10 and 15 keep detail"
+
+
 def test_nothing_to_measure() -> None:
     assert probing.bands_of(schedule(2, whole_every=2)) == ()
     assert probing.bands_of(core.Schedule(core.ToMAConfig())) == ()
