@@ -6,8 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.fidelity import calibrated
+from benchmarks.fidelity import calibrated, judge
+from benchmarks.fidelity.settings import tiny
+from demo.conditioning import conditioning, empty_latent, seeded_noise
+from demo.sampling import FOLDER, defaults
+from demo.scenes import CANVAS, scene_from_seed
+from scripts.comfy_pack import pack_module
 
 
 def test_a_whole_run_and_again(
@@ -24,3 +30,25 @@ def test_a_whole_run_and_again(
     monkeypatch.setattr(calibrated, "pack_module", lambda name: pytest.fail("measured again"))
     calibrated.main(asked)
     assert "| unet 4 steps cfg 2 balanced |" in capsys.readouterr().out
+
+
+def test_a_broken_stack_is_found() -> None:
+    """The trained UNet with a stack that adds three times as much: it is not merged where that shows."""
+    model = judge.load("unet", FOLDER / "unet.safetensors", "fp32")
+    with torch.no_grad():
+        model.model.diffusion_model.output_blocks[2][1].proj_out.weight.mul_(3.0)
+    calibrating, own = pack_module("nodes.calibrating"), defaults("unet", 4)
+    task = calibrating.Task(
+        positive=conditioning([scene_from_seed(20_000)]),
+        negative=conditioning([None]),
+        latent=empty_latent(CANVAS, CANVAS, 1),
+        steps=4,
+        cfg=own["cfg"],
+        sampler=own["sampler"],
+        scheduler=own["scheduler"],
+        noise=seeded_noise([20_000], CANVAS, CANVAS),
+    )
+    found = calibrating.calibrate(model, task, "balanced", overrides=tiny(model))
+    _, _, usual = found.preset
+    assert found.found < usual / 2
+    assert found.profile.ratios["output.1.0 - output.2.1"][0] == 0, "whole while there is most noise"
