@@ -222,6 +222,12 @@ class ToMAConfig:
         "original at the same speed, for some memory: one activation per stack or block. Does nothing where no "
         "step runs in full, or with granularity 'module'.",
     )
+    all_keys: bool = option(
+        False,
+        "Merged blocks look at all tokens: full steps remember what attention looks at, its keys and values, and merged "
+        "steps move them on. Much closer to the original, for memory: two activations per block. Only with detail "
+        "reuse. Does nothing in UNets, ERNIE-Image and videos.",
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):

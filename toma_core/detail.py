@@ -7,6 +7,7 @@ changed at its destinations. It costs one activation per block or stack.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from threading import RLock
@@ -14,7 +15,7 @@ from threading import RLock
 import torch
 from torch import Tensor
 
-from .merge import MergePlan, kernels_for, pick, unmerge_onto
+from .merge import MergePlan, kernels_for, pick, unmerge_onto, unmerge_update
 from .schedule import Decision
 
 # How much is believed of the change that destinations show, where all of the kept update is still there. They are seen
@@ -47,6 +48,9 @@ class Details:
     _conditions: frozenset[Hashable] = frozenset()
     # An update, which of its equal chunks, and how many there are: a chunk alone holds all of its memory as well.
     _kept: dict[Hashable, tuple[Tensor, int, int]] = field(default_factory=dict)
+    # How many chunks of a tensor are kept, by its id, and the bytes of all these tensors.
+    _chunks: Counter[int] = field(default_factory=Counter)
+    _held: int = 0
     _lock: RLock = field(default_factory=RLock)
 
     def settle(self, decision: Decision, conditions: frozenset[Hashable], again: bool = False) -> Decision:
@@ -88,14 +92,33 @@ class Details:
             if self.given_up:
                 return
             if self._renews and self._step != self._announced:
-                self._kept.clear()
+                self.clear()
                 self._step = self._announced
-            self._kept.update((key, (update, place, len(keys))) for place, key in enumerate(keys))
-            held = {id(whole): whole.nbytes for whole, _, _ in self._kept.values()}
-            self.most = max(self.most, sum(held.values()))
-            if self.limited and self.most > MOST:
-                self.given_up = True
-                self._kept.clear()
+            self._put(keys, update)
+
+    def move_on(self, keys: tuple[Hashable, ...], update: Tensor) -> None:
+        """What a merged step has made of what is kept under the keys, in its place, for the next."""
+        with self._lock:
+            if not self.given_up:
+                self._put(keys, update)
+
+    def _put(self, keys: tuple[Hashable, ...], update: Tensor) -> None:
+        for place, key in enumerate(keys):
+            self._drop(self._kept.get(key))
+            self._kept[key] = update, place, len(keys)
+            self._held += update.nbytes if not self._chunks[id(update)] else 0
+            self._chunks[id(update)] += 1
+        self.most = max(self.most, self._held)
+        if self.limited and self.most > MOST:
+            self.given_up = True
+            self.clear()
+
+    def _drop(self, entry: tuple[Tensor, int, int] | None) -> None:
+        if entry is not None:
+            self._chunks[id(entry[0])] -= 1
+            if not self._chunks[id(entry[0])]:
+                del self._chunks[id(entry[0])]
+                self._held -= entry[0].nbytes
 
     def kept(self, keys: tuple[Hashable, ...], like: Tensor) -> Tensor | None:
         """What is kept under the keys, side by side: (B, N, C) as `like` is.
@@ -117,6 +140,8 @@ class Details:
         """Drop everything."""
         with self._lock:
             self._kept.clear()
+            self._chunks.clear()
+            self._held = 0
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
@@ -138,6 +163,14 @@ class Detail:
     def keep(self, update: Tensor) -> None:
         """Keep a block's update of (B, N, C)."""
         self.details.keep(self.keys, update)
+
+    def moved_on(self, fresh: Tensor, plan: MergePlan) -> Tensor:
+        """What is kept, moved on as far as its destinations have moved, and kept so for the next step:
+        kept + unmerge(fresh - pick(kept)). fresh: (B, D, C), what destinations have now. Returns (B, N, C)."""
+        assert self.kept is not None  # noqa: S101 - for mypy: whoever asks has seen it
+        moved = unmerge_update(fresh, pick(self.kept, plan), self.kept, plan)
+        self.details.move_on(self.keys, moved)
+        return moved
 
 
 def reuse(out: Tensor, reduced: Tensor, x: Tensor, kept: Tensor, plan: MergePlan) -> Tensor:

@@ -77,6 +77,11 @@ class Evaluation:
         kept = run.details.kept(keys, x)
         return None if kept is None else Detail(run.details, keys, kept)
 
+    @property
+    def all_keys(self) -> bool:
+        """Whether merged blocks look at all tokens in this evaluation, or keep what the next ones look at."""
+        return self.run.all_keys and not self.decision.plain
+
     def obstacle(self, x: Tensor, block: Block = UNET_BLOCK, around: Granularity | None = None) -> str:
         """Why (B, N, C) tokens x that go through such a block stay whole, for the report; empty if they are merged.
         around: what they would be merged around; None if that is what the settings say."""
@@ -112,11 +117,19 @@ def reduce(x: Tensor, plan: MergePlan | None, detail: Detail | None = None) -> T
     return merge(x, plan) if detail is None else pick(x, plan)
 
 
-def restore(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan | None, detail: Detail | None = None) -> Tensor:
+def restore(
+    out: Tensor,
+    reduced: Tensor,
+    x: Tensor,
+    plan: MergePlan | None,
+    detail: Detail | None = None,
+    exact: bool = False,
+) -> Tensor:
     """Give every token its destination's update: x + unmerge(out - reduced), (B, N, C); `out` itself without a plan.
 
     The block's residual stream goes through untouched, so that merging blurs what the block adds, not what it got.
-    detail: the update is kept where the block ran whole, and what merged steps begin with, see `reuse`.
+    detail: the update is kept where the block ran whole, and what merged steps begin with, see `reuse`. exact:
+    destinations have seen all tokens, so that what they show of a change is the step's alone: all of it is believed.
     """
     kept = None if detail is None else detail.kept
     if detail is not None and kept is None:
@@ -124,4 +137,6 @@ def restore(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan | None, det
         return out
     if plan is None:
         return out
-    return unmerge_update(out, reduced, x, plan) if kept is None else reuse(out, reduced, x, kept, plan)
+    if detail is None or kept is None:
+        return unmerge_update(out, reduced, x, plan)
+    return x + detail.moved_on(out - reduced, plan) if exact else reuse(out, reduced, x, kept, plan)

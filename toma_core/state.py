@@ -60,6 +60,10 @@ class RunState:
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
     _tried: set[Hashable] = field(default_factory=set)
     details: Details = field(default_factory=Details)
+    all_keys: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.all_keys = self.config.all_keys and self.schedule.reuses_detail
 
     @property
     def config(self) -> ToMAConfig:

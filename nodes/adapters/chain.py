@@ -10,7 +10,8 @@ torch.compile guards on: they are made ready before the model runs, and the same
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -23,7 +24,8 @@ from ...toma_core.detail import Detail
 from ...toma_core.payoff import Block
 from ...toma_core.windows import Grid, has_frames
 from .graphs import numbered, operators
-from .hooks import Hook, eager, outside_graph
+from .hooks import Hook, eager, outside_graph, unmerge
+from .looks import Look, flat, like, looking
 from .port import CHANGED, Cuts, Given, Port
 from .rope import merged_rows
 
@@ -39,6 +41,7 @@ class Place:
     lengths: (N, D) of each; as long as each other where the chain runs whole to keep its detail.
     tokens, kept: all of them together before and after, what a graph is made for; 0 where the graph has to be left, and
     the chain decides when it sees the tokens.
+    looks: whether its blocks look at all tokens, see `attended`; looked: what of them has done so.
     held: from the first block to the last, what `restore` needs beside their output: reduced and x of the images; None
     where the chain runs whole. traced: the same for all tokens, where it began inside a graph; rows: their positions.
     """
@@ -51,6 +54,8 @@ class Place:
     plans: tuple[MergePlan | None, ...]
     details: tuple[Detail | None, ...]
     lengths: tuple[tuple[int, int], ...]
+    looks: bool
+    looked: set[str]
     held: tuple[Tensor, Tensor] | None
     traced: tuple[Tensor, Tensor] | None
     rows: Tensor | None
@@ -64,6 +69,7 @@ class Place:
         self.tokens = self.kept = 0
         self.evaluation = self.held = self.traced = self.rows = None
         self.plans = self.details = self.lengths = ()
+        self.looks, self.looked = False, set()
 
     def begin(
         self,
@@ -75,6 +81,7 @@ class Place:
     ) -> None:
         """An evaluation begins, in which these blocks stay merged on token grids like these."""
         self.grids, self.scope, self.names, self.work, self.evaluation = grids, scope, names, work, evaluation
+        self.looks = evaluation.all_keys
 
     @property
     def image(self) -> int:
@@ -136,6 +143,11 @@ class Place:
         restored: Tensor = operators.leave(out, reduced, x, self.number, before, self.tokens, self.kept)
         return restored
 
+    def look(self, block: str, t: Tensor, what: str, before: int, axis: int) -> Tensor:
+        """`attended`, as an operator."""
+        changed: Tensor = operators.look(t, f"{block} {what}", self.number, before, self.tokens, self.kept, axis)
+        return changed
+
     # --- what is done, inside and outside ----------------------------------------------------------------------------
 
     def reduced(self, x: Tensor) -> Tensor:
@@ -168,7 +180,38 @@ class Place:
         """`restore` for the (B, D, C), (B, D, C) and (B, N, C) tokens of all grids."""
         kept, tokens = [kept for _, kept in self.lengths], [tokens for tokens, _ in self.lengths]
         pieces = self._pieces(out, kept), self._pieces(reduced, kept), self._pieces(x, tokens)
-        return self.port.limited(_joined(list(map(restore, *pieces, self.plans, self.details))))
+        exact = [self.looks and self.looked.issuperset(self.names)] * len(kept)
+        self.looked.clear()
+        return self.port.limited(_joined(list(map(restore, *pieces, self.plans, self.details, exact))))
+
+    def attended(self, block: str, t: Tensor, what: str, before: int, axis: int, always: bool = False) -> Tensor:
+        """What destinations of a block look at: keys or values of all tokens in the place of their own,
+        (B, before + D + rest, C) -> (B, before + N + rest, C), or (B, heads, T, C) with axis 2.
+
+        A full step keeps them, a merged one moves on what is kept as its destinations have moved. The same where
+        nothing is kept that fits; always: for all tokens then too, each what its destination has.
+        """
+        evaluation = self.evaluation
+        assert evaluation is not None  # noqa: S101 - for mypy: it has begun
+        after = before + sum([kept for _, kept in self.lengths])
+        rows = flat(t, axis)
+        pieces, seen = self._pieces(rows[:, before:after], [kept for _, kept in self.lengths]), []
+        for n, (piece, (tokens, _), plan) in enumerate(zip(pieces, self.lengths, self.plans, strict=True)):
+            shape = piece[:, :1].expand(-1, tokens, -1)
+            detail = evaluation.detail(f"{block} {what} {n}", shape)
+            if detail is not None and detail.kept is None:
+                detail.keep(piece.clone(memory_format=torch.contiguous_format))
+            elif detail is not None and plan is not None:
+                seen.append(detail.moved_on(piece, plan))
+            elif always and plan is not None:
+                seen.append(unmerge(piece, plan))
+            if detail is not None:
+                self.looked.add(block)
+        if len(seen) < len(pieces):
+            return t
+        if rows.shape[1] > after - before:
+            seen = [rows[:, :before], *seen, rows[:, after:]]
+        return like(_joined(seen), t, axis)
 
     @staticmethod
     def _pieces(x: Tensor, lengths: list[int]) -> list[Tensor]:
@@ -312,6 +355,8 @@ class Link(Hook):
             given = self.port.given(args, kwargs)
             merged, before = self._in_graph(given)
             if merged is not None:
+                if self.begin.looks:
+                    merged, _ = self._looking(merged, self.begin.look, before)
                 out = self._called(len(args), merged)
                 return self._with(out, self.begin.leave(self._tokens(out), before)) if self.last else out
         return self.outside(*args, **kwargs)
@@ -345,7 +390,10 @@ class Link(Hook):
         if place.held is None or before is None:
             return self._called(len(args), given)
         rows = self.positions.of(given.get(port.rows), place, before + port.above(given))
-        out = self._called(len(args), self.moved(given, x, rows, before))
+        merged = self.moved(given, x, rows, before)
+        if place.looks:
+            merged, _ = self._looking(merged, place.attended, before)
+        out = self._called(len(args), merged)
         return self._with(out, place.finish(self._tokens(out), before)) if self.last else out
 
     def reason(self, given: Given) -> str:
@@ -365,6 +413,10 @@ class Link(Hook):
         if rows is not None:
             moved[port.rows] = rows
         return {**moved, **port.moved(given, cuts)} if cuts.gone else moved
+
+    def _looking(self, given: Given, change: Callable[..., Tensor], before: int) -> tuple[Given, Look | None]:
+        """The arguments with which the block looks at all tokens."""
+        return looking(given, partial(change, self.name), self.port.attended(given, before))
 
     def _called(self, by_place: int, given: Given) -> Any:
         """The block itself, told by place what its caller told by place."""

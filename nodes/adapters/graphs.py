@@ -77,6 +77,12 @@ def _leave(out: Tensor, reduced: Tensor, x: Tensor, place: int, before: int, tok
     return around(out, before, kept, _places[place].restored(out[:, merged], reduced[:, merged], x[:, whole]))
 
 
+def _look(t: Tensor, what: str, place: int, before: int, tokens: int, kept: int, axis: int) -> Tensor:
+    block, _, what = what.partition(" ")
+    looked: Tensor = _places[place].attended(block, t, what, before, axis, always=True)
+    return looked.contiguous() if looked is not t else t.clone(memory_format=torch.contiguous_format)
+
+
 def _turn(rows: Tensor, reduced: Tensor, place: int, before: int, tokens: int, kept: int, axis: int) -> Tensor:
     turned: Tensor = _places[place].turned(rows, before)
     return turned
@@ -91,8 +97,9 @@ _tags = tuple(
 _WHERE = "int place, SymInt before, SymInt tokens, SymInt kept"
 _library.define(f"enter(Tensor x, {_WHERE}) -> Tensor", tags=_tags)
 _library.define(f"leave(Tensor out, Tensor reduced, Tensor x, {_WHERE}) -> Tensor", tags=_tags)
+_library.define(f"look(Tensor t, str what, {_WHERE}, int axis) -> Tensor", tags=_tags)
 _library.define(f"turn(Tensor rows, Tensor reduced, {_WHERE}, int axis) -> Tensor", tags=_tags)
-for _name, _function in (("enter", _enter), ("leave", _leave), ("turn", _turn)):
+for _name, _function in (("enter", _enter), ("leave", _leave), ("look", _look), ("turn", _turn)):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
 operators = getattr(torch.ops, _namespace)
 
@@ -105,6 +112,13 @@ def _fake_enter(x: Tensor, place: int, before: int, tokens: int, kept: int) -> T
 @torch.library.register_fake(f"{_namespace}::leave", lib=_library)
 def _fake_leave(out: Tensor, reduced: Tensor, x: Tensor, place: int, before: int, tokens: int, kept: int) -> Tensor:
     return out.new_empty(out.shape[0], out.shape[1] - kept + tokens, out.shape[2])
+
+
+@torch.library.register_fake(f"{_namespace}::look", lib=_library)
+def _fake_look(t: Tensor, what: str, place: int, before: int, tokens: int, kept: int, axis: int) -> Tensor:
+    shape = list(t.shape)
+    shape[axis] += tokens - kept
+    return t.new_empty(shape)
 
 
 @torch.library.register_fake(f"{_namespace}::turn", lib=_library)

@@ -89,8 +89,14 @@ class Port:
         return 0
 
     def above(self, given: Given) -> int:
-        """How many rows of positions belong to tokens of another argument, before those of this one."""
+        """How many tokens of another argument come before those of this one, in positions and in attention."""
         return 0
+
+    def attended(self, given: Given, before: int) -> tuple[tuple[int, int], ...]:
+        """What each self-attention of the block is asked about, one after another: how many tokens come before the
+        image in it, and how many there are in all. Whatever attends after these is another's, as to the text."""
+        above = self.above(given)
+        return ((above + before, above + int(given[self.tokens].shape[1])),)
 
     def grid(self, given: Given, grid: Grid) -> Grid | None:
         """The grid of the image's tokens. grid: what the latent makes. None if nobody told."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from ....toma_core.payoff import MM_DIT
 from ..family import Stage, Transformer
-from ..port import Port
+from ..port import Given, Port
 
 NAME = "SD3.5"
 
@@ -23,6 +23,13 @@ class BlockPort(Port):
     places = ("context", "x")
     output = 1
     harmless = ("context", "c", "use_checkpoint", "transformer_options")
+
+    def above(self, given: Given) -> int:
+        return int(given["context"].shape[1])
+
+    def attended(self, given: Given, before: int) -> tuple[tuple[int, int], ...]:
+        """Text and image together; in some blocks of the medium one the image then looks at itself."""
+        return *super().attended(given, before), (before, int(given["x"].shape[1]))
 
 
 class Hooks(Transformer):

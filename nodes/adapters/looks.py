@@ -1,0 +1,68 @@
+"""What a block's self-attention looks at, changed on the way to whatever computes it.
+
+It goes by ComfyUI's `optimized_attention_override`, after norm and rotation, so that each key carries its own position,
+and whatever computes attention goes on doing so, on other keys and without a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from .port import Given
+
+_OVERRIDE = "optimized_attention_override"
+
+# From keys or values of (B, T, C), or (B, heads, T, C) with axis 2, to those looked at in their place: told which they
+# are, how many tokens come before the image, and the axis.
+Change = Callable[[Tensor, str, int, int], Tensor]
+
+
+class Look:
+    """In the place of `optimized_attention` for one call of a block.
+
+    attended: see `Port.attended`. then: the override that another node has put there. served: how many of its
+    self-attentions came by, none where another pack's attention does not ask.
+    """
+
+    def __init__(self, change: Change, attended: Sequence[tuple[int, int]], then: Callable[..., Any] | None) -> None:
+        self.change, self.attended, self.then = change, attended, then
+        self.served = 0
+
+    def __call__(
+        self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        axis = 2 if kwargs.get("skip_reshape") else 1
+        mask = args[1] if len(args) > 1 else kwargs.get("mask")  # of every key, and here there are others
+        if mask is None and self.served < len(self.attended):
+            before, tokens = self.attended[self.served]
+            if q.shape[axis] == k.shape[axis] == v.shape[axis] == tokens:
+                which = self.served
+                self.served += 1
+                k = self.change(k, f"key {which}", before, axis)
+                v = self.change(v, f"value {which}", before, axis)
+        compute = function if self.then is None else partial(self.then, function)
+        return compute(q, k, v, *args, **kwargs)
+
+
+def looking(given: Given, change: Change, attended: Sequence[tuple[int, int]]) -> tuple[Given, Look | None]:
+    """A block's arguments with which its self-attention looks at what `change` makes of its keys and values; unchanged,
+    and None, where ComfyUI hands the block no options."""
+    options = given.get("transformer_options")
+    if options is None:
+        return given, None
+    look = Look(change, attended, options.get(_OVERRIDE))
+    return {**given, "transformer_options": {**options, _OVERRIDE: look}}, look
+
+
+def flat(t: Tensor, axis: int) -> Tensor:
+    """(B, T, C), or (B, heads, T, C) with axis 2 -> (B, T, C)."""
+    return t.transpose(1, 2).flatten(2) if axis == 2 else t
+
+
+def like(t: Tensor, other: Tensor, axis: int) -> Tensor:
+    """The reverse of `flat`, for as many heads as the other has."""
+    return t.unflatten(2, (other.shape[1], -1)).transpose(1, 2) if axis == 2 else t
