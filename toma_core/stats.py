@@ -36,6 +36,7 @@ class RunStats:
     by_profile: bool = False
     detail_bytes: int = 0
     detail_given_up: bool = False
+    without_keys: str = ""
     maps: dict[Grid, MergeMap] = field(default_factory=dict)
     clock: StepClock = field(default_factory=StepClock)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -187,6 +188,8 @@ class RunStats:
 
     def _notes(self) -> list[str]:
         notes = [f"destinations at random ({', '.join(sorted(self.blind))})"] if self.blind else []
+        if self.without_keys:
+            notes.append(f"merged blocks do not look at all tokens: {self.without_keys}")
         return notes + ([f"kernels: {', '.join(sorted(self.kernels))}"] if self.kernels else [])
 
 

@@ -29,8 +29,18 @@ from .port import Port
 # What presets of transformers have in common: their plans are made from the predicted picture, with more destinations
 # where there is more in it. Nearer at the same work (docs/fidelity-trials.md).
 PREDICTED: Mapping[str, Any] = {"plan_from": PlanFrom.PREDICTION, "adaptive_budget": True}
-# For transformers that nobody measured: the shares that are left whole of Flux.
+# And where merged blocks look at all tokens no block has to be left whole, and every step has a plan of its own.
+_ALL_KEYS: Mapping[str, Any] = {
+    **PREDICTED, "all_keys": True, "scale": 1000.0, "share": Share.LEVEL, "select_every": 1, "weigh_every": 1
+}  # fmt: skip
 PRESETS: Fields = {
+    "balanced": {**_ALL_KEYS, "whole_every": 4},
+    "quality": {**_ALL_KEYS, "whole_every": 2},
+    "fast": {**_ALL_KEYS, "whole_every": 10},
+    "faithful": {"whole_first": 0.1},
+}
+# Where they cannot: the shares that are left whole of Flux.
+WITHOUT_KEYS: Fields = {
     "balanced": {**PREDICTED, "whole_first": 0.15, "whole_every": 3},
     "quality": {**PREDICTED, "whole_first": 0.15, "whole_every": 2},
     "fast": {**PREDICTED, "whole_first": 0.05, "whole_every": 5},
@@ -52,8 +62,10 @@ _LOOPS = frozenset(("forward", "_forward", "forward_orig", "forward_core_with_co
 class ModelHooks(Protocol):
     """What a family keeps for one model, as long as the model lives."""
 
-    # What each preset leaves whole of this kind of model, and whether its latents may have several frames.
+    # What each preset is for this kind of model, the same for runs whose blocks cannot look at all tokens, and whether
+    # its latents may have several frames.
     presets: Fields
+    without_keys: Fields
     takes_frames: bool
 
     def select(
@@ -75,6 +87,11 @@ class ModelHooks(Protocol):
 
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
         """Every block that may be merged, in forward order, as a latent of (B, C, ..., H, W) makes its grid."""
+        ...
+
+    def keys_of(self, latent: Tensor, config: ToMAConfig) -> int:
+        """How many numbers are kept of an image so that merged blocks look at all its tokens: keys and values of each
+        block that these settings merge, and the updates of their chains. 0 where nobody can tell their attention."""
         ...
 
 
@@ -146,6 +163,8 @@ def chained(
                 first.release()  # it is not installed: nobody else would, also after an error
         if not merged:
             return
+        # Compiled code is not told what a chain decides when it sees the tokens.
+        first.place.looks = first.place.looks and first.place.kept > 0
     for link in links:
         link.begin, link.last = first.place, link is links[-1]
         yield link.module, link
@@ -175,7 +194,9 @@ class Transformer(ABC):
     # Patches of other nodes that are shown tokens inside a block, and between two.
     inside: tuple[str, ...] = ("attn1_patch", "attn1_output_patch")
     between: tuple[str, ...] = ()
-    presets = PRESETS
+    presets, without_keys = PRESETS, WITHOUT_KEYS
+    # Whether blocks hand their attention the options that ComfyUI gives them.
+    shows_keys = True
     # Of the tokens, 0 if unknown; and pixels of the latent on a token's side.
     width = 0
     patch_size = 2
@@ -224,6 +245,12 @@ class Transformer(ABC):
         tokens = prod(token_grid(latent, self.patch_size))
         for stage, links in zip(self.stages, self.links, strict=True):
             yield from (BlockFacts(link.name, stage.kind, link.work, tokens, self.width) for link in links)
+
+    def keys_of(self, latent: Tensor, config: ToMAConfig) -> int:
+        """See `ModelHooks`. Keys are taken to be as wide as tokens: those in groups come to attention repeated."""
+        tokens = prod(token_grid(latent, self.patch_size)) if self.shows_keys else 0
+        merged = [[not self.left_out(stage, n, config) for n in range(len(stage.blocks))] for stage in self.stages]
+        return tokens * self.width * sum(2 * sum(blocks) + any(blocks) for blocks in merged)
 
     def obstacle(self, transformer_options: Mapping[str, Any], config: ToMAConfig) -> str:
         """Why no block of this call can be merged, in words for the report; empty if they can."""

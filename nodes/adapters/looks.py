@@ -32,9 +32,7 @@ class Look:
         self.change, self.attended, self.then = change, attended, then
         self.served = 0
 
-    def __call__(
-        self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
+    def __call__(self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         axis = 2 if kwargs.get("skip_reshape") else 1
         mask = args[1] if len(args) > 1 else kwargs.get("mask")  # of every key, and here there are others
         if mask is None and self.served < len(self.attended):
@@ -59,10 +57,13 @@ def looking(given: Given, change: Change, attended: Sequence[tuple[int, int]]) -
 
 
 def flat(t: Tensor, axis: int) -> Tensor:
-    """(B, T, C), or (B, heads, T, C) with axis 2 -> (B, T, C)."""
-    return t.transpose(1, 2).flatten(2) if axis == 2 else t
+    """(B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C) -> (B, T, all channels)."""
+    return (t.transpose(1, 2) if axis == 2 else t).flatten(2)
 
 
 def like(t: Tensor, other: Tensor, axis: int) -> Tensor:
-    """The reverse of `flat`, for as many heads as the other has."""
-    return t.unflatten(2, (other.shape[1], -1)).transpose(1, 2) if axis == 2 else t
+    """The reverse of `flat`, as the other was."""
+    if other.ndim == 3:
+        return t
+    t = t.unflatten(2, (-1, other.shape[3]))
+    return t.transpose(1, 2) if axis == 2 else t

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from ...toma_core import Evaluation
+from ...toma_core import Evaluation, ToMAConfig
 from ...toma_core.presets import Fields
 from .contract import UnknownError, asking, check, warn
 from .family import BlockFacts, ModelHooks, unwrapped
@@ -80,6 +80,7 @@ class _Plain:
     """For a model that is not as this pack knows it: nothing is merged, and the report says why."""
 
     presets: Fields = MappingProxyType({})
+    without_keys: Fields = MappingProxyType({})
     takes_frames = True
 
     def __init__(self, reason: str) -> None:
@@ -94,6 +95,9 @@ class _Plain:
 
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
         yield from ()
+
+    def keys_of(self, latent: Tensor, config: ToMAConfig) -> int:
+        return 0
 
 
 class UnsupportedModelError(ValueError):

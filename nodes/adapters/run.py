@@ -2,6 +2,7 @@
 
 attach           -> config and three wrappers on a clone of the model
 OUTER_SAMPLE     -> once a run: a fresh `Sampling`, dropped at the end, however the run ends
+PREPARE_SAMPLING -> when ComfyUI loads the model for a run that keeps keys: put in by the run, to ask for room
 PREDICT_NOISE    -> once an evaluation of the sampler; put in by each run, in front of all others
 CALC_COND_BATCH  -> once for all conditions of an evaluation: its noise level becomes a `Decision`
 APPLY_MODEL      -> once a batch of conditions: hooks are installed around the model call
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import logging
 import uuid
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from comfy.model_patcher import ModelPatcher, create_model_options_clone
@@ -23,11 +25,13 @@ from ...toma_core import Settings, ToMAConfig
 from ...toma_core.schedule import Bands
 from ...toma_core.stats import RunStats
 from . import registry, reports
-from .attention import attention_in_use
+from .attention import attention_in_use, dtype_of
 from .contract import UnknownError, argument, asking, known, warn
+from .family import ModelHooks
 from .graphs import allow_more_graphs, compiled, in_one_piece
 from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, installed
 from .levels import Levels
+from .memory import conditions_of, keys_bytes, reserved
 from .sampling import Sampling
 
 _KEY = "toma"
@@ -48,10 +52,11 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Attachment:
-    """What rides on a patched model: the frozen settings, the id under which its runs are reported, who else wants to
-    know of them, and the ratios of a profile."""
+    """What rides on a patched model: the frozen settings, the same for runs whose blocks cannot look at all tokens, the
+    id under which its runs are reported, who else wants to know of them, and the ratios of a profile."""
 
     config: ToMAConfig
+    without_keys: ToMAConfig
     report_id: str
     watcher: Watcher | None = None
     bands: Bands = ()
@@ -66,8 +71,7 @@ def attach(
     Attaching to a model that already has ToMA replaces its settings. A ComfyUI whose models cannot be attached to as
     this pack knows it gets the model back with a warning. Raises `UnsupportedModelError`.
     """
-    own = registry.require(model.get_model_object("diffusion_model")).presets
-    config = settings.resolved(own) if isinstance(settings, Settings) else settings
+    config, without_keys = resolved(settings, registry.require(model.get_model_object("diffusion_model")))
     attached = attachment_of(model) is not None
     if config.off and not attached:
         return model
@@ -80,13 +84,23 @@ def attach(
             options = patched.model_options["transformer_options"]
             options.pop(ATTACHMENT, None)
             if not config.off:
-                options[ATTACHMENT] = Attachment(config, uuid.uuid4().hex, watcher, bands)
+                options[ATTACHMENT] = Attachment(config, without_keys, uuid.uuid4().hex, watcher, bands)
                 for kind, wrapper in wrappers:
                     patched.add_wrapper_with_key(kind, _KEY, wrapper)
             return patched
     except UnknownError as error:
         warn(error)
         return model
+
+
+def resolved(settings: Settings | ToMAConfig, hooks: ModelHooks) -> tuple[ToMAConfig, ToMAConfig]:
+    """What settings come to for a model, and for its runs whose blocks cannot look at all tokens: as the presets were
+    without that."""
+    if not isinstance(settings, Settings):
+        return settings, replace(settings, all_keys=False)
+    without = replace(settings.resolved(hooks.without_keys), all_keys=False)
+    switched_off = settings.overrides.get("all_keys") is False
+    return without if switched_off else settings.resolved(hooks.presets), without
 
 
 def attachment_of(model: ModelPatcher) -> Attachment | None:
@@ -102,13 +116,17 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             attachment = given["transformer_options"][ATTACHMENT]
             model_sampling = guider.model_patcher.get_model_object("model_sampling")
             sigmas = argument(args, kwargs, 3, "sigmas").tolist()
-            sampling = Sampling.start(attachment.config, model_sampling, sigmas, attachment.bands)
+            config, needed, without = _settled(attachment, guider, args, kwargs)
+            sampling = Sampling.start(config, model_sampling, sigmas, attachment.bands)
+            sampling.reserves, sampling.run.stats.without_keys = needed, without
             options = create_model_options_clone(given)
             options["transformer_options"][SAMPLING] = sampling
             options["transformer_options"][GRAPHS] = inside = compiled(given)
             if in_one_piece(given):
                 sampling.obstacle = "torch.compile with fullgraph on: switch fullgraph off"
-            if _count_evaluations(options["transformer_options"]):
+            if needed:
+                _wrapped(options["transformer_options"], "PREPARE_SAMPLING", _prepare_sampling)
+            if _wrapped(options["transformer_options"], "PREDICT_NOISE", _predict_noise):
                 sampling.levels = Levels(sigmas, argument(args, kwargs, 2, "sampler"), guider)
             sampling.run.stats.attention = attention_in_use(guider.model_patcher, options["transformer_options"])
     except UnknownError as error:
@@ -133,15 +151,37 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             attachment.watcher.ended(stats)
 
 
-def _count_evaluations(transformer_options: dict[str, Any]) -> bool:
-    """Put our wrapper in front of all that may skip an evaluation, as LazyCache does; False if there is no such place:
-    then every noise level is read, which waits for the device."""
-    kind = getattr(WrappersMP, "PREDICT_NOISE", None)
-    if kind is None:
+def _settled(attachment: Attachment, guider: Any, args: Any, kwargs: Any) -> tuple[ToMAConfig, int, str]:
+    """The settings for a run, the bytes of keys that it will keep, and why it keeps none though it is to."""
+    config, given = attachment.config, guider.model_options
+    if not config.all_keys:
+        return config, 0, ""
+    hooks = registry.find(guider.model_patcher.get_model_object("diffusion_model"))
+    needed, without = 0, "torch.compile with another backend than inductor"
+    if hooks is not None and (compiled(given) or not given.get("torch_compile_kwargs")):
+        noise, itemsize = argument(args, kwargs, 0, "noise"), dtype_of(guider.model_patcher).itemsize
+        needed, without = keys_bytes(hooks, config, noise, conditions_of(guider), itemsize)
+    return (config, needed, "") if needed else (attachment.without_keys, 0, without)
+
+
+def _wrapped(transformer_options: dict[str, Any], kind: str, wrapper: Any) -> bool:
+    """Put a wrapper of ours in front of all others for a run. False if there is no such place: then nobody else can
+    skip what it wraps, as LazyCache does with evaluations, but each noise level is read, which waits for the device."""
+    kind = getattr(WrappersMP, kind, "")
+    if not kind:
         return False
     wrappers = transformer_options["wrappers"]
-    transformer_options["wrappers"] = {**wrappers, kind: {_KEY: [_predict_noise], **wrappers.get(kind, {})}}
+    transformer_options["wrappers"] = {**wrappers, kind: {_KEY: [wrapper], **wrappers.get(kind, {})}}
     return True
+
+
+def _prepare_sampling(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    more: AbstractContextManager[None] = nullcontext()
+    with known("WrappersMP.PREPARE_SAMPLING"):
+        options = argument(args, kwargs, 3, "model_options")["transformer_options"]
+        more = reserved(argument(args, kwargs, 0, "model").model, options[SAMPLING].reserves)
+    with more:
+        return executor(*args, **kwargs)
 
 
 def _without_state(executor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from comfy.ldm.ernie.model import ErnieImageModel
 from torch import nn
 
 from ....toma_core.payoff import ERNIE
-from ..family import Stage, Transformer
+from ..family import WITHOUT_KEYS, Stage, Transformer
 from ..port import Port
 
 NAME = "ERNIE-Image"
@@ -31,6 +31,9 @@ class BlockPort(Port):
 
 class Hooks(Transformer):
     """All hooks of one ERNIE-Image."""
+
+    # Its attention is told nothing.
+    presets, shows_keys = WITHOUT_KEYS, False
 
     def stages_of(self, model: ErnieImageModel) -> tuple[Stage, ...]:
         """All blocks."""

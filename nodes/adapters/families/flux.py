@@ -16,22 +16,15 @@ from ....toma_core.config import Granularity
 from ....toma_core.payoff import FLUX2_DOUBLE, FLUX2_SINGLE, FLUX_DOUBLE, FLUX_SINGLE, Block
 from ....toma_core.presets import Fields
 from ..chain import Link
-from ..family import PREDICTED, Stage, Transformer, theirs
-from ..family import PRESETS as UNMEASURED
+from ..family import PRESETS, WITHOUT_KEYS, Stage, Transformer, theirs
 from ..hooks import HookPair
 from ..port import Cuts, Given, Port, image_told, slices_moved
 from .flux_layers import ByModule
 
 NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
-# Double and single blocks of the models that the presets were measured for.
+# Double and single blocks of Flux.1, of which the released method leaves five of each kind whole.
 _FLUX_1 = 19, 38
-# See docs/fidelity.md; the released method leaves five blocks of each kind whole.
-PRESETS: Fields = {
-    "balanced": {**PREDICTED, "whole_first": 5, "whole_every": 3},
-    "quality": {**PREDICTED, "whole_first": 5, "whole_every": 2},
-    "fast": {**PREDICTED, "whole_first": 1, "whole_every": 5},
-    "faithful": {"whole_first": 5},
-}
+FAITHFUL: Fields = {"faithful": {"whole_first": 5}}
 
 
 def matches(diffusion_model: nn.Module) -> bool:
@@ -90,8 +83,8 @@ class Hooks(Transformer):
 
     def __init__(self, diffusion_model: Any) -> None:
         super().__init__(diffusion_model)
-        # What was measured is told in blocks of Flux.1's own number. Others have fewer double ones: shares of them.
-        self.presets: Fields = PRESETS if tuple(map(len, self.links)) == _FLUX_1 else UNMEASURED
+        if tuple(map(len, self.links)) == _FLUX_1:  # others have fewer double ones: a share of them
+            self.presets, self.without_keys = {**PRESETS, **FAITHFUL}, {**WITHOUT_KEYS, **FAITHFUL}
         self.by_module = [ByModule(link) for link in self.links[0]]
 
     def stages_of(self, model: Any) -> tuple[Stage, ...]:

@@ -85,7 +85,7 @@ class _Stack:
 class Hooks:
     """All hooks of one UNet."""
 
-    presets = PRESETS
+    presets = without_keys = PRESETS
     takes_frames = False
 
     def __init__(self, diffusion_model: UNetModel) -> None:
@@ -99,6 +99,10 @@ class Hooks:
                 blocks.append(ByModule(Link(module, name, port, UNET_BLOCK, scopes, shared)))
             width = getattr(stack.transformer_blocks[0].attn1.to_q, "in_features", 0)
             self.stacks.append(_Stack(position, level, halvings, width, stack, tuple(blocks)))
+
+    def keys_of(self, latent: Tensor, config: ToMAConfig) -> int:
+        """See `ModelHooks`. None: its convolutions see all tokens anyhow, and its presets are near without."""
+        return 0
 
     def select(
         self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], **_: Any

@@ -17,6 +17,7 @@ from comfy.patcher_extension import WrappersMP
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.nodes.adapters.compiling import Counting, compiled
 
 SIDE = 16
 
@@ -27,30 +28,6 @@ def fresh_compiler() -> Iterator[None]:
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     yield
     torch._dynamo.reset()
-
-
-class Counting:
-    """A backend that runs what it gets as it is, and counts how often it is asked."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: Any, inputs: Any, **_: Any) -> Any:
-        self.graphs += 1
-        return graph.forward
-
-
-def compiled(model: Any, backend: Any, inside: bool = False, keys: list[str] | None = None) -> Any:
-    """What TorchCompileModel does, with another backend; inside: ToMA is told that it is Inductor."""
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-    from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
-
-    model = model.clone()
-    options = {"guard_filter_fn": skip_torch_compile_dict}
-    set_torch_compile_wrapper(model=model, backend=backend, options=options, keys=keys or ["diffusion_model"])
-    if inside:
-        model.model_options["torch_compile_kwargs"]["backend"] = "inductor"
-    return model
 
 
 @pytest.fixture(params=["unet", "flux"])

@@ -1,0 +1,29 @@
+"""torch.compile as ComfyUI's own node sets it up, with a backend that only counts: what tests of graphs share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Counting:
+    """A backend that runs what it gets as it is, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any, **_: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+def compiled(model: Any, backend: Any, inside: bool = False, keys: list[str] | None = None) -> Any:
+    """What TorchCompileModel does, with another backend; inside: ToMA is told that it is Inductor."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
+
+    model = model.clone()
+    options = {"guard_filter_fn": skip_torch_compile_dict}
+    set_torch_compile_wrapper(model=model, backend=backend, options=options, keys=keys or ["diffusion_model"])
+    if inside:
+        model.model_options["torch_compile_kwargs"]["backend"] = "inductor"
+    return model

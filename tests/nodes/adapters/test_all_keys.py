@@ -1,0 +1,228 @@
+"""Merged blocks that look at all tokens, in every family: where nothing moves, a merged step is the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.nodes.adapters.compiling import Counting, compiled
+from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, WIDTH
+
+SHOWN = [name for name in LAYOUTS if name != "ernie"]
+KEYS: dict[str, Any] = {
+    "all_keys": True, "detail_reuse": True, "plan_from": "prediction", "adaptive_budget": True, "scale": 1000.0,
+    "select_every": 1, "weigh_every": 1, "shift_windows": True, "whole_every": 10,
+}  # fmt: skip
+# What moves between evaluations of one latent, for `evaluated`.
+Moves = Callable[[Tensor, int], Tensor]
+
+
+def standing(x: Tensor, step: int) -> Tensor:
+    return x
+
+
+def evaluated(model: Any, moves: Moves = standing, steps: int = 4, batch: int = 1, text: int = 7) -> list[Tensor]:
+    """What a model gives in so many evaluations of one latent at one noise level."""
+    import comfy.sample
+    from comfy.samplers import KSAMPLER
+
+    given: list[Tensor] = []
+
+    def sampler(denoise: Any, x: Tensor, sigmas: Tensor, extra_args: dict[str, Any], **_: Any) -> Tensor:
+        for n in range(steps):
+            given.append(denoise(moves(x, n), sigmas[n] * x.new_ones(len(x)), **extra_args))
+        return x
+
+    channels = model.model.latent_format.latent_channels
+    latent = comfy.sample.fix_empty_latent_channels(model, torch.zeros(batch, channels, HEIGHT, WIDTH))
+    noise, sigmas = comfy.sample.prepare_noise(latent, 5), torch.full((steps + 1,), 0.6)
+    conds = [models.conditioning(model, text, seed=seed) for seed in (1, 2)]
+    comfy.sample.sample_custom(model, noise, 3.0, KSAMPLER(sampler), sigmas, *conds, latent, seed=5, disable_pbar=True)
+    return given
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kind", SHOWN)
+def test_where_nothing_moves_a_merged_step_is_the_models_own(
+    kind: str, batch: int, model_of: Any, attach: Any, stats_of: Any
+) -> None:
+    model = model_of(kind)
+    merged = attach(model, **KEYS)
+    (own, *_), found = evaluated(model, batch=batch), evaluated(merged, batch=batch)
+    assert (stats_of(merged).evaluations, stats_of(merged).merged_evaluations) == (4, 3)
+    assert stats_of(merged).left_whole == {}
+    for picture in found:
+        torch.testing.assert_close(picture, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
+
+
+def drifting(x: Tensor, step: int) -> Tensor:
+    return x + 0.1 * step * x.flip(-1)
+
+
+class Watch:
+    """Another node's attention override: what attention is given at last, (B, T, C), by evaluation and block."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls, self.seen = calls, list[tuple[Tensor, Tensor, Tensor]]()
+
+    def on(self, model: Any) -> Any:
+        model = model.clone()
+        model.model_options["transformer_options"]["optimized_attention_override"] = self
+        return model
+
+    def __call__(self, function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        axis = 2 if kwargs.get("skip_reshape") else 1
+        self.seen.append(tuple((t.transpose(1, 2) if axis == 2 else t).flatten(2).clone() for t in (q, k, v)))
+        return function(q, k, v, *args, **kwargs)
+
+    def evaluations(self) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
+        size = len(self.seen) // self.calls
+        return [self.seen[n * size : (n + 1) * size] for n in range(self.calls)]
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_keys_are_moved_on_as_their_destinations_move(
+    kind: str, model_of: Any, attach: Any, plan_calls: list[Any], dense: Any
+) -> None:
+    """Queries are of destinations alone, keys and values of all tokens: those kept, and what has changed at their
+    destinations since then. What a merged step made is kept for the next."""
+    model, layout = model_of(kind), LAYOUTS[kind][0]
+    watch = Watch(4)
+    evaluated(watch.on(attach(model, **{**KEYS, "adaptive_budget": False, "scale": 10_000.0})), drifting)
+    whole, *merged = watch.evaluations()
+    # Some models refine text or image before: that is not merged, and looks at what it did.
+    block = next(n for n, (q, k, _) in enumerate(merged[0]) if q.shape[1] != k.shape[1])
+    before = layout.before + layout.above if kind != "sd3" else 7
+    kept, plan = whole[block][1:], plan_calls[-1].plan
+    _, U = dense(plan)
+    for step in merged:
+        q, *fresh = step[block]
+        after = before + plan.tokens
+        for n, (old, new) in enumerate(zip(kept, fresh, strict=True)):
+            assert new.shape == old.shape
+            assert q.shape[1] == new.shape[1] - plan.tokens + plan.kept
+            old_rows, rows = old[:, before:after], new[:, before:after]
+            there = plan.destinations[..., None].expand(-1, -1, rows.shape[2])
+            moved = rows.gather(1, there) - old_rows.gather(1, there)
+            assert moved.abs().max() > 1e-3
+            torch.testing.assert_close(rows, old_rows + U @ moved, rtol=1e-3, atol=1e-3 * float(rows.abs().max()))
+        kept = fresh
+
+
+@pytest.mark.parametrize("text", [7, HEIGHT // 2 * (WIDTH // 2) // 2])
+def test_text_as_long_as_merged_tokens_is_left_alone(text: int, model_of: Any, attach: Any) -> None:
+    """Wan looks at its text in the same block, whose keys are then as many as queries."""
+    model = model_of("wan")
+    own, *found = evaluated(model, text=text)[:1] + evaluated(attach(model, **KEYS), text=text)
+    for picture in found:
+        torch.testing.assert_close(picture, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
+
+
+PRESET: dict[str, Any] = {"min_tokens": 4}
+
+
+def preset(name: str, **settings: Any) -> Any:
+    return pack_module("toma_core").Settings(name, {**PRESET, **settings})
+
+
+@pytest.mark.parametrize("kind", list(LAYOUTS))
+def test_presets_keep_keys_where_they_can(kind: str, model_of: Any, stats_of: Any) -> None:
+    attach = pack_module("nodes.adapters.run").attach
+    merged = attach(model_of(kind), preset("balanced"))
+    assert models.sample(merged, HEIGHT, WIDTH, steps=8).isfinite().all()
+    stats = stats_of(merged)
+    shown = kind != "ernie"
+    assert stats.without_keys == ""
+    assert sorted(stats.merged_steps) == ([1, 2, 3, 5, 6] if shown else [1, 2, 4, 5])
+    assert bool(stats.left_whole) is not shown
+
+
+def test_without_room_the_preset_is_as_it_was(model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, memory = pack_module("nodes.adapters.run"), pack_module("nodes.adapters.memory")
+    model = model_of("flux")
+    monkeypatch.setattr(memory, "MOST", 1000)
+    merged, without = run.attach(model, preset("balanced")), run.attach(model, preset("balanced", all_keys=False))
+    assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=8) for m in (merged, without)))
+    assert "they would take" in stats_of(merged).without_keys
+    assert "do not look at all tokens" in stats_of(merged).summary()
+    assert stats_of(without).without_keys == ""
+
+
+def test_comfyui_is_told_before_it_loads_the_model(
+    model_of: Any, monkeypatch: pytest.MonkeyPatch, stats_of: Any
+) -> None:
+    """As many bytes more as the run then holds, for both conditions."""
+    import comfy.model_management
+
+    model, asked, load = model_of("flux"), list[float](), comfy.model_management.load_models_gpu
+
+    def loading(*args: Any, memory_required: float = 0, **kwargs: Any) -> Any:
+        asked.append(memory_required)
+        return load(*args, memory_required=memory_required, **kwargs)
+
+    monkeypatch.setattr(comfy.model_management, "load_models_gpu", loading)
+    merged = pack_module("nodes.adapters.run").attach(model, preset("balanced"))
+    for m in (model, merged):
+        models.sample(m, HEIGHT, WIDTH, steps=4)
+    assert asked[1] - asked[0] == stats_of(merged).detail_bytes > 0
+    assert "memory_required" not in vars(model.model)
+
+
+def test_a_full_step_that_a_cache_skips_loses_nothing(
+    model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the full step before kept goes on being moved."""
+    from comfy.patcher_extension import WrappersMP
+
+    model = attach(model_of("flux"), **{**KEYS, "whole_every": 3})
+    outputs: list[Tensor] = []
+
+    def skipping(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs.append(outputs[-1] if len(outputs) == 3 else executor(*args, **kwargs))
+        return outputs[-1]
+
+    model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "cache", skipping)
+    details = pack_module("toma_core.detail").Details
+    kept, found = details.kept, []
+    monkeypatch.setattr(details, "kept", lambda *args: found.append(kept(*args)) or found[-1])
+    models.sample(model, HEIGHT, WIDTH, steps=7)
+    assert sorted(stats_of(model).merged_steps) == [1, 2, 4, 5]
+    assert found and all(one is not None for one in found)
+    assert stats_of(model).left_whole == {}
+
+
+@pytest.fixture
+def fresh_compiler() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_the_same_inside_the_graphs_of_a_compiled_model(
+    kind: str, attach: Any, stats_of: Any, fresh_compiler: None
+) -> None:
+    """Two graphs as without: full steps and merged ones."""
+    model, backend = getattr(models, kind)(), Counting()
+    plain, merged = attach(model, **KEYS), compiled(attach(model, **KEYS), backend, inside=True)
+    wanted = models.sample(plain, HEIGHT, WIDTH, steps=6)
+    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=6), wanted)
+    assert stats_of(merged).detail_bytes == stats_of(plain).detail_bytes
+    assert stats_of(merged).left_whole == {}
+    warm = backend.graphs
+    models.sample(merged, HEIGHT, WIDTH, steps=9)
+    assert backend.graphs == warm <= 3
+
+
+def test_other_compilers_are_told_nothing(attach: Any, stats_of: Any, fresh_compiler: None) -> None:
+    model = models.flux(double=2, single=2)
+    merged = compiled(attach(model, **KEYS), Counting())
+    without = models.sample(attach(model, **{**KEYS, "all_keys": False}), HEIGHT, WIDTH, steps=5)
+    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=5), without)
+    assert "inductor" in stats_of(merged).without_keys
