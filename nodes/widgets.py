@@ -23,6 +23,7 @@ _LABELS = {
     "whole_last": "keep last stacks (UNet)",
     "whole_every": "full step every",
     "whole_first": "keep first blocks",
+    "all_keys": "look at all tokens",
     "levels": "UNet levels",
     "select_every": "pick tokens every",
     "weigh_every": "weigh tokens every",

@@ -224,9 +224,9 @@ class ToMAConfig:
     )
     all_keys: bool = option(
         False,
-        "Merged blocks look at all tokens: full steps remember what attention looks at, its keys and values, and merged "
-        "steps move them on. Much closer to the original, for memory: two activations per block. Only with detail "
-        "reuse. Does nothing in UNets, ERNIE-Image and videos.",
+        "Merged blocks look at all tokens, not at merged ones alone: full steps keep what attention looks at, and "
+        "merged steps move it on. Much closer to the original, for memory: 2.9 GB in Flux.1 at 1024 x 1024. Only with "
+        "detail reuse. Does nothing in UNets, in ERNIE-Image and for videos.",
     )
 
     def __post_init__(self) -> None:

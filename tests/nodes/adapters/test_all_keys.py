@@ -104,7 +104,7 @@ def test_keys_are_moved_on_as_their_destinations_move(
     for step in merged:
         q, *fresh = step[block]
         after = before + plan.tokens
-        for n, (old, new) in enumerate(zip(kept, fresh, strict=True)):
+        for old, new in zip(kept, fresh, strict=True):
             assert new.shape == old.shape
             assert q.shape[1] == new.shape[1] - plan.tokens + plan.kept
             old_rows, rows = old[:, before:after], new[:, before:after]
@@ -193,7 +193,8 @@ def test_a_full_step_that_a_cache_skips_loses_nothing(
     monkeypatch.setattr(details, "kept", lambda *args: found.append(kept(*args)) or found[-1])
     models.sample(model, HEIGHT, WIDTH, steps=7)
     assert sorted(stats_of(model).merged_steps) == [1, 2, 4, 5]
-    assert found and all(one is not None for one in found)
+    assert found
+    assert all(one is not None for one in found)
     assert stats_of(model).left_whole == {}
 
 
