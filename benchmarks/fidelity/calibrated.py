@@ -68,14 +68,14 @@ def _measured(
 
     from .judge import counting, load
     from .metrics import relative_error
-    from .settings import tiny
+    from .settings import FEWEST
 
     calibrating = pack_module("nodes.calibrating")
     attach = pack_module("nodes.adapters.run").attach
     settings = pack_module("toma_core").Settings
     model = load(kind, args.weights / f"{kind}.safetensors", "fp32")
     size, told = options["size"], options.get("guidance")
-    overrides = tiny(model)
+    overrides = {"min_tokens": FEWEST}
 
     def scenes(which: str) -> tuple[list[Any], list[int]]:
         seeds = [SCENES[which] + i for i in range(args.images)]

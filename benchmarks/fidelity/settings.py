@@ -28,20 +28,24 @@ class Setting:
     image: bool = False
 
 
+# Tokens of the smallest grids of tiny models that are merged.
+FEWEST = 64
+
+
 def toma(**settings: Any) -> Patch:
     """ToMA with every step merged, and some settings replaced."""
     return lambda model: variants.toma("", **{**tiny(model), **settings}).patch(model)
 
 
 def preset(name: str, **settings: Any) -> Patch:
-    """ToMA with a preset; the blocks of Flux left whole are scaled to the tiny model."""
-    return lambda model: variants.preset(name, **{**tiny(model), **settings}).patch(model)
+    """ToMA with a preset, on tiny grids too."""
+    return lambda model: variants.preset(name, **{"min_tokens": FEWEST, **settings}).patch(model)
 
 
 def tiny(model: Any) -> dict[str, Any]:
     """Of Flux's kind it has two or three double blocks and five or six single ones: the share left whole is Flux's."""
     flux = type(model.model.diffusion_model).__name__ == "Flux"
-    return {"min_tokens": 64, **({"whole_first": 1} if flux else {})}
+    return {"min_tokens": FEWEST, **({"whole_first": 1} if flux else {})}
 
 
 def easy_cache(threshold: float) -> Patch:
@@ -119,6 +123,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     if unet:
         add(2, "rival", {"HyperTile 32": hyper_tile(32)})
     else:
+        add(2, "preset", {f"balanced at {r:g}": preset("balanced", ratio=r) for r in (0.6, 0.7)})
         # On models made for few steps, the rival: with one first block as First Block Cache, with more as DBCache.
         add(2, "rival", {f"block cache {t:g}": variants.block_cache(t).patch for t in (0.1, 0.2)})
         add(2, "rival", {"block cache 0.2, 2 first and 2 last": variants.block_cache(0.2, 2, 2).patch})

@@ -29,10 +29,16 @@ from .port import Port
 # What presets of transformers have in common: their plans are made from the predicted picture, with more destinations
 # where there is more in it. Nearer at the same work (docs/fidelity-trials.md).
 PREDICTED: Mapping[str, Any] = {"plan_from": PlanFrom.PREDICTION, "adaptive_budget": True}
-# And where merged blocks look at all tokens no block has to be left whole, and every step has a plan of its own.
+# And where merged blocks look at all tokens no block has to be left whole, every step has a plan of its own, and smaller
+# windows are nearer.
 _ALL_KEYS: Mapping[str, Any] = {
-    **PREDICTED, "all_keys": True, "scale": 1000.0, "share": Share.LEVEL, "select_every": 1, "weigh_every": 1
-}  # fmt: skip
+    **PREDICTED,
+    "all_keys": True,
+    "window_size": 4,
+    "scale": 1000.0,
+    "select_every": 1,
+    "weigh_every": 1,
+}
 PRESETS: Fields = {
     "balanced": {**_ALL_KEYS, "whole_every": 4},
     "quality": {**_ALL_KEYS, "whole_every": 2},
