@@ -153,7 +153,8 @@ class ToMAConfig:
     select_every: int = option(
         10,
         "Every so many steps it is decided anew which tokens stay. 10 in the paper; 3 is closer to the original. "
-        "With detail reuse: as often as a step runs in full. Lower costs a little time.",
+        "With detail reuse: as often as a step runs in full; where merged blocks look at all tokens: every step. Lower "
+        "costs a little time.",
         (1, 1000, 1),
     )
     weigh_every: int = option(

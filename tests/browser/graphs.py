@@ -42,7 +42,7 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
     """Loader -> ToMA Advanced -> KSampler -> decode and report, or the benchmark instead of all that samples."""
     scene = [next(SEEDS), "fixed", 1, *["from seed"] * 14]
     advanced = ["balanced", ratio, 1, 0, ends_at, "off", -1, 16, "preset", "preset", -1, "preset", -1, 10, 5]
-    advanced += ["preset", -1, "off", "preset", -1, "preset", "preset", "preset", "stack", -1, *["preset"] * 3]
+    advanced += ["preset", -1, "off", "preset", -1, *["preset"] * 4, "stack", -1, *["preset"] * 3]
     sampled = last == "ToMAReport"
     nodes = [
         node(1, "ToMADemoUNet", (0, 0), ["random", 0, "fixed"], outputs=[("MODEL", [1])]),

@@ -16,7 +16,11 @@ nodes = pack_module("nodes.patch")
 config = pack_module("toma_core.config")
 core = pack_module("toma_core")
 run = pack_module("nodes.adapters.run")
-OWN = {kind: pack_module(f"nodes.adapters.families.{kind}").PRESETS for kind in ("unet", "flux")}
+_flux = pack_module("nodes.adapters.families.flux")
+OWN = {
+    "unet": pack_module("nodes.adapters.families.unet").PRESETS,
+    "flux": {**_flux.PRESETS, **_flux.FAITHFUL},
+}
 
 
 def defaults(node: Any) -> dict[str, Any]:
@@ -43,7 +47,7 @@ def test_presets_leave_whole_what_was_measured() -> None:
     balanced = {kind: core.Settings("balanced").resolved(own) for kind, own in OWN.items()}
     fields = ("whole_first", "whole_last", "whole_every")
     assert [getattr(balanced["unet"], name) for name in fields] == [0, 3, 0]
-    assert [getattr(balanced["flux"], name) for name in fields] == [5, 0, 3]
+    assert [getattr(balanced["flux"], name) for name in fields] == [0, 0, 4]
 
 
 @pytest.mark.compat
@@ -68,6 +72,7 @@ def test_advanced_hands_every_widget_over(unet: Any) -> None:
         "select_every": 4, "weigh_every": 2, "selector": "random", "window_kind": "stripe", "window_size": 4,
         "shift_windows": False, "scale": 50.0, "share": "block", "random_seed": 7,
         "detail_reuse": False, "adaptive_budget": True, "plan_from": "prediction", "keys_only": True,
+        "all_keys": True,
     }  # fmt: skip
     usual = defaults(nodes.ToMAAdvanced)
     assert other.keys() == usual.keys() - {"preset", "profile"}
