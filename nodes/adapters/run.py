@@ -21,7 +21,7 @@ from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
-from ...toma_core import Settings, ToMAConfig
+from ...toma_core import Schedule, Settings, ToMAConfig
 from ...toma_core.schedule import Bands
 from ...toma_core.stats import RunStats
 from . import registry, reports
@@ -157,8 +157,10 @@ def _settled(attachment: Attachment, guider: Any, args: Any, kwargs: Any) -> tup
     if not config.all_keys:
         return config, 0, ""
     hooks = registry.find(guider.model_patcher.get_model_object("diffusion_model"))
-    needed, without = 0, "torch.compile with another backend than inductor"
-    if hooks is not None and (compiled(given) or not given.get("torch_compile_kwargs")):
+    needed, without = 0, "torch.compile with another backend than inductor, or with CUDA graphs"
+    if not Schedule(config).reuses_detail:
+        without = "full steps keep nothing with these settings"
+    elif hooks is not None and (compiled(given) or not given.get("torch_compile_kwargs")):
         noise, itemsize = argument(args, kwargs, 0, "noise"), dtype_of(guider.model_patcher).itemsize
         needed, without = keys_bytes(hooks, config, noise, conditions_of(guider), itemsize)
     return (config, needed, "") if needed else (attachment.without_keys, 0, without)

@@ -227,3 +227,13 @@ def test_other_compilers_are_told_nothing(attach: Any, stats_of: Any, fresh_comp
     without = models.sample(attach(model, **{**KEYS, "all_keys": False}), HEIGHT, WIDTH, steps=5)
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=5), without)
     assert "inductor" in stats_of(merged).without_keys
+
+
+@pytest.mark.parametrize("settings", [{"whole_every": 0}, {"detail_reuse": False}, {"granularity": "module"}])
+def test_where_full_steps_keep_nothing_the_preset_is_as_without(
+    settings: dict[str, Any], model_of: Any, stats_of: Any
+) -> None:
+    run, model = pack_module("nodes.adapters.run"), model_of("flux")
+    merged, without = (run.attach(model, preset("balanced", **settings, **more)) for more in ({}, {"all_keys": False}))
+    assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=4) for m in (merged, without)))
+    assert stats_of(merged).without_keys == "full steps keep nothing with these settings"
