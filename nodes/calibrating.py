@@ -29,8 +29,9 @@ from .adapters.attention import dtype_of
 from .adapters.bare import bare
 from .adapters.family import BlockFacts
 from .adapters.identity import blocks_of, fingerprint
+from .adapters.memory import keys_bytes
 from .adapters.probing import OTHERS, RATIO, Band, Probes, sites_of
-from .adapters.run import attach, attachment_of
+from .adapters.run import attach, attachment_of, resolved
 
 _MOST_SITES = 12
 # Extra evaluations, as a share of the run's own: with the preset's run they are about two runs.
@@ -132,8 +133,7 @@ def calibrate(
     """
     plain = attach(model, ToMAConfig(ratio=0.0))
     base, without = bare(plain)
-    own = registry.require(base.get_model_object("diffusion_model")).presets
-    config = Settings(preset, {"ratio": RATIO, **overrides}).resolved(own)
+    config = _settings(base, task, Settings(preset, {"ratio": RATIO, **overrides}))
     placed = replace(config, whole_first=0.0, whole_last=0.0)
     facts, most = blocks_of(base, task.latent), round(_PROBES * task.steps * task.conditions)
     if not facts:
@@ -201,6 +201,14 @@ def calibrate(
         without=without,
         unmeasured=[site for site, blocks in sites.items() if {*blocks} & of_usual and not probes.measured(site)],
     )
+
+
+def _settings(model: ModelPatcher, task: Task, settings: Settings) -> ToMAConfig:
+    """What settings come to where this is sampled: there may be no room for keys of all tokens."""
+    hooks = registry.require(model.get_model_object("diffusion_model"))
+    config, without_keys = resolved(settings, hooks)
+    _, why_not = keys_bytes(hooks, config, task.latent, task.conditions, dtype_of(model).itemsize)
+    return without_keys if why_not else config
 
 
 def _sites_kept(model: ModelPatcher, facts: Sequence[BlockFacts], task: Task) -> int:

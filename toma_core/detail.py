@@ -34,12 +34,14 @@ class Details:
     evaluations after it that ran whole because somebody new took part. Several devices may share it.
 
     limited: whether it may hold no more than `MOST`. most: the most bytes that were held at a time. given_up: it became
-    more; nothing is kept any more, whole steps are only whole, and all others are merged plainly.
+    more; nothing is kept any more, whole steps are only whole, and all others are merged plainly. frozen: merged steps
+    move nothing on, as they are made for trial alone.
     """
 
     limited: bool = False
     most: int = 0
     given_up: bool = False
+    frozen: bool = False
     # Whole steps: the last one that was announced, and the one since which updates are kept.
     _announced: int = -1
     _step: int = -1
@@ -99,7 +101,7 @@ class Details:
     def move_on(self, keys: tuple[Hashable, ...], update: Tensor) -> None:
         """What a merged step has made of what is kept under the keys, in its place, for the next."""
         with self._lock:
-            if not self.given_up:
+            if not (self.given_up or self.frozen):
                 self._put(keys, update)
 
     def _put(self, keys: tuple[Hashable, ...], update: Tensor) -> None:

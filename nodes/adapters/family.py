@@ -29,7 +29,7 @@ from .port import Port
 # What presets of transformers have in common: their plans are made from the predicted picture, with more destinations
 # where there is more in it. Nearer at the same work (docs/fidelity-trials.md).
 PREDICTED: Mapping[str, Any] = {"plan_from": PlanFrom.PREDICTION, "adaptive_budget": True}
-# And where merged blocks look at all tokens no block has to be left whole, every step has a plan of its own, and smaller
+# Where merged blocks look at all tokens none has to be left whole, every step has a plan of its own, and smaller
 # windows are nearer.
 _ALL_KEYS: Mapping[str, Any] = {
     **PREDICTED,

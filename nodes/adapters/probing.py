@@ -172,12 +172,14 @@ class Probes:
         sampling.run.schedule = self._at(dict.fromkeys(sites, probe.ratio))
         stats = sampling.run.stats
         before, stats.merged_blocks = stats.merged_blocks, set()
+        run = sampling.run
         try:
+            run.details.frozen = True
             picture, decision = again()
             merged = stats.merged_blocks & blocks
         finally:
+            run.details.frozen = False
             stats.merged_blocks |= before
-        run = sampling.run
         if run.details.given_up or run.unplanned:
             self._over = True  # for want of memory, and there will be no more of it
             return False
