@@ -204,7 +204,7 @@ class ToMAConfig:
     keys_only: bool = option(
         False,
         "Merge only what self-attention looks at, its keys and values: every token is still computed, so less is lost "
-        "and less gained. For many tokens, as of videos. Only for Wan; other models stay unmerged.",
+        "and less gained. For many tokens, as of videos. ERNIE-Image stays unmerged.",
     )
     share: Share = option(
         Share.STACK,

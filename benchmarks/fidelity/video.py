@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks import variants
 from benchmarks.variants import Patch
 
-from . import experiments
+from . import experiments, keys
 from .start import command, start
 from .step import SCENES
 
@@ -68,6 +68,26 @@ def settings() -> dict[str, Setting]:
     return found
 
 
+def ideas() -> dict[str, Setting]:
+    """Other ways to look at fewer keys, beside the setting's own: name -> setting."""
+    found = {}
+    for ratio in (0.5, 0.75):
+        patch, name = variants.toma("", min_tokens=16, ratio=ratio, keys_only=True).patch, f"keys only: {ratio:g}"
+        found[name] = Setting(patch)
+        found[f"{name}, log of the size"] = Setting(keys.sized(patch))
+        found[f"{name}, half of the log"] = Setting(keys.sized(patch, 0.5))
+        found[f"{name}, before norm and rotation"] = Setting(keys.before_rotation(patch))
+        found[f"{name}, destinations"] = Setting(keys.destinations(patch))
+        found[f"{name}, destinations, log of the size"] = Setting(keys.sized(keys.destinations(patch)))
+    predicted = variants.toma("", min_tokens=16, keys_only=True, **PREDICTED).patch
+    found["keys only: 0.5, destinations, prediction"] = Setting(keys.destinations(predicted))
+    drawn = variants.toma("", min_tokens=16, keys_only=True, selector="random").patch
+    found["keys only: 0.5, destinations at random"] = Setting(keys.destinations(drawn))
+    found["keys only: 0.5, one column in two"] = Setting(keys.strided(patch, rows=1))
+    found["keys only: 0.75, one row and column in two (ToDo)"] = Setting(keys.strided(patch))
+    return found
+
+
 def flicker(clips: Tensor) -> Tensor:
     """Energy of the changes from frame to frame. (n, 3, T, H, W) -> (n,)."""
     return clips.diff(dim=2).square().flatten(1).mean(1)
@@ -83,9 +103,9 @@ def seams(clips: Tensor) -> Tensor:
 
 
 def measured(
-    draw: Callable[[Any, int], Tensor], model: Any, clips: list[Any], steps: int
+    draw: Callable[[Any, int], Tensor], model: Any, clips: list[Any], steps: int, tried: dict[str, Setting]
 ) -> dict[str, dict[str, float]]:
-    """A row for each setting. draw: a model and a number of steps -> its latents of all clips."""
+    """A row for each of these settings. draw: a model and a number of steps -> its latents of all clips."""
     from demo.checker import accuracy, load_checker
     from demo.scenes import CANVAS
     from demo.video import decode_clips
@@ -112,7 +132,7 @@ def measured(
             "cost": 1.0,
         }
     }
-    for name, setting in settings().items():
+    for name, setting in tried.items():
         with counting() as counter:
             latents = draw(setting.patch(model), max(1, round(steps * setting.steps)))
         pictures, distances = decode_clips(latents), relative_error(latents, plain).tolist()
@@ -144,6 +164,9 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--told", type=int, help="how many steps the model is told, 0 for one that was not taught few")
     parser.add_argument("--scenes", choices=list(SCENES), default="choose")
     parser.add_argument("--clips", type=int, default=8)
+    parser.add_argument(
+        "--ideas", action="store_true", help="other ways to look at fewer keys, in place of the settings"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fidelity"))
     args = parser.parse_args(given)
     start(args)
@@ -160,12 +183,14 @@ def main(given: list[str] | None = None) -> None:
         load_wan(str(args.weights)),
         clips,
         args.steps,
+        ideas() if args.ideas else settings(),
     )
     print(table(rows))
     args.out.mkdir(parents=True, exist_ok=True)
     conditions = {name: str(getattr(args, name)) for name in ("weights", "steps", "cfg", "told", "scenes", "clips")}
     stored = {"conditions": conditions, "rows": rows}
-    file = args.out / f"{args.weights.stem}-{args.steps}steps-{args.scenes}.json"
+    kind = "-ideas" if args.ideas else ""
+    file = args.out / f"{args.weights.stem}-{args.steps}steps-{args.scenes}{kind}.json"
     file.write_text(json.dumps(stored, indent=1) + "\n")
 
 

@@ -54,9 +54,9 @@ WITHOUT_KEYS: Fields = {
 }
 
 
-# Why a block runs whole that is none of ComfyUI's, and where only keys and values are to be merged.
+# Why a block runs whole that is none of ComfyUI's, and where keys alone are to be merged but attention is told nothing.
 REPLACED = "replaced by another node"
-NO_KEYS = "keys_only is for Wan"
+NO_KEYS = "keys_only is not for this kind of model"
 
 # Why a block runs whole in an evaluation that merges others.
 PROFILED = "unmerged by the profile"
@@ -207,7 +207,7 @@ class Transformer(ABC):
     width = 0
     patch_size = 2
     takes_frames = False
-    # What its blocks call their self-attention, where keys and values alone can be merged.
+    # What its blocks call their self-attention, if that is a module that is told by name what to look at.
     self_attention = ""
     # Whether tokens of reference images come right after those of the image.
     references_follow = True
@@ -222,7 +222,7 @@ class Transformer(ABC):
             [self._link(stage, module, index, shared) for index, module in enumerate(stage.blocks)]
             for stage in self.stages
         ]
-        every = [link for links in self.links for link in links if self.self_attention]
+        every = [link for links in self.links for link in links if "transformer_options" in link.port.needs]
         self.keys = {link.name: KeysLink(link, self.self_attention) for link in every}
 
     @abstractmethod
@@ -262,7 +262,7 @@ class Transformer(ABC):
         """Why no block of this call can be merged, in words for the report; empty if they can."""
         patches = transformer_options.get("patches", {})
         shown = any(patches.get(name) for name in self.inside)
-        if config.keys_only and not self.self_attention:
+        if config.keys_only and not self.keys:
             return NO_KEYS
         return "another node's attention patch needs all tokens" if shown else ""
 
@@ -294,24 +294,21 @@ class Transformer(ABC):
             blocks = getattr(self.model(), name, stage.blocks)
             own = isinstance(blocks, Sequence | nn.ModuleList) and len(blocks) == len(links)
             following = None  # the block that the last run could go on with
-            for index, link in enumerate(self.chosen(stage, links, config)):
+            for index, link in enumerate(links if config.keys_only else self.chosen(stage, links, config)):
                 foreign = "" if own and theirs(blocks[index]) else REPLACED
                 if left_out := self.left_out(stage, index, config) or reason or foreign or profiled(link, evaluation):
                     stats.whole(link.name, left_out)
                     continue
                 link.module = unwrapped(blocks[index])
+                if config.keys_only:
+                    yield from self.keys[link.name].hooks(grid, evaluation)
+                    continue
                 joins = index == following and evaluation.decision.joins(runs[-1][-1].name, link.name)
                 if chains and joins and not _seen(stage, blocks, index, added, replaced):
                     runs[-1].append(link)
                 else:
                     runs.append([link])
                 following = index + 1
-            if config.keys_only:
-                for link in (link for run in runs for link in run):
-                    work = link.work, Granularity.BLOCK
-                    link.place.begin((grid,), link.scopes[config.share], [link.name], work, evaluation.of(link.name))
-                    yield from self.keys[link.name].hooks()
-                continue
             for run in runs:
                 of = grids if run[0].merges_references else (grid,)
                 yield from chained(run, of, x, evaluation, transformer_options, self.width)

@@ -1,8 +1,7 @@
 """Keys and values on fewer tokens: every query, norm and feed-forward runs on all of them, and nothing is restored.
 
 A block's self-attention looks at K' = M K and V' = M V in place of K and V, means of windows as everywhere else, taken
-after norm and rotation: then each key of a mean carries its own position. It goes by ComfyUI's
-`optimized_attention_override`, so that whatever computes attention goes on doing so, on fewer keys and without a mask.
+after norm and rotation, see `looks`.
 """
 
 from __future__ import annotations
@@ -14,45 +13,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...toma_core import MergePlan
+from ...toma_core import Evaluation, MergePlan
+from ...toma_core.config import Granularity
+from ...toma_core.windows import Grid
 from .chain import Link
-from .hooks import Hook, HookPair, eager, merge, outside_graph
+from .hooks import Hook, HookPair, compiled_here, eager, merge, outside_graph
+from .looks import Look, flat, like, looking
+from .port import Given
 
-_OVERRIDE = "optimized_attention_override"
 UNSERVED = "another node's attention takes no fewer keys"
+COMPILED = "keys_only does not go with torch.compile in this kind of block"
 
 
 class KeysLink(Hook):
-    """Stands in for a block whose self-attention is to look at fewer keys and values. link: the block's own hook, which
-    knows where its tokens are and why it may have to stay whole. attention: what the block calls its self-attention."""
+    """Stands in for a block whose self-attention is to look at fewer keys and values.
 
-    def __init__(self, link: Link, attention: str) -> None:
+    link: the block's own hook, which knows where its tokens are and why it may have to stay whole. attention: what the
+    block calls its self-attention, if that is a module of its own; else the block's options are told. ComfyUI's
+    torch.compile does not look whether there is an override in them, and would run what it traced with one where there
+    is none: a module can be kept out of the graph, a whole block stays as it is.
+    """
+
+    def __init__(self, link: Link, attention: str = "") -> None:
         self.link, self.port, self.attention, self.inner = link, link.port, attention, KeysAttention()
 
-    def hooks(self) -> Iterator[HookPair]:
-        """The hooks to install for an evaluation."""
+    def hooks(self, grid: Grid, evaluation: Evaluation) -> Iterator[HookPair]:
+        """The hooks to install for an evaluation in which the block sees a token grid like this."""
+        link, share = self.link, evaluation.run.config.share
+        work = link.work, Granularity.BLOCK
+        link.place.begin((grid,), link.scopes[share], [link.name], work, evaluation.of(link.name))
         yield self.link.module, self
-        yield getattr(self.link.module, self.attention), self.inner
+        if self.attention:
+            yield getattr(self.link.module, self.attention), self.inner
 
     def release(self) -> None:
         self.link.release()
 
     @outside_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        place, port = self.link.place, self.port
+        place, port, inner = self.link.place, self.port, self.inner
         given = port.given(args, kwargs)
         port.note(given)
-        x, reason, before = given[port.tokens], self.link.reason(given), port.before(given, place.image) or 0
+        reason = self.link.reason(given) or (COMPILED if not self.attention and compiled_here() else "")
+        x, before = given[port.tokens], port.before(given, place.image) or 0
         plan = place.plan_for(x[:, before : before + place.image], reason)
         if plan is None or place.evaluation is None:
             return self.original(*args, **kwargs)
-        self.inner.fewer = fewer = FewerKeys(plan, before, x.shape[1])
+        change, masked = partial(fewer, plan), partial(port.mask_moved, gone=plan.tokens - plan.kept)
+        inner.asked = partial(looking, change=change, attended=port.attended(given, before), masked=masked)
         try:
-            out = self.original(*args, **kwargs)
+            out = self.original(*args, **(kwargs if self.attention else inner.told(kwargs)))
+            served = inner.look is not None and inner.look.served
         finally:
-            self.inner.fewer = None
+            inner.asked = inner.look = None
         stats, name = place.evaluation.run.stats, self.link.name
-        if fewer.served:
+        if served:
             stats.merged(name)
         else:
             stats.whole(name, UNSERVED)
@@ -60,53 +75,29 @@ class KeysLink(Hook):
 
 
 class KeysAttention(Hook):
-    """Stands in for the self-attention of a block. Outside of graphs: ComfyUI's torch.compile does not look whether an
-    override is there, and would run what it traced with one where there is none."""
+    """Stands in for the self-attention of a block, outside of graphs.
 
-    fewer: FewerKeys | None = None
+    asked: `looking` for the call in progress of the block, None where it stays whole; look: what came of it.
+    """
+
+    asked: Callable[[Given], tuple[Given, Look | None]] | None = None
+    look: Look | None = None
+
+    def told(self, given: Given) -> Given:
+        """The arguments with which it looks at fewer keys and values."""
+        if self.asked is not None:
+            given, self.look = self.asked(given)
+        return given
 
     @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        options = kwargs.get("transformer_options")
-        if self.fewer is None or options is None:
-            return self.original(*args, **kwargs)
-        override = partial(self.fewer, options.get(_OVERRIDE))
-        return self.original(*args, **{**kwargs, "transformer_options": {**options, _OVERRIDE: override}})
+        return self.original(*args, **self.told(kwargs))
 
 
-class FewerKeys:
-    """In the place of `optimized_attention` for one call of a block's self-attention. before: tokens before the image;
-    tokens: all of them. served: whether it was asked for that, which another pack's attention may not do."""
-
-    def __init__(self, plan: MergePlan, before: int, tokens: int) -> None:
-        self.plan, self.before, self.tokens = plan, before, tokens
-        self.served = False
-
-    def __call__(
-        self,
-        then: Callable[..., Any] | None,
-        function: Callable[..., Any],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """then: the override that another node has put there."""
-        axis = 2 if kwargs.get("skip_reshape") else 1
-        mask = args[1] if len(args) > 1 else kwargs.get("mask")  # of every key, and here there are fewer
-        if mask is None and q.shape[axis] == k.shape[axis] == self.tokens:
-            k, v, self.served = self._fewer(k, axis), self._fewer(v, axis), True
-        compute = function if then is None else partial(then, function)
-        return compute(q, k, v, *args, **kwargs)
-
-    def _fewer(self, t: Tensor, axis: int) -> Tensor:
-        """(B, N, C), or (B, heads, N, C) with `axis` 2 -> the same with D tokens of the image."""
-        heads = t.shape[1]
-        if axis == 2:
-            t = t.transpose(1, 2).flatten(2)
-        after = self.before + self.plan.tokens
-        few = merge(t[:, self.before : after], self.plan)
-        if t.shape[1] > self.plan.tokens:
-            few = torch.cat([t[:, : self.before], few, t[:, after:]], 1)
-        return few.unflatten(2, (heads, -1)).transpose(1, 2) if axis == 2 else few
+def fewer(plan: MergePlan, t: Tensor, _: str, before: int, axis: int) -> Tensor:
+    """Keys or values, see `looks.flat`, with D tokens of the image in place of N."""
+    rows, after = flat(t, axis), before + plan.tokens
+    few = merge(rows[:, before:after], plan)
+    if rows.shape[1] > plan.tokens:
+        few = torch.cat([rows[:, :before], few, rows[:, after:]], 1)
+    return like(few, t, axis)

@@ -16,43 +16,59 @@ from .port import Given
 
 _OVERRIDE = "optimized_attention_override"
 
-# From keys or values of (B, T, C), or (B, heads, T, C) with axis 2, to those looked at in their place: told which they
-# are, how many tokens come before the image, and the axis.
+# From keys or values of (B, T, C), (B, T, heads, C), or (B, heads, T, C) with axis 2, to those looked at in their
+# place: told which they are, how many tokens come before the image, and the axis.
 Change = Callable[[Tensor, str, int, int], Tensor]
+# From a mask of what was looked at to one of what is looked at in its place, None where nobody can tell.
+Masked = Callable[[Tensor], "Tensor | None"]
 
 
 class Look:
     """In the place of `optimized_attention` for one call of a block.
 
-    attended: see `Port.attended`. then: the override that another node has put there. served: how many of its
-    self-attentions came by, none where another pack's attention does not ask.
+    attended: see `Port.attended`. then: the override that another node has put there. masked: None where attention with
+    a mask stays as it is. served: how many of its self-attentions came by, none where another pack's attention does not
+    ask.
     """
 
-    def __init__(self, change: Change, attended: Sequence[tuple[int, int]], then: Callable[..., Any] | None) -> None:
-        self.change, self.attended, self.then = change, attended, then
+    def __init__(
+        self,
+        change: Change,
+        attended: Sequence[tuple[int, int]],
+        then: Callable[..., Any] | None,
+        masked: Masked | None = None,
+    ) -> None:
+        self.change, self.attended, self.then, self.masked = change, attended, then, masked
         self.served = 0
 
     def __call__(self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         axis = 2 if kwargs.get("skip_reshape") else 1
         mask = args[1] if len(args) > 1 else kwargs.get("mask")  # of every key, and here there are others
-        if mask is None and self.served < len(self.attended):
+        seen = self.masked(mask) if mask is not None and self.masked is not None else None
+        if (mask is None or seen is not None) and self.served < len(self.attended):
             before, tokens = self.attended[self.served]
             if q.shape[axis] == k.shape[axis] == v.shape[axis] == tokens:
                 which = self.served
                 self.served += 1
                 k = self.change(k, f"key {which}", before, axis)
                 v = self.change(v, f"value {which}", before, axis)
+                if len(args) > 1:
+                    args = (args[0], seen, *args[2:])
+                elif seen is not None:
+                    kwargs = {**kwargs, "mask": seen}
         compute = function if self.then is None else partial(self.then, function)
         return compute(q, k, v, *args, **kwargs)
 
 
-def looking(given: Given, change: Change, attended: Sequence[tuple[int, int]]) -> tuple[Given, Look | None]:
+def looking(
+    given: Given, change: Change, attended: Sequence[tuple[int, int]], masked: Masked | None = None
+) -> tuple[Given, Look | None]:
     """A block's arguments with which its self-attention looks at what `change` makes of its keys and values; unchanged,
     and None, where ComfyUI hands the block no options."""
     options = given.get("transformer_options")
     if options is None:
         return given, None
-    look = Look(change, attended, options.get(_OVERRIDE))
+    look = Look(change, attended, options.get(_OVERRIDE), masked)
     return {**given, "transformer_options": {**options, _OVERRIDE: look}}, look
 
 

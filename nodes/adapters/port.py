@@ -107,6 +107,10 @@ class Port:
         options = given.get("transformer_options")
         return {} if options is None else {"transformer_options": shortened(options, cuts.gone, cuts.references)}
 
+    def mask_moved(self, mask: Tensor, gone: int) -> Tensor | None:
+        """The mask of a block's attention where it looks at so many keys fewer, None where nobody can tell which."""
+        return None
+
     def obstacle(self, given: Given, image: int, references: int = 0) -> str:
         """Why a block's tokens cannot be merged, in words for the report; empty if they can. image: N. references: of
         the reference images after it, if they are merged too."""
@@ -158,3 +162,8 @@ def index_moved(given: Given, name: str, cuts: Cuts) -> Given:
     """The argument of this name, a place; nothing where it is not given."""
     place = given.get(name)
     return {} if place is None else {name: cuts.moved(place)}
+
+
+def text_masked(mask: Tensor, gone: int) -> Tensor | None:
+    """A mask of the text, after which every key is looked at, for so many keys fewer; None if it goes by query too."""
+    return mask[..., : mask.shape[-1] - gone] if mask.ndim > 2 and mask.shape[-2] == 1 else None

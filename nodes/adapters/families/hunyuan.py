@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from comfy.ldm.hunyuan_video.model import HunyuanVideo
-from torch import nn
+from torch import Tensor, nn
 
 from ....toma_core.payoff import HUNYUAN_DOUBLE, HUNYUAN_SINGLE
 from ..family import Stage, Transformer
-from ..port import Cuts, Given, Port
+from ..port import Cuts, Given, Port, text_masked
 
 NAME = "HunyuanVideo (1.0, 1.5) and HunyuanImage 2.1"
 
@@ -40,6 +40,9 @@ class _Port(Port):
         moved, mask = super().moved(given, cuts), given.get("attn_mask")
         # Of text; all that comes after it is looked at.
         return moved if mask is None else {**moved, "attn_mask": mask[..., : mask.shape[-1] - cuts.gone]}
+
+    def mask_moved(self, mask: Tensor, gone: int) -> Tensor | None:
+        return text_masked(mask, gone)
 
 
 class SinglePort(_Port):

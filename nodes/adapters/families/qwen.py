@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
-from torch import nn
+from torch import Tensor, nn
 
 from ....toma_core.payoff import QWEN
 from ..family import Stage, Transformer
-from ..port import Cuts, Given, Port, index_moved
+from ..port import Cuts, Given, Port, index_moved, text_masked
 
 NAME = "Qwen-Image"
 
@@ -34,12 +34,16 @@ class BlockPort(Port):
     def moved(self, given: Given, cuts: Cuts) -> Given:
         return {**super().moved(given, cuts), **index_moved(given, "timestep_zero_index", cuts)}
 
+    def mask_moved(self, mask: Tensor, gone: int) -> Tensor | None:
+        return text_masked(mask, gone)
+
 
 class Hooks(Transformer):
     """All hooks of one Qwen-Image."""
 
     # ControlNets that are patches are shown the image between two blocks.
     between = ("double_block",)
+    self_attention = "attn"
 
     def stages_of(self, model: QwenImageTransformer2DModel) -> tuple[Stage, ...]:
         """All blocks."""

@@ -17,7 +17,6 @@ from ....toma_core.presets import Fields
 from ....toma_core.windows import Grid
 from ..chain import Link, Positions
 from ..family import (
-    NO_KEYS,
     REPLACED,
     BlockFacts,
     chained,
@@ -29,6 +28,7 @@ from ..family import (
     unwrapped,
 )
 from ..hooks import HookPair
+from ..keys import KeysLink
 from ..layout import on_no_grid
 from ..port import CHANGED, Cuts, Given, Port
 from .unet_layers import ByModule
@@ -90,13 +90,16 @@ class Hooks:
 
     def __init__(self, diffusion_model: UNetModel) -> None:
         port, shared = BlockPort(), Positions()
-        self.stacks = []
+        self.stacks: list[_Stack] = []
+        self.keys: dict[str, KeysLink] = {}
         for position, level, halvings, stack in _stacks(diffusion_model):
             blocks = []
             for index, module in enumerate(stack.transformer_blocks):
                 scopes = {Share.LEVEL: "level", Share.STACK: position, Share.BLOCK: (position, index)}
                 name = ".".join(map(str, (*position, index)))
-                blocks.append(ByModule(Link(module, name, port, UNET_BLOCK, scopes, shared)))
+                link = Link(module, name, port, UNET_BLOCK, scopes, shared)
+                blocks.append(ByModule(link))
+                self.keys[name] = KeysLink(link, "attn1")
             width = getattr(stack.transformer_blocks[0].attn1.to_q, "in_features", 0)
             self.stacks.append(_Stack(position, level, halvings, width, stack, tuple(blocks)))
 
@@ -122,6 +125,9 @@ class Hooks:
                     stats.whole(block.link.name, left_out)
                     continue
                 block.link.module = unwrapped(there[index])
+                if config.keys_only:
+                    yield from self.keys[block.link.name].hooks(grid, evaluation)
+                    continue
                 if config.granularity is Granularity.MODULE or _is_patched(stack, index, transformer_options):
                     if not evaluation.decision.keeps_detail:
                         for part in _replaced(stack, index, transformer_options):
@@ -171,8 +177,6 @@ def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, 
 
 def _left_out(stack: _Stack, config: ToMAConfig) -> str:
     """Why the settings leave this stack whole, wherever it is, or an empty string."""
-    if config.keys_only:
-        return NO_KEYS
     if config.granularity is Granularity.MODULE and not any(
         (config.self_attention, config.cross_attention, config.feed_forward)
     ):
