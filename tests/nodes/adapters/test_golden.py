@@ -94,9 +94,7 @@ def sampled(model: Any, family: str, run: str, steps: int, seed: int) -> Tensor:
 def settings_of(family: str, setting: str) -> Any:
     """The preset of this name, or the settings of their own."""
     if setting in core.PRESETS:
-        # The file was made with Flux.1's counts, which models of another depth are not given.
-        first = {} if family != "flux" else {"whole_first": own_of(family)[setting]["whole_first"]}
-        return core.Settings(setting, {**SMALL, **first})
+        return core.Settings(setting, SMALL)
     return core.ToMAConfig(**PLAIN[setting], **FIRST.get(family, {}), **SMALL)
 
 
