@@ -193,14 +193,16 @@ class Place:
         """
         evaluation = self.evaluation
         assert evaluation is not None  # noqa: S101 - for mypy: it has begun
-        after = before + sum([kept for _, kept in self.lengths])
-        rows = flat(t, axis)
-        pieces, seen = self._pieces(rows[:, before:after], [kept for _, kept in self.lengths]), []
+        lengths = [kept for _, kept in self.lengths]
+        rows = flat(t.narrow(axis, before, sum(lengths)), axis)
+        own = rows.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() and len(lengths) == 1
+        pieces, seen = self._pieces(rows, lengths), []
         for n, (piece, (tokens, _), plan) in enumerate(zip(pieces, self.lengths, self.plans, strict=True)):
             shape = piece[:, :1].expand(-1, tokens, -1)
             detail = evaluation.detail(f"{block} {what} {n}", shape)
             if detail is not None and detail.kept is None:
-                detail.keep(piece.clone(memory_format=torch.contiguous_format))
+                # A view would change with what the block makes of it.
+                detail.keep(piece if own else piece.clone(memory_format=torch.contiguous_format))
             elif detail is not None and plan is not None:
                 seen.append(detail.moved_on(piece, plan))
             elif always and plan is not None:
@@ -209,9 +211,10 @@ class Place:
                 self.looked.add(block)
         if len(seen) < len(pieces):
             return t
-        if rows.shape[1] > after - before:
-            seen = [rows[:, :before], *seen, rows[:, after:]]
-        return like(_joined(seen), t, axis)
+        images, after = like(_joined(seen), t, axis), before + sum(lengths)
+        if t.shape[axis] == sum(lengths):
+            return images
+        return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)
 
     @staticmethod
     def _pieces(x: Tensor, lengths: list[int]) -> list[Tensor]:
