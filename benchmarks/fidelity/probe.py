@@ -122,7 +122,7 @@ class Probe:
             def detail(self, block: str, x: Tensor) -> Any:
                 return self.Keeping()
 
-        def restore(out: Tensor, reduced: Tensor, x: Tensor, given: Any, detail: Any = None) -> Tensor:
+        def restore(out: Tensor, reduced: Tensor, x: Tensor, given: Any, detail: Any = None, *_: Any) -> Tensor:
             if given is not None and plan is None:
                 self.whole[at, calls] = out.clone()  # blocks may add into it
             if given is None or plan is None:

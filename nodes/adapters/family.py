@@ -289,6 +289,9 @@ class Transformer(ABC):
         replaced, control = transformer_options.get("patches_replace", {}).get("dit", {}), control or {}
         grid, reason = token_grid(x, self.patch_size), self.obstacle(transformer_options, config)
         grids = grid, *self.merged_references(references, evaluation)
+        if evaluation.run.all_keys and evaluation.decision.plain:
+            # Merged without what full steps keep, as pieces are: then first blocks cost the picture most.
+            config = replace(config, whole_first=config.whole_first or WITHOUT_KEYS["balanced"]["whole_first"])
         for stage, links, name in zip(self.stages, self.links, self.lists, strict=True):
             added, runs = control.get(stage.added) or (), list[list[Link]]()
             blocks = getattr(self.model(), name, stage.blocks)

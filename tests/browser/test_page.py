@@ -145,7 +145,7 @@ def test_the_text_is_inside_its_node_and_not_saved(page: Any) -> None:
         inside(page, node_id)
     saved = page.evaluate("() => app.graph.serialize()")
     values = {n["id"]: n.get("widgets_values") for n in saved["nodes"]}
-    assert len(values[4]) == 29
+    assert len(values[4]) == 30
     assert not values[7]
     assert "toma_said" not in json.dumps(page.evaluate("() => app.graphToPrompt().then(p => p.output)"))
 

@@ -164,5 +164,5 @@ def test_the_measured_number_of_blocks_is_of_flux_1(pack: Any) -> None:
     family = pack_module("nodes.adapters.families.flux")
     find = pack_module("nodes.adapters.registry").find
     small = find(models.flux(double=2, single=3).model.diffusion_model).presets
-    assert small is not family.PRESETS
-    assert small["balanced"]["whole_first"] < 1
+    assert small is family.PRESETS
+    assert small["faithful"]["whole_first"] < 1 < family.FAITHFUL["faithful"]["whole_first"]

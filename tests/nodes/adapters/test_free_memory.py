@@ -96,11 +96,11 @@ def settled(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_late_prompt_makes_one_step_whole(flux: Any, preset: Any, settled: Any, stats_of: Any) -> None:
     """It begins between two whole steps. All conditions run whole then, and keep: the next step is merged again."""
     models.sample(preset(flux, "balanced"), SIDE, SIDE, steps=9)
-    assert modes(settled) == "wmmwmmwmw"
+    assert modes(settled) == "wmmmwmmmw"
     settled.clear()
     patched = preset(flux, "balanced")
     out = models.sample(patched, SIDE, SIDE, steps=9, positive=late(flux, 0.2))
-    begins = [d.step for d in settled if d.keeps_detail and d.step % 3]
+    begins = [d.step for d in settled if d.keeps_detail and d.step % 4]
     assert len(begins) == 1, f"whole steps: {modes(settled)}"
     assert not any(d.plain for d in settled)
     assert begins[0] not in stats_of(patched).merged_steps
@@ -145,6 +145,6 @@ def test_a_controlnet_that_begins_late_makes_one_step_whole(
     options = {"steps": 9, "positive": positive, "negative": negative}
     patched = preset(flux, "balanced")
     joined = models.sample(patched, SIDE, SIDE, **options)
-    assert len([d for d in settled if d.keeps_detail and d.step % 3]) == 1
+    assert len([d for d in settled if d.keeps_detail and d.step % 4]) == 1
     with short_of_memory(flux):
         assert distance(models.sample(patched, SIDE, SIDE, **options), joined) < 2e-5
