@@ -20,7 +20,7 @@ STEPS = 3
 EVERYTHING = {
     "min_tokens": 4, "whole_first": 0, "whole_last": 0, "whole_every": 0, "detail_reuse": False,
     "select_every": 10, "weigh_every": 5, "shift_windows": False, "share": "stack",
-    "plan_from": "tokens", "adaptive_budget": False,
+    "plan_from": "tokens", "adaptive_budget": False, "all_keys": False,
 }  # fmt: skip
 # None: without ToMA.
 CASES: dict[str, dict[str, Any] | None] = {
