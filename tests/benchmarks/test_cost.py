@@ -70,7 +70,8 @@ def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, mos
     assert "plan" not in merged.parts, "a plan that is there costs no operation"
 
 
-# Of `balanced`: on Flux step 0 runs whole, 1 and 2 are merged; 3 and 4 are in moved windows.
+# Of `balanced`: on Flux steps 0 and 4 run whole, which keeps keys and values, and 1 to 3 are merged, whose blocks look at
+# all of them: two copies a block, or two restored and joined with the text's.
 @pytest.mark.parametrize(
     ("shape", "step", "kernels", "most"),
     [
