@@ -265,13 +265,15 @@ def growth() -> str:
     return markdown([*head, "GB at 0.5", "launches at 0.5"], rows())
 
 
+def _settings(model: str, preset: str) -> Any:
+    family = "unet" if model == "sdxl" else model
+    return pack_module("toma_core").Settings(preset).resolved(pack_module(f"nodes.adapters.families.{family}").PRESETS)
+
+
 def merged_steps(model: str, preset: str, steps: int) -> list[int]:
     """The steps, of so many, that a preset merges."""
-    core = pack_module("toma_core")
-    family = "unet" if model == "sdxl" else model
-    config = core.Settings(preset).resolved(pack_module(f"nodes.adapters.families.{family}").PRESETS)
     sigmas = tuple(float(steps - step) for step in range(steps))
-    schedule = core.Schedule(config, sigmas, finishes=True)
+    schedule = pack_module("toma_core").Schedule(_settings(model, preset), sigmas, finishes=True)
     return [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio]
 
 
@@ -295,14 +297,14 @@ def runs() -> str:
 
 def planning() -> str:
     """What making the plans of the balanced preset costs, and by how many steps it is divided."""
-    every = pack_module("toma_core").PRESETS["balanced"]["select_every"]
 
     def rows() -> Iterator[list[str]]:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
-            count(Shape(model), _preset("balanced"))  # lays out the windows, once in a process
+            every = _settings(model, "balanced").select_every
+            # A step in full that keeps detail makes none where they are made from what it predicts.
+            step = merged_steps(model, "balanced", cost.STEPS)[0]
+            count(Shape(model), _preset("balanced"), plan=True, step=step)  # lays out the windows, once in a process
             for kernels, by in ((True, "Triton"), (False, "PyTorch")):
-                # A step in full that keeps detail makes none where they are made from what it predicts.
-                step = merged_steps(model, "balanced", cost.STEPS)[0]
                 made = count(Shape(model), _preset("balanced"), kernels=kernels, plan=True, step=step)
                 plan = made.parts["plan"]
                 yield [
@@ -310,10 +312,12 @@ def planning() -> str:
                     by,
                     str(plan.launches),
                     f"{plan.launches / made.launches:.1%}",
+                    str(every),
                     f"{plan.launches / every:.0f}",
                 ]
 
-    return markdown(["model", "by", "launches of all plans", "of an evaluation", f"a step, made every {every}"], rows())
+    head = ["model", "by", "launches of all plans", "of an evaluation", "made every so many steps", "a step"]
+    return markdown(head, rows())
 
 
 # As their drivers tell them: compute capability, multiprocessors, boost clock.

@@ -195,7 +195,7 @@ class Place:
         assert evaluation is not None  # noqa: S101 - for mypy: it has begun
         lengths = [kept for _, kept in self.lengths]
         rows = flat(t.narrow(axis, before, sum(lengths)), axis)
-        own = rows.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() and len(lengths) == 1
+        own = rows.untyped_storage()._cdata != t.untyped_storage()._cdata and len(lengths) == 1
         pieces, seen = self._pieces(rows, lengths), []
         for n, (piece, (tokens, _), plan) in enumerate(zip(pieces, self.lengths, self.plans, strict=True)):
             shape = piece[:, :1].expand(-1, tokens, -1)
