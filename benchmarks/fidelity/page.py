@@ -50,8 +50,8 @@ SHEETS: dict[str, tuple[str, dict[str, str]]] = {
         "dit-20steps-128px-22x3",
         {
             "unmerged": "without ToMA",
-            "preset: balanced": "balanced, {cost} of the work: every third step whole, detail reuse",
-            "preset: quality": "quality, {cost}: every second step whole",
+            "preset: balanced": "balanced, {cost} of the work: every fourth step in full",
+            "preset: quality": "quality, {cost}: every second step in full",
             "every step: 0.5": "every step merged and no detail reused, {cost}",
             "rival: half the steps": "half the steps instead, {cost}",
         },
