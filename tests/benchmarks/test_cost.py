@@ -70,8 +70,8 @@ def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, mos
     assert "plan" not in merged.parts, "a plan that is there costs no operation"
 
 
-# Of `balanced`: on Flux steps 0 and 4 run whole, which keeps keys and values, and 1 to 3 are merged, whose blocks look at
-# all of them: two copies a block, or two restored and joined with the text's.
+# Of `balanced`: on Flux steps 0 and 4 run whole, which keeps keys and values, and 1 to 3 are merged, whose blocks look
+# at all of them: two copies a block, or two restored and joined with the text's.
 @pytest.mark.parametrize(
     ("shape", "step", "kernels", "most"),
     [
