@@ -171,6 +171,9 @@ class Detail:
         kept + unmerge(fresh - pick(kept)). fresh: (B, D, C), what destinations have now. Returns (B, N, C)."""
         assert self.kept is not None  # noqa: S101 - for mypy: whoever asks has seen it
         moved = unmerge_update(fresh, pick(self.kept, plan), self.kept, plan)
+        if moved.dtype is torch.float16:
+            # What passed the limit would be taken off again as infinite at the next step, and leave no number.
+            moved = moved.clamp_(-65504, 65504)
         self.details.move_on(self.keys, moved)
         return moved
 

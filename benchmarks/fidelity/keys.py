@@ -64,7 +64,7 @@ def sized(patch: Patch, share: float = 1.0) -> Patch:
     weighs what n of them did. Goes by a mask, which the fast attentions do not take: for measuring alone."""
 
     def values(_: Any) -> dict[str, Any]:
-        look = pack_module("nodes.adapters.looks").Look
+        look: Any = pack_module("nodes.adapters.looks").Look
 
         class Sized(look):  # type: ignore[misc]
             def __call__(self, function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -213,7 +213,7 @@ class Place:
             return t
         images, after = like(_joined(seen), t, axis), before + sum(lengths)
         if t.shape[axis] == sum(lengths):
-            return images
+            return images.clone()  # what is kept is nobody's to write into
         return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)
 
     @staticmethod
@@ -419,7 +419,9 @@ class Link(Hook):
 
     def _looking(self, given: Given, change: Callable[..., Tensor], before: int) -> tuple[Given, Look | None]:
         """The arguments with which the block looks at all tokens."""
-        return looking(given, partial(change, self.name), self.port.attended(given, before))
+        port, cuts = self.port, Cuts(before, self.begin.lengths)
+        masked = partial(port.mask_moved, gone=-cuts.gone)
+        return looking(given, partial(change, self.name), port.attended(given, before), masked)
 
     def _called(self, by_place: int, given: Given) -> Any:
         """The block itself, told by place what its caller told by place."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from comfy.samplers import CFGGuider
 from torch import Tensor
 
 from ...toma_core import ToMAConfig
@@ -17,15 +18,20 @@ MOST = 6 << 30
 
 
 def keys_bytes(
-    hooks: ModelHooks, config: ToMAConfig, latent: Tensor, conditions: int, itemsize: int
+    hooks: ModelHooks,
+    config: ToMAConfig,
+    latent: Tensor,
+    conditions: int,
+    itemsize: int,
+    references: Sequence[Tensor] = (),
 ) -> tuple[int, str]:
     """What a run on latents of (B, C, ..., H, W) keeps so that merged blocks can look at all tokens, and why they
-    cannot, for the report; 0 and empty where they are not to."""
+    cannot, for the report; 0 and empty where they are not to. references: latents of reference images."""
     if not config.all_keys:
         return 0, ""
     if latent.ndim > 4 and latent.shape[2] > 1:
         return 0, "a video has too many"
-    needed = hooks.keys_of(latent, config) * itemsize * len(latent) * conditions
+    needed = hooks.keys_of(latent, config, references) * itemsize * len(latent) * conditions
     if not needed:
         return 0, "this model's attention takes no others"
     if needed > MOST:
@@ -33,23 +39,49 @@ def keys_bytes(
     return needed, ""
 
 
-def conditions_of(guider: Any) -> int:
-    """How many conditions are evaluated in a step, at most: without guidance the negative ones are not."""
-    conds: Mapping[str, Sequence[Any]] = guider.conds
-    skips = math.isclose(getattr(guider, "cfg", 0.0), 1.0) and "positive" in conds
-    skips = skips and not guider.model_options.get("disable_cfg1_optimization", False)
-    return max(1, len(conds["positive"]) if skips else sum(map(len, conds.values())))
+def conditions_of(guider: Any, sampler: Any = None) -> int:
+    """How many conditions are evaluated in a step, at most: without guidance negative ones are not, unless the sampler
+    asks for them all the same, as those of CFG++ do."""
+    conds: Mapping[str, Sequence[Any] | None] = getattr(guider, "conds", {})
+    name = getattr(getattr(sampler, "sampler_function", None), "__name__", "cfg_pp")
+    usual = getattr(type(guider), "predict_noise", None) is CFGGuider.predict_noise and "cfg_pp" not in name
+    usual = usual and not guider.model_options.get("disable_cfg1_optimization", False)
+    if usual and math.isclose(guider.cfg, 1.0):
+        return max(1, len(conds.get("positive") or ()))
+    return max(1, sum(len(each or ()) for each in conds.values()))
+
+
+def references_of(guider: Any) -> list[Tensor]:
+    """The latents of reference images, of the condition that has most."""
+    each = [c.get("reference_latents") or [] for conds in guider.conds.values() for c in conds or ()]
+    return max(each, key=len, default=[])
+
+
+class _Reserving:
+    """In the place of a model's `memory_required`: so many bytes more. more: of each run that is about to begin."""
+
+    def __init__(self, model: Any) -> None:
+        self.required: Callable[..., Any] = model.memory_required
+        self.before, self.more = vars(model).get("memory_required"), list[int]()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.required(*args, **kwargs) + sum(self.more)
 
 
 @contextmanager
 def reserved(model: Any, more: int) -> Iterator[None]:
-    """While ComfyUI loads the model for a run, it counts so many bytes more for activations."""
-    required, before = model.memory_required, vars(model).get("memory_required")
-    model.memory_required = lambda *args, **kwargs: required(*args, **kwargs) + more
+    """While ComfyUI loads the model for a run, it counts so many bytes more for activations. What somebody else puts in
+    the same place meanwhile stays there."""
+    ours = vars(model).get("memory_required")
+    if not isinstance(ours, _Reserving):
+        ours = model.memory_required = _Reserving(model)
+    ours.more.append(more)
     try:
         yield
     finally:
-        if before is None:
-            del model.memory_required
-        else:
-            model.memory_required = before
+        ours.more.remove(more)
+        if not ours.more and vars(model).get("memory_required") is ours:
+            if ours.before is None:
+                del model.memory_required
+            else:
+                model.memory_required = ours.before

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...toma_core.windows import Grid
 from .layout import shortened
@@ -108,7 +109,8 @@ class Port:
         return {} if options is None else {"transformer_options": shortened(options, cuts.gone, cuts.references)}
 
     def mask_moved(self, mask: Tensor, gone: int) -> Tensor | None:
-        """The mask of a block's attention where it looks at so many keys fewer, None where nobody can tell which."""
+        """The mask of a block's attention where it looks at so many keys fewer, or more if negative; None where nobody
+        can tell which."""
         return None
 
     def obstacle(self, given: Given, image: int, references: int = 0) -> str:
@@ -165,5 +167,8 @@ def index_moved(given: Given, name: str, cuts: Cuts) -> Given:
 
 
 def text_masked(mask: Tensor, gone: int) -> Tensor | None:
-    """A mask of the text, after which every key is looked at, for so many keys fewer; None if it goes by query too."""
-    return mask[..., : mask.shape[-1] - gone] if mask.ndim > 2 and mask.shape[-2] == 1 else None
+    """A mask of the text, after which every key is looked at, for so many keys fewer, or more if negative; None if it
+    goes by query too."""
+    if mask.ndim < 3 or mask.shape[-2] != 1:
+        return None
+    return pad(mask, (0, -gone), value=mask.dtype is torch.bool)

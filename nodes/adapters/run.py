@@ -31,7 +31,7 @@ from .family import ModelHooks
 from .graphs import allow_more_graphs, compiled, in_one_piece
 from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, installed
 from .levels import Levels
-from .memory import conditions_of, keys_bytes, reserved
+from .memory import conditions_of, keys_bytes, references_of, reserved
 from .sampling import Sampling
 
 _KEY = "toma"
@@ -162,7 +162,8 @@ def _settled(attachment: Attachment, guider: Any, args: Any, kwargs: Any) -> tup
         without = "full steps keep nothing with these settings"
     elif hooks is not None and (compiled(given) or not given.get("torch_compile_kwargs")):
         noise, itemsize = argument(args, kwargs, 0, "noise"), dtype_of(guider.model_patcher).itemsize
-        needed, without = keys_bytes(hooks, config, noise, conditions_of(guider), itemsize)
+        conditions = conditions_of(guider, argument(args, kwargs, 2, "sampler"))
+        needed, without = keys_bytes(hooks, config, noise, conditions, itemsize, references_of(guider))
     return (config, needed, "") if needed else (attachment.without_keys, 0, without)
 
 
@@ -268,7 +269,7 @@ def _lone_evaluation(model: Any, t: Tensor, transformer_options: dict[str, Any])
         return None
     sigmas = transformer_options.get("sample_sigmas")
     levels = [] if sigmas is None else sigmas.tolist()
-    sampling = Sampling.start(attachment.config, model.model_sampling, levels, attachment.bands)
+    sampling = Sampling.start(attachment.without_keys, model.model_sampling, levels, attachment.bands)
     sampling.observe(t)
     return sampling
 

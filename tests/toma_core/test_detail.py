@@ -334,3 +334,16 @@ def test_memory_is_told() -> None:
     assert "detail" not in stats.summary()
     stats.detail_bytes = 41_900_000
     assert ", 41.9 MB of detail held" in stats.summary()
+
+
+def test_what_is_moved_on_stays_within_the_limits_of_half_precision() -> None:
+    """A token beyond them would be infinite, and no number where a later step takes it off again."""
+    run = run_of()
+    plan = plan_for(features(0), GRID, "scope", at(run, 1, "a"))
+    assert plan is not None
+    x = torch.full((1, 64, 6), 65504.0)
+    x = x.scatter(1, plan.destinations[..., None].expand(-1, -1, 6), 65000.0).half()
+    fresh = torch.full((1, plan.kept, 6), 65504.0, dtype=torch.float16)
+    moved = detail.Detail(run.details, (("block", "a"),), x).moved_on(fresh, plan)
+    assert moved.isfinite().all()
+    assert run.details.kept((("block", "a"),), x) is moved

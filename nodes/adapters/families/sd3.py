@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
 from torch import nn
 
@@ -34,6 +36,10 @@ class BlockPort(Port):
 
 class Hooks(Transformer):
     """All hooks of one SD3."""
+
+    def attentions(self, block: Any) -> int:
+        """The image looks at itself once more in some blocks of the medium one."""
+        return 1 + bool(getattr(getattr(block, "x_block", None), "x_block_self_attn", False))
 
     def stages_of(self, model: MMDiT) -> tuple[Stage, ...]:
         """All blocks."""

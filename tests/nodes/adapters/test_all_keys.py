@@ -207,9 +207,10 @@ def fresh_compiler() -> Any:
 
 @pytest.mark.parametrize("kind", SHOWN)
 def test_the_same_inside_the_graphs_of_a_compiled_model(
-    kind: str, attach: Any, stats_of: Any, fresh_compiler: None
+    kind: str, model_of: Any, attach: Any, stats_of: Any, fresh_compiler: None
 ) -> None:
     """Two graphs as without: full steps and merged ones."""
+    model_of(kind)  # skips what this ComfyUI does not have
     model, backend = getattr(models, kind)(), Counting()
     plain, merged = attach(model, **KEYS), compiled(attach(model, **KEYS), backend, inside=True)
     wanted = models.sample(plain, HEIGHT, WIDTH, steps=6)
@@ -237,3 +238,89 @@ def test_where_full_steps_keep_nothing_the_preset_is_as_without(
     merged, without = (run.attach(model, preset("balanced", **settings, **more)) for more in ({}, {"all_keys": False}))
     assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=4) for m in (merged, without)))
     assert stats_of(merged).without_keys == "full steps keep nothing with these settings"
+
+
+@pytest.mark.parametrize("kind", ["qwen_image", "hunyuan"])
+def test_masked_text_does_not_stand_in_the_way(kind: str, model_of: Any, attach: Any) -> None:
+    """Every key after the text is looked at, however many there are."""
+    model = model_of(kind)
+    mask = torch.ones(1, 7, dtype=torch.long)
+    mask[:, 5:] = 0
+    conds = [models.conditioning(model, 7, seed, attention_mask=mask) for seed in (1, 2)]
+
+    def sampled(patched: Any) -> Tensor:
+        return models.sample(patched, HEIGHT, WIDTH, steps=5, cfg=1.0, positive=conds[0], negative=conds[1])
+
+    watch = Watch(1)
+    own, found = sampled(model), sampled(watch.on(attach(model, **KEYS)))
+    fewer = [q.shape[1] < k.shape[1] for q, k, _ in watch.seen]
+    assert any(fewer), "merged blocks look at all tokens"
+    without = sampled(attach(model, **{**KEYS, "all_keys": False}))
+    assert (found - own).norm() < (without - own).norm()
+
+
+@pytest.mark.parametrize("kind", ["wan", "sd3"])
+def test_what_is_kept_is_nobodys_to_write_into(kind: str, attach: Any) -> None:
+    """Another node's override that works in place, in models whose attention sees nothing but the image."""
+    model = models.wan() if kind == "wan" else models.sd3(x_block_self_attn_layers=[0, 1])
+
+    def temper(function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        k.mul_(1.1)
+        return function(q, k, v, *args, **kwargs)
+
+    def tempered(patched: Any) -> Any:
+        patched = patched.clone()
+        patched.model_options["transformer_options"]["optimized_attention_override"] = temper
+        return patched
+
+    own = evaluated(tempered(model))[0]
+    for picture in evaluated(tempered(attach(model, **KEYS))):
+        torch.testing.assert_close(picture, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
+
+
+def test_room_is_asked_for_every_condition_that_is_evaluated(model_of: Any) -> None:
+    from comfy.samplers import CFGGuider, ksampler
+    from comfy_extras.nodes_custom_sampler import Guider_DualCFG
+
+    count, model = pack_module("nodes.adapters.memory").conditions_of, model_of("flux")
+    first, second, third = (models.conditioning(model, seed=seed) for seed in (1, 2, 3))
+    guider = CFGGuider(model)
+    guider.conds = {"positive": first, "negative": second}
+    for cfg, name, wanted in ((1.0, "euler", 1), (3.0, "euler", 2), (1.0, "euler_cfg_pp", 2)):
+        guider.set_cfg(cfg)
+        assert count(guider, ksampler(name)) == wanted
+    dual = Guider_DualCFG(model)
+    dual.conds = {"positive": first, "middle": second, "negative": third}
+    dual.set_cfg(1.5, 2.0)
+    assert count(dual, ksampler("euler")) == 3
+
+
+def test_room_is_asked_for_with_references_that_are_merged(model_of: Any, attach: Any, stats_of: Any) -> None:
+    model = model_of("flux")
+    reference = torch.randn(1, 16, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(9))
+    conds = [models.conditioning(model, 7, seed, reference_latents=[reference]) for seed in (1, 2)]
+    merged, asked = attach(model, **KEYS, merge_references=True), list[int]()
+    memory = pack_module("nodes.adapters.memory").reserved
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack_module("nodes.adapters.run"), "reserved", lambda m, n: asked.append(n) or memory(m, n))
+        models.sample(merged, HEIGHT, WIDTH, steps=4, positive=conds[0], negative=conds[1])
+    assert asked == [stats_of(merged).detail_bytes]
+
+
+def test_what_others_put_in_the_same_place_stays(model_of: Any) -> None:
+    """Two runs that begin at once, and another pack in between."""
+    reserved, model = pack_module("nodes.adapters.memory").reserved, model_of("flux").model
+    shape = [1, 16, HEIGHT, WIDTH]
+    usual = model.memory_required(shape)
+    one, other = reserved(model, 100), reserved(model, 10)
+    one.__enter__()
+    other.__enter__()
+    assert model.memory_required(shape) == usual + 110
+    one.__exit__(None, None, None)
+    assert model.memory_required(shape) == usual + 10
+    other.__exit__(None, None, None)
+    assert "memory_required" not in vars(model)
+    with reserved(model, 100):
+        model.memory_required = theirs = lambda *args, **kwargs: 5
+    assert model.memory_required is theirs
+    del model.memory_required
