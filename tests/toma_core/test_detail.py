@@ -339,7 +339,7 @@ def test_memory_is_told() -> None:
 def test_what_is_moved_on_stays_within_the_limits_of_half_precision() -> None:
     """A token beyond them would be infinite, and no number where a later step takes it off again."""
     run = run_of()
-    plan = plan_for(features(0), GRID, "scope", at(run, 1, "a"))
+    plan = plan_for(features(0).half(), GRID, "scope", at(run, 1, "a"))
     assert plan is not None
     x = torch.full((1, 64, 6), 65504.0)
     x = x.scatter(1, plan.destinations[..., None].expand(-1, -1, 6), 65000.0).half()
