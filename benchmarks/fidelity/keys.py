@@ -22,7 +22,7 @@ def _keys() -> Any:
 
 
 def looking_at(patch: Patch, fewer: Fewer) -> Patch:
-    """Keys and values as told, in place of means."""
+    """Keys and values as told, in place of those of destinations."""
 
     def values(_: Any) -> dict[str, Any]:
         looks = pack_module("nodes.adapters.looks")
@@ -48,9 +48,9 @@ def strided(patch: Patch, rows: int = 2, columns: int = 2) -> Patch:
     return looking_at(patch, fewer)
 
 
-def destinations(patch: Patch) -> Patch:
-    """Keys and values of the destinations themselves."""
-    return looking_at(patch, lambda plan, t: pack_module("toma_core.merge").pick(t, plan))
+def means(patch: Patch) -> Patch:
+    """Means of the keys and values that each destination stands for."""
+    return looking_at(patch, lambda plan, t: pack_module("toma_core.merge").merge(t, plan))
 
 
 def sizes(plan: Any) -> Tensor:

@@ -75,14 +75,14 @@ def ideas() -> dict[str, Setting]:
         patch, name = variants.toma("", min_tokens=16, ratio=ratio, keys_only=True).patch, f"keys only: {ratio:g}"
         found[name] = Setting(patch)
         found[f"{name}, log of the size"] = Setting(keys.sized(patch))
-        found[f"{name}, half of the log"] = Setting(keys.sized(patch, 0.5))
-        found[f"{name}, before norm and rotation"] = Setting(keys.before_rotation(patch))
-        found[f"{name}, destinations"] = Setting(keys.destinations(patch))
-        found[f"{name}, destinations, log of the size"] = Setting(keys.sized(keys.destinations(patch)))
+        found[f"{name}, means"] = Setting(keys.means(patch))
+        found[f"{name}, means, log of the size"] = Setting(keys.sized(keys.means(patch)))
+        found[f"{name}, means, half of the log"] = Setting(keys.sized(keys.means(patch), 0.5))
+        found[f"{name}, means before norm and rotation"] = Setting(keys.before_rotation(patch))
     predicted = variants.toma("", min_tokens=16, keys_only=True, **PREDICTED).patch
-    found["keys only: 0.5, destinations, prediction"] = Setting(keys.destinations(predicted))
+    found["keys only: 0.5, prediction"] = Setting(predicted)
     drawn = variants.toma("", min_tokens=16, keys_only=True, selector="random").patch
-    found["keys only: 0.5, destinations at random"] = Setting(keys.destinations(drawn))
+    found["keys only: 0.5, at random"] = Setting(drawn)
     found["keys only: 0.5, one column in two"] = Setting(keys.strided(patch, rows=1))
     found["keys only: 0.75, one row and column in two (ToDo)"] = Setting(keys.strided(patch))
     return found

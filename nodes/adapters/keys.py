@@ -1,7 +1,8 @@
 """Keys and values on fewer tokens: every query, norm and feed-forward runs on all of them, and nothing is restored.
 
-A block's self-attention looks at K' = M K and V' = M V in place of K and V, means of windows as everywhere else, taken
-after norm and rotation, see `looks`.
+A block's self-attention looks at the keys and values of destinations in place of all, taken after norm and rotation,
+see `looks`. Not at means of what they stand for: these are like no key that the model knows, and pictures were twice as
+far off with them (docs/fidelity-trials.md).
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from ...toma_core import Evaluation, MergePlan
 from ...toma_core.config import Granularity
+from ...toma_core.merge import pick
 from ...toma_core.windows import Grid
 from .chain import Link
-from .hooks import Hook, HookPair, compiled_here, eager, merge, outside_graph
+from .hooks import Hook, HookPair, compiled_here, eager, outside_graph
 from .looks import Look, flat, like, looking
 from .port import Given
 
@@ -97,7 +99,7 @@ class KeysAttention(Hook):
 def fewer(plan: MergePlan, t: Tensor, _: str, before: int, axis: int) -> Tensor:
     """Keys or values, see `looks.flat`, with D tokens of the image in place of N."""
     rows, after = flat(t, axis), before + plan.tokens
-    few = merge(rows[:, before:after], plan)
+    few = pick(rows[:, before:after], plan)
     if rows.shape[1] > plan.tokens:
         few = torch.cat([rows[:, :before], few, rows[:, after:]], 1)
     return like(few, t, axis)

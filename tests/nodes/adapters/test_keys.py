@@ -1,4 +1,4 @@
-"""Keys and values alone on fewer tokens: what a block gives is what it gives with K and V averaged by hand."""
+"""Keys and values alone on fewer tokens: what a block gives is what it gives with K and V picked by hand."""
 
 from __future__ import annotations
 
@@ -31,9 +31,14 @@ OVERRIDE = "optimized_attention_override"
 BLOCKS = [(family, layout) for family, layouts in LAYOUTS.items() if family != "ernie" for layout in layouts]
 
 
-def averaged(M: Tensor, before: int, calls: int = 1) -> Any:
-    """An attention whose first calls in a block look at means of keys and values, M their weights; of the second none
-    come before the image. A mask is of the text: it ends with the keys that are left."""
+def rows_of(plan: Any) -> Tensor:
+    """M of (B, D, N): M x are the destinations themselves."""
+    return torch.nn.functional.one_hot(plan.destinations, plan.tokens).float()
+
+
+def picked(M: Tensor, before: int, calls: int = 1) -> Any:
+    """An attention whose first calls in a block look at fewer keys and values, M k and M v; of the second none come
+    before the image. A mask is of the text: it ends with the keys that are left."""
     made = 0
 
     def attention(function: Any, q: Tensor, k: Tensor, v: Tensor, heads: int, *args: Any, **kwargs: Any) -> Tensor:
@@ -55,11 +60,11 @@ def averaged(M: Tensor, before: int, calls: int = 1) -> Any:
     return attention
 
 
-def by_hand(block: Any, layout: Layout, call: Any, plan: Any, dense: Any, *, calls: int = 1, before: int = -1) -> Any:
-    """What a recorded block gives where it looks at means that were computed by hand; and on all keys."""
-    given, (M, _) = arguments(block, layout, call), dense(plan)
+def by_hand(block: Any, layout: Layout, call: Any, plan: Any, *, calls: int = 1, before: int = -1) -> Any:
+    """What a recorded block gives where it looks at destinations that were picked by hand; and on all keys."""
+    given, M = arguments(block, layout, call), rows_of(plan)
     joint = given["context"].shape[1] if layout.names else layout.above
-    attention = averaged(M, layout.before + joint if before < 0 else before, calls)
+    attention = picked(M, layout.before + joint if before < 0 else before, calls)
     told = {**given["transformer_options"], OVERRIDE: attention}
     outs = run(block, layout, {**given, "transformer_options": told}), run(block, layout, given)
     return tuple(out if layout.out is None else out[layout.out] for out in outs)
@@ -84,7 +89,7 @@ def shown(layout: Layout, call: Any) -> Any:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(("family", "layout"), BLOCKS, ids=[f"{f}-{la.blocks}" for f, la in BLOCKS])
 def test_a_block_of_every_family_looks_at_fewer_keys(
-    family: str, layout: Layout, batch: int, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
+    family: str, layout: Layout, batch: int, model_of: Any, attach: Any, record: Any, plan_calls: Any
 ) -> None:
     """Every query is there, and text and padding keep their keys."""
     model = model_of(family)
@@ -94,7 +99,7 @@ def test_a_block_of_every_family_looks_at_fewer_keys(
     (call,) = calls
     tokens = arguments(block, layout, call)[layout.tokens]
     assert tokens.shape[1] >= layout.before + grid_of(layout)[0] * grid_of(layout)[1]
-    found, all_keys = by_hand(block, layout, call, plan_calls[call.first_plan].plan, dense)
+    found, all_keys = by_hand(block, layout, call, plan_calls[call.first_plan].plan)
     torch.testing.assert_close(shown(layout, call), found, **CLOSE)
     assert (shown(layout, call) - all_keys).abs().max() > 1e-2
     assert OVERRIDE not in call.kwargs["transformer_options"]
@@ -137,7 +142,7 @@ def test_off_and_whole_steps_are_the_models_own(kind: str, model_of: Any, attach
 
 @pytest.mark.compat
 def test_a_block_of_a_unet_looks_at_fewer_keys(
-    unet: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
+    unet: Any, attach: Any, record: Any, plan_calls: Any, stats_of: Any
 ) -> None:
     """Its attention to the text keeps all of them."""
     blocks = [m for m in unet.model.diffusion_model.modules() if hasattr(m, "attn1")]
@@ -147,15 +152,13 @@ def test_a_block_of_a_unet_looks_at_fewer_keys(
     assert len(stats_of(merged).merged_blocks) == len(blocks)
     for block, (call,) in zip(blocks, recorded, strict=True):
         given = dict(zip(("x", "context", "transformer_options"), call.args, strict=False)) | call.kwargs
-        M, _ = dense(plan_calls[call.first_plan].plan)
-        told = {**given, "transformer_options": {**given["transformer_options"], OVERRIDE: averaged(M, 0)}}
+        M = rows_of(plan_calls[call.first_plan].plan)
+        told = {**given, "transformer_options": {**given["transformer_options"], OVERRIDE: picked(M, 0)}}
         torch.testing.assert_close(call.out, block(**told), **CLOSE)
 
 
 @pytest.mark.parametrize("family", ["flux", "flux2", "krea2", "qwen_image"])
-def test_references_keep_all_keys(
-    family: str, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
-) -> None:
+def test_references_keep_all_keys(family: str, model_of: Any, attach: Any, record: Any, plan_calls: Any) -> None:
     """Also where references are to be merged: keys alone are of the image."""
     model = model_of(family)
     for layout in LAYOUTS[family]:
@@ -169,11 +172,11 @@ def test_references_keep_all_keys(
             (call,) = calls
             image = grid_of(layout)[0] * grid_of(layout)[1]
             assert arguments(block, layout, call)[layout.tokens].shape[1] > layout.before + image
-            found, _ = by_hand(block, layout, call, plan_calls[call.first_plan].plan, dense)
+            found, _ = by_hand(block, layout, call, plan_calls[call.first_plan].plan)
             torch.testing.assert_close(shown(layout, call), found, **CLOSE)
 
 
-def test_the_second_attention_of_sd3_medium(attach: Any, record: Any, plan_calls: Any, dense: Any) -> None:
+def test_the_second_attention_of_sd3_medium(attach: Any, record: Any, plan_calls: Any) -> None:
     """It is about the image alone, and looks at means of it too."""
     (layout,), model = LAYOUTS["sd3"], models.sd3(x_block_self_attn_layers=[0, 1])
     block = model.model.diffusion_model.joint_blocks[0]
@@ -181,13 +184,13 @@ def test_the_second_attention_of_sd3_medium(attach: Any, record: Any, plan_calls
     models.sample(attach(model, keys_only=True), HEIGHT, WIDTH, steps=1, cfg=1.0)
     (call,) = calls
     for attentions, same in ((2, True), (1, False)):
-        found, _ = by_hand(block, layout, call, plan_calls[call.first_plan].plan, dense, calls=attentions)
+        found, _ = by_hand(block, layout, call, plan_calls[call.first_plan].plan, calls=attentions)
         assert bool((shown(layout, call) - found).abs().max() < 1e-3) is same
 
 
 @pytest.mark.parametrize("layout", LAYOUTS["hunyuan"], ids=["double", "single"])
 def test_a_mask_of_the_text_ends_with_the_keys_that_are_left(
-    layout: Layout, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
+    layout: Layout, model_of: Any, attach: Any, record: Any, plan_calls: Any, stats_of: Any
 ) -> None:
     model = model_of("hunyuan")
     block = getattr(model.model.diffusion_model, layout.blocks)[1]
@@ -198,7 +201,7 @@ def test_a_mask_of_the_text_ends_with_the_keys_that_are_left(
     assert stats_of(merged).left_whole == {}
     (call,) = calls
     assert arguments(block, layout, call)["attn_mask"] is not None
-    found, _ = by_hand(block, layout, call, plan_calls[call.first_plan].plan, dense)
+    found, _ = by_hand(block, layout, call, plan_calls[call.first_plan].plan)
     torch.testing.assert_close(shown(layout, call), found, **CLOSE)
 
 
@@ -206,7 +209,7 @@ def test_a_mask_of_the_text_ends_with_the_keys_that_are_left(
     ("frames", "reference", "text"), [(1, False, 7), (3, False, 7), (3, True, 7), (1, False, FRAME)]
 )
 def test_a_block_of_a_video_looks_at_fewer_keys(
-    frames: int, reference: bool, text: int, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
+    frames: int, reference: bool, text: int, attach: Any, record: Any, plan_calls: Any, stats_of: Any
 ) -> None:
     """Every query is there, and text, also as much of it as there are tokens, and a reference are whole."""
     model = models.wan(**({"in_dim_ref_conv": 16} if reference else {}))
@@ -223,7 +226,7 @@ def test_a_block_of_a_video_looks_at_fewer_keys(
     before = FRAME if reference else 0
     assert call.args[0].shape[1] == before + frames * FRAME
     (layout,) = LAYOUTS["wan"]
-    found, all_keys = by_hand(block, layout, call, plan_calls[call.first_plan].plan, dense, before=before)
+    found, all_keys = by_hand(block, layout, call, plan_calls[call.first_plan].plan, before=before)
     torch.testing.assert_close(call.out, found, **CLOSE)
     assert (call.out - all_keys).abs().max() > 1e-2
 
