@@ -29,7 +29,7 @@ from .adapters.attention import dtype_of
 from .adapters.bare import bare
 from .adapters.family import BlockFacts
 from .adapters.identity import blocks_of, fingerprint
-from .adapters.memory import keys_bytes
+from .adapters.memory import kept_keys
 from .adapters.probing import OTHERS, RATIO, Band, Probes, sites_of
 from .adapters.run import attach, attachment_of, resolved
 
@@ -207,8 +207,8 @@ def _settings(model: ModelPatcher, task: Task, settings: Settings) -> ToMAConfig
     """What settings come to where this is sampled: there may be no room for keys of all tokens."""
     hooks = registry.require(model.get_model_object("diffusion_model"))
     config, without_keys = resolved(settings, hooks)
-    _, why_not = keys_bytes(hooks, config, task.latent, task.conditions, dtype_of(model).itemsize)
-    return without_keys if why_not else config
+    kept = kept_keys(hooks, config, task.latent, task.conditions, dtype_of(model), model.load_device)
+    return without_keys if kept.without else config
 
 
 def _sites_kept(model: ModelPatcher, facts: Sequence[BlockFacts], task: Task) -> int:

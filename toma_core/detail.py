@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .merge import MergePlan, kernels_for, pick, unmerge_onto, unmerge_update
+from .packed import Packed, pack
 from .schedule import Decision
 
 # How much is believed of the change that destinations show, where all of the kept update is still there. They are seen
@@ -33,12 +34,14 @@ class Details:
     """The updates of one run, by block and by what each part of a batch shows: those of the last whole step, and of
     evaluations after it that ran whole because somebody new took part. Several devices may share it.
 
-    limited: whether it may hold no more than `MOST`. most: the most bytes that were held at a time. given_up: it became
-    more; nothing is kept any more, whole steps are only whole, and all others are merged plainly. frozen: merged steps
-    move nothing on, as they are made for trial alone.
+    limited: whether it may hold no more than `MOST` bytes beside what was reserved for keys and values. most: the most
+    bytes that were held at a time. given_up: it became more, or there was no memory to pack it; nothing is kept any
+    more, whole steps are only whole, and all others are merged plainly. frozen: merged steps move nothing on, as they
+    are made for trial alone.
     """
 
     limited: bool = False
+    reserved: int = 0
     most: int = 0
     given_up: bool = False
     frozen: bool = False
@@ -49,7 +52,7 @@ class Details:
     _extra: int = -1
     _conditions: frozenset[Hashable] = frozenset()
     # An update, which of its equal chunks, and how many there are: a chunk alone holds all of its memory as well.
-    _kept: dict[Hashable, tuple[Tensor, int, int]] = field(default_factory=dict)
+    _kept: dict[Hashable, tuple[Tensor | Packed, int, int]] = field(default_factory=dict)
     # How many chunks of a tensor are kept, by its id, and the bytes of all these tensors.
     _chunks: Counter[int] = field(default_factory=Counter)
     _held: int = 0
@@ -87,35 +90,44 @@ class Details:
         with self._lock:
             self._conditions, self._extra = frozenset(), -1
 
-    def keep(self, keys: tuple[Hashable, ...], update: Tensor) -> None:
+    def keep(self, keys: tuple[Hashable, ...], update: Tensor, packs: bool = False) -> None:
         """Keep the equal chunks of (B, N, C), one under each key. The first of a whole step drops those of the last: no
-        sooner, as somebody may skip the step."""
+        sooner, as somebody may skip the step. packs: in four bits a number."""
         with self._lock:
             if self.given_up:
                 return
             if self._renews and self._step != self._announced:
                 self.clear()
                 self._step = self._announced
-            self._put(keys, update)
+            self._put(keys, update, packs)
 
-    def move_on(self, keys: tuple[Hashable, ...], update: Tensor) -> None:
+    def move_on(self, keys: tuple[Hashable, ...], update: Tensor, packs: bool = False) -> None:
         """What a merged step has made of what is kept under the keys, in its place, for the next."""
         with self._lock:
             if not (self.given_up or self.frozen):
-                self._put(keys, update)
+                self._put(keys, update, packs)
 
-    def _put(self, keys: tuple[Hashable, ...], update: Tensor) -> None:
+    def _put(self, keys: tuple[Hashable, ...], given: Tensor, packs: bool) -> None:
+        try:
+            update = pack(given) if packs else given
+        except torch.OutOfMemoryError:
+            # What is kept is worth less than the run.
+            self._give_up()
+            return
         for place, key in enumerate(keys):
             self._drop(self._kept.get(key))
             self._kept[key] = update, place, len(keys)
             self._held += update.nbytes if not self._chunks[id(update)] else 0
             self._chunks[id(update)] += 1
         self.most = max(self.most, self._held)
-        if self.limited and self.most > MOST:
-            self.given_up = True
-            self.clear()
+        if self.limited and self.most > MOST + self.reserved:
+            self._give_up()
 
-    def _drop(self, entry: tuple[Tensor, int, int] | None) -> None:
+    def _give_up(self) -> None:
+        self.given_up = True
+        self.clear()
+
+    def _drop(self, entry: tuple[Tensor | Packed, int, int] | None) -> None:
         if entry is not None:
             self._chunks[id(entry[0])] -= 1
             if not self._chunks[id(entry[0])]:
@@ -135,8 +147,8 @@ class Details:
             return None
         first = found[0][0]
         if all(whole is first and (place, count) == (n, len(keys)) for n, (whole, place, count) in enumerate(found)):
-            return first  # the same ones side by side are no copy
-        return torch.cat(parts)
+            return _opened(first)  # the same ones side by side are no copy
+        return torch.cat(list(map(_opened, parts)))
 
     def clear(self) -> None:
         """Drop everything."""
@@ -146,7 +158,11 @@ class Details:
             self._held = 0
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _opened(t: Tensor | Packed) -> Tensor:
+    return t.unpack() if isinstance(t, Packed) else t
+
+
+def _alike(a: Tensor | Packed, b: Tensor) -> bool:
     return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
@@ -155,16 +171,17 @@ class Detail:
     """One block's part in the details of a run during one evaluation.
 
     keys: one per equal chunk of the batch. kept: (B, N, C), what the merged block begins with; None if this evaluation
-    runs whole, to keep.
+    runs whole, to keep. packs: whether it is kept in four bits a number.
     """
 
     details: Details
     keys: tuple[Hashable, ...]
     kept: Tensor | None = None
+    packs: bool = False
 
     def keep(self, update: Tensor) -> None:
         """Keep a block's update of (B, N, C)."""
-        self.details.keep(self.keys, update)
+        self.details.keep(self.keys, update, self.packs)
 
     def moved_on(self, fresh: Tensor, plan: MergePlan) -> Tensor:
         """What is kept, moved on as far as its destinations have moved, and kept so for the next step:
@@ -174,7 +191,7 @@ class Detail:
         if moved.dtype is torch.float16:
             # What passed the limit would be taken off again as infinite at the next step, and leave no number.
             moved = moved.clamp_(-65504, 65504)
-        self.details.move_on(self.keys, moved)
+        self.details.move_on(self.keys, moved, self.packs)
         return moved
 
 

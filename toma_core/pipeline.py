@@ -65,17 +65,17 @@ class Evaluation:
         """The decision for tokens that show the same in the whole run."""
         return replace(self.decision, selection=LASTING, weighing=LASTING)
 
-    def detail(self, block: str, x: Tensor) -> Detail | None:
+    def detail(self, block: str, x: Tensor, packs: bool = False) -> Detail | None:
         """The part in the reuse of detail of the block that is given x of (B, N, C); None if there is none, or if
-        nothing was kept of it that fits. Blocks have different names."""
+        nothing was kept of it that fits. Blocks have different names. packs: see `Detail`."""
         decision, run = self.decision, self.run
         if not run.schedule.reuses_detail or decision.plain:
             return None
         keys = tuple((block, part) for part in self.parts)
         if decision.keeps_detail:
-            return Detail(run.details, keys)
+            return Detail(run.details, keys, packs=packs)
         kept = run.details.kept(keys, x)
-        return None if kept is None else Detail(run.details, keys, kept)
+        return None if kept is None else Detail(run.details, keys, kept, packs)
 
     @property
     def all_keys(self) -> bool:

@@ -31,6 +31,9 @@ _PlanKey = tuple[tuple[Hashable, Hashable], Grid, float, int, torch.dtype, torch
 _StackKey = tuple[Hashable, Grid, float, tuple[Hashable, ...], int, torch.dtype, torch.device]
 
 
+NO_ROOM = "no room for keys and values of all tokens after all"
+
+
 @dataclass(frozen=True)
 class _Entry:
     """A plan for one copy of each image, when it was made, and the same plan for a batch of several copies."""
@@ -49,7 +52,8 @@ class _Entry:
 @dataclass(eq=False)
 class RunState:
     """The state of one run. `schedule` holds the frozen settings; everything else is filled in as the run goes.
-    unplanned: the scopes for whose plans there was no memory; with the next evaluation all is whole."""
+    unplanned: the scopes for whose plans there was no memory; with the next evaluation all is whole. all_keys: whether
+    merged blocks look at all tokens; packs: at what is kept of them in four bits a number."""
 
     schedule: Schedule
     unplanned: set[Hashable] = field(default_factory=set)
@@ -61,6 +65,7 @@ class RunState:
     _tried: set[Hashable] = field(default_factory=set)
     details: Details = field(default_factory=Details)
     all_keys: bool = field(init=False)
+    packs: bool = False
 
     def __post_init__(self) -> None:
         self.all_keys = self.config.all_keys and self.schedule.reuses_detail
@@ -75,6 +80,10 @@ class RunState:
         """What to do in an evaluation at this noise level, in which these conditions take part. step: where known.
         again: see `Details.settle`."""
         decision = self.schedule.decide(sigma, step)
+        if self.all_keys and self.details.given_up:
+            # Presets that keep them leave no block whole: merged plainly it would be another picture.
+            self.stats.whole("model", NO_ROOM)
+            return replace(decision, ratio=0.0, keeps_detail=False)
         if self.unplanned:
             self.details.clear()
             return replace(decision, ratio=0.0, keeps_detail=False)

@@ -53,6 +53,11 @@ def _state() -> Any:
     return pack_module("toma_core.state")
 
 
+def packed(patch: Patch) -> Patch:
+    """What is kept of keys is in four bits a number, as of models and videos that are larger."""
+    return during(patch, lambda: pack_module("nodes.adapters.memory"), lambda _: {"MOST": 0})
+
+
 def own_destinations(patch: Patch) -> Patch:
     """Every condition has destinations of its own."""
 

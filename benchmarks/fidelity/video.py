@@ -54,9 +54,12 @@ def settings() -> dict[str, Setting]:
         return variants.toma("", min_tokens=16, **given).patch
 
     found = {f"preset: {name}": preset(name) for name in ("quality", "balanced", "fast", "faithful")}
-    found["preset: balanced at 0.75"] = preset("balanced", ratio=0.75)
-    found["preset: balanced, tokens"] = preset("balanced", plan_from="tokens", adaptive_budget=False)
+    found |= {f"preset: balanced at {ratio:g}": preset("balanced", ratio=ratio) for ratio in (0.6, 0.75)}
+    found["preset: balanced, keys in four bits"] = Setting(experiments.packed(preset("balanced").patch))
+    found["preset: quality, keys in four bits"] = Setting(experiments.packed(preset("quality").patch))
+    found["preset: balanced, windows of 8 x 8"] = preset("balanced", window_size=8)
     found["preset: balanced, random"] = preset("balanced", selector="random")
+    found |= {f"preset: {n}, without keys": preset(n, all_keys=False) for n in ("quality", "balanced")}
     found |= {f"every step: {r:g}": Setting(every(ratio=r)) for r in (0.25, 0.5, 0.75)}
     found["every step: 0.5, prediction"] = Setting(every(**PREDICTED))
     found["every step: 0.5, windows over frames"] = Setting(experiments.over_frames(every()))

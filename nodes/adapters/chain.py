@@ -193,13 +193,13 @@ class Place:
         """
         evaluation = self.evaluation
         assert evaluation is not None  # noqa: S101 - for mypy: it has begun
-        lengths = [kept for _, kept in self.lengths]
+        lengths, packs = [kept for _, kept in self.lengths], evaluation.run.packs
         rows = flat(t.narrow(axis, before, sum(lengths)), axis)
-        own = rows.untyped_storage()._cdata != t.untyped_storage()._cdata and len(lengths) == 1
+        own = packs or (rows.untyped_storage()._cdata != t.untyped_storage()._cdata and len(lengths) == 1)
         pieces, seen = self._pieces(rows, lengths), []
         for n, (piece, (tokens, _), plan) in enumerate(zip(pieces, self.lengths, self.plans, strict=True)):
             shape = piece[:, :1].expand(-1, tokens, -1)
-            detail = evaluation.detail(f"{block} {what} {n}", shape)
+            detail = evaluation.detail(f"{block} {what} {n}", shape, packs)
             if detail is not None and detail.kept is None:
                 # A view would change with what the block makes of it.
                 detail.keep(piece if own else piece.clone(memory_format=torch.contiguous_format))
@@ -213,7 +213,7 @@ class Place:
             return t
         images, after = like(_joined(seen), t, axis), before + sum(lengths)
         if t.shape[axis] == sum(lengths):
-            return images.clone()  # what is kept is nobody's to write into
+            return images if packs else images.clone()  # what is kept is nobody's to write into
         return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)
 
     @staticmethod

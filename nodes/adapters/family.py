@@ -95,9 +95,9 @@ class ModelHooks(Protocol):
         """Every block that may be merged, in forward order, as a latent of (B, C, ..., H, W) makes its grid."""
         ...
 
-    def keys_of(self, latent: Tensor, config: ToMAConfig, references: Sequence[Tensor] = ()) -> int:
-        """How many numbers are kept of an image so that merged blocks look at all its tokens: keys and values of each
-        block that these settings merge, and the updates of their chains. 0 where nobody can tell their attention.
+    def keys_of(self, latent: Tensor, config: ToMAConfig, references: Sequence[Tensor] = ()) -> tuple[int, int]:
+        """How many numbers are kept of an image so that merged blocks look at all its tokens: the updates of chains,
+        and keys and values of each block that these settings merge; 0 of these where nobody can tell their attention.
         references: latents of those that may be merged too."""
         ...
 
@@ -253,18 +253,18 @@ class Transformer(ABC):
         for stage, links in zip(self.stages, self.links, strict=True):
             yield from (BlockFacts(link.name, stage.kind, link.work, tokens, self.width) for link in links)
 
-    def keys_of(self, latent: Tensor, config: ToMAConfig, references: Sequence[Tensor] = ()) -> int:
+    def keys_of(self, latent: Tensor, config: ToMAConfig, references: Sequence[Tensor] = ()) -> tuple[int, int]:
         """See `ModelHooks`. Keys are taken to be as wide as tokens: those in groups come to attention repeated."""
         if not self.shows_keys:
-            return 0
+            return 0, 0
         merged = references if config.merge_references and self.references_follow else ()
         tokens = sum(prod(token_grid(each, self.patch_size)) for each in (latent, *merged))
-        kept = 0
+        updates = keys = 0
         for stage in self.stages:
             blocks = [b for n, b in enumerate(stage.blocks) if not self.left_out(stage, n, config)]
-            chains = min(1, len(blocks)) if config.granularity is Granularity.STACK else len(blocks)
-            kept += chains + 2 * sum(map(self.attentions, blocks))
-        return tokens * self.width * kept
+            updates += min(1, len(blocks)) if config.granularity is Granularity.STACK else len(blocks)
+            keys += 2 * sum(map(self.attentions, blocks))
+        return tokens * self.width * updates, tokens * self.width * keys
 
     def attentions(self, block: nn.Module) -> int:
         """How many self-attentions a block has in which merged tokens take part."""

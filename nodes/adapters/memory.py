@@ -5,38 +5,57 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import comfy.model_management
+import torch
 from comfy.samplers import CFGGuider
 from torch import Tensor
 
 from ...toma_core import ToMAConfig
+from ...toma_core.packed import packed_bytes
 from .family import ModelHooks
 
-# Bytes that they may take: two activations of every block. Flux.1 at 1024 x 1024 has 2.9 GB of them.
+# Bytes that they may take as they are, two activations of every block: Flux.1 at 1024 x 1024 has 2.9 GB of them. Where
+# there are more, as in videos, they are packed. ComfyUI then loads more of the model piece by piece, which takes far
+# less than what is saved: so they may take half of a card's memory, and no more than a quarter as they are.
 MOST = 6 << 30
+_SHARE, _SHARE_AS_THEY_ARE = 1 / 2, 1 / 4
 
 
-def keys_bytes(
+@dataclass(frozen=True)
+class Kept:
+    """What a run keeps so that merged blocks can look at all tokens: bytes, whether in four bits a number, and why
+    nothing, for the report; 0 and empty where nothing is to be kept."""
+
+    bytes: int = 0
+    packs: bool = False
+    without: str = ""
+
+
+def kept_keys(
     hooks: ModelHooks,
     config: ToMAConfig,
     latent: Tensor,
     conditions: int,
-    itemsize: int,
+    dtype: torch.dtype,
+    device: torch.device,
     references: Sequence[Tensor] = (),
-) -> tuple[int, str]:
-    """What a run on latents of (B, C, ..., H, W) keeps so that merged blocks can look at all tokens, and why they
-    cannot, for the report; 0 and empty where they are not to. references: latents of reference images."""
+) -> Kept:
+    """What a run on latents of (B, C, ..., H, W) is to keep. dtype: of tokens; device: that the model runs on;
+    references: latents of reference images."""
     if not config.all_keys:
-        return 0, ""
-    if latent.ndim > 4 and latent.shape[2] > 1:
-        return 0, "a video has too many"
-    needed = hooks.keys_of(latent, config, references) * itemsize * len(latent) * conditions
-    if not needed:
-        return 0, "this model's attention takes no others"
-    if needed > MOST:
-        return 0, f"they would take {needed / 1e9:.1f} GB, more than {MOST / 1e9:.1f}"
-    return needed, ""
+        return Kept()
+    updates, keys = (n * len(latent) * conditions for n in hooks.keys_of(latent, config, references))
+    if not keys:
+        return Kept(without="this model's attention takes no others")
+    room = comfy.model_management.get_total_memory(device)
+    if (needed := (updates + keys) * dtype.itemsize) <= min(MOST, room * _SHARE_AS_THEY_ARE):
+        return Kept(needed)
+    if (needed := updates * dtype.itemsize + packed_bytes(keys, dtype.itemsize)) <= room * _SHARE:
+        return Kept(needed, packs=True)
+    return Kept(without=f"they would take {needed / 1e9:.1f} GB, more than {_SHARE:.0%} of the memory of this device")
 
 
 def conditions_of(guider: Any, sampler: Any = None) -> int:

@@ -96,8 +96,8 @@ class _Plain:
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
         yield from ()
 
-    def keys_of(self, latent: Tensor, config: ToMAConfig, references: Sequence[Tensor] = ()) -> int:
-        return 0
+    def keys_of(self, latent: Tensor, config: ToMAConfig, references: Sequence[Tensor] = ()) -> tuple[int, int]:
+        return 0, 0
 
 
 class UnsupportedModelError(ValueError):

@@ -31,7 +31,7 @@ from .family import ModelHooks
 from .graphs import allow_more_graphs, compiled, in_one_piece
 from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, installed
 from .levels import Levels
-from .memory import conditions_of, keys_bytes, references_of, reserved
+from .memory import Kept, conditions_of, kept_keys, references_of, reserved
 from .sampling import Sampling
 
 _KEY = "toma"
@@ -116,15 +116,16 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             attachment = given["transformer_options"][ATTACHMENT]
             model_sampling = guider.model_patcher.get_model_object("model_sampling")
             sigmas = argument(args, kwargs, 3, "sigmas").tolist()
-            config, needed, without = _settled(attachment, guider, args, kwargs)
+            config, kept = _settled(attachment, guider, args, kwargs)
             sampling = Sampling.start(config, model_sampling, sigmas, attachment.bands)
-            sampling.reserves, sampling.run.stats.without_keys = needed, without
+            sampling.run.details.reserved, sampling.run.packs = kept.bytes, kept.packs
+            sampling.run.stats.without_keys = kept.without
             options = create_model_options_clone(given)
             options["transformer_options"][SAMPLING] = sampling
             options["transformer_options"][GRAPHS] = inside = compiled(given)
             if in_one_piece(given):
                 sampling.obstacle = "torch.compile with fullgraph on: switch fullgraph off"
-            if needed:
+            if kept.bytes:
                 _wrapped(options["transformer_options"], "PREPARE_SAMPLING", _prepare_sampling)
             if _wrapped(options["transformer_options"], "PREDICT_NOISE", _predict_noise):
                 sampling.levels = Levels(sigmas, argument(args, kwargs, 2, "sampler"), guider)
@@ -151,20 +152,22 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             attachment.watcher.ended(stats)
 
 
-def _settled(attachment: Attachment, guider: Any, args: Any, kwargs: Any) -> tuple[ToMAConfig, int, str]:
-    """The settings for a run, the bytes of keys that it will keep, and why it keeps none though it is to."""
-    config, given = attachment.config, guider.model_options
+def _settled(attachment: Attachment, guider: Any, args: Any, kwargs: Any) -> tuple[ToMAConfig, Kept]:
+    """The settings for a run, and what it will keep of keys."""
+    config, given, model = attachment.config, guider.model_options, guider.model_patcher
     if not config.all_keys:
-        return config, 0, ""
-    hooks = registry.find(guider.model_patcher.get_model_object("diffusion_model"))
-    needed, without = 0, "torch.compile with another backend than inductor, or with CUDA graphs"
+        return config, Kept()
+    hooks = registry.find(model.get_model_object("diffusion_model"))
+    kept = Kept(without="torch.compile with another backend than inductor, or with CUDA graphs")
     if not Schedule(config).reuses_detail:
-        without = "full steps keep nothing with these settings"
+        kept = Kept(without="full steps keep nothing with these settings")
     elif hooks is not None and (compiled(given) or not given.get("torch_compile_kwargs")):
-        noise, itemsize = argument(args, kwargs, 0, "noise"), dtype_of(guider.model_patcher).itemsize
-        conditions = conditions_of(guider, argument(args, kwargs, 2, "sampler"))
-        needed, without = keys_bytes(hooks, config, noise, conditions, itemsize, references_of(guider))
-    return (config, needed, "") if needed else (attachment.without_keys, 0, without)
+        noise, conditions = (
+            argument(args, kwargs, 0, "noise"),
+            conditions_of(guider, argument(args, kwargs, 2, "sampler")),
+        )
+        kept = kept_keys(hooks, config, noise, conditions, dtype_of(model), model.load_device, references_of(guider))
+    return (config if kept.bytes else attachment.without_keys), kept
 
 
 def _wrapped(transformer_options: dict[str, Any], kind: str, wrapper: Any) -> bool:
@@ -182,7 +185,7 @@ def _prepare_sampling(executor: Any, *args: Any, **kwargs: Any) -> Any:
     more: AbstractContextManager[None] = nullcontext()
     with known("WrappersMP.PREPARE_SAMPLING"):
         options = argument(args, kwargs, 3, "model_options")["transformer_options"]
-        more = reserved(argument(args, kwargs, 0, "model").model, options[SAMPLING].reserves)
+        more = reserved(argument(args, kwargs, 0, "model").model, options[SAMPLING].run.details.reserved)
     with more:
         return executor(*args, **kwargs)
 

@@ -28,8 +28,8 @@ class Sampling:
     size, images: rows and columns of the latent, frames before them; and how many images each condition is asked about.
     None and 0 where nobody told. areas: by condition, (height, width, top, left). apart: there are several conditions,
     which may run on several devices. begun, picture: evaluations of the sampler so far, and the clean picture that the
-    last one predicted, (B, C, ..., H, W). reserves: bytes of keys to come. trusted: the noise level
-    above which a picture tells too little. obstacle: why nothing may be merged in this run, in words for the report.
+    last one predicted, (B, C, ..., H, W). trusted: the noise level above which a picture tells too little. obstacle:
+    why nothing may be merged in this run, in words for the report.
     """
 
     run: RunState
@@ -47,7 +47,6 @@ class Sampling:
     begun: int = 0
     picture: Tensor | None = None
     trusted: float = float("inf")
-    reserves: int = 0
     pieces: dict[Hashable, tuple[Hashable, list[Piece]]] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 

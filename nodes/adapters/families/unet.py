@@ -103,9 +103,9 @@ class Hooks:
             width = getattr(stack.transformer_blocks[0].attn1.to_q, "in_features", 0)
             self.stacks.append(_Stack(position, level, halvings, width, stack, tuple(blocks)))
 
-    def keys_of(self, latent: Tensor, config: ToMAConfig, references: Sequence[Tensor] = ()) -> int:
+    def keys_of(self, latent: Tensor, config: ToMAConfig, references: Sequence[Tensor] = ()) -> tuple[int, int]:
         """See `ModelHooks`. None: its convolutions see all tokens anyhow, and its presets are near without."""
-        return 0
+        return 0, 0
 
     def select(
         self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], **_: Any

@@ -27,7 +27,9 @@ def standing(x: Tensor, step: int) -> Tensor:
     return x
 
 
-def evaluated(model: Any, moves: Moves = standing, steps: int = 4, batch: int = 1, text: int = 7) -> list[Tensor]:
+def evaluated(
+    model: Any, moves: Moves = standing, steps: int = 4, batch: int = 1, text: int = 7, frames: int = 0
+) -> list[Tensor]:
     """What a model gives in so many evaluations of one latent at one noise level."""
     import comfy.sample
     from comfy.samplers import KSAMPLER
@@ -40,7 +42,8 @@ def evaluated(model: Any, moves: Moves = standing, steps: int = 4, batch: int = 
         return x
 
     channels = model.model.latent_format.latent_channels
-    latent = comfy.sample.fix_empty_latent_channels(model, torch.zeros(batch, channels, HEIGHT, WIDTH))
+    shape = batch, channels, *((frames,) if frames else ()), HEIGHT, WIDTH
+    latent = comfy.sample.fix_empty_latent_channels(model, torch.zeros(shape))
     noise, sigmas = comfy.sample.prepare_noise(latent, 5), torch.full((steps + 1,), 0.6)
     conds = [models.conditioning(model, text, seed=seed) for seed in (1, 2)]
     comfy.sample.sample_custom(model, noise, 3.0, KSAMPLER(sampler), sigmas, *conds, latent, seed=5, disable_pbar=True)
@@ -143,10 +146,89 @@ def test_presets_keep_keys_where_they_can(kind: str, model_of: Any, stats_of: An
     assert bool(stats.left_whole) is not shown
 
 
-def test_without_room_the_preset_is_as_it_was(model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, memory = pack_module("nodes.adapters.run"), pack_module("nodes.adapters.memory")
+@pytest.mark.parametrize("frames", [1, 3])
+@pytest.mark.parametrize("kind", ["wan", "hunyuan_video"])
+def test_of_videos_too(kind: str, frames: int, model_of: Any, attach: Any, stats_of: Any) -> None:
+    model = model_of(kind)
+    merged = attach(model, **KEYS)
+    (own, *_), found = evaluated(model, frames=frames), evaluated(merged, frames=frames)
+    assert stats_of(merged).left_whole == {}
+    for clip in found:
+        torch.testing.assert_close(clip, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
+
+
+def without_room(monkeypatch: pytest.MonkeyPatch, room: float) -> None:
+    """As if the device had so many bytes in all."""
+    import comfy.model_management
+
+    monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *_, **__: room)
+
+
+@pytest.mark.parametrize(("kind", "frames"), [("flux", 0), ("z_image", 0), ("wan", 3)])
+def test_where_room_is_short_they_are_packed(
+    kind: str, frames: int, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In less than a third of the memory, for nearly the same picture; and ComfyUI is told of it."""
+    run, model, asked = pack_module("nodes.adapters.run"), model_of(kind), list[int]()
+    merged, reserved = run.attach(model, preset("balanced")), pack_module("nodes.adapters.memory").reserved
+    monkeypatch.setattr(run, "reserved", lambda m, n: asked.append(n) or reserved(m, n))
+    size = {"steps": 4, **({"frames": frames} if frames else {})}
+    exact, whole = models.sample(merged, HEIGHT, WIDTH, **size), models.sample(model, HEIGHT, WIDTH, **size)
+    held = stats_of(merged).detail_bytes
+    without_room(monkeypatch, 4 * held - 1)
+    found = models.sample(merged, HEIGHT, WIDTH, **size)
+    packed = stats_of(merged)
+    assert packed.without_keys == ""
+    # Models so narrow have smaller groups than is reckoned with.
+    assert asked[0] == held
+    assert asked[1] <= packed.detail_bytes < 0.4 * held
+    assert 0 < (found - exact).norm() < 0.5 * (exact - whole).norm()
+
+
+def test_what_is_packed_is_nobodys_to_write_into(model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("flux")
-    monkeypatch.setattr(memory, "MOST", 1000)
+    monkeypatch.setattr(pack_module("nodes.adapters.memory"), "MOST", 1)
+    merged = attach(model, **KEYS)
+
+    def spoiling(function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = function(q, k, v, *args, **kwargs)
+        k.zero_()
+        v.zero_()
+        return out
+
+    spoiled = merged.clone()
+    spoiled.model_options["transformer_options"]["optimized_attention_override"] = spoiling
+    for one, other in zip(evaluated(merged), evaluated(spoiled), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_where_memory_runs_out_all_is_whole_from_then_on(
+    model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, detail = model_of("wan"), pack_module("toma_core.detail")
+    monkeypatch.setattr(pack_module("nodes.adapters.memory"), "MOST", 1)
+    calls = list[int]()
+
+    def full(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) > 3:
+            raise torch.OutOfMemoryError
+        return pack(x)
+
+    pack = detail.pack
+    monkeypatch.setattr(detail, "pack", full)
+    merged = attach(model, **KEYS)
+    (own, *_), found = evaluated(model, frames=3), evaluated(merged, frames=3)
+    assert all(torch.equal(clip, own) for clip in found)
+    stats = stats_of(merged)
+    assert stats.detail_given_up
+    assert "no room for keys and values" in stats.summary()
+
+
+def test_without_room_the_preset_is_as_it_was(model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = pack_module("nodes.adapters.run")
+    model = model_of("flux")
+    without_room(monkeypatch, 1000)
     merged, without = run.attach(model, preset("balanced")), run.attach(model, preset("balanced", all_keys=False))
     assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=8) for m in (merged, without)))
     assert "they would take" in stats_of(merged).without_keys

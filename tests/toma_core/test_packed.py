@@ -1,0 +1,66 @@
+"""Tensors in four bits a number: near what they were, in the memory that is reckoned with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toma_core.packed import Packed, pack, packed_bytes
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@given(
+    seed=st.integers(0, 1000),
+    dtype=st.sampled_from(DTYPES),
+    channels=st.sampled_from([16, 48, 64, 96, 128, 3072]),
+    scale=st.sampled_from([1e-6, 1e-2, 1.0, 300.0, 3e4]),
+)
+def test_no_number_is_off_by_more_than_half_a_step(seed: int, dtype: torch.dtype, channels: int, scale: float) -> None:
+    x = (scale * torch.randn(2, 3, channels, generator=torch.Generator().manual_seed(seed))).clamp(-6e4, 6e4).to(dtype)
+    packed = pack(x)
+    assert isinstance(packed, Packed)
+    found = packed.unpack()
+    assert (found.shape, found.dtype) == (packed.shape, packed.dtype) == (x.shape, x.dtype)
+    half = packed.step.double().repeat_interleave(channels // packed.step.shape[-1], -1) / 2
+    rounding = 8 * torch.finfo(dtype).eps * x.double().abs().amax() + 8 * torch.finfo(dtype).tiny
+    assert ((found.double() - x.double()).abs() <= half * 1.01 + rounding).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_all_alike_comes_back(dtype: torch.dtype) -> None:
+    for value in (0.0, -3.25, 1e4):
+        x = torch.full((1, 4, 64), value, dtype=dtype)
+        torch.testing.assert_close(pack(x).unpack(), x, rtol=1e-3, atol=1e-4)
+
+
+def test_the_whole_range_of_half_precision() -> None:
+    x = torch.tensor([-65504.0, 65504.0] * 32).half()[None, None]
+    found = pack(x).unpack()
+    assert found.isfinite().all()
+    torch.testing.assert_close(found, x, rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_are_those_reckoned_with(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 5, 256).to(dtype)
+    assert pack(x).nbytes == packed_bytes(x.numel(), dtype.itemsize)
+    assert pack(x).nbytes < 0.3 * x.nbytes
+
+
+def test_chunks_are_those_of_the_batch() -> None:
+    x = torch.randn(4, 5, 64)
+    packed = pack(x)
+    assert isinstance(packed, Packed)
+    for part, whole in zip(packed.chunk(2), packed.unpack().chunk(2), strict=True):
+        assert torch.equal(part.unpack(), whole)
+
+
+def test_channels_in_no_groups_are_copied() -> None:
+    x = torch.randn(1, 4, 20)
+    copy = pack(x)
+    assert isinstance(copy, torch.Tensor)
+    assert torch.equal(copy, x)
+    assert copy.data_ptr() != x.data_ptr()
