@@ -173,12 +173,14 @@ def editing() -> str:
 
 
 def videos() -> str:
-    """How cost grows with frames, and what is saved by fewer tokens or by fewer keys and values alone."""
+    """How cost grows with frames, and what is saved by a merged step of the presets, by fewer tokens that look at each
+    other alone, or by fewer keys and values alone."""
 
     def rows() -> Iterator[list[str]]:
         for width, height, frames in ((832, 480, 1), (832, 480, 5), (832, 480, 21), (1280, 720, 21)):
             shape = Shape("wan", height=height, width=width, frames=frames)
             base = count(shape)
+            looking = [_looking(shape, ratio) for ratio in (0.5, 0.75)]
             merged = [
                 count(shape, _toma(ratio=ratio, keys_only=keys, **_ALL), kernels=True)
                 for keys in (False, True)
@@ -189,11 +191,17 @@ def videos() -> str:
                 f"{frames * (height // 16) * (width // 16)}",
                 f"{base.flops / 1e12:.0f}",
                 f"{base.products['attention'] / base.flops:.0%}",
-                *(_times(base, each) for each in merged),
+                *(_times(base, each) for each in (*looking, *merged)),
             ]
 
-    head = ["Wan 14B", "tokens", "TFLOP", "in attention", "fewer tokens, 0.5", "0.75", "keys only, 0.5", "0.75"]
+    head = ["Wan 14B", "tokens", "TFLOP", "in attention", "presets, 0.5", "0.75"]
+    head += ["fewer tokens, 0.5", "0.75", "keys only, 0.5", "0.75"]
     return markdown(head, rows())
+
+
+def _looking(shape: Shape, ratio: float) -> Cost:
+    """A merged step of the presets, whose blocks look at all tokens."""
+    return count(shape, variants.preset("balanced", ratio=ratio, min_tokens=4), kernels=True, step=1)
 
 
 def overhead() -> str:

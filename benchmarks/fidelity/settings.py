@@ -126,6 +126,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
         add(2, "rival", {"HyperTile 32": hyper_tile(32)})
     else:
         add(2, "preset", {f"balanced at {r:g}": preset("balanced", ratio=r) for r in (0.47, 0.6, 0.7)}, window=side)
+        add(2, "preset", {"balanced, keys in four bits": experiments.packed(preset("balanced"))}, window=side)
         # On models made for few steps, the rival: with one first block as First Block Cache, with more as DBCache.
         add(2, "rival", {f"block cache {t:g}": variants.block_cache(t).patch for t in (0.1, 0.2)})
         add(2, "rival", {"block cache 0.2, 2 first and 2 last": variants.block_cache(0.2, 2, 2).patch})
