@@ -35,7 +35,7 @@ class Details:
     evaluations after it that ran whole because somebody new took part. Several devices may share it.
 
     limited: whether it may hold no more than `MOST` bytes beside what was reserved for keys and values. most: the most
-    bytes that were held at a time. given_up: it became more, or there was no memory to pack it; nothing is kept any
+    bytes that were held at a time. given_up: it became more, or memory ran out; nothing is kept any
     more, whole steps are only whole, and all others are merged plainly. frozen: merged steps move nothing on, as they
     are made for trial alone.
     """
@@ -112,7 +112,7 @@ class Details:
             update = pack(given) if packs else given
         except torch.OutOfMemoryError:
             # What is kept is worth less than the run.
-            self._give_up()
+            self.give_up()
             return
         for place, key in enumerate(keys):
             self._drop(self._kept.get(key))
@@ -121,11 +121,14 @@ class Details:
             self._chunks[id(update)] += 1
         self.most = max(self.most, self._held)
         if self.limited and self.most > MOST + self.reserved:
-            self._give_up()
+            self.give_up()
 
-    def _give_up(self) -> None:
-        self.given_up = True
-        self.clear()
+    def give_up(self) -> bool:
+        """Drop everything for good. False if nothing was held."""
+        with self._lock:
+            held, self.given_up = bool(self._kept), True
+            self.clear()
+            return held
 
     def _drop(self, entry: tuple[Tensor | Packed, int, int] | None) -> None:
         if entry is not None:

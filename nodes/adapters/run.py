@@ -17,6 +17,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import comfy.model_management
+import torch
 from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
@@ -251,8 +253,16 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if not evaluation.decision.ratio:
         return executor(*args, **kwargs)
     references = kwargs.get("ref_latents") or ()
-    with installed(hooks.select(x, evaluation, options, control=control, references=references)):
-        return executor(*args, **kwargs)
+    try:
+        with installed(hooks.select(x, evaluation, options, control=control, references=references)):
+            return executor(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        if not (evaluation.all_keys and sampling.run.details.give_up()):
+            raise
+    # What was kept is worth less than the run. Out here nobody holds what the error holds.
+    sampling.decision = replace(sampling.decision, ratio=0.0, keeps_detail=False)
+    comfy.model_management.soft_empty_cache()
+    return executor(*args, **kwargs)
 
 
 def _is_picture(x: Any) -> bool:

@@ -97,7 +97,7 @@ export default {
  "{n} selections, {m} weighings, {size} MB of detail held": "{n} Auswahlen, {m} Gewichtungen, {size} MB Details gehalten",
  "{n} selections, {m} weighings": "{n} Auswahlen, {m} Gewichtungen",
  "merged blocks do not look at all tokens: {reason}": "zusammengefasste Blöcke sehen nicht alle Tokens: {reason}",
- "a video has too many": "ein Video hat zu viele",
+ "no room for keys and values of all tokens after all": "für Keys und Values aller Tokens reicht der Platz doch nicht",
  "this model's attention takes no others": "die Attention dieses Modells nimmt keine anderen an",
  "they would take {n} GB, more than {m}": "sie brauchten {n} GB Speicher, mehr als {m}",
  "torch.compile with another backend than inductor, or with CUDA graphs": "torch.compile mit einem anderen Backend als inductor oder mit CUDA graphs",

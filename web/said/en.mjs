@@ -97,7 +97,7 @@ export default {
  "{n} selections, {m} weighings, {size} MB of detail held": "{n} selections, {m} weighings, {size} MB of detail held",
  "{n} selections, {m} weighings": "{n} selections, {m} weighings",
  "merged blocks do not look at all tokens: {reason}": "merged blocks do not look at all tokens: {reason}",
- "a video has too many": "a video has too many",
+ "no room for keys and values of all tokens after all": "no room for keys and values of all tokens after all",
  "this model's attention takes no others": "this model's attention takes no others",
  "they would take {n} GB, more than {m}": "they would take {n} GB of memory, more than {m}",
  "torch.compile with another backend than inductor, or with CUDA graphs": "torch.compile with another backend than inductor, or with CUDA graphs",

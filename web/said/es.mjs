@@ -97,7 +97,7 @@ export default {
  "{n} selections, {m} weighings, {size} MB of detail held": "{n} selecciones, {m} ponderaciones, {size} MB de detalle guardados",
  "{n} selections, {m} weighings": "{n} selecciones, {m} ponderaciones",
  "merged blocks do not look at all tokens: {reason}": "los bloques fusionados no miran todos los tokens: {reason}",
- "a video has too many": "un vídeo tiene demasiados",
+ "no room for keys and values of all tokens after all": "al final no hay sitio para keys y values de todos los tokens",
  "this model's attention takes no others": "la atención de este modelo no acepta otros",
  "they would take {n} GB, more than {m}": "ocuparían {n} GB de memoria, más de {m}",
  "torch.compile with another backend than inductor, or with CUDA graphs": "torch.compile con otro backend que inductor, o con CUDA graphs",

@@ -97,7 +97,7 @@ export default {
  "{n} selections, {m} weighings, {size} MB of detail held": "{n} sélections, {m} pondérations, {size} Mo de détails gardés",
  "{n} selections, {m} weighings": "{n} sélections, {m} pondérations",
  "merged blocks do not look at all tokens: {reason}": "les blocs fusionnés ne regardent pas tous les tokens : {reason}",
- "a video has too many": "une vidéo en a trop",
+ "no room for keys and values of all tokens after all": "finalement pas assez de place pour les clés et valeurs de tous les tokens",
  "this model's attention takes no others": "l'attention de ce modèle n'en accepte pas d'autres",
  "they would take {n} GB, more than {m}": "ils prendraient {n} Go de mémoire, plus de {m}",
  "torch.compile with another backend than inductor, or with CUDA graphs": "torch.compile avec un autre backend qu'inductor, ou avec CUDA graphs",

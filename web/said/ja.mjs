@@ -97,7 +97,7 @@ export default {
  "{n} selections, {m} weighings, {size} MB of detail held": "選択 {n} 回、重み計算 {m} 回、ディテール {size} MB を保持",
  "{n} selections, {m} weighings": "選択 {n} 回、重み計算 {m} 回",
  "merged blocks do not look at all tokens: {reason}": "マージしたブロックは全トークンを参照しません: {reason}",
- "a video has too many": "動画ではトークンが多すぎます",
+ "no room for keys and values of all tokens after all": "全トークンのキーとバリューを置くメモリが結局足りません",
  "this model's attention takes no others": "このモデルのアテンションはほかのトークンを受け取りません",
  "they would take {n} GB, more than {m}": "メモリが {n} GB 必要で、{m} を超えます",
  "torch.compile with another backend than inductor, or with CUDA graphs": "torch.compile のバックエンドが inductor ではないか、CUDA graphs を使っています",

@@ -97,7 +97,7 @@ export default {
  "{n} selections, {m} weighings, {size} MB of detail held": "선택 {n}회, 가중 {m}회, 디테일 {size} MB 보관",
  "{n} selections, {m} weighings": "선택 {n}회, 가중 {m}회",
  "merged blocks do not look at all tokens: {reason}": "병합한 블록이 모든 토큰을 참조하지 않음: {reason}",
- "a video has too many": "동영상은 토큰이 너무 많습니다",
+ "no room for keys and values of all tokens after all": "모든 토큰의 키와 값을 둘 메모리가 결국 부족합니다",
  "this model's attention takes no others": "이 모델의 어텐션은 다른 토큰을 받지 않습니다",
  "they would take {n} GB, more than {m}": "메모리가 {n} GB 필요해 {m}을(를) 넘습니다",
  "torch.compile with another backend than inductor, or with CUDA graphs": "torch.compile의 백엔드가 inductor가 아니거나 CUDA graphs를 사용합니다",

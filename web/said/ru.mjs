@@ -97,7 +97,7 @@ export default {
  "{n} selections, {m} weighings, {size} MB of detail held": "выборов: {n}, взвешиваний: {m}, хранится деталей: {size} МБ",
  "{n} selections, {m} weighings": "выборов: {n}, взвешиваний: {m}",
  "merged blocks do not look at all tokens: {reason}": "слитые блоки смотрят не на все токены: {reason}",
- "a video has too many": "у видео их слишком много",
+ "no room for keys and values of all tokens after all": "для ключей и значений всех токенов места всё же не хватило",
  "this model's attention takes no others": "внимание этой модели не принимает других",
  "they would take {n} GB, more than {m}": "они заняли бы {n} ГБ памяти, больше {m}",
  "torch.compile with another backend than inductor, or with CUDA graphs": "torch.compile с другим бэкендом, не inductor, или с CUDA graphs",

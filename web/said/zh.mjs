@@ -97,7 +97,7 @@ export default {
  "{n} selections, {m} weighings, {size} MB of detail held": "选择 {n} 次，计算权重 {m} 次，保留细节 {size} MB",
  "{n} selections, {m} weighings": "选择 {n} 次，计算权重 {m} 次",
  "merged blocks do not look at all tokens: {reason}": "合并的块不看全部 Token：{reason}",
- "a video has too many": "视频的 Token 太多",
+ "no room for keys and values of all tokens after all": "内存最终放不下全部 Token 的键和值",
  "this model's attention takes no others": "该模型的注意力不接受其他 Token",
  "they would take {n} GB, more than {m}": "需要 {n} GB 内存，超过 {m}",
  "torch.compile with another backend than inductor, or with CUDA graphs": "torch.compile 使用了 inductor 以外的后端，或使用了 CUDA graphs",

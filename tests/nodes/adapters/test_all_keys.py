@@ -147,7 +147,7 @@ def test_presets_keep_keys_where_they_can(kind: str, model_of: Any, stats_of: An
 
 
 @pytest.mark.parametrize("frames", [1, 3])
-@pytest.mark.parametrize("kind", ["wan", "hunyuan_video"])
+@pytest.mark.parametrize("kind", ["wan", "hunyuan"])
 def test_of_videos_too(kind: str, frames: int, model_of: Any, attach: Any, stats_of: Any) -> None:
     model = model_of(kind)
     merged = attach(model, **KEYS)
@@ -223,6 +223,33 @@ def test_where_memory_runs_out_all_is_whole_from_then_on(
     stats = stats_of(merged)
     assert stats.detail_given_up
     assert "no room for keys and values" in stats.summary()
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_where_the_model_runs_out_of_memory_it_runs_again_without(
+    step: int, model_of: Any, attach: Any, stats_of: Any
+) -> None:
+    """In a full step and in a merged one, while anything is kept; without ToMA it would have been enough."""
+    model, calls = model_of("flux"), list[int]()
+    merged = attach(model, **KEYS)
+    block = merged.model.diffusion_model.single_blocks[-1].linear2
+    plain = block.forward
+
+    def short(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == step + 1:
+            raise torch.OutOfMemoryError
+        return plain(x)
+
+    block.forward = short
+    try:
+        found = evaluated(merged)
+    finally:
+        del block.forward
+    own = evaluated(model)[0]
+    assert torch.equal(found[-1], own)
+    assert all(torch.equal(picture, own) for picture in found[step:])
+    assert stats_of(merged).detail_given_up
 
 
 def test_without_room_the_preset_is_as_it_was(model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
