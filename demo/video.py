@@ -33,29 +33,40 @@ def clip_conditioning(clips: list[Clip | None], told: int | None = None) -> list
 
 
 def draw_clips(
-    model: Any, clips: list[Clip], seeds: list[int], steps: int, cfg: float, told: int | None = None, batch: int = 4
+    model: Any,
+    clips: list[Clip],
+    seeds: list[int],
+    steps: int,
+    cfg: float,
+    told: int | None = None,
+    batch: int = 4,
+    runs: int = 1,
 ) -> torch.Tensor:
-    """Samples one latent per clip: (len(clips), 16, FRAMES, h, w), float32 on the CPU. `seeds` gives each its noise."""
+    """Samples one latent per clip: (len(clips), 16, FRAMES, h, w), float32 on the CPU. `seeds` gives each its noise.
+    runs: one after another, as Wan 2.2 has a model for high noise and one for low."""
     side, results = CLIP_SIZE // UNSHUFFLE, []
     shape = (LATENT_CHANNELS, FRAMES, side, side)
     for start in range(0, len(clips), batch):
         part, part_seeds = clips[start : start + batch], seeds[start : start + batch]
         noise = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in part_seeds]
-        results.append(
-            comfy.sample.sample(
+        drawn = torch.zeros(len(part), *shape)
+        for run in range(runs):
+            drawn = comfy.sample.sample(
                 model,
-                torch.stack(noise),
+                torch.zeros_like(drawn) if run else torch.stack(noise),
                 steps,
                 cfg,
                 DEFAULTS["wan"]["sampler"],
                 DEFAULTS["wan"]["scheduler"],
                 clip_conditioning(list(part), told),
                 clip_conditioning([None] * len(part), told),
-                torch.zeros(len(part), *shape),
+                drawn,
+                start_step=steps * run // runs,
+                last_step=steps * (run + 1) // runs,
                 disable_pbar=True,
                 seed=part_seeds[0],
             )
-        )
+        results.append(drawn)
     return torch.cat(results).float().cpu()
 
 

@@ -80,6 +80,7 @@ class Schedule:
     (unsampling); empty if unknown, then every evaluation is step 0.
     sigma_start, sigma_end: merging is active at noise levels in (sigma_end, sigma_start].
     finishes: the last step ends with a picture free of noise, not with one that another run goes on from.
+    goes_on: it begins where another model's run has ended, as videos have one for high noise and one for low.
     bands: ratios of blocks by noise level, in place of the setting's one for all; none for that.
     borders: see `Decision`.
     """
@@ -89,6 +90,7 @@ class Schedule:
     sigma_start: float = float("inf")
     sigma_end: float = float("-inf")
     finishes: bool = False
+    goes_on: bool = False
     bands: Bands = ()
     borders: frozenset[str] = frozenset()
 
@@ -111,6 +113,12 @@ class Schedule:
         """The first and last step of the active range, or (0, 0) if there is none."""
         steps = [step for step, sigma in enumerate(self.sigmas) if self.in_range(sigma)]
         return (steps[0], steps[-1]) if steps else (0, 0)
+
+    @property
+    def _last_of_two(self) -> bool:
+        """Whether the last step is merged all the same: else nothing would be in half of a run of four steps, and
+        merged so it is nearer than three steps are (docs/fidelity-trials.md)."""
+        return self.goes_on and len(self.sigmas) == 2 and self.config.whole_every > 2
 
     @property
     def reuses_detail(self) -> bool:
@@ -169,7 +177,7 @@ class Schedule:
         # behind, seams and blur, no later one can mend: both are whole.
         counted = bool(config.whole_every and self.sigmas)
         whole = counted and age % config.whole_every == 0
-        final = counted and self.finishes and step == len(self.sigmas) - 1
+        final = counted and self.finishes and step == len(self.sigmas) - 1 and not self._last_of_two
         merges = self.in_range(sigma) and not final and (self.reuses_detail or not whole)
         ratios = told = self.ratios_at(sigma, step) if merges else None
         ratio = max(ratios.values(), default=0.0) if ratios is not None else config.ratio if merges else 0.0

@@ -38,10 +38,11 @@ PREDICTED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What clips are drawn with. steps: share of the sampling steps."""
+    """What clips are drawn with. steps: share of the sampling steps. runs: see `demo.video.draw_clips`."""
 
     patch: Patch
     steps: float = 1.0
+    runs: int = 1
 
 
 def settings() -> dict[str, Setting]:
@@ -57,6 +58,7 @@ def settings() -> dict[str, Setting]:
     found |= {f"preset: balanced at {ratio:g}": preset("balanced", ratio=ratio) for ratio in (0.6, 0.75)}
     found["preset: balanced, keys in four bits"] = Setting(experiments.packed(preset("balanced").patch))
     found["preset: quality, keys in four bits"] = Setting(experiments.packed(preset("quality").patch))
+    found["preset: balanced, in two runs"] = Setting(preset("balanced").patch, runs=2)
     found["preset: balanced, windows of 8 x 8"] = preset("balanced", window_size=8)
     found["preset: balanced, random"] = preset("balanced", selector="random")
     found |= {f"preset: {n}, without keys": preset(n, all_keys=False) for n in ("quality", "balanced")}
@@ -106,9 +108,10 @@ def seams(clips: Tensor) -> Tensor:
 
 
 def measured(
-    draw: Callable[[Any, int], Tensor], model: Any, clips: list[Any], steps: int, tried: dict[str, Setting]
+    draw: Callable[..., Tensor], model: Any, clips: list[Any], steps: int, tried: dict[str, Setting]
 ) -> dict[str, dict[str, float]]:
-    """A row for each of these settings. draw: a model and a number of steps -> its latents of all clips."""
+    """A row for each of these settings. draw: a model, a number of steps and
+    of runs -> its latents of all clips."""
     from demo.checker import accuracy, load_checker
     from demo.scenes import CANVAS
     from demo.video import decode_clips
@@ -137,7 +140,7 @@ def measured(
     }
     for name, setting in tried.items():
         with counting() as counter:
-            latents = draw(setting.patch(model), max(1, round(steps * setting.steps)))
+            latents = draw(setting.patch(model), max(1, round(steps * setting.steps)), setting.runs)
         pictures, distances = decode_clips(latents), relative_error(latents, plain).tolist()
         rows[name] = {
             "distance": statistics.fmean(distances),
@@ -182,7 +185,7 @@ def main(given: list[str] | None = None) -> None:
     seeds = [SCENES[args.scenes] + index for index in range(args.clips)]
     clips = [clip_from_seed(FIRST_TEST_SEED + seed) for seed in seeds]
     rows = measured(
-        lambda model, steps: draw_clips(model, clips, seeds, steps, args.cfg, told),
+        lambda model, steps, runs=1: draw_clips(model, clips, seeds, steps, args.cfg, told, runs=runs),
         load_wan(str(args.weights)),
         clips,
         args.steps,

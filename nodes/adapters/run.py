@@ -119,7 +119,9 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             model_sampling = guider.model_patcher.get_model_object("model_sampling")
             sigmas = argument(args, kwargs, 3, "sigmas").tolist()
             config, kept = _settled(attachment, guider, args, kwargs)
-            sampling = Sampling.start(config, model_sampling, sigmas, attachment.bands)
+            noise = argument(args, kwargs, 0, "noise")
+            frames = noise.shape[2] if noise.ndim > 4 else 1
+            sampling = Sampling.start(config, model_sampling, sigmas, attachment.bands, frames)
             sampling.run.details.reserved, sampling.run.packs = kept.bytes, kept.packs
             sampling.run.stats.without_keys = kept.without
             options = create_model_options_clone(given)

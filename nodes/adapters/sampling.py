@@ -20,6 +20,9 @@ from ...toma_core.stats import RunStats
 from ...toma_core.windows import has_frames
 from .levels import Levels
 
+# Less than this share of the highest noise level: a run begins with a picture in it.
+_ALL_NOISE = 0.99
+
 
 @dataclass(eq=False)
 class Sampling:
@@ -51,14 +54,18 @@ class Sampling:
     _lock: Lock = field(default_factory=Lock)
 
     @classmethod
-    def start(cls, config: ToMAConfig, model_sampling: Any, sigmas: list[float], bands: Bands = ()) -> Sampling:
-        """A fresh run over a schedule of noise levels, the last of which is where it ends. bands: see `Schedule`."""
+    def start(
+        cls, config: ToMAConfig, model_sampling: Any, sigmas: list[float], bands: Bands = (), frames: int = 1
+    ) -> Sampling:
+        """A fresh run over noise levels, the last of which is where it ends, for a latent of so many frames.
+        bands: see `Schedule`."""
         start = (
             float("inf") if config.start_percent <= 0 else float(model_sampling.percent_to_sigma(config.start_percent))
         )
         end = float("-inf") if config.end_percent >= 1 else float(model_sampling.percent_to_sigma(config.end_percent))
         finishes = bool(sigmas) and sigmas[-1] == 0.0
-        run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes, bands))
+        goes_on = frames > 1 and bool(sigmas) and sigmas[0] < _ALL_NOISE * float(model_sampling.sigma_max)
+        run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes, goes_on, bands))
         run.stats.total_steps = len(sigmas[:-1])
         run.stats.by_profile = bool(bands)
         if bands and not any(ratio for _, ratios in bands for ratio in ratios.values()):

@@ -289,3 +289,22 @@ def test_a_profile_that_leaves_a_noise_level_whole_is_named() -> None:
         Schedule(config, sigmas, bands=((4.0, {"a": 0.5}), (0.0, {"a": 0.0}))).why_full() == "whole_every = 3, profile"
     )
     assert Schedule(ToMAConfig(), sigmas, bands=((4.0, {"a": 0.5}), (0.0, {}))).why_full() == "profile"
+
+
+@pytest.mark.parametrize(
+    ("sigmas", "every", "goes_on", "merged"),
+    [
+        ((0.8, 0.5), 4, True, [1]),
+        ((0.8, 0.5), 4, False, []),
+        ((0.8, 0.5), 2, True, []),
+        ((0.8, 0.7, 0.5), 4, True, [1]),
+        ((0.8,), 4, True, []),
+    ],
+)
+def test_the_last_of_two_steps_that_go_on_from_another_run_is_merged(
+    sigmas: tuple[float, ...], every: int, goes_on: bool, merged: list[int]
+) -> None:
+    """Else nothing would be in half of a run of four; `quality`, every second in full, has it in full."""
+    config = ToMAConfig(whole_every=every, detail_reuse=True)
+    schedule = Schedule(config, sigmas, finishes=True, goes_on=goes_on)
+    assert [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio] == merged

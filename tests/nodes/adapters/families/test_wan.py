@@ -171,32 +171,49 @@ def test_conditions_in_calls_of_their_own(
     assert (split - joined).abs().max() <= 10 * off + 1e-4 * joined.abs().max()
 
 
-def test_two_models_one_after_the_other(wan: Any, attach: Any, stats_of: Any, no_state_left: None) -> None:
-    """Wan 2.2 14B: one model at high noise, another at low noise, each with settings of its own."""
+def in_two(high: Any, low: Any, frames: int = 5) -> Tensor:
+    """A video of four steps by two models, one after the other."""
     import comfy.sample
 
+    conds = [models.conditioning(high, seed=seed) for seed in (1, 2)]
+    latent = torch.zeros(1, 16, frames, HEIGHT, WIDTH)
+    noise = comfy.sample.prepare_noise(latent, 5)
+    for model, span in ((high, {"last_step": 2}), (low, {"start_step": 2, "force_full_denoise": True})):
+        options = {**span, "disable_noise": model is low, "disable_pbar": True}
+        given = torch.zeros_like(noise) if model is low else noise
+        latent = comfy.sample.sample(model, given, 4, 5.0, "euler", "simple", *conds, latent, **options)
+    return latent
+
+
+@pytest.mark.parametrize(
+    ("name", "frames", "steps"), [("balanced", 5, ([1], [1])), ("quality", 5, ([1], [])), ("balanced", 1, ([1], []))]
+)
+def test_presets_where_two_models_take_two_steps_each(
+    name: str, frames: int, steps: tuple[list[int], list[int]], wan: Any, stats_of: Any
+) -> None:
+    attach, settings = (
+        pack_module("nodes.adapters.run").attach,
+        pack_module("toma_core").Settings(name, {"min_tokens": 4}),
+    )
+    merged = attach(wan, settings), attach(models.wan(seed=1), settings)
+    assert in_two(*merged, frames=frames).isfinite().all()
+    assert tuple(sorted(stats_of(m).merged_steps) for m in merged) == steps
+    assert [stats_of(m).without_keys for m in merged] == ["", ""]
+
+
+def test_two_models_one_after_the_other(wan: Any, attach: Any, stats_of: Any, no_state_left: None) -> None:
+    """Wan 2.2 14B: one model at high noise, another at low noise, each with settings of its own."""
     low = models.wan(seed=1)
-    conds = [models.conditioning(wan, seed=seed) for seed in (1, 2)]
-
-    def video(high: Any, low: Any) -> Tensor:
-        latent = torch.zeros(1, 16, 5, HEIGHT, WIDTH)
-        noise = comfy.sample.prepare_noise(latent, 5)
-        for model, span in ((high, {"last_step": 2}), (low, {"start_step": 2, "force_full_denoise": True})):
-            options = {**span, "disable_noise": model is low, "disable_pbar": True}
-            given = torch.zeros_like(noise) if model is low else noise
-            latent = comfy.sample.sample(model, given, 4, 5.0, "euler", "simple", *conds, latent, **options)
-        return latent
-
     merged = attach(wan, ratio=0.5), attach(low, ratio=0.25)
-    out = video(*merged)
+    out = in_two(*merged)
     assert out.isfinite().all()
     grid = (5, HEIGHT // 2, WIDTH // 2)
     assert [stats_of(m).grids for m in merged] == [{grid: kept(5)}, {grid: 5 * round(0.75 * FRAME)}]
     assert [sorted(stats_of(m).steps) for m in merged] == [[0, 1], [0, 1]]
-    assert torch.equal(video(*merged), out)
-    only = video(merged[0], low)
+    assert torch.equal(in_two(*merged), out)
+    only = in_two(merged[0], low)
     assert not torch.equal(only, out)
-    assert not torch.equal(only, video(wan, low))
+    assert not torch.equal(only, in_two(wan, low))
 
 
 @pytest.mark.parametrize("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
