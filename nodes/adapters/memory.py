@@ -39,16 +39,16 @@ def kept_keys(
     hooks: ModelHooks,
     config: ToMAConfig,
     latent: Tensor,
-    conditions: int,
+    conditions: float,
     dtype: torch.dtype,
     device: torch.device,
     references: Sequence[Tensor] = (),
 ) -> Kept:
-    """What a run on latents of (B, C, ..., H, W) is to keep. dtype: of tokens; device: that the model runs on;
-    references: latents of reference images."""
+    """What a run on latents of (B, C, ..., H, W) is to keep. conditions: how often it is evaluated in a
+    step; dtype: of tokens; device: that the model runs on; references: latents of reference images."""
     if not config.all_keys:
         return Kept()
-    updates, keys = (n * len(latent) * conditions for n in hooks.keys_of(latent, config, references))
+    updates, keys = (round(n * len(latent) * conditions) for n in hooks.keys_of(latent, config, references))
     if not keys:
         return Kept(without="this model's attention takes no others")
     room = comfy.model_management.get_total_memory(device)
@@ -69,6 +69,19 @@ def conditions_of(guider: Any, sampler: Any = None) -> int:
     if usual and math.isclose(guider.cfg, 1.0):
         return max(1, len(conds.get("positive") or ()))
     return max(1, sum(len(each or ()) for each in conds.values()))
+
+
+def overlap_of(guider: Any, latent: Tensor) -> float:
+    """How often a frame of the latent is evaluated for a condition: more than once where windows over them overlap."""
+    handler = guider.model_options.get("context_handler")
+    try:
+        if handler is None or latent.shape[handler.dim] <= handler.context_length:
+            return 1.0
+        windows = handler.get_context_windows(guider.model_patcher.model, latent, guider.model_options)
+        # ComfyUI may put a frame before those of a window.
+        return sum(len(window.index_list) + 1 for window in windows) / latent.shape[handler.dim]
+    except (AttributeError, TypeError, IndexError):
+        return 1.0  # another pack's, who may do as they like: what is held is limited anyhow
 
 
 def references_of(guider: Any) -> list[Tensor]:

@@ -33,7 +33,7 @@ from .family import ModelHooks
 from .graphs import allow_more_graphs, compiled, in_one_piece
 from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, installed
 from .levels import Levels
-from .memory import Kept, conditions_of, kept_keys, references_of, reserved
+from .memory import Kept, conditions_of, kept_keys, overlap_of, references_of, reserved
 from .sampling import Sampling
 
 _KEY = "toma"
@@ -166,11 +166,9 @@ def _settled(attachment: Attachment, guider: Any, args: Any, kwargs: Any) -> tup
     if not Schedule(config).reuses_detail:
         kept = Kept(without="full steps keep nothing with these settings")
     elif hooks is not None and (compiled(given) or not given.get("torch_compile_kwargs")):
-        noise, conditions = (
-            argument(args, kwargs, 0, "noise"),
-            conditions_of(guider, argument(args, kwargs, 2, "sampler")),
-        )
-        kept = kept_keys(hooks, config, noise, conditions, dtype_of(model), model.load_device, references_of(guider))
+        noise, sampler = argument(args, kwargs, 0, "noise"), argument(args, kwargs, 2, "sampler")
+        often, device = conditions_of(guider, sampler) * overlap_of(guider, noise), model.load_device
+        kept = kept_keys(hooks, config, noise, often, dtype_of(model), device, references_of(guider))
     return (config if kept.bytes else attachment.without_keys), kept
 
 

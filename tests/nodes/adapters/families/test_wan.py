@@ -216,6 +216,19 @@ def test_two_models_one_after_the_other(wan: Any, attach: Any, stats_of: Any, no
     assert not torch.equal(only, in_two(wan, low))
 
 
+def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that overlap keep frames more than once."""
+    nodes, run = importlib.import_module("comfy_extras.nodes_context_windows"), pack_module("nodes.adapters.run")
+    told = ("standard_static", 1, False, "pyramid", False)
+    windowed = nodes.WanContextWindowsManualNode.execute(wan, 17, 12, *told).result[0]
+    merged, asked = run.attach(windowed, pack_module("toma_core").Settings("balanced", {"min_tokens": 4})), list[int]()
+    reserved = run.reserved
+    monkeypatch.setattr(run, "reserved", lambda model, more: asked.append(more) or reserved(model, more))
+    models.sample(merged, HEIGHT, WIDTH, frames=13, steps=4, cfg=5.0)
+    held = stats_of(merged).detail_bytes
+    assert held <= asked[0] < 1.1 * held
+
+
 @pytest.mark.parametrize("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
 def test_context_windows_over_frames(settings: Any, wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
     """Plans belong to the frames that a call shows, for both conditions."""
