@@ -5,7 +5,8 @@
 
 Every variant goes through ComfyUI's own `apply_model`. Variants are interleaved in one run, and the speed-up is the
 median of the turns' ratios. Turns reuse the plans of a warm-up turn; what making all plans costs is timed apart and
-given as a share of an evaluation, the presets pay it every few steps. Weights are random: the distance shows only
+given as a share of an evaluation, the presets pay it every few steps. Where merged blocks look at all tokens, a full
+step comes before, untimed. Weights are random: the distance shows only
 that the merged model still computes nearly the same function. Needs about 7 GB of memory for SDXL and 1 to 6 GB for
 transformers, whose depth is cut to two or three blocks or to --blocks. A speed-up is refused where the output is
 broken, or nothing was merged, or the unpatched model changed.
@@ -31,6 +32,8 @@ from scripts.comfy_pack import pack_module
 
 # Random weights: an output farther off than this is a broken one, not a merged one.
 FARTHEST = 0.5
+# Noise levels of a run whose first step is in full.
+_LEVELS = [1.0, 0.9, 0.8, 0.0]
 GRANULARITIES = ["module", "block", "stack"]
 
 
@@ -38,7 +41,7 @@ class Runner:
     """A variant on a model, ready to evaluate. plain: without ToMA's kernels, wherever it runs."""
 
     def __init__(self, variant: Variant, patcher: Any, plain: bool = False) -> None:
-        self.variant, self.plain = variant, plain
+        self.variant, self.plain, self.looks = variant, plain, False
         self.patched = variant.patch(patcher)
         self.sampling = self._start()
 
@@ -48,15 +51,33 @@ class Runner:
         attachment = run.attachment_of(self.patched)
         if attachment is None:
             return None
-        sampling = run.Sampling.start(attachment.config, None, [1.0, 0.0])
+        self.looks = attachment.config.all_keys
+        sampling = run.Sampling.start(attachment.config, None, _LEVELS if self.looks else [1.0, 0.0])
+        sampling.run.packs = self.variant.packs
         if self.plain:
             trial = pack_module("toma_core.trial")
             sampling.run.dispatch = trial.Dispatch(trial.Choice(None))
-        sampling.observe(torch.ones(1))
+        if not self.looks:
+            sampling.observe(torch.ones(1))
         return sampling
+
+    def _step(self, level: float) -> None:
+        """The sampler comes to a noise level."""
+        assert self.sampling is not None
+        timestep = torch.full((1,), level)
+        self.sampling.next(timestep)
+        self.sampling.observe(timestep)
 
     def __call__(self, inputs: dict[str, Any]) -> Tensor:
         """One evaluation: (B, C, H, W) latents in, the same out."""
+        if self.looks and self.sampling is not None:
+            if self.sampling.picture is None:
+                self._step(_LEVELS[0])
+                self._evaluated(inputs)
+            self._step(_LEVELS[1])
+        return self._evaluated(inputs)
+
+    def _evaluated(self, inputs: dict[str, Any]) -> Tensor:
         options = dict(self.patched.model_options["transformer_options"])
         options["wrappers"] = self.patched.wrappers
         if self.sampling is not None:
@@ -168,17 +189,17 @@ def measure(
             row.planning = runner.planning(inputs, device)
             if check_kernels and "triton" in runner.stats.kernels:
                 found += _kernels_agree(runner, patcher, inputs, timing.output, base.output)
-        row.ceiling = None if shape.tiny else ceiling(shape, runner.variant, blocks)
+        row.ceiling = None if shape.tiny else ceiling(shape, runner.variant, blocks, int(runner.looks))
         rows.append(bench.compared(row, timing, base, found))
         if row.distance == 0 and name != UNPATCHED.name:
             row.note = "; ".join(t for t in ("a no-op here: the output is unchanged", row.note) if t)
     return rows + left_out
 
 
-def ceiling(shape: Shape, variant: Variant, blocks: tuple[int, ...] | None = None) -> float | None:
-    """How much faster a variant could be at most, by FLOPs; None where they cannot be counted."""
+def ceiling(shape: Shape, variant: Variant, blocks: tuple[int, ...] | None = None, step: int = 0) -> float | None:
+    """How much faster a variant could be at most at a step, by FLOPs; None where they cannot be counted."""
     try:
-        return cost.count(shape, blocks=blocks).flops / cost.count(shape, variant, blocks=blocks).flops
+        return cost.count(shape, blocks=blocks).flops / cost.count(shape, variant, blocks=blocks, step=step).flops
     except Exception as error:
         bench.say(f"{variant.name}: no FLOP ceiling: {type(error).__name__}: {error}")
         return None

@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -253,12 +253,15 @@ _FAR = 0.8
 
 
 def few_blocks(name: str, side: int, blocks: tuple[int, ...] = (), *, keys: bool = False, **shape: int) -> Section:
-    """Two or three full-width blocks on a CPU, or so many, none left whole. keys: also with fewer keys alone."""
+    """Two or three full-width blocks on a CPU, or so many, none left whole. keys: also with fewer keys alone,
+    and a merged step of `balanced`, whose blocks look at all tokens, as they are and in four bits."""
 
     def section(suite: Suite) -> None:
         chosen, few = forward.toma_variants([RATIO], ["stack"], suite.more), blocks or WHOLE[name].few
         if keys:
             chosen.append(suite.toma(f"keys only, ratio {RATIO:g}", keys_only=True))
+            looking = variants.preset("balanced", ratio=RATIO, min_tokens=4)
+            chosen += [looking, replace(looking, name=f"{looking.name}, keys in four bits", packs=True)]
         suite.rows += forward.measure(
             suite.patcher(name, few), suite.shape(name, side, **shape), chosen, suite.repeats(5), suite.device,
             blocks=few, limit=40, farthest=_FAR,

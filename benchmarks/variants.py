@@ -21,12 +21,13 @@ Patch = Callable[[Any], Any]
 @dataclass(frozen=True)
 class Variant:
     """A way to run a model. note: what a reader of its row must know. unchanged: whether the output must be that of
-    the model without it."""
+    the model without it. packs: whether keys are kept in four bits, in a forward benchmark, which no run decides."""
 
     name: str
     patch: Patch
     note: str = ""
     unchanged: bool = False
+    packs: bool = False
 
 
 # Small models have small grids and few blocks: merge all of them.
