@@ -152,8 +152,19 @@ class Fused:
     def _launched(self, name: str, results: tuple[Tensor, ...], *read: Tensor | None) -> None:
         self.meter.count(f"toma.{name}", 0.0, sum(t.nbytes for t in (*results, *read) if t is not None))
 
-    def select_weigh(self, x: Tensor, windows: Any, budget: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def moved(self, x: Tensor, windows: Any, budget: Any) -> Any:
         """See `kernels.Kernels`, as for all below."""
+        module, count = pack_module("toma_core.budget"), len(windows.counts)
+        slots = module.most_slots(budget, windows)
+        due = x.new_empty(len(x), 2, count, dtype=torch.float32)
+        compact = x.new_empty(len(x), budget.total, dtype=torch.int64)
+        expand = x.new_empty(len(x), count * slots, dtype=torch.int64)
+        valid = x.new_empty(len(x), count, slots, dtype=torch.bool)
+        self._launched("due", (due,), x, windows.source, windows.valid)
+        self._launched("share", (compact, expand, valid), due)
+        return module.MovedBudget(budget.counts, compact, expand, valid)
+
+    def select_weigh(self, x: Tensor, windows: Any, budget: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         picks = x.new_empty(len(x), len(windows.counts), budget.slots, dtype=torch.int64)
         plan = picks, *_weights(x, picks, windows)
         self._launched("select_weigh", plan, x, windows.source, windows.valid, budget.valid)

@@ -32,6 +32,12 @@ def clip_conditioning(clips: list[Clip | None], told: int | None = None) -> list
     return [[tokens, {}]]
 
 
+def clip_noise(seeds: list[int]) -> torch.Tensor:
+    """Noise for a batch of clips, each by its own seed. (len(seeds), 16, FRAMES, h, w)"""
+    shape = LATENT_CHANNELS, FRAMES, *[CLIP_SIZE // UNSHUFFLE] * 2
+    return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+
+
 def draw_clips(
     model: Any,
     clips: list[Clip],
@@ -44,16 +50,15 @@ def draw_clips(
 ) -> torch.Tensor:
     """Samples one latent per clip: (len(clips), 16, FRAMES, h, w), float32 on the CPU. `seeds` gives each its noise.
     runs: one after another, as Wan 2.2 has a model for high noise and one for low."""
-    side, results = CLIP_SIZE // UNSHUFFLE, []
-    shape = (LATENT_CHANNELS, FRAMES, side, side)
+    results = []
     for start in range(0, len(clips), batch):
         part, part_seeds = clips[start : start + batch], seeds[start : start + batch]
-        noise = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in part_seeds]
-        drawn = torch.zeros(len(part), *shape)
+        noise = clip_noise(part_seeds)
+        drawn = torch.zeros_like(noise)
         for run in range(runs):
             drawn = comfy.sample.sample(
                 model,
-                torch.zeros_like(drawn) if run else torch.stack(noise),
+                torch.zeros_like(drawn) if run else noise,
                 steps,
                 cfg,
                 DEFAULTS["wan"]["sampler"],

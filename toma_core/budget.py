@@ -18,7 +18,7 @@ from .windows import Budget, Windows
 # A window gets at most so many times its equal share.
 MOST = 2.0
 # Less spread than this is rounding, in any dtype that pictures come in.
-_NOTHING = 1e-5
+NOTHING = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +73,11 @@ def _spread(x: Tensor, share: Tensor | None = None) -> Tensor:
     return 1 - mean.pow(2).sum(-1)
 
 
+def most_slots(budget: Budget, windows: Windows) -> int:
+    """The most destinations that a window may get of an equal budget."""
+    return min(windows.slots, round(MOST * budget.slots))
+
+
 def moved(budget: Budget, spread: Tensor, windows: Windows) -> MovedBudget:
     """The destinations of an equal budget, shared out by how much there is in each window.
 
@@ -81,20 +86,28 @@ def moved(budget: Budget, spread: Tensor, windows: Windows) -> MovedBudget:
     it is due, so that the sum is exact; each has one at least, and at most `MOST` of an equal share. Frames of a
     video share nothing: each has as many. No host sync.
     """
-    device, slots, frames = spread.device, windows.slots, windows.frames
+    device, frames = spread.device, windows.frames
     images, total = len(spread), budget.total // frames
     spread = spread.reshape(images * frames, -1)
-    K = min(slots, round(MOST * budget.slots))
+    K = most_slots(budget, windows)
     place = torch.arange(K, device=device)
-    sizes = windows.valid.sum(1) if windows.valid is not None else torch.full_like(windows.source[:, 0], slots)
+    sizes = windows.valid.sum(1) if windows.valid is not None else torch.full_like(windows.source[:, 0], windows.slots)
     sizes = sizes[: spread.shape[1]]
     # Rounding says how much there is in windows with nothing in them: they all have the same.
-    due = spread.clamp_min(_NOTHING).sqrt() * sizes
+    due = spread.clamp_min(NOTHING).sqrt() * sizes
     claims = due[..., None] / (place + 0.5)
     claims = claims.masked_fill(place >= sizes[:, None], -1.0).masked_fill(place == 0, torch.inf)
-    chosen = claims.flatten(1).topk(total, dim=1).indices
+    # Of claims that are alike the first ones are met, on every device.
+    chosen = claims.flatten(1).sort(dim=1, descending=True, stable=True).indices[:, :total]
     taken = torch.zeros(claims.shape, dtype=torch.bool, device=device).flatten(1).scatter_(1, chosen, True)
-    counts = taken.view(claims.shape).sum(-1, keepdim=True)
+    return dealt(budget, taken.view(claims.shape).sum(-1).view(images, -1), windows)
+
+
+def dealt(budget: Budget, counts: Tensor, windows: Windows) -> MovedBudget:
+    """An equal budget's destinations, so many in each window: counts (B, W), each frame's as many as were its own."""
+    images, frames, K = len(counts), windows.frames, most_slots(budget, windows)
+    counts, total = counts.reshape(images * frames, -1, 1), budget.total // frames
+    place = torch.arange(K, device=counts.device)
     valid = place < counts
     # Slots in use come first in a stable order of what is not.
     compact = (~valid).flatten(1).to(torch.uint8).argsort(dim=1, stable=True)[:, :total]

@@ -8,6 +8,7 @@ is short: 64 numbers a token in most models, where the tokens have thousands.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,9 +27,10 @@ def trusted_below(flow: bool) -> float:
     return _MOST_NOISE if flow else _MOST_NOISE / (1 - _MOST_NOISE)
 
 
-def picture_tokens(picture: Tensor, grid: Grid) -> Tensor:
+def picture_tokens(picture: Tensor, grid: Grid, like: Tensor) -> Tensor:
     """A picture as features of the tokens of a grid: 2 x 2 cells a token, each the mean of what it covers; one cell
-    where a token covers no more. (B, C, ..., H, W) -> (B, N, C or 4 C); where the grid has frames, (B, C, T, H, W)."""
+    where a token covers no more. (B, C, ..., H, W), of a grid with frames (B, C, T, H, W) -> (B, N, C or 4 C) of the
+    dtype and device of `like`."""
     *frames, height, width = grid
     images = len(picture)
     # Each frame as a picture of its own.
@@ -42,5 +44,7 @@ def picture_tokens(picture: Tensor, grid: Grid) -> Tensor:
         picture = F.pad(picture, (0, right, 0, bottom), mode="replicate")
     if covers != [1, 1]:
         picture = F.avg_pool2d(picture, covers)
-    tokens = F.pixel_unshuffle(picture, cells).flatten(2).transpose(1, 2)
-    return tokens.reshape(images, -1, tokens.shape[2]).contiguous()
+    cut = picture.unflatten(-1, (width, cells)).unflatten(-3, (height, cells)).permute(0, 2, 4, 1, 3, 5)
+    # Laid out, cast and brought to the device in one copy.
+    tokens = torch.empty(cut.shape, dtype=like.dtype, device=like.device).copy_(cut)
+    return tokens.view(images, -1, cut[0, 0, 0].numel())

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .budget import moved, spread
 from .config import PlanFrom, SelectorKind, ToMAConfig
 from .detail import Details
 from .maps import draw_map
@@ -256,7 +255,7 @@ class RunState:
     def _laid_out(self, features: Tensor, grid: Grid, decision: Decision, even: bool) -> tuple[Windows, Budget]:
         """Windows, and what each of them keeps: the same share, or as much as there is in it."""
         windows, budget = self._layout(grid, decision, features.device)
-        return windows, budget if even else moved(budget, spread(windows.split(features), windows), windows)
+        return windows, budget if even else self.dispatch.moved(features, windows, budget)
 
     def _layout(self, grid: Grid, decision: Decision, device: torch.device) -> tuple[Windows, Budget]:
         config = self.config
@@ -297,4 +296,4 @@ class RunState:
 
 def _features(x: Tensor, grid: Grid, picture: Tensor | None) -> Tensor:
     """What tokens x of (B, N, C) are compared by, (B, N, C'): the picture that they show, or themselves."""
-    return x if picture is None else picture_tokens(picture.to(x), grid)
+    return x if picture is None else picture_tokens(picture, grid, x)

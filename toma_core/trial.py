@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from .budget import MovedBudget, dealt, most_slots, moved, spread
 from .detail import reuse
 from .kernels import Kernels
-from .kernels.sizes import variant
+from .kernels.sizes import padded, variant
 from .merge import MergePlan, merge, unmerge_update, weigh
 from .windows import Budget, Windows
 
@@ -67,6 +68,46 @@ class Dispatch:
             self._choices[key] = _chosen(x, features, windows, budget, uses)
         return self._choices[key]
 
+    def moved(self, x: Tensor, windows: Windows, budget: Budget) -> MovedBudget:
+        """An equal budget shared out by how much there is in each window of tokens x of (B, N, C), see `budget`."""
+        if self.given is not None:
+            kernels = self.given.kernels
+        else:
+            key = _moving_key(x, windows, budget)
+            if key not in self._choices:
+                self._choices[key] = _chosen_to_move(key, x.detach(), windows, budget)
+            kernels = self._choices[key].kernels
+        return _plainly_moved(x, windows, budget) if kernels is None else kernels.moved(x, windows, budget)
+
+
+def _chosen_to_move(key: Hashable, x: Tensor, windows: Windows, budget: Budget) -> Choice:
+    reason = _obstacle(x, windows.slots)
+    if reason:
+        return Choice(None, reason)
+    from .kernels.triton import TritonKernels
+
+    kernels = TritonKernels()
+    reason = _tried(key, lambda: _moves(kernels, x, windows, budget))
+    return Choice(None, reason) if reason else Choice(kernels)
+
+
+def _plainly_moved(x: Tensor, windows: Windows, budget: Budget) -> MovedBudget:
+    return moved(budget, spread(windows.split(x), windows), windows)
+
+
+def _moves(kernels: Kernels, x: Tensor, windows: Windows, budget: Budget) -> bool:
+    """Whether kernels share out as PyTorch does, up to a destination that rounding gives to another window."""
+    ours, theirs = kernels.moved(x, windows, budget), _plainly_moved(x, windows, budget)
+    counts = ours.valid.sum(-1)
+    again, apart = dealt(budget, counts, windows), (counts - theirs.valid.sum(-1)).abs()
+    same = all(torch.equal(getattr(ours, name), getattr(again, name)) for name in ("compact", "expand", "valid"))
+    return same and int(apart.max()) <= 1 and bool((counts.sum(-1) == budget.total).all())
+
+
+def _moving_key(x: Tensor, windows: Windows, budget: Budget) -> Hashable:
+    kinds = padded(windows.slots), padded(most_slots(budget, windows)), min(64, padded(x.shape[2]))
+    return "moved", x.device, x.dtype, windows.valid is not None, *kinds
+
 
 def _key(x: Tensor, features: Tensor, windows: Windows, budget: Budget, uses: Uses) -> Hashable:
     kinds = (variant(t.shape[2], windows, budget) for t in (x, features))
@@ -111,19 +152,23 @@ _trials: dict[Hashable, str] = {}
 
 
 def _trial(kernels: Kernels, x: Tensor, features: Tensor, windows: Windows, budget: Budget, uses: Uses) -> str:
-    """Why the kernels fail on x or compute something else than PyTorch, or an empty string.
+    """Why the kernels fail on x or compute something else than PyTorch, or an empty string."""
+    x, features = x.detach(), features.detach()
+    results = _results(kernels, x, features, windows, budget, uses)
+    return _tried(_key(x, features, windows, budget, uses), lambda: all(_close(*pair) for pair in results))
+
+
+def _tried(key: Hashable, good: Callable[[], bool]) -> str:
+    """Why a first use fails, or an empty string. good: whether what is computed in it is right.
 
     Triton compiles at first use, with a C compiler and a driver that may be missing, for cards nobody here has seen.
     Only this trial is guarded, and waits for the device: an error in the run itself is not hidden.
     """
-    x, features = x.detach(), features.detach()
-    key = _key(x, features, windows, budget, uses)
     if key not in _trials:
         if not _trials:
             logging.info("ToMA: making its GPU kernels for this model, once; this takes some seconds")
         try:
-            good = all(_close(*pair) for pair in _results(kernels, x, features, windows, budget, uses))
-            _trials[key] = "" if good else "Triton's results are off"
+            _trials[key] = "" if good() else "Triton's results are off"
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

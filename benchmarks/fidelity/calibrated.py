@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from .start import PICTURES, command, start
 from .step import SCENES
 
 PRESETS = ("quality", "balanced", "fast")
+# What the models can do with that were taught few steps.
+TAUGHT = {"few": (4, 8), "wan": (4, 8)}
 
 
 def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser = command(__doc__)
-    parser.add_argument("--model", nargs="*", choices=PICTURES, default=["unet", "dit"])
+    parser.add_argument("--model", nargs="*", choices=(*PICTURES, "wan"), default=["unet", "dit"])
     parser.add_argument("--weights", type=Path, default=Path("demo/weights"), help="folder with the trained weights")
     parser.add_argument("--steps", type=int, nargs="*", default=[4, 8, 20])
     parser.add_argument("--preset", nargs="*", choices=PRESETS, default=list(PRESETS))
@@ -39,12 +42,14 @@ def main(given: list[str] | None = None) -> None:
     start(args)
     from demo.sampling import defaults
 
+    # The clips' model was taught to do without guidance.
+    guided = args.cfg
     rows: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     for kind in args.model:
-        for steps in args.steps:
-            options = defaults(kind, steps)
-            if args.cfg is not None:
-                options["cfg"] = args.cfg
+        for steps in (steps for steps in args.steps if steps in TAUGHT.get(kind, args.steps)):
+            options = {**defaults(kind, steps), **({"cfg": 1.0} if kind == "wan" else {})}
+            if guided is not None:
+                options["cfg"] = guided
             names = {preset: f"{kind} {steps} steps cfg {options['cfg']:g} {preset}" for preset in args.preset}
             missing = [preset for preset, name in names.items() if name not in rows]
             for preset, row in _measured(kind, steps, missing, options, args).items():
@@ -61,41 +66,23 @@ def _measured(
     predicted and found on the scenes that were measured. options: of `demo.sampling.generate`."""
     if not presets:
         return {}
-    from demo.checker import FIRST_TEST_SEED
-    from demo.conditioning import conditioning, empty_latent, seeded_noise
-    from demo.sampling import generate
-    from demo.scenes import scene_from_seed
-
-    from .judge import counting, load
+    from .judge import counting
     from .metrics import relative_error
     from .settings import FEWEST
 
     calibrating = pack_module("nodes.calibrating")
     attach = pack_module("nodes.adapters.run").attach
     settings = pack_module("toma_core").Settings
-    model = load(kind, args.weights / f"{kind}.safetensors", "fp32")
-    size, told = options["size"], options.get("guidance")
+    model, generate, asked = (_clips if kind == "wan" else _pictures)(kind, steps, options, args)
     overrides = {"min_tokens": FEWEST}
-
-    def scenes(which: str) -> tuple[list[Any], list[int]]:
-        seeds = [SCENES[which] + i for i in range(args.images)]
-        return [scene_from_seed(FIRST_TEST_SEED + seed) for seed in seeds], seeds
 
     def drawn(patched: Any) -> tuple[torch.Tensor, int]:
         with counting() as counter:
-            latents = generate(patched, *scenes("report"), steps=steps, batch=args.images, **options)
+            latents = generate(patched)
         return latents, counter.get_total_flops()
 
-    asked, seeds = scenes("choose")
     task = calibrating.Task(
-        positive=conditioning(asked, told),
-        negative=conditioning([None] * args.images, told),
-        latent=empty_latent(size, size, args.images),
-        steps=steps,
-        cfg=options["cfg"],
-        sampler=options["sampler"],
-        scheduler=options["scheduler"],
-        noise=seeded_noise(seeds, size, size),
+        steps=steps, cfg=options["cfg"], sampler=options["sampler"], scheduler=options["scheduler"], **asked
     )
     plain, whole = drawn(model)
     rows: dict[str, dict[str, Any]] = {}
@@ -111,6 +98,68 @@ def _measured(
         rows[preset] |= {"keeps preset": found.keeps_preset, "told": found.held, "probes": found.probes}
         rows[preset]["profile"] = dict(found.profile.ratios) if found.profile else found.problem
     return rows
+
+
+def _seeds(which: str, args: argparse.Namespace) -> list[int]:
+    return [SCENES[which] + i for i in range(args.images)]
+
+
+# The model, what draws scenes of its own with a patched one, and what is sampled to calibrate it.
+Asked = tuple[Any, Callable[[Any], torch.Tensor], dict[str, Any]]
+
+
+def _pictures(kind: str, steps: int, options: dict[str, Any], args: argparse.Namespace) -> Asked:
+    from demo.checker import FIRST_TEST_SEED
+    from demo.conditioning import conditioning, empty_latent, seeded_noise
+    from demo.sampling import generate
+    from demo.scenes import scene_from_seed
+
+    from .judge import load
+
+    size, told = options["size"], options.get("guidance")
+    chosen, reported = _seeds("choose", args), _seeds("report", args)
+    scenes = {seed: scene_from_seed(FIRST_TEST_SEED + seed) for seed in (*chosen, *reported)}
+
+    def drawn(patched: Any) -> torch.Tensor:
+        given = [scenes[seed] for seed in reported]
+        return generate(patched, given, reported, steps=steps, batch=args.images, **options)
+
+    return (
+        load(kind, args.weights / f"{kind}.safetensors", "fp32"),
+        drawn,
+        {
+            "positive": conditioning([scenes[seed] for seed in chosen], told),
+            "negative": conditioning([None] * args.images, told),
+            "latent": empty_latent(size, size, args.images),
+            "noise": seeded_noise(chosen, size, size),
+        },
+    )
+
+
+def _clips(kind: str, steps: int, options: dict[str, Any], args: argparse.Namespace) -> Asked:
+    from demo.checker import FIRST_TEST_SEED
+    from demo.clips import clip_from_seed
+    from demo.models import load_wan
+    from demo.video import clip_conditioning, clip_noise, draw_clips
+
+    chosen, reported = _seeds("choose", args), _seeds("report", args)
+    clips = {seed: clip_from_seed(FIRST_TEST_SEED + seed) for seed in (*chosen, *reported)}
+    noise = clip_noise(chosen)
+
+    def drawn(patched: Any) -> torch.Tensor:
+        given = [clips[seed] for seed in reported]
+        return draw_clips(patched, given, reported, steps, options["cfg"], steps, args.images)
+
+    return (
+        load_wan(str(args.weights / f"{kind}.safetensors")),
+        drawn,
+        {
+            "positive": clip_conditioning([clips[seed] for seed in chosen], steps),
+            "negative": clip_conditioning([None] * args.images, steps),
+            "latent": torch.zeros_like(noise),
+            "noise": noise,
+        },
+    )
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:

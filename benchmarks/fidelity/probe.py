@@ -157,7 +157,7 @@ class Probe:
     def _features(self, plan: str, site: str, call: int, x: Tensor, grid: tuple[int, int]) -> Tensor:
         if plan == "x0":
             assert self.picture is not None
-            tokens = pack_module("toma_core.prediction").picture_tokens(self.picture, grid)
+            tokens = pack_module("toma_core.prediction").picture_tokens(self.picture, grid, self.picture)
             return tokens.repeat(len(x) // len(tokens), 1, 1)
         return x if plan == "x" else (self.whole if plan == "out" else self.before)[site, call]
 

@@ -29,19 +29,19 @@ def test_a_prediction_is_trusted_from_the_same_share_of_noise_on() -> None:
 
 def test_a_token_is_told_by_the_cells_that_it_covers() -> None:
     clean = picture()
-    tokens = picture_tokens(clean, (4, 4))
+    tokens = picture_tokens(clean, (4, 4), clean)
     assert tokens.shape == (2, 16, 12)
     assert sorted(tokens[1, 5].tolist()) == sorted(clean[1, :, 2:4, 2:4].flatten().tolist())
 
 
 def test_a_token_of_one_cell_is_that_cell() -> None:
     clean = picture()
-    assert torch.equal(picture_tokens(clean, (8, 8)), clean.flatten(2).transpose(1, 2))
+    assert torch.equal(picture_tokens(clean, (8, 8), clean), clean.flatten(2).transpose(1, 2))
 
 
 def test_where_a_token_covers_more_cells_are_means() -> None:
     clean = picture()
-    tokens = picture_tokens(clean, (2, 2))
+    tokens = picture_tokens(clean, (2, 2), clean)
     assert tokens.shape == (2, 4, 12)
     torch.testing.assert_close(tokens[0, 0, 0], clean[0, 0, :2, :2].mean())
 
@@ -49,20 +49,21 @@ def test_where_a_token_covers_more_cells_are_means() -> None:
 def test_a_picture_may_be_one_frame_of_five_dimensions() -> None:
     clean = picture()
     for grid in ((4, 4), (3, 5)):
-        assert torch.equal(picture_tokens(clean[:, :, None], grid), picture_tokens(clean, grid))
+        assert torch.equal(picture_tokens(clean[:, :, None], grid, clean), picture_tokens(clean, grid, clean))
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (3, 5)])
 def test_frames_of_a_video_are_pictures_one_behind_another(grid: tuple[int, int]) -> None:
     video = torch.stack([picture(), picture() + 1, 2 * picture()], 2)
-    frames = [picture_tokens(video[:, :, frame], grid) for frame in range(3)]
-    assert torch.equal(picture_tokens(video, (3, *grid)), torch.cat(frames, 1))
+    frames = [picture_tokens(video[:, :, frame], grid, video) for frame in range(3)]
+    assert torch.equal(picture_tokens(video, (3, *grid), video), torch.cat(frames, 1))
 
 
 @pytest.mark.parametrize("grid", [(5, 5), (3, 3), (1, 1), (9, 5)])
 def test_grids_that_are_rounded_up(grid: tuple[int, int]) -> None:
     """As models pad odd sides and a Downsample rounds up: every cell of the picture counts somewhere."""
-    tokens = picture_tokens(picture(1, 9, 9).requires_grad_(), grid)
+    clean = picture(1, 9, 9).requires_grad_()
+    tokens = picture_tokens(clean, grid, clean)
     assert tokens.shape[1] == grid[0] * grid[1]
     clean = picture(1, 9, 9).requires_grad_()
     picture_tokens(clean, grid).sum().backward()
@@ -74,7 +75,7 @@ def test_a_plan_is_of_the_picture_whatever_the_tokens_and_shared_by_all_blocks()
     state, x, clean = run(), torch.randn(2, 64, 5), picture()
     plan = state.plan(x, (8, 8), "a", DECISION, (None,), pictures=(clean,))
     assert state.plan(2 - x, (8, 8), "b", DECISION, (None,), pictures=(clean,)) is plan
-    ours = run().plan(picture_tokens(clean, (8, 8)), (8, 8), "a", DECISION, (None,))
+    ours = run().plan(picture_tokens(clean, (8, 8), clean), (8, 8), "a", DECISION, (None,))
     assert torch.equal(plan.destinations, ours.destinations)
     assert torch.equal(plan.merge_weights, ours.merge_weights)
     assert state.stats.selections == 1

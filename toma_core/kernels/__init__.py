@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..budget import MovedBudget
 from ..windows import Budget, Windows
 
 
@@ -20,6 +21,10 @@ class Kernels(Protocol):
     """
 
     name: str
+
+    def moved(self, x: Tensor, windows: Windows, budget: Budget) -> MovedBudget:
+        """`budget.moved` of an equal budget by the `budget.spread` of the tokens."""
+        ...
 
     def select_weigh(self, x: Tensor, windows: Windows, budget: Budget, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         """Picks by greedy facility location, merge weights, and their transposed unmerge weights."""

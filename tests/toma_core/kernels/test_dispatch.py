@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -146,6 +147,31 @@ class TestFirstUse:
         where = evaluation()
         plan_of(CASE.tokens(), where)
         assert where.run.stats.kernels == {"torch (Triton's results are off)"}
+
+    @pytest.mark.parametrize("fails", [True, False])
+    def test_budgets_fall_back_alone(
+        self, fails: bool, kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Where they fail or are off: the plan is PyTorch's budget, with all else as it was."""
+        theirs = plan_of(CASE.tokens(), on(None, adaptive_budget=True))
+        moved = type(kernels).moved
+
+        def wrong(*args: Any) -> Any:
+            if fails:
+                raise RuntimeError("no")
+            budget = moved(*args)
+            return replace(budget, compact=budget.compact.flip(1))
+
+        assert torch.equal(plan_of(CASE.tokens(), evaluation(adaptive_budget=True)).budget.valid, theirs.budget.valid)
+        toma_core.trial._trials.clear()
+        monkeypatch.setattr(type(kernels), "moved", wrong)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                where = evaluation(adaptive_budget=True)
+                ours = plan_of(CASE.tokens(), where)
+        assert where.run.stats.kernels == {"triton"}
+        assert torch.equal(ours.picks, theirs.picks)
+        assert len([r for r in caplog.records if "plain PyTorch instead" in r.getMessage()]) == 1
 
     def test_no_memory_is_no_reason_to_fall_back(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*args: Any) -> None:

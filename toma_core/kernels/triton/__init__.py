@@ -6,8 +6,9 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
+from ...budget import NOTHING, MovedBudget, most_slots
 from ...windows import Budget, Windows
-from . import agreement, product, select
+from . import agreement, product, select, share
 from .launch import INTERPRETED, Launch
 from .select import MOST
 
@@ -15,8 +16,8 @@ __all__ = ["INTERPRETED", "MOST", "TritonKernels"]
 
 
 class TritonKernels:
-    """One launch each, two in `reuse`. Windows of at most MOST tokens; tensors on a CUDA device, or on the CPU if
-    INTERPRETED.
+    """One launch each, two in `reuse` and in `moved`. Windows of at most MOST tokens; tensors on a CUDA device, or on
+    the CPU if INTERPRETED.
 
     Launches are prepared once for each layout and each kind of tensors, and kept as long as this object: one run.
     """
@@ -25,6 +26,13 @@ class TritonKernels:
 
     def __init__(self) -> None:
         self._launches: dict[tuple[Hashable, ...], Launch] = {}
+
+    def moved(self, x: Tensor, windows: Windows, budget: Budget) -> MovedBudget:
+        """See `kernels.Kernels`."""
+        _require(x, windows.tokens)
+        due = share.due(x, windows.source, windows.valid, NOTHING)
+        total, slots = budget.total // windows.frames, most_slots(budget, windows)
+        return MovedBudget(budget.counts, *share.shared_out(due, windows.frames, total, slots))
 
     def select_weigh(self, x: Tensor, windows: Windows, budget: Budget, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         """See `kernels.Kernels`."""
