@@ -1,7 +1,8 @@
 """What ToMA Calibrate gains on scenes that it did not measure: `python -m benchmarks.fidelity.calibrated`.
 
 For each model, number of steps and preset: calibrate on one set of scenes at the preset's work, and compare both on
-another set. The table stands in docs/how-it-works.md.
+another set. The table stands in docs/how-it-works.md. Below it: where a single setting of the judges' tables is nearer
+for no more work, see `beyond`.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ def main(given: list[str] | None = None) -> None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(rows, indent=1) + "\n")
             print(table(rows), flush=True)
+    for name, (setting, factor) in beyond(rows, args.out.parent).items():
+        print(f"{name}: {setting} is at {factor:.2f} of the preset")
 
 
 def _measured(
@@ -98,6 +101,33 @@ def _measured(
         rows[preset] |= {"keeps preset": found.keeps_preset, "told": found.held, "probes": found.probes}
         rows[preset]["profile"] = dict(found.profile.ratios) if found.profile else found.problem
     return rows
+
+
+# Pictures of each judge's tables, by the ends of their names.
+TABLES = {"unet": "128px-22x3", "deep": "128px-8x3", "dit": "128px-22x3", "few": "64px-22x3", "wan": "report"}
+# How much farther a calibration may be than the nearest single setting.
+_BEYOND = 1.05
+
+
+def beyond(rows: dict[str, dict[str, Any]], folder: Path) -> dict[str, tuple[str, float]]:
+    """The calibrations than which a single setting is nearer by more than a twentieth, for no more work than the
+    preset: its name, and its distance as a part of the preset's on the same pictures."""
+    found = {}
+    for name, row in rows.items():
+        kind, steps, *_, preset = name.split()
+        file = folder / f"{kind}-{steps}steps-{TABLES[kind]}.json"
+        if not file.exists():
+            continue
+        others = json.loads(file.read_text())["rows"]
+        usual = others[f"preset: {preset}"]
+        single = {n: o for n, o in others.items() if n.split(":")[0] not in ("rival", "stacked", "unmerged", "variate")}
+        nearest = min(
+            (n for n, o in single.items() if o["cost"] <= usual["cost"] + 1e-3), key=lambda n: single[n]["distance"]
+        )
+        factor = single[nearest]["distance"] / usual["distance"]
+        if row["calibrated" if not row["keeps preset"] else "preset"] / row["preset"] > _BEYOND * factor:
+            found[name] = nearest, factor
+    return found
 
 
 def _seeds(which: str, args: argparse.Namespace) -> list[int]:

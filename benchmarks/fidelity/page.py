@@ -142,7 +142,8 @@ def _gain(shown: str, presets: tuple[str, ...], found: dict[str, dict[str, Any]]
     for preset in presets:
         begin, end = f"{MODELS[name][0]} {steps} steps ", f" {preset}"
         (row,) = (row for key, row in found.items() if key.startswith(begin) and key.endswith(end))
-        cells += [f"{row['preset']:.3f}", "=" if row["keeps preset"] else f"{row['calibrated']:.3f}"]
+        same = row["keeps preset"] or row["calibrated"] == row["preset"]
+        cells += [f"{row['preset']:.3f}", "=" if same else f"{row['calibrated']:.3f}"]
     return f"| {shown} | " + " | ".join(cells) + " |"
 
 

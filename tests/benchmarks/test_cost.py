@@ -142,6 +142,13 @@ def test_selection_is_next_to_nothing_of_a_videos_step(kernels: bool, share: flo
     assert 0 < plan.bytes < share * step.bytes
 
 
+def test_a_plan_of_a_picture_is_four_launches() -> None:
+    """By Triton, with budgets that follow it, where windows are laid out: of pictures and of videos."""
+    for shape in (FLUX, Shape("wan", 480, 832, frames=21)):
+        made = cost.count(shape, variants.preset("balanced", ratio=0.5), kernels=True, plan=True, step=3).parts["plan"]
+        assert made.operations == {"copy_": 1, "toma.due": 1, "toma.share": 1, "toma.select_weigh": 1}
+
+
 def test_every_file_that_merges_is_counted() -> None:
     """By the names that it calls; inside of graphs, which are not counted, `graphs` does it."""
     adapters = ROOT / "nodes" / "adapters"

@@ -32,6 +32,30 @@ def test_a_whole_run_and_again(
     assert "| unet 4 steps cfg 2 balanced |" in capsys.readouterr().out
 
 
+def test_where_a_single_setting_is_nearer() -> None:
+    """As docs/how-it-works.md tells: with `fast`, where a higher ratio saves as much as fewer full steps."""
+    folder = FOLDER.parents[1] / "benchmarks" / "results" / "fidelity"
+    rows = json.loads((folder / "calibrated.json").read_text())
+    found = {name: setting for name, (setting, _) in calibrated.beyond(rows, folder).items()}
+    assert found == {
+        "few 8 steps cfg 1 fast": "preset: balanced at 0.6",
+        "unet 20 steps cfg 2 fast": "preset: balanced at 0.75",
+        "wan 8 steps cfg 1 fast": "preset: balanced at 0.6",
+    }
+
+
+def test_clips(tmp_path: Path) -> None:
+    """A whole run with the trained Wan."""
+    out = tmp_path / "calibrated.json"
+    calibrated.main(
+        ["--model", "wan", "--steps", "4", "20", "--preset", "balanced", "--images", "1", "--out", str(out)]
+    )
+    ((name, row),) = json.loads(out.read_text()).items()
+    assert name == "wan 4 steps cfg 1 balanced"
+    assert row["calibrated"] <= 1.3 * row["preset"]
+    assert row["calibrated cost"] <= row["preset cost"] + 0.01
+
+
 def test_a_broken_stack_is_found() -> None:
     """The trained UNet with a stack that adds three times as much: it is not merged where that shows."""
     model = judge.load("unet", FOLDER / "unet.safetensors", "fp32")
