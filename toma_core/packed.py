@@ -2,7 +2,7 @@
 
 Not in the paper. Keys and values of all tokens are most of what a run holds: 27 GB of Wan 14B at 832 x 480 x 81 in
 bf16, 7.5 GB so. Neighbouring channels of a token share a least value and a step, as caches of language models have it
-(KIVI, arXiv 2402.02750). Pictures and clips are as near with them as without (docs/fidelity-trials.md).
+(KIVI, arXiv 2402.02750). Pictures and clips are nearly as near with them (docs/settings.md).
 """
 
 from __future__ import annotations
