@@ -164,6 +164,18 @@ class Fused:
         self._launched("share", (compact, expand, valid), due)
         return module.MovedBudget(budget.counts, compact, expand, valid)
 
+    def pack(self, x: Tensor) -> Any:
+        module = pack_module("toma_core.packed")
+        codes = x.new_empty(*x.shape[:-1], x.shape[-1] // 2, dtype=torch.uint8)
+        low, step = (x.new_empty(*x.shape[:-1], x.shape[-1] // module.group_of(x.shape[-1])) for _ in range(2))
+        self._launched("pack", (codes, low, step), x)
+        return module.Packed(codes, low, step)
+
+    def unpack(self, packed: Any) -> Tensor:
+        out = packed.low.new_empty(packed.shape)
+        self._launched("unpack", (out,), packed.codes, packed.low, packed.step)
+        return out
+
     def select_weigh(self, x: Tensor, windows: Any, budget: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         picks = x.new_empty(len(x), len(windows.counts), budget.slots, dtype=torch.int64)
         plan = picks, *_weights(x, picks, windows)

@@ -8,7 +8,7 @@ changed at its destinations. It costs one activation per block or stack.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from threading import RLock
 
@@ -37,7 +37,7 @@ class Details:
     limited: whether it may hold no more than `MOST` bytes beside what was reserved for keys and values. most: the most
     bytes that were held at a time. given_up: it became more, or memory ran out; nothing is kept any
     more, whole steps are only whole, and all others are merged plainly. frozen: merged steps move nothing on, as they
-    are made for trial alone.
+    are made for trial alone. pack, unpack: four bits a number, and back.
     """
 
     limited: bool = False
@@ -52,6 +52,8 @@ class Details:
     _extra: int = -1
     _conditions: frozenset[Hashable] = frozenset()
     # An update, which of its equal chunks, and how many there are: a chunk alone holds all of its memory as well.
+    pack: Callable[[Tensor], Tensor | Packed] = pack
+    unpack: Callable[[Packed], Tensor] = Packed.unpack
     _kept: dict[Hashable, tuple[Tensor | Packed, int, int]] = field(default_factory=dict)
     # How many chunks of a tensor are kept, by its id, and the bytes of all these tensors.
     _chunks: Counter[int] = field(default_factory=Counter)
@@ -109,7 +111,7 @@ class Details:
 
     def _put(self, keys: tuple[Hashable, ...], given: Tensor, packs: bool) -> None:
         try:
-            update = pack(given) if packs else given
+            update = self.pack(given) if packs else given
         except torch.OutOfMemoryError:
             # What is kept is worth less than the run.
             self.give_up()
@@ -150,8 +152,11 @@ class Details:
             return None
         first = found[0][0]
         if all(whole is first and (place, count) == (n, len(keys)) for n, (whole, place, count) in enumerate(found)):
-            return _opened(first)  # the same ones side by side are no copy
-        return torch.cat(list(map(_opened, parts)))
+            return self._opened(first)  # the same ones side by side are no copy
+        return torch.cat(list(map(self._opened, parts)))
+
+    def _opened(self, t: Tensor | Packed) -> Tensor:
+        return self.unpack(t) if isinstance(t, Packed) else t
 
     def clear(self) -> None:
         """Drop everything."""
@@ -159,10 +164,6 @@ class Details:
             self._kept.clear()
             self._chunks.clear()
             self._held = 0
-
-
-def _opened(t: Tensor | Packed) -> Tensor:
-    return t.unpack() if isinstance(t, Packed) else t
 
 
 def _alike(a: Tensor | Packed, b: Tensor) -> bool:

@@ -19,7 +19,7 @@ _GROUP = 64
 # With fewer there would be little to gain.
 _LEAST = 16
 # A step is this much wider than the range asks for, so that what rounds up in half precision still has a code.
-_WIDER = 1.01
+WIDER = 1.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,15 +68,21 @@ class Packed:
         return (out.mul_(2).clamp_(-65504, 65504) if narrow else out).flatten(-2)
 
 
+def group_of(channels: int) -> int:
+    """How many of so many channels share a least value and a step; 0 where they do not come in groups."""
+    group = gcd(channels, _GROUP)
+    return group if group >= _LEAST else 0
+
+
 def pack(x: Tensor) -> Packed | Tensor:
     """(B, N, C) of fp16, bf16 or fp32 in four bits a number; a copy of x where its channels do not come in groups."""
-    group = gcd(x.shape[-1], _GROUP)
-    if group < _LEAST:
+    group = group_of(x.shape[-1])
+    if not group:
         return x.clone()
     x = x.unflatten(-1, (-1, group))
     low, high = x.aminmax(dim=-1, keepdim=True)
     # Each divided for itself: their difference may be more than half precision holds.
-    step = (high * (_WIDER / 15) - low * (_WIDER / 15)).clamp_min(torch.finfo(x.dtype).tiny)
+    step = (high * (WIDER / 15) - low * (WIDER / 15)).clamp_min(torch.finfo(x.dtype).tiny)
     middle = high / 2 + low / 2
     # From -7.5 to 7.5; what casting cuts off is what rounding would.
     codes = (x - middle).div_(step).add_(8.0).to(torch.uint8)

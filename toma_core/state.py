@@ -68,6 +68,7 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.all_keys = self.config.all_keys and self.schedule.reuses_detail
+        self.details.pack, self.details.unpack = self.dispatch.pack, self.dispatch.unpack
 
     @property
     def config(self) -> ToMAConfig:

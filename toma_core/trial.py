@@ -14,6 +14,7 @@ from .detail import reuse
 from .kernels import Kernels
 from .kernels.sizes import padded, variant
 from .merge import MergePlan, merge, unmerge_update, weigh
+from .packed import Packed, group_of, pack
 from .windows import Budget, Windows
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -78,6 +79,46 @@ class Dispatch:
                 self._choices[key] = _chosen_to_move(key, x.detach(), windows, budget)
             kernels = self._choices[key].kernels
         return _plainly_moved(x, windows, budget) if kernels is None else kernels.moved(x, windows, budget)
+
+    def pack(self, x: Tensor) -> Packed | Tensor:
+        """(B, N, C) in four bits a number."""
+        kernels = self._packer(x)
+        return pack(x) if kernels is None else kernels.pack(x)
+
+    def unpack(self, packed: Packed) -> Tensor:
+        """The reverse of `pack`, up to half a step."""
+        kernels = self._packer(packed)
+        return packed.unpack() if kernels is None else kernels.unpack(packed)
+
+    def _packer(self, x: Tensor | Packed) -> Kernels | None:
+        if self.given is not None:
+            return self.given.kernels
+        key = "packed", x.device, x.dtype, group_of(x.shape[-1])
+        if key not in self._choices:
+            self._choices[key] = _chosen_to_pack(key, x.detach()) if isinstance(x, Tensor) else Choice(None)
+        return self._choices[key].kernels
+
+
+def _chosen_to_pack(key: Hashable, x: Tensor) -> Choice:
+    reason = _obstacle(x, 0)
+    if reason:
+        return Choice(None, reason)
+    from .kernels.triton import TritonKernels
+
+    kernels = TritonKernels()
+    reason = _tried(key, lambda: _packs(kernels, x[:1, :64]))
+    return Choice(None, reason) if reason else Choice(kernels)
+
+
+def _packs(kernels: Kernels, x: Tensor) -> bool:
+    """Whether what kernels pack and unpack is as near as what PyTorch does."""
+    ours, theirs = kernels.pack(x), pack(x)
+    if not (isinstance(ours, Packed) and isinstance(theirs, Packed)):
+        return True  # copies, on both sides
+    steps = theirs.step.float().repeat_interleave(x.shape[-1] // theirs.step.shape[-1], -1)
+    allowed = 0.6 * steps + 2 * torch.finfo(x.dtype).eps * float(x.float().nan_to_num().abs().amax())
+    pairs = kernels.unpack(ours), kernels.unpack(theirs), theirs.unpack()
+    return all(bool(((each.float() - x.float()).abs() <= allowed).logical_or(allowed.isnan()).all()) for each in pairs)
 
 
 def _chosen_to_move(key: Hashable, x: Tensor, windows: Windows, budget: Budget) -> Choice:

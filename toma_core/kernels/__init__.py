@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..budget import MovedBudget
+from ..packed import Packed
 from ..windows import Budget, Windows
 
 
@@ -24,6 +25,14 @@ class Kernels(Protocol):
 
     def moved(self, x: Tensor, windows: Windows, budget: Budget) -> MovedBudget:
         """`budget.moved` of an equal budget by the `budget.spread` of the tokens."""
+        ...
+
+    def pack(self, x: Tensor) -> Packed | Tensor:
+        """See `packed.pack`."""
+        ...
+
+    def unpack(self, packed: Packed) -> Tensor:
+        """See `Packed.unpack`."""
         ...
 
     def select_weigh(self, x: Tensor, windows: Windows, budget: Budget, scale: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -205,7 +205,7 @@ def test_what_is_packed_is_nobodys_to_write_into(model_of: Any, attach: Any, mon
 def test_where_memory_runs_out_all_is_whole_from_then_on(
     model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, detail = model_of("wan"), pack_module("toma_core.detail")
+    model, trial = model_of("wan"), pack_module("toma_core.trial")
     monkeypatch.setattr(pack_module("nodes.adapters.memory"), "MOST", 1)
     calls = list[int]()
 
@@ -215,8 +215,8 @@ def test_where_memory_runs_out_all_is_whole_from_then_on(
             raise torch.OutOfMemoryError
         return pack(x)
 
-    pack = detail.pack
-    monkeypatch.setattr(detail, "pack", full)
+    pack = trial.pack
+    monkeypatch.setattr(trial, "pack", full)
     merged = attach(model, **KEYS)
     (own, *_), found = evaluated(model, frames=3), evaluated(merged, frames=3)
     assert all(torch.equal(clip, own) for clip in found)

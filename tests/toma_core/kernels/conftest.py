@@ -21,6 +21,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned_empty(*args: Any, **kwargs: Any) -> Tensor:
         tensor = empty(*args, **kwargs)
+        if tensor.dtype is torch.uint8:
+            return tensor.fill_(255)
         return tensor.fill_(float("nan") if tensor.is_floating_point() else -(2**40))
 
     monkeypatch.setattr(torch, "empty", poisoned_empty)

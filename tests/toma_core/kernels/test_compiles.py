@@ -17,12 +17,13 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from toma_core.kernels.triton import agreement, product, select, share
+from toma_core.kernels.triton import agreement, fourbit, product, select, share
 
 TYPES = {"source": "*i64", "picks": "*i64", "expand": "*i64", "valid": "*i1", "used": "*i1",
             "destinations": "*i64", "sums": "*fp32", "scratch": "*fp32", "scale": "fp32", "tie": "fp32",
-            "trust": "fp32", "due": "*fp32", "least": "fp32", "compact": "*i64"}
-TOKENS = ("x", "y", "reduced", "kept", "M", "back", "weights", "out")
+            "trust": "fp32", "due": "*fp32", "least": "fp32", "compact": "*i64", "codes": "*u8",
+            "wider": "fp32", "lowest": "fp32"}
+TOKENS = ("low", "step", "x", "y", "reduced", "kept", "M", "back", "weights", "out")
 
 def compiled(kernel, dtype, capability, constants, warps, stages):
     signature, constant = {}, {}
@@ -56,6 +57,9 @@ def every(dtype, capability):
         yield compiled(product._unmerge_kernel, dtype, capability, {**shared, **blocks, "REUSE": reuse}, 8, 2)
     blocks = {"BLOCK_D": 16, "BLOCK_C": 128}
     yield compiled(agreement._agreement_kernel, dtype, capability, blocks, 4, 3)
+    blocks = {"BITS": 4, "HALF": 32, "ROWS": fourbit._ROWS}
+    for kernel in (fourbit._pack_kernel, fourbit._unpack_kernel):
+        yield compiled(kernel, dtype, capability, blocks, 4, 3)
     for slots in (16, 256):
         blocks = {"HAS_VALID": True, "S_PAD": slots, "BLOCK_C": 64}
         yield compiled(share._due_kernel, dtype, capability, blocks, 4, 3)
@@ -68,7 +72,7 @@ print(json.dumps(list(every(sys.argv[1], int(sys.argv[2])))))
 @pytest.mark.parametrize(("capability", "dtype"), [(80, "fp32"), (86, "bf16"), (90, "fp16")])
 def test_compiles(capability: int, dtype: str, tmp_path: Path) -> None:
     built = json.loads(printed(PROGRAM, tmp_path, dtype, str(capability)))
-    assert len(built) == 11
+    assert len(built) == 13
     for kernel in built:
         assert kernel["binary"] > 0
         assert kernel["shared"] <= SHARED, kernel

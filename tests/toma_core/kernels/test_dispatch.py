@@ -148,6 +148,25 @@ class TestFirstUse:
         plan_of(CASE.tokens(), where)
         assert where.run.stats.kernels == {"torch (Triton's results are off)"}
 
+    @pytest.mark.parametrize("fails", [True, False, None])
+    def test_packing_falls_back(self, fails: bool | None, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where it fails or is off; and is the kernels' own elsewhere."""
+        x, used = torch.randn(1, 70, 64).to(DEVICE), []
+        own = type(kernels).pack
+
+        def packing(self: Any, x: torch.Tensor) -> Any:
+            if fails:
+                raise RuntimeError("no")
+            used.append(1)
+            return own(self, x if fails is None else 2 * x)
+
+        monkeypatch.setattr(type(kernels), "pack", packing)
+        dispatch = Dispatch()
+        for _ in range(2):
+            packed = dispatch.pack(x)
+            torch.testing.assert_close(dispatch.unpack(packed), x, rtol=0, atol=0.3)
+        assert len(used) == (0 if fails else 1 if fails is False else 3)
+
     @pytest.mark.parametrize("fails", [True, False])
     def test_budgets_fall_back_alone(
         self, fails: bool, kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

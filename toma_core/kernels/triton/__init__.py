@@ -7,8 +7,9 @@ from collections.abc import Hashable
 from torch import Tensor
 
 from ...budget import NOTHING, MovedBudget, most_slots
+from ...packed import Packed
 from ...windows import Budget, Windows
-from . import agreement, product, select, share
+from . import agreement, fourbit, product, select, share
 from .launch import INTERPRETED, Launch
 from .select import MOST
 
@@ -33,6 +34,14 @@ class TritonKernels:
         due = share.due(x, windows.source, windows.valid, NOTHING)
         total, slots = budget.total // windows.frames, most_slots(budget, windows)
         return MovedBudget(budget.counts, *share.shared_out(due, windows.frames, total, slots))
+
+    def pack(self, x: Tensor) -> Packed | Tensor:
+        """See `kernels.Kernels`."""
+        return fourbit.pack(x)
+
+    def unpack(self, packed: Packed) -> Tensor:
+        """See `kernels.Kernels`."""
+        return fourbit.unpack(packed)
 
     def select_weigh(self, x: Tensor, windows: Windows, budget: Budget, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         """See `kernels.Kernels`."""

@@ -1,0 +1,72 @@
+"""Four bits a number by kernels: as near as PyTorch's, in any strides, and each reads what the other has packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.toma_core.kernels.cases import DEVICE
+from toma_core.packed import Packed, pack
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def tokens(channels: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    x = scale * torch.randn(2, 70, channels, generator=torch.Generator().manual_seed(channels))
+    return x.clamp(-6e4, 6e4).to(DEVICE, dtype)
+
+
+def near(found: Tensor, x: Tensor, packed: Packed) -> bool:
+    """Within half a step, and what rounding to the dtype adds."""
+    steps = packed.step.float().repeat_interleave(x.shape[-1] // packed.step.shape[-1], -1)
+    rounding = 8 * torch.finfo(x.dtype).eps * float(x.float().abs().max())
+    return bool(((found.float() - x.float()).abs() <= 0.51 * steps + rounding).all())
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 3e4])
+@pytest.mark.parametrize("channels", [16, 96, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_there_and_back(dtype: torch.dtype, channels: int, scale: float, kernels: Any) -> None:
+    x = tokens(channels, dtype, scale)
+    ours, theirs = kernels.pack(x), pack(x)
+    assert isinstance(ours, Packed)
+    assert isinstance(theirs, Packed)
+    for name in ("codes", "low", "step"):
+        one, other = getattr(ours, name), getattr(theirs, name)
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    for packed in (ours, theirs):
+        assert near(kernels.unpack(packed), x, packed)
+        assert near(packed.unpack(), x, packed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_of_heads_side_by_side(dtype: torch.dtype, kernels: Any) -> None:
+    """Tokens that lie otherwise in memory, and the image's part of longer rows."""
+    x = tokens(128, dtype)
+    whole = torch.cat([x[:, :9], x], 1)
+    for strided in (x.transpose(1, 2).contiguous().transpose(1, 2), whole[:, 9:]):
+        for name in ("codes", "low", "step"):
+            assert torch.equal(getattr(kernels.pack(strided), name), getattr(kernels.pack(x), name))
+
+
+def test_chunks_of_a_batch(kernels: Any) -> None:
+    x = tokens(64, torch.float32)
+    packed = kernels.pack(x)
+    for part, whole in zip(packed.chunk(2), kernels.unpack(packed).chunk(2), strict=True):
+        assert torch.equal(kernels.unpack(part), whole)
+
+
+def test_the_whole_range_of_half_precision(kernels: Any) -> None:
+    x = torch.tensor([-65504.0, 65504.0] * 32, device=DEVICE).half()[None, None]
+    assert kernels.unpack(kernels.pack(x)).isfinite().all()
+    assert kernels.unpack(pack(x)).isfinite().all()
+
+
+def test_channels_in_no_groups_are_copied(kernels: Any) -> None:
+    x = tokens(20, torch.float32)
+    copy = kernels.pack(x)
+    assert torch.equal(copy, x)
+    assert copy.data_ptr() != x.data_ptr()

@@ -1,0 +1,96 @@
+"""Tensors in four bits a number, there and back in one launch each: see `packed`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...packed import BITS, WIDER, Packed, group_of
+from ..sizes import cdiv
+from .launch import on_device
+
+# Tokens that a program takes.
+_ROWS = 64
+
+
+@triton.jit(do_not_specialize=("rows", "N"))
+def _pack_kernel(
+    codes, low, step, x, stride_b, stride_n, stride_c, rows, N, groups, wider, least, lowest,
+    BITS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1)
+    here = row < rows
+    c = group * 2 * HALF + tl.arange(0, HALF)
+    x += (row // N * stride_b + row % N * stride_n)[:, None]
+    mask = here[:, None] & (c >= 0)[None, :]
+    first = tl.load(x + c[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + (c + HALF)[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
+    bottom = tl.minimum(tl.min(first, axis=1), tl.min(second, axis=1))
+    top = tl.maximum(tl.max(first, axis=1), tl.max(second, axis=1))
+    # Codes are of the step as it is kept.
+    width = tl.maximum((top - bottom) * wider, least).to(step.dtype.element_ty).to(tl.float32)
+    middle = 0.5 * (top + bottom)
+    left = ((first - middle[:, None]) / width[:, None] + 8.0).to(tl.int32) & 15
+    right = ((second - middle[:, None]) / width[:, None] + 8.0).to(tl.int32) & 15
+    tl.store(
+        codes + (row * groups + group)[:, None] * HALF + tl.arange(0, HALF)[None, :],
+        (left | (right << BITS)).to(tl.uint8),
+        mask=mask,
+    )
+    tl.store(low + row * groups + group, tl.maximum(middle - 7.5 * width, lowest).to(low.dtype.element_ty), mask=here)
+    tl.store(step + row * groups + group, width.to(step.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=("rows",))
+def _unpack_kernel(
+    out, codes, low, step, rows, groups, lowest,
+    BITS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1)
+    here = row < rows
+    place, c = row * groups + group, tl.arange(0, HALF)
+    mask = here[:, None] & (c >= 0)[None, :]
+    code = tl.load(codes + place[:, None] * HALF + c[None, :], mask=mask, other=0).to(tl.int32)
+    bottom = tl.load(low + place, mask=here, other=0.0).to(tl.float32)[:, None]
+    width = tl.load(step + place, mask=here, other=0.0).to(tl.float32)[:, None]
+    out += place[:, None] * 2 * HALF + c[None, :]
+    # What rounds up beyond the limit of a dtype would be infinite in it.
+    left = tl.minimum(tl.maximum(bottom + (code & 15).to(tl.float32) * width, lowest), -lowest)
+    right = tl.minimum(tl.maximum(bottom + (code >> BITS).to(tl.float32) * width, lowest), -lowest)
+    tl.store(out, left.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + HALF, right.to(out.dtype.element_ty), mask=mask)
+
+
+def pack(x: Tensor) -> Packed | Tensor:
+    """`packed.pack` of (B, N, C) in fp16, bf16 or fp32, any strides."""
+    group = group_of(x.shape[-1])
+    if not group:
+        return x.clone()
+    batch, N, C = x.shape
+    groups = C // group
+    codes = torch.empty(batch, N, C // 2, dtype=torch.uint8, device=x.device)
+    low, step = (torch.empty(batch, N, groups, dtype=x.dtype, device=x.device) for _ in range(2))
+    limits = torch.finfo(x.dtype)
+    sizes = (*x.stride(), batch * N, N, groups, WIDER / 15, limits.tiny, limits.min)
+    with on_device(x):
+        _pack_kernel[(cdiv(batch * N, _ROWS), groups)](
+            codes, low, step, x, *sizes, BITS, group // 2, _ROWS, num_warps=4
+        )
+    return Packed(codes, low, step)
+
+
+def unpack(packed: Packed) -> Tensor:
+    """`Packed.unpack`."""
+    batch, N, groups = packed.low.shape
+    out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+    parts = [t.contiguous() for t in (packed.codes, packed.low, packed.step)]
+    half = packed.codes.shape[-1] // groups
+    with on_device(out):
+        _unpack_kernel[(cdiv(batch * N, _ROWS), groups)](
+            out, *parts, batch * N, groups, torch.finfo(packed.dtype).min, BITS, half, _ROWS, num_warps=4
+        )
+    return out
