@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .selection.objective import in_parts, normalized
-from .windows import Budget, Windows
+from .windows import Budget, Windows, repeated
 
 # A window gets at most so many times its equal share.
 MOST = 2.0
@@ -49,6 +49,10 @@ class MovedBudget(Budget):
         """See `Budget.beside`."""
         names = "compact", "expand", "valid"
         return MovedBudget(self.counts, *(torch.cat([getattr(b, name) for b in (self, *others)]) for name in names))
+
+    def repeat(self, times: int) -> Budget:
+        """See `Budget.repeat`."""
+        return MovedBudget(self.counts, *(repeated(t, times) for t in (self.compact, self.expand, self.valid)))
 
 
 def _gathered(x: Tensor, index: Tensor) -> Tensor:

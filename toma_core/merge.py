@@ -11,7 +11,7 @@ from torch import Tensor
 from .kernels import Kernels
 from .kernels.rows import joined
 from .selection.objective import chosen_similarity, in_parts
-from .windows import Budget, Windows
+from .windows import Budget, Windows, repeated
 
 # So many windows side by side are merged as one where kernels do not: the zeros between them then cost less time than
 # the gathers that they save (measured on a CPU; at 8 they cost more).
@@ -60,7 +60,12 @@ class MergePlan:
 
     def repeat(self, times: int) -> MergePlan:
         """The plan for a batch that holds the same images `times` times over, as for cond and uncond."""
-        return stacked([self] * times)
+        if self.kernels is None or len(self.picks) > 1:
+            return stacked([self] * times)
+        # Kernels read one image's part as often as they are told to; a product in PyTorch would copy it every time.
+        picks, M, back = (repeated(t, times) for t in (self.picks, self.merge_weights, self.unmerge_weights))
+        budget = self.budget.repeat(times)
+        return replace(self, budget=budget, picks=picks, merge_weights=M, unmerge_weights=back)
 
 
 def stacked(plans: list[MergePlan]) -> MergePlan:

@@ -129,12 +129,21 @@ class Budget:
         """The budget of a batch that these images and others of the same layout make up: all share this one."""
         return self
 
+    def repeat(self, times: int) -> Budget:
+        """The budget of a batch that holds one image `times` times."""
+        return self
+
     def to(self, device: torch.device) -> Budget:
         """The same budget with its index tensors on `device`."""
         compact, expand, valid = (
             None if t is None else upload(t, device) for t in (self.compact, self.expand, self.valid)
         )
         return replace(self, compact=compact, expand=expand, valid=valid)
+
+
+def repeated(part: Tensor, times: int) -> Tensor:
+    """One image's part of a plan, (1, ...), for so many: (times, ...) in the memory of the one."""
+    return part.expand(times, *part.shape[1:])
 
 
 def upload(t: Tensor, device: torch.device) -> Tensor:

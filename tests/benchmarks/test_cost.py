@@ -149,6 +149,22 @@ def test_a_plan_of_a_picture_is_four_launches() -> None:
         assert made.operations == {"copy_": 1, "toma.due": 1, "toma.share": 1, "toma.select_weigh": 1}
 
 
+def test_a_plan_for_two_conditions_is_no_more_launches() -> None:
+    """Of one picture: both read the one plan."""
+    core, trial, meter = pack_module("toma_core"), pack_module("toma_core.trial"), cost.Meter()
+    config = core.ToMAConfig(ratio=0.5, min_tokens=4, plan_from="prediction", adaptive_budget=True)
+    run = core.RunState(core.Schedule(config), dispatch=trial.Dispatch(trial.Choice(cost.Fused(meter))))
+    x, picture = (torch.empty(shape, device=cost.META) for shape in ((2, 32 * 32, 640), (1, 16, 64, 64)))
+    for selection in range(2):
+        meter.cost = cost.Cost()
+        with meter:
+            plan = run.plan(
+                x, (32, 32), "a", core.Decision(0, 0.5, selection, selection), (None,) * 2, pictures=(picture,) * 2
+            )
+    assert len(plan.picks) == 2
+    assert meter.cost.operations == {"copy_": 1, "toma.due": 1, "toma.share": 1, "toma.select_weigh": 1}
+
+
 def test_every_file_that_merges_is_counted() -> None:
     """By the names that it calls; inside of graphs, which are not counted, `graphs` does it."""
     adapters = ROOT / "nodes" / "adapters"

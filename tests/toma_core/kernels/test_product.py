@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 from tests.toma_core.kernels.cases import DEVICE, Case, each
 from toma_core.budget import MovedBudget
 from toma_core.config import WindowKind
-from toma_core.merge import MergePlan, merge, unmerge
+from toma_core.detail import reuse
+from toma_core.merge import MergePlan, merge, stacked, unmerge, unmerge_update
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 
@@ -51,6 +53,10 @@ def random_plan(case: Case) -> MergePlan:
 
 def in_fp32(plan: MergePlan) -> MergePlan:
     return MergePlan(plan.windows, plan.budget, plan.picks, plan.merge_weights.float(), plan.unmerge_weights.float())
+
+
+def in_double(plan: MergePlan) -> MergePlan:
+    return replace(plan, merge_weights=plan.merge_weights.double(), unmerge_weights=plan.unmerge_weights.double())
 
 
 def check(actual: Tensor, expected: Tensor, dtype: torch.dtype, roundings: int = 1) -> None:
@@ -230,6 +236,26 @@ def test_full_size(case: Case, kernels: Any) -> None:
     out = normal(case, plan.kept, 1)
     restored = kernels.restore(out, merged, x, plan.unmerge_weights, plan.windows, plan.budget)
     check(restored, x.float() + unmerge(out.float() - merged.float(), in_fp32(plan)), case.dtype, 4)
+
+
+@each(Case(13, 19, 8, 0.5, 24, HALF), Case(13, 19, 8, 0.5, 24, FULL, adaptive=True), Case(16, 16, 8, 0.5, 40, FULL))
+def test_one_image_several_times_is_no_copy(case: Case, kernels: Any) -> None:
+    """As cond and uncond: what kernels read for each is the one plan, and comes to what copies of it come to."""
+    plan = replace(random_plan(case), kernels=kernels)
+    many, copied = plan.repeat(3), stacked([plan] * 3)
+    x, out = normal(replace(case, batch=3), plan.tokens, 0), normal(replace(case, batch=3), plan.kept, 1)
+    merged = merge(x, many)
+    assert torch.equal(merged, merge(x, copied))
+    assert torch.equal(unmerge(out, many), unmerge(out, copied))
+    assert torch.equal(unmerge_update(out, merged, x, many), unmerge_update(out, merged, x, copied))
+    assert torch.equal(reuse(out, merged, x, x, many), reuse(out, merged, x, x, copied))
+    assert torch.equal(many.destinations, copied.destinations)
+    for name in ("picks", "merge_weights", "unmerge_weights"):
+        ours, theirs = getattr(many, name), getattr(copied, name)
+        assert torch.equal(ours, theirs)
+        assert ours.data_ptr() == getattr(plan, name).data_ptr()
+    x = x.double().requires_grad_()
+    torch.testing.assert_close(merge(x, in_double(many)), merge(x, in_double(copied)))
 
 
 @each(Case(13, 19, 8, 0.5, 8, FULL, batch=2, adaptive=True))

@@ -65,10 +65,10 @@ def shared_stride(part: Tensor, batch: int) -> int:
 
 def budget_stride(part: Tensor | None, shape: tuple[int, ...], batch: int) -> int:
     """From one image's part of a budget to the next, in a tensor of (B, *shape) that holds all of them one after
-    another; 0 if all images share one of `shape`, or without one."""
+    another; 0 if all images share one of `shape`, or one that is repeated, or without one."""
     if part is None or part.shape == shape:
         return 0
-    if part.shape != (batch, *shape) or not part.is_contiguous():
+    if part.shape != (batch, *shape) or not part[0].is_contiguous():
         raise ValueError(f"a budget of {tuple(part.shape)} is not one of {shape} for each of {batch} images")
     return part.stride(0)
 
