@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from .attention import attention_in_use, dtype_of
 from .contract import UnknownError, argument, asking, known, warn
 from .family import ModelHooks
 from .graphs import allow_more_graphs, compiled, in_one_piece
-from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, installed
+from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, HookPair, installed
 from .levels import Levels
 from .memory import Kept, conditions_of, kept_keys, overlap_of, references_of, reserved
 from .sampling import Sampling
@@ -241,7 +242,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if sampling is None or not sampling.decision.ratio:
         if sampling is not None and sampling.sigma is None:
             sampling.run.stats.whole("model", "ComfyUI did not tell the noise level")
-        return executor(*args, **kwargs)
+        return _within_memory((), sampling, executor, *args, **kwargs)
     if sampling.obstacle:
         sampling.run.stats.whole("model", sampling.obstacle)
         return executor(*args, **kwargs)
@@ -253,11 +254,19 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if not evaluation.decision.ratio:
         return executor(*args, **kwargs)
     references = kwargs.get("ref_latents") or ()
+    chosen = hooks.select(x, evaluation, options, control=control, references=references)
+    return _within_memory(chosen, sampling, executor, *args, **kwargs)
+
+
+def _within_memory(
+    hooks: Iterable[HookPair], sampling: Sampling | None, executor: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The model with these hooks; where memory runs out while keys are kept, without both, and so for the rest."""
     try:
-        with installed(hooks.select(x, evaluation, options, control=control, references=references)):
+        with installed(hooks):
             return executor(*args, **kwargs)
     except torch.OutOfMemoryError:
-        if not (evaluation.all_keys and sampling.run.details.give_up()):
+        if sampling is None or not (sampling.run.all_keys and sampling.run.details.give_up()):
             raise
     # What was kept is worth less than the run. Out here nobody holds what the error holds.
     sampling.decision = replace(sampling.decision, ratio=0.0, keeps_detail=False)

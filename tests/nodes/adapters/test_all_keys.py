@@ -252,6 +252,32 @@ def test_where_the_model_runs_out_of_memory_it_runs_again_without(
     assert stats_of(merged).detail_given_up
 
 
+def test_also_in_a_last_step_that_is_in_full(model_of: Any, stats_of: Any) -> None:
+    """What earlier steps kept is in the way there too; where nothing is kept it is the model's own error."""
+    model = model_of("flux")
+    merged = pack_module("nodes.adapters.run").attach(model, preset("balanced"))
+    block, calls = model.model.diffusion_model.single_blocks[-1].linear2, list[int]()
+    plain, wanted = block.forward, models.sample(merged, HEIGHT, WIDTH, steps=4, cfg=1.0)
+
+    def short(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) in wrong:
+            raise torch.OutOfMemoryError
+        return plain(x)
+
+    block.forward = short
+    try:
+        wrong: tuple[int, ...] = (4,)
+        assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=4, cfg=1.0), wanted)
+        assert stats_of(merged).detail_given_up
+        calls.clear()
+        wrong = (4, 5)
+        with pytest.raises(torch.OutOfMemoryError):
+            models.sample(merged, HEIGHT, WIDTH, steps=4, cfg=1.0)
+    finally:
+        del block.forward
+
+
 def test_without_room_the_preset_is_as_it_was(model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = pack_module("nodes.adapters.run")
     model = model_of("flux")
@@ -314,12 +340,20 @@ def fresh_compiler() -> Any:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("kind", SHOWN)
+@pytest.mark.parametrize(("kind", "packed"), [*((kind, False) for kind in SHOWN), ("flux", True), ("wan", True)])
 def test_the_same_inside_the_graphs_of_a_compiled_model(
-    kind: str, model_of: Any, attach: Any, stats_of: Any, fresh_compiler: None
+    kind: str,
+    packed: bool,
+    model_of: Any,
+    attach: Any,
+    stats_of: Any,
+    fresh_compiler: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two graphs as without: full steps and merged ones."""
+    """Two graphs as without: full steps and merged ones; with what is kept in four bits too."""
     model_of(kind)  # skips what this ComfyUI does not have
+    if packed:
+        monkeypatch.setattr(pack_module("nodes.adapters.memory"), "MOST", 1)
     model, backend = getattr(models, kind)(), Counting()
     plain, merged = attach(model, **KEYS), compiled(attach(model, **KEYS), backend, inside=True)
     wanted = models.sample(plain, HEIGHT, WIDTH, steps=6)
