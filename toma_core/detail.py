@@ -35,9 +35,9 @@ class Details:
     evaluations after it that ran whole because somebody new took part. Several devices may share it.
 
     limited: whether it may hold no more than `MOST` bytes beside what was reserved for keys and values. most: the most
-    bytes that were held at a time. given_up: it became more, or memory ran out; nothing is kept any
-    more, whole steps are only whole, and all others are merged plainly. frozen: merged steps move nothing on, as they
-    are made for trial alone. pack, unpack: four bits a number, and back.
+    bytes that were held at a time. given_up: it became more, or memory ran out; nothing is kept any more, whole steps
+    are only whole, and all others are merged plainly, or whole too where blocks are to look at all tokens. frozen:
+    merged steps move nothing on, as they are made for trial alone. pack, unpack: four bits a number, and back.
     """
 
     limited: bool = False
@@ -45,6 +45,8 @@ class Details:
     most: int = 0
     given_up: bool = False
     frozen: bool = False
+    pack: Callable[[Tensor], Tensor | Packed] = pack
+    unpack: Callable[[Packed], Tensor] = Packed.unpack
     # Whole steps: the last one that was announced, and the one since which updates are kept.
     _announced: int = -1
     _step: int = -1
@@ -52,8 +54,6 @@ class Details:
     _extra: int = -1
     _conditions: frozenset[Hashable] = frozenset()
     # An update, which of its equal chunks, and how many there are: a chunk alone holds all of its memory as well.
-    pack: Callable[[Tensor], Tensor | Packed] = pack
-    unpack: Callable[[Packed], Tensor] = Packed.unpack
     _kept: dict[Hashable, tuple[Tensor | Packed, int, int]] = field(default_factory=dict)
     # How many chunks of a tensor are kept, by its id, and the bytes of all these tensors.
     _chunks: Counter[int] = field(default_factory=Counter)

@@ -76,7 +76,9 @@ class Dispatch:
         else:
             key = _moving_key(x, windows, budget)
             if key not in self._choices:
-                self._choices[key] = _chosen_to_move(key, x.detach(), windows, budget)
+                self._choices[key] = _chosen_for(
+                    key, x, windows.slots, lambda kernels: _moves(kernels, x.detach(), windows, budget)
+                )
             kernels = self._choices[key].kernels
         return _plainly_moved(x, windows, budget) if kernels is None else kernels.moved(x, windows, budget)
 
@@ -95,18 +97,23 @@ class Dispatch:
             return self.given.kernels
         key = "packed", x.device, x.dtype, group_of(x.shape[-1])
         if key not in self._choices:
-            self._choices[key] = _chosen_to_pack(key, x.detach()) if isinstance(x, Tensor) else Choice(None)
+            self._choices[key] = (
+                Choice(None)
+                if isinstance(x, Packed)
+                else _chosen_for(key, x, 0, lambda kernels: _packs(kernels, x[:1, :64].detach()))
+            )
         return self._choices[key].kernels
 
 
-def _chosen_to_pack(key: Hashable, x: Tensor) -> Choice:
-    reason = _obstacle(x, 0)
+def _chosen_for(key: Hashable, x: Tensor, slots: int, good: Callable[[Kernels], bool]) -> Choice:
+    """The choice for something beside plans and merging. slots: of a window; good: whether kernels compute it right."""
+    reason = _obstacle(x, slots)
     if reason:
         return Choice(None, reason)
     from .kernels.triton import TritonKernels
 
     kernels = TritonKernels()
-    reason = _tried(key, lambda: _packs(kernels, x[:1, :64]))
+    reason = _tried(key, lambda: good(kernels))
     return Choice(None, reason) if reason else Choice(kernels)
 
 
@@ -119,17 +126,6 @@ def _packs(kernels: Kernels, x: Tensor) -> bool:
     allowed = 0.6 * steps + 2 * torch.finfo(x.dtype).eps * float(x.float().nan_to_num().abs().amax())
     pairs = kernels.unpack(ours), kernels.unpack(theirs), theirs.unpack()
     return all(bool(((each.float() - x.float()).abs() <= allowed).logical_or(allowed.isnan()).all()) for each in pairs)
-
-
-def _chosen_to_move(key: Hashable, x: Tensor, windows: Windows, budget: Budget) -> Choice:
-    reason = _obstacle(x, windows.slots)
-    if reason:
-        return Choice(None, reason)
-    from .kernels.triton import TritonKernels
-
-    kernels = TritonKernels()
-    reason = _tried(key, lambda: _moves(kernels, x, windows, budget))
-    return Choice(None, reason) if reason else Choice(kernels)
 
 
 def _plainly_moved(x: Tensor, windows: Windows, budget: Budget) -> MovedBudget:
