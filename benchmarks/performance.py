@@ -1,5 +1,4 @@
-"""Count what merging saves and adds, and write the tables into docs/performance.md: `python -m benchmarks.performance
-[TABLE ...]`.
+"""Count what merging saves and adds, into docs/performance.md: `python -m benchmarks.performance [TABLE ...]`.
 
 Every number between the page's markers comes from here: counts of FLOPs, bytes and launches on the meta device, and
 measured speed-ups from the committed results of `benchmarks.suite`.
@@ -7,10 +6,10 @@ measured speed-ups from the committed results of `benchmarks.suite`.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,8 @@ def _toma(**settings: Any) -> variants.Variant:
 
 
 @functools.lru_cache
-def _preset(name: str) -> variants.Variant:
-    return variants.preset(name, ratio=0.5)
+def _preset(name: str, ratio: float = 0.5) -> variants.Variant:
+    return variants.preset(name, ratio=ratio)
 
 
 # Tables share many of their counts.
@@ -124,7 +123,7 @@ def families() -> str:
                 base = count(shape)
                 every = [count(shape, _toma(ratio=ratio, **_ALL), kernels=True) for ratio in (0.5, 0.75)]
                 # Its first step runs whole.
-                balanced = [count(shape, _balanced(ratio), kernels=True, step=1) for ratio in (0.5, 0.75)]
+                balanced = [count(shape, _preset("balanced", ratio), kernels=True, step=1) for ratio in (0.5, 0.75)]
                 plain = count(shape, _toma(**_ALL))
                 yield [
                     TITLES[model],
@@ -140,11 +139,6 @@ def families() -> str:
     head = ["model", "side, px", "image + text", "TFLOP", "in attention", "all blocks, 0.5", "0.75"]
     head += ["merged step of balanced, 0.5", "0.75", "launches", "added by Triton", "by PyTorch"]
     return markdown(head, rows())
-
-
-@functools.lru_cache
-def _balanced(ratio: float) -> variants.Variant:
-    return variants.preset("balanced", ratio=ratio)
 
 
 def editing() -> str:
@@ -274,7 +268,7 @@ def growth() -> str:
 
 
 def _settings(model: str, preset: str) -> Any:
-    family = "unet" if model == "sdxl" else model
+    family = "unet" if model == "sdxl" else "flux"  # all transformers have the same presets
     return pack_module("toma_core").Settings(preset).resolved(pack_module(f"nodes.adapters.families.{family}").PRESETS)
 
 
@@ -285,22 +279,33 @@ def merged_steps(model: str, preset: str, steps: int) -> list[int]:
     return [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio]
 
 
+# What a run may be set to: name, preset, ratio.
+_SETTINGS = (
+    ("quality", "quality", 0.5),
+    ("balanced", "balanced", 0.5),
+    ("balanced at 0.6", "balanced", 0.6),
+    ("balanced at 0.75", "balanced", 0.75),
+    ("faithful", "faithful", 0.5),
+)
+
+
 def runs() -> str:
-    """What a whole run saves with each preset at ratio 0.5, by its number of steps."""
+    """What a whole run saves by its number of steps: on SDXL and Flux with each preset, elsewhere with the first."""
 
     def rows() -> Iterator[list[str]]:
-        for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
-            for side in (1024, 2048):
-                shape = Shape(model, side, side)
+        for model in TITLES:
+            for size, shape in _sizes(model):
                 whole = count(shape).flops
-                for preset in pack_module("toma_core").PRESETS:
+                for name, preset, ratio in _SETTINGS:
+                    if name != "balanced" and model not in ("sdxl", "flux"):
+                        continue
                     step = merged_steps(model, preset, cost.STEPS)[0]
-                    share = count(shape, _preset(preset), step=step).flops / whole
+                    share = count(shape, _preset(preset, ratio), step=step).flops / whole
                     merged = ((len(merged_steps(model, preset, steps)), steps) for steps in RUNS)
                     times = (f"{steps / (steps + (share - 1) * number):.2f}x ({number})" for number, steps in merged)
-                    yield [name, f"{side}", preset, f"{1 / share:.2f}x", *times]
+                    yield [TITLES[model], size, name, f"{1 / share:.2f}x", *times]
 
-    return markdown(["model", "side, px", "preset", "a merged step", *(f"{n} steps" for n in RUNS)], rows())
+    return markdown(["model", "side, px", "setting", "a merged step", *(f"{n} steps" for n in RUNS)], rows())
 
 
 def planning() -> str:
@@ -439,4 +444,6 @@ def main(page: Path = PAGE, only: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(only=sys.argv[1:] or None)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.performance", description=__doc__)
+    parser.add_argument("only", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)}; all if none is named")
+    main(only=parser.parse_args().only or None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 from PIL import Image
 
 from scripts.comfyui import ROOT
@@ -13,6 +15,7 @@ ROW, TEXT, GAP = 128, 16, 6
 
 def main() -> None:
     """Command line: write docs/images/pair.jpg."""
+    argparse.ArgumentParser(prog="python -m demo.pair", description=__doc__).parse_args()
     rows = Image.open(IMAGES / "fidelity-pictures-unet.jpg")
     pair = Image.new("RGB", (rows.width, 2 * ROW + GAP), (255, 255, 255))
     for index in range(2):

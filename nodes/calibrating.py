@@ -33,6 +33,14 @@ from .adapters.memory import kept_keys
 from .adapters.probing import OTHERS, RATIO, Band, Probes, sites_of
 from .adapters.run import attach, attachment_of, resolved
 
+# How near, in a word: as much work as this preset has at this ratio. Above 0.6 transformers are farther than in fewer
+# steps (docs/fidelity-tables.md).
+NEAR: Mapping[str, tuple[str, float]] = {
+    "quality": ("quality", 0.5),
+    "balanced": ("balanced", 0.5),
+    "fast": ("balanced", 0.6),
+}
+
 _MOST_SITES = 12
 # Extra evaluations, as a share of the run's own: with the preset's run they are about two runs.
 _PROBES = 1.2
@@ -90,14 +98,24 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Usual:
+    """A preset at a ratio. work: of the model's blocks. distance: what it came to."""
+
+    preset: str
+    ratio: float
+    work: float
+    distance: float
+
+
+@dataclass(frozen=True)
 class Calibrated:
     """What came of it.
 
     model: merged as `profile` says: by the choice, or by the preset where that is nearer, or not at all. profile: None
-    where nothing was learnt. choices: the front. preset: name, work and distance of the preset. found: distance of the
-    choice, at `chosen.work`. keeps_preset: the choice is not nearer, or not in most pictures. probes: evaluations
-    beside the sampling runs. problem: why nothing was chosen, in words. without: what the model has, and was measured
-    without. unmeasured: blocks that the preset merges and that nothing was found out about.
+    where nothing was learnt. choices: the front. usual: the preset. found: distance of the choice, at `chosen.work`.
+    keeps_preset: the choice is not nearer, or not in most pictures. probes: evaluations beside the sampling runs.
+    problem: why nothing was chosen, in words. without: what the model has, and was measured without. unmeasured: blocks
+    that the preset merges and that nothing was found out about.
     """
 
     model: ModelPatcher
@@ -105,7 +123,7 @@ class Calibrated:
     choices: Sequence[Choice]
     chosen: Choice
     found: float
-    preset: tuple[str, float, float]
+    usual: Usual
     keeps_preset: bool = False
     probes: int = 0
     problem: str = ""
@@ -121,20 +139,21 @@ class Calibrated:
 def calibrate(
     model: ModelPatcher,
     task: Task,
-    preset: str,
+    near: str,
     distance: float | None = None,
     overrides: Mapping[str, Any] = {},
     told: Callable[[int, int], None] = lambda run, runs: None,
 ) -> Calibrated:
-    """Measure a model and choose: as much work as the preset has at ratio 0.5, or as far away as `distance` allows.
+    """Measure a model and choose: as much work as one of `NEAR` says, or as far away as `distance` allows.
 
     The model is not changed; what ToMA it carries is left out. overrides: settings on top of the preset's. told: that
     one of three runs begins. Raises `UnsupportedModelError`, and ComfyUI's own exception when the user cancels.
     """
     plain = attach(model, ToMAConfig(ratio=0.0))
     base, without = bare(plain)
-    config = _settings(base, task, Settings(preset, {"ratio": RATIO, **overrides}))
-    placed = replace(config, whole_first=0.0, whole_last=0.0)
+    preset, ratio = NEAR[near]
+    config = _settings(base, task, Settings(preset, {"ratio": ratio, **overrides}))
+    placed = replace(config, ratio=RATIO, whole_first=0.0, whole_last=0.0)
     facts, most = blocks_of(base, task.latent), round(_PROBES * task.steps * task.conditions)
     if not facts:
         raise registry.UnsupportedModelError(
@@ -165,11 +184,11 @@ def calibrate(
 
     merged, of_usual = _merged(probed), _merged(usual)
     work = Work(facts, merged | of_usual, len(probes.sigmas))
-    saved = work.saved(sorted(of_usual), RATIO, sum(len(band.steps) for band in probes.bands))
+    saved = work.saved(sorted(of_usual), ratio, sum(len(band.steps) for band in probes.bands))
     problem = "" if math.isfinite(usual_distance) else _no_numbers(whole)
     if not problem and probes.sigmas and not probes.bands:
         problem = f"Nothing was measured: in {task.steps} steps the preset runs every step in full. Use more steps."
-    table = {} if problem else _table(probes, work, of_usual & merged, whole, beside)
+    table = {} if problem else _table(probes, work, of_usual & merged, ratio, whole, beside)
     chosen = nearest(table, saved) if distance is None else fastest(table, distance)
     above = [band.above for band in probes.bands] or [0.0]
     ratios = {site: [chosen.ratio(site, level) for level in range(len(above))] for site in sites}
@@ -184,7 +203,7 @@ def calibrate(
     enough = usual_distance * (1.0 if held(chosen.distance, found) else _DOUBTED)
     keeps = distance is None and not problem and saved > 0 and (profile.empty or not (found <= enough and nearer))
     if keeps:
-        profile = profile_of(config, {site: [RATIO] for site in sites}, [0.0], usual_distance, 1.0 - saved)
+        profile = profile_of(config, {site: [ratio] for site in sites}, [0.0], usual_distance, 1.0 - saved)
     elif not math.isfinite(found):
         profile, problem = profile_of(placed, {}, [0.0]), _MERGED_NONE
     progress.update_absolute(progress.total)
@@ -194,7 +213,7 @@ def calibrate(
         choices=front(table),
         chosen=chosen,
         found=found,
-        preset=(preset, 1.0 - saved, usual_distance),
+        usual=Usual(preset, ratio, 1.0 - saved, usual_distance),
         keeps_preset=keeps,
         probes=probes.made,
         problem=problem,
@@ -254,20 +273,22 @@ def _cost(fact: BlockFacts, ratio: float = 0.0) -> float:
     return fact.work.flops(fact.tokens - round(ratio * fact.tokens), 1, fact.width or 1024)
 
 
-def _table(probes: Probes, work: Work, usual: frozenset[str], whole: Run, beside: Run) -> Table:
-    """What there is to choose from. usual: the blocks that the preset merges."""
+def _table(probes: Probes, work: Work, usual: frozenset[str], usual_ratio: float, whole: Run, beside: Run) -> Table:
+    """What there is to choose from. usual, usual_ratio: the blocks that the preset merges, and how much."""
     size = float(whole.states[-1].double().square().sum().clamp_min(1e-12))
     errors = filled(
         {place: error / size for place, error in probes.sites_found.items()},
         {place: error / size for place, error in probes.together.items()},
         list(probes.sites),
         RATIO,
+        usual_ratio,
     )
     passed = [(1 - after / before) ** 2 for before, after in pairwise((*probes.sigmas, 0.0))]
     injected = [0.0] * len(passed)
     for level, band in enumerate(probes.bands):
         there = sum(
-            work.share(blocks, usual) * errors.get((site, level, RATIO), 0.0) for site, blocks in probes.sites.items()
+            work.share(blocks, usual) * errors.get((site, level, usual_ratio), 0.0)
+            for site, blocks in probes.sites.items()
         )
         for step in band.steps:
             injected[step] = passed[step] * there
@@ -275,7 +296,7 @@ def _table(probes: Probes, work: Work, usual: frozenset[str], whole: Run, beside
     return {
         (site, level): [
             Option(ratio, errors[site, level, ratio] * _sum(passed, factors, band), saving)
-            for ratio in sorted((RATIO, *OTHERS))
+            for ratio in sorted({RATIO, *OTHERS, usual_ratio})
             if (site, level, ratio) in errors and (saving := work.saved(blocks, ratio, len(band.steps))) > 0
         ]
         for site, blocks in probes.sites.items()

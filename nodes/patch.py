@@ -16,7 +16,7 @@ from .profiles import Applied
 from .widgets import CATEGORY, SEARCH_ALIASES
 
 _MODEL_TOOLTIP = (
-    "The image model to speed up: SDXL, Flux, Z-Image, Qwen-Image and others. LoRAs and other patches may come before "
+    "The model to speed up: SDXL, Flux, Z-Image, Qwen-Image, Wan and others. LoRAs and other patches may come before "
     "or after."
 )
 _OFF = "Off: the ratio is 0."
@@ -61,8 +61,8 @@ class ToMA(io.ComfyNode):
             node_id="ToMA",
             display_name="ToMA (faster sampling)",
             category=CATEGORY,
-            description="Merges similar image tokens while sampling, so that SDXL, Flux, Z-Image, Qwen-Image and other "
-            "image models run faster. Put it between the model loader and the sampler.",
+            description="Merges similar image tokens while sampling, so that SDXL, Flux, Z-Image, Qwen-Image, Wan and "
+            "other image and video models run faster. Put it between the model loader and the sampler.",
             search_aliases=SEARCH_ALIASES,
             inputs=[
                 io.Model.Input("model", tooltip=_MODEL_TOOLTIP),

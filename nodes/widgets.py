@@ -50,9 +50,9 @@ def preset() -> Any:
         "preset",
         options=list(PRESETS),
         default=next(iter(PRESETS)),
-        tooltip="balanced: the usual choice. quality: merges less, closer to the original. fast: merges more. In Flux "
-        "and other transformers every 4th, 2nd or 10th step runs in full, and merged blocks look at all tokens, which "
-        "takes memory. faithful: the paper's own settings, at every step.",
+        tooltip="balanced: the usual choice. quality: merges less, closer to the original. In Flux and other "
+        "transformers every 4th or 2nd step runs in full, and merged blocks look at all tokens, which takes memory. "
+        "faithful: the paper's own settings, at every step. To be faster, raise the ratio.",
     )
 
 

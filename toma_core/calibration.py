@@ -157,13 +157,18 @@ def held(predicted: float, found: float) -> bool:
 
 
 def filled(
-    sites: Mapping[Place, float], together: Mapping[tuple[int, float], float], names: Sequence[str], at: float
+    sites: Mapping[Place, float],
+    together: Mapping[tuple[int, float], float],
+    names: Sequence[str],
+    at: float,
+    also: float,
 ) -> dict[tuple[str, int, float], float]:
     """Squared errors of every site, level and ratio from those that were measured.
 
     sites: of single sites, at the ratio `at`, each at one level at least. together: of all sites merged, by level and
-    ratio; every level at `at`. What is missing at a level is as at the nearest one, what is missing of a ratio as at
-    any level, each as much more or less as all sites together have there.
+    ratio; every level at `at`. also: a ratio that may not be among them, see `between`. What is missing at a level is
+    as at the nearest one, what is missing of a ratio as at any level, each as much more or less as all sites together
+    have there.
     """
     levels = sorted({level for level, ratio in together if ratio == at})
     ratios = sorted({ratio for _, ratio in together})
@@ -178,7 +183,19 @@ def filled(
             for ratio in ratios:
                 told = next((other for other in (level, *levels) if (other, ratio) in together), level)
                 table[name, level, ratio] = error * _share(together.get((told, ratio)), together.get((told, at)))
+            table[name, level, also] = between({ratio: table[name, level, ratio] for ratio in ratios}, also)
     return table
+
+
+def between(errors: Mapping[float, float], ratio: float) -> float:
+    """The squared error at a ratio, from those that were measured: between two of them it grows by the same factor for
+    the same piece of ratio (few-step DiT in 8 steps, 0.5 to 0.75: 0.077 at 0.6, measured 0.078). Outside them it is
+    that of the nearest."""
+    below = max((known for known in errors if known <= ratio), default=min(errors))
+    above = min((known for known in errors if known >= ratio), default=max(errors))
+    low, high = errors[below], errors[above]
+    part = (ratio - below) / (above - below) if above > below else 0.0
+    return low * (high / low) ** part if low > 0 < high else low + part * (high - low)
 
 
 def _share(a: float | None, b: float | None) -> float:

@@ -23,13 +23,11 @@ def _close(every: int) -> Mapping[str, Any]:
 
 # What presets have in common whatever the model; which blocks and steps they leave whole is for its family to say.
 # Nodes begin with the first. `faithful` follows the paper and its released code to the letter; the others are what
-# docs/fidelity.md found worth its time. `ratio` is the user's own choice and in no preset.
+# docs/fidelity.md found worth its time. `ratio` is the user's own choice and in no preset; it is also how to be faster.
 PRESETS: Fields = {
     "balanced": _close(3),
-    "faithful": {"granularity": Granularity.MODULE, "scale": 1000.0, "share": Share.LEVEL},
     "quality": _close(2),
-    # The third last stack of a UNet is merged here, and plans of the first ones, of its resolution, do not suit it.
-    "fast": {**_close(5), "share": Share.STACK},
+    "faithful": {"granularity": Granularity.MODULE, "scale": 1000.0, "share": Share.LEVEL},
 }
 
 

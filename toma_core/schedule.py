@@ -117,8 +117,8 @@ class Schedule:
     @property
     def _last_of_two(self) -> bool:
         """Whether the last step is merged all the same: else nothing would be in half of a run of four steps, and
-        merged so it is nearer than three steps are (docs/fidelity-trials.md)."""
-        return self.goes_on and len(self.sigmas) == 2 and self.config.whole_every > 2
+        where blocks look at all tokens it is nearer so than three steps are (docs/fidelity-trials.md)."""
+        return self.goes_on and len(self.sigmas) == 2 and self.config.whole_every > 2 and self.config.all_keys
 
     @property
     def reuses_detail(self) -> bool:

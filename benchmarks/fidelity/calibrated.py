@@ -1,6 +1,6 @@
 """What ToMA Calibrate gains on scenes that it did not measure: `python -m benchmarks.fidelity.calibrated`.
 
-For each model, number of steps and preset: calibrate on one set of scenes at the preset's work, and compare both on
+For each model, number of steps and word: calibrate on one set of scenes at the work of a preset, and compare both on
 another set. The table stands in docs/how-it-works.md. Below it: where a single setting of the judges' tables is nearer
 for no more work, see `beyond`.
 """
@@ -20,7 +20,8 @@ from scripts.comfy_pack import pack_module
 from .start import PICTURES, command, start
 from .step import SCENES
 
-PRESETS = ("quality", "balanced", "fast")
+# A word of ToMA Calibrate -> the preset and ratio whose work it has, as rows of the tables name them.
+NEAR = {"quality": "quality", "balanced": "balanced", "fast": "balanced at 0.6"}
 # What the models can do with that were taught few steps.
 TAUGHT = {"few": (4, 8), "wan": (4, 8)}
 
@@ -30,7 +31,7 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", nargs="*", choices=(*PICTURES, "wan"), default=["unet", "dit"])
     parser.add_argument("--weights", type=Path, default=Path("demo/weights"), help="folder with the trained weights")
     parser.add_argument("--steps", type=int, nargs="*", default=[4, 8, 20])
-    parser.add_argument("--preset", nargs="*", choices=PRESETS, default=list(PRESETS))
+    parser.add_argument("--near", nargs="*", choices=[*NEAR], default=[*NEAR])
     parser.add_argument("--cfg", type=float, help="default: 1 for the model taught few steps, else 2")
     parser.add_argument("--images", type=int, default=4, help="in each set of scenes")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fidelity/calibrated.json"))
@@ -51,10 +52,10 @@ def main(given: list[str] | None = None) -> None:
             options = {**defaults(kind, steps), **({"cfg": 1.0} if kind == "wan" else {})}
             if guided is not None:
                 options["cfg"] = guided
-            names = {preset: f"{kind} {steps} steps cfg {options['cfg']:g} {preset}" for preset in args.preset}
-            missing = [preset for preset, name in names.items() if name not in rows]
-            for preset, row in _measured(kind, steps, missing, options, args).items():
-                rows[names[preset]] = row
+            names = {near: f"{kind} {steps} steps cfg {options['cfg']:g} {near}" for near in args.near}
+            missing = [near for near, name in names.items() if name not in rows]
+            for near, row in _measured(kind, steps, missing, options, args).items():
+                rows[names[near]] = row
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(rows, indent=1) + "\n")
             print(table(rows), flush=True)
@@ -63,11 +64,11 @@ def main(given: list[str] | None = None) -> None:
 
 
 def _measured(
-    kind: str, steps: int, presets: list[str], options: dict[str, Any], args: argparse.Namespace
+    kind: str, steps: int, words: list[str], options: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """A row for each preset: distances on the other scenes, shares of the matrix products left, and what was
+    """A row for each word: distances on the other scenes, shares of the matrix products left, and what was
     predicted and found on the scenes that were measured. options: of `demo.sampling.generate`."""
-    if not presets:
+    if not words:
         return {}
     from .judge import counting
     from .metrics import relative_error
@@ -89,17 +90,18 @@ def _measured(
     )
     plain, whole = drawn(model)
     rows: dict[str, dict[str, Any]] = {}
-    for preset in presets:
-        found = calibrating.calibrate(model, task, preset, overrides=overrides)
+    for near in words:
+        found = calibrating.calibrate(model, task, near, overrides=overrides)
+        preset, ratio = calibrating.NEAR[near]
         ways = {
-            "preset": drawn(attach(model, settings(preset, {"ratio": 0.5, **overrides}))),
+            "preset": drawn(attach(model, settings(preset, {"ratio": ratio, **overrides}))),
             "calibrated": drawn(found.model),
         }
-        rows[preset] = {name: round(float(relative_error(x, plain).mean()), 4) for name, (x, _) in ways.items()}
-        rows[preset] |= {f"{name} cost": round(flops / whole, 3) for name, (_, flops) in ways.items()}
-        rows[preset] |= {"predicted": round(found.chosen.distance, 4), "found": round(found.found, 4)}
-        rows[preset] |= {"keeps preset": found.keeps_preset, "told": found.held, "probes": found.probes}
-        rows[preset]["profile"] = dict(found.profile.ratios) if found.profile else found.problem
+        rows[near] = {name: round(float(relative_error(x, plain).mean()), 4) for name, (x, _) in ways.items()}
+        rows[near] |= {f"{name} cost": round(flops / whole, 3) for name, (_, flops) in ways.items()}
+        rows[near] |= {"predicted": round(found.chosen.distance, 4), "found": round(found.found, 4)}
+        rows[near] |= {"keeps preset": found.keeps_preset, "told": found.held, "probes": found.probes}
+        rows[near]["profile"] = dict(found.profile.ratios) if found.profile else found.problem
     return rows
 
 
@@ -114,12 +116,12 @@ def beyond(rows: dict[str, dict[str, Any]], folder: Path) -> dict[str, tuple[str
     preset: its name, and its distance as a part of the preset's on the same pictures."""
     found = {}
     for name, row in rows.items():
-        kind, steps, *_, preset = name.split()
+        kind, steps, *_, near = name.split()
         file = folder / f"{kind}-{steps}steps-{TABLES[kind]}.json"
         if not file.exists():
             continue
         others = json.loads(file.read_text())["rows"]
-        usual = others[f"preset: {preset}"]
+        usual = others[f"preset: {NEAR[near]}"]
         single = {n: o for n, o in others.items() if n.split(":")[0] not in ("rival", "stacked", "unmerged", "variate")}
         nearest = min(
             (n for n, o in single.items() if o["cost"] <= usual["cost"] + 1e-3), key=lambda n: single[n]["distance"]
@@ -193,9 +195,9 @@ def _clips(kind: str, steps: int, options: dict[str, Any], args: argparse.Namesp
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """Markdown, a row for each model, number of steps and preset."""
+    """Markdown, a row for each model, number of steps and word."""
     names = ["preset", "calibrated", "preset cost", "calibrated cost", "predicted", "found", "keeps preset", "told"]
-    lines = ["| model steps preset | " + " | ".join(names) + " |", "|---" + "|--:" * len(names) + "|"]
+    lines = ["| model steps near | " + " | ".join(names) + " |", "|---" + "|--:" * len(names) + "|"]
     lines += [f"| {key} | " + " | ".join(str(row[name]) for name in names) + " |" for key, row in rows.items()]
     return "\n".join(lines) + "\n"
 

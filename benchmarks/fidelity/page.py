@@ -6,6 +6,7 @@ are copied, and sheets of pictures are put together where this machine drew them
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
@@ -188,6 +189,7 @@ def sheet(name: str) -> Image.Image | None:
 
 def main() -> None:
     """Write the tables, plots and sheets of all pages."""
+    argparse.ArgumentParser(prog="python -m benchmarks.fidelity.page", description=__doc__).parse_args()
     for page in (PAGE, TABLES, METHOD):
         page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
     for name, results in PLOTS.items():

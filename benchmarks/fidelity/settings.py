@@ -95,7 +95,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(1, "preset", {name: preset(name) for name in pack_module("toma_core").PRESETS if name != "faithful"}, **own)
     add(1, "preset", {"faithful": preset("faithful")}, image=True)
     add(1, "every step", {"0.5": toma()}, image=True)
-    add(1, "preset", {f"{name} at 0.75": preset(name, ratio=0.75) for name in ("balanced", "fast")}, **own)
+    add(1, "preset", {f"balanced at {r:g}": preset("balanced", ratio=r) for r in (0.6, 0.75)}, **own)
     others = ("random", "tome", "grid") if unet else ("random",)
     add(1, "preset", {f"balanced, {s}": preset("balanced", selector=s) for s in others}, window=side)
     add(1, "selector", {s: toma(selector=s) for s in ("tome", "random", "grid", "farthest point")})
@@ -125,7 +125,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     if unet:
         add(2, "rival", {"HyperTile 32": hyper_tile(32)})
     else:
-        add(2, "preset", {f"balanced at {r:g}": preset("balanced", ratio=r) for r in (0.47, 0.6, 0.7)}, window=side)
+        add(2, "preset", {f"balanced at {r:g}": preset("balanced", ratio=r) for r in (0.47, 0.7)}, window=side)
         add(2, "preset", {"balanced, keys in four bits": experiments.packed(preset("balanced"))}, window=side)
         # On models made for few steps, the rival: with one first block as First Block Cache, with more as DBCache.
         add(2, "rival", {f"block cache {t:g}": variants.block_cache(t).patch for t in (0.1, 0.2)})

@@ -1,9 +1,10 @@
 """How near merged clips stay to unmerged ones: `python -m benchmarks.fidelity.video --weights wan.safetensors`.
 
-The same clips and noise for every setting. distance: of the final latents, relative to the unmerged one's norm; spread:
-deviation of its mean over the clips; flicker: energy of the changes from frame to frame, over the unmerged clip's own;
-seams: see `metrics`, by frame; attributes: share of those that the checker reads in the middle frame as they were
-asked for; cost: share of the matrix products left. Choose settings with `--scenes choose`, report on `--scenes report`.
+The same clips and noise for every setting; rows that the result folder has are not measured again. distance: of the
+final latents, relative to the unmerged one's norm; spread: deviation of its mean over the clips; flicker: energy of the
+changes from frame to frame, over the unmerged clip's own; seams: see `metrics`, by frame; attributes: share of those
+that the checker reads in the middle frame as they were asked for; cost: share of the matrix products left. Choose
+settings with `--scenes choose`, report on `--scenes report`.
 """
 
 from __future__ import annotations
@@ -54,11 +55,15 @@ def settings() -> dict[str, Setting]:
     def every(**given: Any) -> Patch:
         return variants.toma("", min_tokens=16, **given).patch
 
-    found = {f"preset: {name}": preset(name) for name in ("quality", "balanced", "fast", "faithful")}
+    found = {f"preset: {name}": preset(name) for name in ("quality", "balanced", "faithful")}
     found |= {f"preset: balanced at {ratio:g}": preset("balanced", ratio=ratio) for ratio in (0.6, 0.75)}
     found["preset: balanced, keys in four bits"] = Setting(experiments.packed(preset("balanced").patch))
     found["preset: quality, keys in four bits"] = Setting(experiments.packed(preset("quality").patch))
     found["preset: balanced, in two runs"] = Setting(preset("balanced").patch, runs=2)
+    found["preset: balanced, in two runs, without keys"] = Setting(preset("balanced", all_keys=False).patch, runs=2)
+    found["preset: balanced, in two runs, keys in four bits"] = Setting(
+        experiments.packed(preset("balanced").patch), runs=2
+    )
     found["preset: balanced, windows of 8 x 8"] = preset("balanced", window_size=8)
     found["preset: balanced, random"] = preset("balanced", selector="random")
     found |= {f"preset: {n}, without keys": preset(n, all_keys=False) for n in ("quality", "balanced")}
@@ -108,10 +113,15 @@ def seams(clips: Tensor) -> Tensor:
 
 
 def measured(
-    draw: Callable[..., Tensor], model: Any, clips: list[Any], steps: int, tried: dict[str, Setting]
+    draw: Callable[..., Tensor],
+    model: Any,
+    clips: list[Any],
+    steps: int,
+    tried: dict[str, Setting],
+    known: dict[str, dict[str, float]],
 ) -> dict[str, dict[str, float]]:
-    """A row for each of these settings. draw: a model, a number of steps and
-    of runs -> its latents of all clips."""
+    """A row for each of these settings, those that are known as they are. draw: a model, a number of steps and of runs
+    -> its latents of all clips."""
     from demo.checker import accuracy, load_checker
     from demo.scenes import CANVAS
     from demo.video import decode_clips
@@ -139,6 +149,9 @@ def measured(
         }
     }
     for name, setting in tried.items():
+        if name in known:
+            rows[name] = known[name]
+            continue
         with counting() as counter:
             latents = draw(setting.patch(model), max(1, round(steps * setting.steps)), setting.runs)
         pictures, distances = decode_clips(latents), relative_error(latents, plain).tolist()
@@ -184,20 +197,21 @@ def main(given: list[str] | None = None) -> None:
 
     seeds = [SCENES[args.scenes] + index for index in range(args.clips)]
     clips = [clip_from_seed(FIRST_TEST_SEED + seed) for seed in seeds]
+    conditions = {name: str(getattr(args, name)) for name in ("weights", "steps", "cfg", "told", "scenes", "clips")}
+    kind = "-ideas" if args.ideas else ""
+    file = args.out / f"{args.weights.stem}-{args.steps}steps-{args.scenes}{kind}.json"
+    before = json.loads(file.read_text()) if file.exists() else {}
     rows = measured(
         lambda model, steps, runs=1: draw_clips(model, clips, seeds, steps, args.cfg, told, runs=runs),
         load_wan(str(args.weights)),
         clips,
         args.steps,
         ideas() if args.ideas else settings(),
+        before["rows"] if before.get("conditions") == conditions else {},
     )
     print(table(rows))
     args.out.mkdir(parents=True, exist_ok=True)
-    conditions = {name: str(getattr(args, name)) for name in ("weights", "steps", "cfg", "told", "scenes", "clips")}
-    stored = {"conditions": conditions, "rows": rows}
-    kind = "-ideas" if args.ideas else ""
-    file = args.out / f"{args.weights.stem}-{args.steps}steps-{args.scenes}{kind}.json"
-    file.write_text(json.dumps(stored, indent=1) + "\n")
+    file.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from .pictures import Folder, say
 from .server import Server
 
 NODE = "ToMACalibrate"
-PRESETS = ("quality", "balanced", "fast")
+# What ToMA Calibrate takes in the place of a distance.
+WORDS = ("quality", "balanced", "fast")
 # Where the graph says nothing of it, as with schedulers of one family.
 DEFAULTS = {"cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
 
@@ -36,13 +37,13 @@ class Calibrated:
 
 
 def near_of(text: str) -> str:
-    """One value of --calibrate: a preset's name, or a distance. Raises BenchmarkError."""
+    """One value of --calibrate: a word, or a distance. Raises BenchmarkError."""
     try:
-        known = text in PRESETS or 0.005 <= float(text) <= 1
+        known = text in WORDS or 0.005 <= float(text) <= 1
     except ValueError:
         known = False
     if not known:
-        raise BenchmarkError(f"--calibrate {text}: give {', '.join(PRESETS)}, or a distance from 0.005 to 1")
+        raise BenchmarkError(f"--calibrate {text}: give {', '.join(WORDS)}, or a distance from 0.005 to 1")
     return text
 
 
@@ -66,8 +67,8 @@ def calibration_graph(template: Template, prompt: str, negative: str, seed: int,
     for name in ("steps", "cfg", "sampler_name", "scheduler"):
         inputs[name] = _said_once(graph, guide, name)
     inputs["latent"] = _said_once(graph, guide, "latent_image")
-    by_preset = near in PRESETS
-    inputs |= {"near": near if by_preset else "distance", "distance": 0.1 if by_preset else float(near)}
+    by_word = near in WORDS
+    inputs |= {"near": near if by_word else "distance", "distance": 0.1 if by_word else float(near)}
     measures, shows = _free(graph, "calibrate"), _free(graph, "profile")
     graph[measures] = node(NODE, model=graph[guide]["inputs"]["model"], **inputs)
     graph[shows] = node("PreviewAny", source=[measures, 1])

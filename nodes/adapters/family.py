@@ -42,14 +42,12 @@ _ALL_KEYS: Mapping[str, Any] = {
 PRESETS: Fields = {
     "balanced": {**_ALL_KEYS, "whole_every": 4},
     "quality": {**_ALL_KEYS, "whole_every": 2},
-    "fast": {**_ALL_KEYS, "whole_every": 10},
     "faithful": {"whole_first": 0.1},
 }
 # Where they cannot: the shares that are left whole of Flux.
 WITHOUT_KEYS: Fields = {
     "balanced": {**PREDICTED, "whole_first": 0.15, "whole_every": 3},
     "quality": {**PREDICTED, "whole_first": 0.15, "whole_every": 2},
-    "fast": {**PREDICTED, "whole_first": 0.05, "whole_every": 5},
     "faithful": {"whole_first": 0.1},
 }
 

@@ -20,7 +20,7 @@ def test_a_whole_run_and_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "calibrated.json"
-    asked = ["--model", "unet", "--steps", "4", "--preset", "balanced", "--images", "1", "--out", str(out)]
+    asked = ["--model", "unet", "--steps", "4", "--near", "balanced", "--images", "1", "--out", str(out)]
     calibrated.main(asked)
     (row,) = json.loads(out.read_text()).values()
     assert 0 < row["calibrated"] < row["preset"], "on a trained model, and scenes that were not measured"
@@ -47,9 +47,7 @@ def test_where_a_single_setting_is_nearer() -> None:
 def test_clips(tmp_path: Path) -> None:
     """A whole run with the trained Wan."""
     out = tmp_path / "calibrated.json"
-    calibrated.main(
-        ["--model", "wan", "--steps", "4", "20", "--preset", "balanced", "--images", "1", "--out", str(out)]
-    )
+    calibrated.main(["--model", "wan", "--steps", "4", "20", "--near", "balanced", "--images", "1", "--out", str(out)])
     ((name, row),) = json.loads(out.read_text()).items()
     assert name == "wan 4 steps cfg 1 balanced"
     assert row["calibrated"] <= 1.3 * row["preset"]
@@ -73,6 +71,6 @@ def test_a_broken_stack_is_found() -> None:
         noise=seeded_noise([20_000], CANVAS, CANVAS),
     )
     found = calibrating.calibrate(model, task, "balanced", overrides=tiny(model))
-    _, _, usual = found.preset
+    usual = found.usual.distance
     assert found.found < usual / 2
     assert found.profile.ratios["output.1.0 - output.2.1"][0] == 0, "whole while there is most noise"

@@ -373,18 +373,21 @@ def test_options_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_settings_are_those_of_the_node_where_nothing_is_asked_for(graph: dict[str, Any]) -> None:
-    graph["toma"] = {"class_type": "ToMAAdvanced", "inputs": {"model": ["loader", 0], "ratio": 0.4, "preset": "fast"}}
+    graph["toma"] = {
+        "class_type": "ToMAAdvanced",
+        "inputs": {"model": ["loader", 0], "ratio": 0.4, "preset": "quality"},
+    }
     arguments = ["--graph", "g", "--prompts", "p"]
 
     def settings(*more: str) -> list[Setting]:
         return real.settings_of(real.parser().parse_args([*arguments, *more]), Template(graph), {})
 
-    assert settings() == [Setting(0.4, "fast")]
+    assert settings() == [Setting(0.4, "quality")]
     assert settings("--preset", "quality", "faithful") == [Setting(0.4, "quality"), Setting(0.4, "faithful")]
     graph["toma"]["inputs"]["profile"] = "{}"
-    assert settings() == [Setting(0.4, "fast", "{}", "the graph's profile")]
-    assert settings("--ratio", "0.3") == [Setting(0.3, "fast")], "beside a profile it would do nothing"
+    assert settings() == [Setting(0.4, "quality", "{}", "the graph's profile")]
+    assert settings("--ratio", "0.3") == [Setting(0.3, "quality")], "beside a profile it would do nothing"
     graph["toma"]["inputs"]["profile"] = ["text", 0]
-    assert settings("--preset", "fast") == [Setting(0.4, "fast")]
+    assert settings("--preset", "quality") == [Setting(0.4, "quality")]
     with pytest.raises(real.BenchmarkError, match="comes from another node: paste its text"):
         settings()

@@ -40,7 +40,7 @@ def graph() -> Graph:
         "5": node("PrimitiveFloat", value=0.3),
         "6": node("CLIPTextEncode", clip=["4", 1], text="a photo of %prompt%, sharp"),
         "7": node("CLIPTextEncode", clip=["4", 1], text="%negative%"),
-        "8": node("ToMA", model=["4", 0], ratio=["5", 0], preset="fast"),
+        "8": node("ToMA", model=["4", 0], ratio=["5", 0], preset="quality"),
         "9": node("FreeU", model=["8", 0], b1=1.1),
         "10": node("EmptyLatentImage", width=64, height=64, batch_size=1),
         "3": node("KSampler", model=["9", 0], positive=["6", 0], negative=["7", 0], latent_image=["10", 0], seed=5),
@@ -195,7 +195,7 @@ def test_keys_change_with_everything_that_makes_a_picture(graph: Graph) -> None:
         template.fill("cat", "blur", 1, BALANCED),
         template.fill("cat", "", 2, BALANCED),
         template.fill("cat", "", 1, Setting(0.25, "balanced")),
-        template.fill("cat", "", 1, Setting(0.5, "fast")),
+        template.fill("cat", "", 1, Setting(0.5, "quality")),
         template.fill("cat", "", 1, None),
     ]
     assert len({key_of(other) for other in [base, *others]}) == 7
@@ -218,7 +218,7 @@ def test_built_in_graphs_are_templates(built: Graph) -> None:
 
 
 def test_every_setting_has_its_turn_to_be_first(graph: Graph) -> None:
-    jobs = plan(Template(graph), ["a", "b"], "", [1, 2], [Setting(0.25, "fast"), BALANCED])
+    jobs = plan(Template(graph), ["a", "b"], "", [1, 2], [Setting(0.25, "quality"), BALANCED])
     names = [job.name for job in jobs]
     assert names[::3] == ["unmerged", "fast 0.25", "balanced 0.5", "unmerged"]
     assert len({job.key for job in jobs}) == 12

@@ -58,7 +58,7 @@ def test_gives_out_what_it_found(unet: Any, calibrated: Any, no_state_left: None
     assert not profiles.parsed(text).empty
     assert len(text.encode()) <= 2000
     # A ToMA node does the same with the profile, in another graph and on another day.
-    again = patch.ToMA.execute(unet, 0.5, "fast", text).args[0]
+    again = patch.ToMA.execute(unet, 0.5, "quality", text).args[0]
     assert run.attachment_of(again).bands
     assert torch.equal(sampled(again), sampled(patch.ToMAAdvanced.execute(unet, **advanced(profile=text)).args[0]))
     assert torch.equal(sampled(again), sampled(model))
@@ -94,8 +94,12 @@ def test_small_grids_have_nothing_to_merge(unet: Any, calibrated: Any) -> None:
     assert torch.equal(sampled(again.args[0], 40), sampled(unet, 40))
 
 
-@pytest.mark.parametrize("kind", ["unet", "flux"])
-def test_the_preset_as_a_profile(kind: str, model_of: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "near", "ratio"), [("unet", "balanced", 0.5), ("unet", "fast", 0.6), ("flux", "balanced", 0.5)]
+)
+def test_the_preset_as_a_profile(
+    kind: str, near: str, ratio: float, model_of: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the choice came out farther, what is given out is the preset to the bit, on paper too."""
     model, true = model_of(kind), calibrating.Run.distance
     asked: list[float] = []
@@ -106,11 +110,13 @@ def test_the_preset_as_a_profile(kind: str, model_of: Any, calibrated: Any, monk
 
     monkeypatch.setattr(calibrating.Run, "distance", farther)
     monkeypatch.setattr(calibrating.Run, "apart", lambda self, whole, steps: [0.1 * n for n in range(steps + 1)])
-    made, text, _, answer = calibrated(model)
-    assert "is kept: the choice came no nearer, to distance 9.000." in answer.ui["toma"][0]["text"]
-    preset = sampled(patch.ToMA.execute(model, 0.5, "balanced").args[0])
+    made, text, _, answer = calibrated(model, near=near)
+    said = answer.ui["toma"][0]["text"]
+    assert "The preset 'balanced' is kept: the choice came no nearer, to distance 9.000." in said
+    assert f"The preset 'balanced' at ratio {ratio:g}: distance 0." in said
+    preset = sampled(patch.ToMA.execute(model, ratio, "balanced").args[0])
     assert torch.equal(sampled(made), preset)
-    assert torch.equal(sampled(patch.ToMA.execute(model, 0.5, "fast", text).args[0]), preset)
+    assert torch.equal(sampled(patch.ToMA.execute(model, 0.5, "quality", text).args[0]), preset)
     assert not torch.equal(preset, sampled(model))
 
 
@@ -281,7 +287,7 @@ def test_what_is_set_by_hand_is_above_the_profile(unet: Any) -> None:
     text = found_profile(unet)
     node = patch.ToMAAdvanced
     config = run.attachment_of(
-        node.execute(unet, **advanced(profile=text, preset="fast", window_size=4)).args[0]
+        node.execute(unet, **advanced(profile=text, preset="quality", window_size=4)).args[0]
     ).config
     plain = run.attachment_of(node.execute(unet, **advanced(profile=text)).args[0]).config
     assert plain == profiles.parsed(text).config()
@@ -317,7 +323,9 @@ def test_a_prediction_that_failed_is_not_believed() -> None:
     Choice, Option = calibration.Choice, calibration.Option
     chosen = Choice({("a", 0): Option(0.5, 0.01, 0.2)})
     given: dict[str, Any] = {"model": None, "profile": None, "choices": [chosen], "chosen": chosen, "probes": 3}
-    far = calibrating.Calibrated(found=0.2, preset=("balanced", 0.8, 0.15), keeps_preset=True, **given)
+    far = calibrating.Calibrated(
+        found=0.2, usual=calibrating.Usual("balanced", 0.5, 0.8, 0.15), keeps_preset=True, **given
+    )
     assert (
         calibrate._notes(far, None)[0] == "The preset 'balanced' is kept: the choice came no nearer, to distance 0.200."
     )
@@ -334,7 +342,7 @@ def test_a_prediction_that_failed_is_not_believed() -> None:
     broken = calibrate._notes(dataclasses.replace(far, found=float("nan")), None)
     assert broken[0].startswith("The choice ends in values that are no numbers (NaN), so the preset 'balanced'")
     assert "nan" not in "\n".join(broken)
-    close = calibrating.Calibrated(found=0.11, preset=("balanced", 0.8, 0.15), **given)
+    close = calibrating.Calibrated(found=0.11, usual=calibrating.Usual("balanced", 0.5, 0.8, 0.15), **given)
     assert calibrate._notes(close, None)[0] == "Calibrated: distance 0.110 at 80 % of the blocks' work."
     assert "cannot be trusted" not in "\n".join(calibrate._notes(close, None))
     assert "farther than 0.1" in calibrate._notes(close, 0.1)[-1]

@@ -167,7 +167,7 @@ def test_a_range_without_steps_is_refused_before_the_prompt_runs() -> None:
 
 
 def test_unknown_preset_lists_the_known_ones(unet: Any) -> None:
-    with pytest.raises(config.ConfigError, match=r"preset is 'best'.*balanced, faithful, quality, fast"):
+    with pytest.raises(config.ConfigError, match=r"preset is 'best'.*balanced, quality, faithful"):
         nodes.ToMA.execute(unet, 0.5, "best")
 
 

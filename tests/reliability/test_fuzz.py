@@ -248,7 +248,7 @@ JSON = st.one_of(
 def whole_graph(seed: int) -> dict[str, Any]:
     """Every node of the pack in one graph, and as little work as there can be."""
     graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, whole_every=0, plan_from="tokens")
-    graph["simple"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.5, "preset": "fast"}}
+    graph["simple"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.5, "preset": "quality"}}
     graph["benchmark"] = {
         "class_type": "ToMABenchmark",
         "inputs": {

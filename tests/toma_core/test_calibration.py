@@ -15,6 +15,7 @@ from toma_core.calibration import (
     Option,
     Table,
     amplified,
+    between,
     fastest,
     filled,
     front,
@@ -136,7 +137,7 @@ def test_a_table_is_filled_from_few_measurements() -> None:
     times as much as at 0.5."""
     sites = {("a", 1): 0.02, ("b", 1): 0.04}
     together = {(0, 0.5): 0.4, (1, 0.5): 0.1, (1, 0.75): 0.9}
-    table = filled(sites, together, ["a", "b", "never measured"], 0.5)
+    table = filled(sites, together, ["a", "b", "never measured"], 0.5, 0.5)
     assert table == pytest.approx(
         {
             ("a", 0, 0.5): 0.08,
@@ -149,8 +150,17 @@ def test_a_table_is_filled_from_few_measurements() -> None:
             ("b", 1, 0.75): 0.36,
         }
     )
-    measured = filled({**sites, ("a", 0): 0.5}, together, ["a", "b"], 0.5)
+    measured = filled({**sites, ("a", 0): 0.5}, together, ["a", "b"], 0.5, 0.6)
     assert measured["a", 0, 0.5] == 0.5, "what was measured is not guessed"
+    assert measured["b", 1, 0.6] == pytest.approx(0.04 * 9**0.4), "and what lies between two ratios from both"
+
+
+def test_between_two_ratios() -> None:
+    errors = {0.25: 0.0, 0.5: 0.01, 0.75: 0.04}
+    assert [between(errors, ratio) for ratio in errors] == list(errors.values())
+    assert between(errors, 0.625) == pytest.approx(0.02), "twice as much, and twice again"
+    assert between(errors, 0.375) == pytest.approx(0.005), "from nothing there is no factor"
+    assert (between(errors, 0.9), between({0.5: 0.01}, 0.6)) == (0.04, 0.01)
 
 
 def test_what_becomes_of_an_error() -> None:

@@ -12,7 +12,7 @@ from toma_core.fields import ConfigError
 from toma_core.presets import PRESETS, Settings
 
 FIELDS = [item.name for item in dataclasses.fields(ToMAConfig)]
-OWN = {"balanced": {"whole_first": 0.15, "whole_every": 3}, "fast": {"share": "level"}}
+OWN = {"balanced": {"whole_first": 0.15, "whole_every": 3}, "quality": {"share": "block"}}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -28,9 +28,9 @@ def test_balanced_is_what_nodes_begin_with() -> None:
     assert next(iter(PRESETS)) == "balanced"
 
 
-@pytest.mark.parametrize("preset", ["", "Balanced", "none", None, 3, ["fast"]])
+@pytest.mark.parametrize("preset", ["", "Balanced", "none", None, 3, ["quality"]])
 def test_unknown_presets_are_refused(preset: Any) -> None:
-    with pytest.raises(ConfigError, match=r"preset is .* Allowed: balanced, faithful, quality, fast\. Choose"):
+    with pytest.raises(ConfigError, match=r"preset is .* Allowed: balanced, quality, faithful\. Choose"):
         Settings(preset)
 
 
@@ -38,25 +38,25 @@ def test_what_is_set_wins_over_the_model_and_that_over_the_preset() -> None:
     config = Settings("balanced", {"ratio": 0.3, "whole_every": 7}).resolved(OWN)
     assert (config.ratio, config.whole_every, config.whole_first) == (0.3, 7, 0.15)
     assert (config.select_every, config.detail_reuse) == (3, True)
-    assert Settings("fast").resolved(OWN).share is Share.LEVEL
-    assert Settings("fast").resolved().share is Share.STACK
-    assert Settings("quality").resolved(OWN) == Settings("quality").resolved()
+    assert Settings("quality").resolved(OWN).share is Share.BLOCK
+    assert Settings("quality").resolved().share is Share.LEVEL
+    assert Settings("faithful").resolved(OWN) == Settings("faithful").resolved()
 
 
 def test_values_are_refused_before_there_is_a_model() -> None:
     with pytest.raises(ConfigError, match=r"window_size is 0\."):
-        Settings("fast", {"window_size": 0})
+        Settings("quality", {"window_size": 0})
     with pytest.raises(ConfigError, match=r"start_percent \(0\.9\) is larger than end_percent \(0\.8\)"):
         Settings("quality", {"start_percent": 0.9, "end_percent": 0.8})
     with pytest.raises(ConfigError, match="every step would run in full"):
         Settings("balanced", {"whole_every": 1})
     with pytest.raises(TypeError, match="no_such_field"):
-        Settings("fast", {"no_such_field": 1})
+        Settings("quality", {"no_such_field": 1})
 
 
 def test_off_is_known_before_there_is_a_model() -> None:
     assert Settings("balanced", {"ratio": 0}).off
-    assert Settings("fast", {"start_percent": 0.4, "end_percent": 0.4}).off
+    assert Settings("quality", {"start_percent": 0.4, "end_percent": 0.4}).off
     assert not Settings("faithful").off
 
 
@@ -64,6 +64,6 @@ def test_frozen() -> None:
     chosen = {"ratio": 0.25}
     settings = Settings("balanced", chosen)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        settings.preset = "fast"  # type: ignore[misc]
+        settings.preset = "quality"  # type: ignore[misc]
     chosen["ratio"] = 0.75
     assert settings == Settings("balanced", {"ratio": 0.25}) != Settings("balanced")

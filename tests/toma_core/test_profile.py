@@ -41,7 +41,7 @@ def test_comes_back_as_it_was() -> None:
 
 def test_says_what_every_field_is_so_that_no_preset_adds_to_it() -> None:
     over = profile().overrides()
-    assert Settings("fast", over).resolved({"fast": {"whole_last": 2}}) == ToMAConfig(**SETTINGS)
+    assert Settings("quality", over).resolved({"quality": {"whole_last": 2}}) == ToMAConfig(**SETTINGS)
 
 
 def test_blocks_by_noise_level() -> None:

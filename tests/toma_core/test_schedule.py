@@ -292,19 +292,21 @@ def test_a_profile_that_leaves_a_noise_level_whole_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sigmas", "every", "goes_on", "merged"),
+    ("sigmas", "every", "looks", "goes_on", "merged"),
     [
-        ((0.8, 0.5), 4, True, [1]),
-        ((0.8, 0.5), 4, False, []),
-        ((0.8, 0.5), 2, True, []),
-        ((0.8, 0.7, 0.5), 4, True, [1]),
-        ((0.8,), 4, True, []),
+        ((0.8, 0.5), 4, True, True, [1]),
+        ((0.8, 0.5), 4, True, False, []),
+        ((0.8, 0.5), 3, False, True, []),
+        ((0.8, 0.5), 2, True, True, []),
+        ((0.8, 0.7, 0.5), 4, True, True, [1]),
+        ((0.8,), 4, True, True, []),
     ],
 )
 def test_the_last_of_two_steps_that_go_on_from_another_run_is_merged(
-    sigmas: tuple[float, ...], every: int, goes_on: bool, merged: list[int]
+    sigmas: tuple[float, ...], every: int, looks: bool, goes_on: bool, merged: list[int]
 ) -> None:
-    """Else nothing would be in half of a run of four; `quality`, every second in full, has it in full."""
-    config = ToMAConfig(whole_every=every, detail_reuse=True)
+    """Else nothing would be in half of a run of four; `quality`, every second in full, has it in full, and so have
+    blocks that do not look at all tokens."""
+    config = ToMAConfig(whole_every=every, detail_reuse=True, all_keys=looks)
     schedule = Schedule(config, sigmas, finishes=True, goes_on=goes_on)
     assert [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio] == merged

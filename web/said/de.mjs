@@ -119,7 +119,7 @@ export default {
  "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.": "Es bleibt bei der Voreinstellung '{preset}': Die Wahl kam nicht näher, auf Abstand {d}.",
  "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.": "Es bleibt bei der Voreinstellung '{preset}': Die Wahl kam anders als vorhergesagt auf Abstand {d}, und einem so kleinen Gewinn ist nicht zu trauen.",
  "The choice ends in values that are no numbers (NaN), so the preset '{preset}' is given out.": "Die Wahl endet in Werten, die keine Zahlen sind (NaN), also wird die Voreinstellung '{preset}' ausgegeben.",
- "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.": "Die Voreinstellung '{preset}' beim Anteil 0.5: Abstand {d} bei {n} %.",
+ "The preset '{preset}' at ratio {ratio}: distance {d} at {n} %.": "Die Voreinstellung '{preset}' beim Anteil {ratio}: Abstand {d} bei {n} %.",
  "Predicted {p}, found {f}: the chart's line cannot be trusted here. What was found counts.": "Vorhergesagt {p}, gefunden {f}: Der Linie im Bild ist hier nicht zu trauen. Was gefunden wurde, zählt.",
  "Predicted {p}, found {f}.": "Vorhergesagt {p}, gefunden {f}.",
  "Nothing could be measured, so the preset '{preset}' is given out.": "Es ließ sich nichts messen, darum wird die Voreinstellung '{preset}' ausgegeben.",

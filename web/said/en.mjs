@@ -119,7 +119,7 @@ export default {
  "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.": "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.",
  "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.": "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.",
  "The choice ends in values that are no numbers (NaN), so the preset '{preset}' is given out.": "The choice ends in values that are no numbers (NaN), so the preset '{preset}' is given out.",
- "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.": "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.",
+ "The preset '{preset}' at ratio {ratio}: distance {d} at {n} %.": "The preset '{preset}' at ratio {ratio}: distance {d} at {n} %.",
  "Predicted {p}, found {f}: the chart's line cannot be trusted here. What was found counts.": "Predicted {p}, found {f}: the chart's line cannot be trusted here. What was found counts.",
  "Predicted {p}, found {f}.": "Predicted {p}, found {f}.",
  "Nothing could be measured, so the preset '{preset}' is given out.": "Nothing could be measured, so the preset '{preset}' is given out.",

@@ -119,7 +119,7 @@ export default {
  "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.": "Se mantiene el ajuste '{preset}': la elección no se acercó más, quedó a distancia {d}.",
  "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.": "Se mantiene el ajuste '{preset}': la elección quedó a distancia {d}, no como se predijo, y no hay que fiarse de una ganancia tan pequeña.",
  "The choice ends in values that are no numbers (NaN), so the preset '{preset}' is given out.": "La elección acaba en valores que no son números (NaN), así que se entrega el ajuste '{preset}'.",
- "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.": "El ajuste '{preset}' con proporción 0.5: distancia {d} con el {n} %.",
+ "The preset '{preset}' at ratio {ratio}: distance {d} at {n} %.": "El ajuste '{preset}' con proporción {ratio}: distancia {d} con el {n} %.",
  "Predicted {p}, found {f}: the chart's line cannot be trusted here. What was found counts.": "Previsto {p}, hallado {f}: no te fíes de la línea del gráfico. Cuenta lo hallado.",
  "Predicted {p}, found {f}.": "Previsto {p}, hallado {f}.",
  "Nothing could be measured, so the preset '{preset}' is given out.": "No se pudo medir nada, así que se entrega el ajuste '{preset}'.",

@@ -119,7 +119,7 @@ export default {
  "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.": "Le préréglage '{preset}' est gardé : le choix n'est pas plus proche, à la distance {d}.",
  "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.": "Le préréglage '{preset}' est gardé : le choix est à la distance {d}, pas comme prédit, et un gain si petit n'est pas sûr.",
  "The choice ends in values that are no numbers (NaN), so the preset '{preset}' is given out.": "Le choix finit en valeurs qui ne sont pas des nombres (NaN), le préréglage '{preset}' est donc donné.",
- "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.": "Le préréglage '{preset}' au taux 0.5 : distance {d} pour {n} %.",
+ "The preset '{preset}' at ratio {ratio}: distance {d} at {n} %.": "Le préréglage '{preset}' au taux {ratio} : distance {d} pour {n} %.",
  "Predicted {p}, found {f}: the chart's line cannot be trusted here. What was found counts.": "Prévu {p}, trouvé {f} : la ligne du graphique n'est pas sûre ici. Ce qui a été trouvé compte.",
  "Predicted {p}, found {f}.": "Prévu {p}, trouvé {f}.",
  "Nothing could be measured, so the preset '{preset}' is given out.": "Rien n'a pu être mesuré, le préréglage '{preset}' est donc donné.",

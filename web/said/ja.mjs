@@ -119,7 +119,7 @@ export default {
  "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.": "プリセット '{preset}' のままにします：選んだ設定はより近くならず、距離 {d} でした。",
  "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.": "プリセット '{preset}' のままにします：選んだ設定は予測と違って距離 {d} で、この程度の差は信頼できません。",
  "The choice ends in values that are no numbers (NaN), so the preset '{preset}' is given out.": "選んだ設定は数でない値 (NaN) になったため、プリセット '{preset}' を出力します。",
- "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.": "プリセット '{preset}'、マージ率 0.5：距離 {d}、計算量 {n} %。",
+ "The preset '{preset}' at ratio {ratio}: distance {d} at {n} %.": "プリセット '{preset}'、マージ率 {ratio}：距離 {d}、計算量 {n} %。",
  "Predicted {p}, found {f}: the chart's line cannot be trusted here. What was found counts.": "予測 {p}、実際 {f}：このモデルではグラフの線は当てになりません。実際の値を見てください。",
  "Predicted {p}, found {f}.": "予測 {p}、実際 {f}。",
  "Nothing could be measured, so the preset '{preset}' is given out.": "何も測れなかったため、プリセット '{preset}' を出力します。",

@@ -119,7 +119,7 @@ export default {
  "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.": "프리셋 '{preset}'을 그대로 둡니다: 고른 설정은 더 가깝지 않았고 거리는 {d}였습니다.",
  "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.": "프리셋 '{preset}'을 그대로 둡니다: 고른 설정은 예측과 달리 거리 {d}였고, 이만큼 작은 차이는 믿을 수 없습니다.",
  "The choice ends in values that are no numbers (NaN), so the preset '{preset}' is given out.": "고른 설정이 숫자가 아닌 값(NaN)으로 끝나서 프리셋 '{preset}'을 내보냅니다.",
- "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.": "프리셋 '{preset}', 비율 0.5: 거리 {d}, 작업량 {n} %.",
+ "The preset '{preset}' at ratio {ratio}: distance {d} at {n} %.": "프리셋 '{preset}', 비율 {ratio}: 거리 {d}, 작업량 {n} %.",
  "Predicted {p}, found {f}: the chart's line cannot be trusted here. What was found counts.": "예측 {p}, 실제 {f}: 여기서는 그래프의 선을 믿을 수 없습니다. 실제 값이 맞습니다.",
  "Predicted {p}, found {f}.": "예측 {p}, 실제 {f}.",
  "Nothing could be measured, so the preset '{preset}' is given out.": "아무것도 측정하지 못해 프리셋 '{preset}'을 내보냅니다.",

@@ -119,7 +119,7 @@ export default {
  "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.": "Остаётся пресет '{preset}': выбор оказался не ближе, расстояние {d}.",
  "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.": "Остаётся пресет '{preset}': выбор дал расстояние {d}, не как предсказано, а столь малому выигрышу нельзя доверять.",
  "The choice ends in values that are no numbers (NaN), so the preset '{preset}' is given out.": "Выбор заканчивается значениями, которые не числа (NaN), поэтому выдаётся пресет '{preset}'.",
- "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.": "Пресет '{preset}' при доле 0.5: расстояние {d} при {n} %.",
+ "The preset '{preset}' at ratio {ratio}: distance {d} at {n} %.": "Пресет '{preset}' при доле {ratio}: расстояние {d} при {n} %.",
  "Predicted {p}, found {f}: the chart's line cannot be trusted here. What was found counts.": "Предсказано {p}, найдено {f}: линии на графике здесь нельзя доверять. Верно найденное.",
  "Predicted {p}, found {f}.": "Предсказано {p}, найдено {f}.",
  "Nothing could be measured, so the preset '{preset}' is given out.": "Ничего не удалось измерить, поэтому выдан пресет '{preset}'.",

@@ -119,7 +119,7 @@ export default {
  "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.": "保留预设 '{preset}'：所选方案没有更接近，距离为 {d}。",
  "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.": "保留预设 '{preset}'：所选方案的距离为 {d}，与预测不符，这么小的收益不可信。",
  "The choice ends in values that are no numbers (NaN), so the preset '{preset}' is given out.": "所选设置得到非数值 (NaN)，因此输出预设 '{preset}'。",
- "The preset '{preset}' at ratio 0.5: distance {d} at {n} %.": "预设 '{preset}'，比例 0.5：距离 {d}，计算量 {n} %。",
+ "The preset '{preset}' at ratio {ratio}: distance {d} at {n} %.": "预设 '{preset}'，比例 {ratio}：距离 {d}，计算量 {n} %。",
  "Predicted {p}, found {f}: the chart's line cannot be trusted here. What was found counts.": "预测 {p}，实测 {f}：此处图中的线不可信，以实测为准。",
  "Predicted {p}, found {f}.": "预测 {p}，实测 {f}。",
  "Nothing could be measured, so the preset '{preset}' is given out.": "什么也没能测出，因此输出预设 '{preset}'。",

@@ -35,7 +35,7 @@ from .unet_layers import ByModule
 
 NAME = "UNet (SDXL, SD1.5, SD2)"
 # Measured, see docs/fidelity.md: the last stacks draw and change most, so that no step has to run whole.
-PRESETS: Fields = {"balanced": {"whole_last": 3}, "quality": {"whole_last": 4}, "fast": {"whole_last": 2}}
+PRESETS: Fields = {"balanced": {"whole_last": 3}, "quality": {"whole_last": 4}}
 
 # Patches of other nodes that are shown tokens inside a transformer block.
 _TOKEN_PATCHES = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch")

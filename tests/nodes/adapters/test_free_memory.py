@@ -13,7 +13,7 @@ from benchmarks import models
 from scripts.comfy_pack import pack_module
 
 SIDE = 24
-PRESETS = ("balanced", "quality", "fast", "faithful")
+PRESETS = ("balanced", "quality", "faithful")
 SMALL = {"min_tokens": 4, "whole_first": 1}
 
 

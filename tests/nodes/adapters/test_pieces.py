@@ -14,7 +14,7 @@ from scripts.comfy_pack import pack_module
 
 SIDE = 24
 CORNERS = corners(SIDE)
-PRESETS = ("balanced", "quality", "fast", "faithful")
+PRESETS = ("balanced", "quality", "faithful")
 # At these sizes values reach 500, and sums of tiles have another order.
 NEARLY = {"rtol": 1e-4, "atol": 2e-3}
 
