@@ -226,7 +226,8 @@ def _settings(model: ModelPatcher, task: Task, settings: Settings) -> ToMAConfig
     """What settings come to where this is sampled: there may be no room for keys of all tokens."""
     hooks = registry.require(model.get_model_object("diffusion_model"))
     config, without_keys = resolved(settings, hooks)
-    kept = kept_keys(hooks, config, task.latent, task.conditions, dtype_of(model), model.load_device)
+    options = model.model_options["transformer_options"]
+    kept = kept_keys(hooks, config, task.latent, task.conditions, dtype_of(model), model.load_device, options)
     return without_keys if kept.without else config
 
 

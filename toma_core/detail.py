@@ -36,7 +36,8 @@ class Details:
 
     limited: whether it may hold no more than `MOST` bytes beside what was reserved for keys and values. most: the most
     bytes that were held at a time. given_up: it became more, or memory ran out; nothing is kept any more, whole steps
-    are only whole, and all others are merged plainly, or whole too where blocks are to look at all tokens. frozen:
+    are only whole, and all others are merged plainly, or whole too where blocks are to look at all tokens. Never in the
+    middle of a merged step: a block would look at keys of all tokens and values of some. frozen:
     merged steps move nothing on, as they are made for trial alone. pack, unpack: four bits a number, and back.
     """
 
@@ -101,29 +102,45 @@ class Details:
             if self._renews and self._step != self._announced:
                 self.clear()
                 self._step = self._announced
-            self._put(keys, update, packs)
+            try:
+                self._put(keys, update, packs)
+            except torch.OutOfMemoryError:
+                # What is kept is worth less than the run.
+                self.give_up()
+            self.limit()
 
     def move_on(self, keys: tuple[Hashable, ...], update: Tensor, packs: bool = False) -> None:
-        """What a merged step has made of what is kept under the keys, in its place, for the next."""
+        """What a merged step has made of what is kept under the keys, in its place, for the next. Raises
+        `torch.OutOfMemoryError`."""
         with self._lock:
             if not (self.given_up or self.frozen):
                 self._put(keys, update, packs)
 
     def _put(self, keys: tuple[Hashable, ...], given: Tensor, packs: bool) -> None:
-        try:
-            update = self.pack(given) if packs else given
-        except torch.OutOfMemoryError:
-            # What is kept is worth less than the run.
-            self.give_up()
-            return
+        update = self.pack(given) if packs else given
+        parts = update.chunk(len(keys))
+        going = Counter(id(self._kept[key][0]) for key in keys if key in self._kept)
         for place, key in enumerate(keys):
-            self._drop(self._kept.get(key))
+            entry = self._kept.get(key)
+            if entry is not None and len(parts) == len(keys):
+                whole, at, count = entry
+                mine = whole.chunk(count)[at]
+                # Conditions that were asked about together and now are not: beside what is kept of all of them each
+                # part would be held twice.
+                if self._chunks[id(whole)] > going[id(whole)] and _alike(mine, parts[place]):
+                    _write(mine, parts[place])
+                    continue
+            self._drop(entry)
             self._kept[key] = update, place, len(keys)
             self._held += update.nbytes if not self._chunks[id(update)] else 0
             self._chunks[id(update)] += 1
         self.most = max(self.most, self._held)
-        if self.limited and self.most > MOST + self.reserved:
-            self.give_up()
+
+    def limit(self) -> None:
+        """Give up where more is held than may be; not while a merged step runs."""
+        with self._lock:
+            if self.limited and self.most > MOST + self.reserved and not self.given_up:
+                self.give_up()
 
     def give_up(self) -> bool:
         """Drop everything for good. False if nothing was held."""
@@ -166,8 +183,16 @@ class Details:
             self._held = 0
 
 
-def _alike(a: Tensor | Packed, b: Tensor) -> bool:
+def _alike(a: Tensor | Packed, b: Tensor | Packed) -> bool:
     return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+
+
+def _write(into: Tensor | Packed, update: Tensor | Packed) -> None:
+    """In the place of what is there, which is alike."""
+    if isinstance(into, Packed) and isinstance(update, Packed):
+        into.write(update)
+    elif isinstance(into, Tensor) and isinstance(update, Tensor):
+        into.copy_(update)
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,6 +54,11 @@ class Packed:
         parts = zip(*(t.chunk(count) for t in (self.codes, self.low, self.step)), strict=True)
         return [Packed(*part) for part in parts]
 
+    def write(self, other: Packed) -> None:
+        """The numbers of another of this shape in the place of its own."""
+        for mine, theirs in ((self.codes, other.codes), (self.low, other.low), (self.step, other.step)):
+            mine.copy_(theirs)
+
     def unpack(self) -> Tensor:
         """(B, N, C), a new tensor."""
         codes = self.codes.unflatten(-1, (self.low.shape[-1], -1))
@@ -81,11 +86,11 @@ def pack(x: Tensor) -> Packed | Tensor:
         return x.clone()
     x = x.unflatten(-1, (-1, group))
     low, high = x.aminmax(dim=-1, keepdim=True)
-    # Each divided for itself: their difference may be more than half precision holds.
-    step = (high * (WIDER / 15) - low * (WIDER / 15)).clamp_min(torch.finfo(x.dtype).tiny)
+    # Each halved for itself: their difference may be more than half precision holds. Halving rounds nothing.
+    step = ((high / 2 - low / 2) * (2 * WIDER / 15)).clamp_min(torch.finfo(x.dtype).tiny)
     middle = high / 2 + low / 2
-    # From -7.5 to 7.5; what casting cuts off is what rounding would.
-    codes = (x - middle).div_(step).add_(8.0).to(torch.uint8)
+    # From -7.5 to 7.5, and what lies beyond for rounding has the last code; what casting cuts off rounding would.
+    codes = (x - middle).div_(step).add_(8.0).clamp_(0.0, 15.5).to(torch.uint8)
     low = (middle - 7.5 * step).clamp_min_(torch.finfo(x.dtype).min)
     half = group // 2
     packed = (codes[..., half:] << BITS).bitwise_or_(codes[..., :half])

@@ -31,6 +31,7 @@ _StackKey = tuple[Hashable, Grid, float, tuple[Hashable, ...], int, torch.dtype,
 
 
 NO_ROOM = "no room for keys and values of all tokens after all"
+NOT_ASKED = "another node's attention takes no others"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ class _Entry:
 class RunState:
     """The state of one run. `schedule` holds the frozen settings; everything else is filled in as the run goes.
     unplanned: the scopes for whose plans there was no memory; with the next evaluation all is whole. all_keys: whether
-    merged blocks look at all tokens; packs: at what is kept of them in four bits a number."""
+    merged blocks look at all tokens; packs: at what is kept of them in four bits a number. otherwise: the settings
+    where that turns out not to be possible. unserved, served: whether attention of a block that should have looked did
+    not ask what at, and whether that of any did."""
 
     schedule: Schedule
     unplanned: set[Hashable] = field(default_factory=set)
@@ -65,6 +68,9 @@ class RunState:
     details: Details = field(default_factory=Details)
     all_keys: bool = field(init=False)
     packs: bool = False
+    otherwise: ToMAConfig | None = None
+    unserved: bool = False
+    served: bool = False
 
     def __post_init__(self) -> None:
         self.all_keys = self.config.all_keys and self.schedule.reuses_detail
@@ -79,7 +85,10 @@ class RunState:
     ) -> Decision:
         """What to do in an evaluation at this noise level, in which these conditions take part. step: where known.
         again: see `Details.settle`."""
+        if self.all_keys and self.unserved and not self.served and self.otherwise is not None:
+            self._look_no_more(self.otherwise)
         decision = self.schedule.decide(sigma, step)
+        self.details.limit()
         if self.all_keys and self.details.given_up:
             # Presets that keep them leave no block whole: merged plainly it would be another picture.
             self.stats.whole("model", NO_ROOM)
@@ -89,6 +98,14 @@ class RunState:
             return replace(decision, ratio=0.0, keeps_detail=False)
         reuses = self.schedule.reuses_detail and decision.ratio
         return self.details.settle(decision, conditions, again) if reuses else decision
+
+    def _look_no_more(self, config: ToMAConfig) -> None:
+        """Another pack's attention asks nobody what to look at: from here on as presets are without that. They leave
+        other blocks whole, so that detail is kept anew."""
+        self.schedule, self.all_keys, self.packs = replace(self.schedule, config=config), False, False
+        self.stats.without_keys = NOT_ASKED
+        self.details.clear()
+        self.details.forget_extra()
 
     def plan(
         self,

@@ -39,6 +39,7 @@ class RunStats:
     without_keys: str = ""
     maps: dict[Grid, MergeMap] = field(default_factory=dict)
     clock: StepClock = field(default_factory=StepClock)
+    _merged_in: Counter[int] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def count_evaluation(self, step: int, ratio: float, device: torch.device | None = None) -> None:
@@ -50,6 +51,17 @@ class RunStats:
             if ratio:
                 self.merged_evaluations += 1
                 self.merged_steps[step] = ratio
+                self._merged_in[step] += 1
+
+    def ran_whole(self, step: int) -> None:
+        """The merged evaluation of this step that was counted last broke off, and was made again without merging."""
+        with self.lock:
+            self.merged_evaluations -= 1
+            self._merged_in[step] -= 1
+            if not self._merged_in[step]:
+                del self.merged_steps[step]
+            if not self.merged_steps:
+                self.merged_blocks.clear()
 
     def count_plan(self, grid: Grid, kept: int, selected: bool) -> None:
         """One plan made for `grid`: with new destinations, or with new weights only."""

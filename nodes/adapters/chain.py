@@ -216,6 +216,15 @@ class Place:
             return images if packs else images.clone()  # what is kept is nobody's to write into
         return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)
 
+    def asked(self, look: Look | None) -> None:
+        """Note whether a block's attention asked what to look at."""
+        assert self.evaluation is not None  # noqa: S101 - for mypy: it has begun
+        run = self.evaluation.run
+        if look is not None and look.served:
+            run.served = True
+        else:
+            run.unserved = True
+
     @staticmethod
     def _pieces(x: Tensor, lengths: list[int]) -> list[Tensor]:
         return [x] if len(lengths) == 1 else list(x.split(lengths, 1))
@@ -395,8 +404,11 @@ class Link(Hook):
         rows = self.positions.of(given.get(port.rows), place, before + port.above(given))
         merged = self.moved(given, x, rows, before)
         if place.looks:
-            merged, _ = self._looking(merged, place.attended, before)
-        out = self._called(len(args), merged)
+            merged, look = self._looking(merged, place.attended, before)
+            out = self._called(len(args), merged)
+            place.asked(look)
+        else:
+            out = self._called(len(args), merged)
         return self._with(out, place.finish(self._tokens(out), before)) if self.last else out
 
     def reason(self, given: Given) -> str:

@@ -93,10 +93,19 @@ class ModelHooks(Protocol):
         """Every block that may be merged, in forward order, as a latent of (B, C, ..., H, W) makes its grid."""
         ...
 
-    def keys_of(self, latent: Tensor, config: ToMAConfig, references: Sequence[Tensor] = ()) -> tuple[int, int]:
+    def keys_of(
+        self,
+        latent: Tensor,
+        config: ToMAConfig,
+        transformer_options: Mapping[str, Any] = {},
+        *,
+        controlled: bool = False,
+        references: Sequence[Tensor] = (),
+    ) -> tuple[int, int]:
         """How many numbers are kept of an image so that merged blocks look at all its tokens: the updates of chains,
         and keys and values of each block that these settings merge; 0 of these where nobody can tell their attention.
-        references: latents of those that may be merged too."""
+        transformer_options, controlled: what may break chains, and whether ControlNets may. references: latents of
+        those that may be merged too."""
         ...
 
 
@@ -251,18 +260,35 @@ class Transformer(ABC):
         for stage, links in zip(self.stages, self.links, strict=True):
             yield from (BlockFacts(link.name, stage.kind, link.work, tokens, self.width) for link in links)
 
-    def keys_of(self, latent: Tensor, config: ToMAConfig, references: Sequence[Tensor] = ()) -> tuple[int, int]:
+    def keys_of(
+        self,
+        latent: Tensor,
+        config: ToMAConfig,
+        transformer_options: Mapping[str, Any] = {},
+        *,
+        controlled: bool = False,
+        references: Sequence[Tensor] = (),
+    ) -> tuple[int, int]:
         """See `ModelHooks`. Keys are taken to be as wide as tokens: those in groups come to attention repeated."""
         if not self.shows_keys:
             return 0, 0
         merged = references if config.merge_references and self.references_follow else ()
         tokens = sum(prod(token_grid(each, self.patch_size)) for each in (latent, *merged))
+        chains, replaced = self.chains(transformer_options, config), _replaced(transformer_options)
         updates = keys = 0
         for stage in self.stages:
-            blocks = [b for n, b in enumerate(stage.blocks) if not self.left_out(stage, n, config)]
-            updates += min(1, len(blocks)) if config.granularity is Granularity.STACK else len(blocks)
-            keys += 2 * sum(map(self.attentions, blocks))
+            added = [True] * len(stage.blocks) if controlled and stage.added else []
+            blocks = [n for n in range(len(stage.blocks)) if not self.left_out(stage, n, config)]
+            begins = [not chains or n - 1 not in blocks or _taken(stage, n, added, replaced) for n in blocks]
+            updates += sum(begins)
+            keys += 2 * sum(self.attentions(stage.blocks[n]) for n in blocks)
         return tokens * self.width * updates, tokens * self.width * keys
+
+    def chains(self, transformer_options: Mapping[str, Any], config: ToMAConfig) -> bool:
+        """Whether blocks stay merged from one to the next."""
+        patches = transformer_options.get("patches", {})
+        looked = any(patches.get(name) for name in self.between)
+        return config.granularity is Granularity.STACK and not looked and self.loops()
 
     def attentions(self, block: nn.Module) -> int:
         """How many self-attentions a block has in which merged tokens take part."""
@@ -293,10 +319,8 @@ class Transformer(ABC):
     ) -> Iterator[HookPair]:
         """The hooks to install for this evaluation of the latent x, see `ModelHooks`."""
         config, stats = evaluation.run.config, evaluation.run.stats
-        patches = transformer_options.get("patches", {})
-        looked = any(patches.get(name) for name in self.between)
-        chains = config.granularity is Granularity.STACK and not looked and self.loops()
-        replaced, control = transformer_options.get("patches_replace", {}).get("dit", {}), control or {}
+        chains, replaced = self.chains(transformer_options, config), _replaced(transformer_options)
+        control = control or {}
         grid, reason = token_grid(x, self.patch_size), self.obstacle(transformer_options, config)
         grids = grid, *self.merged_references(references, evaluation)
         if evaluation.run.all_keys and evaluation.decision.plain:
@@ -317,7 +341,11 @@ class Transformer(ABC):
                     yield from self.keys[link.name].hooks(grid, evaluation)
                     continue
                 joins = index == following and evaluation.decision.joins(runs[-1][-1].name, link.name)
-                if chains and joins and not _seen(stage, blocks, index, added, replaced):
+                if (
+                    chains
+                    and joins
+                    and not (_taken(stage, index, added, replaced) or hooked(blocks[index - 1], blocks[index]))
+                ):
                     runs[-1].append(link)
                 else:
                     runs.append([link])
@@ -372,14 +400,16 @@ def _written_there(loop: Any) -> bool:
     return code is not None and _by_comfyui(loop) and code.co_filename == getattr(home, "__file__", None)
 
 
-def _seen(
-    stage: Stage, blocks: Sequence[nn.Module], index: int, added: Sequence[Any], replaced: Mapping[Any, Any]
-) -> bool:
-    """Whether somebody but the block takes what the one before gives."""
+def _taken(stage: Stage, index: int, added: Sequence[Any], replaced: Mapping[Any, Any]) -> bool:
+    """Whether the model itself, a ControlNet or another node takes what the block before gives."""
     if index - 1 in stage.borders:
         return True
     if index - 1 < len(added) and added[index - 1] is not None:
         return True
-    if hooked(blocks[index - 1], blocks[index]):
-        return True
     return any((f"{stage.kind}_block", at) in replaced for at in (index - 1, index))
+
+
+def _replaced(transformer_options: Mapping[str, Any]) -> Mapping[Any, Any]:
+    """The blocks that other nodes have put something in the place of."""
+    found: Mapping[Any, Any] = transformer_options.get("patches_replace", {}).get("dit", {})
+    return found

@@ -50,8 +50,10 @@ class Look:
             if q.shape[axis] == k.shape[axis] == v.shape[axis] == tokens:
                 which = self.served
                 self.served += 1
-                k = self.change(k, f"key {which}", before, axis)
-                v = self.change(v, f"value {which}", before, axis)
+                keys = self.change(k, f"key {which}", before, axis)
+                values = self.change(v, f"value {which}", before, axis)
+                if keys.shape[axis] == values.shape[axis]:  # else something is kept of the one alone
+                    k, v = keys, values
                 if len(args) > 1:
                     args = (args[0], seen, *args[2:])
                 elif seen is not None:

@@ -42,13 +42,17 @@ def kept_keys(
     conditions: float,
     dtype: torch.dtype,
     device: torch.device,
+    transformer_options: Mapping[str, Any],
+    *,
+    controlled: bool = False,
     references: Sequence[Tensor] = (),
 ) -> Kept:
-    """What a run on latents of (B, C, ..., H, W) is to keep. conditions: how often it is evaluated in a
-    step; dtype: of tokens; device: that the model runs on; references: latents of reference images."""
+    """What a run on latents of (B, C, ..., H, W) is to keep. conditions: how often it is evaluated in a step; dtype: of
+    tokens; device: that the model runs on; the others: see `ModelHooks.keys_of`."""
     if not config.all_keys:
         return Kept()
-    updates, keys = (round(n * len(latent) * conditions) for n in hooks.keys_of(latent, config, references))
+    of_an_image = hooks.keys_of(latent, config, transformer_options, controlled=controlled, references=references)
+    updates, keys = (round(n * len(latent) * conditions) for n in of_an_image)
     if not keys:
         return Kept(without="this model's attention takes no others")
     room = comfy.model_management.get_total_memory(device)
@@ -69,6 +73,25 @@ def conditions_of(guider: Any, sampler: Any = None) -> int:
     if usual and math.isclose(guider.cfg, 1.0):
         return max(1, len(conds.get("positive") or ()))
     return max(1, sum(len(each or ()) for each in conds.values()))
+
+
+# The schedules of ComfyUI's context windows whose windows lie elsewhere at each step.
+_MOVING = ("looped_uniform", "standard_uniform")
+
+
+def moves(guider: Any, latent: Tensor) -> bool:
+    """Whether context windows over a latent lie elsewhere at each step: then what a full step keeps is of others."""
+    handler = guider.model_options.get("context_handler")
+    try:
+        several = handler is not None and latent.shape[handler.dim] > handler.context_length
+        return several and handler.context_schedule.name in _MOVING
+    except (AttributeError, TypeError, IndexError):
+        return False
+
+
+def controlled(guider: Any) -> bool:
+    """Whether any condition has a ControlNet."""
+    return any(cond.get("control") is not None for conds in guider.conds.values() for cond in conds or ())
 
 
 def overlap_of(guider: Any, latent: Tensor) -> float:

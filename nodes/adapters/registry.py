@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -96,7 +96,7 @@ class _Plain:
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
         yield from ()
 
-    def keys_of(self, latent: Tensor, config: ToMAConfig, references: Sequence[Tensor] = ()) -> tuple[int, int]:
+    def keys_of(self, latent: Tensor, config: ToMAConfig, *_: Any, **__: Any) -> tuple[int, int]:
         return 0, 0
 
 

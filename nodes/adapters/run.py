@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -32,9 +31,9 @@ from .attention import attention_in_use, dtype_of
 from .contract import UnknownError, argument, asking, known, warn
 from .family import ModelHooks
 from .graphs import allow_more_graphs, compiled, in_one_piece
-from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, HookPair, installed
+from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, installed
 from .levels import Levels
-from .memory import Kept, conditions_of, kept_keys, overlap_of, references_of, reserved
+from .memory import Kept, conditions_of, controlled, kept_keys, moves, overlap_of, references_of, reserved
 from .sampling import Sampling
 
 _KEY = "toma"
@@ -124,6 +123,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             frames = noise.shape[2] if noise.ndim > 4 else 1
             sampling = Sampling.start(config, model_sampling, sigmas, attachment.bands, frames)
             sampling.run.details.reserved, sampling.run.packs = kept.bytes, kept.packs
+            sampling.run.otherwise = attachment.without_keys
             sampling.run.stats.without_keys = kept.without
             options = create_model_options_clone(given)
             options["transformer_options"][SAMPLING] = sampling
@@ -168,8 +168,19 @@ def _settled(attachment: Attachment, guider: Any, args: Any, kwargs: Any) -> tup
         kept = Kept(without="full steps keep nothing with these settings")
     elif hooks is not None and (compiled(given) or not given.get("torch_compile_kwargs")):
         noise, sampler = argument(args, kwargs, 0, "noise"), argument(args, kwargs, 2, "sampler")
-        often, device = conditions_of(guider, sampler) * overlap_of(guider, noise), model.load_device
-        kept = kept_keys(hooks, config, noise, often, dtype_of(model), device, references_of(guider))
+        if moves(guider, noise):
+            return attachment.without_keys, Kept(without="context windows that lie elsewhere at each step")
+        kept = kept_keys(
+            hooks,
+            config,
+            noise,
+            conditions_of(guider, sampler) * overlap_of(guider, noise),
+            dtype_of(model),
+            model.load_device,
+            given["transformer_options"],
+            controlled=controlled(guider),
+            references=references_of(guider),
+        )
     return (config if kept.bytes else attachment.without_keys), kept
 
 
@@ -214,12 +225,20 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _calc_cond_batch(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    sampling = None
     with known("WrappersMP.CALC_COND_BATCH"):
         model_options = argument(args, kwargs, 4, "model_options")
         sampling = model_options["transformer_options"].get(SAMPLING)
         if sampling is not None:
             timestep, conds = argument(args, kwargs, 3, "timestep"), argument(args, kwargs, 1, "conds")
             sampling.observe(timestep, conds, argument(args, kwargs, 2, "x_in"), model_options)
+    try:
+        return executor(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        if sampling is None or not sampling.no_memory():
+            raise
+    # Out here nobody holds what the error holds.
+    comfy.model_management.soft_empty_cache()
     return executor(*args, **kwargs)
 
 
@@ -242,7 +261,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if sampling is None or not sampling.decision.ratio:
         if sampling is not None and sampling.sigma is None:
             sampling.run.stats.whole("model", "ComfyUI did not tell the noise level")
-        return _within_memory((), sampling, executor, *args, **kwargs)
+        return executor(*args, **kwargs)
     if sampling.obstacle:
         sampling.run.stats.whole("model", sampling.obstacle)
         return executor(*args, **kwargs)
@@ -255,23 +274,8 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         return executor(*args, **kwargs)
     references = kwargs.get("ref_latents") or ()
     chosen = hooks.select(x, evaluation, options, control=control, references=references)
-    return _within_memory(chosen, sampling, executor, *args, **kwargs)
-
-
-def _within_memory(
-    hooks: Iterable[HookPair], sampling: Sampling | None, executor: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """The model with these hooks; where memory runs out while keys are kept, without both, and so for the rest."""
-    try:
-        with installed(hooks):
-            return executor(*args, **kwargs)
-    except torch.OutOfMemoryError:
-        if sampling is None or not (sampling.run.all_keys and sampling.run.details.give_up()):
-            raise
-    # What was kept is worth less than the run. Out here nobody holds what the error holds.
-    sampling.decision = replace(sampling.decision, ratio=0.0, keeps_detail=False)
-    comfy.model_management.soft_empty_cache()
-    return executor(*args, **kwargs)
+    with installed(chosen):
+        return executor(*args, **kwargs)
 
 
 def _is_picture(x: Any) -> bool:

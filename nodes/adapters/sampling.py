@@ -16,6 +16,7 @@ from ...toma_core.config import PlanFrom
 from ...toma_core.pieces import Piece
 from ...toma_core.prediction import trusted_below
 from ...toma_core.schedule import Bands
+from ...toma_core.state import NO_ROOM
 from ...toma_core.stats import RunStats
 from ...toma_core.windows import has_frames
 from .levels import Levels
@@ -70,9 +71,7 @@ class Sampling:
         run.stats.by_profile = bool(bands)
         if bands and not any(ratio for _, ratios in bands for ratio in ratios.values()):
             run.stats.whole("model", "the profile leaves everything unmerged")
-        # What a poor plan would do is mended where destinations look at all tokens.
-        trusted = float("inf") if run.all_keys else trusted_below(isinstance(model_sampling, CONST))
-        return cls(run, Decision(0, 0.0, 0, 0), trusted=trusted)
+        return cls(run, Decision(0, 0.0, 0, 0), trusted=trusted_below(isinstance(model_sampling, CONST)))
 
     def next(self, timestep: Tensor) -> None:
         """The sampler evaluates the model anew, at this noise level."""
@@ -89,6 +88,18 @@ class Sampling:
         self.picture = None
         self.pieces.clear()
         return self.run.close()
+
+    def no_memory(self) -> bool:
+        """Memory ran out in the evaluation in progress: drop what is kept, and run it whole, and all that come. False
+        where nothing was kept that could go. For all conditions alike: guidance would enlarge what one has lost."""
+        run, decision = self.run, self.decision
+        if not (run.all_keys and run.details.give_up()):
+            return False
+        if decision.merged_ratio:
+            run.stats.ran_whole(decision.step)
+        run.stats.whole("model", NO_ROOM)
+        self.decision = replace(decision, ratio=0.0, keeps_detail=False)
+        return True
 
     @property
     def awaits(self) -> bool:
@@ -181,7 +192,8 @@ class Sampling:
         picture = self.picture
         if (
             picture is None
-            or (self.sigma is not None and self.sigma > self.trusted)
+            # What a poor plan would do is mended where destinations look at all tokens.
+            or (self.sigma is not None and self.sigma > self.trusted and not self.run.all_keys)
             or transformer_options.get("context_window") is not None
             or self.run.config.plan_from is not PlanFrom.PREDICTION
         ):

@@ -296,13 +296,44 @@ def test_an_update_is_held_as_long_as_one_of_its_parts_is_and_counted_whole() ->
     one = features(0).nbytes
     run.details.keep(("a", "b"), first)
     del first
-    run.details.keep(("c", "b"), features(1, 2))
+    run.details.keep(("c", "d"), features(1, 2))
     assert held() is not None
     assert run.details.most == 4 * one, "memory of a part is that of the whole"
-    run.details.keep(("a",), features(2))
+    run.details.keep(("a", "b"), features(2, 2))
     assert held() is None
-    run.details.keep(("d",), features(3))
     assert run.details.most == 4 * one
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_parts_of_what_was_kept_together_are_held_once(packs: bool) -> None:
+    """Conditions that were asked about in one call, and then each in one of its own."""
+    run, first = run_of(), torch.randn(2, 8, 64)
+    run.details.keep(("a", "b"), first.clone(), packs)
+    held = run.details.most
+    for step in range(2):
+        for n, key in enumerate("ab"):
+            moved = first[n : n + 1] * (step + 2)
+            run.details.move_on((key,), moved, packs)
+            found = run.details.kept((key,), moved)
+            assert found is not None
+            torch.testing.assert_close(found, moved, rtol=0, atol=0.3 * (step + 2) if packs else 0.0)
+    assert run.details.most == held
+    both = run.details.kept(("b", "a"), first)
+    assert both is not None
+    torch.testing.assert_close(both, 3 * first.flip(0), rtol=0, atol=0.9 if packs else 0.0)
+
+
+def test_it_is_not_given_up_while_a_merged_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's keys would be of all tokens and its values of some."""
+    run = run_of()
+    run.details.keep(("key",), features(0))
+    run.details.limited = True
+    monkeypatch.setattr(detail, "MOST", 1)
+    run.details.move_on(("key",), features(1))
+    assert run.details.kept(("key",), features(1)) is not None
+    run.details.limit()
+    assert run.details.given_up
+    assert run.details.kept(("key",), features(1)) is None
 
 
 def test_a_whole_step_that_somebody_skips_leaves_what_was_kept() -> None:

@@ -64,3 +64,25 @@ def test_channels_in_no_groups_are_copied() -> None:
     assert isinstance(copy, torch.Tensor)
     assert torch.equal(copy, x)
     assert copy.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_far_from_zero_beside_their_spread(dtype: torch.dtype) -> None:
+    """What rounds up beyond the last code is not that of its neighbour."""
+    for far in (50, 300):
+        x = (far + torch.randn(1, 500, 128, generator=torch.Generator().manual_seed(0))).to(dtype)
+        packed = pack(x)
+        assert isinstance(packed, Packed)
+        step = packed.step.double().repeat_interleave(64, -1)
+        rounding = 2 * far * torch.finfo(dtype).eps
+        assert ((packed.unpack().double() - x.double()).abs() <= step + rounding).all()
+
+
+def test_one_in_the_place_of_another() -> None:
+    x, other = torch.randn(4, 5, 64), torch.randn(2, 5, 64)
+    packed, instead = pack(x), pack(other)
+    assert isinstance(packed, Packed)
+    assert isinstance(instead, Packed)
+    packed.chunk(2)[1].write(instead)
+    assert torch.equal(packed.unpack()[2:], instead.unpack())
+    assert torch.equal(packed.unpack()[:2], pack(x).chunk(2)[0].unpack())  # type: ignore[union-attr]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +103,7 @@ class Hooks:
             width = getattr(stack.transformer_blocks[0].attn1.to_q, "in_features", 0)
             self.stacks.append(_Stack(position, level, halvings, width, stack, tuple(blocks)))
 
-    def keys_of(self, latent: Tensor, config: ToMAConfig, references: Sequence[Tensor] = ()) -> tuple[int, int]:
+    def keys_of(self, latent: Tensor, config: ToMAConfig, *_: Any, **__: Any) -> tuple[int, int]:
         """See `ModelHooks`. None: its convolutions see all tokens anyhow, and its presets are near without."""
         return 0, 0
 

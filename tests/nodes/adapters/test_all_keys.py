@@ -225,6 +225,123 @@ def test_where_memory_runs_out_all_is_whole_from_then_on(
     assert "no room for keys and values" in stats.summary()
 
 
+@pytest.mark.parametrize("at", [0, 1, 2, 7])
+def test_where_packing_runs_out_of_memory_in_a_merged_step(
+    at: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At keys and at values, of the first block and of others: no block looks at keys of all tokens and values of some,
+    and the evaluation is made again, whole."""
+    model, trial = model_of("wan"), pack_module("toma_core.trial")
+    monkeypatch.setattr(pack_module("nodes.adapters.memory"), "MOST", 1)
+    calls, pack = list[int](), trial.pack
+    kept_whole = 2 * len(model.model.diffusion_model.blocks)
+
+    def full(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) > kept_whole + at:
+            raise torch.OutOfMemoryError
+        return pack(x)
+
+    monkeypatch.setattr(trial, "pack", full)
+    merged, watch = attach(model, **KEYS), Watch(1)
+    (own, *_), found = evaluated(model, frames=3), evaluated(watch.on(merged), frames=3)
+    assert all(torch.equal(clip, own) for clip in found)
+    assert all(k.shape[1] == v.shape[1] for _, k, v in watch.seen)
+    stats = stats_of(merged)
+    assert stats.detail_given_up
+    assert (stats.merged_evaluations, stats.merged_steps) == (0, {})
+    assert stats.headline() == "Nothing was merged: no room for keys and values of all tokens after all"
+
+
+@pytest.mark.parametrize("call", [3, 4, 5, 6])
+def test_where_memory_runs_out_for_one_condition_the_other_is_whole_too(
+    call: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conditions in calls of their own: guidance would enlarge what only one of them has lost."""
+    model, calls, merged = model_of("wan"), list[int](), None
+    monkeypatch.setattr(type(model.model), "memory_required", lambda *_, **__: 1e20)
+    block = model.model.diffusion_model.blocks[-1].ffn[0]
+    plain = block.forward
+
+    def short(x: Tensor) -> Tensor:
+        calls.append(x.shape[1])
+        if len(calls) == call:
+            raise torch.OutOfMemoryError
+        return plain(x)
+
+    merged = attach(model, **KEYS)
+    block.forward = short
+    try:
+        found = evaluated(merged, frames=3)
+    finally:
+        del block.forward
+    own, step = evaluated(model, frames=3)[0], (call - 1) // 2
+    assert all(torch.equal(clip, own) for clip in found[step:])
+    assert stats_of(merged).merged_evaluations == step - 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_conditions_that_are_split_after_the_full_step_hold_no_more(
+    packed: bool, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ComfyUI joins them by free memory, of which the full step leaves less."""
+    from comfy.patcher_extension import WrappersMP
+
+    model, evaluations = model_of("wan"), list[int]()
+    if packed:
+        monkeypatch.setattr(pack_module("nodes.adapters.memory"), "MOST", 1)
+    joined = pack_module("nodes.adapters.run").attach(model, preset("balanced"))
+    wanted, held = models.sample(joined, HEIGHT, WIDTH, frames=3, steps=4), stats_of(joined).detail_bytes
+    split = joined.clone()
+
+    def counting(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        evaluations.append(1)
+        return executor(*args, **kwargs)
+
+    split.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "count", counting)
+    monkeypatch.setattr(type(model.model), "memory_required", lambda *_, **__: 0 if len(evaluations) < 2 else 1e20)
+    found = models.sample(split, HEIGHT, WIDTH, frames=3, steps=4)
+    assert stats_of(split).detail_bytes == held
+    torch.testing.assert_close(found, wanted, rtol=0, atol=(1e-2 if packed else 1e-4) * float(wanted.abs().max()))
+
+
+def test_attention_that_asks_nobody_is_noticed(model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another pack's in the place of ComfyUI's, which knows no override: presets are as without, and it is said."""
+    import comfy.ldm.wan.model as wan
+
+    def theirs(q: Tensor, k: Tensor, v: Tensor, heads: int, *_: Any, **__: Any) -> Tensor:
+        parts = [t.unflatten(2, (heads, -1)).transpose(1, 2) for t in (q, k, v)]
+        return torch.nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
+
+    run, model = pack_module("nodes.adapters.run"), model_of("wan")
+    monkeypatch.setattr(wan, "optimized_attention", theirs)
+    asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
+    own = models.sample(model, HEIGHT, WIDTH, **asked)
+    merged, without = (run.attach(model, preset("balanced", **more)) for more in ({}, {"all_keys": False}))
+    found, usual = (models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, without))
+    assert "another node's attention takes no others" in stats_of(merged).summary()
+    # The second step too is in full: it keeps for other blocks than the first.
+    assert sorted(stats_of(merged).merged_steps) == [2, 4, 5]
+    assert sorted(stats_of(without).merged_steps) == [1, 2, 4, 5]
+    assert (found - own).norm() <= (usual - own).norm()
+    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), found)
+
+
+@pytest.mark.parametrize("schedule", ["standard_static", "standard_uniform", "looped_uniform"])
+def test_context_windows_that_move_keep_no_keys(schedule: str, model_of: Any, stats_of: Any) -> None:
+    from comfy_extras.nodes_context_windows import WanContextWindowsManualNode as Windows
+
+    run, model = pack_module("nodes.adapters.run"), model_of("wan")
+    windowed = Windows.execute(model, 17, 8, schedule, 1, False, "pyramid", False).result[0]
+    merged, without = (run.attach(windowed, preset("balanced", **more)) for more in ({}, {"all_keys": False}))
+    asked: dict[str, Any] = {"frames": 13, "steps": 8, "cfg": 5.0}
+    found = models.sample(merged, HEIGHT, WIDTH, **asked)
+    moves = "windows that lie elsewhere at each step" in stats_of(merged).without_keys
+    assert moves == (schedule != "standard_static")
+    if moves:
+        assert torch.equal(found, models.sample(without, HEIGHT, WIDTH, **asked))
+
+
 @pytest.mark.parametrize("step", [0, 2])
 def test_where_the_model_runs_out_of_memory_it_runs_again_without(
     step: int, model_of: Any, attach: Any, stats_of: Any
@@ -447,6 +564,31 @@ def test_room_is_asked_for_with_references_that_are_merged(model_of: Any, attach
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pack_module("nodes.adapters.run"), "reserved", lambda m, n: asked.append(n) or memory(m, n))
         models.sample(merged, HEIGHT, WIDTH, steps=4, positive=conds[0], negative=conds[1])
+    assert asked == [stats_of(merged).detail_bytes]
+
+
+def passed_on(args: dict[str, Any]) -> dict[str, Any]:
+    return args
+
+
+@pytest.mark.parametrize("cfg", [1.0, 3.0])
+@pytest.mark.parametrize("broken", ["", "vace", "animate", "shown", "replaced"])
+def test_room_is_asked_for_every_chain(broken: str, cfg: float, attach: Any, stats_of: Any) -> None:
+    """Each keeps an update of its own: where the model itself looks at all tokens, and where another node does."""
+    kinds: dict[str, dict[str, Any]] = {
+        "vace": {"base": "WAN21_Vace", "kind": "WAN21_Vace", "vace_layers": 3, "vace_in_dim": 96},
+        "animate": {"base": "WAN22_Animate", "kind": "WAN22_Animate"},
+    }
+    model = models.wan(**{"layers": 6, "model_type": broken, **kinds[broken]} if broken in kinds else {})
+    if broken == "shown":
+        model.set_model_patch(passed_on, "double_block")
+    elif broken == "replaced":
+        model.set_model_patch_replace(lambda args, more: more["original_block"](args), "dit", "double_block", 1)
+    merged, asked = attach(model, **KEYS), list[int]()
+    memory = pack_module("nodes.adapters.memory").reserved
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack_module("nodes.adapters.run"), "reserved", lambda m, n: asked.append(n) or memory(m, n))
+        models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=cfg)
     assert asked == [stats_of(merged).detail_bytes]
 
 

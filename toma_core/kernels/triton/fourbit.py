@@ -33,8 +33,8 @@ def _pack_kernel(
     # Codes are of the step as it is kept.
     width = tl.maximum((top - bottom) * wider, least).to(step.dtype.element_ty).to(tl.float32)
     middle = 0.5 * (top + bottom)
-    left = ((first - middle[:, None]) / width[:, None] + 8.0).to(tl.int32) & 15
-    right = ((second - middle[:, None]) / width[:, None] + 8.0).to(tl.int32) & 15
+    left = tl.minimum(tl.maximum((first - middle[:, None]) / width[:, None] + 8.0, 0.0), 15.5).to(tl.int32)
+    right = tl.minimum(tl.maximum((second - middle[:, None]) / width[:, None] + 8.0, 0.0), 15.5).to(tl.int32)
     tl.store(
         codes + (row * groups + group)[:, None] * HALF + tl.arange(0, HALF)[None, :],
         (left | (right << BITS)).to(tl.uint8),
