@@ -10,8 +10,9 @@ import comfy.samplers
 import torch
 from comfy_api.latest import io, ui
 
+from ..toma_core.fields import FieldSpec, checked
 from . import given
-from .calibrating import NEAR, Calibrated, Task, calibrate
+from .calibrating import NEAR, UNMEASURED, Calibrated, Task, calibrate
 from .charts import MERGED, RECOMMENDED, Dot, front_chart
 from .drawing import as_image
 from .live import errors_shown, line_of, said
@@ -19,6 +20,14 @@ from .widgets import CATEGORY, SEARCH_ALIASES
 
 _BY_NUMBER = "distance"
 _USUAL = "balanced"
+_DISTANCE = 0.1
+_DISTANCES = FieldSpec(
+    "Only for 'distance': how far the result may move. 0.03 can hardly be seen, at 0.1 small shapes differ, at 0.3 it "
+    "is visibly another picture of the same scene.",
+    0.005,
+    1.0,
+    0.005,
+)
 
 
 class ToMACalibrate(io.ComfyNode):
@@ -53,12 +62,11 @@ class ToMACalibrate(io.ComfyNode):
                 ),
                 io.Float.Input(
                     "distance",
-                    default=0.1,
-                    min=0.005,
-                    max=1.0,
-                    step=0.005,
-                    tooltip="Only for 'distance': how far the result may move. 0.03 can hardly be seen, at 0.1 small "
-                    "shapes differ, at 0.3 it is visibly another picture of the same scene.",
+                    default=_DISTANCE,
+                    min=_DISTANCES.minimum,
+                    max=_DISTANCES.maximum,
+                    step=_DISTANCES.step,
+                    tooltip=_DISTANCES.tooltip,
                 ),
                 io.Int.Input("steps", default=20, min=2, max=100, tooltip="Sampling steps, as you use them."),
                 io.Float.Input(
@@ -134,6 +142,8 @@ class ToMACalibrate(io.ComfyNode):
             size = comfy.sample.fix_empty_latent_channels(model, size, latent.get("downscale_ratio_spacial"))
             task = Task(positive, negative, size, steps, cfg, sampler_name, scheduler, seed)
             by_number = near == _BY_NUMBER
+            if by_number:
+                distance = checked("distance", distance, _DISTANCE, _DISTANCES)
             told = (lambda *_: None) if line is None else line.measures
             found = calibrate(model, task, _USUAL if by_number else near, distance if by_number else None, told=told)
         notes = _notes(found, distance if by_number else None)
@@ -145,32 +155,32 @@ class ToMACalibrate(io.ComfyNode):
 
 def _notes(found: Calibrated, distance: float | None) -> list[str]:
     """What came of it, the answer first, a sentence on each line."""
+    short = ["There was too little memory for it: try a smaller latent or batch."] if found.short else []
     if found.problem:
-        return [found.problem]
-    usual, name = found.usual.distance, found.usual.preset
-    preset = (
-        f"The preset '{name}' at ratio {found.usual.ratio:g}: distance {usual:.3f} at {100 * found.usual.work:.0f} %."
-    )
+        return [found.problem, *(short if found.problem == UNMEASURED else ())]
+    usual, name, came = found.usual, found.usual.preset, _near(found.found)
+    work = f"{100 * usual.work:.0f} %", f"{100 * found.chosen.work:.0f} % of the blocks' work"
+    preset = f"The preset '{name}' at ratio {usual.ratio:g}: distance {_near(usual.distance)} at {work[0]}."
     if found.chosen.options:
-        predicted = f"Predicted {found.chosen.distance:.3f}, found {found.found:.3f}"
+        predicted = f"Predicted {_near(found.chosen.distance)}, found {came}"
         doubt = ""
         if not found.keeps_preset:
-            notes = [f"Calibrated: distance {found.found:.3f} at {100 * found.chosen.work:.0f} % of the blocks' work."]
+            notes = [f"Calibrated: distance {came} at {work[1]}."]
             doubt = "" if found.held else ": the chart's line cannot be trusted here. What was found counts"
         elif not math.isfinite(found.found):
             given_out = f"so the preset '{name}' is given out."
             return [f"The choice ends in values that are no numbers (NaN), {given_out}", preset]
-        elif found.found < usual:
+        elif found.found < usual.distance:
             notes = [
-                f"The preset '{name}' is kept: the choice came to distance {found.found:.3f}, not as predicted, and so "
-                "small a gain is not to be trusted."
+                f"The preset '{name}' is kept: the choice came to distance {came}, not as predicted, and so small a "
+                "gain is not to be trusted."
             ]
         else:
-            notes = [f"The preset '{name}' is kept: the choice came no nearer, to distance {found.found:.3f}."]
+            notes = [f"The preset '{name}' is kept: the choice came no nearer, to distance {came}."]
         notes += [preset, f"{predicted}{doubt}."]
     elif found.keeps_preset:
-        notes = [f"Nothing could be measured, so the preset '{name}' is given out.", preset]
-    elif distance is None or usual == 0.0:
+        notes = [f"Nothing could be measured, so the preset '{name}' is given out.", *short, preset]
+    elif distance is None or usual.distance == 0.0:
         return [
             "Nothing can be merged here: the grids are too small, or another node answers for the model. The profile "
             "leaves everything unmerged."
@@ -192,6 +202,11 @@ def _notes(found: Calibrated, distance: float | None) -> list[str]:
     if found.without:
         notes.append(f"Measured without {' and '.join(found.without)}, which the model keeps.")
     return notes
+
+
+def _near(distance: float) -> str:
+    """Three places, or as many as show two figures of it."""
+    return f"{distance:.3f}" if distance >= 0.01 or not distance else f"{distance:.2g}"
 
 
 def _front(found: Calibrated) -> tuple[list[tuple[float, float]], list[Dot]]:

@@ -15,23 +15,28 @@ from typing import Any
 
 import comfy.model_management
 import comfy.sample
+import comfy.samplers
 import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.samplers import CFGGuider
 from torch import Tensor
 
 from ..toma_core import Settings, ToMAConfig
 from ..toma_core.calibration import Choice, Option, Table, amplified, fastest, filled, front, held, nearest
 from ..toma_core.detail import MOST
 from ..toma_core.profile import Profile, changed
+from ..toma_core.state import NO_ROOM
+from ..toma_core.stats import RunStats
 from .adapters import registry, reports
 from .adapters.attention import dtype_of
 from .adapters.bare import bare
+from .adapters.chain import NO_MEMORY
 from .adapters.family import BlockFacts
 from .adapters.identity import blocks_of, fingerprint
-from .adapters.memory import kept_keys
+from .adapters.memory import conditions_of, overlap_of
 from .adapters.probing import OTHERS, RATIO, Band, Probes, sites_of
-from .adapters.run import attach, attachment_of, resolved
+from .adapters.run import attach, attachment_of, settled
 
 # How near, in a word: as much work as this preset has at this ratio. Above 0.6 transformers are farther than in fewer
 # steps (docs/fidelity-tables.md).
@@ -114,8 +119,8 @@ class Calibrated:
     model: merged as `profile` says: by the choice, or by the preset where that is nearer, or not at all. profile: None
     where nothing was learnt. choices: the front. usual: the preset. found: distance of the choice, at `chosen.work`.
     keeps_preset: the choice is not nearer, or not in most pictures. probes: evaluations beside the sampling runs.
-    problem: why nothing was chosen, in words. without: what the model has, and was measured without. unmeasured: blocks
-    that the preset merges and that nothing was found out about.
+    problem: why nothing was chosen, in words. short: memory ran out. without: what the model has, and was measured
+    without. unmeasured: blocks that the preset merges and that nothing was found out about.
     """
 
     model: ModelPatcher
@@ -127,6 +132,7 @@ class Calibrated:
     keeps_preset: bool = False
     probes: int = 0
     problem: str = ""
+    short: bool = False
     without: Sequence[str] = ()
     unmeasured: Sequence[str] = ()
 
@@ -160,7 +166,7 @@ def calibrate(
             f"ToMA cannot calibrate this model ({type(base.model.diffusion_model).__name__}): its blocks are not as "
             "this version of the pack knows them. Look for a newer version, or bypass the ToMA Calibrate node."
         )
-    sites = sites_of(facts, min(_MOST_SITES, max(_LEAST_SITES, most // 2 - 2), _sites_kept(base, facts, task)))
+    sites = sites_of(facts, min(_MOST_SITES, max(_LEAST_SITES, most // 2 - 2), _sites_kept(base, placed, task)))
     progress = comfy.utils.ProgressBar(3 * task.steps + max(most, _LEAST_PROBES))
 
     def tick(*_: Any) -> None:
@@ -186,9 +192,14 @@ def calibrate(
     work = Work(facts, merged | of_usual, len(probes.sigmas))
     saved = work.saved(sorted(of_usual), ratio, sum(len(band.steps) for band in probes.bands))
     problem = "" if math.isfinite(usual_distance) else _no_numbers(whole)
-    if not problem and probes.sigmas and not probes.bands:
+    short = _ran_short(usual)
+    if not problem and short:
+        problem = UNMEASURED
+    elif not problem and probes.sigmas and not probes.bands:
         problem = f"Nothing was measured: in {task.steps} steps the preset runs every step in full. Use more steps."
     table = {} if problem else _table(probes, work, of_usual & merged, ratio, whole, beside)
+    if not problem and distance is not None and saved > 0 and not any(table.values()):
+        problem = UNMEASURED
     chosen = nearest(table, saved) if distance is None else fastest(table, distance)
     above = [band.above for band in probes.bands] or [0.0]
     ratios = {site: [chosen.ratio(site, level) for level in range(len(above))] for site in sites}
@@ -197,14 +208,17 @@ def calibrate(
     found, nearer = 0.0, True
     if not profile.empty:
         told(3, 3)
-        made = _sample(attach(base, placed, bands=profile.bands(names)), task, tick)
+        choice = attach(base, placed, bands=profile.bands(names))
+        made = _sample(choice, task, tick)
         found, nearer = made.distance(whole), made.mostly_nearer(beside, whole)
+        if _ran_short(choice):
+            short, problem, profile = True, UNMEASURED, profile_of(placed, {}, [0.0])
     # A choice of nothing, where the preset merges something, is no choice: nothing could be told.
     enough = usual_distance * (1.0 if held(chosen.distance, found) else _DOUBTED)
     keeps = distance is None and not problem and saved > 0 and (profile.empty or not (found <= enough and nearer))
     if keeps:
         profile = profile_of(config, {site: [ratio] for site in sites}, [0.0], usual_distance, 1.0 - saved)
-    elif not math.isfinite(found):
+    elif not problem and not math.isfinite(found):
         profile, problem = profile_of(placed, {}, [0.0]), _MERGED_NONE
     progress.update_absolute(progress.total)
     return Calibrated(
@@ -217,29 +231,52 @@ def calibrate(
         keeps_preset=keeps,
         probes=probes.made,
         problem=problem,
+        short=short or probes.over,
         without=without,
         unmeasured=[site for site, blocks in sites.items() if {*blocks} & of_usual and not probes.measured(site)],
     )
 
 
+def _asked(model: ModelPatcher, task: Task) -> tuple[CFGGuider, Any]:
+    """A guider with the task's conditions, and its sampler, to be asked what a run would do."""
+    guider = CFGGuider(model)
+    guider.set_conds(task.positive, task.positive if task.negative is None else task.negative)
+    guider.set_cfg(1.0 if task.negative is None else task.cfg)
+    guider.conds = guider.original_conds
+    return guider, comfy.samplers.sampler_object(task.sampler)
+
+
 def _settings(model: ModelPatcher, task: Task, settings: Settings) -> ToMAConfig:
-    """What settings come to where this is sampled: there may be no room for keys of all tokens."""
-    hooks = registry.require(model.get_model_object("diffusion_model"))
-    config, without_keys = resolved(settings, hooks)
-    options = model.model_options["transformer_options"]
-    kept = kept_keys(hooks, config, task.latent, task.conditions, dtype_of(model), model.load_device, options)
-    return without_keys if kept.without else config
+    """What settings come to where this is sampled, see `run.settled`: there may be no room for keys of all tokens."""
+    patched = attach(model, settings)
+    attachment = attachment_of(patched)
+    if attachment is None:  # a ComfyUI that models cannot be attached to: nothing will be merged
+        return settings.resolved()
+    guider, sampler = _asked(patched, task)
+    return settled(attachment, guider, task.latent, sampler)[0]
 
 
-def _sites_kept(model: ModelPatcher, facts: Sequence[BlockFacts], task: Task) -> int:
+def _sites_kept(model: ModelPatcher, config: ToMAConfig, task: Task) -> int:
     """How many sites' detail a run may hold: each has chains of its own, and videos give detail up above `MOST`."""
+    hooks = registry.require(model.get_model_object("diffusion_model"))
+    largest = max(fact.tokens * (fact.width or 1024) for fact in hooks.blocks(task.latent))
     if task.latent.ndim < 5 or task.latent.shape[2] == 1:
         return _MOST_SITES
-    largest = max(fact.tokens * (fact.width or 1024) for fact in facts)
-    held = largest * len(task.latent) * task.conditions * dtype_of(model).itemsize
-    return max(1, int(0.9 * MOST / held))
+    guider, sampler = _asked(model, task)
+    often = conditions_of(guider, sampler) * overlap_of(guider, task.latent)
+    updates, _ = hooks.keys_of(task.latent, config, guider.model_options["transformer_options"])
+    held = largest * len(task.latent) * often * dtype_of(model).itemsize
+    # What breaks chains anyhow is held besides.
+    return max(1, int(0.9 * MOST / held) - max(0, updates // largest - 1))
 
 
+def _ran_short(model: ModelPatcher) -> bool:
+    """Whether memory ran out in the model's last run, so that the rest of it was whole."""
+    stats = _stats(model)
+    return stats is not None and not stats.left_whole.keys().isdisjoint((NO_ROOM, NO_MEMORY))
+
+
+UNMEASURED = "Nothing could be measured, so nothing is given out."
 _WHOLE_NONE = (
     "Nothing was measured: the unmerged run ends in values that are no numbers (NaN). Look for the cause in the model, "
     "its number format or the settings of the sampler."
@@ -311,9 +348,14 @@ def _sum(passed: Sequence[float], factors: Sequence[float], band: Band) -> float
 
 def _merged(model: ModelPatcher) -> frozenset[str]:
     """The blocks that the model's last run merged."""
-    attachment = attachment_of(model)
-    stats = None if attachment is None else reports.last(attachment.report_id)
+    stats = _stats(model)
     return frozenset() if stats is None else frozenset(stats.merged_blocks)
+
+
+def _stats(model: ModelPatcher) -> RunStats | None:
+    """Of the model's last run."""
+    attachment = attachment_of(model)
+    return None if attachment is None else reports.last(attachment.report_id)
 
 
 def _sample(model: ModelPatcher, task: Task, tick: Callable[..., None]) -> Run:

@@ -19,7 +19,7 @@ def model(value: Any) -> Any:
 def latent(value: Any) -> Any:
     """A LATENT with one picture or more."""
     samples = value.get("samples") if isinstance(value, dict) else None
-    return _need("latent", value, isinstance(samples, Tensor), "a latent", "an empty latent")
+    return _need("latent", value, isinstance(samples, Tensor) and samples.numel() > 0, "a latent", "an empty latent")
 
 
 def conditioning(name: str, value: Any) -> Any:

@@ -13,6 +13,9 @@ from .clock import StepClock
 from .maps import MergeMap
 from .windows import Grid
 
+# Why a block runs whole in an evaluation that merges others.
+PROFILED = "unmerged by the profile"
+
 
 @dataclass
 class RunStats:
@@ -106,7 +109,7 @@ class RunStats:
         line = f"On: {self._at_most(_share(share))} of the tokens merged, {blocks}, {steps}"
         speedup = self.speedup()
         line = line if speedup is None else f"{line}, {speedup:.2f}x as fast"
-        wanted = "whole_", "levels", "unmerged by the profile"
+        wanted = "whole_", "levels", PROFILED
         hindered = [why for why in self._reasons() if self.left_whole and not why.startswith(wanted)]
         small = 2 * len(self.merged_blocks) < len(self.blocks)
         return f"{line}. The other blocks: {hindered[0]}" if small and hindered else line
@@ -168,7 +171,9 @@ class RunStats:
     def _reasons(self) -> list[str]:
         """Why parts stayed unmerged, what concerns most of them first."""
         settings = "start percent, end percent, full step every, compare tokens by, profile"
-        found = sorted(self.left_whole, key=lambda reason: -len(self.left_whole[reason]))
+        # What a profile leaves whole is no reason where nothing was to be merged anyhow.
+        told = [reason for reason in self.left_whole if self.merged_steps or reason != PROFILED]
+        found = sorted(told, key=lambda reason: -len(self.left_whole[reason]))
         return found or [f"every step ran in full ({settings})"]
 
     def _because(self) -> str:

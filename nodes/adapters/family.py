@@ -20,6 +20,7 @@ from ...toma_core import Evaluation, ToMAConfig
 from ...toma_core.config import Granularity, PlanFrom, Share, so_many
 from ...toma_core.payoff import FEWEST, Block
 from ...toma_core.presets import Fields
+from ...toma_core.stats import PROFILED
 from ...toma_core.windows import Grid
 from .chain import Link, Positions
 from .hooks import GRAPHS, HookPair
@@ -55,9 +56,6 @@ WITHOUT_KEYS: Fields = {
 # Why a block runs whole that is none of ComfyUI's, and where keys alone are to be merged but attention is told nothing.
 REPLACED = "replaced by another node"
 NO_KEYS = "keys_only is not for this kind of model"
-
-# Why a block runs whole in an evaluation that merges others.
-PROFILED = "unmerged by the profile"
 
 # The methods in which models run their blocks, each in some of them.
 _LOOPS = frozenset(("forward", "_forward", "forward_orig", "forward_core_with_concat"))

@@ -26,7 +26,7 @@ from ...toma_core.profile import place_of
 from .contract import argument
 from .family import BlockFacts
 from .hooks import SAMPLING
-from .sampling import Sampling
+from .sampling import Sampling, takes_part
 
 _KEY = "toma_probes"
 # What single sites are measured at, and what else all of them are.
@@ -66,7 +66,7 @@ class Probes:
     """What to measure in one run, and what was found.
 
     sites: name -> blocks that get one ratio. most: so many evaluations more, where the least that is needed is not more
-    already. tick: called before each. made: how many there were.
+    already. tick: called before each. made: how many there were. over: there was no memory for more.
     """
 
     sites: Mapping[str, Sequence[str]]
@@ -76,11 +76,11 @@ class Probes:
     bands: tuple[Band, ...] = ()
     todo: dict[int, list[Probe]] = field(default_factory=dict)
     made: int = 0
+    over: bool = False
     # By probe, on the device: to read one would be to wait for it in the middle of a run.
     _errors: dict[Probe, Tensor] = field(default_factory=dict)
     _merged: set[str] = field(default_factory=set)
     _whole: set[str] = field(default_factory=set)
-    _over: bool = False
 
     @property
     def sigmas(self) -> tuple[float, ...]:
@@ -141,6 +141,11 @@ class Probes:
             sampling.run.schedule = self._at(dict.fromkeys(self.sites, RATIO) if keeps else {})
             pictures = executor(*args, **kwargs)
             probes = () if keeps else tuple(self.todo.pop(decision.step, ()))
+            if not takes_part(conds[0], sampling.sigma):
+                # Its picture would be nobody's: one that begins later is measured there.
+                for probe in probes:
+                    self._later(probe, decision.step)
+                probes = ()
             if any(self._wanted(probe) for probe in probes):
                 sampling.run.schedule = self._at({})
                 again = partial(self._again, sampling, lambda: executor(model, conds[:1], x, timestep, options)[0])
@@ -157,7 +162,7 @@ class Probes:
             sampling.run.schedule = self.schedule
 
     def _wanted(self, probe: Probe) -> bool:
-        return not self._over and probe.site not in self._whole
+        return not self.over and probe.site not in self._whole
 
     def _later(self, probe: Probe, step: int) -> None:
         """Once more in the next step of the band, if there is one."""
@@ -181,7 +186,7 @@ class Probes:
             run.details.frozen = False
             stats.merged_blocks |= before
         if run.details.given_up or run.unplanned:
-            self._over = True  # for want of memory, and there will be no more of it
+            self.over = True  # for want of memory, and there will be no more of it
             return False
         if decision.keeps_detail:
             # A condition is new, so this ran whole to keep detail: of the sites asked for alone, and all are needed.

@@ -118,8 +118,8 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             attachment = given["transformer_options"][ATTACHMENT]
             model_sampling = guider.model_patcher.get_model_object("model_sampling")
             sigmas = argument(args, kwargs, 3, "sigmas").tolist()
-            config, kept = _settled(attachment, guider, args, kwargs)
             noise = argument(args, kwargs, 0, "noise")
+            config, kept = settled(attachment, guider, noise, argument(args, kwargs, 2, "sampler"))
             frames = noise.shape[2] if noise.ndim > 4 else 1
             sampling = Sampling.start(config, model_sampling, sigmas, attachment.bands, frames)
             sampling.run.details.reserved, sampling.run.packs = kept.bytes, kept.packs
@@ -157,8 +157,8 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             attachment.watcher.ended(stats)
 
 
-def _settled(attachment: Attachment, guider: Any, args: Any, kwargs: Any) -> tuple[ToMAConfig, Kept]:
-    """The settings for a run, and what it will keep of keys."""
+def settled(attachment: Attachment, guider: Any, noise: Tensor, sampler: Any) -> tuple[ToMAConfig, Kept]:
+    """The settings for a run of a guider with these conditions, and what it will keep of keys."""
     config, given, model = attachment.config, guider.model_options, guider.model_patcher
     if not config.all_keys:
         return config, Kept()
@@ -167,7 +167,6 @@ def _settled(attachment: Attachment, guider: Any, args: Any, kwargs: Any) -> tup
     if not Schedule(config).reuses_detail:
         kept = Kept(without="full steps keep nothing with these settings")
     elif hooks is not None and (compiled(given) or not given.get("torch_compile_kwargs")):
-        noise, sampler = argument(args, kwargs, 0, "noise"), argument(args, kwargs, 2, "sampler")
         if moves(guider, noise):
             return attachment.without_keys, Kept(without="context windows that lie elsewhere at each step")
         kept = kept_keys(

@@ -280,6 +280,11 @@ def _name(function: Any) -> tuple[str, str]:
     return str(named.__module__), named.__qualname__
 
 
+def takes_part(conds: Sequence[Mapping[str, Any]] | None, sigma: float | None) -> bool:
+    """Whether any of a group of conditions takes part at this noise level."""
+    return sigma is None or any(_active(cond, sigma) for cond in conds or ())
+
+
 def _active(cond: Mapping[str, Any], sigma: float) -> bool:
     """Whether a condition takes part at this noise level, as ComfyUI sees it."""
     return float(cond.get("timestep_start", sigma)) >= sigma >= float(cond.get("timestep_end", sigma))

@@ -34,9 +34,10 @@ def calibrated(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         given = {
             "latent": {"samples": torch.zeros(1, 4, side, side)},
             "near": "balanced", "distance": 0.1, "steps": STEPS, "cfg": 3.0, "sampler_name": "euler",
-            "scheduler": "simple", "seed": 5, "negative": models.conditioning(model, seed=2), **inputs,
+            "scheduler": "simple", "seed": 5, "negative": models.conditioning(model, seed=2),
+            "positive": models.conditioning(model, seed=1), **inputs,
         }  # fmt: skip
-        answer = Node.execute(model, models.conditioning(model, seed=1), **given)
+        answer = Node.execute(model, **given)
         return (*answer.args, answer)
 
     return call
@@ -147,6 +148,144 @@ def test_a_video_measures_no_more_sites_than_it_has_room_for(
     assert "Predicted" in said
     assert "nothing was found out" not in said
     assert len(profiles.parsed(text).ratios) <= 2
+
+
+def clip(frames: int = 3, side: int = 32) -> dict[str, torch.Tensor]:
+    return {"samples": torch.zeros(1, 16, frames, side, side)}
+
+
+@pytest.mark.parametrize("at", [16, 22])
+def test_memory_that_runs_out_is_no_measurement(
+    at: int, model_of: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch, no_state_left: None
+) -> None:
+    """In the preset's run and in the choice's: the rest of it is whole, and so near that it would be believed."""
+    wan, calls = model_of("wan"), list[int]()
+    network = type(wan.model.diffusion_model)
+    forward = network.forward
+
+    def short(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == at:
+            raise torch.OutOfMemoryError
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(network, "forward", short)
+    model, text, _, answer = calibrated(wan, latent=clip(side=24))
+    said = answer.ui["toma"][0]["text"].split("\n")
+    assert said[0] == "Nothing could be measured, so nothing is given out."
+    assert said[1] == "There was too little memory for it: try a smaller latent or batch."
+    assert text == ""
+    assert run.attachment_of(model) is None
+
+
+def test_memory_that_runs_out_for_a_plan_is_no_measurement(
+    model_of: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wan, state, calls = model_of("wan"), pack_module("toma_core.state").RunState, list[int]()
+    plan = state.plan
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == last:
+            raise torch.OutOfMemoryError
+        return plan(self, *args, **kwargs)
+
+    monkeypatch.setattr(state, "plan", counted)
+    last = 0
+    calibrated(wan, latent=clip(side=24))
+    last = len(calls) - 1
+    calls.clear()
+    _, text, _, answer = calibrated(wan, latent=clip(side=24))
+    assert answer.ui["toma"][0]["text"].startswith("Nothing could be measured, so nothing is given out.")
+    assert text == ""
+
+
+def test_the_preset_is_the_one_that_a_run_with_these_conditions_has(
+    model_of: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card with room for what two conditions keep, and not for three."""
+    import comfy.model_management
+
+    wan = model_of("wan")
+    two = [*models.conditioning(wan, seed=1), *models.conditioning(wan, seed=3)]
+    needed: list[int] = []
+    keep = pack_module("nodes.adapters.run").reserved
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "reserved", lambda model, more: needed.append(more) or keep(model, more))
+        patched.setattr(pack_module("nodes.adapters.memory"), "MOST", 1)
+        models.sample(patch.ToMA.execute(wan, 0.5, "balanced").args[0], 32, 32, frames=3, steps=2)
+    monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *_, **__: 1.2 * needed[0] / 0.55)
+    _, text, _, _ = calibrated(wan, latent=clip(), steps=8, positive=two)
+    assert profiles.parsed(text).config().all_keys is False
+    _, text, _, _ = calibrated(wan, latent=clip(), steps=8)
+    assert profiles.parsed(text).config().all_keys is True
+
+
+@pytest.mark.parametrize("kind", ["two", "cfg_pp", "vace"])
+def test_a_video_measures_what_it_has_room_for(
+    kind: str, model_of: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in conditions that are evaluated, and with the chains that the model itself breaks."""
+    import comfy.model_management
+
+    monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *_, **__: 1000)  # without keys
+    vace = {"base": "WAN21_Vace", "kind": "WAN21_Vace", "model_type": "vace", "vace_layers": 4, "vace_in_dim": 96}
+    wan = models.wan(layers=8, **vace) if kind == "vace" else model_of("wan")
+    facts = pack_module("nodes.adapters.identity").blocks_of(wan, clip()["samples"])
+    one = max(fact.tokens * fact.width for fact in facts) * 2 * 4
+    for module in (calibrating, pack_module("toma_core.detail")):
+        monkeypatch.setattr(module, "MOST", int({"two": 2.4, "cfg_pp": 1.7, "vace": 5.0}[kind] * one))
+    given: dict[str, Any] = {
+        "two": {"positive": [*models.conditioning(wan, seed=1), *models.conditioning(wan, seed=3)]},
+        "cfg_pp": {"sampler_name": "euler_cfg_pp", "cfg": 1.0},
+        "vace": {},
+    }[kind]
+    _, _, _, answer = calibrated(wan, latent=clip(), steps=8, **given)
+    assert "Predicted" in answer.ui["toma"][0]["text"]
+
+
+def test_too_little_memory_is_said(model_of: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not one site has room, by a number and by a word."""
+    import comfy.model_management
+
+    monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *_, **__: 1000)
+    monkeypatch.setattr(pack_module("toma_core.detail"), "MOST", 1)
+    short, wan = "There was too little memory for it: try a smaller latent or batch.", model_of("wan")
+    _, text, _, answer = calibrated(wan, latent=clip(), steps=8)
+    assert answer.ui["toma"][0]["text"].startswith(
+        f"Nothing could be measured, so the preset 'balanced' is given out.\n{short}\nThe preset"
+    )
+    assert not profiles.parsed(text).empty
+    _, text, _, answer = calibrated(wan, latent=clip(), steps=8, near="distance", distance=1.0)
+    assert answer.ui["toma"][0]["text"] == f"Nothing could be measured, so nothing is given out.\n{short}"
+    assert text == ""
+
+
+@pytest.mark.parametrize("distance", [float("nan"), -1.0, 0.0, 2.0])
+def test_a_distance_that_is_none_is_refused(distance: float, unet: Any, calibrated: Any) -> None:
+    error = pack_module("toma_core.fields").ConfigError
+    with pytest.raises(error, match=r"distance is .*\. Allowed: a number from 0\.005 to 1\. Try 0\.1\."):
+        calibrated(unet, near="distance", distance=distance)
+    calibrated(unet, distance=distance, steps=2)  # it is not asked for
+
+
+def test_a_prompt_that_begins_later(unet: Any, calibrated: Any) -> None:
+    """While it takes no part there is nothing to measure, and later there is."""
+    late = models.conditioning(unet, seed=1, start_percent=0.3, end_percent=1.0)
+    _, _, _, answer = calibrated(unet, steps=12, positive=late)
+    assert "Predicted" in answer.ui["toma"][0]["text"]
+
+
+def test_a_profile_in_too_few_steps_says_why_nothing_was_merged(flux: Any, stats_of: Any) -> None:
+    identity = pack_module("nodes.adapters.identity")
+    names = [block.name for block in identity.blocks_of(flux)]
+    config = pack_module("toma_core").Settings("balanced").resolved(pack_module("nodes.adapters.family").PRESETS)
+    found = profiles.Profile(
+        identity.fingerprint(flux), {**profiles.changed(config), "min_tokens": 4}, (0.0,), {names[0]: (0.5,)}
+    )
+    merged = patch.ToMA.execute(flux, 0.5, "balanced", found.text()).args[0]
+    models.sample(merged, 40, 40, steps=2)
+    assert stats_of(merged).headline().startswith("Nothing was merged: every step ran in full")
 
 
 def test_another_node_that_answers_for_the_sampler(unet: Any, calibrated: Any) -> None:
@@ -333,6 +472,8 @@ def test_a_prediction_that_failed_is_not_believed() -> None:
     assert "the chart's line cannot be trusted here. What was found counts." in "\n".join(
         calibrate._notes(doubted, None)
     )
+    small = dataclasses.replace(far, found=0.00123, keeps_preset=False)
+    assert calibrate._notes(small, None)[0] == "Calibrated: distance 0.0012 at 80 % of the blocks' work."
     nearer = dataclasses.replace(far, found=0.14, unmeasured=["a"])
     assert calibrate._notes(nearer, None)[0] == (
         "The preset 'balanced' is kept: the choice came to distance 0.140, not as predicted, and so small a gain is "
