@@ -199,12 +199,12 @@ class RunStats:
 
     def _work(self) -> str:
         work = f"{self.selections} selections, {self.weighings} weighings"
-        if self.detail_given_up:
-            return f"{work}; detail was not reused: more than {self.detail_bytes / 1e9:.1f} GB"
         return f"{work}, {self.detail_bytes / 1e6:.3g} MB of detail held" if self.detail_bytes else work
 
     def _notes(self) -> list[str]:
         notes = [f"destinations at random ({', '.join(sorted(self.blind))})"] if self.blind else []
+        if self.detail_given_up:
+            notes.append("detail was given up: no room for it")
         if self.without_keys:
             notes.append(f"merged blocks do not look at all tokens: {self.without_keys}")
         return notes + ([f"kernels: {', '.join(sorted(self.kernels))}"] if self.kernels else [])

@@ -287,7 +287,7 @@ def test_what_would_be_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert run.details._kept == {}
     stats = run.close()
     stats.merged_blocks.add("a")
-    assert "detail was not reused: more than" in stats.summary()
+    assert "detail was given up: no room for it" in stats.summary()
 
 
 def test_an_update_is_held_as_long_as_one_of_its_parts_is_and_counted_whole() -> None:

@@ -96,6 +96,7 @@ export default {
  "unmerged ({reason}): {list}": "nicht zusammengefasst ({reason}): {list}",
  "{n} selections, {m} weighings, {size} MB of detail held": "{n} Auswahlen, {m} Gewichtungen, {size} MB Details gehalten",
  "{n} selections, {m} weighings": "{n} Auswahlen, {m} Gewichtungen",
+ "detail was given up: no room for it": "Details wurden aufgegeben: kein Platz dafür",
  "merged blocks do not look at all tokens: {reason}": "zusammengefasste Blöcke sehen nicht alle Tokens: {reason}",
  "no room for keys and values of all tokens after all": "für Keys und Values aller Tokens reicht der Platz doch nicht",
  "this model's attention takes no others": "die Attention dieses Modells nimmt keine anderen an",

@@ -96,6 +96,7 @@ export default {
  "unmerged ({reason}): {list}": "unmerged ({reason}): {list}",
  "{n} selections, {m} weighings, {size} MB of detail held": "{n} selections, {m} weighings, {size} MB of detail held",
  "{n} selections, {m} weighings": "{n} selections, {m} weighings",
+ "detail was given up: no room for it": "detail was given up: no room for it",
  "merged blocks do not look at all tokens: {reason}": "merged blocks do not look at all tokens: {reason}",
  "no room for keys and values of all tokens after all": "no room for keys and values of all tokens after all",
  "this model's attention takes no others": "this model's attention takes no others",

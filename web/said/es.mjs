@@ -96,6 +96,7 @@ export default {
  "unmerged ({reason}): {list}": "sin fusionar ({reason}): {list}",
  "{n} selections, {m} weighings, {size} MB of detail held": "{n} selecciones, {m} ponderaciones, {size} MB de detalle guardados",
  "{n} selections, {m} weighings": "{n} selecciones, {m} ponderaciones",
+ "detail was given up: no room for it": "se renunció al detalle: no había sitio",
  "merged blocks do not look at all tokens: {reason}": "los bloques fusionados no miran todos los tokens: {reason}",
  "no room for keys and values of all tokens after all": "al final no hay sitio para keys y values de todos los tokens",
  "this model's attention takes no others": "la atención de este modelo no acepta otros",

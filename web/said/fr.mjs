@@ -96,6 +96,7 @@ export default {
  "unmerged ({reason}): {list}": "non fusionné ({reason}) : {list}",
  "{n} selections, {m} weighings, {size} MB of detail held": "{n} sélections, {m} pondérations, {size} Mo de détails gardés",
  "{n} selections, {m} weighings": "{n} sélections, {m} pondérations",
+ "detail was given up: no room for it": "les détails ont été abandonnés : pas de place",
  "merged blocks do not look at all tokens: {reason}": "les blocs fusionnés ne regardent pas tous les tokens : {reason}",
  "no room for keys and values of all tokens after all": "finalement pas assez de place pour les clés et valeurs de tous les tokens",
  "this model's attention takes no others": "l'attention de ce modèle n'en accepte pas d'autres",

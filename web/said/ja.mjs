@@ -96,6 +96,7 @@ export default {
  "unmerged ({reason}): {list}": "マージなし（{reason}）: {list}",
  "{n} selections, {m} weighings, {size} MB of detail held": "選択 {n} 回、重み計算 {m} 回、ディテール {size} MB を保持",
  "{n} selections, {m} weighings": "選択 {n} 回、重み計算 {m} 回",
+ "detail was given up: no room for it": "ディテールの再利用をやめました: 置く場所がありません",
  "merged blocks do not look at all tokens: {reason}": "マージしたブロックは全トークンを参照しません: {reason}",
  "no room for keys and values of all tokens after all": "全トークンのキーとバリューを置くメモリが結局足りません",
  "this model's attention takes no others": "このモデルのアテンションはほかのトークンを受け取りません",

@@ -96,6 +96,7 @@ export default {
  "unmerged ({reason}): {list}": "병합하지 않음({reason}): {list}",
  "{n} selections, {m} weighings, {size} MB of detail held": "선택 {n}회, 가중 {m}회, 디테일 {size} MB 보관",
  "{n} selections, {m} weighings": "선택 {n}회, 가중 {m}회",
+ "detail was given up: no room for it": "디테일 재사용을 그만둠: 둘 자리가 없음",
  "merged blocks do not look at all tokens: {reason}": "병합한 블록이 모든 토큰을 참조하지 않음: {reason}",
  "no room for keys and values of all tokens after all": "모든 토큰의 키와 값을 둘 메모리가 결국 부족합니다",
  "this model's attention takes no others": "이 모델의 어텐션은 다른 토큰을 받지 않습니다",

@@ -96,6 +96,7 @@ export default {
  "unmerged ({reason}): {list}": "не слито ({reason}): {list}",
  "{n} selections, {m} weighings, {size} MB of detail held": "выборов: {n}, взвешиваний: {m}, хранится деталей: {size} МБ",
  "{n} selections, {m} weighings": "выборов: {n}, взвешиваний: {m}",
+ "detail was given up: no room for it": "детали отброшены: для них нет места",
  "merged blocks do not look at all tokens: {reason}": "слитые блоки смотрят не на все токены: {reason}",
  "no room for keys and values of all tokens after all": "для ключей и значений всех токенов места всё же не хватило",
  "this model's attention takes no others": "внимание этой модели не принимает других",

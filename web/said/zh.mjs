@@ -96,6 +96,7 @@ export default {
  "unmerged ({reason}): {list}": "未合并（{reason}）：{list}",
  "{n} selections, {m} weighings, {size} MB of detail held": "选择 {n} 次，计算权重 {m} 次，保留细节 {size} MB",
  "{n} selections, {m} weighings": "选择 {n} 次，计算权重 {m} 次",
+ "detail was given up: no room for it": "已放弃细节复用：没有空间",
  "merged blocks do not look at all tokens: {reason}": "合并的块不看全部 Token：{reason}",
  "no room for keys and values of all tokens after all": "内存最终放不下全部 Token 的键和值",
  "this model's attention takes no others": "该模型的注意力不接受其他 Token",
