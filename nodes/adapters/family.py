@@ -338,12 +338,8 @@ class Transformer(ABC):
                 if config.keys_only:
                     yield from self.keys[link.name].hooks(grid, evaluation)
                     continue
-                joins = index == following and evaluation.decision.joins(runs[-1][-1].name, link.name)
-                if (
-                    chains
-                    and joins
-                    and not (_taken(stage, index, added, replaced) or hooked(blocks[index - 1], blocks[index]))
-                ):
+                joins = chains and index == following and evaluation.decision.joins(runs[-1][-1].name, link.name)
+                if joins and not _taken(stage, index, added, replaced) and not hooked(blocks[index - 1], blocks[index]):
                     runs[-1].append(link)
                 else:
                     runs.append([link])

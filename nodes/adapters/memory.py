@@ -89,7 +89,7 @@ def moves(guider: Any, latent: Tensor) -> bool:
         return False
 
 
-def controlled(guider: Any) -> bool:
+def has_controls(guider: Any) -> bool:
     """Whether any condition has a ControlNet."""
     return any(cond.get("control") is not None for conds in guider.conds.values() for cond in conds or ())
 

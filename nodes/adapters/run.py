@@ -33,7 +33,7 @@ from .family import ModelHooks
 from .graphs import allow_more_graphs, compiled, in_one_piece
 from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, installed
 from .levels import Levels
-from .memory import Kept, conditions_of, controlled, kept_keys, moves, overlap_of, references_of, reserved
+from .memory import Kept, conditions_of, has_controls, kept_keys, moves, overlap_of, references_of, reserved
 from .sampling import Sampling
 
 _KEY = "toma"
@@ -177,7 +177,7 @@ def settled(attachment: Attachment, guider: Any, noise: Tensor, sampler: Any) ->
             dtype_of(model),
             model.load_device,
             given["transformer_options"],
-            controlled=controlled(guider),
+            controlled=has_controls(guider),
             references=references_of(guider),
         )
     return (config if kept.bytes else attachment.without_keys), kept
