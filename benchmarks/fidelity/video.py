@@ -60,7 +60,6 @@ def settings() -> dict[str, Setting]:
     found["preset: balanced, keys in four bits"] = Setting(experiments.packed(preset("balanced").patch))
     found["preset: quality, keys in four bits"] = Setting(experiments.packed(preset("quality").patch))
     found["preset: balanced, in two runs"] = Setting(preset("balanced").patch, runs=2)
-    found["preset: balanced, in two runs, without keys"] = Setting(preset("balanced", all_keys=False).patch, runs=2)
     found["preset: balanced, in two runs, keys in four bits"] = Setting(
         experiments.packed(preset("balanced").patch), runs=2
     )
