@@ -32,16 +32,14 @@ def test_a_whole_run_and_again(
     assert "| unet 4 steps cfg 2 balanced |" in capsys.readouterr().out
 
 
-def test_where_a_single_setting_is_nearer() -> None:
-    """As docs/how-it-works.md tells: with `fast`, where a higher ratio saves as much as fewer full steps."""
+def test_no_single_setting_is_nearer() -> None:
+    """As docs/how-it-works.md tells. It would be found: here a calibration is made twice as far."""
     folder = FOLDER.parents[1] / "benchmarks" / "results" / "fidelity"
     rows = json.loads((folder / "calibrated.json").read_text())
-    found = {name: setting for name, (setting, _) in calibrated.beyond(rows, folder).items()}
-    assert found == {
-        "few 8 steps cfg 1 fast": "preset: balanced at 0.6",
-        "unet 20 steps cfg 2 fast": "preset: balanced at 0.75",
-        "wan 8 steps cfg 1 fast": "preset: balanced at 0.6",
-    }
+    assert calibrated.beyond(rows, folder) == {}
+    far = {**rows["unet 8 steps cfg 2 fast"], "keeps preset": False}
+    worse = {**rows, "unet 8 steps cfg 2 fast": {**far, "calibrated": 2 * far["preset"]}}
+    assert list(calibrated.beyond(worse, folder)) == ["unet 8 steps cfg 2 fast"]
 
 
 def test_clips(tmp_path: Path) -> None:
