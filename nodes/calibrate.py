@@ -10,7 +10,7 @@ import comfy.samplers
 import torch
 from comfy_api.latest import io, ui
 
-from ..toma_core.fields import FieldSpec, checked
+from ..toma_core.fields import ConfigError, FieldSpec, checked, shown
 from . import given
 from .calibrating import NEAR, UNMEASURED, Calibrated, Task, calibrate
 from .charts import MERGED, RECOMMENDED, Dot, front_chart
@@ -141,6 +141,10 @@ class ToMACalibrate(io.ComfyNode):
             size = torch.zeros_like(given.latent(latent)["samples"])
             size = comfy.sample.fix_empty_latent_channels(model, size, latent.get("downscale_ratio_spacial"))
             task = Task(positive, negative, size, steps, cfg, sampler_name, scheduler, seed)
+            choices = [*NEAR, _BY_NUMBER]
+            if near not in choices:
+                allowed = ", ".join(choices)
+                raise ConfigError(f"ToMA: near is {shown(near)}. Allowed: {allowed}. Choose one of them.")
             by_number = near == _BY_NUMBER
             if by_number:
                 distance = checked("distance", distance, _DISTANCE, _DISTANCES)
@@ -149,8 +153,8 @@ class ToMACalibrate(io.ComfyNode):
         notes = _notes(found, distance if by_number else None)
         cost = f"Measured with {found.probes} evaluations beside the three runs of {steps} steps."
         image = as_image(front_chart(notes, *_front(found), [cost]))
-        shown = {**ui.PreviewImage(image, cls=cls).as_dict(), **said("\n".join(notes), cost)}
-        return io.NodeOutput(found.model, found.profile.text() if found.profile else "", image, ui=shown)
+        page = {**ui.PreviewImage(image, cls=cls).as_dict(), **said("\n".join(notes), cost)}
+        return io.NodeOutput(found.model, found.profile.text() if found.profile else "", image, ui=page)
 
 
 def _notes(found: Calibrated, distance: float | None) -> list[str]:

@@ -26,7 +26,7 @@ from ..toma_core import Settings, ToMAConfig
 from ..toma_core.calibration import Choice, Option, Table, amplified, fastest, filled, front, held, nearest
 from ..toma_core.detail import MOST
 from ..toma_core.profile import Profile, changed
-from ..toma_core.state import NO_ROOM
+from ..toma_core.state import NO_ROOM, NOT_ASKED
 from ..toma_core.stats import RunStats
 from .adapters import registry, reports
 from .adapters.attention import dtype_of
@@ -177,6 +177,9 @@ def calibrate(
     probed = attach(base, placed)
     told(1, 3)
     whole = _sample(probes.on(probed), task, tick)
+    if (seen := _stats(probed)) is not None and seen.without_keys == NOT_ASKED:
+        # Another pack's attention asks nobody what to look at: a run goes on with other settings then.
+        return calibrate(model, task, near, distance, {**overrides, "all_keys": False}, told)
     told(2, 3)
     usual = attach(base, config)
     beside = _sample(usual, task, tick)

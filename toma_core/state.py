@@ -85,10 +85,7 @@ class RunState:
     ) -> Decision:
         """What to do in an evaluation at this noise level, in which these conditions take part. step: where known.
         again: see `Details.settle`."""
-        if self.all_keys and self.unserved and not self.served and self.otherwise is not None:
-            self._look_no_more(self.otherwise)
         decision = self.schedule.decide(sigma, step)
-        self.details.limit()
         if self.all_keys and self.details.given_up:
             # Presets that keep them leave no block whole: merged plainly it would be another picture.
             self.stats.whole("model", NO_ROOM)
@@ -99,12 +96,20 @@ class RunState:
         reuses = self.schedule.reuses_detail and decision.ratio
         return self.details.settle(decision, conditions, again) if reuses else decision
 
+    def begins(self) -> None:
+        """An evaluation of the sampler begins: what was seen in the one before has its consequences now, for all calls
+        of the model in it alike."""
+        if self.all_keys and self.unserved and not self.served and self.otherwise is not None:
+            self._look_no_more(self.otherwise)
+        self.details.limit()
+
     def _look_no_more(self, config: ToMAConfig) -> None:
         """Another pack's attention asks nobody what to look at: from here on as presets are without that. They leave
         other blocks whole, so that detail is kept anew."""
         self.schedule, self.all_keys, self.packs = replace(self.schedule, config=config), False, False
         self.stats.without_keys = NOT_ASKED
-        self.details.clear()
+        for made in (self._plans, self._stacks, self._layouts, self.details):
+            made.clear()
         self.details.forget_extra()
 
     def plan(

@@ -56,13 +56,14 @@ class RunStats:
                 self.merged_steps[step] = ratio
                 self._merged_in[step] += 1
 
-    def ran_whole(self, step: int) -> None:
-        """The merged evaluation of this step that was counted last broke off, and was made again without merging."""
+    def take_back(self, step: int, evaluations: int, merged: int) -> None:
+        """So many evaluations of this step, of which so many were merged, broke off and are made again, and counted."""
         with self.lock:
-            self.merged_evaluations -= 1
-            self._merged_in[step] -= 1
+            self.evaluations -= evaluations
+            self.merged_evaluations -= merged
+            self._merged_in[step] -= merged
             if not self._merged_in[step]:
-                del self.merged_steps[step]
+                self.merged_steps.pop(step, None)
             if not self.merged_steps:
                 self.merged_blocks.clear()
 

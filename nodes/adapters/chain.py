@@ -180,9 +180,16 @@ class Place:
         """`restore` for the (B, D, C), (B, D, C) and (B, N, C) tokens of all grids."""
         kept, tokens = [kept for _, kept in self.lengths], [tokens for tokens, _ in self.lengths]
         pieces = self._pieces(out, kept), self._pieces(reduced, kept), self._pieces(x, tokens)
-        exact = [self.looks and self.looked.issuperset(self.names)] * len(kept)
+        looked = self.looks and self._have_looked()
+        return self.port.limited(_joined(list(map(restore, *pieces, self.plans, self.details, [looked] * len(kept)))))
+
+    def _have_looked(self) -> bool:
+        """Whether the attention of all of these blocks has asked what to look at; noted in the run."""
+        assert self.evaluation is not None  # noqa: S101 - for mypy: it has begun
+        run, looked = self.evaluation.run, self.looked.issuperset(self.names)
+        run.served, run.unserved = run.served or bool(self.looked), run.unserved or not looked
         self.looked.clear()
-        return self.port.limited(_joined(list(map(restore, *pieces, self.plans, self.details, exact))))
+        return looked
 
     def attended(self, block: str, t: Tensor, what: str, before: int, axis: int, always: bool = False) -> Tensor:
         """What destinations of a block look at: keys or values of all tokens in the place of their own,
@@ -215,15 +222,6 @@ class Place:
         if t.shape[axis] == sum(lengths):
             return images if packs else images.clone()  # what is kept is nobody's to write into
         return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)
-
-    def asked(self, look: Look | None) -> None:
-        """Note whether a block's attention asked what to look at."""
-        assert self.evaluation is not None  # noqa: S101 - for mypy: it has begun
-        run = self.evaluation.run
-        if look is not None and look.served:
-            run.served = True
-        else:
-            run.unserved = True
 
     @staticmethod
     def _pieces(x: Tensor, lengths: list[int]) -> list[Tensor]:
@@ -404,11 +402,8 @@ class Link(Hook):
         rows = self.positions.of(given.get(port.rows), place, before + port.above(given))
         merged = self.moved(given, x, rows, before)
         if place.looks:
-            merged, look = self._looking(merged, place.attended, before)
-            out = self._called(len(args), merged)
-            place.asked(look)
-        else:
-            out = self._called(len(args), merged)
+            merged, _ = self._looking(merged, place.attended, before)
+        out = self._called(len(args), merged)
         return self._with(out, place.finish(self._tokens(out), before)) if self.last else out
 
     def reason(self, given: Given) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from .attention import attention_in_use, dtype_of
 from .contract import UnknownError, argument, asking, known, warn
 from .family import ModelHooks
 from .graphs import allow_more_graphs, compiled, in_one_piece
-from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, installed
+from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, HookPair, installed
 from .levels import Levels
 from .memory import Kept, conditions_of, has_controls, kept_keys, moves, overlap_of, references_of, reserved
 from .sampling import Sampling
@@ -217,27 +218,34 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
         sampling = executor.class_obj.model_options["transformer_options"].get(SAMPLING)
         if sampling is not None:
             sampling.next(argument(args, kwargs, 1, "timestep"))
-    picture = executor(*args, **kwargs)
+    try:
+        picture = executor(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        # All of it anew, for all conditions alike: guidance would enlarge what one of them has lost.
+        if sampling is None or _shared(executor.class_obj.model_options) or not sampling.no_memory():
+            raise
+        picture = None
+    if picture is None:
+        # Out here nobody holds what the error holds.
+        comfy.model_management.soft_empty_cache()
+        picture = executor(*args, **kwargs)
     if sampling is not None:
         sampling.predicted(picture)
     return picture
 
 
+def _shared(model_options: dict[str, Any]) -> bool:
+    """Whether several devices share a run: while one runs out of memory, others compute what ComfyUI then waits for."""
+    return len(model_options.get("multigpu_clones") or ()) > 1
+
+
 def _calc_cond_batch(executor: Any, *args: Any, **kwargs: Any) -> Any:
-    sampling = None
     with known("WrappersMP.CALC_COND_BATCH"):
         model_options = argument(args, kwargs, 4, "model_options")
         sampling = model_options["transformer_options"].get(SAMPLING)
         if sampling is not None:
             timestep, conds = argument(args, kwargs, 3, "timestep"), argument(args, kwargs, 1, "conds")
             sampling.observe(timestep, conds, argument(args, kwargs, 2, "x_in"), model_options)
-    try:
-        return executor(*args, **kwargs)
-    except torch.OutOfMemoryError:
-        if sampling is None or not sampling.no_memory():
-            raise
-    # Out here nobody holds what the error holds.
-    comfy.model_management.soft_empty_cache()
     return executor(*args, **kwargs)
 
 
@@ -260,7 +268,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if sampling is None or not sampling.decision.ratio:
         if sampling is not None and sampling.sigma is None:
             sampling.run.stats.whole("model", "ComfyUI did not tell the noise level")
-        return executor(*args, **kwargs)
+        return _called((), sampling, options, executor, *args, **kwargs)
     if sampling.obstacle:
         sampling.run.stats.whole("model", sampling.obstacle)
         return executor(*args, **kwargs)
@@ -273,8 +281,28 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         return executor(*args, **kwargs)
     references = kwargs.get("ref_latents") or ()
     chosen = hooks.select(x, evaluation, options, control=control, references=references)
-    with installed(chosen):
-        return executor(*args, **kwargs)
+    return _called(chosen, sampling, options, executor, *args, **kwargs)
+
+
+def _called(
+    hooks: Iterable[HookPair],
+    sampling: Sampling | None,
+    transformer_options: dict[str, Any],
+    executor: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The model with these hooks. Where several devices share the run, see `_shared`, one that runs out of memory makes
+    its own call anew."""
+    try:
+        with installed(hooks):
+            return executor(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        alone = transformer_options.get("multigpu_thread_device") is None
+        if alone or sampling is None or not sampling.no_memory(again=False):
+            raise
+    comfy.model_management.soft_empty_cache()
+    return executor(*args, **kwargs)
 
 
 def _is_picture(x: Any) -> bool:

@@ -31,9 +31,10 @@ class Sampling:
 
     size, images: rows and columns of the latent, frames before them; and how many images each condition is asked about.
     None and 0 where nobody told. areas: by condition, (height, width, top, left). apart: there are several conditions,
-    which may run on several devices. begun, picture: evaluations of the sampler so far, and the clean picture that the
-    last one predicted, (B, C, ..., H, W). trusted: the noise level above which a picture tells too little. obstacle:
-    why nothing may be merged in this run, in words for the report.
+    which may run on several devices. calls, merged_calls: how often conditions were asked about in it so far. begun,
+    picture: evaluations of the sampler so far, and the clean picture that the last one predicted, (B, C, ..., H, W).
+    trusted: the noise level above which a picture tells too little. obstacle: why nothing may be merged in this run, in
+    words for the report.
     """
 
     run: RunState
@@ -48,6 +49,8 @@ class Sampling:
     patches: Hashable = ()
     seen: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)
     asked: int = 0
+    calls: int = 0
+    merged_calls: int = 0
     begun: int = 0
     picture: Tensor | None = None
     trusted: float = float("inf")
@@ -89,16 +92,17 @@ class Sampling:
         self.pieces.clear()
         return self.run.close()
 
-    def no_memory(self) -> bool:
+    def no_memory(self, again: bool = True) -> bool:
         """Memory ran out in the evaluation in progress: drop what is kept, and run it whole, and all that come. False
-        where nothing was kept that could go. For all conditions alike: guidance would enlarge what one has lost."""
-        run, decision = self.run, self.decision
+        where nothing was kept that could go. again: all of it is made anew."""
+        run = self.run
         if not (run.all_keys and run.details.give_up()):
             return False
-        if decision.merged_ratio:
-            run.stats.ran_whole(decision.step)
         run.stats.whole("model", NO_ROOM)
-        self.decision = replace(decision, ratio=0.0, keeps_detail=False)
+        self.decision = replace(self.decision, ratio=0.0, keeps_detail=False)
+        if again:
+            run.stats.take_back(self.decision.step, self.calls, self.merged_calls)
+            self._begin()
         return True
 
     @property
@@ -110,6 +114,7 @@ class Sampling:
         self.seen.clear()
         self.pieces.clear()
         self.apart = False
+        self.calls = self.merged_calls = 0
 
     def observe(
         self,
@@ -124,6 +129,8 @@ class Sampling:
             self.sigma = sigma
             self._begin()
         self.asked += 1
+        if not self.calls:
+            self.run.begins()
         if latent is not None:
             self.size, self.images = tuple(latent.shape[2:]), latent.shape[0]
             self.run.details.limited = has_frames(self.size) and self.size[0] > 1
@@ -146,6 +153,8 @@ class Sampling:
         if self.awaits and not self.decision.keeps_detail:
             self.decision = replace(self.decision, ratio=0.0)
         self.run.stats.count_evaluation(self.decision.step, self.decision.merged_ratio, timestep.device)
+        self.calls += 1
+        self.merged_calls += self.decision.merged_ratio > 0
 
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
         """What one call of the model on latents of (B, C, ..., H, W) is to do.

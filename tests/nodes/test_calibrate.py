@@ -288,6 +288,28 @@ def test_a_profile_in_too_few_steps_says_why_nothing_was_merged(flux: Any, stats
     assert stats_of(merged).headline().startswith("Nothing was merged: every step ran in full")
 
 
+def test_attention_that_asks_nobody_is_measured_as_it_runs(
+    model_of: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another pack's: a run goes on with other settings then, and these are what is measured."""
+    import comfy.ldm.wan.model
+
+    def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, *_: Any, **__: Any) -> torch.Tensor:
+        parts = [t.unflatten(2, (heads, -1)).transpose(1, 2) for t in (q, k, v)]
+        return torch.nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
+
+    monkeypatch.setattr(comfy.ldm.wan.model, "optimized_attention", theirs)
+    _, text, _, _ = calibrated(model_of("wan"), latent=clip(), steps=8)
+    config = profiles.parsed(text).config()
+    assert (config.all_keys, config.whole_every) == (False, 3)
+
+
+def test_a_word_that_is_none_is_refused(unet: Any, calibrated: Any) -> None:
+    error = pack_module("toma_core.fields").ConfigError
+    with pytest.raises(error, match=r"near is 'nope'\. Allowed: quality, balanced, fast, distance\. Choose one"):
+        calibrated(unet, near="nope")
+
+
 def test_another_node_that_answers_for_the_sampler(unet: Any, calibrated: Any) -> None:
     """Evaluations that go past our wrappers."""
     import comfy.samplers

@@ -305,26 +305,142 @@ def test_conditions_that_are_split_after_the_full_step_hold_no_more(
     torch.testing.assert_close(found, wanted, rtol=0, atol=(1e-2 if packed else 1e-4) * float(wanted.abs().max()))
 
 
-def test_attention_that_asks_nobody_is_noticed(model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another pack's in the place of ComfyUI's, which knows no override: presets are as without, and it is said."""
+def theirs(q: Tensor, k: Tensor, v: Tensor, heads: int, *_: Any, **__: Any) -> Tensor:
+    """Another pack's attention in the place of ComfyUI's, which knows no override."""
+    parts = [t.unflatten(2, (heads, -1)).transpose(1, 2) for t in (q, k, v)]
+    return torch.nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
+
+
+@pytest.fixture
+def asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     import comfy.ldm.wan.model as wan
 
-    def theirs(q: Tensor, k: Tensor, v: Tensor, heads: int, *_: Any, **__: Any) -> Tensor:
-        parts = [t.unflatten(2, (heads, -1)).transpose(1, 2) for t in (q, k, v)]
-        return torch.nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
-
-    run, model = pack_module("nodes.adapters.run"), model_of("wan")
     monkeypatch.setattr(wan, "optimized_attention", theirs)
+
+
+NOT_ASKED = "another node's attention takes no others"
+
+
+def test_attention_that_asks_nobody_is_noticed(model_of: Any, stats_of: Any, asks_nobody: None) -> None:
+    """Presets are as without then, and it is said."""
+    run, model = pack_module("nodes.adapters.run"), model_of("wan")
     asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
     own = models.sample(model, HEIGHT, WIDTH, **asked)
     merged, without = (run.attach(model, preset("balanced", **more)) for more in ({}, {"all_keys": False}))
     found, usual = (models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, without))
-    assert "another node's attention takes no others" in stats_of(merged).summary()
+    assert NOT_ASKED in stats_of(merged).summary()
     # The second step too is in full: it keeps for other blocks than the first.
     assert sorted(stats_of(merged).merged_steps) == [2, 4, 5]
     assert sorted(stats_of(without).merged_steps) == [1, 2, 4, 5]
     assert (found - own).norm() <= (usual - own).norm()
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), found)
+
+
+def test_inside_graphs_too(stats_of: Any, asks_nobody: None, fresh_compiler: None) -> None:
+    run, asked = pack_module("nodes.adapters.run"), {"frames": 3, "steps": 6, "cfg": 1.0}
+    model = models.wan(layers=2)
+    plain = run.attach(model, preset("balanced"))
+    merged = compiled(run.attach(model, preset("balanced")), Counting(), inside=True)
+    assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, plain)))
+    assert stats_of(merged).without_keys == stats_of(plain).without_keys == NOT_ASKED
+
+
+def several_calls(model: Any) -> Any:
+    """ComfyUI's skip layer guidance: a call more in every evaluation, after that for the conditions."""
+    from comfy_extras.nodes_slg import SkipLayerGuidanceDiT
+
+    return SkipLayerGuidanceDiT.execute(model, 3.0, 0.0, 1.0, double_layers="2").args[0]
+
+
+def test_it_is_noticed_where_an_evaluation_begins(
+    model_of: Any, stats_of: Any, asks_nobody: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All calls of an evaluation keep, or none: guidance takes their difference."""
+    sampling, seen = pack_module("nodes.adapters.sampling").Sampling, list[tuple[int, bool]]()
+    observe = sampling.observe
+
+    def observed(self: Any, *args: Any, **kwargs: Any) -> None:
+        observe(self, *args, **kwargs)
+        seen.append((self.decision.step, self.decision.keeps_detail))
+
+    monkeypatch.setattr(sampling, "observe", observed)
+    merged = pack_module("nodes.adapters.run").attach(several_calls(model_of("wan")), preset("balanced"))
+    models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=5.0)
+    assert seen == [(step, step < 2) for step in range(4) for _ in range(2)]
+    assert stats_of(merged).without_keys == NOT_ASKED
+
+
+@pytest.mark.parametrize("call", [3, 4])
+def test_where_memory_runs_out_all_calls_of_the_evaluation_are_made_again(
+    call: int, model_of: Any, stats_of: Any
+) -> None:
+    model, calls = several_calls(model_of("wan")), list[int]()
+    own = models.sample(model, HEIGHT, WIDTH, frames=3, steps=4, cfg=5.0)
+    merged = pack_module("nodes.adapters.run").attach(model, preset("balanced"))
+    block = model.model.diffusion_model.blocks[-1].ffn[0]
+    plain = block.forward
+
+    def short(x: Tensor) -> Tensor:
+        calls.append(x.shape[1])
+        if len(calls) == call:
+            raise torch.OutOfMemoryError
+        return plain(x)
+
+    block.forward = short
+    try:
+        assert torch.equal(models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=5.0), own)
+    finally:
+        del block.forward
+    stats = stats_of(merged)
+    assert (stats.evaluations, stats.merged_evaluations, stats.merged_steps) == (8, 0, {})
+
+
+@pytest.mark.parametrize("call", [3, 5])
+def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again(
+    call: int, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the others compute meanwhile is waited for in the same evaluation; on threads of two devices that are both
+    the CPU."""
+    multigpu = pytest.importorskip("comfy.multigpu")
+    if not hasattr(multigpu, "MultiGPUThreadPool"):
+        pytest.skip("this ComfyUI shares no run")
+    import comfy.model_management
+    from comfy.patcher_extension import WrappersMP
+
+    monkeypatch.setattr(comfy.model_management, "set_torch_device", lambda *_: None, raising=False)
+    devices = torch.device("cpu"), torch.device("cpu", 0)
+    one, other, calls = models.wan(), models.wan(), list[int]()
+    network = one.model.diffusion_model
+    forward = type(network).forward
+
+    def short(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is network:
+            calls.append(1)
+            if len(calls) == call:
+                raise torch.OutOfMemoryError
+        return forward(self, *args, **kwargs)
+
+    def shared(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        guider, clone = executor.class_obj, other.clone()
+        clone.model.current_patcher = clone
+        pool = multigpu.MultiGPUThreadPool(list(devices))
+        guider.model_options["multigpu_clones"] = dict(zip(devices, (guider.model_patcher, clone), strict=True))
+        guider.model_options["multigpu_thread_pool"] = pool
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            for name in ("multigpu_clones", "multigpu_thread_pool"):
+                guider.model_options.pop(name, None)
+            pool.shutdown()
+
+    asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
+    own = models.sample(one, HEIGHT, WIDTH, **asked)
+    merged = pack_module("nodes.adapters.run").attach(one, preset("balanced")).clone()
+    merged.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "shared", shared)
+    monkeypatch.setattr(type(network), "forward", short)
+    found = models.sample(merged, HEIGHT, WIDTH, **asked)
+    assert stats_of(merged).detail_given_up
+    assert (found - own).norm() < 0.1 * own.norm(), "no result of another evaluation"
 
 
 @pytest.mark.parametrize("schedule", ["standard_static", "standard_uniform", "looped_uniform"])
