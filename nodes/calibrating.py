@@ -234,7 +234,7 @@ def calibrate(
         keeps_preset=keeps,
         probes=probes.made,
         problem=problem,
-        short=short or probes.over,
+        short=short or probes.over or _ran_short(probed),
         without=without,
         unmeasured=[site for site, blocks in sites.items() if {*blocks} & of_usual and not probes.measured(site)],
     )
