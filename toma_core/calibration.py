@@ -212,7 +212,9 @@ def amplified(found: Sequence[float], injected: Sequence[float]) -> list[float]:
     makes of the distance before it is what is found after it less what it adds. What all of this predicts for the run
     itself is made to be what was found.
     """
-    first = next((n for n, error in enumerate(injected) if error > 0), None)
+    # So little is none: divided by, it would be infinite.
+    injected = [error if error > _NOTHING else 0.0 for error in injected]
+    first = next((n for n, error in enumerate(injected) if error), None)
     if first is None or found[-1] <= 0:
         return [1.0] * len(injected)
     merged = [n for n, error in enumerate(injected) if error > 0]
@@ -250,4 +252,4 @@ def _between(known: Mapping[int, float], n: int) -> float:
 _ENOUGH = 3
 
 # Squared distances grow and shrink by no more than this in a step; beyond, it is the measurement that is off.
-_MOST_SHRUNK, _MOST_GROWN, _LEAST = 0.05, 4.0, 1e-3
+_MOST_SHRUNK, _MOST_GROWN, _LEAST, _NOTHING = 0.05, 4.0, 1e-3, 1e-24

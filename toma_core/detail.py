@@ -190,7 +190,7 @@ def _alike(a: Tensor | Packed, b: Tensor | Packed) -> bool:
 def _write(into: Tensor | Packed, update: Tensor | Packed) -> None:
     """In the place of what is there, which is alike."""
     if isinstance(into, Packed) and isinstance(update, Packed):
-        into.write(update)
+        into.assign(update)
     elif isinstance(into, Tensor) and isinstance(update, Tensor):
         into.copy_(update)
 

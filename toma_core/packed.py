@@ -54,7 +54,7 @@ class Packed:
         parts = zip(*(t.chunk(count) for t in (self.codes, self.low, self.step)), strict=True)
         return [Packed(*part) for part in parts]
 
-    def write(self, other: Packed) -> None:
+    def assign(self, other: Packed) -> None:
         """The numbers of another of this shape in the place of its own."""
         for mine, theirs in ((self.codes, other.codes), (self.low, other.low), (self.step, other.step)):
             mine.copy_(theirs)

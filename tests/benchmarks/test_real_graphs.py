@@ -220,7 +220,7 @@ def test_built_in_graphs_are_templates(built: Graph) -> None:
 def test_every_setting_has_its_turn_to_be_first(graph: Graph) -> None:
     jobs = plan(Template(graph), ["a", "b"], "", [1, 2], [Setting(0.25, "quality"), BALANCED])
     names = [job.name for job in jobs]
-    assert names[::3] == ["unmerged", "fast 0.25", "balanced 0.5", "unmerged"]
+    assert names[::3] == ["unmerged", "quality 0.25", "balanced 0.5", "unmerged"]
     assert len({job.key for job in jobs}) == 12
     assert all(len({(job.prompt, job.seed) for job in jobs[i : i + 3]}) == 1 for i in range(0, 12, 3))
 

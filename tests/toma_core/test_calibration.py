@@ -185,6 +185,7 @@ def test_where_only_the_end_is_known() -> None:
     """Every step counts the same, and the run itself is predicted as it was found."""
     assert amplified([0.0, 0.0, 0.0, 8.0], [1.0, 0.0, 3.0]) == pytest.approx([2.0, 2.0, 2.0])
     assert amplified([0.0, 0.0], [0.0]) == [1.0]
+    assert amplified([0.0, 1.0], [2e-309]) == [1.0], "next to nothing has no scale"
 
 
 @given(

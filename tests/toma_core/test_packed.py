@@ -83,6 +83,6 @@ def test_one_in_the_place_of_another() -> None:
     packed, instead = pack(x), pack(other)
     assert isinstance(packed, Packed)
     assert isinstance(instead, Packed)
-    packed.chunk(2)[1].write(instead)
+    packed.chunk(2)[1].assign(instead)
     assert torch.equal(packed.unpack()[2:], instead.unpack())
     assert torch.equal(packed.unpack()[:2], pack(x).chunk(2)[0].unpack())  # type: ignore[union-attr]
