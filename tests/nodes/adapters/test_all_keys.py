@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -253,28 +254,34 @@ def test_where_packing_runs_out_of_memory_in_a_merged_step(
     assert stats.headline() == "Nothing was merged: no room for keys and values of all tokens after all"
 
 
+@contextmanager
+def short_of_memory(layer: Any, *at: int) -> Iterator[None]:
+    """Memory runs out at these calls of a layer, the first is 1."""
+    calls, plain = list[int](), layer.forward
+
+    def short(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) in at:
+            raise torch.OutOfMemoryError
+        return plain(x)
+
+    layer.forward = short
+    try:
+        yield
+    finally:
+        del layer.forward
+
+
 @pytest.mark.parametrize("call", [3, 4, 5, 6])
 def test_where_memory_runs_out_for_one_condition_the_other_is_whole_too(
     call: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Conditions in calls of their own: guidance would enlarge what only one of them has lost."""
-    model, calls, merged = model_of("wan"), list[int](), None
-    monkeypatch.setattr(type(model.model), "memory_required", lambda *_, **__: 1e20)
-    block = model.model.diffusion_model.blocks[-1].ffn[0]
-    plain = block.forward
-
-    def short(x: Tensor) -> Tensor:
-        calls.append(x.shape[1])
-        if len(calls) == call:
-            raise torch.OutOfMemoryError
-        return plain(x)
-
+    model = model_of("wan")
     merged = attach(model, **KEYS)
-    block.forward = short
-    try:
+    monkeypatch.setattr(type(model.model), "memory_required", lambda *_, **__: 1e20)
+    with short_of_memory(model.model.diffusion_model.blocks[-1].ffn[0], call):
         found = evaluated(merged, frames=3)
-    finally:
-        del block.forward
     own, step = evaluated(model, frames=3)[0], (call - 1) // 2
     assert all(torch.equal(clip, own) for clip in found[step:])
     assert stats_of(merged).merged_evaluations == step - 1
@@ -374,23 +381,11 @@ def test_it_is_noticed_where_an_evaluation_begins(
 def test_where_memory_runs_out_all_calls_of_the_evaluation_are_made_again(
     call: int, model_of: Any, stats_of: Any
 ) -> None:
-    model, calls = several_calls(model_of("wan")), list[int]()
+    model = several_calls(model_of("wan"))
     own = models.sample(model, HEIGHT, WIDTH, frames=3, steps=4, cfg=5.0)
     merged = pack_module("nodes.adapters.run").attach(model, preset("balanced"))
-    block = model.model.diffusion_model.blocks[-1].ffn[0]
-    plain = block.forward
-
-    def short(x: Tensor) -> Tensor:
-        calls.append(x.shape[1])
-        if len(calls) == call:
-            raise torch.OutOfMemoryError
-        return plain(x)
-
-    block.forward = short
-    try:
+    with short_of_memory(model.model.diffusion_model.blocks[-1].ffn[0], call):
         assert torch.equal(models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=5.0), own)
-    finally:
-        del block.forward
     stats = stats_of(merged)
     assert (stats.evaluations, stats.merged_evaluations, stats.merged_steps) == (8, 0, {})
 
@@ -463,22 +458,10 @@ def test_where_the_model_runs_out_of_memory_it_runs_again_without(
     step: int, model_of: Any, attach: Any, stats_of: Any
 ) -> None:
     """In a full step and in a merged one, while anything is kept; without ToMA it would have been enough."""
-    model, calls = model_of("flux"), list[int]()
+    model = model_of("flux")
     merged = attach(model, **KEYS)
-    block = merged.model.diffusion_model.single_blocks[-1].linear2
-    plain = block.forward
-
-    def short(x: Tensor) -> Tensor:
-        calls.append(1)
-        if len(calls) == step + 1:
-            raise torch.OutOfMemoryError
-        return plain(x)
-
-    block.forward = short
-    try:
+    with short_of_memory(model.model.diffusion_model.single_blocks[-1].linear2, step + 1):
         found = evaluated(merged)
-    finally:
-        del block.forward
     own = evaluated(model)[0]
     assert torch.equal(found[-1], own)
     assert all(torch.equal(picture, own) for picture in found[step:])
@@ -489,26 +472,13 @@ def test_also_in_a_last_step_that_is_in_full(model_of: Any, stats_of: Any) -> No
     """What earlier steps kept is in the way there too; where nothing is kept it is the model's own error."""
     model = model_of("flux")
     merged = pack_module("nodes.adapters.run").attach(model, preset("balanced"))
-    block, calls = model.model.diffusion_model.single_blocks[-1].linear2, list[int]()
-    plain, wanted = block.forward, models.sample(merged, HEIGHT, WIDTH, steps=4, cfg=1.0)
-
-    def short(x: Tensor) -> Tensor:
-        calls.append(1)
-        if len(calls) in wrong:
-            raise torch.OutOfMemoryError
-        return plain(x)
-
-    block.forward = short
-    try:
-        wrong: tuple[int, ...] = (4,)
-        assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=4, cfg=1.0), wanted)
-        assert stats_of(merged).detail_given_up
-        calls.clear()
-        wrong = (4, 5)
-        with pytest.raises(torch.OutOfMemoryError):
-            models.sample(merged, HEIGHT, WIDTH, steps=4, cfg=1.0)
-    finally:
-        del block.forward
+    layer, asked = model.model.diffusion_model.single_blocks[-1].linear2, {"steps": 4, "cfg": 1.0}
+    wanted = models.sample(merged, HEIGHT, WIDTH, **asked)
+    with short_of_memory(layer, 4):
+        assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), wanted)
+    assert stats_of(merged).detail_given_up
+    with short_of_memory(layer, 4, 5), pytest.raises(torch.OutOfMemoryError):
+        models.sample(merged, HEIGHT, WIDTH, **asked)
 
 
 def test_without_room_the_preset_is_as_it_was(model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
