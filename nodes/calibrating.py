@@ -34,7 +34,7 @@ from .adapters.bare import bare
 from .adapters.chain import NO_MEMORY
 from .adapters.family import BlockFacts
 from .adapters.identity import blocks_of, fingerprint
-from .adapters.memory import conditions_of, overlap_of
+from .adapters.memory import conditions_of, has_controls, overlap_of
 from .adapters.probing import OTHERS, RATIO, Band, Probes, sites_of
 from .adapters.run import attach, attachment_of, settled
 
@@ -262,12 +262,12 @@ def _settings(model: ModelPatcher, task: Task, settings: Settings) -> ToMAConfig
 def _sites_kept(model: ModelPatcher, config: ToMAConfig, task: Task) -> int:
     """How many sites' detail a run may hold: each has chains of its own, and videos give detail up above `MOST`."""
     hooks = registry.require(model.get_model_object("diffusion_model"))
-    largest = max(fact.tokens * (fact.width or 1024) for fact in hooks.blocks(task.latent))
     if task.latent.ndim < 5 or task.latent.shape[2] == 1:
         return _MOST_SITES
     guider, sampler = _asked(model, task)
-    often = conditions_of(guider, sampler) * overlap_of(guider, task.latent)
-    updates, _ = hooks.keys_of(task.latent, config, guider.model_options["transformer_options"])
+    often, options = conditions_of(guider, sampler) * overlap_of(guider, task.latent), guider.model_options
+    largest = max(fact.tokens * (fact.width or 1024) for fact in hooks.blocks(task.latent))
+    updates, _ = hooks.keys_of(task.latent, config, options["transformer_options"], controlled=has_controls(guider))
     held = largest * len(task.latent) * often * dtype_of(model).itemsize
     # What breaks chains anyhow is held besides.
     return max(1, int(0.9 * MOST / held) - max(0, updates // largest - 1))

@@ -37,8 +37,8 @@ class Details:
     limited: whether it may hold no more than `MOST` bytes beside what was reserved for keys and values. most: the most
     bytes that were held at a time. given_up: it became more, or memory ran out; nothing is kept any more, whole steps
     are only whole, and all others are merged plainly, or whole too where blocks are to look at all tokens. Never in the
-    middle of a merged step: a block would look at keys of all tokens and values of some. frozen:
-    merged steps move nothing on, as they are made for trial alone. pack, unpack: four bits a number, and back.
+    middle of a merged step: a block would look at keys of all tokens and values of some. frozen: merged steps move
+    nothing on, as they are made for trial alone. pack, unpack: four bits a number, and back.
     """
 
     limited: bool = False
@@ -122,12 +122,12 @@ class Details:
         going = Counter(id(self._kept[key][0]) for key in keys if key in self._kept)
         for place, key in enumerate(keys):
             entry = self._kept.get(key)
-            if entry is not None and len(parts) == len(keys):
+            # Conditions that were asked about together and now are not: beside what is kept of all of them each part
+            # would be held twice.
+            if entry and len(parts) == len(keys) and self._chunks[id(entry[0])] > going[id(entry[0])]:
                 whole, at, count = entry
                 mine = whole.chunk(count)[at]
-                # Conditions that were asked about together and now are not: beside what is kept of all of them each
-                # part would be held twice.
-                if self._chunks[id(whole)] > going[id(whole)] and _alike(mine, parts[place]):
+                if _alike(mine, parts[place]):
                     _write(mine, parts[place])
                     continue
             self._drop(entry)
