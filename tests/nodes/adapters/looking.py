@@ -1,0 +1,88 @@
+"""Merged blocks that look at all tokens: settings, runs and what attention is given, for the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
+
+KEYS: dict[str, Any] = {
+    "all_keys": True, "detail_reuse": True, "plan_from": "prediction", "adaptive_budget": True, "scale": 1000.0,
+    "select_every": 1, "weigh_every": 1, "shift_windows": True, "whole_every": 10,
+}  # fmt: skip
+
+
+# What moves between evaluations of one latent, for `evaluated`.
+Moves = Callable[[Tensor, int], Tensor]
+
+
+def standing(x: Tensor, step: int) -> Tensor:
+    return x
+
+
+def evaluated(
+    model: Any, moves: Moves = standing, steps: int = 4, batch: int = 1, text: int = 7, frames: int = 0
+) -> list[Tensor]:
+    """What a model gives in so many evaluations of one latent at one noise level."""
+    import comfy.sample
+    from comfy.samplers import KSAMPLER
+
+    given: list[Tensor] = []
+
+    def sampler(denoise: Any, x: Tensor, sigmas: Tensor, extra_args: dict[str, Any], **_: Any) -> Tensor:
+        for n in range(steps):
+            given.append(denoise(moves(x, n), sigmas[n] * x.new_ones(len(x)), **extra_args))
+        return x
+
+    channels = model.model.latent_format.latent_channels
+    shape = batch, channels, *((frames,) if frames else ()), HEIGHT, WIDTH
+    latent = comfy.sample.fix_empty_latent_channels(model, torch.zeros(shape))
+    noise, sigmas = comfy.sample.prepare_noise(latent, 5), torch.full((steps + 1,), 0.6)
+    conds = [models.conditioning(model, text, seed=seed) for seed in (1, 2)]
+    comfy.sample.sample_custom(model, noise, 3.0, KSAMPLER(sampler), sigmas, *conds, latent, seed=5, disable_pbar=True)
+    return given
+
+
+def drifting(x: Tensor, step: int) -> Tensor:
+    return x + 0.1 * step * x.flip(-1)
+
+
+class Watch:
+    """Another node's attention override: what attention is given at last, (B, T, C), by evaluation and block."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls, self.seen = calls, list[tuple[Tensor, Tensor, Tensor]]()
+
+    def on(self, model: Any) -> Any:
+        model = model.clone()
+        model.model_options["transformer_options"]["optimized_attention_override"] = self
+        return model
+
+    def __call__(self, function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        axis = 2 if kwargs.get("skip_reshape") else 1
+        self.seen.append(tuple((t.transpose(1, 2) if axis == 2 else t).flatten(2).clone() for t in (q, k, v)))
+        return function(q, k, v, *args, **kwargs)
+
+    def evaluations(self) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
+        size = len(self.seen) // self.calls
+        return [self.seen[n * size : (n + 1) * size] for n in range(self.calls)]
+
+
+PRESET: dict[str, Any] = {"min_tokens": 4}
+
+
+def preset(name: str, **settings: Any) -> Any:
+    return pack_module("toma_core").Settings(name, {**PRESET, **settings})
+
+
+def several_calls(model: Any) -> Any:
+    """ComfyUI's skip layer guidance: a call more in every evaluation, after that for the conditions."""
+    from comfy_extras.nodes_slg import SkipLayerGuidanceDiT
+
+    return SkipLayerGuidanceDiT.execute(model, 3.0, 0.0, 1.0, double_layers="2").args[0]
