@@ -1,0 +1,148 @@
+"""Reasons and messages as data: the code compares ids, and text is made from a table where it is shown.
+
+`web/i18n/en.json` is the English table: Python formats the log, the report and errors with it. The page formats the
+same messages with the table of its own language.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any, Union
+
+Value = Union[int, float, str, "Message", tuple["Value", ...]]
+
+_TABLE = Path(__file__).parents[1] / "web" / "i18n" / "en.json"
+
+
+class MessageId(str, Enum):
+    """The base of every enum of message ids. A member is called with its parameters to make a `Message`."""
+
+    def __call__(self, **params: Value) -> Message:
+        return Message(self, tuple(params.items()))
+
+
+class Reason(MessageId):
+    """Why a block, a step or a whole run is not merged, or why a cache or kernel is not used."""
+
+    # Settings and profile.
+    SKIP_FIRST_BLOCKS = "skip_first_blocks"  # count
+    SKIP_LAST_BLOCKS = "skip_last_blocks"  # count
+    PROFILE_SKIPS_BLOCK = "profile_skips_block"
+    PROFILE_MERGES_NOTHING = "profile_merges_nothing"
+    EVERY_STEP_FULL = "every_step_full"
+    TOO_FEW_STEPS = "too_few_steps"
+    FULL_STEP_SETTING = "full_step_setting"  # setting, value
+    FULL_STEP_PROFILE = "full_step_profile"
+    FULL_STEP_SETTING_AND_PROFILE = "full_step_setting_and_profile"  # setting, value
+    # Tokens.
+    TOO_FEW_TOKENS = "too_few_tokens"  # least
+    TOO_LITTLE_WORK = "too_little_work"
+    NOTHING_TO_MERGE = "nothing_to_merge"
+    TOKENS_CHANGED = "tokens_changed"
+    IMAGES_CHANGED = "images_changed"
+    UNKNOWN_GRID = "unknown_grid"
+    UNKNOWN_IMAGE_POSITION = "unknown_image_position"
+    # Other custom nodes, the model, ComfyUI, torch.compile.
+    BLOCK_REPLACED = "block_replaced"
+    ATTENTION_PATCH = "attention_patch"
+    ARGUMENT_IN_USE = "argument_in_use"  # arguments
+    SKIPPED_BY_MODEL = "skipped_by_model"
+    UNKNOWN_MODEL = "unknown_model"  # model
+    UNKNOWN_LATENT = "unknown_latent"  # shape
+    UNKNOWN_API = "unknown_api"  # name
+    UNKNOWN_SIGMA = "unknown_sigma"
+    FULLGRAPH = "fullgraph"
+    # Memory.
+    OUT_OF_MEMORY_PLAN = "out_of_memory_plan"
+    KV_CACHE_DISABLED = "kv_cache_disabled"
+    # Why merged blocks do not attend to all tokens.
+    KV_MODEL_ATTENTION = "kv_model_attention"
+    KV_FOREIGN_ATTENTION = "kv_foreign_attention"
+    KV_CONTEXT_WINDOWS = "kv_context_windows"
+    KV_TOO_LARGE = "kv_too_large"  # needed, limit: GB
+    KV_COMPILE_BACKEND = "kv_compile_backend"
+    KV_NO_FULL_STEPS = "kv_no_full_steps"
+    # Why destinations are random.
+    SEVERAL_DEVICES = "several_devices"
+
+    @property
+    def chosen(self) -> bool:
+        """Whether the user chose this, by a setting or a profile."""
+        return self in (Reason.SKIP_FIRST_BLOCKS, Reason.SKIP_LAST_BLOCKS, Reason.PROFILE_SKIPS_BLOCK)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message: an id and the values that its text names.
+
+    params: numbers, short names, other messages, or tuples of these. A param named `setting` holds the id of a setting;
+    its text is the setting's label.
+    """
+
+    id: MessageId
+    params: tuple[tuple[str, Value], ...] = ()
+
+    def __str__(self) -> str:
+        """The English text."""
+        return formatted(self)
+
+    def json(self) -> dict[str, Any]:
+        """The message as the page gets it."""
+        return {"id": self.id.value, "params": {name: _json(value) for name, value in self.params}}
+
+
+def formatted(message: Message) -> str:
+    """The English text of a message."""
+    table = english()
+    shown = {name: _shown(name, value, table) for name, value in message.params}
+    return table["messages"][message.id.value].format(label=_Labels(table["labels"]), **shown)
+
+
+@cache
+def english() -> Mapping[str, Mapping[str, str]]:
+    """The English table: labels of settings by their id, and texts by message id."""
+    tables: dict[str, dict[str, str]] = json.loads(_TABLE.read_text(encoding="utf-8"))
+    return tables
+
+
+def label(setting: str) -> str:
+    """The English label of a setting; its id where it has none."""
+    return english()["labels"].get(setting, setting)
+
+
+class _Labels:
+    """`{label.ratio}` in a text: the label of the setting `ratio`."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = labels
+
+    def __getattr__(self, setting: str) -> str:
+        return self._labels[setting]
+
+
+class _Number(float):
+    """A number that is written without trailing zeros unless the text asks for decimals, as in `{ratio:.2f}`."""
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec or ".10g")
+
+
+def _shown(name: str, value: Value, table: Mapping[str, Mapping[str, str]]) -> Any:
+    if name == "setting":
+        return table["labels"].get(str(value), str(value))
+    if isinstance(value, float):
+        return _Number(value)
+    if isinstance(value, tuple):
+        return ", ".join(str(_shown("", each, table)) for each in value)
+    return formatted(value) if isinstance(value, Message) else value
+
+
+def _json(value: Value) -> Any:
+    if isinstance(value, Message):
+        return value.json()
+    return [_json(each) for each in value] if isinstance(value, tuple) else value
