@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -58,6 +59,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_garbage_collection() -> None:
+    """Take what earlier modules left out of the collector's sight.
+
+    ComfyUI calls `gc.collect()` at every turn, and each call walks all that torch, ComfyUI and pytest ever made.
+    What a test makes itself is still collected.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

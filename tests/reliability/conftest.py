@@ -51,16 +51,6 @@ shared, model_of, attach, stats_of = _nodes.shared, _nodes.model_of, _nodes.atta
 hooks_left, plan_calls = _nodes.hooks_left, _nodes.plan_calls
 
 
-@pytest.fixture(scope="module", autouse=True)
-def earlier_tests_left_alone() -> Iterator[None]:
-    """ComfyUI collects garbage at every run. A process that has compiled models before has millions of objects
-    to look through, and hundreds of cases would take far longer than they need."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(params=models.FAMILIES)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -123,14 +113,12 @@ def nothing_alive(born: list[weakref.ref[Any]]) -> Callable[[], None]:
 
 
 @pytest.fixture(scope="module")
-def quick_garbage_collection(model_of: Callable[[str], Any]) -> Iterator[None]:
-    """What is there already is not looked through again each time: only what the tests make."""
+def families_made(model_of: Callable[[str], Any], quick_garbage_collection: None) -> None:
+    """The models are there before the tests, and the garbage collector does not look through them each time."""
     for kind in models.FAMILIES:
         model_of(kind)
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

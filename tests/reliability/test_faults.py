@@ -11,7 +11,7 @@ import torch
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 
-pytestmark = pytest.mark.usefixtures("quick_garbage_collection")
+pytestmark = pytest.mark.usefixtures("families_made")
 # Where the family makes no difference: the two that differ most.
 BOTH = ("unet", "flux")
 both = pytest.mark.parametrize("kind", BOTH)

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import models
 
-pytestmark = pytest.mark.usefixtures("quick_garbage_collection")
+pytestmark = pytest.mark.usefixtures("families_made")
 
 
 BOTH = ("unet", "flux")
