@@ -350,6 +350,7 @@ def conditioning(model: Any, tokens: int = 7, seed: int = 1, **options: Any) -> 
     return [[text, {"pooled_output": torch.randn(1, width, generator=generator), **options}]]
 
 
+@torch.no_grad()  # ComfyUI runs prompts without gradients
 def sample(
     model: Any,
     height: int = 32,

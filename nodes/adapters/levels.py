@@ -58,8 +58,8 @@ class Levels:
         """The level at which the model is evaluated, and its place in the schedule where that is known. timestep: (B,),
         what the model is told. Guidance may ask at a level of its own: that is another tensor, and is read."""
         if timestep is not self._given or not 0 <= self._evaluation < len(self._scheduled):
-            return float(timestep.flatten()[0]), None
-        self._taken[self._evaluation] = timestep.flatten()[:1]
+            return float(timestep.detach().flatten()[0]), None
+        self._taken[self._evaluation] = timestep.detach().flatten()[:1]
         return self._scheduled[self._evaluation], self._evaluation
 
     def check(self) -> None:

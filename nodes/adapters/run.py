@@ -35,7 +35,7 @@ from .graphs import allow_more_graphs, compiled, in_one_piece
 from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, HookPair, installed
 from .levels import Levels
 from .memory import Kept, conditions_of, has_controls, kept_keys, moves, overlap_of, references_of, reserved
-from .sampling import Sampling
+from .sampling import GRADIENTS, Sampling, records_gradients
 
 _KEY = "toma"
 
@@ -161,7 +161,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
 def settled(attachment: Attachment, guider: Any, noise: Tensor, sampler: Any) -> tuple[ToMAConfig, Kept]:
     """The settings for a run of a guider with these conditions, and what it will keep of keys."""
     config, given, model = attachment.config, guider.model_options, guider.model_patcher
-    if not config.all_keys:
+    if not config.all_keys or getattr(comfy.model_management, "in_training", False):
         return config, Kept()
     hooks = registry.find(model.get_model_object("diffusion_model"))
     kept = Kept(without="torch.compile with another backend than inductor, or with CUDA graphs")
@@ -269,8 +269,8 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         if sampling is not None and sampling.sigma is None:
             sampling.run.stats.whole("model", "ComfyUI did not tell the noise level")
         return _called((), sampling, options, executor, *args, **kwargs)
-    if sampling.obstacle:
-        sampling.run.stats.whole("model", sampling.obstacle)
+    if sampling.obstacle or records_gradients():
+        sampling.run.stats.whole("model", sampling.obstacle or GRADIENTS)
         return executor(*args, **kwargs)
     hooks = registry.find(model)
     if hooks is None or not (_is_picture(x) or (hooks.takes_frames and _is_video(x))):

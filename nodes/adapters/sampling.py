@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
 
+import torch
 from comfy.model_sampling import CONST
 from torch import Tensor
 
@@ -23,6 +24,14 @@ from .levels import Levels
 
 # Less than this share of the highest noise level: a run begins with a picture in it.
 _ALL_NOISE = 0.99
+
+GRADIENTS = "gradients are computed, as in training"
+
+
+def records_gradients() -> bool:
+    """Return whether what the model computes now becomes part of a graph of gradients, as in training. Nothing of it
+    may be merged or outlive the evaluation."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 @dataclass(eq=False)
@@ -84,7 +93,7 @@ class Sampling:
 
     def predicted(self, picture: Any) -> None:
         """The evaluation is over: this is the clean picture that it gave."""
-        self.picture = picture if isinstance(picture, Tensor) else None
+        self.picture = picture if isinstance(picture, Tensor) and not records_gradients() else None
 
     def close(self) -> RunStats:
         """The run is over, however it ended: drop what it held, and hand over its stats."""
@@ -150,7 +159,10 @@ class Sampling:
         )
         asked = {part[:2] for part in self.seen}
         self.decision = self.run.decide(sigma, taking_part, step, any(part[:2] in asked for part in parts))
-        if self.awaits and not self.decision.keeps_detail:
+        if records_gradients():
+            self.run.stats.whole("model", GRADIENTS)
+            self.decision = replace(self.decision, ratio=0.0, keeps_detail=False)
+        elif self.awaits and not self.decision.keeps_detail:
             self.decision = replace(self.decision, ratio=0.0)
         self.run.stats.count_evaluation(self.decision.step, self.decision.merged_ratio, timestep.device)
         self.calls += 1

@@ -1,0 +1,106 @@
+"""Training with a patched model is training without ToMA: ComfyUI's own TrainLoraNode on real model classes."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+
+# ComfyUI's Flux writes in place into what its backward pass needs: only gradient checkpointing trains it.
+CASES = [("unet", False), ("unet", True), ("flux", True), ("z_image", False), ("z_image", True)]
+
+
+@pytest.fixture
+def model(kind: str, pack: Any) -> Any:
+    """A model of its own, made anew as ComfyUI loads it anew to train it."""
+
+    def made(*_: Any, **__: Any) -> Any:
+        return getattr(models, kind)()
+
+    model = made()
+    model.cached_patcher_init = (made, ())
+    return model
+
+
+def trained(model: Any, checkpointing: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The LoRA and the losses of three steps of ComfyUI's training node."""
+    module = pytest.importorskip("comfy_extras.nodes_train")
+    inputs = {item.id: getattr(item, "default", None) for item in module.TrainLoraNode.define_schema().inputs}
+    channels = model.model.latent_format.latent_channels
+    latents = torch.randn(2, channels, 16, 16, generator=torch.Generator().manual_seed(0))
+    conditioning = [*models.conditioning(model, seed=1), *models.conditioning(model, seed=2)]
+    given = {
+        **{"model": model, "latents": {"samples": latents}, "positive": conditioning, "steps": 3, "rank": 2},
+        **{"training_dtype": "none", "lora_dtype": "fp32", "gradient_checkpointing": checkpointing, "seed": 3},
+        **{"algorithm": "LoRA", "existing_lora": "[None]", "learning_rate": 0.01},
+    }
+    torch.manual_seed(7)
+    with torch.inference_mode():
+        out = module.TrainLoraNode.execute(**{name: [given.get(name, value)] for name, value in inputs.items()})
+    lora, losses = out.result[:2]
+    return lora, losses["loss"]
+
+
+@pytest.mark.parametrize(("kind", "checkpointing"), CASES)
+@pytest.mark.parametrize("preset", ["balanced", "faithful"])
+def test_training_is_as_without(model: Any, pack: Any, stats_of: Any, preset: str, checkpointing: bool) -> None:
+    settings = pack_module("toma_core").Settings(preset, {"min_tokens": 4})
+    patched = pack_module("nodes.adapters.run").attach(model, settings)
+    lora, losses = trained(patched, checkpointing)
+    expected, expected_losses = trained(model, checkpointing)
+    assert losses == expected_losses
+    assert len(losses) == 3
+    assert lora.keys() == expected.keys() != set()
+    assert all(torch.equal(lora[name], expected[name]) for name in lora)
+    stats = stats_of(patched)
+    assert stats.merged_evaluations == 0
+    assert "gradients" in stats.headline()
+    assert stats.detail_bytes == 0
+
+
+def test_an_evaluation_with_gradients_is_full_and_leaves_the_others_alone(
+    unet: Any, attach: Any, stats_of: Any
+) -> None:
+    """Guidance by a gradient turns gradients on for one evaluation of an ordinary run."""
+    from comfy.samplers import KSAMPLER
+
+    counted: list[int] = []
+
+    def sampler(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
+        for n, sigma in enumerate(sigmas[:-1]):
+            level = sigma.expand(len(x))
+            if n == 2:
+                with torch.inference_mode(False), torch.enable_grad():
+                    latent = x.clone().requires_grad_(True)
+                    gradient = torch.autograd.grad(model(latent, level.clone(), **extra_args).square().mean(), latent)[
+                        0
+                    ]
+                    assert gradient.isfinite().all()
+            denoised = model(x, level, **extra_args)
+            x = denoised + (x - denoised) * sigmas[n + 1] / sigma
+            counted.append(n)
+        return x
+
+    settings = {"whole_every": 3, "detail_reuse": True, "granularity": "stack"}
+    patched = attach(unet, **settings)
+    outs = [sampled(each, KSAMPLER(sampler)) for each in (patched, unet)]
+    assert outs[0].isfinite().all()
+    stats = stats_of(patched)
+    assert sorted(stats.merged_steps) == [1, 2, 4]
+    assert (stats.evaluations, stats.merged_evaluations) == (7, 3)
+
+
+@torch.no_grad()
+def sampled(model: Any, sampler: Any) -> torch.Tensor:
+    comfy_sample = importlib.import_module("comfy.sample")
+    latent = torch.zeros(1, model.model.latent_format.latent_channels, 16, 16)
+    conds = (models.conditioning(model, seed=seed) for seed in (1, 2))
+    noise, sigmas = comfy_sample.prepare_noise(latent, 5), torch.linspace(1, 0, 7)
+    options = {"seed": 5, "disable_pbar": True}
+    return comfy_sample.sample_custom(model, noise, 1.0, sampler, sigmas, *conds, latent, **options)
