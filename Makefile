@@ -6,9 +6,11 @@ PYTHON ?= python3
 ARGS ?=
 RUN = $(PYTHON) -m scripts.run $(if $(COMFYUI),--comfyui $(COMFYUI)) --
 TOOL = $(PYTHON) -m scripts.run --quiet --
+# Tests use one thread each and every core together; more than four models in memory at once serve nobody.
+PYTEST = OMP_NUM_THREADS=1 $(RUN) python -m pytest -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test compatibility fuzz soak demo bench bench-gpu fidelity pack lint format types clean purge
+.PHONY: help setup test test-all compatibility fuzz soak demo bench bench-gpu fidelity pack lint format types clean purge
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,17 +19,20 @@ help: ## this list
 setup: ## find or get ComfyUI and make the environment (every other target does this first)
 	@$(RUN) python -c ""
 
-test: ## unit, property, adapter and server tests on a real ComfyUI; ARGS="-k windows"
-	@$(RUN) python -m pytest $(ARGS)
+test: ## the tests that find most, 10 minutes on two cores; ARGS="-k windows", ARGS=tests/server
+	@$(PYTEST) $(ARGS)
+
+test-all: ## all tests: also servers, the web page, compiled and full-size models; ARGS="--tiers only" without the others
+	@$(PYTEST) --tiers all $(ARGS)
 
 compatibility: ## try every feature of ComfyUI beside ToMA, 5 minutes, and write docs/compatibility.md
 	@TOMA_WRITE_COMPATIBILITY=1 $(RUN) python -m pytest tests/compatibility $(ARGS)
 
 fuzz: ## 10,000 cases of settings, shapes, prompts and damaged files, an hour; TOMA_FUZZ=300 tries fewer
-	@TOMA_FUZZ=$${TOMA_FUZZ:-10000} $(RUN) python -m pytest -o faulthandler_timeout=7200 tests/reliability/test_fuzz.py tests/reliability/test_damaged.py $(ARGS)
+	@TOMA_FUZZ=$${TOMA_FUZZ:-10000} $(RUN) python -m pytest -o faulthandler_timeout=7200 tests/stress/test_fuzz.py tests/stress/test_damaged.py $(ARGS)
 
 soak: ## 300 prompts over one server, each compared with a process of its own, 20 minutes; TOMA_SOAK=30 sends fewer
-	@TOMA_SOAK=$${TOMA_SOAK:-300} $(RUN) python -m pytest -s -o faulthandler_timeout=7200 tests/reliability/test_soak.py $(ARGS)
+	@TOMA_SOAK=$${TOMA_SOAK:-300} $(RUN) python -m pytest -s -o faulthandler_timeout=7200 tests/stress/test_soak.py $(ARGS)
 
 demo: ## run real models with and without ToMA and compare; ARGS=--serve opens the web page
 	@$(RUN) python -m demo $(ARGS)

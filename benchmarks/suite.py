@@ -120,7 +120,7 @@ def kernel_tests(suite: Suite) -> None:
     options = ["-q", "-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider", "--import-mode", "importlib"]
     paths = ["tests/toma_core/kernels", "tests/toma_core/test_state.py"]
     if suite.dry:
-        paths = ["tests/toma_core/kernels/test_product.py", "-k", "refused"]
+        paths = ["tests/toma_core/kernels/triton/test_product.py", "-k", "refused"]
     elif importlib.util.find_spec("xdist"):
         paths += ["-n", "8"]
     log = suite.out / "tests.log"

@@ -25,7 +25,7 @@ FURTHER = """### The other models
 The same judgement on small models of 2 to 5 blocks. Tried are the features that ask something of the model; what only
 deals with its answers is in the tables above. *-*: ComfyUI has no such thing for this model. *not tried*: for the
 time it takes here; what another model shows of it holds for this one. Compiled graphs of every model are counted by
-tests/nodes/adapters/test_compile.py."""
+tests/nodes/adapters/compile/test_compile.py."""
 
 Results = dict[str, Any]
 

@@ -18,6 +18,20 @@ from scripts import archive
 from scripts.comfy_pack import load_pack, use_comfyui
 from scripts.comfy_server import ComfyServer
 
+TESTS = Path(__file__).parent
+# A folder of this name below tests/, and what its tests take: `make test` leaves them out, `make test-all` runs them.
+# What lasts longest comes first, so that no worker is left with it at the end.
+TIERS = {
+    "stress": "faults, fuzz, numerics, security and long use",
+    "train": "trained models: trainings, measurements, the demo",
+    "matrix": "every row of the compatibility matrix",
+    "fullsize": "models as large as their checkpoints",
+    "compile": "torch.compile on models of every family",
+    "triton": "kernels in Triton's interpreter and compiler",
+    "gpu": "the kit for a GPU machine, rehearsed without one",
+    "server": "a real server; also tests anywhere that use a fixture named so, or ..._server",
+    "browser": "the web page in Chromium",
+}
 # What tests reach for in ComfyUI's source folder. `nodes` is there because it is also a folder of this checkout.
 COMFYUI_MODULES = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "nodes", "server"}
 HOW_TO = "this test needs a real ComfyUI: run it with `make test`, or set COMFYUI_PATH to the folder of ComfyUI"
@@ -50,15 +64,43 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tiers", choices=("none", "only", "all"), default="none", help="tests that take long")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What is asked for by path or marker runs, whatever its tier."""
+    paths = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    if config.option.tiers == "none" and (config.option.markexpr or all(TESTS in path.parents for path in paths)):
+        config.option.tiers = "all"
+
+
+def tier_of(item: pytest.Item) -> str:
+    """The tier of a test; empty for those that `make test` runs."""
+    for folder in item.path.relative_to(TESTS).parts[:-1]:
+        if folder in TIERS:
+            return folder
+    used = getattr(item, "fixturenames", ())
+    return "server" if item.path.stem != "test_server_smoke" and any(n.endswith("server") for n in used) else ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
+    tiers = {item: tier_of(item) for item in items}
+    left_out = {"none": True, "only": False, "all": None}[config.option.tiers]
+    config.hook.pytest_deselected(items=[item for item in items if bool(tiers[item]) is left_out])
+    order = {name: place for place, name in enumerate((*TIERS, ""))}
     # Playwright's event loop goes on in the main thread until the browser closes: no other test could start one.
-    items.sort(key=lambda item: item.get_closest_marker("browser") is not None)
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    order["browser"] = len(order)
+    items[:] = sorted((i for i in items if bool(tiers[i]) is not left_out), key=lambda i: order[tiers[i]])
+    for item in items:
+        if config.pluginmanager.hasplugin("xdist"):
+            shared = "browser" if tiers[item] == "browser" else "server" if "server" in item.fixturenames else ""
+            item.add_marker(pytest.mark.xdist_group(shared or str(item.path.relative_to(TESTS))))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 @pytest.fixture(autouse=True, scope="module")

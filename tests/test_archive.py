@@ -36,7 +36,7 @@ def installed(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fresh(installed: Path) -> Iterator[ComfyServer]:
+def fresh_server(installed: Path) -> Iterator[ComfyServer]:
     """A ComfyUI with the installed pack, not this checkout, and with the demo's nodes to feed its tiny Flux."""
     server = ComfyServer(packs=[installed, ROOT / "demo"], checkout=False)
     try:
@@ -110,27 +110,25 @@ def test_registry_gets_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
         assert Image.open(ROOT / path).size == size
 
 
-@pytest.mark.server
 @pytest.mark.compat
-def test_installed_pack_runs_a_graph(fresh: ComfyServer) -> None:
+def test_installed_pack_runs_a_graph(fresh_server: ComfyServer) -> None:
     for node_id in json.loads((ROOT / "tests/nodes/schema.json").read_text()):
-        assert fresh.object_info(node_id)["python_module"] == f"custom_nodes.{NAME}"
-    run = fresh.run(sampling_graph(DIT, 128, 4, seed=1, merged=True), timeout=120)
+        assert fresh_server.object_info(node_id)["python_module"] == f"custom_nodes.{NAME}"
+    run = fresh_server.run(sampling_graph(DIT, 128, 4, seed=1, merged=True), timeout=120)
     assert run.status == "success", run.error
     assert re.search(r" [1-3] of 4 steps", run.outputs[REPORT]["text"][0]), "the preset leaves the others whole"
-    assert fresh.view(run.outputs[PICTURE]["images"][0]).startswith(b"\x89PNG")
+    assert fresh_server.view(run.outputs[PICTURE]["images"][0]).startswith(b"\x89PNG")
 
 
-@pytest.mark.server
 @pytest.mark.compat
-def test_installed_pack_brings_its_pages(fresh: ComfyServer, installed: Path) -> None:
+def test_installed_pack_brings_its_pages(fresh_server: ComfyServer, installed: Path) -> None:
     pages = list((installed / "web").rglob("*.*"))
     assert installed / "web" / "docs" / "ToMA.md" in pages
     for page in pages:
         path = page.relative_to(installed / "web").as_posix()
-        assert fresh.fetch(f"/extensions/{NAME}/{path}") == page.read_bytes()
+        assert fresh_server.fetch(f"/extensions/{NAME}/{path}") == page.read_bytes()
     templates = {path.stem for path in (installed / "workflows").glob("*.json")}
-    assert set(fresh.get("/api/workflow_templates")[NAME]) == templates != set()
-    assert fresh.get("/i18n")["de"]["nodeDefs"]["ToMA"]["inputs"]["ratio"]
-    blueprints = [entry["info"]["node_pack"] for entry in fresh.get("/global_subgraphs").values()]
+    assert set(fresh_server.get("/api/workflow_templates")[NAME]) == templates != set()
+    assert fresh_server.get("/i18n")["de"]["nodeDefs"]["ToMA"]["inputs"]["ratio"]
+    blueprints = [entry["info"]["node_pack"] for entry in fresh_server.get("/global_subgraphs").values()]
     assert f"custom_nodes.{NAME}" in blueprints

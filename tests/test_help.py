@@ -50,7 +50,6 @@ def test_speaks_of_every_input_and_output(node_id: str, language: str) -> None:
 
 
 @every_page
-@pytest.mark.server
 def test_help_panel_gets_it(node_id: str, language: str, server: ComfyServer) -> None:
     shown = server.fetch(f"/extensions/{PACK_FOLDER}/docs/{node_id}/{language}.md").decode()
     assert shown == page(node_id, language).read_text(encoding="utf-8")

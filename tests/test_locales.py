@@ -112,7 +112,6 @@ def test_page_can_read_every_text(language: str) -> None:
         assert not set(text) & set("{}@|"), f"{language}: {path}"
 
 
-@pytest.mark.server
 def test_server_hands_them_out(server: ComfyServer) -> None:
     served = server.get("/i18n")
     for language in LANGUAGES:

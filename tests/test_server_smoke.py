@@ -7,7 +7,7 @@ import pytest
 from scripts.comfy_client import PromptError
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
 
-pytestmark = [pytest.mark.server, pytest.mark.compat]
+pytestmark = pytest.mark.compat
 
 
 def image_prompt(width: int = 32, color: int = 0) -> dict:

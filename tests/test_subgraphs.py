@@ -84,7 +84,6 @@ def test_exposes_what_people_change(path: Path) -> None:
     assert [model["name"] for node in inside["nodes"] for model in node["properties"].get("models", [])]
 
 
-@pytest.mark.server
 @every_blueprint
 def test_server_lists_it_and_knows_its_nodes(path: Path, server: ComfyServer) -> None:
     entries = {key: entry for key, entry in server.get("/global_subgraphs").items() if entry["name"] == path.stem}

@@ -77,7 +77,7 @@ def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def workshop() -> Iterator[ComfyServer]:
+def demo_server() -> Iterator[ComfyServer]:
     """A server with the demo nodes, and an empty file under the name of every model that a workflow asks for."""
     server = ComfyServer(packs=[ROOT / "demo"])
     try:
@@ -168,11 +168,10 @@ def test_says_where_its_models_come_from(path: Path) -> None:
     assert "`" not in note  # on a coloured note the page shows code in blue on brown
 
 
-@pytest.mark.server
 @every_workflow
-def test_widgets_are_in_place_and_in_range(path: Path, workshop: ComfyServer) -> None:
-    for node in to_prompt(load(path), workshop).values():
-        for name, kind, options in node_inputs(workshop.object_info(node["class_type"])):
+def test_widgets_are_in_place_and_in_range(path: Path, demo_server: ComfyServer) -> None:
+    for node in to_prompt(load(path), demo_server).values():
+        for name, kind, options in node_inputs(demo_server.object_info(node["class_type"])):
             value = node["inputs"].get(name)
             if not is_widget(kind) or value is None or isinstance(value, list):
                 continue
@@ -189,21 +188,18 @@ def test_widgets_are_in_place_and_in_range(path: Path, workshop: ComfyServer) ->
                 assert options.get("min", value) <= value <= options.get("max", value), where
 
 
-@pytest.mark.server
 @every_workflow
-def test_server_accepts_it(path: Path, workshop: ComfyServer) -> None:
-    assert refused(workshop, to_prompt(load(path), workshop)) == set()
+def test_server_accepts_it(path: Path, demo_server: ComfyServer) -> None:
+    assert refused(demo_server, to_prompt(load(path), demo_server)) == set()
 
 
-@pytest.mark.server
-def test_server_would_notice_a_wrong_value(workshop: ComfyServer) -> None:
-    prompt = to_prompt(load(EXAMPLES[0]), workshop)
+def test_server_would_notice_a_wrong_value(demo_server: ComfyServer) -> None:
+    prompt = to_prompt(load(EXAMPLES[0]), demo_server)
     sampler = next(name for name, node in prompt.items() if "steps" in node["inputs"])
     prompt[sampler]["inputs"]["steps"] = -3
-    assert refused(workshop, prompt) == {sampler}
+    assert refused(demo_server, prompt) == {sampler}
 
 
-@pytest.mark.server
 @every_example
 def test_is_listed_and_served_with_its_thumbnail(path: Path, server: ComfyServer) -> None:
     assert path.stem in server.get("/api/workflow_templates")[PACK_FOLDER]
@@ -245,13 +241,12 @@ def test_thumbnail_is_of_this_workflow(path: Path) -> None:
     assert any(box.endswith("LoRA") for box in boxes) == any("Lora" in node["type"] for node in load(path)["nodes"])
 
 
-@pytest.mark.server
 @every_example
-def test_nodes_are_the_packs_or_comfyuis_own(path: Path, workshop: ComfyServer) -> None:
+def test_nodes_are_the_packs_or_comfyuis_own(path: Path, demo_server: ComfyServer) -> None:
     """What opens without a missing node on a plain ComfyUI with this pack alone, and says where its nodes are from."""
     for node in load(path)["nodes"]:
         ours = node["type"].startswith("ToMA")
         assert node["properties"]["cnr_id"] == ("toma-token-merge" if ours else "comfy-core")
         if node["type"] not in NOTES:
-            module = workshop.object_info(node["type"])["python_module"]
+            module = demo_server.object_info(node["type"])["python_module"]
             assert module.startswith((f"custom_nodes.{PACK_FOLDER}",) if ours else ("nodes", "comfy_extras.")), module

@@ -65,8 +65,8 @@ class Block:
         return 2.0 * images * sequence * width * (self.weights * width + 2.0 * sequence)
 
 
-# Counted on whole models (tests/benchmarks/test_cost.py). Linear layers in squares of the width: a UNet has 4 in
-# self-attention, 2 in cross-attention, 12 in the gated feed-forward; transformers 4 and 8, but Flux.2's and Lumina 2's
+# Counted on whole models (tests/benchmarks/fullsize/test_cost.py). Linear layers in squares of the width: a UNet has 4
+# in self-attention, 2 in cross-attention, 12 in the gated feed-forward; transformers 4 and 8, but Flux.2's and Lumina 2's
 # feed-forwards are wider, keys and values of Lumina 2 and Krea 2 narrower, and Krea 2 has a gate beside its attention.
 # Beside the image: ComfyUI pads the text of Flux.1 to 256 tokens at least, of Flux.2 to 512, of Z-Image to 32, of SD3
 # to 77. Launches: of an evaluation's blocks, divided by their number; SD3's last block has a few less. Those added as

@@ -46,13 +46,6 @@ IN_PAGE = """() => {
 }"""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.browser)
-            item.add_marker(pytest.mark.server)
-
-
 @pytest.fixture(scope="session")
 def chromium() -> str:
     """The browser. Without one these tests are skipped at a desk and fail in CI."""

@@ -13,8 +13,6 @@ from scripts.comfy_client import PromptError, Run
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
 
-pytestmark = pytest.mark.server
-
 STEPS = 4  # with the defaults of ToMA Advanced the first and the last are whole
 
 

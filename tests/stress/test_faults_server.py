@@ -17,8 +17,6 @@ import safetensors.torch
 from scripts.comfy_client import Run
 from scripts.comfy_server import ComfyServer
 
-pytestmark = pytest.mark.server
-
 KINDS = {"unet": 4, "flux": 16}
 # Milliseconds for each call of attention, so that a run takes two seconds and can be interfered with.
 SLOW = {"unet": {"fault": "slow", "calls": 20}, "flux": {"fault": "slow", "calls": 110}}

@@ -70,7 +70,6 @@ def plans(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dit", "unet"])
 def test_every_setting_runs(small: dict[str, Any], kind: str) -> None:
     """And what merges gives other pictures than the model alone."""

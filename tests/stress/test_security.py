@@ -147,9 +147,8 @@ def test_texts_of_the_nodes_hold_no_markup(shipped: dict[str, str]) -> None:
 Census = Callable[..., dict[str, Any]]
 
 
-@pytest.mark.server
 def test_no_route_is_added_but_the_folders_that_comfyui_serves(lab: ComfyServer, census: Census) -> None:
-    with ComfyServer(packs=[ROOT / "demo", ROOT / "tests" / "reliability" / "lab.py"], checkout=False) as bare:
+    with ComfyServer(packs=[ROOT / "demo", ROOT / "tests" / "stress" / "lab.py"], checkout=False) as bare:
         before = census(bare, with_routes=True)["routes"]
     after = census(lab, with_routes=True)["routes"]
     served = {f"/extensions/{PACK_FOLDER}", f"/api/workflow_templates/{PACK_FOLDER}"}
@@ -159,7 +158,6 @@ def test_no_route_is_added_but_the_folders_that_comfyui_serves(lab: ComfyServer,
     assert not [route for route in after if f"custom_nodes/{PACK_FOLDER}" in route[2]], "a handler of the pack's own"
 
 
-@pytest.mark.server
 def test_run_writes_into_comfyuis_folders_alone_and_connects_to_nobody(lab: ComfyServer) -> None:
     before = files(lab.base)
     process = psutil.Process(lab.process.pid if lab.process else 0)
@@ -191,7 +189,7 @@ def files(base: Path) -> set[Path]:
 
 def test_security_page_names_what_holds_it() -> None:
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
-    assert "tests/reliability/test_security.py" in text
+    assert "tests/stress/test_security.py" in text
     # Without --strict an audit that could look up nothing passes.
     audit = (ROOT / ".github" / "workflows" / "audit.yml").read_text(encoding="utf-8")
     assert "pip-audit --strict --requirement dev.txt" in audit

@@ -1,6 +1,6 @@
 """The prompt that is sampled after every fault. As a script: what a process samples in which nothing has gone wrong.
 
-`python tests/reliability/prompt.py unet` prints {"unet": {case: hash}}. The tests load this file as a module too.
+`python tests/stress/prompt.py unet` prints {"unet": {case: hash}}. The tests load this file as a module too.
 """
 
 from __future__ import annotations

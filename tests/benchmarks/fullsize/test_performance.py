@@ -24,7 +24,6 @@ def test_the_page_is_what_the_code_counts(name: str) -> None:
     assert performance.filled(text, {name: performance.TABLES[name]}) == text
 
 
-@pytest.mark.slow
 def test_the_whole_page_is_what_the_code_counts() -> None:
     text = performance.PAGE.read_text(encoding="utf-8")
     assert performance.filled(text, performance.TABLES) == text

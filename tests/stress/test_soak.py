@@ -31,8 +31,6 @@ from scripts.comfy_pack import pack_module
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
 
-pytestmark = pytest.mark.server
-
 PROMPTS = int(os.environ.get("TOMA_SOAK", "12"))
 LONG = PROMPTS >= 100
 SEED = 20261121

@@ -39,7 +39,6 @@ def damaged(data: bytes, seed: int) -> tuple[str, bytes]:
     return way, bytes(changed)
 
 
-@pytest.mark.server
 def test_damaged_checkpoint_is_refused_in_words_or_runs(steady: ComfyServer, outcome: Any) -> None:
     """Through the stock loader, as a user's broken download. Numbers that are not, as weights, must not hang us."""
     whole = (steady.base / "models" / "diffusion_models" / "toma_demo_dit.safetensors").read_bytes()

@@ -148,7 +148,6 @@ def while_waiting(comfy: ComfyServer, act: Callable[[], Any]) -> threading.Threa
     return thread
 
 
-@pytest.mark.server
 def test_whole_way_and_again(
     comfy: ComfyServer, work: Work, graph: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,7 +193,6 @@ def test_whole_way_and_again(
     assert len(comfy.get("/history")) == queued + 3
 
 
-@pytest.mark.server
 def test_what_calibration_finds_is_measured_too(
     comfy: ComfyServer, work: Work, graph: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,7 +214,6 @@ def test_what_calibration_finds_is_measured_too(
     assert "--calibrate nearer: give quality, balanced, fast, or a distance" in capsys.readouterr().err
 
 
-@pytest.mark.server
 def test_what_is_not_asked_for_stays_as_in_the_graph(
     work: Work, graph: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,7 +225,6 @@ def test_what_is_not_asked_for_stays_as_in_the_graph(
     assert "give more seeds" in out
 
 
-@pytest.mark.server
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -245,13 +241,11 @@ def test_unknown_files_are_said(work: Work, options: list[str], said: str, capsy
     assert re.search(said, err)
 
 
-@pytest.mark.server
 def test_refused_ratio_is_said(work: Work, graph: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert work.run(graph, "11\n", "--seeds", "1", "--ratio", "2") == 1
     assert re.search(r"ToMA \(node toma\): .*ratio", capsys.readouterr().err)
 
 
-@pytest.mark.server
 @pytest.mark.parametrize(
     "built",
     [
@@ -279,7 +273,6 @@ def test_built_in_graphs_fit_the_nodes_of_the_server(comfy: ComfyServer, built: 
                 assert isinstance(value, {"STRING": str, "INT": int, "FLOAT": (int, float)}[wanted])
 
 
-@pytest.mark.server
 def test_error_in_a_node_is_said_and_the_rest_is_kept(
     work: Work, hurdle: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -291,7 +284,6 @@ def test_error_in_a_node_is_said_and_the_rest_is_kept(
     assert "2 are there, 0 to make" in capsys.readouterr().err
 
 
-@pytest.mark.server
 def test_interrupted_and_lost_runs_are_said(
     comfy: ComfyServer,
     work: Work,
@@ -315,7 +307,6 @@ def test_interrupted_and_lost_runs_are_said(
     assert comfy.get("/queue")["queue_running"]
 
 
-@pytest.mark.server
 def test_ctrl_c_takes_only_its_own_prompt_away(comfy: ComfyServer, work: Work, hurdle: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "benchmarks.real", *work.arguments(hurdle, "fine\nwait\n", "--seeds", "1")]
     # A shell that runs tests in the background has Ctrl-C ignored by all that they start.
@@ -332,7 +323,6 @@ def test_ctrl_c_takes_only_its_own_prompt_away(comfy: ComfyServer, work: Work, h
     assert len(list((work.out / "pictures").glob("*.png"))) == 2
 
 
-@pytest.mark.server
 def test_server_that_goes_away_is_said(
     comfy: ComfyServer, work: Work, hurdle: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -347,7 +337,6 @@ def test_server_that_goes_away_is_said(
     assert "Is ComfyUI running there?" in capsys.readouterr().err
 
 
-@pytest.mark.server
 def test_server_without_the_pack_or_no_comfyui(server: ComfyServer) -> None:
     from benchmarks.real import BenchmarkError
 

@@ -37,7 +37,7 @@ os.environ.setdefault("TOMA_FUZZ", "300")  # cases that test_fuzz.py tries; test
 
 
 def _module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"reliability_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"stress_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

@@ -16,8 +16,6 @@ from scripts.comfy_client import ServerError
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
 
-pytestmark = pytest.mark.server
-
 NODES = '''
 import time
 import comfy.model_management

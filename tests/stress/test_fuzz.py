@@ -294,7 +294,6 @@ def broken_graphs(draw: st.DrawFn) -> Any:
     return graph
 
 
-@pytest.mark.server
 @cases(0.1)
 @given(graph=broken_graphs())
 def test_any_prompt_is_run_or_refused_in_words(steady: ComfyServer, outcome: Any, graph: Any) -> None:
@@ -304,7 +303,6 @@ def test_any_prompt_is_run_or_refused_in_words(steady: ComfyServer, outcome: Any
 HOSTILE = ("../../../etc/passwd\0", "<img src=x onerror=alert(1)>", "'; drop table models; --", "{{7*7}} %s%n \ud800")
 
 
-@pytest.mark.server
 def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: Any) -> None:
     for index, (name, key) in enumerate(PLACES):
         graph = whole_graph(index)
@@ -327,7 +325,6 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: An
         assert how in ("refused", f"error in {graph[name]['class_type']}") or harmless, (name, key, how)
 
 
-@pytest.mark.server
 def test_option_that_nobody_knows_changes_nothing(steady: ComfyServer, saved_latent: Any) -> None:
     """A graph saved by a later version, opened in this one."""
     graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, whole_every=0, plan_from="tokens")
@@ -337,7 +334,6 @@ def test_option_that_nobody_knows_changes_nothing(steady: ComfyServer, saved_lat
     assert saved_latent(steady.run(later, timeout=120)) == expected
 
 
-@pytest.mark.server
 def test_body_that_is_no_prompt(steady: ComfyServer) -> None:
     before = len(steady.log())
     for body in (b"", b"{", b"[]", b"null", b'{"prompt": 1}', b'{"prompt": {"1": null}}', b"\xff\xfe"):

@@ -173,7 +173,6 @@ def test_workflows_of_the_page_fit_the_weights(monkeypatch: pytest.MonkeyPatch, 
     assert choice() == "trained"
 
 
-@pytest.mark.server
 def test_demo_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     settings = showcase.Settings(sizes=(64,), steps=3, repeats=1)
     cases = showcase.compare(settings, tmp_path)
@@ -194,7 +193,6 @@ def test_demo_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert Image.open(tmp_path / name).width > 300
 
 
-@pytest.mark.server
 def test_served_page_lists_the_demo_and_stops() -> None:
     command = [sys.executable, "-m", "demo", "--serve"]
     # A shell that runs tests in the background has Ctrl-C ignored by all that they start.
