@@ -65,14 +65,15 @@ class Block:
         return 2.0 * images * sequence * width * (self.weights * width + 2.0 * sequence)
 
 
-# Counted on whole models (tests/benchmarks/fullsize/test_cost.py). Linear layers in squares of the width: a UNet has 4
-# in self-attention, 2 in cross-attention, 12 in the gated feed-forward; transformers 4 and 8, but Flux.2's and Lumina 2's
-# feed-forwards are wider, keys and values of Lumina 2 and Krea 2 narrower, and Krea 2 has a gate beside its attention.
-# Beside the image: ComfyUI pads the text of Flux.1 to 256 tokens at least, of Flux.2 to 512, of Z-Image to 32, of SD3
-# to 77. Launches: of an evaluation's blocks, divided by their number; SD3's last block has a few less. Those added as
-# well: by Triton, as the cards that are too fast for their host are those that it runs on, with detail reuse where
-# there is some, each block's share rounded up, with the copies around the text of a common stream. Of a whole stack it
-# is one at most. Where blocks have no modules to merge, they are merged as blocks, without detail.
+# Counted on whole models (tests/benchmarks/fullsize/test_cost.py). Linear layers in squares of the width: a UNet has
+# 4 in self-attention, 2 in cross-attention, 12 in the gated feed-forward; transformers 4 and 8, but Flux.2's and
+# Lumina 2's feed-forwards are wider, keys and values of Lumina 2 and Krea 2 narrower, and Krea 2 has a gate beside
+# its attention. Beside the image: ComfyUI pads the text of Flux.1 to 256 tokens at least, of Flux.2 to 512, of
+# Z-Image to 32, of SD3 to 77. Launches: of an evaluation's blocks, divided by their number; SD3's last block has a
+# few less. Those added as well: by Triton, as the cards that are too fast for their host are those that it runs on,
+# with detail reuse where there is some, each block's share rounded up, with the copies around the text of a common
+# stream. Of a whole stack it is one at most. Where blocks have no modules to merge, they are merged as blocks,
+# without detail.
 _ORDER = (Granularity.STACK, Granularity.BLOCK, Granularity.MODULE)
 UNET_BLOCK = Block(18, 20, (1, 3, 6))
 FLUX_DOUBLE = Block(12, 75, (1, 5, 9), beside=256)
