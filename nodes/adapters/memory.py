@@ -1,28 +1,35 @@
-"""Keys and values that a run keeps of its blocks: whether there is room for them, and telling ComfyUI how much."""
+"""The KV cache of a run: whether the card has room for it beside the model, and asking ComfyUI for that room."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
-import comfy.model_management
 import torch
+from comfy import model_management
+from comfy.sampler_helpers import (
+    estimate_memory,
+    get_additional_models,
+    get_additional_models_from_model_options,
+)
 from comfy.samplers import CFGGuider
 from torch import Tensor
 
 from ...toma_core import ToMAConfig
 from ...toma_core.packed import packed_bytes
+from .attention import dtype_of
 from .family import ModelHooks
 
-# Bytes that they may take as they are, two activations of every block: Flux.1 at 1024 x 1024 has 2.9 GB of them. Where
-# there are more, as in videos, they are packed. ComfyUI then loads more of the model piece by piece, which takes far
-# less than what is saved: so they may take half of a card's memory (a little more: the 18.2 GB of Wan 14B at
-# 1280 x 720 x 81 are to fit 32), and no more than a quarter as they are.
-MOST = 6 << 30
-_SHARE, _SHARE_AS_THEY_ARE = 0.55, 0.25
+# The share of a card's memory that the KV cache may take in four bits where that pushes weights out. ComfyUI then loads
+# these again in every step, which takes far less time than is saved. 18.2 GB (Wan 14B, 1280 x 720 x 81) fit 32 GB.
+_SHARE = 0.55
+# ComfyUI frees this much memory for each byte of weights that it loads, see `load_models_gpu`.
+_LOADING = 1.1
 
 
 @dataclass(frozen=True)
@@ -42,25 +49,53 @@ def kept_keys(
     conditions: float,
     dtype: torch.dtype,
     device: torch.device,
+    left: float,
     transformer_options: Mapping[str, Any],
     *,
     controlled: bool = False,
     references: Sequence[Tensor] = (),
 ) -> Kept:
-    """What a run on latents of (B, C, ..., H, W) is to keep. conditions: how often it is evaluated in a step; dtype: of
-    tokens; device: that the model runs on; the others: see `ModelHooks.keys_of`."""
+    """Decide what a run on latents of (B, C, ..., H, W) keeps: keys and values at full precision where they fit beside
+    the model's weights; in four bits where they do not, which pushes out the fewest; nothing where that would take more
+    than `_SHARE` of the card as well.
+
+    conditions: evaluations of the model in a step. dtype: of tokens. device: that the model runs on. left: bytes
+    beside the model there, see `memory_left`. The others: see `ModelHooks.keys_of`.
+    """
     if not config.all_keys:
         return Kept()
     of_an_image = hooks.keys_of(latent, config, transformer_options, controlled=controlled, references=references)
     updates, keys = (round(n * len(latent) * conditions) for n in of_an_image)
     if not keys:
         return Kept(without="this model's attention takes no others")
-    room = comfy.model_management.get_total_memory(device)
-    if (needed := (updates + keys) * dtype.itemsize) <= min(MOST, room * _SHARE_AS_THEY_ARE):
+    if (needed := (updates + keys) * dtype.itemsize) <= left:
         return Kept(needed)
-    if (needed := updates * dtype.itemsize + packed_bytes(keys, dtype.itemsize)) <= room * _SHARE:
+    most = max(left, model_management.get_total_memory(device) * _SHARE)
+    if (needed := updates * dtype.itemsize + packed_bytes(keys, dtype.itemsize)) <= most:
         return Kept(needed, packs=True)
-    return Kept(without=f"they would take {needed / 1e9:.1f} GB, more than {room * _SHARE / 1e9:.1f}")
+    return Kept(without=f"they would take {needed / 1e9:.1f} GB, more than {most / 1e9:.1f}")
+
+
+def memory_left(guider: Any, shape: Sequence[int]) -> float:
+    """Return how many bytes of the card a run on latents of this shape leaves free; negative if it does not fit. That
+    is all but what ComfyUI asks for before it loads the run's models, see `load_models_gpu`.
+
+    Reckons with the dtype that the run computes in, which ComfyUI's estimate sees only once object patches are applied.
+    Counts from all of the card, not from what is free: the same seed is to give the same picture whatever else runs.
+    """
+    model, options = guider.model_patcher, guider.model_options
+    as_run = copy(model.model)
+    as_run.manual_cast_dtype = dtype_of(model)
+    activations, _ = estimate_memory(SimpleNamespace(model=as_run), shape, guider.conds)
+    loaded, controls = get_additional_models(guider.conds, model.model_dtype())
+    loaded += [*get_additional_models_from_model_options(options), *model.get_nested_additional_models()]
+    here = {m for m in (model, *loaded, *model.model_patches_models()) if m.load_device == model.load_device}
+    weights = sum(m.model_size() for m in here)
+    reserved = max(
+        model_management.minimum_inference_memory(),
+        activations + controls + model_management.extra_reserved_memory(),
+    )
+    return float(model_management.get_total_memory(model.load_device) - weights * _LOADING - reserved)
 
 
 def conditions_of(guider: Any, sampler: Any = None) -> int:

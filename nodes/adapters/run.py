@@ -34,7 +34,17 @@ from .family import ModelHooks
 from .graphs import allow_more_graphs, compiled, in_one_piece
 from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, HookPair, installed
 from .levels import Levels
-from .memory import Kept, conditions_of, has_controls, kept_keys, moves, overlap_of, references_of, reserved
+from .memory import (
+    Kept,
+    conditions_of,
+    has_controls,
+    kept_keys,
+    memory_left,
+    moves,
+    overlap_of,
+    references_of,
+    reserved,
+)
 from .sampling import GRADIENTS, Sampling, records_gradients
 
 _KEY = "toma"
@@ -177,6 +187,7 @@ def settled(attachment: Attachment, guider: Any, noise: Tensor, sampler: Any) ->
             conditions_of(guider, sampler) * overlap_of(guider, noise),
             dtype_of(model),
             model.load_device,
+            memory_left(guider, noise.shape),
             given["transformer_options"],
             controlled=has_controls(guider),
             references=references_of(guider),

@@ -216,7 +216,7 @@ def test_the_preset_is_the_one_that_a_run_with_these_conditions_has(
     keep = pack_module("nodes.adapters.run").reserved
     with monkeypatch.context() as patched:
         patched.setattr(run, "reserved", lambda model, more: needed.append(more) or keep(model, more))
-        patched.setattr(pack_module("nodes.adapters.memory"), "MOST", 1)
+        patched.setattr(pack_module("nodes.adapters.run"), "memory_left", lambda *_: 0)
         models.sample(patch.ToMA.execute(wan, 0.5, "balanced").args[0], 32, 32, frames=3, steps=2)
     monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *_, **__: 1.2 * needed[0] / 0.55)
     _, text, _, _ = calibrated(wan, latent=clip(), steps=8, positive=two)
