@@ -1,5 +1,7 @@
 """Makes the UNet of SDXL's depths out of the shallow one: `python -m demo.deepen unet.safetensors deep.safetensors`.
 
+The shallow one is not in the repository: train it first, `python -m demo.train unet --export unet.safetensors`.
+
 Every stack gets more blocks: each trained block is there several times in a row, with its outputs divided by how many
 times. A stack then takes the same way in smaller steps (as ResNets were deepened by Chang et al. 2018, "Multi-level
 Residual Networks from Dynamical Systems View"), all of its blocks do a share of the work, and pictures are nearly what

@@ -15,7 +15,7 @@ from .scenes import ATTRIBUTES, CANVAS, Scene, scene_from_seed
 
 CATEGORY = "ToMA/demo"
 FROM_SEED = "from seed"
-UNET_WEIGHTS = WEIGHTS.parent / "unet.safetensors"
+UNET_WEIGHTS = WEIGHTS.parent / "deep.safetensors"
 
 
 class ToMADemoUNet(io.ComfyNode):

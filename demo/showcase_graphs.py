@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+
 from scripts.comfyui import ROOT
 from toma_core.config import ToMAConfig
 from toma_core.payoff import FEWEST
+
+from .compact import load_weights
 
 WEIGHTS_FOLDER = ROOT / "demo" / "weights"
 DIT_FILE = "toma_demo_dit.safetensors"
@@ -42,7 +45,7 @@ class Kind:
 
 # Blocks this small are no work for a GPU, and Auto would leave them whole there: the demo shows what merging does.
 _MERGED = {"min_tokens": FEWEST}
-UNET = Kind("unet", "SDXL UNet, tiny", {"cfg": 2.0, "sampler_name": "euler", "scheduler": "normal"}, _MERGED)
+UNET = Kind("deep", "SDXL UNet, tiny", {"cfg": 2.0, "sampler_name": "euler", "scheduler": "normal"}, _MERGED)
 # The presets are meant for Flux's 19 + 38 blocks; the tiny model has 2 + 5.
 DIT = Kind(
     "dit",
@@ -98,18 +101,17 @@ def widget_values(ratio: float = RATIO, **chosen: Any) -> dict[str, Any]:
 
 
 def place_dit(models: Path) -> None:
-    """Put the Flux-format checkpoint where the stock loader of ComfyUI finds it: the trained one, else random weights
-    in the same format. `models` is the server's models folder."""
+    """Write the Flux-format checkpoint, in float16, where the stock loader of ComfyUI finds it: the trained one, which
+    lies in the repository in 8 bits, else random weights. `models` is the server's models folder."""
     target = models / "diffusion_models" / DIT_FILE
     target.parent.mkdir(parents=True, exist_ok=True)
     if DIT.trained:
-        shutil.copyfile(WEIGHTS_FOLDER / "dit.safetensors", target)
+        trained = load_weights(WEIGHTS_FOLDER / "dit.safetensors")
+        save_file({name: value.half().contiguous() for name, value in trained.items()}, target)
         return
     from .comfy_setup import prepare
 
     prepare()  # the network is ComfyUI's own class; nothing else here needs ComfyUI in this process
-    from safetensors.torch import save_file
-
     from .models import new_dit
 
     save_file({name: value.contiguous() for name, value in new_dit(to_train=False).state_dict().items()}, target)

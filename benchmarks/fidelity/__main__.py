@@ -1,6 +1,6 @@
 """Measure pictures of the tiny trained models with and without merging.
 
-    python -m benchmarks.fidelity [--model dit unet] [--tier 1] [--only "selector:" "preset:"]
+    python -m benchmarks.fidelity [--model dit deep] [--tier 1] [--only "selector:" "preset:"]
 
 Same scenes and noise for every setting. Rows already in the result folder are not computed again, so a run can be
 stopped and taken up, and several processes may share the work. All files but those named `-time` come out the same on
@@ -21,7 +21,7 @@ from .start import PICTURES, command, start
 
 def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser = command(__doc__)
-    parser.add_argument("--model", nargs="*", choices=PICTURES, default=["dit", "unet"])
+    parser.add_argument("--model", nargs="*", choices=PICTURES, default=["dit", "deep"])
     parser.add_argument(
         "--tier", type=int, default=3, help="how much: 1 to decide, 2 all rivals, 3 every choice, 4 all"
     )

@@ -28,7 +28,7 @@ TAUGHT = {"few": (4, 8), "wan": (4, 8)}
 
 def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser = command(__doc__)
-    parser.add_argument("--model", nargs="*", choices=(*PICTURES, "wan"), default=["unet", "dit"])
+    parser.add_argument("--model", nargs="*", choices=(*PICTURES, "wan"), default=["deep", "dit"])
     parser.add_argument("--weights", type=Path, default=Path("demo/weights"), help="folder with the trained weights")
     parser.add_argument("--steps", type=int, nargs="*", default=[4, 8, 20])
     parser.add_argument("--near", nargs="*", choices=[*NEAR], default=[*NEAR])
@@ -106,7 +106,7 @@ def _measured(
 
 
 # Pictures of each judge's tables, by the ends of their names.
-TABLES = {"unet": "128px-22x3", "deep": "128px-8x3", "dit": "128px-22x3", "few": "64px-22x3", "wan": "report"}
+TABLES = {"deep": "128px-8x3", "dit": "128px-22x3", "few": "64px-22x3", "wan": "report"}
 # How much farther a calibration may be than the nearest single setting.
 _BEYOND = 1.05
 
@@ -117,7 +117,7 @@ def beyond(rows: dict[str, dict[str, Any]], folder: Path) -> dict[str, tuple[str
     found = {}
     for name, row in rows.items():
         kind, steps, *_, near = name.split()
-        file = folder / f"{kind}-{steps}steps-{TABLES[kind]}.json"
+        file = folder / f"{kind}-{steps}steps-{TABLES.get(kind, '')}.json"
         if not file.exists():
             continue
         others = json.loads(file.read_text())["rows"]

@@ -1,7 +1,7 @@
 """Write what was measured into the pages that tell of it: `python -m benchmarks.fidelity.page`.
 
-Which settings a table names is the page's choice; their figures and order come from benchmarks/results/fidelity. Plots
-are copied, and sheets of pictures are put together where this machine drew them.
+Which settings a table names is the page's choice; their figures and order come from benchmarks/results/fidelity, and
+plots are drawn from them. Sheets of pictures are put together where this machine drew them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import sys
 from itertools import takewhile
 from pathlib import Path
@@ -21,28 +20,22 @@ PAGE, TABLES, METHOD = (Path("docs") / f"{name}.md" for name in ("fidelity", "fi
 IMAGES = PAGE.parent / "images"
 RESULTS = Path("benchmarks/results/fidelity")
 CALIBRATIONS = "calibrated.json"
-# A table is told by its head: "| UNet, 256 x 256 pixels, 8 steps | distance | ...".
+# A table is told by its head: "| DiT, 8 steps | distance | ...".
 # A model's name on the pages -> the start of its results' names, and the size and number of its pictures.
 MODELS = {
     "DiT": ("dit", "128px-22x3"),
-    "UNet": ("unet", "128px-22x3"),
     "Few-step DiT": ("few", "64px-22x3"),
     "Deep UNet": ("deep", "128px-8x3"),
     "Wan": ("wan", "report"),
 }
-HEAD = re.compile(rf"\| ({'|'.join(MODELS)})(?:, (\d+) x \d+ pixels)?, (\d+) steps \| distance \|")
-# What to set with how many steps: "| UNet | setting | distance | ...", a row "| 4 steps | balanced | ...". A setting is
+HEAD = re.compile(rf"\| ({'|'.join(MODELS)}), (\d+) steps \| distance \|")
+# What to set with how many steps: "| DiT | setting | distance | ...", a row "| 4 steps | balanced | ...". A setting is
 # told by how its name ends; other columns are not measured here and stay.
 ANSWERS = re.compile(rf"\| ({'|'.join(MODELS)}) \| setting \| distance \|")
-# The table of single choices shows both models: "| every step merged at 0.5, 20 steps | DiT: distance | ...".
-CHOICES = re.compile(r"\| every step merged at 0\.5, 20 steps \| DiT: distance \| seams \| work left \| UNet: ")
-BASE, BASE_SHOWN = "every step: 0.5", "nothing else"
-CHOICE_COLUMNS = ("distance", "seams", "work left")
-# What a calibration gains: "| model, steps | `quality` | calibrated | ...", a row "| UNet, 8 | ...".
+# What a calibration gains: "| model, steps | `quality` | calibrated | ...", a row "| DiT, 8 | ...".
 GAINS = re.compile(r"\| model, steps \| `(\w+)` \| calibrated \| `(\w+)` \| calibrated \| `(\w+)` \| calibrated \|")
 PLOTS = {
     "fidelity.png": "dit-20steps-128px-22x3",
-    "fidelity-unet.png": "unet-20steps-128px-22x3",
     "fidelity-few.png": "few-4steps-64px-22x3",
 }
 # Sheet -> its results, and setting -> what is written above its row; {cost} is the work left.
@@ -58,10 +51,10 @@ SHEETS: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "fidelity-pictures-unet.jpg": (
-        "unet-4steps-128px-22x3",
+        "deep-4steps-128px-8x3",
         {
             "unmerged": "4 steps without ToMA",
-            "preset: balanced": "balanced, {cost} of the work: the last three stacks whole",
+            "preset: balanced": "balanced, {cost} of the work: the last three stacks not merged",
             "preset: balanced at 0.75": "balanced at ratio 0.75, {cost}",
             "every step: 0.5": "every stack merged at ratio 0.5, {cost}",
             "rival: three quarters of the steps": "three steps instead, {cost}",
@@ -86,20 +79,19 @@ def results_of(head: str) -> str | None:
     found = HEAD.match(head)
     if found is None:
         return None
-    name, size, steps = found.groups()
-    kind, usual = MODELS[name]
-    return f"{kind}-{steps}steps-" + (f"{size}px-4x3" if size else usual)
+    kind, pictures = MODELS[found[1]]
+    return f"{kind}-{found[2]}steps-{pictures}"
 
 
 def renewed(text: str, folder: Path = RESULTS) -> str:
-    """The page with the figures of its tables taken from the results, settings nearest first, choices as they stand.
+    """The page with the figures of its tables taken from the results, settings nearest first.
 
     Raises FileNotFoundError for a table without results, KeyError for a row or a column that they do not have.
     """
     lines = text.split("\n")
     for start, head in enumerate(lines):
-        name, choices, answers, gains = results_of(head), CHOICES.match(head), ANSWERS.match(head), GAINS.match(head)
-        if not (name or choices or answers or gains):
+        name, answers, gains = results_of(head), ANSWERS.match(head), GAINS.match(head)
+        if not (name or answers or gains):
             continue
         end = start + len(list(takewhile(lambda line: line.startswith("|"), lines[start:])))
         shown = [_cells(line)[0] for line in lines[start + 2 : end]]
@@ -111,9 +103,6 @@ def renewed(text: str, folder: Path = RESULTS) -> str:
         elif gains:
             found: dict[str, dict[str, Any]] = json.loads((folder / CALIBRATIONS).read_text())
             lines[start + 2 : end] = [_gain(model, gains.groups(), found) for model in shown]
-        elif choices:
-            both = [_rows(folder, f"{kind}-20steps-128px-8x3") for kind in ("dit", "unet")]
-            lines[start + 2 : end] = [_choice(setting, *both) for setting in shown]
         else:
             rows, columns = _rows(folder, str(name)), _cells(head)[1:]
             shown.sort(key=lambda setting: rows[setting]["distance"])
@@ -124,16 +113,6 @@ def renewed(text: str, folder: Path = RESULTS) -> str:
 def _rows(folder: Path, name: str) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = json.loads((folder / f"{name}.json").read_text())["rows"]
     return rows
-
-
-def _choice(shown: str, *models: dict[str, dict[str, Any]]) -> str:
-    """A choice on each model; no figures for a model that does not have it."""
-    setting = BASE if shown == BASE_SHOWN else shown
-    if not any(setting in rows for rows in models):
-        raise KeyError(setting)
-    cells = ((rows.get(setting), FORMATS[column]) for rows in models for column in CHOICE_COLUMNS)
-    figures = [form.format(**row) if row else "" for row, form in cells]
-    return f"| {shown} |" + "".join(f" {figure} |" if figure else " |" for figure in figures)
 
 
 def _gain(shown: str, presets: tuple[str, ...], found: dict[str, dict[str, Any]]) -> str:
@@ -189,11 +168,14 @@ def sheet(name: str) -> Image.Image | None:
 
 def main() -> None:
     """Write the tables, plots and sheets of all pages."""
+    from . import report
+
     argparse.ArgumentParser(prog="python -m benchmarks.fidelity.page", description=__doc__).parse_args()
     for page in (PAGE, TABLES, METHOD):
         page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
     for name, results in PLOTS.items():
-        shutil.copyfile(RESULTS / f"{results}.png", IMAGES / name)
+        stored = json.loads((RESULTS / f"{results}.json").read_text())
+        report.plot(IMAGES / name, stored["conditions"], stored["rows"], "cost", report.COST_LABEL)
     for name in SHEETS:
         picture = sheet(name)
         if picture is None:

@@ -12,6 +12,8 @@ from PIL import Image, ImageDraw, ImageFont
 Rows = dict[str, dict[str, Any]]
 Point = tuple[float, float]
 
+COST_LABEL = "share of the matrix multiplications left"
+
 LEGEND = (
     "distance: of the latent from the unmerged one, relative; spread: deviation of its means over the seed sets; psnr, "
     "ssim: of the picture against the unmerged one; detail: high-frequency energy, seams: steps at window borders over "
@@ -52,7 +54,7 @@ def write(file: Path, stored: dict[str, Any], columns: tuple[str, ...], times: d
     rows: Rows = stored["rows"]
     file.with_suffix(".md").write_text(table(stored, columns))
     _csv(file.with_suffix(".csv"), columns, rows)
-    plot(file.with_suffix(".png"), stored["conditions"], rows, "cost", "share of the matrix multiplications left")
+    plot(file.with_suffix(".png"), stored["conditions"], rows, "cost", COST_LABEL)
     timed = {name: {**row, "time": times[name]} for name, row in rows.items() if name in times}
     if timed:
         beside = file.with_name(f"{file.stem}-time")

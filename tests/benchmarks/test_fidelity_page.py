@@ -12,7 +12,6 @@ import torch
 from benchmarks.fidelity.judge import Conditions
 from benchmarks.fidelity.page import (
     ANSWERS,
-    CHOICES,
     GAINS,
     IMAGES,
     METHOD,
@@ -30,7 +29,7 @@ from benchmarks.fidelity.store import Store
 
 def test_the_answers_are_the_results() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    models = ["UNet", "Deep UNet", "Few-step DiT", "DiT", "Wan"]
+    models = ["Deep UNet", "Few-step DiT", "DiT", "Wan"]
     assert [m[1] for m in map(ANSWERS.match, text.splitlines()) if m] == models
     assert renewed(text) == text, "write it anew with `python -m benchmarks.fidelity.page`"
     wrong = re.sub(r"(\| 4 steps \| quality \|) 0\.\d+", r"\1 0.999", text)
@@ -45,11 +44,11 @@ def test_the_answers_are_the_results() -> None:
 def test_the_tables_show_the_results_as_they_are() -> None:
     text = TABLES.read_text(encoding="utf-8")
     tables = [name for name in map(results_of, text.splitlines()) if name]
-    assert {"dit-20steps-128px-22x3", "unet-4steps-128px-22x3", "unet-20steps-256px-4x3"} <= set(tables)
-    assert any(map(CHOICES.match, text.splitlines()))
+    assert {"dit-20steps-128px-22x3", "deep-4steps-128px-8x3", "few-8steps-64px-22x3"} <= set(tables)
     assert renewed(text) == text, "write it anew with `python -m benchmarks.fidelity.page`"
     for image, results in PLOTS.items():
-        assert (IMAGES / image).read_bytes() == (RESULTS / f"{results}.png").read_bytes()
+        assert (IMAGES / image).is_file()
+        assert results in tables
         assert f"images/{image}" in text
 
 
@@ -75,25 +74,8 @@ def test_wrong_figures_and_a_wrong_order_are_mended() -> None:
     assert renewed("\n".join(lines)) == text
 
 
-def test_a_choice_has_the_figures_of_both_models(tmp_path: Path) -> None:
-    row = {"distance": 0.5, "spread": 0.25, "seams": 1.5, "cost": 0.75}
-    for kind, rows in (("dit", {"every step: 0.5": row}), ("unet", {"every step: 0.5": row, "levels: coarser": row})):
-        (tmp_path / f"{kind}-20steps-128px-8x3.json").write_text(json.dumps({"rows": rows}))
-    columns = "distance | seams | work left |"
-    head = f"| every step merged at 0.5, 20 steps | DiT: {columns} UNet: {columns}"
-    ruler = "|---|---|---|---|---|---|---|"
-    table = "\n".join([head, ruler, "| nothing else | 9 | | | | | |", "| levels: coarser | 9 | | | | | |"])
-    figures = "0.500 ± 0.250 | 1.50 | 0.75 |"
-    assert renewed(table, tmp_path).split("\n")[2:] == [
-        f"| nothing else | {figures} {figures}",
-        f"| levels: coarser | | | | {figures}",
-    ]
-    with pytest.raises(KeyError, match="no such choice"):
-        renewed("\n".join([head, ruler, "| no such choice | 9 | | | | | |"]), tmp_path)
-
-
 def test_a_row_or_a_table_without_results_is_an_error(tmp_path: Path) -> None:
-    head = "| UNet, 8 steps | distance | SSIM |\n|---|---|---|\n"
+    head = "| DiT, 8 steps | distance | SSIM |\n|---|---|---|\n"
     with pytest.raises(KeyError, match="no such setting"):
         renewed(f"{head}| no such setting | 0 | 0 |\n")
     with pytest.raises(FileNotFoundError):

@@ -58,7 +58,7 @@ def test_damaged_checkpoint_is_refused_in_words_or_runs(steady: ComfyServer, out
 
 LOADERS: dict[str, Callable[[Path], Any]] = {
     "checker.safetensors": checker.load_checker,
-    "unet.safetensors": lambda path: demo_nodes.ToMADemoUNet.execute("trained", 0),
+    "deep.safetensors": lambda path: demo_nodes.ToMADemoUNet.execute("trained", 0),
 }
 
 

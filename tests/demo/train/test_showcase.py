@@ -101,7 +101,7 @@ def test_random_weights_are_called_so(monkeypatch: pytest.MonkeyPatch, tmp_path:
     cases = [case([2.0], [1.0])]
     assert table(cases).splitlines()[2].split()[-2:] == ["25.0%", "random"]
     assert "distances say nothing about quality" in explanation(cases, 12, "CPU")
-    (tmp_path / "unet.safetensors").touch()
+    (tmp_path / "deep.safetensors").touch()
     assert table(cases).splitlines()[2].split()[-2:] == ["25.0%", "trained"]
     assert "Random weights" not in explanation(cases, 12, "CPU")
 
@@ -168,7 +168,7 @@ def test_workflows_of_the_page_fit_the_weights(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("demo.showcase_graphs.WEIGHTS_FOLDER", weights)
     assert showcase.place_workflows(tmp_path) == ["Demo-Flux", "Demo-SDXL"]
     assert choice() == "random"
-    (weights / "unet.safetensors").touch()
+    (weights / "deep.safetensors").touch()
     showcase.place_workflows(tmp_path)
     assert choice() == "trained"
 
