@@ -10,7 +10,7 @@ TOOL = $(PYTHON) -m scripts.run --quiet --
 PYTEST = OMP_NUM_THREADS=1 $(RUN) python -m pytest -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all compatibility fuzz soak demo bench bench-gpu fidelity pack lint format types clean purge
+.PHONY: help setup test test-all compatibility fuzz soak demo bench bench-gpu gpu-kit fidelity pack lint format types clean purge
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,8 +40,11 @@ demo: ## run real models with and without ToMA and compare; ARGS=--serve opens t
 bench: ## time ToMA and its rivals on this machine, 15 minutes, about 10 GB of memory; ARGS=--help
 	@$(RUN) python -m benchmarks.suite $(ARGS)
 
-bench-gpu: ## the same for a GPU, 8 minutes, 45 GB of its memory; ARGS=--dry-run goes the same way without one
+bench-gpu: ## the same for a GPU, 12 minutes, 45 GB of its memory; ARGS=--dry-run goes the same way without one
 	@$(RUN) python -m benchmarks.suite --gpu $(ARGS)
+
+gpu-kit: ## pack what a GPU machine without network needs into .gpu/, 8 MB; says how much travels
+	@$(TOOL) python -m scripts.gpu_kit $(ARGS)
 
 fidelity: ## measure merged pictures of the trained tiny models; hours on a CPU, resumable; ARGS=--help
 	@$(RUN) python -m benchmarks.fidelity $(ARGS)
@@ -60,8 +63,8 @@ format: ## ruff: format the files and fix what can be fixed
 types: ## mypy: strict in toma_core and scripts
 	@$(TOOL) python -m scripts.typecheck $(ARGS)
 
-clean: ## remove caches and what was made inside this checkout: build/, demo-output/
-	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache build demo-output
+clean: ## remove caches and what was made inside this checkout: .gpu/, build/, demo-output/
+	rm -rf .gpu .hypothesis .mypy_cache .pytest_cache .ruff_cache build demo-output
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 purge: clean ## remove the environments and ComfyUI downloads too (several GB)
