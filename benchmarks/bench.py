@@ -84,11 +84,13 @@ def _processor() -> str:
 
 @dataclass
 class Timing:
-    """What one case took, its turns in order. peak: bytes of device memory at most, 0 where it is not known."""
+    """What one case took, its turns in order. peak: bytes of device memory at most, 0 where it is not known. handed:
+    seconds until the host had launched everything."""
 
     seconds: list[float] = field(default_factory=list)
     output: Tensor | None = None
     peak: int = 0
+    handed: list[float] = field(default_factory=list)
 
     def quantile(self, share: float) -> float:
         """The time that this share of the turns stays below, interpolated."""
@@ -120,28 +122,36 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time cases in turns, so that a machine that slows down slows all of them. Warm-up turns are not counted.
 
-    limit: seconds after which no further turn begins, once two are counted.
+    limit: seconds, warm-up included, in which a turn must end, judged by the one before, or it does not begin; one
+    is counted in any case.
     """
     timings = {name: Timing() for name in cases}
     progress = Progress(what, len(cases) * (repeats + warmups))
-    begin = time.monotonic()
+    begin = last = time.monotonic()
+    counted = 0
     for turn in range(repeats + warmups):
-        if turn >= warmups + 2 and time.monotonic() - begin > limit:
+        now = time.monotonic()
+        late, last = now - begin + (now - last) > limit, now
+        if late and counted:
             break
+        counts = turn >= warmups or (late and turn > 0)
+        counted += counts
         for name, run in cases.items():
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             synchronize(device)
             start = time.perf_counter()
             output = run()
+            handed = time.perf_counter() - start
             synchronize(device)
             seconds = time.perf_counter() - start
             timing = timings[name]
             timing.output = output.float().cpu()
             if device.type == "cuda":
                 timing.peak = max(timing.peak, torch.cuda.max_memory_allocated(device))
-            if turn >= warmups:
+            if counts:
                 timing.seconds.append(seconds)
+                timing.handed.append(handed)
             progress.step(f"{name}: {seconds:.3g} s")
     return timings
 
@@ -150,8 +160,9 @@ def interleave(
 class Row:
     """One line of a result. p20, p50, p80: seconds. speedup: median over the turns of the unpatched time over this
     one's, None where the gate is red. distance: relative error of the output. ceiling: unpatched FLOPs over this
-    one's. planning: seconds that making all plans once takes. shares: of a step's time, by part. gate: why no
-    speed-up may be told, empty if it may."""
+    one's. planning: seconds that making all plans once takes. host: seconds until everything was launched. gpu: seconds
+    of its kernels alone, where they were profiled. shares: of a step's time, by part. gate: why no speed-up may be
+    told, empty if it may. profile: what took longest, for reading."""
 
     section: str
     model: str
@@ -168,10 +179,13 @@ class Row:
     ceiling: float | None = None
     distance: float | None = None
     planning: float | None = None
+    host: float | None = None
+    gpu: float | None = None
     peak_mb: float | None = None
     shares: dict[str, float] = field(default_factory=dict)
     gate: str = ""
     note: str = ""
+    profile: str = ""
 
 
 def distance(output: Tensor, base: Tensor) -> float:
@@ -204,14 +218,27 @@ _SHOWN = ("section", "model", "size", "batch", "variant", "tokens")
 
 def table(rows: Sequence[Row]) -> str:
     """The rows for reading, in Markdown."""
-    head = [*_SHOWN, "p50 s", "p20-p80", "speed-up", "FLOP ceiling", "distance", "plan", "MB", "note"]
+    head = [
+        *_SHOWN,
+        "p50 s",
+        "p20-p80",
+        "host ms",
+        "GPU ms",
+        "speed-up",
+        "FLOP ceiling",
+        "distance",
+        "plan",
+        "MB",
+        "note",
+    ]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
         speedup = REFUSED if row.gate else "" if row.speedup is None else f"{row.speedup:.2f}x"
         if row.speedup_low is not None and row.speedup_high is not None and row.variant != "unpatched":
             speedup += f" ({row.speedup_low:.2f}-{row.speedup_high:.2f})"
         cells = [str(getattr(row, name)) for name in _SHOWN]
-        cells += [f"{row.p50:.4g}", f"{row.p20:.4g}-{row.p80:.4g}", speedup]
+        alone = ("" if seconds is None else f"{seconds * 1e3:.4g}" for seconds in (row.host, row.gpu))
+        cells += [f"{row.p50:.4g}", f"{row.p20:.4g}-{row.p80:.4g}", *alone, speedup]
         cells.append("" if row.ceiling is None else f"{row.ceiling:.2f}x")
         cells.append("" if row.distance is None else f"{row.distance:.4f}")
         cells.append("" if not row.planning or not row.p50 else f"{row.planning / row.p50:.1%}")
@@ -228,23 +255,33 @@ def red(rows: Sequence[Row]) -> list[str]:
 
 
 def write(
-    path: Path, told: dict[str, Any], rows: Sequence[Row], text: str = "", shown: Sequence[Row] | None = None
+    path: Path,
+    told: dict[str, Any],
+    rows: Sequence[Row],
+    text: str = "",
+    shown: Sequence[Row] | None = None,
+    notes: Sequence[str] = (),
+    last: bool = True,
 ) -> None:
-    """PATH.json, PATH.csv, PATH.md and PATH.png. text: what else the page is to say. shown: the rows of the page's
-    table and of the plot, all if None."""
+    """PATH.json and PATH.md; if it is the last time also PATH.csv and PATH.png. text: what else the page is to say.
+    shown: the rows of the page's table and of the plot, all if None. notes: sentences kept beside the rows."""
     shown = rows if shown is None else shown
     path.parent.mkdir(parents=True, exist_ok=True)
-    result = {"conditions": told, "rows": [asdict(row) for row in rows]}
-    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    result = {"conditions": told, "rows": [asdict(row) for row in rows], "notes": list(notes)}
+    part = path.with_suffix(".part")  # whoever is stopped meanwhile leaves the file before
+    part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    part.replace(path.with_suffix(".json"))
+    said = ", ".join(f"{key}: {value}" for key, value in told.items())
+    page = "\n\n".join(each for each in (said, text, table(shown) if shown else "") if each)
+    path.with_suffix(".md").write_text(page.rstrip() + "\n", encoding="utf-8")
+    if not last:
+        return
     with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as out:
-        names = [f.name for f in fields(Row)]
-        writer = csv.DictWriter(out, [*told, *names], lineterminator="\n")
+        names = [f.name for f in fields(Row) if f.name != "profile"]
+        writer = csv.DictWriter(out, [*told, *names], lineterminator="\n", extrasaction="ignore")
         writer.writeheader()
         for row in rows:
             writer.writerow({**told, **asdict(row), "shares": json.dumps(row.shares)})
-    said = ", ".join(f"{key}: {value}" for key, value in told.items())
-    page = "\n\n".join(part for part in (said, text, table(shown) if shown else "") if part)
-    path.with_suffix(".md").write_text(page.rstrip() + "\n", encoding="utf-8")
     plot(path.with_suffix(".png"), told, shown)
 
 

@@ -160,10 +160,12 @@ def measure(
     blocks: tuple[int, ...] | None = None,
     limit: float = float("inf"),
     farthest: float = FARTHEST,
+    profiles: bool = False,
 ) -> list[Row]:
     """All variants at one shape, interleaved with the unpatched model.
 
-    check_kernels: also compare ToMA's fused kernels with plain PyTorch, where they run.
+    check_kernels: also compare ToMA's fused kernels with plain PyTorch, where they run. profiles: also tell
+    what the host takes to launch everything, and the GPU alone.
     """
     inputs = shape.inputs(device)
     runners, left_out = {}, []
@@ -189,6 +191,9 @@ def measure(
             row.planning = runner.planning(inputs, device)
             if check_kernels and "triton" in runner.stats.kernels:
                 found += _kernels_agree(runner, patcher, inputs, timing.output, base.output)
+        if profiles:
+            row.host = bench.quantile(timing.handed, 0.5)
+            row.gpu = profile(lambda runner=runner: runner(inputs)).seconds  # type: ignore[misc]
         row.ceiling = None if shape.tiny else ceiling(shape, runner.variant, blocks, int(runner.looks))
         rows.append(bench.compared(row, timing, base, found))
         if row.distance == 0 and name != UNPATCHED.name:

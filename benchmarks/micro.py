@@ -2,15 +2,17 @@
 
     python -m benchmarks.micro [--shape 64x64x640 32x32x1280] [--ratio 0.5] [--batch 1] [--repeats 20] [--out FOLDER]
 
-For every shape: plain PyTorch, the Triton kernels where they run, and the search window by window (the naive loop). On
-a GPU a call is replayed from a CUDA graph, so that the time is the GPU's alone; `host` rows time the call as a model
-makes it. The limit is what the device needs at least to read and write the operands once and to multiply, at the speeds
-of its own large copy and matrix product measured at the start. A speed-up is refused where results differ from fp32
-PyTorch.
+For every shape: plain PyTorch, the Triton kernels where they run, and the search window by window (the naive loop).
+Calls go through as many copies of their operands as no cache holds. On a GPU they are replayed from a CUDA graph, so
+that the time is the GPU's alone; `host` rows time the call as a model makes it. The limit is what the device needs at
+least to read and write the operands once and to multiply, at the speeds of its own large copy and matrix product
+measured at the start. A speed-up is refused where results differ from fp32 PyTorch, or picks are worse than the
+search's in fp64.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +24,13 @@ from benchmarks import bare, bench
 from benchmarks.bench import Row, Timing
 from scripts.comfy_pack import pack_module
 
-SCALE = 300.0
+SCALE, TRUST = 300.0, 0.5
 # Calls in one CUDA graph: enough that its launch is nothing beside them.
-_REPLAYED = 20
+_REPLAYED = 24
+# Bytes of tokens that calls go through in turn: several times the last cache of any card.
+_ROTATED = 300_000_000
+# Picks: least worth beside the best, share of windows that may hold others (two tokens worth the same in half floats).
+_WORTH, _APART = 0.9999, 0.1
 
 
 @dataclass(frozen=True)
@@ -95,66 +101,120 @@ def _window_by_window(x: Tensor, windows: Any, budget: Any) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Operands:
+    """What a call takes. x, old: (B, N, C) tokens. out, reduced: (B, D, C)."""
+
+    x: Tensor
+    plan: Any
+    out: Tensor
+    reduced: Tensor
+    old: Tensor
+
+
+@dataclass(frozen=True)
 class Job:
-    """One call. flops, moved: what it needs at least. reference: the result in fp32 PyTorch, None if it has none."""
+    """One call. flops, moved: what it needs at least. reference: the result in fp32 PyTorch, or what judges it; None if
+    nothing does."""
 
     part: str
     name: str
-    call: Callable[[], Any]
+    call: Callable[[Operands], Any]
     flops: float
     moved: float
-    reference: Tensor | None = None
+    reference: Tensor | Callable[[Tensor], str] | None = None
 
 
-def jobs(grid: Grid, ratio: float, batch: int, dtype: torch.dtype, device: torch.device, kernels: Any) -> list[Job]:
-    """Every operation in every form that runs here."""
-    config = pack_module("toma_core.config")
-    layout, core = pack_module("toma_core.windows"), pack_module("toma_core.merge")
-    selection = pack_module("toma_core.selection")
+def picks_problem(picks: Tensor, x: Tensor, windows: Any, budget: Any) -> str:
+    """What is wrong with picks of (B, W, K) beside those of the search in fp64; empty if nothing is."""
+    selection, config = pack_module("toma_core.selection"), pack_module("toma_core.config")
+    similarity = selection.cosine_similarity(windows.split(x.double()))
+    best = selection.select(similarity, windows, budget, config.SelectorKind.FACILITY_LOCATION)
+    valid = None if windows.valid is None else windows.valid.repeat(len(x), 1)
+    flat = similarity.flatten(0, 1)
+    value, most = (selection.facility_location(flat, p.flatten(0, 1), valid) for p in (picks, best))
+    worth, apart = float((value / most).min()), float((picks != best).any(-1).double().mean())
+    good = worth > _WORTH and apart < _APART
+    return "" if good else f"picks: worth {worth:.5f} of the best, {apart:.1%} of windows have others"
+
+
+def operands(
+    grid: Grid, ratio: float, batch: int, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Operands], Any, Any]:
+    """Copies of what calls take, more than a cache holds; windows and budget."""
+    config, core = pack_module("toma_core.config"), pack_module("toma_core.merge")
+    layout, selection = pack_module("toma_core.windows"), pack_module("toma_core.selection")
     x = grid.tokens(batch, dtype, device)
     windows = layout.make_windows(grid.height, grid.width, config.WindowKind.TILE, 8)
     windows, budget = windows.to(device), layout.make_budget(windows.counts, ratio).to(device)
-    split = windows.split(x)
-    similarity = selection.cosine_similarity(split)
-    kind = config.SelectorKind.FACILITY_LOCATION
-    picks = selection.select(similarity, windows, budget, kind)
+    similarity = selection.cosine_similarity(windows.split(x))
+    picks = selection.select(similarity, windows, budget, config.SelectorKind.FACILITY_LOCATION)
+    copies = []
+    for n in range(min(_REPLAYED, max(2, -(-_ROTATED // x.nbytes)))):
+        # Other channels in each place: the same similarity, so the same plan.
+        mine = x.roll(n, -1)
+        plan = core.weigh(windows.split(mine), picks.clone(), windows, budget, SCALE, dtype)
+        merged = core.merge(mine, plan)
+        copies.append(Operands(mine, plan, merged.sin(), merged, mine.cos()))
+    return copies, windows, budget
 
-    def weigh(dtype: torch.dtype = dtype) -> Any:
-        return core.weigh(windows.split(x), picks, windows, budget, SCALE, dtype)
 
-    plan, exact = weigh(), weigh(torch.float32)
-    merged = core.merge(x, plan)
-    out = merged.sin()
-    W, S, K, C, N, D = len(windows.counts), windows.slots, budget.slots, grid.channels, plan.tokens, plan.kept
-    element = x.element_size()
+def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
+    """Every operation in every form that runs here. first: the operands whose results are judged."""
+    config, core = pack_module("toma_core.config"), pack_module("toma_core.merge")
+    selection, cache = pack_module("toma_core.selection"), pack_module("toma_core.detail")
+    x, plan, kind = first.x, first.plan, config.SelectorKind.FACILITY_LOCATION
+    exact = core.weigh(windows.split(x), plan.picks, windows, budget, SCALE, torch.float32)
+    (batch, N, C), D, element = x.shape, plan.kept, x.element_size()
+    W, S, K = len(windows.counts), windows.slots, budget.slots
     tokens, reduced = batch * N * C * element, batch * D * C * element
     weights = batch * W * S * K * element
     gram, product = 2.0 * batch * W * S * S * C, 2.0 * batch * W * S * K * C
     greedy = 3.0 * batch * W * K * S * S
-    restored = core.unmerge_update(out.float(), merged.float(), x.float(), exact)
+    merged = core.merge(x.float(), exact)
+    fp32 = first.out.float(), first.reduced.float(), x.float()
+    restored, cached = core.unmerge_update(*fp32, exact), cache.reuse(*fp32, first.old.float(), exact)
+    unmerging, reusing = 2 * (tokens + reduced) + weights, 3 * (tokens + reduced) + weights
+
+    def weigh(o: Operands) -> Any:
+        return core.weigh(windows.split(o.x), o.plan.picks, windows, budget, SCALE, x.dtype)
+
+    def judged(picks: Tensor) -> str:
+        return picks_problem(picks, x, windows, budget)
+
     made = [
-        Job("selection", "PyTorch", lambda: selection.select(
-            selection.cosine_similarity(windows.split(x)), windows, budget, kind), gram + greedy, tokens),
-        Job("selection", "window by window", lambda: _window_by_window(x, windows, budget), gram + greedy, tokens),
-        Job("weights", "PyTorch", lambda: weigh().merge_weights, gram, tokens + 2 * weights, exact.merge_weights),
-        Job("merge", "PyTorch", lambda: core.merge(x, plan), product, tokens + reduced + weights,
-            core.merge(x.float(), exact)),
-        Job("unmerge", "PyTorch", lambda: core.unmerge_update(out, merged, x, plan), product,
-            2 * (tokens + reduced) + weights, restored),
+        Job("selection", "PyTorch", lambda o: selection.select(
+            selection.cosine_similarity(windows.split(o.x)), windows, budget, kind), gram + greedy, tokens, judged),
+        Job("selection", "window by window", lambda o: _window_by_window(o.x, windows, budget), gram + greedy, tokens),
+        Job("weights", "PyTorch", lambda o: weigh(o).merge_weights, gram, tokens + 2 * weights, exact.merge_weights),
+        Job("merge", "PyTorch", lambda o: core.merge(o.x, o.plan), product, tokens + reduced + weights, merged),
+        Job("unmerge", "PyTorch", lambda o: core.unmerge_update(o.out, o.reduced, o.x, o.plan), product, unmerging,
+            restored),
+        Job("reuse", "PyTorch", lambda o: cache.reuse(o.out, o.reduced, o.x, o.old, o.plan), product, reusing, cached),
     ]  # fmt: skip
     if kernels is not None:
-        M, back = plan.merge_weights, plan.unmerge_weights
+        at = windows, budget
         made += [
-            Job("selection and weights", "Triton", lambda: kernels.select_weigh(x, windows, budget, SCALE)[1],
-                gram + greedy, tokens + 2 * weights),
-            Job("weights", "Triton", lambda: kernels.weigh(x, picks, windows, budget, SCALE)[0], gram,
+            Job("selection and weights", "Triton", lambda o: kernels.select_weigh(o.x, *at, SCALE)[0], gram + greedy,
+                tokens + 2 * weights, judged),
+            Job("weights", "Triton", lambda o: kernels.weigh(o.x, o.plan.picks, *at, SCALE)[0], gram,
                 tokens + 2 * weights, exact.merge_weights),
-            Job("merge", "Triton", lambda: kernels.merge(x, M, windows, budget), product, tokens + reduced + weights,
-                core.merge(x.float(), exact)),
-            Job("unmerge", "Triton", lambda: kernels.restore(out, merged, x, back, windows, budget), product,
-                2 * (tokens + reduced) + weights, restored),
+            Job("merge", "Triton", lambda o: kernels.merge(o.x, o.plan.merge_weights, *at), product,
+                tokens + reduced + weights, merged),
+            Job("unmerge", "Triton", lambda o: kernels.restore(o.out, o.reduced, o.x, o.plan.unmerge_weights, *at),
+                product, unmerging, restored),
+            Job("reuse", "Triton", lambda o: kernels.reuse(
+                o.out, o.reduced, o.x, o.old, o.plan.destinations, o.plan.unmerge_weights, *at, TRUST), product,
+                reusing, cached),
+            Job("adaptive budget", "Triton", lambda o: kernels.moved(o.x, *at), gram, tokens),
+            Job("four bits", "Triton", lambda o: kernels.pack(o.x), 0.0, 1.3 * tokens),
         ]  # fmt: skip
     return made
+
+
+def _in_turn(call: Callable[[Operands], Any], copies: Sequence[Operands]) -> Callable[[], Any]:
+    """The call, each time on other operands."""
+    turns = itertools.cycle(copies)
+    return lambda: call(next(turns))
 
 
 def _replayed(call: Callable[[], Any], device: torch.device) -> Callable[[], Tensor]:
@@ -179,21 +239,25 @@ def _replayed(call: Callable[[], Any], device: torch.device) -> Callable[[], Ten
 
 def measure(
     grid: Grid, ratio: float, batch: int, dtype: torch.dtype, device: torch.device, limits: Limits, repeats: int,
-    kernels: Any = None,
+    kernels: Any = None, limit: float = float("inf"),
 ) -> list[Row]:  # fmt: skip
-    """All jobs of one shape. On a GPU each is there twice: replayed, and as called by the host."""
+    """All jobs of one shape. On a GPU each is there twice: replayed, and as called by the host. limit: seconds, see
+    `bench.interleave`."""
     with torch.no_grad():
-        todo = jobs(grid, ratio, batch, dtype, device, kernels)
-        cases: dict[str, Callable[[], Any]] = {}
+        copies, windows, budget = operands(grid, ratio, batch, dtype, device)
+        todo = jobs(copies[0], windows, budget, kernels)
+        stub = torch.zeros(1)
+        cases: dict[str, Callable[[], Tensor]] = {}
+        outputs = {number: job.call(copies[0]) for number, job in enumerate(todo)}
         for number, job in enumerate(todo):
-            cases[f"{number} host"] = job.call
+            call = _in_turn(job.call, copies)
+            cases[f"{number} host"] = lambda call=call: (call(), stub)[1]  # type: ignore[misc]
             if device.type == "cuda" and job.name != "window by window":
                 try:
-                    cases[f"{number} replayed"] = _replayed(job.call, device)
+                    cases[f"{number} replayed"] = _replayed(call, device)
                 except RuntimeError as error:
                     bench.say(f"{job.part}, {job.name}: no CUDA graph: {error}")
-        outputs = {number: job.call() for number, job in enumerate(todo)}
-        timings = bench.interleave(cases, repeats, device, f"micro: {grid}", warmups=2)
+        timings = bench.interleave(cases, repeats, device, f"micro: {grid}", warmups=2, limit=limit)
     slowest = {job.part: timings[f"{n} host"] for n, job in enumerate(todo) if job.name == "PyTorch"}
     rows = []
     for key, timing in timings.items():
@@ -201,11 +265,11 @@ def measure(
         job = todo[number]
         if how == "replayed":
             timing = Timing([s / _REPLAYED for s in timing.seconds])
-        limit = limits.seconds(job.flops, job.moved)
+        least = limits.seconds(job.flops, job.moved)
         name = f"{job.name}, {how}" if device.type == "cuda" else job.name
-        row = Row(f"micro: {job.part}", str(grid), f"ratio {ratio:g}", batch, name, note=f"limit {limit * 1e6:.3g} us")
+        row = Row(f"micro: {job.part}", str(grid), f"ratio {ratio:g}", batch, name, note=f"limit {least * 1e6:.3g} us")
         row.p20, row.p50, row.p80 = (timing.quantile(share) for share in (0.2, 0.5, 0.8))
-        row.ceiling = row.p50 / limit
+        row.ceiling = row.p50 / least
         row.gate = _off(outputs[number], job.reference, dtype)
         base = slowest.get(job.part)
         if not row.gate and base is not None and how == "host":
@@ -214,10 +278,12 @@ def measure(
     return rows
 
 
-def _off(result: Any, reference: Tensor | None, dtype: torch.dtype) -> str:
+def _off(result: Any, reference: Tensor | Callable[[Tensor], str] | None, dtype: torch.dtype) -> str:
     """How far a result is from fp32 PyTorch, if that is farther than its dtype explains."""
     if reference is None:
         return ""
+    if not isinstance(reference, Tensor):
+        return reference(result)
     error = float((result.float() - reference).abs().max() / reference.abs().max())
     return "" if error < 8 * torch.finfo(dtype).eps else f"{error:.2g} off from fp32"
 

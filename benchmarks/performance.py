@@ -394,7 +394,7 @@ def measured() -> str:
         for result in results:
             told = result["conditions"]
             for row in result["rows"]:
-                if row["variant"] == "unpatched" or row["section"].startswith("micro"):
+                if row["variant"] == "unpatched" or row["section"].startswith(("micro", "kernels")):
                     continue
                 speed = bench.REFUSED if row["speedup"] is None else f"{row['speedup']:.2f}x"
                 ceiling = "" if row["ceiling"] is None else f"{row['ceiling']:.2f}x"

@@ -11,6 +11,7 @@ A speed-up is refused where the output is broken or nothing was merged.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,7 +70,8 @@ def measure(
     limit: float = float("inf"),
 ) -> list[Row]:
     """All variants, interleaved with the unpatched model. shares: profile one more run of the first of them, of
-    at most PROFILED steps. limit: of the timed runs, see `bench.interleave`."""
+    at most PROFILED steps. limit: seconds, warm-up included, see `bench.interleave`."""
+    begin = time.monotonic()
     section = f"sample, {steps} steps, cfg {cfg:g}"
     models, rows = {}, []
     for variant in (UNPATCHED, *chosen):
@@ -81,7 +83,7 @@ def measure(
     cases = {name: (lambda model=model: sample(model, shape, steps, cfg)) for name, (_, model) in models.items()}
     evaluations = {name: _evaluations(run, patcher.model.diffusion_model) for name, run in cases.items()}
     what = f"{section}: {shape.model} {shape.size}"
-    timings = bench.interleave(cases, repeats, device, what, warmups=0, limit=limit)
+    timings = bench.interleave(cases, repeats, device, what, warmups=0, limit=limit - (time.monotonic() - begin))
     base = timings[UNPATCHED.name]
     for name, (variant, model) in models.items():
         row = Row(section, shape.model, shape.size, shape.batch, name, "all", note=variant.note)
@@ -95,7 +97,8 @@ def measure(
             if not stats.merged_blocks:
                 found.append(stats.summary())
             if shares and variant is chosen[0]:
-                row.shares = profiled(model, shape, min(steps, PROFILED), cfg).shares
+                seen = profiled(model, shape, min(steps, PROFILED), cfg)
+                row.shares, row.profile = seen.shares, seen.top
         rows.append(bench.compared(row, timings[name], base, found))
     return rows
 

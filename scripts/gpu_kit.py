@@ -70,7 +70,7 @@ def pack(folder: Path, arch: int, python: str) -> Path:
         wheels = _download(comfy, Path(temporary) / "wheels", python)
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as opened:
-                opened.extractall(stage / "site")
+                opened.extractall(stage / "site")  # noqa: S202 - into a folder of its own that is thrown away
         kitchen = stage / "site" / "comfy_kitchen" / "backends"
         for library in kitchen.glob("cuda/*.so"):
             library.write_bytes(one_architecture(library.read_bytes(), arch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,29 @@ def test_turns_alternate_and_warm_ups_do_not_count() -> None:
     assert timings["b"].output.item() == 6
 
 
-def test_no_turn_begins_after_the_limit_once_two_are_counted() -> None:
-    timings = interleave({"a": lambda: torch.zeros(1)}, 50, CPU, "x", limit=0.0)
-    assert len(timings["a"].seconds) == 2
+@pytest.mark.parametrize("warmups", [0, 1, 5])
+def test_a_limit_holds_in_warm_up_too(warmups: int) -> None:
+    """Of warm-up turns one is left, and one turn is counted."""
+    calls: list[int] = []
+
+    def case() -> torch.Tensor:
+        calls.append(0)
+        return torch.zeros(1)
+
+    timings = interleave({"a": case}, 50, CPU, "x", warmups, limit=0.0)
+    assert len(timings["a"].seconds) == 1
+    assert len(calls) == min(warmups, 1) + 1
+
+
+def test_no_turn_begins_that_would_end_after_the_limit() -> None:
+    def case() -> torch.Tensor:
+        time.sleep(0.1)
+        return torch.zeros(1)
+
+    begin = time.monotonic()
+    timings = interleave({"a": case}, 50, CPU, "x", limit=0.45)
+    assert 1 <= len(timings["a"].seconds) <= 3
+    assert time.monotonic() - begin < 0.6
 
 
 def test_speedup_is_the_median_of_the_turns_ratios() -> None:

@@ -1,0 +1,223 @@
+"""Every kernel against fp64 on this device: on poisoned memory, and repeated bit for bit.
+
+Rows of the section `kernels`, one a check; `gate` says what is wrong. In Triton's interpreter, on a CPU, tiny cases
+alone.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks import micro
+from benchmarks.bench import Row
+from benchmarks.results import KERNELS
+from scripts.comfy_pack import pack_module
+
+TRUST = 0.5  # of the residual cache, see `toma_core`
+_B, _H, _F = torch.bfloat16, torch.float16, torch.float32
+_EPS = {_B: 4e-3, _H: 6e-4, _F: 2e-6}
+# Bytes that must be free for tensors of more than 2^31 numbers.
+_LARGE = 30e9
+
+
+@dataclass(frozen=True)
+class Case:
+    """A grid of (frames,) rows, columns. adaptive: the budget follows the tokens. beside: this many other tokens lie
+    before them in memory, as in a common stream; they hold NaN."""
+
+    name: str
+    grid: tuple[int, ...]
+    channels: int
+    window: int = 8
+    ratio: float = 0.5
+    batch: int = 2
+    dtype: torch.dtype = _B
+    adaptive: bool = False
+    beside: int = 0
+
+    def layout(self, device: torch.device) -> tuple[Any, Any]:
+        """Windows and budget."""
+        config, module = pack_module("toma_core.config"), pack_module("toma_core.windows")
+        *frames, height, width = self.grid
+        windows = module.make_windows(height, width, config.WindowKind.TILE, self.window, False, *frames).to(device)
+        return windows, module.make_budget(windows.counts, self.ratio, windows.frames).to(device)
+
+    def noise(self, count: int, device: torch.device, seed: int = 0) -> Tensor:
+        """(B, count, C)"""
+        generator = torch.Generator(device).manual_seed(seed)
+        x = torch.randn(self.batch, count, self.channels, device=device, generator=generator)
+        return x.to(self.dtype)
+
+    def tokens(self, device: torch.device) -> Tensor:
+        """Smooth with noise, as in a picture. (B, N, C)"""
+        *frames, height, width = self.grid
+        pictures = self.batch * (frames[0] if frames else 1)
+        generator = torch.Generator(device).manual_seed(0)
+        x = torch.randn(pictures, self.channels, height, width, device=device, generator=generator)
+        x = torch.nn.functional.avg_pool2d(x, 3, 1, 1) + 0.1 * x
+        x = x.unflatten(0, (self.batch, -1)).flatten(3).movedim(2, 3).flatten(1, 2).to(self.dtype).contiguous()
+        if self.beside:
+            text = torch.full((self.batch, self.beside, self.channels), torch.nan, device=device, dtype=self.dtype)
+            x = torch.cat([text, x], 1)[:, self.beside :]
+        return x
+
+
+TINY = (Case("tiny", (13, 10), 40, dtype=_H), Case("tiny adaptive", (16, 16), 32, 4, dtype=_F, adaptive=True))
+CASES = (
+    Case("SDXL 64", (64, 64), 640),
+    Case("SDXL 64 fp16", (64, 64), 640, dtype=_H),
+    Case("SDXL 32", (32, 32), 1280, dtype=_H),
+    Case("Flux 64", (64, 64), 3072, beside=512, batch=1),
+    Case("SDXL 832x1216", (52, 76), 640, dtype=_H),
+    Case("SDXL fp32", (64, 64), 640, dtype=_F),
+    Case("Flux 832x1216", (52, 76), 3072, beside=512),
+    Case("Qwen 83", (83, 83), 3072, batch=1),
+    Case("Z 64 ratio 0.75", (64, 64), 3840, ratio=0.75, batch=1),
+    Case("adaptive", (64, 64), 640, adaptive=True),
+    Case("adaptive window 4", (52, 76), 3072, 4, adaptive=True),
+    Case("window 4", (64, 64), 3072, 4, batch=1),
+    Case("window 11", (66, 66), 640, 11),
+    Case("window 16", (64, 64), 3072, 16, batch=1),
+    Case("window 16 fp16", (52, 76), 1280, 16, ratio=0.25, dtype=_H),
+    Case("Wan 480p", (21, 30, 52), 5120, batch=1),
+)
+
+
+def measure(dry: bool, device: torch.device, left: Callable[[], float]) -> Iterator[Row]:
+    """A row for each check, as it comes. left: seconds; the last cases are left out where few are left."""
+    kernels = pack_module("toma_core.kernels.triton").TritonKernels()
+    jobs: list[tuple[Case, Callable[..., Iterator[Row]]]] = [(case, check) for case in (TINY if dry else CASES)]
+    if dry:
+        jobs.append((Case("large, as dry run", (2, 8, 8), 32), large))
+    elif torch.cuda.mem_get_info(device)[0] > _LARGE:
+        # More than 2^31 numbers in a tensor: addresses.
+        jobs.insert(4, (Case("large: Wan 720p", (21, 45, 80), 5120, batch=6), large))
+    for case, run in jobs:
+        if not dry and left() < 12:
+            yield _row(case, "all", note="left out: no time")
+            continue
+        try:
+            yield from run(case, kernels, device)
+        except Exception as error:
+            traceback.print_exc()
+            yield _row(case, "all", f"{type(error).__name__}: {error}"[:300])
+
+
+def _row(case: Case, what: str, gate: str = "", error: float | None = None, note: str = "") -> Row:
+    size = "x".join(map(str, (*case.grid, case.channels)))
+    return Row(KERNELS, case.name, size, case.batch, what, distance=error, gate=gate, note=note)
+
+
+def _judged(case: Case, what: str, error: float, most: float, repeats: bool = True) -> Row:
+    wrong = [] if error < most else [f"{error:.2g} off, at most {most:.2g}"]
+    wrong += [] if repeats else ["does not repeat itself bit for bit"]
+    return _row(case, what, "; ".join(wrong), error)
+
+
+def _off(result: Tensor, reference: Tensor) -> float:
+    """|result - reference| / |reference|, infinite where it holds NaN."""
+    error = float((result.double() - reference).norm() / reference.norm())
+    return error if error == error else float("inf")
+
+
+_empty = torch.empty
+
+
+def _poisoned(*shape: Any, **options: Any) -> Tensor:
+    """Memory that was used before."""
+    t = _empty(*shape, **options)
+    return t.fill_(255) if t.dtype is torch.uint8 else t.fill_(torch.nan if t.is_floating_point() else -(2**40))
+
+
+def _weights(x: Tensor, picks: Tensor, windows: Any, budget: Any) -> tuple[Tensor, Tensor]:
+    """Merge and unmerge weights of these picks in fp64."""
+    split = torch.nn.functional.normalize(windows.split(x.double()), dim=-1)
+    similarity = split @ split.transpose(-1, -2)
+    A = similarity.gather(2, picks[..., None].expand(*picks.shape, similarity.shape[-1]))
+    if budget.valid is not None:
+        A = A.masked_fill(~budget.valid[..., None], -torch.inf)
+    A = (micro.SCALE * A).softmax(2)
+    if windows.valid is not None:
+        A = A * windows.valid[:, None, :]
+    return A / A.sum(-1, keepdim=True).clamp_min(1e-300), A.transpose(-1, -2)
+
+
+def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
+    """All kernels on one layout."""
+    x, eps = case.tokens(device), _EPS[case.dtype]
+    windows, budget = case.layout(device)
+    if case.adaptive:
+        right = pack_module("toma_core.trial")._moves(kernels, x, windows, budget)
+        yield _row(case, "adaptive budget", "" if right else "another budget than PyTorch's")
+        budget = kernels.moved(x, windows, budget)
+
+    with mock.patch.object(torch, "empty", _poisoned):
+        plans = [kernels.select_weigh(x, windows, budget, micro.SCALE) for _ in range(3)]
+        alone = None if case.adaptive else kernels.select_weigh(x[:1], windows, budget, micro.SCALE)
+        picks, M, back = plans[0]
+        given = kernels.weigh(x, picks, windows, budget, micro.SCALE)
+        out, reduced = (case.noise(budget.total, device, seed) for seed in (1, 2))
+        old = case.noise(windows.tokens, device, 3)
+        destinations = budget.pack(windows.source.expand(len(picks), -1, -1).gather(2, picks))
+        # Each twice: as Triton launches, and as a prepared launch does.
+        merged, spread, restored, cached = (
+            [call() for _ in range(2)]
+            for call in (
+                lambda: kernels.merge(x, M, windows, budget),
+                lambda: kernels.unmerge(out, back, windows, budget),
+                lambda: kernels.restore(out, reduced, x, back, windows, budget),
+                lambda: kernels.reuse(out, reduced, x, old, destinations, back, windows, budget, TRUST),
+            )
+        )
+        packed = kernels.pack(x)
+
+    same = all(torch.equal(a, b) for plan in plans[1:] for a, b in zip(plan, plans[0], strict=True))
+    same = same and (alone is None or all(torch.equal(a[:1], b) for a, b in zip(plans[0], alone, strict=True)))
+    yield _row(case, "picks", micro.picks_problem(picks, x, windows, budget))
+    exact = M64, back64 = _weights(x, picks, windows, budget)
+    for what, weights in (("select and weigh", (M, back)), ("weigh", given)):
+        error = max(float((a - b).abs().max()) for a, b in zip(weights, exact, strict=True))
+        yield _judged(case, what, error, 10 * eps, same)
+
+    M64, back64, x64, fresh = M.double(), back.double(), x.double(), out.double() - reduced.double()
+
+    def joined(y: Tensor) -> Tensor:
+        return windows.join(back64 @ budget.unpack(y))
+
+    before = old.double().gather(1, destinations[..., None].expand(-1, -1, x.shape[-1]))
+    still = ((fresh * before).sum((1, 2), True) / (before * before).sum((1, 2), True)).clamp(0, 1)
+    change = (1 - (1 - TRUST) * still) * (fresh - still * before)
+    for what, results, reference in (
+        ("merge", merged, budget.pack(M64 @ windows.split(x64))),
+        ("unmerge", spread, joined(out.double())),
+        ("restore", restored, x64 + joined(fresh)),
+        ("reuse", cached, x64 + still * old.double() + joined(change)),
+    ):
+        yield _judged(case, what, _off(results[0], reference), 2 * eps, torch.equal(*results))
+    if hasattr(packed, "codes"):
+        theirs = pack_module("toma_core.packed").pack(x)
+        yield _judged(case, "four bits", _off(kernels.unpack(packed), x64), 1.05 * _off(theirs.unpack(), x64) + eps)
+
+
+def large(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
+    """The last window of the last image, of tensors so large that an address of 32 bits does not reach it."""
+    windows, budget = case.layout(device)
+    x = case.noise(windows.tokens, device)
+    out, reduced = (case.noise(budget.total, device, seed) for seed in (1, 2))
+    _, M, back = kernels.select_weigh(x[:1], windows, budget, micro.SCALE)
+    merged = kernels.merge(x, M, windows, budget)
+    restored = kernels.restore(out, reduced, x, back, windows, budget)
+    K, rows = budget.counts[-1], windows.counts[-1]
+    first, source = budget.total - K, windows.source[-1][:rows]
+    mine = M[0, -1, :K, :rows].double()
+    yield _judged(case, "merge", _off(merged[-1, first:], mine @ x[-1, source].double()), 1e-2)
+    fresh = out[-1, first:].double() - reduced[-1, first:].double()
+    reference = x[-1, source].double() + back[0, -1, :rows, :K].double() @ fresh
+    yield _judged(case, "restore", _off(restored[-1, source], reference), 1e-2)

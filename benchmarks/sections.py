@@ -1,0 +1,318 @@
+"""The sections of `benchmarks.suite`, the most wanted first: what each one measures, and within how many seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks import attentions, breakeven, forward, fullsize, micro, sample, variants
+from benchmarks.fullsize import Shape
+from benchmarks.gpu import kernels
+from benchmarks.results import Results
+from benchmarks.variants import Variant
+from benchmarks.whole import WHOLE
+from scripts.comfyui import ROOT
+
+RATIO = 0.5
+DRY = 16  # a dry run divides the sides of pictures by this,
+_LEAST = 64  # but keeps so many pixels
+# Of the seconds that are left to a section, what timed turns may take: profiles and checks come after them.
+_TIMED = 0.7
+
+
+@dataclass
+class Suite:
+    """What a section works with. deadline: of `time.time`, when it is stopped."""
+
+    dry: bool
+    device: torch.device
+    dtype: torch.dtype
+    deadline: float
+    results: Results
+
+    def left(self) -> float:
+        """Seconds until the section is stopped."""
+        return self.deadline - time.time()
+
+    def patcher(self, name: str, blocks: tuple[int, ...] | None = None) -> Any:
+        """A new model."""
+        return fullsize.patcher(name, self.dtype, self.device, tiny=self.dry, blocks=blocks)
+
+    def shape(self, name: str, side: int, batch: int = 1, width: int = 0, frames: int = 1) -> Shape:
+        """A square picture, or one of this width, or so many frames of a video's latent; small ones in a dry run."""
+        height, width = (max(side // DRY, _LEAST) if self.dry else side for side in (side, width or side))
+        return Shape(name, height, width, batch, self.dry, frames=frames)
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """Settings that make ToMA merge tiny models."""
+        return variants.TINY if self.dry else {}
+
+    def toma(self, name: str, **settings: Any) -> Variant:
+        """ToMA at the suite's ratio, every step merged."""
+        return variants.toma(name, ratio=RATIO, **settings, **self.more)
+
+    def runs(
+        self,
+        name: str,
+        side: int,
+        steps: int,
+        cfg: float,
+        chosen: Sequence[Variant],
+        share: float = 1,
+        shares: bool = True,
+    ) -> None:
+        """Whole sampling runs, within this share of the section's time."""
+        steps = min(steps, 3) if self.dry else steps  # presets run the first and the last whole
+        what, limit = (self.patcher(name), self.shape(name, side), steps, cfg), self.left() * share * _TIMED
+        self.results.add(*sample.measure(*what, chosen, self.repeats(9), self.device, shares, limit))
+
+    def evaluations(self, shape: Shape, chosen: Sequence[Variant], repeats: int, **more: Any) -> None:
+        """Single evaluations of a whole model, within what is left to the section if `more` does not say."""
+        more = {"limit": self.left() * _TIMED, **more}
+        rows = forward.measure(self.patcher(shape.model), shape, chosen, self.repeats(repeats), self.device, **more)
+        self.results.add(*rows)
+
+    def few(self, shape: Shape, blocks: tuple[int, ...], chosen: Sequence[Variant], **more: Any) -> None:
+        """Single evaluations of some blocks of a model."""
+        patcher = self.patcher(shape.model, blocks)
+        rows = forward.measure(patcher, shape, chosen, self.repeats(5), self.device, blocks=blocks, **more)
+        self.results.add(*rows)
+
+    def repeats(self, most: int) -> int:
+        """How many turns at most."""
+        return 1 if self.dry else most
+
+    def balanced(self) -> Variant:
+        """What the node does as it comes."""
+        return variants.preset("balanced", ratio=RATIO, **self.more)
+
+    def every_and_balanced(self) -> list[Variant]:
+        """The two rows that the goals ask for."""
+        return [self.toma("every step"), self.balanced()]
+
+
+Run = Callable[[Suite], None]
+
+
+@dataclass(frozen=True)
+class Section:
+    """needs: seconds that must be left, or it is left out. limit: seconds after which it is stopped, whatever it does,
+    start and warm-up included. visit: the part of a visit to a lent GPU that it belongs to."""
+
+    name: str
+    run: Run
+    needs: float
+    limit: float = float("inf")
+    visit: str = ""
+
+
+def right(suite: Suite) -> None:
+    """Every kernel against fp64."""
+    for row in kernels.measure(suite.dry, suite.device, suite.left):
+        suite.results.add(row)
+
+
+def kernel_tests(suite: Suite) -> None:
+    """The kernels' own tests on this device."""
+    if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("hypothesis") is None:
+        suite.results.note("tests: left out, pytest or hypothesis is not installed")
+        return
+    # Not with the settings in pyproject.toml: they ask for a pytest that a bare machine may not have.
+    options = ["-q", "-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider", "--import-mode", "importlib"]
+    paths = ["tests/toma_core/kernels", "tests/toma_core/test_state.py"]
+    if suite.dry:
+        paths = ["tests/toma_core/kernels/triton/test_product.py", "-k", "refused"]
+    elif importlib.util.find_spec("xdist"):
+        paths += ["-n", "12"]
+    log = suite.results.folder / "tests.log"
+    with log.open("w", encoding="utf-8") as out:
+        command = [sys.executable, "-m", "pytest", *options, *paths]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        try:
+            limit = suite.left() - 3
+            code = subprocess.run(command, cwd=ROOT, env=environ, stdout=out, stderr=out, timeout=limit).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+    last = next((line for line in reversed(log.read_text(encoding="utf-8").splitlines()) if line.strip()), "")
+    verdict = {0: "passed", -1: f"stopped after {limit:.0f} s"}.get(code, "FAILED")
+    suite.results.note(f"tests of the kernels on {suite.results.told['device']}: {verdict} ({last.strip('= ')})")
+
+
+def operations(suite: Suite) -> None:
+    """Selection, weights, merge and unmerge alone."""
+    limits = micro.Limits.measured(suite.dtype, suite.device)
+    suite.results.told |= {"TFLOPs": round(limits.flops / 1e12, 3), "GBps": round(limits.bandwidth / 1e9, 1)}
+    here = micro.kernels_here(suite.device)
+    grids = (micro.Grid(16, 16, 64),) if suite.dry else micro.GRIDS
+    for number, grid in enumerate(grids):
+        limit = suite.left() * _TIMED / (len(grids) - number)
+        rows = micro.measure(grid, RATIO, 1, suite.dtype, suite.device, limits, suite.repeats(20), here, limit)
+        suite.results.add(*rows)
+
+
+def whole_runs(name: str, side: int, steps: int, cfg: float) -> Run:
+    """Whole sampling runs as the goals ask for them; with a cfg of 1 there is one image a batch."""
+    return lambda suite: suite.runs(name, side, steps, cfg, suite.every_and_balanced())
+
+
+def host(suite: Suite) -> None:
+    """Who waits for whom: what the host needs to launch an evaluation of one image and of two, beside what the GPU
+    needs. A picture of 256 x 256 leaves the GPU nothing to do: there an evaluation takes as long as its host."""
+    every = {"min_tokens": 4, **suite.more}
+    chosen = [variants.toma("stack", ratio=RATIO, **every), variants.preset("balanced", ratio=RATIO, **every)]
+    for side, batch in ((1024, 1), (1024, 2), (256, 1), (256, 2)):
+        shape = suite.shape("sdxl", side, batch)
+        suite.evaluations(shape, chosen, 8, section="host", limit=suite.left() / 5, profiles=True)
+
+
+def sdxl_steps(suite: Suite) -> None:
+    """4 and 8 steps, step caches, and both; and 50 steps."""
+    for steps, share in ((4, 0.3), (8, 0.4), (50, 0.9)):
+        chosen = sample.usual_variants(RATIO, **suite.more) if steps < 20 else suite.every_and_balanced()
+        suite.runs("sdxl", 1024, steps, 7.0, chosen, share, shares=False)
+
+
+def sdxl_rivals(suite: Suite) -> None:
+    """One evaluation of SDXL 1024: every granularity, and what users would take instead."""
+    shape = suite.shape("sdxl", 1024, 2 if suite.device.type == "cuda" or suite.dry else 1)
+    granular = forward.toma_variants([RATIO], forward.GRANULARITIES, suite.more)
+    rivals = variants.unet_rivals(RATIO)
+    stacked = (variants.stacked(rival, granular[-1]) for rival in rivals[1:])
+    suite.evaluations(shape, [*granular, suite.balanced(), *rivals, *stacked], 20, check_kernels=True)
+
+
+def sdxl_sizes(suite: Suite) -> None:
+    """One evaluation by size, batch and ratio."""
+    for width, height, batch in ((832, 1216, 2), (1536, 1536, 2), (1024, 1024, 4), (512, 512, 2)):
+        # Every grid is merged. At 512 x 512 Auto leaves fast cards whole; this shows whether it is right.
+        chosen = forward.toma_variants((0.25, 0.5, 0.75), ["stack"], {"min_tokens": 4, **suite.more})
+        suite.evaluations(suite.shape("sdxl", height, batch, width), chosen, 9, limit=suite.left() / 5)
+
+
+def compiled(suite: Suite) -> None:
+    """torch.compile through ComfyUI's node: alone, and with ToMA in both orders; what is compiled is written before the
+    next."""
+    compiler, merged = variants.compiled("eager" if suite.dry else "inductor"), suite.toma("stack")
+    shape = suite.shape("sdxl", 1024, 2)
+    for chosen in ([merged, compiler], [variants.stacked(merged, compiler)], [variants.stacked(compiler, merged)]):
+        suite.evaluations(shape, chosen, 15, section="torch.compile", limit=suite.left() * 0.4)
+        torch.compiler.reset()
+
+
+def by_attention(name: str, batch: int) -> Run:
+    """One evaluation at 1024 by each attention that ComfyUI offers here, alone and with ToMA."""
+
+    def section(suite: Suite) -> None:
+        what, where = (suite.patcher(name), suite.shape(name, 1024, batch)), (suite.dtype, suite.device)
+        limit = suite.left() * _TIMED
+        rows, notes = attentions.measure(*what, suite.toma("stack"), *where, suite.repeats(9), limit)
+        suite.results.notes += [f"{name}: {note}" for note in notes]
+        suite.results.add(*rows)
+
+    return section
+
+
+def break_even(suite: Suite) -> None:
+    """From how many tokens on merging pays: stacks of SDXL's blocks alone."""
+    sides = (4,) if suite.dry else (8, 12, 16, 24, 32)
+    stacks = ((64, 1),) if suite.dry else breakeven.STACKS
+    for width, depth in stacks:
+        rows = breakeven.measure(width, depth, sides, RATIO, suite.repeats(7), suite.dtype, suite.device, batch=1)
+        suite.results.add(*rows)
+
+
+def cpu_sdxl(suite: Suite) -> None:
+    """Full-size SDXL on a CPU: ToMA, and every rival in the same table."""
+    rivals = variants.unet_rivals(RATIO)
+    stack = forward.toma_variants([RATIO], ["stack"], suite.more)[0]
+    chosen = [stack, suite.balanced(), *rivals, *(variants.stacked(rival, stack) for rival in rivals[2:])]
+    suite.evaluations(suite.shape("sdxl", 1024), chosen, 5, limit=suite.left() * 0.4)
+
+
+def cpu_flux(suite: Suite) -> None:
+    """Three full-width blocks of Flux on a CPU, none left whole."""
+    whole = {"whole_first": 0, **suite.more}
+    chosen = forward.toma_variants([RATIO], forward.GRANULARITIES, whole)
+    suite.few(suite.shape("flux", 1024), (1, 2), chosen, limit=suite.left() * 0.2)
+
+
+# At the sizes that they are made for, the most used first.
+FAMILIES = (
+    ("z_image", 1024),
+    ("qwen_image", 1328),
+    ("krea2", 1024),
+    ("flux2", 1024),
+    ("klein", 1024),
+    ("sd3", 1024),
+    ("chroma", 1024),
+)
+
+
+# Few blocks of random weights, with nothing whole before or after them; no output at all is 1 off.
+_FAR = 0.8
+
+
+def few_blocks(name: str, side: int, blocks: tuple[int, ...] = (), *, keys: bool = False, **shape: int) -> Run:
+    """Two or three full-width blocks on a CPU, or so many, none left whole. keys: also with fewer keys alone,
+    and a merged step of `balanced`, whose blocks look at all tokens, as they are and in four bits."""
+
+    def section(suite: Suite) -> None:
+        chosen, few = forward.toma_variants([RATIO], ["stack"], suite.more), blocks or WHOLE[name].few
+        if keys:
+            chosen.append(suite.toma(f"keys only, ratio {RATIO:g}", keys_only=True))
+            looking = variants.preset("balanced", ratio=RATIO, min_tokens=4)
+            chosen += [looking, replace(looking, name=f"{looking.name}, keys in four bits", packs=True)]
+        suite.few(suite.shape(name, side, **shape), few, chosen, limit=40, farthest=_FAR)
+
+    return section
+
+
+def cpu_runs(suite: Suite) -> None:
+    """Whole runs of full-size SDXL at 512 x 512: 4 steps, step caches, and both."""
+    chosen = sample.usual_variants(RATIO, **suite.more)
+    suite.runs("sdxl", 512, 4, 1.0, chosen, 0.7)
+
+
+# torch.compile comes last. What comes before it and is less wanted begins only where time is left for both.
+_COMPILE = 135.0
+FIRST, SECOND, THIRD = "first", "second", "third"
+GPU = (
+    Section("kernels", right, 30, 90, FIRST),
+    Section("sdxl-1024-cfg", whole_runs("sdxl", 1024, 20, 7.0), 20, 50, FIRST),
+    Section("sdxl-rivals", sdxl_rivals, 20, 45, FIRST),
+    Section("micro", operations, 20, 50, FIRST),
+    Section("host", host, 20, 45, FIRST),
+    Section("tests", kernel_tests, 40, 90, FIRST),
+    Section("flux-1024", whole_runs("flux", 1024, 20, 1.0), 35, 70, SECOND),
+    Section("z-image-1024", whole_runs("z_image", 1024, 8, 1.0), 20, 45, SECOND),
+    Section("qwen-1328", whole_runs("qwen_image", 1328, 8, 1.0), 35, 75, SECOND),
+    Section("sdxl-2048", whole_runs("sdxl", 2048, 20, 7.0), 30, 65, SECOND),
+    Section("flux-2048", whole_runs("flux", 2048, 8, 1.0), 40 + _COMPILE, 75, THIRD),
+    Section("attention-flux", by_attention("flux", 1), 25 + _COMPILE, 50, THIRD),
+    Section("attention-sdxl", by_attention("sdxl", 2), 20 + _COMPILE, 40, THIRD),
+    Section("sdxl-1024", whole_runs("sdxl", 1024, 20, 1.0), 20 + _COMPILE, 40, THIRD),
+    Section("sdxl-steps", sdxl_steps, 30 + _COMPILE, 75, THIRD),
+    Section("sdxl-sizes", sdxl_sizes, 20 + _COMPILE, 45, THIRD),
+    Section("break-even", break_even, 15 + _COMPILE, 30, THIRD),
+    Section("compile", compiled, 60, _COMPILE, SECOND),
+)
+CPU = (
+    Section("micro", operations, 20),
+    Section("sdxl", cpu_sdxl, 120),
+    Section("flux", cpu_flux, 60),
+    *(Section(f"blocks-{name}", few_blocks(name, side), 40) for name, side in FAMILIES),
+    Section("steps", cpu_runs, 200),
+    Section("break-even", break_even, 60),
+    # 9,360 tokens, and 32,760: minutes each. In the time that there is by itself they have no turn.
+    Section("video-480p-21-frames", few_blocks("wan", 480, (1,), keys=True, width=832, frames=6), 900),
+    Section("video-480p-81-frames", few_blocks("wan", 480, (1,), width=832, frames=21), 3600),
+)

@@ -1,0 +1,137 @@
+"""A visit to a GPU machine, rehearsed without a card: the kit is built, and the visit's script runs as it would there,
+from a tree without .git, with an empty HOME and no network."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts import gpu_kit
+from scripts.comfyui import ROOT
+
+ISOLATED = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
+# What a machine lends: files back, bytes of each.
+MOST_FILES, MOST_BYTES = 8, 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def isolation() -> None:
+    """Fail in CI, and skip elsewhere, where no process can be cut off from the network."""
+    if platform.machine() != "x86_64" or sys.platform != "linux":
+        pytest.skip("the kit is for x86-64 Linux")
+    try:
+        done = subprocess.run([*ISOLATED, "true"], capture_output=True, text=True, check=False)
+        why = done.stderr.strip() if done.returncode else ""
+    except OSError as error:
+        why = str(error)
+    if why:
+        message = f"no process can be cut off from the network here (unshare --net: {why})"
+        if os.environ.get("CI"):
+            pytest.fail(f"{message}; give CI's container --cap-add SYS_ADMIN", pytrace=False)
+        pytest.skip(message)
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all that the other machine has: tree, its home, its /tmp."""
+    folder = tmp_path_factory.mktemp("machine")
+    tree = folder / "tree"
+    for file in gpu_kit.tree():
+        if file.suffix != ".safetensors":
+            copy = tree / file.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+    # For the Python of this test; on the machine it is the one that the kit is made for.
+    gpu_kit.pack(tree / ".gpu", 90, "{}.{}".format(*sys.version_info))
+    for name in ("home", "tmp"):
+        (folder / name).mkdir()
+    assert not (tree / ".git").exists()
+    return folder
+
+
+def visit(machine: Path, part: str, out: Path) -> subprocess.Popen[str]:
+    """The script, with nothing of this process's environment."""
+    environ = {
+        "PATH": os.defpath,
+        "PYTHON": sys.executable,
+        "HOME": str(machine / "home"),
+        "TMPDIR": str(machine / "tmp"),
+        "OUT": str(out),
+        "DRY": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
+        [*ISOLATED, "bash", "benchmarks/gpu/visit.sh", part], cwd=machine / "tree", env=environ, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """It and all of its session, as a machine does whose time is up."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            session = stat.read_text().rpartition(")")[2].split()[3]
+            if session == str(process.pid):
+                os.kill(int(stat.parent.name), signal.SIGKILL)
+    process.communicate()
+
+
+def ended(process: subprocess.Popen[str], out: Path) -> set[str]:
+    """Wait; returns the sections that have something to tell."""
+    said, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, said[-6000:]
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert len(files) <= MOST_FILES
+    assert max(path.stat().st_size for path in files) < MOST_BYTES
+    assert {"log.txt", "results.json", "results.md"} <= {path.name for path in files}
+    stored = json.loads((out / "results.json").read_text())
+    assert "dry run" in stored["conditions"]["models"]
+    assert not [note for note in stored["notes"] if "FAILED" in note or "left out" in note]
+    sections = {row["section"].partition(":")[0].partition(",")[0] for row in stored["rows"]}
+    return sections | {row["model"] for row in stored["rows"] if row["section"].startswith("sample")}
+
+
+def test_tree_and_kit_travel(machine: Path) -> None:
+    """Together they must stay below what a machine takes; the kit is small whatever the tree is."""
+    kit = (machine / "tree" / ".gpu" / gpu_kit.ARCHIVE).stat().st_size
+    assert kit < 10 * 2**20
+    assert gpu_kit.tree_size() + kit < gpu_kit.LIMIT
+
+
+def test_first_part(machine: Path, tmp_path: Path) -> None:
+    found = ended(visit(machine, "first", tmp_path), tmp_path)
+    assert found == {"kernels", "sample", "forward", "micro", "host", "sdxl"}
+    assert (tmp_path / "tests.log").is_file()
+    page = (tmp_path / "results.md").read_text()
+    assert "Kernels against fp64: 18 of 18 checks are right." in page
+    assert "passed" in page
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert {row["batch"] for row in rows if row["section"] == "host"} == {1, 2}
+    assert all(row["host"] and row["gpu"] for row in rows if row["section"] == "host")
+
+
+def test_second_part_when_the_first_was_killed(machine: Path, tmp_path: Path) -> None:
+    """What the first has found by then is there, and the second has all of its own."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    killed, results = visit(machine, "first", first), first / "results.json"
+    deadline = time.monotonic() + 300
+    while not results.is_file() or not json.loads(results.read_text())["rows"]:
+        assert killed.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    kill_all(killed)
+    assert json.loads((first / "results.json").read_text())["conditions"]["device"]
+
+    found = ended(visit(machine, "second", second), second)
+    assert found == {"sample", "torch.compile", "flux", "z_image", "qwen_image", "sdxl"}
