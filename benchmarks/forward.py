@@ -45,6 +45,7 @@ class Runner:
         self.patched = variant.patch(patcher)
         self.sampling = self._start()
 
+    @torch.inference_mode()  # as the sampler: where gradients are computed nothing is merged
     def _start(self) -> Any | None:
         """What ToMA keeps for a run, as the sampler's wrapper would make it; None without ToMA."""
         run = pack_module("nodes.adapters.run")
@@ -61,6 +62,7 @@ class Runner:
             sampling.observe(torch.ones(1))
         return sampling
 
+    @torch.inference_mode()
     def _step(self, level: float) -> None:
         """The sampler comes to a noise level."""
         assert self.sampling is not None

@@ -23,7 +23,7 @@ def one_architecture(library: bytes, sm: int) -> bytes:
     it."""
     data, place = bytearray(library), 0
     while (place := data.find(_MAGIC, place)) >= 0:
-        _, version, header, size = _HEADER.unpack_from(data, place)
+        _, version, header, size = _HEADER.unpack(data[place : place + _HEADER.size].ljust(_HEADER.size, b"\0"))
         begin, end = place + header, place + header + size
         if version != 1 or header != _HEADER.size or end > len(data):
             place += len(_MAGIC)

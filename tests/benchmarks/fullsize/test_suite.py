@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bench, forward, fullsize, micro, sample, suite, variants
+from benchmarks import bench, forward, fullsize, micro, results, sample, sections, suite, variants
 from benchmarks.bench import Row
 from benchmarks.fullsize import Shape
 from benchmarks.goals import GOALS
+from benchmarks.gpu import kernels
 from scripts.comfyui import ROOT
 
 CPU = torch.device("cpu")
@@ -117,16 +119,58 @@ def test_whole_runs_and_what_caches_skip(unet: Any) -> None:
 @pytest.mark.parametrize("grid", ["8x8x16", "9x7x24"])
 def test_operations_alone(grid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = micro.Limits(1e9, 1e9)
-    made = micro.jobs(micro.Grid.parse(grid), 0.5, 2, torch.float32, CPU, None)
-    assert {job.part for job in made} == {"selection", "weights", "merge", "unmerge"}
-    rows = micro.measure(micro.Grid.parse(grid), 0.5, 2, torch.float32, CPU, limits, 1)
+    what = micro.Grid.parse(grid), 0.5, 2
+    rows = micro.measure(*what, torch.float32, CPU, limits, 1)
+    assert {row.section for row in rows} == {f"micro: {part}" for part in ("selection", "weights", *_MERGES)}
     assert bench.red(rows) == []
     assert "| unmerge |" in micro.table(rows)
     core = micro.pack_module("toma_core.merge")
     merge = core.merge
     monkeypatch.setattr(core, "merge", lambda x, plan: merge(x, plan) * (1.1 if x.dtype is torch.bfloat16 else 1.0))
-    rows = micro.measure(micro.Grid.parse(grid), 0.5, 2, torch.bfloat16, CPU, limits, 1)
+    rows = micro.measure(*what, torch.bfloat16, CPU, limits, 1)
     assert any("off from fp32" in line for line in bench.red(rows))
+
+
+_MERGES = ("merge", "unmerge", "reuse")
+
+
+def test_operands_are_more_than_a_cache_holds_and_alike() -> None:
+    """In turn, each in memory of its own; and all with the plan of the first."""
+    copies, windows, budget = micro.operands(micro.Grid(8, 8, 16), 0.5, 1, torch.float32, CPU)
+    assert len({copy.x.data_ptr() for copy in copies}) == len(copies) > 2
+    for copy in copies:
+        assert micro.picks_problem(copy.plan.picks, copy.x, windows, budget) == ""
+        torch.testing.assert_close(copy.plan.merge_weights, copies[0].plan.merge_weights, rtol=1e-3, atol=1e-4)
+    seen: list[int] = []
+    call = micro._in_turn(lambda o: seen.append(o.x.data_ptr()), copies)
+    for _ in range(2 * len(copies)):
+        call()
+    assert seen == [copy.x.data_ptr() for copy in copies] * 2
+
+
+def test_picks_that_are_worse_are_seen() -> None:
+    """Weights of rows that sum to 1 come of any picks: only their worth tells."""
+    copies, windows, budget = micro.operands(micro.Grid(16, 16, 16), 0.5, 2, torch.float32, CPU)
+    picks = copies[0].plan.picks
+    worst = torch.arange(picks.shape[-1]).expand(picks.shape)
+    assert "of the best" in micro.picks_problem(worst, copies[0].x, windows, budget)
+
+
+def test_a_kernel_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter."""
+    pytest.importorskip("triton")
+    module = micro.pack_module("toma_core.kernels.triton")
+    merge = module.TritonKernels.merge
+    case = kernels.Case("tiny", (8, 8), 16, 4, dtype=torch.float32)
+
+    def gates() -> dict[str, str]:
+        return {row.variant: row.gate for row in kernels.check(case, module.TritonKernels(), CPU)}
+
+    assert set(gates().values()) == {""}
+    monkeypatch.setattr(module.TritonKernels, "merge", lambda *args: 1.01 * merge(*args))
+    wrong = gates()
+    assert "off" in wrong.pop("merge")
+    assert set(wrong.values()) == {""}
 
 
 def measured(speedup: float | None, **more: Any) -> Row:
@@ -160,10 +204,10 @@ def test_goals_of_shares_and_of_selection() -> None:
     assert goal.judged([fast]) == ("<= 20", "9", False)
 
 
-@pytest.mark.parametrize("only", [["tests", "micro", "sdxl-1024-cfg", "attention", "break-even"]], ids="+".join)
-def test_dry_run_of_the_script_for_gpus(only: list[str], tmp_path: Path) -> None:
-    """The whole way on a CPU: sections, goals, table, and few small files in one folder."""
-    options = ["--gpu", "--dry-run", "--minutes", "60", "--out", str(tmp_path), "--only", *only]
+def test_dry_run_of_the_script_for_gpus(tmp_path: Path) -> None:
+    """The whole way on a CPU: sections, goals, table, and few small files in one folder. The parts of a visit have a
+    rehearsal of their own."""
+    options = ["--gpu", "--dry-run", "--minutes", "60", "--out", str(tmp_path), "--only", "attention", "break-even"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.suite", *options],
         cwd=ROOT,
@@ -174,41 +218,49 @@ def test_dry_run_of_the_script_for_gpus(only: list[str], tmp_path: Path) -> None
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    files = sorted(path.name for path in tmp_path.iterdir())
-    assert set(files) >= {"results.csv", "results.json", "results.md", "results.png", "tests.log"}
-    assert len(files) <= 8
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"results.csv", "results.json", "results.md", "results.png"}
     stored = json.loads((tmp_path / "results.json").read_text())
-    assert {row["section"].partition(":")[0].partition(",")[0] for row in stored["rows"]} == {
-        "micro",
-        "sample",
-        "attention",
-        "break-even",
-    }
+    assert {row["section"] for row in stored["rows"]} == {"attention", "break-even"}
     by_attention = {(row["model"], row["variant"]) for row in stored["rows"] if row["section"] == "attention"}
     for model in ("sdxl", "flux"):
         assert {(model, "pytorch attention"), (model, "pytorch attention + ToMA stack")} <= by_attention
     assert "dry run" in stored["conditions"]["models"]
     page = (tmp_path / "results.md").read_text()
     assert "| SDXL 1024, CFG | >= 1.45x | not measured |" in page, "tiny pictures reach no goal"
-    assert "passed" in page
 
 
-def test_a_section_that_fails_is_named_and_others_go_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(_: Any) -> None:
+def test_a_section_that_fails_is_named(tmp_path: Path) -> None:
+    """And what it found before that is kept, for the processes after it too."""
+
+    def fails(made: sections.Suite) -> None:
+        made.results.add(measured(1.5))
         raise RuntimeError("no such card")
 
-    def works(made: suite.Suite) -> None:
-        made.notes.append("it went on")
+    made = sections.Suite(True, CPU, torch.float32, time.time() + 60, results.Results(tmp_path, {"device": "a"}))
+    suite.run_section(sections.Section("a", fails, 0), made)
+    again = results.Results.read(tmp_path)
+    assert again.wrong() == ["a: FAILED, RuntimeError: no such card"]
+    assert again.rows == [measured(1.5)]
+    assert "a: FAILED, RuntimeError: no such card" in (tmp_path / "results.md").read_text()
 
-    monkeypatch.setattr(suite, "GPU", (("a", 0, fails), ("b", 0, works)))
-    monkeypatch.setattr(sys, "argv", ["suite", "--gpu", "--dry-run", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="no such card"):
-        suite.main()
-    page = (tmp_path / "results.md").read_text()
-    assert "a: FAILED, RuntimeError: no such card" in page
-    assert "it went on" in page
+
+def test_a_section_is_stopped_at_its_limit_and_others_have_their_turn(tmp_path: Path) -> None:
+    """Even while it starts or warms up."""
+    chosen = [sections.Section("sdxl-1024-cfg", sections.sdxl_rivals, 0, limit=0.1), sections.GPU[3]]
+    assert chosen[1].name == "micro"
+    before = results.Results(tmp_path, {"device": "a"})
+    after = suite.go_through(chosen, before, time.time() + 300, ["--gpu", "--dry-run"], dry=True)
+    assert after.wrong() == ["sdxl-1024-cfg: FAILED, stopped after 0 s"]
+    assert {row.section.partition(":")[0] for row in after.rows} == {"micro"}
+
+
+def test_sections_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
+    after = suite.go_through(
+        [sections.GPU[-1]], results.Results(tmp_path, {"device": "a"}), time.time() + 30, [], False
+    )
+    assert [note.partition(",")[0] for note in after.notes] == ["compile: left out"]
+    assert after.rows == after.wrong() == []
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,57 @@
+"""What the GPU kit is made of: libraries cut to one architecture, ComfyUI without what no benchmark needs."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import pytest
+
+from scripts import fatbin, gpu_kit
+from scripts.console import SetupError
+
+
+def entry(kind: int, sm: int, code: bytes) -> bytes:
+    """A header of 64 bytes with the architecture at 28, then code."""
+    head = struct.pack("<HHIQ", kind, 0x101, 64, len(code)).ljust(28, b"\0") + struct.pack("<I", sm)
+    return head.ljust(64, b"\0") + code
+
+
+def container(*entries: bytes) -> bytes:
+    body = b"".join(entries)
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def test_one_architecture_stays_where_it_was() -> None:
+    ours, theirs = entry(2, 90, b"hopper--"), entry(2, 80, b"ampere--" * 4)
+    text = entry(1, 90, b"ptx of 90, which is no machine code")
+    library = b"ELF" + container(theirs, ours, text) + b"between" + container(ours) + b"\x50\xed\x55\xba, no header"
+    cut = fatbin.one_architecture(library, 90)
+    assert len(cut) == len(library)
+    assert b"hopper--" in cut
+    assert b"ampere--" not in cut
+    assert b"ptx" not in cut
+    begin = library.index(b"between")
+    assert cut[begin:] == library[begin:], "what is of one architecture already, and what only looks alike"
+    assert struct.unpack_from("<Q", cut, 3 + 8) == (len(ours),)
+    assert cut[3 + 16 :].startswith(ours)
+    assert not any(cut[3 + 16 + len(ours) : begin])
+    with pytest.raises(SetupError, match="sm_120"):
+        fatbin.one_architecture(library, 120)
+
+
+def test_comfyui_is_pruned(tmp_path: Path) -> None:
+    comfy = Path(os.environ["COMFYUI_PATH"])
+    gpu_kit.prune(comfy, tmp_path)
+    copied = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"nodes.py", "main.py", "folder_paths.py", "requirements.txt"} <= {path.name for path in copied}
+    assert (tmp_path / "comfy" / "ldm" / "flux" / "model.py").read_bytes()
+    assert not [path for path in copied if "__pycache__" in path.parts]
+    assert sum(path.stat().st_size for path in copied) < 20 * 2**20
+
+
+def test_what_travels_is_what_git_knows() -> None:
+    names = {path.name for path in gpu_kit.tree()}
+    assert {"README.md", "visit.sh", "gpu_kit.py"} <= names
+    assert gpu_kit.ARCHIVE not in names
