@@ -11,7 +11,6 @@ import torch
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 
-
 # ComfyUI's Flux writes in place into what its backward pass needs: only gradient checkpointing trains it.
 CASES = [("unet", False), ("unet", True), ("flux", True), ("z_image", False), ("z_image", True)]
 
