@@ -11,13 +11,21 @@ from types import FrameType
 
 from scripts.comfy_client import ServerError
 
-from .showcase import OUTPUT, DemoError, Settings, compare, default_sizes, serve
+from .showcase import EVERYWHERE, OUTPUT, DemoError, Settings, compare, default_sizes, serve
 
 
 def main() -> int:
     """Parse the command line and run; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--serve", action="store_true", help="leave ComfyUI's web page open instead of comparing")
+    parser.add_argument(
+        "--listen",
+        nargs="?",
+        const=EVERYWHERE,
+        metavar="ADDRESS",
+        help="with --serve: answer other machines too, at this address (default all of this machine's)",
+    )
+    parser.add_argument("--port", type=_port, help="with --serve: port of the page (default 8199, or a free one)")
     parser.add_argument("--sizes", type=_size, nargs="+", metavar="PIXELS", help="sides of the square pictures")
     parser.add_argument("--steps", type=_steps, default=Settings.steps, help="sampling steps (default %(default)s)")
     parser.add_argument("--repeats", type=_count, default=Settings.repeats, help="pairs per case (default %(default)s)")
@@ -25,10 +33,12 @@ def main() -> int:
     arguments = parser.parse_args()
     if not os.environ.get("COMFYUI_PATH"):
         parser.error("COMFYUI_PATH is not set: run `make demo`, which finds or gets ComfyUI first")
+    if not arguments.serve and (arguments.listen or arguments.port):
+        parser.error("--listen and --port go with --serve")
     signal.signal(signal.SIGTERM, _leave)
     try:
         if arguments.serve:
-            serve()
+            serve(port=arguments.port, listen=arguments.listen)
         else:
             sizes = tuple(arguments.sizes or default_sizes())
             compare(Settings(sizes, arguments.steps, arguments.repeats), arguments.output)
@@ -44,6 +54,13 @@ def main() -> int:
 def _leave(number: int, frame: FrameType | None) -> None:
     """End as an exception, so that the server is stopped and its folder removed."""
     raise SystemExit(128 + number)
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{value} is not a port from 1 to 65535")
+    return value
 
 
 def _size(text: str) -> int:

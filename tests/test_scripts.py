@@ -238,6 +238,20 @@ def test_stage_shows_that_it_is_alive_and_why_it_failed(
     assert lines[-2:] == ["no luck", "    failed after 2 s"]
 
 
+def test_a_terminal_has_one_line_that_is_written_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("scripts.console.TERMINAL_SECONDS", 0.1)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    command = [sys.executable, "-c", "import time; time.sleep(1)"]
+    assert run_stage("A stage", command, log=tmp_path / "log", status=lambda lines: "at work")
+    title, line, _ = capsys.readouterr().err.split("\n")
+    assert title == "==> A stage"
+    assert line.count("\r") > 3
+    assert "s  at work" in line
+    assert line.rpartition("\r")[2].startswith("    done after")
+
+
 class TestMake:
     def test_help_is_the_default_and_lists_every_target(self) -> None:
         done = make()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ from demo.showcase_results import (
     table,
 )
 from scripts.comfy_pack import pack_module
+from scripts.comfy_server import free_port
 from scripts.comfyui import ROOT
 
 REPORT = "1024 -> 512 tokens (32x32), 256 -> 128 tokens (16x16) in 22/22 blocks, 12/12 steps"
@@ -194,7 +196,7 @@ def test_demo_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_served_page_lists_the_demo_and_stops() -> None:
-    command = [sys.executable, "-m", "demo", "--serve"]
+    command = [sys.executable, "-m", "demo", "--serve", "--listen", "--port", str(port := free_port())]
     # A shell that runs tests in the background has Ctrl-C ignored by all that they start.
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(
@@ -209,6 +211,10 @@ def test_served_page_lists_the_demo_and_stops() -> None:
                     break
             text = "".join(lines)
             assert "Demo-Flux, Demo-SDXL" in text
+            assert f"From other machines: this machine's address, port {port}." in text
+            assert f":{port}/" in text
+            with socket.create_connection(("127.0.0.2", port), timeout=5):
+                pass
             url, _, first = text.split("Open ")[1].split()[0].partition("/?template=")
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             listed = json.load(opener.open(f"{url}/userdata?dir=workflows&recurse=true", timeout=120))

@@ -1,0 +1,48 @@
+"""Where the demo's page answers: `--listen` and `--port`."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import pytest
+
+from demo import showcase
+from demo.__main__ import main
+
+
+@pytest.mark.parametrize(
+    ("listen", "wanted"),
+    [(showcase.EVERYWHERE, showcase.EVERYWHERE), ("192.0.2.7", "127.0.0.1,192.0.2.7"), (None, None)],
+)
+def test_the_server_answers_this_machine_too(
+    listen: str | None, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo itself talks to 127.0.0.1."""
+    seen = list[str]()
+    monkeypatch.setattr(showcase.ComfyServer, "start", lambda server: seen.extend(server._command()))
+    with showcase.demo_server(listen=listen):
+        pass
+    assert ("--listen" in seen) == bool(wanted)
+    assert wanted is None or seen[seen.index("--listen") + 1] == wanted
+
+
+def test_a_port_that_is_taken_is_said() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(showcase.DemoError, match=f"port {port} is taken"):
+            showcase.serve(port=port)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["--port", "8200"], "go with --serve"), (["--serve", "--port", "70000"], "not a port")]
+)
+def test_addresses_are_checked(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["demo", *arguments])
+    with pytest.raises(SystemExit):
+        main()
+    assert message in capsys.readouterr().err
