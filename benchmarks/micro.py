@@ -26,7 +26,7 @@ from scripts.comfy_pack import pack_module
 
 SCALE, TRUST = 300.0, 0.5
 # Calls in one CUDA graph: enough that its launch is nothing beside them.
-_REPLAYED = 24
+_REPLAYED = 60
 # Bytes of tokens that calls go through in turn: several times the last cache of any card.
 _ROTATED = 300_000_000
 # Picks: least worth beside the best, share of windows that may hold others (two tokens worth the same in half floats).

@@ -118,7 +118,12 @@ def main() -> None:
         run_section(next(s for s in table if s.name == args.section), suite)
         return
 
-    told = bench.conditions(dtype=str(dtype).removeprefix("torch."), **(facts(device) if gpu else {}))
+    told = bench.conditions(dtype=str(dtype).removeprefix("torch."))
+    if gpu:
+        try:
+            told |= facts(device)
+        except Exception as error:
+            told["facts"] = f"FAILED, {type(error).__name__}: {error}"
     if args.dry_run:
         told["models"] = "tiny: a dry run, no speed"
     name = "dry-run" if args.dry_run else re.sub(r"[^a-z0-9]+", "-", told["device"].lower()).strip("-")

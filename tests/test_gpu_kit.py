@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import fatbin, gpu_kit
+from scripts.comfyui import ROOT
 from scripts.console import SetupError
 
 
@@ -51,6 +52,7 @@ def test_comfyui_is_pruned(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in copied) < 20 * 2**20
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git tells which files travel, and it is not here")
 def test_what_travels_is_what_git_knows() -> None:
     names = {path.name for path in gpu_kit.tree()}
     assert {"README.md", "visit.sh", "gpu_kit.py"} <= names
