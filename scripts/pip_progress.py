@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,14 +32,14 @@ class PipProgress:
         """Return how far it is. lines: of pip's log."""
         packages = next((line for line in reversed(lines) if line.startswith(_INSTALLING)), "")
         if not packages:
-            return f"{_gb(self.downloads.rglob('*.whl')):.1f} of {self.download_gb} GB downloaded  {latest(lines)}"
+            return f"{_gb(self.downloads, '.whl'):.1f} of {self.download_gb} GB downloaded  {latest(lines)}"
         names = packages.removeprefix(_INSTALLING).split(",")
         # The file that pip writes into a package last but one.
         done = {_normal(path.parent.name.split("-")[0]) for path in self._installed("*.dist-info/INSTALLER")}
         left = [name.strip() for name in names if _normal(name.strip()) not in done]
         now = f"unpacking {left[0]}" if left else "the last one is unpacked"
         text = f"{len(names) - len(left)} of {len(names)} packages installed, {now}"
-        return f"{_gb(self.environment.rglob('*')):.1f} of {self.installed_gb} GB  {text}"
+        return f"{_gb(self.environment):.1f} of {self.installed_gb} GB  {text}"
 
     def _installed(self, pattern: str) -> Iterable[Path]:
         return self.environment.glob(f"lib/python*/site-packages/{pattern}")
@@ -52,15 +54,19 @@ def latest(lines: Sequence[str]) -> str:
 _NOT_PROGRESS = ("WARNING:", "DEPRECATION:", "[notice]", "Looking in ")
 
 
-def _gb(paths: Iterable[Path]) -> float:
-    """Size of these files, of which some may vanish meanwhile."""
-    total = 0
-    for path in paths:
-        try:
-            total += path.lstat().st_size
-        except OSError:
-            continue
-    return total / 1e9
+def _gb(folder: Path, ending: str = "") -> float:
+    """Return the size of the files below a folder whose names end so, in GB; files may vanish meanwhile."""
+    return sum(_sizes(folder, ending)) / 1e9
+
+
+def _sizes(folder: Path | str, ending: str) -> Iterator[int]:
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    yield from _sizes(entry.path, ending)
+                elif entry.name.endswith(ending):
+                    yield entry.stat(follow_symlinks=False).st_size
 
 
 def _normal(name: str) -> str:

@@ -26,6 +26,7 @@ def standing(x: Tensor, step: int) -> Tensor:
     return x
 
 
+@torch.no_grad()
 def evaluated(
     model: Any, moves: Moves = standing, steps: int = 4, batch: int = 1, text: int = 7, frames: int = 0
 ) -> list[Tensor]:
