@@ -126,9 +126,9 @@ class Job:
 
 def picks_problem(picks: Tensor, x: Tensor, windows: Any, budget: Any) -> str:
     """What is wrong with picks of (B, W, K) beside those of the search in fp64; empty if nothing is."""
-    selection, config = pack_module("toma_core.selection"), pack_module("toma_core.config")
+    selection = pack_module("toma_core.selection")
     similarity = selection.cosine_similarity(windows.split(x.double()))
-    best = selection.select(similarity, windows, budget, config.SelectorKind.FACILITY_LOCATION)
+    best = selection.select(similarity, windows, budget)
     valid = None if windows.valid is None else windows.valid.repeat(len(x), 1)
     flat = similarity.flatten(0, 1)
     value, most = (selection.facility_location(flat, p.flatten(0, 1), valid) for p in (picks, best))
@@ -147,7 +147,7 @@ def operands(
     windows = layout.make_windows(grid.height, grid.width, config.WindowKind.TILE, 8)
     windows, budget = windows.to(device), layout.make_budget(windows.counts, ratio).to(device)
     similarity = selection.cosine_similarity(windows.split(x))
-    picks = selection.select(similarity, windows, budget, config.SelectorKind.FACILITY_LOCATION)
+    picks = selection.select(similarity, windows, budget)
     copies = []
     for n in range(min(_REPLAYED, max(2, -(-_ROTATED // x.nbytes)))):
         # Other channels in each place: the same similarity, so the same plan.
@@ -160,9 +160,9 @@ def operands(
 
 def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
     """Every operation in every form that runs here. first: the operands whose results are judged."""
-    config, core = pack_module("toma_core.config"), pack_module("toma_core.merge")
+    core = pack_module("toma_core.merge")
     selection, cache = pack_module("toma_core.selection"), pack_module("toma_core.detail")
-    x, plan, kind = first.x, first.plan, config.SelectorKind.FACILITY_LOCATION
+    x, plan = first.x, first.plan
     exact = core.weigh(windows.split(x), plan.picks, windows, budget, SCALE, torch.float32)
     (batch, N, C), D, element = x.shape, plan.kept, x.element_size()
     W, S, K = len(windows.counts), windows.slots, budget.slots
@@ -183,7 +183,7 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
 
     made = [
         Job("selection", "PyTorch", lambda o: selection.select(
-            selection.cosine_similarity(windows.split(o.x)), windows, budget, kind), gram + greedy, tokens, judged),
+            selection.cosine_similarity(windows.split(o.x)), windows, budget), gram + greedy, tokens, judged),
         Job("selection", "window by window", lambda o: _window_by_window(o.x, windows, budget), gram + greedy, tokens),
         Job("weights", "PyTorch", lambda o: weigh(o).merge_weights, gram, tokens + 2 * weights, exact.merge_weights),
         Job("merge", "PyTorch", lambda o: core.merge(o.x, o.plan), product, tokens + reduced + weights, merged),

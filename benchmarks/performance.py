@@ -167,19 +167,15 @@ def editing() -> str:
 
 
 def videos() -> str:
-    """How cost grows with frames, and what is saved by a merged step of the presets, by fewer tokens that look at each
-    other alone, or by fewer keys and values alone."""
+    """How cost grows with frames, and what is saved by a merged step of the presets, or by fewer tokens that look at
+    each other alone."""
 
     def rows() -> Iterator[list[str]]:
         for width, height, frames in ((832, 480, 1), (832, 480, 5), (832, 480, 21), (1280, 720, 21)):
             shape = Shape("wan", height=height, width=width, frames=frames)
             base = count(shape)
             looking = [_looking(shape, ratio) for ratio in (0.5, 0.75)]
-            merged = [
-                count(shape, _toma(ratio=ratio, keys_only=keys, **_ALL), kernels=True)
-                for keys in (False, True)
-                for ratio in (0.5, 0.75)
-            ]
+            merged = [count(shape, _toma(ratio=ratio, **_ALL), kernels=True) for ratio in (0.5, 0.75)]
             yield [
                 f"{width} x {height} x {4 * frames - 3}",
                 f"{frames * (height // 16) * (width // 16)}",
@@ -189,7 +185,7 @@ def videos() -> str:
             ]
 
     head = ["Wan 14B", "tokens", "TFLOP", "in attention", "presets, 0.5", "0.75"]
-    head += ["fewer tokens, 0.5", "0.75", "keys only, 0.5", "0.75"]
+    head += ["fewer tokens, 0.5", "0.75"]
     return markdown(head, rows())
 
 

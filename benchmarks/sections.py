@@ -262,13 +262,12 @@ _FAR = 0.8
 
 
 def few_blocks(name: str, side: int, blocks: tuple[int, ...] = (), *, keys: bool = False, **shape: int) -> Run:
-    """Two or three full-width blocks on a CPU, or so many, none left whole. keys: also with fewer keys alone,
-    and a merged step of `balanced`, whose blocks look at all tokens, as they are and in four bits."""
+    """Two or three full-width blocks on a CPU, or so many, none left whole. keys: also with a merged
+    step of `balanced`, whose blocks look at all tokens, as they are and in four bits."""
 
     def section(suite: Suite) -> None:
         chosen, few = forward.toma_variants([RATIO], ["stack"], suite.more), blocks or WHOLE[name].few
         if keys:
-            chosen.append(suite.toma(f"keys only, ratio {RATIO:g}", keys_only=True))
             looking = variants.preset("balanced", ratio=RATIO, min_tokens=4)
             chosen += [looking, replace(looking, name=f"{looking.name}, keys in four bits", packs=True)]
         suite.few(suite.shape(name, side, **shape), few, chosen, limit=40, farthest=_FAR)

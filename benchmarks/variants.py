@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import bare
+from benchmarks.selectors import selected_by
 from scripts.comfy_pack import pack_module
 
 Patch = Callable[[Any], Any]
@@ -41,14 +42,12 @@ EVERY_STEP: dict[str, Any] = {
     "start_percent": 0.0,
     "end_percent": 1.0,
     "whole_every": 0,
-    "ratio_decay": 0.0,
-    "detail_reuse": False,
 }
 
 
-def toma(name: str, **settings: Any) -> Variant:
+def toma(name: str, *, selector: str = "", **settings: Any) -> Variant:
     """ToMA with these settings of `ToMAConfig`. Unless they say otherwise every step is merged, and all blocks but
-    those of Flux that the released method leaves whole."""
+    those of Flux that the released method leaves whole. selector: the rule of `selectors` that picks destinations."""
 
     def patch(model: Any) -> Any:
         hooks = pack_module("nodes.adapters.registry").require(model.get_model_object("diffusion_model"))
@@ -57,16 +56,16 @@ def toma(name: str, **settings: Any) -> Variant:
         config = pack_module("toma_core").ToMAConfig(**{**EVERY_STEP, **own, **settings})
         return pack_module("nodes.adapters.run").attach(model, config)
 
-    return Variant(f"ToMA {name}", patch)
+    return Variant(f"ToMA {name}", selected_by(patch, selector) if selector else patch)
 
 
-def preset(name: str, **settings: Any) -> Variant:
-    """ToMA with a preset, some settings replaced."""
+def preset(name: str, *, selector: str = "", **settings: Any) -> Variant:
+    """ToMA with a preset, some settings replaced. selector: see `toma`."""
 
     def patch(model: Any) -> Any:
         return pack_module("nodes.adapters.run").attach(model, pack_module("toma_core").Settings(name, settings))
 
-    return Variant(f"ToMA preset {name}", patch)
+    return Variant(f"ToMA preset {name}", selected_by(patch, selector) if selector else patch)
 
 
 def chain(*patches: Patch) -> Patch:

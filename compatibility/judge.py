@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.selectors import selected_by
 from scripts.comfy_pack import pack_module
 
 from .kit import PRESET, Kit
@@ -159,11 +160,16 @@ class Trial:
             raise AssertionError(": ".join(filter(None, (self.graph.name, otherwise))))
 
 
-def attach(model: Any, **settings: Any) -> Any:
-    """ToMA on a model, on every grid and in every block unless told otherwise."""
+def attach(model: Any, *, selector: str = "", **settings: Any) -> Any:
+    """ToMA on a model, on every grid and in every block unless told otherwise. selector: the rule of
+    `benchmarks.selectors` that picks destinations."""
     core, chosen = pack_module("toma_core"), {**EVERYTHING, **settings}
     made = core.Settings(PRESET, chosen) if PRESET else core.ToMAConfig(**chosen)
-    return pack_module("nodes.adapters.run").attach(model, made)
+
+    def patch(model: Any) -> Any:
+        return pack_module("nodes.adapters.run").attach(model, made)
+
+    return (selected_by(patch, selector) if selector else patch)(model)
 
 
 def stats_of(model: Any) -> Any:

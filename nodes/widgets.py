@@ -15,21 +15,17 @@ from ..toma_core.presets import PRESETS
 CATEGORY = "model/patch/ToMA"
 SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "speed up", "faster"]
 
-# What most people may want to touch, in this order; the rest is folded away behind the node's advanced toggle. Last of
-# all what is there for comparison, and switches.
-_FRONT = ("whole_last", "whole_every", "end_percent", "detail_reuse")
-_LAST = ("selector", "share", "random_seed", "self_attention", "cross_attention", "feed_forward")
+# What most people may want to touch, in this order; the rest is folded away behind the node's advanced toggle.
+_FRONT = ("whole_last", "whole_every", "end_percent")
 _LABELS = {
     "whole_last": "keep last stacks (UNet)",
     "whole_every": "full step every",
     "whole_first": "keep first blocks",
     "all_keys": "look at all tokens",
-    "levels": "UNet levels",
     "select_every": "pick tokens every",
     "weigh_every": "weigh tokens every",
     "window_kind": "window shape",
     "plan_from": "compare tokens by",
-    "share": "share picked tokens per",
     "scale": "sharpness",
 }
 # The values that leave a field to the preset: of lists and switches, and of numbers, none of which may be negative.
@@ -72,8 +68,7 @@ def profile(tooltip: str = "") -> Any:
 
 def overrides() -> list[Any]:
     """A widget for every other field of `ToMAConfig`; each leaves it to the preset unless something is set."""
-    between = [name for name in _fields() if name not in (*_FRONT, *_LAST)]
-    return [_override(name) for name in (*_FRONT, *between, *_LAST)]
+    return [_override(name) for name in dict.fromkeys((*_FRONT, *_fields()))]
 
 
 def overridden(values: Mapping[str, Any]) -> dict[str, Any]:

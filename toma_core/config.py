@@ -30,37 +30,11 @@ class WindowKind(str, Enum):
     GLOBAL = "global"
 
 
-class SelectorKind(str, Enum):
-    """Which rule picks the destination tokens."""
-
-    FACILITY_LOCATION = "facility location"
-    FARTHEST_POINT = "farthest point"
-    GRID = "grid"
-    RANDOM = "random"
-    TOME = "tome"
-
-
-class Share(str, Enum):
-    """Which blocks use one plan (destinations and weights) within a step."""
-
-    BLOCK = "block"
-    STACK = "stack"
-    LEVEL = "level"
-
-
 class PlanFrom(str, Enum):
     """What tokens are compared by, when destinations are selected and weighed."""
 
     TOKENS = "tokens"
     PREDICTION = "prediction"
-
-
-class Levels(str, Enum):
-    """Which resolutions of a UNet are merged. Flux has one resolution and ignores this."""
-
-    ALL = "all"
-    FINEST = "finest"
-    COARSER = "coarser"
 
 
 @dataclass(frozen=True)
@@ -77,12 +51,6 @@ class ToMAConfig:
         "hardly softer on SDXL, visibly on Flux and other transformers. 0 switches ToMA off.",
         (0.0, 0.95, 0.05),
     )
-    ratio_decay: float = option(
-        0.0,
-        "How much of the ratio is given back by the last merged step: 0 nothing, 1 all of it. Try 0.5 when fine "
-        "detail suffers. The late steps get slower.",
-        (0.0, 1.0, 0.05),
-    )
     min_tokens: int = option(
         0,
         "Token grids with fewer tokens than this stay unmerged, because merging them would cost more than it "
@@ -94,24 +62,6 @@ class ToMAConfig:
         Granularity.STACK,
         "How long tokens stay merged. 'module': around each attention and feed-forward layer, as in the paper. "
         "'block': around each transformer block. 'stack': around each chain of transformer blocks, the fastest.",
-    )
-    self_attention: bool = option(
-        True,
-        "Merge around self-attention. Only with granularity 'module'.",
-    )
-    cross_attention: bool = option(
-        True,
-        "Merge around cross-attention (UNet). Only with granularity 'module'.",
-    )
-    feed_forward: bool = option(
-        True,
-        "Merge around the feed-forward layers (in Flux: the image MLPs of the double blocks). Only with "
-        "granularity 'module'. Off costs about half of the speed gain.",
-    )
-    levels: Levels = option(
-        Levels.ALL,
-        "Which resolutions of a UNet are merged: all, only the finest, or only the coarser ones. Most of SDXL's "
-        "blocks are at the coarser one.",
     )
     whole_first: float = option(
         0.0,
@@ -146,15 +96,15 @@ class ToMAConfig:
     whole_every: int = option(
         0,
         "Every so many steps one runs in full, on all tokens: the first, and the last too. In Flux and other "
-        "transformers 4 in 'balanced' and 2 in 'quality': with detail reuse that is much closer to the original. 0: no "
-        "step; else 2 or more.",
+        "transformers 4 in 'balanced' and 2 in 'quality'. Merged steps start from what blocks added in the full step, "
+        "which is much closer to the original, for some memory. 0: no step; else 2 or more.",
         (0, 1000, 1),
     )
     select_every: int = option(
         10,
         "Every so many steps it is decided anew which tokens stay. 10 in the paper; 3 is closer to the original. "
-        "With detail reuse: as often as a step runs in full; where merged blocks look at all tokens: every step. Lower "
-        "costs a little time.",
+        "With full steps: as often as they come; where merged blocks look at all tokens: every step. Lower costs a "
+        "little time.",
         (1, 1000, 1),
     )
     weigh_every: int = option(
@@ -162,11 +112,6 @@ class ToMAConfig:
         "Every so many steps it is computed anew how much each token counts where it is merged; 5 in the paper. "
         "Cheaper than deciding which stay.",
         (1, 1000, 1),
-    )
-    selector: SelectorKind = option(
-        SelectorKind.FACILITY_LOCATION,
-        "How the tokens that stay are picked. 'facility location' is the method of the paper; 'farthest point' is "
-        "close to it; 'grid', 'random' and 'tome' are there for comparison.",
     )
     window_kind: WindowKind = option(
         WindowKind.TILE,
@@ -179,16 +124,6 @@ class ToMAConfig:
         "and 4 in Flux and other transformers. 16 takes four times as long to pick.",
         (2, 64, 1),
     )
-    shift_windows: bool = option(
-        False,
-        "Move the windows by half a side each second time that tokens are picked, so that their borders do not "
-        "stay in one place. Closer to the original.",
-    )
-    adaptive_budget: bool = option(
-        False,
-        "Plain parts of a picture keep fewer tokens and detailed parts more, up to twice their share. Closer to "
-        "the original at the same ratio. Only with the selectors 'facility location' and 'farthest point'.",
-    )
     scale: float = option(
         300.0,
         "Sharpness of the merge weights. High: each token goes into its nearest one only. Low: it is spread over "
@@ -198,36 +133,14 @@ class ToMAConfig:
     plan_from: PlanFrom = option(
         PlanFrom.TOKENS,
         "What tokens are compared by. 'tokens': by themselves, as in the paper. 'prediction': by the picture that "
-        "the previous step predicted. That is much closer to the original in few steps; the first step then runs "
-        "in full.",
-    )
-    keys_only: bool = option(
-        False,
-        "Merge only what self-attention looks at, its keys and values: every token is still computed, so less is lost "
-        "and less gained. For many tokens, as of videos. ERNIE-Image stays unmerged.",
-    )
-    share: Share = option(
-        Share.STACK,
-        "Which blocks share the picked tokens within a step: each 'block' has its own, or one set per 'stack', or "
-        "one per 'level' (resolution). In Flux the last two are one set per kind of block. Wider sharing saves "
-        "time.",
-    )
-    random_seed: int = option(
-        0,
-        "Seed of the selector 'random'. Other selectors do not use it.",
-        (0, 2**32 - 1, 1),
-    )
-    detail_reuse: bool = option(
-        False,
-        "Full steps remember what each stack or block adds, and merged steps start from that. Much closer to the "
-        "original at the same speed, for some memory: one activation per stack or block. Does nothing where no "
-        "step runs in full, or with granularity 'module'.",
+        "the previous step predicted, and busy parts of it keep more of them. That is much closer to the original in "
+        "few steps; the first step then runs in full.",
     )
     all_keys: bool = option(
         False,
         "Merged blocks still look at all tokens of the picture. Much closer to the original, for memory: 2.9 GB in "
-        "Flux.1 at 1024 x 1024, 7.9 GB in Wan 14B at 832 x 480 x 81, twice that with cfg above 1. Only with full steps "
-        "and detail reuse. Does nothing in UNets and in ERNIE-Image.",
+        "Flux.1 at 1024 x 1024, 7.9 GB in Wan 14B at 832 x 480 x 81, twice that with cfg above 1. Only with full "
+        "steps. Does nothing in UNets, in ERNIE-Image and with granularity 'module'.",
     )
 
     def __post_init__(self) -> None:
@@ -244,6 +157,21 @@ class ToMAConfig:
                 "ToMA: whole_every is 1, so every step would run in full. Allowed: 0 (never) or 2 and more; to switch "
                 "ToMA off, set ratio to 0."
             )
+
+    @property
+    def reuses_detail(self) -> bool:
+        """Whether full steps keep what blocks add. Not around modules: that would be three activations a block."""
+        return self.whole_every > 0 and self.granularity is not Granularity.MODULE
+
+    @property
+    def moves_windows(self) -> bool:
+        """Whether every second selection is in windows that lie half a window further. Not as in the paper."""
+        return self.granularity is not Granularity.MODULE
+
+    @property
+    def moves_budget(self) -> bool:
+        """Whether windows with more in them keep more tokens: it takes a picture to tell."""
+        return self.plan_from is PlanFrom.PREDICTION
 
     @property
     def off(self) -> bool:

@@ -69,7 +69,7 @@ class Evaluation:
         """The part in the reuse of detail of the block that is given x of (B, N, C); None if there is none, or if
         nothing was kept of it that fits. Blocks have different names. packs: see `Detail`."""
         decision, run = self.decision, self.run
-        if not run.schedule.reuses_detail or decision.plain:
+        if not run.config.reuses_detail or decision.plain:
             return None
         keys = tuple((block, part) for part in self.parts)
         if decision.keeps_detail:

@@ -7,27 +7,20 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from .config import Granularity, Share, ToMAConfig
+from .config import Granularity, ToMAConfig
 from .fields import ConfigError, shown
 
 # Preset -> fields.
 Fields = Mapping[str, Mapping[str, Any]]
 
 
-def _close(every: int) -> Mapping[str, Any]:
-    """What stays close to the unmerged picture beside what is left whole: plans are made once for each resolution and
-    live `every` steps, each in windows that lie elsewhere than those before."""
-    plans = {"share": Share.LEVEL, "select_every": every, "weigh_every": every, "shift_windows": True}
-    return {"detail_reuse": True, **plans}
-
-
 # What presets have in common whatever the model; which blocks and steps they leave whole is for its family to say.
 # Nodes begin with the first. `faithful` follows the paper and its released code to the letter; the others are what
 # docs/fidelity.md found worth its time. `ratio` is the user's own choice and in no preset; it is also how to be faster.
 PRESETS: Fields = {
-    "balanced": _close(3),
-    "quality": _close(2),
-    "faithful": {"granularity": Granularity.MODULE, "scale": 1000.0, "share": Share.LEVEL},
+    "balanced": {"select_every": 3, "weigh_every": 3},
+    "quality": {"select_every": 2, "weigh_every": 2},
+    "faithful": {"granularity": Granularity.MODULE, "scale": 1000.0},
 }
 
 

@@ -11,12 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from .config import Granularity, PlanFrom, ToMAConfig
-
-# Ratios that change from step to step are rounded to this grid, never above the one asked for: each new ratio needs
-# a new plan.
-RATIO_GRID = 32
-
+from .config import PlanFrom, ToMAConfig
 
 # From high noise to low: (noise level, ratio of every block at levels above it); the last holds for all below too.
 Bands = tuple[tuple[float, Mapping[str, float]], ...]
@@ -33,8 +28,7 @@ class Decision:
     selection, weighing: generation numbers; a plan made in another generation is too old for that part.
     keeps_detail: this evaluation runs whole too, but blocks keep what merging at `ratio` would lose.
     plain: merged without what was kept. ratios: of every block, where they differ; blocks that are not named run whole,
-    and `ratio` is the largest. told: the same before `ratio_decay`. borders: blocks with which a chain begins, whatever
-    the one before does.
+    and `ratio` is the largest. borders: blocks with which a chain begins, whatever the one before does.
     """
 
     step: int
@@ -44,7 +38,6 @@ class Decision:
     keeps_detail: bool = False
     plain: bool = False
     ratios: Mapping[str, float] | None = None
-    told: Mapping[str, float] | None = None
     borders: frozenset[str] = frozenset()
 
     def ratio_of(self, block: str) -> float:
@@ -56,9 +49,8 @@ class Decision:
         return self if self.ratios is None else replace(self, ratio=self.ratio_of(block))
 
     def joins(self, before: str, block: str) -> bool:
-        """Whether tokens may stay merged from one block to the next. As told: chains are the same in all steps, so that
-        what one kept is there for the next."""
-        same = self.told is None or self.told.get(before) == self.told.get(block)
+        """Whether tokens may stay merged from one block to the next."""
+        same = self.ratios is None or self.ratios.get(before) == self.ratios.get(block)
         return same and block not in self.borders
 
     @property
@@ -120,14 +112,6 @@ class Schedule:
         where blocks look at all tokens it is nearer so than three steps are (docs/fidelity-trials.md)."""
         return self.goes_on and len(self.sigmas) == 2 and self.config.whole_every > 2 and self.config.all_keys
 
-    @property
-    def reuses_detail(self) -> bool:
-        """Whether whole steps keep detail. Not around modules: that would be three activations for every block. Nor of
-        keys alone, which nothing is restored from."""
-        config = self.config
-        wanted = config.detail_reuse and config.granularity is not Granularity.MODULE and not config.keys_only
-        return wanted and self.config.whole_every > 0
-
     @cached_property
     def kinds(self) -> tuple[Decision, ...]:
         """A decision for each ratio, and for even and odd selections, that its merged steps will have."""
@@ -171,25 +155,14 @@ class Schedule:
     def decide(self, sigma: float, step: int | None = None) -> Decision:
         """What to do at this noise level. step: the one it belongs to, where that is known."""
         config, step = self.config, self.step_at(sigma) if step is None else step
-        first, last = self.span
-        age = max(0, step - first)
+        age = max(0, step - self.span[0])
         # Without a schedule no step is known. The first step decides the composition, and what the very last one leaves
         # behind, seams and blur, no later one can mend: both are whole.
         counted = bool(config.whole_every and self.sigmas)
         whole = counted and age % config.whole_every == 0
         final = counted and self.finishes and step == len(self.sigmas) - 1 and not self._last_of_two
-        merges = self.in_range(sigma) and not final and (self.reuses_detail or not whole)
-        ratios = told = self.ratios_at(sigma, step) if merges else None
+        merges = self.in_range(sigma) and not final and (config.reuses_detail or not whole)
+        ratios = self.ratios_at(sigma, step) if merges else None
         ratio = max(ratios.values(), default=0.0) if ratios is not None else config.ratio if merges else 0.0
-        if ratio and config.ratio_decay:
-            kept = 1 - config.ratio_decay * (min(1.0, age / (last - first)) if last > first else 0.0)
-            ratio = _reduced(ratio, kept)
-            ratios = None if ratios is None else {block: _reduced(each, kept) for block, each in ratios.items()}
         generations = age // config.select_every, age // config.weigh_every
-        return Decision(
-            step, ratio, *generations, whole and ratio > 0.0, ratios=ratios, told=told, borders=self.borders
-        )
-
-
-def _reduced(ratio: float, kept: float) -> float:
-    return min(ratio, round(ratio * kept * RATIO_GRID) / RATIO_GRID)
+        return Decision(step, ratio, *generations, whole and ratio > 0.0, ratios=ratios, borders=self.borders)

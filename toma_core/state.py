@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .config import PlanFrom, SelectorKind, ToMAConfig
+from .config import PlanFrom, ToMAConfig
 from .detail import Details
 from .maps import draw_map
 from .merge import MergePlan, stacked, weigh
 from .pieces import Piece
 from .prediction import picture_tokens
 from .schedule import LASTING, Decision, Schedule
-from .selection import SEARCHES, SEES_NOTHING, cosine_similarity, in_parts, select
+from .selection import cosine_similarity, in_parts, select, select_at_random
 from .stats import RunStats
 from .trial import Choice, Dispatch, Uses
 from .windows import Budget, Grid, Windows, make_budget, make_windows
@@ -73,7 +73,7 @@ class RunState:
     served: bool = False
 
     def __post_init__(self) -> None:
-        self.all_keys = self.config.all_keys and self.schedule.reuses_detail
+        self.all_keys = self.config.all_keys and self.config.reuses_detail
         self.details.pack, self.details.unpack = self.dispatch.pack, self.dispatch.unpack
 
     @property
@@ -93,7 +93,7 @@ class RunState:
         if self.unplanned:
             self.details.clear()
             return replace(decision, ratio=0.0, keeps_detail=False)
-        reuses = self.schedule.reuses_detail and decision.ratio
+        reuses = self.config.reuses_detail and decision.ratio
         return self.details.settle(decision, conditions, again) if reuses else decision
 
     def begins(self) -> None:
@@ -128,8 +128,8 @@ class RunState:
         scope: which blocks share a plan. copies: for each of the equal chunks of the batch, a key for what part of
         the latent it shows. Chunks with one key (as cond and uncond have) hold the same images under different
         conditioning: they share one plan, made from the first of them, in this call and in later ones.
-        blind: why destinations must not depend on x, if they must not: then they lie at random, by the seed of the
-        settings, and only weights are made from x. piece: what the call shows, if no key tells; a plan of it is not for
+        blind: why destinations must not depend on x, if they must not: then they lie at random, and only weights are
+        made from x. piece: what the call shows, if no key tells; a plan of it is not for
         other calls but those of its evaluation. pictures: for each of the chunks (b, C', ..., H', W'), what plans are
         made from in place of x; all blocks share them then.
         """
@@ -234,31 +234,28 @@ class RunState:
         even: bool = False,
     ) -> MergePlan:
         """even: each window has the same share of destinations, whatever the settings say."""
-        config, kind = self.config, self.config.selector
-        if blind and kind not in SEES_NOTHING:
-            kind = SelectorKind.RANDOM
+        config = self.config
+        if blind:
             self.stats.chosen_blindly(blind)
-        even = even or not config.adaptive_budget or kind not in SEARCHES
+        even = even or bool(blind) or not config.moves_budget
         windows, budget = self._laid_out(features, grid, decision, even)
         choice = self._choose(x, features, windows, budget, even)
         self.stats.computed_by(str(choice))
         kernels = choice.kernels
-        if kernels is not None and kind is SelectorKind.FACILITY_LOCATION:
+        if kernels is not None and not blind:
             return MergePlan(windows, budget, *kernels.select_weigh(features, windows, budget, config.scale), kernels)
         tokens = windows.split(features)
-        similarity = in_parts(cosine_similarity, tokens)
-        picks = select(similarity, windows, budget, kind, config.random_seed + decision.selection)
+        if blind:
+            picks = select_at_random(len(x), windows, budget, decision.selection)
+        else:
+            picks = select(in_parts(cosine_similarity, tokens), windows, budget)
         plan = weigh(tokens, picks, windows, budget, config.scale, x.dtype)
         return replace(plan, kernels=kernels)
 
     def _choose(self, x: Tensor, features: Tensor, windows: Windows, budget: Budget, even: bool) -> Choice:
         """Which kernels compute a plan. Those of all steps are made and tried at the first: none later, in a run."""
         config, dispatch = self.config, self.dispatch
-        uses = Uses(
-            config.selector is SelectorKind.FACILITY_LOCATION,
-            config.weigh_every % config.select_every != 0,
-            self.schedule.reuses_detail,
-        )
+        uses = Uses(config.weigh_every % config.select_every != 0, config.reuses_detail)
         choice = dispatch.pick(x, windows, budget, features, uses)
         grid = windows.grid
         place = (grid, even, x.shape[2], features.shape[2], x.dtype, x.device)
@@ -282,7 +279,7 @@ class RunState:
 
     def _layout(self, grid: Grid, decision: Decision, device: torch.device) -> tuple[Windows, Budget]:
         config = self.config
-        shifted = config.shift_windows and decision.selection % 2 == 1
+        shifted = config.moves_windows and decision.selection % 2 == 1
         key = (grid, decision.ratio, shifted, device)
         if key not in self._layouts:
             *frames, height, width = grid

@@ -110,7 +110,7 @@ class RunStats:
         line = f"On: {self._at_most(_share(share))} of the tokens merged, {blocks}, {steps}"
         speedup = self.speedup()
         line = line if speedup is None else f"{line}, {speedup:.2f}x as fast"
-        wanted = "whole_", "levels", PROFILED
+        wanted = "whole_", PROFILED
         hindered = [why for why in self._reasons() if self.left_whole and not why.startswith(wanted)]
         small = 2 * len(self.merged_blocks) < len(self.blocks)
         return f"{line}. The other blocks: {hindered[0]}" if small and hindered else line

@@ -13,7 +13,7 @@ from .budget import MovedBudget, dealt, most_slots, moved, spread
 from .detail import reuse
 from .kernels import Kernels
 from .kernels.sizes import padded, variant
-from .merge import MergePlan, merge, unmerge_update, weigh
+from .merge import MergePlan, merge, unmerge_update
 from .packed import Packed, group_of, pack
 from .windows import Budget, Windows
 
@@ -36,9 +36,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Uses:
-    """What a run does with kernels beside merging: greedy search, weights of given picks, detail reuse."""
+    """What a run does with kernels beside selecting and merging: weights of given picks, detail reuse."""
 
-    select: bool = True
     weigh: bool = False
     reuse: bool = False
 
@@ -223,10 +222,7 @@ def _results(
     used = budget.valid if budget.valid is not None else x.new_ones(count, budget.slots, dtype=torch.bool)
     # The first slots of each window, where nothing is searched.
     picks = (torch.arange(budget.slots, device=x.device) * used).expand(images, -1, -1)
-    plain = weigh(windows.split(x), picks, windows, budget, 1.0, x.dtype)
-    plans = [] if uses.select or uses.weigh else [plain]
-    if uses.select:
-        plans.append(MergePlan(windows, budget, *kernels.select_weigh(features, windows, budget, 1.0)))
+    plans = [MergePlan(windows, budget, *kernels.select_weigh(features, windows, budget, 1.0))]
     if uses.weigh:
         plans.append(MergePlan(windows, budget, picks, *kernels.weigh(x, picks, windows, budget, 1.0)))
     for plan in plans:

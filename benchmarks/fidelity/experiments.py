@@ -140,21 +140,6 @@ def refreshed(patch: Patch, early: tuple[int, int], late: tuple[int, int]) -> Pa
     return during(patch, lambda: pack_module("nodes.adapters.sampling"), values)
 
 
-def whole_last(patch: Patch) -> Patch:
-    """The last of every `whole_every` steps runs whole, not the first."""
-
-    def values(run: Any) -> dict[str, Any]:
-        class Schedule(run.Schedule):  # type: ignore[name-defined, misc]
-            def decide(self, sigma: float, step: int | None = None) -> Any:
-                own = super().decide(sigma, step)
-                whole = (own.step + 1) % self.config.whole_every == 0 or not self.in_range(sigma)
-                return dataclasses.replace(own, ratio=0.0 if whole else self.config.ratio)
-
-        return {"Schedule": Schedule}
-
-    return during(patch, lambda: pack_module("nodes.adapters.sampling"), values)
-
-
 def control_variate(ratio: float, every: int, attach: Callable[..., Patch]) -> Patch:
     """Output = last whole output + (merged output now - merged output at that whole step), on the velocity.
 

@@ -33,9 +33,16 @@ def error(merged: Tensor, whole: Tensor, x: Tensor) -> Tensor:
     return (merged - whole).flatten(1).norm(dim=1) / (x - whole).flatten(1).norm(dim=1)
 
 
+def plan_apart(hooks: Any) -> None:
+    """From here on every block of a model has plans of its own, under its name."""
+    for _, hook in hooks.places():
+        if hasattr(hook, "scope"):
+            hook.scope = hook.name
+
+
 def name_of(scope: Hashable) -> str:
-    """The name of a site from the scope under which the pack plans for it: "double.1", "output.5"."""
-    return scope if isinstance(scope, str) else ".".join(str(part) for part in scope[0])  # type: ignore[index]
+    """The name of a site from the scope under which it is planned for: "double.1", "output.5" for a stack."""
+    return ".".join(str(scope).split(".")[:2])
 
 
 @dataclass
@@ -57,8 +64,9 @@ class Probe:
         self.model = model
         self.hooks = pack_module("nodes.adapters.registry").find(model.get_model_object("diffusion_model"))
         self.family = sys.modules[type(self.hooks).__module__]
+        plan_apart(self.hooks)
         block = self.family.NAME.startswith("Flux")
-        settings = {**EVERY_STEP, **TINY, "share": "block", "ratio": ratio}
+        settings = {**EVERY_STEP, **TINY, "ratio": ratio}
         settings["granularity"] = "block" if block else "stack"
         config = pack_module("toma_core.config").ToMAConfig(**settings)
         self.schedule = pack_module("toma_core.schedule").Schedule(config)

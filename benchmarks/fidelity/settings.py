@@ -59,9 +59,9 @@ def hyper_tile(tile: int) -> Patch:
 
 
 def reuse(ratio: float, every: int, **settings: Any) -> Patch:
-    """ToMA with detail reuse as the presets have it on Flux; every so many steps one runs whole."""
-    plans = {"select_every": every, "weigh_every": every, "shift_windows": True}
-    return toma(**{"ratio": ratio, "detail_reuse": True, "whole_every": every, **plans, **settings})
+    """ToMA as the presets have it on Flux; every so many steps one runs in full, and what it adds is kept."""
+    plans = {"select_every": every, "weigh_every": every}
+    return toma(**{"ratio": ratio, "whole_every": every, **plans, **settings})
 
 
 def averaging(mean: float, steps: int, scheduler: str, **settings: Any) -> Patch:
@@ -109,7 +109,6 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
 
     add(2, "every step", {f"{r:g}": toma(ratio=r) for r in (0.25, 0.75)})
     add(2, "reuse", {f"{r:g} every {n}": reuse(r, n) for r, n in ((0.9, 3), (0.5, 2), (0.75, 2))})
-    add(2, "whole steps", {f"{r:g} every {n}": toma(ratio=r, whole_every=n) for r, n in ((0.5, 3), (0.75, 3))})
     add(2, "variate", {f"{r:g} every {n}": experiments.control_variate(r, n, toma) for r, n in ((0.5, 3), (0.75, 3))})
     for name, when in _ALL_ALONG.items():
         add(2, "mean 0.5", {name: averaging(0.5, steps, scheduler, **when)})
@@ -137,12 +136,9 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     for w in (4, 16):
         add(3, "window", {f"{w}": toma(window_size=w)}, window=w)
     add(3, "window", {"stripe": toma(window_kind="stripe")})
-    refreshed = {"select_every": 2, "weigh_every": 2}
-    add(3, "window", {"moved": toma(shift_windows=True, **refreshed), "not moved": toma(**refreshed)})
     add(3, "scale", {f"{s}": toma(scale=s) for s in (30, 100, 1000)})
     add(3, "cosine", {"centred": experiments.centred(toma())})
     add(3, "unmerge", {"pseudo-inverse": experiments.pseudo_inverse(toma())})
-    add(3, "share", {s: toma(share=s) for s in (("block", "level") if unet else ("block",))})
     add(3, "refresh", {f"{s}/{w}": toma(select_every=s, weigh_every=w) for s, w in ((1, 1), (5, 1), (5, 5), (20, 20))})
     add(3, "refresh", {"1/1 early": experiments.refreshed(toma(), (1, 1), (10, 5))})
     add(3, "refresh", {"1/1 late": experiments.refreshed(toma(), (10, 5), (1, 1))})
@@ -151,22 +147,13 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
         other = ((0.5, 2), (0.75, 3), (0.5, 5), (0.75, 5))
         add(3, "reuse", {f"{r:g} every {n}, last 2 whole": reuse(r, n, whole_last=2) for r, n in other})
         add(3, "whole last", {f"{n}": toma(whole_last=n) for n in (1, 2, 3)})
-        add(3, "levels", {name: toma(levels=name) for name in ("finest", "coarser")})
-        parts = {"self-attention": {"cross_attention": False, "feed_forward": False}}
-        parts |= {"self- and cross-attention": {"feed_forward": False}}
     else:
         add(3, "whole first", {f"{n}": toma(whole_first=n) for n in (0, 2)})
-        parts = {"self-attention": {"feed_forward": False}}
-    add(3, "modules", {name: toma(granularity="module", **which) for name, which in parts.items()})
     add(3, "end", {f"{e:g}": toma(end_percent=e) for e in (0.7, 0.9)})
     add(3, "start", {f"{s:g}": toma(start_percent=s) for s in (0.1, 0.3)})
-    add(3, "whole steps", {"0.5 every 2": toma(whole_every=2), "0.5 every 5": toma(whole_every=5)})
-    add(3, "whole steps", {"0.5 every 3, the last of them": experiments.whole_last(toma(whole_every=3))})
     add(3, "reuse", {"0.75 every 4": reuse(0.75, 4), "0.75 every 10": reuse(0.75, 10)})
     seldom = {"select_every": 10, "weigh_every": 5}
-    add(3, "reuse", {"0.5 every 3, plans of the paper": reuse(0.5, 3, **seldom, shift_windows=False)})
-    add(3, "reuse", {"0.5 every 3, not moved": reuse(0.5, 3, shift_windows=False)})
-    add(3, "reuse", {"0.5 every 3, one plan a level": reuse(0.5, 3, share="level")})
+    add(3, "reuse", {"0.5 every 3, plans of the paper": reuse(0.5, 3, **seldom)})
     add(3, "reuse", {"0.75 every 3, end 0.9": reuse(0.75, 3, end_percent=0.9)})
     add(3, "reuse", {"0.75 every 3, random": reuse(0.75, 3, selector="random")})
     add(3, "reuse", {f"{r:g} every 3, block": reuse(r, 3, granularity="block") for r in (0.5, 0.75)})
@@ -179,8 +166,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(3, "plan from", {"prediction, window 4": toma(**_PREDICTED, window_size=4)}, window=4)
     add(3, "plan from", {"prediction, destinations themselves": experiments.picked(toma(**_PREDICTED))})
     add(3, "plan from", {"prediction, means as long as tokens": experiments.norm_kept(toma(**_PREDICTED))})
-    for name, which in _IN_BALANCED.items():
-        add(3, "preset", {f"balanced, plan from {name}": preset("balanced", **_PREDICTED, **which)})
+    add(3, "preset", {"balanced, plan from prediction": preset("balanced", **_PREDICTED)})
 
     add(4, "selector", {f"{s} at 0.75": toma(selector=s, ratio=0.75) for s in ("tome", "random", "grid")})
     add(4, "variate", {"0.75 every 5": experiments.control_variate(0.75, 5, toma)})
@@ -191,7 +177,6 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
 
 # Ways to spend a mean ratio of 0.5 over the steps.
 _ALL_ALONG: dict[str, dict[str, Any]] = {
-    "falling": {"ratio_decay": 2 / 3},
     "first 70 %": {"end_percent": 0.7},
     "first 85 %": {"end_percent": 0.85},
     "last 70 %": {"start_percent": 0.3},
@@ -200,16 +185,4 @@ _ALL_ALONG: dict[str, dict[str, Any]] = {
 # Plans made anew at every step, as the picture is predicted anew.
 _AT_EVERY_STEP: dict[str, Any] = {"select_every": 1, "weigh_every": 1}
 _PREDICTED: dict[str, Any] = {"plan_from": "prediction", **_AT_EVERY_STEP}
-_PREDICTIONS: dict[str, dict[str, Any]] = {
-    "prediction": {},
-    "prediction, adaptive budget": {"adaptive_budget": True},
-    "prediction, scale 1000": {"scale": 1000},
-    "prediction, adaptive budget, scale 1000": {"adaptive_budget": True, "scale": 1000},
-}
-# The preset moves its windows unless told not to.
-_IN_BALANCED: dict[str, dict[str, Any]] = {
-    "prediction": {},
-    "prediction, not moved": {"shift_windows": False},
-    "prediction, adaptive budget": {"adaptive_budget": True},
-    "prediction, adaptive budget, not moved": {"adaptive_budget": True, "shift_windows": False},
-}
+_PREDICTIONS: dict[str, dict[str, Any]] = {"prediction": {}, "prediction, scale 1000": {"scale": 1000}}

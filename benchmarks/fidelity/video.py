@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks import variants
 from benchmarks.variants import Patch
 
-from . import experiments, keys
+from . import experiments
 from .start import command, start
 from .step import SCENES
 
@@ -31,7 +31,6 @@ WINDOW = 8
 # Plans of every step, from what the step before predicted.
 PREDICTED: dict[str, Any] = {
     "plan_from": "prediction",
-    "adaptive_budget": True,
     "select_every": 1,
     "weigh_every": 1,
 }
@@ -70,30 +69,8 @@ def settings() -> dict[str, Setting]:
     found["every step: 0.5, prediction"] = Setting(every(**PREDICTED))
     found["every step: 0.5, windows over frames"] = Setting(experiments.over_frames(every()))
     found["every step: 0.5, prediction, windows over frames"] = Setting(experiments.over_frames(every(**PREDICTED)))
-    found |= {f"keys only: {r:g}": Setting(every(ratio=r, keys_only=True)) for r in (0.5, 0.75)}
-    found["keys only: 0.5, prediction"] = Setting(every(keys_only=True, **PREDICTED))
     found["rival: EasyCache 0.2"] = Setting(variants.step_cache("EasyCache", 0.2).patch)
     found |= {f"rival: {share:g} of the steps": Setting(lambda model: model, share) for share in (0.75, 0.5)}
-    return found
-
-
-def ideas() -> dict[str, Setting]:
-    """Other ways to look at fewer keys, beside the setting's own: name -> setting."""
-    found = {}
-    for ratio in (0.5, 0.75):
-        patch, name = variants.toma("", min_tokens=16, ratio=ratio, keys_only=True).patch, f"keys only: {ratio:g}"
-        found[name] = Setting(patch)
-        found[f"{name}, log of the size"] = Setting(keys.sized(patch))
-        found[f"{name}, means"] = Setting(keys.means(patch))
-        found[f"{name}, means, log of the size"] = Setting(keys.sized(keys.means(patch)))
-        found[f"{name}, means, half of the log"] = Setting(keys.sized(keys.means(patch), 0.5))
-        found[f"{name}, means before norm and rotation"] = Setting(keys.before_rotation(patch))
-    predicted = variants.toma("", min_tokens=16, keys_only=True, **PREDICTED).patch
-    found["keys only: 0.5, prediction"] = Setting(predicted)
-    drawn = variants.toma("", min_tokens=16, keys_only=True, selector="random").patch
-    found["keys only: 0.5, at random"] = Setting(drawn)
-    found["keys only: 0.5, one column in two"] = Setting(keys.strided(patch, rows=1))
-    found["keys only: 0.75, one row and column in two (ToDo)"] = Setting(keys.strided(patch))
     return found
 
 
@@ -182,9 +159,6 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--told", type=int, help="how many steps the model is told, 0 for one that was not taught few")
     parser.add_argument("--scenes", choices=list(SCENES), default="choose")
     parser.add_argument("--clips", type=int, default=8)
-    parser.add_argument(
-        "--ideas", action="store_true", help="other ways to look at fewer keys, in place of the settings"
-    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fidelity"))
     args = parser.parse_args(given)
     start(args)
@@ -197,15 +171,14 @@ def main(given: list[str] | None = None) -> None:
     seeds = [SCENES[args.scenes] + index for index in range(args.clips)]
     clips = [clip_from_seed(FIRST_TEST_SEED + seed) for seed in seeds]
     conditions = {name: str(getattr(args, name)) for name in ("weights", "steps", "cfg", "told", "scenes", "clips")}
-    kind = "-ideas" if args.ideas else ""
-    file = args.out / f"{args.weights.stem}-{args.steps}steps-{args.scenes}{kind}.json"
+    file = args.out / f"{args.weights.stem}-{args.steps}steps-{args.scenes}.json"
     before = json.loads(file.read_text()) if file.exists() else {}
     rows = measured(
         lambda model, steps, runs=1: draw_clips(model, clips, seeds, steps, args.cfg, told, runs=runs),
         load_wan(str(args.weights)),
         clips,
         args.steps,
-        ideas() if args.ideas else settings(),
+        settings(),
         before["rows"] if before.get("conditions") == conditions else {},
     )
     print(table(rows))

@@ -175,7 +175,7 @@ def multigpu(kit: Kit) -> Iterator[Graph]:
             assert [*found] and {*found} == {*devices}, "not merged on both devices"
             assert torch.equal(*found.values()), "cond and uncond have destinations of their own"
 
-    smooth = {"selector": "grid", "scale": 20.0}
+    smooth: dict[str, Any] = {"selector": "grid", "scale": 20.0}
     yield Graph(split, model=model, settings=smooth, steered=False, check=near, name="near to one device")
     yield Graph(split, model=model, steered=False, check=shared, name="destinations")
 

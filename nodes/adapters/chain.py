@@ -10,7 +10,7 @@ torch.compile guards on: they are made ready before the model runs, and the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...toma_core import Evaluation, MergePlan, reduce, restore
-from ...toma_core.config import Granularity, Share
+from ...toma_core.config import Granularity
 from ...toma_core.detail import Detail
 from ...toma_core.payoff import Block
 from ...toma_core.windows import Grid, has_frames
@@ -337,18 +337,18 @@ class Positions:
 class Link(Hook):
     """Stands in for a block that may run on merged tokens, alone or in a chain with those after it.
 
-    names as in the report. scopes: what shares a plan with it. begin: the place where its chain begins, its own or that
-    of a block before; last: whether the chain ends with it. Both are told for an evaluation, by plain values that
-    torch.compile guards on.
+    names as in the report. scope: shared by blocks that share plans. begin: the place where its chain begins, its own
+    or that of a block before; last: whether the chain ends with it. Both are told for an evaluation, by plain values
+    that torch.compile guards on.
     """
 
     # Whether the chain may begin inside a graph of torch.compile, and whether references may be merged in it.
     in_graphs = merges_references = True
 
     def __init__(
-        self, module: nn.Module, name: str, port: Port, work: Block, scopes: Mapping[Share, Hashable], shared: Positions
+        self, module: nn.Module, name: str, port: Port, work: Block, scope: Hashable, shared: Positions
     ) -> None:
-        self.module, self.name, self.port, self.work, self.scopes = module, name, port, work, scopes
+        self.module, self.name, self.port, self.work, self.scope = module, name, port, work, scope
         self.positions = shared
         self.place = self.begin = Place(port)
         self.last = True

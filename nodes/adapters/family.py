@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
@@ -17,19 +17,18 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ...toma_core import Evaluation, ToMAConfig
-from ...toma_core.config import Granularity, PlanFrom, Share, so_many
+from ...toma_core.config import Granularity, PlanFrom, so_many
 from ...toma_core.payoff import FEWEST, Block
 from ...toma_core.presets import Fields
 from ...toma_core.stats import PROFILED
 from ...toma_core.windows import Grid
 from .chain import Link, Positions
 from .hooks import GRAPHS, HookPair
-from .keys import KeysLink
 from .port import Port
 
 # What presets of transformers have in common: their plans are made from the predicted picture, with more destinations
 # where there is more in it. Nearer at the same work (docs/fidelity-trials.md).
-PREDICTED: Mapping[str, Any] = {"plan_from": PlanFrom.PREDICTION, "adaptive_budget": True}
+PREDICTED: Mapping[str, Any] = {"plan_from": PlanFrom.PREDICTION}
 # Where merged blocks look at all tokens none has to be left whole, every step has a plan of its own, and smaller
 # windows are nearer.
 _ALL_KEYS: Mapping[str, Any] = {
@@ -53,9 +52,8 @@ WITHOUT_KEYS: Fields = {
 }
 
 
-# Why a block runs whole that is none of ComfyUI's, and where keys alone are to be merged but attention is told nothing.
+# Why a block runs whole that is none of ComfyUI's.
 REPLACED = "replaced by another node"
-NO_KEYS = "keys_only is not for this kind of model"
 
 # The methods in which models run their blocks, each in some of them.
 _LOOPS = frozenset(("forward", "_forward", "forward_orig", "forward_core_with_concat"))
@@ -165,7 +163,7 @@ def chained(
     # Alone, a block is no stack: merging adds to it what it adds to a block.
     alone = Granularity.BLOCK if config.granularity is Granularity.STACK else config.granularity
     work = first.work, alone if len(links) == 1 else Granularity.STACK
-    first.place.begin(grids, first.scopes[config.share], [link.name for link in links], work, evaluation)
+    first.place.begin(grids, first.scope, [link.name for link in links], work, evaluation)
     if transformer_options.get(GRAPHS) and first.in_graphs:
         merged = False
         try:
@@ -213,8 +211,6 @@ class Transformer(ABC):
     width = 0
     patch_size = 2
     takes_frames = False
-    # What its blocks call their self-attention, if that is a module that is told by name what to look at.
-    self_attention = ""
     # Whether tokens of reference images come right after those of the image.
     references_follow = True
 
@@ -228,8 +224,6 @@ class Transformer(ABC):
             [self._link(stage, module, index, shared) for index, module in enumerate(stage.blocks)]
             for stage in self.stages
         ]
-        every = [link for links in self.links for link in links if "transformer_options" in link.port.needs]
-        self.keys = {link.name: KeysLink(link, self.self_attention) for link in every}
 
     @abstractmethod
     def stages_of(self, model: Any) -> tuple[Stage, ...]:
@@ -238,10 +232,8 @@ class Transformer(ABC):
     @staticmethod
     def _link(stage: Stage, module: nn.Module, index: int, shared: Positions) -> Link:
         module = unwrapped(module)
-        name = f"{stage.kind}.{index}"
         # There is one resolution, but tokens of one kind of block say little of those of the other.
-        scopes: dict[Share, Hashable] = {Share.BLOCK: name, Share.STACK: stage.kind, Share.LEVEL: stage.kind}
-        return Link(module, name, stage.port, stage.work, scopes, shared)
+        return Link(module, f"{stage.kind}.{index}", stage.port, stage.work, stage.kind, shared)
 
     def left_out(self, stage: Stage, index: int, config: ToMAConfig) -> str:
         """Why the settings leave this block of a stage whole, or an empty string."""
@@ -296,8 +288,6 @@ class Transformer(ABC):
         """Why no block of this call can be merged, in words for the report; empty if they can."""
         patches = transformer_options.get("patches", {})
         shown = any(patches.get(name) for name in self.inside)
-        if config.keys_only and not self.keys:
-            return NO_KEYS
         return "another node's attention patch needs all tokens" if shown else ""
 
     def loops(self) -> bool:
@@ -329,15 +319,12 @@ class Transformer(ABC):
             blocks = getattr(self.model(), name, stage.blocks)
             own = isinstance(blocks, Sequence | nn.ModuleList) and len(blocks) == len(links)
             following = None  # the block that the last run could go on with
-            for index, link in enumerate(links if config.keys_only else self.chosen(stage, links, config)):
+            for index, link in enumerate(self.chosen(stage, links, config)):
                 foreign = "" if own and theirs(blocks[index]) else REPLACED
                 if left_out := self.left_out(stage, index, config) or reason or foreign or profiled(link, evaluation):
                     stats.whole(link.name, left_out)
                     continue
                 link.module = unwrapped(blocks[index])
-                if config.keys_only:
-                    yield from self.keys[link.name].hooks(grid, evaluation)
-                    continue
                 joins = chains and index == following and evaluation.decision.joins(runs[-1][-1].name, link.name)
                 if joins and not _taken(stage, index, added, replaced) and not hooked(blocks[index - 1], blocks[index]):
                     runs[-1].append(link)

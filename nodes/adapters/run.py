@@ -24,7 +24,7 @@ from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
-from ...toma_core import Schedule, Settings, ToMAConfig
+from ...toma_core import Settings, ToMAConfig
 from ...toma_core.schedule import Bands
 from ...toma_core.stats import RunStats
 from . import registry, reports
@@ -175,7 +175,7 @@ def settled(attachment: Attachment, guider: Any, noise: Tensor, sampler: Any) ->
         return config, Kept()
     hooks = registry.find(model.get_model_object("diffusion_model"))
     kept = Kept(without="torch.compile with another backend than inductor, or with CUDA graphs")
-    if not Schedule(config).reuses_detail:
+    if not config.reuses_detail:
         kept = Kept(without="full steps keep nothing with these settings")
     elif hooks is not None and (compiled(given) or not given.get("torch_compile_kwargs")):
         if moves(guider, noise):

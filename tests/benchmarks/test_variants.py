@@ -53,7 +53,7 @@ def test_rows_merge_every_step_unless_they_say_otherwise(pack: ModuleType) -> No
     late = attachment_of(variants.toma("b", whole_every=3).patch(model)).config
     assert late.whole_every == 3
     balanced = attachment_of(variants.preset("balanced", ratio=0.75).patch(model)).config
-    assert (balanced.ratio, balanced.whole_last, balanced.detail_reuse) == (0.75, 3, True)
+    assert (balanced.ratio, balanced.whole_last, balanced.select_every) == (0.75, 3, 3)
 
 
 def test_rows_leave_whole_what_the_released_method_does(pack: ModuleType) -> None:

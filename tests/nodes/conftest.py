@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import models
+from benchmarks.selectors import selected_by
 from scripts.comfy_pack import pack_module
 
 # Small models have small grids: merge all of them.
@@ -103,10 +104,31 @@ def hooks_left() -> Callable[[Any], list[str]]:
 
 @pytest.fixture(scope="session")
 def attach(pack: ModuleType) -> Callable[..., Any]:
-    """attach(model, **settings): the model with ToMA, on every grid and in every block unless told otherwise."""
+    """attach(model, **settings): the model with ToMA, on every grid and in every block unless told otherwise.
+    selector: another rule of `benchmarks.selectors` picks destinations."""
     config = pack_module("toma_core.config").ToMAConfig
-    attach = pack_module("nodes.adapters.run").attach
-    return lambda model, **settings: attach(model, config(**{**EVERYTHING, **settings}))
+    run = pack_module("nodes.adapters.run")
+
+    def attached(model: Any, *, selector: str = "", **settings: Any) -> Any:
+        def patch(model: Any) -> Any:
+            return run.attach(model, config(**{**EVERYTHING, **settings}))
+
+        return (selected_by(patch, selector) if selector else patch)(model)
+
+    return attached
+
+
+@pytest.fixture
+def apart(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """apart(model): in this test every block of the model has plans of its own."""
+    registry = pack_module("nodes.adapters.registry")
+
+    def plan_apart(model: Any) -> None:
+        for _, hook in registry.find(model.model.diffusion_model).places():
+            if hasattr(hook, "scope"):
+                monkeypatch.setattr(hook, "scope", hook.name)
+
+    return plan_apart
 
 
 @pytest.fixture(scope="session")

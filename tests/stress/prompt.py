@@ -18,9 +18,8 @@ SIDE = 24
 STEPS = 3
 # Small models have small grids and few blocks: merge all of them, at every step.
 EVERYTHING = {
-    "min_tokens": 4, "whole_first": 0, "whole_last": 0, "whole_every": 0, "detail_reuse": False,
-    "select_every": 10, "weigh_every": 5, "shift_windows": False, "share": "stack",
-    "plan_from": "tokens", "adaptive_budget": False, "all_keys": False,
+    "min_tokens": 4, "whole_first": 0, "whole_last": 0, "whole_every": 0,
+    "select_every": 10, "weigh_every": 5, "plan_from": "tokens", "all_keys": False,
 }  # fmt: skip
 # None: without ToMA.
 CASES: dict[str, dict[str, Any] | None] = {
@@ -31,7 +30,6 @@ CASES: dict[str, dict[str, Any] | None] = {
         **EVERYTHING,
         "granularity": "block",
         "whole_every": 2,
-        "detail_reuse": True,
     },
 }
 

@@ -179,7 +179,7 @@ def test_fault_inside_our_own_code(
     """In selection, in weighing, in merging: at the second call, when there is a plan already."""
     import comfy.model_management as mm
 
-    patched = attach(model, **{**prompt.CASES["stack"], "share": "block", "weigh_every": 1})
+    patched = attach(model, **{**prompt.CASES["stack"], "weigh_every": 1})
     expected = prompt.digest(prompt.sample(patched))
     assert expected != fresh[kind]["plain"]
     nothing_alive()

@@ -70,7 +70,6 @@ MERGING = {
     "start_percent": mostly("start_percent", 0.0),
     "end_percent": mostly("end_percent", 1.0),
     "whole_every": mostly("whole_every", 0, 0, 0, 2, 3),
-    "levels": mostly("levels", "all"),
 }
 SETTINGS = st.fixed_dictionaries(MERGING, optional={name: values_of(name) for name in NAMES if name not in MERGING})
 

@@ -14,13 +14,12 @@ from scripts.comfy_pack import pack_module
 
 config_module = pack_module("toma_core.config")
 core, trial = pack_module("toma_core"), pack_module("toma_core.trial")
-SelectorKind = config_module.SelectorKind
 GRID = (13, 9)
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LARGEST = torch.finfo(HALF).max
 
 dtypes = pytest.mark.parametrize("dtype", [HALF, BRAIN, FULL], ids=str)
-selectors = pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
+both_ways = pytest.mark.parametrize("blind", ["", "several devices"])
 
 
 def smooth(dtype: torch.dtype, batch: int = 2, channels: int = 40, seed: int = 0) -> Tensor:
@@ -37,9 +36,9 @@ def run_of(fast: Any = None, **settings: Any) -> Any:
     return core.RunState(core.Schedule(core.ToMAConfig(**settings)), dispatch=dispatch)
 
 
-def plan_of(x: Tensor, **settings: Any) -> Any:
+def plan_of(x: Tensor, blind: str = "", **settings: Any) -> Any:
     """A plan at ratio 0.5 on windows of 2 to 4 x 3 tokens, some of them ragged."""
-    return run_of(**settings).plan(x, GRID, "a", core.Decision(0, 0.5, 0, 0), (None,))
+    return run_of(**settings).plan(x, GRID, "a", core.Decision(0, 0.5, 0, 0), (None,), blind)
 
 
 def check_picks(plan: Any) -> None:
@@ -88,8 +87,8 @@ def numbers(name: str, dtype: torch.dtype) -> Tensor:
 def test_finite_tokens_give_finite_results(name: str, dtype: torch.dtype) -> None:
     x = numbers(name, dtype)
     assert x.isfinite().all()
-    for selector in SelectorKind:
-        plan = plan_of(x, selector=selector)
+    for blind in ("", "several devices"):
+        plan = plan_of(x, blind)
         check_picks(plan)
         check_weights(plan)
         merged = core.merge(x, plan)
@@ -99,20 +98,20 @@ def test_finite_tokens_give_finite_results(name: str, dtype: torch.dtype) -> Non
 
 
 @dtypes
-@selectors
-def test_scale_does_not_matter(dtype: torch.dtype, selector: Any) -> None:
+@both_ways
+def test_scale_does_not_matter(dtype: torch.dtype, blind: str) -> None:
     """The same tokens times a power of two, up to where their squares are far beyond the dtype, and down to denormal
     numbers: the very same plan."""
     x = smooth(dtype)
     up = 2.0**12 if dtype is HALF else 2.0**50
     assert (x.float().square().sum(-1) * up**2).min() > LARGEST
-    assert same_plan(plan_of(x * up, selector=selector), plan_of(x, selector=selector))
+    assert same_plan(plan_of(x * up, blind), plan_of(x, blind))
     if dtype is HALF:
         tiny = x * 2.0**-18
         assert (tiny.abs().amax(-1) < torch.finfo(HALF).smallest_normal).any()
-        assert same_plan(plan_of(tiny, selector=selector), plan_of(tiny * 2.0**18, selector=selector))
+        assert same_plan(plan_of(tiny, blind), plan_of(tiny * 2.0**18, blind))
     else:
-        assert same_plan(plan_of(x * 2.0**-30, selector=selector), plan_of(x, selector=selector))
+        assert same_plan(plan_of(x * 2.0**-30, blind), plan_of(x, blind))
 
 
 # What is broken in the second of two images: (token, channel) -> value.
@@ -148,8 +147,8 @@ def check_broken(name: str, dtype: torch.dtype, **settings: Any) -> None:
 @dtypes
 @pytest.mark.parametrize("name", list(BROKEN))
 def test_broken_tokens_spoil_their_own_window_only(name: str, dtype: torch.dtype) -> None:
-    for selector in SelectorKind:
-        check_broken(name, dtype, selector=selector)
+    for blind in ("", "several devices"):
+        check_broken(name, dtype, blind=blind)
 
 
 @pytest.fixture
@@ -189,15 +188,15 @@ def test_a_later_weighing_of_broken_tokens(name: str) -> None:
 
 
 @dtypes
-@selectors
-def test_no_other_float_than_the_tokens_own_and_fp32(dtype: torch.dtype, selector: Any, dtypes_used: Any) -> None:
+@both_ways
+def test_no_other_float_than_the_tokens_own_and_fp32(dtype: torch.dtype, blind: str, dtypes_used: Any) -> None:
     """No bf16 on cards that have only fp16, and no fp64, which Apple's GPUs lack."""
     x = smooth(dtype)
-    details = run_of(detail_reuse=True, granularity="block", selector=selector)
+    details = run_of(granularity="block", whole_every=3)
     with dtypes_used() as seen:
         for step in range(3):
             decision = core.Decision(step, 0.5, step, step, keeps_detail=step == 0)
-            evaluation = core.Evaluation(details, decision)
+            evaluation = core.Evaluation(details, decision, blind=blind)
             plan = core.plan_for(x, GRID, "a", evaluation)
             detail = evaluation.detail("block", x)
             reduced = core.reduce(x, plan, detail)
@@ -231,11 +230,11 @@ def test_state_is_made_where_the_tokens_are(devices: tuple[str, ...]) -> None:
 @pytest.mark.gpu
 def test_moves_between_real_devices() -> None:
     """The same tokens on the CPU, the GPU and the CPU again, in one run."""
-    x, run = smooth(FULL), run_of(selector="grid")
+    x, run = smooth(FULL), run_of()
     results = []
     for device in ("cpu", "cuda", "cpu", "cuda"):
         tokens = x.to(device)
-        plan = run.plan(tokens, GRID, "a", core.Decision(0, 0.5, 0, 0), (None,))
+        plan = run.plan(tokens, GRID, "a", core.Decision(0, 0.5, 0, 0), (None,), "several devices")
         merged = core.merge(tokens, plan)
         assert merged.device.type == device
         results.append(core.restore(merged * 2, merged, tokens, plan).cpu())

@@ -26,7 +26,6 @@ SETTINGS = {
         **EVERYTHING,
         "granularity": "block",
         "whole_every": 2,
-        "detail_reuse": True,
     },
 }
 # How weights are stored, and what is computed in.

@@ -102,8 +102,13 @@ def test_spread_is_the_variance_of_directions() -> None:
 
 
 def plan_of(x: torch.Tensor, grid: tuple[int, int], dtype: torch.dtype = torch.float32, ratio: float = 0.5):  # type: ignore[no-untyped-def]
-    run = RunState(Schedule(ToMAConfig(adaptive_budget=True)))
-    return run.plan(x.to(dtype), grid, "a", Decision(0, ratio, 0, 0), (None,))
+    run = RunState(Schedule(ToMAConfig(plan_from="prediction")))  # type: ignore[arg-type]
+    return run.plan(x.to(dtype), grid, "a", Decision(0, ratio, 0, 0), (None,), pictures=(shown(x, grid),))
+
+
+def shown(x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+    """The picture whose tokens are x of (B, N, C)."""
+    return x.unflatten(1, grid).movedim(-1, 1)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -135,19 +140,14 @@ def test_plans_of_several_parts_go_side_by_side() -> None:
     assert torch.equal(both.destinations, whole.destinations)
 
 
-@pytest.mark.parametrize("selector", ["grid", "random", "tome"])
-def test_other_selectors_have_equal_shares(selector: str) -> None:
-    run = RunState(Schedule(ToMAConfig(adaptive_budget=True, selector=selector)))  # type: ignore[arg-type]
-    plan = run.plan(picture(16, 16), (16, 16), "a", Decision(0, 0.5, 0, 0), (None,))
-    assert not isinstance(plan.budget, MovedBudget)
-
-
 def test_it_represents_a_picture_better() -> None:
     x = picture(32, 32, batch=4)
 
     def error(adaptive: bool) -> float:
-        run = RunState(Schedule(ToMAConfig(adaptive_budget=adaptive)))
-        plan = run.plan(x, (32, 32), "a", Decision(0, 0.5, 0, 0), (None,))
+        if adaptive:
+            plan = plan_of(x, (32, 32))
+        else:
+            plan = RunState(Schedule(ToMAConfig())).plan(x, (32, 32), "a", Decision(0, 0.5, 0, 0), (None,))
         return float((unmerge(merge(x, plan), plan) - x).norm())
 
     assert error(True) < 0.7 * error(False)

@@ -15,7 +15,7 @@ from toma_core.merge import MergePlan, pick
 from toma_core.stats import RunStats
 
 GRID = (8, 8)
-SETTINGS = {"min_tokens": 4, "detail_reuse": True, "whole_every": 3, "weigh_every": 10}
+SETTINGS = {"min_tokens": 4, "whole_every": 3, "weigh_every": 10}
 
 
 def run_of(**settings: object) -> RunState:
@@ -68,7 +68,7 @@ def reused(later: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
 
 
 def test_off_there_is_none() -> None:
-    run = run_of(detail_reuse=False)
+    run = run_of(granularity="module")
     assert at(run, 0, "cond").detail("block", features(0)) is None
     assert run.schedule.decide(10.0).ratio == 0.0
 

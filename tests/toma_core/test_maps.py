@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toma_core.config import SelectorKind, ToMAConfig
+from toma_core.config import ToMAConfig
 from toma_core.maps import draw_map
 from toma_core.merge import MergePlan
 from toma_core.schedule import Decision, Schedule
 from toma_core.state import RunState
 
 
-def plan_of(x: torch.Tensor, grid: tuple[int, ...], **settings: object) -> MergePlan:
+def plan_of(x: torch.Tensor, grid: tuple[int, ...], blind: str = "", **settings: object) -> MergePlan:
     run = RunState(Schedule(ToMAConfig(window_size=4, **settings)))  # type: ignore[arg-type]
-    return run.plan(x, grid, None, Decision(0, 0.5, 0, 0), (None,))
+    return run.plan(x, grid, None, Decision(0, 0.5, 0, 0), (None,), blind)
 
 
-@pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
-def test_the_map_shows_each_token_with_its_nearest_destination(selector: SelectorKind) -> None:
+@pytest.mark.parametrize("blind", ["", "several devices"])
+def test_the_map_shows_each_token_with_its_nearest_destination(blind: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 63, 6).bfloat16()
-    plan = plan_of(x, (7, 9), selector=selector)
+    plan = plan_of(x, (7, 9), blind)
     drawn = draw_map(plan)
     assert (drawn.height, drawn.width, drawn.cuts) == (7, 9, plan.windows.cuts)
     assert torch.equal(drawn.destinations, plan.destinations[0])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toma_core.config import SelectorKind, WindowKind
+from toma_core.config import WindowKind
 from toma_core.merge import MergePlan, merge, unmerge, unmerge_update, weigh
 from toma_core.selection import cosine_similarity, select
 from toma_core.windows import make_budget, make_windows
@@ -38,7 +38,7 @@ def plan_of(
     windows = make_windows(height, width, kind, size, shifted)
     budget = make_budget(windows.counts, ratio)
     tokens = windows.split(x)
-    picks = select(cosine_similarity(tokens), windows, budget, SelectorKind.FACILITY_LOCATION)
+    picks = select(cosine_similarity(tokens), windows, budget)
     return weigh(tokens, picks, windows, budget, scale, x.dtype)
 
 

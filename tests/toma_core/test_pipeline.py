@@ -81,7 +81,6 @@ def test_inputs_are_left_alone() -> None:
         pytest.param(64, evaluation_of(min_tokens=65), id="too few tokens"),
         pytest.param(64, evaluation_of(ratio=0.5), id="too few tokens by default"),
         pytest.param(64, evaluation_of(ratio=0.007, min_tokens=4), id="less than half a token"),
-        pytest.param(64, evaluation_of(ratio_decay=1.0, ratio=0.01, min_tokens=4), id="decayed to nothing"),
     ],
 )
 def test_off_is_the_very_same_tensor(tokens: int, evaluation: Evaluation) -> None:

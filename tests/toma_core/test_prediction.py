@@ -74,7 +74,7 @@ def test_a_plan_is_of_the_picture_whatever_the_tokens_and_shared_by_all_blocks()
     state, x, clean = run(), torch.randn(2, 64, 5), picture()
     plan = state.plan(x, (8, 8), "a", DECISION, (None,), pictures=(clean,))
     assert state.plan(2 - x, (8, 8), "b", DECISION, (None,), pictures=(clean,)) is plan
-    ours = run().plan(picture_tokens(clean, (8, 8), clean), (8, 8), "a", DECISION, (None,))
+    ours = run().plan(torch.rand(2, 64, 5), (8, 8), "a", DECISION, (None,), pictures=(clean,))
     assert torch.equal(plan.destinations, ours.destinations)
     assert torch.equal(plan.merge_weights, ours.merge_weights)
     assert state.stats.selections == 1

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from toma_core.config import Share, ToMAConfig, field_default
+from toma_core.config import Granularity, ToMAConfig, field_default
 from toma_core.fields import ConfigError
 from toma_core.presets import PRESETS, Settings
 
 FIELDS = [item.name for item in dataclasses.fields(ToMAConfig)]
-OWN = {"balanced": {"whole_first": 0.15, "whole_every": 3}, "quality": {"share": "block"}}
+OWN = {"balanced": {"whole_first": 0.15, "whole_every": 3}, "quality": {"granularity": "block"}}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -37,9 +37,9 @@ def test_unknown_presets_are_refused(preset: Any) -> None:
 def test_what_is_set_wins_over_the_model_and_that_over_the_preset() -> None:
     config = Settings("balanced", {"ratio": 0.3, "whole_every": 7}).resolved(OWN)
     assert (config.ratio, config.whole_every, config.whole_first) == (0.3, 7, 0.15)
-    assert (config.select_every, config.detail_reuse) == (3, True)
-    assert Settings("quality").resolved(OWN).share is Share.BLOCK
-    assert Settings("quality").resolved().share is Share.LEVEL
+    assert (config.select_every, config.reuses_detail) == (3, True)
+    assert Settings("quality").resolved(OWN).granularity is Granularity.BLOCK
+    assert Settings("quality").resolved().granularity is Granularity.STACK
     assert Settings("faithful").resolved(OWN) == Settings("faithful").resolved()
 
 

@@ -17,7 +17,7 @@ from toma_core.profile import Fingerprint, Profile, changed, fitted, parsed, pla
 
 FLUX = Fingerprint("flux", "double 4, single 8", "3072", "CONST up to 1")
 NAMES = [*(f"double.{n}" for n in range(4)), *(f"single.{n}" for n in range(8))]
-SETTINGS = {"share": "level", "whole_every": 3, "detail_reuse": True}
+SETTINGS = {"whole_every": 3}
 
 
 def profile(**fields: Any) -> Profile:

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toma_core.config import ToMAConfig
+from toma_core.config import Granularity, ToMAConfig
 from toma_core.presets import Settings
-from toma_core.schedule import RATIO_GRID, Decision, Schedule
+from toma_core.schedule import Decision, Schedule
 
 # Four steps of an SDXL-like schedule; a sampler also gets the final 0.
 SIGMAS = (14.6, 5.0, 2.0, 0.5)
@@ -60,7 +60,7 @@ def test_steps_of_a_schedule_from_low_to_high() -> None:
     """Unsampling: the first step is the first one that runs, and whole steps are counted from there."""
     schedule = Schedule(ToMAConfig(whole_every=3), SIGMAS[::-1])
     assert [schedule.step_at(sigma) for sigma in (0.5, between(0.5, 2.0), 2.0, 5.0, 14.6, 20.0)] == [0, 0, 1, 2, 3, 3]
-    assert [schedule.decide(sigma).ratio for sigma in SIGMAS[::-1]] == [0.0, 0.5, 0.5, 0.0]
+    assert [schedule.decide(sigma).merged_ratio for sigma in SIGMAS[::-1]] == [0.0, 0.5, 0.5, 0.0]
 
 
 def test_without_a_schedule_every_evaluation_is_step_0() -> None:
@@ -108,16 +108,16 @@ def ten_steps(config: ToMAConfig, **range_of: Any) -> list[Decision]:
 
 
 def test_whole_steps_in_between() -> None:
-    merged = [bool(d.ratio) for d in ten_steps(ToMAConfig(whole_every=3))]
+    merged = [bool(d.merged_ratio) for d in ten_steps(ToMAConfig(whole_every=3))]
     assert merged == [False, True, True, False, True, True, False, True, True, False]
     # Counted from the first step of the range.
-    merged = [bool(d.ratio) for d in ten_steps(ToMAConfig(whole_every=2), sigma_start=9.0)]
+    merged = [bool(d.merged_ratio) for d in ten_steps(ToMAConfig(whole_every=2), sigma_start=9.0)]
     assert merged == [False, False, True, False, True, False, True, False, True, False]
 
 
 def test_last_step_is_whole_if_the_picture_is_finished() -> None:
     """Wherever the count and the range are; but not where every step is merged."""
-    for config in (ToMAConfig(whole_every=4), ToMAConfig(whole_every=4, detail_reuse=True)):
+    for config in (ToMAConfig(whole_every=4, granularity=Granularity.MODULE), ToMAConfig(whole_every=4)):
         whole = [step for step, d in enumerate(ten_steps(config, finishes=True)) if not d.merged_ratio]
         assert whole == [0, 4, 8, 9]
         whole = [step for step, d in enumerate(ten_steps(config, finishes=True, sigma_start=8.0)) if not d.merged_ratio]
@@ -129,27 +129,25 @@ def test_last_step_is_whole_if_the_picture_is_finished() -> None:
 
 def test_whole_steps_keep_detail_if_it_is_reused() -> None:
     """The same steps run whole, with the ratio that their plans are made for."""
-    settings: dict[str, Any] = {"ratio": 0.75, "ratio_decay": 0.5, "whole_every": 3}
-    plain = ten_steps(ToMAConfig(**settings), sigma_end=2.0)
-    reused = ten_steps(ToMAConfig(**settings, detail_reuse=True), sigma_end=2.0)
+    settings: dict[str, Any] = {"ratio": 0.75, "whole_every": 3}
+    plain = ten_steps(ToMAConfig(**settings, granularity=Granularity.MODULE), sigma_end=2.0)
+    reused = ten_steps(ToMAConfig(**settings), sigma_end=2.0)
     assert [d.merged_ratio for d in reused] == [d.ratio for d in plain]
     assert [d.step for d in reused if d.keeps_detail] == [0, 3, 6]
-    assert [d.ratio for d in reused if d.keeps_detail] == [0.75, 0.59375, 0.4375]
+    assert [d.ratio for d in reused if d.keeps_detail] == [0.75] * 3
     assert not any(d.keeps_detail for d in plain)
 
 
 def test_whole_steps_need_a_schedule() -> None:
     """Without one every evaluation is step 0, and would run whole."""
-    for config in (ToMAConfig(whole_every=2), ToMAConfig(whole_every=2, detail_reuse=True)):
+    for config in (ToMAConfig(whole_every=2, granularity=Granularity.MODULE), ToMAConfig(whole_every=2)):
         assert Schedule(config).decide(1.0) == Decision(0, 0.5, 0, 0)
 
 
 def test_detail_is_reused_where_steps_are_whole_and_tensors_few() -> None:
-    assert Schedule(ToMAConfig(detail_reuse=True, whole_every=2)).reuses_detail
-    assert not Schedule(ToMAConfig(detail_reuse=False, whole_every=2)).reuses_detail
-    assert not Schedule(ToMAConfig(detail_reuse=True)).reuses_detail
-    by_module = Settings("faithful", {"detail_reuse": True, "whole_every": 2}).resolved()
-    assert not Schedule(by_module).reuses_detail
+    assert ToMAConfig(whole_every=2).reuses_detail
+    assert not ToMAConfig().reuses_detail
+    assert not Settings("faithful", {"whole_every": 2}).resolved().reuses_detail
 
 
 def test_generations_count_from_the_first_merged_step() -> None:
@@ -161,33 +159,8 @@ def test_generations_count_from_the_first_merged_step() -> None:
     assert [d.weighing for d in decisions] == [0, 0, 0, 0, 0, 1, 1, 2, 2, 3]
 
 
-def test_ratio_decay() -> None:
-    """0.75 that gives up half of itself over steps 1 to 9 of 10: 0.75 * (1 - 0.5 * 0) to 0.75 * 0.5 = 0.375."""
-    ratios = [d.ratio for d in ten_steps(ToMAConfig(ratio=0.75, ratio_decay=0.5))]
-    assert (ratios[0], ratios[-1]) == (0.75, 0.375)
-    assert ratios == sorted(ratios, reverse=True)
-    assert all((ratio * RATIO_GRID).is_integer() for ratio in ratios)
-    assert len(set(ratios)) > 5
-    assert [abs(ratio - 0.75 * (1 - 0.5 * step / 9)) <= 0.5 / RATIO_GRID for step, ratio in enumerate(ratios)]
-    assert ten_steps(ToMAConfig(ratio=0.75, ratio_decay=1.0))[-1].ratio == 0.0
-
-
-def test_ratio_decay_spans_the_active_range_only() -> None:
-    ratios = [d.ratio for d in ten_steps(ToMAConfig(ratio=0.5, ratio_decay=0.5), sigma_start=8.0, sigma_end=3.0)]
-    assert (ratios[2], ratios[6]) == (0.5, 0.25)
-    assert ratios[:2] == [0.0, 0.0]
-    assert ratios[7:] == [0.0, 0.0, 0.0]
-    # A range of one step has no time to decay.
-    assert Schedule(ToMAConfig(ratio_decay=1.0), (1.0,)).decide(1.0).ratio == 0.5
-
-
-def test_a_constant_ratio_is_not_rounded() -> None:
-    assert {d.ratio for d in ten_steps(ToMAConfig(ratio=0.3))} == {0.3}
-
-
 @given(
     st.floats(0.01, 0.95),
-    st.floats(0, 1),
     st.sampled_from([0, 2, 3]),
     st.integers(1, 12),
     st.integers(1, 12),
@@ -195,9 +168,9 @@ def test_a_constant_ratio_is_not_rounded() -> None:
     st.floats(0, 11),
 )
 def test_decisions_are_pure_and_legal(
-    ratio: float, decay: float, full: int, select: int, weigh: int, start: float, end: float
+    ratio: float, full: int, select: int, weigh: int, start: float, end: float
 ) -> None:
-    config = ToMAConfig(ratio=ratio, ratio_decay=decay, whole_every=full, select_every=select, weigh_every=weigh)
+    config = ToMAConfig(ratio=ratio, whole_every=full, select_every=select, weigh_every=weigh)
     range_of = {"sigma_start": max(start, end), "sigma_end": min(start, end)}
     decisions = ten_steps(config, **range_of)
     assert decisions == ten_steps(config, **range_of)
@@ -237,16 +210,16 @@ def test_blocks_have_ratios_by_noise_level() -> None:
 
 
 def test_one_ratio_everywhere_decides_as_the_setting_does() -> None:
-    config = ToMAConfig(ratio=0.4, whole_every=3, ratio_decay=0.5, detail_reuse=True, select_every=3)
+    config = ToMAConfig(ratio=0.4, whole_every=3, select_every=3)
     same = profiled(config, (4.5, {"a": 0.4}), (0.0, {"a": 0.4}), finishes=True)
     for ours, theirs in zip(same, ten_steps(config, finishes=True), strict=True):
-        assert dataclasses.replace(ours.of("a"), ratios=None, told=None) == theirs
+        assert dataclasses.replace(ours.of("a"), ratios=None) == theirs
 
 
 def test_blocks_keep_their_ratio_from_one_whole_step_to_the_next() -> None:
     """Steps 0, 3, 6, 9 are whole. The band changes between 9 and 8, within the first three: what was kept at its
     beginning is for the ratio of its first merged step."""
-    config = ToMAConfig(whole_every=3, detail_reuse=True)
+    config = ToMAConfig(whole_every=3)
     decisions = profiled(config, (7.5, {"a": 0.75}), (3.5, {"a": 0.25}), (0.0, {"b": 0.5}))
     assert [d.of("a").ratio for d in decisions] == [0.75] * 3 + [0.25] * 3 + [0.0] * 4
     assert [d.of("b").ratio for d in decisions] == [0.0] * 6 + [0.5] * 4
@@ -254,7 +227,7 @@ def test_blocks_keep_their_ratio_from_one_whole_step_to_the_next() -> None:
 
 
 def test_a_level_where_all_is_whole() -> None:
-    decisions = profiled(ToMAConfig(whole_every=3, detail_reuse=True), (6.5, {}), (0.0, {"a": 0.5}))
+    decisions = profiled(ToMAConfig(whole_every=3), (6.5, {}), (0.0, {"a": 0.5}))
     assert [d.ratio for d in decisions] == [0.0] * 3 + [0.5] * 7
     assert [d.keeps_detail for d in decisions][:4] == [False, False, False, True]
 
@@ -265,15 +238,6 @@ def test_every_ratio_has_a_kind() -> None:
     config = ToMAConfig(select_every=1)
     kinds = Schedule(config, tuple(float(10 - step) for step in range(10)), bands=bands).kinds
     assert sorted({(d.ratio, d.selection % 2) for d in kinds}) == [(r, s) for r in (0.25, 0.5, 0.75) for s in (0, 1)]
-
-
-def test_decay_changes_no_chain() -> None:
-    """0.3 and 0.35 are reduced to the same ratio on the way: what was kept for two chains is not that of one."""
-    config = ToMAConfig(whole_every=3, detail_reuse=True, ratio_decay=0.9)
-    decisions = profiled(config, (0.0, {"a": 0.35, "b": 0.3, "c": 0.3}))
-    assert any(0 < d.ratio_of("a") == d.ratio_of("b") for d in decisions)
-    assert not any(d.joins("a", "b") for d in decisions)
-    assert all(d.joins("b", "c") for d in decisions)
 
 
 def test_a_border_ends_a_chain() -> None:
@@ -307,6 +271,6 @@ def test_the_last_of_two_steps_that_go_on_from_another_run_is_merged(
 ) -> None:
     """Else nothing would be in half of a run of four; `quality`, every second in full, has it in full, and so have
     blocks that do not look at all tokens."""
-    config = ToMAConfig(whole_every=every, detail_reuse=True, all_keys=looks)
+    config = ToMAConfig(whole_every=every, all_keys=looks)
     schedule = Schedule(config, sigmas, finishes=True, goes_on=goes_on)
     assert [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio] == merged

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toma_core.config import SelectorKind, ToMAConfig
+from toma_core.config import ToMAConfig
 from toma_core.merge import MergePlan, merge, unmerge
-from toma_core.schedule import Decision, Schedule
+from toma_core.schedule import LASTING, Decision, Schedule
 from toma_core.state import RunState
 
 GRID = (7, 9)
@@ -49,17 +49,17 @@ def test_a_plan_is_kept_until_it_is_too_old() -> None:
     assert not torch.equal(reweighed.merge_weights, first.merge_weights)
     assert run.plan(features(2), GRID, "a", at(weighing=1), (None,)) is reweighed
 
-    selected = run.plan(features(1), GRID, "a", at(selection=1, weighing=1), (None,))
+    selected = run.plan(features(1), GRID, "a", at(selection=2, weighing=1), (None,))
     assert not torch.equal(selected.destinations, first.destinations)
     assert same(selected, run_of().plan(features(1), GRID, "a", at(), (None,)))
     assert (run.stats.selections, run.stats.weighings) == (2, 3)
 
 
 def test_a_reweighed_plan_has_the_weights_of_the_new_tokens() -> None:
-    run = run_of(selector="grid")
-    run.plan(features(0), GRID, "a", at(), (None,))
+    run = run_of()
+    run.plan(features(0), GRID, "a", at(), (None,), blind="for a test")
     reweighed = run.plan(features(1), GRID, "a", at(weighing=1), (None,))
-    assert same(reweighed, run_of(selector="grid").plan(features(1), GRID, "a", at(), (None,)))
+    assert same(reweighed, run_of().plan(features(1), GRID, "a", at(), (None,), blind="for a test"))
 
 
 @pytest.mark.parametrize(("select", "weigh"), [(1, 1), (10, 5), (5, 10), (4, 3), (1000, 1000)])
@@ -166,29 +166,28 @@ def test_plans_of_several_areas_are_put_together_once() -> None:
 
 
 def test_windows_shift_at_every_other_selection() -> None:
-    run = run_of(shift_windows=True)
+    run = run_of()
     cuts = [run.plan(features(0), GRID, "a", at(selection=s), (None,)).windows.cuts for s in range(4)]
     assert cuts[0] == cuts[2] != cuts[1] == cuts[3]
-    still = run_of()
+    still = run_of(granularity="module")
     assert len({still.plan(features(0), GRID, "a", at(selection=s), (None,)).windows.cuts for s in range(4)}) == 1
 
 
-def test_random_destinations_change_with_the_selection_and_the_seed() -> None:
-    def picks(seed: int, selection: int) -> list[list[int]]:
-        run = run_of(selector="random", random_seed=seed)
-        return run.plan(features(0), GRID, "a", at(selection=selection), (None,)).destinations.tolist()
+def test_destinations_at_random_change_with_the_selection_alone() -> None:
+    def picks(tokens: int, selection: int) -> list[list[int]]:
+        plan = run_of().plan(features(tokens), GRID, "a", at(selection=selection), (None,), blind="several devices")
+        return plan.destinations.tolist()
 
-    assert picks(0, 0) == picks(0, 0)
-    assert picks(0, 0) != picks(0, 1)
-    assert picks(0, 0) != picks(7, 0)
-    assert picks(2**32 - 1, 5), "the largest seed leaves room for the selections"
+    assert picks(0, 0) == picks(1, 0)
+    assert picks(0, 0) != picks(0, 2)
+    assert picks(0, LASTING)
 
 
-@pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
-def test_the_global_random_state_is_left_alone(selector: SelectorKind) -> None:
+@pytest.mark.parametrize("blind", ["", "several devices"])
+def test_the_global_random_state_is_left_alone(blind: str) -> None:
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    plan = run_of(selector=selector).plan(features(0), GRID, "a", at(), (None,))
+    plan = run_of().plan(features(0), GRID, "a", at(), (None,), blind=blind)
     unmerge(merge(features(0), plan), plan)
     assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -321,37 +320,37 @@ def test_the_trap_snaps(wait: Any) -> None:
         wait(x)
 
 
-@pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
+@pytest.mark.parametrize("blind", ["", "several devices"])
 @pytest.mark.parametrize("grid", [(8, 8), GRID, (1, 30)], ids=str)
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_planning_and_merging_never_wait_for_the_device(
-    grid: tuple[int, int], selector: SelectorKind, adaptive: bool
-) -> None:
+@pytest.mark.parametrize("plan_from", ["tokens", "prediction"])
+def test_planning_and_merging_never_wait_for_the_device(grid: tuple[int, int], plan_from: str, blind: str) -> None:
     """The layouts of a grid are made before sampling gets going; from then on nothing waits, at any age of a plan."""
-    run = run_of(selector=selector, shift_windows=True, adaptive_budget=adaptive)
+    run = run_of(plan_from=plan_from)
     x, picture = features(0, 2, grid), torch.randn(2, 3, 2 * grid[0], 2 * grid[1])
     for selection in range(2):
-        run.plan(x, grid, "a", at(selection=selection), (None,))
+        run.plan(x, grid, "a", at(selection=selection), (None,), blind)
     with no_waiting():
         for decision in (at(), at(weighing=1), at(selection=1)):
             for copies in ((None,), (None, None), ("l", "r")):
                 parts = picture.chunk(len(copies)) if len(copies) == len(set(copies)) else (picture[:1],) * 2
                 for pictures in ((), parts):
-                    plan = run.plan(x, grid, "b", decision, copies, pictures=pictures)
+                    plan = run.plan(x, grid, "b", decision, copies, blind, pictures=pictures)
                     unmerge(merge(x, plan), plan)
 
 
-@pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
+@pytest.mark.parametrize("blind", ["", "several devices"])
 @pytest.mark.parametrize("grid", [(8, 8), GRID, (1, 30)], ids=str)
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_planning_and_merging_need_no_values(grid: tuple[int, int], selector: SelectorKind, adaptive: bool) -> None:
+@pytest.mark.parametrize("plan_from", ["tokens", "prediction"])
+def test_planning_and_merging_need_no_values(grid: tuple[int, int], plan_from: str, blind: str) -> None:
     """On the meta device, where tensors have no values: to read one, in whatever way, is an error."""
-    run = run_of(selector=selector, adaptive_budget=adaptive)
+    run = run_of(plan_from=plan_from)
     x = torch.empty(4, grid[0] * grid[1], 6, dtype=torch.bfloat16, device="meta")
     with pytest.raises(RuntimeError, match="meta"):
         x.sum().item()
     for decision in (at(), at(weighing=1), at(selection=1)):
-        plan = run.plan(x, grid, "a", decision, ("l", "r"))
+        picture = x.unflatten(1, grid).movedim(-1, 1)
+        pictures = tuple(picture.chunk(2)) if plan_from == "prediction" else ()
+        plan = run.plan(x, grid, "a", decision, ("l", "r"), blind, pictures=pictures)
         y = merge(x, plan)
         assert (y.shape, y.dtype, y.device) == ((4, plan.kept, 6), x.dtype, x.device)
         assert plan.destinations.shape == (4, plan.kept)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from toma_core.config import SelectorKind, WindowKind
+from toma_core.config import WindowKind
 from toma_core.merge import MergePlan, merge, unmerge, weigh
 from toma_core.selection import cosine_similarity, select
 from toma_core.windows import Budget, Windows, make_budget, make_windows
@@ -238,7 +238,7 @@ def test_impossible_ratios_are_refused(ratio: float) -> None:
 
 def plan_of(x: torch.Tensor, windows: Windows, budget: Budget) -> MergePlan:
     tokens = windows.split(x)
-    picks = select(cosine_similarity(tokens), windows, budget, SelectorKind.FACILITY_LOCATION)
+    picks = select(cosine_similarity(tokens), windows, budget)
     return weigh(tokens, picks, windows, budget, 30.0, x.dtype)
 
 
@@ -282,14 +282,13 @@ def test_poisoned_padding_weights_nothing() -> None:
     assert budget.pack(slots).isfinite().all()
 
 
-@pytest.mark.parametrize("kind", list(SelectorKind), ids=lambda kind: kind.value)
-def test_what_is_similar_to_padding_does_not_change_a_selection(kind: SelectorKind) -> None:
+def test_what_is_similar_to_padding_does_not_change_a_selection() -> None:
     windows = make_windows(5, 7, WindowKind.TILE, 4)
     budget = make_budget(windows.counts, 0.5)
     assert windows.valid is not None
     similarity = cosine_similarity(windows.split(torch.randn(3, 35, 6)))
-    clean = select(similarity, windows, budget, kind)
+    clean = select(similarity, windows, budget)
     padding = ~windows.valid
     for poison in (1.0, -1.0):
         poisoned = similarity.masked_fill(padding[:, None, :] | padding[:, :, None], poison)
-        assert torch.equal(select(poisoned, windows, budget, kind), clean)
+        assert torch.equal(select(poisoned, windows, budget), clean)

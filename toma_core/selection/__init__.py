@@ -1,48 +1,51 @@
-"""Which tokens become destinations: an objective (`objective`), a search (`greedy`), and rivals (`baselines`)."""
+"""Which tokens become destinations: an objective (`objective`), and a search (`greedy`)."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 
-from ..config import SelectorKind
 from ..windows import Budget, Windows, upload
-from .baselines import farthest_point, random_order, strided_grid, tome_matching
 from .greedy import greedy_facility_location
 from .objective import cosine_similarity, facility_location, in_parts
 
-__all__ = ["SEARCHES", "SEES_NOTHING", "cosine_similarity", "facility_location", "in_parts", "select"]
-
-# Destinations by these are the same whatever a picture shows.
-SEES_NOTHING = (SelectorKind.GRID, SelectorKind.RANDOM)
-# Picks by these are an order, of which a window may take as many as it likes.
-SEARCHES = (SelectorKind.FACILITY_LOCATION, SelectorKind.FARTHEST_POINT)
+__all__ = ["cosine_similarity", "facility_location", "in_parts", "select", "select_at_random"]
 
 
-def select(similarity: Tensor, windows: Windows, budget: Budget, kind: SelectorKind, seed: int = 0) -> Tensor:
-    """Pick each window's destinations.
+def select(similarity: Tensor, windows: Windows, budget: Budget) -> Tensor:
+    """Pick the destinations of each window that represent its tokens best.
 
     similarity: (B, W, S, S) fp32 from `cosine_similarity`. Returns (B, W, K) int64 slots of the window, ascending
     within a window so that reduced tokens keep the reading order; an unused place repeats the window's first
     destination.
     """
-    batch, count, slots = similarity.shape[:3]
-    flat = similarity.flatten(0, 1)
-    valid = None if windows.valid is None else windows.valid.repeat(batch, 1)
-    if kind is SelectorKind.FACILITY_LOCATION:
-        picks = greedy_facility_location(flat, valid, budget.slots)
-    elif kind is SelectorKind.FARTHEST_POINT:
-        picks = farthest_point(flat, valid, budget.slots)
-    elif kind is SelectorKind.TOME:
-        picks = tome_matching(flat, valid, budget.slots)
-    elif kind is SelectorKind.RANDOM:
-        picks = upload(random_order(windows.counts, budget.slots, seed), flat.device).repeat(batch, 1)
-    else:
-        picks = upload(strided_grid(windows.counts, budget.counts, budget.slots), flat.device).repeat(batch, 1)
+    valid = None if windows.valid is None else windows.valid.repeat(similarity.shape[0], 1)
+    picks = greedy_facility_location(similarity.flatten(0, 1), valid, budget.slots)
+    return in_reading_order(picks.view(*similarity.shape[:2], budget.slots), windows, budget)
 
-    picks = picks.view(batch, count, budget.slots)
+
+def select_at_random(images: int, windows: Windows, budget: Budget, seed: int) -> Tensor:
+    """Pick destinations without a look at the tokens, the same in every image. Returns (B, W, K), see `select`."""
+    picks = upload(random_order(windows.counts, budget.slots, seed), windows.source.device)
+    return in_reading_order(picks.expand(images, -1, -1), windows, budget)
+
+
+def in_reading_order(picks: Tensor, windows: Windows, budget: Budget) -> Tensor:
+    """Sort picks of (B, W, K), best first, by their place. They are as many as the largest budget; a smaller one is a
+    prefix of the order."""
     if budget.valid is None:
         return picks.sort(-1).values
-    # Searches pick for the largest budget; a smaller one is a prefix of the order, because greedy picks are nested.
-    picks = picks.masked_fill(~budget.valid, slots).sort(-1).values
-    return torch.where(picks == slots, picks[..., :1], picks)
+    picks = picks.masked_fill(~budget.valid, windows.slots).sort(-1).values
+    return torch.where(picks == windows.slots, picks[..., :1], picks)
+
+
+@functools.lru_cache(maxsize=64)
+def random_order(counts: tuple[int, ...], picks: int, seed: int) -> Tensor:
+    """Draw distinct slots for windows of `counts` tokens, from an own generator. (W, picks), CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = max(*counts, picks)
+    keys = torch.rand(len(counts), slots, generator=generator)
+    keys = keys.masked_fill(torch.arange(slots) >= torch.tensor(counts)[:, None], torch.inf)
+    return keys.argsort(1)[:, :picks].minimum(torch.tensor(counts)[:, None] - 1)

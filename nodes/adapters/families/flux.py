@@ -101,12 +101,6 @@ class Hooks(Transformer):
         flux2 = getattr(model.params, "global_modulation", False)
         return (FLUX2_DOUBLE, FLUX2_SINGLE) if flux2 else (FLUX_DOUBLE, FLUX_SINGLE)
 
-    def left_out(self, stage: Stage, index: int, config: ToMAConfig) -> str:
-        """Why the settings leave this block of a stage whole, or an empty string."""
-        by_module = stage.kind == "double" and config.granularity is Granularity.MODULE
-        idle = by_module and not (config.self_attention or config.feed_forward)
-        return super().left_out(stage, index, config) or ("self_attention and feed_forward are off" if idle else "")
-
     def places(self) -> Iterator[HookPair]:
         """Blocks and the layers inside them with the hooks that may stand in for them."""
         yield from super().places()

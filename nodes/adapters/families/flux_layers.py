@@ -68,7 +68,7 @@ class ByModule(Link):
 
     def __init__(self, whole: Link) -> None:
         """whole: the hook for the same block on merged tokens from its beginning to its end."""
-        super().__init__(whole.module, whole.name, whole.port, whole.work, whole.scopes, whole.positions)
+        super().__init__(whole.module, whole.name, whole.port, whole.work, whole.scope, whole.positions)
         self.parts = (MergeIn(), UnmergeOut(), MergedLayer())
 
     def layers(self) -> tuple[tuple[nn.Module, Layer], ...]:
@@ -86,20 +86,14 @@ class ByModule(Link):
         plan = place.plan_for(x[:, : place.image], self.reason(given))
         if plan is None or place.evaluation is None:
             return self.original(*args, **kwargs)
-        config, stats = place.evaluation.run.config, place.evaluation.run.stats
         if not place.evaluation.decision.keeps_detail:
-            stats.merged(self.name)
-        *attention, mlp = self.layers()
-        hooks: list[tuple[nn.Module, Layer]] = []
-        if config.self_attention:
-            hooks += attention
-            place.plans, place.details, place.lengths = (plan,), (None,), ((plan.tokens, plan.kept),)
-            rows = self.positions.of(given.get(port.rows), place, port.above(given))
-            # The attention alone sees merged tokens: what the block does to all of them stays where it is told.
-            given = {**given, port.rows: rows, **Port.moved(port, given, Cuts(0, place.lengths))}
-        if config.feed_forward:
-            hooks.append(mlp)
-        for _, hook in hooks:
+            place.evaluation.run.stats.merged(self.name)
+        place.plans, place.details, place.lengths = (plan,), (None,), ((plan.tokens, plan.kept),)
+        rows = self.positions.of(given.get(port.rows), place, port.above(given))
+        # The attention alone sees merged tokens: what the block does to all of them stays where it is told.
+        given = {**given, port.rows: rows, **Port.moved(port, given, Cuts(0, place.lengths))}
+        layers = self.layers()
+        for _, hook in layers:
             hook.plan = plan
-        with installed(hooks):
+        with installed(layers):
             return self._called(len(args), given)

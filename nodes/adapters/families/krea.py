@@ -40,8 +40,6 @@ class BlockPort(Port):
 class Hooks(Transformer):
     """All hooks of one Krea 2."""
 
-    self_attention = "attn"
-
     def stages_of(self, model: SingleStreamDiT) -> tuple[Stage, ...]:
         """All blocks."""
         self.patch_size, self.width = model.patch, model.first.out_features

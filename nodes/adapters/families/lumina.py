@@ -50,7 +50,6 @@ class Hooks(Transformer):
     # ControlNets and other patches are shown the image between two blocks, and may write into it.
     between = ("double_block",)
     references_follow = False
-    self_attention = "attention"
 
     def stages_of(self, model: NextDiT) -> tuple[Stage, ...]:
         """The layers after the refiners."""

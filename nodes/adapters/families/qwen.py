@@ -43,7 +43,6 @@ class Hooks(Transformer):
 
     # ControlNets that are patches are shown the image between two blocks.
     between = ("double_block",)
-    self_attention = "attn"
 
     def stages_of(self, model: QwenImageTransformer2DModel) -> tuple[Stage, ...]:
         """All blocks."""

@@ -11,7 +11,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel
 from torch import Tensor, nn
 
 from ....toma_core import Evaluation, ToMAConfig
-from ....toma_core.config import Granularity, Levels, Share
+from ....toma_core.config import Granularity
 from ....toma_core.payoff import UNET_BLOCK
 from ....toma_core.presets import Fields
 from ....toma_core.windows import Grid
@@ -28,7 +28,6 @@ from ..family import (
     unwrapped,
 )
 from ..hooks import HookPair
-from ..keys import KeysLink
 from ..layout import on_no_grid
 from ..port import CHANGED, Cuts, Given, Port
 from .unet_layers import ByModule
@@ -67,11 +66,10 @@ class BlockPort(Port):
 
 @dataclass(frozen=True)
 class _Stack:
-    """Where transformer blocks sit. level: 0 is the finest with attention; halvings: of the latent's sides on the way
-    here; width: of their tokens, 0 if unknown; home: what runs them."""
+    """Where transformer blocks sit. halvings: of the latent's sides on the way here; width: of their tokens, 0 if
+    unknown; home: what runs them."""
 
     position: tuple[str, int]
-    level: int
     halvings: int
     width: int
     home: SpatialTransformer
@@ -91,17 +89,13 @@ class Hooks:
     def __init__(self, diffusion_model: UNetModel) -> None:
         port, shared = BlockPort(), Positions()
         self.stacks: list[_Stack] = []
-        self.keys: dict[str, KeysLink] = {}
-        for position, level, halvings, stack in _stacks(diffusion_model):
+        for position, halvings, stack in _stacks(diffusion_model):
             blocks = []
             for index, module in enumerate(stack.transformer_blocks):
-                scopes = {Share.LEVEL: "level", Share.STACK: position, Share.BLOCK: (position, index)}
                 name = ".".join(map(str, (*position, index)))
-                link = Link(module, name, port, UNET_BLOCK, scopes, shared)
-                blocks.append(ByModule(link))
-                self.keys[name] = KeysLink(link, "attn1")
+                blocks.append(ByModule(Link(module, name, port, UNET_BLOCK, "unet", shared)))
             width = getattr(stack.transformer_blocks[0].attn1.to_q, "in_features", 0)
-            self.stacks.append(_Stack(position, level, halvings, width, stack, tuple(blocks)))
+            self.stacks.append(_Stack(position, halvings, width, stack, tuple(blocks)))
 
     def keys_of(self, latent: Tensor, config: ToMAConfig, *_: Any, **__: Any) -> tuple[int, int]:
         """See `ModelHooks`. None: its convolutions see all tokens anyhow, and its presets are near without."""
@@ -114,7 +108,7 @@ class Hooks:
         config, stats = evaluation.run.config, evaluation.run.stats
         for place, stack in enumerate(self.stacks):
             grid = stack.grid(x)
-            reason = left_whole(config, place, len(self.stacks)) or _left_out(stack, config)
+            reason = left_whole(config, place, len(self.stacks))
             there = stack.home.transformer_blocks
             own = len(there) == len(stack.blocks)
             chains = config.granularity is Granularity.STACK and runs_its_own(stack.home, ("forward",))
@@ -125,9 +119,6 @@ class Hooks:
                     stats.whole(block.link.name, left_out)
                     continue
                 block.link.module = unwrapped(there[index])
-                if config.keys_only:
-                    yield from self.keys[block.link.name].hooks(grid, evaluation)
-                    continue
                 if config.granularity is Granularity.MODULE or _is_patched(stack, index, transformer_options):
                     if not evaluation.decision.keeps_detail:
                         for part in _replaced(stack, index, transformer_options):
@@ -158,8 +149,8 @@ class Hooks:
                 yield from block.layers()
 
 
-def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, int, SpatialTransformer]]:
-    """(position, level, halvings, stack) of every SpatialTransformer in forward order, see `_Stack`."""
+def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, SpatialTransformer]]:
+    """(position, halvings, stack) of every SpatialTransformer in forward order, see `_Stack`."""
     depth, depths, found = 0, [], []
     for i, module in enumerate(diffusion_model.input_blocks):
         depth += any(isinstance(m, Downsample) for m in module.modules())
@@ -170,19 +161,7 @@ def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, 
     for i, module in enumerate(diffusion_model.output_blocks):
         # An output block runs at the resolution of the skip connection it takes.
         found += [(("output", i), depths[-1 - i], m) for m in module if isinstance(m, SpatialTransformer)]
-    finest = min(depth for _, depth, _ in found)
-    for position, depth, stack in found:
-        yield position, depth - finest, depth, stack
-
-
-def _left_out(stack: _Stack, config: ToMAConfig) -> str:
-    """Why the settings leave this stack whole, wherever it is, or an empty string."""
-    if config.granularity is Granularity.MODULE and not any(
-        (config.self_attention, config.cross_attention, config.feed_forward)
-    ):
-        return "self_attention, cross_attention and feed_forward are off"
-    wanted = config.levels is Levels.ALL or (config.levels is Levels.FINEST) == (stack.level == 0)
-    return "" if wanted else f"levels = {config.levels.value}"
+    yield from found
 
 
 def _is_patched(stack: _Stack, index: int, transformer_options: dict[str, Any]) -> bool:

@@ -47,12 +47,11 @@ class ByModule(Hook):
 
     def hooks(self, grid: Grid, evaluation: Evaluation) -> Iterator[HookPair]:
         """The hooks to install for an evaluation, in which the block sees such a grid."""
-        link, config = self.link, evaluation.run.config
+        link = self.link
         work = link.work, Granularity.MODULE
-        link.place.begin((grid,), link.scopes[config.share], [link.name], work, evaluation)
-        wanted = {self.attn1: config.self_attention, self.attn2: config.cross_attention, self.ff: config.feed_forward}
+        link.place.begin((grid,), link.scope, [link.name], work, evaluation)
         yield link.module, self
-        yield from ((module, hook) for module, hook in self.layers() if wanted[hook])
+        yield from self.layers()
 
     def plan(self, x: Tensor, part: str) -> MergePlan | None:
         """The plan for the tokens x of one of its modules, or None to leave that whole; the outcome is noted."""

@@ -90,7 +90,6 @@ class Hooks(Transformer):
     inside = ("attn1_patch", "attn2_patch")
     between = ("double_block",)
     takes_frames = True
-    self_attention = "self_attn"
     references_follow = False
 
     def stages_of(self, model: WanModel) -> tuple[Stage, ...]:

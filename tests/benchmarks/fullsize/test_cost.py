@@ -152,7 +152,7 @@ def test_a_plan_of_a_picture_is_four_launches() -> None:
 def test_a_plan_for_two_conditions_is_no_more_launches() -> None:
     """Of one picture: both read the one plan."""
     core, trial, meter = pack_module("toma_core"), pack_module("toma_core.trial"), cost.Meter()
-    config = core.ToMAConfig(ratio=0.5, min_tokens=4, plan_from="prediction", adaptive_budget=True)
+    config = core.ToMAConfig(ratio=0.5, min_tokens=4, plan_from="prediction")
     run = core.RunState(core.Schedule(config), dispatch=trial.Dispatch(trial.Choice(cost.Fused(meter))))
     x, picture = (torch.empty(shape, device=cost.META) for shape in ((2, 32 * 32, 640), (1, 16, 64, 64)))
     for selection in range(2):
@@ -201,7 +201,7 @@ def test_what_auto_thinks_that_merging_adds(
 ) -> None:
     """By Triton, with detail reuse: each block's share, rounded up, plans apart."""
     payoff = pack_module("toma_core.payoff")
-    settings = {"whole_every": 3, "detail_reuse": True, "min_tokens": 4, "granularity": granularity, **whole}
+    settings = {"whole_every": 3, "min_tokens": 4, "granularity": granularity, **whole}
     merged = cost.count(shape, toma(**settings), kernels=True, step=1)
     block, kind = getattr(payoff, name), payoff.Granularity(granularity)
     added = (merged.launches - cost.count(shape).launches) / number

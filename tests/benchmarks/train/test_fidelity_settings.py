@@ -94,7 +94,7 @@ def test_names_say_a_group_and_a_value(pack: ModuleType) -> None:
     assert not {n for n in settings("dit", 20, "simple") if "HyperTile" in n}
 
 
-@pytest.mark.parametrize("when", [{"ratio_decay": 2 / 3}, {"end_percent": 0.7}, {"start_percent": 0.3}])
+@pytest.mark.parametrize("when", [{"end_percent": 0.7}, {"start_percent": 0.3}])
 def test_mean_ratio(model: Any, decisions: Any, when: dict[str, float]) -> None:
     models.sample(averaging(0.5, 20, "simple", **when)(model), 16, 16, steps=20, cfg=1.0)
     assert sum(d.merged_ratio for d in decisions) / 20 == pytest.approx(0.5, abs=0.02)

@@ -19,7 +19,7 @@ from benchmarks.fidelity.probe import ALL, Probe, error, free_run, name_of, teac
 from scripts.comfy_pack import pack_module
 
 RATIO = 0.5
-SETTINGS = {**variants.TINY, "share": "block", "select_every": 1, "weigh_every": 1}
+SETTINGS = {**variants.TINY, "select_every": 1, "weigh_every": 1}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,8 +13,8 @@ from scripts.comfy_pack import pack_module
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
 
 KEYS: dict[str, Any] = {
-    "all_keys": True, "detail_reuse": True, "plan_from": "prediction", "adaptive_budget": True, "scale": 1000.0,
-    "select_every": 1, "weigh_every": 1, "shift_windows": True, "whole_every": 10,
+    "all_keys": True, "plan_from": "prediction", "scale": 1000.0,
+    "select_every": 1, "weigh_every": 1, "whole_every": 10,
 }  # fmt: skip
 
 

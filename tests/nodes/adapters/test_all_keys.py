@@ -39,7 +39,7 @@ def test_keys_are_moved_on_as_their_destinations_move(
     destinations since then. What a merged step made is kept for the next."""
     model, layout = model_of(kind), LAYOUTS[kind][0]
     watch = Watch(4)
-    evaluated(watch.on(attach(model, **{**KEYS, "adaptive_budget": False, "scale": 10_000.0})), drifting)
+    evaluated(watch.on(attach(model, **{**KEYS, "plan_from": "tokens", "scale": 10_000.0})), drifting)
     whole, *merged = watch.evaluations()
     # Some models refine text or image before: that is not merged, and looks at what it did.
     block = next(n for n, (q, k, _) in enumerate(merged[0]) if q.shape[1] != k.shape[1])
@@ -231,7 +231,7 @@ def test_other_compilers_are_told_nothing(attach: Any, stats_of: Any, fresh_comp
     assert "inductor" in stats_of(merged).without_keys
 
 
-@pytest.mark.parametrize("settings", [{"whole_every": 0}, {"detail_reuse": False}, {"granularity": "module"}])
+@pytest.mark.parametrize("settings", [{"whole_every": 0}, {"granularity": "module"}])
 def test_where_full_steps_keep_nothing_the_preset_is_as_without(
     settings: dict[str, Any], model_of: Any, stats_of: Any
 ) -> None:

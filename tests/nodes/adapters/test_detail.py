@@ -12,7 +12,7 @@ from scripts.comfy_pack import pack_module
 
 TRUST = 0.5
 SIDE = 24
-REUSE = {"whole_every": 2, "detail_reuse": True}
+REUSE = {"whole_every": 2}
 # See test_conditions.py.
 SMOOTH = {"selector": "grid", "scale": 20.0}
 # The first steps of three: the last step of a whole schedule is never merged with these settings.
@@ -35,9 +35,10 @@ def model(request: pytest.FixtureRequest) -> Any:
 def test_does_nothing_without_whole_steps_or_around_modules(
     model: Any, attach: Any, stats_of: Any, settings: dict[str, Any]
 ) -> None:
-    patched = [attach(model, **settings, detail_reuse=reuse) for reuse in (False, True)]
-    assert torch.equal(*(models.sample(m, SIDE, SIDE, steps=3) for m in patched))
-    assert stats_of(patched[1]).detail_bytes == 0
+    patched = attach(model, **settings)
+    models.sample(patched, SIDE, SIDE, steps=3)
+    assert stats_of(patched).merged_steps
+    assert stats_of(patched).detail_bytes == 0
 
 
 @pytest.mark.compat
@@ -55,14 +56,10 @@ def test_a_whole_step_is_that_of_the_model(model: Any, attach: Any, stats_of: An
 @pytest.mark.compat
 @pytest.mark.parametrize("granularity", ["block", "stack"])
 def test_merged_steps_change(model: Any, attach: Any, stats_of: Any, granularity: str, no_state_left: None) -> None:
-    plain, reused = (
-        attach(model, whole_every=2, granularity=granularity),
-        attach(model, **REUSE, granularity=granularity),
-    )
-    assert not torch.equal(*(models.sample(m, SIDE, SIDE, **FIRST[2]) for m in (plain, reused)))
-    for patched in (plain, reused):
-        assert stats_of(patched).merged_steps == {1: 0.5}
-    assert stats_of(reused).merged_blocks == stats_of(plain).merged_blocks != set()
+    patched = attach(model, **REUSE, granularity=granularity)
+    assert not torch.equal(*(models.sample(m, SIDE, SIDE, **FIRST[2]) for m in (model, patched)))
+    assert stats_of(patched).merged_steps == {1: 0.5}
+    assert stats_of(patched).merged_blocks == stats_of(patched).blocks != set()
 
 
 def test_trust_is_as_these_tests_have_it(pack: Any) -> None:
@@ -279,7 +276,7 @@ def test_guidance_that_begins_late_has_detail_from_its_third_evaluation(
 
     late: list[tuple[int, str]] = []
     monkeypatch.setattr(pipeline, "detail", spy)
-    model = attach(flux, detail_reuse=True, whole_every=5).clone()
+    model = attach(flux, whole_every=5).clone()
     model.set_model_sampler_post_cfg_function(guidance)
     models.sample(model, SIDE, SIDE, steps=8, last_step=5)
     first = late[0][0]
@@ -313,7 +310,7 @@ def test_a_patched_block_in_the_middle_of_a_stack_splits_its_detail(
     monkeypatch.setattr(details, "kept", asking)
     patched = models.unet(middle=4).clone()
     patched.set_model_attn1_replace(lambda q, k, v, options: q, "middle", 0, 1)
-    models.sample(attach(patched, whole_every=3, detail_reuse=True), 32, 32, steps=4)
+    models.sample(attach(patched, whole_every=3), 32, 32, steps=4)
     middle = {name for name in kept if name.startswith("middle")}
     assert middle == {"middle.0.0", "middle.0.2-middle.0.3"}
     assert {name for name, found in asked if name.startswith("middle") and found} == middle

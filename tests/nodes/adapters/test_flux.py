@@ -140,19 +140,17 @@ def test_consecutive_blocks_stay_merged(
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("parts", [(1, 1), (1, 0), (0, 1)])
 @pytest.mark.parametrize("with_references", [False, True])
 def test_modules_of_a_double_block_are_merged_one_by_one(
-    flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, parts: tuple[int, int], with_references: bool
+    flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, with_references: bool
 ) -> None:
     """The block written out: img += gate * U attn(M ...), img += gate * U mlp(M ...), references beside it."""
     from comfy.ldm.flux.math import attention
 
-    attend, feed = parts
     block = flux.model.diffusion_model.double_blocks[0]
     calls = record(block)
     conds = references(flux, (12, 16)) if with_references else {}
-    model = attach(flux, granularity="module", self_attention=bool(attend), feed_forward=bool(feed))
+    model = attach(flux, granularity="module")
     models.sample(model, HEIGHT, WIDTH, steps=1, cfg=1.0, **conds)
     (call,) = calls
     plan = plan_calls[call.first_plan].plan
@@ -173,27 +171,19 @@ def test_modules_of_a_double_block_are_merged_one_by_one(
     t_first, t_second = block.txt_mod(vec)
     n = (1 + first.scale) * block.img_norm1(img) + first.shift
     t = (1 + t_first.scale) * block.txt_norm1(txt) + t_first.shift
-    image_heads = heads(block.img_attn.qkv(down(n) if attend else n), block.img_attn.norm)
+    image_heads = heads(block.img_attn.qkv(down(n)), block.img_attn.norm)
     text_heads = heads(block.txt_attn.qkv(t), block.txt_attn.norm)
     q, k, v = (torch.cat(pair, 2) for pair in zip(text_heads, image_heads, strict=True))
-    rows = rows_of_destinations(pe, plan.destinations[0], TEXT, TOKENS) if attend else pe
+    rows = rows_of_destinations(pe, plan.destinations[0], TEXT, TOKENS)
     out = attention(q, k, v, pe=rows)
     seen = block.img_attn.proj(out[:, TEXT:])
-    img = img + first.gate * (up(seen) if attend else seen)
+    img = img + first.gate * up(seen)
     n = (1 + second.scale) * block.img_norm2(img) + second.shift
-    img = img + second.gate * (up(block.img_mlp(down(n))) if feed else block.img_mlp(n))
+    img = img + second.gate * up(block.img_mlp(down(n)))
     txt = txt + t_first.gate * block.txt_attn.proj(out[:, :TEXT])
     txt = txt + t_second.gate * block.txt_mlp((1 + t_second.scale) * block.txt_norm2(txt) + t_second.shift)
     torch.testing.assert_close(call.out[0], img, **CLOSE)
     torch.testing.assert_close(call.out[1], txt, **CLOSE)
-
-
-def test_module_granularity_with_nothing_to_merge_leaves_double_blocks(flux: Any, attach: Any, stats_of: Any) -> None:
-    model = attach(flux, granularity="module", self_attention=False, feed_forward=False)
-    models.sample(model, HEIGHT, WIDTH, steps=1)
-    stats = stats_of(model)
-    assert stats.left_whole == {"self_attention and feed_forward are off": {f"double.{i}" for i in range(3)}}
-    assert stats.merged_blocks == {f"single.{i}" for i in range(3)}
 
 
 @pytest.mark.parametrize("amount", [2, 0.5])
@@ -215,11 +205,10 @@ def test_last_blocks_of_the_last_kind_are_left_whole(flux: Any, attach: Any, sta
     assert stats_of(model).merged_blocks == {"double.1", "double.2"}
 
 
-@pytest.mark.parametrize("share", ["block", "stack", "level"])
-def test_share_says_how_many_plans_there_are(flux: Any, attach: Any, stats_of: Any, share: str) -> None:
-    model = attach(flux, granularity="block", share=share)
+def test_blocks_of_a_kind_share_a_plan(flux: Any, attach: Any, stats_of: Any) -> None:
+    model = attach(flux, granularity="block")
     models.sample(model, HEIGHT, WIDTH, steps=1)
-    assert stats_of(model).selections == {"block": 6, "stack": 2, "level": 2}[share]
+    assert stats_of(model).selections == 2
 
 
 def whole_everywhere(model: Any, stats_of: Any, reason: str) -> None:

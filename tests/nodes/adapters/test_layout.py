@@ -61,7 +61,7 @@ def kontext(model: Any) -> dict[str, Any]:
 
 @pytest.mark.compat
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("settings", [{}, {"whole_last": 3, "cross_attention": False}], ids=["all", "some"])
+@pytest.mark.parametrize("settings", [{}, {"whole_last": 3}], ids=["all", "some"])
 def test_the_grid_fits_the_tokens_in_a_unet(
     unet: Any, attach: Any, listening: Any, granularity: str, settings: dict[str, Any]
 ) -> None:
@@ -91,7 +91,7 @@ def test_the_image_lies_where_flux_says(
     """[text, text + D + references]. With whole_every 2 each second step runs whole and keeps its detail."""
     foreign, calls = listening(flux)
     settings = {"granularity": granularity, "whole_every": whole_every, "whole_first": 1}
-    model = attach(foreign, **settings, detail_reuse=bool(whole_every))
+    model = attach(foreign, **settings)
     conds = kontext(flux) if with_references else {}
     models.sample(model, SIDE, SIDE, steps=4, **conds)
     extra = sum(REFERENCES) if with_references else 0
@@ -120,16 +120,10 @@ def test_double_blocks_too_where_somebody_says_it_there(
         block.register_forward_pre_hook(say, with_kwargs=True) for block in flux.model.diffusion_model.double_blocks
     ]
     try:
-        for parts, length in (((True, True), IMAGE // 2), ((False, True), IMAGE)):
-            calls.clear()
-            attend, feed = parts
-            settings = {"self_attention": attend, "feed_forward": feed} if granularity == "module" else {}
-            models.sample(attach(foreign, granularity=granularity, **settings), SIDE, SIDE, steps=1)
-            doubles = [call for call in calls if call.options["block_type"] == "double"]
-            assert doubles
-            assert all(call.options["img_slice"] == [TEXT, call.length] for call in doubles)
-            if granularity == "module":
-                assert {call.length for call in doubles} == {TEXT + length}
+        models.sample(attach(foreign, granularity=granularity), SIDE, SIDE, steps=1)
+        doubles = [call for call in calls if call.options["block_type"] == "double"]
+        assert {call.length for call in doubles} == {TEXT + IMAGE // 2}
+        assert all(call.options["img_slice"] == [TEXT, call.length] for call in doubles)
     finally:
         for handle in handles:
             handle.remove()
@@ -222,7 +216,7 @@ def test_compiled_code_says_the_same(attach: Any, fresh_compiler: None, kind: st
         return out if place is None else out * (1 + place[0] / 100 + place[1] / 1000)
 
     model.model_options["transformer_options"]["optimized_attention_override"] = override
-    settings = {"end_percent": 0.6, "whole_every": 3, "detail_reuse": True}
+    settings = {"end_percent": 0.6, "whole_every": 3}
     toma = attach(model, **settings)
     plain = models.sample(toma, 16, 16, steps=4)
     graphs = []

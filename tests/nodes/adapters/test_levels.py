@@ -95,7 +95,12 @@ def test_known_samplers_keep_to_their_schedule(
 @pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m", "lcm"])
 def test_nothing_is_read_inside_the_steps(model: Any, pack: Any, sampler: str, preset: str) -> None:
     """As without ToMA. `heun` shows that a read would be counted."""
-    settings = pack_module("toma_core").Settings(preset, {"min_tokens": 4, "ratio_decay": 0.5})
+    settings = pack_module("toma_core").Settings(
+        preset,
+        {
+            "min_tokens": 4,
+        },
+    )
     merged = pack_module("nodes.adapters.run").attach(model, settings)
     models.sample(merged, SIDE, SIDE, steps=4)  # layouts are made once in a process, on the host
     assert reads_inside(merged, sampler=sampler) == reads_inside(model, sampler=sampler)

@@ -56,10 +56,13 @@ def test_joined_and_split_calls_agree_on_tiles(model: Any, preset: Any, monkeypa
     torch.testing.assert_close(sampled(patched), joined, **NEARLY)
 
 
-def test_cond_and_uncond_share_the_plan_of_a_tile(model: Any, attach: Any, plan_calls: Any, monkeypatch: Any) -> None:
+def test_cond_and_uncond_share_the_plan_of_a_tile(
+    model: Any, attach: Any, apart: Any, plan_calls: Any, monkeypatch: Any
+) -> None:
     """Two tiles at once, each with both conditions: four images, of which two and two show the same; and again in
     calls of their own."""
-    patched = tiled(attach(model, granularity="block", share="block"), CORNERS, at_once=2)
+    apart(model)
+    patched = tiled(attach(model, granularity="block"), CORNERS, at_once=2)
     sampled(patched, steps=1)
     joined = list(plan_calls)
     for call in joined:
@@ -99,10 +102,11 @@ def test_tiles_may_come_in_another_order_for_each_condition(model: Any, preset: 
     torch.testing.assert_close(sampled(patched, steps=2), joined, **NEARLY)
 
 
-def test_each_tile_is_represented_by_tokens_of_its_own(model: Any, attach: Any, plan_calls: Any) -> None:
+def test_each_tile_is_represented_by_tokens_of_its_own(model: Any, attach: Any, apart: Any, plan_calls: Any) -> None:
     """Merging and going back loses less of a tile than with the plan of another one."""
     core = pack_module("toma_core.merge")
-    sampled(tiled(attach(model, share="block"), CORNERS[:2]), steps=1, cfg=1.0)
+    apart(model)
+    sampled(tiled(attach(model), CORNERS[:2]), steps=1, cfg=1.0)
     half = len(plan_calls) // 2
 
     def loss(x: torch.Tensor, plan: Any) -> float:
@@ -115,7 +119,7 @@ def test_each_tile_is_represented_by_tokens_of_its_own(model: Any, attach: Any, 
 
 def test_nothing_of_a_tile_is_left_for_the_next_evaluation(model: Any, attach: Any, plan_calls: Any) -> None:
     """Tiles that move from step to step, and those that do not: every evaluation selects anew, on what it shows."""
-    patched = attach(model, select_every=10, whole_every=3, detail_reuse=True)
+    patched = attach(model, select_every=10, whole_every=3)
     for move in (lambda _: 0, lambda step: 3 * step):
         plan_calls.clear()
         out = sampled(tiled(patched, CORNERS, move=move), cfg=1.0, steps=3, last_step=2)
@@ -124,7 +128,9 @@ def test_nothing_of_a_tile_is_left_for_the_next_evaluation(model: Any, attach: A
         assert {call.decision.plain for call in plan_calls} == {True}
         plan_calls.clear()
         sampled(tiled(attach(model), CORNERS, at_once=4, move=move), cfg=1.0, steps=3)
-        assert len({id(call.plan) for call in plan_calls}) == len({(c.decision.step, c.scope) for c in plan_calls})
+        assert len({id(call.plan) for call in plan_calls}) == len(
+            {(c.decision.step, c.scope, c.grid) for c in plan_calls}
+        )
 
 
 def test_plans_of_tiles_do_not_pile_up(model: Any, attach: Any, monkeypatch: Any) -> None:

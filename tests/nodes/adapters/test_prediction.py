@@ -73,7 +73,7 @@ def test_every_evaluation_after_the_first_merges_whatever_the_sampler(model: Any
 
 
 def test_with_detail_reuse_the_whole_step_keeps(model: Any, attach: Any, stats_of: Any) -> None:
-    patched = attach(model, **SETTINGS, detail_reuse=True, whole_every=3)
+    patched = attach(model, **SETTINGS, whole_every=3)
     models.sample(patched, steps=5)
     assert sorted(stats_of(patched).merged_steps) == [1, 2]
     assert stats_of(patched).detail_bytes
@@ -86,7 +86,7 @@ def test_the_whole_steps_own_picture_plans_the_step_after_it(
     """Whatever `select_every` says: a step that keeps detail needs no plan, and makes none of what came before it."""
     monkeypatch.setattr(pack_module("toma_core.prediction"), "_MOST_NOISE", 0.999)
     settings = {"plan_from": "prediction", "select_every": every, "weigh_every": every}
-    patched = attach(model, **settings, detail_reuse=True, whole_every=every)
+    patched = attach(model, **settings, whole_every=every)
     models.sample(patched, steps=2 * every + 1, cfg=1.0)
     shown = [next(n for n, p in enumerate(predicted) if torch.equal(p, pictures[0])) for pictures in planned]
     assert {0, every} <= set(shown)
@@ -107,7 +107,7 @@ def test_a_picture_of_mostly_noise_is_not_trusted(
         return windows, budget
 
     monkeypatch.setattr(state.RunState, "_laid_out", laid_out)
-    patched = attach(flux, **SETTINGS, adaptive_budget=True)
+    patched = attach(flux, **SETTINGS)
     models.sample(patched, steps=20, cfg=1.0)
     trusted = [bool(pictures) for pictures in planned]
     assert not trusted[0]

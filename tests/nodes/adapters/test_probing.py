@@ -16,7 +16,7 @@ identity = pack_module("nodes.adapters.identity")
 core = pack_module("toma_core")
 BlockFacts = pack_module("nodes.adapters.family").BlockFacts
 SIDE = 24
-CLOSE = {"share": "level", "select_every": 3, "weigh_every": 3, "shift_windows": True, "detail_reuse": True}
+CLOSE = {"select_every": 3, "weigh_every": 3}
 
 
 @pytest.fixture(params=["unet", "flux"])
@@ -41,7 +41,7 @@ def test_the_run_is_the_unmerged_one(model: Any, settings: dict[str, Any], no_st
     assert all(error > 0 for error in (*probes.sites_found.values(), *probes.together.values()))
 
 
-def test_a_probe_is_what_the_run_would_do(flux: Any) -> None:
+def test_a_probe_is_what_the_run_would_do(flux: Any, apart: Any) -> None:
     """With one site merged, and the rest of the run whole, the first merged evaluation differs by what was measured.
     Plans are each block's own here: else a probe uses the one that is there, as the run to come does. It is of the
     first condition alone, where a run takes the tokens of the negative."""
@@ -53,26 +53,18 @@ def test_a_probe_is_what_the_run_would_do(flux: Any) -> None:
 
     listening = flux.clone()
     listening.set_model_sampler_post_cfg_function(keep)
-    probes, _, _ = probed(listening, steps=3, share="block")
+    apart(flux)
+    probes, _, _ = probed(listening, steps=3)
     step = probes.bands[0].probed
     assert step == 0
     whole = pictures[0]
     for site, blocks in probes.sites.items():
         bands = ((0.0, dict.fromkeys(blocks, 0.5)),)
         pictures.clear()
-        alone = run.attach(listening, core.ToMAConfig(min_tokens=4, share="block"), None, bands)
+        alone = run.attach(listening, core.ToMAConfig(min_tokens=4), None, bands)
         models.sample(alone, SIDE, SIDE, steps=3)
         change = float((pictures[0] - whole).double().square().sum())
         assert probes.sites_found[site, 0] == pytest.approx(change, rel=0.15), site
-
-
-def test_detail_is_part_of_what_is_measured(flux: Any) -> None:
-    """With it a merged step costs another error than without: the kept one is really used."""
-    with_detail, *_ = probed(flux, **{**CLOSE, "whole_every": 3})
-    without, *_ = probed(flux, **{**CLOSE, "whole_every": 3, "detail_reuse": False})
-    assert with_detail.bands == without.bands
-    for place, error in with_detail.sites_found.items():
-        assert error != pytest.approx(without.sites_found[place], rel=1e-3)
 
 
 def test_few_evaluations_tell_the_most_important(unet: Any) -> None:
@@ -218,7 +210,7 @@ def test_bands_of_equal_size() -> None:
 
 def test_bands_follow_whole_steps() -> None:
     """20 steps: whole are 0, 3, ..., 18 and the last. Six times two merged ones, two of these in each band."""
-    given = schedule(20, whole_every=3, detail_reuse=True)
+    given = schedule(20, whole_every=3)
     bands = probing.bands_of(given)
     assert [band.steps for band in bands] == [(1, 2, 4, 5), (7, 8, 10, 11), (13, 14, 16, 17)]
     # In a schedule with these bands every step has the ratio of its own.
@@ -234,7 +226,7 @@ def test_bands_follow_whole_steps() -> None:
 
 def test_plans_of_pictures_are_made_where_the_run_makes_them() -> None:
     """A step that keeps detail makes none, though it is the first of its selection: the next one does."""
-    every = {"whole_every": 5, "select_every": 5, "weigh_every": 5, "detail_reuse": True}
+    every = {"whole_every": 5, "select_every": 5, "weigh_every": 5}
     told = schedule(20, **every, plan_from="prediction")
     probes = probing.Probes({"a": ("a",)}, 1000)
     probes._begin(told)

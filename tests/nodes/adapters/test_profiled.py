@@ -14,7 +14,7 @@ run = pack_module("nodes.adapters.run")
 identity = pack_module("nodes.adapters.identity")
 ToMAConfig = pack_module("toma_core").ToMAConfig
 SIDE, STEPS = 24, 6
-CLOSE = {"share": "level", "select_every": 3, "weigh_every": 3, "shift_windows": True}
+CLOSE = {"select_every": 3, "weigh_every": 3}
 
 
 @pytest.fixture(params=["unet", "flux", "qwen"])
@@ -39,7 +39,7 @@ def sampled(model: Any, steps: int = STEPS) -> torch.Tensor:
     "settings",
     [
         {},
-        {**CLOSE, "detail_reuse": True, "whole_every": 3},
+        {**CLOSE, "whole_every": 3},
         {"granularity": "module"},
         {"granularity": "block", "plan_from": "prediction"},
     ],
@@ -82,18 +82,18 @@ def test_places_keep_their_plans(unet: Any, stats_of: Any) -> None:
     """Two ratios on one grid, plans shared by level, one selection for the whole run: one plan for each, not one for
     every block and step."""
     by_ratio = {name: 0.25 + 0.5 * (n % 2) for n, name in enumerate(names(unet))}
-    patched = profiled(unet, (0.0, by_ratio), share="level", select_every=100, weigh_every=100)
+    patched = profiled(unet, (0.0, by_ratio), select_every=100, weigh_every=100)
     sampled(patched)
     assert stats_of(patched).selections == 2 * len(stats_of(patched).grids)
 
 
 def test_detail_is_kept_by_those_that_will_use_it(flux: Any, stats_of: Any) -> None:
-    everything = profiled(flux, (0.0, dict.fromkeys(names(flux), 0.5)), whole_every=3, detail_reuse=True)
+    everything = profiled(flux, (0.0, dict.fromkeys(names(flux), 0.5)), whole_every=3)
     sampled(everything)
-    one = profiled(flux, (0.0, {"single.1": 0.5}), whole_every=3, detail_reuse=True)
+    one = profiled(flux, (0.0, {"single.1": 0.5}), whole_every=3)
     sampled(one)
     assert 0 < stats_of(one).detail_bytes < stats_of(everything).detail_bytes
-    none = profiled(flux, (0.0, {}), whole_every=3, detail_reuse=True)
+    none = profiled(flux, (0.0, {}), whole_every=3)
     assert torch.equal(sampled(none), sampled(flux))
     assert stats_of(none).detail_bytes == 0
 
@@ -171,7 +171,7 @@ def test_fingerprints_of_loras(unet: Any) -> None:
     assert digest((lora(keys[0]), 1.0)) == different[1]
 
 
-@pytest.mark.parametrize("settings", [{}, {**CLOSE, "detail_reuse": True, "whole_every": 3}, {"keys_only": True}])
+@pytest.mark.parametrize("settings", [{}, {**CLOSE, "whole_every": 3}])
 def test_videos(model_of: Any, stats_of: Any, settings: dict[str, Any]) -> None:
     """One ratio everywhere is the setting, and a block alone has its own."""
     wan = model_of("wan")

@@ -121,12 +121,7 @@ def test_part_of_a_schedule_keeps_its_clock(
     """KSamplerAdvanced from step 2 to 4 of 6: its own steps are 0 and 1, its noise levels those of the whole."""
     model = attach(request.getfixturevalue(kind), whole_every=2)
     models.sample(model, 16, 16, steps=6, start_step=2, last_step=4)
-    assert [(d.step, d.ratio) for d in decisions] == [(0, 0.0), (1, 0.5)]
-
-
-def test_ratio_falls_from_first_to_last_step(flux: Any, attach: Any, decisions: Any) -> None:
-    models.sample(attach(flux, ratio=0.75, ratio_decay=1.0), 16, 16, steps=4)
-    assert [d.ratio for d in decisions] == [0.75, 0.5, 0.25, 0.0]
+    assert [(d.step, d.merged_ratio) for d in decisions] == [(0, 0.0), (1, 0.5)]
 
 
 @pytest.mark.parametrize("kind", ["unet", "flux"])

@@ -86,7 +86,7 @@ def test_an_evaluation_with_gradients_is_full_and_leaves_the_others_alone(
             counted.append(n)
         return x
 
-    settings = {"whole_every": 3, "detail_reuse": True, "granularity": "stack"}
+    settings = {"whole_every": 3, "granularity": "stack"}
     patched = attach(unet, **settings)
     outs = [sampled(each, KSAMPLER(sampler)) for each in (patched, unet)]
     assert outs[0].isfinite().all()

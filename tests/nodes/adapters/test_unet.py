@@ -59,26 +59,21 @@ def test_stack_stays_merged_between_its_blocks(
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("parts", [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)])
 def test_modules_are_computed_on_merged_tokens_one_by_one(
-    unet: Any, stack: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, parts: tuple[int, int, int]
+    unet: Any, stack: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
 ) -> None:
     block = stack.transformer_blocks[0]
     calls = record(block)
-    names = ("self_attention", "cross_attention", "feed_forward")
-    settings = {name: bool(on) for name, on in zip(names, parts, strict=True)}
-    models.sample(attach(unet, granularity="module", **settings), SIDE, SIDE, steps=1)
+    models.sample(attach(unet, granularity="module"), SIDE, SIDE, steps=1)
     (call,) = calls
     M, U = dense(plan_calls[call.first_plan].plan)
     x, context = call.args[0], call.kwargs["context"]
-    for on, norm, module in zip(
-        parts,
+    for norm, module in zip(
         (block.norm1, block.norm2, block.norm3),
         (block.attn1, lambda n: block.attn2(n, context=context), block.ff),
         strict=True,
     ):
-        n = norm(x)
-        x = x + (U @ module(M @ n) if on else module(n))
+        x = x + U @ module(M @ norm(x))
     torch.testing.assert_close(call.out, x, **CLOSE)
 
 
@@ -101,22 +96,11 @@ def test_weights_are_the_papers(unet: Any, attach: Any, plan_calls: Any, dense: 
     torch.testing.assert_close(M[0], A / A.sum(1, keepdim=True), **CLOSE)
 
 
-def test_levels_count_from_the_finest_with_attention(unet: Any, attach: Any, stats_of: Any) -> None:
-    fine = {f"input.{i}.0" for i in (4, 5)} | {f"output.{i}.0" for i in (3, 4, 5)}
-    for level in ("finest", "coarser"):
-        model = attach(unet, levels=level)
-        models.sample(model, SIDE, SIDE, steps=1)
-        stats = stats_of(model)
-        assert stats.merged_blocks == (fine if level == "finest" else stats.blocks - fine)
-        assert stats.left_whole == {f"levels = {level}": stats.blocks - stats.merged_blocks}
-        assert len(stats.blocks) == 17
-
-
 def test_sd15_shape_has_attention_at_full_size(pack: Any, attach: Any, stats_of: Any) -> None:
-    model = attach(models.unet(depths=(1, 1, 0), middle=1), levels="finest")
+    model = attach(models.unet(depths=(1, 1, 0), middle=1))
     models.sample(model, 16, 16, steps=1)
-    assert stats_of(model).grids == {(16, 16): 128}
-    assert stats_of(model).merged_blocks == {f"{kind}.0" for kind in ("input.1", "input.2", *_outputs(6, 7, 8))}
+    assert stats_of(model).grids[16, 16] == 128
+    assert stats_of(model).merged_blocks >= {f"{kind}.0" for kind in ("input.1", "input.2", *_outputs(6, 7, 8))}
 
 
 def _outputs(*numbers: int) -> list[str]:
@@ -145,11 +129,10 @@ def test_small_grids_are_left_whole(unet: Any, attach: Any, stats_of: Any) -> No
     assert len(stats.merged_blocks) == 5
 
 
-@pytest.mark.parametrize("share", ["block", "stack", "level"])
-def test_share_says_how_many_plans_there_are(unet: Any, attach: Any, stats_of: Any, share: str) -> None:
-    model = attach(unet, share=share, granularity="block")
+def test_blocks_at_one_resolution_share_a_plan(unet: Any, attach: Any, stats_of: Any) -> None:
+    model = attach(unet, granularity="block")
     models.sample(model, SIDE, SIDE, steps=1)
-    assert stats_of(model).selections == {"block": 17, "stack": 11, "level": 2}[share]
+    assert stats_of(model).selections == 2
 
 
 def core_node(module: str, name: str) -> Any:
@@ -270,14 +253,6 @@ def test_control_is_added_to_whole_activations(unet: Any, attach: Any, stats_of:
     assert controlled.isfinite().all()
     assert not torch.equal(controlled, models.sample(model, SIDE, SIDE, steps=1))
     assert len(stats_of(model).merged_blocks) == 17
-
-
-def test_module_granularity_with_nothing_to_merge_says_so(unet: Any, attach: Any, stats_of: Any) -> None:
-    model = attach(unet, granularity="module", self_attention=False, cross_attention=False, feed_forward=False)
-    torch.testing.assert_close(
-        models.sample(model, SIDE, SIDE, steps=1), models.sample(unet, SIDE, SIDE, steps=1), rtol=0, atol=0
-    )
-    assert "self_attention" in stats_of(model).summary()
 
 
 def test_video_unets_are_not_taken_for_image_unets(pack: Any) -> None:

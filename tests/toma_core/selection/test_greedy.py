@@ -13,11 +13,11 @@ from apricot import FacilityLocationSelection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toma_core.config import SelectorKind, WindowKind
+from tests.toma_core.selection.reference import best_value, naive_greedy, naive_value
+from toma_core.config import WindowKind
 from toma_core.selection import cosine_similarity, facility_location, select
 from toma_core.selection.greedy import greedy_facility_location
 from toma_core.selection.objective import tie_step
-from toma_core.selection.reference import best_value, naive_greedy, naive_value
 from toma_core.windows import make_budget, make_windows
 
 seeds = st.integers(0, 2**31)
@@ -65,7 +65,7 @@ def test_ragged_windows_of_a_batch_each_as_good_as_the_loops(height: int, width:
     windows = make_windows(height, width, WindowKind.TILE, size)
     budget = make_budget(windows.counts, ratio)
     S = cosine_similarity(windows.split(features(7, 3, height * width, 5)))
-    picks = select(S, windows, budget, SelectorKind.FACILITY_LOCATION)
+    picks = select(S, windows, budget)
     for b in range(3):
         for w, (count, kept) in enumerate(zip(windows.counts, budget.counts, strict=True)):
             alone = S[b, w, :count, :count]

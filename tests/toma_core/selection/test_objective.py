@@ -8,9 +8,9 @@ from apricot import FacilityLocationSelection
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.toma_core.selection.reference import best_value, naive_value
 from toma_core.selection import cosine_similarity, facility_location, in_parts, objective
 from toma_core.selection.objective import chosen_similarity, normalized
-from toma_core.selection.reference import best_value, naive_value
 
 seeds = st.integers(0, 2**31)
 

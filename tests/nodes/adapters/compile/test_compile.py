@@ -106,7 +106,7 @@ def test_a_profile_takes_a_graph_for_each_of_its_noise_levels(model: Any) -> Non
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_detail_is_reused_in_a_compiled_run(model: Any, attach: Any, stats_of: Any, inside: bool) -> None:
-    settings = {"whole_every": 2, "detail_reuse": True}
+    settings = {"whole_every": 2}
     plain_model = attach(model, **settings)
     plain = models.sample(plain_model, SIDE, SIDE, steps=5)
     assert stats_of(plain_model).detail_bytes
@@ -197,7 +197,7 @@ def test_ahead_of_time_graphs_run_too(flux: Any, attach: Any) -> None:
 def test_inductor(model: Any, attach: Any) -> None:
     """The real backend, which uses memory again as soon as the graph needs it no more. Its sums differ in the last
     digits, and so would destinations that are about as good as others: those of a grid are always the same."""
-    settings = {"whole_every": 3, "detail_reuse": True, "selector": "grid"}
+    settings = {"whole_every": 3, "selector": "grid"}
     plain = models.sample(attach(model, **settings), SIDE, SIDE, steps=4)
     compiled_model = compiled(attach(model, **settings), "inductor")
     out = models.sample(compiled_model, SIDE, SIDE, steps=4)
@@ -208,7 +208,7 @@ def test_inductor(model: Any, attach: Any) -> None:
 def test_later_runs_without_toma(model: Any, attach: Any) -> None:
     """The code that was compiled for a run with ToMA goes on being used, and must not look for it."""
     plain = models.sample(model, SIDE, SIDE, steps=3)
-    settings = {"whole_every": 2, "detail_reuse": True}
+    settings = {"whole_every": 2}
     toma = models.sample(attach(model, **settings), SIDE, SIDE, steps=3)
     for inside in (True, False, True):
         backend = Counting()

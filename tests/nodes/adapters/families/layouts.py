@@ -58,7 +58,7 @@ LAYOUTS = {
 }
 # Plans from the picture that the step before predicted, in windows that get what they need.
 PREDICTED: dict[str, Any] = {
-    "plan_from": "prediction", "select_every": 1, "weigh_every": 1, "adaptive_budget": True, "shift_windows": True
+    "plan_from": "prediction", "select_every": 1, "weigh_every": 1
 }  # fmt: skip
 
 

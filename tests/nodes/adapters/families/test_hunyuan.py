@@ -92,7 +92,7 @@ def test_a_block_of_a_video(
     torch.testing.assert_close(out, by_hand(layout, block, call, planned.plan, dense), **CLOSE)
 
 
-@pytest.mark.parametrize("settings", [{}, PREDICTED, {"detail_reuse": True, "whole_every": 2}], ids=repr)
+@pytest.mark.parametrize("settings", [{}, PREDICTED, {"whole_every": 2}], ids=repr)
 @pytest.mark.parametrize(("height", "width", "frames", "cfg"), [(20, 28, 5, 4.0), (18, 16, 1, 1.0), (16, 34, 21, 4.0)])
 def test_videos_and_guidance(
     height: int, width: int, frames: int, cfg: float, settings: Any, hunyuan: Any, attach: Any, stats_of: Any

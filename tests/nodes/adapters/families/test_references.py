@@ -125,7 +125,7 @@ def test_merged_references_in_whole_runs(family: str, model_of: Any, attach: Any
             assert len(made) == 1
     plain = models.sample(model, HEIGHT, WIDTH, batch=2, steps=3, **conds)
     far = (out - plain).norm()
-    settings |= {"detail_reuse": True, "whole_every": 2}
+    settings |= {"whole_every": 2}
     assert (models.sample(attach(model, **settings), HEIGHT, WIDTH, batch=2, steps=3, **conds) - plain).norm() < far
 
 

@@ -74,14 +74,11 @@ def test_a_block_of_a_video(
         assert torch.equal(used > 0, torch.eye(frames, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_modulation_by_frame(
-    adaptive: bool, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
-) -> None:
+def test_modulation_by_frame(attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any) -> None:
     """Wan 2.2 5B tells a noise level for each frame: merged tokens get that of theirs."""
     model, frames = models.wan(**WAN22), 4
     block = model.model.diffusion_model.blocks[1]
-    calls, merged = record(block), attach(model, granularity="block", adaptive_budget=adaptive)
+    calls, merged = record(block), attach(model, granularity="block")
     held_first(merged, frames, steps=1, cfg=1.0)
     assert stats_of(merged).left_whole == {}
     (call,) = calls
@@ -90,8 +87,6 @@ def test_modulation_by_frame(
     assert not torch.equal(e[:, 0], e[:, 1])
     frame = plan.destinations[0] // FRAME
     assert frame.bincount().tolist() == [FRAME // 2] * frames
-    if adaptive:
-        return  # `dense` knows equal budgets alone
     found = by_hand(LAYOUT, block, call, plan, dense, e=e[:, frame])
     torch.testing.assert_close(call.out, found, **CLOSE)
     wrong = by_hand(LAYOUT, block, call, plan, dense, e=e[:, frame.flip(0)])
@@ -137,7 +132,7 @@ def test_detail_is_reused_and_drawn(wan: Any, attach: Any, stats_of: Any) -> Non
     asked = {"frames": 5, "steps": 4, "cfg": 1.0}
     plain = models.sample(wan, HEIGHT, WIDTH, **asked)
     far = models.sample(attach(wan), HEIGHT, WIDTH, **asked)
-    reusing = attach(wan, detail_reuse=True, whole_every=2, select_every=2, weigh_every=2)
+    reusing = attach(wan, whole_every=2, select_every=2, weigh_every=2)
     near = models.sample(reusing, HEIGHT, WIDTH, **asked)
     assert (near - plain).norm() < (far - plain).norm()
     drawn = stats_of(reusing).maps[5, HEIGHT // 2, WIDTH // 2]
@@ -480,7 +475,7 @@ def test_without_memory_for_a_plan_the_run_is_whole(
 
 @pytest.mark.parametrize("joined", [True, False], ids=["one call", "two calls"])
 def test_without_memory_for_one_plan_more_no_prompt_has_what_the_other_has_not(
-    joined: bool, wan: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+    joined: bool, wan: Any, attach: Any, stats_of: Any, apart: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks with a plan are merged for both prompts, the others for none, and later steps are whole."""
     without_memory(monkeypatch, 3)
@@ -495,7 +490,8 @@ def test_without_memory_for_one_plan_more_no_prompt_has_what_the_other_has_not(
 
     patched = wan.clone()
     patched.model_options["transformer_options"]["optimized_attention_override"] = override
-    merged = attach(patched, granularity="block", share="block")
+    apart(wan)
+    merged = attach(patched, granularity="block")
     assert models.sample(merged, HEIGHT, WIDTH, frames=3, steps=3, cfg=5.0).isfinite().all()
     calls, whole = 1 if joined else 2, [3 * FRAME] * 4
     assert seen == [*[kept(3)] * 3, 3 * FRAME] * calls + whole * calls * 2
@@ -519,7 +515,7 @@ def test_without_memory_for_a_plan_what_was_kept_is_given_back(
         return close(run)
 
     monkeypatch.setattr(state, "close", seen)
-    merged = attach(wan, detail_reuse=True, whole_every=4, select_every=1, weigh_every=1)
+    merged = attach(wan, whole_every=4, select_every=1, weigh_every=1)
     models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=1.0)
     ((most, left),) = held
     assert most > 0
@@ -561,7 +557,7 @@ def test_detail_of_a_video_is_not_kept_beyond_a_limit(
 ) -> None:
     """A picture keeps what it did before there were videos."""
     monkeypatch.setattr(pack_module("toma_core.detail"), "MOST", 1)
-    merged = attach(wan, detail_reuse=True, whole_every=2, select_every=1, weigh_every=1)
+    merged = attach(wan, whole_every=2, select_every=1, weigh_every=1)
     models.sample(merged, HEIGHT, WIDTH, steps=4, cfg=1.0)
     assert stats_of(merged).detail_bytes
     assert not stats_of(merged).detail_given_up

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import toma_core.trial
 from tests.toma_core.kernels.cases import DEVICE, Case
 from toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig, plan_for, reduce, restore
-from toma_core.config import SelectorKind
 from toma_core.kernels import Kernels
 from toma_core.merge import MergePlan, unmerge
 from toma_core.trial import Choice, Dispatch
@@ -33,6 +32,11 @@ def evaluation(given: Choice | None = None, **settings: Any) -> Evaluation:
 def on(kernels: Kernels | None, **settings: Any) -> Evaluation:
     """With these kernels, or none, whatever the device."""
     return evaluation(Choice(kernels, "" if kernels else "as told"), **settings)
+
+
+def predicted(where: Evaluation) -> Evaluation:
+    """With a picture of the case's tokens."""
+    return replace(where, pictures=(CASE.tokens().unflatten(1, GRID).movedim(-1, 1),))
 
 
 def plan_of(x: torch.Tensor, where: Evaluation, scope: str = "a") -> MergePlan:
@@ -172,7 +176,7 @@ class TestFirstUse:
         self, fails: bool, kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Where they fail or are off: the plan is PyTorch's budget, with all else as it was."""
-        theirs = plan_of(CASE.tokens(), on(None, adaptive_budget=True))
+        theirs = plan_of(CASE.tokens(), predicted(on(None, plan_from="prediction")))
         moved = type(kernels).moved
 
         def wrong(*args: Any) -> Any:
@@ -181,12 +185,14 @@ class TestFirstUse:
             budget = moved(*args)
             return replace(budget, compact=budget.compact.flip(1))
 
-        assert torch.equal(plan_of(CASE.tokens(), evaluation(adaptive_budget=True)).budget.valid, theirs.budget.valid)
+        assert torch.equal(
+            plan_of(CASE.tokens(), predicted(evaluation(plan_from="prediction"))).budget.valid, theirs.budget.valid
+        )
         toma_core.trial._trials.clear()
         monkeypatch.setattr(type(kernels), "moved", wrong)
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
-                where = evaluation(adaptive_budget=True)
+                where = predicted(evaluation(plan_from="prediction"))
                 ours = plan_of(CASE.tokens(), where)
         assert where.run.stats.kernels == {"triton"}
         assert torch.equal(ours.picks, theirs.picks)
@@ -211,8 +217,8 @@ class TestFirstUse:
                 type(kernels), name, lambda *a, name=name, method=method: made.append(name) or method(*a)
             )
         config = ToMAConfig(
-            ratio=0.5, window_size=4, min_tokens=4, shift_windows=True, whole_every=4, select_every=4, weigh_every=2,
-            detail_reuse=True,
+            ratio=0.5, window_size=4, min_tokens=4, whole_every=4, select_every=4, weigh_every=2,
+
         )  # fmt: skip
         schedule = Schedule(config, tuple(float(8 - step) for step in range(8)))
         x = Case(8, 8, 4, 0.5, 24).tokens()
@@ -235,16 +241,16 @@ class TestFirstUse:
         assert where.run.stats.kernels == {"triton"}
 
 
-@pytest.mark.parametrize("selector", list(SelectorKind), ids=lambda kind: kind.value)
-def test_a_run_on_kernels_equals_one_without(selector: SelectorKind, kernels: Any) -> None:
+@pytest.mark.parametrize("blind", ["", "several devices"])
+def test_a_run_on_kernels_equals_one_without(blind: str, kernels: Any) -> None:
     """Selected, then weighed anew from other tokens: the block's result as in plain PyTorch."""
-    fast, plain = (on(used, selector=selector, scale=30.0) for used in (kernels, None))
+    fast, plain = (on(used, scale=30.0) for used in (kernels, None))
     for seed, weighing in ((0, 0), (1, 1)):
         x = CASE.tokens(seed)
         decision = Decision(0, 0.5, 0, weighing)
         results = []
         for where in (fast, plain):
-            plan = plan_of(x, Evaluation(where.run, decision))
+            plan = plan_of(x, Evaluation(where.run, decision, blind=blind))
             reduced = reduce(x, plan)
             results.append((plan, reduced, restore(reduced.sin(), reduced, x, plan)))
         (a, b) = results

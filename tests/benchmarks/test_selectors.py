@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toma_core.config import SelectorKind, WindowKind
-from toma_core.selection import cosine_similarity, facility_location, select
-from toma_core.selection.baselines import farthest_point, random_order, strided_grid, tome_matching
-from toma_core.windows import make_budget, make_windows
+from benchmarks.selectors import RIVALS, farthest_point, rule, selecting, strided_grid, tome_matching
+from scripts.comfy_pack import pack_module
 
-ALL = list(SelectorKind)
-RIVALS = [kind for kind in ALL if kind is not SelectorKind.FACILITY_LOCATION]
+core, selection, layout = (pack_module(name) for name in ("toma_core", "toma_core.selection", "toma_core.windows"))
+WindowKind = pack_module("toma_core.config").WindowKind
+cosine_similarity, facility_location = selection.cosine_similarity, selection.facility_location
+random_order, make_budget, make_windows = selection.random_order, layout.make_budget, layout.make_windows
+ALL = ("facility location", *RIVALS)
 
 
 def smooth(seed: int, batch: int, height: int, width: int, channels: int = 12) -> torch.Tensor:
@@ -22,7 +25,7 @@ def smooth(seed: int, batch: int, height: int, width: int, channels: int = 12) -
     return F.avg_pool2d(noise, 5, 1, 2, count_include_pad=False).flatten(2).transpose(1, 2)
 
 
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.value)
+@pytest.mark.parametrize("kind", ALL)
 @settings(max_examples=25)
 @given(
     st.integers(1, 12),
@@ -34,12 +37,12 @@ def smooth(seed: int, batch: int, height: int, width: int, channels: int = 12) -
     st.integers(0, 2**31),
 )
 def test_distinct_real_tokens_as_many_as_asked(
-    kind: SelectorKind, height: int, width: int, shape: WindowKind, size: int, shifted: bool, ratio: float, seed: int
+    kind: str, height: int, width: int, shape: Any, size: int, shifted: bool, ratio: float, seed: int
 ) -> None:
     windows = make_windows(height, width, shape, size, shifted)
     budget = make_budget(windows.counts, ratio)
     x = torch.randn(2, height * width, 4, generator=torch.Generator().manual_seed(seed))
-    picks = select(cosine_similarity(windows.split(x)), windows, budget, kind, seed)
+    picks = rule(kind, seed)(cosine_similarity(windows.split(x)), windows, budget)
     assert picks.shape == (2, len(windows.counts), budget.slots)
     assert picks.dtype == torch.int64
     for image in picks.tolist():
@@ -49,39 +52,39 @@ def test_distinct_real_tokens_as_many_as_asked(
             assert slots[kept:] == [slots[0]] * (len(slots) - kept)
 
 
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.value)
+@pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("x", [torch.ones(1, 35, 4), torch.zeros(1, 35, 4)], ids=["constant", "zero"])
-def test_flat_images_too(kind: SelectorKind, x: torch.Tensor) -> None:
+def test_flat_images_too(kind: str, x: torch.Tensor) -> None:
     windows = make_windows(5, 7, WindowKind.TILE, 4)
     budget = make_budget(windows.counts, 0.4)
-    picks = select(cosine_similarity(windows.split(x)), windows, budget, kind)
+    picks = rule(kind)(cosine_similarity(windows.split(x)), windows, budget)
     chosen = [slots[:kept] for slots, kept in zip(picks[0].tolist(), budget.counts, strict=True)]
     assert [len(set(slots)) for slots in chosen] == list(budget.counts)
 
 
-@pytest.mark.parametrize("kind", RIVALS, ids=lambda kind: kind.value)
+@pytest.mark.parametrize("kind", RIVALS)
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
-def test_facility_location_is_better_at_its_objective(kind: SelectorKind, ratio: float) -> None:
+def test_facility_location_is_better_at_its_objective(kind: str, ratio: float) -> None:
     """Mean over 16 windows of smooth features and of noise; greedy search need not win in every window."""
     windows = make_windows(16, 16, WindowKind.TILE, 8)
     budget = make_budget(windows.counts, ratio)
     for x in (smooth(0, 4, 16, 16), torch.randn(4, 256, 12, generator=torch.Generator().manual_seed(1))):
         S = cosine_similarity(windows.split(x))
         value, rival = (
-            facility_location(S.flatten(0, 1), select(S, windows, budget, which).flatten(0, 1)).mean().item()
-            for which in (SelectorKind.FACILITY_LOCATION, kind)
+            facility_location(S.flatten(0, 1), rule(which)(S, windows, budget).flatten(0, 1)).mean().item()
+            for which in ("facility location", kind)
         )
         assert value > rival
 
 
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.value)
-def test_images_of_a_batch_do_not_meet(kind: SelectorKind) -> None:
+@pytest.mark.parametrize("kind", ALL)
+def test_images_of_a_batch_do_not_meet(kind: str) -> None:
     windows = make_windows(9, 13, WindowKind.TILE, 4)
     budget = make_budget(windows.counts, 0.5)
     S = cosine_similarity(windows.split(smooth(4, 3, 9, 13)))
-    together = select(S, windows, budget, kind, 11)
+    together = rule(kind, 11)(S, windows, budget)
     for b in range(3):
-        assert torch.equal(select(S[b : b + 1], windows, budget, kind, 11), together[b : b + 1])
+        assert torch.equal(rule(kind, 11)(S[b : b + 1], windows, budget), together[b : b + 1])
 
 
 def test_farthest_point_by_hand() -> None:
@@ -138,3 +141,17 @@ def test_random_is_uniform() -> None:
         hits[random_order((10,), 3, seed)[0]] += 1
     assert hits.sum() == 1200
     assert (hits / 400 - 0.3).abs().max() < 0.12
+
+
+@pytest.mark.parametrize("kind", RIVALS)
+def test_inside_it_picks_for_every_run(kind: str) -> None:
+    x = smooth(0, 1, 16, 16)
+    picks = []
+    for one in (kind, "facility location"):
+        with selecting(one):
+            run = core.RunState(core.Schedule(core.ToMAConfig()))
+            picks.append(run.plan(x, (16, 16), "a", core.Decision(0, 0.5, 0, 0), (None,)).picks)
+    windows = make_windows(16, 16, WindowKind.TILE, 8)
+    expected = rule(kind)(cosine_similarity(windows.split(x)), windows, make_budget(windows.counts, 0.5))
+    assert torch.equal(picks[0], expected)
+    assert not torch.equal(*picks)

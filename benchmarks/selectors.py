@@ -1,0 +1,134 @@
+"""Rivals of greedy facility location, for comparison at equal budgets: destinations picked by another rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scripts.comfy_pack import pack_module
+
+Patch = Callable[[Any], Any]
+# The rule of a name: from the similarities (B, W, S, S) of the tokens in windows with a budget to `select`'s picks.
+Rule = Callable[[Tensor, Any, Any], Tensor]
+
+
+def farthest_point(similarity: Tensor, valid: Tensor | None, picks: int) -> Tensor:
+    """Start at the most central token, then always take the token least represented so far.
+
+    similarity: (G, S, S) fp32; valid: (G, S) bool or None. Returns (G, picks) int64 slots, as all of these.
+    """
+    padding = torch.zeros_like(similarity[..., 0], dtype=torch.bool) if valid is None else ~valid
+    centrality = similarity.masked_fill(padding[:, :, None], 0.0).sum(1).masked_fill(padding, -torch.inf)
+    represented = similarity.new_full(similarity.shape[:2], -2.0).masked_fill(padding, torch.inf)
+    order: list[Tensor] = []
+    for _ in range(picks):
+        pick = represented.argmin(1) if order else centrality.argmax(1)
+        order.append(pick)
+        picked = similarity.gather(2, pick[:, None, None].expand(-1, similarity.shape[1], 1)).squeeze(2)
+        represented = torch.maximum(represented, picked).scatter(1, pick[:, None], torch.inf)
+    return torch.stack(order, 1)
+
+
+def tome_matching(similarity: Tensor, valid: Tensor | None, picks: int) -> Tensor:
+    """ToMe's bipartite soft matching (Bolya & Hoffman 2023): every fourth token is a destination candidate, the
+    others are sources, and the sources most similar to a candidate are merged away until `picks` tokens are left.
+
+    similarity: (G, S, S) fp32; valid: (G, S) bool or None. Below a quarter of the tokens the candidates themselves
+    are thinned evenly, which ToMe does not define.
+    """
+    slots = similarity.shape[1]
+    candidate = torch.arange(slots, device=similarity.device) % 4 == 0
+    best = similarity.masked_fill(~candidate, -torch.inf)
+    if valid is not None:
+        best = best.masked_fill(~valid[:, None, :], -torch.inf)
+    closeness = best.amax(2)
+    # Kept first: candidates, then the sources that would lose most by merging; padding slots last.
+    cost = torch.where(candidate, closeness.new_full((), -3.0), closeness)
+    if valid is not None:
+        cost = cost.masked_fill(~valid, torch.inf)
+    if picks < -(-slots // 4):
+        last = slots - 1 if valid is None else valid.sum(1, keepdim=True) - 1
+        thinned = (torch.linspace(0, 1, picks, device=cost.device) * last).round().long()
+        cost = cost.scatter(1, thinned.expand(len(cost), -1), -4.0)
+    return cost.argsort(dim=1, stable=True)[:, :picks]
+
+
+def strided_grid(counts: tuple[int, ...], kept: tuple[int, ...], picks: int) -> Tensor:
+    """Evenly spaced slots for windows of `counts` tokens of which `kept` stay. (W, picks), CPU."""
+    index = torch.arange(picks)
+    places = (index + 0.5) * torch.tensor(counts)[:, None] / torch.tensor(kept)[:, None]
+    return places.long().minimum(torch.tensor(counts)[:, None] - 1)
+
+
+def rule(name: str, seed: int = 0) -> Rule:
+    """How a rival picks, in the place of `toma_core.selection.select`. seed: of "random"."""
+    selection = pack_module("toma_core.selection")
+    if name == "facility location":
+        found: Rule = selection.select
+        return found
+
+    def picked(similarity: Tensor, windows: Any, budget: Any) -> Tensor:
+        batch, count = similarity.shape[:2]
+        if name == "random":
+            return selection.select_at_random(batch, windows, budget, seed)  # type: ignore[no-any-return]
+        if name == "grid":
+            places = strided_grid(windows.counts, budget.counts, budget.slots).to(similarity.device)
+            picks = places.expand(batch, -1, -1)
+        else:
+            search = {"farthest point": farthest_point, "tome": tome_matching}[name]
+            valid = None if windows.valid is None else windows.valid.repeat(batch, 1)
+            picks = search(similarity.flatten(0, 1), valid, budget.slots).view(batch, count, -1)
+        return selection.in_reading_order(picks, windows, budget)  # type: ignore[no-any-return]
+
+    return picked
+
+
+RIVALS = ("farthest point", "grid", "random", "tome")
+
+
+@contextmanager
+def selecting(name: str) -> Iterator[None]:
+    """In here every plan's destinations are picked by a rival, by PyTorch, with the same share of them in each
+    window unless they are a search that takes more where it is asked."""
+    from benchmarks.fidelity.experiments import replaced
+
+    state, kernels = pack_module("toma_core.state"), pack_module("toma_core.trial")
+    laid_out = state.RunState._laid_out
+
+    def evenly(self: Any, features: Tensor, grid: Any, decision: Any, even: bool) -> Any:
+        return laid_out(self, features, grid, decision, even or name != "farthest point")
+
+    def plain(*_: Any) -> Any:
+        return kernels.Choice(None, f"destinations by {name}")
+
+    def blindly(images: int, windows: Any, budget: Any, seed: int) -> Tensor:
+        looks_at_nothing = windows.source.new_zeros((), dtype=torch.float32).expand(images, *windows.source.shape, 1)
+        return rule("grid" if name == "grid" else "random", seed)(looks_at_nothing, windows, budget)
+
+    with (
+        replaced(state, {"select": rule(name), "select_at_random": blindly}),
+        replaced(state.RunState, {"_laid_out": evenly, "_choose": plain}),
+    ):
+        yield
+
+
+def selected_by(patch: Patch, name: str) -> Patch:
+    """`patch`, and while such a model samples, destinations are picked by a rival."""
+
+    def patched(model: Any) -> Any:
+        from comfy.patcher_extension import WrappersMP
+
+        def run(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            with selecting(name):
+                return executor(*args, **kwargs)
+
+        # Added first, so that it is the outermost wrapper: the pack's own run begins inside.
+        model = model.clone()
+        model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "selector", run)
+        return patch(model)
+
+    return patched
