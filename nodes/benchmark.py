@@ -15,7 +15,7 @@ from comfy_api.latest import io, ui
 from ..toma_core import Settings
 from ..toma_core.fields import ConfigError
 from . import given, profiles, timing, widgets
-from .adapters.attention import attention_in_use, dtype_of
+from .adapters.memory import dtype_of
 from .charts import MERGED, RECOMMENDED, WHOLE, Bar, bar_chart
 from .drawing import as_image
 from .live import errors_shown, line_of, said
@@ -182,17 +182,14 @@ def _gain(base: Timing, timed: Timing) -> str:
 
 
 def _machine(model: ModelPatcher) -> str:
-    """Device, number format, attention and versions, in words."""
+    """Device, number format and versions, in words."""
     dtype = str(dtype_of(model))
-    attention = attention_in_use(model, model.model_options.get("transformer_options", {}))
     device = comfy.model_management.get_torch_device_name(model.load_device)
     try:
         from comfyui_version import __version__ as comfyui
     except ImportError:
         comfyui = "of unknown version"
-    return (
-        f"{device}, {dtype.removeprefix('torch.')}, attention {attention}, torch {torch.__version__}, ComfyUI {comfyui}"
-    )
+    return f"{device}, {dtype.removeprefix('torch.')}, torch {torch.__version__}, ComfyUI {comfyui}"
 
 
 def _table(timings: Sequence[Timing]) -> list[str]:

@@ -29,12 +29,11 @@ from ..toma_core.profile import Profile, changed
 from ..toma_core.state import NO_ROOM, NOT_ASKED
 from ..toma_core.stats import RunStats
 from .adapters import registry, reports
-from .adapters.attention import dtype_of
 from .adapters.bare import bare
 from .adapters.chain import NO_MEMORY
 from .adapters.family import BlockFacts
 from .adapters.identity import blocks_of, fingerprint
-from .adapters.memory import conditions_of, has_controls, overlap_of
+from .adapters.memory import conditions_of, dtype_of, has_controls, overlap_of
 from .adapters.probing import OTHERS, RATIO, Band, Probes, sites_of
 from .adapters.run import attach, attachment_of, settled
 

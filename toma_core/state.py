@@ -310,7 +310,6 @@ class RunState:
         self._stacks.clear()
         self._layouts.clear()
         self.details.clear()
-        self.stats.clock.read()
         return self.stats
 
 

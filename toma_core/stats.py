@@ -7,9 +7,6 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
-import torch
-
-from .clock import StepClock
 from .maps import MergeMap
 from .windows import Grid
 
@@ -34,21 +31,18 @@ class RunStats:
     weighings: int = 0
     kernels: set[str] = field(default_factory=set)
     blind: set[str] = field(default_factory=set)
-    attention: str = ""
     full_by: str = ""
     by_profile: bool = False
     detail_bytes: int = 0
     detail_given_up: bool = False
     without_keys: str = ""
     maps: dict[Grid, MergeMap] = field(default_factory=dict)
-    clock: StepClock = field(default_factory=StepClock)
     _merged_in: Counter[int] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def count_evaluation(self, step: int, ratio: float, device: torch.device | None = None) -> None:
-        """One model evaluation at this step and ratio (0: whole) begins on a device, None for the CPU."""
+    def count_evaluation(self, step: int, ratio: float) -> None:
+        """One model evaluation at this step and ratio (0: whole) begins."""
         with self.lock:
-            self.clock.tick(step, device)
             self.evaluations += 1
             self.steps.add(step)
             if ratio:
@@ -95,11 +89,6 @@ class RunStats:
         self.blocks.add(block.split(" ", 1)[0])
         self.left_whole.setdefault(reason, set()).add(block)
 
-    def speedup(self) -> float | None:
-        """How many times faster the run was than full steps alone, where it had full steps to compare with and they
-        did nothing but run."""
-        return self.clock.speedup(self.merged_steps) if self.merged_blocks and not self.detail_bytes else None
-
     def headline(self) -> str:
         """One sentence that tells what happened, for the node. web/said has it in other languages."""
         if not self.merged_blocks:
@@ -108,8 +97,6 @@ class RunStats:
         blocks = _of(len(self.merged_blocks), len(self.blocks), "blocks")
         steps = _of(len(self.merged_steps), self._step_count(), "steps")
         line = f"On: {self._at_most(_share(share))} of the tokens merged, {blocks}, {steps}"
-        speedup = self.speedup()
-        line = line if speedup is None else f"{line}, {speedup:.2f}x as fast"
         wanted = "whole_", PROFILED
         hindered = [why for why in self._reasons() if self.left_whole and not why.startswith(wanted)]
         small = 2 * len(self.merged_blocks) < len(self.blocks)
@@ -124,8 +111,6 @@ class RunStats:
             lines += [f"Tokens: {', '.join(sizes)}", f"Merged steps: {_ranges(self.merged_steps)}"]
             if full := self.steps - set(self.merged_steps):
                 lines.append(f"Full steps: {_ranges(full)}{self._because()}")
-            timed = self.speedup() is not None
-            lines.append(_SPEED if timed else _NO_SPEED)
         if self.left_whole:
             lines += [f"Unmerged parts: {len(self.left_whole[reason])}, {reason}" for reason in self._reasons()]
         return "\n".join(lines)
@@ -163,7 +148,6 @@ class RunStats:
             "How": [
                 *([self._work()] if merged else []),
                 *self._notes(),
-                *([f"attention: {self.attention}"] if self.attention else []),
             ],
         }
         told = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items() if lines]
@@ -211,8 +195,6 @@ class RunStats:
         return notes + ([f"kernels: {', '.join(sorted(self.kernels))}"] if self.kernels else [])
 
 
-_SPEED = "Speed: of the whole run against its full steps alone, timed in this run"
-_NO_SPEED = "Speed: not measured here, ToMA Benchmark measures it"
 # Shares of the tokens that have a name.
 _NAMED = {0.25: "a quarter", 1 / 3: "a third", 0.5: "half", 2 / 3: "two thirds", 0.75: "three quarters"}
 

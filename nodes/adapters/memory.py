@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from comfy import model_management
+from comfy.model_patcher import ModelPatcher
 from comfy.sampler_helpers import (
     estimate_memory,
     get_additional_models,
@@ -22,7 +23,6 @@ from torch import Tensor
 
 from ...toma_core import ToMAConfig
 from ...toma_core.packed import packed_bytes
-from .attention import dtype_of
 from .family import ModelHooks
 
 # The share of a card's memory that the KV cache may take in four bits where that pushes weights out. ComfyUI then loads
@@ -108,6 +108,13 @@ def conditions_of(guider: Any, sampler: Any = None) -> int:
     if usual and math.isclose(guider.cfg, 1.0):
         return max(1, len(conds.get("positive") or ()))
     return max(1, sum(len(each or ()) for each in conds.values()))
+
+
+def dtype_of(model: ModelPatcher) -> torch.dtype:
+    """What the model computes in."""
+    inner = model.model
+    dtype: torch.dtype = inner.get_dtype_inference() if hasattr(inner, "get_dtype_inference") else inner.get_dtype()
+    return dtype
 
 
 # The schedules of ComfyUI's context windows whose windows lie elsewhere at each step.

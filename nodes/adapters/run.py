@@ -14,7 +14,6 @@ import logging
 import uuid
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -28,7 +27,6 @@ from ...toma_core import Settings, ToMAConfig
 from ...toma_core.schedule import Bands
 from ...toma_core.stats import RunStats
 from . import registry, reports
-from .attention import attention_in_use, dtype_of
 from .contract import UnknownError, argument, asking, known, warn
 from .family import ModelHooks
 from .graphs import allow_more_graphs, compiled, in_one_piece
@@ -37,6 +35,7 @@ from .levels import Levels
 from .memory import (
     Kept,
     conditions_of,
+    dtype_of,
     has_controls,
     kept_keys,
     memory_left,
@@ -48,9 +47,6 @@ from .memory import (
 from .sampling import GRADIENTS, Sampling, records_gradients
 
 _KEY = "toma"
-
-# True while a run goes on for which no state could be made: what it calls is not a lone evaluation.
-_stateless: ContextVar[bool] = ContextVar("toma_stateless", default=False)
 
 
 class Watcher(Protocol):
@@ -145,10 +141,9 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
                 _wrapped(options["transformer_options"], "PREPARE_SAMPLING", _prepare_sampling)
             if _wrapped(options["transformer_options"], "PREDICT_NOISE", _predict_noise):
                 sampling.levels = Levels(sigmas, argument(args, kwargs, 2, "sampler"), guider)
-            sampling.run.stats.attention = attention_in_use(guider.model_patcher, options["transformer_options"])
     except UnknownError as error:
         warn(error)
-        return _without_state(executor, *args, **kwargs)
+        return executor(*args, **kwargs)
     guider.model_options = options
     if attachment.watcher is not None:
         attachment.watcher.began()
@@ -215,14 +210,6 @@ def _prepare_sampling(executor: Any, *args: Any, **kwargs: Any) -> Any:
         return executor(*args, **kwargs)
 
 
-def _without_state(executor: Any, *args: Any, **kwargs: Any) -> Any:
-    before = _stateless.set(True)
-    try:
-        return executor(*args, **kwargs)
-    finally:
-        _stateless.reset(before)
-
-
 def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
     sampling = None
     with known("WrappersMP.PREDICT_NOISE"):
@@ -263,10 +250,10 @@ def _calc_cond_batch(executor: Any, *args: Any, **kwargs: Any) -> Any:
 def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         with asking("WrappersMP.APPLY_MODEL"):
-            x, t = argument(args, kwargs, 0, "x"), argument(args, kwargs, 1, "t")
+            x = argument(args, kwargs, 0, "x")
             control = argument(args, kwargs, 4, "control")
             options = argument(args, kwargs, 5, "transformer_options")
-            sampling = options.get(SAMPLING) or _lone_evaluation(executor.class_obj, t, options)
+            sampling = options.get(SAMPLING)
             model = executor.class_obj.diffusion_model
     except UnknownError as error:
         warn(error)
@@ -324,18 +311,6 @@ def _is_picture(x: Any) -> bool:
 def _is_video(x: Any) -> bool:
     """Whether x is (B, C, T, H, W)."""
     return isinstance(x, Tensor) and x.ndim == 5
-
-
-def _lone_evaluation(model: Any, t: Tensor, transformer_options: dict[str, Any]) -> Sampling | None:
-    """State for a call of the model outside of a sampling run: it lives as long as the call."""
-    attachment = transformer_options.get(ATTACHMENT)
-    if attachment is None or _stateless.get():
-        return None
-    sigmas = transformer_options.get("sample_sigmas")
-    levels = [] if sigmas is None else sigmas.tolist()
-    sampling = Sampling.start(attachment.without_keys, model.model_sampling, levels, attachment.bands)
-    sampling.observe(t)
-    return sampling
 
 
 def _wrappers() -> tuple[tuple[str, Any], ...]:

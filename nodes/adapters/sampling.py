@@ -164,7 +164,7 @@ class Sampling:
             self.decision = replace(self.decision, ratio=0.0, keeps_detail=False)
         elif self.awaits and not self.decision.keeps_detail:
             self.decision = replace(self.decision, ratio=0.0)
-        self.run.stats.count_evaluation(self.decision.step, self.decision.merged_ratio, timestep.device)
+        self.run.stats.count_evaluation(self.decision.step, self.decision.merged_ratio)
         self.calls += 1
         self.merged_calls += self.decision.merged_ratio > 0
 

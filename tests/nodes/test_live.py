@@ -43,8 +43,7 @@ def test_a_run_is_told_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
     line = {"node": "12:5", "graph": WORKFLOW}
     assert begin == ("toma.said", {**line, "text": live._ACTIVE, "details": ""}, "page")
     text = "On: half of the tokens merged, all 17 blocks, all 2 steps"
-    details = "Tokens: 144 -> 72 (12 x 12), 36 -> 18 (6 x 6)\nMerged steps: 1-2\n"
-    details += "Speed: not measured here, ToMA Benchmark measures it"
+    details = "Tokens: 144 -> 72 (12 x 12), 36 -> 18 (6 x 6)\nMerged steps: 1-2"
     assert end == ("toma.said", {**line, "text": text, "details": details}, "page")
     models.sample(model, 24, 24, steps=1)
     assert len(sent) == 4, "a model that ComfyUI took from its cache tells of the next run too"
