@@ -7,20 +7,20 @@ from functools import partial
 from typing import Any
 
 import comfy.model_management
-import comfy.sample
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
 
 from ..toma_core import Settings
 from ..toma_core.fields import ConfigError
-from . import given, profiles, timing, widgets
+from . import profiles, timing, widgets
 from .adapters.memory import dtype_of
 from .charts import MERGED, RECOMMENDED, WHOLE, Bar, bar_chart
 from .drawing import as_image
 from .live import errors_shown, line_of, said
 from .patch import complaint
-from .timing import Candidate, Task, Timing
+from .task import Task
+from .timing import Candidate, Timing
 from .widgets import CATEGORY, SEARCH_ALIASES
 
 
@@ -119,19 +119,15 @@ class ToMABenchmark(io.ComfyNode):
             settings = Settings(preset, {"ratio": ratio})
             if settings.off:
                 raise ConfigError(_NOTHING)
-            given.model(model)
-            given.conditioning("positive", positive)
-            if negative is not None:
-                given.conditioning("negative", negative)
-            size = torch.zeros_like(given.latent(latent)["samples"])
-            size = comfy.sample.fix_empty_latent_channels(model, size, latent.get("downscale_ratio_spacial"))
+            task = Task.of_inputs(model, positive, negative, latent, steps)
+            size = task.latent
             ratios = sorted({round(ratio * part / 3, 2) or ratio for part in ((1, 2, 3) if sweep else (3,))})
             candidates = [Candidate.of_ratio(settings, each) for each in ratios]
             applied = profiles.apply(model, settings, profile)
             if applied.used:
                 candidates.append(Candidate(_PROFILE, ratio, applied.settings, applied.bands))
             told = (lambda *_: None) if line is None else line.measures
-            timings = timing.measure(model, candidates, Task(positive, negative, size, steps), runs, told)
+            timings = timing.measure(model, candidates, task, runs, told)
         fastest, nearest = timing.worthwhile(timings), timing.nearest(timings)
         verdict = _verdict(timings, fastest, nearest)
         doubt = applied.doubt if applied.used else applied.note
@@ -140,7 +136,7 @@ class ToMABenchmark(io.ComfyNode):
         notes = [
             f"Preset {preset}, latent {size.shape[-1]} x {size.shape[-2]}, batch {size.shape[0]}, "
             f"{'with' if negative is not None else 'without'} negative; {runs} runs of {steps} steps each, in turn "
-            f"({timing.SAMPLER}, {timing.SCHEDULER}).",
+            f"({task.sampler}, {task.scheduler}).",
             f"{_machine(model)}.",
             *(f"{t.name.capitalize()}: {t.merged}." for t in timings[-1:] if t.merged),
         ]

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import comfy.sample
 import comfy.samplers
-import torch
 from comfy_api.latest import io, ui
 
 from ..toma_core.fields import ConfigError, FieldSpec, checked, shown
-from . import given
-from .calibrating import NEAR, UNMEASURED, Calibrated, Task, calibrate
+from .calibrating import NEAR, UNMEASURED, Calibrated, calibrate
 from .charts import MERGED, RECOMMENDED, Dot, front_chart
 from .drawing import as_image
 from .live import errors_shown, line_of, said
+from .task import Task
 from .widgets import CATEGORY, SEARCH_ALIASES
 
 _BY_NUMBER = "distance"
@@ -134,13 +132,7 @@ class ToMACalibrate(io.ComfyNode):
     ) -> io.NodeOutput:
         line = line_of(cls.hidden)
         with errors_shown(line):
-            given.model(model)
-            given.conditioning("positive", positive)
-            if negative is not None:
-                given.conditioning("negative", negative)
-            size = torch.zeros_like(given.latent(latent)["samples"])
-            size = comfy.sample.fix_empty_latent_channels(model, size, latent.get("downscale_ratio_spacial"))
-            task = Task(positive, negative, size, steps, cfg, sampler_name, scheduler, seed)
+            task = Task.of_inputs(model, positive, negative, latent, steps, cfg, sampler_name, scheduler, seed)
             choices = [*NEAR, _BY_NUMBER]
             if near not in choices:
                 allowed = ", ".join(choices)

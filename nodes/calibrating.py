@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any
 
 import comfy.model_management
-import comfy.sample
 import comfy.samplers
 import comfy.utils
 import torch
@@ -36,6 +35,7 @@ from .adapters.identity import blocks_of, fingerprint
 from .adapters.memory import conditions_of, dtype_of, has_controls, overlap_of
 from .adapters.probing import OTHERS, RATIO, Band, Probes, sites_of
 from .adapters.run import attach, attachment_of, settled
+from .task import Task, error
 
 # How near, in a word: as much work as this preset has at this ratio. Above 0.6 transformers are farther than in fewer
 # steps (docs/fidelity-tables.md).
@@ -52,26 +52,6 @@ _PROBES = 1.2
 _LEAST_SITES, _LEAST_PROBES = 6, 22
 # A choice that was predicted wrongly has to be so much nearer than the preset: a few pictures may flatter it.
 _DOUBTED = 0.8
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is sampled. latent: (B, C, H, W), zeros. negative: None to sample without guidance."""
-
-    positive: Any
-    negative: Any
-    latent: Tensor
-    steps: int
-    cfg: float
-    sampler: str
-    scheduler: str
-    seed: int = 0
-    noise: Tensor | None = None
-
-    @property
-    def conditions(self) -> int:
-        """How many the model is asked about in every step."""
-        return 1 if self.negative is None or self.cfg == 1.0 else 2
 
 
 @dataclass(frozen=True)
@@ -92,7 +72,7 @@ class Run:
 
     def distance(self, whole: Run) -> float:
         """Of the final latents, relative to the other's norm."""
-        return float((self.latent - whole.latent).norm() / whole.latent.norm().clamp_min(1e-12))
+        return error(self.latent, whole.latent)
 
     def mostly_nearer(self, than: Run, whole: Run) -> bool:
         """Whether more than half of its pictures are as near as those of another run: one picture that turned out
@@ -367,23 +347,6 @@ def _sample(model: ModelPatcher, task: Task, tick: Callable[..., None]) -> Run:
         states.append(x.detach().float().cpu().clone())
         tick()
 
-    noise = task.noise
-    if noise is None:
-        # As ComfyUI's samplers make it, without a touch of the generator that others use.
-        noise = torch.randn(task.latent.shape, generator=torch.Generator().manual_seed(task.seed), dtype=torch.float32)
-    latent = comfy.sample.sample(
-        model,
-        noise.to(task.latent.dtype),
-        task.steps,
-        1.0 if task.negative is None else task.cfg,
-        task.sampler,
-        task.scheduler,
-        task.positive,
-        task.positive if task.negative is None else task.negative,
-        torch.zeros_like(task.latent),
-        callback=stepped,
-        disable_pbar=True,
-        seed=task.seed,
-    )
+    latent = task.sample(model, stepped)
     end = model.model.process_latent_in(latent).float().cpu()
-    return Run(latent.float().cpu(), torch.stack([*states, end]))
+    return Run(latent, torch.stack([*states, end]))

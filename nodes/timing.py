@@ -15,7 +15,6 @@ from itertools import count
 from typing import Any
 
 import comfy.model_management
-import comfy.sample
 import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -26,14 +25,11 @@ from ..toma_core import Settings, ToMAConfig
 from ..toma_core.schedule import Bands
 from .adapters import reports
 from .adapters.run import attach, attachment_of
+from .task import Task, error
 
-SAMPLER, SCHEDULER = "euler", "simple"
 WITHOUT = "without ToMA"
-# Any guidance other than 1 makes ComfyUI evaluate the negative too; how much it is does not change the time.
-_GUIDANCE = 4.0
 # Presets run the first step and the last whole: with one more between them both kinds are warm.
 _WARM_UP_STEPS = 3
-_SEED = 0
 # The speed-up for which merging is worth its change of the picture.
 WORTH = 1.2
 # Runs of one setting that differ by less tell settings apart.
@@ -82,16 +78,6 @@ class Timing:
         return low, high
 
 
-@dataclass(frozen=True)
-class Task:
-    """What is sampled. latent: (B, C, H, W); only its shape counts. negative: None to sample without guidance."""
-
-    positive: Any
-    negative: Any
-    latent: Tensor
-    steps: int
-
-
 def measure(
     model: ModelPatcher,
     candidates: Sequence[Candidate],
@@ -132,7 +118,7 @@ def measure(
             if index:
                 continue
             whole = latent if whole is None else whole  # the first of the first round is the one without ToMA
-            timing.change = float((latent - whole).norm() / whole.norm().clamp_min(1e-12))
+            timing.change = error(latent, whole)
             stats = None if patched is base else reports.last(attachment_of(patched).report_id)  # type: ignore[union-attr]
             timing.merged = "" if stats is None else stats.headline()
     return timings
@@ -189,22 +175,8 @@ def _sample(model: ModelPatcher, task: Task, tick: Callable[..., None]) -> tuple
 
     model = model.clone()
     model.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, "toma_benchmark", timed)
-    noise = torch.randn(task.latent.shape, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float32)
-    result = comfy.sample.sample(
-        model,
-        noise.to(task.latent.dtype),
-        task.steps,
-        1.0 if task.negative is None else _GUIDANCE,
-        SAMPLER,
-        SCHEDULER,
-        task.positive,
-        task.positive if task.negative is None else task.negative,
-        torch.zeros_like(task.latent),
-        callback=tick,
-        disable_pbar=True,
-        seed=_SEED,
-    )
-    return sum(seconds), result.float().cpu()
+    latent = task.sample(model, tick)
+    return sum(seconds), latent
 
 
 def _wait_for(tensor: Tensor) -> None:
