@@ -45,7 +45,7 @@ def test_report_tells_what_was_merged_where_and_when(unet: Any, attach: Any, sho
     few = "The other blocks: fewer than 100 tokens."
     assert lines[0] == f"On: half of the tokens merged, 4 of 17 blocks, 2 of 4 steps. {few}"
     assert "tokens: 144 -> 72 tokens (12x12)" in lines
-    assert "4 selections, 4 weighings" in lines
+    assert "1 selections, 1 weighings" in lines
     assert "merged steps: 1-2, at ratio 0.5" in lines
     assert "full steps: 3-4 (end_percent = 0.5)" in lines
     assert "model evaluations: 4, merged: 2" in lines
