@@ -153,6 +153,7 @@ def operands(
         # Other channels in each place: the same similarity, so the same plan.
         mine = x.roll(n, -1)
         plan = core.weigh(windows.split(mine), picks.clone(), windows, budget, SCALE, dtype)
+        assert plan.destinations.numel(), "made now, and kept: not while a call is timed"
         merged = core.merge(mine, plan)
         copies.append(Operands(mine, plan, merged.sin(), merged, mine.cos()))
     return copies, windows, budget

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,14 +37,18 @@ class Suite:
     dtype: torch.dtype
     deadline: float
     results: Results
+    _built: dict[Any, Any] = field(default_factory=dict)
 
     def left(self) -> float:
         """Seconds until the section is stopped."""
         return self.deadline - time.time()
 
     def patcher(self, name: str, blocks: tuple[int, ...] | None = None) -> Any:
-        """A new model."""
-        return fullsize.patcher(name, self.dtype, self.device, tiny=self.dry, blocks=blocks)
+        """The model, built at its first use; a section has one."""
+        key = name, blocks
+        if key not in self._built:
+            self._built[key] = fullsize.patcher(name, self.dtype, self.device, tiny=self.dry, blocks=blocks)
+        return self._built[key]
 
     def shape(self, name: str, side: int, batch: int = 1, width: int = 0, frames: int = 1) -> Shape:
         """A square picture, or one of this width, or so many frames of a video's latent; small ones in a dry run."""
@@ -169,7 +173,8 @@ def host(suite: Suite) -> None:
     needs. A picture of 256 x 256 leaves the GPU nothing to do: there an evaluation takes as long as its host."""
     every = {"min_tokens": 4, **suite.more}
     chosen = [variants.toma("stack", ratio=RATIO, **every), variants.preset("balanced", ratio=RATIO, **every)]
-    for side, batch in ((1024, 1), (1024, 2), (256, 1), (256, 2)):
+    shapes = ((1024, 1), (1024, 2), (256, 1), (256, 2))
+    for side, batch in shapes[:2] if suite.dry else shapes:  # both are as small there
         shape = suite.shape("sdxl", side, batch)
         suite.evaluations(shape, chosen, 8, section="host", limit=suite.left() / 5, profiles=True)
 
@@ -203,7 +208,8 @@ def compiled(suite: Suite) -> None:
     next."""
     compiler, merged = variants.compiled("eager" if suite.dry else "inductor"), suite.toma("stack")
     shape = suite.shape("sdxl", 1024, 2)
-    for chosen in ([merged, compiler], [variants.stacked(merged, compiler)], [variants.stacked(compiler, merged)]):
+    turns = [[merged, compiler], [variants.stacked(merged, compiler)], [variants.stacked(compiler, merged)]]
+    for chosen in turns[1:2] if suite.dry else turns:  # tracing takes long where nothing is gained by it
         suite.evaluations(shape, chosen, 15, section="torch.compile", limit=suite.left() * 0.4)
         torch.compiler.reset()
 
