@@ -155,13 +155,13 @@ def _notes(found: Calibrated, distance: float | None) -> list[str]:
     if found.problem:
         return [found.problem, *(short if found.problem == UNMEASURED else ())]
     usual, name, came = found.usual, found.usual.preset, _near(found.found)
-    work = f"{100 * usual.work:.0f} %", f"{100 * found.chosen.work:.0f} % of the blocks' work"
-    preset = f"The preset '{name}' at ratio {usual.ratio:g}: distance {_near(usual.distance)} at {work[0]}."
+    beside = f"distance {_near(usual.distance)} at {100 * usual.work:.0f} %"
+    preset = f"The preset '{name}' at ratio {usual.ratio:g}: {beside}."
     if found.chosen.options:
         predicted = f"Predicted {_near(found.chosen.distance)}, found {came}"
         doubt = ""
         if not found.keeps_preset:
-            notes = [f"Calibrated: distance {came} at {work[1]}."]
+            notes = [_gain(found)]
             doubt = "" if found.held else ": the chart's line cannot be trusted here. What was found counts"
         elif not math.isfinite(found.found):
             given_out = f"so the preset '{name}' is given out."
@@ -198,6 +198,18 @@ def _notes(found: Calibrated, distance: float | None) -> list[str]:
     if found.without:
         notes.append(f"Measured without {' and '.join(found.without)}, which the model keeps.")
     return notes
+
+
+def _gain(found: Calibrated) -> str:
+    """What the choice is worth beside the preset."""
+    usual, came, work = found.usual, _near(found.found), f"{100 * found.chosen.work:.0f}"
+    if found.found < usual.distance and abs(found.chosen.work - usual.work) < 0.02:
+        before = _near(usual.distance)
+        return f"Less error for the same work: distance {came} instead of {before}, at {work} % of the blocks' work."
+    if found.found <= usual.distance and found.chosen.work < usual.work:
+        before = f"{100 * usual.work:.0f}"
+        return f"The same error for less work: {work} % of the blocks' work instead of {before} %, at distance {came}."
+    return f"Calibrated: distance {came} at {work} % of the blocks' work."
 
 
 def _near(distance: float) -> str:

@@ -69,7 +69,9 @@ def test_a_calibration_is_shown_and_not_made_again(page: Any, baseline: Any) -> 
     shown = page.evaluate("window.shown")
     assert shown[:2] == [f"Measuring: run {n} of 3 ..." for n in (1, 2)]
     text = page.text(7)
-    assert text.startswith(("Calibrated: distance ", "The preset 'balanced' is kept: "))
+    assert text.startswith(
+        ("Less error for the same work: ", "Calibrated: distance ", "The preset 'balanced' is kept: ")
+    )
     assert "\nPredicted " in text
     assert page.evaluate("() => Object.values(app.nodeOutputs).filter(o => o.toma && o.images).length") == 1
     page.photograph("calibrate-node", [7])

@@ -499,7 +499,13 @@ def test_a_prediction_that_failed_is_not_believed() -> None:
         calibrate._notes(doubted, None)
     )
     small = dataclasses.replace(far, found=0.00123, keeps_preset=False)
-    assert calibrate._notes(small, None)[0] == "Calibrated: distance 0.0012 at 80 % of the blocks' work."
+    gained = "Less error for the same work: distance 0.0012 instead of 0.150, at 80 % of the blocks' work."
+    assert calibrate._notes(small, None)[0] == gained
+    dearer = dataclasses.replace(small, usual=calibrating.Usual("balanced", 0.5, 0.9, 0.15))
+    gained = "The same error for less work: 80 % of the blocks' work instead of 90 %, at distance 0.0012."
+    assert calibrate._notes(dearer, None)[0] == gained
+    cheaper = dataclasses.replace(small, usual=calibrating.Usual("balanced", 0.5, 0.7, 0.15))
+    assert calibrate._notes(cheaper, None)[0] == "Calibrated: distance 0.0012 at 80 % of the blocks' work."
     nearer = dataclasses.replace(far, found=0.14, unmeasured=["a"])
     assert calibrate._notes(nearer, None)[0] == (
         "The preset 'balanced' is kept: the choice came to distance 0.140, not as predicted, and so small a gain is "
@@ -510,7 +516,7 @@ def test_a_prediction_that_failed_is_not_believed() -> None:
     assert broken[0].startswith("The choice ends in values that are no numbers (NaN), so the preset 'balanced'")
     assert "nan" not in "\n".join(broken)
     close = calibrating.Calibrated(found=0.11, usual=calibrating.Usual("balanced", 0.5, 0.8, 0.15), **given)
-    assert calibrate._notes(close, None)[0] == "Calibrated: distance 0.110 at 80 % of the blocks' work."
+    assert calibrate._notes(close, None)[0].startswith("Less error for the same work: distance 0.110 instead of 0.150")
     assert "cannot be trusted" not in "\n".join(calibrate._notes(close, None))
     assert "farther than 0.1" in calibrate._notes(close, 0.1)[-1]
 

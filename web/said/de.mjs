@@ -112,6 +112,8 @@ export default {
  "the profile is of another model: {one}, and this is {other}.": "Das Profil ist von einem anderen Modell: {one}, und dies ist {other}.",
  "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.": "{text} Es läuft die Voreinstellung. Verbinde ToMA Calibrate, um ein neues zu machen, oder leere das Feld.",
  "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.": "Das Profil ist von einer neueren Version von ComfyUI-ToMA (Schema {n}, bekannt bis {m}). Es läuft die Voreinstellung. Aktualisiere das Paket, oder mache mit ToMA Calibrate ein neues Profil.",
+ "Less error for the same work: distance {d} instead of {e}, at {n} % of the blocks' work.": "Weniger Fehler bei gleicher Arbeit: Abstand {d} statt {e}, bei {n} % der Arbeit der Blöcke.",
+ "The same error for less work: {n} % of the blocks' work instead of {m} %, at distance {d}.": "Gleicher Fehler bei weniger Arbeit: {n} % der Arbeit der Blöcke statt {m} %, bei Abstand {d}.",
  "Calibrated: distance {d} at {n} % of the blocks' work.": "Kalibriert: Abstand {d} bei {n} % der Arbeit der Blöcke.",
  "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.": "Es bleibt bei der Voreinstellung '{preset}': Die Wahl kam nicht näher, auf Abstand {d}.",
  "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.": "Es bleibt bei der Voreinstellung '{preset}': Die Wahl kam anders als vorhergesagt auf Abstand {d}, und einem so kleinen Gewinn ist nicht zu trauen.",

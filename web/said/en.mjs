@@ -112,6 +112,8 @@ export default {
  "the profile is of another model: {one}, and this is {other}.": "the profile is of another model: {one}, and this is {other}.",
  "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.": "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.",
  "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.": "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.",
+ "Less error for the same work: distance {d} instead of {e}, at {n} % of the blocks' work.": "Less error for the same work: distance {d} instead of {e}, at {n} % of the blocks' work.",
+ "The same error for less work: {n} % of the blocks' work instead of {m} %, at distance {d}.": "The same error for less work: {n} % of the blocks' work instead of {m} %, at distance {d}.",
  "Calibrated: distance {d} at {n} % of the blocks' work.": "Calibrated: distance {d} at {n} % of the blocks' work.",
  "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.": "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.",
  "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.": "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.",

@@ -112,6 +112,8 @@ export default {
  "the profile is of another model: {one}, and this is {other}.": "El perfil es de otro modelo: {one}, y este es {other}.",
  "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.": "{text} Se usa el ajuste elegido. Conecta ToMA Calibrate para hacer uno nuevo, o vacía la entrada.",
  "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.": "El perfil es de una versión más nueva de ComfyUI-ToMA (esquema {n}, conocido hasta {m}). Se usa el ajuste elegido. Actualiza el paquete, o haz un perfil nuevo con ToMA Calibrate.",
+ "Less error for the same work: distance {d} instead of {e}, at {n} % of the blocks' work.": "Menos error con el mismo trabajo: distancia {d} en vez de {e}, con el {n} % del trabajo de los bloques.",
+ "The same error for less work: {n} % of the blocks' work instead of {m} %, at distance {d}.": "El mismo error con menos trabajo: {n} % del trabajo de los bloques en vez de {m} %, a distancia {d}.",
  "Calibrated: distance {d} at {n} % of the blocks' work.": "Calibrado: distancia {d} con el {n} % del trabajo de los bloques.",
  "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.": "Se mantiene el ajuste '{preset}': la elección no se acercó más, quedó a distancia {d}.",
  "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.": "Se mantiene el ajuste '{preset}': la elección quedó a distancia {d}, no como se predijo, y no hay que fiarse de una ganancia tan pequeña.",

@@ -112,6 +112,8 @@ export default {
  "the profile is of another model: {one}, and this is {other}.": "Le profil est d'un autre modèle : {one}, et celui-ci est {other}.",
  "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.": "{text} Le préréglage s'applique. Reliez ToMA Calibrate pour en faire un nouveau, ou videz l'entrée.",
  "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.": "Le profil est d'une version plus récente de ComfyUI-ToMA (schéma {n}, connu jusqu'à {m}). Le préréglage s'applique. Mettez le pack à jour, ou faites un nouveau profil avec ToMA Calibrate.",
+ "Less error for the same work: distance {d} instead of {e}, at {n} % of the blocks' work.": "Moins d'erreur pour le même travail : distance {d} au lieu de {e}, pour {n} % du travail des blocs.",
+ "The same error for less work: {n} % of the blocks' work instead of {m} %, at distance {d}.": "La même erreur pour moins de travail : {n} % du travail des blocs au lieu de {m} %, à distance {d}.",
  "Calibrated: distance {d} at {n} % of the blocks' work.": "Calibré : distance {d} pour {n} % du travail des blocs.",
  "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.": "Le préréglage '{preset}' est gardé : le choix n'est pas plus proche, à la distance {d}.",
  "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.": "Le préréglage '{preset}' est gardé : le choix est à la distance {d}, pas comme prédit, et un gain si petit n'est pas sûr.",

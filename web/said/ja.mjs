@@ -112,6 +112,8 @@ export default {
  "the profile is of another model: {one}, and this is {other}.": "プロファイルは別のモデルのものです：{one}。このモデルは {other} です。",
  "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.": "{text}プリセットが代わりに使われます。ToMA Calibrate をつないで作り直すか、入力を空にしてください。",
  "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.": "プロファイルは新しい版の ComfyUI-ToMA のものです（スキーマ {n}、対応は {m} まで）。プリセットが代わりに使われます。パックを更新するか、ToMA Calibrate で作り直してください。",
+ "Less error for the same work: distance {d} instead of {e}, at {n} % of the blocks' work.": "同じ計算量でより小さい誤差：距離 {e} ではなく {d}、ブロックの計算量の {n} %。",
+ "The same error for less work: {n} % of the blocks' work instead of {m} %, at distance {d}.": "同じ誤差でより少ない計算量：ブロックの計算量の {m} % ではなく {n} %、距離 {d}。",
  "Calibrated: distance {d} at {n} % of the blocks' work.": "調整済み：距離 {d}、ブロックの計算量の {n} %。",
  "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.": "プリセット '{preset}' のままにします：選んだ設定はより近くならず、距離 {d} でした。",
  "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.": "プリセット '{preset}' のままにします：選んだ設定は予測と違って距離 {d} で、この程度の差は信頼できません。",

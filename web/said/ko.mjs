@@ -112,6 +112,8 @@ export default {
  "the profile is of another model: {one}, and this is {other}.": "프로필은 다른 모델의 것입니다: {one}. 이 모델은 {other}입니다.",
  "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.": "{text} 프리셋이 대신 실행됩니다. ToMA Calibrate를 연결해 새로 만들거나 입력을 비우세요.",
  "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.": "프로필은 더 새로운 버전의 ComfyUI-ToMA 것입니다(스키마 {n}, {m}까지 알려짐). 프리셋이 대신 실행됩니다. 팩을 업데이트하거나 ToMA Calibrate로 새 프로필을 만드세요.",
+ "Less error for the same work: distance {d} instead of {e}, at {n} % of the blocks' work.": "같은 작업량으로 더 작은 오차: 거리 {e} 대신 {d}, 블록 작업량의 {n} %.",
+ "The same error for less work: {n} % of the blocks' work instead of {m} %, at distance {d}.": "같은 오차로 더 적은 작업량: 블록 작업량의 {m} % 대신 {n} %, 거리 {d}.",
  "Calibrated: distance {d} at {n} % of the blocks' work.": "보정됨: 거리 {d}, 블록 작업량의 {n} %.",
  "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.": "프리셋 '{preset}'을 그대로 둡니다: 고른 설정은 더 가깝지 않았고 거리는 {d}였습니다.",
  "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.": "프리셋 '{preset}'을 그대로 둡니다: 고른 설정은 예측과 달리 거리 {d}였고, 이만큼 작은 차이는 믿을 수 없습니다.",

@@ -112,6 +112,8 @@ export default {
  "the profile is of another model: {one}, and this is {other}.": "Профиль от другой модели: {one}, а эта — {other}.",
  "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.": "{text} Работает пресет. Подключите ToMA Calibrate, чтобы сделать новый, или очистите вход.",
  "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.": "Профиль от более новой версии ComfyUI-ToMA (схема {n}, известна до {m}). Работает пресет. Обновите пакет или сделайте новый профиль в ToMA Calibrate.",
+ "Less error for the same work: distance {d} instead of {e}, at {n} % of the blocks' work.": "Меньше ошибка при той же работе: расстояние {d} вместо {e}, при {n} % работы блоков.",
+ "The same error for less work: {n} % of the blocks' work instead of {m} %, at distance {d}.": "Та же ошибка при меньшей работе: {n} % работы блоков вместо {m} %, при расстоянии {d}.",
  "Calibrated: distance {d} at {n} % of the blocks' work.": "Откалибровано: расстояние {d} при {n} % работы блоков.",
  "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.": "Остаётся пресет '{preset}': выбор оказался не ближе, расстояние {d}.",
  "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.": "Остаётся пресет '{preset}': выбор дал расстояние {d}, не как предсказано, а столь малому выигрышу нельзя доверять.",

@@ -112,6 +112,8 @@ export default {
  "the profile is of another model: {one}, and this is {other}.": "配置档属于另一个模型：{one}，而此模型是 {other}。",
  "{text} The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input.": "{text}将改用预设。请连接 ToMA Calibrate 重新生成，或清空此输入。",
  "the profile is of a newer version of ComfyUI-ToMA (schema {n}, known up to {m}). The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate.": "配置档来自更新版本的 ComfyUI-ToMA（格式 {n}，目前支持到 {m}）。将改用预设。请更新扩展，或用 ToMA Calibrate 重新生成。",
+ "Less error for the same work: distance {d} instead of {e}, at {n} % of the blocks' work.": "相同计算量下误差更小：距离 {d} 而非 {e}，块计算量的 {n} %。",
+ "The same error for less work: {n} % of the blocks' work instead of {m} %, at distance {d}.": "相同误差下计算量更少：块计算量的 {n} % 而非 {m} %，距离 {d}。",
  "Calibrated: distance {d} at {n} % of the blocks' work.": "已校准：距离 {d}，块计算量的 {n} %。",
  "The preset '{preset}' is kept: the choice came no nearer, to distance {d}.": "保留预设 '{preset}'：所选方案没有更接近，距离为 {d}。",
  "The preset '{preset}' is kept: the choice came to distance {d}, not as predicted, and so small a gain is not to be trusted.": "保留预设 '{preset}'：所选方案的距离为 {d}，与预测不符，这么小的收益不可信。",
