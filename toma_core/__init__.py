@@ -7,23 +7,26 @@ what it comes to for one model; `RunState` (state) holds what lives as long as o
 from __future__ import annotations
 
 from .config import ToMAConfig
+from .decision import decide
 from .fields import ConfigError
 from .merge import MergePlan, merge, unmerge
 from .pipeline import Evaluation, plan_for, reduce, restore
 from .presets import PRESETS, Settings
-from .schedule import Decision, Schedule
+from .schedule import Schedule, StepMode, StepPlan
 from .state import RunState
 
 __all__ = [
     "PRESETS",
     "ConfigError",
-    "Decision",
     "Evaluation",
     "MergePlan",
     "RunState",
     "Schedule",
     "Settings",
+    "StepMode",
+    "StepPlan",
     "ToMAConfig",
+    "decide",
     "merge",
     "plan_for",
     "reduce",

@@ -8,16 +8,17 @@ changed at its destinations. It costs one activation per block or stack.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from threading import RLock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .merge import MergePlan, kernels_for, pick, unmerge_onto, unmerge_update
 from .packed import Packed, pack
-from .schedule import Decision
+from .schedule import StepMode, StepPlan
 
 # How much is believed of the change that destinations show, where all of the kept update is still there. They are seen
 # among fewer tokens than at the whole step, so part of it is not the step's but the merge's (docs/fidelity.md). Where
@@ -29,16 +30,37 @@ TRUST = 0.5
 MOST = 4 << 30
 
 
+# A cached update serves noise levels up to this factor above the one it is of; above it (below it where noise is added,
+# as in unsampling) a sampler has gone back to another part of its run.
+_SAME_PART = 1.5
+
+
+class Refresh(NamedTuple):
+    """When and under what state something was cached.
+
+    step: sampling step. sigma: the noise level that the model was given. state: what else has to be the same, as which
+    ControlNets take part.
+    """
+
+    step: int
+    sigma: float
+    state: Hashable = None
+
+
 @dataclass(eq=False)
 class Details:
-    """The updates of one run, by block and by what each part of a batch shows: those of the last whole step, and of
-    evaluations after it that ran whole because somebody new took part. Several devices may share it.
+    """The updates of one run, by (block, signature). Several devices may share it.
 
-    limited: whether it may hold no more than `MOST` bytes beside what was reserved for keys and values. most: the most
-    bytes that were held at a time. given_up: it became more, or memory ran out; nothing is kept any more, whole steps
-    are only whole, and all others are merged plainly, or whole too where blocks are to look at all tokens. Never in the
-    middle of a merged step: a block would look at keys of all tokens and values of some. frozen: merged steps move
-    nothing on, as they are made for trial alone. pack, unpack: four bits a number, and back.
+    A signature says what was evaluated: condition, shape and place. Entries of several sizes and conditions live beside
+    each other. `coverage` says when those of each signature were refreshed.
+
+    limited: whether no more than `MOST` bytes beside `reserved` may be held.
+    reserved: bytes that were set aside for keys and values.
+    most: the most bytes that were held at a time.
+    given_up: set when more is held than may be, or memory ran out; nothing is cached afterwards. Never in the middle of
+    a merged step: a block would attend to keys of all tokens and values of some.
+    frozen: merged steps do not propagate updates, because they are made for trial.
+    pack, unpack: four bits a number, and back.
     """
 
     limited: bool = False
@@ -48,75 +70,97 @@ class Details:
     frozen: bool = False
     pack: Callable[[Tensor], Tensor | Packed] = pack
     unpack: Callable[[Packed], Tensor] = Packed.unpack
-    # Whole steps: the last one that was announced, and the one since which updates are kept.
-    _announced: int = -1
-    _step: int = -1
-    _renews: bool = False
-    _extra: int = -1
-    _conditions: frozenset[Hashable] = frozenset()
+    coverage: dict[Hashable, Refresh] = field(default_factory=dict)
+    # The refresh under way, by signature; those of it that nobody was asked for; the step of the last refresh that was
+    # not scheduled, since the last that was.
+    _announced: dict[Hashable, Refresh] = field(default_factory=dict)
+    _absent: set[Hashable] = field(default_factory=set)
+    _extra: int | None = None
+    # Steps after which an entry is too old.
+    _interval: int = 1
     # An update, which of its equal chunks, and how many there are: a chunk alone holds all of its memory as well.
-    _kept: dict[Hashable, tuple[Tensor | Packed, int, int]] = field(default_factory=dict)
+    _kept: dict[tuple[Hashable, Hashable], tuple[Tensor | Packed, int, int]] = field(default_factory=dict)
     # How many chunks of a tensor are kept, by its id, and the bytes of all these tensors.
     _chunks: Counter[int] = field(default_factory=Counter)
     _held: int = 0
     _lock: RLock = field(default_factory=RLock)
 
-    def settle(self, decision: Decision, conditions: frozenset[Hashable], again: bool = False) -> Decision:
-        """The decision for an evaluation in which these conditions take part, the same for all of them.
+    def settle(
+        self, plan: StepPlan, sigma: float, signatures: Mapping[Hashable, Hashable], interval: int, plain: bool
+    ) -> StepMode:
+        """Return the mode of an evaluation that the schedule refreshes or merges with caches.
 
-        Guidance takes their difference, so that none may have detail where another has not. If one is new since the
-        last whole step, this evaluation runs whole too and keeps; but in one step at most between two whole ones, and
-        after that merges plainly: conditions that change all the time would else leave nothing merged.
-        again: they are asked once more in the evaluation under way. What this is compared with has been merged: so this
-        is too, plainly, and the next evaluation runs whole for all.
+        Guidance takes the difference of conditions: all have caches, or none. An evaluation with a signature that was
+        not refreshed within the interval is a refresh. plain: merging without caches is what the settings are made for;
+        then at most one step between two scheduled refreshes becomes one, and signatures that change at every step are
+        merged without caches.
+
+        sigma: noise level that the model is given. signatures: signature -> state, of all conditions that take part.
+        interval: steps from one scheduled refresh to the next.
         """
         with self._lock:
             if self.given_up:
-                return replace(decision, ratio=decision.merged_ratio, keeps_detail=False, plain=True)
-            if decision.keeps_detail:
-                self._renews = True
-                if decision.step != self._announced:
-                    self._announced, self._extra, self._conditions = decision.step, -1, frozenset()
-            elif conditions <= self._conditions:
-                return decision
-            elif self._extra == decision.step or (self._extra == -1 and not again):
-                self._extra, self._renews = decision.step, False
+                return StepMode.MERGED if plain and plan.mode.merges else StepMode.FULL
+            self._interval = interval
+            if any(signature in self.coverage for signature in self._announced):
+                self._absent.update(s for s in self._announced if s not in self.coverage)
+            self._announced = {}
+            now = {s: Refresh(plan.step, sigma, state) for s, state in signatures.items()}
+            if plan.mode is StepMode.REFRESH:
+                self._extra = None
+            elif all(s in self._absent or self._covers(s, refresh) for s, refresh in now.items()):
+                return StepMode.MERGED_CACHED
+            elif plain and self._extra not in (None, plan.step):
+                return StepMode.MERGED
             else:
-                if self._extra == -1:
-                    self._conditions = frozenset()
-                return replace(decision, plain=True)
-            self._conditions |= conditions
-            return replace(decision, keeps_detail=True)
+                self._extra = plan.step
+            self._announced = now
+            return StepMode.REFRESH
 
-    def forget_extra(self) -> None:
-        """As if no evaluation had run whole for new conditions since the last whole step: the next one keeps again."""
-        with self._lock:
-            self._conditions, self._extra = frozenset(), -1
+    def _covers(self, signature: Hashable, now: Refresh) -> bool:
+        then = self.coverage.get(signature)
+        if then is None or then.state != now.state or not 0 <= now.step - then.step < self._interval:
+            return False
+        return now.sigma <= then.sigma * _SAME_PART
 
-    def keep(self, keys: tuple[Hashable, ...], update: Tensor, packs: bool = False) -> None:
-        """Keep the equal chunks of (B, N, C), one under each key. The first of a whole step drops those of the last: no
-        sooner, as somebody may skip the step. packs: in four bits a number."""
+    def keep(self, keys: tuple[tuple[Hashable, Hashable], ...], update: Tensor, packs: bool = False) -> None:
+        """Cache the equal chunks of (B, N, C), one under each (block, signature). packs: in four bits a number."""
         with self._lock:
             if self.given_up:
                 return
-            if self._renews and self._step != self._announced:
-                self.clear()
-                self._step = self._announced
+            self._covered({signature for _, signature in keys})
             try:
                 self._put(keys, update, packs)
             except torch.OutOfMemoryError:
-                # What is kept is worth less than the run.
+                # The run is worth more than its caches.
                 self.give_up()
             self.limit()
 
-    def move_on(self, keys: tuple[Hashable, ...], update: Tensor, packs: bool = False) -> None:
+    def _covered(self, signatures: set[Hashable]) -> None:
+        """Note what is being refreshed. The first of a step drops what has grown too old: no sooner, as another node
+        may skip the step."""
+        fresh = {s: self._announced[s] for s in signatures if s in self._announced}
+        if all(self.coverage.get(s) == refresh for s, refresh in fresh.items()):
+            return
+        step = max(refresh.step for refresh in fresh.values())
+        self._forget({s for s, then in self.coverage.items() if step - then.step >= self._interval})
+        self.coverage.update(fresh)
+        self._absent.difference_update(fresh)
+
+    def _forget(self, signatures: set[Hashable]) -> None:
+        for key in [key for key in self._kept if key[1] in signatures]:
+            self._drop(self._kept.pop(key))
+        for signature in signatures:
+            self.coverage.pop(signature, None)
+
+    def move_on(self, keys: tuple[tuple[Hashable, Hashable], ...], update: Tensor, packs: bool = False) -> None:
         """What a merged step has made of what is kept under the keys, in its place, for the next. Raises
         `torch.OutOfMemoryError`."""
         with self._lock:
             if not (self.given_up or self.frozen):
                 self._put(keys, update, packs)
 
-    def _put(self, keys: tuple[Hashable, ...], given: Tensor, packs: bool) -> None:
+    def _put(self, keys: tuple[tuple[Hashable, Hashable], ...], given: Tensor, packs: bool) -> None:
         update = self.pack(given) if packs else given
         parts = update.chunk(len(keys))
         going = Counter(id(self._kept[key][0]) for key in keys if key in self._kept)
@@ -137,9 +181,16 @@ class Details:
         self.most = max(self.most, self._held)
 
     def limit(self) -> None:
-        """Give up where more is held than may be; not while a merged step runs."""
+        """Keep within the limit: drop what was refreshed longest ago and is not being refreshed; where that is not
+        enough and `limited`, give up. Not while a merged step runs."""
         with self._lock:
-            if self.limited and self.most > MOST + self.reserved and not self.given_up:
+            limit = MOST + self.reserved
+            if self._held <= limit:
+                return
+            for signature in sorted(self.coverage, key=lambda s: self.coverage[s].step):
+                if self._held > limit and signature not in self._announced:
+                    self._forget({signature})
+            if self.limited and self._held > limit and not self.given_up:
                 self.give_up()
 
     def give_up(self) -> bool:
@@ -156,7 +207,7 @@ class Details:
                 del self._chunks[id(entry[0])]
                 self._held -= entry[0].nbytes
 
-    def kept(self, keys: tuple[Hashable, ...], like: Tensor) -> Tensor | None:
+    def kept(self, keys: tuple[tuple[Hashable, Hashable], ...], like: Tensor) -> Tensor | None:
         """What is kept under the keys, side by side: (B, N, C) as `like` is.
 
         All or nothing: None if a part is missing, or if shape, dtype or device have changed, so that cond and uncond
@@ -176,11 +227,12 @@ class Details:
         return self.unpack(t) if isinstance(t, Packed) else t
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop everything; the next evaluation refreshes."""
         with self._lock:
             self._kept.clear()
             self._chunks.clear()
-            self._held = 0
+            self.coverage.clear()
+            self._held, self._extra = 0, None
 
 
 def _alike(a: Tensor | Packed, b: Tensor | Packed) -> bool:
@@ -204,7 +256,7 @@ class Detail:
     """
 
     details: Details
-    keys: tuple[Hashable, ...]
+    keys: tuple[tuple[Hashable, Hashable], ...]
     kept: Tensor | None = None
     packs: bool = False
 

@@ -19,21 +19,21 @@ from .detail import Detail, reuse
 from .merge import MergePlan, merge, pick, unmerge_update
 from .payoff import UNET_BLOCK, Block, obstacle
 from .pieces import Piece
-from .schedule import LASTING, Decision
+from .schedule import LASTING, StepMode, StepPlan
 from .state import RunState
 from .windows import Grid
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """One call of the model: the run it belongs to, what to do in it, and what its batch holds.
+    """One call of the model: the run it belongs to, what it does, and what its batch holds.
 
     copies: one key per equal chunk of the batch, see `RunState.plan`. parts: one key per condition's chunk, for all
     that tells it from the others; the same as copies if not given. blind, piece, pictures: see `RunState.plan`.
     """
 
     run: RunState
-    decision: Decision
+    step_plan: StepPlan
     copies: tuple[Hashable, ...] = (None,)
     parts: tuple[Hashable, ...] = ()
     blind: str = ""
@@ -45,15 +45,15 @@ class Evaluation:
 
     def of(self, block: str) -> Evaluation:
         """The same for a block, by its name: it may be merged at a ratio of its own."""
-        decision = self.decision.of(block)
-        return self if decision is self.decision else replace(self, decision=decision)
+        step = self.step_plan.of(block)
+        return self if step is self.step_plan else replace(self, step_plan=step)
 
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
         """The plan for tokens x of (B, N, C), the stored one or a fresh one. None where none is needed: this
         evaluation keeps detail, and the next one's plan is of the picture that this one predicts."""
-        if self.decision.keeps_detail and self.run.config.plan_from is PlanFrom.PREDICTION:
+        if self.refreshes and self.run.config.plan_from is PlanFrom.PREDICTION:
             return None
-        return self.run.plan(x, grid, scope, self.decision, self.copies, self.blind, self.piece, self.pictures)
+        return self.run.plan(x, grid, scope, self.step_plan, self.copies, self.blind, self.piece, self.pictures)
 
     def lasting_plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan:
         """The plan for tokens x of (B, N, C) that show the same in the whole run, as those of a reference image. Of
@@ -61,18 +61,18 @@ class Evaluation:
         return self.run.plan(x, grid, scope, self.lasting, self.parts, self.blind)
 
     @property
-    def lasting(self) -> Decision:
-        """The decision for tokens that show the same in the whole run."""
-        return replace(self.decision, selection=LASTING, weighing=LASTING)
+    def lasting(self) -> StepPlan:
+        """The step plan for tokens that show the same in the whole run."""
+        return replace(self.step_plan, selection=LASTING, weighing=LASTING)
 
     def detail(self, block: str, x: Tensor, packs: bool = False) -> Detail | None:
         """The part in the reuse of detail of the block that is given x of (B, N, C); None if there is none, or if
         nothing was kept of it that fits. Blocks have different names. packs: see `Detail`."""
-        decision, run = self.decision, self.run
-        if not run.config.reuses_detail or decision.plain:
+        run = self.run
+        if not self.step_plan.mode.caches:
             return None
         keys = tuple((block, part) for part in self.parts)
-        if decision.keeps_detail:
+        if self.refreshes:
             return Detail(run.details, keys, packs=packs)
         kept = run.details.kept(keys, x)
         return None if kept is None else Detail(run.details, keys, kept, packs)
@@ -80,12 +80,17 @@ class Evaluation:
     @property
     def all_keys(self) -> bool:
         """Whether merged blocks look at all tokens in this evaluation, or keep what the next ones look at."""
-        return self.run.all_keys and not self.decision.plain
+        return self.run.all_keys and self.step_plan.mode.caches
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether this evaluation computes all tokens, to refresh the caches."""
+        return self.step_plan.mode is StepMode.REFRESH
 
     def obstacle(self, x: Tensor, block: Block = UNET_BLOCK, around: Granularity | None = None) -> str:
         """Why (B, N, C) tokens x that go through such a block stay whole, for the report; empty if they are merged.
         around: what they would be merged around; None if that is what the settings say."""
-        if round(self.decision.ratio * x.shape[1]) == 0:
+        if round(self.step_plan.ratio * x.shape[1]) == 0:
             return "nothing to merge at this ratio"
         if self.piece is not None and len(x) != len(self.piece.latent):
             return "another node changed the number of images"

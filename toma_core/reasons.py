@@ -67,6 +67,11 @@ class Reason(MessageId):
     KV_TOO_LARGE = "kv_too_large"  # needed, limit: GB
     KV_COMPILE_BACKEND = "kv_compile_backend"
     KV_NO_FULL_STEPS = "kv_no_full_steps"
+    # Why a step that the schedule merges is full.
+    GRADIENTS = "gradients"
+    NOT_CACHED = "not_cached"
+    CACHE_DISABLED = "cache_disabled"
+    TILES = "tiles"
     # Why destinations are random.
     SEVERAL_DEVICES = "several_devices"
 

@@ -7,8 +7,9 @@ tells it all the same: levels may come twice in a schedule, or lie too close tog
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 
 from .config import PlanFrom, ToMAConfig
@@ -20,36 +21,61 @@ Bands = tuple[tuple[float, Mapping[str, float]], ...]
 LASTING = 1 << 40
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What to do in one model evaluation.
+class StepMode(Enum):
+    """What one evaluation of the model does with its tokens and with the caches of the run."""
 
-    step: 0-based sampling step. ratio: share of tokens to merge away; 0.0 means that this evaluation runs whole.
-    selection, weighing: generation numbers; a plan made in another generation is too old for that part.
-    keeps_detail: this evaluation runs whole too, but blocks keep what merging at `ratio` would lose.
-    plain: merged without what was kept. ratios: of every block, where they differ; blocks that are not named run whole,
-    and `ratio` is the largest. borders: blocks with which a chain begins, whatever the one before does.
+    FULL = "full"  # computes all tokens and caches nothing
+    REFRESH = "refresh"  # computes all tokens and refreshes the residual and KV caches
+    MERGED_CACHED = "merged cached"  # merges, and begins with what the caches hold
+    MERGED = "merged"  # merges without caches
+
+    @property
+    def merges(self) -> bool:
+        """Whether fewer tokens are computed."""
+        return self in (StepMode.MERGED_CACHED, StepMode.MERGED)
+
+    @property
+    def caches(self) -> bool:
+        """Whether blocks write to the caches or read from them."""
+        return self in (StepMode.REFRESH, StepMode.MERGED_CACHED)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one evaluation of the model does. It is decided once for an evaluation and never changed.
+
+    step: 0-based sampling step.
+    mode: see `StepMode`.
+    selection, weighing: generation numbers; a merge plan of another generation is too old for that part.
+    ratio: share of tokens that merged steps merge away, the largest of all blocks; 0.0 if the mode is FULL.
+    ratios: ratio by block where blocks differ; blocks without an entry are not merged.
+    borders: blocks with which a chain begins whatever comes before them.
     """
 
     step: int
-    ratio: float
-    selection: int
-    weighing: int
-    keeps_detail: bool = False
-    plain: bool = False
+    mode: StepMode = StepMode.FULL
+    ratio: float = 0.0
+    selection: int = 0
+    weighing: int = 0
     ratios: Mapping[str, float] | None = None
     borders: frozenset[str] = frozenset()
 
     def ratio_of(self, block: str) -> float:
-        """The ratio of a block, by its name."""
+        """Return the ratio of a block, by its name."""
         return self.ratio if self.ratios is None else self.ratios.get(block, 0.0)
 
-    def of(self, block: str) -> Decision:
-        """The decision for a block, by its name."""
+    def of(self, block: str) -> StepPlan:
+        """Return the plan for a block, by its name."""
         return self if self.ratios is None else replace(self, ratio=self.ratio_of(block))
 
+    def with_mode(self, mode: StepMode) -> StepPlan:
+        """Return the same plan in another mode."""
+        if mode is StepMode.FULL:
+            return replace(self, mode=mode, ratio=0.0, ratios=None)
+        return self if mode is self.mode else replace(self, mode=mode)
+
     def joins(self, before: str, block: str) -> bool:
-        """Whether tokens may stay merged from one block to the next."""
+        """Return whether tokens may stay merged from one block to the next."""
         same = self.ratios is None or self.ratios.get(before) == self.ratios.get(block)
         return same and block not in self.borders
 
@@ -60,8 +86,8 @@ class Decision:
 
     @property
     def merged_ratio(self) -> float:
-        """The share of tokens that this evaluation really merges away."""
-        return 0.0 if self.keeps_detail else self.ratio
+        """The share of tokens that this evaluation merges away."""
+        return self.ratio if self.mode.merges else 0.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +100,7 @@ class Schedule:
     finishes: the last step ends with a picture free of noise, not with one that another run goes on from.
     goes_on: it begins where another model's run has ended, as videos have one for high noise and one for low.
     bands: ratios of blocks by noise level, in place of the setting's one for all; none for that.
-    borders: see `Decision`.
+    borders: see `StepPlan`.
     """
 
     config: ToMAConfig
@@ -87,18 +113,17 @@ class Schedule:
     borders: frozenset[str] = frozenset()
 
     def step_at(self, sigma: float) -> int:
-        """The step a noise level belongs to; levels between two steps belong to the earlier one."""
-        # Samplers compute levels in fp32: dpmpp_2s_ancestral comes back to the next scheduled one through exp and log,
-        # a few millionths off, while neighbours in a schedule are at least thousandths apart.
-        if self.sigmas and self.sigmas[-1] > self.sigmas[0]:
-            begun = sum(begin <= sigma * (1 + 1e-4) for begin in self.sigmas)
-        else:
-            begun = sum(begin >= sigma * (1 - 1e-4) for begin in self.sigmas)
-        return max(0, begun - 1)
+        """Return the step that a noise level belongs to; levels between two steps belong to the earlier one."""
+        return step_at(self.sigmas, sigma)
 
     def in_range(self, sigma: float) -> bool:
         """Whether merging may be active at this noise level."""
         return self.sigma_end < sigma <= self.sigma_start
+
+    @property
+    def rises(self) -> bool:
+        """Whether the run adds noise (unsampling)."""
+        return bool(self.sigmas) and self.sigmas[-1] > self.sigmas[0]
 
     @cached_property
     def span(self) -> tuple[int, int]:
@@ -113,11 +138,11 @@ class Schedule:
         return self.goes_on and len(self.sigmas) == 2 and self.config.whole_every > 2 and self.config.all_keys
 
     @cached_property
-    def kinds(self) -> tuple[Decision, ...]:
-        """A decision for each ratio, and for even and odd selections, that its merged steps will have."""
-        decisions = [d for step, sigma in enumerate(self.sigmas) if (d := self.decide(sigma, step)).ratio]
-        each = [replace(d, ratio=ratio) for d in decisions for ratio in sorted(d.in_use) if ratio]
-        return tuple({(d.ratio, d.selection % 2): d for d in each}.values())
+    def kinds(self) -> tuple[StepPlan, ...]:
+        """A step plan for each ratio, and for even and odd selections, that merged steps of this run will have."""
+        plans = [plan for step, sigma in enumerate(self.sigmas) if (plan := self.decide(sigma, step)).ratio]
+        each = [replace(plan, ratio=ratio) for plan in plans for ratio in sorted(plan.in_use) if ratio]
+        return tuple({(plan.ratio, plan.selection % 2): plan for plan in each}.values())
 
     def ratios_at(self, sigma: float, step: int) -> Mapping[str, float] | None:
         """The ratio of every block at this step, None where the setting holds for all. Blocks keep their ratio from one
@@ -152,17 +177,37 @@ class Schedule:
             return f"start_percent = {config.start_percent:g}"
         return "" if config.plan_from is PlanFrom.TOKENS else f"plan_from = {config.plan_from.value}"
 
-    def decide(self, sigma: float, step: int | None = None) -> Decision:
-        """What to do at this noise level. step: the one it belongs to, where that is known."""
+    def decide(self, sigma: float, step: int | None = None) -> StepPlan:
+        """Return what the settings say about an evaluation. `decide` (decision.py) adds what the run knows.
+
+        sigma: its noise level. step: the step it belongs to, where that is known.
+        """
         config, step = self.config, self.step_at(sigma) if step is None else step
         age = max(0, step - self.span[0])
-        # Without a schedule no step is known. The first step decides the composition, and what the very last one leaves
-        # behind, seams and blur, no later one can mend: both are whole.
+        # Without a schedule no step is known. The first step decides the composition, and what the last one leaves
+        # behind, seams and blur, no later one can mend: both are full.
         counted = bool(config.whole_every and self.sigmas)
-        whole = counted and age % config.whole_every == 0
+        full = counted and age % config.whole_every == 0
         final = counted and self.finishes and step == len(self.sigmas) - 1 and not self._last_of_two
-        merges = self.in_range(sigma) and not final and (config.reuses_detail or not whole)
-        ratios = self.ratios_at(sigma, step) if merges else None
-        ratio = max(ratios.values(), default=0.0) if ratios is not None else config.ratio if merges else 0.0
         generations = age // config.select_every, age // config.weigh_every
-        return Decision(step, ratio, *generations, whole and ratio > 0.0, ratios=ratios, borders=self.borders)
+        plan = StepPlan(step, StepMode.FULL, 0.0, *generations, borders=self.borders)
+        if not self.in_range(sigma) or final or (full and not config.reuses_detail):
+            return plan
+        ratios = self.ratios_at(sigma, step)
+        ratio = config.ratio if ratios is None else max(ratios.values(), default=0.0)
+        if not ratio:
+            return plan
+        merged = StepMode.MERGED_CACHED if config.reuses_detail else StepMode.MERGED
+        mode = StepMode.REFRESH if full else merged
+        return replace(plan, mode=mode, ratio=ratio, ratios=ratios)
+
+
+def step_at(sigmas: Sequence[float], sigma: float) -> int:
+    """Return the step that a noise level belongs to in a schedule; levels between two steps belong to the earlier."""
+    # Samplers compute levels in fp32: dpmpp_2s_ancestral comes back to the next scheduled one through exp and log,
+    # a few millionths off, while neighbours in a schedule are at least thousandths apart.
+    if sigmas and sigmas[-1] > sigmas[0]:
+        begun = sum(begin <= sigma * (1 + 1e-4) for begin in sigmas)
+    else:
+        begun = sum(begin >= sigma * (1 - 1e-4) for begin in sigmas)
+    return max(0, begun - 1)

@@ -18,7 +18,7 @@ from .maps import draw_map
 from .merge import MergePlan, stacked, weigh
 from .pieces import Piece
 from .prediction import picture_tokens
-from .schedule import LASTING, Decision, Schedule
+from .schedule import LASTING, Schedule, StepPlan
 from .selection import cosine_similarity, in_parts, select, select_at_random
 from .stats import RunStats
 from .trial import Choice, Dispatch, Uses
@@ -32,6 +32,7 @@ _StackKey = tuple[Hashable, Grid, float, tuple[Hashable, ...], int, torch.dtype,
 
 NO_ROOM = "no room for keys and values of all tokens after all"
 NOT_ASKED = "another node's attention takes no others"
+OF_TILES = "nothing can be kept of tiles"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class RunState:
     unplanned: the scopes for whose plans there was no memory; with the next evaluation all is whole. all_keys: whether
     merged blocks look at all tokens; packs: at what is kept of them in four bits a number. otherwise: the settings
     where that turns out not to be possible. unserved, served: whether attention of a block that should have looked did
-    not ask what at, and whether that of any did."""
+    not ask what at, and whether that of any did. tiles: whether calls are about pieces of the latent."""
 
     schedule: Schedule
     unplanned: set[Hashable] = field(default_factory=set)
@@ -70,6 +71,7 @@ class RunState:
     packs: bool = False
     otherwise: ToMAConfig | None = None
     unserved: bool = False
+    tiles: bool = False
     served: bool = False
 
     def __post_init__(self) -> None:
@@ -80,44 +82,29 @@ class RunState:
     def config(self) -> ToMAConfig:
         return self.schedule.config
 
-    def decide(
-        self, sigma: float, conditions: frozenset[Hashable] = frozenset(), step: int | None = None, again: bool = False
-    ) -> Decision:
-        """What to do in an evaluation at this noise level, in which these conditions take part. step: where known.
-        again: see `Details.settle`."""
-        decision = self.schedule.decide(sigma, step)
-        if self.all_keys and self.details.given_up:
-            # Presets that keep them leave no block whole: merged plainly it would be another picture.
-            self.stats.whole("model", NO_ROOM)
-            return replace(decision, ratio=0.0, keeps_detail=False)
-        if self.unplanned:
-            self.details.clear()
-            return replace(decision, ratio=0.0, keeps_detail=False)
-        reuses = self.config.reuses_detail and decision.ratio
-        return self.details.settle(decision, conditions, again) if reuses else decision
-
     def begins(self) -> None:
         """An evaluation of the sampler begins: what was seen in the one before has its consequences now, for all calls
         of the model in it alike."""
-        if self.all_keys and self.unserved and not self.served and self.otherwise is not None:
-            self._look_no_more(self.otherwise)
+        unasked = NOT_ASKED if self.unserved and not self.served else ""
+        reason = OF_TILES if self.tiles else unasked
+        if self.all_keys and reason and self.otherwise is not None:
+            self._look_no_more(self.otherwise, reason)
         self.details.limit()
 
-    def _look_no_more(self, config: ToMAConfig) -> None:
-        """Another pack's attention asks nobody what to look at: from here on as presets are without that. They leave
+    def _look_no_more(self, config: ToMAConfig, reason: str) -> None:
+        """Merged blocks cannot attend to all tokens after all: from here on as presets are without that. They leave
         other blocks whole, so that detail is kept anew."""
         self.schedule, self.all_keys, self.packs = replace(self.schedule, config=config), False, False
-        self.stats.without_keys = NOT_ASKED
+        self.stats.without_keys = reason
         for made in (self._plans, self._stacks, self._layouts, self.details):
             made.clear()
-        self.details.forget_extra()
 
     def plan(
         self,
         x: Tensor,
         grid: Grid,
         scope: Hashable,
-        decision: Decision,
+        step: StepPlan,
         copies: tuple[Hashable, ...],
         blind: str = "",
         piece: Piece | None = None,
@@ -134,7 +121,7 @@ class RunState:
         made from in place of x; all blocks share them then.
         """
         if piece is not None:
-            return self._plan_of(piece, x, grid, scope, decision, blind)
+            return self._plan_of(piece, x, grid, scope, step, blind)
         chunk = x.shape[0] // len(copies)
         keys = list(dict.fromkeys(copies))
         if any(len(picture) != chunk for picture in pictures):
@@ -145,7 +132,7 @@ class RunState:
         def entry_of(key: Hashable) -> _Entry:
             place = copies.index(key)
             tokens = x[place * chunk : (place + 1) * chunk]
-            return self._entry(tokens, grid, (scope, key), decision, blind, pictures[place] if pictures else None)
+            return self._entry(tokens, grid, (scope, key), step, blind, pictures[place] if pictures else None)
 
         if len(keys) == 1:
             entry = entry_of(keys[0])
@@ -154,54 +141,52 @@ class RunState:
             return entry.repeated[len(copies)]
         plans = {key: entry_of(key).plan for key in keys}
         parts = [plans[key] for key in copies]
-        place = (scope, grid, decision.ratio, copies, chunk, x.dtype, x.device)
+        place = (scope, grid, step.ratio, copies, chunk, x.dtype, x.device)
         stack = self._stacks.get(place)
         if stack is None or any(old is not new for old, new in zip(stack[0], parts, strict=True)):
             stack = self._stacks[place] = parts, stacked(parts)
         return stack[1]
 
-    def _plan_of(
-        self, piece: Piece, x: Tensor, grid: Grid, scope: Hashable, decision: Decision, blind: str
-    ) -> MergePlan:
-        key = scope, grid, decision.ratio
+    def _plan_of(self, piece: Piece, x: Tensor, grid: Grid, scope: Hashable, step: StepPlan, blind: str) -> MergePlan:
+        key = scope, grid, step.ratio
         if key not in piece.plans:
             tokens = piece.tokens(x)
-            plan = piece.settled(key, self._selected(tokens, tokens, grid, decision, blind, even=True))
+            plan = piece.settled(key, self._selected(tokens, tokens, grid, step, blind, even=True))
             self.stats.count_plan(grid, plan.kept, selected=True)
             # In the place of the last piece's, so that it can be drawn.
-            self._remember(((scope, Piece), grid, decision.ratio, 0, x.dtype, x.device), plan, decision)
+            self._remember(((scope, Piece), grid, step.ratio, 0, x.dtype, x.device), plan, step)
         return piece.plans[key]
 
-    def kept(self, grid: Grid, decision: Decision, device: torch.device) -> int:
+    def kept(self, grid: Grid, step: StepPlan, device: torch.device) -> int:
         """How many tokens of a grid are left where it is merged."""
-        return self._layout(grid, decision, device)[1].total
+        return self._layout(grid, step, device)[1].total
 
     def _entry(
         self,
         x: Tensor,
         grid: Grid,
         scope: tuple[Hashable, Hashable],
-        decision: Decision,
+        step: StepPlan,
         blind: str,
         picture: Tensor | None = None,
     ) -> _Entry:
-        key = (scope, grid, decision.ratio, x.shape[0], x.dtype, x.device)
+        key = (scope, grid, step.ratio, x.shape[0], x.dtype, x.device)
         old = self._plans.get(key)
-        if old is not None and old.selection == decision.selection:
-            if old.weighing == decision.weighing:
+        if old is not None and old.selection == step.selection:
+            if old.weighing == step.weighing:
                 return old
             plan, selected = self._reweighed(x, old.plan, _features(x, grid, picture)), False
         else:
             # Of what tokens show while they are noise, no window has more than another. References are never noise.
-            noisy = picture is None and decision.selection != LASTING
+            noisy = picture is None and step.selection != LASTING
             even = noisy and self.config.plan_from is PlanFrom.PREDICTION
-            plan, selected = self._selected(x, _features(x, grid, picture), grid, decision, blind, even), True
+            plan, selected = self._selected(x, _features(x, grid, picture), grid, step, blind, even), True
         self.stats.count_plan(grid, plan.kept, selected)
-        return self._remember(key, plan, decision)
+        return self._remember(key, plan, step)
 
-    def _remember(self, key: _PlanKey, plan: MergePlan, decision: Decision) -> _Entry:
-        entry = _Entry(plan, decision.selection, decision.weighing, {1: plan})
-        self._forget(key[1], entry, decision.in_use)
+    def _remember(self, key: _PlanKey, plan: MergePlan, step: StepPlan) -> _Entry:
+        entry = _Entry(plan, step.selection, step.weighing, {1: plan})
+        self._forget(key[1], entry, step.in_use)
         # To the end of the dict, so that `draw` finds the plan made last.
         self._plans.pop(key, None)
         self._plans[key] = entry
@@ -229,7 +214,7 @@ class RunState:
         x: Tensor,
         features: Tensor,
         grid: Grid,
-        decision: Decision,
+        step: StepPlan,
         blind: str,
         even: bool = False,
     ) -> MergePlan:
@@ -238,7 +223,7 @@ class RunState:
         if blind:
             self.stats.chosen_blindly(blind)
         even = even or bool(blind) or not config.moves_budget
-        windows, budget = self._laid_out(features, grid, decision, even)
+        windows, budget = self._laid_out(features, grid, step, even)
         choice = self._choose(x, features, windows, budget, even)
         self.stats.computed_by(str(choice))
         kernels = choice.kernels
@@ -246,7 +231,7 @@ class RunState:
             return MergePlan(windows, budget, *kernels.select_weigh(features, windows, budget, config.scale), kernels)
         tokens = windows.split(features)
         if blind:
-            picks = select_at_random(len(x), windows, budget, decision.selection)
+            picks = select_at_random(len(x), windows, budget, step.selection)
         else:
             picks = select(in_parts(cosine_similarity, tokens), windows, budget)
         plan = weigh(tokens, picks, windows, budget, config.scale, x.dtype)
@@ -272,19 +257,19 @@ class RunState:
             return replace(plan, merge_weights=M, unmerge_weights=back)
         return weigh(windows.split(features), plan.picks, windows, budget, config.scale, x.dtype)
 
-    def _laid_out(self, features: Tensor, grid: Grid, decision: Decision, even: bool) -> tuple[Windows, Budget]:
+    def _laid_out(self, features: Tensor, grid: Grid, step: StepPlan, even: bool) -> tuple[Windows, Budget]:
         """Windows, and what each of them keeps: the same share, or as much as there is in it."""
-        windows, budget = self._layout(grid, decision, features.device)
+        windows, budget = self._layout(grid, step, features.device)
         return windows, budget if even else self.dispatch.moved(features, windows, budget)
 
-    def _layout(self, grid: Grid, decision: Decision, device: torch.device) -> tuple[Windows, Budget]:
+    def _layout(self, grid: Grid, step: StepPlan, device: torch.device) -> tuple[Windows, Budget]:
         config = self.config
-        shifted = config.moves_windows and decision.selection % 2 == 1
-        key = (grid, decision.ratio, shifted, device)
+        shifted = config.moves_windows and step.selection % 2 == 1
+        key = (grid, step.ratio, shifted, device)
         if key not in self._layouts:
             *frames, height, width = grid
             windows = make_windows(height, width, config.window_kind, config.window_size, shifted, *frames)
-            budget = make_budget(windows.counts, decision.ratio, windows.frames)
+            budget = make_budget(windows.counts, step.ratio, windows.frames)
             self._layouts[key] = windows.to(device), budget.to(device)
         return self._layouts[key]
 

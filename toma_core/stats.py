@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from .maps import MergeMap
+from .reasons import Message
 from .windows import Grid
 
 # Why a block runs whole in an evaluation that merges others.
@@ -32,6 +33,7 @@ class RunStats:
     kernels: set[str] = field(default_factory=set)
     blind: set[str] = field(default_factory=set)
     full_by: str = ""
+    full_reasons: dict[Message, set[int]] = field(default_factory=dict)
     by_profile: bool = False
     detail_bytes: int = 0
     detail_given_up: bool = False
@@ -60,6 +62,11 @@ class RunStats:
                 self.merged_steps.pop(step, None)
             if not self.merged_steps:
                 self.merged_blocks.clear()
+
+    def full_because(self, step: int, reason: Message) -> None:
+        """Note why an evaluation of this step is full although the schedule merges it."""
+        with self.lock:
+            self.full_reasons.setdefault(reason, set()).add(step)
 
     def count_plan(self, grid: Grid, kept: int, selected: bool) -> None:
         """One plan made for `grid`: with new destinations, or with new weights only."""
@@ -139,6 +146,7 @@ class RunStats:
             "When": [
                 *([f"merged steps: {_ranges(merged)}, at ratio {ratios}"] if merged else []),
                 *([f"full steps: {_ranges(full)}{self._because()}"] if full else []),
+                *(f"full by need: {_ranges(steps)} ({why})" for why, steps in self.full_reasons.items()),
                 f"model evaluations: {self.evaluations}, merged: {self.merged_evaluations if merged else 0}",
             ],
             "Unmerged": [
@@ -159,6 +167,7 @@ class RunStats:
         # What a profile leaves whole is no reason where nothing was to be merged anyhow.
         told = [reason for reason in self.left_whole if self.merged_steps or reason != PROFILED]
         found = sorted(told, key=lambda reason: -len(self.left_whole[reason]))
+        found += [] if found else map(str, sorted(self.full_reasons, key=lambda why: -len(self.full_reasons[why])))
         return found or [f"every step ran in full ({settings})"]
 
     def _because(self) -> str:

@@ -141,7 +141,7 @@ class Probe:
         whole = plan is None or way == "sharing"
         evaluation = Whole if whole else core.Evaluation
         state = State(self.schedule)
-        decision = core.Decision(0, self.schedule.config.ratio, 0, 0)
+        decision = core.StepPlan(0, core.StepMode.MERGED, self.schedule.config.ratio, 0, 0)
 
         def call(executor: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal calls

@@ -98,7 +98,7 @@ class Place:
         False if they stay whole, which is then noted in the run's stats."""
         evaluation = self.evaluation
         assert evaluation is not None  # noqa: S101 - for mypy: it has begun
-        run, decision, images = evaluation.run, evaluation.decision, latent.shape[0]
+        run, images = evaluation.run, latent.shape[0]
         if not width or images % len(evaluation.copies):
             return True  # for the chain to decide
         weight = next(module.parameters(), latent)
@@ -108,9 +108,9 @@ class Place:
             self._whole(reason)
             return False
         tokens = list(map(prod, self.grids))
-        kept = [run.kept(self.grids[0], decision, latent.device)]
+        kept = [run.kept(self.grids[0], evaluation.step_plan, latent.device)]
         kept += [run.kept(grid, evaluation.lasting, latent.device) for grid in self.grids[1:]]
-        if decision.keeps_detail:
+        if evaluation.refreshes:
             kept = tokens
         self.lengths = tuple(zip(tokens, kept, strict=True))
         self.tokens, self.kept = sum(tokens), sum(kept)
@@ -168,7 +168,7 @@ class Place:
         details = [evaluation.detail(name, image)]
         details += [evaluation.detail(f"{name} reference {n}", piece) for n, piece in enumerate(references)]
         self.plans, self.details = tuple(plans), tuple(details)
-        if not evaluation.decision.keeps_detail:
+        if not evaluation.refreshes:
             for block in self.names:
                 evaluation.run.stats.merged(block)
         pieces = list(map(reduce, (image, *references), plans, details))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 from weakref import ref
@@ -145,7 +145,7 @@ def left_whole(config: ToMAConfig, index: int, count: int, *, last: bool = True)
 
 def profiled(link: Link, evaluation: Evaluation) -> str:
     """Why a profile leaves a block whole in this evaluation, or an empty string."""
-    return "" if evaluation.decision.ratio_of(link.name) else PROFILED
+    return "" if evaluation.step_plan.ratio_of(link.name) else PROFILED
 
 
 def chained(
@@ -311,9 +311,6 @@ class Transformer(ABC):
         control = control or {}
         grid, reason = token_grid(x, self.patch_size), self.obstacle(transformer_options, config)
         grids = grid, *self.merged_references(references, evaluation)
-        if evaluation.run.all_keys and evaluation.decision.plain:
-            # Merged without what full steps keep, as pieces are: then first blocks cost the picture most.
-            config = replace(config, whole_first=config.whole_first or WITHOUT_KEYS["balanced"]["whole_first"])
         for stage, links, name in zip(self.stages, self.links, self.lists, strict=True):
             added, runs = control.get(stage.added) or (), list[list[Link]]()
             blocks = getattr(self.model(), name, stage.blocks)
@@ -325,7 +322,7 @@ class Transformer(ABC):
                     stats.whole(link.name, left_out)
                     continue
                 link.module = unwrapped(blocks[index])
-                joins = chains and index == following and evaluation.decision.joins(runs[-1][-1].name, link.name)
+                joins = chains and index == following and evaluation.step_plan.joins(runs[-1][-1].name, link.name)
                 if joins and not _taken(stage, index, added, replaced) and not hooked(blocks[index - 1], blocks[index]):
                     runs[-1].append(link)
                 else:
@@ -343,7 +340,7 @@ class Transformer(ABC):
             return []  # several frames each
         grids = [token_grid(latent, self.patch_size) for latent in references]
         least = evaluation.run.config.min_tokens or FEWEST
-        enough = all(count >= least and round(evaluation.decision.ratio * count) for count in map(prod, grids))
+        enough = all(count >= least and round(evaluation.step_plan.ratio * count) for count in map(prod, grids))
         return grids if enough else []
 
     def chosen(self, stage: Stage, links: list[Link], config: ToMAConfig) -> list[Link]:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from inspect import signature
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from comfy.k_diffusion import sampling as k_diffusion
@@ -19,6 +19,8 @@ from comfy.patcher_extension import WrappersMP
 from comfy.samplers import KSAMPLER, CFGGuider
 from torch import Tensor
 from torch.utils import _contextlib
+
+from ...toma_core.schedule import step_at
 
 # Of ComfyUI's samplers, held by tests/nodes/adapters/test_levels.py.
 ONCE_A_STEP = (
@@ -38,29 +40,110 @@ _HARMLESS = {
 }
 
 
+# Where the callback stands among the arguments of OUTER_SAMPLE.
+_CALLBACK = 5
+
+
+class Level(NamedTuple):
+    """Where in its schedule a sampler is when it evaluates the model.
+
+    sigma: its noise level; step: 0-based, None where no schedule is known. given: the noise level that the model is
+    given: nodes such as Detail Daemon change it on purpose.
+    """
+
+    sigma: float
+    step: int | None
+    given: float
+
+
 class Levels:
-    """The levels of one run. `next` is called once before each of the sampler's evaluations."""
+    """The noise levels and steps of one run. `next` is called once before each of the sampler's evaluations.
+
+    The step comes from the sampler: from the order of its evaluations where it is known to make one a step, else from
+    the steps that it reports to its callback. Only a sampler that reports none is judged by the noise levels that it
+    gives to the model. Steps never go backwards.
+    """
 
     def __init__(self, sigmas: Sequence[float] = (), sampler: Any = None, guider: Any = None) -> None:
         """sigmas: the schedule, the last of which is where it ends. sampler, guider: ComfyUI's objects."""
-        self._scheduled = tuple(sigmas[:-1]) if _keeps_to_schedule(sampler) and _is_counted(guider) else ()
+        self._sigmas = tuple(sigmas[:-1])
+        self._scheduled = self._sigmas if _keeps_to_schedule(sampler) and _is_counted(guider) else ()
         self._sampler = sampler
         self._evaluation = -1
         self._given: Tensor | None = None
         self._taken: dict[int, Tensor] = {}
+        self._at: Level | None = None
+        self._step = 0
+        # The last step that was reported, None before the first and where reports cannot be relied on; evaluations
+        # since then, and how many there were from the report before to that one.
+        self._reported: int | None = None
+        self._since, self._each = 0, 1 if _wraps_known(sampler) else 0
+        self._reports = bool(self._sigmas)
 
     def next(self, timestep: Tensor) -> None:
         """The sampler evaluates the model anew, at this level."""
         self._evaluation += 1
-        self._given = timestep
+        self._since += 1
+        self._given, self._at = timestep, None
 
-    def of(self, timestep: Tensor) -> tuple[float, int | None]:
-        """The level at which the model is evaluated, and its place in the schedule where that is known. timestep: (B,),
-        what the model is told. Guidance may ask at a level of its own: that is another tensor, and is read."""
-        if timestep is not self._given or not 0 <= self._evaluation < len(self._scheduled):
-            return float(timestep.detach().flatten()[0]), None
-        self._taken[self._evaluation] = timestep.detach().flatten()[:1]
-        return self._scheduled[self._evaluation], self._evaluation
+    def listening(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of OUTER_SAMPLE with a callback that is heard here too."""
+        callback = args[_CALLBACK] if len(args) > _CALLBACK else kwargs.get("callback")
+
+        def reported(step: int, *rest: Any, **named: Any) -> Any:
+            self.reported(step)
+            return None if callback is None else callback(step, *rest, **named)
+
+        if len(args) > _CALLBACK:
+            return (*args[:_CALLBACK], reported, *args[_CALLBACK + 1 :]), kwargs
+        return args, {**kwargs, "callback": reported}
+
+    def reported(self, step: int) -> None:
+        """The sampler has reported to its callback that it is at this step, as it does after the first evaluation of a
+        step."""
+        last = -1 if self._reported is None else self._reported
+        if step != last + 1 or not self._since > 0:
+            self._reports = False  # it counts in another way, as one that runs in rounds
+        elif self._reported is not None or self._since > 1:
+            self._each = self._since
+        self._reported, self._since = step, 0
+
+    def of(self, timestep: Tensor) -> Level:
+        """Return the level at which the model is evaluated. timestep: (B,), what the model is given. Guidance may ask
+        at a level of its own: that is another tensor, and is read."""
+        mine = timestep is self._given and self._evaluation >= 0
+        if mine and self._evaluation < len(self._scheduled):
+            self._taken[self._evaluation] = timestep.detach().flatten()[:1]
+            sigma = self._scheduled[self._evaluation]
+            return Level(sigma, self._evaluation, sigma)
+        if mine and self._at is not None:
+            return self._at
+        given = float(timestep.detach().flatten()[0])
+        if self._evaluation < 0 or self._scheduled or not self._sigmas:
+            return Level(given, None, given)
+        if not mine and self._at is not None:
+            return Level(self._at.sigma, self._at.step, given)
+        self._step = max(self._step, self._step_of(given))
+        self._at = Level(self._within(given), self._step, given)
+        return self._at
+
+    def _step_of(self, given: float) -> int:
+        """Return the step of the evaluation that begins, given to the model as this noise level."""
+        by_level = step_at(self._sigmas, given)
+        if not self._reports:
+            return by_level
+        if self._reported is None:
+            # A sampler's first evaluation is of its first step; more before it reports are of that or come next.
+            return 0 if self._since == 1 else min(by_level, 1)
+        following = min(self._reported + 1, len(self._sigmas) - 1)
+        if self._each and self._since >= self._each:
+            return following
+        return min(max(by_level, self._reported), following)
+
+    def _within(self, given: float) -> float:
+        """Return the noise level if it is one of the step in progress, else the nearest that is."""
+        ends = self._sigmas[self._step : self._step + 2]
+        return min(max(given, min(ends)), max(ends)) if len(ends) > 1 else min(given, ends[0])
 
     def check(self) -> None:
         """At the end of a run, when there is nothing left to wait for: were the levels those of the schedule?"""
@@ -88,6 +171,13 @@ def _keeps_to_schedule(sampler: Any) -> bool:
         return False
     known = signature(function).parameters
     return all(o in _HARMLESS or (o in known and _equal(value, known[o].default)) for o, value in options.items())
+
+
+def _wraps_known(sampler: Any) -> bool:
+    """Whether a sampler of another pack runs one that evaluates once a step, as those do that change the noise levels
+    given to the model."""
+    inner = [value for value in (getattr(sampler, "extra_options", None) or {}).values() if isinstance(value, KSAMPLER)]
+    return len(inner) == 1 and _keeps_to_schedule(inner[0])
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -19,7 +19,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
-from ...toma_core import Decision, Schedule
+from ...toma_core import Schedule, StepMode, StepPlan
 from ...toma_core.calibration import Place
 from ...toma_core.config import PlanFrom
 from ...toma_core.profile import place_of
@@ -58,7 +58,7 @@ class Probe:
     counts: bool = True
 
 
-_Again = Callable[[], tuple[Tensor, Decision]]
+_Again = Callable[[], tuple[Tensor, StepPlan]]
 
 
 @dataclass(eq=False)
@@ -134,17 +134,18 @@ class Probes:
         if self.schedule is None:
             self._begin(sampling.run.schedule)
         assert self.schedule is not None  # noqa: S101 - for mypy: it has begun
-        decision = self.schedule.decide(*sampling.levels.of(timestep))
+        level = sampling.levels.of(timestep)
+        plan = self.schedule.decide(level.sigma, level.step)
         try:
             # Whole anyhow: what it keeps of every site is what probes begin with.
-            keeps = not decision.merged_ratio
+            keeps = not plan.mode.merges
             sampling.run.schedule = self._at(dict.fromkeys(self.sites, RATIO) if keeps else {})
             pictures = executor(*args, **kwargs)
-            probes = () if keeps else tuple(self.todo.pop(decision.step, ()))
+            probes = () if keeps else tuple(self.todo.pop(plan.step, ()))
             if not takes_part(conds[0], sampling.sigma):
                 # Its picture would be nobody's: one that begins later is measured there.
                 for probe in probes:
-                    self._later(probe, decision.step)
+                    self._later(probe, plan.step)
                 probes = ()
             if any(self._wanted(probe) for probe in probes):
                 sampling.run.schedule = self._at({})
@@ -152,10 +153,10 @@ class Probes:
                 # Alone too, as what is compared with it: a batch of two is computed in another order.
                 whole = pictures[0] if len(conds) == 1 or conds[1] is None else again()[0]
                 for n, probe in enumerate(probes):
-                    if self._wanted(probe) and self._probe(probe, decision.step, sampling, again, whole):
+                    if self._wanted(probe) and self._probe(probe, plan.step, sampling, again, whole):
                         # All detail is of this very step now: what the others measure would be too good.
                         for other in probes[n + 1 :]:
-                            self._later(other, decision.step)
+                            self._later(other, plan.step)
                         break
             return pictures
         finally:
@@ -180,7 +181,7 @@ class Probes:
         run = sampling.run
         try:
             run.details.frozen = True
-            picture, decision = again()
+            picture, plan = again()
             merged = stats.merged_blocks & blocks
         finally:
             run.details.frozen = False
@@ -188,12 +189,13 @@ class Probes:
         if run.details.given_up or run.unplanned:
             self.over = True  # for want of memory, and there will be no more of it
             return False
-        if decision.keeps_detail:
-            # A condition is new, so this ran whole to keep detail: of the sites asked for alone, and all are needed.
-            run.details.forget_extra()
+        refreshed = plan.mode is StepMode.REFRESH
+        if refreshed:
+            # A condition is new, so this was a refresh: of the sites asked for alone, and all are needed.
+            run.details.clear()
             run.schedule = self._at(dict.fromkeys(self.sites, RATIO))
             again()
-        if not decision.merged_ratio or decision.plain:
+        if plan.mode is not StepMode.MERGED_CACHED and (run.config.reuses_detail or not plan.mode.merges):
             self._later(probe, step)  # whole after all, as where a condition is new or plans await a picture
         elif not merged:
             if probe.site is not None and not blocks & self._merged:
@@ -202,21 +204,21 @@ class Probes:
             self._merged |= merged
             if probe.counts:
                 self._errors[probe] = (picture.float() - whole.float()).square().sum()
-        return decision.keeps_detail
+        return refreshed
 
-    def _again(self, sampling: Sampling, evaluate: Callable[[], Tensor]) -> tuple[Tensor, Decision]:
+    def _again(self, sampling: Sampling, evaluate: Callable[[], Tensor]) -> tuple[Tensor, StepPlan]:
         """The first condition's picture with what the schedule says, as if nobody had asked before, and what was done
         for it."""
         self.tick()
         self.made += 1
-        seen, decision = sampling.seen.copy(), sampling.decision
+        seen, plan = sampling.seen.copy(), sampling.step_plan
         sampling.seen.clear()
         try:
-            return evaluate(), sampling.decision
+            return evaluate(), sampling.step_plan
         finally:
             sampling.seen.clear()
             sampling.seen.update(seen)
-            sampling.decision = decision
+            sampling.step_plan = plan
 
     def _at(self, ratios: Mapping[str, float]) -> Schedule:
         """The run's schedule with these sites merged, each in chains of its own."""

@@ -4,7 +4,7 @@ attach           -> config and three wrappers on a clone of the model
 OUTER_SAMPLE     -> once a run: a fresh `Sampling`, dropped at the end, however the run ends
 PREPARE_SAMPLING -> when ComfyUI loads the model for a run that keeps keys: put in by the run, to ask for room
 PREDICT_NOISE    -> once an evaluation of the sampler; put in by each run, in front of all others
-CALC_COND_BATCH  -> once for all conditions of an evaluation: its noise level becomes a `Decision`
+CALC_COND_BATCH  -> once for all conditions of an evaluation: its noise level becomes a `StepPlan`
 APPLY_MODEL      -> once a batch of conditions: hooks are installed around the model call
 """
 
@@ -23,10 +23,11 @@ from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
-from ...toma_core import Settings, ToMAConfig
+from ...toma_core import Settings, StepMode, ToMAConfig
 from ...toma_core.schedule import Bands
 from ...toma_core.stats import RunStats
 from . import registry, reports
+from .contents import Contents
 from .contract import UnknownError, argument, asking, known, warn
 from .family import ModelHooks
 from .graphs import allow_more_graphs, compiled, in_one_piece
@@ -44,7 +45,7 @@ from .memory import (
     references_of,
     reserved,
 )
-from .sampling import GRADIENTS, Sampling, records_gradients
+from .sampling import Sampling
 
 _KEY = "toma"
 
@@ -130,6 +131,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             frames = noise.shape[2] if noise.ndim > 4 else 1
             sampling = Sampling.start(config, model_sampling, sigmas, attachment.bands, frames)
             sampling.run.details.reserved, sampling.run.packs = kept.bytes, kept.packs
+            sampling.contents = Contents(getattr(guider, "conds", None))
             sampling.run.otherwise = attachment.without_keys
             sampling.run.stats.without_keys = kept.without
             options = create_model_options_clone(given)
@@ -141,6 +143,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
                 _wrapped(options["transformer_options"], "PREPARE_SAMPLING", _prepare_sampling)
             if _wrapped(options["transformer_options"], "PREDICT_NOISE", _predict_noise):
                 sampling.levels = Levels(sigmas, argument(args, kwargs, 2, "sampler"), guider)
+                args, kwargs = sampling.levels.listening(args, kwargs)
     except UnknownError as error:
         warn(error)
         return executor(*args, **kwargs)
@@ -263,19 +266,19 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         args = (*args[:5], told, *args[6:])
     else:
         kwargs = {**kwargs, "transformer_options": told}
-    if sampling is None or not sampling.decision.ratio:
+    if sampling is None or sampling.step_plan.mode is StepMode.FULL:
         if sampling is not None and sampling.sigma is None:
             sampling.run.stats.whole("model", "ComfyUI did not tell the noise level")
         return _called((), sampling, options, executor, *args, **kwargs)
-    if sampling.obstacle or records_gradients():
-        sampling.run.stats.whole("model", sampling.obstacle or GRADIENTS)
+    if sampling.obstacle:
+        sampling.run.stats.whole("model", sampling.obstacle)
         return executor(*args, **kwargs)
     hooks = registry.find(model)
     if hooks is None or not (_is_picture(x) or (hooks.takes_frames and _is_video(x))):
         sampling.run.stats.whole("model", "a model or latent of unknown kind")
         return executor(*args, **kwargs)
     evaluation = sampling.evaluation(x, options)
-    if not evaluation.decision.ratio:
+    if evaluation.step_plan.mode is StepMode.FULL:
         return executor(*args, **kwargs)
     references = kwargs.get("ref_latents") or ()
     chosen = hooks.select(x, evaluation, options, control=control, references=references)

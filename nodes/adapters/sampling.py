@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
@@ -12,20 +12,20 @@ import torch
 from comfy.model_sampling import CONST
 from torch import Tensor
 
-from ...toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig
+from ...toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, decide
 from ...toma_core.config import PlanFrom
+from ...toma_core.decision import without_cache
 from ...toma_core.pieces import Piece
 from ...toma_core.prediction import trusted_below
 from ...toma_core.schedule import Bands
 from ...toma_core.state import NO_ROOM
 from ...toma_core.stats import RunStats
 from ...toma_core.windows import has_frames
+from .contents import Contents
 from .levels import Levels
 
 # Less than this share of the highest noise level: a run begins with a picture in it.
 _ALL_NOISE = 0.99
-
-GRADIENTS = "gradients are computed, as in training"
 
 
 def records_gradients() -> bool:
@@ -47,8 +47,9 @@ class Sampling:
     """
 
     run: RunState
-    decision: Decision
+    step_plan: StepPlan
     levels: Levels = field(default_factory=Levels)
+    contents: Contents = field(default_factory=Contents)
     size: tuple[int, ...] | None = None
     images: int = 0
     areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)
@@ -83,7 +84,7 @@ class Sampling:
         run.stats.by_profile = bool(bands)
         if bands and not any(ratio for _, ratios in bands for ratio in ratios.values()):
             run.stats.whole("model", "the profile leaves everything unmerged")
-        return cls(run, Decision(0, 0.0, 0, 0), trusted=trusted_below(isinstance(model_sampling, CONST)))
+        return cls(run, StepPlan(0), trusted=trusted_below(isinstance(model_sampling, CONST)))
 
     def next(self, timestep: Tensor) -> None:
         """The sampler evaluates the model anew, at this noise level."""
@@ -108,9 +109,9 @@ class Sampling:
         if not (run.all_keys and run.details.give_up()):
             return False
         run.stats.whole("model", NO_ROOM)
-        self.decision = replace(self.decision, ratio=0.0, keeps_detail=False)
+        self.step_plan = self.step_plan.with_mode(StepMode.FULL)
         if again:
-            run.stats.take_back(self.decision.step, self.calls, self.merged_calls)
+            run.stats.take_back(self.step_plan.step, self.calls, self.merged_calls)
             self._begin()
         return True
 
@@ -133,9 +134,9 @@ class Sampling:
         model_options: Mapping[str, Any] = {},
     ) -> None:
         """Take note of what is evaluated together: the groups of conditions, on one latent of (B, C, ..., H, W)."""
-        sigma, step = self.levels.of(timestep)
-        if sigma != self.sigma:
-            self.sigma = sigma
+        level = self.levels.of(timestep)
+        if level.given != self.sigma:
+            self.sigma = level.given
             self._begin()
         self.asked += 1
         if not self.calls:
@@ -149,24 +150,35 @@ class Sampling:
         for cond in present:
             if cond.get("area") is not None:
                 self.areas[cond["uuid"]] = tuple(cond["area"])
-        active = [c for c in present if _active(c, sigma)]
+        self.contents.note(present)
+        active = [c for c in present if _active(c, level.given)]
         # So it stays until the next evaluation: a call more is compared with those before.
         self.apart = self.apart or (len(active) > 1 and len(model_options.get("multigpu_clones") or ()) > 1)
-        # A call more for the same condition, as perturbed guidance makes it, is somebody new where it begins.
-        parts = [self._part(c["uuid"], frames) for c in active]
-        taking_part = frozenset(
-            (part, _controls(c, sigma), self.seen[part]) for part, c in zip(parts, active, strict=True)
+        self.step_plan = decide(
+            self.run,
+            level.sigma,
+            self._signatures(active, frames, level.given),
+            level.step,
+            given=level.given,
+            awaits_prediction=self.awaits,
+            gradients=records_gradients(),
         )
-        asked = {part[:2] for part in self.seen}
-        self.decision = self.run.decide(sigma, taking_part, step, any(part[:2] in asked for part in parts))
-        if records_gradients():
-            self.run.stats.whole("model", GRADIENTS)
-            self.decision = replace(self.decision, ratio=0.0, keeps_detail=False)
-        elif self.awaits and not self.decision.keeps_detail:
-            self.decision = replace(self.decision, ratio=0.0)
-        self.run.stats.count_evaluation(self.decision.step, self.decision.merged_ratio)
+        self.run.stats.count_evaluation(self.step_plan.step, self.step_plan.merged_ratio)
         self.calls += 1
-        self.merged_calls += self.decision.merged_ratio > 0
+        self.merged_calls += self.step_plan.mode.merges
+
+    def _signatures(
+        self, active: Sequence[Mapping[str, Any]], frames: Hashable, sigma: float
+    ) -> dict[Hashable, Hashable]:
+        """Return signature -> state of conditions that are about to be evaluated, see `parts`. A call more for the same
+        condition, as perturbed guidance makes it, has another signature."""
+        signatures: dict[Hashable, Hashable] = {}
+        calls = self.seen.copy()
+        for cond in active:
+            part = self._part(cond["uuid"], frames)
+            calls[part] += 1
+            signatures[part, calls[part]] = _controls(cond, sigma)
+        return signatures
 
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
         """What one call of the model on latents of (B, C, ..., H, W) is to do.
@@ -185,10 +197,14 @@ class Sampling:
             if self.apart:
                 device = transformer_options.get("multigpu_thread_device")
                 copies = tuple((device, copy) for copy in copies)
-            return Evaluation(self.run, self.decision, copies, parts, blind, pictures=pictures)
-        # Nothing is kept of a piece, so that it runs whole where others keep.
-        decision = replace(self.decision, ratio=self.decision.merged_ratio, keeps_detail=False, plain=True)
-        return Evaluation(self.run, decision, (None,), parts, blind, self._piece(x, chunks))
+            return Evaluation(self.run, self.step_plan, copies, parts, blind, pictures=pictures)
+        self.run.tiles = True
+        step_plan = without_cache(self.run, self.step_plan)
+        if self.step_plan.mode.merges and not step_plan.mode.merges and self.merged_calls:
+            # The first tile of a run that had none: what was counted as merged is full.
+            self.run.stats.take_back(step_plan.step, 0, self.merged_calls)
+            self.merged_calls = 0
+        return Evaluation(self.run, step_plan, (None,), parts, blind, self._piece(x, chunks))
 
     def _piece(self, x: Tensor, chunks: Hashable) -> Piece:
         """What a call shows. Those of other conditions come in any order, if they are calls of their own; all of them
@@ -258,7 +274,9 @@ class Sampling:
         return tuple(parts)
 
     def _part(self, condition: Hashable, frames: Hashable) -> tuple[Hashable, ...]:
-        return condition, frames, self.patches
+        """Return what was evaluated: condition, place, shape, and how the model is patched."""
+        content = self.contents.of(condition)
+        return content, self.areas.get(condition), frames, self.size, self.images, self.patches
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sampling:
         # Options may be deep-copied by others while sampling; a copy must go on counting in this run.

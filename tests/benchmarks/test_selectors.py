@@ -150,7 +150,7 @@ def test_inside_it_picks_for_every_run(kind: str) -> None:
     for one in (kind, "facility location"):
         with selecting(one):
             run = core.RunState(core.Schedule(core.ToMAConfig()))
-            picks.append(run.plan(x, (16, 16), "a", core.Decision(0, 0.5, 0, 0), (None,)).picks)
+            picks.append(run.plan(x, (16, 16), "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,)).picks)
     windows = make_windows(16, 16, WindowKind.TILE, 8)
     expected = rule(kind)(cosine_similarity(windows.split(x)), windows, make_budget(windows.counts, 0.5))
     assert torch.equal(picks[0], expected)

@@ -145,7 +145,7 @@ class PlanCall:
     x: Tensor
     grid: tuple[int, int]
     scope: Any
-    decision: Any
+    step_plan: Any
     copies: tuple[Any, ...]
     plan: Any
 
@@ -156,9 +156,9 @@ def plan_calls(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[PlanCa
     state = pack_module("toma_core.state").RunState
     original, calls = state.plan, []
 
-    def spy(self: Any, x: Tensor, grid: Any, scope: Any, decision: Any, copies: Any, *rest: Any) -> Any:
-        plan = original(self, x, grid, scope, decision, copies, *rest)
-        calls.append(PlanCall(x.clone(), grid, scope, decision, copies, plan))
+    def spy(self: Any, x: Tensor, grid: Any, scope: Any, step_plan: Any, copies: Any, *rest: Any) -> Any:
+        plan = original(self, x, grid, scope, step_plan, copies, *rest)
+        calls.append(PlanCall(x.clone(), grid, scope, step_plan, copies, plan))
         return plan
 
     monkeypatch.setattr(state, "plan", spy)

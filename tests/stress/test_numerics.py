@@ -20,6 +20,7 @@ LARGEST = torch.finfo(HALF).max
 
 dtypes = pytest.mark.parametrize("dtype", [HALF, BRAIN, FULL], ids=str)
 both_ways = pytest.mark.parametrize("blind", ["", "several devices"])
+MODES = core.StepMode.REFRESH, core.StepMode.MERGED_CACHED
 
 
 def smooth(dtype: torch.dtype, batch: int = 2, channels: int = 40, seed: int = 0) -> Tensor:
@@ -38,7 +39,7 @@ def run_of(fast: Any = None, **settings: Any) -> Any:
 
 def plan_of(x: Tensor, blind: str = "", **settings: Any) -> Any:
     """A plan at ratio 0.5 on windows of 2 to 4 x 3 tokens, some of them ragged."""
-    return run_of(**settings).plan(x, GRID, "a", core.Decision(0, 0.5, 0, 0), (None,), blind)
+    return run_of(**settings).plan(x, GRID, "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,), blind)
 
 
 def check_picks(plan: Any) -> None:
@@ -180,8 +181,8 @@ def test_a_later_weighing_of_broken_tokens(name: str) -> None:
     x, run = smooth(FULL), run_of()
     broken = x.clone()
     BROKEN[name](broken)
-    run.plan(x, GRID, "a", core.Decision(0, 0.5, 0, 0), (None,))
-    plan = run.plan(broken, GRID, "a", core.Decision(1, 0.5, 0, 1), (None,))
+    run.plan(x, GRID, "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,))
+    plan = run.plan(broken, GRID, "a", core.StepPlan(1, core.StepMode.MERGED, 0.5, 0, 1), (None,))
     check_picks(plan)
     check_weights(plan)
     assert plan.merge_weights[0].equal(plan_of(x).merge_weights[0])
@@ -195,7 +196,7 @@ def test_no_other_float_than_the_tokens_own_and_fp32(dtype: torch.dtype, blind: 
     details = run_of(granularity="block", whole_every=3)
     with dtypes_used() as seen:
         for step in range(3):
-            decision = core.Decision(step, 0.5, step, step, keeps_detail=step == 0)
+            decision = core.StepPlan(step, MODES[step > 0], 0.5, step, step)
             evaluation = core.Evaluation(details, decision, blind=blind)
             plan = core.plan_for(x, GRID, "a", evaluation)
             detail = evaluation.detail("block", x)
@@ -211,13 +212,15 @@ def test_state_is_made_where_the_tokens_are(devices: tuple[str, ...]) -> None:
     """On stand-ins that know their device and have no values: an operation across two devices is an error. One run
     that moves, which multi-GPU sampling and offloading could make of it, and a new one each time."""
     moving = run_of()
-    moving.plan(smooth(HALF), GRID, "a", core.Decision(0, 0.5, 0, 0), (None,))  # the tables of this grid, on the CPU
+    moving.plan(
+        smooth(HALF), GRID, "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,)
+    )  # the tables of this grid, on the CPU
     with FakeTensorMode(allow_non_fake_inputs=True):
         plans: dict[str, Any] = {}
         for device in devices:
             x = torch.empty(2, GRID[0] * GRID[1], 40, dtype=HALF, device=device)
             for run in (moving, run_of()):
-                plan = run.plan(x, GRID, "b", core.Decision(0, 0.5, 0, 0), ("l", "r"))
+                plan = run.plan(x, GRID, "b", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), ("l", "r"))
                 merged = core.merge(x, plan)
                 out = core.restore(merged * 2, merged, x, plan)
                 own = [plan.picks, plan.merge_weights, plan.unmerge_weights, plan.destinations, plan.windows.source]
@@ -234,7 +237,9 @@ def test_moves_between_real_devices() -> None:
     results = []
     for device in ("cpu", "cuda", "cpu", "cuda"):
         tokens = x.to(device)
-        plan = run.plan(tokens, GRID, "a", core.Decision(0, 0.5, 0, 0), (None,), "several devices")
+        plan = run.plan(
+            tokens, GRID, "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,), "several devices"
+        )
         merged = core.merge(tokens, plan)
         assert merged.device.type == device
         results.append(core.restore(merged * 2, merged, tokens, plan).cpu())

@@ -8,7 +8,7 @@ import torch
 from toma_core.budget import MOST, MovedBudget, moved, spread
 from toma_core.config import ToMAConfig
 from toma_core.merge import merge, stacked, unmerge, unmerge_update
-from toma_core.schedule import Decision, Schedule
+from toma_core.schedule import Schedule, StepMode, StepPlan
 from toma_core.state import RunState
 from toma_core.windows import Windows, make_budget, make_windows
 
@@ -103,7 +103,9 @@ def test_spread_is_the_variance_of_directions() -> None:
 
 def plan_of(x: torch.Tensor, grid: tuple[int, int], dtype: torch.dtype = torch.float32, ratio: float = 0.5):  # type: ignore[no-untyped-def]
     run = RunState(Schedule(ToMAConfig(plan_from="prediction")))  # type: ignore[arg-type]
-    return run.plan(x.to(dtype), grid, "a", Decision(0, ratio, 0, 0), (None,), pictures=(shown(x, grid),))
+    return run.plan(
+        x.to(dtype), grid, "a", StepPlan(0, StepMode.MERGED, ratio, 0, 0), (None,), pictures=(shown(x, grid),)
+    )
 
 
 def shown(x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
@@ -147,7 +149,9 @@ def test_it_represents_a_picture_better() -> None:
         if adaptive:
             plan = plan_of(x, (32, 32))
         else:
-            plan = RunState(Schedule(ToMAConfig())).plan(x, (32, 32), "a", Decision(0, 0.5, 0, 0), (None,))
+            plan = RunState(Schedule(ToMAConfig())).plan(
+                x, (32, 32), "a", StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,)
+            )
         return float((unmerge(merge(x, plan), plan) - x).norm())
 
     assert error(True) < 0.7 * error(False)

@@ -9,7 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from toma_core import Evaluation, RunState, Schedule, ToMAConfig, detail, merge, plan_for, reduce, restore, unmerge
+from toma_core import (
+    Evaluation,
+    RunState,
+    Schedule,
+    StepMode,
+    ToMAConfig,
+    decide,
+    detail,
+    merge,
+    plan_for,
+    reduce,
+    restore,
+    unmerge,
+)
 from toma_core.detail import TRUST
 from toma_core.merge import MergePlan, pick
 from toma_core.stats import RunStats
@@ -23,9 +36,26 @@ def run_of(**settings: object) -> RunState:
     return RunState(Schedule(config, tuple(float(10 - i) for i in range(10))))
 
 
-def at(run: RunState, step: int, *parts: str, conditions: str = "") -> Evaluation:
-    """conditions: who takes part, a letter each; nobody to ask for."""
-    return Evaluation(run, run.decide(10.0 - step, frozenset(conditions)), (None,) * len(parts), parts)
+def at(run: RunState, step: int, *parts: str, takes_part: tuple[str, ...] = ()) -> Evaluation:
+    """takes_part: the conditions of the evaluation, if they are not those of the call."""
+    signatures = dict.fromkeys(takes_part or parts)
+    return Evaluation(run, decide(run, 10.0 - step, signatures), (None,) * len(parts), parts)
+
+
+def merging(run: RunState, step: int, *parts: str) -> Evaluation:
+    """A merged evaluation whatever is cached, as where a block alone finds nothing."""
+    return Evaluation(run, run.schedule.decide(10.0 - step), (None,) * len(parts), parts)
+
+
+def modes(run: RunState, *evaluations: tuple[int, str]) -> str:
+    """A letter for each (step, conditions of a letter each): full, refresh, merged with caches or plainly."""
+    said = []
+    for step, conditions in evaluations:
+        plan = at(run, step, *conditions).step_plan
+        said.append("frmp"[list(StepMode).index(plan.mode)])
+        if plan.mode is StepMode.REFRESH:
+            run.details.keep(tuple(("block", c) for c in conditions), torch.zeros(len(conditions), 64, 6))
+    return "".join(said)
 
 
 def block(x: Tensor) -> Tensor:
@@ -149,13 +179,13 @@ def test_each_part_gets_its_own_in_one_batch_or_in_two_calls(order: tuple[str, s
 
 def test_parts_that_come_as_they_were_kept_are_not_copied() -> None:
     run, update = run_of(), features(0, 2)
-    run.details.keep(("cond", "uncond"), update)
-    assert run.details.kept(("cond", "uncond"), update) is update
-    other = run.details.kept(("uncond", "cond"), update)
+    run.details.keep((("", "cond"), ("", "uncond")), update)
+    assert run.details.kept((("", "cond"), ("", "uncond")), update) is update
+    other = run.details.kept((("", "uncond"), ("", "cond")), update)
     assert other is not None
     assert torch.equal(other, update.flip(0))
-    run.details.keep(("cond",), features(1))
-    both = run.details.kept(("cond", "uncond"), update)
+    run.details.keep((("", "cond"),), features(1))
+    both = run.details.kept((("", "cond"), ("", "uncond")), update)
     assert both is not None
     assert torch.equal(both, torch.cat([features(1), update[1:]])), "the newer one"
 
@@ -166,7 +196,7 @@ def test_blocks_and_unknown_parts_are_kept_apart() -> None:
     _, plan = passed(x, at(run, 0, "cond"))
     for name, parts, batch in (("other", ("cond",), 1), ("block", ("tile",), 1), ("block", ("cond", "tile"), 2)):
         later = features(5, batch)
-        out, plan = passed(later, at(run, 1, *parts), name)
+        out, plan = passed(later, merging(run, 1, *parts), name)
         torch.testing.assert_close(out, merged(later, plan))
 
 
@@ -192,58 +222,89 @@ def test_the_next_whole_step_replaces_everything() -> None:
 def test_with_nothing_kept_a_merged_step_is_plain_merging() -> None:
     """Means, not destinations as they are: those are only worth taking where their update is at hand."""
     run, x = run_of(), features(3)
-    out, plan = passed(x, at(run, 1, "cond"))
+    out, plan = passed(x, merging(run, 1, "cond"))
     assert torch.equal(out, merged(x, plan))
     assert not torch.equal(merge(x, plan), pick(x, plan))
 
 
-def test_somebody_new_makes_a_step_whole_for_all_and_the_next_is_merged() -> None:
+def test_a_condition_without_a_cache_makes_a_step_a_refresh_for_all_and_the_next_is_merged() -> None:
     run, x = run_of(), features(0, 2)
-    assert at(run, 0, conditions="cu").decision.keeps_detail
+    assert at(run, 0, "cond", "uncond").step_plan.mode is StepMode.REFRESH
     passed(x, at(run, 0, "cond", "uncond"))
-    assert at(run, 1, conditions="u").decision.merged_ratio == 0.5, "one less is nobody new"
-    evaluation = at(run, 1, "cond", "late", conditions="cul")
-    assert evaluation.decision.keeps_detail
+    assert at(run, 1, "uncond").step_plan.mode is StepMode.MERGED_CACHED, "one less needs no cache"
+    evaluation = at(run, 1, "cond", "late")
+    assert evaluation.step_plan.mode is StepMode.REFRESH
     out, _ = passed(x, evaluation)
     assert torch.equal(out, block(x))
-    later, following = features(4, 2), at(run, 2, "cond", "late", conditions="cul")
-    assert following.decision.merged_ratio == 0.5
+    later, following = features(4, 2), at(run, 2, "cond", "late")
+    assert following.step_plan.mode is StepMode.MERGED_CACHED
     out, plan = passed(later, following)
     torch.testing.assert_close(out, reused(later, x, plan))
+    assert {str(why): steps for why, steps in run.stats.full_reasons.items()} == {
+        "nothing cached yet for a prompt, size or part of the picture": {1}
+    }
 
 
-def test_one_step_at_most_between_two_whole_ones_is_made_whole() -> None:
-    """Whoever changes all the time, as sliding windows do, is merged plainly; and so are all that go with them."""
+def test_what_is_not_covered_by_a_recent_refresh_is_one() -> None:
+    """Never a plain merge, in whatever order; several signatures have caches beside each other."""
+    assert modes(run_of(), *((n, f"{n}") for n in range(4))) == "rrrr", "another at every step"
+    assert modes(run_of(), (0, "a"), (1, "b"), (2, "a"), (2, "b"), (3, "a"), (3, "b"), (4, "ab")) == "rrmmrrm"
+    assert modes(run_of(), (0, "a"), (2, "a"), (4, "a"), (5, "a")) == "rmrm", "the scheduled one was skipped"
+    assert modes(run_of(), (0, "a"), (8, "a"), (1, "a"), (1, "a")) == "rrrm", "a step that goes back"
+    assert modes(run_of(), (0, "ab"), (1, "ab"), (1, "abc"), (2, "cba")) == "rmrm"
+
+
+def test_settings_that_skip_blocks_merge_plainly_what_changes_at_every_step() -> None:
+    """One step at most between two scheduled refreshes becomes one."""
+    run = run_of(whole_first=1)
+    assert modes(run, *((n, f"{n}") for n in range(6))) == "rrprrp"
+    assert Evaluation(run, at(run, 2, "x").step_plan).detail("block", features(0)) is None
+    assert modes(run_of(whole_first=1), (0, "ab"), (1, "c"), (1, "d"), (1, "a")) == "rrrm"
+
+
+def test_a_noise_level_that_goes_back_is_not_covered() -> None:
     run = run_of()
-    modes = [at(run, step, conditions=f"c{step}").decision for step in range(6)]
-    assert [d.keeps_detail for d in modes] == [True, True, False, True, True, False]
-    assert [d.plain for d in modes] == [False, False, True, False, False, True]
-    assert Evaluation(run, modes[2]).detail("block", features(0)) is None
+
+    def mode(sigma: float, step: int) -> StepMode:
+        plan = decide(run, sigma, {"c": None}, step)
+        run.details.keep((("block", "c"),), features(0))
+        return plan.mode
+
+    assert [mode(10.0, 0), mode(2.0, 1), mode(9.0, 2)] == [StepMode.REFRESH, *[StepMode.MERGED_CACHED] * 2]
+    assert [mode(3.0, 3), mode(4.0, 4), mode(9.0, 5)] == [StepMode.REFRESH, StepMode.MERGED_CACHED, StepMode.REFRESH]
+
+
+def test_another_state_is_not_covered() -> None:
+    """As where a ControlNet begins to take part."""
     run = run_of()
-    at(run, 0, conditions="ab")
-    assert [at(run, 1, conditions=window).decision.keeps_detail for window in ("c", "d", "a")] == [True, True, False]
+    for step, state, mode in ((0, "off", "refresh"), (1, "off", "merged cached"), (2, "on", "refresh")):
+        assert decide(run, 10.0 - step, {"c": state}).mode.value == mode
+        run.details.keep((("block", "c"),), features(0))
 
 
-def test_somebody_new_within_an_evaluation_makes_the_next_one_whole_for_all() -> None:
-    """The others have been merged by then, and guidance compares them."""
+def test_a_condition_that_is_named_and_never_evaluated_asks_for_nothing() -> None:
     run = run_of()
+    assert decide(run, 10.0, {"c": None, "ghost": None}).mode is StepMode.REFRESH
+    run.details.keep((("block", "c"),), features(0))
+    assert decide(run, 9.0, {"c": None, "ghost": None}).mode is StepMode.MERGED_CACHED
+    assert decide(run_of(), 9.0, {"c": None}).mode is StepMode.REFRESH
 
-    def decided(step: int, conditions: str, again: bool = False) -> str:
-        d = run.decide(10.0 - step, frozenset(conditions), step, again)
-        return "whole" if d.keeps_detail else "plain" if d.plain else "merged"
 
-    assert [decided(0, "cu"), decided(1, "cu"), decided(1, "g", again=True)] == ["whole", "merged", "plain"]
-    assert [decided(2, "cu"), decided(2, "g", again=True)] == ["whole", "whole"]
-    assert [decided(3, "cu"), decided(4, "cu"), decided(4, "g", again=True)] == ["whole", "merged", "plain"]
+def test_the_oldest_goes_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that are evaluated in turn live beside each other as long as there is room."""
+    monkeypatch.setattr(detail, "MOST", 2 * features(0).nbytes)
     run = run_of()
-    assert [decided(0, "cu"), decided(1, "cun"), decided(2, "cu")] == ["whole", "whole", "merged"]
-    assert [decided(2, "g", again=True), decided(2, "cu")] == ["plain", "merged"], "one extra step is enough"
+    assert modes(run, (0, "a"), (1, "b"), (2, "a"), (2, "b"), (2, "c"), (2, "b"), (2, "a")) == "rrmmrmr"
+    assert not run.details.given_up
 
 
 def test_devices_that_keep_at_once_lose_nothing() -> None:
     """The forced order of two threads: both have begun to keep before either has kept."""
     run = run_of()
-    first, second = at(run, 0, "cond", conditions="cu"), at(run, 0, "uncond", conditions="cu")
+    first, second = (
+        at(run, 0, "cond", takes_part=("cond", "uncond")),
+        at(run, 0, "uncond", takes_part=("cond", "uncond")),
+    )
     for evaluation, seed in ((second, 1), (first, 0)):
         detail = evaluation.detail("block", features(seed))
         assert detail is not None
@@ -267,8 +328,7 @@ def test_memory_is_counted_and_freed() -> None:
 
 
 def test_what_would_be_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole steps are whole all the same, and all blocks are then merged plainly: none has detail where another has
-    not. For videos alone: a picture keeps what it has."""
+    """Steps are full then. For videos alone: a picture keeps what it has."""
     monkeypatch.setattr(detail, "MOST", 2 * features(0).nbytes)
     picture = run_of()
     for name in ("a", "b", "c"):
@@ -279,11 +339,11 @@ def test_what_would_be_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("a", "b", "c"):
         out, _ = passed(features(0), at(run, 0, "cond"), name)
         assert torch.equal(out, block(features(0)))
-    for name in ("a", "b", "c"):
-        out, plan = passed(features(1), at(run, 1, "cond"), name)
-        torch.testing.assert_close(out, merged(features(1), plan))
-    whole = at(run, 3, "cond")
-    assert (whole.decision.ratio, whole.decision.keeps_detail) == (0.0, False)
+    assert [at(run, step, "cond").step_plan.mode for step in (1, 3)] == [StepMode.FULL] * 2
+    assert [str(reason) for reason in run.stats.full_reasons] == ["no memory for the cache"]
+    skipping = run_of(whole_first=1)
+    skipping.details.give_up()
+    assert [at(skipping, step, "cond").step_plan.mode for step in (1, 3)] == [StepMode.MERGED, StepMode.FULL]
     assert run.details._kept == {}
     stats = run.close()
     stats.merged_blocks.add("a")
@@ -294,12 +354,12 @@ def test_an_update_is_held_as_long_as_one_of_its_parts_is_and_counted_whole() ->
     run, first = run_of(), features(0, 2)
     held = weakref.ref(first)
     one = features(0).nbytes
-    run.details.keep(("a", "b"), first)
+    run.details.keep((("", "a"), ("", "b")), first)
     del first
-    run.details.keep(("c", "d"), features(1, 2))
+    run.details.keep((("", "c"), ("", "d")), features(1, 2))
     assert held() is not None
     assert run.details.most == 4 * one, "memory of a part is that of the whole"
-    run.details.keep(("a", "b"), features(2, 2))
+    run.details.keep((("", "a"), ("", "b")), features(2, 2))
     assert held() is None
     assert run.details.most == 4 * one
 
@@ -308,17 +368,17 @@ def test_an_update_is_held_as_long_as_one_of_its_parts_is_and_counted_whole() ->
 def test_parts_of_what_was_kept_together_are_held_once(packs: bool) -> None:
     """Conditions that were asked about in one call, and then each in one of its own."""
     run, first = run_of(), torch.randn(2, 8, 64)
-    run.details.keep(("a", "b"), first.clone(), packs)
+    run.details.keep((("", "a"), ("", "b")), first.clone(), packs)
     held = run.details.most
     for step in range(2):
         for n, key in enumerate("ab"):
             moved = first[n : n + 1] * (step + 2)
-            run.details.move_on((key,), moved, packs)
-            found = run.details.kept((key,), moved)
+            run.details.move_on((("", key),), moved, packs)
+            found = run.details.kept((("", key),), moved)
             assert found is not None
             torch.testing.assert_close(found, moved, rtol=0, atol=0.3 * (step + 2) if packs else 0.0)
     assert run.details.most == held
-    both = run.details.kept(("b", "a"), first)
+    both = run.details.kept((("", "b"), ("", "a")), first)
     assert both is not None
     torch.testing.assert_close(both, 3 * first.flip(0), rtol=0, atol=0.9 if packs else 0.0)
 
@@ -326,37 +386,25 @@ def test_parts_of_what_was_kept_together_are_held_once(packs: bool) -> None:
 def test_it_is_not_given_up_while_a_merged_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block's keys would be of all tokens and its values of some."""
     run = run_of()
-    run.details.keep(("key",), features(0))
+    run.details.keep((("", "key"),), features(0))
     run.details.limited = True
     monkeypatch.setattr(detail, "MOST", 1)
-    run.details.move_on(("key",), features(1))
-    assert run.details.kept(("key",), features(1)) is not None
+    run.details.move_on((("", "key"),), features(1))
+    assert run.details.kept((("", "key"),), features(1)) is not None
     run.details.limit()
     assert run.details.given_up
-    assert run.details.kept(("key",), features(1)) is None
+    assert run.details.kept((("", "key"),), features(1)) is None
 
 
-def test_a_whole_step_that_somebody_skips_leaves_what_was_kept() -> None:
-    """A step cache inside the model: the step is announced, and no block is called."""
-    run, x, later = run_of(), features(0), features(1)
-    passed(x, at(run, 0, "cond", conditions="c"))
-    assert at(run, 3, "cond", conditions="c").decision.keeps_detail
-    evaluation = at(run, 4, "cond", conditions="c")
-    assert not evaluation.decision.keeps_detail
-    out, used = passed(later, evaluation)
-    kept = block(x) - x
-    torch.testing.assert_close(evaluation.detail("block", later).kept, kept)  # type: ignore[union-attr]
-    assert not torch.allclose(out, merged(later, used))
-
-
-def test_an_extra_step_after_a_skipped_one_drops_nothing() -> None:
+def test_a_refresh_that_another_node_skips_leaves_what_was_cached_and_the_next_evaluation_is_one() -> None:
+    """A step cache inside the model: the step is decided, and no block is called."""
     run, x = run_of(), features(0)
-    passed(x, at(run, 0, "cond", conditions="c"))
-    at(run, 3, "cond", conditions="c")
-    passed(features(1), at(run, 4, "more", conditions="m"))
-    assert at(run, 5, "cond", conditions="c").detail("block", x) is not None
-    passed(features(2), at(run, 6, "more", conditions="m"))
-    assert at(run, 7, "cond", conditions="m").detail("block", x) is None
+    passed(x, at(run, 0, "cond"))
+    for step in (3, 4):
+        assert at(run, step, "cond").step_plan.mode is StepMode.REFRESH
+        torch.testing.assert_close(run.details.kept((("block", "cond"),), x), block(x) - x)
+    passed(x, at(run, 4, "cond"))
+    assert at(run, 5, "cond").step_plan.mode is StepMode.MERGED_CACHED
 
 
 def test_memory_is_told() -> None:
@@ -370,7 +418,7 @@ def test_memory_is_told() -> None:
 def test_what_is_moved_on_stays_within_the_limits_of_half_precision() -> None:
     """A token beyond them would be infinite, and no number where a later step takes it off again."""
     run = run_of()
-    plan = plan_for(features(0).half(), GRID, "scope", at(run, 1, "a"))
+    plan = plan_for(features(0).half(), GRID, "scope", merging(run, 1, "a"))
     assert plan is not None
     x = torch.full((1, 64, 6), 65504.0)
     x = x.scatter(1, plan.destinations[..., None].expand(-1, -1, 6), 65000.0).half()

@@ -8,13 +8,13 @@ import torch
 from toma_core.config import ToMAConfig
 from toma_core.maps import draw_map
 from toma_core.merge import MergePlan
-from toma_core.schedule import Decision, Schedule
+from toma_core.schedule import Schedule, StepMode, StepPlan
 from toma_core.state import RunState
 
 
 def plan_of(x: torch.Tensor, grid: tuple[int, ...], blind: str = "", **settings: object) -> MergePlan:
     run = RunState(Schedule(ToMAConfig(window_size=4, **settings)))  # type: ignore[arg-type]
-    return run.plan(x, grid, None, Decision(0, 0.5, 0, 0), (None,), blind)
+    return run.plan(x, grid, None, StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,), blind)
 
 
 @pytest.mark.parametrize("blind", ["", "several devices"])

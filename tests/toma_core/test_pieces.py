@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig, plan_for
+from toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, plan_for
 from toma_core.merge import MergePlan
 from toma_core.pieces import Piece
 
@@ -23,14 +23,14 @@ def run_of(**settings: object) -> RunState:
 
 
 def planned(run: RunState, x: Tensor, piece: Piece, scope: str = "a") -> MergePlan:
-    evaluation = Evaluation(run, Decision(0, 0.5, 0, 0), (None,), ("cond", "uncond"), piece=piece)
+    evaluation = Evaluation(run, StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,), ("cond", "uncond"), piece=piece)
     plan = plan_for(x, GRID, scope, evaluation)
     assert plan is not None
     return plan
 
 
 def alone(x: Tensor) -> MergePlan:
-    return run_of().plan(x, GRID, "a", Decision(0, 0.5, 0, 0), (None,))
+    return run_of().plan(x, GRID, "a", StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,))
 
 
 def same(plan: MergePlan, image: int, other: MergePlan, of: int = 0) -> bool:
@@ -72,7 +72,9 @@ def test_all_earlier_calls_are_looked_through() -> None:
 
 
 def test_a_block_that_is_given_another_number_of_images_stays_whole() -> None:
-    evaluation = Evaluation(run_of(), Decision(0, 0.5, 0, 0), (None,), ("cond",), piece=Piece(drawn(7, 8)))
+    evaluation = Evaluation(
+        run_of(), StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,), ("cond",), piece=Piece(drawn(7, 8))
+    )
     for batch in (1, 3, 4):
         assert evaluation.obstacle(torch.randn(batch, 32, 5)) == "another node changed the number of images"
         assert plan_for(torch.randn(batch, 32, 5), GRID, "a", evaluation) is None

@@ -7,10 +7,10 @@ import torch
 
 from toma_core.config import ToMAConfig
 from toma_core.prediction import picture_tokens, trusted_below
-from toma_core.schedule import Decision, Schedule
+from toma_core.schedule import Schedule, StepMode, StepPlan
 from toma_core.state import RunState
 
-DECISION = Decision(0, 0.5, 0, 0)
+DECISION = StepPlan(0, StepMode.MERGED, 0.5, 0, 0)
 
 
 def picture(batch: int = 2, height: int = 8, width: int = 8) -> torch.Tensor:
@@ -101,6 +101,6 @@ def test_weights_are_of_the_dtype_of_the_tokens() -> None:
 def test_a_reweighed_plan_has_the_weights_of_the_new_picture() -> None:
     state, x = run(), torch.randn(2, 64, 5)
     first = state.plan(x, (8, 8), "a", DECISION, (None,), pictures=(picture(),))
-    second = state.plan(x, (8, 8), "a", Decision(1, 0.5, 0, 1), (None,), pictures=(picture() + 0.5,))
+    second = state.plan(x, (8, 8), "a", StepPlan(1, StepMode.MERGED, 0.5, 0, 1), (None,), pictures=(picture() + 0.5,))
     assert torch.equal(first.destinations, second.destinations)
     assert not torch.equal(first.merge_weights, second.merge_weights)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from toma_core.config import Granularity, ToMAConfig
 from toma_core.presets import Settings
-from toma_core.schedule import Decision, Schedule
+from toma_core.schedule import Schedule, StepMode, StepPlan
 
 # Four steps of an SDXL-like schedule; a sampler also gets the final 0.
 SIGMAS = (14.6, 5.0, 2.0, 0.5)
@@ -66,7 +66,7 @@ def test_steps_of_a_schedule_from_low_to_high() -> None:
 def test_without_a_schedule_every_evaluation_is_step_0() -> None:
     schedule = Schedule(ToMAConfig())
     assert [schedule.step_at(sigma) for sigma in (1e9, 1.0, 0.0)] == [0, 0, 0]
-    assert schedule.decide(1.0) == Decision(0, 0.5, 0, 0)
+    assert schedule.decide(1.0) == StepPlan(0, StepMode.MERGED, 0.5, 0, 0)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=30, unique=True), st.lists(st.floats(0, 120), min_size=1))
@@ -101,7 +101,7 @@ def test_a_range_without_a_step() -> None:
     assert schedule.decide(1.0).ratio == 0.5, "but a sampler that evaluates in between may fall into it"
 
 
-def ten_steps(config: ToMAConfig, **range_of: Any) -> list[Decision]:
+def ten_steps(config: ToMAConfig, **range_of: Any) -> list[StepPlan]:
     sigmas = tuple(float(10 - step) for step in range(10))
     schedule = Schedule(config, sigmas, **range_of)
     return [schedule.decide(sigma) for sigma in sigmas]
@@ -122,7 +122,7 @@ def test_last_step_is_whole_if_the_picture_is_finished() -> None:
         assert whole == [0, 4, 8, 9]
         whole = [step for step, d in enumerate(ten_steps(config, finishes=True, sigma_start=8.0)) if not d.merged_ratio]
         assert whole == [0, 1, 2, 6, 9]
-    assert [d.step for d in ten_steps(config, finishes=True) if d.keeps_detail] == [0, 4, 8]
+    assert [d.step for d in ten_steps(config, finishes=True) if d.mode is StepMode.REFRESH] == [0, 4, 8]
     assert [d.merged_ratio for d in ten_steps(ToMAConfig(), finishes=True)] == [0.5] * 10
     assert [step for step, d in enumerate(ten_steps(config)) if not d.merged_ratio] == [0, 4, 8]
 
@@ -133,15 +133,16 @@ def test_whole_steps_keep_detail_if_it_is_reused() -> None:
     plain = ten_steps(ToMAConfig(**settings, granularity=Granularity.MODULE), sigma_end=2.0)
     reused = ten_steps(ToMAConfig(**settings), sigma_end=2.0)
     assert [d.merged_ratio for d in reused] == [d.ratio for d in plain]
-    assert [d.step for d in reused if d.keeps_detail] == [0, 3, 6]
-    assert [d.ratio for d in reused if d.keeps_detail] == [0.75] * 3
-    assert not any(d.keeps_detail for d in plain)
+    assert [d.step for d in reused if d.mode is StepMode.REFRESH] == [0, 3, 6]
+    assert [d.ratio for d in reused if d.mode is StepMode.REFRESH] == [0.75] * 3
+    assert not any(d.mode is StepMode.REFRESH for d in plain)
 
 
 def test_whole_steps_need_a_schedule() -> None:
     """Without one every evaluation is step 0, and would run whole."""
     for config in (ToMAConfig(whole_every=2, granularity=Granularity.MODULE), ToMAConfig(whole_every=2)):
-        assert Schedule(config).decide(1.0) == Decision(0, 0.5, 0, 0)
+        mode = StepMode.MERGED_CACHED if config.reuses_detail else StepMode.MERGED
+        assert Schedule(config).decide(1.0) == StepPlan(0, mode, 0.5, 0, 0)
 
 
 def test_detail_is_reused_where_steps_are_whole_and_tensors_few() -> None:
@@ -184,12 +185,12 @@ def test_decisions_are_pure_and_legal(
 
 
 def test_frozen() -> None:
-    for thing, name in ((Schedule(ToMAConfig()), "sigmas"), (Decision(0, 0.5, 0, 0), "ratio")):
+    for thing, name in ((Schedule(ToMAConfig()), "sigmas"), (StepPlan(0, StepMode.MERGED, 0.5, 0, 0), "ratio")):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(thing, name, None)
 
 
-def profiled(config: ToMAConfig, *bands: tuple[float, dict[str, float]], **range_of: Any) -> list[Decision]:
+def profiled(config: ToMAConfig, *bands: tuple[float, dict[str, float]], **range_of: Any) -> list[StepPlan]:
     sigmas = tuple(float(10 - step) for step in range(10))
     schedule = Schedule(config, sigmas, bands=bands, **range_of)
     return [schedule.decide(sigma) for sigma in sigmas]
@@ -223,13 +224,13 @@ def test_blocks_keep_their_ratio_from_one_whole_step_to_the_next() -> None:
     decisions = profiled(config, (7.5, {"a": 0.75}), (3.5, {"a": 0.25}), (0.0, {"b": 0.5}))
     assert [d.of("a").ratio for d in decisions] == [0.75] * 3 + [0.25] * 3 + [0.0] * 4
     assert [d.of("b").ratio for d in decisions] == [0.0] * 6 + [0.5] * 4
-    assert [d.keeps_detail for d in decisions] == [step % 3 == 0 for step in range(10)]
+    assert [d.mode is StepMode.REFRESH for d in decisions] == [step % 3 == 0 for step in range(10)]
 
 
 def test_a_level_where_all_is_whole() -> None:
     decisions = profiled(ToMAConfig(whole_every=3), (6.5, {}), (0.0, {"a": 0.5}))
     assert [d.ratio for d in decisions] == [0.0] * 3 + [0.5] * 7
-    assert [d.keeps_detail for d in decisions][:4] == [False, False, False, True]
+    assert [d.mode is StepMode.REFRESH for d in decisions][:4] == [False, False, False, True]
 
 
 def test_every_ratio_has_a_kind() -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toma_core.config import ToMAConfig
 from toma_core.merge import MergePlan, merge, unmerge
-from toma_core.schedule import LASTING, Decision, Schedule
+from toma_core.schedule import LASTING, Schedule, StepMode, StepPlan
 from toma_core.state import RunState
 
 GRID = (7, 9)
@@ -29,8 +29,8 @@ def features(seed: int, batch: int = 1, grid: tuple[int, int] = GRID) -> torch.T
     return torch.randn(batch, grid[0] * grid[1], 6, generator=torch.Generator().manual_seed(seed))
 
 
-def at(ratio: float = 0.5, selection: int = 0, weighing: int = 0) -> Decision:
-    return Decision(0, ratio, selection, weighing)
+def at(ratio: float = 0.5, selection: int = 0, weighing: int = 0) -> StepPlan:
+    return StepPlan(0, StepMode.MERGED, ratio, selection, weighing)
 
 
 def same(a: MergePlan, b: MergePlan) -> bool:
@@ -375,8 +375,8 @@ def test_blocks_of_several_ratios_keep_their_plans() -> None:
     """Within an evaluation and into the next; where one ratio changes the others' plans stay."""
     run, x = run_of(), features(0)
 
-    def decided(selection: int = 0, **ratios: float) -> Decision:
-        return Decision(0, max(ratios.values()), selection, 0, ratios=ratios)
+    def decided(selection: int = 0, **ratios: float) -> StepPlan:
+        return StepPlan(0, StepMode.MERGED, max(ratios.values()), selection, 0, ratios=ratios)
 
     first = decided(a=0.5, b=0.25)
     plans = {block: run.plan(x, GRID, "level", first.of(block), (None,)) for block in "ab"}

@@ -86,7 +86,7 @@ class ByModule(Link):
         plan = place.plan_for(x[:, : place.image], self.reason(given))
         if plan is None or place.evaluation is None:
             return self.original(*args, **kwargs)
-        if not place.evaluation.decision.keeps_detail:
+        if not place.evaluation.refreshes:
             place.evaluation.run.stats.merged(self.name)
         place.plans, place.details, place.lengths = (plan,), (None,), ((plan.tokens, plan.kept),)
         rows = self.positions.of(given.get(port.rows), place, port.above(given))

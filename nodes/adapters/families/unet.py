@@ -120,12 +120,12 @@ class Hooks:
                     continue
                 block.link.module = unwrapped(there[index])
                 if config.granularity is Granularity.MODULE or _is_patched(stack, index, transformer_options):
-                    if not evaluation.decision.keeps_detail:
+                    if not evaluation.refreshes:
                         for part in _replaced(stack, index, transformer_options):
                             stats.whole(f"{block.link.name} {part}", REPLACED)
                         yield from block.hooks(grid, evaluation.of(block.link.name))
                     continue
-                joins = index == following and evaluation.decision.joins(runs[-1][-1].name, block.link.name)
+                joins = index == following and evaluation.step_plan.joins(runs[-1][-1].name, block.link.name)
                 if chains and joins and not hooked(there[index - 1], there[index]):
                     runs[-1].append(block.link)
                 else:

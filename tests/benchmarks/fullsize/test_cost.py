@@ -159,7 +159,12 @@ def test_a_plan_for_two_conditions_is_no_more_launches() -> None:
         meter.cost = cost.Cost()
         with meter:
             plan = run.plan(
-                x, (32, 32), "a", core.Decision(0, 0.5, selection, selection), (None,) * 2, pictures=(picture,) * 2
+                x,
+                (32, 32),
+                "a",
+                core.StepPlan(0, core.StepMode.MERGED, 0.5, selection, selection),
+                (None,) * 2,
+                pictures=(picture,) * 2,
             )
     assert len(plan.picks) == 2
     assert meter.cost.operations == {"copy_": 1, "toma.due": 1, "toma.share": 1, "toma.select_weigh": 1}

@@ -49,7 +49,7 @@ def decisions(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def spy(self: Any, *args: Any) -> None:
         original(self, *args)
-        made.append(self.decision)
+        made.append(self.step_plan)
 
     monkeypatch.setattr(sampling, "observe", spy)
     return made

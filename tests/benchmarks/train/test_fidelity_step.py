@@ -101,7 +101,7 @@ def test_sharing_gives_every_token_its_destinations_exact_update(small: dict[str
     block = model.get_model_object("diffusion_model").single_blocks[1]
     state, merging = pack_module("toma_core.state"), pack_module("toma_core.merge")
     own, original = state.RunState(probe.schedule), block.forward
-    decision = pack_module("toma_core").Decision(0, RATIO, 0, 0)
+    decision = pack_module("toma_core").StepPlan(0, pack_module("toma_core").StepMode.MERGED, RATIO, 0, 0)
 
     def by_hand(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         text = x.shape[1] - 256

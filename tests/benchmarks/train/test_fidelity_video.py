@@ -68,7 +68,9 @@ def test_a_key_weighs_what_it_stands_for(pack: ModuleType) -> None:
     x = kinds[:, torch.tensor([0] * 9 + [1] * 2 + list(range(2, 8)) * 8 + [7] * 5)]
     assert x.shape[1] == 64
     config = core.ToMAConfig(ratio=0.875, min_tokens=4)
-    plan = state.RunState(core.Schedule(config, (1.0,))).plan(x, (8, 8), "", core.Decision(0, 0.875, 0, 0), (None,))
+    plan = state.RunState(core.Schedule(config, (1.0,))).plan(
+        x, (8, 8), "", core.StepPlan(0, core.StepMode.MERGED, 0.875, 0, 0), (None,)
+    )
     counts = keys.sizes(plan)
     assert counts.sum().item() == pytest.approx(64, rel=1e-3)
     q = torch.randn(1, 5, 16, generator=generator)

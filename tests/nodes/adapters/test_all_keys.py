@@ -158,7 +158,7 @@ def test_it_is_noticed_where_an_evaluation_begins(
 
     def observed(self: Any, *args: Any, **kwargs: Any) -> None:
         observe(self, *args, **kwargs)
-        seen.append((self.decision.step, self.decision.keeps_detail))
+        seen.append((self.step_plan.step, self.step_plan.mode.value == "refresh"))
 
     monkeypatch.setattr(sampling, "observe", observed)
     merged = pack_module("nodes.adapters.run").attach(several_calls(model_of("wan")), preset("balanced"))

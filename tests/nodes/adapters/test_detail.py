@@ -259,7 +259,7 @@ def test_guidance_that_begins_late_has_detail_from_its_third_evaluation(
 
     def spy(self: Any, block: str, x: torch.Tensor) -> Any:
         detail = original(self, block, x)
-        found.append((self.decision.step, "none" if detail is None else "kept" if detail.kept is None else "reused"))
+        found.append((self.step_plan.step, "none" if detail is None else "kept" if detail.kept is None else "reused"))
         return detail
 
     def guidance(args: dict[str, Any]) -> torch.Tensor:

@@ -75,46 +75,48 @@ def test_the_number_of_threads_does_not_matter(model: Any, preset: Any, name: st
 
 
 def modes(decisions: list[Any]) -> str:
-    """A letter an evaluation: whole, merged, merged plainly."""
-    return "".join("w" if not d.merged_ratio else "p" if d.plain else "m" for d in decisions)
+    """A letter an evaluation: full, refresh, merged with caches, merged plainly."""
+    return "".join({"full": "f", "refresh": "r", "merged cached": "m", "merged": "p"}[d.mode.value] for d in decisions)
 
 
 @pytest.fixture
 def settled(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What every evaluation came to do."""
-    state = pack_module("toma_core.state").RunState
-    original, made = state.decide, []
+    sampling = pack_module("nodes.adapters.sampling")
+    original, made = sampling.decide, []
 
-    def spy(self: Any, *args: Any) -> Any:
-        made.append(original(self, *args))
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        made.append(original(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(state, "decide", spy)
+    monkeypatch.setattr(sampling, "decide", spy)
     return made
 
 
 def test_a_late_prompt_makes_one_step_whole(flux: Any, preset: Any, settled: Any, stats_of: Any) -> None:
     """It begins between two whole steps. All conditions run whole then, and keep: the next step is merged again."""
     models.sample(preset(flux, "balanced"), SIDE, SIDE, steps=9)
-    assert modes(settled) == "wmmmwmmmw"
+    assert modes(settled) == "rmmmrmmmf"
     settled.clear()
     patched = preset(flux, "balanced")
     out = models.sample(patched, SIDE, SIDE, steps=9, positive=late(flux, 0.2))
-    begins = [d.step for d in settled if d.keeps_detail and d.step % 4]
+    begins = [d.step for d in settled if d.mode.value == "refresh" and d.step % 4]
     assert len(begins) == 1, f"whole steps: {modes(settled)}"
-    assert not any(d.plain for d in settled)
+    assert "p" not in modes(settled)
     assert begins[0] not in stats_of(patched).merged_steps
     assert out.isfinite().all()
 
 
-def test_conditions_that_change_in_every_step_are_merged_plainly(flux: Any, preset: Any, settled: Any) -> None:
+def test_conditions_that_change_are_never_merged_plainly(flux: Any, attach: Any, settled: Any, stats_of: Any) -> None:
     positive = [
         *models.conditioning(flux, seed=1),
         *(c for i in range(9) for c in models.conditioning(flux, seed=i, start_percent=i / 9, end_percent=(i + 1) / 9)),
     ]
-    models.sample(preset(flux, "balanced"), SIDE, SIDE, steps=9, positive=positive)
-    assert "p" in modes(settled)
-    assert modes(settled).count("w") <= 4 + 3
+    patched = attach(flux, whole_every=4)
+    models.sample(patched, SIDE, SIDE, steps=9, positive=positive)
+    assert "p" not in modes(settled)
+    assert modes(settled).count("m") <= 3
+    assert "nothing cached yet for a prompt" in stats_of(patched).text()
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -145,6 +147,6 @@ def test_a_controlnet_that_begins_late_makes_one_step_whole(
     options = {"steps": 9, "positive": positive, "negative": negative}
     patched = preset(flux, "balanced")
     joined = models.sample(patched, SIDE, SIDE, **options)
-    assert len([d for d in settled if d.keeps_detail and d.step % 4]) == 1
+    assert len([d for d in settled if d.mode.value == "refresh" and d.step % 4]) == 1
     with short_of_memory(flux):
         assert distance(models.sample(patched, SIDE, SIDE, **options), joined) < 2e-5

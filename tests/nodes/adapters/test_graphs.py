@@ -88,7 +88,7 @@ def test_tokens_around_the_image_stay(graphs: Any, evaluate: Any) -> None:
 
 def test_a_step_that_keeps_its_detail_runs_whole_on_new_tensors(graphs: Any, evaluate: Any) -> None:
     evaluation = evaluate(whole_every=2)
-    assert evaluation.decision.keeps_detail
+    assert evaluation.refreshes
     place, x = prepared(evaluation), torch.randn(2, TOKENS, 8)
     assert place.kept == TOKENS
     reduced = place.enter(x)

@@ -119,17 +119,17 @@ def test_each_tile_is_represented_by_tokens_of_its_own(model: Any, attach: Any, 
 
 def test_nothing_of_a_tile_is_left_for_the_next_evaluation(model: Any, attach: Any, plan_calls: Any) -> None:
     """Tiles that move from step to step, and those that do not: every evaluation selects anew, on what it shows."""
-    patched = attach(model, select_every=10, whole_every=3)
+    patched = attach(model, select_every=10, whole_every=3, whole_first=1)
     for move in (lambda _: 0, lambda step: 3 * step):
         plan_calls.clear()
         out = sampled(tiled(patched, CORNERS, move=move), cfg=1.0, steps=3, last_step=2)
         assert out.isfinite().all()
-        assert {call.decision.step for call in plan_calls} == {1}, "the first step runs whole"
-        assert {call.decision.plain for call in plan_calls} == {True}
+        assert {call.step_plan.step for call in plan_calls} == {1}, "the first step runs whole"
+        assert {call.step_plan.mode.value for call in plan_calls} == {"merged"}
         plan_calls.clear()
         sampled(tiled(attach(model), CORNERS, at_once=4, move=move), cfg=1.0, steps=3)
         assert len({id(call.plan) for call in plan_calls}) == len(
-            {(c.decision.step, c.scope, c.grid) for c in plan_calls}
+            {(c.step_plan.step, c.scope, c.grid) for c in plan_calls}
         )
 
 
@@ -162,5 +162,5 @@ def test_areas_are_no_pieces(model: Any, attach: Any, plan_calls: Any) -> None:
         *models.conditioning(model, seed=3),
     ]
     sampled(attach(model), positive=positive, steps=2)
-    assert {call.decision.plain for call in plan_calls} == {False}
+    assert {call.step_plan.mode.value for call in plan_calls} == {"merged"}
     assert {(None, None), ((SIDE, SIDE, 0, SIDE // 2), None)} == {key for call in plan_calls for key in call.copies}

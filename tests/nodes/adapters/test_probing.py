@@ -180,7 +180,7 @@ def test_a_probe_that_fails_leaves_the_run_as_it_was(unet: Any, no_state_left: N
         try:
             return executor(*args, **kwargs)
         except MemoryError:
-            seen = not sampling.decision.ratio and sampling.run.schedule == before
+            seen = not sampling.step_plan.ratio and sampling.run.schedule == before
             caught.append(seen)
             return executor(*args, **kwargs)
 

@@ -151,7 +151,7 @@ def test_reference_as_large_as_the_image(
     torch.testing.assert_close(split, joined, rtol=1e-3, atol=1e-3)
     made: dict[Any, set[int]] = {}
     for call in plan_calls:
-        made.setdefault((call.scope, call.decision.selection, call.copies), set()).add(id(call.plan))
+        made.setdefault((call.scope, call.step_plan.selection, call.copies), set()).add(id(call.plan))
     assert {len(plans) for plans in made.values()} == {1}
     assert {selection for _, selection, _ in made} == {0, 1, 2, pack_module("toma_core.schedule").LASTING}
 

@@ -15,7 +15,7 @@ import json, logging, sys
 import torch
 import toma_core.trial as trial
 from benchmarks import offline
-from toma_core import Evaluation, RunState, Schedule, Settings, plan_for, reduce, restore
+from toma_core import Evaluation, RunState, Schedule, Settings, decide, plan_for, reduce, restore
 from toma_core.kernels.triton import agreement, product, select, share
 
 # Nothing computes anything: picks are the first slots, and every trial goes well.
@@ -34,7 +34,7 @@ def run(preset, grids, steps=12, **settings):
     schedule = Schedule(config, tuple(float(steps - step) for step in range(steps)))
     state, counts = RunState(schedule), []
     for sigma in schedule.sigmas:
-        decision, first = state.decide(sigma, frozenset("c")), grids[0]
+        decision, first = decide(state, sigma, {"c": None, "u": None}), grids[0]
         shown = (torch.zeros(1, 16, *first[:2]),) * 2 if config.moves_budget else ()
         where = Evaluation(state, decision, (None, None), ("c", "u"), pictures=shown)
         for height, width, channels in grids:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import toma_core.trial
 from tests.toma_core.kernels.cases import DEVICE, Case
-from toma_core import Decision, Evaluation, RunState, Schedule, ToMAConfig, plan_for, reduce, restore
+from toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, decide, plan_for, reduce, restore
 from toma_core.kernels import Kernels
 from toma_core.merge import MergePlan, unmerge
 from toma_core.trial import Choice, Dispatch
@@ -26,7 +26,7 @@ HERE = "triton" if DEVICE == "cuda" else "torch (no CUDA device)"
 
 def evaluation(given: Choice | None = None, **settings: Any) -> Evaluation:
     config = ToMAConfig(window_size=CASE.size, min_tokens=4, **settings)
-    return Evaluation(RunState(Schedule(config), dispatch=Dispatch(given)), Decision(0, 0.5, 0, 0))
+    return Evaluation(RunState(Schedule(config), dispatch=Dispatch(given)), StepPlan(0, StepMode.MERGED, 0.5, 0, 0))
 
 
 def on(kernels: Kernels | None, **settings: Any) -> Evaluation:
@@ -227,7 +227,7 @@ class TestFirstUse:
             for sigma in schedule.sigmas:
                 made.clear()
                 with caplog.at_level(logging.INFO):
-                    plan_for(x, (8, 8), "a", Evaluation(run, run.decide(sigma)))
+                    plan_for(x, (8, 8), "a", Evaluation(run, decide(run, sigma)))
                 tried.append(sorted({"merge", "restore", "reuse"} & set(made)))
             assert tried == [["merge", "restore", "reuse"] if turn == 0 else [], *[[]] * 7]
             assert run.stats.kernels == {"triton"}
@@ -247,7 +247,7 @@ def test_a_run_on_kernels_equals_one_without(blind: str, kernels: Any) -> None:
     fast, plain = (on(used, scale=30.0) for used in (kernels, None))
     for seed, weighing in ((0, 0), (1, 1)):
         x = CASE.tokens(seed)
-        decision = Decision(0, 0.5, 0, weighing)
+        decision = StepPlan(0, StepMode.MERGED, 0.5, 0, weighing)
         results = []
         for where in (fast, plain):
             plan = plan_of(x, Evaluation(where.run, decision, blind=blind))
@@ -263,7 +263,7 @@ def test_a_run_on_kernels_equals_one_without(blind: str, kernels: Any) -> None:
 
 
 def test_a_batch_of_several_parts_stays_on_kernels(kernels: Any) -> None:
-    where = Evaluation(on(kernels).run, Decision(0, 0.5, 0, 0), ("left", "right", "left"))
+    where = Evaluation(on(kernels).run, StepPlan(0, StepMode.MERGED, 0.5, 0, 0), ("left", "right", "left"))
     x = torch.cat([CASE.tokens(seed) for seed in range(3)])
     plan = plan_of(x, where)
     assert plan.kernels is not None

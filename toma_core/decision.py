@@ -1,0 +1,82 @@
+"""What one evaluation of the model does: the schedule's answer, changed by what the run knows."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+from .reasons import Message, Reason
+from .schedule import StepMode, StepPlan
+from .state import NO_ROOM, RunState
+
+
+def decide(
+    run: RunState,
+    sigma: float,
+    signatures: Mapping[Hashable, Hashable] | None = None,
+    step: int | None = None,
+    *,
+    given: float | None = None,
+    awaits_prediction: bool = False,
+    gradients: bool = False,
+) -> StepPlan:
+    """Return the plan of an evaluation. Called once for all conditions that are evaluated together.
+
+    sigma: noise level of the sampler. step: where known. given: the noise level that the model is given, if another.
+    signatures: signature -> state of each condition that takes part, see `Details.settle`.
+    awaits_prediction: merge plans are made from a predicted picture, and there is none yet.
+    gradients: gradients are computed: nothing may be merged or cached.
+    """
+    plan = run.schedule.decide(sigma, step)
+    if plan.mode is StepMode.FULL:
+        return plan
+    if gradients:
+        run.stats.full_because(plan.step, Reason.GRADIENTS())
+        return plan.with_mode(StepMode.FULL)
+    if reason := _disabled(run):
+        return full(run, plan, reason)
+    if run.tiles and plan.mode.merges:
+        plan = without_cache(run, plan)
+    elif plan.mode.caches:
+        given = sigma if given is None else given
+        # Where noise is added (unsampling), a run goes up.
+        level = given if not run.schedule.rises else 1 / max(given, 1e-9)
+        mode = run.details.settle(plan, level, signatures or {}, run.config.whole_every, merges_plainly(run))
+        if mode is StepMode.REFRESH and plan.mode is not mode:
+            run.stats.full_because(plan.step, Reason.NOT_CACHED())
+        elif mode is StepMode.FULL and plan.mode is StepMode.MERGED_CACHED:
+            run.stats.full_because(plan.step, Reason.CACHE_DISABLED())
+        plan = plan.with_mode(mode)
+    # What refreshes needs no merge plan yet.
+    return plan.with_mode(StepMode.FULL) if awaits_prediction and plan.mode.merges else plan
+
+
+def full(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
+    """Return the plan as a full step that caches nothing; note the reason if the schedule merges it."""
+    if plan.mode.merges:
+        run.stats.full_because(plan.step, reason)
+    return plan.with_mode(StepMode.FULL)
+
+
+def without_cache(run: RunState, plan: StepPlan) -> StepPlan:
+    """Return the plan of a call that shows a part of the latent that no cache is kept of, as a tile."""
+    if not plan.mode.merges:
+        return plan.with_mode(StepMode.FULL)
+    return plan.with_mode(StepMode.MERGED) if merges_plainly(run) else full(run, plan, Reason.TILES())
+
+
+def merges_plainly(run: RunState) -> bool:
+    """Return whether the settings are made for merging without caches: they skip blocks, or cache nothing anyhow."""
+    config = run.config
+    return config.whole_first > 0 or config.whole_last > 0 or not run.config.reuses_detail
+
+
+def _disabled(run: RunState) -> Message | None:
+    """Return why the rest of the run is full, if it is."""
+    if run.all_keys and run.details.given_up:
+        # Presets that cache keys and values skip no block: merged plainly it would be another picture.
+        run.stats.whole("model", NO_ROOM)
+        return Reason.KV_CACHE_DISABLED()
+    if run.unplanned:
+        run.details.clear()
+        return Reason.OUT_OF_MEMORY_PLAN()
+    return None
