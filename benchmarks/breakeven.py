@@ -57,7 +57,7 @@ def _auto(x: Tensor, ratio: float) -> str:
     core = pack_module("toma_core")
     run = core.RunState(core.Schedule(core.ToMAConfig(ratio=ratio, min_tokens=0)))
     reason = core.Evaluation(run, run.schedule.decide(1.0), (None,) * len(x)).obstacle(x)
-    return f"Auto leaves it whole ({reason.removeprefix('Auto: ')})" if reason else "Auto merges it"
+    return f"Auto does not merge it ({reason})" if reason else "Auto merges it"
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:

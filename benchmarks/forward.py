@@ -129,7 +129,7 @@ class Runner:
 
     def kernels(self) -> str:
         """Which kernels computed the plans."""
-        return "" if self.stats is None else "kernels: " + ", ".join(sorted(self.stats.kernels))
+        return "" if self.stats is None else "kernels: " + ", ".join(sorted(map(str, self.stats.kernels)))
 
 
 def problems(runner: Runner, output: Tensor, base: Tensor, farthest: float = FARTHEST) -> list[str]:
@@ -191,7 +191,7 @@ def measure(
         if runner.stats is not None:
             row.note = "; ".join(t for t in (row.note, runner.kernels()) if t)
             row.planning = runner.planning(inputs, device)
-            if check_kernels and "triton" in runner.stats.kernels:
+            if check_kernels and "triton" in map(str, runner.stats.kernels):
                 found += _kernels_agree(runner, patcher, inputs, timing.output, base.output)
         if profiles:
             row.host = bench.quantile(timing.handed, 0.5)

@@ -93,7 +93,7 @@ def measure(
         if stats is not None:
             row.tokens = ", ".join(f"{math.prod(g)} -> {k}" for g, k in sorted(stats.grids.items(), reverse=True))
             merged = f"{len(stats.merged_steps)}/{max(stats.total_steps, steps)} steps merged"
-            row.note = "; ".join(t for t in (row.note, merged, ", ".join(sorted(stats.kernels))) if t)
+            row.note = "; ".join(t for t in (row.note, merged, ", ".join(sorted(map(str, stats.kernels)))) if t)
             if not stats.merged_blocks:
                 found.append(stats.summary())
             if shares and variant is chosen[0]:

@@ -72,7 +72,7 @@ class Graph:
 @dataclass(frozen=True)
 class Expected:
     """What the report is to say. merged: every block that ToMA alone merges is merged too, at least in part; else
-    none is. whole: reasons for leaving parts whole, with the number of parts."""
+    none is. whole: ids of reasons why parts are not merged, with the number of parts."""
 
     merged: bool = True
     whole: Mapping[str, int] = field(default_factory=dict)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import comfy.model_management
@@ -13,6 +12,7 @@ from comfy_api.latest import io, ui
 
 from ..toma_core import Settings
 from ..toma_core.fields import ConfigError
+from ..toma_core.reasons import Message, MessageId, Value
 from . import profiles, timing, widgets
 from .adapters.memory import dtype_of
 from .charts import MERGED, RECOMMENDED, WHOLE, Bar, bar_chart
@@ -98,7 +98,7 @@ class ToMABenchmark(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, ratio: float | None = None) -> bool | str:
         """Our own message for a ratio out of range, or one with which there is nothing to measure."""
-        return _NOTHING if ratio == 0 else True if ratio is None else complaint(ratio=ratio)
+        return str(ConfigError(Measured.RATIO_ZERO())) if ratio == 0 else ratio is None or complaint(ratio=ratio)
 
     @classmethod
     def execute(
@@ -118,84 +118,101 @@ class ToMABenchmark(io.ComfyNode):
         with errors_shown(line):
             settings = Settings(preset, {"ratio": ratio})
             if settings.off:
-                raise ConfigError(_NOTHING)
+                raise ConfigError(Measured.RATIO_ZERO())
             task = Task.of_inputs(model, positive, negative, latent, steps)
             size = task.latent
             ratios = sorted({round(ratio * part / 3, 2) or ratio for part in ((1, 2, 3) if sweep else (3,))})
             candidates = [Candidate.of_ratio(settings, each) for each in ratios]
             applied = profiles.apply(model, settings, profile)
             if applied.used:
-                candidates.append(Candidate(_PROFILE, ratio, applied.settings, applied.bands))
+                candidates.append(Candidate(timing.Setting.PROFILE(), ratio, applied.settings, applied.bands))
             told = (lambda *_: None) if line is None else line.measures
             timings = timing.measure(model, candidates, task, runs, told)
         fastest, nearest = timing.worthwhile(timings), timing.nearest(timings)
         verdict = _verdict(timings, fastest, nearest)
-        doubt = applied.doubt if applied.used else applied.note
-        if doubt:
-            verdict.append(doubt)
+        if applied.doubt is not None or not applied.used:
+            verdict += applied.notes[-1:]
+        what: dict[str, Value] = {
+            "preset": preset,
+            "latent": f"{size.shape[-1]} x {size.shape[-2]}",
+            "batch": size.shape[0],
+        }
+        what |= {"conditions": 1 if negative is None else 2, "runs": runs, "steps": steps}
         notes = [
-            f"Preset {preset}, latent {size.shape[-1]} x {size.shape[-2]}, batch {size.shape[0]}, "
-            f"{'with' if negative is not None else 'without'} negative; {runs} runs of {steps} steps each, in turn "
-            f"({task.sampler}, {task.scheduler}).",
-            f"{_machine(model)}.",
-            *(f"{t.name.capitalize()}: {t.merged}." for t in timings[-1:] if t.merged),
+            Measured.TASK(**what, sampler=task.sampler, scheduler=task.scheduler),
+            _machine(model),
+            *(Measured.MERGED(name=t.name, merged=t.merged) for t in timings[-1:] if t.merged),
         ]
-        table = "\n".join([*verdict, "", *_table(timings), "", *notes])
-        image = as_image(bar_chart(verdict, _bars(timings, fastest, nearest), notes))
-        short = "\n".join([*verdict, *map(partial(_short, timings[0]), timings)])
-        shown = {**ui.PreviewImage(image, cls=cls).as_dict(), "text": (table,), **said(short, "\n".join(notes))}
+        head, foot = [str(line) for line in verdict], [str(note) for note in notes]
+        table = "\n".join([*head, "", *_table(timings), "", *foot])
+        image = as_image(bar_chart(head, _bars(timings, fastest, nearest), foot))
+        short = [*verdict, *(_short(timings[0], timed) for timed in timings)]
+        shown = {**ui.PreviewImage(image, cls=cls).as_dict(), "text": (table,), **said(short, notes)}
         return io.NodeOutput(
             image, table, fastest.ratio if fastest else 0.0, nearest.ratio if nearest else 0.0, ui=shown
         )
 
 
-_PROFILE = "the profile"
-_NOTHING = "ToMA: ratio is 0, so there is nothing to measure. Allowed: a number above 0, up to 0.95. Try 0.5."
+class Measured(MessageId):
+    """What a measurement found."""
+
+    RATIO_ZERO = "nothing_to_measure"
+    TASK = "measured_task"  # preset, latent, batch, conditions, runs, steps, sampler, scheduler
+    MACHINE = "measured_machine"  # device, dtype, torch, comfyui
+    MERGED = "measured_merged"  # name, merged
+    TOO_NOISY = "too_noisy"  # percent
+    OFF = "leave_off"
+    FASTEST = "fastest"  # gain
+    CLOSEST = "closest"  # times, gain
+    NONE = "none_fast_enough"  # times
+    UNSURE = "unsure"  # percent
+    GAIN = "gain"  # name, times, error
+    GAIN_AND_TIME = "gain_and_time"  # gain, milliseconds
+    TIME = "time"  # name, milliseconds
+    UNKNOWN_VERSION = "unknown_version"
 
 
-def _verdict(timings: Sequence[Timing], fastest: Timing | None, nearest: Timing | None) -> list[str]:
+def _verdict(timings: Sequence[Timing], fastest: Timing | None, nearest: Timing | None) -> list[Message]:
     """What to do, a sentence on each line."""
-    differ = f"{timing.noise(timings) * 100:.0f} %"
+    differ = timing.noise(timings) * 100
     if fastest is None:
         if timing.too_noisy(timings):
-            return [
-                f"Too noisy to tell: runs of the same setting differ by {differ}. Let nothing else use the machine, or "
-                "raise runs."
-            ]
-        return ["Leave ToMA off here: no ratio is faster."]
-    lines = [f"Fastest worthwhile: {_gain(timings[0], fastest)}."]
+            return [Measured.TOO_NOISY(percent=differ)]
+        return [Measured.OFF()]
+    lines = [Measured.FASTEST(gain=_gain(timings[0], fastest))]
     if nearest is None:
-        lines.append(f"None is {timing.WORTH:g}x as fast.")
+        lines.append(Measured.NONE(times=timing.WORTH))
     elif nearest is not fastest:
-        lines.append(f"Nearest that is still {timing.WORTH:g}x as fast: {_gain(timings[0], nearest)}.")
+        lines.append(Measured.CLOSEST(times=timing.WORTH, gain=_gain(timings[0], nearest)))
     if timing.noise(timings) > timing.CALM:
-        lines.append(f"Runs of the same setting differ by {differ}: raise runs to be sure.")
+        lines.append(Measured.UNSURE(percent=differ))
     return lines
 
 
-def _gain(base: Timing, timed: Timing) -> str:
-    return f"{timed.name}, {base.median / timed.median:.2f}x as fast, distance {timed.change:.3f}"
+def _gain(base: Timing, timed: Timing) -> Message:
+    return Measured.GAIN(name=timed.name, times=base.median / timed.median, error=timed.change)
 
 
-def _machine(model: ModelPatcher) -> str:
-    """Device, number format and versions, in words."""
+def _machine(model: ModelPatcher) -> Message:
+    """Device, number format and versions."""
     dtype = str(dtype_of(model))
     device = comfy.model_management.get_torch_device_name(model.load_device)
     try:
         from comfyui_version import __version__ as comfyui
     except ImportError:
-        comfyui = "of unknown version"
-    return f"{device}, {dtype.removeprefix('torch.')}, torch {torch.__version__}, ComfyUI {comfyui}"
+        comfyui = Measured.UNKNOWN_VERSION()
+    versions = {"torch": str(torch.__version__), "comfyui": comfyui}
+    return Measured.MACHINE(device=device, dtype=dtype.removeprefix("torch."), **versions)
 
 
 def _table(timings: Sequence[Timing]) -> list[str]:
     """Markdown, aligned to be read as plain text too."""
-    rows = [("setting", "ms per step", "20 to 80 %", "speed", "distance")]
+    rows = [("setting", "ms per step", "20 to 80 %", "speed", "error")]
     for timed in timings:
         low, high = timed.spread
         rows.append(
             (
-                timed.name,
+                str(timed.name),
                 f"{timed.median * 1e3:.4g}",
                 f"{low * 1e3:.4g} to {high * 1e3:.4g}",
                 f"{timings[0].median / timed.median:.2f}x",
@@ -207,21 +224,23 @@ def _table(timings: Sequence[Timing]) -> list[str]:
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
-def _short(base: Timing, timed: Timing) -> str:
+def _short(base: Timing, timed: Timing) -> Message:
     """A row of the table for the node itself, which has no room for one."""
-    speed = f"{timed.median * 1e3:.4g} ms per step"
-    return f"{_gain(base, timed)}, {speed}" if timed.ratio else f"{timed.name}: {speed}"
+    milliseconds = float(f"{timed.median * 1e3:.4g}")
+    if timed.ratio:
+        return Measured.GAIN_AND_TIME(gain=_gain(base, timed), milliseconds=milliseconds)
+    return Measured.TIME(name=timed.name, milliseconds=milliseconds)
 
 
 def _bars(timings: Sequence[Timing], *recommended: Timing | None) -> list[Bar]:
-    """Time against the time without ToMA, and distance against the greatest."""
+    """Time against the time without ToMA, and error against the largest."""
     furthest = max(timed.change for timed in timings) or 1.0
     bars = []
     for timed in timings:
         low, high = timed.spread
         label = f"{timed.median * 1e3:.4g} ms"
         if timed.ratio:
-            label = f"{timings[0].median / timed.median:.2f}x as fast, distance {timed.change:.3f}"
+            label = f"{timings[0].median / timed.median:.2f}x as fast, error {timed.change:.3f}"
         colour = WHOLE if not timed.ratio else RECOMMENDED if timed in recommended else MERGED
-        bars.append(Bar(timed.name, timed.median, low, high, label, colour, timed.change / furthest))
+        bars.append(Bar(str(timed.name), timed.median, low, high, label, colour, timed.change / furthest))
     return bars

@@ -8,8 +8,9 @@ from typing import Any
 import comfy.samplers
 from comfy_api.latest import io, ui
 
-from ..toma_core.fields import ConfigError, FieldSpec, checked, shown
-from .calibrating import NEAR, UNMEASURED, Calibrated, calibrate
+from ..toma_core.fields import ConfigError, FieldSpec, Refusal, checked, shown
+from ..toma_core.reasons import Message, MessageId
+from .calibrating import NEAR, Calibrated, Problem, calibrate
 from .charts import MERGED, RECOMMENDED, Dot, front_chart
 from .drawing import as_image
 from .live import errors_shown, line_of, said
@@ -133,88 +134,90 @@ class ToMACalibrate(io.ComfyNode):
         line = line_of(cls.hidden)
         with errors_shown(line):
             task = Task.of_inputs(model, positive, negative, latent, steps, cfg, sampler_name, scheduler, seed)
-            choices = [*NEAR, _BY_NUMBER]
+            choices = *NEAR, _BY_NUMBER
             if near not in choices:
-                allowed = ", ".join(choices)
-                raise ConfigError(f"ToMA: near is {shown(near)}. Allowed: {allowed}. Choose one of them.")
+                raise ConfigError(Refusal.NOT_A_CHOICE(setting="near", value=shown(near), choices=choices))
             by_number = near == _BY_NUMBER
             if by_number:
                 distance = checked("distance", distance, _DISTANCE, _DISTANCES)
             told = (lambda *_: None) if line is None else line.measures
             found = calibrate(model, task, _USUAL if by_number else near, distance if by_number else None, told=told)
         notes = _notes(found, distance if by_number else None)
-        cost = f"Measured with {found.probes} evaluations beside the three runs of {steps} steps."
-        image = as_image(front_chart(notes, *_front(found), [cost]))
-        page = {**ui.PreviewImage(image, cls=cls).as_dict(), **said("\n".join(notes), cost)}
+        cost = Found.COST(evaluations=found.probes, steps=steps)
+        image = as_image(front_chart([str(note) for note in notes], *_front(found), [str(cost)]))
+        page = {**ui.PreviewImage(image, cls=cls).as_dict(), **said(notes, [cost])}
         return io.NodeOutput(found.model, found.profile.text() if found.profile else "", image, ui=page)
 
 
-def _notes(found: Calibrated, distance: float | None) -> list[str]:
+class Found(MessageId):
+    """What a calibration found."""
+
+    CALIBRATED = "calibrated"  # error, percent
+    LESS_ERROR = "less_error"  # error, before, percent
+    LESS_WORK = "less_work"  # error, before, percent
+    CLOSER_NOT = "preset_kept"  # preset, error
+    DOUBTED = "preset_kept_doubt"  # preset, error
+    CHOICE_NAN = "choice_nan"  # preset
+    UNMEASURED = "preset_unmeasured"  # preset
+    PRESET = "preset_found"  # preset, ratio, error, percent
+    PREDICTED = "predicted"  # predicted, found
+    PREDICTED_WRONGLY = "predicted_wrongly"  # predicted, found
+    NOTHING = "nothing_to_calibrate"
+    NONE_WITHIN = "none_within"  # limit
+    BEYOND = "beyond_limit"  # limit
+    SITES_UNMEASURED = "sites_unmeasured"  # blocks
+    WITHOUT = "measured_without"  # names
+    LITTLE_MEMORY = "little_memory"
+    COST = "calibration_cost"  # evaluations, steps
+
+
+def _notes(found: Calibrated, distance: float | None) -> list[Message]:
     """What came of it, the answer first, a sentence on each line."""
-    short = ["There was too little memory for it: try a smaller latent or batch."] if found.short else []
-    if found.problem:
-        return [found.problem, *(short if found.problem == UNMEASURED else ())]
-    usual, name, came = found.usual, found.usual.preset, _near(found.found)
-    beside = f"distance {_near(usual.distance)} at {100 * usual.work:.0f} %"
-    preset = f"The preset '{name}' at ratio {usual.ratio:g}: {beside}."
+    short = [Found.LITTLE_MEMORY()] if found.short else []
+    if found.problem is not None:
+        return [found.problem, *(short if found.problem.id is Problem.UNMEASURED else ())]
+    usual, name, came = found.usual, found.usual.preset, _rounded(found.found)
+    percent, error = 100 * usual.work, _rounded(usual.distance)
+    preset = Found.PRESET(preset=name, ratio=usual.ratio, error=error, percent=percent)
     if found.chosen.options:
-        predicted = f"Predicted {_near(found.chosen.distance)}, found {came}"
-        doubt = ""
+        predicted = Found.PREDICTED
         if not found.keeps_preset:
             notes = [_gain(found)]
-            doubt = "" if found.held else ": the chart's line cannot be trusted here. What was found counts"
+            predicted = Found.PREDICTED if found.held else Found.PREDICTED_WRONGLY
         elif not math.isfinite(found.found):
-            given_out = f"so the preset '{name}' is given out."
-            return [f"The choice ends in values that are no numbers (NaN), {given_out}", preset]
-        elif found.found < usual.distance:
-            notes = [
-                f"The preset '{name}' is kept: the choice came to distance {came}, not as predicted, and so small a "
-                "gain is not to be trusted."
-            ]
+            return [Found.CHOICE_NAN(preset=name), preset]
         else:
-            notes = [f"The preset '{name}' is kept: the choice came no nearer, to distance {came}."]
-        notes += [preset, f"{predicted}{doubt}."]
+            kept = Found.DOUBTED if found.found < usual.distance else Found.CLOSER_NOT
+            notes = [kept(preset=name, error=came)]
+        notes += [preset, predicted(predicted=_rounded(found.chosen.distance), found=came)]
     elif found.keeps_preset:
-        notes = [f"Nothing could be measured, so the preset '{name}' is given out.", *short, preset]
+        notes = [Found.UNMEASURED(preset=name), *short, preset]
     elif distance is None or usual.distance == 0.0:
-        return [
-            "Nothing can be merged here: the grids are too small, or another node answers for the model. The profile "
-            "leaves everything unmerged."
-        ]
+        return [Found.NOTHING()]
     else:
-        notes = [
-            f"Nothing stays within {distance:g}, so the profile leaves everything unmerged. Set a larger distance.",
-            preset,
-        ]
+        notes = [Found.NONE_WITHIN(limit=distance), preset]
     if distance is not None and found.found > distance:
-        notes.append(
-            f"That is farther than {distance:g}. Set a smaller distance, or measure with more steps or images."
-        )
+        notes.append(Found.BEYOND(limit=distance))
     if found.unmeasured and not found.keeps_preset:
-        notes.append(
-            f"Unmerged, as nothing was found out about them: {', '.join(found.unmeasured)}. If another node skips "
-            "evaluations, as step caches do, put it after this one."
-        )
+        notes.append(Found.SITES_UNMEASURED(blocks=tuple(found.unmeasured)))
     if found.without:
-        notes.append(f"Measured without {' and '.join(found.without)}, which the model keeps.")
+        notes.append(Found.WITHOUT(names=tuple(found.without)))
     return notes
 
 
-def _gain(found: Calibrated) -> str:
+def _gain(found: Calibrated) -> Message:
     """What the choice is worth beside the preset."""
-    usual, came, work = found.usual, _near(found.found), f"{100 * found.chosen.work:.0f}"
+    usual, came, percent = found.usual, _rounded(found.found), 100 * found.chosen.work
     if found.found < usual.distance and abs(found.chosen.work - usual.work) < 0.02:
-        before = _near(usual.distance)
-        return f"Less error for the same work: distance {came} instead of {before}, at {work} % of the blocks' work."
+        return Found.LESS_ERROR(error=came, before=_rounded(usual.distance), percent=percent)
     if found.found <= usual.distance and found.chosen.work < usual.work:
-        before = f"{100 * usual.work:.0f}"
-        return f"The same error for less work: {work} % of the blocks' work instead of {before} %, at distance {came}."
-    return f"Calibrated: distance {came} at {work} % of the blocks' work."
+        return Found.LESS_WORK(error=came, before=100 * usual.work, percent=percent)
+    return Found.CALIBRATED(error=came, percent=percent)
 
 
-def _near(distance: float) -> str:
+def _rounded(error: float) -> str:
     """Three places, or as many as show two figures of it."""
-    return f"{distance:.3f}" if distance >= 0.01 or not distance else f"{distance:.2g}"
+    return f"{error:.3f}" if error >= 0.01 or not error else f"{error:.2g}"
 
 
 def _front(found: Calibrated) -> tuple[list[tuple[float, float]], list[Dot]]:

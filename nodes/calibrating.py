@@ -25,11 +25,10 @@ from ..toma_core import Settings, ToMAConfig
 from ..toma_core.calibration import Choice, Option, Table, amplified, fastest, filled, front, held, nearest
 from ..toma_core.detail import MOST
 from ..toma_core.profile import Profile, changed
-from ..toma_core.state import NO_ROOM, NOT_ASKED
+from ..toma_core.reasons import Message, MessageId, Reason
 from ..toma_core.stats import RunStats
 from .adapters import registry, reports
 from .adapters.bare import bare
-from .adapters.chain import NO_MEMORY
 from .adapters.family import BlockFacts
 from .adapters.identity import blocks_of, fingerprint
 from .adapters.memory import conditions_of, dtype_of, has_controls, overlap_of
@@ -52,6 +51,16 @@ _PROBES = 1.2
 _LEAST_SITES, _LEAST_PROBES = 6, 22
 # A choice that was predicted wrongly has to be so much nearer than the preset: a few pictures may flatter it.
 _DOUBTED = 0.8
+
+
+class Problem(MessageId):
+    """Why nothing was chosen."""
+
+    UNSUPPORTED = "cannot_calibrate"  # model
+    UNMEASURED = "unmeasured"
+    TOO_FEW_STEPS = "unmeasured_steps"  # steps
+    PLAIN_NAN = "plain_nan"
+    MERGED_NAN = "merged_nan"
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,7 @@ class Calibrated:
     model: merged as `profile` says: by the choice, or by the preset where that is nearer, or not at all. profile: None
     where nothing was learnt. choices: the front. usual: the preset. found: distance of the choice, at `chosen.work`.
     keeps_preset: the choice is not nearer, or not in most pictures. probes: evaluations beside the sampling runs.
-    problem: why nothing was chosen, in words. short: memory ran out. without: what the model has, and was measured
+    problem: why nothing was chosen. short: memory ran out. without: what the model has, and was measured
     without. unmeasured: blocks that the preset merges and that nothing was found out about.
     """
 
@@ -110,7 +119,7 @@ class Calibrated:
     usual: Usual
     keeps_preset: bool = False
     probes: int = 0
-    problem: str = ""
+    problem: Message | None = None
     short: bool = False
     without: Sequence[str] = ()
     unmeasured: Sequence[str] = ()
@@ -141,10 +150,8 @@ def calibrate(
     placed = replace(config, ratio=RATIO, whole_first=0.0, whole_last=0.0)
     facts, most = blocks_of(base, task.latent), round(_PROBES * task.steps * task.conditions)
     if not facts:
-        raise registry.UnsupportedModelError(
-            f"ToMA cannot calibrate this model ({type(base.model.diffusion_model).__name__}): its blocks are not as "
-            "this version of the pack knows them. Look for a newer version, or bypass the ToMA Calibrate node."
-        )
+        kind = type(base.model.diffusion_model).__name__
+        raise registry.UnsupportedModelError(Problem.UNSUPPORTED(model=kind))
     sites = sites_of(facts, min(_MOST_SITES, max(_LEAST_SITES, most // 2 - 2), _sites_kept(base, placed, task)))
     progress = comfy.utils.ProgressBar(3 * task.steps + max(most, _LEAST_PROBES))
 
@@ -156,7 +163,7 @@ def calibrate(
     probed = attach(base, placed)
     told(1, 3)
     whole = _sample(probes.on(probed), task, tick)
-    if (seen := _stats(probed)) is not None and seen.without_keys == NOT_ASKED:
+    if (seen := _stats(probed)) is not None and seen.without_keys == Reason.KV_FOREIGN_ATTENTION():
         # Another pack's attention asks nobody what to look at: a run goes on with other settings then.
         return calibrate(model, task, near, distance, {**overrides, "all_keys": False}, told)
     told(2, 3)
@@ -173,15 +180,15 @@ def calibrate(
     merged, of_usual = _merged(probed), _merged(usual)
     work = Work(facts, merged | of_usual, len(probes.sigmas))
     saved = work.saved(sorted(of_usual), ratio, sum(len(band.steps) for band in probes.bands))
-    problem = "" if math.isfinite(usual_distance) else _no_numbers(whole)
+    problem = None if math.isfinite(usual_distance) else _no_numbers(whole)
     short = _ran_short(usual)
     if not problem and short:
-        problem = UNMEASURED
+        problem = Problem.UNMEASURED()
     elif not problem and probes.sigmas and not probes.bands:
-        problem = f"Nothing was measured: in {task.steps} steps the preset runs every step in full. Use more steps."
+        problem = Problem.TOO_FEW_STEPS(steps=task.steps)
     table = {} if problem else _table(probes, work, of_usual & merged, ratio, whole, beside)
     if not problem and distance is not None and saved > 0 and not any(table.values()):
-        problem = UNMEASURED
+        problem = Problem.UNMEASURED()
     chosen = nearest(table, saved) if distance is None else fastest(table, distance)
     above = [band.above for band in probes.bands] or [0.0]
     ratios = {site: [chosen.ratio(site, level) for level in range(len(above))] for site in sites}
@@ -194,18 +201,18 @@ def calibrate(
         made = _sample(choice, task, tick)
         found, nearer = made.distance(whole), made.mostly_nearer(beside, whole)
         if _ran_short(choice):
-            short, problem, profile = True, UNMEASURED, profile_of(placed, {}, [0.0])
+            short, problem, profile = True, Problem.UNMEASURED(), profile_of(placed, {}, [0.0])
     # A choice of nothing, where the preset merges something, is no choice: nothing could be told.
     enough = usual_distance * (1.0 if held(chosen.distance, found) else _DOUBTED)
     keeps = distance is None and not problem and saved > 0 and (profile.empty or not (found <= enough and nearer))
     if keeps:
         profile = profile_of(config, {site: [ratio] for site in sites}, [0.0], usual_distance, 1.0 - saved)
     elif not problem and not math.isfinite(found):
-        profile, problem = profile_of(placed, {}, [0.0]), _MERGED_NONE
+        profile, problem = profile_of(placed, {}, [0.0]), Problem.MERGED_NAN()
     progress.update_absolute(progress.total)
     return Calibrated(
         model=plain if profile.empty else attach(plain, profile.config(), bands=profile.bands(names)),
-        profile=None if problem and problem != _MERGED_NONE else profile,
+        profile=None if problem and problem.id is not Problem.MERGED_NAN else profile,
         choices=front(table),
         chosen=chosen,
         found=found,
@@ -255,19 +262,14 @@ def _sites_kept(model: ModelPatcher, config: ToMAConfig, task: Task) -> int:
 def _ran_short(model: ModelPatcher) -> bool:
     """Whether memory ran out in the model's last run, so that the rest of it was whole."""
     stats = _stats(model)
-    return stats is not None and not stats.left_whole.keys().isdisjoint((NO_ROOM, NO_MEMORY))
+    return stats is not None and any(reason.id in _OUT_OF_MEMORY for reason in stats.unmerged)
 
 
-UNMEASURED = "Nothing could be measured, so nothing is given out."
-_WHOLE_NONE = (
-    "Nothing was measured: the unmerged run ends in values that are no numbers (NaN). Look for the cause in the model, "
-    "its number format or the settings of the sampler."
-)
-_MERGED_NONE = "Nothing is merged: with merging the run ends in values that are no numbers (NaN)."
+_OUT_OF_MEMORY = (Reason.KV_CACHE_DISABLED, Reason.OUT_OF_MEMORY_PLAN)
 
 
-def _no_numbers(whole: Run) -> str:
-    return _MERGED_NONE if math.isfinite(float(whole.latent.sum())) else _WHOLE_NONE
+def _no_numbers(whole: Run) -> Message:
+    return Problem.MERGED_NAN() if math.isfinite(float(whole.latent.sum())) else Problem.PLAIN_NAN()
 
 
 @dataclass(frozen=True)

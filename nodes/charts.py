@@ -64,11 +64,10 @@ def steps_chart(stats: RunStats, width: int) -> Image.Image:
 def blocks_chart(stats: RunStats, width: int) -> Image.Image:
     """A square for each transformer block, a row for each stage: merged, merged in part, or unmerged with the number of
     the reason, which is spelled out below."""
-    reasons = list(stats.left_whole)
-    labels = [_labelled(reason) for reason in reasons]
+    reasons = list(stats.unmerged)
     why: dict[str, list[int]] = {}
     for number, reason in enumerate(reasons, 1):
-        for part in sorted(stats.left_whole[reason]):
+        for part in sorted(stats.unmerged[reason]):
             numbers = why.setdefault(part.split(" ", 1)[0], [])
             if number not in numbers:
                 numbers.append(number)
@@ -77,7 +76,7 @@ def blocks_chart(stats: RunStats, width: int) -> Image.Image:
         stages.setdefault(block.rpartition(".")[0] or block, []).append(block)
     columns = max(1, (width - _LABEL - 2 * _PAD) // (_SQUARE + _GAP))
     rows = sum(-(-len(blocks) // columns) for blocks in stages.values())
-    notes = [line for n, label in enumerate(labels, 1) for line in _wrapped(f"{n}: {label}", width - 2 * _PAD)]
+    notes = [line for n, reason in enumerate(reasons, 1) for line in _wrapped(f"{n}: {reason}", width - 2 * _PAD)]
     image = Image.new("RGB", (width, _TOP + rows * (_SQUARE + _GAP) + 36 + _LINE * len(notes) + _PAD), PAPER)
     pen = ImageDraw.Draw(image)
     pen.text((_PAD, 4), "blocks, by stage", fill=INK, font=font())
@@ -99,11 +98,6 @@ def blocks_chart(stats: RunStats, width: int) -> Image.Image:
     for line_number, line in enumerate(notes):
         pen.text((_PAD, y + 36 + _LINE * line_number), line, fill=INK, font=font(SMALL))
     return image
-
-
-def _labelled(reason: str) -> str:
-    """A reason by the names that settings have on the node."""
-    return reason.replace("whole_first", "keep first blocks").replace("whole_last", "keep last stacks")
 
 
 @dataclass(frozen=True)

@@ -9,32 +9,49 @@ from typing import Any
 from torch import Tensor
 
 from ..toma_core.fields import ConfigError, shown
+from ..toma_core.reasons import Message, MessageId
+
+
+class Input(MessageId):
+    """What an input takes, and where it comes from."""
+
+    WRONG = "wrong_input"  # setting, value, kind, source
+    MODEL = "a_model"
+    LOADER = "loader_output"
+    LATENT = "a_latent"
+    EMPTY_LATENT = "empty_latent"
+    CONDITIONING = "a_conditioning"
+    TEXT_ENCODER = "text_encoder_output"
+    IMAGE = "an_image"
+    VAE_DECODE = "vae_decode_output"
 
 
 def model(value: Any) -> Any:
     """A MODEL. Raises `ConfigError` for anything else, as do the others."""
-    return _need("model", value, hasattr(value, "get_model_object"), "a model", "a loader's model output")
+    return _need("model", value, hasattr(value, "get_model_object"), Input.MODEL(), Input.LOADER())
 
 
 def latent(value: Any) -> Any:
     """A LATENT with one picture or more."""
     samples = value.get("samples") if isinstance(value, dict) else None
-    return _need("latent", value, isinstance(samples, Tensor) and samples.numel() > 0, "a latent", "an empty latent")
+    return _need(
+        "latent", value, isinstance(samples, Tensor) and samples.numel() > 0, Input.LATENT(), Input.EMPTY_LATENT()
+    )
 
 
 def conditioning(name: str, value: Any) -> Any:
     """A CONDITIONING: pairs of text tokens and options."""
     known = isinstance(value, list) and value and all(isinstance(c, (list, tuple)) and len(c) == 2 for c in value)
-    return _need(name, value, bool(known), "a conditioning", "a text encoder's output")
+    return _need(name, value, bool(known), Input.CONDITIONING(), Input.TEXT_ENCODER())
 
 
 def image(value: Any) -> Any:
     """An IMAGE: (B, H, W, C), C of 3 or 4."""
     known = isinstance(value, Tensor) and value.ndim == 4 and value.shape[-1] in (3, 4)
-    return _need("image", value, known, "an image", "VAE Decode's output")
+    return _need("image", value, known, Input.IMAGE(), Input.VAE_DECODE())
 
 
-def _need(name: str, value: Any, known: bool, kind: str, source: str) -> Any:
+def _need(name: str, value: Any, known: bool, kind: Message, source: Message) -> Any:
     if known:
         return value
-    raise ConfigError(f"ToMA: {name} is {shown(value)}. Allowed: {kind}. Connect {source}.")
+    raise ConfigError(Input.WRONG(setting=name, value=shown(value), kind=kind, source=source))

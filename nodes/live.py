@@ -1,47 +1,58 @@
 """What a node shows of its runs while the page is open: one message when a run begins, one when it ends, and what went
 wrong in between.
 
-web/toma.js puts the text on the node, in the page's language. The messages go to the page that queued the prompt and to
+web/toma.js puts it on the node, in the page's language. The messages go to the page that queued the prompt and to
 no other; they say in which workflow the node is, because two of them may use the same node ids.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ..toma_core.reasons import Message, MessageError, MessageId
 from ..toma_core.stats import RunStats
 
 _EVENT = "toma.said"
-_ACTIVE = "Sampling on fewer tokens ..."
+
+# A line of text: a message, or what needs no translation, as an empty line.
+Line = Message | str
+
+
+class Status(MessageId):
+    """What a node says of runs."""
+
+    ACTIVE = "active"
+    MEASURING = "measuring"  # run, runs
+    FAILED = "failed"  # error: in English
 
 
 @dataclass(frozen=True)
 class NodeLine:
-    """Tells one node of the runs of its model. node_id: ComfyUI's id of the node in the prompt. note: what stays to be
-    said of its inputs, on lines of its own."""
+    """The status of one node during runs of its model. node_id: ComfyUI's id of the node in the prompt. notes: lines
+    on its inputs, shown after each run."""
 
     node_id: str
-    note: str = ""
+    notes: Sequence[Line] = ()
 
     def began(self) -> None:
         """A run begins."""
-        self.say(_ACTIVE)
+        self.say(Status.ACTIVE())
 
     def ended(self, stats: RunStats) -> None:
         """A run is over: what was merged, or why nothing was."""
-        self.say(f"{stats.headline()}\n{self.note}".strip(), stats.numbers())
+        self.say(stats.headline(), *self.notes, details=stats.numbers())
 
     def measures(self, run: int, runs: int) -> None:
         """One of several runs begins, counted from 1."""
-        self.say(f"Measuring: run {run} of {runs} ...")
+        self.say(Status.MEASURING(run=run, runs=runs))
 
-    def say(self, text: str, details: str = "", *, error: bool = False) -> None:
-        """A sentence for the node, and what its tooltip adds."""
-        message = {"node": self.node_id, **_message(text, details)}
+    def say(self, *lines: Line, details: Sequence[Line] = (), error: bool = False) -> None:
+        """Show lines on the node, and details in its tooltip."""
+        message = {"node": self.node_id, **_message(lines, details)}
         _send({**message, "error": True} if error else message)
 
 
@@ -53,22 +64,34 @@ def line_of(hidden: Any) -> NodeLine | None:
 
 @contextmanager
 def errors_shown(line: NodeLine | None) -> Iterator[None]:
-    """An error in here stands on the node itself too, beside what ComfyUI makes of it."""
+    """Show an error in here on the node itself, too."""
     try:
         yield
     except Exception as error:
         if line is not None:
-            line.say(str(error) or type(error).__name__, error=True)
+            failed = Status.FAILED(error=str(error) or type(error).__name__)
+            line.say(error.message if isinstance(error, MessageError) else failed, error=True)
         raise
 
 
-def said(text: str, details: str = "") -> dict[str, Any]:
-    """A text as part of a node's own `ui`, for what is known when the node is executed."""
-    return {"toma": (_message(text, details),)}
+def said(lines: Sequence[Line], details: Sequence[Line] = ()) -> dict[str, Any]:
+    """Return lines as part of a node's own `ui`, for what is known when the node is executed."""
+    return {"toma": (_message(lines, details),)}
 
 
-def _message(text: str, details: str) -> dict[str, Any]:
-    return {"graph": _running()[1], "text": text, "details": details}
+def _message(lines: Sequence[Line], details: Sequence[Line]) -> dict[str, Any]:
+    """text, details: in English, for whoever reads them without the page. lines, more: the same for the page."""
+    return {
+        "graph": _running()[1],
+        "text": "\n".join(map(str, lines)),
+        "details": "\n".join(map(str, details)),
+        "lines": [_json(line) for line in lines],
+        "more": [_json(line) for line in details],
+    }
+
+
+def _json(line: Line) -> Any:
+    return line if isinstance(line, str) else line.json()
 
 
 def _send(message: dict[str, Any]) -> None:

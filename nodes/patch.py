@@ -9,6 +9,7 @@ from comfy_api.latest import io
 
 from ..toma_core import Settings, ToMAConfig
 from ..toma_core.fields import ConfigError
+from ..toma_core.reasons import MessageId
 from . import given, profiles, widgets
 from .adapters.run import attach
 from .live import errors_shown, line_of, said
@@ -19,9 +20,14 @@ _MODEL_TOOLTIP = (
     "The model to speed up: SDXL, Flux, Z-Image, Qwen-Image, Wan and others. LoRAs and other patches may come before "
     "or after."
 )
-_OFF = "Off: the ratio is 0."
-_NO_STEPS = "Off: start percent and end percent leave no step between them."
 _RESULT_TOOLTIP = "The same model, running on fewer tokens. Connect it to the sampler."
+
+
+class Off(MessageId):
+    """Why a node does nothing."""
+
+    RATIO = "off_ratio"
+    STEPS = "off_steps"
 
 
 def complaint(**values: Any) -> bool | str:
@@ -43,13 +49,13 @@ def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, to
         settings = Settings(preset, overrides)
         model = given.model(model)
         applied = Applied(settings) if settings.off else profiles.apply(model, settings, told)
-        settings, note = applied.settings, applied.note
+        settings, notes = applied.settings, applied.notes
         if line is not None:
-            line = replace(line, note=note)
+            line = replace(line, notes=notes)
         patched = attach(model, settings, line, applied.bands)
     if settings.off:
-        note = _NO_STEPS if settings.resolved().ratio else _OFF
-    return io.NodeOutput(patched, ui=said(note)) if note else io.NodeOutput(patched)
+        notes = (Off.STEPS() if settings.resolved().ratio else Off.RATIO(),)
+    return io.NodeOutput(patched, ui=said(notes)) if notes else io.NodeOutput(patched)
 
 
 class ToMA(io.ComfyNode):

@@ -12,23 +12,29 @@ from comfy.model_patcher import ModelPatcher
 from ..toma_core import Settings
 from ..toma_core.fields import ConfigError
 from ..toma_core.profile import fitted, parsed
+from ..toma_core.reasons import Message, MessageId
 from ..toma_core.schedule import Bands
 from .adapters.identity import blocks_of, fingerprint
 
-_BY_PROFILE = "By the profile: ratio and preset do nothing."
-_ALL_WHOLE = "The profile leaves everything unmerged: ratio and preset do nothing."
+
+class Note(MessageId):
+    """What a node says of its profile."""
+
+    BY_PROFILE = "by_profile"
+    NOTHING_BY_PROFILE = "nothing_by_profile"
+    OTHER_LORAS = "other_loras"
 
 
 @dataclass(frozen=True)
 class Applied:
-    """Settings and ratios to patch with. used: whether there is a profile that can be. note: what is to be said of it.
-    doubt: the part of that which tells of other LoRAs."""
+    """Settings and ratios to patch with. used: whether there is a profile that can be. notes: what the node says of it.
+    doubt: the part of that on other LoRAs."""
 
     settings: Settings
     bands: Bands = ()
-    note: str = ""
+    notes: tuple[Message, ...] = ()
     used: bool = False
-    doubt: str = ""
+    doubt: Message | None = None
 
 
 def apply(model: ModelPatcher, settings: Settings, told: Any) -> Applied:
@@ -42,18 +48,19 @@ def apply(model: ModelPatcher, settings: Settings, told: Any) -> Applied:
         return Applied(settings)
     try:
         profile = parsed(told)
-        bands, other = fitted(profile, fingerprint(model), [block.name for block in blocks_of(model)])
+        bands, same_loras = fitted(profile, fingerprint(model), [block.name for block in blocks_of(model)])
         by_hand = {name: value for name, value in settings.overrides.items() if name != "ratio"}
         settings = Settings(settings.preset, {**profile.overrides(), **by_hand})
     except ConfigError as error:
         _log_once(str(error))
-        return Applied(settings, note=str(error))
-    if other:
-        _log_once(other)
-    note = "\n".join(filter(None, [_ALL_WHOLE if profile.empty else _BY_PROFILE, other]))
-    return Applied(settings, bands, note, used=True, doubt=other)
+        return Applied(settings, notes=(error.message,))
+    doubt = None if same_loras else Note.OTHER_LORAS()
+    if doubt is not None:
+        _log_once(f"ToMA: {doubt}")
+    used = Note.NOTHING_BY_PROFILE() if profile.empty else Note.BY_PROFILE()
+    return Applied(settings, bands, (used,) if doubt is None else (used, doubt), used=True, doubt=doubt)
 
 
 @lru_cache(maxsize=64)
 def _log_once(note: str) -> None:
-    logging.warning(note if note.startswith("ToMA: ") else f"ToMA: {note}")
+    logging.warning("%s", note)

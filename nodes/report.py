@@ -8,6 +8,7 @@ from typing import Any
 from comfy_api.latest import io, ui
 from PIL.Image import Image as PILImage
 
+from ..toma_core.reasons import MessageId
 from ..toma_core.stats import RunStats
 from . import given
 from .adapters import reports
@@ -17,11 +18,12 @@ from .drawing import draw
 from .live import errors_shown, line_of, said
 from .widgets import CATEGORY, SEARCH_ALIASES
 
-_NO_NODE = "This model has no ToMA node before it, or one that is bypassed or whose ratio is 0: nothing is merged."
-_NO_RUN = (
-    "No sampling run of this model has been seen yet. Connect the sampler's latent output to this node's latent "
-    "input, so that the report comes after the run."
-)
+
+class NoReport(MessageId):
+    """Why there is no report."""
+
+    NO_NODE = "no_toma_node"
+    NO_RUN = "no_run_of_model"
 
 
 class ToMAReport(io.ComfyNode):
@@ -69,9 +71,11 @@ class ToMAReport(io.ComfyNode):
             attachment = attachment_of(given.model(model))
             image = None if image is None else given.image(image)
         stats = None if attachment is None else reports.last(attachment.report_id)
-        text = _NO_NODE if attachment is None else _NO_RUN if stats is None else stats.text()
+        none = NoReport.NO_NODE() if attachment is None else NoReport.NO_RUN()
+        lines = [none] if stats is None else stats.report()
+        text = "\n".join(map(str, lines))
         sheet = draw({}, text) if stats is None else draw(stats.maps, text, image, partial(_charts, stats))
-        shown = {**ui.PreviewImage(sheet, cls=cls).as_dict(), "text": (text,), **said(text)}
+        shown = {**ui.PreviewImage(sheet, cls=cls).as_dict(), "text": (text,), **said(lines)}
         return io.NodeOutput(text, sheet, latent, ui=shown)
 
 

@@ -22,12 +22,12 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ..toma_core import Settings, ToMAConfig
+from ..toma_core.reasons import Message, MessageId
 from ..toma_core.schedule import Bands
 from .adapters import reports
 from .adapters.run import attach, attachment_of
 from .task import Task, error
 
-WITHOUT = "without ToMA"
 # Presets run the first step and the last whole: with one more between them both kinds are warm.
 _WARM_UP_STEPS = 3
 # The speed-up for which merging is worth its change of the picture.
@@ -36,11 +36,19 @@ WORTH = 1.2
 CALM = 0.05
 
 
+class Setting(MessageId):
+    """What is measured."""
+
+    WITHOUT_TOMA = "without_toma"
+    RATIO = "at_ratio"  # ratio
+    PROFILE = "the_profile"
+
+
 @dataclass(frozen=True)
 class Candidate:
-    """What is measured. name: of the setting, for people. ratio: what is handed on where it is recommended."""
+    """What is measured. name: of the setting. ratio: what is handed on where it is recommended."""
 
-    name: str
+    name: Message
     ratio: float
     settings: Settings | ToMAConfig
     bands: Bands = ()
@@ -48,7 +56,9 @@ class Candidate:
     @classmethod
     def of_ratio(cls, settings: Settings, ratio: float) -> Candidate:
         """Settings at another ratio."""
-        return cls(f"ratio {ratio:g}", ratio, replace(settings, overrides={**settings.overrides, "ratio": ratio}))
+        return cls(
+            Setting.RATIO(ratio=ratio), ratio, replace(settings, overrides={**settings.overrides, "ratio": ratio})
+        )
 
 
 @dataclass
@@ -59,11 +69,11 @@ class Timing:
     from the same noise, relative to the latter's norm. merged: what the last run merged, or why it merged nothing.
     """
 
-    name: str
+    name: Message
     ratio: float
     seconds: list[float] = field(default_factory=list)
     change: float = 0.0
-    merged: str = ""
+    merged: Message | None = None
 
     @property
     def median(self) -> float:
@@ -92,7 +102,7 @@ def measure(
     machine that slows down favours none. told: called before each run with its number from 1, and how many there are.
     """
     base = attach(model, ToMAConfig(ratio=0.0))
-    timings = [Timing(WITHOUT, 0.0), *(Timing(each.name, each.ratio) for each in candidates)]
+    timings = [Timing(Setting.WITHOUT_TOMA(), 0.0), *(Timing(each.name, each.ratio) for each in candidates)]
     models = [base, *(attach(base, each.settings, bands=each.bands) for each in candidates)]
     pairs = list(zip(timings, models, strict=True))
     warm_up = min(_WARM_UP_STEPS, task.steps)
@@ -120,7 +130,7 @@ def measure(
             whole = latent if whole is None else whole  # the first of the first round is the one without ToMA
             timing.change = error(latent, whole)
             stats = None if patched is base else reports.last(attachment_of(patched).report_id)  # type: ignore[union-attr]
-            timing.merged = "" if stats is None else stats.headline()
+            timing.merged = None if stats is None else stats.headline()
     return timings
 
 

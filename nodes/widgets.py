@@ -11,23 +11,13 @@ from comfy_api.latest import io
 
 from ..toma_core.config import ToMAConfig, field_default, field_spec
 from ..toma_core.presets import PRESETS
+from ..toma_core.reasons import label
 
 CATEGORY = "model/patch/ToMA"
 SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "speed up", "faster"]
 
 # What most people may want to touch, in this order; the rest is folded away behind the node's advanced toggle.
 _FRONT = ("whole_last", "whole_every", "end_percent")
-_LABELS = {
-    "whole_last": "keep last stacks (UNet)",
-    "whole_every": "full step every",
-    "whole_first": "keep first blocks",
-    "all_keys": "look at all tokens",
-    "select_every": "pick tokens every",
-    "weigh_every": "weigh tokens every",
-    "window_kind": "window shape",
-    "plan_from": "compare tokens by",
-    "scale": "sharpness",
-}
 # The values that leave a field to the preset: of lists and switches, and of numbers, none of which may be negative.
 _PRESET, _UNSET = "preset", -1
 _SWITCH = {"on": True, "off": False}
@@ -84,7 +74,7 @@ def _fields() -> list[str]:
 def _override(name: str) -> Any:
     spec, default = field_spec(name), field_default(name)
     common: dict[str, Any] = {
-        "display_name": _LABELS.get(name, name.replace("_", " ")),
+        "display_name": label(name),
         "advanced": None if name in _FRONT else True,
     }
     if isinstance(default, (bool, Enum)):

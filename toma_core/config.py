@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
-from .fields import ConfigError, FieldSpec, checked, option
+from .fields import ConfigError, FieldSpec, Refusal, checked, option
 
 
 class Granularity(str, Enum):
@@ -147,16 +147,9 @@ class ToMAConfig:
         for item in fields(self):
             object.__setattr__(self, item.name, check(item.name, getattr(self, item.name)))
         if self.start_percent > self.end_percent:
-            raise ConfigError(
-                f"ToMA: start_percent ({self.start_percent}) is larger than end_percent ({self.end_percent}). "
-                "Merging would never be active. Allowed: start_percent <= end_percent; lower start_percent or raise "
-                "end_percent."
-            )
+            raise ConfigError(Refusal.START_AFTER_END(start=self.start_percent, end=self.end_percent))
         if self.whole_every == 1:
-            raise ConfigError(
-                "ToMA: whole_every is 1, so every step would run in full. Allowed: 0 (never) or 2 and more; to switch "
-                "ToMA off, set ratio to 0."
-            )
+            raise ConfigError(Refusal.FULL_STEP_INTERVAL_ONE())
 
     @property
     def reuses_detail(self) -> bool:

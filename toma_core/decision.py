@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 
 from .reasons import Message, Reason
 from .schedule import StepMode, StepPlan
-from .state import NO_ROOM, RunState
+from .state import RunState
 
 
 def decide(
@@ -74,7 +74,7 @@ def _disabled(run: RunState) -> Message | None:
     """Return why the rest of the run is full, if it is."""
     if run.all_keys and run.details.given_up:
         # Presets that cache keys and values skip no block: merged plainly it would be another picture.
-        run.stats.whole("model", NO_ROOM)
+        run.stats.not_merged("model", Reason.KV_CACHE_DISABLED())
         return Reason.KV_CACHE_DISABLED()
     if run.unplanned:
         run.details.clear()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .config import Granularity
+from .reasons import Message, Reason
 
 # On every device. On a CPU already 64 tokens pay (docs/performance.md), but so few have little to gain.
 FEWEST = 256
@@ -143,28 +144,26 @@ def too_little(
     card: Card | None,
     block: Block,
     granularity: Granularity,
-) -> str:
-    """Why Auto leaves a grid of so many tokens whole, in words for the report; empty if it is merged.
+) -> Message | None:
+    """Why Auto does not merge a grid of `tokens` tokens, None if it does.
 
     images: of one condition. Whether conditions run in one batch depends on free memory, which must not decide on a
     picture. card: None asks for the fewest tokens alone. granularity: around what it is merged, which says what that
     adds: a stack of one block is a block.
     """
     if tokens < FEWEST:
-        return f"fewer than {FEWEST} tokens"
-    if card is None:
-        return ""
-    if computing(tokens, images, width, dtype, card, block) >= block.launching(granularity):
-        return ""
-    return "Auto: too little work for this device to gain by merging"
+        return Reason.TOO_FEW_TOKENS(least=FEWEST)
+    if card is None or computing(tokens, images, width, dtype, card, block) >= block.launching(granularity):
+        return None
+    return Reason.TOO_LITTLE_WORK()
 
 
-def obstacle(x: Tensor, images: int, min_tokens: int, block: Block, granularity: Granularity) -> str:
-    """Why (B, N, C) tokens x with so many images of each condition stay whole; empty if they are merged.
+def obstacle(x: Tensor, images: int, min_tokens: int, block: Block, granularity: Granularity) -> Message | None:
+    """Why (B, N, C) tokens x with `images` images of each condition are not merged, None if they are.
 
     min_tokens, granularity: as in `ToMAConfig`; any number of tokens but 0 holds on every device.
     """
     _, tokens, width = x.shape
     if min_tokens == 0:
         return too_little(tokens, images, width, x.dtype, card_of(x.device), block, granularity)
-    return f"fewer than {min_tokens} tokens" if tokens < min_tokens else ""
+    return Reason.TOO_FEW_TOKENS(least=min_tokens) if tokens < min_tokens else None

@@ -19,6 +19,7 @@ from .detail import Detail, reuse
 from .merge import MergePlan, merge, pick, unmerge_update
 from .payoff import UNET_BLOCK, Block, obstacle
 from .pieces import Piece
+from .reasons import Message, Reason
 from .schedule import LASTING, StepMode, StepPlan
 from .state import RunState
 from .windows import Grid
@@ -36,7 +37,7 @@ class Evaluation:
     step_plan: StepPlan
     copies: tuple[Hashable, ...] = (None,)
     parts: tuple[Hashable, ...] = ()
-    blind: str = ""
+    blind: Message | None = None
     piece: Piece | None = None
     pictures: tuple[Tensor, ...] = ()
 
@@ -87,13 +88,13 @@ class Evaluation:
         """Whether this evaluation computes all tokens, to refresh the caches."""
         return self.step_plan.mode is StepMode.REFRESH
 
-    def obstacle(self, x: Tensor, block: Block = UNET_BLOCK, around: Granularity | None = None) -> str:
-        """Why (B, N, C) tokens x that go through such a block stay whole, for the report; empty if they are merged.
+    def obstacle(self, x: Tensor, block: Block = UNET_BLOCK, around: Granularity | None = None) -> Message | None:
+        """Why (B, N, C) tokens x that go through such a block are not merged, None if they are.
         around: what they would be merged around; None if that is what the settings say."""
         if round(self.step_plan.ratio * x.shape[1]) == 0:
-            return "nothing to merge at this ratio"
+            return Reason.NOTHING_TO_MERGE()
         if self.piece is not None and len(x) != len(self.piece.latent):
-            return "another node changed the number of images"
+            return Reason.IMAGES_CHANGED()
         config = self.run.config
         return obstacle(x, x.shape[0] // len(self.parts), config.min_tokens, block, around or config.granularity)
 

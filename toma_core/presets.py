@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .config import Granularity, ToMAConfig
-from .fields import ConfigError, shown
+from .fields import ConfigError, Refusal, shown
 
 # Preset -> fields.
 Fields = Mapping[str, Mapping[str, Any]]
@@ -34,8 +34,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.preset, str) or self.preset not in PRESETS:
-            allowed = ", ".join(PRESETS)
-            raise ConfigError(f"ToMA: preset is {shown(self.preset)}. Allowed: {allowed}. Choose one of them.")
+            given, choices = shown(self.preset), tuple(PRESETS)
+            raise ConfigError(Refusal.NOT_A_CHOICE(setting="preset", value=given, choices=choices))
         object.__setattr__(self, "overrides", MappingProxyType(dict(self.overrides)))
         self.resolved()
 

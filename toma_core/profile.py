@@ -14,7 +14,8 @@ from enum import Enum
 from typing import Any
 
 from .config import ToMAConfig, check, field_spec
-from .fields import ConfigError, shown
+from .fields import ConfigError, Refusal, shown
+from .reasons import Message
 from .schedule import Bands
 
 SCHEMA = 1
@@ -26,7 +27,6 @@ _MOST_LEVELS = 8
 _LARGEST = 1e9
 # Characters of a model's facts, and as many as fit on the node.
 _MOST_NAMED, _MOST_SHOWN = 600, 120
-_WHAT_TO_DO = "The preset runs instead. Connect ToMA Calibrate to make a new one, or clear the input."
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Fingerprint:
         for item in fields(self):
             value = getattr(self, item.name)
             if not isinstance(value, str) or len(value) > _MOST_NAMED:
-                raise ConfigError(f"{item.name} of the model is {shown(value)}")
+                raise _fault(f"{item.name} of the model is {shown(value)}")
 
     def __str__(self) -> str:
         noise = f", noise {self.noise}" if self.noise else ""
@@ -71,25 +71,25 @@ class Profile:
 
     def __post_init__(self) -> None:
         if self.config().off:
-            raise ConfigError("its settings switch merging off: blocks that stay whole are told by ratios")
+            raise _fault("its settings switch merging off: blocks that stay whole are told by ratios")
         levels = [*self.above]
         if not levels or levels != sorted(set(levels), reverse=True) or not all(0 <= s < math.inf for s in levels):
-            raise ConfigError(f"above_sigma is {shown(levels)}, not noise levels from high to low")
+            raise _fault(f"above_sigma is {shown(levels)}, not noise levels from high to low")
         if len(levels) > _MOST_LEVELS:
-            raise ConfigError(f"{len(levels)} noise levels, allowed are {_MOST_LEVELS}")
+            raise _fault(f"{len(levels)} noise levels, allowed are {_MOST_LEVELS}")
         for place, ratios in self.ratios.items():
             if len(ratios) != len(levels):
-                raise ConfigError(f"{shown(place)} has {len(ratios)} ratios for {len(levels)} noise levels")
+                raise _fault(f"{shown(place)} has {len(ratios)} ratios for {len(levels)} noise levels")
             for ratio in ratios:
                 check("ratio", ratio)
         if len({ratio for ratios in self.ratios.values() for ratio in ratios if ratio}) > _MOST_LEVELS:
-            raise ConfigError(f"more than {_MOST_LEVELS} different ratios")
+            raise _fault(f"more than {_MOST_LEVELS} different ratios")
 
     def config(self) -> ToMAConfig:
         """The settings that it was found with. Raises `ConfigError`."""
         unknown = self.settings.keys() - {f.name for f in fields(ToMAConfig)}
         if unknown:
-            raise ConfigError(f"{shown(min(unknown))} is no setting")
+            raise _fault(f"{shown(min(unknown))} is no setting")
         return ToMAConfig(**self.settings)
 
     def overrides(self) -> dict[str, Any]:
@@ -104,12 +104,12 @@ class Profile:
         for place, ratios in self.ratios.items():
             first, _, last = place.partition(" - ")
             if first not in names or (last or first) not in names:
-                raise ConfigError(f"the model has no block {shown(place)}")
+                raise _fault(f"the model has no block {shown(place)}")
             chosen = names[names.index(first) : names.index(last or first) + 1]
             if not chosen:
-                raise ConfigError(f"{shown(place)} ends before it begins")
+                raise _fault(f"{shown(place)} ends before it begins")
             if by_band[0].keys() & {*chosen}:
-                raise ConfigError(f"{shown(place)} has blocks that another place has too")
+                raise _fault(f"{shown(place)} has blocks that another place has too")
             for band, ratio in zip(by_band, ratios, strict=True):
                 band.update(dict.fromkeys(chosen, ratio))
         return tuple(zip(self.above, by_band, strict=True))
@@ -148,39 +148,43 @@ def changed(config: ToMAConfig) -> dict[str, Any]:
 def parsed(text: Any) -> Profile:
     """A profile from its text. Raises `ConfigError`, which says what is wrong with it and what runs instead."""
     if not isinstance(text, str) or len(text) > _MOST:
-        raise ConfigError(f"ToMA: the profile is not the text of one. {_WHAT_TO_DO}")
+        raise _unused(Refusal.PROFILE_NOT_TEXT())
     try:
         told = _table("the profile", json.loads(text))
         schema = told["toma_profile"]
         if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
-            raise ConfigError("toma_profile is no version")
+            raise _fault("toma_profile is no version")
         profile = _read(told) if schema <= SCHEMA else None
     except json.JSONDecodeError:
-        raise ConfigError(f"ToMA: the profile is damaged (it cannot be read as JSON). {_WHAT_TO_DO}") from None
+        raise _unused(Refusal.PROFILE_DAMAGED(what="it cannot be read as JSON")) from None
     except (ConfigError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        said = f"{error} is missing" if isinstance(error, KeyError) else str(error).removeprefix("ToMA: ")
-        raise ConfigError(f"ToMA: the profile is damaged ({_short(said)}). {_WHAT_TO_DO}") from None
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error).removeprefix("ToMA: ")
+        raise _unused(Refusal.PROFILE_DAMAGED(what=_short(what))) from None
     if profile is None:
-        raise ConfigError(
-            f"ToMA: the profile is of a newer version of ComfyUI-ToMA (schema {shown(schema)}, known up to {SCHEMA}). "
-            "The preset runs instead. Update the pack, or make a new profile with ToMA Calibrate."
-        )
+        raise ConfigError(Refusal.PROFILE_NEWER(schema=shown(schema), known=SCHEMA))
     return profile
 
 
-def fitted(profile: Profile, model: Fingerprint, names: Sequence[str]) -> tuple[Bands, str]:
-    """The bands of a profile for a model with these blocks, and what to say of it, an empty string if it was made with
-    the same LoRAs. Raises `ConfigError` if it is another model's."""
+def fitted(profile: Profile, model: Fingerprint, names: Sequence[str]) -> tuple[Bands, bool]:
+    """Return the bands of a profile for a model with these blocks, and whether it was made with the same LoRAs. Raises
+    `ConfigError` if it is another model's."""
     made = profile.model
     if replace(made, patches="") != replace(model, patches=""):
-        raise ConfigError(f"ToMA: the profile is of another model: {made}, and this is {model}. {_WHAT_TO_DO}")
+        raise _unused(Refusal.PROFILE_OTHER_MODEL(made=str(made), model=str(model)))
     try:
         bands = profile.bands(names)
     except ConfigError as error:
-        raise ConfigError(f"ToMA: the profile is damaged ({_short(str(error))}). {_WHAT_TO_DO}") from None
-    if made.patches != model.patches:
-        return bands, "The profile was made with other LoRAs; it is used all the same. Calibrate again to be sure."
-    return bands, ""
+        raise _unused(Refusal.PROFILE_DAMAGED(what=_short(str(error).removeprefix("ToMA: ")))) from None
+    return bands, made.patches == model.patches
+
+
+def _unused(problem: Message) -> ConfigError:
+    return ConfigError(Refusal.PROFILE_UNUSED(problem=problem))
+
+
+def _fault(what: str) -> ConfigError:
+    """what: a detail in English for whoever reads or writes the JSON."""
+    return ConfigError(Refusal.PROFILE_FAULT(what=what))
 
 
 def _read(told: Mapping[str, Any]) -> Profile:
@@ -188,7 +192,7 @@ def _read(told: Mapping[str, Any]) -> Profile:
     unknown = model.keys() - {item.name for item in fields(Fingerprint)}
     missing = {"family", "blocks", "width"} - model.keys()
     if unknown or missing:
-        raise ConfigError(f"{min(missing)} is missing" if missing else f"{shown(min(unknown))} is nothing of a model")
+        raise _fault(f"{min(missing)} is missing" if missing else f"{shown(min(unknown))} is nothing of a model")
     ratios = {place: tuple(_list(place, values)) for place, values in _table("ratios", told["ratios"]).items()}
     settings = {
         name: check(name, value) for name, value in _table("settings", told["settings"]).items() if _known(name)
@@ -201,19 +205,19 @@ def _read(told: Mapping[str, Any]) -> Profile:
 
 def _table(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise ConfigError(f"{name} is {shown(value)}, not names with values")
+        raise _fault(f"{name} is {shown(value)}, not names with values")
     return value
 
 
 def _list(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise ConfigError(f"{shown(name)} is {shown(value)}, not a list")
+        raise _fault(f"{shown(name)} is {shown(value)}, not a list")
     return value
 
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST:
-        raise ConfigError(f"{name} is {shown(value)}, not a number")
+        raise _fault(f"{name} is {shown(value)}, not a number")
     return float(value)
 
 
@@ -227,7 +231,7 @@ def _known(name: str) -> bool:
     try:
         field_spec(name)
     except KeyError:
-        raise ConfigError(f"{shown(name)} is no setting") from None
+        raise _fault(f"{shown(name)} is no setting") from None
     return True
 
 

@@ -7,6 +7,7 @@ same messages with the table of its own language.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -25,20 +26,25 @@ class MessageId(str, Enum):
     def __call__(self, **params: Value) -> Message:
         return Message(self, tuple(params.items()))
 
+    @property
+    def chosen(self) -> bool:
+        """Whether the user chose this, by a setting or a profile."""
+        return False
+
 
 class Reason(MessageId):
-    """Why a block, a step or a whole run is not merged, or why a cache or kernel is not used."""
+    """Why a block, a step or a whole run is not merged, or why a cache is not used."""
 
     # Settings and profile.
+    SETTING = "setting"  # setting, value
     SKIP_FIRST_BLOCKS = "skip_first_blocks"  # count
     SKIP_LAST_BLOCKS = "skip_last_blocks"  # count
+    PROFILE = "profile"
     PROFILE_SKIPS_BLOCK = "profile_skips_block"
     PROFILE_MERGES_NOTHING = "profile_merges_nothing"
     EVERY_STEP_FULL = "every_step_full"
+    EVERY_STEP_FULL_BY = "every_step_full_by"  # by: messages
     TOO_FEW_STEPS = "too_few_steps"
-    FULL_STEP_SETTING = "full_step_setting"  # setting, value
-    FULL_STEP_PROFILE = "full_step_profile"
-    FULL_STEP_SETTING_AND_PROFILE = "full_step_setting_and_profile"  # setting, value
     # Tokens.
     TOO_FEW_TOKENS = "too_few_tokens"  # least
     TOO_LITTLE_WORK = "too_little_work"
@@ -50,10 +56,11 @@ class Reason(MessageId):
     # Other custom nodes, the model, ComfyUI, torch.compile.
     BLOCK_REPLACED = "block_replaced"
     ATTENTION_PATCH = "attention_patch"
-    ARGUMENT_IN_USE = "argument_in_use"  # arguments
+    ARGUMENT_IN_USE = "argument_in_use"  # arguments: names, or messages
+    ARGUMENT_SHAPE = "argument_shape"  # argument
     SKIPPED_BY_MODEL = "skipped_by_model"
     UNKNOWN_MODEL = "unknown_model"  # model
-    UNKNOWN_LATENT = "unknown_latent"  # shape
+    UNKNOWN_LATENT = "unknown_latent"  # model, shape
     UNKNOWN_API = "unknown_api"  # name
     UNKNOWN_SIGMA = "unknown_sigma"
     FULLGRAPH = "fullgraph"
@@ -77,16 +84,19 @@ class Reason(MessageId):
 
     @property
     def chosen(self) -> bool:
-        """Whether the user chose this, by a setting or a profile."""
-        return self in (Reason.SKIP_FIRST_BLOCKS, Reason.SKIP_LAST_BLOCKS, Reason.PROFILE_SKIPS_BLOCK)
+        """See `MessageId`."""
+        return self in _CHOSEN
+
+
+_CHOSEN = (Reason.SETTING, Reason.SKIP_FIRST_BLOCKS, Reason.SKIP_LAST_BLOCKS, Reason.PROFILE_SKIPS_BLOCK)
 
 
 @dataclass(frozen=True)
 class Message:
     """One message: an id and the values that its text names.
 
-    params: numbers, short names, other messages, or tuples of these. A param named `setting` holds the id of a setting;
-    its text is the setting's label.
+    params: numbers, names, other messages, or tuples of these. A param named `setting` holds the id of a setting or of
+    an input of a node; its text is the label.
     """
 
     id: MessageId
@@ -103,9 +113,8 @@ class Message:
 
 def formatted(message: Message) -> str:
     """The English text of a message."""
-    table = english()
-    shown = {name: _shown(name, value, table) for name, value in message.params}
-    return table["messages"][message.id.value].format(label=_Labels(table["labels"]), **shown)
+    shown = {name: _shown(name, value) for name, value in message.params}
+    return english()["messages"][message.id.value].format(label=_Labels(), **shown)
 
 
 @cache
@@ -116,18 +125,26 @@ def english() -> Mapping[str, Mapping[str, str]]:
 
 
 def label(setting: str) -> str:
-    """The English label of a setting; its id where it has none."""
-    return english()["labels"].get(setting, setting)
+    """The English label of a setting, or of another input of a node."""
+    return english()["labels"].get(setting, setting.replace("_", " "))
+
+
+class MessageError(ValueError):
+    """An error that is shown on a node. message: what the page formats; its English text is that of the error, after a
+    prefix that names this pack in ComfyUI's own dialog."""
+
+    prefix = "ToMA: "
+
+    def __init__(self, message: Message) -> None:
+        super().__init__(f"{self.prefix}{message}")
+        self.message = message
 
 
 class _Labels:
     """`{label.ratio}` in a text: the label of the setting `ratio`."""
 
-    def __init__(self, labels: Mapping[str, str]) -> None:
-        self._labels = labels
-
     def __getattr__(self, setting: str) -> str:
-        return self._labels[setting]
+        return label(setting)
 
 
 class _Number(float):
@@ -137,17 +154,19 @@ class _Number(float):
         return format(float(self), spec or ".10g")
 
 
-def _shown(name: str, value: Value, table: Mapping[str, Mapping[str, str]]) -> Any:
+def _shown(name: str, value: Value) -> Any:
     if name == "setting":
-        return table["labels"].get(str(value), str(value))
+        return label(str(value))
     if isinstance(value, float):
         return _Number(value)
     if isinstance(value, tuple):
-        return ", ".join(str(_shown("", each, table)) for each in value)
+        return ", ".join(str(_shown("", each)) for each in value)
     return formatted(value) if isinstance(value, Message) else value
 
 
 def _json(value: Value) -> Any:
     if isinstance(value, Message):
         return value.json()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has none of these
     return [_json(each) for each in value] if isinstance(value, tuple) else value

@@ -13,6 +13,7 @@ from enum import Enum
 from functools import cached_property
 
 from .config import PlanFrom, ToMAConfig
+from .reasons import Message, Reason
 
 # From high noise to low: (noise level, ratio of every block at levels above it); the last holds for all below too.
 Bands = tuple[tuple[float, Mapping[str, float]], ...]
@@ -156,26 +157,37 @@ class Schedule:
             sigma = self.sigmas[min(begun, len(self.sigmas) - 1)]
         return next((ratios for above, ratios in self.bands if sigma > above), self.bands[-1][1])
 
-    def why_full(self) -> str:
-        """The setting by which steps run in full, for the report; empty if none does."""
-        setting = self._full_by_setting()
-        if not self._full_by_profile():
-            return setting
-        return f"{setting}, profile" if setting else "profile"
+    def why_full(self) -> tuple[Message, ...]:
+        """Why steps are full steps, for the report."""
+        if self._too_few_steps():
+            return (Reason.TOO_FEW_STEPS(),)
+        return (*self._full_by_setting(), *([Reason.PROFILE()] if self._full_by_profile() else []))
+
+    def _too_few_steps(self) -> bool:
+        """Whether a run of one or two steps has no step between its full ones."""
+        config = self.config
+        whole_range = config.start_percent <= 0.0 and config.end_percent >= 1.0
+        prediction = config.plan_from is PlanFrom.PREDICTION
+        if not (config.ratio and whole_range and self.sigmas and (config.whole_every or prediction)) or self.bands:
+            return False
+        decisions = [self.decide(sigma, step) for step, sigma in enumerate(self.sigmas)]
+        return not any(decision.merged_ratio and (decision.step or not prediction) for decision in decisions)
 
     def _full_by_profile(self) -> bool:
         inside = [(sigma, step) for step, sigma in enumerate(self.sigmas) if self.in_range(sigma)]
         return bool(self.bands) and any(not any((self.ratios_at(*each) or {}).values()) for each in inside)
 
-    def _full_by_setting(self) -> str:
+    def _full_by_setting(self) -> list[Message]:
         config = self.config
         if config.whole_every:
-            return f"whole_every = {config.whole_every}"
+            return [Reason.SETTING(setting="whole_every", value=config.whole_every)]
         if config.end_percent < 1.0:
-            return f"end_percent = {config.end_percent:g}"
+            return [Reason.SETTING(setting="end_percent", value=config.end_percent)]
         if config.start_percent > 0.0:
-            return f"start_percent = {config.start_percent:g}"
-        return "" if config.plan_from is PlanFrom.TOKENS else f"plan_from = {config.plan_from.value}"
+            return [Reason.SETTING(setting="start_percent", value=config.start_percent)]
+        if config.plan_from is PlanFrom.TOKENS:
+            return []
+        return [Reason.SETTING(setting="plan_from", value=config.plan_from.value)]
 
     def decide(self, sigma: float, step: int | None = None) -> StepPlan:
         """Return what the settings say about an evaluation. `decide` (decision.py) adds what the run knows.

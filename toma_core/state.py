@@ -18,6 +18,7 @@ from .maps import draw_map
 from .merge import MergePlan, stacked, weigh
 from .pieces import Piece
 from .prediction import picture_tokens
+from .reasons import Message, Reason
 from .schedule import LASTING, Schedule, StepPlan
 from .selection import cosine_similarity, in_parts, select, select_at_random
 from .stats import RunStats
@@ -28,11 +29,6 @@ from .windows import Budget, Grid, Windows, make_budget, make_windows
 _PlanKey = tuple[tuple[Hashable, Hashable], Grid, float, int, torch.dtype, torch.device]
 # scope, grid, ratio, copies, images of each, dtype, device
 _StackKey = tuple[Hashable, Grid, float, tuple[Hashable, ...], int, torch.dtype, torch.device]
-
-
-NO_ROOM = "no room for keys and values of all tokens after all"
-NOT_ASKED = "another node's attention takes no others"
-OF_TILES = "nothing can be kept of tiles"
 
 
 @dataclass(frozen=True)
@@ -85,13 +81,13 @@ class RunState:
     def begins(self) -> None:
         """An evaluation of the sampler begins: what was seen in the one before has its consequences now, for all calls
         of the model in it alike."""
-        unasked = NOT_ASKED if self.unserved and not self.served else ""
-        reason = OF_TILES if self.tiles else unasked
+        unasked = Reason.KV_FOREIGN_ATTENTION() if self.unserved and not self.served else None
+        reason = Reason.TILES() if self.tiles else unasked
         if self.all_keys and reason and self.otherwise is not None:
             self._look_no_more(self.otherwise, reason)
         self.details.limit()
 
-    def _look_no_more(self, config: ToMAConfig, reason: str) -> None:
+    def _look_no_more(self, config: ToMAConfig, reason: Message) -> None:
         """Merged blocks cannot attend to all tokens after all: from here on as presets are without that. They leave
         other blocks whole, so that detail is kept anew."""
         self.schedule, self.all_keys, self.packs = replace(self.schedule, config=config), False, False
@@ -106,7 +102,7 @@ class RunState:
         scope: Hashable,
         step: StepPlan,
         copies: tuple[Hashable, ...],
-        blind: str = "",
+        blind: Message | None = None,
         piece: Piece | None = None,
         pictures: tuple[Tensor, ...] = (),
     ) -> MergePlan:
@@ -147,7 +143,9 @@ class RunState:
             stack = self._stacks[place] = parts, stacked(parts)
         return stack[1]
 
-    def _plan_of(self, piece: Piece, x: Tensor, grid: Grid, scope: Hashable, step: StepPlan, blind: str) -> MergePlan:
+    def _plan_of(
+        self, piece: Piece, x: Tensor, grid: Grid, scope: Hashable, step: StepPlan, blind: Message | None
+    ) -> MergePlan:
         key = scope, grid, step.ratio
         if key not in piece.plans:
             tokens = piece.tokens(x)
@@ -167,7 +165,7 @@ class RunState:
         grid: Grid,
         scope: tuple[Hashable, Hashable],
         step: StepPlan,
-        blind: str,
+        blind: Message | None,
         picture: Tensor | None = None,
     ) -> _Entry:
         key = (scope, grid, step.ratio, x.shape[0], x.dtype, x.device)
@@ -215,7 +213,7 @@ class RunState:
         features: Tensor,
         grid: Grid,
         step: StepPlan,
-        blind: str,
+        blind: Message | None,
         even: bool = False,
     ) -> MergePlan:
         """even: each window has the same share of destinations, whatever the settings say."""
@@ -225,7 +223,7 @@ class RunState:
         even = even or bool(blind) or not config.moves_budget
         windows, budget = self._laid_out(features, grid, step, even)
         choice = self._choose(x, features, windows, budget, even)
-        self.stats.computed_by(str(choice))
+        self.stats.computed_by(choice.message)
         kernels = choice.kernels
         if kernels is not None and not blind:
             return MergePlan(windows, budget, *kernels.select_weigh(features, windows, budget, config.scale), kernels)

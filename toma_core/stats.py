@@ -1,4 +1,4 @@
-"""What a run did: counted as plain numbers while sampling, told once at its end."""
+"""What a run did: counted as plain numbers while sampling, reported as messages at its end."""
 
 from __future__ import annotations
 
@@ -8,11 +8,54 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from .maps import MergeMap
-from .reasons import Message
+from .reasons import Message, MessageId, Reason
 from .windows import Grid
 
-# Why a block runs whole in an evaluation that merges others.
-PROFILED = "unmerged by the profile"
+
+class Line(MessageId):
+    """The lines of a report."""
+
+    NOTHING_MERGED = "nothing_merged"  # reason
+    ON = "on"  # share, blocks, steps
+    ON_OTHERS = "on_others"  # line, reason
+    SENTENCE = "sentence"  # sentence
+    INDENTED = "indented"  # line
+    # Shares of the tokens, blocks and steps.
+    QUARTER = "quarter"
+    THIRD = "third"
+    HALF = "half"
+    TWO_THIRDS = "two_thirds"
+    THREE_QUARTERS = "three_quarters"
+    PERCENT = "percent"  # value
+    UP_TO = "up_to"  # share
+    ALL_BLOCKS = "all_blocks"  # total
+    SOME_BLOCKS = "some_blocks"  # part, total
+    ALL_STEPS = "all_steps"  # total
+    SOME_STEPS = "some_steps"  # part, total
+    # Titles of sections.
+    WHERE = "where"
+    WHEN = "when"
+    NOT_MERGED = "not_merged"
+    HOW = "how"
+    # What sections say.
+    TOKENS = "tokens"  # sizes
+    MERGED_BLOCKS = "merged_blocks"  # blocks
+    NO_MERGED_BLOCKS = "no_merged_blocks"
+    MERGED_STEPS = "merged_steps"  # steps
+    MERGED_STEPS_AT = "merged_steps_at"  # steps, ratios
+    FULL_STEPS = "full_steps"  # steps
+    FULL_STEPS_BY = "full_steps_by"  # steps, by: messages
+    FULL_BY_NEED = "full_by_need"  # steps, reason
+    EVALUATIONS = "evaluations"  # total, merged
+    UNMERGED = "unmerged"  # reason, blocks
+    UNMERGED_PARTS = "unmerged_parts"  # count, reason
+    MORE = "more"  # count
+    PLANS = "plans"  # selections, weightings
+    PLANS_AND_CACHE = "plans_and_cache"  # plans, size: MB
+    RANDOM_DESTINATIONS = "random_destinations"  # reasons
+    RESIDUAL_CACHE_DISABLED = "residual_cache_disabled"
+    NO_KV_CACHE = "no_kv_cache"  # reason
+    KERNELS = "kernels"  # names
 
 
 @dataclass
@@ -27,17 +70,17 @@ class RunStats:
     grids: dict[Grid, int] = field(default_factory=dict)
     merged_blocks: set[str] = field(default_factory=set)
     blocks: set[str] = field(default_factory=set)
-    left_whole: dict[str, set[str]] = field(default_factory=dict)
+    unmerged: dict[Message, set[str]] = field(default_factory=dict)
     selections: int = 0
     weighings: int = 0
-    kernels: set[str] = field(default_factory=set)
-    blind: set[str] = field(default_factory=set)
-    full_by: str = ""
+    kernels: set[Message] = field(default_factory=set)
+    blind: set[Message] = field(default_factory=set)
+    full_by: tuple[Message, ...] = ()
     full_reasons: dict[Message, set[int]] = field(default_factory=dict)
     by_profile: bool = False
     detail_bytes: int = 0
     detail_given_up: bool = False
-    without_keys: str = ""
+    without_keys: Message | None = None
     maps: dict[Grid, MergeMap] = field(default_factory=dict)
     _merged_in: Counter[int] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -76,12 +119,12 @@ class RunStats:
             self.selections += selected
             self.weighings += 1
 
-    def computed_by(self, kernels: str) -> None:
+    def computed_by(self, kernels: Message) -> None:
         """Plans were made by these kernels, or by plain PyTorch because of a reason."""
         with self.lock:
             self.kernels.add(kernels)
 
-    def chosen_blindly(self, reason: str) -> None:
+    def chosen_blindly(self, reason: Message) -> None:
         """Destinations lie at random, not where they represent most, because of `reason`."""
         with self.lock:
             self.blind.add(reason)
@@ -91,140 +134,161 @@ class RunStats:
         self.blocks.add(block)
         self.merged_blocks.add(block)
 
-    def whole(self, block: str, reason: str) -> None:
+    def not_merged(self, block: str, reason: Message) -> None:
         """`block`, or the named part of it, ran on all tokens because of `reason`."""
         self.blocks.add(block.split(" ", 1)[0])
-        self.left_whole.setdefault(reason, set()).add(block)
+        self.unmerged.setdefault(reason, set()).add(block)
 
-    def headline(self) -> str:
-        """One sentence that tells what happened, for the node. web/said has it in other languages."""
+    def headline(self) -> Message:
+        """The verdict."""
         if not self.merged_blocks:
-            return f"Nothing was merged: {self._reasons()[0]}"
+            return Line.NOTHING_MERGED(reason=self._reasons()[0])
         share = sum(self.merged_steps.values()) / max(len(self.merged_steps), 1)
-        blocks = _of(len(self.merged_blocks), len(self.blocks), "blocks")
-        steps = _of(len(self.merged_steps), self._step_count(), "steps")
-        line = f"On: {self._at_most(_share(share))} of the tokens merged, {blocks}, {steps}"
-        wanted = "whole_", PROFILED
-        hindered = [why for why in self._reasons() if self.left_whole and not why.startswith(wanted)]
-        small = 2 * len(self.merged_blocks) < len(self.blocks)
-        return f"{line}. The other blocks: {hindered[0]}" if small and hindered else line
+        merged, total, steps = len(self.merged_blocks), len(self.blocks), len(self.merged_steps)
+        line = Line.ON(
+            share=self._at_most(_share(share)),
+            blocks=Line.ALL_BLOCKS(total=total) if merged == total else Line.SOME_BLOCKS(part=merged, total=total),
+            steps=Line.ALL_STEPS(total=steps)
+            if steps == self._step_count()
+            else Line.SOME_STEPS(part=steps, total=self._step_count()),
+        )
+        others = [reason for reason in self._reasons() if self.unmerged and not reason.id.chosen]
+        small = 2 * merged < total
+        return Line.ON_OTHERS(line=line, reason=others[0]) if small and others else line
 
-    def numbers(self) -> str:
-        """What stands behind the headline, a line for each thing."""
+    def numbers(self) -> list[Message]:
+        """The details of the headline, a line each."""
         lines = []
         if self.merged_blocks:
-            grids = [(math.prod(grid), " x ".join(map(str, grid)), kept) for grid, kept in self._grids()]
-            sizes = [f"{tokens} -> {kept}{self._or_more} ({size})" for tokens, size, kept in grids]
-            lines += [f"Tokens: {', '.join(sizes)}", f"Merged steps: {_ranges(self.merged_steps)}"]
-            if full := self.steps - set(self.merged_steps):
-                lines.append(f"Full steps: {_ranges(full)}{self._because()}")
-        if self.left_whole:
-            lines += [f"Unmerged parts: {len(self.left_whole[reason])}, {reason}" for reason in self._reasons()]
-        return "\n".join(lines)
+            lines += [Line.TOKENS(sizes=self._sizes()), Line.MERGED_STEPS(steps=_ranges(self.merged_steps))]
+            lines += self._full_steps(self.steps - set(self.merged_steps))
+        reasons = self._reasons() if self.unmerged else []
+        return lines + [Line.UNMERGED_PARTS(count=len(self.unmerged[reason]), reason=reason) for reason in reasons]
 
     def summary(self) -> str:
-        """One line for the log."""
-        if not self.merged_blocks:
-            return f"nothing was merged: {'; '.join(self._reasons())}"
-        extent = f"{len(self.merged_blocks)}/{len(self.blocks)} blocks"
-        extent += f", {len(self.merged_steps)}/{self._step_count()} steps"
-        unmerged = [f"unmerged ({why}): {_shortened(sorted(parts))}" for why, parts in self.left_whole.items()]
-        return "; ".join([f"{self._sizes()} in {extent}, {self._work()}", *unmerged, *self._notes()])
+        """One line in English for the log."""
+        where = [Line.TOKENS(sizes=self._sizes()), self._work()] if self.merged_blocks else []
+        unmerged = [
+            Line.UNMERGED(reason=reason, blocks=_shortened(sorted(parts))) for reason, parts in self.unmerged.items()
+        ]
+        return "; ".join(map(str, [self.headline(), *where, *unmerged, *self._notes()]))
 
-    def text(self) -> str:
-        """For a reader: the verdict first, and then in sections where and when was merged, what stayed unmerged and
-        why, and how it was computed."""
-        # A step inside the active range merged nothing if every block had a reason to stay whole.
+    def report(self) -> list[Message | str]:
+        """The verdict, and then in sections where and when was merged, what was not merged and why, and how it was
+        computed: a message or an empty string for each line."""
+        # A step inside the active range merged nothing if every block had a reason against it.
         merged = self.merged_steps if self.merged_blocks else {}
-        full = self.steps - set(merged)
-        ratios = ", ".join(Counter(self._at_most(f"{ratio:.3g}") for ratio in merged.values()))
-        sections = {
-            "Where": [
-                *([f"tokens: {self._sizes()}"] if merged else []),
-                f"merged blocks: {', '.join(sorted(self.merged_blocks, key=natural_order)) or 'none'}",
+        blocks = _by_number(self.merged_blocks)
+        ratios = tuple(Counter(self._at_most(float(f"{ratio:.3g}")) for ratio in merged.values()))
+        sections: dict[Message, list[Message]] = {
+            Line.WHERE(): [
+                *([Line.TOKENS(sizes=self._sizes())] if merged else []),
+                Line.MERGED_BLOCKS(blocks=blocks) if blocks else Line.NO_MERGED_BLOCKS(),
             ],
-            "When": [
-                *([f"merged steps: {_ranges(merged)}, at ratio {ratios}"] if merged else []),
-                *([f"full steps: {_ranges(full)}{self._because()}"] if full else []),
-                *(f"full by need: {_ranges(steps)} ({why})" for why, steps in self.full_reasons.items()),
-                f"model evaluations: {self.evaluations}, merged: {self.merged_evaluations if merged else 0}",
+            Line.WHEN(): [
+                *([Line.MERGED_STEPS_AT(steps=_ranges(merged), ratios=ratios)] if merged else []),
+                *self._full_steps(self.steps - set(merged)),
+                *(Line.FULL_BY_NEED(steps=_ranges(steps), reason=why) for why, steps in self.full_reasons.items()),
+                Line.EVALUATIONS(total=self.evaluations, merged=self.merged_evaluations if merged else 0),
             ],
-            "Unmerged": [
-                f"unmerged ({why}): {', '.join(sorted(self.left_whole[why], key=natural_order))}"
-                for why in (self._reasons() if self.left_whole else [])
+            Line.NOT_MERGED(): [
+                Line.UNMERGED(reason=reason, blocks=_by_number(self.unmerged[reason]))
+                for reason in (self._reasons() if self.unmerged else [])
             ],
-            "How": [
+            Line.HOW(): [
                 *([self._work()] if merged else []),
                 *self._notes(),
             ],
         }
-        told = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items() if lines]
-        return "\n\n".join([f"{self.headline()}.", *told])
+        found: list[Message | str] = [Line.SENTENCE(sentence=self.headline())]
+        for title, lines in sections.items():
+            if lines:
+                found += ["", title, *(Line.INDENTED(line=line) for line in lines)]
+        return found
 
-    def _reasons(self) -> list[str]:
-        """Why parts stayed unmerged, what concerns most of them first."""
-        settings = "start percent, end percent, full step every, compare tokens by, profile"
-        # What a profile leaves whole is no reason where nothing was to be merged anyhow.
-        told = [reason for reason in self.left_whole if self.merged_steps or reason != PROFILED]
-        found = sorted(told, key=lambda reason: -len(self.left_whole[reason]))
-        found += [] if found else map(str, sorted(self.full_reasons, key=lambda why: -len(self.full_reasons[why])))
-        return found or [f"every step ran in full ({settings})"]
+    def text(self) -> str:
+        """`report` in English."""
+        return "\n".join(map(str, self.report()))
 
-    def _because(self) -> str:
-        return f" ({self.full_by})" if self.full_by else ""
+    def _reasons(self) -> list[Message]:
+        """Why blocks were not merged, the reason of most blocks first."""
+        # A profile's choice is no reason in a run that would not have merged anyway.
+        told = [reason for reason in self.unmerged if self.merged_steps or reason.id is not Reason.PROFILE_SKIPS_BLOCK]
+        found = sorted(told, key=lambda reason: -len(self.unmerged[reason]))
+        found += [] if found else sorted(self.full_reasons, key=lambda reason: -len(self.full_reasons[reason]))
+        return found or [self._every_step_full()]
 
-    @property
-    def _or_more(self) -> str:
-        return "+" if self.by_profile else ""
+    def _every_step_full(self) -> Message:
+        if any(message.id is Reason.TOO_FEW_STEPS for message in self.full_by):
+            return Reason.TOO_FEW_STEPS()
+        return Reason.EVERY_STEP_FULL_BY(by=self.full_by) if self.full_by else Reason.EVERY_STEP_FULL()
 
-    def _at_most(self, share: str) -> str:
-        """By a profile blocks differ: what is known of a step is the most."""
-        return f"up to {share}" if self.by_profile else share
+    def _full_steps(self, full: set[int]) -> list[Message]:
+        if not full:
+            return []
+        steps = _ranges(full)
+        return [Line.FULL_STEPS_BY(steps=steps, by=self.full_by) if self.full_by else Line.FULL_STEPS(steps=steps)]
+
+    def _at_most(self, share: Message | float) -> Message | float:
+        """With a profile ratios differ by block: the largest of a step is shown."""
+        return Line.UP_TO(share=share) if self.by_profile else share
 
     def _step_count(self) -> int:
         return max(self.total_steps, len(self.steps))
 
-    def _grids(self) -> list[tuple[Grid, int]]:
-        return sorted(self.grids.items())[::-1]
+    def _sizes(self) -> tuple[str, ...]:
+        """Tokens before and after, and the grid, the finest first."""
+        more = "+" if self.by_profile else ""
+        return tuple(
+            f"{math.prod(grid)} -> {kept}{more} ({' x '.join(map(str, grid))})"
+            for grid, kept in sorted(self.grids.items(), reverse=True)
+        )
 
-    def _sizes(self) -> str:
-        sizes = [(math.prod(grid), "x".join(map(str, grid)), kept) for grid, kept in self._grids()]
-        return ", ".join(f"{tokens} -> {kept}{self._or_more} tokens ({size})" for tokens, size, kept in sizes)
+    def _work(self) -> Message:
+        work = Line.PLANS(selections=self.selections, weightings=self.weighings)
+        return Line.PLANS_AND_CACHE(plans=work, size=self.detail_bytes / 1e6) if self.detail_bytes else work
 
-    def _work(self) -> str:
-        work = f"{self.selections} selections, {self.weighings} weighings"
-        return f"{work}, {self.detail_bytes / 1e6:.3g} MB of detail held" if self.detail_bytes else work
-
-    def _notes(self) -> list[str]:
-        notes = [f"destinations at random ({', '.join(sorted(self.blind))})"] if self.blind else []
+    def _notes(self) -> list[Message]:
+        notes = [Line.RANDOM_DESTINATIONS(reasons=_in_order(self.blind))] if self.blind else []
         if self.detail_given_up:
-            notes.append("detail was given up: no room for it")
-        if self.without_keys:
-            notes.append(f"merged blocks do not look at all tokens: {self.without_keys}")
-        return notes + ([f"kernels: {', '.join(sorted(self.kernels))}"] if self.kernels else [])
+            notes.append(Line.RESIDUAL_CACHE_DISABLED())
+        if self.without_keys is not None:
+            notes.append(Line.NO_KV_CACHE(reason=self.without_keys))
+        return notes + ([Line.KERNELS(names=_in_order(self.kernels))] if self.kernels else [])
 
 
 # Shares of the tokens that have a name.
-_NAMED = {0.25: "a quarter", 1 / 3: "a third", 0.5: "half", 2 / 3: "two thirds", 0.75: "three quarters"}
+_NAMED = {
+    0.25: Line.QUARTER,
+    1 / 3: Line.THIRD,
+    0.5: Line.HALF,
+    2 / 3: Line.TWO_THIRDS,
+    0.75: Line.THREE_QUARTERS,
+}
 
 
-def _share(share: float) -> str:
+def _share(share: float) -> Message:
     nearest = min(_NAMED, key=lambda named: abs(named - share))
-    return _NAMED[nearest] if abs(nearest - share) < 0.01 else f"{share * 100:.0f} %"
+    return _NAMED[nearest]() if abs(nearest - share) < 0.01 else Line.PERCENT(value=100 * share)
 
 
-def _of(part: int, total: int, things: str) -> str:
-    return f"all {total} {things}" if part == total else f"{part} of {total} {things}"
+def _in_order(messages: set[Message]) -> tuple[Message, ...]:
+    return tuple(sorted(messages, key=str))
 
 
-def _shortened(names: list[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _shortened(names: list[str], most: int = 3) -> tuple[Message | str, ...]:
+    more = (Line.MORE(count=len(names) - most),) if len(names) > most else ()
+    return (*names[:most], *more)
 
 
 def natural_order(name: str) -> list[tuple[int, int | str]]:
     """Sorting key for names with numbers in them: block 2 before block 10."""
     parts = name.replace(".", " ").split()
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
+
+
+def _by_number(names: set[str]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=natural_order))
 
 
 def _ranges(steps: set[int] | dict[int, float]) -> str:

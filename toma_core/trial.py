@@ -15,6 +15,7 @@ from .kernels import Kernels
 from .kernels.sizes import padded, variant
 from .merge import MergePlan, merge, unmerge_update
 from .packed import Packed, group_of, pack
+from .reasons import Message, MessageId
 from .windows import Budget, Windows
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -22,16 +23,42 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _CAPABILITY = (8, 0)
 
 
+class NoTriton(MessageId):
+    """Why plain PyTorch computes instead of Triton's kernels."""
+
+    NO_CUDA = "no_cuda"
+    NOT_NVIDIA = "not_nvidia"
+    DTYPE = "token_dtype"  # dtype
+    NOT_INSTALLED = "triton_not_installed"
+    NOT_LOADED = "triton_not_loaded"  # error
+    INTERPRETED = "triton_interpreted"
+    OLD_GPU = "old_gpu"  # least: compute capability
+    LARGE_WINDOWS = "large_windows"  # tokens, most
+    WRONG_RESULTS = "triton_wrong_results"
+    FAILED = "triton_failed"  # error
+
+
+class KernelName(MessageId):
+    """What computes plans and merges."""
+
+    KERNEL = "kernel"  # name
+    KERNEL_BECAUSE = "kernel_because"  # name, reason
+
+
 @dataclass(frozen=True)
 class Choice:
     """The kernels to use, None for plain PyTorch, and why not the faster ones."""
 
     kernels: Kernels | None
-    reason: str = ""
+    reason: Message | None = None
 
-    def __str__(self) -> str:
+    @property
+    def message(self) -> Message:
+        """The choice for the report."""
         name = "torch" if self.kernels is None else self.kernels.name
-        return f"{name} ({self.reason})" if self.reason else name
+        if self.reason is None:
+            return KernelName.KERNEL(name=name)
+        return KernelName.KERNEL_BECAUSE(name=name, reason=self.reason)
 
 
 @dataclass(frozen=True)
@@ -161,41 +188,43 @@ def _chosen(x: Tensor, features: Tensor, windows: Windows, budget: Budget, uses:
     return Choice(None, reason) if reason else Choice(kernels)
 
 
-def _obstacle(x: Tensor, slots: int) -> str:
-    """Why Triton's kernels cannot take this, or an empty string."""
+def _obstacle(x: Tensor, slots: int) -> Message | None:
+    """Why Triton's kernels cannot take this, None if they can."""
     if x.device.type != "cuda":
-        return "no CUDA device"
+        return NoTriton.NO_CUDA()
     if torch.version.hip:
-        return "not an NVIDIA GPU"
+        return NoTriton.NOT_NVIDIA()
     if x.dtype not in _DTYPES:
-        return f"tokens in {x.dtype}"
+        return NoTriton.DTYPE(dtype=str(x.dtype).removeprefix("torch."))
     try:
         from .kernels.triton import INTERPRETED, MOST
     except ImportError:
-        return "Triton is not installed"
+        return NoTriton.NOT_INSTALLED()
     except Exception as error:
         # A Triton too old, or built for another PyTorch, fails in its own ways while it loads.
-        return _told("Triton does not load", error)
+        return NoTriton.NOT_LOADED(error=_first_line(error))
     if INTERPRETED:
-        return "TRITON_INTERPRET is set"
+        return NoTriton.INTERPRETED()
     if torch.cuda.get_device_capability(x.device) < _CAPABILITY:
-        return "the GPU's compute capability is below {}.{}".format(*_CAPABILITY)
-    return f"windows of {slots} tokens, the kernels take {MOST}" if slots > MOST else ""
+        return NoTriton.OLD_GPU(least="{}.{}".format(*_CAPABILITY))
+    return NoTriton.LARGE_WINDOWS(tokens=slots, most=MOST) if slots > MOST else None
 
 
-# What came of the first use of the kernels in this process: an empty string, or why they failed.
-_trials: dict[Hashable, str] = {}
+# What came of the first use of the kernels in this process: None, or why they failed.
+_trials: dict[Hashable, Message | None] = {}
 
 
-def _trial(kernels: Kernels, x: Tensor, features: Tensor, windows: Windows, budget: Budget, uses: Uses) -> str:
-    """Why the kernels fail on x or compute something else than PyTorch, or an empty string."""
+def _trial(
+    kernels: Kernels, x: Tensor, features: Tensor, windows: Windows, budget: Budget, uses: Uses
+) -> Message | None:
+    """Why the kernels fail on x or compute something else than PyTorch, None if they do not."""
     x, features = x.detach(), features.detach()
     results = _results(kernels, x, features, windows, budget, uses)
     return _tried(_key(x, features, windows, budget, uses), lambda: all(_close(*pair) for pair in results))
 
 
-def _tried(key: Hashable, good: Callable[[], bool]) -> str:
-    """Why a first use fails, or an empty string. good: whether what is computed in it is right.
+def _tried(key: Hashable, good: Callable[[], bool]) -> Message | None:
+    """Why a first use fails, None if it does not. good: whether what is computed in it is right.
 
     Triton compiles at first use, with a C compiler and a driver that may be missing, for cards nobody here has seen.
     Only this trial is guarded, and waits for the device: an error in the run itself is not hidden.
@@ -204,11 +233,11 @@ def _tried(key: Hashable, good: Callable[[], bool]) -> str:
         if not _trials:
             logging.info("ToMA: making its GPU kernels for this model, once; this takes some seconds")
         try:
-            _trials[key] = "" if good() else "Triton's results are off"
+            _trials[key] = None if good() else NoTriton.WRONG_RESULTS()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            _trials[key] = _told("Triton failed", error)
+            _trials[key] = NoTriton.FAILED(error=_first_line(error))
         if _trials[key]:
             logging.warning("ToMA: plain PyTorch instead of Triton kernels. %s", _trials[key])
     return _trials[key]
@@ -245,6 +274,6 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
     return torch.allclose(ours.float(), theirs.float(), rtol=0.0, atol=tolerance + 1e-5 * largest, equal_nan=True)
 
 
-def _told(what: str, error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
-    return f"{what}: {type(error).__name__}: {lines[0][:200]}"
+    return f"{type(error).__name__}: {lines[0][:200]}"

@@ -2,15 +2,6 @@
 // it, so it works in both renderers.
 import { api } from "../../scripts/api.js"
 import { app } from "../../scripts/app.js"
-import de from "./said/de.mjs"
-import en from "./said/en.mjs"
-import es from "./said/es.mjs"
-import fr from "./said/fr.mjs"
-import ja from "./said/ja.mjs"
-import ko from "./said/ko.mjs"
-import ru from "./said/ru.mjs"
-import zh from "./said/zh.mjs"
-
 // Node type -> least and greatest height of its text, in pixels: whole lines of 16, and 8 around them.
 const LINE = [56, 88]
 const REPORT = [120, 184]
@@ -19,53 +10,62 @@ const HEIGHTS = { ToMA: LINE, ToMAAdvanced: LINE, ToMAReport: REPORT, ToMABenchm
 const SIZES = { ToMAReport: [480, 1180], ToMABenchmark: [460, 840], ToMACalibrate: [460, 860] }
 const AROUND = 20 // what the canvas renderer leaves free above and below a widget
 const WIDGET = "toma_said"
-const NEW = { text: "No run yet." }
-const CACHED = { text: "Nothing ran anew: ComfyUI had this result in its cache. Change the seed to see what is merged." }
+const NEW = { lines: [{ id: "no_run_yet" }] }
+const CACHED = { lines: [{ id: "cached" }] }
 const WAIT = { milliseconds: 200, times: 100 } // for the server's answer to a prompt
 
 // Workflow id -> node id -> the last message, for workflows that are closed and opened again.
 const known = new Map()
 
-// The nodes speak English. said/<language>.mjs has what they say, with {names} in place of what changes.
-const LANGUAGES = { de, en, es, fr, ja, ko, ru, zh }
-let phrases = []
+// The nodes send messages: an id and its parameters. i18n/<language>.json has the text of each id, and the labels of
+// settings; what it lacks is English.
+const LANGUAGES = ["de", "en", "es", "fr", "ja", "ko", "ru", "zh"]
+const tables = new Map()
+let table = { labels: {}, messages: {} }
 
-function learn() {
-  const language = LANGUAGES[app.extensionManager?.setting?.get("Comfy.Locale")] ?? en
-  phrases = Object.entries(language).map(phrase)
-}
-
-function phrase([english, theirs]) {
-  const parts = english.split(/\{(\w+)\}/)
-  const names = parts.filter((_, index) => index % 2)
-  const form = parts.map((part, index) => {
-    if (index % 2) return part.length === 1 ? "(-?\\d[\\d.]*)" : "(.+?)" // one letter stands for a number
-    return part.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")
-  })
-  return { form: new RegExp(`^${form.join("")}$`), names, theirs }
-}
-
-function translated(text, node) {
-  for (const { form, names, theirs } of phrases) {
-    const found = form.exec(text)
-    if (!found) continue
-    return theirs.replace(/\{(\w+)\}/g, (_, name) => {
-      const part = found[names.indexOf(name) + 1]
-      return name === "field" ? labelOf(node, part) : translated(part, node)
-    })
+async function loaded(language) {
+  if (!tables.has(language)) {
+    const file = fetch(new URL(`i18n/${language}.json`, import.meta.url))
+    tables.set(language, file.then((response) => response.json()).catch(() => ({})))
   }
-  return text
+  return tables.get(language)
+}
+
+async function learn() {
+  const language = app.extensionManager?.setting?.get("Comfy.Locale")
+  const [english, theirs] = await Promise.all([loaded("en"), loaded(LANGUAGES.includes(language) ? language : "en")])
+  table = {
+    labels: { ...english.labels, ...theirs.labels },
+    messages: { ...english.messages, ...theirs.messages },
+  }
+}
+
+// {name}, {name:.2f} with two decimals, or {label.ratio}: the label of a setting.
+function formatted(message, node) {
+  if (typeof message === "string") return message
+  const { id, params = {} } = message
+  return (table.messages[id] ?? id).replace(/\{([\w.]+)(?::\.(\d)f)?\}/g, (_, name, decimals) => {
+    if (name.startsWith("label.")) return labelOf(node, name.slice(6))
+    const value = params[name]
+    if (name === "setting") return labelOf(node, value)
+    if (typeof value === "number") return decimals ? value.toFixed(decimals) : String(Number(value.toPrecision(10)))
+    if (Array.isArray(value)) return value.map((each) => valueOf(each, node)).join(", ")
+    return valueOf(value, node)
+  })
+}
+
+function valueOf(value, node) {
+  return value?.id ? formatted(value, node) : String(value)
 }
 
 function labelOf(node, name) {
   const widget = node?.widgets?.find((each) => each.name === name)
   const input = node?.inputs?.find((each) => each.name === name)
-  return widget?.label ?? input?.label ?? input?.localized_name ?? name
+  return widget?.label ?? input?.label ?? input?.localized_name ?? table.labels[name] ?? name.replaceAll("_", " ")
 }
 
-function inTheirWords(text, node) {
-  const lines = text.replace(/^ToMA: /gm, "").split("\n")
-  return lines.map((line) => /^\s*/.exec(line)[0] + translated(line.trim(), node)).join("\n")
+function joined(lines, node) {
+  return lines.map((line) => formatted(line, node)).join("\n")
 }
 
 function addText(node) {
@@ -142,13 +142,15 @@ function isOpen(graph) {
   return !graph || graph === openGraph()
 }
 
-function write(node, { text, details = "", error = false, earlier = false }) {
+function write(node, { lines, more = [], error = false, earlier = false }) {
   const element = node?.widgets?.find(({ name }) => name === WIDGET)?.element.firstChild
   if (!element) return
-  const told = earlier ? text.replace(/\n|$/, (end) => ` (from an earlier run)${end}`) : text // on the first line
-  element.textContent = inTheirWords(told, node)
-  element.title = inTheirWords(details, node)
-  const stripe = error ? "var(--error-text, #f44)" : text.startsWith("Nothing was merged") ? "#c90" : undefined
+  const [first, ...others] = lines
+  const head = earlier ? { id: "earlier", params: { line: first } } : first
+  element.textContent = joined([head, ...others], node)
+  element.title = joined(more, node)
+  const verdict = first.id === "sentence" ? first.params.sentence : first
+  const stripe = error ? "var(--error-text, #f44)" : verdict.id === "nothing_merged" ? "#c90" : undefined
   element.style.borderLeftColor = stripe ?? "var(--comfy-input-bg)"
   element.classList.toggle("toma-error", error)
 }
@@ -203,30 +205,38 @@ function queued() {
   const look = (times) => {
     const refused = Object.entries(app.lastNodeErrors ?? {})
     for (const [path, { errors }] of refused) {
-      if (errors.length && findNode(path)) said(path, { graph: openGraph(), text: sentence(errors[0]), error: true })
+      const node = findNode(path)
+      if (errors.length && node)
+        said(path, { graph: openGraph(), lines: [complaint(errors[0], node)], error: true })
     }
     if (!refused.length && times) waiting = setTimeout(look, WAIT.milliseconds, times - 1)
   }
   waiting = setTimeout(look, WAIT.milliseconds, WAIT.times)
 }
 
-// ComfyUI's own complaints in the words of ours.
-function sentence({ type, message, details = "", extra_info: info = {} }) {
-  const name = info.input_name
-  const value = JSON.stringify(info.received_value)
-  const { min, max, default: usual, options } = info.input_config?.[1] ?? {}
-  if (type === "required_input_missing") return `Nothing is connected to ${name}. Connect it.`
-  if (type.startsWith("value_") && max !== undefined)
-    return `${name} is ${value}. Allowed: a number from ${min} to ${max}. Try ${usual}.`
+// What the server refused, ComfyUI's own checks and ours, as messages.
+function complaint({ type, message, details = "", extra_info: info = {} }, node) {
+  const setting = info.input_name
+  const entered = (name) => node.widgets?.find((widget) => widget.name === name)?.value
+  const value = JSON.stringify(info.received_value ?? entered(setting))
+  if (type === "required_input_missing") return { id: "not_connected", params: { setting } }
+  const config = info.input_config ?? node.constructor.nodeData?.input?.required?.[setting]
+  const { min, max, default: usual, options } = config?.[1] ?? {}
   if (type === "value_not_in_list" && options)
-    return `${name} is ${value}. Allowed: ${options.join(", ")}. Choose one of them.`
-  return details.includes("ToMA: ") ? details.slice(details.indexOf("ToMA: ")) : `${message}: ${details}`
+    return { id: "not_a_choice", params: { setting, value, choices: options } }
+  const custom = type === "custom_validation_failed"
+  if (custom && ["start_percent", "end_percent"].includes(setting))
+    return { id: "start_after_end", params: { start: entered("start_percent"), end: entered("end_percent") } }
+  if (custom && setting === "ratio" && entered(setting) === 0) return { id: "nothing_to_measure" }
+  if ((custom && setting === "ratio") || (type.startsWith("value_") && max !== undefined))
+    return { id: "out_of_range", params: { setting, value, kind: { id: "a_number" }, low: min, high: max, usual } }
+  return details.includes("ToMA: ") ? details.slice(details.indexOf("ToMA: ") + 6) : `${message}: ${details}`
 }
 
 app.registerExtension({
   name: "toma-token-merge.said",
-  setup() {
-    learn()
+  async setup() {
+    await learn()
     api.addEventListener("execution_start", started)
     api.addEventListener("execution_cached", cached)
     api.addEventListener("execution_success", finished)

@@ -101,7 +101,7 @@ def _measured(
         rows[near] |= {f"{name} cost": round(flops / whole, 3) for name, (_, flops) in ways.items()}
         rows[near] |= {"predicted": round(found.chosen.distance, 4), "found": round(found.found, 4)}
         rows[near] |= {"keeps preset": found.keeps_preset, "told": found.held, "probes": found.probes}
-        rows[near]["profile"] = dict(found.profile.ratios) if found.profile else found.problem
+        rows[near]["profile"] = dict(found.profile.ratios) if found.profile else str(found.problem)
     return rows
 
 

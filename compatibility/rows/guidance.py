@@ -11,8 +11,8 @@ from ..row import CHEAP, FOR_FLUX, FOR_UNETS, MERGED, Expected, Graph, NotFor, R
 from .table import row
 
 GROUP = "Guidance and schedules"
-REPLACED = "replaced by another node"
-NEEDED = "another node's attention patch needs all tokens"
+REPLACED = "block_replaced"
+NEEDED = "attention_patch"
 
 
 @row(GROUP, "Perturbed-Attention Guidance", sdxl=Expected(whole={REPLACED: 2}), flux=FOR_UNETS, quick=True)

@@ -224,7 +224,7 @@ def redux_tokens(kit: Kit) -> Graph:
     GROUP,
     "Flux.1 Redux with a strength (attention mask)",
     sdxl=FOR_FLUX,
-    flux=whole("attn_mask in use", 6),
+    flux=whole("argument_in_use", 6),
     quick=True,
 )
 def redux_mask(kit: Kit) -> Graph:

@@ -20,7 +20,7 @@ from ..row import FAMILIES, FOR_FLUX, FOR_UNETS, MERGED, NOT_TRIED, OTHERS, Expe
 from .table import row
 
 GROUP = "Model patches"
-TOKENS_CHANGED = "another node changed the number of tokens"
+TOKENS_CHANGED = "tokens_changed"
 
 
 @row(GROUP, "FreeU", flux=Refused(KeyError), quick=True)
@@ -181,7 +181,7 @@ def multigpu(kit: Kit) -> Iterator[Graph]:
 
 
 @row(GROUP, "Reference key-value cache (FluxKVCache)", sdxl=FOR_FLUX,
-     flux=whole("another node's attention patch needs all tokens", 6))  # fmt: skip
+     flux=whole("attention_patch", 6))  # fmt: skip
 def kv_cache(kit: Kit) -> Graph:
     patch = node("nodes_flux.FluxKVCache")
     model = kit.build(guidance_embed=False, vec_in_dim=None, global_modulation=True)

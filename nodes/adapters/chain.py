@@ -22,14 +22,13 @@ from ...toma_core import Evaluation, MergePlan, reduce, restore
 from ...toma_core.config import Granularity
 from ...toma_core.detail import Detail
 from ...toma_core.payoff import Block
+from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid, has_frames
 from .graphs import numbered, operators
 from .hooks import Hook, eager, outside_graph, unmerge
 from .looks import Look, flat, like, looking
-from .port import CHANGED, Cuts, Given, Port
+from .port import Cuts, Given, Port
 from .rope import merged_rows
-
-NO_MEMORY = "out of memory while destinations were selected, and all later steps"
 
 
 class Place:
@@ -105,7 +104,7 @@ class Place:
         dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else torch.bfloat16
         reason = evaluation.obstacle(latent.new_empty((), dtype=dtype).expand(images, self.image, width), *self.work)
         if reason:
-            self._whole(reason)
+            self._not_merged(reason)
             return False
         tokens = list(map(prod, self.grids))
         kept = [run.kept(self.grids[0], evaluation.step_plan, latent.device)]
@@ -238,7 +237,7 @@ class Place:
     # --- outside of graphs --------------------------------------------------------------------------------------------
 
     @eager
-    def start(self, x: Tensor, before: int, reason: str) -> Tensor:
+    def start(self, x: Tensor, before: int, reason: Message | None) -> Tensor:
         """[before | N | rest] -> [before | D | rest], or x where there is a reason to leave the chain whole; the
         outcome is noted in the run's stats."""
         self.held = None  # of a call that broke off, which another pack makes again with fewer images
@@ -257,7 +256,7 @@ class Place:
         return reduced.clone() if self.port.writes else reduced
 
     @eager
-    def plan_for(self, image: Tensor, reason: str, part: str = "") -> MergePlan | None:
+    def plan_for(self, image: Tensor, reason: Message | None, part: str = "") -> MergePlan | None:
         """The plan for the (B, N, C) tokens of the image, or None to leave the chain whole, or a part of its block."""
         if self.evaluation is None or not self.merges(image, reason, part):
             return None
@@ -276,25 +275,25 @@ class Place:
                 if not has_frames(grid):
                     raise
                 run.unplanned.add(self.scope)
-        self._whole(NO_MEMORY)
+        self._not_merged(Reason.OUT_OF_MEMORY_PLAN())
         return None
 
-    def merges(self, image: Tensor, reason: str, part: str = "") -> bool:
+    def merges(self, image: Tensor, reason: Message | None, part: str = "") -> bool:
         """Whether the (B, N, C) tokens of the image are merged, if nothing speaks against it; else it is noted."""
         evaluation = self.evaluation
         assert evaluation is not None  # noqa: S101 - for mypy: it has begun
         if not reason and (image.shape[1] != self.image or len(image) % len(evaluation.copies)):
-            reason = CHANGED
+            reason = Reason.TOKENS_CHANGED()
         elif not reason:
             reason, part = evaluation.obstacle(image, *self.work), ""
-        if reason:
-            self._whole(reason, part)
-        return not reason
+        if reason is not None:
+            self._not_merged(reason, part)
+        return reason is None
 
-    def _whole(self, reason: str, part: str = "") -> None:
+    def _not_merged(self, reason: Message, part: str = "") -> None:
         assert self.evaluation is not None  # noqa: S101 - for mypy: it has begun
         for name in self.names:
-            self.evaluation.run.stats.whole(name + part, reason)
+            self.evaluation.run.stats.not_merged(name + part, reason)
 
     @eager
     def finish(self, out: Tensor, before: int) -> Tensor:
@@ -393,7 +392,7 @@ class Link(Hook):
         place, port = self.begin, self.port
         given = port.given(args, kwargs)
         port.note(given)
-        x, reason = given[port.tokens], self.reason(given) if place is self.place else ""
+        x, reason = given[port.tokens], self.reason(given) if place is self.place else None
         before = port.before(given, place.image)
         if place is self.place:
             x = place.start(x, before or 0, reason)
@@ -406,12 +405,12 @@ class Link(Hook):
         out = self._called(len(args), merged)
         return self._with(out, place.finish(self._tokens(out), before)) if self.last else out
 
-    def reason(self, given: Given) -> str:
-        """Why the chain that begins here is left whole, see `Port.obstacle`. The grid is taken as it is told."""
+    def reason(self, given: Given) -> Message | None:
+        """Return why the chain that begins here is not merged, see `Port.obstacle`. The grid is taken as it is told."""
         place, port = self.place, self.port
         grid = port.grid(given, place.grids[0])
         if grid is None:
-            return "ComfyUI does not tell the size of the grid"
+            return Reason.UNKNOWN_GRID()
         # A ComfyUI that does not tell of references has them after the image all the same: they stay whole.
         place.grids = grid, *(place.grids[1:] if port.references(given) else ())
         return port.obstacle(given, place.image, place.references)

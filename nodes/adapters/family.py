@@ -20,7 +20,7 @@ from ...toma_core import Evaluation, ToMAConfig
 from ...toma_core.config import Granularity, PlanFrom, so_many
 from ...toma_core.payoff import FEWEST, Block
 from ...toma_core.presets import Fields
-from ...toma_core.stats import PROFILED
+from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
 from .chain import Link, Positions
 from .hooks import GRAPHS, HookPair
@@ -51,9 +51,6 @@ WITHOUT_KEYS: Fields = {
     "faithful": {"whole_first": 0.1},
 }
 
-
-# Why a block runs whole that is none of ComfyUI's.
-REPLACED = "replaced by another node"
 
 # The methods in which models run their blocks, each in some of them.
 _LOOPS = frozenset(("forward", "_forward", "forward_orig", "forward_core_with_concat"))
@@ -133,19 +130,19 @@ def hooked(before: nn.Module, after: nn.Module) -> bool:
     return not all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
 
 
-def left_whole(config: ToMAConfig, index: int, count: int, *, last: bool = True) -> str:
-    """Why the settings leave the block of this index among `count` whole, or an empty string. last: whether the last of
-    them are the last of the model."""
+def skip_reason(config: ToMAConfig, index: int, count: int, *, last: bool = True) -> Message | None:
+    """Return why the settings skip the block of this index among `count`, None if they do not. last: whether the last
+    of them are the last of the model."""
     if index < so_many(config.whole_first, count):
-        return f"whole_first = {config.whole_first:g}"
+        return Reason.SKIP_FIRST_BLOCKS(count=config.whole_first)
     if last and count - index <= so_many(config.whole_last, count):
-        return f"whole_last = {config.whole_last:g}"
-    return ""
+        return Reason.SKIP_LAST_BLOCKS(count=config.whole_last)
+    return None
 
 
-def profiled(link: Link, evaluation: Evaluation) -> str:
-    """Why a profile leaves a block whole in this evaluation, or an empty string."""
-    return "" if evaluation.step_plan.ratio_of(link.name) else PROFILED
+def profiled(link: Link, evaluation: Evaluation) -> Message | None:
+    """Return why a profile skips a block in this evaluation, None if it does not."""
+    return None if evaluation.step_plan.ratio_of(link.name) else Reason.PROFILE_SKIPS_BLOCK()
 
 
 def chained(
@@ -235,9 +232,9 @@ class Transformer(ABC):
         # There is one resolution, but tokens of one kind of block say little of those of the other.
         return Link(module, f"{stage.kind}.{index}", stage.port, stage.work, stage.kind, shared)
 
-    def left_out(self, stage: Stage, index: int, config: ToMAConfig) -> str:
-        """Why the settings leave this block of a stage whole, or an empty string."""
-        return left_whole(config, index, len(stage.blocks), last=stage is self.stages[-1])
+    def left_out(self, stage: Stage, index: int, config: ToMAConfig) -> Message | None:
+        """Return why the settings skip this block of a stage, None if they do not."""
+        return skip_reason(config, index, len(stage.blocks), last=stage is self.stages[-1])
 
     def places(self) -> Iterator[HookPair]:
         """Blocks with the hooks that may stand in for them."""
@@ -284,11 +281,11 @@ class Transformer(ABC):
         """How many self-attentions a block has in which merged tokens take part."""
         return 1
 
-    def obstacle(self, transformer_options: Mapping[str, Any], config: ToMAConfig) -> str:
-        """Why no block of this call can be merged, in words for the report; empty if they can."""
+    def obstacle(self, transformer_options: Mapping[str, Any], config: ToMAConfig) -> Message | None:
+        """Return why no block of this call can be merged, None if they can."""
         patches = transformer_options.get("patches", {})
         shown = any(patches.get(name) for name in self.inside)
-        return "another node's attention patch needs all tokens" if shown else ""
+        return Reason.ATTENTION_PATCH() if shown else None
 
     def loops(self) -> bool:
         """Whether the model's own loop runs its blocks. Whoever runs them in a loop of their own, as step caches do,
@@ -317,9 +314,9 @@ class Transformer(ABC):
             own = isinstance(blocks, Sequence | nn.ModuleList) and len(blocks) == len(links)
             following = None  # the block that the last run could go on with
             for index, link in enumerate(self.chosen(stage, links, config)):
-                foreign = "" if own and theirs(blocks[index]) else REPLACED
+                foreign = None if own and theirs(blocks[index]) else Reason.BLOCK_REPLACED()
                 if left_out := self.left_out(stage, index, config) or reason or foreign or profiled(link, evaluation):
-                    stats.whole(link.name, left_out)
+                    stats.not_merged(link.name, left_out)
                     continue
                 link.module = unwrapped(blocks[index])
                 joins = chains and index == following and evaluation.step_plan.joins(runs[-1][-1].name, link.name)

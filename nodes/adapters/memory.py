@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...toma_core import ToMAConfig
 from ...toma_core.packed import packed_bytes
+from ...toma_core.reasons import Message, Reason
 from .family import ModelHooks
 
 # The share of a card's memory that the KV cache may take in four bits where that pushes weights out. ComfyUI then loads
@@ -35,11 +36,11 @@ _LOADING = 1.1
 @dataclass(frozen=True)
 class Kept:
     """What a run keeps so that merged blocks can look at all tokens: bytes, whether in four bits a number, and why
-    nothing, for the report; 0 and empty where nothing is to be kept."""
+    nothing; 0 and None where nothing is to be kept."""
 
     bytes: int = 0
     packs: bool = False
-    without: str = ""
+    without: Message | None = None
 
 
 def kept_keys(
@@ -67,13 +68,13 @@ def kept_keys(
     of_an_image = hooks.keys_of(latent, config, transformer_options, controlled=controlled, references=references)
     updates, keys = (round(n * len(latent) * conditions) for n in of_an_image)
     if not keys:
-        return Kept(without="this model's attention takes no others")
+        return Kept(without=Reason.KV_MODEL_ATTENTION())
     if (needed := (updates + keys) * dtype.itemsize) <= left:
         return Kept(needed)
     most = max(left, model_management.get_total_memory(device) * _SHARE)
     if (needed := updates * dtype.itemsize + packed_bytes(keys, dtype.itemsize)) <= most:
         return Kept(needed, packs=True)
-    return Kept(without=f"they would take {needed / 1e9:.1f} GB, more than {most / 1e9:.1f}")
+    return Kept(without=Reason.KV_TOO_LARGE(needed=needed / 1e9, limit=most / 1e9))
 
 
 def memory_left(guider: Any, shape: Sequence[int]) -> float:

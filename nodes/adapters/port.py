@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
 from .layout import shortened
 
 # What a block is given, by name.
 Given = dict[str, Any]
-
-CHANGED = "another node changed the number of tokens"
 
 
 @dataclass(frozen=True)
@@ -113,20 +112,20 @@ class Port:
         can tell which."""
         return None
 
-    def obstacle(self, given: Given, image: int, references: int = 0) -> str:
-        """Why a block's tokens cannot be merged, in words for the report; empty if they can. image: N. references: of
+    def obstacle(self, given: Given, image: int, references: int = 0) -> Message | None:
+        """Return why a block's tokens cannot be merged, None if they can. image: N. references: of
         the reference images after it, if they are merged too."""
         x, before = given[self.tokens], self.before(given, image)
         if before is None:
-            return "ComfyUI does not tell where the image's tokens are"
+            return Reason.UNKNOWN_IMAGE_POSITION()
         told = self.references(given)
         if x.ndim != 3 or x.shape[1] < before + image + told or (references and references != told):
-            return CHANGED
+            return Reason.TOKENS_CHANGED()
         known = (self.tokens, self.rows, *self.harmless)
-        tied = [name for name, value in given.items() if value is not None and name not in known]
+        tied: list[Message | str] = [name for name, value in given.items() if value is not None and name not in known]
         if self.rows and not self._fits(given.get(self.rows), self.above(given) + x.shape[1]):
-            tied.append(f"{self.rows} of unknown shape")
-        return f"{', '.join(tied)} in use" if tied else ""
+            tied.append(Reason.ARGUMENT_SHAPE(argument=self.rows))
+        return Reason.ARGUMENT_IN_USE(arguments=tuple(tied)) if tied else None
 
     def references(self, given: Given) -> int:
         """Tokens of reference images that follow the image. Where there are fewer, as in one of several processes that

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...toma_core import Evaluation, ToMAConfig
 from ...toma_core.presets import Fields
+from ...toma_core.reasons import MessageError, MessageId, Reason
 from .contract import UnknownError, asking, check, warn
 from .family import BlockFacts, ModelHooks, unwrapped
 from .hooks import HookPair
@@ -87,7 +88,7 @@ class _Plain:
         self.reason = reason
 
     def select(self, x: Tensor, evaluation: Evaluation, *_: Any, **__: Any) -> Iterator[HookPair]:
-        evaluation.run.stats.whole("model", f"unknown to this version: {self.reason}")
+        evaluation.run.stats.not_merged("model", Reason.UNKNOWN_API(name=self.reason))
         yield from ()
 
     def places(self) -> Iterator[HookPair]:
@@ -100,8 +101,22 @@ class _Plain:
         return 0, 0
 
 
-class UnsupportedModelError(ValueError):
-    """The model is of no known class. The message lists what is supported."""
+class Unsupported(MessageId):
+    """Why a model is refused, and what to do."""
+
+    MODEL = "unsupported_model"  # model, supported: names
+    WRAPPED = "wrapped_model"  # model, pack
+
+
+class UnsupportedModelError(MessageError):
+    """The model is of no known class. The message says what to do, and names ToMA itself."""
+
+    prefix = ""
+
+
+def _pack_of(module: str) -> str:
+    """The module's name without where ComfyUI lies: it loads packs under their path."""
+    return module.replace("\\", ".").replace("/", ".").rpartition("custom_nodes.")[2]
 
 
 # Keyed weakly by the model itself: hooks live as long as it does, and no clone can carry another model's modules.
@@ -137,9 +152,9 @@ def require(diffusion_model: nn.Module) -> ModelHooks:
     """The hooks for a model. Raises `UnsupportedModelError` if no family knows it."""
     hooks = find(diffusion_model)
     if hooks is None:
-        supported = ", ".join(family.NAME for family in _FAMILIES)
-        raise UnsupportedModelError(
-            f"ToMA cannot speed up this model ({type(unwrapped(diffusion_model)).__name__}). Supported: {supported}. "
-            "Connect one of these, or bypass the ToMA node."
-        )
+        kind = type(unwrapped(diffusion_model))
+        if not kind.__module__.startswith("comfy."):
+            raise UnsupportedModelError(Unsupported.WRAPPED(model=kind.__name__, pack=_pack_of(kind.__module__)))
+        supported = tuple(family.NAME for family in _FAMILIES)
+        raise UnsupportedModelError(Unsupported.MODEL(model=kind.__name__, supported=supported))
     return hooks

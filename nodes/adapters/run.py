@@ -21,15 +21,16 @@ import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrappersMP
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...toma_core import Settings, StepMode, ToMAConfig
+from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import Bands
 from ...toma_core.stats import RunStats
 from . import registry, reports
 from .contents import Contents
 from .contract import UnknownError, argument, asking, known, warn
-from .family import ModelHooks
+from .family import ModelHooks, unwrapped
 from .graphs import allow_more_graphs, compiled, in_one_piece
 from .hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, HookPair, installed
 from .levels import Levels
@@ -138,7 +139,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             options["transformer_options"][SAMPLING] = sampling
             options["transformer_options"][GRAPHS] = inside = compiled(given)
             if in_one_piece(given):
-                sampling.obstacle = "torch.compile with fullgraph on: switch fullgraph off"
+                sampling.obstacle = Reason.FULLGRAPH()
             if kept.bytes:
                 _wrapped(options["transformer_options"], "PREPARE_SAMPLING", _prepare_sampling)
             if _wrapped(options["transformer_options"], "PREDICT_NOISE", _predict_noise):
@@ -172,12 +173,12 @@ def settled(attachment: Attachment, guider: Any, noise: Tensor, sampler: Any) ->
     if not config.all_keys or getattr(comfy.model_management, "in_training", False):
         return config, Kept()
     hooks = registry.find(model.get_model_object("diffusion_model"))
-    kept = Kept(without="torch.compile with another backend than inductor, or with CUDA graphs")
+    kept = Kept(without=Reason.KV_COMPILE_BACKEND())
     if not config.reuses_detail:
-        kept = Kept(without="full steps keep nothing with these settings")
+        kept = Kept(without=Reason.KV_NO_FULL_STEPS())
     elif hooks is not None and (compiled(given) or not given.get("torch_compile_kwargs")):
         if moves(guider, noise):
-            return attachment.without_keys, Kept(without="context windows that lie elsewhere at each step")
+            return attachment.without_keys, Kept(without=Reason.KV_CONTEXT_WINDOWS())
         kept = kept_keys(
             hooks,
             config,
@@ -268,14 +269,14 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs = {**kwargs, "transformer_options": told}
     if sampling is None or sampling.step_plan.mode is StepMode.FULL:
         if sampling is not None and sampling.sigma is None:
-            sampling.run.stats.whole("model", "ComfyUI did not tell the noise level")
+            sampling.run.stats.not_merged("model", Reason.UNKNOWN_SIGMA())
         return _called((), sampling, options, executor, *args, **kwargs)
     if sampling.obstacle:
-        sampling.run.stats.whole("model", sampling.obstacle)
+        sampling.run.stats.not_merged("model", sampling.obstacle)
         return executor(*args, **kwargs)
     hooks = registry.find(model)
     if hooks is None or not (_is_picture(x) or (hooks.takes_frames and _is_video(x))):
-        sampling.run.stats.whole("model", "a model or latent of unknown kind")
+        sampling.run.stats.not_merged("model", _unknown(model, x, hooks))
         return executor(*args, **kwargs)
     evaluation = sampling.evaluation(x, options)
     if evaluation.step_plan.mode is StepMode.FULL:
@@ -304,6 +305,14 @@ def _called(
             raise
     comfy.model_management.soft_empty_cache()
     return executor(*args, **kwargs)
+
+
+def _unknown(model: nn.Module, x: Any, hooks: ModelHooks | None) -> Message:
+    """Why a model or a latent x is not merged."""
+    name = type(unwrapped(model)).__name__
+    if hooks is None:
+        return Reason.UNKNOWN_MODEL(model=name)
+    return Reason.UNKNOWN_LATENT(model=name, shape=" x ".join(map(str, getattr(x, "shape", ()))))
 
 
 def _is_picture(x: Any) -> bool:

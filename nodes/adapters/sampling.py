@@ -17,8 +17,8 @@ from ...toma_core.config import PlanFrom
 from ...toma_core.decision import without_cache
 from ...toma_core.pieces import Piece
 from ...toma_core.prediction import trusted_below
+from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import Bands
-from ...toma_core.state import NO_ROOM
 from ...toma_core.stats import RunStats
 from ...toma_core.windows import has_frames
 from .contents import Contents
@@ -42,8 +42,7 @@ class Sampling:
     None and 0 where nobody told. areas: by condition, (height, width, top, left). apart: there are several conditions,
     which may run on several devices. calls, merged_calls: how often conditions were asked about in it so far. begun,
     picture: evaluations of the sampler so far, and the clean picture that the last one predicted, (B, C, ..., H, W).
-    trusted: the noise level above which a picture tells too little. obstacle: why nothing may be merged in this run, in
-    words for the report.
+    trusted: the noise level above which a picture tells too little. obstacle: why nothing may be merged in this run.
     """
 
     run: RunState
@@ -54,7 +53,7 @@ class Sampling:
     images: int = 0
     areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)
     apart: bool = False
-    obstacle: str = ""
+    obstacle: Message | None = None
     sigma: float | None = None
     patches: Hashable = ()
     seen: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)
@@ -83,7 +82,7 @@ class Sampling:
         run.stats.total_steps = len(sigmas[:-1])
         run.stats.by_profile = bool(bands)
         if bands and not any(ratio for _, ratios in bands for ratio in ratios.values()):
-            run.stats.whole("model", "the profile leaves everything unmerged")
+            run.stats.not_merged("model", Reason.PROFILE_MERGES_NOTHING())
         return cls(run, StepPlan(0), trusted=trusted_below(isinstance(model_sampling, CONST)))
 
     def next(self, timestep: Tensor) -> None:
@@ -108,7 +107,7 @@ class Sampling:
         run = self.run
         if not (run.all_keys and run.details.give_up()):
             return False
-        run.stats.whole("model", NO_ROOM)
+        run.stats.not_merged("model", Reason.KV_CACHE_DISABLED())
         self.step_plan = self.step_plan.with_mode(StepMode.FULL)
         if again:
             run.stats.take_back(self.step_plan.step, self.calls, self.merged_calls)
@@ -191,7 +190,7 @@ class Sampling:
         chunks, frames = _chunks(len(x), transformer_options)
         parts = self.parts(len(x), transformer_options)
         pictures = self.pictures(chunks, transformer_options, x)
-        blind = "several devices" if self.apart and not pictures else ""
+        blind = Reason.SEVERAL_DEVICES() if self.apart and not pictures else None
         if not self._is_piece(x, transformer_options):
             copies = self.copies(chunks, frames)
             if self.apart:

@@ -11,6 +11,7 @@ from scripts.comfy_pack import pack_module
 
 charts = pack_module("nodes.charts")
 Stats = pack_module("toma_core.stats").RunStats
+Reason = pack_module("toma_core.reasons").Reason
 
 
 @pytest.fixture
@@ -21,8 +22,8 @@ def stats() -> Any:
         told.count_evaluation(step, {2: 0.25, 3: 0.5, 4: 0.5, 5: 0.5, 6: 0.5, 7: 0.75}.get(step, 0.0))
     for block in ("double.0", "double.1", "single.0", "single.10", "single.2"):
         told.merged(block)
-    told.whole("middle.0", "fewer than 9 tokens")
-    told.whole("double.1 attn1", "replaced by another node")
+    told.not_merged("middle.0", Reason.TOO_FEW_TOKENS(least=9))
+    told.not_merged("double.1 attn1", Reason.BLOCK_REPLACED())
     return told
 
 
@@ -49,7 +50,7 @@ def test_a_steps_bar_is_as_high_as_its_share_of_tokens(stats: Any) -> None:
 def test_a_run_that_merged_nothing_shows_whole_steps_only() -> None:
     told = Stats(total_steps=2)
     told.count_evaluation(0, 0.5)
-    told.whole("double.0", "fewer than 9 tokens")
+    told.not_merged("double.0", Reason.TOO_FEW_TOKENS(least=9))
     image = charts.steps_chart(told, 400)
     square = count(image.crop((0, charts._TOP + charts._STRIP, 400, image.height)), charts.MERGED)
     assert count(image, charts.MERGED) == square, "only the legend has the colour"
@@ -82,7 +83,7 @@ def test_many_blocks_break_into_lines_and_reasons_are_spelled_out(stats: Any) ->
         stats.merged(f"single.{index}")
     assert charts.blocks_chart(stats, 330).height > narrow.height
     assert charts.blocks_chart(stats, 1600).height == wide.height
-    stats.whole("double.0", "a reason that goes on and on " * 9)
+    stats.not_merged("double.0", "a reason that goes on and on " * 9)
     assert charts.blocks_chart(stats, 330).height > charts.blocks_chart(stats, 1600).height
 
 

@@ -41,10 +41,13 @@ def test_a_run_is_told_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
     models.sample(model, 24, 24, steps=2)
     (begin, end) = sent
     line = {"node": "12:5", "graph": WORKFLOW}
-    assert begin == ("toma.said", {**line, "text": live._ACTIVE, "details": ""}, "page")
+    lines = {"lines": [{"id": "active", "params": {}}], "more": []}
+    assert begin == ("toma.said", {**line, "text": str(live.Status.ACTIVE()), "details": "", **lines}, "page")
     text = "On: half of the tokens merged, all 17 blocks, all 2 steps"
-    details = "Tokens: 144 -> 72 (12 x 12), 36 -> 18 (6 x 6)\nMerged steps: 1-2"
-    assert end == ("toma.said", {**line, "text": text, "details": details}, "page")
+    details = "tokens: 144 -> 72 (12 x 12), 36 -> 18 (6 x 6)\nmerged steps: 1-2"
+    told = dict(end[1])
+    assert [told.pop(name)[0]["id"] for name in ("lines", "more")] == ["on", "tokens"]
+    assert told == {**line, "text": text, "details": details}
     models.sample(model, 24, 24, steps=1)
     assert len(sent) == 4, "a model that ComfyUI took from its cache tells of the next run too"
 
@@ -69,19 +72,27 @@ def test_a_node_that_is_off_says_so_and_leaves_the_model(unet: Any, sent: list[A
     answer = patched(unet, ratio=0.0)
     assert answer.args[0] is unet
     (message,) = answer.ui["toma"]
-    assert message == {"graph": WORKFLOW, "text": "Off: the ratio is 0.", "details": ""}
+    lines = [{"id": "off_ratio", "params": {}}]
+    off = {"text": "Off: the ratio is 0.", "details": "", "lines": lines, "more": []}
+    assert message == {"graph": WORKFLOW, **off}
     (message,) = patched(unet, start_percent=0.5, end_percent=0.5).ui["toma"]
     assert message["text"] == "Off: start percent and end percent leave no step between them."
     assert patched(unet).ui is None
 
 
 def test_an_error_stands_on_the_node_and_still_ends_the_prompt(unet: Any, sent: list[Any]) -> None:
-    with pytest.raises(ValueError, match="window_size is 0"):
+    with pytest.raises(ValueError, match="window size is 0"):
         patched(unet, window_size=0)
     (message,) = sent
     assert message[1]["error"]
     assert message[1]["node"] == "12:5"
-    assert message[1]["text"].startswith("ToMA: window_size is 0. Allowed: ")
+    assert message[1]["text"].startswith("window size is 0. Allowed: ")
+    (refused,) = message[1]["lines"]
+    assert refused["id"] == "out_of_range"
+    assert refused["params"] == {
+        **{"setting": "window_size", "value": "0", "kind": {"id": "a_whole_number", "params": {}}},
+        **{"low": 2, "high": 64, "usual": 8},
+    }
 
 
 def test_a_measurement_says_which_run_it_is_at(sent: list[Any]) -> None:

@@ -120,17 +120,17 @@ def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
         ({"ratio": float("nan")}, ("ratio is nan", "0 to 0.95", "Try 0.5")),
         ({"ratio": float("inf")}, ("ratio is inf", "0 to 0.95", "Try 0.5")),
         ({"ratio": "half"}, ("ratio is 'half'", "0 to 0.95", "Try 0.5")),
-        ({"window_size": 0}, ("window_size is 0", "2 to 64", "Try 8")),
-        ({"window_size": 7.5}, ("window_size is 7.5", "whole number", "Try 8")),
+        ({"window_size": 0}, ("window size is 0", "2 to 64", "Try 8")),
+        ({"window_size": 7.5}, ("window size is 7.5", "whole number", "Try 8")),
         (
             {"start_percent": 0.8, "end_percent": 0.2},
-            ("start_percent (0.8)", "end_percent (0.2)", "lower start_percent"),
+            ("Start percent (0.8)", "end percent (0.2)", "Lower start percent"),
         ),
         ({"ratio": -1}, ("ratio is -1", "0 to 0.95", "Try 0.5")),
-        ({"scale": 0.5}, ("scale is 0.5", "1 to 10000", "Try 300")),
-        ({"whole_every": 1}, ("whole_every is 1", "0 (never) or 2", "set ratio to 0")),
+        ({"scale": 0.5}, ("sharpness is 0.5", "1 to 10000", "Try 300")),
+        ({"whole_every": 1}, ("full step every is 1", "0 (never) or 2", "set the ratio to 0")),
         ({"granularity": "layer"}, ("granularity is 'layer'", "module, block, stack", "Choose one")),
-        ({"all_keys": 3}, ("all_keys is 3", "true or false", "Set one")),
+        ({"all_keys": 3}, ("look at all tokens is 3", "true or false")),
     ],
 )
 def test_bad_value_names_field_range_and_fix(unet: Any, settings: Any, parts: tuple[str, ...]) -> None:
@@ -154,8 +154,8 @@ def test_ratio_is_refused_before_the_prompt_runs(ratio: float) -> None:
 def test_a_range_without_steps_is_refused_before_the_prompt_runs() -> None:
     """By itself: another name here would be marked as wrong on the page too."""
     node = nodes.ToMAAdvanced
-    assert "lower start_percent" in node.validate_inputs(start_percent=0.8, end_percent=0.2)
-    assert "end_percent is 1.5" in node.validate_inputs(start_percent=-1, end_percent=1.5)
+    assert "Lower start percent" in node.validate_inputs(start_percent=0.8, end_percent=0.2)
+    assert "end percent is 1.5" in node.validate_inputs(start_percent=-1, end_percent=1.5)
     assert node.validate_inputs(start_percent=0.8, end_percent=-1) is True, "the preset's end is 1"
     assert node.validate_inputs(end_percent=0.2) is True, "a start that comes over a link is not known yet"
     assert inspect.signature(node.validate_inputs).parameters.keys() == {"start_percent", "end_percent"}

@@ -11,6 +11,7 @@ from benchmarks import models
 from scripts.comfy_pack import pack_module
 
 Report = pack_module("nodes.report").ToMAReport
+Reason = pack_module("toma_core.reasons").Reason
 LATENT = {"samples": torch.zeros(1, 4, 8, 8)}
 
 
@@ -42,17 +43,17 @@ def test_report_tells_what_was_merged_where_and_when(unet: Any, attach: Any, sho
     models.sample(model, 24, 24, steps=4, scheduler="normal")
     text, _, _ = shown(model)
     lines = [line.strip() for line in text.splitlines()]
-    few = "The other blocks: fewer than 100 tokens."
+    few = f"The other blocks: {Reason.TOO_FEW_TOKENS(least=100)}."
     assert lines[0] == f"On: half of the tokens merged, 4 of 17 blocks, 2 of 4 steps. {few}"
-    assert "tokens: 144 -> 72 tokens (12x12)" in lines
-    assert "1 selections, 1 weighings" in lines
+    assert "tokens: 144 -> 72 (12 x 12)" in lines
+    assert "1 selections, 1 weightings" in lines
     assert "merged steps: 1-2, at ratio 0.5" in lines
-    assert "full steps: 3-4 (end_percent = 0.5)" in lines
+    assert "full steps: 3-4 (end percent = 0.5)" in lines
     assert "model evaluations: 4, merged: 2" in lines
     assert "merged blocks: input.4.0, input.5.0, output.3.0, output.4.0" in lines
-    assert "unmerged (whole_last = 1): output.5.0" in lines
-    small = next(line for line in lines if line.startswith("unmerged (fewer than 100 tokens): "))
-    assert small.count(",") == 11
+    assert f"not merged ({Reason.SKIP_LAST_BLOCKS(count=1)}): output.5.0" in lines
+    small = next(line for line in lines if line.startswith(f"not merged ({Reason.TOO_FEW_TOKENS(least=100)}): "))
+    assert small.partition("): ")[2].count(",") == 11
     assert "middle.0.1" in small
 
 
@@ -61,15 +62,15 @@ def test_report_of_flux(flux: Any, attach: Any, shown: Any) -> None:
     models.sample(model, 20, 28, steps=2)
     text, _, _ = shown(model)
     assert text.startswith("On: half of the tokens merged, 4 of 6 blocks, all 2 steps.\n")
-    assert "tokens: 140 -> 70 tokens (10x14)\n" in text
-    assert "  unmerged (whole_first = 1): double.0, single.0" in text.splitlines()
+    assert "tokens: 140 -> 70 (10 x 14)\n" in text
+    assert f"  not merged ({Reason.SKIP_FIRST_BLOCKS(count=1)}): double.0, single.0" in text.splitlines()
 
 
 def test_report_does_not_claim_a_merge_that_never_was(unet: Any, attach: Any, shown: Any) -> None:
     model = attach(unet, min_tokens=1000)
     models.sample(model, 24, 24, steps=2)
     text, _, _ = shown(model)
-    assert text.splitlines()[0] == "Nothing was merged: fewer than 1000 tokens."
+    assert text.splitlines()[0] == f"Nothing was merged: {Reason.TOO_FEW_TOKENS(least=1000)}."
     assert "merged steps" not in text
     assert "full steps: 1-2" in text
     assert "model evaluations: 2, merged: 0" in text
@@ -79,15 +80,15 @@ def test_report_follows_clones_and_the_last_run(unet: Any, attach: Any, shown: A
     model = attach(unet)
     later = model.clone()
     models.sample(later, 24, 24, steps=1)
-    assert "(12x12)" in shown(model)[0]
+    assert "(12 x 12)" in shown(model)[0]
     models.sample(model, 32, 32, steps=1)
-    assert "(16x16)" in shown(later)[0]
+    assert "(16 x 16)" in shown(later)[0]
 
 
 @pytest.mark.compat
 def test_report_without_a_run_says_what_to_connect(unet: Any, attach: Any, shown: Any) -> None:
     text, image, _ = shown(attach(unet))
-    assert text.startswith("No sampling run of this model has been seen yet. Connect the sampler's latent")
+    assert text.startswith("This model has not been sampled yet. Connect the sampler's latent")
     assert image.shape[2] > 700
     assert (image < 0.5).any(), "the page says it too"
 

@@ -112,8 +112,8 @@ def test_what_is_refused_is_found(source: str) -> None:
 
 def test_no_other_code_is_shipped(shipped: dict[str, str]) -> None:
     """No install script, no requirement, no binary; the only other code is the page's script."""
-    scripts = {name for name in shipped if Path(name).suffix in {".js", ".mjs"} and not name.startswith("web/said/")}
-    assert scripts == {"web/toma.js"}, "those of web/said hold texts alone, see below"
+    scripts = {name for name in shipped if Path(name).suffix in {".js", ".mjs"}}
+    assert scripts == {"web/toma.js"}
     assert not {"install.py", "prestartup_script.py", "setup.py"} & set(shipped)
     assert not [line for line in shipped["requirements.txt"].splitlines() if line.strip() and not line.startswith("#")]
     assert re.search(r"^dependencies = \[\]", shipped["pyproject.toml"], re.MULTILINE)
@@ -121,12 +121,11 @@ def test_no_other_code_is_shipped(shipped: dict[str, str]) -> None:
 
 def test_script_of_the_page_speaks_to_its_page_alone(shipped: dict[str, str]) -> None:
     script = shipped["web/toma.js"]
-    texts = {f"./said/{Path(name).name}" for name in shipped if name.startswith("web/said/")}
     theirs = {"../../scripts/api.js", "../../scripts/app.js"}
-    assert set(re.findall(r"""from\s+["']([^"']+)["']""", script)) == theirs | texts
-    for name in texts:
-        said = shipped[f"web/{name[2:]}"].removeprefix("export default ")
-        assert all(isinstance(text, str) for text in json.loads(said).values()), "texts and nothing that runs"
+    assert set(re.findall(r"""from\s+["']([^"']+)["']""", script)) == theirs
+    texts = "fetch(new URL(`i18n/${language}.json`, import.meta.url))"
+    assert script.count(texts) == 1, "its own texts"
+    script = script.replace(texts, "")
     for word in (
         *("fetch", "XMLHttpRequest", "WebSocket", "EventSource", "sendBeacon", "import(", "eval", "Function(", "http:"),
         *("https:", "innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "localStorage", "cookie"),
@@ -138,7 +137,7 @@ def test_script_of_the_page_speaks_to_its_page_alone(shipped: dict[str, str]) ->
 def test_texts_of_the_nodes_hold_no_markup(shipped: dict[str, str]) -> None:
     """The page draws help, names and tooltips: a translation must not bring a script along."""
     for name, text in shipped.items():
-        if name.startswith(("locales/", "web/docs/", "web/said/", "workflows/", "subgraphs/")):
+        if name.startswith(("locales/", "web/docs/", "web/i18n/", "workflows/", "subgraphs/")):
             assert not re.search(
                 r"<\s*(script|iframe|img|svg|object|embed|link|style)|javascript:|onerror\s*=", text
             ), name

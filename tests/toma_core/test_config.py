@@ -19,6 +19,7 @@ from toma_core.config import (
     field_spec,
     so_many,
 )
+from toma_core.reasons import label
 
 FIELDS = [item.name for item in dataclasses.fields(ToMAConfig)]
 ENUMS = [name for name in FIELDS if isinstance(field_default(name), Enum)]
@@ -32,9 +33,11 @@ def refused(name: str, value: Any) -> str:
         ToMAConfig(**{name: value})
     message = str(caught.value)
     assert message.startswith("ToMA: ")
-    assert name in message
+    assert label(name) in message
     assert "Allowed: " in message
-    assert any(fix in message for fix in ("Try ", "Set one", "Choose one", "set ratio to 0", "lower start_percent"))
+    assert any(
+        fix in message for fix in ("Try ", "true or false", "Choose one", "set the ratio to 0", "Lower start percent")
+    )
     return message
 
 
@@ -131,18 +134,18 @@ def test_switches_are_true_or_false(name: str, value: Any) -> None:
 )
 def test_the_message_shows_the_value_as_it_was(name: str, value: float, shown: str) -> None:
     """Rounded, it would say "ratio is 0.95. Allowed: 0 to 0.95"."""
-    assert f"{name} is {shown}." in refused(name, value)
+    assert f"{label(name)} is {shown}." in refused(name, value)
 
 
 def test_start_after_end_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"start_percent \(0\.6\) is larger than end_percent \(0\.5\)"):
+    with pytest.raises(ConfigError, match=r"Start percent \(0\.6\) is larger than end percent \(0\.5\)"):
         ToMAConfig(start_percent=0.6, end_percent=0.5)
-    with pytest.raises(ConfigError, match=r"\(0\.50000001\) is larger than end_percent \(0\.5\).*lower start_percent"):
+    with pytest.raises(ConfigError, match=r"\(0\.50000001\) is larger than end percent \(0\.5\).*Lower start percent"):
         ToMAConfig(start_percent=0.50000001, end_percent=0.5)
 
 
 def test_whole_on_every_step_is_refused() -> None:
-    assert "every step would run in full" in refused("whole_every", 1)
+    assert "every step would be a full step" in refused("whole_every", 1)
     assert [ToMAConfig(whole_every=n).whole_every for n in (0, 2, 3)] == [0, 2, 3]
 
 

@@ -25,7 +25,7 @@ from toma_core import (
 )
 from toma_core.detail import TRUST
 from toma_core.merge import MergePlan, pick
-from toma_core.stats import RunStats
+from toma_core.stats import Line, RunStats
 
 GRID = (8, 8)
 SETTINGS = {"min_tokens": 4, "whole_every": 3, "weigh_every": 10}
@@ -347,7 +347,7 @@ def test_what_would_be_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert run.details._kept == {}
     stats = run.close()
     stats.merged_blocks.add("a")
-    assert "detail was given up: no room for it" in stats.summary()
+    assert str(Line.RESIDUAL_CACHE_DISABLED()) in stats.summary()
 
 
 def test_an_update_is_held_as_long_as_one_of_its_parts_is_and_counted_whole() -> None:
@@ -410,9 +410,9 @@ def test_a_refresh_that_another_node_skips_leaves_what_was_cached_and_the_next_e
 def test_memory_is_told() -> None:
     stats = RunStats()
     stats.merged("single.3")
-    assert "detail" not in stats.summary()
+    assert "cache" not in stats.summary()
     stats.detail_bytes = 41_900_000
-    assert ", 41.9 MB of detail held" in stats.summary()
+    assert ", residual cache of 41.9 MB" in stats.summary()
 
 
 def test_what_is_moved_on_stays_within_the_limits_of_half_precision() -> None:

@@ -26,6 +26,7 @@ from toma_core.payoff import (
     obstacle,
     too_little,
 )
+from toma_core.reasons import Reason
 
 B200 = Card("NVIDIA B200", (10, 0), 148, 1.965e9)
 H100 = Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98e9)
@@ -34,7 +35,7 @@ RTX_5090 = Card("NVIDIA GeForce RTX 5090", (12, 0), 170, 2.407e9)
 RTX_4090 = Card("NVIDIA GeForce RTX 4090", (8, 9), 128, 2.52e9)
 RTX_3060 = Card("NVIDIA GeForce RTX 3060", (8, 6), 28, 1.777e9)
 CARDS = (B200, H100, A100, RTX_5090, RTX_4090, RTX_3060)
-WORK = "Auto: too little work for this device to gain by merging"
+WORK = Reason.TOO_LITTLE_WORK()
 
 STACK = Granularity.STACK
 cards = st.sampled_from([None, *CARDS])
@@ -77,21 +78,21 @@ widths = st.sampled_from([64, 320, 640, 1280, 3072])
     ],
 )
 def test_everyday_sizes(card: Card, side: int, width: int, block: Block, merged: bool, dtype: torch.dtype) -> None:
-    assert too_little(side**2, 1, width, dtype, card, block, STACK) == ("" if merged else WORK)
+    assert too_little(side**2, 1, width, dtype, card, block, STACK) == (None if merged else WORK)
 
 
 @pytest.mark.parametrize("pixels", [(1152, 896), (1216, 832), (1344, 768), (1536, 640)], ids=str)
 def test_every_shape_that_sdxl_was_trained_on_is_merged_on_an_h100(pixels: tuple[int, int]) -> None:
     for side, width in ((16, 640), (32, 1280)):
         tokens = (pixels[0] // side) * (pixels[1] // side)
-        assert too_little(tokens, 1, width, torch.float16, H100, UNET_BLOCK, STACK) == ""
+        assert too_little(tokens, 1, width, torch.float16, H100, UNET_BLOCK, STACK) is None
 
 
 def test_more_images_and_slower_formats_are_more_work() -> None:
     """SDXL 512 on an H100: eight images of it are worth merging, and so is one in fp32."""
     assert too_little(256, 1, 1280, torch.float16, H100, UNET_BLOCK, STACK) == WORK
-    assert too_little(256, 8, 1280, torch.float16, H100, UNET_BLOCK, STACK) == ""
-    assert too_little(256, 1, 1280, torch.float32, H100, UNET_BLOCK, STACK) == ""
+    assert too_little(256, 8, 1280, torch.float16, H100, UNET_BLOCK, STACK) is None
+    assert too_little(256, 1, 1280, torch.float32, H100, UNET_BLOCK, STACK) is None
 
 
 def test_blocks_of_every_family_are_judged() -> None:
@@ -101,7 +102,7 @@ def test_blocks_of_every_family_are_judged() -> None:
 def test_a_stack_of_one_block_is_a_block() -> None:
     """SD1.5 at 584 x 584 on an H100: what merging adds to a block decides."""
     reasons = [too_little(73**2, 1, 320, torch.float16, H100, UNET_BLOCK, g) for g in (STACK, Granularity.BLOCK)]
-    assert reasons == ["", WORK]
+    assert reasons == [None, WORK]
 
 
 @given(st.integers(256, 20_000), st.integers(1, 8), widths, dtypes, cards, blocks)
@@ -119,7 +120,7 @@ def test_stacks_are_merged_first(
 def test_what_merging_adds_decides_too(granularity: str, merged: bool) -> None:
     """SDXL 1024 on an H100: six operations more in each block of 20 are more than its coarser blocks bring."""
     reason = too_little(32**2, 1, 1280, torch.float16, H100, UNET_BLOCK, Granularity(granularity))
-    assert reason == ("" if merged else WORK)
+    assert reason == (None if merged else WORK)
 
 
 @pytest.mark.parametrize(
@@ -178,14 +179,14 @@ def test_256_tokens_are_the_fewest_everywhere(
     granularity: Granularity,
 ) -> None:
     reason = too_little(tokens, images, width, dtype, card, block, granularity)
-    assert (reason == "fewer than 256 tokens") == (tokens < 256)
-    assert card is not None or tokens < 256 or reason == ""
+    assert (reason == Reason.TOO_FEW_TOKENS(least=256)) == (tokens < 256)
+    assert card is not None or tokens < 256 or reason is None
 
 
 @pytest.mark.parametrize("least", [1, 4, 256, 257, 1_048_576])
 def test_a_number_holds_whatever_the_device(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payoff, "card_of", lambda device: pytest.fail("the device was looked at"))
-    reason = "fewer than 257 tokens" if least == 257 else f"fewer than {least} tokens" if least > 256 else ""
+    reason = Reason.TOO_FEW_TOKENS(least=least) if least > 256 else None
     assert obstacle(torch.zeros(1, 256, 8), 1, least, UNET_BLOCK, STACK) == reason
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, plan_for
 from toma_core.merge import MergePlan
 from toma_core.pieces import Piece
+from toma_core.reasons import Reason
 
 GRID = (4, 8)
 SETTINGS = {"min_tokens": 4, "window_size": 4}
@@ -76,7 +77,7 @@ def test_a_block_that_is_given_another_number_of_images_stays_whole() -> None:
         run_of(), StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,), ("cond",), piece=Piece(drawn(7, 8))
     )
     for batch in (1, 3, 4):
-        assert evaluation.obstacle(torch.randn(batch, 32, 5)) == "another node changed the number of images"
+        assert evaluation.obstacle(torch.randn(batch, 32, 5)) == Reason.IMAGES_CHANGED()
         assert plan_for(torch.randn(batch, 32, 5), GRID, "a", evaluation) is None
     assert plan_for(tokens(1, 2), GRID, "a", evaluation) is not None
 

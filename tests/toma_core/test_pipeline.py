@@ -12,6 +12,7 @@ import torch
 import toma_core
 from toma_core import Evaluation, RunState, Schedule, ToMAConfig, payoff, plan_for, reduce, restore
 from toma_core.merge import MergePlan
+from toma_core.reasons import Reason
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,7 +114,7 @@ def test_auto_on_a_cpu_is_256_tokens(tokens: int, merges: bool) -> None:
     x = torch.randn(1, tokens, 4)
     assert evaluation.run.config.min_tokens == 0
     assert (plan_for(x, (1, tokens), "toy", evaluation) is not None) == merges
-    assert evaluation.obstacle(x) == ("" if merges else "fewer than 256 tokens")
+    assert evaluation.obstacle(x) == (None if merges else Reason.TOO_FEW_TOKENS(least=256))
 
 
 def test_auto_on_a_card_asks_for_enough_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,18 +122,18 @@ def test_auto_on_a_card_asks_for_enough_work(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(payoff, "card_of", lambda device: payoff.Card("NVIDIA H100", (9, 0), 132, 1.98e9))
     few, many = (torch.randn(1, 576, 64).expand(images, -1, -1) for images in (1, 4096))
     assert plan_for(few, (24, 24), "toy", evaluation_of()) is None
-    assert evaluation_of().obstacle(few).startswith("Auto: ")
-    assert evaluation_of().obstacle(many) == ""
-    assert evaluation_of(copies=(None,) * 4096).obstacle(many).startswith("Auto: "), "conditions are no images"
+    assert evaluation_of().obstacle(few) == Reason.TOO_LITTLE_WORK()
+    assert evaluation_of().obstacle(many) is None
+    assert evaluation_of(copies=(None,) * 4096).obstacle(many) == Reason.TOO_LITTLE_WORK(), "conditions are no images"
     assert plan_for(few, (24, 24), "toy", evaluation_of(min_tokens=576)) is not None
-    assert evaluation_of(min_tokens=577).obstacle(few) == "fewer than 577 tokens"
+    assert evaluation_of(min_tokens=577).obstacle(few) == Reason.TOO_FEW_TOKENS(least=577)
     edge = torch.zeros(1, 1024, 1280, dtype=torch.float16)
     merged = [not evaluation_of(granularity=g).obstacle(edge) for g in ("stack", "block", "module")]
     assert merged == [True, True, False], "what merging adds counts as well"
 
 
 def test_a_ratio_that_merges_no_token_says_so() -> None:
-    assert evaluation_of(ratio=0.001).obstacle(torch.randn(1, 400, 4)) == "nothing to merge at this ratio"
+    assert evaluation_of(ratio=0.001).obstacle(torch.randn(1, 400, 4)) == Reason.NOTHING_TO_MERGE()
 
 
 def test_every_plan_merges_something() -> None:

@@ -44,11 +44,11 @@ def test_what_is_set_wins_over_the_model_and_that_over_the_preset() -> None:
 
 
 def test_values_are_refused_before_there_is_a_model() -> None:
-    with pytest.raises(ConfigError, match=r"window_size is 0\."):
+    with pytest.raises(ConfigError, match=r"window size is 0\."):
         Settings("quality", {"window_size": 0})
-    with pytest.raises(ConfigError, match=r"start_percent \(0\.9\) is larger than end_percent \(0\.8\)"):
+    with pytest.raises(ConfigError, match=r"Start percent \(0\.9\) is larger than end percent \(0\.8\)"):
         Settings("quality", {"start_percent": 0.9, "end_percent": 0.8})
-    with pytest.raises(ConfigError, match="every step would run in full"):
+    with pytest.raises(ConfigError, match="every step would be a full step"):
         Settings("balanced", {"whole_every": 1})
     with pytest.raises(TypeError, match="no_such_field"):
         Settings("quality", {"no_such_field": 1})

@@ -134,7 +134,7 @@ def test_fits_its_own_model_and_no_other() -> None:
 def test_what_is_wrong_is_said(text: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as caught:
         parsed(text)
-    assert str(caught.value).startswith("ToMA: the profile is ")
+    assert str(caught.value).startswith("ToMA: The profile is ")
     assert "preset runs instead" in str(caught.value)
     assert len(str(caught.value)) < 400
 
@@ -174,7 +174,7 @@ def test_damaged_texts_are_read_or_refused(piece: str, start: int, gone: int) ->
         parsed(text[:start] + piece + text[start + gone :])
     except ConfigError as error:
         said = str(error)
-    assert said == "" or said.startswith("ToMA: the profile is ")
+    assert said == "" or said.startswith("ToMA: The profile is ")
 
 
 ANY = st.recursive(
@@ -196,7 +196,7 @@ def test_any_json_in_its_place_is_read_or_refused(key: str, value: Any, inside: 
         fitted(parsed(text), FLUX, NAMES)
     except ConfigError as error:
         said = str(error)
-    assert said == "" or said.startswith("ToMA: the profile is ")
+    assert said == "" or said.startswith("ToMA: The profile is ")
     assert len(said) < 500
     assert "\n" not in said
 

@@ -21,14 +21,14 @@ def test_text_comes_from_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         "labels": {"ratio": "share"},
         "messages": {
             "kv_too_large": "{needed:.1f} of {limit}",
-            "full_step_setting": "{setting}: {value} {label.ratio}",
+            "setting": "{setting}: {value} {label.ratio}",
         },
     }
     monkeypatch.setattr(reasons, "english", lambda: table)
     assert str(Reason.KV_TOO_LARGE(needed=7.26, limit=2.0)) == "7.3 of 2"
-    assert str(Reason.FULL_STEP_SETTING(setting="ratio", value=0.5)) == "share: 0.5 share"
+    assert str(Reason.SETTING(setting="ratio", value=0.5)) == "share: 0.5 share"
     inner = Reason.KV_TOO_LARGE(needed=1, limit=2)
-    nested = Reason.FULL_STEP_SETTING(setting="steps", value=(3, inner))
+    nested = Reason.SETTING(setting="steps", value=(3, inner))
     assert str(nested) == "steps: 3, 1.0 of 2 share"
     assert nested.json()["params"]["value"] == [3, inner.json()]
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from toma_core.config import Granularity, ToMAConfig
 from toma_core.presets import Settings
+from toma_core.reasons import Reason
 from toma_core.schedule import Schedule, StepMode, StepPlan
 
 # Four steps of an SDXL-like schedule; a sampler also gets the final 0.
@@ -249,11 +250,28 @@ def test_a_border_ends_a_chain() -> None:
 
 def test_a_profile_that_leaves_a_noise_level_whole_is_named() -> None:
     config, sigmas = ToMAConfig(whole_every=3), tuple(float(10 - step) for step in range(10))
-    assert Schedule(config, sigmas, bands=((0.0, {"a": 0.5}),)).why_full() == "whole_every = 3"
-    assert (
-        Schedule(config, sigmas, bands=((4.0, {"a": 0.5}), (0.0, {"a": 0.0}))).why_full() == "whole_every = 3, profile"
-    )
-    assert Schedule(ToMAConfig(), sigmas, bands=((4.0, {"a": 0.5}), (0.0, {}))).why_full() == "profile"
+    interval, profile = Reason.SETTING(setting="whole_every", value=3), Reason.PROFILE()
+    assert Schedule(config, sigmas, bands=((0.0, {"a": 0.5}),)).why_full() == (interval,)
+    assert Schedule(config, sigmas, bands=((4.0, {"a": 0.5}), (0.0, {"a": 0.0}))).why_full() == (interval, profile)
+    assert Schedule(ToMAConfig(), sigmas, bands=((4.0, {"a": 0.5}), (0.0, {}))).why_full() == (profile,)
+
+
+@pytest.mark.parametrize(
+    ("steps", "settings", "few"),
+    [
+        (1, {"whole_every": 4}, True),
+        (2, {"whole_every": 2}, True),
+        (3, {"whole_every": 2}, False),
+        (1, {"plan_from": "prediction"}, True),
+        (2, {"plan_from": "prediction"}, False),
+        (1, {}, False),
+        (2, {"whole_every": 2, "start_percent": 0.5}, False),
+    ],
+)
+def test_too_few_steps_are_the_reason_where_every_step_is_full(steps: int, settings: dict[str, Any], few: bool) -> None:
+    sigmas = tuple(float(steps - step) for step in range(steps))
+    schedule = Schedule(ToMAConfig(**settings), sigmas, finishes=True)
+    assert (schedule.why_full() == (Reason.TOO_FEW_STEPS(),)) is few
 
 
 @pytest.mark.parametrize(

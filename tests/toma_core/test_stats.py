@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from toma_core.stats import RunStats
+from toma_core.reasons import Reason
+from toma_core.stats import Line, RunStats
 
 
 def stats_of_a_run() -> RunStats:
@@ -20,8 +21,8 @@ def stats_of_a_run() -> RunStats:
     stats.count_plan((64, 64), 2048, selected=False)
     for block in ("input.10", "input.2"):
         stats.merged(block)
-    stats.whole("middle.0", "as configured")
-    stats.whole("input.2 attn2", "an attention mask")
+    stats.not_merged("middle.0", Reason.SKIP_FIRST_BLOCKS(count=1))
+    stats.not_merged("input.2 attn2", Reason.ATTENTION_PATCH())
     return stats
 
 
@@ -36,16 +37,17 @@ def test_counters() -> None:
 
 def test_one_line_for_the_log() -> None:
     assert stats_of_a_run().summary() == (
-        "4096 -> 2048 tokens (64x64), 1024 -> 512 tokens (32x32) in 2/3 blocks, 4/6 steps, 2 selections, 3 weighings; "
-        "unmerged (as configured): middle.0; unmerged (an attention mask): input.2 attn2"
+        "On: 38 % of the tokens merged, 2 of 3 blocks, 4 of 6 steps; tokens: 4096 -> 2048 (64 x 64), 1024 -> 512 "
+        "(32 x 32); 2 selections, 3 weightings; not merged (keep first blocks = 1): middle.0; not merged (an attention "
+        "patch of another custom node needs all tokens): input.2 attn2"
     )
 
 
 def test_a_long_list_is_shortened() -> None:
     stats = stats_of_a_run()
     for n in range(9):
-        stats.whole(f"output.{n}", "a mask")
-    assert "unmerged (a mask): output.0, output.1, output.2 and 6 more" in stats.summary()
+        stats.not_merged(f"output.{n}", Reason.TOKENS_CHANGED())
+    assert f"({Reason.TOKENS_CHANGED()}): output.0, output.1, output.2, 6 more" in stats.summary()
     assert "output.8" in stats.text()
 
 
@@ -55,7 +57,7 @@ def test_several_lines_for_a_reader() -> None:
         "On: 38 % of the tokens merged, 2 of 3 blocks, 4 of 6 steps.",
         "",
         "Where",
-        "  tokens: 4096 -> 2048 tokens (64x64), 1024 -> 512 tokens (32x32)",
+        "  tokens: 4096 -> 2048 (64 x 64), 1024 -> 512 (32 x 32)",
         "  merged blocks: input.2, input.10",
         "",
         "When",
@@ -63,12 +65,15 @@ def test_several_lines_for_a_reader() -> None:
         "  full steps: 1, 4",
         "  model evaluations: 7, merged: 5",
         "",
-        "Unmerged",
-        "  unmerged (as configured): middle.0",
-        "  unmerged (an attention mask): input.2 attn2",
+        "Not merged",
+        "  not merged (keep first blocks = 1): middle.0",
+        "  not merged (an attention patch of another custom node needs all tokens): input.2 attn2",
         "",
         "How",
-        "  2 selections, 3 weighings",
+        "  2 selections, 3 weightings",
+    ]
+    assert [line if isinstance(line, str) else line.id.value for line in stats.report()][:4] == [
+        *("sentence", "", "where", "indented")
     ]
 
 
@@ -84,35 +89,50 @@ def test_the_headline_names_the_share_and_what_is_complete(ratio: float, words: 
     for step in range(2):
         stats.count_evaluation(step, ratio)
     stats.merged("input.1")
-    assert stats.headline() == f"On: {words} of the tokens merged, all 1 blocks, all 2 steps"
+    assert str(stats.headline()) == f"On: {words} of the tokens merged, all 1 blocks, all 2 steps"
 
 
 def test_the_numbers_stand_behind_the_headline() -> None:
-    assert stats_of_a_run().numbers().splitlines() == [
-        "Tokens: 4096 -> 2048 (64 x 64), 1024 -> 512 (32 x 32)",
-        "Merged steps: 2-3, 5-6",
-        "Full steps: 1, 4",
-        "Unmerged parts: 1, as configured",
-        "Unmerged parts: 1, an attention mask",
+    assert list(map(str, stats_of_a_run().numbers())) == [
+        "tokens: 4096 -> 2048 (64 x 64), 1024 -> 512 (32 x 32)",
+        "merged steps: 2-3, 5-6",
+        "full steps: 1, 4",
+        "not merged: 1 blocks, keep first blocks = 1",
+        "not merged: 1 blocks, an attention patch of another custom node needs all tokens",
     ]
 
 
 def test_the_reason_that_concerns_most_comes_first() -> None:
-    stats = RunStats()
-    stats.whole("output.5", "whole_last = 1")
+    stats, few = RunStats(), Reason.TOO_FEW_TOKENS(least=256)
+    stats.not_merged("output.5", Reason.SKIP_LAST_BLOCKS(count=1))
     for n in range(4):
-        stats.whole(f"input.{n}", "fewer than 256 tokens")
-    assert stats.headline() == "Nothing was merged: fewer than 256 tokens"
-    assert stats.summary() == "nothing was merged: fewer than 256 tokens; whole_last = 1"
+        stats.not_merged(f"input.{n}", few)
+    assert stats.headline() == Line.NOTHING_MERGED(reason=few)
+    assert stats.summary().startswith(f"Nothing was merged: {few}; ")
+
+
+def test_other_blocks_are_in_the_headline_unless_the_user_chose_so() -> None:
+    stats = RunStats(total_steps=1)
+    stats.count_evaluation(0, 0.5)
+    stats.merged("input.0")
+    for n in range(1, 5):
+        stats.not_merged(f"input.{n}", Reason.SKIP_FIRST_BLOCKS(count=4))
+    assert stats.headline().id is Line.ON
+    stats.not_merged("input.5", Reason.BLOCK_REPLACED())
+    assert dict(stats.headline().params)["reason"] == Reason.BLOCK_REPLACED()
 
 
 def test_a_run_that_merged_nothing_says_why() -> None:
     stats = RunStats()
-    settings = "start percent, end percent, full step every, compare tokens by, profile"
-    assert stats.summary() == f"nothing was merged: every step ran in full ({settings})"
-    stats.whole("model", "a model or latent of unknown kind")
-    assert stats.summary() == "nothing was merged: a model or latent of unknown kind"
-    assert "merged blocks: none" in stats.text()
+    assert stats.headline() == Line.NOTHING_MERGED(reason=Reason.EVERY_STEP_FULL())
+    stats.full_by = (Reason.SETTING(setting="whole_every", value=2),)
+    assert stats.headline() == Line.NOTHING_MERGED(reason=Reason.EVERY_STEP_FULL_BY(by=stats.full_by))
+    stats.full_by = (Reason.TOO_FEW_STEPS(),)
+    assert stats.headline() == Line.NOTHING_MERGED(reason=Reason.TOO_FEW_STEPS())
+    unknown = Reason.UNKNOWN_MODEL(model="X")
+    stats.not_merged("model", unknown)
+    assert stats.headline() == Line.NOTHING_MERGED(reason=unknown)
+    assert Line.INDENTED(line=Line.NO_MERGED_BLOCKS()) in stats.report()
 
 
 def test_counting_from_several_threads_loses_nothing() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from ....toma_core import ToMAConfig
 from ....toma_core.payoff import CHROMA_DOUBLE, CHROMA_SINGLE, Block
+from ....toma_core.reasons import Message, Reason
 from ..family import Stage
 from . import flux
 
@@ -27,9 +28,9 @@ class Hooks(flux.Hooks):
         """What a double and a single block cost."""
         return CHROMA_DOUBLE, CHROMA_SINGLE
 
-    def left_out(self, stage: Stage, index: int, config: ToMAConfig) -> str:
+    def left_out(self, stage: Stage, index: int, config: ToMAConfig) -> Message | None:
         """Why this block of a stage is left whole, or an empty string. Chroma may be told to skip blocks: a chain that
         began or ended with one of them would never begin or end."""
         model = self.model()
         skipped = getattr(model, "skip_mmdit" if stage.kind == "double" else "skip_dit", ())
-        return "skipped by the model" if index in skipped else super().left_out(stage, index, config)
+        return Reason.SKIPPED_BY_MODEL() if index in skipped else super().left_out(stage, index, config)

@@ -14,22 +14,22 @@ from ....toma_core import Evaluation, ToMAConfig
 from ....toma_core.config import Granularity
 from ....toma_core.payoff import UNET_BLOCK
 from ....toma_core.presets import Fields
+from ....toma_core.reasons import Message, Reason
 from ....toma_core.windows import Grid
 from ..chain import Link, Positions
 from ..family import (
-    REPLACED,
     BlockFacts,
     chained,
     hooked,
-    left_whole,
     profiled,
     runs_its_own,
+    skip_reason,
     theirs,
     unwrapped,
 )
 from ..hooks import HookPair
 from ..layout import on_no_grid
-from ..port import CHANGED, Cuts, Given, Port
+from ..port import Cuts, Given, Port
 from .unet_layers import ByModule
 
 NAME = "UNet (SDXL, SD1.5, SD2)"
@@ -56,8 +56,8 @@ class BlockPort(Port):
         height, width = (given.get("transformer_options") or {}).get("activations_shape", (0, 0))[-2:]
         return (height, width) if height else None
 
-    def obstacle(self, given: Given, image: int, references: int = 0) -> str:
-        return super().obstacle(given, image) if given["x"].shape[1] == image else CHANGED
+    def obstacle(self, given: Given, image: int, references: int = 0) -> Message | None:
+        return super().obstacle(given, image) if given["x"].shape[1] == image else Reason.TOKENS_CHANGED()
 
     def moved(self, given: Given, cuts: Cuts) -> Given:
         options, (lengths,) = given.get("transformer_options"), cuts.lengths
@@ -108,21 +108,21 @@ class Hooks:
         config, stats = evaluation.run.config, evaluation.run.stats
         for place, stack in enumerate(self.stacks):
             grid = stack.grid(x)
-            reason = left_whole(config, place, len(self.stacks))
+            reason = skip_reason(config, place, len(self.stacks))
             there = stack.home.transformer_blocks
             own = len(there) == len(stack.blocks)
             chains = config.granularity is Granularity.STACK and runs_its_own(stack.home, ("forward",))
             runs, following = list[list[Link]](), None  # following: the block that the last run could go on with
             for index, block in enumerate(stack.blocks):
-                foreign = "" if own and theirs(there[index]) else REPLACED
+                foreign = None if own and theirs(there[index]) else Reason.BLOCK_REPLACED()
                 if left_out := reason or foreign or profiled(block.link, evaluation):
-                    stats.whole(block.link.name, left_out)
+                    stats.not_merged(block.link.name, left_out)
                     continue
                 block.link.module = unwrapped(there[index])
                 if config.granularity is Granularity.MODULE or _is_patched(stack, index, transformer_options):
                     if not evaluation.refreshes:
                         for part in _replaced(stack, index, transformer_options):
-                            stats.whole(f"{block.link.name} {part}", REPLACED)
+                            stats.not_merged(f"{block.link.name} {part}", Reason.BLOCK_REPLACED())
                         yield from block.hooks(grid, evaluation.of(block.link.name))
                     continue
                 joins = index == following and evaluation.step_plan.joins(runs[-1][-1].name, block.link.name)

@@ -16,6 +16,7 @@ from torch import nn
 
 from ....toma_core import ToMAConfig
 from ....toma_core.payoff import WAN
+from ....toma_core.reasons import Message, Reason
 from ..family import Stage, Transformer
 from ..layout import on_fewer_of_frames
 from ..port import Cuts, Given, Port
@@ -65,7 +66,7 @@ class BlockPort(Port):
         options = given.get("transformer_options")
         return {} if options is None else {"transformer_options": on_fewer_of_frames(options, *cuts.lengths[0])}
 
-    def obstacle(self, given: Given, image: int, references: int = 0) -> str:
+    def obstacle(self, given: Given, image: int, references: int = 0) -> Message | None:
         return super().obstacle(given, image, references) or _modulation(given, image)
 
 
@@ -74,14 +75,14 @@ def _frames_told(given: Given) -> tuple[int, ...]:
     return tuple((given.get("transformer_options") or {}).get("grid_sizes") or ())
 
 
-def _modulation(given: Given, image: int) -> str:
-    """Why modulation would not fit fewer tokens, or an empty string. It is (B, 6, C), or (B, T, 6, C) for T equal
+def _modulation(given: Given, image: int) -> Message | None:
+    """Return why modulation would not fit fewer tokens, None if it would. It is (B, 6, C), or (B, T, 6, C) for T equal
     shares of all tokens, which have to be the frames of the video."""
     e, told = given.get("e"), _frames_told(given)
     if e is None or e.ndim < 4 or e.shape[1] == 1:
-        return ""
+        return None
     frames = told[:1] == (e.shape[1],) and given["x"].shape[1] == image == prod(told)
-    return "" if frames else "modulation by token in use"
+    return None if frames else Reason.ARGUMENT_IN_USE(arguments="modulation by token")
 
 
 class Hooks(Transformer):
@@ -101,7 +102,7 @@ class Hooks(Transformer):
         borders = _BORDERS[self.kind](model) if self.kind in _BORDERS else ()
         return (Stage("double", model.blocks, port, work, borders=borders),)
 
-    def obstacle(self, transformer_options: Mapping[str, Any], config: ToMAConfig) -> str:
+    def obstacle(self, transformer_options: Mapping[str, Any], config: ToMAConfig) -> Message | None:
         if self.kind not in _BORDERS:
-            return f"{self.kind}, a kind of Wan that this version does not know how to merge"
+            return Reason.UNKNOWN_MODEL(model=self.kind)
         return super().obstacle(transformer_options, config)

@@ -14,6 +14,8 @@ from tests.nodes.adapters.compiling import Counting, compiled
 from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, WIDTH
 from tests.nodes.adapters.looking import KEYS, Watch, drifting, evaluated, preset, several_calls
 
+Reason = pack_module("toma_core.reasons").Reason
+
 SHOWN = [name for name in LAYOUTS if name != "ernie"]
 
 
@@ -26,7 +28,7 @@ def test_where_nothing_moves_a_merged_step_is_the_models_own(
     merged = attach(model, **KEYS)
     (own, *_), found = evaluated(model, batch=batch), evaluated(merged, batch=batch)
     assert (stats_of(merged).evaluations, stats_of(merged).merged_evaluations) == (4, 3)
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
     for picture in found:
         torch.testing.assert_close(picture, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
 
@@ -78,7 +80,7 @@ def test_presets_keep_keys_where_they_can(kind: str, model_of: Any, stats_of: An
     shown = kind != "ernie"
     assert stats.without_keys == ""
     assert sorted(stats.merged_steps) == ([1, 2, 3, 5, 6] if shown else [1, 2, 4, 5])
-    assert bool(stats.left_whole) is not shown
+    assert bool(stats.unmerged) is not shown
 
 
 @pytest.mark.parametrize("frames", [1, 3])
@@ -87,7 +89,7 @@ def test_of_videos_too(kind: str, frames: int, model_of: Any, attach: Any, stats
     model = model_of(kind)
     merged = attach(model, **KEYS)
     (own, *_), found = evaluated(model, frames=frames), evaluated(merged, frames=frames)
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
     for clip in found:
         torch.testing.assert_close(clip, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
 
@@ -122,7 +124,7 @@ def asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wan, "optimized_attention", theirs)
 
 
-NOT_ASKED = "another node's attention takes no others"
+NOT_ASKED = Reason.KV_FOREIGN_ATTENTION()
 
 
 def test_attention_that_asks_nobody_is_noticed(model_of: Any, stats_of: Any, asks_nobody: None) -> None:
@@ -132,7 +134,7 @@ def test_attention_that_asks_nobody_is_noticed(model_of: Any, stats_of: Any, ask
     own = models.sample(model, HEIGHT, WIDTH, **asked)
     merged, without = (run.attach(model, preset("balanced", **more)) for more in ({}, {"all_keys": False}))
     found, usual = (models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, without))
-    assert NOT_ASKED in stats_of(merged).summary()
+    assert str(NOT_ASKED) in stats_of(merged).summary()
     # The second step too is in full: it keeps for other blocks than the first.
     assert sorted(stats_of(merged).merged_steps) == [2, 4, 5]
     assert sorted(stats_of(without).merged_steps) == [1, 2, 4, 5]
@@ -188,7 +190,7 @@ def test_a_full_step_that_a_cache_skips_loses_nothing(
     assert sorted(stats_of(model).merged_steps) == [1, 2, 4, 5]
     assert found
     assert all(one is not None for one in found)
-    assert stats_of(model).left_whole == {}
+    assert stats_of(model).unmerged == {}
 
 
 @pytest.fixture
@@ -217,7 +219,7 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
     wanted = models.sample(plain, HEIGHT, WIDTH, steps=6)
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=6), wanted)
     assert stats_of(merged).detail_bytes == stats_of(plain).detail_bytes
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
     warm = backend.graphs
     models.sample(merged, HEIGHT, WIDTH, steps=9)
     assert backend.graphs == warm <= 3
@@ -238,7 +240,7 @@ def test_where_full_steps_keep_nothing_the_preset_is_as_without(
     run, model = pack_module("nodes.adapters.run"), model_of("flux")
     merged, without = (run.attach(model, preset("balanced", **settings, **more)) for more in ({}, {"all_keys": False}))
     assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=4) for m in (merged, without)))
-    assert stats_of(merged).without_keys == "full steps keep nothing with these settings"
+    assert stats_of(merged).without_keys == Reason.KV_NO_FULL_STEPS()
 
 
 @pytest.mark.parametrize("kind", ["qwen_image", "hunyuan"])

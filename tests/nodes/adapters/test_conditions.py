@@ -199,5 +199,5 @@ def test_negative_model_of_another_class_is_left_whole(
     assert out.isfinite().all()
     assert not torch.equal(out, run(flux))
     stats = stats_of(patched)
-    assert stats.left_whole == {"a model or latent of unknown kind": {"model"}}
+    assert stats.unmerged == {"a model or latent of unknown kind": {"model"}}
     assert len(stats.merged_blocks) == 6

@@ -14,6 +14,9 @@ import torch
 from torch import nn
 
 from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+Reason = pack_module("toma_core.reasons").Reason
 
 SIDE = 16
 STEPS = 2
@@ -106,7 +109,7 @@ def test_forward_with_another_signature(
     (warning,) = warnings()
     assert f"{name}.forward(" in warning
     assert "Sampling goes on without merging" in warning
-    assert stats_of(patched).summary().startswith(f"nothing was merged: unknown to this version: {name}.forward(")
+    assert stats_of(patched).summary().startswith(f"Nothing was merged: unknown to this version: {name}.forward(")
 
 
 def test_new_argument_that_nobody_uses_is_no_obstacle_in_flux(
@@ -138,7 +141,9 @@ def test_new_argument_that_nobody_uses_is_no_obstacle_in_flux(
     patched = attach(model)
     assert sample(patched).isfinite().all()
     assert set(regions) == {None, 1}
-    assert stats_of(patched).left_whole == {"region in use": {f"double.{i}" for i in range(3)}}
+    assert stats_of(patched).unmerged == {
+        Reason.ARGUMENT_IN_USE(arguments=("region",)): {f"double.{i}" for i in range(3)}
+    }
 
 
 # --- attributes -------------------------------------------------------------------------------------------------------
@@ -216,7 +221,7 @@ def test_blocks_that_are_not_told_where_their_tokens_are(attach: Any, stats_of: 
             )
     patched = attach(model, whole_first=1)  # the double blocks, which would tell the others
     assert torch.equal(sample(patched), plain)
-    assert "nothing was merged" in stats_of(patched).summary()
+    assert "Nothing was merged" in stats_of(patched).summary()
 
 
 @pytest.mark.parametrize("granularity", ["module", "stack"])
@@ -242,4 +247,6 @@ def test_positions_of_another_kind(
     plain = sample(model)
     patched = attach(model, granularity=granularity)
     assert torch.equal(sample(patched), plain)
-    assert set(stats_of(patched).left_whole) == {"pe of unknown shape in use"}
+    assert set(stats_of(patched).unmerged) == {
+        Reason.ARGUMENT_IN_USE(arguments=(Reason.ARGUMENT_SHAPE(argument="pe"),))
+    }

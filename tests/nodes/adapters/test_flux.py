@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+Reason = pack_module("toma_core.reasons").Reason
 
 HEIGHT, WIDTH = 20, 28  # a grid of 10 x 14: windows of 5 x 7
 TOKENS, KEPT, TEXT = 140, 70, 7
@@ -191,16 +194,16 @@ def test_first_blocks_of_each_kind_are_left_whole(flux: Any, attach: Any, stats_
     model = attach(flux, whole_first=amount)
     models.sample(model, HEIGHT, WIDTH, steps=1)
     first = {"double.0", "double.1", "single.0", "single.1"}
-    assert stats_of(model).left_whole == {f"whole_first = {amount}": first}
+    assert stats_of(model).unmerged == {Reason.SKIP_FIRST_BLOCKS(count=amount): first}
     assert stats_of(model).merged_blocks == {"double.2", "single.2"}
 
 
 def test_last_blocks_of_the_last_kind_are_left_whole(flux: Any, attach: Any, stats_of: Any) -> None:
     model = attach(flux, whole_last=2, whole_first=1)
     models.sample(model, HEIGHT, WIDTH, steps=1)
-    assert stats_of(model).left_whole == {
-        "whole_first = 1": {"double.0", "single.0"},
-        "whole_last = 2": {"single.1", "single.2"},
+    assert stats_of(model).unmerged == {
+        Reason.SKIP_FIRST_BLOCKS(count=1): {"double.0", "single.0"},
+        Reason.SKIP_LAST_BLOCKS(count=2): {"single.1", "single.2"},
     }
     assert stats_of(model).merged_blocks == {"double.1", "double.2"}
 
@@ -214,7 +217,7 @@ def test_blocks_of_a_kind_share_a_plan(flux: Any, attach: Any, stats_of: Any) ->
 def whole_everywhere(model: Any, stats_of: Any, reason: str) -> None:
     stats = stats_of(model)
     assert stats.merged_blocks == set()
-    assert stats.left_whole == {reason: stats.blocks}
+    assert stats.unmerged == {reason: stats.blocks}
     assert len(stats.blocks) == 6
     assert reason in stats.summary()
 
@@ -244,7 +247,7 @@ def test_dropped_tokens_leave_blocks_whole(flux: Any, attach: Any, stats_of: Any
     model = attach(foreign)
     with pytest.raises(Exception, match=r"140|100"):  # the model itself cannot put such an image together
         models.sample(model, HEIGHT, WIDTH, steps=1)
-    whole_everywhere(model, stats_of, "another node changed the number of tokens")
+    whole_everywhere(model, stats_of, Reason.TOKENS_CHANGED())
 
 
 @pytest.mark.compat
@@ -342,7 +345,7 @@ def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: An
     out = models.sample(model, HEIGHT, WIDTH, steps=2)
     assert seen == {TOKENS}
     assert len(stats_of(model).merged_blocks) == 6
-    assert stats_of(model).left_whole == {}
+    assert stats_of(model).unmerged == {}
     assert out.isfinite().all()
     assert not torch.equal(out, plain)
     assert torch.equal(models.sample(attach(foreign, min_tokens=1000), HEIGHT, WIDTH, steps=2), plain)

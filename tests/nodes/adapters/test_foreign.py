@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+Reason = pack_module("toma_core.reasons").Reason
 
 SIZE = 20, 28
 LISTS = {"flux": "double_blocks", "z_image": "layers", "krea2": "blocks", "qwen_image": "transformer_blocks"}
@@ -56,12 +59,12 @@ def test_a_block_that_is_replaced_runs_whole(family: str, place: int, attach: An
     assert out.isfinite().all()
     assert seen == whole
     stats = stats_of(foreign)
-    (left,) = stats.left_whole["replaced by another node"]
+    (left,) = stats.unmerged[Reason.BLOCK_REPLACED()]
     assert left.endswith(f".{place}")
     assert len(stats.merged_blocks) == len(stats.blocks) - 1
     again = sample(attach(model))
     assert torch.equal(sample(merged), again)
-    assert "replaced by another node" not in stats_of(merged).left_whole
+    assert Reason.BLOCK_REPLACED() not in stats_of(merged).unmerged
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -73,10 +76,10 @@ def test_a_block_of_a_unet_that_is_replaced_runs_whole(place: int, attach: Any, 
     foreign.add_object_patch(f"diffusion_model.middle_block.1.transformer_blocks.{place}", Own(stack[place], seen))
     assert sample(foreign).isfinite().all()
     assert len(set(seen)) == 1
-    assert stats_of(foreign).left_whole["replaced by another node"] == {f"middle.0.{place}"}
+    assert stats_of(foreign).unmerged[Reason.BLOCK_REPLACED()] == {f"middle.0.{place}"}
     merged = attach(model)
     sample(merged)
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
 
 
 @pytest.mark.parametrize("what", ["wrapped", "shorter"])
@@ -91,7 +94,7 @@ def test_a_list_of_blocks_that_is_replaced(what: str, attach: Any, stats_of: Any
         merged.add_object_patch("diffusion_model.double_blocks", nn.ModuleList(list(blocks)[:1]))
     assert sample(merged).isfinite().all()
     assert len(set(seen)) <= 1
-    assert len(stats_of(merged).left_whole["replaced by another node"]) == len(blocks)
+    assert len(stats_of(merged).unmerged[Reason.BLOCK_REPLACED()]) == len(blocks)
     assert all(name.startswith("single") for name in stats_of(merged).merged_blocks)
 
 
@@ -104,7 +107,7 @@ def test_hooks_made_while_blocks_are_replaced_do_not_keep_them(attach: Any, stat
     sample(replaced)
     merged = attach(model)
     out = sample(merged)
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
     assert torch.equal(out, sample(attach(models.flux())))
 
 

@@ -11,6 +11,8 @@ import torch
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 
+Reason = pack_module("toma_core.reasons").Reason
+
 GRID = (6, 10)
 TOKENS, BEFORE = 60, 7
 
@@ -128,7 +130,7 @@ def test_what_is_left_whole_is_told(graphs: Any, evaluate: Any) -> None:
     evaluation = evaluate(min_tokens=TOKENS + 1)
     place = begun(evaluation, ["a", "b"])
     assert not place.prepare(torch.randn(1, 4, 12, 20), torch.nn.Linear(8, 8), 8)
-    assert evaluation.run.stats.left_whole == {f"fewer than {TOKENS + 1} tokens": {"a", "b"}}
+    assert evaluation.run.stats.unmerged == {Reason.TOO_FEW_TOKENS(least=TOKENS + 1): {"a", "b"}}
     assert place.kept == 0
 
 

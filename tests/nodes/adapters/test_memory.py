@@ -92,7 +92,7 @@ def test_where_packing_runs_out_of_memory_in_a_merged_step(
     stats = stats_of(merged)
     assert stats.detail_given_up
     assert (stats.merged_evaluations, stats.merged_steps) == (0, {})
-    assert stats.headline() == "Nothing was merged: no room for keys and values of all tokens after all"
+    assert str(stats.headline()) == "Nothing was merged: no room for keys and values of all tokens after all"
 
 
 @contextmanager

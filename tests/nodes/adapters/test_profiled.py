@@ -13,6 +13,7 @@ from scripts.comfy_pack import pack_module
 run = pack_module("nodes.adapters.run")
 identity = pack_module("nodes.adapters.identity")
 ToMAConfig = pack_module("toma_core").ToMAConfig
+Reason = pack_module("toma_core.reasons").Reason
 SIDE, STEPS = 24, 6
 CLOSE = {"select_every": 3, "weigh_every": 3}
 
@@ -67,7 +68,7 @@ def test_one_block_alone(model: Any, stats_of: Any) -> None:
     assert sampled(patched).isfinite().all()
     stats = stats_of(patched)
     assert stats.merged_blocks == {chosen}
-    assert stats.left_whole["unmerged by the profile"] == {*names(model)} - {chosen}
+    assert stats.unmerged[Reason.PROFILE_SKIPS_BLOCK()] == {*names(model)} - {chosen}
     assert set(stats.merged_steps.values()) == {0.75}
 
 

@@ -13,6 +13,7 @@ from benchmarks import models
 from scripts.comfy_pack import pack_module
 
 run = pack_module("nodes.adapters.run")
+Reason = pack_module("toma_core.reasons").Reason
 SIDE = 24
 
 
@@ -37,7 +38,7 @@ def test_settings_that_never_merge_return_the_very_same_object(model: Any, attac
     assert attach(model, **settings) is model
 
 
-ALL_WHOLE = "every step ran in full (start percent, end percent, full step every, compare tokens by, profile)"
+ALL_WHOLE = "every step was a full step"
 
 
 @pytest.mark.compat
@@ -46,8 +47,8 @@ ALL_WHOLE = "every step ran in full (start percent, end percent, full step every
     [
         ({"start_percent": 0.98}, ALL_WHOLE),
         ({"end_percent": 0.0001, "start_percent": 0.00005}, ALL_WHOLE),
-        ({"min_tokens": 1000}, "fewer than 1000 tokens"),
-        ({"whole_first": 11}, "whole_first = 11"),
+        ({"min_tokens": 1000}, Reason.TOO_FEW_TOKENS(least=1000)),
+        ({"whole_first": 11}, Reason.SKIP_FIRST_BLOCKS(count=11)),
     ],
 )
 def test_runs_that_never_merge_are_bit_identical(
@@ -56,8 +57,9 @@ def test_runs_that_never_merge_are_bit_identical(
     patched = attach(model, **settings)
     assert same(models.sample(patched, SIDE, SIDE), models.sample(model, SIDE, SIDE))
     assert stats_of(patched).merged_blocks == set()
-    assert stats_of(patched).summary().startswith("nothing was merged: ")
-    assert reason in stats_of(patched).summary()
+    assert stats_of(patched).summary().startswith("Nothing was merged: ")
+    assert stats_of(patched).headline().id.value == "nothing_merged"
+    assert str(reason) in stats_of(patched).summary()
 
 
 def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
@@ -69,12 +71,12 @@ def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
     models.sample(patched, side, side, steps=1)
     stats = stats_of(patched)
     assert stats.grids == {(20, 20): 200}
-    assert set(stats.left_whole) <= {"fewer than 256 tokens"}
+    assert set(stats.unmerged) <= {Reason.TOO_FEW_TOKENS(least=256)}
     monkeypatch.setattr(payoff, "card_of", lambda device: payoff.Card("NVIDIA H100", (9, 0), 132))
     assert same(models.sample(patched, side, side, steps=1), models.sample(model, side, side, steps=1))
-    told, reason = stats_of(patched), "Auto: too little work for this device to gain by merging"
-    assert told.left_whole[reason] == stats.merged_blocks
-    assert told.summary().count(reason) == 1
+    told, reason = stats_of(patched), Reason.TOO_LITTLE_WORK()
+    assert told.unmerged[reason] == stats.merged_blocks
+    assert told.summary().count(str(reason)) <= 2
 
 
 def test_merging_does_change_the_image(model: Any, attach: Any) -> None:
@@ -279,8 +281,8 @@ def test_one_log_line_a_run(model: Any, attach: Any, stats_of: Any, caplog: pyte
         models.sample(patched, SIDE, SIDE)
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ToMA")]
     assert lines == [f"ToMA: {stats_of(patched).summary()}"]
-    assert "144 -> 72 tokens (12x12)" in lines[0]
-    assert "3/3 steps" in lines[0]
+    assert "144 -> 72 (12 x 12)" in lines[0]
+    assert "all 3 steps" in lines[0]
 
 
 def test_model_called_outside_a_run_is_as_without(model: Any, attach: Any, no_state_left: None) -> None:

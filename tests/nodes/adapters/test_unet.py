@@ -12,6 +12,8 @@ from torch import Tensor
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 
+Reason = pack_module("toma_core.reasons").Reason
+
 SIDE = 24  # grids of 12 x 12 and 6 x 6: windows of 6 x 6 and 3 x 3
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -115,7 +117,7 @@ def test_last_stacks_are_left_whole(unet: Any, attach: Any, stats_of: Any, granu
     models.sample(model, SIDE, SIDE, steps=1)
     stats = stats_of(model)
     last = {"output.2.0", "output.2.1", "output.3.0", "output.4.0", "output.5.0"}
-    assert stats.left_whole == {f"whole_last = {amount}": last}
+    assert stats.unmerged == {Reason.SKIP_LAST_BLOCKS(count=amount): last}
     assert len(stats.merged_blocks) == 12
 
 
@@ -125,7 +127,7 @@ def test_small_grids_are_left_whole(unet: Any, attach: Any, stats_of: Any) -> No
     stats = stats_of(model)
     assert stats.grids == {(12, 12): 72}
     assert len(stats.blocks) == 17
-    assert stats.left_whole == {"fewer than 100 tokens": stats.blocks - stats.merged_blocks}
+    assert stats.unmerged == {Reason.TOO_FEW_TOKENS(least=100): stats.blocks - stats.merged_blocks}
     assert len(stats.merged_blocks) == 5
 
 
@@ -159,7 +161,7 @@ def test_sag_reads_the_attention_map_of_whole_tokens(
     queries = record(unet.model.diffusion_model.middle_block[1].transformer_blocks[0].attn1.to_q)
     assert models.sample(model, 32, 32, steps=2).isfinite().all()
     assert {call.args[0].shape[1] for call in queries} == {64}
-    assert "middle.0.0 self-attention" in stats_of(model).left_whole["replaced by another node"]
+    assert "middle.0.0 self-attention" in stats_of(model).unmerged[Reason.BLOCK_REPLACED()]
 
 
 @pytest.mark.parametrize("granularity", ["module", "stack"])
@@ -224,7 +226,7 @@ def test_cross_attention_replacement_sees_whole_tokens_and_their_shape(unet: Any
     model = attach(foreign)
     assert models.sample(model, SIDE, SIDE, steps=1).isfinite().all()
     assert seen == [36, 36]
-    assert stats_of(model).left_whole["replaced by another node"] == {
+    assert stats_of(model).unmerged[Reason.BLOCK_REPLACED()] == {
         "input.7.0 cross-attention",
         "input.7.1 cross-attention",
     }

@@ -128,7 +128,7 @@ def test_a_grid_too_small_to_merge_leaves_the_graph_whole(model: Any, attach: An
     plain = models.sample(plain_model, SIDE, SIDE, steps=2)
     assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=2), plain)
     assert backend.graphs == 1
-    assert stats_of(compiled_model).left_whole == stats_of(plain_model).left_whole
+    assert stats_of(compiled_model).unmerged == stats_of(plain_model).unmerged
 
 
 def test_tokens_of_another_node_stop_merging_in_a_graph_too(attach: Any, stats_of: Any) -> None:
@@ -141,7 +141,7 @@ def test_tokens_of_another_node_stop_merging_in_a_graph_too(attach: Any, stats_o
     compiled_model = compiled(attach(model), Counting(), inside=True)
     plain = models.sample(plain_model, SIDE, SIDE, steps=2)
     assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=2), plain)
-    assert stats_of(compiled_model).left_whole == stats_of(plain_model).left_whole
+    assert stats_of(compiled_model).unmerged == stats_of(plain_model).unmerged
     assert not stats_of(compiled_model).merged_blocks
 
 
@@ -174,7 +174,7 @@ def test_every_family_is_one_graph_a_merged_step(family: str, attach: Any, stats
     backend = Counting()
     toma = compiled(attach(model, **settings), backend, inside=True)
     assert torch.equal(models.sample(toma, SIDE, SIDE, **run), plain)
-    assert stats_of(toma).left_whole == {}
+    assert stats_of(toma).unmerged == {}
     assert len(stats_of(toma).merged_steps) > 1
     assert backend.graphs == 2 * of_the_model_itself(model, run)
 

@@ -25,6 +25,8 @@ from tests.nodes.adapters.families.layouts import (
     run,
 )
 
+Reason = pack_module("toma_core.reasons").Reason
+
 BLOCKS = [(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts]
 block_kinds = pytest.mark.parametrize(("family", "layout"), BLOCKS, ids=[f"{f}-{la.blocks}" for f, la in BLOCKS])
 every_family = pytest.mark.parametrize("family", LAYOUTS)
@@ -96,7 +98,7 @@ def test_merged_runs_are_finite_and_repeat(
     assert not torch.equal(out, plain)
     blocks = sum(len(getattr(model.model.diffusion_model, layout.blocks)) for layout in LAYOUTS[family])
     assert len(stats_of(merged).merged_blocks) == blocks
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=2), out)
     assert torch.equal(models.sample(model, HEIGHT, WIDTH, steps=2), plain)
 
@@ -211,7 +213,7 @@ def test_block_with_a_renamed_argument_is_left_whole(
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=1), plain)
     (warning,) = warnings()
     assert f"new_{layout.tokens}" in warning
-    assert "nothing was merged" in stats_of(merged).summary()
+    assert "Nothing was merged" in stats_of(merged).summary()
 
 
 REPLACED = ("flux", "flux2", "chroma", "qwen_image", "sd3", "wan", "hunyuan")
@@ -232,7 +234,7 @@ def test_replaced_block_sees_all_tokens(family: str, model_of: Any, attach: Any,
     assert models.sample(merged, HEIGHT, WIDTH, steps=1, cfg=1.0).isfinite().all()
     height, width = grid_of(LAYOUTS[family][0])
     assert seen == [height * width]
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
 
 
 @pytest.mark.compat
@@ -264,7 +266,7 @@ def test_chroma_may_skip_blocks(pack: Any, attach: Any, stats_of: Any) -> None:
         network.skip_mmdit = skipped
         merged = attach(model)
         assert models.sample(merged, HEIGHT, WIDTH, steps=1).isfinite().all()
-        assert stats_of(merged).left_whole == {"skipped by the model": {f"double.{i}" for i in skipped}}
+        assert stats_of(merged).unmerged == {Reason.SKIPPED_BY_MODEL(): {f"double.{i}" for i in skipped}}
 
 
 @pytest.mark.parametrize("family", ["z_image", "krea2", "sd3", "wan"])
@@ -305,7 +307,8 @@ def test_more_arguments_by_place_than_are_known(attach: Any, stats_of: Any, monk
     merged = attach(model)
     assert models.sample(merged, HEIGHT, WIDTH, steps=1).isfinite().all()
     assert set(given) == {"more"}
-    assert stats_of(merged).left_whole == {"argument 6 in use": {f"double.{i}" for i in range(3)}}
+    reason = Reason.ARGUMENT_IN_USE(arguments=("argument 6",))
+    assert stats_of(merged).unmerged == {reason: {f"double.{i}" for i in range(3)}}
 
 
 def test_lists_of_frames_are_no_picture(model_of: Any, attach: Any, stats_of: Any) -> None:
@@ -321,7 +324,7 @@ def test_lists_of_frames_are_no_picture(model_of: Any, attach: Any, stats_of: An
         for m in (model, merged)
     ]
     assert torch.equal(*results)
-    assert "nothing was merged" in stats_of(merged).summary()
+    assert "Nothing was merged" in stats_of(merged).summary()
 
 
 def test_every_supported_transformer_is_tried_here(pack: Any) -> None:

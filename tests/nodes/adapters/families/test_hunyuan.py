@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import models
+from scripts.comfy_pack import pack_module
 from tests.nodes.adapters.families.layouts import (
     CLOSE,
     DOUBLE,
@@ -25,6 +26,8 @@ from tests.nodes.adapters.families.layouts import (
     restored,
     run,
 )
+
+Reason = pack_module("toma_core.reasons").Reason
 
 # As 1.5 has it: a token for each pixel of the latent, no single blocks, no pooled text.
 NEW = {
@@ -79,7 +82,7 @@ def test_a_block_of_a_video(
     conds = {"positive": models.conditioning(hunyuan, seed=1, **options)}
     calls, merged = record(block), attach(hunyuan, granularity="block")
     models.sample(merged, HEIGHT, WIDTH, frames=frames, batch=batch, steps=1, cfg=1.0, **conds)
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
     (call,) = calls
     planned, before = plan_calls[call.first_plan], FRAME if reference else 0
     assert planned.grid == (frames, HEIGHT // 2, WIDTH // 2)
@@ -104,7 +107,7 @@ def test_videos_and_guidance(
     (grid,) = stats_of(merged).grids
     assert grid[-2:] == (height // 2, width // 2)
     assert stats_of(merged).grids[grid] % frames == 0
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
     assert torch.equal(models.sample(merged, height, width, **asked), out)
 
 
@@ -115,7 +118,7 @@ def test_a_first_frame_with_a_noise_level_of_its_own_leaves_the_blocks_whole(
     conds = {"positive": models.conditioning(hunyuan, seed=1, guiding_frame_index=0)}
     merged, asked = attach(hunyuan), {"frames": 3, "steps": 1, "cfg": 1.0, **conds}
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), models.sample(hunyuan, HEIGHT, WIDTH, **asked))
-    assert set(stats_of(merged).left_whole) == {
+    assert set(stats_of(merged).unmerged) == {
         "modulation_dims_img, modulation_dims_txt in use",
         "modulation_dims in use",
     }
@@ -137,7 +140,7 @@ def test_hunyuan_video_1_5(attach: Any, stats_of: Any) -> None:
     assert not torch.equal(out, models.sample(model, HEIGHT, WIDTH, **asked))
     assert stats_of(merged).grids == {(3, HEIGHT, WIDTH): 3 * HEIGHT * WIDTH // 2}
     assert stats_of(merged).merged_blocks == {"double.0", "double.1"}
-    assert stats_of(merged).left_whole == {"whole_last = 1": {"double.2"}}
+    assert stats_of(merged).unmerged == {Reason.SKIP_LAST_BLOCKS(count=1): {"double.2"}}
 
 
 def test_hunyuan_image(attach: Any, stats_of: Any) -> None:
@@ -151,7 +154,7 @@ def test_hunyuan_image(attach: Any, stats_of: Any) -> None:
     assert out.isfinite().all()
     assert out.ndim == 4
     assert not torch.equal(out, models.sample(model, HEIGHT, WIDTH, steps=2))
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
     assert stats_of(merged).grids == {(HEIGHT, WIDTH): HEIGHT * WIDTH // 2}
 
 

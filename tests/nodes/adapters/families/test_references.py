@@ -49,7 +49,7 @@ def test_references(
     merged = attach(model, granularity="block", merge_references=too)
     out = models.sample(merged, HEIGHT, WIDTH, steps=1, cfg=1.0, **conds)
     assert out.isfinite().all()
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
     (call,) = calls
     given = arguments(block, layout, call)
     told = given["transformer_options"].get("reference_image_num_tokens")
@@ -172,5 +172,5 @@ def test_z_image_with_references_before_the_image(attach: Any, stats_of: Any) ->
     for settings in ({}, {"merge_references": True}):
         merged = attach(model, **settings)
         assert models.sample(merged, HEIGHT, WIDTH, steps=2, cfg=1.0, **conds).isfinite().all()
-        assert stats_of(merged).left_whole == {}
+        assert stats_of(merged).unmerged == {}
         assert set(stats_of(merged).grids) == {(10, 14)}

@@ -80,7 +80,7 @@ def test_modulation_by_frame(attach: Any, record: Any, plan_calls: Any, dense: A
     block = model.model.diffusion_model.blocks[1]
     calls, merged = record(block), attach(model, granularity="block")
     held_first(merged, frames, steps=1, cfg=1.0)
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
     (call,) = calls
     plan, e = plan_calls[call.first_plan].plan, call.kwargs["e"]
     assert e.shape[:3] == (1, frames, 6)
@@ -100,11 +100,11 @@ def test_modulation_that_frames_do_not_explain_leaves_the_blocks_whole(attach: A
     conds = {"positive": models.conditioning(model, seed=1, time_dim_concat=behind)}
     merged = attach(model)
     out = held_first(merged, 3, steps=1, cfg=1.0, **conds)
-    assert list(stats_of(merged).left_whole) == ["modulation by token in use"]
+    assert list(stats_of(merged).unmerged) == [Reason.ARGUMENT_IN_USE(arguments="modulation by token")]
     assert torch.equal(out, held_first(model, 3, steps=1, cfg=1.0, **conds))
     # Where all frames have the same, there is nothing to shift.
     models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds)
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
 
 
 @pytest.mark.compat
@@ -123,7 +123,7 @@ def test_frames_odd_sizes_and_guidance(
     (grid,) = stats.grids
     assert grid == (sides if frames == 1 else (frames, *sides))
     assert stats.grids[grid] % frames == 0
-    assert stats.left_whole == {}
+    assert stats.unmerged == {}
     assert len(stats.merged_blocks) == 4
     assert torch.equal(models.sample(merged, height, width, **asked), out)
 
@@ -235,7 +235,7 @@ def test_context_windows_over_frames(settings: Any, wan: Any, attach: Any, plan_
     out = models.sample(merged, HEIGHT, WIDTH, frames=7, steps=2, cfg=5.0)
     assert out.isfinite().all()
     assert not torch.equal(out, models.sample(windowed, HEIGHT, WIDTH, frames=7, steps=2, cfg=5.0))
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
     grids = {call.grid[0] for call in plan_calls}
     assert grids in ({5}, {5, 6})
     shown = {frames for call in plan_calls for _, frames in call.copies}
@@ -280,7 +280,7 @@ def test_other_frames_stay_whole(
     calls, merged = record(block), attach(model, granularity="block")
     conds = {"positive": models.conditioning(model, seed=1, **options)}
     assert models.sample(merged, HEIGHT, WIDTH, frames=frames, steps=1, cfg=1.0, **conds).isfinite().all()
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
     (call,) = calls
     plan = plan_calls[call.first_plan].plan
     others = {"reference": FRAME, "context": 4 * 6 + 2 * FRAME, "further frames": 2 * FRAME}[what]
@@ -289,7 +289,7 @@ def test_other_frames_stay_whole(
     torch.testing.assert_close(call.out, by_hand(layout, block, call, plan, dense), **CLOSE)
     chain = attach(model)
     assert models.sample(chain, HEIGHT, WIDTH, frames=frames, steps=2, cfg=5.0, **conds).isfinite().all()
-    assert stats_of(chain).left_whole == {}
+    assert stats_of(chain).unmerged == {}
 
 
 def test_reference_and_context_at_once_leave_the_blocks_whole(attach: Any, stats_of: Any) -> None:
@@ -301,7 +301,7 @@ def test_reference_and_context_at_once_leave_the_blocks_whole(attach: Any, stats
     conds = {"positive": models.conditioning(model, seed=1, **options)}
     merged = attach(model)
     out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds)
-    assert list(stats_of(merged).left_whole) == ["ComfyUI does not tell where the image's tokens are"]
+    assert list(stats_of(merged).unmerged) == [Reason.UNKNOWN_IMAGE_POSITION()]
     assert torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds))
 
 
@@ -324,7 +324,7 @@ def test_an_image_to_video_model(attach: Any, stats_of: Any) -> None:
     merged = attach(model)
     out = models.sample(merged, HEIGHT, WIDTH, frames=5, steps=2, cfg=1.0, **conds)
     assert out.isfinite().all()
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
     assert not torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=5, steps=2, cfg=1.0, **conds))
 
 
@@ -351,7 +351,7 @@ def test_kinds_that_look_at_all_tokens_between_blocks(
     calls, merged = [record(block) for block in blocks], attach(model)
     out = models.sample(merged, HEIGHT, WIDTH, **asked)
     assert out.isfinite().all()
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
     assert len(stats_of(merged).merged_blocks) == len(blocks)
     starts = [index for index, (call,) in enumerate(calls) if call.args[0].shape[1] == 3 * FRAME]
     assert starts == [sum(chains[:n]) for n in range(len(chains))]
@@ -378,9 +378,9 @@ def test_kinds_that_are_not_known_run_whole(name: str, attach: Any, stats_of: An
     merged = attach(model)
     out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=2)
     assert torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=3, steps=2))
-    (reason,) = stats_of(merged).left_whole
+    (reason,) = stats_of(merged).unmerged
     assert name in reason
-    assert "nothing was merged" in stats_of(merged).summary()
+    assert "Nothing was merged" in stats_of(merged).summary()
 
 
 # --- patches of others ------------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ def test_patches_inside_a_block_see_all_tokens(place: str, wan: Any, attach: Any
     merged = attach(patched)
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0), plain)
     assert seen == expected
-    assert list(stats_of(merged).left_whole) == ["another node's attention patch needs all tokens"]
+    assert list(stats_of(merged).unmerged) == [Reason.ATTENTION_PATCH()]
 
 
 def test_a_patch_between_blocks_sees_every_frame(wan: Any, attach: Any, stats_of: Any) -> None:
@@ -421,7 +421,7 @@ def test_a_patch_between_blocks_sees_every_frame(wan: Any, attach: Any, stats_of
     merged = attach(patched)
     out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0)
     assert seen == [3 * FRAME] * 4
-    assert stats_of(merged).left_whole == {}
+    assert stats_of(merged).unmerged == {}
     assert not torch.equal(out, models.sample(attach(wan), HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0))
 
 
@@ -444,10 +444,11 @@ def test_a_video_that_is_no_video_of_this_model(attach: Any, model_of: Any, stat
     merged = attach(model)
     out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0)
     assert torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0))
-    assert list(stats_of(merged).left_whole) == ["a model or latent of unknown kind"]
+    assert list(stats_of(merged).unmerged) == ["a model or latent of unknown kind"]
 
 
 SELECTED = pack_module("toma_core.state").RunState._selected
+Reason = pack_module("toma_core.reasons").Reason
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch, since: int) -> None:
@@ -470,7 +471,7 @@ def test_without_memory_for_a_plan_the_run_is_whole(
     merged = attach(wan)
     out = models.sample(merged, HEIGHT, WIDTH, frames=5, steps=2)
     assert torch.equal(out, models.sample(wan, HEIGHT, WIDTH, frames=5, steps=2))
-    assert "nothing was merged: out of memory while destinations were selected" in stats_of(merged).summary()
+    assert "Nothing was merged: out of memory while destinations were selected" in stats_of(merged).summary()
 
 
 @pytest.mark.parametrize("joined", [True, False], ids=["one call", "two calls"])
@@ -498,8 +499,8 @@ def test_without_memory_for_one_plan_more_no_prompt_has_what_the_other_has_not(
     stats = stats_of(merged)
     assert sorted(stats.merged_steps) == [0]
     assert stats.merged_blocks == {"double.0", "double.1", "double.2"}
-    ((reason, blocks),) = stats.left_whole.items()
-    assert reason == "out of memory while destinations were selected, and all later steps"
+    ((reason, blocks),) = stats.unmerged.items()
+    assert reason == Reason.OUT_OF_MEMORY_PLAN()
     assert blocks == {"double.3"}
 
 

@@ -17,7 +17,8 @@ from tests.toma_core.kernels.cases import DEVICE, Case
 from toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, decide, plan_for, reduce, restore
 from toma_core.kernels import Kernels
 from toma_core.merge import MergePlan, unmerge
-from toma_core.trial import Choice, Dispatch
+from toma_core.reasons import Message
+from toma_core.trial import Choice, Dispatch, KernelName, NoTriton
 
 CASE = Case(6, 10, 4, 0.5, 24)
 GRID = (CASE.height, CASE.width)
@@ -31,7 +32,7 @@ def evaluation(given: Choice | None = None, **settings: Any) -> Evaluation:
 
 def on(kernels: Kernels | None, **settings: Any) -> Evaluation:
     """With these kernels, or none, whatever the device."""
-    return evaluation(Choice(kernels, "" if kernels else "as told"), **settings)
+    return evaluation(Choice(kernels, None if kernels else NoTriton.NO_CUDA()), **settings)
 
 
 def predicted(where: Evaluation) -> Evaluation:
@@ -50,7 +51,7 @@ def test_unasked(kernels: Any) -> None:
     where = evaluation()
     plan = plan_of(CASE.tokens(), where)
     assert (plan.kernels is None) == (DEVICE == "cpu")
-    assert where.run.stats.kernels == {HERE}
+    assert set(map(str, where.run.stats.kernels)) == {HERE}
     where.run.stats.merged("block")
     assert f"; kernels: {HERE}" in where.run.stats.summary()
 
@@ -59,7 +60,7 @@ def test_a_given_choice_is_taken(kernels: Any) -> None:
     assert plan_of(CASE.tokens(), on(kernels)).kernels is kernels
     where = on(None)
     assert plan_of(CASE.tokens(), where).kernels is None
-    assert where.run.stats.kernels == {"torch (as told)"}
+    assert where.run.stats.kernels == {Choice(None, NoTriton.NO_CUDA()).message}
 
 
 def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,21 +76,21 @@ def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        (Case(6, 10, 4, 0.5, 24, torch.float64), "tokens in torch.float64"),
-        (Case(17, 17, 17, 0.5, 8), "windows of 289 tokens, the kernels take 256"),
+        (Case(6, 10, 4, 0.5, 24, torch.float64), NoTriton.DTYPE(dtype="float64")),
+        (Case(17, 17, 17, 0.5, 8), NoTriton.LARGE_WINDOWS(tokens=289, most=256)),
     ],
     ids=["dtype", "window"],
 )
-def test_what_kernels_cannot_do(case: Case, reason: str, kernels: Any) -> None:
+def test_what_kernels_cannot_do(case: Case, reason: Message, kernels: Any) -> None:
     """Said in words."""
     choice = Dispatch().pick(case.tokens(), *case.layout())
     assert choice.kernels is None
-    assert str(choice) == (f"torch ({reason})" if DEVICE == "cuda" else "torch (no CUDA device)")
+    assert choice.reason == (reason if DEVICE == "cuda" else NoTriton.NO_CUDA())
 
 
 def test_other_devices() -> None:
     x, layout = CASE.tokens().to("meta"), CASE.layout()
-    assert str(Dispatch().pick(x, *layout)) == "torch (no CUDA device)"
+    assert Dispatch().pick(x, *layout).reason == NoTriton.NO_CUDA()
 
 
 def on_a_gpu(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -100,18 +101,18 @@ def on_a_gpu(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def test_what_is_found_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of asking; without one, what a GPU would be told is read from tokens without values."""
-    assert str(Dispatch().pick(on_a_gpu(torch.float64), *CASE.layout())) == "torch (tokens in torch.float64)"
+    assert Dispatch().pick(on_a_gpu(torch.float64), *CASE.layout()).reason == NoTriton.DTYPE(dtype="float64")
     if DEVICE == "cpu":
-        assert str(Dispatch().pick(on_a_gpu(), *CASE.layout())) == "torch (TRITON_INTERPRET is set)"
+        assert Dispatch().pick(on_a_gpu(), *CASE.layout()).reason == NoTriton.INTERPRETED()
         triton = importlib.import_module("toma_core.kernels.triton")
         monkeypatch.setattr(triton, "INTERPRETED", False)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-        assert "capability is below 8.0" in str(Dispatch().pick(on_a_gpu(), *CASE.layout()))
+        assert Dispatch().pick(on_a_gpu(), *CASE.layout()).reason == NoTriton.OLD_GPU(least="8.0")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         layout = Case(17, 17, 17, 0.5, 8).layout()
-        assert "windows of 289 tokens, the kernels take 256" in str(Dispatch().pick(on_a_gpu(), *layout))
+        assert Dispatch().pick(on_a_gpu(), *layout).reason == NoTriton.LARGE_WINDOWS(tokens=289, most=256)
     monkeypatch.setitem(sys.modules, "toma_core.kernels.triton", None)
-    assert str(Dispatch().pick(on_a_gpu(), *CASE.layout())) == "torch (Triton is not installed)"
+    assert Dispatch().pick(on_a_gpu(), *CASE.layout()).reason == NoTriton.NOT_INSTALLED()
 
 
 class TestFirstUse:
@@ -119,7 +120,7 @@ class TestFirstUse:
 
     @pytest.fixture(autouse=True)
     def seems_fine(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(toma_core.trial, "_obstacle", lambda *args, **kwargs: "")
+        monkeypatch.setattr(toma_core.trial, "_obstacle", lambda *args, **kwargs: None)
         monkeypatch.setattr(toma_core.trial, "_trials", {})
 
     def test_falls_back_once_and_says_why(
@@ -132,12 +133,12 @@ class TestFirstUse:
             raise RuntimeError("Failed to find C compiler.\nPlease set CC.")
 
         monkeypatch.setattr(type(kernels), "merge", fail)
-        reason = "Triton failed: RuntimeError: Failed to find C compiler."
+        reason = NoTriton.FAILED(error="RuntimeError: Failed to find C compiler.")
         for _ in range(2):
             with caplog.at_level(logging.WARNING):
                 where = evaluation()
                 plan_of(CASE.tokens(), where)
-            assert where.run.stats.kernels == {f"torch ({reason})"}
+            assert where.run.stats.kernels == {Choice(None, reason).message}
         assert len(calls) == 1
         assert [record.getMessage() for record in caplog.records] == [
             f"ToMA: plain PyTorch instead of Triton kernels. {reason}"
@@ -150,7 +151,7 @@ class TestFirstUse:
         monkeypatch.setattr(type(kernels), "merge", lambda *args: 1.1 * merge(*args))
         where = evaluation()
         plan_of(CASE.tokens(), where)
-        assert where.run.stats.kernels == {"torch (Triton's results are off)"}
+        assert where.run.stats.kernels == {Choice(None, NoTriton.WRONG_RESULTS()).message}
 
     @pytest.mark.parametrize("fails", [True, False, None])
     def test_packing_falls_back(self, fails: bool | None, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +195,7 @@ class TestFirstUse:
             for _ in range(2):
                 where = predicted(evaluation(plan_from="prediction"))
                 ours = plan_of(CASE.tokens(), where)
-        assert where.run.stats.kernels == {"triton"}
+        assert where.run.stats.kernels == {KernelName.KERNEL(name="triton")}
         assert torch.equal(ours.picks, theirs.picks)
         assert len([r for r in caplog.records if "plain PyTorch instead" in r.getMessage()]) == 1
 
@@ -230,7 +231,7 @@ class TestFirstUse:
                     plan_for(x, (8, 8), "a", Evaluation(run, decide(run, sigma)))
                 tried.append(sorted({"merge", "restore", "reuse"} & set(made)))
             assert tried == [["merge", "restore", "reuse"] if turn == 0 else [], *[[]] * 7]
-            assert run.stats.kernels == {"triton"}
+            assert run.stats.kernels == {KernelName.KERNEL(name="triton")}
         assert len(toma_core.trial._trials) == 2
         said = [record.getMessage() for record in caplog.records if "making its GPU kernels" in record.getMessage()]
         assert len(said) == 1
@@ -238,7 +239,7 @@ class TestFirstUse:
     def test_works(self, kernels: Any) -> None:
         where = evaluation()
         assert isinstance(plan_of(CASE.tokens(), where).kernels, type(kernels))
-        assert where.run.stats.kernels == {"triton"}
+        assert where.run.stats.kernels == {KernelName.KERNEL(name="triton")}
 
 
 @pytest.mark.parametrize("blind", ["", "several devices"])

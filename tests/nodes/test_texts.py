@@ -1,0 +1,57 @@
+"""The code does the same whatever its texts say."""
+
+from __future__ import annotations
+
+import json
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from scripts.comfyui import ROOT
+
+ENGLISH = json.loads((ROOT / "web" / "i18n" / "en.json").read_text(encoding="utf-8"))["messages"]
+
+
+@pytest.fixture
+def nameless(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every text is its id."""
+    reasons = pack_module("toma_core.reasons")
+    messages = {name: f"<{name}>" for name in ENGLISH}
+    monkeypatch.setattr(reasons, "english", lambda: {"labels": {}, "messages": messages})
+
+
+def outcome(model: Any, attach: Any, stats_of: Any, **settings: Any) -> dict[str, Any]:
+    """What a run, its report, its chart and the decisions on it are, but for texts."""
+    charts, calibrating = pack_module("nodes.charts"), pack_module("nodes.calibrating")
+    merged = attach(model, **settings)
+    latent = models.sample(merged, 24, 24, steps=3)
+    stats = stats_of(merged)
+    return {
+        "latent": latent.tolist(),
+        "unmerged": stats.unmerged,
+        "report": [line if isinstance(line, str) else line.json() for line in stats.report()],
+        "headline": stats.headline(),
+        "chart": charts.steps_chart(stats, 400).tobytes(),
+        "short of memory": calibrating._ran_short(merged),
+    }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"whole_last": 2, "min_tokens": 40},
+        {"min_tokens": 1000},
+        {"whole_every": 2, "min_tokens": 4},
+    ],
+    ids=["part", "nothing", "full steps"],
+)
+def test_texts_decide_nothing(
+    settings: dict[str, Any], unet: Any, attach: Any, stats_of: Any, request: pytest.FixtureRequest
+) -> None:
+    before = outcome(unet, attach, stats_of, **settings)
+    request.getfixturevalue("nameless")
+    assert outcome(unet, attach, stats_of, **settings) == before
+    assert str(before["headline"]) == f"<{before['headline'].id.value}>"
