@@ -26,7 +26,7 @@ from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid, has_frames
 from .graphs import numbered, operators
 from .hooks import Hook, eager, outside_graph, unmerge
-from .looks import Look, flat, like, looking
+from .looks import flat, like, looking
 from .port import Cuts, Given, Port
 from .rope import merged_rows
 
@@ -365,7 +365,7 @@ class Link(Hook):
             merged, before = self._in_graph(given)
             if merged is not None:
                 if self.begin.looks:
-                    merged, _ = self._looking(merged, self.begin.look, before)
+                    merged = self._looking(merged, self.begin.look, before)
                 out = self._called(len(args), merged)
                 return self._with(out, self.begin.leave(self._tokens(out), before)) if self.last else out
         return self.outside(*args, **kwargs)
@@ -401,7 +401,7 @@ class Link(Hook):
         rows = self.positions.of(given.get(port.rows), place, before + port.above(given))
         merged = self.moved(given, x, rows, before)
         if place.looks:
-            merged, _ = self._looking(merged, place.attended, before)
+            merged = self._looking(merged, place.attended, before)
         out = self._called(len(args), merged)
         return self._with(out, place.finish(self._tokens(out), before)) if self.last else out
 
@@ -423,7 +423,7 @@ class Link(Hook):
             moved[port.rows] = rows
         return {**moved, **port.moved(given, cuts)} if cuts.gone else moved
 
-    def _looking(self, given: Given, change: Callable[..., Tensor], before: int) -> tuple[Given, Look | None]:
+    def _looking(self, given: Given, change: Callable[..., Tensor], before: int) -> Given:
         """The arguments with which the block looks at all tokens."""
         port, cuts = self.port, Cuts(before, self.begin.lengths)
         masked = partial(port.mask_moved, gone=-cuts.gone)

@@ -7,7 +7,6 @@ so every other patch goes on seeing whole tokens, and the model is untouched bet
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,14 +67,3 @@ def installed(hooks: Iterable[HookPair]) -> Iterator[None]:
 outside_graph = torch.compiler.disable(recursive=False)
 eager = torch.compiler.disable
 merge, unmerge = eager(toma_core.merge), eager(toma_core.unmerge)
-
-
-@outside_graph
-def compiled_here() -> bool:
-    """Whether torch.compile would compile what is called from here."""
-    if "torch._dynamo" not in sys.modules:  # takes seconds to import
-        return False
-    from torch._C._dynamo import eval_frame
-
-    callback = getattr(eval_frame, "get_eval_frame_callback", None)
-    return callback is None or callback() not in (None, False)

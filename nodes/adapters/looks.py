@@ -26,17 +26,12 @@ Masked = Callable[[Tensor], "Tensor | None"]
 class Look:
     """In the place of `optimized_attention` for one call of a block.
 
-    attended: see `Port.attended`. then: the override that another node has put there. masked: None where attention with
-    a mask stays as it is. served: how many of its self-attentions came by, none where another pack's attention does not
-    ask.
+    attended: see `Port.attended`. then: the override that another node has put there. served: how many of its
+    self-attentions came by.
     """
 
     def __init__(
-        self,
-        change: Change,
-        attended: Sequence[tuple[int, int]],
-        then: Callable[..., Any] | None,
-        masked: Masked | None = None,
+        self, change: Change, attended: Sequence[tuple[int, int]], then: Callable[..., Any] | None, masked: Masked
     ) -> None:
         self.change, self.attended, self.then, self.masked = change, attended, then, masked
         self.served = 0
@@ -44,7 +39,7 @@ class Look:
     def __call__(self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         axis = 2 if kwargs.get("skip_reshape") else 1
         mask = args[1] if len(args) > 1 else kwargs.get("mask")  # of every key, and here there are others
-        seen = self.masked(mask) if mask is not None and self.masked is not None else None
+        seen = None if mask is None else self.masked(mask)
         if (mask is None or seen is not None) and self.served < len(self.attended):
             before, tokens = self.attended[self.served]
             if q.shape[axis] == k.shape[axis] == v.shape[axis] == tokens:
@@ -62,16 +57,14 @@ class Look:
         return compute(q, k, v, *args, **kwargs)
 
 
-def looking(
-    given: Given, change: Change, attended: Sequence[tuple[int, int]], masked: Masked | None = None
-) -> tuple[Given, Look | None]:
-    """A block's arguments with which its self-attention looks at what `change` makes of its keys and values; unchanged,
-    and None, where ComfyUI hands the block no options."""
+def looking(given: Given, change: Change, attended: Sequence[tuple[int, int]], masked: Masked) -> Given:
+    """A block's arguments with which its self-attention looks at what `change` makes of its keys and values; unchanged
+    where ComfyUI hands the block no options."""
     options = given.get("transformer_options")
     if options is None:
-        return given, None
+        return given
     look = Look(change, attended, options.get(_OVERRIDE), masked)
-    return {**given, "transformer_options": {**options, _OVERRIDE: look}}, look
+    return {**given, "transformer_options": {**options, _OVERRIDE: look}}
 
 
 def flat(t: Tensor, axis: int) -> Tensor:

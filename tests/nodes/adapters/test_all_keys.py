@@ -46,7 +46,7 @@ def test_keys_are_moved_on_as_their_destinations_move(
     # Some models refine text or image before: that is not merged, and looks at what it did.
     block = next(n for n, (q, k, _) in enumerate(merged[0]) if q.shape[1] != k.shape[1])
     before = layout.before + layout.above if kind != "sd3" else 7
-    kept, plan = whole[block][1:], plan_calls[-1].plan
+    kept, plan = whole[block][1:], plan_calls[0].plan
     _, U = dense(plan)
     for step in merged:
         q, *fresh = step[block]
