@@ -41,7 +41,8 @@ def test_keys_are_moved_on_as_their_destinations_move(
     destinations since then. What a merged step made is kept for the next."""
     model, layout = model_of(kind), LAYOUTS[kind][0]
     watch = Watch(4)
-    evaluated(watch.on(attach(model, **{**KEYS, "plan_from": "tokens", "scale": 10_000.0})), drifting)
+    lasting = {"plan_from": "tokens", "select_every": 100, "weigh_every": 100, "scale": 10_000.0}
+    evaluated(watch.on(attach(model, **{**KEYS, **lasting})), drifting)
     whole, *merged = watch.evaluations()
     # Some models refine text or image before: that is not merged, and looks at what it did.
     block = next(n for n, (q, k, _) in enumerate(merged[0]) if q.shape[1] != k.shape[1])
