@@ -13,7 +13,7 @@ from PIL import Image, ImageChops, ImageDraw, ImageFont
 
 from .showcase_graphs import SAMPLER, Kind
 
-_TOKENS = re.compile(r"(\d+) -> (\d+) tokens \((\d+)x(\d+)\)")
+_TOKENS = re.compile(r"(\d+) -> (\d+) \((\d+) x (\d+)\)")
 _PAPER, _INK = (250, 250, 250), (20, 20, 20)
 _MARGIN, _CAPTION, _PANEL = 16, 30, 384
 DIFFERENCE_GAIN = 4

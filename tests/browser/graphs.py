@@ -6,12 +6,12 @@ from itertools import count
 from typing import Any
 
 IDS, SEEDS = count(1), count(1)  # a sampler that ComfyUI takes from its cache tells nothing new
-CACHED = "Nothing ran anew: ComfyUI had this result in its cache. Change the seed to see what is merged."
+CACHED = "Nothing ran: ComfyUI had this result in its cache. Change the seed to see what is merged."
 NEW, ACTIVE = "No run yet.", "Sampling on fewer tokens ..."
 STEPS = 4
 EARLIER = "{} (from an earlier run)"
 # Places among the widgets of ToMA Advanced.
-FIRST, START, WINDOW_SIZE = 10, 12, 16
+FIRST, START, WINDOW_SIZE = 7, 9, 13
 # Records every text that a node of ours shows.
 WATCH = """id => {
     const element = window.said(id)
@@ -41,8 +41,8 @@ def node(node_id: int, kind: str, pos: tuple[int, int], values: Any = (), inputs
 def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1.0) -> dict[str, Any]:
     """Loader -> ToMA Advanced -> KSampler -> decode and report, or the benchmark instead of all that samples."""
     scene = [next(SEEDS), "fixed", 1, *["from seed"] * 14]
-    advanced = ["balanced", ratio, 1, 0, ends_at, "off", -1, 16, "preset", "preset", -1, "preset", -1, 10, 5]
-    advanced += ["preset", -1, "off", "preset", -1, *["preset"] * 4, "stack", -1, *["preset"] * 3]
+    advanced = ["balanced", ratio, 1, 0, ends_at, 16, "preset", -1, "preset", -1, 10, 5, "preset", -1, -1]
+    advanced += ["preset", "preset", ""]
     sampled = last == "ToMAReport"
     nodes = [
         node(1, "ToMADemoUNet", (0, 0), ["random", 0, "fixed"], outputs=[("MODEL", [1])]),

@@ -17,7 +17,7 @@ MARKED = "() => app.graph.getNodeById(4).inputs.filter(i => i.hasErrors).map(i =
         (
             START,
             0.9,
-            "Start percent (0.9) is larger than end percent (0.5), so nothing would ever be merged. Lower start "
+            "Start percent (0.9) is larger than end percent (0.5), so nothing would be merged. Lower start "
             "percent or raise end percent.",
             ["end_percent", "start_percent"],
         ),

@@ -34,7 +34,7 @@ from scripts.comfy_pack import pack_module
 from scripts.comfy_server import free_port
 from scripts.comfyui import ROOT
 
-REPORT = "1024 -> 512 tokens (32x32), 256 -> 128 tokens (16x16) in 22/22 blocks, 12/12 steps"
+REPORT = "On: half; tokens: 1024 -> 512 (32 x 32), 256 -> 128 (16 x 16); 1 selections"
 
 
 def outcome(seconds: float, value: float = 1.0, grey: int = 0, report: str = "") -> Outcome:

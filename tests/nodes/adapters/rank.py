@@ -53,7 +53,7 @@ def tried(model: Any, alone: Any, settings: dict[str, Any], **options: Any) -> d
         "as ToMA on one process": not whole and torch.equal(result, picture(run.attach(alone, config), **options)),
         "the same on all": all(torch.equal(other, result) for other in theirs),
         "merged": len(stats.merged_blocks),
-        "whole": {reason: len(parts) for reason, parts in stats.unmerged.items()},
+        "whole": {reason.id.value: len(parts) for reason, parts in stats.unmerged.items()},
     }
 
 

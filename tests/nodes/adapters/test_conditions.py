@@ -199,5 +199,6 @@ def test_negative_model_of_another_class_is_left_whole(
     assert out.isfinite().all()
     assert not torch.equal(out, run(flux))
     stats = stats_of(patched)
-    assert stats.unmerged == {"a model or latent of unknown kind": {"model"}}
+    ((reason, parts),) = stats.unmerged.items()
+    assert (reason.id.value, parts) == ("unknown_model", {"model"})
     assert len(stats.merged_blocks) == 6

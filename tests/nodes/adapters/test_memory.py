@@ -15,6 +15,8 @@ from scripts.comfy_pack import pack_module
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
 from tests.nodes.adapters.looking import KEYS, Watch, evaluated, preset, several_calls
 
+Reason = pack_module("toma_core.reasons").Reason
+
 
 def without_room(monkeypatch: pytest.MonkeyPatch, room: float) -> None:
     """As if the device had so many bytes in all."""
@@ -37,7 +39,7 @@ def test_where_room_is_short_they_are_packed(
     without_room(monkeypatch, 4 * held - 1)
     found = models.sample(merged, HEIGHT, WIDTH, **size)
     packed = stats_of(merged)
-    assert packed.without_keys == ""
+    assert packed.without_keys is None
     # Models so narrow have smaller groups than is reckoned with.
     assert asked[0] == held
     assert asked[1] <= packed.detail_bytes < 0.4 * held
@@ -92,7 +94,7 @@ def test_where_packing_runs_out_of_memory_in_a_merged_step(
     stats = stats_of(merged)
     assert stats.detail_given_up
     assert (stats.merged_evaluations, stats.merged_steps) == (0, {})
-    assert str(stats.headline()) == "Nothing was merged: no room for keys and values of all tokens after all"
+    assert str(stats.headline()) == f"Nothing was merged: {Reason.KV_CACHE_DISABLED()}"
 
 
 @contextmanager
@@ -223,7 +225,7 @@ def test_context_windows_that_move_keep_no_keys(schedule: str, model_of: Any, st
     merged, without = (run.attach(windowed, preset("balanced", **more)) for more in ({}, {"all_keys": False}))
     asked: dict[str, Any] = {"frames": 13, "steps": 8, "cfg": 5.0}
     found = models.sample(merged, HEIGHT, WIDTH, **asked)
-    moves = "windows that lie elsewhere at each step" in stats_of(merged).without_keys
+    moves = stats_of(merged).without_keys == Reason.KV_CONTEXT_WINDOWS()
     assert moves == (schedule != "standard_static")
     if moves:
         assert torch.equal(found, models.sample(without, HEIGHT, WIDTH, **asked))
@@ -263,9 +265,9 @@ def test_without_room_the_preset_is_as_it_was(model_of: Any, stats_of: Any, monk
     without_room(monkeypatch, 1000)
     merged, without = run.attach(model, preset("balanced")), run.attach(model, preset("balanced", all_keys=False))
     assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=8) for m in (merged, without)))
-    assert "they would take" in stats_of(merged).without_keys
-    assert "do not look at all tokens" in stats_of(merged).summary()
-    assert stats_of(without).without_keys == ""
+    assert stats_of(merged).without_keys.id is Reason.KV_TOO_LARGE
+    assert "do not attend to all tokens" in stats_of(merged).summary()
+    assert stats_of(without).without_keys is None
 
 
 def test_comfyui_is_told_before_it_loads_the_model(

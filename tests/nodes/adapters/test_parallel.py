@@ -15,13 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
 
-Reason = pack_module("toma_core.reasons").Reason
-
 RANK = Path(__file__).with_name("rank.py")
-TOKENS_CHANGED = Reason.TOKENS_CHANGED()
+TOKENS_CHANGED = "tokens_changed"
 WAYS = ("raylight", "xdit")
 KINDS = ("0-references", "1-references", "2-references", "odd", "module", "detail")
 BLOCKS = {"flux": 6, "unet": 17}

@@ -119,8 +119,8 @@ def test_a_first_frame_with_a_noise_level_of_its_own_leaves_the_blocks_whole(
     merged, asked = attach(hunyuan), {"frames": 3, "steps": 1, "cfg": 1.0, **conds}
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), models.sample(hunyuan, HEIGHT, WIDTH, **asked))
     assert set(stats_of(merged).unmerged) == {
-        "modulation_dims_img, modulation_dims_txt in use",
-        "modulation_dims in use",
+        Reason.ARGUMENT_IN_USE(arguments=("modulation_dims_img", "modulation_dims_txt")),
+        Reason.ARGUMENT_IN_USE(arguments=("modulation_dims",)),
     }
 
 

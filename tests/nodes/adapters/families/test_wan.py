@@ -25,6 +25,8 @@ from tests.nodes.adapters.families.layouts import (
     run,
 )
 
+Reason = pack_module("toma_core.reasons").Reason
+
 (LAYOUT,) = LAYOUTS["wan"]
 FRAME = HEIGHT // 2 * (WIDTH // 2)
 # Wan 2.2 5B: noise levels by frame.
@@ -137,7 +139,7 @@ def test_detail_is_reused_and_drawn(wan: Any, attach: Any, stats_of: Any) -> Non
     assert (near - plain).norm() < (far - plain).norm()
     drawn = stats_of(reusing).maps[5, HEIGHT // 2, WIDTH // 2]
     assert (drawn.frames, len(drawn.destinations), len(drawn.owner)) == (5, FRAME // 2, FRAME)
-    assert "5x10x14" in stats_of(reusing).summary()
+    assert "5 x 10 x 14" in stats_of(reusing).summary()
     image = pack_module("nodes.drawing").draw(stats_of(reusing).maps, "")
     assert image.shape[1] > image.shape[2] // 2
 
@@ -379,7 +381,8 @@ def test_kinds_that_are_not_known_run_whole(name: str, attach: Any, stats_of: An
     out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=2)
     assert torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=3, steps=2))
     (reason,) = stats_of(merged).unmerged
-    assert name in reason
+    assert reason.id.value == "unknown_model"
+    assert name in str(reason)
     assert "Nothing was merged" in stats_of(merged).summary()
 
 
@@ -444,11 +447,10 @@ def test_a_video_that_is_no_video_of_this_model(attach: Any, model_of: Any, stat
     merged = attach(model)
     out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0)
     assert torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0))
-    assert list(stats_of(merged).unmerged) == ["a model or latent of unknown kind"]
+    assert [reason.id.value for reason in stats_of(merged).unmerged] == ["unknown_latent"]
 
 
 SELECTED = pack_module("toma_core.state").RunState._selected
-Reason = pack_module("toma_core.reasons").Reason
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch, since: int) -> None:
