@@ -48,6 +48,7 @@ class Reason(MessageId):
     # Tokens.
     TOO_FEW_TOKENS = "too_few_tokens"  # least
     TOO_LITTLE_WORK = "too_little_work"
+    REFERENCE_FRAMES = "reference_frames"
     NOTHING_TO_MERGE = "nothing_to_merge"
     TOKENS_CHANGED = "tokens_changed"
     IMAGES_CHANGED = "images_changed"

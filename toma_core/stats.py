@@ -139,6 +139,10 @@ class RunStats:
         self.blocks.add(block.split(" ", 1)[0])
         self.unmerged.setdefault(reason, set()).add(block)
 
+    def reference_not_merged(self, number: int, reason: Message) -> None:
+        """The reference image of this number, from 1, is not merged because of `reason`."""
+        self.unmerged.setdefault(reason, set()).add(f"reference {number}")
+
     def headline(self) -> Message:
         """The verdict."""
         if not self.merged_blocks:

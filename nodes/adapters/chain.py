@@ -108,7 +108,10 @@ class Place:
             return False
         tokens = list(map(prod, self.grids))
         kept = [run.kept(self.grids[0], evaluation.step_plan, latent.device)]
-        kept += [run.kept(grid, evaluation.lasting, latent.device) for grid in self.grids[1:]]
+        kept += [
+            run.kept(grid, evaluation.lasting, latent.device) if is_merged(grid) else prod(grid)
+            for grid in self.grids[1:]
+        ]
         if evaluation.refreshes:
             kept = tokens
         self.lengths = tuple(zip(tokens, kept, strict=True))
@@ -162,10 +165,13 @@ class Place:
         image, *references = self._pieces(x, list(map(prod, self.grids)))
         plans: list[MergePlan | None] = [plan]
         for n, (piece, grid) in enumerate(zip(references, self.grids[1:], strict=True)):
-            plans.append(evaluation.lasting_plan(piece, grid, (self.scope, n)))
+            plans.append(evaluation.lasting_plan(piece, grid, (self.scope, n)) if is_merged(grid) else None)
         name = "-".join(dict.fromkeys((self.names[0], self.names[-1])))
         details = [evaluation.detail(name, image)]
-        details += [evaluation.detail(f"{name} reference {n}", piece) for n, piece in enumerate(references)]
+        details += [
+            evaluation.detail(f"{name} reference {n}", piece) if is_merged(grid) else None
+            for n, (piece, grid) in enumerate(zip(references, self.grids[1:], strict=True))
+        ]
         self.plans, self.details = tuple(plans), tuple(details)
         if not evaluation.refreshes:
             for block in self.names:
@@ -204,6 +210,9 @@ class Place:
         own = packs or (rows.untyped_storage()._cdata != t.untyped_storage()._cdata and len(lengths) == 1)
         pieces, seen = self._pieces(rows, lengths), []
         for n, (piece, (tokens, _), plan) in enumerate(zip(pieces, self.lengths, self.plans, strict=True)):
+            if not is_merged(self.grids[n]):
+                seen.append(piece)
+                continue
             shape = piece[:, :1].expand(-1, tokens, -1)
             detail = evaluation.detail(f"{block} {what} {n}", shape, packs)
             if detail is not None and detail.kept is None:
@@ -228,10 +237,14 @@ class Place:
 
     def turned(self, rows: Tensor, before: int) -> Tensor:
         """`merged_rows` for the positions of [before | N | rest]."""
-        places, start = [], 0
-        for plan in filter(None, self.plans):
-            places.append(plan.destinations + start if start else plan.destinations)
-            start += plan.tokens
+        places, start = list[Tensor](), 0
+        for plan, (tokens, _) in zip(self.plans, self.lengths, strict=True):
+            if plan is None:
+                each = torch.arange(tokens, device=rows.device)[None].expand(len(places[0]), -1)
+            else:
+                each = plan.destinations
+            places.append(each + start if start else each)
+            start += tokens
         return merged_rows(rows, _joined(places), before, start, self.port.axis)
 
     # --- outside of graphs --------------------------------------------------------------------------------------------
@@ -305,6 +318,11 @@ class Place:
         if out.shape[1] == held[0].shape[1]:
             return restored
         return torch.cat([out[:, :before], restored, out[:, after:]], 1)
+
+
+def is_merged(grid: Grid) -> bool:
+    """Whether tokens of this grid are merged: those of a reference that is not are told as one row, (N,)."""
+    return len(grid) > 1
 
 
 def _joined(pieces: list[Tensor]) -> Tensor:

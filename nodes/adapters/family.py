@@ -22,7 +22,7 @@ from ...toma_core.payoff import FEWEST, Block
 from ...toma_core.presets import Fields
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
-from .chain import Link, Positions
+from .chain import Link, Positions, is_merged
 from .hooks import GRAPHS, HookPair
 from .port import Port
 
@@ -330,15 +330,24 @@ class Transformer(ABC):
                 yield from chained(run, of, x, evaluation, transformer_options, self.width)
 
     def merged_references(self, references: Sequence[Tensor], evaluation: Evaluation) -> list[Grid]:
-        """The grids of the reference images, if all of them are to be merged."""
-        if not (self.references_follow and evaluation.run.config.merge_references):
+        """Return the grids of the reference images, (N,) for one that is not merged; nothing if none is."""
+        config, stats = evaluation.run.config, evaluation.run.stats
+        if not (self.references_follow and config.merge_references):
             return []
-        if any(latent.ndim > 4 and latent.shape[2] != 1 for latent in references):
-            return []  # several frames each
-        grids = [token_grid(latent, self.patch_size) for latent in references]
-        least = evaluation.run.config.min_tokens or FEWEST
-        enough = all(count >= least and round(evaluation.step_plan.ratio * count) for count in map(prod, grids))
-        return grids if enough else []
+        grids = list[Grid]()
+        for n, latent in enumerate(references, 1):
+            grid, least = token_grid(latent, self.patch_size), config.min_tokens or FEWEST
+            reason = None
+            if latent.ndim > 4 and latent.shape[2] != 1:
+                reason = Reason.REFERENCE_FRAMES()
+            elif (count := prod(grid)) < least:
+                reason = Reason.TOO_FEW_TOKENS(least=least)
+            elif not round(evaluation.step_plan.ratio * count):
+                reason = Reason.NOTHING_TO_MERGE()
+            if reason is not None:
+                stats.reference_not_merged(n, reason)
+            grids.append(grid if reason is None else (prod(grid),))
+        return grids if any(map(is_merged, grids)) else []
 
     def chosen(self, stage: Stage, links: list[Link], config: ToMAConfig) -> list[Link]:
         """The hooks of a stage for these settings: those around whole blocks, or of a kind of the family's own."""

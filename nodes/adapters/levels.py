@@ -130,11 +130,11 @@ class Levels:
     def _step_of(self, given: float) -> int:
         """Return the step of the evaluation that begins, given to the model as this noise level."""
         by_level = step_at(self._sigmas, given)
-        if not self._reports:
+        if not self._reports or self._since > max(3, self._each + 1):
             return by_level
         if self._reported is None:
-            # A sampler's first evaluation is of its first step; more before it reports are of that or come next.
-            return 0 if self._since == 1 else min(by_level, 1)
+            # A sampler's first evaluation is of its first step.
+            return 0 if self._since == 1 else by_level
         following = min(self._reported + 1, len(self._sigmas) - 1)
         if self._each and self._since >= self._each:
             return following

@@ -164,6 +164,29 @@ def test_small_references_stay_whole(model_of: Any, attach: Any, plan_calls: Any
     assert {call.grid for call in plan_calls} == {(10, 14)}
 
 
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("least", [20, 30])
+def test_each_reference_is_merged_that_can_be(
+    model_of: Any, attach: Any, plan_calls: Any, stats_of: Any, least: int, cached: bool
+) -> None:
+    """They have 24 and 18 tokens, in either order; the report says which is not merged, and why."""
+    model = model_of("flux")
+    options = of_references(model, LAYOUTS["flux"][0], None)
+    settings = {"whole_every": 3, "all_keys": True} if cached else {}
+    for order in (1, -1):
+        references = options["reference_latents"][::order]
+        conds = {"positive": models.conditioning(model, seed=1, **{**options, "reference_latents": references})}
+        merged = attach(model, merge_references=True, min_tokens=least, **settings)
+        plan_calls.clear()
+        assert models.sample(merged, HEIGHT, WIDTH, steps=5, cfg=1.0, **conds).isfinite().all()
+        sizes = sorted(h * w for h, w in {call.grid for call in plan_calls} - {(10, 14)})
+        assert sizes == ([24] if least == 20 else [])
+        unmerged = {name for names in stats_of(merged).unmerged.values() for name in names if "reference" in name}
+        small = "reference 2" if order == 1 else "reference 1"
+        assert unmerged == ({small} if least == 20 else {"reference 1", "reference 2"})
+        assert small in stats_of(merged).text()
+
+
 def test_z_image_with_references_before_the_image(attach: Any, stats_of: Any) -> None:
     """Omni models have them, and their captions, before the image: it is found by its place from the end."""
     model = models.z_image()
