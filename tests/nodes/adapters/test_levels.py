@@ -129,8 +129,8 @@ def trusted(sampler: Any, guided: Any = None) -> bool:
     """Whether the first level is taken from the schedule."""
     run, told = levels_of(sampler, guided), torch.tensor([1.5])
     run.next(told)
-    assert run.of(told) in ((2.0, 0), (1.5, None))
-    return bool(run.of(told)[0] == 2.0)
+    assert run.of(told)[:2] in ((2.0, 0), (1.5, 0))
+    return bool(run.of(told).sigma == 2.0)
 
 
 def test_a_sampler_of_another_pack_by_a_known_name_is_read(pack: Any) -> None:
@@ -216,13 +216,13 @@ def test_evaluations_past_the_schedule_and_at_other_levels_are_read(pack: Any) -
     from comfy.samplers import ksampler
 
     run, told = levels_of(ksampler("euler")), torch.tensor([1.7])
-    assert run.of(told) == (pytest.approx(1.7), None), "before the sampler has said anything"
+    assert run.of(told)[:2] == (pytest.approx(1.7), None), "before the sampler has said anything"
     run.next(told)
-    assert run.of(told) == (2.0, 0)
-    assert run.of(torch.tensor([0.7])) == (pytest.approx(0.7), None), "guidance at a level of its own"
+    assert run.of(told)[:2] == (2.0, 0)
+    assert run.of(torch.tensor([0.7]))[:2] == (pytest.approx(0.7), None), "guidance at a level of its own"
     for _ in range(2):
         run.next(told)
-    assert run.of(told) == (pytest.approx(1.7), None)
+    assert run.of(told)[:2] == (pytest.approx(1.7), None)
 
 
 def test_a_guider_or_wrapper_that_may_go_another_way_is_read(pack: Any) -> None:
@@ -288,8 +288,42 @@ def test_a_sampler_that_strays_is_told_and_changes_no_later_run(pack: Any, warni
     for _ in range(2):
         run, told = levels_of(ksampler("euler")), torch.tensor([1.25])
         run.next(told)
-        assert run.of(told) == (2.0, 0)
+        assert run.of(told)[:2] == (2.0, 0)
         run.check()
     said = warnings()
     assert len(said) == 2
     assert all("the sampler euler left its schedule" in warning for warning in said)
+
+
+def reporting(
+    *evaluations: float | int, schedule: Sequence[float] = (4.0, 3.0, 2.0, 1.0, 0.0), sampler: Any = None
+) -> list[Any]:
+    """The steps of evaluations at these levels (floats), between which steps are reported (whole numbers)."""
+    run, steps = levels_of(sampler, schedule=schedule), []
+    for each in evaluations:
+        if isinstance(each, int):
+            run.reported(each)
+            continue
+        given = torch.tensor([each])
+        run.next(given)
+        steps.append(run.of(given).step)
+        assert run.of(given) is run.of(given), "asked twice, answered once"
+    return steps
+
+
+def test_steps_come_from_what_the_sampler_reports(pack: Any) -> None:
+    """From the noise level only where it reports nothing; they never go back."""
+    assert reporting(4.0, 0, 2.5, 1, 1.6, 2, 0.5, 3) == [0, 1, 2, 3], "told lower than it is"
+    assert reporting(4.0, 0, 3.0, 1, 2.2, 2, 1.3, 3) == [0, 1, 2, 3], "told higher"
+    assert reporting(4.0, 0, 3.0, 3.0, 1, 2.0, 2.0, 2, 1.0, 1.0, 3) == [0, 1, 1, 2, 2, 3, 3], "Heun's method"
+    assert reporting(4.0, 0, 3.5, 3.0, 1, 2.5, 2.0, 2, 1.5, 1.0, 3) == [0, 0, 1, 1, 2, 2, 3], "a level between two"
+    assert reporting(4.0, 3.0, 2.0, 1.0) == [0, 1, 2, 3], "nothing is reported"
+    assert reporting(4.0, 2.0, 3.5, 1.0) == [0, 2, 2, 3], "nothing is reported, and levels go back"
+    assert reporting(4.0, 0, 3.0, 1, 4.0, 0, 2.0, 1, 1.0) == [0, 1, 2, 2, 3], "reports that begin anew are not believed"
+
+
+def test_a_wrapped_sampler_that_is_known_makes_one_evaluation_a_step(pack: Any) -> None:
+    from comfy.samplers import KSAMPLER, ksampler
+
+    wrapping = KSAMPLER(lambda *args, **kwargs: None, {"inner": ksampler("euler")})
+    assert reporting(4.0, 0, 3.8, 1, 2.9, 2, 1.9, 3, sampler=wrapping) == [0, 1, 2, 3]
