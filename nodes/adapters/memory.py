@@ -112,9 +112,9 @@ def conditions_of(guider: Any, sampler: Any = None) -> int:
 
 
 def dtype_of(model: ModelPatcher) -> torch.dtype:
-    """What the model computes in."""
-    inner = model.model
-    dtype: torch.dtype = inner.get_dtype_inference() if hasattr(inner, "get_dtype_inference") else inner.get_dtype()
+    """Return the dtype that a run of the model computes in, also before ComfyUI applies its object patches, as
+    ModelComputeDtype makes them."""
+    dtype: torch.dtype = model.get_model_object("manual_cast_dtype") or model.model.get_dtype()
     return dtype
 
 

@@ -66,7 +66,7 @@ def test_where_memory_runs_out_all_is_whole_from_then_on(
     assert all(torch.equal(clip, own) for clip in found)
     stats = stats_of(merged)
     assert stats.detail_given_up
-    assert "no room for keys and values" in stats.summary()
+    assert "out of memory for the KV cache" in stats.summary()
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 7])
