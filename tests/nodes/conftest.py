@@ -168,14 +168,14 @@ def plan_calls(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[PlanCa
 @pytest.fixture
 def decisions(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The decision for every evaluation of the model, in order."""
-    schedule = pack_module("toma_core.schedule").Schedule
-    original, made = schedule.decide, []
+    sampling = pack_module("nodes.adapters.sampling")
+    original, made = sampling.decide, []
 
-    def spy(self: Any, *args: Any) -> Any:
-        made.append(original(self, *args))
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        made.append(original(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(schedule, "decide", spy)
+    monkeypatch.setattr(sampling, "decide", spy)
     return made
 
 

@@ -279,7 +279,7 @@ def test_a_level_that_comes_twice_is_two_steps(flux: Any, attach: Any, decisions
         )
         steps = list(range(len(sigmas) - 1))
         assert [d.step for d in decisions] == steps
-        assert [d.ratio > 0 for d in decisions] == [n % 3 != 0 and n != steps[-1] for n in steps]
+        assert [d.mode.merges for d in decisions] == [n % 3 != 0 and n != steps[-1] for n in steps]
 
 
 def test_a_sampler_that_strays_is_told_and_changes_no_later_run(pack: Any, warnings: Any) -> None:

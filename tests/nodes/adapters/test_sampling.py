@@ -87,7 +87,7 @@ def test_samplers_and_their_steps(
     stats = stats_of(model)
     assert stats.total_steps == 4
     assert set(stats.merged_steps) == {0, 1, 2, 3}
-    scopes = 11 if kind == "unet" else 2
+    scopes = 2
     assert (stats.selections, stats.weighings) == (2 * scopes, 4 * scopes)
 
 
