@@ -105,6 +105,7 @@ class Suite:
 
 
 Run = Callable[[Suite], None]
+KERNEL_TESTS = ("tests/toma_core/kernels", "tests/toma_core/test_state.py")
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def kernel_tests(suite: Suite) -> None:
         return
     # Not with the settings in pyproject.toml: they ask for a pytest that a bare machine may not have.
     options = ["-q", "-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider", "--import-mode", "importlib"]
-    paths = ["tests/toma_core/kernels", "tests/toma_core/test_state.py"]
+    paths = list(KERNEL_TESTS)
     if suite.dry:
         paths = ["tests/toma_core/kernels/triton/test_product.py", "-k", "refused"]
     elif importlib.util.find_spec("xdist"):

@@ -19,10 +19,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -68,13 +70,16 @@ def go_through(sections: list[Section], results: Results, deadline: float, optio
 
 
 def _run(command: list[str], environ: dict[str, str], limit: float) -> str:
-    """Run for at most so many seconds; then it is killed. Returns what went wrong."""
+    """Run for at most so many seconds; then it is killed, with what it started. Returns what went wrong."""
     process = subprocess.Popen(command, cwd=ROOT, env=environ)
     try:
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
         return f"stopped after {limit:.0f} s"
     finally:
+        if os.name == "posix":
+            with suppress(ProcessLookupError):  # a section leads a group of processes, see `main`
+                os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.wait()
     return "" if code == 0 else f"its process ended with {code}"
@@ -114,10 +119,17 @@ def main() -> None:
         raise SystemExit("there is no CUDA device here: leave out --gpu, or add --dry-run to see that it runs")
     dtype = torch.float32 if args.dry_run else getattr(torch, args.dtype)
     if args.section:
+        if os.name == "posix":
+            os.setpgid(0, 0)
         suite = Suite(args.dry_run, device, dtype, args.until, Results.read(args.out))
         run_section(next(s for s in table if s.name == args.section), suite)
         return
 
+    chosen = [s for s in table if not args.only or s.name.startswith(tuple(args.only))]
+    chosen = [s for s in chosen if args.visit in (None, s.visit)]
+    if not chosen:
+        raise SystemExit(f"no section begins so: there are {', '.join(s.name for s in table)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # also stops the section
     told = bench.conditions(dtype=str(dtype).removeprefix("torch."))
     if gpu:
         try:
@@ -128,8 +140,6 @@ def main() -> None:
         told["models"] = "tiny: a dry run, no speed"
     name = "dry-run" if args.dry_run else re.sub(r"[^a-z0-9]+", "-", told["device"].lower()).strip("-")
     results = Results(args.out or ROOT / "benchmarks" / "results" / name, told)
-    chosen = [s for s in table if not args.only or s.name.startswith(tuple(args.only))]
-    chosen = [s for s in chosen if args.visit in (None, s.visit)]
     options = ["--dtype", args.dtype, *["--gpu"] * gpu, *["--dry-run"] * args.dry_run]
     deadline = args.until or begin + 60 * (args.minutes or (12 if gpu else 15))
     results = go_through(chosen, results, deadline, options, args.dry_run)

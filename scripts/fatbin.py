@@ -34,6 +34,8 @@ def one_architecture(library: bytes, sm: int) -> bytes:
             (found,) = struct.unpack_from("<I", data, at + _ARCHITECTURE)
             if kind == _CUBIN and found == sm:
                 entries += data[at : at + head + code]
+            if not head:
+                raise SetupError(f"the library holds something else than code at byte {at}")
             at += head + code
         if not entries:
             raise SetupError(f"the library has no machine code for sm_{sm}")

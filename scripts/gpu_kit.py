@@ -50,6 +50,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         archive = pack(arguments.into, arguments.arch, arguments.python)
+        say(f"{archive} is made")
         tree, kit = tree_size(), archive.stat().st_size
     except SetupError as error:
         say(f"error: {error}")
@@ -77,10 +78,11 @@ def pack(folder: Path, arch: int, python: str) -> Path:
         for library in kitchen.glob("hip/*.so"):
             library.unlink()
         folder.mkdir(parents=True, exist_ok=True)
-        archive = folder / ARCHIVE
-        with tarfile.open(archive, "w:gz") as tar:
+        archive, part = folder / ARCHIVE, folder / f"{ARCHIVE}.part"  # whoever is stopped leaves the kit before
+        with tarfile.open(part, "w:gz") as tar:
             for name in ("ComfyUI", "site"):
                 tar.add(stage / name, name)
+        part.replace(archive)
     return archive
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import struct
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -40,6 +44,8 @@ def test_one_architecture_stays_where_it_was() -> None:
     assert not any(cut[3 + 16 + len(ours) : begin])
     with pytest.raises(SetupError, match="sm_120"):
         fatbin.one_architecture(library, 120)
+    with pytest.raises(SetupError, match="something else"):
+        fatbin.one_architecture(container(bytes(64)), 90)
 
 
 def test_comfyui_is_pruned(tmp_path: Path) -> None:
@@ -57,3 +63,43 @@ def test_what_travels_is_what_git_knows() -> None:
     names = {path.name for path in gpu_kit.tree()}
     assert {"README.md", "visit.sh", "gpu_kit.py"} <= names
     assert gpu_kit.ARCHIVE not in names
+
+
+PRETENDS = """#!/usr/bin/env bash
+while [ "$1" != --out ]; do shift; done
+cat "$COMFYUI_PATH/main.py"
+touch "$2/results.json"
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux")
+def test_a_visit_finds_a_kit_and_results_of_visits_before_it(tmp_path: Path) -> None:
+    """Another kit is unpacked beside the one before, results before stay, and the log has its last lines; in folders
+    with spaces."""
+    tree, out, temporary, python = (tmp_path / name for name in ("a tree", "the out", "its tmp", "a python"))
+    for folder in (tree / ".gpu", out, temporary):
+        folder.mkdir(parents=True)
+    python.write_text(PRETENDS)
+    python.chmod(0o755)
+    environ = {"PATH": os.environ["PATH"], "PYTHON": str(python), "TMPDIR": str(temporary), "OUT": str(out), "DRY": "1"}
+
+    def visit(part: str) -> int:
+        command = ["bash", str(ROOT / "benchmarks" / "gpu" / "visit.sh"), part]
+        return subprocess.run(command, cwd=tree, env=environ, capture_output=True, timeout=60, check=False).returncode
+
+    assert visit("fourth") == 2
+    assert visit("first") == 9
+    for number, part in enumerate(("first", "second", "second")):
+        with tarfile.open(tree / ".gpu" / gpu_kit.ARCHIVE, "w:gz") as tar:
+            content = f"kit {min(number, 1)}".encode()
+            member = tarfile.TarInfo("ComfyUI/main.py")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+        if number:
+            (out / "results.json").write_text(f"before {number}")
+        assert visit(part) == 0
+        newest = max(out.rglob("log.txt"), key=lambda path: path.stat().st_mtime_ns).read_text()
+        assert f"kit {min(number, 1)}" in newest
+        assert f"### {part}: exit 0" in newest
+        assert newest.rstrip().endswith("results.json")
+    assert (out / "results.json").read_text() == "before 2"

@@ -3,20 +3,24 @@
 #   bash benchmarks/gpu/visit.sh first    at most 400 s: kernels right, SDXL 1024 and its rivals, kernels fast, the host
 #   bash benchmarks/gpu/visit.sh second   at most 420 s: Flux.1, Z-Image, Qwen-Image, SDXL 2048; torch.compile
 #   bash benchmarks/gpu/visit.sh third    at most 400 s: Flux 2048, attentions, few steps, sizes, break-even
-# No part needs another. At most 8 files in $OUT, written as results come. DRY=1: tiny models on the CPU, no speed.
-set -u
+# No part needs another. At most 8 files in $OUT, written as results come; in a folder of $OUT where others are there.
+# DRY=1: tiny models on the CPU, no speed.
+set -uo pipefail
 PART=${1:?first, second or third} OUT=${OUT:?the folder for results} DRY=${DRY:-}
 case $PART in first | third) SECONDS_AT_MOST=400 ;; second) SECONDS_AT_MOST=420 ;; *) exit 2 ;; esac
 [ -n "$DRY" ] && SECONDS_AT_MOST=900
 PYTHON=${PYTHON:-python3}
 WORK=${TMPDIR:-/tmp}/toma-gpu
+[ ! -e "$OUT/results.json" ] || OUT=$OUT/$PART-$(date +%H%M%S)
 mkdir -p "$OUT" "$WORK"
 exec > >(tee -a "$OUT/log.txt") 2>&1
-if [ ! -d "$WORK/kit" ]; then # in place only when it is complete: whoever unpacked before may have been stopped
+TEE=$!
+KIT=$WORK/kit-$(sha256sum <.gpu/kit.tar.gz | cut -c1-16) || exit 9 # another kit is another folder
+if [ ! -d "$KIT" ]; then # in place only when it is complete: whoever unpacked before may have been stopped
     UNPACKED=$(mktemp -d "$WORK/XXXXXX")
-    tar -xzf .gpu/kit.tar.gz -C "$UNPACKED" && mkdir "$UNPACKED/home" && mv -T "$UNPACKED" "$WORK/kit" || exit 9
+    tar -xzf .gpu/kit.tar.gz -C "$UNPACKED" && mkdir "$UNPACKED/home" && mv -T "$UNPACKED" "$KIT" || exit 9
 fi
-export HOME=$WORK/kit/home COMFYUI_PATH=$WORK/kit/ComfyUI PYTHONPATH=$PWD:$WORK/kit/site
+export HOME=$KIT/home COMFYUI_PATH=$KIT/ComfyUI PYTHONPATH=$PWD:$KIT/site
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 MPLBACKEND=Agg
 export TRITON_CACHE_DIR=$WORK/triton TORCHINDUCTOR_CACHE_DIR=$WORK/inductor
 unset TRITON_INTERPRET
@@ -27,4 +31,6 @@ timeout --kill-after=5 "$LEFT" "$PYTHON" -m benchmarks.suite --gpu ${DRY:+--dry-
 CODE=$?
 echo "### $PART: exit $CODE after $SECONDS s"
 ls -la "$OUT"
+exec >/dev/null 2>&1 # the log ends with these lines: what is left running when the script ends may be killed
+for _ in {1..20}; do kill -0 "$TEE" && sleep 0.1 || break; done
 exit "$CODE"
