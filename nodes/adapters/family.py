@@ -22,7 +22,8 @@ from ...toma_core.payoff import FEWEST, Block
 from ...toma_core.presets import Fields
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
-from .chain import Link, Positions, is_merged
+from .active_chain import is_merged
+from .chain import BlockHook, RopeCache
 from .hooks import GRAPHS, HookPair
 from .port import Port
 
@@ -140,13 +141,13 @@ def skip_reason(config: ToMAConfig, index: int, count: int, *, last: bool = True
     return None
 
 
-def profiled(link: Link, evaluation: Evaluation) -> Message | None:
+def profiled(link: BlockHook, evaluation: Evaluation) -> Message | None:
     """Return why a profile skips a block in this evaluation, None if it does not."""
     return None if evaluation.step_plan.ratio_of(link.name) else Reason.PROFILE_SKIPS_BLOCK()
 
 
 def chained(
-    links: Sequence[Link],
+    links: Sequence[BlockHook],
     grids: tuple[Grid, ...],
     latent: Tensor,
     evaluation: Evaluation,
@@ -160,20 +161,18 @@ def chained(
     # Alone, a block is no stack: merging adds to it what it adds to a block.
     alone = Granularity.BLOCK if config.granularity is Granularity.STACK else config.granularity
     work = first.work, alone if len(links) == 1 else Granularity.STACK
-    first.place.begin(grids, first.scope, [link.name for link in links], work, evaluation)
+    first.site.begin(grids, first.scope, [link.name for link in links], work, evaluation)
     if transformer_options.get(GRAPHS) and first.in_graphs:
         merged = False
         try:
-            merged = first.place.prepare(latent, first.module, width)
+            merged = first.site.prepare(latent, first.module, width)
         finally:
             if not merged:
                 first.release()  # it is not installed: nobody else would, also after an error
         if not merged:
             return
-        # Compiled code is not told what a chain decides when it sees the tokens.
-        first.place.looks = first.place.looks and first.place.kept > 0
     for link in links:
-        link.begin, link.last = first.place, link is links[-1]
+        link.chain, link.last = first.site, link is links[-1]
         yield link.module, link
 
 
@@ -213,7 +212,7 @@ class Transformer(ABC):
 
     def __init__(self, model: Any) -> None:
         self.model = ref(model)  # weak: the model itself is the key that these hooks are kept under
-        shared = Positions()
+        shared = RopeCache()
         self.stages = self.stages_of(model)
         # By name: another pack may put a list of its own in the place.
         self.lists = [next((n for n, m in model.named_children() if m is s.blocks), "") for s in self.stages]
@@ -227,10 +226,10 @@ class Transformer(ABC):
         """The model's stages, in the order in which they run; takes note of its patch size and width."""
 
     @staticmethod
-    def _link(stage: Stage, module: nn.Module, index: int, shared: Positions) -> Link:
+    def _link(stage: Stage, module: nn.Module, index: int, shared: RopeCache) -> BlockHook:
         module = unwrapped(module)
         # There is one resolution, but tokens of one kind of block say little of those of the other.
-        return Link(module, f"{stage.kind}.{index}", stage.port, stage.work, stage.kind, shared)
+        return BlockHook(module, f"{stage.kind}.{index}", stage.port, stage.work, stage.kind, shared)
 
     def left_out(self, stage: Stage, index: int, config: ToMAConfig) -> Message | None:
         """Return why the settings skip this block of a stage, None if they do not."""
@@ -309,7 +308,7 @@ class Transformer(ABC):
         grid, reason = token_grid(x, self.patch_size), self.obstacle(transformer_options, config)
         grids = grid, *self.merged_references(references, evaluation)
         for stage, links, name in zip(self.stages, self.links, self.lists, strict=True):
-            added, runs = control.get(stage.added) or (), list[list[Link]]()
+            added, runs = control.get(stage.added) or (), list[list[BlockHook]]()
             blocks = getattr(self.model(), name, stage.blocks)
             own = isinstance(blocks, Sequence | nn.ModuleList) and len(blocks) == len(links)
             following = None  # the block that the last run could go on with
@@ -349,7 +348,7 @@ class Transformer(ABC):
             grids.append(grid if reason is None else (prod(grid),))
         return grids if any(map(is_merged, grids)) else []
 
-    def chosen(self, stage: Stage, links: list[Link], config: ToMAConfig) -> list[Link]:
+    def chosen(self, stage: Stage, links: list[BlockHook], config: ToMAConfig) -> list[BlockHook]:
         """The hooks of a stage for these settings: those around whole blocks, or of a kind of the family's own."""
         return links
 

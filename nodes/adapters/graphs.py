@@ -49,42 +49,45 @@ def allow_more_graphs() -> None:
 
 
 _numbers = itertools.count()
-# Weakly: a place lives as long as its hook, which lives as long as the model.
-_places: WeakValueDictionary[int, Any] = WeakValueDictionary()
+# Weakly: a site lives as long as its hook, which lives as long as the model.
+_sites: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
-def numbered(place: Any) -> int:
-    """A number by which the operators find the place. It has to have `reduced`, `restored` and `turned`."""
+def numbered(site: Any) -> int:
+    """Return a number by which the operators find a `chain.ChainSite`."""
     number = next(_numbers)
-    _places[number] = place
+    _sites[number] = site
     return number
 
 
-def around(x: Tensor, before: int, tokens: int, image: Tensor) -> Tensor:
-    """x with the image in place of so many of its tokens. A new tensor: the graph may write into what it gave."""
-    if x.shape[1] == tokens:
-        own = image.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-        return image.contiguous() if own else image.clone(memory_format=torch.contiguous_format)
-    return torch.cat([x[:, :before], image, x[:, before + tokens :]], 1)
+def enter(x: Tensor, site: int, kept: int) -> Tensor:
+    """(B, N, C) -> (B, D, C). A new tensor: the graph may write into it."""
+    reduced: Tensor = _sites[site].reduce(x)
+    own = reduced.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    return reduced.contiguous() if own else reduced.clone(memory_format=torch.contiguous_format)
 
 
-def _enter(x: Tensor, place: int, before: int, tokens: int, kept: int) -> Tensor:
-    return around(x, before, tokens, _places[place].reduced(x[:, before : before + tokens]))
+def leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
+    """(B, D, C), (B, D, C) and (B, N, C) -> (B, N, C)."""
+    there = _sites[site]
+    restored: Tensor = there.reduction.restore(out, reduced, x, there.attends)
+    return restored
 
 
-def _leave(out: Tensor, reduced: Tensor, x: Tensor, place: int, before: int, tokens: int, kept: int) -> Tensor:
-    merged, whole = slice(before, before + kept), slice(before, before + tokens)
-    return around(out, before, kept, _places[place].restored(out[:, merged], reduced[:, merged], x[:, whole]))
+def _leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
+    restored, inputs = leave(out, reduced, x, site), (out, reduced, x)
+    shared = any(restored.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in inputs)
+    return restored.clone(memory_format=torch.contiguous_format) if shared else restored.contiguous()
 
 
-def _look(t: Tensor, what: str, place: int, before: int, tokens: int, kept: int, axis: int) -> Tensor:
+def _attend(t: Tensor, what: str, site: int, before: int, tokens: int, kept: int, axis: int) -> Tensor:
     block, _, what = what.partition(" ")
-    looked: Tensor = _places[place].attended(block, t, what, before, axis, always=True)
-    return looked.contiguous() if looked is not t else t.clone(memory_format=torch.contiguous_format)
+    attended: Tensor = _sites[site].reduction.attend(block, t, what, before, axis, always=True)
+    return attended.contiguous() if attended is not t else t.clone(memory_format=torch.contiguous_format)
 
 
-def _turn(rows: Tensor, reduced: Tensor, place: int, before: int, tokens: int, kept: int, axis: int) -> Tensor:
-    turned: Tensor = _places[place].turned(rows, before)
+def _rope(rows: Tensor, reduced: Tensor, site: int, before: int, tokens: int, kept: int, axis: int) -> Tensor:
+    turned: Tensor = _sites[site].reduction.rope(rows, before)
     return turned
 
 
@@ -94,35 +97,35 @@ _library = torch.library.Library(_namespace, "FRAGMENT")
 _tags = tuple(
     getattr(torch.Tag, name) for name in ("needs_fixed_stride_order", "cudagraph_unsafe") if hasattr(torch.Tag, name)
 )
-_WHERE = "int place, SymInt before, SymInt tokens, SymInt kept"
-_library.define(f"enter(Tensor x, {_WHERE}) -> Tensor", tags=_tags)
-_library.define(f"leave(Tensor out, Tensor reduced, Tensor x, {_WHERE}) -> Tensor", tags=_tags)
-_library.define(f"look(Tensor t, str what, {_WHERE}, int axis) -> Tensor", tags=_tags)
-_library.define(f"turn(Tensor rows, Tensor reduced, {_WHERE}, int axis) -> Tensor", tags=_tags)
-for _name, _function in (("enter", _enter), ("leave", _leave), ("look", _look), ("turn", _turn)):
+_SIZES = "int site, SymInt before, SymInt tokens, SymInt kept, int axis"
+_library.define("enter(Tensor x, int site, SymInt kept) -> Tensor", tags=_tags)
+_library.define("leave(Tensor out, Tensor reduced, Tensor x, int site) -> Tensor", tags=_tags)
+_library.define(f"attend(Tensor t, str what, {_SIZES}) -> Tensor", tags=_tags)
+_library.define(f"rope(Tensor rows, Tensor reduced, {_SIZES}) -> Tensor", tags=_tags)
+for _name, _function in (("enter", enter), ("leave", _leave), ("attend", _attend), ("rope", _rope)):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
 operators = getattr(torch.ops, _namespace)
 
 
 @torch.library.register_fake(f"{_namespace}::enter", lib=_library)
-def _fake_enter(x: Tensor, place: int, before: int, tokens: int, kept: int) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1] - tokens + kept, x.shape[2])
+def _fake_enter(x: Tensor, site: int, kept: int) -> Tensor:
+    return x.new_empty(x.shape[0], kept, x.shape[2])
 
 
 @torch.library.register_fake(f"{_namespace}::leave", lib=_library)
-def _fake_leave(out: Tensor, reduced: Tensor, x: Tensor, place: int, before: int, tokens: int, kept: int) -> Tensor:
-    return out.new_empty(out.shape[0], out.shape[1] - kept + tokens, out.shape[2])
+def _fake_leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
+    return x.new_empty(x.shape)
 
 
-@torch.library.register_fake(f"{_namespace}::look", lib=_library)
-def _fake_look(t: Tensor, what: str, place: int, before: int, tokens: int, kept: int, axis: int) -> Tensor:
+@torch.library.register_fake(f"{_namespace}::attend", lib=_library)
+def _fake_attend(t: Tensor, what: str, site: int, before: int, tokens: int, kept: int, axis: int) -> Tensor:
     shape = list(t.shape)
     shape[axis] += tokens - kept
     return t.new_empty(shape)
 
 
-@torch.library.register_fake(f"{_namespace}::turn", lib=_library)
-def _fake_turn(rows: Tensor, reduced: Tensor, place: int, before: int, tokens: int, kept: int, axis: int) -> Tensor:
+@torch.library.register_fake(f"{_namespace}::rope", lib=_library)
+def _fake_rope(rows: Tensor, reduced: Tensor, site: int, before: int, tokens: int, kept: int, axis: int) -> Tensor:
     shape = [reduced.shape[0], *rows.shape[1:]]
     shape[axis] += kept - tokens
     return rows.new_empty(shape)

@@ -15,7 +15,7 @@ from ....toma_core import ToMAConfig
 from ....toma_core.config import Granularity
 from ....toma_core.payoff import FLUX2_DOUBLE, FLUX2_SINGLE, FLUX_DOUBLE, FLUX_SINGLE, Block
 from ....toma_core.presets import Fields
-from ..chain import Link
+from ..chain import BlockHook
 from ..family import PRESETS, WITHOUT_KEYS, Stage, Transformer, theirs
 from ..hooks import HookPair
 from ..port import Cuts, Given, Port, image_told, slices_moved
@@ -109,7 +109,7 @@ class Hooks(Transformer):
                 yield block.module, block
                 yield from block.layers()
 
-    def chosen(self, stage: Stage, links: list[Link], config: ToMAConfig) -> list[Link]:
+    def chosen(self, stage: Stage, links: list[BlockHook], config: ToMAConfig) -> list[BlockHook]:
         """Double blocks can be merged module by module."""
         by_module = config.granularity is Granularity.MODULE and stage.kind == "double"
         return list(self.by_module) if by_module else links

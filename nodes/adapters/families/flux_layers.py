@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ....toma_core import MergePlan
-from ..chain import Link
+from ..active_chain import Reduction
+from ..chain import BlockHook
 from ..hooks import Hook, installed, merge, outside_graph, unmerge
 from ..port import Cuts, Port
 
@@ -59,14 +60,14 @@ def _unmerged_image(y: Tensor, plan: MergePlan) -> Tensor:
     return torch.cat([unmerge(y[:, : plan.kept], plan), y[:, plan.kept :]], 1)
 
 
-class ByModule(Link):
+class ByModule(BlockHook):
     """A double block with attention and MLP each between their own merge and unmerge, the residual stream whole, as in
     the paper."""
 
     in_graphs = False
     merges_references = False
 
-    def __init__(self, whole: Link) -> None:
+    def __init__(self, whole: BlockHook) -> None:
         """whole: the hook for the same block on merged tokens from its beginning to its end."""
         super().__init__(whole.module, whole.name, whole.port, whole.work, whole.scope, whole.positions)
         self.parts = (MergeIn(), UnmergeOut(), MergedLayer())
@@ -79,19 +80,20 @@ class ByModule(Link):
 
     @outside_graph
     def outside(self, *args: Any, **kwargs: Any) -> Any:
-        port, place = self.port, self.place
+        port, site = self.port, self.site
         given = port.given(args, kwargs)
         port.note(given)
-        x = given[port.tokens]
-        plan = place.plan_for(x[:, : place.image], self.reason(given))
-        if plan is None or place.evaluation is None:
+        reason, x = self.reason(given), given[port.tokens]
+        plan = site.plan_for(x[:, : site.image], reason)
+        if plan is None or site.active is None:
             return self.original(*args, **kwargs)
-        if not place.evaluation.refreshes:
-            place.evaluation.run.stats.merged(self.name)
-        place.plans, place.details, place.lengths = (plan,), (None,), ((plan.tokens, plan.kept),)
-        rows = self.positions.of(given.get(port.rows), place, port.above(given))
+        if not site.active.evaluation.refreshes:
+            site.active.evaluation.run.stats.merged(self.name)
+        lengths = ((plan.tokens, plan.kept),)
+        site.reduction = Reduction(site.active, (plan,), (None,), lengths)
+        rows = self.positions.of(given.get(port.rows), site, port.above(given))
         # The attention alone sees merged tokens: what the block does to all of them stays where it is told.
-        given = {**given, port.rows: rows, **Port.moved(port, given, Cuts(0, place.lengths))}
+        given = {**given, port.rows: rows, **Port.moved(port, given, Cuts(0, lengths))}
         layers = self.layers()
         for _, hook in layers:
             hook.plan = plan

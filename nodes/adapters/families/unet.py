@@ -16,7 +16,7 @@ from ....toma_core.payoff import UNET_BLOCK
 from ....toma_core.presets import Fields
 from ....toma_core.reasons import Message, Reason
 from ....toma_core.windows import Grid
-from ..chain import Link, Positions
+from ..chain import BlockHook, RopeCache
 from ..family import (
     BlockFacts,
     chained,
@@ -87,13 +87,13 @@ class Hooks:
     takes_frames = False
 
     def __init__(self, diffusion_model: UNetModel) -> None:
-        port, shared = BlockPort(), Positions()
+        port, shared = BlockPort(), RopeCache()
         self.stacks: list[_Stack] = []
         for position, halvings, stack in _stacks(diffusion_model):
             blocks = []
             for index, module in enumerate(stack.transformer_blocks):
                 name = ".".join(map(str, (*position, index)))
-                blocks.append(ByModule(Link(module, name, port, UNET_BLOCK, "unet", shared)))
+                blocks.append(ByModule(BlockHook(module, name, port, UNET_BLOCK, "unet", shared)))
             width = getattr(stack.transformer_blocks[0].attn1.to_q, "in_features", 0)
             self.stacks.append(_Stack(position, halvings, width, stack, tuple(blocks)))
 
@@ -112,7 +112,7 @@ class Hooks:
             there = stack.home.transformer_blocks
             own = len(there) == len(stack.blocks)
             chains = config.granularity is Granularity.STACK and runs_its_own(stack.home, ("forward",))
-            runs, following = list[list[Link]](), None  # following: the block that the last run could go on with
+            runs, following = list[list[BlockHook]](), None  # following: the block that the last run could go on with
             for index, block in enumerate(stack.blocks):
                 foreign = None if own and theirs(there[index]) else Reason.BLOCK_REPLACED()
                 if left_out := reason or foreign or profiled(block.link, evaluation):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ....toma_core import Evaluation, MergePlan
 from ....toma_core.config import Granularity
 from ....toma_core.windows import Grid
-from ..chain import Link
+from ..chain import BlockHook
 from ..hooks import Hook, HookPair, merge, outside_graph, unmerge
 from ..layout import on_no_grid
 
@@ -20,7 +20,7 @@ class ByModule(Hook):
     """A transformer block whose modules are merged one by one. It only keeps its transformer_options for them, because
     a feed-forward is not given any."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: BlockHook) -> None:
         """link: the hook for the same block on merged tokens from its beginning to its end."""
         self.link = link
         self.options: dict[str, Any] = {}
@@ -49,17 +49,17 @@ class ByModule(Hook):
         """The hooks to install for an evaluation, in which the block sees such a grid."""
         link = self.link
         work = link.work, Granularity.MODULE
-        link.place.begin((grid,), link.scope, [link.name], work, evaluation)
+        link.site.begin((grid,), link.scope, [link.name], work, evaluation)
         yield link.module, self
         yield from self.layers()
 
     def plan(self, x: Tensor, part: str) -> MergePlan | None:
         """The plan for the tokens x of one of its modules, or None to leave that whole; the outcome is noted."""
-        place = self.link.place
+        site = self.link.site
         reason = self.link.reason({"x": x, "transformer_options": self.options})
-        plan = place.plan_for(x, reason, part)
-        if plan is not None and place.evaluation is not None:
-            place.evaluation.run.stats.merged(self.link.name)
+        plan = site.plan_for(x, reason, part)
+        if plan is not None and site.active is not None:
+            site.active.evaluation.run.stats.merged(self.link.name)
         return plan
 
 

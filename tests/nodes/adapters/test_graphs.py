@@ -28,15 +28,15 @@ class Rows(pack_module("nodes.adapters.port").Port):  # type: ignore[misc]
     writes, rows = True, "pe"
 
 
-def new_place(port: Any = None) -> Any:
-    return pack_module("nodes.adapters.chain").Place(port or pack_module("nodes.adapters.port").Port())
+def new_site(port: Any = None) -> Any:
+    return pack_module("nodes.adapters.chain").ChainSite(port or pack_module("nodes.adapters.port").Port())
 
 
-def begun(evaluation: Any, names: list[str], place: Any = None) -> Any:
-    place = place or new_place()
+def begun(evaluation: Any, names: list[str], site: Any = None) -> Any:
+    site = site or new_site()
     work = pack_module("toma_core.payoff").UNET_BLOCK, pack_module("toma_core.config").Granularity.STACK
-    place.begin((GRID,), "here", names, work, evaluation)
-    return place
+    site.begin((GRID,), "here", names, work, evaluation)
+    return site
 
 
 @pytest.fixture
@@ -56,34 +56,34 @@ def evaluate(pack: ModuleType) -> Any:
     return make
 
 
-def prepared(evaluation: Any, place: Any = None, latent: Any = None) -> Any:
-    place = begun(evaluation, ["first", "last"], place)
-    assert place.prepare(torch.randn(2, 4, 12, 20) if latent is None else latent, torch.nn.Linear(8, 8), 8)
-    return place
+def prepared(evaluation: Any, site: Any = None, latent: Any = None) -> Any:
+    site = begun(evaluation, ["first", "last"], site)
+    assert site.prepare(torch.randn(2, 4, 12, 20) if latent is None else latent, torch.nn.Linear(8, 8), 8)
+    return site
 
 
 def test_the_operators_do_what_eager_merging_does(graphs: Any, evaluate: Any) -> None:
     core, evaluation = pack_module("toma_core"), evaluate()
-    place = prepared(evaluation)
-    assert (place.tokens, place.kept) == (TOKENS, 30)
+    site = prepared(evaluation)
+    assert (site.tokens, site.kept) == (TOKENS, 30)
     x = torch.randn(2, TOKENS, 8)
     plan = core.plan_for(x, GRID, "here", evaluation)
-    reduced = place.enter(x)
+    reduced = site.enter(x, 0)
     assert torch.equal(reduced, core.reduce(x, plan))
     out = reduced * 2 + 1
-    assert torch.equal(place.leave(out), core.restore(out, reduced, x, plan))
-    assert place.traced is None
+    assert torch.equal(site.leave(out, 0), core.restore(out, reduced, x, plan))
+    assert site.held is None
     assert evaluation.run.stats.merged_blocks == {"first", "last"}
 
 
 def test_tokens_around_the_image_stay(graphs: Any, evaluate: Any) -> None:
-    place = prepared(evaluate())
+    site = prepared(evaluate())
     x = torch.randn(2, BEFORE + TOKENS + 3, 8)
-    reduced = place.enter(x, BEFORE)
+    reduced = site.enter(x, BEFORE)
     assert reduced.shape == (2, BEFORE + 30 + 3, 8)
     assert torch.equal(reduced[:, :BEFORE], x[:, :BEFORE])
     assert torch.equal(reduced[:, -3:], x[:, -3:])
-    out = place.leave(reduced + 1, BEFORE)
+    out = site.leave(reduced + 1, BEFORE)
     assert out.shape == x.shape
     torch.testing.assert_close(out, x + 1)
 
@@ -91,66 +91,64 @@ def test_tokens_around_the_image_stay(graphs: Any, evaluate: Any) -> None:
 def test_a_step_that_keeps_its_detail_runs_whole_on_new_tensors(graphs: Any, evaluate: Any) -> None:
     evaluation = evaluate(whole_every=2)
     assert evaluation.refreshes
-    place, x = prepared(evaluation), torch.randn(2, TOKENS, 8)
-    assert place.kept == TOKENS
-    reduced = place.enter(x)
+    site, x = prepared(evaluation), torch.randn(2, TOKENS, 8)
+    assert site.kept == TOKENS
+    reduced = site.enter(x, 0)
     assert torch.equal(reduced, x)
     assert reduced.data_ptr() != x.data_ptr()
     out = reduced + 1
-    left = place.leave(out)
+    left = site.leave(out, 0)
     assert torch.equal(left, out)
     assert left.data_ptr() != out.data_ptr()
     assert evaluation.run.details.most == x.nbytes
 
 
-@pytest.mark.parametrize("before", [0, BEFORE])
-def test_operators_pass_torchs_own_checks(graphs: Any, evaluate: Any, before: int) -> None:
+def test_operators_pass_torchs_own_checks(graphs: Any, evaluate: Any) -> None:
     """Schema, fake tensors and ahead-of-time graphs, also with sizes that are not known when a graph is made."""
-    place = prepared(evaluate())
-    x, numbers = torch.randn(2, before + TOKENS, 8), (place.number, before, TOKENS, 30)
-    reduced = graphs.operators.enter(x, *numbers)
-    torch.library.opcheck(graphs.operators.enter.default, (x, *numbers))
-    torch.library.opcheck(graphs.operators.leave.default, (reduced + 1, reduced, x, *numbers))
+    site, x = prepared(evaluate()), torch.randn(2, TOKENS, 8)
+    reduced = graphs.operators.enter(x, site.number, 30)
+    torch.library.opcheck(graphs.operators.enter.default, (x, site.number, 30))
+    torch.library.opcheck(graphs.operators.leave.default, (reduced + 1, reduced, x, site.number))
 
 
 def test_positions_follow_the_destinations(pack: ModuleType, graphs: Any, evaluate: Any) -> None:
     rope = pack_module("nodes.adapters.rope")
-    place = prepared(evaluate(), new_place(Rows()))
+    site = prepared(evaluate(), new_site(Rows()))
     x, pe = torch.randn(2, TOKENS, 8), torch.randn(1, 1, BEFORE + TOKENS, 3, 2, 2)
-    place.enter(x)
-    place.turn(pe, BEFORE)
-    assert torch.equal(place.rows, rope.merged_rows(pe, place.plans[0].destinations, BEFORE, TOKENS, 2))
-    numbers = (place.number, BEFORE, TOKENS, 30, 2)
-    torch.library.opcheck(graphs.operators.turn.default, (pe, place.traced[0], *numbers))
-    place.leave(torch.randn(2, 30, 8))
-    assert place.rows is None
+    site.enter(x, 0)
+    site.turn(pe, BEFORE)
+    assert torch.equal(site.rows, rope.merged_rows(pe, site.reduction.plans[0].destinations, BEFORE, TOKENS, 2))
+    numbers = (site.number, BEFORE, TOKENS, 30, 2)
+    torch.library.opcheck(graphs.operators.rope.default, (pe, site.held[0], *numbers))
+    site.leave(torch.randn(2, 30, 8), 0)
+    assert site.rows is None
 
 
 def test_what_is_left_whole_is_told(graphs: Any, evaluate: Any) -> None:
     evaluation = evaluate(min_tokens=TOKENS + 1)
-    place = begun(evaluation, ["a", "b"])
-    assert not place.prepare(torch.randn(1, 4, 12, 20), torch.nn.Linear(8, 8), 8)
+    site = begun(evaluation, ["a", "b"])
+    assert not site.prepare(torch.randn(1, 4, 12, 20), torch.nn.Linear(8, 8), 8)
     assert evaluation.run.stats.unmerged == {Reason.TOO_FEW_TOKENS(least=TOKENS + 1): {"a", "b"}}
-    assert place.kept == 0
+    assert site.kept == 0
 
 
 def test_a_batch_of_unequal_parts_is_left_to_the_hook(graphs: Any, evaluate: Any) -> None:
-    place = prepared(evaluate(copies=(None, None)), latent=torch.randn(3, 4, 12, 20))
-    assert place.kept == 0
+    site = prepared(evaluate(copies=(None, None)), latent=torch.randn(3, 4, 12, 20))
+    assert site.kept == 0
 
 
 def test_blocks_of_unknown_width_are_left_to_the_hook(graphs: Any, evaluate: Any) -> None:
-    place = begun(evaluate(), ["a"])
-    assert place.prepare(torch.randn(1, 4, 12, 20), torch.nn.Identity(), 0)
-    assert place.kept == 0
+    site = begun(evaluate(), ["a"])
+    assert site.prepare(torch.randn(1, 4, 12, 20), torch.nn.Identity(), 0)
+    assert site.kept == 0
 
 
 def test_outside_of_a_trace_nothing_begins(graphs: Any, evaluate: Any) -> None:
-    place, x = prepared(evaluate()), torch.randn(2, TOKENS, 8)
-    assert not place.begins(x)
-    place.release()
-    assert (place.tokens, place.kept, place.traced) == (0, 0, None)
-    assert place.evaluation is None
+    site, x = prepared(evaluate()), torch.randn(2, TOKENS, 8)
+    assert not site.fits(x, 0)
+    site.release()
+    assert (site.tokens, site.kept, site.held) == (0, 0, None)
+    assert site.active is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,228 @@
+"""One chain of blocks in one evaluation: whether it is merged, with which plans, and what is done with its tokens.
+
+    reduction, reduced = chain.reduce(x)        reduce
+    out = blocks(reduced)                       the model's own blocks
+    y = reduction.restore(out, reduced, x)      restore
+
+`chain.ChainSite` calls these, in eager mode by itself and in a compiled graph through the operators in `graphs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ...toma_core import Evaluation, MergePlan, reduce, restore
+from ...toma_core.config import Granularity
+from ...toma_core.detail import Detail
+from ...toma_core.payoff import Block
+from ...toma_core.reasons import Message, Reason
+from ...toma_core.windows import Grid, has_frames
+from .hooks import unmerge
+from .looks import flat, like
+from .port import Port
+from .rope import merged_rows
+
+
+@dataclass(frozen=True, eq=False)
+class ActiveChain:
+    """A chain of blocks in one evaluation.
+
+    Attributes:
+        port: How its blocks take their tokens.
+        grids: Token grids of the image and of each reference image; (N,) for a reference that is not merged.
+        scope: Chains with equal scopes share plans.
+        names: Blocks of the chain, as in the report.
+        work: Cost of one block, and the granularity that the chain is merged at.
+        evaluation: The call of the model.
+    """
+
+    port: Port
+    grids: tuple[Grid, ...]
+    scope: Hashable
+    names: Sequence[str]
+    work: tuple[Block, Granularity]
+    evaluation: Evaluation
+
+    @property
+    def tokens(self) -> list[int]:
+        """N of each grid."""
+        return list(map(prod, self.grids))
+
+    def prepare(self, like: Tensor, width: int) -> tuple[tuple[int, int], ...]:
+        """Return (N, D) of each grid for images of `like`'s batch, dtype and device, before the tokens exist.
+
+        Empty if the chain is not merged; the reason is noted in the run's stats. width: C of the tokens.
+        """
+        evaluation, tokens = self.evaluation, self.tokens
+        if not self.merges(like.new_empty(()).expand(len(like), tokens[0], width)):
+            return ()
+        kept = [
+            evaluation.run.kept(grid, evaluation.lasting if n else evaluation.step_plan, like.device)
+            if is_merged(grid)
+            else prod(grid)
+            for n, grid in enumerate(self.grids)
+        ]
+        return tuple(zip(tokens, tokens if evaluation.refreshes else kept, strict=True))
+
+    def merges(self, image: Tensor, reason: Message | None = None, part: str = "") -> bool:
+        """Whether (B, N, C) tokens of the image are merged. If not, note the reason in the run's stats.
+
+        reason: Why not, where that is known. part: The part of the block that it concerns.
+        """
+        if not reason and (image.shape[1] != prod(self.grids[0]) or len(image) % len(self.evaluation.copies)):
+            reason = Reason.TOKENS_CHANGED()
+        elif not reason:
+            reason, part = self.evaluation.obstacle(image, *self.work), ""
+        if reason is not None:
+            self.note(reason, part)
+        return reason is None
+
+    def note(self, reason: Message, part: str = "") -> None:
+        """Note in the run's stats why the blocks are not merged."""
+        for name in self.names:
+            self.evaluation.run.stats.not_merged(name + part, reason)
+
+    def plan(self, image: Tensor) -> tuple[MergePlan | None, bool]:
+        """Return the plan for (B, N, C) tokens of the image, and whether there was memory for it.
+
+        The plan is None in an evaluation that only refreshes the cache. Out of memory for a video, the chains that
+        would share the plan are not merged, in calls for other conditions too, and no later step is. For an image the
+        model's own memory is short: the run ends, as without ToMA.
+        """
+        run = self.evaluation.run
+        if self.scope not in run.unplanned:
+            try:
+                return self.evaluation.plan(image, self.grids[0], self.scope), True
+            except torch.OutOfMemoryError:
+                if not has_frames(self.grids[0]):
+                    raise
+                run.unplanned.add(self.scope)
+        self.note(Reason.OUT_OF_MEMORY_PLAN())
+        return None, False
+
+    def reduce(self, x: Tensor, plan: MergePlan | None) -> tuple[Reduction, Tensor]:
+        """Merge the (B, N, C) tokens of all grids with the image's plan; in an evaluation that only refreshes the cache
+        they stay as they are."""
+        evaluation = self.evaluation
+        name = "-".join(dict.fromkeys((self.names[0], self.names[-1])))
+        pieces, plans, cached = split(x, self.tokens), [plan], []
+        for n, (piece, grid) in enumerate(zip(pieces, self.grids, strict=True)):
+            merged = is_merged(grid)
+            if n:
+                plans.append(evaluation.lasting_plan(piece, grid, (self.scope, n - 1)) if merged else None)
+            cached.append(evaluation.detail(f"{name} reference {n - 1}" if n else name, piece) if merged else None)
+        if not evaluation.refreshes:
+            for block in self.names:
+                evaluation.run.stats.merged(block)
+        reduced = list(map(reduce, pieces, plans, cached))
+        lengths = tuple((a.shape[1], b.shape[1]) for a, b in zip(pieces, reduced, strict=True))
+        return Reduction(self, tuple(plans), tuple(cached), lengths), self.port.limited(joined(reduced))
+
+
+@dataclass(eq=False)
+class Reduction:
+    """The merged tokens of a chain, from its first block to its last.
+
+    Attributes:
+        chain: The chain.
+        plans: The plan of each grid; None in an evaluation that only refreshes the cache.
+        cached: What is cached of the chain for each grid; None where nothing is.
+        lengths: (N, D) of each grid; N = D in an evaluation that only refreshes the cache.
+        attended: Blocks whose attention has asked for its keys and values.
+    """
+
+    chain: ActiveChain
+    plans: tuple[MergePlan | None, ...]
+    cached: tuple[Detail | None, ...]
+    lengths: tuple[tuple[int, int], ...]
+    attended: set[str] = field(default_factory=set)
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether the chain runs on all tokens and only refreshes the cache."""
+        return self.plans[0] is None or (self.cached[0] is not None and self.cached[0].kept is None)
+
+    def restore(self, out: Tensor, reduced: Tensor, x: Tensor, attends: bool) -> Tensor:
+        """Return all (B, N, C) tokens from out and reduced, (B, D, C), and x, (B, N, C).
+
+        attends: Whether the blocks attend to all tokens.
+        """
+        kept, tokens = [kept for _, kept in self.lengths], [tokens for tokens, _ in self.lengths]
+        pieces = split(out, kept), split(reduced, kept), split(x, tokens)
+        exact = attends and self._all_attended()
+        return self.chain.port.limited(
+            joined(list(map(restore, *pieces, self.plans, self.cached, [exact] * len(kept))))
+        )
+
+    def _all_attended(self) -> bool:
+        """Whether the attention of every block has asked for its keys and values; noted in the run."""
+        run, every = self.chain.evaluation.run, self.attended.issuperset(self.chain.names)
+        run.served, run.unserved = run.served or bool(self.attended), run.unserved or not every
+        self.attended.clear()
+        return every
+
+    def attend(self, block: str, t: Tensor, what: str, before: int, axis: int, always: bool = False) -> Tensor:
+        """Return the keys or values of all tokens in place of those of destinations.
+
+        (B, before + D + rest, C) -> (B, before + N + rest, C), or (B, heads, T, C) with axis 2. A full step caches
+        them; a merged step propagates the change at its destinations. Without a cache t comes back as it is, or with
+        `always` each token gets what its destination has.
+        """
+        evaluation, lengths = self.chain.evaluation, [kept for _, kept in self.lengths]
+        packs = evaluation.run.packs
+        rows = flat(t.narrow(axis, before, sum(lengths)), axis)
+        own = packs or (rows.untyped_storage()._cdata != t.untyped_storage()._cdata and len(lengths) == 1)
+        pieces, seen = split(rows, lengths), []
+        for n, (piece, (tokens, _), plan) in enumerate(zip(pieces, self.lengths, self.plans, strict=True)):
+            if not is_merged(self.chain.grids[n]):
+                seen.append(piece)
+                continue
+            shape = piece[:, :1].expand(-1, tokens, -1)
+            cached = evaluation.detail(f"{block} {what} {n}", shape, packs)
+            if cached is not None and cached.kept is None:
+                # A view would change with what the block makes of it.
+                cached.keep(piece if own else piece.clone(memory_format=torch.contiguous_format))
+            elif cached is not None and plan is not None:
+                seen.append(cached.moved_on(piece, plan))
+            elif always and plan is not None:
+                seen.append(unmerge(piece, plan))
+            if cached is not None:
+                self.attended.add(block)
+        if len(seen) < len(pieces):
+            return t
+        images, after = like(joined(seen), t, axis), before + sum(lengths)
+        if t.shape[axis] == sum(lengths):
+            return images if packs else images.clone()  # the cache must not be written into
+        return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)
+
+    def rope(self, rows: Tensor, before: int) -> Tensor:
+        """Return the rotary positions of [before | D | rest] from those of [before | N | rest]."""
+        destinations, start = list[Tensor](), 0
+        for plan, (tokens, _) in zip(self.plans, self.lengths, strict=True):
+            if plan is None:
+                each = torch.arange(tokens, device=rows.device)[None].expand(len(destinations[0]), -1)
+            else:
+                each = plan.destinations
+            destinations.append(each + start if start else each)
+            start += tokens
+        return merged_rows(rows, joined(destinations), before, start, self.chain.port.axis)
+
+
+def is_merged(grid: Grid) -> bool:
+    """Whether tokens of a grid are merged. A reference that is not merged has a grid of one row, (N,)."""
+    return len(grid) > 1
+
+
+def split(x: Tensor, lengths: list[int]) -> list[Tensor]:
+    """Split (B, T, C) along its tokens."""
+    return [x] if len(lengths) == 1 else list(x.split(lengths, 1))
+
+
+def joined(pieces: list[Tensor]) -> Tensor:
+    """Reverse `split`."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
