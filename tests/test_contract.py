@@ -19,6 +19,7 @@ import torch
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import DEFAULT_RELEASE, ROOT
+from tests.loop import loop
 
 pytestmark = pytest.mark.compat
 
@@ -74,7 +75,7 @@ def resolve(name: str) -> Any:
     pytest.fail(f"ComfyUI has no {name} any more", pytrace=False)
 
 
-@pytest.mark.parametrize("name", names())
+@loop("name", names())
 def test_name_is_there(name: str) -> None:
     older = importlib.import_module("comfyui_version").__version__ != DEFAULT_RELEASE
     if older and name.startswith("comfy.ldm.") and find_spec(".".join(name.split(".")[:3])) is None:
@@ -115,7 +116,7 @@ CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@loop("name", CALLS)
 def test_call_takes_what_it_is_given(name: str) -> None:
     by_place, by_name = CALLS[name]
     signature = inspect.signature(resolve(name))
@@ -152,7 +153,7 @@ ATTRIBUTES = {
 }
 
 
-@pytest.mark.parametrize(("kind", "path"), [(kind, path) for kind in ATTRIBUTES for path in ATTRIBUTES[kind]])
+@loop(("kind", "path"), [(kind, path) for kind in ATTRIBUTES for path in ATTRIBUTES[kind]])
 def test_attribute_is_there(request: pytest.FixtureRequest, kind: str, path: str) -> None:
     found = request.getfixturevalue(f"shared_{kind}")
     for part in path.split("."):

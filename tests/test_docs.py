@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from PIL import Image
 
 from scripts.comfyui import ROOT
+from tests.loop import loop
 
 DOCS = ROOT / "docs"
 TEXTS = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *(ROOT / "web" / "docs").rglob("*.md")])
@@ -42,7 +42,7 @@ def broken(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+@loop("path", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(path: Path) -> None:
     assert broken(path) == []
 

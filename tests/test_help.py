@@ -6,20 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from scripts.comfy_pack import pack_module
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
+from tests.loop import loop
 
 PAGES = ROOT / "web" / "docs"
 NODES = {
     path.parent.name: json.loads(path.read_text(encoding="utf-8"))
     for path in sorted((ROOT / "locales").glob("*/nodeDefs.json"))
 }
-every_page = pytest.mark.parametrize(
-    ("node_id", "language"), [(node_id, language) for language in NODES for node_id in NODES[language]]
-)
+every_page = loop(("node_id", "language"), [(node_id, language) for language in NODES for node_id in NODES[language]])
 
 
 def page(node_id: str, language: str) -> Path:
@@ -32,7 +29,7 @@ def test_no_page_is_left_over() -> None:
     assert {path.stem for path in PAGES.glob("*.md")} == set(NODES["en"])
 
 
-@pytest.mark.parametrize("node_id", NODES["en"])
+@loop("node_id", NODES["en"])
 def test_languages_without_a_page_get_the_english_one(node_id: str) -> None:
     assert (PAGES / f"{node_id}.md").read_text(encoding="utf-8") == page(node_id, "en").read_text(encoding="utf-8")
 

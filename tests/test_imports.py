@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
+from tests.loop import loop
 
 ROOT = Path(__file__).parent.parent
 OURS = {"toma_core", "nodes", "scripts", "demo", "benchmarks", "compatibility", "tests"}
@@ -106,12 +106,12 @@ def files() -> list[str]:
     return ["__init__.py", *sorted(found)]
 
 
-@pytest.mark.parametrize("file", files())
+@loop("file", files())
 def test_contract(file: str) -> None:
     assert violations(file, (ROOT / file).read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize(
+@loop(
     ("file", "source"),
     [
         ("toma_core/merge.py", "import comfy.model_management"),
@@ -139,7 +139,7 @@ def test_contract_catches(file: str, source: str) -> None:
     assert len(violations(file, source)) == 1
 
 
-@pytest.mark.parametrize(
+@loop(
     ("file", "source"),
     [
         ("toma_core/merge.py", "import math, torch\nfrom .windows import tile\nfrom . import plan"),
@@ -186,7 +186,7 @@ def test_no_circles() -> None:
     assert circle({file: (ROOT / file).read_text(encoding="utf-8") for file in shipped}) == []
 
 
-@pytest.mark.parametrize(
+@loop(
     "sources",
     [
         {"a/b.py": "from .c import x", "a/c.py": "from .b import y"},
@@ -213,7 +213,7 @@ def test_circles_are_found(sources: dict[str, str]) -> None:
     assert len(found) > 2
 
 
-@pytest.mark.parametrize(
+@loop(
     "sources",
     [
         {"a/b.py": "from .c import x", "a/c.py": "from torch import b"},
@@ -229,7 +229,7 @@ def own_files() -> list[Path]:
     return sorted(path for path in (ROOT / "tests").rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", own_files(), ids=lambda path: path.relative_to(ROOT).as_posix())
+@loop("path", own_files(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_one_copy_of_the_core_per_test_file(path: Path) -> None:
     """`import toma_core` and the pack's own toma_core are two module objects whose classes do not know each other."""
     tops = {

@@ -14,11 +14,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
 from scripts.comfy_pack import load_pack
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
+from tests.loop import loop
 
 LOCALES = ROOT / "locales"
 LANGUAGES = ("de", "en", "es", "fr", "ja", "ko", "ru", "zh")
@@ -27,7 +26,7 @@ TRANSLATED = tuple(language for language in LANGUAGES if language != "en")
 NUMBER = re.compile(r"\d+(?:[.,]\d+)?")
 QUOTED = re.compile(r"'([a-z][a-z -]*)'")
 
-every_translation = pytest.mark.parametrize("language", TRANSLATED)
+every_translation = loop("language", TRANSLATED)
 
 
 def english() -> dict[str, Any]:
@@ -105,7 +104,7 @@ def numbers(text: str) -> list[str]:
     return [number.replace(",", ".") for number in NUMBER.findall(text)]
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
+@loop("language", LANGUAGES)
 def test_page_can_read_every_text(language: str) -> None:
     """vue-i18n gives these characters a meaning of their own."""
     for path, text in leaves(texts(language)):

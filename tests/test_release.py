@@ -12,6 +12,7 @@ import yaml
 from scripts import release
 from scripts.comfyui import ROOT
 from scripts.console import SetupError
+from tests.loop import loop
 
 CHANGELOG = """# Changelog
 
@@ -63,7 +64,7 @@ def test_publishing_installs_the_pins_of_the_tests() -> None:
         release.pin("abacus")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
+@loop("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
 def test_is_yaml_with_what_github_asks_for(path: Path) -> None:
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     if path.parent.name == "workflows":

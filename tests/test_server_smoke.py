@@ -6,6 +6,7 @@ import pytest
 
 from scripts.comfy_client import PromptError
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
+from tests.loop import loop
 
 pytestmark = pytest.mark.compat
 
@@ -22,7 +23,7 @@ def test_pack_is_imported(server: ComfyServer) -> None:
     assert not any("IMPORT FAILED" in line for line in lines), server.log()
 
 
-@pytest.mark.parametrize("node_id", ["ToMA", "ToMAAdvanced", "ToMAReport"])
+@loop("node_id", ["ToMA", "ToMAAdvanced", "ToMAReport"])
 def test_nodes_are_known(server: ComfyServer, node_id: str) -> None:
     definition = server.object_info(node_id)
     assert definition["name"] == node_id

@@ -6,15 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
+from tests.loop import loop
 
 BLUEPRINTS = sorted((ROOT / "subgraphs").glob("*.json"))
 INPUT, OUTPUT = -10, -20  # ids of the subgraph's own ends
 
-every_blueprint = pytest.mark.parametrize("path", BLUEPRINTS, ids=lambda path: path.stem)
+every_blueprint = loop("path", BLUEPRINTS, ids=lambda path: path.stem)
 
 
 def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

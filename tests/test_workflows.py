@@ -17,6 +17,7 @@ from PIL import Image, ImageChops, ImageStat
 from demo.thumbnails import MOST_BYTES, THUMBNAILS, chain, drawn
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
+from tests.loop import loop
 
 EXAMPLES = sorted((ROOT / "workflows").glob("*.json"))
 DEMOS = sorted((ROOT / "demo" / "workflows").glob("*.json"))
@@ -30,8 +31,8 @@ CHOICE_WITH_MORE = "COMFY_DYNAMICCOMBO_V3"
 SEEDS = ("seed", "noise_seed")
 AFTER_SEED = ("fixed", "increment", "decrement", "randomize")
 
-every_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-every_workflow = pytest.mark.parametrize("path", EXAMPLES + DEMOS, ids=lambda path: path.stem)
+every_example = loop("path", EXAMPLES, ids=lambda path: path.stem)
+every_workflow = loop("path", EXAMPLES + DEMOS, ids=lambda path: path.stem)
 
 
 def load(path: Path) -> dict[str, Any]:

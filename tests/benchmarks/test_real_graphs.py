@@ -23,6 +23,7 @@ from benchmarks.real.graphs import (
     read_graph,
 )
 from benchmarks.real.pictures import Folder, Job, plan, read_prompts
+from tests.loop import loop
 
 BALANCED = Setting(0.5, "balanced")
 Graph = dict[str, dict[str, Any]]
@@ -78,7 +79,7 @@ def test_seed_text_goes_before_seed_widgets(graph: Graph) -> None:
     assert filled["3"]["inputs"]["seed"] == 5
 
 
-@pytest.mark.parametrize(
+@loop(
     ("change", "message"),
     [
         ({"8": node("FreeU", model=["4", 0])}, "ToMA, ToMAAdvanced .* it has none"),
@@ -165,7 +166,7 @@ def test_calibrates_a_graph_whose_sampler_is_in_parts(graph: Graph) -> None:
         calibration_graph(Template(graph), "cat", "", 9, "balanced")
 
 
-@pytest.mark.parametrize(
+@loop(
     ("second", "said"),
     [
         (node("KSampler", model=["9", 0], positive=["6", 0], latent_image=["10", 0], seed=5), r"2 \(3, 30\)"),
@@ -201,7 +202,7 @@ def test_keys_change_with_everything_that_makes_a_picture(graph: Graph) -> None:
     assert len({key_of(other) for other in [base, *others]}) == 7
 
 
-@pytest.mark.parametrize(
+@loop(
     "built",
     [
         checkpoint_graph("a.safetensors", Sampling(width=512)),

@@ -18,6 +18,7 @@ from demo.checker import (
     train,
 )
 from demo.scenes import ATTRIBUTES, render_batch, scene_from_seed, visible
+from tests.loop import loop
 
 
 def test_shapes() -> None:
@@ -62,7 +63,7 @@ def test_training_steps_change_the_weights() -> None:
     assert after.isfinite().all()
 
 
-@pytest.mark.parametrize("side", [64, 128, 256])
+@loop("side", [64, 128, 256])
 def test_pictures_of_any_size_can_be_read(side: int) -> None:
     image = for_checker(1.5 * torch.ones(2, 3, side, side))
     assert image.shape == (2, 3, 128, 128)

@@ -7,9 +7,10 @@ import pytest
 from PIL import Image
 
 from demo import emblem
+from tests.loop import loop
 
 
-@pytest.mark.parametrize(("name", "size"), [("icon", (400, 400)), ("banner", (1260, 540))])
+@loop(("name", "size"), [("icon", (400, 400)), ("banner", (1260, 540))])
 def test_committed_picture_is_the_drawn_one(name: str, size: tuple[int, int]) -> None:
     drawn = getattr(emblem, name)()
     committed = Image.open(emblem.FOLDER / f"{name}.png").convert(drawn.mode)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from demo import latents
+from tests.loop import loop
 
 
 def test_model_space_inverts_exactly() -> None:
@@ -31,7 +32,7 @@ def test_agrees_with_comfyui() -> None:
     )
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 15, 16), (1, 4, 16, 16), (3, 16, 16)])
+@loop("shape", [(1, 3, 15, 16), (1, 4, 16, 16), (3, 16, 16)])
 def test_wrong_shapes_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="expected pictures"):
         latents.image_to_model(torch.zeros(shape))

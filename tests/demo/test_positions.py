@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from demo.models import load_unet
 from demo.positions import AddPositions, code, places
+from tests.loop import loop
 
 
-@pytest.mark.parametrize("channels", [32, 64])
+@loop("channels", [32, 64])
 def test_every_cell_has_its_own_code(channels: int) -> None:
     codes = code(places(64), places(64), channels)[0].flatten(1).T
     nearest = torch.cdist(codes, codes).fill_diagonal_(9.0).min(1).values
@@ -25,7 +25,7 @@ def test_half_the_size_has_the_same_places() -> None:
     torch.testing.assert_close(places(32), places(64).view(32, 2).mean(1))
 
 
-@pytest.mark.parametrize("first", [0, 6, 20])
+@loop("first", [0, 6, 20])
 def test_a_crop_has_the_code_of_its_place(first: int) -> None:
     whole = code(places(64), places(64), 32)
     part = code(places(32, first, 64), places(32, 10, 64), 32)

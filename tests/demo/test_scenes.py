@@ -21,6 +21,7 @@ from demo.scenes import (
     things,
     visible,
 )
+from tests.loop import loop
 
 
 def test_same_seed_same_picture() -> None:
@@ -69,7 +70,7 @@ def _plain() -> Scene:
     )
 
 
-@pytest.mark.parametrize("name", list(ATTRIBUTES))
+@loop("name", list(ATTRIBUTES))
 def test_every_value_of_every_attribute_changes_the_picture(name: str) -> None:
     pictures = [render(dataclasses.replace(_plain(), **{name: value})) for value in range(len(ATTRIBUTES[name]))]
     for i in range(len(pictures)):
@@ -77,7 +78,7 @@ def test_every_value_of_every_attribute_changes_the_picture(name: str) -> None:
             assert np.abs(pictures[i] - pictures[j]).max() > 0.3
 
 
-@pytest.mark.parametrize("name", list(HIDDEN_BY))
+@loop("name", list(HIDDEN_BY))
 def test_hidden_attributes_leave_no_trace(name: str) -> None:
     other, value = HIDDEN_BY[name]
     scene = dataclasses.replace(_plain(), **{other: value})
@@ -99,7 +100,7 @@ def test_all_values_occur() -> None:
         assert set(column) == set(range(len(values)))
 
 
-@pytest.mark.parametrize("size", [64, 128])
+@loop("size", [64, 128])
 def test_things_hold_shape_and_small_objects(size: int) -> None:
     """In another colour, nothing changes outside of them, and they are the smaller part of a picture."""
     for scene in (scene_from_seed(seed) for seed in range(200)):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 charts = pack_module("nodes.charts")
 Stats = pack_module("toma_core.stats").RunStats
@@ -56,7 +57,7 @@ def test_a_run_that_merged_nothing_shows_whole_steps_only() -> None:
     assert count(image, charts.MERGED) == square, "only the legend has the colour"
 
 
-@pytest.mark.parametrize(("width", "steps"), [(330, 1), (330, 1000), (800, 0)])
+@loop(("width", "steps"), [(330, 1), (330, 1000), (800, 0)])
 def test_any_number_of_steps_fits(width: int, steps: int) -> None:
     told = Stats(total_steps=steps)
     for step in range(steps):

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 drawing = pack_module("nodes.drawing")
 MARGIN, CAPTION = drawing._MARGIN, drawing._CAPTION
@@ -134,7 +135,7 @@ def test_lines_are_at_the_windows(maps: Any) -> None:
         assert (pixel(image, MARGIN + CAPTION + 2.25 * cell, MARGIN + column * cell) == ink) is (column == 8)
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 64), (64, 1), (3, 40)])
+@loop("size", [(1, 1), (1, 64), (64, 1), (3, 40)])
 def test_any_grid_can_be_drawn(flux: Any, attach: Any, stats_of: Any, size: tuple[int, int]) -> None:
     model = attach(flux, min_tokens=4)
     models.sample(model, *(2 * side for side in size), steps=1)

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 given, patch = pack_module("nodes.given"), pack_module("nodes.patch")
 report, benchmark = pack_module("nodes.report"), pack_module("nodes.benchmark")
@@ -23,7 +24,7 @@ WRONG: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "value"), [(kind, value) for kind in WRONG for value in WRONG[kind]])
+@loop(("kind", "value"), [(kind, value) for kind in WRONG for value in WRONG[kind]])
 def test_anything_else_is_refused_with_what_to_connect(kind: str, value: Any) -> None:
     check = getattr(given, kind)
     with pytest.raises(ConfigError) as refused:

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 nodes = pack_module("nodes.patch")
 config = pack_module("toma_core.config")
@@ -112,7 +113,7 @@ def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
     assert made == made_by(nodes.ToMA, unet)
 
 
-@pytest.mark.parametrize(
+@loop(
     ("settings", "parts"),
     [
         ({"ratio": 1.5}, ("ratio is 1.5", "0 to 0.95", "Try 0.5")),
@@ -141,7 +142,7 @@ def test_bad_value_names_field_range_and_fix(unet: Any, settings: Any, parts: tu
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("ratio", [1.5, -0.1, float("nan")])
+@loop("ratio", [1.5, -0.1, float("nan")])
 def test_ratio_is_refused_before_the_prompt_runs(ratio: float) -> None:
     answer = nodes.ToMA.validate_inputs(ratio=ratio)
     assert isinstance(answer, str)
@@ -183,7 +184,7 @@ def test_nothing_is_kept_between_executions() -> None:
         assert not inspect.signature(node.execute).parameters.get("self")
 
 
-@pytest.mark.parametrize("value", [-1, -1.0, -0.95, -0.99, "preset"])
+@loop("value", [-1, -1.0, -0.95, -0.99, "preset"])
 def test_negative_numbers_leave_a_field_to_the_preset(unet: Any, value: Any) -> None:
     """A click on the arrow of a number at -1 makes -0.95: still nothing that was set."""
     name = "granularity" if value == "preset" else "whole_last"

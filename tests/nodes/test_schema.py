@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from scripts.comfy_pack import load_pack
+from tests.loop import loop
 
 # Lists that are ComfyUI's, which has more in every release.
 COMFYUIS = ("sampler_name", "scheduler")
@@ -54,7 +55,7 @@ def test_saved_workflows_go_on_working() -> None:
     assert facts() == json.loads(FROZEN.read_text())
 
 
-@pytest.mark.parametrize("node_id", ["ToMA", "ToMAAdvanced", "ToMAReport", "ToMABenchmark", "ToMACalibrate"])
+@loop("node_id", ["ToMA", "ToMAAdvanced", "ToMAReport", "ToMABenchmark", "ToMACalibrate"])
 def test_everything_is_explained(node_id: str) -> None:
     schema = next(s for s in schemas() if s.node_id == node_id)
     assert schema.display_name

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.loop import loop
 from toma_core.config import (
     ConfigError,
     Granularity,
@@ -47,7 +48,7 @@ def test_the_fields_are_of_three_kinds() -> None:
     assert set(NUMBERS) >= {"ratio", "window_size"}
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@loop("name", FIELDS)
 def test_metadata_is_complete(name: str) -> None:
     spec, default = field_spec(name), field_default(name)
     assert len(spec.tooltip) > 30
@@ -65,7 +66,7 @@ def test_metadata_is_complete(name: str) -> None:
     assert type(check(name, default)) is type(default)
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@loop("name", NUMBERS)
 def test_numbers_keep_to_their_range(name: str) -> None:
     spec = field_spec(name)
     assert spec.minimum is not None
@@ -78,18 +79,18 @@ def test_numbers_keep_to_their_range(name: str) -> None:
         assert f"Try {field_default(name):.10g}." in message
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("value", [float("nan"), True, "0.5", "", None, [1], 1j], ids=repr)
+@loop("name", NUMBERS)
+@loop("value", [float("nan"), True, "0.5", "", None, [1], 1j], ids=repr)
 def test_what_is_no_number_is_refused(name: str, value: Any) -> None:
     assert repr(value) in refused(name, value)
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@loop("name", NUMBERS)
 def test_numbers_beyond_floats_are_refused(name: str) -> None:
     refused(name, 10**400)
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@loop("name", WHOLE)
 def test_whole_numbers_may_come_as_floats_but_not_broken(name: str) -> None:
     default = field_default(name)
     value = check(name, float(default))
@@ -97,7 +98,7 @@ def test_whole_numbers_may_come_as_floats_but_not_broken(name: str) -> None:
     assert "whole number" in refused(name, default + 0.5)
 
 
-@pytest.mark.parametrize("name", [name for name in NUMBERS if name not in WHOLE])
+@loop("name", [name for name in NUMBERS if name not in WHOLE])
 def test_floats_may_come_as_whole_numbers(name: str) -> None:
     spec = field_spec(name)
     assert spec.maximum is not None
@@ -105,7 +106,7 @@ def test_floats_may_come_as_whole_numbers(name: str) -> None:
     assert (value, type(value)) == (int(spec.maximum), float)
 
 
-@pytest.mark.parametrize("name", ENUMS)
+@loop("name", ENUMS)
 def test_enums_take_members_and_their_values_only(name: str) -> None:
     kind = type(field_default(name))
     for member in kind:
@@ -118,13 +119,13 @@ def test_enums_take_members_and_their_values_only(name: str) -> None:
         assert all(member.value in message for member in kind)
 
 
-@pytest.mark.parametrize("name", SWITCHES)
-@pytest.mark.parametrize("value", [0, 1, "true", None, 1.0], ids=repr)
+@loop("name", SWITCHES)
+@loop("value", [0, 1, "true", None, 1.0], ids=repr)
 def test_switches_are_true_or_false(name: str, value: Any) -> None:
     assert "true or false" in refused(name, value)
 
 
-@pytest.mark.parametrize(
+@loop(
     ("name", "value", "shown"),
     [
         ("ratio", 0.9500000000000001, "0.9500000000000001"),
@@ -149,7 +150,7 @@ def test_whole_on_every_step_is_refused() -> None:
     assert [ToMAConfig(whole_every=n).whole_every for n in (0, 2, 3)] == [0, 2, 3]
 
 
-@pytest.mark.parametrize(
+@loop(
     ("amount", "count", "blocks"),
     [(0, 19, 0), (0.15, 19, 3), (0.15, 20, 3), (0.1, 30, 3), (0.07, 100, 7), (0.001, 4, 1), (0.99, 4, 4), (1, 4, 1),
      (2.5, 4, 3), (5, 4, 4), (1000, 0, 0), (0.5, 0, 0)],

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.loop import loop
 from toma_core.packed import Packed, pack, packed_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -29,7 +29,7 @@ def test_no_number_is_off_by_more_than_half_a_step(seed: int, dtype: torch.dtype
     assert ((found.double() - x.double()).abs() <= half * 1.01 + rounding).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@loop("dtype", DTYPES)
 def test_what_is_all_alike_comes_back(dtype: torch.dtype) -> None:
     for value in (0.0, -3.25, 1e4):
         x = torch.full((1, 4, 64), value, dtype=dtype)
@@ -43,7 +43,7 @@ def test_the_whole_range_of_half_precision() -> None:
     torch.testing.assert_close(found, x, rtol=0.05, atol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@loop("dtype", DTYPES)
 def test_bytes_are_those_reckoned_with(dtype: torch.dtype) -> None:
     x = torch.randn(2, 5, 256).to(dtype)
     assert pack(x).nbytes == packed_bytes(x.numel(), dtype.itemsize)
@@ -66,7 +66,7 @@ def test_channels_in_no_groups_are_copied() -> None:
     assert copy.data_ptr() != x.data_ptr()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@loop("dtype", DTYPES)
 def test_numbers_far_from_zero_beside_their_spread(dtype: torch.dtype) -> None:
     """What rounds up beyond the last code is not that of its neighbour."""
     for far in (50, 300):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.loop import loop
 from toma_core import payoff
 from toma_core.config import Granularity
 from toma_core.payoff import (
@@ -46,8 +47,8 @@ dtypes = st.sampled_from([torch.float16, torch.bfloat16, torch.float32])
 widths = st.sampled_from([64, 320, 640, 1280, 3072])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
+@loop("dtype", [torch.float16, torch.bfloat16], ids=str)
+@loop(
     ("card", "side", "width", "block", "merged"),
     [
         pytest.param(H100, 64, 640, UNET_BLOCK, True, id="H100, SDXL 1024, finest"),
@@ -81,7 +82,7 @@ def test_everyday_sizes(card: Card, side: int, width: int, block: Block, merged:
     assert too_little(side**2, 1, width, dtype, card, block, STACK) == (None if merged else WORK)
 
 
-@pytest.mark.parametrize("pixels", [(1152, 896), (1216, 832), (1344, 768), (1536, 640)], ids=str)
+@loop("pixels", [(1152, 896), (1216, 832), (1344, 768), (1536, 640)], ids=str)
 def test_every_shape_that_sdxl_was_trained_on_is_merged_on_an_h100(pixels: tuple[int, int]) -> None:
     for side, width in ((16, 640), (32, 1280)):
         tokens = (pixels[0] // side) * (pixels[1] // side)
@@ -114,16 +115,14 @@ def test_stacks_are_merged_first(
     assert all(reasons) or not too_little(tokens, images, width, dtype, card, block, STACK)
 
 
-@pytest.mark.parametrize(
-    ("granularity", "merged"), [("stack", True), ("block", True), ("module", False)], ids=lambda v: str(v)
-)
+@loop(("granularity", "merged"), [("stack", True), ("block", True), ("module", False)], ids=lambda v: str(v))
 def test_what_merging_adds_decides_too(granularity: str, merged: bool) -> None:
     """SDXL 1024 on an H100: six operations more in each block of 20 are more than its coarser blocks bring."""
     reason = too_little(32**2, 1, 1280, torch.float16, H100, UNET_BLOCK, Granularity(granularity))
     assert reason == (None if merged else WORK)
 
 
-@pytest.mark.parametrize(
+@loop(
     ("card", "peak"), [(B200, 2382), (H100, 1070), (A100, 312), (RTX_5090, 209.5), (RTX_4090, 165.2), (RTX_3060, 25.5)]
 )
 def test_rates_follow_the_peaks_in_data_sheets(card: Card, peak: float) -> None:
@@ -183,14 +182,14 @@ def test_256_tokens_are_the_fewest_everywhere(
     assert card is not None or tokens < 256 or reason is None
 
 
-@pytest.mark.parametrize("least", [1, 4, 256, 257, 1_048_576])
+@loop("least", [1, 4, 256, 257, 1_048_576])
 def test_a_number_holds_whatever_the_device(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payoff, "card_of", lambda device: pytest.fail("the device was looked at"))
     reason = Reason.TOO_FEW_TOKENS(least=least) if least > 256 else None
     assert obstacle(torch.zeros(1, 256, 8), 1, least, UNET_BLOCK, STACK) == reason
 
 
-@pytest.mark.parametrize("kind", ["cpu", "meta", "mps", "xpu", "privateuseone"])
+@loop("kind", ["cpu", "meta", "mps", "xpu", "privateuseone"])
 def test_other_devices_are_no_cards(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: pytest.fail("it was asked"))
     assert card_of.__wrapped__(torch.device(kind)) is None

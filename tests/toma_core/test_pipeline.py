@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import toma_core
+from tests.loop import loop
 from toma_core import Evaluation, RunState, Schedule, ToMAConfig, payoff, plan_for, reduce, restore
 from toma_core.merge import MergePlan
 from toma_core.reasons import Reason
@@ -75,7 +76,7 @@ def test_inputs_are_left_alone() -> None:
     assert torch.equal(out, kept[1])
 
 
-@pytest.mark.parametrize(
+@loop(
     ("tokens", "evaluation"),
     [
         pytest.param(64, evaluation_of(ratio=0.0, min_tokens=4), id="ratio 0"),
@@ -102,13 +103,13 @@ def test_outside_of_the_range_is_off() -> None:
     assert [plan is None for plan in plans] == [True, False, True]
 
 
-@pytest.mark.parametrize(("tokens", "merges"), [(255, False), (256, True)])
+@loop(("tokens", "merges"), [(255, False), (256, True)])
 def test_min_tokens_is_the_first_grid_that_merges(tokens: int, merges: bool) -> None:
     plan = plan_for(torch.randn(1, tokens, 4), (1, tokens), "toy", evaluation_of(min_tokens=256))
     assert (plan is not None) == merges
 
 
-@pytest.mark.parametrize(("tokens", "merges"), [(255, False), (256, True)])
+@loop(("tokens", "merges"), [(255, False), (256, True)])
 def test_auto_on_a_cpu_is_256_tokens(tokens: int, merges: bool) -> None:
     evaluation = evaluation_of()
     x = torch.randn(1, tokens, 4)
@@ -146,8 +147,8 @@ def test_every_plan_merges_something() -> None:
                 assert plan is None or plan.kept < width
 
 
-@pytest.mark.parametrize("grid", [(52, 76), (26, 38)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@loop("grid", [(52, 76), (26, 38)], ids=str)
+@loop("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_everyday_sizes_through_the_front_door(grid: tuple[int, int], dtype: torch.dtype) -> None:
     tokens = grid[0] * grid[1]
     x = torch.randn(2, tokens, 8).to(dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.loop import loop
 from toma_core.config import ToMAConfig
 from toma_core.prediction import picture_tokens, trusted_below
 from toma_core.schedule import Schedule, StepMode, StepPlan
@@ -52,14 +53,14 @@ def test_a_picture_may_be_one_frame_of_five_dimensions() -> None:
         assert torch.equal(picture_tokens(clean[:, :, None], grid, clean), picture_tokens(clean, grid, clean))
 
 
-@pytest.mark.parametrize("grid", [(4, 4), (3, 5)])
+@loop("grid", [(4, 4), (3, 5)])
 def test_frames_of_a_video_are_pictures_one_behind_another(grid: tuple[int, int]) -> None:
     video = torch.stack([picture(), picture() + 1, 2 * picture()], 2)
     frames = [picture_tokens(video[:, :, frame], grid, video) for frame in range(3)]
     assert torch.equal(picture_tokens(video, (3, *grid), video), torch.cat(frames, 1))
 
 
-@pytest.mark.parametrize("grid", [(5, 5), (3, 3), (1, 1), (9, 5)])
+@loop("grid", [(5, 5), (3, 3), (1, 1), (9, 5)])
 def test_grids_that_are_rounded_up(grid: tuple[int, int]) -> None:
     """As models pad odd sides and a Downsample rounds up: every cell of the picture counts somewhere."""
     clean = picture(1, 9, 9).requires_grad_()

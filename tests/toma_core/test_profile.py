@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.loop import loop
 from toma_core.config import ToMAConfig
 from toma_core.fields import ConfigError
 from toma_core.presets import Settings
@@ -77,7 +78,7 @@ def test_fits_its_own_model_and_no_other() -> None:
     assert "other LoRAs" in note
 
 
-@pytest.mark.parametrize(
+@loop(
     ("text", "why"),
     [
         ("hello", "damaged"),
@@ -139,7 +140,7 @@ def test_what_is_wrong_is_said(text: Any, why: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize(
+@loop(
     ("places", "why"),
     [
         (["single.9"], "the model has no block 'single.9'"),

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 SIDE = 24
 # Batches of another size round in another way, and sharp weights of tokens that are about as near to two destinations
@@ -176,7 +177,7 @@ def test_windows_over_a_batch_have_plans_of_their_own(unet: Any, attach: Any, pl
     assert {tuple(frames) for _, frames in keys} == {(0, 1), (1, 2), (2, 3), (3, 4)}
 
 
-@pytest.mark.parametrize("granularity", ["module", "block"])
+@loop("granularity", ["module", "block"])
 def test_negative_model_of_another_class_is_left_whole(
     flux: Any, stranger: Any, attach: Any, stats_of: Any, granularity: str
 ) -> None:

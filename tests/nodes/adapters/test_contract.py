@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 contract = pack_module("nodes.adapters.contract")
 hooks = pack_module("nodes.adapters.hooks")
@@ -29,7 +30,7 @@ def module_with(forward: Callable[..., Any]) -> nn.Module:
     return type("Block", (nn.Module,), {"forward": forward})()
 
 
-@pytest.mark.parametrize(
+@loop(
     "forward",
     [
         lambda self, x, pe, mask=None, options=None: x,
@@ -42,7 +43,7 @@ def test_signatures_that_are_known(forward: Any) -> None:
     contract.check(module_with(forward), Hook())
 
 
-@pytest.mark.parametrize(
+@loop(
     "forward",
     [
         lambda self, x, pe, mask=None: x,

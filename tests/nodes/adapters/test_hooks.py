@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 hooks = pack_module("nodes.adapters.hooks")
 
@@ -50,7 +51,7 @@ def test_a_forward_of_another_pack_is_called_and_put_back() -> None:
     assert vars(module)["forward"] is foreign
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@loop("error", [RuntimeError, KeyboardInterrupt])
 def test_hooks_go_after_an_error_inside(error: type[BaseException]) -> None:
     module, hook = nn.Identity(), Doubling()
     with pytest.raises(error), hooks.installed([(module, hook)]):

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 levels = pack_module("nodes.adapters.levels")
 SIDE = 16
@@ -76,8 +77,8 @@ def reads_inside(model: Any, **options: Any) -> int:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("scheduler", ["simple", "karras"])
-@pytest.mark.parametrize("sampler", [name.removeprefix("sample_") for name in levels.ONCE_A_STEP])
+@loop("scheduler", ["simple", "karras"])
+@loop("sampler", [name.removeprefix("sample_") for name in levels.ONCE_A_STEP])
 def test_known_samplers_keep_to_their_schedule(
     model: Any, attach: Any, told: Any, sampler: str, scheduler: str
 ) -> None:
@@ -85,14 +86,15 @@ def test_known_samplers_keep_to_their_schedule(
 
     if not hasattr(sampling, f"sample_{sampler}"):
         pytest.skip("this ComfyUI has no such sampler")
+    told.clear()
     models.sample(attach(model), 8, 8, steps=4, sampler=sampler, scheduler=scheduler)
     taken, truth = map(torch.tensor, zip(*told, strict=True))
     assert len(taken) == 4
     torch.testing.assert_close(taken, truth, rtol=1e-3, atol=0.0)
 
 
-@pytest.mark.parametrize("preset", ["balanced", "quality", "faithful"])
-@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m", "lcm"])
+@loop("preset", ["balanced", "quality", "faithful"])
+@loop("sampler", ["euler", "dpmpp_2m", "lcm"])
 def test_nothing_is_read_inside_the_steps(model: Any, pack: Any, sampler: str, preset: str) -> None:
     """As without ToMA. `heun` shows that a read would be counted."""
     settings = pack_module("toma_core").Settings(
@@ -164,7 +166,7 @@ def test_a_function_in_the_place_of_comfyuis_is_read(pack: Any, monkeypatch: Any
     assert trusted(ksampler("dpmpp_2m"))
 
 
-@pytest.mark.parametrize(
+@loop(
     ("options", "expected"),
     [
         ({"s_churn": 0.0, "s_noise": 1.01}, True),
@@ -193,9 +195,10 @@ def known_samplers() -> list[str]:
     return [n.removeprefix("sample_") for n in levels.ONCE_A_STEP if hasattr(sampling, n)]
 
 
-@pytest.mark.parametrize(("sampler", "options"), [(n, o) for n in known_samplers() for o in flipped(n)], ids=str)
+@loop(("sampler", "options"), [(n, o) for n in known_samplers() for o in flipped(n)])
 def test_options_do_not_lead_astray(flux: Any, attach: Any, told: Any, sampler: str, options: dict[str, Any]) -> None:
     """`sa_solver` with `use_pece` evaluates twice a step."""
+    told.clear()
     sample_with(attach(flux), sampler, options)
     assert all(taken == pytest.approx(truth, rel=1e-3) for taken, truth in told)
 

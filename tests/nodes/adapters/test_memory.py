@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
 from tests.nodes.adapters.looking import KEYS, Watch, evaluated, preset, several_calls
 
@@ -155,7 +156,7 @@ def test_conditions_that_are_split_after_the_full_step_hold_no_more(
     torch.testing.assert_close(found, wanted, rtol=0, atol=(1e-2 if packed else 1e-4) * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("call", [3, 4])
+@loop("call", [3, 4])
 def test_where_memory_runs_out_all_calls_of_the_evaluation_are_made_again(
     call: int, model_of: Any, stats_of: Any
 ) -> None:
@@ -216,7 +217,7 @@ def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again
     assert (found - own).norm() < 0.1 * own.norm(), "no result of another evaluation"
 
 
-@pytest.mark.parametrize("schedule", ["standard_static", "standard_uniform", "looped_uniform"])
+@loop("schedule", ["standard_static", "standard_uniform", "looped_uniform"])
 def test_context_windows_that_move_keep_no_keys(schedule: str, model_of: Any, stats_of: Any) -> None:
     from comfy_extras.nodes_context_windows import WanContextWindowsManualNode as Windows
 
@@ -231,7 +232,7 @@ def test_context_windows_that_move_keep_no_keys(schedule: str, model_of: Any, st
         assert torch.equal(found, models.sample(without, HEIGHT, WIDTH, **asked))
 
 
-@pytest.mark.parametrize("step", [0, 2])
+@loop("step", [0, 2])
 def test_where_the_model_runs_out_of_memory_it_runs_again_without(
     step: int, model_of: Any, attach: Any, stats_of: Any
 ) -> None:
@@ -323,8 +324,8 @@ def passed_on(args: dict[str, Any]) -> dict[str, Any]:
     return args
 
 
-@pytest.mark.parametrize("cfg", [1.0, 3.0])
-@pytest.mark.parametrize("broken", ["", "vace", "animate", "shown", "replaced"])
+@loop("cfg", [1.0, 3.0])
+@loop("broken", ["", "vace", "animate", "shown", "replaced"])
 def test_room_is_asked_for_every_chain(broken: str, cfg: float, attach: Any, stats_of: Any) -> None:
     """Each keeps an update of its own: where the model itself looks at all tokens, and where another node does."""
     kinds: dict[str, dict[str, Any]] = {

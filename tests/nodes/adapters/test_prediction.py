@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 SETTINGS: dict[str, Any] = {"plan_from": "prediction", "select_every": 1, "weigh_every": 1}
 
@@ -117,7 +118,7 @@ def test_a_picture_of_mostly_noise_is_not_trusted(
     assert set(budgets) == {"Budget", "MovedBudget"}
 
 
-@pytest.mark.parametrize("told", [None, object()], ids=["nothing", "something else"])
+@loop("told", [None, object()], ids=["nothing", "something else"])
 def test_noise_levels_of_an_unknown_kind_are_no_error(told: Any, pack: Any) -> None:
     sampling, config = pack_module("nodes.adapters.sampling").Sampling, pack_module("toma_core").ToMAConfig
     assert sampling.start(config(ratio=0.5), told, [1.0, 0.0]).trusted > 1

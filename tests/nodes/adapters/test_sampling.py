@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 # Steps of the evaluations of a run of four steps. Heun's second evaluation is at the next step's noise level; the
 # second-order singlestep samplers evaluate between two levels, which belongs to the earlier step.
@@ -134,7 +135,7 @@ def test_whole_steps_are_those_of_the_model_without_it(request: pytest.FixtureRe
         assert torch.equal(*outs) is equal
 
 
-@pytest.mark.parametrize("size", [(20, 28), (21, 27), (1, 40), (7, 3)])
+@loop("size", [(20, 28), (21, 27), (1, 40), (7, 3)])
 def test_grid_is_the_one_flux_pads_to(flux: Any, attach: Any, stats_of: Any, size: tuple[int, int]) -> None:
     model = attach(flux)
     out = models.sample(model, *size, steps=1)

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 from tests.nodes.adapters.families.layouts import (
     CLOSE,
     HEIGHT,
@@ -34,7 +35,7 @@ every_family = pytest.mark.parametrize("family", LAYOUTS)
 
 @pytest.mark.compat
 @block_kinds
-@pytest.mark.parametrize("batch", [1, 2])
+@loop("batch", [1, 2])
 def test_block_is_computed_on_merged_tokens(
     family: str, layout: Layout, batch: int, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
 ) -> None:
@@ -86,7 +87,7 @@ def test_consecutive_blocks_stay_merged(
 
 @pytest.mark.compat
 @every_family
-@pytest.mark.parametrize("granularity", ["module", "block", "stack"])
+@loop("granularity", ["module", "block", "stack"])
 def test_merged_runs_are_finite_and_repeat(
     family: str, granularity: str, model_of: Any, attach: Any, stats_of: Any
 ) -> None:
@@ -103,14 +104,14 @@ def test_merged_runs_are_finite_and_repeat(
     assert torch.equal(models.sample(model, HEIGHT, WIDTH, steps=2), plain)
 
 
-@every_family
+@loop("family", LAYOUTS)
 def test_off_is_the_same_object(family: str, model_of: Any, attach: Any) -> None:
     model = model_of(family)
     assert attach(model, ratio=0.0) is model
 
 
 @every_family
-@pytest.mark.parametrize(("height", "width", "batch", "cfg"), [(19, 15, 1, 1.0), (33, 8, 3, 4.0), (2, 2, 1, 4.0)])
+@loop(("height", "width", "batch", "cfg"), [(19, 15, 1, 1.0), (33, 8, 3, 4.0), (2, 2, 1, 4.0)])
 def test_odd_sizes_batches_and_guidance(
     family: str, height: int, width: int, batch: int, cfg: float, model_of: Any, attach: Any, stats_of: Any
 ) -> None:
@@ -140,7 +141,7 @@ def test_detail_is_kept_and_reused(family: str, model_of: Any, attach: Any, stat
 
 
 @every_family
-@pytest.mark.parametrize(("height", "width", "batch"), [(19, 15, 1), (HEIGHT, WIDTH, 2)])
+@loop(("height", "width", "batch"), [(19, 15, 1), (HEIGHT, WIDTH, 2)])
 def test_plans_from_the_predicted_picture(
     family: str,
     height: int,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 from tests.nodes.adapters.families.layouts import (
     CLOSE,
     HEIGHT,
@@ -370,7 +371,7 @@ UNKNOWN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
+@loop("name", UNKNOWN)
 def test_kinds_that_are_not_known_run_whole(name: str, attach: Any, stats_of: Any) -> None:
     import comfy.model_base
 
