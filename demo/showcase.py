@@ -28,6 +28,7 @@ WORKFLOWS = ROOT / "demo" / "workflows"
 # What the page opens with, and where: the same address each time, unless something else is there.
 _FIRST, _PORT = "Demo-SDXL", 8199
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - all addresses of this machine, where the user asks for them
+_HERE = "127.0.0.1"
 TRAINED_PIXELS = 128
 # One token per 4 x 4 pixels: 4,096 tokens on a CPU, 65,536 on a GPU, for which anything less is over in no time.
 LARGE_PIXELS = {"cpu": 256, "cuda": 1024}
@@ -70,7 +71,9 @@ def demo_server(base: Path | None = None, port: int | None = None, listen: str |
     # ComfyUI's default attention on the CPU works in slices and is several times slower, which would flatter ToMA.
     flags = ["--use-pytorch-cross-attention"]
     if listen:
-        flags += ["--listen", listen if EVERYWHERE in listen else f"127.0.0.1,{listen}"]
+        # ComfyUI does not start where it is given one address twice.
+        others = [a for each in listen.split(",") if (a := each.strip()) not in ("", _HERE, "localhost")]
+        flags += ["--listen", ",".join(others if EVERYWHERE in others else [_HERE, *others])]
     # Threads that spin while they wait made steps many times slower, and random, where another program was busy.
     environ = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     server = ComfyServer(packs=[ROOT / "demo"], base=base, port=port, flags=flags, environ=environ)

@@ -166,6 +166,8 @@ def free_port(wanted: int | None = None) -> int:
     """Return the port asked for if it is free on this machine, else any free one."""
     for port in (wanted or 0, 0):
         with socket.socket() as probe, suppress(OSError):
+            if os.name == "posix":  # as servers do: connections of the one before may linger for a minute
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
             return int(probe.getsockname()[1])
     raise ServerError("this machine has no free port")

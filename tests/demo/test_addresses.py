@@ -9,11 +9,19 @@ import pytest
 
 from demo import showcase
 from demo.__main__ import main
+from scripts.comfy_server import free_port
 
 
 @pytest.mark.parametrize(
     ("listen", "wanted"),
-    [(showcase.EVERYWHERE, showcase.EVERYWHERE), ("192.0.2.7", "127.0.0.1,192.0.2.7"), (None, None)],
+    [
+        (showcase.EVERYWHERE, showcase.EVERYWHERE),
+        ("127.0.0.1,0.0.0.0", showcase.EVERYWHERE),
+        ("192.0.2.7", "127.0.0.1,192.0.2.7"),
+        ("127.0.0.1", "127.0.0.1"),
+        ("localhost, ::", "127.0.0.1,::"),
+        (None, None),
+    ],
 )
 def test_the_server_answers_this_machine_too(
     listen: str | None, wanted: str | None, monkeypatch: pytest.MonkeyPatch
@@ -34,6 +42,16 @@ def test_a_port_that_is_taken_is_said() -> None:
         port = other.getsockname()[1]
         with pytest.raises(showcase.DemoError, match=f"port {port} is taken"):
             showcase.serve(port=port)
+
+
+def test_a_port_is_free_again_when_its_server_has_ended() -> None:
+    """What the server closed stays with the system for a minute."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with socket.create_connection(address) as client, server.accept()[0] as connection:
+            connection.close()
+            assert client.recv(1) == b""
+    assert free_port(address[1]) == address[1]
 
 
 @pytest.mark.parametrize(
