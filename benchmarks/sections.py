@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import time
@@ -147,9 +148,17 @@ def kernel_tests(suite: Suite) -> None:
             code = subprocess.run(command, cwd=ROOT, env=environ, stdout=out, stderr=out, timeout=limit).returncode
         except subprocess.TimeoutExpired:
             code = -1
-    last = next((line for line in reversed(log.read_text(encoding="utf-8").splitlines()) if line.strip()), "")
+    verdict = verdict_of(code, log.read_text(encoding="utf-8"), limit)
+    suite.results.note(f"tests of the kernels on {suite.results.told['device']}: {verdict}")
+
+
+def verdict_of(code: int, log: str, limit: float) -> str:
+    """What pytest's exit code, -1 if it was stopped after `limit` seconds, and its log come to."""
+    last = next((line for line in reversed(log.splitlines()) if line.strip()), "")
     verdict = {0: "passed", -1: f"stopped after {limit:.0f} s"}.get(code, "FAILED")
-    suite.results.note(f"tests of the kernels on {suite.results.told['device']}: {verdict} ({last.strip('= ')})")
+    if code == -1 and re.search(r"^[.sxX]*[FE][.sxXFE]*( |$)", log, re.MULTILINE):  # pytest had no time to say which
+        verdict = f"FAILED, {verdict}"
+    return f"{verdict} ({last.strip('= ')})"
 
 
 def operations(suite: Suite) -> None:

@@ -49,3 +49,18 @@ def test_a_section_that_is_not_there_writes_nothing(tmp_path: Path) -> None:
 
 def test_the_kernels_tests_are_where_the_section_looks() -> None:
     assert all((ROOT / path).exists() for path in sections.KERNEL_TESTS)
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "said"),
+    [
+        (0, "...  [100%]\n3 passed in 1.00s\n", "passed (3 passed in 1.00s)"),
+        (1, "..F  [100%]\n1 failed, 2 passed in 1.00s\n", "FAILED (1 failed, 2 passed in 1.00s)"),
+        (-1, "bringing up nodes...\n....  [ 40%]\n..sx", "stopped after 90 s (..sx)"),
+        (-1, "bringing up nodes...\n..F.  [ 40%]\n....", "FAILED, stopped after 90 s (....)"),
+        (-1, "....  [ 40%]\n..E", "FAILED, stopped after 90 s (..E)"),
+        (-1, "", "stopped after 90 s ()"),
+    ],
+)
+def test_tests_that_were_stopped_hide_no_failure(code: int, log: str, said: str) -> None:
+    assert sections.verdict_of(code, log, 90) == said

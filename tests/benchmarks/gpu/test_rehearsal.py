@@ -137,3 +137,8 @@ def test_second_part_when_the_first_was_killed(machine: Path, tmp_path: Path) ->
 
     found = ended(visit(machine, "second", second), second)
     assert found == {"sample", "torch.compile", "flux", "z_image", "qwen_image", "sdxl"}
+
+
+def test_third_part(machine: Path, tmp_path: Path) -> None:
+    found = ended(visit(machine, "third", tmp_path), tmp_path)
+    assert found == {"sample", "attention", "forward", "break-even", "flux", "sdxl"}
