@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bare, bench
+from benchmarks import bench, without_caches
 from benchmarks.bench import Row, Timing
 from scripts.comfy_pack import pack_module
 
@@ -81,7 +81,7 @@ def measure(
 ) -> list[Row]:
     """One row a side: a chain of blocks merged once, and its speed-up over the whole chain."""
     core = pack_module("toma_core")
-    plans_per_step = 1 / pack_module("toma_core").PRESETS["balanced"]["select_every"]
+    plans_per_step = 1 / pack_module("toma_core").PRESETS["balanced"]["selection_interval"]
     blocks = stack(width, depth, dtype, device)
     generator = torch.Generator().manual_seed(1)
     context = torch.randn(batch, 77, 2048, generator=generator).to(device, dtype)
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=0.5)
     parser.add_argument("--batch", type=int, default=2)
     args = parser.parse_args()
-    bare.prepare()
+    without_caches.prepare()
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
     told = bench.conditions(dtype=args.dtype, repeats=args.repeats)
     rows = [

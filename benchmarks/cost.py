@@ -162,14 +162,14 @@ class Fused:
         valid = x.new_empty(len(x), count, slots, dtype=torch.bool)
         self._launched("due", (due,), x, windows.source, windows.valid)
         self._launched("share", (compact, expand, valid), due)
-        return module.MovedBudget(budget.counts, compact, expand, valid)
+        return module.AdaptiveBudget(budget.counts, compact, expand, valid)
 
     def pack(self, x: Tensor) -> Any:
-        module = pack_module("toma_core.packed")
+        module = pack_module("toma_core.quant4")
         codes = x.new_empty(*x.shape[:-1], x.shape[-1] // 2, dtype=torch.uint8)
         low, step = (x.new_empty(*x.shape[:-1], x.shape[-1] // module.group_of(x.shape[-1])) for _ in range(2))
         self._launched("pack", (codes, low, step), x)
-        return module.Packed(codes, low, step)
+        return module.Int4Tensor(codes, low, step)
 
     def unpack(self, packed: Any) -> Tensor:
         out = packed.low.new_empty(packed.shape)
@@ -202,7 +202,7 @@ class Fused:
         self._launched("unmerge", (restored,), out, reduced, x, weights, *layout)
         return restored
 
-    def reuse(
+    def unmerge_residual_cached(
         self, out: Tensor, reduced: Tensor, x: Tensor, kept: Tensor, destinations: Tensor, weights: Tensor,
         windows: Any, budget: Any, trust: float,
     ) -> Tensor:  # fmt: skip
@@ -244,12 +244,12 @@ def count(
     given |= {"y": given["y"].to(torch.bfloat16)} if "y" in given else {}
     given |= {"ref_latents": references} if references else {}
     options = {**patched.model_options["transformer_options"], "optimized_attention_override": meter.attention}
-    attachment = pack_module("nodes.adapters.run").attachment_of(patched)
-    prediction = pack_module("toma_core.config").PlanFrom.PREDICTION
-    predicts = attachment is not None and attachment.config.plan_from is prediction
+    attachment = pack_module("nodes.adapters.patch_model").attachment_of(patched)
+    prediction = pack_module("toma_core.config").SimilarityFrom.PREDICTION
+    predicts = attachment is not None and attachment.config.similarity_from is prediction
     pictures = (x,) if predicts else ()
 
-    hooks, run = pack_module("nodes.adapters.hooks"), None
+    hooks, run = pack_module("nodes.adapters.model_hooks"), None
     find = pack_module("nodes.adapters.registry").find
     if attachment is not None:
         run = _run(attachment.config, Fused(meter) if kernels else None)
@@ -279,6 +279,6 @@ def count(
 
 
 def _run(config: Any, kernels: Fused | None) -> Any:
-    core, trial = pack_module("toma_core"), pack_module("toma_core.trial")
+    core, trial = pack_module("toma_core"), pack_module("toma_core.kernels.dispatch")
     schedule = core.Schedule(config, tuple(float(STEPS - step) for step in range(STEPS)))
     return core.RunState(schedule, dispatch=trial.Dispatch(trial.Choice(kernels)))

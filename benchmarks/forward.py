@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bare, bench, cost, fullsize, variants
+from benchmarks import bench, cost, fullsize, variants, without_caches
 from benchmarks.bench import Row
+from benchmarks.full_model import WHOLE
 from benchmarks.fullsize import Shape
 from benchmarks.parts import Profile, profile
 from benchmarks.variants import UNPATCHED, Variant
-from benchmarks.whole import WHOLE
 from scripts.comfy_pack import pack_module
 
 # Random weights: an output farther off than this is a broken one, not a merged one.
@@ -48,15 +48,15 @@ class Runner:
     @torch.inference_mode()  # as the sampler: where gradients are computed nothing is merged
     def _start(self) -> Any | None:
         """What ToMA keeps for a run, as the sampler's wrapper would make it; None without ToMA."""
-        run = pack_module("nodes.adapters.run")
+        run = pack_module("nodes.adapters.patch_model")
         attachment = run.attachment_of(self.patched)
         if attachment is None:
             return None
-        self.looks = attachment.config.all_keys
-        sampling = run.Sampling.start(attachment.config, None, _LEVELS if self.looks else [1.0, 0.0])
+        self.looks = attachment.config.kv_cache
+        sampling = run.SamplingRun.start(attachment.config, None, _LEVELS if self.looks else [1.0, 0.0])
         sampling.run.packs = self.variant.packs
         if self.plain:
-            trial = pack_module("toma_core.trial")
+            trial = pack_module("toma_core.kernels.dispatch")
             sampling.run.dispatch = trial.Dispatch(trial.Choice(None))
         if not self.looks:
             sampling.observe(torch.ones(1))
@@ -83,11 +83,11 @@ class Runner:
         options = dict(self.patched.model_options["transformer_options"])
         options["wrappers"] = self.patched.wrappers
         if self.sampling is not None:
-            hooks = pack_module("nodes.adapters.hooks")
+            hooks = pack_module("nodes.adapters.model_hooks")
             options[hooks.SAMPLING] = self.sampling
             if self.sampling.picture is None:
                 self.sampling.predicted(inputs["x"])  # as after a step, for plans that are made of it
-            options[hooks.GRAPHS] = pack_module("nodes.adapters.graphs").compiled(self.patched.model_options)
+            options[hooks.GRAPHS] = pack_module("nodes.adapters.compile_ops").compiled(self.patched.model_options)
         with torch.inference_mode():
             output: Tensor = self.patched.model.apply_model(**inputs, transformer_options=options)
         return output
@@ -170,12 +170,14 @@ def measure(
     what the host takes to launch everything, and the GPU alone.
     """
     inputs = shape.inputs(device)
-    runners, left_out = {}, []
+    runners, skipped_by_settings = {}, []
     for variant in (UNPATCHED, *chosen):
         try:
             runners[variant.name] = Runner(variant, patcher)
         except Exception as error:
-            left_out.append(_empty(section, shape, variant, f"cannot be had here: {type(error).__name__}: {error}"))
+            skipped_by_settings.append(
+                _empty(section, shape, variant, f"cannot be had here: {type(error).__name__}: {error}")
+            )
     cases = {name: (lambda runner=runner: runner(inputs)) for name, runner in runners.items()}
     timings = bench.interleave(cases, repeats, device, f"{section}: {shape.model} {shape.size}", limit=limit)
     base = timings[UNPATCHED.name]
@@ -200,7 +202,7 @@ def measure(
         rows.append(bench.compared(row, timing, base, found))
         if row.distance == 0 and name != UNPATCHED.name:
             row.note = "; ".join(t for t in ("a no-op here: the output is unchanged", row.note) if t)
-    return rows + left_out
+    return rows + skipped_by_settings
 
 
 def ceiling(shape: Shape, variant: Variant, blocks: tuple[int, ...] | None = None, step: int = 0) -> float | None:
@@ -251,17 +253,19 @@ def main() -> None:
         choices=["comfyui", "pytorch"],
         help="what ComfyUI chooses on this device (on a CPU: sub-quadratic), or PyTorch's, which is faster on a CPU",
     )
-    parser.add_argument("--blocks", type=int, nargs="*", help="of each kind of a transformer, see benchmarks/whole.py")
+    parser.add_argument(
+        "--blocks", type=int, nargs="*", help="of each kind of a transformer, see benchmarks/full_model.py"
+    )
     parser.add_argument("--whole-first", type=float, default=0, help="see the setting of this name")
     parser.add_argument("--tiny", action="store_true", help="small models in fp32, to see that it runs")
     parser.add_argument("--profile", action="store_true", help="say which operations take the time of the last variant")
     args = parser.parse_args()
 
-    bare.prepare(own_attention=args.attention == "comfyui")
+    without_caches.prepare(own_attention=args.attention == "comfyui")
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
     told = bench.conditions(dtype=args.dtype, repeats=args.repeats)
     bench.say(", ".join(f"{key}: {value}" for key, value in told.items()))
-    whole = {"whole_first": args.whole_first}
+    whole = {"skip_first_blocks": args.skip_first_blocks}
     if args.tiny:
         whole = dict(variants.TINY)
     rows: list[Row] = []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import models
-from benchmarks.whole import WHOLE, Whole
+from benchmarks.full_model import WHOLE, Whole
 
 # One long row of noise that every weight is cut from: drawing 2.6 billion numbers would take minutes.
 _NOISE = 1 << 24

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bare, bench, offline
+from benchmarks import bench, offline, without_caches
 from scripts.comfy_pack import pack_module
 
 RESULTS = "hosttime"
@@ -55,12 +55,14 @@ def in_adds(call: Callable[[], object], repeats: int, calls: int = _CALLS) -> fl
 def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
     """What is called for a plan, and for a merged block or stack that has its plan. kernels: None for plain PyTorch."""
     config, core = pack_module("toma_core.config"), pack_module("toma_core.merge")
-    layout, state = pack_module("toma_core.windows"), pack_module("toma_core.state")
-    reuse = pack_module("toma_core.detail").reuse
-    windows = layout.make_windows(*_GRID, config.WindowKind.TILE, _WINDOW)
+    layout, state = pack_module("toma_core.windows"), pack_module("toma_core.run")
+    reuse = pack_module("toma_core.cache").reuse
+    windows = layout.make_windows(*_GRID, config.WindowShape.TILE, _WINDOW)
     toma = config.ToMAConfig(window_size=_WINDOW)
     schedule = pack_module("toma_core.schedule").Schedule(toma)
-    dispatch = pack_module("toma_core.trial").Dispatch(pack_module("toma_core.trial").Choice(kernels))
+    dispatch = pack_module("toma_core.kernels.dispatch").Dispatch(
+        pack_module("toma_core.kernels.dispatch").Choice(kernels)
+    )
     run = state.RunState(schedule, dispatch=dispatch)
     decision = schedule.decide(1.0)
     x = torch.randn(1, windows.tokens, _CHANNELS, generator=torch.Generator().manual_seed(0))
@@ -75,7 +77,7 @@ def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
     _ = made.destinations
     return {
         "merge": lambda: core.merge(x, made),
-        "restore": lambda: core.unmerge_update(y, y, x, made),
+        "restore": lambda: core.unmerge_residual(y, y, x, made),
         "reuse": lambda: reuse(y, y, x, x, made),
         "plan": plan,
     }
@@ -104,7 +106,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
     torch.set_num_threads(1)
-    bare.prepare(own_attention=False)
+    without_caches.prepare(own_attention=False)
     told = bench.conditions(dtype="float32", repeats=args.repeats, triton=__import__("triton").__version__)
     rows = measure(args.repeats)
     print(", ".join(f"{key}: {value}" for key, value in told.items()))

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks import bare, bench
+from benchmarks import bench, without_caches
 from benchmarks.fullsize import Shape, patcher
 from benchmarks.performance import filled, markdown
 from scripts.comfy_pack import pack_module
@@ -99,7 +99,7 @@ def choose(model: Any, case: Case, total: float) -> Choice:
     from comfy.sampler_helpers import convert_cond, estimate_memory
     from comfy.samplers import CFGGuider, sampler_object
 
-    run, settings = pack_module("nodes.adapters.run"), pack_module("toma_core").Settings("balanced")
+    run, settings = pack_module("nodes.adapters.patch_model"), pack_module("toma_core").Settings("balanced")
     merged = run.attach(model, settings)
     guider, noise = CFGGuider(merged), torch.empty(1, *case.shape.latent, device="meta")
     guider.conds = {name: convert_cond(case.shape.conditioning(1)) for name in ("positive", "negative")}
@@ -140,7 +140,7 @@ def rows(cases: Sequence[Case]) -> Iterator[list[str]]:
 
 def main() -> None:
     """Count and write."""
-    bare.prepare(own_attention=False)
+    without_caches.prepare(own_attention=False)
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), {TABLE: table}), encoding="utf-8")
     bench.say(f"{TABLE}: written to {PAGE}")
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bare, bench
+from benchmarks import bench, without_caches
 from benchmarks.bench import Row, Timing
 from scripts.comfy_pack import pack_module
 
-SCALE, TRUST = 300.0, 0.5
+SCALE, DELTA_WEIGHT = 300.0, 0.5
 # Calls in one CUDA graph: enough that its launch is nothing beside them.
 _REPLAYED = 60
 # Bytes of tokens that calls go through in turn: several times the last cache of any card.
@@ -144,7 +144,7 @@ def operands(
     config, core = pack_module("toma_core.config"), pack_module("toma_core.merge")
     layout, selection = pack_module("toma_core.windows"), pack_module("toma_core.selection")
     x = grid.tokens(batch, dtype, device)
-    windows = layout.make_windows(grid.height, grid.width, config.WindowKind.TILE, 8)
+    windows = layout.make_windows(grid.height, grid.width, config.WindowShape.TILE, 8)
     windows, budget = windows.to(device), layout.make_budget(windows.counts, ratio).to(device)
     similarity = selection.cosine_similarity(windows.split(x))
     picks = selection.select(similarity, windows, budget)
@@ -162,7 +162,7 @@ def operands(
 def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
     """Every operation in every form that runs here. first: the operands whose results are judged."""
     core = pack_module("toma_core.merge")
-    selection, cache = pack_module("toma_core.selection"), pack_module("toma_core.detail")
+    selection, cache = pack_module("toma_core.selection"), pack_module("toma_core.cache")
     x, plan = first.x, first.plan
     exact = core.weigh(windows.split(x), plan.picks, windows, budget, SCALE, torch.float32)
     (batch, N, C), D, element = x.shape, plan.kept, x.element_size()
@@ -173,7 +173,10 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
     greedy = 3.0 * batch * W * K * S * S
     merged = core.merge(x.float(), exact)
     fp32 = first.out.float(), first.reduced.float(), x.float()
-    restored, cached = core.unmerge_update(*fp32, exact), cache.reuse(*fp32, first.old.float(), exact)
+    restored, cached = (
+        core.unmerge_residual(*fp32, exact),
+        cache.unmerge_residual_cached(*fp32, first.old.float(), exact),
+    )
     unmerging, reusing = 2 * (tokens + reduced) + weights, 3 * (tokens + reduced) + weights
 
     def weigh(o: Operands) -> Any:
@@ -188,9 +191,10 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
         Job("selection", "window by window", lambda o: _window_by_window(o.x, windows, budget), gram + greedy, tokens),
         Job("weights", "PyTorch", lambda o: weigh(o).merge_weights, gram, tokens + 2 * weights, exact.merge_weights),
         Job("merge", "PyTorch", lambda o: core.merge(o.x, o.plan), product, tokens + reduced + weights, merged),
-        Job("unmerge", "PyTorch", lambda o: core.unmerge_update(o.out, o.reduced, o.x, o.plan), product, unmerging,
+        Job("unmerge", "PyTorch", lambda o: core.unmerge_residual(o.out, o.reduced, o.x, o.plan), product, unmerging,
             restored),
-        Job("reuse", "PyTorch", lambda o: cache.reuse(o.out, o.reduced, o.x, o.old, o.plan), product, reusing, cached),
+        Job("reuse", "PyTorch", lambda o: cache.unmerge_residual_cached(o.out, o.reduced, o.x, o.old, o.plan), product,
+            reusing, cached),
     ]  # fmt: skip
     if kernels is not None:
         at = windows, budget
@@ -203,8 +207,8 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
                 tokens + reduced + weights, merged),
             Job("unmerge", "Triton", lambda o: kernels.restore(o.out, o.reduced, o.x, o.plan.unmerge_weights, *at),
                 product, unmerging, restored),
-            Job("reuse", "Triton", lambda o: kernels.reuse(
-                o.out, o.reduced, o.x, o.old, o.plan.destinations, o.plan.unmerge_weights, *at, TRUST), product,
+            Job("reuse", "Triton", lambda o: kernels.unmerge_residual_cached(
+                o.out, o.reduced, o.x, o.old, o.plan.destinations, o.plan.unmerge_weights, *at, DELTA_WEIGHT), product,
                 reusing, cached),
             Job("adaptive budget", "Triton", lambda o: kernels.moved(o.x, *at), gram, tokens),
             Job("four bits", "Triton", lambda o: kernels.pack(o.x), 0.0, 1.3 * tokens),
@@ -322,7 +326,7 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=0.5)
     parser.add_argument("--batch", type=int, default=1)
     args = parser.parse_args()
-    bare.prepare()
+    without_caches.prepare()
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
     limits = Limits.measured(dtype, device)
     told = bench.conditions(

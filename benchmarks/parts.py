@@ -22,7 +22,7 @@ PARTS = {"plan": "plan", "merge": "merge", "reduce": "merge", "unmerge": "unmerg
 def marked(around: Callable[[str], Any]) -> Iterator[None]:
     """While it lasts, every call of a part runs inside the context manager `around(part)`."""
     places: list[Any] = [pack_module(f"nodes.adapters.{name}") for name in ADAPTERS]
-    places.append(pack_module("toma_core.state").RunState)
+    places.append(pack_module("toma_core.run").RunState)
     saved = []
 
     def wrapped(function: Any, part: str) -> Any:

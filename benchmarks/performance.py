@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import bare, bench, cost, variants
+from benchmarks import bench, cost, variants, without_caches
 from benchmarks.cost import Cost
+from benchmarks.full_model import EDITORS, TITLES
 from benchmarks.fullsize import Shape
-from benchmarks.whole import EDITORS, TITLES
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
 
@@ -30,7 +30,7 @@ RUNS = (4, 8, 20, 50)
 SIDES = (512, 1024, 2048, 4096)
 # Parts of a step, and what `benchmarks.hosttime` calls them.
 _CALLS = {"merge": "merge", "unmerge": "restore"}
-_ALL = {"whole_first": 0}
+_ALL = {"skip_first_blocks": 0}
 
 
 def markdown(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
@@ -281,7 +281,7 @@ _SETTINGS = (
     ("balanced", "balanced", 0.5),
     ("balanced at 0.6", "balanced", 0.6),
     ("balanced at 0.75", "balanced", 0.75),
-    ("faithful", "faithful", 0.5),
+    ("paper", "paper", 0.5),
 )
 
 
@@ -309,7 +309,7 @@ def planning() -> str:
 
     def rows() -> Iterator[list[str]]:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
-            every = _settings(model, "balanced").select_every
+            every = _settings(model, "balanced").selection_interval
             # A step in full that keeps detail makes none where they are made from what it predicts.
             step = merged_steps(model, "balanced", cost.STEPS)[0]
             count(Shape(model), _preset("balanced"), plan=True, step=step)  # lays out the windows, once in a process
@@ -341,7 +341,7 @@ CARDS = (
 
 def auto() -> str:
     """What Auto makes of blocks on well-known cards, in half precision."""
-    payoff = pack_module("toma_core.payoff")
+    payoff = pack_module("toma_core.cost_model")
     cards = [payoff.Card(*card) for card in CARDS]
     unet, double, single = payoff.UNET_BLOCK, payoff.FLUX_DOUBLE, payoff.FLUX_SINGLE
     stack, alone = payoff.Granularity.STACK, payoff.Granularity.BLOCK
@@ -433,7 +433,7 @@ def filled(text: str, tables: dict[str, Callable[[], str]]) -> str:
 
 def main(page: Path = PAGE, only: Sequence[str] | None = None) -> None:
     """Count and write: all tables, or those named."""
-    bare.prepare(own_attention=False)
+    without_caches.prepare(own_attention=False)
     for name in TABLES if only is None else only:
         page.write_text(filled(page.read_text(encoding="utf-8"), {name: TABLES[name]}), encoding="utf-8")
         bench.say(f"{name}: written to {page}")

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bare, bench, fullsize, variants
+from benchmarks import bench, fullsize, variants, without_caches
 from benchmarks.bench import Row
+from benchmarks.full_model import WHOLE
 from benchmarks.fullsize import Shape
 from benchmarks.parts import Profile, profile
 from benchmarks.variants import UNPATCHED, Variant
-from benchmarks.whole import WHOLE
 from scripts.comfy_pack import pack_module
 
 
@@ -42,8 +42,8 @@ def sample(model: Any, shape: Shape, steps: int, cfg: float, seed: int = 5) -> T
 
 def stats_of(model: Any) -> Any | None:
     """What ToMA counted in the model's last run; None without ToMA."""
-    attachment = pack_module("nodes.adapters.run").attachment_of(model)
-    return None if attachment is None else pack_module("nodes.adapters.reports").last(attachment.report_id)
+    attachment = pack_module("nodes.adapters.patch_model").attachment_of(model)
+    return None if attachment is None else pack_module("nodes.adapters.last_runs").last(attachment.report_id)
 
 
 def usual_variants(ratio: float, **more: Any) -> list[Variant]:
@@ -138,11 +138,13 @@ def main() -> None:
     parser.add_argument("--steps", nargs="*", type=int, default=[4, 8, 20, 50])
     parser.add_argument("--cfg", type=float, default=7.0, help="of SDXL; transformers run without")
     parser.add_argument("--ratio", type=float, default=0.5)
-    parser.add_argument("--blocks", type=int, nargs="*", help="of each kind of a transformer, see benchmarks/whole.py")
+    parser.add_argument(
+        "--blocks", type=int, nargs="*", help="of each kind of a transformer, see benchmarks/full_model.py"
+    )
     parser.add_argument("--tiny", action="store_true", help="small models in fp32, to see that it runs")
     args = parser.parse_args()
 
-    bare.prepare()
+    without_caches.prepare()
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
     told = bench.conditions(dtype=args.dtype, repeats=args.repeats, blocks=args.blocks or "all")
     more = variants.TINY if args.tiny else {}

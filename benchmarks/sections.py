@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from benchmarks import attentions, breakeven, forward, fullsize, micro, sample, variants
+from benchmarks.full_model import WHOLE
 from benchmarks.fullsize import Shape
 from benchmarks.gpu import kernels
 from benchmarks.results import Results
 from benchmarks.variants import Variant
-from benchmarks.whole import WHOLE
 from scripts.comfyui import ROOT
 
 RATIO = 0.5
@@ -256,7 +256,7 @@ def cpu_sdxl(suite: Suite) -> None:
 
 def cpu_flux(suite: Suite) -> None:
     """Three full-width blocks of Flux on a CPU, none left whole."""
-    whole = {"whole_first": 0, **suite.more}
+    whole = {"skip_first_blocks": 0, **suite.more}
     chosen = forward.toma_variants([RATIO], forward.GRANULARITIES, whole)
     suite.few(suite.shape("flux", 1024), (1, 2), chosen, limit=suite.left() * 0.2)
 

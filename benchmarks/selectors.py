@@ -96,7 +96,7 @@ def selecting(name: str) -> Iterator[None]:
     window unless they are a search that takes more where it is asked."""
     from benchmarks.fidelity.experiments import replaced
 
-    state, kernels = pack_module("toma_core.state"), pack_module("toma_core.trial")
+    state, kernels = pack_module("toma_core.run"), pack_module("toma_core.kernels.dispatch")
     laid_out = state.RunState._laid_out
 
     def evenly(self: Any, features: Tensor, grid: Any, decision: Any, even: bool) -> Any:

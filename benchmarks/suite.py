@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import bare, bench
+from benchmarks import bench, without_caches
 from benchmarks.goals import GOALS
 from benchmarks.gpu.facts import facts
 from benchmarks.results import NAME, Results
@@ -111,7 +111,7 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.time()
 
-    bare.prepare()
+    without_caches.prepare()
     device = bench.device_here()
     gpu = args.gpu or device.type == "cuda"
     table = GPU if gpu else CPU

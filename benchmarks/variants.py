@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bare
+from benchmarks import without_caches
 from benchmarks.selectors import selected_by
 from scripts.comfy_pack import pack_module
 
@@ -32,7 +32,7 @@ class Variant:
 
 
 # Small models have small grids and few blocks: merge all of them.
-TINY: dict[str, Any] = {"min_tokens": 4, "whole_first": 0}
+TINY: dict[str, Any] = {"min_tokens": 4, "skip_first_blocks": 0}
 
 UNPATCHED = Variant("unpatched", lambda model: model, unchanged=True)
 
@@ -41,7 +41,7 @@ UNPATCHED = Variant("unpatched", lambda model: model, unchanged=True)
 EVERY_STEP: dict[str, Any] = {
     "start_percent": 0.0,
     "end_percent": 1.0,
-    "whole_every": 0,
+    "full_step_interval": 0,
 }
 
 
@@ -52,9 +52,9 @@ def toma(name: str, *, selector: str = "", **settings: Any) -> Variant:
     def patch(model: Any) -> Any:
         hooks = pack_module("nodes.adapters.registry").require(model.get_model_object("diffusion_model"))
         unmeasured = pack_module("nodes.adapters.family").PRESETS
-        own = {} if hooks.presets is unmeasured else hooks.presets.get("faithful", {})
+        own = {} if hooks.presets is unmeasured else hooks.presets.get("paper", {})
         config = pack_module("toma_core").ToMAConfig(**{**EVERY_STEP, **own, **settings})
-        return pack_module("nodes.adapters.run").attach(model, config)
+        return pack_module("nodes.adapters.patch_model").attach(model, config)
 
     return Variant(f"ToMA {name}", selected_by(patch, selector) if selector else patch)
 
@@ -63,7 +63,9 @@ def preset(name: str, *, selector: str = "", **settings: Any) -> Variant:
     """ToMA with a preset, some settings replaced. selector: see `toma`."""
 
     def patch(model: Any) -> Any:
-        return pack_module("nodes.adapters.run").attach(model, pack_module("toma_core").Settings(name, settings))
+        return pack_module("nodes.adapters.patch_model").attach(
+            model, pack_module("toma_core").Settings(name, settings)
+        )
 
     return Variant(f"ToMA preset {name}", selected_by(patch, selector) if selector else patch)
 
@@ -89,7 +91,7 @@ def core_node(module: str, node: str, *args: Any) -> Patch:
     """A node of ComfyUI's own, old style or V3."""
 
     def patch(model: Any) -> Any:
-        bare.use_stand_ins()
+        without_caches.use_stand_ins()
         cls = getattr(importlib.import_module(f"comfy_extras.{module}"), node)
         if not hasattr(cls, "execute"):
             return getattr(cls(), cls.FUNCTION)(model, *args)[0]
@@ -109,7 +111,7 @@ def tome(ratio: float) -> Variant:
     """ToMe's bipartite matching around self-attention at every level that has it: queries, keys and values merged."""
 
     def patch(model: Any) -> Any:
-        bare.use_stand_ins()
+        without_caches.use_stand_ins()
         matching = importlib.import_module("comfy_extras.nodes_tomesd").bipartite_soft_matching_random2d
         held: dict[str, Any] = {}
 

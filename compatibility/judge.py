@@ -24,7 +24,7 @@ from .kit import PRESET, Kit
 from .row import Expected, Graph, NotFor, Refused, Row
 
 # Small models have small grids and few blocks: merge all of them.
-EVERYTHING = {"min_tokens": 4, "whole_first": 0, "whole_last": 0}
+EVERYTHING = {"min_tokens": 4, "skip_first_blocks": 0, "skip_last_blocks": 0}
 # Where models keep their transformer blocks, but for UNets, which have them in stacks.
 _LISTS = ("double_blocks", "single_blocks", "layers", "blocks", "transformer_blocks", "joint_blocks")
 # Merges nothing: idle with its hooks in place in the first half of the steps, off in the second.
@@ -171,15 +171,15 @@ def attach(model: Any, *, selector: str = "", **settings: Any) -> Any:
     made = core.Settings(PRESET, chosen) if PRESET else core.ToMAConfig(**chosen)
 
     def patch(model: Any) -> Any:
-        return pack_module("nodes.adapters.run").attach(model, made)
+        return pack_module("nodes.adapters.patch_model").attach(model, made)
 
     return (selected_by(patch, selector) if selector else patch)(model)
 
 
 def stats_of(model: Any) -> Any:
     """The stats behind the report of a model's last run."""
-    attachment = pack_module("nodes.adapters.run").attachment_of(model)
-    stats = pack_module("nodes.adapters.reports").last(attachment.report_id)
+    attachment = pack_module("nodes.adapters.patch_model").attachment_of(model)
+    stats = pack_module("nodes.adapters.last_runs").last(attachment.report_id)
     assert stats is not None, "no run was reported"
     return stats
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from scripts.comfyui import ROOT
 from toma_core.config import ToMAConfig
-from toma_core.payoff import FEWEST
+from toma_core.cost_model import FEWEST
 
 from .compact import load_weights
 
@@ -51,7 +51,7 @@ DIT = Kind(
     "dit",
     "Flux, tiny",
     {"cfg": 2.0, "sampler_name": "euler", "scheduler": "simple"},
-    {"whole_first": 1, **_MERGED},
+    {"skip_first_blocks": 1, **_MERGED},
 )
 KINDS = (UNET, DIT)
 
@@ -59,8 +59,8 @@ KINDS = (UNET, DIT)
 def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool, **settings: Any) -> Graph:
     """One picture of pixels x pixels. Node ids are the same with and without the merge, so that the server keeps
     the loaded model; `merged` puts ToMA Advanced between the loader and the sampler, with these settings on top of the
-    balanced preset. On Flux that one needs three steps to merge any; `whole_every=0` merges every step but the
-    first, and with `plan_from="tokens"` that one too."""
+    balanced preset. On Flux that one needs three steps to merge any; `full_step_interval=0` merges every step but the
+    first, and with `similarity_from="tokens"` that one too."""
     model = ["loader", 0]
     graph: Graph = {
         "loader": _loader(kind),

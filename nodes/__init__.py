@@ -6,8 +6,8 @@ from comfy_api.latest import ComfyExtension, io
 
 from .benchmark import ToMABenchmark
 from .calibrate import ToMACalibrate
-from .patch import ToMA, ToMAAdvanced
 from .report import ToMAReport
+from .toma import ToMA, ToMAAdvanced
 
 
 class ToMAExtension(ComfyExtension):

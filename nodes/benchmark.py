@@ -11,16 +11,16 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
 
 from ..toma_core import Settings
-from ..toma_core.fields import ConfigError
 from ..toma_core.reasons import Message, MessageId, Value
+from ..toma_core.settings import ConfigError
 from . import profiles, timing, widgets
-from .adapters.memory import dtype_of
-from .charts import MERGED, RECOMMENDED, WHOLE, Bar, bar_chart
-from .drawing import as_image
-from .live import errors_shown, line_of, said
-from .patch import complaint
+from .adapters.kv_memory import dtype_of
+from .merge_map_image import as_image
+from .node_status import errors_shown, said, status_of
+from .report_charts import MERGED, RECOMMENDED, WHOLE, Bar, bar_chart
 from .task import Task
 from .timing import Candidate, Timing
+from .toma import complaint
 from .widgets import CATEGORY, SEARCH_ALIASES
 
 
@@ -74,21 +74,21 @@ class ToMABenchmark(io.ComfyNode):
                 ),
             ],
             outputs=[
-                io.Image.Output("plot", display_name="plot", tooltip="Speed and nearness of each setting, as bars."),
+                io.Image.Output("plot", display_name="plot", tooltip="Speed and error of each setting, as bars."),
                 io.String.Output(
                     "table", display_name="table", tooltip="The same in numbers, with the machine and versions."
                 ),
                 io.Float.Output(
-                    "recommended",
-                    display_name="fastest worthwhile",
-                    tooltip="The ratio whose result is nearest, of those about as fast as the fastest; 0 where none is "
+                    "fastest_ratio",
+                    display_name="fastest ratio",
+                    tooltip="The ratio with the smallest error of those about as fast as the fastest; 0 if none is "
                     "faster. Connect it to the ratio of a ToMA node.",
                 ),
                 io.Float.Output(
-                    "nearest",
-                    display_name="nearest worthwhile",
-                    tooltip="The ratio whose result is nearest to the one without ToMA, of those at least 1.2x as "
-                    "fast; 0 where none is. Connect it to the ratio of a ToMA node.",
+                    "closest_ratio",
+                    display_name="closest ratio",
+                    tooltip="The ratio with the smallest error of those at least 1.2x as fast; 0 if none is. Connect "
+                    "it to the ratio of a ToMA node.",
                 ),
             ],
             hidden=[io.Hidden.unique_id],
@@ -114,7 +114,7 @@ class ToMABenchmark(io.ComfyNode):
         negative: Any = None,
         profile: str = "",
     ) -> io.NodeOutput:
-        line = line_of(cls.hidden)
+        line = status_of(cls.hidden)
         with errors_shown(line):
             settings = Settings(preset, {"ratio": ratio})
             if settings.off:
@@ -125,7 +125,7 @@ class ToMABenchmark(io.ComfyNode):
             candidates = [Candidate.of_ratio(settings, each) for each in ratios]
             applied = profiles.apply(model, settings, profile)
             if applied.used:
-                candidates.append(Candidate(timing.Setting.PROFILE(), ratio, applied.settings, applied.bands))
+                candidates.append(Candidate(timing.Setting.PROFILE(), ratio, applied.settings, applied.ratio_schedule))
             told = (lambda *_: None) if line is None else line.measures
             timings = timing.measure(model, candidates, task, runs, told)
         fastest, nearest = timing.worthwhile(timings), timing.nearest(timings)

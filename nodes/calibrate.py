@@ -8,20 +8,20 @@ from typing import Any
 import comfy.samplers
 from comfy_api.latest import io, ui
 
-from ..toma_core.fields import ConfigError, FieldSpec, Refusal, checked, shown
 from ..toma_core.reasons import Message, MessageId
-from .calibrating import NEAR, Calibrated, Problem, calibrate
-from .charts import MERGED, RECOMMENDED, Dot, front_chart
-from .drawing import as_image
-from .live import errors_shown, line_of, said
+from ..toma_core.settings import ConfigError, Refusal, SettingSpec, checked, shown
+from .calibration_run import NEAR, Calibrated, Problem, calibrate
+from .merge_map_image import as_image
+from .node_status import errors_shown, said, status_of
+from .report_charts import MERGED, RECOMMENDED, Dot, front_chart
 from .task import Task
 from .widgets import CATEGORY, SEARCH_ALIASES
 
-_BY_NUMBER = "distance"
+_BY_NUMBER = "error"
 _USUAL = "balanced"
 _DISTANCE = 0.1
-_DISTANCES = FieldSpec(
-    "Only for 'distance': how far the result may move. 0.03 can hardly be seen, at 0.1 small shapes differ, at 0.3 it "
+_DISTANCES = SettingSpec(
+    "Only for 'error': the largest error of the result. 0.03 can hardly be seen, at 0.1 small shapes differ, at 0.3 it "
     "is visibly another picture of the same scene.",
     0.005,
     1.0,
@@ -52,15 +52,15 @@ class ToMACalibrate(io.ComfyNode):
                     tooltip="An empty latent of the size that you sample at. A batch of several makes it more certain.",
                 ),
                 io.Combo.Input(
-                    "near",
+                    "target",
                     options=[*NEAR, _BY_NUMBER],
                     default=_USUAL,
-                    tooltip="How near the result stays to the unmerged one. 'quality' and 'balanced': as much work as "
+                    tooltip="How close the result stays to the unmerged one. 'quality' and 'balanced': as much work as "
                     "the preset of that name at ratio 0.5, merged where it costs your model least. 'fast': as much as "
-                    "'balanced' at ratio 0.6. 'distance': the fastest within the number below.",
+                    "'balanced' at ratio 0.6. 'error': the fastest within the number below.",
                 ),
                 io.Float.Input(
-                    "distance",
+                    "error",
                     default=_DISTANCE,
                     min=_DISTANCES.minimum,
                     max=_DISTANCES.maximum,
@@ -122,8 +122,8 @@ class ToMACalibrate(io.ComfyNode):
         model: Any,
         positive: Any,
         latent: Any,
-        near: str,
-        distance: float,
+        target: str,
+        error: float,
         steps: int,
         cfg: float,
         sampler_name: str,
@@ -131,18 +131,18 @@ class ToMACalibrate(io.ComfyNode):
         seed: int,
         negative: Any = None,
     ) -> io.NodeOutput:
-        line = line_of(cls.hidden)
+        line = status_of(cls.hidden)
         with errors_shown(line):
             task = Task.of_inputs(model, positive, negative, latent, steps, cfg, sampler_name, scheduler, seed)
             choices = *NEAR, _BY_NUMBER
-            if near not in choices:
-                raise ConfigError(Refusal.NOT_A_CHOICE(setting="near", value=shown(near), choices=choices))
-            by_number = near == _BY_NUMBER
+            if target not in choices:
+                raise ConfigError(Refusal.NOT_A_CHOICE(setting="target", value=shown(target), choices=choices))
+            by_number = target == _BY_NUMBER
             if by_number:
-                distance = checked("distance", distance, _DISTANCE, _DISTANCES)
+                error = checked("error", error, _DISTANCE, _DISTANCES)
             told = (lambda *_: None) if line is None else line.measures
-            found = calibrate(model, task, _USUAL if by_number else near, distance if by_number else None, told=told)
-        notes = _notes(found, distance if by_number else None)
+            found = calibrate(model, task, _USUAL if by_number else target, error if by_number else None, told=told)
+        notes = _notes(found, error if by_number else None)
         cost = Found.COST(evaluations=found.probes, steps=steps)
         image = as_image(front_chart([str(note) for note in notes], *_front(found), [str(cost)]))
         page = {**ui.PreviewImage(image, cls=cls).as_dict(), **said(notes, [cost])}

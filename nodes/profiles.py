@@ -10,11 +10,11 @@ from typing import Any
 from comfy.model_patcher import ModelPatcher
 
 from ..toma_core import Settings
-from ..toma_core.fields import ConfigError
 from ..toma_core.profile import fitted, parsed
 from ..toma_core.reasons import Message, MessageId
-from ..toma_core.schedule import Bands
-from .adapters.identity import blocks_of, fingerprint
+from ..toma_core.schedule import RatioSchedule
+from ..toma_core.settings import ConfigError
+from .adapters.fingerprint import blocks_of, fingerprint
 
 
 class Note(MessageId):
@@ -31,7 +31,7 @@ class Applied:
     doubt: the part of that on other LoRAs."""
 
     settings: Settings
-    bands: Bands = ()
+    ratio_schedule: RatioSchedule = ()
     notes: tuple[Message, ...] = ()
     used: bool = False
     doubt: Message | None = None
@@ -48,7 +48,7 @@ def apply(model: ModelPatcher, settings: Settings, told: Any) -> Applied:
         return Applied(settings)
     try:
         profile = parsed(told)
-        bands, same_loras = fitted(profile, fingerprint(model), [block.name for block in blocks_of(model)])
+        ratio_schedule, same_loras = fitted(profile, fingerprint(model), [block.name for block in blocks_of(model)])
         by_hand = {name: value for name, value in settings.overrides.items() if name != "ratio"}
         settings = Settings(settings.preset, {**profile.overrides(), **by_hand})
     except ConfigError as error:
@@ -58,7 +58,7 @@ def apply(model: ModelPatcher, settings: Settings, told: Any) -> Applied:
     if doubt is not None:
         _log_once(f"ToMA: {doubt}")
     used = Note.NOTHING_BY_PROFILE() if profile.empty else Note.BY_PROFILE()
-    return Applied(settings, bands, (used,) if doubt is None else (used, doubt), used=True, doubt=doubt)
+    return Applied(settings, ratio_schedule, (used,) if doubt is None else (used, doubt), used=True, doubt=doubt)
 
 
 @lru_cache(maxsize=64)

@@ -10,12 +10,12 @@ from PIL.Image import Image as PILImage
 
 from ..toma_core.reasons import MessageId
 from ..toma_core.stats import RunStats
-from . import given
-from .adapters import reports
-from .adapters.run import attachment_of
-from .charts import blocks_chart, steps_chart
-from .drawing import draw
-from .live import errors_shown, line_of, said
+from . import validate_inputs
+from .adapters import last_runs
+from .adapters.patch_model import attachment_of
+from .merge_map_image import draw
+from .node_status import errors_shown, said, status_of
+from .report_charts import blocks_chart, steps_chart
 from .widgets import CATEGORY, SEARCH_ALIASES
 
 
@@ -67,10 +67,10 @@ class ToMAReport(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, latent: Any, image: Any = None) -> io.NodeOutput:
-        with errors_shown(line_of(cls.hidden)):
-            attachment = attachment_of(given.model(model))
-            image = None if image is None else given.image(image)
-        stats = None if attachment is None else reports.last(attachment.report_id)
+        with errors_shown(status_of(cls.hidden)):
+            attachment = attachment_of(validate_inputs.model(model))
+            image = None if image is None else validate_inputs.image(image)
+        stats = None if attachment is None else last_runs.last(attachment.report_id)
         none = NoReport.NO_NODE() if attachment is None else NoReport.NO_RUN()
         lines = [none] if stats is None else stats.report()
         text = "\n".join(map(str, lines))

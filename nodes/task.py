@@ -11,7 +11,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from . import given
+from . import validate_inputs
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Task:
     @classmethod
     def of_inputs(cls, model: Any, positive: Any, negative: Any, latent: Any, *rest: Any) -> Task:
         """Make the task of a node's inputs. Raises `ConfigError` for inputs of another kind."""
-        given.model(model)
-        given.conditioning("positive", positive)
+        validate_inputs.model(model)
+        validate_inputs.conditioning("positive", positive)
         if negative is not None:
-            given.conditioning("negative", negative)
-        size = torch.zeros_like(given.latent(latent)["samples"])
+            validate_inputs.conditioning("negative", negative)
+        size = torch.zeros_like(validate_inputs.latent(latent)["samples"])
         size = comfy.sample.fix_empty_latent_channels(model, size, latent.get("downscale_ratio_spacial"))
         return cls(positive, negative, size, *rest)
 

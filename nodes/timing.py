@@ -23,9 +23,9 @@ from torch import Tensor
 
 from ..toma_core import Settings, ToMAConfig
 from ..toma_core.reasons import Message, MessageId
-from ..toma_core.schedule import Bands
-from .adapters import reports
-from .adapters.run import attach, attachment_of
+from ..toma_core.schedule import RatioSchedule
+from .adapters import last_runs
+from .adapters.patch_model import attach, attachment_of
 from .task import Task, error
 
 # Presets run the first step and the last whole: with one more between them both kinds are warm.
@@ -51,7 +51,7 @@ class Candidate:
     name: Message
     ratio: float
     settings: Settings | ToMAConfig
-    bands: Bands = ()
+    ratio_schedule: RatioSchedule = ()
 
     @classmethod
     def of_ratio(cls, settings: Settings, ratio: float) -> Candidate:
@@ -103,7 +103,7 @@ def measure(
     """
     base = attach(model, ToMAConfig(ratio=0.0))
     timings = [Timing(Setting.WITHOUT_TOMA(), 0.0), *(Timing(each.name, each.ratio) for each in candidates)]
-    models = [base, *(attach(base, each.settings, bands=each.bands) for each in candidates)]
+    models = [base, *(attach(base, each.settings, ratio_schedule=each.ratio_schedule) for each in candidates)]
     pairs = list(zip(timings, models, strict=True))
     warm_up = min(_WARM_UP_STEPS, task.steps)
     progress = comfy.utils.ProgressBar(len(pairs) * (warm_up + runs * task.steps))
@@ -129,7 +129,7 @@ def measure(
                 continue
             whole = latent if whole is None else whole  # the first of the first round is the one without ToMA
             timing.change = error(latent, whole)
-            stats = None if patched is base else reports.last(attachment_of(patched).report_id)  # type: ignore[union-attr]
+            stats = None if patched is base else last_runs.last(attachment_of(patched).report_id)  # type: ignore[union-attr]
             timing.merged = None if stats is None else stats.headline()
     return timings
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..toma_core.config import ToMAConfig, field_default, field_spec
+from ..toma_core.config import ToMAConfig, setting_default, setting_spec
 from ..toma_core.presets import PRESETS
 from ..toma_core.reasons import label
 
@@ -17,7 +17,7 @@ CATEGORY = "model/patch/ToMA"
 SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "speed up", "faster"]
 
 # What most people may want to touch, in this order; the rest is folded away behind the node's advanced toggle.
-_FRONT = ("whole_last", "whole_every", "end_percent")
+_FRONT = ("skip_last_blocks", "full_step_interval", "end_percent")
 # The values that leave a field to the preset: of lists and switches, and of numbers, none of which may be negative.
 _PRESET, _UNSET = "preset", -1
 _SWITCH = {"on": True, "off": False}
@@ -25,9 +25,11 @@ _SWITCH = {"on": True, "off": False}
 
 def ratio() -> Any:
     """The share of tokens that is merged away."""
-    spec = field_spec("ratio")
+    spec = setting_spec("ratio")
     limits = {"min": spec.minimum, "max": spec.maximum, "step": spec.step}
-    return io.Float.Input("ratio", default=field_default("ratio"), tooltip=spec.tooltip, display_name="ratio", **limits)
+    return io.Float.Input(
+        "ratio", default=setting_default("ratio"), tooltip=spec.tooltip, display_name="ratio", **limits
+    )
 
 
 def preset() -> Any:
@@ -37,8 +39,8 @@ def preset() -> Any:
         options=list(PRESETS),
         default=next(iter(PRESETS)),
         tooltip="balanced: the usual choice. quality: merges less, closer to the original. In Flux and other "
-        "transformers every 4th or 2nd step runs in full, and merged blocks look at all tokens, which takes memory. "
-        "faithful: the paper's own settings, at every step. To be faster, raise the ratio.",
+        "transformers every 4th or 2nd step runs in full, and merged blocks attend to all tokens, which takes memory. "
+        "paper: the paper's own settings, at every step. To be faster, raise the ratio.",
     )
 
 
@@ -72,7 +74,7 @@ def _fields() -> list[str]:
 
 
 def _override(name: str) -> Any:
-    spec, default = field_spec(name), field_default(name)
+    spec, default = setting_spec(name), setting_default(name)
     common: dict[str, Any] = {
         "display_name": label(name),
         "advanced": None if name in _FRONT else True,
@@ -96,5 +98,5 @@ def _is_set(value: Any) -> bool:
 
 
 def _field_value(name: str, value: Any) -> Any:
-    switch = isinstance(field_default(name), bool) and isinstance(value, str)
+    switch = isinstance(setting_default(name), bool) and isinstance(value, str)
     return _SWITCH.get(value, value) if switch else value

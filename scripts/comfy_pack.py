@@ -65,5 +65,6 @@ def load_pack() -> ModuleType:
 
 
 def pack_module(name: str) -> ModuleType:
-    """A module of the loaded pack by its dotted path from the root, e.g. `pack_module("nodes.adapters.run")`."""
+    """A module of the loaded pack by its dotted path from the root, e.g.
+    `pack_module("nodes.adapters.patch_model")`."""
     return importlib.import_module(f"{load_pack().__name__}.{name}")

@@ -89,12 +89,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     import torch
 
     tiers = {item: tier_of(item) for item in items}
-    left_out = {"none": True, "only": False, "all": None}[config.option.tiers]
-    config.hook.pytest_deselected(items=[item for item in items if bool(tiers[item]) is left_out])
+    skipped_by_settings = {"none": True, "only": False, "all": None}[config.option.tiers]
+    config.hook.pytest_deselected(items=[item for item in items if bool(tiers[item]) is skipped_by_settings])
     order = {name: place for place, name in enumerate((*TIERS, ""))}
     # Playwright's event loop goes on in the main thread until the browser closes: no other test could start one.
     order["browser"] = len(order)
-    items[:] = sorted((i for i in items if bool(tiers[i]) is not left_out), key=lambda i: order[tiers[i]])
+    items[:] = sorted((i for i in items if bool(tiers[i]) is not skipped_by_settings), key=lambda i: order[tiers[i]])
     for item in items:
         if config.pluginmanager.hasplugin("xdist"):
             shared = "browser" if tiers[item] == "browser" else "server" if "server" in item.fixturenames else ""

@@ -1,6 +1,6 @@
 """What the pack takes from ComfyUI, item by item. When a release of ComfyUI changes one, its test fails by its name.
 
-`nodes/adapters/contract.py` is about the same at run time: there the model runs plain instead.
+`nodes/adapters/compat.py` is about the same at run time: there the model runs plain instead.
 """
 
 from __future__ import annotations
@@ -176,14 +176,14 @@ def shared_flux(pack: Any) -> Any:
 @pytest.mark.parametrize("kind", ["unet", "flux"])
 def test_every_forward_is_known(request: pytest.FixtureRequest, kind: str) -> None:
     """Blocks, attentions and feed-forwards take the arguments that the hooks in their place take."""
-    registry, contract = pack_module("nodes.adapters.registry"), pack_module("nodes.adapters.contract")
+    registry, contract = pack_module("nodes.adapters.registry"), pack_module("nodes.adapters.compat")
     hooks = registry.find(request.getfixturevalue(f"shared_{kind}").model.diffusion_model)
     places = list(hooks.places())
     assert len(places) > 10
     for module, hook in places:
         try:
             contract.check(module, hook)
-        except contract.UnknownError as error:
+        except contract.UnsupportedApiError as error:
             pytest.fail(f"{error} is not what {type(hook).__name__} stands in for", pytrace=False)
 
 

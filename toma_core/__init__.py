@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from .config import ToMAConfig
 from .decision import decide
-from .fields import ConfigError
 from .merge import MergePlan, merge, unmerge
 from .pipeline import Evaluation, plan_for, reduce, restore
 from .presets import PRESETS, Settings
+from .run import RunState
 from .schedule import Schedule, StepMode, StepPlan
-from .state import RunState
+from .settings import ConfigError
 
 __all__ = [
     "PRESETS",

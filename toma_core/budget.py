@@ -22,7 +22,7 @@ NOTHING = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
-class MovedBudget(Budget):
+class AdaptiveBudget(Budget):
     """A `Budget` of its own for each image: compact (B, D), expand (B, W * K), valid (B, W, K), all there.
 
     counts: the equal shares that were moved; slots: K, the most that a window may have.
@@ -48,11 +48,11 @@ class MovedBudget(Budget):
     def beside(self, others: list[Budget]) -> Budget:
         """See `Budget.beside`."""
         names = "compact", "expand", "valid"
-        return MovedBudget(self.counts, *(torch.cat([getattr(b, name) for b in (self, *others)]) for name in names))
+        return AdaptiveBudget(self.counts, *(torch.cat([getattr(b, name) for b in (self, *others)]) for name in names))
 
     def repeat(self, times: int) -> Budget:
         """See `Budget.repeat`."""
-        return MovedBudget(self.counts, *(repeated(t, times) for t in (self.compact, self.expand, self.valid)))
+        return AdaptiveBudget(self.counts, *(repeated(t, times) for t in (self.compact, self.expand, self.valid)))
 
 
 def _gathered(x: Tensor, index: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def most_slots(budget: Budget, windows: Windows) -> int:
     return min(windows.slots, round(MOST * budget.slots))
 
 
-def moved(budget: Budget, spread: Tensor, windows: Windows) -> MovedBudget:
+def moved(budget: Budget, spread: Tensor, windows: Windows) -> AdaptiveBudget:
     """The destinations of an equal budget, shared out by how much there is in each window.
 
     spread: (B, W) from `spread`. Quantisation that errs least puts points where data varies in proportion to a power of
@@ -107,7 +107,7 @@ def moved(budget: Budget, spread: Tensor, windows: Windows) -> MovedBudget:
     return dealt(budget, taken.view(claims.shape).sum(-1).view(images, -1), windows)
 
 
-def dealt(budget: Budget, counts: Tensor, windows: Windows) -> MovedBudget:
+def dealt(budget: Budget, counts: Tensor, windows: Windows) -> AdaptiveBudget:
     """An equal budget's destinations, so many in each window: counts (B, W), each frame's as many as were its own."""
     images, frames, K = len(counts), windows.frames, most_slots(budget, windows)
     counts, total = counts.reshape(images * frames, -1, 1), budget.total // frames
@@ -118,7 +118,7 @@ def dealt(budget: Budget, counts: Tensor, windows: Windows) -> MovedBudget:
     first = counts.cumsum(1) - counts
     expand = torch.where(valid, first + place, first).flatten(1)
     compact, expand = _in_row(compact, frames, expand.shape[1]), _in_row(expand, frames, total)
-    return MovedBudget(budget.counts, compact, expand, valid.reshape(images, -1, K))
+    return AdaptiveBudget(budget.counts, compact, expand, valid.reshape(images, -1, K))
 
 
 def _in_row(places: Tensor, frames: int, step: int) -> Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 # site, level
-Place = tuple[str, int]
+Site = tuple[str, int]
 
 # Beyond this share of the prediction it did not hold.
 TOLERANCE = 0.25
@@ -33,14 +33,14 @@ class Option:
 WHOLE = Option(0.0, 0.0, 0.0)
 
 # What there is to choose from, and what was chosen; places that are not named run whole.
-Table = Mapping[Place, Sequence[Option]]
+Table = Mapping[Site, Sequence[Option]]
 
 
 @dataclass(frozen=True)
 class Choice:
     """One ratio for every place that is merged."""
 
-    options: Mapping[Place, Option]
+    options: Mapping[Site, Option]
 
     @property
     def error(self) -> float:
@@ -66,7 +66,7 @@ class Choice:
         """Of a place, 0 where it runs whole."""
         return self.options.get((site, level), WHOLE).ratio
 
-    def without(self, place: Place, instead: Option) -> Choice:
+    def without(self, place: Site, instead: Option) -> Choice:
         """Another option at one place."""
         left = {at: option for at, option in self.options.items() if at != place}
         return Choice(left if instead is WHOLE else {**left, place: instead})
@@ -96,7 +96,7 @@ def front(table: Table) -> list[Choice]:
     order = {place: n for n, place in enumerate(table)}
     ready = [(_price(h[0], h[1]), order[place], 1, place) for place, h in steps.items() if len(h) > 1]
     heapq.heapify(ready)
-    choices, chosen = [Choice({})], dict[Place, Option]()
+    choices, chosen = [Choice({})], dict[Site, Option]()
     while ready:
         _, number, at, place = heapq.heappop(ready)
         chosen[place] = steps[place][at]
@@ -157,7 +157,7 @@ def held(predicted: float, found: float) -> bool:
 
 
 def filled(
-    sites: Mapping[Place, float],
+    sites: Mapping[Site, float],
     together: Mapping[tuple[int, float], float],
     names: Sequence[str],
     at: float,
@@ -218,18 +218,18 @@ def amplified(found: Sequence[float], injected: Sequence[float]) -> list[float]:
     if first is None or found[-1] <= 0:
         return [1.0] * len(injected)
     merged = [n for n, error in enumerate(injected) if error > 0]
-    scale = min(max(found[first + 1] / injected[first], _LEAST), 1 / _LEAST)
+    sharpness = min(max(found[first + 1] / injected[first], _LEAST), 1 / _LEAST)
     known = {n: _growth(found[n + 1], found[n]) for n, error in enumerate(injected) if not error and found[n] > 0}
-    own = dict.fromkeys(merged, scale)
+    own = dict.fromkeys(merged, sharpness)
     if _ENOUGH * len(known) >= len(merged):
         growths = [_between(known, n) for n in range(len(injected))]
         for n in merged:
-            own[n] = max((found[n + 1] - growths[n] * found[n]) / injected[n], _MOST_SHRUNK * scale)
+            own[n] = max((found[n + 1] - growths[n] * found[n]) / injected[n], _MOST_SHRUNK * sharpness)
     else:
-        growths = [_growth(found[n + 1] - scale * error, found[n]) for n, error in enumerate(injected)]
+        growths = [_growth(found[n + 1] - sharpness * error, found[n]) for n, error in enumerate(injected)]
     factors, after = [0.0] * len(injected), 1.0
     for n in reversed(range(len(injected))):
-        factors[n] = after * own.get(n, scale)
+        factors[n] = after * own.get(n, sharpness)
         after *= growths[n]
     predicted = math.fsum(factor * error for factor, error in zip(factors, injected, strict=True))
     return [factor * found[-1] / predicted for factor in factors]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 
 from .reasons import Message, Reason
+from .run import RunState
 from .schedule import StepMode, StepPlan
-from .state import RunState
 
 
 def decide(
@@ -22,7 +22,7 @@ def decide(
     """Return the plan of an evaluation. Called once for all conditions that are evaluated together.
 
     sigma: noise level of the sampler. step: where known. given: the noise level that the model is given, if another.
-    signatures: signature -> state of each condition that takes part, see `Details.settle`.
+    signatures: signature -> state of each condition that takes part, see `ResidualCache.settle`.
     awaits_prediction: merge plans are made from a predicted picture, and there is none yet.
     gradients: gradients are computed: nothing may be merged or cached.
     """
@@ -40,7 +40,7 @@ def decide(
         given = sigma if given is None else given
         # Where noise is added (unsampling), a run goes up.
         level = given if not run.schedule.rises else 1 / max(given, 1e-9)
-        mode = run.details.settle(plan, level, signatures or {}, run.config.whole_every, merges_plainly(run))
+        mode = run.cache.settle(plan, level, signatures or {}, run.config.full_step_interval, merges_plainly(run))
         if mode is StepMode.REFRESH and plan.mode is not mode:
             run.stats.full_because(plan.step, Reason.NOT_CACHED())
         elif mode is StepMode.FULL and plan.mode is StepMode.MERGED_CACHED:
@@ -67,16 +67,16 @@ def without_cache(run: RunState, plan: StepPlan) -> StepPlan:
 def merges_plainly(run: RunState) -> bool:
     """Return whether the settings are made for merging without caches: they skip blocks, or cache nothing anyhow."""
     config = run.config
-    return config.whole_first > 0 or config.whole_last > 0 or not run.config.reuses_detail
+    return config.skip_first_blocks > 0 or config.skip_last_blocks > 0 or not run.config.uses_cache
 
 
 def _disabled(run: RunState) -> Message | None:
     """Return why the rest of the run is full, if it is."""
-    if run.all_keys and run.details.given_up:
+    if run.kv_cache and run.cache.disabled:
         # Presets that cache keys and values skip no block: merged plainly it would be another picture.
         run.stats.not_merged("model", Reason.KV_CACHE_DISABLED())
         return Reason.KV_CACHE_DISABLED()
-    if run.unplanned:
-        run.details.clear()
+    if run.oom_scopes:
+        run.cache.clear()
         return Reason.OUT_OF_MEMORY_PLAN()
     return None

@@ -22,7 +22,7 @@ _SIDE_BY_SIDE = 4
 class MergePlan:
     """How the N tokens of a grid become D destinations, and how results go back.
 
-    windows, budget: the layout, shared by all images but for a `MovedBudget`.
+    windows, budget: the layout, shared by all images but for a `AdaptiveBudget`.
     picks: (B, W, K) int64, the slot of each destination in its window.
     merge_weights: (B, W, K, S), rows sum to 1: a destination is a weighted mean of its window's tokens.
     unmerge_weights: (B, W, S, K), rows sum to 1: each token is a mix of destination results.
@@ -100,14 +100,14 @@ def unmerge(y: Tensor, plan: MergePlan) -> Tensor:
     return plan.windows.join(plan.unmerge_weights @ plan.budget.unpack(y))
 
 
-def unmerge_update(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
+def unmerge_residual(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
     """X + A^T (Y' - X'). out, reduced: (B, D, C); x: (B, N, C). Returns (B, N, C)."""
     if kernels := kernels_for(plan, out, reduced, x):
         return kernels.restore(out, reduced, x, plan.unmerge_weights, plan.windows, plan.budget)
-    return unmerge_onto(x, out - reduced, plan)
+    return add_unmerged(x, out - reduced, plan)
 
 
-def unmerge_onto(x: Tensor, update: Tensor, plan: MergePlan) -> Tensor:
+def add_unmerged(x: Tensor, update: Tensor, plan: MergePlan) -> Tensor:
     """X + A^T Y' in plain PyTorch, without a pass for the sum where the layout allows it. (B, N, C), (B, D, C)"""
     if plan.strips is not None and len(x) == len(plan.picks):
         M, back = plan.strips
@@ -144,7 +144,9 @@ def kernels_for(plan: MergePlan, *tensors: Tensor) -> Kernels | None:
     return None if torch.is_grad_enabled() and any(t.requires_grad for t in tensors) else plan.kernels
 
 
-def weigh(x: Tensor, picks: Tensor, windows: Windows, budget: Budget, scale: float, dtype: torch.dtype) -> MergePlan:
+def weigh(
+    x: Tensor, picks: Tensor, windows: Windows, budget: Budget, sharpness: float, dtype: torch.dtype
+) -> MergePlan:
     """Make the plan for given destinations (paper, equations 3 to 6).
 
     x: (B, W, S, C) features in window layout, any float dtype; picks: (B, W, K) int64. A = softmax over destinations
@@ -153,7 +155,7 @@ def weigh(x: Tensor, picks: Tensor, windows: Windows, budget: Budget, scale: flo
     similarity = in_parts(chosen_similarity, x, picks)
     if budget.valid is not None:
         similarity = similarity.masked_fill(~budget.valid[..., None], -torch.inf)
-    A = (scale * similarity).softmax(dim=2)
+    A = (sharpness * similarity).softmax(dim=2)
     if windows.valid is not None:
         A = A * windows.valid[:, None, :]
     # An unused slot has a row of zeros, and stays so.

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from .config import Granularity, PlanFrom
-from .detail import Detail, reuse
-from .merge import MergePlan, merge, pick, unmerge_update
-from .payoff import UNET_BLOCK, Block, obstacle
-from .pieces import Piece
+from .cache import CachedBlock, unmerge_residual_cached
+from .config import Granularity, SimilarityFrom
+from .cost_model import UNET_BLOCK, Block, obstacle
+from .merge import MergePlan, merge, pick, unmerge_residual
 from .reasons import Message, Reason
+from .run import RunState
 from .schedule import LASTING, StepMode, StepPlan
-from .state import RunState
+from .tiles import TileBatch
 from .windows import Grid
 
 
@@ -35,14 +35,14 @@ class Evaluation:
 
     run: RunState
     step_plan: StepPlan
-    copies: tuple[Hashable, ...] = (None,)
-    parts: tuple[Hashable, ...] = ()
-    blind: Message | None = None
-    piece: Piece | None = None
+    plan_keys: tuple[Hashable, ...] = (None,)
+    cond_keys: tuple[Hashable, ...] = ()
+    content_independent: Message | None = None
+    piece: TileBatch | None = None
     pictures: tuple[Tensor, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", self.parts or self.copies)
+        object.__setattr__(self, "parts", self.cond_keys or self.plan_keys)
 
     def of(self, block: str) -> Evaluation:
         """The same for a block, by its name: it may be merged at a ratio of its own."""
@@ -52,36 +52,38 @@ class Evaluation:
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
         """The plan for tokens x of (B, N, C), the stored one or a fresh one. None where none is needed: this
         evaluation keeps detail, and the next one's plan is of the picture that this one predicts."""
-        if self.refreshes and self.run.config.plan_from is PlanFrom.PREDICTION:
+        if self.refreshes and self.run.config.similarity_from is SimilarityFrom.PREDICTION:
             return None
-        return self.run.plan(x, grid, scope, self.step_plan, self.copies, self.blind, self.piece, self.pictures)
+        return self.run.plan(
+            x, grid, scope, self.step_plan, self.plan_keys, self.content_independent, self.piece, self.pictures
+        )
 
     def lasting_plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan:
         """The plan for tokens x of (B, N, C) that show the same in the whole run, as those of a reference image. Of
         its own for each condition: they may have different ones."""
-        return self.run.plan(x, grid, scope, self.lasting, self.parts, self.blind)
+        return self.run.plan(x, grid, scope, self.lasting, self.cond_keys, self.content_independent)
 
     @property
     def lasting(self) -> StepPlan:
         """The step plan for tokens that show the same in the whole run."""
         return replace(self.step_plan, selection=LASTING, weighing=LASTING)
 
-    def detail(self, block: str, x: Tensor, packs: bool = False) -> Detail | None:
+    def detail(self, block: str, x: Tensor, quantized: bool = False) -> CachedBlock | None:
         """The part in the reuse of detail of the block that is given x of (B, N, C); None if there is none, or if
         nothing was kept of it that fits. Blocks have different names. packs: see `Detail`."""
         run = self.run
         if not self.step_plan.mode.caches:
             return None
-        keys = tuple((block, part) for part in self.parts)
+        keys = tuple((block, part) for part in self.cond_keys)
         if self.refreshes:
-            return Detail(run.details, keys, packs=packs)
-        kept = run.details.kept(keys, x)
-        return None if kept is None else Detail(run.details, keys, kept, packs)
+            return CachedBlock(run.cache, keys, quantized=quantized)
+        kept = run.cache.kept(keys, x)
+        return None if kept is None else CachedBlock(run.cache, keys, kept, quantized)
 
     @property
-    def all_keys(self) -> bool:
+    def kv_cache(self) -> bool:
         """Whether merged blocks look at all tokens in this evaluation, or keep what the next ones look at."""
-        return self.run.all_keys and self.step_plan.mode.caches
+        return self.run.kv_cache and self.step_plan.mode.caches
 
     @property
     def refreshes(self) -> bool:
@@ -96,7 +98,7 @@ class Evaluation:
         if self.piece is not None and len(x) != len(self.piece.latent):
             return Reason.IMAGES_CHANGED()
         config = self.run.config
-        return obstacle(x, x.shape[0] // len(self.parts), config.min_tokens, block, around or config.granularity)
+        return obstacle(x, x.shape[0] // len(self.cond_keys), config.min_tokens, block, around or config.granularity)
 
 
 def plan_for(
@@ -112,7 +114,7 @@ def plan_for(
     return None if evaluation.obstacle(x, block, around) else evaluation.plan(x, grid, scope)
 
 
-def reduce(x: Tensor, plan: MergePlan | None, detail: Detail | None = None) -> Tensor:
+def reduce(x: Tensor, plan: MergePlan | None, detail: CachedBlock | None = None) -> Tensor:
     """(B, N, C) -> (B, D, C), or x itself without a plan or when its detail is kept.
 
     detail: where a block's own update is at hand, its destinations are taken as they are, to be compared with it. Means
@@ -128,7 +130,7 @@ def restore(
     reduced: Tensor,
     x: Tensor,
     plan: MergePlan | None,
-    detail: Detail | None = None,
+    detail: CachedBlock | None = None,
     exact: bool = False,
 ) -> Tensor:
     """Give every token its destination's update: x + unmerge(out - reduced), (B, N, C); `out` itself without a plan.
@@ -144,5 +146,5 @@ def restore(
     if plan is None:
         return out
     if detail is None or kept is None:
-        return unmerge_update(out, reduced, x, plan)
-    return x + detail.moved_on(out - reduced, plan) if exact else reuse(out, reduced, x, kept, plan)
+        return unmerge_residual(out, reduced, x, plan)
+    return x + detail.propagate(out - reduced, plan) if exact else unmerge_residual_cached(out, reduced, x, kept, plan)

@@ -8,19 +8,19 @@ from types import MappingProxyType
 from typing import Any
 
 from .config import Granularity, ToMAConfig
-from .fields import ConfigError, Refusal, shown
+from .settings import ConfigError, Refusal, shown
 
 # Preset -> fields.
 Fields = Mapping[str, Mapping[str, Any]]
 
 
 # What presets have in common whatever the model; which blocks and steps they leave whole is for its family to say.
-# Nodes begin with the first. `faithful` follows the paper and its released code to the letter; the others are what
+# Nodes begin with the first. `paper` follows the paper and its released code to the letter; the others are what
 # docs/fidelity.md found worth its time. `ratio` is the user's own choice and in no preset; it is also how to be faster.
 PRESETS: Fields = {
-    "balanced": {"select_every": 3, "weigh_every": 3},
-    "quality": {"select_every": 2, "weigh_every": 2},
-    "faithful": {"granularity": Granularity.MODULE, "scale": 1000.0},
+    "balanced": {"selection_interval": 3, "weight_interval": 3},
+    "quality": {"selection_interval": 2, "weight_interval": 2},
+    "paper": {"granularity": Granularity.MODULE, "sharpness": 1000.0},
 }
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
-from .config import ToMAConfig, check, field_spec
-from .fields import ConfigError, Refusal, shown
+from .config import ToMAConfig, check, setting_spec
 from .reasons import Message
-from .schedule import Bands
+from .schedule import RatioSchedule
+from .settings import ConfigError, Refusal, shown
 
 SCHEMA = 1
 # Of a profile that is read; those that are written have a fifth of it.
@@ -97,7 +97,7 @@ class Profile:
         config = self.config()
         return {f.name: getattr(config, f.name) for f in fields(config)}
 
-    def bands(self, names: Sequence[str]) -> Bands:
+    def ratio_schedule(self, names: Sequence[str]) -> RatioSchedule:
         """For a schedule of the model with these blocks, in forward order. Raises `ConfigError` for one that it has
         not."""
         by_band: list[dict[str, float]] = [{} for _ in self.above]
@@ -165,17 +165,17 @@ def parsed(text: Any) -> Profile:
     return profile
 
 
-def fitted(profile: Profile, model: Fingerprint, names: Sequence[str]) -> tuple[Bands, bool]:
+def fitted(profile: Profile, model: Fingerprint, names: Sequence[str]) -> tuple[RatioSchedule, bool]:
     """Return the bands of a profile for a model with these blocks, and whether it was made with the same LoRAs. Raises
     `ConfigError` if it is another model's."""
     made = profile.model
     if replace(made, patches="") != replace(model, patches=""):
         raise _unused(Refusal.PROFILE_OTHER_MODEL(made=str(made), model=str(model)))
     try:
-        bands = profile.bands(names)
+        ratio_schedule = profile.ratio_schedule(names)
     except ConfigError as error:
         raise _unused(Refusal.PROFILE_DAMAGED(what=_short(str(error).removeprefix("ToMA: ")))) from None
-    return bands, made.patches == model.patches
+    return ratio_schedule, made.patches == model.patches
 
 
 def _unused(problem: Message) -> ConfigError:
@@ -229,7 +229,7 @@ def _short(text: str) -> str:
 
 def _known(name: str) -> bool:
     try:
-        field_spec(name)
+        setting_spec(name)
     except KeyError:
         raise _fault(f"{shown(name)} is no setting") from None
     return True

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
-from .config import PlanFrom, ToMAConfig
+from .config import SimilarityFrom, ToMAConfig
 from .reasons import Message, Reason
 
 # From high noise to low: (noise level, ratio of every block at levels above it); the last holds for all below too.
-Bands = tuple[tuple[float, Mapping[str, float]], ...]
+RatioSchedule = tuple[tuple[float, Mapping[str, float]], ...]
 
 # The selection of plans that are made once a run. Even: windows are where they are at the first.
 LASTING = 1 << 40
@@ -110,7 +110,7 @@ class Schedule:
     sigma_end: float = float("-inf")
     finishes: bool = False
     goes_on: bool = False
-    bands: Bands = ()
+    ratio_schedule: RatioSchedule = ()
     borders: frozenset[str] = frozenset()
 
     def step_at(self, sigma: float) -> int:
@@ -136,7 +136,7 @@ class Schedule:
     def _last_of_two(self) -> bool:
         """Whether the last step is merged all the same: else nothing would be in half of a run of four steps, and
         where blocks look at all tokens it is nearer so than three steps are (docs/fidelity-trials.md)."""
-        return self.goes_on and len(self.sigmas) == 2 and self.config.whole_every > 2 and self.config.all_keys
+        return self.goes_on and len(self.sigmas) == 2 and self.config.full_step_interval > 2 and self.config.kv_cache
 
     @cached_property
     def kinds(self) -> tuple[StepPlan, ...]:
@@ -148,14 +148,14 @@ class Schedule:
     def ratios_at(self, sigma: float, step: int) -> Mapping[str, float] | None:
         """The ratio of every block at this step, None where the setting holds for all. Blocks keep their ratio from one
         whole step to the next, so that what the first kept serves all steps between."""
-        if not self.bands:
+        if not self.ratio_schedule:
             return None
-        every = self.config.whole_every
+        every = self.config.full_step_interval
         if self.sigmas:
             first = self.span[0]
             begun = step - (step - first) % every + 1 if every and step >= first else step
             sigma = self.sigmas[min(begun, len(self.sigmas) - 1)]
-        return next((ratios for above, ratios in self.bands if sigma > above), self.bands[-1][1])
+        return next((ratios for above, ratios in self.ratio_schedule if sigma > above), self.ratio_schedule[-1][1])
 
     def why_full(self) -> tuple[Message, ...]:
         """Why steps are full steps, for the report."""
@@ -167,27 +167,30 @@ class Schedule:
         """Whether a run of one or two steps has no step between its full ones."""
         config = self.config
         whole_range = config.start_percent <= 0.0 and config.end_percent >= 1.0
-        prediction = config.plan_from is PlanFrom.PREDICTION
-        if not (config.ratio and whole_range and self.sigmas and (config.whole_every or prediction)) or self.bands:
+        prediction = config.similarity_from is SimilarityFrom.PREDICTION
+        if (
+            not (config.ratio and whole_range and self.sigmas and (config.full_step_interval or prediction))
+            or self.ratio_schedule
+        ):
             return False
         decisions = [self.decide(sigma, step) for step, sigma in enumerate(self.sigmas)]
         return not any(decision.merged_ratio and (decision.step or not prediction) for decision in decisions)
 
     def _full_by_profile(self) -> bool:
         inside = [(sigma, step) for step, sigma in enumerate(self.sigmas) if self.in_range(sigma)]
-        return bool(self.bands) and any(not any((self.ratios_at(*each) or {}).values()) for each in inside)
+        return bool(self.ratio_schedule) and any(not any((self.ratios_at(*each) or {}).values()) for each in inside)
 
     def _full_by_setting(self) -> list[Message]:
         config = self.config
-        if config.whole_every:
-            return [Reason.SETTING(setting="whole_every", value=config.whole_every)]
+        if config.full_step_interval:
+            return [Reason.SETTING(setting="full_step_interval", value=config.full_step_interval)]
         if config.end_percent < 1.0:
             return [Reason.SETTING(setting="end_percent", value=config.end_percent)]
         if config.start_percent > 0.0:
             return [Reason.SETTING(setting="start_percent", value=config.start_percent)]
-        if config.plan_from is PlanFrom.TOKENS:
+        if config.similarity_from is SimilarityFrom.TOKENS:
             return []
-        return [Reason.SETTING(setting="plan_from", value=config.plan_from.value)]
+        return [Reason.SETTING(setting="similarity_from", value=config.similarity_from.value)]
 
     def decide(self, sigma: float, step: int | None = None) -> StepPlan:
         """Return what the settings say about an evaluation. `decide` (decision.py) adds what the run knows.
@@ -198,18 +201,18 @@ class Schedule:
         age = max(0, step - self.span[0])
         # Without a schedule no step is known. The first step decides the composition, and what the last one leaves
         # behind, seams and blur, no later one can mend: both are full.
-        counted = bool(config.whole_every and self.sigmas)
-        full = counted and age % config.whole_every == 0
+        counted = bool(config.full_step_interval and self.sigmas)
+        full = counted and age % config.full_step_interval == 0
         final = counted and self.finishes and step == len(self.sigmas) - 1 and not self._last_of_two
-        generations = age // config.select_every, age // config.weigh_every
+        generations = age // config.selection_interval, age // config.weight_interval
         plan = StepPlan(step, StepMode.FULL, 0.0, *generations, borders=self.borders)
-        if not self.in_range(sigma) or final or (full and not config.reuses_detail):
+        if not self.in_range(sigma) or final or (full and not config.uses_cache):
             return plan
         ratios = self.ratios_at(sigma, step)
         ratio = config.ratio if ratios is None else max(ratios.values(), default=0.0)
         if not ratio:
             return plan
-        merged = StepMode.MERGED_CACHED if config.reuses_detail else StepMode.MERGED
+        merged = StepMode.MERGED_CACHED if config.uses_cache else StepMode.MERGED
         mode = StepMode.REFRESH if full else merged
         return replace(plan, mode=mode, ratio=ratio, ratios=ratios)
 

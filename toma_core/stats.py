@@ -74,13 +74,13 @@ class RunStats:
     selections: int = 0
     weighings: int = 0
     kernels: set[Message] = field(default_factory=set)
-    blind: set[Message] = field(default_factory=set)
+    content_independent: set[Message] = field(default_factory=set)
     full_by: tuple[Message, ...] = ()
     full_reasons: dict[Message, set[int]] = field(default_factory=dict)
     by_profile: bool = False
-    detail_bytes: int = 0
-    detail_given_up: bool = False
-    without_keys: Message | None = None
+    cache_bytes: int = 0
+    cache_disabled: bool = False
+    without_kv_cache: Message | None = None
     maps: dict[Grid, MergeMap] = field(default_factory=dict)
     _merged_in: Counter[int] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -127,7 +127,7 @@ class RunStats:
     def chosen_blindly(self, reason: Message) -> None:
         """Destinations lie at random, not where they represent most, because of `reason`."""
         with self.lock:
-            self.blind.add(reason)
+            self.content_independent.add(reason)
 
     def merged(self, block: str) -> None:
         """`block` ran on merged tokens, at least in part."""
@@ -250,14 +250,16 @@ class RunStats:
 
     def _work(self) -> Message:
         work = Line.PLANS(selections=self.selections, weightings=self.weighings)
-        return Line.PLANS_AND_CACHE(plans=work, size=self.detail_bytes / 1e6) if self.detail_bytes else work
+        return Line.PLANS_AND_CACHE(plans=work, size=self.cache_bytes / 1e6) if self.cache_bytes else work
 
     def _notes(self) -> list[Message]:
-        notes = [Line.RANDOM_DESTINATIONS(reasons=_in_order(self.blind))] if self.blind else []
-        if self.detail_given_up:
+        notes = (
+            [Line.RANDOM_DESTINATIONS(reasons=_in_order(self.content_independent))] if self.content_independent else []
+        )
+        if self.cache_disabled:
             notes.append(Line.RESIDUAL_CACHE_DISABLED())
-        if self.without_keys is not None:
-            notes.append(Line.NO_KV_CACHE(reason=self.without_keys))
+        if self.without_kv_cache is not None:
+            notes.append(Line.NO_KV_CACHE(reason=self.without_kv_cache))
         return notes + ([Line.KERNELS(names=_in_order(self.kernels))] if self.kernels else [])
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .config import WindowKind
+from .config import WindowShape
 
 # Rows and columns of tokens; before them frames, where there are several.
 Grid = tuple[int, ...]
@@ -153,7 +153,7 @@ def upload(t: Tensor, device: torch.device) -> Tensor:
 
 
 def make_windows(
-    height: int, width: int, kind: WindowKind, size: int, shifted: bool = False, frames: int = 1
+    height: int, width: int, kind: WindowShape, size: int, shifted: bool = False, frames: int = 1
 ) -> Windows:
     """Windows over `frames` grids of `height` x `width` tokens, every token in exactly one. CPU tensors.
 
@@ -165,14 +165,14 @@ def make_windows(
         raise ValueError(f"a token grid needs at least one row and one column, got {frames} x {height} x {width}")
     # Layouts are kept between runs: made while sampling in inference mode, they could not serve training later.
     with torch.inference_mode(False):
-        return _make_windows(height, width, WindowKind(kind), size, shifted, frames)
+        return _make_windows(height, width, WindowShape(kind), size, shifted, frames)
 
 
 @functools.lru_cache(maxsize=64)
-def _make_windows(height: int, width: int, kind: WindowKind, size: int, shifted: bool, frames: int) -> Windows:
-    if kind is WindowKind.TILE:
+def _make_windows(height: int, width: int, kind: WindowShape, size: int, shifted: bool, frames: int) -> Windows:
+    if kind is WindowShape.TILE:
         rows, columns = _cuts(height, size, shifted), _cuts(width, size, shifted)
-    elif kind is WindowKind.STRIPE:
+    elif kind is WindowShape.STRIPE:
         rows, columns = _cuts(height, max(1, round(size * size / width)), shifted), (0, width)
     else:
         rows, columns = (0, height), (0, width)

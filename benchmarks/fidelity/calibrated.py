@@ -74,8 +74,8 @@ def _measured(
     from .metrics import relative_error
     from .settings import FEWEST
 
-    calibrating = pack_module("nodes.calibrating")
-    attach = pack_module("nodes.adapters.run").attach
+    calibrating = pack_module("nodes.calibration_run")
+    attach = pack_module("nodes.adapters.patch_model").attach
     settings = pack_module("toma_core").Settings
     model, generate, asked = (_clips if kind == "wan" else _pictures)(kind, steps, options, args)
     overrides = {"min_tokens": FEWEST}

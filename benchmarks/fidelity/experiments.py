@@ -50,12 +50,12 @@ def during(patch: Patch, owner: Callable[[], Any], values: Callable[[Any], dict[
 
 
 def _state() -> Any:
-    return pack_module("toma_core.state")
+    return pack_module("toma_core.run")
 
 
 def packed(patch: Patch) -> Patch:
     """What is kept of keys is in four bits a number, as of models and videos that are larger."""
-    return during(patch, lambda: pack_module("nodes.adapters.run"), lambda _: {"memory_left": lambda *_: 0})
+    return during(patch, lambda: pack_module("nodes.adapters.patch_model"), lambda _: {"memory_left": lambda *_: 0})
 
 
 def own_destinations(patch: Patch) -> Patch:
@@ -67,7 +67,7 @@ def own_destinations(patch: Patch) -> Patch:
 
         return {"copies": copies}
 
-    return during(patch, lambda: pack_module("nodes.adapters.run").Sampling, values)
+    return during(patch, lambda: pack_module("nodes.adapters.patch_model").SamplingRun, values)
 
 
 def centred(patch: Patch) -> Patch:
@@ -137,7 +137,7 @@ def refreshed(patch: Patch, early: tuple[int, int], late: tuple[int, int]) -> Pa
 
         return {"Schedule": Schedule}
 
-    return during(patch, lambda: pack_module("nodes.adapters.sampling"), values)
+    return during(patch, lambda: pack_module("nodes.adapters.sampling_run"), values)
 
 
 def control_variate(ratio: float, every: int, attach: Callable[..., Patch]) -> Patch:
@@ -149,7 +149,7 @@ def control_variate(ratio: float, every: int, attach: Callable[..., Patch]) -> P
     def patch(model: Any) -> Any:
         from comfy.patcher_extension import WrappersMP
 
-        run = pack_module("nodes.adapters.hooks")
+        run = pack_module("nodes.adapters.model_hooks")
 
         class Held:
             index = 0
@@ -210,8 +210,8 @@ def moved_budget(patch: Patch, most: float = 1.5) -> Patch:
             compact = valid.flatten(1).nonzero()[:, 1].view(batch, -1)
             first = counts.cumsum(1) - counts
             expand = torch.where(valid, first + torch.arange(largest), first).flatten(1)
-            own = pack_module("toma_core.budget").MovedBudget(budget.counts, compact, expand, valid)
-            return state.weigh(tokens, picks, windows, own, config.scale, x.dtype)
+            own = pack_module("toma_core.budget").AdaptiveBudget(budget.counts, compact, expand, valid)
+            return state.weigh(tokens, picks, windows, own, config.sharpness, x.dtype)
 
         return {"_selected": selected}
 
@@ -329,7 +329,7 @@ def guided(patch: Patch) -> Patch:
     def patched(model: Any) -> Any:
         from comfy.patcher_extension import WrappersMP
 
-        hooks = pack_module("nodes.adapters.hooks")
+        hooks = pack_module("nodes.adapters.model_hooks")
 
         def predict(executor: Any, x: Tensor, timestep: Tensor, model_options: dict[str, Any], *args: Any) -> Any:
             told = model_options["transformer_options"]

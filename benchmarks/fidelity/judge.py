@@ -180,10 +180,10 @@ class Judge:
         """MB that detail reuse held for a picture in the model's last run."""
         from scripts.comfy_pack import pack_module
 
-        attachment = pack_module("nodes.adapters.run").attachment_of(model)
-        stats = attachment and pack_module("nodes.adapters.reports").last(attachment.report_id)
+        attachment = pack_module("nodes.adapters.patch_model").attachment_of(model)
+        stats = attachment and pack_module("nodes.adapters.last_runs").last(attachment.report_id)
         last = self.conditions.images % self.conditions.batch or self.conditions.batch
-        return stats.detail_bytes / 1e6 / last if stats else 0.0
+        return stats.cache_bytes / 1e6 / last if stats else 0.0
 
     def _for_checker(self, latents: list[Tensor]) -> Tensor:
         """Pictures of the size that the checker knows, in -1..1."""

@@ -112,7 +112,7 @@ class Probe:
         core, merging = pack_module("toma_core"), pack_module("toma_core.merge")
         at, calls, probe = "", 0, self
 
-        class State(pack_module("toma_core.state").RunState):  # type: ignore[misc]
+        class State(pack_module("toma_core.run").RunState):  # type: ignore[misc]
             def plan(self, x: Tensor, grid: Any, scope: Hashable, decision: Any, copies: Any, *rest: Any) -> Any:
                 nonlocal at
                 at = name_of(scope)
@@ -135,7 +135,7 @@ class Probe:
                 self.whole[at, calls] = out.clone()  # blocks may add into it
             if given is None or plan is None:
                 return out
-            shared: Tensor = merging.unmerge_onto(x, merging.pick(out - x, given), given)
+            shared: Tensor = merging.add_unmerged(x, merging.pick(out - x, given), given)
             return shared
 
         whole = plan is None or way == "sharing"
@@ -148,7 +148,7 @@ class Probe:
             options = args[5] if len(args) > 5 else kwargs["transformer_options"]
             copies = (None,) * len(options.get("uuids") or (None,))
             now = evaluation(state, decision, copies, copies)
-            with pack_module("nodes.adapters.hooks").installed(self.hooks.select(args[0], now, options)):
+            with pack_module("nodes.adapters.model_hooks").installed(self.hooks.select(args[0], now, options)):
                 out = executor(*args, **kwargs)
             calls += 1
             return out

@@ -45,7 +45,7 @@ def preset(name: str, **settings: Any) -> Patch:
 def tiny(model: Any) -> dict[str, Any]:
     """Of Flux's kind it has two or three double blocks and five or six single ones: the share left whole is Flux's."""
     flux = type(model.model.diffusion_model).__name__ == "Flux"
-    return {"min_tokens": FEWEST, **({"whole_first": 1} if flux else {})}
+    return {"min_tokens": FEWEST, **({"skip_first_blocks": 1} if flux else {})}
 
 
 def easy_cache(threshold: float) -> Patch:
@@ -60,8 +60,8 @@ def hyper_tile(tile: int) -> Patch:
 
 def reuse(ratio: float, every: int, **settings: Any) -> Patch:
     """ToMA as the presets have it on Flux; every so many steps one runs in full, and what it adds is kept."""
-    plans = {"select_every": every, "weigh_every": every}
-    return toma(**{"ratio": ratio, "whole_every": every, **plans, **settings})
+    plans = {"selection_interval": every, "weight_interval": every}
+    return toma(**{"ratio": ratio, "full_step_interval": every, **plans, **settings})
 
 
 def averaging(mean: float, steps: int, scheduler: str, **settings: Any) -> Patch:
@@ -73,7 +73,7 @@ def averaging(mean: float, steps: int, scheduler: str, **settings: Any) -> Patch
         sampling = model.get_model_object("model_sampling")
         sigmas = calculate_sigmas(sampling, scheduler, steps).tolist()
         config = pack_module("toma_core.config").ToMAConfig(ratio=0.5, **settings)
-        schedule = pack_module("nodes.adapters.run").Sampling.start(config, sampling, sigmas).run.schedule
+        schedule = pack_module("nodes.adapters.patch_model").SamplingRun.start(config, sampling, sigmas).run.schedule
         share = sum(schedule.decide(sigma).merged_ratio for sigma in sigmas[:-1]) / (0.5 * steps)
         return toma(ratio=min(0.95, mean / share), **settings)(model)
 
@@ -92,8 +92,8 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     # The presets, the rivals' own rules at the same ratio, and what else costs as little.
     side = 8 if unet else 4  # of the windows of presets
     own = {"window": side, "image": True}
-    add(1, "preset", {name: preset(name) for name in pack_module("toma_core").PRESETS if name != "faithful"}, **own)
-    add(1, "preset", {"faithful": preset("faithful")}, image=True)
+    add(1, "preset", {name: preset(name) for name in pack_module("toma_core").PRESETS if name != "paper"}, **own)
+    add(1, "preset", {"paper": preset("paper")}, image=True)
     add(1, "every step", {"0.5": toma()}, image=True)
     add(1, "preset", {f"balanced at {r:g}": preset("balanced", ratio=r) for r in (0.6, 0.75)}, **own)
     others = ("random", "tome", "grid") if unet else ("random",)
@@ -135,24 +135,28 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(3, "granularity", {g: toma(granularity=g) for g in ("module", "block")})
     for w in (4, 16):
         add(3, "window", {f"{w}": toma(window_size=w)}, window=w)
-    add(3, "window", {"stripe": toma(window_kind="stripe")})
-    add(3, "scale", {f"{s}": toma(scale=s) for s in (30, 100, 1000)})
+    add(3, "window", {"stripe": toma(window_shape="stripe")})
+    add(3, "scale", {f"{s}": toma(sharpness=s) for s in (30, 100, 1000)})
     add(3, "cosine", {"centred": experiments.centred(toma())})
     add(3, "unmerge", {"pseudo-inverse": experiments.pseudo_inverse(toma())})
-    add(3, "refresh", {f"{s}/{w}": toma(select_every=s, weigh_every=w) for s, w in ((1, 1), (5, 1), (5, 5), (20, 20))})
+    add(
+        3,
+        "refresh",
+        {f"{s}/{w}": toma(selection_interval=s, weight_interval=w) for s, w in ((1, 1), (5, 1), (5, 5), (20, 20))},
+    )
     add(3, "refresh", {"1/1 early": experiments.refreshed(toma(), (1, 1), (10, 5))})
     add(3, "refresh", {"1/1 late": experiments.refreshed(toma(), (10, 5), (1, 1))})
     if unet:
-        add(2, "reuse", {f"0.5 every 3, last {n} whole": reuse(0.5, 3, whole_last=n) for n in range(4)})
+        add(2, "reuse", {f"0.5 every 3, last {n} whole": reuse(0.5, 3, skip_last_blocks=n) for n in range(4)})
         other = ((0.5, 2), (0.75, 3), (0.5, 5), (0.75, 5))
-        add(3, "reuse", {f"{r:g} every {n}, last 2 whole": reuse(r, n, whole_last=2) for r, n in other})
-        add(3, "whole last", {f"{n}": toma(whole_last=n) for n in (1, 2, 3)})
+        add(3, "reuse", {f"{r:g} every {n}, last 2 whole": reuse(r, n, skip_last_blocks=2) for r, n in other})
+        add(3, "whole last", {f"{n}": toma(skip_last_blocks=n) for n in (1, 2, 3)})
     else:
-        add(3, "whole first", {f"{n}": toma(whole_first=n) for n in (0, 2)})
+        add(3, "whole first", {f"{n}": toma(skip_first_blocks=n) for n in (0, 2)})
     add(3, "end", {f"{e:g}": toma(end_percent=e) for e in (0.7, 0.9)})
     add(3, "start", {f"{s:g}": toma(start_percent=s) for s in (0.1, 0.3)})
     add(3, "reuse", {"0.75 every 4": reuse(0.75, 4), "0.75 every 10": reuse(0.75, 10)})
-    seldom = {"select_every": 10, "weigh_every": 5}
+    seldom = {"selection_interval": 10, "weight_interval": 5}
     add(3, "reuse", {"0.5 every 3, plans of the paper": reuse(0.5, 3, **seldom)})
     add(3, "reuse", {"0.75 every 3, end 0.9": reuse(0.75, 3, end_percent=0.9)})
     add(3, "reuse", {"0.75 every 3, random": reuse(0.75, 3, selector="random")})
@@ -171,7 +175,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(4, "selector", {f"{s} at 0.75": toma(selector=s, ratio=0.75) for s in ("tome", "random", "grid")})
     add(4, "variate", {"0.75 every 5": experiments.control_variate(0.75, 5, toma)})
     add(4, "every step", {"0.9": toma(ratio=0.9)})
-    add(4, "window", {"global": toma(window_kind="global", select_every=1000)})
+    add(4, "window", {"global": toma(window_shape="global", selection_interval=1000)})
     return table
 
 
@@ -183,6 +187,6 @@ _ALL_ALONG: dict[str, dict[str, Any]] = {
 }
 
 # Plans made anew at every step, as the picture is predicted anew.
-_AT_EVERY_STEP: dict[str, Any] = {"select_every": 1, "weigh_every": 1}
-_PREDICTED: dict[str, Any] = {"plan_from": "prediction", **_AT_EVERY_STEP}
-_PREDICTIONS: dict[str, dict[str, Any]] = {"prediction": {}, "prediction, scale 1000": {"scale": 1000}}
+_AT_EVERY_STEP: dict[str, Any] = {"selection_interval": 1, "weight_interval": 1}
+_PREDICTED: dict[str, Any] = {"similarity_from": "prediction", **_AT_EVERY_STEP}
+_PREDICTIONS: dict[str, dict[str, Any]] = {"prediction": {}, "prediction, scale 1000": {"sharpness": 1000}}

@@ -30,9 +30,9 @@ from .step import SCENES
 WINDOW = 8
 # Plans of every step, from what the step before predicted.
 PREDICTED: dict[str, Any] = {
-    "plan_from": "prediction",
-    "select_every": 1,
-    "weigh_every": 1,
+    "similarity_from": "prediction",
+    "selection_interval": 1,
+    "weight_interval": 1,
 }
 
 
@@ -54,7 +54,7 @@ def settings() -> dict[str, Setting]:
     def every(**given: Any) -> Patch:
         return variants.toma("", min_tokens=16, **given).patch
 
-    found = {f"preset: {name}": preset(name) for name in ("quality", "balanced", "faithful")}
+    found = {f"preset: {name}": preset(name) for name in ("quality", "balanced", "paper")}
     found |= {f"preset: balanced at {ratio:g}": preset("balanced", ratio=ratio) for ratio in (0.6, 0.75)}
     found["preset: balanced, keys in four bits"] = Setting(experiments.packed(preset("balanced").patch))
     found["preset: quality, keys in four bits"] = Setting(experiments.packed(preset("quality").patch))
@@ -64,7 +64,7 @@ def settings() -> dict[str, Setting]:
     )
     found["preset: balanced, windows of 8 x 8"] = preset("balanced", window_size=8)
     found["preset: balanced, random"] = preset("balanced", selector="random")
-    found |= {f"preset: {n}, without keys": preset(n, all_keys=False) for n in ("quality", "balanced")}
+    found |= {f"preset: {n}, without keys": preset(n, kv_cache=False) for n in ("quality", "balanced")}
     found |= {f"every step: {r:g}": Setting(every(ratio=r)) for r in (0.25, 0.5, 0.75)}
     found["every step: 0.5, prediction"] = Setting(every(**PREDICTED))
     found["every step: 0.5, windows over frames"] = Setting(experiments.over_frames(every()))

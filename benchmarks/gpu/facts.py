@@ -67,5 +67,5 @@ def _nvidia(query: str) -> str:
 
 def _rate(device: torch.device) -> float:
     """What Auto and the presets reckon with in bf16."""
-    card = pack_module("toma_core.payoff").card_of(device)
+    card = pack_module("toma_core.cost_model").card_of(device)
     return round(float(card.rate(torch.bfloat16)) / 1e12, 1)

@@ -20,7 +20,7 @@ from benchmarks.bench import Row
 from benchmarks.results import KERNELS
 from scripts.comfy_pack import pack_module
 
-TRUST = 0.5  # of the residual cache, see `toma_core`
+DELTA_WEIGHT = 0.5  # of the residual cache, see `toma_core`
 _B, _H, _F = torch.bfloat16, torch.float16, torch.float32
 _EPS = {_B: 4e-3, _H: 6e-4, _F: 2e-6}
 # Bytes that must be free for tensors of more than 2^31 numbers.
@@ -46,7 +46,7 @@ class Case:
         """Windows and budget."""
         config, module = pack_module("toma_core.config"), pack_module("toma_core.windows")
         *frames, height, width = self.grid
-        windows = module.make_windows(height, width, config.WindowKind.TILE, self.window, False, *frames).to(device)
+        windows = module.make_windows(height, width, config.WindowShape.TILE, self.window, False, *frames).to(device)
         return windows, module.make_budget(windows.counts, self.ratio, windows.frames).to(device)
 
     def noise(self, count: int, device: torch.device, seed: int = 0) -> Tensor:
@@ -154,7 +154,7 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
     x, eps = case.tokens(device), _EPS[case.dtype]
     windows, budget = case.layout(device)
     if case.adaptive:
-        right = pack_module("toma_core.trial")._moves(kernels, x, windows, budget)
+        right = pack_module("toma_core.kernels.dispatch")._moves(kernels, x, windows, budget)
         yield _row(case, "adaptive budget", "" if right else "another budget than PyTorch's")
         budget = kernels.moved(x, windows, budget)
 
@@ -173,7 +173,7 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
                 lambda: kernels.merge(x, M, windows, budget),
                 lambda: kernels.unmerge(out, back, windows, budget),
                 lambda: kernels.restore(out, reduced, x, back, windows, budget),
-                lambda: kernels.reuse(out, reduced, x, old, destinations, back, windows, budget, TRUST),
+                lambda: kernels.reuse(out, reduced, x, old, destinations, back, windows, budget, DELTA_WEIGHT),
             )
         )
         packed = kernels.pack(x)
@@ -193,7 +193,7 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
 
     before = old.double().gather(1, destinations[..., None].expand(-1, -1, x.shape[-1]))
     still = ((fresh * before).sum((1, 2), True) / (before * before).sum((1, 2), True)).clamp(0, 1)
-    change = (1 - (1 - TRUST) * still) * (fresh - still * before)
+    change = (1 - (1 - DELTA_WEIGHT) * still) * (fresh - still * before)
     for what, results, reference in (
         ("merge", merged, budget.pack(M64 @ windows.split(x64))),
         ("unmerge", spread, joined(out.double())),
@@ -202,7 +202,7 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
     ):
         yield _judged(case, what, _off(results[0], reference), 2 * eps, torch.equal(*results))
     if hasattr(packed, "codes"):
-        theirs = pack_module("toma_core.packed").pack(x)
+        theirs = pack_module("toma_core.quant4").pack(x)
         yield _judged(case, "four bits", _off(kernels.unpack(packed), x64), 1.05 * _off(theirs.unpack(), x64) + eps)
 
 

@@ -22,7 +22,7 @@ from . import BenchmarkError
 from .graphs import (
     FLUX_SAMPLING,
     FluxFiles,
-    Sampling,
+    SamplingRun,
     Setting,
     Template,
     checkpoint_graph,
@@ -30,7 +30,7 @@ from .graphs import (
     read_graph,
 )
 
-SAMPLING = [field.name for field in fields(Sampling)]
+SAMPLING = [field.name for field in fields(SamplingRun)]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _default(name: str) -> str:
-    plain, flux = getattr(Sampling(), name), getattr(FLUX_SAMPLING, name)
+    plain, flux = getattr(SamplingRun(), name), getattr(FLUX_SAMPLING, name)
     return f"default {plain}" + (f", for --flux {flux}" if flux != plain else "")
 
 
@@ -84,7 +84,7 @@ def template_of(args: argparse.Namespace) -> Template:
     if args.flux is not None:
         files = FluxFiles(args.flux, args.clip_l, args.t5, args.vae)
         return Template(flux_graph(files, replace(FLUX_SAMPLING, **given)))
-    return Template(checkpoint_graph(args.checkpoint, replace(Sampling(), **given)))
+    return Template(checkpoint_graph(args.checkpoint, replace(SamplingRun(), **given)))
 
 
 def settings_of(args: argparse.Namespace, template: Template, widgets: dict[str, Any]) -> list[Setting]:

@@ -40,7 +40,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingRun:
     """Picture size in pixels and the widgets of the sampler, for the two graphs that need no file."""
 
     width: int = 1024
@@ -52,7 +52,7 @@ class Sampling:
     guidance: float | None = None
 
 
-FLUX_SAMPLING = Sampling(steps=20, cfg=1.0, scheduler="simple", guidance=3.5)
+FLUX_SAMPLING = SamplingRun(steps=20, cfg=1.0, scheduler="simple", guidance=3.5)
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class FluxFiles:
     vae: str
 
 
-def checkpoint_graph(checkpoint: str, sampling: Sampling) -> Graph:
+def checkpoint_graph(checkpoint: str, sampling: SamplingRun) -> Graph:
     """SDXL, SD1.5, or a Flux in one file (give it a guidance then)."""
     graph = {"loader": node("CheckpointLoaderSimple", ckpt_name=checkpoint)}
     return graph | _text_to_image(["loader", 0], ["loader", 1], ["loader", 2], "EmptyLatentImage", sampling)
 
 
-def flux_graph(files: FluxFiles, sampling: Sampling = FLUX_SAMPLING) -> Graph:
+def flux_graph(files: FluxFiles, sampling: SamplingRun = FLUX_SAMPLING) -> Graph:
     """Flux from its four files."""
     graph = {
         "loader": node("UNETLoader", unet_name=files.unet, weight_dtype="default"),
@@ -81,7 +81,7 @@ def flux_graph(files: FluxFiles, sampling: Sampling = FLUX_SAMPLING) -> Graph:
     return graph | _text_to_image(["loader", 0], ["clip", 0], ["vae", 0], "EmptySD3LatentImage", sampling)
 
 
-def _text_to_image(model: list[Any], clip: list[Any], vae: list[Any], latent: str, sampling: Sampling) -> Graph:
+def _text_to_image(model: list[Any], clip: list[Any], vae: list[Any], latent: str, sampling: SamplingRun) -> Graph:
     positive: list[Any] = ["positive", 0]
     graph = {
         "toma": node(SIMPLE, model=model),

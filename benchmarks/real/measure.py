@@ -83,7 +83,7 @@ def pairs_of(folder: Folder, jobs: Sequence[Job]) -> list[Pair]:
 def measure(folder: Folder, pairs: Sequence[Pair], device: str, metrics: Sequence[Metric] = METRICS) -> list[str]:
     """Fill in the figures of all pairs; returns what was left out, in words."""
     cache = _Cache(folder)
-    left_out = []
+    skipped_by_settings = []
     for metric in metrics:
         wanted = [pair for pair in pairs if _has(metric, pair)]
         keys = {id(pair): _key(metric, pair) for pair in wanted}
@@ -96,18 +96,18 @@ def measure(folder: Folder, pairs: Sequence[Pair], device: str, metrics: Sequenc
                     cache.save()
                     say(f"{metric.title}: {number}/{len(missing)}")
         except LeftOutError as error:
-            left_out.append(str(error))
+            skipped_by_settings.append(str(error))
             continue
         except BenchmarkError:
             raise
         except Exception as error:
-            left_out.append(failed(metric, error))
+            skipped_by_settings.append(failed(metric, error))
             continue
         finally:
             cache.save()
         for pair in wanted:
             pair.figures[metric.name] = cache.values[keys[id(pair)]]
-    return left_out
+    return skipped_by_settings
 
 
 def summarise(pairs: Sequence[Pair], metrics: Sequence[Metric] = METRICS) -> list[Summary]:
@@ -151,10 +151,10 @@ def add_fid(summaries: Sequence[Summary], pairs: Sequence[Pair], device: str) ->
 def results(folder: Folder, jobs: Sequence[Job], device: str) -> Results:
     """Measure everything that can be measured here."""
     pairs = pairs_of(folder, jobs)
-    left_out = measure(folder, pairs, device)
+    skipped_by_settings = measure(folder, pairs, device)
     summaries = summarise(pairs)
-    left_out += add_fid(summaries, pairs, device)
-    return Results(pairs, summaries, left_out)
+    skipped_by_settings += add_fid(summaries, pairs, device)
+    return Results(pairs, summaries, skipped_by_settings)
 
 
 class _Cache:

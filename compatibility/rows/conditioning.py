@@ -106,7 +106,7 @@ def batch_of_prompts(kit: Kit) -> Graph:
 @row(GROUP, "Split CFG: positive and negative in calls of their own, for want of memory", others=MERGED)
 def split_cfg(kit: Kit) -> Graph:
     """As near to the joined call as rounding lets it be; selection by grid and soft weights do not magnify it."""
-    smooth: dict[str, Any] = {"selector": "grid", "scale": 20.0}
+    smooth: dict[str, Any] = {"selector": "grid", "sharpness": 20.0}
 
     def sample(model: Any) -> Tensor:
         with mock.patch.object(model.model, "memory_required", lambda *args, **kwargs: 1e30):

@@ -159,7 +159,7 @@ def multigpu(kit: Kit) -> Iterator[Graph]:
         assert (result - one).norm() < 0.2 * (one - whole).norm(), "not near to what one device makes"
 
     def shared(result: Tensor) -> None:
-        state = pack_module("toma_core.state").RunState
+        state = pack_module("toma_core.run").RunState
         original = state.plan
         picks: dict[Any, dict[Any, Tensor]] = {}
 
@@ -175,7 +175,7 @@ def multigpu(kit: Kit) -> Iterator[Graph]:
             assert [*found] and {*found} == {*devices}, "not merged on both devices"
             assert torch.equal(*found.values()), "cond and uncond have destinations of their own"
 
-    smooth: dict[str, Any] = {"selector": "grid", "scale": 20.0}
+    smooth: dict[str, Any] = {"selector": "grid", "sharpness": 20.0}
     yield Graph(split, model=model, settings=smooth, steered=False, check=near, name="near to one device")
     yield Graph(split, model=model, steered=False, check=shared, name="destinations")
 

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from ...toma_core import Evaluation, MergePlan, reduce, restore
+from ...toma_core.cache import CachedBlock
 from ...toma_core.config import Granularity
-from ...toma_core.detail import Detail
-from ...toma_core.payoff import Block
+from ...toma_core.cost_model import Block
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid, has_frames
-from .hooks import unmerge
-from .looks import flat, like
-from .port import Port
+from .attention_override import flat, like
+from .model_hooks import unmerge
 from .rope import merged_rows
+from .signature import BlockSignature
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class ActiveChain:
         evaluation: The call of the model.
     """
 
-    port: Port
+    port: BlockSignature
     grids: tuple[Grid, ...]
     scope: Hashable
     names: Sequence[str]
@@ -74,7 +74,7 @@ class ActiveChain:
 
         reason: Why not, where that is known. part: The part of the block that it concerns.
         """
-        if not reason and (image.shape[1] != prod(self.grids[0]) or len(image) % len(self.evaluation.copies)):
+        if not reason and (image.shape[1] != prod(self.grids[0]) or len(image) % len(self.evaluation.plan_keys)):
             reason = Reason.TOKENS_CHANGED()
         elif not reason:
             reason, part = self.evaluation.obstacle(image, *self.work), ""
@@ -95,13 +95,13 @@ class ActiveChain:
         model's own memory is short: the run ends, as without ToMA.
         """
         run = self.evaluation.run
-        if self.scope not in run.unplanned:
+        if self.scope not in run.oom_scopes:
             try:
                 return self.evaluation.plan(image, self.grids[0], self.scope), True
             except torch.OutOfMemoryError:
                 if not has_frames(self.grids[0]):
                     raise
-                run.unplanned.add(self.scope)
+                run.oom_scopes.add(self.scope)
         self.note(Reason.OUT_OF_MEMORY_PLAN())
         return None, False
 
@@ -121,7 +121,7 @@ class ActiveChain:
                 evaluation.run.stats.merged(block)
         reduced = list(map(reduce, pieces, plans, cached))
         lengths = tuple((a.shape[1], b.shape[1]) for a, b in zip(pieces, reduced, strict=True))
-        return Reduction(self, tuple(plans), tuple(cached), lengths), self.port.limited(joined(reduced))
+        return Reduction(self, tuple(plans), tuple(cached), lengths), self.port.clamp_fp16(joined(reduced))
 
 
 @dataclass(eq=False)
@@ -138,7 +138,7 @@ class Reduction:
 
     chain: ActiveChain
     plans: tuple[MergePlan | None, ...]
-    cached: tuple[Detail | None, ...]
+    cached: tuple[CachedBlock | None, ...]
     lengths: tuple[tuple[int, int], ...]
     attended: set[str] = field(default_factory=set)
 
@@ -155,14 +155,17 @@ class Reduction:
         kept, tokens = [kept for _, kept in self.lengths], [tokens for tokens, _ in self.lengths]
         pieces = split(out, kept), split(reduced, kept), split(x, tokens)
         exact = attends and self._all_attended()
-        return self.chain.port.limited(
+        return self.chain.port.clamp_fp16(
             joined(list(map(restore, *pieces, self.plans, self.cached, [exact] * len(kept))))
         )
 
     def _all_attended(self) -> bool:
         """Whether the attention of every block has asked for its keys and values; noted in the run."""
         run, every = self.chain.evaluation.run, self.attended.issuperset(self.chain.names)
-        run.served, run.unserved = run.served or bool(self.attended), run.unserved or not every
+        run.attention_hook_called, run.attention_hook_missed = (
+            run.attention_hook_called or bool(self.attended),
+            run.attention_hook_missed or not every,
+        )
         self.attended.clear()
         return every
 
@@ -174,21 +177,21 @@ class Reduction:
         `always` each token gets what its destination has.
         """
         evaluation, lengths = self.chain.evaluation, [kept for _, kept in self.lengths]
-        packs = evaluation.run.packs
+        quantized = evaluation.run.quantized
         rows = flat(t.narrow(axis, before, sum(lengths)), axis)
-        own = packs or (rows.untyped_storage()._cdata != t.untyped_storage()._cdata and len(lengths) == 1)
+        own = quantized or (rows.untyped_storage()._cdata != t.untyped_storage()._cdata and len(lengths) == 1)
         pieces, seen = split(rows, lengths), []
         for n, (piece, (tokens, _), plan) in enumerate(zip(pieces, self.lengths, self.plans, strict=True)):
             if not is_merged(self.chain.grids[n]):
                 seen.append(piece)
                 continue
             shape = piece[:, :1].expand(-1, tokens, -1)
-            cached = evaluation.detail(f"{block} {what} {n}", shape, packs)
+            cached = evaluation.detail(f"{block} {what} {n}", shape, quantized)
             if cached is not None and cached.kept is None:
                 # A view would change with what the block makes of it.
                 cached.keep(piece if own else piece.clone(memory_format=torch.contiguous_format))
             elif cached is not None and plan is not None:
-                seen.append(cached.moved_on(piece, plan))
+                seen.append(cached.propagate(piece, plan))
             elif always and plan is not None:
                 seen.append(unmerge(piece, plan))
             if cached is not None:
@@ -197,7 +200,7 @@ class Reduction:
             return t
         images, after = like(joined(seen), t, axis), before + sum(lengths)
         if t.shape[axis] == sum(lengths):
-            return images if packs else images.clone()  # the cache must not be written into
+            return images if quantized else images.clone()  # the cache must not be written into
         return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)
 
     def rope(self, rows: Tensor, before: int) -> Tensor:
@@ -210,7 +213,7 @@ class Reduction:
                 each = plan.destinations
             destinations.append(each + start if start else each)
             start += tokens
-        return merged_rows(rows, joined(destinations), before, start, self.chain.port.axis)
+        return merged_rows(rows, joined(destinations), before, start, self.chain.port.rope_token_dim)
 
 
 def is_merged(grid: Grid) -> bool:

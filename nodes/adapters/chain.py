@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from ...toma_core import Evaluation, MergePlan
 from ...toma_core.config import Granularity
-from ...toma_core.payoff import Block
+from ...toma_core.cost_model import Block
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
-from . import graphs
+from . import compile_ops
 from .active_chain import ActiveChain, Reduction
-from .hooks import Hook, eager, outside_graph
-from .looks import looking
-from .port import Cuts, Given, Port
+from .attention_override import looking
+from .model_hooks import Hook, eager, outside_graph
+from .signature import BlockSignature, CallArguments, TokenReduction
 
 
 class ChainSite:
@@ -57,8 +57,8 @@ class ChainSite:
     held: tuple[Tensor, Tensor] | None
     rows: Tensor | None
 
-    def __init__(self, port: Port) -> None:
-        self.port, self.number = port, graphs.numbered(self)
+    def __init__(self, signature: BlockSignature) -> None:
+        self.signature, self.number = signature, compile_ops.numbered(self)
         self.release()
 
     def release(self) -> None:
@@ -77,8 +77,8 @@ class ChainSite:
         evaluation: Evaluation,
     ) -> None:
         """Begin an evaluation, see `ActiveChain`."""
-        self._activate(ActiveChain(self.port, grids, scope, names, work, evaluation))
-        self.attends = evaluation.all_keys
+        self._activate(ActiveChain(self.signature, grids, scope, names, work, evaluation))
+        self.attends = evaluation.kv_cache
 
     def _activate(self, chain: ActiveChain) -> None:
         self.active = chain
@@ -91,7 +91,7 @@ class ChainSite:
         """
         chain = self.active
         assert chain is not None  # noqa: S101 - for mypy: it has begun
-        if not width or len(latent) % len(chain.evaluation.copies):
+        if not width or len(latent) % len(chain.evaluation.plan_keys):
             self.attends = False  # compiled code is not told what a chain decides when it sees the tokens
             return True
         weight = next(module.parameters(), latent)
@@ -142,11 +142,13 @@ class ChainSite:
     def _enter(self, x: Tensor, before: int) -> Tensor:
         if self.in_graph:
             image = x[:, before : before + self.tokens]
-            self.held = graphs.operators.enter(image, self.number, self.kept), image
+            self.held = compile_ops.operators.enter(image, self.number, self.kept), image
         assert self.held is not None  # noqa: S101 - for mypy: it has started
         reduced = self.held[0]
         if x.shape[1] == self.tokens:
-            return reduced.clone() if self.port.writes else reduced  # `leave` needs what the block was given
+            return (
+                reduced.clone() if self.signature.mutates_input else reduced
+            )  # `leave` needs what the block was given
         return torch.cat([x[:, :before], reduced, x[:, before + self.tokens :]], 1)
 
     def leave(self, out: Tensor, before: int) -> Tensor:
@@ -157,7 +159,11 @@ class ChainSite:
         assert self.held is not None  # noqa: S101 - for mypy: it has been entered
         after, merged = before + self.kept, (out[:, before : before + self.kept], *self.held)
         self.held = self.rows = None
-        x = graphs.operators.leave(*merged, self.number) if self.in_graph else graphs.leave(*merged, self.number)
+        x = (
+            compile_ops.operators.leave(*merged, self.number)
+            if self.in_graph
+            else compile_ops.leave(*merged, self.number)
+        )
         return x if out.shape[1] == self.kept else torch.cat([out[:, :before], x, out[:, after:]], 1)
 
     _enter_eagerly, _leave_eagerly = eager(_enter), eager(_leave)
@@ -168,14 +174,14 @@ class ChainSite:
         if self.reduction is not None and not self.in_graph:
             return self.reduction.attend(block, t, what, before, axis)
         sizes = before, self.tokens, self.kept, axis
-        attended: Tensor = graphs.operators.attend(t, f"{block} {what}", self.number, *sizes)
+        attended: Tensor = compile_ops.operators.attend(t, f"{block} {what}", self.number, *sizes)
         return attended
 
     def turn(self, rows: Tensor, before: int) -> None:
         """In a graph: make the rotary positions of the merged tokens from those of [before | N | rest]."""
         assert self.held is not None  # noqa: S101 - for mypy: it has been entered
-        sizes = self.number, before, self.tokens, self.kept, self.port.axis
-        self.rows = rows if self.kept == self.tokens else graphs.operators.rope(rows, self.held[0], *sizes)
+        sizes = self.number, before, self.tokens, self.kept, self.signature.rope_token_dim
+        self.rows = rows if self.kept == self.tokens else compile_ops.operators.rope(rows, self.held[0], *sizes)
 
     def reduce(self, x: Tensor) -> Tensor:
         """(B, N, C) -> (B, D, C) of all grids, in a graph."""
@@ -224,60 +230,72 @@ class BlockHook(Hook):
     in_graphs = merges_references = True
 
     def __init__(
-        self, module: nn.Module, name: str, port: Port, work: Block, scope: Hashable, positions: RopeCache
+        self,
+        module: nn.Module,
+        name: str,
+        signature: BlockSignature,
+        work: Block,
+        scope: Hashable,
+        positions: RopeCache,
     ) -> None:
-        self.module, self.name, self.port, self.work, self.scope = module, name, port, work, scope
+        self.module, self.name, self.signature, self.work, self.scope = module, name, signature, work, scope
         self.positions = positions
-        self.site = self.chain = ChainSite(port)
+        self.site = self.chain = ChainSite(signature)
         self.last = True
 
     def release(self) -> None:
         self.site.release()
         self.chain = self.site
         self.positions.held = None
-        self.port.release()
+        self.signature.release()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Before anything else: a graph guards on what it reads.
         if self.chain.in_graph:
-            given = self.port.given(args, kwargs)
-            before = self.port.before(given, self.chain.image)
-            if before is not None and self._in_graph(given, before):
-                return self._merged(len(args), given, before)
+            call_args = self.signature.call_args(args, kwargs)
+            before = self.signature.image_start(call_args, self.chain.image)
+            if before is not None and self._in_graph(call_args, before):
+                return self._merged(len(args), call_args, before)
         return self.outside(*args, **kwargs)
 
-    def _in_graph(self, given: Given, before: int) -> bool:
+    def _in_graph(self, call_args: CallArguments, before: int) -> bool:
         """Whether the block is in a chain that is merged inside the graph being traced."""
-        site, port = self.site, self.port
+        site, signature = self.site, self.signature
         if self.chain is not site:
             return self.chain.held is not None
-        return site.fits(given[port.tokens], before) and not port.obstacle(given, site.image, site.references)
+        return site.fits(call_args[signature.tokens_arg], before) and not signature.obstacle(
+            call_args, site.image, site.references
+        )
 
     @outside_graph
     def outside(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block where its chain decides when it sees the tokens."""
-        chain, port = self.chain, self.port
-        given = port.given(args, kwargs)
-        port.note(given)
-        reason = self.reason(given) if chain is self.site else None
-        before = port.before(given, chain.image)
+        chain, signature = self.chain, self.signature
+        call_args = signature.call_args(args, kwargs)
+        signature.observe(call_args)
+        reason = self.reason(call_args) if chain is self.site else None
+        before = signature.image_start(call_args, chain.image)
         merged = chain.held is not None
         if chain is self.site:
-            merged = chain.start(given[port.tokens], before or 0, reason)
+            merged = chain.start(call_args[signature.tokens_arg], before or 0, reason)
         if before is None or not merged:
-            return self._called(len(args), given)
-        return self._merged_outside(len(args), given, before)
+            return self._called(len(args), call_args)
+        return self._merged_outside(len(args), call_args, before)
 
-    def _merged(self, by_place: int, given: Given, before: int) -> Any:
+    def _merged(self, by_place: int, call_args: CallArguments, before: int) -> Any:
         """Run the block on the merged tokens of its chain, of which `before` others come before the image."""
-        chain, port = self.chain, self.port
-        x, rows, start = given[port.tokens], given.get(port.rows), before + port.above(given)
+        chain, signature = self.chain, self.signature
+        x, rows, start = (
+            call_args[signature.tokens_arg],
+            call_args.get(signature.rope_arg),
+            before + signature.attention_offset(call_args),
+        )
         if chain is self.site:
             x = chain.enter(x, before)
             if chain.in_graph and rows is not None:
                 chain.turn(rows, start)
         rows = chain.rows if chain.in_graph else self.positions.of(rows, chain, start)
-        merged = self.moved(given, x, rows, before)
+        merged = self.moved(call_args, x, rows, before)
         if chain.attends:
             merged = self._looking(merged, chain.attend, before)
         out = self._called(by_place, merged)
@@ -285,43 +303,43 @@ class BlockHook(Hook):
 
     _merged_outside = outside_graph(_merged)
 
-    def reason(self, given: Given) -> Message | None:
-        """Return why the chain that begins here is not merged, see `Port.obstacle`; None if it may be."""
-        site, port, chain = self.site, self.port, self.site.active
+    def reason(self, call_args: CallArguments) -> Message | None:
+        """Return why the chain that begins here is not merged, see `BlockSignature.obstacle`; None if it may be."""
+        site, signature, chain = self.site, self.signature, self.site.active
         if chain is None:
             return None
-        grid = port.grid(given, chain.grids[0])
+        grid = signature.grid(call_args, chain.grids[0])
         if grid is None:
             return Reason.UNKNOWN_GRID()
         # A ComfyUI that does not name references has them after the image all the same: they stay unmerged.
-        grids = grid, *(chain.grids[1:] if port.references(given) else ())
+        grids = grid, *(chain.grids[1:] if signature.reference_tokens(call_args) else ())
         site._activate(replace(chain, grids=grids))
-        return port.obstacle(given, prod(grid), site.references)
+        return signature.obstacle(call_args, prod(grid), site.references)
 
-    def moved(self, given: Given, x: Tensor, rows: Any, before: int) -> Given:
+    def moved(self, call_args: CallArguments, x: Tensor, rows: Any, before: int) -> CallArguments:
         """Return the arguments for merged tokens x at positions `rows`. before: tokens before the image."""
-        port, cuts = self.port, Cuts(before, self.chain.lengths)
-        moved = {**given, port.tokens: x}
+        signature, cuts = self.signature, TokenReduction(before, self.chain.lengths)
+        moved = {**call_args, signature.tokens_arg: x}
         if rows is not None:
-            moved[port.rows] = rows
-        return {**moved, **port.moved(given, cuts)} if cuts.gone else moved
+            moved[signature.rope_arg] = rows
+        return {**moved, **signature.merged_args(call_args, cuts)} if cuts.gone else moved
 
-    def _looking(self, given: Given, change: Callable[..., Tensor], before: int) -> Given:
+    def _looking(self, call_args: CallArguments, change: Callable[..., Tensor], before: int) -> CallArguments:
         """Return the arguments with which the block attends to all tokens."""
-        port, cuts = self.port, Cuts(before, self.chain.lengths)
-        masked = partial(port.mask_moved, gone=-cuts.gone)
-        return looking(given, partial(change, self.name), port.attended(given, before), masked)
+        signature, cuts = self.signature, TokenReduction(before, self.chain.lengths)
+        masked = partial(signature.merged_mask, gone=-cuts.gone)
+        return looking(call_args, partial(change, self.name), signature.attention_spans(call_args, before), masked)
 
-    def _called(self, by_place: int, given: Given) -> Any:
+    def _called(self, by_place: int, call_args: CallArguments) -> Any:
         """Call the block, with as many positional arguments as its caller gave."""
-        arguments = list(given.items())
+        arguments = list(call_args.items())
         return self.original(*[value for _, value in arguments[:by_place]], **dict(arguments[by_place:]))
 
     def _tokens(self, out: Any) -> Tensor:
-        return out if self.port.output is None else out[self.port.output]
+        return out if self.signature.output_index is None else out[self.signature.output_index]
 
     def _with(self, out: Any, x: Tensor) -> Any:
         """Return the block's result with x in place of its tokens."""
-        if self.port.output is None:
+        if self.signature.output_index is None:
             return x
-        return tuple([x if n == self.port.output else part for n, part in enumerate(out)])
+        return tuple([x if n == self.signature.output_index else part for n, part in enumerate(out)])

@@ -1,7 +1,7 @@
 """What a family of models tells, and what is done with it the same way for all of them.
 
 A family is a file in `families`: NAME, `matches`, and `Hooks`, which says which blocks there are, how they take their
-tokens (`Port`), what they cost, who looks at the tokens between two of them, and what presets leave whole.
+tokens (`BlockSignature`), what they cost, who looks at the tokens between two of them, and what presets leave whole.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ...toma_core import Evaluation, ToMAConfig
-from ...toma_core.config import Granularity, PlanFrom, so_many
-from ...toma_core.payoff import FEWEST, Block
+from ...toma_core.config import Granularity, SimilarityFrom, resolve_count
+from ...toma_core.cost_model import FEWEST, Block
 from ...toma_core.presets import Fields
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
 from .active_chain import is_merged
 from .chain import BlockHook, RopeCache
-from .hooks import GRAPHS, HookPair
-from .port import Port
+from .model_hooks import GRAPHS, HookPair
+from .signature import BlockSignature
 
 # What presets of transformers have in common: their plans are made from the predicted picture, with more destinations
 # where there is more in it. Nearer at the same work (docs/fidelity-trials.md).
-PREDICTED: Mapping[str, Any] = {"plan_from": PlanFrom.PREDICTION}
+PREDICTED: Mapping[str, Any] = {"similarity_from": SimilarityFrom.PREDICTION}
 # Where merged blocks look at all tokens none has to be left whole, every step has a plan of its own, and smaller
 # windows are nearer.
-_ALL_KEYS: Mapping[str, Any] = {
+_KV_CACHE: Mapping[str, Any] = {
     **PREDICTED,
-    "all_keys": True,
+    "kv_cache": True,
     "window_size": 4,
-    "scale": 1000.0,
-    "select_every": 1,
-    "weigh_every": 1,
+    "sharpness": 1000.0,
+    "selection_interval": 1,
+    "weight_interval": 1,
 }
 PRESETS: Fields = {
-    "balanced": {**_ALL_KEYS, "whole_every": 4},
-    "quality": {**_ALL_KEYS, "whole_every": 2},
-    "faithful": {"whole_first": 0.1},
+    "balanced": {**_KV_CACHE, "full_step_interval": 4},
+    "quality": {**_KV_CACHE, "full_step_interval": 2},
+    "paper": {"skip_first_blocks": 0.1},
 }
 # Where they cannot: the shares that are left whole of Flux.
-WITHOUT_KEYS: Fields = {
-    "balanced": {**PREDICTED, "whole_first": 0.15, "whole_every": 3},
-    "quality": {**PREDICTED, "whole_first": 0.15, "whole_every": 2},
-    "faithful": {"whole_first": 0.1},
+WITHOUT_KV_CACHE: Fields = {
+    "balanced": {**PREDICTED, "skip_first_blocks": 0.15, "full_step_interval": 3},
+    "quality": {**PREDICTED, "skip_first_blocks": 0.15, "full_step_interval": 2},
+    "paper": {"skip_first_blocks": 0.1},
 }
 
 
@@ -63,7 +63,7 @@ class ModelHooks(Protocol):
     # What each preset is for this kind of model, the same for runs whose blocks cannot look at all tokens, and whether
     # its latents may have several frames.
     presets: Fields
-    without_keys: Fields
+    without_kv_cache: Fields
     takes_frames: bool
 
     def select(
@@ -87,7 +87,7 @@ class ModelHooks(Protocol):
         """Every block that may be merged, in forward order, as a latent of (B, C, ..., H, W) makes its grid."""
         ...
 
-    def keys_of(
+    def kv_cache_numel(
         self,
         latent: Tensor,
         config: ToMAConfig,
@@ -134,10 +134,10 @@ def hooked(before: nn.Module, after: nn.Module) -> bool:
 def skip_reason(config: ToMAConfig, index: int, count: int, *, last: bool = True) -> Message | None:
     """Return why the settings skip the block of this index among `count`, None if they do not. last: whether the last
     of them are the last of the model."""
-    if index < so_many(config.whole_first, count):
-        return Reason.SKIP_FIRST_BLOCKS(count=config.whole_first)
-    if last and count - index <= so_many(config.whole_last, count):
-        return Reason.SKIP_LAST_BLOCKS(count=config.whole_last)
+    if index < resolve_count(config.skip_first_blocks, count):
+        return Reason.SKIP_FIRST_BLOCKS(count=config.skip_first_blocks)
+    if last and count - index <= resolve_count(config.skip_last_blocks, count):
+        return Reason.SKIP_LAST_BLOCKS(count=config.skip_last_blocks)
     return None
 
 
@@ -177,14 +177,14 @@ def chained(
 
 
 @dataclass(frozen=True)
-class Stage:
+class BlockGroup:
     """Blocks of one kind, one after another. kind: their name in the report and in plans. added: under which name
     ControlNets add something after each, see ComfyUI's `control`. borders: after these the model itself does something
     with all tokens."""
 
     kind: str
     blocks: Sequence[nn.Module]
-    port: Port
+    signature: BlockSignature
     work: Block
     added: str = ""
     borders: Container[int] = ()
@@ -200,7 +200,7 @@ class Transformer(ABC):
     # Patches of other nodes that are shown tokens inside a block, and between two.
     inside: tuple[str, ...] = ("attn1_patch", "attn1_output_patch")
     between: tuple[str, ...] = ()
-    presets, without_keys = PRESETS, WITHOUT_KEYS
+    presets, without_kv_cache = PRESETS, WITHOUT_KV_CACHE
     # Whether blocks hand their attention the options that ComfyUI gives them.
     shows_keys = True
     # Of the tokens, 0 if unknown; and pixels of the latent on a token's side.
@@ -213,27 +213,27 @@ class Transformer(ABC):
     def __init__(self, model: Any) -> None:
         self.model = ref(model)  # weak: the model itself is the key that these hooks are kept under
         shared = RopeCache()
-        self.stages = self.stages_of(model)
+        self.groups = self.block_groups(model)
         # By name: another pack may put a list of its own in the place.
-        self.lists = [next((n for n, m in model.named_children() if m is s.blocks), "") for s in self.stages]
+        self.lists = [next((n for n, m in model.named_children() if m is s.blocks), "") for s in self.groups]
         self.links = [
-            [self._link(stage, module, index, shared) for index, module in enumerate(stage.blocks)]
-            for stage in self.stages
+            [self._link(group, module, index, shared) for index, module in enumerate(group.blocks)]
+            for group in self.groups
         ]
 
     @abstractmethod
-    def stages_of(self, model: Any) -> tuple[Stage, ...]:
+    def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         """The model's stages, in the order in which they run; takes note of its patch size and width."""
 
     @staticmethod
-    def _link(stage: Stage, module: nn.Module, index: int, shared: RopeCache) -> BlockHook:
+    def _link(group: BlockGroup, module: nn.Module, index: int, shared: RopeCache) -> BlockHook:
         module = unwrapped(module)
         # There is one resolution, but tokens of one kind of block say little of those of the other.
-        return BlockHook(module, f"{stage.kind}.{index}", stage.port, stage.work, stage.kind, shared)
+        return BlockHook(module, f"{group.kind}.{index}", group.signature, group.work, group.kind, shared)
 
-    def left_out(self, stage: Stage, index: int, config: ToMAConfig) -> Message | None:
+    def skipped_by_settings(self, group: BlockGroup, index: int, config: ToMAConfig) -> Message | None:
         """Return why the settings skip this block of a stage, None if they do not."""
-        return skip_reason(config, index, len(stage.blocks), last=stage is self.stages[-1])
+        return skip_reason(config, index, len(group.blocks), last=group is self.groups[-1])
 
     def places(self) -> Iterator[HookPair]:
         """Blocks with the hooks that may stand in for them."""
@@ -243,10 +243,10 @@ class Transformer(ABC):
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
         """See `ModelHooks`."""
         tokens = prod(token_grid(latent, self.patch_size))
-        for stage, links in zip(self.stages, self.links, strict=True):
-            yield from (BlockFacts(link.name, stage.kind, link.work, tokens, self.width) for link in links)
+        for group, links in zip(self.groups, self.links, strict=True):
+            yield from (BlockFacts(link.name, group.kind, link.work, tokens, self.width) for link in links)
 
-    def keys_of(
+    def kv_cache_numel(
         self,
         latent: Tensor,
         config: ToMAConfig,
@@ -262,12 +262,12 @@ class Transformer(ABC):
         tokens = sum(prod(token_grid(each, self.patch_size)) for each in (latent, *merged))
         chains, replaced = self.chains(transformer_options, config), _replaced(transformer_options)
         updates = keys = 0
-        for stage in self.stages:
-            added = [True] * len(stage.blocks) if controlled and stage.added else []
-            blocks = [n for n in range(len(stage.blocks)) if not self.left_out(stage, n, config)]
-            begins = [not chains or n - 1 not in blocks or _taken(stage, n, added, replaced) for n in blocks]
+        for group in self.groups:
+            added = [True] * len(group.blocks) if controlled and group.added else []
+            blocks = [n for n in range(len(group.blocks)) if not self.skipped_by_settings(group, n, config)]
+            begins = [not chains or n - 1 not in blocks or _taken(group, n, added, replaced) for n in blocks]
             updates += sum(begins)
-            keys += 2 * sum(self.attentions(stage.blocks[n]) for n in blocks)
+            keys += 2 * sum(self.attentions(group.blocks[n]) for n in blocks)
         return tokens * self.width * updates, tokens * self.width * keys
 
     def chains(self, transformer_options: Mapping[str, Any], config: ToMAConfig) -> bool:
@@ -307,19 +307,24 @@ class Transformer(ABC):
         control = control or {}
         grid, reason = token_grid(x, self.patch_size), self.obstacle(transformer_options, config)
         grids = grid, *self.merged_references(references, evaluation)
-        for stage, links, name in zip(self.stages, self.links, self.lists, strict=True):
-            added, runs = control.get(stage.added) or (), list[list[BlockHook]]()
-            blocks = getattr(self.model(), name, stage.blocks)
+        for group, links, name in zip(self.groups, self.links, self.lists, strict=True):
+            added, runs = control.get(group.added) or (), list[list[BlockHook]]()
+            blocks = getattr(self.model(), name, group.blocks)
             own = isinstance(blocks, Sequence | nn.ModuleList) and len(blocks) == len(links)
             following = None  # the block that the last run could go on with
-            for index, link in enumerate(self.chosen(stage, links, config)):
+            for index, link in enumerate(self.chosen(group, links, config)):
                 foreign = None if own and theirs(blocks[index]) else Reason.BLOCK_REPLACED()
-                if left_out := self.left_out(stage, index, config) or reason or foreign or profiled(link, evaluation):
-                    stats.not_merged(link.name, left_out)
+                if (
+                    skipped_by_settings := self.skipped_by_settings(group, index, config)
+                    or reason
+                    or foreign
+                    or profiled(link, evaluation)
+                ):
+                    stats.not_merged(link.name, skipped_by_settings)
                     continue
                 link.module = unwrapped(blocks[index])
                 joins = chains and index == following and evaluation.step_plan.joins(runs[-1][-1].name, link.name)
-                if joins and not _taken(stage, index, added, replaced) and not hooked(blocks[index - 1], blocks[index]):
+                if joins and not _taken(group, index, added, replaced) and not hooked(blocks[index - 1], blocks[index]):
                     runs[-1].append(link)
                 else:
                     runs.append([link])
@@ -348,7 +353,7 @@ class Transformer(ABC):
             grids.append(grid if reason is None else (prod(grid),))
         return grids if any(map(is_merged, grids)) else []
 
-    def chosen(self, stage: Stage, links: list[BlockHook], config: ToMAConfig) -> list[BlockHook]:
+    def chosen(self, group: BlockGroup, links: list[BlockHook], config: ToMAConfig) -> list[BlockHook]:
         """The hooks of a stage for these settings: those around whole blocks, or of a kind of the family's own."""
         return links
 
@@ -383,13 +388,13 @@ def _written_there(loop: Any) -> bool:
     return code is not None and _by_comfyui(loop) and code.co_filename == getattr(home, "__file__", None)
 
 
-def _taken(stage: Stage, index: int, added: Sequence[Any], replaced: Mapping[Any, Any]) -> bool:
+def _taken(group: BlockGroup, index: int, added: Sequence[Any], replaced: Mapping[Any, Any]) -> bool:
     """Whether the model itself, a ControlNet or another node takes what the block before gives."""
-    if index - 1 in stage.borders:
+    if index - 1 in group.borders:
         return True
     if index - 1 < len(added) and added[index - 1] is not None:
         return True
-    return any((f"{stage.kind}_block", at) in replaced for at in (index - 1, index))
+    return any((f"{group.kind}_block", at) in replaced for at in (index - 1, index))
 
 
 def _replaced(transformer_options: Mapping[str, Any]) -> Mapping[Any, Any]:

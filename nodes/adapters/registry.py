@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ...toma_core import Evaluation, ToMAConfig
 from ...toma_core.presets import Fields
 from ...toma_core.reasons import MessageError, MessageId, Reason
-from .contract import UnknownError, asking, check, warn
+from .compat import UnsupportedApiError, asking, check, warn
 from .family import BlockFacts, ModelHooks, unwrapped
-from .hooks import HookPair
+from .model_hooks import HookPair
 
 _FAMILIES: list[Any] = []
 # What this pack knows of, but not as this ComfyUI has it.
@@ -28,7 +28,7 @@ def _of(family: str) -> Iterator[None]:
     try:
         with asking(f"the classes of {family}"):
             yield
-    except UnknownError as error:
+    except UnsupportedApiError as error:
         if not isinstance(error.__cause__, ModuleNotFoundError):
             _strange.append(family)
             warn(error)
@@ -81,7 +81,7 @@ class _Plain:
     """For a model that is not as this pack knows it: nothing is merged, and the report says why."""
 
     presets: Fields = MappingProxyType({})
-    without_keys: Fields = MappingProxyType({})
+    without_kv_cache: Fields = MappingProxyType({})
     takes_frames = True
 
     def __init__(self, reason: str) -> None:
@@ -97,7 +97,7 @@ class _Plain:
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
         yield from ()
 
-    def keys_of(self, latent: Tensor, config: ToMAConfig, *_: Any, **__: Any) -> tuple[int, int]:
+    def kv_cache_numel(self, latent: Tensor, config: ToMAConfig, *_: Any, **__: Any) -> tuple[int, int]:
         return 0, 0
 
 
@@ -143,7 +143,7 @@ def _made(family: Any, model: nn.Module) -> ModelHooks:
             for module, hook in hooks.places():
                 check(module, hook)
             return hooks
-    except UnknownError as error:
+    except UnsupportedApiError as error:
         warn(error)
         return _Plain(str(error))
 

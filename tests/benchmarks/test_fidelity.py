@@ -53,16 +53,16 @@ def test_seams_at_window_borders_are_found_and_others_are_not(picture: torch.Ten
     plain = seam_energy(picture, window=4)
     at_borders, at_tokens = picture.clone(), picture.clone()
     # Windows of 4 tokens of 4 pixels: every second band of 16 pixels is brighter, then bands of 8 off the borders.
-    bands = torch.arange(64)
-    at_borders[..., (bands // 16) % 2 == 1] += 1.0
-    at_tokens[..., ((bands + 8) // 16) % 2 == 1] += 1.0
+    ratio_schedule = torch.arange(64)
+    at_borders[..., (ratio_schedule // 16) % 2 == 1] += 1.0
+    at_tokens[..., ((ratio_schedule + 8) // 16) % 2 == 1] += 1.0
     assert (seam_energy(at_borders, window=4) > 1.5 * plain).all()
     assert (seam_energy(at_tokens, window=4) < plain).all()
 
 
 def test_seams_between_smaller_tokens(picture: torch.Tensor) -> None:
-    bands = torch.arange(64)
-    picture[..., (bands // 8) % 2 == 1] += 1.0
+    ratio_schedule = torch.arange(64)
+    picture[..., (ratio_schedule // 8) % 2 == 1] += 1.0
     assert (seam_energy(picture, window=4, token=2) > 1.4 * seam_energy(picture, window=4)).all()
 
 

@@ -14,7 +14,7 @@ from benchmarks.real import BenchmarkError
 from benchmarks.real.calibrating import calibration_graph
 from benchmarks.real.graphs import (
     FluxFiles,
-    Sampling,
+    SamplingRun,
     Setting,
     Template,
     checkpoint_graph,
@@ -205,7 +205,7 @@ def test_keys_change_with_everything_that_makes_a_picture(graph: Graph) -> None:
 @loop(
     "built",
     [
-        checkpoint_graph("a.safetensors", Sampling(width=512)),
+        checkpoint_graph("a.safetensors", SamplingRun(width=512)),
         flux_graph(FluxFiles("u.safetensors", "l.safetensors", "t.safetensors", "v.safetensors")),
     ],
     ids=["checkpoint", "flux"],

@@ -14,7 +14,7 @@ from benchmarks.selectors import RIVALS, farthest_point, rule, selecting, stride
 from scripts.comfy_pack import pack_module
 
 core, selection, layout = (pack_module(name) for name in ("toma_core", "toma_core.selection", "toma_core.windows"))
-WindowKind = pack_module("toma_core.config").WindowKind
+WindowShape = pack_module("toma_core.config").WindowShape
 cosine_similarity, facility_location = selection.cosine_similarity, selection.facility_location
 random_order, make_budget, make_windows = selection.random_order, layout.make_budget, layout.make_windows
 ALL = ("facility location", *RIVALS)
@@ -30,7 +30,7 @@ def smooth(seed: int, batch: int, height: int, width: int, channels: int = 12) -
 @given(
     st.integers(1, 12),
     st.integers(1, 12),
-    st.sampled_from(list(WindowKind)),
+    st.sampled_from(list(WindowShape)),
     st.integers(2, 9),
     st.booleans(),
     st.floats(0.01, 0.95),
@@ -55,7 +55,7 @@ def test_distinct_real_tokens_as_many_as_asked(
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("x", [torch.ones(1, 35, 4), torch.zeros(1, 35, 4)], ids=["constant", "zero"])
 def test_flat_images_too(kind: str, x: torch.Tensor) -> None:
-    windows = make_windows(5, 7, WindowKind.TILE, 4)
+    windows = make_windows(5, 7, WindowShape.TILE, 4)
     budget = make_budget(windows.counts, 0.4)
     picks = rule(kind)(cosine_similarity(windows.split(x)), windows, budget)
     chosen = [slots[:kept] for slots, kept in zip(picks[0].tolist(), budget.counts, strict=True)]
@@ -66,7 +66,7 @@ def test_flat_images_too(kind: str, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
 def test_facility_location_is_better_at_its_objective(kind: str, ratio: float) -> None:
     """Mean over 16 windows of smooth features and of noise; greedy search need not win in every window."""
-    windows = make_windows(16, 16, WindowKind.TILE, 8)
+    windows = make_windows(16, 16, WindowShape.TILE, 8)
     budget = make_budget(windows.counts, ratio)
     for x in (smooth(0, 4, 16, 16), torch.randn(4, 256, 12, generator=torch.Generator().manual_seed(1))):
         S = cosine_similarity(windows.split(x))
@@ -79,7 +79,7 @@ def test_facility_location_is_better_at_its_objective(kind: str, ratio: float) -
 
 @pytest.mark.parametrize("kind", ALL)
 def test_images_of_a_batch_do_not_meet(kind: str) -> None:
-    windows = make_windows(9, 13, WindowKind.TILE, 4)
+    windows = make_windows(9, 13, WindowShape.TILE, 4)
     budget = make_budget(windows.counts, 0.5)
     S = cosine_similarity(windows.split(smooth(4, 3, 9, 13)))
     together = rule(kind, 11)(S, windows, budget)
@@ -107,7 +107,7 @@ def test_tome_by_hand() -> None:
 
 def test_tome_below_a_quarter_spreads_its_candidates() -> None:
     """64 tokens, 4 wanted, the last window shorter: none of them keeps only its first rows."""
-    windows = make_windows(8, 15, WindowKind.TILE, 8)
+    windows = make_windows(8, 15, WindowShape.TILE, 8)
     assert windows.counts == (64, 56)
     S = cosine_similarity(windows.split(smooth(0, 1, 8, 15))).flatten(0, 1)
     for picks in (tome_matching(S, windows.valid, 4), tome_matching(S[:1], None, 4)):
@@ -151,7 +151,7 @@ def test_inside_it_picks_for_every_run(kind: str) -> None:
         with selecting(one):
             run = core.RunState(core.Schedule(core.ToMAConfig()))
             picks.append(run.plan(x, (16, 16), "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,)).picks)
-    windows = make_windows(16, 16, WindowKind.TILE, 8)
+    windows = make_windows(16, 16, WindowShape.TILE, 8)
     expected = rule(kind)(cosine_similarity(windows.split(x)), windows, make_budget(windows.counts, 0.5))
     assert torch.equal(picks[0], expected)
     assert not torch.equal(*picks)

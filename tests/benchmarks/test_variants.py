@@ -46,23 +46,23 @@ def test_nothing_stands_in_for_what_is_installed(monkeypatch: pytest.MonkeyPatch
 def test_rows_merge_every_step_unless_they_say_otherwise(pack: ModuleType) -> None:
     from benchmarks import models
 
-    attachment_of = pack_module("nodes.adapters.run").attachment_of
+    attachment_of = pack_module("nodes.adapters.patch_model").attachment_of
     model = models.unet()
     config = attachment_of(variants.toma("a", ratio=0.25).patch(model)).config
-    assert (config.ratio, config.whole_every, config.start_percent, config.end_percent) == (0.25, 0, 0.0, 1.0)
-    late = attachment_of(variants.toma("b", whole_every=3).patch(model)).config
-    assert late.whole_every == 3
+    assert (config.ratio, config.full_step_interval, config.start_percent, config.end_percent) == (0.25, 0, 0.0, 1.0)
+    late = attachment_of(variants.toma("b", full_step_interval=3).patch(model)).config
+    assert late.full_step_interval == 3
     balanced = attachment_of(variants.preset("balanced", ratio=0.75).patch(model)).config
-    assert (balanced.ratio, balanced.whole_last, balanced.select_every) == (0.75, 3, 3)
+    assert (balanced.ratio, balanced.skip_last_blocks, balanced.selection_interval) == (0.75, 3, 3)
 
 
 def test_rows_leave_whole_what_the_released_method_does(pack: ModuleType) -> None:
     from benchmarks import models
 
-    attachment_of = pack_module("nodes.adapters.run").attachment_of
+    attachment_of = pack_module("nodes.adapters.patch_model").attachment_of
     unet, flux = models.unet(), models.flux(double=19, single=38)  # blocks are counted in Flux.1 itself
-    assert [attachment_of(variants.toma("a").patch(model)).config.whole_first for model in (unet, flux)] == [0, 5]
-    assert attachment_of(variants.toma("a", **variants.TINY).patch(flux)).config.whole_first == 0
+    assert [attachment_of(variants.toma("a").patch(model)).config.skip_first_blocks for model in (unet, flux)] == [0, 5]
+    assert attachment_of(variants.toma("a", **variants.TINY).patch(flux)).config.skip_first_blocks == 0
 
 
 def test_stacked_variants_are_applied_in_order() -> None:

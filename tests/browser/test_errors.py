@@ -22,7 +22,7 @@ MARKED = "() => app.graph.getNodeById(4).inputs.filter(i => i.hasErrors).map(i =
             ["end_percent", "start_percent"],
         ),
         (1, 2.0, "ratio is 2. Allowed: a number from 0 to 0.95. Try 0.5.", ["ratio"]),
-        (0, "best", 'preset is "best". Allowed: balanced, quality, faithful. Choose one of them.', ["preset"]),
+        (0, "best", 'preset is "best". Allowed: balanced, quality, paper. Choose one of them.', ["preset"]),
     ],
     ids=["range", "limit", "choice"],
 )

@@ -107,7 +107,7 @@ def attach(pack: ModuleType) -> Callable[..., Any]:
     """attach(model, **settings): the model with ToMA, on every grid and in every block unless told otherwise.
     selector: another rule of `benchmarks.selectors` picks destinations."""
     config = pack_module("toma_core.config").ToMAConfig
-    run = pack_module("nodes.adapters.run")
+    run = pack_module("nodes.adapters.patch_model")
 
     def attached(model: Any, *, selector: str = "", **settings: Any) -> Any:
         def patch(model: Any) -> Any:
@@ -134,7 +134,7 @@ def apart(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], 
 @pytest.fixture(scope="session")
 def stats_of(pack: ModuleType) -> Callable[[Any], Any]:
     """The stats of the last run of a model, None if there was none."""
-    run, reports = pack_module("nodes.adapters.run"), pack_module("nodes.adapters.reports")
+    run, reports = pack_module("nodes.adapters.patch_model"), pack_module("nodes.adapters.last_runs")
     return lambda model: reports.last(run.attachment_of(model).report_id)
 
 
@@ -153,7 +153,7 @@ class PlanCall:
 @pytest.fixture
 def plan_calls(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[PlanCall]:
     """Every plan that blocks ask for, in order."""
-    state = pack_module("toma_core.state").RunState
+    state = pack_module("toma_core.run").RunState
     original, calls = state.plan, []
 
     def spy(self: Any, x: Tensor, grid: Any, scope: Any, step_plan: Any, copies: Any, *rest: Any) -> Any:
@@ -168,7 +168,7 @@ def plan_calls(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[PlanCa
 @pytest.fixture
 def decisions(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The decision for every evaluation of the model, in order."""
-    sampling = pack_module("nodes.adapters.sampling")
+    sampling = pack_module("nodes.adapters.sampling_run")
     original, made = sampling.decide, []
 
     def spy(*args: Any, **kwargs: Any) -> Any:
@@ -246,7 +246,7 @@ def dense() -> Callable[[Any], tuple[Tensor, Tensor]]:
 @pytest.fixture
 def no_state_left(pack: ModuleType) -> Iterator[None]:
     """No run state and no plan is alive after the test's runs."""
-    kinds = (pack_module("toma_core.state").RunState, pack_module("toma_core.merge").MergePlan)
+    kinds = (pack_module("toma_core.run").RunState, pack_module("toma_core.merge").MergePlan)
     gc.collect()
     before = {id(o) for o in gc.get_objects() if issubclass(type(o), kinds)}
     yield

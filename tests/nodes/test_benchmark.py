@@ -14,7 +14,7 @@ from scripts.comfy_pack import pack_module
 benchmark = pack_module("nodes.benchmark")
 Node = benchmark.ToMABenchmark
 Timing = pack_module("nodes.timing").Timing
-identity = pack_module("nodes.adapters.identity")
+identity = pack_module("nodes.adapters.fingerprint")
 Profile = pack_module("toma_core.profile").Profile
 TIMINGS = [
     Timing("without ToMA", 0.0, [0.100, 0.101, 0.102]),
@@ -102,7 +102,7 @@ def test_a_profile_is_measured_beside_the_ratios(unet: Any, run: Any, monkeypatc
     profile = Profile(identity.fingerprint(unet), {}, (0.0,), {blocks[0]: (0.25,)})
     _, table, *recommended, answer = run(unet, profile=profile.text())
     assert [str(each.name) for each in asked] == ["ratio 0.5", "the profile"]
-    assert asked[1].bands == profile.bands(blocks)
+    assert asked[1].ratio_schedule == profile.ratio_schedule(blocks)
     assert recommended == [0.5, 0.5], "the ratio does nothing beside a profile, but 0 would be off"
     assert table.startswith("Fastest worthwhile: the profile, 1.73x as fast, error 0.010.\n\n")
     assert "\nthe profile: On." in table

@@ -14,9 +14,9 @@ from benchmarks import models
 from scripts.comfy_pack import pack_module
 
 calibrate = pack_module("nodes.calibrate")
-calibrating = pack_module("nodes.calibrating")
-patch = pack_module("nodes.patch")
-run = pack_module("nodes.adapters.run")
+calibrating = pack_module("nodes.calibration_run")
+patch = pack_module("nodes.toma")
+run = pack_module("nodes.adapters.patch_model")
 profiles = pack_module("toma_core.profile")
 calibration = pack_module("toma_core.calibration")
 Node = calibrate.ToMACalibrate
@@ -33,7 +33,7 @@ def calibrated(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     def call(model: Any, side: int = 40, **inputs: Any) -> tuple[Any, str, torch.Tensor, Any]:
         given = {
             "latent": {"samples": torch.zeros(1, 4, side, side)},
-            "near": "balanced", "distance": 0.1, "steps": STEPS, "cfg": 3.0, "sampler_name": "euler",
+            "target": "balanced", "error": 0.1, "steps": STEPS, "cfg": 3.0, "sampler_name": "euler",
             "scheduler": "simple", "seed": 5, "negative": models.conditioning(model, seed=2),
             "positive": models.conditioning(model, seed=1), **inputs,
         }  # fmt: skip
@@ -60,7 +60,7 @@ def test_gives_out_what_it_found(unet: Any, calibrated: Any, no_state_left: None
     assert len(text.encode()) <= 2000
     # A ToMA node does the same with the profile, in another graph and on another day.
     again = patch.ToMA.execute(unet, 0.5, "quality", text).args[0]
-    assert run.attachment_of(again).bands
+    assert run.attachment_of(again).ratio_schedule
     assert torch.equal(sampled(again), sampled(patch.ToMAAdvanced.execute(unet, **advanced(profile=text)).args[0]))
     assert torch.equal(sampled(again), sampled(model))
 
@@ -72,14 +72,14 @@ def advanced(**values: Any) -> dict[str, Any]:
 
 def found_profile(model: Any) -> str:
     """A profile of some kind for the model."""
-    identity = pack_module("nodes.adapters.identity")
+    identity = pack_module("nodes.adapters.fingerprint")
     names = [block.name for block in identity.blocks_of(model)]
     return profiles.Profile(identity.fingerprint(model), {}, (2.0, 0.0), {names[0]: (0.75, 0.5)}).text()
 
 
 def test_by_distance(unet: Any, calibrated: Any) -> None:
-    near, _, _, answer = calibrated(unet, near="distance", distance=0.02)
-    far, *_ = calibrated(unet, near="distance", distance=0.9)
+    near, _, _, answer = calibrated(unet, target="error", error=0.02)
+    far, *_ = calibrated(unet, target="error", error=0.9)
     whole = sampled(unet)
     assert (sampled(near) - whole).norm() < (sampled(far) - whole).norm()
     assert "Predicted" in answer.ui["toma"][0]["text"] or "Nothing" in answer.ui["toma"][0]["text"]
@@ -91,7 +91,7 @@ def test_small_grids_have_nothing_to_merge(unet: Any, calibrated: Any) -> None:
     assert answer.ui["toma"][0]["text"].startswith("Nothing can be merged here")
     assert torch.equal(sampled(model, 16), sampled(unet, 16))
     again = patch.ToMA.execute(unet, 0.5, "balanced", text)
-    assert "leaves everything unmerged" in again.ui["toma"][0]["text"]
+    assert "merges nothing" in again.ui["toma"][0]["text"]
     assert torch.equal(sampled(again.args[0], 40), sampled(unet, 40))
 
 
@@ -111,7 +111,7 @@ def test_the_preset_as_a_profile(
 
     monkeypatch.setattr(calibrating.Run, "distance", farther)
     monkeypatch.setattr(calibrating.Run, "apart", lambda self, whole, steps: [0.1 * n for n in range(steps + 1)])
-    made, text, _, answer = calibrated(model, near=near)
+    made, text, _, answer = calibrated(model, target=near)
     said = answer.ui["toma"][0]["text"]
     assert "The preset 'balanced' is kept: the choice came no closer, to error 9.000." in said
     assert f"The preset 'balanced' at ratio {ratio:g}: error 0." in said
@@ -129,8 +129,8 @@ def test_a_video(model_of: Any, calibrated: Any, no_state_left: None) -> None:
     assert not profiles.parsed(text).empty
     profiles.fitted(
         profiles.parsed(text),
-        pack_module("nodes.adapters.identity").fingerprint(wan),
-        [block.name for block in pack_module("nodes.adapters.identity").blocks_of(wan)],
+        pack_module("nodes.adapters.fingerprint").fingerprint(wan),
+        [block.name for block in pack_module("nodes.adapters.fingerprint").blocks_of(wan)],
     )
 
 
@@ -139,9 +139,9 @@ def test_a_video_measures_no_more_sites_than_it_has_room_for(
 ) -> None:
     """Each site keeps its own detail, and a video whose detail is too much gives up all of it."""
     wan = model_of("wan")
-    facts = pack_module("nodes.adapters.identity").blocks_of(wan, torch.zeros(1, 16, 3, 32, 32))
+    facts = pack_module("nodes.adapters.fingerprint").blocks_of(wan, torch.zeros(1, 16, 3, 32, 32))
     one = max(fact.tokens * fact.width for fact in facts) * 2 * 4
-    for module in (calibrating, pack_module("toma_core.detail")):
+    for module in (calibrating, pack_module("toma_core.cache")):
         monkeypatch.setattr(module, "MOST", int(2.4 * one))
     _, text, _, answer = calibrated(wan, latent={"samples": torch.zeros(1, 16, 3, 32, 32)})
     said = answer.ui["toma"][0]["text"]
@@ -185,7 +185,7 @@ def test_memory_that_runs_out_is_no_measurement(
 def test_memory_that_runs_out_for_a_plan_is_no_measurement(
     model_of: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wan, state, calls = model_of("wan"), pack_module("toma_core.state").RunState, list[int]()
+    wan, state, calls = model_of("wan"), pack_module("toma_core.run").RunState, list[int]()
     plan = state.plan
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -213,16 +213,16 @@ def test_the_preset_is_the_one_that_a_run_with_these_conditions_has(
     wan = model_of("wan")
     two = [*models.conditioning(wan, seed=1), *models.conditioning(wan, seed=3)]
     needed: list[int] = []
-    keep = pack_module("nodes.adapters.run").reserved
+    keep = pack_module("nodes.adapters.patch_model").reserved
     with monkeypatch.context() as patched:
         patched.setattr(run, "reserved", lambda model, more: needed.append(more) or keep(model, more))
-        patched.setattr(pack_module("nodes.adapters.run"), "memory_left", lambda *_: 0)
+        patched.setattr(pack_module("nodes.adapters.patch_model"), "memory_left", lambda *_: 0)
         models.sample(patch.ToMA.execute(wan, 0.5, "balanced").args[0], 32, 32, frames=3, steps=2)
     monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *_, **__: 1.2 * needed[0] / 0.55)
     _, text, _, _ = calibrated(wan, latent=clip(), steps=8, positive=two)
-    assert profiles.parsed(text).config().all_keys is False
+    assert profiles.parsed(text).config().kv_cache is False
     _, text, _, _ = calibrated(wan, latent=clip(), steps=8)
-    assert profiles.parsed(text).config().all_keys is True
+    assert profiles.parsed(text).config().kv_cache is True
 
 
 @pytest.mark.parametrize("kind", ["two", "cfg_pp", "vace"])
@@ -235,9 +235,9 @@ def test_a_video_measures_what_it_has_room_for(
     monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *_, **__: 1000)  # without keys
     vace = {"base": "WAN21_Vace", "kind": "WAN21_Vace", "model_type": "vace", "vace_layers": 4, "vace_in_dim": 96}
     wan = models.wan(layers=8, **vace) if kind == "vace" else model_of("wan")
-    facts = pack_module("nodes.adapters.identity").blocks_of(wan, clip()["samples"])
+    facts = pack_module("nodes.adapters.fingerprint").blocks_of(wan, clip()["samples"])
     one = max(fact.tokens * fact.width for fact in facts) * 2 * 4
-    for module in (calibrating, pack_module("toma_core.detail")):
+    for module in (calibrating, pack_module("toma_core.cache")):
         monkeypatch.setattr(module, "MOST", int({"two": 2.4, "cfg_pp": 1.7, "vace": 5.0}[kind] * one))
     given: dict[str, Any] = {
         "two": {"positive": [*models.conditioning(wan, seed=1), *models.conditioning(wan, seed=3)]},
@@ -253,24 +253,24 @@ def test_too_little_memory_is_said(model_of: Any, calibrated: Any, monkeypatch: 
     import comfy.model_management
 
     monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *_, **__: 1000)
-    monkeypatch.setattr(pack_module("toma_core.detail"), "MOST", 1)
+    monkeypatch.setattr(pack_module("toma_core.cache"), "MOST", 1)
     short, wan = "There was too little memory for it: try a smaller latent or batch.", model_of("wan")
     _, text, _, answer = calibrated(wan, latent=clip(), steps=8)
     assert answer.ui["toma"][0]["text"].startswith(
         f"Nothing could be measured, so the preset 'balanced' is given out.\n{short}\nThe preset"
     )
     assert not profiles.parsed(text).empty
-    _, text, _, answer = calibrated(wan, latent=clip(), steps=8, near="distance", distance=1.0)
+    _, text, _, answer = calibrated(wan, latent=clip(), steps=8, target="error", error=1.0)
     assert answer.ui["toma"][0]["text"] == f"Nothing could be measured, so there is no profile.\n{short}"
     assert text == ""
 
 
 @pytest.mark.parametrize("distance", [float("nan"), -1.0, 0.0, 2.0])
 def test_a_distance_that_is_none_is_refused(distance: float, unet: Any, calibrated: Any) -> None:
-    error = pack_module("toma_core.fields").ConfigError
-    with pytest.raises(error, match=r"distance is .*\. Allowed: a number from 0\.005 to 1\. Try 0\.1\."):
-        calibrated(unet, near="distance", distance=distance)
-    calibrated(unet, distance=distance, steps=2)  # it is not asked for
+    error = pack_module("toma_core.settings").ConfigError
+    with pytest.raises(error, match=r"error is .*\. Allowed: a number from 0\.005 to 1\. Try 0\.1\."):
+        calibrated(unet, target="error", error=distance)
+    calibrated(unet, error=distance, steps=2)  # it is not asked for
 
 
 def test_a_prompt_that_begins_later(unet: Any, calibrated: Any) -> None:
@@ -281,7 +281,7 @@ def test_a_prompt_that_begins_later(unet: Any, calibrated: Any) -> None:
 
 
 def test_a_profile_in_too_few_steps_says_why_nothing_was_merged(flux: Any, stats_of: Any) -> None:
-    identity = pack_module("nodes.adapters.identity")
+    identity = pack_module("nodes.adapters.fingerprint")
     names = [block.name for block in identity.blocks_of(flux)]
     config = pack_module("toma_core").Settings("balanced").resolved(pack_module("nodes.adapters.family").PRESETS)
     found = profiles.Profile(
@@ -305,13 +305,13 @@ def test_attention_that_asks_nobody_is_measured_as_it_runs(
     monkeypatch.setattr(comfy.ldm.wan.model, "optimized_attention", theirs)
     _, text, _, _ = calibrated(model_of("wan"), latent=clip(), steps=8)
     config = profiles.parsed(text).config()
-    assert (config.all_keys, config.whole_every) == (False, 3)
+    assert (config.kv_cache, config.full_step_interval) == (False, 3)
 
 
 def test_a_word_that_is_none_is_refused(unet: Any, calibrated: Any) -> None:
-    error = pack_module("toma_core.fields").ConfigError
-    with pytest.raises(error, match=r"near is 'nope'\. Allowed: quality, balanced, fast, distance\. Choose one"):
-        calibrated(unet, near="nope")
+    error = pack_module("toma_core.settings").ConfigError
+    with pytest.raises(error, match=r"target is 'nope'\. Allowed: quality, balanced, fast, error\. Choose one"):
+        calibrated(unet, target="nope")
 
 
 def test_another_node_that_answers_for_the_sampler(unet: Any, calibrated: Any) -> None:
@@ -331,7 +331,7 @@ def test_too_few_steps_for_the_preset(flux: Any, calibrated: Any) -> None:
     model, text, _, answer = calibrated(flux, steps=2)
     said = str(calibrating.Problem.TOO_FEW_STEPS(steps=2))
     assert answer.ui["toma"][0]["text"] == said
-    assert text == "", "a profile that leaves everything unmerged would hold for 20 steps too"
+    assert text == "", "a profile that merges nothing would hold for 20 steps too"
     assert run.attachment_of(model) is None
 
 
@@ -445,7 +445,7 @@ def test_what_is_no_profile_is_said_and_the_preset_runs(unet: Any, flux: Any) ->
         answer = patch.ToMA.execute(unet, 0.5, "balanced", text)
         assert why in answer.ui["toma"][0]["text"]
         assert torch.equal(sampled(answer.args[0]), preset)
-        assert run.attachment_of(answer.args[0]).bands == ()
+        assert run.attachment_of(answer.args[0]).ratio_schedule == ()
 
 
 def test_what_is_set_by_hand_is_above_the_profile(unet: Any) -> None:
@@ -461,8 +461,8 @@ def test_what_is_set_by_hand_is_above_the_profile(unet: Any) -> None:
 
 @pytest.mark.compat
 def test_a_profile_is_said_on_the_node_and_in_the_report(unet: Any, stats_of: Any) -> None:
-    names = [block.name for block in pack_module("nodes.adapters.identity").blocks_of(unet)]
-    found = pack_module("nodes.adapters.identity").fingerprint(unet)
+    names = [block.name for block in pack_module("nodes.adapters.fingerprint").blocks_of(unet)]
+    found = pack_module("nodes.adapters.fingerprint").fingerprint(unet)
     text = profiles.Profile(found, {"min_tokens": 4}, (0.0,), {names[0]: (0.25,), names[-1]: (0.75,)}).text()
     answer = patch.ToMA.execute(unet, 0.5, "balanced", text)
     assert answer.ui["toma"][0]["text"] == "By the profile: ratio and preset do nothing."
@@ -470,7 +470,7 @@ def test_a_profile_is_said_on_the_node_and_in_the_report(unet: Any, stats_of: An
     sampled(answer.args[0])
     stats = stats_of(answer.args[0])
     assert str(stats.headline()).startswith("On: up to three quarters of the tokens merged, 2 of ")
-    assert "400 -> 100+ (20 x 20)" in stats.numbers()
+    assert "400 -> 100+ (20 x 20)" in str(stats.numbers())
     assert "at ratio up to 0.75" in stats.text()
 
 
@@ -478,7 +478,7 @@ def test_off_is_off_and_no_profile_is_none(unet: Any) -> None:
     assert patch.ToMA.execute(unet, 0.0, "balanced", found_profile(unet)).args[0] is unet
     for empty in ("", None, " \n\t "):
         attachment = run.attachment_of(patch.ToMA.execute(unet, 0.5, "balanced", empty).args[0])
-        assert attachment.bands == ()
+        assert attachment.ratio_schedule == ()
         assert attachment.config == pack_module("toma_core").Settings("balanced").resolved(
             pack_module("nodes.adapters.families.unet").PRESETS
         )
@@ -521,7 +521,7 @@ def test_a_prediction_that_failed_is_not_believed() -> None:
 
 
 def test_one_picture_that_turned_out_otherwise_decides_nothing(pack: ModuleType) -> None:
-    run = pack_module("nodes.calibrating").Run
+    run = pack_module("nodes.calibration_run").Run
     whole, states = torch.ones(3, 4, 2, 2), torch.zeros(1)
     preset, choice = whole + 0.1, whole + 0.2
     preset[0] = -1.0

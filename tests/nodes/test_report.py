@@ -39,7 +39,7 @@ def shown(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.compat
 def test_report_tells_what_was_merged_where_and_when(unet: Any, attach: Any, shown: Any) -> None:
-    model = attach(unet, end_percent=0.5, min_tokens=100, whole_last=1, granularity="block", select_every=2)
+    model = attach(unet, end_percent=0.5, min_tokens=100, skip_last_blocks=1, granularity="block", selection_interval=2)
     models.sample(model, 24, 24, steps=4, scheduler="normal")
     text, _, _ = shown(model)
     lines = [line.strip() for line in text.splitlines()]
@@ -58,7 +58,7 @@ def test_report_tells_what_was_merged_where_and_when(unet: Any, attach: Any, sho
 
 
 def test_report_of_flux(flux: Any, attach: Any, shown: Any) -> None:
-    model = attach(flux, whole_first=1)
+    model = attach(flux, skip_first_blocks=1)
     models.sample(model, 20, 28, steps=2)
     text, _, _ = shown(model)
     assert text.startswith("On: half of the tokens merged, 4 of 6 blocks, all 2 steps.\n")

@@ -25,7 +25,7 @@ def nameless(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def outcome(model: Any, attach: Any, stats_of: Any, **settings: Any) -> dict[str, Any]:
     """What a run, its report, its chart and the decisions on it are, but for texts."""
-    charts, calibrating = pack_module("nodes.charts"), pack_module("nodes.calibrating")
+    charts, calibrating = pack_module("nodes.report_charts"), pack_module("nodes.calibration_run")
     merged = attach(model, **settings)
     latent = models.sample(merged, 24, 24, steps=3)
     stats = stats_of(merged)
@@ -42,9 +42,9 @@ def outcome(model: Any, attach: Any, stats_of: Any, **settings: Any) -> dict[str
 @pytest.mark.parametrize(
     "settings",
     [
-        {"whole_last": 2, "min_tokens": 40},
+        {"skip_last_blocks": 2, "min_tokens": 40},
         {"min_tokens": 1000},
-        {"whole_every": 2, "min_tokens": 4},
+        {"full_step_interval": 2, "min_tokens": 4},
     ],
     ids=["part", "nothing", "full steps"],
 )

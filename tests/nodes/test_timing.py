@@ -12,8 +12,8 @@ from benchmarks import models
 from scripts.comfy_pack import pack_module
 
 timing = pack_module("nodes.timing")
-run = pack_module("nodes.adapters.run")
-SETTINGS = pack_module("toma_core").Settings("balanced", {"min_tokens": 16, "whole_last": 0})
+run = pack_module("nodes.adapters.patch_model")
+SETTINGS = pack_module("toma_core").Settings("balanced", {"min_tokens": 16, "skip_last_blocks": 0})
 Timing = timing.Timing
 
 
@@ -45,7 +45,7 @@ def test_each_setting_is_timed_and_compared(unet: Any) -> None:
 
 
 def test_the_change_is_the_one_of_the_same_run_in_a_sampler(unet: Any) -> None:
-    attach = pack_module("nodes.adapters.run").attach
+    attach = pack_module("nodes.adapters.patch_model").attach
     asked = task(unet)
     _, half = timing.measure(unet, at(0.5), asked, runs=2)
 

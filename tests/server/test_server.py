@@ -104,7 +104,7 @@ def latent(server: ComfyServer, run: Run, node_id: str = "7") -> bytes:
 @pytest.mark.compat
 @pytest.mark.parametrize("kind", ["unet", "flux"])
 def test_graph_samples_and_reports(tiny_server: ComfyServer, kind: str) -> None:
-    settings = advanced(tiny_server, whole_first=1)
+    settings = advanced(tiny_server, skip_first_blocks=1)
     run = tiny_server.run(graph(settings, kind=kind), timeout=60)
     assert run.status == "success", run.error
     (text,) = run.outputs["8"]["text"]

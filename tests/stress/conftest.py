@@ -80,13 +80,13 @@ def fresh(pack: ModuleType) -> dict[str, dict[str, str]]:
 @pytest.fixture
 def born(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     """Every run, its state and every plan that blocks were given, from now on, without keeping them alive."""
-    sampling, state = pack_module("nodes.adapters.run").Sampling, pack_module("toma_core.state").RunState
+    sampling, state = pack_module("nodes.adapters.patch_model").SamplingRun, pack_module("toma_core.run").RunState
     refs: list[weakref.ref[Any]] = []
     start, plan = sampling.start.__func__, state.plan
 
     def started(cls: Any, *args: Any) -> Any:
         made = start(cls, *args)
-        refs.extend((weakref.ref(made), weakref.ref(made.run), weakref.ref(made.run.details)))
+        refs.extend((weakref.ref(made), weakref.ref(made.run), weakref.ref(made.run.cache)))
         return made
 
     def planned(self: Any, *args: Any) -> Any:
@@ -236,7 +236,7 @@ def saved_latent(lab: ComfyServer) -> Callable[[Run], bytes]:
 @pytest.fixture
 def steady(lab: ComfyServer, saved_latent: Callable[[Run], bytes]) -> Iterator[ComfyServer]:
     """The server, and afterwards it still gives what it gave before."""
-    good = sampling_graph(DIT, 64, 2, seed=4321, merged=True, whole_every=0, plan_from="tokens")
+    good = sampling_graph(DIT, 64, 2, seed=4321, merged=True, full_step_interval=0, similarity_from="tokens")
     run = lab.run(good, timeout=120)
     before = saved_latent(run)
     assert "all 2 steps" in run.outputs[REPORT]["text"][0]

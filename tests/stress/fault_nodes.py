@@ -31,13 +31,13 @@ _armed: dict[str, Any] = {"fault": "none", "calls": 0}
 
 # What a run of this pack makes, by the end of its module's name.
 KINDS = {
-    ("toma_core.state", "RunState"),
-    ("toma_core.state", "_Entry"),
+    ("toma_core.run", "RunState"),
+    ("toma_core.run", "_Entry"),
     ("toma_core.merge", "MergePlan"),
     ("toma_core.pipeline", "Evaluation"),
-    ("toma_core.detail", "Details"),
-    ("toma_core.detail", "Detail"),
-    ("nodes.adapters.run", "Sampling"),
+    ("toma_core.cache", "ResidualCache"),
+    ("toma_core.cache", "Detail"),
+    ("nodes.adapters.patch_model", "Sampling"),
 }
 
 
@@ -63,7 +63,7 @@ def census() -> dict[str, int]:
     found = gc.get_objects()
     kinds = [(type(o).__module__, type(o).__name__) for o in found]
     counts = Counter(name for place, name in kinds for end, kind in KINDS if name == kind and place.endswith(end))
-    (reports,) = [module for name, module in sys.modules.items() if name.endswith("nodes.adapters.reports")]
+    (reports,) = [module for name, module in sys.modules.items() if name.endswith("nodes.adapters.last_runs")]
     drawn = 2 * sum(len(stats.maps) for stats in reports._reports.values())
     return {**counts, "tensors": sum(issubclass(type(o), torch.Tensor) for o in found) - drawn}
 

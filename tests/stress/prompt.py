@@ -18,18 +18,18 @@ SIDE = 24
 STEPS = 3
 # Small models have small grids and few blocks: merge all of them, at every step.
 EVERYTHING = {
-    "min_tokens": 4, "whole_first": 0, "whole_last": 0, "whole_every": 0,
-    "select_every": 10, "weigh_every": 5, "plan_from": "tokens", "all_keys": False,
+    "min_tokens": 4, "skip_first_blocks": 0, "skip_last_blocks": 0, "full_step_interval": 0,
+    "selection_interval": 10, "weight_interval": 5, "similarity_from": "tokens", "kv_cache": False,
 }  # fmt: skip
 # None: without ToMA.
 CASES: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "stack": EVERYTHING,
-    "module": {**EVERYTHING, "granularity": "module", "select_every": 1},
+    "module": {**EVERYTHING, "granularity": "module", "selection_interval": 1},
     "detail": {
         **EVERYTHING,
         "granularity": "block",
-        "whole_every": 2,
+        "full_step_interval": 2,
     },
 }
 
@@ -50,7 +50,7 @@ def main() -> None:
 
     use_comfyui()
     torch.set_num_threads(1)
-    attach, config = pack_module("nodes.adapters.run").attach, pack_module("toma_core.config").ToMAConfig
+    attach, config = pack_module("nodes.adapters.patch_model").attach, pack_module("toma_core.config").ToMAConfig
     found = {}
     for kind in sys.argv[1:]:
         model = getattr(models, kind)()

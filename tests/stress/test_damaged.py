@@ -47,7 +47,7 @@ def test_damaged_checkpoint_is_refused_in_words_or_runs(steady: ComfyServer, out
         way, data = damaged(whole, seed)
         path = steady.base / "models" / "diffusion_models" / f"damaged{seed}.safetensors"
         path.write_bytes(data)
-        graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, whole_every=0, plan_from="tokens")
+        graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, full_step_interval=0, similarity_from="tokens")
         graph["loader"]["inputs"]["unet_name"] = path.name
         how = outcome(steady, graph)
         path.unlink()

@@ -156,13 +156,13 @@ def test_interrupt_before_and_between_steps(
 
 
 OWN = [
-    ("toma_core.state", "make_windows", run_out_of_memory),
-    ("toma_core.state", "weigh", run_out_of_memory),
-    ("toma_core.pipeline", "unmerge_update", run_out_of_memory),
+    ("toma_core.run", "make_windows", run_out_of_memory),
+    ("toma_core.run", "weigh", run_out_of_memory),
+    ("toma_core.pipeline", "unmerge_residual", run_out_of_memory),
 ]
 MORE = [
-    ("toma_core.state", "cosine_similarity", run_out_of_memory),
-    ("toma_core.state", "select", interrupt),
+    ("toma_core.run", "cosine_similarity", run_out_of_memory),
+    ("toma_core.run", "select", interrupt),
     ("toma_core.pipeline", "merge", interrupt),
 ]
 
@@ -179,7 +179,7 @@ def test_fault_inside_our_own_code(
     """In selection, in weighing, in merging: at the second call, when there is a plan already."""
     import comfy.model_management as mm
 
-    patched = attach(model, **{**prompt.CASES["stack"], "weigh_every": 1})
+    patched = attach(model, **{**prompt.CASES["stack"], "weight_interval": 1})
     expected = prompt.digest(prompt.sample(patched))
     assert expected != fresh[kind]["plain"]
     nothing_alive()
@@ -219,7 +219,7 @@ def test_no_memory_while_a_graph_is_prepared(
     nothing_alive()
     before = tensors()
     with monkeypatch.context() as patch:
-        patch.setattr(pack_module("toma_core.state"), "make_windows", lambda *_: run_out_of_memory())
+        patch.setattr(pack_module("toma_core.run"), "make_windows", lambda *_: run_out_of_memory())
         with pytest.raises(kind_of(run_out_of_memory)):
             prompt.sample(patched)
     nothing_alive()
@@ -269,7 +269,7 @@ def test_picture_is_not_lost_with_its_drawing(
     """The map of windows for the report is drawn when sampling is done: with no memory left for it, the latent is."""
     patched = attach(model, **prompt.CASES["stack"])
     with monkeypatch.context() as patch:
-        patch.setattr(pack_module("toma_core.state"), "draw_map", lambda plan: run_out_of_memory())
+        patch.setattr(pack_module("toma_core.run"), "draw_map", lambda plan: run_out_of_memory())
         assert prompt.digest(prompt.sample(patched)) == fresh[kind]["stack"]
     assert stats_of(patched).maps == {}
     assert "could not be drawn: CUDA out of memory" in caplog.text

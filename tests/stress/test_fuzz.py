@@ -42,7 +42,7 @@ def cases(share: float) -> Any:
 
 def values_of(name: str) -> st.SearchStrategy[Any]:
     """Allowed values of one setting, its ends among them."""
-    spec, default = config.field_spec(name), config.field_default(name)
+    spec, default = config.setting_spec(name), config.setting_default(name)
     if isinstance(default, Enum):
         return st.sampled_from([str(member.value) for member in type(default)])
     if isinstance(default, bool):
@@ -65,11 +65,11 @@ NAMES = [item.name for item in fields(config.ToMAConfig)]
 MERGING = {
     "ratio": mostly("ratio", 0.25, 0.5, 0.75),
     "min_tokens": mostly("min_tokens", 4, 4, 16),
-    "whole_first": mostly("whole_first", 0, 0, 1, 0.3),
-    "whole_last": mostly("whole_last", 0, 0, 1, 0.3),
+    "skip_first_blocks": mostly("skip_first_blocks", 0, 0, 1, 0.3),
+    "skip_last_blocks": mostly("skip_last_blocks", 0, 0, 1, 0.3),
     "start_percent": mostly("start_percent", 0.0),
     "end_percent": mostly("end_percent", 1.0),
-    "whole_every": mostly("whole_every", 0, 0, 0, 2, 3),
+    "full_step_interval": mostly("full_step_interval", 0, 0, 0, 2, 3),
 }
 SETTINGS = st.fixed_dictionaries(MERGING, optional={name: values_of(name) for name in NAMES if name not in MERGING})
 
@@ -154,7 +154,7 @@ def test_any_settings_on_any_shape_under_any_conditions(
     again: bool,
 ) -> None:
     model = small[other if kind == "other" else kind]
-    attach = pack_module("nodes.adapters.run").attach
+    attach = pack_module("nodes.adapters.patch_model").attach
     try:
         patched = attach(model, config.ToMAConfig(**chosen))
     except config.ConfigError as error:
@@ -216,7 +216,7 @@ def test_any_value_is_taken_or_refused_in_words(name: str, value: Any) -> None:
         assert name in message
     else:
         # What is kept is of the setting's own kind.
-        assert type(getattr(taken, name)) is type(config.field_default(name))
+        assert type(getattr(taken, name)) is type(config.setting_default(name))
 
 
 @given(preset=st.one_of(st.text(max_size=30), st.none(), st.integers(), st.sampled_from(["x" * 100_000, [], {}])))
@@ -246,13 +246,13 @@ JSON = st.one_of(
 
 def whole_graph(seed: int) -> dict[str, Any]:
     """Every node of the pack in one graph, and as little work as there can be."""
-    graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, whole_every=0, plan_from="tokens")
+    graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, full_step_interval=0, similarity_from="tokens")
     graph["simple"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.5, "preset": "quality"}}
     graph["benchmark"] = {
         "class_type": "ToMABenchmark",
         "inputs": {
             **{"model": ["simple", 0], "positive": ["scene", 0], "latent": ["empty", 0], "ratio": 0.5},
-            **{"preset": "faithful", "sweep": False, "steps": 2, "runs": 2},
+            **{"preset": "paper", "sweep": False, "steps": 2, "runs": 2},
         },
     }
     return graph
@@ -326,7 +326,7 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: An
 
 def test_option_that_nobody_knows_changes_nothing(steady: ComfyServer, saved_latent: Any) -> None:
     """A graph saved by a later version, opened in this one."""
-    graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, whole_every=0, plan_from="tokens")
+    graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, full_step_interval=0, similarity_from="tokens")
     expected = saved_latent(steady.run(graph, timeout=120))
     later = copy.deepcopy(graph)
     later["toma"]["inputs"].update({"sharpness": 3, "mode.strength": "x", "__class__": [1]})

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from scripts.comfy_pack import pack_module
 
 config_module = pack_module("toma_core.config")
-core, trial = pack_module("toma_core"), pack_module("toma_core.trial")
+core, trial = pack_module("toma_core"), pack_module("toma_core.kernels.dispatch")
 GRID = (13, 9)
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LARGEST = torch.finfo(HALF).max
@@ -193,7 +193,7 @@ def test_a_later_weighing_of_broken_tokens(name: str) -> None:
 def test_no_other_float_than_the_tokens_own_and_fp32(dtype: torch.dtype, blind: str, dtypes_used: Any) -> None:
     """No bf16 on cards that have only fp16, and no fp64, which Apple's GPUs lack."""
     x = smooth(dtype)
-    details = run_of(granularity="block", whole_every=3)
+    details = run_of(granularity="block", full_step_interval=3)
     with dtypes_used() as seen:
         for step in range(3):
             decision = core.StepPlan(step, MODES[step > 0], 0.5, step, step)

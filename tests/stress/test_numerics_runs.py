@@ -18,14 +18,14 @@ LARGEST = torch.finfo(HALF).max
 SIDE = 16
 EVERYTHING = {"min_tokens": 4}
 # Other dtypes and sizes round in other ways: with fixed destinations and soft weights numbers can be compared.
-COMPARABLE = {**EVERYTHING, "selector": "grid", "scale": 20.0}
+COMPARABLE = {**EVERYTHING, "selector": "grid", "sharpness": 20.0}
 SETTINGS = {
     "stack": EVERYTHING,
     "module": {**EVERYTHING, "granularity": "module"},
     "detail": {
         **EVERYTHING,
         "granularity": "block",
-        "whole_every": 2,
+        "full_step_interval": 2,
     },
 }
 # How weights are stored, and what is computed in.
@@ -250,7 +250,7 @@ def test_flux_in_fp16_with_tokens_at_the_limit(
     plain = sampled(model, noise)
     assert plain.isfinite().all()
     assert float(torch.cat(found).amax()) == limit
-    soft = {**EVERYTHING, "window_size": 4, "scale": 30.0}
+    soft = {**EVERYTHING, "window_size": 4, "sharpness": 30.0}
     found.clear()
     merged = sampled(attach(model, **SETTINGS.get(settings, soft)), noise)
     assert torch.cat(found).isfinite().all()

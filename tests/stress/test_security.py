@@ -73,7 +73,7 @@ def shipped(packed: Path) -> dict[str, str]:
 
 def test_python_does_none_of_what_is_refused(shipped: dict[str, str]) -> None:
     files = {name: text for name, text in shipped.items() if name.endswith(".py")}
-    assert {"__init__.py", "nodes/adapters/run.py", "toma_core/kernels/triton/select.py"} <= set(files)
+    assert {"__init__.py", "nodes/adapters/patch_model.py", "toma_core/kernels/triton/select.py"} <= set(files)
     assert [found for name, text in files.items() for found in complaints(name, text)] == []
 
 
@@ -150,10 +150,10 @@ def test_no_route_is_added_but_the_folders_that_comfyui_serves(lab: ComfyServer,
     with ComfyServer(packs=[ROOT / "demo", ROOT / "tests" / "stress" / "lab.py"], checkout=False) as bare:
         before = census(bare, with_routes=True)["routes"]
     after = census(lab, with_routes=True)["routes"]
-    served = {f"/extensions/{PACK_FOLDER}", f"/api/workflow_templates/{PACK_FOLDER}"}
-    assert {tuple(route[:2]) for route in before} | {(m, p) for m in ("GET", "HEAD") for p in served} == {
-        tuple(route[:2]) for route in after
-    }
+    attention_hook_called = {f"/extensions/{PACK_FOLDER}", f"/api/workflow_templates/{PACK_FOLDER}"}
+    assert {tuple(route[:2]) for route in before} | {
+        (m, p) for m in ("GET", "HEAD") for p in attention_hook_called
+    } == {tuple(route[:2]) for route in after}
     assert not [route for route in after if f"custom_nodes/{PACK_FOLDER}" in route[2]], "a handler of the pack's own"
 
 
@@ -166,7 +166,7 @@ def test_run_writes_into_comfyuis_folders_alone_and_connects_to_nobody(lab: Comf
         for member in (process, *process.children(recursive=True)):
             peers.update(c.raddr.ip for c in member.net_connections("inet") if c.raddr)
 
-    graph = sampling_graph(DIT, 64, 2, seed=77, merged=True, whole_every=0, plan_from="tokens")
+    graph = sampling_graph(DIT, 64, 2, seed=77, merged=True, full_step_interval=0, similarity_from="tokens")
     run = lab.run(graph, timeout=120, on_message=look)
     assert run.status == "success", run.error
     assert "all 2 steps" in run.outputs["report"]["text"][0]

@@ -40,7 +40,17 @@ Graph = dict[str, Any]
 OTHERS = ("flux2", "chroma", "z_image", "lumina2", "krea2", "qwen_image", "sd3", "wan", "hunyuan")
 
 # What lives as long as a run, and not a moment longer.
-OF_A_RUN = {"RunState", "Schedule", "Sampling", "Evaluation", "MergePlan", "Details", "Detail", "_Entry", "Dispatch"}
+OF_A_RUN = {
+    "RunState",
+    "Schedule",
+    "Sampling",
+    "Evaluation",
+    "MergePlan",
+    "ResidualCache",
+    "Detail",
+    "_Entry",
+    "Dispatch",
+}
 # What is kept, and how many at most: the last runs for the report, a drawing of each of their grids, and layouts.
 BOUNDED = {"RunStats": 32, "MergeMap": 4 * 32, "Windows": 64, "Budget": 64}
 
@@ -48,17 +58,19 @@ BOUNDED = {"RunStats": 32, "MergeMap": 4 * 32, "Windows": 64, "Budget": 64}
 def random_settings(chance: random.Random) -> dict[str, Any]:
     """Some settings of ToMA Advanced."""
     values: dict[str, Any] = {"ratio": round(chance.uniform(0.05, 0.9), 2), "min_tokens": 16}
-    values["whole_every"] = chance.choice([0, 0, 2, 3])  # with the default, runs of one or two steps merge nothing
+    values["full_step_interval"] = chance.choice(
+        [0, 0, 2, 3]
+    )  # with the default, runs of one or two steps merge nothing
     names = [item.name for item in fields(config.ToMAConfig) if item.name not in values]
     for name in chance.sample(names, chance.randint(0, 5)):
-        spec, default = config.field_spec(name), config.field_default(name)
+        spec, default = config.setting_spec(name), config.setting_default(name)
         if isinstance(default, Enum):
             values[name] = chance.choice([member.value for member in type(default)])
         elif isinstance(default, bool):
             values[name] = not default
         elif isinstance(default, int):
             values[name] = chance.randint(int(spec.minimum), int(min(spec.maximum, spec.minimum + 10)))
-        elif name in ("whole_first", "whole_last"):
+        elif name in ("skip_first_blocks", "skip_last_blocks"):
             values[name] = chance.choice([0.2, 1.0, 2.0])
         else:
             values[name] = round(chance.uniform(spec.minimum, min(spec.maximum, 1000.0)), 2)

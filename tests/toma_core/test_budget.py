@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toma_core.budget import MOST, MovedBudget, moved, spread
+from toma_core.budget import MOST, AdaptiveBudget, moved, spread
 from toma_core.config import ToMAConfig
-from toma_core.merge import merge, stacked, unmerge, unmerge_update
+from toma_core.merge import merge, stacked, unmerge, unmerge_residual
+from toma_core.run import RunState
 from toma_core.schedule import Schedule, StepMode, StepPlan
-from toma_core.state import RunState
 from toma_core.windows import Windows, make_budget, make_windows
 
 GRIDS = [(16, 16), (13, 19), (8, 40), (5, 7)]
@@ -22,7 +22,7 @@ def picture(height: int, width: int, batch: int = 2, seed: int = 0) -> torch.Ten
     return x.flatten(1, 2)
 
 
-def of(x: torch.Tensor, windows: Windows, ratio: float) -> MovedBudget:
+def of(x: torch.Tensor, windows: Windows, ratio: float) -> AdaptiveBudget:
     return moved(make_budget(windows.counts, ratio), spread(windows.split(x), windows), windows)
 
 
@@ -102,7 +102,7 @@ def test_spread_is_the_variance_of_directions() -> None:
 
 
 def plan_of(x: torch.Tensor, grid: tuple[int, int], dtype: torch.dtype = torch.float32, ratio: float = 0.5):  # type: ignore[no-untyped-def]
-    run = RunState(Schedule(ToMAConfig(plan_from="prediction")))  # type: ignore[arg-type]
+    run = RunState(Schedule(ToMAConfig(similarity_from="prediction")))  # type: ignore[arg-type]
     return run.plan(
         x.to(dtype), grid, "a", StepPlan(0, StepMode.MERGED, ratio, 0, 0), (None,), pictures=(shown(x, grid),)
     )
@@ -126,7 +126,7 @@ def test_merging_is_what_the_dense_matrices_say(grid: tuple[int, int]) -> None:
     torch.testing.assert_close(merge(x, plan), M @ x)
     y = torch.randn(B, D, 6)
     torch.testing.assert_close(unmerge(y, plan), back @ y)
-    torch.testing.assert_close(unmerge_update(y, merge(x, plan), x, plan), x + back @ (y - M @ x))
+    torch.testing.assert_close(unmerge_residual(y, merge(x, plan), x, plan), x + back @ (y - M @ x))
     # A destination stands for itself more than for any other.
     assert bool((M.gather(2, plan.destinations[..., None]) > 0).all())
     assert all(len(set(row)) == D for row in plan.destinations.tolist())

@@ -175,8 +175,8 @@ def test_whole_steps_tell_growth_from_error() -> None:
     """Every second step runs whole, and doubles what was there; merged ones add three times what was measured for them,
     then twice, then a half. One scale for all would have the third shrink what came before it to next to nothing."""
     injected, scales, found = [1.0, 0.0, 1.0, 0.0, 8.0, 0.0], [3.0, 0.0, 2.0, 0.0, 0.5, 0.0], [0.0]
-    for error, scale in zip(injected, scales, strict=True):
-        found.append(2.0 * found[-1] + scale * error)
+    for error, sharpness in zip(injected, scales, strict=True):
+        found.append(2.0 * found[-1] + sharpness * error)
     factors = amplified(found, injected)
     assert [factors[n] for n in (0, 2, 4)] == pytest.approx([3.0 * 2**5, 2.0 * 2**3, 0.5 * 2])
 

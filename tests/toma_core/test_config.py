@@ -16,17 +16,17 @@ from toma_core.config import (
     Granularity,
     ToMAConfig,
     check,
-    field_default,
-    field_spec,
-    so_many,
+    resolve_count,
+    setting_default,
+    setting_spec,
 )
 from toma_core.reasons import label
 
 FIELDS = [item.name for item in dataclasses.fields(ToMAConfig)]
-ENUMS = [name for name in FIELDS if isinstance(field_default(name), Enum)]
-SWITCHES = [name for name in FIELDS if isinstance(field_default(name), bool)]
+ENUMS = [name for name in FIELDS if isinstance(setting_default(name), Enum)]
+SWITCHES = [name for name in FIELDS if isinstance(setting_default(name), bool)]
 NUMBERS = [name for name in FIELDS if name not in ENUMS and name not in SWITCHES]
-WHOLE = [name for name in NUMBERS if isinstance(field_default(name), int)]
+WHOLE = [name for name in NUMBERS if isinstance(setting_default(name), int)]
 
 
 def refused(name: str, value: Any) -> str:
@@ -43,14 +43,14 @@ def refused(name: str, value: Any) -> str:
 
 
 def test_the_fields_are_of_three_kinds() -> None:
-    assert set(ENUMS) >= {"granularity", "plan_from"}
-    assert set(SWITCHES) >= {"merge_references", "all_keys"}
+    assert set(ENUMS) >= {"granularity", "similarity_from"}
+    assert set(SWITCHES) >= {"merge_references", "kv_cache"}
     assert set(NUMBERS) >= {"ratio", "window_size"}
 
 
 @loop("name", FIELDS)
 def test_metadata_is_complete(name: str) -> None:
-    spec, default = field_spec(name), field_default(name)
+    spec, default = setting_spec(name), setting_default(name)
     assert len(spec.tooltip) > 30
     assert spec.tooltip.endswith(".")
     if name in NUMBERS:
@@ -68,7 +68,7 @@ def test_metadata_is_complete(name: str) -> None:
 
 @loop("name", NUMBERS)
 def test_numbers_keep_to_their_range(name: str) -> None:
-    spec = field_spec(name)
+    spec = setting_spec(name)
     assert spec.minimum is not None
     assert spec.maximum is not None
     assert check(name, spec.minimum) == spec.minimum
@@ -76,7 +76,7 @@ def test_numbers_keep_to_their_range(name: str) -> None:
     for value in (spec.minimum - 1, spec.maximum + 1, float("inf"), float("-inf"), -1e300, 1e300):
         message = refused(name, value)
         assert f"{spec.minimum:.10g} to {spec.maximum:.10g}" in message
-        assert f"Try {field_default(name):.10g}." in message
+        assert f"Try {setting_default(name):.10g}." in message
 
 
 @loop("name", NUMBERS)
@@ -92,7 +92,7 @@ def test_numbers_beyond_floats_are_refused(name: str) -> None:
 
 @loop("name", WHOLE)
 def test_whole_numbers_may_come_as_floats_but_not_broken(name: str) -> None:
-    default = field_default(name)
+    default = setting_default(name)
     value = check(name, float(default))
     assert (value, type(value)) == (default, int)
     assert "whole number" in refused(name, default + 0.5)
@@ -100,7 +100,7 @@ def test_whole_numbers_may_come_as_floats_but_not_broken(name: str) -> None:
 
 @loop("name", [name for name in NUMBERS if name not in WHOLE])
 def test_floats_may_come_as_whole_numbers(name: str) -> None:
-    spec = field_spec(name)
+    spec = setting_spec(name)
     assert spec.maximum is not None
     value = check(name, int(spec.maximum))
     assert (value, type(value)) == (int(spec.maximum), float)
@@ -108,7 +108,7 @@ def test_floats_may_come_as_whole_numbers(name: str) -> None:
 
 @loop("name", ENUMS)
 def test_enums_take_members_and_their_values_only(name: str) -> None:
-    kind = type(field_default(name))
+    kind = type(setting_default(name))
     for member in kind:
         assert check(name, member) is member
         assert check(name, member.value) is member
@@ -130,7 +130,7 @@ def test_switches_are_true_or_false(name: str, value: Any) -> None:
     [
         ("ratio", 0.9500000000000001, "0.9500000000000001"),
         ("min_tokens", 1_048_577, "1048577"),
-        ("whole_every", 1001, "1001"),
+        ("full_step_interval", 1001, "1001"),
     ],
 )
 def test_the_message_shows_the_value_as_it_was(name: str, value: float, shown: str) -> None:
@@ -146,8 +146,8 @@ def test_start_after_end_is_refused() -> None:
 
 
 def test_whole_on_every_step_is_refused() -> None:
-    assert "every step would be a full step" in refused("whole_every", 1)
-    assert [ToMAConfig(whole_every=n).whole_every for n in (0, 2, 3)] == [0, 2, 3]
+    assert "every step would be a full step" in refused("full_step_interval", 1)
+    assert [ToMAConfig(full_step_interval=n).full_step_interval for n in (0, 2, 3)] == [0, 2, 3]
 
 
 @loop(
@@ -156,7 +156,7 @@ def test_whole_on_every_step_is_refused() -> None:
      (2.5, 4, 3), (5, 4, 4), (1000, 0, 0), (0.5, 0, 0)],
 )  # fmt: skip
 def test_a_share_or_a_number_of_blocks(amount: float, count: int, blocks: int) -> None:
-    assert so_many(amount, count) == blocks
+    assert resolve_count(amount, count) == blocks
 
 
 def test_frozen_equal_and_hashable() -> None:
@@ -184,7 +184,7 @@ def test_members_of_another_enum_with_the_same_word_become_the_right_one() -> No
 
 @given(st.sampled_from(NUMBERS), st.floats() | st.integers())
 def test_any_number_is_taken_as_it_is_or_refused(name: str, value: float) -> None:
-    spec = field_spec(name)
+    spec = setting_spec(name)
     assert spec.minimum is not None
     assert spec.maximum is not None
     try:

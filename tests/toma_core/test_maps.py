@@ -8,20 +8,20 @@ import torch
 from toma_core.config import ToMAConfig
 from toma_core.maps import draw_map
 from toma_core.merge import MergePlan
+from toma_core.run import RunState
 from toma_core.schedule import Schedule, StepMode, StepPlan
-from toma_core.state import RunState
 
 
-def plan_of(x: torch.Tensor, grid: tuple[int, ...], blind: str = "", **settings: object) -> MergePlan:
+def plan_of(x: torch.Tensor, grid: tuple[int, ...], content_independent: str = "", **settings: object) -> MergePlan:
     run = RunState(Schedule(ToMAConfig(window_size=4, **settings)))  # type: ignore[arg-type]
-    return run.plan(x, grid, None, StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,), blind)
+    return run.plan(x, grid, None, StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,), content_independent)
 
 
 @pytest.mark.parametrize("blind", ["", "several devices"])
-def test_the_map_shows_each_token_with_its_nearest_destination(blind: str) -> None:
+def test_the_map_shows_each_token_with_its_nearest_destination(content_independent: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 63, 6).bfloat16()
-    plan = plan_of(x, (7, 9), blind)
+    plan = plan_of(x, (7, 9), content_independent)
     drawn = draw_map(plan)
     assert (drawn.height, drawn.width, drawn.cuts) == (7, 9, plan.windows.cuts)
     assert torch.equal(drawn.destinations, plan.destinations[0])

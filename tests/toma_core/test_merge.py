@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toma_core.config import WindowKind
-from toma_core.merge import MergePlan, merge, unmerge, unmerge_update, weigh
+from toma_core.config import WindowShape
+from toma_core.merge import MergePlan, merge, unmerge, unmerge_residual, weigh
 from toma_core.selection import cosine_similarity, select
 from toma_core.windows import make_budget, make_windows
 
@@ -31,18 +31,18 @@ def plan_of(
     *,
     ratio: float = 0.5,
     size: int = 4,
-    kind: WindowKind = WindowKind.TILE,
+    kind: WindowShape = WindowShape.TILE,
     shifted: bool = False,
-    scale: float = 30.0,
+    sharpness: float = 30.0,
 ) -> MergePlan:
     windows = make_windows(height, width, kind, size, shifted)
     budget = make_budget(windows.counts, ratio)
     tokens = windows.split(x)
     picks = select(cosine_similarity(tokens), windows, budget)
-    return weigh(tokens, picks, windows, budget, scale, x.dtype)
+    return weigh(tokens, picks, windows, budget, sharpness, x.dtype)
 
 
-def dense(x: torch.Tensor, plan: MergePlan, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def dense(x: torch.Tensor, plan: MergePlan, sharpness: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(A, M) of one image, both (D, N), by loops over tokens and the destinations of their window, in double."""
     destinations = plan.destinations[0].tolist()
     window_of = {t: w for w, n in enumerate(plan.windows.counts) for t in plan.windows.source[w, :n].tolist()}
@@ -51,7 +51,7 @@ def dense(x: torch.Tensor, plan: MergePlan, scale: float) -> tuple[torch.Tensor,
     for i in range(len(x)):
         near = [j for j, token in enumerate(destinations) if window_of[token] == window_of[i]]
         cos = [float(x[destinations[j]] @ x[i] / (x[destinations[j]].norm() * x[i].norm())) for j in near]
-        powers = [math.exp(scale * (c - max(cos))) for c in cos]
+        powers = [math.exp(sharpness * (c - max(cos))) for c in cos]
         for j, power in zip(near, powers, strict=True):
             A[j, i] = power / sum(powers)
     return A, A / A.sum(1, keepdim=True)
@@ -61,7 +61,7 @@ def dense(x: torch.Tensor, plan: MergePlan, scale: float) -> tuple[torch.Tensor,
 @given(
     st.integers(1, 12),
     st.integers(1, 12),
-    st.sampled_from(list(WindowKind)),
+    st.sampled_from(list(WindowShape)),
     st.integers(2, 6),
     st.booleans(),
     st.floats(0.01, 0.95),
@@ -69,11 +69,11 @@ def dense(x: torch.Tensor, plan: MergePlan, scale: float) -> tuple[torch.Tensor,
     st.integers(0, 2**31),
 )
 def test_equal_to_the_dense_matrices(
-    height: int, width: int, kind: WindowKind, size: int, shifted: bool, ratio: float, scale: float, seed: int
+    height: int, width: int, kind: WindowShape, size: int, shifted: bool, ratio: float, sharpness: float, seed: int
 ) -> None:
     x = features(seed, 1, height * width, 6)
-    plan = plan_of(x, height, width, ratio=ratio, size=size, kind=kind, shifted=shifted, scale=scale)
-    A, M = dense(x, plan, scale)
+    plan = plan_of(x, height, width, ratio=ratio, size=size, kind=kind, shifted=shifted, sharpness=sharpness)
+    A, M = dense(x, plan, sharpness)
     merged = merge(x, plan)
     torch.testing.assert_close(merged[0].double(), M @ x[0].double(), rtol=1e-3, atol=1e-3)
     y = features(seed + 1, 1, plan.kept, 3)
@@ -115,11 +115,11 @@ def test_rows_sum_to_one(height: int, width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scale", [300.0, 10_000.0])
-def test_weights_are_fp32_math_then_cast(dtype: torch.dtype, scale: float) -> None:
+def test_weights_are_fp32_math_then_cast(dtype: torch.dtype, sharpness: float) -> None:
     """Exactly the weights of the same features in fp32, rounded once: near cos = 1 the dtype's own steps are whole
     logits."""
     x = (1 + 0.05 * features(2, 2, 117, 16)).to(dtype)
-    low, high = plan_of(x, 13, 9, scale=scale), plan_of(x.float(), 13, 9, scale=scale)
+    low, high = plan_of(x, 13, 9, sharpness=sharpness), plan_of(x.float(), 13, 9, sharpness=sharpness)
     assert torch.equal(low.picks, high.picks)
     assert torch.equal(low.merge_weights, high.merge_weights.to(dtype))
     assert torch.equal(low.unmerge_weights, high.unmerge_weights.to(dtype))
@@ -140,7 +140,7 @@ def test_constant_tokens_stay_that_constant(height: int, width: int) -> None:
 
 def test_zero_and_constant_images_give_finite_plans() -> None:
     for x in (torch.zeros(1, 35, 4), torch.ones(1, 35, 4), torch.full((1, 35, 4), 1e-30)):
-        plan = plan_of(x, 5, 7, scale=10_000.0)
+        plan = plan_of(x, 5, 7, sharpness=10_000.0)
         assert plan.merge_weights.isfinite().all()
         assert plan.unmerge_weights.isfinite().all()
         torch.testing.assert_close(unmerge(merge(x, plan), plan), x, rtol=1e-3, atol=1e-3)
@@ -150,7 +150,7 @@ def test_zero_and_constant_images_give_finite_plans() -> None:
 def test_a_sharp_softmax_is_the_mean_of_the_cluster(height: int, width: int) -> None:
     """Each token goes to its most similar destination of the window; a destination is the mean of its cluster."""
     x = features(4, 1, height * width, 8)
-    plan = plan_of(x, height, width, scale=1e5)
+    plan = plan_of(x, height, width, sharpness=1e5)
     A, _ = dense(x, plan, 1.0)
     owner = A.argmax(0)
     merged = merge(x, plan)[0]
@@ -182,7 +182,7 @@ def test_rows_of_windows_at_once_are_windows_one_by_one(
         reduced = merge(x, plan)
         # Tokens between others, as Flux has them.
         between = torch.cat([x, x, x], 1)[:, len(x[0]) : 2 * len(x[0])]
-        return reduced, merge(between, plan), unmerge(out, plan), unmerge_update(out, reduced, between, plan)
+        return reduced, merge(between, plan), unmerge(out, plan), unmerge_residual(out, reduced, between, plan)
 
     at_once = results(plan)
     monkeypatch.setattr(importlib.import_module("toma_core.merge"), "_SIDE_BY_SIDE", 0)
@@ -200,7 +200,7 @@ def test_a_broken_token_stays_in_its_row_of_windows() -> None:
     assert plan.strips is not None
     broken = x.clone()
     broken[1, 5] = float("nan")
-    sound, spoiled = (unmerge_update(2 * merge(t, plan), merge(t, plan), t, plan) for t in (x, broken))
+    sound, spoiled = (unmerge_residual(2 * merge(t, plan), merge(t, plan), t, plan) for t in (x, broken))
     assert torch.equal(spoiled[0], sound[0])
     assert torch.equal(spoiled[1, 32:], sound[1, 32:])
     assert not spoiled[1, :32].isfinite().any()
@@ -213,8 +213,8 @@ def test_one_plan_for_a_larger_batch() -> None:
     one = merge(x[1:2], plan)
     torch.testing.assert_close(merge(x, plan)[1:2], one)
     torch.testing.assert_close(unmerge(merge(x, plan), plan)[1:2], unmerge(one, plan))
-    updated = unmerge_update(2 * merge(x, plan), merge(x, plan), x, plan)
-    torch.testing.assert_close(updated[1:2], unmerge_update(2 * one, one, x[1:2], plan))
+    updated = unmerge_residual(2 * merge(x, plan), merge(x, plan), x, plan)
+    torch.testing.assert_close(updated[1:2], unmerge_residual(2 * one, one, x[1:2], plan))
 
 
 @grids

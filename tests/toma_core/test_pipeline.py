@@ -18,16 +18,16 @@ from toma_core.reasons import Reason
 ROOT = Path(__file__).parents[2]
 
 
-def evaluation_of(sigma: float = 1.0, copies: tuple[object, ...] = (None,), **settings: object) -> Evaluation:
+def evaluation_of(sigma: float = 1.0, plan_keys: tuple[object, ...] = (None,), **settings: object) -> Evaluation:
     run = RunState(Schedule(ToMAConfig(**settings), (1.0,)))  # type: ignore[arg-type]
-    return Evaluation(run, run.schedule.decide(sigma), copies)  # type: ignore[arg-type]
+    return Evaluation(run, run.schedule.decide(sigma), plan_keys)  # type: ignore[arg-type]
 
 
 def toy() -> tuple[torch.Tensor, MergePlan]:
     """A 1 x 4 grid in one window, half of it merged away, sharp weights: tokens (1, 0) and (3, 0) are of one
     direction, (0, 2) and (0, 6) of the other. Two clusters, whose means are (2, 0) and (0, 4)."""
     x = torch.tensor([[[1.0, 0.0], [3.0, 0.0], [0.0, 2.0], [0.0, 6.0]]])
-    plan = plan_for(x, (1, 4), "toy", evaluation_of(min_tokens=4, scale=10_000.0, window_size=4))
+    plan = plan_for(x, (1, 4), "toy", evaluation_of(min_tokens=4, sharpness=10_000.0, window_size=4))
     assert plan is not None
     return x, plan
 
@@ -58,7 +58,7 @@ def test_a_block_that_does_nothing_changes_nothing() -> None:
 def test_a_block_that_adds_a_constant_adds_it_everywhere() -> None:
     """Updates of (1, -2) on every destination are (1, -2) on every token, because unmerge weights sum to 1."""
     x = torch.randn(2, 117, 2)
-    plan = plan_for(x, (13, 9), "toy", evaluation_of(min_tokens=4, scale=10.0))
+    plan = plan_for(x, (13, 9), "toy", evaluation_of(min_tokens=4, sharpness=10.0))
     reduced = reduce(x, plan)
     update = torch.tensor([1.0, -2.0])
     torch.testing.assert_close(restore(reduced + update, reduced, x, plan), x + update)
@@ -125,7 +125,9 @@ def test_auto_on_a_card_asks_for_enough_work(monkeypatch: pytest.MonkeyPatch) ->
     assert plan_for(few, (24, 24), "toy", evaluation_of()) is None
     assert evaluation_of().obstacle(few) == Reason.TOO_LITTLE_WORK()
     assert evaluation_of().obstacle(many) is None
-    assert evaluation_of(copies=(None,) * 4096).obstacle(many) == Reason.TOO_LITTLE_WORK(), "conditions are no images"
+    assert evaluation_of(plan_keys=(None,) * 4096).obstacle(many) == Reason.TOO_LITTLE_WORK(), (
+        "conditions are no images"
+    )
     assert plan_for(few, (24, 24), "toy", evaluation_of(min_tokens=576)) is not None
     assert evaluation_of(min_tokens=577).obstacle(few) == Reason.TOO_FEW_TOKENS(least=577)
     edge = torch.zeros(1, 1024, 1280, dtype=torch.float16)
@@ -141,7 +143,7 @@ def test_every_plan_merges_something() -> None:
     for width in range(4, 40):
         for ratio in (0.02, 0.5, 0.95):
             for kind in ("tile", "stripe", "global"):
-                evaluation = evaluation_of(ratio=ratio, min_tokens=4, window_size=2, window_kind=kind)
+                evaluation = evaluation_of(ratio=ratio, min_tokens=4, window_size=2, window_shape=kind)
                 plan = plan_for(torch.randn(1, width, 4), (1, width), "toy", evaluation)
                 assert (plan is None) == (round(ratio * width) == 0)
                 assert plan is None or plan.kept < width
@@ -152,7 +154,7 @@ def test_every_plan_merges_something() -> None:
 def test_everyday_sizes_through_the_front_door(grid: tuple[int, int], dtype: torch.dtype) -> None:
     tokens = grid[0] * grid[1]
     x = torch.randn(2, tokens, 8).to(dtype)
-    evaluation = evaluation_of(copies=(None, None))
+    evaluation = evaluation_of(plan_keys=(None, None))
     plan = plan_for(x, grid, "a", evaluation)
     assert plan is not None
     reduced = reduce(x, plan)

@@ -8,8 +8,8 @@ import torch
 from tests.loop import loop
 from toma_core.config import ToMAConfig
 from toma_core.prediction import picture_tokens, trusted_below
+from toma_core.run import RunState
 from toma_core.schedule import Schedule, StepMode, StepPlan
-from toma_core.state import RunState
 
 DECISION = StepPlan(0, StepMode.MERGED, 0.5, 0, 0)
 
@@ -19,7 +19,7 @@ def picture(batch: int = 2, height: int = 8, width: int = 8) -> torch.Tensor:
 
 
 def run() -> RunState:
-    return RunState(Schedule(ToMAConfig(window_size=4, plan_from="prediction")))
+    return RunState(Schedule(ToMAConfig(window_size=4, similarity_from="prediction")))
 
 
 def test_a_prediction_is_trusted_from_the_same_share_of_noise_on() -> None:

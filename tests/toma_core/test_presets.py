@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from toma_core.config import Granularity, ToMAConfig, field_default
-from toma_core.fields import ConfigError
+from toma_core.config import Granularity, ToMAConfig, setting_default
 from toma_core.presets import PRESETS, Settings
+from toma_core.settings import ConfigError
 
 FIELDS = [item.name for item in dataclasses.fields(ToMAConfig)]
-OWN = {"balanced": {"whole_first": 0.15, "whole_every": 3}, "quality": {"granularity": "block"}}
+OWN = {"balanced": {"skip_first_blocks": 0.15, "full_step_interval": 3}, "quality": {"granularity": "block"}}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -20,7 +20,7 @@ def test_presets_are_valid_and_leave_the_ratio_alone(preset: str) -> None:
     config = Settings(preset).resolved()
     assert "ratio" not in PRESETS[preset]
     assert set(PRESETS[preset]) <= set(FIELDS)
-    changed = {name for name in FIELDS if getattr(config, name) != field_default(name)}
+    changed = {name for name in FIELDS if getattr(config, name) != setting_default(name)}
     assert changed <= set(PRESETS[preset]), "a preset lists what differs from the defaults"
 
 
@@ -30,17 +30,17 @@ def test_balanced_is_what_nodes_begin_with() -> None:
 
 @pytest.mark.parametrize("preset", ["", "Balanced", "none", None, 3, ["quality"]])
 def test_unknown_presets_are_refused(preset: Any) -> None:
-    with pytest.raises(ConfigError, match=r"preset is .* Allowed: balanced, quality, faithful\. Choose"):
+    with pytest.raises(ConfigError, match=r"preset is .* Allowed: balanced, quality, paper\. Choose"):
         Settings(preset)
 
 
 def test_what_is_set_wins_over_the_model_and_that_over_the_preset() -> None:
-    config = Settings("balanced", {"ratio": 0.3, "whole_every": 7}).resolved(OWN)
-    assert (config.ratio, config.whole_every, config.whole_first) == (0.3, 7, 0.15)
-    assert (config.select_every, config.reuses_detail) == (3, True)
+    config = Settings("balanced", {"ratio": 0.3, "full_step_interval": 7}).resolved(OWN)
+    assert (config.ratio, config.full_step_interval, config.skip_first_blocks) == (0.3, 7, 0.15)
+    assert (config.selection_interval, config.uses_cache) == (3, True)
     assert Settings("quality").resolved(OWN).granularity is Granularity.BLOCK
     assert Settings("quality").resolved().granularity is Granularity.STACK
-    assert Settings("faithful").resolved(OWN) == Settings("faithful").resolved()
+    assert Settings("paper").resolved(OWN) == Settings("paper").resolved()
 
 
 def test_values_are_refused_before_there_is_a_model() -> None:
@@ -49,7 +49,7 @@ def test_values_are_refused_before_there_is_a_model() -> None:
     with pytest.raises(ConfigError, match=r"Start percent \(0\.9\) is larger than end percent \(0\.8\)"):
         Settings("quality", {"start_percent": 0.9, "end_percent": 0.8})
     with pytest.raises(ConfigError, match="every step would be a full step"):
-        Settings("balanced", {"whole_every": 1})
+        Settings("balanced", {"full_step_interval": 1})
     with pytest.raises(TypeError, match="no_such_field"):
         Settings("quality", {"no_such_field": 1})
 
@@ -57,7 +57,7 @@ def test_values_are_refused_before_there_is_a_model() -> None:
 def test_off_is_known_before_there_is_a_model() -> None:
     assert Settings("balanced", {"ratio": 0}).off
     assert Settings("quality", {"start_percent": 0.4, "end_percent": 0.4}).off
-    assert not Settings("faithful").off
+    assert not Settings("paper").off
 
 
 def test_frozen() -> None:

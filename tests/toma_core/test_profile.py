@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from tests.loop import loop
 from toma_core.config import ToMAConfig
-from toma_core.fields import ConfigError
 from toma_core.presets import Settings
 from toma_core.profile import Fingerprint, Profile, changed, fitted, parsed, place_of
+from toma_core.settings import ConfigError
 
 FLUX = Fingerprint("flux", "double 4, single 8", "3072", "CONST up to 1")
 NAMES = [*(f"double.{n}" for n in range(4)), *(f"single.{n}" for n in range(8))]
-SETTINGS = {"whole_every": 3}
+SETTINGS = {"full_step_interval": 3}
 
 
 def profile(**fields: Any) -> Profile:
@@ -42,11 +42,11 @@ def test_comes_back_as_it_was() -> None:
 
 def test_says_what_every_field_is_so_that_no_preset_adds_to_it() -> None:
     over = profile().overrides()
-    assert Settings("quality", over).resolved({"quality": {"whole_last": 2}}) == ToMAConfig(**SETTINGS)
+    assert Settings("quality", over).resolved({"quality": {"skip_last_blocks": 2}}) == ToMAConfig(**SETTINGS)
 
 
 def test_blocks_by_noise_level() -> None:
-    (above, high), (least, low) = profile().bands(NAMES)
+    (above, high), (least, low) = profile().ratio_schedule(NAMES)
     assert (above, least) == (0.6, 0.0)
     assert high == {**dict.fromkeys(NAMES[:4], 0.0), **dict.fromkeys(NAMES[4:11], 0.75), "single.7": 0.5}
     assert low == {**dict.fromkeys(NAMES[:4], 0.5), **dict.fromkeys(NAMES[4:11], 0.25), "single.7": 0.5}
@@ -59,22 +59,22 @@ def test_the_largest_there_is_stays_small() -> None:
         "unet", ", ".join(f"{home} 10" for home in homes), "320, 640, 1280", "V_PREDICTION up to 15", "0123456789ab"
     )
     ratios = {f"{home}.0 - {home}.9": (0.75, 0.25, 0.5) for home in homes}
-    settings = changed(Settings("balanced", {"whole_last": 3}).resolved())
+    settings = changed(Settings("balanced", {"skip_last_blocks": 3}).resolved())
     made = profile(model=model, ratios=ratios, settings=settings, above=(9.1234567, 1.234567, 0.0))
     assert len(made.text().encode()) <= 2000
     assert parsed(made.text()).above == (9.1235, 1.2346, 0.0)
 
 
 def test_fits_its_own_model_and_no_other() -> None:
-    assert fitted(profile(), FLUX, NAMES) == (profile().bands(NAMES), "")
+    assert fitted(profile(), FLUX, NAMES) == (profile().ratio_schedule(NAMES), "")
     other = Fingerprint("flux", "double 19, single 38", "3072")
     with pytest.raises(ConfigError, match=r"of another model: flux with blocks double 4, single 8 .* preset runs"):
         fitted(profile(), other, NAMES)
     noise = replace(FLUX, noise="EPS up to 15")
     with pytest.raises(ConfigError, match=r"noise CONST up to 1, and this is .* noise EPS up to 15"):
         fitted(profile(), noise, NAMES)
-    bands, note = fitted(profile(), replace(FLUX, patches="abc"), NAMES)
-    assert bands == profile().bands(NAMES)
+    ratio_schedule, note = fitted(profile(), replace(FLUX, patches="abc"), NAMES)
+    assert ratio_schedule == profile().ratio_schedule(NAMES)
     assert "other LoRAs" in note
 
 
@@ -114,9 +114,9 @@ def test_fits_its_own_model_and_no_other() -> None:
         (told(settings={"colour": "red"}), "'colour' is no setting"),
         (told(settings={"ratio": 0.0}), "switch merging off"),
         (told(settings={"ratio": 10**400}), "damaged"),
-        (told(settings={"whole_every": 10**400}), "damaged"),
+        (told(settings={"full_step_interval": 10**400}), "damaged"),
         (told(settings=[1]), "not names with values"),
-        (told(settings={"whole_every": -5}), "whole_every"),
+        (told(settings={"full_step_interval": -5}), "full_step_interval"),
         (told(settings={"start_percent": 0.9, "end_percent": 0.1}), "start_percent"),
         (told(predicted={"distance": "far"}), "distance is 'far'"),
         (told(predicted={"work": 10**400}), "work is 1000"),
@@ -163,7 +163,7 @@ def test_one_that_leaves_everything_whole() -> None:
         made = profile(ratios=none)
         assert made.empty
         assert parsed(made.text()).empty
-        assert not any(ratio for _, ratios in made.bands(NAMES) for ratio in ratios.values())
+        assert not any(ratio for _, ratios in made.ratio_schedule(NAMES) for ratio in ratios.values())
     assert not profile().empty
 
 

@@ -59,7 +59,7 @@ def test_levels_survive_a_trip_through_fp32(direction: int) -> None:
 
 def test_steps_of_a_schedule_from_low_to_high() -> None:
     """Unsampling: the first step is the first one that runs, and whole steps are counted from there."""
-    schedule = Schedule(ToMAConfig(whole_every=3), SIGMAS[::-1])
+    schedule = Schedule(ToMAConfig(full_step_interval=3), SIGMAS[::-1])
     assert [schedule.step_at(sigma) for sigma in (0.5, between(0.5, 2.0), 2.0, 5.0, 14.6, 20.0)] == [0, 0, 1, 2, 3, 3]
     assert [schedule.decide(sigma).merged_ratio for sigma in SIGMAS[::-1]] == [0.0, 0.5, 0.5, 0.0]
 
@@ -109,16 +109,16 @@ def ten_steps(config: ToMAConfig, **range_of: Any) -> list[StepPlan]:
 
 
 def test_whole_steps_in_between() -> None:
-    merged = [bool(d.merged_ratio) for d in ten_steps(ToMAConfig(whole_every=3))]
+    merged = [bool(d.merged_ratio) for d in ten_steps(ToMAConfig(full_step_interval=3))]
     assert merged == [False, True, True, False, True, True, False, True, True, False]
     # Counted from the first step of the range.
-    merged = [bool(d.merged_ratio) for d in ten_steps(ToMAConfig(whole_every=2), sigma_start=9.0)]
+    merged = [bool(d.merged_ratio) for d in ten_steps(ToMAConfig(full_step_interval=2), sigma_start=9.0)]
     assert merged == [False, False, True, False, True, False, True, False, True, False]
 
 
 def test_last_step_is_whole_if_the_picture_is_finished() -> None:
     """Wherever the count and the range are; but not where every step is merged."""
-    for config in (ToMAConfig(whole_every=4, granularity=Granularity.MODULE), ToMAConfig(whole_every=4)):
+    for config in (ToMAConfig(full_step_interval=4, granularity=Granularity.MODULE), ToMAConfig(full_step_interval=4)):
         whole = [step for step, d in enumerate(ten_steps(config, finishes=True)) if not d.merged_ratio]
         assert whole == [0, 4, 8, 9]
         whole = [step for step, d in enumerate(ten_steps(config, finishes=True, sigma_start=8.0)) if not d.merged_ratio]
@@ -130,7 +130,7 @@ def test_last_step_is_whole_if_the_picture_is_finished() -> None:
 
 def test_whole_steps_keep_detail_if_it_is_reused() -> None:
     """The same steps run whole, with the ratio that their plans are made for."""
-    settings: dict[str, Any] = {"ratio": 0.75, "whole_every": 3}
+    settings: dict[str, Any] = {"ratio": 0.75, "full_step_interval": 3}
     plain = ten_steps(ToMAConfig(**settings, granularity=Granularity.MODULE), sigma_end=2.0)
     reused = ten_steps(ToMAConfig(**settings), sigma_end=2.0)
     assert [d.merged_ratio for d in reused] == [d.ratio for d in plain]
@@ -141,22 +141,22 @@ def test_whole_steps_keep_detail_if_it_is_reused() -> None:
 
 def test_whole_steps_need_a_schedule() -> None:
     """Without one every evaluation is step 0, and would run whole."""
-    for config in (ToMAConfig(whole_every=2, granularity=Granularity.MODULE), ToMAConfig(whole_every=2)):
-        mode = StepMode.MERGED_CACHED if config.reuses_detail else StepMode.MERGED
+    for config in (ToMAConfig(full_step_interval=2, granularity=Granularity.MODULE), ToMAConfig(full_step_interval=2)):
+        mode = StepMode.MERGED_CACHED if config.uses_cache else StepMode.MERGED
         assert Schedule(config).decide(1.0) == StepPlan(0, mode, 0.5, 0, 0)
 
 
 def test_detail_is_reused_where_steps_are_whole_and_tensors_few() -> None:
-    assert ToMAConfig(whole_every=2).reuses_detail
-    assert not ToMAConfig().reuses_detail
-    assert not Settings("faithful", {"whole_every": 2}).resolved().reuses_detail
+    assert ToMAConfig(full_step_interval=2).uses_cache
+    assert not ToMAConfig().uses_cache
+    assert not Settings("paper", {"full_step_interval": 2}).resolved().uses_cache
 
 
 def test_generations_count_from_the_first_merged_step() -> None:
-    decisions = ten_steps(ToMAConfig(select_every=4, weigh_every=2))
+    decisions = ten_steps(ToMAConfig(selection_interval=4, weight_interval=2))
     assert [d.selection for d in decisions] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
     assert [d.weighing for d in decisions] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    decisions = ten_steps(ToMAConfig(select_every=4, weigh_every=2), sigma_start=7.0)
+    decisions = ten_steps(ToMAConfig(selection_interval=4, weight_interval=2), sigma_start=7.0)
     assert [d.selection for d in decisions] == [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
     assert [d.weighing for d in decisions] == [0, 0, 0, 0, 0, 1, 1, 2, 2, 3]
 
@@ -172,7 +172,7 @@ def test_generations_count_from_the_first_merged_step() -> None:
 def test_decisions_are_pure_and_legal(
     ratio: float, full: int, select: int, weigh: int, start: float, end: float
 ) -> None:
-    config = ToMAConfig(ratio=ratio, whole_every=full, select_every=select, weigh_every=weigh)
+    config = ToMAConfig(ratio=ratio, full_step_interval=full, selection_interval=select, weight_interval=weigh)
     range_of = {"sigma_start": max(start, end), "sigma_end": min(start, end)}
     decisions = ten_steps(config, **range_of)
     assert decisions == ten_steps(config, **range_of)
@@ -191,9 +191,9 @@ def test_frozen() -> None:
             setattr(thing, name, None)
 
 
-def profiled(config: ToMAConfig, *bands: tuple[float, dict[str, float]], **range_of: Any) -> list[StepPlan]:
+def profiled(config: ToMAConfig, *ratio_schedule: tuple[float, dict[str, float]], **range_of: Any) -> list[StepPlan]:
     sigmas = tuple(float(10 - step) for step in range(10))
-    schedule = Schedule(config, sigmas, bands=bands, **range_of)
+    schedule = Schedule(config, sigmas, ratio_schedule=ratio_schedule, **range_of)
     return [schedule.decide(sigma) for sigma in sigmas]
 
 
@@ -212,7 +212,7 @@ def test_blocks_have_ratios_by_noise_level() -> None:
 
 
 def test_one_ratio_everywhere_decides_as_the_setting_does() -> None:
-    config = ToMAConfig(ratio=0.4, whole_every=3, select_every=3)
+    config = ToMAConfig(ratio=0.4, full_step_interval=3, selection_interval=3)
     same = profiled(config, (4.5, {"a": 0.4}), (0.0, {"a": 0.4}), finishes=True)
     for ours, theirs in zip(same, ten_steps(config, finishes=True), strict=True):
         assert dataclasses.replace(ours.of("a"), ratios=None) == theirs
@@ -221,7 +221,7 @@ def test_one_ratio_everywhere_decides_as_the_setting_does() -> None:
 def test_blocks_keep_their_ratio_from_one_whole_step_to_the_next() -> None:
     """Steps 0, 3, 6, 9 are whole. The band changes between 9 and 8, within the first three: what was kept at its
     beginning is for the ratio of its first merged step."""
-    config = ToMAConfig(whole_every=3)
+    config = ToMAConfig(full_step_interval=3)
     decisions = profiled(config, (7.5, {"a": 0.75}), (3.5, {"a": 0.25}), (0.0, {"b": 0.5}))
     assert [d.of("a").ratio for d in decisions] == [0.75] * 3 + [0.25] * 3 + [0.0] * 4
     assert [d.of("b").ratio for d in decisions] == [0.0] * 6 + [0.5] * 4
@@ -229,43 +229,46 @@ def test_blocks_keep_their_ratio_from_one_whole_step_to_the_next() -> None:
 
 
 def test_a_level_where_all_is_whole() -> None:
-    decisions = profiled(ToMAConfig(whole_every=3), (6.5, {}), (0.0, {"a": 0.5}))
+    decisions = profiled(ToMAConfig(full_step_interval=3), (6.5, {}), (0.0, {"a": 0.5}))
     assert [d.ratio for d in decisions] == [0.0] * 3 + [0.5] * 7
     assert [d.mode is StepMode.REFRESH for d in decisions][:4] == [False, False, False, True]
 
 
 def test_every_ratio_has_a_kind() -> None:
     """So that no kernel is made later in a run."""
-    bands = ((6.5, {"a": 0.75, "b": 0.25, "c": 0.0}), (0.0, {"a": 0.5}))
-    config = ToMAConfig(select_every=1)
-    kinds = Schedule(config, tuple(float(10 - step) for step in range(10)), bands=bands).kinds
+    ratio_schedule = ((6.5, {"a": 0.75, "b": 0.25, "c": 0.0}), (0.0, {"a": 0.5}))
+    config = ToMAConfig(selection_interval=1)
+    kinds = Schedule(config, tuple(float(10 - step) for step in range(10)), ratio_schedule=ratio_schedule).kinds
     assert sorted({(d.ratio, d.selection % 2) for d in kinds}) == [(r, s) for r in (0.25, 0.5, 0.75) for s in (0, 1)]
 
 
 def test_a_border_ends_a_chain() -> None:
-    schedule = Schedule(ToMAConfig(), SIGMAS, bands=((0.0, {"a": 0.5, "b": 0.5}),), borders=frozenset("b"))
+    schedule = Schedule(ToMAConfig(), SIGMAS, ratio_schedule=((0.0, {"a": 0.5, "b": 0.5}),), borders=frozenset("b"))
     assert not schedule.decide(1.0).joins("a", "b")
     assert schedule.decide(1.0).joins("b", "a")
 
 
 def test_a_profile_that_leaves_a_noise_level_whole_is_named() -> None:
-    config, sigmas = ToMAConfig(whole_every=3), tuple(float(10 - step) for step in range(10))
-    interval, profile = Reason.SETTING(setting="whole_every", value=3), Reason.PROFILE()
-    assert Schedule(config, sigmas, bands=((0.0, {"a": 0.5}),)).why_full() == (interval,)
-    assert Schedule(config, sigmas, bands=((4.0, {"a": 0.5}), (0.0, {"a": 0.0}))).why_full() == (interval, profile)
-    assert Schedule(ToMAConfig(), sigmas, bands=((4.0, {"a": 0.5}), (0.0, {}))).why_full() == (profile,)
+    config, sigmas = ToMAConfig(full_step_interval=3), tuple(float(10 - step) for step in range(10))
+    interval, profile = Reason.SETTING(setting="full_step_interval", value=3), Reason.PROFILE()
+    assert Schedule(config, sigmas, ratio_schedule=((0.0, {"a": 0.5}),)).why_full() == (interval,)
+    assert Schedule(config, sigmas, ratio_schedule=((4.0, {"a": 0.5}), (0.0, {"a": 0.0}))).why_full() == (
+        interval,
+        profile,
+    )
+    assert Schedule(ToMAConfig(), sigmas, ratio_schedule=((4.0, {"a": 0.5}), (0.0, {}))).why_full() == (profile,)
 
 
 @pytest.mark.parametrize(
     ("steps", "settings", "few"),
     [
-        (1, {"whole_every": 4}, True),
-        (2, {"whole_every": 2}, True),
-        (3, {"whole_every": 2}, False),
-        (1, {"plan_from": "prediction"}, True),
-        (2, {"plan_from": "prediction"}, False),
+        (1, {"full_step_interval": 4}, True),
+        (2, {"full_step_interval": 2}, True),
+        (3, {"full_step_interval": 2}, False),
+        (1, {"similarity_from": "prediction"}, True),
+        (2, {"similarity_from": "prediction"}, False),
         (1, {}, False),
-        (2, {"whole_every": 2, "start_percent": 0.5}, False),
+        (2, {"full_step_interval": 2, "start_percent": 0.5}, False),
     ],
 )
 def test_too_few_steps_are_the_reason_where_every_step_is_full(steps: int, settings: dict[str, Any], few: bool) -> None:
@@ -290,6 +293,6 @@ def test_the_last_of_two_steps_that_go_on_from_another_run_is_merged(
 ) -> None:
     """Else nothing would be in half of a run of four; `quality`, every second in full, has it in full, and so have
     blocks that do not look at all tokens."""
-    config = ToMAConfig(whole_every=every, all_keys=looks)
+    config = ToMAConfig(full_step_interval=every, kv_cache=looks)
     schedule = Schedule(config, sigmas, finishes=True, goes_on=goes_on)
     assert [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio] == merged

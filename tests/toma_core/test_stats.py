@@ -125,7 +125,7 @@ def test_other_blocks_are_in_the_headline_unless_the_user_chose_so() -> None:
 def test_a_run_that_merged_nothing_says_why() -> None:
     stats = RunStats()
     assert stats.headline() == Line.NOTHING_MERGED(reason=Reason.EVERY_STEP_FULL())
-    stats.full_by = (Reason.SETTING(setting="whole_every", value=2),)
+    stats.full_by = (Reason.SETTING(setting="full_step_interval", value=2),)
     assert stats.headline() == Line.NOTHING_MERGED(reason=Reason.EVERY_STEP_FULL_BY(by=stats.full_by))
     stats.full_by = (Reason.TOO_FEW_STEPS(),)
     assert stats.headline() == Line.NOTHING_MERGED(reason=Reason.TOO_FEW_STEPS())

@@ -9,13 +9,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from toma_core.config import WindowKind
+from toma_core.config import WindowShape
 from toma_core.merge import MergePlan, merge, unmerge, weigh
 from toma_core.selection import cosine_similarity, select
 from toma_core.windows import Budget, Windows, make_budget, make_windows
 
 GRIDS = [(52, 76), (26, 38), (64, 64), (63, 97), (13, 17), (7, 3), (8, 8), (9, 8), (1, 50), (50, 1), (1, 1), (2, 1)]
-kinds = st.sampled_from(list(WindowKind))
+kinds = st.sampled_from(list(WindowShape))
 sides = st.integers(1, 40)
 
 
@@ -33,17 +33,17 @@ def check_partition(windows: Windows) -> None:
 
 
 @pytest.mark.parametrize(("height", "width"), GRIDS, ids=lambda n: str(n))
-@pytest.mark.parametrize("kind", list(WindowKind), ids=lambda kind: kind.value)
+@pytest.mark.parametrize("kind", list(WindowShape), ids=lambda kind: kind.value)
 @pytest.mark.parametrize("shifted", [False, True], ids=["still", "shifted"])
 @pytest.mark.parametrize("size", [2, 3, 8, 64])
 def test_everyday_and_odd_grids_are_partitioned(
-    height: int, width: int, kind: WindowKind, shifted: bool, size: int
+    height: int, width: int, kind: WindowShape, shifted: bool, size: int
 ) -> None:
     check_partition(make_windows(height, width, kind, size, shifted))
 
 
 @given(sides, sides, kinds, st.integers(2, 64), st.booleans())
-def test_any_grid_is_partitioned(height: int, width: int, kind: WindowKind, size: int, shifted: bool) -> None:
+def test_any_grid_is_partitioned(height: int, width: int, kind: WindowShape, size: int, shifted: bool) -> None:
     windows = make_windows(height, width, kind, size, shifted)
     check_partition(windows)
     x = torch.arange(2 * windows.tokens * 3).view(2, windows.tokens, 3)
@@ -66,7 +66,7 @@ def test_any_grid_is_partitioned(height: int, width: int, kind: WindowKind, size
 
 @given(sides, sides, st.integers(2, 16), st.booleans())
 def test_tiles_are_rectangles_no_larger_than_asked(height: int, width: int, size: int, shifted: bool) -> None:
-    windows = make_windows(height, width, WindowKind.TILE, size, shifted)
+    windows = make_windows(height, width, WindowShape.TILE, size, shifted)
     for slots, count in zip(windows.source.tolist(), windows.counts, strict=True):
         rows = {token // width for token in slots}
         columns = {token % width for token in slots}
@@ -77,31 +77,31 @@ def test_tiles_are_rectangles_no_larger_than_asked(height: int, width: int, size
 
 @given(sides, st.integers(2, 16))
 def test_cuts_are_even(length: int, size: int) -> None:
-    rows, _ = make_windows(length, 1, WindowKind.TILE, size).cuts
+    rows, _ = make_windows(length, 1, WindowShape.TILE, size).cuts
     pieces = [b - a for a, b in itertools.pairwise(rows)]
     assert max(pieces) - min(pieces) <= 1
 
 
 def test_cuts_of_an_everyday_grid() -> None:
     """52 rows at size 8: seven windows, 52 = 3 * 8 + 4 * 7."""
-    rows, columns = make_windows(52, 76, WindowKind.TILE, 8).cuts
+    rows, columns = make_windows(52, 76, WindowShape.TILE, 8).cuts
     pieces = [b - a for a, b in itertools.pairwise(rows)]
     assert (sorted(pieces), len(columns) - 1) == ([7, 7, 7, 7, 8, 8, 8], 10)
 
 
 def test_shifting_moves_the_cuts_by_half_a_window() -> None:
-    assert make_windows(32, 24, WindowKind.TILE, 8, True).cuts == ((0, 4, 12, 20, 28, 32), (0, 4, 12, 20, 24))
-    assert make_windows(8, 8, WindowKind.TILE, 8, True).cuts == ((0, 8), (0, 8)), "one window has no border to move"
+    assert make_windows(32, 24, WindowShape.TILE, 8, True).cuts == ((0, 4, 12, 20, 28, 32), (0, 4, 12, 20, 24))
+    assert make_windows(8, 8, WindowShape.TILE, 8, True).cuts == ((0, 8), (0, 8)), "one window has no border to move"
 
 
 def test_stripes_are_bands_of_about_a_tile_s_tokens() -> None:
-    windows = make_windows(64, 16, WindowKind.STRIPE, 8)
+    windows = make_windows(64, 16, WindowShape.STRIPE, 8)
     assert windows.cuts == (tuple(range(0, 65, 4)), (0, 16))
-    assert set(make_windows(64, 100, WindowKind.STRIPE, 8).counts) == {100}, "never thinner than a row"
+    assert set(make_windows(64, 100, WindowShape.STRIPE, 8).counts) == {100}, "never thinner than a row"
 
 
 def test_global_is_one_window_without_a_copy() -> None:
-    windows = make_windows(5, 7, WindowKind.GLOBAL, 8)
+    windows = make_windows(5, 7, WindowShape.GLOBAL, 8)
     x = torch.randn(2, 35, 3)
     assert windows.counts == (35,)
     assert windows.split(x).data_ptr() == x.data_ptr() == windows.join(windows.split(x)).data_ptr()
@@ -109,7 +109,7 @@ def test_global_is_one_window_without_a_copy() -> None:
 
 def test_split_reads_and_join_writes_the_named_tokens() -> None:
     """4 x 4 grid in 2 x 2 tiles: the second window is columns 2 and 3 of the first two rows."""
-    windows = make_windows(4, 4, WindowKind.TILE, 2)
+    windows = make_windows(4, 4, WindowShape.TILE, 2)
     x = torch.arange(16.0).view(1, 16, 1)
     assert windows.split(x)[0, 1, :, 0].tolist() == [2, 3, 6, 7]
     assert windows.join(windows.split(x) * 10).flatten().tolist() == [10.0 * token for token in range(16)]
@@ -118,15 +118,15 @@ def test_split_reads_and_join_writes_the_named_tokens() -> None:
 @pytest.mark.parametrize(("height", "width"), [(0, 4), (4, 0), (-1, 4)])
 def test_an_empty_grid_is_refused(height: int, width: int) -> None:
     with pytest.raises(ValueError, match="at least one row and one column"):
-        make_windows(height, width, WindowKind.TILE, 8)
+        make_windows(height, width, WindowShape.TILE, 8)
 
 
 def test_layouts_made_in_inference_mode_serve_training_later() -> None:
     """ComfyUI samples in inference mode and trains outside of it, in one process; layouts are kept between the two."""
     grid = (11, 23)
     with torch.inference_mode():
-        budget = make_budget(make_windows(*grid, WindowKind.TILE, 4).counts, 0.41)
-    windows = make_windows(*grid, WindowKind.TILE, 4)
+        budget = make_budget(make_windows(*grid, WindowShape.TILE, 4).counts, 0.41)
+    windows = make_windows(*grid, WindowShape.TILE, 4)
     x = torch.randn(1, 253, 2, requires_grad=True)
     windows.join(windows.split(x)).sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x))
@@ -135,10 +135,10 @@ def test_layouts_made_in_inference_mode_serve_training_later() -> None:
     assert torch.equal(y.grad, torch.ones_like(y))
 
 
-@pytest.mark.parametrize("kind", list(WindowKind), ids=lambda kind: kind.value)
+@pytest.mark.parametrize("kind", list(WindowShape), ids=lambda kind: kind.value)
 @pytest.mark.parametrize("shifted", [False, True], ids=["still", "shifted"])
 @pytest.mark.parametrize(("height", "width"), [(8, 12), (13, 9)])
-def test_windows_of_a_video_are_those_of_each_frame(height: int, width: int, shifted: bool, kind: WindowKind) -> None:
+def test_windows_of_a_video_are_those_of_each_frame(height: int, width: int, shifted: bool, kind: WindowShape) -> None:
     one = make_windows(height, width, kind, 4, shifted)
     windows = make_windows(height, width, kind, 4, shifted, 3)
     check_partition(windows)
@@ -154,7 +154,7 @@ def test_windows_of_a_video_are_those_of_each_frame(height: int, width: int, shi
 @pytest.mark.parametrize("ratio", [0.0, 0.33, 0.5, 0.9])
 def test_frames_keep_as_many_tokens_each(ratio: float) -> None:
     """Also where a remainder has to go somewhere."""
-    counts = make_windows(13, 9, WindowKind.TILE, 4).counts
+    counts = make_windows(13, 9, WindowShape.TILE, 4).counts
     one, budget = make_budget(counts, ratio), make_budget(counts * 3, ratio, 3)
     assert budget.counts == one.counts * 3
     assert budget.total == 3 * one.total
@@ -215,7 +215,7 @@ def test_any_budget_is_exact(counts: tuple[int, ...], ratio: float) -> None:
 @pytest.mark.parametrize("ratio", [0.0, 0.05, 1 / 3, 0.5, 0.75, 0.95])
 @pytest.mark.parametrize("shifted", [False, True], ids=["still", "shifted"])
 def test_budgets_of_real_grids(height: int, width: int, ratio: float, shifted: bool) -> None:
-    check_slots(check_budget(make_windows(height, width, WindowKind.TILE, 8, shifted).counts, ratio))
+    check_slots(check_budget(make_windows(height, width, WindowShape.TILE, 8, shifted).counts, ratio))
 
 
 def test_budget_by_hand() -> None:
@@ -245,7 +245,7 @@ def plan_of(x: torch.Tensor, windows: Windows, budget: Budget) -> MergePlan:
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.8])
 def test_a_padded_window_merges_as_if_alone(ratio: float) -> None:
     torch.manual_seed(0)
-    windows = make_windows(5, 7, WindowKind.TILE, 4)
+    windows = make_windows(5, 7, WindowShape.TILE, 4)
     budget = make_budget(windows.counts, ratio)
     assert windows.valid is not None
     assert budget.valid is not None
@@ -266,7 +266,7 @@ def test_a_padded_window_merges_as_if_alone(ratio: float) -> None:
 
 def test_poisoned_padding_weights_nothing() -> None:
     """What a padding slot or an unused destination holds has weight zero, and the joins drop it."""
-    windows = make_windows(5, 7, WindowKind.TILE, 4)
+    windows = make_windows(5, 7, WindowShape.TILE, 4)
     budget = make_budget(windows.counts, 0.5)
     assert windows.valid is not None
     assert budget.valid is not None
@@ -283,7 +283,7 @@ def test_poisoned_padding_weights_nothing() -> None:
 
 
 def test_what_is_similar_to_padding_does_not_change_a_selection() -> None:
-    windows = make_windows(5, 7, WindowKind.TILE, 4)
+    windows = make_windows(5, 7, WindowShape.TILE, 4)
     budget = make_budget(windows.counts, 0.5)
     assert windows.valid is not None
     similarity = cosine_similarity(windows.split(torch.randn(3, 35, 6)))

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..budget import MovedBudget
-from ..packed import Packed
+from ..budget import AdaptiveBudget
+from ..quant4 import Int4Tensor
 from ..windows import Budget, Windows
 
 
@@ -23,23 +23,27 @@ class Kernels(Protocol):
 
     name: str
 
-    def moved(self, x: Tensor, windows: Windows, budget: Budget) -> MovedBudget:
+    def moved(self, x: Tensor, windows: Windows, budget: Budget) -> AdaptiveBudget:
         """`budget.moved` of an equal budget by the `budget.spread` of the tokens."""
         ...
 
-    def pack(self, x: Tensor) -> Packed | Tensor:
+    def pack(self, x: Tensor) -> Int4Tensor | Tensor:
         """See `packed.pack`."""
         ...
 
-    def unpack(self, packed: Packed) -> Tensor:
-        """See `Packed.unpack`."""
+    def unpack(self, packed: Int4Tensor) -> Tensor:
+        """See `Int4Tensor.unpack`."""
         ...
 
-    def select_weigh(self, x: Tensor, windows: Windows, budget: Budget, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def select_weigh(
+        self, x: Tensor, windows: Windows, budget: Budget, sharpness: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Picks by greedy facility location, merge weights, and their transposed unmerge weights."""
         ...
 
-    def weigh(self, x: Tensor, picks: Tensor, windows: Windows, budget: Budget, scale: float) -> tuple[Tensor, Tensor]:
+    def weigh(
+        self, x: Tensor, picks: Tensor, windows: Windows, budget: Budget, sharpness: float
+    ) -> tuple[Tensor, Tensor]:
         """Merge weights and transposed unmerge weights for given picks, ascending and distinct in each window."""
         ...
 
@@ -57,7 +61,7 @@ class Kernels(Protocol):
         """x + unmerge(out - reduced): out, reduced (B, D, C); x and the result (B, N, C)."""
         ...
 
-    def reuse(
+    def unmerge_residual_cached(
         self,
         out: Tensor,
         reduced: Tensor,
@@ -67,7 +71,7 @@ class Kernels(Protocol):
         weights: Tensor,
         windows: Windows,
         budget: Budget,
-        trust: float,
+        delta_weight: float,
     ) -> Tensor:
         """`detail.Detail.restore`. kept: (B, N, C); destinations: (B or 1, D) int64, their tokens."""
         ...

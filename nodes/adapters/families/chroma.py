@@ -8,9 +8,9 @@ from comfy.ldm.chroma.model import Chroma
 from torch import nn
 
 from ....toma_core import ToMAConfig
-from ....toma_core.payoff import CHROMA_DOUBLE, CHROMA_SINGLE, Block
+from ....toma_core.cost_model import CHROMA_DOUBLE, CHROMA_SINGLE, Block
 from ....toma_core.reasons import Message, Reason
-from ..family import Stage
+from ..family import BlockGroup
 from . import flux
 
 NAME = "Chroma"
@@ -28,9 +28,9 @@ class Hooks(flux.Hooks):
         """What a double and a single block cost."""
         return CHROMA_DOUBLE, CHROMA_SINGLE
 
-    def left_out(self, stage: Stage, index: int, config: ToMAConfig) -> Message | None:
+    def skipped_by_settings(self, group: BlockGroup, index: int, config: ToMAConfig) -> Message | None:
         """Why this block of a stage is left whole, or an empty string. Chroma may be told to skip blocks: a chain that
         began or ended with one of them would never begin or end."""
         model = self.model()
-        skipped = getattr(model, "skip_mmdit" if stage.kind == "double" else "skip_dit", ())
-        return Reason.SKIPPED_BY_MODEL() if index in skipped else super().left_out(stage, index, config)
+        skipped = getattr(model, "skip_mmdit" if group.kind == "double" else "skip_dit", ())
+        return Reason.SKIPPED_BY_MODEL() if index in skipped else super().skipped_by_settings(group, index, config)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from comfy.ldm.ernie.model import ErnieImageModel
 from torch import nn
 
-from ....toma_core.payoff import ERNIE
-from ..family import WITHOUT_KEYS, Stage, Transformer
-from ..port import Port
+from ....toma_core.cost_model import ERNIE
+from ..family import WITHOUT_KV_CACHE, BlockGroup, Transformer
+from ..signature import BlockSignature
 
 NAME = "ERNIE-Image"
 
@@ -20,22 +20,22 @@ def matches(diffusion_model: nn.Module) -> bool:
     return isinstance(diffusion_model, ErnieImageModel)
 
 
-class BlockPort(Port):
+class Signature(BlockSignature):
     """[image | text]. A mask would be of all tokens; ComfyUI gives none."""
 
-    places = ("x", "rotary_pos_emb", "temb")
-    needs = ()
-    rows, axis = "rotary_pos_emb", 1
-    harmless = ("temb",)
+    positional_args = ("x", "rotary_pos_emb", "temb")
+    required_kwargs = ()
+    rope_arg, rope_token_dim = "rotary_pos_emb", 1
+    passthrough_args = ("temb",)
 
 
 class Hooks(Transformer):
     """All hooks of one ERNIE-Image."""
 
     # Its attention is told nothing.
-    presets, shows_keys = WITHOUT_KEYS, False
+    presets, shows_keys = WITHOUT_KV_CACHE, False
 
-    def stages_of(self, model: ErnieImageModel) -> tuple[Stage, ...]:
+    def block_groups(self, model: ErnieImageModel) -> tuple[BlockGroup, ...]:
         """All blocks."""
         self.patch_size, self.width = model.patch_size, model.hidden_size
-        return (Stage("layer", model.layers, BlockPort(), ERNIE),)
+        return (BlockGroup("layer", model.layers, Signature(), ERNIE),)

@@ -13,18 +13,18 @@ from torch import nn
 
 from ....toma_core import ToMAConfig
 from ....toma_core.config import Granularity
-from ....toma_core.payoff import FLUX2_DOUBLE, FLUX2_SINGLE, FLUX_DOUBLE, FLUX_SINGLE, Block
+from ....toma_core.cost_model import FLUX2_DOUBLE, FLUX2_SINGLE, FLUX_DOUBLE, FLUX_SINGLE, Block
 from ....toma_core.presets import Fields
 from ..chain import BlockHook
-from ..family import PRESETS, WITHOUT_KEYS, Stage, Transformer, theirs
-from ..hooks import HookPair
-from ..port import Cuts, Given, Port, image_told, slices_moved
+from ..family import PRESETS, WITHOUT_KV_CACHE, BlockGroup, Transformer, theirs
+from ..model_hooks import HookPair
+from ..signature import BlockSignature, CallArguments, TokenReduction, image_start_of, shifted_slices
 from .flux_layers import ByModule
 
 NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
 # Double and single blocks of Flux.1, of which the released method leaves five of each kind whole.
 _FLUX_1 = 19, 38
-FAITHFUL: Fields = {"faithful": {"whole_first": 5}}
+PAPER: Fields = {"paper": {"skip_first_blocks": 5}}
 
 
 def matches(diffusion_model: nn.Module) -> bool:
@@ -32,50 +32,50 @@ def matches(diffusion_model: nn.Module) -> bool:
     return isinstance(diffusion_model, Flux)
 
 
-class SinglePort(Port):
+class SingleSignature(BlockSignature):
     """[text | image | references]."""
 
-    places = ("x", "vec", "pe", "attn_mask")
-    rows = "pe"
-    harmless = ("vec", "modulation_dims", "transformer_options")
-    writes = bounded = True
+    positional_args = ("x", "vec", "pe", "attn_mask")
+    rope_arg = "pe"
+    passthrough_args = ("vec", "modulation_dims", "transformer_options")
+    mutates_input = clamps_fp16 = True
     # Tokens of text as the double blocks saw them: step caches that run the blocks themselves hand no options over.
     text: int | None = None
 
     def release(self) -> None:
         self.text = None
 
-    def before(self, given: Given, image: int) -> int | None:
-        told = image_told(given)
+    def image_start(self, call_args: CallArguments, image: int) -> int | None:
+        told = image_start_of(call_args)
         return self.text if told is None else told
 
-    def moved(self, given: Given, cuts: Cuts) -> Given:
-        return {**super().moved(given, cuts), **slices_moved(given, "modulation_dims", cuts)}
+    def merged_args(self, call_args: CallArguments, cuts: TokenReduction) -> CallArguments:
+        return {**super().merged_args(call_args, cuts), **shifted_slices(call_args, "modulation_dims", cuts)}
 
 
-class DoublePort(Port):
+class DoubleSignature(BlockSignature):
     """[image | references]; the text beside them has its positions before theirs."""
 
-    places = ("img", "txt", "vec", "pe", "attn_mask")
-    tokens, output = "img", 0
-    rows = "pe"
-    harmless = ("txt", "vec", "modulation_dims_img", "modulation_dims_txt", "transformer_options")
-    writes = bounded = True
+    positional_args = ("img", "txt", "vec", "pe", "attn_mask")
+    tokens_arg, output_index = "img", 0
+    rope_arg = "pe"
+    passthrough_args = ("txt", "vec", "modulation_dims_img", "modulation_dims_txt", "transformer_options")
+    mutates_input = clamps_fp16 = True
 
-    def __init__(self, single: SinglePort) -> None:
+    def __init__(self, single: SingleSignature) -> None:
         self.single = single
 
-    def note(self, given: Given) -> None:
-        self.single.text = self.above(given)
+    def observe(self, call_args: CallArguments) -> None:
+        self.single.text = self.attention_offset(call_args)
 
     def release(self) -> None:
         self.single.release()
 
-    def above(self, given: Given) -> int:
-        return int(given["txt"].shape[1])
+    def attention_offset(self, call_args: CallArguments) -> int:
+        return int(call_args["txt"].shape[1])
 
-    def moved(self, given: Given, cuts: Cuts) -> Given:
-        return {**super().moved(given, cuts), **slices_moved(given, "modulation_dims_img", cuts)}
+    def merged_args(self, call_args: CallArguments, cuts: TokenReduction) -> CallArguments:
+        return {**super().merged_args(call_args, cuts), **shifted_slices(call_args, "modulation_dims_img", cuts)}
 
 
 class Hooks(Transformer):
@@ -84,16 +84,16 @@ class Hooks(Transformer):
     def __init__(self, diffusion_model: Any) -> None:
         super().__init__(diffusion_model)
         if tuple(map(len, self.links)) == _FLUX_1:  # others have fewer double ones: a share of them
-            self.presets, self.without_keys = {**PRESETS, **FAITHFUL}, {**WITHOUT_KEYS, **FAITHFUL}
+            self.presets, self.without_kv_cache = {**PRESETS, **PAPER}, {**WITHOUT_KV_CACHE, **PAPER}
         self.by_module = [ByModule(link) for link in self.links[0]]
 
-    def stages_of(self, model: Any) -> tuple[Stage, ...]:
+    def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         """Double blocks, single blocks."""
         self.patch_size, self.width = model.patch_size, getattr(model, "hidden_size", 0)
-        single, works = SinglePort(), self.works(model)
+        single, works = SingleSignature(), self.works(model)
         return (
-            Stage("double", model.double_blocks, DoublePort(single), works[0], "input"),
-            Stage("single", model.single_blocks, single, works[1], "output"),
+            BlockGroup("double", model.double_blocks, DoubleSignature(single), works[0], "input"),
+            BlockGroup("single", model.single_blocks, single, works[1], "output"),
         )
 
     def works(self, model: Any) -> tuple[Block, Block]:
@@ -109,7 +109,7 @@ class Hooks(Transformer):
                 yield block.module, block
                 yield from block.layers()
 
-    def chosen(self, stage: Stage, links: list[BlockHook], config: ToMAConfig) -> list[BlockHook]:
+    def chosen(self, group: BlockGroup, links: list[BlockHook], config: ToMAConfig) -> list[BlockHook]:
         """Double blocks can be merged module by module."""
-        by_module = config.granularity is Granularity.MODULE and stage.kind == "double"
+        by_module = config.granularity is Granularity.MODULE and group.kind == "double"
         return list(self.by_module) if by_module else links

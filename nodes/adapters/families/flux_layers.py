@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ....toma_core import MergePlan
 from ..active_chain import Reduction
 from ..chain import BlockHook
-from ..hooks import Hook, installed, merge, outside_graph, unmerge
-from ..port import Cuts, Port
+from ..model_hooks import Hook, installed, merge, outside_graph, unmerge
+from ..signature import BlockSignature, TokenReduction
 
 
 class Layer(Hook):
@@ -69,7 +69,7 @@ class ByModule(BlockHook):
 
     def __init__(self, whole: BlockHook) -> None:
         """whole: the hook for the same block on merged tokens from its beginning to its end."""
-        super().__init__(whole.module, whole.name, whole.port, whole.work, whole.scope, whole.positions)
+        super().__init__(whole.module, whole.name, whole.signature, whole.work, whole.scope, whole.positions)
         self.parts = (MergeIn(), UnmergeOut(), MergedLayer())
 
     def layers(self) -> tuple[tuple[nn.Module, Layer], ...]:
@@ -80,10 +80,10 @@ class ByModule(BlockHook):
 
     @outside_graph
     def outside(self, *args: Any, **kwargs: Any) -> Any:
-        port, site = self.port, self.site
-        given = port.given(args, kwargs)
-        port.note(given)
-        reason, x = self.reason(given), given[port.tokens]
+        signature, site = self.signature, self.site
+        call_args = signature.call_args(args, kwargs)
+        signature.observe(call_args)
+        reason, x = self.reason(call_args), call_args[signature.tokens_arg]
         plan = site.plan_for(x[:, : site.image], reason)
         if plan is None or site.active is None:
             return self.original(*args, **kwargs)
@@ -91,11 +91,15 @@ class ByModule(BlockHook):
             site.active.evaluation.run.stats.merged(self.name)
         lengths = ((plan.tokens, plan.kept),)
         site.reduction = Reduction(site.active, (plan,), (None,), lengths)
-        rows = self.positions.of(given.get(port.rows), site, port.above(given))
+        rows = self.positions.of(call_args.get(signature.rope_arg), site, signature.attention_offset(call_args))
         # The attention alone sees merged tokens: what the block does to all of them stays where it is told.
-        given = {**given, port.rows: rows, **Port.moved(port, given, Cuts(0, lengths))}
+        call_args = {
+            **call_args,
+            signature.rope_arg: rows,
+            **BlockSignature.merged_args(signature, call_args, TokenReduction(0, lengths)),
+        }
         layers = self.layers()
         for _, hook in layers:
             hook.plan = plan
         with installed(layers):
-            return self._called(len(args), given)
+            return self._called(len(args), call_args)

@@ -11,9 +11,9 @@ from typing import Any
 from comfy.ldm.hunyuan_video.model import HunyuanVideo
 from torch import Tensor, nn
 
-from ....toma_core.payoff import HUNYUAN_DOUBLE, HUNYUAN_SINGLE
-from ..family import Stage, Transformer
-from ..port import Cuts, Given, Port, text_masked
+from ....toma_core.cost_model import HUNYUAN_DOUBLE, HUNYUAN_SINGLE
+from ..family import BlockGroup, Transformer
+from ..signature import BlockSignature, CallArguments, TokenReduction, text_masked
 
 NAME = "HunyuanVideo (1.0, 1.5) and HunyuanImage 2.1"
 
@@ -23,44 +23,44 @@ def matches(diffusion_model: nn.Module) -> bool:
     return isinstance(diffusion_model, HunyuanVideo) and (*diffusion_model.patch_size[:-2], 1)[0] == 1
 
 
-class _Port(Port):
+class _Signature(BlockSignature):
     """The frames come last, whatever is before them: positions are of text and all tokens, merged or not."""
 
-    rows = "pe"
-    writes = bounded = True
+    rope_arg = "pe"
+    mutates_input = clamps_fp16 = True
 
-    def before(self, given: Given, image: int) -> int | None:
-        rows = given.get(self.rows)
-        if rows is None or rows.ndim <= self.axis:
+    def image_start(self, call_args: CallArguments, image: int) -> int | None:
+        rows = call_args.get(self.rope_arg)
+        if rows is None or rows.ndim <= self.rope_token_dim:
             return None
-        before = int(rows.shape[self.axis]) - self.above(given) - image
+        before = int(rows.shape[self.rope_token_dim]) - self.attention_offset(call_args) - image
         return before if before >= 0 else None
 
-    def moved(self, given: Given, cuts: Cuts) -> Given:
-        moved, mask = super().moved(given, cuts), given.get("attn_mask")
+    def merged_args(self, call_args: CallArguments, cuts: TokenReduction) -> CallArguments:
+        moved, mask = super().merged_args(call_args, cuts), call_args.get("attn_mask")
         # Of text; all that comes after it is looked at.
         return moved if mask is None else {**moved, "attn_mask": mask[..., : mask.shape[-1] - cuts.gone]}
 
-    def mask_moved(self, mask: Tensor, gone: int) -> Tensor | None:
+    def merged_mask(self, mask: Tensor, gone: int) -> Tensor | None:
         return text_masked(mask, gone)
 
 
-class SinglePort(_Port):
+class SingleSignature(_Signature):
     """[text | reference | frames]."""
 
-    places = ("x", "vec", "pe", "attn_mask")
-    harmless = ("vec", "attn_mask", "transformer_options")
+    positional_args = ("x", "vec", "pe", "attn_mask")
+    passthrough_args = ("vec", "attn_mask", "transformer_options")
 
 
-class DoublePort(_Port):
+class DoubleSignature(_Signature):
     """[reference | frames]; the text beside them has its positions before theirs."""
 
-    places = ("img", "txt", "vec", "pe", "attn_mask")
-    tokens, output = "img", 0
-    harmless = ("txt", "vec", "attn_mask", "transformer_options")
+    positional_args = ("img", "txt", "vec", "pe", "attn_mask")
+    tokens_arg, output_index = "img", 0
+    passthrough_args = ("txt", "vec", "attn_mask", "transformer_options")
 
-    def above(self, given: Given) -> int:
-        return int(given["txt"].shape[1])
+    def attention_offset(self, call_args: CallArguments) -> int:
+        return int(call_args["txt"].shape[1])
 
 
 class Hooks(Transformer):
@@ -69,9 +69,9 @@ class Hooks(Transformer):
     takes_frames = True
     references_follow = False
 
-    def stages_of(self, model: Any) -> tuple[Stage, ...]:
+    def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         """Double blocks, and single blocks where there are any: 1.5 has none."""
         self.patch_size, self.width = model.patch_size[-1], model.hidden_size
-        double = Stage("double", model.double_blocks, DoublePort(), HUNYUAN_DOUBLE, "input")
-        single = Stage("single", model.single_blocks, SinglePort(), HUNYUAN_SINGLE, "output")
+        double = BlockGroup("double", model.double_blocks, DoubleSignature(), HUNYUAN_DOUBLE, "input")
+        single = BlockGroup("single", model.single_blocks, SingleSignature(), HUNYUAN_SINGLE, "output")
         return (double, single) if len(model.single_blocks) else (double,)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from comfy.ldm.krea2.model import SingleStreamDiT
 from torch import nn
 
-from ....toma_core.payoff import KREA
-from ..family import Stage, Transformer
-from ..port import Cuts, Given, Port, image_told, index_moved
+from ....toma_core.cost_model import KREA
+from ..family import BlockGroup, Transformer
+from ..signature import BlockSignature, CallArguments, TokenReduction, image_start_of, shifted_index
 
 NAME = "Krea 2"
 
@@ -17,30 +17,34 @@ def matches(diffusion_model: nn.Module) -> bool:
     return isinstance(diffusion_model, SingleStreamDiT)
 
 
-class BlockPort(Port):
+class Signature(BlockSignature):
     """[text | image | references], of which the last may be told to be clean (timestep_zero_index)."""
 
-    places = ("x", "vec", "freqs", "mask")
-    rows = "freqs"
-    harmless = ("vec", "timestep_zero_index", "transformer_options")
+    positional_args = ("x", "vec", "freqs", "mask")
+    rope_arg = "freqs"
+    passthrough_args = ("vec", "timestep_zero_index", "transformer_options")
 
-    def before(self, given: Given, image: int) -> int | None:
-        if (told := image_told(given)) is not None:
+    def image_start(self, call_args: CallArguments, image: int) -> int | None:
+        if (told := image_start_of(call_args)) is not None:
             return told
         # ComfyUI 0.26.0 does not tell, but has no references either: the image comes last. By the positions: they stay
         # as they were while the tokens are merged.
-        rows = given.get(self.rows)
-        text = -1 if rows is None or rows.ndim <= self.axis else rows.shape[self.axis] - image - self.references(given)
+        rows = call_args.get(self.rope_arg)
+        text = (
+            -1
+            if rows is None or rows.ndim <= self.rope_token_dim
+            else rows.shape[self.rope_token_dim] - image - self.reference_tokens(call_args)
+        )
         return text if text >= 0 else None
 
-    def moved(self, given: Given, cuts: Cuts) -> Given:
-        return {**super().moved(given, cuts), **index_moved(given, "timestep_zero_index", cuts)}
+    def merged_args(self, call_args: CallArguments, cuts: TokenReduction) -> CallArguments:
+        return {**super().merged_args(call_args, cuts), **shifted_index(call_args, "timestep_zero_index", cuts)}
 
 
 class Hooks(Transformer):
     """All hooks of one Krea 2."""
 
-    def stages_of(self, model: SingleStreamDiT) -> tuple[Stage, ...]:
+    def block_groups(self, model: SingleStreamDiT) -> tuple[BlockGroup, ...]:
         """All blocks."""
         self.patch_size, self.width = model.patch, model.first.out_features
-        return (Stage("single", model.blocks, BlockPort(), KREA),)
+        return (BlockGroup("single", model.blocks, Signature(), KREA),)

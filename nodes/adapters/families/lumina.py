@@ -9,9 +9,9 @@ from __future__ import annotations
 from comfy.ldm.lumina.model import NextDiT
 from torch import nn
 
-from ....toma_core.payoff import LUMINA, Z_IMAGE
-from ..family import Stage, Transformer
-from ..port import Cuts, Given, Port, slices_moved
+from ....toma_core.cost_model import LUMINA, Z_IMAGE
+from ..family import BlockGroup, Transformer
+from ..signature import BlockSignature, CallArguments, TokenReduction, shifted_slices
 
 NAME = "Z-Image, Lumina 2"
 
@@ -21,27 +21,27 @@ def matches(diffusion_model: nn.Module) -> bool:
     return isinstance(diffusion_model, NextDiT)
 
 
-class LayerPort(Port):
+class LayerSignature(BlockSignature):
     """[text | references | image | padding]: ComfyUI does not tell where the image begins, but it comes last."""
 
-    places = ("x", "x_mask", "freqs_cis", "adaln_input")
-    rows, axis = "freqs_cis", 1
-    harmless = ("adaln_input", "timestep_zero_index", "transformer_options")
-    bounded = True
+    positional_args = ("x", "x_mask", "freqs_cis", "adaln_input")
+    rope_arg, rope_token_dim = "freqs_cis", 1
+    passthrough_args = ("adaln_input", "timestep_zero_index", "transformer_options")
+    clamps_fp16 = True
 
     def __init__(self, multiple: int) -> None:
         """multiple: of what the image's tokens are padded to."""
         self.multiple = multiple
 
-    def before(self, given: Given, image: int) -> int | None:
+    def image_start(self, call_args: CallArguments, image: int) -> int | None:
         # By the positions: they stay as they were while the tokens are merged.
-        rows = given.get(self.rows)
-        if rows is None or rows.ndim <= self.axis:
+        rows = call_args.get(self.rope_arg)
+        if rows is None or rows.ndim <= self.rope_token_dim:
             return None
-        return max(0, rows.shape[self.axis] - image - -image % self.multiple)
+        return max(0, rows.shape[self.rope_token_dim] - image - -image % self.multiple)
 
-    def moved(self, given: Given, cuts: Cuts) -> Given:
-        return {**super().moved(given, cuts), **slices_moved(given, "timestep_zero_index", cuts)}
+    def merged_args(self, call_args: CallArguments, cuts: TokenReduction) -> CallArguments:
+        return {**super().merged_args(call_args, cuts), **shifted_slices(call_args, "timestep_zero_index", cuts)}
 
 
 class Hooks(Transformer):
@@ -51,8 +51,8 @@ class Hooks(Transformer):
     between = ("double_block",)
     references_follow = False
 
-    def stages_of(self, model: NextDiT) -> tuple[Stage, ...]:
+    def block_groups(self, model: NextDiT) -> tuple[BlockGroup, ...]:
         """The layers after the refiners."""
         self.patch_size, self.width = model.patch_size, model.dim
         work = Z_IMAGE if model.pad_tokens_multiple else LUMINA
-        return (Stage("layer", model.layers, LayerPort(model.pad_tokens_multiple or 1), work),)
+        return (BlockGroup("layer", model.layers, LayerSignature(model.pad_tokens_multiple or 1), work),)

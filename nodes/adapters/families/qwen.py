@@ -5,9 +5,9 @@ from __future__ import annotations
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from torch import Tensor, nn
 
-from ....toma_core.payoff import QWEN
-from ..family import Stage, Transformer
-from ..port import Cuts, Given, Port, index_moved, text_masked
+from ....toma_core.cost_model import QWEN
+from ..family import BlockGroup, Transformer
+from ..signature import BlockSignature, CallArguments, TokenReduction, shifted_index, text_masked
 
 NAME = "Qwen-Image"
 
@@ -17,24 +17,30 @@ def matches(diffusion_model: nn.Module) -> bool:
     return isinstance(diffusion_model, QwenImageTransformer2DModel)
 
 
-class BlockPort(Port):
+class Signature(BlockSignature):
     """[image | references], of which the last may be told to be clean (timestep_zero_index). A mask is of the text."""
 
-    places = ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "image_rotary_emb")
-    tokens, output = "hidden_states", 1
-    rows = "image_rotary_emb"
-    harmless = (
+    positional_args = (
+        "hidden_states",
+        "encoder_hidden_states",
+        "encoder_hidden_states_mask",
+        "temb",
+        "image_rotary_emb",
+    )
+    tokens_arg, output_index = "hidden_states", 1
+    rope_arg = "image_rotary_emb"
+    passthrough_args = (
         *("encoder_hidden_states", "encoder_hidden_states_mask", "temb"),
         *("timestep_zero_index", "transformer_options"),
     )
 
-    def above(self, given: Given) -> int:
-        return int(given["encoder_hidden_states"].shape[1])
+    def attention_offset(self, call_args: CallArguments) -> int:
+        return int(call_args["encoder_hidden_states"].shape[1])
 
-    def moved(self, given: Given, cuts: Cuts) -> Given:
-        return {**super().moved(given, cuts), **index_moved(given, "timestep_zero_index", cuts)}
+    def merged_args(self, call_args: CallArguments, cuts: TokenReduction) -> CallArguments:
+        return {**super().merged_args(call_args, cuts), **shifted_index(call_args, "timestep_zero_index", cuts)}
 
-    def mask_moved(self, mask: Tensor, gone: int) -> Tensor | None:
+    def merged_mask(self, mask: Tensor, gone: int) -> Tensor | None:
         return text_masked(mask, gone)
 
 
@@ -44,7 +50,7 @@ class Hooks(Transformer):
     # ControlNets that are patches are shown the image between two blocks.
     between = ("double_block",)
 
-    def stages_of(self, model: QwenImageTransformer2DModel) -> tuple[Stage, ...]:
+    def block_groups(self, model: QwenImageTransformer2DModel) -> tuple[BlockGroup, ...]:
         """All blocks."""
         self.patch_size, self.width = model.patch_size, model.inner_dim
-        return (Stage("double", model.transformer_blocks, BlockPort(), QWEN, "input"),)
+        return (BlockGroup("double", model.transformer_blocks, Signature(), QWEN, "input"),)

@@ -7,9 +7,9 @@ from typing import Any
 from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
 from torch import nn
 
-from ....toma_core.payoff import MM_DIT
-from ..family import Stage, Transformer
-from ..port import Given, Port
+from ....toma_core.cost_model import MM_DIT
+from ..family import BlockGroup, Transformer
+from ..signature import BlockSignature, CallArguments
 
 NAME = "SD3.5"
 
@@ -19,19 +19,19 @@ def matches(diffusion_model: nn.Module) -> bool:
     return isinstance(diffusion_model, MMDiT)
 
 
-class BlockPort(Port):
+class Signature(BlockSignature):
     """Nothing but the image; the last block gives no text."""
 
-    places = ("context", "x")
-    output = 1
-    harmless = ("context", "c", "use_checkpoint", "transformer_options")
+    positional_args = ("context", "x")
+    output_index = 1
+    passthrough_args = ("context", "c", "use_checkpoint", "transformer_options")
 
-    def above(self, given: Given) -> int:
-        return int(given["context"].shape[1])
+    def attention_offset(self, call_args: CallArguments) -> int:
+        return int(call_args["context"].shape[1])
 
-    def attended(self, given: Given, before: int) -> tuple[tuple[int, int], ...]:
+    def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, int], ...]:
         """Text and image together; in some blocks of the medium one the image then looks at itself."""
-        return *super().attended(given, before), (before, int(given["x"].shape[1]))
+        return *super().attention_spans(call_args, before), (before, int(call_args["x"].shape[1]))
 
 
 class Hooks(Transformer):
@@ -41,7 +41,7 @@ class Hooks(Transformer):
         """The image looks at itself once more in some blocks of the medium one."""
         return 1 + bool(getattr(getattr(block, "x_block", None), "x_block_self_attn", False))
 
-    def stages_of(self, model: MMDiT) -> tuple[Stage, ...]:
+    def block_groups(self, model: MMDiT) -> tuple[BlockGroup, ...]:
         """All blocks."""
         self.patch_size, self.width = model.patch_size, model.hidden_size
-        return (Stage("double", model.joint_blocks, BlockPort(), MM_DIT, "output"),)
+        return (BlockGroup("double", model.joint_blocks, Signature(), MM_DIT, "output"),)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ....toma_core import Evaluation, ToMAConfig
 from ....toma_core.config import Granularity
-from ....toma_core.payoff import UNET_BLOCK
+from ....toma_core.cost_model import UNET_BLOCK
 from ....toma_core.presets import Fields
 from ....toma_core.reasons import Message, Reason
 from ....toma_core.windows import Grid
@@ -27,14 +27,14 @@ from ..family import (
     theirs,
     unwrapped,
 )
-from ..hooks import HookPair
 from ..layout import on_no_grid
-from ..port import Cuts, Given, Port
+from ..model_hooks import HookPair
+from ..signature import BlockSignature, CallArguments, TokenReduction
 from .unet_layers import ByModule
 
 NAME = "UNet (SDXL, SD1.5, SD2)"
 # Measured, see docs/fidelity.md: the last stacks draw and change most, so that no step has to run whole.
-PRESETS: Fields = {"balanced": {"whole_last": 3}, "quality": {"whole_last": 4}}
+PRESETS: Fields = {"balanced": {"skip_last_blocks": 3}, "quality": {"skip_last_blocks": 4}}
 
 # Patches of other nodes that are shown tokens inside a transformer block.
 _TOKEN_PATCHES = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch")
@@ -46,21 +46,21 @@ def matches(diffusion_model: nn.Module) -> bool:
     return isinstance(diffusion_model, UNetModel) and kinds == {SpatialTransformer}
 
 
-class BlockPort(Port):
+class Signature(BlockSignature):
     """Nothing but the image; ComfyUI tells its grid."""
 
-    places = ("x", "context", "transformer_options")
-    harmless = ("context", "transformer_options")
+    positional_args = ("x", "context", "transformer_options")
+    passthrough_args = ("context", "transformer_options")
 
-    def grid(self, given: Given, grid: Grid) -> Grid | None:
-        height, width = (given.get("transformer_options") or {}).get("activations_shape", (0, 0))[-2:]
+    def grid(self, call_args: CallArguments, grid: Grid) -> Grid | None:
+        height, width = (call_args.get("transformer_options") or {}).get("activations_shape", (0, 0))[-2:]
         return (height, width) if height else None
 
-    def obstacle(self, given: Given, image: int, references: int = 0) -> Message | None:
-        return super().obstacle(given, image) if given["x"].shape[1] == image else Reason.TOKENS_CHANGED()
+    def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
+        return super().obstacle(call_args, image) if call_args["x"].shape[1] == image else Reason.TOKENS_CHANGED()
 
-    def moved(self, given: Given, cuts: Cuts) -> Given:
-        options, (lengths,) = given.get("transformer_options"), cuts.lengths
+    def merged_args(self, call_args: CallArguments, cuts: TokenReduction) -> CallArguments:
+        options, (lengths,) = call_args.get("transformer_options"), cuts.lengths
         return {} if options is None else {"transformer_options": on_no_grid(options, *lengths)}
 
 
@@ -83,21 +83,21 @@ class _Stack:
 class Hooks:
     """All hooks of one UNet."""
 
-    presets = without_keys = PRESETS
+    presets = without_kv_cache = PRESETS
     takes_frames = False
 
     def __init__(self, diffusion_model: UNetModel) -> None:
-        port, shared = BlockPort(), RopeCache()
+        signature, shared = Signature(), RopeCache()
         self.stacks: list[_Stack] = []
         for position, halvings, stack in _stacks(diffusion_model):
             blocks = []
             for index, module in enumerate(stack.transformer_blocks):
                 name = ".".join(map(str, (*position, index)))
-                blocks.append(ByModule(BlockHook(module, name, port, UNET_BLOCK, "unet", shared)))
+                blocks.append(ByModule(BlockHook(module, name, signature, UNET_BLOCK, "unet", shared)))
             width = getattr(stack.transformer_blocks[0].attn1.to_q, "in_features", 0)
             self.stacks.append(_Stack(position, halvings, width, stack, tuple(blocks)))
 
-    def keys_of(self, latent: Tensor, config: ToMAConfig, *_: Any, **__: Any) -> tuple[int, int]:
+    def kv_cache_numel(self, latent: Tensor, config: ToMAConfig, *_: Any, **__: Any) -> tuple[int, int]:
         """See `ModelHooks`. None: its convolutions see all tokens anyhow, and its presets are near without."""
         return 0, 0
 
@@ -115,8 +115,8 @@ class Hooks:
             runs, following = list[list[BlockHook]](), None  # following: the block that the last run could go on with
             for index, block in enumerate(stack.blocks):
                 foreign = None if own and theirs(there[index]) else Reason.BLOCK_REPLACED()
-                if left_out := reason or foreign or profiled(block.link, evaluation):
-                    stats.not_merged(block.link.name, left_out)
+                if skipped_by_settings := reason or foreign or profiled(block.link, evaluation):
+                    stats.not_merged(block.link.name, skipped_by_settings)
                     continue
                 block.link.module = unwrapped(there[index])
                 if config.granularity is Granularity.MODULE or _is_patched(stack, index, transformer_options):

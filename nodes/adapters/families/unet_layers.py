@@ -12,8 +12,8 @@ from ....toma_core import Evaluation, MergePlan
 from ....toma_core.config import Granularity
 from ....toma_core.windows import Grid
 from ..chain import BlockHook
-from ..hooks import Hook, HookPair, merge, outside_graph, unmerge
 from ..layout import on_no_grid
+from ..model_hooks import Hook, HookPair, merge, outside_graph, unmerge
 
 
 class ByModule(Hook):
@@ -79,16 +79,16 @@ class MergedAttention(Hook):
         transformer_options: dict[str, Any] = {},  # noqa: B006
         **rest: Any,
     ) -> Tensor:
-        given = {"mask": mask, **rest}
-        tied = any(argument is not None for argument in given.values())
+        call_args = {"mask": mask, **rest}
+        tied = any(argument is not None for argument in call_args.values())
         plan = None if tied else self.block.plan(x, self.part)
         if plan is None:
-            return self.original(x, context=context, value=value, transformer_options=transformer_options, **given)
+            return self.original(x, context=context, value=value, transformer_options=transformer_options, **call_args)
         merged, told = merge(x, plan), on_no_grid(transformer_options, plan.tokens, plan.kept)
         if context is x and (value is None or value is x):
             # Keys and values must stay as long as each other: if a patch made other values, both stay whole.
             context, value = merged, None if value is None else merged
-        return unmerge(self.original(merged, context=context, value=value, transformer_options=told, **given), plan)
+        return unmerge(self.original(merged, context=context, value=value, transformer_options=told, **call_args), plan)
 
 
 class MergedFeedForward(Hook):

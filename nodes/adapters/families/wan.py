@@ -15,11 +15,11 @@ from comfy.ldm.wan.model import WanModel
 from torch import nn
 
 from ....toma_core import ToMAConfig
-from ....toma_core.payoff import WAN
+from ....toma_core.cost_model import WAN
 from ....toma_core.reasons import Message, Reason
-from ..family import Stage, Transformer
+from ..family import BlockGroup, Transformer
 from ..layout import on_fewer_of_frames
-from ..port import Cuts, Given, Port
+from ..signature import BlockSignature, CallArguments, TokenReduction
 
 NAME = "Wan 2.1 and 2.2"
 
@@ -43,45 +43,45 @@ def kind_of(model: nn.Module) -> str:
     return next(kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("comfy."))
 
 
-class BlockPort(Port):
+class Signature(BlockSignature):
     """[reference | video | further frames and context]. The positions are of all of them."""
 
-    needs = ("e", "freqs", "context", "transformer_options")
-    rows, axis = "freqs", 1
-    harmless = ("e", "context", "context_img_len", "transformer_options")
+    required_kwargs = ("e", "freqs", "context", "transformer_options")
+    rope_arg, rope_token_dim = "freqs", 1
+    passthrough_args = ("e", "context", "context_img_len", "transformer_options")
 
     def __init__(self, has_reference: bool) -> None:
         """has_reference: whether the model can put a reference before the video."""
         self.has_reference = has_reference
 
-    def before(self, given: Given, image: int) -> int | None:
+    def image_start(self, call_args: CallArguments, image: int) -> int | None:
         if not self.has_reference:
             return 0
         # Nobody tells, but it is one frame. By the positions: they stay as they were while the tokens are merged.
-        rows, told = given.get(self.rows), _frames_told(given)
-        ahead = -1 if rows is None or rows.ndim <= self.axis else rows.shape[self.axis] - prod(told)
+        rows, told = call_args.get(self.rope_arg), _frames_told(call_args)
+        ahead = -1 if rows is None or rows.ndim <= self.rope_token_dim else rows.shape[self.rope_token_dim] - prod(told)
         return ahead if ahead in (0, prod(told[1:])) else None
 
-    def moved(self, given: Given, cuts: Cuts) -> Given:
-        options = given.get("transformer_options")
+    def merged_args(self, call_args: CallArguments, cuts: TokenReduction) -> CallArguments:
+        options = call_args.get("transformer_options")
         return {} if options is None else {"transformer_options": on_fewer_of_frames(options, *cuts.lengths[0])}
 
-    def obstacle(self, given: Given, image: int, references: int = 0) -> Message | None:
-        return super().obstacle(given, image, references) or _modulation(given, image)
+    def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
+        return super().obstacle(call_args, image, references) or _modulation(call_args, image)
 
 
-def _frames_told(given: Given) -> tuple[int, ...]:
+def _frames_told(call_args: CallArguments) -> tuple[int, ...]:
     """Frames, rows and columns of the video and the frames behind it, as ComfyUI tells them; empty if it does not."""
-    return tuple((given.get("transformer_options") or {}).get("grid_sizes") or ())
+    return tuple((call_args.get("transformer_options") or {}).get("grid_sizes") or ())
 
 
-def _modulation(given: Given, image: int) -> Message | None:
+def _modulation(call_args: CallArguments, image: int) -> Message | None:
     """Return why modulation would not fit fewer tokens, None if it would. It is (B, 6, C), or (B, T, 6, C) for T equal
     shares of all tokens, which have to be the frames of the video."""
-    e, told = given.get("e"), _frames_told(given)
+    e, told = call_args.get("e"), _frames_told(call_args)
     if e is None or e.ndim < 4 or e.shape[1] == 1:
         return None
-    frames = told[:1] == (e.shape[1],) and given["x"].shape[1] == image == prod(told)
+    frames = told[:1] == (e.shape[1],) and call_args["x"].shape[1] == image == prod(told)
     return None if frames else Reason.ARGUMENT_IN_USE(arguments="modulation by token")
 
 
@@ -93,14 +93,14 @@ class Hooks(Transformer):
     takes_frames = True
     references_follow = False
 
-    def stages_of(self, model: WanModel) -> tuple[Stage, ...]:
+    def block_groups(self, model: WanModel) -> tuple[BlockGroup, ...]:
         """All blocks; not those of VACE's control, which see the control video."""
         self.patch_size, self.width = model.patch_size[-1], model.dim
         self.kind = kind_of(model)
         work = replace(WAN, weights=6 + 2 * model.ffn_dim / model.dim)
-        port = BlockPort(getattr(model, "ref_conv", None) is not None)
+        signature = Signature(getattr(model, "ref_conv", None) is not None)
         borders = _BORDERS[self.kind](model) if self.kind in _BORDERS else ()
-        return (Stage("double", model.blocks, port, work, borders=borders),)
+        return (BlockGroup("double", model.blocks, signature, work, borders=borders),)
 
     def obstacle(self, transformer_options: Mapping[str, Any], config: ToMAConfig) -> Message | None:
         if self.kind not in _BORDERS:

@@ -124,7 +124,7 @@ def test_what_auto_thinks_of_a_block(shape: Shape, kinds: dict[str, tuple[str, l
     """Its launches are those that are counted, its FLOPs too, up to the text. (number, tokens, width) of each grid."""
     parts = cost.count(shape, modules={kind: kind for kind in kinds}, blocks=UNREFINED.get(shape.model)).parts
     for kind, (name, grids) in kinds.items():
-        block, number = getattr(pack_module("toma_core.payoff"), name), sum(number for number, *_ in grids)
+        block, number = getattr(pack_module("toma_core.cost_model"), name), sum(number for number, *_ in grids)
         assert math.ceil(parts[kind].launches / number) == block.launches
         # SD3's last block gives no text, Wan's first copies the tokens that it gets.
         assert parts[kind].launches == block.launches * number or shape.model in ("sd3", "wan")
@@ -151,8 +151,8 @@ def test_a_plan_of_a_picture_is_four_launches() -> None:
 
 def test_a_plan_for_two_conditions_is_no_more_launches() -> None:
     """Of one picture: both read the one plan."""
-    core, trial, meter = pack_module("toma_core"), pack_module("toma_core.trial"), cost.Meter()
-    config = core.ToMAConfig(ratio=0.5, min_tokens=4, plan_from="prediction")
+    core, trial, meter = pack_module("toma_core"), pack_module("toma_core.kernels.dispatch"), cost.Meter()
+    config = core.ToMAConfig(ratio=0.5, min_tokens=4, similarity_from="prediction")
     run = core.RunState(core.Schedule(config), dispatch=trial.Dispatch(trial.Choice(cost.Fused(meter))))
     x, picture = (torch.empty(shape, device=cost.META) for shape in ((2, 32 * 32, 640), (1, 16, 64, 64)))
     for selection in range(2):
@@ -184,14 +184,14 @@ def test_every_file_that_merges_is_counted() -> None:
     ("shape", "name", "number", "whole"),
     [
         (SDXL, "UNET_BLOCK", 70, {}),
-        (FLUX, "FLUX_DOUBLE", 19, {"whole_first": 0, "whole_last": 38}),
-        (FLUX, "FLUX_SINGLE", 19, {"whole_first": 19}),
-        (Shape("flux2"), "FLUX2_DOUBLE", 8, {"whole_first": 0, "whole_last": 48}),
-        (Shape("flux2"), "FLUX2_SINGLE", 40, {"whole_first": 8}),
-        (Shape("klein"), "FLUX2_DOUBLE", 8, {"whole_first": 0, "whole_last": 24}),
-        (Shape("klein"), "FLUX2_SINGLE", 16, {"whole_first": 8}),
-        (Shape("chroma"), "CHROMA_DOUBLE", 19, {"whole_first": 0, "whole_last": 38}),
-        (Shape("chroma"), "CHROMA_SINGLE", 19, {"whole_first": 19}),
+        (FLUX, "FLUX_DOUBLE", 19, {"skip_first_blocks": 0, "skip_last_blocks": 38}),
+        (FLUX, "FLUX_SINGLE", 19, {"skip_first_blocks": 19}),
+        (Shape("flux2"), "FLUX2_DOUBLE", 8, {"skip_first_blocks": 0, "skip_last_blocks": 48}),
+        (Shape("flux2"), "FLUX2_SINGLE", 40, {"skip_first_blocks": 8}),
+        (Shape("klein"), "FLUX2_DOUBLE", 8, {"skip_first_blocks": 0, "skip_last_blocks": 24}),
+        (Shape("klein"), "FLUX2_SINGLE", 16, {"skip_first_blocks": 8}),
+        (Shape("chroma"), "CHROMA_DOUBLE", 19, {"skip_first_blocks": 0, "skip_last_blocks": 38}),
+        (Shape("chroma"), "CHROMA_SINGLE", 19, {"skip_first_blocks": 19}),
         (Shape("z_image"), "Z_IMAGE", 30, {}),
         (Shape("lumina2"), "LUMINA", 26, {}),
         (Shape("krea2"), "KREA", 28, {}),
@@ -205,8 +205,8 @@ def test_what_auto_thinks_that_merging_adds(
     shape: Shape, name: str, number: int, whole: dict[str, int], granularity: str
 ) -> None:
     """By Triton, with detail reuse: each block's share, rounded up, plans apart."""
-    payoff = pack_module("toma_core.payoff")
-    settings = {"whole_every": 3, "min_tokens": 4, "granularity": granularity, **whole}
+    payoff = pack_module("toma_core.cost_model")
+    settings = {"full_step_interval": 3, "min_tokens": 4, "granularity": granularity, **whole}
     merged = cost.count(shape, toma(**settings), kernels=True, step=1)
     block, kind = getattr(payoff, name), payoff.Granularity(granularity)
     added = (merged.launches - cost.count(shape).launches) / number
@@ -242,7 +242,7 @@ def test_the_stand_in_for_kernels_has_their_shapes() -> None:
     """Ragged windows with budgets of their own, in Triton's interpreter where there is no GPU."""
     pytest.importorskip("triton", reason="Triton has no build for this system")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    layout, kinds = pack_module("toma_core.windows"), pack_module("toma_core.config").WindowKind
+    layout, kinds = pack_module("toma_core.windows"), pack_module("toma_core.config").WindowShape
     windows = layout.make_windows(5, 7, kinds.TILE, 4).to(torch.device(device))
     budget = layout.make_budget(windows.counts, 0.5).to(torch.device(device))
     assert windows.valid is not None

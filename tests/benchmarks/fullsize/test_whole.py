@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks import cost, fullsize, variants
+from benchmarks.full_model import EDITORS, WHOLE
 from benchmarks.fullsize import Shape
-from benchmarks.whole import EDITORS, WHOLE
 from scripts.comfy_pack import pack_module
 
 # Billions of weights, as published.
@@ -66,7 +66,7 @@ def test_few_blocks_are_called_as_the_sampler_calls_them(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in WHOLE if name != "sdxl"])
 def test_stacks_add_next_to_nothing(name: str) -> None:
     """Twice as fast by FLOPs, for at most 1.2 % of operations more even in plain PyTorch."""
-    shape, toma = Shape(name), variants.toma("", ratio=0.5, whole_first=0)
+    shape, toma = Shape(name), variants.toma("", ratio=0.5, skip_first_blocks=0)
     base, merged = cost.count(shape), cost.count(shape, toma)
     assert 1.85 < base.flops / merged.flops < 2.25
     assert 0 < merged.launches / base.launches - 1 < 0.013
@@ -74,7 +74,7 @@ def test_stacks_add_next_to_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", EDITORS)
 def test_references_are_merged_or_in_the_way(name: str) -> None:
-    shape, whole = Shape(name, references=1), {"whole_first": 0}
+    shape, whole = Shape(name, references=1), {"skip_first_blocks": 0}
     base = cost.count(shape, kernels=True)
     gains: list[Any] = [
         base.flops / cost.count(shape, variants.toma("", ratio=0.5, merge_references=too, **whole), kernels=True).flops

@@ -44,7 +44,7 @@ def sample(model: Any, **options: Any) -> Tensor:
 @pytest.fixture
 def decisions(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every decision that evaluations are made by."""
-    sampling = pack_module("nodes.adapters.run").Sampling
+    sampling = pack_module("nodes.adapters.patch_model").SamplingRun
     original, made = sampling.observe, []
 
     def spy(self: Any, *args: Any) -> None:
@@ -58,7 +58,7 @@ def decisions(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 def plans(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every new plan."""
-    state = pack_module("toma_core.state").RunState
+    state = pack_module("toma_core.run").RunState
     original, made = state._entry, []
 
     def spy(self: Any, *args: Any) -> Any:
@@ -165,7 +165,7 @@ def test_own_destinations(model: Any, plans: Any) -> None:
 
 def test_centred_tokens_do_not_know_a_common_direction(pack: ModuleType) -> None:
     """Adding one vector to all tokens changes plain cosines, and none of centred ones."""
-    state = pack_module("toma_core.state")
+    state = pack_module("toma_core.run")
     x = torch.randn(1, 4, 16, 8, generator=torch.Generator().manual_seed(0))
     seen = []
 
@@ -293,7 +293,7 @@ def test_exact_destinations_look_at_every_token(small: dict[str, Any], monkeypat
         return out
 
     monkeypatch.setattr(math, "optimized_attention", spy)
-    out = sample(experiments.exact(toma(whole_first=0, granularity="block"))(small["dit"]))
+    out = sample(experiments.exact(toma(skip_first_blocks=0, granularity="block"))(small["dit"]))
     assert out.isfinite().all()
     (every, _), (few, keys) = sorted(seen, reverse=True)
     assert keys == every == few + (SIDE // 2) ** 2 // 2
@@ -318,20 +318,20 @@ def test_refresh_early_or_late(model: Any, decisions: Any) -> None:
     assert [d.selection for d in decisions] == [0, 0, 1000, 1001]
 
 
-def test_whole_last(model: Any, decisions: Any) -> None:
-    sample(experiments.whole_last(toma(whole_every=2))(model))
+def test_skip_last_blocks(model: Any, decisions: Any) -> None:
+    sample(experiments.skip_last_blocks(toma(full_step_interval=2))(model))
     assert [d.ratio for d in decisions] == [0.5, 0.0, 0.5, 0.0]
 
 
 def test_the_pack_is_as_before(model: Any) -> None:
-    state, run = pack_module("toma_core.state"), pack_module("nodes.adapters.sampling")
+    state, run = pack_module("toma_core.run"), pack_module("nodes.adapters.sampling_run")
     chain = pack_module("nodes.adapters.chain")
     before = (
         state.weigh,
         state.cosine_similarity,
         state.RunState._selected,
         run.Schedule,
-        run.Sampling.copies,
+        run.SamplingRun.copies,
         chain.reduce,
     )
     for change in (
@@ -348,6 +348,6 @@ def test_the_pack_is_as_before(model: Any) -> None:
         state.cosine_similarity,
         state.RunState._selected,
         run.Schedule,
-        run.Sampling.copies,
+        run.SamplingRun.copies,
         chain.reduce,
     )

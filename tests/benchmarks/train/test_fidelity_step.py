@@ -19,7 +19,7 @@ from benchmarks.fidelity.probe import ALL, Probe, error, free_run, name_of, teac
 from scripts.comfy_pack import pack_module
 
 RATIO = 0.5
-SETTINGS = {**variants.TINY, "select_every": 1, "weigh_every": 1}
+SETTINGS = {**variants.TINY, "selection_interval": 1, "weight_interval": 1}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,7 +99,7 @@ def test_sharing_gives_every_token_its_destinations_exact_update(small: dict[str
 
     sample(probe.patched(predict), steps=1, cfg=1.0)
     block = model.get_model_object("diffusion_model").single_blocks[1]
-    state, merging = pack_module("toma_core.state"), pack_module("toma_core.merge")
+    state, merging = pack_module("toma_core.run"), pack_module("toma_core.merge")
     own, original = state.RunState(probe.schedule), block.forward
     decision = pack_module("toma_core").StepPlan(0, pack_module("toma_core").StepMode.MERGED, RATIO, 0, 0)
 

@@ -47,7 +47,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_windows_through_all_frames(pack: ModuleType) -> None:
     core = pack_module("toma_core.windows")
-    made = experiments.through_frames(core.make_windows, 4)(6, 8, core.WindowKind.TILE, 8, False, 5)
+    made = experiments.through_frames(core.make_windows, 4)(6, 8, core.WindowShape.TILE, 8, False, 5)
     assert made.tokens == 5 * 6 * 8
     assert made.counts == (60, 60, 60, 60)  # rows of three
     x = torch.arange(made.tokens).float()[None, :, None]

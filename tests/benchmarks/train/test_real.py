@@ -20,7 +20,15 @@ import pytest
 from PIL import Image
 
 from benchmarks.real import __main__ as real
-from benchmarks.real.graphs import FLUX_SAMPLING, FluxFiles, Sampling, Setting, Template, checkpoint_graph, flux_graph
+from benchmarks.real.graphs import (
+    FLUX_SAMPLING,
+    FluxFiles,
+    SamplingRun,
+    Setting,
+    Template,
+    checkpoint_graph,
+    flux_graph,
+)
 from benchmarks.real.server import Server
 from demo.showcase_graphs import UNET, sampling_graph
 from scripts.comfy_server import ComfyServer
@@ -249,7 +257,7 @@ def test_refused_ratio_is_said(work: Work, graph: dict[str, Any], capsys: pytest
 @pytest.mark.parametrize(
     "built",
     [
-        checkpoint_graph("none", Sampling(guidance=3.5)),
+        checkpoint_graph("none", SamplingRun(guidance=3.5)),
         flux_graph(FluxFiles("none", "none", "none", "none"), FLUX_SAMPLING),
     ],
     ids=["checkpoint", "flux"],
@@ -372,7 +380,7 @@ def test_settings_are_those_of_the_node_where_nothing_is_asked_for(graph: dict[s
         return real.settings_of(real.parser().parse_args([*arguments, *more]), Template(graph), {})
 
     assert settings() == [Setting(0.4, "quality")]
-    assert settings("--preset", "quality", "faithful") == [Setting(0.4, "quality"), Setting(0.4, "faithful")]
+    assert settings("--preset", "quality", "paper") == [Setting(0.4, "quality"), Setting(0.4, "paper")]
     graph["toma"]["inputs"]["profile"] = "{}"
     assert settings() == [Setting(0.4, "quality", "{}", "the graph's profile")]
     assert settings("--ratio", "0.3") == [Setting(0.3, "quality")], "beside a profile it would do nothing"

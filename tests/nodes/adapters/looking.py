@@ -13,8 +13,8 @@ from scripts.comfy_pack import pack_module
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
 
 KEYS: dict[str, Any] = {
-    "all_keys": True, "plan_from": "prediction", "scale": 1000.0,
-    "select_every": 1, "weigh_every": 1, "whole_every": 10,
+    "kv_cache": True, "similarity_from": "prediction", "sharpness": 1000.0,
+    "selection_interval": 1, "weight_interval": 1, "full_step_interval": 10,
 }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def picture(model: Any, references: int = 0, text: int = TEXT, width: int = SIDE
 
 def tried(model: Any, alone: Any, settings: dict[str, Any], **options: Any) -> dict[str, Any]:
     """What ToMA does to a model that runs on all processes. alone: the same model, that runs on each by itself."""
-    run, reports = pack_module("nodes.adapters.run"), pack_module("nodes.adapters.reports")
+    run, reports = pack_module("nodes.adapters.patch_model"), pack_module("nodes.adapters.last_runs")
     config = pack_module("toma_core.config").ToMAConfig(**{**EVERYTHING, **settings})
     merged = run.attach(model, config)
     plain, result = picture(model, **options), picture(merged, **options)
@@ -80,7 +80,7 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         # 132 tokens of a picture and 7 of text: two processes cannot share them evenly.
         found[f"tokens-{way}-odd"] = partial(shared, {}, text=7, width=22)
         found[f"tokens-{way}-module"] = partial(shared, {"granularity": "module"}, references=2)
-        kept = {"whole_every": 2}
+        kept = {"full_step_interval": 2}
         found[f"tokens-{way}-detail"] = partial(shared, kept, references=2, steps=3)
     for name, model in built.items():
         for granularity in ("stack", "module"):

@@ -41,7 +41,7 @@ def test_keys_are_moved_on_as_their_destinations_move(
     destinations since then. What a merged step made is kept for the next."""
     model, layout = model_of(kind), LAYOUTS[kind][0]
     watch = Watch(4)
-    lasting = {"plan_from": "tokens", "select_every": 100, "weigh_every": 100, "scale": 10_000.0}
+    lasting = {"similarity_from": "tokens", "selection_interval": 100, "weight_interval": 100, "sharpness": 10_000.0}
     evaluated(watch.on(attach(model, **{**KEYS, **lasting})), drifting)
     whole, *merged = watch.evaluations()
     # Some models refine text or image before: that is not merged, and looks at what it did.
@@ -74,12 +74,12 @@ def test_text_as_long_as_merged_tokens_is_left_alone(text: int, model_of: Any, a
 
 @pytest.mark.parametrize("kind", list(LAYOUTS))
 def test_presets_keep_keys_where_they_can(kind: str, model_of: Any, stats_of: Any) -> None:
-    attach = pack_module("nodes.adapters.run").attach
+    attach = pack_module("nodes.adapters.patch_model").attach
     merged = attach(model_of(kind), preset("balanced"))
     assert models.sample(merged, HEIGHT, WIDTH, steps=8).isfinite().all()
     stats = stats_of(merged)
     shown = kind != "ernie"
-    assert stats.without_keys is None
+    assert stats.without_kv_cache is None
     assert sorted(stats.merged_steps) == ([1, 2, 3, 5, 6] if shown else [1, 2, 5])
     assert bool(stats.unmerged) is not shown
 
@@ -97,7 +97,7 @@ def test_of_videos_too(kind: str, frames: int, model_of: Any, attach: Any, stats
 
 def test_what_is_packed_is_nobodys_to_write_into(model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("flux")
-    monkeypatch.setattr(pack_module("nodes.adapters.run"), "memory_left", lambda *_: 0)
+    monkeypatch.setattr(pack_module("nodes.adapters.patch_model"), "memory_left", lambda *_: 0)
     merged = attach(model, **KEYS)
 
     def spoiling(function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -130,10 +130,10 @@ NOT_ASKED = Reason.KV_FOREIGN_ATTENTION()
 
 def test_attention_that_asks_nobody_is_noticed(model_of: Any, stats_of: Any, asks_nobody: None) -> None:
     """Presets are as without then, and it is said."""
-    run, model = pack_module("nodes.adapters.run"), model_of("wan")
+    run, model = pack_module("nodes.adapters.patch_model"), model_of("wan")
     asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
     own = models.sample(model, HEIGHT, WIDTH, **asked)
-    merged, without = (run.attach(model, preset("balanced", **more)) for more in ({}, {"all_keys": False}))
+    merged, without = (run.attach(model, preset("balanced", **more)) for more in ({}, {"kv_cache": False}))
     found, usual = (models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, without))
     assert str(NOT_ASKED) in stats_of(merged).summary()
     # The second step too is in full: it keeps for other blocks than the first.
@@ -144,19 +144,19 @@ def test_attention_that_asks_nobody_is_noticed(model_of: Any, stats_of: Any, ask
 
 
 def test_inside_graphs_too(stats_of: Any, asks_nobody: None, fresh_compiler: None) -> None:
-    run, asked = pack_module("nodes.adapters.run"), {"frames": 3, "steps": 6, "cfg": 1.0}
+    run, asked = pack_module("nodes.adapters.patch_model"), {"frames": 3, "steps": 6, "cfg": 1.0}
     model = models.wan(layers=2)
     plain = run.attach(model, preset("balanced"))
     merged = compiled(run.attach(model, preset("balanced")), Counting(), inside=True)
     assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, plain)))
-    assert stats_of(merged).without_keys == stats_of(plain).without_keys == NOT_ASKED
+    assert stats_of(merged).without_kv_cache == stats_of(plain).without_kv_cache == NOT_ASKED
 
 
 def test_it_is_noticed_where_an_evaluation_begins(
     model_of: Any, stats_of: Any, asks_nobody: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All calls of an evaluation keep, or none: guidance takes their difference."""
-    sampling, seen = pack_module("nodes.adapters.sampling").Sampling, list[tuple[int, bool]]()
+    sampling, seen = pack_module("nodes.adapters.sampling_run").SamplingRun, list[tuple[int, bool]]()
     observe = sampling.observe
 
     def observed(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -164,10 +164,10 @@ def test_it_is_noticed_where_an_evaluation_begins(
         seen.append((self.step_plan.step, self.step_plan.mode.value == "refresh"))
 
     monkeypatch.setattr(sampling, "observe", observed)
-    merged = pack_module("nodes.adapters.run").attach(several_calls(model_of("wan")), preset("balanced"))
+    merged = pack_module("nodes.adapters.patch_model").attach(several_calls(model_of("wan")), preset("balanced"))
     models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=5.0)
     assert seen == [(step, step < 2) for step in range(4) for _ in range(2)]
-    assert stats_of(merged).without_keys == NOT_ASKED
+    assert stats_of(merged).without_kv_cache == NOT_ASKED
 
 
 def test_a_full_step_that_a_cache_skips_loses_nothing(
@@ -176,7 +176,7 @@ def test_a_full_step_that_a_cache_skips_loses_nothing(
     """The step after it is full in its place."""
     from comfy.patcher_extension import WrappersMP
 
-    model = attach(model_of("flux"), **{**KEYS, "whole_every": 3})
+    model = attach(model_of("flux"), **{**KEYS, "full_step_interval": 3})
     outputs: list[Tensor] = []
 
     def skipping(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ def test_a_full_step_that_a_cache_skips_loses_nothing(
         return outputs[-1]
 
     model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "cache", skipping)
-    details = pack_module("toma_core.detail").Details
+    details = pack_module("toma_core.cache").ResidualCache
     kept, found = details.kept, []
     monkeypatch.setattr(details, "kept", lambda *args: found.append(kept(*args)) or found[-1])
     models.sample(model, HEIGHT, WIDTH, steps=7)
@@ -214,12 +214,12 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
     """Two graphs as without: full steps and merged ones; with what is kept in four bits too."""
     model_of(kind)  # skips what this ComfyUI does not have
     if packed:
-        monkeypatch.setattr(pack_module("nodes.adapters.run"), "memory_left", lambda *_: 0)
+        monkeypatch.setattr(pack_module("nodes.adapters.patch_model"), "memory_left", lambda *_: 0)
     model, backend = getattr(models, kind)(), Counting()
     plain, merged = attach(model, **KEYS), compiled(attach(model, **KEYS), backend, inside=True)
     wanted = models.sample(plain, HEIGHT, WIDTH, steps=6)
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=6), wanted)
-    assert stats_of(merged).detail_bytes == stats_of(plain).detail_bytes
+    assert stats_of(merged).cache_bytes == stats_of(plain).cache_bytes
     assert stats_of(merged).unmerged == {}
     warm = backend.graphs
     models.sample(merged, HEIGHT, WIDTH, steps=9)
@@ -229,19 +229,19 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
 def test_other_compilers_are_told_nothing(attach: Any, stats_of: Any, fresh_compiler: None) -> None:
     model = models.flux(double=2, single=2)
     merged = compiled(attach(model, **KEYS), Counting())
-    without = models.sample(attach(model, **{**KEYS, "all_keys": False}), HEIGHT, WIDTH, steps=5)
+    without = models.sample(attach(model, **{**KEYS, "kv_cache": False}), HEIGHT, WIDTH, steps=5)
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=5), without)
-    assert stats_of(merged).without_keys == Reason.KV_COMPILE_BACKEND()
+    assert stats_of(merged).without_kv_cache == Reason.KV_COMPILE_BACKEND()
 
 
-@pytest.mark.parametrize("settings", [{"whole_every": 0}, {"granularity": "module"}])
+@pytest.mark.parametrize("settings", [{"full_step_interval": 0}, {"granularity": "module"}])
 def test_where_full_steps_keep_nothing_the_preset_is_as_without(
     settings: dict[str, Any], model_of: Any, stats_of: Any
 ) -> None:
-    run, model = pack_module("nodes.adapters.run"), model_of("flux")
-    merged, without = (run.attach(model, preset("balanced", **settings, **more)) for more in ({}, {"all_keys": False}))
+    run, model = pack_module("nodes.adapters.patch_model"), model_of("flux")
+    merged, without = (run.attach(model, preset("balanced", **settings, **more)) for more in ({}, {"kv_cache": False}))
     assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=4) for m in (merged, without)))
-    assert stats_of(merged).without_keys == Reason.KV_NO_FULL_STEPS()
+    assert stats_of(merged).without_kv_cache == Reason.KV_NO_FULL_STEPS()
 
 
 @pytest.mark.parametrize("kind", ["qwen_image", "hunyuan"])
@@ -259,7 +259,7 @@ def test_masked_text_does_not_stand_in_the_way(kind: str, model_of: Any, attach:
     own, found = sampled(model), sampled(watch.on(attach(model, **KEYS)))
     fewer = [q.shape[1] < k.shape[1] for q, k, _ in watch.seen]
     assert any(fewer), "merged blocks look at all tokens"
-    without = sampled(attach(model, **{**KEYS, "all_keys": False}))
+    without = sampled(attach(model, **{**KEYS, "kv_cache": False}))
     assert (found - own).norm() < (without - own).norm()
 
 

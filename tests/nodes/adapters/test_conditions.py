@@ -15,7 +15,7 @@ from tests.loop import loop
 SIDE = 24
 # Batches of another size round in another way, and sharp weights of tokens that are about as near to two destinations
 # make that larger. With fixed destinations and soft weights the arithmetic can be compared.
-SMOOTH = {"selector": "grid", "scale": 20.0}
+SMOOTH = {"selector": "grid", "sharpness": 20.0}
 NEARLY = {"rtol": 1e-4, "atol": 1e-2}  # values reach 500
 
 
@@ -71,7 +71,7 @@ def test_split_calls_use_the_plans_of_the_joined_one(
 def test_several_devices_share_destinations_where_several_conditions_take_part(pack: Any) -> None:
     """One alone is merged as on one device; what is asked once more in an evaluation is compared with the others."""
     config = pack_module("toma_core.config").ToMAConfig()
-    sampling = pack_module("nodes.adapters.sampling").Sampling.start(config, None, [3.0, 2.0, 1.0, 0.0])
+    sampling = pack_module("nodes.adapters.sampling_run").SamplingRun.start(config, None, [3.0, 2.0, 1.0, 0.0])
     latent, cond, uncond = torch.zeros(1, 4, 8, 8), {"uuid": "cond"}, {"uuid": "uncond", "timestep_end": 1.5}
 
     def blind(sigma: float, *conds: Any) -> bool:

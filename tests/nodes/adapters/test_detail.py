@@ -10,11 +10,11 @@ import torch
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 
-TRUST = 0.5
+DELTA_WEIGHT = 0.5
 SIDE = 24
-REUSE = {"whole_every": 2}
+REUSE = {"full_step_interval": 2}
 # See test_conditions.py.
-SMOOTH = {"selector": "grid", "scale": 20.0}
+SMOOTH = {"selector": "grid", "sharpness": 20.0}
 # The first steps of three: the last step of a whole schedule is never merged with these settings.
 FIRST = {1: {"steps": 3, "last_step": 1}, 2: {"steps": 3, "last_step": 2}}
 CLOSE = {"rtol": 1e-4, "atol": 1e-3}
@@ -28,8 +28,8 @@ def model(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"whole_every": 0},
-        {"whole_every": 2, "granularity": "module"},
+        {"full_step_interval": 0},
+        {"full_step_interval": 2, "granularity": "module"},
     ],
 )
 def test_does_nothing_without_whole_steps_or_around_modules(
@@ -38,7 +38,7 @@ def test_does_nothing_without_whole_steps_or_around_modules(
     patched = attach(model, **settings)
     models.sample(patched, SIDE, SIDE, steps=3)
     assert stats_of(patched).merged_steps
-    assert stats_of(patched).detail_bytes == 0
+    assert stats_of(patched).cache_bytes == 0
 
 
 @pytest.mark.compat
@@ -50,7 +50,7 @@ def test_a_whole_step_is_that_of_the_model(model: Any, attach: Any, stats_of: An
     stats = stats_of(patched)
     assert (stats.merged_blocks, stats.merged_steps) == (set(), {})
     assert stats.selections > 0
-    assert stats.detail_bytes > 0
+    assert stats.cache_bytes > 0
 
 
 @pytest.mark.compat
@@ -63,7 +63,7 @@ def test_merged_steps_change(model: Any, attach: Any, stats_of: Any, granularity
 
 
 def test_trust_is_as_these_tests_have_it(pack: Any) -> None:
-    assert pack_module("toma_core.detail").TRUST == TRUST
+    assert pack_module("toma_core.cache").DELTA_WEIGHT == DELTA_WEIGHT
 
 
 def rows_of(plan: Any) -> torch.Tensor:
@@ -77,7 +77,7 @@ def reused(
     """x + a u + U t (f - a S u): f is what destinations get now, a the part of S u still in it, t = 1 - (1 - T) a."""
     old = S @ update
     left = ((fresh * old).sum((1, 2), True) / (old * old).sum((1, 2), True)).clamp(0, 1)
-    return x + left * update + U @ ((1 - (1 - TRUST) * left) * (fresh - left * old))
+    return x + left * update + U @ ((1 - (1 - DELTA_WEIGHT) * left) * (fresh - left * old))
 
 
 def tokens_of(call: Any, name: str) -> torch.Tensor:
@@ -212,7 +212,7 @@ def test_blocks_that_another_node_patches_run_whole_at_whole_steps(unet: Any, at
 
 def sampling_of() -> Any:
     config = pack_module("toma_core.config").ToMAConfig()
-    return pack_module("nodes.adapters.run").Sampling.start(config, None, [2.0, 1.0, 0.0])
+    return pack_module("nodes.adapters.patch_model").SamplingRun.start(config, None, [2.0, 1.0, 0.0])
 
 
 def test_calls_that_look_alike_are_told_apart() -> None:
@@ -276,7 +276,7 @@ def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
 
     late: list[tuple[int, str]] = []
     monkeypatch.setattr(pipeline, "detail", spy)
-    model = attach(flux, whole_every=5).clone()
+    model = attach(flux, full_step_interval=5).clone()
     model.set_model_sampler_post_cfg_function(guidance)
     models.sample(model, SIDE, SIDE, steps=8, last_step=5)
     first = late[0][0]
@@ -294,7 +294,7 @@ def test_a_patched_block_in_the_middle_of_a_stack_splits_its_detail(
     attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole steps keep by the same chains that merged steps ask for."""
-    details = pack_module("toma_core.detail").Details
+    details = pack_module("toma_core.cache").ResidualCache
     kept, asked = set(), []
     keep, get = details.keep, details.kept
 
@@ -310,7 +310,7 @@ def test_a_patched_block_in_the_middle_of_a_stack_splits_its_detail(
     monkeypatch.setattr(details, "kept", asking)
     patched = models.unet(middle=4).clone()
     patched.set_model_attn1_replace(lambda q, k, v, options: q, "middle", 0, 1)
-    models.sample(attach(patched, whole_every=3), 32, 32, steps=4)
+    models.sample(attach(patched, full_step_interval=3), 32, 32, steps=4)
     middle = {name for name in kept if name.startswith("middle")}
     assert middle == {"middle.0.0", "middle.0.2-middle.0.3"}
     assert {name for name, found in asked if name.startswith("middle") and found} == middle

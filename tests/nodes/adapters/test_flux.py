@@ -191,7 +191,7 @@ def test_modules_of_a_double_block_are_merged_one_by_one(
 
 @pytest.mark.parametrize("amount", [2, 0.5])
 def test_first_blocks_of_each_kind_are_left_whole(flux: Any, attach: Any, stats_of: Any, amount: float) -> None:
-    model = attach(flux, whole_first=amount)
+    model = attach(flux, skip_first_blocks=amount)
     models.sample(model, HEIGHT, WIDTH, steps=1)
     first = {"double.0", "double.1", "single.0", "single.1"}
     assert stats_of(model).unmerged == {Reason.SKIP_FIRST_BLOCKS(count=amount): first}
@@ -199,7 +199,7 @@ def test_first_blocks_of_each_kind_are_left_whole(flux: Any, attach: Any, stats_
 
 
 def test_last_blocks_of_the_last_kind_are_left_whole(flux: Any, attach: Any, stats_of: Any) -> None:
-    model = attach(flux, whole_last=2, whole_first=1)
+    model = attach(flux, skip_last_blocks=2, skip_first_blocks=1)
     models.sample(model, HEIGHT, WIDTH, steps=1)
     assert stats_of(model).unmerged == {
         Reason.SKIP_FIRST_BLOCKS(count=1): {"double.0", "single.0"},
@@ -214,7 +214,7 @@ def test_blocks_of_a_kind_share_a_plan(flux: Any, attach: Any, stats_of: Any) ->
     assert stats_of(model).selections == 2
 
 
-def whole_everywhere(model: Any, stats_of: Any, reason: Any) -> None:
+def full_step_intervalwhere(model: Any, stats_of: Any, reason: Any) -> None:
     stats = stats_of(model)
     assert stats.merged_blocks == set()
     assert stats.unmerged == {reason: stats.blocks}
@@ -247,7 +247,7 @@ def test_dropped_tokens_leave_blocks_whole(flux: Any, attach: Any, stats_of: Any
     model = attach(foreign)
     with pytest.raises(Exception, match=r"140|100"):  # the model itself cannot put such an image together
         models.sample(model, HEIGHT, WIDTH, steps=1)
-    whole_everywhere(model, stats_of, Reason.TOKENS_CHANGED())
+    full_step_intervalwhere(model, stats_of, Reason.TOKENS_CHANGED())
 
 
 @pytest.mark.compat

@@ -168,4 +168,4 @@ def test_the_measured_number_of_blocks_is_of_flux_1(pack: Any) -> None:
     find = pack_module("nodes.adapters.registry").find
     small = find(models.flux(double=2, single=3).model.diffusion_model).presets
     assert small is family.PRESETS
-    assert small["faithful"]["whole_first"] < 1 < family.FAITHFUL["faithful"]["whole_first"]
+    assert small["paper"]["skip_first_blocks"] < 1 < family.PAPER["paper"]["skip_first_blocks"]

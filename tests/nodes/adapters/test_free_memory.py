@@ -13,8 +13,8 @@ from benchmarks import models
 from scripts.comfy_pack import pack_module
 
 SIDE = 24
-PRESETS = ("balanced", "quality", "faithful")
-SMALL = {"min_tokens": 4, "whole_first": 1}
+PRESETS = ("balanced", "quality", "paper")
+SMALL = {"min_tokens": 4, "skip_first_blocks": 1}
 
 
 @pytest.fixture(params=["unet", "flux"])
@@ -25,7 +25,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def preset(pack: Any) -> Callable[..., Any]:
     """preset(model, name, **settings): the model with ToMA, on small grids too and with few whole blocks."""
-    settings_of, attach = pack_module("toma_core").Settings, pack_module("nodes.adapters.run").attach
+    settings_of, attach = pack_module("toma_core").Settings, pack_module("nodes.adapters.patch_model").attach
     return lambda model, name, **settings: attach(model, settings_of(name, {**SMALL, **settings}))
 
 
@@ -61,7 +61,7 @@ def test_joined_and_split_calls_give_one_picture(model: Any, preset: Any, name: 
     assert distance(joined, plain) > 1e-3, "nothing was merged"
 
 
-@pytest.mark.parametrize("name", ["balanced", "faithful"])
+@pytest.mark.parametrize("name", ["balanced", "paper"])
 def test_the_number_of_threads_does_not_matter(model: Any, preset: Any, name: str) -> None:
     patched, before = preset(model, name), torch.get_num_threads()
     try:
@@ -82,7 +82,7 @@ def modes(decisions: list[Any]) -> str:
 @pytest.fixture
 def settled(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What every evaluation came to do."""
-    sampling = pack_module("nodes.adapters.sampling")
+    sampling = pack_module("nodes.adapters.sampling_run")
     original, made = sampling.decide, []
 
     def spy(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ def test_conditions_that_change_are_never_merged_plainly(flux: Any, attach: Any,
         *models.conditioning(flux, seed=1),
         *(c for i in range(9) for c in models.conditioning(flux, seed=i, start_percent=i / 9, end_percent=(i + 1) / 9)),
     ]
-    patched = attach(flux, whole_every=4)
+    patched = attach(flux, full_step_interval=4)
     models.sample(patched, SIDE, SIDE, steps=9, positive=positive)
     assert "p" not in modes(settled)
     assert modes(settled).count("m") <= 3

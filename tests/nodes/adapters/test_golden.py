@@ -47,8 +47,8 @@ HALVED = {"sd15"}  # attention at full size: latents of half the side have as ma
 # UNets have their coarser grids below what Auto merges.
 SMALL = {"ratio": 0.5, "min_tokens": 16}
 # Flux merges behind its first five blocks of either kind.
-FIRST = {"flux": {"whole_first": 5}}
-WHOLE_STEPS = {"whole_every": 3, "select_every": 3, "weigh_every": 3}
+FIRST = {"flux": {"skip_first_blocks": 5}}
+WHOLE_STEPS = {"full_step_interval": 3, "selection_interval": 3, "weight_interval": 3}
 PLAIN: dict[str, dict[str, Any]] = {
     **{kind: {"granularity": kind} for kind in ("module", "block", "stack")},
     # No preset has a UNet reuse detail.
@@ -111,7 +111,7 @@ def own_of(family: str) -> Any:
 
 def steps_for(family: str, setting: str) -> int:
     """Enough for whole steps, and for a second selection that is still used before the last step, which is whole."""
-    return 9 if config_of(family, setting).select_every < 9 else 11
+    return 9 if config_of(family, setting).selection_interval < 9 else 11
 
 
 def facts(latent: Tensor) -> dict[str, Any]:
@@ -145,14 +145,14 @@ def test_without_toma(family: str, run: str, model_of: Any, golden: Any) -> None
 def test_run(case: str, model_of: Any, stats_of: Any, golden: Any, sureness: Any) -> None:
     family, setting, run = case.split()
     steps = steps_for(family, setting)
-    model = pack_module("nodes.adapters.run").attach(model_of(family), settings_of(family, setting))
+    model = pack_module("nodes.adapters.patch_model").attach(model_of(family), settings_of(family, setting))
 
     def found(seed: int) -> dict[str, Any]:
         latent = sampled(model, family, run, steps, seed)
         stats = stats_of(model)
         assert stats.merged_blocks
         told = {"merged_steps": sorted(stats.merged_steps), "selections": stats.selections}
-        return {"seed": seed, **told, "detail": stats.detail_bytes > 0, **facts(latent)}
+        return {"seed": seed, **told, "detail": stats.cache_bytes > 0, **facts(latent)}
 
     if WRITE:
         golden[case] = next(entry for entry in map(found, itertools.count()) if sureness() > 1.0)
@@ -170,9 +170,9 @@ def test_runs_show_what_they_are_for(golden: dict[str, Any]) -> None:
     for case in CASES:
         family, setting, _ = case.split()
         config, entry, steps = config_of(family, setting), golden[case], steps_for(family, setting)
-        assert (len(entry["merged_steps"]) < steps) is (config.whole_every > 0), case
-        assert entry["detail"] is (config.whole_every > 0), case
-        assert steps > config.select_every, case
+        assert (len(entry["merged_steps"]) < steps) is (config.full_step_interval > 0), case
+        assert entry["detail"] is (config.full_step_interval > 0), case
+        assert steps > config.selection_interval, case
     assert len({entry["selections"] for entry in golden.values() if "selections" in entry}) > 4
     assert FILE.stat().st_size < 60_000
 

@@ -61,7 +61,7 @@ def kontext(model: Any) -> dict[str, Any]:
 
 @pytest.mark.compat
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("settings", [{}, {"whole_last": 3}], ids=["all", "some"])
+@pytest.mark.parametrize("settings", [{}, {"skip_last_blocks": 3}], ids=["all", "some"])
 def test_the_grid_fits_the_tokens_in_a_unet(
     unet: Any, attach: Any, listening: Any, granularity: str, settings: dict[str, Any]
 ) -> None:
@@ -83,14 +83,14 @@ def test_the_grid_fits_the_tokens_in_a_unet(
 
 @pytest.mark.compat
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("whole_every", [0, 2])
+@pytest.mark.parametrize("full_step_interval", [0, 2])
 @pytest.mark.parametrize("with_references", [False, True])
 def test_the_image_lies_where_flux_says(
-    flux: Any, attach: Any, listening: Any, granularity: str, whole_every: int, with_references: bool
+    flux: Any, attach: Any, listening: Any, granularity: str, full_step_interval: int, with_references: bool
 ) -> None:
-    """[text, text + D + references]. With whole_every 2 each second step runs whole and keeps its detail."""
+    """[text, text + D + references]. With full_step_interval 2 each second step runs whole and keeps its detail."""
     foreign, calls = listening(flux)
-    settings = {"granularity": granularity, "whole_every": whole_every, "whole_first": 1}
+    settings = {"granularity": granularity, "full_step_interval": full_step_interval, "skip_first_blocks": 1}
     model = attach(foreign, **settings)
     conds = kontext(flux) if with_references else {}
     models.sample(model, SIDE, SIDE, steps=4, **conds)
@@ -216,7 +216,7 @@ def test_compiled_code_says_the_same(attach: Any, fresh_compiler: None, kind: st
         return out if place is None else out * (1 + place[0] / 100 + place[1] / 1000)
 
     model.model_options["transformer_options"]["optimized_attention_override"] = override
-    settings = {"end_percent": 0.6, "whole_every": 3}
+    settings = {"end_percent": 0.6, "full_step_interval": 3}
     toma = attach(model, **settings)
     plain = models.sample(toma, 16, 16, steps=4)
     graphs = []

@@ -14,7 +14,7 @@ from scripts.comfy_pack import pack_module
 
 SIDE = 24
 CORNERS = corners(SIDE)
-PRESETS = ("balanced", "quality", "faithful")
+PRESETS = ("balanced", "quality", "paper")
 # At these sizes values reach 500, and sums of tiles have another order.
 NEARLY = {"rtol": 1e-4, "atol": 2e-3}
 
@@ -27,9 +27,9 @@ def model(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def preset(pack: Any) -> Callable[[Any, str], Any]:
     """preset(model, name): the model with ToMA, on small grids too and with few whole blocks."""
-    settings_of, attach = pack_module("toma_core").Settings, pack_module("nodes.adapters.run").attach
+    settings_of, attach = pack_module("toma_core").Settings, pack_module("nodes.adapters.patch_model").attach
     # Sharper weights show rounding: tokens of models with random weights are this alike.
-    small = {"min_tokens": 4, "whole_first": 1, "scale": 300.0}
+    small = {"min_tokens": 4, "skip_first_blocks": 1, "sharpness": 300.0}
     return lambda model, name: attach(model, settings_of(name, small))
 
 
@@ -96,7 +96,7 @@ def test_tiles_may_come_in_another_order_for_each_condition(model: Any, preset: 
         patched.set_model_unet_function_wrapper(evaluate)
         return patched
 
-    patched = backwards(preset(model, "faithful"))
+    patched = backwards(preset(model, "paper"))
     joined = sampled(patched, steps=2)
     monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
     torch.testing.assert_close(sampled(patched, steps=2), joined, **NEARLY)
@@ -119,7 +119,7 @@ def test_each_tile_is_represented_by_tokens_of_its_own(model: Any, attach: Any, 
 
 def test_nothing_of_a_tile_is_left_for_the_next_evaluation(model: Any, attach: Any, plan_calls: Any) -> None:
     """Tiles that move from step to step, and those that do not: every evaluation selects anew, on what it shows."""
-    patched = attach(model, select_every=10, whole_every=3, whole_first=1)
+    patched = attach(model, selection_interval=10, full_step_interval=3, skip_first_blocks=1)
     for move in (lambda _: 0, lambda step: 3 * step):
         plan_calls.clear()
         out = sampled(tiled(patched, CORNERS, move=move), cfg=1.0, steps=3, last_step=2)
@@ -135,7 +135,7 @@ def test_nothing_of_a_tile_is_left_for_the_next_evaluation(model: Any, attach: A
 
 def test_plans_of_tiles_do_not_pile_up(model: Any, attach: Any, monkeypatch: Any) -> None:
     """Those of an evaluation are gone when the next begins."""
-    sampling = pack_module("nodes.adapters.sampling").Sampling
+    sampling = pack_module("nodes.adapters.sampling_run").SamplingRun
     held, begin = [], sampling.next
 
     def counted(self: Any, timestep: Any) -> None:

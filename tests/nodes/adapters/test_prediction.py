@@ -11,7 +11,7 @@ from benchmarks import models
 from scripts.comfy_pack import pack_module
 from tests.loop import loop
 
-SETTINGS: dict[str, Any] = {"plan_from": "prediction", "select_every": 1, "weigh_every": 1}
+SETTINGS: dict[str, Any] = {"similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1}
 
 
 @pytest.fixture(params=["unet", "flux"])
@@ -22,7 +22,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def planned(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, ...]]:
     """The pictures of every call of `RunState.plan`, in order."""
-    state, seen = pack_module("toma_core.state").RunState, []
+    state, seen = pack_module("toma_core.run").RunState, []
     own = state.plan
 
     def plan(self: Any, x: Any, grid: Any, scope: Any, decision: Any, copies: Any, *rest: Any) -> Any:
@@ -74,20 +74,21 @@ def test_every_evaluation_after_the_first_merges_whatever_the_sampler(model: Any
 
 
 def test_with_detail_reuse_the_whole_step_keeps(model: Any, attach: Any, stats_of: Any) -> None:
-    patched = attach(model, **SETTINGS, whole_every=3)
+    patched = attach(model, **SETTINGS, full_step_interval=3)
     models.sample(patched, steps=5)
     assert sorted(stats_of(patched).merged_steps) == [1, 2]
-    assert stats_of(patched).detail_bytes
+    assert stats_of(patched).cache_bytes
 
 
 @pytest.mark.parametrize("every", [2, 3])
 def test_the_whole_steps_own_picture_plans_the_step_after_it(
     every: int, model: Any, attach: Any, stats_of: Any, planned: Any, predicted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever `select_every` says: a step that keeps detail needs no plan, and makes none of what came before it."""
+    """Whatever `selection_interval` says: a step that keeps detail needs no plan, and makes none of what came before
+    it."""
     monkeypatch.setattr(pack_module("toma_core.prediction"), "_MOST_NOISE", 0.999)
-    settings = {"plan_from": "prediction", "select_every": every, "weigh_every": every}
-    patched = attach(model, **settings, whole_every=every)
+    settings = {"similarity_from": "prediction", "selection_interval": every, "weight_interval": every}
+    patched = attach(model, **settings, full_step_interval=every)
     models.sample(patched, steps=2 * every + 1, cfg=1.0)
     shown = [next(n for n, p in enumerate(predicted) if torch.equal(p, pictures[0])) for pictures in planned]
     assert {0, every} <= set(shown)
@@ -99,7 +100,7 @@ def test_a_picture_of_mostly_noise_is_not_trusted(
 ) -> None:
     """Tokens are compared by themselves there, with an equal share in every window; then by the picture."""
     budgets: list[str] = []
-    state = pack_module("toma_core.state")
+    state = pack_module("toma_core.run")
     own = state.RunState._laid_out
 
     def laid_out(self: Any, *args: Any) -> Any:
@@ -114,13 +115,13 @@ def test_a_picture_of_mostly_noise_is_not_trusted(
     assert not trusted[0]
     assert trusted[-1]
     assert trusted == sorted(trusted)
-    assert budgets == sorted(budgets), "Budget, then MovedBudget"
-    assert set(budgets) == {"Budget", "MovedBudget"}
+    assert budgets == sorted(budgets), "Budget, then AdaptiveBudget"
+    assert set(budgets) == {"Budget", "AdaptiveBudget"}
 
 
 @loop("told", [None, object()], ids=["nothing", "something else"])
 def test_noise_levels_of_an_unknown_kind_are_no_error(told: Any, pack: Any) -> None:
-    sampling, config = pack_module("nodes.adapters.sampling").Sampling, pack_module("toma_core").ToMAConfig
+    sampling, config = pack_module("nodes.adapters.sampling_run").SamplingRun, pack_module("toma_core").ToMAConfig
     assert sampling.start(config(ratio=0.5), told, [1.0, 0.0]).trusted > 1
 
 
@@ -128,7 +129,7 @@ def test_nothing_is_held_after_a_run_that_broke_off(
     model: Any, attach: Any, pack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[Any] = []
-    sampling = pack_module("nodes.adapters.sampling").Sampling
+    sampling = pack_module("nodes.adapters.sampling_run").SamplingRun
     own = sampling.predicted
 
     def broken(self: Any, picture: Any) -> None:
@@ -150,7 +151,7 @@ def test_the_same_twice_and_nothing_left(model: Any, attach: Any, no_state_left:
 
 
 def test_areas_are_cut_out_of_the_picture(pack: Any) -> None:
-    cut = pack_module("nodes.adapters.sampling")._cut
+    cut = pack_module("nodes.adapters.sampling_run")._cut
     picture = torch.arange(2 * 3 * 6 * 8.0).view(2, 3, 6, 8)
     assert cut(picture, None) is picture
     assert torch.equal(cut(picture, (2, 4, 1, 3)), picture[:, :, 1:3, 3:7])

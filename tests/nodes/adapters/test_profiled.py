@@ -10,12 +10,12 @@ import torch
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 
-run = pack_module("nodes.adapters.run")
-identity = pack_module("nodes.adapters.identity")
+run = pack_module("nodes.adapters.patch_model")
+identity = pack_module("nodes.adapters.fingerprint")
 ToMAConfig = pack_module("toma_core").ToMAConfig
 Reason = pack_module("toma_core.reasons").Reason
 SIDE, STEPS = 24, 6
-CLOSE = {"select_every": 3, "weigh_every": 3}
+CLOSE = {"selection_interval": 3, "weight_interval": 3}
 
 
 @pytest.fixture(params=["unet", "flux", "qwen"])
@@ -27,8 +27,8 @@ def names(model: Any) -> list[str]:
     return [block.name for block in identity.blocks_of(model)]
 
 
-def profiled(model: Any, *bands: tuple[float, dict[str, float]], **settings: Any) -> Any:
-    return run.attach(model, ToMAConfig(**{"min_tokens": 4, **settings}), None, bands)
+def profiled(model: Any, *ratio_schedule: tuple[float, dict[str, float]], **settings: Any) -> Any:
+    return run.attach(model, ToMAConfig(**{"min_tokens": 4, **settings}), None, ratio_schedule)
 
 
 def sampled(model: Any, steps: int = STEPS) -> torch.Tensor:
@@ -40,9 +40,9 @@ def sampled(model: Any, steps: int = STEPS) -> torch.Tensor:
     "settings",
     [
         {},
-        {**CLOSE, "whole_every": 3},
+        {**CLOSE, "full_step_interval": 3},
         {"granularity": "module"},
-        {"granularity": "block", "plan_from": "prediction"},
+        {"granularity": "block", "similarity_from": "prediction"},
     ],
     ids=["defaults", "balanced", "module", "prediction"],
 )
@@ -73,9 +73,9 @@ def test_one_block_alone(model: Any, stats_of: Any) -> None:
 
 
 def test_leaving_a_kind_whole_is_what_the_setting_does(flux: Any) -> None:
-    """Single blocks at the front of none: whole_first of the double ones, and the first single one."""
+    """Single blocks at the front of none: skip_first_blocks of the double ones, and the first single one."""
     ratios = {name: 0.5 for name in names(flux) if not name.endswith(".0")}
-    plain = run.attach(flux, ToMAConfig(min_tokens=4, whole_first=1))
+    plain = run.attach(flux, ToMAConfig(min_tokens=4, skip_first_blocks=1))
     assert torch.equal(sampled(profiled(flux, (0.0, ratios))), sampled(plain))
 
 
@@ -83,20 +83,20 @@ def test_places_keep_their_plans(unet: Any, stats_of: Any) -> None:
     """Two ratios on one grid, plans shared by level, one selection for the whole run: one plan for each, not one for
     every block and step."""
     by_ratio = {name: 0.25 + 0.5 * (n % 2) for n, name in enumerate(names(unet))}
-    patched = profiled(unet, (0.0, by_ratio), select_every=100, weigh_every=100)
+    patched = profiled(unet, (0.0, by_ratio), selection_interval=100, weight_interval=100)
     sampled(patched)
     assert stats_of(patched).selections == 2 * len(stats_of(patched).grids)
 
 
 def test_detail_is_kept_by_those_that_will_use_it(flux: Any, stats_of: Any) -> None:
-    everything = profiled(flux, (0.0, dict.fromkeys(names(flux), 0.5)), whole_every=3)
+    everything = profiled(flux, (0.0, dict.fromkeys(names(flux), 0.5)), full_step_interval=3)
     sampled(everything)
-    one = profiled(flux, (0.0, {"single.1": 0.5}), whole_every=3)
+    one = profiled(flux, (0.0, {"single.1": 0.5}), full_step_interval=3)
     sampled(one)
-    assert 0 < stats_of(one).detail_bytes < stats_of(everything).detail_bytes
-    none = profiled(flux, (0.0, {}), whole_every=3)
+    assert 0 < stats_of(one).cache_bytes < stats_of(everything).cache_bytes
+    none = profiled(flux, (0.0, {}), full_step_interval=3)
     assert torch.equal(sampled(none), sampled(flux))
-    assert stats_of(none).detail_bytes == 0
+    assert stats_of(none).cache_bytes == 0
 
 
 def test_noise_levels_not_steps(unet: Any, decisions: list[Any]) -> None:
@@ -172,7 +172,7 @@ def test_fingerprints_of_loras(unet: Any) -> None:
     assert digest((lora(keys[0]), 1.0)) == different[1]
 
 
-@pytest.mark.parametrize("settings", [{}, {**CLOSE, "whole_every": 3}])
+@pytest.mark.parametrize("settings", [{}, {**CLOSE, "full_step_interval": 3}])
 def test_videos(model_of: Any, stats_of: Any, settings: dict[str, Any]) -> None:
     """One ratio everywhere is the setting, and a block alone has its own."""
     wan = model_of("wan")

@@ -47,10 +47,10 @@ def trained(model: Any, checkpointing: bool) -> tuple[dict[str, torch.Tensor], l
 
 
 @pytest.mark.parametrize(("kind", "checkpointing"), CASES)
-@pytest.mark.parametrize("preset", ["balanced", "faithful"])
+@pytest.mark.parametrize("preset", ["balanced", "paper"])
 def test_training_is_as_without(model: Any, pack: Any, stats_of: Any, preset: str, checkpointing: bool) -> None:
     settings = pack_module("toma_core").Settings(preset, {"min_tokens": 4})
-    patched = pack_module("nodes.adapters.run").attach(model, settings)
+    patched = pack_module("nodes.adapters.patch_model").attach(model, settings)
     lora, losses = trained(patched, checkpointing)
     expected, expected_losses = trained(model, checkpointing)
     assert losses == expected_losses
@@ -60,7 +60,7 @@ def test_training_is_as_without(model: Any, pack: Any, stats_of: Any, preset: st
     stats = stats_of(patched)
     assert stats.merged_evaluations == 0
     assert "gradients" in str(stats.headline())
-    assert stats.detail_bytes == 0
+    assert stats.cache_bytes == 0
 
 
 def test_an_evaluation_with_gradients_is_full_and_leaves_the_others_alone(
@@ -86,7 +86,7 @@ def test_an_evaluation_with_gradients_is_full_and_leaves_the_others_alone(
             counted.append(n)
         return x
 
-    settings = {"whole_every": 3, "granularity": "stack"}
+    settings = {"full_step_interval": 3, "granularity": "stack"}
     patched = attach(unet, **settings)
     outs = [sampled(each, KSAMPLER(sampler)) for each in (patched, unet)]
     assert outs[0].isfinite().all()

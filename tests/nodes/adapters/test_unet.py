@@ -113,7 +113,7 @@ def _outputs(*numbers: int) -> list[str]:
 @pytest.mark.parametrize("amount", [4, 0.35])
 def test_last_stacks_are_left_whole(unet: Any, attach: Any, stats_of: Any, granularity: str, amount: float) -> None:
     """All blocks of them; a share is of the stacks, of which there are 11."""
-    model = attach(unet, whole_last=amount, granularity=granularity)
+    model = attach(unet, skip_last_blocks=amount, granularity=granularity)
     models.sample(model, SIDE, SIDE, steps=1)
     stats = stats_of(model)
     last = {"output.2.0", "output.2.1", "output.3.0", "output.4.0", "output.5.0"}

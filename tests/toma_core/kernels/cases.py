@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from toma_core.budget import MovedBudget, moved, spread
-from toma_core.config import WindowKind
+from toma_core.budget import AdaptiveBudget, moved, spread
+from toma_core.config import WindowShape
 from toma_core.windows import Budget, Windows, make_budget, make_windows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,7 +31,7 @@ class Case:
     channels: int
     dtype: torch.dtype = torch.float32
     batch: int = 1
-    kind: WindowKind = WindowKind.TILE
+    kind: WindowShape = WindowShape.TILE
     adaptive: bool = False
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Case:
 
 def kept_of(budget: Budget, images: int) -> list[list[int]]:
     """How many destinations each window of each image keeps."""
-    return budget.valid.sum(-1).tolist() if isinstance(budget, MovedBudget) else [list(budget.counts)] * images
+    return budget.valid.sum(-1).tolist() if isinstance(budget, AdaptiveBudget) else [list(budget.counts)] * images
 
 
 def each(*cases: Case) -> Any:

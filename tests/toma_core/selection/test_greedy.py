@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.toma_core.selection.reference import best_value, naive_greedy, naive_value
-from toma_core.config import WindowKind
+from toma_core.config import WindowShape
 from toma_core.selection import cosine_similarity, facility_location, select
 from toma_core.selection.greedy import greedy_facility_location
 from toma_core.selection.objective import tie_step
@@ -62,7 +62,7 @@ def test_padding_is_never_picked_and_never_counts(seed: int, slots: int, picks: 
 @pytest.mark.parametrize(("height", "width", "size"), [(5, 7, 4), (13, 9, 5), (3, 1, 2), (1, 11, 3), (6, 6, 3)])
 @pytest.mark.parametrize("ratio", [0.25, 0.6])
 def test_ragged_windows_of_a_batch_each_as_good_as_the_loops(height: int, width: int, size: int, ratio: float) -> None:
-    windows = make_windows(height, width, WindowKind.TILE, size)
+    windows = make_windows(height, width, WindowShape.TILE, size)
     budget = make_budget(windows.counts, ratio)
     S = cosine_similarity(windows.split(features(7, 3, height * width, 5)))
     picks = select(S, windows, budget)

@@ -6,8 +6,8 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
-from ...budget import NOTHING, MovedBudget, most_slots
-from ...packed import Packed
+from ...budget import NOTHING, AdaptiveBudget, most_slots
+from ...quant4 import Int4Tensor
 from ...windows import Budget, Windows
 from . import agreement, fourbit, product, select, share
 from .launch import INTERPRETED, Launch
@@ -28,30 +28,34 @@ class TritonKernels:
     def __init__(self) -> None:
         self._launches: dict[tuple[Hashable, ...], Launch] = {}
 
-    def moved(self, x: Tensor, windows: Windows, budget: Budget) -> MovedBudget:
+    def moved(self, x: Tensor, windows: Windows, budget: Budget) -> AdaptiveBudget:
         """See `kernels.Kernels`."""
         _require(x, windows.tokens)
         due = share.due(x, windows.source, windows.valid, NOTHING)
         total, slots = budget.total // windows.frames, most_slots(budget, windows)
-        return MovedBudget(budget.counts, *share.shared_out(due, windows.frames, total, slots))
+        return AdaptiveBudget(budget.counts, *share.shared_out(due, windows.frames, total, slots))
 
-    def pack(self, x: Tensor) -> Packed | Tensor:
+    def pack(self, x: Tensor) -> Int4Tensor | Tensor:
         """See `kernels.Kernels`."""
         return fourbit.pack(x)
 
-    def unpack(self, packed: Packed) -> Tensor:
+    def unpack(self, packed: Int4Tensor) -> Tensor:
         """See `kernels.Kernels`."""
         return fourbit.unpack(packed)
 
-    def select_weigh(self, x: Tensor, windows: Windows, budget: Budget, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def select_weigh(
+        self, x: Tensor, windows: Windows, budget: Budget, sharpness: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `kernels.Kernels`."""
         _require(x, windows.tokens)
-        return select.select_weigh(x, windows.source, windows.valid, budget.valid, budget.slots, scale)
+        return select.select_weigh(x, windows.source, windows.valid, budget.valid, budget.slots, sharpness)
 
-    def weigh(self, x: Tensor, picks: Tensor, windows: Windows, budget: Budget, scale: float) -> tuple[Tensor, Tensor]:
+    def weigh(
+        self, x: Tensor, picks: Tensor, windows: Windows, budget: Budget, sharpness: float
+    ) -> tuple[Tensor, Tensor]:
         """See `kernels.Kernels`."""
         _require(x, windows.tokens)
-        return select.weigh(x, picks, windows.source, windows.valid, budget.valid, scale)
+        return select.weigh(x, picks, windows.source, windows.valid, budget.valid, sharpness)
 
     def merge(self, x: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
         """See `kernels.Kernels`."""
@@ -88,7 +92,7 @@ class TritonKernels:
             launch = self._launches[key] = product.unmerge(out, weights, budget.expand, reduced, x, *layout)
         return launch(out, weights, budget.expand, reduced, x)
 
-    def reuse(
+    def unmerge_residual_cached(
         self,
         out: Tensor,
         reduced: Tensor,
@@ -98,11 +102,11 @@ class TritonKernels:
         weights: Tensor,
         windows: Windows,
         budget: Budget,
-        trust: float,
+        delta_weight: float,
     ) -> Tensor:
         """See `kernels.Kernels`. Two launches: what is still there, and the rest."""
         given = (*_kind(out), *_kind(reduced), *_kind(x), *_kind(kept), *_kind(destinations), *_kind(weights))
-        key = (windows, _shared(budget), trust, *given)
+        key = (windows, _shared(budget), delta_weight, *given)
         key_of_first = (*key, "agreement")
         launch, first = self._launches.get(key), self._launches.get(key_of_first)
         if launch is None or first is None:
@@ -117,7 +121,7 @@ class TritonKernels:
         if launch is None:
             layout = (windows.source, windows.valid, windows.tokens)
             reused = (kept, sums, destinations)
-            launch = product.unmerge(out, weights, budget.expand, reduced, x, *layout, reused, trust)
+            launch = product.unmerge(out, weights, budget.expand, reduced, x, *layout, reused, delta_weight)
             self._launches[key] = launch
         return launch(out, weights, budget.expand, reduced, x, kept, sums, destinations)
 

@@ -52,7 +52,7 @@ def _agreement_kernel(
 
 
 @triton.jit
-def still_of(sums, parts, BLOCK_P: tl.constexpr):
+def projection_of(sums, parts, BLOCK_P: tl.constexpr):
     """What least squares find from the sums of `_agreement_kernel`, from 0 to 1; 0 where nothing was kept."""
     p = tl.arange(0, BLOCK_P)
     common = tl.sum(tl.load(sums + p, mask=p < parts, other=0.0))

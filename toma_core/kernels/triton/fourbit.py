@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...packed import BITS, WIDER, Packed, group_of
+from ...quant4 import BITS, WIDER, Int4Tensor, group_of
 from ..sizes import cdiv
 from .launch import on_device
 
@@ -65,7 +65,7 @@ def _unpack_kernel(
     tl.store(out + HALF, right.to(out.dtype.element_ty), mask=mask)
 
 
-def pack(x: Tensor) -> Packed | Tensor:
+def pack(x: Tensor) -> Int4Tensor | Tensor:
     """`packed.pack` of (B, N, C) in fp16, bf16 or fp32, any strides."""
     group = group_of(x.shape[-1])
     if not group:
@@ -80,11 +80,11 @@ def pack(x: Tensor) -> Packed | Tensor:
         _pack_kernel[(cdiv(batch * N, _ROWS), groups)](
             codes, low, step, x, *sizes, BITS, group // 2, _ROWS, num_warps=4
         )
-    return Packed(codes, low, step)
+    return Int4Tensor(codes, low, step)
 
 
-def unpack(packed: Packed) -> Tensor:
-    """`Packed.unpack`."""
+def unpack(packed: Int4Tensor) -> Tensor:
+    """`Int4Tensor.unpack`."""
     batch, N, groups = packed.low.shape
     out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
     parts = [t.contiguous() for t in (packed.codes, packed.low, packed.step)]

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sizes import cdiv
-from .agreement import MOST_PARTS, still_of
+from .agreement import MOST_PARTS, projection_of
 from .launch import Launch, blocks, budget_stride, shared_stride, upcast, weight_strides
 
 
@@ -68,7 +68,7 @@ def _unmerge_kernel(
     out, y, weights, expand, reduced, x, kept, sums, destinations, source, valid,
     stride_yb, stride_yn, stride_yc, stride_rb, stride_rn, stride_rc, stride_xb, stride_xn, stride_xc,
     stride_kb, stride_kn, stride_kc, stride_wb, stride_ww, stride_ws, stride_d, stride_u,
-    windows, slots, K, C, N, parts, trust,
+    windows, slots, K, C, N, parts, delta_weight,
     RESIDUAL: tl.constexpr, REUSE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr,
     UPCAST: tl.constexpr, STEPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -85,8 +85,8 @@ def _unmerge_kernel(
         reduced += image * stride_rb
     if REUSE:
         kept += image * stride_kb
-        still = still_of(sums + image * 2 * parts, parts, BLOCK_P)
-        believed = 1.0 - (1.0 - trust) * still
+        still = projection_of(sums + image * 2 * parts, parts, BLOCK_P)
+        believed = 1.0 - (1.0 - delta_weight) * still
 
     total = tl.zeros([BLOCK_S, BLOCK_C], dtype=tl.float32)
     for step in range(0, STEPS):
@@ -152,7 +152,7 @@ def unmerge(
     valid: Tensor | None,
     N: int,
     reused: tuple[Tensor, Tensor, Tensor] | None = None,
-    trust: float = 1.0,
+    delta_weight: float = 1.0,
 ) -> Launch:
     """Y = A^T Y', or with `reduced` and `x` the restored block output x + A^T (Y' - reduced). -> (B, N, C)
 
@@ -169,7 +169,7 @@ def unmerge(
     strides += (budget_stride(expand, (windows * K,), batch),)
     block_s, block_k, block_c, warps = blocks(y, slots, K)
     grid = (batch * windows, cdiv(slots, block_s) * cdiv(C, block_c))
-    sizes = (windows, slots, K, C, N, 1 if sums is None else sums.shape[2], trust)
+    sizes = (windows, slots, K, C, N, 1 if sums is None else sums.shape[2], delta_weight)
     flags = (x is not None, kept is not None, valid is not None, expand is not None, upcast(y.dtype))
     missing = (None,) * (5 - sum(t is not None for t in (reduced, x, kept, sums, destinations)))
     fixed = (*missing, source, valid, *strides, *sizes, *flags, cdiv(K, block_k))

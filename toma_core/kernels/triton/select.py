@@ -50,9 +50,9 @@ def inside_window(valid, window, slots, place, HAS_VALID: tl.constexpr):
 
 
 @triton.jit
-def _shares(similarity, scale, chosen, inside):
+def _shares(similarity, sharpness, chosen, inside):
     """A of (destination, token): softmax over the chosen rows; columns of padding are zero."""
-    logits = tl.where(chosen[:, None], similarity * scale, -float("inf"))
+    logits = tl.where(chosen[:, None], similarity * sharpness, -float("inf"))
     weights = tl.exp(logits - tl.max(logits, axis=0)[None, :])
     weights = weights / tl.sum(weights, axis=0)[None, :]
     return tl.where(inside[None, :], weights, 0.0)
@@ -90,7 +90,7 @@ def _fill_unused(
 @triton.jit(do_not_specialize=_ANY_SIZE)
 def _on_chip_kernel(
     x, source, valid, used, picks, M, back, stride_b, stride_n, stride_c,
-    pitch_s, pitch_k, stride_u, windows, slots, K, C, scale, tie, rounds, steps,
+    pitch_s, pitch_k, stride_u, windows, slots, K, C, sharpness, tie, rounds, steps,
     SELECT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
     S_PAD: tl.constexpr, K_PAD: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +149,7 @@ def _on_chip_kernel(
     rank_rows = tl.sum(tl.where(place[None, :] < place[:, None], chosen_columns[None, :], 0), axis=1)
     if SELECT:
         tl.store(picks + rank_columns, place.to(tl.int64), mask=chosen_columns != 0)
-    A = _shares(similarity, scale, chosen_rows != 0, inside)
+    A = _shares(similarity, sharpness, chosen_rows != 0, inside)
     mask = (chosen_rows != 0)[:, None] & (place < slots)[None, :]
     tl.store(back + place[None, :] * pitch_k + rank_rows[:, None], A.to(back.dtype.element_ty), mask=mask)
     A = _normal_rows(A, tl.sum(A, axis=1))
@@ -162,7 +162,7 @@ def _on_chip_kernel(
 @triton.jit(do_not_specialize=_ANY_SIZE)
 def _tiled_kernel(
     x, source, valid, used, picks, M, back, scratch, stride_b, stride_n, stride_c,
-    pitch_s, pitch_k, stride_u, windows, slots, K, C, scale, tie, rounds, steps,
+    pitch_s, pitch_k, stride_u, windows, slots, K, C, sharpness, tie, rounds, steps,
     SELECT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
     S_PAD: tl.constexpr, K_PAD: tl.constexpr, BLOCK_C: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -244,14 +244,14 @@ def _tiled_kernel(
     for tile in range(0, S_PAD, TILE):
         j = tile + tl.arange(0, TILE)
         similarity = tl.load(scratch + place[:, None] * S_PAD + j[None, :])
-        A = _shares(similarity, scale, chosen != 0, inside_window(valid, window, slots, j, HAS_VALID))
+        A = _shares(similarity, sharpness, chosen != 0, inside_window(valid, window, slots, j, HAS_VALID))
         mask = (chosen != 0)[:, None] & (j < slots)[None, :]
         tl.store(back + j[None, :] * pitch_k + rank[:, None], A.to(back.dtype.element_ty), mask=mask)
         total += tl.sum(A, axis=1)
     for tile in range(0, S_PAD, TILE):
         j = tile + tl.arange(0, TILE)
         similarity = tl.load(scratch + place[:, None] * S_PAD + j[None, :])
-        A = _shares(similarity, scale, chosen != 0, inside_window(valid, window, slots, j, HAS_VALID))
+        A = _shares(similarity, sharpness, chosen != 0, inside_window(valid, window, slots, j, HAS_VALID))
         mask = (chosen != 0)[:, None] & (j < slots)[None, :]
         tl.store(M + rank[:, None] * pitch_s + j[None, :], _normal_rows(A, total).to(M.dtype.element_ty), mask=mask)
     if HAS_USED:
@@ -263,7 +263,7 @@ def _tiled_kernel(
 
 
 def select_weigh(
-    x: Tensor, source: Tensor, valid: Tensor | None, used: Tensor | None, K: int, scale: float
+    x: Tensor, source: Tensor, valid: Tensor | None, used: Tensor | None, K: int, sharpness: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Greedy facility-location picks of every window, and the weights that follow from them.
 
@@ -273,18 +273,18 @@ def select_weigh(
     Scores are fp32.
     """
     picks = torch.empty(x.shape[0], source.shape[0], K, device=x.device, dtype=torch.int64)
-    return picks, *_launch(x, picks, source, valid, used, scale, select=True)
+    return picks, *_launch(x, picks, source, valid, used, sharpness, select=True)
 
 
 def weigh(
-    x: Tensor, picks: Tensor, source: Tensor, valid: Tensor | None, used: Tensor | None, scale: float
+    x: Tensor, picks: Tensor, source: Tensor, valid: Tensor | None, used: Tensor | None, sharpness: float
 ) -> tuple[Tensor, Tensor]:
     """The weights of given picks: (B, W, K) int64, ascending and distinct where `used`. See `select_weigh`."""
-    return _launch(x, picks.contiguous(), source, valid, used, scale, select=False)
+    return _launch(x, picks.contiguous(), source, valid, used, sharpness, select=False)
 
 
 def _launch(
-    x: Tensor, picks: Tensor, source: Tensor, valid: Tensor | None, used: Tensor | None, scale: float, select: bool
+    x: Tensor, picks: Tensor, source: Tensor, valid: Tensor | None, used: Tensor | None, sharpness: float, select: bool
 ) -> tuple[Tensor, Tensor]:
     (batch, windows, K), slots = picks.shape, source.shape[1]
     if slots > MOST:
@@ -295,7 +295,7 @@ def _launch(
     block_c = 64 if x.element_size() == 2 else DOT_MIN
     pitches, S_PAD = (M.stride(2), back.stride(2)), padded(slots)
     sizes = (*x.stride(), *pitches, budget_stride(used, (windows, K), batch), windows, slots, K, x.shape[2])
-    search = float(scale), tie_step(slots), turns(K), turns(cdiv(x.shape[2], block_c))
+    search = float(sharpness), tie_step(slots), turns(K), turns(cdiv(x.shape[2], block_c))
     flags = (select, valid is not None, used is not None, upcast(x.dtype), S_PAD, padded(K), block_c)
     tensors, told = (x, source, valid, used, picks, M, back), (*sizes, *search, *flags)
     grid = (batch * windows,)

@@ -129,7 +129,8 @@ def due(x: Tensor, source: Tensor, valid: Tensor | None, least: float) -> Tensor
 
 def shared_out(due: Tensor, frames: int, total: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
     """So many destinations for each frame's windows, at most K for each: compact (B, D), expand (B, W * K) int64 and
-    valid (B, W, K) bool, see `budget.MovedBudget`. due: from the function of this name; total: at least a window's one.
+    valid (B, W, K) bool, see `budget.AdaptiveBudget`. due: from the function of this name; total: at least a window's
+    one.
     """
     batch, _, every = due.shape
     compact = torch.empty(batch, frames * total, device=due.device, dtype=torch.int64)

@@ -61,7 +61,7 @@ def test_compiled_run_is_the_uncompiled_one(
 ) -> None:
     """The merge ends in the middle of the run: a branch frozen at the first trace would go on merging. Later runs,
     also longer ones, have nothing left to compile."""
-    settings = {"end_percent": 0.5, "granularity": granularity, "select_every": 2, "weigh_every": 1}
+    settings = {"end_percent": 0.5, "granularity": granularity, "selection_interval": 2, "weight_interval": 1}
     plain_model = attach(model, **settings)
     plain = models.sample(plain_model, SIDE, SIDE, steps=4)
     backend = Counting()
@@ -88,15 +88,15 @@ def test_compiled_run_is_the_uncompiled_one(
 
 def test_a_profile_takes_a_graph_for_each_of_its_noise_levels(model: Any) -> None:
     """However many ratios there are in it, and none more for other steps."""
-    run, core = pack_module("nodes.adapters.run"), pack_module("toma_core")
-    names = [block.name for block in pack_module("nodes.adapters.identity").blocks_of(model)]
+    run, core = pack_module("nodes.adapters.patch_model"), pack_module("toma_core")
+    names = [block.name for block in pack_module("nodes.adapters.fingerprint").blocks_of(model)]
     high = {name: (0.25, 0.5, 0.75)[n % 3] for n, name in enumerate(names)}
     flow = model.get_model_object("model_sampling").sigma_max <= 1
     first, second = (0.85, 0.5) if flow else (2.0, 0.5)  # some of six steps are above, between and below
-    bands = ((first, high), (second, dict.fromkeys(names[:2], 0.5)), (0.0, {}))
+    ratio_schedule = ((first, high), (second, dict.fromkeys(names[:2], 0.5)), (0.0, {}))
     backend = Counting()
-    config = core.ToMAConfig(min_tokens=4, select_every=1, weigh_every=1)
-    plain_model = run.attach(model, config, None, bands)
+    config = core.ToMAConfig(min_tokens=4, selection_interval=1, weight_interval=1)
+    plain_model = run.attach(model, config, None, ratio_schedule)
     compiled_model = compiled(plain_model, backend, inside=True)
     for steps in (6, 9):
         plain = models.sample(plain_model, SIDE, SIDE, steps=steps)
@@ -106,14 +106,14 @@ def test_a_profile_takes_a_graph_for_each_of_its_noise_levels(model: Any) -> Non
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_detail_is_reused_in_a_compiled_run(model: Any, attach: Any, stats_of: Any, inside: bool) -> None:
-    settings = {"whole_every": 2}
+    settings = {"full_step_interval": 2}
     plain_model = attach(model, **settings)
     plain = models.sample(plain_model, SIDE, SIDE, steps=5)
-    assert stats_of(plain_model).detail_bytes
+    assert stats_of(plain_model).cache_bytes
     backend = Counting()
     compiled_model = compiled(attach(model, **settings), backend, inside)
     assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=5), plain)
-    assert stats_of(compiled_model).detail_bytes == stats_of(plain_model).detail_bytes
+    assert stats_of(compiled_model).cache_bytes == stats_of(plain_model).cache_bytes
     warm = backend.graphs
     assert warm == 3 if inside else warm > 3, "whole and kept, merged, and whole at the end"
     assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=5), plain)
@@ -197,7 +197,7 @@ def test_ahead_of_time_graphs_run_too(flux: Any, attach: Any) -> None:
 def test_inductor(model: Any, attach: Any) -> None:
     """The real backend, which uses memory again as soon as the graph needs it no more. Its sums differ in the last
     digits, and so would destinations that are about as good as others: those of a grid are always the same."""
-    settings = {"whole_every": 3, "selector": "grid"}
+    settings = {"full_step_interval": 3, "selector": "grid"}
     plain = models.sample(attach(model, **settings), SIDE, SIDE, steps=4)
     compiled_model = compiled(attach(model, **settings), "inductor")
     out = models.sample(compiled_model, SIDE, SIDE, steps=4)
@@ -208,7 +208,7 @@ def test_inductor(model: Any, attach: Any) -> None:
 def test_later_runs_without_toma(model: Any, attach: Any) -> None:
     """The code that was compiled for a run with ToMA goes on being used, and must not look for it."""
     plain = models.sample(model, SIDE, SIDE, steps=3)
-    settings = {"whole_every": 2}
+    settings = {"full_step_interval": 2}
     toma = models.sample(attach(model, **settings), SIDE, SIDE, steps=3)
     for inside in (True, False, True):
         backend = Counting()

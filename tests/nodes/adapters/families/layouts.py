@@ -29,8 +29,8 @@ class Layout:
     tokens: str
     names: tuple[str, ...] = ()
     before: int = 0
-    rows: str = ""
-    axis: int = 2
+    rope_arg: str = ""
+    rope_token_dim: int = 2
     above: int = 0
     out: int | None = None
     patch: int = 2
@@ -58,7 +58,7 @@ LAYOUTS = {
 }
 # Plans from the picture that the step before predicted, in windows that get what they need.
 PREDICTED: dict[str, Any] = {
-    "plan_from": "prediction", "select_every": 1, "weigh_every": 1
+    "similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1
 }  # fmt: skip
 
 

@@ -131,11 +131,11 @@ def test_detail_is_kept_and_reused(family: str, model_of: Any, attach: Any, stat
     model = model_of(family)
     plain = models.sample(model, HEIGHT, WIDTH, steps=4, cfg=1.0)
     far = models.sample(attach(model, ratio=0.5), HEIGHT, WIDTH, steps=4, cfg=1.0)
-    reusing = attach(model, ratio=0.5, whole_every=2, select_every=2, weigh_every=2)
+    reusing = attach(model, ratio=0.5, full_step_interval=2, selection_interval=2, weight_interval=2)
     near = models.sample(reusing, HEIGHT, WIDTH, steps=4, cfg=1.0)
-    assert stats_of(reusing).detail_bytes > 0
+    assert stats_of(reusing).cache_bytes > 0
     assert (near - plain).norm() < (far - plain).norm()
-    first = attach(model, ratio=0.5, whole_every=9)
+    first = attach(model, ratio=0.5, full_step_interval=9)
     whole = models.sample(first, HEIGHT, WIDTH, steps=1, cfg=1.0)
     assert torch.equal(whole, models.sample(model, HEIGHT, WIDTH, steps=1, cfg=1.0))
 

@@ -95,7 +95,7 @@ def test_a_block_of_a_video(
     torch.testing.assert_close(out, by_hand(layout, block, call, planned.plan, dense), **CLOSE)
 
 
-@pytest.mark.parametrize("settings", [{}, PREDICTED, {"whole_every": 2}], ids=repr)
+@pytest.mark.parametrize("settings", [{}, PREDICTED, {"full_step_interval": 2}], ids=repr)
 @pytest.mark.parametrize(("height", "width", "frames", "cfg"), [(20, 28, 5, 4.0), (18, 16, 1, 1.0), (16, 34, 21, 4.0)])
 def test_videos_and_guidance(
     height: int, width: int, frames: int, cfg: float, settings: Any, hunyuan: Any, attach: Any, stats_of: Any
@@ -134,7 +134,7 @@ def test_hunyuan_video_1_5(attach: Any, stats_of: Any) -> None:
 
     first = noise(1, 32, 3, HEIGHT, WIDTH)
     conds = {"positive": models.conditioning(model, seed=1, clip_vision_output=Seen(), concat_latent_image=first)}
-    merged, asked = attach(model, whole_last=1), {"frames": 3, "steps": 2, "cfg": 1.0, **conds}
+    merged, asked = attach(model, skip_last_blocks=1), {"frames": 3, "steps": 2, "cfg": 1.0, **conds}
     out = models.sample(merged, HEIGHT, WIDTH, **asked)
     assert out.isfinite().all()
     assert not torch.equal(out, models.sample(model, HEIGHT, WIDTH, **asked))

@@ -114,7 +114,7 @@ def test_merged_references_in_whole_runs(family: str, model_of: Any, attach: Any
         "positive": models.conditioning(model, seed=1, **options),
         "negative": models.conditioning(model, seed=2, **options),
     }
-    settings = {"merge_references": True, "select_every": 1, "weigh_every": 1}
+    settings = {"merge_references": True, "selection_interval": 1, "weight_interval": 1}
     out = models.sample(attach(model, **settings), HEIGHT, WIDTH, batch=2, steps=3, **conds)
     assert out.isfinite().all()
     of_references_ = {call.grid for call in plan_calls} - {grid_of(LAYOUTS[family][0])}
@@ -125,7 +125,7 @@ def test_merged_references_in_whole_runs(family: str, model_of: Any, attach: Any
             assert len(made) == 1
     plain = models.sample(model, HEIGHT, WIDTH, batch=2, steps=3, **conds)
     far = (out - plain).norm()
-    settings |= {"whole_every": 2}
+    settings |= {"full_step_interval": 2}
     assert (models.sample(attach(model, **settings), HEIGHT, WIDTH, batch=2, steps=3, **conds) - plain).norm() < far
 
 
@@ -143,7 +143,7 @@ def test_reference_as_large_as_the_image(
         "positive": models.conditioning(model, seed=1, **options),
         "negative": models.conditioning(model, seed=2, **options),
     }
-    settings = {"merge_references": True, "select_every": 1, "weigh_every": 1}
+    settings = {"merge_references": True, "selection_interval": 1, "weight_interval": 1}
     joined = models.sample(attach(model, **settings), HEIGHT, WIDTH, steps=3, **conds)
     plan_calls.clear()
     monkeypatch.setattr(type(model.model), "memory_required", lambda *_, **__: 1e20)
@@ -172,7 +172,7 @@ def test_each_reference_is_merged_that_can_be(
     """They have 24 and 18 tokens, in either order; the report says which is not merged, and why."""
     model = model_of("flux")
     options = of_references(model, LAYOUTS["flux"][0], None)
-    settings = {"whole_every": 3, "all_keys": True} if cached else {}
+    settings = {"full_step_interval": 3, "kv_cache": True} if cached else {}
     for order in (1, -1):
         references = options["reference_latents"][::order]
         conds = {"positive": models.conditioning(model, seed=1, **{**options, "reference_latents": references})}

@@ -135,13 +135,13 @@ def test_detail_is_reused_and_drawn(wan: Any, attach: Any, stats_of: Any) -> Non
     asked = {"frames": 5, "steps": 4, "cfg": 1.0}
     plain = models.sample(wan, HEIGHT, WIDTH, **asked)
     far = models.sample(attach(wan), HEIGHT, WIDTH, **asked)
-    reusing = attach(wan, whole_every=2, select_every=2, weigh_every=2)
+    reusing = attach(wan, full_step_interval=2, selection_interval=2, weight_interval=2)
     near = models.sample(reusing, HEIGHT, WIDTH, **asked)
     assert (near - plain).norm() < (far - plain).norm()
     drawn = stats_of(reusing).maps[5, HEIGHT // 2, WIDTH // 2]
     assert (drawn.frames, len(drawn.destinations), len(drawn.owner)) == (5, FRAME // 2, FRAME)
     assert "5 x 10 x 14" in stats_of(reusing).summary()
-    image = pack_module("nodes.drawing").draw(stats_of(reusing).maps, "")
+    image = pack_module("nodes.merge_map_image").draw(stats_of(reusing).maps, "")
     assert image.shape[1] > image.shape[2] // 2
 
 
@@ -190,13 +190,13 @@ def test_presets_where_two_models_take_two_steps_each(
     name: str, frames: int, steps: tuple[list[int], list[int]], wan: Any, stats_of: Any
 ) -> None:
     attach, settings = (
-        pack_module("nodes.adapters.run").attach,
+        pack_module("nodes.adapters.patch_model").attach,
         pack_module("toma_core").Settings(name, {"min_tokens": 4}),
     )
     merged = attach(wan, settings), attach(models.wan(seed=1), settings)
     assert in_two(*merged, frames=frames).isfinite().all()
     assert tuple(sorted(stats_of(m).merged_steps) for m in merged) == steps
-    assert [stats_of(m).without_keys for m in merged] == ["", ""]
+    assert [stats_of(m).without_kv_cache for m in merged] == ["", ""]
 
 
 def test_two_models_one_after_the_other(wan: Any, attach: Any, stats_of: Any, no_state_left: None) -> None:
@@ -216,14 +216,17 @@ def test_two_models_one_after_the_other(wan: Any, attach: Any, stats_of: Any, no
 
 def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that overlap keep frames more than once."""
-    nodes, run = importlib.import_module("comfy_extras.nodes_context_windows"), pack_module("nodes.adapters.run")
+    nodes, run = (
+        importlib.import_module("comfy_extras.nodes_context_windows"),
+        pack_module("nodes.adapters.patch_model"),
+    )
     told = ("standard_static", 1, False, "pyramid", False)
     windowed = nodes.WanContextWindowsManualNode.execute(wan, 17, 12, *told).result[0]
     merged, asked = run.attach(windowed, pack_module("toma_core").Settings("balanced", {"min_tokens": 4})), list[int]()
     reserved = run.reserved
     monkeypatch.setattr(run, "reserved", lambda model, more: asked.append(more) or reserved(model, more))
     models.sample(merged, HEIGHT, WIDTH, frames=13, steps=4, cfg=5.0)
-    held = stats_of(merged).detail_bytes
+    held = stats_of(merged).cache_bytes
     assert held <= asked[0] < 1.1 * held
 
 
@@ -451,7 +454,7 @@ def test_a_video_that_is_no_video_of_this_model(attach: Any, model_of: Any, stat
     assert [reason.id.value for reason in stats_of(merged).unmerged] == ["unknown_latent"]
 
 
-SELECTED = pack_module("toma_core.state").RunState._selected
+SELECTED = pack_module("toma_core.run").RunState._selected
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch, since: int) -> None:
@@ -464,7 +467,7 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, since: int) -> None:
             raise torch.OutOfMemoryError
         return SELECTED(*args, **kwargs)
 
-    monkeypatch.setattr(pack_module("toma_core.state").RunState, "_selected", selected)
+    monkeypatch.setattr(pack_module("toma_core.run").RunState, "_selected", selected)
 
 
 def test_without_memory_for_a_plan_the_run_is_whole(
@@ -510,16 +513,16 @@ def test_without_memory_for_one_plan_more_no_prompt_has_what_the_other_has_not(
 def test_without_memory_for_a_plan_what_was_kept_is_given_back(
     wan: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state, held = pack_module("toma_core.state").RunState, []
+    state, held = pack_module("toma_core.run").RunState, []
     without_memory(monkeypatch, 1)
     close = state.close
 
     def seen(run: Any) -> Any:
-        held.append((run.details.most, len(run.details._kept)))
+        held.append((run.cache.most, len(run.cache._kept)))
         return close(run)
 
     monkeypatch.setattr(state, "close", seen)
-    merged = attach(wan, whole_every=4, select_every=1, weigh_every=1)
+    merged = attach(wan, full_step_interval=4, selection_interval=1, weight_interval=1)
     models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=1.0)
     ((most, left),) = held
     assert most > 0
@@ -560,13 +563,13 @@ def test_detail_of_a_video_is_not_kept_beyond_a_limit(
     wan: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A picture keeps what it did before there were videos."""
-    monkeypatch.setattr(pack_module("toma_core.detail"), "MOST", 1)
-    merged = attach(wan, whole_every=2, select_every=1, weigh_every=1)
+    monkeypatch.setattr(pack_module("toma_core.cache"), "MOST", 1)
+    merged = attach(wan, full_step_interval=2, selection_interval=1, weight_interval=1)
     models.sample(merged, HEIGHT, WIDTH, steps=4, cfg=1.0)
-    assert stats_of(merged).detail_bytes
-    assert not stats_of(merged).detail_given_up
+    assert stats_of(merged).cache_bytes
+    assert not stats_of(merged).cache_disabled
     out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=1.0)
-    assert stats_of(merged).detail_given_up
+    assert stats_of(merged).cache_disabled
     assert sorted(stats_of(merged).merged_steps) == [1]
-    plainly = attach(wan, whole_every=2, select_every=1, weigh_every=1)
+    plainly = attach(wan, full_step_interval=2, selection_interval=1, weight_interval=1)
     assert torch.equal(out, models.sample(plainly, HEIGHT, WIDTH, frames=3, steps=4, cfg=1.0))

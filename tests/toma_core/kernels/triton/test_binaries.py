@@ -13,7 +13,7 @@ from tests.toma_core.kernels.cases import printed
 PROGRAM = """
 import json, logging, sys
 import torch
-import toma_core.trial as trial
+import toma_core.kernels.dispatch as trial
 from benchmarks import offline
 from toma_core import Evaluation, RunState, Schedule, Settings, decide, plan_for, reduce, restore
 from toma_core.kernels.triton import agreement, product, select, share
@@ -35,7 +35,7 @@ def run(preset, grids, steps=12, **settings):
     state, counts = RunState(schedule), []
     for sigma in schedule.sigmas:
         decision, first = decide(state, sigma, {"c": None, "u": None}), grids[0]
-        shown = (torch.zeros(1, 16, *first[:2]),) * 2 if config.moves_budget else ()
+        shown = (torch.zeros(1, 16, *first[:2]),) * 2 if config.adapts_budget else ()
         where = Evaluation(state, decision, (None, None), ("c", "u"), pictures=shown)
         for height, width, channels in grids:
             x = torch.zeros(2, height * width, channels, dtype=torch.bfloat16)
@@ -50,12 +50,12 @@ def run(preset, grids, steps=12, **settings):
 with offline.stubbed(), torch.inference_mode():
     counts = {"sdxl": run("balanced", [(64, 64, 640), (32, 32, 1280)])}
     counts["sdxl 832x1216"] = run("balanced", [(52, 76, 640), (26, 38, 1280)])
-    counts["sdxl weighed apart"] = run("balanced", [(64, 64, 640)], select_every=4, weigh_every=2)
-    counts["flux"] = run("balanced", [(64, 64, 3072)], whole_every=3)
-    counts["flux 832x1216"] = run("balanced", [(52, 76, 3072)], whole_every=3)
-    moving = dict(plan_from="prediction", window_size=4, select_every=1, weigh_every=1)
-    counts["moved"] = run("balanced", [(64, 64, 3072)], whole_every=4, **moving)
-    counts["moved 832x1216"] = run("balanced", [(52, 76, 3072)], whole_every=4, **moving)
+    counts["sdxl weighed apart"] = run("balanced", [(64, 64, 640)], selection_interval=4, weight_interval=2)
+    counts["flux"] = run("balanced", [(64, 64, 3072)], full_step_interval=3)
+    counts["flux 832x1216"] = run("balanced", [(52, 76, 3072)], full_step_interval=3)
+    moving = dict(similarity_from="prediction", window_size=4, selection_interval=1, weight_interval=1)
+    counts["moved"] = run("balanced", [(64, 64, 3072)], full_step_interval=4, **moving)
+    counts["moved 832x1216"] = run("balanced", [(52, 76, 3072)], full_step_interval=4, **moving)
 print(json.dumps(counts))
 """
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import toma_core.trial
+import toma_core.kernels.dispatch
 from tests.toma_core.kernels.cases import DEVICE, Case
 from toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, decide, plan_for, reduce, restore
 from toma_core.kernels import Kernels
+from toma_core.kernels.dispatch import Choice, Dispatch, KernelName, NoTriton
 from toma_core.merge import MergePlan, unmerge
 from toma_core.reasons import Message
-from toma_core.trial import Choice, Dispatch, KernelName, NoTriton
 
 CASE = Case(6, 10, 4, 0.5, 24)
 GRID = (CASE.height, CASE.width)
@@ -65,8 +65,8 @@ def test_a_given_choice_is_taken(kernels: Any) -> None:
 
 def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    obstacle = toma_core.trial._obstacle
-    monkeypatch.setattr(toma_core.trial, "_obstacle", lambda *a, **k: asked.append(a) or obstacle(*a, **k))
+    obstacle = toma_core.kernels.dispatch._obstacle
+    monkeypatch.setattr(toma_core.kernels.dispatch, "_obstacle", lambda *a, **k: asked.append(a) or obstacle(*a, **k))
     where = evaluation()
     for scope in "abc":
         plan_of(CASE.tokens(), where, scope)
@@ -120,8 +120,8 @@ class TestFirstUse:
 
     @pytest.fixture(autouse=True)
     def seems_fine(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(toma_core.trial, "_obstacle", lambda *args, **kwargs: None)
-        monkeypatch.setattr(toma_core.trial, "_trials", {})
+        monkeypatch.setattr(toma_core.kernels.dispatch, "_obstacle", lambda *args, **kwargs: None)
+        monkeypatch.setattr(toma_core.kernels.dispatch, "_trials", {})
 
     def test_falls_back_once_and_says_why(
         self, kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -177,7 +177,7 @@ class TestFirstUse:
         self, fails: bool, kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Where they fail or are off: the plan is PyTorch's budget, with all else as it was."""
-        theirs = plan_of(CASE.tokens(), predicted(on(None, plan_from="prediction")))
+        theirs = plan_of(CASE.tokens(), predicted(on(None, similarity_from="prediction")))
         moved = type(kernels).moved
 
         def wrong(*args: Any) -> Any:
@@ -187,13 +187,14 @@ class TestFirstUse:
             return replace(budget, compact=budget.compact.flip(1))
 
         assert torch.equal(
-            plan_of(CASE.tokens(), predicted(evaluation(plan_from="prediction"))).budget.valid, theirs.budget.valid
+            plan_of(CASE.tokens(), predicted(evaluation(similarity_from="prediction"))).budget.valid,
+            theirs.budget.valid,
         )
-        toma_core.trial._trials.clear()
+        toma_core.kernels.dispatch._trials.clear()
         monkeypatch.setattr(type(kernels), "moved", wrong)
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
-                where = predicted(evaluation(plan_from="prediction"))
+                where = predicted(evaluation(similarity_from="prediction"))
                 ours = plan_of(CASE.tokens(), where)
         assert where.run.stats.kernels == {KernelName.KERNEL(name="triton")}
         assert torch.equal(ours.picks, theirs.picks)
@@ -218,7 +219,7 @@ class TestFirstUse:
                 type(kernels), name, lambda *a, name=name, method=method: made.append(name) or method(*a)
             )
         config = ToMAConfig(
-            ratio=0.5, window_size=4, min_tokens=4, whole_every=4, select_every=4, weigh_every=2,
+            ratio=0.5, window_size=4, min_tokens=4, full_step_interval=4, selection_interval=4, weight_interval=2,
 
         )  # fmt: skip
         schedule = Schedule(config, tuple(float(8 - step) for step in range(8)))
@@ -232,7 +233,7 @@ class TestFirstUse:
                 tried.append(sorted({"merge", "restore", "reuse"} & set(made)))
             assert tried == [["merge", "restore", "reuse"] if turn == 0 else [], *[[]] * 7]
             assert run.stats.kernels == {KernelName.KERNEL(name="triton")}
-        assert len(toma_core.trial._trials) == 2
+        assert len(toma_core.kernels.dispatch._trials) == 2
         said = [record.getMessage() for record in caplog.records if "making its GPU kernels" in record.getMessage()]
         assert len(said) == 1
 
@@ -243,15 +244,15 @@ class TestFirstUse:
 
 
 @pytest.mark.parametrize("blind", ["", "several devices"])
-def test_a_run_on_kernels_equals_one_without(blind: str, kernels: Any) -> None:
+def test_a_run_on_kernels_equals_one_without(content_independent: str, kernels: Any) -> None:
     """Selected, then weighed anew from other tokens: the block's result as in plain PyTorch."""
-    fast, plain = (on(used, scale=30.0) for used in (kernels, None))
+    fast, plain = (on(used, sharpness=30.0) for used in (kernels, None))
     for seed, weighing in ((0, 0), (1, 1)):
         x = CASE.tokens(seed)
         decision = StepPlan(0, StepMode.MERGED, 0.5, 0, weighing)
         results = []
         for where in (fast, plain):
-            plan = plan_of(x, Evaluation(where.run, decision, blind=blind))
+            plan = plan_of(x, Evaluation(where.run, decision, content_independent=content_independent))
             reduced = reduce(x, plan)
             results.append((plan, reduced, restore(reduced.sin(), reduced, x, plan)))
         (a, b) = results

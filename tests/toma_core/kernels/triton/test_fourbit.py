@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from tests.toma_core.kernels.cases import DEVICE
-from toma_core.packed import Packed, pack
+from toma_core.quant4 import Int4Tensor, pack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def tokens(channels: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    x = scale * torch.randn(2, 70, channels, generator=torch.Generator().manual_seed(channels))
+def tokens(channels: int, dtype: torch.dtype, sharpness: float = 1.0) -> Tensor:
+    x = sharpness * torch.randn(2, 70, channels, generator=torch.Generator().manual_seed(channels))
     return x.clamp(-6e4, 6e4).to(DEVICE, dtype)
 
 
-def near(found: Tensor, x: Tensor, packed: Packed) -> bool:
+def near(found: Tensor, x: Tensor, packed: Int4Tensor) -> bool:
     """Within half a step, and what rounding to the dtype adds."""
     steps = packed.step.float().repeat_interleave(x.shape[-1] // packed.step.shape[-1], -1)
     rounding = 8 * torch.finfo(x.dtype).eps * float(x.float().abs().max())
@@ -29,11 +29,11 @@ def near(found: Tensor, x: Tensor, packed: Packed) -> bool:
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 3e4])
 @pytest.mark.parametrize("channels", [16, 96, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_there_and_back(dtype: torch.dtype, channels: int, scale: float, kernels: Any) -> None:
-    x = tokens(channels, dtype, scale)
+def test_there_and_back(dtype: torch.dtype, channels: int, sharpness: float, kernels: Any) -> None:
+    x = tokens(channels, dtype, sharpness)
     ours, theirs = kernels.pack(x), pack(x)
-    assert isinstance(ours, Packed)
-    assert isinstance(theirs, Packed)
+    assert isinstance(ours, Int4Tensor)
+    assert isinstance(theirs, Int4Tensor)
     for name in ("codes", "low", "step"):
         one, other = getattr(ours, name), getattr(theirs, name)
         assert (one.shape, one.dtype) == (other.shape, other.dtype)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.toma_core.kernels.cases import DEVICE, Case, each
-from toma_core.budget import MovedBudget
-from toma_core.config import WindowKind
-from toma_core.detail import reuse
-from toma_core.merge import MergePlan, merge, stacked, unmerge, unmerge_update
+from toma_core.budget import AdaptiveBudget
+from toma_core.cache import unmerge_residual_cached
+from toma_core.config import WindowShape
+from toma_core.merge import MergePlan, merge, stacked, unmerge, unmerge_residual
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 
@@ -24,7 +24,7 @@ CASES = (
     Case(13, 19, 8, 0.75, 77, BRAIN),
     Case(13, 19, 8, 0.9, 64, FULL),
     Case(16, 24, 8, 0.25, 640, HALF),
-    Case(9, 11, 4, 0.5, 40, HALF, kind=WindowKind.STRIPE),
+    Case(9, 11, 4, 0.5, 40, HALF, kind=WindowShape.STRIPE),
     # More than 64 of both tokens and destinations in a window: several steps of the sum.
     Case(13, 19, 16, 0.25, 40, BRAIN),
     Case(20, 17, 32, 0.5, 77, FULL, batch=3),
@@ -112,7 +112,7 @@ def test_reuse(case: Case, share: float, kernels: Any) -> None:
     plan = random_plan(case)
     out, reduced, x, kept, destinations = given = reused(case, plan, share)
     before = [t.clone() for t in given]
-    actual = kernels.reuse(*given, plan.unmerge_weights, plan.windows, plan.budget, 0.5)
+    actual = kernels.unmerge_residual_cached(*given, plan.unmerge_weights, plan.windows, plan.budget, 0.5)
     fresh = out.float() - reduced.float()
     old = kept.float().gather(1, destinations[..., None].expand(-1, -1, case.channels))
     still = ((fresh * old).sum((1, 2), True) / (old * old).sum((1, 2), True)).clamp(0, 1)
@@ -128,7 +128,7 @@ def test_reuse_of_nothing_is_merging(case: Case, kernels: Any) -> None:
     out, reduced, x, kept, destinations = reused(case, plan, 1.0)
     layout = (plan.unmerge_weights, plan.windows, plan.budget)
     plain = kernels.restore(out, reduced, x, *layout)
-    assert torch.equal(kernels.reuse(out, reduced, x, 0 * kept, destinations, *layout, 0.5), plain)
+    assert torch.equal(kernels.unmerge_residual_cached(out, reduced, x, 0 * kept, destinations, *layout, 0.5), plain)
 
 
 @each(Case(40, 120, 8, 0.1, 20, FULL, batch=2))
@@ -170,11 +170,11 @@ def test_any_strides(case: Case, kernels: Any) -> None:
         return t.transpose(1, 2).contiguous().transpose(1, 2)
 
     again = reused(case, plan, 0.6)
-    moved = kernels.reuse(*again, plan.unmerge_weights, *layout, 0.5)
+    moved = kernels.unmerge_residual_cached(*again, plan.unmerge_weights, *layout, 0.5)
     for view in (between, apart):
         assert not view(x).is_contiguous()
         parts = (*map(view, again[:4]), again[4])
-        assert torch.equal(kernels.reuse(*parts, plan.unmerge_weights, *layout, 0.5), moved)
+        assert torch.equal(kernels.unmerge_residual_cached(*parts, plan.unmerge_weights, *layout, 0.5), moved)
         assert torch.equal(kernels.merge(view(x), plan.merge_weights, *layout), merged)
         parts = view(out), view(reduced), view(x)
         assert torch.equal(kernels.restore(*parts, plan.unmerge_weights, *layout), restored)
@@ -209,11 +209,11 @@ def test_refused(case: Case, kernels: Any) -> None:
     for short in range(4):
         cut = (t[:, 1:] if place == short else t for place, t in enumerate(whole))
         with pytest.raises(ValueError, match="expected tokens"):
-            kernels.reuse(*cut, *layout, 0.5)
+            kernels.unmerge_residual_cached(*cut, *layout, 0.5)
     with pytest.raises(ValueError, match="expected destinations"):
-        kernels.reuse(*whole[:4], whole[4][:, 1:], *layout, 0.5)
+        kernels.unmerge_residual_cached(*whole[:4], whole[4][:, 1:], *layout, 0.5)
     with pytest.raises(ValueError, match="does not fit a batch of 3"):
-        kernels.reuse(*whole[:4], whole[4][:2], *layout, 0.5)
+        kernels.unmerge_residual_cached(*whole[:4], whole[4][:2], *layout, 0.5)
     with pytest.raises(ValueError, match="expected tokens"):
         kernels.merge(x[:, 1:], plan.merge_weights, plan.windows, plan.budget)
     with pytest.raises(ValueError, match="expected tokens"):
@@ -247,8 +247,10 @@ def test_one_image_several_times_is_no_copy(case: Case, kernels: Any) -> None:
     merged = merge(x, many)
     assert torch.equal(merged, merge(x, copied))
     assert torch.equal(unmerge(out, many), unmerge(out, copied))
-    assert torch.equal(unmerge_update(out, merged, x, many), unmerge_update(out, merged, x, copied))
-    assert torch.equal(reuse(out, merged, x, x, many), reuse(out, merged, x, x, copied))
+    assert torch.equal(unmerge_residual(out, merged, x, many), unmerge_residual(out, merged, x, copied))
+    assert torch.equal(
+        unmerge_residual_cached(out, merged, x, x, many), unmerge_residual_cached(out, merged, x, x, copied)
+    )
     assert torch.equal(many.destinations, copied.destinations)
     for name in ("picks", "merge_weights", "unmerge_weights"):
         ours, theirs = getattr(many, name), getattr(copied, name)
@@ -265,8 +267,8 @@ def test_budgets_of_their_own_share_launches(case: Case, kernels: Any) -> None:
     x = case.tokens()
     # The same windows, where other numbers are kept.
     budget = second.budget
-    assert isinstance(budget, MovedBudget)
-    other = MovedBudget(budget.counts, budget.compact.flip(0), budget.expand.flip(0), budget.valid.flip(0))
+    assert isinstance(budget, AdaptiveBudget)
+    other = AdaptiveBudget(budget.counts, budget.compact.flip(0), budget.expand.flip(0), budget.valid.flip(0))
     second = MergePlan(first.windows, other, second.picks, second.merge_weights.flip(0), second.unmerge_weights.flip(0))
     prepared = len(kernels._launches)
     for plan in (first, second):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.toma_core.kernels.cases import DEVICE, Case, each, kept_of
 from tests.toma_core.selection.reference import naive_greedy
-from toma_core.config import WindowKind
+from toma_core.config import WindowShape
 from toma_core.merge import MergePlan, weigh
 from toma_core.selection import cosine_similarity, facility_location, select, select_at_random
 from toma_core.selection.objective import tie_step
@@ -26,7 +26,7 @@ CASES = (
     Case(13, 19, 8, 0.75, 64, BRAIN, batch=3),
     Case(13, 19, 8, 0.9, 77, FULL),
     Case(16, 8, 8, 0.5, 640, HALF),
-    Case(9, 11, 4, 0.5, 40, HALF, kind=WindowKind.STRIPE),
+    Case(9, 11, 4, 0.5, 40, HALF, kind=WindowShape.STRIPE),
     Case(9, 10, 16, 0.75, 40, BRAIN),
     Case(3, 3, 2, 0.9, 5, FULL),
     # Nearly every token stays: 61 of 64, 81 of 90.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.toma_core.kernels.cases import DEVICE
-from toma_core.budget import NOTHING, MovedBudget, moved, spread
+from toma_core.budget import NOTHING, AdaptiveBudget, moved, spread
 from toma_core.windows import Budget, Windows, make_budget, make_windows
 
 # Rows, columns, kind and size of windows, frames, ratio, images.
@@ -35,7 +35,7 @@ def layout(case: tuple[Any, ...]) -> tuple[Windows, Budget, Tensor]:
     return windows.to(torch.device(DEVICE)), make_budget(windows.counts, ratio, frames), x.to(DEVICE)
 
 
-def same(ours: MovedBudget, theirs: MovedBudget) -> bool:
+def same(ours: AdaptiveBudget, theirs: AdaptiveBudget) -> bool:
     return all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in ("compact", "expand", "valid"))
 
 
@@ -53,7 +53,7 @@ def test_what_is_due_is_dealt_out_as_pytorch_does_it(case: tuple[Any, ...]) -> N
     torch.testing.assert_close((due[:, 0] / sizes) ** 2, much.clamp_min(NOTHING), rtol=1e-4, atol=2e-6)
     exact = torch.stack([much.clamp_min(NOTHING).sqrt() * sizes, due[:, 1]], 1)
     ours = share.shared_out(exact, windows.frames, budget.total // windows.frames, theirs.slots)
-    assert same(MovedBudget(budget.counts, *ours), theirs)
+    assert same(AdaptiveBudget(budget.counts, *ours), theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -1,0 +1,188 @@
+"""The KV cache of a run: whether the card has room for it beside the model, and asking ComfyUI for that room."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from comfy import model_management
+from comfy.model_patcher import ModelPatcher
+from comfy.sampler_helpers import (
+    estimate_memory,
+    get_additional_models,
+    get_additional_models_from_model_options,
+)
+from comfy.samplers import CFGGuider
+from torch import Tensor
+
+from ...toma_core import ToMAConfig
+from ...toma_core.quant4 import int4_bytes
+from ...toma_core.reasons import Message, Reason
+from .family import ModelHooks
+
+# The share of a card's memory that the KV cache may take in four bits where that pushes weights out. ComfyUI then loads
+# these again in every step, which takes far less time than is saved. 18.2 GB (Wan 14B, 1280 x 720 x 81) fit 32 GB.
+_SHARE = 0.55
+# ComfyUI frees this much memory for each byte of weights that it loads, see `load_models_gpu`.
+_LOADING = 1.1
+
+
+@dataclass(frozen=True)
+class KVCachePlan:
+    """What a run keeps so that merged blocks can look at all tokens: bytes, whether in four bits a number, and why
+    nothing; 0 and None where nothing is to be kept."""
+
+    bytes: int = 0
+    quantized: bool = False
+    without: Message | None = None
+
+
+def plan_kv_cache(
+    hooks: ModelHooks,
+    config: ToMAConfig,
+    latent: Tensor,
+    conditions: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    left: float,
+    transformer_options: Mapping[str, Any],
+    *,
+    controlled: bool = False,
+    references: Sequence[Tensor] = (),
+) -> KVCachePlan:
+    """Decide what a run on latents of (B, C, ..., H, W) keeps: keys and values at full precision where they fit beside
+    the model's weights; in four bits where they do not, which pushes out the fewest; nothing where that would take more
+    than `_SHARE` of the card as well.
+
+    conditions: evaluations of the model in a step. dtype: of tokens. device: that the model runs on. left: bytes
+    beside the model there, see `memory_left`. The others: see `ModelHooks.kv_cache_numel`.
+    """
+    if not config.kv_cache:
+        return KVCachePlan()
+    of_an_image = hooks.kv_cache_numel(
+        latent, config, transformer_options, controlled=controlled, references=references
+    )
+    updates, keys = (round(n * len(latent) * conditions) for n in of_an_image)
+    if not keys:
+        return KVCachePlan(without=Reason.KV_MODEL_ATTENTION())
+    if (needed := (updates + keys) * dtype.itemsize) <= left:
+        return KVCachePlan(needed)
+    most = max(left, model_management.get_total_memory(device) * _SHARE)
+    if (needed := updates * dtype.itemsize + int4_bytes(keys, dtype.itemsize)) <= most:
+        return KVCachePlan(needed, quantized=True)
+    return KVCachePlan(without=Reason.KV_TOO_LARGE(needed=needed / 1e9, limit=most / 1e9))
+
+
+def memory_left(guider: Any, shape: Sequence[int]) -> float:
+    """Return how many bytes of the card a run on latents of this shape leaves free; negative if it does not fit. That
+    is all but what ComfyUI asks for before it loads the run's models, see `load_models_gpu`.
+
+    Reckons with the dtype that the run computes in, which ComfyUI's estimate sees only once object patches are applied.
+    Counts from all of the card, not from what is free: the same seed is to give the same picture whatever else runs.
+    """
+    model, options = guider.model_patcher, guider.model_options
+    as_run = copy(model.model)
+    as_run.manual_cast_dtype = dtype_of(model)
+    activations, _ = estimate_memory(SimpleNamespace(model=as_run), shape, guider.conds)
+    loaded, controls = get_additional_models(guider.conds, model.model_dtype())
+    loaded += [*get_additional_models_from_model_options(options), *model.get_nested_additional_models()]
+    here = {m for m in (model, *loaded, *model.model_patches_models()) if m.load_device == model.load_device}
+    weights = sum(m.model_size() for m in here)
+    reserved = max(
+        model_management.minimum_inference_memory(),
+        activations + controls + model_management.extra_reserved_memory(),
+    )
+    return float(model_management.get_total_memory(model.load_device) - weights * _LOADING - reserved)
+
+
+def conditions_of(guider: Any, sampler: Any = None) -> int:
+    """How many conditions are evaluated in a step, at most: without guidance negative ones are not, unless the sampler
+    asks for them all the same, as those of CFG++ do."""
+    conds: Mapping[str, Sequence[Any] | None] = getattr(guider, "conds", {})
+    name = getattr(getattr(sampler, "sampler_function", None), "__name__", "cfg_pp")
+    usual = getattr(type(guider), "predict_noise", None) is CFGGuider.predict_noise and "cfg_pp" not in name
+    usual = usual and not guider.model_options.get("disable_cfg1_optimization", False)
+    if usual and math.isclose(guider.cfg, 1.0):
+        return max(1, len(conds.get("positive") or ()))
+    return max(1, sum(len(each or ()) for each in conds.values()))
+
+
+def dtype_of(model: ModelPatcher) -> torch.dtype:
+    """Return the dtype that a run of the model computes in, also before ComfyUI applies its object patches, as
+    ModelComputeDtype makes them."""
+    dtype: torch.dtype = model.get_model_object("manual_cast_dtype") or model.model.get_dtype()
+    return dtype
+
+
+# The schedules of ComfyUI's context windows whose windows lie elsewhere at each step.
+_MOVING = ("looped_uniform", "standard_uniform")
+
+
+def moves(guider: Any, latent: Tensor) -> bool:
+    """Whether context windows over a latent lie elsewhere at each step: then what a full step keeps is of others."""
+    handler = guider.model_options.get("context_handler")
+    try:
+        several = handler is not None and latent.shape[handler.dim] > handler.context_length
+        return several and handler.context_schedule.name in _MOVING
+    except (AttributeError, TypeError, IndexError):
+        return False
+
+
+def has_controls(guider: Any) -> bool:
+    """Whether any condition has a ControlNet."""
+    return any(cond.get("control") is not None for conds in guider.conds.values() for cond in conds or ())
+
+
+def overlap_of(guider: Any, latent: Tensor) -> float:
+    """How often a frame of the latent is evaluated for a condition: more than once where windows over them overlap."""
+    handler = guider.model_options.get("context_handler")
+    try:
+        if handler is None or latent.shape[handler.dim] <= handler.context_length:
+            return 1.0
+        windows = handler.get_context_windows(guider.model_patcher.model, latent, guider.model_options)
+        # ComfyUI may put a frame before those of a window.
+        return sum(len(window.index_list) + 1 for window in windows) / latent.shape[handler.dim]
+    except (AttributeError, TypeError, IndexError):
+        return 1.0  # another pack's, who may do as they like: what is held is limited anyhow
+
+
+def references_of(guider: Any) -> list[Tensor]:
+    """The latents of reference images, of the condition that has most."""
+    each = [c.get("reference_latents") or [] for conds in guider.conds.values() for c in conds or ()]
+    return max(each, key=len, default=[])
+
+
+class _Reserving:
+    """In the place of a model's `memory_required`: so many bytes more. more: of each run that is about to begin."""
+
+    def __init__(self, model: Any) -> None:
+        self.required: Callable[..., Any] = model.memory_required
+        self.before, self.more = vars(model).get("memory_required"), list[int]()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.required(*args, **kwargs) + sum(self.more)
+
+
+@contextmanager
+def reserved(model: Any, more: int) -> Iterator[None]:
+    """While ComfyUI loads the model for a run, it counts so many bytes more for activations. What somebody else puts in
+    the same place meanwhile stays there."""
+    ours = vars(model).get("memory_required")
+    if not isinstance(ours, _Reserving):
+        ours = model.memory_required = _Reserving(model)
+    ours.more.append(more)
+    try:
+        yield
+    finally:
+        ours.more.remove(more)
+        if not ours.more and vars(model).get("memory_required") is ours:
+            if ours.before is None:
+                del model.memory_required
+            else:
+                model.memory_required = ours.before

@@ -1,0 +1,336 @@
+"""Hang a config on a model, and give every sampling run its own state.
+
+attach           -> config and three wrappers on a clone of the model
+OUTER_SAMPLE     -> once a run: a fresh `Sampling`, dropped at the end, however the run ends
+PREPARE_SAMPLING -> when ComfyUI loads the model for a run that keeps keys: put in by the run, to ask for room
+PREDICT_NOISE    -> once an evaluation of the sampler; put in by each run, in front of all others
+CALC_COND_BATCH  -> once for all conditions of an evaluation: its noise level becomes a `StepPlan`
+APPLY_MODEL      -> once a batch of conditions: hooks are installed around the model call
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import comfy.model_management
+import torch
+from comfy.model_patcher import ModelPatcher, create_model_options_clone
+from comfy.patcher_extension import WrappersMP
+from torch import Tensor, nn
+
+from ...toma_core import Settings, StepMode, ToMAConfig
+from ...toma_core.reasons import Message, Reason
+from ...toma_core.schedule import RatioSchedule
+from ...toma_core.stats import RunStats
+from . import last_runs, registry
+from .compat import UnsupportedApiError, argument, asking, known, warn
+from .compile_ops import allow_more_graphs, compiled, in_one_piece
+from .contents import Contents
+from .family import ModelHooks, unwrapped
+from .kv_memory import (
+    KVCachePlan,
+    conditions_of,
+    dtype_of,
+    has_controls,
+    memory_left,
+    moves,
+    overlap_of,
+    plan_kv_cache,
+    references_of,
+    reserved,
+)
+from .model_hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, HookPair, installed
+from .sampling_run import SamplingRun
+from .sigmas import SigmaTracker
+
+_KEY = "toma"
+
+
+class Watcher(Protocol):
+    """Whoever wants to know of a model's runs. Called twice a run, never in between; must not raise."""
+
+    def began(self) -> None:
+        """A run begins."""
+
+    def ended(self, stats: RunStats) -> None:
+        """The run is over, or broke off."""
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """What rides on a patched model: the frozen settings, the same for runs whose blocks cannot look at all tokens, the
+    id under which its runs are reported, who else wants to know of them, and the ratios of a profile."""
+
+    config: ToMAConfig
+    without_kv_cache: ToMAConfig
+    report_id: str
+    watcher: Watcher | None = None
+    ratio_schedule: RatioSchedule = ()
+
+
+def attach(
+    model: ModelPatcher,
+    settings: Settings | ToMAConfig,
+    watcher: Watcher | None = None,
+    ratio_schedule: RatioSchedule = (),
+) -> ModelPatcher:
+    """A clone of the model that merges tokens as `settings` say, a preset as this kind of model has it; the very same
+    object if that is never. bands: ratios by block and noise level, in place of the setting's one for all.
+
+    Attaching to a model that already has ToMA replaces its settings. A ComfyUI whose models cannot be attached to as
+    this pack knows it gets the model back with a warning. Raises `UnsupportedModelError`.
+    """
+    config, without_kv_cache = resolved(settings, registry.require(model.get_model_object("diffusion_model")))
+    attached = attachment_of(model) is not None
+    if config.off and not attached:
+        return model
+    try:
+        with asking("ModelPatcher"):
+            wrappers = _wrappers()
+            patched = model.clone()
+            for kind, _ in wrappers:
+                patched.remove_wrappers_with_key(kind, _KEY)
+            options = patched.model_options["transformer_options"]
+            options.pop(ATTACHMENT, None)
+            if not config.off:
+                options[ATTACHMENT] = Attachment(config, without_kv_cache, uuid.uuid4().hex, watcher, ratio_schedule)
+                for kind, wrapper in wrappers:
+                    patched.add_wrapper_with_key(kind, _KEY, wrapper)
+            return patched
+    except UnsupportedApiError as error:
+        warn(error)
+        return model
+
+
+def resolved(settings: Settings | ToMAConfig, hooks: ModelHooks) -> tuple[ToMAConfig, ToMAConfig]:
+    """What settings come to for a model, and for its runs whose blocks cannot look at all tokens: as the presets were
+    without that."""
+    if not isinstance(settings, Settings):
+        return settings, replace(settings, kv_cache=False)
+    without = replace(settings.resolved(hooks.without_kv_cache), kv_cache=False)
+    switched_off = settings.overrides.get("kv_cache") is False
+    return without if switched_off else settings.resolved(hooks.presets), without
+
+
+def attachment_of(model: ModelPatcher) -> Attachment | None:
+    """What `attach` left on this model or a clone of it."""
+    return model.model_options.get("transformer_options", {}).get(ATTACHMENT)
+
+
+def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        with asking("WrappersMP.OUTER_SAMPLE"):
+            guider = executor.class_obj
+            given = guider.model_options
+            attachment = given["transformer_options"][ATTACHMENT]
+            model_sampling = guider.model_patcher.get_model_object("model_sampling")
+            sigmas = argument(args, kwargs, 3, "sigmas").tolist()
+            noise = argument(args, kwargs, 0, "noise")
+            config, kept = settled(attachment, guider, noise, argument(args, kwargs, 2, "sampler"))
+            frames = noise.shape[2] if noise.ndim > 4 else 1
+            sampling = SamplingRun.start(config, model_sampling, sigmas, attachment.ratio_schedule, frames)
+            sampling.run.cache.reserved, sampling.run.quantized = kept.bytes, kept.quantized
+            sampling.contents = Contents(getattr(guider, "conds", None))
+            sampling.run.otherwise = attachment.without_kv_cache
+            sampling.run.stats.without_kv_cache = kept.without
+            options = create_model_options_clone(given)
+            options["transformer_options"][SAMPLING] = sampling
+            options["transformer_options"][GRAPHS] = inside = compiled(given)
+            if in_one_piece(given):
+                sampling.obstacle = Reason.FULLGRAPH()
+            if kept.bytes:
+                _wrapped(options["transformer_options"], "PREPARE_SAMPLING", _prepare_sampling)
+            if _wrapped(options["transformer_options"], "PREDICT_NOISE", _predict_noise):
+                sampling.levels = SigmaTracker(sigmas, argument(args, kwargs, 2, "sampler"), guider)
+                args, kwargs = sampling.levels.listening(args, kwargs)
+    except UnsupportedApiError as error:
+        warn(error)
+        return executor(*args, **kwargs)
+    guider.model_options = options
+    if attachment.watcher is not None:
+        attachment.watcher.began()
+    try:
+        if inside and not sampling.obstacle:
+            allow_more_graphs()
+        result = executor(*args, **kwargs)
+        sampling.levels.check()
+        sampling.run.draw()
+        return result
+    finally:
+        guider.model_options = given
+        stats = sampling.close()
+        last_runs.keep(attachment.report_id, stats)
+        logging.info("ToMA: %s", stats.summary())
+        if attachment.watcher is not None:
+            attachment.watcher.ended(stats)
+
+
+def settled(attachment: Attachment, guider: Any, noise: Tensor, sampler: Any) -> tuple[ToMAConfig, KVCachePlan]:
+    """The settings for a run of a guider with these conditions, and what it will keep of keys."""
+    config, given, model = attachment.config, guider.model_options, guider.model_patcher
+    if not config.kv_cache or getattr(comfy.model_management, "in_training", False):
+        return config, KVCachePlan()
+    hooks = registry.find(model.get_model_object("diffusion_model"))
+    kept = KVCachePlan(without=Reason.KV_COMPILE_BACKEND())
+    if not config.uses_cache:
+        kept = KVCachePlan(without=Reason.KV_NO_FULL_STEPS())
+    elif hooks is not None and (compiled(given) or not given.get("torch_compile_kwargs")):
+        if moves(guider, noise):
+            return attachment.without_kv_cache, KVCachePlan(without=Reason.KV_CONTEXT_WINDOWS())
+        kept = plan_kv_cache(
+            hooks,
+            config,
+            noise,
+            conditions_of(guider, sampler) * overlap_of(guider, noise),
+            dtype_of(model),
+            model.load_device,
+            memory_left(guider, noise.shape),
+            given["transformer_options"],
+            controlled=has_controls(guider),
+            references=references_of(guider),
+        )
+    return (config if kept.bytes else attachment.without_kv_cache), kept
+
+
+def _wrapped(transformer_options: dict[str, Any], kind: str, wrapper: Any) -> bool:
+    """Put a wrapper of ours in front of all others for a run. False if there is no such place: then nobody else can
+    skip what it wraps, as LazyCache does with evaluations, but each noise level is read, which waits for the device."""
+    kind = getattr(WrappersMP, kind, "")
+    if not kind:
+        return False
+    wrappers = transformer_options["wrappers"]
+    transformer_options["wrappers"] = {**wrappers, kind: {_KEY: [wrapper], **wrappers.get(kind, {})}}
+    return True
+
+
+def _prepare_sampling(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    more: AbstractContextManager[None] = nullcontext()
+    with known("WrappersMP.PREPARE_SAMPLING"):
+        options = argument(args, kwargs, 3, "model_options")["transformer_options"]
+        more = reserved(argument(args, kwargs, 0, "model").model, options[SAMPLING].run.cache.reserved)
+    with more:
+        return executor(*args, **kwargs)
+
+
+def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    sampling = None
+    with known("WrappersMP.PREDICT_NOISE"):
+        sampling = executor.class_obj.model_options["transformer_options"].get(SAMPLING)
+        if sampling is not None:
+            sampling.next(argument(args, kwargs, 1, "timestep"))
+    try:
+        picture = executor(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        # All of it anew, for all conditions alike: guidance would enlarge what one of them has lost.
+        if sampling is None or _shared(executor.class_obj.model_options) or not sampling.no_memory():
+            raise
+        picture = None
+    if picture is None:
+        # Out here nobody holds what the error holds.
+        comfy.model_management.soft_empty_cache()
+        picture = executor(*args, **kwargs)
+    if sampling is not None:
+        sampling.predicted(picture)
+    return picture
+
+
+def _shared(model_options: dict[str, Any]) -> bool:
+    """Whether several devices share a run: while one runs out of memory, others compute what ComfyUI then waits for."""
+    return len(model_options.get("multigpu_clones") or ()) > 1
+
+
+def _calc_cond_batch(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    with known("WrappersMP.CALC_COND_BATCH"):
+        model_options = argument(args, kwargs, 4, "model_options")
+        sampling = model_options["transformer_options"].get(SAMPLING)
+        if sampling is not None:
+            timestep, conds = argument(args, kwargs, 3, "timestep"), argument(args, kwargs, 1, "conds")
+            sampling.observe(timestep, conds, argument(args, kwargs, 2, "x_in"), model_options)
+    return executor(*args, **kwargs)
+
+
+def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        with asking("WrappersMP.APPLY_MODEL"):
+            x = argument(args, kwargs, 0, "x")
+            control = argument(args, kwargs, 4, "control")
+            options = argument(args, kwargs, 5, "transformer_options")
+            sampling = options.get(SAMPLING)
+            model = executor.class_obj.diffusion_model
+    except UnsupportedApiError as error:
+        warn(error)
+        return executor(*args, **kwargs)
+    told = {key: value for key, value in options.items() if key not in RIDING}
+    if len(args) > 5:
+        args = (*args[:5], told, *args[6:])
+    else:
+        kwargs = {**kwargs, "transformer_options": told}
+    if sampling is None or sampling.step_plan.mode is StepMode.FULL:
+        if sampling is not None and sampling.sigma is None:
+            sampling.run.stats.not_merged("model", Reason.UNKNOWN_SIGMA())
+        return _called((), sampling, options, executor, *args, **kwargs)
+    if sampling.obstacle:
+        sampling.run.stats.not_merged("model", sampling.obstacle)
+        return executor(*args, **kwargs)
+    hooks = registry.find(model)
+    if hooks is None or not (_is_picture(x) or (hooks.takes_frames and _is_video(x))):
+        sampling.run.stats.not_merged("model", _unknown(model, x, hooks))
+        return executor(*args, **kwargs)
+    evaluation = sampling.evaluation(x, options)
+    if evaluation.step_plan.mode is StepMode.FULL:
+        return executor(*args, **kwargs)
+    references = kwargs.get("ref_latents") or ()
+    chosen = hooks.select(x, evaluation, options, control=control, references=references)
+    return _called(chosen, sampling, options, executor, *args, **kwargs)
+
+
+def _called(
+    hooks: Iterable[HookPair],
+    sampling: SamplingRun | None,
+    transformer_options: dict[str, Any],
+    executor: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The model with these hooks. Where several devices share the run, see `_shared`, one that runs out of memory makes
+    its own call anew."""
+    try:
+        with installed(hooks):
+            return executor(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        alone = transformer_options.get("multigpu_thread_device") is None
+        if alone or sampling is None or not sampling.no_memory(again=False):
+            raise
+    comfy.model_management.soft_empty_cache()
+    return executor(*args, **kwargs)
+
+
+def _unknown(model: nn.Module, x: Any, hooks: ModelHooks | None) -> Message:
+    """Why a model or a latent x is not merged."""
+    name = type(unwrapped(model)).__name__
+    if hooks is None:
+        return Reason.UNKNOWN_MODEL(model=name)
+    return Reason.UNKNOWN_LATENT(model=name, shape=" x ".join(map(str, getattr(x, "shape", ()))))
+
+
+def _is_picture(x: Any) -> bool:
+    """Whether x is (B, C, H, W), or (B, C, 1, H, W) as models have it whose latents are those of a video's."""
+    return isinstance(x, Tensor) and (x.ndim == 4 or (x.ndim == 5 and x.shape[2] == 1))
+
+
+def _is_video(x: Any) -> bool:
+    """Whether x is (B, C, T, H, W)."""
+    return isinstance(x, Tensor) and x.ndim == 5
+
+
+def _wrappers() -> tuple[tuple[str, Any], ...]:
+    return (
+        (WrappersMP.OUTER_SAMPLE, _outer_sample),
+        (WrappersMP.CALC_COND_BATCH, _calc_cond_batch),
+        (WrappersMP.APPLY_MODEL, _apply_model),
+    )

@@ -1,0 +1,140 @@
+"""Wrappers, model patchers and packages that are not as this pack knows them: one warning with the name of what
+changed, and plain sampling.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from scripts.comfyui import ROOT
+
+run = pack_module("nodes.adapters.patch_model")
+SIDE = 16
+STEPS = 2
+
+
+def sample(model: Any) -> torch.Tensor:
+    return models.sample(model, SIDE, SIDE, steps=STEPS)
+
+
+@pytest.fixture(params=["unet", "flux"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Request(SimpleNamespace):
+    """All arguments in one object, as a later ComfyUI might hand them to its wrappers."""
+
+
+TARGETS = {
+    "WrappersMP.OUTER_SAMPLE": "outer_sample",
+    "WrappersMP.CALC_COND_BATCH": "_calc_cond_batch",
+    "WrappersMP.APPLY_MODEL": "_apply_model",
+}
+
+
+@pytest.mark.parametrize("hook", TARGETS)
+def test_wrapper_that_is_called_in_another_way(
+    monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, kind: str, hook: str, no_state_left: None
+) -> None:
+    from comfy.patcher_extension import WrapperExecutor
+
+    before = WrapperExecutor.execute
+
+    def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.original.__name__ != TARGETS[hook]:
+            return before(self, *args, **kwargs)
+        if len(args) == 1 and isinstance(args[0], Request):
+            args, kwargs = args[0].args, args[0].kwargs
+        if self.is_last:
+            return self.original(*args, **kwargs)
+        return self.wrappers[self.idx](self, Request(args=args, kwargs=kwargs))
+
+    model = getattr(models, kind)()
+    plain = sample(model)
+    monkeypatch.setattr(WrapperExecutor, "execute", execute)
+    assert torch.equal(sample(model), plain)
+    patched = attach(model)
+    for _ in range(2):
+        assert torch.equal(sample(patched), plain)
+    (warning,) = warnings()
+    assert hook in warning
+
+
+def without_wrapper(monkeypatch: pytest.MonkeyPatch, model: Any, name: str) -> None:
+    left = {key: value for key, value in vars(run.WrappersMP).items() if key.isupper() and key != name}
+    monkeypatch.setattr(run, "WrappersMP", SimpleNamespace(**left))
+
+
+def without_method(monkeypatch: pytest.MonkeyPatch, model: Any, name: str) -> None:
+    for cls in type(model).__mro__:
+        if name in vars(cls):
+            monkeypatch.delattr(cls, name)
+
+
+@pytest.mark.parametrize(
+    ("without", "name"),
+    [
+        *((without_wrapper, name) for name in ("OUTER_SAMPLE", "CALC_COND_BATCH", "APPLY_MODEL")),
+        *((without_method, name) for name in ("add_wrapper_with_key", "remove_wrappers_with_key", "clone")),
+    ],
+)
+def test_what_is_gone_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, kind: str, without: Any, name: str
+) -> None:
+    model = getattr(models, kind)()
+    plain = sample(model)
+    with monkeypatch.context() as later:
+        without(later, model, name)
+        assert attach(model) is model
+    (warning,) = warnings()
+    assert name in warning
+    assert torch.equal(sample(model), plain)
+
+
+def test_without_a_count_of_evaluations_levels_are_read(
+    monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, kind: str
+) -> None:
+    model = getattr(models, kind)()
+    merged = sample(attach(model))
+    with monkeypatch.context() as later:
+        without_wrapper(later, model, "PREDICT_NOISE")
+        assert torch.equal(sample(attach(model)), merged)
+    assert warnings() == []
+
+
+@pytest.fixture
+def without_flux(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[str]:
+    """A second copy of the pack, loaded where ComfyUI's Flux is in another place. Yields its name."""
+    name = "pack_without_flux"
+    monkeypatch.setitem(sys.modules, "comfy.ldm.flux.model", SimpleNamespace())  # type: ignore[arg-type]
+    spec = importlib.util.spec_from_file_location(name, ROOT / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    caplog.set_level(logging.WARNING)
+    yield name
+    for loaded in [m for m in sys.modules if m.startswith(name)]:
+        del sys.modules[loaded]
+
+
+def test_family_whose_class_has_moved(
+    without_flux: str, flux: Any, unet: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = importlib.import_module(f"{without_flux}.nodes.adapters.patch_model")
+    settings = importlib.import_module(f"{without_flux}.toma_core.config").ToMAConfig(min_tokens=4)
+    assert [r.getMessage() for r in caplog.records if "the classes of Flux" in r.getMessage()]
+    assert torch.equal(sample(other.attach(flux, settings)), sample(flux))
+    assert not torch.equal(sample(other.attach(unet, settings)), sample(unet))

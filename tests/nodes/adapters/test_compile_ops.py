@@ -1,0 +1,201 @@
+"""The operators that stand for merging in a graph: they do what eager merging does, and torch knows their shapes."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+Reason = pack_module("toma_core.reasons").Reason
+
+GRID = (6, 10)
+TOKENS, BEFORE = 60, 7
+
+
+@pytest.fixture
+def graphs(pack: ModuleType) -> Any:
+    return pack_module("nodes.adapters.compile_ops")
+
+
+class Rows(pack_module("nodes.adapters.signature").BlockSignature):  # type: ignore[misc]
+    """A block that adds into what it is given, and has positions."""
+
+    mutates_input, rope_arg = True, "pe"
+
+
+def new_site(port: Any = None) -> Any:
+    return pack_module("nodes.adapters.chain").ChainSite(
+        port or pack_module("nodes.adapters.signature").BlockSignature()
+    )
+
+
+def begun(evaluation: Any, names: list[str], site: Any = None) -> Any:
+    site = site or new_site()
+    work = pack_module("toma_core.cost_model").UNET_BLOCK, pack_module("toma_core.config").Granularity.STACK
+    site.begin((GRID,), "here", names, work, evaluation)
+    return site
+
+
+@pytest.fixture
+def evaluate(pack: ModuleType) -> Any:
+    """evaluate(sigma, copies, **settings): an evaluation of a run over three noise levels, of which it is the last."""
+    core = pack_module("toma_core")
+
+    def make(sigma: float = 3.0, copies: tuple[object, ...] = (None,), **settings: Any) -> Any:
+        config = core.ToMAConfig(**{"min_tokens": 4, "window_size": 4, **settings})
+        run = core.RunState(core.Schedule(config, (3.0, 2.0, 1.0)))
+        for level in (3.0, 2.0, 1.0):
+            decision = run.schedule.decide(level)
+            if level == sigma:
+                break
+        return core.Evaluation(run, decision, copies, copies)
+
+    return make
+
+
+def prepared(evaluation: Any, site: Any = None, latent: Any = None) -> Any:
+    site = begun(evaluation, ["first", "last"], site)
+    assert site.prepare(torch.randn(2, 4, 12, 20) if latent is None else latent, torch.nn.Linear(8, 8), 8)
+    return site
+
+
+def test_the_operators_do_what_eager_merging_does(graphs: Any, evaluate: Any) -> None:
+    core, evaluation = pack_module("toma_core"), evaluate()
+    site = prepared(evaluation)
+    assert (site.tokens, site.kept) == (TOKENS, 30)
+    x = torch.randn(2, TOKENS, 8)
+    plan = core.plan_for(x, GRID, "here", evaluation)
+    reduced = site.enter(x, 0)
+    assert torch.equal(reduced, core.reduce(x, plan))
+    out = reduced * 2 + 1
+    assert torch.equal(site.leave(out, 0), core.restore(out, reduced, x, plan))
+    assert site.held is None
+    assert evaluation.run.stats.merged_blocks == {"first", "last"}
+
+
+def test_tokens_around_the_image_stay(graphs: Any, evaluate: Any) -> None:
+    site = prepared(evaluate())
+    x = torch.randn(2, BEFORE + TOKENS + 3, 8)
+    reduced = site.enter(x, BEFORE)
+    assert reduced.shape == (2, BEFORE + 30 + 3, 8)
+    assert torch.equal(reduced[:, :BEFORE], x[:, :BEFORE])
+    assert torch.equal(reduced[:, -3:], x[:, -3:])
+    out = site.leave(reduced + 1, BEFORE)
+    assert out.shape == x.shape
+    torch.testing.assert_close(out, x + 1)
+
+
+def test_a_step_that_keeps_its_detail_runs_whole_on_new_tensors(graphs: Any, evaluate: Any) -> None:
+    evaluation = evaluate(full_step_interval=2)
+    assert evaluation.refreshes
+    site, x = prepared(evaluation), torch.randn(2, TOKENS, 8)
+    assert site.kept == TOKENS
+    reduced = site.enter(x, 0)
+    assert torch.equal(reduced, x)
+    assert reduced.data_ptr() != x.data_ptr()
+    out = reduced + 1
+    left = site.leave(out, 0)
+    assert torch.equal(left, out)
+    assert left.data_ptr() != out.data_ptr()
+    assert evaluation.run.cache.most == x.nbytes
+
+
+def test_operators_pass_torchs_own_checks(graphs: Any, evaluate: Any) -> None:
+    """Schema, fake tensors and ahead-of-time graphs, also with sizes that are not known when a graph is made."""
+    site, x = prepared(evaluate()), torch.randn(2, TOKENS, 8)
+    reduced = graphs.operators.enter(x, site.number, 30)
+    torch.library.opcheck(graphs.operators.enter.default, (x, site.number, 30))
+    torch.library.opcheck(graphs.operators.leave.default, (reduced + 1, reduced, x, site.number))
+
+
+def test_positions_follow_the_destinations(pack: ModuleType, graphs: Any, evaluate: Any) -> None:
+    rope = pack_module("nodes.adapters.rope")
+    site = prepared(evaluate(), new_site(Rows()))
+    x, pe = torch.randn(2, TOKENS, 8), torch.randn(1, 1, BEFORE + TOKENS, 3, 2, 2)
+    site.enter(x, 0)
+    site.turn(pe, BEFORE)
+    assert torch.equal(site.rows, rope.merged_rows(pe, site.reduction.plans[0].destinations, BEFORE, TOKENS, 2))
+    numbers = (site.number, BEFORE, TOKENS, 30, 2)
+    torch.library.opcheck(graphs.operators.rope.default, (pe, site.held[0], *numbers))
+    site.leave(torch.randn(2, 30, 8), 0)
+    assert site.rows is None
+
+
+def test_what_is_left_whole_is_told(graphs: Any, evaluate: Any) -> None:
+    evaluation = evaluate(min_tokens=TOKENS + 1)
+    site = begun(evaluation, ["a", "b"])
+    assert not site.prepare(torch.randn(1, 4, 12, 20), torch.nn.Linear(8, 8), 8)
+    assert evaluation.run.stats.unmerged == {Reason.TOO_FEW_TOKENS(least=TOKENS + 1): {"a", "b"}}
+    assert site.kept == 0
+
+
+def test_a_batch_of_unequal_parts_is_left_to_the_hook(graphs: Any, evaluate: Any) -> None:
+    site = prepared(evaluate(copies=(None, None)), latent=torch.randn(3, 4, 12, 20))
+    assert site.kept == 0
+
+
+def test_blocks_of_unknown_width_are_left_to_the_hook(graphs: Any, evaluate: Any) -> None:
+    site = begun(evaluate(), ["a"])
+    assert site.prepare(torch.randn(1, 4, 12, 20), torch.nn.Identity(), 0)
+    assert site.kept == 0
+
+
+def test_outside_of_a_trace_nothing_begins(graphs: Any, evaluate: Any) -> None:
+    site, x = prepared(evaluate()), torch.randn(2, TOKENS, 8)
+    assert not site.fits(x, 0)
+    site.release()
+    assert (site.tokens, site.kept, site.held) == (0, 0, None)
+    assert site.active is None
+
+
+@pytest.mark.parametrize(
+    ("told", "inside"),
+    [
+        (None, False),
+        ({"backend": "inductor"}, True),
+        ({"backend": "inductor", "mode": "default", "options": {"guard_filter_fn": None}}, True),
+        ({"backend": "inductor", "mode": "max-autotune-no-cudagraphs", "options": None}, True),
+        ({"backend": "inductor", "mode": "reduce-overhead"}, False),
+        ({"backend": "inductor", "mode": "max-autotune"}, False),
+        ({"backend": "inductor", "options": {"triton.cudagraphs": True}}, False),
+        ({"backend": "cudagraphs"}, False),
+        ({"backend": "eager"}, False),
+        ({}, False),
+    ],
+)
+def test_only_graphs_that_are_not_recorded_take_the_operators(graphs: Any, told: Any, inside: bool) -> None:
+    options = {} if told is None else {"torch_compile_kwargs": told}
+    assert graphs.compiled(options) is inside
+
+
+def test_two_copies_of_the_pack_do_not_share_operators() -> None:
+    """Loaded under another name into the same process, it finds the first namespace taken."""
+    free = pack_module("toma_core.kernels.namespace").free_namespace
+    name = "toma_tried"
+    libraries = []
+    for expected in (name, f"{name}2", f"{name}3"):
+        assert free(name, "enter") == expected
+        libraries.append(torch.library.Library(expected, "FRAGMENT"))
+        libraries[-1].define("enter(Tensor x) -> Tensor")
+
+
+def test_a_model_that_must_stay_in_one_graph_is_left_whole(flux: Any, attach: Any, stats_of: Any) -> None:
+    """Merging leaves the graph where it meets something that it does not know, and that would end the run."""
+    model = attach(flux)
+    model.model_options["torch_compile_kwargs"] = {"backend": "inductor", "fullgraph": True}
+    assert torch.equal(models.sample(model, steps=1), models.sample(flux, steps=1))
+    assert "switch fullgraph off" in stats_of(model).summary()
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 64), (1000, 1000)])
+def test_a_compiled_run_may_have_more_graphs_than_eight(graphs: Any, before: int, after: int) -> None:
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=before):
+        graphs.allow_more_graphs()
+        assert config.recompile_limit == after

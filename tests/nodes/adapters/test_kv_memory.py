@@ -1,0 +1,368 @@
+"""Room for what merged blocks look at: asked for, packed where it is short, let go where it runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.loop import loop
+from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
+from tests.nodes.adapters.looking import KEYS, Watch, evaluated, preset, several_calls
+
+Reason = pack_module("toma_core.reasons").Reason
+
+
+def without_room(monkeypatch: pytest.MonkeyPatch, room: float) -> None:
+    """As if the device had so many bytes in all."""
+    import comfy.model_management
+
+    monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *_, **__: room)
+
+
+@pytest.mark.parametrize(("kind", "frames"), [("flux", 0), ("z_image", 0), ("wan", 3)])
+def test_where_room_is_short_they_are_packed(
+    kind: str, frames: int, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In less than a third of the memory, for nearly the same picture; and ComfyUI is told of it."""
+    run, model, asked = pack_module("nodes.adapters.patch_model"), model_of(kind), list[int]()
+    merged, reserved = run.attach(model, preset("balanced")), pack_module("nodes.adapters.kv_memory").reserved
+    monkeypatch.setattr(run, "reserved", lambda m, n: asked.append(n) or reserved(m, n))
+    size = {"steps": 4, **({"frames": frames} if frames else {})}
+    exact, whole = models.sample(merged, HEIGHT, WIDTH, **size), models.sample(model, HEIGHT, WIDTH, **size)
+    held = stats_of(merged).cache_bytes
+    without_room(monkeypatch, 4 * held - 1)
+    found = models.sample(merged, HEIGHT, WIDTH, **size)
+    packed = stats_of(merged)
+    assert packed.without_kv_cache is None
+    # Models so narrow have smaller groups than is reckoned with.
+    assert asked[0] == held
+    assert asked[1] <= packed.cache_bytes < 0.4 * held
+    assert 0 < (found - exact).norm() < 0.5 * (exact - whole).norm()
+
+
+def test_where_memory_runs_out_all_is_whole_from_then_on(
+    model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, trial = model_of("wan"), pack_module("toma_core.kernels.dispatch")
+    monkeypatch.setattr(pack_module("nodes.adapters.patch_model"), "memory_left", lambda *_: 0)
+    calls = list[int]()
+
+    def full(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) > 3:
+            raise torch.OutOfMemoryError
+        return pack(x)
+
+    pack = trial.pack
+    monkeypatch.setattr(trial, "pack", full)
+    merged = attach(model, **KEYS)
+    (own, *_), found = evaluated(model, frames=3), evaluated(merged, frames=3)
+    assert all(torch.equal(clip, own) for clip in found)
+    stats = stats_of(merged)
+    assert stats.cache_disabled
+    assert "out of memory for the KV cache" in stats.summary()
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 7])
+def test_where_packing_runs_out_of_memory_in_a_merged_step(
+    at: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At keys and at values, of the first block and of others: no block looks at keys of all tokens and values of some,
+    and the evaluation is made again, whole."""
+    model, trial = model_of("wan"), pack_module("toma_core.kernels.dispatch")
+    monkeypatch.setattr(pack_module("nodes.adapters.patch_model"), "memory_left", lambda *_: 0)
+    calls, pack = list[int](), trial.pack
+    kept_whole = 2 * len(model.model.diffusion_model.blocks)
+
+    def full(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) > kept_whole + at:
+            raise torch.OutOfMemoryError
+        return pack(x)
+
+    monkeypatch.setattr(trial, "pack", full)
+    merged, watch = attach(model, **KEYS), Watch(1)
+    (own, *_), found = evaluated(model, frames=3), evaluated(watch.on(merged), frames=3)
+    assert all(torch.equal(clip, own) for clip in found)
+    assert all(k.shape[1] == v.shape[1] for _, k, v in watch.seen)
+    stats = stats_of(merged)
+    assert stats.cache_disabled
+    assert (stats.merged_evaluations, stats.merged_steps) == (0, {})
+    assert str(stats.headline()) == f"Nothing was merged: {Reason.KV_CACHE_DISABLED()}"
+
+
+@contextmanager
+def short_of_memory(layer: Any, *at: int) -> Iterator[None]:
+    """Memory runs out at these calls of a layer, the first is 1."""
+    calls, plain = list[int](), layer.forward
+
+    def short(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) in at:
+            raise torch.OutOfMemoryError
+        return plain(x)
+
+    layer.forward = short
+    try:
+        yield
+    finally:
+        del layer.forward
+
+
+@pytest.mark.parametrize("call", [3, 4, 5, 6])
+def test_where_memory_runs_out_for_one_condition_the_other_is_whole_too(
+    call: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conditions in calls of their own: guidance would enlarge what only one of them has lost."""
+    model = model_of("wan")
+    merged = attach(model, **KEYS)
+    monkeypatch.setattr(type(model.model), "memory_required", lambda *_, **__: 1e20)
+    with short_of_memory(model.model.diffusion_model.blocks[-1].ffn[0], call):
+        found = evaluated(merged, frames=3)
+    own, step = evaluated(model, frames=3)[0], (call - 1) // 2
+    assert all(torch.equal(clip, own) for clip in found[step:])
+    assert stats_of(merged).merged_evaluations == step - 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_conditions_that_are_split_after_the_full_step_hold_no_more(
+    packed: bool, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ComfyUI joins them by free memory, of which the full step leaves less."""
+    from comfy.patcher_extension import WrappersMP
+
+    model, evaluations = model_of("wan"), list[int]()
+    if packed:
+        monkeypatch.setattr(pack_module("nodes.adapters.patch_model"), "memory_left", lambda *_: 0)
+    joined = pack_module("nodes.adapters.patch_model").attach(model, preset("balanced"))
+    wanted, held = models.sample(joined, HEIGHT, WIDTH, frames=3, steps=4), stats_of(joined).cache_bytes
+    split = joined.clone()
+
+    def counting(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        evaluations.append(1)
+        return executor(*args, **kwargs)
+
+    split.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "count", counting)
+    monkeypatch.setattr(type(model.model), "memory_required", lambda *_, **__: 0 if len(evaluations) < 2 else 1e20)
+    found = models.sample(split, HEIGHT, WIDTH, frames=3, steps=4)
+    assert stats_of(split).cache_bytes == held
+    torch.testing.assert_close(found, wanted, rtol=0, atol=(1e-2 if packed else 1e-4) * float(wanted.abs().max()))
+
+
+@loop("call", [3, 4])
+def test_where_memory_runs_out_all_calls_of_the_evaluation_are_made_again(
+    call: int, model_of: Any, stats_of: Any
+) -> None:
+    model = several_calls(model_of("wan"))
+    own = models.sample(model, HEIGHT, WIDTH, frames=3, steps=4, cfg=5.0)
+    merged = pack_module("nodes.adapters.patch_model").attach(model, preset("balanced"))
+    with short_of_memory(model.model.diffusion_model.blocks[-1].ffn[0], call):
+        assert torch.equal(models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=5.0), own)
+    stats = stats_of(merged)
+    assert (stats.evaluations, stats.merged_evaluations, stats.merged_steps) == (8, 0, {})
+
+
+@pytest.mark.parametrize("call", [3, 5])
+def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again(
+    call: int, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the others compute meanwhile is waited for in the same evaluation; on threads of two devices that are both
+    the CPU."""
+    multigpu = pytest.importorskip("comfy.multigpu")
+    if not hasattr(multigpu, "MultiGPUThreadPool"):
+        pytest.skip("this ComfyUI shares no run")
+    import comfy.model_management
+    from comfy.patcher_extension import WrappersMP
+
+    monkeypatch.setattr(comfy.model_management, "set_torch_device", lambda *_: None, raising=False)
+    devices = torch.device("cpu"), torch.device("cpu", 0)
+    one, other, calls = models.wan(), models.wan(), list[int]()
+    network = one.model.diffusion_model
+    forward = type(network).forward
+
+    def short(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is network:
+            calls.append(1)
+            if len(calls) == call:
+                raise torch.OutOfMemoryError
+        return forward(self, *args, **kwargs)
+
+    def shared(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        guider, clone = executor.class_obj, other.clone()
+        clone.model.current_patcher = clone
+        pool = multigpu.MultiGPUThreadPool(list(devices))
+        guider.model_options["multigpu_clones"] = dict(zip(devices, (guider.model_patcher, clone), strict=True))
+        guider.model_options["multigpu_thread_pool"] = pool
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            for name in ("multigpu_clones", "multigpu_thread_pool"):
+                guider.model_options.pop(name, None)
+            pool.shutdown()
+
+    asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
+    own = models.sample(one, HEIGHT, WIDTH, **asked)
+    merged = pack_module("nodes.adapters.patch_model").attach(one, preset("balanced")).clone()
+    merged.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "shared", shared)
+    monkeypatch.setattr(type(network), "forward", short)
+    found = models.sample(merged, HEIGHT, WIDTH, **asked)
+    assert stats_of(merged).cache_disabled
+    assert (found - own).norm() < 0.1 * own.norm(), "no result of another evaluation"
+
+
+@loop("schedule", ["standard_static", "standard_uniform", "looped_uniform"])
+def test_context_windows_that_move_keep_no_keys(schedule: str, model_of: Any, stats_of: Any) -> None:
+    from comfy_extras.nodes_context_windows import WanContextWindowsManualNode as Windows
+
+    run, model = pack_module("nodes.adapters.patch_model"), model_of("wan")
+    windowed = Windows.execute(model, 17, 8, schedule, 1, False, "pyramid", False).result[0]
+    merged, without = (run.attach(windowed, preset("balanced", **more)) for more in ({}, {"kv_cache": False}))
+    asked: dict[str, Any] = {"frames": 13, "steps": 8, "cfg": 5.0}
+    found = models.sample(merged, HEIGHT, WIDTH, **asked)
+    moves = stats_of(merged).without_kv_cache == Reason.KV_CONTEXT_WINDOWS()
+    assert moves == (schedule != "standard_static")
+    if moves:
+        assert torch.equal(found, models.sample(without, HEIGHT, WIDTH, **asked))
+
+
+@loop("step", [0, 2])
+def test_where_the_model_runs_out_of_memory_it_runs_again_without(
+    step: int, model_of: Any, attach: Any, stats_of: Any
+) -> None:
+    """In a full step and in a merged one, while anything is kept; without ToMA it would have been enough."""
+    model = model_of("flux")
+    merged = attach(model, **KEYS)
+    with short_of_memory(model.model.diffusion_model.single_blocks[-1].linear2, step + 1):
+        found = evaluated(merged)
+    own = evaluated(model)[0]
+    assert torch.equal(found[-1], own)
+    assert all(torch.equal(picture, own) for picture in found[step:])
+    assert stats_of(merged).cache_disabled
+
+
+def test_also_in_a_last_step_that_is_in_full(model_of: Any, stats_of: Any) -> None:
+    """What earlier steps kept is in the way there too; where nothing is kept it is the model's own error."""
+    model = model_of("flux")
+    merged = pack_module("nodes.adapters.patch_model").attach(model, preset("balanced"))
+    layer, asked = model.model.diffusion_model.single_blocks[-1].linear2, {"steps": 4, "cfg": 1.0}
+    wanted = models.sample(merged, HEIGHT, WIDTH, **asked)
+    with short_of_memory(layer, 4):
+        assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), wanted)
+    assert stats_of(merged).cache_disabled
+    with short_of_memory(layer, 4, 5), pytest.raises(torch.OutOfMemoryError):
+        models.sample(merged, HEIGHT, WIDTH, **asked)
+
+
+def test_without_room_the_preset_is_as_it_was(model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = pack_module("nodes.adapters.patch_model")
+    model = model_of("flux")
+    without_room(monkeypatch, 1000)
+    merged, without = run.attach(model, preset("balanced")), run.attach(model, preset("balanced", kv_cache=False))
+    assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=8) for m in (merged, without)))
+    assert stats_of(merged).without_kv_cache.id is Reason.KV_TOO_LARGE
+    assert "do not attend to all tokens" in stats_of(merged).summary()
+    assert stats_of(without).without_kv_cache is None
+
+
+def test_comfyui_is_told_before_it_loads_the_model(
+    model_of: Any, monkeypatch: pytest.MonkeyPatch, stats_of: Any
+) -> None:
+    """As many bytes more as the run then holds, for both conditions."""
+    import comfy.model_management
+
+    model, asked, load = model_of("flux"), list[float](), comfy.model_management.load_models_gpu
+
+    def loading(*args: Any, memory_required: float = 0, **kwargs: Any) -> Any:
+        asked.append(memory_required)
+        return load(*args, memory_required=memory_required, **kwargs)
+
+    monkeypatch.setattr(comfy.model_management, "load_models_gpu", loading)
+    merged = pack_module("nodes.adapters.patch_model").attach(model, preset("balanced"))
+    for m in (model, merged):
+        models.sample(m, HEIGHT, WIDTH, steps=4)
+    assert asked[1] - asked[0] == stats_of(merged).cache_bytes > 0
+    assert "memory_required" not in vars(model.model)
+
+
+def test_room_is_asked_for_every_condition_that_is_evaluated(model_of: Any) -> None:
+    from comfy.samplers import CFGGuider, ksampler
+    from comfy_extras.nodes_custom_sampler import Guider_DualCFG
+
+    count, model = pack_module("nodes.adapters.kv_memory").conditions_of, model_of("flux")
+    first, second, third = (models.conditioning(model, seed=seed) for seed in (1, 2, 3))
+    guider = CFGGuider(model)
+    guider.conds = {"positive": first, "negative": second}
+    for cfg, name, wanted in ((1.0, "euler", 1), (3.0, "euler", 2), (1.0, "euler_cfg_pp", 2)):
+        guider.set_cfg(cfg)
+        assert count(guider, ksampler(name)) == wanted
+    dual = Guider_DualCFG(model)
+    dual.conds = {"positive": first, "middle": second, "negative": third}
+    dual.set_cfg(1.5, 2.0)
+    assert count(dual, ksampler("euler")) == 3
+
+
+def test_room_is_asked_for_with_references_that_are_merged(model_of: Any, attach: Any, stats_of: Any) -> None:
+    model = model_of("flux")
+    reference = torch.randn(1, 16, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(9))
+    conds = [models.conditioning(model, 7, seed, reference_latents=[reference]) for seed in (1, 2)]
+    merged, asked = attach(model, **KEYS, merge_references=True), list[int]()
+    memory = pack_module("nodes.adapters.kv_memory").reserved
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            pack_module("nodes.adapters.patch_model"), "reserved", lambda m, n: asked.append(n) or memory(m, n)
+        )
+        models.sample(merged, HEIGHT, WIDTH, steps=4, positive=conds[0], negative=conds[1])
+    assert asked == [stats_of(merged).cache_bytes]
+
+
+def passed_on(args: dict[str, Any]) -> dict[str, Any]:
+    return args
+
+
+@loop("cfg", [1.0, 3.0])
+@loop("broken", ["", "vace", "animate", "shown", "replaced"])
+def test_room_is_asked_for_every_chain(broken: str, cfg: float, attach: Any, stats_of: Any) -> None:
+    """Each keeps an update of its own: where the model itself looks at all tokens, and where another node does."""
+    kinds: dict[str, dict[str, Any]] = {
+        "vace": {"base": "WAN21_Vace", "kind": "WAN21_Vace", "vace_layers": 3, "vace_in_dim": 96},
+        "animate": {"base": "WAN22_Animate", "kind": "WAN22_Animate"},
+    }
+    model = models.wan(**{"layers": 6, "model_type": broken, **kinds[broken]} if broken in kinds else {})
+    if broken == "shown":
+        model.set_model_patch(passed_on, "double_block")
+    elif broken == "replaced":
+        model.set_model_patch_replace(lambda args, more: more["original_block"](args), "dit", "double_block", 1)
+    merged, asked = attach(model, **KEYS), list[int]()
+    memory = pack_module("nodes.adapters.kv_memory").reserved
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            pack_module("nodes.adapters.patch_model"), "reserved", lambda m, n: asked.append(n) or memory(m, n)
+        )
+        models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=cfg)
+    assert asked == [stats_of(merged).cache_bytes]
+
+
+def test_what_others_put_in_the_same_place_stays(model_of: Any) -> None:
+    """Two runs that begin at once, and another pack in between."""
+    reserved, model = pack_module("nodes.adapters.kv_memory").reserved, model_of("flux").model
+    shape = [1, 16, HEIGHT, WIDTH]
+    usual = model.memory_required(shape)
+    one, other = reserved(model, 100), reserved(model, 10)
+    one.__enter__()
+    other.__enter__()
+    assert model.memory_required(shape) == usual + 110
+    one.__exit__(None, None, None)
+    assert model.memory_required(shape) == usual + 10
+    other.__exit__(None, None, None)
+    assert "memory_required" not in vars(model)
+    with reserved(model, 100):
+        model.memory_required = theirs = lambda *args, **kwargs: 5
+    assert model.memory_required is theirs
+    del model.memory_required

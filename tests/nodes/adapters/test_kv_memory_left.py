@@ -1,0 +1,179 @@
+"""How the KV cache is kept follows from what ComfyUI leaves free beside the model."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
+from tests.nodes.adapters.looking import preset
+
+SHAPE = (1, 16, HEIGHT, WIDTH)
+
+
+def guider_of(model: Any, **options: Any) -> Any:
+    from comfy.sampler_helpers import convert_cond
+    from comfy.samplers import CFGGuider
+
+    guider = CFGGuider(model)
+    conds = (models.conditioning(model, seed=seed, **options) for seed in (1, 2))
+    guider.conds = dict(zip(("positive", "negative"), map(convert_cond, conds), strict=True))
+    return guider
+
+
+def left(model: Any, **options: Any) -> float:
+    result: float = pack_module("nodes.adapters.kv_memory").memory_left(guider_of(model, **options), SHAPE)
+    return result
+
+
+def give_total(monkeypatch: pytest.MonkeyPatch, total: float) -> None:
+    import comfy.model_management
+
+    monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *_, **__: total)
+
+
+@pytest.fixture
+def kept(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each run decided to keep."""
+    run, decided = pack_module("nodes.adapters.patch_model"), list[Any]()
+    decide = run.plan_kv_cache
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        decided.append(decide(*args, **kwargs))
+        return decided[-1]
+
+    monkeypatch.setattr(run, "plan_kv_cache", noted)
+    return decided
+
+
+def test_full_precision_only_where_all_of_it_fits_beside_the_weights(
+    model_of: Any, kept: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is free at the moment. Below, four bits up to a share of the card; below that, nothing."""
+    import comfy.model_management as management
+
+    model, run = model_of("flux"), pack_module("nodes.adapters.patch_model")
+    merged = run.attach(model, preset("balanced"))
+    give_total(monkeypatch, 2**34)
+    used = 2**34 - left(merged)
+    assert used == pytest.approx(model.model_size() * 1.1 + management.minimum_inference_memory())
+    models.sample(merged, HEIGHT, WIDTH, steps=2)
+    full = kept[-1].bytes
+    monkeypatch.setattr(management, "get_free_memory", lambda *_, **__: 1e4)
+    for total in (used + full + 1, used + full - 1, used, full):
+        give_total(monkeypatch, total)
+        models.sample(merged, HEIGHT, WIDTH, steps=2)
+    assert [(k.bytes == full, k.packs) for k in kept] == [(True, False), (True, False)] + [(False, True)] * 3
+    give_total(monkeypatch, kept[-1].bytes)
+    models.sample(merged, HEIGHT, WIDTH, steps=2)
+    assert kept[-1].bytes == 0
+
+
+def test_four_bits_may_fill_what_is_left_of_the_card(
+    model_of: Any, kept: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a small model that is more than the share that may push weights out."""
+    import comfy.model_management as management
+
+    merged = pack_module("nodes.adapters.patch_model").attach(model_of("flux"), preset("balanced"))
+    for name in ("minimum_inference_memory", "extra_reserved_memory"):
+        monkeypatch.setattr(management, name, lambda: 0)
+    monkeypatch.setattr(type(merged.model), "memory_required", lambda *_, **__: 0)
+    monkeypatch.setattr(merged, "model_size", lambda: 0)
+    guider = guider_of(merged)
+    guider.set_cfg(1.0)
+    run = pack_module("nodes.adapters.patch_model")
+    for total in (1e9, 1.0):
+        give_total(monkeypatch, total)
+        run.settled(run.attachment_of(merged), guider, torch.zeros(SHAPE), None)
+    assert (kept[0].packs, kept[1].bytes) == (False, 0)
+    for total in (kept[0].bytes - 1, kept[0].bytes // 2):
+        give_total(monkeypatch, total)
+        run.settled(run.attachment_of(merged), guider, torch.zeros(SHAPE), None)
+        assert kept[-1].packs
+    assert kept[-1].bytes > 0.55 * (kept[0].bytes // 2)
+
+
+def test_what_is_loaded_with_the_model_counts(model_of: Any) -> None:
+    """ControlNets by their weights, and by what they compute with where that is more than ComfyUI's least."""
+    from comfy.controlnet import ControlBase
+    from comfy.model_management import extra_reserved_memory, minimum_inference_memory
+
+    model, other = model_of("flux"), model_of("wan")
+
+    class Control(ControlBase):
+        needs = 0
+
+        def get_models(self) -> list[Any]:
+            return [other]
+
+        def inference_memory_requirements(self, dtype: torch.dtype) -> int:
+            return self.needs
+
+    control, alone = Control(), left(model)
+    assert alone - left(model, control=control) == pytest.approx(1.1 * other.model_size())
+    control.needs = 10_000_000_000
+    least = minimum_inference_memory() - extra_reserved_memory()
+    activations = model.model.memory_required([2, *SHAPE[1:]])
+    more = control.needs + activations - least
+    assert alone - left(model, control=control) == pytest.approx(1.1 * other.model_size() + more)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_dtype_is_that_of_the_run(dtype: str, stats_of: Any, kept: list[Any]) -> None:
+    """ModelComputeDtype patches the model only when it is loaded: the first run must ask for as much as the second."""
+    from comfy_extras.nodes_model_advanced import ModelComputeDtype
+
+    run, model = pack_module("nodes.adapters.patch_model"), models.flux(dtype=torch.bfloat16)
+    model.model.diffusion_model.to(torch.bfloat16)
+    merged = run.attach(ModelComputeDtype().patch(model, dtype)[0], preset("balanced"))
+    for _ in range(2):
+        models.sample(merged, HEIGHT, WIDTH, steps=4)
+        assert kept[-1].bytes == stats_of(merged).cache_bytes
+    other = run.attach(model, preset("balanced"))
+    models.sample(other, HEIGHT, WIDTH, steps=4)
+    assert kept[-1].bytes == stats_of(other).cache_bytes == kept[0].bytes // (2 if dtype == "fp32" else 1)
+
+
+def test_activations_are_counted_in_the_dtype_of_the_run(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate of ComfyUI reads the model as it is before the run's patches."""
+    import comfy.model_management as management
+    from comfy_extras.nodes_model_advanced import ModelComputeDtype
+
+    monkeypatch.setattr(management, "pytorch_attention_flash_attention", lambda: True)
+    for name in ("minimum_inference_memory", "extra_reserved_memory"):
+        monkeypatch.setattr(management, name, lambda: 0)
+    give_total(monkeypatch, 1e12)
+    model = model_of("flux")
+    weights = model.model_size() * 1.1
+    single, half = (1e12 - weights - left(m) for m in (model, ModelComputeDtype().patch(model, "bf16")[0]))
+    assert single == pytest.approx(2 * half)
+    assert model.model.manual_cast_dtype is None
+
+
+def test_the_page_has_the_table_and_no_choice_pushes_out_more_than_it_must(pack: Any) -> None:
+    """After a change of it run `python -m benchmarks.memory_table`."""
+    from benchmarks import memory_table
+    from benchmarks.performance import filled
+
+    text, choices = memory_table.PAGE.read_text(encoding="utf-8"), list[tuple[str, Any]]()
+    choose, patch = memory_table.choose, pytest.MonkeyPatch()
+
+    def noted(model: Any, case: Any, total: float) -> Any:
+        choices.append((case.title + str(case.cfg) + str(case.weights), choose(model, case, total)))
+        return choices[-1][1]
+
+    with patch.context() as patched:
+        patched.setattr(memory_table, "choose", noted)
+        assert filled(text, {memory_table.TABLE: memory_table.table}) == text
+    assert all(c.pushed_out == 0 for _, c in choices if c.kind == "full")
+    for (case, smaller), (other, larger) in pairwise(choices):
+        if case == other and smaller.kind == "4-bit":
+            assert larger.kind != "none"
+            assert larger.kind == "full" or larger.pushed_out <= smaller.pushed_out
+    assert {c.kind for _, c in choices} == {"none", "4-bit", "full"}

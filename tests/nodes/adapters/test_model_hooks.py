@@ -1,0 +1,80 @@
+"""Swapping `forward` in and out: exactly what was there comes back, whatever happens in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from scripts.comfy_pack import pack_module
+from tests.loop import loop
+
+hooks = pack_module("nodes.adapters.model_hooks")
+
+
+class Doubling(hooks.Hook):  # type: ignore[misc, name-defined]
+    """Calls what it replaces and doubles the answer."""
+
+    released = 0
+
+    def __call__(self, x: Any) -> Any:
+        return 2 * self.original(x)
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def test_hook_stands_in_for_forward_and_is_taken_out() -> None:
+    module, hook = nn.Identity(), Doubling()
+    with hooks.installed([(module, hook)]):
+        assert module(3) == 6
+    assert module(3) == 3
+    assert "forward" not in vars(module)
+    assert "original" not in vars(hook)
+    assert hook.released == 1
+
+
+def test_two_hooks_on_one_module_nest() -> None:
+    module = nn.Identity()
+    with hooks.installed([(module, Doubling()), (module, Doubling())]):
+        assert module(3) == 12
+    assert "forward" not in vars(module)
+
+
+def test_a_forward_of_another_pack_is_called_and_put_back() -> None:
+    module = nn.Identity()
+    foreign = lambda x: x + 1  # noqa: E731
+    module.forward = foreign
+    with hooks.installed([(module, Doubling())]):
+        assert module(3) == 8
+    assert vars(module)["forward"] is foreign
+
+
+@loop("error", [RuntimeError, KeyboardInterrupt])
+def test_hooks_go_after_an_error_inside(error: type[BaseException]) -> None:
+    module, hook = nn.Identity(), Doubling()
+    with pytest.raises(error), hooks.installed([(module, hook)]):
+        raise error
+    assert "forward" not in vars(module)
+    assert hook.released == 1
+
+
+def test_hooks_go_after_an_error_while_they_are_chosen() -> None:
+    module, hook = nn.Identity(), Doubling()
+
+    def chosen() -> Any:
+        yield module, hook
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"), hooks.installed(chosen()):
+        pass
+    assert "forward" not in vars(module)
+    assert hook.released == 1
+
+
+def test_hooks_never_show_in_a_state_dict(unet: Any) -> None:
+    network = unet.model.diffusion_model
+    names = set(network.state_dict())
+    with hooks.installed([(network.input_blocks[4][1].transformer_blocks[0].ff, Doubling())]):
+        assert set(network.state_dict()) == names

@@ -1,0 +1,307 @@
+"""A run from outside: off is off, one run leaves nothing for the next, and clones and copies are as if alone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+run = pack_module("nodes.adapters.patch_model")
+Reason = pack_module("toma_core.reasons").Reason
+SIDE = 24
+
+
+def other(model: Any) -> torch.Tensor:
+    """Another workflow: other size, other prompt, other seed."""
+    return models.sample(model, 18, 30, batch=2, steps=2, seed=8, cfg=1.0)
+
+
+@pytest.fixture(params=["unet", "flux"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    assert a.isfinite().all()
+    return torch.equal(a, b)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("settings", [{"ratio": 0.0}, {"start_percent": 0.4, "end_percent": 0.4}])
+def test_settings_that_never_merge_return_the_very_same_object(model: Any, attach: Any, settings: Any) -> None:
+    assert attach(model, **settings) is model
+
+
+ALL_WHOLE = "every step was a full step"
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"start_percent": 0.98}, ALL_WHOLE),
+        ({"end_percent": 0.0001, "start_percent": 0.00005}, ALL_WHOLE),
+        ({"min_tokens": 1000}, Reason.TOO_FEW_TOKENS(least=1000)),
+        ({"skip_first_blocks": 11}, Reason.SKIP_FIRST_BLOCKS(count=11)),
+    ],
+)
+def test_runs_that_never_merge_are_bit_identical(
+    model: Any, attach: Any, stats_of: Any, settings: Any, reason: str, no_state_left: None
+) -> None:
+    patched = attach(model, **settings)
+    assert same(models.sample(patched, SIDE, SIDE), models.sample(model, SIDE, SIDE))
+    assert stats_of(patched).merged_blocks == set()
+    assert stats_of(patched).summary().startswith("Nothing was merged: ")
+    assert stats_of(patched).headline().id.value == "nothing_merged"
+    assert str(reason) in stats_of(patched).summary()
+
+
+def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
+    model: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of the tiny models are no work for an H100; on a CPU they are merged from 256 tokens on."""
+    payoff, side = pack_module("toma_core.cost_model"), 40
+    patched = attach(model, min_tokens=0)
+    models.sample(patched, side, side, steps=1)
+    stats = stats_of(patched)
+    assert stats.grids == {(20, 20): 200}
+    assert set(stats.unmerged) <= {Reason.TOO_FEW_TOKENS(least=256)}
+    monkeypatch.setattr(payoff, "card_of", lambda device: payoff.Card("NVIDIA H100", (9, 0), 132))
+    assert same(models.sample(patched, side, side, steps=1), models.sample(model, side, side, steps=1))
+    told, reason = stats_of(patched), Reason.TOO_LITTLE_WORK()
+    assert told.unmerged[reason] == stats.merged_blocks
+    assert told.summary().count(str(reason)) <= 2
+
+
+def test_merging_does_change_the_image(model: Any, attach: Any) -> None:
+    """Or else every comparison in this file would be empty."""
+    assert not same(models.sample(attach(model), SIDE, SIDE), models.sample(model, SIDE, SIDE))
+
+
+@pytest.mark.compat
+def test_sampling_leaves_the_model_and_its_clones_untouched(model: Any, attach: Any, no_state_left: None) -> None:
+    clone = model.clone()
+    before = models.sample(clone, SIDE, SIDE)
+    weights = {name: p.clone() for name, p in model.model.diffusion_model.named_parameters()}
+    models.sample(attach(model), SIDE, SIDE)
+    assert all(torch.equal(p, weights[name]) for name, p in model.model.diffusion_model.named_parameters())
+    assert same(models.sample(model, SIDE, SIDE), before)
+    assert same(models.sample(clone, SIDE, SIDE), before)
+
+
+class BlockError(Exception):
+    pass
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_error_inside_a_block_leaves_nothing_behind(
+    model: Any, attach: Any, hooks_left: Any, no_state_left: None, interrupt: bool
+) -> None:
+    """The 11th attention of the run fails, in the middle of the second evaluation."""
+    import comfy.model_management
+
+    kind = comfy.model_management.InterruptProcessingException if interrupt else BlockError
+    calls = 0
+
+    def failing(func: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == fail_at:
+            assert hooks_left(model)
+            raise kind
+        return func(*args, **kwargs)
+
+    fail_at = 9 if hasattr(model.model.diffusion_model, "double_blocks") else 45
+    broken = model.clone()
+    broken.model_options["transformer_options"]["optimized_attention_override"] = failing
+    patched = attach(broken)
+    with pytest.raises(kind):
+        models.sample(patched, SIDE, SIDE)
+    assert hooks_left(model) == []
+    assert calls == fail_at
+    fail_at = -1
+    assert same(models.sample(patched, SIDE, SIDE), models.sample(attach(model), SIDE, SIDE))
+
+
+@pytest.mark.compat
+def test_same_seed_same_image_whatever_ran_before(model: Any, attach: Any) -> None:
+    patched = attach(model, selection_interval=2, weight_interval=1)
+    first = models.sample(patched, SIDE, SIDE)
+    assert same(models.sample(patched, SIDE, SIDE), first)
+    other(patched)
+    torch.rand(3)
+    assert same(models.sample(patched, SIDE, SIDE), first)
+
+
+def test_global_random_state_is_neither_used_nor_changed(model: Any, attach: Any) -> None:
+    patched = attach(model)
+    first = models.sample(patched, SIDE, SIDE, steps=1, sampler="euler")
+    torch.manual_seed(123)
+    state = torch.get_rng_state()
+    assert same(models.sample(patched, SIDE, SIDE, steps=1), first)
+    models.sample(model, SIDE, SIDE, steps=1)
+    after_plain = torch.get_rng_state()
+    torch.set_rng_state(state)
+    models.sample(patched, SIDE, SIDE, steps=1)
+    assert torch.equal(torch.get_rng_state(), after_plain)
+
+
+@pytest.mark.compat
+def test_branches_of_one_loader_are_each_as_if_alone(model: Any, attach: Any, stats_of: Any) -> None:
+    settings = [{"ratio": 0.25}, {"ratio": 0.75, "granularity": "module"}]
+    alone = [models.sample(attach(model, **s), SIDE, SIDE) for s in settings]
+    branches = [attach(model, **s) for s in settings]
+    for _ in range(2):
+        for branch, expected in zip(branches, alone, strict=True):
+            assert same(models.sample(branch, SIDE, SIDE), expected)
+    assert stats_of(branches[0]) is not stats_of(branches[1])
+    assert stats_of(branches[0]).grids != stats_of(branches[1]).grids
+
+
+def test_two_runs_at_once_keep_their_own_state(model: Any, attach: Any) -> None:
+    """A run of another model inside the callback of a run."""
+    kind = models.flux if hasattr(model.model.diffusion_model, "double_blocks") else models.unet
+    first, second = attach(model, ratio=0.25), attach(kind(seed=1), ratio=0.75)
+    alone = [models.sample(m, SIDE, SIDE, steps=2) for m in (first, second)]
+    inner = []
+    out = models.sample(
+        first, SIDE, SIDE, steps=2, callback=lambda *_: inner.append(models.sample(second, SIDE, SIDE, steps=2))
+    )
+    assert same(out, alone[0])
+    assert all(same(i, alone[1]) for i in inner)
+    assert len(inner) == 2
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_weight_patches_may_come_before_or_after(model: Any, attach: Any, order: str) -> None:
+    """As a LoRA does it."""
+    names = [n for n in model.model_state_dict() if "transformer_blocks.0.ff.net.2.weight" in n or "img_mlp.0.w" in n]
+    g = torch.Generator().manual_seed(3)
+    weights = model.model_state_dict()
+    patches = {n: ("diff", (0.1 * torch.randn(weights[n].shape, generator=g),)) for n in names}
+
+    def patched(m: Any) -> Any:
+        m = m.clone()
+        assert len(m.add_patches(patches, 0.8)) == len(names) > 0
+        return m
+
+    plain = models.sample(attach(model), SIDE, SIDE)
+    both = attach(patched(model)) if order == "before" else patched(attach(model))
+    out = models.sample(both, SIDE, SIDE)
+    assert not same(out, plain)
+    reference = models.sample(patched(attach(model)), SIDE, SIDE)
+    assert same(out, reference)
+    assert same(models.sample(attach(model), SIDE, SIDE), plain)
+
+
+@pytest.mark.compat
+def test_last_settings_count(model: Any, attach: Any, stats_of: Any) -> None:
+    twice = attach(attach(model, ratio=0.75, granularity="module"), ratio=0.25)
+    once = attach(model, ratio=0.25)
+    assert same(models.sample(twice, SIDE, SIDE), models.sample(once, SIDE, SIDE))
+    assert stats_of(twice).evaluations == 3
+
+
+@pytest.mark.compat
+def test_ratio_zero_takes_it_off_again(model: Any, attach: Any) -> None:
+    removed = attach(attach(model), ratio=0.0)
+    assert removed is not model
+    assert run.attachment_of(removed) is None
+    assert "toma" not in str(removed.wrappers)
+    assert same(models.sample(removed, SIDE, SIDE), models.sample(model, SIDE, SIDE))
+
+
+def test_first_of_two_settings_is_not_changed_by_the_second(model: Any, attach: Any) -> None:
+    first = attach(model)
+    expected = models.sample(first, SIDE, SIDE)
+    attach(first, ratio=0.0)
+    attach(first, ratio=0.9)
+    assert same(models.sample(first, SIDE, SIDE), expected)
+
+
+@pytest.mark.parametrize("how", ["clone", "disable_dynamic", "force_deepcopy"])
+def test_clones_carry_it_along(model: Any, attach: Any, how: str) -> None:
+    kind = "flux" if hasattr(model.model.diffusion_model, "double_blocks") else "unet"
+
+    def load(disable_dynamic: bool = False) -> Any:
+        return getattr(models, kind)()
+
+    patched = attach(model)
+    expected = models.sample(patched, SIDE, SIDE)
+    if how == "force_deepcopy":
+        if "force_deepcopy" not in patched.clone.__code__.co_varnames:
+            pytest.skip("this ComfyUI cannot copy a model deeply")
+        patched.cached_patcher_init = (load, ())
+        clone = patched.clone(force_deepcopy=True)
+        assert clone.model is not model.model
+    else:
+        clone = patched.clone() if how == "clone" else patched.clone(disable_dynamic=True)
+    assert same(models.sample(clone, SIDE, SIDE), expected)
+
+
+def test_options_may_be_deep_copied_while_sampling(model: Any, attach: Any, stats_of: Any) -> None:
+    """Other packs copy the options they are shown, in a guider and inside a block."""
+
+    def after_cfg(args: dict[str, Any]) -> torch.Tensor:
+        copied.append(copy.deepcopy(args["model_options"]))
+        return args["denoised"]
+
+    def override(func: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs["transformer_options"] = copy.deepcopy(
+            {
+                k: v
+                for k, v in kwargs["transformer_options"].items()
+                if k not in ("patches", "optimized_attention_override")
+            }
+        )
+        copied.append(kwargs["transformer_options"])
+        return func(*args, **kwargs)
+
+    copied: list[Any] = []
+    foreign = model.clone()
+    foreign.set_model_sampler_post_cfg_function(after_cfg)
+    foreign.model_options["transformer_options"]["optimized_attention_override"] = override
+    patched = attach(foreign)
+    assert same(models.sample(patched, SIDE, SIDE), models.sample(attach(model), SIDE, SIDE))
+    assert len(copied) > 20
+    assert stats_of(patched).evaluations == 3
+
+
+def test_one_log_line_a_run(model: Any, attach: Any, stats_of: Any, caplog: pytest.LogCaptureFixture) -> None:
+    patched = attach(model)
+    with caplog.at_level(logging.INFO):
+        models.sample(patched, SIDE, SIDE)
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ToMA")]
+    assert lines == [f"ToMA: {stats_of(patched).summary()}"]
+    assert "144 -> 72 (12 x 12)" in lines[0]
+    assert "all 3 steps" in lines[0]
+
+
+def test_model_called_outside_a_run_is_as_without(model: Any, attach: Any, no_state_left: None) -> None:
+    """Some packs call apply_model themselves, with the model's own options."""
+    patched = attach(model)
+    channels = model.model.latent_format.latent_channels
+    x = torch.randn(1, channels, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+    y = torch.randn(1, 24 if channels == 16 else 2816, generator=torch.Generator().manual_seed(1))
+    text = torch.randn(1, 7, 48, generator=torch.Generator().manual_seed(2))
+
+    def call(patcher: Any) -> torch.Tensor:
+        import comfy.model_management
+
+        comfy.model_management.load_models_gpu([patcher])
+        options = {**patcher.model_options["transformer_options"], "wrappers": patcher.wrappers}
+        extra = {"guidance": torch.tensor([3.5])} if channels == 16 else {}
+        with torch.inference_mode():
+            return patcher.model.apply_model(
+                x, torch.tensor([0.7]), c_crossattn=text, transformer_options=options, y=y, **extra
+            )
+
+    assert same(call(patched), call(model))

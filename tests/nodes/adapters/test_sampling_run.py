@@ -1,0 +1,154 @@
+"""Every size, batch, guidance and sampler: finite, of the right shape, and each evaluation in its right step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.loop import loop
+
+# Steps of the evaluations of a run of four steps. Heun's second evaluation is at the next step's noise level; the
+# second-order singlestep samplers evaluate between two levels, which belongs to the earlier step.
+ONE_EACH = [0, 1, 2, 3]
+STEPS = {
+    "euler": ONE_EACH,
+    "heun": [0, 1, 1, 2, 2, 3, 3],
+    "dpmpp_2m": ONE_EACH,
+    "dpmpp_2s_ancestral": [0, 0, 1, 1, 2, 2, 3],
+    "dpmpp_sde": [0, 0, 1, 1, 2, 2, 3],
+    "uni_pc": ONE_EACH,
+    "lcm": ONE_EACH,
+}
+SAMPLERS = list(STEPS)
+
+
+def steps_of(sampler: str, model: Any) -> list[int]:
+    """For models that predict noise, the ancestral sampler's middle lies between a level and one far below the next:
+    that is past the next level already."""
+    flow = hasattr(model.model.diffusion_model, "double_blocks")
+    return [0, 1, 1, 2, 2, 3, 3] if sampler == "dpmpp_2s_ancestral" and not flow else STEPS[sampler]
+
+
+# The buckets of SDXL at a quarter of their side (their shapes, so that a grid still has sides like 13 x 19), two of
+# them whole, odd and tiny ones, single rows and columns, and sizes of Flux.
+UNET_SIZES = [
+    (32, 32), (36, 28), (26, 38), (38, 26), (24, 42), (42, 24), (20, 48), (52, 76),
+    (33, 31), (7, 9), (2, 2), (1, 1), (1, 64), (64, 1), (3, 40), (5, 5),
+]  # fmt: skip
+FLUX_SIZES = [(32, 32), (26, 38), (40, 24), (33, 47), (1, 1), (1, 64), (64, 1), (3, 2), (52, 76), (104, 152)]
+
+
+def check(model: Any, size: tuple[int, int], index: int, attach: Any, stats_of: Any, decisions: Any) -> None:
+    batch, cfg, sampler = 1 + index % 3, (1.0, 7.0)[index % 2], SAMPLERS[index % 7]
+    granularity = ("stack", "module", "block")[index % 3]
+    patched = attach(model, granularity=granularity, ratio=(0.5, 0.3, 0.75)[index % 3])
+    out = models.sample(patched, *size, batch=batch, cfg=cfg, sampler=sampler, steps=2 if sum(size) > 90 else 4)
+    assert out.shape == (batch, model.model.latent_format.latent_channels, *size)
+    assert out.isfinite().all()
+    if sum(size) <= 90:
+        assert [d.step for d in decisions] == steps_of(sampler, model)
+    stats = stats_of(patched)
+    assert all(stats.merged_blocks or h * w < 4 for h, w in stats.grids)
+
+
+@pytest.mark.parametrize(("index", "size"), list(enumerate(UNET_SIZES)), ids=str)
+def test_unet_sizes(unet: Any, attach: Any, stats_of: Any, decisions: Any, index: int, size: tuple[int, int]) -> None:
+    check(unet, size, index, attach, stats_of, decisions)
+
+
+@pytest.mark.parametrize(("index", "size"), list(enumerate(FLUX_SIZES)), ids=str)
+def test_flux_sizes(flux: Any, attach: Any, stats_of: Any, decisions: Any, index: int, size: tuple[int, int]) -> None:
+    check(flux, size, index + 3, attach, stats_of, decisions)
+
+
+def test_everyday_sdxl_grid_at_full_size(unet: Any, attach: Any, stats_of: Any) -> None:
+    """A latent of 104 x 152: grids of 52 x 76 and 26 x 38."""
+    patched = attach(unet)
+    assert models.sample(patched, 104, 152, steps=1, cfg=1.0).isfinite().all()
+    assert stats_of(patched).grids == {(52, 76): 1976, (26, 38): 494}
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("kind", ["unet", "flux"])
+def test_samplers_and_their_steps(
+    request: pytest.FixtureRequest, attach: Any, stats_of: Any, decisions: Any, sampler: str, kind: str
+) -> None:
+    model = attach(request.getfixturevalue(kind), selection_interval=2, weight_interval=1)
+    steps = steps_of(sampler, model)
+    out = models.sample(model, 16, 16, steps=4, sampler=sampler, scheduler="normal")
+    assert out.isfinite().all()
+    assert [d.step for d in decisions] == steps
+    assert [d.selection for d in decisions] == [step // 2 for step in steps]
+    assert [d.weighing for d in decisions] == steps
+    stats = stats_of(model)
+    assert stats.total_steps == 4
+    assert set(stats.merged_steps) == {0, 1, 2, 3}
+    scopes = 2
+    assert (stats.selections, stats.weighings) == (2 * scopes, 4 * scopes)
+
+
+@pytest.mark.parametrize("kind", ["unet", "flux"])
+@pytest.mark.parametrize("scheduler", ["normal", "karras", "simple", "sgm_uniform", "beta", "ddim_uniform"])
+def test_range_counts_noise_and_every_step_is_told(
+    request: pytest.FixtureRequest, attach: Any, stats_of: Any, decisions: Any, kind: str, scheduler: str
+) -> None:
+    """The first half of the noise schedule, read from the sigmas the sampler really used."""
+    base = request.getfixturevalue(kind)
+    sampling = base.get_model_object("model_sampling")
+    middle = float(sampling.percent_to_sigma(0.5))
+    model = attach(base, end_percent=0.5)
+    levels: list[float] = []
+
+    def note(args: dict[str, Any]) -> torch.Tensor:
+        levels.append(float(args["sigma"].flatten()[0]))
+        return args["denoised"]
+
+    model.set_model_sampler_post_cfg_function(note)
+    models.sample(model, 16, 16, steps=6, scheduler=scheduler)
+    assert [d.ratio for d in decisions] == [0.5 if level > middle else 0.0 for level in levels]
+    assert {d.ratio for d in decisions} == {0.0, 0.5}
+    assert stats_of(model).steps == set(range(len(levels)))
+
+
+@pytest.mark.parametrize("kind", ["unet", "flux"])
+def test_part_of_a_schedule_keeps_its_clock(
+    request: pytest.FixtureRequest, attach: Any, decisions: Any, kind: str
+) -> None:
+    """KSamplerAdvanced from step 2 to 4 of 6: its own steps are 0 and 1, its noise levels those of the whole."""
+    model = attach(request.getfixturevalue(kind), full_step_interval=2)
+    models.sample(model, 16, 16, steps=6, start_step=2, last_step=4)
+    assert [(d.step, d.merged_ratio) for d in decisions] == [(0, 0.0), (1, 0.5)]
+
+
+@pytest.mark.parametrize("kind", ["unet", "flux"])
+def test_whole_steps_are_those_of_the_model_without_it(request: pytest.FixtureRequest, attach: Any, kind: str) -> None:
+    """One step alone, in and out of the range, from the same latent."""
+    base = request.getfixturevalue(kind)
+    model = attach(base, end_percent=0.5)
+    for first, equal in ((0, False), (5, True)):
+        outs = [models.sample(m, 16, 16, steps=6, start_step=first, last_step=first + 1) for m in (base, model)]
+        assert torch.equal(*outs) is equal
+
+
+@loop("size", [(20, 28), (21, 27), (1, 40), (7, 3)])
+def test_grid_is_the_one_flux_pads_to(flux: Any, attach: Any, stats_of: Any, size: tuple[int, int]) -> None:
+    model = attach(flux)
+    out = models.sample(model, *size, steps=1)
+    assert out.shape == (1, 16, *size)
+    assert out.isfinite().all()
+    grid = (size[0] + 1) // 2, (size[1] + 1) // 2
+    assert set(stats_of(model).grids) == {grid}
+    assert len(stats_of(model).merged_blocks) == 6
+
+
+def test_token_grid_rounds_up(pack: Any) -> None:
+    token_grid = pack_module("nodes.adapters.family").token_grid
+    assert token_grid(torch.empty(1, 16, 5, 8), 2) == (3, 4)
+    assert token_grid(torch.empty(1, 128, 5, 8), 1) == (5, 8)
+    assert token_grid(torch.empty(1, 16, 1, 5, 8), 2) == (3, 4)
+    assert token_grid(torch.empty(1, 16, 7, 5, 8), 2) == (7, 3, 4)

@@ -1,0 +1,332 @@
+"""Noise levels without waiting: those that are taken from the schedule are those that the model is told."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.loop import loop
+
+levels = pack_module("nodes.adapters.sigmas")
+SIDE = 16
+
+
+@pytest.fixture(params=["unet", "flux"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
+    """(what was taken or read, what the model is told) of every evaluation."""
+    seen, original = [], levels.SigmaTracker.of
+
+    def spy(self: Any, timestep: torch.Tensor) -> Any:
+        found = original(self, timestep)
+        seen.append((found[0], float(timestep[0])))
+        return found
+
+    monkeypatch.setattr(levels.SigmaTracker, "of", spy)
+    return seen
+
+
+class Reads(TorchDispatchMode):
+    """Counts reads of a tensor's value by the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "_local_scalar_dense" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def reads_inside(model: Any, **options: Any) -> int:
+    """Reads between the first evaluation of a run and its last."""
+    model, trace, calls = model.clone(), Reads(), []
+
+    def evaluation(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not calls:
+            trace.__enter__()
+        calls.append(trace.count)
+        return executor(*args, **kwargs)
+
+    def outer(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            trace.__exit__(None, None, None)
+
+    from comfy.patcher_extension import WrappersMP
+
+    model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", evaluation)
+    model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "test", outer)
+    models.sample(model, SIDE, SIDE, steps=4, **options)
+    assert len(calls) >= 4
+    return calls[-1] - calls[0]
+
+
+@pytest.mark.compat
+@loop("scheduler", ["simple", "karras"])
+@loop("sampler", [name.removeprefix("sample_") for name in levels.ONCE_A_STEP])
+def test_known_samplers_keep_to_their_schedule(
+    model: Any, attach: Any, told: Any, sampler: str, scheduler: str
+) -> None:
+    from comfy.k_diffusion import sampling
+
+    if not hasattr(sampling, f"sample_{sampler}"):
+        pytest.skip("this ComfyUI has no such sampler")
+    told.clear()
+    models.sample(attach(model), 8, 8, steps=4, sampler=sampler, scheduler=scheduler)
+    taken, truth = map(torch.tensor, zip(*told, strict=True))
+    assert len(taken) == 4
+    torch.testing.assert_close(taken, truth, rtol=1e-3, atol=0.0)
+
+
+@loop("preset", ["balanced", "quality", "paper"])
+@loop("sampler", ["euler", "dpmpp_2m", "lcm"])
+def test_nothing_is_read_inside_the_steps(model: Any, pack: Any, sampler: str, preset: str) -> None:
+    """As without ToMA. `heun` shows that a read would be counted."""
+    settings = pack_module("toma_core").Settings(
+        preset,
+        {
+            "min_tokens": 4,
+        },
+    )
+    merged = pack_module("nodes.adapters.patch_model").attach(model, settings)
+    models.sample(merged, SIDE, SIDE, steps=4)  # layouts are made once in a process, on the host
+    assert reads_inside(merged, sampler=sampler) == reads_inside(model, sampler=sampler)
+    assert reads_inside(model, sampler="euler") == 0
+    if sampler == "euler":
+        assert reads_inside(merged, sampler="heun") > reads_inside(model, sampler="heun")
+
+
+def test_other_samplers_are_read(model: Any, attach: Any, told: Any) -> None:
+    models.sample(attach(model), 8, 8, steps=4, sampler="heun")
+    assert len(told) == 7
+    assert all(taken == truth for taken, truth in told)
+
+
+def guider() -> Any:
+    from comfy.samplers import CFGGuider
+
+    return CFGGuider(SimpleNamespace(model_options={"transformer_options": {}}))
+
+
+def levels_of(sampler: Any, guided: Any = None, schedule: Sequence[float] = (2.0, 1.0, 0.0)) -> Any:
+    return levels.SigmaTracker(schedule, sampler, guider() if guided is None else guided)
+
+
+def trusted(sampler: Any, guided: Any = None) -> bool:
+    """Whether the first level is taken from the schedule."""
+    run, told = levels_of(sampler, guided), torch.tensor([1.5])
+    run.next(told)
+    assert run.of(told)[:2] in ((2.0, 0), (1.5, 0))
+    return bool(run.of(told).sigma == 2.0)
+
+
+def test_a_sampler_of_another_pack_by_a_known_name_is_read(pack: Any) -> None:
+    from comfy.samplers import KSAMPLER, ksampler
+
+    def sample_euler() -> None:
+        """Not ComfyUI's."""
+
+    class Other(KSAMPLER):
+        """Another sampler around the same function."""
+
+    assert trusted(ksampler("euler"))
+    assert not trusted(KSAMPLER(sample_euler))
+    assert not trusted(Other(ksampler("euler").sampler_function))
+    assert not trusted(None)
+
+
+def test_a_function_in_the_place_of_comfyuis_is_read(pack: Any, monkeypatch: Any) -> None:
+    """With the name of the one it replaces, or around it."""
+    from comfy.k_diffusion import sampling
+    from comfy.samplers import ksampler
+
+    original = sampling.sample_euler
+
+    @functools.wraps(original)
+    def twice(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(sampling, "sample_euler", twice)
+    assert not trusted(ksampler("euler"))
+    assert trusted(ksampler("dpmpp_2m"))
+
+
+@loop(
+    ("options", "expected"),
+    [
+        ({"s_churn": 0.0, "s_noise": 1.01}, True),
+        ({"s_churn": 1.0}, False),
+        ({"invented": False}, False),
+        ({"s_tmin": torch.zeros(2)}, False),
+    ],
+)
+def test_options_that_are_not_known_are_read(pack: Any, options: dict[str, Any], expected: bool) -> None:
+    from comfy.samplers import ksampler
+
+    assert trusted(ksampler("euler", options)) is expected
+
+
+def flipped(name: str) -> list[dict[str, Any]]:
+    """Each option of a sampler that is on or off, turned over."""
+    from comfy.k_diffusion import sampling
+
+    parameters = signature(getattr(sampling, f"sample_{name}")).parameters if name in known_samplers() else {}
+    return [{p.name: not p.default} for p in parameters.values() if isinstance(p.default, bool) and p.name != "disable"]
+
+
+def known_samplers() -> list[str]:
+    from comfy.k_diffusion import sampling
+
+    return [n.removeprefix("sample_") for n in levels.ONCE_A_STEP if hasattr(sampling, n)]
+
+
+@loop(("sampler", "options"), [(n, o) for n in known_samplers() for o in flipped(n)])
+def test_options_do_not_lead_astray(flux: Any, attach: Any, told: Any, sampler: str, options: dict[str, Any]) -> None:
+    """`sa_solver` with `use_pece` evaluates twice a step."""
+    told.clear()
+    sample_with(attach(flux), sampler, options)
+    assert all(taken == pytest.approx(truth, rel=1e-3) for taken, truth in told)
+
+
+def sample_with(model: Any, sampler: str, options: dict[str, Any]) -> torch.Tensor:
+    import comfy.sample
+    from comfy.samplers import calculate_sigmas, ksampler
+
+    latent = torch.zeros(1, model.model.latent_format.latent_channels, SIDE, SIDE)
+    sigmas = calculate_sigmas(model.get_model_object("model_sampling"), "simple", 5)
+    conds = (models.conditioning(model, seed=seed) for seed in (1, 2))
+    noise = comfy.sample.prepare_noise(latent, 5)
+    chosen = ksampler(sampler, options)
+    return comfy.sample.sample_custom(model, noise, 3.0, chosen, sigmas, *conds, latent, seed=5, disable_pbar=True)
+
+
+def test_evaluations_past_the_schedule_and_at_other_levels_are_read(pack: Any) -> None:
+    from comfy.samplers import ksampler
+
+    run, told = levels_of(ksampler("euler")), torch.tensor([1.7])
+    assert run.of(told)[:2] == (pytest.approx(1.7), None), "before the sampler has said anything"
+    run.next(told)
+    assert run.of(told)[:2] == (2.0, 0)
+    assert run.of(torch.tensor([0.7]))[:2] == (pytest.approx(0.7), None), "guidance at a level of its own"
+    for _ in range(2):
+        run.next(told)
+    assert run.of(told)[:2] == (pytest.approx(1.7), None)
+
+
+def test_a_guider_or_wrapper_that_may_go_another_way_is_read(pack: Any) -> None:
+    from comfy.patcher_extension import WrappersMP
+    from comfy.samplers import CFGGuider, ksampler
+
+    class Skips(CFGGuider):
+        def outer_predict_noise(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    class Mixes(CFGGuider):
+        def predict_noise(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    euler, plain = ksampler("euler"), guider()
+    assert not trusted(euler, Skips(plain.model_patcher))
+    assert trusted(euler, Mixes(plain.model_patcher))
+    assert not trusted(euler, object())
+    plain.model_options = {"transformer_options": {"wrappers": {WrappersMP.SAMPLER_SAMPLE: {"test": [None]}}}}
+    assert not trusted(euler, plain)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_evaluations_that_another_wrapper_skips_are_counted(model: Any, attach: Any, told: Any, first: bool) -> None:
+    """As LazyCache skips them, whether its node comes before ToMA's or after it."""
+    from comfy.patcher_extension import WrappersMP
+
+    count = 0
+
+    def skip(executor: Any, x: torch.Tensor, *args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return x * 0.9 if count in (2, 4) else executor(x, *args)
+
+    patched = attach(model) if not first else model.clone()
+    patched = patched.clone()
+    patched.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", skip)
+    models.sample(attach(patched) if first else patched, SIDE, SIDE, steps=6)
+    assert len(told) == 4
+    assert all(taken == pytest.approx(truth, rel=1e-3) for taken, truth in told)
+
+
+def test_a_level_that_comes_twice_is_two_steps(flux: Any, attach: Any, decisions: Any) -> None:
+    """Restarts, and schedules so long or so shifted that neighbours can hardly be told apart."""
+    import comfy.sample
+    from comfy.samplers import ksampler
+
+    model, latent = attach(flux, full_step_interval=3), torch.zeros(1, 16, 8, 8)
+    conds = [models.conditioning(flux, seed=seed) for seed in (1, 2)]
+    noise = comfy.sample.prepare_noise(latent, 5)
+    for sigmas in ([1.0, 1.0, 0.8, 0.8, 0.3, 0.0], [1.0, 0.6, 0.3, 0.8, 0.4, 0.0], [1.0, 0.99995, 0.9999, 0.9, 0.0]):
+        decisions.clear()
+        schedule = torch.tensor(sigmas)
+        comfy.sample.sample_custom(
+            model, noise, 3.0, ksampler("euler"), schedule, *conds, latent, seed=5, disable_pbar=True
+        )
+        steps = list(range(len(sigmas) - 1))
+        assert [d.step for d in decisions] == steps
+        assert [d.mode.merges for d in decisions] == [n % 3 != 0 and n != steps[-1] for n in steps]
+
+
+def test_a_sampler_that_strays_is_told_and_changes_no_later_run(pack: Any, warnings: Any) -> None:
+    from comfy.samplers import ksampler
+
+    for _ in range(2):
+        run, told = levels_of(ksampler("euler")), torch.tensor([1.25])
+        run.next(told)
+        assert run.of(told)[:2] == (2.0, 0)
+        run.check()
+    said = warnings()
+    assert len(said) == 2
+    assert all("the sampler euler left its schedule" in warning for warning in said)
+
+
+def reporting(
+    *evaluations: float | int, schedule: Sequence[float] = (4.0, 3.0, 2.0, 1.0, 0.0), sampler: Any = None
+) -> list[Any]:
+    """The steps of evaluations at these levels (floats), between which steps are reported (whole numbers)."""
+    run, steps = levels_of(sampler, schedule=schedule), []
+    for each in evaluations:
+        if isinstance(each, int):
+            run.reported(each)
+            continue
+        given = torch.tensor([each])
+        run.next(given)
+        steps.append(run.of(given).step)
+        assert run.of(given) is run.of(given), "asked twice, answered once"
+    return steps
+
+
+def test_steps_come_from_what_the_sampler_reports(pack: Any) -> None:
+    """From the noise level only where it reports nothing; they never go back."""
+    assert reporting(4.0, 0, 2.5, 1, 1.6, 2, 0.5, 3) == [0, 1, 2, 3], "told lower than it is"
+    assert reporting(4.0, 0, 3.0, 1, 2.2, 2, 1.3, 3) == [0, 1, 2, 3], "told higher"
+    assert reporting(4.0, 0, 3.0, 3.0, 1, 2.0, 2.0, 2, 1.0, 1.0, 3) == [0, 1, 1, 2, 2, 3, 3], "Heun's method"
+    assert reporting(4.0, 0, 3.5, 3.0, 1, 2.5, 2.0, 2, 1.5, 1.0, 3) == [0, 0, 1, 1, 2, 2, 3], "a level between two"
+    assert reporting(4.0, 3.0, 2.0, 1.0) == [0, 1, 2, 3], "nothing is reported"
+    assert reporting(4.0, 2.0, 3.5, 1.0) == [0, 2, 2, 3], "nothing is reported, and levels go back"
+    assert reporting(4.0, 0, 3.0, 1, 4.0, 0, 2.0, 1, 1.0) == [0, 1, 2, 2, 3], "reports that begin anew are not believed"
+
+
+def test_a_wrapped_sampler_that_is_known_makes_one_evaluation_a_step(pack: Any) -> None:
+    from comfy.samplers import KSAMPLER, ksampler
+
+    wrapping = KSAMPLER(lambda *args, **kwargs: None, {"inner": ksampler("euler")})
+    assert reporting(4.0, 0, 3.8, 1, 2.9, 2, 1.9, 3, sampler=wrapping) == [0, 1, 2, 3]

@@ -1,0 +1,129 @@
+"""The node is told of its runs, and nobody else is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+
+live = pack_module("nodes.node_status")
+nodes = pack_module("nodes.toma")
+run = pack_module("nodes.adapters.patch_model")
+
+WORKFLOW = "0b5d6ba8-0000-4000-8000-000000000001"
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], str]]:
+    """What goes to ComfyUI's server while the prompt of client `page` is running; in its stead, for this process has
+    no server. tests/browser has the real one."""
+    messages: list[tuple[str, dict[str, Any], str]] = []
+    extra = {"client_id": "page", "extra_pnginfo": {"workflow": {"id": WORKFLOW}}}
+    queue = SimpleNamespace(get_current_queue_volatile=lambda: ([(0, "prompt", {}, extra, [], {})], []))
+    instance = SimpleNamespace(prompt_queue=queue, send_sync=lambda *message: messages.append(message), extra=extra)
+    monkeypatch.setitem(live.sys.modules, "server", SimpleNamespace(PromptServer=SimpleNamespace(instance=instance)))
+    return messages
+
+
+def patched(model: Any, ratio: float = 0.5, node_id: str | None = "12:5", **settings: Any) -> Any:
+    hidden = SimpleNamespace(unique_id=node_id)
+    everything = {"ratio": ratio, "min_tokens": 16, "skip_last_blocks": 0}
+    return nodes._patched(model, "balanced", {**everything, **settings}, hidden)
+
+
+def test_a_run_is_told_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
+    model = patched(unet).args[0]
+    assert sent == []
+    models.sample(model, 24, 24, steps=2)
+    (begin, end) = sent
+    line = {"node": "12:5", "graph": WORKFLOW}
+    lines = {"lines": [{"id": "active", "params": {}}], "more": []}
+    assert begin == ("toma.said", {**line, "text": str(live.Status.ACTIVE()), "details": "", **lines}, "page")
+    text = "On: half of the tokens merged, all 17 blocks, all 2 steps"
+    details = "tokens: 144 -> 72 (12 x 12), 36 -> 18 (6 x 6)\nmerged steps: 1-2"
+    told = dict(end[1])
+    assert [told.pop(name)[0]["id"] for name in ("lines", "more")] == ["on", "tokens"]
+    assert told == {**line, "text": text, "details": details}
+    models.sample(model, 24, 24, steps=1)
+    assert len(sent) == 4, "a model that ComfyUI took from its cache tells of the next run too"
+
+
+def test_a_run_that_fails_is_told_too(unet: Any, sent: list[Any]) -> None:
+    def stop(step: int, *_: Any) -> None:
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        models.sample(patched(unet).args[0], 24, 24, steps=4, callback=stop)
+    assert sent[-1][1]["text"].endswith("1 of 4 steps")
+
+
+def test_two_nodes_are_told_apart(unet: Any, sent: list[Any]) -> None:
+    one, other = patched(unet, node_id="1").args[0], patched(unet, node_id="2", end_percent=0.0001).args[0]
+    models.sample(one, 24, 24, steps=1)
+    models.sample(other, 24, 24, steps=1)
+    assert [message[1]["node"] for message in sent] == ["1", "1", "2", "2"]
+
+
+def test_a_node_that_is_off_says_so_and_leaves_the_model(unet: Any, sent: list[Any]) -> None:
+    answer = patched(unet, ratio=0.0)
+    assert answer.args[0] is unet
+    (message,) = answer.ui["toma"]
+    lines = [{"id": "off_ratio", "params": {}}]
+    off = {"text": "Off: the ratio is 0.", "details": "", "lines": lines, "more": []}
+    assert message == {"graph": WORKFLOW, **off}
+    (message,) = patched(unet, start_percent=0.5, end_percent=0.5).ui["toma"]
+    assert message["text"] == "Off: start percent and end percent leave no step between them."
+    assert patched(unet).ui is None
+
+
+def test_an_error_stands_on_the_node_and_still_ends_the_prompt(unet: Any, sent: list[Any]) -> None:
+    with pytest.raises(ValueError, match="window size is 0"):
+        patched(unet, window_size=0)
+    (message,) = sent
+    assert message[1]["error"]
+    assert message[1]["node"] == "12:5"
+    assert message[1]["text"].startswith("window size is 0. Allowed: ")
+    (refused,) = message[1]["lines"]
+    assert refused["id"] == "out_of_range"
+    assert refused["params"] == {
+        **{"setting": "window_size", "value": "0", "kind": {"id": "a_whole_number", "params": {}}},
+        **{"low": 2, "high": 64, "usual": 8},
+    }
+
+
+def test_a_measurement_says_which_run_it_is_at(sent: list[Any]) -> None:
+    live.NodeStatus("7").measures(3, 12)
+    assert sent[0][1]["text"] == "Measuring: run 3 of 12 ..."
+
+
+def test_without_a_page_nobody_is_told(unet: Any, sent: list[Any]) -> None:
+    live.sys.modules["server"].PromptServer.instance.extra.pop("client_id")
+    models.sample(patched(unet).args[0], 24, 24, steps=1)
+    assert sent == []
+
+
+@pytest.mark.parametrize(
+    "server",
+    [None, SimpleNamespace(), SimpleNamespace(PromptServer=SimpleNamespace(instance=SimpleNamespace(prompt_queue=1)))],
+    ids=["not imported", "not started", "unknown"],
+)
+def test_without_a_server_everything_works(unet: Any, monkeypatch: pytest.MonkeyPatch, server: Any) -> None:
+    monkeypatch.setitem(live.sys.modules, "server", server)
+    models.sample(patched(unet).args[0], 24, 24, steps=1)
+    assert patched(unet, ratio=0.0).ui["toma"][0]["graph"] is None
+
+
+def test_a_server_that_shuts_down_does_not_end_a_run(unet: Any, sent: list[Any]) -> None:
+    def closed(*_: Any) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    live.sys.modules["server"].PromptServer.instance.send_sync = closed
+    models.sample(patched(unet).args[0], 24, 24, steps=1)
+
+
+def test_outside_of_a_prompt_there_is_no_watcher(unet: Any) -> None:
+    assert run.attachment_of(nodes.ToMA.execute(unet, 0.5, "balanced").args[0]).watcher is None

@@ -1,0 +1,191 @@
+"""The two nodes that attach ToMA: what they make of their widgets, and what they say about bad values."""
+
+from __future__ import annotations
+
+import inspect
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.loop import loop
+
+nodes = pack_module("nodes.toma")
+config = pack_module("toma_core.config")
+core = pack_module("toma_core")
+run = pack_module("nodes.adapters.patch_model")
+_flux = pack_module("nodes.adapters.families.flux")
+OWN = {
+    "unet": pack_module("nodes.adapters.families.unet").PRESETS,
+    "flux": {**_flux.PRESETS, **_flux.PAPER},
+}
+
+
+def defaults(node: Any) -> dict[str, Any]:
+    return {i.id: i.default for i in node.define_schema().inputs if i.id != "model"}
+
+
+def made_by(node: Any, model: Any, **values: Any) -> Any:
+    """The settings that ride on the model behind a node."""
+    return run.attachment_of(node.execute(model, **{**defaults(node), **values}).args[0]).config
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("kind", ["unet", "flux"])
+@pytest.mark.parametrize("preset", core.PRESETS)
+def test_preset_is_as_the_model_has_it(request: pytest.FixtureRequest, kind: str, preset: str) -> None:
+    # What is told in blocks of Flux.1 is not for a smaller one.
+    model = request.getfixturevalue(kind) if kind == "unet" else models.flux(double=19, single=38)
+    expected = core.Settings(preset, {"ratio": 0.4}).resolved(OWN[kind])
+    assert made_by(nodes.ToMA, model, ratio=0.4, preset=preset) == expected
+    assert made_by(nodes.ToMAAdvanced, model, ratio=0.4, preset=preset) == expected
+
+
+def test_presets_leave_whole_what_was_measured() -> None:
+    balanced = {kind: core.Settings("balanced").resolved(own) for kind, own in OWN.items()}
+    fields = ("skip_first_blocks", "skip_last_blocks", "full_step_interval")
+    assert [getattr(balanced["unet"], name) for name in fields] == [0, 3, 0]
+    assert [getattr(balanced["flux"], name) for name in fields] == [0, 0, 4]
+
+
+@pytest.mark.compat
+def test_ratio_zero_passes_the_model_through(unet: Any) -> None:
+    assert nodes.ToMA.execute(unet, 0.0, "balanced").args[0] is unet
+
+
+@pytest.mark.compat
+def test_advanced_with_its_defaults_is_the_other_node(unet: Any) -> None:
+    patched = nodes.ToMAAdvanced.execute(unet, **defaults(nodes.ToMAAdvanced)).args[0]
+    simple = nodes.ToMA.execute(unet, **defaults(nodes.ToMA)).args[0]
+    latents = [models.sample(model, 32, 32, steps=4) for model in (unet, simple, patched)]
+    assert torch.equal(*latents[1:])
+    assert not torch.equal(*latents[:2])
+
+
+def test_advanced_hands_every_widget_over(unet: Any) -> None:
+    other = {
+        "ratio": 0.3, "min_tokens": 20, "granularity": "module", "skip_first_blocks": 0.25, "skip_last_blocks": 2,
+        "merge_references": True, "start_percent": 0.1, "end_percent": 0.8, "full_step_interval": 4,
+        "selection_interval": 4, "weight_interval": 2, "window_shape": "stripe", "window_size": 4, "sharpness": 50.0,
+        "similarity_from": "prediction", "kv_cache": True,
+    }  # fmt: skip
+    usual = defaults(nodes.ToMAAdvanced)
+    assert other.keys() == usual.keys() - {"preset", "profile"}
+    standard = made_by(nodes.ToMAAdvanced, unet)
+    assert all(getattr(standard, name) != value for name, value in other.items())
+    switched = {name: ("off", "on")[value] if isinstance(value, bool) else value for name, value in other.items()}
+    made = made_by(nodes.ToMAAdvanced, unet, **switched)
+    assert {name: getattr(made, name) for name in other} == other
+
+
+def test_every_choice_is_taken(flux: Any) -> None:
+    for item in nodes.ToMAAdvanced.define_schema().inputs[2:]:
+        if choices := getattr(item, "options", None):
+            assert choices[0] == item.default == "preset"
+            made = [getattr(made_by(nodes.ToMAAdvanced, flux, **{item.id: choice}), item.id) for choice in choices]
+            assert made[0] in made[1:]
+            assert [value.value if isinstance(value, Enum) else value for value in made[1:]] == (
+                [True, False] if choices[1:] == ["on", "off"] else choices[1:]
+            )
+
+
+def test_what_most_people_touch_is_in_front() -> None:
+    inputs = nodes.ToMAAdvanced.define_schema().inputs[1:]
+    assert [item.id for item in inputs if not item.advanced] == [
+        "preset", "ratio", "skip_last_blocks", "full_step_interval", "end_percent",
+    ]  # fmt: skip
+    assert [bool(item.advanced) for item in inputs] == sorted(bool(item.advanced) for item in inputs)
+    assert inputs[-1].id == "profile"
+
+
+@pytest.mark.compat
+def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
+    """A graph in API format may still name it: ComfyUI hands over what the node has inputs for, and all links."""
+    from execution import get_input_data
+
+    saved = {"model": unet, **defaults(nodes.ToMAAdvanced), "unmerge": "pseudo-inverse"}
+    handed = {name: value for name, (value,) in get_input_data(saved, nodes.ToMAAdvanced, "1")[0].items()}
+    assert handed.keys() == saved.keys() - {"unmerge"}
+    made = run.attachment_of(nodes.ToMAAdvanced.execute(**handed, unmerge="linked").args[0]).config
+    assert made == made_by(nodes.ToMA, unet)
+
+
+@loop(
+    ("settings", "parts"),
+    [
+        ({"ratio": 1.5}, ("ratio is 1.5", "0 to 0.95", "Try 0.5")),
+        ({"ratio": -0.1}, ("ratio is -0.1", "0 to 0.95", "Try 0.5")),
+        ({"ratio": float("nan")}, ("ratio is nan", "0 to 0.95", "Try 0.5")),
+        ({"ratio": float("inf")}, ("ratio is inf", "0 to 0.95", "Try 0.5")),
+        ({"ratio": "half"}, ("ratio is 'half'", "0 to 0.95", "Try 0.5")),
+        ({"window_size": 0}, ("window size is 0", "2 to 64", "Try 8")),
+        ({"window_size": 7.5}, ("window size is 7.5", "whole number", "Try 8")),
+        (
+            {"start_percent": 0.8, "end_percent": 0.2},
+            ("Start percent (0.8)", "end percent (0.2)", "Lower start percent"),
+        ),
+        ({"ratio": -1}, ("ratio is -1", "0 to 0.95", "Try 0.5")),
+        ({"sharpness": 0.5}, ("sharpness is 0.5", "1 to 10000", "Try 300")),
+        ({"full_step_interval": 1}, ("full step interval is 1", "0 (never) or 2", "set the ratio to 0")),
+        ({"granularity": "layer"}, ("granularity is 'layer'", "module, block, stack", "Choose one")),
+        ({"kv_cache": 3}, ("KV cache is 3", "true or false")),
+    ],
+)
+def test_bad_value_names_field_range_and_fix(unet: Any, settings: Any, parts: tuple[str, ...]) -> None:
+    with pytest.raises(config.ConfigError) as refused:
+        nodes.ToMAAdvanced.execute(unet, **{**defaults(nodes.ToMAAdvanced), **settings})
+    for part in ("ToMA: ", *parts):
+        assert part in str(refused.value)
+
+
+@pytest.mark.compat
+@loop("ratio", [1.5, -0.1, float("nan")])
+def test_ratio_is_refused_before_the_prompt_runs(ratio: float) -> None:
+    answer = nodes.ToMA.validate_inputs(ratio=ratio)
+    assert isinstance(answer, str)
+    assert "ratio is" in answer
+    assert "0 to 0.95" in answer
+    assert nodes.ToMA.validate_inputs(ratio=0.95) is True
+    assert nodes.ToMA.validate_inputs() is True, "a ratio that comes over a link is not known yet"
+
+
+def test_a_range_without_steps_is_refused_before_the_prompt_runs() -> None:
+    """By itself: another name here would be marked as wrong on the page too."""
+    node = nodes.ToMAAdvanced
+    assert "Lower start percent" in node.validate_inputs(start_percent=0.8, end_percent=0.2)
+    assert "end percent is 1.5" in node.validate_inputs(start_percent=-1, end_percent=1.5)
+    assert node.validate_inputs(start_percent=0.8, end_percent=-1) is True, "the preset's end is 1"
+    assert node.validate_inputs(end_percent=0.2) is True, "a start that comes over a link is not known yet"
+    assert inspect.signature(node.validate_inputs).parameters.keys() == {"start_percent", "end_percent"}
+
+
+def test_unknown_preset_lists_the_known_ones(unet: Any) -> None:
+    with pytest.raises(config.ConfigError, match=r"preset is 'best'.*balanced, quality, paper"):
+        nodes.ToMA.execute(unet, 0.5, "best")
+
+
+@pytest.mark.compat
+def test_unsupported_model_says_what_is_supported(stranger: Any) -> None:
+    for call in (
+        lambda: nodes.ToMA.execute(stranger, 0.5, "balanced"),
+        lambda: nodes.ToMAAdvanced.execute(stranger, **defaults(nodes.ToMAAdvanced)),
+    ):
+        with pytest.raises(ValueError, match=r"MMDiT.*Supported: UNet.*Flux"):
+            call()
+
+
+def test_nothing_is_kept_between_executions() -> None:
+    """ComfyUI caches the patched model and hands it to the next run: the nodes themselves hold no state."""
+    for node in (nodes.ToMA, nodes.ToMAAdvanced):
+        assert not [n for n, v in vars(node).items() if isinstance(v, (list, dict, set)) and not n.startswith("_")]
+        assert not inspect.signature(node.execute).parameters.get("self")
+
+
+@loop("value", [-1, -1.0, -0.95, -0.99, "preset"])
+def test_negative_numbers_leave_a_field_to_the_preset(unet: Any, value: Any) -> None:
+    """A click on the arrow of a number at -1 makes -0.95: still nothing that was set."""
+    name = "granularity" if value == "preset" else "skip_last_blocks"
+    assert made_by(nodes.ToMAAdvanced, unet, **{name: value}) == made_by(nodes.ToMAAdvanced, unet)

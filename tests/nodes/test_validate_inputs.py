@@ -1,0 +1,69 @@
+"""What is plugged in is of its kind, or the error says what to connect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.loop import loop
+
+given, patch = pack_module("nodes.validate_inputs"), pack_module("nodes.toma")
+report, benchmark = pack_module("nodes.report"), pack_module("nodes.benchmark")
+calibrate = pack_module("nodes.calibrate")
+ConfigError = pack_module("toma_core.config").ConfigError
+
+WRONG: dict[str, list[Any]] = {
+    "model": [None, 1.5, "x" * 10_000, ["loader"], {"a": 1}],
+    "latent": [None, 3, {}, {"samples": None}, "latent"],
+    "image": [5, "picture", [], torch.zeros(3), torch.zeros(1, 3, 8, 8), {}],
+    "conditioning": [None, 5, [], [1], [[1]], "prompt", {}],
+}
+
+
+@loop(("kind", "value"), [(kind, value) for kind in WRONG for value in WRONG[kind]])
+def test_anything_else_is_refused_with_what_to_connect(kind: str, value: Any) -> None:
+    check = getattr(given, kind)
+    with pytest.raises(ConfigError) as refused:
+        check("positive", value) if kind == "conditioning" else check(value)
+    message = str(refused.value)
+    assert message.startswith("ToMA: ")
+    assert "Allowed: a" in message
+    assert "Connect " in message
+    assert len(message) < 300
+
+
+def test_what_belongs_there_goes_through(unet: Any) -> None:
+    text = models.conditioning(unet)
+    latent, image = {"samples": torch.zeros(1, 4, 8, 8)}, torch.zeros(1, 8, 8, 3)
+    assert given.model(unet) is unet
+    assert given.latent(latent) is latent
+    assert given.image(image) is image
+    assert given.conditioning("negative", text) is text
+
+
+def test_every_node_looks(unet: Any) -> None:
+    text, latent = models.conditioning(unet), {"samples": torch.zeros(1, 4, 8, 8)}
+    task = {"ratio": 0.5, "preset": "balanced", "sweep": False, "steps": 2, "runs": 2}
+    sampled = {"near": "balanced", "distance": 0.1, "steps": 2, "cfg": 1.0, "sampler_name": "euler"}
+    sampled |= {"scheduler": "simple", "seed": 0}
+    calls = [
+        lambda: patch.ToMA.execute(None, 0.5, "balanced"),
+        lambda: patch.ToMAAdvanced.execute("model", "balanced", 0.5),
+        lambda: report.ToMAReport.execute(3, latent),
+        lambda: report.ToMAReport.execute(unet, latent, "picture"),
+        lambda: benchmark.ToMABenchmark.execute(None, text, latent, **task),
+        lambda: benchmark.ToMABenchmark.execute(unet, None, latent, **task),
+        lambda: benchmark.ToMABenchmark.execute(unet, text, None, **task),
+        lambda: benchmark.ToMABenchmark.execute(unet, text, latent, negative=1, **task),
+        lambda: calibrate.ToMACalibrate.execute(None, text, latent, **sampled),
+        lambda: calibrate.ToMACalibrate.execute(unet, 3, latent, **sampled),
+        lambda: calibrate.ToMACalibrate.execute(unet, text, [], **sampled),
+        lambda: calibrate.ToMACalibrate.execute(unet, text, latent, negative=1, **sampled),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"^ToMA: .* Allowed: .* Connect "):
+            call()

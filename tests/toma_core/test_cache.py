@@ -1,0 +1,428 @@
+"""Detail reuse: updates kept under the right name, moved by what destinations show, gone when they are old."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from toma_core import (
+    Evaluation,
+    RunState,
+    Schedule,
+    StepMode,
+    ToMAConfig,
+    decide,
+    detail,
+    merge,
+    plan_for,
+    reduce,
+    restore,
+    unmerge,
+)
+from toma_core.cache import DELTA_WEIGHT
+from toma_core.merge import MergePlan, pick
+from toma_core.stats import Line, RunStats
+
+GRID = (8, 8)
+SETTINGS = {"min_tokens": 4, "full_step_interval": 3, "weight_interval": 10}
+
+
+def run_of(**settings: object) -> RunState:
+    config = ToMAConfig(**{**SETTINGS, **settings})  # type: ignore[arg-type]
+    return RunState(Schedule(config, tuple(float(10 - i) for i in range(10))))
+
+
+def at(run: RunState, step: int, *cond_keys: str, takes_part: tuple[str, ...] = ()) -> Evaluation:
+    """takes_part: the conditions of the evaluation, if they are not those of the call."""
+    signatures = dict.fromkeys(takes_part or cond_keys)
+    return Evaluation(run, decide(run, 10.0 - step, signatures), (None,) * len(cond_keys), cond_keys)
+
+
+def merging(run: RunState, step: int, *cond_keys: str) -> Evaluation:
+    """A merged evaluation whatever is cached, as where a block alone finds nothing."""
+    return Evaluation(run, run.schedule.decide(10.0 - step), (None,) * len(cond_keys), cond_keys)
+
+
+def modes(run: RunState, *evaluations: tuple[int, str]) -> str:
+    """A letter for each (step, conditions of a letter each): full, refresh, merged with caches or plainly."""
+    said = []
+    for step, conditions in evaluations:
+        plan = at(run, step, *conditions).step_plan
+        said.append("frmp"[list(StepMode).index(plan.mode)])
+        if plan.mode is StepMode.REFRESH:
+            run.cache.keep(tuple(("block", c) for c in conditions), torch.zeros(len(conditions), 64, 6))
+    return "".join(said)
+
+
+def block(x: Tensor) -> Tensor:
+    """An update that a mean of tokens cannot carry."""
+    return x + x.roll(1, dims=1).sin()
+
+
+def passed(
+    x: Tensor, evaluation: Evaluation, name: str = "block", body: Callable[[Tensor], Tensor] = block
+) -> tuple[Tensor, MergePlan]:
+    plan = plan_for(x, GRID, "scope", evaluation)
+    assert plan is not None
+    detail = evaluation.detail(name, x)
+    reduced = reduce(x, plan, detail)
+    return restore(body(reduced), reduced, x, plan, detail), plan
+
+
+def features(seed: int, batch: int = 1) -> Tensor:
+    return torch.randn(batch, 64, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def merged(x: Tensor, plan: MergePlan) -> Tensor:
+    """Without anything kept: plain merging, of means."""
+    reduced = merge(x, plan)
+    return x + unmerge(block(reduced) - reduced, plan)
+
+
+def still(fresh: Tensor, old: Tensor) -> Tensor:
+    """The factor of `old` nearest to `fresh` in the sense of least squares, by image."""
+    found = [torch.linalg.lstsq(o.reshape(-1, 1), f.reshape(-1, 1)).solution for f, o in zip(fresh, old, strict=True)]
+    return torch.stack(found).clamp(0, 1)
+
+
+def reused(later: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
+    """What is left of x's update, moved by a part of what later's destinations show."""
+    kept, reduced = block(x) - x, pick(later, plan)
+    fresh, old = block(reduced) - reduced, pick(kept, plan)
+    left = still(fresh, old)
+    return later + left * kept + unmerge((1 - (1 - DELTA_WEIGHT) * left) * (fresh - left * old), plan)
+
+
+def test_off_there_is_none() -> None:
+    run = run_of(granularity="module")
+    assert at(run, 0, "cond").detail("block", features(0)) is None
+    assert run.schedule.decide(10.0).ratio == 0.0
+
+
+def test_a_whole_step_is_the_block_itself_and_merged_ones_begin_with_its_update() -> None:
+    run, x = run_of(), features(0)
+    out, plan = passed(x, at(run, 0, "cond"))
+    assert torch.equal(out, block(x))
+    for step in (1, 2):
+        later = features(step)
+        out, used = passed(later, at(run, step, "cond"))
+        assert used is plan
+        torch.testing.assert_close(out, reused(later, x, plan))
+
+
+def test_on_the_same_tokens_it_gives_the_same_update_again() -> None:
+    """A block that looks at one token at a time shows destinations no change: nothing is merged away."""
+    x, tokens = features(0), []
+
+    def sine(reduced: Tensor) -> Tensor:
+        tokens.append(reduced.shape[1])
+        return reduced.sin()
+
+    run = run_of()
+    for step in (0, 1):
+        torch.testing.assert_close(passed(x, at(run, step, "cond"), body=sine)[0], x.sin())
+    assert tokens == [64, 32]
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.6, 0.0, -2.0, 3.0])
+def test_as_much_is_reused_as_destinations_still_show(factor: float) -> None:
+    """An update that has shrunk comes back as small; one that is gone, or has turned over, not at all; none grows."""
+    run, x = run_of(), features(0, 2)
+    cond_keys = ("cond", "uncond")
+    first = at(run, 0, *cond_keys)
+    plan, detail = plan_for(x, GRID, "scope", first), first.detail("block", x)
+    update = features(7, 2)
+    restore(x + update, x, x, plan, detail)
+    later = at(run, 1, *cond_keys)
+    plan, detail = plan_for(x, GRID, "scope", later), later.detail("block", x)
+    assert plan is not None
+    reduced, seen = reduce(x, plan, detail), factor * pick(update, plan)
+    left = min(max(factor, 0.0), 1.0)
+    moved = unmerge((1 - (1 - DELTA_WEIGHT) * left) * (seen - left * pick(update, plan)), plan)
+    torch.testing.assert_close(restore(reduced + seen, reduced, x, plan, detail), x + left * update + moved)
+
+
+def test_an_update_of_zeros_is_no_reason_to_divide_by_it() -> None:
+    run, x = run_of(), features(0)
+    for step in (0, 1):
+        assert torch.equal(passed(x, at(run, step, "cond"), body=torch.clone)[0], x)
+
+
+def test_destinations_are_taken_as_they_are() -> None:
+    run, x = run_of(), features(0)
+    passed(x, at(run, 0, "cond"))
+    evaluation = at(run, 1, "cond")
+    plan = plan_for(x, GRID, "scope", evaluation)
+    assert plan is not None
+    reduced = reduce(x, plan, evaluation.detail("block", x))
+    assert torch.equal(reduced[0], x[0, plan.destinations[0]])
+
+
+@pytest.mark.parametrize("order", [("cond", "uncond"), ("uncond", "cond")])
+def test_each_part_gets_its_own_in_one_batch_or_in_two_calls(order: tuple[str, str]) -> None:
+    run, x = run_of(), {"cond": features(0), "uncond": features(1)}
+    _, plan = passed(torch.cat([x["cond"], x["uncond"]]), at(run, 0, "cond", "uncond"))
+    one = plan_for(x["cond"], GRID, "scope", at(run, 0, "cond"))
+    assert one is not None
+    assert plan.picks.shape[0] == 2
+    later = features(2)
+    out, _ = passed(torch.cat([later, later]), at(run, 1, *order))
+    expected = [reused(later, x[name], one) for name in order]
+    torch.testing.assert_close(out, torch.cat(expected))
+    for name in order:
+        torch.testing.assert_close(passed(later, at(run, 1, name))[0], reused(later, x[name], one))
+
+
+def test_parts_that_come_as_they_were_kept_are_not_copied() -> None:
+    run, update = run_of(), features(0, 2)
+    run.cache.keep((("", "cond"), ("", "uncond")), update)
+    assert run.cache.kept((("", "cond"), ("", "uncond")), update) is update
+    other = run.cache.kept((("", "uncond"), ("", "cond")), update)
+    assert other is not None
+    assert torch.equal(other, update.flip(0))
+    run.cache.keep((("", "cond"),), features(1))
+    both = run.cache.kept((("", "cond"), ("", "uncond")), update)
+    assert both is not None
+    assert torch.equal(both, torch.cat([features(1), update[1:]])), "the newer one"
+
+
+def test_blocks_and_unknown_parts_are_kept_apart() -> None:
+    """A part that was not there at the whole step leaves its whole batch without."""
+    run, x = run_of(), features(0)
+    _, plan = passed(x, at(run, 0, "cond"))
+    for name, cond_keys, batch in (("other", ("cond",), 1), ("block", ("tile",), 1), ("block", ("cond", "tile"), 2)):
+        later = features(5, batch)
+        out, plan = passed(later, merging(run, 1, *cond_keys), name)
+        torch.testing.assert_close(out, merged(later, plan))
+
+
+@pytest.mark.parametrize("change", ["dtype", "size"])
+def test_what_does_not_fit_is_not_used(change: str) -> None:
+    run = run_of()
+    passed(features(0), at(run, 0, "cond"))
+    later = features(1, 2) if change == "size" else features(1).bfloat16()
+    out, plan = passed(later, at(run, 1, "cond"))
+    torch.testing.assert_close(out, merged(later, plan))
+
+
+def test_the_next_whole_step_replaces_everything() -> None:
+    run = run_of()
+    passed(features(0), at(run, 0, "cond"), "gone later")
+    passed(features(1), at(run, 0, "cond"))
+    x, later = features(2), features(3)
+    _, plan = passed(x, at(run, 3, "cond"))
+    torch.testing.assert_close(passed(later, at(run, 4, "cond"))[0], reused(later, x, plan))
+    torch.testing.assert_close(passed(later, at(run, 4, "cond"), "gone later")[0], merged(later, plan))
+
+
+def test_with_nothing_kept_a_merged_step_is_plain_merging() -> None:
+    """Means, not destinations as they are: those are only worth taking where their update is at hand."""
+    run, x = run_of(), features(3)
+    out, plan = passed(x, merging(run, 1, "cond"))
+    assert torch.equal(out, merged(x, plan))
+    assert not torch.equal(merge(x, plan), pick(x, plan))
+
+
+def test_a_condition_without_a_cache_makes_a_step_a_refresh_for_all_and_the_next_is_merged() -> None:
+    run, x = run_of(), features(0, 2)
+    assert at(run, 0, "cond", "uncond").step_plan.mode is StepMode.REFRESH
+    passed(x, at(run, 0, "cond", "uncond"))
+    assert at(run, 1, "uncond").step_plan.mode is StepMode.MERGED_CACHED, "one less needs no cache"
+    evaluation = at(run, 1, "cond", "late")
+    assert evaluation.step_plan.mode is StepMode.REFRESH
+    out, _ = passed(x, evaluation)
+    assert torch.equal(out, block(x))
+    later, following = features(4, 2), at(run, 2, "cond", "late")
+    assert following.step_plan.mode is StepMode.MERGED_CACHED
+    out, plan = passed(later, following)
+    torch.testing.assert_close(out, reused(later, x, plan))
+    assert {str(why): steps for why, steps in run.stats.full_reasons.items()} == {
+        "nothing cached yet for a prompt, size or part of the picture": {1}
+    }
+
+
+def test_what_is_not_covered_by_a_recent_refresh_is_one() -> None:
+    """Never a plain merge, in whatever order; several signatures have caches beside each other."""
+    assert modes(run_of(), *((n, f"{n}") for n in range(4))) == "rrrr", "another at every step"
+    assert modes(run_of(), (0, "a"), (1, "b"), (2, "a"), (2, "b"), (3, "a"), (3, "b"), (4, "ab")) == "rrmmrrm"
+    assert modes(run_of(), (0, "a"), (2, "a"), (4, "a"), (5, "a")) == "rmrm", "the scheduled one was skipped"
+    assert modes(run_of(), (0, "a"), (8, "a"), (1, "a"), (1, "a")) == "rrrm", "a step that goes back"
+    assert modes(run_of(), (0, "ab"), (1, "ab"), (1, "abc"), (2, "cba")) == "rmrm"
+
+
+def test_settings_that_skip_blocks_merge_plainly_what_changes_at_every_step() -> None:
+    """One step at most between two scheduled refreshes becomes one."""
+    run = run_of(skip_first_blocks=1)
+    assert modes(run, *((n, f"{n}") for n in range(6))) == "rrprrp"
+    assert Evaluation(run, at(run, 2, "x").step_plan).detail("block", features(0)) is None
+    assert modes(run_of(skip_first_blocks=1), (0, "ab"), (1, "c"), (1, "d"), (1, "a")) == "rrrm"
+
+
+def test_a_noise_level_that_goes_back_is_not_covered() -> None:
+    run = run_of()
+
+    def mode(sigma: float, step: int) -> StepMode:
+        plan = decide(run, sigma, {"c": None}, step)
+        run.cache.keep((("block", "c"),), features(0))
+        return plan.mode
+
+    assert [mode(10.0, 0), mode(2.0, 1), mode(9.0, 2)] == [StepMode.REFRESH, *[StepMode.MERGED_CACHED] * 2]
+    assert [mode(3.0, 3), mode(4.0, 4), mode(9.0, 5)] == [StepMode.REFRESH, StepMode.MERGED_CACHED, StepMode.REFRESH]
+
+
+def test_another_state_is_not_covered() -> None:
+    """As where a ControlNet begins to take part."""
+    run = run_of()
+    for step, state, mode in ((0, "off", "refresh"), (1, "off", "merged cached"), (2, "on", "refresh")):
+        assert decide(run, 10.0 - step, {"c": state}).mode.value == mode
+        run.cache.keep((("block", "c"),), features(0))
+
+
+def test_a_condition_that_is_named_and_never_evaluated_asks_for_nothing() -> None:
+    run = run_of()
+    assert decide(run, 10.0, {"c": None, "ghost": None}).mode is StepMode.REFRESH
+    run.cache.keep((("block", "c"),), features(0))
+    assert decide(run, 9.0, {"c": None, "ghost": None}).mode is StepMode.MERGED_CACHED
+    assert decide(run_of(), 9.0, {"c": None}).mode is StepMode.REFRESH
+
+
+def test_the_oldest_goes_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that are evaluated in turn live beside each other as long as there is room."""
+    monkeypatch.setattr(detail, "MOST", 2 * features(0).nbytes)
+    run = run_of()
+    assert modes(run, (0, "a"), (1, "b"), (2, "a"), (2, "b"), (2, "c"), (2, "b"), (2, "a")) == "rrmmrmr"
+    assert not run.cache.disabled
+
+
+def test_devices_that_keep_at_once_lose_nothing() -> None:
+    """The forced order of two threads: both have begun to keep before either has kept."""
+    run = run_of()
+    first, second = (
+        at(run, 0, "cond", takes_part=("cond", "uncond")),
+        at(run, 0, "uncond", takes_part=("cond", "uncond")),
+    )
+    for evaluation, seed in ((second, 1), (first, 0)):
+        detail = evaluation.detail("block", features(seed))
+        assert detail is not None
+        detail.keep(features(seed))
+    kept = run.cache.kept((("block", "cond"), ("block", "uncond")), features(0, 2))
+    assert kept is not None
+    assert torch.equal(kept, torch.cat([features(0), features(1)]))
+
+
+def test_memory_is_counted_and_freed() -> None:
+    run = run_of()
+    for name in ("a", "b"):
+        passed(features(0, 2), at(run, 0, "cond", "uncond"), name)
+    one = features(0, 2).nbytes
+    passed(features(0, 2), at(run, 3, "cond", "uncond"), "a")
+    assert run.cache.most == 2 * one
+    held = [weakref.ref(update) for update, _, _ in run.cache._kept.values()]
+    assert len(held) == 2
+    assert run.close().cache_bytes == 2 * one
+    assert [ref() for ref in held] == [None, None]
+
+
+def test_what_would_be_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are full then. For videos alone: a picture keeps what it has."""
+    monkeypatch.setattr(detail, "MOST", 2 * features(0).nbytes)
+    picture = run_of()
+    for name in ("a", "b", "c"):
+        passed(features(0), at(picture, 0, "cond"), name)
+    assert len(picture.details._kept) == 3
+    run = run_of()
+    run.cache.limited = True
+    for name in ("a", "b", "c"):
+        out, _ = passed(features(0), at(run, 0, "cond"), name)
+        assert torch.equal(out, block(features(0)))
+    assert [at(run, step, "cond").step_plan.mode for step in (1, 3)] == [StepMode.FULL] * 2
+    assert [str(reason) for reason in run.stats.full_reasons] == ["no memory for the cache"]
+    skipping = run_of(skip_first_blocks=1)
+    skipping.details.disable()
+    assert [at(skipping, step, "cond").step_plan.mode for step in (1, 3)] == [StepMode.MERGED, StepMode.FULL]
+    assert run.cache._kept == {}
+    stats = run.close()
+    stats.merged_blocks.add("a")
+    assert str(Line.RESIDUAL_CACHE_DISABLED()) in stats.summary()
+
+
+def test_an_update_is_held_as_long_as_one_of_its_parts_is_and_counted_whole() -> None:
+    run, first = run_of(), features(0, 2)
+    held = weakref.ref(first)
+    one = features(0).nbytes
+    run.cache.keep((("", "a"), ("", "b")), first)
+    del first
+    run.cache.keep((("", "c"), ("", "d")), features(1, 2))
+    assert held() is not None
+    assert run.cache.most == 4 * one, "memory of a part is that of the whole"
+    run.cache.keep((("", "a"), ("", "b")), features(2, 2))
+    assert held() is None
+    assert run.cache.most == 4 * one
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_parts_of_what_was_kept_together_are_held_once(packs: bool) -> None:
+    """Conditions that were asked about in one call, and then each in one of its own."""
+    run, first = run_of(), torch.randn(2, 8, 64)
+    run.cache.keep((("", "a"), ("", "b")), first.clone(), packs)
+    held = run.cache.most
+    for step in range(2):
+        for n, key in enumerate("ab"):
+            moved = first[n : n + 1] * (step + 2)
+            run.cache.move_on((("", key),), moved, packs)
+            found = run.cache.kept((("", key),), moved)
+            assert found is not None
+            torch.testing.assert_close(found, moved, rtol=0, atol=0.3 * (step + 2) if packs else 0.0)
+    assert run.cache.most == held
+    both = run.cache.kept((("", "b"), ("", "a")), first)
+    assert both is not None
+    torch.testing.assert_close(both, 3 * first.flip(0), rtol=0, atol=0.9 if packs else 0.0)
+
+
+def test_it_is_not_given_up_while_a_merged_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's keys would be of all tokens and its values of some."""
+    run = run_of()
+    run.cache.keep((("", "key"),), features(0))
+    run.cache.limited = True
+    monkeypatch.setattr(detail, "MOST", 1)
+    run.cache.move_on((("", "key"),), features(1))
+    assert run.cache.kept((("", "key"),), features(1)) is not None
+    run.cache.limit()
+    assert run.cache.disabled
+    assert run.cache.kept((("", "key"),), features(1)) is None
+
+
+def test_a_refresh_that_another_node_skips_leaves_what_was_cached_and_the_next_evaluation_is_one() -> None:
+    """A step cache inside the model: the step is decided, and no block is called."""
+    run, x = run_of(), features(0)
+    passed(x, at(run, 0, "cond"))
+    for step in (3, 4):
+        assert at(run, step, "cond").step_plan.mode is StepMode.REFRESH
+        torch.testing.assert_close(run.cache.kept((("block", "cond"),), x), block(x) - x)
+    passed(x, at(run, 4, "cond"))
+    assert at(run, 5, "cond").step_plan.mode is StepMode.MERGED_CACHED
+
+
+def test_memory_is_told() -> None:
+    stats = RunStats()
+    stats.merged("single.3")
+    assert "cache" not in stats.summary()
+    stats.cache_bytes = 41_900_000
+    assert ", residual cache of 41.9 MB" in stats.summary()
+
+
+def test_what_is_moved_on_stays_within_the_limits_of_half_precision() -> None:
+    """A token beyond them would be infinite, and no number where a later step takes it off again."""
+    run = run_of()
+    plan = plan_for(features(0).half(), GRID, "scope", merging(run, 1, "a"))
+    assert plan is not None
+    x = torch.full((1, 64, 6), 65504.0)
+    x = x.scatter(1, plan.destinations[..., None].expand(-1, -1, 6), 65000.0).half()
+    fresh = torch.full((1, plan.kept, 6), 65504.0, dtype=torch.float16)
+    moved = detail.CachedBlock(run.cache, (("block", "a"),), x).propagate(fresh, plan)
+    assert moved.isfinite().all()
+    assert run.cache.kept((("block", "a"),), x) is moved

@@ -1,0 +1,226 @@
+"""Auto on described cards: what is merged at everyday sizes, and that more work never means less merging."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.loop import loop
+from toma_core import payoff
+from toma_core.config import Granularity
+from toma_core.cost_model import (
+    FLUX2_SINGLE,
+    FLUX_DOUBLE,
+    FLUX_SINGLE,
+    KREA,
+    MM_DIT,
+    QWEN,
+    UNET_BLOCK,
+    Z_IMAGE,
+    Block,
+    Card,
+    card_of,
+    obstacle,
+    too_little,
+)
+from toma_core.reasons import Reason
+
+B200 = Card("NVIDIA B200", (10, 0), 148, 1.965e9)
+H100 = Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98e9)
+A100 = Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41e9)
+RTX_5090 = Card("NVIDIA GeForce RTX 5090", (12, 0), 170, 2.407e9)
+RTX_4090 = Card("NVIDIA GeForce RTX 4090", (8, 9), 128, 2.52e9)
+RTX_3060 = Card("NVIDIA GeForce RTX 3060", (8, 6), 28, 1.777e9)
+CARDS = (B200, H100, A100, RTX_5090, RTX_4090, RTX_3060)
+WORK = Reason.TOO_LITTLE_WORK()
+
+STACK = Granularity.STACK
+cards = st.sampled_from([None, *CARDS])
+BLOCKS = [block for block in vars(payoff).values() if isinstance(block, Block)]
+blocks = st.sampled_from(BLOCKS)
+granularities = st.sampled_from(list(Granularity))
+dtypes = st.sampled_from([torch.float16, torch.bfloat16, torch.float32])
+widths = st.sampled_from([64, 320, 640, 1280, 3072])
+
+
+@loop("dtype", [torch.float16, torch.bfloat16], ids=str)
+@loop(
+    ("card", "side", "width", "block", "merged"),
+    [
+        pytest.param(H100, 64, 640, UNET_BLOCK, True, id="H100, SDXL 1024, finest"),
+        pytest.param(H100, 32, 1280, UNET_BLOCK, True, id="H100, SDXL 1024, coarser"),
+        pytest.param(H100, 32, 640, UNET_BLOCK, False, id="H100, SDXL 512, finest"),
+        pytest.param(H100, 16, 1280, UNET_BLOCK, False, id="H100, SDXL 512, coarser"),
+        pytest.param(H100, 64, 320, UNET_BLOCK, False, id="H100, SD1.5 512, finest"),
+        pytest.param(H100, 64, 3072, FLUX_DOUBLE, True, id="H100, Flux 1024, double"),
+        pytest.param(H100, 64, 3072, FLUX_SINGLE, True, id="H100, Flux 1024, single"),
+        pytest.param(H100, 16, 3072, FLUX_DOUBLE, False, id="H100, Flux 256, double"),
+        pytest.param(H100, 64, 6144, FLUX2_SINGLE, True, id="H100, Flux.2 1024, single"),
+        pytest.param(H100, 64, 3840, Z_IMAGE, True, id="H100, Z-Image 1024"),
+        pytest.param(H100, 32, 3840, Z_IMAGE, True, id="H100, Z-Image 512"),
+        pytest.param(H100, 16, 3840, Z_IMAGE, False, id="H100, Z-Image 256"),
+        pytest.param(H100, 64, 6144, KREA, True, id="H100, Krea 2 1024"),
+        pytest.param(H100, 83, 3072, QWEN, True, id="H100, Qwen-Image 1328"),
+        pytest.param(H100, 64, 2432, MM_DIT, True, id="H100, SD3.5 1024"),
+        pytest.param(B200, 32, 2432, MM_DIT, False, id="B200, SD3.5 512"),
+        pytest.param(B200, 128, 640, UNET_BLOCK, True, id="B200, SDXL 2048, finest"),
+        pytest.param(B200, 32, 1280, UNET_BLOCK, False, id="B200, SDXL 1024, coarser"),
+        pytest.param(RTX_4090, 32, 1280, UNET_BLOCK, True, id="4090, SDXL 1024, coarser"),
+        pytest.param(RTX_4090, 16, 1280, UNET_BLOCK, True, id="4090, SDXL 512, coarser"),
+        pytest.param(RTX_4090, 32, 320, UNET_BLOCK, False, id="4090, SD1.5 256, finest"),
+        pytest.param(RTX_4090, 16, 3072, FLUX_SINGLE, True, id="4090, Flux 256, single"),
+        pytest.param(RTX_3060, 16, 1280, UNET_BLOCK, True, id="3060, SDXL 512, coarser"),
+        pytest.param(RTX_3060, 64, 320, UNET_BLOCK, True, id="3060, SD1.5 512, finest"),
+        pytest.param(RTX_3060, 32, 128, UNET_BLOCK, False, id="3060, a tiny model"),
+    ],
+)
+def test_everyday_sizes(card: Card, side: int, width: int, block: Block, merged: bool, dtype: torch.dtype) -> None:
+    assert too_little(side**2, 1, width, dtype, card, block, STACK) == (None if merged else WORK)
+
+
+@loop("pixels", [(1152, 896), (1216, 832), (1344, 768), (1536, 640)], ids=str)
+def test_every_shape_that_sdxl_was_trained_on_is_merged_on_an_h100(pixels: tuple[int, int]) -> None:
+    for side, width in ((16, 640), (32, 1280)):
+        tokens = (pixels[0] // side) * (pixels[1] // side)
+        assert too_little(tokens, 1, width, torch.float16, H100, UNET_BLOCK, STACK) is None
+
+
+def test_more_images_and_slower_formats_are_more_work() -> None:
+    """SDXL 512 on an H100: eight images of it are worth merging, and so is one in fp32."""
+    assert too_little(256, 1, 1280, torch.float16, H100, UNET_BLOCK, STACK) == WORK
+    assert too_little(256, 8, 1280, torch.float16, H100, UNET_BLOCK, STACK) is None
+    assert too_little(256, 1, 1280, torch.float32, H100, UNET_BLOCK, STACK) is None
+
+
+def test_blocks_of_every_family_are_judged() -> None:
+    assert {UNET_BLOCK, FLUX_DOUBLE, FLUX2_SINGLE, Z_IMAGE, KREA, QWEN, MM_DIT} <= set(BLOCKS)
+
+
+def test_a_stack_of_one_block_is_a_block() -> None:
+    """SD1.5 at 584 x 584 on an H100: what merging adds to a block decides."""
+    reasons = [too_little(73**2, 1, 320, torch.float16, H100, UNET_BLOCK, g) for g in (STACK, Granularity.BLOCK)]
+    assert reasons == [None, WORK]
+
+
+@given(st.integers(256, 20_000), st.integers(1, 8), widths, dtypes, cards, blocks)
+def test_stacks_are_merged_first(
+    tokens: int, images: int, width: int, dtype: torch.dtype, card: Card | None, block: Block
+) -> None:
+    """They add least: what is too little for a stack is too little for its blocks and modules."""
+    reasons = [too_little(tokens, images, width, dtype, card, block, g) for g in Granularity]
+    assert all(reasons) or not too_little(tokens, images, width, dtype, card, block, STACK)
+
+
+@loop(("granularity", "merged"), [("stack", True), ("block", True), ("module", False)], ids=lambda v: str(v))
+def test_what_merging_adds_decides_too(granularity: str, merged: bool) -> None:
+    """SDXL 1024 on an H100: six operations more in each block of 20 are more than its coarser blocks bring."""
+    reason = too_little(32**2, 1, 1280, torch.float16, H100, UNET_BLOCK, Granularity(granularity))
+    assert reason == (None if merged else WORK)
+
+
+@loop(
+    ("card", "peak"), [(B200, 2382), (H100, 1070), (A100, 312), (RTX_5090, 209.5), (RTX_4090, 165.2), (RTX_3060, 25.5)]
+)
+def test_rates_follow_the_peaks_in_data_sheets(card: Card, peak: float) -> None:
+    """TFLOP/s in half precision with fp32 sums, at the clock that the driver tells."""
+    assert card.rate(torch.bfloat16) == card.rate(torch.float16)
+    assert card.rate(torch.float16) / 1e12 == pytest.approx(payoff.EFFICIENCY * peak, rel=0.01)
+    assert card.rate(torch.float32) < card.rate(torch.float16)
+
+
+def test_cards_that_nobody_listed() -> None:
+    """Old ones have no tensor cores; others are like the last before them; GeForce sums in fp32 at half the rate."""
+    clock = 2 * payoff.CLOCK * payoff.EFFICIENCY
+    for capability, each in (((6, 1), 256), ((7, 5), 1024), ((8, 7), 1024), ((10, 3), 8192), ((13, 0), 1024)):
+        assert Card("Quadro", capability, 2).rate(torch.float16) == clock * each
+        geforce = each if capability < (7, 0) else each / 2
+        assert Card("NVIDIA GeForce X", capability, 2).rate(torch.float16) == clock * geforce
+
+
+@given(
+    st.integers(1, 20_000),
+    st.integers(0, 5_000),
+    st.integers(1, 8),
+    st.integers(0, 8),
+    widths,
+    dtypes,
+    cards,
+    blocks,
+    granularities,
+)
+def test_more_tokens_or_images_are_never_merged_less(
+    tokens: int,
+    more_tokens: int,
+    images: int,
+    more_images: int,
+    width: int,
+    dtype: torch.dtype,
+    card: Card | None,
+    block: Block,
+    granularity: Granularity,
+) -> None:
+    if not too_little(tokens, images, width, dtype, card, block, granularity):
+        assert not too_little(tokens + more_tokens, images + more_images, width, dtype, card, block, granularity)
+
+
+@given(st.integers(1, 20_000), st.integers(1, 8), widths, dtypes, cards, blocks, granularities)
+def test_256_tokens_are_the_fewest_everywhere(
+    tokens: int,
+    images: int,
+    width: int,
+    dtype: torch.dtype,
+    card: Card | None,
+    block: Block,
+    granularity: Granularity,
+) -> None:
+    reason = too_little(tokens, images, width, dtype, card, block, granularity)
+    assert (reason == Reason.TOO_FEW_TOKENS(least=256)) == (tokens < 256)
+    assert card is not None or tokens < 256 or reason is None
+
+
+@loop("least", [1, 4, 256, 257, 1_048_576])
+def test_a_number_holds_whatever_the_device(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payoff, "card_of", lambda device: pytest.fail("the device was looked at"))
+    reason = Reason.TOO_FEW_TOKENS(least=least) if least > 256 else None
+    assert obstacle(torch.zeros(1, 256, 8), 1, least, UNET_BLOCK, STACK) == reason
+
+
+@loop("kind", ["cpu", "meta", "mps", "xpu", "privateuseone"])
+def test_other_devices_are_no_cards(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: pytest.fail("it was asked"))
+    assert card_of.__wrapped__(torch.device(kind)) is None
+
+
+def test_amd_cards_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch calls them CUDA devices; their numbers mean something else."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: pytest.fail("it was asked"))
+    assert card_of.__wrapped__(torch.device("cuda", 0)) is None
+
+
+@pytest.mark.parametrize(
+    ("clock", "hertz"), [({"clock_rate": 2_520_000}, 2.52e9), ({"clock_rate": 0}, payoff.CLOCK), ({}, payoff.CLOCK)]
+)
+def test_the_driver_is_asked_once_per_device(
+    clock: dict[str, int], hertz: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        asked.append(device.index)
+        return SimpleNamespace(name="NVIDIA X", major=8, minor=9, multi_processor_count=10 + device.index, **clock)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    card_of.cache_clear()
+    try:
+        found = [card_of(torch.device("cuda", index)) for index in (0, 1, 0, 1, 0)]
+    finally:
+        card_of.cache_clear()
+    assert asked == [0, 1]
+    assert found[0] is found[2] is found[4]
+    assert found[0] == Card("NVIDIA X", (8, 9), 10, hertz)
+    assert found[1] == Card("NVIDIA X", (8, 9), 11, hertz)

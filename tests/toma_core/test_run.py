@@ -1,0 +1,400 @@
+"""A run's plans: made when due, shared where they must be, gone at its end, and made without waiting for the device."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from toma_core.config import ToMAConfig
+from toma_core.merge import MergePlan, merge, unmerge
+from toma_core.reasons import Reason
+from toma_core.run import RunState
+from toma_core.schedule import LASTING, Schedule, StepMode, StepPlan
+
+GRID = (7, 9)
+
+
+def run_of(**settings: Any) -> RunState:
+    return RunState(Schedule(ToMAConfig(window_size=4, **settings)))
+
+
+def features(seed: int, batch: int = 1, grid: tuple[int, int] = GRID) -> torch.Tensor:
+    return torch.randn(batch, grid[0] * grid[1], 6, generator=torch.Generator().manual_seed(seed))
+
+
+def at(ratio: float = 0.5, selection: int = 0, weighing: int = 0) -> StepPlan:
+    return StepPlan(0, StepMode.MERGED, ratio, selection, weighing)
+
+
+def same(a: MergePlan, b: MergePlan) -> bool:
+    return all(
+        torch.equal(getattr(a, name), getattr(b, name)) for name in ("destinations", "merge_weights", "unmerge_weights")
+    )
+
+
+def test_a_plan_is_kept_until_it_is_too_old() -> None:
+    run = run_of()
+    first = run.plan(features(0), GRID, "a", at(), (None,))
+    assert run.plan(features(1), GRID, "a", at(), (None,)) is first
+
+    reweighed = run.plan(features(1), GRID, "a", at(weighing=1), (None,))
+    assert torch.equal(reweighed.destinations, first.destinations)
+    assert not torch.equal(reweighed.merge_weights, first.merge_weights)
+    assert run.plan(features(2), GRID, "a", at(weighing=1), (None,)) is reweighed
+
+    selected = run.plan(features(1), GRID, "a", at(selection=2, weighing=1), (None,))
+    assert not torch.equal(selected.destinations, first.destinations)
+    assert same(selected, run_of().plan(features(1), GRID, "a", at(), (None,)))
+    assert (run.stats.selections, run.stats.weighings) == (2, 3)
+
+
+def test_a_reweighed_plan_has_the_weights_of_the_new_tokens() -> None:
+    run = run_of()
+    run.plan(features(0), GRID, "a", at(), (None,), content_independent="for a test")
+    reweighed = run.plan(features(1), GRID, "a", at(weighing=1), (None,))
+    assert same(reweighed, run_of().plan(features(1), GRID, "a", at(), (None,), content_independent="for a test"))
+
+
+@pytest.mark.parametrize(("select", "weigh"), [(1, 1), (10, 5), (5, 10), (4, 3), (1000, 1000)])
+def test_how_often_over_a_run(select: int, weigh: int) -> None:
+    """20 steps: destinations are made ceil(20 / select) times, weights whenever either is due."""
+    config = ToMAConfig(window_size=4, selection_interval=select, weight_interval=weigh)
+    run = RunState(Schedule(config, tuple(float(20 - step) for step in range(20))))
+    for sigma in range(20, 0, -1):
+        for scope in ("a", "a", "b"):
+            run.plan(features(sigma), GRID, scope, run.schedule.decide(float(sigma)), (None,))
+    due = {step for step in range(20) if step % select == 0 or step % weigh == 0}
+    assert run.stats.selections == 2 * -(-20 // select)
+    assert run.stats.weighings == 2 * len(due)
+
+
+def test_another_ratio_needs_another_plan() -> None:
+    run = run_of()
+    half, quarter = (run.plan(features(0), GRID, "a", at(ratio=r), (None,)) for r in (0.5, 0.25))
+    assert (half.kept, quarter.kept) == (63 - round(0.5 * 63), 63 - round(0.25 * 63))
+    assert run.plan(features(0), GRID, "a", at(ratio=0.5), (None,)).kept == half.kept
+    assert run.stats.selections == 3
+
+
+def test_what_plans_are_kept_apart_by() -> None:
+    run = run_of()
+    x = features(0)
+    plans = [
+        run.plan(x, GRID, "a", at(), (None,)),
+        run.plan(x, GRID, "b", at(), (None,)),
+        run.plan(x, (9, 7), "a", at(), (None,)),
+        run.plan(x.bfloat16(), GRID, "a", at(), (None,)),
+        run.plan(features(0, 2), GRID, "a", at(), (None,)),
+        run.plan(x, GRID, "a", at(), ("left",)),
+    ]
+    assert len({id(plan) for plan in plans}) == 6
+    assert plans[3].merge_weights.dtype == torch.bfloat16
+    assert plans[2].windows.height == 9
+    assert plans[4].picks.shape[0] == 2
+    # All of them are still there.
+    assert run.plan(x, GRID, "a", at(), (None,)) is plans[0]
+    assert run.stats.selections == 6
+
+
+def test_plans_that_nobody_asks_for_again_are_dropped() -> None:
+    """Windows over a batch that move; the plan of a grid that is gone stays, to be drawn."""
+    run, x = run_of(), features(0)
+    run.plan(x, (9, 7), "a", at(), (None,))
+    for selection in range(4):
+        for window in range(3):
+            frames = selection, window
+            run.plan(x, GRID, "a", at(selection=selection), (frames,))
+            run.plan(torch.cat([x, x]), GRID, "a", at(selection=selection), (frames, ("other", selection)))
+    assert len(run._plans) == 1 + 4
+    assert len(run._stacks) == 3
+    run.draw()
+    assert set(run.stats.maps) == {GRID, (9, 7)}
+
+
+@pytest.mark.parametrize("images", [1, 2, 3])
+def test_cond_and_uncond_share_one_plan(images: int) -> None:
+    """In one batch or in two calls, and in either order of asking: the plan of the first chunk asked about."""
+    cond, uncond = features(1, images), features(2, images)
+    together, apart = run_of(), run_of()
+    both = together.plan(torch.cat([cond, uncond]), GRID, "a", at(), (None, None))
+    first, second = (apart.plan(x, GRID, "a", at(), (None,)) for x in (cond, uncond))
+    assert second is first
+    assert same(both, first.repeat(2))
+    assert together.stats.selections == apart.stats.selections == 1
+    # And from one batch into a later call of one chunk, and of three.
+    assert same(together.plan(uncond, GRID, "a", at(), (None,)), first)
+    assert same(together.plan(torch.cat([uncond] * 3), GRID, "a", at(), (None,) * 3), first.repeat(3))
+    assert together.stats.selections == 1
+    assert together.plan(torch.cat([cond, uncond]), GRID, "a", at(), (None, None)) is both, "not repeated again"
+
+
+def test_areas_have_plans_of_their_own() -> None:
+    """A batch of chunks that show the parts l, r, l: as the three calls apart."""
+    left, right, other = features(1, 2), features(2, 2), features(3, 2)
+    run, apart = run_of(), run_of()
+    mixed = run.plan(torch.cat([left, right, other]), GRID, "a", at(), ("l", "r", "l"))
+    alone = [apart.plan(x, GRID, "a", at(), (key,)) for x, key in ((left, "l"), (right, "r"), (other, "l"))]
+    assert alone[2] is alone[0]
+    assert not torch.equal(alone[0].destinations, alone[1].destinations)
+    assert torch.equal(mixed.destinations, torch.cat([plan.destinations for plan in alone]))
+    x = torch.cat([left, right, other])
+    cond_keys = [merge(part, plan) for part, plan in zip((left, right, other), alone, strict=True)]
+    torch.testing.assert_close(merge(x, mixed), torch.cat(cond_keys))
+    back = [unmerge(part, plan) for part, plan in zip(cond_keys, alone, strict=True)]
+    torch.testing.assert_close(unmerge(merge(x, mixed), mixed), torch.cat(back))
+    assert run.stats.selections == 2
+
+
+def test_plans_of_several_areas_are_put_together_once() -> None:
+    """Not again for every block, and again when one of them has new weights."""
+    run, x = run_of(), features(1, 3)
+    plan_keys = ("l", "r", "l")
+    first = run.plan(x, GRID, "a", at(), plan_keys)
+    assert run.plan(x, GRID, "a", at(), plan_keys) is first
+    assert run.plan(x, GRID, "a", at(), ("r", "l", "l")) is not first
+    newer = run.plan(features(2, 3), GRID, "a", at(weighing=1), plan_keys)
+    assert newer is not first
+    assert not torch.equal(newer.merge_weights, first.merge_weights)
+    assert run.plan(x, GRID, "a", at(weighing=1), plan_keys) is newer
+
+
+def test_windows_shift_at_every_other_selection() -> None:
+    run = run_of()
+    cuts = [run.plan(features(0), GRID, "a", at(selection=s), (None,)).windows.cuts for s in range(4)]
+    assert cuts[0] == cuts[2] != cuts[1] == cuts[3]
+    still = run_of(granularity="module")
+    assert len({still.plan(features(0), GRID, "a", at(selection=s), (None,)).windows.cuts for s in range(4)}) == 1
+
+
+def test_destinations_at_random_change_with_the_selection_alone() -> None:
+    def picks(tokens: int, selection: int) -> list[list[int]]:
+        plan = run_of().plan(
+            features(tokens), GRID, "a", at(selection=selection), (None,), content_independent="several devices"
+        )
+        return plan.destinations.tolist()
+
+    assert picks(0, 0) == picks(1, 0)
+    assert picks(0, 0) != picks(0, 2)
+    assert picks(0, LASTING)
+
+
+@pytest.mark.parametrize("blind", ["", "several devices"])
+def test_the_global_random_state_is_left_alone(content_independent: str) -> None:
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    plan = run_of().plan(features(0), GRID, "a", at(), (None,), content_independent=content_independent)
+    unmerge(merge(features(0), plan), plan)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_same_run_twice_gives_the_same_plans() -> None:
+    plans = []
+    for _ in range(2):
+        run = run_of()
+        run_of().plan(features(9, 1, (5, 5)), (5, 5), "a", at(ratio=0.3), (None,))
+        plans.append(run.plan(features(0, 2), GRID, "a", at(), (None,)))
+    assert same(*plans)
+
+
+def test_closing_drops_every_tensor() -> None:
+    run = run_of()
+    refs = []
+    for plan_keys in ((None,), (None, None)):
+        plan = run.plan(features(0, len(plan_keys)), GRID, "a", at(), plan_keys)
+        refs += [weakref.ref(t) for t in (plan.picks, plan.merge_weights, plan.unmerge_weights)]
+    del plan
+    gc.collect()
+    assert all(ref() is not None for ref in refs)
+    run.draw()
+    stats = run.close()
+    gc.collect()
+    assert all(ref() is None for ref in refs)
+    assert stats is run.stats
+    assert GRID in stats.maps, "what draw() kept survives"
+    assert stats.selections == 1
+
+
+def test_replaced_plans_are_dropped_at_once() -> None:
+    run = run_of()
+    ref = weakref.ref(run.plan(features(0), GRID, "a", at(), (None,)).merge_weights)
+    run.plan(features(0), GRID, "a", at(selection=1), (None,))
+    gc.collect()
+    assert ref() is None
+
+
+def test_two_runs_share_nothing_that_changes() -> None:
+    schedule = Schedule(ToMAConfig(window_size=4))
+    one, other = RunState(schedule), RunState(schedule)
+    for name, value in vars(one).items():
+        assert (
+            name == "schedule" or value is None or isinstance(value, (bool, str)) or value is not getattr(other, name)
+        )
+    for name, value in vars(one.stats).items():
+        assert value in (0, None, ()) or value is not getattr(other.stats, name)
+    plan = one.plan(features(0), GRID, "a", at(), (None,))
+    assert other.plan(features(1), GRID, "a", at(), (None,)) is not plan
+    one.stats.merged("x")
+    one.stats.not_merged("y", Reason.BLOCK_REPLACED())
+    one.close()
+    assert other.stats.selections == 1
+    assert not other.stats.blocks
+    assert other.plan(features(2), GRID, "a", at(), (None,)) is other.plan(features(1), GRID, "a", at(), (None,))
+
+
+def test_draw_shows_the_plan_made_last() -> None:
+    """Of scopes a and b on one grid, a is selected again: its new destinations are drawn, not b's old ones."""
+    run = run_of()
+    for scope, seed, selection in (("a", 0, 0), ("b", 1, 0), ("a", 2, 1)):
+        plan = run.plan(features(seed), GRID, scope, at(selection=selection), (None,))
+    run.plan(features(3, 1, (5, 5)), (5, 5), "a", at(), (None,))
+    run.draw()
+    assert set(run.stats.maps) == {GRID, (5, 5)}
+    assert torch.equal(run.stats.maps[GRID].destinations, plan.destinations[0])
+
+
+def test_threads_of_one_run_get_good_plans() -> None:
+    """Several devices may share a run: who asks gets a plan equal to the one made alone, and no error."""
+    run, alone = run_of(), run_of()
+    wanted = {scope: alone.plan(features(scope), GRID, scope, at(), (None,)) for scope in range(8)}
+    start, failures = threading.Barrier(4), []
+
+    def work() -> None:
+        start.wait()
+        for round_ in range(5):
+            for scope, plan in wanted.items():
+                run.stats.count_evaluation(round_, 0.5)
+                if not same(run.plan(features(scope), GRID, scope, at(), (None,)), plan):
+                    failures.append(scope)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert run.stats.evaluations == 160
+    assert run.stats.weighings >= 8
+
+
+# No host sync. On a GPU these operations wait for the device; the tape sees them on the CPU as well.
+
+_WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "check_errors", "aten.equal")
+
+
+class NoWaiting(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        indexed_by_mask = name.startswith("aten.index.") and any(
+            t is not None and t.dtype == torch.bool for t in args[1]
+        )
+        if indexed_by_mask or any(word in name for word in _WAITS):
+            raise AssertionError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    with NoWaiting():
+        yield
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool((x > 0).all()),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: torch.linalg.solve(x @ x.T + torch.eye(len(x)), x),
+    ],
+    ids=["item", "bool", "nonzero", "mask", "solve"],
+)
+def test_the_trap_snaps(wait: Any) -> None:
+    x = torch.randn(4, 4)
+    with pytest.raises(AssertionError, match="waits for the device"), no_waiting():
+        wait(x)
+
+
+@pytest.mark.parametrize("blind", ["", "several devices"])
+@pytest.mark.parametrize("grid", [(8, 8), GRID, (1, 30)], ids=str)
+@pytest.mark.parametrize("similarity_from", ["tokens", "prediction"])
+def test_planning_and_merging_never_wait_for_the_device(
+    grid: tuple[int, int], similarity_from: str, content_independent: str
+) -> None:
+    """The layouts of a grid are made before sampling gets going; from then on nothing waits, at any age of a plan."""
+    run = run_of(similarity_from=similarity_from)
+    x, picture = features(0, 2, grid), torch.randn(2, 3, 2 * grid[0], 2 * grid[1])
+    for selection in range(2):
+        run.plan(x, grid, "a", at(selection=selection), (None,), content_independent)
+    with no_waiting():
+        for decision in (at(), at(weighing=1), at(selection=1)):
+            for plan_keys in ((None,), (None, None), ("l", "r")):
+                cond_keys = (
+                    picture.chunk(len(plan_keys)) if len(plan_keys) == len(set(plan_keys)) else (picture[:1],) * 2
+                )
+                for pictures in ((), cond_keys):
+                    plan = run.plan(x, grid, "b", decision, plan_keys, content_independent, pictures=pictures)
+                    unmerge(merge(x, plan), plan)
+
+
+@pytest.mark.parametrize("blind", ["", "several devices"])
+@pytest.mark.parametrize("grid", [(8, 8), GRID, (1, 30)], ids=str)
+@pytest.mark.parametrize("similarity_from", ["tokens", "prediction"])
+def test_planning_and_merging_need_no_values(
+    grid: tuple[int, int], similarity_from: str, content_independent: str
+) -> None:
+    """On the meta device, where tensors have no values: to read one, in whatever way, is an error."""
+    run = run_of(similarity_from=similarity_from)
+    x = torch.empty(4, grid[0] * grid[1], 6, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(RuntimeError, match="meta"):
+        x.sum().item()
+    for decision in (at(), at(weighing=1), at(selection=1)):
+        picture = x.unflatten(1, grid).movedim(-1, 1)
+        pictures = tuple(picture.chunk(2)) if similarity_from == "prediction" else ()
+        plan = run.plan(x, grid, "a", decision, ("l", "r"), content_independent, pictures=pictures)
+        y = merge(x, plan)
+        assert (y.shape, y.dtype, y.device) == ((4, plan.kept, 6), x.dtype, x.device)
+        assert plan.destinations.shape == (4, plan.kept)
+        assert unmerge(y, plan).shape == x.shape
+
+
+@pytest.mark.gpu
+def test_planning_and_merging_never_wait_for_a_real_device() -> None:
+    run = run_of()
+    x = features(0, 2).cuda()
+    run.plan(x, GRID, "a", at(), (None,))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for decision in (at(), at(weighing=1), at(selection=1)):
+            plan = run.plan(x, GRID, "b", decision, (None, None))
+            unmerge(merge(x, plan), plan)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_blocks_of_several_ratios_keep_their_plans() -> None:
+    """Within an evaluation and into the next; where one ratio changes the others' plans stay."""
+    run, x = run_of(), features(0)
+
+    def decided(selection: int = 0, **ratios: float) -> StepPlan:
+        return StepPlan(0, StepMode.MERGED, max(ratios.values()), selection, 0, ratios=ratios)
+
+    first = decided(a=0.5, b=0.25)
+    plans = {block: run.plan(x, GRID, "level", first.of(block), (None,)) for block in "ab"}
+    assert {block: plan.kept for block, plan in plans.items()} == {"a": 63 - 32, "b": 63 - 16}
+    assert all(run.plan(features(1), GRID, "level", first.of(block), (None,)) is plans[block] for block in "ab")
+    second = decided(a=0.5, b=0.75)
+    assert run.plan(features(1), GRID, "level", second.of("b"), (None,)).kept == 63 - 47
+    assert run.plan(features(1), GRID, "level", second.of("a"), (None,)) is plans["a"]
+    assert run.stats.selections == 3
+    assert len(run._plans) == 2, "of the ratio that is gone there is none"
+    run.plan(x, GRID, "level", decided(1, a=0.5, b=0.25).of("a"), (None,))
+    assert len(run._plans) == 1

@@ -1,0 +1,87 @@
+"""How one field of the settings is offered, checked and refused, whatever it means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from .reasons import MessageError, MessageId
+
+
+class Refusal(MessageId):
+    """Why a value or a model is refused, and what to do."""
+
+    NOT_A_SWITCH = "not_a_switch"  # setting, value
+    OUT_OF_RANGE = "out_of_range"  # setting, value, kind, low, high, usual
+    NOT_A_CHOICE = "not_a_choice"  # setting, value, choices
+    START_AFTER_END = "start_after_end"  # start, end
+    FULL_STEP_INTERVAL_ONE = "full_step_interval_one"
+    A_NUMBER = "a_number"
+    A_WHOLE_NUMBER = "a_whole_number"
+    # Profiles.
+    PROFILE_NOT_TEXT = "profile_not_text"
+    PROFILE_DAMAGED = "profile_damaged"  # what: in English
+    PROFILE_OTHER_MODEL = "profile_other_model"  # made, model: in English
+    PROFILE_NEWER = "profile_newer"  # schema, known
+    PROFILE_UNUSED = "profile_unused"  # problem
+    PROFILE_FAULT = "profile_fault"  # what: in English
+
+
+class ConfigError(MessageError):
+    """A value that cannot be used. The message names the setting, what is allowed and what to do."""
+
+
+@dataclass(frozen=True)
+class SettingSpec:
+    """How one field is offered and checked: range (both ends allowed), widget step and help text."""
+
+    tooltip: str
+    minimum: float | None = None
+    maximum: float | None = None
+    step: float | None = None
+
+
+_Bounds = tuple[float | None, float | None, float | None]  # minimum, maximum, step
+
+
+def option(default: Any, tooltip: str, bounds: _Bounds = (None, None, None)) -> Any:
+    """A dataclass field with this default, offered and checked as `SettingSpec(tooltip, *bounds)` says."""
+    return field(default=default, metadata={"spec": SettingSpec(tooltip, *bounds)})
+
+
+def checked(name: str, value: Any, default: Any, spec: SettingSpec) -> Any:
+    """The value as the field `name` holds it: of the kind of its default (enum, int, float or bool) and in its range.
+    Raises `ConfigError`."""
+    if isinstance(default, Enum):
+        return _as_enum(name, value, type(default))
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ConfigError(Refusal.NOT_A_SWITCH(setting=name, value=shown(value)))
+        return value
+    assert spec.minimum is not None and spec.maximum is not None  # noqa: S101 - for mypy: numbers have a range
+    kind = Refusal.A_WHOLE_NUMBER() if isinstance(default, int) else Refusal.A_NUMBER()
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # NaN is in no range. The value is shown unrounded: one digit past the end must not read as the end itself.
+    inside = number and spec.minimum <= value <= spec.maximum
+    if not inside or (isinstance(default, int) and value != int(value)):
+        limits = {"kind": kind, "low": spec.minimum, "high": spec.maximum, "usual": default}
+        raise ConfigError(Refusal.OUT_OF_RANGE(setting=name, value=shown(value), **limits))
+    return int(value) if isinstance(default, int) else float(value)
+
+
+def shown(value: Any) -> str:
+    """A value in a message: whatever was given, on one line of a screen."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write out whole numbers of thousands of digits
+        text = f"a very large {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def _as_enum(name: str, value: Any, kind: type[Enum]) -> Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        choices = tuple(str(member.value) for member in kind)
+        raise ConfigError(Refusal.NOT_A_CHOICE(setting=name, value=shown(value), choices=choices)) from None
