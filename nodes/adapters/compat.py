@@ -61,9 +61,10 @@ def argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: s
 def check(module: nn.Module, hook: object) -> None:
     """Raise `UnsupportedApiError` unless `hook` can stand in for the module's `forward`, whoever calls it.
 
-    The hook's `BlockSignature` or its own `__call__` says what is known: its arguments by place must be the first ones of the
-    class's `forward` and bear the same names (unless they have none, before a `/`), its arguments by name must be among
-    the others, and whatever else there is must have a default and a `**rest` to go to, where the hook looks at it.
+    The hook's `BlockSignature`, or its own `__call__`, says what is known: its arguments by place must be the first
+    ones of the class's `forward` and bear the same names (unless they have none, before a `/`), its arguments by name
+    must be among the others, and whatever else there is must have a default and a `**rest` to go to, where the hook
+    looks at it.
     """
     module = getattr(module, "_orig_mod", module)  # torch.compile's wrapper takes anything
     try:
