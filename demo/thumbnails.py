@@ -25,6 +25,7 @@ _BOARD, _NODE, _PAPER, _FAINT = (32, 36, 44), (58, 66, 82), (250, 250, 250), (17
 _OURS = (138, 92, 40)
 # Okabe and Ito's colours, by how the name of a workflow begins.
 _BANDS = {
+    "Benchmark": (240, 228, 66),
     "SD": (0, 114, 178),
     "Flux": (0, 158, 115),
     "Z-Image": (204, 121, 167),
@@ -33,6 +34,8 @@ _BANDS = {
 }
 # By the names of the workflows: the name in one line or two, and what it is for.
 THUMBNAILS = {
+    "Benchmark SDXL": ("SDXL", "how fast on\nyour card?"),
+    "Benchmark Z-Image": ("Z-Image\nTurbo", "how fast on\nyour card?"),
     "SDXL": ("SDXL", "to begin with"),
     "SDXL advanced + report": ("SDXL", "every setting,\nand the report"),
     "SDXL LoRA + ControlNet": ("SDXL", "with LoRA\nand ControlNet"),
