@@ -1,7 +1,7 @@
-"""Count what merging saves and adds, into docs/performance.md: `python -m benchmarks.performance [TABLE ...]`.
+"""Write the tables of docs/performance.md and results/counts.md: `python -m benchmarks.performance [TABLE ...]`.
 
-Every number between the page's markers comes from here: counts of FLOPs, bytes and launches on the meta device, and
-measured speed-ups from the committed results of `benchmarks.suite`.
+Every number between the markers of both pages comes from here: counts of FLOPs, bytes and launches on the meta device,
+and measured speed-ups from the committed results of `benchmarks.suite`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from benchmarks.fullsize import Shape
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
 
-PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
+PAGE, COUNTS = ROOT / "docs" / "performance.md", RESULTS / "counts.md"
 RATIOS = (0.25, 0.5, 0.75)
 RUNS = (4, 8, 20, 50)
 SIDES = (512, 1024, 2048, 4096)
@@ -93,7 +93,7 @@ def ceilings() -> str:
     def rows() -> Iterator[list[str]]:
         for model, name, settings in (
             ("sdxl", "SDXL", {}),
-            ("flux", "Flux, first 5 + 5 blocks whole", {}),
+            ("flux", "Flux, first 5 + 5 blocks skipped", {}),
             ("flux", "Flux, all blocks", _ALL),
         ):
             for side in SIDES:
@@ -102,7 +102,7 @@ def ceilings() -> str:
                 merged = [count(shape, _toma(ratio=ratio, **settings)) for ratio in RATIOS]
                 yield [name, f"{side}", f"{base.flops / 1e12:.1f}", *(_times(base, m) for m in merged)]
 
-    return markdown(["model", "side, px", "TFLOP whole", *(f"ratio {r:g}" for r in RATIOS)], rows())
+    return markdown(["model", "side, px", "TFLOP", *(f"ratio {r:g}" for r in RATIOS)], rows())
 
 
 def _sizes(model: str) -> list[tuple[str, Shape]]:
@@ -162,7 +162,7 @@ def editing() -> str:
                     f"{merged[2].launches / base.launches - 1:+.1%}",
                 ]
 
-    head = ["model", "references", "TFLOP", "whole, 0.5", "0.75", "merged too, 0.5", "0.75", "launches added then"]
+    head = ["model", "references", "TFLOP", "not merged, 0.5", "0.75", "merged, 0.5", "0.75", "launches added then"]
     return markdown(head, rows())
 
 
@@ -325,7 +325,7 @@ def planning() -> str:
                     f"{plan.launches / every:.0f}",
                 ]
 
-    head = ["model", "by", "launches of all plans", "of an evaluation", "made every so many steps", "a step"]
+    head = ["model", "by", "launches of all plans", "of an evaluation", "selection interval", "a step"]
     return markdown(head, rows())
 
 
@@ -372,7 +372,7 @@ def auto() -> str:
     def said(card: Any, tokens: int, width: int, block: Any, around: Any) -> str:
         share = payoff.computing(tokens, 1, width, torch.float16, card, block) / block.launching(around)
         whole = payoff.too_little(tokens, 1, width, torch.float16, card, block, around)
-        return f"{share:.{0 if share >= 10 else 2}f}, {'whole' if whole else 'merged'}"
+        return f"{share:.{0 if share >= 10 else 2}f}, {'not merged' if whole else 'merged'}"
 
     short = [
         name.removeprefix("NVIDIA ").removeprefix("GeForce ").split(" 80GB")[0].split("-")[0] for name, *_ in CARDS
@@ -418,23 +418,31 @@ TABLES: dict[str, Callable[[], str]] = {
     "auto": auto,
     "measured": measured,
 }
+# The tables of docs/performance.md; the others are in benchmarks/results/counts.md.
+ON_PAGE = ("auto", "measured")
+
+
+def page_of(name: str) -> Path:
+    """Return the page that shows the table of this name."""
+    return PAGE if name in ON_PAGE else COUNTS
 
 
 def filled(text: str, tables: dict[str, Callable[[], str]]) -> str:
-    """The page with these tables made anew between their markers. Raises KeyError where a table has no place."""
+    """Return the page with these tables between their markers. Raises KeyError if a table has no markers."""
     for name, make in tables.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
         found = pattern.search(text)
         if found is None:
-            raise KeyError(f"{PAGE.name} has no place for the table {name}")
+            raise KeyError(f"no page has the markers of the table {name}")
         text = f"{text[: found.end(1)]}\n{make()}\n{text[found.start(2) :]}"
     return text
 
 
-def main(page: Path = PAGE, only: Sequence[str] | None = None) -> None:
-    """Count and write: all tables, or those named."""
+def main(only: Sequence[str] | None = None) -> None:
+    """Count and write all tables, or those named."""
     without_caches.prepare(own_attention=False)
     for name in TABLES if only is None else only:
+        page = page_of(name)
         page.write_text(filled(page.read_text(encoding="utf-8"), {name: TABLES[name]}), encoding="utf-8")
         bench.say(f"{name}: written to {page}")
 

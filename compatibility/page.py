@@ -22,10 +22,9 @@ BEGIN, END = "<!-- tables: make compatibility -->", "<!-- end of tables -->"
 # Between the tables of the first two families and those of the others.
 FURTHER = """### The other models
 
-The same judgement on small models of 2 to 5 blocks. Tried are the features that ask something of the model; what only
-deals with its answers is in the tables above. *-*: ComfyUI has no such thing for this model. *not tried*: for the
-time it takes here; what another model shows of it holds for this one. Compiled graphs of every model are counted by
-tests/nodes/adapters/compile/test_compile.py."""
+The same on small models of 2 to 5 blocks, for features that depend on the model. *-*: ComfyUI does not have it for this
+model. *not tried*: left out for its time; the verdict of another model holds. Compiled graphs of every model are
+counted by tests/nodes/adapters/compile/test_compile.py."""
 
 Results = dict[str, Any]
 

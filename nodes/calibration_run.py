@@ -37,7 +37,7 @@ from .adapters.without_caches import bare
 from .task import Task, error
 
 # How near, in a word: as much work as this preset has at this ratio. Above 0.6 transformers are farther than in fewer
-# steps (docs/fidelity-tables.md).
+# steps (benchmarks/results/fidelity/tables.md).
 NEAR: Mapping[str, tuple[str, float]] = {
     "quality": ("quality", 0.5),
     "balanced": ("balanced", 0.5),

@@ -1,18 +1,31 @@
-"""Every relative link, linked heading and picture in the texts is there, and the index of docs/ lists every page."""
+"""Links, headings and pictures of pages exist; what pages say of settings, presets and nodes is the code's."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from dataclasses import fields
+from enum import Enum
+from itertools import takewhile
 from pathlib import Path
 
 from PIL import Image
 
+from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
 from tests.loop import loop
 
-DOCS = ROOT / "docs"
-TEXTS = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *(ROOT / "web" / "docs").rglob("*.md")])
+DOCS, HELP = ROOT / "docs", ROOT / "web" / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
+COUNTS = RESULTS / "counts.md"
+BESIDE = [COUNTS, *(RESULTS / "fidelity" / f"{name}.md" for name in ("tables", "trials", "calibrated"))]
+# Pages that are written by hand, in English.
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *HELP.glob("*.md")])
+TEXTS = sorted({*PAGES, *BESIDE, *HELP.rglob("*.md")})
+MOST_WORDS, MOST_README_LINES = 14_000, 130
+# What stands between "<!-- name -->" and "<!-- end -->" is written by code.
+GENERATED = re.compile(r"<!-- [^>]* -->\n.*?<!-- end[^>]*-->", re.DOTALL)
 LINK = re.compile(r'!?\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*\bsrc="([^"]+)"')
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
@@ -80,3 +93,116 @@ def test_readme_names_every_template() -> None:
         assert f"**{path.stem}**" in text
     for path in (ROOT / "subgraphs").glob("*.json"):
         assert f"*{path.stem}*" in text
+
+
+def words(text: str) -> int:
+    """How many words of a page are written by hand."""
+    return len(re.findall(r"\S*\w\S*", GENERATED.sub("", text)))
+
+
+def table(page: Path, head: str) -> list[list[str]]:
+    """The cells of the first table of a page whose head begins so, without its head."""
+    lines = page.read_text(encoding="utf-8").split("\n")
+    start = next(n for n, line in enumerate(lines) if line.startswith(head)) + 2
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in takewhile(len, lines[start:])]
+
+
+def test_pages_are_short() -> None:
+    by_hand = {page.relative_to(ROOT).as_posix(): words(page.read_text(encoding="utf-8")) for page in PAGES}
+    assert sum(by_hand.values()) <= MOST_WORDS, by_hand
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MOST_README_LINES
+    assert words("a b | - | `c`\n<!-- runs -->\nd e\n<!-- end -->\nf") == 4
+
+
+def test_nodes_on_pages_exist() -> None:
+    nodes = json.loads((ROOT / "locales" / "en" / "nodeDefs.json").read_text(encoding="utf-8"))
+    names = {
+        name for node in nodes for name in (nodes[node]["display_name"], nodes[node]["display_name"].split(" (")[0])
+    }
+    for page in PAGES:
+        named = set(re.findall(r"\*\*(ToMA(?: [^*]+)?)\*\*", page.read_text(encoding="utf-8")))
+        assert named <= names, page.name
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in names if f"**{name}**" not in readme] == []
+
+
+def test_presets_on_pages_exist() -> None:
+    presets = list(pack_module("toma_core.presets").PRESETS)
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert set(re.findall(r"[Pp]reset(?:\*\*)? `(\w+)`", text)) <= set(presets), page.name
+        assert "`faithful`" not in text
+    assert [row[0].strip("`") for row in table(DOCS / "settings.md", "| preset |")] == presets
+    assert re.findall(r"\| \*\*preset\*\* `(\w+)` \|", (ROOT / "README.md").read_text(encoding="utf-8")) == presets
+
+
+def test_the_table_of_settings_is_the_codes() -> None:
+    config, reasons = pack_module("toma_core.config"), pack_module("toma_core.reasons")
+    presets = pack_module("toma_core.presets")
+    kinds = [pack_module(f"nodes.adapters.{name}").PRESETS for name in ("families.unet", "family")]
+    rows = []
+    for item in fields(config.ToMAConfig):
+        row = [reasons.label(item.name)]
+        for own in kinds:
+            values = [getattr(presets.Settings(name).resolved(own), item.name) for name in presets.PRESETS]
+            shown = [_shown(value) for value in values]
+            row.append(shown[0] if len(set(shown)) == 1 else ", ".join(shown))
+        rows.append(row)
+    assert [row[:3] for row in table(DOCS / "settings.md", "| setting | UNets |")] == rows
+
+
+def _shown(value: object) -> str:
+    """A value of a setting as the page shows it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value.value) if isinstance(value, Enum) else f"{value:g}"
+
+
+def test_gains_in_the_readme_are_counted() -> None:
+    counted, kept = (
+        table(COUNTS, "| model | side, px | setting |"),
+        table(DOCS / "settings.md", "| | bf16 | four bits |"),
+    )
+    steps = {"4": 4, "8": 5, "20": 6, "50": 7}
+    rows = table(ROOT / "README.md", "| model | steps | setting | faster |")
+    assert len(rows) > 4
+    for model, step, setting, faster, memory in rows:
+        preset, ratio = re.fullmatch(r"`(\w+)`, ratio ([\d.]+)", setting).groups()
+        name = preset if ratio == "0.5" else f"{preset} at {ratio}"
+        (row,) = [r for r in counted if model.startswith(r[0]) and r[1].split(" ")[0] in model and r[2] == name]
+        assert row[steps[step]].split(" ")[0] == faster, model
+        sizes = [f"{cell} GB" for title, *cells in kept for cell in cells if model.startswith(title.split(",")[0])]
+        assert memory == "none" if model.startswith("SD") else memory in sizes
+
+
+def test_pages_that_code_names_exist() -> None:
+    sources = [
+        p
+        for folder in ("toma_core", "nodes", "benchmarks", "compatibility", "demo", "tests")
+        for p in (ROOT / folder).rglob("*.py")
+    ]
+    for path in sources:
+        for page in re.findall(r"\b(?:docs|benchmarks/results)/[\w/-]+\.md", path.read_text(encoding="utf-8")):
+            assert (ROOT / page).exists(), f"{path.name} names {page}"
+
+
+def test_files_that_pages_name_exist() -> None:
+    folders = "tests|benchmarks|toma_core|nodes|scripts|demo|compatibility|web"
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(rf"(?<=[`=\"])((?:{folders})/[\w/.-]+)(?=[`\" ])", text):
+            assert (ROOT / name).exists() or "x.py" in name, f"{page.name} names {name}"
+
+
+def test_add_a_model_names_what_a_family_has() -> None:
+    signature, family = pack_module("nodes.adapters.signature"), pack_module("nodes.adapters.family")
+    example = pack_module("nodes.adapters.families.sd3")
+    known = {*dir(signature.BlockSignature), *dir(family.Transformer), *dir(family), *dir(example)}
+    answers = [row[1] for row in table(DOCS / "add-a-model.md", "| question | answer in |")]
+    named = {name for cell in answers for name in re.findall(r"`(\w+)`", cell)}
+    assert named
+    assert named <= known, named - known
+    code = (DOCS / "add-a-model.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    source = Path(str(example.__file__)).read_text(encoding="utf-8")
+    shown = [line.strip() for line in code.splitlines() if line.startswith("    ") and "def " not in line]
+    assert [line for line in shown if line not in source] == []

@@ -17,7 +17,8 @@ from .windows import Grid
 # Of the picture that a token shows, so many cells by so many are told apart.
 _CELLS = 2
 # While more than this of what a model sees is noise, its prediction is still a mean of many pictures: what decides
-# between them lies in the noise, and sharing by the prediction would throw it away (docs/fidelity-trials.md).
+# between them lies in the noise, and sharing by the prediction would discard it
+# (benchmarks/results/fidelity/trials.md).
 _MOST_NOISE = 0.92
 
 

@@ -135,7 +135,7 @@ class Schedule:
     @property
     def _last_of_two(self) -> bool:
         """Whether the last step is merged all the same: else nothing would be in half of a run of four steps, and
-        where blocks look at all tokens it is nearer so than three steps are (docs/fidelity-trials.md)."""
+        where blocks look at all tokens it is nearer so than three steps are (benchmarks/results/fidelity/trials.md)."""
         return self.goes_on and len(self.sigmas) == 2 and self.config.full_step_interval > 2 and self.config.kv_cache
 
     @cached_property

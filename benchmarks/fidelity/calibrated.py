@@ -1,8 +1,8 @@
 """What ToMA Calibrate gains on scenes that it did not measure: `python -m benchmarks.fidelity.calibrated`.
 
 For each model, number of steps and word: calibrate on one set of scenes at the work of a preset, and compare both on
-another set. The table stands in docs/how-it-works.md. Below it: where a single setting of the judges' tables is nearer
-for no more work, see `beyond`.
+another set. The table is in results/fidelity/calibrated.md. Below it: where a single setting of the judges' tables has
+less error for no more work, see `beyond`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Write what was measured into the pages that tell of it: `python -m benchmarks.fidelity.page`.
+"""Write what was measured into docs/fidelity.md and results/fidelity/*.md: `python -m benchmarks.fidelity.page`.
 
-Which settings a table names is the page's choice; their figures and order come from benchmarks/results/fidelity, and
-plots are drawn from them. Sheets of pictures are put together where this machine drew them.
+A page chooses the settings that its tables name; figures and order come from the result files, and plots are drawn
+from them. Sheets of pictures are put together if this machine has the pictures.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 from PIL import Image
 
-PAGE, TABLES, METHOD = (Path("docs") / f"{name}.md" for name in ("fidelity", "fidelity-tables", "how-it-works"))
-IMAGES = PAGE.parent / "images"
 RESULTS = Path("benchmarks/results/fidelity")
+PAGE, TABLES, GAINED = Path("docs/fidelity.md"), RESULTS / "tables.md", RESULTS / "calibrated.md"
+IMAGES = PAGE.parent / "images"
 CALIBRATIONS = "calibrated.json"
-# A table is told by its head: "| DiT, 8 steps | distance | ...".
+# The head of a table names its results: "| DiT, 8 steps | error | ...".
 # A model's name on the pages -> the start of its results' names, and the size and number of its pictures.
 MODELS = {
     "DiT": ("dit", "128px-22x3"),
@@ -28,10 +28,10 @@ MODELS = {
     "Deep UNet": ("deep", "128px-8x3"),
     "Wan": ("wan", "report"),
 }
-HEAD = re.compile(rf"\| ({'|'.join(MODELS)}), (\d+) steps \| distance \|")
-# What to set with how many steps: "| DiT | setting | distance | ...", a row "| 4 steps | balanced | ...". A setting is
-# told by how its name ends; other columns are not measured here and stay.
-ANSWERS = re.compile(rf"\| ({'|'.join(MODELS)}) \| setting \| distance \|")
+HEAD = re.compile(rf"\| ({'|'.join(MODELS)}), (\d+) steps \| error \|")
+# What to set with N steps: "| DiT | setting | error | ...", a row "| 4 steps | balanced | ...". The end of its name
+# identifies a setting; columns that are not in FORMATS stay as they are.
+ANSWERS = re.compile(rf"\| ({'|'.join(MODELS)}) \| setting \| error \|")
 # What a calibration gains: "| model, steps | `quality` | calibrated | ...", a row "| DiT, 8 | ...".
 GAINS = re.compile(r"\| model, steps \| `(\w+)` \| calibrated \| `(\w+)` \| calibrated \| `(\w+)` \| calibrated \|")
 PLOTS = {
@@ -63,7 +63,7 @@ SHEETS: dict[str, tuple[str, dict[str, str]]] = {
     ),
 }
 FORMATS = {
-    "distance": "{distance:.3f} ± {spread:.3f}",
+    "error": "{distance:.3f} ± {spread:.3f}",
     "SSIM": "{ssim:.2f}",
     "detail": "{detail:.2f}",
     "seams": "{seams:.2f}",
@@ -84,9 +84,9 @@ def results_of(head: str) -> str | None:
 
 
 def renewed(text: str, folder: Path = RESULTS) -> str:
-    """The page with the figures of its tables taken from the results, settings nearest first.
+    """Return the page with the figures of the results, settings ordered by their error.
 
-    Raises FileNotFoundError for a table without results, KeyError for a row or a column that they do not have.
+    Raises FileNotFoundError for a table without results, KeyError for a row or a column that the results lack.
     """
     lines = text.split("\n")
     for start, head in enumerate(lines):
@@ -171,7 +171,7 @@ def main() -> None:
     from . import report
 
     argparse.ArgumentParser(prog="python -m benchmarks.fidelity.page", description=__doc__).parse_args()
-    for page in (PAGE, TABLES, METHOD):
+    for page in (PAGE, TABLES, GAINED):
         page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
     for name, results in PLOTS.items():
         stored = json.loads((RESULTS / f"{results}.json").read_text())

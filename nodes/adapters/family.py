@@ -28,7 +28,7 @@ from .model_hooks import GRAPHS, HookPair
 from .signature import BlockSignature
 
 # What presets of transformers have in common: their plans are made from the predicted picture, with more destinations
-# where there is more in it. Nearer at the same work (docs/fidelity-trials.md).
+# where there is more in it. Nearer at the same work (benchmarks/results/fidelity/trials.md).
 PREDICTED: Mapping[str, Any] = {"similarity_from": SimilarityFrom.PREDICTION}
 # Where merged blocks look at all tokens none has to be left whole, every step has a plan of its own, and smaller
 # windows are nearer.

@@ -1,4 +1,4 @@
-"""docs/fidelity.md and its tables say what the result files say."""
+"""docs/fidelity.md and the pages beside the result files say what the results say."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from benchmarks.fidelity.judge import Conditions
 from benchmarks.fidelity.page import (
     ANSWERS,
+    GAINED,
     GAINS,
     IMAGES,
-    METHOD,
     PAGE,
     PLOTS,
     RESULTS,
@@ -29,7 +29,7 @@ from benchmarks.fidelity.store import Store
 
 def test_the_answers_are_the_results() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    models = ["Deep UNet", "Few-step DiT", "DiT", "Wan"]
+    models = ["Few-step DiT", "Wan", "Deep UNet", "DiT"]
     assert [m[1] for m in map(ANSWERS.match, text.splitlines()) if m] == models
     assert renewed(text) == text, "write it anew with `python -m benchmarks.fidelity.page`"
     wrong = re.sub(r"(\| 4 steps \| quality \|) 0\.\d+", r"\1 0.999", text)
@@ -53,7 +53,7 @@ def test_the_tables_show_the_results_as_they_are() -> None:
 
 
 def test_what_a_calibration_gains_is_what_was_found(tmp_path: Path) -> None:
-    text = METHOD.read_text(encoding="utf-8")
+    text = GAINED.read_text(encoding="utf-8")
     assert sum(map(bool, map(GAINS.match, text.splitlines()))) == 1
     assert renewed(text) == text, "write it anew with `python -m benchmarks.fidelity.page`"
     row = {"preset": 0.25, "calibrated": 0.125, "keeps preset": False}
@@ -75,7 +75,7 @@ def test_wrong_figures_and_a_wrong_order_are_mended() -> None:
 
 
 def test_a_row_or_a_table_without_results_is_an_error(tmp_path: Path) -> None:
-    head = "| DiT, 8 steps | distance | SSIM |\n|---|---|---|\n"
+    head = "| DiT, 8 steps | error | SSIM |\n|---|---|---|\n"
     with pytest.raises(KeyError, match="no such setting"):
         renewed(f"{head}| no such setting | 0 | 0 |\n")
     with pytest.raises(FileNotFoundError):

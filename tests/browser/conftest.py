@@ -143,9 +143,9 @@ class Page:
         yield page
         page.tab.close()
 
-    def picture(self, name: str, image: dict[str, str]) -> Image.Image:
-        """A picture that a node shows, kept as a file for the documentation."""
-        path = self._path(name, document=True)
+    def picture(self, name: str, image: dict[str, str], *, document: bool = False) -> Image.Image:
+        """A picture that a node shows, kept as a file. document: it belongs to the documentation."""
+        path = self._path(name, document=document)
         path.write_bytes(self.server.view(image))
         return Image.open(path)
 

@@ -93,7 +93,7 @@ def test_the_line_follows_the_ratio(page: Any, baseline: Any) -> None:
 
 def test_the_simple_node_before_and_after_a_run(page: Any, baseline: Any) -> None:
     page.open(simple(), "simple")
-    page.photograph("node-before", [4], document=True)
+    page.photograph("node-before", [4])
     page.queue()
     assert page.text(4) == "On: half of the tokens merged, 14 of 17 blocks, all 4 steps"
     page.photograph("node-after", [4], document=True)

@@ -30,7 +30,7 @@ def test_the_report_is_shown(page: Any, baseline: Any) -> None:
     (shown,) = page.evaluate(
         "() => Object.values(app.nodeOutputs).filter(o => o.text && o.images).map(o => o.images[0])"
     )
-    assert page.picture("report", shown).width == 816
+    assert page.picture("report", shown, document=True).width == 816
     page.photograph("report-node", [7], document=True)
     assert page.noise - baseline == set()
 
@@ -54,7 +54,7 @@ def test_the_benchmark_is_shown(page: Any, baseline: Any) -> None:
     )
     picture = page.picture("benchmark", shown)
     assert isinstance(picture, Image.Image)
-    page.photograph("benchmark-node", [7], document=True)
+    page.photograph("benchmark-node", [7])
     assert page.text(4) == NEW, "the model's own ToMA was not run"
     assert page.noise - baseline == set()
 

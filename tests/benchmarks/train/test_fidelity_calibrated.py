@@ -35,7 +35,7 @@ def test_a_whole_run_and_again(
 
 
 def test_no_single_setting_is_nearer() -> None:
-    """As docs/how-it-works.md tells. It would be found: here a calibration is made twice as far."""
+    """As benchmarks/results/fidelity/calibrated.md says. It would be found: here a calibration is made twice as far."""
     folder = FOLDER.parents[1] / "benchmarks" / "results" / "fidelity"
     rows = json.loads((folder / "calibrated.json").read_text())
     assert calibrated.beyond(rows, folder) == {}
