@@ -42,7 +42,7 @@ class Evaluation:
     pictures: tuple[Tensor, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", self.cond_keys or self.plan_keys)
+        object.__setattr__(self, "cond_keys", self.cond_keys or self.plan_keys)
 
     def of(self, block: str) -> Evaluation:
         """The same for a block, by its name: it may be merged at a ratio of its own."""

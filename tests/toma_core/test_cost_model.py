@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.loop import loop
-from toma_core import payoff
+from toma_core import cost_model
 from toma_core.config import Granularity
 from toma_core.cost_model import (
     FLUX2_SINGLE,
@@ -40,7 +40,7 @@ WORK = Reason.TOO_LITTLE_WORK()
 
 STACK = Granularity.STACK
 cards = st.sampled_from([None, *CARDS])
-BLOCKS = [block for block in vars(payoff).values() if isinstance(block, Block)]
+BLOCKS = [block for block in vars(cost_model).values() if isinstance(block, Block)]
 blocks = st.sampled_from(BLOCKS)
 granularities = st.sampled_from(list(Granularity))
 dtypes = st.sampled_from([torch.float16, torch.bfloat16, torch.float32])
@@ -128,13 +128,13 @@ def test_what_merging_adds_decides_too(granularity: str, merged: bool) -> None:
 def test_rates_follow_the_peaks_in_data_sheets(card: Card, peak: float) -> None:
     """TFLOP/s in half precision with fp32 sums, at the clock that the driver tells."""
     assert card.rate(torch.bfloat16) == card.rate(torch.float16)
-    assert card.rate(torch.float16) / 1e12 == pytest.approx(payoff.EFFICIENCY * peak, rel=0.01)
+    assert card.rate(torch.float16) / 1e12 == pytest.approx(cost_model.EFFICIENCY * peak, rel=0.01)
     assert card.rate(torch.float32) < card.rate(torch.float16)
 
 
 def test_cards_that_nobody_listed() -> None:
     """Old ones have no tensor cores; others are like the last before them; GeForce sums in fp32 at half the rate."""
-    clock = 2 * payoff.CLOCK * payoff.EFFICIENCY
+    clock = 2 * cost_model.CLOCK * cost_model.EFFICIENCY
     for capability, each in (((6, 1), 256), ((7, 5), 1024), ((8, 7), 1024), ((10, 3), 8192), ((13, 0), 1024)):
         assert Card("Quadro", capability, 2).rate(torch.float16) == clock * each
         geforce = each if capability < (7, 0) else each / 2
@@ -184,7 +184,7 @@ def test_256_tokens_are_the_fewest_everywhere(
 
 @loop("least", [1, 4, 256, 257, 1_048_576])
 def test_a_number_holds_whatever_the_device(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payoff, "card_of", lambda device: pytest.fail("the device was looked at"))
+    monkeypatch.setattr(cost_model, "card_of", lambda device: pytest.fail("the device was looked at"))
     reason = Reason.TOO_FEW_TOKENS(least=least) if least > 256 else None
     assert obstacle(torch.zeros(1, 256, 8), 1, least, UNET_BLOCK, STACK) == reason
 
@@ -203,7 +203,8 @@ def test_amd_cards_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("clock", "hertz"), [({"clock_rate": 2_520_000}, 2.52e9), ({"clock_rate": 0}, payoff.CLOCK), ({}, payoff.CLOCK)]
+    ("clock", "hertz"),
+    [({"clock_rate": 2_520_000}, 2.52e9), ({"clock_rate": 0}, cost_model.CLOCK), ({}, cost_model.CLOCK)],
 )
 def test_the_driver_is_asked_once_per_device(
     clock: dict[str, int], hertz: float, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ import torch
 
 import toma_core
 from tests.loop import loop
-from toma_core import Evaluation, RunState, Schedule, ToMAConfig, payoff, plan_for, reduce, restore
+from toma_core import Evaluation, RunState, Schedule, ToMAConfig, cost_model, plan_for, reduce, restore
 from toma_core.merge import MergePlan
 from toma_core.reasons import Reason
 
@@ -120,7 +120,7 @@ def test_auto_on_a_cpu_is_256_tokens(tokens: int, merges: bool) -> None:
 
 def test_auto_on_a_card_asks_for_enough_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """576 tokens of 64 channels are nothing to an H100; as many images of them are. A number is a number."""
-    monkeypatch.setattr(payoff, "card_of", lambda device: payoff.Card("NVIDIA H100", (9, 0), 132, 1.98e9))
+    monkeypatch.setattr(cost_model, "card_of", lambda device: cost_model.Card("NVIDIA H100", (9, 0), 132, 1.98e9))
     few, many = (torch.randn(1, 576, 64).expand(images, -1, -1) for images in (1, 4096))
     assert plan_for(few, (24, 24), "toy", evaluation_of()) is None
     assert evaluation_of().obstacle(few) == Reason.TOO_LITTLE_WORK()
