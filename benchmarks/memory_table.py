@@ -100,7 +100,7 @@ def choose(model: Any, case: Case, total: float) -> Choice:
     from comfy.samplers import CFGGuider, sampler_object
 
     run, settings = pack_module("nodes.adapters.patch_model"), pack_module("toma_core").Settings("balanced")
-    merged = run.attach(model, settings)
+    merged = run.apply_toma(model, settings)
     guider, noise = CFGGuider(merged), torch.empty(1, *case.shape.latent, device="meta")
     guider.conds = {name: convert_cond(case.shape.conditioning(1)) for name in ("positive", "negative")}
     guider.set_cfg(case.cfg)

@@ -54,7 +54,7 @@ def toma(name: str, *, selector: str = "", **settings: Any) -> Variant:
         unmeasured = pack_module("nodes.adapters.family").PRESETS
         own = {} if hooks.presets is unmeasured else hooks.presets.get("paper", {})
         config = pack_module("toma_core").ToMAConfig(**{**EVERY_STEP, **own, **settings})
-        return pack_module("nodes.adapters.patch_model").attach(model, config)
+        return pack_module("nodes.adapters.patch_model").apply_toma(model, config)
 
     return Variant(f"ToMA {name}", selected_by(patch, selector) if selector else patch)
 
@@ -63,7 +63,7 @@ def preset(name: str, *, selector: str = "", **settings: Any) -> Variant:
     """ToMA with a preset, some settings replaced. selector: see `toma`."""
 
     def patch(model: Any) -> Any:
-        return pack_module("nodes.adapters.patch_model").attach(
+        return pack_module("nodes.adapters.patch_model").apply_toma(
             model, pack_module("toma_core").Settings(name, settings)
         )
 

@@ -171,7 +171,7 @@ def attach(model: Any, *, selector: str = "", **settings: Any) -> Any:
     made = core.Settings(PRESET, chosen) if PRESET else core.ToMAConfig(**chosen)
 
     def patch(model: Any) -> Any:
-        return pack_module("nodes.adapters.patch_model").attach(model, made)
+        return pack_module("nodes.adapters.patch_model").apply_toma(model, made)
 
     return (selected_by(patch, selector) if selector else patch)(model)
 

@@ -1,4 +1,4 @@
-"""TokenReduction the pair of rows that the README begins with out of the pictures of docs/fidelity.md: `python -m
+"""Cut the pair of rows that the README begins with out of the pictures of docs/fidelity.md: `python -m
 demo.pair`."""
 
 from __future__ import annotations

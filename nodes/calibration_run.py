@@ -31,9 +31,9 @@ from .adapters import last_runs, registry
 from .adapters.family import BlockFacts
 from .adapters.fingerprint import blocks_of, fingerprint
 from .adapters.kv_memory import conditions_of, dtype_of, has_controls, overlap_of
-from .adapters.patch_model import attach, attachment_of, settled
+from .adapters.patch_model import apply_toma, attachment_of, run_config
 from .adapters.probe import OTHERS, RATIO, Band, Probes, sites_of
-from .adapters.without_caches import bare
+from .adapters.without_caches import without_caches
 from .task import Task, error
 
 # How near, in a word: as much work as this preset has at this ratio. Above 0.6 transformers are farther than in fewer
@@ -143,8 +143,8 @@ def calibrate(
     The model is not changed; what ToMA it carries is left out. overrides: settings on top of the preset's. told: that
     one of three runs begins. Raises `UnsupportedModelError`, and ComfyUI's own exception when the user cancels.
     """
-    plain = attach(model, ToMAConfig(ratio=0.0))
-    base, without = bare(plain)
+    plain = apply_toma(model, ToMAConfig(ratio=0.0))
+    base, without = without_caches(plain)
     preset, ratio = NEAR[near]
     config = _settings(base, task, Settings(preset, {"ratio": ratio, **overrides}))
     placed = replace(config, ratio=RATIO, skip_first_blocks=0.0, skip_last_blocks=0.0)
@@ -160,14 +160,14 @@ def calibrate(
         progress.update(1)
 
     probes = Probes(sites, most, tick)
-    probed = attach(base, placed)
+    probed = apply_toma(base, placed)
     told(1, 3)
     whole = _sample(probes.on(probed), task, tick)
     if (seen := _stats(probed)) is not None and seen.without_kv_cache == Reason.KV_FOREIGN_ATTENTION():
         # Another pack's attention asks nobody what to look at: a run goes on with other settings then.
         return calibrate(model, task, near, distance, {**overrides, "kv_cache": False}, told)
     told(2, 3)
-    usual = attach(base, config)
+    usual = apply_toma(base, config)
     beside = _sample(usual, task, tick)
     usual_distance = beside.distance(whole)
 
@@ -197,7 +197,7 @@ def calibrate(
     found, nearer = 0.0, True
     if not profile.empty:
         told(3, 3)
-        choice = attach(base, placed, ratio_schedule=profile.ratio_schedule(names))
+        choice = apply_toma(base, placed, ratio_schedule=profile.ratio_schedule(names))
         made = _sample(choice, task, tick)
         found, nearer = made.distance(whole), made.mostly_nearer(beside, whole)
         if _ran_short(choice):
@@ -211,7 +211,9 @@ def calibrate(
         profile, problem = profile_of(placed, {}, [0.0]), Problem.MERGED_NAN()
     progress.update_absolute(progress.total)
     return Calibrated(
-        model=plain if profile.empty else attach(plain, profile.config(), ratio_schedule=profile.ratio_schedule(names)),
+        model=plain
+        if profile.empty
+        else apply_toma(plain, profile.config(), ratio_schedule=profile.ratio_schedule(names)),
         profile=None if problem and problem.id is not Problem.MERGED_NAN else profile,
         choices=front(table),
         chosen=chosen,
@@ -236,13 +238,13 @@ def _asked(model: ModelPatcher, task: Task) -> tuple[CFGGuider, Any]:
 
 
 def _settings(model: ModelPatcher, task: Task, settings: Settings) -> ToMAConfig:
-    """What settings come to where this is sampled, see `run.settled`: there may be no room for keys of all tokens."""
-    patched = attach(model, settings)
+    """What settings come to where this is sampled, see `patch_model.run_config`."""
+    patched = apply_toma(model, settings)
     attachment = attachment_of(patched)
     if attachment is None:  # a ComfyUI that models cannot be attached to: nothing will be merged
         return settings.resolved()
     guider, sampler = _asked(patched, task)
-    return settled(attachment, guider, task.latent, sampler)[0]
+    return run_config(attachment, guider, task.latent, sampler)[0]
 
 
 def _sites_kept(model: ModelPatcher, config: ToMAConfig, task: Task) -> int:

@@ -25,7 +25,7 @@ from ..toma_core import Settings, ToMAConfig
 from ..toma_core.reasons import Message, MessageId
 from ..toma_core.schedule import RatioSchedule
 from .adapters import last_runs
-from .adapters.patch_model import attach, attachment_of
+from .adapters.patch_model import apply_toma, attachment_of
 from .task import Task, error
 
 # Presets run the first step and the last whole: with one more between them both kinds are warm.
@@ -101,9 +101,9 @@ def measure(
     Every setting samples a few steps first. Then all of them take turns, in one order and in the other, so that a
     machine that slows down favours none. told: called before each run with its number from 1, and how many there are.
     """
-    base = attach(model, ToMAConfig(ratio=0.0))
+    base = apply_toma(model, ToMAConfig(ratio=0.0))
     timings = [Timing(Setting.WITHOUT_TOMA(), 0.0), *(Timing(each.name, each.ratio) for each in candidates)]
-    models = [base, *(attach(base, each.settings, ratio_schedule=each.ratio_schedule) for each in candidates)]
+    models = [base, *(apply_toma(base, each.settings, ratio_schedule=each.ratio_schedule) for each in candidates)]
     pairs = list(zip(timings, models, strict=True))
     warm_up = min(_WARM_UP_STEPS, task.steps)
     progress = comfy.utils.ProgressBar(len(pairs) * (warm_up + runs * task.steps))

@@ -11,7 +11,7 @@ from ..toma_core import Settings, ToMAConfig
 from ..toma_core.reasons import MessageId
 from ..toma_core.settings import ConfigError
 from . import profiles, validate_inputs, widgets
-from .adapters.patch_model import attach
+from .adapters.patch_model import apply_toma
 from .node_status import errors_shown, said, status_of
 from .profiles import Applied
 from .widgets import CATEGORY, SEARCH_ALIASES
@@ -52,7 +52,7 @@ def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, to
         settings, notes = applied.settings, applied.notes
         if line is not None:
             line = replace(line, notes=notes)
-        patched = attach(model, settings, line, applied.ratio_schedule)
+        patched = apply_toma(model, settings, line, applied.ratio_schedule)
     if settings.off:
         notes = (Off.STEPS() if settings.resolved().ratio else Off.RATIO(),)
     return io.NodeOutput(patched, ui=said(notes)) if notes else io.NodeOutput(patched)

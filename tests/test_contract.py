@@ -178,7 +178,7 @@ def test_every_forward_is_known(request: pytest.FixtureRequest, kind: str) -> No
     """Blocks, attentions and feed-forwards take the arguments that the hooks in their place take."""
     registry, contract = pack_module("nodes.adapters.registry"), pack_module("nodes.adapters.compat")
     hooks = registry.find(request.getfixturevalue(f"shared_{kind}").model.diffusion_model)
-    places = list(hooks.places())
+    places = list(hooks.hook_pairs())
     assert len(places) > 10
     for module, hook in places:
         try:

@@ -75,7 +75,7 @@ def _measured(
     from .settings import FEWEST
 
     calibrating = pack_module("nodes.calibration_run")
-    attach = pack_module("nodes.adapters.patch_model").attach
+    attach = pack_module("nodes.adapters.patch_model").apply_toma
     settings = pack_module("toma_core").Settings
     model, generate, asked = (_clips if kind == "wan" else _pictures)(kind, steps, options, args)
     overrides = {"min_tokens": FEWEST}

@@ -35,7 +35,7 @@ def error(merged: Tensor, whole: Tensor, x: Tensor) -> Tensor:
 
 def plan_apart(hooks: Any) -> None:
     """From here on every block of a model has plans of its own, under its name."""
-    for _, hook in hooks.places():
+    for _, hook in hooks.hook_pairs():
         if hasattr(hook, "scope"):
             hook.scope = hook.name
 

@@ -1,1 +1,1 @@
-"""The only code that knows ComfyUI's model classes and hooks. `attach` (run.py) is the way in."""
+"""The only code that knows ComfyUI's model classes and hooks. `apply_toma` (run.py) is the way in."""

@@ -22,9 +22,9 @@ from ...toma_core.config import Granularity
 from ...toma_core.cost_model import Block
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid, has_frames
-from .attention_override import flat, like
+from .attention_override import from_btc, to_btc
 from .model_hooks import unmerge
-from .rope import merged_rows
+from .rope import merged_rope
 from .signature import BlockSignature
 
 
@@ -33,7 +33,7 @@ class ActiveChain:
     """A chain of blocks in one evaluation.
 
     Attributes:
-        port: How its blocks take their tokens.
+        signature: How its blocks take their tokens.
         grids: Token grids of the image and of each reference image; (N,) for a reference that is not merged.
         scope: Chains with equal scopes share plans.
         names: Blocks of the chain, as in the report.
@@ -41,7 +41,7 @@ class ActiveChain:
         evaluation: The call of the model.
     """
 
-    port: BlockSignature
+    signature: BlockSignature
     grids: tuple[Grid, ...]
     scope: Hashable
     names: Sequence[str]
@@ -121,7 +121,7 @@ class ActiveChain:
                 evaluation.run.stats.merged(block)
         reduced = list(map(reduce, pieces, plans, cached))
         lengths = tuple((a.shape[1], b.shape[1]) for a, b in zip(pieces, reduced, strict=True))
-        return Reduction(self, tuple(plans), tuple(cached), lengths), self.port.clamp_fp16(joined(reduced))
+        return Reduction(self, tuple(plans), tuple(cached), lengths), self.signature.clamp_fp16(joined(reduced))
 
 
 @dataclass(eq=False)
@@ -155,7 +155,7 @@ class Reduction:
         kept, tokens = [kept for _, kept in self.lengths], [tokens for tokens, _ in self.lengths]
         pieces = split(out, kept), split(reduced, kept), split(x, tokens)
         exact = attends and self._all_attended()
-        return self.chain.port.clamp_fp16(
+        return self.chain.signature.clamp_fp16(
             joined(list(map(restore, *pieces, self.plans, self.cached, [exact] * len(kept))))
         )
 
@@ -178,9 +178,9 @@ class Reduction:
         """
         evaluation, lengths = self.chain.evaluation, [kept for _, kept in self.lengths]
         quantized = evaluation.run.quantized
-        rows = flat(t.narrow(axis, before, sum(lengths)), axis)
-        own = quantized or (rows.untyped_storage()._cdata != t.untyped_storage()._cdata and len(lengths) == 1)
-        pieces, seen = split(rows, lengths), []
+        tokens_btc = to_btc(t.narrow(axis, before, sum(lengths)), axis)
+        own = quantized or (tokens_btc.untyped_storage()._cdata != t.untyped_storage()._cdata and len(lengths) == 1)
+        pieces, seen = split(tokens_btc, lengths), []
         for n, (piece, (tokens, _), plan) in enumerate(zip(pieces, self.lengths, self.plans, strict=True)):
             if not is_merged(self.chain.grids[n]):
                 seen.append(piece)
@@ -198,22 +198,22 @@ class Reduction:
                 self.attended.add(block)
         if len(seen) < len(pieces):
             return t
-        images, after = like(joined(seen), t, axis), before + sum(lengths)
+        images, after = from_btc(joined(seen), t, axis), before + sum(lengths)
         if t.shape[axis] == sum(lengths):
             return images if quantized else images.clone()  # the cache must not be written into
         return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)
 
-    def rope(self, rows: Tensor, before: int) -> Tensor:
+    def rope(self, rope: Tensor, before: int) -> Tensor:
         """Return the rotary positions of [before | D | rest] from those of [before | N | rest]."""
         destinations, start = list[Tensor](), 0
         for plan, (tokens, _) in zip(self.plans, self.lengths, strict=True):
             if plan is None:
-                each = torch.arange(tokens, device=rows.device)[None].expand(len(destinations[0]), -1)
+                each = torch.arange(tokens, device=rope.device)[None].expand(len(destinations[0]), -1)
             else:
                 each = plan.destinations
             destinations.append(each + start if start else each)
             start += tokens
-        return merged_rows(rows, joined(destinations), before, start, self.chain.port.rope_token_dim)
+        return merged_rope(rope, joined(destinations), before, start, self.chain.signature.rope_token_dim)
 
 
 def is_merged(grid: Grid) -> bool:

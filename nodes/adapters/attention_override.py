@@ -26,25 +26,25 @@ Masked = Callable[[Tensor], "Tensor | None"]
 class KVOverride:
     """In the place of `optimized_attention` for one call of a block.
 
-    attended: see `BlockSignature.attended`. then: the override that another node has put there. served: how many of its
+    spans: see `BlockSignature.spans`. then: the override that another node has put there. served: how many of its
     self-attentions came by.
     """
 
     def __init__(
-        self, change: Change, attended: Sequence[tuple[int, int]], then: Callable[..., Any] | None, masked: Masked
+        self, change: Change, spans: Sequence[tuple[int, int]], then: Callable[..., Any] | None, masked: Masked
     ) -> None:
-        self.change, self.attended, self.then, self.masked = change, attended, then, masked
-        self.attention_hook_called = 0
+        self.change, self.spans, self.then, self.masked = change, spans, then, masked
+        self.called = 0
 
     def __call__(self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         axis = 2 if kwargs.get("skip_reshape") else 1
         mask = args[1] if len(args) > 1 else kwargs.get("mask")  # of every key, and here there are others
         seen = None if mask is None else self.masked(mask)
-        if (mask is None or seen is not None) and self.attention_hook_called < len(self.attended):
-            before, tokens = self.attended[self.attention_hook_called]
+        if (mask is None or seen is not None) and self.called < len(self.spans):
+            before, tokens = self.spans[self.called]
             if q.shape[axis] == k.shape[axis] == v.shape[axis] == tokens:
-                which = self.attention_hook_called
-                self.attention_hook_called += 1
+                which = self.called
+                self.called += 1
                 keys = self.change(k, f"key {which}", before, axis)
                 values = self.change(v, f"value {which}", before, axis)
                 if keys.shape[axis] == values.shape[axis]:  # else something is kept of the one alone
@@ -57,25 +57,25 @@ class KVOverride:
         return compute(q, k, v, *args, **kwargs)
 
 
-def looking(
-    call_args: CallArguments, change: Change, attended: Sequence[tuple[int, int]], masked: Masked
+def override_attention(
+    call_args: CallArguments, change: Change, spans: Sequence[tuple[int, int]], masked: Masked
 ) -> CallArguments:
     """A block's arguments with which its self-attention looks at what `change` makes of its keys and values; unchanged
     where ComfyUI hands the block no options."""
     options = call_args.get("transformer_options")
     if options is None:
         return call_args
-    look = KVOverride(change, attended, options.get(_OVERRIDE), masked)
-    return {**call_args, "transformer_options": {**options, _OVERRIDE: look}}
+    override = KVOverride(change, spans, options.get(_OVERRIDE), masked)
+    return {**call_args, "transformer_options": {**options, _OVERRIDE: override}}
 
 
-def flat(t: Tensor, axis: int) -> Tensor:
+def to_btc(t: Tensor, axis: int) -> Tensor:
     """(B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C) -> (B, T, all channels)."""
     return (t.transpose(1, 2) if axis == 2 else t).flatten(2)
 
 
-def like(t: Tensor, other: Tensor, axis: int) -> Tensor:
-    """The reverse of `flat`, as the other was."""
+def from_btc(t: Tensor, other: Tensor, axis: int) -> Tensor:
+    """The reverse of `to_btc`, as the other was."""
     if other.ndim == 3:
         return t
     t = t.unflatten(2, (-1, other.shape[3]))

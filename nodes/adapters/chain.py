@@ -26,7 +26,7 @@ from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
 from . import compile_ops
 from .active_chain import ActiveChain, Reduction
-from .attention_override import looking
+from .attention_override import override_attention
 from .model_hooks import Hook, eager, outside_graph
 from .signature import BlockSignature, CallArguments, TokenReduction
 
@@ -37,25 +37,25 @@ class ChainSite:
     torch.compile guards on what a graph reads of it: plain values.
 
     Attributes:
-        port: How the blocks take their tokens.
+        signature: How the blocks take their tokens.
         number: By which operators find the site.
         image: Image tokens, N, without references.
         references: Tokens of reference images that are merged too.
         lengths: (N, D) of the image and of each reference; N = D where the chain only refreshes the cache.
         tokens: Sum of all N.
-        kept: Sum of all D.
+        destinations: Sum of all D.
         in_graph: Whether the numbers were prepared for a graph; else the chain decides outside of it.
         attends: Whether merged blocks attend to all tokens.
         active: The chain in this evaluation.
         reduction: Its merged tokens.
-        held: (reduced, x) of the merged part, which `leave` needs; None where the chain is not merged.
-        rows: Rotary positions of the merged tokens, in a graph.
+        pair: (reduced, x) of the merged part, which `leave` needs; None where the chain is not merged.
+        rope: Rotary positions of the merged tokens, in a graph.
     """
 
     active: ActiveChain | None
     reduction: Reduction | None
-    held: tuple[Tensor, Tensor] | None
-    rows: Tensor | None
+    pair: tuple[Tensor, Tensor] | None
+    rope: Tensor | None
 
     def __init__(self, signature: BlockSignature) -> None:
         self.signature, self.number = signature, compile_ops.numbered(self)
@@ -63,8 +63,8 @@ class ChainSite:
 
     def release(self) -> None:
         """Drop all state of an evaluation."""
-        self.active = self.reduction = self.held = self.rows = None
-        self.image = self.references = self.tokens = self.kept = 0
+        self.active = self.reduction = self.pair = self.rope = None
+        self.image = self.references = self.tokens = self.destinations = 0
         self.lengths: tuple[tuple[int, int], ...] = ()
         self.in_graph = self.attends = False
 
@@ -102,7 +102,7 @@ class ChainSite:
 
     def _lengths(self, lengths: tuple[tuple[int, int], ...]) -> None:
         self.lengths = lengths
-        self.tokens, self.kept = (sum(each) for each in zip(*lengths, strict=True)) if lengths else (0, 0)
+        self.tokens, self.destinations = (sum(each) for each in zip(*lengths, strict=True)) if lengths else (0, 0)
 
     @eager
     def start(self, x: Tensor, before: int, reason: Message | None) -> bool:
@@ -111,7 +111,7 @@ class ChainSite:
         reason: Why not, where that is known.
         """
         chain = self.active
-        self.in_graph, self.held = False, None  # held: of a call that broke off and is made again with fewer images
+        self.in_graph, self.pair = False, None  # pair: of a call that broke off and is made again with fewer images
         image = x[:, before : before + self.image]
         if chain is None or not chain.merges(image, reason):
             return False
@@ -120,7 +120,7 @@ class ChainSite:
             images = x[:, before : before + self.image + self.references]
             self.reduction, reduced = chain.reduce(images, plan)
             self._lengths(self.reduction.lengths)
-            self.held = reduced, images
+            self.pair = reduced, images
         return planned
 
     @eager
@@ -142,9 +142,9 @@ class ChainSite:
     def _enter(self, x: Tensor, before: int) -> Tensor:
         if self.in_graph:
             image = x[:, before : before + self.tokens]
-            self.held = compile_ops.operators.enter(image, self.number, self.kept), image
-        assert self.held is not None  # noqa: S101 - for mypy: it has started
-        reduced = self.held[0]
+            self.pair = compile_ops.operators.enter(image, self.number, self.destinations), image
+        assert self.pair is not None  # noqa: S101 - for mypy: it has started
+        reduced = self.pair[0]
         if x.shape[1] == self.tokens:
             return (
                 reduced.clone() if self.signature.mutates_input else reduced
@@ -156,15 +156,15 @@ class ChainSite:
         return self._leave(out, before) if self.in_graph else self._leave_eagerly(out, before)
 
     def _leave(self, out: Tensor, before: int) -> Tensor:
-        assert self.held is not None  # noqa: S101 - for mypy: it has been entered
-        after, merged = before + self.kept, (out[:, before : before + self.kept], *self.held)
-        self.held = self.rows = None
+        assert self.pair is not None  # noqa: S101 - for mypy: it has been entered
+        after, merged = before + self.destinations, (out[:, before : before + self.destinations], *self.pair)
+        self.pair = self.rope = None
         x = (
             compile_ops.operators.leave(*merged, self.number)
             if self.in_graph
             else compile_ops.leave(*merged, self.number)
         )
-        return x if out.shape[1] == self.kept else torch.cat([out[:, :before], x, out[:, after:]], 1)
+        return x if out.shape[1] == self.destinations else torch.cat([out[:, :before], x, out[:, after:]], 1)
 
     _enter_eagerly, _leave_eagerly = eager(_enter), eager(_leave)
 
@@ -173,15 +173,15 @@ class ChainSite:
         assert self.reduction is not None or self.in_graph  # noqa: S101 - for mypy: it has been entered
         if self.reduction is not None and not self.in_graph:
             return self.reduction.attend(block, t, what, before, axis)
-        sizes = before, self.tokens, self.kept, axis
+        sizes = before, self.tokens, self.destinations, axis
         attended: Tensor = compile_ops.operators.attend(t, f"{block} {what}", self.number, *sizes)
         return attended
 
-    def turn(self, rows: Tensor, before: int) -> None:
+    def merge_rope(self, rope: Tensor, before: int) -> None:
         """In a graph: make the rotary positions of the merged tokens from those of [before | N | rest]."""
-        assert self.held is not None  # noqa: S101 - for mypy: it has been entered
-        sizes = self.number, before, self.tokens, self.kept, self.signature.rope_token_dim
-        self.rows = rows if self.kept == self.tokens else compile_ops.operators.rope(rows, self.held[0], *sizes)
+        assert self.pair is not None  # noqa: S101 - for mypy: it has been entered
+        sizes = self.number, before, self.tokens, self.destinations, self.signature.rope_token_dim
+        self.rope = rope if self.destinations == self.tokens else compile_ops.operators.rope(rope, self.pair[0], *sizes)
 
     def reduce(self, x: Tensor) -> Tensor:
         """(B, N, C) -> (B, D, C) of all grids, in a graph."""
@@ -196,18 +196,18 @@ class RopeCache:
     """Rotary positions of merged tokens, shared by blocks that share plans in an evaluation."""
 
     def __init__(self) -> None:
-        self.held: tuple[Tensor, tuple[MergePlan | None, ...], Tensor] | None = None
+        self.entry: tuple[Tensor, tuple[MergePlan | None, ...], Tensor] | None = None
 
     @eager
-    def of(self, rows: Any, site: ChainSite, before: int) -> Any:
-        """Return the positions of the merged tokens from those of all; `rows` itself where there are none, or where the
+    def of(self, rope: Any, site: ChainSite, before: int) -> Any:
+        """Return the positions of the merged tokens from those of all; `rope` itself where there are none, or where the
         chain only refreshes the cache."""
         reduction = site.reduction
-        if rows is None or reduction is None or reduction.refreshes:
-            return rows
-        if self.held is None or self.held[0] is not rows or not _same(self.held[1], reduction.plans):
-            self.held = rows, reduction.plans, reduction.rope(rows, before)
-        return self.held[2]
+        if rope is None or reduction is None or reduction.refreshes:
+            return rope
+        if self.entry is None or self.entry[0] is not rope or not _same(self.entry[1], reduction.plans):
+            self.entry = rope, reduction.plans, reduction.rope(rope, before)
+        return self.entry[2]
 
 
 def _same(plans: Sequence[object], others: Sequence[object]) -> bool:
@@ -246,7 +246,7 @@ class BlockHook(Hook):
     def release(self) -> None:
         self.site.release()
         self.chain = self.site
-        self.positions.held = None
+        self.positions.entry = None
         self.signature.release()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -262,7 +262,7 @@ class BlockHook(Hook):
         """Whether the block is in a chain that is merged inside the graph being traced."""
         site, signature = self.site, self.signature
         if self.chain is not site:
-            return self.chain.held is not None
+            return self.chain.pair is not None
         return site.fits(call_args[signature.tokens_arg], before) and not signature.obstacle(
             call_args, site.image, site.references
         )
@@ -275,30 +275,30 @@ class BlockHook(Hook):
         signature.observe(call_args)
         reason = self.reason(call_args) if chain is self.site else None
         before = signature.image_start(call_args, chain.image)
-        merged = chain.held is not None
+        merged = chain.pair is not None
         if chain is self.site:
             merged = chain.start(call_args[signature.tokens_arg], before or 0, reason)
         if before is None or not merged:
             return self._called(len(args), call_args)
         return self._merged_outside(len(args), call_args, before)
 
-    def _merged(self, by_place: int, call_args: CallArguments, before: int) -> Any:
+    def _merged(self, positional: int, call_args: CallArguments, before: int) -> Any:
         """Run the block on the merged tokens of its chain, of which `before` others come before the image."""
         chain, signature = self.chain, self.signature
-        x, rows, start = (
+        x, rope, start = (
             call_args[signature.tokens_arg],
             call_args.get(signature.rope_arg),
             before + signature.attention_offset(call_args),
         )
         if chain is self.site:
             x = chain.enter(x, before)
-            if chain.in_graph and rows is not None:
-                chain.turn(rows, start)
-        rows = chain.rows if chain.in_graph else self.positions.of(rows, chain, start)
-        merged = self.moved(call_args, x, rows, before)
+            if chain.in_graph and rope is not None:
+                chain.merge_rope(rope, start)
+        rope = chain.rope if chain.in_graph else self.positions.of(rope, chain, start)
+        merged = self.merged_call_args(call_args, x, rope, before)
         if chain.attends:
-            merged = self._looking(merged, chain.attend, before)
-        out = self._called(by_place, merged)
+            merged = self._attending(merged, chain.attend, before)
+        out = self._called(positional, merged)
         return self._with(out, chain.leave(self._tokens(out), before)) if self.last else out
 
     _merged_outside = outside_graph(_merged)
@@ -316,24 +316,26 @@ class BlockHook(Hook):
         site._activate(replace(chain, grids=grids))
         return signature.obstacle(call_args, prod(grid), site.references)
 
-    def moved(self, call_args: CallArguments, x: Tensor, rows: Any, before: int) -> CallArguments:
-        """Return the arguments for merged tokens x at positions `rows`. before: tokens before the image."""
-        signature, cuts = self.signature, TokenReduction(before, self.chain.lengths)
-        moved = {**call_args, signature.tokens_arg: x}
-        if rows is not None:
-            moved[signature.rope_arg] = rows
-        return {**moved, **signature.merged_args(call_args, cuts)} if cuts.gone else moved
+    def merged_call_args(self, call_args: CallArguments, x: Tensor, rope: Any, before: int) -> CallArguments:
+        """Return the arguments for merged tokens x at positions `rope`. before: tokens before the image."""
+        signature, reduction = self.signature, TokenReduction(before, self.chain.lengths)
+        merged = {**call_args, signature.tokens_arg: x}
+        if rope is not None:
+            merged[signature.rope_arg] = rope
+        return {**merged, **signature.merged_args(call_args, reduction)} if reduction.removed else merged
 
-    def _looking(self, call_args: CallArguments, change: Callable[..., Tensor], before: int) -> CallArguments:
+    def _attending(self, call_args: CallArguments, change: Callable[..., Tensor], before: int) -> CallArguments:
         """Return the arguments with which the block attends to all tokens."""
-        signature, cuts = self.signature, TokenReduction(before, self.chain.lengths)
-        masked = partial(signature.merged_mask, gone=-cuts.gone)
-        return looking(call_args, partial(change, self.name), signature.attention_spans(call_args, before), masked)
+        signature, reduction = self.signature, TokenReduction(before, self.chain.lengths)
+        masked = partial(signature.merged_mask, removed=-reduction.removed)
+        return override_attention(
+            call_args, partial(change, self.name), signature.attention_spans(call_args, before), masked
+        )
 
-    def _called(self, by_place: int, call_args: CallArguments) -> Any:
+    def _called(self, positional: int, call_args: CallArguments) -> Any:
         """Call the block, with as many positional arguments as its caller gave."""
         arguments = list(call_args.items())
-        return self.original(*[value for _, value in arguments[:by_place]], **dict(arguments[by_place:]))
+        return self.original(*[value for _, value in arguments[:positional]], **dict(arguments[positional:]))
 
     def _tokens(self, out: Any) -> Tensor:
         return out if self.signature.output_index is None else out[self.signature.output_index]

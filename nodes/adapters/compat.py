@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 class UnsupportedApiError(Exception):
@@ -22,7 +22,7 @@ class UnsupportedApiError(Exception):
 
 
 @contextmanager
-def asking(name: str) -> Iterator[None]:
+def require_api(name: str) -> Iterator[None]:
     """Around the few lines that read something of ComfyUI's: what is not there becomes an `UnsupportedApiError` of
     `name`."""
     try:
@@ -32,10 +32,10 @@ def asking(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def known(name: str) -> Iterator[None]:
-    """Like `asking`, around what the rest can do without: says what is missing and goes on."""
+def optional_api(name: str) -> Iterator[None]:
+    """Like `require_api`, around what the rest can do without: says what is missing and goes on."""
     try:
-        with asking(name):
+        with require_api(name):
             yield
     except UnsupportedApiError as error:
         warn(error)
@@ -44,8 +44,8 @@ def known(name: str) -> Iterator[None]:
 def warn(error: UnsupportedApiError) -> None:
     """Say it once in the life of the process."""
     text = str(error)
-    if text not in _said:
-        _said.add(text)
+    if text not in _warned:
+        _warned.add(text)
         logging.warning(
             "ToMA: this ComfyUI has something that this version of ComfyUI-ToMA does not know (%s). Sampling goes on "
             "without merging; please look for a newer version of the pack.",
@@ -53,9 +53,9 @@ def warn(error: UnsupportedApiError) -> None:
         )
 
 
-def argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str) -> Any:
+def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
     """An argument that ComfyUI may hand over by place or by name. Raises KeyError if it is not there."""
-    return args[place] if place < len(args) else kwargs[name]
+    return args[position] if position < len(args) else kwargs[name]
 
 
 def check(module: nn.Module, hook: object) -> None:

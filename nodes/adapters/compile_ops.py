@@ -60,7 +60,7 @@ def numbered(site: Any) -> int:
     return number
 
 
-def enter(x: Tensor, site: int, kept: int) -> Tensor:
+def enter(x: Tensor, site: int, destinations: int) -> Tensor:
     """(B, N, C) -> (B, D, C). A new tensor: the graph may write into it."""
     reduced: Tensor = _sites[site].reduce(x)
     own = reduced.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
@@ -80,15 +80,15 @@ def _leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
     return restored.clone(memory_format=torch.contiguous_format) if shared else restored.contiguous()
 
 
-def _attend(t: Tensor, what: str, site: int, before: int, tokens: int, kept: int, axis: int) -> Tensor:
+def _attend(t: Tensor, what: str, site: int, before: int, tokens: int, destinations: int, axis: int) -> Tensor:
     block, _, what = what.partition(" ")
     attended: Tensor = _sites[site].reduction.attend(block, t, what, before, axis, always=True)
     return attended.contiguous() if attended is not t else t.clone(memory_format=torch.contiguous_format)
 
 
-def _rope(rows: Tensor, reduced: Tensor, site: int, before: int, tokens: int, kept: int, axis: int) -> Tensor:
-    turned: Tensor = _sites[site].reduction.rope(rows, before)
-    return turned
+def _rope(rope: Tensor, reduced: Tensor, site: int, before: int, tokens: int, destinations: int, axis: int) -> Tensor:
+    merged: Tensor = _sites[site].reduction.rope(rope, before)
+    return merged
 
 
 _namespace = free_namespace("toma_graphs", "enter")
@@ -97,19 +97,19 @@ _library = torch.library.Library(_namespace, "FRAGMENT")
 _tags = tuple(
     getattr(torch.Tag, name) for name in ("needs_fixed_stride_order", "cudagraph_unsafe") if hasattr(torch.Tag, name)
 )
-_SIZES = "int site, SymInt before, SymInt tokens, SymInt kept, int axis"
-_library.define("enter(Tensor x, int site, SymInt kept) -> Tensor", tags=_tags)
+_SIZES = "int site, SymInt before, SymInt tokens, SymInt destinations, int axis"
+_library.define("enter(Tensor x, int site, SymInt destinations) -> Tensor", tags=_tags)
 _library.define("leave(Tensor out, Tensor reduced, Tensor x, int site) -> Tensor", tags=_tags)
 _library.define(f"attend(Tensor t, str what, {_SIZES}) -> Tensor", tags=_tags)
-_library.define(f"rope(Tensor rows, Tensor reduced, {_SIZES}) -> Tensor", tags=_tags)
+_library.define(f"rope(Tensor rope, Tensor reduced, {_SIZES}) -> Tensor", tags=_tags)
 for _name, _function in (("enter", enter), ("leave", _leave), ("attend", _attend), ("rope", _rope)):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
 operators = getattr(torch.ops, _namespace)
 
 
 @torch.library.register_fake(f"{_namespace}::enter", lib=_library)
-def _fake_enter(x: Tensor, site: int, kept: int) -> Tensor:
-    return x.new_empty(x.shape[0], kept, x.shape[2])
+def _fake_enter(x: Tensor, site: int, destinations: int) -> Tensor:
+    return x.new_empty(x.shape[0], destinations, x.shape[2])
 
 
 @torch.library.register_fake(f"{_namespace}::leave", lib=_library)
@@ -118,14 +118,16 @@ def _fake_leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
 
 
 @torch.library.register_fake(f"{_namespace}::attend", lib=_library)
-def _fake_attend(t: Tensor, what: str, site: int, before: int, tokens: int, kept: int, axis: int) -> Tensor:
+def _fake_attend(t: Tensor, what: str, site: int, before: int, tokens: int, destinations: int, axis: int) -> Tensor:
     shape = list(t.shape)
-    shape[axis] += tokens - kept
+    shape[axis] += tokens - destinations
     return t.new_empty(shape)
 
 
 @torch.library.register_fake(f"{_namespace}::rope", lib=_library)
-def _fake_rope(rows: Tensor, reduced: Tensor, site: int, before: int, tokens: int, kept: int, axis: int) -> Tensor:
-    shape = [reduced.shape[0], *rows.shape[1:]]
-    shape[axis] += kept - tokens
-    return rows.new_empty(shape)
+def _fake_rope(
+    rope: Tensor, reduced: Tensor, site: int, before: int, tokens: int, destinations: int, axis: int
+) -> Tensor:
+    shape = [reduced.shape[0], *rope.shape[1:]]
+    shape[axis] += destinations - tokens
+    return rope.new_empty(shape)

@@ -79,8 +79,8 @@ class ModelHooks(Protocol):
         control, references: what ControlNets add, and latents of reference images, as ComfyUI hands them over."""
         ...
 
-    def places(self) -> Iterator[HookPair]:
-        """Every (module, hook) pair that `select` may ever give whose `forward` can be looked at."""
+    def hook_pairs(self) -> Iterator[HookPair]:
+        """Every (module, hook) pair that `select` may ever give whose `forward` can be patched at."""
         ...
 
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
@@ -123,7 +123,7 @@ def token_grid(latent: Tensor, patch_size: int) -> Grid:
     return (*frames, *sides) if prod(frames) > 1 else sides
 
 
-def hooked(before: nn.Module, after: nn.Module) -> bool:
+def has_forward_hooks(before: nn.Module, after: nn.Module) -> bool:
     """Whether hooks look at what goes from one block to the next. PyTorch's own, of weights that are spread over
     several cards (FSDP), do not look at tokens."""
     hooks = [hook for module in (before, unwrapped(before)) for hook in module._forward_hooks.values()]
@@ -141,13 +141,13 @@ def skip_reason(config: ToMAConfig, index: int, count: int, *, last: bool = True
     return None
 
 
-def profiled(link: BlockHook, evaluation: Evaluation) -> Message | None:
+def profile_skips(hook: BlockHook, evaluation: Evaluation) -> Message | None:
     """Return why a profile skips a block in this evaluation, None if it does not."""
-    return None if evaluation.step_plan.ratio_of(link.name) else Reason.PROFILE_SKIPS_BLOCK()
+    return None if evaluation.step_plan.ratio_of(hook.name) else Reason.PROFILE_SKIPS_BLOCK()
 
 
-def chained(
-    links: Sequence[BlockHook],
+def chain_hooks(
+    hooks: Sequence[BlockHook],
     grids: tuple[Grid, ...],
     latent: Tensor,
     evaluation: Evaluation,
@@ -156,12 +156,12 @@ def chained(
 ) -> Iterator[HookPair]:
     """Hooks that keep tokens merged from the first of consecutive blocks to the last. grids: of the image, and of
     references that are merged too. width: of their tokens, 0 if unknown."""
-    first, config = links[0], evaluation.run.config
+    first, config = hooks[0], evaluation.run.config
     evaluation = evaluation.of(first.name)
     # Alone, a block is no stack: merging adds to it what it adds to a block.
     alone = Granularity.BLOCK if config.granularity is Granularity.STACK else config.granularity
-    work = first.work, alone if len(links) == 1 else Granularity.STACK
-    first.site.begin(grids, first.scope, [link.name for link in links], work, evaluation)
+    work = first.work, alone if len(hooks) == 1 else Granularity.STACK
+    first.site.begin(grids, first.scope, [hook.name for hook in hooks], work, evaluation)
     if transformer_options.get(GRAPHS) and first.in_graphs:
         merged = False
         try:
@@ -171,9 +171,9 @@ def chained(
                 first.release()  # it is not installed: nobody else would, also after an error
         if not merged:
             return
-    for link in links:
-        link.chain, link.last = first.site, link is links[-1]
-        yield link.module, link
+    for hook in hooks:
+        hook.chain, hook.last = first.site, hook is hooks[-1]
+        yield hook.module, hook
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class Transformer(ABC):
     between: tuple[str, ...] = ()
     presets, without_kv_cache = PRESETS, WITHOUT_KV_CACHE
     # Whether blocks hand their attention the options that ComfyUI gives them.
-    shows_keys = True
+    passes_options = True
     # Of the tokens, 0 if unknown; and pixels of the latent on a token's side.
     width = 0
     patch_size = 2
@@ -216,8 +216,8 @@ class Transformer(ABC):
         self.groups = self.block_groups(model)
         # By name: another pack may put a list of its own in the place.
         self.lists = [next((n for n, m in model.named_children() if m is s.blocks), "") for s in self.groups]
-        self.links = [
-            [self._link(group, module, index, shared) for index, module in enumerate(group.blocks)]
+        self.hooks = [
+            [self._hook(group, module, index, shared) for index, module in enumerate(group.blocks)]
             for group in self.groups
         ]
 
@@ -226,7 +226,7 @@ class Transformer(ABC):
         """The model's stages, in the order in which they run; takes note of its patch size and width."""
 
     @staticmethod
-    def _link(group: BlockGroup, module: nn.Module, index: int, shared: RopeCache) -> BlockHook:
+    def _hook(group: BlockGroup, module: nn.Module, index: int, shared: RopeCache) -> BlockHook:
         module = unwrapped(module)
         # There is one resolution, but tokens of one kind of block say little of those of the other.
         return BlockHook(module, f"{group.kind}.{index}", group.signature, group.work, group.kind, shared)
@@ -235,16 +235,16 @@ class Transformer(ABC):
         """Return why the settings skip this block of a stage, None if they do not."""
         return skip_reason(config, index, len(group.blocks), last=group is self.groups[-1])
 
-    def places(self) -> Iterator[HookPair]:
+    def hook_pairs(self) -> Iterator[HookPair]:
         """Blocks with the hooks that may stand in for them."""
-        for links in self.links:
-            yield from ((link.module, link) for link in links if theirs(link.module))
+        for hooks in self.hooks:
+            yield from ((hook.module, hook) for hook in hooks if is_original(hook.module))
 
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
         """See `ModelHooks`."""
         tokens = prod(token_grid(latent, self.patch_size))
-        for group, links in zip(self.groups, self.links, strict=True):
-            yield from (BlockFacts(link.name, group.kind, link.work, tokens, self.width) for link in links)
+        for group, hooks in zip(self.groups, self.hooks, strict=True):
+            yield from (BlockFacts(hook.name, group.kind, hook.work, tokens, self.width) for hook in hooks)
 
     def kv_cache_numel(
         self,
@@ -256,7 +256,7 @@ class Transformer(ABC):
         references: Sequence[Tensor] = (),
     ) -> tuple[int, int]:
         """See `ModelHooks`. Keys are taken to be as wide as tokens: those in groups come to attention repeated."""
-        if not self.shows_keys:
+        if not self.passes_options:
             return 0, 0
         merged = references if config.merge_references and self.references_follow else ()
         tokens = sum(prod(token_grid(each, self.patch_size)) for each in (latent, *merged))
@@ -265,7 +265,7 @@ class Transformer(ABC):
         for group in self.groups:
             added = [True] * len(group.blocks) if controlled and group.added else []
             blocks = [n for n in range(len(group.blocks)) if not self.skipped_by_settings(group, n, config)]
-            begins = [not chains or n - 1 not in blocks or _taken(group, n, added, replaced) for n in blocks]
+            begins = [not chains or n - 1 not in blocks or _needs_all_tokens(group, n, added, replaced) for n in blocks]
             updates += sum(begins)
             keys += 2 * sum(self.attentions(group.blocks[n]) for n in blocks)
         return tokens * self.width * updates, tokens * self.width * keys
@@ -273,8 +273,8 @@ class Transformer(ABC):
     def chains(self, transformer_options: Mapping[str, Any], config: ToMAConfig) -> bool:
         """Whether blocks stay merged from one to the next."""
         patches = transformer_options.get("patches", {})
-        looked = any(patches.get(name) for name in self.between)
-        return config.granularity is Granularity.STACK and not looked and self.loops()
+        patched = any(patches.get(name) for name in self.between)
+        return config.granularity is Granularity.STACK and not patched and self.loops()
 
     def attentions(self, block: nn.Module) -> int:
         """How many self-attentions a block has in which merged tokens take part."""
@@ -290,7 +290,7 @@ class Transformer(ABC):
         """Whether the model's own loop runs its blocks. Whoever runs them in a loop of their own, as step caches do,
         may look at what is between any two."""
         model: Any = self.model()
-        return runs_its_own(model, _LOOPS)
+        return runs_own_loop(model, _LOOPS)
 
     def select(
         self,
@@ -307,31 +307,35 @@ class Transformer(ABC):
         control = control or {}
         grid, reason = token_grid(x, self.patch_size), self.obstacle(transformer_options, config)
         grids = grid, *self.merged_references(references, evaluation)
-        for group, links, name in zip(self.groups, self.links, self.lists, strict=True):
+        for group, hooks, name in zip(self.groups, self.hooks, self.lists, strict=True):
             added, runs = control.get(group.added) or (), list[list[BlockHook]]()
             blocks = getattr(self.model(), name, group.blocks)
-            own = isinstance(blocks, Sequence | nn.ModuleList) and len(blocks) == len(links)
+            own = isinstance(blocks, Sequence | nn.ModuleList) and len(blocks) == len(hooks)
             following = None  # the block that the last run could go on with
-            for index, link in enumerate(self.chosen(group, links, config)):
-                foreign = None if own and theirs(blocks[index]) else Reason.BLOCK_REPLACED()
+            for index, hook in enumerate(self.hooks_for(group, hooks, config)):
+                foreign = None if own and is_original(blocks[index]) else Reason.BLOCK_REPLACED()
                 if (
                     skipped_by_settings := self.skipped_by_settings(group, index, config)
                     or reason
                     or foreign
-                    or profiled(link, evaluation)
+                    or profile_skips(hook, evaluation)
                 ):
-                    stats.not_merged(link.name, skipped_by_settings)
+                    stats.not_merged(hook.name, skipped_by_settings)
                     continue
-                link.module = unwrapped(blocks[index])
-                joins = chains and index == following and evaluation.step_plan.joins(runs[-1][-1].name, link.name)
-                if joins and not _taken(group, index, added, replaced) and not hooked(blocks[index - 1], blocks[index]):
-                    runs[-1].append(link)
+                hook.module = unwrapped(blocks[index])
+                joins = chains and index == following and evaluation.step_plan.joins(runs[-1][-1].name, hook.name)
+                if (
+                    joins
+                    and not _needs_all_tokens(group, index, added, replaced)
+                    and not has_forward_hooks(blocks[index - 1], blocks[index])
+                ):
+                    runs[-1].append(hook)
                 else:
-                    runs.append([link])
+                    runs.append([hook])
                 following = index + 1
             for run in runs:
                 of = grids if run[0].merges_references else (grid,)
-                yield from chained(run, of, x, evaluation, transformer_options, self.width)
+                yield from chain_hooks(run, of, x, evaluation, transformer_options, self.width)
 
     def merged_references(self, references: Sequence[Tensor], evaluation: Evaluation) -> list[Grid]:
         """Return the grids of the reference images, (N,) for one that is not merged; nothing if none is."""
@@ -353,9 +357,9 @@ class Transformer(ABC):
             grids.append(grid if reason is None else (prod(grid),))
         return grids if any(map(is_merged, grids)) else []
 
-    def chosen(self, group: BlockGroup, links: list[BlockHook], config: ToMAConfig) -> list[BlockHook]:
+    def hooks_for(self, group: BlockGroup, hooks: list[BlockHook], config: ToMAConfig) -> list[BlockHook]:
         """The hooks of a stage for these settings: those around whole blocks, or of a kind of the family's own."""
-        return links
+        return hooks
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -367,7 +371,7 @@ def _by_comfyui(written: Any) -> bool:
     return str(getattr(written, "__module__", "")).startswith("comfy.")
 
 
-def theirs(block: nn.Module) -> bool:
+def is_original(block: nn.Module) -> bool:
     """Whether a block is one of ComfyUI's. Another pack may have put its own in the place, for good or for one model
     of many that share the rest: nobody knows what it makes of fewer tokens."""
     # The class that says how it runs: PyTorch makes another of it where weights are spread over cards.
@@ -375,7 +379,7 @@ def theirs(block: nn.Module) -> bool:
     return _by_comfyui(homes[0])
 
 
-def runs_its_own(model: nn.Module, methods: Iterable[str]) -> bool:
+def runs_own_loop(model: nn.Module, methods: Iterable[str]) -> bool:
     """Whether those of these methods that a model has are as ComfyUI wrote them."""
     loops = [getattr(type(model), name) for name in methods if hasattr(type(model), name)]
     return vars(model).keys().isdisjoint(methods) and all(map(_written_there, loops))
@@ -388,7 +392,7 @@ def _written_there(loop: Any) -> bool:
     return code is not None and _by_comfyui(loop) and code.co_filename == getattr(home, "__file__", None)
 
 
-def _taken(group: BlockGroup, index: int, added: Sequence[Any], replaced: Mapping[Any, Any]) -> bool:
+def _needs_all_tokens(group: BlockGroup, index: int, added: Sequence[Any], replaced: Mapping[Any, Any]) -> bool:
     """Whether the model itself, a ControlNet or another node takes what the block before gives."""
     if index - 1 in group.borders:
         return True

@@ -42,7 +42,7 @@ def _noise(model: ModelPatcher) -> str:
 
 
 # Values of each tensor of a LoRA that are looked at: enough to tell two files apart, and no time to speak of.
-_LOOKED_AT = 8
+_SAMPLED = 8
 
 
 def _patches(model: Any) -> str:
@@ -61,7 +61,7 @@ def _values(change: Any) -> Iterator[bytes]:
     change = getattr(change, "weights", change)
     if isinstance(change, Tensor):
         flat = change.detach().reshape(-1)
-        few = flat[:: max(1, len(flat) // _LOOKED_AT)][:_LOOKED_AT].float().cpu()
+        few = flat[:: max(1, len(flat) // _SAMPLED)][:_SAMPLED].float().cpu()
         yield f"{tuple(change.shape)} {few.tolist()}".encode()
     elif isinstance(change, (tuple, list)):
         for part in change:

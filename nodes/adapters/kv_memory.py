@@ -40,7 +40,7 @@ class KVCachePlan:
 
     bytes: int = 0
     quantized: bool = False
-    without: Message | None = None
+    reason: Message | None = None
 
 
 def plan_kv_cache(
@@ -70,13 +70,13 @@ def plan_kv_cache(
     )
     updates, keys = (round(n * len(latent) * conditions) for n in of_an_image)
     if not keys:
-        return KVCachePlan(without=Reason.KV_MODEL_ATTENTION())
+        return KVCachePlan(reason=Reason.KV_MODEL_ATTENTION())
     if (needed := (updates + keys) * dtype.itemsize) <= left:
         return KVCachePlan(needed)
     most = max(left, model_management.get_total_memory(device) * _SHARE)
     if (needed := updates * dtype.itemsize + int4_bytes(keys, dtype.itemsize)) <= most:
         return KVCachePlan(needed, quantized=True)
-    return KVCachePlan(without=Reason.KV_TOO_LARGE(needed=needed / 1e9, limit=most / 1e9))
+    return KVCachePlan(reason=Reason.KV_TOO_LARGE(needed=needed / 1e9, limit=most / 1e9))
 
 
 def memory_left(guider: Any, shape: Sequence[int]) -> float:
@@ -124,7 +124,7 @@ def dtype_of(model: ModelPatcher) -> torch.dtype:
 _MOVING = ("looped_uniform", "standard_uniform")
 
 
-def moves(guider: Any, latent: Tensor) -> bool:
+def has_moving_windows(guider: Any, latent: Tensor) -> bool:
     """Whether context windows over a latent lie elsewhere at each step: then what a full step keeps is of others."""
     handler = guider.model_options.get("context_handler")
     try:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from ...toma_core.stats import RunStats
 
-_MOST = 32
+_MAX_REPORTS = 32
 _reports: OrderedDict[str, RunStats] = OrderedDict()
 
 
@@ -14,7 +14,7 @@ def keep(report_id: str, stats: RunStats) -> None:
     """Store a finished run; the oldest is dropped when there are too many."""
     _reports[report_id] = stats
     _reports.move_to_end(report_id)
-    while len(_reports) > _MOST:
+    while len(_reports) > _MAX_REPORTS:
         _reports.popitem(last=False)
 
 

@@ -16,14 +16,14 @@ from typing import Any
 Options = dict[str, Any]
 
 
-def on_no_grid(options: Options, tokens: int, kept: int) -> Options:
+def without_grid(options: Options, tokens: int, kept: int) -> Options:
     """For a UNet's block on `kept` of `tokens`: `activations_shape` (B, C, H, W) becomes (B, C, 1, kept), as merged
     tokens lie on no grid. `options` itself where nothing is merged or nothing was said."""
     shape = options.get("activations_shape")
     return {**options, "activations_shape": [*shape[:-2], 1, kept]} if shape and kept != tokens else options
 
 
-def on_fewer_of_frames(options: Options, tokens: int, kept: int) -> Options:
+def fewer_per_frame(options: Options, tokens: int, kept: int) -> Options:
     """For a video's block on `kept` of `tokens`, as many of each frame: `grid_sizes` (frames, rows, columns) becomes
     (frames, 1, those left of each), or (1, 1, all) where further frames follow. `options` itself where nothing was
     said."""
@@ -34,7 +34,7 @@ def on_fewer_of_frames(options: Options, tokens: int, kept: int) -> Options:
     return {**options, "grid_sizes": (frames, 1, (prod(told) - tokens + kept) // frames)}
 
 
-def shortened(options: Options, gone: int, references: Sequence[int] = ()) -> Options:
+def fewer_tokens(options: Options, gone: int, references: Sequence[int] = ()) -> Options:
     """For a transformer's block on so many tokens fewer: `img_slice` [text, all] ends so many earlier, and
     `reference_image_num_tokens` are those left, where references are merged too. `options` itself where nothing is
     merged or nothing was said."""

@@ -28,7 +28,7 @@ from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
 from ...toma_core.stats import RunStats
 from . import last_runs, registry
-from .compat import UnsupportedApiError, argument, asking, known, warn
+from .compat import UnsupportedApiError, argument, optional_api, require_api, warn
 from .compile_ops import allow_more_graphs, compiled, in_one_piece
 from .contents import Contents
 from .family import ModelHooks, unwrapped
@@ -37,8 +37,8 @@ from .kv_memory import (
     conditions_of,
     dtype_of,
     has_controls,
+    has_moving_windows,
     memory_left,
-    moves,
     overlap_of,
     plan_kv_cache,
     references_of,
@@ -73,7 +73,7 @@ class Attachment:
     ratio_schedule: RatioSchedule = ()
 
 
-def attach(
+def apply_toma(
     model: ModelPatcher,
     settings: Settings | ToMAConfig,
     watcher: Watcher | None = None,
@@ -85,12 +85,12 @@ def attach(
     Attaching to a model that already has ToMA replaces its settings. A ComfyUI whose models cannot be attached to as
     this pack knows it gets the model back with a warning. Raises `UnsupportedModelError`.
     """
-    config, without_kv_cache = resolved(settings, registry.require(model.get_model_object("diffusion_model")))
+    config, without_kv_cache = configs_for(settings, registry.require(model.get_model_object("diffusion_model")))
     attached = attachment_of(model) is not None
     if config.off and not attached:
         return model
     try:
-        with asking("ModelPatcher"):
+        with require_api("ModelPatcher"):
             wrappers = _wrappers()
             patched = model.clone()
             for kind, _ in wrappers:
@@ -107,7 +107,7 @@ def attach(
         return model
 
 
-def resolved(settings: Settings | ToMAConfig, hooks: ModelHooks) -> tuple[ToMAConfig, ToMAConfig]:
+def configs_for(settings: Settings | ToMAConfig, hooks: ModelHooks) -> tuple[ToMAConfig, ToMAConfig]:
     """What settings come to for a model, and for its runs whose blocks cannot look at all tokens: as the presets were
     without that."""
     if not isinstance(settings, Settings):
@@ -118,36 +118,36 @@ def resolved(settings: Settings | ToMAConfig, hooks: ModelHooks) -> tuple[ToMACo
 
 
 def attachment_of(model: ModelPatcher) -> Attachment | None:
-    """What `attach` left on this model or a clone of it."""
+    """What `apply_toma` left on this model or a clone of it."""
     return model.model_options.get("transformer_options", {}).get(ATTACHMENT)
 
 
 def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
-        with asking("WrappersMP.OUTER_SAMPLE"):
+        with require_api("WrappersMP.OUTER_SAMPLE"):
             guider = executor.class_obj
-            given = guider.model_options
-            attachment = given["transformer_options"][ATTACHMENT]
+            options_before = guider.model_options
+            attachment = options_before["transformer_options"][ATTACHMENT]
             model_sampling = guider.model_patcher.get_model_object("model_sampling")
             sigmas = argument(args, kwargs, 3, "sigmas").tolist()
             noise = argument(args, kwargs, 0, "noise")
-            config, kept = settled(attachment, guider, noise, argument(args, kwargs, 2, "sampler"))
+            config, kv_plan = run_config(attachment, guider, noise, argument(args, kwargs, 2, "sampler"))
             frames = noise.shape[2] if noise.ndim > 4 else 1
             sampling = SamplingRun.start(config, model_sampling, sigmas, attachment.ratio_schedule, frames)
-            sampling.run.cache.reserved, sampling.run.quantized = kept.bytes, kept.quantized
+            sampling.run.cache.reserved, sampling.run.quantized = kv_plan.bytes, kv_plan.quantized
             sampling.contents = Contents(getattr(guider, "conds", None))
             sampling.run.otherwise = attachment.without_kv_cache
-            sampling.run.stats.without_kv_cache = kept.without
-            options = create_model_options_clone(given)
+            sampling.run.stats.without_kv_cache = kv_plan.reason
+            options = create_model_options_clone(options_before)
             options["transformer_options"][SAMPLING] = sampling
-            options["transformer_options"][GRAPHS] = inside = compiled(given)
-            if in_one_piece(given):
+            options["transformer_options"][GRAPHS] = inside = compiled(options_before)
+            if in_one_piece(options_before):
                 sampling.obstacle = Reason.FULLGRAPH()
-            if kept.bytes:
-                _wrapped(options["transformer_options"], "PREPARE_SAMPLING", _prepare_sampling)
-            if _wrapped(options["transformer_options"], "PREDICT_NOISE", _predict_noise):
-                sampling.levels = SigmaTracker(sigmas, argument(args, kwargs, 2, "sampler"), guider)
-                args, kwargs = sampling.levels.listening(args, kwargs)
+            if kv_plan.bytes:
+                _wrap_first(options["transformer_options"], "PREPARE_SAMPLING", _prepare_sampling)
+            if _wrap_first(options["transformer_options"], "PREDICT_NOISE", _predict_noise):
+                sampling.tracker = SigmaTracker(sigmas, argument(args, kwargs, 2, "sampler"), guider)
+                args, kwargs = sampling.tracker.listening(args, kwargs)
     except UnsupportedApiError as error:
         warn(error)
         return executor(*args, **kwargs)
@@ -158,11 +158,11 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         if inside and not sampling.obstacle:
             allow_more_graphs()
         result = executor(*args, **kwargs)
-        sampling.levels.check()
+        sampling.tracker.check()
         sampling.run.draw()
         return result
     finally:
-        guider.model_options = given
+        guider.model_options = options_before
         stats = sampling.close()
         last_runs.keep(attachment.report_id, stats)
         logging.info("ToMA: %s", stats.summary())
@@ -170,19 +170,19 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             attachment.watcher.ended(stats)
 
 
-def settled(attachment: Attachment, guider: Any, noise: Tensor, sampler: Any) -> tuple[ToMAConfig, KVCachePlan]:
+def run_config(attachment: Attachment, guider: Any, noise: Tensor, sampler: Any) -> tuple[ToMAConfig, KVCachePlan]:
     """The settings for a run of a guider with these conditions, and what it will keep of keys."""
-    config, given, model = attachment.config, guider.model_options, guider.model_patcher
+    config, options_before, model = attachment.config, guider.model_options, guider.model_patcher
     if not config.kv_cache or getattr(comfy.model_management, "in_training", False):
         return config, KVCachePlan()
     hooks = registry.find(model.get_model_object("diffusion_model"))
-    kept = KVCachePlan(without=Reason.KV_COMPILE_BACKEND())
+    kv_plan = KVCachePlan(reason=Reason.KV_COMPILE_BACKEND())
     if not config.uses_cache:
-        kept = KVCachePlan(without=Reason.KV_NO_FULL_STEPS())
-    elif hooks is not None and (compiled(given) or not given.get("torch_compile_kwargs")):
-        if moves(guider, noise):
-            return attachment.without_kv_cache, KVCachePlan(without=Reason.KV_CONTEXT_WINDOWS())
-        kept = plan_kv_cache(
+        kv_plan = KVCachePlan(reason=Reason.KV_NO_FULL_STEPS())
+    elif hooks is not None and (compiled(options_before) or not options_before.get("torch_compile_kwargs")):
+        if has_moving_windows(guider, noise):
+            return attachment.without_kv_cache, KVCachePlan(reason=Reason.KV_CONTEXT_WINDOWS())
+        kv_plan = plan_kv_cache(
             hooks,
             config,
             noise,
@@ -190,14 +190,14 @@ def settled(attachment: Attachment, guider: Any, noise: Tensor, sampler: Any) ->
             dtype_of(model),
             model.load_device,
             memory_left(guider, noise.shape),
-            given["transformer_options"],
+            options_before["transformer_options"],
             controlled=has_controls(guider),
             references=references_of(guider),
         )
-    return (config if kept.bytes else attachment.without_kv_cache), kept
+    return (config if kv_plan.bytes else attachment.without_kv_cache), kv_plan
 
 
-def _wrapped(transformer_options: dict[str, Any], kind: str, wrapper: Any) -> bool:
+def _wrap_first(transformer_options: dict[str, Any], kind: str, wrapper: Any) -> bool:
     """Put a wrapper of ours in front of all others for a run. False if there is no such place: then nobody else can
     skip what it wraps, as LazyCache does with evaluations, but each noise level is read, which waits for the device."""
     kind = getattr(WrappersMP, kind, "")
@@ -210,7 +210,7 @@ def _wrapped(transformer_options: dict[str, Any], kind: str, wrapper: Any) -> bo
 
 def _prepare_sampling(executor: Any, *args: Any, **kwargs: Any) -> Any:
     more: AbstractContextManager[None] = nullcontext()
-    with known("WrappersMP.PREPARE_SAMPLING"):
+    with optional_api("WrappersMP.PREPARE_SAMPLING"):
         options = argument(args, kwargs, 3, "model_options")["transformer_options"]
         more = reserved(argument(args, kwargs, 0, "model").model, options[SAMPLING].run.cache.reserved)
     with more:
@@ -219,7 +219,7 @@ def _prepare_sampling(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
     sampling = None
-    with known("WrappersMP.PREDICT_NOISE"):
+    with optional_api("WrappersMP.PREDICT_NOISE"):
         sampling = executor.class_obj.model_options["transformer_options"].get(SAMPLING)
         if sampling is not None:
             sampling.next(argument(args, kwargs, 1, "timestep"))
@@ -245,7 +245,7 @@ def _shared(model_options: dict[str, Any]) -> bool:
 
 
 def _calc_cond_batch(executor: Any, *args: Any, **kwargs: Any) -> Any:
-    with known("WrappersMP.CALC_COND_BATCH"):
+    with optional_api("WrappersMP.CALC_COND_BATCH"):
         model_options = argument(args, kwargs, 4, "model_options")
         sampling = model_options["transformer_options"].get(SAMPLING)
         if sampling is not None:
@@ -256,7 +256,7 @@ def _calc_cond_batch(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
-        with asking("WrappersMP.APPLY_MODEL"):
+        with require_api("WrappersMP.APPLY_MODEL"):
             x = argument(args, kwargs, 0, "x")
             control = argument(args, kwargs, 4, "control")
             options = argument(args, kwargs, 5, "transformer_options")
@@ -265,11 +265,11 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     except UnsupportedApiError as error:
         warn(error)
         return executor(*args, **kwargs)
-    told = {key: value for key, value in options.items() if key not in RIDING}
+    visible = {key: value for key, value in options.items() if key not in RIDING}
     if len(args) > 5:
-        args = (*args[:5], told, *args[6:])
+        args = (*args[:5], visible, *args[6:])
     else:
-        kwargs = {**kwargs, "transformer_options": told}
+        kwargs = {**kwargs, "transformer_options": visible}
     if sampling is None or sampling.step_plan.mode is StepMode.FULL:
         if sampling is not None and sampling.sigma is None:
             sampling.run.stats.not_merged("model", Reason.UNKNOWN_SIGMA())

@@ -134,8 +134,8 @@ class Probes:
         if self.schedule is None:
             self._begin(sampling.run.schedule)
         assert self.schedule is not None  # noqa: S101 - for mypy: it has begun
-        level = sampling.levels.of(timestep)
-        plan = self.schedule.decide(level.sigma, level.step)
+        at = sampling.tracker.of(timestep)
+        plan = self.schedule.decide(at.sigma, at.step)
         try:
             # Whole anyhow: what it keeps of every site is what probes begin with.
             keeps = not plan.mode.merges
@@ -211,13 +211,13 @@ class Probes:
         for it."""
         self.tick()
         self.made += 1
-        seen, plan = sampling.seen.copy(), sampling.step_plan
-        sampling.seen.clear()
+        seen, plan = sampling.counts.copy(), sampling.step_plan
+        sampling.counts.clear()
         try:
             return evaluate(), sampling.step_plan
         finally:
-            sampling.seen.clear()
-            sampling.seen.update(seen)
+            sampling.counts.clear()
+            sampling.counts.update(seen)
             sampling.step_plan = plan
 
     def _at(self, ratios: Mapping[str, float]) -> Schedule:

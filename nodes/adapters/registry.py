@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...toma_core import Evaluation, ToMAConfig
 from ...toma_core.presets import Fields
 from ...toma_core.reasons import MessageError, MessageId, Reason
-from .compat import UnsupportedApiError, asking, check, warn
+from .compat import UnsupportedApiError, check, require_api, warn
 from .family import BlockFacts, ModelHooks, unwrapped
 from .model_hooks import HookPair
 
@@ -26,7 +26,7 @@ _strange: list[str] = []
 def _of(family: str) -> Iterator[None]:
     """Around the import of a family. A ComfyUI from before its models has no folder for them: nobody can load one."""
     try:
-        with asking(f"the classes of {family}"):
+        with require_api(f"the classes of {family}"):
             yield
     except UnsupportedApiError as error:
         if not isinstance(error.__cause__, ModuleNotFoundError):
@@ -91,7 +91,7 @@ class _Plain:
         evaluation.run.stats.not_merged("model", Reason.UNKNOWN_API(name=self.reason))
         yield from ()
 
-    def places(self) -> Iterator[HookPair]:
+    def hook_pairs(self) -> Iterator[HookPair]:
         yield from ()
 
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
@@ -138,9 +138,9 @@ def find(diffusion_model: nn.Module) -> ModelHooks | None:
 def _made(family: Any, model: nn.Module) -> ModelHooks:
     """The family's hooks for the model, if each can stand in for what is there."""
     try:
-        with asking(type(model).__name__):
+        with require_api(type(model).__name__):
             hooks: ModelHooks = family.Hooks(model)
-            for module, hook in hooks.places():
+            for module, hook in hooks.hook_pairs():
                 check(module, hook)
             return hooks
     except UnsupportedApiError as error:

@@ -38,32 +38,47 @@ def records_gradients() -> bool:
 class SamplingRun:
     """One sampling run: its state, and what the evaluation in progress is to do.
 
-    size, images: rows and columns of the latent, frames before them; and how many images each condition is asked about.
-    None and 0 where nobody told. areas: by condition, (height, width, top, left). apart: there are several conditions,
-    which may run on several devices. calls, merged_calls: how often conditions were asked about in it so far. begun,
-    picture: evaluations of the sampler so far, and the clean picture that the last one predicted, (B, C, ..., H, W).
-    trusted: the noise level above which a picture tells too little. obstacle: why nothing may be merged in this run.
+    Attributes:
+        run: State of the core.
+        step_plan: What the evaluation in progress is to do.
+        tracker: Noise levels and steps.
+        contents: Which conditions have equal content.
+        size: Rows and columns of the latent, frames before them; None if unknown.
+        images: Images that each condition is evaluated for; 0 if unknown.
+        areas: (height, width, top, left) of each condition that has an area.
+        several_devices: Whether the conditions of this evaluation may run on several devices.
+        obstacle: Why nothing may be merged in this run; None if it may.
+        sigma: Noise level that the model is given; None before the first evaluation.
+        patches: Patches of the model in this evaluation, by name.
+        counts: Calls in this evaluation, by what was evaluated.
+        observed: Calls of `observe` in this run.
+        calls: Calls of `observe` in this evaluation.
+        merged_calls: Those of them that were merged.
+        begun: Evaluations of the sampler so far.
+        prediction: Clean image that the last evaluation predicted, (B, C, ..., H, W).
+        max_prediction_sigma: Noise level above which a prediction is too poor to plan from.
+        tiles: Batches of tiles in this evaluation, by shape and device.
     """
 
     run: RunState
     step_plan: StepPlan
-    levels: SigmaTracker = field(default_factory=SigmaTracker)
+    tracker: SigmaTracker = field(default_factory=SigmaTracker)
     contents: Contents = field(default_factory=Contents)
     size: tuple[int, ...] | None = None
     images: int = 0
     areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)
-    apart: bool = False
+    several_devices: bool = False
     obstacle: Message | None = None
     sigma: float | None = None
     patches: Hashable = ()
-    seen: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)
-    asked: int = 0
+    counts: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)
+    observed: int = 0
     calls: int = 0
     merged_calls: int = 0
     begun: int = 0
-    picture: Tensor | None = None
-    trusted: float = float("inf")
-    pieces: dict[Hashable, tuple[Hashable, list[TileBatch]]] = field(default_factory=dict)
+    prediction: Tensor | None = None
+    max_prediction_sigma: float = float("inf")
+    tiles: dict[Hashable, tuple[Hashable, list[TileBatch]]] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     @classmethod
@@ -88,22 +103,22 @@ class SamplingRun:
         run.stats.by_profile = bool(ratio_schedule)
         if ratio_schedule and not any(ratio for _, ratios in ratio_schedule for ratio in ratios.values()):
             run.stats.not_merged("model", Reason.PROFILE_MERGES_NOTHING())
-        return cls(run, StepPlan(0), trusted=trusted_below(isinstance(model_sampling, CONST)))
+        return cls(run, StepPlan(0), max_prediction_sigma=trusted_below(isinstance(model_sampling, CONST)))
 
     def next(self, timestep: Tensor) -> None:
         """The sampler evaluates the model anew, at this noise level."""
-        self.levels.next(timestep)
+        self.tracker.next(timestep)
         self.begun += 1
         self._begin()
 
     def predicted(self, picture: Any) -> None:
         """The evaluation is over: this is the clean picture that it gave."""
-        self.picture = picture if isinstance(picture, Tensor) and not records_gradients() else None
+        self.prediction = picture if isinstance(picture, Tensor) and not records_gradients() else None
 
     def close(self) -> RunStats:
         """The run is over, however it ended: drop what it held, and hand over its stats."""
-        self.picture = None
-        self.pieces.clear()
+        self.prediction = None
+        self.tiles.clear()
         return self.run.close()
 
     def no_memory(self, again: bool = True) -> bool:
@@ -120,14 +135,14 @@ class SamplingRun:
         return True
 
     @property
-    def awaits(self) -> bool:
+    def awaits_prediction(self) -> bool:
         """Whether plans are made from pictures, and the first is still to be predicted."""
         return self.run.config.similarity_from is SimilarityFrom.PREDICTION and self.begun == 1
 
     def _begin(self) -> None:
-        self.seen.clear()
-        self.pieces.clear()
-        self.apart = False
+        self.counts.clear()
+        self.tiles.clear()
+        self.several_devices = False
         self.calls = self.merged_calls = 0
 
     def observe(
@@ -138,11 +153,11 @@ class SamplingRun:
         model_options: Mapping[str, Any] = {},
     ) -> None:
         """Take note of what is evaluated together: the groups of conditions, on one latent of (B, C, ..., H, W)."""
-        level = self.levels.of(timestep)
-        if level.given != self.sigma:
-            self.sigma = level.given
+        at = self.tracker.of(timestep)
+        if at.model_sigma != self.sigma:
+            self.sigma = at.model_sigma
             self._begin()
-        self.asked += 1
+        self.observed += 1
         if not self.calls:
             self.run.begins()
         if latent is not None:
@@ -155,16 +170,18 @@ class SamplingRun:
             if cond.get("area") is not None:
                 self.areas[cond["uuid"]] = tuple(cond["area"])
         self.contents.note(present)
-        active = [c for c in present if _active(c, level.given)]
+        active = [c for c in present if _active(c, at.model_sigma)]
         # So it stays until the next evaluation: a call more is compared with those before.
-        self.apart = self.apart or (len(active) > 1 and len(model_options.get("multigpu_clones") or ()) > 1)
+        self.several_devices = self.several_devices or (
+            len(active) > 1 and len(model_options.get("multigpu_clones") or ()) > 1
+        )
         self.step_plan = decide(
             self.run,
-            level.sigma,
-            self._signatures(active, frames, level.given),
-            level.step,
-            given=level.given,
-            awaits_prediction=self.awaits,
+            at.sigma,
+            self._signatures(active, frames, at.model_sigma),
+            at.step,
+            given=at.model_sigma,
+            awaits_prediction=self.awaits_prediction,
             gradients=records_gradients(),
         )
         self.run.stats.count_evaluation(self.step_plan.step, self.step_plan.merged_ratio)
@@ -177,9 +194,9 @@ class SamplingRun:
         """Return signature -> state of conditions that are about to be evaluated, see `parts`. A call more for the same
         condition, as perturbed guidance makes it, has another signature."""
         signatures: dict[Hashable, Hashable] = {}
-        calls = self.seen.copy()
+        calls = self.counts.copy()
         for cond in active:
-            part = self._part(cond["uuid"], frames)
+            part = self._key(cond["uuid"], frames)
             calls[part] += 1
             signatures[part, calls[part]] = _controls(cond, sigma)
         return signatures
@@ -194,11 +211,11 @@ class SamplingRun:
         """
         chunks, frames = _chunks(len(x), transformer_options)
         cond_keys = self.cond_keys(len(x), transformer_options)
-        pictures = self.pictures(chunks, transformer_options, x)
-        content_independent = Reason.SEVERAL_DEVICES() if self.apart and not pictures else None
-        if not self._is_piece(x, transformer_options):
+        pictures = self.predictions(chunks, transformer_options, x)
+        content_independent = Reason.SEVERAL_DEVICES() if self.several_devices and not pictures else None
+        if not self._is_tile(x, transformer_options):
             plan_keys = self.plan_keys(chunks, frames)
-            if self.apart:
+            if self.several_devices:
                 device = transformer_options.get("multigpu_thread_device")
                 plan_keys = tuple((device, copy) for copy in plan_keys)
             return Evaluation(self.run, self.step_plan, plan_keys, cond_keys, content_independent, pictures=pictures)
@@ -208,33 +225,33 @@ class SamplingRun:
             # The first tile of a run that had none: what was counted as merged is full.
             self.run.stats.take_back(step_plan.step, 0, self.merged_calls)
             self.merged_calls = 0
-        return Evaluation(self.run, step_plan, (None,), cond_keys, content_independent, self._piece(x, chunks))
+        return Evaluation(self.run, step_plan, (None,), cond_keys, content_independent, self._tile(x, chunks))
 
-    def _piece(self, x: Tensor, chunks: Hashable) -> TileBatch:
+    def _tile(self, x: Tensor, chunks: Hashable) -> TileBatch:
         """What a call shows. Those of other conditions come in any order, if they are calls of their own; all of them
         are compared with those of the conditions that came first, so that many tiles do not cost many comparisons."""
-        who = self.asked, chunks
-        first, pieces = self.pieces.setdefault((x.shape[1:], x.device), (who, []))
+        who = self.observed, chunks
+        first, tiles = self.tiles.setdefault((x.shape[1:], x.device), (who, []))
         if who != first:
-            return TileBatch(x, tuple(pieces))
-        pieces.append(TileBatch(x))
-        return pieces[-1]
+            return TileBatch(x, tuple(tiles))
+        tiles.append(TileBatch(x))
+        return tiles[-1]
 
     def plan_keys(self, chunks: Sequence[Hashable], frames: Hashable) -> tuple[Hashable, ...]:
         """For each condition of a call, which part of the latent it shows: those of one area share plans."""
         return tuple((self.areas.get(chunk), frames) for chunk in chunks)
 
-    def pictures(
+    def predictions(
         self, chunks: Sequence[Hashable], transformer_options: Mapping[str, Any], x: Tensor
     ) -> tuple[Tensor, ...]:
         """For each condition of a call on latents x, the picture of what it shows, as the step before predicted it;
         nothing where plans are made from tokens, where the picture is not yet to be trusted, or where none is at hand,
         as of windows over a batch."""
-        picture = self.picture
+        picture = self.prediction
         if (
             picture is None
             # What a poor plan would do is mended where destinations look at all tokens.
-            or (self.sigma is not None and self.sigma > self.trusted and not self.run.kv_cache)
+            or (self.sigma is not None and self.sigma > self.max_prediction_sigma and not self.run.kv_cache)
             or transformer_options.get("context_window") is not None
             or self.run.config.similarity_from is not SimilarityFrom.PREDICTION
         ):
@@ -243,7 +260,7 @@ class SamplingRun:
         shape = len(x) // len(chunks), *x.shape[1:]
         return tuple(pictures) if all(part.shape == shape for part in pictures) else ()
 
-    def _is_piece(self, x: Tensor, transformer_options: Mapping[str, Any]) -> bool:
+    def _is_tile(self, x: Tensor, transformer_options: Mapping[str, Any]) -> bool:
         """Whether a call shows something else than the latent, or each condition its area of it."""
         if self.size is None:
             return False
@@ -272,12 +289,12 @@ class SamplingRun:
         cond_keys = []
         with self._lock:
             for chunk in chunks:
-                part = self._part(chunk, frames)
-                self.seen[part] += 1
-                cond_keys.append((part, self.seen[part]))
+                part = self._key(chunk, frames)
+                self.counts[part] += 1
+                cond_keys.append((part, self.counts[part]))
         return tuple(cond_keys)
 
-    def _part(self, condition: Hashable, frames: Hashable) -> tuple[Hashable, ...]:
+    def _key(self, condition: Hashable, frames: Hashable) -> tuple[Hashable, ...]:
         """Return what was evaluated: condition, place, shape, and how the model is patched."""
         content = self.contents.of(condition)
         return content, self.areas.get(condition), frames, self.size, self.images, self.patches

@@ -44,7 +44,7 @@ _HARMLESS = {
 _CALLBACK = 5
 
 
-class Level(NamedTuple):
+class SigmaStep(NamedTuple):
     """Where in its schedule a sampler is when it evaluates the model.
 
     sigma: its noise level; step: 0-based, None where no schedule is known. given: the noise level that the model is
@@ -53,7 +53,7 @@ class Level(NamedTuple):
 
     sigma: float
     step: int | None
-    given: float
+    model_sigma: float
 
 
 class SigmaTracker:
@@ -72,7 +72,7 @@ class SigmaTracker:
         self._evaluation = -1
         self._given: Tensor | None = None
         self._taken: dict[int, Tensor] = {}
-        self._at: Level | None = None
+        self._at: SigmaStep | None = None
         self._step = 0
         # The last step that was reported, None before the first and where reports cannot be relied on; evaluations
         # since then, and how many there were from the report before to that one.
@@ -108,23 +108,23 @@ class SigmaTracker:
             self._each = self._since
         self._reported, self._since = step, 0
 
-    def of(self, timestep: Tensor) -> Level:
+    def of(self, timestep: Tensor) -> SigmaStep:
         """Return the level at which the model is evaluated. timestep: (B,), what the model is given. Guidance may ask
         at a level of its own: that is another tensor, and is read."""
         mine = timestep is self._given and self._evaluation >= 0
         if mine and self._evaluation < len(self._scheduled):
             self._taken[self._evaluation] = timestep.detach().flatten()[:1]
             sigma = self._scheduled[self._evaluation]
-            return Level(sigma, self._evaluation, sigma)
+            return SigmaStep(sigma, self._evaluation, sigma)
         if mine and self._at is not None:
             return self._at
         given = float(timestep.detach().flatten()[0])
         if self._evaluation < 0 or self._scheduled or not self._sigmas:
-            return Level(given, None, given)
+            return SigmaStep(given, None, given)
         if not mine and self._at is not None:
-            return Level(self._at.sigma, self._at.step, given)
+            return SigmaStep(self._at.sigma, self._at.step, given)
         self._step = max(self._step, self._step_of(given))
-        self._at = Level(self._within(given), self._step, given)
+        self._at = SigmaStep(self._within(given), self._step, given)
         return self._at
 
     def _step_of(self, given: float) -> int:

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
-from .layout import shortened
+from .layout import fewer_tokens
 
 # What a block is given, by name.
 CallArguments = dict[str, Any]
@@ -27,11 +27,11 @@ class TokenReduction:
     """Where a stream of tokens became shorter. lengths: (N, D) of the image and of each reference that follows it, from
     `before` on."""
 
-    before: int
+    image_start: int
     lengths: tuple[tuple[int, int], ...]
 
     @property
-    def gone(self) -> int:
+    def removed(self) -> int:
         """How many tokens fewer there are."""
         return sum([tokens - kept for tokens, kept in self.lengths])
 
@@ -40,14 +40,14 @@ class TokenReduction:
         """How many tokens are left of each reference that was merged."""
         return [kept for _, kept in self.lengths[1:]]
 
-    def moved(self, place: int) -> int:
+    def shift(self, index: int) -> int:
         """Where a place between two images, or outside of them, is then."""
-        end, gone = self.before, 0
+        end, removed = self.image_start, 0
         for tokens, kept in self.lengths:
             end += tokens
-            if place >= end:
-                gone += tokens - kept
-        return place - gone
+            if index >= end:
+                removed += tokens - kept
+        return index - removed
 
 
 class BlockSignature:
@@ -102,12 +102,16 @@ class BlockSignature:
         """The grid of the image's tokens. grid: what the latent makes. None if nobody told."""
         return grid
 
-    def merged_args(self, call_args: CallArguments, cuts: TokenReduction) -> CallArguments:
+    def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
         """The arguments that say where tokens lie, as they lie after merging."""
         options = call_args.get("transformer_options")
-        return {} if options is None else {"transformer_options": shortened(options, cuts.gone, cuts.references)}
+        return (
+            {}
+            if options is None
+            else {"transformer_options": fewer_tokens(options, reduction.removed, reduction.references)}
+        )
 
-    def merged_mask(self, mask: Tensor, gone: int) -> Tensor | None:
+    def merged_mask(self, mask: Tensor, removed: int) -> Tensor | None:
         """The mask of a block's attention where it looks at so many keys fewer, or more if negative; None where nobody
         can tell which."""
         return None
@@ -137,10 +141,10 @@ class BlockSignature:
         told: Mapping[str, Any] = call_args.get("transformer_options") or {}
         return sum(told.get("reference_image_num_tokens", ()))
 
-    def _fits(self, rows: Any, tokens: int) -> bool:
+    def _fits(self, rope: Any, tokens: int) -> bool:
         """Whether these are the positions of so many tokens at least, or none."""
-        return rows is None or (
-            isinstance(rows, Tensor) and rows.ndim > 3 and rows.shape[self.rope_token_dim] >= tokens
+        return rope is None or (
+            isinstance(rope, Tensor) and rope.ndim > 3 and rope.shape[self.rope_token_dim] >= tokens
         )
 
     def clamp_fp16(self, x: Tensor) -> Tensor:
@@ -157,23 +161,23 @@ def image_start_of(call_args: CallArguments) -> int | None:
     return None if place is None else int(place[0])
 
 
-def shifted_slices(call_args: CallArguments, name: str, cuts: TokenReduction) -> CallArguments:
+def shifted_slices(call_args: CallArguments, name: str, reduction: TokenReduction) -> CallArguments:
     """The argument of this name, a list of (start, stop, ...) places; nothing where it is not given."""
     pieces = call_args.get(name)
     if pieces is None:
         return {}
-    return {name: [tuple([cuts.moved(at) if n < 2 else at for n, at in enumerate(p)]) for p in pieces]}
+    return {name: [tuple([reduction.shift(at) if n < 2 else at for n, at in enumerate(p)]) for p in pieces]}
 
 
-def shifted_index(call_args: CallArguments, name: str, cuts: TokenReduction) -> CallArguments:
+def shifted_index(call_args: CallArguments, name: str, reduction: TokenReduction) -> CallArguments:
     """The argument of this name, a place; nothing where it is not given."""
     place = call_args.get(name)
-    return {} if place is None else {name: cuts.moved(place)}
+    return {} if place is None else {name: reduction.shift(place)}
 
 
-def text_masked(mask: Tensor, gone: int) -> Tensor | None:
+def text_masked(mask: Tensor, removed: int) -> Tensor | None:
     """A mask of the text, after which every key is looked at, for so many keys fewer, or more if negative; None if it
     goes by query too."""
     if mask.ndim < 3 or mask.shape[-2] != 1:
         return None
-    return pad(mask, (0, -gone), value=mask.dtype is torch.bool)
+    return pad(mask, (0, -removed), value=mask.dtype is torch.bool)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy.model_patcher import ModelPatcher
 
-from .compat import known
+from .compat import optional_api
 from .family import unwrapped
 
 # ComfyUI's own step caches, by the key of their wrappers: they give an old answer where a new one is asked for.
@@ -13,13 +13,13 @@ _CACHES = {"easycache": "EasyCache", "lazycache": "LazyCache"}
 _COMPILED, _TOLD = "torch.compile", "torch_compile_kwargs"
 
 
-def bare(model: ModelPatcher) -> tuple[ModelPatcher, list[str]]:
+def without_caches(model: ModelPatcher) -> tuple[ModelPatcher, list[str]]:
     """A clone without ComfyUI's step caches and torch.compile, and the names of what was left out."""
     patched, found = model.clone(), []
-    with known("ModelPatcher.wrappers"):
+    with optional_api("ModelPatcher.wrappers"):
         for wrappers in patched.wrappers.values():
             found += [name for key, name in {**_CACHES, _COMPILED: _COMPILED}.items() if wrappers.pop(key, None)]
-    with known("ModelPatcher.object_patches"):
+    with optional_api("ModelPatcher.object_patches"):
         # Some packs compile block by block.
         compiled = [key for key, module in patched.object_patches.items() if unwrapped(module) is not module]
         for key in compiled:

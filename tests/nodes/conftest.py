@@ -78,7 +78,7 @@ def hooked(model: Any) -> list[str]:
 def held(model: Any) -> list[Any]:
     """What the model's hooks still hold of a run."""
     found = []
-    for _, hook in pack_module("nodes.adapters.registry").find(model.model.diffusion_model).places():
+    for _, hook in pack_module("nodes.adapters.registry").find(model.model.diffusion_model).hook_pairs():
         place = getattr(hook, "place", None)
         names = ("evaluation", "held", "traced", "rows")
         found += [getattr(place, name) for name in names if getattr(place, name, None) is not None]
@@ -111,7 +111,7 @@ def attach(pack: ModuleType) -> Callable[..., Any]:
 
     def attached(model: Any, *, selector: str = "", **settings: Any) -> Any:
         def patch(model: Any) -> Any:
-            return run.attach(model, config(**{**EVERYTHING, **settings}))
+            return run.apply_toma(model, config(**{**EVERYTHING, **settings}))
 
         return (selected_by(patch, selector) if selector else patch)(model)
 
@@ -124,7 +124,7 @@ def apart(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], 
     registry = pack_module("nodes.adapters.registry")
 
     def plan_apart(model: Any) -> None:
-        for _, hook in registry.find(model.model.diffusion_model).places():
+        for _, hook in registry.find(model.model.diffusion_model).hook_pairs():
             if hasattr(hook, "scope"):
                 monkeypatch.setattr(hook, "scope", hook.name)
 

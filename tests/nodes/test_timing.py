@@ -45,7 +45,7 @@ def test_each_setting_is_timed_and_compared(unet: Any) -> None:
 
 
 def test_the_change_is_the_one_of_the_same_run_in_a_sampler(unet: Any) -> None:
-    attach = pack_module("nodes.adapters.patch_model").attach
+    attach = pack_module("nodes.adapters.patch_model").apply_toma
     asked = task(unet)
     _, half = timing.measure(unet, at(0.5), asked, runs=2)
 

@@ -50,7 +50,7 @@ def main() -> None:
 
     use_comfyui()
     torch.set_num_threads(1)
-    attach, config = pack_module("nodes.adapters.patch_model").attach, pack_module("toma_core.config").ToMAConfig
+    attach, config = pack_module("nodes.adapters.patch_model").apply_toma, pack_module("toma_core.config").ToMAConfig
     found = {}
     for kind in sys.argv[1:]:
         model = getattr(models, kind)()

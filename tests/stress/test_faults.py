@@ -38,7 +38,7 @@ class Trap:
 def trap(model: Any) -> Iterator[Trap]:
     """In the model: it counts calls until it is armed."""
     made, network = Trap(), model.model.diffusion_model
-    blocks = [module for module, _ in pack_module("nodes.adapters.registry").find(network).places()]
+    blocks = [module for module, _ in pack_module("nodes.adapters.registry").find(network).hook_pairs()]
     layers = {layer for block in blocks for layer in block.modules() if isinstance(layer, torch.nn.Linear)}
     handles = [layer.register_forward_pre_hook(made) for layer in layers]
     yield made

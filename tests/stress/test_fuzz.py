@@ -154,7 +154,7 @@ def test_any_settings_on_any_shape_under_any_conditions(
     again: bool,
 ) -> None:
     model = small[other if kind == "other" else kind]
-    attach = pack_module("nodes.adapters.patch_model").attach
+    attach = pack_module("nodes.adapters.patch_model").apply_toma
     try:
         patched = attach(model, config.ToMAConfig(**chosen))
     except config.ConfigError as error:

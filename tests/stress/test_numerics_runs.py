@@ -183,19 +183,21 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Tensor]]:
     def watch(model: Any) -> list[Tensor]:
         found: list[Tensor] = []
 
-        def seen(block: type[torch.nn.Module], port: Any) -> None:
+        def seen(block: type[torch.nn.Module], signature: Any) -> None:
             original = block.forward
 
             @functools.wraps(original)
             def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-                found.append(port.given(args, kwargs)[port.tokens].float().abs().amax(-1).flatten())
+                tokens = signature.call_args(args, kwargs)[signature.tokens_arg]
+                found.append(tokens.float().abs().amax(-1).flatten())
                 return original(self, *args, **kwargs)
 
             monkeypatch.setattr(block, "forward", forward)
 
-        places = pack_module("nodes.adapters.registry").find(model.model.diffusion_model).places()
-        for block, port in {type(block): hook.port for block, hook in places if hasattr(hook, "port")}.items():
-            seen(block, port)
+        places = pack_module("nodes.adapters.registry").find(model.model.diffusion_model).hook_pairs()
+        signatures = {type(block): hook.signature for block, hook in places if hasattr(hook, "signature")}
+        for block, signature in signatures.items():
+            seen(block, signature)
         return found
 
     return watch

@@ -33,7 +33,7 @@ class Hooks(Transformer):
     """All hooks of one ERNIE-Image."""
 
     # Its attention is told nothing.
-    presets, shows_keys = WITHOUT_KV_CACHE, False
+    presets, passes_options = WITHOUT_KV_CACHE, False
 
     def block_groups(self, model: ErnieImageModel) -> tuple[BlockGroup, ...]:
         """All blocks."""

@@ -16,7 +16,7 @@ from ....toma_core.config import Granularity
 from ....toma_core.cost_model import FLUX2_DOUBLE, FLUX2_SINGLE, FLUX_DOUBLE, FLUX_SINGLE, Block
 from ....toma_core.presets import Fields
 from ..chain import BlockHook
-from ..family import PRESETS, WITHOUT_KV_CACHE, BlockGroup, Transformer, theirs
+from ..family import PRESETS, WITHOUT_KV_CACHE, BlockGroup, Transformer, is_original
 from ..model_hooks import HookPair
 from ..signature import BlockSignature, CallArguments, TokenReduction, image_start_of, shifted_slices
 from .flux_layers import ByModule
@@ -49,8 +49,9 @@ class SingleSignature(BlockSignature):
         told = image_start_of(call_args)
         return self.text if told is None else told
 
-    def merged_args(self, call_args: CallArguments, cuts: TokenReduction) -> CallArguments:
-        return {**super().merged_args(call_args, cuts), **shifted_slices(call_args, "modulation_dims", cuts)}
+    def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
+        merged = super().merged_args(call_args, reduction)
+        return merged | shifted_slices(call_args, "modulation_dims", reduction)
 
 
 class DoubleSignature(BlockSignature):
@@ -74,8 +75,11 @@ class DoubleSignature(BlockSignature):
     def attention_offset(self, call_args: CallArguments) -> int:
         return int(call_args["txt"].shape[1])
 
-    def merged_args(self, call_args: CallArguments, cuts: TokenReduction) -> CallArguments:
-        return {**super().merged_args(call_args, cuts), **shifted_slices(call_args, "modulation_dims_img", cuts)}
+    def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
+        return {
+            **super().merged_args(call_args, reduction),
+            **shifted_slices(call_args, "modulation_dims_img", reduction),
+        }
 
 
 class Hooks(Transformer):
@@ -83,9 +87,9 @@ class Hooks(Transformer):
 
     def __init__(self, diffusion_model: Any) -> None:
         super().__init__(diffusion_model)
-        if tuple(map(len, self.links)) == _FLUX_1:  # others have fewer double ones: a share of them
+        if tuple(map(len, self.hooks)) == _FLUX_1:  # others have fewer double ones: a share of them
             self.presets, self.without_kv_cache = {**PRESETS, **PAPER}, {**WITHOUT_KV_CACHE, **PAPER}
-        self.by_module = [ByModule(link) for link in self.links[0]]
+        self.by_module = [ByModule(hook) for hook in self.hooks[0]]
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         """Double blocks, single blocks."""
@@ -101,15 +105,15 @@ class Hooks(Transformer):
         flux2 = getattr(model.params, "global_modulation", False)
         return (FLUX2_DOUBLE, FLUX2_SINGLE) if flux2 else (FLUX_DOUBLE, FLUX_SINGLE)
 
-    def places(self) -> Iterator[HookPair]:
+    def hook_pairs(self) -> Iterator[HookPair]:
         """Blocks and the layers inside them with the hooks that may stand in for them."""
-        yield from super().places()
+        yield from super().hook_pairs()
         for block in self.by_module:
-            if theirs(block.module):
+            if is_original(block.module):
                 yield block.module, block
                 yield from block.layers()
 
-    def chosen(self, group: BlockGroup, links: list[BlockHook], config: ToMAConfig) -> list[BlockHook]:
+    def hooks_for(self, group: BlockGroup, hooks: list[BlockHook], config: ToMAConfig) -> list[BlockHook]:
         """Double blocks can be merged module by module."""
         by_module = config.granularity is Granularity.MODULE and group.kind == "double"
-        return list(self.by_module) if by_module else links
+        return list(self.by_module) if by_module else hooks

@@ -91,11 +91,11 @@ class ByModule(BlockHook):
             site.active.evaluation.run.stats.merged(self.name)
         lengths = ((plan.tokens, plan.kept),)
         site.reduction = Reduction(site.active, (plan,), (None,), lengths)
-        rows = self.positions.of(call_args.get(signature.rope_arg), site, signature.attention_offset(call_args))
+        rope = self.positions.of(call_args.get(signature.rope_arg), site, signature.attention_offset(call_args))
         # The attention alone sees merged tokens: what the block does to all of them stays where it is told.
         call_args = {
             **call_args,
-            signature.rope_arg: rows,
+            signature.rope_arg: rope,
             **BlockSignature.merged_args(signature, call_args, TokenReduction(0, lengths)),
         }
         layers = self.layers()

@@ -30,19 +30,19 @@ class _Signature(BlockSignature):
     mutates_input = clamps_fp16 = True
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        rows = call_args.get(self.rope_arg)
-        if rows is None or rows.ndim <= self.rope_token_dim:
+        rope = call_args.get(self.rope_arg)
+        if rope is None or rope.ndim <= self.rope_token_dim:
             return None
-        before = int(rows.shape[self.rope_token_dim]) - self.attention_offset(call_args) - image
+        before = int(rope.shape[self.rope_token_dim]) - self.attention_offset(call_args) - image
         return before if before >= 0 else None
 
-    def merged_args(self, call_args: CallArguments, cuts: TokenReduction) -> CallArguments:
-        moved, mask = super().merged_args(call_args, cuts), call_args.get("attn_mask")
+    def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
+        moved, mask = super().merged_args(call_args, reduction), call_args.get("attn_mask")
         # Of text; all that comes after it is looked at.
-        return moved if mask is None else {**moved, "attn_mask": mask[..., : mask.shape[-1] - cuts.gone]}
+        return moved if mask is None else {**moved, "attn_mask": mask[..., : mask.shape[-1] - reduction.removed]}
 
-    def merged_mask(self, mask: Tensor, gone: int) -> Tensor | None:
-        return text_masked(mask, gone)
+    def merged_mask(self, mask: Tensor, removed: int) -> Tensor | None:
+        return text_masked(mask, removed)
 
 
 class SingleSignature(_Signature):

@@ -29,16 +29,19 @@ class Signature(BlockSignature):
             return told
         # ComfyUI 0.26.0 does not tell, but has no references either: the image comes last. By the positions: they stay
         # as they were while the tokens are merged.
-        rows = call_args.get(self.rope_arg)
+        rope = call_args.get(self.rope_arg)
         text = (
             -1
-            if rows is None or rows.ndim <= self.rope_token_dim
-            else rows.shape[self.rope_token_dim] - image - self.reference_tokens(call_args)
+            if rope is None or rope.ndim <= self.rope_token_dim
+            else rope.shape[self.rope_token_dim] - image - self.reference_tokens(call_args)
         )
         return text if text >= 0 else None
 
-    def merged_args(self, call_args: CallArguments, cuts: TokenReduction) -> CallArguments:
-        return {**super().merged_args(call_args, cuts), **shifted_index(call_args, "timestep_zero_index", cuts)}
+    def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
+        return {
+            **super().merged_args(call_args, reduction),
+            **shifted_index(call_args, "timestep_zero_index", reduction),
+        }
 
 
 class Hooks(Transformer):

@@ -35,13 +35,16 @@ class LayerSignature(BlockSignature):
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
         # By the positions: they stay as they were while the tokens are merged.
-        rows = call_args.get(self.rope_arg)
-        if rows is None or rows.ndim <= self.rope_token_dim:
+        rope = call_args.get(self.rope_arg)
+        if rope is None or rope.ndim <= self.rope_token_dim:
             return None
-        return max(0, rows.shape[self.rope_token_dim] - image - -image % self.multiple)
+        return max(0, rope.shape[self.rope_token_dim] - image - -image % self.multiple)
 
-    def merged_args(self, call_args: CallArguments, cuts: TokenReduction) -> CallArguments:
-        return {**super().merged_args(call_args, cuts), **shifted_slices(call_args, "timestep_zero_index", cuts)}
+    def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
+        return {
+            **super().merged_args(call_args, reduction),
+            **shifted_slices(call_args, "timestep_zero_index", reduction),
+        }
 
 
 class Hooks(Transformer):

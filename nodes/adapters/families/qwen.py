@@ -37,11 +37,14 @@ class Signature(BlockSignature):
     def attention_offset(self, call_args: CallArguments) -> int:
         return int(call_args["encoder_hidden_states"].shape[1])
 
-    def merged_args(self, call_args: CallArguments, cuts: TokenReduction) -> CallArguments:
-        return {**super().merged_args(call_args, cuts), **shifted_index(call_args, "timestep_zero_index", cuts)}
+    def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
+        return {
+            **super().merged_args(call_args, reduction),
+            **shifted_index(call_args, "timestep_zero_index", reduction),
+        }
 
-    def merged_mask(self, mask: Tensor, gone: int) -> Tensor | None:
-        return text_masked(mask, gone)
+    def merged_mask(self, mask: Tensor, removed: int) -> Tensor | None:
+        return text_masked(mask, removed)
 
 
 class Hooks(Transformer):

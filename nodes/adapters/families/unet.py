@@ -19,15 +19,15 @@ from ....toma_core.windows import Grid
 from ..chain import BlockHook, RopeCache
 from ..family import (
     BlockFacts,
-    chained,
-    hooked,
-    profiled,
-    runs_its_own,
+    chain_hooks,
+    has_forward_hooks,
+    is_original,
+    profile_skips,
+    runs_own_loop,
     skip_reason,
-    theirs,
     unwrapped,
 )
-from ..layout import on_no_grid
+from ..layout import without_grid
 from ..model_hooks import HookPair
 from ..signature import BlockSignature, CallArguments, TokenReduction
 from .unet_layers import ByModule
@@ -59,9 +59,9 @@ class Signature(BlockSignature):
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
         return super().obstacle(call_args, image) if call_args["x"].shape[1] == image else Reason.TOKENS_CHANGED()
 
-    def merged_args(self, call_args: CallArguments, cuts: TokenReduction) -> CallArguments:
-        options, (lengths,) = call_args.get("transformer_options"), cuts.lengths
-        return {} if options is None else {"transformer_options": on_no_grid(options, *lengths)}
+    def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
+        options, (lengths,) = call_args.get("transformer_options"), reduction.lengths
+        return {} if options is None else {"transformer_options": without_grid(options, *lengths)}
 
 
 @dataclass(frozen=True)
@@ -111,41 +111,41 @@ class Hooks:
             reason = skip_reason(config, place, len(self.stacks))
             there = stack.home.transformer_blocks
             own = len(there) == len(stack.blocks)
-            chains = config.granularity is Granularity.STACK and runs_its_own(stack.home, ("forward",))
+            chains = config.granularity is Granularity.STACK and runs_own_loop(stack.home, ("forward",))
             runs, following = list[list[BlockHook]](), None  # following: the block that the last run could go on with
             for index, block in enumerate(stack.blocks):
-                foreign = None if own and theirs(there[index]) else Reason.BLOCK_REPLACED()
-                if skipped_by_settings := reason or foreign or profiled(block.link, evaluation):
-                    stats.not_merged(block.link.name, skipped_by_settings)
+                foreign = None if own and is_original(there[index]) else Reason.BLOCK_REPLACED()
+                if skipped_by_settings := reason or foreign or profile_skips(block.block_hook, evaluation):
+                    stats.not_merged(block.block_hook.name, skipped_by_settings)
                     continue
-                block.link.module = unwrapped(there[index])
+                block.block_hook.module = unwrapped(there[index])
                 if config.granularity is Granularity.MODULE or _is_patched(stack, index, transformer_options):
                     if not evaluation.refreshes:
                         for part in _replaced(stack, index, transformer_options):
-                            stats.not_merged(f"{block.link.name} {part}", Reason.BLOCK_REPLACED())
-                        yield from block.hooks(grid, evaluation.of(block.link.name))
+                            stats.not_merged(f"{block.block_hook.name} {part}", Reason.BLOCK_REPLACED())
+                        yield from block.hooks(grid, evaluation.of(block.block_hook.name))
                     continue
-                joins = index == following and evaluation.step_plan.joins(runs[-1][-1].name, block.link.name)
-                if chains and joins and not hooked(there[index - 1], there[index]):
-                    runs[-1].append(block.link)
+                joins = index == following and evaluation.step_plan.joins(runs[-1][-1].name, block.block_hook.name)
+                if chains and joins and not has_forward_hooks(there[index - 1], there[index]):
+                    runs[-1].append(block.block_hook)
                 else:
-                    runs.append([block.link])
+                    runs.append([block.block_hook])
                 following = index + 1
-            for links in runs:
-                yield from chained(links, (grid,), x, evaluation, transformer_options, stack.width)
+            for hooks in runs:
+                yield from chain_hooks(hooks, (grid,), x, evaluation, transformer_options, stack.width)
 
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
         """See `ModelHooks`."""
         for stack in self.stacks:
             home, (height, width) = ".".join(map(str, stack.position)), stack.grid(latent)
             for block in stack.blocks:
-                yield BlockFacts(block.link.name, home, block.link.work, height * width, stack.width)
+                yield BlockFacts(block.block_hook.name, home, block.block_hook.work, height * width, stack.width)
 
-    def places(self) -> Iterator[HookPair]:
+    def hook_pairs(self) -> Iterator[HookPair]:
         """Blocks and their parts with the hooks that may stand in for them."""
         for block in (block for stack in self.stacks for block in stack.blocks):
-            if theirs(block.link.module):
-                yield block.link.module, block.link
+            if is_original(block.block_hook.module):
+                yield block.block_hook.module, block.block_hook
                 yield from block.layers()
 
 

@@ -12,7 +12,7 @@ from ....toma_core import Evaluation, MergePlan
 from ....toma_core.config import Granularity
 from ....toma_core.windows import Grid
 from ..chain import BlockHook
-from ..layout import on_no_grid
+from ..layout import without_grid
 from ..model_hooks import Hook, HookPair, merge, outside_graph, unmerge
 
 
@@ -20,9 +20,9 @@ class ByModule(Hook):
     """A transformer block whose modules are merged one by one. It only keeps its transformer_options for them, because
     a feed-forward is not given any."""
 
-    def __init__(self, link: BlockHook) -> None:
-        """link: the hook for the same block on merged tokens from its beginning to its end."""
-        self.link = link
+    def __init__(self, block_hook: BlockHook) -> None:
+        """block_hook: the hook for the same block on merged tokens from its beginning to its end."""
+        self.block_hook = block_hook
         self.options: dict[str, Any] = {}
         self.attn1 = MergedAttention(self, " self-attention")
         self.attn2 = MergedAttention(self, " cross-attention")
@@ -35,11 +35,11 @@ class ByModule(Hook):
 
     def release(self) -> None:
         self.options = {}
-        self.link.release()
+        self.block_hook.release()
 
     def layers(self) -> Iterator[HookPair]:
         """The modules with their hooks."""
-        module: Any = self.link.module
+        module: Any = self.block_hook.module
         yield module.attn1, self.attn1
         if module.attn2 is not None:
             yield module.attn2, self.attn2
@@ -47,19 +47,19 @@ class ByModule(Hook):
 
     def hooks(self, grid: Grid, evaluation: Evaluation) -> Iterator[HookPair]:
         """The hooks to install for an evaluation, in which the block sees such a grid."""
-        link = self.link
-        work = link.work, Granularity.MODULE
-        link.site.begin((grid,), link.scope, [link.name], work, evaluation)
-        yield link.module, self
+        block_hook = self.block_hook
+        work = block_hook.work, Granularity.MODULE
+        block_hook.site.begin((grid,), block_hook.scope, [block_hook.name], work, evaluation)
+        yield block_hook.module, self
         yield from self.layers()
 
     def plan(self, x: Tensor, part: str) -> MergePlan | None:
         """The plan for the tokens x of one of its modules, or None to leave that whole; the outcome is noted."""
-        site = self.link.site
-        reason = self.link.reason({"x": x, "transformer_options": self.options})
+        site = self.block_hook.site
+        reason = self.block_hook.reason({"x": x, "transformer_options": self.options})
         plan = site.plan_for(x, reason, part)
         if plan is not None and site.active is not None:
-            site.active.evaluation.run.stats.merged(self.link.name)
+            site.active.evaluation.run.stats.merged(self.block_hook.name)
         return plan
 
 
@@ -84,7 +84,7 @@ class MergedAttention(Hook):
         plan = None if tied else self.block.plan(x, self.part)
         if plan is None:
             return self.original(x, context=context, value=value, transformer_options=transformer_options, **call_args)
-        merged, told = merge(x, plan), on_no_grid(transformer_options, plan.tokens, plan.kept)
+        merged, told = merge(x, plan), without_grid(transformer_options, plan.tokens, plan.kept)
         if context is x and (value is None or value is x):
             # Keys and values must stay as long as each other: if a patch made other values, both stay whole.
             context, value = merged, None if value is None else merged

@@ -18,7 +18,7 @@ from ....toma_core import ToMAConfig
 from ....toma_core.cost_model import WAN
 from ....toma_core.reasons import Message, Reason
 from ..family import BlockGroup, Transformer
-from ..layout import on_fewer_of_frames
+from ..layout import fewer_per_frame
 from ..signature import BlockSignature, CallArguments, TokenReduction
 
 NAME = "Wan 2.1 and 2.2"
@@ -58,13 +58,13 @@ class Signature(BlockSignature):
         if not self.has_reference:
             return 0
         # Nobody tells, but it is one frame. By the positions: they stay as they were while the tokens are merged.
-        rows, told = call_args.get(self.rope_arg), _frames_told(call_args)
-        ahead = -1 if rows is None or rows.ndim <= self.rope_token_dim else rows.shape[self.rope_token_dim] - prod(told)
+        rope, told = call_args.get(self.rope_arg), _frames_told(call_args)
+        ahead = -1 if rope is None or rope.ndim <= self.rope_token_dim else rope.shape[self.rope_token_dim] - prod(told)
         return ahead if ahead in (0, prod(told[1:])) else None
 
-    def merged_args(self, call_args: CallArguments, cuts: TokenReduction) -> CallArguments:
+    def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
         options = call_args.get("transformer_options")
-        return {} if options is None else {"transformer_options": on_fewer_of_frames(options, *cuts.lengths[0])}
+        return {} if options is None else {"transformer_options": fewer_per_frame(options, *reduction.lengths[0])}
 
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
         return super().obstacle(call_args, image, references) or _modulation(call_args, image)

@@ -13,6 +13,6 @@ from scripts.comfy_pack import pack_module
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """warnings(): what the pack has warned of so far in this test."""
-    monkeypatch.setattr(pack_module("nodes.adapters.compat"), "_said", set())
+    monkeypatch.setattr(pack_module("nodes.adapters.compat"), "_warned", set())
     caplog.set_level(logging.WARNING)
     return lambda: [r.getMessage() for r in caplog.records if r.getMessage().startswith("ToMA")]

@@ -40,7 +40,7 @@ def tried(model: Any, alone: Any, settings: dict[str, Any], **options: Any) -> d
     """What ToMA does to a model that runs on all processes. alone: the same model, that runs on each by itself."""
     run, reports = pack_module("nodes.adapters.patch_model"), pack_module("nodes.adapters.last_runs")
     config = pack_module("toma_core.config").ToMAConfig(**{**EVERYTHING, **settings})
-    merged = run.attach(model, config)
+    merged = run.apply_toma(model, config)
     plain, result = picture(model, **options), picture(merged, **options)
     stats = reports.last(run.attachment_of(merged).report_id)
     theirs = [torch.empty_like(result) for _ in range(SIZE)]
@@ -50,7 +50,7 @@ def tried(model: Any, alone: Any, settings: dict[str, Any], **options: Any) -> d
     return {
         "off from one process": float((plain - on_one).norm() / on_one.norm()),
         "as without ToMA": whole,
-        "as ToMA on one process": not whole and torch.equal(result, picture(run.attach(alone, config), **options)),
+        "as ToMA on one process": not whole and torch.equal(result, picture(run.apply_toma(alone, config), **options)),
         "the same on all": all(torch.equal(other, result) for other in theirs),
         "merged": len(stats.merged_blocks),
         "whole": {reason.id.value: len(parts) for reason, parts in stats.unmerged.items()},

@@ -74,7 +74,7 @@ def test_text_as_long_as_merged_tokens_is_left_alone(text: int, model_of: Any, a
 
 @pytest.mark.parametrize("kind", list(LAYOUTS))
 def test_presets_keep_keys_where_they_can(kind: str, model_of: Any, stats_of: Any) -> None:
-    attach = pack_module("nodes.adapters.patch_model").attach
+    attach = pack_module("nodes.adapters.patch_model").apply_toma
     merged = attach(model_of(kind), preset("balanced"))
     assert models.sample(merged, HEIGHT, WIDTH, steps=8).isfinite().all()
     stats = stats_of(merged)
@@ -133,7 +133,7 @@ def test_attention_that_asks_nobody_is_noticed(model_of: Any, stats_of: Any, ask
     run, model = pack_module("nodes.adapters.patch_model"), model_of("wan")
     asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
     own = models.sample(model, HEIGHT, WIDTH, **asked)
-    merged, without = (run.attach(model, preset("balanced", **more)) for more in ({}, {"kv_cache": False}))
+    merged, without = (run.apply_toma(model, preset("balanced", **more)) for more in ({}, {"kv_cache": False}))
     found, usual = (models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, without))
     assert str(NOT_ASKED) in stats_of(merged).summary()
     # The second step too is in full: it keeps for other blocks than the first.
@@ -146,8 +146,8 @@ def test_attention_that_asks_nobody_is_noticed(model_of: Any, stats_of: Any, ask
 def test_inside_graphs_too(stats_of: Any, asks_nobody: None, fresh_compiler: None) -> None:
     run, asked = pack_module("nodes.adapters.patch_model"), {"frames": 3, "steps": 6, "cfg": 1.0}
     model = models.wan(layers=2)
-    plain = run.attach(model, preset("balanced"))
-    merged = compiled(run.attach(model, preset("balanced")), Counting(), inside=True)
+    plain = run.apply_toma(model, preset("balanced"))
+    merged = compiled(run.apply_toma(model, preset("balanced")), Counting(), inside=True)
     assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, plain)))
     assert stats_of(merged).without_kv_cache == stats_of(plain).without_kv_cache == NOT_ASKED
 
@@ -164,7 +164,7 @@ def test_it_is_noticed_where_an_evaluation_begins(
         seen.append((self.step_plan.step, self.step_plan.mode.value == "refresh"))
 
     monkeypatch.setattr(sampling, "observe", observed)
-    merged = pack_module("nodes.adapters.patch_model").attach(several_calls(model_of("wan")), preset("balanced"))
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(several_calls(model_of("wan")), preset("balanced"))
     models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=5.0)
     assert seen == [(step, step < 2) for step in range(4) for _ in range(2)]
     assert stats_of(merged).without_kv_cache == NOT_ASKED
@@ -239,7 +239,9 @@ def test_where_full_steps_keep_nothing_the_preset_is_as_without(
     settings: dict[str, Any], model_of: Any, stats_of: Any
 ) -> None:
     run, model = pack_module("nodes.adapters.patch_model"), model_of("flux")
-    merged, without = (run.attach(model, preset("balanced", **settings, **more)) for more in ({}, {"kv_cache": False}))
+    merged, without = (
+        run.apply_toma(model, preset("balanced", **settings, **more)) for more in ({}, {"kv_cache": False})
+    )
     assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=4) for m in (merged, without)))
     assert stats_of(merged).without_kv_cache == Reason.KV_NO_FULL_STEPS()
 

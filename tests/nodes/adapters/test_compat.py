@@ -78,15 +78,15 @@ def test_compiled_module_is_looked_into() -> None:
 
 
 def test_errors_of_others_go_through() -> None:
-    with pytest.raises(RuntimeError, match="no memory"), contract.asking("a hook"):
+    with pytest.raises(RuntimeError, match="no memory"), contract.require_api("a hook"):
         raise RuntimeError("no memory")
-    with pytest.raises(contract.UnsupportedApiError, match=r"^a hook: 'sigmas'$"), contract.asking("a hook"):
+    with pytest.raises(contract.UnsupportedApiError, match=r"^a hook: 'sigmas'$"), contract.require_api("a hook"):
         contract.argument((1, 2), {}, 3, "sigmas")
     assert contract.argument((1, 2), {}, 1, "x") == contract.argument((), {"x": 2}, 1, "x") == 2
 
 
 def test_same_warning_once(warnings: Any) -> None:
     for name in ("one", "two", "one"):
-        with contract.known(name):
+        with contract.optional_api(name):
             raise KeyError("gone")
     assert [w.split("(")[1].split(")")[0] for w in warnings()] == ["one: 'gone'", "two: 'gone'"]

@@ -136,5 +136,5 @@ def test_family_whose_class_has_moved(
     other = importlib.import_module(f"{without_flux}.nodes.adapters.patch_model")
     settings = importlib.import_module(f"{without_flux}.toma_core.config").ToMAConfig(min_tokens=4)
     assert [r.getMessage() for r in caplog.records if "the classes of Flux" in r.getMessage()]
-    assert torch.equal(sample(other.attach(flux, settings)), sample(flux))
-    assert not torch.equal(sample(other.attach(unet, settings)), sample(unet))
+    assert torch.equal(sample(other.apply_toma(flux, settings)), sample(flux))
+    assert not torch.equal(sample(other.apply_toma(unet, settings)), sample(unet))

@@ -32,7 +32,7 @@ def few(pack: Any) -> Any:
 @pytest.fixture(scope="module")
 def merged(few: Any) -> Any:
     toma = pack_module("toma_core").Settings("balanced", {"min_tokens": 4, "ratio": 0.5})
-    return pack_module("nodes.adapters.patch_model").attach(few, toma)
+    return pack_module("nodes.adapters.patch_model").apply_toma(few, toma)
 
 
 def prompt(seed: int, **options: Any) -> list[Any]:

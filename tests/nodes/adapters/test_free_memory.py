@@ -25,7 +25,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def preset(pack: Any) -> Callable[..., Any]:
     """preset(model, name, **settings): the model with ToMA, on small grids too and with few whole blocks."""
-    settings_of, attach = pack_module("toma_core").Settings, pack_module("nodes.adapters.patch_model").attach
+    settings_of, attach = pack_module("toma_core").Settings, pack_module("nodes.adapters.patch_model").apply_toma
     return lambda model, name, **settings: attach(model, settings_of(name, {**SMALL, **settings}))
 
 

@@ -145,7 +145,7 @@ def test_without_toma(family: str, run: str, model_of: Any, golden: Any) -> None
 def test_run(case: str, model_of: Any, stats_of: Any, golden: Any, sureness: Any) -> None:
     family, setting, run = case.split()
     steps = steps_for(family, setting)
-    model = pack_module("nodes.adapters.patch_model").attach(model_of(family), settings_of(family, setting))
+    model = pack_module("nodes.adapters.patch_model").apply_toma(model_of(family), settings_of(family, setting))
 
     def found(seed: int) -> dict[str, Any]:
         latent = sampled(model, family, run, steps, seed)

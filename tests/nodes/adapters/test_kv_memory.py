@@ -32,7 +32,7 @@ def test_where_room_is_short_they_are_packed(
 ) -> None:
     """In less than a third of the memory, for nearly the same picture; and ComfyUI is told of it."""
     run, model, asked = pack_module("nodes.adapters.patch_model"), model_of(kind), list[int]()
-    merged, reserved = run.attach(model, preset("balanced")), pack_module("nodes.adapters.kv_memory").reserved
+    merged, reserved = run.apply_toma(model, preset("balanced")), pack_module("nodes.adapters.kv_memory").reserved
     monkeypatch.setattr(run, "reserved", lambda m, n: asked.append(n) or reserved(m, n))
     size = {"steps": 4, **({"frames": frames} if frames else {})}
     exact, whole = models.sample(merged, HEIGHT, WIDTH, **size), models.sample(model, HEIGHT, WIDTH, **size)
@@ -141,7 +141,7 @@ def test_conditions_that_are_split_after_the_full_step_hold_no_more(
     model, evaluations = model_of("wan"), list[int]()
     if packed:
         monkeypatch.setattr(pack_module("nodes.adapters.patch_model"), "memory_left", lambda *_: 0)
-    joined = pack_module("nodes.adapters.patch_model").attach(model, preset("balanced"))
+    joined = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     wanted, held = models.sample(joined, HEIGHT, WIDTH, frames=3, steps=4), stats_of(joined).cache_bytes
     split = joined.clone()
 
@@ -162,7 +162,7 @@ def test_where_memory_runs_out_all_calls_of_the_evaluation_are_made_again(
 ) -> None:
     model = several_calls(model_of("wan"))
     own = models.sample(model, HEIGHT, WIDTH, frames=3, steps=4, cfg=5.0)
-    merged = pack_module("nodes.adapters.patch_model").attach(model, preset("balanced"))
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     with short_of_memory(model.model.diffusion_model.blocks[-1].ffn[0], call):
         assert torch.equal(models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=5.0), own)
     stats = stats_of(merged)
@@ -209,7 +209,7 @@ def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again
 
     asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
     own = models.sample(one, HEIGHT, WIDTH, **asked)
-    merged = pack_module("nodes.adapters.patch_model").attach(one, preset("balanced")).clone()
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(one, preset("balanced")).clone()
     merged.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "shared", shared)
     monkeypatch.setattr(type(network), "forward", short)
     found = models.sample(merged, HEIGHT, WIDTH, **asked)
@@ -223,7 +223,7 @@ def test_context_windows_that_move_keep_no_keys(schedule: str, model_of: Any, st
 
     run, model = pack_module("nodes.adapters.patch_model"), model_of("wan")
     windowed = Windows.execute(model, 17, 8, schedule, 1, False, "pyramid", False).result[0]
-    merged, without = (run.attach(windowed, preset("balanced", **more)) for more in ({}, {"kv_cache": False}))
+    merged, without = (run.apply_toma(windowed, preset("balanced", **more)) for more in ({}, {"kv_cache": False}))
     asked: dict[str, Any] = {"frames": 13, "steps": 8, "cfg": 5.0}
     found = models.sample(merged, HEIGHT, WIDTH, **asked)
     moves = stats_of(merged).without_kv_cache == Reason.KV_CONTEXT_WINDOWS()
@@ -250,7 +250,7 @@ def test_where_the_model_runs_out_of_memory_it_runs_again_without(
 def test_also_in_a_last_step_that_is_in_full(model_of: Any, stats_of: Any) -> None:
     """What earlier steps kept is in the way there too; where nothing is kept it is the model's own error."""
     model = model_of("flux")
-    merged = pack_module("nodes.adapters.patch_model").attach(model, preset("balanced"))
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     layer, asked = model.model.diffusion_model.single_blocks[-1].linear2, {"steps": 4, "cfg": 1.0}
     wanted = models.sample(merged, HEIGHT, WIDTH, **asked)
     with short_of_memory(layer, 4):
@@ -264,7 +264,10 @@ def test_without_room_the_preset_is_as_it_was(model_of: Any, stats_of: Any, monk
     run = pack_module("nodes.adapters.patch_model")
     model = model_of("flux")
     without_room(monkeypatch, 1000)
-    merged, without = run.attach(model, preset("balanced")), run.attach(model, preset("balanced", kv_cache=False))
+    merged, without = (
+        run.apply_toma(model, preset("balanced")),
+        run.apply_toma(model, preset("balanced", kv_cache=False)),
+    )
     assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=8) for m in (merged, without)))
     assert stats_of(merged).without_kv_cache.id is Reason.KV_TOO_LARGE
     assert "do not attend to all tokens" in stats_of(merged).summary()
@@ -284,7 +287,7 @@ def test_comfyui_is_told_before_it_loads_the_model(
         return load(*args, memory_required=memory_required, **kwargs)
 
     monkeypatch.setattr(comfy.model_management, "load_models_gpu", loading)
-    merged = pack_module("nodes.adapters.patch_model").attach(model, preset("balanced"))
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     for m in (model, merged):
         models.sample(m, HEIGHT, WIDTH, steps=4)
     assert asked[1] - asked[0] == stats_of(merged).cache_bytes > 0

@@ -58,7 +58,7 @@ def test_full_precision_only_where_all_of_it_fits_beside_the_weights(
     import comfy.model_management as management
 
     model, run = model_of("flux"), pack_module("nodes.adapters.patch_model")
-    merged = run.attach(model, preset("balanced"))
+    merged = run.apply_toma(model, preset("balanced"))
     give_total(monkeypatch, 2**34)
     used = 2**34 - left(merged)
     assert used == pytest.approx(model.model_size() * 1.1 + management.minimum_inference_memory())
@@ -80,7 +80,7 @@ def test_four_bits_may_fill_what_is_left_of_the_card(
     """Beside a small model that is more than the share that may push weights out."""
     import comfy.model_management as management
 
-    merged = pack_module("nodes.adapters.patch_model").attach(model_of("flux"), preset("balanced"))
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model_of("flux"), preset("balanced"))
     for name in ("minimum_inference_memory", "extra_reserved_memory"):
         monkeypatch.setattr(management, name, lambda: 0)
     monkeypatch.setattr(type(merged.model), "memory_required", lambda *_, **__: 0)
@@ -131,11 +131,11 @@ def test_the_dtype_is_that_of_the_run(dtype: str, stats_of: Any, kept: list[Any]
 
     run, model = pack_module("nodes.adapters.patch_model"), models.flux(dtype=torch.bfloat16)
     model.model.diffusion_model.to(torch.bfloat16)
-    merged = run.attach(ModelComputeDtype().patch(model, dtype)[0], preset("balanced"))
+    merged = run.apply_toma(ModelComputeDtype().patch(model, dtype)[0], preset("balanced"))
     for _ in range(2):
         models.sample(merged, HEIGHT, WIDTH, steps=4)
         assert kept[-1].bytes == stats_of(merged).cache_bytes
-    other = run.attach(model, preset("balanced"))
+    other = run.apply_toma(model, preset("balanced"))
     models.sample(other, HEIGHT, WIDTH, steps=4)
     assert kept[-1].bytes == stats_of(other).cache_bytes == kept[0].bytes // (2 if dtype == "fp32" else 1)
 

@@ -27,7 +27,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def preset(pack: Any) -> Callable[[Any, str], Any]:
     """preset(model, name): the model with ToMA, on small grids too and with few whole blocks."""
-    settings_of, attach = pack_module("toma_core").Settings, pack_module("nodes.adapters.patch_model").attach
+    settings_of, attach = pack_module("toma_core").Settings, pack_module("nodes.adapters.patch_model").apply_toma
     # Sharper weights show rounding: tokens of models with random weights are this alike.
     small = {"min_tokens": 4, "skip_first_blocks": 1, "sharpness": 300.0}
     return lambda model, name: attach(model, settings_of(name, small))
@@ -140,7 +140,7 @@ def test_plans_of_tiles_do_not_pile_up(model: Any, attach: Any, monkeypatch: Any
 
     def counted(self: Any, timestep: Any) -> None:
         begin(self, timestep)
-        held.append((len(self.pieces), len(self.run._plans)))
+        held.append((len(self.tiles), len(self.run._plans)))
 
     monkeypatch.setattr(sampling, "next", counted)
     sampled(tiled(attach(model), CORNERS))

@@ -122,7 +122,7 @@ def test_a_picture_of_mostly_noise_is_not_trusted(
 @loop("told", [None, object()], ids=["nothing", "something else"])
 def test_noise_levels_of_an_unknown_kind_are_no_error(told: Any, pack: Any) -> None:
     sampling, config = pack_module("nodes.adapters.sampling_run").SamplingRun, pack_module("toma_core").ToMAConfig
-    assert sampling.start(config(ratio=0.5), told, [1.0, 0.0]).trusted > 1
+    assert sampling.start(config(ratio=0.5), told, [1.0, 0.0]).max_prediction_sigma > 1
 
 
 def test_nothing_is_held_after_a_run_that_broke_off(
@@ -142,7 +142,7 @@ def test_nothing_is_held_after_a_run_that_broke_off(
     patched = attach(model, **SETTINGS)
     with pytest.raises(RuntimeError, match="broken off"):
         models.sample(patched, steps=3)
-    assert held[0].picture is None
+    assert held[0].prediction is None
 
 
 def test_the_same_twice_and_nothing_left(model: Any, attach: Any, no_state_left: None) -> None:

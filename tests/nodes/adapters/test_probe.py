@@ -27,7 +27,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 def probed(model: Any, steps: int = 8, most: int = 1000, **settings: Any) -> tuple[Any, torch.Tensor, Any]:
     sites = probing.sites_of(identity.blocks_of(model), 12)
     probes = probing.Probes(sites, most)
-    patched = run.attach(model, core.ToMAConfig(**{"min_tokens": 4, **settings}))
+    patched = run.apply_toma(model, core.ToMAConfig(**{"min_tokens": 4, **settings}))
     return probes, models.sample(probes.on(patched), SIDE, SIDE, steps=steps), patched
 
 
@@ -61,7 +61,7 @@ def test_a_probe_is_what_the_run_would_do(flux: Any, apart: Any) -> None:
     for site, blocks in probes.sites.items():
         ratio_schedule = ((0.0, dict.fromkeys(blocks, 0.5)),)
         pictures.clear()
-        alone = run.attach(listening, core.ToMAConfig(min_tokens=4), None, ratio_schedule)
+        alone = run.apply_toma(listening, core.ToMAConfig(min_tokens=4), None, ratio_schedule)
         models.sample(alone, SIDE, SIDE, steps=3)
         change = float((pictures[0] - whole).double().square().sum())
         assert probes.sites_found[site, 0] == pytest.approx(change, rel=0.15), site
@@ -82,7 +82,7 @@ def test_interrupted_without_a_trace(unet: Any, no_state_left: None) -> None:
         raise comfy.model_management.InterruptProcessingException
 
     probes = probing.Probes(probing.sites_of(identity.blocks_of(unet), 12), 100, cancelled)
-    patched = run.attach(unet, core.ToMAConfig(min_tokens=4))
+    patched = run.apply_toma(unet, core.ToMAConfig(min_tokens=4))
     with pytest.raises(comfy.model_management.InterruptProcessingException):
         models.sample(probes.on(patched), SIDE, SIDE, steps=4)
     assert probes.done == 0
@@ -92,7 +92,7 @@ def test_samplers_that_read_the_negative_get_the_unmerged_one(unet: Any, no_stat
     """CFG++ takes the negative's picture of the same evaluation; 2S asks twice a step, and so does Heun."""
     for sampler in ("euler_cfg_pp", "dpmpp_2m_cfg_pp", "dpmpp_2s_ancestral", "heun"):
         probes = probing.Probes(probing.sites_of(identity.blocks_of(unet), 6), 100)
-        patched = run.attach(unet, core.ToMAConfig(min_tokens=4))
+        patched = run.apply_toma(unet, core.ToMAConfig(min_tokens=4))
         latent = models.sample(probes.on(patched), SIDE, SIDE, steps=6, sampler=sampler)
         assert torch.equal(latent, models.sample(unet, SIDE, SIDE, steps=6, sampler=sampler)), sampler
         assert len(probes.sites_found) == len(probes.sites) * len(probes.ratio_schedule), sampler
@@ -117,7 +117,7 @@ def test_a_condition_that_begins_on_the_way(unet: Any, no_state_left: None, monk
     sites = probing.sites_of(identity.blocks_of(unet), 6)
     settings = core.ToMAConfig(min_tokens=4, **{**CLOSE, "full_step_interval": 3})
     first = probing.Probes(sites, 0)
-    patched = run.attach(unet, settings)
+    patched = run.apply_toma(unet, settings)
     models.sample(first.on(patched), SIDE, SIDE, steps=12)
     begins = first.ratio_schedule[1].probed
     level = unet.get_model_object("model_sampling").percent_to_sigma
@@ -148,7 +148,7 @@ def test_a_video_whose_detail_is_too_much_is_not_asked_again(
     monkeypatch.setattr(pack_module("toma_core.cache"), "MOST", 1)
     wan = model_of("wan")
     probes = probing.Probes(probing.sites_of(identity.blocks_of(wan), 4), 1000)
-    patched = probes.on(run.attach(wan, core.ToMAConfig(min_tokens=4, **{**CLOSE, "full_step_interval": 3})))
+    patched = probes.on(run.apply_toma(wan, core.ToMAConfig(min_tokens=4, **{**CLOSE, "full_step_interval": 3})))
     models.sample(patched, SIDE, SIDE, steps=12, frames=3)
     assert probes.done == 0
     assert probes.made <= 2
@@ -172,7 +172,7 @@ def test_a_probe_that_fails_leaves_the_run_as_it_was(unet: Any, no_state_left: N
         raise MemoryError
 
     probes = probing.Probes(probing.sites_of(identity.blocks_of(unet), 6), 100, fail)
-    patched = probes.on(run.attach(unet, core.ToMAConfig(min_tokens=4)))
+    patched = probes.on(run.apply_toma(unet, core.ToMAConfig(min_tokens=4)))
 
     def retried(executor: Any, *args: Any, **kwargs: Any) -> Any:
         sampling = args[4]["transformer_options"]["toma_sampling"]

@@ -28,7 +28,7 @@ def names(model: Any) -> list[str]:
 
 
 def profiled(model: Any, *ratio_schedule: tuple[float, dict[str, float]], **settings: Any) -> Any:
-    return run.attach(model, ToMAConfig(**{"min_tokens": 4, **settings}), None, ratio_schedule)
+    return run.apply_toma(model, ToMAConfig(**{"min_tokens": 4, **settings}), None, ratio_schedule)
 
 
 def sampled(model: Any, steps: int = STEPS) -> torch.Tensor:
@@ -47,7 +47,7 @@ def sampled(model: Any, steps: int = STEPS) -> torch.Tensor:
     ids=["defaults", "balanced", "module", "prediction"],
 )
 def test_one_ratio_everywhere_is_the_setting_to_the_bit(model: Any, settings: dict[str, Any]) -> None:
-    plain = run.attach(model, ToMAConfig(min_tokens=4, ratio=0.4, **settings))
+    plain = run.apply_toma(model, ToMAConfig(min_tokens=4, ratio=0.4, **settings))
     everywhere = dict.fromkeys(names(model), 0.4)
     same = profiled(model, (5.0, everywhere), (0.5, everywhere), (0.0, everywhere), ratio=0.9, **settings)
     assert torch.equal(sampled(same), sampled(plain))
@@ -75,7 +75,7 @@ def test_one_block_alone(model: Any, stats_of: Any) -> None:
 def test_leaving_a_kind_whole_is_what_the_setting_does(flux: Any) -> None:
     """Single blocks at the front of none: skip_first_blocks of the double ones, and the first single one."""
     ratios = {name: 0.5 for name in names(flux) if not name.endswith(".0")}
-    plain = run.attach(flux, ToMAConfig(min_tokens=4, skip_first_blocks=1))
+    plain = run.apply_toma(flux, ToMAConfig(min_tokens=4, skip_first_blocks=1))
     assert torch.equal(sampled(profiled(flux, (0.0, ratios))), sampled(plain))
 
 
@@ -180,7 +180,7 @@ def test_videos(model_of: Any, stats_of: Any, settings: dict[str, Any]) -> None:
     def video(model: Any) -> torch.Tensor:
         return models.sample(model, SIDE, SIDE, frames=3, steps=4)
 
-    plain = run.attach(wan, ToMAConfig(min_tokens=4, ratio=0.4, **settings))
+    plain = run.apply_toma(wan, ToMAConfig(min_tokens=4, ratio=0.4, **settings))
     assert torch.equal(video(profiled(wan, (0.0, dict.fromkeys(names(wan), 0.4)), **settings)), video(plain))
     alone = profiled(wan, (0.0, {names(wan)[1]: 0.75}), **settings)
     video(alone)
@@ -192,7 +192,7 @@ def test_videos(model_of: Any, stats_of: Any, settings: dict[str, Any]) -> None:
 def test_every_family_tells_its_blocks(kind: str, model_of: Any, stats_of: Any) -> None:
     """Those that may be merged, by the names that the report has, and with one ratio each."""
     model = model_of(kind)
-    patched = run.attach(model, ToMAConfig(min_tokens=4))
+    patched = run.apply_toma(model, ToMAConfig(min_tokens=4))
     models.sample(patched, SIDE, SIDE, steps=1)
     facts = identity.blocks_of(model, torch.empty(1, 1, SIDE, SIDE, device="meta"))
     assert {fact.name for fact in facts} == stats_of(patched).merged_blocks

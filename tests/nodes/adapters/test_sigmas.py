@@ -103,7 +103,7 @@ def test_nothing_is_read_inside_the_steps(model: Any, pack: Any, sampler: str, p
             "min_tokens": 4,
         },
     )
-    merged = pack_module("nodes.adapters.patch_model").attach(model, settings)
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, settings)
     models.sample(merged, SIDE, SIDE, steps=4)  # layouts are made once in a process, on the host
     assert reads_inside(merged, sampler=sampler) == reads_inside(model, sampler=sampler)
     assert reads_inside(model, sampler="euler") == 0

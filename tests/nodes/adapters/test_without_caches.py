@@ -9,11 +9,11 @@ import torch
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 
-bare = pack_module("nodes.adapters.without_caches").bare
+without_caches = pack_module("nodes.adapters.without_caches").without_caches
 
 
 def test_nothing_to_take_out(unet: Any) -> None:
-    plain, found = bare(unet)
+    plain, found = without_caches(unet)
     assert found == []
     assert plain is not unet
     assert plain.is_clone(unet)
@@ -27,7 +27,7 @@ def test_step_caches(unet: Any) -> None:
         cached = node.execute(unet, 3.0, 0.0, 1.0, False).args[0]
         hurried = models.sample(cached, 24, 24, steps=8)
         assert not torch.equal(hurried, whole), "it skips evaluations, so that this can fail"
-        plain, found = bare(cached)
+        plain, found = without_caches(cached)
         assert found == [name]
         assert torch.equal(models.sample(plain, 24, 24, steps=8), whole)
         assert torch.equal(models.sample(cached, 24, 24, steps=8), hurried)
@@ -39,7 +39,7 @@ def test_compiled(unet: Any) -> None:
 
     compiled = unet.clone()
     set_torch_compile_wrapper(compiled, "inductor")
-    plain, found = bare(compiled)
+    plain, found = without_caches(compiled)
     assert found == ["torch.compile"]
     assert "torch_compile_kwargs" in compiled.model_options
     assert "torch_compile_kwargs" not in plain.model_options
@@ -48,7 +48,7 @@ def test_compiled(unet: Any) -> None:
     by_block = unet.clone()
     place = "diffusion_model.middle_block.1"
     by_block.add_object_patch(place, torch.compile(unet.get_model_object(place)))
-    plain, found = bare(by_block)
+    plain, found = without_caches(by_block)
     assert found == ["torch.compile"]
     assert plain.get_model_object(place) is unet.get_model_object(place)
     assert place in by_block.object_patches

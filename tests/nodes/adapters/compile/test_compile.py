@@ -96,7 +96,7 @@ def test_a_profile_takes_a_graph_for_each_of_its_noise_levels(model: Any) -> Non
     ratio_schedule = ((first, high), (second, dict.fromkeys(names[:2], 0.5)), (0.0, {}))
     backend = Counting()
     config = core.ToMAConfig(min_tokens=4, selection_interval=1, weight_interval=1)
-    plain_model = run.attach(model, config, None, ratio_schedule)
+    plain_model = run.apply_toma(model, config, None, ratio_schedule)
     compiled_model = compiled(plain_model, backend, inside=True)
     for steps in (6, 9):
         plain = models.sample(plain_model, SIDE, SIDE, steps=steps)

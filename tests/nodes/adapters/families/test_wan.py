@@ -190,7 +190,7 @@ def test_presets_where_two_models_take_two_steps_each(
     name: str, frames: int, steps: tuple[list[int], list[int]], wan: Any, stats_of: Any
 ) -> None:
     attach, settings = (
-        pack_module("nodes.adapters.patch_model").attach,
+        pack_module("nodes.adapters.patch_model").apply_toma,
         pack_module("toma_core").Settings(name, {"min_tokens": 4}),
     )
     merged = attach(wan, settings), attach(models.wan(seed=1), settings)
@@ -222,7 +222,10 @@ def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch:
     )
     told = ("standard_static", 1, False, "pyramid", False)
     windowed = nodes.WanContextWindowsManualNode.execute(wan, 17, 12, *told).result[0]
-    merged, asked = run.attach(windowed, pack_module("toma_core").Settings("balanced", {"min_tokens": 4})), list[int]()
+    merged, asked = (
+        run.apply_toma(windowed, pack_module("toma_core").Settings("balanced", {"min_tokens": 4})),
+        list[int](),
+    )
     reserved = run.reserved
     monkeypatch.setattr(run, "reserved", lambda model, more: asked.append(more) or reserved(model, more))
     models.sample(merged, HEIGHT, WIDTH, frames=13, steps=4, cfg=5.0)
