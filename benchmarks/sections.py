@@ -106,7 +106,7 @@ class Suite:
 
 
 Run = Callable[[Suite], None]
-KERNEL_TESTS = ("tests/toma_core/kernels", "tests/toma_core/test_state.py")
+KERNEL_TESTS = ("tests/toma_core/kernels", "tests/toma_core/test_run.py")
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-3}  # values reach 30, where fp32 sums in anot
 class Layout:
     """Where things lie in the blocks of a model, written down once more, by hand, from ComfyUI's source.
 
-    blocks: their lists. tokens: the argument; before: what comes before the image in it. rows: the argument with the
-    positions and the axis that counts tokens; above: rows before those of `tokens`. text: the length of what the model
-    makes of 7 tokens of text. out: which of the results.
+    blocks: their lists. tokens: the argument; before: what comes before the image in it. rope_arg: the argument with
+    the positions, and rope_token_dim: its axis that counts tokens; above: rows before those of `tokens`. text: the
+    length of what the model makes of 7 tokens of text. out: which of the results.
     """
 
     blocks: str
@@ -36,24 +36,24 @@ class Layout:
     patch: int = 2
 
 
-DOUBLE = Layout("double_blocks", "img", rows="pe", above=TEXT, out=0)
-SINGLE = Layout("single_blocks", "x", rows="pe", before=TEXT)
+DOUBLE = Layout("double_blocks", "img", rope_arg="pe", above=TEXT, out=0)
+SINGLE = Layout("single_blocks", "x", rope_arg="pe", before=TEXT)
 LAYOUTS = {
     "flux": (DOUBLE, SINGLE),
     # Flux.2's text is padded to 512 tokens.
     "flux2": (
-        Layout("double_blocks", "img", rows="pe", above=512, out=0, patch=1),
-        Layout("single_blocks", "x", rows="pe", before=512, patch=1),
+        Layout("double_blocks", "img", rope_arg="pe", above=512, out=0, patch=1),
+        Layout("single_blocks", "x", rope_arg="pe", before=512, patch=1),
     ),
     "chroma": (DOUBLE, SINGLE),
-    "z_image": (Layout("layers", "x", rows="freqs_cis", axis=1, before=32),),
-    "lumina2": (Layout("layers", "x", rows="freqs_cis", axis=1, before=TEXT),),
-    "krea2": (Layout("blocks", "x", rows="freqs", before=TEXT),),
-    "qwen_image": (Layout("transformer_blocks", "hidden_states", rows="image_rotary_emb", above=TEXT, out=1),),
-    "ernie": (Layout("layers", "x", rows="rotary_pos_emb", axis=1, patch=1),),
+    "z_image": (Layout("layers", "x", rope_arg="freqs_cis", rope_token_dim=1, before=32),),
+    "lumina2": (Layout("layers", "x", rope_arg="freqs_cis", rope_token_dim=1, before=TEXT),),
+    "krea2": (Layout("blocks", "x", rope_arg="freqs", before=TEXT),),
+    "qwen_image": (Layout("transformer_blocks", "hidden_states", rope_arg="image_rotary_emb", above=TEXT, out=1),),
+    "ernie": (Layout("layers", "x", rope_arg="rotary_pos_emb", rope_token_dim=1, patch=1),),
     "sd3": (Layout("joint_blocks", "x", names=("context", "x"), out=1),),
     # As a picture, of one frame; test_wan.py has videos.
-    "wan": (Layout("blocks", "x", rows="freqs", axis=1),),
+    "wan": (Layout("blocks", "x", rope_arg="freqs", rope_token_dim=1),),
     "hunyuan": (replace(DOUBLE, patch=1), replace(SINGLE, patch=1)),
 }
 # Plans from the picture that the step before predicted, in windows that get what they need.
@@ -87,10 +87,10 @@ def merged_call(
     merged = M @ image
     stream = torch.cat([x[:, : layout.before], merged, x[:, layout.before + tokens :]], 1)
     told = {**given, layout.tokens: stream.clone()}
-    if layout.rows:
-        rows, start = given[layout.rows], layout.before + layout.above
-        assert rows.shape[layout.axis] == layout.above + x.shape[1]
-        end = rows.shape[layout.axis]
+    if layout.rope_arg:
+        rows, start = given[layout.rope_arg], layout.before + layout.above
+        assert rows.shape[layout.rope_token_dim] == layout.above + x.shape[1]
+        end = rows.shape[layout.rope_token_dim]
         each = []
         for b in range(len(x)):
             index, at = list(range(start)), start
@@ -99,8 +99,8 @@ def merged_call(
                 at += plan.tokens
             index += range(at, end)
             own = rows[min(b, len(rows) - 1)]
-            each.append(own.index_select(layout.axis - 1, torch.tensor(index)))
-        told[layout.rows] = torch.stack(each)
+            each.append(own.index_select(layout.rope_token_dim - 1, torch.tensor(index)))
+        told[layout.rope_arg] = torch.stack(each)
     return told, image, merged
 
 

@@ -52,9 +52,9 @@ def test_block_is_computed_on_merged_tokens(
     told, image, merged = merged_call(layout, given, [plan], M)
     found = call.out if layout.out is None else call.out[layout.out]
     torch.testing.assert_close(found, restored(layout, run(block, layout, told), image, merged, U), **CLOSE)
-    if layout.rows:
+    if layout.rope_arg:
         kept = plan.kept + given[layout.tokens].shape[1] - plan.tokens + layout.above
-        wrong = {**told, layout.rows: given[layout.rows].narrow(layout.axis, 0, kept)}
+        wrong = {**told, layout.rope_arg: given[layout.rope_arg].narrow(layout.rope_token_dim, 0, kept)}
         other = restored(layout, run(block, layout, wrong), image, merged, U)
         assert (other - found).abs().max() > 1e-2, "this test would not notice the rows of other positions"
 
@@ -77,7 +77,7 @@ def test_consecutive_blocks_stay_merged(
     for block, call in zip(blocks, [start, *(c[0] for c in between), end], strict=True):
         seen = arguments(block, layout, call)
         # What a block is given beside its tokens is its own: modulation differs from block to block in Chroma.
-        others = {n: v for n, v in seen.items() if n not in (layout.tokens, layout.rows)}
+        others = {n: v for n, v in seen.items() if n not in (layout.tokens, layout.rope_arg)}
         out = run(block, layout, {**told, **others})
         told[layout.tokens] = out if layout.out is None else out[layout.out]
     found = end.out if layout.out is None else end.out[layout.out]
