@@ -15,8 +15,8 @@ from toma_core import (
     Schedule,
     StepMode,
     ToMAConfig,
+    cache,
     decide,
-    detail,
     merge,
     plan_for,
     reduce,
@@ -292,7 +292,7 @@ def test_a_condition_that_is_named_and_never_evaluated_asks_for_nothing() -> Non
 
 def test_the_oldest_goes_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that are evaluated in turn live beside each other as long as there is room."""
-    monkeypatch.setattr(detail, "MOST", 2 * features(0).nbytes)
+    monkeypatch.setattr(cache, "MOST", 2 * features(0).nbytes)
     run = run_of()
     assert modes(run, (0, "a"), (1, "b"), (2, "a"), (2, "b"), (2, "c"), (2, "b"), (2, "a")) == "rrmmrmr"
     assert not run.cache.disabled
@@ -329,11 +329,11 @@ def test_memory_is_counted_and_freed() -> None:
 
 def test_what_would_be_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are full then. For videos alone: a picture keeps what it has."""
-    monkeypatch.setattr(detail, "MOST", 2 * features(0).nbytes)
+    monkeypatch.setattr(cache, "MOST", 2 * features(0).nbytes)
     picture = run_of()
     for name in ("a", "b", "c"):
         passed(features(0), at(picture, 0, "cond"), name)
-    assert len(picture.details._kept) == 3
+    assert len(picture.cache._kept) == 3
     run = run_of()
     run.cache.limited = True
     for name in ("a", "b", "c"):
@@ -342,7 +342,7 @@ def test_what_would_be_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert [at(run, step, "cond").step_plan.mode for step in (1, 3)] == [StepMode.FULL] * 2
     assert [str(reason) for reason in run.stats.full_reasons] == ["no memory for the cache"]
     skipping = run_of(skip_first_blocks=1)
-    skipping.details.disable()
+    skipping.cache.disable()
     assert [at(skipping, step, "cond").step_plan.mode for step in (1, 3)] == [StepMode.MERGED, StepMode.FULL]
     assert run.cache._kept == {}
     stats = run.close()
@@ -388,7 +388,7 @@ def test_it_is_not_given_up_while_a_merged_step_runs(monkeypatch: pytest.MonkeyP
     run = run_of()
     run.cache.keep((("", "key"),), features(0))
     run.cache.limited = True
-    monkeypatch.setattr(detail, "MOST", 1)
+    monkeypatch.setattr(cache, "MOST", 1)
     run.cache.move_on((("", "key"),), features(1))
     assert run.cache.kept((("", "key"),), features(1)) is not None
     run.cache.limit()
@@ -423,6 +423,6 @@ def test_what_is_moved_on_stays_within_the_limits_of_half_precision() -> None:
     x = torch.full((1, 64, 6), 65504.0)
     x = x.scatter(1, plan.destinations[..., None].expand(-1, -1, 6), 65000.0).half()
     fresh = torch.full((1, plan.kept, 6), 65504.0, dtype=torch.float16)
-    moved = detail.CachedBlock(run.cache, (("block", "a"),), x).propagate(fresh, plan)
+    moved = cache.CachedBlock(run.cache, (("block", "a"),), x).propagate(fresh, plan)
     assert moved.isfinite().all()
     assert run.cache.kept((("block", "a"),), x) is moved

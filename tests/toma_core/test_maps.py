@@ -17,7 +17,7 @@ def plan_of(x: torch.Tensor, grid: tuple[int, ...], content_independent: str = "
     return run.plan(x, grid, None, StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,), content_independent)
 
 
-@pytest.mark.parametrize("blind", ["", "several devices"])
+@pytest.mark.parametrize("content_independent", ["", "several devices"])
 def test_the_map_shows_each_token_with_its_nearest_destination(content_independent: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 63, 6).bfloat16()

@@ -114,7 +114,7 @@ def test_rows_sum_to_one(height: int, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scale", [300.0, 10_000.0])
+@pytest.mark.parametrize("sharpness", [300.0, 10_000.0])
 def test_weights_are_fp32_math_then_cast(dtype: torch.dtype, sharpness: float) -> None:
     """Exactly the weights of the same features in fp32, rounded once: near cos = 1 the dtype's own steps are whole
     logits."""

@@ -186,7 +186,7 @@ def test_destinations_at_random_change_with_the_selection_alone() -> None:
     assert picks(0, LASTING)
 
 
-@pytest.mark.parametrize("blind", ["", "several devices"])
+@pytest.mark.parametrize("content_independent", ["", "several devices"])
 def test_the_global_random_state_is_left_alone(content_independent: str) -> None:
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
@@ -323,7 +323,7 @@ def test_the_trap_snaps(wait: Any) -> None:
         wait(x)
 
 
-@pytest.mark.parametrize("blind", ["", "several devices"])
+@pytest.mark.parametrize("content_independent", ["", "several devices"])
 @pytest.mark.parametrize("grid", [(8, 8), GRID, (1, 30)], ids=str)
 @pytest.mark.parametrize("similarity_from", ["tokens", "prediction"])
 def test_planning_and_merging_never_wait_for_the_device(
@@ -345,7 +345,7 @@ def test_planning_and_merging_never_wait_for_the_device(
                     unmerge(merge(x, plan), plan)
 
 
-@pytest.mark.parametrize("blind", ["", "several devices"])
+@pytest.mark.parametrize("content_independent", ["", "several devices"])
 @pytest.mark.parametrize("grid", [(8, 8), GRID, (1, 30)], ids=str)
 @pytest.mark.parametrize("similarity_from", ["tokens", "prediction"])
 def test_planning_and_merging_need_no_values(

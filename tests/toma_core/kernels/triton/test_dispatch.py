@@ -243,7 +243,7 @@ class TestFirstUse:
         assert where.run.stats.kernels == {KernelName.KERNEL(name="triton")}
 
 
-@pytest.mark.parametrize("blind", ["", "several devices"])
+@pytest.mark.parametrize("content_independent", ["", "several devices"])
 def test_a_run_on_kernels_equals_one_without(content_independent: str, kernels: Any) -> None:
     """Selected, then weighed anew from other tokens: the block's result as in plain PyTorch."""
     fast, plain = (on(used, sharpness=30.0) for used in (kernels, None))

@@ -14,8 +14,8 @@ from toma_core.quant4 import Int4Tensor, pack
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def tokens(channels: int, dtype: torch.dtype, sharpness: float = 1.0) -> Tensor:
-    x = sharpness * torch.randn(2, 70, channels, generator=torch.Generator().manual_seed(channels))
+def tokens(channels: int, dtype: torch.dtype, size: float = 1.0) -> Tensor:
+    x = size * torch.randn(2, 70, channels, generator=torch.Generator().manual_seed(channels))
     return x.clamp(-6e4, 6e4).to(DEVICE, dtype)
 
 
@@ -26,11 +26,11 @@ def near(found: Tensor, x: Tensor, packed: Int4Tensor) -> bool:
     return bool(((found.float() - x.float()).abs() <= 0.51 * steps + rounding).all())
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 3e4])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 3e4])
 @pytest.mark.parametrize("channels", [16, 96, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_there_and_back(dtype: torch.dtype, channels: int, sharpness: float, kernels: Any) -> None:
-    x = tokens(channels, dtype, sharpness)
+def test_there_and_back(dtype: torch.dtype, channels: int, size: float, kernels: Any) -> None:
+    x = tokens(channels, dtype, size)
     ours, theirs = kernels.pack(x), pack(x)
     assert isinstance(ours, Int4Tensor)
     assert isinstance(theirs, Int4Tensor)
