@@ -1,4 +1,4 @@
-"""The node that finds out what can be merged in the model at hand, and gives it out merged that way."""
+"""ToMA Calibrate: measure where a model can be merged, and return it merged that way, with the profile."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from comfy_api.latest import io, ui
 
 from ..toma_core.reasons import Message, MessageId
 from ..toma_core.settings import ConfigError, Refusal, SettingSpec, checked, shown
-from .calibration_run import NEAR, Calibrated, Problem, calibrate
+from .calibration_run import TARGETS, Calibrated, Problem, calibrate
 from .merge_map_image import as_image
 from .node_status import errors_shown, said, status_of
 from .report_charts import MERGED, RECOMMENDED, Dot, front_chart
 from .task import Task
 from .widgets import CATEGORY, SEARCH_ALIASES
 
-_BY_NUMBER = "error"
-_USUAL = "balanced"
-_DISTANCE = 0.1
-_DISTANCES = SettingSpec(
+_BY_ERROR = "error"
+_DEFAULT = "balanced"
+_ERROR = 0.1
+_ERROR_SPEC = SettingSpec(
     "Only for 'error': the largest error of the result. 0.03 can hardly be seen, at 0.1 small shapes differ, at 0.3 it "
     "is visibly another picture of the same scene.",
     0.005,
@@ -30,7 +30,7 @@ _DISTANCES = SettingSpec(
 
 
 class ToMACalibrate(io.ComfyNode):
-    """Measures what can be merged in a model, and merges it."""
+    """Measure what can be merged in a model, and merge it."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -53,19 +53,19 @@ class ToMACalibrate(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "target",
-                    options=[*NEAR, _BY_NUMBER],
-                    default=_USUAL,
+                    options=[*TARGETS, _BY_ERROR],
+                    default=_DEFAULT,
                     tooltip="How close the result stays to the unmerged one. 'quality' and 'balanced': as much work as "
                     "the preset of that name at ratio 0.5, merged where it costs your model least. 'fast': as much as "
                     "'balanced' at ratio 0.6. 'error': the fastest within the number below.",
                 ),
                 io.Float.Input(
                     "error",
-                    default=_DISTANCE,
-                    min=_DISTANCES.minimum,
-                    max=_DISTANCES.maximum,
-                    step=_DISTANCES.step,
-                    tooltip=_DISTANCES.tooltip,
+                    default=_ERROR,
+                    min=_ERROR_SPEC.minimum,
+                    max=_ERROR_SPEC.maximum,
+                    step=_ERROR_SPEC.step,
+                    tooltip=_ERROR_SPEC.tooltip,
                 ),
                 io.Int.Input("steps", default=20, min=2, max=100, tooltip="Sampling steps, as you use them."),
                 io.Float.Input(
@@ -90,7 +90,7 @@ class ToMACalibrate(io.ComfyNode):
                     default=0,
                     min=0,
                     max=2**63 - 1,
-                    # The page would draw a new one for every queue, and all would be measured anew.
+                    # Else the page draws a new seed for every queue, and all is measured again.
                     control_after_generate=False,
                     tooltip="Of the noise that it is measured with.",
                 ),
@@ -134,15 +134,15 @@ class ToMACalibrate(io.ComfyNode):
         line = status_of(cls.hidden)
         with errors_shown(line):
             task = Task.of_inputs(model, positive, negative, latent, steps, cfg, sampler_name, scheduler, seed)
-            choices = *NEAR, _BY_NUMBER
+            choices = *TARGETS, _BY_ERROR
             if target not in choices:
                 raise ConfigError(Refusal.NOT_A_CHOICE(setting="target", value=shown(target), choices=choices))
-            by_number = target == _BY_NUMBER
-            if by_number:
-                error = checked("error", error, _DISTANCE, _DISTANCES)
-            told = (lambda *_: None) if line is None else line.measures
-            found = calibrate(model, task, _USUAL if by_number else target, error if by_number else None, told=told)
-        notes = _notes(found, error if by_number else None)
+            by_error = target == _BY_ERROR
+            if by_error:
+                error = checked("error", error, _ERROR, _ERROR_SPEC)
+            on_run = (lambda *_: None) if line is None else line.measures
+            found = calibrate(model, task, _DEFAULT if by_error else target, error if by_error else None, on_run=on_run)
+        notes = _notes(found, error if by_error else None)
         cost = Found.COST(evaluations=found.probes, steps=steps)
         image = as_image(front_chart([str(note) for note in notes], *_front(found), [str(cost)]))
         page = {**ui.PreviewImage(image, cls=cls).as_dict(), **said(notes, [cost])}
@@ -171,13 +171,13 @@ class Found(MessageId):
     COST = "calibration_cost"  # evaluations, steps
 
 
-def _notes(found: Calibrated, distance: float | None) -> list[Message]:
-    """What came of it, the answer first, a sentence on each line."""
+def _notes(found: Calibrated, limit: float | None) -> list[Message]:
+    """Return the messages on a calibration, the answer first. limit: the largest error, None for a target."""
     short = [Found.LITTLE_MEMORY()] if found.short else []
     if found.problem is not None:
         return [found.problem, *(short if found.problem.id is Problem.UNMEASURED else ())]
     usual, name, came = found.usual, found.usual.preset, _rounded(found.found)
-    percent, error = 100 * usual.work, _rounded(usual.distance)
+    percent, error = 100 * usual.work, _rounded(usual.error)
     preset = Found.PRESET(preset=name, ratio=usual.ratio, error=error, percent=percent)
     if found.chosen.options:
         predicted = Found.PREDICTED
@@ -187,17 +187,17 @@ def _notes(found: Calibrated, distance: float | None) -> list[Message]:
         elif not math.isfinite(found.found):
             return [Found.CHOICE_NAN(preset=name), preset]
         else:
-            kept = Found.DOUBTED if found.found < usual.distance else Found.CLOSER_NOT
-            notes = [kept(preset=name, error=came)]
-        notes += [preset, predicted(predicted=_rounded(found.chosen.distance), found=came)]
+            keeps = Found.DOUBTED if found.found < usual.error else Found.CLOSER_NOT
+            notes = [keeps(preset=name, error=came)]
+        notes += [preset, predicted(predicted=_rounded(found.chosen.error), found=came)]
     elif found.keeps_preset:
         notes = [Found.UNMEASURED(preset=name), *short, preset]
-    elif distance is None or usual.distance == 0.0:
+    elif limit is None or usual.error == 0.0:
         return [Found.NOTHING()]
     else:
-        notes = [Found.NONE_WITHIN(limit=distance), preset]
-    if distance is not None and found.found > distance:
-        notes.append(Found.BEYOND(limit=distance))
+        notes = [Found.NONE_WITHIN(limit=limit), preset]
+    if limit is not None and found.found > limit:
+        notes.append(Found.BEYOND(limit=limit))
     if found.unmeasured and not found.keeps_preset:
         notes.append(Found.SITES_UNMEASURED(blocks=tuple(found.unmeasured)))
     if found.without:
@@ -206,26 +206,26 @@ def _notes(found: Calibrated, distance: float | None) -> list[Message]:
 
 
 def _gain(found: Calibrated) -> Message:
-    """What the choice is worth beside the preset."""
+    """Return what the choice gains over the preset."""
     usual, came, percent = found.usual, _rounded(found.found), 100 * found.chosen.work
-    if found.found < usual.distance and abs(found.chosen.work - usual.work) < 0.02:
-        return Found.LESS_ERROR(error=came, before=_rounded(usual.distance), percent=percent)
-    if found.found <= usual.distance and found.chosen.work < usual.work:
+    if found.found < usual.error and abs(found.chosen.work - usual.work) < 0.02:
+        return Found.LESS_ERROR(error=came, before=_rounded(usual.error), percent=percent)
+    if found.found <= usual.error and found.chosen.work < usual.work:
         return Found.LESS_WORK(error=came, before=100 * usual.work, percent=percent)
     return Found.CALIBRATED(error=came, percent=percent)
 
 
 def _rounded(error: float) -> str:
-    """Three places, or as many as show two figures of it."""
+    """Return an error with three decimals, or with two significant digits below 0.01."""
     return f"{error:.3f}" if error >= 0.01 or not error else f"{error:.2g}"
 
 
 def _front(found: Calibrated) -> tuple[list[tuple[float, float]], list[Dot]]:
-    """What there was to choose from, and the preset and the choice beside it."""
+    """Return the points of the front, and the dots of the preset and the choice."""
     usual = found.usual
-    dots = [Dot(usual.work, usual.distance, f"preset '{usual.preset}'", MERGED)]
+    dots = [Dot(usual.work, usual.error, f"preset '{usual.preset}'", MERGED)]
     if found.chosen.options:
-        dots.append(Dot(found.chosen.work, found.chosen.distance, "predicted", RECOMMENDED, hollow=True))
+        dots.append(Dot(found.chosen.work, found.chosen.error, "predicted", RECOMMENDED, hollow=True))
         dots.append(Dot(found.chosen.work, found.found, "calibrated", RECOMMENDED))
-    dots = [dot for dot in dots if math.isfinite(dot.distance)]
-    return [(choice.work, choice.distance) for choice in found.choices], dots
+    dots = [dot for dot in dots if math.isfinite(dot.error)]
+    return [(choice.work, choice.error) for choice in found.choices], dots

@@ -1,4 +1,4 @@
-"""A profile's text at the input of a node: laid over the settings where it is of the model at hand."""
+"""Lay a profile's text, an input of a node, over the settings, if it was made with the model at hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .adapters.fingerprint import blocks_of, fingerprint
 
 
 class Note(MessageId):
-    """What a node says of its profile."""
+    """What a node shows of its profile."""
 
     BY_PROFILE = "by_profile"
     NOTHING_BY_PROFILE = "nothing_by_profile"
@@ -27,8 +27,15 @@ class Note(MessageId):
 
 @dataclass(frozen=True)
 class Applied:
-    """Settings and ratios to patch with. used: whether there is a profile that can be. notes: what the node says of it.
-    doubt: the part of that on other LoRAs."""
+    """Settings and ratios to patch a model with.
+
+    Attributes:
+        settings: Settings, those of the profile included.
+        ratio_schedule: Ratios of the profile, empty without.
+        notes: What the node shows.
+        used: Whether there is a profile that fits.
+        doubt: The note on other LoRAs, if it has one.
+    """
 
     settings: Settings
     ratio_schedule: RatioSchedule = ()
@@ -37,17 +44,17 @@ class Applied:
     doubt: Message | None = None
 
 
-def apply(model: ModelPatcher, settings: Settings, told: Any) -> Applied:
-    """Settings and ratios as the text of a profile has them; as they were where there is none, or none for this model.
+def apply(model: ModelPatcher, settings: Settings, text: Any) -> Applied:
+    """Return the settings and ratios of a profile's text; the given ones without a profile that fits the model.
 
-    told: the text. Its settings come before those of the preset, and after what is set by hand. Its ratios take the
-    place of the one that is set. Raises `UnsupportedModelError`.
+    Settings of the profile override the preset's, settings made by hand override those; its ratios replace the one
+    that is set. Raises `UnsupportedModelError`.
     """
-    told = told.strip() if isinstance(told, str) else told
-    if told is None or (isinstance(told, str) and not told):
+    text = text.strip() if isinstance(text, str) else text
+    if text is None or (isinstance(text, str) and not text):
         return Applied(settings)
     try:
-        profile = parsed(told)
+        profile = parsed(text)
         ratio_schedule, same_loras = fitted(profile, fingerprint(model), [block.name for block in blocks_of(model)])
         by_hand = {name: value for name, value in settings.overrides.items() if name != "ratio"}
         settings = Settings(settings.preset, {**profile.overrides(), **by_hand})

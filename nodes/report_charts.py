@@ -139,7 +139,7 @@ def bar_chart(verdict: Sequence[str], bars: Sequence[Bar], notes: Sequence[str],
             y += thick + 4
             pen.rectangle([left, y, left + bar.second * (right - left), y + thin], fill=SECOND, outline=INK)
         top += row
-    _legend(pen, left, top, [(MERGED, "time: shorter is faster"), (SECOND, "distance: shorter is nearer")])
+    _legend(pen, left, top, [(MERGED, "time: shorter is faster"), (SECOND, "error: shorter is closer")])
     for index, line in enumerate(lines):
         pen.text((left, top + 34 + 20 * index), line, fill=INK, font=font(14))
     return image
@@ -147,10 +147,10 @@ def bar_chart(verdict: Sequence[str], bars: Sequence[Bar], notes: Sequence[str],
 
 @dataclass(frozen=True)
 class Dot:
-    """A setting in `front_chart`: its work left and distance, and what stands beside it. hollow: only predicted."""
+    """A setting in `front_chart`: its work left and error, and what stands beside it. hollow: only predicted."""
 
     work: float
-    distance: float
+    error: float
     label: str
     colour: Colour
     hollow: bool = False
@@ -180,27 +180,27 @@ def front_chart(
         pen.text((2 * _PAD, y), line, fill=INK, font=font(size))
         y += size + 8
     # So far as there is a dot: what lies far beyond is of no use to anybody.
-    farthest = 1.6 * max([*(dot.distance for dot in dots), 1e-3])
-    least = min([*(work for work, distance in front if distance <= farthest), *(dot.work for dot in dots), 0.95])
+    farthest = 1.6 * max([*(dot.error for dot in dots), 1e-3])
+    least = min([*(work for work, error in front if error <= farthest), *(dot.work for dot in dots), 0.95])
     across = right - left - 150
 
-    def at(work: float, distance: float) -> tuple[float, float]:
-        return left + (work - least) / (1 - least) * across, top + high - min(distance / farthest, 1.0) * high
+    def at(work: float, error: float) -> tuple[float, float]:
+        return left + (work - least) / (1 - least) * across, top + high - min(error / farthest, 1.0) * high
 
     for part in range(5):
-        work, distance = least + (1 - least) * part / 4, farthest * part / 4
-        x, y = at(work, distance)
+        work, error = least + (1 - least) * part / 4, farthest * part / 4
+        x, y = at(work, error)
         pen.line([(x, top), (x, top + high)], fill=FAINT)
         pen.line([(left, y), (left + across, y)], fill=FAINT)
         pen.text((x, top + high + 6), f"{100 * work:.0f} %", fill=INK, font=font(16), anchor="ma")
-        pen.text((left - 6, y), f"{distance:.3f}", fill=INK, font=font(16), anchor="rm")
-    told_of = "distance against work left in the blocks: lower and further left is better"
+        pen.text((left - 6, y), f"{error:.3f}", fill=INK, font=font(16), anchor="rm")
+    told_of = "error against work left in the blocks: lower and further left is better"
     pen.text((2 * _PAD, top + high + 32), told_of, fill=INK, font=font(16))
-    points = [at(work, distance) for work, distance in front if distance <= farthest]
+    points = [at(work, error) for work, error in front if error <= farthest]
     if len(points) > 1:
         pen.line(points, fill=INK, width=2)
     for dot in dots:
-        x, y = at(dot.work, dot.distance)
+        x, y = at(dot.work, dot.error)
         pen.ellipse([x - 8, y - 8, x + 8, y + 8], fill=None if dot.hollow else dot.colour, outline=INK, width=2)
         pen.text((x + 14, y), dot.label, fill=INK, font=font(18), anchor="lm")
     for index, line in enumerate(lines):

@@ -1,9 +1,9 @@
-"""From a table of errors to a choice of ratios: what to merge where, for so much distance or so much work.
+"""Choose ratios from a table of errors: the least error for a saving, or the most saving within an error.
 
-Not in the paper. Errors of blocks add as squares (measured: 0.189 predicted, 0.192 found, docs/fidelity.md), and so one
-squared error for each site, noise level and ratio tells every combination. A *site* is blocks that get one ratio, a
-*level* a band of noise levels. Which combination is best is a knapsack: of every cell one ratio, the most work saved
-for an error. Along the lower hull of each cell the greedy choice is exact but for the last piece that is taken.
+Not in the paper. Squared errors of blocks add up (docs/fidelity.md), so one squared error for each site, band and ratio
+predicts every combination. A *site* is a run of blocks with one ratio, a *band* a range of noise levels. The best
+combination is a knapsack with one ratio for each cell; along the lower hull of each cell the greedy choice is exact up
+to its last piece.
 """
 
 from __future__ import annotations
@@ -13,184 +13,178 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-# site, level
-Site = tuple[str, int]
-
-# Beyond this share of the prediction it did not hold.
+# A prediction held if what was found differs from it by at most this share.
 TOLERANCE = 0.25
+
+# Limits of the growth of a squared error in one step, of its scale, and the least that counts: beyond them the
+# measurement is off.
+_MIN_GROWTH, _MAX_GROWTH, _MIN_SCALE, _MIN_ERROR = 0.05, 4.0, 1e-3, 1e-24
+# Merged steps for each full one, at most, with which growth can be told from error.
+_MERGED_PER_FULL = 3
+
+# Site and band.
+Cell = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Option:
-    """A ratio for one site at one level. error: the squared distance that it adds to the picture in the end. saved: of
-    the work of all blocks in a run."""
+    """A ratio for one cell.
+
+    Attributes:
+        ratio: Share of the tokens that is merged away.
+        squared_error: What it adds to the squared error of the final latent.
+        saved: Share of the work of all blocks in a run.
+    """
 
     ratio: float
-    error: float
+    squared_error: float
     saved: float
 
 
-WHOLE = Option(0.0, 0.0, 0.0)
-
-# What there is to choose from, and what was chosen; places that are not named run whole.
-Table = Mapping[Site, Sequence[Option]]
+UNMERGED = Option(0.0, 0.0, 0.0)
+# The options of each cell; a cell without an entry is not merged.
+Table = Mapping[Cell, Sequence[Option]]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One ratio for every place that is merged."""
+    """One option for every cell that is merged."""
 
-    options: Mapping[Site, Option]
+    options: Mapping[Cell, Option]
+
+    @property
+    def squared_error(self) -> float:
+        """The predicted squared error."""
+        return math.fsum(option.squared_error for option in self.options.values())
 
     @property
     def error(self) -> float:
-        """The squared distance that is predicted."""
-        return math.fsum(option.error for option in self.options.values())
-
-    @property
-    def distance(self) -> float:
-        """The distance that is predicted."""
-        return math.sqrt(self.error)
+        """The predicted error, relative L2 of the final latent."""
+        return math.sqrt(self.squared_error)
 
     @property
     def saved(self) -> float:
-        """Of the work of all blocks in a run."""
+        """Share of the work of all blocks in a run."""
         return math.fsum(option.saved for option in self.options.values())
 
     @property
     def work(self) -> float:
-        """What is left of it."""
+        """Share of the work that is left."""
         return 1.0 - self.saved
 
-    def ratio(self, site: str, level: int) -> float:
-        """Of a place, 0 where it runs whole."""
-        return self.options.get((site, level), WHOLE).ratio
-
-    def without(self, place: Site, instead: Option) -> Choice:
-        """Another option at one place."""
-        left = {at: option for at, option in self.options.items() if at != place}
-        return Choice(left if instead is WHOLE else {**left, place: instead})
+    def ratio(self, site: str, band: int) -> float:
+        """Return the ratio of a cell, 0 if it is not merged."""
+        return self.options.get((site, band), UNMERGED).ratio
 
 
 def hull(options: Iterable[Option]) -> list[Option]:
-    """Those that a greedy choice goes through, from running whole on: each saves more, at a price that only rises."""
-    kept = [WHOLE]
-    for option in sorted(options, key=lambda o: (o.saved, o.error)):
-        while len(kept) > 1 and _price(kept[-2], kept[-1]) >= _price(kept[-2], option):
-            kept.pop()
-        if option.saved > kept[-1].saved:
-            kept.append(option)
-    return kept
+    """Return the options of a greedy choice, from not merging on: each saves more, at a price that only rises."""
+    chosen = [UNMERGED]
+    for option in sorted(options, key=lambda o: (o.saved, o.squared_error)):
+        while len(chosen) > 1 and _price(chosen[-2], chosen[-1]) >= _price(chosen[-2], option):
+            chosen.pop()
+        if option.saved > chosen[-1].saved:
+            chosen.append(option)
+    return chosen
 
 
 def _price(a: Option, b: Option) -> float:
-    """Error for each piece of work from one option to the next."""
+    """Return the squared error for each piece of work from one option to the next."""
     saved = b.saved - a.saved
-    return (b.error - a.error) / saved if saved > 0 else math.inf
+    return (b.squared_error - a.squared_error) / saved if saved > 0 else math.inf
 
 
 def front(table: Table) -> list[Choice]:
-    """The best choices from all whole to the most that can be saved, each a piece more than the one before. Between
-    them nothing is better; ties go to the place that comes first."""
-    steps = {place: hull(options) for place, options in table.items()}
-    order = {place: n for n, place in enumerate(table)}
-    ready = [(_price(h[0], h[1]), order[place], 1, place) for place, h in steps.items() if len(h) > 1]
+    """Return the best choices from merging nothing to the largest saving, each a piece more than the one before.
+
+    Ties go to the cell that comes first.
+    """
+    hulls = [(cell, hull(options)) for cell, options in table.items()]
+    ready = [(_price(h[0], h[1]), number, 1) for number, (_, h) in enumerate(hulls) if len(h) > 1]
     heapq.heapify(ready)
-    choices, chosen = [Choice({})], dict[Site, Option]()
+    choices = [Choice({})]
     while ready:
-        _, number, at, place = heapq.heappop(ready)
-        chosen[place] = steps[place][at]
-        choices.append(Choice(dict(chosen)))
-        if at + 1 < len(steps[place]):
-            heapq.heappush(ready, (_price(*steps[place][at : at + 2]), number, at + 1, place))
+        _, number, at = heapq.heappop(ready)
+        cell, options = hulls[number]
+        choices.append(Choice({**choices[-1].options, cell: options[at]}))
+        if at + 1 < len(options):
+            heapq.heappush(ready, (_price(*options[at : at + 2]), number, at + 1))
     return choices
 
 
 def nearest(table: Table, saved: float) -> Choice:
-    """The nearest choice that saves so much work, or all that can be saved."""
+    """Return the choice with the smallest error that saves this share of the work, or the largest saving there is."""
     choices = front(table)
-    enough = next((choice for choice in choices if choice.saved >= saved - 1e-12), choices[-1])
-    # The last piece may have been larger than what was missing: give back what is not needed, the dearest first.
-    smaller = True
-    while smaller:
-        smaller = False
-        back = [
-            (now.error - less.error, place, less)
-            for place, now in enough.options.items()
-            for less in (WHOLE, *table[place])
-            if less.saved < now.saved and less.error < now.error and enough.saved - now.saved + less.saved >= saved
+    choice = next((c for c in choices if c.saved >= saved - 1e-12), choices[-1])
+    # The last piece may be larger than what was missing: give back what is not needed, the largest error first.
+    while choices[-1].saved >= saved:
+        smaller = [
+            (now.squared_error - less.squared_error, cell, less)
+            for cell, now in choice.options.items()
+            for less in (UNMERGED, *table[cell])
+            if less.saved < now.saved
+            and less.squared_error < now.squared_error
+            and choice.saved - now.saved + less.saved >= saved
         ]
-        if back and choices[-1].saved >= saved:
-            _, place, less = max(back, key=lambda b: b[0])
-            enough, smaller = enough.without(place, less), True
-    return enough
-
-
-def fastest(table: Table, distance: float) -> Choice:
-    """The choice that saves most work and is predicted to stay within a distance."""
-    most, best = distance * distance, Choice({})
-    for choice in front(table):
-        if choice.error > most:
+        if not smaller:
             break
-        best = choice
-    # What is left of the budget may still pay for pieces elsewhere.
-    larger = True
-    while larger:
-        left = most - best.error
-        more = [
-            (option.saved - now.saved, place, option)
-            for place, options in table.items()
-            for now in (best.options.get(place, WHOLE),)
-            for option in options
-            if option.saved > now.saved and option.error - now.error <= left
-        ]
-        larger = bool(more)
-        if more:
-            _, place, option = max(more, key=lambda m: m[0])
-            best = best.without(place, option)
-    return best
+        _, cell, less = max(smaller, key=lambda each: each[0])
+        left = {at: option for at, option in choice.options.items() if at != cell}
+        choice = Choice(left if less is UNMERGED else {**left, cell: less})
+    return choice
+
+
+def fastest(table: Table, error: float) -> Choice:
+    """Return the choice with the largest saving that is predicted to stay within an error."""
+    return max((c for c in front(table) if c.squared_error <= error * error), key=lambda c: c.saved)
 
 
 def held(predicted: float, found: float) -> bool:
-    """Whether a prediction came true."""
+    """Whether a predicted error came true."""
     return abs(found - predicted) <= TOLERANCE * max(predicted, 1e-12)
 
 
 def filled(
-    sites: Mapping[Site, float],
+    sites: Mapping[Cell, float],
     together: Mapping[tuple[int, float], float],
     names: Sequence[str],
     at: float,
     also: float,
 ) -> dict[tuple[str, int, float], float]:
-    """Squared errors of every site, level and ratio from those that were measured.
+    """Return the squared error of every site, band and ratio from those that were measured.
 
-    sites: of single sites, at the ratio `at`, each at one level at least. together: of all sites merged, by level and
-    ratio; every level at `at`. also: a ratio that may not be among them, see `between`. What is missing at a level is
-    as at the nearest one, what is missing of a ratio as at any level, each as much more or less as all sites together
-    have there.
+    Where a band is missing, the nearest one of the site counts, scaled by the errors of all sites together; a ratio is
+    scaled in the same way.
+
+    Args:
+        sites: Squared errors of single sites at the ratio `at`.
+        together: Squared errors of all sites merged, by band and ratio; every band at `at`.
+        names: Sites in order; those that were not measured get no entry.
+        at: Ratio that single sites were measured at.
+        also: Another ratio to fill in, see `between`.
     """
-    levels = sorted({level for level, ratio in together if ratio == at})
+    bands = sorted(band for band, ratio in together if ratio == at)
     ratios = sorted({ratio for _, ratio in together})
     table = {}
     for name in names:
-        known = [level for level in levels if (name, level) in sites]
-        if not known:
-            continue
-        for level in levels:
-            near = min(known, key=lambda other: abs(other - level))
-            error = sites[name, near] * _share(together.get((level, at)), together.get((near, at)))
+        known = [band for band in bands if (name, band) in sites]
+        for band in bands if known else ():
+            near = min(known, key=lambda other: abs(other - band))
+            error = sites[name, near] * _quotient(together.get((band, at)), together.get((near, at)))
             for ratio in ratios:
-                told = next((other for other in (level, *levels) if (other, ratio) in together), level)
-                table[name, level, ratio] = error * _share(together.get((told, ratio)), together.get((told, at)))
-            table[name, level, also] = between({ratio: table[name, level, ratio] for ratio in ratios}, also)
+                source = next((other for other in (band, *bands) if (other, ratio) in together), band)
+                factor = _quotient(together.get((source, ratio)), together.get((source, at)))
+                table[name, band, ratio] = error * factor
+            table[name, band, also] = between({ratio: table[name, band, ratio] for ratio in ratios}, also)
     return table
 
 
 def between(errors: Mapping[float, float], ratio: float) -> float:
-    """The squared error at a ratio, from those that were measured: between two of them it grows by the same factor for
-    the same piece of ratio (few-step DiT in 8 steps, 0.5 to 0.75: 0.077 at 0.6, measured 0.078). Outside them it is
-    that of the nearest."""
+    """Return the squared error at a ratio from those at other ratios.
+
+    Between two ratios it grows by the same factor for the same piece of ratio (few-step DiT, 8 steps, 0.5 to 0.75:
+    0.077 at 0.6, measured 0.078). Outside of them it is that of the nearest.
+    """
     below = max((known for known in errors if known <= ratio), default=min(errors))
     above = min((known for known in errors if known >= ratio), default=max(errors))
     low, high = errors[below], errors[above]
@@ -198,58 +192,49 @@ def between(errors: Mapping[float, float], ratio: float) -> float:
     return low * (high / low) ** part if low > 0 < high else low + part * (high - low)
 
 
-def _share(a: float | None, b: float | None) -> float:
+def _quotient(a: float | None, b: float | None) -> float:
     return a / b if a is not None and b else 1.0
 
 
 def amplified(found: Sequence[float], injected: Sequence[float]) -> list[float]:
-    """By how much a squared error that enters in each step is found larger, or smaller, in the end.
+    """Return for each step by which factor a squared error that enters there is larger in the end.
 
-    From one merged run beside the whole one. found: squared distances before each step and at the end, one more than
-    steps. injected: the squared errors that were measured for its steps, on a scale of their own; 0 where it ran whole.
-    Where some steps run whole they tell how distances grow by themselves, and what is more than that after a merged
-    step is its own. Else the first merged step tells the scale: there is nothing else before; from then on, what a step
-    makes of the distance before it is what is found after it less what it adds. What all of this predicts for the run
-    itself is made to be what was found.
+    Full steps show how errors grow by themselves; what comes on top after a merged step is its own. Without enough full
+    steps the first merged step gives the scale of all. The factors reproduce `found[-1]` exactly.
+
+    Args:
+        found: Squared errors of a merged run before each step and at the end: one more than steps.
+        injected: Squared errors measured for its steps, on another scale; 0 for full steps.
     """
-    # So little is none: divided by, it would be infinite.
-    injected = [error if error > _NOTHING else 0.0 for error in injected]
-    first = next((n for n, error in enumerate(injected) if error), None)
-    if first is None or found[-1] <= 0:
+    injected = [error if error > _MIN_ERROR else 0.0 for error in injected]
+    merged = [n for n, error in enumerate(injected) if error]
+    if not merged or found[-1] <= 0:
         return [1.0] * len(injected)
-    merged = [n for n, error in enumerate(injected) if error > 0]
-    sharpness = min(max(found[first + 1] / injected[first], _LEAST), 1 / _LEAST)
+    scale = min(max(found[merged[0] + 1] / injected[merged[0]], _MIN_SCALE), 1 / _MIN_SCALE)
+    scales = dict.fromkeys(merged, scale)
     known = {n: _growth(found[n + 1], found[n]) for n, error in enumerate(injected) if not error and found[n] > 0}
-    own = dict.fromkeys(merged, sharpness)
-    if _ENOUGH * len(known) >= len(merged):
-        growths = [_between(known, n) for n in range(len(injected))]
+    if _MERGED_PER_FULL * len(known) >= len(merged):
+        growths = [_interpolated(known, n) for n in range(len(injected))]
         for n in merged:
-            own[n] = max((found[n + 1] - growths[n] * found[n]) / injected[n], _MOST_SHRUNK * sharpness)
+            scales[n] = max((found[n + 1] - growths[n] * found[n]) / injected[n], _MIN_GROWTH * scale)
     else:
-        growths = [_growth(found[n + 1] - sharpness * error, found[n]) for n, error in enumerate(injected)]
+        growths = [_growth(found[n + 1] - scale * error, found[n]) for n, error in enumerate(injected)]
     factors, after = [0.0] * len(injected), 1.0
     for n in reversed(range(len(injected))):
-        factors[n] = after * own.get(n, sharpness)
+        factors[n] = after * scales.get(n, scale)
         after *= growths[n]
     predicted = math.fsum(factor * error for factor, error in zip(factors, injected, strict=True))
     return [factor * found[-1] / predicted for factor in factors]
 
 
 def _growth(after: float, before: float) -> float:
-    """Of a squared distance in one step."""
-    return min(max(after / before, _MOST_SHRUNK), _MOST_GROWN) if before > 0 else 1.0
+    """Return the factor by which a squared error changes in one step."""
+    return min(max(after / before, _MIN_GROWTH), _MAX_GROWTH) if before > 0 else 1.0
 
 
-def _between(known: Mapping[int, float], n: int) -> float:
-    """The growth of a step, from those of its neighbours where it is not known itself."""
+def _interpolated(known: Mapping[int, float], n: int) -> float:
+    """Return the growth in a step: the geometric mean of the nearest known ones on both sides."""
     below = max((m for m in known if m <= n), default=None)
     above = min((m for m in known if m >= n), default=None)
     sides = [known[m] for m in (below, above) if m is not None]
     return math.prod(sides) ** (1 / len(sides))
-
-
-# So many merged steps for a whole one still tell growth from error.
-_ENOUGH = 3
-
-# Squared distances grow and shrink by no more than this in a step; beyond, it is the measurement that is off.
-_MOST_SHRUNK, _MOST_GROWN, _LEAST, _NOTHING = 0.05, 4.0, 1e-3, 1e-24

@@ -92,14 +92,14 @@ def _measured(
     rows: dict[str, dict[str, Any]] = {}
     for near in words:
         found = calibrating.calibrate(model, task, near, overrides=overrides)
-        preset, ratio = calibrating.NEAR[near]
+        preset, ratio = calibrating.TARGETS[near]
         ways = {
             "preset": drawn(attach(model, settings(preset, {"ratio": ratio, **overrides}))),
             "calibrated": drawn(found.model),
         }
         rows[near] = {name: round(float(relative_error(x, plain).mean()), 4) for name, (x, _) in ways.items()}
         rows[near] |= {f"{name} cost": round(flops / whole, 3) for name, (_, flops) in ways.items()}
-        rows[near] |= {"predicted": round(found.chosen.distance, 4), "found": round(found.found, 4)}
+        rows[near] |= {"predicted": round(found.chosen.error, 4), "found": round(found.found, 4)}
         rows[near] |= {"keeps preset": found.keeps_preset, "told": found.held, "probes": found.probes}
         rows[near]["profile"] = dict(found.profile.ratios) if found.profile else str(found.problem)
     return rows

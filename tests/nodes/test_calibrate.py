@@ -102,15 +102,17 @@ def test_the_preset_as_a_profile(
     kind: str, near: str, ratio: float, model_of: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the choice came out farther, what is given out is the preset to the bit, on paper too."""
-    model, true = model_of(kind), calibrating.Run.distance
+    model, true = model_of(kind), calibrating.Run.error
     asked: list[float] = []
 
     def farther(self: Any, whole: Any) -> float:
         asked.append(true(self, whole))
         return asked[-1] if len(asked) == 1 else 9.0
 
-    monkeypatch.setattr(calibrating.Run, "distance", farther)
-    monkeypatch.setattr(calibrating.Run, "apart", lambda self, whole, steps: [0.1 * n for n in range(steps + 1)])
+    monkeypatch.setattr(calibrating.Run, "error", farther)
+    monkeypatch.setattr(
+        calibrating.Run, "squared_errors", lambda self, whole, steps: [0.1 * n for n in range(steps + 1)]
+    )
     made, text, _, answer = calibrated(model, target=near)
     said = answer.ui["toma"][0]["text"]
     assert "The preset 'balanced' is kept: the choice came no closer, to error 9.000." in said
@@ -526,7 +528,7 @@ def test_one_picture_that_turned_out_otherwise_decides_nothing(pack: ModuleType)
     preset, choice = whole + 0.1, whole + 0.2
     preset[0] = -1.0
     runs = [run(latent, states) for latent in (whole, preset, choice)]
-    assert runs[2].distance(runs[0]) < runs[1].distance(runs[0])
+    assert runs[2].error(runs[0]) < runs[1].error(runs[0])
     assert not runs[2].mostly_nearer(runs[1], runs[0])
     assert runs[1].mostly_nearer(runs[2], runs[0])
     assert not run(whole * float("nan"), states).mostly_nearer(runs[1], runs[0])

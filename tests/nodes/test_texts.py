@@ -35,7 +35,7 @@ def outcome(model: Any, attach: Any, stats_of: Any, **settings: Any) -> dict[str
         "report": [line if isinstance(line, str) else line.json() for line in stats.report()],
         "headline": stats.headline(),
         "chart": charts.steps_chart(stats, 400).tobytes(),
-        "short of memory": calibrating._ran_short(merged),
+        "short of memory": calibrating._ran_short(stats),
     }
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toma_core.calibration import (
-    WHOLE,
+    UNMERGED,
     Choice,
     Option,
     Table,
@@ -43,9 +43,9 @@ def tables(draw: st.DrawFn) -> Table:
 
 def every_choice(table: Table) -> list[Choice]:
     """The oracle: all combinations."""
-    each = [(WHOLE, *options) for options in table.values()]
+    each = [(UNMERGED, *options) for options in table.values()]
     return [
-        Choice({place: option for place, option in zip(table, chosen, strict=True) if option is not WHOLE})
+        Choice({place: option for place, option in zip(table, chosen, strict=True) if option is not UNMERGED})
         for chosen in itertools.product(*each)
     ]
 
@@ -53,7 +53,7 @@ def every_choice(table: Table) -> list[Choice]:
 def dearest_piece(table: Table) -> tuple[float, float]:
     """The most error, and the most work, between two neighbours on a hull."""
     pieces = [pair for options in table.values() for pair in itertools.pairwise(hull(options))]
-    return max(b.error - a.error for a, b in pieces), max(b.saved - a.saved for a, b in pieces)
+    return max(b.squared_error - a.squared_error for a, b in pieces), max(b.saved - a.saved for a, b in pieces)
 
 
 @given(tables())
@@ -61,8 +61,8 @@ def test_the_front_is_exact_where_it_has_a_point(table: Table) -> None:
     """No combination saves as much for less."""
     choices = every_choice(table)
     for choice in front(table):
-        best = min(c.error for c in choices if c.saved >= choice.saved - 1e-9)
-        assert choice.error <= best + 1e-9
+        best = min(c.squared_error for c in choices if c.saved >= choice.saved - 1e-9)
+        assert choice.squared_error <= best + 1e-9
 
 
 @given(tables(), st.floats(0, 1))
@@ -71,15 +71,15 @@ def test_nearest_saves_enough_and_costs_at_most_a_piece_too_much(table: Table, s
     wanted = share * max(c.saved for c in choices)
     chosen = nearest(table, wanted)
     assert chosen.saved >= wanted - 1e-9
-    best = min(c.error for c in choices if c.saved >= wanted)
-    assert chosen.error <= best + dearest_piece(table)[0] + 1e-9
+    best = min(c.squared_error for c in choices if c.saved >= wanted)
+    assert chosen.squared_error <= best + dearest_piece(table)[0] + 1e-9
 
 
 @given(tables(), st.floats(0, 1))
 def test_fastest_stays_within_and_misses_at_most_a_piece(table: Table, distance: float) -> None:
     chosen = fastest(table, distance)
-    assert chosen.distance <= distance + 1e-9
-    best = max(c.saved for c in every_choice(table) if c.error <= distance**2)
+    assert chosen.error <= distance + 1e-9
+    best = max(c.saved for c in every_choice(table) if c.squared_error <= distance**2)
     assert chosen.saved >= best - dearest_piece(table)[1] - 1e-9
 
 
@@ -89,7 +89,7 @@ def test_more_work_is_never_farther(table: Table) -> None:
     choices = front(table)
     assert choices[0] == Choice({})
     assert all(b.saved > a.saved for a, b in itertools.pairwise(choices))
-    prices = [(b.error - a.error) / (b.saved - a.saved) for a, b in itertools.pairwise(choices)]
+    prices = [(b.squared_error - a.squared_error) / (b.saved - a.saved) for a, b in itertools.pairwise(choices)]
     assert all(b >= a - 1e-9 for a, b in itertools.pairwise(prices))
 
 
@@ -101,7 +101,7 @@ def test_the_cheap_place_is_merged_first_and_the_broken_one_not_at_all() -> None
     assert chosen.options == {("cheap", 0): CHEAP[2]}
     assert (chosen.ratio("cheap", 0), chosen.ratio("broken", 0), chosen.ratio("cheap", 1)) == (0.75, 0.0, 0.0)
     assert math.isclose(chosen.work, 0.7)
-    assert math.isclose(chosen.distance, 0.3)
+    assert math.isclose(chosen.error, 0.3)
     assert ("broken", 0) not in nearest(table, 0.5).options
     assert ("broken", 0) in nearest(table, 0.6).options
 
@@ -175,8 +175,8 @@ def test_whole_steps_tell_growth_from_error() -> None:
     """Every second step runs whole, and doubles what was there; merged ones add three times what was measured for them,
     then twice, then a half. One scale for all would have the third shrink what came before it to next to nothing."""
     injected, scales, found = [1.0, 0.0, 1.0, 0.0, 8.0, 0.0], [3.0, 0.0, 2.0, 0.0, 0.5, 0.0], [0.0]
-    for error, sharpness in zip(injected, scales, strict=True):
-        found.append(2.0 * found[-1] + sharpness * error)
+    for error, scale in zip(injected, scales, strict=True):
+        found.append(2.0 * found[-1] + scale * error)
     factors = amplified(found, injected)
     assert [factors[n] for n in (0, 2, 4)] == pytest.approx([3.0 * 2**5, 2.0 * 2**3, 0.5 * 2])
 

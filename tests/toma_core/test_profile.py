@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.loop import loop
 from toma_core.config import ToMAConfig
 from toma_core.presets import Settings
-from toma_core.profile import Fingerprint, Profile, changed, fitted, parsed, place_of
+from toma_core.profile import Fingerprint, Profile, changed, entry_of, fitted, parsed
 from toma_core.settings import ConfigError
 
 FLUX = Fingerprint("flux", "double 4, single 8", "3072", "CONST up to 1")
@@ -34,8 +34,8 @@ def told(**fields: Any) -> str:
 
 
 def test_comes_back_as_it_was() -> None:
-    made = profile(distance=0.123, work=0.71)
-    assert parsed(made.text()) == profile(distance=0.123, work=0.71, settings=changed(made.config()))
+    made = profile(error=0.123, work=0.71)
+    assert parsed(made.text()) == profile(error=0.123, work=0.71, settings=changed(made.config()))
     assert parsed(made.text()).config() == ToMAConfig(**SETTINGS)
     assert json.loads(made.text())["toma_profile"] == 1
 
@@ -66,16 +66,16 @@ def test_the_largest_there_is_stays_small() -> None:
 
 
 def test_fits_its_own_model_and_no_other() -> None:
-    assert fitted(profile(), FLUX, NAMES) == (profile().ratio_schedule(NAMES), "")
+    assert fitted(profile(), FLUX, NAMES) == (profile().ratio_schedule(NAMES), True)
     other = Fingerprint("flux", "double 19, single 38", "3072")
     with pytest.raises(ConfigError, match=r"of another model: flux with blocks double 4, single 8 .* preset runs"):
         fitted(profile(), other, NAMES)
     noise = replace(FLUX, noise="EPS up to 15")
     with pytest.raises(ConfigError, match=r"noise CONST up to 1, and this is .* noise EPS up to 15"):
         fitted(profile(), noise, NAMES)
-    ratio_schedule, note = fitted(profile(), replace(FLUX, patches="abc"), NAMES)
+    ratio_schedule, same_loras = fitted(profile(), replace(FLUX, patches="abc"), NAMES)
     assert ratio_schedule == profile().ratio_schedule(NAMES)
-    assert "other LoRAs" in note
+    assert not same_loras
 
 
 @loop(
@@ -116,9 +116,9 @@ def test_fits_its_own_model_and_no_other() -> None:
         (told(settings={"ratio": 10**400}), "damaged"),
         (told(settings={"full_step_interval": 10**400}), "damaged"),
         (told(settings=[1]), "not names with values"),
-        (told(settings={"full_step_interval": -5}), "full_step_interval"),
-        (told(settings={"start_percent": 0.9, "end_percent": 0.1}), "start_percent"),
-        (told(predicted={"distance": "far"}), "distance is 'far'"),
+        (told(settings={"full_step_interval": -5}), "full step interval"),
+        (told(settings={"start_percent": 0.9, "end_percent": 0.1}), "Start percent"),
+        (told(predicted={"error": "far"}), "error is 'far'"),
         (told(predicted={"work": 10**400}), "work is 1000"),
         (told(toma_profile="1"), "no version"),
         (told(toma_profile=True), "no version"),
@@ -145,7 +145,7 @@ def test_what_is_wrong_is_said(text: Any, why: str) -> None:
     [
         (["single.9"], "the model has no block 'single.9'"),
         (["single.5 - single.2"], "'single.5 - single.2' ends before it begins"),
-        (["single.0 - single.3", "single.2"], "'single.2' has blocks that another place has too"),
+        (["single.0 - single.3", "single.2"], "'single.2' has blocks that another entry has too"),
         (["x" * 5000], "the model has no block 'xxx"),
         (["a\nb"], "the model has no block"),
     ],
@@ -203,5 +203,5 @@ def test_any_json_in_its_place_is_read_or_refused(key: str, value: Any, inside: 
 
 
 def test_places_are_named_by_their_ends() -> None:
-    assert place_of(["single.3"]) == "single.3"
-    assert place_of(["single.3", "single.4", "single.5"]) == "single.3 - single.5"
+    assert entry_of(["single.3"]) == "single.3"
+    assert entry_of(["single.3", "single.4", "single.5"]) == "single.3 - single.5"

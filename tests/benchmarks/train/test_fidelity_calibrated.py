@@ -71,6 +71,6 @@ def test_a_broken_stack_is_found() -> None:
         noise=seeded_noise([20_000], SIDE, SIDE),
     )
     found = calibrating.calibrate(model, task, "balanced", overrides=tiny(model))
-    usual = found.usual.distance
+    usual = found.usual.error
     assert found.found < usual / 2
     assert found.profile.ratios["output.2.0 - output.2.6"][0] == 0, "whole while there is most noise"

@@ -36,9 +36,9 @@ def probed(model: Any, steps: int = 8, most: int = 1000, **settings: Any) -> tup
 def test_the_run_is_the_unmerged_one(model: Any, settings: dict[str, Any], no_state_left: None) -> None:
     probes, latent, _ = probed(model, **settings)
     assert torch.equal(latent, models.sample(model, SIDE, SIDE, steps=8))
-    assert probes.done == len(probes.sites) * len(probes.ratio_schedule) + len(probes.ratio_schedule) + 2
-    assert len(probes.sites_found) == len(probes.sites) * len(probes.ratio_schedule)
-    assert all(error > 0 for error in (*probes.sites_found.values(), *probes.together.values()))
+    assert probes.done == len(probes.sites) * len(probes.bands) + len(probes.bands) + 2
+    assert len(probes.site_errors) == len(probes.sites) * len(probes.bands)
+    assert all(error > 0 for error in (*probes.site_errors.values(), *probes.joint_errors.values()))
 
 
 def test_a_probe_is_what_the_run_would_do(flux: Any, apart: Any) -> None:
@@ -55,7 +55,7 @@ def test_a_probe_is_what_the_run_would_do(flux: Any, apart: Any) -> None:
     listening.set_model_sampler_post_cfg_function(keep)
     apart(flux)
     probes, _, _ = probed(listening, steps=3)
-    step = probes.ratio_schedule[0].probed
+    step = probes.bands[0].probed
     assert step == 0
     whole = pictures[0]
     for site, blocks in probes.sites.items():
@@ -64,14 +64,14 @@ def test_a_probe_is_what_the_run_would_do(flux: Any, apart: Any) -> None:
         alone = run.apply_toma(listening, core.ToMAConfig(min_tokens=4), None, ratio_schedule)
         models.sample(alone, SIDE, SIDE, steps=3)
         change = float((pictures[0] - whole).double().square().sum())
-        assert probes.sites_found[site, 0] == pytest.approx(change, rel=0.15), site
+        assert probes.site_errors[site, 0] == pytest.approx(change, rel=0.15), site
 
 
 def test_few_evaluations_tell_the_most_important(unet: Any) -> None:
     probes, *_ = probed(unet, most=1)
-    assert len(probes.ratio_schedule) == 3
-    assert set(probes.sites_found) == {(site, level) for site in probes.sites for level in (0, 1)}
-    assert set(probes.together) == {(0, 0.5), (1, 0.5), (2, 0.5), (1, 0.75)}
+    assert len(probes.bands) == 3
+    assert set(probes.site_errors) == {(site, level) for site in probes.sites for level in (0, 1)}
+    assert set(probes.joint_errors) == {(0, 0.5), (1, 0.5), (2, 0.5), (1, 0.75)}
     assert probes.done == 2 * len(probes.sites) + 4
 
 
@@ -95,21 +95,21 @@ def test_samplers_that_read_the_negative_get_the_unmerged_one(unet: Any, no_stat
         patched = run.apply_toma(unet, core.ToMAConfig(min_tokens=4))
         latent = models.sample(probes.on(patched), SIDE, SIDE, steps=6, sampler=sampler)
         assert torch.equal(latent, models.sample(unet, SIDE, SIDE, steps=6, sampler=sampler)), sampler
-        assert len(probes.sites_found) == len(probes.sites) * len(probes.ratio_schedule), sampler
-        assert all(error > 0 for error in (*probes.sites_found.values(), *probes.together.values())), sampler
+        assert len(probes.site_errors) == len(probes.sites) * len(probes.bands), sampler
+        assert all(error > 0 for error in (*probes.site_errors.values(), *probes.joint_errors.values())), sampler
 
 
 def test_what_merged_nothing_is_not_free(unet: Any) -> None:
     """The first step runs whole where plans await a picture, and is in no band; coarser stacks are too small."""
     probes, *_ = probed(unet, steps=3, similarity_from="prediction")
-    assert 0 not in [step for band in probes.ratio_schedule for step in band.steps]
+    assert 0 not in [step for band in probes.bands for step in band.steps]
     assert probes.done > 0
-    assert all(error > 0 for error in (*probes.sites_found.values(), *probes.together.values()))
+    assert all(error > 0 for error in (*probes.site_errors.values(), *probes.joint_errors.values()))
     probes, *_ = probed(unet, min_tokens=(SIDE // 2) ** 2)
-    fine = {site for site, _ in probes.sites_found}
+    fine = {site for site, _ in probes.site_errors}
     assert {site for site in probes.sites if probes.measured(site)} == fine
     assert 0 < len(fine) < len(probes.sites)
-    assert all(error > 0 for error in (*probes.sites_found.values(), *probes.together.values()))
+    assert all(error > 0 for error in (*probes.site_errors.values(), *probes.joint_errors.values()))
 
 
 def test_a_condition_that_begins_on_the_way(unet: Any, no_state_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_a_condition_that_begins_on_the_way(unet: Any, no_state_left: None, monk
     first = probing.Probes(sites, 0)
     patched = run.apply_toma(unet, settings)
     models.sample(first.on(patched), SIDE, SIDE, steps=12)
-    begins = first.ratio_schedule[1].probed
+    begins = first.bands[1].probed
     level = unet.get_model_object("model_sampling").percent_to_sigma
     start = next(n / 1000 for n in range(1000) if level(n / 1000) < first.sigmas[begins - 1])
     assert level(start) >= first.sigmas[begins]
@@ -137,8 +137,8 @@ def test_a_condition_that_begins_on_the_way(unet: Any, no_state_left: None, monk
     monkeypatch.setattr(details, "kept", watched)
     latent = models.sample(probes.on(patched), SIDE, SIDE, steps=12, positive=both)
     assert torch.equal(latent, models.sample(unet, SIDE, SIDE, steps=12, positive=both))
-    assert {*probes.sites_found} == {(site, level) for site in sites for level in range(len(probes.ratio_schedule))}
-    assert probes.made > probes.done + len(probes.ratio_schedule)
+    assert {*probes.site_errors} == {(site, level) for site in sites for level in range(len(probes.bands))}
+    assert probes.evaluations > probes.done + len(probes.bands)
     assert lacking == []
 
 
@@ -151,7 +151,7 @@ def test_a_video_whose_detail_is_too_much_is_not_asked_again(
     patched = probes.on(run.apply_toma(wan, core.ToMAConfig(min_tokens=4, **{**CLOSE, "full_step_interval": 3})))
     models.sample(patched, SIDE, SIDE, steps=12, frames=3)
     assert probes.done == 0
-    assert probes.made <= 2
+    assert probes.evaluations <= 2
 
 
 def test_values_that_are_no_numbers(unet: Any) -> None:
@@ -161,7 +161,7 @@ def test_values_that_are_no_numbers(unet: Any) -> None:
     broken = next(probe for probe in probes._errors if probe.site == site)
     probes._errors[broken] = torch.tensor(float("nan"))
     assert not probes.measured(site)
-    assert len(probes.sites_found) == (len(probes.sites) - 1) * len(probes.ratio_schedule)
+    assert len(probes.site_errors) == (len(probes.sites) - 1) * len(probes.bands)
 
 
 def test_a_probe_that_fails_leaves_the_run_as_it_was(unet: Any, no_state_left: None) -> None:
@@ -191,7 +191,7 @@ def test_a_probe_that_fails_leaves_the_run_as_it_was(unet: Any, no_state_left: N
         for wrapper in each:
             patched.add_wrapper_with_key(kind, key, wrapper)
     assert torch.equal(models.sample(patched, SIDE, SIDE, steps=6), models.sample(unet, SIDE, SIDE, steps=6))
-    assert len(caught) >= len(probes.ratio_schedule)
+    assert len(caught) >= len(probes.bands)
     assert all(caught)
 
 
@@ -201,7 +201,7 @@ def schedule(steps: int, **settings: Any) -> Any:
 
 
 def test_bands_of_equal_size() -> None:
-    ratio_schedule = probing.ratio_schedule_of(schedule(8))
+    ratio_schedule = probing.bands_of(schedule(8))
     assert [band.steps for band in ratio_schedule] == [(0, 1, 2), (3, 4), (5, 6, 7)]
     assert [band.probed for band in ratio_schedule] == [1, 4, 6]
     assert [round(band.above, 3) for band in ratio_schedule] == [
@@ -209,13 +209,13 @@ def test_bands_of_equal_size() -> None:
         round((4 * 3) ** 0.5, 3),
         0.0,
     ]
-    assert [band.steps for band in probing.ratio_schedule_of(schedule(2))] == [(0,), (1,)]
+    assert [band.steps for band in probing.bands_of(schedule(2))] == [(0,), (1,)]
 
 
 def test_bands_follow_whole_steps() -> None:
     """20 steps: whole are 0, 3, ..., 18 and the last. Six times two merged ones, two of these in each band."""
     given = schedule(20, full_step_interval=3)
-    ratio_schedule = probing.ratio_schedule_of(given)
+    ratio_schedule = probing.bands_of(given)
     assert [band.steps for band in ratio_schedule] == [(1, 2, 4, 5), (7, 8, 10, 11), (13, 14, 16, 17)]
     # In a schedule with these bands every step has the ratio of its own.
     profiled = core.Schedule(
@@ -234,14 +234,14 @@ def test_plans_of_pictures_are_made_where_the_run_makes_them() -> None:
     told = schedule(20, **every, similarity_from="prediction")
     probes = probing.Probes({"a": ("a",)}, 1000)
     probes._begin(told)
-    early = {step for step, todo in probes.todo.items() if any(not probe.counts for probe in todo)}
+    early = {step for step, todo in probes.pending.items() if any(not probe.measured for probe in todo)}
     assert early, "some are made before the step that is measured"
     assert early <= {1, 6, 11, 16}, "0, 5, 10 and 15 keep detail"
 
 
 def test_nothing_to_measure() -> None:
-    assert probing.ratio_schedule_of(schedule(2, full_step_interval=2)) == ()
-    assert probing.ratio_schedule_of(core.Schedule(core.ToMAConfig())) == ()
+    assert probing.bands_of(schedule(2, full_step_interval=2)) == ()
+    assert probing.bands_of(core.Schedule(core.ToMAConfig())) == ()
 
 
 def test_sites_are_runs_of_blocks() -> None:
