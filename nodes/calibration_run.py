@@ -28,7 +28,7 @@ from ..toma_core.profile import Profile, changed
 from ..toma_core.reasons import Message, MessageId, Reason
 from ..toma_core.stats import RunStats
 from .adapters import last_runs, registry
-from .adapters.family import BlockFacts
+from .adapters.blocks import BlockFacts
 from .adapters.fingerprint import blocks_of, fingerprint
 from .adapters.kv_memory import conditions_of, dtype_of, has_controls, overlap_of
 from .adapters.patch_model import apply_toma, attachment_of, run_config

@@ -1,7 +1,7 @@
-"""What a block's self-attention looks at, changed on the way to whatever computes it.
+"""Replace the keys and values of a block's self-attention by those of all tokens.
 
-It goes by ComfyUI's `optimized_attention_override`, after norm and rotation, so that each key carries its own position,
-and whatever computes attention goes on doing so, on other keys and without a mask.
+It uses ComfyUI's `optimized_attention_override`, after norm and rotation, so that each key has its own position, and
+attention is computed by the same function as before, with other keys and values.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ from .signature import CallArguments
 
 _OVERRIDE = "optimized_attention_override"
 
-# From keys or values of (B, T, C), (B, T, heads, C), or (B, heads, T, C) with axis 2, to those looked at in their
-# place: told which they are, how many tokens come before the image, and the axis.
+# (keys or values, name, tokens before the image, axis of tokens) -> those to attend to instead. Keys are (B, T, C), (B,
+# T, heads, C), or (B, heads, T, C) with axis 2.
 Change = Callable[[Tensor, str, int, int], Tensor]
-# From a mask of what was looked at to one of what is looked at in its place, None where nobody can tell.
+# A mask of the keys -> one of the keys that replace them, None if unknown.
 Masked = Callable[[Tensor], "Tensor | None"]
 
 
 class KVOverride:
-    """In the place of `optimized_attention` for one call of a block.
+    """Stands in for `optimized_attention` in one call of a block.
 
-    spans: see `BlockSignature.spans`. then: the override that another node has put there. served: how many of its
-    self-attentions came by.
+    Attributes:
+        change: Gives the keys and values to attend to.
+        spans: See `BlockSignature.attention_spans`.
+        then: The override of another node, None without.
+        masked: Gives the mask of the other keys.
+        called: How many of the block's self-attentions have run.
     """
 
     def __init__(
@@ -38,7 +42,7 @@ class KVOverride:
 
     def __call__(self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         axis = 2 if kwargs.get("skip_reshape") else 1
-        mask = args[1] if len(args) > 1 else kwargs.get("mask")  # of every key, and here there are others
+        mask = args[1] if len(args) > 1 else kwargs.get("mask")  # of keys that are replaced
         seen = None if mask is None else self.masked(mask)
         if (mask is None or seen is not None) and self.called < len(self.spans):
             before, tokens = self.spans[self.called]
@@ -47,7 +51,7 @@ class KVOverride:
                 self.called += 1
                 keys = self.change(k, f"key {which}", before, axis)
                 values = self.change(v, f"value {which}", before, axis)
-                if keys.shape[axis] == values.shape[axis]:  # else something is kept of the one alone
+                if keys.shape[axis] == values.shape[axis]:  # else only one of them is cached
                     k, v = keys, values
                 if len(args) > 1:
                     args = (args[0], seen, *args[2:])
@@ -60,8 +64,8 @@ class KVOverride:
 def override_attention(
     call_args: CallArguments, change: Change, spans: Sequence[tuple[int, int]], masked: Masked
 ) -> CallArguments:
-    """A block's arguments with which its self-attention looks at what `change` makes of its keys and values; unchanged
-    where ComfyUI hands the block no options."""
+    """Return a block's arguments with which its self-attention attends to the keys and values that `change` gives;
+    unchanged if ComfyUI hands the block no options."""
     options = call_args.get("transformer_options")
     if options is None:
         return call_args
@@ -70,12 +74,12 @@ def override_attention(
 
 
 def to_btc(t: Tensor, axis: int) -> Tensor:
-    """(B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C) -> (B, T, all channels)."""
+    """Reshape (B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C) to (B, T, all channels)."""
     return (t.transpose(1, 2) if axis == 2 else t).flatten(2)
 
 
 def from_btc(t: Tensor, other: Tensor, axis: int) -> Tensor:
-    """The reverse of `to_btc`, as the other was."""
+    """Reverse `to_btc`, with the layout of another tensor."""
     if other.ndim == 3:
         return t
     t = t.unflatten(2, (-1, other.shape[3]))

@@ -1,7 +1,7 @@
-"""What this pack asks of ComfyUI, checked where it is asked.
+"""Check what this pack uses of ComfyUI where it is used.
 
-A later ComfyUI may give a hook other arguments, or take it away. Then the pack says so once, by the name of the hook,
-and what it would have merged runs whole: a graph that worked goes on working.
+A later ComfyUI may call a hook with other arguments, or remove it. Then a warning names the hook once, and what would
+be merged runs unmerged: a graph that worked still works.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ class UnsupportedApiError(Exception):
 
 @contextmanager
 def require_api(name: str) -> Iterator[None]:
-    """Around the few lines that read something of ComfyUI's: what is not there becomes an `UnsupportedApiError` of
-    `name`."""
+    """Raise `UnsupportedApiError` of `name` where the lines inside do not find what they read of ComfyUI."""
     try:
         yield
     except (AttributeError, ImportError, IndexError, KeyError, TypeError) as error:
@@ -33,7 +32,7 @@ def require_api(name: str) -> Iterator[None]:
 
 @contextmanager
 def optional_api(name: str) -> Iterator[None]:
-    """Like `require_api`, around what the rest can do without: says what is missing and goes on."""
+    """Warn instead of raising, see `require_api`, and go on: for what the rest does not need."""
     try:
         with require_api(name):
             yield
@@ -42,7 +41,7 @@ def optional_api(name: str) -> Iterator[None]:
 
 
 def warn(error: UnsupportedApiError) -> None:
-    """Say it once in the life of the process."""
+    """Log a warning, once in the life of the process."""
     text = str(error)
     if text not in _warned:
         _warned.add(text)
@@ -54,25 +53,24 @@ def warn(error: UnsupportedApiError) -> None:
 
 
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
-    """An argument that ComfyUI may hand over by place or by name. Raises KeyError if it is not there."""
+    """Return an argument that ComfyUI may pass by position or by name. Raises KeyError without it."""
     return args[position] if position < len(args) else kwargs[name]
 
 
 def check(module: nn.Module, hook: object) -> None:
-    """Raise `UnsupportedApiError` unless `hook` can stand in for the module's `forward`, whoever calls it.
+    """Raise `UnsupportedApiError` unless `hook` can stand in for the module's `forward`.
 
-    The hook's `BlockSignature`, or its own `__call__`, says what is known: its arguments by place must be the first
-    ones of the class's `forward` and bear the same names (unless they have none, before a `/`), its arguments by name
-    must be among the others, and whatever else there is must have a default and a `**rest` to go to, where the hook
-    looks at it.
+    The hook's `BlockSignature`, or its own `__call__`, lists the arguments that are known. Positional ones must be the
+    first ones of the class's `forward` with the same names (unless they have none, before a `/`), named ones must be
+    among the others, and all further ones must have a default and a `**rest` to go to, where the hook checks them.
     """
-    module = getattr(module, "_orig_mod", module)  # torch.compile's wrapper takes anything
+    module = getattr(module, "_orig_mod", module)  # torch.compile's wrapper takes any argument
     try:
         theirs = list(signature(type(module).forward).parameters.values())[1:]
-    except ValueError as error:  # compiled code may hide what it takes
+    except ValueError as error:  # compiled code may hide its arguments
         raise UnsupportedApiError(f"{type(module).__name__}.forward: {error}") from error
     if any(p.kind is Parameter.VAR_POSITIONAL for p in theirs):
-        return  # hands on whatever it is given
+        return  # passes on all arguments
     taken = getattr(hook, "signature", None)
     if taken is None:
         ours = list(signature(type(hook).__call__).parameters.values())[1:]

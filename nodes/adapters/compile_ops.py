@@ -1,9 +1,8 @@
-"""Merging inside the graphs of torch.compile, by operators that the compiler takes as they are.
+"""Merge inside the graphs of torch.compile, by operators that the compiler does not trace.
 
-Merging chooses by content, step and run, and a traced graph would freeze those choices. Left out of the graph, they
-break it: around every stack of a UNet, in the middle of the loops over its blocks, so that each block becomes a graph
-of its own and most of what compiling gains is lost to their guards. So a graph holds operators that know only a place
-in the model, by number, and their shapes; what they do is looked up when they run.
+Merging depends on content, step and run, which a traced graph would freeze. Outside of the graph it would break it, in
+the middle of the loops over blocks: each block would be a graph of its own, and guards would cost most of what
+compiling gains. So a graph holds operators that know a site of the model, by number, and shapes.
 """
 
 from __future__ import annotations
@@ -17,29 +16,27 @@ from torch import Tensor
 
 from ...toma_core.kernels.namespace import free_namespace
 
-# Of one code: whole and merged, for a few dozen sizes of picture and lengths of prompt.
+# Graphs of one code: full and merged, for a few dozen sizes of image and lengths of prompt.
 _GRAPHS = 64
 _MODES = (None, "default", "max-autotune-no-cudagraphs")
 
 
 def compiled(model_options: dict[str, Any]) -> bool:
-    """Whether ComfyUI was told to compile the model with Inductor. Recorded CUDA graphs would replay what the operators
-    did when they were recorded: there, and where nobody knows, merging stays outside."""
-    told = model_options.get("torch_compile_kwargs") or {}
-    options = told.get("options") or {}
-    return told.get("backend") == "inductor" and told.get("mode") in _MODES and not options.get("triton.cudagraphs")
+    """Whether ComfyUI compiles the model with Inductor. Recorded CUDA graphs would replay what the operators did when
+    they were recorded: there, and with unknown options, merging stays outside."""
+    kwargs = model_options.get("torch_compile_kwargs") or {}
+    options = kwargs.get("options") or {}
+    return kwargs.get("backend") == "inductor" and kwargs.get("mode") in _MODES and not options.get("triton.cudagraphs")
 
 
 def in_one_piece(model_options: dict[str, Any]) -> bool:
-    """Whether torch.compile was told to fail where it would have to leave a graph, as merging has to when it meets
-    something that it does not know."""
+    """Whether torch.compile fails where it would have to leave a graph, as merging does for unknown arguments."""
     return bool((model_options.get("torch_compile_kwargs") or {}).get("fullgraph"))
 
 
 def allow_more_graphs() -> None:
-    """As many graphs of one code as sizes, prompts and references ask for. Whole and merged steps need one each where
-    PyTorch by itself allows eight together, and then gives up compiling. For good: the graphs stay, and a lower limit
-    would be met by the next run."""
+    """Allow as many graphs of one code as sizes, prompts and references need. PyTorch by itself stops compiling after
+    eight; full and merged steps need one each. The limit is not lowered again: the graphs remain."""
     from torch._dynamo import config  # takes seconds, which a run that compiles nothing is spared
 
     for name in ("recompile_limit", "cache_size_limit"):  # before PyTorch 2.6
@@ -61,14 +58,14 @@ def numbered(site: Any) -> int:
 
 
 def enter(x: Tensor, site: int, destinations: int) -> Tensor:
-    """(B, N, C) -> (B, D, C). A new tensor: the graph may write into it."""
+    """Merge (B, N, C) to (B, D, C): a new tensor, which the graph may write into."""
     reduced: Tensor = _sites[site].reduce(x)
     own = reduced.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
     return reduced.contiguous() if own else reduced.clone(memory_format=torch.contiguous_format)
 
 
 def leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
-    """(B, D, C), (B, D, C) and (B, N, C) -> (B, N, C)."""
+    """Unmerge (B, D, C), with (B, D, C) and (B, N, C) of `enter`, to (B, N, C)."""
     there = _sites[site]
     restored: Tensor = there.reduction.restore(out, reduced, x, there.attends)
     return restored
@@ -93,7 +90,7 @@ def _rope(rope: Tensor, reduced: Tensor, site: int, before: int, tokens: int, de
 
 _namespace = free_namespace("toma_graphs", "enter")
 _library = torch.library.Library(_namespace, "FRAGMENT")
-# Tensors come as eager code would lay them out, and a recorded CUDA graph has to stop at them.
+# Strides as in eager mode; recorded CUDA graphs have to stop at these operators.
 _tags = tuple(
     getattr(torch.Tag, name) for name in ("needs_fixed_stride_order", "cudagraph_unsafe") if hasattr(torch.Tag, name)
 )

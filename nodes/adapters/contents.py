@@ -1,8 +1,8 @@
-"""Which conditions have equal content: they share what is cached of either, as the prompts of a schedule do.
+"""Find conditions of equal content, as the prompts of a schedule have: they share caches.
 
-ComfyUI gives each condition an id of its own, also where several hold the same text. Contents are compared by digests
-of their tensors, each made once: before sampling begins for the conditions that a run starts with, and for conditions
-that another node makes later only where that needs no wait for a device.
+ComfyUI gives each condition an id, also where several hold the same text. Contents are compared by digests of their
+tensors: before sampling for the conditions of a run, and for conditions that another node adds later only where that
+does not wait for a device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What says when, where and how much a condition takes part, and what ComfyUI derives from the rest for a run.
+# Entries on when, where and how strongly a condition takes part, and those that ComfyUI derives from the rest.
 _NOT_CONTENT = frozenset(
     (
         *("uuid", "strength", "area", "mask", "mask_strength", "set_area_to_bounds", "default", "model_conds"),
@@ -28,9 +28,9 @@ class Contents:
     """The contents of one run's conditions."""
 
     def __init__(self, conds: Mapping[str, Sequence[Mapping[str, Any]] | None] | None = None) -> None:
-        """conds: by group ("positive", "negative"), before sampling begins."""
+        """Compare the conditions of each group ("positive", "negative"), before sampling begins."""
         self._first = [cond for members in (conds or {}).values() for cond in members or ()]
-        # The condition that stands for all of its content, by id; and that of each content.
+        # Id of the first condition with the same content, by id; and by content.
         self._of: dict[Hashable, Hashable] = {cond["uuid"]: cond["uuid"] for cond in self._first}
         self._stands: dict[Hashable, Hashable] = {}
         self._digests: dict[int, tuple[Any, Hashable]] = {}
@@ -38,11 +38,12 @@ class Contents:
             self._compare(self._first, wait=True)
 
     def of(self, uuid: Hashable) -> Hashable:
-        """Return what stands for a condition's content: the id of the first that had it."""
+        """Return the id of the first condition with the same content."""
         return self._of.get(uuid, uuid)
 
     def note(self, conds: Sequence[Mapping[str, Any]]) -> None:
-        """Note conditions that are about to be evaluated, which another node may have made after the run began."""
+        """Compare conditions that are about to be evaluated and that another node may have added after the run
+        began."""
         late = [cond for cond in conds if cond["uuid"] not in self._of]
         if late:
             if not self._stands:
@@ -62,14 +63,14 @@ class Contents:
             return tuple((name, self._key(each, wait)) for name, each in value.items())
         if isinstance(value, (list, tuple)):
             return tuple(self._key(each, wait) for each in value)
-        # The object is held: its id is not another's as long as the run goes on.
+        # The object is held, so that its id stays unique during the run.
         if id(value) not in self._digests:
             self._digests[id(value)] = value, _digest(value, wait) if isinstance(value, Tensor) else id(value)
         return self._digests[id(value)][1]
 
 
 def _digest(tensor: Tensor, wait: bool) -> Hashable:
-    """Return a digest of a tensor's numbers; where that would wait for a device, where the numbers lie."""
+    """Return a digest of a tensor's numbers; if that would wait for a device, their address."""
     shape, stride = tuple(tensor.shape), tensor.stride()
     if not wait and tensor.device.type != "cpu":
         return shape, tensor.dtype, stride, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version

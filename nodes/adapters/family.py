@@ -1,15 +1,13 @@
-"""What a family of models tells, and what is done with it the same way for all of them.
+"""What a family of models declares, and how the hooks of all transformers are chosen from it.
 
-A family is a file in `families`: NAME, `matches`, and `Hooks`, which says which blocks there are, how they take their
-tokens (`BlockSignature`), what they cost, who looks at the tokens between two of them, and what presets leave whole.
+A family is a file in `families`: NAME, `matches`, and `Hooks`, which names the blocks, how they take their tokens
+(`BlockSignature`), what they cost, who reads the tokens between two of them, and what presets skip.
 """
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Protocol
 from weakref import ref
@@ -17,21 +15,22 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ...toma_core import Evaluation, ToMAConfig
-from ...toma_core.config import Granularity, SimilarityFrom, resolve_count
-from ...toma_core.cost_model import FEWEST, Block
+from ...toma_core.config import Granularity, SimilarityFrom
+from ...toma_core.cost_model import FEWEST
 from ...toma_core.presets import Fields
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
 from .active_chain import is_merged
+from .blocks import BlockFacts, BlockGroup, chain_hooks, profile_skips, skip_reason, token_grid
 from .chain import BlockHook, RopeCache
-from .model_hooks import GRAPHS, HookPair
-from .signature import BlockSignature
+from .model_hooks import HookPair
+from .origin import has_forward_hooks, is_original, runs_own_loop, unwrapped
 
-# What presets of transformers have in common: their plans are made from the predicted picture, with more destinations
-# where there is more in it. Nearer at the same work (benchmarks/results/fidelity/trials.md).
+# Presets of transformers plan from the predicted image, with more destinations where it is richer: a smaller error for
+# the same work (benchmarks/results/fidelity/trials.md).
 PREDICTED: Mapping[str, Any] = {"similarity_from": SimilarityFrom.PREDICTION}
-# Where merged blocks look at all tokens none has to be left whole, every step has a plan of its own, and smaller
-# windows are nearer.
+# Where merged blocks attend to all tokens no block is skipped, every step selects again, and smaller windows have a
+# smaller error.
 _KV_CACHE: Mapping[str, Any] = {
     **PREDICTED,
     "kv_cache": True,
@@ -45,23 +44,26 @@ PRESETS: Fields = {
     "quality": {**_KV_CACHE, "full_step_interval": 2},
     "paper": {"skip_first_blocks": 0.1},
 }
-# Where they cannot: the shares that are left whole of Flux.
+# Where they cannot: Flux skips this share of its blocks.
 WITHOUT_KV_CACHE: Fields = {
     "balanced": {**PREDICTED, "skip_first_blocks": 0.15, "full_step_interval": 3},
     "quality": {**PREDICTED, "skip_first_blocks": 0.15, "full_step_interval": 2},
     "paper": {"skip_first_blocks": 0.1},
 }
 
-
-# The methods in which models run their blocks, each in some of them.
+# Methods in which models run their blocks.
 _LOOPS = frozenset(("forward", "_forward", "forward_orig", "forward_core_with_concat"))
 
 
 class ModelHooks(Protocol):
-    """What a family keeps for one model, as long as the model lives."""
+    """The hooks of one model, as long as the model lives.
 
-    # What each preset is for this kind of model, the same for runs whose blocks cannot look at all tokens, and whether
-    # its latents may have several frames.
+    Attributes:
+        presets: Settings of each preset for this kind of model.
+        without_kv_cache: The same for runs whose blocks cannot attend to all tokens.
+        takes_frames: Whether latents may have several frames.
+    """
+
     presets: Fields
     without_kv_cache: Fields
     takes_frames: bool
@@ -75,16 +77,18 @@ class ModelHooks(Protocol):
         control: Any = None,
         references: Sequence[Tensor] = (),
     ) -> Iterator[HookPair]:
-        """The (module, hook) pairs to install while the model is evaluated on the latent x of (B, C, ..., H, W).
-        control, references: what ControlNets add, and latents of reference images, as ComfyUI hands them over."""
+        """Yield the (module, hook) pairs to install while the model is evaluated on the latent x of (B, C, ..., H, W).
+
+        control: What ControlNets add. references: Latents of reference images.
+        """
         ...
 
     def hook_pairs(self) -> Iterator[HookPair]:
-        """Every (module, hook) pair that `select` may ever give whose `forward` can be patched at."""
+        """Yield every (module, hook) pair that `select` may ever yield, if the module is ComfyUI's own."""
         ...
 
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
-        """Every block that may be merged, in forward order, as a latent of (B, C, ..., H, W) makes its grid."""
+        """Yield every block that may be merged, in forward order, for a latent of (B, C, ..., H, W)."""
         ...
 
     def kv_cache_numel(
@@ -96,125 +100,50 @@ class ModelHooks(Protocol):
         controlled: bool = False,
         references: Sequence[Tensor] = (),
     ) -> tuple[int, int]:
-        """How many numbers are kept of an image so that merged blocks look at all its tokens: the updates of chains,
-        and keys and values of each block that these settings merge; 0 of these where nobody can tell their attention.
-        transformer_options, controlled: what may break chains, and whether ControlNets may. references: latents of
-        those that may be merged too."""
+        """Return how many numbers are cached of an image so that merged blocks attend to all tokens: residuals of
+        chains, and keys and values of each block that these settings merge; 0 of these if its attention cannot be
+        changed.
+
+        Args:
+            transformer_options: What may break chains.
+            controlled: Whether ControlNets may.
+            references: Latents of reference images that may be merged too.
+        """
         ...
-
-
-@dataclass(frozen=True)
-class BlockFacts:
-    """A block as it stands in a model. name: as in the report. home: blocks of one home may be merged in one chain.
-    tokens, width: of the image at this block; width 0 if unknown."""
-
-    name: str
-    home: str
-    work: Block
-    tokens: int
-    width: int
-
-
-def token_grid(latent: Tensor, patch_size: int) -> Grid:
-    """Rows and columns of image tokens of a (B, C, ..., H, W) latent, odd sides padded as ComfyUI does; before them the
-    frames of a (B, C, T, H, W) latent, if there are several."""
-    *frames, height, width = latent.shape[2:]
-    sides = -(-height // patch_size), -(-width // patch_size)
-    return (*frames, *sides) if prod(frames) > 1 else sides
-
-
-def has_forward_hooks(before: nn.Module, after: nn.Module) -> bool:
-    """Whether hooks look at what goes from one block to the next. PyTorch's own, of weights that are spread over
-    several cards (FSDP), do not look at tokens."""
-    hooks = [hook for module in (before, unwrapped(before)) for hook in module._forward_hooks.values()]
-    hooks += [hook for module in (after, unwrapped(after)) for hook in module._forward_pre_hooks.values()]
-    return not all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
-
-
-def skip_reason(config: ToMAConfig, index: int, count: int, *, last: bool = True) -> Message | None:
-    """Return why the settings skip the block of this index among `count`, None if they do not. last: whether the last
-    of them are the last of the model."""
-    if index < resolve_count(config.skip_first_blocks, count):
-        return Reason.SKIP_FIRST_BLOCKS(count=config.skip_first_blocks)
-    if last and count - index <= resolve_count(config.skip_last_blocks, count):
-        return Reason.SKIP_LAST_BLOCKS(count=config.skip_last_blocks)
-    return None
-
-
-def profile_skips(hook: BlockHook, evaluation: Evaluation) -> Message | None:
-    """Return why a profile skips a block in this evaluation, None if it does not."""
-    return None if evaluation.step_plan.ratio_of(hook.name) else Reason.PROFILE_SKIPS_BLOCK()
-
-
-def chain_hooks(
-    hooks: Sequence[BlockHook],
-    grids: tuple[Grid, ...],
-    latent: Tensor,
-    evaluation: Evaluation,
-    transformer_options: Mapping[str, Any],
-    width: int,
-) -> Iterator[HookPair]:
-    """Hooks that keep tokens merged from the first of consecutive blocks to the last. grids: of the image, and of
-    references that are merged too. width: of their tokens, 0 if unknown."""
-    first, config = hooks[0], evaluation.run.config
-    evaluation = evaluation.of(first.name)
-    # Alone, a block is no stack: merging adds to it what it adds to a block.
-    alone = Granularity.BLOCK if config.granularity is Granularity.STACK else config.granularity
-    work = first.work, alone if len(hooks) == 1 else Granularity.STACK
-    first.site.begin(grids, first.scope, [hook.name for hook in hooks], work, evaluation)
-    if transformer_options.get(GRAPHS) and first.in_graphs:
-        merged = False
-        try:
-            merged = first.site.prepare(latent, first.module, width)
-        finally:
-            if not merged:
-                first.release()  # it is not installed: nobody else would, also after an error
-        if not merged:
-            return
-    for hook in hooks:
-        hook.chain, hook.last = first.site, hook is hooks[-1]
-        yield hook.module, hook
-
-
-@dataclass(frozen=True)
-class BlockGroup:
-    """Blocks of one kind, one after another. kind: their name in the report and in plans. added: under which name
-    ControlNets add something after each, see ComfyUI's `control`. borders: after these the model itself does something
-    with all tokens."""
-
-    kind: str
-    blocks: Sequence[nn.Module]
-    signature: BlockSignature
-    work: Block
-    added: str = ""
-    borders: Container[int] = ()
 
 
 class Transformer(ABC):
     """Hooks for a model whose blocks all see the image at one resolution.
 
-    Consecutive blocks stay merged as long as nobody looks between them: where a ControlNet adds, another node replaces
-    a block or is shown its tokens, all of them are there.
+    A chain ends where tokens are read between two blocks: where a ControlNet adds, or another node replaces a block or
+    patches it.
+
+    Attributes:
+        inside: Patches of other nodes that read tokens inside a block.
+        between: Patches that read them between two blocks.
+        presets, without_kv_cache, takes_frames: See `ModelHooks`.
+        passes_options: Whether blocks hand ComfyUI's options on to their attention.
+        width: Channels of a token, 0 if unknown.
+        patch_size: Side of a token in pixels of the latent.
+        references_follow: Whether tokens of reference images come right after those of the image.
+        groups: Groups of blocks, see `block_groups`.
+        hooks: The hook of each block of each group.
     """
 
-    # Patches of other nodes that are shown tokens inside a block, and between two.
     inside: tuple[str, ...] = ("attn1_patch", "attn1_output_patch")
     between: tuple[str, ...] = ()
     presets, without_kv_cache = PRESETS, WITHOUT_KV_CACHE
-    # Whether blocks hand their attention the options that ComfyUI gives them.
     passes_options = True
-    # Of the tokens, 0 if unknown; and pixels of the latent on a token's side.
     width = 0
     patch_size = 2
     takes_frames = False
-    # Whether tokens of reference images come right after those of the image.
     references_follow = True
 
     def __init__(self, model: Any) -> None:
-        self.model = ref(model)  # weak: the model itself is the key that these hooks are kept under
+        self.model = ref(model)  # weak: the registry keys these hooks by the model
         shared = RopeCache()
         self.groups = self.block_groups(model)
-        # By name: another pack may put a list of its own in the place.
+        # By name: another pack may replace the list.
         self.lists = [next((n for n, m in model.named_children() if m is s.blocks), "") for s in self.groups]
         self.hooks = [
             [self._hook(group, module, index, shared) for index, module in enumerate(group.blocks)]
@@ -223,20 +152,20 @@ class Transformer(ABC):
 
     @abstractmethod
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
-        """The model's stages, in the order in which they run; takes note of its patch size and width."""
+        """Return the groups of blocks in the order in which they run; set `patch_size` and `width`."""
 
     @staticmethod
     def _hook(group: BlockGroup, module: nn.Module, index: int, shared: RopeCache) -> BlockHook:
         module = unwrapped(module)
-        # There is one resolution, but tokens of one kind of block say little of those of the other.
+        # Plans are shared by blocks of one kind only: tokens of the other kinds differ.
         return BlockHook(module, f"{group.kind}.{index}", group.signature, group.work, group.kind, shared)
 
     def skipped_by_settings(self, group: BlockGroup, index: int, config: ToMAConfig) -> Message | None:
-        """Return why the settings skip this block of a stage, None if they do not."""
+        """Return why the settings skip this block of a group, None if they do not."""
         return skip_reason(config, index, len(group.blocks), last=group is self.groups[-1])
 
     def hook_pairs(self) -> Iterator[HookPair]:
-        """Blocks with the hooks that may stand in for them."""
+        """See `ModelHooks`."""
         for hooks in self.hooks:
             yield from ((hook.module, hook) for hook in hooks if is_original(hook.module))
 
@@ -255,7 +184,7 @@ class Transformer(ABC):
         controlled: bool = False,
         references: Sequence[Tensor] = (),
     ) -> tuple[int, int]:
-        """See `ModelHooks`. Keys are taken to be as wide as tokens: those in groups come to attention repeated."""
+        """See `ModelHooks`. Counts keys as wide as tokens: grouped ones come to attention repeated."""
         if not self.passes_options:
             return 0, 0
         merged = references if config.merge_references and self.references_follow else ()
@@ -271,7 +200,7 @@ class Transformer(ABC):
         return tokens * self.width * updates, tokens * self.width * keys
 
     def chains(self, transformer_options: Mapping[str, Any], config: ToMAConfig) -> bool:
-        """Whether blocks stay merged from one to the next."""
+        """Whether tokens stay merged from one block to the next."""
         patches = transformer_options.get("patches", {})
         patched = any(patches.get(name) for name in self.between)
         return config.granularity is Granularity.STACK and not patched and self.loops()
@@ -287,8 +216,7 @@ class Transformer(ABC):
         return Reason.ATTENTION_PATCH() if shown else None
 
     def loops(self) -> bool:
-        """Whether the model's own loop runs its blocks. Whoever runs them in a loop of their own, as step caches do,
-        may look at what is between any two."""
+        """Whether the model's own loop runs its blocks. The loops of step caches may read tokens between any two."""
         model: Any = self.model()
         return runs_own_loop(model, _LOOPS)
 
@@ -301,7 +229,7 @@ class Transformer(ABC):
         control: Any = None,
         references: Sequence[Tensor] = (),
     ) -> Iterator[HookPair]:
-        """The hooks to install for this evaluation of the latent x, see `ModelHooks`."""
+        """See `ModelHooks`."""
         config, stats = evaluation.run.config, evaluation.run.stats
         chains, replaced = self.chains(transformer_options, config), _replaced(transformer_options)
         control = control or {}
@@ -311,7 +239,7 @@ class Transformer(ABC):
             added, runs = control.get(group.added) or (), list[list[BlockHook]]()
             blocks = getattr(self.model(), name, group.blocks)
             own = isinstance(blocks, Sequence | nn.ModuleList) and len(blocks) == len(hooks)
-            following = None  # the block that the last run could go on with
+            following = None  # index of the block that the last chain could go on with
             for index, hook in enumerate(self.hooks_for(group, hooks, config)):
                 foreign = None if own and is_original(blocks[index]) else Reason.BLOCK_REPLACED()
                 if (
@@ -358,42 +286,12 @@ class Transformer(ABC):
         return grids if any(map(is_merged, grids)) else []
 
     def hooks_for(self, group: BlockGroup, hooks: list[BlockHook], config: ToMAConfig) -> list[BlockHook]:
-        """The hooks of a stage for these settings: those around whole blocks, or of a kind of the family's own."""
+        """Return the hooks of a group for these settings, around blocks unless the family has others."""
         return hooks
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module itself where torch.compile has wrapped it."""
-    return getattr(module, "_orig_mod", module)
-
-
-def _by_comfyui(written: Any) -> bool:
-    return str(getattr(written, "__module__", "")).startswith("comfy.")
-
-
-def is_original(block: nn.Module) -> bool:
-    """Whether a block is one of ComfyUI's. Another pack may have put its own in the place, for good or for one model
-    of many that share the rest: nobody knows what it makes of fewer tokens."""
-    # The class that says how it runs: PyTorch makes another of it where weights are spread over cards.
-    homes = [kind for kind in type(unwrapped(block)).__mro__ if "forward" in vars(kind)]
-    return _by_comfyui(homes[0])
-
-
-def runs_own_loop(model: nn.Module, methods: Iterable[str]) -> bool:
-    """Whether those of these methods that a model has are as ComfyUI wrote them."""
-    loops = [getattr(type(model), name) for name in methods if hasattr(type(model), name)]
-    return vars(model).keys().isdisjoint(methods) and all(map(_written_there, loops))
-
-
-def _written_there(loop: Any) -> bool:
-    """Whether a method is as ComfyUI wrote it, not one that somebody has put in its place for all models."""
-    home = sys.modules.get(getattr(loop, "__module__", ""))
-    code = getattr(loop, "__code__", None)
-    return code is not None and _by_comfyui(loop) and code.co_filename == getattr(home, "__file__", None)
-
-
 def _needs_all_tokens(group: BlockGroup, index: int, added: Sequence[Any], replaced: Mapping[Any, Any]) -> bool:
-    """Whether the model itself, a ControlNet or another node takes what the block before gives."""
+    """Whether the model, a ControlNet or another node reads all tokens before this block."""
     if index - 1 in group.borders:
         return True
     if index - 1 < len(added) and added[index - 1] is not None:
@@ -402,6 +300,6 @@ def _needs_all_tokens(group: BlockGroup, index: int, added: Sequence[Any], repla
 
 
 def _replaced(transformer_options: Mapping[str, Any]) -> Mapping[Any, Any]:
-    """The blocks that other nodes have put something in the place of."""
+    """Return the replacements of blocks by other nodes."""
     found: Mapping[Any, Any] = transformer_options.get("patches_replace", {}).get("dit", {})
     return found

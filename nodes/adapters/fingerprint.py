@@ -1,4 +1,4 @@
-"""Which model this is, as far as a profile has to know: its blocks, and what has been patched into them."""
+"""Fingerprint a model for its profile: its blocks, and its patches."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from ...toma_core.profile import Fingerprint
 from . import registry
-from .family import BlockFacts
+from .blocks import BlockFacts
 
 
 def blocks_of(model: ModelPatcher, latent: Tensor | None = None) -> list[BlockFacts]:
-    """The blocks of a model that may be merged, in forward order. latent: (B, C, ..., H, W), where token counts matter.
+    """Return the blocks of a model that may be merged, in forward order. latent: (B, C, ..., H, W), for token counts.
     Raises `UnsupportedModelError`."""
     hooks = registry.require(model.get_model_object("diffusion_model"))
     return list(hooks.blocks(torch.empty(1, 1, 64, 64, device="meta") if latent is None else latent))
 
 
 def fingerprint(model: ModelPatcher) -> Fingerprint:
-    """What tells a model from others, but for its own weights: finetunes of one base have one. Raises
+    """Return facts that distinguish a model from all others but finetunes of its base. Raises
     `UnsupportedModelError`."""
     family = type(registry.require(model.get_model_object("diffusion_model"))).__module__.rpartition(".")[2]
     facts = blocks_of(model)
@@ -34,20 +34,20 @@ def fingerprint(model: ModelPatcher) -> Fingerprint:
 
 
 def _noise(model: ModelPatcher) -> str:
-    """What the model predicts, by the name of ComfyUI's class for it, and its highest noise level. The schedule between
-    that and 0 does not matter: a profile goes by level."""
+    """Return what the model predicts, by the name of ComfyUI's class for it, and its highest noise level. A profile
+    goes by sigma: the schedule does not matter."""
     sampling = model.get_model_object("model_sampling")
     kind = next((c.__name__ for c in type(sampling).__mro__ if "calculate_denoised" in vars(c)), "unknown")
     return f"{kind} up to {float(sampling.sigma_max):.2g}"
 
 
-# Values of each tensor of a LoRA that are looked at: enough to tell two files apart, and no time to speak of.
+# Values read of each tensor of a LoRA: enough to distinguish two files.
 _SAMPLED = 8
 
 
 def _patches(model: Any) -> str:
-    """A digest of which weights LoRAs and the like change, by what and how strongly; "" where there are none. In which
-    order they came does not matter."""
+    """Return a digest of which weights LoRAs change, how, and with which strength; "" without. Their order does not
+    matter."""
     digests = []
     for key, added in (getattr(model, "patches", None) or {}).items():
         for strength, change, of_model, offset, *_ in added:
@@ -57,7 +57,7 @@ def _patches(model: Any) -> str:
 
 
 def _values(change: Any) -> Iterator[bytes]:
-    """What a patch is made of: the shapes of its tensors and a few values of each, and its other parts as text."""
+    """Yield the parts of a patch: the shapes of its tensors and a few values of each, other parts as text."""
     change = getattr(change, "weights", change)
     if isinstance(change, Tensor):
         flat = change.detach().reshape(-1)

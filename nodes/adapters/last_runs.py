@@ -1,4 +1,4 @@
-"""The last run of each ToMA node, for the report: a few entries, found by a text id that survives any copying."""
+"""Store the last run of each ToMA node for the report, by a text id that survives any copying."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _reports: OrderedDict[str, RunStats] = OrderedDict()
 
 
 def keep(report_id: str, stats: RunStats) -> None:
-    """Store a finished run; the oldest is dropped when there are too many."""
+    """Store a finished run; drop the oldest beyond the limit."""
     _reports[report_id] = stats
     _reports.move_to_end(report_id)
     while len(_reports) > _MAX_REPORTS:
@@ -19,5 +19,5 @@ def keep(report_id: str, stats: RunStats) -> None:
 
 
 def last(report_id: str) -> RunStats | None:
-    """The last finished run under this id, if it is still kept."""
+    """Return the last finished run under this id, None if it was dropped."""
     return _reports.get(report_id)

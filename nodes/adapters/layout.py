@@ -1,10 +1,8 @@
-"""What others are told while merged tokens run: where these lie, not where all of them would.
+"""Describe merged tokens in `transformer_options`: where they lie, not where all tokens would.
 
-ComfyUI says in `transformer_options` how a block's tokens lie, and whoever computes attention in its place
-(`optimized_attention_override`) may index by that. Blocks on merged tokens get a copy that is true of them: everything
-else in it is the same objects, and the caller's own dict stays as it is. In ComfyUI 0.16.3 to 0.30.0 two entries
-describe tokens that merging takes away, and a third where references are merged too. `original_shape` is the latent's,
-and double blocks find `img_slice` for their patches from what arrives.
+Another node that computes attention (`optimized_attention_override`) may index by these options. Blocks on merged
+tokens get a copy that is true of them; all other entries are the same objects, and the caller's dict is not changed. In
+ComfyUI 0.16.3 to 0.30.0 two entries describe tokens that merging removes, and a third where references are merged.
 """
 
 from __future__ import annotations
@@ -16,31 +14,34 @@ from typing import Any
 Options = dict[str, Any]
 
 
-def without_grid(options: Options, tokens: int, kept: int) -> Options:
-    """For a UNet's block on `kept` of `tokens`: `activations_shape` (B, C, H, W) becomes (B, C, 1, kept), as merged
-    tokens lie on no grid. `options` itself where nothing is merged or nothing was said."""
+def without_grid(options: Options, tokens: int, destinations: int) -> Options:
+    """Return options for a UNet's block on merged tokens: `activations_shape` (B, C, H, W) becomes (B, C, 1, D), as
+    they lie on no grid. The same dict where nothing is merged."""
     shape = options.get("activations_shape")
-    return {**options, "activations_shape": [*shape[:-2], 1, kept]} if shape and kept != tokens else options
+    return (
+        {**options, "activations_shape": [*shape[:-2], 1, destinations]}
+        if shape and destinations != tokens
+        else options
+    )
 
 
-def fewer_per_frame(options: Options, tokens: int, kept: int) -> Options:
-    """For a video's block on `kept` of `tokens`, as many of each frame: `grid_sizes` (frames, rows, columns) becomes
-    (frames, 1, those left of each), or (1, 1, all) where further frames follow. `options` itself where nothing was
-    said."""
-    told = options.get("grid_sizes")
-    if told is None:
+def fewer_per_frame(options: Options, tokens: int, destinations: int) -> Options:
+    """Return options for a video's block on merged tokens, D / frames of each frame: `grid_sizes` (frames, rows,
+    columns) becomes (frames, 1, D / frames), or (1, 1, all) where further frames follow."""
+    grid = options.get("grid_sizes")
+    if grid is None:
         return options
-    frames = told[0] if prod(told) == tokens else 1
-    return {**options, "grid_sizes": (frames, 1, (prod(told) - tokens + kept) // frames)}
+    frames = grid[0] if prod(grid) == tokens else 1
+    return {**options, "grid_sizes": (frames, 1, (prod(grid) - tokens + destinations) // frames)}
 
 
-def fewer_tokens(options: Options, gone: int, references: Sequence[int] = ()) -> Options:
-    """For a transformer's block on so many tokens fewer: `img_slice` [text, all] ends so many earlier, and
-    `reference_image_num_tokens` are those left, where references are merged too. `options` itself where nothing is
-    merged or nothing was said."""
-    told, place = {}, options.get("img_slice")
-    if place and gone:
-        told["img_slice"] = [place[0], place[1] - gone]
+def fewer_tokens(options: Options, removed: int, references: Sequence[int] = ()) -> Options:
+    """Return options for a transformer's block with fewer tokens: `img_slice` [text, all] ends earlier, and
+    `reference_image_num_tokens` are those left of references that are merged too. The same dict where nothing
+    changes."""
+    changed, image = {}, options.get("img_slice")
+    if image and removed:
+        changed["img_slice"] = [image[0], image[1] - removed]
     if references and "reference_image_num_tokens" in options:
-        told["reference_image_num_tokens"] = list(references)
-    return {**options, **told} if told else options
+        changed["reference_image_num_tokens"] = list(references)
+    return {**options, **changed} if changed else options

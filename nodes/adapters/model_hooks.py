@@ -1,8 +1,8 @@
-"""One mechanism for every model: a module's `forward` is replaced for the duration of one model evaluation.
+"""Replace a module's `forward` for the duration of one model evaluation: one mechanism for every model.
 
-Why not ComfyUI's patch lists: the UNet has none around the feed-forward or a whole block, Flux's are single slots that
-other packs own, and both show patches the tokens we would have merged. A swapped `forward` sits inside all of them,
-so every other patch goes on seeing whole tokens, and the model is untouched between evaluations, however a run ends.
+ComfyUI's patch lists would not do: the UNet has none around the feed-forward or a block, Flux has single slots that
+other packs use, and both hand patches the merged tokens. A replaced `forward` lies inside all of them, so other patches
+see all tokens, and the model is unchanged between evaluations, however a run ends.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import nn
 
 from ... import toma_core
 
-# Where the pieces ride in ComfyUI's transformer_options, as far as the model, which is not shown them: torch.compile's
-# code for it reads every key that was there when it was traced, also in later runs without ToMA.
+# Keys of transformer_options. They are removed before the model is called: code of torch.compile reads every key that
+# was there when it was traced, also in later runs without ToMA.
 ATTACHMENT = "toma"
 SAMPLING = "toma_sampling"
 GRAPHS = "toma_graphs"
@@ -27,14 +27,14 @@ RIDING = (ATTACHMENT, SAMPLING, GRAPHS)
 class Hook:
     """Stands in for a module's `forward`; `original` is what it replaces, while it is installed.
 
-    Hooks hold no run state longer than one evaluation. One hook object per place in a model is kept for the model's
-    life, because torch.compile guards on the identity of what it traced.
+    It holds no state of a run beyond one evaluation. Each lives as long as its model, because torch.compile guards on
+    the identity of what it traced.
     """
 
     original: Callable[..., Any]
 
     def release(self) -> None:
-        """Called when the hook is taken out, also after an error: drop what the evaluation left behind."""
+        """Drop the state of an evaluation. Called when the hook is removed, also after an error."""
 
 
 HookPair = tuple[nn.Module, Hook]
@@ -42,7 +42,7 @@ HookPair = tuple[nn.Module, Hook]
 
 @contextmanager
 def installed(hooks: Iterable[HookPair]) -> Iterator[None]:
-    """Put every hook in its module's place, and put back exactly what was there."""
+    """Install every hook, and restore exactly what was there before."""
     missing = object()
     replaced = []
     try:
@@ -61,9 +61,8 @@ def installed(hooks: Iterable[HookPair]) -> Iterator[None]:
             hook.release()
 
 
-# Merging chooses by content, step and shape: inside a traced graph those choices would be frozen at the first trace.
-# The wrapped block itself may still be compiled, so hooks are kept out of graphs alone, and what they call to plan and
-# to merge with everything below it.
+# Merging depends on content, step and shape: a traced graph would freeze those choices. The block itself may be
+# compiled, so only hooks stay out of graphs, and planning and merging with all that they call.
 outside_graph = torch.compiler.disable(recursive=False)
 eager = torch.compiler.disable
 merge, unmerge = eager(toma_core.merge), eager(toma_core.unmerge)

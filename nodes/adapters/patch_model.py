@@ -31,7 +31,7 @@ from . import last_runs, registry
 from .compat import UnsupportedApiError, argument, optional_api, require_api, warn
 from .compile_ops import allow_more_graphs, compiled, in_one_piece
 from .contents import Contents
-from .family import ModelHooks, unwrapped
+from .family import ModelHooks
 from .kv_memory import (
     KVCachePlan,
     conditions_of,
@@ -45,6 +45,7 @@ from .kv_memory import (
     reserved,
 )
 from .model_hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, HookPair, installed
+from .origin import unwrapped
 from .sampling_run import SamplingRun
 from .sigmas import SigmaTracker
 

@@ -22,10 +22,11 @@ from ...toma_core import Schedule, StepMode, StepPlan
 from ...toma_core.calibration import Cell
 from ...toma_core.config import SimilarityFrom
 from ...toma_core.profile import entry_of
+from .blocks import BlockFacts
 from .compat import argument
-from .family import BlockFacts
+from .conditions import takes_part
 from .model_hooks import SAMPLING
-from .sampling_run import SamplingRun, takes_part
+from .sampling_run import SamplingRun
 
 _KEY = "toma_probes"
 # The ratio of single sites, and the further ones of all sites together.

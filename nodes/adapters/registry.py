@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from ...toma_core import Evaluation, ToMAConfig
 from ...toma_core.presets import Fields
 from ...toma_core.reasons import MessageError, MessageId, Reason
+from .blocks import BlockFacts
 from .compat import UnsupportedApiError, check, require_api, warn
-from .family import BlockFacts, ModelHooks, unwrapped
+from .family import ModelHooks
 from .model_hooks import HookPair
+from .origin import unwrapped
 
 _FAMILIES: list[Any] = []
 # What this pack knows of, but not as this ComfyUI has it.

@@ -1,4 +1,4 @@
-"""Rotary positions of merged tokens: each destination keeps its own."""
+"""Rotary positions of merged tokens: each destination has its own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from torch import Tensor
 
 
 def merged_rope(rope: Tensor, destinations: Tensor, before: int, tokens: int, axis: int) -> Tensor:
-    """Rows for [before | D destinations | rest] from those of [before | N | rest], which lie along `axis`.
+    """Return the positions of [before | D destinations | rest] from those of [before | N | rest] along `axis`.
 
-    rope: (B or 1, ..., T, ..., 2, 2), as ComfyUI's models make them: T second or third, axes of heads of length 1.
-    destinations: (B, D), of the destinations among the N tokens.
+    Args:
+        rope: (B or 1, ..., T, ..., 2, 2), as in ComfyUI's models: T second or third, axes of heads of length 1.
+        destinations: (B, D), indices of the destinations among the N tokens.
     """
     after = before + tokens
     shape = [1] * rope.ndim

@@ -1,4 +1,4 @@
-"""One sampling run as ComfyUI tells it: which evaluation this is, who takes part in it, what each call of it shows."""
+"""One sampling run: which evaluation this is, which conditions take part in it, and what each call of it shows."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ...toma_core.schedule import RatioSchedule
 from ...toma_core.stats import RunStats
 from ...toma_core.tiles import TileBatch
 from ...toma_core.windows import has_frames
+from .conditions import area_size, chunks_of, controls_of, crop, frames_of, is_active, patches_of
 from .contents import Contents
 from .sigmas import SigmaTracker
 
-# Less than this share of the highest noise level: a run begins with a picture in it.
+# A run that begins below this share of the highest noise level begins with an image.
 _ALL_NOISE = 0.99
 
 
 def records_gradients() -> bool:
-    """Return whether what the model computes now becomes part of a graph of gradients, as in training. Nothing of it
-    may be merged or outlive the evaluation."""
+    """Whether autograd records what the model computes, as in training: nothing of it may be merged or cached."""
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
@@ -90,8 +90,13 @@ class SamplingRun:
         ratio_schedule: RatioSchedule = (),
         frames: int = 1,
     ) -> SamplingRun:
-        """A fresh run over noise levels, the last of which is where it ends, for a latent of so many frames.
-        bands: see `Schedule`."""
+        """Start a run.
+
+        Args:
+            sigmas: Noise levels of the steps, and the one at which the run ends.
+            ratio_schedule: Ratios of a profile, see `Schedule`.
+            frames: Frames of the latent.
+        """
         start = (
             float("inf") if config.start_percent <= 0 else float(model_sampling.percent_to_sigma(config.start_percent))
         )
@@ -106,24 +111,24 @@ class SamplingRun:
         return cls(run, StepPlan(0), max_prediction_sigma=trusted_below(isinstance(model_sampling, CONST)))
 
     def next(self, timestep: Tensor) -> None:
-        """The sampler evaluates the model anew, at this noise level."""
+        """Begin an evaluation of the sampler at this noise level."""
         self.tracker.next(timestep)
         self.begun += 1
         self._begin()
 
-    def predicted(self, picture: Any) -> None:
-        """The evaluation is over: this is the clean picture that it gave."""
-        self.prediction = picture if isinstance(picture, Tensor) and not records_gradients() else None
+    def predicted(self, image: Any) -> None:
+        """Keep the clean image that the evaluation predicted."""
+        self.prediction = image if isinstance(image, Tensor) and not records_gradients() else None
 
     def close(self) -> RunStats:
-        """The run is over, however it ended: drop what it held, and hand over its stats."""
+        """End the run, also after an error: drop what it holds, and return its stats."""
         self.prediction = None
         self.tiles.clear()
         return self.run.close()
 
     def no_memory(self, again: bool = True) -> bool:
-        """Memory ran out in the evaluation in progress: drop what is kept, and run it whole, and all that come. False
-        where nothing was kept that could go. again: all of it is made anew."""
+        """Drop the KV cache after memory ran out: this evaluation and all later ones are full. Return False if there
+        was none. again: whether all calls of the evaluation are repeated."""
         run = self.run
         if not (run.kv_cache and run.cache.disable()):
             return False
@@ -136,7 +141,7 @@ class SamplingRun:
 
     @property
     def awaits_prediction(self) -> bool:
-        """Whether plans are made from pictures, and the first is still to be predicted."""
+        """Whether plans are made from predictions, and the first is still to come."""
         return self.run.config.similarity_from is SimilarityFrom.PREDICTION and self.begun == 1
 
     def _begin(self) -> None:
@@ -152,7 +157,7 @@ class SamplingRun:
         latent: Tensor | None = None,
         model_options: Mapping[str, Any] = {},
     ) -> None:
-        """Take note of what is evaluated together: the groups of conditions, on one latent of (B, C, ..., H, W)."""
+        """Begin a call for groups of conditions on one latent of (B, C, ..., H, W), and decide what it does."""
         at = self.tracker.of(timestep)
         if at.model_sigma != self.sigma:
             self.sigma = at.model_sigma
@@ -164,14 +169,14 @@ class SamplingRun:
             self.size, self.images = tuple(latent.shape[2:]), latent.shape[0]
             self.run.cache.limited = has_frames(self.size) and self.size[0] > 1
         options = model_options.get("transformer_options", {})
-        frames, self.patches = _frames(options), _patches(options)
+        frames, self.patches = frames_of(options), patches_of(options)
         present = [c for group in conds if group is not None for c in group if "uuid" in c]
         for cond in present:
             if cond.get("area") is not None:
                 self.areas[cond["uuid"]] = tuple(cond["area"])
         self.contents.note(present)
-        active = [c for c in present if _active(c, at.model_sigma)]
-        # So it stays until the next evaluation: a call more is compared with those before.
+        active = [c for c in present if is_active(c, at.model_sigma)]
+        # Kept until the next evaluation: further calls are compared with those before.
         self.several_devices = self.several_devices or (
             len(active) > 1 and len(model_options.get("multigpu_clones") or ()) > 1
         )
@@ -191,45 +196,44 @@ class SamplingRun:
     def _signatures(
         self, active: Sequence[Mapping[str, Any]], frames: Hashable, sigma: float
     ) -> dict[Hashable, Hashable]:
-        """Return signature -> state of conditions that are about to be evaluated, see `parts`. A call more for the same
-        condition, as perturbed guidance makes it, has another signature."""
+        """Return key -> ControlNets of conditions that are about to be evaluated, see `cond_keys`. Another call for the
+        same condition, as perturbed guidance makes it, has another key."""
         signatures: dict[Hashable, Hashable] = {}
         calls = self.counts.copy()
         for cond in active:
             part = self._key(cond["uuid"], frames)
             calls[part] += 1
-            signatures[part, calls[part]] = _controls(cond, sigma)
+            signatures[part, calls[part]] = controls_of(cond, sigma)
         return signatures
 
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
-        """What one call of the model on latents of (B, C, ..., H, W) is to do.
+        """Return what one call of the model on latents of (B, C, ..., H, W) is to do.
 
-        Conditions of one area share plans, made from the tokens of the first, in one call or in several. Where
-        conditions run on several devices none can wait for another's tokens: destinations lie at random there, the
-        same for all. And a call that is not about the latent or an area, but about a piece of it, as tiled sampling
-        makes them, is planned by what it shows and by nothing else, anew in every evaluation: it may show another then.
+        Conditions of one area share plans, made from the tokens of the first. On several devices none can wait for the
+        tokens of another: destinations are random then, the same for all. A call on a piece of the latent, as tiled
+        sampling makes them, is planned from what it shows, again in every evaluation: it may show another piece then.
         """
-        chunks, frames = _chunks(len(x), transformer_options)
+        chunks, frames = chunks_of(len(x), transformer_options), frames_of(transformer_options)
         cond_keys = self.cond_keys(len(x), transformer_options)
-        pictures = self.predictions(chunks, transformer_options, x)
-        content_independent = Reason.SEVERAL_DEVICES() if self.several_devices and not pictures else None
+        predictions = self.predictions(chunks, transformer_options, x)
+        content_independent = Reason.SEVERAL_DEVICES() if self.several_devices and not predictions else None
         if not self._is_tile(x, transformer_options):
             plan_keys = self.plan_keys(chunks, frames)
             if self.several_devices:
                 device = transformer_options.get("multigpu_thread_device")
                 plan_keys = tuple((device, copy) for copy in plan_keys)
-            return Evaluation(self.run, self.step_plan, plan_keys, cond_keys, content_independent, pictures=pictures)
+            return Evaluation(self.run, self.step_plan, plan_keys, cond_keys, content_independent, pictures=predictions)
         self.run.tiles = True
         step_plan = without_cache(self.run, self.step_plan)
         if self.step_plan.mode.merges and not step_plan.mode.merges and self.merged_calls:
-            # The first tile of a run that had none: what was counted as merged is full.
+            # The first tile of a run: calls that were counted as merged are full.
             self.run.stats.take_back(step_plan.step, 0, self.merged_calls)
             self.merged_calls = 0
         return Evaluation(self.run, step_plan, (None,), cond_keys, content_independent, self._tile(x, chunks))
 
     def _tile(self, x: Tensor, chunks: Hashable) -> TileBatch:
-        """What a call shows. Those of other conditions come in any order, if they are calls of their own; all of them
-        are compared with those of the conditions that came first, so that many tiles do not cost many comparisons."""
+        """Return what a call on tiles shows. Calls for other conditions come in any order; they are compared with those
+        for the first condition alone, so that many tiles do not need many comparisons."""
         who = self.observed, chunks
         first, tiles = self.tiles.setdefault((x.shape[1:], x.device), (who, []))
         if who != first:
@@ -238,27 +242,26 @@ class SamplingRun:
         return tiles[-1]
 
     def plan_keys(self, chunks: Sequence[Hashable], frames: Hashable) -> tuple[Hashable, ...]:
-        """For each condition of a call, which part of the latent it shows: those of one area share plans."""
+        """Return which part of the latent each condition of a call shows: those of one area share plans."""
         return tuple((self.areas.get(chunk), frames) for chunk in chunks)
 
     def predictions(
         self, chunks: Sequence[Hashable], transformer_options: Mapping[str, Any], x: Tensor
     ) -> tuple[Tensor, ...]:
-        """For each condition of a call on latents x, the picture of what it shows, as the step before predicted it;
-        nothing where plans are made from tokens, where the picture is not yet to be trusted, or where none is at hand,
-        as of windows over a batch."""
-        picture = self.prediction
+        """Return the predicted image of what each condition of a call on latents x shows. Empty where plans are made
+        from tokens, where the prediction is too poor, and where there is none, as for windows over a batch."""
+        prediction = self.prediction
         if (
-            picture is None
-            # What a poor plan would do is mended where destinations look at all tokens.
+            prediction is None
+            # With a KV cache a poor plan does no harm.
             or (self.sigma is not None and self.sigma > self.max_prediction_sigma and not self.run.kv_cache)
             or transformer_options.get("context_window") is not None
             or self.run.config.similarity_from is not SimilarityFrom.PREDICTION
         ):
             return ()
-        pictures = [_cut(picture, self.areas.get(chunk)) for chunk in chunks]
+        images = [crop(prediction, self.areas.get(chunk)) for chunk in chunks]
         shape = len(x) // len(chunks), *x.shape[1:]
-        return tuple(pictures) if all(part.shape == shape for part in pictures) else ()
+        return tuple(images) if all(image.shape == shape for image in images) else ()
 
     def _is_tile(self, x: Tensor, transformer_options: Mapping[str, Any]) -> bool:
         """Whether a call shows something else than the latent, or each condition its area of it."""
@@ -267,94 +270,25 @@ class SamplingRun:
         uuids = transformer_options.get("uuids") or (None,)
         if len(x) != self.images * len(uuids):
             return True
-        return any(tuple(x.shape[2:]) != self._size_of(uuid) for uuid in uuids)
-
-    def _size_of(self, uuid: Hashable) -> tuple[int, ...] | None:
-        """Rows and columns (frames before them) that a condition is asked about; None if that is not known."""
-        area, size = self.areas.get(uuid), self.size
-        if area is None or size is None:
-            return size
-        # An area of a latent of five dimensions tells rows and columns alone: it has all frames, as ComfyUI reads it.
-        frames, half = size[: max(0, len(size) - len(area) // 2)], len(area) // 2
-        if len(area) % 2 or half > len(size):
-            return None
-        sides = zip(area[:half], size[len(frames) :], area[half:], strict=True)
-        return *frames, *(min(side, whole - at) for side, whole, at in sides)
+        return any(tuple(x.shape[2:]) != area_size(self.areas.get(uuid), self.size) for uuid in uuids)
 
     def cond_keys(self, batch: int, transformer_options: Mapping[str, Any]) -> tuple[Hashable, ...]:
-        """For each chunk of the batch, what tells it from all others in this evaluation: its condition (which has an
-        area of its own), the images in it, how the model is patched, as perturbed guidance does, and how many calls
-        came before it with the same."""
-        chunks, frames = _chunks(batch, transformer_options)
+        """Return what distinguishes each chunk of the batch in this evaluation: its content and area, the images in it,
+        the patches of the model, as perturbed guidance changes them, and the number of calls before with the same."""
+        frames = frames_of(transformer_options)
         cond_keys = []
         with self._lock:
-            for chunk in chunks:
+            for chunk in chunks_of(batch, transformer_options):
                 part = self._key(chunk, frames)
                 self.counts[part] += 1
                 cond_keys.append((part, self.counts[part]))
         return tuple(cond_keys)
 
     def _key(self, condition: Hashable, frames: Hashable) -> tuple[Hashable, ...]:
-        """Return what was evaluated: condition, place, shape, and how the model is patched."""
+        """Return what is evaluated: content, area, frames, shape and patches."""
         content = self.contents.of(condition)
         return content, self.areas.get(condition), frames, self.size, self.images, self.patches
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SamplingRun:
-        # Options may be deep-copied by others while sampling; a copy must go on counting in this run.
+        # Other nodes deep-copy the options while sampling; a copy counts in the same run.
         return self
-
-
-def _chunks(batch: int, transformer_options: Mapping[str, Any]) -> tuple[tuple[Hashable, ...], Hashable]:
-    """The ids of the conditions in a batch, one per equal chunk, and which images of a longer series it holds."""
-    chunks = tuple(transformer_options.get("uuids") or (None,))
-    return (chunks if batch % len(chunks) == 0 else (None,)), _frames(transformer_options)
-
-
-def _cut(picture: Tensor, area: Sequence[int] | None) -> Tensor:
-    """An area of (B, C, ..., H, W), told as (height, width, top, left)."""
-    if area is None:
-        return picture
-    half = len(area) // 2
-    for side, (size, start) in enumerate(zip(area[:half], area[half:], strict=True), picture.ndim - half):
-        picture = picture.narrow(side, start, min(size, picture.shape[side] - start))
-    return picture
-
-
-def _frames(transformer_options: Mapping[str, Any]) -> Hashable:
-    """Which images of a longer series are evaluated, None for all."""
-    window = transformer_options.get("context_window")
-    return None if window is None else tuple(getattr(window, "index_list", ()))
-
-
-def _patches(transformer_options: Mapping[str, Any]) -> Hashable:
-    """What is patched, by the names of the functions: many are made anew for each evaluation."""
-    added, replaced = (transformer_options.get(kind) or {} for kind in ("patches", "patches_replace"))
-    return (
-        *((place, *map(_name, functions)) for place, functions in added.items()),
-        *((place, key, _name(f)) for place, functions in replaced.items() for key, f in functions.items()),
-    )
-
-
-def _name(function: Any) -> tuple[str, str]:
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return str(named.__module__), named.__qualname__
-
-
-def takes_part(conds: Sequence[Mapping[str, Any]] | None, sigma: float | None) -> bool:
-    """Whether any of a group of conditions takes part at this noise level."""
-    return sigma is None or any(_active(cond, sigma) for cond in conds or ())
-
-
-def _active(cond: Mapping[str, Any], sigma: float) -> bool:
-    """Whether a condition takes part at this noise level, as ComfyUI sees it."""
-    return float(cond.get("timestep_start", sigma)) >= sigma >= float(cond.get("timestep_end", sigma))
-
-
-def _controls(cond: Mapping[str, Any], sigma: float) -> tuple[bool, ...]:
-    """Which of a condition's ControlNets take part: they change what its blocks add, and which of them stay merged."""
-    active, control = [], cond.get("control")
-    while control is not None:
-        within = getattr(control, "timestep_range", None)
-        active.append(within is None or float(within[0]) >= sigma >= float(within[1]))
-        control = getattr(control, "previous_controlnet", None)
-    return tuple(active)

@@ -1,7 +1,6 @@
-"""A block's port: which of its arguments carries the tokens, where in it the image lies, and what else goes by token.
+"""Describe a block's arguments: which carries the tokens, where in it the image lies, and which others are per token.
 
-What no port mentions and is not None goes by token, as far as anybody knows: the block then runs whole, and the report
-names it.
+Arguments that are not listed here may be per token; the block then runs unmerged and the report names them.
 """
 
 from __future__ import annotations
@@ -18,47 +17,56 @@ from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
 from .layout import fewer_tokens
 
-# What a block is given, by name.
+# A call's arguments by name.
 CallArguments = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TokenReduction:
-    """Where a stream of tokens became shorter. lengths: (N, D) of the image and of each reference that follows it, from
-    `before` on."""
+    """How a stream of tokens became shorter.
+
+    Attributes:
+        image_start: Tokens before the image.
+        lengths: (N, D) of the image and of each reference that follows it.
+    """
 
     image_start: int
     lengths: tuple[tuple[int, int], ...]
 
     @property
     def removed(self) -> int:
-        """How many tokens fewer there are."""
-        return sum([tokens - kept for tokens, kept in self.lengths])
+        """Tokens that were merged away."""
+        return sum([tokens - left for tokens, left in self.lengths])
 
     @property
     def references(self) -> list[int]:
-        """How many tokens are left of each reference that was merged."""
-        return [kept for _, kept in self.lengths[1:]]
+        """D of each reference that is merged."""
+        return [left for _, left in self.lengths[1:]]
 
     def shift(self, index: int) -> int:
-        """Where a place between two images, or outside of them, is then."""
+        """Return an index between two images, or outside of them, as it is after the reduction."""
         end, removed = self.image_start, 0
-        for tokens, kept in self.lengths:
+        for tokens, left in self.lengths:
             end += tokens
             if index >= end:
-                removed += tokens - kept
+                removed += tokens - left
         return index - removed
 
 
 class BlockSignature:
-    """How blocks of one kind take [before | image | after] tokens of (B, T, C), and give them back.
+    """How blocks of one kind take [before | image | after] tokens of (B, T, C), and return them.
 
-    places: the arguments that may come by place, in their order. needs: those by name that a `forward` must take.
-    tokens: the argument that carries the tokens. output: which of the block's results they are, None if the only one.
-    rows, axis: the argument with the rotary positions, and which axis of it counts tokens; empty where there are none.
-    harmless: further arguments that do not go by token. writes: blocks add into the tokens that they are given.
-    bounded: the model cuts off fp16 at its limits in its blocks, so merging has to do the same. In others NaN would
-    become an image.
+    Attributes:
+        positional_args: Arguments that may come by position, in order.
+        required_kwargs: Arguments by name that a `forward` must take.
+        tokens_arg: The argument with the tokens.
+        output_index: Which of the results they are; None if there is one.
+        rope_arg: The argument with the rotary positions; empty without.
+        rope_token_dim: Its dimension that counts tokens.
+        passthrough_args: Further arguments that are not per token.
+        mutates_input: Whether blocks add into the tokens that they are given.
+        clamps_fp16: Whether the model clamps fp16 inside its blocks: merging then does so too, else NaN becomes an
+            image.
     """
 
     positional_args: tuple[str, ...] = ("x",)
@@ -72,38 +80,39 @@ class BlockSignature:
     clamps_fp16 = False
 
     def call_args(self, args: tuple[Any, ...], kwargs: CallArguments) -> CallArguments:
-        """A call's arguments by name, those by place first. More of them than are known may go by token."""
+        """Return a call's arguments by name, positional ones first. More positional ones than are known may be per
+        token."""
         names = self.positional_args
         if len(args) > len(names):
             names = (*names, *[f"argument {n + 1}" for n in range(len(names), len(args))])
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def observe(self, call_args: CallArguments) -> None:
-        """Outside of graphs, before all else: keep what another port of the model has to know."""
+        """Note what another signature of the model needs. Called outside of graphs, before all else."""
 
     def release(self) -> None:
-        """Forget what was noted: the evaluation is over."""
+        """Drop what was noted: the evaluation is over."""
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        """How many tokens come before the image, of so many tokens, in the same argument; None if nobody told."""
+        """Return how many tokens come before the image, of N tokens, in the same argument; None if unknown."""
         return 0
 
     def attention_offset(self, call_args: CallArguments) -> int:
-        """How many tokens of another argument come before those of this one, in positions and in attention."""
+        """Return how many tokens of another argument come first in positions and in attention."""
         return 0
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, int], ...]:
-        """What each self-attention of the block is asked about, one after another: how many tokens come before the
-        image in it, and how many there are in all. Whatever attends after these is another's, as to the text."""
+        """Return for each self-attention of the block, in order, how many tokens come before the image in it, and how
+        many there are in all. Later attentions are of other tokens, as to the text."""
         above = self.attention_offset(call_args)
         return ((above + before, above + int(call_args[self.tokens_arg].shape[1])),)
 
     def grid(self, call_args: CallArguments, grid: Grid) -> Grid | None:
-        """The grid of the image's tokens. grid: what the latent makes. None if nobody told."""
+        """Return the grid of the image's tokens; None if unknown. grid: as the latent has it."""
         return grid
 
     def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
-        """The arguments that say where tokens lie, as they lie after merging."""
+        """Return the arguments that locate tokens, as they are after merging."""
         options = call_args.get("transformer_options")
         return (
             {}
@@ -112,18 +121,18 @@ class BlockSignature:
         )
 
     def merged_mask(self, mask: Tensor, removed: int) -> Tensor | None:
-        """The mask of a block's attention where it looks at so many keys fewer, or more if negative; None where nobody
-        can tell which."""
+        """Return the mask of a block's attention for fewer keys, or for more if `removed` is negative; None if
+        unknown."""
         return None
 
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
-        """Return why a block's tokens cannot be merged, None if they can. image: N. references: of
-        the reference images after it, if they are merged too."""
+        """Return why a block's tokens cannot be merged, None if they can. image: N. references: tokens of the reference
+        images after it that are merged too."""
         x, before = call_args[self.tokens_arg], self.image_start(call_args, image)
         if before is None:
             return Reason.UNKNOWN_IMAGE_POSITION()
-        told = self.reference_tokens(call_args)
-        if x.ndim != 3 or x.shape[1] < before + image + told or (references and references != told):
+        following = self.reference_tokens(call_args)
+        if x.ndim != 3 or x.shape[1] < before + image + following or (references and references != following):
             return Reason.TOKENS_CHANGED()
         known = (self.tokens_arg, self.rope_arg, *self.passthrough_args)
         tied: list[Message | str] = [
@@ -136,48 +145,49 @@ class BlockSignature:
         return Reason.ARGUMENT_IN_USE(arguments=tuple(tied)) if tied else None
 
     def reference_tokens(self, call_args: CallArguments) -> int:
-        """Tokens of reference images that follow the image. Where there are fewer, as in one of several processes that
-        share them (raylight, xDiT), its first tokens would pass for the image."""
-        told: Mapping[str, Any] = call_args.get("transformer_options") or {}
-        return sum(told.get("reference_image_num_tokens", ()))
+        """Return how many tokens of reference images follow the image. With fewer, as in one of several processes that
+        share them (raylight, xDiT), its first tokens would be taken for the image."""
+        options: Mapping[str, Any] = call_args.get("transformer_options") or {}
+        return sum(options.get("reference_image_num_tokens", ()))
 
     def _fits(self, rope: Any, tokens: int) -> bool:
-        """Whether these are the positions of so many tokens at least, or none."""
+        """Whether these are rotary positions of at least `tokens` tokens, or None."""
         return rope is None or (
             isinstance(rope, Tensor) and rope.ndim > 3 and rope.shape[self.rope_token_dim] >= tokens
         )
 
     def clamp_fp16(self, x: Tensor) -> Tensor:
-        """fp16 cut off as the model does it in its blocks: weights sum to 1 up to rounding only, and a token that
-        sits at the limit would become infinite. Other dtypes as they are."""
+        """Clamp fp16 as the model does inside its blocks: weights sum to 1 up to rounding only, and a token at the
+        limit would become infinite. Other dtypes are returned as they are."""
         if not self.clamps_fp16 or x.dtype is not torch.float16:
             return x
         return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504)
 
 
 def image_start_of(call_args: CallArguments) -> int | None:
-    """Where the image begins in a stream of [text | image | references], as ComfyUI tells it; None if it does not."""
-    place = (call_args.get("transformer_options") or {}).get("img_slice")
-    return None if place is None else int(place[0])
+    """Return where the image begins in [text | image | references], as ComfyUI's options have it; None if they do
+    not."""
+    image = (call_args.get("transformer_options") or {}).get("img_slice")
+    return None if image is None else int(image[0])
 
 
 def shifted_slices(call_args: CallArguments, name: str, reduction: TokenReduction) -> CallArguments:
-    """The argument of this name, a list of (start, stop, ...) places; nothing where it is not given."""
-    pieces = call_args.get(name)
-    if pieces is None:
+    """Return the argument of this name, a list of (start, stop, ...), after the reduction; nothing without it."""
+    slices = call_args.get(name)
+    if slices is None:
         return {}
-    return {name: [tuple([reduction.shift(at) if n < 2 else at for n, at in enumerate(p)]) for p in pieces]}
+    return {name: [tuple([reduction.shift(at) if n < 2 else at for n, at in enumerate(each)]) for each in slices]}
 
 
 def shifted_index(call_args: CallArguments, name: str, reduction: TokenReduction) -> CallArguments:
-    """The argument of this name, a place; nothing where it is not given."""
-    place = call_args.get(name)
-    return {} if place is None else {name: reduction.shift(place)}
+    """Return the argument of this name, an index, after the reduction; nothing without it."""
+    index = call_args.get(name)
+    return {} if index is None else {name: reduction.shift(index)}
 
 
 def text_masked(mask: Tensor, removed: int) -> Tensor | None:
-    """A mask of the text, after which every key is looked at, for so many keys fewer, or more if negative; None if it
-    goes by query too."""
+    """Return a mask of the text for fewer keys after it, all of which are attended to, or more if `removed` is
+    negative; None if the mask is per query."""
     if mask.ndim < 3 or mask.shape[-2] != 1:
         return None
     return pad(mask, (0, -removed), value=mask.dtype is torch.bool)

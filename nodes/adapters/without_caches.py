@@ -1,20 +1,20 @@
-"""A model to measure: without what would answer in its place, or cost more than it tells."""
+"""Take out of a model what would falsify or delay its measurement: step caches and torch.compile."""
 
 from __future__ import annotations
 
 from comfy.model_patcher import ModelPatcher
 
 from .compat import optional_api
-from .family import unwrapped
+from .origin import unwrapped
 
-# ComfyUI's own step caches, by the key of their wrappers: they give an old answer where a new one is asked for.
+# ComfyUI's step caches by the key of their wrappers: they return results of earlier steps.
 _CACHES = {"easycache": "EasyCache", "lazycache": "LazyCache"}
-# torch.compile would make a graph for every site and ratio that is tried.
-_COMPILED, _TOLD = "torch.compile", "torch_compile_kwargs"
+# torch.compile would build a graph for every site and ratio.
+_COMPILED = "torch.compile"
 
 
 def without_caches(model: ModelPatcher) -> tuple[ModelPatcher, list[str]]:
-    """A clone without ComfyUI's step caches and torch.compile, and the names of what was left out."""
+    """Return a clone without ComfyUI's step caches and torch.compile, and the names of what was removed."""
     patched, found = model.clone(), []
     with optional_api("ModelPatcher.wrappers"):
         for wrappers in patched.wrappers.values():
@@ -25,5 +25,5 @@ def without_caches(model: ModelPatcher) -> tuple[ModelPatcher, list[str]]:
         for key in compiled:
             patched.object_patches.pop(key)
         found += [_COMPILED] * bool(compiled)
-    patched.model_options.pop(_TOLD, None)
+    patched.model_options.pop("torch_compile_kwargs", None)
     return patched, list(dict.fromkeys(found))

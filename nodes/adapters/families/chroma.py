@@ -10,7 +10,7 @@ from torch import nn
 from ....toma_core import ToMAConfig
 from ....toma_core.cost_model import CHROMA_DOUBLE, CHROMA_SINGLE, Block
 from ....toma_core.reasons import Message, Reason
-from ..family import BlockGroup
+from ..blocks import BlockGroup
 from . import flux
 
 NAME = "Chroma"

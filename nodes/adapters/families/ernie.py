@@ -9,7 +9,8 @@ from comfy.ldm.ernie.model import ErnieImageModel
 from torch import nn
 
 from ....toma_core.cost_model import ERNIE
-from ..family import WITHOUT_KV_CACHE, BlockGroup, Transformer
+from ..blocks import BlockGroup
+from ..family import WITHOUT_KV_CACHE, Transformer
 from ..signature import BlockSignature
 
 NAME = "ERNIE-Image"

@@ -15,9 +15,11 @@ from ....toma_core import ToMAConfig
 from ....toma_core.config import Granularity
 from ....toma_core.cost_model import FLUX2_DOUBLE, FLUX2_SINGLE, FLUX_DOUBLE, FLUX_SINGLE, Block
 from ....toma_core.presets import Fields
+from ..blocks import BlockGroup
 from ..chain import BlockHook
-from ..family import PRESETS, WITHOUT_KV_CACHE, BlockGroup, Transformer, is_original
+from ..family import PRESETS, WITHOUT_KV_CACHE, Transformer
 from ..model_hooks import HookPair
+from ..origin import is_original
 from ..signature import BlockSignature, CallArguments, TokenReduction, image_start_of, shifted_slices
 from .flux_layers import ByModule
 

@@ -12,7 +12,8 @@ from comfy.ldm.hunyuan_video.model import HunyuanVideo
 from torch import Tensor, nn
 
 from ....toma_core.cost_model import HUNYUAN_DOUBLE, HUNYUAN_SINGLE
-from ..family import BlockGroup, Transformer
+from ..blocks import BlockGroup
+from ..family import Transformer
 from ..signature import BlockSignature, CallArguments, TokenReduction, text_masked
 
 NAME = "HunyuanVideo (1.0, 1.5) and HunyuanImage 2.1"

@@ -6,7 +6,8 @@ from comfy.ldm.krea2.model import SingleStreamDiT
 from torch import nn
 
 from ....toma_core.cost_model import KREA
-from ..family import BlockGroup, Transformer
+from ..blocks import BlockGroup
+from ..family import Transformer
 from ..signature import BlockSignature, CallArguments, TokenReduction, image_start_of, shifted_index
 
 NAME = "Krea 2"

@@ -10,7 +10,8 @@ from comfy.ldm.lumina.model import NextDiT
 from torch import nn
 
 from ....toma_core.cost_model import LUMINA, Z_IMAGE
-from ..family import BlockGroup, Transformer
+from ..blocks import BlockGroup
+from ..family import Transformer
 from ..signature import BlockSignature, CallArguments, TokenReduction, shifted_slices
 
 NAME = "Z-Image, Lumina 2"

@@ -6,7 +6,8 @@ from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from torch import Tensor, nn
 
 from ....toma_core.cost_model import QWEN
-from ..family import BlockGroup, Transformer
+from ..blocks import BlockGroup
+from ..family import Transformer
 from ..signature import BlockSignature, CallArguments, TokenReduction, shifted_index, text_masked
 
 NAME = "Qwen-Image"

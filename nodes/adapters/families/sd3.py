@@ -8,7 +8,8 @@ from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
 from torch import nn
 
 from ....toma_core.cost_model import MM_DIT
-from ..family import BlockGroup, Transformer
+from ..blocks import BlockGroup
+from ..family import Transformer
 from ..signature import BlockSignature, CallArguments
 
 NAME = "SD3.5"

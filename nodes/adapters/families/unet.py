@@ -16,19 +16,11 @@ from ....toma_core.cost_model import UNET_BLOCK
 from ....toma_core.presets import Fields
 from ....toma_core.reasons import Message, Reason
 from ....toma_core.windows import Grid
+from ..blocks import BlockFacts, chain_hooks, profile_skips, skip_reason
 from ..chain import BlockHook, RopeCache
-from ..family import (
-    BlockFacts,
-    chain_hooks,
-    has_forward_hooks,
-    is_original,
-    profile_skips,
-    runs_own_loop,
-    skip_reason,
-    unwrapped,
-)
 from ..layout import without_grid
 from ..model_hooks import HookPair
+from ..origin import has_forward_hooks, is_original, runs_own_loop, unwrapped
 from ..signature import BlockSignature, CallArguments, TokenReduction
 from .unet_layers import ByModule
 

@@ -17,7 +17,8 @@ from torch import nn
 from ....toma_core import ToMAConfig
 from ....toma_core.cost_model import WAN
 from ....toma_core.reasons import Message, Reason
-from ..family import BlockGroup, Transformer
+from ..blocks import BlockGroup
+from ..family import Transformer
 from ..layout import fewer_per_frame
 from ..signature import BlockSignature, CallArguments, TokenReduction
 

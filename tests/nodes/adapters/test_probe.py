@@ -14,7 +14,7 @@ probing = pack_module("nodes.adapters.probe")
 run = pack_module("nodes.adapters.patch_model")
 identity = pack_module("nodes.adapters.fingerprint")
 core = pack_module("toma_core")
-BlockFacts = pack_module("nodes.adapters.family").BlockFacts
+BlockFacts = pack_module("nodes.adapters.blocks").BlockFacts
 SIDE = 24
 CLOSE = {"selection_interval": 3, "weight_interval": 3}
 

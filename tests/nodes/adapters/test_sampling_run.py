@@ -147,7 +147,7 @@ def test_grid_is_the_one_flux_pads_to(flux: Any, attach: Any, stats_of: Any, siz
 
 
 def test_token_grid_rounds_up(pack: Any) -> None:
-    token_grid = pack_module("nodes.adapters.family").token_grid
+    token_grid = pack_module("nodes.adapters.blocks").token_grid
     assert token_grid(torch.empty(1, 16, 5, 8), 2) == (3, 4)
     assert token_grid(torch.empty(1, 128, 5, 8), 1) == (5, 8)
     assert token_grid(torch.empty(1, 16, 1, 5, 8), 2) == (3, 4)

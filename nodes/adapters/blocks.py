@@ -1,0 +1,114 @@
+"""Blocks as every family describes them, which of them are skipped, and the hooks of a chain of them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...toma_core import Evaluation, ToMAConfig
+from ...toma_core.config import Granularity, resolve_count
+from ...toma_core.cost_model import Block
+from ...toma_core.reasons import Message, Reason
+from ...toma_core.windows import Grid
+from .chain import BlockHook
+from .model_hooks import GRAPHS, HookPair
+from .signature import BlockSignature
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """A block of a model.
+
+    Attributes:
+        name: As in the report.
+        home: Blocks of one home may be merged in one chain.
+        work: What it costs.
+        tokens: Image tokens at this block.
+        width: Their channels, 0 if unknown.
+    """
+
+    name: str
+    home: str
+    work: Block
+    tokens: int
+    width: int
+
+
+@dataclass(frozen=True)
+class BlockGroup:
+    """Consecutive blocks of one kind.
+
+    Attributes:
+        kind: Their name in the report and in plans.
+        blocks: The modules.
+        signature: How they take their tokens.
+        work: What one of them costs.
+        added: Key under which ControlNets add something after each, see ComfyUI's `control`.
+        borders: Indices after which the model itself reads all tokens.
+    """
+
+    kind: str
+    blocks: Sequence[nn.Module]
+    signature: BlockSignature
+    work: Block
+    added: str = ""
+    borders: Container[int] = ()
+
+
+def token_grid(latent: Tensor, patch_size: int) -> Grid:
+    """Return rows and columns of the image tokens of a (B, C, ..., H, W) latent, odd sides padded as ComfyUI does;
+    before them the frames of a (B, C, T, H, W) latent, if it has several."""
+    *frames, height, width = latent.shape[2:]
+    sides = -(-height // patch_size), -(-width // patch_size)
+    return (*frames, *sides) if prod(frames) > 1 else sides
+
+
+def skip_reason(config: ToMAConfig, index: int, count: int, *, last: bool = True) -> Message | None:
+    """Return why the settings skip the block of this index among `count`, None if they do not. last: whether the last
+    of them are the last of the model."""
+    if index < resolve_count(config.skip_first_blocks, count):
+        return Reason.SKIP_FIRST_BLOCKS(count=config.skip_first_blocks)
+    if last and count - index <= resolve_count(config.skip_last_blocks, count):
+        return Reason.SKIP_LAST_BLOCKS(count=config.skip_last_blocks)
+    return None
+
+
+def profile_skips(hook: BlockHook, evaluation: Evaluation) -> Message | None:
+    """Return why a profile skips a block in this evaluation, None if it does not."""
+    return None if evaluation.step_plan.ratio_of(hook.name) else Reason.PROFILE_SKIPS_BLOCK()
+
+
+def chain_hooks(
+    hooks: Sequence[BlockHook],
+    grids: tuple[Grid, ...],
+    latent: Tensor,
+    evaluation: Evaluation,
+    transformer_options: Mapping[str, Any],
+    width: int,
+) -> Iterator[HookPair]:
+    """Yield hooks that keep tokens merged from the first of consecutive blocks to the last.
+
+    grids: of the image, and of references that are merged too. width: channels of a token, 0 if unknown.
+    """
+    first, config = hooks[0], evaluation.run.config
+    evaluation = evaluation.of(first.name)
+    # Merging a single block costs what granularity `block` costs.
+    alone = Granularity.BLOCK if config.granularity is Granularity.STACK else config.granularity
+    work = first.work, alone if len(hooks) == 1 else Granularity.STACK
+    first.site.begin(grids, first.scope, [hook.name for hook in hooks], work, evaluation)
+    if transformer_options.get(GRAPHS) and first.in_graphs:
+        merged = False
+        try:
+            merged = first.site.prepare(latent, first.module, width)
+        finally:
+            if not merged:
+                first.release()  # it is not installed, so nothing else releases it, also after an error
+        if not merged:
+            return
+    for hook in hooks:
+        hook.chain, hook.last = first.site, hook is hooks[-1]
+        yield hook.module, hook

@@ -1,0 +1,76 @@
+"""Read ComfyUI's conditions, and the options of one call of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def chunks_of(batch: int, transformer_options: Mapping[str, Any]) -> tuple[Hashable, ...]:
+    """Return the ids of the conditions in a batch, one for each equal chunk; (None,) if unknown."""
+    chunks = tuple(transformer_options.get("uuids") or (None,))
+    return chunks if batch % len(chunks) == 0 else (None,)
+
+
+def frames_of(transformer_options: Mapping[str, Any]) -> Hashable:
+    """Return the indices of a context window's images in a longer series, None for all."""
+    window = transformer_options.get("context_window")
+    return None if window is None else tuple(getattr(window, "index_list", ()))
+
+
+def patches_of(transformer_options: Mapping[str, Any]) -> Hashable:
+    """Return what is patched, by the functions' names: many functions are created again for each evaluation."""
+    added, replaced = (transformer_options.get(kind) or {} for kind in ("patches", "patches_replace"))
+    return (
+        *((place, *map(_name, functions)) for place, functions in added.items()),
+        *((place, key, _name(f)) for place, functions in replaced.items() for key, f in functions.items()),
+    )
+
+
+def _name(function: Any) -> tuple[str, str]:
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return str(named.__module__), named.__qualname__
+
+
+def crop(image: Tensor, area: Sequence[int] | None) -> Tensor:
+    """Return an area (height, width, top, left) of (B, C, ..., H, W)."""
+    if area is None:
+        return image
+    half = len(area) // 2
+    for side, (size, start) in enumerate(zip(area[:half], area[half:], strict=True), image.ndim - half):
+        image = image.narrow(side, start, min(size, image.shape[side] - start))
+    return image
+
+
+def area_size(area: Sequence[int] | None, size: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Return rows and columns (frames before them) of an area of a latent of this size; None if unknown."""
+    if area is None or size is None:
+        return size
+    # An area of a latent of five dimensions has rows and columns alone: it covers all frames, as in ComfyUI.
+    frames, half = size[: max(0, len(size) - len(area) // 2)], len(area) // 2
+    if len(area) % 2 or half > len(size):
+        return None
+    sides = zip(area[:half], size[len(frames) :], area[half:], strict=True)
+    return *frames, *(min(side, full - at) for side, full, at in sides)
+
+
+def takes_part(conds: Sequence[Mapping[str, Any]] | None, sigma: float | None) -> bool:
+    """Whether any of a group of conditions takes part at this noise level."""
+    return sigma is None or any(is_active(cond, sigma) for cond in conds or ())
+
+
+def is_active(cond: Mapping[str, Any], sigma: float) -> bool:
+    """Whether a condition takes part at this noise level, as in ComfyUI."""
+    return float(cond.get("timestep_start", sigma)) >= sigma >= float(cond.get("timestep_end", sigma))
+
+
+def controls_of(cond: Mapping[str, Any], sigma: float) -> tuple[bool, ...]:
+    """Return for each ControlNet of a condition whether it takes part: it changes residuals, and ends chains."""
+    active, control = [], cond.get("control")
+    while control is not None:
+        within = getattr(control, "timestep_range", None)
+        active.append(within is None or float(within[0]) >= sigma >= float(within[1]))
+        control = getattr(control, "previous_controlnet", None)
+    return tuple(active)

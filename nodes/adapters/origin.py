@@ -1,0 +1,46 @@
+"""Whether code is ComfyUI's own or another custom node's: foreign code may read tokens that merging takes away."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module itself where torch.compile has wrapped it."""
+    return getattr(module, "_orig_mod", module)
+
+
+def is_original(block: nn.Module) -> bool:
+    """Whether a block is of one of ComfyUI's classes, not one that another pack has put in its place."""
+    # The class with the `forward`: PyTorch derives another from it where weights are spread over cards.
+    homes = [kind for kind in type(unwrapped(block)).__mro__ if "forward" in vars(kind)]
+    return _by_comfyui(homes[0])
+
+
+def runs_own_loop(model: nn.Module, methods: Iterable[str]) -> bool:
+    """Whether those of these methods that a model has are as ComfyUI wrote them."""
+    loops = [getattr(type(model), name) for name in methods if hasattr(type(model), name)]
+    return vars(model).keys().isdisjoint(methods) and all(map(_in_its_own_file, loops))
+
+
+def has_forward_hooks(before: nn.Module, after: nn.Module) -> bool:
+    """Whether PyTorch hooks see the tokens between two blocks. PyTorch's own, of weights that are spread over several
+    cards (FSDP), do not read tokens."""
+    hooks = [hook for module in (before, unwrapped(before)) for hook in module._forward_hooks.values()]
+    hooks += [hook for module in (after, unwrapped(after)) for hook in module._forward_pre_hooks.values()]
+    return not all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+
+
+def _by_comfyui(written: Any) -> bool:
+    return str(getattr(written, "__module__", "")).startswith("comfy.")
+
+
+def _in_its_own_file(method: Any) -> bool:
+    """Whether a method of ComfyUI has not been replaced for all models."""
+    home = sys.modules.get(getattr(method, "__module__", ""))
+    code = getattr(method, "__code__", None)
+    return code is not None and _by_comfyui(method) and code.co_filename == getattr(home, "__file__", None)
