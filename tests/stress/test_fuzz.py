@@ -29,6 +29,7 @@ from scripts.comfyui import ROOT
 CASES = int(os.environ["TOMA_FUZZ"])
 OURS = sorted(json.loads((ROOT / "tests" / "nodes" / "schema.json").read_text()))
 core, config = pack_module("toma_core"), pack_module("toma_core.config")
+reasons = pack_module("toma_core.reasons")
 
 
 def cases(share: float) -> Any:
@@ -213,7 +214,7 @@ def test_any_value_is_taken_or_refused_in_words(name: str, value: Any) -> None:
     except config.ConfigError as error:
         message = str(error)
         assert_readable(message)
-        assert name in message
+        assert reasons.label(name) in message
     else:
         # What is kept is of the setting's own kind.
         assert type(getattr(taken, name)) is type(config.setting_default(name))
@@ -329,7 +330,7 @@ def test_option_that_nobody_knows_changes_nothing(steady: ComfyServer, saved_lat
     graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, full_step_interval=0, similarity_from="tokens")
     expected = saved_latent(steady.run(graph, timeout=120))
     later = copy.deepcopy(graph)
-    later["toma"]["inputs"].update({"sharpness": 3, "mode.strength": "x", "__class__": [1]})
+    later["toma"]["inputs"].update({"contrast": 3, "mode.strength": "x", "__class__": [1]})
     assert saved_latent(steady.run(later, timeout=120)) == expected
 
 

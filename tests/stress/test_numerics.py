@@ -19,7 +19,7 @@ HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LARGEST = torch.finfo(HALF).max
 
 dtypes = pytest.mark.parametrize("dtype", [HALF, BRAIN, FULL], ids=str)
-both_ways = pytest.mark.parametrize("blind", ["", "several devices"])
+both_ways = pytest.mark.parametrize("content_independent", ["", "several devices"])
 MODES = core.StepMode.REFRESH, core.StepMode.MERGED_CACHED
 
 
@@ -37,9 +37,11 @@ def run_of(fast: Any = None, **settings: Any) -> Any:
     return core.RunState(core.Schedule(core.ToMAConfig(**settings)), dispatch=dispatch)
 
 
-def plan_of(x: Tensor, blind: str = "", **settings: Any) -> Any:
+def plan_of(x: Tensor, content_independent: str = "", **settings: Any) -> Any:
     """A plan at ratio 0.5 on windows of 2 to 4 x 3 tokens, some of them ragged."""
-    return run_of(**settings).plan(x, GRID, "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,), blind)
+    return run_of(**settings).plan(
+        x, GRID, "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,), content_independent
+    )
 
 
 def check_picks(plan: Any) -> None:
@@ -88,8 +90,8 @@ def numbers(name: str, dtype: torch.dtype) -> Tensor:
 def test_finite_tokens_give_finite_results(name: str, dtype: torch.dtype) -> None:
     x = numbers(name, dtype)
     assert x.isfinite().all()
-    for blind in ("", "several devices"):
-        plan = plan_of(x, blind)
+    for content_independent in ("", "several devices"):
+        plan = plan_of(x, content_independent)
         check_picks(plan)
         check_weights(plan)
         merged = core.merge(x, plan)
@@ -100,19 +102,19 @@ def test_finite_tokens_give_finite_results(name: str, dtype: torch.dtype) -> Non
 
 @dtypes
 @both_ways
-def test_scale_does_not_matter(dtype: torch.dtype, blind: str) -> None:
+def test_scale_does_not_matter(dtype: torch.dtype, content_independent: str) -> None:
     """The same tokens times a power of two, up to where their squares are far beyond the dtype, and down to denormal
     numbers: the very same plan."""
     x = smooth(dtype)
     up = 2.0**12 if dtype is HALF else 2.0**50
     assert (x.float().square().sum(-1) * up**2).min() > LARGEST
-    assert same_plan(plan_of(x * up, blind), plan_of(x, blind))
+    assert same_plan(plan_of(x * up, content_independent), plan_of(x, content_independent))
     if dtype is HALF:
         tiny = x * 2.0**-18
         assert (tiny.abs().amax(-1) < torch.finfo(HALF).smallest_normal).any()
-        assert same_plan(plan_of(tiny, blind), plan_of(tiny * 2.0**18, blind))
+        assert same_plan(plan_of(tiny, content_independent), plan_of(tiny * 2.0**18, content_independent))
     else:
-        assert same_plan(plan_of(x * 2.0**-30, blind), plan_of(x, blind))
+        assert same_plan(plan_of(x * 2.0**-30, content_independent), plan_of(x, content_independent))
 
 
 # What is broken in the second of two images: (token, channel) -> value.
@@ -148,8 +150,8 @@ def check_broken(name: str, dtype: torch.dtype, **settings: Any) -> None:
 @dtypes
 @pytest.mark.parametrize("name", list(BROKEN))
 def test_broken_tokens_spoil_their_own_window_only(name: str, dtype: torch.dtype) -> None:
-    for blind in ("", "several devices"):
-        check_broken(name, dtype, blind=blind)
+    for content_independent in ("", "several devices"):
+        check_broken(name, dtype, content_independent=content_independent)
 
 
 @pytest.fixture
@@ -190,14 +192,16 @@ def test_a_later_weighing_of_broken_tokens(name: str) -> None:
 
 @dtypes
 @both_ways
-def test_no_other_float_than_the_tokens_own_and_fp32(dtype: torch.dtype, blind: str, dtypes_used: Any) -> None:
+def test_no_other_float_than_the_tokens_own_and_fp32(
+    dtype: torch.dtype, content_independent: str, dtypes_used: Any
+) -> None:
     """No bf16 on cards that have only fp16, and no fp64, which Apple's GPUs lack."""
     x = smooth(dtype)
     details = run_of(granularity="block", full_step_interval=3)
     with dtypes_used() as seen:
         for step in range(3):
             decision = core.StepPlan(step, MODES[step > 0], 0.5, step, step)
-            evaluation = core.Evaluation(details, decision, blind=blind)
+            evaluation = core.Evaluation(details, decision, content_independent=content_independent)
             plan = core.plan_for(x, GRID, "a", evaluation)
             detail = evaluation.detail("block", x)
             reduced = core.reduce(x, plan, detail)

@@ -318,11 +318,6 @@ def test_refresh_early_or_late(model: Any, decisions: Any) -> None:
     assert [d.selection for d in decisions] == [0, 0, 1000, 1001]
 
 
-def test_skip_last_blocks(model: Any, decisions: Any) -> None:
-    sample(experiments.skip_last_blocks(toma(full_step_interval=2))(model))
-    assert [d.ratio for d in decisions] == [0.5, 0.0, 0.5, 0.0]
-
-
 def test_the_pack_is_as_before(model: Any) -> None:
     state, run = pack_module("toma_core.run"), pack_module("nodes.adapters.sampling_run")
     chain = pack_module("nodes.adapters.chain")

@@ -294,7 +294,7 @@ def test_other_frames_stay_whole(
     plan = plan_calls[call.first_plan].plan
     others = {"reference": FRAME, "context": 4 * 6 + 2 * FRAME, "further frames": 2 * FRAME}[what]
     assert call.args[0].shape[1] == frames * FRAME + others
-    layout = Layout("blocks", "x", rows="freqs", axis=1, before=before)
+    layout = Layout("blocks", "x", rope_arg="freqs", rope_token_dim=1, before=before)
     torch.testing.assert_close(call.out, by_hand(layout, block, call, plan, dense), **CLOSE)
     chain = attach(model)
     assert models.sample(chain, HEIGHT, WIDTH, frames=frames, steps=2, cfg=5.0, **conds).isfinite().all()

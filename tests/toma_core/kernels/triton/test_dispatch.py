@@ -213,14 +213,13 @@ class TestFirstUse:
     ) -> None:
         """Moved windows, other ratios, weights alone, detail: and once in a process. It is said before, once."""
         made = []
-        for name in ("select_weigh", "weigh", "merge", "restore", "reuse"):
+        for name in ("select_weigh", "weigh", "merge", "restore", "unmerge_residual_cached"):
             method = getattr(type(kernels), name)
             monkeypatch.setattr(
                 type(kernels), name, lambda *a, name=name, method=method: made.append(name) or method(*a)
             )
         config = ToMAConfig(
             ratio=0.5, window_size=4, min_tokens=4, full_step_interval=4, selection_interval=4, weight_interval=2,
-
         )  # fmt: skip
         schedule = Schedule(config, tuple(float(8 - step) for step in range(8)))
         x = Case(8, 8, 4, 0.5, 24).tokens()
@@ -230,8 +229,8 @@ class TestFirstUse:
                 made.clear()
                 with caplog.at_level(logging.INFO):
                     plan_for(x, (8, 8), "a", Evaluation(run, decide(run, sigma)))
-                tried.append(sorted({"merge", "restore", "reuse"} & set(made)))
-            assert tried == [["merge", "restore", "reuse"] if turn == 0 else [], *[[]] * 7]
+                tried.append(sorted({"merge", "restore", "unmerge_residual_cached"} & set(made)))
+            assert tried == [["merge", "restore", "unmerge_residual_cached"] if turn == 0 else [], *[[]] * 7]
             assert run.stats.kernels == {KernelName.KERNEL(name="triton")}
         assert len(toma_core.kernels.dispatch._trials) == 2
         said = [record.getMessage() for record in caplog.records if "making its GPU kernels" in record.getMessage()]
