@@ -22,7 +22,7 @@ from torch.utils import _contextlib
 
 from ...toma_core.schedule import step_at
 
-# Of ComfyUI's samplers, held by tests/nodes/adapters/test_levels.py.
+# Of ComfyUI's samplers, held by tests/nodes/adapters/test_sigmas.py.
 ONCE_A_STEP = (
     *("sample_euler", "sample_euler_cfg_pp", "sample_euler_ancestral", "sample_euler_ancestral_cfg_pp"),
     *("sample_lms", "sample_ddpm", "sample_lcm", "sample_ipndm", "sample_ipndm_v", "sample_deis"),
@@ -47,8 +47,8 @@ _CALLBACK = 5
 class SigmaStep(NamedTuple):
     """Where in its schedule a sampler is when it evaluates the model.
 
-    sigma: its noise level; step: 0-based, None where no schedule is known. given: the noise level that the model is
-    given: nodes such as Detail Daemon change it on purpose.
+    sigma: its noise level; step: 0-based, None where no schedule is known. model_sigma: the noise level that the model
+    is given: nodes such as Detail Daemon change it on purpose.
     """
 
     sigma: float
@@ -73,11 +73,14 @@ class SigmaTracker:
         self._given: Tensor | None = None
         self._taken: dict[int, Tensor] = {}
         self._at: SigmaStep | None = None
+        # What the model was given in the evaluation before.
+        self._level: float | None = None
         self._step = 0
         # The last step that was reported, None before the first and where reports cannot be relied on; evaluations
         # since then, and how many there were from the report before to that one.
         self._reported: int | None = None
-        self._since, self._each = 0, 1 if _wraps_known(sampler) else 0
+        self._wraps = _wraps_known(sampler)
+        self._since, self._each = 0, int(self._wraps)
         self._reports = bool(self._sigmas)
 
     def next(self, timestep: Tensor) -> None:
@@ -124,7 +127,7 @@ class SigmaTracker:
         if not mine and self._at is not None:
             return SigmaStep(self._at.sigma, self._at.step, given)
         self._step = max(self._step, self._step_of(given))
-        self._at = SigmaStep(self._within(given), self._step, given)
+        self._at, self._level = SigmaStep(self._within(given), self._step, given), given
         return self._at
 
     def _step_of(self, given: float) -> int:
@@ -137,8 +140,13 @@ class SigmaTracker:
             return 0 if self._since == 1 else by_level
         following = min(self._reported + 1, len(self._sigmas) - 1)
         if self._each and self._since >= self._each:
-            return following
+            return self._reported if self._repeats(given, following) else following
         return min(max(by_level, self._reported), following)
+
+    def _repeats(self, given: float, following: int) -> bool:
+        """Return whether a sampler evaluates the step again that it has just reported, as one that corrects does."""
+        again = self._since == 1 and given == self._level and not self._wraps
+        return again and self._sigmas[following] != self._sigmas[following - 1]
 
     def _within(self, given: float) -> float:
         """Return the noise level if it is one of the step in progress, else the nearest that is."""

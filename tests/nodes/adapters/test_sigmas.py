@@ -320,6 +320,10 @@ def test_steps_come_from_what_the_sampler_reports(pack: Any) -> None:
     assert reporting(4.0, 0, 3.0, 1, 2.2, 2, 1.3, 3) == [0, 1, 2, 3], "told higher"
     assert reporting(4.0, 0, 3.0, 3.0, 1, 2.0, 2.0, 2, 1.0, 1.0, 3) == [0, 1, 1, 2, 2, 3, 3], "Heun's method"
     assert reporting(4.0, 0, 3.5, 3.0, 1, 2.5, 2.0, 2, 1.5, 1.0, 3) == [0, 0, 1, 1, 2, 2, 3], "a level between two"
+    assert reporting(4.0, 0, 3.0, 1, 3.0, 2.0, 2, 2.0, 1.0, 3, 1.0) == [0, 1, 1, 2, 2, 3, 3], "steps that are corrected"
+    assert reporting(4.0, 0, 2.5, 1, 2.5, 1.5, 2, 1.5, 0.5, 3, 0.5) == [0, 1, 1, 2, 2, 3, 3], "corrected, told lower"
+    twice = (4.0, 3.0, 3.0, 1.0, 0.0)
+    assert reporting(4.0, 0, 3.0, 1, 3.0, 2, 1.0, 3, schedule=twice) == [0, 1, 2, 3], "two steps at one level"
     assert reporting(4.0, 3.0, 2.0, 1.0) == [0, 1, 2, 3], "nothing is reported"
     assert reporting(4.0, 2.0, 3.5, 1.0) == [0, 2, 2, 3], "nothing is reported, and levels go back"
     assert reporting(4.0, 0, 3.0, 1, 4.0, 0, 2.0, 1, 1.0) == [0, 1, 2, 2, 3], "reports that begin anew are not believed"
