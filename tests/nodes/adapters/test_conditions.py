@@ -25,9 +25,8 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def kinds(model: Any) -> int:
-    """How many plans a run makes: by default one for each kind of block, in a UNet for each stack."""
-    network = model.model.diffusion_model
-    return 2 if hasattr(network, "single_blocks") else 1 if hasattr(network, "transformer_blocks") else 11
+    """How many plans a run makes: one for each kind of block, in a UNet for each resolution."""
+    return 1 if hasattr(model.model.diffusion_model, "transformer_blocks") else 2
 
 
 @pytest.fixture
@@ -74,13 +73,13 @@ def test_several_devices_share_destinations_where_several_conditions_take_part(p
     sampling = pack_module("nodes.adapters.sampling_run").SamplingRun.start(config, None, [3.0, 2.0, 1.0, 0.0])
     latent, cond, uncond = torch.zeros(1, 4, 8, 8), {"uuid": "cond"}, {"uuid": "uncond", "timestep_end": 1.5}
 
-    def blind(sigma: float, *conds: Any) -> bool:
+    def independent(sigma: float, *conds: Any) -> bool:
         sampling.observe(torch.tensor([sigma]), [[c] for c in conds], latent, {"multigpu_clones": {0: None, 1: None}})
-        return bool(sampling.evaluation(latent, {"uuids": ["cond"]}).blind)
+        return bool(sampling.evaluation(latent, {"uuids": ["cond"]}).content_independent)
 
-    assert [blind(3.0, cond), blind(3.0, cond)] == [False, False]
-    assert [blind(2.0, cond, uncond), blind(2.0, cond)] == [True, True]
-    assert [blind(1.0, cond, uncond), blind(1.0, cond)] == [False, False], "the other has ended"
+    assert [independent(3.0, cond), independent(3.0, cond)] == [False, False]
+    assert [independent(2.0, cond, uncond), independent(2.0, cond)] == [True, True]
+    assert [independent(1.0, cond, uncond), independent(1.0, cond)] == [False, False], "the other has ended"
 
 
 @pytest.mark.parametrize(("positive", "negative"), [(5, 7), (1, 300), (77, 154), (14, 7)])

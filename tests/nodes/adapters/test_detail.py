@@ -221,10 +221,10 @@ def test_calls_that_look_alike_are_told_apart() -> None:
     seen = []
     for sigma in (2.0, 2.0, 1.0):
         sampling.observe(torch.tensor([sigma]))
-        seen.append(sampling.parts(2, options))
+        seen.append(sampling.cond_keys(2, options))
     assert len(set(seen[0] + seen[1])) == 4
     assert seen[2] == seen[0]
-    assert sampling.parts(2, {"uuids": ["uncond"]}) == seen[1][1:]
+    assert sampling.cond_keys(2, {"uuids": ["uncond"]}) == seen[1][1:]
 
 
 def test_calls_are_told_apart_by_what_is_patched_not_only_by_their_order() -> None:
@@ -235,7 +235,7 @@ def test_calls_are_told_apart_by_what_is_patched_not_only_by_their_order() -> No
         replaced = {} if layer is None else {"dit": {("single_block", layer): lambda args, extra: args}}
         given = {"transformer_options": {"patches_replace": replaced, "patches": {"attn1_patch": [print]}}}
         sampling.observe(torch.tensor([sigma]), model_options=given)
-        return sampling.parts(1, options)
+        return sampling.cond_keys(1, options)
 
     sigma = 2.0
     plain, first, second = map(call, (None, 1, 2))

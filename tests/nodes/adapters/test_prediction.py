@@ -115,7 +115,7 @@ def test_a_picture_of_mostly_noise_is_not_trusted(
     assert not trusted[0]
     assert trusted[-1]
     assert trusted == sorted(trusted)
-    assert budgets == sorted(budgets), "Budget, then AdaptiveBudget"
+    assert budgets == sorted(budgets, reverse=True), "Budget, then AdaptiveBudget"
     assert set(budgets) == {"Budget", "AdaptiveBudget"}
 
 

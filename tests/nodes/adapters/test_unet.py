@@ -81,7 +81,7 @@ def test_modules_are_computed_on_merged_tokens_one_by_one(
 
 def test_weights_are_the_papers(unet: Any, attach: Any, plan_calls: Any, dense: Any) -> None:
     """Equations 3 to 6 for every window of a grid that tiles do not divide, from the tokens and picks alone."""
-    models.sample(attach(unet, granularity="block", scale=20.0, window_size=5), SIDE, 28, steps=1, cfg=1.0)
+    models.sample(attach(unet, granularity="block", sharpness=20.0, window_size=5), SIDE, 28, steps=1, cfg=1.0)
     call = next(c for c in plan_calls if c.grid == (12, 14))
     M, U = dense(call.plan)
     rows, columns = call.plan.windows.cuts
