@@ -20,8 +20,8 @@ from triton.compiler import ASTSource
 from toma_core.kernels.triton import agreement, fourbit, product, select, share
 
 TYPES = {"source": "*i64", "picks": "*i64", "expand": "*i64", "valid": "*i1", "used": "*i1",
-            "destinations": "*i64", "sums": "*fp32", "scratch": "*fp32", "scale": "fp32", "tie": "fp32",
-            "trust": "fp32", "due": "*fp32", "least": "fp32", "compact": "*i64", "codes": "*u8",
+            "destinations": "*i64", "sums": "*fp32", "scratch": "*fp32", "sharpness": "fp32", "tie": "fp32",
+            "delta_weight": "fp32", "due": "*fp32", "least": "fp32", "compact": "*i64", "codes": "*u8",
             "wider": "fp32", "lowest": "fp32"}
 TOKENS = ("low", "step", "x", "y", "reduced", "kept", "M", "back", "weights", "out")
 
