@@ -1,10 +1,10 @@
-"""One chain of blocks in one evaluation: whether it is merged, with which plans, and what is done with its tokens.
+"""One chain of blocks in one evaluation: whether it is merged, with which plans, and how.
 
-    reduction, reduced = chain.reduce(x)        reduce
+    reduction, reduced = chain.reduce(x)        merge
     out = blocks(reduced)                       the model's own blocks
-    y = reduction.restore(out, reduced, x)      restore
+    y = reduction.restore(out, reduced, x)      unmerge
 
-`chain.ChainSite` calls these, in eager mode by itself and in a compiled graph through the operators in `graphs`.
+`chain.ChainSite` calls these: directly in eager mode, by the operators in `compile_ops` in a graph.
 """
 
 from __future__ import annotations
@@ -110,17 +110,17 @@ class ActiveChain:
         they stay as they are."""
         evaluation = self.evaluation
         name = "-".join(dict.fromkeys((self.names[0], self.names[-1])))
-        pieces, plans, cached = split(x, self.tokens), [plan], []
-        for n, (piece, grid) in enumerate(zip(pieces, self.grids, strict=True)):
+        parts, plans, cached = split(x, self.tokens), [plan], []
+        for n, (part, grid) in enumerate(zip(parts, self.grids, strict=True)):
             merged = is_merged(grid)
             if n:
-                plans.append(evaluation.lasting_plan(piece, grid, (self.scope, n - 1)) if merged else None)
-            cached.append(evaluation.detail(f"{name} reference {n - 1}" if n else name, piece) if merged else None)
+                plans.append(evaluation.lasting_plan(part, grid, (self.scope, n - 1)) if merged else None)
+            cached.append(evaluation.detail(f"{name} reference {n - 1}" if n else name, part) if merged else None)
         if not evaluation.refreshes:
             for block in self.names:
                 evaluation.run.stats.merged(block)
-        reduced = list(map(reduce, pieces, plans, cached))
-        lengths = tuple((a.shape[1], b.shape[1]) for a, b in zip(pieces, reduced, strict=True))
+        reduced = list(map(reduce, parts, plans, cached))
+        lengths = tuple((a.shape[1], b.shape[1]) for a, b in zip(parts, reduced, strict=True))
         return Reduction(self, tuple(plans), tuple(cached), lengths), self.signature.clamp_fp16(joined(reduced))
 
 
@@ -153,10 +153,10 @@ class Reduction:
         attends: Whether the blocks attend to all tokens.
         """
         kept, tokens = [kept for _, kept in self.lengths], [tokens for tokens, _ in self.lengths]
-        pieces = split(out, kept), split(reduced, kept), split(x, tokens)
+        parts = split(out, kept), split(reduced, kept), split(x, tokens)
         exact = attends and self._all_attended()
         return self.chain.signature.clamp_fp16(
-            joined(list(map(restore, *pieces, self.plans, self.cached, [exact] * len(kept))))
+            joined(list(map(restore, *parts, self.plans, self.cached, [exact] * len(kept))))
         )
 
     def _all_attended(self) -> bool:
@@ -180,23 +180,23 @@ class Reduction:
         quantized = evaluation.run.quantized
         tokens_btc = to_btc(t.narrow(axis, before, sum(lengths)), axis)
         own = quantized or (tokens_btc.untyped_storage()._cdata != t.untyped_storage()._cdata and len(lengths) == 1)
-        pieces, seen = split(tokens_btc, lengths), []
-        for n, (piece, (tokens, _), plan) in enumerate(zip(pieces, self.lengths, self.plans, strict=True)):
+        parts, seen = split(tokens_btc, lengths), []
+        for n, (part, (tokens, _), plan) in enumerate(zip(parts, self.lengths, self.plans, strict=True)):
             if not is_merged(self.chain.grids[n]):
-                seen.append(piece)
+                seen.append(part)
                 continue
-            shape = piece[:, :1].expand(-1, tokens, -1)
+            shape = part[:, :1].expand(-1, tokens, -1)
             cached = evaluation.detail(f"{block} {what} {n}", shape, quantized)
             if cached is not None and cached.kept is None:
-                # A view would change with what the block makes of it.
-                cached.keep(piece if own else piece.clone(memory_format=torch.contiguous_format))
+                # A view would change with the tensor that the block writes into.
+                cached.keep(part if own else part.clone(memory_format=torch.contiguous_format))
             elif cached is not None and plan is not None:
-                seen.append(cached.propagate(piece, plan))
+                seen.append(cached.propagate(part, plan))
             elif always and plan is not None:
-                seen.append(unmerge(piece, plan))
+                seen.append(unmerge(part, plan))
             if cached is not None:
                 self.attended.add(block)
-        if len(seen) < len(pieces):
+        if len(seen) < len(parts):
             return t
         images, after = from_btc(joined(seen), t, axis), before + sum(lengths)
         if t.shape[axis] == sum(lengths):
@@ -226,6 +226,6 @@ def split(x: Tensor, lengths: list[int]) -> list[Tensor]:
     return [x] if len(lengths) == 1 else list(x.split(lengths, 1))
 
 
-def joined(pieces: list[Tensor]) -> Tensor:
+def joined(parts: list[Tensor]) -> Tensor:
     """Reverse `split`."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

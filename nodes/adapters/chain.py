@@ -1,11 +1,11 @@
 """Chains of blocks on merged tokens, for every family: a site in the model, and the hook of each of its blocks.
 
-    x = site.enter(x)         reduce
+    x = site.enter(x)         merge
     x = block(x) ...          the blocks, with rotary positions and arguments that fit the merged tokens
-    y = site.leave(x)         restore
+    y = site.leave(x)         unmerge
 
 Eager mode and torch.compile take the same path. In eager mode a chain decides when it sees the tokens. A graph guards
-on plain numbers only: they are prepared before the model runs, and the work is done by operators.
+on plain numbers only: they are prepared before the model runs, and operators do the work.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ChainSite:
 
     Attributes:
         signature: How the blocks take their tokens.
-        number: By which operators find the site.
+        number: Number by which operators find the site.
         image: Image tokens, N, without references.
         references: Tokens of reference images that are merged too.
         lengths: (N, D) of the image and of each reference; N = D where the chain only refreshes the cache.
@@ -92,7 +92,7 @@ class ChainSite:
         chain = self.active
         assert chain is not None  # noqa: S101 - for mypy: it has begun
         if not width or len(latent) % len(chain.evaluation.plan_keys):
-            self.attends = False  # compiled code is not told what a chain decides when it sees the tokens
+            self.attends = False  # compiled code does not see what a chain decides at run time
             return True
         weight = next(module.parameters(), latent)
         dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else torch.bfloat16
@@ -111,7 +111,10 @@ class ChainSite:
         reason: Why not, where that is known.
         """
         chain = self.active
-        self.in_graph, self.pair = False, None  # pair: of a call that broke off and is made again with fewer images
+        self.in_graph, self.pair = (
+            False,
+            None,
+        )  # pair: left by a call that ran out of memory and is repeated with fewer images
         image = x[:, before : before + self.image]
         if chain is None or not chain.merges(image, reason):
             return False
@@ -178,7 +181,7 @@ class ChainSite:
         return attended
 
     def merge_rope(self, rope: Tensor, before: int) -> None:
-        """In a graph: make the rotary positions of the merged tokens from those of [before | N | rest]."""
+        """Make, in a graph, the rotary positions of the merged tokens from those of [before | N | rest]."""
         assert self.pair is not None  # noqa: S101 - for mypy: it has been entered
         sizes = self.number, before, self.tokens, self.destinations, self.signature.rope_token_dim
         self.rope = rope if self.destinations == self.tokens else compile_ops.operators.rope(rope, self.pair[0], *sizes)
@@ -221,7 +224,7 @@ class BlockHook(Hook):
         name: As in the report.
         scope: Blocks with equal scopes share plans.
         site: Where a chain that begins with this block begins.
-        chain: The site of the chain that the block is in, in this evaluation: its own, or that of a block before.
+        chain: The site of the chain that the block is in, in this evaluation: its own, or that of an earlier block.
         last: Whether the chain ends with the block.
         in_graphs: Whether its chain may begin in a graph of torch.compile.
         merges_references: Whether reference images can be merged in it.

@@ -1,4 +1,4 @@
-"""The KV cache of a run: whether the card has room for it beside the model, and asking ComfyUI for that room."""
+"""The KV cache of a run: whether the card has room for it beside the model, and how ComfyUI reserves that room."""
 
 from __future__ import annotations
 
@@ -35,8 +35,13 @@ _LOADING = 1.1
 
 @dataclass(frozen=True)
 class KVCachePlan:
-    """What a run keeps so that merged blocks can look at all tokens: bytes, whether in four bits a number, and why
-    nothing; 0 and None where nothing is to be kept."""
+    """What a run caches so that merged blocks attend to all tokens.
+
+    Attributes:
+        bytes: Size of the cache; 0 without.
+        quantized: Whether keys and values have four bits a number.
+        reason: Why there is no cache.
+    """
 
     bytes: int = 0
     quantized: bool = False
@@ -56,12 +61,16 @@ def plan_kv_cache(
     controlled: bool = False,
     references: Sequence[Tensor] = (),
 ) -> KVCachePlan:
-    """Decide what a run on latents of (B, C, ..., H, W) keeps: keys and values at full precision where they fit beside
-    the model's weights; in four bits where they do not, which pushes out the fewest; nothing where that would take more
-    than `_SHARE` of the card as well.
+    """Decide what a run on latents of (B, C, ..., H, W) caches: keys and values at full precision where they fit beside
+    the model's weights; in four bits where they do not; nothing where four bits would take more than `_SHARE` of the
+    card.
 
-    conditions: evaluations of the model in a step. dtype: of tokens. device: that the model runs on. left: bytes
-    beside the model there, see `memory_left`. The others: see `ModelHooks.kv_cache_numel`.
+    Args:
+        conditions: Evaluations of the model in a step.
+        dtype: Of tokens.
+        device: The model's.
+        left: Bytes left beside the model, see `memory_left`.
+        transformer_options, controlled, references: See `ModelHooks.kv_cache_numel`.
     """
     if not config.kv_cache:
         return KVCachePlan()
@@ -80,11 +89,11 @@ def plan_kv_cache(
 
 
 def memory_left(guider: Any, shape: Sequence[int]) -> float:
-    """Return how many bytes of the card a run on latents of this shape leaves free; negative if it does not fit. That
-    is all but what ComfyUI asks for before it loads the run's models, see `load_models_gpu`.
+    """Return how many bytes of the card a run on latents of this shape leaves free, negative if it does not fit: all
+    but what ComfyUI frees before it loads the run's models, see `load_models_gpu`.
 
-    Reckons with the dtype that the run computes in, which ComfyUI's estimate sees only once object patches are applied.
-    Counts from all of the card, not from what is free: the same seed is to give the same picture whatever else runs.
+    Counts with the dtype of the run, which ComfyUI's estimate sees only once object patches are applied, and from the
+    size of the card, not from its free memory: a seed must give the same image whatever else runs.
     """
     model, options = guider.model_patcher, guider.model_options
     as_run = copy(model.model)
@@ -102,8 +111,8 @@ def memory_left(guider: Any, shape: Sequence[int]) -> float:
 
 
 def conditions_of(guider: Any, sampler: Any = None) -> int:
-    """How many conditions are evaluated in a step, at most: without guidance negative ones are not, unless the sampler
-    asks for them all the same, as those of CFG++ do."""
+    """Return how many conditions are evaluated in a step at most. Without guidance negative ones are not, unless the
+    sampler needs them, as those of CFG++ do."""
     conds: Mapping[str, Sequence[Any] | None] = getattr(guider, "conds", {})
     name = getattr(getattr(sampler, "sampler_function", None), "__name__", "cfg_pp")
     usual = getattr(type(guider), "predict_noise", None) is CFGGuider.predict_noise and "cfg_pp" not in name
@@ -114,18 +123,18 @@ def conditions_of(guider: Any, sampler: Any = None) -> int:
 
 
 def dtype_of(model: ModelPatcher) -> torch.dtype:
-    """Return the dtype that a run of the model computes in, also before ComfyUI applies its object patches, as
-    ModelComputeDtype makes them."""
+    """Return the dtype that a run of the model computes in, before ComfyUI applies its object patches, too."""
     dtype: torch.dtype = model.get_model_object("manual_cast_dtype") or model.model.get_dtype()
     return dtype
 
 
-# The schedules of ComfyUI's context windows whose windows lie elsewhere at each step.
+# Schedules of context windows that lie elsewhere at each step.
 _MOVING = ("looped_uniform", "standard_uniform")
 
 
 def has_moving_windows(guider: Any, latent: Tensor) -> bool:
-    """Whether context windows over a latent lie elsewhere at each step: then what a full step keeps is of others."""
+    """Whether context windows over a latent lie elsewhere at each step: caches of a full step would be of other
+    frames."""
     handler = guider.model_options.get("context_handler")
     try:
         several = handler is not None and latent.shape[handler.dim] > handler.context_length
@@ -140,7 +149,7 @@ def has_controls(guider: Any) -> bool:
 
 
 def overlap_of(guider: Any, latent: Tensor) -> float:
-    """How often a frame of the latent is evaluated for a condition: more than once where windows over them overlap."""
+    """Return how often a frame of the latent is evaluated for a condition: more than once where windows overlap."""
     handler = guider.model_options.get("context_handler")
     try:
         if handler is None or latent.shape[handler.dim] <= handler.context_length:
@@ -149,17 +158,17 @@ def overlap_of(guider: Any, latent: Tensor) -> float:
         # ComfyUI may put a frame before those of a window.
         return sum(len(window.index_list) + 1 for window in windows) / latent.shape[handler.dim]
     except (AttributeError, TypeError, IndexError):
-        return 1.0  # another pack's, who may do as they like: what is held is limited anyhow
+        return 1.0  # windows of another pack: the size of the cache is limited anyway
 
 
 def references_of(guider: Any) -> list[Tensor]:
-    """The latents of reference images, of the condition that has most."""
+    """Return the reference latents of the condition that has most."""
     each = [c.get("reference_latents") or [] for conds in guider.conds.values() for c in conds or ()]
     return max(each, key=len, default=[])
 
 
 class _Reserving:
-    """In the place of a model's `memory_required`: so many bytes more. more: of each run that is about to begin."""
+    """Stands in for a model's `memory_required` and adds the bytes of each run that is about to begin."""
 
     def __init__(self, model: Any) -> None:
         self.required: Callable[..., Any] = model.memory_required
@@ -171,8 +180,8 @@ class _Reserving:
 
 @contextmanager
 def reserved(model: Any, more: int) -> Iterator[None]:
-    """While ComfyUI loads the model for a run, it counts so many bytes more for activations. What somebody else puts in
-    the same place meanwhile stays there."""
+    """Have ComfyUI count `more` bytes for activations while it loads the model. A replacement by another node meanwhile
+    is kept."""
     ours = vars(model).get("memory_required")
     if not isinstance(ours, _Reserving):
         ours = model.memory_required = _Reserving(model)

@@ -1,9 +1,9 @@
-"""Hang a config on a model, and give every sampling run its own state.
+"""Attach settings to a model, and give every sampling run its own state.
 
-attach           -> config and three wrappers on a clone of the model
-OUTER_SAMPLE     -> once a run: a fresh `Sampling`, dropped at the end, however the run ends
-PREPARE_SAMPLING -> when ComfyUI loads the model for a run that keeps keys: put in by the run, to ask for room
-PREDICT_NOISE    -> once an evaluation of the sampler; put in by each run, in front of all others
+apply_toma       -> settings and three wrappers on a clone of the model
+OUTER_SAMPLE     -> once a run: a new `SamplingRun`, dropped at the end, however the run ends
+PREPARE_SAMPLING -> when ComfyUI loads the model for a run with a KV cache: reserves its memory
+PREDICT_NOISE    -> once an evaluation of the sampler; each run adds it in front of all others
 CALC_COND_BATCH  -> once for all conditions of an evaluation: its noise level becomes a `StepPlan`
 APPLY_MODEL      -> once a batch of conditions: hooks are installed around the model call
 """
@@ -53,19 +53,26 @@ _KEY = "toma"
 
 
 class Watcher(Protocol):
-    """Whoever wants to know of a model's runs. Called twice a run, never in between; must not raise."""
+    """Observes a model's runs. Called twice a run, never in between; must not raise."""
 
     def began(self) -> None:
-        """A run begins."""
+        """Note that a run begins."""
 
     def ended(self, stats: RunStats) -> None:
-        """The run is over, or broke off."""
+        """Note that a run is over, also after an error."""
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """What rides on a patched model: the frozen settings, the same for runs whose blocks cannot look at all tokens, the
-    id under which its runs are reported, who else wants to know of them, and the ratios of a profile."""
+    """What a patched model carries.
+
+    Attributes:
+        config: The settings.
+        without_kv_cache: Settings of runs whose blocks cannot attend to all tokens.
+        report_id: The id of its runs in the report.
+        watcher: Observes its runs.
+        ratio_schedule: Ratios of a profile.
+    """
 
     config: ToMAConfig
     without_kv_cache: ToMAConfig
@@ -80,11 +87,11 @@ def apply_toma(
     watcher: Watcher | None = None,
     ratio_schedule: RatioSchedule = (),
 ) -> ModelPatcher:
-    """A clone of the model that merges tokens as `settings` say, a preset as this kind of model has it; the very same
-    object if that is never. bands: ratios by block and noise level, in place of the setting's one for all.
+    """Return a clone of the model that merges tokens by these settings; the model itself if they are off.
 
-    Attaching to a model that already has ToMA replaces its settings. A ComfyUI whose models cannot be attached to as
-    this pack knows it gets the model back with a warning. Raises `UnsupportedModelError`.
+    ratio_schedule: ratios by block and noise level, in place of the one of the settings. Settings that the model
+    already carries are replaced. In a ComfyUI whose models cannot be patched as this pack knows it, the model is
+    returned with a warning. Raises `UnsupportedModelError`.
     """
     config, without_kv_cache = configs_for(settings, registry.require(model.get_model_object("diffusion_model")))
     attached = attachment_of(model) is not None
@@ -109,8 +116,7 @@ def apply_toma(
 
 
 def configs_for(settings: Settings | ToMAConfig, hooks: ModelHooks) -> tuple[ToMAConfig, ToMAConfig]:
-    """What settings come to for a model, and for its runs whose blocks cannot look at all tokens: as the presets were
-    without that."""
+    """Return the settings for a model, and for its runs whose blocks cannot attend to all tokens."""
     if not isinstance(settings, Settings):
         return settings, replace(settings, kv_cache=False)
     without = replace(settings.resolved(hooks.without_kv_cache), kv_cache=False)
@@ -119,7 +125,7 @@ def configs_for(settings: Settings | ToMAConfig, hooks: ModelHooks) -> tuple[ToM
 
 
 def attachment_of(model: ModelPatcher) -> Attachment | None:
-    """What `apply_toma` left on this model or a clone of it."""
+    """Return what `apply_toma` attached to this model or to the model that it is a clone of."""
     return model.model_options.get("transformer_options", {}).get(ATTACHMENT)
 
 
@@ -172,7 +178,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_config(attachment: Attachment, guider: Any, noise: Tensor, sampler: Any) -> tuple[ToMAConfig, KVCachePlan]:
-    """The settings for a run of a guider with these conditions, and what it will keep of keys."""
+    """Return the settings for a run of a guider with these conditions, and its KV cache."""
     config, options_before, model = attachment.config, guider.model_options, guider.model_patcher
     if not config.kv_cache or getattr(comfy.model_management, "in_training", False):
         return config, KVCachePlan()
@@ -199,8 +205,8 @@ def run_config(attachment: Attachment, guider: Any, noise: Tensor, sampler: Any)
 
 
 def _wrap_first(transformer_options: dict[str, Any], kind: str, wrapper: Any) -> bool:
-    """Put a wrapper of ours in front of all others for a run. False if there is no such place: then nobody else can
-    skip what it wraps, as LazyCache does with evaluations, but each noise level is read, which waits for the device."""
+    """Add a wrapper in front of all others for a run. False if ComfyUI has no such place: then no other node can skip
+    what it wraps, as LazyCache skips evaluations, but each noise level is read, which waits for the device."""
     kind = getattr(WrappersMP, kind, "")
     if not kind:
         return False
@@ -225,23 +231,23 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
         if sampling is not None:
             sampling.next(argument(args, kwargs, 1, "timestep"))
     try:
-        picture = executor(*args, **kwargs)
+        image = executor(*args, **kwargs)
     except torch.OutOfMemoryError:
-        # All of it anew, for all conditions alike: guidance would enlarge what one of them has lost.
+        # All conditions are evaluated again: guidance would amplify what one of them lost.
         if sampling is None or _shared(executor.class_obj.model_options) or not sampling.no_memory():
             raise
-        picture = None
-    if picture is None:
-        # Out here nobody holds what the error holds.
+        image = None
+    if image is None:
+        # The error and what it references are gone here.
         comfy.model_management.soft_empty_cache()
-        picture = executor(*args, **kwargs)
+        image = executor(*args, **kwargs)
     if sampling is not None:
-        sampling.predicted(picture)
-    return picture
+        sampling.predicted(image)
+    return image
 
 
 def _shared(model_options: dict[str, Any]) -> bool:
-    """Whether several devices share a run: while one runs out of memory, others compute what ComfyUI then waits for."""
+    """Whether several devices share a run: ComfyUI waits for all of them when one runs out of memory."""
     return len(model_options.get("multigpu_clones") or ()) > 1
 
 
@@ -279,7 +285,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         sampling.run.stats.not_merged("model", sampling.obstacle)
         return executor(*args, **kwargs)
     hooks = registry.find(model)
-    if hooks is None or not (_is_picture(x) or (hooks.takes_frames and _is_video(x))):
+    if hooks is None or not (_is_image(x) or (hooks.takes_frames and _is_video(x))):
         sampling.run.stats.not_merged("model", _unknown(model, x, hooks))
         return executor(*args, **kwargs)
     evaluation = sampling.evaluation(x, options)
@@ -298,8 +304,8 @@ def _called(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The model with these hooks. Where several devices share the run, see `_shared`, one that runs out of memory makes
-    its own call anew."""
+    """Call the model with these hooks. Where several devices share the run, see `_shared`, one that runs out of memory
+    repeats its own call."""
     try:
         with installed(hooks):
             return executor(*args, **kwargs)
@@ -312,15 +318,15 @@ def _called(
 
 
 def _unknown(model: nn.Module, x: Any, hooks: ModelHooks | None) -> Message:
-    """Why a model or a latent x is not merged."""
+    """Return why a model or a latent x is not merged."""
     name = type(unwrapped(model)).__name__
     if hooks is None:
         return Reason.UNKNOWN_MODEL(model=name)
     return Reason.UNKNOWN_LATENT(model=name, shape=" x ".join(map(str, getattr(x, "shape", ()))))
 
 
-def _is_picture(x: Any) -> bool:
-    """Whether x is (B, C, H, W), or (B, C, 1, H, W) as models have it whose latents are those of a video's."""
+def _is_image(x: Any) -> bool:
+    """Whether x is (B, C, H, W), or (B, C, 1, H, W) as models of video latents have it."""
     return isinstance(x, Tensor) and (x.ndim == 4 or (x.ndim == 5 and x.shape[2] == 1))
 
 

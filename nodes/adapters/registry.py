@@ -1,4 +1,4 @@
-"""Which family fits a model. A new one is one file with NAME, matches and Hooks, and one entry here."""
+"""Find the family of a model. A new family is one file with NAME, matches and Hooks, and one entry here."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from .model_hooks import HookPair
 from .origin import unwrapped
 
 _FAMILIES: list[Any] = []
-# What this pack knows of, but not as this ComfyUI has it.
-_strange: list[str] = []
+# Families that are not as this pack knows them in this ComfyUI.
+_unavailable: list[str] = []
 
 
 @contextmanager
 def _of(family: str) -> Iterator[None]:
-    """Around the import of a family. A ComfyUI from before its models has no folder for them: nobody can load one."""
+    """Guard the import of a family. A ComfyUI older than its models has no folder for them, so that none can be
+    loaded."""
     try:
         with require_api(f"the classes of {family}"):
             yield
     except UnsupportedApiError as error:
         if not isinstance(error.__cause__, ModuleNotFoundError):
-            _strange.append(family)
+            _unavailable.append(family)
             warn(error)
 
 
-# In the order in which they are named to users. Written out: modules are never imported by a name in a variable.
+# In the order in which users read them. Modules are never imported by a name in a variable.
 with _of("UNets"):
     from .families import unet
 
@@ -80,7 +81,7 @@ with _of("HunyuanVideo"):
 
 
 class _Plain:
-    """For a model that is not as this pack knows it: nothing is merged, and the report says why."""
+    """Hooks of a model that is not as this pack knows it: nothing is merged, and the report names the reason."""
 
     presets: Fields = MappingProxyType({})
     without_kv_cache: Fields = MappingProxyType({})
@@ -111,7 +112,7 @@ class Unsupported(MessageId):
 
 
 class UnsupportedModelError(MessageError):
-    """The model is of no known class. The message says what to do, and names ToMA itself."""
+    """The model is of no known class. The message says what to do and names ToMA."""
 
     prefix = ""
 
@@ -126,19 +127,19 @@ _hooks: WeakKeyDictionary[nn.Module, ModelHooks] = WeakKeyDictionary()
 
 
 def find(diffusion_model: nn.Module) -> ModelHooks | None:
-    """The hooks for a model, or None if no family knows it."""
+    """Return the hooks of a model, None if no family matches."""
     model = unwrapped(diffusion_model)
     if model not in _hooks:
         family = next((f for f in _FAMILIES if f.matches(model)), None)
         if family is None:
-            # One that could not be asked may be this model's: it runs as it did before.
-            return _Plain(type(model).__name__) if _strange else None
+            # A family that could not be imported may be this model's: it runs unmerged.
+            return _Plain(type(model).__name__) if _unavailable else None
         _hooks[model] = _made(family, model)
     return _hooks[model]
 
 
 def _made(family: Any, model: nn.Module) -> ModelHooks:
-    """The family's hooks for the model, if each can stand in for what is there."""
+    """Return the family's hooks for the model, if each can stand in for its module."""
     try:
         with require_api(type(model).__name__):
             hooks: ModelHooks = family.Hooks(model)
@@ -151,7 +152,7 @@ def _made(family: Any, model: nn.Module) -> ModelHooks:
 
 
 def require(diffusion_model: nn.Module) -> ModelHooks:
-    """The hooks for a model. Raises `UnsupportedModelError` if no family knows it."""
+    """Return the hooks of a model. Raises `UnsupportedModelError` if no family matches."""
     hooks = find(diffusion_model)
     if hooks is None:
         kind = type(unwrapped(diffusion_model))

@@ -1,8 +1,8 @@
-"""The noise level of an evaluation as a number of Python.
+"""The noise level of an evaluation as a Python number.
 
-Samplers hold it in a tensor, and to read that is to wait until the device has done all the work before it. A host that
-never waits is a step ahead and launches for free. So the levels of a sampler that is known to evaluate the model once a
-step, at the levels of its schedule, are taken from the schedule; all others are read.
+Samplers hold it in a tensor; reading that waits until the device has done all work before it, while a host that never
+waits launches kernels a step ahead. So a sampler that is known to evaluate once a step, at the sigmas of its schedule,
+gets them from the schedule; for all others they are read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils import _contextlib
 
 from ...toma_core.schedule import step_at
 
-# Of ComfyUI's samplers, held by tests/nodes/adapters/test_sigmas.py.
+# ComfyUI's samplers that do so, checked by tests/nodes/adapters/test_sigmas.py.
 ONCE_A_STEP = (
     *("sample_euler", "sample_euler_cfg_pp", "sample_euler_ancestral", "sample_euler_ancestral_cfg_pp"),
     *("sample_lms", "sample_ddpm", "sample_lcm", "sample_ipndm", "sample_ipndm_v", "sample_deis"),
@@ -32,23 +32,25 @@ ONCE_A_STEP = (
     *("sample_res_multistep_ancestral_cfg_pp", "sample_gradient_estimation", "sample_gradient_estimation_cfg_pp"),
     *("sample_er_sde", "sample_sa_solver"),
 )
-# Options that change what a step does, not how often or where it evaluates. Of all others only the default is known.
-_HARMLESS = {
+# Options that do not change how often or where a sampler evaluates. Others must have their default.
+_PASSIVE = {
     *("eta", "s_noise", "s_noise_end", "noise_sampler", "noise_scaler", "noise_clip_std", "solver_type", "order"),
     *("max_order", "deis_mode", "ge_gamma", "cfg_pp", "max_stage", "tau_func", "predictor_order", "corrector_order"),
     "simple_order_2",
 }
 
 
-# Where the callback stands among the arguments of OUTER_SAMPLE.
+# Position of the callback among the arguments of OUTER_SAMPLE.
 _CALLBACK = 5
 
 
 class SigmaStep(NamedTuple):
-    """Where in its schedule a sampler is when it evaluates the model.
+    """Where a sampler is in its schedule when it evaluates the model.
 
-    sigma: its noise level; step: 0-based, None where no schedule is known. model_sigma: the noise level that the model
-    is given: nodes such as Detail Daemon change it on purpose.
+    Attributes:
+        sigma: Its noise level.
+        step: 0-based, None without a schedule.
+        model_sigma: The noise level that the model is given: nodes such as Detail Daemon change it.
     """
 
     sigma: float
@@ -57,15 +59,15 @@ class SigmaStep(NamedTuple):
 
 
 class SigmaTracker:
-    """The noise levels and steps of one run. `next` is called once before each of the sampler's evaluations.
+    """Track the noise levels and steps of one run. `next` is called before each evaluation of the sampler.
 
-    The step comes from the sampler: from the order of its evaluations where it is known to make one a step, else from
-    the steps that it reports to its callback. Only a sampler that reports none is judged by the noise levels that it
-    gives to the model. Steps never go backwards.
+    The step comes from the order of evaluations for samplers that are known to evaluate once a step, else from the
+    steps that the sampler reports to its callback, else from the noise levels given to the model. Steps never go
+    backwards.
     """
 
     def __init__(self, sigmas: Sequence[float] = (), sampler: Any = None, guider: Any = None) -> None:
-        """sigmas: the schedule, the last of which is where it ends. sampler, guider: ComfyUI's objects."""
+        """sigmas: the schedule, and the noise level at which it ends. sampler, guider: ComfyUI's objects."""
         self._sigmas = tuple(sigmas[:-1])
         self._scheduled = self._sigmas if _keeps_to_schedule(sampler) and _is_counted(guider) else ()
         self._sampler = sampler
@@ -73,24 +75,24 @@ class SigmaTracker:
         self._given: Tensor | None = None
         self._taken: dict[int, Tensor] = {}
         self._at: SigmaStep | None = None
-        # What the model was given in the evaluation before.
-        self._level: float | None = None
+        # Noise level of the model in the evaluation before.
+        self._last_given: float | None = None
         self._step = 0
-        # The last step that was reported, None before the first and where reports cannot be relied on; evaluations
-        # since then, and how many there were from the report before to that one.
+        # The last step that was reported, None before the first; evaluations since then, and those between the last two
+        # reports.
         self._reported: int | None = None
         self._wraps = _wraps_known(sampler)
         self._since, self._each = 0, int(self._wraps)
         self._reports = bool(self._sigmas)
 
     def next(self, timestep: Tensor) -> None:
-        """The sampler evaluates the model anew, at this level."""
+        """Begin an evaluation at this noise level."""
         self._evaluation += 1
         self._since += 1
         self._given, self._at = timestep, None
 
     def listening(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of OUTER_SAMPLE with a callback that is heard here too."""
+        """Return the arguments of OUTER_SAMPLE with a callback that also calls `reported`."""
         callback = args[_CALLBACK] if len(args) > _CALLBACK else kwargs.get("callback")
 
         def reported(step: int, *rest: Any, **named: Any) -> Any:
@@ -102,18 +104,17 @@ class SigmaTracker:
         return args, {**kwargs, "callback": reported}
 
     def reported(self, step: int) -> None:
-        """The sampler has reported to its callback that it is at this step, as it does after the first evaluation of a
-        step."""
+        """Note a step that the sampler reports, as it does after the first evaluation of the step."""
         last = -1 if self._reported is None else self._reported
         if step != last + 1 or not self._since > 0:
-            self._reports = False  # it counts in another way, as one that runs in rounds
+            self._reports = False  # it counts in another way, as samplers do that run in rounds
         elif self._reported is not None or self._since > 1:
             self._each = self._since
         self._reported, self._since = step, 0
 
     def of(self, timestep: Tensor) -> SigmaStep:
-        """Return the level at which the model is evaluated. timestep: (B,), what the model is given. Guidance may ask
-        at a level of its own: that is another tensor, and is read."""
+        """Return where the sampler is. timestep: (B,), what the model is given. Guidance may evaluate at another noise
+        level: that is another tensor, and is read."""
         mine = timestep is self._given and self._evaluation >= 0
         if mine and self._evaluation < len(self._scheduled):
             self._taken[self._evaluation] = timestep.detach().flatten()[:1]
@@ -127,40 +128,41 @@ class SigmaTracker:
         if not mine and self._at is not None:
             return SigmaStep(self._at.sigma, self._at.step, given)
         self._step = max(self._step, self._step_of(given))
-        self._at, self._level = SigmaStep(self._within(given), self._step, given), given
+        self._at, self._last_given = SigmaStep(self._within(given), self._step, given), given
         return self._at
 
     def _step_of(self, given: float) -> int:
-        """Return the step of the evaluation that begins, given to the model as this noise level."""
-        by_level = step_at(self._sigmas, given)
+        """Return the step of the evaluation that begins at this noise level of the model."""
+        by_sigma = step_at(self._sigmas, given)
         if not self._reports or self._since > max(3, self._each + 1):
-            return by_level
+            return by_sigma
         if self._reported is None:
-            # A sampler's first evaluation is of its first step.
-            return 0 if self._since == 1 else by_level
+            # The first evaluation is of the first step.
+            return 0 if self._since == 1 else by_sigma
         following = min(self._reported + 1, len(self._sigmas) - 1)
         if self._each and self._since >= self._each:
             return self._reported if self._repeats(given, following) else following
-        return min(max(by_level, self._reported), following)
+        return min(max(by_sigma, self._reported), following)
 
     def _repeats(self, given: float, following: int) -> bool:
         """Return whether a sampler evaluates the step again that it has just reported, as one that corrects does."""
-        again = self._since == 1 and given == self._level and not self._wraps
+        again = self._since == 1 and given == self._last_given and not self._wraps
         return again and self._sigmas[following] != self._sigmas[following - 1]
 
     def _within(self, given: float) -> float:
-        """Return the noise level if it is one of the step in progress, else the nearest that is."""
+        """Return the noise level, limited to those of the step in progress."""
         ends = self._sigmas[self._step : self._step + 2]
         return min(max(given, min(ends)), max(ends)) if len(ends) > 1 else min(given, ends[0])
 
     def check(self) -> None:
-        """At the end of a run, when there is nothing left to wait for: were the levels those of the schedule?"""
+        """Warn if the sampler left its schedule. Called at the end of a run, when nothing waits for the device any
+        more."""
         if not self._taken:
             return
         scheduled = torch.tensor([self._scheduled[n] for n in self._taken])
-        told = torch.cat(list(self._taken.values())).float().cpu()
-        if not torch.allclose(told, scheduled, rtol=1e-3):  # the stochastic ones begin a little below pure noise
-            # Only said: what is done must not depend on what ran before.
+        given = torch.cat(list(self._taken.values())).float().cpu()
+        if not torch.allclose(given, scheduled, rtol=1e-3):  # the stochastic ones begin a little below pure noise
+            # Only a warning: results must not depend on earlier runs.
             logging.warning(
                 "ToMA: the sampler %s left its schedule, which it was not known to do: some steps were merged by the "
                 "settings of their neighbours. Please report it.",
@@ -169,21 +171,21 @@ class SigmaTracker:
 
 
 def _keeps_to_schedule(sampler: Any) -> bool:
-    """Whether a sampler evaluates once a step, at the levels of its schedule: one of ComfyUI's own, as ComfyUI has it,
-    with options that do not change that."""
+    """Whether a sampler evaluates once a step, at the sigmas of its schedule: one of ComfyUI's, unchanged, with options
+    that do not change that."""
     if type(sampler) is not KSAMPLER:
         return False
     function, options = sampler.sampler_function, sampler.extra_options or {}
     name = getattr(function, "__name__", "")
-    if name not in ONCE_A_STEP or vars(k_diffusion).get(name) is not function or not _is_theirs(function):
+    if name not in ONCE_A_STEP or vars(k_diffusion).get(name) is not function or not _is_comfyuis(function):
         return False
     known = signature(function).parameters
-    return all(o in _HARMLESS or (o in known and _equal(value, known[o].default)) for o, value in options.items())
+    return all(o in _PASSIVE or (o in known and _equal(value, known[o].default)) for o, value in options.items())
 
 
 def _wraps_known(sampler: Any) -> bool:
-    """Whether a sampler of another pack runs one that evaluates once a step, as those do that change the noise levels
-    given to the model."""
+    """Whether a sampler of another pack wraps one that evaluates once a step, to change the noise levels given to the
+    model."""
     inner = [value for value in (getattr(sampler, "extra_options", None) or {}).values() if isinstance(value, KSAMPLER)]
     return len(inner) == 1 and _keeps_to_schedule(inner[0])
 
@@ -192,9 +194,9 @@ def _equal(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, (int, float, str)) and a == b)
 
 
-def _is_theirs(function: Any) -> bool:
-    """Whether a function of k_diffusion is the one that ComfyUI wrote, not one that somebody has put in its place."""
-    files = {k_diffusion.__file__, _contextlib.__file__}  # `torch.no_grad` wraps in a function of its own
+def _is_comfyuis(function: Any) -> bool:
+    """Whether a function of k_diffusion is ComfyUI's own and has not been replaced."""
+    files = {k_diffusion.__file__, _contextlib.__file__}  # `torch.no_grad` wraps the function
     while isinstance(function, FunctionType) and function.__code__.co_filename in files:
         if not hasattr(function, "__wrapped__"):
             return function.__code__.co_filename == k_diffusion.__file__
@@ -203,7 +205,7 @@ def _is_theirs(function: Any) -> bool:
 
 
 def _is_counted(guider: Any) -> bool:
-    """Whether every evaluation of the sampler comes by our wrapper, which is the first one."""
+    """Whether every evaluation of the sampler goes through this pack's wrapper, which is the first one."""
     names = "__call__", "outer_predict_noise"
     if not isinstance(guider, CFGGuider) or any(getattr(type(guider), n) is not getattr(CFGGuider, n) for n in names):
         return False
