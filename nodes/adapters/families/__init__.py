@@ -1,1 +1,1 @@
-"""One file for each family of models: what it knows, where its tokens lie, what its blocks cost."""
+"""Families of models, one file each: its blocks, where their tokens lie, and what they cost."""

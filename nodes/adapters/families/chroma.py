@@ -17,20 +17,20 @@ NAME = "Chroma"
 
 
 def matches(diffusion_model: nn.Module) -> bool:
-    """Whether this family knows the model."""
+    """Whether the model is of this family."""
     return isinstance(diffusion_model, Chroma)
 
 
 class Hooks(flux.Hooks):
-    """All hooks of one Chroma."""
+    """The hooks of one Chroma."""
 
     def works(self, model: Any) -> tuple[Block, Block]:
-        """What a double and a single block cost."""
+        """Return what a double and a single block cost."""
         return CHROMA_DOUBLE, CHROMA_SINGLE
 
     def skipped_by_settings(self, group: BlockGroup, index: int, config: ToMAConfig) -> Message | None:
-        """Why this block of a stage is left whole, or an empty string. Chroma may be told to skip blocks: a chain that
-        began or ended with one of them would never begin or end."""
+        """See `Transformer`. Chroma may skip blocks itself: a chain that began or ended with one of them would never
+        begin or end."""
         model = self.model()
         skipped = getattr(model, "skip_mmdit" if group.kind == "double" else "skip_dit", ())
         return Reason.SKIPPED_BY_MODEL() if index in skipped else super().skipped_by_settings(group, index, config)

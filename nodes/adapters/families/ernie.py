@@ -1,6 +1,6 @@
-"""ERNIE-Image: one stream of [image | text], whose blocks are told nothing but tokens, positions and modulation.
+"""ERNIE-Image: one stream of [image | text]; blocks get tokens, positions and modulation alone.
 
-ComfyUI 0.20.1 has its positions in another shape: there it runs whole.
+In ComfyUI 0.20.1 positions have another shape: there it runs unmerged.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ NAME = "ERNIE-Image"
 
 
 def matches(diffusion_model: nn.Module) -> bool:
-    """Whether this family knows the model."""
+    """Whether the model is of this family."""
     return isinstance(diffusion_model, ErnieImageModel)
 
 
 class Signature(BlockSignature):
-    """[image | text]. A mask would be of all tokens; ComfyUI gives none."""
+    """[image | text]. A mask would be of all tokens, but ComfyUI passes none."""
 
     positional_args = ("x", "rotary_pos_emb", "temb")
     required_kwargs = ()
@@ -31,12 +31,11 @@ class Signature(BlockSignature):
 
 
 class Hooks(Transformer):
-    """All hooks of one ERNIE-Image."""
+    """The hooks of one ERNIE-Image."""
 
-    # Its attention is told nothing.
     presets, passes_options = WITHOUT_KV_CACHE, False
 
     def block_groups(self, model: ErnieImageModel) -> tuple[BlockGroup, ...]:
-        """All blocks."""
+        """Return all blocks."""
         self.patch_size, self.width = model.patch_size, model.hidden_size
         return (BlockGroup("layer", model.layers, Signature(), ERNIE),)

@@ -1,6 +1,6 @@
 """Flux.1 (dev, schnell, Fill, Kontext), Flux.2, Klein and every other model that ComfyUI runs on its `Flux` class.
 
-Only tokens of the image being made are merged. Text tokens and reference images stay whole and in place.
+Tokens of the image are merged, and of reference images by setting; text tokens are not.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..signature import BlockSignature, CallArguments, TokenReduction, image_sta
 from .flux_layers import ByModule
 
 NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
-# Double and single blocks of Flux.1, of which the released method leaves five of each kind whole.
+# Double and single blocks of Flux.1; the released method skips five of each kind.
 _FLUX_1 = 19, 38
 PAPER: Fields = {"paper": {"skip_first_blocks": 5}}
 
 
 def matches(diffusion_model: nn.Module) -> bool:
-    """Whether this family knows the model."""
+    """Whether the model is of this family."""
     return isinstance(diffusion_model, Flux)
 
 
@@ -41,15 +41,15 @@ class SingleSignature(BlockSignature):
     rope_arg = "pe"
     passthrough_args = ("vec", "modulation_dims", "transformer_options")
     mutates_input = clamps_fp16 = True
-    # Tokens of text as the double blocks saw them: step caches that run the blocks themselves hand no options over.
+    # Text tokens of the double blocks: step caches that run the blocks themselves pass no options.
     text: int | None = None
 
     def release(self) -> None:
         self.text = None
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        told = image_start_of(call_args)
-        return self.text if told is None else told
+        start = image_start_of(call_args)
+        return self.text if start is None else start
 
     def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
         merged = super().merged_args(call_args, reduction)
@@ -85,16 +85,16 @@ class DoubleSignature(BlockSignature):
 
 
 class Hooks(Transformer):
-    """All hooks of one Flux model."""
+    """The hooks of one Flux model."""
 
     def __init__(self, diffusion_model: Any) -> None:
         super().__init__(diffusion_model)
-        if tuple(map(len, self.hooks)) == _FLUX_1:  # others have fewer double ones: a share of them
+        if tuple(map(len, self.hooks)) == _FLUX_1:  # others have fewer double blocks: a share of them
             self.presets, self.without_kv_cache = {**PRESETS, **PAPER}, {**WITHOUT_KV_CACHE, **PAPER}
         self.by_module = [ByModule(hook) for hook in self.hooks[0]]
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
-        """Double blocks, single blocks."""
+        """Return double blocks, then single blocks."""
         self.patch_size, self.width = model.patch_size, getattr(model, "hidden_size", 0)
         single, works = SingleSignature(), self.works(model)
         return (
@@ -103,12 +103,12 @@ class Hooks(Transformer):
         )
 
     def works(self, model: Any) -> tuple[Block, Block]:
-        """What a double and a single block cost. Flux.2 and Klein have one modulation for all and wider MLPs."""
+        """Return what a double and a single block cost. Flux.2 and Klein have one modulation for all and wider MLPs."""
         flux2 = getattr(model.params, "global_modulation", False)
         return (FLUX2_DOUBLE, FLUX2_SINGLE) if flux2 else (FLUX_DOUBLE, FLUX_SINGLE)
 
     def hook_pairs(self) -> Iterator[HookPair]:
-        """Blocks and the layers inside them with the hooks that may stand in for them."""
+        """See `ModelHooks`; with the layers inside double blocks."""
         yield from super().hook_pairs()
         for block in self.by_module:
             if is_original(block.module):
@@ -116,6 +116,6 @@ class Hooks(Transformer):
                 yield from block.layers()
 
     def hooks_for(self, group: BlockGroup, hooks: list[BlockHook], config: ToMAConfig) -> list[BlockHook]:
-        """Double blocks can be merged module by module."""
+        """See `Transformer`. Double blocks can be merged module by module."""
         by_module = config.granularity is Granularity.MODULE and group.kind == "double"
         return list(self.by_module) if by_module else hooks

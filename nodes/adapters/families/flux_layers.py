@@ -1,6 +1,6 @@
-"""Layers inside a double block of Flux on merged tokens: what granularity `module` puts around each of them.
+"""Layers of a double block of Flux on merged tokens: what granularity `module` installs around each of them.
 
-A layer sees [image | references]; only the image is merged. Whoever installs a hook of these gives it a plan first.
+A layer gets [image | references]; only the image is merged. The plan is set before a hook is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..signature import BlockSignature, TokenReduction
 
 
 class Layer(Hook):
-    """A layer of which the image tokens are merged by `plan`, as long as it is installed."""
+    """Merges the image tokens of a layer by `plan`, as long as it is installed."""
 
     plan: MergePlan
 
@@ -27,7 +27,7 @@ class Layer(Hook):
 
 
 class MergeIn(Layer):
-    """qkv of merged tokens."""
+    """Computes qkv of merged tokens."""
 
     @outside_graph
     def __call__(self, x: Tensor, /) -> Tensor:
@@ -35,7 +35,7 @@ class MergeIn(Layer):
 
 
 class UnmergeOut(Layer):
-    """The output projection of merged tokens, spread over all."""
+    """Computes the output projection of merged tokens, and unmerges."""
 
     @outside_graph
     def __call__(self, x: Tensor, /) -> Tensor:
@@ -43,7 +43,7 @@ class UnmergeOut(Layer):
 
 
 class MergedLayer(Layer):
-    """The MLP on merged tokens."""
+    """Computes the MLP on merged tokens, and unmerges."""
 
     @outside_graph
     def __call__(self, x: Tensor, /) -> Tensor:
@@ -51,29 +51,29 @@ class MergedLayer(Layer):
 
 
 def _merged_image(x: Tensor, plan: MergePlan) -> Tensor:
-    """(B, N + R, C) -> (B, D + R, C): merge the image, keep the references."""
+    """Merge the image of (B, N + R, C) to (B, D + R, C); the references stay as they are."""
     return torch.cat([merge(x[:, : plan.tokens], plan), x[:, plan.tokens :]], 1)
 
 
 def _unmerged_image(y: Tensor, plan: MergePlan) -> Tensor:
-    """(B, D + R, C) -> (B, N + R, C)."""
+    """Unmerge the image of (B, D + R, C) to (B, N + R, C)."""
     return torch.cat([unmerge(y[:, : plan.kept], plan), y[:, plan.kept :]], 1)
 
 
 class ByModule(BlockHook):
-    """A double block with attention and MLP each between their own merge and unmerge, the residual stream whole, as in
-    the paper."""
+    """A double block with attention and MLP each between their own merge and unmerge, as in the paper."""
 
     in_graphs = False
     merges_references = False
 
-    def __init__(self, whole: BlockHook) -> None:
-        """whole: the hook for the same block on merged tokens from its beginning to its end."""
-        super().__init__(whole.module, whole.name, whole.signature, whole.work, whole.scope, whole.positions)
+    def __init__(self, block: BlockHook) -> None:
+        """block: the hook of the same block that merges it as one."""
+        super().__init__(block.module, block.name, block.signature, block.work, block.scope, block.positions)
         self.parts = (MergeIn(), UnmergeOut(), MergedLayer())
 
     def layers(self) -> tuple[tuple[nn.Module, Layer], ...]:
-        """Query, key and value; what follows the attention; the MLP. Looked up anew, as others may replace them."""
+        """Return qkv, the projection after attention, and the MLP, with their hooks. Looked up each time, as other
+        nodes may replace them."""
         module: Any = self.module
         attention = module.img_attn
         return tuple(zip((attention.qkv, attention.proj, module.img_mlp), self.parts, strict=True))
@@ -92,7 +92,7 @@ class ByModule(BlockHook):
         lengths = ((plan.tokens, plan.kept),)
         site.reduction = Reduction(site.active, (plan,), (None,), lengths)
         rope = self.positions.of(call_args.get(signature.rope_arg), site, signature.attention_offset(call_args))
-        # The attention alone sees merged tokens: what the block does to all of them stays where it is told.
+        # Only the attention sees merged tokens: arguments for the rest of the block are unchanged.
         call_args = {
             **call_args,
             signature.rope_arg: rope,

@@ -1,7 +1,7 @@
 """HunyuanVideo and HunyuanVideo 1.5, HunyuanImage 2.1: a class of its own, with the blocks of Flux.
 
-Tokens lie as [text | reference | frames]; frames alone are merged, each to as many tokens as the others. Where the
-first frame has a noise level of its own, blocks tell it by places that are no border between frames, and stay whole.
+Tokens are [text | reference | frames]; only frames are merged, each to the same number of tokens. Where the first frame
+has another noise level, blocks get its position as an index inside a frame, and run unmerged.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ NAME = "HunyuanVideo (1.0, 1.5) and HunyuanImage 2.1"
 
 
 def matches(diffusion_model: nn.Module) -> bool:
-    """Whether this family knows the model."""
+    """Whether the model is of this family."""
     return isinstance(diffusion_model, HunyuanVideo) and (*diffusion_model.patch_size[:-2], 1)[0] == 1
 
 
 class _Signature(BlockSignature):
-    """The frames come last, whatever is before them: positions are of text and all tokens, merged or not."""
+    """The frames come last. Positions are of text and all tokens, merged or not."""
 
     rope_arg = "pe"
     mutates_input = clamps_fp16 = True
@@ -38,9 +38,9 @@ class _Signature(BlockSignature):
         return before if before >= 0 else None
 
     def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
-        moved, mask = super().merged_args(call_args, reduction), call_args.get("attn_mask")
-        # Of text; all that comes after it is looked at.
-        return moved if mask is None else {**moved, "attn_mask": mask[..., : mask.shape[-1] - reduction.removed]}
+        merged, mask = super().merged_args(call_args, reduction), call_args.get("attn_mask")
+        # A mask of the text: all later tokens are attended to.
+        return merged if mask is None else {**merged, "attn_mask": mask[..., : mask.shape[-1] - reduction.removed]}
 
     def merged_mask(self, mask: Tensor, removed: int) -> Tensor | None:
         return text_masked(mask, removed)
@@ -65,13 +65,13 @@ class DoubleSignature(_Signature):
 
 
 class Hooks(Transformer):
-    """All hooks of one model."""
+    """The hooks of one model."""
 
     takes_frames = True
     references_follow = False
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
-        """Double blocks, and single blocks where there are any: 1.5 has none."""
+        """Return double blocks, and single blocks where there are any: 1.5 has none."""
         self.patch_size, self.width = model.patch_size[-1], model.hidden_size
         double = BlockGroup("double", model.double_blocks, DoubleSignature(), HUNYUAN_DOUBLE, "input")
         single = BlockGroup("single", model.single_blocks, SingleSignature(), HUNYUAN_SINGLE, "output")

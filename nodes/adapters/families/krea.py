@@ -14,22 +14,22 @@ NAME = "Krea 2"
 
 
 def matches(diffusion_model: nn.Module) -> bool:
-    """Whether this family knows the model."""
+    """Whether the model is of this family."""
     return isinstance(diffusion_model, SingleStreamDiT)
 
 
 class Signature(BlockSignature):
-    """[text | image | references], of which the last may be told to be clean (timestep_zero_index)."""
+    """[text | image | references]; the last may be marked as clean (timestep_zero_index)."""
 
     positional_args = ("x", "vec", "freqs", "mask")
     rope_arg = "freqs"
     passthrough_args = ("vec", "timestep_zero_index", "transformer_options")
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        if (told := image_start_of(call_args)) is not None:
-            return told
-        # ComfyUI 0.26.0 does not tell, but has no references either: the image comes last. By the positions: they stay
-        # as they were while the tokens are merged.
+        if (start := image_start_of(call_args)) is not None:
+            return start
+        # ComfyUI 0.26.0 has no img_slice, but no references either: the image comes last. Positions stay as they were
+        # while the tokens are merged.
         rope = call_args.get(self.rope_arg)
         text = (
             -1
@@ -46,9 +46,9 @@ class Signature(BlockSignature):
 
 
 class Hooks(Transformer):
-    """All hooks of one Krea 2."""
+    """The hooks of one Krea 2."""
 
     def block_groups(self, model: SingleStreamDiT) -> tuple[BlockGroup, ...]:
-        """All blocks."""
+        """Return all blocks."""
         self.patch_size, self.width = model.patch, model.first.out_features
         return (BlockGroup("single", model.blocks, Signature(), KREA),)

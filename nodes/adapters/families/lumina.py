@@ -1,7 +1,7 @@
 """Z-Image, Lumina 2 and every other model that ComfyUI runs on `NextDiT`.
 
-One stream of [text | references | image], text and image each padded to a multiple of 32 in Z-Image. The refiners
-before it see text or image alone, a few blocks in all: they stay whole.
+One stream of [text | references | image], text and image each padded to a multiple of 32 in Z-Image. The few refiner
+blocks before it, of text or image alone, are not merged.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ NAME = "Z-Image, Lumina 2"
 
 
 def matches(diffusion_model: nn.Module) -> bool:
-    """Whether this family knows the model."""
+    """Whether the model is of this family."""
     return isinstance(diffusion_model, NextDiT)
 
 
 class LayerSignature(BlockSignature):
-    """[text | references | image | padding]: ComfyUI does not tell where the image begins, but it comes last."""
+    """[text | references | image | padding]: ComfyUI passes no start of the image, but it comes last."""
 
     positional_args = ("x", "x_mask", "freqs_cis", "adaln_input")
     rope_arg, rope_token_dim = "freqs_cis", 1
@@ -31,11 +31,11 @@ class LayerSignature(BlockSignature):
     clamps_fp16 = True
 
     def __init__(self, multiple: int) -> None:
-        """multiple: of what the image's tokens are padded to."""
+        """multiple: the image's tokens are padded to a multiple of it."""
         self.multiple = multiple
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        # By the positions: they stay as they were while the tokens are merged.
+        # Positions stay as they were while the tokens are merged.
         rope = call_args.get(self.rope_arg)
         if rope is None or rope.ndim <= self.rope_token_dim:
             return None
@@ -49,14 +49,14 @@ class LayerSignature(BlockSignature):
 
 
 class Hooks(Transformer):
-    """All hooks of one NextDiT."""
+    """The hooks of one NextDiT."""
 
-    # ControlNets and other patches are shown the image between two blocks, and may write into it.
+    # ControlNets and other patches read the image between two blocks, and may write into it.
     between = ("double_block",)
     references_follow = False
 
     def block_groups(self, model: NextDiT) -> tuple[BlockGroup, ...]:
-        """The layers after the refiners."""
+        """Return the layers after the refiners."""
         self.patch_size, self.width = model.patch_size, model.dim
         work = Z_IMAGE if model.pad_tokens_multiple else LUMINA
         return (BlockGroup("layer", model.layers, LayerSignature(model.pad_tokens_multiple or 1), work),)

@@ -1,4 +1,4 @@
-"""Qwen-Image and Qwen-Image-Edit: [image | references] and text in streams of their own."""
+"""Qwen-Image and Qwen-Image-Edit: one stream of [image | references], another of text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NAME = "Qwen-Image"
 
 
 def matches(diffusion_model: nn.Module) -> bool:
-    """Whether this family knows the model."""
+    """Whether the model is of this family."""
     return isinstance(diffusion_model, QwenImageTransformer2DModel)
 
 
 class Signature(BlockSignature):
-    """[image | references], of which the last may be told to be clean (timestep_zero_index). A mask is of the text."""
+    """[image | references]; the last may be marked as clean (timestep_zero_index). A mask is of the text."""
 
     positional_args = (
         "hidden_states",
@@ -49,12 +49,12 @@ class Signature(BlockSignature):
 
 
 class Hooks(Transformer):
-    """All hooks of one Qwen-Image."""
+    """The hooks of one Qwen-Image."""
 
-    # ControlNets that are patches are shown the image between two blocks.
+    # ControlNets that are patches read the image between two blocks.
     between = ("double_block",)
 
     def block_groups(self, model: QwenImageTransformer2DModel) -> tuple[BlockGroup, ...]:
-        """All blocks."""
+        """Return all blocks."""
         self.patch_size, self.width = model.patch_size, model.inner_dim
         return (BlockGroup("double", model.transformer_blocks, Signature(), QWEN, "input"),)

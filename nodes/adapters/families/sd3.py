@@ -1,4 +1,4 @@
-"""SD3 and SD3.5: image and text in streams of their own, positions added before the first block."""
+"""SD3 and SD3.5: a stream of the image, another of text, positions added before the first block."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NAME = "SD3.5"
 
 
 def matches(diffusion_model: nn.Module) -> bool:
-    """Whether this family knows the model."""
+    """Whether the model is of this family."""
     return isinstance(diffusion_model, MMDiT)
 
 
 class Signature(BlockSignature):
-    """Nothing but the image; the last block gives no text."""
+    """The image alone; the last block returns no text."""
 
     positional_args = ("context", "x")
     output_index = 1
@@ -31,18 +31,18 @@ class Signature(BlockSignature):
         return int(call_args["context"].shape[1])
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, int], ...]:
-        """Text and image together; in some blocks of the medium one the image then looks at itself."""
+        """Return text and image together, and the image alone, for some blocks of SD3.5 medium."""
         return *super().attention_spans(call_args, before), (before, int(call_args["x"].shape[1]))
 
 
 class Hooks(Transformer):
-    """All hooks of one SD3."""
+    """The hooks of one SD3."""
 
     def attentions(self, block: Any) -> int:
-        """The image looks at itself once more in some blocks of the medium one."""
+        """Return 2 for some blocks of SD3.5 medium, where the image attends to itself once more."""
         return 1 + bool(getattr(getattr(block, "x_block", None), "x_block_self_attn", False))
 
     def block_groups(self, model: MMDiT) -> tuple[BlockGroup, ...]:
-        """All blocks."""
+        """Return all blocks."""
         self.patch_size, self.width = model.patch_size, model.hidden_size
         return (BlockGroup("double", model.joint_blocks, Signature(), MM_DIT, "output"),)

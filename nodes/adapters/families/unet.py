@@ -25,21 +25,21 @@ from ..signature import BlockSignature, CallArguments, TokenReduction
 from .unet_layers import ByModule
 
 NAME = "UNet (SDXL, SD1.5, SD2)"
-# Measured, see docs/fidelity.md: the last stacks draw and change most, so that no step has to run whole.
+# Measured, see docs/fidelity.md: the last stacks change the image most; without them no step has to be full.
 PRESETS: Fields = {"balanced": {"skip_last_blocks": 3}, "quality": {"skip_last_blocks": 4}}
 
-# Patches of other nodes that are shown tokens inside a transformer block.
+# Patches of other nodes that read tokens inside a transformer block.
 _TOKEN_PATCHES = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch")
 
 
 def matches(diffusion_model: nn.Module) -> bool:
-    """Whether this family knows the model. Video UNets are left alone: they mix frames inside a stack."""
+    """Whether the model is of this family. Video UNets are not: they mix frames inside a stack."""
     kinds = {type(m) for m in diffusion_model.modules() if isinstance(m, SpatialTransformer)}
     return isinstance(diffusion_model, UNetModel) and kinds == {SpatialTransformer}
 
 
 class Signature(BlockSignature):
-    """Nothing but the image; ComfyUI tells its grid."""
+    """The image alone; ComfyUI passes its grid."""
 
     positional_args = ("x", "context", "transformer_options")
     passthrough_args = ("context", "transformer_options")
@@ -58,8 +58,15 @@ class Signature(BlockSignature):
 
 @dataclass(frozen=True)
 class _Stack:
-    """Where transformer blocks sit. halvings: of the latent's sides on the way here; width: of their tokens, 0 if
-    unknown; home: what runs them."""
+    """A stack of transformer blocks.
+
+    Attributes:
+        position: Part of the UNet and index in it.
+        halvings: How often the latent's sides are halved on the way here.
+        width: Channels of a token, 0 if unknown.
+        home: The module that runs the blocks.
+        blocks: Their hooks.
+    """
 
     position: tuple[str, int]
     halvings: int
@@ -68,12 +75,12 @@ class _Stack:
     blocks: tuple[ByModule, ...]
 
     def grid(self, latent: Tensor) -> Grid:
-        """Rows and columns of the tokens here of a (B, C, H, W) latent; a Downsample rounds up."""
+        """Return rows and columns of the tokens for a (B, C, H, W) latent; a Downsample rounds up."""
         return -(-latent.shape[-2] // 2**self.halvings), -(-latent.shape[-1] // 2**self.halvings)
 
 
 class Hooks:
-    """All hooks of one UNet."""
+    """The hooks of one UNet."""
 
     presets = without_kv_cache = PRESETS
     takes_frames = False
@@ -90,13 +97,13 @@ class Hooks:
             self.stacks.append(_Stack(position, halvings, width, stack, tuple(blocks)))
 
     def kv_cache_numel(self, latent: Tensor, config: ToMAConfig, *_: Any, **__: Any) -> tuple[int, int]:
-        """See `ModelHooks`. None: its convolutions see all tokens anyhow, and its presets are near without."""
+        """See `ModelHooks`. Nothing: convolutions see all tokens, and the presets have a small error without it."""
         return 0, 0
 
     def select(
         self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], **_: Any
     ) -> Iterator[HookPair]:
-        """The hooks to install for this evaluation. ControlNets add outside of the stacks."""
+        """See `ModelHooks`. ControlNets add outside of the stacks."""
         config, stats = evaluation.run.config, evaluation.run.stats
         for place, stack in enumerate(self.stacks):
             grid = stack.grid(x)
@@ -104,7 +111,7 @@ class Hooks:
             there = stack.home.transformer_blocks
             own = len(there) == len(stack.blocks)
             chains = config.granularity is Granularity.STACK and runs_own_loop(stack.home, ("forward",))
-            runs, following = list[list[BlockHook]](), None  # following: the block that the last run could go on with
+            runs, following = list[list[BlockHook]](), None  # following: index that the last chain could go on with
             for index, block in enumerate(stack.blocks):
                 foreign = None if own and is_original(there[index]) else Reason.BLOCK_REPLACED()
                 if skipped_by_settings := reason or foreign or profile_skips(block.block_hook, evaluation):
@@ -134,7 +141,7 @@ class Hooks:
                 yield BlockFacts(block.block_hook.name, home, block.block_hook.work, height * width, stack.width)
 
     def hook_pairs(self) -> Iterator[HookPair]:
-        """Blocks and their parts with the hooks that may stand in for them."""
+        """See `ModelHooks`; with the parts inside blocks."""
         for block in (block for stack in self.stacks for block in stack.blocks):
             if is_original(block.block_hook.module):
                 yield block.block_hook.module, block.block_hook
@@ -142,7 +149,7 @@ class Hooks:
 
 
 def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, SpatialTransformer]]:
-    """(position, halvings, stack) of every SpatialTransformer in forward order, see `_Stack`."""
+    """Yield (position, halvings, stack) of every SpatialTransformer in forward order, see `_Stack`."""
     depth, depths, found = 0, [], []
     for i, module in enumerate(diffusion_model.input_blocks):
         depth += any(isinstance(m, Downsample) for m in module.modules())
@@ -157,15 +164,15 @@ def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, 
 
 
 def _is_patched(stack: _Stack, index: int, transformer_options: dict[str, Any]) -> bool:
-    """Whether another node's patch is shown a block's tokens: then it is merged module by module, so that the patch
-    goes on seeing all of them."""
+    """Whether another node's patch reads a block's tokens: it is then merged module by module, so that the patch gets
+    all of them."""
     patches = transformer_options.get("patches", {})
     shown = any(patches.get(name) for name in _TOKEN_PATCHES)
     return shown or any(_replaced(stack, index, transformer_options))
 
 
 def _replaced(stack: _Stack, index: int, transformer_options: dict[str, Any]) -> Iterator[str]:
-    """The attentions of a block that another node computes in its own way, on all tokens."""
+    """Yield the attentions of a block that another node computes, on all tokens."""
     replacements = transformer_options.get("patches_replace", {})
     for name, part in (("attn1", "self-attention"), ("attn2", "cross-attention")):
         entries = replacements.get(name, {})

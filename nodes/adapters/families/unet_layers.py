@@ -17,11 +17,11 @@ from ..model_hooks import Hook, HookPair, merge, outside_graph, unmerge
 
 
 class ByModule(Hook):
-    """A transformer block whose modules are merged one by one. It only keeps its transformer_options for them, because
-    a feed-forward is not given any."""
+    """A transformer block whose modules are merged one by one. It keeps transformer_options for them, because a
+    feed-forward gets none."""
 
     def __init__(self, block_hook: BlockHook) -> None:
-        """block_hook: the hook for the same block on merged tokens from its beginning to its end."""
+        """block_hook: the hook of the same block that merges it as one."""
         self.block_hook = block_hook
         self.options: dict[str, Any] = {}
         self.attn1 = MergedAttention(self, " self-attention")
@@ -38,7 +38,7 @@ class ByModule(Hook):
         self.block_hook.release()
 
     def layers(self) -> Iterator[HookPair]:
-        """The modules with their hooks."""
+        """Yield the modules with their hooks."""
         module: Any = self.block_hook.module
         yield module.attn1, self.attn1
         if module.attn2 is not None:
@@ -46,7 +46,7 @@ class ByModule(Hook):
         yield module.ff, self.ff
 
     def hooks(self, grid: Grid, evaluation: Evaluation) -> Iterator[HookPair]:
-        """The hooks to install for an evaluation, in which the block sees such a grid."""
+        """Yield the hooks to install for an evaluation in which the block has this grid."""
         block_hook = self.block_hook
         work = block_hook.work, Granularity.MODULE
         block_hook.site.begin((grid,), block_hook.scope, [block_hook.name], work, evaluation)
@@ -54,7 +54,7 @@ class ByModule(Hook):
         yield from self.layers()
 
     def plan(self, x: Tensor, part: str) -> MergePlan | None:
-        """The plan for the tokens x of one of its modules, or None to leave that whole; the outcome is noted."""
+        """Return the plan for the tokens x of one of its modules, None if it is not merged; the outcome is noted."""
         site = self.block_hook.site
         reason = self.block_hook.reason({"x": x, "transformer_options": self.options})
         plan = site.plan_for(x, reason, part)
@@ -84,11 +84,13 @@ class MergedAttention(Hook):
         plan = None if tied else self.block.plan(x, self.part)
         if plan is None:
             return self.original(x, context=context, value=value, transformer_options=transformer_options, **call_args)
-        merged, told = merge(x, plan), without_grid(transformer_options, plan.tokens, plan.kept)
+        merged, options = merge(x, plan), without_grid(transformer_options, plan.tokens, plan.kept)
         if context is x and (value is None or value is x):
-            # Keys and values must stay as long as each other: if a patch made other values, both stay whole.
+            # Keys and values must stay as long as each other: if a patch made other values, neither is merged.
             context, value = merged, None if value is None else merged
-        return unmerge(self.original(merged, context=context, value=value, transformer_options=told, **call_args), plan)
+        return unmerge(
+            self.original(merged, context=context, value=value, transformer_options=options, **call_args), plan
+        )
 
 
 class MergedFeedForward(Hook):

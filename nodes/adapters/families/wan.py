@@ -1,7 +1,7 @@
 """Wan 2.1 and 2.2: videos in one stream of [reference | video | further frames and context], text beside it.
 
-Frames lie one behind another and keep as many tokens each, because modulation may go by frame (Wan 2.2 5B).
-Cross-attention to the text is part of a block, and merged with it.
+Every frame is merged to the same number of tokens, because modulation may be per frame (Wan 2.2 5B). Cross-attention
+to the text is part of a block, and merged with it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..signature import BlockSignature, CallArguments, TokenReduction
 
 NAME = "Wan 2.1 and 2.2"
 
-# The kinds that are known, by their class, and after which of its blocks each does something with all tokens: VACE adds
-# what its control blocks give, Animate looks at faces. Others tell sound or poses by place: they stay whole.
+# Known kinds by their class, and after which of its blocks each reads all tokens: VACE adds what its control blocks
+# give, Animate attends to faces. Others pass sound or poses per token: they are not merged.
 _BORDERS: Mapping[str, Callable[[Any], Collection[int]]] = {
     "WanModel": lambda model: (),
     "CameraWanModel": lambda model: (),
@@ -35,12 +35,13 @@ _BORDERS: Mapping[str, Callable[[Any], Collection[int]]] = {
 
 
 def matches(diffusion_model: nn.Module) -> bool:
-    """Whether this family knows the model."""
+    """Whether the model is of this family."""
     return isinstance(diffusion_model, WanModel) and diffusion_model.patch_size[0] == 1
 
 
 def kind_of(model: nn.Module) -> str:
-    """The name of ComfyUI's own class of a model: another pack's, or PyTorch's for several cards, comes from it."""
+    """Return the name of ComfyUI's class of a model, from which those of other packs and of PyTorch for several cards
+    are derived."""
     return next(kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("comfy."))
 
 
@@ -58,10 +59,10 @@ class Signature(BlockSignature):
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
         if not self.has_reference:
             return 0
-        # Nobody tells, but it is one frame. By the positions: they stay as they were while the tokens are merged.
-        rope, told = call_args.get(self.rope_arg), _frames_told(call_args)
-        ahead = -1 if rope is None or rope.ndim <= self.rope_token_dim else rope.shape[self.rope_token_dim] - prod(told)
-        return ahead if ahead in (0, prod(told[1:])) else None
+        # The reference is one frame. Positions stay as they were while the tokens are merged.
+        rope, grid = call_args.get(self.rope_arg), _grid_sizes(call_args)
+        ahead = -1 if rope is None or rope.ndim <= self.rope_token_dim else rope.shape[self.rope_token_dim] - prod(grid)
+        return ahead if ahead in (0, prod(grid[1:])) else None
 
     def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
         options = call_args.get("transformer_options")
@@ -71,23 +72,24 @@ class Signature(BlockSignature):
         return super().obstacle(call_args, image, references) or _modulation(call_args, image)
 
 
-def _frames_told(call_args: CallArguments) -> tuple[int, ...]:
-    """Frames, rows and columns of the video and the frames behind it, as ComfyUI tells them; empty if it does not."""
+def _grid_sizes(call_args: CallArguments) -> tuple[int, ...]:
+    """Return frames, rows and columns of the video and the frames behind it, from ComfyUI's options; empty if
+    unknown."""
     return tuple((call_args.get("transformer_options") or {}).get("grid_sizes") or ())
 
 
 def _modulation(call_args: CallArguments, image: int) -> Message | None:
     """Return why modulation would not fit fewer tokens, None if it would. It is (B, 6, C), or (B, T, 6, C) for T equal
-    shares of all tokens, which have to be the frames of the video."""
-    e, told = call_args.get("e"), _frames_told(call_args)
+    shares of all tokens, which must be the frames of the video."""
+    e, grid = call_args.get("e"), _grid_sizes(call_args)
     if e is None or e.ndim < 4 or e.shape[1] == 1:
         return None
-    frames = told[:1] == (e.shape[1],) and call_args["x"].shape[1] == image == prod(told)
+    frames = grid[:1] == (e.shape[1],) and call_args["x"].shape[1] == image == prod(grid)
     return None if frames else Reason.ARGUMENT_IN_USE(arguments="modulation by token")
 
 
 class Hooks(Transformer):
-    """All hooks of one Wan."""
+    """The hooks of one Wan."""
 
     inside = ("attn1_patch", "attn2_patch")
     between = ("double_block",)
@@ -95,7 +97,7 @@ class Hooks(Transformer):
     references_follow = False
 
     def block_groups(self, model: WanModel) -> tuple[BlockGroup, ...]:
-        """All blocks; not those of VACE's control, which see the control video."""
+        """Return all blocks but those of VACE's control, which see the control video."""
         self.patch_size, self.width = model.patch_size[-1], model.dim
         self.kind = kind_of(model)
         work = replace(WAN, weights=6 + 2 * model.ffn_dim / model.dim)
