@@ -31,10 +31,18 @@ def preset(pack: Any) -> Callable[..., Any]:
 
 @contextmanager
 def short_of_memory(model: Any) -> Iterator[None]:
-    """Every condition is a call of its own."""
+    """Every condition is a call of its own. What the model needs stays as it is: the KV cache is chosen by that."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
+        own, together = model.model.apply_model, set()
+
+        def apply_model(*args: Any, **kwargs: Any) -> Any:
+            together.add(len(kwargs["transformer_options"]["cond_or_uncond"]))
+            return own(*args, **kwargs)
+
+        patch.setattr(model.model, "apply_model", apply_model)
+        patch.setattr(type(model), "get_free_memory", lambda *args: 0)
         yield
+    assert together == {1}, "conditions were joined"
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
