@@ -73,7 +73,7 @@ class Runner:
     def __call__(self, inputs: dict[str, Any]) -> Tensor:
         """One evaluation: (B, C, H, W) latents in, the same out."""
         if self.looks and self.sampling is not None:
-            if self.sampling.picture is None:
+            if self.sampling.prediction is None:
                 self._step(_LEVELS[0])
                 self._evaluated(inputs)
             self._step(_LEVELS[1])
@@ -85,7 +85,7 @@ class Runner:
         if self.sampling is not None:
             hooks = pack_module("nodes.adapters.model_hooks")
             options[hooks.SAMPLING] = self.sampling
-            if self.sampling.picture is None:
+            if self.sampling.prediction is None:
                 self.sampling.predicted(inputs["x"])  # as after a step, for plans that are made of it
             options[hooks.GRAPHS] = pack_module("nodes.adapters.compile_ops").compiled(self.patched.model_options)
         with torch.inference_mode():

@@ -62,10 +62,10 @@ def own_destinations(patch: Patch) -> Patch:
     """Every condition has destinations of its own."""
 
     def values(sampling: Any) -> dict[str, Any]:
-        def copies(self: Any, chunks: tuple[Any, ...], frames: Any) -> tuple[Any, ...]:
+        def plan_keys(self: Any, chunks: tuple[Any, ...], frames: Any) -> tuple[Any, ...]:
             return chunks
 
-        return {"copies": copies}
+        return {"plan_keys": plan_keys}
 
     return during(patch, lambda: pack_module("nodes.adapters.patch_model").SamplingRun, values)
 
@@ -257,7 +257,7 @@ def picked(patch: Patch) -> Patch:
 
         return {"reduce": reduce}
 
-    return during(patch, lambda: pack_module("nodes.adapters.chain"), values)
+    return during(patch, lambda: pack_module("nodes.adapters.active_chain"), values)
 
 
 def norm_kept(patch: Patch) -> Patch:
@@ -275,7 +275,7 @@ def norm_kept(patch: Patch) -> Patch:
 
         return {"reduce": reduce}
 
-    return during(patch, lambda: pack_module("nodes.adapters.chain"), values)
+    return during(patch, lambda: pack_module("nodes.adapters.active_chain"), values)
 
 
 def exact(patch: Patch) -> Patch:
@@ -287,12 +287,12 @@ def exact(patch: Patch) -> Patch:
         from comfy.ldm.flux import layers
         from comfy.ldm.flux.math import apply_rope1, optimized_attention
 
-        moved, called = link.moved, link._called
+        merged, called = link.merged_call_args, link._called
         whole: list[dict[str, Any]] = []
 
         def noted(self: Any, given: dict[str, Any], *args: Any) -> Any:
             whole[:] = [given]
-            return moved(self, given, *args)
+            return merged(self, given, *args)
 
         def run(self: Any, by_place: int, given: dict[str, Any]) -> Any:
             if not whole:
@@ -317,9 +317,9 @@ def exact(patch: Patch) -> Patch:
             with replaced(layers, {"attention": use}):
                 return called(self, by_place, given)
 
-        return {"moved": noted, "_called": run}
+        return {"merged_call_args": noted, "_called": run}
 
-    return picked(during(patch, lambda: pack_module("nodes.adapters.chain").Link, values))
+    return picked(during(patch, lambda: pack_module("nodes.adapters.chain").BlockHook, values))
 
 
 def guided(patch: Patch) -> Patch:

@@ -173,7 +173,9 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
                 lambda: kernels.merge(x, M, windows, budget),
                 lambda: kernels.unmerge(out, back, windows, budget),
                 lambda: kernels.restore(out, reduced, x, back, windows, budget),
-                lambda: kernels.reuse(out, reduced, x, old, destinations, back, windows, budget, DELTA_WEIGHT),
+                lambda: kernels.unmerge_residual_cached(
+                    out, reduced, x, old, destinations, back, windows, budget, DELTA_WEIGHT
+                ),
             )
         )
         packed = kernels.pack(x)

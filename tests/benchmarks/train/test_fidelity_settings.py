@@ -320,13 +320,13 @@ def test_refresh_early_or_late(model: Any, decisions: Any) -> None:
 
 def test_the_pack_is_as_before(model: Any) -> None:
     state, run = pack_module("toma_core.run"), pack_module("nodes.adapters.sampling_run")
-    chain = pack_module("nodes.adapters.chain")
+    chain = pack_module("nodes.adapters.active_chain")
     before = (
         state.weigh,
         state.cosine_similarity,
         state.RunState._selected,
         run.Schedule,
-        run.SamplingRun.copies,
+        run.SamplingRun.plan_keys,
         chain.reduce,
     )
     for change in (
@@ -343,6 +343,6 @@ def test_the_pack_is_as_before(model: Any) -> None:
         state.cosine_similarity,
         state.RunState._selected,
         run.Schedule,
-        run.SamplingRun.copies,
+        run.SamplingRun.plan_keys,
         chain.reduce,
     )
