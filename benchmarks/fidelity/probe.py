@@ -157,7 +157,7 @@ class Probe:
             self.before, self.whole = self.whole, {}
         self.call = call
         try:
-            with replaced(pack_module("nodes.adapters.chain"), {"restore": restore}) if whole else nullcontext():
+            with replaced(pack_module("nodes.adapters.active_chain"), {"restore": restore}) if whole else nullcontext():
                 return run()
         finally:
             self.call = None

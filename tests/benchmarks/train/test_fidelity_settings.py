@@ -259,7 +259,7 @@ def reduced(model: Any, plans: Any) -> Any:
         x = torch.randn(len(plan.picks), plan.tokens, 8, generator=torch.Generator().manual_seed(0))
 
         def run(model: Any) -> Any:
-            seen.append(pack_module("nodes.adapters.chain").reduce(x, plan))
+            seen.append(pack_module("nodes.adapters.active_chain").reduce(x, plan))
             return model
 
         wrapper = change(lambda model: model)(model).wrappers["outer_sample"]["experiment"][0]
