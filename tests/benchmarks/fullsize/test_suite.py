@@ -71,7 +71,7 @@ def test_gates_see_what_is_wrong(unet: Any) -> None:
         variants.Variant("missing", variants.core_node("nodes_tomesd", "NoSuchNode")),
     ]
     rows = {r.variant: r for r in forward.measure(unet, shape, chosen, 1, CPU)}
-    assert "nothing was merged" in rows["ToMA never"].gate
+    assert "Nothing was merged" in rows["ToMA never"].gate
     assert "must not" in rows["changes"].gate
     assert "off" in rows["broken"].gate
     assert "cannot be had here" in rows["missing"].gate

@@ -238,7 +238,7 @@ def test_plans_from_predictions(small: dict[str, Any], decisions: Any, kind: str
     """All rows that are compared have the first step whole and new plans in every merged one."""
     plain, table = sample(small[kind]), settings(kind, STEPS, "simple")
     names = [name for name in table if name.startswith(("plan from: ", "preset: balanced, plan from "))]
-    assert len(names) == 12
+    assert len(names) == 7
     for name in names:
         decisions.clear()
         out = sample(table[name].patch(small[kind]))
