@@ -122,7 +122,7 @@ def measure(
             planning = bench.quantile(times["plan"], 0.5)
             whole = Timing(times["whole"], chain(x).float().cpu())
             this = Timing([t + plans_per_step * planning for t in times["merged"]], merged().float().cpu())
-            tokens = f"{side * side} -> {made.kept}"
+            tokens = f"{side * side} -> {made.num_destinations}"
             row = Row("break-even", f"{depth} blocks", f"{side}x{side}x{width}", batch, "ToMA stack", tokens)
             row.planning, row.note = planning, _auto(x, ratio)
             rows.append(bench.compared(row, this, whole))

@@ -152,10 +152,10 @@ class Fused:
     def _launched(self, name: str, results: tuple[Tensor, ...], *read: Tensor | None) -> None:
         self.meter.count(f"toma.{name}", 0.0, sum(t.nbytes for t in (*results, *read) if t is not None))
 
-    def moved(self, x: Tensor, windows: Any, budget: Any) -> Any:
+    def allocate(self, x: Tensor, windows: Any, budget: Any) -> Any:
         """See `kernels.Kernels`, as for all below."""
         module, count = pack_module("toma_core.budget"), len(windows.counts)
-        slots = module.most_slots(budget, windows)
+        slots = module.max_slots(budget, windows)
         due = x.new_empty(len(x), 2, count, dtype=torch.float32)
         compact = x.new_empty(len(x), budget.total, dtype=torch.int64)
         expand = x.new_empty(len(x), count * slots, dtype=torch.int64)
@@ -164,14 +164,14 @@ class Fused:
         self._launched("share", (compact, expand, valid), due)
         return module.AdaptiveBudget(budget.counts, compact, expand, valid)
 
-    def pack(self, x: Tensor) -> Any:
+    def quantize(self, x: Tensor) -> Any:
         module = pack_module("toma_core.quant4")
         codes = x.new_empty(*x.shape[:-1], x.shape[-1] // 2, dtype=torch.uint8)
         low, step = (x.new_empty(*x.shape[:-1], x.shape[-1] // module.group_of(x.shape[-1])) for _ in range(2))
         self._launched("pack", (codes, low, step), x)
         return module.Int4Tensor(codes, low, step)
 
-    def unpack(self, packed: Any) -> Tensor:
+    def dequantize(self, packed: Any) -> Tensor:
         out = packed.low.new_empty(packed.shape)
         self._launched("unpack", (out,), packed.codes, packed.low, packed.step)
         return out
@@ -197,7 +197,9 @@ class Fused:
         self._launched("unmerge", (spread,), y, weights, windows.source, windows.valid, budget.expand)
         return spread
 
-    def restore(self, out: Tensor, reduced: Tensor, x: Tensor, weights: Tensor, windows: Any, budget: Any) -> Tensor:
+    def unmerge_residual(
+        self, out: Tensor, reduced: Tensor, x: Tensor, weights: Tensor, windows: Any, budget: Any
+    ) -> Tensor:
         restored, layout = x.new_empty(x.shape), (windows.source, windows.valid, budget.expand)
         self._launched("unmerge", (restored,), out, reduced, x, weights, *layout)
         return restored
@@ -214,7 +216,7 @@ class Fused:
 
 def _weights(x: Tensor, picks: Tensor, windows: Any) -> tuple[Tensor, Tensor]:
     batch, count, K = picks.shape
-    room = pack_module("toma_core.kernels.rows").room
+    room = pack_module("toma_core.kernels.layout").room
     return room(x, batch, count, K, windows.slots), room(x, batch, count, windows.slots, K)
 
 

@@ -54,7 +54,7 @@ class Runner:
             return None
         self.looks = attachment.config.kv_cache
         sampling = run.SamplingRun.start(attachment.config, None, _LEVELS if self.looks else [1.0, 0.0])
-        sampling.run.packs = self.variant.packs
+        sampling.run.quantized = self.variant.packs
         if self.plain:
             trial = pack_module("toma_core.kernels.dispatch")
             sampling.run.dispatch = trial.Dispatch(trial.Choice(None))

@@ -71,8 +71,8 @@ def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
         return run._selected(x, x, _GRID, decision, "")
 
     # What a stubbed kernel leaves in memory is no slot.
-    made = replace(first := plan(), picks=torch.zeros_like(first.picks))
-    y = torch.randn(1, made.kept, _CHANNELS, generator=torch.Generator().manual_seed(1))
+    made = replace(first := plan(), dest_slots=torch.zeros_like(first.dest_slots))
+    y = torch.randn(1, made.num_destinations, _CHANNELS, generator=torch.Generator().manual_seed(1))
     assert made.strips is None
     _ = made.destinations
     return {

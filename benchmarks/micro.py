@@ -164,8 +164,8 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
     core = pack_module("toma_core.merge")
     selection, cache = pack_module("toma_core.selection"), pack_module("toma_core.cache")
     x, plan = first.x, first.plan
-    exact = core.weigh(windows.split(x), plan.picks, windows, budget, SCALE, torch.float32)
-    (batch, N, C), D, element = x.shape, plan.kept, x.element_size()
+    exact = core.weigh(windows.split(x), plan.dest_slots, windows, budget, SCALE, torch.float32)
+    (batch, N, C), D, element = x.shape, plan.num_destinations, x.element_size()
     W, S, K = len(windows.counts), windows.slots, budget.slots
     tokens, reduced = batch * N * C * element, batch * D * C * element
     weights = batch * W * S * K * element
@@ -180,7 +180,7 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
     unmerging, reusing = 2 * (tokens + reduced) + weights, 3 * (tokens + reduced) + weights
 
     def weigh(o: Operands) -> Any:
-        return core.weigh(windows.split(o.x), o.plan.picks, windows, budget, SCALE, x.dtype)
+        return core.weigh(windows.split(o.x), o.plan.dest_slots, windows, budget, SCALE, x.dtype)
 
     def judged(picks: Tensor) -> str:
         return picks_problem(picks, x, windows, budget)
@@ -201,17 +201,18 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
         made += [
             Job("selection and weights", "Triton", lambda o: kernels.select_weigh(o.x, *at, SCALE)[0], gram + greedy,
                 tokens + 2 * weights, judged),
-            Job("weights", "Triton", lambda o: kernels.weigh(o.x, o.plan.picks, *at, SCALE)[0], gram,
+            Job("weights", "Triton", lambda o: kernels.weigh(o.x, o.plan.dest_slots, *at, SCALE)[0], gram,
                 tokens + 2 * weights, exact.merge_weights),
             Job("merge", "Triton", lambda o: kernels.merge(o.x, o.plan.merge_weights, *at), product,
                 tokens + reduced + weights, merged),
-            Job("unmerge", "Triton", lambda o: kernels.restore(o.out, o.reduced, o.x, o.plan.unmerge_weights, *at),
+            Job("unmerge", "Triton",
+                lambda o: kernels.unmerge_residual(o.out, o.reduced, o.x, o.plan.unmerge_weights, *at),
                 product, unmerging, restored),
             Job("reuse", "Triton", lambda o: kernels.unmerge_residual_cached(
                 o.out, o.reduced, o.x, o.old, o.plan.destinations, o.plan.unmerge_weights, *at, DELTA_WEIGHT), product,
                 reusing, cached),
-            Job("adaptive budget", "Triton", lambda o: kernels.moved(o.x, *at), gram, tokens),
-            Job("four bits", "Triton", lambda o: kernels.pack(o.x), 0.0, 1.3 * tokens),
+            Job("adaptive budget", "Triton", lambda o: kernels.allocate(o.x, *at), gram, tokens),
+            Job("four bits", "Triton", lambda o: kernels.quantize(o.x), 0.0, 1.3 * tokens),
         ]  # fmt: skip
     return made
 

@@ -341,10 +341,10 @@ CARDS = (
 
 def auto() -> str:
     """What Auto makes of blocks on well-known cards, in half precision."""
-    payoff = pack_module("toma_core.cost_model")
-    cards = [payoff.Card(*card) for card in CARDS]
-    unet, double, single = payoff.UNET_BLOCK, payoff.FLUX_DOUBLE, payoff.FLUX_SINGLE
-    stack, alone = payoff.Granularity.STACK, payoff.Granularity.BLOCK
+    cost_model = pack_module("toma_core.cost_model")
+    cards = [cost_model.Card(*card) for card in CARDS]
+    unet, double, single = cost_model.UNET_BLOCK, cost_model.FLUX_DOUBLE, cost_model.FLUX_SINGLE
+    stack, alone = cost_model.Granularity.STACK, cost_model.Granularity.BLOCK
 
     def rows() -> Iterator[list[str]]:
         for name, side, width, block, *around in (
@@ -356,22 +356,22 @@ def auto() -> str:
             ("Flux 512, double", 32, 3072, double),
             ("Flux 512, single", 32, 3072, single),
             ("Flux 1024, double", 64, 3072, double),
-            ("Flux.2 dev 512, single", 32, 6144, payoff.FLUX2_SINGLE),
-            ("Klein 9B 512, double", 32, 4096, payoff.FLUX2_DOUBLE),
-            ("Chroma 512, single", 32, 3072, payoff.CHROMA_SINGLE),
-            ("Z-Image 512", 32, 3840, payoff.Z_IMAGE),
-            ("Lumina 2 512", 32, 2304, payoff.LUMINA),
-            ("Krea 2 512", 32, 6144, payoff.KREA),
-            ("Qwen-Image 512", 32, 3072, payoff.QWEN),
-            ("SD3.5 large 512", 32, 2432, payoff.MM_DIT),
-            ("SD3.5 large 1024", 64, 2432, payoff.MM_DIT),
+            ("Flux.2 dev 512, single", 32, 6144, cost_model.FLUX2_SINGLE),
+            ("Klein 9B 512, double", 32, 4096, cost_model.FLUX2_DOUBLE),
+            ("Chroma 512, single", 32, 3072, cost_model.CHROMA_SINGLE),
+            ("Z-Image 512", 32, 3840, cost_model.Z_IMAGE),
+            ("Lumina 2 512", 32, 2304, cost_model.LUMINA),
+            ("Krea 2 512", 32, 6144, cost_model.KREA),
+            ("Qwen-Image 512", 32, 3072, cost_model.QWEN),
+            ("SD3.5 large 512", 32, 2432, cost_model.MM_DIT),
+            ("SD3.5 large 1024", 64, 2432, cost_model.MM_DIT),
         ):
             kind = around[0] if around else stack
             yield [name, f"{side}x{side}x{width}", *(said(card, side**2, width, block, kind) for card in cards)]
 
     def said(card: Any, tokens: int, width: int, block: Any, around: Any) -> str:
-        share = payoff.computing(tokens, 1, width, torch.float16, card, block) / block.launching(around)
-        whole = payoff.too_little(tokens, 1, width, torch.float16, card, block, around)
+        share = cost_model.computing(tokens, 1, width, torch.float16, card, block) / block.launching(around)
+        whole = cost_model.too_little(tokens, 1, width, torch.float16, card, block, around)
         return f"{share:.{0 if share >= 10 else 2}f}, {'not merged' if whole else 'merged'}"
 
     short = [

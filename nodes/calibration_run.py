@@ -22,7 +22,7 @@ from comfy.samplers import CFGGuider
 from torch import Tensor
 
 from ..toma_core import Settings, ToMAConfig
-from ..toma_core.cache import MOST
+from ..toma_core.cache import MAX_CACHE_BYTES
 from ..toma_core.calibration import Choice, Option, Table, amplified, fastest, filled, front, held, nearest
 from ..toma_core.profile import Profile, changed
 from ..toma_core.reasons import Message, MessageId, Reason
@@ -274,7 +274,7 @@ def _max_sites(model: ModelPatcher, config: ToMAConfig, task: Task) -> int:
     evaluations = conditions_of(guider, sampler) * overlap_of(guider, task.latent)
     site_bytes = largest * len(task.latent) * evaluations * dtype_of(model).itemsize
     # Chains that the model breaks are cached besides.
-    return max(1, int(0.9 * MOST / site_bytes) - max(0, updates // largest - 1))
+    return max(1, int(0.9 * MAX_CACHE_BYTES / site_bytes) - max(0, updates // largest - 1))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What one evaluation of the model does: the schedule's answer, changed by what the run knows."""
+"""Decide what one evaluation of the model does: the schedule's plan, adjusted by the state of the run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def decide(
     awaits_prediction: bool = False,
     gradients: bool = False,
 ) -> StepPlan:
-    """Return the plan of an evaluation. Called once for all conditions that are evaluated together.
+    """Return the plan of an evaluation, for all conditions that are evaluated together.
 
-    sigma: noise level of the sampler. step: where known. given: the noise level that the model is given, if another.
-    signatures: signature -> state of each condition that takes part, see `ResidualCache.settle`.
-    awaits_prediction: merge plans are made from a predicted picture, and there is none yet.
-    gradients: gradients are computed: nothing may be merged or cached.
+    sigma: of the sampler. step: if known. given: the sigma given to the model, if it differs.
+    signatures: signature -> state of each condition that takes part, see `ResidualCache.resolve_mode`.
+    awaits_prediction: merge plans are made from a predicted picture, which does not exist yet.
+    gradients: are computed, so nothing may be merged or cached.
     """
     plan = run.schedule.decide(sigma, step)
     if plan.mode is StepMode.FULL:
@@ -38,15 +38,17 @@ def decide(
         plan = without_cache(run, plan)
     elif plan.mode.caches:
         given = sigma if given is None else given
-        # Where noise is added (unsampling), a run goes up.
-        level = given if not run.schedule.rises else 1 / max(given, 1e-9)
-        mode = run.cache.settle(plan, level, signatures or {}, run.config.full_step_interval, merges_plainly(run))
+        # The cache expects falling noise; unsampling adds it.
+        falling = given if not run.schedule.rises else 1 / max(given, 1e-9)
+        mode = run.cache.resolve_mode(
+            plan, falling, signatures or {}, run.config.full_step_interval, merges_plainly(run)
+        )
         if mode is StepMode.REFRESH and plan.mode is not mode:
             run.stats.full_because(plan.step, Reason.NOT_CACHED())
         elif mode is StepMode.FULL and plan.mode is StepMode.MERGED_CACHED:
             run.stats.full_because(plan.step, Reason.CACHE_DISABLED())
         plan = plan.with_mode(mode)
-    # What refreshes needs no merge plan yet.
+    # A refresh needs no merge plan yet.
     return plan.with_mode(StepMode.FULL) if awaits_prediction and plan.mode.merges else plan
 
 
@@ -58,14 +60,14 @@ def full(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
 
 
 def without_cache(run: RunState, plan: StepPlan) -> StepPlan:
-    """Return the plan of a call that shows a part of the latent that no cache is kept of, as a tile."""
+    """Return the plan of a call that shows a part of the latent without a cache, as a tile."""
     if not plan.mode.merges:
         return plan.with_mode(StepMode.FULL)
     return plan.with_mode(StepMode.MERGED) if merges_plainly(run) else full(run, plan, Reason.TILES())
 
 
 def merges_plainly(run: RunState) -> bool:
-    """Return whether the settings are made for merging without caches: they skip blocks, or cache nothing anyhow."""
+    """Return whether the settings are made for merging without caches: they skip blocks or cache nothing."""
     config = run.config
     return config.skip_first_blocks > 0 or config.skip_last_blocks > 0 or not run.config.uses_cache
 
@@ -73,7 +75,7 @@ def merges_plainly(run: RunState) -> bool:
 def _disabled(run: RunState) -> Message | None:
     """Return why the rest of the run is full, if it is."""
     if run.kv_cache and run.cache.disabled:
-        # Presets that cache keys and values skip no block: merged plainly it would be another picture.
+        # These presets skip no block: merging without caches would change the picture.
         run.stats.not_merged("model", Reason.KV_CACHE_DISABLED())
         return Reason.KV_CACHE_DISABLED()
     if run.oom_scopes:

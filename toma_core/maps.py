@@ -1,4 +1,4 @@
-"""A plan as something to draw: which destination each token merges into."""
+"""Reduce a plan to what is drawn: the destination that each token merges into."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from .merge import MergePlan
 
 @dataclass(frozen=True)
 class MergeMap:
-    """The last plan of one token grid, on the CPU, for drawing; of a video, its first frame.
-
-    height, width: the grid. owner: (N,) int64, for each token the grid index of the destination it merges into.
-    destinations: (D,) int64. cuts: row and column borders of the windows. frames: how many the video has.
-    """
+    """The last plan of one token grid, on the CPU; of a video its first frame."""
 
     height: int
     width: int
+    # (N,) int64, the grid index of the destination that each token merges into.
     owner: Tensor
+    # (D,) int64, grid indices.
     destinations: Tensor
+    # Row and column borders of the windows.
     cuts: tuple[tuple[int, ...], tuple[int, ...]]
+    # Frames of the video.
     frames: int = 1
 
 
 def draw_map(plan: MergePlan) -> MergeMap:
-    """The map of a plan's first image. One device-to-host copy: call it at the end of a run."""
+    """Return the map of a plan's first image. Copies from device to host: for the end of a run."""
     windows, frames = plan.windows, plan.windows.frames
     count, tokens = len(windows.counts) // frames, windows.tokens // frames
-    # The destination a token merges into is the one with the largest share in its unmerged value.
+    # A token merges into the destination with the largest unmerge weight.
     nearest = plan.unmerge_weights[0, :count].float().argmax(-1).cpu()
-    source, picks = windows.source[:count].cpu(), plan.picks[0, :count].cpu()
-    owner = source.gather(1, picks.gather(1, nearest)).flatten()[windows.inverse[:tokens].cpu()]
+    source, slots = windows.source[:count].cpu(), plan.dest_slots[0, :count].cpu()
+    owner = source.gather(1, slots.gather(1, nearest)).flatten()[windows.inverse[:tokens].cpu()]
     rows, columns = windows.cuts
     cuts = tuple(row for row in rows if row <= windows.height), columns
-    destinations = plan.destinations[0, : plan.kept // frames].cpu()
+    destinations = plan.destinations[0, : plan.num_destinations // frames].cpu()
     return MergeMap(windows.height, windows.width, owner, destinations, cuts, frames)

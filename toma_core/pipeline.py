@@ -1,10 +1,10 @@
-"""The front door. A block on merged tokens is three lines:
+"""Run a block on merged tokens:
 
     reduced = reduce(x, plan)
     out = block(reduced)
     y = restore(out, reduced, x, plan)
 
-with `plan = plan_for(x, grid, scope, evaluation)`: the stored one, a fresh one, or None to leave x whole.
+with `plan = plan_for(x, grid, scope, evaluation)`: a stored plan, a new one, or None to compute all tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from .cache import CachedBlock, unmerge_residual_cached
 from .config import Granularity, SimilarityFrom
 from .cost_model import UNET_BLOCK, Block, obstacle
-from .merge import MergePlan, merge, pick, unmerge_residual
+from .merge import MergePlan, gather_destinations, merge, unmerge_residual
 from .reasons import Message, Reason
 from .run import RunState
 from .schedule import LASTING, StepMode, StepPlan
@@ -27,75 +27,73 @@ from .windows import Grid
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """One call of the model: the run it belongs to, what it does, and what its batch holds.
-
-    copies: one key per equal chunk of the batch, see `RunState.plan`. parts: one key per condition's chunk, for all
-    that tells it from the others; the same as copies if not given. blind, piece, pictures: see `RunState.plan`.
-    """
+    """One call of the model."""
 
     run: RunState
     step_plan: StepPlan
+    # One for each equal chunk of the batch; this and the last three fields: see `RunState.plan`.
     plan_keys: tuple[Hashable, ...] = (None,)
+    # One for each condition's chunk, distinct for each condition; `plan_keys` if not given.
     cond_keys: tuple[Hashable, ...] = ()
     content_independent: Message | None = None
-    piece: TileBatch | None = None
+    tile: TileBatch | None = None
     pictures: tuple[Tensor, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cond_keys", self.cond_keys or self.plan_keys)
 
     def of(self, block: str) -> Evaluation:
-        """The same for a block, by its name: it may be merged at a ratio of its own."""
+        """Return the evaluation with the ratio of this block."""
         step = self.step_plan.of(block)
         return self if step is self.step_plan else replace(self, step_plan=step)
 
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
-        """The plan for tokens x of (B, N, C), the stored one or a fresh one. None where none is needed: this
-        evaluation keeps detail, and the next one's plan is of the picture that this one predicts."""
+        """Return the plan for tokens x of (B, N, C). None where a refresh predicts the picture that the next plan is
+        made from."""
         if self.refreshes and self.run.config.similarity_from is SimilarityFrom.PREDICTION:
             return None
         return self.run.plan(
-            x, grid, scope, self.step_plan, self.plan_keys, self.content_independent, self.piece, self.pictures
+            x, grid, scope, self.step_plan, self.plan_keys, self.content_independent, self.tile, self.pictures
         )
 
     def lasting_plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan:
-        """The plan for tokens x of (B, N, C) that show the same in the whole run, as those of a reference image. Of
-        its own for each condition: they may have different ones."""
+        """Return the plan for tokens x of (B, N, C) that show the same during the run, as those of a reference image;
+        one for each condition, as references may differ."""
         return self.run.plan(x, grid, scope, self.lasting, self.cond_keys, self.content_independent)
 
     @property
     def lasting(self) -> StepPlan:
-        """The step plan for tokens that show the same in the whole run."""
+        """The step plan for tokens that show the same during the run."""
         return replace(self.step_plan, selection=LASTING, weighing=LASTING)
 
-    def detail(self, block: str, x: Tensor, quantized: bool = False) -> CachedBlock | None:
-        """The part in the reuse of detail of the block that is given x of (B, N, C); None if there is none, or if
-        nothing was kept of it that fits. Blocks have different names. packs: see `Detail`."""
-        run = self.run
+    def cached(self, block: str, x: Tensor, quantized: bool = False) -> CachedBlock | None:
+        """Return the cache of a block with tokens x of (B, N, C); None if nothing is cached that fits. Block names are
+        unique. quantized: see `CachedBlock`."""
+        cache = self.run.cache
         if not self.step_plan.mode.caches:
             return None
-        keys = tuple((block, part) for part in self.cond_keys)
+        keys = tuple((block, cond) for cond in self.cond_keys)
         if self.refreshes:
-            return CachedBlock(run.cache, keys, quantized=quantized)
-        kept = run.cache.kept(keys, x)
-        return None if kept is None else CachedBlock(run.cache, keys, kept, quantized)
+            return CachedBlock(cache, keys, quantized=quantized)
+        update = cache.load(keys, x)
+        return None if update is None else CachedBlock(cache, keys, update, quantized)
 
     @property
     def kv_cache(self) -> bool:
-        """Whether merged blocks look at all tokens in this evaluation, or keep what the next ones look at."""
+        """Whether this evaluation refreshes or uses a KV cache."""
         return self.run.kv_cache and self.step_plan.mode.caches
 
     @property
     def refreshes(self) -> bool:
-        """Whether this evaluation computes all tokens, to refresh the caches."""
+        """Whether this evaluation computes all tokens to refresh the caches."""
         return self.step_plan.mode is StepMode.REFRESH
 
     def obstacle(self, x: Tensor, block: Block = UNET_BLOCK, around: Granularity | None = None) -> Message | None:
-        """Why (B, N, C) tokens x that go through such a block are not merged, None if they are.
-        around: what they would be merged around; None if that is what the settings say."""
+        """Return why tokens x of (B, N, C) are not merged in such a block, None if they are. around: the granularity,
+        if not that of the settings."""
         if round(self.step_plan.ratio * x.shape[1]) == 0:
             return Reason.NOTHING_TO_MERGE()
-        if self.piece is not None and len(x) != len(self.piece.latent):
+        if self.tile is not None and len(x) != len(self.tile.latent):
             return Reason.IMAGES_CHANGED()
         config = self.run.config
         return obstacle(x, x.shape[0] // len(self.cond_keys), config.min_tokens, block, around or config.granularity)
@@ -109,20 +107,20 @@ def plan_for(
     block: Block = UNET_BLOCK,
     around: Granularity | None = None,
 ) -> MergePlan | None:
-    """The plan for tokens x of (B, N, C), or None if they are to stay as they are, see `Evaluation.obstacle`.
-    Blocks with one `scope` share a plan."""
+    """Return the plan for tokens x of (B, N, C), None if they are not merged (`Evaluation.obstacle`). Blocks with one
+    `scope` share a plan."""
     return None if evaluation.obstacle(x, block, around) else evaluation.plan(x, grid, scope)
 
 
-def reduce(x: Tensor, plan: MergePlan | None, detail: CachedBlock | None = None) -> Tensor:
-    """(B, N, C) -> (B, D, C), or x itself without a plan or when its detail is kept.
+def reduce(x: Tensor, plan: MergePlan | None, cached: CachedBlock | None = None) -> Tensor:
+    """Merge (B, N, C) to (B, D, C); return x itself without a plan or in a refresh.
 
-    detail: where a block's own update is at hand, its destinations are taken as they are, to be compared with it. Means
-    hold less noise than the model expects at this step, and change for that reason alone.
+    cached: the destinations themselves are taken, to be compared with the cached update: weighted means hold less noise
+    than the model expects and would change for that reason alone.
     """
-    if plan is None or (detail is not None and detail.kept is None):
+    if plan is None or (cached is not None and cached.update is None):
         return x
-    return merge(x, plan) if detail is None else pick(x, plan)
+    return merge(x, plan) if cached is None else gather_destinations(x, plan)
 
 
 def restore(
@@ -130,21 +128,21 @@ def restore(
     reduced: Tensor,
     x: Tensor,
     plan: MergePlan | None,
-    detail: CachedBlock | None = None,
+    cached: CachedBlock | None = None,
     exact: bool = False,
 ) -> Tensor:
-    """Give every token its destination's update: x + unmerge(out - reduced), (B, N, C); `out` itself without a plan.
+    """Return x + unmerge(out - reduced), (B, N, C); `out` itself without a plan or in a refresh, which caches out - x.
 
-    The block's residual stream goes through untouched, so that merging blurs what the block adds, not what it got.
-    detail: the update is kept where the block ran whole, and what merged steps begin with, see `reuse`. exact:
-    destinations have seen all tokens, so that what they show of a change is the step's alone: all of it is believed.
+    Only the update is merged: the residual stream passes unchanged. cached: merged steps begin with its update. exact:
+    destinations attended to all tokens, so the change of the cached update has weight 1 and is cached again.
     """
-    kept = None if detail is None else detail.kept
-    if detail is not None and kept is None:
-        detail.keep(out - x)
+    if cached is not None and cached.update is None:
+        cached.store(out - x)
         return out
     if plan is None:
         return out
-    if detail is None or kept is None:
+    if cached is None or cached.update is None:
         return unmerge_residual(out, reduced, x, plan)
-    return x + detail.propagate(out - reduced, plan) if exact else unmerge_residual_cached(out, reduced, x, kept, plan)
+    if exact:
+        return x + cached.propagate(out - reduced, plan)
+    return unmerge_residual_cached(out, reduced, x, cached.update, plan)

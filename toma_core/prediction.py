@@ -1,9 +1,8 @@
-"""The clean picture that the step before predicted, as features by which tokens are compared.
+"""Features for comparing tokens: the clean picture that the previous step predicted.
 
-Not in the paper, which compares the tokens themselves. What a block gives is shared among tokens, and tokens that look
-alike going in, mostly noise in the first steps, are not those that come out alike. The picture that the model saw in
-them a step earlier tells nearly as well as the outcome itself (docs/fidelity.md), is known before the model runs, and
-is short: 64 numbers a token in most models, where the tokens have thousands.
+Not in the paper, which compares the tokens themselves. In the first steps tokens are mostly noise, and those that are
+similar going into a block are not those that come out similar. The predicted picture is nearly as good as the outcome
+itself (docs/fidelity.md), known before the model runs, and short: 64 numbers a token in most models.
 """
 
 from __future__ import annotations
@@ -14,38 +13,39 @@ from torch import Tensor
 
 from .windows import Grid
 
-# Of the picture that a token shows, so many cells by so many are told apart.
+# Cells of a token along each side.
 _CELLS = 2
-# While more than this of what a model sees is noise, its prediction is still a mean of many pictures: what decides
-# between them lies in the noise, and sharing by the prediction would discard it
+# With more noise than this, a prediction is a mean of many pictures and misses what decides between them
 # (benchmarks/results/fidelity/trials.md).
-_MOST_NOISE = 0.92
+_MAX_NOISE = 0.92
 
 
 def trusted_below(flow: bool) -> float:
-    """The noise level from which on predictions tell more than tokens. flow: the model mixes noise and picture by s and
-    1 - s; others add noise to the picture, s / (1 - s) as much."""
-    return _MOST_NOISE if flow else _MOST_NOISE / (1 - _MOST_NOISE)
+    """Return the sigma below which predictions are better than tokens. flow: the model mixes noise and picture by s and
+    1 - s; others add s / (1 - s) of noise to the picture."""
+    return _MAX_NOISE if flow else _MAX_NOISE / (1 - _MAX_NOISE)
 
 
 def picture_tokens(picture: Tensor, grid: Grid, like: Tensor) -> Tensor:
-    """A picture as features of the tokens of a grid: 2 x 2 cells a token, each the mean of what it covers; one cell
-    where a token covers no more. (B, C, ..., H, W), of a grid with frames (B, C, T, H, W) -> (B, N, C or 4 C) of the
-    dtype and device of `like`."""
+    """Return a picture as features of the tokens of a grid, (B, N, C or 4 C), in the dtype and on the device of `like`.
+
+    picture: (B, C, ..., H, W), of a grid with frames (B, C, T, H, W). A token has 2 x 2 cells, each the mean of its
+    pixels, or a single one if it covers no more.
+    """
     *frames, height, width = grid
     images = len(picture)
-    # Each frame as a picture of its own.
+    # Frames become pictures.
     picture = picture.movedim(2, 1).flatten(0, 1) if frames else picture.flatten(1, -3)
     cells = max(1, min(_CELLS, round(picture.shape[-1] / width)))
     sizes = [side * cells for side in (height, width)]
     covers = [-(-side // size) for side, size in zip(picture.shape[-2:], sizes, strict=True)]
-    # Models round their grids up: what is missing at the right and below is as what is next to it.
+    # Models round their grids up: replicate the right and bottom edges.
     bottom, right = (size * cover - side for size, cover, side in zip(sizes, covers, picture.shape[-2:], strict=True))
     if bottom or right:
         picture = F.pad(picture, (0, right, 0, bottom), mode="replicate")
     if covers != [1, 1]:
         picture = F.avg_pool2d(picture, covers)
     cut = picture.unflatten(-1, (width, cells)).unflatten(-3, (height, cells)).permute(0, 2, 4, 1, 3, 5)
-    # Laid out, cast and brought to the device in one copy.
+    # One copy lays out, casts and moves to the device.
     tokens = torch.empty(cut.shape, dtype=like.dtype, device=like.device).copy_(cut)
     return tokens.view(images, -1, cut[0, 0, 0].numel())

@@ -1,4 +1,4 @@
-"""Presets by name, and what a user sets: one of them, and some fields on top."""
+"""Presets, and the settings of a user: a preset and fields that override it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from .settings import ConfigError, Refusal, shown
 # Preset -> fields.
 Fields = Mapping[str, Mapping[str, Any]]
 
-
-# What presets have in common whatever the model; which blocks and steps they leave whole is for its family to say.
-# Nodes begin with the first. `paper` follows the paper and its released code to the letter; the others are what
-# docs/fidelity.md found worth its time. `ratio` is the user's own choice and in no preset; it is also how to be faster.
+# Fields whatever the model; its family adds skipped blocks and full steps. Nodes default to the first preset. `paper`
+# follows the paper and its released code; the others are recommended by docs/fidelity.md. No preset sets `ratio`.
 PRESETS: Fields = {
     "balanced": {"selection_interval": 3, "weight_interval": 3},
     "quality": {"selection_interval": 2, "weight_interval": 2},
@@ -26,8 +24,7 @@ PRESETS: Fields = {
 
 @dataclass(frozen=True)
 class Settings:
-    """A preset and the fields that were set to something else. Raises `ConfigError` for an unknown preset and for a
-    value outside its range."""
+    """A preset and the fields that override it. Raises `ConfigError` for an unknown preset or value."""
 
     preset: str
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -41,9 +38,9 @@ class Settings:
 
     @property
     def off(self) -> bool:
-        """True when nothing could ever be merged, whatever the model and the step."""
+        """Whether nothing is merged whatever the model and the step."""
         return self.resolved().off
 
     def resolved(self, own: Fields = MappingProxyType({})) -> ToMAConfig:
-        """Every field for a model. own: what its family has in each preset."""
+        """Return the config for a model. own: the fields of its family's presets."""
         return ToMAConfig(**{**PRESETS[self.preset], **own.get(self.preset, {}), **self.overrides})

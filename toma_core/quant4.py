@@ -1,8 +1,7 @@
-"""Tensors kept in four bits a number, for what is kept of every block of a video.
+"""Quantise cached tensors to four bits a number, for KV caches that do not fit otherwise.
 
-Not in the paper. Keys and values of all tokens are most of what a run holds: 27 GB of Wan 14B at 832 x 480 x 81 in
-bf16, 7.5 GB so. Neighbouring channels of a token share a least value and a step, as caches of language models have it
-(KIVI, arXiv 2402.02750). Pictures and clips are nearly as near with them (docs/settings.md).
+Not in the paper. Groups of neighbouring channels of a token share a minimum and a step, as in the KV caches of language
+models (KIVI, arXiv 2402.02750). Sizes and errors are in docs/settings.md.
 """
 
 from __future__ import annotations
@@ -14,31 +13,30 @@ import torch
 from torch import Tensor
 
 BITS = 4
-# So many channels share a least value and a step at most.
-_GROUP = 64
-# With fewer there would be little to gain.
-_LEAST = 16
-# A step is this much wider than the range asks for, so that what rounds up in half precision still has a code.
+# Channels that share a minimum and a step, at most and at least.
+_GROUP, _MIN_GROUP = 64, 16
+# Widening of the step, so that values rounded up in half precision still have a code.
 WIDER = 1.01
 
 
 @dataclass(frozen=True, eq=False)
 class Int4Tensor:
-    """(B, N, C) in four bits a number: codes (B, N, C / 2) uint8, of which the lower half of the bits is the first half
-    of a group of channels; low, step (B, N, groups) in the dtype that it was."""
+    """A (B, N, C) tensor in four bits a number."""
 
+    # (B, N, C / 2) uint8; the lower four bits are the first half of a group of channels.
     codes: Tensor
+    # Minimum and step, (B, N, groups) in the original dtype.
     low: Tensor
     step: Tensor
 
     @property
     def shape(self) -> torch.Size:
-        """As unpacked."""
+        """(B, N, C)."""
         return torch.Size((*self.codes.shape[:-1], 2 * self.codes.shape[-1]))
 
     @property
     def dtype(self) -> torch.dtype:
-        """As unpacked."""
+        """The original dtype."""
         return self.low.dtype
 
     @property
@@ -50,20 +48,20 @@ class Int4Tensor:
         return self.codes.nbytes + self.low.nbytes + self.step.nbytes
 
     def chunk(self, count: int) -> list[Int4Tensor]:
-        """See `Tensor.chunk`, of the batch."""
+        """Split the batch as `Tensor.chunk` does."""
         parts = zip(*(t.chunk(count) for t in (self.codes, self.low, self.step)), strict=True)
         return [Int4Tensor(*part) for part in parts]
 
     def assign(self, other: Int4Tensor) -> None:
-        """The numbers of another of this shape in the place of its own."""
+        """Copy the numbers of another of the same shape into this one."""
         for mine, theirs in ((self.codes, other.codes), (self.low, other.low), (self.step, other.step)):
             mine.copy_(theirs)
 
-    def unpack(self) -> Tensor:
-        """(B, N, C), a new tensor."""
+    def dequantize(self) -> Tensor:
+        """Return (B, N, C), a new tensor."""
         codes = self.codes.unflatten(-1, (self.low.shape[-1], -1))
         low, step, half = self.low[..., None], self.step[..., None], codes.shape[-1]
-        # Half precision may hold both ends of a group, and not what lies between them.
+        # The range of a group may exceed what half precision holds.
         narrow = self.dtype is torch.float16
         if narrow:
             low, step = low / 2, step / 2
@@ -74,22 +72,22 @@ class Int4Tensor:
 
 
 def group_of(channels: int) -> int:
-    """How many of so many channels share a least value and a step; 0 where they do not come in groups."""
+    """Return how many of `channels` share a minimum and a step; 0 if they cannot be grouped."""
     group = gcd(channels, _GROUP)
-    return group if group >= _LEAST else 0
+    return group if group >= _MIN_GROUP else 0
 
 
-def pack(x: Tensor) -> Int4Tensor | Tensor:
-    """(B, N, C) of fp16, bf16 or fp32 in four bits a number; a copy of x where its channels do not come in groups."""
+def quantize(x: Tensor) -> Int4Tensor | Tensor:
+    """Quantise (B, N, C) of fp16, bf16 or fp32; return a copy of x if its channels cannot be grouped."""
     group = group_of(x.shape[-1])
     if not group:
         return x.clone()
     x = x.unflatten(-1, (-1, group))
     low, high = x.aminmax(dim=-1, keepdim=True)
-    # Each halved for itself: their difference may be more than half precision holds. Halving rounds nothing.
+    # Halved first (exactly): the difference may exceed half precision.
     step = ((high / 2 - low / 2) * (2 * WIDER / 15)).clamp_min(torch.finfo(x.dtype).tiny)
     middle = high / 2 + low / 2
-    # From -7.5 to 7.5, and what lies beyond for rounding has the last code; what casting cuts off rounding would.
+    # -7.5 to 7.5 shifted by 8: the cast truncates, as rounding would.
     codes = (x - middle).div_(step).add_(8.0).clamp_(0.0, 15.5).to(torch.uint8)
     low = (middle - 7.5 * step).clamp_min_(torch.finfo(x.dtype).min)
     half = group // 2
@@ -98,5 +96,5 @@ def pack(x: Tensor) -> Int4Tensor | Tensor:
 
 
 def int4_bytes(numbers: int, itemsize: int) -> int:
-    """What so many numbers of so many bytes take when packed, at most in groups as large as can be."""
+    """Return the bytes of `numbers` numbers of `itemsize` bytes once quantised, with groups of the largest size."""
     return numbers * BITS // 8 + 2 * numbers // _GROUP * itemsize

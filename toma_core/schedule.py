@@ -1,8 +1,7 @@
-"""When to merge, how much, and when a plan has grown too old: plain numbers, no tensors, no state.
+"""Decide when to merge, how much, and when a plan is too old: plain numbers, no tensors, no state.
 
-The clock is the noise level, not a count of calls: samplers of higher order evaluate the model several times a step, at
-levels between the scheduled ones, and the same schedule must give the same answer every time. Whoever knows the step
-tells it all the same: levels may come twice in a schedule, or lie too close together.
+Steps come from sigma, not from a count of calls: samplers of higher order evaluate the model several times a step, at
+sigmas between the scheduled ones. Callers that know the step index pass it, because two steps may share a sigma.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from functools import cached_property
 from .config import SimilarityFrom, ToMAConfig
 from .reasons import Message, Reason
 
-# From high noise to low: (noise level, ratio of every block at levels above it); the last holds for all below too.
+# From high noise to low: (sigma, ratio of every block above it); the last holds for all below too.
 RatioSchedule = tuple[tuple[float, Mapping[str, float]], ...]
 
-# The selection of plans that are made once a run. Even: windows are where they are at the first.
+# The generation of plans that are made once a run; even, so that windows are not shifted.
 LASTING = 1 << 40
 
 
@@ -27,7 +26,7 @@ class StepMode(Enum):
 
     FULL = "full"  # computes all tokens and caches nothing
     REFRESH = "refresh"  # computes all tokens and refreshes the residual and KV caches
-    MERGED_CACHED = "merged cached"  # merges, and begins with what the caches hold
+    MERGED_CACHED = "merged cached"  # merges, and begins with the caches
     MERGED = "merged"  # merges without caches
 
     @property
@@ -43,30 +42,27 @@ class StepMode(Enum):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one evaluation of the model does. It is decided once for an evaluation and never changed.
+    """What one evaluation of the model does, decided once."""
 
-    step: 0-based sampling step.
-    mode: see `StepMode`.
-    selection, weighing: generation numbers; a merge plan of another generation is too old for that part.
-    ratio: share of tokens that merged steps merge away, the largest of all blocks; 0.0 if the mode is FULL.
-    ratios: ratio by block where blocks differ; blocks without an entry are not merged.
-    borders: blocks with which a chain begins whatever comes before them.
-    """
-
+    # Sampling step, from 0.
     step: int
     mode: StepMode = StepMode.FULL
+    # Share of tokens merged away in merged steps, the largest of all blocks; 0.0 if the mode is FULL.
     ratio: float = 0.0
+    # Generations of destinations and of weights; those of another generation are too old.
     selection: int = 0
     weighing: int = 0
+    # Ratio by block where blocks differ; blocks without an entry are not merged.
     ratios: Mapping[str, float] | None = None
+    # Blocks at which a chain begins even where the one before could go on.
     borders: frozenset[str] = frozenset()
 
     def ratio_of(self, block: str) -> float:
-        """Return the ratio of a block, by its name."""
+        """Return the ratio of a block."""
         return self.ratio if self.ratios is None else self.ratios.get(block, 0.0)
 
     def of(self, block: str) -> StepPlan:
-        """Return the plan for a block, by its name."""
+        """Return the plan for a block."""
         return self if self.ratios is None else replace(self, ratio=self.ratio_of(block))
 
     def with_mode(self, mode: StepMode) -> StepPlan:
@@ -93,32 +89,29 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The settings resolved for one run.
-
-    sigmas: the noise levels at which steps begin, from high to low, or from low to high where a picture is noised
-    (unsampling); empty if unknown, then every evaluation is step 0.
-    sigma_start, sigma_end: merging is active at noise levels in (sigma_end, sigma_start].
-    finishes: the last step ends with a picture free of noise, not with one that another run goes on from.
-    goes_on: it begins where another model's run has ended, as videos have one for high noise and one for low.
-    bands: ratios of blocks by noise level, in place of the setting's one for all; none for that.
-    borders: see `StepPlan`.
-    """
+    """The settings of a run as a function of its steps."""
 
     config: ToMAConfig
+    # The sigmas at which steps begin, falling, or rising in unsampling; empty if unknown, then every step is 0.
     sigmas: tuple[float, ...] = ()
+    # Merging is active at sigmas in (sigma_end, sigma_start].
     sigma_start: float = float("inf")
     sigma_end: float = float("-inf")
+    # The last step ends with a picture free of noise, not with one that another run continues.
     finishes: bool = False
-    goes_on: bool = False
+    # The run begins where another model's run ended, as with the two models of some videos.
+    continues_run: bool = False
+    # Ratios of blocks by sigma, in place of the setting's one ratio; empty for that.
     ratio_schedule: RatioSchedule = ()
+    # See `StepPlan`.
     borders: frozenset[str] = frozenset()
 
     def step_at(self, sigma: float) -> int:
-        """Return the step that a noise level belongs to; levels between two steps belong to the earlier one."""
+        """Return the step of a sigma; sigmas between two steps belong to the earlier one."""
         return step_at(self.sigmas, sigma)
 
     def in_range(self, sigma: float) -> bool:
-        """Whether merging may be active at this noise level."""
+        """Return whether merging is active at this sigma."""
         return self.sigma_end < sigma <= self.sigma_start
 
     @property
@@ -133,21 +126,22 @@ class Schedule:
         return (steps[0], steps[-1]) if steps else (0, 0)
 
     @property
-    def _last_of_two(self) -> bool:
-        """Whether the last step is merged all the same: else nothing would be in half of a run of four steps, and
-        where blocks look at all tokens it is nearer so than three steps are (benchmarks/results/fidelity/trials.md)."""
-        return self.goes_on and len(self.sigmas) == 2 and self.config.full_step_interval > 2 and self.config.kv_cache
+    def _merges_last(self) -> bool:
+        """Whether the last step is merged: in the second half of a four-step run with a KV cache nothing else would be,
+        and that has less error than three steps (benchmarks/results/fidelity/trials.md)."""
+        config = self.config
+        return self.continues_run and len(self.sigmas) == 2 and config.full_step_interval > 2 and config.kv_cache
 
     @cached_property
     def kinds(self) -> tuple[StepPlan, ...]:
-        """A step plan for each ratio, and for even and odd selections, that merged steps of this run will have."""
+        """A step plan for each ratio and parity of selection that merged steps of this run have."""
         plans = [plan for step, sigma in enumerate(self.sigmas) if (plan := self.decide(sigma, step)).ratio]
         each = [replace(plan, ratio=ratio) for plan in plans for ratio in sorted(plan.in_use) if ratio]
         return tuple({(plan.ratio, plan.selection % 2): plan for plan in each}.values())
 
     def ratios_at(self, sigma: float, step: int) -> Mapping[str, float] | None:
-        """The ratio of every block at this step, None where the setting holds for all. Blocks keep their ratio from one
-        whole step to the next, so that what the first kept serves all steps between."""
+        """Return the ratio of every block at this step, None if the setting holds for all. Ratios are constant from one
+        full step to the next, so that the caches fit."""
         if not self.ratio_schedule:
             return None
         every = self.config.full_step_interval
@@ -158,23 +152,21 @@ class Schedule:
         return next((ratios for above, ratios in self.ratio_schedule if sigma > above), self.ratio_schedule[-1][1])
 
     def why_full(self) -> tuple[Message, ...]:
-        """Why steps are full steps, for the report."""
+        """Return why steps are full, for the report."""
         if self._too_few_steps():
             return (Reason.TOO_FEW_STEPS(),)
         return (*self._full_by_setting(), *([Reason.PROFILE()] if self._full_by_profile() else []))
 
     def _too_few_steps(self) -> bool:
-        """Whether a run of one or two steps has no step between its full ones."""
+        """Return whether a run is too short for a step between its full ones."""
         config = self.config
-        whole_range = config.start_percent <= 0.0 and config.end_percent >= 1.0
+        all_steps = config.start_percent <= 0.0 and config.end_percent >= 1.0
         prediction = config.similarity_from is SimilarityFrom.PREDICTION
-        if (
-            not (config.ratio and whole_range and self.sigmas and (config.full_step_interval or prediction))
-            or self.ratio_schedule
-        ):
+        skips = config.full_step_interval or prediction
+        if self.ratio_schedule or not (config.ratio and all_steps and self.sigmas and skips):
             return False
-        decisions = [self.decide(sigma, step) for step, sigma in enumerate(self.sigmas)]
-        return not any(decision.merged_ratio and (decision.step or not prediction) for decision in decisions)
+        plans = [self.decide(sigma, step) for step, sigma in enumerate(self.sigmas)]
+        return not any(plan.merged_ratio and (plan.step or not prediction) for plan in plans)
 
     def _full_by_profile(self) -> bool:
         inside = [(sigma, step) for step, sigma in enumerate(self.sigmas) if self.in_range(sigma)]
@@ -193,17 +185,13 @@ class Schedule:
         return [Reason.SETTING(setting="similarity_from", value=config.similarity_from.value)]
 
     def decide(self, sigma: float, step: int | None = None) -> StepPlan:
-        """Return what the settings say about an evaluation. `decide` (decision.py) adds what the run knows.
-
-        sigma: its noise level. step: the step it belongs to, where that is known.
-        """
+        """Return the plan of an evaluation by the settings; `decision.decide` adjusts it. step: if known."""
         config, step = self.config, self.step_at(sigma) if step is None else step
         age = max(0, step - self.span[0])
-        # Without a schedule no step is known. The first step decides the composition, and what the last one leaves
-        # behind, seams and blur, no later one can mend: both are full.
+        # The first step decides the composition, and no later step can mend seams of the last: both are full.
         counted = bool(config.full_step_interval and self.sigmas)
         full = counted and age % config.full_step_interval == 0
-        final = counted and self.finishes and step == len(self.sigmas) - 1 and not self._last_of_two
+        final = counted and self.finishes and step == len(self.sigmas) - 1 and not self._merges_last
         generations = age // config.selection_interval, age // config.weight_interval
         plan = StepPlan(step, StepMode.FULL, 0.0, *generations, borders=self.borders)
         if not self.in_range(sigma) or final or (full and not config.uses_cache):
@@ -218,9 +206,8 @@ class Schedule:
 
 
 def step_at(sigmas: Sequence[float], sigma: float) -> int:
-    """Return the step that a noise level belongs to in a schedule; levels between two steps belong to the earlier."""
-    # Samplers compute levels in fp32: dpmpp_2s_ancestral comes back to the next scheduled one through exp and log,
-    # a few millionths off, while neighbours in a schedule are at least thousandths apart.
+    """Return the step of a sigma in a schedule; sigmas between two steps belong to the earlier one."""
+    # dpmpp_2s_ancestral returns to a scheduled sigma through exp and log in fp32, a few millionths off.
     if sigmas and sigmas[-1] > sigmas[0]:
         begun = sum(begin <= sigma * (1 + 1e-4) for begin in sigmas)
     else:

@@ -95,7 +95,7 @@ class RunStats:
                 self.merged_steps[step] = ratio
                 self._merged_in[step] += 1
 
-    def take_back(self, step: int, evaluations: int, merged: int) -> None:
+    def discard_evaluations(self, step: int, evaluations: int, merged: int) -> None:
         """So many evaluations of this step, of which so many were merged, broke off and are made again, and counted."""
         with self.lock:
             self.evaluations -= evaluations
@@ -124,7 +124,7 @@ class RunStats:
         with self.lock:
             self.kernels.add(kernels)
 
-    def chosen_blindly(self, reason: Message) -> None:
+    def random_because(self, reason: Message) -> None:
         """Destinations lie at random, not where they represent most, because of `reason`."""
         with self.lock:
             self.content_independent.add(reason)

@@ -1,7 +1,7 @@
-"""What a call of the model shows, where nobody tells: the latents themselves are compared, on the device.
+"""Identify the images of a call by comparing latents on the device.
 
-Tiled sampling cuts the latent into pieces, several to a call and in any order, and hands them over without a name. Of
-two images that show the same under different conditions every number is the same; no two others are.
+Tiled sampling cuts the latent into tiles, several to a call, in any order and without a name. Two images are the same
+tile under different conditions if all their numbers are equal.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from .merge import MergePlan
 
 @dataclass(eq=False)
 class TileBatch:
-    """The images of one call. latent: (B, ...), what they are evaluated on. earlier: calls of the same evaluation, of
-    images of this size, any of which may have shown the same."""
+    """The images of one call."""
 
+    # (B, ...), the latents that are evaluated.
     latent: Tensor
+    # Calls of the same evaluation with images of this size, which may show the same tiles.
     earlier: tuple[TileBatch, ...] = ()
     plans: dict[Hashable, MergePlan] = field(default_factory=dict)
+    # (B,) int64, the first image equal to each.
     _first: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        # An image with NaN in it equals nothing, and goes by its own tokens all the same.
+        # An image that holds NaN equals nothing, not even itself.
         self._first = _same(self.latent, self.latent).fill_diagonal_(True).int().argmax(1)
 
     def tokens(self, x: Tensor) -> Tensor:
-        """For each image the tokens of the first that shows the same. (B, N, C) -> (B, N, C)"""
+        """Return for each image the tokens of the first equal one, (B, N, C)."""
         return x.index_select(0, self._first)
 
-    def settled(self, key: Hashable, plan: MergePlan) -> MergePlan:
-        """The plan for these images, each as an earlier call had it if one showed the same; it is kept for later
-        ones. key: which blocks share it."""
-        before = [(piece.latent, piece.plans[key]) for piece in self.earlier if key in piece.plans]
+    def resolve(self, key: Hashable, plan: MergePlan) -> MergePlan:
+        """Store and return the plan, with the weights of an earlier call for images that it had. key: which blocks
+        share the plan."""
+        before = [(batch.latent, batch.plans[key]) for batch in self.earlier if key in batch.plans]
         if before:
             same = _same(self.latent, torch.cat([latent for latent, _ in before]))
             known, where = same.any(1), same.int().argmax(1)
@@ -46,12 +48,12 @@ class TileBatch:
                 new = getattr(plan, name)
                 return torch.where(known.view(-1, *[1] * (new.ndim - 1)), old, new)
 
-            names = "picks", "merge_weights", "unmerge_weights"
+            names = "dest_slots", "merge_weights", "unmerge_weights"
             plan = replace(plan, **{name: chosen(name) for name in names})  # type: ignore[arg-type]
         self.plans[key] = plan
         return plan
 
 
 def _same(a: Tensor, b: Tensor) -> Tensor:
-    """Which images are equal in every number. (B, ...), (B', ...) -> (B, B') bool"""
+    """Return which images are equal in every number: (B, ...), (B', ...) -> (B, B') bool."""
     return (a.flatten(1)[:, None] == b.flatten(1)[None]).all(-1)

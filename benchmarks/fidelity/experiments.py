@@ -250,7 +250,7 @@ def picked(patch: Patch) -> Patch:
     already."""
 
     def values(chain: Any) -> dict[str, Any]:
-        own, pick = chain.reduce, pack_module("toma_core.merge").pick
+        own, pick = chain.reduce, pack_module("toma_core.merge").gather_destinations
 
         def reduce(x: Tensor, plan: Any, detail: Any = None) -> Tensor:
             return own(x, plan, detail) if plan is None or detail is not None else pick(x, plan)

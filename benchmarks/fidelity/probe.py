@@ -135,7 +135,7 @@ class Probe:
                 self.whole[at, calls] = out.clone()  # blocks may add into it
             if given is None or plan is None:
                 return out
-            shared: Tensor = merging.add_unmerged(x, merging.pick(out - x, given), given)
+            shared: Tensor = merging.add_unmerged(x, merging.gather_destinations(out - x, given), given)
             return shared
 
         whole = plan is None or way == "sharing"

@@ -154,9 +154,9 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
     x, eps = case.tokens(device), _EPS[case.dtype]
     windows, budget = case.layout(device)
     if case.adaptive:
-        right = pack_module("toma_core.kernels.dispatch")._moves(kernels, x, windows, budget)
+        right = pack_module("toma_core.kernels.dispatch")._allocates(kernels, x, windows, budget)
         yield _row(case, "adaptive budget", "" if right else "another budget than PyTorch's")
-        budget = kernels.moved(x, windows, budget)
+        budget = kernels.allocate(x, windows, budget)
 
     with mock.patch.object(torch, "empty", _poisoned):
         plans = [kernels.select_weigh(x, windows, budget, micro.SCALE) for _ in range(3)]
@@ -172,13 +172,13 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
             for call in (
                 lambda: kernels.merge(x, M, windows, budget),
                 lambda: kernels.unmerge(out, back, windows, budget),
-                lambda: kernels.restore(out, reduced, x, back, windows, budget),
+                lambda: kernels.unmerge_residual(out, reduced, x, back, windows, budget),
                 lambda: kernels.unmerge_residual_cached(
                     out, reduced, x, old, destinations, back, windows, budget, DELTA_WEIGHT
                 ),
             )
         )
-        packed = kernels.pack(x)
+        packed = kernels.quantize(x)
 
     same = all(torch.equal(a, b) for plan in plans[1:] for a, b in zip(plan, plans[0], strict=True))
     same = same and (alone is None or all(torch.equal(a[:1], b) for a, b in zip(plans[0], alone, strict=True)))
@@ -204,8 +204,10 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
     ):
         yield _judged(case, what, _off(results[0], reference), 2 * eps, torch.equal(*results))
     if hasattr(packed, "codes"):
-        theirs = pack_module("toma_core.quant4").pack(x)
-        yield _judged(case, "four bits", _off(kernels.unpack(packed), x64), 1.05 * _off(theirs.unpack(), x64) + eps)
+        theirs = pack_module("toma_core.quant4").quantize(x)
+        yield _judged(
+            case, "four bits", _off(kernels.dequantize(packed), x64), 1.05 * _off(theirs.dequantize(), x64) + eps
+        )
 
 
 def large(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
@@ -215,7 +217,7 @@ def large(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
     out, reduced = (case.noise(budget.total, device, seed) for seed in (1, 2))
     _, M, back = kernels.select_weigh(x[:1], windows, budget, micro.SCALE)
     merged = kernels.merge(x, M, windows, budget)
-    restored = kernels.restore(out, reduced, x, back, windows, budget)
+    restored = kernels.unmerge_residual(out, reduced, x, back, windows, budget)
     K, rows = budget.counts[-1], windows.counts[-1]
     first, source = budget.total - K, windows.source[-1][:rows]
     mine = M[0, -1, :K, :rows].double()

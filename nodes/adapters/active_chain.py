@@ -62,7 +62,7 @@ class ActiveChain:
         if not self.merges(like.new_empty(()).expand(len(like), tokens[0], width)):
             return ()
         kept = [
-            evaluation.run.kept(grid, evaluation.lasting if n else evaluation.step_plan, like.device)
+            evaluation.run.num_destinations(grid, evaluation.lasting if n else evaluation.step_plan, like.device)
             if is_merged(grid)
             else prod(grid)
             for n, grid in enumerate(self.grids)
@@ -115,7 +115,7 @@ class ActiveChain:
             merged = is_merged(grid)
             if n:
                 plans.append(evaluation.lasting_plan(part, grid, (self.scope, n - 1)) if merged else None)
-            cached.append(evaluation.detail(f"{name} reference {n - 1}" if n else name, part) if merged else None)
+            cached.append(evaluation.cached(f"{name} reference {n - 1}" if n else name, part) if merged else None)
         if not evaluation.refreshes:
             for block in self.names:
                 evaluation.run.stats.merged(block)
@@ -145,7 +145,7 @@ class Reduction:
     @property
     def refreshes(self) -> bool:
         """Whether the chain runs on all tokens and only refreshes the cache."""
-        return self.plans[0] is None or (self.cached[0] is not None and self.cached[0].kept is None)
+        return self.plans[0] is None or (self.cached[0] is not None and self.cached[0].update is None)
 
     def restore(self, out: Tensor, reduced: Tensor, x: Tensor, attends: bool) -> Tensor:
         """Return all (B, N, C) tokens from out and reduced, (B, D, C), and x, (B, N, C).
@@ -186,10 +186,10 @@ class Reduction:
                 seen.append(part)
                 continue
             shape = part[:, :1].expand(-1, tokens, -1)
-            cached = evaluation.detail(f"{block} {what} {n}", shape, quantized)
-            if cached is not None and cached.kept is None:
+            cached = evaluation.cached(f"{block} {what} {n}", shape, quantized)
+            if cached is not None and cached.update is None:
                 # A view would change with the tensor that the block writes into.
-                cached.keep(part if own else part.clone(memory_format=torch.contiguous_format))
+                cached.store(part if own else part.clone(memory_format=torch.contiguous_format))
             elif cached is not None and plan is not None:
                 seen.append(cached.propagate(part, plan))
             elif always and plan is not None:

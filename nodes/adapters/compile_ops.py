@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from ...toma_core.kernels.namespace import free_namespace
+from ...toma_core.kernels.layout import free_namespace
 
 # Graphs of one code: full and merged, for a few dozen sizes of image and lengths of prompt.
 _GRAPHS = 64

@@ -143,7 +143,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             sampling = SamplingRun.start(config, model_sampling, sigmas, attachment.ratio_schedule, frames)
             sampling.run.cache.reserved, sampling.run.quantized = kv_plan.bytes, kv_plan.quantized
             sampling.contents = Contents(getattr(guider, "conds", None))
-            sampling.run.otherwise = attachment.without_kv_cache
+            sampling.run.fallback_config = attachment.without_kv_cache
             sampling.run.stats.without_kv_cache = kv_plan.reason
             options = create_model_options_clone(options_before)
             options["transformer_options"][SAMPLING] = sampling

@@ -189,11 +189,11 @@ class Probes:
         run.schedule = self._at(dict.fromkeys(sites, probe.ratio))
         before, stats.merged_blocks = stats.merged_blocks, set()
         try:
-            run.cache.frozen = True
+            run.cache.read_only = True
             image, plan = evaluate()
             merged = stats.merged_blocks & {block for site in sites for block in self.sites[site]}
         finally:
-            run.cache.frozen = False
+            run.cache.read_only = False
             stats.merged_blocks |= before
         if run.cache.disabled or run.oom_scopes:
             self.out_of_memory = True

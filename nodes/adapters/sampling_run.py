@@ -102,8 +102,8 @@ class SamplingRun:
         )
         end = float("-inf") if config.end_percent >= 1 else float(model_sampling.percent_to_sigma(config.end_percent))
         finishes = bool(sigmas) and sigmas[-1] == 0.0
-        goes_on = frames > 1 and bool(sigmas) and sigmas[0] < _ALL_NOISE * float(model_sampling.sigma_max)
-        run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes, goes_on, ratio_schedule))
+        continues_run = frames > 1 and bool(sigmas) and sigmas[0] < _ALL_NOISE * float(model_sampling.sigma_max)
+        run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes, continues_run, ratio_schedule))
         run.stats.total_steps = len(sigmas[:-1])
         run.stats.by_profile = bool(ratio_schedule)
         if ratio_schedule and not any(ratio for _, ratios in ratio_schedule for ratio in ratios.values()):
@@ -135,7 +135,7 @@ class SamplingRun:
         run.stats.not_merged("model", Reason.KV_CACHE_DISABLED())
         self.step_plan = self.step_plan.with_mode(StepMode.FULL)
         if again:
-            run.stats.take_back(self.step_plan.step, self.calls, self.merged_calls)
+            run.stats.discard_evaluations(self.step_plan.step, self.calls, self.merged_calls)
             self._begin()
         return True
 
@@ -164,10 +164,10 @@ class SamplingRun:
             self._begin()
         self.observed += 1
         if not self.calls:
-            self.run.begins()
+            self.run.begin_evaluation()
         if latent is not None:
             self.size, self.images = tuple(latent.shape[2:]), latent.shape[0]
-            self.run.cache.limited = has_frames(self.size) and self.size[0] > 1
+            self.run.cache.bounded = has_frames(self.size) and self.size[0] > 1
         options = model_options.get("transformer_options", {})
         frames, self.patches = frames_of(options), patches_of(options)
         present = [c for group in conds if group is not None for c in group if "uuid" in c]
@@ -227,7 +227,7 @@ class SamplingRun:
         step_plan = without_cache(self.run, self.step_plan)
         if self.step_plan.mode.merges and not step_plan.mode.merges and self.merged_calls:
             # The first tile of a run: calls that were counted as merged are full.
-            self.run.stats.take_back(step_plan.step, 0, self.merged_calls)
+            self.run.stats.discard_evaluations(step_plan.step, 0, self.merged_calls)
             self.merged_calls = 0
         return Evaluation(self.run, step_plan, (None,), cond_keys, content_independent, self._tile(x, chunks))
 

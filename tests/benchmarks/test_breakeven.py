@@ -20,6 +20,6 @@ def test_rows_are_merged_and_say_what_auto_does(pack: ModuleType, monkeypatch: p
         return [row.note for row in rows]
 
     assert notes([4, 16]) == ["Auto leaves it whole (fewer than 256 tokens)", "Auto merges it"]
-    payoff = pack_module("toma_core.cost_model")
-    monkeypatch.setattr(payoff, "card_of", lambda device: payoff.Card("NVIDIA H100", (9, 0), 132))
+    cost_model = pack_module("toma_core.cost_model")
+    monkeypatch.setattr(cost_model, "card_of", lambda device: cost_model.Card("NVIDIA H100", (9, 0), 132))
     assert notes([16]) == ["Auto leaves it whole (too little work for this device to gain by merging)"]

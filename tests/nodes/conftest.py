@@ -225,8 +225,8 @@ def dense() -> Callable[[Any], tuple[Tensor, Tensor]]:
 
     def matrices(plan: Any) -> tuple[Tensor, Tensor]:
         batch, windows, slots, _ = plan.merge_weights.shape
-        merge = torch.zeros(batch, plan.kept, plan.tokens)
-        unmerge = torch.zeros(batch, plan.tokens, plan.kept)
+        merge = torch.zeros(batch, plan.num_destinations, plan.tokens)
+        unmerge = torch.zeros(batch, plan.tokens, plan.num_destinations)
         row = 0
         for w in range(windows):
             for k in range(slots):
@@ -237,7 +237,7 @@ def dense() -> Callable[[Any], tuple[Tensor, Tensor]]:
                     merge[:, row, token] = plan.merge_weights[:, w, k, s]
                     unmerge[:, token, row] = plan.unmerge_weights[:, w, s, k]
                 row += 1
-        assert row == plan.kept
+        assert row == plan.num_destinations
         return merge, unmerge
 
     return matrices

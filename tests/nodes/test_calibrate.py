@@ -144,7 +144,7 @@ def test_a_video_measures_no_more_sites_than_it_has_room_for(
     facts = pack_module("nodes.adapters.fingerprint").blocks_of(wan, torch.zeros(1, 16, 3, 32, 32))
     one = max(fact.tokens * fact.width for fact in facts) * 2 * 4
     for module in (calibrating, pack_module("toma_core.cache")):
-        monkeypatch.setattr(module, "MOST", int(2.4 * one))
+        monkeypatch.setattr(module, "MAX_CACHE_BYTES", int(2.4 * one))
     _, text, _, answer = calibrated(wan, latent={"samples": torch.zeros(1, 16, 3, 32, 32)})
     said = answer.ui["toma"][0]["text"]
     assert "Predicted" in said
@@ -240,7 +240,7 @@ def test_a_video_measures_what_it_has_room_for(
     facts = pack_module("nodes.adapters.fingerprint").blocks_of(wan, clip()["samples"])
     one = max(fact.tokens * fact.width for fact in facts) * 2 * 4
     for module in (calibrating, pack_module("toma_core.cache")):
-        monkeypatch.setattr(module, "MOST", int({"two": 2.4, "cfg_pp": 1.7, "vace": 5.0}[kind] * one))
+        monkeypatch.setattr(module, "MAX_CACHE_BYTES", int({"two": 2.4, "cfg_pp": 1.7, "vace": 5.0}[kind] * one))
     given: dict[str, Any] = {
         "two": {"positive": [*models.conditioning(wan, seed=1), *models.conditioning(wan, seed=3)]},
         "cfg_pp": {"sampler_name": "euler_cfg_pp", "cfg": 1.0},
@@ -255,7 +255,7 @@ def test_too_little_memory_is_said(model_of: Any, calibrated: Any, monkeypatch: 
     import comfy.model_management
 
     monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *_, **__: 1000)
-    monkeypatch.setattr(pack_module("toma_core.cache"), "MOST", 1)
+    monkeypatch.setattr(pack_module("toma_core.cache"), "MAX_CACHE_BYTES", 1)
     short, wan = "There was too little memory for it: try a smaller latent or batch.", model_of("wan")
     _, text, _, answer = calibrated(wan, latent=clip(), steps=8)
     assert answer.ui["toma"][0]["text"].startswith(

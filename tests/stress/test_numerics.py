@@ -46,7 +46,7 @@ def plan_of(x: Tensor, content_independent: str = "", **settings: Any) -> Any:
 
 def check_picks(plan: Any) -> None:
     """As many as each window's budget, ascending, distinct, none of them padding; then the first one again."""
-    for image in plan.picks.tolist():
+    for image in plan.dest_slots.tolist():
         for row, kept, count in zip(image, plan.budget.counts, plan.windows.counts, strict=True):
             assert row[:kept] == sorted(set(row[:kept]))
             assert 0 <= row[0] <= row[kept - 1] < count
@@ -203,7 +203,7 @@ def test_no_other_float_than_the_tokens_own_and_fp32(
             decision = core.StepPlan(step, MODES[step > 0], 0.5, step, step)
             evaluation = core.Evaluation(details, decision, content_independent=content_independent)
             plan = core.plan_for(x, GRID, "a", evaluation)
-            detail = evaluation.detail("block", x)
+            detail = evaluation.cached("block", x)
             reduced = core.reduce(x, plan, detail)
             core.restore(reduced * 2, reduced, x, plan, detail)
     floats = {d for d in seen if d.is_floating_point}
@@ -227,7 +227,13 @@ def test_state_is_made_where_the_tokens_are(devices: tuple[str, ...]) -> None:
                 plan = run.plan(x, GRID, "b", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), ("l", "r"))
                 merged = core.merge(x, plan)
                 out = core.restore(merged * 2, merged, x, plan)
-                own = [plan.picks, plan.merge_weights, plan.unmerge_weights, plan.destinations, plan.windows.source]
+                own = [
+                    plan.dest_slots,
+                    plan.merge_weights,
+                    plan.unmerge_weights,
+                    plan.destinations,
+                    plan.windows.source,
+                ]
                 assert {str(t.device) for t in (*own, merged, out)} == {device}
                 if run is moving:
                     assert plans.setdefault(device, plan) is plan, "the plan of a device is still there afterwards"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toma_core.budget import MOST, AdaptiveBudget, moved, spread
+from toma_core.budget import MAX_SHARE, AdaptiveBudget, allocate, spread
 from toma_core.config import ToMAConfig
 from toma_core.merge import merge, stacked, unmerge, unmerge_residual
 from toma_core.run import RunState
@@ -23,7 +23,7 @@ def picture(height: int, width: int, batch: int = 2, seed: int = 0) -> torch.Ten
 
 
 def of(x: torch.Tensor, windows: Windows, ratio: float) -> AdaptiveBudget:
-    return moved(make_budget(windows.counts, ratio), spread(windows.split(x), windows), windows)
+    return allocate(make_budget(windows.counts, ratio), spread(windows.split(x), windows), windows)
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.75, 0.95])
@@ -36,7 +36,7 @@ def test_every_image_has_as_many_destinations_as_asked_for(grid: tuple[int, int]
     assert counts.sum(-1).tolist() == [even.total] * 2 == [budget.total] * 2
     assert int(counts.min()) >= 1
     assert bool((counts <= torch.tensor(windows.counts)).all())
-    assert int(counts.max()) <= max(MOST * even.slots, 1)
+    assert int(counts.max()) <= max(MAX_SHARE * even.slots, 1)
     # Slots in use come first in a window, and are numbered in order.
     assert torch.equal(budget.valid, torch.arange(budget.slots) < counts[..., None])
     for image in range(2):
@@ -73,7 +73,7 @@ def test_frames_of_a_video_share_nothing(grid: tuple[int, int]) -> None:
     windows = make_windows(*grid, "tile", 8, frames=3)
     even = make_budget(windows.counts, 0.5, 3)
     x = torch.cat(frames, 1)
-    budget = moved(even, spread(windows.split(x), windows), windows)
+    budget = allocate(even, spread(windows.split(x), windows), windows)
     alone = [of(frame, make_windows(*grid, "tile", 8), 0.5) for frame in frames]
     assert torch.equal(budget.valid, torch.cat([one.valid for one in alone], 1))
     K = torch.arange(budget.valid.numel()).view(budget.valid.shape)
@@ -117,7 +117,7 @@ def shown(x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
 def test_merging_is_what_the_dense_matrices_say(grid: tuple[int, int]) -> None:
     x = picture(*grid)
     plan = plan_of(x, grid)
-    B, N, D = 2, plan.tokens, plan.kept
+    B, N, D = 2, plan.tokens, plan.num_destinations
     eye = torch.eye(N).expand(B, N, N)
     M = merge(eye, plan)
     back = unmerge(torch.eye(D).expand(B, D, D), plan)
@@ -137,7 +137,7 @@ def test_plans_of_several_parts_go_side_by_side() -> None:
     both = stacked([plan_of(x[:1], grid), plan_of(x[1:], grid)])
     whole = plan_of(x, grid)
     torch.testing.assert_close(merge(x, both), merge(x, whole))
-    y = torch.randn(3, whole.kept, 6)
+    y = torch.randn(3, whole.num_destinations, 6)
     torch.testing.assert_close(unmerge(y, both), unmerge(y, whole))
     assert torch.equal(both.destinations, whole.destinations)
 

@@ -24,7 +24,7 @@ from toma_core import (
     unmerge,
 )
 from toma_core.cache import DELTA_WEIGHT
-from toma_core.merge import MergePlan, pick
+from toma_core.merge import MergePlan, gather_destinations
 from toma_core.stats import Line, RunStats
 
 GRID = (8, 8)
@@ -54,7 +54,7 @@ def modes(run: RunState, *evaluations: tuple[int, str]) -> str:
         plan = at(run, step, *conditions).step_plan
         said.append("frmp"[list(StepMode).index(plan.mode)])
         if plan.mode is StepMode.REFRESH:
-            run.cache.keep(tuple(("block", c) for c in conditions), torch.zeros(len(conditions), 64, 6))
+            run.cache.store(tuple(("block", c) for c in conditions), torch.zeros(len(conditions), 64, 6))
     return "".join(said)
 
 
@@ -68,7 +68,7 @@ def passed(
 ) -> tuple[Tensor, MergePlan]:
     plan = plan_for(x, GRID, "scope", evaluation)
     assert plan is not None
-    detail = evaluation.detail(name, x)
+    detail = evaluation.cached(name, x)
     reduced = reduce(x, plan, detail)
     return restore(body(reduced), reduced, x, plan, detail), plan
 
@@ -91,15 +91,15 @@ def still(fresh: Tensor, old: Tensor) -> Tensor:
 
 def reused(later: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
     """What is left of x's update, moved by a part of what later's destinations show."""
-    kept, reduced = block(x) - x, pick(later, plan)
-    fresh, old = block(reduced) - reduced, pick(kept, plan)
+    kept, reduced = block(x) - x, gather_destinations(later, plan)
+    fresh, old = block(reduced) - reduced, gather_destinations(kept, plan)
     left = still(fresh, old)
     return later + left * kept + unmerge((1 - (1 - DELTA_WEIGHT) * left) * (fresh - left * old), plan)
 
 
 def test_off_there_is_none() -> None:
     run = run_of(granularity="module")
-    assert at(run, 0, "cond").detail("block", features(0)) is None
+    assert at(run, 0, "cond").cached("block", features(0)) is None
     assert run.schedule.decide(10.0).ratio == 0.0
 
 
@@ -134,15 +134,15 @@ def test_as_much_is_reused_as_destinations_still_show(factor: float) -> None:
     run, x = run_of(), features(0, 2)
     cond_keys = ("cond", "uncond")
     first = at(run, 0, *cond_keys)
-    plan, detail = plan_for(x, GRID, "scope", first), first.detail("block", x)
+    plan, detail = plan_for(x, GRID, "scope", first), first.cached("block", x)
     update = features(7, 2)
     restore(x + update, x, x, plan, detail)
     later = at(run, 1, *cond_keys)
-    plan, detail = plan_for(x, GRID, "scope", later), later.detail("block", x)
+    plan, detail = plan_for(x, GRID, "scope", later), later.cached("block", x)
     assert plan is not None
-    reduced, seen = reduce(x, plan, detail), factor * pick(update, plan)
+    reduced, seen = reduce(x, plan, detail), factor * gather_destinations(update, plan)
     left = min(max(factor, 0.0), 1.0)
-    moved = unmerge((1 - (1 - DELTA_WEIGHT) * left) * (seen - left * pick(update, plan)), plan)
+    moved = unmerge((1 - (1 - DELTA_WEIGHT) * left) * (seen - left * gather_destinations(update, plan)), plan)
     torch.testing.assert_close(restore(reduced + seen, reduced, x, plan, detail), x + left * update + moved)
 
 
@@ -158,7 +158,7 @@ def test_destinations_are_taken_as_they_are() -> None:
     evaluation = at(run, 1, "cond")
     plan = plan_for(x, GRID, "scope", evaluation)
     assert plan is not None
-    reduced = reduce(x, plan, evaluation.detail("block", x))
+    reduced = reduce(x, plan, evaluation.cached("block", x))
     assert torch.equal(reduced[0], x[0, plan.destinations[0]])
 
 
@@ -168,7 +168,7 @@ def test_each_part_gets_its_own_in_one_batch_or_in_two_calls(order: tuple[str, s
     _, plan = passed(torch.cat([x["cond"], x["uncond"]]), at(run, 0, "cond", "uncond"))
     one = plan_for(x["cond"], GRID, "scope", at(run, 0, "cond"))
     assert one is not None
-    assert plan.picks.shape[0] == 2
+    assert plan.dest_slots.shape[0] == 2
     later = features(2)
     out, _ = passed(torch.cat([later, later]), at(run, 1, *order))
     expected = [reused(later, x[name], one) for name in order]
@@ -179,13 +179,13 @@ def test_each_part_gets_its_own_in_one_batch_or_in_two_calls(order: tuple[str, s
 
 def test_parts_that_come_as_they_were_kept_are_not_copied() -> None:
     run, update = run_of(), features(0, 2)
-    run.cache.keep((("", "cond"), ("", "uncond")), update)
-    assert run.cache.kept((("", "cond"), ("", "uncond")), update) is update
-    other = run.cache.kept((("", "uncond"), ("", "cond")), update)
+    run.cache.store((("", "cond"), ("", "uncond")), update)
+    assert run.cache.load((("", "cond"), ("", "uncond")), update) is update
+    other = run.cache.load((("", "uncond"), ("", "cond")), update)
     assert other is not None
     assert torch.equal(other, update.flip(0))
-    run.cache.keep((("", "cond"),), features(1))
-    both = run.cache.kept((("", "cond"), ("", "uncond")), update)
+    run.cache.store((("", "cond"),), features(1))
+    both = run.cache.load((("", "cond"), ("", "uncond")), update)
     assert both is not None
     assert torch.equal(both, torch.cat([features(1), update[1:]])), "the newer one"
 
@@ -224,7 +224,7 @@ def test_with_nothing_kept_a_merged_step_is_plain_merging() -> None:
     run, x = run_of(), features(3)
     out, plan = passed(x, merging(run, 1, "cond"))
     assert torch.equal(out, merged(x, plan))
-    assert not torch.equal(merge(x, plan), pick(x, plan))
+    assert not torch.equal(merge(x, plan), gather_destinations(x, plan))
 
 
 def test_a_condition_without_a_cache_makes_a_step_a_refresh_for_all_and_the_next_is_merged() -> None:
@@ -258,7 +258,7 @@ def test_settings_that_skip_blocks_merge_plainly_what_changes_at_every_step() ->
     """One step at most between two scheduled refreshes becomes one."""
     run = run_of(skip_first_blocks=1)
     assert modes(run, *((n, f"{n}") for n in range(6))) == "rrprrp"
-    assert Evaluation(run, at(run, 2, "x").step_plan).detail("block", features(0)) is None
+    assert Evaluation(run, at(run, 2, "x").step_plan).cached("block", features(0)) is None
     assert modes(run_of(skip_first_blocks=1), (0, "ab"), (1, "c"), (1, "d"), (1, "a")) == "rrrm"
 
 
@@ -267,7 +267,7 @@ def test_a_noise_level_that_goes_back_is_not_covered() -> None:
 
     def mode(sigma: float, step: int) -> StepMode:
         plan = decide(run, sigma, {"c": None}, step)
-        run.cache.keep((("block", "c"),), features(0))
+        run.cache.store((("block", "c"),), features(0))
         return plan.mode
 
     assert [mode(10.0, 0), mode(2.0, 1), mode(9.0, 2)] == [StepMode.REFRESH, *[StepMode.MERGED_CACHED] * 2]
@@ -279,20 +279,20 @@ def test_another_state_is_not_covered() -> None:
     run = run_of()
     for step, state, mode in ((0, "off", "refresh"), (1, "off", "merged cached"), (2, "on", "refresh")):
         assert decide(run, 10.0 - step, {"c": state}).mode.value == mode
-        run.cache.keep((("block", "c"),), features(0))
+        run.cache.store((("block", "c"),), features(0))
 
 
 def test_a_condition_that_is_named_and_never_evaluated_asks_for_nothing() -> None:
     run = run_of()
     assert decide(run, 10.0, {"c": None, "ghost": None}).mode is StepMode.REFRESH
-    run.cache.keep((("block", "c"),), features(0))
+    run.cache.store((("block", "c"),), features(0))
     assert decide(run, 9.0, {"c": None, "ghost": None}).mode is StepMode.MERGED_CACHED
     assert decide(run_of(), 9.0, {"c": None}).mode is StepMode.REFRESH
 
 
 def test_the_oldest_goes_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that are evaluated in turn live beside each other as long as there is room."""
-    monkeypatch.setattr(cache, "MOST", 2 * features(0).nbytes)
+    monkeypatch.setattr(cache, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
     run = run_of()
     assert modes(run, (0, "a"), (1, "b"), (2, "a"), (2, "b"), (2, "c"), (2, "b"), (2, "a")) == "rrmmrmr"
     assert not run.cache.disabled
@@ -306,10 +306,10 @@ def test_devices_that_keep_at_once_lose_nothing() -> None:
         at(run, 0, "uncond", takes_part=("cond", "uncond")),
     )
     for evaluation, seed in ((second, 1), (first, 0)):
-        detail = evaluation.detail("block", features(seed))
+        detail = evaluation.cached("block", features(seed))
         assert detail is not None
-        detail.keep(features(seed))
-    kept = run.cache.kept((("block", "cond"), ("block", "uncond")), features(0, 2))
+        detail.store(features(seed))
+    kept = run.cache.load((("block", "cond"), ("block", "uncond")), features(0, 2))
     assert kept is not None
     assert torch.equal(kept, torch.cat([features(0), features(1)]))
 
@@ -320,8 +320,8 @@ def test_memory_is_counted_and_freed() -> None:
         passed(features(0, 2), at(run, 0, "cond", "uncond"), name)
     one = features(0, 2).nbytes
     passed(features(0, 2), at(run, 3, "cond", "uncond"), "a")
-    assert run.cache.most == 2 * one
-    held = [weakref.ref(update) for update, _, _ in run.cache._kept.values()]
+    assert run.cache.peak_bytes == 2 * one
+    held = [weakref.ref(update) for update, _, _ in run.cache._entries.values()]
     assert len(held) == 2
     assert run.close().cache_bytes == 2 * one
     assert [ref() for ref in held] == [None, None]
@@ -329,13 +329,13 @@ def test_memory_is_counted_and_freed() -> None:
 
 def test_what_would_be_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are full then. For videos alone: a picture keeps what it has."""
-    monkeypatch.setattr(cache, "MOST", 2 * features(0).nbytes)
+    monkeypatch.setattr(cache, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
     picture = run_of()
     for name in ("a", "b", "c"):
         passed(features(0), at(picture, 0, "cond"), name)
-    assert len(picture.cache._kept) == 3
+    assert len(picture.cache._entries) == 3
     run = run_of()
-    run.cache.limited = True
+    run.cache.bounded = True
     for name in ("a", "b", "c"):
         out, _ = passed(features(0), at(run, 0, "cond"), name)
         assert torch.equal(out, block(features(0)))
@@ -344,7 +344,7 @@ def test_what_would_be_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
     skipping = run_of(skip_first_blocks=1)
     skipping.cache.disable()
     assert [at(skipping, step, "cond").step_plan.mode for step in (1, 3)] == [StepMode.MERGED, StepMode.FULL]
-    assert run.cache._kept == {}
+    assert run.cache._entries == {}
     stats = run.close()
     stats.merged_blocks.add("a")
     assert str(Line.RESIDUAL_CACHE_DISABLED()) in stats.summary()
@@ -354,31 +354,31 @@ def test_an_update_is_held_as_long_as_one_of_its_parts_is_and_counted_whole() ->
     run, first = run_of(), features(0, 2)
     held = weakref.ref(first)
     one = features(0).nbytes
-    run.cache.keep((("", "a"), ("", "b")), first)
+    run.cache.store((("", "a"), ("", "b")), first)
     del first
-    run.cache.keep((("", "c"), ("", "d")), features(1, 2))
+    run.cache.store((("", "c"), ("", "d")), features(1, 2))
     assert held() is not None
-    assert run.cache.most == 4 * one, "memory of a part is that of the whole"
-    run.cache.keep((("", "a"), ("", "b")), features(2, 2))
+    assert run.cache.peak_bytes == 4 * one, "memory of a part is that of the whole"
+    run.cache.store((("", "a"), ("", "b")), features(2, 2))
     assert held() is None
-    assert run.cache.most == 4 * one
+    assert run.cache.peak_bytes == 4 * one
 
 
 @pytest.mark.parametrize("packs", [False, True])
 def test_parts_of_what_was_kept_together_are_held_once(packs: bool) -> None:
     """Conditions that were asked about in one call, and then each in one of its own."""
     run, first = run_of(), torch.randn(2, 8, 64)
-    run.cache.keep((("", "a"), ("", "b")), first.clone(), packs)
-    held = run.cache.most
+    run.cache.store((("", "a"), ("", "b")), first.clone(), packs)
+    held = run.cache.peak_bytes
     for step in range(2):
         for n, key in enumerate("ab"):
             moved = first[n : n + 1] * (step + 2)
-            run.cache.move_on((("", key),), moved, packs)
-            found = run.cache.kept((("", key),), moved)
+            run.cache.update((("", key),), moved, packs)
+            found = run.cache.load((("", key),), moved)
             assert found is not None
             torch.testing.assert_close(found, moved, rtol=0, atol=0.3 * (step + 2) if packs else 0.0)
-    assert run.cache.most == held
-    both = run.cache.kept((("", "b"), ("", "a")), first)
+    assert run.cache.peak_bytes == held
+    both = run.cache.load((("", "b"), ("", "a")), first)
     assert both is not None
     torch.testing.assert_close(both, 3 * first.flip(0), rtol=0, atol=0.9 if packs else 0.0)
 
@@ -386,14 +386,14 @@ def test_parts_of_what_was_kept_together_are_held_once(packs: bool) -> None:
 def test_it_is_not_given_up_while_a_merged_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block's keys would be of all tokens and its values of some."""
     run = run_of()
-    run.cache.keep((("", "key"),), features(0))
-    run.cache.limited = True
-    monkeypatch.setattr(cache, "MOST", 1)
-    run.cache.move_on((("", "key"),), features(1))
-    assert run.cache.kept((("", "key"),), features(1)) is not None
-    run.cache.limit()
+    run.cache.store((("", "key"),), features(0))
+    run.cache.bounded = True
+    monkeypatch.setattr(cache, "MAX_CACHE_BYTES", 1)
+    run.cache.update((("", "key"),), features(1))
+    assert run.cache.load((("", "key"),), features(1)) is not None
+    run.cache.enforce_limit()
     assert run.cache.disabled
-    assert run.cache.kept((("", "key"),), features(1)) is None
+    assert run.cache.load((("", "key"),), features(1)) is None
 
 
 def test_a_refresh_that_another_node_skips_leaves_what_was_cached_and_the_next_evaluation_is_one() -> None:
@@ -402,7 +402,7 @@ def test_a_refresh_that_another_node_skips_leaves_what_was_cached_and_the_next_e
     passed(x, at(run, 0, "cond"))
     for step in (3, 4):
         assert at(run, step, "cond").step_plan.mode is StepMode.REFRESH
-        torch.testing.assert_close(run.cache.kept((("block", "cond"),), x), block(x) - x)
+        torch.testing.assert_close(run.cache.load((("block", "cond"),), x), block(x) - x)
     passed(x, at(run, 4, "cond"))
     assert at(run, 5, "cond").step_plan.mode is StepMode.MERGED_CACHED
 
@@ -422,7 +422,7 @@ def test_what_is_moved_on_stays_within_the_limits_of_half_precision() -> None:
     assert plan is not None
     x = torch.full((1, 64, 6), 65504.0)
     x = x.scatter(1, plan.destinations[..., None].expand(-1, -1, 6), 65000.0).half()
-    fresh = torch.full((1, plan.kept, 6), 65504.0, dtype=torch.float16)
+    fresh = torch.full((1, plan.num_destinations, 6), 65504.0, dtype=torch.float16)
     moved = cache.CachedBlock(run.cache, (("block", "a"),), x).propagate(fresh, plan)
     assert moved.isfinite().all()
-    assert run.cache.kept((("block", "a"),), x) is moved
+    assert run.cache.load((("block", "a"),), x) is moved

@@ -175,8 +175,8 @@ def test_whole_steps_tell_growth_from_error() -> None:
     """Every second step runs whole, and doubles what was there; merged ones add three times what was measured for them,
     then twice, then a half. One scale for all would have the third shrink what came before it to next to nothing."""
     injected, scales, found = [1.0, 0.0, 1.0, 0.0, 8.0, 0.0], [3.0, 0.0, 2.0, 0.0, 0.5, 0.0], [0.0]
-    for error, scale in zip(injected, scales, strict=True):
-        found.append(2.0 * found[-1] + scale * error)
+    for error, sharpness in zip(injected, scales, strict=True):
+        found.append(2.0 * found[-1] + sharpness * error)
     factors = amplified(found, injected)
     assert [factors[n] for n in (0, 2, 4)] == pytest.approx([3.0 * 2**5, 2.0 * 2**3, 0.5 * 2])
 
@@ -185,7 +185,7 @@ def test_where_only_the_end_is_known() -> None:
     """Every step counts the same, and the run itself is predicted as it was found."""
     assert amplified([0.0, 0.0, 0.0, 8.0], [1.0, 0.0, 3.0]) == pytest.approx([2.0, 2.0, 2.0])
     assert amplified([0.0, 0.0], [0.0]) == [1.0]
-    assert amplified([0.0, 1.0], [2e-309]) == [1.0], "next to nothing has no scale"
+    assert amplified([0.0, 1.0], [2e-309]) == [1.0], "next to nothing has no sharpness"
 
 
 @given(

@@ -32,7 +32,7 @@ def test_the_map_shows_each_token_with_its_nearest_destination(content_independe
         for token in members[:count]:
             owner = drawn.owner[token].item()
             assert owner in here
-            # Where two are about as near, at scale 300 the token is a mix of both and either may be drawn.
+            # Where two are about as near, at sharpness 300 the token is a mix of both and either may be drawn.
             assert unit[owner] @ unit[token] > max(unit[d] @ unit[token] for d in here) - 0.01
     assert drawn.owner[drawn.destinations].tolist() == destinations
 

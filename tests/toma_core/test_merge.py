@@ -38,8 +38,8 @@ def plan_of(
     windows = make_windows(height, width, kind, size, shifted)
     budget = make_budget(windows.counts, ratio)
     tokens = windows.split(x)
-    picks = select(cosine_similarity(tokens), windows, budget)
-    return weigh(tokens, picks, windows, budget, sharpness, x.dtype)
+    dest_slots = select(cosine_similarity(tokens), windows, budget)
+    return weigh(tokens, dest_slots, windows, budget, sharpness, x.dtype)
 
 
 def dense(x: torch.Tensor, plan: MergePlan, sharpness: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +76,7 @@ def test_equal_to_the_dense_matrices(
     A, M = dense(x, plan, sharpness)
     merged = merge(x, plan)
     torch.testing.assert_close(merged[0].double(), M @ x[0].double(), rtol=1e-3, atol=1e-3)
-    y = features(seed + 1, 1, plan.kept, 3)
+    y = features(seed + 1, 1, plan.num_destinations, 3)
     torch.testing.assert_close(unmerge(y, plan)[0].double(), A.T @ y[0].double(), rtol=1e-3, atol=1e-3)
 
 
@@ -87,10 +87,10 @@ def test_the_plan_says_what_it_keeps(height: int, width: int, ratio: float) -> N
     plan = plan_of(x, height, width, ratio=ratio)
     destinations = plan.destinations
     assert plan.tokens == height * width
-    assert plan.kept == sum(plan.budget.counts) == destinations.shape[1] == merge(x, plan).shape[1]
+    assert plan.num_destinations == sum(plan.budget.counts) == destinations.shape[1] == merge(x, plan).shape[1]
     assert unmerge(merge(x, plan), plan).shape == x.shape
     for image in destinations.tolist():
-        assert len(set(image)) == plan.kept
+        assert len(set(image)) == plan.num_destinations
         start = 0
         for members, count, kept in zip(plan.windows.source, plan.windows.counts, plan.budget.counts, strict=True):
             here = image[start : start + kept]
@@ -120,7 +120,7 @@ def test_weights_are_fp32_math_then_cast(dtype: torch.dtype, sharpness: float) -
     logits."""
     x = (1 + 0.05 * features(2, 2, 117, 16)).to(dtype)
     low, high = plan_of(x, 13, 9, sharpness=sharpness), plan_of(x.float(), 13, 9, sharpness=sharpness)
-    assert torch.equal(low.picks, high.picks)
+    assert torch.equal(low.dest_slots, high.dest_slots)
     assert torch.equal(low.merge_weights, high.merge_weights.to(dtype))
     assert torch.equal(low.unmerge_weights, high.unmerge_weights.to(dtype))
     assert merge(x, low).dtype == unmerge(merge(x, low), low).dtype == dtype
@@ -130,11 +130,11 @@ def test_weights_are_fp32_math_then_cast(dtype: torch.dtype, sharpness: float) -
 def test_constant_tokens_stay_that_constant(height: int, width: int) -> None:
     x = torch.tensor([3.0, -2.0, 0.5]).expand(2, height * width, 3)
     plan = plan_of(x, height, width)
-    torch.testing.assert_close(merge(x, plan), x[:, : plan.kept])
+    torch.testing.assert_close(merge(x, plan), x[:, : plan.num_destinations])
     torch.testing.assert_close(unmerge(merge(x, plan), plan), x)
     # So do constants under any other plan.
     plan = plan_of(features(3, 2, height * width, 5), height, width)
-    torch.testing.assert_close(merge(x, plan), x[:, : plan.kept])
+    torch.testing.assert_close(merge(x, plan), x[:, : plan.num_destinations])
     torch.testing.assert_close(unmerge(merge(x, plan), plan), x)
 
 
@@ -157,7 +157,7 @@ def test_a_sharp_softmax_is_the_mean_of_the_cluster(height: int, width: int) -> 
     for j, token in enumerate(plan.destinations[0].tolist()):
         assert owner[token] == j
         torch.testing.assert_close(merged[j], x[0, owner == j].mean(0), rtol=1e-4, atol=1e-4)
-    y = features(5, 1, plan.kept, 3)
+    y = features(5, 1, plan.num_destinations, 3)
     torch.testing.assert_close(unmerge(y, plan)[0], y[0, owner], rtol=1e-4, atol=1e-4)
 
 
@@ -172,11 +172,11 @@ def test_rows_of_windows_at_once_are_windows_one_by_one(
     """Where few even windows stand side by side, one product with zeros between them does for a row."""
     x = features(13, 2, height * width, 6).to(dtype)
     plan = plan_of(x, height, width, size=size, ratio=0.25)
-    out = features(14, 2, plan.kept, 6).to(dtype)
+    out = features(14, 2, plan.num_destinations, 6).to(dtype)
     assert plan.strips is not None
     assert plan.windows.tiles is not None
     rows = plan.windows.tiles[0]
-    assert plan.strips[0].shape == (2 * rows, plan.kept // rows, height * width // rows)
+    assert plan.strips[0].shape == (2 * rows, plan.num_destinations // rows, height * width // rows)
 
     def results(plan: MergePlan) -> tuple[torch.Tensor, ...]:
         reduced = merge(x, plan)
@@ -185,7 +185,7 @@ def test_rows_of_windows_at_once_are_windows_one_by_one(
         return reduced, merge(between, plan), unmerge(out, plan), unmerge_residual(out, reduced, between, plan)
 
     at_once = results(plan)
-    monkeypatch.setattr(importlib.import_module("toma_core.merge"), "_SIDE_BY_SIDE", 0)
+    monkeypatch.setattr(importlib.import_module("toma_core.merge"), "_MAX_IN_ROW", 0)
     alone = replace(plan)
     assert alone.strips is None
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2

@@ -146,7 +146,7 @@ def test_every_plan_merges_something() -> None:
                 evaluation = evaluation_of(ratio=ratio, min_tokens=4, window_size=2, window_shape=kind)
                 plan = plan_for(torch.randn(1, width, 4), (1, width), "toy", evaluation)
                 assert (plan is None) == (round(ratio * width) == 0)
-                assert plan is None or plan.kept < width
+                assert plan is None or plan.num_destinations < width
 
 
 @loop("grid", [(52, 76), (26, 38)], ids=str)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.loop import loop
-from toma_core.quant4 import Int4Tensor, int4_bytes, pack
+from toma_core.quant4 import Int4Tensor, int4_bytes, quantize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -26,9 +26,9 @@ def test_no_number_is_off_by_more_than_half_a_step(
         .clamp(-6e4, 6e4)
         .to(dtype)
     )
-    packed = pack(x)
+    packed = quantize(x)
     assert isinstance(packed, Int4Tensor)
-    found = packed.unpack()
+    found = packed.dequantize()
     assert (found.shape, found.dtype) == (packed.shape, packed.dtype) == (x.shape, x.dtype)
     half = packed.step.double().repeat_interleave(channels // packed.step.shape[-1], -1) / 2
     rounding = 8 * torch.finfo(dtype).eps * x.double().abs().amax() + 8 * torch.finfo(dtype).tiny
@@ -39,12 +39,12 @@ def test_no_number_is_off_by_more_than_half_a_step(
 def test_what_is_all_alike_comes_back(dtype: torch.dtype) -> None:
     for value in (0.0, -3.25, 1e4):
         x = torch.full((1, 4, 64), value, dtype=dtype)
-        torch.testing.assert_close(pack(x).unpack(), x, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(quantize(x).dequantize(), x, rtol=1e-3, atol=1e-4)
 
 
 def test_the_whole_range_of_half_precision() -> None:
     x = torch.tensor([-65504.0, 65504.0] * 32).half()[None, None]
-    found = pack(x).unpack()
+    found = quantize(x).dequantize()
     assert found.isfinite().all()
     torch.testing.assert_close(found, x, rtol=0.05, atol=0)
 
@@ -52,21 +52,21 @@ def test_the_whole_range_of_half_precision() -> None:
 @loop("dtype", DTYPES)
 def test_bytes_are_those_reckoned_with(dtype: torch.dtype) -> None:
     x = torch.randn(2, 5, 256).to(dtype)
-    assert pack(x).nbytes == int4_bytes(x.numel(), dtype.itemsize)
-    assert pack(x).nbytes < 0.3 * x.nbytes
+    assert quantize(x).nbytes == int4_bytes(x.numel(), dtype.itemsize)
+    assert quantize(x).nbytes < 0.3 * x.nbytes
 
 
 def test_chunks_are_those_of_the_batch() -> None:
     x = torch.randn(4, 5, 64)
-    packed = pack(x)
+    packed = quantize(x)
     assert isinstance(packed, Int4Tensor)
-    for part, whole in zip(packed.chunk(2), packed.unpack().chunk(2), strict=True):
-        assert torch.equal(part.unpack(), whole)
+    for part, whole in zip(packed.chunk(2), packed.dequantize().chunk(2), strict=True):
+        assert torch.equal(part.dequantize(), whole)
 
 
 def test_channels_in_no_groups_are_copied() -> None:
     x = torch.randn(1, 4, 20)
-    copy = pack(x)
+    copy = quantize(x)
     assert isinstance(copy, torch.Tensor)
     assert torch.equal(copy, x)
     assert copy.data_ptr() != x.data_ptr()
@@ -77,18 +77,18 @@ def test_numbers_far_from_zero_beside_their_spread(dtype: torch.dtype) -> None:
     """What rounds up beyond the last code is not that of its neighbour."""
     for far in (50, 300):
         x = (far + torch.randn(1, 500, 128, generator=torch.Generator().manual_seed(0))).to(dtype)
-        packed = pack(x)
+        packed = quantize(x)
         assert isinstance(packed, Int4Tensor)
         step = packed.step.double().repeat_interleave(64, -1)
         rounding = 2 * far * torch.finfo(dtype).eps
-        assert ((packed.unpack().double() - x.double()).abs() <= step + rounding).all()
+        assert ((packed.dequantize().double() - x.double()).abs() <= step + rounding).all()
 
 
 def test_one_in_the_place_of_another() -> None:
     x, other = torch.randn(4, 5, 64), torch.randn(2, 5, 64)
-    packed, instead = pack(x), pack(other)
+    packed, instead = quantize(x), quantize(other)
     assert isinstance(packed, Int4Tensor)
     assert isinstance(instead, Int4Tensor)
     packed.chunk(2)[1].assign(instead)
-    assert torch.equal(packed.unpack()[2:], instead.unpack())
-    assert torch.equal(packed.unpack()[:2], pack(x).chunk(2)[0].unpack())  # type: ignore[union-attr]
+    assert torch.equal(packed.dequantize()[2:], instead.dequantize())
+    assert torch.equal(packed.dequantize()[:2], quantize(x).chunk(2)[0].dequantize())  # type: ignore[union-attr]

@@ -79,8 +79,8 @@ def test_how_often_over_a_run(select: int, weigh: int) -> None:
 def test_another_ratio_needs_another_plan() -> None:
     run = run_of()
     half, quarter = (run.plan(features(0), GRID, "a", at(ratio=r), (None,)) for r in (0.5, 0.25))
-    assert (half.kept, quarter.kept) == (63 - round(0.5 * 63), 63 - round(0.25 * 63))
-    assert run.plan(features(0), GRID, "a", at(ratio=0.5), (None,)).kept == half.kept
+    assert (half.num_destinations, quarter.num_destinations) == (63 - round(0.5 * 63), 63 - round(0.25 * 63))
+    assert run.plan(features(0), GRID, "a", at(ratio=0.5), (None,)).num_destinations == half.num_destinations
     assert run.stats.selections == 3
 
 
@@ -98,7 +98,7 @@ def test_what_plans_are_kept_apart_by() -> None:
     assert len({id(plan) for plan in plans}) == 6
     assert plans[3].merge_weights.dtype == torch.bfloat16
     assert plans[2].windows.height == 9
-    assert plans[4].picks.shape[0] == 2
+    assert plans[4].dest_slots.shape[0] == 2
     # All of them are still there.
     assert run.plan(x, GRID, "a", at(), (None,)) is plans[0]
     assert run.stats.selections == 6
@@ -175,15 +175,15 @@ def test_windows_shift_at_every_other_selection() -> None:
 
 
 def test_destinations_at_random_change_with_the_selection_alone() -> None:
-    def picks(tokens: int, selection: int) -> list[list[int]]:
+    def dest_slots(tokens: int, selection: int) -> list[list[int]]:
         plan = run_of().plan(
             features(tokens), GRID, "a", at(selection=selection), (None,), content_independent="several devices"
         )
         return plan.destinations.tolist()
 
-    assert picks(0, 0) == picks(1, 0)
-    assert picks(0, 0) != picks(0, 2)
-    assert picks(0, LASTING)
+    assert dest_slots(0, 0) == dest_slots(1, 0)
+    assert dest_slots(0, 0) != dest_slots(0, 2)
+    assert dest_slots(0, LASTING)
 
 
 @pytest.mark.parametrize("content_independent", ["", "several devices"])
@@ -209,7 +209,7 @@ def test_closing_drops_every_tensor() -> None:
     refs = []
     for plan_keys in ((None,), (None, None)):
         plan = run.plan(features(0, len(plan_keys)), GRID, "a", at(), plan_keys)
-        refs += [weakref.ref(t) for t in (plan.picks, plan.merge_weights, plan.unmerge_weights)]
+        refs += [weakref.ref(t) for t in (plan.dest_slots, plan.merge_weights, plan.unmerge_weights)]
     del plan
     gc.collect()
     assert all(ref() is not None for ref in refs)
@@ -361,8 +361,8 @@ def test_planning_and_merging_need_no_values(
         pictures = tuple(picture.chunk(2)) if similarity_from == "prediction" else ()
         plan = run.plan(x, grid, "a", decision, ("l", "r"), content_independent, pictures=pictures)
         y = merge(x, plan)
-        assert (y.shape, y.dtype, y.device) == ((4, plan.kept, 6), x.dtype, x.device)
-        assert plan.destinations.shape == (4, plan.kept)
+        assert (y.shape, y.dtype, y.device) == ((4, plan.num_destinations, 6), x.dtype, x.device)
+        assert plan.destinations.shape == (4, plan.num_destinations)
         assert unmerge(y, plan).shape == x.shape
 
 
@@ -389,10 +389,10 @@ def test_blocks_of_several_ratios_keep_their_plans() -> None:
 
     first = decided(a=0.5, b=0.25)
     plans = {block: run.plan(x, GRID, "level", first.of(block), (None,)) for block in "ab"}
-    assert {block: plan.kept for block, plan in plans.items()} == {"a": 63 - 32, "b": 63 - 16}
+    assert {block: plan.num_destinations for block, plan in plans.items()} == {"a": 63 - 32, "b": 63 - 16}
     assert all(run.plan(features(1), GRID, "level", first.of(block), (None,)) is plans[block] for block in "ab")
     second = decided(a=0.5, b=0.75)
-    assert run.plan(features(1), GRID, "level", second.of("b"), (None,)).kept == 63 - 47
+    assert run.plan(features(1), GRID, "level", second.of("b"), (None,)).num_destinations == 63 - 47
     assert run.plan(features(1), GRID, "level", second.of("a"), (None,)) is plans["a"]
     assert run.stats.selections == 3
     assert len(run._plans) == 2, "of the ratio that is gone there is none"

@@ -278,7 +278,7 @@ def test_too_few_steps_are_the_reason_where_every_step_is_full(steps: int, setti
 
 
 @pytest.mark.parametrize(
-    ("sigmas", "every", "looks", "goes_on", "merged"),
+    ("sigmas", "every", "looks", "continues_run", "merged"),
     [
         ((0.8, 0.5), 4, True, True, [1]),
         ((0.8, 0.5), 4, True, False, []),
@@ -289,10 +289,10 @@ def test_too_few_steps_are_the_reason_where_every_step_is_full(steps: int, setti
     ],
 )
 def test_the_last_of_two_steps_that_go_on_from_another_run_is_merged(
-    sigmas: tuple[float, ...], every: int, looks: bool, goes_on: bool, merged: list[int]
+    sigmas: tuple[float, ...], every: int, looks: bool, continues_run: bool, merged: list[int]
 ) -> None:
     """Else nothing would be in half of a run of four; `quality`, every second in full, has it in full, and so have
     blocks that do not look at all tokens."""
     config = ToMAConfig(full_step_interval=every, kv_cache=looks)
-    schedule = Schedule(config, sigmas, finishes=True, goes_on=goes_on)
+    schedule = Schedule(config, sigmas, finishes=True, continues_run=continues_run)
     assert [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio] == merged

@@ -38,7 +38,7 @@ def test_counters() -> None:
 def test_one_line_for_the_log() -> None:
     assert stats_of_a_run().summary() == (
         "On: 38 % of the tokens merged, 2 of 3 blocks, 4 of 6 steps; tokens: 4096 -> 2048 (64 x 64), 1024 -> 512 "
-        "(32 x 32); 2 selections, 3 weightings; not merged (keep first blocks = 1): middle.0; not merged (an attention "
+        "(32 x 32); 2 selections, 3 weightings; not merged (skip first blocks = 1): middle.0; not merged (an attention "
         "patch of another custom node needs all tokens): input.2 attn2"
     )
 
@@ -66,7 +66,7 @@ def test_several_lines_for_a_reader() -> None:
         "  model evaluations: 7, merged: 5",
         "",
         "Not merged",
-        "  not merged (keep first blocks = 1): middle.0",
+        "  not merged (skip first blocks = 1): middle.0",
         "  not merged (an attention patch of another custom node needs all tokens): input.2 attn2",
         "",
         "How",
@@ -97,7 +97,7 @@ def test_the_numbers_stand_behind_the_headline() -> None:
         "tokens: 4096 -> 2048 (64 x 64), 1024 -> 512 (32 x 32)",
         "merged steps: 2-3, 5-6",
         "full steps: 1, 4",
-        "not merged: 1 blocks, keep first blocks = 1",
+        "not merged: 1 blocks, skip first blocks = 1",
         "not merged: 1 blocks, an attention patch of another custom node needs all tokens",
     ]
 

@@ -24,7 +24,7 @@ def run_of(**settings: object) -> RunState:
 
 
 def planned(run: RunState, x: Tensor, piece: TileBatch, scope: str = "a") -> MergePlan:
-    evaluation = Evaluation(run, StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,), ("cond", "uncond"), piece=piece)
+    evaluation = Evaluation(run, StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,), ("cond", "uncond"), tile=piece)
     plan = plan_for(x, GRID, scope, evaluation)
     assert plan is not None
     return plan
@@ -35,7 +35,7 @@ def alone(x: Tensor) -> MergePlan:
 
 
 def same(plan: MergePlan, image: int, other: MergePlan, of: int = 0) -> bool:
-    names = "picks", "merge_weights", "unmerge_weights"
+    names = "dest_slots", "merge_weights", "unmerge_weights"
     return all(torch.equal(getattr(plan, name)[image], getattr(other, name)[of]) for name in names)
 
 
@@ -74,7 +74,7 @@ def test_all_earlier_calls_are_looked_through() -> None:
 
 def test_a_block_that_is_given_another_number_of_images_stays_whole() -> None:
     evaluation = Evaluation(
-        run_of(), StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,), ("cond",), piece=TileBatch(drawn(7, 8))
+        run_of(), StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,), ("cond",), tile=TileBatch(drawn(7, 8))
     )
     for batch in (1, 3, 4):
         assert evaluation.obstacle(torch.randn(batch, 32, 5)) == Reason.IMAGES_CHANGED()

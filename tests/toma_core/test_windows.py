@@ -238,8 +238,8 @@ def test_impossible_ratios_are_refused(ratio: float) -> None:
 
 def plan_of(x: torch.Tensor, windows: Windows, budget: Budget) -> MergePlan:
     tokens = windows.split(x)
-    picks = select(cosine_similarity(tokens), windows, budget)
-    return weigh(tokens, picks, windows, budget, 30.0, x.dtype)
+    dest_slots = select(cosine_similarity(tokens), windows, budget)
+    return weigh(tokens, dest_slots, windows, budget, 30.0, x.dtype)
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.8])

@@ -1,8 +1,5 @@
-"""What a set of fast kernels does.
-
-The plain PyTorch of `selection` and `merge` is what kernels are measured against, and what runs wherever they do not:
-on CPUs, on AMD and Apple GPUs, without Triton, on windows of more than 16x16 tokens. `trial` chooses.
-"""
+"""The interface of fast kernels. The plain PyTorch of `selection` and `merge` is their reference, and runs where they
+do not: on CPUs, AMD and Apple GPUs, without Triton, in windows of more than 256 tokens. `dispatch` chooses."""
 
 from __future__ import annotations
 
@@ -16,49 +13,47 @@ from ..windows import Budget, Windows
 
 
 class Kernels(Protocol):
-    """What a set of fast kernels does, on (B, N, C) tokens whose windows are not laid out yet.
-
-    None of them takes part in autograd. Weights and dtypes are those of `MergePlan`; scores and sums are fp32.
-    """
+    """Operations on (B, N, C) tokens in grid order, without autograd. Weights are those of `MergePlan`; scores and sums
+    are fp32."""
 
     name: str
 
-    def moved(self, x: Tensor, windows: Windows, budget: Budget) -> AdaptiveBudget:
-        """`budget.moved` of an equal budget by the `budget.spread` of the tokens."""
+    def allocate(self, x: Tensor, windows: Windows, budget: Budget) -> AdaptiveBudget:
+        """See `budget.allocate`, by the `budget.spread` of tokens x."""
         ...
 
-    def pack(self, x: Tensor) -> Int4Tensor | Tensor:
-        """See `packed.pack`."""
+    def quantize(self, x: Tensor) -> Int4Tensor | Tensor:
+        """See `quant4.quantize`."""
         ...
 
-    def unpack(self, packed: Int4Tensor) -> Tensor:
-        """See `Int4Tensor.unpack`."""
+    def dequantize(self, quantized: Int4Tensor) -> Tensor:
+        """See `Int4Tensor.dequantize`."""
         ...
 
     def select_weigh(
         self, x: Tensor, windows: Windows, budget: Budget, sharpness: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Picks by greedy facility location, merge weights, and their transposed unmerge weights."""
+        """Return destination slots by greedy facility location, merge weights and unmerge weights."""
         ...
 
     def weigh(
-        self, x: Tensor, picks: Tensor, windows: Windows, budget: Budget, sharpness: float
+        self, x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget, sharpness: float
     ) -> tuple[Tensor, Tensor]:
-        """Merge weights and transposed unmerge weights for given picks, ascending and distinct in each window."""
+        """Return merge and unmerge weights of given slots, ascending and distinct in each window."""
         ...
 
     def merge(self, x: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
-        """(B, N, C) -> (B, D, C)"""
+        """See `merge.merge`: (B, N, C) -> (B, D, C)."""
         ...
 
     def unmerge(self, y: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
-        """(B, D, C) -> (B, N, C)"""
+        """See `merge.unmerge`: (B, D, C) -> (B, N, C)."""
         ...
 
-    def restore(
+    def unmerge_residual(
         self, out: Tensor, reduced: Tensor, x: Tensor, weights: Tensor, windows: Windows, budget: Budget
     ) -> Tensor:
-        """x + unmerge(out - reduced): out, reduced (B, D, C); x and the result (B, N, C)."""
+        """See `merge.unmerge_residual`: (B, D, C), (B, D, C), (B, N, C) -> (B, N, C)."""
         ...
 
     def unmerge_residual_cached(
@@ -66,12 +61,12 @@ class Kernels(Protocol):
         out: Tensor,
         reduced: Tensor,
         x: Tensor,
-        kept: Tensor,
+        cached: Tensor,
         destinations: Tensor,
         weights: Tensor,
         windows: Windows,
         budget: Budget,
         delta_weight: float,
     ) -> Tensor:
-        """`detail.Detail.restore`. kept: (B, N, C); destinations: (B or 1, D) int64, their tokens."""
+        """See `cache.unmerge_residual_cached`. cached: (B, N, C); destinations: (B or 1, D) int64, grid indices."""
         ...

@@ -57,7 +57,7 @@ def _merged_image(x: Tensor, plan: MergePlan) -> Tensor:
 
 def _unmerged_image(y: Tensor, plan: MergePlan) -> Tensor:
     """Unmerge the image of (B, D + R, C) to (B, N + R, C)."""
-    return torch.cat([unmerge(y[:, : plan.kept], plan), y[:, plan.kept :]], 1)
+    return torch.cat([unmerge(y[:, : plan.num_destinations], plan), y[:, plan.num_destinations :]], 1)
 
 
 class ByModule(BlockHook):
@@ -89,7 +89,7 @@ class ByModule(BlockHook):
             return self.original(*args, **kwargs)
         if not site.active.evaluation.refreshes:
             site.active.evaluation.run.stats.merged(self.name)
-        lengths = ((plan.tokens, plan.kept),)
+        lengths = ((plan.tokens, plan.num_destinations),)
         site.reduction = Reduction(site.active, (plan,), (None,), lengths)
         rope = self.positions.of(call_args.get(signature.rope_arg), site, signature.attention_offset(call_args))
         # Only the attention sees merged tokens: arguments for the rest of the block are unchanged.

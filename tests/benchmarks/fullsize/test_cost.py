@@ -166,7 +166,7 @@ def test_a_plan_for_two_conditions_is_no_more_launches() -> None:
                 (None,) * 2,
                 pictures=(picture,) * 2,
             )
-    assert len(plan.picks) == 2
+    assert len(plan.dest_slots) == 2
     assert meter.cost.operations == {"copy_": 1, "toma.due": 1, "toma.share": 1, "toma.select_weigh": 1}
 
 
@@ -205,12 +205,12 @@ def test_what_auto_thinks_that_merging_adds(
     shape: Shape, name: str, number: int, whole: dict[str, int], granularity: str
 ) -> None:
     """By Triton, with detail reuse: each block's share, rounded up, plans apart."""
-    payoff = pack_module("toma_core.cost_model")
+    cost_model = pack_module("toma_core.cost_model")
     settings = {"full_step_interval": 3, "min_tokens": 4, "granularity": granularity, **whole}
     merged = cost.count(shape, toma(**settings), kernels=True, step=1)
-    block, kind = getattr(payoff, name), payoff.Granularity(granularity)
+    block, kind = getattr(cost_model, name), cost_model.Granularity(granularity)
     added = (merged.launches - cost.count(shape).launches) / number
-    assert math.ceil(added) == round(block.launching(kind) / payoff.LAUNCH) - block.launches
+    assert math.ceil(added) == round(block.launching(kind) / cost_model.LAUNCH) - block.launches
 
 
 def test_nothing_is_added_where_nothing_is_merged() -> None:

@@ -139,7 +139,7 @@ def test_operands_are_more_than_a_cache_holds_and_alike() -> None:
     copies, windows, budget = micro.operands(micro.Grid(8, 8, 16), 0.5, 1, torch.float32, CPU)
     assert len({copy.x.data_ptr() for copy in copies}) == len(copies) > 2
     for copy in copies:
-        assert micro.picks_problem(copy.plan.picks, copy.x, windows, budget) == ""
+        assert micro.picks_problem(copy.plan.dest_slots, copy.x, windows, budget) == ""
         torch.testing.assert_close(copy.plan.merge_weights, copies[0].plan.merge_weights, rtol=1e-3, atol=1e-4)
     seen: list[int] = []
     call = micro._in_turn(lambda o: seen.append(o.x.data_ptr()), copies)
@@ -151,7 +151,7 @@ def test_operands_are_more_than_a_cache_holds_and_alike() -> None:
 def test_picks_that_are_worse_are_seen() -> None:
     """Weights of rows that sum to 1 come of any picks: only their worth tells."""
     copies, windows, budget = micro.operands(micro.Grid(16, 16, 16), 0.5, 2, torch.float32, CPU)
-    picks = copies[0].plan.picks
+    picks = copies[0].plan.dest_slots
     worst = torch.arange(picks.shape[-1]).expand(picks.shape)
     assert "of the best" in micro.picks_problem(worst, copies[0].x, windows, budget)
 

@@ -160,7 +160,7 @@ def test_own_destinations(model: Any, plans: Any) -> None:
     plans.clear()
     sample(experiments.own_destinations(toma())(model))
     assert len(plans) == 2 * shared
-    assert not torch.equal(plans[0].picks, plans[1].picks)
+    assert not torch.equal(plans[0].dest_slots, plans[1].dest_slots)
 
 
 def test_centred_tokens_do_not_know_a_common_direction(pack: ModuleType) -> None:
@@ -188,7 +188,7 @@ def test_pseudo_inverse(model: Any, plans: Any) -> None:
     out = sample(experiments.pseudo_inverse(toma())(model))
     plan = plans[0]
     assert not torch.equal(out, transposed)
-    assert torch.equal(plan.picks, there.picks)
+    assert torch.equal(plan.dest_slots, there.dest_slots)
     assert torch.equal(plan.merge_weights, there.merge_weights)
     M, back = plan.merge_weights, plan.unmerge_weights
     torch.testing.assert_close(M @ back @ M, M, rtol=0, atol=2e-3)
@@ -220,15 +220,15 @@ def test_moved_budget(model: Any, plans: Any) -> None:
     sample(experiments.moved_budget(toma(window_size=4))(model), batch=2)
     plan = plans[0]
     counts = plan.budget.valid.sum(-1)
-    assert counts.sum(-1).tolist() == [plan.kept, plan.kept] == [plan.tokens // 2] * 2
+    assert counts.sum(-1).tolist() == [plan.num_destinations, plan.num_destinations] == [plan.tokens // 2] * 2
     assert len(counts.unique()) > 1
     assert not torch.equal(*counts)
     assert counts.min() >= 1
-    assert plan.destinations.shape == (2, plan.kept)
+    assert plan.destinations.shape == (2, plan.num_destinations)
     for each in (plan, plan.repeat(2)):
-        ones = torch.ones(each.picks.shape[0], plan.tokens, 3)
+        ones = torch.ones(each.dest_slots.shape[0], plan.tokens, 3)
         reduced = pack.merge(ones, each)
-        assert reduced.shape[1] == plan.kept
+        assert reduced.shape[1] == plan.num_destinations
         torch.testing.assert_close(reduced, torch.ones_like(reduced))
         torch.testing.assert_close(pack.unmerge(reduced, each), ones)
 
@@ -256,7 +256,7 @@ def reduced(model: Any, plans: Any) -> Any:
     def by(change: Any) -> tuple[Tensor, Any, Tensor]:
         sample(toma()(model))
         plan, seen = plans[0], []
-        x = torch.randn(len(plan.picks), plan.tokens, 8, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(len(plan.dest_slots), plan.tokens, 8, generator=torch.Generator().manual_seed(0))
 
         def run(model: Any) -> Any:
             seen.append(pack_module("nodes.adapters.active_chain").reduce(x, plan))

@@ -108,7 +108,7 @@ def test_sharing_gives_every_token_its_destinations_exact_update(small: dict[str
         image = x[:, text:].clone()
         out = original(x, *args, **kwargs)
         plan = own.plan(image, (16, 16), "by hand", decision, (None,))
-        update = merging.unmerge(merging.pick(out[:, text:] - image, plan), plan)
+        update = merging.unmerge(merging.gather_destinations(out[:, text:] - image, plan), plan)
         return torch.cat([out[:, :text], image + update], 1)
 
     block.forward = by_hand

@@ -54,7 +54,7 @@ def test_keys_are_moved_on_as_their_destinations_move(
         after = before + plan.tokens
         for old, new in zip(kept, fresh, strict=True):
             assert new.shape == old.shape
-            assert q.shape[1] == new.shape[1] - plan.tokens + plan.kept
+            assert q.shape[1] == new.shape[1] - plan.tokens + plan.num_destinations
             old_rows, rows = old[:, before:after], new[:, before:after]
             there = plan.destinations[..., None].expand(-1, -1, rows.shape[2])
             moved = rows.gather(1, there) - old_rows.gather(1, there)
@@ -80,7 +80,7 @@ def test_presets_keep_keys_where_they_can(kind: str, model_of: Any, stats_of: An
     stats = stats_of(merged)
     shown = kind != "ernie"
     assert stats.without_kv_cache is None
-    assert sorted(stats.merged_steps) == ([1, 2, 3, 5, 6] if shown else [1, 2, 5])
+    assert sorted(stats.merged_steps) == ([1, 2, 3, 5, 6] if shown else [1, 2, 4, 5])
     assert bool(stats.unmerged) is not shown
 
 
@@ -138,7 +138,7 @@ def test_attention_that_asks_nobody_is_noticed(model_of: Any, stats_of: Any, ask
     assert str(NOT_ASKED) in stats_of(merged).summary()
     # The second step too is in full: it keeps for other blocks than the first.
     assert sorted(stats_of(merged).merged_steps) == [2, 4, 5]
-    assert sorted(stats_of(without).merged_steps) == [1, 2, 5]
+    assert sorted(stats_of(without).merged_steps) == [1, 2, 4, 5]
     assert (found - own).norm() <= (usual - own).norm()
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), found)
 
@@ -185,8 +185,8 @@ def test_a_full_step_that_a_cache_skips_loses_nothing(
 
     model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "cache", skipping)
     details = pack_module("toma_core.cache").ResidualCache
-    kept, found = details.kept, []
-    monkeypatch.setattr(details, "kept", lambda *args: found.append(kept(*args)) or found[-1])
+    kept, found = details.load, []
+    monkeypatch.setattr(details, "load", lambda *args: found.append(kept(*args)) or found[-1])
     models.sample(model, HEIGHT, WIDTH, steps=7)
     assert sorted(stats_of(model).merged_steps) == [1, 2, 5]
     assert found

@@ -102,7 +102,7 @@ def test_a_step_that_keeps_its_detail_runs_whole_on_new_tensors(graphs: Any, eva
     left = site.leave(out, 0)
     assert torch.equal(left, out)
     assert left.data_ptr() != out.data_ptr()
-    assert evaluation.run.cache.most == x.nbytes
+    assert evaluation.run.cache.peak_bytes == x.nbytes
 
 
 def test_operators_pass_torchs_own_checks(graphs: Any, evaluate: Any) -> None:
@@ -175,7 +175,7 @@ def test_only_graphs_that_are_not_recorded_take_the_operators(graphs: Any, told:
 
 def test_two_copies_of_the_pack_do_not_share_operators() -> None:
     """Loaded under another name into the same process, it finds the first namespace taken."""
-    free = pack_module("toma_core.kernels.namespace").free_namespace
+    free = pack_module("toma_core.kernels.layout").free_namespace
     name = "toma_tried"
     libraries = []
     for expected in (name, f"{name}2", f"{name}3"):

@@ -47,7 +47,7 @@ def test_cond_and_uncond_share_destinations_and_weights(model: Any, attach: Any,
         for name in ("picks", "merge_weights", "unmerge_weights"):
             uncond, cond = getattr(call.plan, name).chunk(2)
             assert torch.equal(uncond, cond)
-        assert not torch.equal(*call.plan.picks[:2]), "two images should not look alike"
+        assert not torch.equal(*call.plan.dest_slots[:2]), "two images should not look alike"
 
 
 @pytest.mark.compat
@@ -113,9 +113,9 @@ def test_areas_of_one_size_at_two_places_have_plans_of_their_own(
     keys = {key for call in halves for key in call.copies}
     assert keys == {((*half, 0, 0), None), ((*half, 0, SIDE // 2), None)}
     for call in halves:
-        assert call.plan.picks.shape[0] == len(call.copies)
+        assert call.plan.dest_slots.shape[0] == len(call.copies)
         if len(call.copies) == 2:
-            assert not torch.equal(*call.plan.picks)
+            assert not torch.equal(*call.plan.dest_slots)
 
 
 def test_area_is_computed_as_if_it_were_alone(model: Any, attach: Any, apart: Any) -> None:

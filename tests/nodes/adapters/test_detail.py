@@ -144,7 +144,7 @@ def test_flux_blocks(
     given = {key: value for key, value in merged.kwargs.items() if key not in (name, "pe")}
     assert (x.shape[1] > image.stop) is references
     result = block(reduced.clone(), pe=rows, **given)
-    out = (result[0] if kind == "double" else result)[:, text : text + plan.kept]
+    out = (result[0] if kind == "double" else result)[:, text : text + plan.num_destinations]
     expected = reused(x[:, image], update, out - S @ x[:, image], S, U)
     torch.testing.assert_close(out_of(merged)[:, image], expected, **CLOSE)
 
@@ -259,7 +259,7 @@ def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
 
     def spy(self: Any, block: str, x: torch.Tensor) -> Any:
         detail = original(self, block, x)
-        found.append((self.step_plan.step, "none" if detail is None else "kept" if detail.kept is None else "reused"))
+        found.append((self.step_plan.step, "none" if detail is None else "kept" if detail.update is None else "reused"))
         return detail
 
     def guidance(args: dict[str, Any]) -> torch.Tensor:
@@ -296,7 +296,7 @@ def test_a_patched_block_in_the_middle_of_a_stack_splits_its_detail(
     """Whole steps keep by the same chains that merged steps ask for."""
     details = pack_module("toma_core.cache").ResidualCache
     kept, asked = set(), []
-    keep, get = details.keep, details.kept
+    keep, get = details.store, details.load
 
     def keeping(self: Any, keys: Any, *rest: Any) -> Any:
         kept.update(key[0] for key in keys)
@@ -306,8 +306,8 @@ def test_a_patched_block_in_the_middle_of_a_stack_splits_its_detail(
         asked.append((keys[0][0], get(self, keys, *rest) is not None))
         return get(self, keys, *rest)
 
-    monkeypatch.setattr(details, "keep", keeping)
-    monkeypatch.setattr(details, "kept", asking)
+    monkeypatch.setattr(details, "store", keeping)
+    monkeypatch.setattr(details, "load", asking)
     patched = models.unet(middle=4).clone()
     patched.set_model_attn1_replace(lambda q, k, v, options: q, "middle", 0, 1)
     models.sample(attach(patched, full_step_interval=3), 32, 32, steps=4)

@@ -58,10 +58,10 @@ def test_where_memory_runs_out_all_is_whole_from_then_on(
         calls.append(1)
         if len(calls) > 3:
             raise torch.OutOfMemoryError
-        return pack(x)
+        return quantize(x)
 
-    pack = trial.pack
-    monkeypatch.setattr(trial, "pack", full)
+    quantize = trial.quantize
+    monkeypatch.setattr(trial, "quantize", full)
     merged = attach(model, **KEYS)
     (own, *_), found = evaluated(model, frames=3), evaluated(merged, frames=3)
     assert all(torch.equal(clip, own) for clip in found)
@@ -78,16 +78,16 @@ def test_where_packing_runs_out_of_memory_in_a_merged_step(
     and the evaluation is made again, whole."""
     model, trial = model_of("wan"), pack_module("toma_core.kernels.dispatch")
     monkeypatch.setattr(pack_module("nodes.adapters.patch_model"), "memory_left", lambda *_: 0)
-    calls, pack = list[int](), trial.pack
+    calls, quantize = list[int](), trial.quantize
     kept_whole = 2 * len(model.model.diffusion_model.blocks)
 
     def full(x: Tensor) -> Tensor:
         calls.append(1)
         if len(calls) > kept_whole + at:
             raise torch.OutOfMemoryError
-        return pack(x)
+        return quantize(x)
 
-    monkeypatch.setattr(trial, "pack", full)
+    monkeypatch.setattr(trial, "quantize", full)
     merged, watch = attach(model, **KEYS), Watch(1)
     (own, *_), found = evaluated(model, frames=3), evaluated(watch.on(merged), frames=3)
     assert all(torch.equal(clip, own) for clip in found)

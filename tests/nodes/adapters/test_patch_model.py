@@ -66,13 +66,13 @@ def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
     model: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of the tiny models are no work for an H100; on a CPU they are merged from 256 tokens on."""
-    payoff, side = pack_module("toma_core.cost_model"), 40
+    cost_model, side = pack_module("toma_core.cost_model"), 40
     patched = attach(model, min_tokens=0)
     models.sample(patched, side, side, steps=1)
     stats = stats_of(patched)
     assert stats.grids == {(20, 20): 200}
     assert set(stats.unmerged) <= {Reason.TOO_FEW_TOKENS(least=256)}
-    monkeypatch.setattr(payoff, "card_of", lambda device: payoff.Card("NVIDIA H100", (9, 0), 132))
+    monkeypatch.setattr(cost_model, "card_of", lambda device: cost_model.Card("NVIDIA H100", (9, 0), 132))
     assert same(models.sample(patched, side, side, steps=1), models.sample(model, side, side, steps=1))
     told, reason = stats_of(patched), Reason.TOO_LITTLE_WORK()
     assert told.unmerged[reason] == stats.merged_blocks

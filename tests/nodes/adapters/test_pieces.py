@@ -66,7 +66,7 @@ def test_cond_and_uncond_share_the_plan_of_a_tile(
     sampled(patched, steps=1)
     joined = list(plan_calls)
     for call in joined:
-        first, again, second, once_more = call.plan.picks
+        first, again, second, once_more = call.plan.dest_slots
         assert torch.equal(first, again)
         assert torch.equal(second, once_more)
         assert not torch.equal(first, second)
@@ -75,7 +75,7 @@ def test_cond_and_uncond_share_the_plan_of_a_tile(
     sampled(patched, steps=1)
     pairs = list(zip(plan_calls[: len(joined)], plan_calls[len(joined) :], strict=True))
     for one, other in pairs:
-        assert torch.equal(one.plan.picks, other.plan.picks)
+        assert torch.equal(one.plan.dest_slots, other.plan.dest_slots)
         assert torch.equal(one.plan.merge_weights, other.plan.merge_weights)
     assert not all(torch.equal(one.x, other.x) for one, other in pairs), "the conditions' tokens differ"
 

@@ -86,7 +86,7 @@ def test_the_whole_steps_own_picture_plans_the_step_after_it(
 ) -> None:
     """Whatever `selection_interval` says: a step that keeps detail needs no plan, and makes none of what came before
     it."""
-    monkeypatch.setattr(pack_module("toma_core.prediction"), "_MOST_NOISE", 0.999)
+    monkeypatch.setattr(pack_module("toma_core.prediction"), "_MAX_NOISE", 0.999)
     settings = {"similarity_from": "prediction", "selection_interval": every, "weight_interval": every}
     patched = attach(model, **settings, full_step_interval=every)
     models.sample(patched, steps=2 * every + 1, cfg=1.0)

@@ -127,14 +127,14 @@ def test_a_condition_that_begins_on_the_way(unet: Any, no_state_left: None, monk
     probes = probing.Probes(sites, 1000)
     both = [*models.conditioning(unet, seed=1), *later]
     details = pack_module("toma_core.cache").ResidualCache
-    kept, lacking = details.kept, []
+    kept, lacking = details.load, []
 
     def watched(self: Any, keys: Any, like: torch.Tensor) -> Any:
         found = kept(self, keys, like)
         lacking.extend([keys] if found is None else [])
         return found
 
-    monkeypatch.setattr(details, "kept", watched)
+    monkeypatch.setattr(details, "load", watched)
     latent = models.sample(probes.on(patched), SIDE, SIDE, steps=12, positive=both)
     assert torch.equal(latent, models.sample(unet, SIDE, SIDE, steps=12, positive=both))
     assert {*probes.site_errors} == {(site, level) for site in sites for level in range(len(probes.bands))}
@@ -145,7 +145,7 @@ def test_a_condition_that_begins_on_the_way(unet: Any, no_state_left: None, monk
 def test_a_video_whose_detail_is_too_much_is_not_asked_again(
     model_of: Any, no_state_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack_module("toma_core.cache"), "MOST", 1)
+    monkeypatch.setattr(pack_module("toma_core.cache"), "MAX_CACHE_BYTES", 1)
     wan = model_of("wan")
     probes = probing.Probes(probing.sites_of(identity.blocks_of(wan), 4), 1000)
     patched = probes.on(run.apply_toma(wan, core.ToMAConfig(min_tokens=4, **{**CLOSE, "full_step_interval": 3})))

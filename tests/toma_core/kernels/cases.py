@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from toma_core.budget import AdaptiveBudget, moved, spread
+from toma_core.budget import AdaptiveBudget, allocate, spread
 from toma_core.config import WindowShape
 from toma_core.windows import Budget, Windows, make_budget, make_windows
 
@@ -55,7 +55,7 @@ class Case:
             return windows, budget
         flat = torch.arange(windows.tokens, device=device) % self.width < self.width // 2
         picture = torch.where(flat[:, None], 1 + 0.1 * self.tokens(), self.tokens())
-        return windows, moved(budget, spread(windows.split(picture), windows), windows)
+        return windows, allocate(budget, spread(windows.split(picture), windows), windows)
 
 
 def kept_of(budget: Budget, images: int) -> list[list[int]]:

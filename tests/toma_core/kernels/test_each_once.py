@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.toma_core.kernels.cases import Case
-from tests.toma_core.kernels.triton import test_fourbit, test_product, test_select, test_share
+from tests.toma_core.kernels.triton import test_product, test_quant4, test_select, test_share
 
 RAGGED = Case(5, 7, 4, 0.5, 40, torch.float16, batch=2)
 
@@ -31,4 +31,4 @@ def test_adaptive_budget() -> None:
 
 
 def test_four_bits(kernels: Any) -> None:
-    test_fourbit.test_there_and_back(torch.float16, 96, 1.0, kernels)
+    test_quant4.test_there_and_back(torch.float16, 96, 1.0, kernels)

@@ -1,6 +1,6 @@
 """Greedy facility location against the textbook loops, brute force and apricot-select.
 
-Outside libraries break ties as they like, so with them values are compared; picks with our own loops.
+Outside libraries break ties as they like, so with them values are compared; dest_slots with our own loops.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def features(seed: int, *shape: int) -> torch.Tensor:
 def test_as_good_as_the_loops(slots: int, groups: int) -> None:
     S = cosine_similarity(features(slots, groups, slots, 6))
     order = greedy_facility_location(S, None, slots)
-    for picks in range(1, slots + 1):
-        values = facility_location(S, order[:, :picks])
+    for dest_slots in range(1, slots + 1):
+        values = facility_location(S, order[:, :dest_slots])
         for g in range(groups):
-            assert values[g].item() == pytest.approx(naive_value(S[g], naive_greedy(S[g], picks)), rel=1e-5)
+            assert values[g].item() == pytest.approx(naive_value(S[g], naive_greedy(S[g], dest_slots)), rel=1e-5)
 
 
 def test_the_very_picks_where_they_are_unique() -> None:
@@ -46,14 +46,16 @@ def test_the_very_picks_where_they_are_unique() -> None:
 
 
 @given(seeds, st.integers(1, 12), st.integers(1, 12), st.integers(0, 5))
-def test_padding_is_never_picked_and_never_counts(seed: int, slots: int, picks: int, padding: int) -> None:
-    picks = min(picks, slots)
+def test_padding_is_never_picked_and_never_counts(seed: int, slots: int, dest_slots: int, padding: int) -> None:
+    dest_slots = min(dest_slots, slots)
     S = torch.rand(2, slots, slots, generator=torch.Generator().manual_seed(seed)) * 2 - 1
     padded = torch.ones(2, slots + padding, slots + padding)
     padded[:, :slots, :slots] = S
     valid = (torch.arange(slots + padding) < slots).expand(2, -1)
-    assert torch.equal(greedy_facility_location(padded, valid, picks), greedy_facility_location(S, None, picks))
-    # Asked for more than there is, it repeats valid picks.
+    assert torch.equal(
+        greedy_facility_location(padded, valid, dest_slots), greedy_facility_location(S, None, dest_slots)
+    )
+    # Asked for more than there is, it repeats valid dest_slots.
     every = greedy_facility_location(padded, valid, slots + padding)
     assert every.max() < slots
     assert all(len(set(row[:slots])) == slots for row in every.tolist())
@@ -65,25 +67,25 @@ def test_ragged_windows_of_a_batch_each_as_good_as_the_loops(height: int, width:
     windows = make_windows(height, width, WindowShape.TILE, size)
     budget = make_budget(windows.counts, ratio)
     S = cosine_similarity(windows.split(features(7, 3, height * width, 5)))
-    picks = select(S, windows, budget)
+    dest_slots = select(S, windows, budget)
     for b in range(3):
         for w, (count, kept) in enumerate(zip(windows.counts, budget.counts, strict=True)):
             alone = S[b, w, :count, :count]
-            chosen = picks[b, w, :kept].tolist()
+            chosen = dest_slots[b, w, :kept].tolist()
             assert chosen == sorted(set(chosen))
             assert max(chosen) < count
             assert naive_value(alone, chosen) == pytest.approx(naive_value(alone, naive_greedy(alone, kept)), rel=1e-5)
-            assert set(picks[b, w].tolist()) == set(chosen), "unused places repeat a destination"
+            assert set(dest_slots[b, w].tolist()) == set(chosen), "unused places repeat a destination"
 
 
 @given(seeds, st.integers(2, 9), st.integers(1, 4), st.sampled_from([2, 5]))
-def test_within_1_minus_1_over_e_of_the_best(seed: int, slots: int, picks: int, channels: int) -> None:
-    picks = min(picks, slots)
+def test_within_1_minus_1_over_e_of_the_best(seed: int, slots: int, dest_slots: int, channels: int) -> None:
+    dest_slots = min(dest_slots, slots)
     S = cosine_similarity(features(seed, 1, slots, channels))
-    value = facility_location(S, greedy_facility_location(S, None, picks)).item()
-    best = best_value(S[0], picks)
+    value = facility_location(S, greedy_facility_location(S, None, dest_slots)).item()
+    best = best_value(S[0], dest_slots)
     assert (1 - 1 / math.e) * best - 1e-4 <= value <= best + 1e-4
-    if picks in (1, slots):
+    if dest_slots in (1, slots):
         assert value == pytest.approx(best, rel=1e-5)
 
 
@@ -107,7 +109,7 @@ def test_as_good_as_apricot_at_every_budget(smooth: bool) -> None:
     outside = FacilityLocationSelection(24, metric="precomputed", optimizer="naive")
     outside.fit((1 + S[0]).double().numpy())
     order = greedy_facility_location(S, None, 24)
-    values = [facility_location(S, order[:, :picks]).item() for picks in range(1, 25)]
+    values = [facility_location(S, order[:, :dest_slots]).item() for dest_slots in range(1, 25)]
     assert values == pytest.approx(outside.gains.cumsum().tolist(), rel=1e-5)
 
 
@@ -116,17 +118,17 @@ def test_nested_and_distinct(seed: int, slots: int) -> None:
     S = cosine_similarity(features(seed, 2, slots, 4))
     every = greedy_facility_location(S, None, slots)
     assert every.sort(1).values.tolist() == [list(range(slots))] * 2
-    for picks in (1, slots // 2):
-        assert torch.equal(greedy_facility_location(S, None, picks), every[:, :picks])
+    for dest_slots in (1, slots // 2):
+        assert torch.equal(greedy_facility_location(S, None, dest_slots), every[:, :dest_slots])
 
 
 @pytest.mark.parametrize("x", [torch.ones(1, 9, 4), torch.zeros(1, 9, 4), -torch.ones(1, 9, 4)], ids=["1", "0", "-1"])
 def test_on_a_flat_image_any_set_is_best_and_all_picks_differ(x: torch.Tensor) -> None:
     S = cosine_similarity(x)
-    for picks in (1, 4, 9):
-        order = greedy_facility_location(S, None, picks)
-        assert len(set(order[0].tolist())) == picks
-        assert facility_location(S, order).item() == pytest.approx(best_value(S[0], picks), rel=1e-5)
+    for dest_slots in (1, 4, 9):
+        order = greedy_facility_location(S, None, dest_slots)
+        assert len(set(order[0].tolist())) == dest_slots
+        assert facility_location(S, order).item() == pytest.approx(best_value(S[0], dest_slots), rel=1e-5)
 
 
 def test_ties_go_to_the_lowest_slot() -> None:
@@ -159,14 +161,14 @@ def smooth(seed: int, windows: int, side: int, channels: int = 16) -> torch.Tens
     return x.flatten(2).transpose(1, 2).contiguous()
 
 
-def leads(x: torch.Tensor, picks: int, step: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The picks in fp64, and by how much each was won, as a share of its gain where that is above 1. (G, picks)"""
+def leads(x: torch.Tensor, dest_slots: int, step: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slots of a search in fp64, and the lead of each, relative where above 1: (G, number)."""
     unit = torch.nn.functional.normalize(x.double(), dim=-1)
     S = unit @ unit.transpose(1, 2)
     penalty = (-step * torch.arange(S.shape[1], dtype=torch.float64)).repeat(len(S), 1)
     represented = torch.full_like(penalty, -1.0)
     order, won = [], []
-    for _ in range(picks):
+    for _ in range(dest_slots):
         gain = (S - represented[:, :, None]).clamp_min(0).sum(1)
         best = (gain + penalty).topk(2)
         order.append(best.indices[:, :1])
@@ -176,31 +178,31 @@ def leads(x: torch.Tensor, picks: int, step: float) -> tuple[torch.Tensor, torch
     return torch.cat(order, 1), torch.cat(won, 1)
 
 
-@pytest.mark.parametrize(("side", "picks"), [(5, 12), (8, 32), (8, 48), (16, 128)])
-def test_ties_fall_by_place_whatever_rounds(side: int, picks: int) -> None:
-    """Late in a search two tokens that help only each other tie up to rounding, in nearly every window. The same picks
+@pytest.mark.parametrize(("side", "dest_slots"), [(5, 12), (8, 32), (8, 48), (16, 128)])
+def test_ties_fall_by_place_whatever_rounds(side: int, dest_slots: int) -> None:
+    """Late in a search two tokens that help only each other tie up to rounding, in nearly every window. The same slots
     for features as another batch or kernel would round them, for a window alone, and on any number of threads."""
     x = smooth(3, 8, side)
-    order, won = leads(x, picks, tie_step(side * side))
+    order, won = leads(x, dest_slots, tie_step(side * side))
     assert won.min() > 2e-6, "these features leave a tie that is none of two mutual neighbours: take others"
-    tied = (leads(x, picks, 0.0)[1] < 1e-9).any(1)
+    tied = (leads(x, dest_slots, 0.0)[1] < 1e-9).any(1)
     assert tied.sum() >= 6
 
     S = cosine_similarity(x)
-    expected = greedy_facility_location(S, None, picks)
+    expected = greedy_facility_location(S, None, dest_slots)
     assert torch.equal(expected, order)
     shuffled = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(1))
     for other in (x * (1 + 1e-7 * features(9, *x.shape)), x[..., shuffled], 3.0 * x):
-        assert torch.equal(greedy_facility_location(cosine_similarity(other), None, picks), expected)
-    assert torch.equal(greedy_facility_location(S.transpose(1, 2).contiguous(), None, picks), expected)
+        assert torch.equal(greedy_facility_location(cosine_similarity(other), None, dest_slots), expected)
+    assert torch.equal(greedy_facility_location(S.transpose(1, 2).contiguous(), None, dest_slots), expected)
     for g in range(len(x)):
-        alone = greedy_facility_location(cosine_similarity(x[g : g + 1]), None, picks)
+        alone = greedy_facility_location(cosine_similarity(x[g : g + 1]), None, dest_slots)
         assert torch.equal(alone, expected[g : g + 1])
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            assert torch.equal(greedy_facility_location(cosine_similarity(x), None, picks), expected)
+            assert torch.equal(greedy_facility_location(cosine_similarity(x), None, dest_slots), expected)
     finally:
         torch.set_num_threads(before)
 
@@ -224,7 +226,7 @@ def test_a_zero_token_among_others_does_no_harm() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_any_feature_dtype(dtype: torch.dtype) -> None:
-    """Rounding to the dtype happens before, not inside: the picks are as good as those of the rounded features."""
+    """Rounding to the dtype happens before, not inside: the dest_slots are as good as those of the rounded features."""
     x = features(1, 2, 16, 8).to(dtype)
     S, exact = cosine_similarity(x), cosine_similarity(x.double().float())
     value = facility_location(exact, greedy_facility_location(S, None, 6))

@@ -54,10 +54,10 @@ def test_value_by_hand() -> None:
 def test_value_is_that_of_the_loops(seed: int, slots: int, data: st.DataObject) -> None:
     S = similarity_of(seed, 2, slots)
     size = data.draw(st.integers(1, slots))
-    picks = [torch.randperm(slots, generator=torch.Generator().manual_seed(seed + w))[:size] for w in range(2)]
-    values = facility_location(S, torch.stack(picks))
+    dest_slots = [torch.randperm(slots, generator=torch.Generator().manual_seed(seed + w))[:size] for w in range(2)]
+    values = facility_location(S, torch.stack(dest_slots))
     for w in range(2):
-        assert values[w].item() == pytest.approx(naive_value(S[w], picks[w].tolist()), rel=1e-5, abs=1e-5)
+        assert values[w].item() == pytest.approx(naive_value(S[w], dest_slots[w].tolist()), rel=1e-5, abs=1e-5)
 
 
 @given(seeds, st.integers(3, 10), st.data())
@@ -98,16 +98,18 @@ def test_the_brute_force_is_brute() -> None:
 @pytest.mark.parametrize("most", [1, 100, 10**9])
 def test_windows_may_come_in_parts(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 7 windows of 2 images, some at a time: at most so many numbers, unless one window has more."""
-    x, picks = torch.randn(2, 7, 9, 5), torch.randint(9, (2, 7, 4))
+    x, dest_slots = torch.randn(2, 7, 9, 5), torch.randint(9, (2, 7, 4))
     seen = []
 
     def noted(part: torch.Tensor, its_picks: torch.Tensor) -> torch.Tensor:
         seen.append(part.numel())
         return chosen_similarity(part, its_picks)
 
-    monkeypatch.setattr(objective, "MOST", most)
-    torch.testing.assert_close(in_parts(noted, x, picks), chosen_similarity(x, picks))
+    monkeypatch.setattr(objective, "MAX_ELEMENTS", most)
+    torch.testing.assert_close(in_parts(noted, x, dest_slots), chosen_similarity(x, dest_slots))
     assert sum(seen) == x.numel()
     assert max(seen) <= max(most, 9 * 5)
     found = in_parts(cosine_similarity, x)
-    torch.testing.assert_close(found.gather(2, picks[..., None].expand(-1, -1, -1, 9)), in_parts(noted, x, picks))
+    torch.testing.assert_close(
+        found.gather(2, dest_slots[..., None].expand(-1, -1, -1, 9)), in_parts(noted, x, dest_slots)
+    )

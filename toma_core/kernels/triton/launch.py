@@ -1,4 +1,4 @@
-"""What every launch needs: tile sizes, the right device, the interpreter's limits. And launches prepared once."""
+"""Tile sizes, strides and the device of launches, and launches that are prepared once."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..sizes import padded
+from ..layout import padded
 
-_MOST_SIDE = 64
-# What Triton asks of an address before it reads and writes 16 bytes at a time.
+_MAX_SIDE = 64
+# Alignment in bytes at which Triton reads and writes 16 bytes at a time.
 _ALIGNED = 16
 
 
@@ -23,39 +23,39 @@ def _nothing():
     pass
 
 
-# Whether kernels defined now run in Triton's interpreter. The variable that decides it may change later.
+# Whether kernels run in Triton's interpreter; its environment variable may change later.
 INTERPRETED = not isinstance(_nothing, triton.JITFunction)
 
 
 def upcast(dtype: torch.dtype) -> bool:
-    """Whether operands of a product must become fp32 first: Triton's interpreter multiplies the bits of bf16."""
+    """Return whether products need fp32 operands: Triton's interpreter multiplies the bits of bf16."""
     return INTERPRETED and dtype is torch.bfloat16
 
 
 def turns(count: int) -> Any:
-    """The bound of a loop, told when it runs: one binary for all of them. The interpreter takes constants only."""
+    """Return a loop bound as a run-time argument, so that one binary serves all; the interpreter needs constants."""
     return tl.constexpr(count) if INTERPRETED else count
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
-    """Make x's GPU the current one: Triton launches there, whatever its arguments."""
+    """Make x's GPU the current one: Triton launches there whatever its arguments."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
 
 
 def blocks(x: Tensor, rows: int, inner: int) -> tuple[int, int, int, int]:
-    """Tile sizes (rows of the result, the summed side, channels) and warps. At most 32 KB of operands."""
-    rows, inner = min(_MOST_SIDE, padded(rows)), min(_MOST_SIDE, padded(inner))
-    # Without tensor cores a thread holds its operands in registers: fp32 gets smaller tiles.
+    """Return tile sizes (rows of the result, summed side, channels) and warps, for at most 32 KB of operands."""
+    rows, inner = min(_MAX_SIDE, padded(rows)), min(_MAX_SIDE, padded(inner))
+    # fp32 runs without tensor cores, with operands in registers: smaller tiles.
     half = x.element_size() == 2
     inner = inner if half else min(32, inner)
     channels = min(128 if half else 32, padded(x.shape[2]))
-    return rows, inner, channels, 4 if rows * inner < _MOST_SIDE**2 else 8
+    return rows, inner, channels, 4 if rows * inner < _MAX_SIDE**2 else 8
 
 
 def shared_stride(part: Tensor, batch: int) -> int:
-    """From one image's part of a plan to the next; 0 if all images share it."""
+    """Return the stride between images of a plan's tensor, 0 if all share one. Raises ValueError."""
     if part.shape[0] not in (1, batch) or part.stride(-1) != 1 < part.shape[-1]:
         raise ValueError(
             f"a plan of {tuple(part.shape)} does not fit a batch of {batch}, or its rows are not contiguous"
@@ -64,8 +64,8 @@ def shared_stride(part: Tensor, batch: int) -> int:
 
 
 def budget_stride(part: Tensor | None, shape: tuple[int, ...], batch: int) -> int:
-    """From one image's part of a budget to the next, in a tensor of (B, *shape) that holds all of them one after
-    another; 0 if all images share one of `shape`, or one that is repeated, or without one."""
+    """Return the stride between images of a budget's tensor of (B, *shape), 0 without one or if all images share one.
+    Raises ValueError."""
     if part is None or part.shape == shape:
         return 0
     if part.shape != (batch, *shape) or not part[0].is_contiguous():
@@ -74,27 +74,23 @@ def budget_stride(part: Tensor | None, shape: tuple[int, ...], batch: int) -> in
 
 
 def weight_strides(weights: Tensor, batch: int) -> tuple[int, int, int]:
-    """From image to image, window to window and row to row of (B or 1, W, rows, columns). What lies between the rows is
-    read, and counts for nothing."""
-    by_image, (_, by_window, by_row, _), (_, _, rows, columns) = (
-        shared_stride(weights, batch),
-        weights.stride(),
-        weights.shape,
-    )
+    """Return the strides of images, windows and rows of (B or 1, W, rows, columns). The padding of rows is read and
+    masked. Raises ValueError."""
+    (_, by_window, by_row, _), (_, _, rows, columns) = weights.stride(), weights.shape
+    by_image = shared_stride(weights, batch)
     if rows == 1:
-        by_row = columns  # of one row PyTorch may say anything
+        by_row = columns  # PyTorch's stride of a single row is arbitrary
     if by_row < columns:
         raise ValueError(f"the rows of a plan of {tuple(weights.shape)} overlap, they are {by_row} apart")
     return by_image, by_window, by_row
 
 
 class Launch:
-    """One kernel that makes one tensor, with all that stays the same from call to call.
+    """A kernel that makes one tensor, with its constant arguments.
 
-    Triton looks at each of its 30 arguments at each launch, to find the binary that was compiled for such ones; that
-    takes the host several times as long as the launch. Here it does so once: after that the binary found is called with
-    addresses, as long as those that change are aligned as the first ones were. Who keeps a `Launch` calls it with
-    tensors of the same shapes, strides, dtypes and devices only.
+    Triton inspects all arguments at each launch to find the compiled binary, which takes the host several times as long
+    as the launch. Here it does so once; then the binary is called with addresses, as long as they are aligned like the
+    first. Callers pass tensors of the same shapes, strides, dtypes and devices at each call.
     """
 
     def __init__(
@@ -107,8 +103,8 @@ class Launch:
         fixed: tuple[Any, ...],
         **options: int,
     ) -> None:
-        """kernel: takes its result, then the tensors of a call, then `fixed`. like: on the device. shape, dtype: of the
-        result."""
+        """Prepare a kernel that takes its result, the tensors of a call, then `fixed`. like: any tensor on the device.
+        shape, dtype: of the result."""
         self._kernel, self._grid, self._fixed, self._options = kernel, (*grid, 1), fixed, options
         self._shape, self._dtype, self._device = shape, dtype, like.device
         self._alone = not like.is_cuda or torch.cuda.device_count() == 1
@@ -116,7 +112,7 @@ class Launch:
         self._again: Callable[..., object] | None = None
 
     def __call__(self, *tensors: Tensor | None) -> Tensor:
-        """The result, contiguous."""
+        """Return the result, contiguous."""
         out = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         if self._alone:
             self._launch(out, *tensors)
@@ -138,7 +134,7 @@ class Launch:
                 self._again(*addresses, *self._rest)
                 return
             except TypeError:
-                # Nothing was launched: a launcher of this Triton wants other arguments.
+                # Nothing was launched: this Triton's launcher takes other arguments.
                 self._again = None
         compiled = self._kernel[self._grid](*tensors, *self._fixed, **self._options)
         if aligned:
@@ -146,8 +142,8 @@ class Launch:
 
 
 def _bound(compiled: Any, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object] | None:
-    """What launches a binary, on the stream that is the current one by then and with the launch hooks of then; None in
-    the interpreter, and where a launcher may not take the arguments of the kernel one by one, as before Triton 3.3."""
+    """Return what launches a binary on the then current stream, with the then current launch hooks; None in the
+    interpreter, and before Triton 3.3, whose launchers do not take the kernel's arguments one by one."""
     try:
         bound: Callable[..., object] = compiled[grid]
         return bound if list(compiled.src.signature) == list(kernel.arg_names) else None

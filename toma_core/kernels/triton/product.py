@@ -1,8 +1,7 @@
-"""Merge and unmerge in one launch each (paper, section 4.2), with detail reuse in two.
+"""Merge and unmerge in one launch each (paper, section 4.2), with the residual cache in two.
 
-Both are one small matrix product per window. The layout changes around it (tokens to windows, slots to the compact row
-of destinations) are done by the addresses that a program reads and writes, so nothing is gathered or scattered in a
-pass of its own. Programs of one window share no output: every destination and every token is written exactly once.
+Both are one small matrix product per window. Layout changes (tokens to windows, slots to destinations) are done by the
+addresses that a program reads and writes, without passes for gathering. Every destination and token is written once.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..sizes import cdiv
-from .agreement import MOST_PARTS, projection_of
+from ..layout import cdiv
+from .agreement import MAX_PARTS, projection_of
 from .launch import Launch, blocks, budget_stride, shared_stride, upcast, weight_strides
 
 
@@ -36,7 +35,7 @@ def _merge_kernel(
     for step in range(0, STEPS):
         s = step * BLOCK_S + tl.arange(0, BLOCK_S)
         token = tl.load(source + window * slots + s, mask=s < slots, other=0).to(tl.int64)
-        # Rows may be longer in memory than they are. Read to that end they are read 16 bytes at a time.
+        # Rows are padded in memory; with the padding they are read 16 bytes at a time.
         mask = (k < K)[:, None] & (s < stride_wk)[None, :]
         M = tl.load(weights + k[:, None] * stride_wk + s[None, :], mask=mask, other=0.0).to(x.dtype.element_ty)
         M = tl.where((s < slots)[None, :], M, 0.0)
@@ -65,7 +64,7 @@ def _merge_kernel(
 
 @triton.jit(do_not_specialize=("stride_d", "stride_u", "windows", "slots", "K", "N", "parts"))
 def _unmerge_kernel(
-    out, y, weights, expand, reduced, x, kept, sums, destinations, source, valid,
+    out, y, weights, expand, reduced, x, cached, sums, destinations, source, valid,
     stride_yb, stride_yn, stride_yc, stride_rb, stride_rn, stride_rc, stride_xb, stride_xn, stride_xc,
     stride_kb, stride_kn, stride_kc, stride_wb, stride_ww, stride_ws, stride_d, stride_u,
     windows, slots, K, C, N, parts, delta_weight,
@@ -84,9 +83,9 @@ def _unmerge_kernel(
     if RESIDUAL:
         reduced += image * stride_rb
     if REUSE:
-        kept += image * stride_kb
-        still = projection_of(sums + image * 2 * parts, parts, BLOCK_P)
-        believed = 1.0 - (1.0 - delta_weight) * still
+        cached += image * stride_kb
+        p = projection_of(sums + image * 2 * parts, parts, BLOCK_P)
+        weight = 1.0 - (1.0 - delta_weight) * p
 
     total = tl.zeros([BLOCK_S, BLOCK_C], dtype=tl.float32)
     for step in range(0, STEPS):
@@ -104,8 +103,8 @@ def _unmerge_kernel(
             change = rows.to(tl.float32) - before.to(tl.float32)
             if REUSE:
                 token = tl.load(destinations + image * stride_d + destination, mask=k < K, other=0)
-                old = tl.load(kept + token[:, None] * stride_kn + c[None, :] * stride_kc, mask=mask, other=0.0)
-                change = believed * (change - still * old.to(tl.float32))
+                old = tl.load(cached + token[:, None] * stride_kn + c[None, :] * stride_kc, mask=mask, other=0.0)
+                change = weight * (change - p * old.to(tl.float32))
             rows = change.to(y.dtype.element_ty)
         if UPCAST:
             A = A.to(tl.float32)
@@ -121,17 +120,17 @@ def _unmerge_kernel(
         x += image * stride_xb
         total += tl.load(x + token[:, None] * stride_xn + c[None, :] * stride_xc, mask=mask, other=0.0).to(tl.float32)
     if REUSE:
-        update = tl.load(kept + token[:, None] * stride_kn + c[None, :] * stride_kc, mask=mask, other=0.0)
-        total += still * update.to(tl.float32)
+        update = tl.load(cached + token[:, None] * stride_kn + c[None, :] * stride_kc, mask=mask, other=0.0)
+        total += p * update.to(tl.float32)
     out += image * N * C
     tl.store(out + token[:, None] * C + c[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
 def merge(x: Tensor, weights: Tensor, used: Tensor | None, expand: Tensor | None, source: Tensor, D: int) -> Launch:
-    """X' = M X. Called with x, weights, used, expand: (B, N, C), any strides -> (B, D, C), with fp32 sums.
+    """Prepare X' = M X, called with x, weights, used and expand: (B, N, C), any strides -> (B, D, C), with fp32 sums.
 
     weights: (B, W, K, S), rows contiguous; source: (W, S) int64; used: (W, K) bool and expand: (W * K,) int64 of the
-    `Budget`, contiguous, or (B, W, K) and (B, W * K) where each image has one of its own, or None.
+    `Budget`, contiguous, or (B, W, K) and (B, W * K) of an `AdaptiveBudget`, or None.
     """
     (_, windows, K, slots), (batch, _, C) = weights.shape, x.shape
     strides = (*x.stride(), *weight_strides(weights, batch), budget_stride(expand, (windows * K,), batch))
@@ -154,24 +153,22 @@ def unmerge(
     reused: tuple[Tensor, Tensor, Tensor] | None = None,
     delta_weight: float = 1.0,
 ) -> Launch:
-    """Y = A^T Y', or with `reduced` and `x` the restored block output x + A^T (Y' - reduced). -> (B, N, C)
+    """Prepare Y = A^T Y', or with `reduced` and `x` the block output x + A^T (Y' - reduced): (B, N, C).
 
-    Called with y, weights and expand, and reduced and x if there are, and what is reused. y, reduced: (B, D, C) and x:
-    (B, N, C), any strides; weights: (B, W, S, K); the rest as in `merge`. Sums are fp32, and the residual is added
-    before the one rounding to y's dtype.
-    reused: kept, sums of `agreement` and destinations, for x + a kept + A^T t (out - reduced - a kept at destinations),
-    with a from the sums and t = 1 - (1 - trust) a.
+    Called with y, weights, expand, then reduced and x if given, then `reused`. y, reduced: (B, D, C) and x: (B, N, C),
+    any strides; weights: (B, W, S, K); the rest as in `merge`. Sums are fp32, rounded once to y's dtype.
+    reused: cached update, sums of `agreement` and destinations, for `cache.unmerge_residual_cached`.
     """
     (_, windows, slots, K), (batch, _, C) = weights.shape, y.shape
-    kept, sums, destinations = (None, None, None) if reused is None else reused
-    strides = tuple(n for t in (y, reduced, x, kept) for n in ((0, 0, 0) if t is None else t.stride()))
+    cached, sums, destinations = (None, None, None) if reused is None else reused
+    strides = tuple(n for t in (y, reduced, x, cached) for n in ((0, 0, 0) if t is None else t.stride()))
     strides += (*weight_strides(weights, batch), 0 if destinations is None else shared_stride(destinations, batch))
     strides += (budget_stride(expand, (windows * K,), batch),)
     block_s, block_k, block_c, warps = blocks(y, slots, K)
     grid = (batch * windows, cdiv(slots, block_s) * cdiv(C, block_c))
     sizes = (windows, slots, K, C, N, 1 if sums is None else sums.shape[2], delta_weight)
-    flags = (x is not None, kept is not None, valid is not None, expand is not None, upcast(y.dtype))
-    missing = (None,) * (5 - sum(t is not None for t in (reduced, x, kept, sums, destinations)))
+    flags = (x is not None, cached is not None, valid is not None, expand is not None, upcast(y.dtype))
+    missing = (None,) * (5 - sum(t is not None for t in (reduced, x, cached, sums, destinations)))
     fixed = (*missing, source, valid, *strides, *sizes, *flags, cdiv(K, block_k))
-    fixed += (block_k, block_s, block_c, MOST_PARTS)
+    fixed += (block_k, block_s, block_c, MAX_PARTS)
     return Launch(_unmerge_kernel, grid, y, (batch, N, C), y.dtype, fixed, num_warps=warps, num_stages=2)

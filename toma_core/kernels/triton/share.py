@@ -1,7 +1,7 @@
-"""How many destinations each window gets, by how much there is in it, in two launches: see `budget.moved`.
+"""Allocate destinations to windows by their spread in two launches, see `budget.allocate`.
 
-The first finds what each window is due, one program for each. The second has one program for each frame of an image:
-it looks for the least claim that is still met, bit by bit, which is the same as sorting all of them, and deals out.
+The first computes what each window is due, one program each. The second has one program for each frame of an image: it
+finds the smallest claim that is met bit by bit, which is equivalent to sorting all claims, and allocates.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..sizes import cdiv, padded
+from ..layout import cdiv, padded
 from .launch import on_device, turns
 from .select import inside_window
 
-# Claims that are looked at together.
+# Claims in a tile.
 _TILE = 2048
 
 
@@ -36,7 +36,7 @@ def _due_kernel(
         c = step * BLOCK_C + tl.arange(0, BLOCK_C)
         rows = tl.load(x + c[None, :] * stride_c, mask=inside[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
         squares += tl.sum(rows * rows, axis=1)
-    # A token that holds NaN or infinity points nowhere.
+    # A token that holds NaN or infinity has no direction.
     inverse = tl.where(squares == squares, 1.0 / tl.maximum(tl.sqrt(squares), 1e-12), 0.0)
     size = tl.sum(inside.to(tl.int32), axis=0).to(tl.float32)
     length = tl.zeros([BLOCK_C], dtype=tl.float32)
@@ -53,8 +53,8 @@ def _due_kernel(
 
 @triton.jit
 def _claims(due, w, k, windows, every, K):
-    """What each window claims for each of its places, as integers in the same order: the first comes before all others,
-    and none is made for a place that there is not."""
+    """Return each window's claim for each of its slots, as integers of the same order; the first slot has the highest,
+    slots beyond the window's size none."""
     here = w < windows
     claims = tl.div_rn(tl.load(due + w, mask=here, other=0.0)[:, None], (k + 0.5)[None, :])
     size = tl.load(due + every + w, mask=here, other=0.0)
@@ -86,7 +86,7 @@ def _share_kernel(
             count += tl.sum((_claims(due, w, k, windows, every, K) >= least).to(tl.int32))
         met = tl.where(count >= total, least, met)
 
-    # Of claims that are alike the first ones are met.
+    # Of equal claims the first are met.
     spare = tl.full([], 0, tl.int32) + total
     for tile in range(0, tiles):
         w = tile * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -104,17 +104,17 @@ def _share_kernel(
         first += tl.sum(counts, axis=0)
         used = k[None, :] < counts[:, None]
         there = (w < windows)[:, None] & (k < K)[None, :]
-        place = (frame * windows + w)[:, None] * K + k[None, :]
+        index = (frame * windows + w)[:, None] * K + k[None, :]
         destination = frame * total + begin[:, None] + tl.where(used, k[None, :], 0)
-        tl.store(valid + place, used, mask=there)
-        tl.store(expand + place, destination, mask=there)
-        tl.store(compact + destination, place, mask=there & used)
+        tl.store(valid + index, used, mask=there)
+        tl.store(expand + index, destination, mask=there)
+        tl.store(compact + destination, index, mask=there & used)
 
 
 def due(x: Tensor, source: Tensor, valid: Tensor | None, least: float) -> Tensor:
-    """What each window is due, sqrt(max(`budget.spread`, least)) * tokens, and its tokens. (B, N, C) -> (B, 2, W) fp32.
+    """Return what each window is due, sqrt(max(`budget.spread`, least)) * tokens, and its tokens: (B, 2, W) fp32.
 
-    x: fp16, bf16 or fp32, any strides; source: (W, S) int64; valid: (W, S) bool or None.
+    x: (B, N, C) fp16, bf16 or fp32, any strides; source: (W, S) int64; valid: (W, S) bool or None.
     """
     (batch, _, C), (windows, slots) = x.shape, source.shape
     found = torch.empty(batch, 2, windows, device=x.device, dtype=torch.float32)
@@ -128,9 +128,9 @@ def due(x: Tensor, source: Tensor, valid: Tensor | None, least: float) -> Tensor
 
 
 def shared_out(due: Tensor, frames: int, total: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
-    """So many destinations for each frame's windows, at most K for each: compact (B, D), expand (B, W * K) int64 and
-    valid (B, W, K) bool, see `budget.AdaptiveBudget`. due: from the function of this name; total: at least a window's
-    one.
+    """Return compact (B, D) and expand (B, W * K) int64, and valid (B, W, K) bool, of a `budget.AdaptiveBudget`.
+
+    due: from the function of this name. total: destinations of a frame, at least one a window. K: most of a window.
     """
     batch, _, every = due.shape
     compact = torch.empty(batch, frames * total, device=due.device, dtype=torch.int64)

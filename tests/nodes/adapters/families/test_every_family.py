@@ -53,7 +53,7 @@ def test_block_is_computed_on_merged_tokens(
     found = call.out if layout.out is None else call.out[layout.out]
     torch.testing.assert_close(found, restored(layout, run(block, layout, told), image, merged, U), **CLOSE)
     if layout.rope_arg:
-        kept = plan.kept + given[layout.tokens].shape[1] - plan.tokens + layout.above
+        kept = plan.num_destinations + given[layout.tokens].shape[1] - plan.tokens + layout.above
         wrong = {**told, layout.rope_arg: given[layout.rope_arg].narrow(layout.rope_token_dim, 0, kept)}
         other = restored(layout, run(block, layout, wrong), image, merged, U)
         assert (other - found).abs().max() > 1e-2, "this test would not notice the rows of other positions"
@@ -154,7 +154,7 @@ def test_plans_from_the_predicted_picture(
 ) -> None:
     """One plan a step for all blocks and both conditions, in every step but the first; the same twice."""
     # Three steps of a model with a large shift are all of noise that no prediction is trusted in.
-    monkeypatch.setattr(pack_module("toma_core.prediction"), "_MOST_NOISE", 0.999)
+    monkeypatch.setattr(pack_module("toma_core.prediction"), "_MAX_NOISE", 0.999)
     model = model_of(family)
     merged = attach(model, **PREDICTED)
     out = models.sample(merged, height, width, batch=batch, steps=3, cfg=4.0)

@@ -86,7 +86,7 @@ def test_a_block_of_a_video(
     (call,) = calls
     planned, before = plan_calls[call.first_plan], FRAME if reference else 0
     assert planned.grid == (frames, HEIGHT // 2, WIDTH // 2)
-    assert planned.plan.kept == frames * FRAME // 2
+    assert planned.plan.num_destinations == frames * FRAME // 2
     layout = replace(DOUBLE, before=before) if kind == "double" else replace(SINGLE, before=TEXT + before)
     given = arguments(block, layout, call)
     assert (given["attn_mask"] is not None) == masked

@@ -71,7 +71,7 @@ def test_references(
         gone = 0
         for plan in plans:
             end += plan.tokens
-            gone += plan.tokens - plan.kept if place >= end else 0
+            gone += plan.tokens - plan.num_destinations if place >= end else 0
         return place - gone
 
     if given.get("timestep_zero_index") is not None:

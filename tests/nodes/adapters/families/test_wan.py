@@ -521,7 +521,7 @@ def test_without_memory_for_a_plan_what_was_kept_is_given_back(
     close = state.close
 
     def seen(run: Any) -> Any:
-        held.append((run.cache.most, len(run.cache._kept)))
+        held.append((run.cache.peak_bytes, len(run.cache._entries)))
         return close(run)
 
     monkeypatch.setattr(state, "close", seen)
@@ -566,7 +566,7 @@ def test_detail_of_a_video_is_not_kept_beyond_a_limit(
     wan: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A picture keeps what it did before there were videos."""
-    monkeypatch.setattr(pack_module("toma_core.cache"), "MOST", 1)
+    monkeypatch.setattr(pack_module("toma_core.cache"), "MAX_CACHE_BYTES", 1)
     merged = attach(wan, full_step_interval=2, selection_interval=1, weight_interval=1)
     models.sample(merged, HEIGHT, WIDTH, steps=4, cfg=1.0)
     assert stats_of(merged).cache_bytes

@@ -18,11 +18,11 @@ from benchmarks import offline
 from toma_core import Evaluation, RunState, Schedule, Settings, decide, plan_for, reduce, restore
 from toma_core.kernels.triton import agreement, product, select, share
 
-# Nothing computes anything: picks are the first slots, and every trial goes well.
+# Nothing computes anything: dest_slots are the first slots, and every trial goes well.
 empty = torch.empty
 torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).zero_()
 trial._obstacle = lambda *args: ""
-trial._close = trial._moves = lambda *args: True
+trial._close = trial._allocates = lambda *args: True
 KERNELS = (select._on_chip_kernel, select._tiled_kernel, product._merge_kernel, product._unmerge_kernel,
            agreement._agreement_kernel, share._due_kernel, share._share_kernel)
 
@@ -39,7 +39,7 @@ def run(preset, grids, steps=12, **settings):
         where = Evaluation(state, decision, (None, None), ("c", "u"), pictures=shown)
         for height, width, channels in grids:
             x = torch.zeros(2, height * width, channels, dtype=torch.bfloat16)
-            plan, detail = plan_for(x, (height, width), "a", where), where.detail("a", x)
+            plan, detail = plan_for(x, (height, width), "a", where), where.cached("a", x)
             reduced = reduce(x, plan, detail)
             y = restore(reduced + 0, reduced, x, plan, detail)
             assert y.shape == x.shape

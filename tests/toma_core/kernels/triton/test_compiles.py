@@ -17,13 +17,13 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from toma_core.kernels.triton import agreement, fourbit, product, select, share
+from toma_core.kernels.triton import agreement, quant4, product, select, share
 
-TYPES = {"source": "*i64", "picks": "*i64", "expand": "*i64", "valid": "*i1", "used": "*i1",
+TYPES = {"source": "*i64", "dest_slots": "*i64", "expand": "*i64", "valid": "*i1", "used": "*i1",
             "destinations": "*i64", "sums": "*fp32", "scratch": "*fp32", "sharpness": "fp32", "tie": "fp32",
             "delta_weight": "fp32", "due": "*fp32", "least": "fp32", "compact": "*i64", "codes": "*u8",
             "wider": "fp32", "lowest": "fp32"}
-TOKENS = ("low", "step", "x", "y", "reduced", "kept", "M", "back", "weights", "out")
+TOKENS = ("low", "step", "x", "y", "reduced", "cached", "M", "back", "weights", "out")
 
 def compiled(kernel, dtype, capability, constants, warps, stages):
     signature, constant = {}, {}
@@ -57,8 +57,8 @@ def every(dtype, capability):
         yield compiled(product._unmerge_kernel, dtype, capability, {**shared, **blocks, "REUSE": reuse}, 8, 2)
     blocks = {"BLOCK_D": 16, "BLOCK_C": 128}
     yield compiled(agreement._agreement_kernel, dtype, capability, blocks, 4, 3)
-    blocks = {"BITS": 4, "HALF": 32, "ROWS": fourbit._ROWS}
-    for kernel in (fourbit._pack_kernel, fourbit._unpack_kernel):
+    blocks = {"BITS": 4, "HALF": 32, "ROWS": quant4._ROWS}
+    for kernel in (quant4._quantize_kernel, quant4._dequantize_kernel):
         yield compiled(kernel, dtype, capability, blocks, 4, 3)
     for slots in (16, 256):
         blocks = {"HAS_VALID": True, "S_PAD": slots, "BLOCK_C": 64}
@@ -83,7 +83,7 @@ import json, re
 import torch
 from benchmarks import offline
 from toma_core.config import WindowShape
-from toma_core.kernels.rows import joined, room
+from toma_core.kernels.layout import joined, room
 from toma_core.kernels.triton import TritonKernels, product
 from toma_core.windows import make_budget, make_windows
 
@@ -110,7 +110,7 @@ with offline.stubbed():
         kernels = TritonKernels()
         found.append([
             narrow(product._merge_kernel, lambda: kernels.merge(x, M, windows, budget)),
-            narrow(product._unmerge_kernel, lambda: kernels.restore(y, y, x, back, windows, budget)),
+            narrow(product._unmerge_kernel, lambda: kernels.unmerge_residual(y, y, x, back, windows, budget)),
         ])
 print(json.dumps(found))
 """

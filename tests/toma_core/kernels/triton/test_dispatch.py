@@ -83,14 +83,14 @@ def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_what_kernels_cannot_do(case: Case, reason: Message, kernels: Any) -> None:
     """Said in words."""
-    choice = Dispatch().pick(case.tokens(), *case.layout())
+    choice = Dispatch().choose(case.tokens(), *case.layout())
     assert choice.kernels is None
     assert choice.reason == (reason if DEVICE == "cuda" else NoTriton.NO_CUDA())
 
 
 def test_other_devices() -> None:
     x, layout = CASE.tokens().to("meta"), CASE.layout()
-    assert Dispatch().pick(x, *layout).reason == NoTriton.NO_CUDA()
+    assert Dispatch().choose(x, *layout).reason == NoTriton.NO_CUDA()
 
 
 def on_a_gpu(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -101,18 +101,18 @@ def on_a_gpu(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def test_what_is_found_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of asking; without one, what a GPU would be told is read from tokens without values."""
-    assert Dispatch().pick(on_a_gpu(torch.float64), *CASE.layout()).reason == NoTriton.DTYPE(dtype="float64")
+    assert Dispatch().choose(on_a_gpu(torch.float64), *CASE.layout()).reason == NoTriton.DTYPE(dtype="float64")
     if DEVICE == "cpu":
-        assert Dispatch().pick(on_a_gpu(), *CASE.layout()).reason == NoTriton.INTERPRETED()
+        assert Dispatch().choose(on_a_gpu(), *CASE.layout()).reason == NoTriton.INTERPRETED()
         triton = importlib.import_module("toma_core.kernels.triton")
         monkeypatch.setattr(triton, "INTERPRETED", False)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-        assert Dispatch().pick(on_a_gpu(), *CASE.layout()).reason == NoTriton.OLD_GPU(least="8.0")
+        assert Dispatch().choose(on_a_gpu(), *CASE.layout()).reason == NoTriton.OLD_GPU(least="8.0")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         layout = Case(17, 17, 17, 0.5, 8).layout()
-        assert Dispatch().pick(on_a_gpu(), *layout).reason == NoTriton.LARGE_WINDOWS(tokens=289, most=256)
+        assert Dispatch().choose(on_a_gpu(), *layout).reason == NoTriton.LARGE_WINDOWS(tokens=289, most=256)
     monkeypatch.setitem(sys.modules, "toma_core.kernels.triton", None)
-    assert Dispatch().pick(on_a_gpu(), *CASE.layout()).reason == NoTriton.NOT_INSTALLED()
+    assert Dispatch().choose(on_a_gpu(), *CASE.layout()).reason == NoTriton.NOT_INSTALLED()
 
 
 class TestFirstUse:
@@ -157,7 +157,7 @@ class TestFirstUse:
     def test_packing_falls_back(self, fails: bool | None, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Where it fails or is off; and is the kernels' own elsewhere."""
         x, used = torch.randn(1, 70, 64).to(DEVICE), []
-        own = type(kernels).pack
+        own = type(kernels).quantize
 
         def packing(self: Any, x: torch.Tensor) -> Any:
             if fails:
@@ -165,11 +165,11 @@ class TestFirstUse:
             used.append(1)
             return own(self, x if fails is None else 2 * x)
 
-        monkeypatch.setattr(type(kernels), "pack", packing)
+        monkeypatch.setattr(type(kernels), "quantize", packing)
         dispatch = Dispatch()
         for _ in range(2):
-            packed = dispatch.pack(x)
-            torch.testing.assert_close(dispatch.unpack(packed), x, rtol=0, atol=0.3)
+            packed = dispatch.quantize(x)
+            torch.testing.assert_close(dispatch.dequantize(packed), x, rtol=0, atol=0.3)
         assert len(used) == (0 if fails else 1 if fails is False else 3)
 
     @pytest.mark.parametrize("fails", [True, False])
@@ -178,12 +178,12 @@ class TestFirstUse:
     ) -> None:
         """Where they fail or are off: the plan is PyTorch's budget, with all else as it was."""
         theirs = plan_of(CASE.tokens(), predicted(on(None, similarity_from="prediction")))
-        moved = type(kernels).moved
+        own = type(kernels).allocate
 
         def wrong(*args: Any) -> Any:
             if fails:
                 raise RuntimeError("no")
-            budget = moved(*args)
+            budget = own(*args)
             return replace(budget, compact=budget.compact.flip(1))
 
         assert torch.equal(
@@ -191,13 +191,13 @@ class TestFirstUse:
             theirs.budget.valid,
         )
         toma_core.kernels.dispatch._trials.clear()
-        monkeypatch.setattr(type(kernels), "moved", wrong)
+        monkeypatch.setattr(type(kernels), "allocate", wrong)
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
                 where = predicted(evaluation(similarity_from="prediction"))
                 ours = plan_of(CASE.tokens(), where)
         assert where.run.stats.kernels == {KernelName.KERNEL(name="triton")}
-        assert torch.equal(ours.picks, theirs.picks)
+        assert torch.equal(ours.dest_slots, theirs.dest_slots)
         assert len([r for r in caplog.records if "plain PyTorch instead" in r.getMessage()]) == 1
 
     def test_no_memory_is_no_reason_to_fall_back(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ class TestFirstUse:
     ) -> None:
         """Moved windows, other ratios, weights alone, detail: and once in a process. It is said before, once."""
         made = []
-        for name in ("select_weigh", "weigh", "merge", "restore", "unmerge_residual_cached"):
+        for name in ("select_weigh", "weigh", "merge", "unmerge_residual", "unmerge_residual_cached"):
             method = getattr(type(kernels), name)
             monkeypatch.setattr(
                 type(kernels), name, lambda *a, name=name, method=method: made.append(name) or method(*a)
@@ -229,8 +229,8 @@ class TestFirstUse:
                 made.clear()
                 with caplog.at_level(logging.INFO):
                     plan_for(x, (8, 8), "a", Evaluation(run, decide(run, sigma)))
-                tried.append(sorted({"merge", "restore", "unmerge_residual_cached"} & set(made)))
-            assert tried == [["merge", "restore", "unmerge_residual_cached"] if turn == 0 else [], *[[]] * 7]
+                tried.append(sorted({"merge", "unmerge_residual", "unmerge_residual_cached"} & set(made)))
+            assert tried == [["merge", "unmerge_residual", "unmerge_residual_cached"] if turn == 0 else [], *[[]] * 7]
             assert run.stats.kernels == {KernelName.KERNEL(name="triton")}
         assert len(toma_core.kernels.dispatch._trials) == 2
         said = [record.getMessage() for record in caplog.records if "making its GPU kernels" in record.getMessage()]
@@ -257,7 +257,7 @@ def test_a_run_on_kernels_equals_one_without(content_independent: str, kernels: 
         (a, b) = results
         assert a[0].kernels is not None
         assert b[0].kernels is None
-        assert torch.equal(a[0].picks, b[0].picks)
+        assert torch.equal(a[0].dest_slots, b[0].dest_slots)
         torch.testing.assert_close(a[1:], b[1:], rtol=1e-4, atol=1e-4)
     assert fast.run.stats.selections == plain.run.stats.selections == 1
     assert fast.run.stats.weighings == plain.run.stats.weighings == 2
@@ -268,13 +268,13 @@ def test_a_batch_of_several_parts_stays_on_kernels(kernels: Any) -> None:
     x = torch.cat([CASE.tokens(seed) for seed in range(3)])
     plan = plan_of(x, where)
     assert plan.kernels is not None
-    plain = MergePlan(plan.windows, plan.budget, plan.picks, plan.merge_weights, plan.unmerge_weights)
+    plain = MergePlan(plan.windows, plan.budget, plan.dest_slots, plan.merge_weights, plan.unmerge_weights)
     torch.testing.assert_close(reduce(x, plan), reduce(x, plain))
 
 
 def test_gradients_go_through_plain_pytorch(kernels: Any) -> None:
     plan = plan_of(CASE.tokens(), on(kernels))
-    y = torch.randn(1, plan.kept, CASE.channels, device=DEVICE, requires_grad=True)
+    y = torch.randn(1, plan.num_destinations, CASE.channels, device=DEVICE, requires_grad=True)
     unmerge(y, plan).sum().backward()
     expected = plan.unmerge_weights.sum(2)
     if plan.budget.valid is not None:

@@ -47,12 +47,14 @@ def random_plan(case: Case) -> MergePlan:
         A = A * budget.valid[..., None]
     M = A / A.sum(-1, keepdim=True).clamp_min(1e-9)
     back = (A / A.sum(-2, keepdim=True).clamp_min(1e-9)).transpose(2, 3).contiguous()
-    picks = torch.zeros(shape[:3], dtype=torch.int64, device=DEVICE)
-    return MergePlan(windows, budget, picks, M.to(case.dtype), back.to(case.dtype))
+    dest_slots = torch.zeros(shape[:3], dtype=torch.int64, device=DEVICE)
+    return MergePlan(windows, budget, dest_slots, M.to(case.dtype), back.to(case.dtype))
 
 
 def in_fp32(plan: MergePlan) -> MergePlan:
-    return MergePlan(plan.windows, plan.budget, plan.picks, plan.merge_weights.float(), plan.unmerge_weights.float())
+    return MergePlan(
+        plan.windows, plan.budget, plan.dest_slots, plan.merge_weights.float(), plan.unmerge_weights.float()
+    )
 
 
 def in_double(plan: MergePlan) -> MergePlan:
@@ -82,7 +84,7 @@ def test_merge(case: Case, kernels: Any) -> None:
 @each(*CASES)
 def test_unmerge(case: Case, kernels: Any) -> None:
     plan = random_plan(case)
-    y = normal(case, plan.kept, 1)
+    y = normal(case, plan.num_destinations, 1)
     actual = kernels.unmerge(y, plan.unmerge_weights, plan.windows, plan.budget)
     check(actual, unmerge(y.float(), in_fp32(plan)), case.dtype, 2)
 
@@ -90,20 +92,24 @@ def test_unmerge(case: Case, kernels: Any) -> None:
 @each(*CASES)
 def test_restore(case: Case, kernels: Any) -> None:
     plan, x = random_plan(case), case.tokens()
-    out, reduced = normal(case, plan.kept, 1), normal(case, plan.kept, 2)
+    out, reduced = normal(case, plan.num_destinations, 1), normal(case, plan.num_destinations, 2)
     kept = [t.clone() for t in (out, reduced, x)]
-    actual = kernels.restore(out, reduced, x, plan.unmerge_weights, plan.windows, plan.budget)
+    actual = kernels.unmerge_residual(out, reduced, x, plan.unmerge_weights, plan.windows, plan.budget)
     check(actual, x.float() + unmerge(out.float() - reduced.float(), in_fp32(plan)), case.dtype, 4)
     assert all(torch.equal(a, b) for a, b in zip((out, reduced, x), kept, strict=True)), "inputs are left alone"
 
 
 def reused(case: Case, plan: MergePlan, share: float) -> tuple[Tensor, ...]:
     """out, reduced, x, kept and destinations: destinations show so much of what is kept, and a little of their own."""
-    x, kept, reduced = case.tokens(), normal(case, plan.tokens, 3), normal(case, plan.kept, 2)
+    x, kept, reduced = case.tokens(), normal(case, plan.tokens, 3), normal(case, plan.num_destinations, 2)
     generator = torch.Generator(DEVICE).manual_seed(5)
-    shown = torch.rand(case.batch, plan.tokens, device=DEVICE, generator=generator).argsort(1)[:, : plan.kept].sort(1)
+    shown = (
+        torch.rand(case.batch, plan.tokens, device=DEVICE, generator=generator)
+        .argsort(1)[:, : plan.num_destinations]
+        .sort(1)
+    )
     old = kept.gather(1, shown.values[..., None].expand(-1, -1, case.channels))
-    return reduced + share * old + 0.1 * normal(case, plan.kept, 4), reduced, x, kept, shown.values
+    return reduced + share * old + 0.1 * normal(case, plan.num_destinations, 4), reduced, x, kept, shown.values
 
 
 @pytest.mark.parametrize("share", [0.6, -1.0, 2.0])
@@ -127,7 +133,7 @@ def test_reuse_of_nothing_is_merging(case: Case, kernels: Any) -> None:
     plan = random_plan(case)
     out, reduced, x, kept, destinations = reused(case, plan, 1.0)
     layout = (plan.unmerge_weights, plan.windows, plan.budget)
-    plain = kernels.restore(out, reduced, x, *layout)
+    plain = kernels.unmerge_residual(out, reduced, x, *layout)
     assert torch.equal(kernels.unmerge_residual_cached(out, reduced, x, 0 * kept, destinations, *layout, 0.5), plain)
 
 
@@ -138,7 +144,7 @@ def test_agreement_of_more_destinations_than_parts(case: Case, kernels: Any) -> 
 
     plan = random_plan(case)
     out, reduced, _, kept, destinations = reused(case, plan, 0.5)
-    assert plan.kept > 16 * parts_of(plan.kept)
+    assert plan.num_destinations > 16 * parts_of(plan.num_destinations)
     given = out, reduced, kept, destinations
     sums = agreement(*given)(*given)
     old = kept.gather(1, destinations[..., None].expand(-1, -1, case.channels))
@@ -150,7 +156,9 @@ def test_agreement_of_more_destinations_than_parts(case: Case, kernels: Any) -> 
 def test_a_block_that_adds_nothing_changes_nothing(case: Case, kernels: Any) -> None:
     plan, x = random_plan(case), case.tokens()
     reduced = kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
-    assert torch.equal(kernels.restore(reduced, reduced, x, plan.unmerge_weights, plan.windows, plan.budget), x)
+    assert torch.equal(
+        kernels.unmerge_residual(reduced, reduced, x, plan.unmerge_weights, plan.windows, plan.budget), x
+    )
 
 
 @each(Case(5, 7, 4, 0.5, 40, HALF, batch=2))
@@ -158,9 +166,9 @@ def test_any_strides(case: Case, kernels: Any) -> None:
     """Parts of longer sequences, as in Flux, and channels that are not next to each other."""
     plan, x = random_plan(case), case.tokens()
     layout = plan.windows, plan.budget
-    out, reduced = normal(case, plan.kept, 1), normal(case, plan.kept, 2)
+    out, reduced = normal(case, plan.num_destinations, 1), normal(case, plan.num_destinations, 2)
     merged = kernels.merge(x, plan.merge_weights, *layout)
-    restored = kernels.restore(out, reduced, x, plan.unmerge_weights, *layout)
+    restored = kernels.unmerge_residual(out, reduced, x, plan.unmerge_weights, *layout)
 
     def between(t: Tensor) -> Tensor:
         noise = torch.full((t.shape[0], 7, t.shape[2]), float("nan"), dtype=t.dtype, device=DEVICE)
@@ -177,7 +185,7 @@ def test_any_strides(case: Case, kernels: Any) -> None:
         assert torch.equal(kernels.unmerge_residual_cached(*parts, plan.unmerge_weights, *layout, 0.5), moved)
         assert torch.equal(kernels.merge(view(x), plan.merge_weights, *layout), merged)
         parts = view(out), view(reduced), view(x)
-        assert torch.equal(kernels.restore(*parts, plan.unmerge_weights, *layout), restored)
+        assert torch.equal(kernels.unmerge_residual(*parts, plan.unmerge_weights, *layout), restored)
 
 
 @each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
@@ -195,15 +203,15 @@ def test_one_plan_for_a_batch(case: Case, kernels: Any) -> None:
 def test_refused(case: Case, kernels: Any) -> None:
     """Sizes that would read past a tensor."""
     plan, x = random_plan(case), case.tokens()
-    out = normal(case, plan.kept, 1)
+    out = normal(case, plan.num_destinations, 1)
     with pytest.raises(ValueError, match="does not fit a batch of 3"):
         kernels.merge(x, plan.merge_weights[:2], plan.windows, plan.budget)
     with pytest.raises(ValueError, match="rows are not contiguous"):
         kernels.merge(x, plan.unmerge_weights.transpose(2, 3), plan.windows, plan.budget)
     with pytest.raises(ValueError, match="expected tokens"):
-        kernels.restore(out, out[:, 1:], x, plan.unmerge_weights, plan.windows, plan.budget)
+        kernels.unmerge_residual(out, out[:, 1:], x, plan.unmerge_weights, plan.windows, plan.budget)
     with pytest.raises(ValueError, match="expected tokens"):
-        kernels.restore(out, out, x[:, 1:], plan.unmerge_weights, plan.windows, plan.budget)
+        kernels.unmerge_residual(out, out, x[:, 1:], plan.unmerge_weights, plan.windows, plan.budget)
     layout = (plan.unmerge_weights, plan.windows, plan.budget)
     whole = reused(case, plan, 0.5)
     for short in range(4):
@@ -233,8 +241,8 @@ def test_full_size(case: Case, kernels: Any) -> None:
     plan, x = random_plan(case), case.tokens()
     merged = kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
     check(merged, merge(x.float(), in_fp32(plan)), case.dtype)
-    out = normal(case, plan.kept, 1)
-    restored = kernels.restore(out, merged, x, plan.unmerge_weights, plan.windows, plan.budget)
+    out = normal(case, plan.num_destinations, 1)
+    restored = kernels.unmerge_residual(out, merged, x, plan.unmerge_weights, plan.windows, plan.budget)
     check(restored, x.float() + unmerge(out.float() - merged.float(), in_fp32(plan)), case.dtype, 4)
 
 
@@ -243,7 +251,7 @@ def test_one_image_several_times_is_no_copy(case: Case, kernels: Any) -> None:
     """As cond and uncond: what kernels read for each is the one plan, and comes to what copies of it come to."""
     plan = replace(random_plan(case), kernels=kernels)
     many, copied = plan.repeat(3), stacked([plan] * 3)
-    x, out = normal(replace(case, batch=3), plan.tokens, 0), normal(replace(case, batch=3), plan.kept, 1)
+    x, out = normal(replace(case, batch=3), plan.tokens, 0), normal(replace(case, batch=3), plan.num_destinations, 1)
     merged = merge(x, many)
     assert torch.equal(merged, merge(x, copied))
     assert torch.equal(unmerge(out, many), unmerge(out, copied))
@@ -252,7 +260,7 @@ def test_one_image_several_times_is_no_copy(case: Case, kernels: Any) -> None:
         unmerge_residual_cached(out, merged, x, x, many), unmerge_residual_cached(out, merged, x, x, copied)
     )
     assert torch.equal(many.destinations, copied.destinations)
-    for name in ("picks", "merge_weights", "unmerge_weights"):
+    for name in ("dest_slots", "merge_weights", "unmerge_weights"):
         ours, theirs = getattr(many, name), getattr(copied, name)
         assert torch.equal(ours, theirs)
         assert ours.data_ptr() == getattr(plan, name).data_ptr()
@@ -269,13 +277,15 @@ def test_budgets_of_their_own_share_launches(case: Case, kernels: Any) -> None:
     budget = second.budget
     assert isinstance(budget, AdaptiveBudget)
     other = AdaptiveBudget(budget.counts, budget.compact.flip(0), budget.expand.flip(0), budget.valid.flip(0))
-    second = MergePlan(first.windows, other, second.picks, second.merge_weights.flip(0), second.unmerge_weights.flip(0))
+    second = MergePlan(
+        first.windows, other, second.dest_slots, second.merge_weights.flip(0), second.unmerge_weights.flip(0)
+    )
     prepared = len(kernels._launches)
     for plan in (first, second):
         merged = kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
         check(merged, merge(x, plan), FULL)
         check(
-            kernels.restore(2 * merged, merged, x, plan.unmerge_weights, plan.windows, plan.budget),
+            kernels.unmerge_residual(2 * merged, merged, x, plan.unmerge_weights, plan.windows, plan.budget),
             x + unmerge(merged, plan),
             FULL,
             4,

@@ -41,7 +41,7 @@ CASES = (
 )
 
 
-def greedy_alone(similarity: Tensor, valid: Tensor, picks: int) -> tuple[list[int], float]:
+def greedy_alone(similarity: Tensor, valid: Tensor, dest_slots: int) -> tuple[list[int], float]:
     """Greedy search in one window in fp64, and by how much its closest decision was won: as a share of
     gains above 1."""
     step = tie_step(len(valid))
@@ -49,7 +49,7 @@ def greedy_alone(similarity: Tensor, valid: Tensor, picks: int) -> tuple[list[in
     represented = torch.full((len(similarity),), -1.0, dtype=torch.float64, device=similarity.device)
     order: list[int] = []
     margin = float("inf")
-    for _ in range(picks):
+    for _ in range(dest_slots):
         gain = (similarity - represented[:, None]).clamp_min(0).sum(0)
         most = max(1.0, float(gain.max()))
         gain -= step * torch.arange(len(gain), device=gain.device)
@@ -62,22 +62,22 @@ def greedy_alone(similarity: Tensor, valid: Tensor, picks: int) -> tuple[list[in
     return order, margin
 
 
-def check_places(picks: Tensor, windows: Windows, budget: Budget) -> None:
-    """Every window: as many picks as its budget, ascending, distinct, none of them padding; then the first again."""
-    for image, kept_here in zip(picks.tolist(), kept_of(budget, len(picks)), strict=True):
+def check_places(dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
+    """Check every window: as many slots as its budget, ascending, distinct, no padding; then the first again."""
+    for image, kept_here in zip(dest_slots.tolist(), kept_of(budget, len(dest_slots)), strict=True):
         for row, kept, count in zip(image, kept_here, windows.counts, strict=True):
             assert row[:kept] == sorted(set(row[:kept]))
             assert 0 <= row[0] <= row[kept - 1] < count
             assert all(pick == row[0] for pick in row[kept:])
 
 
-def oracle_plan(x: Tensor, picks: Tensor, windows: Windows, budget: Budget) -> MergePlan:
-    return weigh(windows.split(x.float()), picks, windows, budget, SCALE, torch.float32)
+def oracle_plan(x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget) -> MergePlan:
+    return weigh(windows.split(x.float()), dest_slots, windows, budget, SCALE, torch.float32)
 
 
-def check_weights(M: Tensor, back: Tensor, x: Tensor, picks: Tensor, windows: Windows, budget: Budget) -> None:
-    expected = oracle_plan(x, picks, windows, budget)
-    # At scale 300 an error of 1e-7 in a cosine is one of 3e-5 in a weight; then the rounding to the stored dtype.
+def check_weights(M: Tensor, back: Tensor, x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
+    expected = oracle_plan(x, dest_slots, windows, budget)
+    # At sharpness 300 an error of 1e-7 in a cosine is one of 3e-5 in a weight; then the rounding to the stored dtype.
     tolerance = {FULL: 1e-4, HALF: 1e-3, BRAIN: 8e-3}[x.dtype]
     assert M.dtype == back.dtype == x.dtype
     torch.testing.assert_close(M.float(), expected.merge_weights, rtol=0, atol=tolerance)
@@ -91,24 +91,24 @@ def check_weights(M: Tensor, back: Tensor, x: Tensor, picks: Tensor, windows: Wi
         assert not back.transpose(2, 3)[unused].any()
 
 
-def check_objective(x: Tensor, picks: Tensor, windows: Windows, budget: Budget) -> None:
-    """Where gains are closer than rounding picks may differ, but not how well they represent each window."""
+def check_objective(x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
+    """Where gains are closer than rounding dest_slots may differ, but not how well they represent each window."""
     similarity = cosine_similarity(windows.split(x.float()))
     expected = select(similarity, windows, budget)
     valid = None if windows.valid is None else windows.valid.repeat(x.shape[0], 1)
-    value, best = (facility_location(similarity.flatten(0, 1), p.flatten(0, 1), valid) for p in (picks, expected))
+    value, best = (facility_location(similarity.flatten(0, 1), p.flatten(0, 1), valid) for p in (dest_slots, expected))
     torch.testing.assert_close(value, best, rtol=2e-3, atol=1e-3)
 
 
 @each(*CASES)
 def test_select_and_weigh(case: Case, kernels: Any) -> None:
     x, (windows, budget) = case.tokens(), case.layout()
-    picks, M, back = kernels.select_weigh(x, windows, budget, SCALE)
-    assert picks.dtype == torch.int64
-    check_places(picks, windows, budget)
-    check_weights(M, back, x, picks, windows, budget)
+    dest_slots, M, back = kernels.select_weigh(x, windows, budget, SCALE)
+    assert dest_slots.dtype == torch.int64
+    check_places(dest_slots, windows, budget)
+    check_weights(M, back, x, dest_slots, windows, budget)
 
-    check_objective(x, picks, windows, budget)
+    check_objective(x, dest_slots, windows, budget)
     similarity = cosine_similarity(windows.split(x.float()))
     decided = 0
     for image, kept_here in enumerate(kept_of(budget, case.batch)):
@@ -117,7 +117,7 @@ def test_select_and_weigh(case: Case, kernels: Any) -> None:
             order, margin = greedy_alone(similarity[image, w], inside, kept)
             if margin > 2e-6:
                 decided += 1
-                assert picks[image, w, :kept].tolist() == sorted(order)
+                assert dest_slots[image, w, :kept].tolist() == sorted(order)
     assert decided >= 0.75 * case.batch * len(budget.counts)
 
 
@@ -145,18 +145,18 @@ def test_ties_fall_by_place(case: Case, kernels: Any) -> None:
 @each(CASES[2], CASES[3], CASES[11])
 def test_weigh_alone(case: Case, kernels: Any) -> None:
     x, (windows, budget) = case.tokens(1), case.layout()
-    picks = select_at_random(len(x), windows, budget, 0)
-    before = picks.clone()
-    check_weights(*kernels.weigh(x, picks, windows, budget, SCALE), x, picks, windows, budget)
-    assert torch.equal(picks, before)
+    dest_slots = select_at_random(len(x), windows, budget, 0)
+    before = dest_slots.clone()
+    check_weights(*kernels.weigh(x, dest_slots, windows, budget, SCALE), x, dest_slots, windows, budget)
+    assert torch.equal(dest_slots, before)
 
 
 @each(CASES[2], CASES[11])
 def test_weights_of_selected_and_of_given_picks_are_the_same(case: Case, kernels: Any) -> None:
     x, (windows, budget) = case.tokens(2), case.layout()
-    picks, M, back = kernels.select_weigh(x, windows, budget, SCALE)
+    dest_slots, M, back = kernels.select_weigh(x, windows, budget, SCALE)
     # Two compiled kernels: a GPU may round the last digit in two ways.
-    torch.testing.assert_close(kernels.weigh(x, picks, windows, budget, SCALE), (M, back))
+    torch.testing.assert_close(kernels.weigh(x, dest_slots, windows, budget, SCALE), (M, back))
 
 
 @each(Case(13, 10, 8, 0.5, 40, HALF, batch=3))
@@ -188,9 +188,9 @@ def test_any_strides(case: Case, kernels: Any) -> None:
 def test_ties_go_to_the_lowest_slot(case: Case, value: float, kernels: Any) -> None:
     """Equal tokens, or tokens without any direction: the first slots of each window, weighed equally."""
     x, (windows, budget) = torch.full_like(case.tokens(), value), case.layout()
-    picks, M, back = kernels.select_weigh(x, windows, budget, SCALE)
-    assert all(row[:kept] == list(range(kept)) for row, kept in zip(picks[0].tolist(), budget.counts, strict=True))
-    check_weights(M, back, x, picks, windows, budget)
+    dest_slots, M, back = kernels.select_weigh(x, windows, budget, SCALE)
+    assert all(row[:kept] == list(range(kept)) for row, kept in zip(dest_slots[0].tolist(), budget.counts, strict=True))
+    check_weights(M, back, x, dest_slots, windows, budget)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -208,9 +208,9 @@ def test_refused(kernels: Any) -> None:
     with pytest.raises(ValueError, match="at most 256 tokens"):
         kernels.select_weigh(case.tokens(), *case.layout(), SCALE)
     case = Case(4, 4, 4, 0.5, 8)
-    picks = torch.zeros(2, 1, 8, dtype=torch.int64, device=DEVICE)
+    dest_slots = torch.zeros(2, 1, 8, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match="do not fit 1 images"):
-        kernels.weigh(case.tokens(), picks, *case.layout(), SCALE)
+        kernels.weigh(case.tokens(), dest_slots, *case.layout(), SCALE)
 
 
 @pytest.mark.gpu
@@ -223,7 +223,7 @@ def test_refused(kernels: Any) -> None:
 )
 def test_full_size(case: Case, kernels: Any) -> None:
     x, (windows, budget) = case.tokens(), case.layout()
-    picks, M, back = kernels.select_weigh(x, windows, budget, SCALE)
-    check_places(picks, windows, budget)
-    check_weights(M, back, x, picks, windows, budget)
-    check_objective(x, picks, windows, budget)
+    dest_slots, M, back = kernels.select_weigh(x, windows, budget, SCALE)
+    check_places(dest_slots, windows, budget)
+    check_weights(M, back, x, dest_slots, windows, budget)
+    check_objective(x, dest_slots, windows, budget)

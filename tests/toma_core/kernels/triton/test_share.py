@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.toma_core.kernels.cases import DEVICE
-from toma_core.budget import NOTHING, AdaptiveBudget, moved, spread
+from toma_core.budget import MIN_SPREAD, AdaptiveBudget, allocate, spread
 from toma_core.windows import Budget, Windows, make_budget, make_windows
 
 # Rows, columns, kind and size of windows, frames, ratio, images.
@@ -46,12 +46,12 @@ def test_what_is_due_is_dealt_out_as_pytorch_does_it(case: tuple[Any, ...]) -> N
 
     windows, budget, x = layout(case)
     much = spread(windows.split(x), windows)
-    theirs = moved(budget, much, windows)
-    due = share.due(x, windows.source, windows.valid, NOTHING)
+    theirs = allocate(budget, much, windows)
+    due = share.due(x, windows.source, windows.valid, MIN_SPREAD)
     sizes = torch.tensor(windows.counts, device=DEVICE).float()
     assert torch.equal(due[:, 1], sizes.expand(len(x), -1))
-    torch.testing.assert_close((due[:, 0] / sizes) ** 2, much.clamp_min(NOTHING), rtol=1e-4, atol=2e-6)
-    exact = torch.stack([much.clamp_min(NOTHING).sqrt() * sizes, due[:, 1]], 1)
+    torch.testing.assert_close((due[:, 0] / sizes) ** 2, much.clamp_min(MIN_SPREAD), rtol=1e-4, atol=2e-6)
+    exact = torch.stack([much.clamp_min(MIN_SPREAD).sqrt() * sizes, due[:, 1]], 1)
     ours = share.shared_out(exact, windows.frames, budget.total // windows.frames, theirs.slots)
     assert same(AdaptiveBudget(budget.counts, *ours), theirs)
 
@@ -61,10 +61,10 @@ def test_tokens_of_any_strides_and_dtype(dtype: torch.dtype, kernels: Any) -> No
     windows, budget, x = layout((13, 19, "tile", 4, 1, 0.5, 2))
     x = x.to(dtype)
     strided = x.transpose(1, 2).contiguous().transpose(1, 2)
-    ours = kernels.moved(strided, windows, budget)
-    assert same(ours, kernels.moved(x, windows, budget))
+    ours = kernels.allocate(strided, windows, budget)
+    assert same(ours, kernels.allocate(x, windows, budget))
     assert ours.valid.sum((1, 2)).tolist() == [budget.total] * 2
-    theirs = moved(budget, spread(windows.split(x), windows), windows)
+    theirs = allocate(budget, spread(windows.split(x), windows), windows)
     assert int((ours.valid.sum(-1) - theirs.valid.sum(-1)).abs().max()) <= 1
 
 
@@ -73,7 +73,7 @@ def test_broken_tokens_leave_the_sum_as_it_is(value: float, kernels: Any) -> Non
     windows, budget, x = layout((16, 16, "tile", 4, 1, 0.5, 1))
     x[:, ::3] = value
     x[:, 1::5, 7] = value
-    ours = kernels.moved(x, windows, budget)
+    ours = kernels.allocate(x, windows, budget)
     counts = ours.valid.sum(-1)
     assert int(counts.sum()) == budget.total
     assert int(counts.min()) >= 1
@@ -84,4 +84,4 @@ def test_broken_tokens_leave_the_sum_as_it_is(value: float, kernels: Any) -> Non
 def test_refused(kernels: Any) -> None:
     windows, budget, x = layout((16, 16, "tile", 8, 1, 0.5, 1))
     with pytest.raises(ValueError, match="expected tokens"):
-        kernels.moved(x[:, :-1], windows, budget)
+        kernels.allocate(x[:, :-1], windows, budget)

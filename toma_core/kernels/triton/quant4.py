@@ -1,4 +1,4 @@
-"""Tensors in four bits a number, there and back in one launch each: see `packed`."""
+"""Quantise and dequantise to four bits a number, see `toma_core.quant4`, in one launch each."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ...quant4 import BITS, WIDER, Int4Tensor, group_of
-from ..sizes import cdiv
+from ..layout import cdiv
 from .launch import on_device
 
-# Tokens that a program takes.
+# Tokens of a program.
 _ROWS = 64
 
 
 @triton.jit(do_not_specialize=("rows", "N"))
-def _pack_kernel(
+def _quantize_kernel(
     codes, low, step, x, stride_b, stride_n, stride_c, rows, N, groups, wider, least, lowest,
     BITS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -30,7 +30,7 @@ def _pack_kernel(
     second = tl.load(x + (c + HALF)[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
     bottom = tl.minimum(tl.min(first, axis=1), tl.min(second, axis=1))
     top = tl.maximum(tl.max(first, axis=1), tl.max(second, axis=1))
-    # Codes are of the step as it is kept.
+    # Codes refer to the step as rounded to its dtype.
     width = tl.maximum((top - bottom) * wider, least).to(step.dtype.element_ty).to(tl.float32)
     middle = 0.5 * (top + bottom)
     left = tl.minimum(tl.maximum((first - middle[:, None]) / width[:, None] + 8.0, 0.0), 15.5).to(tl.int32)
@@ -45,28 +45,28 @@ def _pack_kernel(
 
 
 @triton.jit(do_not_specialize=("rows",))
-def _unpack_kernel(
+def _dequantize_kernel(
     out, codes, low, step, rows, groups, lowest,
     BITS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(1)
     here = row < rows
-    place, c = row * groups + group, tl.arange(0, HALF)
+    index, c = row * groups + group, tl.arange(0, HALF)
     mask = here[:, None] & (c >= 0)[None, :]
-    code = tl.load(codes + place[:, None] * HALF + c[None, :], mask=mask, other=0).to(tl.int32)
-    bottom = tl.load(low + place, mask=here, other=0.0).to(tl.float32)[:, None]
-    width = tl.load(step + place, mask=here, other=0.0).to(tl.float32)[:, None]
-    out += place[:, None] * 2 * HALF + c[None, :]
-    # What rounds up beyond the limit of a dtype would be infinite in it.
+    code = tl.load(codes + index[:, None] * HALF + c[None, :], mask=mask, other=0).to(tl.int32)
+    bottom = tl.load(low + index, mask=here, other=0.0).to(tl.float32)[:, None]
+    width = tl.load(step + index, mask=here, other=0.0).to(tl.float32)[:, None]
+    out += index[:, None] * 2 * HALF + c[None, :]
+    # Clamped: values rounded beyond the limit of the dtype would be infinite.
     left = tl.minimum(tl.maximum(bottom + (code & 15).to(tl.float32) * width, lowest), -lowest)
     right = tl.minimum(tl.maximum(bottom + (code >> BITS).to(tl.float32) * width, lowest), -lowest)
     tl.store(out, left.to(out.dtype.element_ty), mask=mask)
     tl.store(out + HALF, right.to(out.dtype.element_ty), mask=mask)
 
 
-def pack(x: Tensor) -> Int4Tensor | Tensor:
-    """`packed.pack` of (B, N, C) in fp16, bf16 or fp32, any strides."""
+def quantize(x: Tensor) -> Int4Tensor | Tensor:
+    """See `toma_core.quant4.quantize`: (B, N, C) in fp16, bf16 or fp32, any strides."""
     group = group_of(x.shape[-1])
     if not group:
         return x.clone()
@@ -77,20 +77,20 @@ def pack(x: Tensor) -> Int4Tensor | Tensor:
     limits = torch.finfo(x.dtype)
     sizes = (*x.stride(), batch * N, N, groups, WIDER / 15, limits.tiny, limits.min)
     with on_device(x):
-        _pack_kernel[(cdiv(batch * N, _ROWS), groups)](
+        _quantize_kernel[(cdiv(batch * N, _ROWS), groups)](
             codes, low, step, x, *sizes, BITS, group // 2, _ROWS, num_warps=4
         )
     return Int4Tensor(codes, low, step)
 
 
-def unpack(packed: Int4Tensor) -> Tensor:
-    """`Int4Tensor.unpack`."""
-    batch, N, groups = packed.low.shape
-    out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
-    parts = [t.contiguous() for t in (packed.codes, packed.low, packed.step)]
-    half = packed.codes.shape[-1] // groups
+def dequantize(quantized: Int4Tensor) -> Tensor:
+    """See `Int4Tensor.dequantize`."""
+    batch, N, groups = quantized.low.shape
+    out = torch.empty(quantized.shape, dtype=quantized.dtype, device=quantized.device)
+    parts = [t.contiguous() for t in (quantized.codes, quantized.low, quantized.step)]
+    half = quantized.codes.shape[-1] // groups
     with on_device(out):
-        _unpack_kernel[(cdiv(batch * N, _ROWS), groups)](
-            out, *parts, batch * N, groups, torch.finfo(packed.dtype).min, BITS, half, _ROWS, num_warps=4
+        _dequantize_kernel[(cdiv(batch * N, _ROWS), groups)](
+            out, *parts, batch * N, groups, torch.finfo(quantized.dtype).min, BITS, half, _ROWS, num_warps=4
         )
     return out

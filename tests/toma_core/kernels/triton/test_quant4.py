@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.toma_core.kernels.cases import DEVICE
-from toma_core.quant4 import Int4Tensor, pack
+from toma_core.quant4 import Int4Tensor, quantize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -31,15 +31,15 @@ def near(found: Tensor, x: Tensor, packed: Int4Tensor) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_there_and_back(dtype: torch.dtype, channels: int, size: float, kernels: Any) -> None:
     x = tokens(channels, dtype, size)
-    ours, theirs = kernels.pack(x), pack(x)
+    ours, theirs = kernels.quantize(x), quantize(x)
     assert isinstance(ours, Int4Tensor)
     assert isinstance(theirs, Int4Tensor)
     for name in ("codes", "low", "step"):
         one, other = getattr(ours, name), getattr(theirs, name)
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
     for packed in (ours, theirs):
-        assert near(kernels.unpack(packed), x, packed)
-        assert near(packed.unpack(), x, packed)
+        assert near(kernels.dequantize(packed), x, packed)
+        assert near(packed.dequantize(), x, packed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -49,24 +49,24 @@ def test_of_heads_side_by_side(dtype: torch.dtype, kernels: Any) -> None:
     whole = torch.cat([x[:, :9], x], 1)
     for strided in (x.transpose(1, 2).contiguous().transpose(1, 2), whole[:, 9:]):
         for name in ("codes", "low", "step"):
-            assert torch.equal(getattr(kernels.pack(strided), name), getattr(kernels.pack(x), name))
+            assert torch.equal(getattr(kernels.quantize(strided), name), getattr(kernels.quantize(x), name))
 
 
 def test_chunks_of_a_batch(kernels: Any) -> None:
     x = tokens(64, torch.float32)
-    packed = kernels.pack(x)
-    for part, whole in zip(packed.chunk(2), kernels.unpack(packed).chunk(2), strict=True):
-        assert torch.equal(kernels.unpack(part), whole)
+    packed = kernels.quantize(x)
+    for part, whole in zip(packed.chunk(2), kernels.dequantize(packed).chunk(2), strict=True):
+        assert torch.equal(kernels.dequantize(part), whole)
 
 
 def test_the_whole_range_of_half_precision(kernels: Any) -> None:
     x = torch.tensor([-65504.0, 65504.0] * 32, device=DEVICE).half()[None, None]
-    assert kernels.unpack(kernels.pack(x)).isfinite().all()
-    assert kernels.unpack(pack(x)).isfinite().all()
+    assert kernels.dequantize(kernels.quantize(x)).isfinite().all()
+    assert kernels.dequantize(quantize(x)).isfinite().all()
 
 
 def test_channels_in_no_groups_are_copied(kernels: Any) -> None:
     x = tokens(20, torch.float32)
-    copy = kernels.pack(x)
+    copy = kernels.quantize(x)
     assert torch.equal(copy, x)
     assert copy.data_ptr() != x.data_ptr()

@@ -1,0 +1,56 @@
+"""Sizes, memory layouts and operator names that kernels and plans share. Plain integers: Triton's helpers are slow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from ..windows import Budget, Windows
+
+# The smallest side of a matrix product in Triton.
+DOT_MIN = 16
+# Rows start at multiples of this many elements: kernels then read 16 bytes at a time whatever the window size.
+_ROW_MULTIPLE = 16
+
+
+def cdiv(size: int, part: int) -> int:
+    """Return how many parts hold `size`."""
+    return -(-size // part)
+
+
+def padded(size: int) -> int:
+    """Return the power of two that holds `size` and can be a side of a matrix product."""
+    return max(DOT_MIN, 1 << (size - 1).bit_length())
+
+
+def variant(channels: int, windows: Windows, budget: Budget) -> Hashable:
+    """Return a key of the compiled kernels that tokens of `channels` channels need in this layout. The number of
+    windows, and sizes within the same padding, are run-time arguments."""
+    slots = tuple((padded(size), cdiv(size, 32)) for size in (windows.slots, budget.slots))
+    ragged = windows.valid is not None, 0 if budget.valid is None else budget.valid.ndim
+    return slots, ragged, min(128, padded(channels)), channels % 16 == 0
+
+
+def room(like: Tensor, *shape: int) -> Tensor:
+    """Return uninitialised memory of this shape, with the dtype and device of `like` and rows _ROW_MULTIPLE apart."""
+    columns = cdiv(shape[-1], _ROW_MULTIPLE) * _ROW_MULTIPLE
+    return torch.empty(*shape[:-1], columns, device=like.device, dtype=like.dtype)[..., : shape[-1]]
+
+
+def joined(weights: list[Tensor]) -> Tensor:
+    """Concatenate (B, W, rows, columns) along the batch, keeping the padding of rows if all have the same."""
+    columns, strides = weights[0].shape[-1], {t.stride(-2) for t in weights}
+    rows = strides.pop()
+    if strides or rows <= columns or rows % _ROW_MULTIPLE or any(t.stride(-1) != 1 for t in weights):
+        return torch.cat(weights)
+    return torch.cat([t.as_strided((*t.shape[:-1], rows), t.stride()) for t in weights])[..., :columns]
+
+
+def free_namespace(name: str, operator: str) -> str:
+    """Return the first of `name`, `name`2, ... in which torch has no such operator: the pack may be loaded twice in one
+    process, under ComfyUI's path and as plain `toma_core`."""
+    names = itertools.chain([name], (f"{name}{n}" for n in itertools.count(2)))
+    return next(free for free in names if not hasattr(getattr(torch.ops, free), operator))
