@@ -105,14 +105,14 @@ def choose(model: Any, case: Case, total: float) -> Choice:
     guider.conds = {name: convert_cond(case.shape.conditioning(1)) for name in ("positive", "negative")}
     guider.set_cfg(case.cfg)
     with card(total):
-        _, kept = run.settled(run.attachment_of(merged), guider, noise, sampler_object("euler"))
+        _, kept = run.run_config(run.attachment_of(merged), guider, noise, sampler_object("euler"))
         _, least = estimate_memory(model, noise.shape, guider.conds)
         smallest, reserve = model_management.minimum_inference_memory(), model_management.extra_reserved_memory()
     without, with_cache = (
         max(0.0, model.model_size() - max(0.0, total - max(smallest, least + more + reserve)))
         for more in (0, kept.bytes)
     )
-    kind = "none" if not kept.bytes else "4-bit" if kept.packs else "full"
+    kind = "none" if not kept.bytes else "4-bit" if kept.quantized else "full"
     return Choice(kind, kept.bytes, without, with_cache - without)
 
 

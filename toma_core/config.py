@@ -101,8 +101,8 @@ class ToMAConfig:
     )
     selection_interval: int = option(
         10,
-        "Select new destination tokens every N steps. 10 in the paper; a lower number is more accurate and costs a "
-        "little time. With the KV cache the presets select at every step.",
+        "Select new destination tokens every N steps. 10 in the paper; 3 is more accurate and costs a little time. "
+        "With the KV cache the presets select at every step.",
         (1, 1000, 1),
     )
     weight_interval: int = option(

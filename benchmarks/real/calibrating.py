@@ -68,7 +68,7 @@ def calibration_graph(template: Template, prompt: str, negative: str, seed: int,
         inputs[name] = _said_once(graph, guide, name)
     inputs["latent"] = _said_once(graph, guide, "latent_image")
     by_word = near in WORDS
-    inputs |= {"near": near if by_word else "distance", "distance": 0.1 if by_word else float(near)}
+    inputs |= {"target": near if by_word else "error", "error": 0.1 if by_word else float(near)}
     measures, shows = _free(graph, "calibrate"), _free(graph, "profile")
     graph[measures] = node(NODE, model=graph[guide]["inputs"]["model"], **inputs)
     graph[shows] = node("PreviewAny", source=[measures, 1])

@@ -19,7 +19,12 @@ def test_rows_are_merged_and_say_what_auto_does(pack: ModuleType, monkeypatch: p
         assert all(row.speedup for row in rows)
         return [row.note for row in rows]
 
-    assert notes([4, 16]) == ["Auto leaves it whole (fewer than 256 tokens)", "Auto merges it"]
+    assert notes([4, 16]) == [
+        "Auto does not merge it (fewer than 256 tokens, too few to gain (min tokens in ToMA Advanced))",
+        "Auto merges it",
+    ]
     cost_model = pack_module("toma_core.cost_model")
     monkeypatch.setattr(cost_model, "card_of", lambda device: cost_model.Card("NVIDIA H100", (9, 0), 132))
-    assert notes([16]) == ["Auto leaves it whole (too little work for this device to gain by merging)"]
+    assert notes([16]) == [
+        "Auto does not merge it (too little work to gain on this device (min tokens in ToMA Advanced))"
+    ]

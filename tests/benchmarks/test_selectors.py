@@ -150,7 +150,9 @@ def test_inside_it_picks_for_every_run(kind: str) -> None:
     for one in (kind, "facility location"):
         with selecting(one):
             run = core.RunState(core.Schedule(core.ToMAConfig()))
-            picks.append(run.plan(x, (16, 16), "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,)).picks)
+            picks.append(
+                run.plan(x, (16, 16), "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,)).dest_slots
+            )
     windows = make_windows(16, 16, WindowShape.TILE, 8)
     expected = rule(kind)(cosine_similarity(windows.split(x)), windows, make_budget(windows.counts, 0.5))
     assert torch.equal(picks[0], expected)

@@ -110,7 +110,7 @@ def test_a_profile_is_measured_beside_the_ratios(unet: Any, run: Any, monkeypatc
     assert re.fullmatch(r"the profile, 1.73x as fast, error 0\.010, [\d.]+ ms per step", last)
     _, table, *_ = run(unet, profile="{")
     assert len(asked) == 1
-    assert "the profile is damaged" in table.partition("\n\n")[0]
+    assert "The profile is damaged" in table.partition("\n\n")[0]
 
 
 def test_the_recommendation_goes_with_its_reason(unet: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

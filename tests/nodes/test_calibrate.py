@@ -529,6 +529,6 @@ def test_one_picture_that_turned_out_otherwise_decides_nothing(pack: ModuleType)
     preset[0] = -1.0
     runs = [run(latent, states) for latent in (whole, preset, choice)]
     assert runs[2].error(runs[0]) < runs[1].error(runs[0])
-    assert not runs[2].mostly_nearer(runs[1], runs[0])
-    assert runs[1].mostly_nearer(runs[2], runs[0])
-    assert not run(whole * float("nan"), states).mostly_nearer(runs[1], runs[0])
+    assert not runs[2].mostly_closer(runs[1], runs[0])
+    assert runs[1].mostly_closer(runs[2], runs[0])
+    assert not run(whole * float("nan"), states).mostly_closer(runs[1], runs[0])

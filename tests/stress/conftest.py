@@ -92,7 +92,7 @@ def born(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[
 
     def planned(self: Any, *args: Any) -> Any:
         made = plan(self, *args)
-        refs.extend((weakref.ref(made), weakref.ref(made.merge_weights), weakref.ref(made.picks)))
+        refs.extend((weakref.ref(made), weakref.ref(made.merge_weights), weakref.ref(made.dest_slots)))
         return made
 
     monkeypatch.setattr(sampling, "start", classmethod(started))

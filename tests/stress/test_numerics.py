@@ -64,7 +64,7 @@ def check_weights(plan: Any) -> None:
 
 
 def same_plan(a: Any, b: Any) -> bool:
-    return all(torch.equal(getattr(a, n), getattr(b, n)) for n in ("picks", "merge_weights", "unmerge_weights"))
+    return all(torch.equal(getattr(a, n), getattr(b, n)) for n in ("dest_slots", "merge_weights", "unmerge_weights"))
 
 
 def numbers(name: str, dtype: torch.dtype) -> Tensor:

@@ -67,14 +67,14 @@ def prepared(evaluation: Any, site: Any = None, latent: Any = None) -> Any:
 def test_the_operators_do_what_eager_merging_does(graphs: Any, evaluate: Any) -> None:
     core, evaluation = pack_module("toma_core"), evaluate()
     site = prepared(evaluation)
-    assert (site.tokens, site.kept) == (TOKENS, 30)
+    assert (site.tokens, site.destinations) == (TOKENS, 30)
     x = torch.randn(2, TOKENS, 8)
     plan = core.plan_for(x, GRID, "here", evaluation)
     reduced = site.enter(x, 0)
     assert torch.equal(reduced, core.reduce(x, plan))
     out = reduced * 2 + 1
     assert torch.equal(site.leave(out, 0), core.restore(out, reduced, x, plan))
-    assert site.held is None
+    assert site.pair is None
     assert evaluation.run.stats.merged_blocks == {"first", "last"}
 
 
@@ -94,7 +94,7 @@ def test_a_step_that_keeps_its_detail_runs_whole_on_new_tensors(graphs: Any, eva
     evaluation = evaluate(full_step_interval=2)
     assert evaluation.refreshes
     site, x = prepared(evaluation), torch.randn(2, TOKENS, 8)
-    assert site.kept == TOKENS
+    assert site.destinations == TOKENS
     reduced = site.enter(x, 0)
     assert torch.equal(reduced, x)
     assert reduced.data_ptr() != x.data_ptr()
@@ -118,12 +118,12 @@ def test_positions_follow_the_destinations(pack: ModuleType, graphs: Any, evalua
     site = prepared(evaluate(), new_site(Rows()))
     x, pe = torch.randn(2, TOKENS, 8), torch.randn(1, 1, BEFORE + TOKENS, 3, 2, 2)
     site.enter(x, 0)
-    site.turn(pe, BEFORE)
-    assert torch.equal(site.rows, rope.merged_rows(pe, site.reduction.plans[0].destinations, BEFORE, TOKENS, 2))
+    site.merge_rope(pe, BEFORE)
+    assert torch.equal(site.rope, rope.merged_rope(pe, site.reduction.plans[0].destinations, BEFORE, TOKENS, 2))
     numbers = (site.number, BEFORE, TOKENS, 30, 2)
-    torch.library.opcheck(graphs.operators.rope.default, (pe, site.held[0], *numbers))
+    torch.library.opcheck(graphs.operators.rope.default, (pe, site.pair[0], *numbers))
     site.leave(torch.randn(2, 30, 8), 0)
-    assert site.rows is None
+    assert site.rope is None
 
 
 def test_what_is_left_whole_is_told(graphs: Any, evaluate: Any) -> None:
@@ -131,25 +131,25 @@ def test_what_is_left_whole_is_told(graphs: Any, evaluate: Any) -> None:
     site = begun(evaluation, ["a", "b"])
     assert not site.prepare(torch.randn(1, 4, 12, 20), torch.nn.Linear(8, 8), 8)
     assert evaluation.run.stats.unmerged == {Reason.TOO_FEW_TOKENS(least=TOKENS + 1): {"a", "b"}}
-    assert site.kept == 0
+    assert site.destinations == 0
 
 
 def test_a_batch_of_unequal_parts_is_left_to_the_hook(graphs: Any, evaluate: Any) -> None:
     site = prepared(evaluate(copies=(None, None)), latent=torch.randn(3, 4, 12, 20))
-    assert site.kept == 0
+    assert site.destinations == 0
 
 
 def test_blocks_of_unknown_width_are_left_to_the_hook(graphs: Any, evaluate: Any) -> None:
     site = begun(evaluate(), ["a"])
     assert site.prepare(torch.randn(1, 4, 12, 20), torch.nn.Identity(), 0)
-    assert site.kept == 0
+    assert site.destinations == 0
 
 
 def test_outside_of_a_trace_nothing_begins(graphs: Any, evaluate: Any) -> None:
     site, x = prepared(evaluate()), torch.randn(2, TOKENS, 8)
     assert not site.fits(x, 0)
     site.release()
-    assert (site.tokens, site.kept, site.held) == (0, 0, None)
+    assert (site.tokens, site.destinations, site.pair) == (0, 0, None)
     assert site.active is None
 
 

@@ -44,7 +44,7 @@ def test_cond_and_uncond_share_destinations_and_weights(model: Any, attach: Any,
     models.sample(attach(model), SIDE, SIDE, batch=2, steps=1)
     assert {call.copies for call in plan_calls} == {((None, None), (None, None))}
     for call in plan_calls:
-        for name in ("picks", "merge_weights", "unmerge_weights"):
+        for name in ("dest_slots", "merge_weights", "unmerge_weights"):
             uncond, cond = getattr(call.plan, name).chunk(2)
             assert torch.equal(uncond, cond)
         assert not torch.equal(*call.plan.dest_slots[:2]), "two images should not look alike"

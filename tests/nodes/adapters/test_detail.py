@@ -255,7 +255,7 @@ def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
     begins = flux.get_model_object("model_sampling").percent_to_sigma(0.15)
     found = []
     pipeline = pack_module("toma_core.pipeline").Evaluation
-    original = pipeline.detail
+    original = pipeline.cached
 
     def spy(self: Any, block: str, x: torch.Tensor) -> Any:
         detail = original(self, block, x)
@@ -275,7 +275,7 @@ def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
         return args["denoised"] + args["cond_denoised"] - other
 
     late: list[tuple[int, str]] = []
-    monkeypatch.setattr(pipeline, "detail", spy)
+    monkeypatch.setattr(pipeline, "cached", spy)
     model = attach(flux, full_step_interval=5).clone()
     model.set_model_sampler_post_cfg_function(guidance)
     models.sample(model, SIDE, SIDE, steps=8, last_step=5)

@@ -68,7 +68,7 @@ def test_full_precision_only_where_all_of_it_fits_beside_the_weights(
     for total in (used + full + 1, used + full - 1, used, full):
         give_total(monkeypatch, total)
         models.sample(merged, HEIGHT, WIDTH, steps=2)
-    assert [(k.bytes == full, k.packs) for k in kept] == [(True, False), (True, False)] + [(False, True)] * 3
+    assert [(k.bytes == full, k.quantized) for k in kept] == [(True, False), (True, False)] + [(False, True)] * 3
     give_total(monkeypatch, kept[-1].bytes)
     models.sample(merged, HEIGHT, WIDTH, steps=2)
     assert kept[-1].bytes == 0
@@ -90,12 +90,12 @@ def test_four_bits_may_fill_what_is_left_of_the_card(
     run = pack_module("nodes.adapters.patch_model")
     for total in (1e9, 1.0):
         give_total(monkeypatch, total)
-        run.settled(run.attachment_of(merged), guider, torch.zeros(SHAPE), None)
-    assert (kept[0].packs, kept[1].bytes) == (False, 0)
+        run.run_config(run.attachment_of(merged), guider, torch.zeros(SHAPE), None)
+    assert (kept[0].quantized, kept[1].bytes) == (False, 0)
     for total in (kept[0].bytes - 1, kept[0].bytes // 2):
         give_total(monkeypatch, total)
-        run.settled(run.attachment_of(merged), guider, torch.zeros(SHAPE), None)
-        assert kept[-1].packs
+        run.run_config(run.attachment_of(merged), guider, torch.zeros(SHAPE), None)
+        assert kept[-1].quantized
     assert kept[-1].bytes > 0.55 * (kept[0].bytes // 2)
 
 

@@ -240,11 +240,11 @@ def test_compiled_code_says_the_same(attach: Any, fresh_compiler: None, kind: st
 def test_layouts_that_nobody_told_are_not_made_up(pack: Any) -> None:
     layout = pack_module("nodes.adapters.layout")
     options: dict[str, Any] = {"block_index": 3}
-    assert layout.on_no_grid(options, 10, 5) is options
-    assert layout.shortened(options, 5, [3]) is options
+    assert layout.without_grid(options, 10, 5) is options
+    assert layout.fewer_tokens(options, 5, [3]) is options
     said = {"activations_shape": [2, 64, 3, 4], "img_slice": [7, 19]}
-    assert layout.on_no_grid(said, 12, 12) is said
-    assert layout.shortened(said, 0) is said
-    assert layout.on_no_grid(said, 12, 6)["activations_shape"] == [2, 64, 1, 6]
-    assert layout.shortened(said, 6)["img_slice"] == [7, 13]
+    assert layout.without_grid(said, 12, 12) is said
+    assert layout.fewer_tokens(said, 0) is said
+    assert layout.without_grid(said, 12, 6)["activations_shape"] == [2, 64, 1, 6]
+    assert layout.fewer_tokens(said, 6)["img_slice"] == [7, 13]
     assert said == {"activations_shape": [2, 64, 3, 4], "img_slice": [7, 19]}

@@ -151,7 +151,7 @@ def test_the_same_twice_and_nothing_left(model: Any, attach: Any, no_state_left:
 
 
 def test_areas_are_cut_out_of_the_picture(pack: Any) -> None:
-    cut = pack_module("nodes.adapters.sampling_run")._cut
+    cut = pack_module("nodes.adapters.conditions").crop
     picture = torch.arange(2 * 3 * 6 * 8.0).view(2, 3, 6, 8)
     assert cut(picture, None) is picture
     assert torch.equal(cut(picture, (2, 4, 1, 3)), picture[:, :, 1:3, 3:7])
