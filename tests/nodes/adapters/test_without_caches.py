@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch._inductor.decomposition  # opcheck, in tests that run before these, leaves it unable to be imported
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
