@@ -150,6 +150,14 @@ def test_nodes_do_not_overlap(path: Path) -> None:
         assert len(inside) == 1, f"{node['type']} is in {len(inside)} groups"
 
 
+@every_workflow
+def test_opens_at_a_scale_at_which_text_shows(path: Path) -> None:
+    """Below 0.5 the page draws nodes as grey boxes; without a scale it cannot draw at all."""
+    view = load(path)["extra"]["ds"]
+    assert 0.5 <= view["scale"] <= 1.0
+    assert len(view["offset"]) == 2
+
+
 @every_example
 def test_says_where_its_models_come_from(path: Path) -> None:
     nodes = load(path)["nodes"]
