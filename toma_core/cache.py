@@ -209,7 +209,7 @@ class ResidualCache:
                 del self._chunks[id(entry.tensor)]
                 self._held -= entry.tensor.nbytes
 
-    def load(self, keys: Keys, like: Tensor) -> Tensor | None:
+    def read(self, keys: Keys, like: Tensor) -> Tensor | None:
         """Return what is cached under the keys, concatenated: (B, N, C) with the shape, dtype and device of `like`.
 
         None if any part is missing or differs, so that cond and uncond are treated alike.

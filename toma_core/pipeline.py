@@ -75,7 +75,7 @@ class Evaluation:
         keys = tuple((block, cond) for cond in self.cond_keys)
         if self.refreshes:
             return CachedBlock(cache, keys, quantized=quantized)
-        update = cache.load(keys, x)
+        update = cache.read(keys, x)
         return None if update is None else CachedBlock(cache, keys, update, quantized)
 
     @property

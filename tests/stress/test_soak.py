@@ -43,11 +43,11 @@ OTHERS = ("flux2", "chroma", "z_image", "lumina2", "krea2", "qwen_image", "sd3",
 OF_A_RUN = {
     "RunState",
     "Schedule",
-    "Sampling",
+    "SamplingRun",
     "Evaluation",
     "MergePlan",
     "ResidualCache",
-    "Detail",
+    "CachedBlock",
     "_Entry",
     "Dispatch",
 }
@@ -283,6 +283,7 @@ def test_soak(lab: ComfyServer, census: Any, fresh_process: Callable[[Graph], st
         assert all(count["objects"].get(name, 0) <= most for name, most in BOUNDED.items()), count["objects"]
     # Of the first count some handles are not yet open: files of the database, the pool of the event loop.
     assert handles[-1][0] <= handles[len(handles) // 2][0] + 1, f"open handles: {handles}"
-    assert handles[-1][1] <= handles[len(handles) // 2][1], f"threads: {handles}"
+    # A server's pool opens its threads one by one; in a short run it may still grow.
+    assert handles[-1][1] <= handles[len(handles) // 2][1] + (0 if LONG else 2), f"threads: {handles}"
     if LONG:
         assert abs(third / second - 1) <= 0.02, f"memory in MB: {[round(size / 1e6) for size in resident]}"

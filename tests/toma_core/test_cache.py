@@ -180,12 +180,12 @@ def test_each_part_gets_its_own_in_one_batch_or_in_two_calls(order: tuple[str, s
 def test_parts_that_come_as_they_were_kept_are_not_copied() -> None:
     run, update = run_of(), features(0, 2)
     run.cache.store((("", "cond"), ("", "uncond")), update)
-    assert run.cache.load((("", "cond"), ("", "uncond")), update) is update
-    other = run.cache.load((("", "uncond"), ("", "cond")), update)
+    assert run.cache.read((("", "cond"), ("", "uncond")), update) is update
+    other = run.cache.read((("", "uncond"), ("", "cond")), update)
     assert other is not None
     assert torch.equal(other, update.flip(0))
     run.cache.store((("", "cond"),), features(1))
-    both = run.cache.load((("", "cond"), ("", "uncond")), update)
+    both = run.cache.read((("", "cond"), ("", "uncond")), update)
     assert both is not None
     assert torch.equal(both, torch.cat([features(1), update[1:]])), "the newer one"
 
@@ -309,7 +309,7 @@ def test_devices_that_keep_at_once_lose_nothing() -> None:
         detail = evaluation.cached("block", features(seed))
         assert detail is not None
         detail.store(features(seed))
-    kept = run.cache.load((("block", "cond"), ("block", "uncond")), features(0, 2))
+    kept = run.cache.read((("block", "cond"), ("block", "uncond")), features(0, 2))
     assert kept is not None
     assert torch.equal(kept, torch.cat([features(0), features(1)]))
 
@@ -374,11 +374,11 @@ def test_parts_of_what_was_kept_together_are_held_once(packs: bool) -> None:
         for n, key in enumerate("ab"):
             moved = first[n : n + 1] * (step + 2)
             run.cache.update((("", key),), moved, packs)
-            found = run.cache.load((("", key),), moved)
+            found = run.cache.read((("", key),), moved)
             assert found is not None
             torch.testing.assert_close(found, moved, rtol=0, atol=0.3 * (step + 2) if packs else 0.0)
     assert run.cache.peak_bytes == held
-    both = run.cache.load((("", "b"), ("", "a")), first)
+    both = run.cache.read((("", "b"), ("", "a")), first)
     assert both is not None
     torch.testing.assert_close(both, 3 * first.flip(0), rtol=0, atol=0.9 if packs else 0.0)
 
@@ -390,10 +390,10 @@ def test_it_is_not_given_up_while_a_merged_step_runs(monkeypatch: pytest.MonkeyP
     run.cache.bounded = True
     monkeypatch.setattr(cache, "MAX_CACHE_BYTES", 1)
     run.cache.update((("", "key"),), features(1))
-    assert run.cache.load((("", "key"),), features(1)) is not None
+    assert run.cache.read((("", "key"),), features(1)) is not None
     run.cache.enforce_limit()
     assert run.cache.disabled
-    assert run.cache.load((("", "key"),), features(1)) is None
+    assert run.cache.read((("", "key"),), features(1)) is None
 
 
 def test_a_refresh_that_another_node_skips_leaves_what_was_cached_and_the_next_evaluation_is_one() -> None:
@@ -402,7 +402,7 @@ def test_a_refresh_that_another_node_skips_leaves_what_was_cached_and_the_next_e
     passed(x, at(run, 0, "cond"))
     for step in (3, 4):
         assert at(run, step, "cond").step_plan.mode is StepMode.REFRESH
-        torch.testing.assert_close(run.cache.load((("block", "cond"),), x), block(x) - x)
+        torch.testing.assert_close(run.cache.read((("block", "cond"),), x), block(x) - x)
     passed(x, at(run, 4, "cond"))
     assert at(run, 5, "cond").step_plan.mode is StepMode.MERGED_CACHED
 
@@ -425,4 +425,4 @@ def test_what_is_moved_on_stays_within_the_limits_of_half_precision() -> None:
     fresh = torch.full((1, plan.num_destinations, 6), 65504.0, dtype=torch.float16)
     moved = cache.CachedBlock(run.cache, (("block", "a"),), x).propagate(fresh, plan)
     assert moved.isfinite().all()
-    assert run.cache.load((("block", "a"),), x) is moved
+    assert run.cache.read((("block", "a"),), x) is moved
