@@ -17,7 +17,7 @@ from . import profiles, timing, widgets
 from .adapters.kv_memory import dtype_of
 from .merge_map_image import as_image
 from .node_status import errors_shown, said, status_of
-from .report_charts import MERGED, RECOMMENDED, WHOLE, Bar, bar_chart
+from .report_charts import FULL, MERGED, RECOMMENDED, Bar, bar_chart
 from .task import Task
 from .timing import Candidate, Timing
 from .toma import complaint
@@ -145,7 +145,7 @@ class ToMABenchmark(io.ComfyNode):
         ]
         head, foot = [str(line) for line in verdict], [str(note) for note in notes]
         table = "\n".join([*head, "", *_table(timings), "", *foot])
-        image = as_image(bar_chart(head, _bars(timings, fastest, nearest), foot))
+        image = as_image(bar_chart(verdict, "time: shorter is faster", _bars(timings, fastest, nearest), notes))
         short = [*verdict, *(_short(timings[0], timed) for timed in timings)]
         shown = {**ui.PreviewImage(image, cls=cls).as_dict(), "text": (table,), **said(short, notes)}
         return io.NodeOutput(
@@ -233,14 +233,11 @@ def _short(base: Timing, timed: Timing) -> Message:
 
 
 def _bars(timings: Sequence[Timing], *recommended: Timing | None) -> list[Bar]:
-    """Time against the time without ToMA, and error against the largest."""
-    furthest = max(timed.change for timed in timings) or 1.0
     bars = []
     for timed in timings:
-        low, high = timed.spread
         label = f"{timed.median * 1e3:.4g} ms"
         if timed.ratio:
             label = f"{timings[0].median / timed.median:.2f}x as fast, error {timed.change:.3f}"
-        colour = WHOLE if not timed.ratio else RECOMMENDED if timed in recommended else MERGED
-        bars.append(Bar(str(timed.name), timed.median, low, high, label, colour, timed.change / furthest))
+        colour = FULL if not timed.ratio else RECOMMENDED if timed in recommended else MERGED
+        bars.append(Bar(str(timed.name), timed.median, label, colour, timed.spread, timed.change))
     return bars

@@ -13,7 +13,7 @@ from ..toma_core.settings import ConfigError, Refusal, SettingSpec, checked, sho
 from .calibration_run import TARGETS, Calibrated, Problem, calibrate
 from .merge_map_image import as_image
 from .node_status import errors_shown, said, status_of
-from .report_charts import MERGED, RECOMMENDED, Dot, front_chart
+from .report_charts import MERGED, RECOMMENDED, Bar, bar_chart
 from .task import Task
 from .widgets import CATEGORY, SEARCH_ALIASES
 
@@ -107,9 +107,7 @@ class ToMACalibrate(io.ComfyNode):
                     "are best.",
                 ),
                 io.Image.Output(
-                    "front",
-                    display_name="front",
-                    tooltip="Distance against work: what there is to choose from, the preset, and the choice.",
+                    "plot", display_name="plot", tooltip="Work and error of the preset and of the choice, as bars."
                 ),
             ],
             is_output_node=True,
@@ -144,7 +142,7 @@ class ToMACalibrate(io.ComfyNode):
             found = calibrate(model, task, _DEFAULT if by_error else target, error if by_error else None, on_run=on_run)
         notes = _notes(found, error if by_error else None)
         cost = Found.COST(evaluations=found.probes, steps=steps)
-        image = as_image(front_chart([str(note) for note in notes], *_front(found), [str(cost)]))
+        image = as_image(bar_chart(notes, "work of the blocks: shorter is faster", _bars(found), [cost]))
         page = {**ui.PreviewImage(image, cls=cls).as_dict(), **said(notes, [cost])}
         return io.NodeOutput(found.model, found.profile.text() if found.profile else "", image, ui=page)
 
@@ -220,12 +218,12 @@ def _rounded(error: float) -> str:
     return f"{error:.3f}" if error >= 0.01 or not error else f"{error:.2g}"
 
 
-def _front(found: Calibrated) -> tuple[list[tuple[float, float]], list[Dot]]:
-    """Return the points of the front, and the dots of the preset and the choice."""
-    usual = found.usual
-    dots = [Dot(usual.work, usual.error, f"preset '{usual.preset}'", MERGED)]
-    if found.chosen.options:
-        dots.append(Dot(found.chosen.work, found.chosen.error, "predicted", RECOMMENDED, hollow=True))
-        dots.append(Dot(found.chosen.work, found.found, "calibrated", RECOMMENDED))
-    dots = [dot for dot in dots if math.isfinite(dot.error)]
-    return [(choice.work, choice.error) for choice in found.choices], dots
+def _bars(found: Calibrated) -> list[Bar]:
+    usual, chosen = found.usual, found.chosen
+    measured = [(f"preset '{usual.preset}'", usual.work, usual.error, MERGED)]
+    if chosen.options:
+        measured.append(("calibrated", chosen.work, found.found, RECOMMENDED))
+    return [
+        Bar(name, work, f"{100 * work:.0f} % of the work, error {_rounded(error)}", colour, error=error)
+        for name, work, error, colour in measured
+    ]

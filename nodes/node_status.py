@@ -44,7 +44,7 @@ class NodeStatus:
 
     def ended(self, stats: RunStats) -> None:
         """A run is over: what was merged, or why nothing was."""
-        self.say(stats.headline(), *self.notes, details=stats.numbers())
+        self.say(stats.headline(), *self.notes, details=stats.details())
 
     def measures(self, run: int, runs: int) -> None:
         """One of several runs begins, counted from 1."""

@@ -95,12 +95,9 @@ def simple() -> dict[str, Any]:
     return graph
 
 
-SHARES = {0.25: "a quarter", 0.5: "half", 0.75: "three quarters"}
-
-
 def line(ratio: float, steps: int = STEPS) -> str:
     """What ToMA Advanced has to say of a run with every step merged."""
-    return f"On: {SHARES[ratio]} of the tokens merged, 16 of 17 blocks, all {steps} steps"
+    return f"On: {100 * ratio:.0f} % of the tokens merged, 16 of 17 blocks, {steps} of {steps} steps"
 
 
 def broken(page: Any, place: int, value: Any, **more: Any) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def test_what_is_refused_is_said_on_the_node(
     graph["nodes"][3]["widgets_values"][place] = workflow()["nodes"][3]["widgets_values"][place]
     page.open(graph, "mended")
     page.queue()
-    assert page.text(4).startswith("On: half of the tokens merged, ")
+    assert page.text(4).startswith("On: 50 % of the tokens merged, ")
 
 
 def test_what_fails_while_running_is_said_on_the_node(page: Any) -> None:

@@ -20,7 +20,7 @@ def test_the_report_is_shown(page: Any, baseline: Any) -> None:
     page.open(graph, "report")
     page.queue()
     page.tab.wait_for_timeout(1000)
-    assert page.text(7).startswith("On: half of the tokens merged, 5 of 7 blocks, ")
+    assert page.text(7).startswith("On: 50 % of the tokens merged, 5 of 7 blocks, ")
     assert [title for title in page.text(7).splitlines() if title and title[0] != " "][1:] == [
         "Where",
         "When",
@@ -48,7 +48,7 @@ def test_the_benchmark_is_shown(page: Any, baseline: Any) -> None:
     for ratio in ("0.2", "0.4", "0.6"):
         assert re.search(rf"\nratio {ratio}, [\d.]+x as fast, error [\d.]+, [\d.]+ ms per step", text)
     assert "latent 64 x 64" in page.details(7)
-    assert "all 4 steps" in page.details(7)
+    assert "4 of 4 steps" in page.details(7)
     (shown,) = page.evaluate(
         "() => Object.values(app.nodeOutputs).filter(o => o.text && o.images).map(o => o.images[0])"
     )

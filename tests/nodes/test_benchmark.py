@@ -56,7 +56,7 @@ def test_measures_a_real_model_and_says_where(unet: Any, run: Any) -> None:
     assert lines[3].startswith("| ratio 0.5 ")
     assert "latent 32 x 32, batch 1, conditions 1; 2 runs of 4 steps each" in table
     assert f"float32, torch {torch.__version__}, ComfyUI 0." in table
-    assert "ratio 0.5: On: half of the tokens merged, 2 of 17 blocks, all 4 steps." in table
+    assert "ratio 0.5: On: 50 % of the tokens merged, 2 of 17 blocks, 4 of 4 steps." in table
     assert answer.ui["text"][0] == table
     (message,) = answer.ui["toma"]
     assert message["text"].startswith(verdict), "first what to do"

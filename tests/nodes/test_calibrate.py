@@ -471,8 +471,8 @@ def test_a_profile_is_said_on_the_node_and_in_the_report(unet: Any, stats_of: An
     assert run.attachment_of(answer.args[0]).watcher is None
     sampled(answer.args[0])
     stats = stats_of(answer.args[0])
-    assert str(stats.headline()).startswith("On: up to three quarters of the tokens merged, 2 of ")
-    assert "400 -> 100+ (20 x 20)" in str(stats.numbers())
+    assert str(stats.headline()).startswith("On: up to 75 % of the tokens merged, 2 of ")
+    assert "400 -> 100+ (20 x 20)" in stats.summary()
     assert "at ratio up to 0.75" in stats.text()
 
 

@@ -43,11 +43,13 @@ def test_a_run_is_told_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
     line = {"node": "12:5", "graph": WORKFLOW}
     lines = {"lines": [{"id": "active", "params": {}}], "more": []}
     assert begin == ("toma.said", {**line, "text": str(live.Status.ACTIVE()), "details": "", **lines}, "page")
-    text = "On: half of the tokens merged, all 17 blocks, all 2 steps"
-    details = "tokens: 144 -> 72 (12 x 12), 36 -> 18 (6 x 6)\nmerged steps: 1-2"
+    text = "On: 50 % of the tokens merged, 17 of 17 blocks, 2 of 2 steps"
     told = dict(end[1])
     assert [told.pop(name)[0]["id"] for name in ("lines", "more")] == ["on", "tokens"]
-    assert told == {**line, "text": text, "details": details}
+    details = told.pop("details").splitlines()
+    assert details[0] == "tokens: 144 -> 72 (12 x 12), 36 -> 18 (6 x 6)"
+    assert "merged steps: 1-2, at ratio 0.5" in details
+    assert told == {**line, "text": text}
     models.sample(model, 24, 24, steps=1)
     assert len(sent) == 4, "a model that ComfyUI took from its cache tells of the next run too"
 

@@ -44,7 +44,7 @@ def test_report_tells_what_was_merged_where_and_when(unet: Any, attach: Any, sho
     text, _, _ = shown(model)
     lines = [line.strip() for line in text.splitlines()]
     few = f"The other blocks: {Reason.TOO_FEW_TOKENS(least=100)}."
-    assert lines[0] == f"On: half of the tokens merged, 4 of 17 blocks, 2 of 4 steps. {few}"
+    assert lines[0] == f"On: 50 % of the tokens merged, 4 of 17 blocks, 2 of 4 steps. {few}"
     assert "tokens: 144 -> 72 (12 x 12)" in lines
     assert "1 selections, 1 weightings" in lines
     assert "merged steps: 1-2, at ratio 0.5" in lines
@@ -53,15 +53,14 @@ def test_report_tells_what_was_merged_where_and_when(unet: Any, attach: Any, sho
     assert "merged blocks: input.4.0, input.5.0, output.3.0, output.4.0" in lines
     assert f"not merged ({Reason.SKIP_LAST_BLOCKS(count=1)}): output.5.0" in lines
     small = next(line for line in lines if line.startswith(f"not merged ({Reason.TOO_FEW_TOKENS(least=100)}): "))
-    assert small.partition("): ")[2].count(",") == 11
-    assert "middle.0.1" in small
+    assert small.endswith("input.7.0-1, input.8.0-1, middle.0.0-1, output.0.0-1, output.1.0-1, output.2.0-1")
 
 
 def test_report_of_flux(flux: Any, attach: Any, shown: Any) -> None:
     model = attach(flux, skip_first_blocks=1)
     models.sample(model, 20, 28, steps=2)
     text, _, _ = shown(model)
-    assert text.startswith("On: half of the tokens merged, 4 of 6 blocks, all 2 steps.\n")
+    assert text.startswith("On: 50 % of the tokens merged, 4 of 6 blocks, 2 of 2 steps.\n")
     assert "tokens: 140 -> 70 (10 x 14)\n" in text
     assert f"  not merged ({Reason.SKIP_FIRST_BLOCKS(count=1)}): double.0, single.0" in text.splitlines()
 

@@ -38,11 +38,12 @@ def runs(column: np.ndarray, colour: tuple[int, int, int]) -> int:
 
 def test_a_steps_bar_is_as_high_as_its_share_of_tokens(stats: Any) -> None:
     pixels = np.asarray(charts.steps_chart(stats, 800))
-    each = (800 - 76 - charts._PAD) / 10
+    pixels = pixels[: len(pixels) - charts._LEGEND]
+    each = (800 - charts._AXIS - charts._PAD) / 10
     heights = []
     for step in range(10):
-        column = pixels[: charts._TOP + charts._STRIP, int(76 + (step + 0.5) * each)]
-        heights.append(runs(column, charts.MERGED) + runs(column, charts.WHOLE))
+        column = pixels[:, int(charts._AXIS + (step + 0.5) * each)]
+        heights.append(runs(column, charts.MERGED) + runs(column, charts.FULL))
     full = charts._STRIP
     for height, share in zip(heights, [1, 1, 0.75, 0.5, 0.5, 0.5, 0.5, 0.25, 1, 1], strict=True):
         assert abs(height - share * full) <= 3
@@ -53,7 +54,7 @@ def test_a_run_that_merged_nothing_shows_whole_steps_only() -> None:
     told.count_evaluation(0, 0.5)
     told.not_merged("double.0", Reason.TOO_FEW_TOKENS(least=9))
     image = charts.steps_chart(told, 400)
-    square = count(image.crop((0, charts._TOP + charts._STRIP, 400, image.height)), charts.MERGED)
+    square = count(image.crop((0, image.height - charts._LEGEND, 400, image.height)), charts.MERGED)
     assert count(image, charts.MERGED) == square, "only the legend has the colour"
 
 
@@ -65,16 +66,16 @@ def test_any_number_of_steps_fits(width: int, steps: int) -> None:
     assert charts.steps_chart(told, width).size[0] == width
 
 
-def test_blocks_have_a_row_for_each_stage_in_natural_order(stats: Any) -> None:
+def test_blocks_have_a_row_for_each_stack_in_natural_order(stats: Any) -> None:
     image = charts.blocks_chart(stats, 800)
-    square = charts._SQUARE + charts._GAP
+    square, top = charts._SQUARE + charts._GAP, charts.text_row("title", 800, charts.LARGE).height
 
     def colour(row: int, column: int) -> tuple[int, ...]:
-        corner = charts._LABEL + column * square + 3, charts._TOP + row * square + 3
+        corner = charts._LABEL + column * square + 3, top + row * square + 3
         return image.getpixel(corner)  # type: ignore[return-value]
 
     assert [colour(0, 0), colour(0, 1), colour(0, 2)] == [charts.MERGED, charts.PARTLY, charts.PAPER]
-    assert [colour(1, 0), colour(1, 1)] == [charts.WHOLE, charts.PAPER]
+    assert [colour(1, 0), colour(1, 1)] == [charts.FULL, charts.PAPER]
     assert [colour(2, 0), colour(2, 1), colour(2, 2)] == [charts.MERGED] * 3
 
 
@@ -88,37 +89,30 @@ def test_many_blocks_break_into_lines_and_reasons_are_spelled_out(stats: Any) ->
     assert charts.blocks_chart(stats, 330).height > charts.blocks_chart(stats, 1600).height
 
 
-def test_benchmark_bars_are_as_long_as_their_values() -> None:
+def test_bars_are_as_long_as_their_values_and_errors() -> None:
     bars = [
-        charts.Bar("without ToMA", 100.0, 95.0, 105.0, "100 ms", charts.WHOLE),
-        charts.Bar("ratio 0.25", 80.0, 80.0, 80.0, "1.25x", charts.RECOMMENDED, 0.5),
-        charts.Bar("ratio 0.5", 50.0, 50.0, 50.0, "2.00x", charts.MERGED, 1.0),
+        charts.Bar("without ToMA", 100.0, "100 ms", charts.FULL, (95.0, 105.0)),
+        charts.Bar("ratio 0.25", 80.0, "1.25x", charts.RECOMMENDED, (80.0, 80.0), 0.5),
+        charts.Bar("ratio 0.5", 50.0, "2.00x", charts.MERGED, (50.0, 50.0), 1.0),
     ]
-    image = charts.bar_chart(["verdict"], bars, ["a note " * 60])
+    image = charts.bar_chart(["verdict"], "time", bars, ["a note " * 60])
     pixels = np.asarray(image)
-    whole, merged = (max(runs(row, colour) for row in pixels) for colour in (charts.WHOLE, charts.MERGED))
-    assert whole == pytest.approx(2 * merged, abs=8), "whiskers hide a little of each"
-    distances = {length for row in pixels if (length := runs(row, charts.SECOND)) > 30}  # the legend's square is less
-    assert max(distances) == pytest.approx(2 * min(distances), abs=3)
-    assert image.height > charts.bar_chart(["verdict"], bars, ["a note"]).height
-    assert charts.bar_chart(["a long verdict " * 9], bars, []).height > charts.bar_chart(["verdict"], bars, []).height
+    full, merged = (max(runs(row, colour) for row in pixels) for colour in (charts.FULL, charts.MERGED))
+    assert full == pytest.approx(2 * merged, abs=8), "whiskers hide a little of each"
+    errors = {length for row in pixels if (length := runs(row, charts.ERROR)) > 30}  # the legend's square is less
+    assert max(errors) == pytest.approx(2 * min(errors), abs=3)
+    assert image.height > charts.bar_chart(["verdict"], "time", bars, ["a note"]).height
+    assert charts.bar_chart(["a long verdict " * 9], "time", bars, []).height > image.height - 100
 
 
-def test_a_setting_lies_left_of_dearer_ones_and_above_nearer_ones() -> None:
-    dots = [charts.Dot(0.8, 0.1, "preset", charts.MERGED), charts.Dot(0.6, 0.2, "calibrated", charts.RECOMMENDED)]
-    dots.append(charts.Dot(0.6, 0.05, "predicted", charts.RECOMMENDED, hollow=True))
-    line = [(1.0, 0.0), (0.8, 0.05), (0.6, 0.15), (0.3, 9.0)]
-    image = charts.front_chart(["verdict", "more"], line, dots, ["a note"])
-    pixels = np.asarray(image)
-    preset, found = (np.argwhere((pixels == dot.colour).all(-1)).mean(0) for dot in dots[:2])
-    assert found[1] < preset[1] - 50, "less work is further left"
-    assert found[0] < preset[0] - 50, "farther is higher"
-    filled = count(image, charts.RECOMMENDED)
-    assert filled == count(charts.front_chart(["verdict", "more"], line, dots[:2], ["a note"]), charts.RECOMMENDED)
-    assert charts.front_chart(["verdict", "more"], [], [], []).width == image.width
+@loop("error", [float("nan"), float("inf")])
+def test_an_error_that_is_no_number_is_the_longest(error: float) -> None:
+    bars = [charts.Bar("preset", 0.7, "", error=0.5), charts.Bar("calibrated", 0.7, "", error=error)]
+    pixels = np.asarray(charts.bar_chart([], "work", bars, []))
+    assert max(runs(row, charts.ERROR) for row in pixels) > 690
 
 
 def test_text_is_broken_into_lines_that_fit() -> None:
-    lines = charts._wrapped("one two three four five six seven eight nine ten", 120)
+    lines = charts._wrapped("one two three four five six seven eight nine ten", 120, 18)
     assert len(lines) > 2
     assert " ".join(lines) == "one two three four five six seven eight nine ten"

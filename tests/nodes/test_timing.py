@@ -41,7 +41,7 @@ def test_each_setting_is_timed_and_compared(unet: Any) -> None:
     assert whole.change == 0.0
     assert 0 < half.change < most.change
     assert whole.merged is None
-    assert str(half.merged).startswith("On: half of the tokens merged, all 17 blocks, all 3 steps")
+    assert str(half.merged).startswith("On: 50 % of the tokens merged, 17 of 17 blocks, 3 of 3 steps")
 
 
 def test_the_change_is_the_one_of_the_same_run_in_a_sampler(unet: Any) -> None:

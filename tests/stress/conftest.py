@@ -240,7 +240,7 @@ def steady(lab: ComfyServer, saved_latent: Callable[[Run], str]) -> Iterator[Com
     good = sampling_graph(DIT, 64, 2, seed=4321, merged=True, full_step_interval=0, similarity_from="tokens")
     run = lab.run(good, timeout=120)
     before = saved_latent(run)
-    assert "all 2 steps" in run.outputs[REPORT]["text"][0]
+    assert "2 of 2 steps" in run.outputs[REPORT]["text"][0]
     yield lab
     lab.check_alive()
     lab.post("/free", {"unload_models": True, "free_memory": True})

@@ -173,7 +173,7 @@ def test_run_writes_into_comfyuis_folders_alone_and_connects_to_nobody(lab: Comf
     graph = sampling_graph(DIT, 64, 2, seed=77, merged=True, full_step_interval=0, similarity_from="tokens")
     run = lab.run(graph, timeout=120, on_message=look)
     assert run.status == "success", run.error
-    assert "all 2 steps" in run.outputs["report"]["text"][0]
+    assert "2 of 2 steps" in run.outputs["report"]["text"][0]
     assert peers == {"127.0.0.1"}
     written = {path.relative_to(lab.base).parts[0] for path in files(lab.base) - before}
     assert written <= {"temp", "output", "user"}

@@ -412,7 +412,7 @@ def test_memory_is_told() -> None:
     stats.merged("single.3")
     assert "cache" not in stats.summary()
     stats.cache_bytes = 41_900_000
-    assert ", residual cache of 41.9 MB" in stats.summary()
+    assert "residual cache of 41.9 MB" in stats.summary()
 
 
 def test_what_is_moved_on_stays_within_the_limits_of_half_precision() -> None:

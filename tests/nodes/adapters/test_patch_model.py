@@ -282,7 +282,7 @@ def test_one_log_line_a_run(model: Any, attach: Any, stats_of: Any, caplog: pyte
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ToMA")]
     assert lines == [f"ToMA: {stats_of(patched).summary()}"]
     assert "144 -> 72 (12 x 12)" in lines[0]
-    assert "all 3 steps" in lines[0]
+    assert "3 of 3 steps" in lines[0]
 
 
 def test_model_called_outside_a_run_is_as_without(model: Any, attach: Any, no_state_left: None) -> None:
