@@ -17,8 +17,7 @@ import torch
 
 from scripts.comfy_pack import pack_module
 
-from .start import PICTURES, command, start
-from .step import SCENES
+from .start import PICTURES, SCENES, command, start
 
 # A word of ToMA Calibrate -> the preset and ratio whose work it has, as rows of the tables name them.
 NEAR = {"quality": "quality", "balanced": "balanced", "fast": "balanced at 0.6"}

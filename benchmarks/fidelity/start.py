@@ -10,6 +10,8 @@ from scripts.comfy_pack import load_pack, use_comfyui
 
 # The trained models that draw pictures, `demo.sampling.PICTURES`: known before ComfyUI is there.
 PICTURES = ("dit", "few", "unet", "deep")
+# First seeds of the scenes to choose settings on and to report on: neither training nor another table uses them.
+SCENES = {"choose": 20_000, "report": 30_000}
 
 
 def command(doc: str | None) -> argparse.ArgumentParser:

@@ -23,8 +23,7 @@ from benchmarks import variants
 from benchmarks.variants import Patch
 
 from . import experiments
-from .start import command, start
-from .step import SCENES
+from .start import SCENES, command, start
 
 # Windows of this many tokens a side lie in a frame of 16 x 16: as many as in a corner of a real one.
 WINDOW = 8
