@@ -166,7 +166,7 @@ def multigpu(kit: Kit) -> Iterator[Graph]:
         def noted(self: Any, x: Tensor, grid: Any, scope: Any, decision: Any, copies: Any, *rest: Any) -> Any:
             plan = original(self, x, grid, scope, decision, copies, *rest)
             for device, _ in copies:
-                picks.setdefault((grid, scope, decision.step), {})[device] = plan.picks
+                picks.setdefault((grid, scope, decision.step), {})[device] = plan.destinations
             return plan
 
         with mock.patch.object(state, "plan", noted):

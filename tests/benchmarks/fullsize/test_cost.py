@@ -257,8 +257,8 @@ def test_the_stand_in_for_kernels_has_their_shapes() -> None:
         tokens = torch.arange(budget.total, device=device)[None]
         return [
             *(picks, M, back, *by.weigh(x, real, windows, budget, 30.0)),
-            *(y, by.unmerge(y, back, windows, budget), by.restore(y, y, x, back, windows, budget)),
-            by.reuse(y, y, x, x, tokens, back, windows, budget, 0.5),
+            *(y, by.unmerge(y, back, windows, budget), by.unmerge_residual(y, y, x, back, windows, budget)),
+            by.unmerge_residual_cached(y, y, x, x, tokens, back, windows, budget, 0.5),
         ]
 
     real = kernels[0].select_weigh(x, windows, budget, 30.0)[0]
