@@ -180,6 +180,23 @@ def lumina2(seed: int = 0, **extra: Any) -> Any:
     return z_image(seed, **{**plain, "dim": 96, "n_kv_heads": 2, "axes_dims": [8, 8, 8], **extra})
 
 
+def omnigen2(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
+    """OmniGen2: one stream, fewer keys and values than queries."""
+    config = {
+        "image_model": "omnigen2",
+        "hidden_size": 96,
+        "num_layers": layers,
+        "num_refiner_layers": 1,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "axes_dim_rope": (8, 8, 8),
+        "text_feat_dim": 48,
+        "dtype": torch.float32,
+        **extra,
+    }
+    return _built("Omnigen2", "Omnigen2", config, seed)
+
+
 def krea2(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
     """Krea 2: one stream, keys and values in groups, latents of five dimensions."""
     import comfy.model_base
@@ -328,6 +345,7 @@ TRANSFORMERS = {
     "chroma": chroma,
     "z_image": z_image,
     "lumina2": lumina2,
+    "omnigen2": omnigen2,
     "krea2": krea2,
     "qwen_image": qwen_image,
     "ernie": ernie,
@@ -347,6 +365,9 @@ def conditioning(model: Any, tokens: int = 7, seed: int = 1, **options: Any) -> 
     generator = torch.Generator().manual_seed(seed)
     width = 1280 if isinstance(model.model, comfy.model_base.SDXL) else 24
     text = torch.randn(1, tokens, 48, generator=generator)
+    if isinstance(model.model, comfy.model_base.Omnigen2):
+        mask = torch.ones(1, tokens, dtype=torch.long)  # its text is counted by it
+        options = {"attention_mask": mask, **options}
     return [[text, {"pooled_output": torch.randn(1, width, generator=generator), **options}]]
 
 

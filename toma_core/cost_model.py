@@ -68,8 +68,8 @@ class Block:
 
 # Counted on whole models (tests/benchmarks/fullsize/test_cost.py). Linear layers in squares of the width: a UNet has
 # 4 in self-attention, 2 in cross-attention, 12 in the gated feed-forward; transformers 4 and 8, but Flux.2's and
-# Lumina 2's feed-forwards are wider, keys and values of Lumina 2 and Krea 2 narrower, and Krea 2 has a gate beside
-# its attention. Beside the image: ComfyUI pads the text of Flux.1 to 256 tokens at least, of Flux.2 to 512, of
+# Lumina 2's feed-forwards are wider, keys and values of Lumina 2, OmniGen2 and Krea 2 narrower, and Krea 2 has a gate
+# beside its attention. Beside the image: ComfyUI pads the text of Flux.1 to 256 tokens at least, of Flux.2 to 512, of
 # Z-Image to 32, of SD3 to 77. Launches: of an evaluation's blocks, divided by their number; SD3's last block has a
 # few less. Those added as well: by Triton, as the cards that are too fast for their host are those that it runs on,
 # with detail reuse where there is some, each block's share rounded up, with the copies around the text of a common
@@ -85,6 +85,7 @@ CHROMA_DOUBLE = Block(12, 71, (1, 5, 9))
 CHROMA_SINGLE = Block(12, 29, (1, 6, 5))
 Z_IMAGE = Block(12, 54, (1, 6, 5), beside=32)
 LUMINA = Block(44 / 3, 56, (1, 6, 5))
+OMNIGEN = Block(44 / 3, 72, (1, 6, 5))
 KREA = Block(11.5, 69, (1, 6, 5))
 QWEN = Block(12, 77, (1, 4, 3))
 MM_DIT = Block(12, 70, (1, 3, 2), beside=77)

@@ -54,6 +54,10 @@ with _of("Z-Image"):
     from .families import lumina
 
     _FAMILIES.append(lumina)
+with _of("OmniGen2"):
+    from .families import omnigen
+
+    _FAMILIES.append(omnigen)
 with _of("Krea 2"):
     from .families import krea
 

@@ -187,10 +187,11 @@ def test_each_reference_is_merged_that_can_be(
         assert small in stats_of(merged).text()
 
 
-def test_z_image_with_references_before_the_image(attach: Any, stats_of: Any) -> None:
-    """Omni models have them, and their captions, before the image: it is found by its place from the end."""
-    model = models.z_image()
-    options = of_references(model, LAYOUTS["z_image"][0], None)
+@pytest.mark.parametrize("family", ["z_image", "omnigen2"])
+def test_references_before_the_image(family: str, attach: Any, stats_of: Any) -> None:
+    """Z-Image Omni, with its captions, and OmniGen2 have them there: the image is found by its place from the end."""
+    model = models.TRANSFORMERS[family]()
+    options = of_references(model, LAYOUTS[family][0], None)
     conds = {"positive": models.conditioning(model, seed=1, **options)}
     for settings in ({}, {"merge_references": True}):
         merged = attach(model, **settings)
