@@ -338,6 +338,78 @@ def hunyuan(
     return _built(base, kind, config, seed)
 
 
+def ltx(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
+    """LTX-Video: a token for each pixel of the latent."""
+    config = {
+        "image_model": "ltxv",
+        "in_channels": 128,
+        "cross_attention_dim": 48,
+        "attention_head_dim": 24,
+        "num_attention_heads": 2,
+        "caption_channels": 48,
+        "num_layers": layers,
+        "dtype": torch.float32,
+        **extra,
+    }
+    return _built("LTXV", "LTXV", config, seed)
+
+
+def ltx_av(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
+    """LTX-2.3: video and audio, gated attention, text that is modulated too."""
+    config = {
+        "image_model": "ltxav",
+        "in_channels": 128,
+        "audio_in_channels": 128,
+        "cross_attention_dim": 48,
+        "audio_cross_attention_dim": 32,
+        "attention_head_dim": 24,
+        "num_attention_heads": 2,
+        "audio_attention_head_dim": 16,
+        "audio_num_attention_heads": 2,
+        "caption_channels": 48,
+        "num_layers": layers,
+        "connector_attention_head_dim": 24,
+        "connector_num_attention_heads": 2,
+        "audio_connector_attention_head_dim": 16,
+        "audio_connector_num_attention_heads": 2,
+        "connector_num_layers": 1,
+        "rope_type": "split",
+        "frequencies_precision": "float64",
+        "caption_proj_before_connector": True,
+        "cross_attention_adaln": True,
+        "apply_gated_attention": True,
+        "use_middle_indices_grid": True,
+        "causal_temporal_positioning": True,
+        "dtype": torch.float32,
+        **extra,
+    }
+    return _built("LTXAV", "LTXAV", config, seed)
+
+
+def h3(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
+    """MiniMax H3: one stream without a batch; its keys are wider than its tokens."""
+    config = {
+        "image_model": "minimax_h3",
+        "hidden_size": 48,
+        "num_layers": layers,
+        "token_refiner_num_layers": 1,
+        "num_attention_heads": 2,
+        "attention_head_dim": 32,
+        "ffn_hidden_size": 128,
+        "text_dim": 48,
+        "timestep_input_dim": 32,
+        "time_embed_hidden_size": 48,
+        "time_embed_dim": 24,
+        "rope_inv_freq_len": 4,
+        "dtype": torch.float32,
+        **extra,
+    }
+    model = _built("MiniMaxH3", "MiniMaxH3", config, seed)
+    network = model.model.diffusion_model
+    network.rope.inv_freq.copy_(10000.0 ** -(torch.arange(4) / 4))
+    return model
+
+
 # By the name of a family's layout, those whose blocks all see the image at one resolution.
 TRANSFORMERS = {
     "flux": flux,
@@ -352,10 +424,18 @@ TRANSFORMERS = {
     "sd3": sd3,
     "wan": wan,
     "hunyuan": hunyuan,
+    "ltx": ltx,
+    "ltx_av": ltx_av,
+    "h3": h3,
+}
+# Latents of these have a second stream: the shape of the audio of so many frames, without the batch.
+AUDIO = {
+    "LTXAV": lambda frames: (8, 4 * frames + 1, 16),
+    "MiniMaxH3": lambda frames: (32, 2, 4 * frames + 1),
 }
 KINDS = ("unet", *TRANSFORMERS)
-# One for each file of nodes/adapters/families: the hooks of the other two are those of flux and lumina2.
-FAMILIES = tuple(kind for kind in KINDS if kind not in ("flux2", "z_image"))
+# One for each file of nodes/adapters/families: the hooks of the others are those of flux, lumina2 and ltx.
+FAMILIES = tuple(kind for kind in KINDS if kind not in ("flux2", "z_image", "ltx_av"))
 
 
 def conditioning(model: Any, tokens: int = 7, seed: int = 1, **options: Any) -> list[Any]:
@@ -365,14 +445,35 @@ def conditioning(model: Any, tokens: int = 7, seed: int = 1, **options: Any) -> 
     generator = torch.Generator().manual_seed(seed)
     width = 1280 if isinstance(model.model, comfy.model_base.SDXL) else 24
     text = torch.randn(1, tokens, 48, generator=generator)
-    if isinstance(model.model, comfy.model_base.Omnigen2):
-        mask = torch.ones(1, tokens, dtype=torch.long)  # its text is counted by it
-        options = {"attention_mask": mask, **options}
+    if type(model.model).__name__ in ("Omnigen2", "LTXV"):  # they ask for it, and OmniGen2 counts its text by it
+        options = {"attention_mask": torch.ones(1, tokens, dtype=torch.long), **options}
     return [[text, {"pooled_output": torch.randn(1, width, generator=generator), **options}]]
 
 
+def sample(model: Any, height: int = 32, width: int = 32, **options: Any) -> torch.Tensor:
+    """Sample a latent of `height` x `width` (in latent pixels) through ComfyUI's own sampler, see `sample_streams`. Of
+    several streams the first."""
+    return sample_streams(model, height, width, **options)[0]
+
+
+def empty(model: Any, height: int, width: int, batch: int = 1, frames: int = 1) -> Any:
+    """An empty latent, as ComfyUI's nodes for the model make it."""
+    import comfy.nested_tensor
+    import comfy.sample
+
+    audio = AUDIO.get(type(model.model).__name__)
+    network = model.model.diffusion_model
+    if audio is not None:
+        channels = getattr(network, "latents_dim", 0) or network.in_channels
+        streams = (channels, frames, height, width), audio(frames)
+        return comfy.nested_tensor.NestedTensor([torch.zeros(batch, *shape) for shape in streams])
+    channels = model.model.latent_format.latent_channels
+    latent = comfy.sample.fix_empty_latent_channels(model, torch.zeros(batch, channels, height, width))
+    return latent.expand(-1, -1, frames, -1, -1).contiguous() if frames > 1 else latent
+
+
 @torch.no_grad()  # ComfyUI runs prompts without gradients
-def sample(
+def sample_streams(
     model: Any,
     height: int = 32,
     width: int = 32,
@@ -386,20 +487,17 @@ def sample(
     seed: int = 5,
     positive: Any = None,
     negative: Any = None,
+    latent: Any = None,
     **options: Any,
-) -> torch.Tensor:
-    """Sample a latent of `height` x `width` (in latent pixels) through ComfyUI's own sampler, of so many frames if the
-    model has any."""
+) -> list[torch.Tensor]:
+    """The streams of a latent sampled through ComfyUI's own sampler, of so many frames if the model has any."""
     import comfy.sample
 
-    channels = model.model.latent_format.latent_channels
-    latent = comfy.sample.fix_empty_latent_channels(model, torch.zeros(batch, channels, height, width))
-    if frames > 1:
-        latent = latent.expand(-1, -1, frames, -1, -1).contiguous()
+    latent = empty(model, height, width, batch, frames) if latent is None else latent
     noise = comfy.sample.prepare_noise(latent, seed)
     positive = conditioning(model, seed=1) if positive is None else positive
     negative = conditioning(model, seed=2) if negative is None else negative
-    return comfy.sample.sample(
+    out = comfy.sample.sample(
         model,
         noise,
         steps,
@@ -413,3 +511,4 @@ def sample(
         disable_pbar=True,
         **options,
     )
+    return out.unbind() if out.is_nested else [out]

@@ -33,6 +33,7 @@ from .adapters.fingerprint import blocks_of, fingerprint
 from .adapters.kv_memory import conditions_of, dtype_of, has_controls, overlap_of
 from .adapters.patch_model import apply_toma, attachment_of, run_config
 from .adapters.probe import OTHERS, RATIO, Probes, sites_of
+from .adapters.streams import first_of_nested
 from .adapters.without_caches import without_caches
 from .task import Task, error
 
@@ -259,7 +260,9 @@ def _run_config(model: ModelPatcher, task: Task, settings: Settings) -> ToMAConf
     if attachment is None:  # a ComfyUI whose models cannot be patched: nothing will be merged
         return settings.resolved()
     guider, sampler = _guider(patched, task)
-    return run_config(attachment, guider, task.latent, sampler)[0]
+    numbers = sum(each[0].numel() for each in (task.latent, *task.others))
+    packed = (len(task.latent), 1, numbers) if task.others else task.latent.shape  # as ComfyUI packs streams
+    return run_config(attachment, guider, task.latent, sampler, packed)[0]
 
 
 def _max_sites(model: ModelPatcher, config: ToMAConfig, task: Task) -> int:
@@ -338,7 +341,7 @@ def _sample(model: ModelPatcher, task: Task, tick: Callable[..., None]) -> Run:
     states: list[Tensor] = []
 
     def stepped(step: int, denoised: Any, x: Tensor, total: int) -> None:
-        states.append(x.detach().float().cpu().clone())
+        states.append(first_of_nested(x).detach().float().cpu().clone())
         tick()
 
     latent = task.sample(model, stepped)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import comfy.sample
@@ -12,6 +12,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from . import validate_inputs
+from .adapters.streams import first_of_nested
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Task:
 
     positive: the conditioning.
     negative: None to sample without guidance.
-    latent: (B, C, H, W), or (B, C, T, H, W); zeros.
+    latent: (B, C, H, W), or (B, C, T, H, W); zeros. Of a latent of several streams the first.
+    others: the further streams, as the sound of a video; zeros.
     cfg: counts only with a negative.
     noise: None to draw it by the seed, as ComfyUI's samplers do.
     """
@@ -34,6 +36,7 @@ class Task:
     scheduler: str = "simple"
     seed: int = 0
     noise: Tensor | None = None
+    others: tuple[Tensor, ...] = ()
 
     @classmethod
     def of_inputs(cls, model: Any, positive: Any, negative: Any, latent: Any, *rest: Any) -> Task:
@@ -42,8 +45,13 @@ class Task:
         validate_inputs.conditioning("positive", positive)
         if negative is not None:
             validate_inputs.conditioning("negative", negative)
-        size = torch.zeros_like(validate_inputs.latent(latent)["samples"])
-        size = comfy.sample.fix_empty_latent_channels(model, size, latent.get("downscale_ratio_spacial"))
+        samples = validate_inputs.latent(latent)["samples"]
+        if getattr(samples, "is_nested", False):
+            size, *others = (torch.zeros_like(each) for each in samples.unbind())
+            return replace(cls(positive, negative, size, *rest), others=tuple(others))
+        size = comfy.sample.fix_empty_latent_channels(
+            model, torch.zeros_like(samples), latent.get("downscale_ratio_spacial")
+        )
         return cls(positive, negative, size, *rest)
 
     @property
@@ -52,28 +60,38 @@ class Task:
         return 1 if self.negative is None or self.cfg == 1.0 else 2
 
     def sample(self, model: ModelPatcher, stepped: Callable[..., None]) -> Tensor:
-        """Sample the task with a model. stepped: ComfyUI's callback. Returns the final latent, fp32 on the CPU."""
-        noise = self.noise
-        if noise is None:
-            # Without a touch of the generator that others use.
-            noise = torch.randn(
-                self.latent.shape, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float32
-            )
+        """Sample the task with a model. stepped: ComfyUI's callback. Returns the final latent, fp32 on the CPU; of
+        several streams the first."""
+        # Without a touch of the generator that others use.
+        generator = torch.Generator().manual_seed(self.seed)
+        latents = (self.latent, *self.others)
+        noises = [torch.randn(each.shape, generator=generator, dtype=torch.float32) for each in latents]
+        if self.noise is not None:
+            noises[0] = self.noise
         latent = comfy.sample.sample(
             model,
-            noise.to(self.latent.dtype),
+            _nested([noise.to(self.latent.dtype) for noise in noises]),
             self.steps,
             1.0 if self.negative is None else self.cfg,
             self.sampler,
             self.scheduler,
             self.positive,
             self.positive if self.negative is None else self.negative,
-            torch.zeros_like(self.latent),
+            _nested([torch.zeros_like(each) for each in latents]),
             callback=stepped,
             disable_pbar=True,
             seed=self.seed,
         )
-        return latent.float().cpu()
+        return first_of_nested(latent).float().cpu()
+
+
+def _nested(streams: list[Tensor]) -> Any:
+    """Return ComfyUI's latent of several streams; of one stream itself."""
+    if len(streams) == 1:
+        return streams[0]
+    from comfy.nested_tensor import NestedTensor  # not in ComfyUI 0.16
+
+    return NestedTensor(streams)
 
 
 def error(latent: Tensor, whole: Tensor) -> float:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..toma_core.reasons import Message, MessageId
 from ..toma_core.settings import ConfigError, shown
+from .adapters.streams import first_of_nested
 
 
 class Input(MessageId):
@@ -33,7 +34,7 @@ def model(value: Any) -> Any:
 
 def latent(value: Any) -> Any:
     """A LATENT with one picture or more."""
-    samples = value.get("samples") if isinstance(value, dict) else None
+    samples = first_of_nested(value.get("samples")) if isinstance(value, dict) else None
     return _need(
         "latent", value, isinstance(samples, Tensor) and samples.numel() > 0, Input.LATENT(), Input.EMPTY_LATENT()
     )

@@ -95,6 +95,11 @@ HUNYUAN_DOUBLE = replace(FLUX_DOUBLE, beside=0)
 HUNYUAN_SINGLE = replace(FLUX_SINGLE, beside=0)
 # Of the 14B; others have wider feed-forwards.
 WAN = Block(11.4, 59, (1, 4, 3))
+# Of the video's stream; in LTX-2 it attends to the audio too, in half its width.
+LTX = Block(14, 40, (1, 4, 3))
+LTX_AV = Block(16, 120, (1, 6, 5))
+# Attention is a third wider than the tokens.
+H3 = Block(13.3, 40, (1, 6, 6))
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class KVOverride:
     """
 
     def __init__(
-        self, change: Change, spans: Sequence[tuple[int, int]], then: Callable[..., Any] | None, masked: Masked
+        self, change: Change, spans: Sequence[tuple[int, ...]], then: Callable[..., Any] | None, masked: Masked
     ) -> None:
         self.change, self.spans, self.then, self.masked = change, spans, then, masked
         self.called = 0
@@ -45,8 +45,9 @@ class KVOverride:
         mask = args[1] if len(args) > 1 else kwargs.get("mask")  # of keys that are replaced
         seen = None if mask is None else self.masked(mask)
         if (mask is None or seen is not None) and self.called < len(self.spans):
-            before, tokens = self.spans[self.called]
-            if q.shape[axis] == k.shape[axis] == v.shape[axis] == tokens:
+            before, tokens, *others = self.spans[self.called]
+            queries = others[0] if others else tokens
+            if k.shape[axis] == v.shape[axis] == tokens and q.shape[axis] == queries:
                 which = self.called
                 self.called += 1
                 keys = self.change(k, f"key {which}", before, axis)
@@ -62,7 +63,7 @@ class KVOverride:
 
 
 def override_attention(
-    call_args: CallArguments, change: Change, spans: Sequence[tuple[int, int]], masked: Masked
+    call_args: CallArguments, change: Change, spans: Sequence[tuple[int, ...]], masked: Masked
 ) -> CallArguments:
     """Return a block's arguments with which its self-attention attends to the keys and values that `change` gives;
     unchanged if ComfyUI hands the block no options."""

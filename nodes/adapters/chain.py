@@ -49,13 +49,13 @@ class ChainSite:
         active: The chain in this evaluation.
         reduction: Its merged tokens.
         pair: (reduced, x) of the merged part, which `leave` needs; None where the chain is not merged.
-        rope: Rotary positions of the merged tokens, in a graph.
+        rows: Rotary positions and other rows of the merged tokens, by argument, in a graph.
     """
 
     active: ActiveChain | None
     reduction: Reduction | None
     pair: tuple[Tensor, Tensor] | None
-    rope: Tensor | None
+    rows: dict[str, Any]
 
     def __init__(self, signature: BlockSignature) -> None:
         self.signature, self.number = signature, compile_ops.numbered(self)
@@ -63,7 +63,8 @@ class ChainSite:
 
     def release(self) -> None:
         """Drop all state of an evaluation."""
-        self.active = self.reduction = self.pair = self.rope = None
+        self.active = self.reduction = self.pair = None
+        self.rows = {}
         self.image = self.references = self.tokens = self.destinations = 0
         self.lengths: tuple[tuple[int, int], ...] = ()
         self.in_graph = self.attends = False
@@ -161,7 +162,7 @@ class ChainSite:
     def _leave(self, out: Tensor, before: int) -> Tensor:
         assert self.pair is not None  # noqa: S101 - for mypy: it has been entered
         after, merged = before + self.destinations, (out[:, before : before + self.destinations], *self.pair)
-        self.pair = self.rope = None
+        self.pair, self.rows = None, {}
         x = (
             compile_ops.operators.leave(*merged, self.number)
             if self.in_graph
@@ -180,11 +181,13 @@ class ChainSite:
         attended: Tensor = compile_ops.operators.attend(t, f"{block} {what}", self.number, *sizes)
         return attended
 
-    def merge_rope(self, rope: Tensor, before: int) -> None:
-        """Make, in a graph, the rotary positions of the merged tokens from those of [before | N | rest]."""
+    def merge_rows(self, rows: dict[str, Any], before: int) -> None:
+        """Make, in a graph, the rows of the merged tokens from those of [before | N | rest]."""
         assert self.pair is not None  # noqa: S101 - for mypy: it has been entered
         sizes = self.number, before, self.tokens, self.destinations, self.signature.rope_token_dim
-        self.rope = rope if self.destinations == self.tokens else compile_ops.operators.rope(rope, self.pair[0], *sizes)
+        if self.destinations != self.tokens:
+            rows = {n: compile_ops.operators.rope(each, self.pair[0], *sizes) for n, each in rows.items()}
+        self.rows = rows
 
     def reduce(self, x: Tensor) -> Tensor:
         """(B, N, C) -> (B, D, C) of all grids, in a graph."""
@@ -196,21 +199,21 @@ class ChainSite:
 
 
 class RopeCache:
-    """Rotary positions of merged tokens, shared by blocks that share plans in an evaluation."""
+    """Rotary positions and other rows of merged tokens, shared by blocks that share plans in an evaluation."""
 
     def __init__(self) -> None:
-        self.entry: tuple[Tensor, tuple[MergePlan | None, ...], Tensor] | None = None
+        self.entry: tuple[tuple[Tensor, ...], tuple[MergePlan | None, ...], tuple[Tensor, ...]] | None = None
 
     @eager
-    def of(self, rope: Any, site: ChainSite, before: int) -> Any:
-        """Return the positions of the merged tokens from those of all; `rope` itself where there are none, or where the
-        chain only refreshes the cache."""
-        reduction = site.reduction
-        if rope is None or reduction is None or reduction.refreshes:
-            return rope
-        if self.entry is None or self.entry[0] is not rope or not _same(self.entry[1], reduction.plans):
-            self.entry = rope, reduction.plans, reduction.rope(rope, before)
-        return self.entry[2]
+    def of(self, rows: dict[str, Any], site: ChainSite, before: int) -> dict[str, Any]:
+        """Return the rows of the merged tokens, by argument, from those of all; `rows` itself where the chain only
+        refreshes the cache."""
+        reduction, given = site.reduction, tuple(rows.values())
+        if not rows or reduction is None or reduction.refreshes:
+            return rows
+        if self.entry is None or not _same(self.entry[0], given) or not _same(self.entry[1], reduction.plans):
+            self.entry = given, reduction.plans, tuple([reduction.rope(each, before) for each in given])
+        return dict(zip(rows, self.entry[2], strict=True))
 
 
 def _same(plans: Sequence[object], others: Sequence[object]) -> bool:
@@ -266,7 +269,7 @@ class BlockHook(Hook):
         site, signature = self.site, self.signature
         if self.chain is not site:
             return self.chain.pair is not None
-        return site.fits(call_args[signature.tokens_arg], before) and not signature.obstacle(
+        return site.fits(signature.tokens(call_args), before) and not signature.obstacle(
             call_args, site.image, site.references
         )
 
@@ -280,7 +283,7 @@ class BlockHook(Hook):
         before = signature.image_start(call_args, chain.image)
         merged = chain.pair is not None
         if chain is self.site:
-            merged = chain.start(call_args[signature.tokens_arg], before or 0, reason)
+            merged = chain.start(signature.tokens(call_args), before or 0, reason)
         if before is None or not merged:
             return self._called(len(args), call_args)
         return self._merged_outside(len(args), call_args, before)
@@ -288,21 +291,18 @@ class BlockHook(Hook):
     def _merged(self, positional: int, call_args: CallArguments, before: int) -> Any:
         """Run the block on the merged tokens of its chain, of which `before` others come before the image."""
         chain, signature = self.chain, self.signature
-        x, rope, start = (
-            call_args[signature.tokens_arg],
-            call_args.get(signature.rope_arg),
-            before + signature.attention_offset(call_args),
-        )
+        x, rows = signature.tokens(call_args), signature.rows(call_args)
+        start = before + signature.attention_offset(call_args)
         if chain is self.site:
             x = chain.enter(x, before)
-            if chain.in_graph and rope is not None:
-                chain.merge_rope(rope, start)
-        rope = chain.rope if chain.in_graph else self.positions.of(rope, chain, start)
-        merged = self.merged_call_args(call_args, x, rope, before)
+            if chain.in_graph:
+                chain.merge_rows(rows, start)
+        rows = chain.rows if chain.in_graph else self.positions.of(rows, chain, start)
+        merged = self.merged_call_args(call_args, x, rows, before)
         if chain.attends:
             merged = self._attending(merged, chain.attend, before)
         out = self._called(positional, merged)
-        return self._with(out, chain.leave(self._tokens(out), before)) if self.last else out
+        return signature.with_output(out, chain.leave(signature.output(out), before)) if self.last else out
 
     _merged_outside = outside_graph(_merged)
 
@@ -319,12 +319,10 @@ class BlockHook(Hook):
         site._activate(replace(chain, grids=grids))
         return signature.obstacle(call_args, prod(grid), site.references)
 
-    def merged_call_args(self, call_args: CallArguments, x: Tensor, rope: Any, before: int) -> CallArguments:
-        """Return the arguments for merged tokens x at positions `rope`. before: tokens before the image."""
+    def merged_call_args(self, call_args: CallArguments, x: Tensor, rows: dict[str, Any], before: int) -> CallArguments:
+        """Return the arguments for merged tokens x with these rows. before: tokens before the image."""
         signature, reduction = self.signature, TokenReduction(before, self.chain.lengths)
-        merged = {**call_args, signature.tokens_arg: x}
-        if rope is not None:
-            merged[signature.rope_arg] = rope
+        merged = signature.replaced(call_args, x, rows)
         return {**merged, **signature.merged_args(call_args, reduction)} if reduction.removed else merged
 
     def _attending(self, call_args: CallArguments, change: Callable[..., Tensor], before: int) -> CallArguments:
@@ -339,12 +337,3 @@ class BlockHook(Hook):
         """Call the block, with as many positional arguments as its caller gave."""
         arguments = list(call_args.items())
         return self.original(*[value for _, value in arguments[:positional]], **dict(arguments[positional:]))
-
-    def _tokens(self, out: Any) -> Tensor:
-        return out if self.signature.output_index is None else out[self.signature.output_index]
-
-    def _with(self, out: Any, x: Tensor) -> Any:
-        """Return the block's result with x in place of its tokens."""
-        if self.signature.output_index is None:
-            return x
-        return tuple([x if n == self.signature.output_index else part for n, part in enumerate(out)])

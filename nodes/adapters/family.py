@@ -52,7 +52,7 @@ WITHOUT_KV_CACHE: Fields = {
 }
 
 # Methods in which models run their blocks.
-_LOOPS = frozenset(("forward", "_forward", "forward_orig", "forward_core_with_concat"))
+_LOOPS = frozenset(("forward", "_forward", "forward_orig", "forward_core_with_concat", "_process_transformer_blocks"))
 
 
 class ModelHooks(Protocol):
@@ -124,6 +124,7 @@ class Transformer(ABC):
         presets, without_kv_cache, takes_frames: See `ModelHooks`.
         passes_options: Whether blocks hand ComfyUI's options on to their attention.
         width: Channels of a token, 0 if unknown.
+        keys_width: Channels of a token's keys in all attentions of a block; 0 if as wide as the token.
         patch_size: Side of a token in pixels of the latent.
         references_follow: Whether tokens of reference images come right after those of the image.
         groups: Groups of blocks, see `block_groups`.
@@ -134,7 +135,7 @@ class Transformer(ABC):
     between: tuple[str, ...] = ()
     presets, without_kv_cache = PRESETS, WITHOUT_KV_CACHE
     passes_options = True
-    width = 0
+    width = keys_width = 0
     patch_size = 2
     takes_frames = False
     references_follow = True
@@ -184,7 +185,7 @@ class Transformer(ABC):
         controlled: bool = False,
         references: Sequence[Tensor] = (),
     ) -> tuple[int, int]:
-        """See `ModelHooks`. Counts keys as wide as tokens: grouped ones come to attention repeated."""
+        """See `ModelHooks`. Grouped keys count in full: they come to attention repeated."""
         if not self.passes_options:
             return 0, 0
         merged = references if config.merge_references and self.references_follow else ()
@@ -197,7 +198,7 @@ class Transformer(ABC):
             begins = [not chains or n - 1 not in blocks or _needs_all_tokens(group, n, added, replaced) for n in blocks]
             updates += sum(begins)
             keys += 2 * sum(self.attentions(group.blocks[n]) for n in blocks)
-        return tokens * self.width * updates, tokens * self.width * keys
+        return tokens * self.width * updates, tokens * (self.keys_width or self.width) * keys
 
     def chains(self, transformer_options: Mapping[str, Any], config: ToMAConfig) -> bool:
         """Whether tokens stay merged from one block to the next."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from ...toma_core import Settings, StepMode, ToMAConfig
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
 from ...toma_core.stats import RunStats
-from . import last_runs, registry
+from . import last_runs, registry, streams
 from .compat import UnsupportedApiError, argument, optional_api, require_api, warn
 from .compile_ops import allow_more_graphs, compiled, in_one_piece
 from .contents import Contents
@@ -137,10 +137,12 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             attachment = options_before["transformer_options"][ATTACHMENT]
             model_sampling = guider.model_patcher.get_model_object("model_sampling")
             sigmas = argument(args, kwargs, 3, "sigmas").tolist()
-            noise = argument(args, kwargs, 0, "noise")
-            config, kv_plan = run_config(attachment, guider, noise, argument(args, kwargs, 2, "sampler"))
+            packed, shapes = argument(args, kwargs, 0, "noise"), kwargs.get("latent_shapes")
+            noise, sampler = streams.first(packed, shapes), argument(args, kwargs, 2, "sampler")
+            config, kv_plan = run_config(attachment, guider, noise, sampler, packed.shape)
             frames = noise.shape[2] if noise.ndim > 4 else 1
             sampling = SamplingRun.start(config, model_sampling, sigmas, attachment.ratio_schedule, frames)
+            sampling.shapes = shapes
             sampling.run.cache.reserved, sampling.run.quantized = kv_plan.bytes, kv_plan.quantized
             sampling.contents = Contents(getattr(guider, "conds", None))
             sampling.run.fallback_config = attachment.without_kv_cache
@@ -153,7 +155,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             if kv_plan.bytes:
                 _wrap_first(options["transformer_options"], "PREPARE_SAMPLING", _prepare_sampling)
             if _wrap_first(options["transformer_options"], "PREDICT_NOISE", _predict_noise):
-                sampling.tracker = SigmaTracker(sigmas, argument(args, kwargs, 2, "sampler"), guider)
+                sampling.tracker = SigmaTracker(sigmas, sampler, guider)
                 args, kwargs = sampling.tracker.listening(args, kwargs)
     except UnsupportedApiError as error:
         warn(error)
@@ -177,8 +179,13 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             attachment.watcher.ended(stats)
 
 
-def run_config(attachment: Attachment, guider: Any, noise: Tensor, sampler: Any) -> tuple[ToMAConfig, KVCachePlan]:
-    """Return the settings for a run of a guider with these conditions, and its KV cache."""
+def run_config(
+    attachment: Attachment, guider: Any, noise: Tensor, sampler: Any, packed: Sequence[int] = ()
+) -> tuple[ToMAConfig, KVCachePlan]:
+    """Return the settings for a run of a guider with these conditions, and its KV cache.
+
+    noise: Of the first stream. packed: The shape of all streams as ComfyUI packs them, if there are several.
+    """
     config, options_before, model = attachment.config, guider.model_options, guider.model_patcher
     if not config.kv_cache or getattr(comfy.model_management, "in_training", False):
         return config, KVCachePlan()
@@ -196,7 +203,7 @@ def run_config(attachment: Attachment, guider: Any, noise: Tensor, sampler: Any)
             conditions_of(guider, sampler) * overlap_of(guider, noise),
             dtype_of(model),
             model.load_device,
-            memory_left(guider, noise.shape),
+            memory_left(guider, packed or noise.shape),
             options_before["transformer_options"],
             controlled=has_controls(guider),
             references=references_of(guider),
@@ -257,14 +264,15 @@ def _calc_cond_batch(executor: Any, *args: Any, **kwargs: Any) -> Any:
         sampling = model_options["transformer_options"].get(SAMPLING)
         if sampling is not None:
             timestep, conds = argument(args, kwargs, 3, "timestep"), argument(args, kwargs, 1, "conds")
-            sampling.observe(timestep, conds, argument(args, kwargs, 2, "x_in"), model_options)
+            latent = streams.first(argument(args, kwargs, 2, "x_in"), streams.shapes_of(conds) or sampling.shapes)
+            sampling.observe(timestep, conds, latent, model_options)
     return executor(*args, **kwargs)
 
 
 def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         with require_api("WrappersMP.APPLY_MODEL"):
-            x = argument(args, kwargs, 0, "x")
+            x = streams.first(argument(args, kwargs, 0, "x"), kwargs.get("latent_shapes"))
             control = argument(args, kwargs, 4, "control")
             options = argument(args, kwargs, 5, "transformer_options")
             sampling = options.get(SAMPLING)
@@ -319,10 +327,8 @@ def _called(
 
 def _unknown(model: nn.Module, x: Any, hooks: ModelHooks | None) -> Message:
     """Return why a model or a latent x is not merged."""
-    name = type(unwrapped(model)).__name__
-    if hooks is None:
-        return Reason.UNKNOWN_MODEL(model=name)
-    return Reason.UNKNOWN_LATENT(model=name, shape=" x ".join(map(str, getattr(x, "shape", ()))))
+    name, shape = type(unwrapped(model)).__name__, " x ".join(map(str, getattr(x, "shape", ())))
+    return Reason.UNKNOWN_MODEL(model=name) if hooks is None else Reason.UNKNOWN_LATENT(model=name, shape=shape)
 
 
 def _is_image(x: Any) -> bool:

@@ -27,6 +27,7 @@ from .compat import argument
 from .conditions import takes_part
 from .model_hooks import SAMPLING
 from .sampling_run import SamplingRun
+from .streams import first
 
 _KEY = "toma_probes"
 # The ratio of single sites, and the further ones of all sites together.
@@ -209,7 +210,8 @@ class Probes:
         elif merged:
             self._merged |= merged
             if probe.measured:
-                self._errors[probe] = (image.float() - unmerged.float()).square().sum()
+                difference = first(image.float() - unmerged.float(), sampling.shapes)
+                self._errors[probe] = difference.square().sum()
         elif probe.site is not None and self._merged.isdisjoint(self.sites[probe.site]):
             self._unmerged.add(probe.site)  # too small to be merged, or skipped by the settings
         return refreshed

@@ -82,6 +82,14 @@ with _of("HunyuanVideo"):
     from .families import hunyuan
 
     _FAMILIES.append(hunyuan)
+with _of("LTX"):
+    from .families import ltx
+
+    _FAMILIES.append(ltx)
+with _of("MiniMax H3"):
+    from .families import h3
+
+    _FAMILIES.append(h3)
 
 
 class _Plain:

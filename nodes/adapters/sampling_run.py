@@ -24,6 +24,7 @@ from ...toma_core.windows import has_frames
 from .conditions import area_size, chunks_of, controls_of, crop, frames_of, is_active, patches_of
 from .contents import Contents
 from .sigmas import SigmaTracker
+from .streams import Shapes, first
 
 # A run that begins below this share of the highest noise level begins with an image.
 _ALL_NOISE = 0.99
@@ -58,6 +59,7 @@ class SamplingRun:
         prediction: Clean image that the last evaluation predicted, (B, C, ..., H, W).
         max_prediction_sigma: Noise level above which a prediction is too poor to plan from.
         tiles: Batches of tiles in this evaluation, by shape and device.
+        shapes: Shapes of the latent's streams, if it has several.
     """
 
     run: RunState
@@ -79,6 +81,7 @@ class SamplingRun:
     prediction: Tensor | None = None
     max_prediction_sigma: float = float("inf")
     tiles: dict[Hashable, tuple[Hashable, list[TileBatch]]] = field(default_factory=dict)
+    shapes: Shapes | None = None
     _lock: Lock = field(default_factory=Lock)
 
     @classmethod
@@ -118,7 +121,8 @@ class SamplingRun:
 
     def predicted(self, image: Any) -> None:
         """Keep the clean image that the evaluation predicted."""
-        self.prediction = image if isinstance(image, Tensor) and not records_gradients() else None
+        known = isinstance(image, Tensor) and not records_gradients()
+        self.prediction = first(image, self.shapes) if known else None
 
     def close(self) -> RunStats:
         """End the run, also after an error: drop what it holds, and return its stats."""

@@ -63,6 +63,7 @@ class BlockSignature:
         output_index: Which of the results they are; None if there is one.
         rope_arg: The argument with the rotary positions; empty without.
         rope_token_dim: Its dimension that counts tokens.
+        row_args: Further arguments with a row for each token, in the same dimension.
         passthrough_args: Further arguments that are not per token.
         mutates_input: Whether blocks add into the tokens that they are given.
         clamps_fp16: Whether the model clamps fp16 inside its blocks: merging then does so too, else NaN becomes an
@@ -75,6 +76,7 @@ class BlockSignature:
     output_index: int | None = None
     rope_arg = ""
     rope_token_dim = 2
+    row_args: tuple[str, ...] = ()
     passthrough_args: tuple[str, ...] = ("transformer_options",)
     mutates_input = False
     clamps_fp16 = False
@@ -86,6 +88,40 @@ class BlockSignature:
         if len(args) > len(names):
             names = (*names, *[f"argument {n + 1}" for n in range(len(names), len(args))])
         return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def unpack(self, value: Any) -> Any:
+        """Return the tensor of an argument or a result, for models that wrap it: (B, T, C) tokens, or rows."""
+        return value
+
+    def pack(self, value: Any, tensor: Tensor) -> Any:
+        """Return an argument or a result with another tensor in it, see `unpack`."""
+        return tensor
+
+    def tokens(self, call_args: CallArguments) -> Tensor:
+        """Return the (B, T, C) tokens of a call."""
+        tokens: Tensor = self.unpack(call_args[self.tokens_arg])
+        return tokens
+
+    def rows(self, call_args: CallArguments) -> dict[str, Any]:
+        """Return by name the tensors with a row for each token: rotary positions, and others where they are given."""
+        names = (self.rope_arg, *self.row_args)
+        return {name: self.unpack(call_args[name]) for name in names if call_args.get(name) is not None}
+
+    def replaced(self, call_args: CallArguments, x: Tensor, rows: Mapping[str, Tensor]) -> CallArguments:
+        """Return the arguments with other tokens and other rows."""
+        changed = {self.tokens_arg: x, **rows}
+        return {**call_args, **{name: self.pack(call_args[name], tensor) for name, tensor in changed.items()}}
+
+    def output(self, out: Any) -> Tensor:
+        """Return the (B, T, C) tokens of a block's result."""
+        tokens: Tensor = self.unpack(out if self.output_index is None else out[self.output_index])
+        return tokens
+
+    def with_output(self, out: Any, x: Tensor) -> Any:
+        """Return a block's result with x in place of its tokens."""
+        if self.output_index is None:
+            return self.pack(out, x)
+        return tuple([x if n == self.output_index else part for n, part in enumerate(out)])
 
     def observe(self, call_args: CallArguments) -> None:
         """Note what another signature of the model needs. Called outside of graphs, before all else."""
@@ -101,11 +137,11 @@ class BlockSignature:
         """Return how many tokens of another argument come first in positions and in attention."""
         return 0
 
-    def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, int], ...]:
-        """Return for each self-attention of the block, in order, how many tokens come before the image in it, and how
-        many there are in all. Later attentions are of other tokens, as to the text."""
+    def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
+        """Return for each attention to the image, in order, how many tokens come before the image in it, how many
+        there are in all, and how many queries if those are of other tokens. Attentions between have other numbers."""
         above = self.attention_offset(call_args)
-        return ((above + before, above + int(call_args[self.tokens_arg].shape[1])),)
+        return ((above + before, above + int(self.tokens(call_args).shape[1])),)
 
     def grid(self, call_args: CallArguments, grid: Grid) -> Grid | None:
         """Return the grid of the image's tokens; None if unknown. grid: as the latent has it."""
@@ -128,20 +164,20 @@ class BlockSignature:
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
         """Return why a block's tokens cannot be merged, None if they can. image: N. references: tokens of the reference
         images after it that are merged too."""
-        x, before = call_args[self.tokens_arg], self.image_start(call_args, image)
+        x, before = self.tokens(call_args), self.image_start(call_args, image)
         if before is None:
             return Reason.UNKNOWN_IMAGE_POSITION()
         following = self.reference_tokens(call_args)
         if x.ndim != 3 or x.shape[1] < before + image + following or (references and references != following):
             return Reason.TOKENS_CHANGED()
-        known = (self.tokens_arg, self.rope_arg, *self.passthrough_args)
+        known = (self.tokens_arg, self.rope_arg, *self.row_args, *self.passthrough_args)
         tied: list[Message | str] = [
             name for name, value in call_args.items() if value is not None and name not in known
         ]
-        if self.rope_arg and not self._fits(
-            call_args.get(self.rope_arg), self.attention_offset(call_args) + x.shape[1]
-        ):
-            tied.append(Reason.ARGUMENT_SHAPE(argument=self.rope_arg))
+        least = self.attention_offset(call_args) + x.shape[1]
+        for name, rows in self.rows(call_args).items():
+            if not self._fits(rows, least, 4 if name == self.rope_arg else 3):
+                tied.append(Reason.ARGUMENT_SHAPE(argument=name))
         return Reason.ARGUMENT_IN_USE(arguments=tuple(tied)) if tied else None
 
     def reference_tokens(self, call_args: CallArguments) -> int:
@@ -150,11 +186,9 @@ class BlockSignature:
         options: Mapping[str, Any] = call_args.get("transformer_options") or {}
         return sum(options.get("reference_image_num_tokens", ()))
 
-    def _fits(self, rope: Any, tokens: int) -> bool:
-        """Whether these are rotary positions of at least `tokens` tokens, or None."""
-        return rope is None or (
-            isinstance(rope, Tensor) and rope.ndim > 3 and rope.shape[self.rope_token_dim] >= tokens
-        )
+    def _fits(self, rows: Any, tokens: int, axes: int) -> bool:
+        """Whether these are rows of at least `tokens` tokens, with at least so many axes."""
+        return isinstance(rows, Tensor) and rows.ndim >= axes and rows.shape[self.rope_token_dim] >= tokens
 
     def clamp_fp16(self, x: Tensor) -> Tensor:
         """Clamp fp16 as the model does inside its blocks: weights sum to 1 up to rounding only, and a token at the

@@ -197,6 +197,8 @@ def record(plan_calls: list[PlanCall], monkeypatch: pytest.MonkeyPatch) -> Calla
     """record(module): all its calls from now on. Not by PyTorch's hooks: where those are, no chain goes on."""
 
     def copied(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(copied, value))
         return value.clone() if isinstance(value, Tensor) else dict(value) if isinstance(value, dict) else value
 
     def start(module: torch.nn.Module) -> list[BlockCall]:
@@ -210,7 +212,7 @@ def record(plan_calls: list[PlanCall], monkeypatch: pytest.MonkeyPatch) -> Calla
             call = BlockCall([copied(a) for a in args], copies, None, len(plan_calls))
             calls.append(call)
             out = original(self, *args, **kwargs)
-            call.out = tuple(map(copied, out)) if isinstance(out, tuple) else out.clone()
+            call.out = copied(out)
             return out
 
         monkeypatch.setattr(type(module), "__call__", called)

@@ -188,7 +188,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Tensor]]:
 
             @functools.wraps(original)
             def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-                tokens = signature.call_args(args, kwargs)[signature.tokens_arg]
+                tokens = signature.tokens(signature.call_args(args, kwargs))
                 found.append(tokens.float().abs().amax(-1).flatten())
                 return original(self, *args, **kwargs)
 

@@ -83,7 +83,7 @@ class ByModule(BlockHook):
         signature, site = self.signature, self.site
         call_args = signature.call_args(args, kwargs)
         signature.observe(call_args)
-        reason, x = self.reason(call_args), call_args[signature.tokens_arg]
+        reason, x = self.reason(call_args), signature.tokens(call_args)
         plan = site.plan_for(x[:, : site.image], reason)
         if plan is None or site.active is None:
             return self.original(*args, **kwargs)
@@ -91,11 +91,11 @@ class ByModule(BlockHook):
             site.active.evaluation.run.stats.merged(self.name)
         lengths = ((plan.tokens, plan.num_destinations),)
         site.reduction = Reduction(site.active, (plan,), (None,), lengths)
-        rope = self.positions.of(call_args.get(signature.rope_arg), site, signature.attention_offset(call_args))
+        rows = self.positions.of(signature.rows(call_args), site, signature.attention_offset(call_args))
         # Only the attention sees merged tokens: arguments for the rest of the block are unchanged.
         call_args = {
             **call_args,
-            signature.rope_arg: rope,
+            **rows,
             **BlockSignature.merged_args(signature, call_args, TokenReduction(0, lengths)),
         }
         layers = self.layers()

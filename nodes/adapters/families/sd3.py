@@ -30,7 +30,7 @@ class Signature(BlockSignature):
     def attention_offset(self, call_args: CallArguments) -> int:
         return int(call_args["context"].shape[1])
 
-    def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, int], ...]:
+    def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
         """Return text and image together, and the image alone, for some blocks of SD3.5 medium."""
         return *super().attention_spans(call_args, before), (before, int(call_args["x"].shape[1]))
 

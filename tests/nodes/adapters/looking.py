@@ -30,7 +30,7 @@ def standing(x: Tensor, step: int) -> Tensor:
 def evaluated(
     model: Any, moves: Moves = standing, steps: int = 4, batch: int = 1, text: int = 7, frames: int = 0
 ) -> list[Tensor]:
-    """What a model gives in so many evaluations of one latent at one noise level."""
+    """What a model gives in so many evaluations of one latent at one noise level; several streams as one pack."""
     import comfy.sample
     from comfy.samplers import KSAMPLER
 
@@ -41,9 +41,7 @@ def evaluated(
             given.append(denoise(moves(x, n), sigmas[n] * x.new_ones(len(x)), **extra_args))
         return x
 
-    channels = model.model.latent_format.latent_channels
-    shape = batch, channels, *((frames,) if frames else ()), HEIGHT, WIDTH
-    latent = comfy.sample.fix_empty_latent_channels(model, torch.zeros(shape))
+    latent = models.empty(model, HEIGHT, WIDTH, batch, frames or 1)
     noise, sigmas = comfy.sample.prepare_noise(latent, 5), torch.full((steps + 1,), 0.6)
     conds = [models.conditioning(model, text, seed=seed) for seed in (1, 2)]
     comfy.sample.sample_custom(model, noise, 3.0, KSAMPLER(sampler), sigmas, *conds, latent, seed=5, disable_pbar=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 from tests.nodes.adapters.compiling import Counting, compiled
-from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, WIDTH
+from tests.nodes.adapters.families.layouts import ALONE, HEIGHT, LAYOUTS, WIDTH
 from tests.nodes.adapters.looking import KEYS, Watch, drifting, evaluated, preset, several_calls
 
 Reason = pack_module("toma_core.reasons").Reason
@@ -24,7 +24,7 @@ SHOWN = [name for name in LAYOUTS if name != "ernie"]
 def test_where_nothing_moves_a_merged_step_is_the_models_own(
     kind: str, batch: int, model_of: Any, attach: Any, stats_of: Any
 ) -> None:
-    model = model_of(kind)
+    model, batch = model_of(kind), 1 if kind in ALONE else batch
     merged = attach(model, **KEYS)
     (own, *_), found = evaluated(model, batch=batch), evaluated(merged, batch=batch)
     assert (stats_of(merged).evaluations, stats_of(merged).merged_evaluations) == (4, 3)
@@ -85,7 +85,7 @@ def test_presets_keep_keys_where_they_can(kind: str, model_of: Any, stats_of: An
 
 
 @pytest.mark.parametrize("frames", [1, 3])
-@pytest.mark.parametrize("kind", ["wan", "hunyuan"])
+@pytest.mark.parametrize("kind", ["wan", "hunyuan", "ltx", "ltx_av", "h3"])
 def test_of_videos_too(kind: str, frames: int, model_of: Any, attach: Any, stats_of: Any) -> None:
     model = model_of(kind)
     merged = attach(model, **KEYS)

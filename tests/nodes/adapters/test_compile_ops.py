@@ -118,12 +118,12 @@ def test_positions_follow_the_destinations(pack: ModuleType, graphs: Any, evalua
     site = prepared(evaluate(), new_site(Rows()))
     x, pe = torch.randn(2, TOKENS, 8), torch.randn(1, 1, BEFORE + TOKENS, 3, 2, 2)
     site.enter(x, 0)
-    site.merge_rope(pe, BEFORE)
-    assert torch.equal(site.rope, rope.merged_rope(pe, site.reduction.plans[0].destinations, BEFORE, TOKENS, 2))
+    site.merge_rows({"pe": pe}, BEFORE)
+    assert torch.equal(site.rows["pe"], rope.merged_rope(pe, site.reduction.plans[0].destinations, BEFORE, TOKENS, 2))
     numbers = (site.number, BEFORE, TOKENS, 30, 2)
     torch.library.opcheck(graphs.operators.rope.default, (pe, site.pair[0], *numbers))
     site.leave(torch.randn(2, 30, 8), 0)
-    assert site.rope is None
+    assert site.rows == {}
 
 
 def test_what_is_left_whole_is_told(graphs: Any, evaluate: Any) -> None:

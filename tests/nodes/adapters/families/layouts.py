@@ -22,7 +22,8 @@ class Layout:
 
     blocks: their lists. tokens: the argument; before: what comes before the image in it. rope_arg: the argument with
     the positions, and rope_token_dim: its axis that counts tokens; above: rows before those of `tokens`. text: the
-    length of what the model makes of 7 tokens of text. out: which of the results.
+    length of what the model makes of 7 tokens of text. out: which of the results. rows: further arguments with a row
+    for each token. pairs: arguments and results are pairs, of which the first is meant. flat: tokens have no batch.
     """
 
     blocks: str
@@ -34,6 +35,21 @@ class Layout:
     above: int = 0
     out: int | None = None
     patch: int = 2
+    rows: tuple[str, ...] = ()
+    pairs: bool = False
+    flat: bool = False
+
+    def taken(self, value: Any) -> Tensor:
+        """The tensor in an argument or a result, tokens as (B, T, C)."""
+        value = value if self.out is None or not isinstance(value, tuple) else value[self.out]
+        value = value[0] if self.pairs and isinstance(value, tuple) else value
+        return value[None] if self.flat and value.ndim == 2 else value
+
+    def given(self, like: Any, tensor: Tensor) -> Any:
+        """The same with another tensor in it."""
+        if self.pairs and isinstance(like, tuple):
+            return (tensor, *like[1:])
+        return tensor[0] if self.flat and like.ndim == 2 else tensor
 
 
 DOUBLE = Layout("double_blocks", "img", rope_arg="pe", above=TEXT, out=0)
@@ -56,7 +72,15 @@ LAYOUTS = {
     # As a picture, of one frame; test_wan.py has videos.
     "wan": (Layout("blocks", "x", rope_arg="freqs", rope_token_dim=1),),
     "hunyuan": (replace(DOUBLE, patch=1), replace(SINGLE, patch=1)),
+    "ltx": (Layout("transformer_blocks", "x", rope_arg="pe", rope_token_dim=1, patch=1, pairs=True),),
+    "ltx_av": (
+        Layout("transformer_blocks", "x", rope_arg="v_pe", rope_token_dim=1, patch=1, rows=("v_cross_pe",), pairs=True),
+    ),
+    # Text, and two channels of five tokens of audio.
+    "h3": (Layout("blocks", "x", rope_arg="rope_freqs", rope_token_dim=1, before=TEXT + 10, flat=True),),
 }
+# Their latents have no batch.
+ALONE = ("h3",)
 # Plans from the picture that the step before predicted, in windows that get what they need.
 PREDICTED: dict[str, Any] = {
     "similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1
@@ -83,13 +107,13 @@ def merged_call(
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
     """The arguments on merged tokens, by plain indexing; the images before and after. plans: of the image and of
     references after it that are merged too, with one matrix for all of them."""
-    x, tokens = given[layout.tokens], sum(plan.tokens for plan in plans)
+    x, tokens = layout.taken(given[layout.tokens]), sum(plan.tokens for plan in plans)
     image = x[:, layout.before : layout.before + tokens]
     merged = M @ image
     stream = torch.cat([x[:, : layout.before], merged, x[:, layout.before + tokens :]], 1)
-    told = {**given, layout.tokens: stream.clone()}
-    if layout.rope_arg:
-        rows, start = given[layout.rope_arg], layout.before + layout.above
+    told = {**given, layout.tokens: layout.given(given[layout.tokens], stream.clone())}
+    for name in (layout.rope_arg, *layout.rows) if layout.rope_arg else ():
+        rows, start = layout.taken(given[name]), layout.before + layout.above
         assert rows.shape[layout.rope_token_dim] == layout.above + x.shape[1]
         end = rows.shape[layout.rope_token_dim]
         each = []
@@ -101,13 +125,13 @@ def merged_call(
             index += range(at, end)
             own = rows[min(b, len(rows) - 1)]
             each.append(own.index_select(layout.rope_token_dim - 1, torch.tensor(index)))
-        told[layout.rope_arg] = torch.stack(each)
+        told[name] = layout.given(given[name], torch.stack(each))
     return told, image, merged
 
 
 def restored(layout: Layout, out: Any, image: Tensor, merged: Tensor, U: Tensor) -> Tensor:
     """All tokens after a block that gave `out` on merged ones."""
-    y = out if layout.out is None else out[layout.out]
+    y = layout.taken(out)
     kept = merged.shape[1]
     new = image + U @ (y[:, layout.before : layout.before + kept] - merged)
     return torch.cat([y[:, : layout.before], new, y[:, layout.before + kept :]], 1)
@@ -115,9 +139,15 @@ def restored(layout: Layout, out: Any, image: Tensor, merged: Tensor, U: Tensor)
 
 def run(block: nn.Module, layout: Layout, given: dict[str, Any]) -> Any:
     """The block itself: positional where its class takes everything so."""
-    copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
+    copies = {name: _copied(value) for name, value in given.items()}
     first = [copies.pop(name) for name in layout.names]
     return block(*first, **copies)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_copied, value))
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def of_references(model: Any, layout: Layout, method: str | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from benchmarks import models
 from scripts.comfy_pack import pack_module
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import (
+    ALONE,
     CLOSE,
     HEIGHT,
     LAYOUTS,
@@ -40,6 +41,7 @@ def test_block_is_computed_on_merged_tokens(
     family: str, layout: Layout, batch: int, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
 ) -> None:
     """Means of tokens, the destinations' own positions, text and padding as they were; the update goes to all."""
+    batch = 1 if family in ALONE else batch
     model = model_of(family)
     block = getattr(model.model.diffusion_model, layout.blocks)[1]
     calls = record(block)
@@ -50,11 +52,12 @@ def test_block_is_computed_on_merged_tokens(
     M, U = dense(plan)
     given = arguments(block, layout, call)
     told, image, merged = merged_call(layout, given, [plan], M)
-    found = call.out if layout.out is None else call.out[layout.out]
+    found = layout.taken(call.out)
     torch.testing.assert_close(found, restored(layout, run(block, layout, told), image, merged, U), **CLOSE)
     if layout.rope_arg:
-        kept = plan.num_destinations + given[layout.tokens].shape[1] - plan.tokens + layout.above
-        wrong = {**told, layout.rope_arg: given[layout.rope_arg].narrow(layout.rope_token_dim, 0, kept)}
+        kept = plan.num_destinations + layout.taken(given[layout.tokens]).shape[1] - plan.tokens + layout.above
+        first = layout.taken(given[layout.rope_arg]).narrow(layout.rope_token_dim, 0, kept)
+        wrong = {**told, layout.rope_arg: layout.given(given[layout.rope_arg], first)}
         other = restored(layout, run(block, layout, wrong), image, merged, U)
         assert (other - found).abs().max() > 1e-2, "this test would not notice the rows of other positions"
 
@@ -77,12 +80,13 @@ def test_consecutive_blocks_stay_merged(
     for block, call in zip(blocks, [start, *(c[0] for c in between), end], strict=True):
         seen = arguments(block, layout, call)
         # What a block is given beside its tokens is its own: modulation differs from block to block in Chroma.
-        others = {n: v for n, v in seen.items() if n not in (layout.tokens, layout.rope_arg)}
+        told_as_merged = layout.tokens, layout.rope_arg, *layout.rows
+        others = {n: v for n, v in seen.items() if n not in told_as_merged}
         out = run(block, layout, {**told, **others})
         told[layout.tokens] = out if layout.out is None else out[layout.out]
-    found = end.out if layout.out is None else end.out[layout.out]
+    found = layout.taken(end.out)
     torch.testing.assert_close(found, restored(layout, out, image, merged, U), rtol=1e-3, atol=1e-2)
-    assert found.shape == given[layout.tokens].shape
+    assert found.shape == layout.taken(given[layout.tokens]).shape
 
 
 @pytest.mark.compat
@@ -115,7 +119,7 @@ def test_off_is_the_same_object(family: str, model_of: Any, attach: Any) -> None
 def test_odd_sizes_batches_and_guidance(
     family: str, height: int, width: int, batch: int, cfg: float, model_of: Any, attach: Any, stats_of: Any
 ) -> None:
-    model = model_of(family)
+    model, batch = model_of(family), 1 if family in ALONE else batch
     merged = attach(model)
     out = models.sample(merged, height, width, batch=batch, steps=2, cfg=cfg)
     assert out.isfinite().all()
@@ -155,7 +159,7 @@ def test_plans_from_the_predicted_picture(
     """One plan a step for all blocks and both conditions, in every step but the first; the same twice."""
     # Three steps of a model with a large shift are all of noise that no prediction is trusted in.
     monkeypatch.setattr(pack_module("toma_core.prediction"), "_MAX_NOISE", 0.999)
-    model = model_of(family)
+    model, batch = model_of(family), 1 if family in ALONE else batch
     merged = attach(model, **PREDICTED)
     out = models.sample(merged, height, width, batch=batch, steps=3, cfg=4.0)
     assert out.isfinite().all()
@@ -217,24 +221,24 @@ def test_block_with_a_renamed_argument_is_left_whole(
     assert "Nothing was merged" in stats_of(merged).summary()
 
 
-REPLACED = ("flux", "flux2", "chroma", "qwen_image", "sd3", "wan", "hunyuan")
+REPLACED = ("flux", "flux2", "chroma", "qwen_image", "sd3", "wan", "hunyuan", "ltx", "ltx_av", "h3")
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("family", REPLACED)
 def test_replaced_block_sees_all_tokens(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    model, seen = model_of(family), []
+    model, seen, layout = model_of(family), [], LAYOUTS[family][0]
 
     def replacement(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-        seen.append(args["img"].shape[1])
+        seen.append(layout.taken(args["img"]).shape[1])
         out = extra["original_block"](args)
-        return {**out, "img": out["img"] * 1.01}
+        return {**out, "img": layout.given(out["img"], layout.taken(out["img"]) * 1.01)}
 
     merged = attach(model).clone()
     merged.set_model_patch_replace(replacement, "dit", "double_block", 1)
     assert models.sample(merged, HEIGHT, WIDTH, steps=1, cfg=1.0).isfinite().all()
     height, width = grid_of(LAYOUTS[family][0])
-    assert seen == [height * width]
+    assert seen == [height * width + layout.before * layout.flat]
     assert stats_of(merged).unmerged == {}
 
 
@@ -270,7 +274,7 @@ def test_chroma_may_skip_blocks(pack: Any, attach: Any, stats_of: Any) -> None:
         assert stats_of(merged).unmerged == {Reason.SKIPPED_BY_MODEL(): {f"double.{i}" for i in skipped}}
 
 
-@pytest.mark.parametrize("family", ["z_image", "krea2", "sd3", "wan"])
+@pytest.mark.parametrize("family", ["z_image", "krea2", "sd3", "wan", "ltx", "ltx_av", "h3"])
 def test_another_nodes_loop_sees_all_tokens(family: str, attach: Any, record: Any) -> None:
     """Whoever puts a loop of its own in the model's place may look at what is between any two blocks."""
     model = models.TRANSFORMERS[family]()
@@ -279,7 +283,7 @@ def test_another_nodes_loop_sees_all_tokens(family: str, attach: Any, record: An
     own = network.forward
     network.forward = lambda *args, **kwargs: own(*args, **kwargs)
     models.sample(attach(model), HEIGHT, WIDTH, steps=1, cfg=1.0)
-    seen = arguments(getattr(network, layout.blocks)[1], layout, second[0])[layout.tokens].shape[1]
+    seen = layout.taken(arguments(getattr(network, layout.blocks)[1], layout, second[0])[layout.tokens]).shape[1]
     assert seen >= grid_of(layout)[0] * grid_of(layout)[1]
 
 

@@ -1,0 +1,123 @@
+"""LTX-Video and LTX-2: videos, and videos with their sound.
+
+A block of LTX-2 takes (video, audio) and attends from one to the other. Only the video is merged, every frame to the
+same number of tokens, because modulation may be per frame. Frames of guides lie behind those of the video in the latent
+and are merged like them. Modulation per token, as masks and guides with a strength have it, follows the destinations.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from comfy.ldm.lightricks.model import LTXVModel
+from torch import Tensor, nn
+
+from ....toma_core.cost_model import LTX, LTX_AV
+from ....toma_core.reasons import Message, Reason
+from ....toma_core.windows import Grid
+from ..blocks import BlockGroup
+from ..family import Transformer
+from ..signature import BlockSignature, CallArguments, TokenReduction
+
+NAME = "LTX-Video and LTX-2"
+
+
+def matches(diffusion_model: nn.Module) -> bool:
+    """Whether the model is of this family."""
+    return isinstance(diffusion_model, LTXVModel)
+
+
+class Signature(BlockSignature):
+    """The video. Positions come as (matrices, layout); modulation is global, or has a row for each token."""
+
+    required_kwargs: tuple[str, ...] = ("context", "timestep", "pe", "transformer_options")
+    rope_arg, rope_token_dim = "pe", 1
+    row_args: tuple[str, ...] = ("timestep",)
+    passthrough_args: tuple[str, ...] = ("context", "attention_mask", "prompt_timestep", "transformer_options")
+    mutates_input = True
+
+    def unpack(self, value: Any) -> Any:
+        if _is_compressed(value):
+            return value.data
+        return value[0] if isinstance(value, tuple) else value
+
+    def pack(self, value: Any, tensor: Tensor) -> Any:
+        if _is_compressed(value):
+            return type(value)(tensor, None)
+        return (tensor, *value[1:]) if isinstance(value, tuple) else tensor
+
+    def rows(self, call_args: CallArguments) -> dict[str, Any]:
+        """Leave out modulation that is global or per frame."""
+        return {name: each for name, each in super().rows(call_args).items() if not _is_shared(call_args[name])}
+
+    def grid(self, call_args: CallArguments, grid: Grid) -> Grid | None:
+        """None where tokens are missing, as of guides that are smaller than the video."""
+        return grid if self.tokens(call_args).shape[1] == prod(grid) else None
+
+    def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
+        reason = super().obstacle(call_args, image, references)
+        uneven = any(_uneven(call_args.get(name), image) for name in self.row_args)
+        return reason or (Reason.ARGUMENT_IN_USE(arguments="modulation by token") if uneven else None)
+
+    def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
+        merged, ((tokens, destinations),) = super().merged_args(call_args, reduction), reduction.lengths
+        for name in self.row_args:
+            each: Any = call_args.get(name)
+            if _is_compressed(each) and each.patches_per_frame > 1:
+                left = each.patches_per_frame * destinations // tokens
+                merged[name] = type(each)(each.data, left, per_frame=True)
+        return merged
+
+
+def _is_compressed(value: Any) -> bool:
+    """Whether this is LTX-2's `CompressedTimestep`: a row of modulation for each frame, or for each token."""
+    return hasattr(value, "patches_per_frame")
+
+
+def _is_shared(value: Any) -> bool:
+    """Whether tokens share the rows of an argument: modulation that is global or per frame."""
+    if _is_compressed(value):
+        return value.patches_per_frame > 1 or value.num_frames == 1
+    return isinstance(value, Tensor) and value.shape[1] == 1
+
+
+def _uneven(value: Any, tokens: int) -> bool:
+    """Whether modulation per frame is not of the frames that these tokens are of."""
+    by_frame = _is_compressed(value) and value.patches_per_frame > 1
+    return by_frame and value.patches_per_frame * value.num_frames != tokens
+
+
+class AVSignature(Signature):
+    """(video, audio), and what modulates both."""
+
+    required_kwargs = ("v_context", "v_timestep", "v_pe", "v_cross_pe", "transformer_options")
+    rope_arg = "v_pe"
+    row_args = ("v_cross_pe", "v_timestep", "v_cross_scale_shift_timestep", "v_cross_gate_timestep")
+    passthrough_args = (
+        *("v_context", "a_context", "attention_mask", "a_timestep", "a_pe", "a_cross_pe", "transformer_options"),
+        *("a_cross_scale_shift_timestep", "a_cross_gate_timestep", "v_prompt_timestep", "a_prompt_timestep"),
+    )
+
+    def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
+        """The video attends to itself, and after other attentions the audio to the video. Where numbers do not
+        distinguish them, the audio attends to merged tokens."""
+        spans, audio = super().attention_spans(call_args, before), call_args[self.tokens_arg][1].shape[1]
+        tokens, text = spans[0][1], call_args["v_context"].shape[1]
+        return spans if not audio or tokens in (audio, text) else (*spans, (before, tokens, audio))
+
+
+class Hooks(Transformer):
+    """The hooks of one model."""
+
+    takes_frames = True
+    references_follow = False
+
+    def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
+        """Return all blocks."""
+        self.patch_size, self.width = 1, model.inner_dim
+        if hasattr(model, "audio_patchify_proj"):
+            # The audio's heads attend to the video too.
+            self.keys_width = model.inner_dim + model.audio_inner_dim
+            return (BlockGroup("double", model.transformer_blocks, AVSignature(), LTX_AV),)
+        return (BlockGroup("double", model.transformer_blocks, Signature(), LTX),)

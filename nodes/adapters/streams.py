@@ -1,0 +1,40 @@
+"""Latents of several streams, as of a video with its sound.
+
+ComfyUI packs their streams into one tensor of (B, 1, all numbers) for samplers and wrappers, and lists their shapes;
+only the model is given the streams themselves. The tokens that are merged are those of the first stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+Shapes = Sequence[Sequence[int]]
+
+
+def first(x: Tensor, shapes: Shapes | None) -> Tensor:
+    """Return the first stream of a pack, (B, C, ..., H, W), as a view; x itself where there is one stream."""
+    if shapes is None or len(shapes) < 2 or x.ndim != 3:
+        return x
+    sides = shapes[0][1:]
+    return x[:, :, : prod(sides)].reshape(len(x), *sides)
+
+
+def first_of_nested(x: Any) -> Any:
+    """Return the first stream of ComfyUI's `NestedTensor`; a tensor is returned as it is."""
+    return x.unbind()[0] if getattr(x, "is_nested", False) else x
+
+
+def shapes_of(conds: Sequence[Any]) -> Shapes | None:
+    """Return the shapes of the streams as groups of conditions list them, which for a context window are its own; None
+    if they do not."""
+    for group in conds:
+        for cond in group or ():
+            model_conds: Mapping[str, Any] = cond.get("model_conds") or {}
+            if "latent_shapes" in model_conds:
+                found: Shapes = model_conds["latent_shapes"].cond
+                return found
+    return None
