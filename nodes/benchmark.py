@@ -34,7 +34,7 @@ class ToMABenchmark(io.ComfyNode):
             display_name="ToMA Benchmark",
             category=CATEGORY,
             description="Samples with and without ToMA in turn, on your machine and at your size. Says how much faster "
-            "it is, how near the result stays, and which ratio to use. The model stays as it is.",
+            "it is, how close the result stays, and which ratio to use. The model stays as it is.",
             search_aliases=[*SEARCH_ALIASES, "benchmark", "speed test"],
             inputs=[
                 io.Model.Input("model", tooltip="The model to measure. A ToMA node before it does not count."),

@@ -39,8 +39,8 @@ class ToMACalibrate(io.ComfyNode):
             display_name="ToMA Calibrate",
             category=CATEGORY,
             description="Finds out where your checkpoint can be merged, and how much at which noise level, and merges "
-            "that: above all for SDXL and other UNets. It takes as long as 4 to 6 pictures, once, and says how near it "
-            "comes beside the preset. Its profile lets a ToMA node do the same without measuring again.",
+            "that: above all for SDXL and other UNets. It takes as long as 4 to 6 pictures, once, and reports its "
+            "error beside the preset's. Its profile lets a ToMA node do the same without measuring again.",
             search_aliases=[*SEARCH_ALIASES, "calibrate", "profile"],
             inputs=[
                 io.Model.Input(
@@ -111,7 +111,7 @@ class ToMACalibrate(io.ComfyNode):
                 ),
             ],
             is_output_node=True,
-            hidden=[io.Hidden.unique_id],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
@@ -141,6 +141,8 @@ class ToMACalibrate(io.ComfyNode):
             on_run = (lambda *_: None) if line is None else line.measures
             found = calibrate(model, task, _DEFAULT if by_error else target, error if by_error else None, on_run=on_run)
         notes = _notes(found, error if by_error else None)
+        others = [] if negative is None else [used for used in _cfgs_of_samplers(cls.hidden) if used != cfg]
+        notes += [Found.OTHER_CFG(cfg=cfg, used=used) for used in others[:1]]
         cost = Found.COST(evaluations=found.probes, steps=steps)
         image = as_image(bar_chart(notes, "work of the blocks: shorter is faster", _bars(found), [cost]))
         page = {**ui.PreviewImage(image, cls=cls).as_dict(), **said(notes, [cost])}
@@ -167,6 +169,20 @@ class Found(MessageId):
     WITHOUT = "measured_without"  # names
     LITTLE_MEMORY = "little_memory"
     COST = "calibration_cost"  # evaluations, steps
+    OTHER_CFG = "other_cfg"  # cfg, used
+
+
+def _cfgs_of_samplers(hidden: Any) -> list[float]:
+    """Return the cfg of every sampler in the prompt that the model of this node goes into."""
+    prompt, reached, found = getattr(hidden, "prompt", None) or {}, [str(hidden.unique_id)], list[float]()
+    for source in reached:
+        for node_id, node in prompt.items():
+            link = node.get("inputs", {}).get("model")
+            if isinstance(link, list) and str(link[0]) == source and node_id not in reached:
+                reached.append(node_id)
+                cfg = node["inputs"].get("cfg")
+                found += [float(cfg)] if isinstance(cfg, (int, float)) else []
+    return found
 
 
 def _notes(found: Calibrated, limit: float | None) -> list[Message]:

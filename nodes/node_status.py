@@ -8,9 +8,9 @@ no other; they say in which workflow the node is, because two of them may use th
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..toma_core.reasons import Message, MessageError, MessageId
@@ -32,11 +32,17 @@ class Status(MessageId):
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """The status of one node during runs of its model. node_id: ComfyUI's id of the node in the prompt. notes: lines
-    on its inputs, shown after each run."""
+    """The status of one node during runs of its model.
+
+    Attributes:
+        node_id: ComfyUI's id of the node in the prompt.
+        notes: Lines on its inputs, shown after each run.
+        preset: Values of the settings that are left to the preset, by name.
+    """
 
     node_id: str
     notes: Sequence[Line] = ()
+    preset: Mapping[str, Any] = field(default_factory=dict)
 
     def began(self) -> None:
         """A run begins."""
@@ -44,16 +50,17 @@ class NodeStatus:
 
     def ended(self, stats: RunStats) -> None:
         """A run is over: what was merged, or why nothing was."""
-        self.say(stats.headline(), *self.notes, details=stats.details())
+        lines = stats.headline(), *stats.work(), *self.notes
+        # The page times the sampler that ends now, see web/timing.js.
+        self.say(*lines, details=stats.details(), run=True, preset=dict(self.preset))
 
     def measures(self, run: int, runs: int) -> None:
         """One of several runs begins, counted from 1."""
         self.say(Status.MEASURING(run=run, runs=runs))
 
-    def say(self, *lines: Line, details: Sequence[Line] = (), error: bool = False) -> None:
-        """Show lines on the node, and details in its tooltip."""
-        message = {"node": self.node_id, **_message(lines, details)}
-        _send({**message, "error": True} if error else message)
+    def say(self, *lines: Line, details: Sequence[Line] = (), **more: Any) -> None:
+        """Show lines on the node, and details in its tooltip. more: what else the page is sent."""
+        _send({"node": self.node_id, **_message(lines, details), **more})
 
 
 def status_of(hidden: Any) -> NodeStatus | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from enum import Enum
 from typing import Any
 
 from comfy_api.latest import io
@@ -11,7 +12,8 @@ from ..toma_core import Settings, ToMAConfig
 from ..toma_core.reasons import MessageId
 from ..toma_core.settings import ConfigError
 from . import profiles, validate_inputs, widgets
-from .adapters.patch_model import apply_toma
+from .adapters import registry
+from .adapters.patch_model import apply_toma, configs_for
 from .node_status import errors_shown, said, status_of
 from .profiles import Applied
 from .widgets import CATEGORY, SEARCH_ALIASES
@@ -51,11 +53,22 @@ def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, to
         applied = Applied(settings) if settings.off else profiles.apply(model, settings, told)
         settings, notes = applied.settings, applied.notes
         if line is not None:
-            line = replace(line, notes=notes)
+            line = replace(line, notes=notes, preset=_left_to_preset(model, settings))
         patched = apply_toma(model, settings, line, applied.ratio_schedule)
     if settings.off:
         notes = (Off.STEPS() if settings.resolved().ratio else Off.RATIO(),)
     return io.NodeOutput(patched, ui=said(notes)) if notes else io.NodeOutput(patched)
+
+
+def _left_to_preset(model: Any, settings: Settings) -> dict[str, Any]:
+    """The values of the settings that are not set, by name."""
+    config, _ = configs_for(settings, registry.require(model.get_model_object("diffusion_model")))
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return {
+        name: value.value if isinstance(value, Enum) else value
+        for name, value in values.items()
+        if name not in settings.overrides
+    }
 
 
 class ToMA(io.ComfyNode):

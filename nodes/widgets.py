@@ -14,7 +14,7 @@ from ..toma_core.presets import PRESETS
 from ..toma_core.reasons import label
 
 CATEGORY = "model/patch/ToMA"
-SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "speed up", "faster"]
+SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "accelerate", "speed", "faster", "cache"]
 
 # What most people may want to touch, in this order; the rest is folded away behind the node's advanced toggle.
 _FRONT = ("skip_last_blocks", "full_step_interval", "end_percent")

@@ -15,7 +15,7 @@ from scripts.comfyui import ROOT
 TABLES = ROOT / "web" / "i18n"
 LANGUAGES = sorted(path.name for path in (ROOT / "locales").iterdir())
 TRANSLATED = [language for language in LANGUAGES if language != "en"]
-SCRIPT = (ROOT / "web" / "toma.js").read_text(encoding="utf-8")
+SCRIPT = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "web").glob("*.js")))
 GAP = re.compile(r"\{([\w.:]+)\}")
 WORD = re.compile(r"[a-z]{4,}")
 

@@ -60,10 +60,10 @@ class Block:
         """Seconds in which the host launches it, merged."""
         return (self.launches + self.added[_ORDER.index(granularity)]) * LAUNCH
 
-    def flops(self, tokens: int, images: int, width: int) -> float:
-        """Linear layers and self-attention; a multiply-add is two."""
-        sequence = tokens + self.beside
-        return 2.0 * images * sequence * width * (self.weights * width + 2.0 * sequence)
+    def flops(self, tokens: int, images: int, width: int, keys: int | None = None) -> float:
+        """Linear layers and self-attention; a multiply-add is two. keys: tokens attended to, where they are more."""
+        attended = (tokens if keys is None else keys) + self.beside
+        return 2.0 * images * (tokens + self.beside) * width * (self.weights * width + 2.0 * attended)
 
 
 # Counted on whole models (tests/benchmarks/fullsize/test_cost.py). Linear layers in squares of the width: a UNet has

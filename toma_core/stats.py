@@ -19,6 +19,7 @@ class Line(MessageId):
     NOTHING_MERGED = "nothing_merged"  # reason
     ON = "on"  # share, merged_blocks, blocks, merged_steps, steps
     ON_OTHERS = "on_others"  # line, reason
+    WORK = "work"  # times
     SENTENCE = "sentence"  # sentence
     INDENTED = "indented"  # line
     PERCENT = "percent"  # value
@@ -60,6 +61,7 @@ class RunStats:
         by_profile: Whether ratios differ by block: grids and merged_steps then hold the largest of them.
         cache_bytes: Largest size of the residual cache.
         without_kv_cache: Why the KV cache was not used.
+        times_less_work: FLOPs of the unmerged run over those of this one; None if unknown.
         lock: Guards the counters: several devices may share a run.
     """
 
@@ -82,6 +84,7 @@ class RunStats:
     cache_bytes: int = 0
     cache_disabled: bool = False
     without_kv_cache: Message | None = None
+    times_less_work: float | None = None
     maps: dict[Grid, MergeMap] = field(default_factory=dict)
     _merged_in: Counter[int] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -106,6 +109,10 @@ class RunStats:
                 self.merged_steps.pop(step, None)
             if not self.merged_steps:
                 self.merged_blocks.clear()
+
+    def merged_evaluations_of(self, step: int) -> int:
+        """Return how many evaluations of a step were merged."""
+        return self._merged_in[step]
 
     def full_because(self, step: int, reason: Message) -> None:
         """Record why an evaluation of this step is full although the schedule merges it."""
@@ -159,17 +166,22 @@ class RunStats:
         others = [reason for reason in reasons if not reason.id.chosen]
         return Line.ON_OTHERS(line=line, reason=others[0]) if others and 2 * merged < total else line
 
+    def work(self) -> list[Message]:
+        """Return how much less work the run was, counted; nothing if that is unknown."""
+        times = self.times_less_work
+        return [] if times is None or times < 1.05 else [Line.WORK(times=times)]
+
     def details(self) -> list[Message]:
         """Return the facts behind the headline, a line each."""
         return [line for lines in self._sections().values() for line in lines]
 
     def summary(self) -> str:
         """Return the headline and the details as one English line for the log."""
-        return "; ".join(map(str, [self.headline(), *self.details()]))
+        return "; ".join(map(str, [self.headline(), *self.work(), *self.details()]))
 
     def report(self) -> list[Message | str]:
         """Return the headline and the details in titled sections: a message or an empty string for each line."""
-        found: list[Message | str] = [Line.SENTENCE(sentence=self.headline())]
+        found: list[Message | str] = [Line.SENTENCE(sentence=line) for line in (self.headline(), *self.work())]
         for title, lines in self._sections().items():
             if lines:
                 found += ["", title(), *(Line.INDENTED(line=line) for line in lines)]

@@ -2,14 +2,16 @@
 // it, so it works in both renderers.
 import { api } from "../../scripts/api.js"
 import { app } from "../../scripts/app.js"
+import { ended, startTiming, timesOf } from "./timing.js"
 // Node type -> least and greatest height of its text, in pixels: whole lines of 16, and 8 around them.
-const LINE = [56, 88]
+const LINE = [72, 120]
 const REPORT = [120, 184]
 const HEIGHTS = { ToMA: LINE, ToMAAdvanced: LINE, ToMAReport: REPORT, ToMABenchmark: REPORT, ToMACalibrate: REPORT }
 // A new node of these is as large as its picture needs to be read.
 const SIZES = { ToMAReport: [480, 1180], ToMABenchmark: [460, 840], ToMACalibrate: [460, 860] }
 const AROUND = 20 // what the canvas renderer leaves free above and below a widget
 const WIDGET = "toma_said"
+const RESET = "toma_reset"
 const NEW = { lines: [{ id: "no_run_yet" }] }
 const CACHED = { lines: [{ id: "cached" }] }
 const WAIT = { milliseconds: 200, times: 100 } // for the server's answer to a prompt
@@ -61,7 +63,7 @@ function valueOf(value, node) {
 function labelOf(node, name) {
   const widget = node?.widgets?.find((each) => each.name === name)
   const input = node?.inputs?.find((each) => each.name === name)
-  return widget?.label ?? input?.label ?? input?.localized_name ?? table.labels[name] ?? name.replaceAll("_", " ")
+  return labels.get(widget) ?? widget?.label ?? input?.label ?? input?.localized_name ?? table.labels[name] ?? name.replaceAll("_", " ")
 }
 
 function joined(lines, node) {
@@ -113,6 +115,51 @@ function snap(widget) {
   }
 }
 
+// What the preset has for the fields that are left to it stands beside their names after a run.
+const labels = new WeakMap() // widget -> its name, where its label says more
+
+function showPreset(node, values = {}) {
+  for (const widget of node.widgets.filter(isOverride)) {
+    const value = isLeft(widget) ? values[widget.name] : undefined
+    const name = labels.get(widget) ?? widget.label ?? widget.name
+    if (value !== undefined) labels.set(widget, name)
+    const preset = { id: "preset_value", params: { name, value: SWITCH[value] ?? value } }
+    widget.label = value === undefined ? name : formatted(preset, node)
+  }
+}
+
+const SWITCH = { true: "on", false: "off" }
+
+function isOverride({ options }) {
+  return options?.min === -1 || options?.values?.includes?.("preset")
+}
+
+function isLeft({ value }) {
+  return value === -1 || value === "preset"
+}
+
+// Every field is the preset's again; ratio, preset and profile stay.
+function addReset(node) {
+  const reset = () => {
+    for (const widget of node.widgets.filter(isOverride)) {
+      widget.value = widget.options.min === -1 ? -1 : "preset"
+      widget.callback?.(widget.value)
+    }
+    node.setDirtyCanvas?.(true, true)
+  }
+  const button = node.addWidget("button", RESET, null, reset, { serialize: false, advanced: true, hideInPanel: true })
+  button.serialize = false
+  button.label = formatted({ id: "reset" }, node)
+  for (const widget of node.widgets.filter(isOverride)) {
+    const callback = widget.callback
+    widget.callback = function (...values) {
+      const answer = callback?.apply(this, values)
+      showPreset(node, known.get(openGraph())?.get(String(node.id))?.preset)
+      return answer
+    }
+  }
+}
+
 // The canvas renderer shows what the Vue renderer folds away; it knows how to fold, and is told of it here.
 function fold(node) {
   for (const widget of node.widgets.filter(({ options }) => options?.advanced)) {
@@ -142,17 +189,19 @@ function isOpen(graph) {
   return !graph || graph === openGraph()
 }
 
-function write(node, { lines, more = [], error = false, earlier = false }) {
+function write(node, message) {
+  const { lines, more = [], error = false, earlier = false, preset } = message
   const element = node?.widgets?.find(({ name }) => name === WIDGET)?.element.firstChild
   if (!element) return
   const [first, ...others] = lines
   const head = earlier ? { id: "earlier", params: { line: first } } : first
-  element.textContent = joined([head, ...others], node)
+  element.textContent = joined([head, ...others, ...timesOf(message)], node)
   element.title = joined(more, node)
   const verdict = first.id === "sentence" ? first.params.sentence : first
   const stripe = error ? "var(--error-text, #f44)" : verdict.id === "nothing_merged" ? "#c90" : undefined
   element.style.borderLeftColor = stripe ?? "var(--comfy-input-bg)"
   element.classList.toggle("toma-error", error)
+  if (preset && node.comfyClass === "ToMAAdvanced") showPreset(node, preset)
 }
 
 function openMessages() {
@@ -237,12 +286,16 @@ app.registerExtension({
   name: "toma-token-merge.said",
   async setup() {
     await learn()
+    startTiming(writeAll)
     api.addEventListener("execution_start", started)
     api.addEventListener("execution_cached", cached)
     api.addEventListener("execution_success", finished)
     api.addEventListener("promptQueued", () => asked.add(openGraph()))
     api.addEventListener("status", ({ detail }) => detail?.exec_info?.queue_remaining || asked.clear())
-    api.addEventListener("toma.said", ({ detail }) => said(detail.node, detail))
+    api.addEventListener("toma.said", ({ detail }) => {
+      if (detail.run) ended(detail)
+      said(detail.node, detail)
+    })
     api.addEventListener("executed", ({ detail }) => {
       const [message] = detail.output?.toma ?? []
       if (message) said(detail.display_node ?? detail.node, message)
@@ -252,6 +305,7 @@ app.registerExtension({
     if (!(node.comfyClass in HEIGHTS)) return
     addText(node)
     node.widgets.filter(({ type, options }) => type === "number" && options?.min === -1).forEach(snap)
+    if (node.comfyClass === "ToMAAdvanced") addReset(node)
     fold(node)
   },
   beforeConfigureGraph: learn,

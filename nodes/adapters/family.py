@@ -91,6 +91,10 @@ class ModelHooks(Protocol):
         """Yield every block that may be merged, in forward order, for a latent of (B, C, ..., H, W)."""
         ...
 
+    def flops_beside_blocks(self, latent: Tensor) -> float:
+        """Return the FLOPs that an evaluation of one image needs outside of these blocks; a multiply-add is two."""
+        ...
+
     def kv_cache_numel(
         self,
         latent: Tensor,
@@ -175,6 +179,10 @@ class Transformer(ABC):
         tokens = prod(token_grid(latent, self.patch_size))
         for group, hooks in zip(self.groups, self.hooks, strict=True):
             yield from (BlockFacts(hook.name, group.kind, hook.work, tokens, self.width) for hook in hooks)
+
+    def flops_beside_blocks(self, latent: Tensor) -> float:
+        """See `ModelHooks`. Nothing worth counting."""
+        return 0.0
 
     def kv_cache_numel(
         self,

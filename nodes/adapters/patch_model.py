@@ -46,6 +46,7 @@ from .kv_memory import (
 )
 from .model_hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, HookPair, installed
 from .origin import unwrapped
+from .run_work import times_less_work
 from .sampling_run import SamplingRun
 from .sigmas import SigmaTracker
 
@@ -169,6 +170,9 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         result = executor(*args, **kwargs)
         sampling.tracker.check()
         sampling.run.draw()
+        sampling.run.stats.times_less_work = times_less_work(
+            guider.model_patcher.model.diffusion_model, noise, sampling
+        )
         return result
     finally:
         guider.model_options = options_before

@@ -112,6 +112,9 @@ class _Plain:
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
         yield from ()
 
+    def flops_beside_blocks(self, latent: Tensor) -> float:
+        return 0.0
+
     def kv_cache_numel(self, latent: Tensor, config: ToMAConfig, *_: Any, **__: Any) -> tuple[int, int]:
         return 0, 0
 

@@ -43,13 +43,16 @@ def test_a_run_is_told_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
     line = {"node": "12:5", "graph": WORKFLOW}
     lines = {"lines": [{"id": "active", "params": {}}], "more": []}
     assert begin == ("toma.said", {**line, "text": str(live.Status.ACTIVE()), "details": "", **lines}, "page")
-    text = "On: 50 % of the tokens merged, 17 of 17 blocks, 2 of 2 steps"
+    text = "On: 50 % of the tokens merged, 17 of 17 blocks, 2 of 2 steps\nAbout 1.3x less work, counted"
     told = dict(end[1])
     assert [told.pop(name)[0]["id"] for name in ("lines", "more")] == ["on", "tokens"]
     details = told.pop("details").splitlines()
     assert details[0] == "tokens: 144 -> 72 (12 x 12), 36 -> 18 (6 x 6)"
     assert "merged steps: 1-2, at ratio 0.5" in details
-    assert told == {**line, "text": text}
+    preset = told.pop("preset")
+    assert told == {**line, "text": text, "run": True}
+    assert preset["window_size"] == 8
+    assert not preset.keys() & {"ratio", "min_tokens", "skip_last_blocks"}, "those are set"
     models.sample(model, 24, 24, steps=1)
     assert len(sent) == 4, "a model that ComfyUI took from its cache tells of the next run too"
 
@@ -60,7 +63,7 @@ def test_a_run_that_fails_is_told_too(unet: Any, sent: list[Any]) -> None:
 
     with pytest.raises(RuntimeError, match="enough"):
         models.sample(patched(unet).args[0], 24, 24, steps=4, callback=stop)
-    assert sent[-1][1]["text"].endswith("1 of 4 steps")
+    assert sent[-1][1]["text"].endswith("1 of 4 steps"), "work is counted of runs that end"
 
 
 def test_two_nodes_are_told_apart(unet: Any, sent: list[Any]) -> None:

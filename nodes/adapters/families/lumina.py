@@ -6,11 +6,13 @@ blocks before it, of text or image alone, are not merged.
 
 from __future__ import annotations
 
+from math import prod
+
 from comfy.ldm.lumina.model import NextDiT
-from torch import nn
+from torch import Tensor, nn
 
 from ....toma_core.cost_model import LUMINA, Z_IMAGE
-from ..blocks import BlockGroup
+from ..blocks import BlockGroup, token_grid
 from ..family import Transformer
 from ..signature import BlockSignature, CallArguments, TokenReduction, shifted_slices
 
@@ -59,4 +61,10 @@ class Hooks(Transformer):
         """Return the layers after the refiners."""
         self.patch_size, self.width = model.patch_size, model.dim
         work = Z_IMAGE if model.pad_tokens_multiple else LUMINA
+        self.refiners = len(model.noise_refiner) * [work]
         return (BlockGroup("layer", model.layers, LayerSignature(model.pad_tokens_multiple or 1), work),)
+
+    def flops_beside_blocks(self, latent: Tensor) -> float:
+        """See `ModelHooks`. The refiners of the image."""
+        tokens = prod(token_grid(latent, self.patch_size))
+        return sum(work.flops(tokens, 1, self.width) for work in self.refiners)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from comfy.ldm.modules.attention import SpatialTransformer
-from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel
+from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel, Upsample
 from torch import Tensor, nn
 
 from ....toma_core import Evaluation, ToMAConfig
@@ -75,8 +76,8 @@ class _Stack:
     blocks: tuple[ByModule, ...]
 
     def grid(self, latent: Tensor) -> Grid:
-        """Return rows and columns of the tokens for a (B, C, H, W) latent; a Downsample rounds up."""
-        return -(-latent.shape[-2] // 2**self.halvings), -(-latent.shape[-1] // 2**self.halvings)
+        """Return rows and columns of the tokens for a (B, C, H, W) latent."""
+        return _grid(latent, self.halvings)
 
 
 class Hooks:
@@ -95,6 +96,7 @@ class Hooks:
                 blocks.append(ByModule(BlockHook(module, name, signature, UNET_BLOCK, "unet", shared)))
             width = getattr(stack.transformer_blocks[0].attn1.to_q, "in_features", 0)
             self.stacks.append(_Stack(position, halvings, width, stack, tuple(blocks)))
+        self.convolutions = _convolutions(diffusion_model)
 
     def kv_cache_numel(self, latent: Tensor, config: ToMAConfig, *_: Any, **__: Any) -> tuple[int, int]:
         """See `ModelHooks`. Nothing: convolutions see all tokens, and the presets have a small error without it."""
@@ -140,6 +142,10 @@ class Hooks:
             for block in stack.blocks:
                 yield BlockFacts(block.block_hook.name, home, block.block_hook.work, height * width, stack.width)
 
+    def flops_beside_blocks(self, latent: Tensor) -> float:
+        """See `ModelHooks`. Convolutions."""
+        return 2.0 * sum(weights * prod(_grid(latent, halvings)) for halvings, weights in self.convolutions)
+
     def hook_pairs(self) -> Iterator[HookPair]:
         """See `ModelHooks`; with the parts inside blocks."""
         for block in (block for stack in self.stacks for block in stack.blocks):
@@ -161,6 +167,35 @@ def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, 
         # An output block runs at the resolution of the skip connection it takes.
         found += [(("output", i), depths[-1 - i], m) for m in module if isinstance(m, SpatialTransformer)]
     yield from found
+
+
+def _convolutions(diffusion_model: UNetModel) -> list[tuple[int, int]]:
+    """Return (halvings, weights) of each part of the UNet that is no transformer block; projections around a stack
+    are convolutions too."""
+    depth, found = 0, []
+    depths = [
+        depth := depth + any(isinstance(m, Downsample) for m in b.modules()) for b in diffusion_model.input_blocks
+    ]
+    middle = [diffusion_model.middle_block] if diffusion_model.middle_block is not None else []
+    parts = [*zip(diffusion_model.input_blocks, depths, strict=True), *((part, depth) for part in middle)]
+    parts += [*zip(diffusion_model.output_blocks, reversed(depths), strict=True), ([diffusion_model.out], 0)]
+    for part, halvings in parts:
+        for layer in part:
+            own = [m for name, m in layer.named_modules() if "transformer_blocks" not in name]
+            weights = sum(
+                m.in_channels * m.out_channels * prod(m.kernel_size) // m.groups
+                for m in own
+                if isinstance(m, nn.Conv2d)
+            )
+            if isinstance(layer, SpatialTransformer):
+                weights += sum(m.in_features * m.out_features for m in own if isinstance(m, nn.Linear))
+            found.append((halvings - isinstance(layer, Upsample), weights))
+    return found
+
+
+def _grid(latent: Tensor, halvings: int) -> tuple[int, int]:
+    """Return rows and columns of a (B, C, H, W) latent whose sides are halved so often; a Downsample rounds up."""
+    return -(-latent.shape[-2] // 2**halvings), -(-latent.shape[-1] // 2**halvings)
 
 
 def _is_patched(stack: _Stack, index: int, transformer_options: dict[str, Any]) -> bool:

@@ -281,3 +281,13 @@ def test_comfyuis_tome_node_does_nothing_on_sdxl() -> None:
 def test_rivals_save_in_self_attention_only(rival: variants.Variant) -> None:
     base, patched = cost.count(SDXL), cost.count(SDXL, rival)
     assert 1.1 < base.flops / patched.flops < 1.25
+
+
+@pytest.mark.parametrize(("model", "within"), [("sdxl", 0.02), ("flux", 0.08), ("z_image", 0.03), ("sd3", 0.05)])
+def test_what_a_run_counts_is_what_is_counted_here(model: str, within: float) -> None:
+    """From shapes alone, as the line on the node has it; text is longer here than the least that a family has."""
+    shape, flops = Shape(model), pack_module("nodes.adapters.run_work")._flops
+    hooks = pack_module("nodes.adapters.registry").find(cost.on_meta(model, None).model.diffusion_model)
+    latent = torch.empty(1, *shape.latent, device="meta")
+    counted = hooks.flops_beside_blocks(latent) + sum(map(flops, hooks.blocks(latent)))
+    assert counted == pytest.approx(cost.count(shape).flops, rel=within)

@@ -1,0 +1,42 @@
+"""Count how much less a run computed than without merging, from shapes alone: nothing is measured in a step."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from . import registry
+from .blocks import BlockFacts
+from .sampling_run import SamplingRun
+
+
+def times_less_work(model: nn.Module, latent: Tensor, sampling: SamplingRun) -> float | None:
+    """Return the FLOPs of the unmerged run over those of this one, for a latent of (B, C, ..., H, W).
+
+    None where nothing was merged, and where the model saw tiles of the latent. Plans are not counted; references and
+    text beyond what a family always has are not either.
+    """
+    stats, hooks = sampling.run.stats, registry.find(model)
+    if hooks is None or sampling.run.tiles or not stats.merged_blocks:
+        return None
+    facts, merged_in = list(hooks.blocks(latent)), stats.merged_evaluations_of
+    every = (hooks.flops_beside_blocks(latent) + sum(map(_flops, facts))) * stats.evaluations
+    saved = 0.0
+    for step, ratio in stats.merged_steps.items():
+        by_block = _ratios(sampling, step)
+        for fact in facts:
+            if fact.name in stats.merged_blocks:
+                share = ratio if by_block is None else by_block.get(fact.name, 0.0)
+                saved += (_flops(fact) - _flops(fact, share, sampling.run.kv_cache)) * merged_in(step)
+    return every / (every - saved) if 0 < saved < every else None
+
+
+def _ratios(sampling: SamplingRun, step: int) -> dict[str, float] | None:
+    """Return the ratio of each block at a step, None if it is the same for all."""
+    schedule = sampling.run.schedule
+    ratios = schedule.ratios_at(schedule.sigmas[step], step) if step < len(schedule.sigmas) else None
+    return None if ratios is None else dict(ratios)
+
+
+def _flops(fact: BlockFacts, ratio: float = 0.0, attends: bool = False) -> float:
+    kept = fact.tokens - round(ratio * fact.tokens)
+    return fact.work.flops(kept, 1, fact.width or 1024, fact.tokens if attends else kept)
