@@ -174,7 +174,8 @@ class Found(MessageId):
 
 def _cfgs_of_samplers(hidden: Any) -> list[float]:
     """Return the cfg of every sampler in the prompt that the model of this node goes into."""
-    prompt, reached, found = getattr(hidden, "prompt", None) or {}, [str(hidden.unique_id)], list[float]()
+    prompt, found = getattr(hidden, "prompt", None) or {}, list[float]()
+    reached = [str(getattr(hidden, "unique_id", None))]
     for source in reached:
         for node_id, node in prompt.items():
             link = node.get("inputs", {}).get("model")

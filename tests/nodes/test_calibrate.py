@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,7 +115,7 @@ def test_the_preset_as_a_profile(
     )
     made, text, _, answer = calibrated(model, target=near)
     said = answer.ui["toma"][0]["text"]
-    assert "The preset 'balanced' is kept: the choice came no closer, to error 9.000." in said
+    assert "The preset 'balanced' is kept: the choice was no better, with error 9.000." in said
     assert f"The preset 'balanced' at ratio {ratio:g}: error 0." in said
     preset = sampled(patch.ToMA.execute(model, ratio, "balanced").args[0])
     assert torch.equal(sampled(made), preset)
@@ -495,7 +495,7 @@ def test_a_prediction_that_failed_is_not_believed() -> None:
     )
     assert (
         str(calibrate._notes(far, None)[0])
-        == "The preset 'balanced' is kept: the choice came no closer, to error 0.200."
+        == "The preset 'balanced' is kept: the choice was no better, with error 0.200."
     )
     doubted = dataclasses.replace(far, found=0.14, keeps_preset=False)
     assert "the chart's line cannot be trusted here. What was found counts." in "\n".join(
@@ -507,7 +507,7 @@ def test_a_prediction_that_failed_is_not_believed() -> None:
     )
     nearer = dataclasses.replace(far, found=0.14, unmeasured=["a"])
     assert str(calibrate._notes(nearer, None)[0]) == (
-        "The preset 'balanced' is kept: the choice came to error 0.140, not as predicted, and so small a gain "
+        "The preset 'balanced' is kept: the choice had error 0.140, not as predicted, and so small a gain "
         "cannot be trusted."
     )
     assert "Not merged" not in "\n".join(map(str, calibrate._notes(nearer, None))), "the preset merges them"
@@ -519,7 +519,7 @@ def test_a_prediction_that_failed_is_not_believed() -> None:
         "Less error for the same work: 0.110 instead of 0.150, at 80 % of the blocks' work."
     )
     assert "cannot be trusted" not in "\n".join(map(str, calibrate._notes(close, None)))
-    assert "farther than 0.1" in str(calibrate._notes(close, 0.1)[-1])
+    assert "more than 0.1" in str(calibrate._notes(close, 0.1)[-1])
 
 
 def test_one_picture_that_turned_out_otherwise_decides_nothing(pack: ModuleType) -> None:
@@ -532,3 +532,16 @@ def test_one_picture_that_turned_out_otherwise_decides_nothing(pack: ModuleType)
     assert not runs[2].mostly_closer(runs[1], runs[0])
     assert runs[1].mostly_closer(runs[2], runs[0])
     assert not run(whole * float("nan"), states).mostly_closer(runs[1], runs[0])
+
+
+def test_a_sampler_with_another_cfg_is_named() -> None:
+    """Also behind a node that hands the model on; one that samples another model does not count."""
+    prompt = {
+        "1": {"inputs": {"cfg": 4.0}},
+        "2": {"inputs": {"model": ["1", 0]}},
+        "3": {"inputs": {"model": ["2", 0], "cfg": 7.0}},
+        "4": {"inputs": {"model": ["9", 0], "cfg": 1.0}},
+    }
+    cfgs = pack_module("nodes.calibrate")._cfgs_of_samplers
+    assert cfgs(SimpleNamespace(unique_id="1", prompt=prompt)) == [7.0]
+    assert cfgs(None) == []
