@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2: videos in one stream of [reference | video | further frames and context], text beside it.
+"""Wan 2.1 and 2.2: videos in one stream of [references | video | further frames, context or pose], text beside it.
 
 Every frame is merged to the same number of tokens, because modulation may be per frame (Wan 2.2 5B). Cross-attention
 to the text is part of a block, and merged with it.
@@ -25,12 +25,17 @@ from ..signature import BlockSignature, CallArguments, TokenReduction
 NAME = "Wan 2.1 and 2.2"
 
 # Known kinds by their class, and after which of its blocks each reads all tokens: VACE adds what its control blocks
-# give, Animate attends to faces. Others pass sound or poses per token: they are not merged.
+# give, Animate attends to faces, WanDancer to music. Of the others, HuMo attends to sound frame by frame with a
+# reference as one frame more, S2V has noise levels for shares of the tokens that end within its reference, and Causal
+# Forcing keeps keys of its own.
 _BORDERS: Mapping[str, Callable[[Any], Collection[int]]] = {
     "WanModel": lambda model: (),
     "CameraWanModel": lambda model: (),
     "VaceWanModel": lambda model: frozenset(getattr(model, "vace_layers_mapping", ())),
     "AnimateWanModel": lambda model: range(0, len(model.blocks), 5),
+    "WanDancerModel": lambda model: frozenset(model.music_injector.injected_block_id),
+    "SCAILWanModel": lambda model: (),
+    "SCAIL2WanModel": lambda model: (),
 }
 
 
@@ -45,22 +50,31 @@ def kind_of(model: nn.Module) -> str:
     return next(kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("comfy."))
 
 
+# Kinds whose references are the first frames of the grid that ComfyUI's options have.
+_LEADING_FRAMES = ("SCAILWanModel", "SCAIL2WanModel")
+
+
 class Signature(BlockSignature):
-    """[reference | video | further frames and context]. The positions are of all of them."""
+    """[references | video | further frames, context or pose]. The positions are of all of them."""
 
     required_kwargs = ("e", "freqs", "context", "transformer_options")
     rope_arg, rope_token_dim = "freqs", 1
     passthrough_args = ("e", "context", "context_img_len", "transformer_options")
 
-    def __init__(self, has_reference: bool) -> None:
-        """has_reference: whether the model can put a reference before the video."""
-        self.has_reference = has_reference
+    def __init__(self, has_reference: bool, leading_frames: bool = False) -> None:
+        """has_reference: whether the model can put a reference before the video. leading_frames: whether references are
+        frames of its grid."""
+        self.has_reference, self.leading_frames = has_reference, leading_frames
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
+        grid = _grid_sizes(call_args)
+        if self.leading_frames:
+            ahead = prod(grid) - image if grid else -1
+            return ahead if ahead >= 0 and ahead % prod(grid[1:]) == 0 else None
         if not self.has_reference:
             return 0
         # The reference is one frame. Positions stay as they were while the tokens are merged.
-        rope, grid = call_args.get(self.rope_arg), _grid_sizes(call_args)
+        rope = call_args.get(self.rope_arg)
         ahead = -1 if rope is None or rope.ndim <= self.rope_token_dim else rope.shape[self.rope_token_dim] - prod(grid)
         return ahead if ahead in (0, prod(grid[1:])) else None
 
@@ -101,7 +115,7 @@ class Hooks(Transformer):
         self.patch_size, self.width = model.patch_size[-1], model.dim
         self.kind = kind_of(model)
         work = replace(WAN, weights=6 + 2 * model.ffn_dim / model.dim)
-        signature = Signature(getattr(model, "ref_conv", None) is not None)
+        signature = Signature(getattr(model, "ref_conv", None) is not None, self.kind in _LEADING_FRAMES)
         borders = _BORDERS[self.kind](model) if self.kind in _BORDERS else ()
         return (BlockGroup("double", model.blocks, signature, work, borders=borders),)
 

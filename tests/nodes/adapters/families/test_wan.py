@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -301,6 +302,12 @@ def test_other_frames_stay_whole(
     assert stats_of(chain).unmerged == {}
 
 
+class Seen:
+    """What CLIP sees of a picture."""
+
+    penultimate_hidden_states = noise(1, 257, 1280)
+
+
 def test_reference_and_context_at_once_leave_the_blocks_whole(attach: Any, stats_of: Any) -> None:
     """Nobody tells what of it stands before the video."""
     if not current():
@@ -322,9 +329,6 @@ def test_an_image_to_video_model(attach: Any, stats_of: Any) -> None:
     mask = torch.ones(1, 1, 5, HEIGHT, WIDTH)
     mask[:, :, 0] = 0
 
-    class Seen:
-        penultimate_hidden_states = noise(1, 257, 1280)
-
     conds = {
         "positive": models.conditioning(
             model, seed=1, concat_latent_image=first, concat_mask=mask, clip_vision_output=Seen()
@@ -343,32 +347,77 @@ KINDS: dict[str, dict[str, Any]] = {
     "vace": {"base": "WAN21_Vace", "kind": "WAN21_Vace", "vace_layers": 3, "vace_in_dim": 96, "layers": 6},
     "camera": {"base": "WAN21_Camera", "kind": "WAN22_Camera", "model_type": "camera_2.2", "layers": 6},
     "animate": {"base": "WAN22_Animate", "kind": "WAN22_Animate", "layers": 7},
+    "wandancer": {
+        "base": "WAN22_WanDancer",
+        "kind": "WAN22_WanDancer",
+        "in_dim": 36,
+        "layers": 6,
+        "audio_inject_layers": [0, 4],
+    },
 }
 
 
 @pytest.mark.parametrize(
-    ("kind", "chains"), [("vace", [1, 2, 2, 1]), ("camera", [6]), ("animate", [1, 5, 1])], ids=lambda value: str(value)
+    ("kind", "chains"),
+    [("vace", [1, 2, 2, 1]), ("camera", [6]), ("animate", [1, 5, 1]), ("wandancer", [1, 4, 1])],
+    ids=lambda value: str(value),
 )
 def test_kinds_that_look_at_all_tokens_between_blocks(
     kind: str, chains: list[int], attach: Any, record: Any, stats_of: Any
 ) -> None:
     model = models.wan(**{"model_type": kind, **KINDS[kind]})
-    blocks = model.model.diffusion_model.blocks
+    blocks, height = model.model.diffusion_model.blocks, HEIGHT
     options: dict[str, Any] = {"camera_conditions": noise(1, 24, 3, 8 * HEIGHT, 8 * WIDTH)} if kind == "camera" else {}
+    if kind == "wandancer":  # music takes an eighth of a frame each
+        height, options = 16, {"audio_embed": noise(1, 20, 35), "clip_vision_output": Seen()}
     conds = {"positive": models.conditioning(model, seed=1, **options)}
     asked = {"frames": 3, "steps": 1, "cfg": 1.0, **conds}
     calls, merged = [record(block) for block in blocks], attach(model)
-    out = models.sample(merged, HEIGHT, WIDTH, **asked)
+    out = models.sample(merged, height, WIDTH, **asked)
     assert out.isfinite().all()
     assert stats_of(merged).unmerged == {}
     assert len(stats_of(merged).merged_blocks) == len(blocks)
-    starts = [index for index, (call,) in enumerate(calls) if call.args[0].shape[1] == 3 * FRAME]
+    starts = [index for index, (call,) in enumerate(calls) if call.args[0].shape[1] == 3 * height // 2 * WIDTH // 2]
     assert starts == [sum(chains[:n]) for n in range(len(chains))]
-    assert not torch.equal(out, models.sample(model, HEIGHT, WIDTH, **asked))
-    small = attach(model, ratio=0.02)
-    near = models.sample(small, HEIGHT, WIDTH, **asked) - models.sample(model, HEIGHT, WIDTH, **asked)
-    far = out - models.sample(model, HEIGHT, WIDTH, **asked)
-    assert near.norm() < 0.5 * far.norm()
+    plain = models.sample(model, height, WIDTH, **asked)
+    assert not torch.equal(out, plain)
+    near = models.sample(attach(model, ratio=0.02), height, WIDTH, **asked) - plain
+    assert near.norm() < 0.5 * (out - plain).norm()
+
+
+@pytest.mark.parametrize("kind", ["scail", "scail2"])
+@pytest.mark.parametrize("references", [0, 2])
+def test_references_are_frames_and_poses_follow(
+    kind: str, references: int, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
+) -> None:
+    """SCAIL's poses may have half of the size; both keep all tokens."""
+    import comfy.model_base
+
+    name = kind.upper()
+    if not hasattr(comfy.model_base, f"WAN21_{name}"):
+        pytest.skip(f"this ComfyUI has no {name}")
+    model = models.wan(base=f"WAN21_{name}", kind=f"WAN21_{name}", model_type=kind, in_dim=20)
+    options: dict[str, Any] = {"pose_video_latent": noise(1, 16, 3, 10, 14), "clip_vision_output": Seen()}
+    if references:
+        options["reference_latents"] = [noise(1, 16, 1, HEIGHT, WIDTH)] * references
+    if kind == "scail2":
+        options["driving_mask_28ch"] = noise(1, 3, 28, 10, 14)
+        options["ref_mask_28ch"] = noise(1, 3 + references, 28, HEIGHT, WIDTH)
+        options["ref_mask_flag"] = False
+    block, before = model.model.diffusion_model.blocks[1], references * FRAME
+    calls, merged = record(block), attach(model, granularity="block")
+    conds = {"positive": models.conditioning(model, seed=1, **options)}
+    assert models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds).isfinite().all()
+    assert stats_of(merged).unmerged == {}
+    (call,) = calls
+    plan = plan_calls[call.first_plan].plan
+    assert (plan.tokens, call.args[0].shape[1]) == (3 * FRAME, before + 3 * FRAME + 3 * 5 * 7)
+    layout = replace(LAYOUT, before=before)
+    torch.testing.assert_close(call.out, by_hand(layout, block, call, plan, dense), **CLOSE)
+    shared = pack_module("toma_core").Settings("balanced", {"min_tokens": 4})
+    preset = pack_module("nodes.adapters.patch_model").apply_toma(model, shared)
+    assert models.sample(preset, HEIGHT, WIDTH, frames=3, steps=4, cfg=3.0, **conds).isfinite().all()
+    assert (stats_of(preset).unmerged, stats_of(preset).without_kv_cache) == ({}, None)
 
 
 UNKNOWN: dict[str, dict[str, Any]] = {
