@@ -17,9 +17,9 @@ from . import profiles, timing, widgets
 from .adapters.kv_memory import dtype_of
 from .merge_map_image import as_image
 from .node_status import errors_shown, said, status_of
-from .report_charts import FULL, MERGED, RECOMMENDED, Bar, bar_chart
+from .report_charts import FULL, MERGED, RECOMMENDED, Bar, Caption, bar_chart
 from .task import Task
-from .timing import Candidate, Timing
+from .timing import Candidate, Setting, Timing
 from .toma import complaint
 from .widgets import CATEGORY, SEARCH_ALIASES
 
@@ -145,8 +145,8 @@ class ToMABenchmark(io.ComfyNode):
         ]
         head, foot = [str(line) for line in verdict], [str(note) for note in notes]
         table = "\n".join([*head, "", *_table(timings), "", *foot])
-        image = as_image(bar_chart(verdict, "time: shorter is faster", _bars(timings, fastest, nearest), notes))
-        short = [*verdict, *(_short(timings[0], timed) for timed in timings)]
+        image = as_image(bar_chart(_bars(timings, fastest, nearest)))
+        short = [*verdict, *(_short(timings[0], timed) for timed in timings), "", Caption.TIME()]
         shown = {**ui.PreviewImage(image, cls=cls).as_dict(), "text": (table,), **said(short, notes)}
         return io.NodeOutput(
             image, table, fastest.ratio if fastest else 0.0, nearest.ratio if nearest else 0.0, ui=shown
@@ -232,12 +232,16 @@ def _short(base: Timing, timed: Timing) -> Message:
     return Measured.TIME(name=timed.name, milliseconds=milliseconds)
 
 
+def _short_name(timed: Timing) -> str:
+    return "profile" if timed.name.id is Setting.PROFILE else f"{timed.ratio:g}"
+
+
 def _bars(timings: Sequence[Timing], *recommended: Timing | None) -> list[Bar]:
     bars = []
     for timed in timings:
         label = f"{timed.median * 1e3:.4g} ms"
         if timed.ratio:
-            label = f"{timings[0].median / timed.median:.2f}x as fast, error {timed.change:.3f}"
+            label = f"{timings[0].median / timed.median:.2f}x, {timed.change:.3f}"
         colour = FULL if not timed.ratio else RECOMMENDED if timed in recommended else MERGED
-        bars.append(Bar(str(timed.name), timed.median, label, colour, timed.spread, timed.change))
+        bars.append(Bar(_short_name(timed), timed.median, label, colour, timed.spread, timed.change))
     return bars

@@ -13,7 +13,7 @@ from ..toma_core.settings import ConfigError, Refusal, SettingSpec, checked, sho
 from .calibration_run import TARGETS, Calibrated, Problem, calibrate
 from .merge_map_image import as_image
 from .node_status import errors_shown, said, status_of
-from .report_charts import MERGED, RECOMMENDED, Bar, bar_chart
+from .report_charts import MERGED, RECOMMENDED, Bar, Caption, bar_chart
 from .task import Task
 from .widgets import CATEGORY, SEARCH_ALIASES
 
@@ -144,8 +144,8 @@ class ToMACalibrate(io.ComfyNode):
         others = [] if negative is None else [used for used in _cfgs_of_samplers(cls.hidden) if used != cfg]
         notes += [Found.OTHER_CFG(cfg=cfg, used=used) for used in others[:1]]
         cost = Found.COST(evaluations=found.probes, steps=steps)
-        image = as_image(bar_chart(notes, "work of the blocks: shorter is faster", _bars(found), [cost]))
-        page = {**ui.PreviewImage(image, cls=cls).as_dict(), **said(notes, [cost])}
+        image = as_image(bar_chart(_bars(found)))
+        page = {**ui.PreviewImage(image, cls=cls).as_dict(), **said([*notes, "", Caption.WORK()], [cost])}
         return io.NodeOutput(found.model, found.profile.text() if found.profile else "", image, ui=page)
 
 
@@ -237,10 +237,10 @@ def _rounded(error: float) -> str:
 
 def _bars(found: Calibrated) -> list[Bar]:
     usual, chosen = found.usual, found.chosen
-    measured = [(f"preset '{usual.preset}'", usual.work, usual.error, MERGED)]
+    measured = [(usual.preset, usual.work, usual.error, MERGED)]
     if chosen.options:
-        measured.append(("calibrated", chosen.work, found.found, RECOMMENDED))
+        measured.append(("profile", chosen.work, found.found, RECOMMENDED))
     return [
-        Bar(name, work, f"{100 * work:.0f} % of the work, error {_rounded(error)}", colour, error=error)
+        Bar(name, work, f"{100 * work:.0f} %, {_rounded(error)}", colour, error=error)
         for name, work, error, colour in measured
     ]

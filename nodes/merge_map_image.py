@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..toma_core.maps import MergeMap
 from ..toma_core.windows import Grid
-from .report_charts import INK, PAPER, canvas, font, stacked, text_row
+from .report_charts import BLACK, INK, PAPER, canvas, font, stacked
 
 # Okabe and Ito's palette without black: told apart with every kind of colour vision.
 _COLOURS = np.array(
@@ -24,19 +24,18 @@ _MARGIN = 16
 _CAPTION = 34
 # Opacity of the regions' colours over the picture.
 _TINT = 0.25
-_LEGEND = "dot: destination token    patch: tokens that are merged into it\nblack line: window"
+# Colour of the line between tokens of different destinations.
+_EDGE = (250, 250, 250)
 
 
 def draw(
     maps: Mapping[Grid, MergeMap],
-    fallback: str,
     picture: Tensor | None = None,
     charts: Callable[[int], Iterable[Image.Image]] = lambda _: (),
 ) -> Tensor:
     """Draw one panel per token grid, the finest first, side by side.
 
     Args:
-        fallback: Text of the page without a map.
         picture: (B, H, W, C) fp32 in [0, 1]; the first is drawn under the regions.
         charts: Given a width in pixels, return what stands below the panels.
 
@@ -47,8 +46,8 @@ def draw(
     side = (_WIDTH + _MARGIN) // max(1, len(maps)) - _MARGIN
     panels = [_panel(maps[grid], photo, side) for grid in sorted(maps, reverse=True)]
     width = max(_WIDTH, sum(panel.width for panel in panels) + _MARGIN * (len(panels) - 1))
-    rows = [_beside(panels, width), text_row(_LEGEND, width)] if panels else [text_row(fallback, width)]
-    return as_image(ImageOps.expand(stacked(*rows, *charts(width)), _MARGIN, PAPER))
+    rows = [*([_beside(panels, width)] if panels else []), *charts(width)] or [canvas(width, _MARGIN)[0]]
+    return as_image(ImageOps.expand(stacked(*rows), _MARGIN, PAPER))
 
 
 def as_image(sheet: Image.Image) -> Tensor:
@@ -74,21 +73,20 @@ def _panel(merged: MergeMap, photo: Image.Image | None, side: int) -> Image.Imag
     height, width = merged.height, merged.width
     cell = max(2, side // max(height, width))
     panel, pen = canvas(max(width * cell, side), height * cell + _CAPTION)
-    title = f"{height} x {width} tokens -> {len(merged.destinations)}"
-    if merged.frames > 1:
-        title += f" (frame 1 of {merged.frames})"
+    frame = f" (1/{merged.frames})" if merged.frames > 1 else ""
+    title = f"{height} x {width}{frame}: {height * width} -> {len(merged.destinations)}"
     pen.text((0, 4), title, fill=INK, font=font())
     grid = _regions(merged, photo, cell)
     pen = ImageDraw.Draw(grid)
     rows, columns = merged.cuts
     for row in rows:
-        pen.line([(0, row * cell), (grid.width, row * cell)], fill=INK, width=max(1, cell // 8))
+        pen.line([(0, row * cell), (grid.width, row * cell)], fill=BLACK, width=max(1, cell // 8))
     for column in columns:
-        pen.line([(column * cell, 0), (column * cell, grid.height)], fill=INK, width=max(1, cell // 8))
+        pen.line([(column * cell, 0), (column * cell, grid.height)], fill=BLACK, width=max(1, cell // 8))
     radius = max(1, cell // 5)
     for index in merged.destinations.tolist():
         y, x = (index // width + 0.5) * cell, (index % width + 0.5) * cell
-        pen.ellipse([x - radius, y - radius, x + radius, y + radius], fill=(255, 255, 255), outline=INK)
+        pen.ellipse([x - radius, y - radius, x + radius, y + radius], fill=(255, 255, 255), outline=BLACK)
     panel.paste(grid, (0, _CAPTION))
     return panel
 
@@ -101,6 +99,6 @@ def _regions(merged: MergeMap, photo: Image.Image | None, cell: int) -> Image.Im
     if photo is not None:
         image = Image.blend(photo.resize(image.size, Image.Resampling.BICUBIC), image, _TINT)
     pixels, line = np.array(image), max(1, cell // 12)
-    pixels[:, line:][owner[:, line:] != owner[:, :-line]] = PAPER
-    pixels[line:][owner[line:] != owner[:-line]] = PAPER
+    pixels[:, line:][owner[:, line:] != owner[:, :-line]] = _EDGE
+    pixels[line:][owner[line:] != owner[:-line]] = _EDGE
     return Image.fromarray(pixels)

@@ -8,14 +8,14 @@ from typing import Any
 from comfy_api.latest import io, ui
 from PIL.Image import Image as PILImage
 
-from ..toma_core.reasons import MessageId
-from ..toma_core.stats import RunStats
+from ..toma_core.reasons import Message, MessageId
+from ..toma_core.stats import Line, RunStats
 from . import validate_inputs
 from .adapters import last_runs
 from .adapters.patch_model import attachment_of
 from .merge_map_image import draw
 from .node_status import errors_shown, said, status_of
-from .report_charts import blocks_chart, steps_chart
+from .report_charts import Caption, blocks_chart, steps_chart
 from .widgets import CATEGORY, SEARCH_ALIASES
 
 
@@ -74,10 +74,18 @@ class ToMAReport(io.ComfyNode):
         none = NoReport.NO_NODE() if attachment is None else NoReport.NO_RUN()
         lines = [none] if stats is None else stats.report()
         text = "\n".join(map(str, lines))
-        sheet = draw({}, text) if stats is None else draw(stats.maps, text, image, partial(_charts, stats))
-        shown = {**ui.PreviewImage(sheet, cls=cls).as_dict(), "text": (text,), **said(lines)}
+        sheet = draw({}) if stats is None else draw(stats.maps, image, partial(_charts, stats))
+        shown = {**ui.PreviewImage(sheet, cls=cls).as_dict(), "text": (text,), **said([*lines, *_captions(stats)])}
         return io.NodeOutput(text, sheet, latent, ui=shown)
 
 
 def _charts(stats: RunStats, width: int) -> list[PILImage]:
     return [chart(stats, width) for chart in (steps_chart, blocks_chart)] if stats.steps else []
+
+
+def _captions(stats: RunStats | None) -> list[Message | str]:
+    """Return what the picture shows."""
+    if stats is None or not stats.steps:
+        return []
+    shown = [*([Caption.MAP()] if stats.maps else []), Caption.STEPS(), Caption.BLOCKS()]
+    return ["", Caption.PICTURE(), *(Line.INDENTED(line=caption) for caption in shown)]

@@ -152,7 +152,7 @@ class RunStats:
 
     def headline(self) -> Message:
         """Return the verdict."""
-        reasons, merged, total = self._unmerged_reasons(), len(self.merged_blocks), len(self.blocks)
+        reasons, merged, total = self.unmerged_reasons(), len(self.merged_blocks), len(self.blocks)
         if not merged:
             return Line.NOTHING_MERGED(reason=reasons[0] if reasons else self._why_full())
         steps = len(self.merged_steps)
@@ -207,10 +207,10 @@ class RunStats:
             )
         when += [Line.FULL_BY_NEED(steps=_steps(steps), reason=why) for why, steps in self.full_reasons.items()]
         when.append(Line.EVALUATIONS(total=self.evaluations, merged=self.merged_evaluations if merged else 0))
-        not_merged = [Line.UNMERGED(reason=why, blocks=_names(self.unmerged[why])) for why in self._unmerged_reasons()]
+        not_merged = [Line.UNMERGED(reason=why, blocks=_names(self.unmerged[why])) for why in self.unmerged_reasons()]
         return {Line.WHERE: where, Line.WHEN: when, Line.NOT_MERGED: not_merged, Line.HOW: self._how()}
 
-    def _unmerged_reasons(self) -> list[Message]:
+    def unmerged_reasons(self) -> list[Message]:
         """Return why blocks were not merged, the reason of most blocks first."""
         # A profile's choice is no reason in a run that would not have merged anyway.
         found = [reason for reason in self.unmerged if self.merged_steps or reason.id is not Reason.PROFILE_SKIPS_BLOCK]

@@ -5,7 +5,7 @@ import { app } from "../../scripts/app.js"
 import { ended, startTiming, timesOf } from "./timing.js"
 // Node type -> least and greatest height of its text, in pixels: whole lines of 16, and 8 around them.
 const LINE = [72, 120]
-const REPORT = [120, 184]
+const REPORT = [184, 264]
 const HEIGHTS = { ToMA: LINE, ToMAAdvanced: LINE, ToMAReport: REPORT, ToMABenchmark: REPORT, ToMACalibrate: REPORT }
 // A new node of these is as large as its picture needs to be read.
 const SIZES = { ToMAReport: [480, 1180], ToMABenchmark: [460, 840], ToMACalibrate: [460, 860] }

@@ -99,6 +99,10 @@ class Page:
         """What stands on a node of ours."""
         return str(self.evaluate("id => window.said(id).textContent", node_id))
 
+    def verdict(self, node_id: int | str) -> str:
+        """The first line of it."""
+        return self.text(node_id).split("\n", 1)[0]
+
     def details(self, node_id: int | str) -> str:
         """What is shown when the mouse rests on it."""
         return str(self.evaluate("id => window.said(id).title", node_id))

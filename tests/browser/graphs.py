@@ -12,12 +12,14 @@ STEPS = 4
 EARLIER = "{} (from an earlier run)"
 # Places among the widgets of ToMA Advanced.
 FIRST, START, WINDOW_SIZE = 7, 9, 13
-# Records every text that a node of ours shows.
+# Records the first line of every text that a node of ours shows.
 WATCH = """id => {
     const element = window.said(id)
     window.shown = []
-    new MutationObserver(() => window.shown.push(element.textContent))
-        .observe(element, { childList: true, subtree: true, characterData: true })
+    new MutationObserver(() => {
+        const [line] = element.textContent.split("\\n")
+        if (line !== window.shown.at(-1)) window.shown.push(line)
+    }).observe(element, { childList: true, subtree: true, characterData: true })
 }"""
 
 

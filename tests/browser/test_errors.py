@@ -31,7 +31,7 @@ def test_what_is_refused_is_said_on_the_node(
 ) -> None:
     graph = broken(page, place, value, ends_at=0.5)
     page.wait_for_text(4, "llowed" if "llowed" in sentence else "raise end")
-    assert page.text(4) == sentence
+    assert page.verdict(4) == sentence
     page.tab.wait_for_function(f"() => ({MARKED})().length")
     assert page.evaluate(MARKED) == marked
     page.photograph("error", [4])
@@ -39,18 +39,18 @@ def test_what_is_refused_is_said_on_the_node(
     graph["nodes"][3]["widgets_values"][place] = workflow()["nodes"][3]["widgets_values"][place]
     page.open(graph, "mended")
     page.queue()
-    assert page.text(4).startswith("On: 50 % of the tokens merged, ")
+    assert page.verdict(4).startswith("On: 50 % of the tokens merged, ")
 
 
 def test_what_fails_while_running_is_said_on_the_node(page: Any) -> None:
     broken(page, WINDOW_SIZE, 0)
     page.wait_until_idle()
-    assert page.text(4) == "window size is 0. Allowed: a whole number from 2 to 64. Try 8."
+    assert page.verdict(4) == "window size is 0. Allowed: a whole number from 2 to 64. Try 8."
     assert page.text(7) == NEW
     page.noise.clear()  # the page logs it too
     page.set(4, "window_size", 8)
     page.queue()
-    assert page.text(4) == line(0.5)
+    assert page.verdict(4) == line(0.5)
 
 
 def test_an_input_that_is_missing_is_said_on_the_node(page: Any) -> None:
@@ -61,5 +61,5 @@ def test_an_input_that_is_missing_is_said_on_the_node(page: Any) -> None:
     page.open(graph, "missing")
     page.press_run()
     page.wait_for_text(4, "connected")
-    assert page.text(4) == "Nothing is connected to model. Connect it."
+    assert page.verdict(4) == "Nothing is connected to model. Connect it."
     page.noise.clear()

@@ -68,15 +68,15 @@ def test_an_app_shows_its_fields(page: Any) -> None:
 
 def test_the_line_follows_the_ratio(page: Any, baseline: Any) -> None:
     page.open(workflow(0.5), "line")
-    assert page.text(4) == NEW
+    assert page.verdict(4) == NEW
     page.photograph("advanced-before", [4])
     page.evaluate(WATCH, 4)
     page.queue()
-    assert page.text(4) == line(0.5)
+    assert page.verdict(4) == line(0.5)
     assert page.evaluate("window.shown")[:1] == [ACTIVE]
     page.set(4, "ratio", 0.75)
     page.queue()
-    assert page.text(4) == line(0.75)
+    assert page.verdict(4) == line(0.75)
     assert page.evaluate("window.shown") == [ACTIVE, line(0.5), EARLIER.format(line(0.5)), ACTIVE, line(0.75)]
     details = page.details(4).splitlines()
     assert details[0] == "tokens: 1024 -> 256 (32 x 32), 256 -> 64 (16 x 16)"
@@ -84,9 +84,9 @@ def test_the_line_follows_the_ratio(page: Any, baseline: Any) -> None:
     page.photograph("advanced-after", [4])
     page.set(4, "ratio", 0.0)
     page.queue()
-    assert page.text(4) == "Off: the ratio is 0."
+    assert page.verdict(4) == "Off: the ratio is 0."
     page.queue()
-    assert page.text(4) == EARLIER.format("Off: the ratio is 0."), "all of it came from the cache"
+    assert page.verdict(4) == EARLIER.format("Off: the ratio is 0."), "all of it came from the cache"
     assert page.noise - baseline == set()
 
 
@@ -94,9 +94,57 @@ def test_the_simple_node_before_and_after_a_run(page: Any, baseline: Any) -> Non
     page.open(simple(), "simple")
     page.photograph("node-before", [4])
     page.queue()
-    assert page.text(4) == "On: 50 % of the tokens merged, 14 of 17 blocks, 4 of 4 steps"
+    assert page.verdict(4) == "On: 50 % of the tokens merged, 14 of 17 blocks, 4 of 4 steps"
     page.photograph("node-after", [4], document=True)
     assert page.noise - baseline == set()
+
+
+def test_a_number_after_every_run(page: Any) -> None:
+    """Work is counted and steps are timed; a run without ToMA, by a bypassed node, is timed to compare with."""
+    page.open(simple(), "numbers")
+    page.queue()
+    verdict, work, timed = page.text(4).splitlines()
+    assert re.fullmatch(r"About 1\.\dx less work, counted", work)
+    assert re.fullmatch(r"Timed: [\d.]+ s per step", timed)
+    page.evaluate("() => { app.graph.getNodeById(4).mode = 4 }")
+    page.queue()
+    times = r"Timed: ([\d.]+) s per step, ([\d.]+) s bypassed: ([\d.]+)x as fast"
+    *before, compared = page.text(4).splitlines()
+    assert before == [EARLIER.format(verdict), work]
+    merged, bypassed, gain = map(float, re.fullmatch(times, compared).groups())
+    assert bypassed / merged == pytest.approx(gain, rel=0.2), "both are rounded"
+    page.evaluate("() => { app.graph.getNodeById(4).mode = 0 }")
+    page.queue()
+    assert page.text(4).splitlines()[:2] == [verdict, work]
+    assert float(re.fullmatch(times, page.text(4).splitlines()[2])[2]) == bypassed
+    page.set(3, "width", 160)
+    page.queue()
+    assert "bypassed" not in page.text(4), "of another size nothing is known"
+
+
+def label_of(page: Any, name: str) -> str:
+    """The label of a widget of ToMA Advanced."""
+    code = "name => app.graph.getNodeById(4).widgets.find(w => w.name === name).label"
+    return str(page.evaluate(code, name))
+
+
+def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
+    page.open(workflow(), "preset")
+    assert label_of(page, "window_size") == "window size"
+    page.queue()
+    assert label_of(page, "full_step_interval") == "full step interval: preset (0)"
+    assert label_of(page, "similarity_from") == "similarity from: preset (tokens)"
+    assert label_of(page, "min_tokens") == "min tokens", "it is set"
+    if page.renderer == "vue":
+        page.tab.get_by_text("full step interval: preset (0)").first.wait_for()
+    page.set(4, "window_size", 4)
+    assert label_of(page, "window_size") == "window size"
+    assert "preset (" not in json.dumps(page.evaluate("() => app.graph.serialize()"))
+    page.evaluate("() => app.graph.getNodeById(4).widgets.find(w => w.name === 'toma_reset').callback()")
+    values = page.evaluate("() => app.graph.getNodeById(4).serialize().widgets_values")
+    assert values[:2] == ["balanced", 0.5], "these stay"
+    assert set(values[2:17]) == {-1, "preset"}
+    assert label_of(page, "window_size") == "window size: preset (8)"
 
 
 def test_after_a_reload_a_run_from_the_cache_says_so(page: Any) -> None:
@@ -105,9 +153,9 @@ def test_after_a_reload_a_run_from_the_cache_says_so(page: Any) -> None:
     page.queue()
     page.start(vue=page.renderer == "vue")
     page.open(graph, "cached")
-    assert page.text(4) == NEW
+    assert page.verdict(4) == NEW
     page.queue()
-    assert page.text(4) == CACHED
+    assert page.verdict(4) == CACHED
 
 
 def test_an_arrow_leads_from_the_presets_value_to_zero_and_back(page: Any) -> None:
@@ -168,8 +216,8 @@ def test_two_nodes_and_a_queue_of_prompts(page: Any) -> None:
     page.press_run()
     page.set(4, "ratio", 0.25)
     page.queue()
-    assert page.text(4) == line(0.25)
-    assert page.text(14) == EARLIER.format(line(0.75)), "ComfyUI took it from its cache in the second run"
+    assert page.verdict(4) == line(0.25)
+    assert page.verdict(14) == EARLIER.format(line(0.75)), "ComfyUI took it from its cache in the second run"
 
 
 def test_a_run_is_told_to_its_own_workflow(page: Any) -> None:
@@ -181,9 +229,9 @@ def test_a_run_is_told_to_its_own_workflow(page: Any) -> None:
     page.press_run()
     page.open(workflow(0.5), "other")
     page.wait_until_idle()
-    assert page.text(4) == NEW
+    assert page.verdict(4) == NEW
     page.open(slow, "mine again")
-    assert page.text(4) == line(0.5, 12)
+    assert page.verdict(4) == line(0.5, 12)
 
 
 def test_another_browser_tab_is_not_told(page: Any) -> None:
@@ -192,8 +240,8 @@ def test_another_browser_tab_is_not_told(page: Any) -> None:
     with page.second() as second:
         second.open(same, "second")
         page.queue()
-        assert page.text(4) == line(0.5)
-        assert second.text(4) == NEW
+        assert page.verdict(4) == line(0.5)
+        assert second.verdict(4) == NEW
 
 
 def contrast(page: Any, selector: str) -> float:
@@ -226,11 +274,11 @@ def test_texts_can_be_read(page: Any) -> None:
     assert contrast(page, 4) >= 4.5
     page.queue()
     page.queue()
-    assert "earlier" in page.text(4)
+    assert "earlier" in page.verdict(4)
     assert contrast(page, 4) >= 4.5
     broken(page, WINDOW_SIZE, 0)
     page.wait_until_idle()
-    assert "window size" in page.text(4)
+    assert "window size" in page.verdict(4)
     assert contrast(page, 4) >= 4.5
     page.noise.clear()
 
@@ -280,18 +328,21 @@ def test_in_a_narrow_window_the_text_is_inside_its_node_too(narrow: Any) -> None
 def test_the_page_in_chinese(chinese: Any) -> None:
     """Labels, the line, its details, errors and help: nothing of ours stays English, and nothing is missing."""
     chinese.open(workflow(0.5), "chinese")
-    assert chinese.text(4) == "尚未运行。"
+    assert chinese.verdict(4) == "尚未运行。"
     chinese.queue()
-    assert chinese.text(4) == "已启用：合并了一半的 Token，17 个块中的 16 个，全部 4 步"
-    assert not re.search("[a-z]{3}", chinese.details(4).replace("Token", ""))
-    assert chinese.text(7).startswith("已启用：合并了一半的 Token")
+    assert chinese.verdict(4) == "已启用：合并了 50 % 的 Token，17 个块中的 16 个，4 步中的 4 步"
+    assert not re.search("[a-z]{3}", re.sub("Token|(input|middle|output)\\.", "", chinese.details(4)))
+    assert re.fullmatch(r"计算量约为原来的 1/1\.\d（计数）", chinese.text(4).splitlines()[1])
+    assert re.fullmatch(r"实测：每步 [\d.]+ 秒", chinese.text(4).splitlines()[2])
+    assert label_of(chinese, "window_size") == "窗口大小：预设（8）"
+    assert chinese.text(7).startswith("已启用：合并了 50 % 的 Token")
     chinese.photograph("chinese", [4, 7])
     broken(chinese, START, 0.9, ends_at=0.5)
     chinese.wait_for_text(4, "开始位置")
-    assert chinese.text(4) == "开始位置（0.9）大于结束位置（0.5），不会合并任何内容。请调低开始位置或调高结束位置。"
+    assert chinese.verdict(4) == "开始位置（0.9）大于结束位置（0.5），不会合并任何内容。请调低开始位置或调高结束位置。"
     broken(chinese, WINDOW_SIZE, 0)
     chinese.wait_for_text(4, "窗口大小")
-    assert chinese.text(4) == "窗口大小为 0。允许：2 到 64 的整数。可试 8。"
+    assert chinese.verdict(4) == "窗口大小为 0。允许：2 到 64 的整数。可试 8。"
     chinese.wait_until_idle()
     chinese.noise.clear()
     chinese.open(workflow(last="ToMABenchmark"), "help")

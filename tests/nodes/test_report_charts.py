@@ -38,7 +38,6 @@ def runs(column: np.ndarray, colour: tuple[int, int, int]) -> int:
 
 def test_a_steps_bar_is_as_high_as_its_share_of_tokens(stats: Any) -> None:
     pixels = np.asarray(charts.steps_chart(stats, 800))
-    pixels = pixels[: len(pixels) - charts._LEGEND]
     each = (800 - charts._AXIS - charts._PAD) / 10
     heights = []
     for step in range(10):
@@ -53,9 +52,7 @@ def test_a_run_that_merged_nothing_shows_whole_steps_only() -> None:
     told = Stats(total_steps=2)
     told.count_evaluation(0, 0.5)
     told.not_merged("double.0", Reason.TOO_FEW_TOKENS(least=9))
-    image = charts.steps_chart(told, 400)
-    square = count(image.crop((0, image.height - charts._LEGEND, 400, image.height)), charts.MERGED)
-    assert count(image, charts.MERGED) == square, "only the legend has the colour"
+    assert count(charts.steps_chart(told, 400), charts.MERGED) == 0
 
 
 @loop(("width", "steps"), [(330, 1), (330, 1000), (800, 0)])
@@ -68,10 +65,10 @@ def test_any_number_of_steps_fits(width: int, steps: int) -> None:
 
 def test_blocks_have_a_row_for_each_stack_in_natural_order(stats: Any) -> None:
     image = charts.blocks_chart(stats, 800)
-    square, top = charts._SQUARE + charts._GAP, charts.text_row("title", 800, charts.LARGE).height
+    square, left = charts._SQUARE + charts._GAP, charts._label_width(["double", "middle", "single"])
 
     def colour(row: int, column: int) -> tuple[int, ...]:
-        corner = charts._LABEL + column * square + 3, top + row * square + 3
+        corner = left + column * square + 3, row * square + 3
         return image.getpixel(corner)  # type: ignore[return-value]
 
     assert [colour(0, 0), colour(0, 1), colour(0, 2)] == [charts.MERGED, charts.PARTLY, charts.PAPER]
@@ -79,14 +76,33 @@ def test_blocks_have_a_row_for_each_stack_in_natural_order(stats: Any) -> None:
     assert [colour(2, 0), colour(2, 1), colour(2, 2)] == [charts.MERGED] * 3
 
 
-def test_many_blocks_break_into_lines_and_reasons_are_spelled_out(stats: Any) -> None:
+def test_many_blocks_break_into_lines(stats: Any) -> None:
     narrow, wide = charts.blocks_chart(stats, 330), charts.blocks_chart(stats, 1600)
     for index in range(38):
         stats.merged(f"single.{index}")
     assert charts.blocks_chart(stats, 330).height > narrow.height
     assert charts.blocks_chart(stats, 1600).height == wide.height
-    stats.not_merged("double.0", "a reason that goes on and on " * 9)
-    assert charts.blocks_chart(stats, 330).height > charts.blocks_chart(stats, 1600).height
+
+
+def test_numbers_in_squares_are_those_of_the_report(stats: Any) -> None:
+    """The reason of most blocks has number 1."""
+    for block in range(5):
+        stats.not_merged(f"late.{block}", Reason.NOTHING_TO_MERGE())
+    assert stats.unmerged_reasons()[0] == Reason.NOTHING_TO_MERGE()
+    first = next(line for line in stats.text().splitlines() if "not merged (" in line)
+    assert "late.0-4" in first
+
+
+def test_nothing_lies_on_another_and_no_margin_is_wide(stats: Any) -> None:
+    """Rows and columns without anything are few, and no letter is outside."""
+    for image in (charts.steps_chart(stats, 800), charts.blocks_chart(stats, 800)):
+        used = (np.asarray(image) != charts.PAPER).any(-1)
+        rows, columns = np.flatnonzero(used.any(1)), np.flatnonzero(used.any(0))
+        assert rows[0] <= 20
+        assert image.height - rows[-1] <= 40
+        assert columns[0] >= 1
+        assert columns[-1] < 799
+    assert min(charts.LARGE, charts.SMALL) * 450 / 816 >= 12, "letters of a picture in a node"
 
 
 def test_bars_are_as_long_as_their_values_and_errors() -> None:
@@ -95,24 +111,16 @@ def test_bars_are_as_long_as_their_values_and_errors() -> None:
         charts.Bar("ratio 0.25", 80.0, "1.25x", charts.RECOMMENDED, (80.0, 80.0), 0.5),
         charts.Bar("ratio 0.5", 50.0, "2.00x", charts.MERGED, (50.0, 50.0), 1.0),
     ]
-    image = charts.bar_chart(["verdict"], "time", bars, ["a note " * 60])
+    image = charts.bar_chart(bars)
     pixels = np.asarray(image)
     full, merged = (max(runs(row, colour) for row in pixels) for colour in (charts.FULL, charts.MERGED))
     assert full == pytest.approx(2 * merged, abs=8), "whiskers hide a little of each"
-    errors = {length for row in pixels if (length := runs(row, charts.ERROR)) > 30}  # the legend's square is less
+    errors = {length for row in pixels if (length := runs(row, charts.ERROR))}
     assert max(errors) == pytest.approx(2 * min(errors), abs=3)
-    assert image.height > charts.bar_chart(["verdict"], "time", bars, ["a note"]).height
-    assert charts.bar_chart(["a long verdict " * 9], "time", bars, []).height > image.height - 100
 
 
 @loop("error", [float("nan"), float("inf")])
 def test_an_error_that_is_no_number_is_the_longest(error: float) -> None:
     bars = [charts.Bar("preset", 0.7, "", error=0.5), charts.Bar("calibrated", 0.7, "", error=error)]
-    pixels = np.asarray(charts.bar_chart([], "work", bars, []))
-    assert max(runs(row, charts.ERROR) for row in pixels) > 690
-
-
-def test_text_is_broken_into_lines_that_fit() -> None:
-    lines = charts._wrapped("one two three four five six seven eight nine ten", 120, 18)
-    assert len(lines) > 2
-    assert " ".join(lines) == "one two three four five six seven eight nine ten"
+    pixels = np.asarray(charts.bar_chart(bars))
+    assert max(runs(row, charts.ERROR) for row in pixels) > 680
