@@ -233,7 +233,7 @@ def _short(base: Timing, timed: Timing) -> Message:
 
 
 def _short_name(timed: Timing) -> str:
-    return "profile" if timed.name.id is Setting.PROFILE else f"{timed.ratio:g}"
+    return "profile" if timed.name == Setting.PROFILE() else f"{timed.ratio:g}"
 
 
 def _bars(timings: Sequence[Timing], *recommended: Timing | None) -> list[Bar]:

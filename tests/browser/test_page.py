@@ -356,9 +356,9 @@ def test_the_page_in_chinese(chinese: Any) -> None:
 @pytest.mark.parametrize(
     ("last", "words"),
     [
-        ("ToMAReport", "first the verdict, then where and when"),
+        ("ToMAReport", "the verdict, then where and when"),
         ("ToMABenchmark", "recommends a ratio"),
-        ("ToMACalibrate", "gives the model out merged that way"),
+        ("ToMACalibrate", "outputs the model merged that way"),
     ],
 )
 def test_help_page_opens(page: Any, last: str, words: str) -> None:

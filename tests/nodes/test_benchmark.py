@@ -60,9 +60,10 @@ def test_measures_a_real_model_and_says_where(unet: Any, run: Any) -> None:
     assert answer.ui["text"][0] == table
     (message,) = answer.ui["toma"]
     assert message["text"].startswith(verdict), "first what to do"
-    *_, whole, merged = message["text"].splitlines()
+    *_, whole, merged, _, caption = message["text"].splitlines()
     assert re.fullmatch(r"without ToMA: [\d.]+ ms per step", whole)
     assert re.fullmatch(r"ratio 0.5, [\d.]+x as fast, error 0\.\d{3}, [\d.]+ ms per step", merged)
+    assert caption.startswith("Bars: time per step"), "the picture has no words"
     assert message["details"] in table
     assert len(answer.ui["images"]) == 1
 
@@ -106,7 +107,7 @@ def test_a_profile_is_measured_beside_the_ratios(unet: Any, run: Any, monkeypatc
     assert recommended == [0.5, 0.5], "the ratio does nothing beside a profile, but 0 would be off"
     assert table.startswith("Fastest worthwhile: the profile, 1.73x as fast, error 0.010.\n\n")
     assert "\nthe profile: On." in table
-    *_, last = answer.ui["toma"][0]["text"].splitlines()
+    *_, last, _, _ = answer.ui["toma"][0]["text"].splitlines()
     assert re.fullmatch(r"the profile, 1.73x as fast, error 0\.010, [\d.]+ ms per step", last)
     _, table, *_ = run(unet, profile="{")
     assert len(asked) == 1
