@@ -11,6 +11,7 @@ import pytest
 
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
+from tests.loop import loop
 
 TABLES = ROOT / "web" / "i18n"
 LANGUAGES = sorted(path.name for path in (ROOT / "locales").iterdir())
@@ -51,7 +52,7 @@ def test_every_id_has_a_text_and_every_text_an_id(ids: list[str]) -> None:
     assert set(ids) | page == set(table("en")["messages"])
 
 
-@pytest.mark.parametrize("language", TRANSLATED)
+@loop("language", TRANSLATED)
 def test_no_text_is_missing(language: str) -> None:
     english, theirs = table("en")["messages"], table(language)["messages"]
     assert (sorted(english.keys() - theirs.keys()), sorted(theirs.keys() - english.keys())) == ([], [])
@@ -63,7 +64,7 @@ def test_no_text_is_missing(language: str) -> None:
     assert same == [], "not translated"
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
+@loop("language", LANGUAGES)
 def test_labels_are_those_of_the_widgets(language: str) -> None:
     nodes = json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))
     labels = table(language)["labels"]

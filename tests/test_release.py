@@ -41,13 +41,13 @@ def test_notes_are_the_section_of_the_version(checkout: Path) -> None:
     assert release.notes("v1.2.3", checkout) == "### Fixed\n\n- A thing."
 
 
-@pytest.mark.parametrize("tag", ["1.2.3", "v1.2.4", "v1.2"])
+@loop("tag", ["1.2.3", "v1.2.4", "v1.2"])
 def test_another_tag_is_refused(checkout: Path, tag: str) -> None:
     with pytest.raises(SetupError, match=r"tag v1\.2\.3"):
         release.notes(tag, checkout)
 
 
-@pytest.mark.parametrize("text", ["## [Unreleased]\n\n- New.\n", "## [1.2.3] - 2026-01-31\n\n## [1.2.2]\n\n- Old.\n"])
+@loop("text", ["## [Unreleased]\n\n- New.\n", "## [1.2.3] - 2026-01-31\n\n## [1.2.2]\n\n- Old.\n"])
 def test_missing_changelog_is_refused(checkout: Path, text: str) -> None:
     (checkout / "CHANGELOG.md").write_text(text)
     with pytest.raises(SetupError, match=r"no text for 1\.2\.3"):

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.loop import loop
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path for folder in ("toma_core", "nodes") for path in (ROOT / folder).rglob("*.py"))
@@ -63,7 +63,7 @@ def identifiers(tree: ast.AST) -> Iterator[str]:
             yield node.arg
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@loop("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_are_those_of_the_field(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     found = {name: REPLACED[name] for name in identifiers(ast.parse(text)) if name in REPLACED}

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import bench
 from benchmarks.bench import Row, Timing, compared, interleave, quantile, red, table, write
+from tests.loop import loop
 
 CPU = torch.device("cpu")
 
@@ -43,7 +44,7 @@ def test_turns_alternate_and_warm_ups_do_not_count() -> None:
     assert timings["b"].output.item() == 6
 
 
-@pytest.mark.parametrize("warmups", [0, 1, 5])
+@loop("warmups", [0, 1, 5])
 def test_a_limit_holds_in_warm_up_too(warmups: int) -> None:
     """Of warm-up turns one is left, and one turn is counted."""
     calls: list[int] = []

@@ -25,6 +25,7 @@ from benchmarks.real import measure, metrics, report
 from benchmarks.real.measure import OTHER_SEED, Pair, Results, pairs_of, summarise
 from benchmarks.real.metrics import METRICS, CosineDistance, LeftOutError, Metric, Picture, TextSimilarity, psnr, ssim
 from benchmarks.real.pictures import UNMERGED, Folder, Job
+from tests.loop import loop
 
 PSNR, SSIM = (next(metric for metric in METRICS if metric.name == name) for name in ("psnr", "ssim"))
 
@@ -111,7 +112,7 @@ def test_cosine_distance_by_hand(pictures: list[Picture]) -> None:
     assert similarity(pictures[1], pictures[0], "cat") == pytest.approx(2**-0.5)
 
 
-@pytest.mark.parametrize(
+@loop(
     ("name", "module"),
     [
         ("dino", "timm"),

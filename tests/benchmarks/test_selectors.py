@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.selectors import RIVALS, farthest_point, rule, selecting, strided_grid, tome_matching
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 core, selection, layout = (pack_module(name) for name in ("toma_core", "toma_core.selection", "toma_core.windows"))
 WindowShape = pack_module("toma_core.config").WindowShape
@@ -52,8 +53,8 @@ def test_distinct_real_tokens_as_many_as_asked(
             assert slots[kept:] == [slots[0]] * (len(slots) - kept)
 
 
-@pytest.mark.parametrize("kind", ALL)
-@pytest.mark.parametrize("x", [torch.ones(1, 35, 4), torch.zeros(1, 35, 4)], ids=["constant", "zero"])
+@loop("kind", ALL)
+@loop("x", [torch.ones(1, 35, 4), torch.zeros(1, 35, 4)], ids=["constant", "zero"])
 def test_flat_images_too(kind: str, x: torch.Tensor) -> None:
     windows = make_windows(5, 7, WindowShape.TILE, 4)
     budget = make_budget(windows.counts, 0.4)
@@ -62,8 +63,8 @@ def test_flat_images_too(kind: str, x: torch.Tensor) -> None:
     assert [len(set(slots)) for slots in chosen] == list(budget.counts)
 
 
-@pytest.mark.parametrize("kind", RIVALS)
-@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+@loop("kind", RIVALS)
+@loop("ratio", [0.25, 0.5, 0.75])
 def test_facility_location_is_better_at_its_objective(kind: str, ratio: float) -> None:
     """Mean over 16 windows of smooth features and of noise; greedy search need not win in every window."""
     windows = make_windows(16, 16, WindowShape.TILE, 8)
@@ -77,7 +78,7 @@ def test_facility_location_is_better_at_its_objective(kind: str, ratio: float) -
         assert value > rival
 
 
-@pytest.mark.parametrize("kind", ALL)
+@loop("kind", ALL)
 def test_images_of_a_batch_do_not_meet(kind: str) -> None:
     windows = make_windows(9, 13, WindowShape.TILE, 4)
     budget = make_budget(windows.counts, 0.5)
@@ -143,7 +144,7 @@ def test_random_is_uniform() -> None:
     assert (hits / 400 - 0.3).abs().max() < 0.12
 
 
-@pytest.mark.parametrize("kind", RIVALS)
+@loop("kind", RIVALS)
 def test_inside_it_picks_for_every_run(kind: str) -> None:
     x = smooth(0, 1, 16, 16)
     picks = []

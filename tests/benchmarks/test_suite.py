@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import sections, suite
 from scripts.comfyui import ROOT
+from tests.loop import loop
 
 STARTS_ANOTHER = """
 import os, subprocess, sys, time
@@ -51,7 +52,7 @@ def test_the_kernels_tests_are_where_the_section_looks() -> None:
     assert all((ROOT / path).exists() for path in sections.KERNEL_TESTS)
 
 
-@pytest.mark.parametrize(
+@loop(
     ("code", "log", "said"),
     [
         (0, "...  [100%]\n3 passed in 1.00s\n", "passed (3 passed in 1.00s)"),

@@ -12,6 +12,7 @@ from torch import Tensor
 from compatibility.judge import Verdict, judge
 from compatibility.kit import AbsentError, Kit, node
 from compatibility.row import MERGED, Expected, Graph, NotFor, Refused, Row, whole
+from tests.loop import loop
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_several_graphs_are_counted(kit: Kit) -> None:
     assert judge(row, kit).cell == "merged (2)"
 
 
-@pytest.mark.parametrize(
+@loop(
     ("expected", "complaint"),
     [
         (Expected(whole={"no such reason": 1}), "left whole: {}, expected"),
@@ -89,7 +90,7 @@ def unchanged(args: dict[str, Any]) -> Tensor:
     return args["denoised"]
 
 
-@pytest.mark.parametrize(
+@loop(
     ("change", "complaint"),
     [
         (seeing_toma, "merging nothing, not as without ToMA"),
@@ -136,7 +137,7 @@ def test_named_graph_and_check(kit: Kit) -> None:
         verdict(kit, Graph(after_cfg(brighter), same_as={}, name="this one"))
 
 
-@pytest.mark.parametrize("path", ["nodes_freelunch.NoSuchNode", "nodes_no_such_module.Node", "nodes.NoSuchNode"])
+@loop("path", ["nodes_freelunch.NoSuchNode", "nodes_no_such_module.Node", "nodes.NoSuchNode"])
 def test_absent_nodes_are_named(kit: Kit, path: str) -> None:
     with pytest.raises(AbsentError, match="this ComfyUI has no"):
         node(path)

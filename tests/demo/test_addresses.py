@@ -10,9 +10,10 @@ import pytest
 from demo import showcase
 from demo.__main__ import main
 from scripts.comfy_server import free_port
+from tests.loop import loop
 
 
-@pytest.mark.parametrize(
+@loop(
     ("listen", "wanted"),
     [
         (showcase.EVERYWHERE, showcase.EVERYWHERE),

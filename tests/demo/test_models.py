@@ -23,6 +23,7 @@ from demo.conditioning import conditioning, empty_latent, seeded_noise
 from demo.data import Batches, Plan, View
 from demo.objectives import SPREAD, UNET_CENTRE, VelocityObjective, adm
 from demo.scenes import scene_from_seed
+from tests.loop import loop
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_norms_of_the_unet_keep_what_a_flat_background_says() -> None:
         assert means.std() > 0.3
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet"])
+@loop("kind", ["dit", "unet"])
 def test_two_steps_of_sampling(kind: str, dit_file: Path) -> None:
     model = _lively(comfy.sd.load_diffusion_model(str(dit_file)) if kind == "dit" else models.load_unet(None))
     first = _sample(model, [1, 2])
@@ -100,7 +101,7 @@ def test_two_steps_of_sampling(kind: str, dit_file: Path) -> None:
     assert (first[0] - first[1]).abs().mean() > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet"])
+@loop("kind", ["dit", "unet"])
 def test_the_prompt_matters(kind: str, dit_file: Path) -> None:
     model = _lively(comfy.sd.load_diffusion_model(str(dit_file)) if kind == "dit" else models.load_unet(None))
     noise, latent = seeded_noise([5], 64, 64), empty_latent(64, 64)
@@ -181,7 +182,7 @@ def test_noise_levels_of_the_unet() -> None:
     assert both[quantile < 0.5].float().mean() > 650
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet", "wan"])
+@loop("kind", ["dit", "unet", "wan"])
 def test_gradients_reach_every_weight(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comfy.model_management, "in_training", True)
     network = {"dit": models.new_dit, "unet": models.new_unet, "wan": models.new_wan}[kind](0)

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 calibrate = pack_module("nodes.calibrate")
 calibrating = pack_module("nodes.calibration_run")
@@ -95,9 +96,7 @@ def test_small_grids_have_nothing_to_merge(unet: Any, calibrated: Any) -> None:
     assert torch.equal(sampled(again.args[0], 40), sampled(unet, 40))
 
 
-@pytest.mark.parametrize(
-    ("kind", "near", "ratio"), [("unet", "balanced", 0.5), ("unet", "fast", 0.6), ("flux", "balanced", 0.5)]
-)
+@loop(("kind", "near", "ratio"), [("unet", "balanced", 0.5), ("unet", "fast", 0.6), ("flux", "balanced", 0.5)])
 def test_the_preset_as_a_profile(
     kind: str, near: str, ratio: float, model_of: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +155,7 @@ def clip(frames: int = 3, side: int = 32) -> dict[str, torch.Tensor]:
     return {"samples": torch.zeros(1, 16, frames, side, side)}
 
 
-@pytest.mark.parametrize("at", [6, 16, 22])
+@loop("at", [6, 16, 22])
 def test_memory_that_runs_out_is_no_measurement(
     at: int, model_of: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch, no_state_left: None
 ) -> None:
@@ -227,7 +226,7 @@ def test_the_preset_is_the_one_that_a_run_with_these_conditions_has(
     assert profiles.parsed(text).config().kv_cache is True
 
 
-@pytest.mark.parametrize("kind", ["two", "cfg_pp", "vace"])
+@loop("kind", ["two", "cfg_pp", "vace"])
 def test_a_video_measures_what_it_has_room_for(
     kind: str, model_of: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,7 +266,7 @@ def test_too_little_memory_is_said(model_of: Any, calibrated: Any, monkeypatch: 
     assert text == ""
 
 
-@pytest.mark.parametrize("distance", [float("nan"), -1.0, 0.0, 2.0])
+@loop("distance", [float("nan"), -1.0, 0.0, 2.0])
 def test_a_distance_that_is_none_is_refused(distance: float, unet: Any, calibrated: Any) -> None:
     error = pack_module("toma_core.settings").ConfigError
     with pytest.raises(error, match=r"error is .*\. Allowed: a number from 0\.005 to 1\. Try 0\.1\."):
@@ -365,7 +364,7 @@ def test_a_step_cache_of_another_pack(unet: Any, calibrated: Any) -> None:
     assert "is kept" not in said
 
 
-@pytest.mark.parametrize("merged_too", [True, False])
+@loop("merged_too", [True, False])
 def test_values_that_are_no_numbers(unet: Any, calibrated: Any, merged_too: bool) -> None:
     """Of the model itself, or only where it is merged: said, and left whole."""
 

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 live = pack_module("nodes.node_status")
 nodes = pack_module("nodes.toma")
@@ -111,7 +112,7 @@ def test_without_a_page_nobody_is_told(unet: Any, sent: list[Any]) -> None:
     assert sent == []
 
 
-@pytest.mark.parametrize(
+@loop(
     "server",
     [None, SimpleNamespace(), SimpleNamespace(PromptServer=SimpleNamespace(instance=SimpleNamespace(prompt_queue=1)))],
     ids=["not imported", "not started", "unknown"],

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
+from tests.loop import loop
 from toma_core.budget import MAX_SHARE, AdaptiveBudget, allocate, spread
 from toma_core.config import ToMAConfig
 from toma_core.merge import merge, stacked, unmerge, unmerge_residual
@@ -26,8 +26,8 @@ def of(x: torch.Tensor, windows: Windows, ratio: float) -> AdaptiveBudget:
     return allocate(make_budget(windows.counts, ratio), spread(windows.split(x), windows), windows)
 
 
-@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.75, 0.95])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@loop("ratio", [0.1, 0.5, 0.75, 0.95])
+@loop("grid", GRIDS, ids=str)
 def test_every_image_has_as_many_destinations_as_asked_for(grid: tuple[int, int], ratio: float) -> None:
     windows = make_windows(*grid, "tile", 8)
     even = make_budget(windows.counts, ratio)
@@ -66,7 +66,7 @@ def test_rounding_does_not_decide_who_gets_destinations() -> None:
     assert of(flat, windows, 0.5).valid.sum(-1).tolist() == [[32] * 16]
 
 
-@pytest.mark.parametrize("grid", [(13, 19), (16, 16)], ids=str)
+@loop("grid", [(13, 19), (16, 16)], ids=str)
 def test_frames_of_a_video_share_nothing(grid: tuple[int, int]) -> None:
     """Each has what it would have as a picture, in the places of its own windows and destinations."""
     frames = [picture(*grid, seed=seed) for seed in range(3)]
@@ -82,7 +82,7 @@ def test_frames_of_a_video_share_nothing(grid: tuple[int, int]) -> None:
     assert torch.equal(budget.pack(budget.unpack(y)), y)
 
 
-@pytest.mark.parametrize("poison", [0.0, float("nan"), float("inf")])
+@loop("poison", [0.0, float("nan"), float("inf")])
 def test_whatever_the_tokens_hold(poison: float) -> None:
     windows = make_windows(13, 19, "tile", 8)
     x = picture(13, 19)
@@ -113,7 +113,7 @@ def shown(x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
     return x.unflatten(1, grid).movedim(-1, 1)
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@loop("grid", GRIDS, ids=str)
 def test_merging_is_what_the_dense_matrices_say(grid: tuple[int, int]) -> None:
     x = picture(*grid)
     plan = plan_of(x, grid)

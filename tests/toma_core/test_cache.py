@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.loop import loop
 from toma_core import (
     Evaluation,
     RunState,
@@ -128,7 +129,7 @@ def test_on_the_same_tokens_it_gives_the_same_update_again() -> None:
     assert tokens == [64, 32]
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.6, 0.0, -2.0, 3.0])
+@loop("factor", [1.0, 0.6, 0.0, -2.0, 3.0])
 def test_as_much_is_reused_as_destinations_still_show(factor: float) -> None:
     """An update that has shrunk comes back as small; one that is gone, or has turned over, not at all; none grows."""
     run, x = run_of(), features(0, 2)
@@ -162,7 +163,7 @@ def test_destinations_are_taken_as_they_are() -> None:
     assert torch.equal(reduced[0], x[0, plan.destinations[0]])
 
 
-@pytest.mark.parametrize("order", [("cond", "uncond"), ("uncond", "cond")])
+@loop("order", [("cond", "uncond"), ("uncond", "cond")])
 def test_each_part_gets_its_own_in_one_batch_or_in_two_calls(order: tuple[str, str]) -> None:
     run, x = run_of(), {"cond": features(0), "uncond": features(1)}
     _, plan = passed(torch.cat([x["cond"], x["uncond"]]), at(run, 0, "cond", "uncond"))
@@ -200,7 +201,7 @@ def test_blocks_and_unknown_parts_are_kept_apart() -> None:
         torch.testing.assert_close(out, merged(later, plan))
 
 
-@pytest.mark.parametrize("change", ["dtype", "size"])
+@loop("change", ["dtype", "size"])
 def test_what_does_not_fit_is_not_used(change: str) -> None:
     run = run_of()
     passed(features(0), at(run, 0, "cond"))
@@ -364,7 +365,7 @@ def test_an_update_is_held_as_long_as_one_of_its_parts_is_and_counted_whole() ->
     assert run.cache.peak_bytes == 4 * one
 
 
-@pytest.mark.parametrize("packs", [False, True])
+@loop("packs", [False, True])
 def test_parts_of_what_was_kept_together_are_held_once(packs: bool) -> None:
     """Conditions that were asked about in one call, and then each in one of its own."""
     run, first = run_of(), torch.randn(2, 8, 64)

@@ -202,7 +202,7 @@ def test_amd_cards_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert card_of.__wrapped__(torch.device("cuda", 0)) is None
 
 
-@pytest.mark.parametrize(
+@loop(
     ("clock", "hertz"),
     [({"clock_rate": 2_520_000}, 2.52e9), ({"clock_rate": 0}, cost_model.CLOCK), ({}, cost_model.CLOCK)],
 )

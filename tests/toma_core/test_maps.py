@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
+from tests.loop import loop
 from toma_core.config import ToMAConfig
 from toma_core.maps import draw_map
 from toma_core.merge import MergePlan
@@ -17,7 +17,7 @@ def plan_of(x: torch.Tensor, grid: tuple[int, ...], content_independent: str = "
     return run.plan(x, grid, None, StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,), content_independent)
 
 
-@pytest.mark.parametrize("content_independent", ["", "several devices"])
+@loop("content_independent", ["", "several devices"])
 def test_the_map_shows_each_token_with_its_nearest_destination(content_independent: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 63, 6).bfloat16()

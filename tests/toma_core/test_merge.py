@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.loop import loop
 from toma_core.config import WindowShape
 from toma_core.merge import MergePlan, merge, unmerge, unmerge_residual, weigh
 from toma_core.selection import cosine_similarity, select
 from toma_core.windows import make_budget, make_windows
 
 GRIDS = [(8, 8), (13, 9), (7, 5), (1, 11), (11, 1), (3, 2)]
-grids = pytest.mark.parametrize(("height", "width"), GRIDS, ids=lambda n: str(n))
+grids = loop(("height", "width"), GRIDS, ids=lambda n: str(n))
 
 
 def features(seed: int, *shape: int) -> torch.Tensor:
@@ -81,7 +82,7 @@ def test_equal_to_the_dense_matrices(
 
 
 @grids
-@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.9])
+@loop("ratio", [0.2, 0.5, 0.9])
 def test_the_plan_says_what_it_keeps(height: int, width: int, ratio: float) -> None:
     x = features(0, 3, height * width, 6)
     plan = plan_of(x, height, width, ratio=ratio)
@@ -100,7 +101,7 @@ def test_the_plan_says_what_it_keeps(height: int, width: int, ratio: float) -> N
 
 
 @grids
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@loop("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rows_sum_to_one(height: int, width: int, dtype: torch.dtype) -> None:
     """In fp32; stored in the features' dtype, each of up to 16 weights is off by half a step of it."""
     x = features(1, 2, height * width, 6).to(dtype)
@@ -113,8 +114,8 @@ def test_rows_sum_to_one(height: int, width: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(columns, torch.ones_like(columns), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("sharpness", [300.0, 10_000.0])
+@loop("dtype", [torch.bfloat16, torch.float16], ids=str)
+@loop("sharpness", [300.0, 10_000.0])
 def test_weights_are_fp32_math_then_cast(dtype: torch.dtype, sharpness: float) -> None:
     """Exactly the weights of the same features in fp32, rounded once: near cos = 1 the dtype's own steps are whole
     logits."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.loop import loop
 from toma_core.config import Granularity, ToMAConfig, setting_default
 from toma_core.presets import PRESETS, Settings
 from toma_core.settings import ConfigError
@@ -15,7 +16,7 @@ FIELDS = [item.name for item in dataclasses.fields(ToMAConfig)]
 OWN = {"balanced": {"skip_first_blocks": 0.15, "full_step_interval": 3}, "quality": {"granularity": "block"}}
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@loop("preset", PRESETS)
 def test_presets_are_valid_and_leave_the_ratio_alone(preset: str) -> None:
     config = Settings(preset).resolved()
     assert "ratio" not in PRESETS[preset]
@@ -28,7 +29,7 @@ def test_balanced_is_what_nodes_begin_with() -> None:
     assert next(iter(PRESETS)) == "balanced"
 
 
-@pytest.mark.parametrize("preset", ["", "Balanced", "none", None, 3, ["quality"]])
+@loop("preset", ["", "Balanced", "none", None, 3, ["quality"]])
 def test_unknown_presets_are_refused(preset: Any) -> None:
     with pytest.raises(ConfigError, match=r"preset is .* Allowed: balanced, quality, paper\. Choose"):
         Settings(preset)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.loop import loop
 from toma_core.config import ToMAConfig
 from toma_core.merge import MergePlan, merge, unmerge
 from toma_core.reasons import Reason
@@ -63,7 +64,7 @@ def test_a_reweighed_plan_has_the_weights_of_the_new_tokens() -> None:
     assert same(reweighed, run_of().plan(features(1), GRID, "a", at(), (None,), content_independent="for a test"))
 
 
-@pytest.mark.parametrize(("select", "weigh"), [(1, 1), (10, 5), (5, 10), (4, 3), (1000, 1000)])
+@loop(("select", "weigh"), [(1, 1), (10, 5), (5, 10), (4, 3), (1000, 1000)])
 def test_how_often_over_a_run(select: int, weigh: int) -> None:
     """20 steps: destinations are made ceil(20 / select) times, weights whenever either is due."""
     config = ToMAConfig(window_size=4, selection_interval=select, weight_interval=weigh)
@@ -119,7 +120,7 @@ def test_plans_that_nobody_asks_for_again_are_dropped() -> None:
     assert set(run.stats.maps) == {GRID, (9, 7)}
 
 
-@pytest.mark.parametrize("images", [1, 2, 3])
+@loop("images", [1, 2, 3])
 def test_cond_and_uncond_share_one_plan(images: int) -> None:
     """In one batch or in two calls, and in either order of asking: the plan of the first chunk asked about."""
     cond, uncond = features(1, images), features(2, images)
@@ -186,7 +187,7 @@ def test_destinations_at_random_change_with_the_selection_alone() -> None:
     assert dest_slots(0, LASTING)
 
 
-@pytest.mark.parametrize("content_independent", ["", "several devices"])
+@loop("content_independent", ["", "several devices"])
 def test_the_global_random_state_is_left_alone(content_independent: str) -> None:
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
@@ -306,7 +307,7 @@ def no_waiting() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
+@loop(
     "wait",
     [
         lambda x: x.sum().item(),
@@ -323,9 +324,9 @@ def test_the_trap_snaps(wait: Any) -> None:
         wait(x)
 
 
-@pytest.mark.parametrize("content_independent", ["", "several devices"])
-@pytest.mark.parametrize("grid", [(8, 8), GRID, (1, 30)], ids=str)
-@pytest.mark.parametrize("similarity_from", ["tokens", "prediction"])
+@loop("content_independent", ["", "several devices"])
+@loop("grid", [(8, 8), GRID, (1, 30)], ids=str)
+@loop("similarity_from", ["tokens", "prediction"])
 def test_planning_and_merging_never_wait_for_the_device(
     grid: tuple[int, int], similarity_from: str, content_independent: str
 ) -> None:
@@ -345,9 +346,9 @@ def test_planning_and_merging_never_wait_for_the_device(
                     unmerge(merge(x, plan), plan)
 
 
-@pytest.mark.parametrize("content_independent", ["", "several devices"])
-@pytest.mark.parametrize("grid", [(8, 8), GRID, (1, 30)], ids=str)
-@pytest.mark.parametrize("similarity_from", ["tokens", "prediction"])
+@loop("content_independent", ["", "several devices"])
+@loop("grid", [(8, 8), GRID, (1, 30)], ids=str)
+@loop("similarity_from", ["tokens", "prediction"])
 def test_planning_and_merging_need_no_values(
     grid: tuple[int, int], similarity_from: str, content_independent: str
 ) -> None:

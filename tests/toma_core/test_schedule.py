@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.loop import loop
 from toma_core.config import Granularity, ToMAConfig
 from toma_core.presets import Settings
 from toma_core.reasons import Reason
@@ -25,7 +26,7 @@ def between(a: float, b: float) -> float:
     return math.sqrt(a * b)
 
 
-@pytest.mark.parametrize(
+@loop(
     ("calls", "steps"),
     [
         pytest.param(SIGMAS, [0, 1, 2, 3], id="euler"),
@@ -47,7 +48,7 @@ def test_steps_of_samplers(calls: tuple[float, ...], steps: list[int]) -> None:
     assert [schedule.decide(sigma).step for sigma in calls] == steps
 
 
-@pytest.mark.parametrize("direction", [-1, 1])
+@loop("direction", [-1, 1])
 def test_levels_survive_a_trip_through_fp32(direction: int) -> None:
     """A level that comes back one fp32 step higher or lower is still that step's."""
     schedule = Schedule(ToMAConfig(), SIGMAS)
@@ -259,7 +260,7 @@ def test_a_profile_that_leaves_a_noise_level_whole_is_named() -> None:
     assert Schedule(ToMAConfig(), sigmas, ratio_schedule=((4.0, {"a": 0.5}), (0.0, {}))).why_full() == (profile,)
 
 
-@pytest.mark.parametrize(
+@loop(
     ("steps", "settings", "few"),
     [
         (1, {"full_step_interval": 4}, True),
@@ -277,7 +278,7 @@ def test_too_few_steps_are_the_reason_where_every_step_is_full(steps: int, setti
     assert (schedule.why_full() == (Reason.TOO_FEW_STEPS(),)) is few
 
 
-@pytest.mark.parametrize(
+@loop(
     ("sigmas", "every", "looks", "continues_run", "merged"),
     [
         ((0.8, 0.5), 4, True, True, [1]),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
+from tests.loop import loop
 from toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, plan_for
 from toma_core.merge import MergePlan
 from toma_core.reasons import Reason
@@ -101,7 +101,7 @@ def test_the_last_one_can_be_drawn_and_no_other_is_held() -> None:
     assert set(run.stats.maps) == {GRID}
 
 
-@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@loop("broken", [float("nan"), float("inf")])
 def test_broken_images_go_by_their_own_tokens(broken: float) -> None:
     latent, x = drawn(7, 8), tokens(1, 2)
     latent[1, 0, 0, 0] = broken

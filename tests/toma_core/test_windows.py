@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.loop import loop
 from toma_core.config import WindowShape
 from toma_core.merge import MergePlan, merge, unmerge, weigh
 from toma_core.selection import cosine_similarity, select
@@ -32,10 +33,10 @@ def check_partition(windows: Windows) -> None:
     assert (windows.source == windows.source[:, :1])[~real].all()
 
 
-@pytest.mark.parametrize(("height", "width"), GRIDS, ids=lambda n: str(n))
-@pytest.mark.parametrize("kind", list(WindowShape), ids=lambda kind: kind.value)
-@pytest.mark.parametrize("shifted", [False, True], ids=["still", "shifted"])
-@pytest.mark.parametrize("size", [2, 3, 8, 64])
+@loop(("height", "width"), GRIDS, ids=lambda n: str(n))
+@loop("kind", list(WindowShape), ids=lambda kind: kind.value)
+@loop("shifted", [False, True], ids=["still", "shifted"])
+@loop("size", [2, 3, 8, 64])
 def test_everyday_and_odd_grids_are_partitioned(
     height: int, width: int, kind: WindowShape, shifted: bool, size: int
 ) -> None:
@@ -115,7 +116,7 @@ def test_split_reads_and_join_writes_the_named_tokens() -> None:
     assert windows.join(windows.split(x) * 10).flatten().tolist() == [10.0 * token for token in range(16)]
 
 
-@pytest.mark.parametrize(("height", "width"), [(0, 4), (4, 0), (-1, 4)])
+@loop(("height", "width"), [(0, 4), (4, 0), (-1, 4)])
 def test_an_empty_grid_is_refused(height: int, width: int) -> None:
     with pytest.raises(ValueError, match="at least one row and one column"):
         make_windows(height, width, WindowShape.TILE, 8)
@@ -135,9 +136,9 @@ def test_layouts_made_in_inference_mode_serve_training_later() -> None:
     assert torch.equal(y.grad, torch.ones_like(y))
 
 
-@pytest.mark.parametrize("kind", list(WindowShape), ids=lambda kind: kind.value)
-@pytest.mark.parametrize("shifted", [False, True], ids=["still", "shifted"])
-@pytest.mark.parametrize(("height", "width"), [(8, 12), (13, 9)])
+@loop("kind", list(WindowShape), ids=lambda kind: kind.value)
+@loop("shifted", [False, True], ids=["still", "shifted"])
+@loop(("height", "width"), [(8, 12), (13, 9)])
 def test_windows_of_a_video_are_those_of_each_frame(height: int, width: int, shifted: bool, kind: WindowShape) -> None:
     one = make_windows(height, width, kind, 4, shifted)
     windows = make_windows(height, width, kind, 4, shifted, 3)
@@ -151,7 +152,7 @@ def test_windows_of_a_video_are_those_of_each_frame(height: int, width: int, shi
     assert torch.equal(windows.add(x, windows.split(x)), 2 * x)
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.33, 0.5, 0.9])
+@loop("ratio", [0.0, 0.33, 0.5, 0.9])
 def test_frames_keep_as_many_tokens_each(ratio: float) -> None:
     """Also where a remainder has to go somewhere."""
     counts = make_windows(13, 9, WindowShape.TILE, 4).counts
@@ -211,9 +212,9 @@ def test_any_budget_is_exact(counts: tuple[int, ...], ratio: float) -> None:
     check_slots(check_budget(counts, ratio))
 
 
-@pytest.mark.parametrize(("height", "width"), GRIDS, ids=lambda n: str(n))
-@pytest.mark.parametrize("ratio", [0.0, 0.05, 1 / 3, 0.5, 0.75, 0.95])
-@pytest.mark.parametrize("shifted", [False, True], ids=["still", "shifted"])
+@loop(("height", "width"), GRIDS, ids=lambda n: str(n))
+@loop("ratio", [0.0, 0.05, 1 / 3, 0.5, 0.75, 0.95])
+@loop("shifted", [False, True], ids=["still", "shifted"])
 def test_budgets_of_real_grids(height: int, width: int, ratio: float, shifted: bool) -> None:
     check_slots(check_budget(make_windows(height, width, WindowShape.TILE, 8, shifted).counts, ratio))
 
@@ -227,7 +228,7 @@ def test_budget_by_hand() -> None:
     assert make_budget((1,) * 8, 0.5).total == 8
 
 
-@pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.5, float("nan")])
+@loop("ratio", [-0.1, 1.0, 1.5, float("nan")])
 def test_impossible_ratios_are_refused(ratio: float) -> None:
     with pytest.raises(ValueError, match=r"ratio must be in \[0, 1\)"):
         make_budget((4, 4), ratio)
@@ -242,7 +243,7 @@ def plan_of(x: torch.Tensor, windows: Windows, budget: Budget) -> MergePlan:
     return weigh(tokens, dest_slots, windows, budget, 30.0, x.dtype)
 
 
-@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.8])
+@loop("ratio", [0.3, 0.5, 0.8])
 def test_a_padded_window_merges_as_if_alone(ratio: float) -> None:
     torch.manual_seed(0)
     windows = make_windows(5, 7, WindowShape.TILE, 4)

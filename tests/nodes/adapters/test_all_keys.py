@@ -185,8 +185,8 @@ def test_a_full_step_that_a_cache_skips_loses_nothing(
 
     model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "cache", skipping)
     details = pack_module("toma_core.cache").ResidualCache
-    kept, found = details.load, []
-    monkeypatch.setattr(details, "load", lambda *args: found.append(kept(*args)) or found[-1])
+    kept, found = details.read, []
+    monkeypatch.setattr(details, "read", lambda *args: found.append(kept(*args)) or found[-1])
     models.sample(model, HEIGHT, WIDTH, steps=7)
     assert sorted(stats_of(model).merged_steps) == [1, 2, 5]
     assert found

@@ -15,6 +15,7 @@ from torch import nn
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 Reason = pack_module("toma_core.reasons").Reason
 
@@ -209,7 +210,7 @@ def test_attribute_with_another_name(
     assert attribute in stats_of(patched).summary()
 
 
-@pytest.mark.parametrize(("kind", "option"), [("unet", "activations_shape"), ("flux", "img_slice")])
+@loop(("kind", "option"), [("unet", "activations_shape"), ("flux", "img_slice")])
 def test_blocks_that_are_not_told_where_their_tokens_are(attach: Any, stats_of: Any, kind: str, option: str) -> None:
     model = models.unet() if kind == "unet" else models.flux(double=1)
     plain = sample(model)
@@ -224,8 +225,8 @@ def test_blocks_that_are_not_told_where_their_tokens_are(attach: Any, stats_of: 
     assert "Nothing was merged" in stats_of(patched).summary()
 
 
-@pytest.mark.parametrize("granularity", ["module", "stack"])
-@pytest.mark.parametrize("shape", ["pair", "short"])
+@loop("granularity", ["module", "stack"])
+@loop("shape", ["pair", "short"])
 def test_positions_of_another_kind(
     monkeypatch: pytest.MonkeyPatch, attach: Any, stats_of: Any, granularity: str, shape: str
 ) -> None:

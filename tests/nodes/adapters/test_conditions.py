@@ -82,7 +82,7 @@ def test_several_devices_share_destinations_where_several_conditions_take_part(p
     assert [independent(1.0, cond, uncond), independent(1.0, cond)] == [False, False], "the other has ended"
 
 
-@pytest.mark.parametrize(("positive", "negative"), [(5, 7), (1, 300), (77, 154), (14, 7)])
+@loop(("positive", "negative"), [(5, 7), (1, 300), (77, 154), (14, 7)])
 def test_every_text_length(model: Any, attach: Any, stats_of: Any, positive: int, negative: int) -> None:
     """Prompts of lengths that cannot be joined come in two calls, and share their plans all the same."""
     patched = attach(model)

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 DELTA_WEIGHT = 0.5
 SIDE = 24
@@ -25,7 +26,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
 
 
-@pytest.mark.parametrize(
+@loop(
     "settings",
     [
         {"full_step_interval": 0},
@@ -42,7 +43,7 @@ def test_does_nothing_without_whole_steps_or_around_modules(
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("granularity", ["block", "stack"])
+@loop("granularity", ["block", "stack"])
 def test_a_whole_step_is_that_of_the_model(model: Any, attach: Any, stats_of: Any, granularity: str) -> None:
     """Bit for bit, though hooks are in place and keep."""
     patched = attach(model, **REUSE, granularity=granularity)
@@ -54,7 +55,7 @@ def test_a_whole_step_is_that_of_the_model(model: Any, attach: Any, stats_of: An
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("granularity", ["block", "stack"])
+@loop("granularity", ["block", "stack"])
 def test_merged_steps_change(model: Any, attach: Any, stats_of: Any, granularity: str, no_state_left: None) -> None:
     patched = attach(model, **REUSE, granularity=granularity)
     assert not torch.equal(*(models.sample(m, SIDE, SIDE, **FIRST[2]) for m in (model, patched)))
@@ -183,7 +184,7 @@ def test_a_control_that_ends_takes_the_chains_it_split_with_it(
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("areas", [False, True])
+@loop("areas", [False, True])
 def test_joined_and_split_calls_agree(model: Any, attach: Any, monkeypatch: Any, areas: bool) -> None:
     """Each condition gets its own detail back, whichever calls they come in."""
     half = (SIDE, SIDE // 2)
@@ -244,7 +245,7 @@ def test_calls_are_told_apart_by_what_is_patched_not_only_by_their_order() -> No
     assert len({plain, first, second}) == 3
 
 
-@pytest.mark.parametrize("patched", [True, False])
+@loop("patched", [True, False])
 def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
     flux: Any, attach: Any, monkeypatch: Any, patched: bool
 ) -> None:
@@ -296,7 +297,7 @@ def test_a_patched_block_in_the_middle_of_a_stack_splits_its_detail(
     """Whole steps keep by the same chains that merged steps ask for."""
     details = pack_module("toma_core.cache").ResidualCache
     kept, asked = set(), []
-    keep, get = details.store, details.load
+    keep, get = details.store, details.read
 
     def keeping(self: Any, keys: Any, *rest: Any) -> Any:
         kept.update(key[0] for key in keys)
@@ -307,7 +308,7 @@ def test_a_patched_block_in_the_middle_of_a_stack_splits_its_detail(
         return get(self, keys, *rest)
 
     monkeypatch.setattr(details, "store", keeping)
-    monkeypatch.setattr(details, "load", asking)
+    monkeypatch.setattr(details, "read", asking)
     patched = models.unet(middle=4).clone()
     patched.set_model_attn1_replace(lambda q, k, v, options: q, "middle", 0, 1)
     models.sample(attach(patched, full_step_interval=3), 32, 32, steps=4)

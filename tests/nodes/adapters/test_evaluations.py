@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 STEPS = 8
 SIZE = 32  # pixels: 16 x 16 tokens
@@ -88,7 +89,7 @@ def euler(between: Callable[..., None] = lambda *_: None) -> Callable[..., Tenso
     return function
 
 
-@pytest.mark.parametrize("shape", ["half", "wide", "always"])
+@loop("shape", ["half", "wide", "always"])
 def test_another_size_in_the_same_run(few: Any, merged: Any, plain: float, stats_of: Any, shape: str) -> None:
     """As Dy and SMEA samplers have it; what it shows changes nothing in the picture."""
 
@@ -103,7 +104,7 @@ def test_another_size_in_the_same_run(few: Any, merged: Any, plain: float, stats
     assert bool(stats.full_reasons) is (shape != "always"), "what begins between two full steps is full once"
 
 
-@pytest.mark.parametrize("equal", [True, False])
+@loop("equal", [True, False])
 def test_a_prompt_for_every_step(few: Any, merged: Any, plain: float, stats_of: Any, equal: bool) -> None:
     """Prompts of one text share a cache, in whatever objects it comes; of others every step is full."""
     times = [(n / STEPS, (n + 1) / STEPS) for n in range(STEPS)]
@@ -123,8 +124,8 @@ def test_a_prompt_for_every_step(few: Any, merged: Any, plain: float, stats_of: 
         assert "nothing cached yet for a prompt" in stats.text()
 
 
-@pytest.mark.parametrize("factor", [0.9, 0.6, 1.1])
-@pytest.mark.parametrize("wraps", [True, False])
+@loop("factor", [0.9, 0.6, 1.1])
+@loop("wraps", [True, False])
 def test_a_noise_level_that_is_changed_on_purpose(
     few: Any, merged: Any, plain: float, stats_of: Any, factor: float, wraps: bool
 ) -> None:

@@ -9,11 +9,12 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 SHOWN = {"attn1_patch": lambda n, context, value, options: (n, context, value), "double_block": lambda args: args}
 
 
-@pytest.mark.parametrize(
+@loop(
     ("model", "granularity", "patch", "around"),
     [
         pytest.param(models.unet, "stack", "", {"stack", "block"}, id="stacks of two and of one"),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 Reason = pack_module("toma_core.reasons").Reason
 
@@ -189,7 +190,7 @@ def test_modules_of_a_double_block_are_merged_one_by_one(
     torch.testing.assert_close(call.out[1], txt, **CLOSE)
 
 
-@pytest.mark.parametrize("amount", [2, 0.5])
+@loop("amount", [2, 0.5])
 def test_first_blocks_of_each_kind_are_left_whole(flux: Any, attach: Any, stats_of: Any, amount: float) -> None:
     model = attach(flux, skip_first_blocks=amount)
     models.sample(model, HEIGHT, WIDTH, steps=1)
@@ -251,8 +252,8 @@ def test_dropped_tokens_leave_blocks_whole(flux: Any, attach: Any, stats_of: Any
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("kind", ["double_block", "single_block"])
-@pytest.mark.parametrize("order", ["before", "after"])
+@loop("kind", ["double_block", "single_block"])
+@loop("order", ["before", "after"])
 def test_foreign_block_replacement_sees_whole_tokens(
     flux: Any, attach: Any, stats_of: Any, kind: str, order: str
 ) -> None:
@@ -311,7 +312,7 @@ def test_control_is_added_to_the_right_tokens(flux: Any, attach: Any, record: An
     assert not added[:, TEXT + TOKENS :].any()
 
 
-@pytest.mark.parametrize("granularity", ["stack", "module"])
+@loop("granularity", ["stack", "module"])
 def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: Any, granularity: str) -> None:
     """As step caches do it (TeaCache, WaveSpeed): they put a loop of their own in the model's place, call the blocks
     without transformer_options and look at the tokens between them."""

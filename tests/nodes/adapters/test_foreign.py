@@ -12,12 +12,13 @@ from torch import nn
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 Reason = pack_module("toma_core.reasons").Reason
 
 SIZE = 20, 28
 LISTS = {"flux": "double_blocks", "z_image": "layers", "krea2": "blocks", "qwen_image": "transformer_blocks"}
-every_list = pytest.mark.parametrize("family", list(LISTS))
+every_list = loop("family", list(LISTS))
 
 
 class Own(nn.Module):
@@ -42,7 +43,7 @@ def blocks_of(model: Any, family: str) -> Any:
 
 
 @every_list
-@pytest.mark.parametrize("place", [0, 1, -1])
+@loop("place", [0, 1, -1])
 def test_a_block_that_is_replaced_runs_whole(family: str, place: int, attach: Any, stats_of: Any) -> None:
     """The chain ends before it and begins anew behind it; and it is merged again when it is ComfyUI's own again."""
     model = models.TRANSFORMERS[family]()
@@ -67,7 +68,7 @@ def test_a_block_that_is_replaced_runs_whole(family: str, place: int, attach: An
     assert Reason.BLOCK_REPLACED() not in stats_of(merged).unmerged
 
 
-@pytest.mark.parametrize("place", [0, 1])
+@loop("place", [0, 1])
 def test_a_block_of_a_unet_that_is_replaced_runs_whole(place: int, attach: Any, stats_of: Any) -> None:
     model = models.unet()
     stack = model.model.diffusion_model.middle_block[1].transformer_blocks
@@ -82,7 +83,7 @@ def test_a_block_of_a_unet_that_is_replaced_runs_whole(place: int, attach: Any, 
     assert stats_of(merged).unmerged == {}
 
 
-@pytest.mark.parametrize("what", ["wrapped", "shorter"])
+@loop("what", ["wrapped", "shorter"])
 def test_a_list_of_blocks_that_is_replaced(what: str, attach: Any, stats_of: Any) -> None:
     model = models.flux()
     blocks = model.model.diffusion_model.double_blocks
@@ -111,7 +112,7 @@ def test_hooks_made_while_blocks_are_replaced_do_not_keep_them(attach: Any, stat
     assert torch.equal(out, sample(attach(models.flux())))
 
 
-@pytest.mark.parametrize("where", ["class", "subclass", "object"])
+@loop("where", ["class", "subclass", "object"])
 def test_a_loop_of_somebody_else_sees_all_tokens(where: str, attach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.flux()
     network = model.model.diffusion_model
@@ -138,8 +139,8 @@ def test_a_loop_of_somebody_else_sees_all_tokens(where: str, attach: Any, monkey
     assert len(set(seen)) == 1
 
 
-@pytest.mark.parametrize("kind", ["unet", "flux"])
-@pytest.mark.parametrize("before", [False, True])
+@loop("kind", ["unet", "flux"])
+@loop("before", [False, True])
 def test_hooks_of_pytorch_see_all_tokens(kind: str, before: bool, attach: Any) -> None:
     model = {"unet": models.unet, "flux": models.flux}[kind]()
     network = model.model.diffusion_model

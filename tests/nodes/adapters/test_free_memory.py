@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 SIDE = 24
 PRESETS = ("balanced", "quality", "paper")
@@ -55,8 +56,8 @@ def late(model: Any, start: float = 0.45) -> list[Any]:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("prompts", ["two", "late"])
-@pytest.mark.parametrize("name", PRESETS)
+@loop("prompts", ["two", "late"])
+@loop("name", PRESETS)
 def test_joined_and_split_calls_give_one_picture(model: Any, preset: Any, name: str, prompts: str) -> None:
     """To rounding, as without ToMA."""
     options: dict[str, Any] = {"steps": 6} if prompts == "two" else {"steps": 6, "positive": late(model)}
@@ -69,7 +70,7 @@ def test_joined_and_split_calls_give_one_picture(model: Any, preset: Any, name: 
     assert distance(joined, plain) > 1e-3, "nothing was merged"
 
 
-@pytest.mark.parametrize("name", ["balanced", "paper"])
+@loop("name", ["balanced", "paper"])
 def test_the_number_of_threads_does_not_matter(model: Any, preset: Any, name: str) -> None:
     patched, before = preset(model, name), torch.get_num_threads()
     try:

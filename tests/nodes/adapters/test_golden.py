@@ -28,6 +28,7 @@ from torch import Tensor
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 core = pack_module("toma_core")
 
@@ -131,8 +132,8 @@ def assert_close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert (found["mean"], found["rms"]) == pytest.approx((wanted["mean"], rms), rel=0.0, abs=CLOSE_SUMS * rms)
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("family", FAMILIES)
+@loop("run", RUNS)
+@loop("family", FAMILIES)
 def test_without_toma(family: str, run: str, model_of: Any, golden: Any) -> None:
     """If this fails another ComfyUI, PyTorch or CPU computes these models otherwise, and the rest says nothing."""
     found = facts(sampled(model_of(family), family, run, 9, seed=0))
@@ -141,7 +142,7 @@ def test_without_toma(family: str, run: str, model_of: Any, golden: Any) -> None
     assert_close(found, golden[f"{family} none {run}"])
 
 
-@pytest.mark.parametrize("case", CASES)
+@loop("case", CASES)
 def test_run(case: str, model_of: Any, stats_of: Any, golden: Any, sureness: Any) -> None:
     family, setting, run = case.split()
     steps = steps_for(family, setting)

@@ -26,7 +26,7 @@ def without_room(monkeypatch: pytest.MonkeyPatch, room: float) -> None:
     monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *_, **__: room)
 
 
-@pytest.mark.parametrize(("kind", "frames"), [("flux", 0), ("z_image", 0), ("wan", 3)])
+@loop(("kind", "frames"), [("flux", 0), ("z_image", 0), ("wan", 3)])
 def test_where_room_is_short_they_are_packed(
     kind: str, frames: int, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +70,7 @@ def test_where_memory_runs_out_all_is_whole_from_then_on(
     assert "out of memory for the KV cache" in stats.summary()
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, 7])
+@loop("at", [0, 1, 2, 7])
 def test_where_packing_runs_out_of_memory_in_a_merged_step(
     at: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +116,7 @@ def short_of_memory(layer: Any, *at: int) -> Iterator[None]:
         del layer.forward
 
 
-@pytest.mark.parametrize("call", [3, 4, 5, 6])
+@loop("call", [3, 4, 5, 6])
 def test_where_memory_runs_out_for_one_condition_the_other_is_whole_too(
     call: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +131,7 @@ def test_where_memory_runs_out_for_one_condition_the_other_is_whole_too(
     assert stats_of(merged).merged_evaluations == step - 1
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@loop("packed", [False, True])
 def test_conditions_that_are_split_after_the_full_step_hold_no_more(
     packed: bool, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +169,7 @@ def test_where_memory_runs_out_all_calls_of_the_evaluation_are_made_again(
     assert (stats.evaluations, stats.merged_evaluations, stats.merged_steps) == (8, 0, {})
 
 
-@pytest.mark.parametrize("call", [3, 5])
+@loop("call", [3, 5])
 def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again(
     call: int, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
 from tests.nodes.adapters.looking import preset
 
@@ -124,7 +125,7 @@ def test_what_is_loaded_with_the_model_counts(model_of: Any) -> None:
     assert alone - left(model, control=control) == pytest.approx(1.1 * other.model_size() + more)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@loop("dtype", ["fp32", "bf16"])
 def test_the_dtype_is_that_of_the_run(dtype: str, stats_of: Any, kept: list[Any]) -> None:
     """ModelComputeDtype patches the model only when it is loaded: the first run must ask for as much as the second."""
     from comfy_extras.nodes_model_advanced import ModelComputeDtype

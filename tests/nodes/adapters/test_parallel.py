@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from scripts.comfyui import ROOT
+from tests.loop import loop
 
 RANK = Path(__file__).with_name("rank.py")
 TOKENS_CHANGED = "tokens_changed"
@@ -51,8 +52,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
+@loop("way", WAYS)
+@loop("kind", KINDS)
 def test_shared_tokens_are_left_whole(found: Any, way: str, kind: str) -> None:
     """Each process has a part of the sequence. With references its first tokens are as many as the image's, and would
     be merged by the image's grid, in the process that has the references too."""
@@ -65,8 +66,8 @@ def test_shared_tokens_are_left_whole(found: Any, way: str, kind: str) -> None:
         assert 0 < case["off from one process"] < (0.05 if kind == "odd" else 1e-5), "not the model that it should be"
 
 
-@pytest.mark.parametrize("model", ["flux", "unet"])
-@pytest.mark.parametrize("granularity", ["stack", "module"])
+@loop("model", ["flux", "unet"])
+@loop("granularity", ["stack", "module"])
 def test_shared_conditions_are_left_whole(found: Any, model: str, granularity: str) -> None:
     """Each process has one of two conditions: nobody tells it which."""
     for process in found:
@@ -78,8 +79,8 @@ def test_shared_conditions_are_left_whole(found: Any, model: str, granularity: s
         assert case["off from one process"] < 1e-5
 
 
-@pytest.mark.parametrize("model", ["flux", "unet"])
-@pytest.mark.parametrize("spread", ["pictures", "weights"])
+@loop("model", ["flux", "unet"])
+@loop("spread", ["pictures", "weights"])
 def test_whole_pictures_are_merged_as_on_one_process(found: Any, model: str, spread: str) -> None:
     """Processes of one group that each make a picture, also with their weights spread over all (FSDP)."""
     for process in found:

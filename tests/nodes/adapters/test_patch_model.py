@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 run = pack_module("nodes.adapters.patch_model")
 Reason = pack_module("toma_core.reasons").Reason
@@ -33,7 +34,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("settings", [{"ratio": 0.0}, {"start_percent": 0.4, "end_percent": 0.4}])
+@loop("settings", [{"ratio": 0.0}, {"start_percent": 0.4, "end_percent": 0.4}])
 def test_settings_that_never_merge_return_the_very_same_object(model: Any, attach: Any, settings: Any) -> None:
     assert attach(model, **settings) is model
 
@@ -42,7 +43,7 @@ ALL_WHOLE = "every step was a full step"
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(
+@loop(
     ("settings", "reason"),
     [
         ({"start_percent": 0.98}, ALL_WHOLE),
@@ -100,7 +101,7 @@ class BlockError(Exception):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("interrupt", [False, True])
+@loop("interrupt", [False, True])
 def test_error_inside_a_block_leaves_nothing_behind(
     model: Any, attach: Any, hooks_left: Any, no_state_left: None, interrupt: bool
 ) -> None:
@@ -180,7 +181,7 @@ def test_two_runs_at_once_keep_their_own_state(model: Any, attach: Any) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("order", ["before", "after"])
+@loop("order", ["before", "after"])
 def test_weight_patches_may_come_before_or_after(model: Any, attach: Any, order: str) -> None:
     """As a LoRA does it."""
     names = [n for n in model.model_state_dict() if "transformer_blocks.0.ff.net.2.weight" in n or "img_mlp.0.w" in n]
@@ -227,7 +228,7 @@ def test_first_of_two_settings_is_not_changed_by_the_second(model: Any, attach: 
     assert same(models.sample(first, SIDE, SIDE), expected)
 
 
-@pytest.mark.parametrize("how", ["clone", "disable_dynamic", "force_deepcopy"])
+@loop("how", ["clone", "disable_dynamic", "force_deepcopy"])
 def test_clones_carry_it_along(model: Any, attach: Any, how: str) -> None:
     kind = "flux" if hasattr(model.model.diffusion_model, "double_blocks") else "unet"
 

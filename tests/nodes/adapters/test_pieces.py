@@ -11,6 +11,7 @@ import torch
 from benchmarks import models
 from compatibility.tiles import corners, tiled
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 SIDE = 24
 CORNERS = corners(SIDE)
@@ -38,7 +39,7 @@ def sampled(model: Any, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("name", PRESETS)
+@loop("name", PRESETS)
 def test_a_tile_does_not_depend_on_the_others(model: Any, preset: Any, stats_of: Any, name: str) -> None:
     """Tiles in another order, and some at once, give the same picture; and they are merged."""
     patched = preset(model, name)
@@ -48,7 +49,7 @@ def test_a_tile_does_not_depend_on_the_others(model: Any, preset: Any, stats_of:
         torch.testing.assert_close(sampled(tiled(patched, tiles, at_once)), expected, **NEARLY)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@loop("name", PRESETS)
 def test_joined_and_split_calls_agree_on_tiles(model: Any, preset: Any, monkeypatch: Any, name: str) -> None:
     patched = tiled(preset(model, name), CORNERS, at_once=2)
     joined = sampled(patched)

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 probing = pack_module("nodes.adapters.probe")
 run = pack_module("nodes.adapters.patch_model")
@@ -32,7 +33,7 @@ def probed(model: Any, steps: int = 8, most: int = 1000, **settings: Any) -> tup
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("settings", [{}, {**CLOSE, "full_step_interval": 3}, {"similarity_from": "prediction"}])
+@loop("settings", [{}, {**CLOSE, "full_step_interval": 3}, {"similarity_from": "prediction"}])
 def test_the_run_is_the_unmerged_one(model: Any, settings: dict[str, Any], no_state_left: None) -> None:
     probes, latent, _ = probed(model, **settings)
     assert torch.equal(latent, models.sample(model, SIDE, SIDE, steps=8))
@@ -127,14 +128,14 @@ def test_a_condition_that_begins_on_the_way(unet: Any, no_state_left: None, monk
     probes = probing.Probes(sites, 1000)
     both = [*models.conditioning(unet, seed=1), *later]
     details = pack_module("toma_core.cache").ResidualCache
-    kept, lacking = details.load, []
+    kept, lacking = details.read, []
 
     def watched(self: Any, keys: Any, like: torch.Tensor) -> Any:
         found = kept(self, keys, like)
         lacking.extend([keys] if found is None else [])
         return found
 
-    monkeypatch.setattr(details, "load", watched)
+    monkeypatch.setattr(details, "read", watched)
     latent = models.sample(probes.on(patched), SIDE, SIDE, steps=12, positive=both)
     assert torch.equal(latent, models.sample(unet, SIDE, SIDE, steps=12, positive=both))
     assert {*probes.site_errors} == {(site, level) for site in sites for level in range(len(probes.bands))}

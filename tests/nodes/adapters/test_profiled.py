@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 run = pack_module("nodes.adapters.patch_model")
 identity = pack_module("nodes.adapters.fingerprint")
@@ -36,7 +37,7 @@ def sampled(model: Any, steps: int = STEPS) -> torch.Tensor:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(
+@loop(
     "settings",
     [
         {},
@@ -172,7 +173,7 @@ def test_fingerprints_of_loras(unet: Any) -> None:
     assert digest((lora(keys[0]), 1.0)) == different[1]
 
 
-@pytest.mark.parametrize("settings", [{}, {**CLOSE, "full_step_interval": 3}])
+@loop("settings", [{}, {**CLOSE, "full_step_interval": 3}])
 def test_videos(model_of: Any, stats_of: Any, settings: dict[str, Any]) -> None:
     """One ratio everywhere is the setting, and a block alone has its own."""
     wan = model_of("wan")
@@ -188,7 +189,7 @@ def test_videos(model_of: Any, stats_of: Any, settings: dict[str, Any]) -> None:
     assert set(stats_of(alone).grids.values()) == {3 * (SIDE // 2) ** 2 // 4}
 
 
-@pytest.mark.parametrize("kind", models.KINDS)
+@loop("kind", models.KINDS)
 def test_every_family_tells_its_blocks(kind: str, model_of: Any, stats_of: Any) -> None:
     """Those that may be merged, by the names that the report has, and with one ratio each."""
     model = model_of(kind)

@@ -55,12 +55,12 @@ def check(model: Any, size: tuple[int, int], index: int, attach: Any, stats_of: 
     assert all(stats.merged_blocks or h * w < 4 for h, w in stats.grids)
 
 
-@pytest.mark.parametrize(("index", "size"), list(enumerate(UNET_SIZES)), ids=str)
+@loop(("index", "size"), list(enumerate(UNET_SIZES)), ids=str)
 def test_unet_sizes(unet: Any, attach: Any, stats_of: Any, decisions: Any, index: int, size: tuple[int, int]) -> None:
     check(unet, size, index, attach, stats_of, decisions)
 
 
-@pytest.mark.parametrize(("index", "size"), list(enumerate(FLUX_SIZES)), ids=str)
+@loop(("index", "size"), list(enumerate(FLUX_SIZES)), ids=str)
 def test_flux_sizes(flux: Any, attach: Any, stats_of: Any, decisions: Any, index: int, size: tuple[int, int]) -> None:
     check(flux, size, index + 3, attach, stats_of, decisions)
 

@@ -246,7 +246,7 @@ def test_a_guider_or_wrapper_that_may_go_another_way_is_read(pack: Any) -> None:
     assert not trusted(euler, plain)
 
 
-@pytest.mark.parametrize("first", [False, True])
+@loop("first", [False, True])
 def test_evaluations_that_another_wrapper_skips_are_counted(model: Any, attach: Any, told: Any, first: bool) -> None:
     """As LazyCache skips them, whether its node comes before ToMA's or after it."""
     from comfy.patcher_extension import WrappersMP

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 Reason = pack_module("toma_core.reasons").Reason
 
@@ -109,8 +110,8 @@ def _outputs(*numbers: int) -> list[str]:
     return [f"output.{n}" for n in numbers]
 
 
-@pytest.mark.parametrize("granularity", ["block", "stack"])
-@pytest.mark.parametrize("amount", [4, 0.35])
+@loop("granularity", ["block", "stack"])
+@loop("amount", [4, 0.35])
 def test_last_stacks_are_left_whole(unet: Any, attach: Any, stats_of: Any, granularity: str, amount: float) -> None:
     """All blocks of them; a share is of the stacks, of which there are 11."""
     model = attach(unet, skip_last_blocks=amount, granularity=granularity)
@@ -164,10 +165,8 @@ def test_sag_reads_the_attention_map_of_whole_tokens(
     assert "middle.0.0 self-attention" in stats_of(model).unmerged[Reason.BLOCK_REPLACED()]
 
 
-@pytest.mark.parametrize("granularity", ["module", "stack"])
-@pytest.mark.parametrize(
-    "kind", ["attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch"]
-)
+@loop("granularity", ["module", "stack"])
+@loop("kind", ["attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch"])
 def test_foreign_patches_see_whole_tokens(unet: Any, attach: Any, kind: str, granularity: str) -> None:
     seen: list[int] = []
 
@@ -186,7 +185,7 @@ def test_foreign_patches_see_whole_tokens(unet: Any, attach: Any, kind: str, gra
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("change", ["context", "value", "query", "longer context"])
+@loop("change", ["context", "value", "query", "longer context"])
 def test_attention_patch_may_change_any_of_the_three(unet: Any, attach: Any, change: str) -> None:
     """After such a patch keys and values are no longer the queries; they must stay as long as each other."""
 

@@ -13,6 +13,7 @@ from apricot import FacilityLocationSelection
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.loop import loop
 from tests.toma_core.selection.reference import best_value, naive_greedy, naive_value
 from toma_core.config import WindowShape
 from toma_core.selection import cosine_similarity, facility_location, select
@@ -27,8 +28,8 @@ def features(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("slots", [1, 2, 7, 15])
-@pytest.mark.parametrize("groups", [1, 3])
+@loop("slots", [1, 2, 7, 15])
+@loop("groups", [1, 3])
 def test_as_good_as_the_loops(slots: int, groups: int) -> None:
     S = cosine_similarity(features(slots, groups, slots, 6))
     order = greedy_facility_location(S, None, slots)
@@ -61,8 +62,8 @@ def test_padding_is_never_picked_and_never_counts(seed: int, slots: int, dest_sl
     assert all(len(set(row[:slots])) == slots for row in every.tolist())
 
 
-@pytest.mark.parametrize(("height", "width", "size"), [(5, 7, 4), (13, 9, 5), (3, 1, 2), (1, 11, 3), (6, 6, 3)])
-@pytest.mark.parametrize("ratio", [0.25, 0.6])
+@loop(("height", "width", "size"), [(5, 7, 4), (13, 9, 5), (3, 1, 2), (1, 11, 3), (6, 6, 3)])
+@loop("ratio", [0.25, 0.6])
 def test_ragged_windows_of_a_batch_each_as_good_as_the_loops(height: int, width: int, size: int, ratio: float) -> None:
     windows = make_windows(height, width, WindowShape.TILE, size)
     budget = make_budget(windows.counts, ratio)
@@ -100,7 +101,7 @@ def test_greedy_is_not_always_best() -> None:
     assert best_value(S[0], 2) == pytest.approx(9.61, abs=0.01)
 
 
-@pytest.mark.parametrize("smooth", [False, True], ids=["noise", "smooth"])
+@loop("smooth", [False, True], ids=["noise", "smooth"])
 def test_as_good_as_apricot_at_every_budget(smooth: bool) -> None:
     x = features(5, 35, 16)
     if smooth:
@@ -122,7 +123,7 @@ def test_nested_and_distinct(seed: int, slots: int) -> None:
         assert torch.equal(greedy_facility_location(S, None, dest_slots), every[:, :dest_slots])
 
 
-@pytest.mark.parametrize("x", [torch.ones(1, 9, 4), torch.zeros(1, 9, 4), -torch.ones(1, 9, 4)], ids=["1", "0", "-1"])
+@loop("x", [torch.ones(1, 9, 4), torch.zeros(1, 9, 4), -torch.ones(1, 9, 4)], ids=["1", "0", "-1"])
 def test_on_a_flat_image_any_set_is_best_and_all_picks_differ(x: torch.Tensor) -> None:
     S = cosine_similarity(x)
     for dest_slots in (1, 4, 9):
@@ -178,7 +179,7 @@ def leads(x: torch.Tensor, dest_slots: int, step: float) -> tuple[torch.Tensor, 
     return torch.cat(order, 1), torch.cat(won, 1)
 
 
-@pytest.mark.parametrize(("side", "dest_slots"), [(5, 12), (8, 32), (8, 48), (16, 128)])
+@loop(("side", "dest_slots"), [(5, 12), (8, 32), (8, 48), (16, 128)])
 def test_ties_fall_by_place_whatever_rounds(side: int, dest_slots: int) -> None:
     """Late in a search two tokens that help only each other tie up to rounding, in nearly every window. The same slots
     for features as another batch or kernel would round them, for a window alone, and on any number of threads."""
@@ -224,7 +225,7 @@ def test_a_zero_token_among_others_does_no_harm() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@loop("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_any_feature_dtype(dtype: torch.dtype) -> None:
     """Rounding to the dtype happens before, not inside: the dest_slots are as good as those of the rounded features."""
     x = features(1, 2, 16, 8).to(dtype)

@@ -8,6 +8,7 @@ from apricot import FacilityLocationSelection
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.loop import loop
 from tests.toma_core.selection.reference import best_value, naive_value
 from toma_core.selection import cosine_similarity, facility_location, in_parts, objective
 from toma_core.selection.objective import chosen_similarity, normalized
@@ -19,7 +20,7 @@ def similarity_of(seed: int, windows: int, slots: int, channels: int = 5) -> tor
     return cosine_similarity(torch.randn(windows, slots, channels, generator=torch.Generator().manual_seed(seed)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@loop("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_cosines_are_computed_in_fp32(dtype: torch.dtype) -> None:
     x = (100 * torch.randn(3, 9, 40)).to(dtype)
     S = cosine_similarity(x)
@@ -95,7 +96,7 @@ def test_the_brute_force_is_brute() -> None:
     assert naive_value(S, []) == 0.0
 
 
-@pytest.mark.parametrize("most", [1, 100, 10**9])
+@loop("most", [1, 100, 10**9])
 def test_windows_may_come_in_parts(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 7 windows of 2 images, some at a time: at most so many numbers, unless one window has more."""
     x, dest_slots = torch.randn(2, 7, 9, 5), torch.randint(9, (2, 7, 4))

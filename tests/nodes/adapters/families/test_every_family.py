@@ -31,7 +31,7 @@ Reason = pack_module("toma_core.reasons").Reason
 
 BLOCKS = [(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts]
 block_kinds = pytest.mark.parametrize(("family", "layout"), BLOCKS, ids=[f"{f}-{la.blocks}" for f, la in BLOCKS])
-every_family = pytest.mark.parametrize("family", LAYOUTS)
+every_family = loop("family", LAYOUTS)
 
 
 @pytest.mark.compat
@@ -169,7 +169,7 @@ def test_plans_from_the_predicted_picture(
 
 
 @every_family
-@pytest.mark.parametrize("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
+@loop("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
 def test_conditions_in_calls_of_their_own(
     family: str, settings: Any, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,7 +225,7 @@ REPLACED = ("flux", "flux2", "chroma", "qwen_image", "sd3", "wan", "hunyuan", "l
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("family", REPLACED)
+@loop("family", REPLACED)
 def test_replaced_block_sees_all_tokens(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
     model, seen, layout = model_of(family), [], LAYOUTS[family][0]
 
@@ -243,7 +243,7 @@ def test_replaced_block_sees_all_tokens(family: str, model_of: Any, attach: Any,
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("family", ["z_image", "lumina2", "qwen_image", "wan"])
+@loop("family", ["z_image", "lumina2", "qwen_image", "wan"])
 def test_patch_between_blocks_sees_and_changes_all_tokens(family: str, model_of: Any, attach: Any) -> None:
     """As ControlNets that are patches do it: they are shown the image after every block, and what they give is it."""
     model, seen = model_of(family), []

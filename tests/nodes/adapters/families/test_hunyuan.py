@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 from tests.nodes.adapters.families.layouts import (
     CLOSE,
     DOUBLE,
@@ -95,8 +96,8 @@ def test_a_block_of_a_video(
     torch.testing.assert_close(out, by_hand(layout, block, call, planned.plan, dense), **CLOSE)
 
 
-@pytest.mark.parametrize("settings", [{}, PREDICTED, {"full_step_interval": 2}], ids=repr)
-@pytest.mark.parametrize(("height", "width", "frames", "cfg"), [(20, 28, 5, 4.0), (18, 16, 1, 1.0), (16, 34, 21, 4.0)])
+@loop("settings", [{}, PREDICTED, {"full_step_interval": 2}], ids=repr)
+@loop(("height", "width", "frames", "cfg"), [(20, 28, 5, 4.0), (18, 16, 1, 1.0), (16, 34, 21, 4.0)])
 def test_videos_and_guidance(
     height: int, width: int, frames: int, cfg: float, settings: Any, hunyuan: Any, attach: Any, stats_of: Any
 ) -> None:

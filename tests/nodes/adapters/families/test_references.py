@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 from tests.nodes.adapters.families.layouts import (
     CLOSE,
     HEIGHT,
@@ -83,7 +84,7 @@ def test_references(
     torch.testing.assert_close(found, restored(layout, run(block, layout, seen), images, few, U), **CLOSE)
 
 
-@pytest.mark.parametrize("granularity", ["module", "block", "stack"])
+@loop("granularity", ["module", "block", "stack"])
 def test_modulation_is_of_the_tokens_that_a_block_has(
     granularity: str, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

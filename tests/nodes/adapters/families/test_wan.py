@@ -112,8 +112,8 @@ def test_modulation_that_frames_do_not_explain_leaves_the_blocks_whole(attach: A
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("frames", [1, 5, 21])
-@pytest.mark.parametrize(("height", "width", "batch", "cfg"), [(20, 28, 1, 1.0), (19, 15, 1, 5.0), (33, 8, 2, 5.0)])
+@loop("frames", [1, 5, 21])
+@loop(("height", "width", "batch", "cfg"), [(20, 28, 1, 1.0), (19, 15, 1, 5.0), (33, 8, 2, 5.0)])
 def test_frames_odd_sizes_and_guidance(
     frames: int, height: int, width: int, batch: int, cfg: float, wan: Any, attach: Any, stats_of: Any
 ) -> None:
@@ -158,7 +158,7 @@ def test_plans_from_the_predicted_video(wan: Any, attach: Any, plan_calls: Any, 
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, frames=5, steps=3, cfg=5.0), out)
 
 
-@pytest.mark.parametrize("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
+@loop("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
 def test_conditions_in_calls_of_their_own(
     settings: Any, wan: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,9 +184,7 @@ def in_two(high: Any, low: Any, frames: int = 5) -> Tensor:
     return latent
 
 
-@pytest.mark.parametrize(
-    ("name", "frames", "steps"), [("balanced", 5, ([1], [1])), ("quality", 5, ([1], [])), ("balanced", 1, ([1], []))]
-)
+@loop(("name", "frames", "steps"), [("balanced", 5, ([1], [1])), ("quality", 5, ([1], [])), ("balanced", 1, ([1], []))])
 def test_presets_where_two_models_take_two_steps_each(
     name: str, frames: int, steps: tuple[list[int], list[int]], wan: Any, stats_of: Any
 ) -> None:
@@ -445,7 +443,7 @@ def test_kinds_that_are_not_known_run_whole(name: str, attach: Any, stats_of: An
 # --- patches of others ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["attn1_patch", "attn2_patch"])
+@loop("place", ["attn1_patch", "attn2_patch"])
 def test_patches_inside_a_block_see_all_tokens(place: str, wan: Any, attach: Any, stats_of: Any) -> None:
     """As those of MultiTalk do."""
     seen: list[tuple[int, Any]] = []
@@ -532,7 +530,7 @@ def test_without_memory_for_a_plan_the_run_is_whole(
     assert "Nothing was merged: out of memory while destinations were selected" in stats_of(merged).summary()
 
 
-@pytest.mark.parametrize("joined", [True, False], ids=["one call", "two calls"])
+@loop("joined", [True, False], ids=["one call", "two calls"])
 def test_without_memory_for_one_plan_more_no_prompt_has_what_the_other_has_not(
     joined: bool, wan: Any, attach: Any, stats_of: Any, apart: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
