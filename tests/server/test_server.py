@@ -199,7 +199,7 @@ def test_a_range_without_steps_is_refused_before_anything_runs(tiny_server: Comf
         tiny_server.run(graph(advanced(tiny_server, start_percent=0.8, end_percent=0.2)), timeout=60)
     errors = refused.value.node_errors["4"]["errors"]
     assert {error["extra_info"]["input_name"] for error in errors} == {"start_percent", "end_percent"}
-    for part in ("start percent (0.8)", "end percent (0.2)", "lower start percent"):
+    for part in ("Start percent (0.8)", "end percent (0.2)", "Lower start percent"):
         assert all(part in error["details"] for error in errors)
 
 
