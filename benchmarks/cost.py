@@ -242,6 +242,14 @@ def count(
     # As `apply_model` hands them on.
     x, t, context = (given.pop(name) for name in ("x", "t", "c_crossattn"))
     x, context = x.to(torch.bfloat16), context.to(torch.bfloat16)
+    latents = x
+    if shapes := given.pop("latent_shapes", None):
+        from comfy.utils import unpack_latents
+
+        latents = unpack_latents(x, shapes)
+        x = latents[0]
+    if shape.model == "h3":
+        t = torch.full(t.shape, 0.7)  # it reads its noise level
     references = [latent.to(torch.bfloat16) for latent in given.pop("ref_latents", ())]
     given |= {"y": given["y"].to(torch.bfloat16)} if "y" in given else {}
     given |= {"ref_latents": references} if references else {}
@@ -264,7 +272,7 @@ def count(
             evaluation = pack_module("toma_core").Evaluation(run, decision, pictures=pictures)
         chosen = () if evaluation is None else find(model).select(x, evaluation, options, references=references)
         with torch.no_grad(), hooks.installed(chosen):
-            model(x, t, context=context, **given, transformer_options=dict(options))
+            model(latents, t, context=context, **given, transformer_options=dict(options))
 
     if run is not None:
         for before in range(step if plan else step + 1):

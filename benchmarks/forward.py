@@ -85,6 +85,7 @@ class Runner:
         if self.sampling is not None:
             hooks = pack_module("nodes.adapters.model_hooks")
             options[hooks.SAMPLING] = self.sampling
+            self.sampling.shapes = inputs.get("latent_shapes")
             if self.sampling.prediction is None:
                 self.sampling.predicted(inputs["x"])  # as after a step, for plans that are made of it
             options[hooks.GRAPHS] = pack_module("nodes.adapters.compile_ops").compiled(self.patched.model_options)

@@ -3,7 +3,7 @@ where that reads them off the weights, from what is published."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ class Whole:
     depths: the names in it that say how many blocks there are of each kind. few: so many of them as a machine with
     10 GB takes at full width. text: tokens and width of the text: what ComfyUI pads to, else a prompt of a hundred
     tokens or so. pooled: width of the pooled vector, 0 if there is none. channels: of the latent. pixel: side of one of
-    its pixels in the picture. video: latents have five dimensions. guidance: it is told one.
+    its pixels in the picture. video: latents have five dimensions. guidance: it is told one. audio: the shape of the sound
+    beside so many frames of the latent, where it is a second stream.
     """
 
     base: str
@@ -30,6 +31,7 @@ class Whole:
     pixel: int = 8
     video: bool = False
     guidance: bool = False
+    audio: Callable[[int], tuple[int, ...]] | None = None
 
     def at(self, blocks: tuple[int, ...] | None) -> dict[str, Any]:
         """The config with so many blocks of each kind; all of them if None, or if there are no kinds."""
@@ -285,6 +287,48 @@ WAN = Whole(
     few=(3,),
     video=True,
 )
+# LTX-2.3, of 22 billion weights with its connectors; text comes from these, for video and audio.
+LTX_AV = Whole(
+    "LTXAV",
+    "LTXAV",
+    {
+        "image_model": "ltxav",
+        "num_layers": 48,
+        "apply_gated_attention": True,
+        "cross_attention_adaln": True,
+        "caption_proj_before_connector": True,
+        "caption_projection_first_linear": False,
+        "connector_num_attention_heads": 32,
+        "audio_connector_attention_head_dim": 64,
+        "audio_connector_num_attention_heads": 32,
+        "connector_num_layers": 8,
+        "connector_apply_gated_attention": True,
+        "rope_type": "split",
+        "frequencies_precision": "float64",
+        "use_middle_indices_grid": True,
+        "causal_temporal_positioning": True,
+    },
+    ("num_layers",),
+    few=(2,),
+    text=(1024, 4096 + 2048),
+    channels=128,
+    pixel=32,
+    video=True,
+    audio=lambda frames: (8, 8 * frames - 7, 16),  # 25 a second, as there are frames
+)
+# MiniMax H3 as its pruned checkpoint in int8 is.
+H3 = Whole(
+    "MiniMaxH3",
+    "MiniMaxH3",
+    {"image_model": "minimax_h3", "adaln_curve_grid": 1001, "time_embed_dim": 32},
+    ("num_layers",),
+    few=(2,),
+    text=(300, 5376),
+    channels=24,
+    pixel=16,
+    video=True,
+    audio=lambda frames: (32, 2, round(((frames - 2) // 5 * 17 + 5) / 24 * 40)),
+)
 
 # By the name of their layout in `models.TRANSFORMERS`; Klein has Flux.2's.
 WHOLE: dict[str, Whole] = {
@@ -299,6 +343,8 @@ WHOLE: dict[str, Whole] = {
     "qwen_image": QWEN_IMAGE,
     "sd3": SD3,
     "wan": WAN,
+    "ltx_av": LTX_AV,
+    "h3": H3,
 }
 # Those that take reference images behind the image; the others have none, or put them elsewhere.
 EDITORS = ("flux", "flux2", "klein", "krea2", "qwen_image")
@@ -314,4 +360,6 @@ TITLES = {
     "qwen_image": "Qwen-Image",
     "sd3": "SD3.5 large",
     "wan": "Wan 14B",
+    "ltx_av": "LTX-2.3",
+    "h3": "MiniMax H3",
 }

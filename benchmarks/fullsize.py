@@ -45,9 +45,20 @@ class Shape:
 
     @property
     def latent(self) -> tuple[int, ...]:
-        """(C, H, W) or (C, T, H, W), without the batch."""
+        """(C, H, W) or (C, T, H, W), without the batch; of several streams the first."""
         pixel, frames = self.whole.pixel, (self.frames,) if self.whole.video else ()
         return (self.whole.channels, *frames, self.height // pixel, self.width // pixel)
+
+    @property
+    def streams(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of all streams of the latent."""
+        return (self.latent, self.whole.audio(self.frames)) if self.whole.audio else (self.latent,)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the picture or video."""
+        side = 32 if self.model in ("ltx_av", "h3") else 16
+        return self.frames * (self.height // side) * (self.width // side)
 
     @property
     def _text(self) -> tuple[int, int, int]:
@@ -69,6 +80,11 @@ class Shape:
 
         text, width, pooled = self._text
         inputs: dict[str, Any] = {"x": noise(*self.latent), "c_crossattn": noise(text, width)}
+        if self.whole.audio:
+            from comfy.utils import pack_latents
+
+            streams = [inputs["x"], noise(*self.streams[1])]
+            inputs["x"], inputs["latent_shapes"] = pack_latents(streams)
         if pooled:
             inputs["y"] = noise(pooled)
         inputs["t"] = full(5.0 if self.model == "sdxl" else 0.7)

@@ -128,7 +128,7 @@ def families() -> str:
                 yield [
                     TITLES[model],
                     size,
-                    f"{shape.frames * (shape.height // 16) * (shape.width // 16)} + {shape.whole.text[0]}",
+                    f"{shape.tokens} + {shape.whole.text[0]}",
                     f"{base.flops / 1e12:.0f}",
                     f"{base.products['attention'] / base.flops:.0%}",
                     *(_times(base, merged) for merged in (*every, *balanced)),

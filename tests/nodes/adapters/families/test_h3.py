@@ -1,0 +1,127 @@
+"""MiniMax H3: a stream without a batch, modulation by segments, and what stands before the video."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.nodes.adapters.families.layouts import CLOSE, LAYOUTS, TEXT, Layout, arguments, merged_call, restored, run
+from tests.nodes.adapters.looking import preset
+
+HEIGHT, WIDTH, FRAMES = 12, 16, 5
+FRAME = HEIGHT // 2 * (WIDTH // 2)
+AUDIO = 2 * models.AUDIO["MiniMaxH3"](FRAMES)[-1]
+(LAYOUT,) = LAYOUTS["h3"]
+
+
+def sampled(model: Any, **options: Any) -> list[Tensor]:
+    return models.sample_streams(model, HEIGHT, WIDTH, **{"frames": FRAMES, "steps": 2, "cfg": 1.0, **options})
+
+
+def errors(streams: list[Tensor], others: list[Tensor]) -> list[float]:
+    return [float((x - y).norm() / y.norm()) for x, y in zip(streams, others, strict=True)]
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(9))
+
+
+def first_frame() -> dict[str, Any]:
+    keyframe = {"resolved_frame_index": 0, "latent": noise(1, 24, 1, HEIGHT, WIDTH)}
+    return {"minimax_keyframes": [keyframe], "minimax_frame_count": 17}
+
+
+def references() -> dict[str, Any]:
+    """A picture, a video with its sound, and a sound."""
+    return {
+        "minimax_refs": [
+            {"kind": "image", "latent_h": 6, "latent_w": 8, "latent": noise(1, 24, 1, 6, 8)},
+            {
+                **{"kind": "video_audio", "latent_t": 2, "latent_h": 4, "latent_w": 6, "ref_audio_t": 3},
+                **{"latent": noise(1, 24, 2, 4, 6), "audio_latent": noise(1, 32, 2, 3)},
+            },
+            {"kind": "audio", "ref_audio_t": 4, "audio_latent": noise(1, 32, 2, 4)},
+        ]
+    }
+
+
+# What stands before the video, and how many tokens it has.
+BEFORE: dict[str, tuple[dict[str, Any], int]] = {
+    "audio alone": ({}, 0),
+    "a first frame": (first_frame(), FRAME),
+    "references": (references(), 3 * 4 + 2 * 3 + 2 * 2 * 3 + 2 * 4),
+    "tags": ({"minimax_token_tags": torch.tensor([[1, 1, 0, 0, 0, 1, 1]])}, 0),
+}
+
+
+@pytest.mark.parametrize("what", BEFORE)
+def test_a_block(
+    what: str, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
+) -> None:
+    """The video alone is merged, at the positions of its destinations; segments end where they then end."""
+    model, (options, others) = model_of("h3"), BEFORE[what]
+    block = model.model.diffusion_model.blocks[1]
+    calls, merged = record(block), attach(model, granularity="block")
+    sampled(merged, steps=1, positive=models.conditioning(model, seed=1, **options))
+    assert stats_of(merged).grids == {(FRAMES, HEIGHT // 2, WIDTH // 2): FRAMES * FRAME // 2}
+    assert stats_of(merged).unmerged == {}
+    (call,) = calls
+    plan, before = plan_calls[call.first_plan].plan, TEXT + others + AUDIO
+    layout = Layout("blocks", "x", rope_arg="rope_freqs", rope_token_dim=1, before=before, flat=True)
+    given = arguments(block, layout, call)
+    assert given["x"].shape[0] == before + FRAMES * FRAME
+    M, U = dense(plan)
+    told, video, means = merged_call(layout, given, [plan], M)
+    *segments, (start, end, row) = given["mod_segments"]
+    assert (start, end) == (before, before + FRAMES * FRAME)
+    told["mod_segments"] = [*segments, (start, start + plan.num_destinations, row)]
+    found = layout.taken(call.out)
+    torch.testing.assert_close(found, restored(layout, run(block, layout, told), video, means, U), **CLOSE)
+    assert all(each.bincount().tolist() == [FRAME // 2] * FRAMES for each in plan.destinations // FRAME)
+
+
+@pytest.mark.parametrize("what", BEFORE)
+@pytest.mark.parametrize(("sampler", "cfg"), [("euler", 1.0), ("res_multistep", 1.0), ("res_multistep", 3.0)])
+def test_runs_of_the_preset(what: str, sampler: str, cfg: float, model_of: Any, stats_of: Any) -> None:
+    model, (options, _) = model_of("h3"), BEFORE[what]
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+    conds = {n: models.conditioning(model, seed=seed, **options) for n, seed in (("positive", 1), ("negative", 2))}
+    asked = {**conds, "steps": 8, "sampler": sampler, "cfg": cfg}
+    own, found = sampled(model, **asked), sampled(merged, **asked)
+    video, audio = errors(found, own)
+    assert 0 < audio < video < 0.05
+    assert len(stats_of(merged).merged_steps) == 5
+    assert stats_of(merged).unmerged == {}
+    assert stats_of(merged).without_kv_cache is None
+    assert all(map(torch.equal, sampled(merged, **asked), found))
+    assert all(map(torch.equal, sampled(model, **asked), own))
+
+
+def test_given_audio_stays_as_it_was_to_the_bit(model_of: Any) -> None:
+    import comfy.nested_tensor
+
+    model = model_of("h3")
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+    sound = noise(1, *models.AUDIO["MiniMaxH3"](FRAMES))
+    latent = comfy.nested_tensor.NestedTensor([torch.zeros(1, 24, FRAMES, HEIGHT, WIDTH), sound])
+    mask = comfy.nested_tensor.NestedTensor([torch.ones(1, 1, FRAMES, HEIGHT, WIDTH), torch.zeros_like(sound)])
+    asked = {"latent": latent, "noise_mask": mask, "steps": 8}
+    own, found = sampled(model, **asked), sampled(merged, **asked)
+    assert torch.equal(found[1], own[1])
+    assert not torch.equal(found[0], own[0])
+
+
+def test_keys_are_reckoned_as_wide_as_they_are(model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """56 heads of 128 beside tokens of 5376 channels: a third more than there are tokens for."""
+    run, model, asked = pack_module("nodes.adapters.patch_model"), model_of("h3"), list[int]()
+    network = model.model.diffusion_model
+    assert network.blocks[0].attn.heads * network.blocks[0].attn.head_dim > network.hidden_size
+    merged, reserved = run.apply_toma(model, preset("balanced")), run.reserved
+    monkeypatch.setattr(run, "reserved", lambda m, n: asked.append(n) or reserved(m, n))
+    sampled(merged, steps=4)
+    assert asked == [stats_of(merged).cache_bytes]

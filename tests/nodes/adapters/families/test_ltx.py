@@ -1,0 +1,228 @@
+"""LTX-Video and LTX-2: frames, modulation by frame and by token, guides, and the sound beside the video."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.loop import loop
+from tests.nodes.adapters.families.layouts import CLOSE, LAYOUTS, arguments, merged_call, restored, run
+from tests.nodes.adapters.looking import preset
+
+Reason = pack_module("toma_core.reasons").Reason
+
+HEIGHT, WIDTH, FRAMES = 6, 8, 5
+FRAME = HEIGHT * WIDTH
+BOTH = ("ltx", "ltx_av")
+
+
+def sampled(model: Any, **options: Any) -> list[Tensor]:
+    return models.sample_streams(model, HEIGHT, WIDTH, **{"frames": FRAMES, "steps": 2, "cfg": 1.0, **options})
+
+
+def errors(streams: list[Tensor], others: list[Tensor]) -> list[float]:
+    return [float((x - y).norm() / y.norm()) for x, y in zip(streams, others, strict=True)]
+
+
+def video_mask(kind: str) -> Tensor:
+    """The first frame given, as of a video that is made of a picture, or half of every frame."""
+    mask = torch.ones(1, 1, FRAMES, HEIGHT, WIDTH)
+    if kind == "frame":
+        mask[:, :, 0] = 0
+    else:
+        mask[..., : WIDTH // 2] = 0.3
+    return mask
+
+
+def masked(family: str, kind: str, audio: float = 1.0) -> Any:
+    import comfy.nested_tensor
+
+    if family == "ltx":
+        return video_mask(kind)
+    sound = torch.full((1, *models.AUDIO["LTXAV"](FRAMES)), audio)
+    return comfy.nested_tensor.NestedTensor([video_mask(kind), sound])
+
+
+@pytest.mark.parametrize("family", BOTH)
+@loop("batch", [1, 2])
+def test_a_block_of_a_video(
+    family: str, batch: int, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
+) -> None:
+    """Frames share no token, and both rotary tables are those of the destinations."""
+    model, (layout,) = model_of(family), LAYOUTS[family]
+    block = model.model.diffusion_model.transformer_blocks[1]
+    calls, merged = record(block), attach(model, granularity="block")
+    before = len(plan_calls)
+    sampled(merged, batch=batch, steps=1)
+    (call,) = calls
+    plan = plan_calls[before + 1].plan
+    assert stats_of(merged).grids == {(FRAMES, HEIGHT, WIDTH): FRAMES * FRAME // 2}
+    M, U = dense(plan)
+    given = arguments(block, layout, call)
+    told, video, means = merged_call(layout, given, [plan], M)
+    torch.testing.assert_close(
+        layout.taken(call.out), restored(layout, run(block, layout, told), video, means, U), **CLOSE
+    )
+    frame = plan.destinations // FRAME
+    assert all(each.bincount().tolist() == [FRAME // 2] * FRAMES for each in frame)
+    for name in layout.rows:
+        wrong = {**told, name: layout.given(given[name], layout.taken(told[name]).flip(1))}
+        assert not torch.allclose(layout.taken(run(block, layout, wrong)), layout.taken(run(block, layout, told)))
+
+
+@pytest.mark.parametrize("kind", ["frame", "half"])
+@pytest.mark.parametrize("family", BOTH)
+def test_modulation_follows_the_destinations(
+    family: str, kind: str, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
+) -> None:
+    """By frame, as LTX-2 has it where a frame is given, or by token: merged tokens have that of their destination."""
+    model, (layout,) = model_of(family), LAYOUTS[family]
+    block = model.model.diffusion_model.transformer_blocks[1]
+    calls, merged = record(block), attach(model, granularity="block")
+    sampled(merged, noise_mask=masked(family, kind), steps=1)
+    assert stats_of(merged).unmerged == {}
+    (call,) = calls
+    plan = plan_calls[call.first_plan].plan
+    M, U = dense(plan)
+    given = arguments(block, layout, call)
+    told, video, means = merged_call(layout, given, [plan], M)
+    names = ("timestep",)
+    if family == "ltx_av":
+        names = ("v_timestep", "v_cross_scale_shift_timestep", "v_cross_gate_timestep")
+        assert (given["v_timestep"].patches_per_frame > 1) is (kind == "frame")
+    there = plan.destinations[0]
+    for name in names:
+        rows = given[name].expand() if family == "ltx_av" else given[name]
+        assert rows.shape[1] == FRAMES * FRAME
+        told[name] = rows[:, there]
+    found = layout.taken(call.out)
+    torch.testing.assert_close(found, restored(layout, run(block, layout, told), video, means, U), **CLOSE)
+    others = {**told, **{name: told[name].flip(1) for name in names}}
+    wrong = restored(layout, run(block, layout, others), video, means, U)
+    assert (found - wrong).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", BOTH)
+def test_given_video_stays_as_it_was(family: str, model_of: Any, stats_of: Any) -> None:
+    """What a mask holds is the same with ToMA, in steps that are merged by token too."""
+    model = model_of(family)
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+    for kind in ("frame", "half"):
+        asked = {"noise_mask": masked(family, kind), "steps": 8}
+        own, found = sampled(model, **asked), sampled(merged, **asked)
+        assert len(stats_of(merged).merged_steps) == 5
+        assert stats_of(merged).unmerged == {}
+        video = errors(found, own)[0]
+        assert 0 < video < 0.05
+        if kind == "frame":
+            assert torch.equal(found[0][:, :, 0], own[0][:, :, 0])
+
+
+def test_given_audio_stays_as_it_was_to_the_bit(model_of: Any, stats_of: Any) -> None:
+    import comfy.nested_tensor
+
+    model = model_of("ltx_av")
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+    generator = torch.Generator().manual_seed(3)
+    sound = torch.randn(1, *models.AUDIO["LTXAV"](FRAMES), generator=generator)
+    latent = comfy.nested_tensor.NestedTensor([torch.zeros(1, 128, FRAMES, HEIGHT, WIDTH), sound])
+    mask = comfy.nested_tensor.NestedTensor([torch.ones(1, 1, FRAMES, HEIGHT, WIDTH), torch.zeros_like(sound)])
+    asked = {"latent": latent, "noise_mask": mask, "steps": 8}
+    own, found = sampled(model, **asked), sampled(merged, **asked)
+    assert torch.equal(found[1], own[1])
+    assert not torch.equal(found[0], own[0])
+    assert len(stats_of(merged).merged_steps) == 5
+
+
+@pytest.mark.parametrize("sampler", ["euler", "res_multistep", "dpmpp_2m_sde"])
+@pytest.mark.parametrize("cfg", [1.0, 3.0])
+def test_the_audio_is_nearer_than_the_video(sampler: str, cfg: float, model_of: Any, stats_of: Any) -> None:
+    """It is not merged, and attends to every token of the video."""
+    model = model_of("ltx_av")
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+    asked = {"sampler": sampler, "cfg": cfg, "steps": 8}
+    video, audio = errors(sampled(merged, **asked), sampled(model, **asked))
+    assert 0 < audio < video < 0.05
+    assert stats_of(merged).without_kv_cache is None
+    assert stats_of(merged).unmerged == {}
+
+
+def test_the_audio_attends_to_all_tokens(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its error would be much larger."""
+    family, model = pack_module("nodes.adapters.families.ltx"), model_of("ltx_av")
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+    own = sampled(model, steps=8)
+    _, near = errors(sampled(merged, steps=8), own)
+    monkeypatch.delattr(family.AVSignature, "attention_spans")
+    _, far = errors(sampled(merged, steps=8), own)
+    assert 1.4 * near < far
+
+
+def test_without_audio_and_with_that_of_a_reference(model_of: Any, attach: Any, stats_of: Any) -> None:
+    """A video alone, and audio that is heard before it."""
+    model = model_of("ltx_av")
+    merged = attach(model)
+    alone = torch.zeros(1, 128, FRAMES, HEIGHT, WIDTH)
+    (video,) = sampled(merged, latent=alone)
+    assert video.isfinite().all()
+    assert not torch.equal(video, sampled(model, latent=alone)[0])
+    assert stats_of(merged).unmerged == {}
+    tokens = torch.randn(1, 6, 128, generator=torch.Generator().manual_seed(4))
+    conds = {"positive": models.conditioning(model, seed=1, ref_audio={"tokens": tokens})}
+    for stream, other in zip(sampled(merged, **conds), sampled(merged), strict=True):
+        assert stream.isfinite().all()
+        assert not torch.equal(stream, other)
+    assert stats_of(merged).unmerged == {}
+
+
+def guided(model: Any, strength: float) -> dict[str, Any]:
+    """A guide of one frame behind the video, as ComfyUI's node adds it, with how strongly it is attended to."""
+    from comfy_extras.nodes_lt import LTXVAddGuide, _append_guide_attention_entry
+
+    latent, mask = torch.zeros(1, 128, FRAMES, HEIGHT, WIDTH), torch.ones(1, 1, FRAMES, HEIGHT, WIDTH)
+    guide = torch.randn(1, 128, 1, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(6))
+    conds = [models.conditioning(model, seed=seed) for seed in (1, 2)]
+    *conds, latent, mask = LTXVAddGuide.append_keyframe(*conds, 8, latent, mask, guide, 1.0, (8, 32, 32))
+    conds = _append_guide_attention_entry(*conds, FRAME, [1, HEIGHT, WIDTH], strength)
+    return {"latent": latent, "noise_mask": mask, "positive": conds[0], "negative": conds[1]}
+
+
+@pytest.mark.parametrize("family", BOTH)
+def test_guides_are_merged_behind_the_video(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
+    """With a strength, tokens of guides are attended to by their own share: such runs are unmerged, and say so."""
+    model = model_of(family)
+    merged, whole, weak = attach(model), guided(model, 1.0), guided(model, 0.5)
+    (found,), (own,) = sampled(merged, **whole), sampled(model, **whole)
+    assert found.isfinite().all()
+    assert not torch.equal(found, own)
+    assert stats_of(merged).grids == {(FRAMES + 1, HEIGHT, WIDTH): (FRAMES + 1) * FRAME // 2}
+    assert stats_of(merged).unmerged == {}
+    assert torch.equal(sampled(merged, **weak)[0], sampled(model, **weak)[0])
+    assert list(stats_of(merged).unmerged) == [Reason.ARGUMENT_IN_USE(arguments=("self_attention_mask",))]
+    assert not torch.equal(sampled(model, **weak)[0], own)
+
+
+@pytest.mark.parametrize("settings", ["tokens", "balanced"])
+def test_context_windows(settings: str, model_of: Any, attach: Any, stats_of: Any) -> None:
+    """Each window has its own video and audio."""
+    from comfy_extras.nodes_context_windows import LTXVContextWindowsNode
+
+    model = model_of("ltx_av")
+    names = [each.id for each in LTXVContextWindowsNode.define_schema().inputs]
+    defaults = {each.id: getattr(each, "default", None) for each in LTXVContextWindowsNode.define_schema().inputs}
+    told = {**defaults, "model": model, "context_length": 33, "context_overlap": 8}
+    told["context_schedule"] = "standard_static"
+    windowed = LTXVContextWindowsNode.execute(**{name: told[name] for name in names}).result[0]
+    apply = pack_module("nodes.adapters.patch_model").apply_toma
+    merged = attach(windowed) if settings == "tokens" else apply(windowed, preset(settings))
+    asked = {"frames": 9, "steps": 4, "cfg": 1.0}
+    streams, own = (models.sample_streams(m, HEIGHT, WIDTH, **asked) for m in (merged, windowed))
+    assert all(stream.isfinite().all() for stream in streams)
+    assert 0 < errors(streams, own)[0] < 0.2
+    assert {grid[0] for grid in stats_of(merged).grids} <= {5, 6}
+    assert stats_of(merged).unmerged == {}

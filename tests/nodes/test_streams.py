@@ -1,0 +1,92 @@
+"""Latents of several streams, as of a video with its sound: of the first tokens are merged, measured and drawn."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.nodes.adapters.looking import preset
+
+streams = pack_module("nodes.adapters.streams")
+run = pack_module("nodes.adapters.patch_model")
+HEIGHT, WIDTH, FRAMES = 12, 16, 3
+BOTH = pytest.mark.parametrize("kind", ["ltx_av", "h3"])
+
+
+@pytest.fixture(autouse=True)
+def previews(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import folder_paths
+
+    monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
+
+
+def test_the_first_of_a_pack_is_a_view() -> None:
+    import comfy.utils
+
+    video, audio = torch.randn(2, 4, 3, 5, 6), torch.randn(2, 8, 7)
+    packed, shapes = comfy.utils.pack_latents([video, audio])
+    found = streams.first(packed, shapes)
+    assert torch.equal(found, video)
+    assert found.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
+    assert streams.first(video, [video.shape]) is video
+    assert streams.first(video, None) is video
+
+
+@BOTH
+def test_plans_are_made_from_the_predicted_video(kind: str, model_of: Any, attach: Any, stats_of: Any) -> None:
+    """One plan in each merged step, for all blocks and both conditions."""
+    model = model_of(kind)
+    settings = {"similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1, "kv_cache": True}
+    merged = attach(model, full_step_interval=4, **settings)
+    found = models.sample_streams(merged, HEIGHT, WIDTH, frames=FRAMES, steps=4, cfg=3.0)
+    assert all(each.isfinite().all() for each in found)
+    assert (sorted(stats_of(merged).merged_steps), stats_of(merged).selections) == ([1, 2], 2)
+
+
+@BOTH
+def test_the_cache_is_reckoned_by_the_video_beside_all_streams(
+    kind: str, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ComfyUI estimates its own need by the shape of the pack."""
+    model, seen, asked = model_of(kind), [], list[int]()
+    merged, left, reserved = run.apply_toma(model, preset("balanced")), run.memory_left, run.reserved
+    monkeypatch.setattr(run, "memory_left", lambda guider, shape: seen.append(tuple(shape)) or left(guider, shape))
+    monkeypatch.setattr(run, "reserved", lambda m, n: asked.append(n) or reserved(m, n))
+    models.sample_streams(merged, HEIGHT, WIDTH, frames=FRAMES, steps=4, cfg=3.0)
+    numbers = sum(each.numel() for each in models.empty(model, HEIGHT, WIDTH, 1, FRAMES).unbind())
+    assert seen == [(1, 1, numbers)]
+    assert asked == [stats_of(merged).cache_bytes]
+
+
+@BOTH
+def test_the_map_shows_a_frame(kind: str, model_of: Any, attach: Any, stats_of: Any) -> None:
+    model = model_of(kind)
+    merged = attach(model)
+    models.sample_streams(merged, HEIGHT, WIDTH, frames=FRAMES, steps=2, cfg=1.0)
+    ((grid, drawn),) = stats_of(merged).maps.items()
+    assert drawn.frames == grid[0] == FRAMES
+    assert len(drawn.owner) == grid[1] * grid[2]
+    assert pack_module("nodes.merge_map_image").draw(stats_of(merged).maps, "").isfinite().all()
+
+
+@BOTH
+def test_benchmark_and_calibration_of_a_video_with_sound(kind: str, model_of: Any) -> None:
+    model = model_of(kind)
+    frames = 9 if kind == "h3" else FRAMES  # nodes merge grids of 256 tokens or more
+    latent = {"samples": models.empty(model, HEIGHT, WIDTH, 1, frames)}
+    positive = models.conditioning(model)
+    node = pack_module("nodes.benchmark").ToMABenchmark
+    answer = node.execute(model, positive, latent, 0.5, "balanced", sweep=False, steps=4, runs=2)
+    assert f"latent {WIDTH} x {HEIGHT}, batch 1" in answer.args[1]
+    error = float(re.findall(r"ratio 0.5 .*\| (\S+) +\|", answer.args[1])[0])
+    assert 0 < error < 0.2
+    calibrate = pack_module("nodes.calibrate").ToMACalibrate
+    told = {"target": "balanced", "error": 0.1, "steps": 6, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
+    answer = calibrate.execute(model, positive, latent, **told, seed=5)
+    assert "The preset 'balanced' at ratio 0.5: error 0." in answer.ui["toma"][0]["text"]
+    assert not pack_module("toma_core.profile").parsed(answer.args[1]).empty
