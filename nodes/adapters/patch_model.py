@@ -297,7 +297,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         sampling.run.stats.not_merged("model", sampling.obstacle)
         return executor(*args, **kwargs)
     hooks = registry.find(model)
-    if hooks is None or not (_is_image(x) or (hooks.takes_frames and _is_video(x))):
+    if hooks is None or not _is_latent(x, hooks.takes_frames):
         sampling.run.stats.not_merged("model", _unknown(model, x, hooks))
         return executor(*args, **kwargs)
     evaluation = sampling.evaluation(x, options)
@@ -335,14 +335,9 @@ def _unknown(model: nn.Module, x: Any, hooks: ModelHooks | None) -> Message:
     return Reason.UNKNOWN_MODEL(model=name) if hooks is None else Reason.UNKNOWN_LATENT(model=name, shape=shape)
 
 
-def _is_image(x: Any) -> bool:
-    """Whether x is (B, C, H, W), or (B, C, 1, H, W) as models of video latents have it."""
-    return isinstance(x, Tensor) and (x.ndim == 4 or (x.ndim == 5 and x.shape[2] == 1))
-
-
-def _is_video(x: Any) -> bool:
-    """Whether x is (B, C, T, H, W)."""
-    return isinstance(x, Tensor) and x.ndim == 5
+def _is_latent(x: Any, takes_frames: bool) -> bool:
+    """Whether x is (B, C, H, W), or (B, C, T, H, W) with T = 1 unless the model takes several frames."""
+    return isinstance(x, Tensor) and (x.ndim == 4 or (x.ndim == 5 and (takes_frames or x.shape[2] == 1)))
 
 
 def _wrappers() -> tuple[tuple[str, Any], ...]:
