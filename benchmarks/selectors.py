@@ -16,6 +16,16 @@ Patch = Callable[[Any], Any]
 Rule = Callable[[Tensor, Any, Any], Tensor]
 
 
+def facility_location(similarity: Tensor, dest_slots: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Return the objective of `toma_core.selection.objective` for the destinations of each window, (G,) fp32.
+
+    similarity: (G, S, S); dest_slots: (G, K) int64; valid: (G, S) bool or None.
+    """
+    chosen = similarity.gather(1, dest_slots[..., None].expand(-1, -1, similarity.shape[-1]))
+    best = chosen.amax(1) + 1
+    return (best if valid is None else torch.where(valid, best, best.new_zeros(()))).sum(-1)
+
+
 def farthest_point(similarity: Tensor, valid: Tensor | None, picks: int) -> Tensor:
     """Start at the most central token, then always take the token least represented so far.
 

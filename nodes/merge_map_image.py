@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,15 +11,13 @@ from torch import Tensor
 
 from ..toma_core.maps import MergeMap
 from ..toma_core.windows import Grid
-from .report_charts import BLACK, INK, PAPER, canvas, font, stacked
+from .report_charts import BLACK, INK, PAPER, WIDTH, canvas, font, stacked
 
 # Okabe and Ito's palette without black: told apart with every kind of colour vision.
 _COLOURS = np.array(
     [[230, 159, 0], [86, 180, 233], [0, 158, 115], [240, 228, 66], [0, 114, 178], [213, 94, 0], [204, 121, 167]],
     dtype=np.uint8,
 )
-# Pixels of all panels together: a node shows the picture at about half of that.
-_WIDTH = 784
 _MARGIN = 16
 _CAPTION = 34
 # Opacity of the regions' colours over the picture.
@@ -31,22 +29,21 @@ _EDGE = (250, 250, 250)
 def draw(
     maps: Mapping[Grid, MergeMap],
     picture: Tensor | None = None,
-    charts: Callable[[int], Iterable[Image.Image]] = lambda _: (),
+    charts: Sequence[Image.Image] = (),
 ) -> Tensor:
     """Draw one panel per token grid, the finest first, side by side.
 
     Args:
         picture: (B, H, W, C) fp32 in [0, 1]; the first is drawn under the regions.
-        charts: Given a width in pixels, return what stands below the panels.
+        charts: Drawn below the panels.
 
     Returns:
         (1, H, W, 3) fp32 in [0, 1], as ComfyUI's IMAGE.
     """
     photo = None if picture is None else _photo(picture)
-    side = (_WIDTH + _MARGIN) // max(1, len(maps)) - _MARGIN
+    side = (WIDTH + _MARGIN) // max(1, len(maps)) - _MARGIN
     panels = [_panel(maps[grid], photo, side) for grid in sorted(maps, reverse=True)]
-    width = max(_WIDTH, sum(panel.width for panel in panels) + _MARGIN * (len(panels) - 1))
-    rows = [*([_beside(panels, width)] if panels else []), *charts(width)] or [canvas(width, _MARGIN)[0]]
+    rows = [*([_beside(panels)] if panels else []), *charts] or [canvas(WIDTH, _MARGIN)[0]]
     return as_image(ImageOps.expand(stacked(*rows), _MARGIN, PAPER))
 
 
@@ -60,8 +57,9 @@ def _photo(picture: Tensor) -> Image.Image:
     return Image.fromarray(pixels if pixels.shape[-1] == 3 else pixels.repeat(3, -1))
 
 
-def _beside(panels: list[Image.Image], width: int) -> Image.Image:
-    row, _ = canvas(width, max(panel.height for panel in panels))
+def _beside(panels: Sequence[Image.Image]) -> Image.Image:
+    width = sum(panel.width for panel in panels) + _MARGIN * (len(panels) - 1)
+    row, _ = canvas(max(WIDTH, width), max(panel.height for panel in panels))
     left = 0
     for panel in panels:
         row.paste(panel, (left, 0))

@@ -1,8 +1,7 @@
-"""What a node shows of its runs while the page is open: one message when a run begins, one when it ends, and what went
-wrong in between.
+"""Show on a node what its runs do while the page is open: when a run begins, when it ends, and errors in between.
 
-web/toma.js puts it on the node, in the page's language. The messages go to the page that queued the prompt and to
-no other; they say in which workflow the node is, because two of them may use the same node ids.
+web/toma.js writes it on the node, in the page's language. Messages go only to the page that queued the prompt, and name
+its workflow, because two workflows may use the same node ids.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Line = Message | str
 
 
 class Status(MessageId):
-    """What a node says of runs."""
+    """What a node shows of runs."""
 
     ACTIVE = "active"
     MEASURING = "measuring"  # run, runs
@@ -45,17 +44,17 @@ class NodeStatus:
     preset: Mapping[str, Any] = field(default_factory=dict)
 
     def began(self) -> None:
-        """A run begins."""
+        """Show that a run begins."""
         self.say(Status.ACTIVE())
 
     def ended(self, stats: RunStats) -> None:
-        """A run is over: what was merged, or why nothing was."""
+        """Show what a run merged, or why it merged nothing."""
         lines = stats.headline(), *stats.work(), *self.notes
         # The page times the sampler that ends now, see web/timing.js.
         self.say(*lines, details=stats.details(), run=True, preset=dict(self.preset))
 
     def measures(self, run: int, runs: int) -> None:
-        """One of several runs begins, counted from 1."""
+        """Show that one of several runs begins, counted from 1."""
         self.say(Status.MEASURING(run=run, runs=runs))
 
     def say(self, *lines: Line, details: Sequence[Line] = (), **more: Any) -> None:
@@ -64,20 +63,20 @@ class NodeStatus:
 
 
 def status_of(hidden: Any) -> NodeStatus | None:
-    """The line of the node that is executed, from its hidden inputs; None where it is executed outside of a prompt."""
+    """Return the status of the node that is executed, from its hidden inputs; None outside of a prompt."""
     node_id = None if hidden is None else hidden.unique_id
     return None if node_id is None else NodeStatus(str(node_id))
 
 
 @contextmanager
-def errors_shown(line: NodeStatus | None) -> Iterator[None]:
-    """Show an error in here on the node itself, too."""
+def errors_shown(status: NodeStatus | None) -> Iterator[None]:
+    """Show errors raised inside on the node itself, too."""
     try:
         yield
     except Exception as error:
-        if line is not None:
+        if status is not None:
             failed = Status.FAILED(error=str(error) or type(error).__name__)
-            line.say(error.message if isinstance(error, MessageError) else failed, error=True)
+            status.say(error.message if isinstance(error, MessageError) else failed, error=True)
         raise
 
 
@@ -87,7 +86,7 @@ def said(lines: Sequence[Line], details: Sequence[Line] = ()) -> dict[str, Any]:
 
 
 def _message(lines: Sequence[Line], details: Sequence[Line]) -> dict[str, Any]:
-    """text, details: in English, for whoever reads them without the page. lines, more: the same for the page."""
+    """Return lines and details as data for the page, and as English text for other clients."""
     return {
         "graph": _running()[1],
         "text": "\n".join(map(str, lines)),
@@ -103,15 +102,14 @@ def _json(line: Line) -> Any:
 
 def _send(message: dict[str, Any]) -> None:
     client, _ = _running()
-    if client is None:  # nobody looks; without a client ComfyUI would tell everybody
-        return
-    with suppress(RuntimeError):  # the server is on its way out
-        _server().send_sync(_EVENT, message, client)
+    if client is not None:  # without a client ComfyUI would send to all of them
+        with suppress(RuntimeError):  # the server is shutting down
+            _server().send_sync(_EVENT, message, client)
 
 
 def _running() -> tuple[str | None, str | None]:
-    """The client whose prompt is running, and the id of the workflow on its page; None where there is none, or where
-    another ComfyUI keeps its queue in another way: what is shown of a run must never end it."""
+    """Return the client whose prompt is running, and the id of the workflow on its page. None where there is none, or
+    where ComfyUI's queue is not as this pack knows it: a status must never end a run."""
     try:
         (prompt,) = _server().prompt_queue.get_current_queue_volatile()[0]
         extra = prompt[3]
@@ -122,5 +120,5 @@ def _running() -> tuple[str | None, str | None]:
 
 
 def _server() -> Any:
-    """ComfyUI's server, None where its classes are used without one."""
+    """Return ComfyUI's server, None where its classes are used without one."""
     return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)

@@ -1,4 +1,4 @@
-"""Lay a profile's text, an input of a node, over the settings, if it was made with the model at hand."""
+"""Apply the text of a profile, an input of a node, if it was made with the model at hand."""
 
 from __future__ import annotations
 
@@ -33,15 +33,11 @@ class Applied:
         settings: Settings, those of the profile included.
         ratio_schedule: Ratios of the profile, empty without.
         notes: What the node shows.
-        used: Whether there is a profile that fits.
-        doubt: The note on other LoRAs, if it has one.
     """
 
     settings: Settings
     ratio_schedule: RatioSchedule = ()
     notes: tuple[Message, ...] = ()
-    used: bool = False
-    doubt: Message | None = None
 
 
 def apply(model: ModelPatcher, settings: Settings, text: Any) -> Applied:
@@ -61,11 +57,11 @@ def apply(model: ModelPatcher, settings: Settings, text: Any) -> Applied:
     except ConfigError as error:
         _log_once(str(error))
         return Applied(settings, notes=(error.message,))
-    doubt = None if same_loras else Note.OTHER_LORAS()
-    if doubt is not None:
-        _log_once(f"ToMA: {doubt}")
-    used = Note.NOTHING_BY_PROFILE() if profile.empty else Note.BY_PROFILE()
-    return Applied(settings, ratio_schedule, (used,) if doubt is None else (used, doubt), used=True, doubt=doubt)
+    notes = [Note.NOTHING_BY_PROFILE() if profile.empty else Note.BY_PROFILE()]
+    if not same_loras:
+        notes.append(Note.OTHER_LORAS())
+        _log_once(f"ToMA: {notes[-1]}")
+    return Applied(settings, ratio_schedule, tuple(notes))
 
 
 @lru_cache(maxsize=64)

@@ -1,12 +1,10 @@
-"""The node that tells what ToMA did in the last run, in words and as a picture."""
+"""ToMA Report: describe what ToMA did in the last run, as text and as a picture."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from comfy_api.latest import io, ui
-from PIL.Image import Image as PILImage
 
 from ..toma_core.reasons import Message, MessageId
 from ..toma_core.stats import Line, RunStats
@@ -27,7 +25,7 @@ class NoReport(MessageId):
 
 
 class ToMAReport(io.ComfyNode):
-    """What was merged where and when in the last run of a model."""
+    """Report what was merged where and when in the last run of a model."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -74,13 +72,10 @@ class ToMAReport(io.ComfyNode):
         none = NoReport.NO_NODE() if attachment is None else NoReport.NO_RUN()
         lines = [none] if stats is None else stats.report()
         text = "\n".join(map(str, lines))
-        sheet = draw({}) if stats is None else draw(stats.maps, image, partial(_charts, stats))
+        charts = [steps_chart(stats), blocks_chart(stats)] if stats is not None and stats.steps else []
+        sheet = draw({} if stats is None else stats.maps, image, charts)
         shown = {**ui.PreviewImage(sheet, cls=cls).as_dict(), "text": (text,), **said([*lines, *_captions(stats)])}
         return io.NodeOutput(text, sheet, latent, ui=shown)
-
-
-def _charts(stats: RunStats, width: int) -> list[PILImage]:
-    return [chart(stats, width) for chart in (steps_chart, blocks_chart)] if stats.steps else []
 
 
 def _captions(stats: RunStats | None) -> list[Message | str]:

@@ -20,14 +20,14 @@ Colour = tuple[int, int, int]
 PAPER, INK, FAINT, BLACK = (34, 34, 36), (230, 230, 230), (84, 84, 88), (16, 16, 16)
 MERGED, PARTLY, FULL = (86, 180, 233), (240, 228, 66), (150, 150, 150)
 RECOMMENDED, ERROR = (230, 159, 0), (204, 121, 167)
-# Sizes of letters; a node shows them at a little more than half.
-LARGE, SMALL = 24, 22
+# Pixels of a picture, and sizes of letters; a node shows them at a little more than half.
+WIDTH, LARGE, SMALL = 784, 24, 22
 _PAD = 8
 # Height of the steps' bars, width of their axis labels.
 _STRIP, _AXIS = 110, 84
 _SQUARE, _GAP = 32, 3
-# `bar_chart`: width, height of a row and of its two bars.
-_WIDTH, _ROW, _THICK, _THIN = 720, 84, 28, 10
+# `bar_chart`: height of a row and of its two bars.
+_ROW, _THICK, _THIN = 84, 28, 10
 
 
 class Caption(MessageId):
@@ -63,7 +63,7 @@ def stacked(*rows: Image.Image) -> Image.Image:
     return sheet
 
 
-def steps_chart(stats: RunStats, width: int) -> Image.Image:
+def steps_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
     """Draw a bar for each sampling step, as high as the share of the tokens that its merged blocks compute."""
     total = max([stats.total_steps, *(step + 1 for step in stats.steps)])
     image, pen = canvas(width, _STRIP + 58)
@@ -85,7 +85,7 @@ def steps_chart(stats: RunStats, width: int) -> Image.Image:
     return image
 
 
-def blocks_chart(stats: RunStats, width: int) -> Image.Image:
+def blocks_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
     """Draw a square for each transformer block, a row for each stack: merged, merged in part, or not merged.
 
     Squares show the numbers of their reasons, as the report has them under "Not merged".
@@ -144,12 +144,12 @@ def bar_chart(bars: Sequence[Bar]) -> Image.Image:
     """Draw horizontal bars, one below the other."""
     longest = max([1e-9, *(bar.spread[1] if bar.spread else bar.value for bar in bars)])
     farthest = max([1e-9, *(bar.error for bar in bars)])  # the first is no NaN, and is kept beside one
-    return stacked(canvas(_WIDTH, _PAD)[0], *(_bar_row(bar, longest, farthest) for bar in bars))
+    return stacked(canvas(WIDTH, _PAD)[0], *(_bar_row(bar, longest, farthest) for bar in bars))
 
 
 def _bar_row(bar: Bar, longest: float, farthest: float) -> Image.Image:
-    image, pen = canvas(_WIDTH, _ROW)
-    left, right, top = 2 * _PAD, _WIDTH - 2 * _PAD, 32
+    image, pen = canvas(WIDTH, _ROW)
+    left, right, top = 2 * _PAD, WIDTH - 2 * _PAD, 32
     scale = (right - left) / longest
     pen.text((left, 0), bar.name, fill=INK, font=font())
     pen.text((right, 0), bar.label, fill=INK, font=font(), anchor="ra")

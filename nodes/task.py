@@ -1,4 +1,4 @@
-"""What the nodes that measure sample, and how: one task, one sampling run, one error."""
+"""Sample for the nodes that measure: one task, one sampling run, one error."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from .adapters.streams import first_of_nested
 class Task:
     """What is sampled.
 
-    positive: the conditioning.
-    negative: None to sample without guidance.
-    latent: (B, C, H, W), or (B, C, T, H, W); zeros. Of a latent of several streams the first.
-    others: the further streams, as the sound of a video; zeros.
-    cfg: counts only with a negative.
-    noise: None to draw it by the seed, as ComfyUI's samplers do.
+    Attributes:
+        positive: Conditioning.
+        negative: None to sample without guidance.
+        latent: (B, C, H, W) or (B, C, T, H, W) of zeros; of several streams the first.
+        cfg: Counts only with a negative.
+        noise: None to draw it by the seed, as ComfyUI's samplers do.
+        others: Further streams, as the sound of a video, of zeros.
     """
 
     positive: Any
@@ -40,7 +41,7 @@ class Task:
 
     @classmethod
     def of_inputs(cls, model: Any, positive: Any, negative: Any, latent: Any, *rest: Any) -> Task:
-        """Make the task of a node's inputs. Raises `ConfigError` for inputs of another kind."""
+        """Return the task of a node's inputs. Raises `ConfigError` for inputs of another kind."""
         validate_inputs.model(model)
         validate_inputs.conditioning("positive", positive)
         if negative is not None:
@@ -56,13 +57,13 @@ class Task:
 
     @property
     def conditions(self) -> int:
-        """How many conditions the model is evaluated for in every step."""
+        """Number of conditions that the model is evaluated for in every step."""
         return 1 if self.negative is None or self.cfg == 1.0 else 2
 
     def sample(self, model: ModelPatcher, stepped: Callable[..., None]) -> Tensor:
         """Sample the task with a model. stepped: ComfyUI's callback. Returns the final latent, fp32 on the CPU; of
         several streams the first."""
-        # Without a touch of the generator that others use.
+        # The global generator is left alone.
         generator = torch.Generator().manual_seed(self.seed)
         latents = (self.latent, *self.others)
         noises = [torch.randn(each.shape, generator=generator, dtype=torch.float32) for each in latents]
@@ -86,7 +87,7 @@ class Task:
 
 
 def _nested(streams: list[Tensor]) -> Any:
-    """Return ComfyUI's latent of several streams; of one stream itself."""
+    """Return ComfyUI's latent of several streams, or the only stream."""
     if len(streams) == 1:
         return streams[0]
     from comfy.nested_tensor import NestedTensor  # not in ComfyUI 0.16
@@ -94,6 +95,6 @@ def _nested(streams: list[Tensor]) -> Any:
     return NestedTensor(streams)
 
 
-def error(latent: Tensor, whole: Tensor) -> float:
-    """|latent - whole| / |whole| of final latents."""
-    return float((latent - whole).norm() / whole.norm().clamp_min(1e-12))
+def error(latent: Tensor, unmerged: Tensor) -> float:
+    """Return the relative L2 error of a final latent."""
+    return float((latent - unmerged).norm() / unmerged.norm().clamp_min(1e-12))

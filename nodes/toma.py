@@ -1,4 +1,4 @@
-"""The two nodes that speed a model up: one with a single number, one with everything."""
+"""ToMA and ToMA Advanced: speed a model up, with one number or with every setting."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Off(MessageId):
 
 
 def complaint(**values: Any) -> bool | str:
-    """True, or what is wrong with these fields of `ToMAConfig` as text, for ComfyUI's validation."""
+    """Return True, or what is wrong with these fields of `ToMAConfig` as text, for ComfyUI's validation."""
     try:
         ToMAConfig(**values)
     except ConfigError as error:
@@ -41,16 +41,13 @@ def complaint(**values: Any) -> bool | str:
     return True
 
 
-def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, told: Any = "") -> io.NodeOutput:
-    """The patched model. Its runs are shown on the node; a node that is off has none, so it says so at once.
-
-    told: the text of a profile, see `profiles.apply`.
-    """
+def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, profile: Any = "") -> io.NodeOutput:
+    """Return the patched model. Its runs are shown on the node; a node that is off has none, and shows that at once."""
     line = status_of(hidden)
     with errors_shown(line):
         settings = Settings(preset, overrides)
         model = validate_inputs.model(model)
-        applied = Applied(settings) if settings.off else profiles.apply(model, settings, told)
+        applied = Applied(settings) if settings.off else profiles.apply(model, settings, profile)
         settings, notes = applied.settings, applied.notes
         if line is not None:
             line = replace(line, notes=notes, preset=_left_to_preset(model, settings))
@@ -96,7 +93,7 @@ class ToMA(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, ratio: float | None = None) -> bool | str:
-        """Our own message for a ratio out of range: it says what to do."""
+        """Return True, or the pack's own message for a ratio out of range: it says what to do."""
         return True if ratio is None else complaint(ratio=ratio)
 
     @classmethod
@@ -105,7 +102,7 @@ class ToMA(io.ComfyNode):
 
 
 class ToMAAdvanced(io.ComfyNode):
-    """Speed a model up with every setting in hand."""
+    """Speed a model up with every setting."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -130,8 +127,8 @@ class ToMAAdvanced(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, start_percent: float | None = None, end_percent: float | None = None) -> bool | str:
-        """The range of steps, before anything runs. ComfyUI marks every input named here for one error, so these two
-        stand alone: the other numbers keep ComfyUI's own check of their limits."""
+        """Return True, or what is wrong with the range of steps. ComfyUI marks every input named here for one error,
+        so these two stand alone: it checks the limits of the other numbers itself."""
         given_values = {"start_percent": start_percent, "end_percent": end_percent}
         values = {name: value for name, value in given_values.items() if value is not None}
         return complaint(**widgets.overridden(values))

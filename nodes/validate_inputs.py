@@ -1,6 +1,4 @@
-"""What is plugged into a node. The page connects wires of one kind, but a prompt sent over the API may hold anything in
-their place, and ComfyUI passes it on: here it is refused in words.
-"""
+"""Check what is connected to a node: a prompt sent over the API may hold anything, and ComfyUI passes it on."""
 
 from __future__ import annotations
 
@@ -28,12 +26,12 @@ class Input(MessageId):
 
 
 def model(value: Any) -> Any:
-    """A MODEL. Raises `ConfigError` for anything else, as do the others."""
+    """Return a MODEL. Raises `ConfigError` for anything else, as do the others."""
     return _need("model", value, hasattr(value, "get_model_object"), Input.MODEL(), Input.LOADER())
 
 
 def latent(value: Any) -> Any:
-    """A LATENT with one picture or more."""
+    """Return a LATENT with one picture or more."""
     samples = first_of_nested(value.get("samples")) if isinstance(value, dict) else None
     return _need(
         "latent", value, isinstance(samples, Tensor) and samples.numel() > 0, Input.LATENT(), Input.EMPTY_LATENT()
@@ -41,13 +39,13 @@ def latent(value: Any) -> Any:
 
 
 def conditioning(name: str, value: Any) -> Any:
-    """A CONDITIONING: pairs of text tokens and options."""
+    """Return a CONDITIONING: pairs of text tokens and options."""
     known = isinstance(value, list) and value and all(isinstance(c, (list, tuple)) and len(c) == 2 for c in value)
     return _need(name, value, bool(known), Input.CONDITIONING(), Input.TEXT_ENCODER())
 
 
 def image(value: Any) -> Any:
-    """An IMAGE: (B, H, W, C), C of 3 or 4."""
+    """Return an IMAGE: (B, H, W, C), C of 3 or 4."""
     known = isinstance(value, Tensor) and value.ndim == 4 and value.shape[-1] in (3, 4)
     return _need("image", value, known, Input.IMAGE(), Input.VAE_DECODE())
 

@@ -1,4 +1,4 @@
-"""Widgets made from the config's own metadata, so that a range, default or tooltip is written once."""
+"""Make widgets from the config's metadata, so that a range, default or tooltip is written once."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..toma_core.reasons import label
 CATEGORY = "model/patch/ToMA"
 SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "accelerate", "speed", "faster", "cache"]
 
-# What most people may want to touch, in this order; the rest is folded away behind the node's advanced toggle.
+# Shown at once, in this order; the rest is folded away behind the node's advanced toggle.
 _FRONT = ("skip_last_blocks", "full_step_interval", "end_percent")
-# The values that leave a field to the preset: of lists and switches, and of numbers, none of which may be negative.
+# Values that leave a field to the preset: of lists and switches, and of numbers, none of which may be negative.
 _PRESET, _UNSET = "preset", -1
 _SWITCH = {"on": True, "off": False}
 
 
 def ratio() -> Any:
-    """The share of tokens that is merged away."""
+    """Return the input for the share of tokens that is merged away."""
     spec = setting_spec("ratio")
     limits = {"min": spec.minimum, "max": spec.maximum, "step": spec.step}
     return io.Float.Input(
@@ -33,7 +33,7 @@ def ratio() -> Any:
 
 
 def preset() -> Any:
-    """The choice of a preset, by its name."""
+    """Return the input for a preset, by its name."""
     return io.Combo.Input(
         "preset",
         options=list(PRESETS),
@@ -44,28 +44,27 @@ def preset() -> Any:
     )
 
 
-def profile(tooltip: str = "") -> Any:
-    """What ToMA Calibrate found, kept in the workflow. tooltip: in the place of that of the nodes that merge."""
+def profile() -> Any:
+    """Return the input for what ToMA Calibrate found, kept in the workflow."""
     return io.String.Input(
         "profile",
         default="",
         optional=True,
         advanced=True,
-        tooltip=tooltip
-        or "What ToMA Calibrate found out about this model: connect its profile output, or paste the text so that "
+        tooltip="What ToMA Calibrate found out about this model: connect its profile output, or paste the text so that "
         "the workflow carries it. It says how much is merged where; ratio and preset then do nothing, but a ratio of "
         "0 is still off. Empty, damaged or of another model: the preset runs.",
     )
 
 
 def overrides() -> list[Any]:
-    """A widget for every other field of `ToMAConfig`; each leaves it to the preset unless something is set."""
+    """Return an input for every other field of `ToMAConfig`; a field that is not set is the preset's."""
     return [_override(name) for name in dict.fromkeys((*_FRONT, *_fields()))]
 
 
 def overridden(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that were set, from the values of their widgets. What ComfyUI hands on besides, linked to an input of
-    an older version that is there no more, is passed over."""
+    """Return the fields that were set, from the values of their widgets. Other values, as of inputs that an older
+    version had, are ignored."""
     return {name: _field_value(name, values[name]) for name in _fields() if name in values and _is_set(values[name])}
 
 
@@ -75,10 +74,7 @@ def _fields() -> list[str]:
 
 def _override(name: str) -> Any:
     spec, default = setting_spec(name), setting_default(name)
-    common: dict[str, Any] = {
-        "display_name": label(name),
-        "advanced": None if name in _FRONT else True,
-    }
+    common: dict[str, Any] = {"display_name": label(name), "advanced": None if name in _FRONT else True}
     if isinstance(default, (bool, Enum)):
         choices = _SWITCH if isinstance(default, bool) else [str(member.value) for member in type(default)]
         tooltip = f"{spec.tooltip} '{_PRESET}': the preset's value for this model."
@@ -90,8 +86,8 @@ def _override(name: str) -> Any:
 
 
 def _is_set(value: Any) -> bool:
-    # Every negative number: a click on a widget's arrow makes -0.95 of -1. What else comes over a link may have an
-    # equality of its own.
+    # Every negative number: a click on a widget's arrow makes -0.95 of -1. A value from a link may define its own
+    # equality.
     if isinstance(value, (int, float)):
         return not value < 0
     return not isinstance(value, str) or value != _PRESET

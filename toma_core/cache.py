@@ -69,8 +69,6 @@ class ResidualCache:
     # Set when the cache exceeds its limit or memory runs out; nothing is cached afterwards. Never set within a merged
     # step: a block would attend to keys of all tokens and values of some.
     disabled: bool = False
-    # Merged steps do not propagate updates: they are trials.
-    read_only: bool = False
     quantize: Callable[[Tensor], Tensor | Int4Tensor] = quantize
     dequantize: Callable[[Int4Tensor], Tensor] = Int4Tensor.dequantize
     # The last refresh of each signature.
@@ -160,7 +158,7 @@ class ResidualCache:
     def update(self, keys: Keys, update: Tensor, quantized: bool = False) -> None:
         """Replace cached updates by those propagated in a merged step. Raises `torch.OutOfMemoryError`."""
         with self._lock:
-            if not (self.disabled or self.read_only):
+            if not self.disabled:
                 self._put(keys, update, quantized)
 
     def _put(self, keys: Keys, given: Tensor, quantized: bool) -> None:

@@ -1,11 +1,10 @@
-"""Where merging pays: what `min_tokens` = 0 (Auto) decides.
+"""Estimate where merging pays: what `min_tokens` = 0 (Auto) decides.
 
-A GPU runs behind a host that launches its operations one by one. Merging makes the GPU's part shorter and the host's a
-little longer, so it gains only where a block computes longer than it takes to launch. The rule asks for that, from
+A GPU runs behind a host that launches its operations one by one. Merging shortens the GPU's part and lengthens the
+host's a little, so it gains only where a block computes longer than it takes to launch. The rule compares both, from
 shapes and the card's data sheet. It never measures a time: the same seed has to give the same picture.
 
-All numbers about GPUs are estimates that no GPU has confirmed yet; `python -m benchmarks.breakeven` prints what merging
-gains on yours beside what this rule says.
+`python -m benchmarks.breakeven` prints what merging gains on a card beside this estimate.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from torch import Tensor
 from .config import Granularity
 from .reasons import Message, Reason
 
-# On every device. On a CPU already 64 tokens pay (docs/performance.md), but so few have little to gain.
+# Fewest tokens on every device. On a CPU 64 tokens pay (docs/performance.md), but gain little.
 FEWEST = 256
 
-# Seconds in which the host launches one operation: PyTorch's usual few microseconds, with ComfyUI's Python around it.
+# Seconds for launching one operation: PyTorch's few microseconds, and ComfyUI's Python around it.
 LAUNCH = 6e-6
 
-# The share of its peak that a card reaches in a whole block: 0.5 to 0.7 in large products, next to nothing in norms,
-# activations and residuals. To think a card faster than it is only leaves grids whole that would have gained a little.
+# Share of its peak that a card reaches in a block: 0.5 to 0.7 in large products, next to nothing in norms, activations
+# and residuals. Overestimating a card only leaves grids unmerged that would have gained a little.
 EFFICIENCY = 0.4
 
-# Hz, for versions of PyTorch that do not tell: cards since 2017 boost to between 1.4 (A100) and 2.5 GHz (RTX 4090).
+# Hz where PyTorch does not report it: cards since 2017 boost to between 1.4 (A100) and 2.5 GHz (RTX 4090).
 CLOCK = 2.0e9
 
 # FLOPs a clock and multiprocessor from this compute capability on: dense products of half precision, fp32 sums. From
@@ -44,11 +43,13 @@ _SINGLE = 256
 
 @dataclass(frozen=True)
 class Block:
-    """What a transformer block asks of a device.
+    """Cost of a transformer block.
 
-    weights: multiply-adds of its linear layers for one token, in squares of the width. launches: its operations.
-    added: those that merging adds around stacks, blocks and modules. beside: tokens that run through it with those of
-    the grid, at least.
+    Attributes:
+        weights: Multiply-adds of its linear layers for one token, in squares of the width.
+        launches: Its operations.
+        added: Operations that merging adds around stacks, blocks and modules.
+        beside: Least number of tokens that run through it with those of the grid.
     """
 
     weights: float
@@ -57,24 +58,24 @@ class Block:
     beside: int = 0
 
     def launching(self, granularity: Granularity) -> float:
-        """Seconds in which the host launches it, merged."""
+        """Return the seconds in which the host launches it, merged."""
         return (self.launches + self.added[_ORDER.index(granularity)]) * LAUNCH
 
     def flops(self, tokens: int, images: int, width: int, keys: int | None = None) -> float:
-        """Linear layers and self-attention; a multiply-add is two. keys: tokens attended to, where they are more."""
+        """Return the FLOPs of linear layers and self-attention; a multiply-add is two. keys: tokens that are attended
+        to, if they are more."""
         attended = (tokens if keys is None else keys) + self.beside
         return 2.0 * images * (tokens + self.beside) * width * (self.weights * width + 2.0 * attended)
 
 
-# Counted on whole models (tests/benchmarks/fullsize/test_cost.py). Linear layers in squares of the width: a UNet has
-# 4 in self-attention, 2 in cross-attention, 12 in the gated feed-forward; transformers 4 and 8, but Flux.2's and
-# Lumina 2's feed-forwards are wider, keys and values of Lumina 2, OmniGen2 and Krea 2 narrower, and Krea 2 has a gate
-# beside its attention. Beside the image: ComfyUI pads the text of Flux.1 to 256 tokens at least, of Flux.2 to 512, of
-# Z-Image to 32, of SD3 to 77. Launches: of an evaluation's blocks, divided by their number; SD3's last block has a
-# few less. Those added as well: by Triton, as the cards that are too fast for their host are those that it runs on,
-# with detail reuse where there is some, each block's share rounded up, with the copies around the text of a common
-# stream. Of a whole stack it is one at most. Where blocks have no modules to merge, they are merged as blocks,
-# without detail.
+# Counted on full-size models (tests/benchmarks/fullsize/test_cost.py).
+# - weights: a UNet has 4 in self-attention, 2 in cross-attention, 12 in the gated feed-forward; transformers 4 and 8;
+#   Flux.2's and Lumina 2's feed-forwards are wider, keys and values of Lumina 2, OmniGen2 and Krea 2 narrower, and
+#   Krea 2 has a gate beside its attention.
+# - beside: ComfyUI pads the text of Flux.1 to at least 256 tokens, of Flux.2 to 512, of Z-Image to 32, of SD3 to 77.
+# - launches: of an evaluation's blocks, divided by their number.
+# - added: with Triton and the residual cache, each block's share rounded up, with copies around the text of a common
+#   stream; of a stack it is one at most. Blocks without modules to merge are merged as blocks, without the cache.
 _ORDER = (Granularity.STACK, Granularity.BLOCK, Granularity.MODULE)
 UNET_BLOCK = Block(18, 20, (1, 3, 6))
 FLUX_DOUBLE = Block(12, 75, (1, 5, 9), beside=256)
@@ -90,10 +91,10 @@ KREA = Block(11.5, 69, (1, 6, 5))
 QWEN = Block(12, 77, (1, 4, 3))
 MM_DIT = Block(12, 70, (1, 3, 2), beside=77)
 ERNIE = Block(13, 37, (1, 6, 6))
-# Flux's blocks; text is as long as it is.
+# Flux's blocks; text is not padded.
 HUNYUAN_DOUBLE = replace(FLUX_DOUBLE, beside=0)
 HUNYUAN_SINGLE = replace(FLUX_SINGLE, beside=0)
-# Of the 14B; others have wider feed-forwards.
+# Of the 14B model; others have wider feed-forwards.
 WAN = Block(11.4, 59, (1, 4, 3))
 # Of the video's stream; in LTX-2 it attends to the audio too, in half its width.
 LTX = Block(14, 40, (1, 4, 3))
@@ -104,7 +105,7 @@ H3 = Block(13.3, 40, (1, 6, 6))
 
 @dataclass(frozen=True)
 class Card:
-    """An NVIDIA GPU as its driver tells it. processors: streaming multiprocessors. clock: Hz."""
+    """An NVIDIA GPU as its driver reports it. processors: streaming multiprocessors. clock: Hz."""
 
     name: str
     capability: tuple[int, int]
@@ -112,7 +113,7 @@ class Card:
     clock: float = CLOCK
 
     def rate(self, dtype: torch.dtype) -> float:
-        """FLOP/s to be expected in a block, an estimate."""
+        """Return the estimated FLOP/s in a block."""
         return self._half if dtype is torch.float16 or dtype is torch.bfloat16 else self._single
 
     @functools.cached_property
@@ -129,16 +130,16 @@ class Card:
 
 @functools.cache
 def card_of(device: torch.device) -> Card | None:
-    """The card behind a device, asked once per process; None for all that is no NVIDIA GPU."""
+    """Return the card behind a device, None if it is no NVIDIA GPU."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
-    told = torch.cuda.get_device_properties(device)
-    clock = 1e3 * (getattr(told, "clock_rate", 0) or CLOCK / 1e3)  # told in kHz
-    return Card(told.name, (told.major, told.minor), told.multi_processor_count, clock)
+    facts = torch.cuda.get_device_properties(device)
+    clock = 1e3 * (getattr(facts, "clock_rate", 0) or CLOCK / 1e3)  # in kHz
+    return Card(facts.name, (facts.major, facts.minor), facts.multi_processor_count, clock)
 
 
 def computing(tokens: int, images: int, width: int, dtype: torch.dtype, card: Card, block: Block) -> float:
-    """Seconds that the card takes for a block, an estimate. Arguments as in `too_little`."""
+    """Return the estimated seconds that the card takes for a block. Arguments as in `too_little`."""
     return block.flops(tokens, images, width) / card.rate(dtype)
 
 
@@ -151,11 +152,13 @@ def too_little(
     block: Block,
     granularity: Granularity,
 ) -> Message | None:
-    """Why Auto does not merge a grid of `tokens` tokens, None if it does.
+    """Return why Auto does not merge a grid, None if it does.
 
-    images: of one condition. Whether conditions run in one batch depends on free memory, which must not decide on a
-    picture. card: None asks for the fewest tokens alone. granularity: around what it is merged, which says what that
-    adds: a stack of one block is a block.
+    Args:
+        images: Images of one condition. Whether conditions run in one batch depends on free memory, which must not
+            change a picture.
+        card: None compares with the fewest tokens alone.
+        granularity: What tokens are merged around; a stack of one block counts as a block.
     """
     if tokens < FEWEST:
         return Reason.TOO_FEW_TOKENS(least=FEWEST)
@@ -165,9 +168,9 @@ def too_little(
 
 
 def obstacle(x: Tensor, images: int, min_tokens: int, block: Block, granularity: Granularity) -> Message | None:
-    """Why (B, N, C) tokens x with `images` images of each condition are not merged, None if they are.
+    """Return why (B, N, C) tokens x with `images` images of each condition are not merged, None if they are.
 
-    min_tokens, granularity: as in `ToMAConfig`; any number of tokens but 0 holds on every device.
+    min_tokens: as in `ToMAConfig`; a number other than 0 holds on every device.
     """
     _, tokens, width = x.shape
     if min_tokens == 0:

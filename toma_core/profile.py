@@ -1,14 +1,13 @@
-"""What a calibration found out about one model, as text: which ratio for which blocks at which noise level.
+"""Read and write what a calibration found out about one model: which ratio for which blocks at which noise level.
 
-A profile is JSON of less than 2 kB that lies in a workflow beside the seed. It goes by sigma, which means the same
+A profile is JSON of less than 2 kB that is saved in a workflow, as the seed is. It goes by sigma, which means the same
 whatever the steps, the sampler and the scheduler, and names the model that it was made with.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
@@ -24,15 +23,15 @@ _MAX_TEXT = 10_000
 # Noise levels, and ratios above 0: under torch.compile every ratio is a graph.
 _MAX_BANDS = 8
 # ComfyUI's highest noise level is about 4500.
-_MAX_NUMBER = 1e9
-# Characters of a model's facts, and of those that fit on a node.
-_MAX_FACT, _MAX_LINE = 600, 120
+_MAX_SIGMA = 1e9
+# Characters of an explanation on a node.
+_MAX_LINE = 120
 _SETTINGS = {f.name: f.default for f in fields(ToMAConfig)}
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Facts that distinguish models without a look at their weights: a finetune has those of its base.
+    """Facts that distinguish models without reading their weights: a finetune has those of its base.
 
     Attributes:
         family: Module of the family.
@@ -48,11 +47,6 @@ class Fingerprint:
     noise: str = ""
     patches: str = ""
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not isinstance(value, str) or len(value) > _MAX_FACT:
-                raise _fault(f"{name} of the model is {shown(value)}")
-
     def __str__(self) -> str:
         noise = f", noise {self.noise}" if self.noise else ""
         return _one_line(f"{self.family} with blocks {self.blocks} of width {self.width}{noise}")
@@ -60,36 +54,29 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Profile:
-    """Ratios by block and noise level, over the settings that they were found with.
+    """Ratios by block and noise level, over the settings that they were found with. Raises `ConfigError`.
 
     Attributes:
         model: The model it was made with.
         settings: Fields of `ToMAConfig` that are not its defaults.
         above: Sigma at which each band ends, from high to low; the last is 0.
         ratios: "first block - last block", or a block alone -> a ratio for each band. Other blocks are not merged.
-        error: Predicted error; changes nothing.
-        work: Predicted share of the blocks' work that is left; changes nothing.
     """
 
     model: Fingerprint
     settings: Mapping[str, Any]
     above: tuple[float, ...]
     ratios: Mapping[str, tuple[float, ...]]
-    error: float = 0.0
-    work: float = 1.0
     schema: int = field(default=SCHEMA, init=False)
 
     def __post_init__(self) -> None:
         if self.config().off:
             raise _fault("its settings switch merging off: blocks that are not merged have the ratio 0")
-        above = [*self.above]
-        if not above or above != sorted(set(above), reverse=True) or not all(0 <= s < math.inf for s in above):
-            raise _fault(f"above_sigma is {shown(above)}, not noise levels from high to low")
-        if len(above) > _MAX_BANDS:
-            raise _fault(f"{len(above)} noise levels, allowed are {_MAX_BANDS}")
+        if not 0 < len(self.above) <= _MAX_BANDS or [*self.above] != sorted({*self.above}, reverse=True):
+            raise _fault(f"above_sigma is {shown(self.above)}, not up to {_MAX_BANDS} noise levels from high to low")
         for blocks, ratios in self.ratios.items():
-            if len(ratios) != len(above):
-                raise _fault(f"{shown(blocks)} has {len(ratios)} ratios for {len(above)} noise levels")
+            if len(ratios) != len(self.above):
+                raise _fault(f"{shown(blocks)} has {len(ratios)} ratios for {len(self.above)} noise levels")
             for ratio in ratios:
                 check("ratio", ratio)
         if len({ratio for ratios in self.ratios.values() for ratio in ratios if ratio}) > _MAX_BANDS:
@@ -97,7 +84,8 @@ class Profile:
 
     def config(self) -> ToMAConfig:
         """Return the settings that it was found with. Raises `ConfigError`."""
-        _require_settings(self.settings)
+        if unknown := self.settings.keys() - _SETTINGS.keys():
+            raise _fault(f"{shown(min(unknown))} is no setting")
         return ToMAConfig(**self.settings)
 
     def overrides(self) -> dict[str, Any]:
@@ -112,27 +100,22 @@ class Profile:
             if first not in names or (last or first) not in names:
                 raise _fault(f"the model has no block {shown(blocks)}")
             chosen = names[names.index(first) : names.index(last or first) + 1]
-            if not chosen:
-                raise _fault(f"{shown(blocks)} ends before it begins")
-            if by_band[0].keys() & {*chosen}:
-                raise _fault(f"{shown(blocks)} has blocks that another entry has too")
+            if not chosen or by_band[0].keys() & {*chosen}:
+                raise _fault(f"{shown(blocks)} ends before it begins, or has blocks of another entry")
             for band, ratio in zip(by_band, ratios, strict=True):
                 band.update(dict.fromkeys(chosen, ratio))
         return tuple(zip(self.above, by_band, strict=True))
 
     def text(self) -> str:
-        """Return it as JSON, with a line for each run of blocks."""
+        """Return it as JSON, with a line for each part."""
         lines = {
             "toma_profile": self.schema,
             "model": {key: value for key, value in vars(self.model).items() if value},
             "settings": {key: v.value if isinstance(v, Enum) else v for key, v in self.settings.items()},
-            "predicted": {"error": round(self.error, 4), "work": round(self.work, 4)},
             "above_sigma": [float(f"{sigma:.5g}") for sigma in self.above],
+            "ratios": self.ratios,
         }
-        head = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in lines.items()]
-        entries = [f"  {json.dumps(blocks)}: {json.dumps(list(ratios))}" for blocks, ratios in self.ratios.items()]
-        ratios = "{\n" + ",\n".join(entries) + "\n }" if entries else "{}"
-        return "{\n" + ",\n".join([*head, f' "ratios": {ratios}']) + "\n}\n"
+        return "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in lines.items()) + "\n}\n"
 
     @property
     def empty(self) -> bool:
@@ -155,18 +138,31 @@ def parsed(text: Any) -> Profile:
     if not isinstance(text, str) or len(text) > _MAX_TEXT:
         raise _unused(Refusal.PROFILE_NOT_TEXT())
     try:
-        content = _typed("the profile", json.loads(text), dict, "names with values")
+        content = json.loads(text)
         schema = content["toma_profile"]
-        if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
+        if type(schema) is not int or schema < 1:
             raise _fault("toma_profile is no version")
-        profile = _read(content) if schema <= SCHEMA else None
+        if schema <= SCHEMA:
+            return _read(content)
     except json.JSONDecodeError:
         raise _unused(Refusal.PROFILE_DAMAGED(what="it cannot be read as JSON")) from None
-    except (ConfigError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise _damaged(f"{error} is missing" if isinstance(error, KeyError) else error) from None
-    if profile is None:
-        raise ConfigError(Refusal.PROFILE_NEWER(schema=shown(schema), known=SCHEMA))
-    return profile
+    except KeyError as error:
+        raise _damaged(f"{error} is missing") from None
+    except (ConfigError, AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise _damaged(error) from None
+    raise ConfigError(Refusal.PROFILE_NEWER(schema=shown(schema), known=SCHEMA))
+
+
+def _read(content: Mapping[str, Any]) -> Profile:
+    above = tuple(float(sigma) for sigma in content["above_sigma"])
+    if not all(0 <= sigma < _MAX_SIGMA for sigma in above):
+        raise _fault("above_sigma holds what is no noise level")
+    return Profile(
+        Fingerprint(**{name: str(value) for name, value in content["model"].items()}),
+        {name: check(name, value) if name in _SETTINGS else value for name, value in content["settings"].items()},
+        above,
+        {blocks: tuple(ratios) for blocks, ratios in content["ratios"].items()},
+    )
 
 
 def fitted(profile: Profile, model: Fingerprint, names: Sequence[str]) -> tuple[RatioSchedule, bool]:
@@ -181,48 +177,6 @@ def fitted(profile: Profile, model: Fingerprint, names: Sequence[str]) -> tuple[
         return profile.ratio_schedule(names), made.patches == model.patches
     except ConfigError as error:
         raise _damaged(error) from None
-
-
-def _read(content: Mapping[str, Any]) -> Profile:
-    model, settings, ratios, predicted = (
-        _typed(name, value, dict, "names with values")
-        for name, value in (
-            *((name, content[name]) for name in ("model", "settings", "ratios")),
-            ("predicted", content.get("predicted") or {}),
-        )
-    )
-    unknown = model.keys() - {item.name for item in fields(Fingerprint)}
-    missing = {"family", "blocks", "width"} - model.keys()
-    if unknown or missing:
-        raise _fault(f"{min(missing)} is missing" if missing else f"{shown(min(unknown))} is nothing of a model")
-    _require_settings(settings)
-    sigmas = _typed("above_sigma", content["above_sigma"], list, "a list")
-    return Profile(
-        Fingerprint(**model),
-        {name: check(name, value) for name, value in settings.items()},
-        tuple(_number("above_sigma", sigma) for sigma in sigmas),
-        {blocks: tuple(_typed(shown(blocks), values, list, "a list")) for blocks, values in ratios.items()},
-        _number("error", predicted.get("error", 0.0)),
-        _number("work", predicted.get("work", 1.0)),
-    )
-
-
-def _typed(name: str, value: Any, kind: type, words: str) -> Any:
-    if not isinstance(value, kind):
-        raise _fault(f"{name} is {shown(value)}, not {words}")
-    return value
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _MAX_NUMBER:
-        raise _fault(f"{name} is {shown(value)}, not a number")
-    return float(value)
-
-
-def _require_settings(names: Iterable[str]) -> None:
-    unknown = {*names} - _SETTINGS.keys()
-    if unknown:
-        raise _fault(f"{shown(min(unknown))} is no setting")
 
 
 def _unused(problem: Message) -> ConfigError:

@@ -1,7 +1,7 @@
-"""Reasons and messages as data: the code compares ids, and text is made from a table where it is shown.
+"""Keep reasons and messages as data: the code compares ids, and text is formatted where it is shown.
 
-`web/i18n/en.json` is the English table: Python formats the log, the report and errors with it. The page formats the
-same messages with the table of its own language.
+Python formats the log, the report and errors with the English table, `web/i18n/en.json`; the page formats the same
+messages with the table of its own language.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TABLE = Path(__file__).parents[1] / "web" / "i18n" / "en.json"
 
 
 class MessageId(str, Enum):
-    """The base of every enum of message ids. A member is called with its parameters to make a `Message`."""
+    """The base of every enum of message ids. Calling a member with parameters returns a `Message`."""
 
     def __call__(self, **params: Value) -> Message:
         return Message(self, tuple(params.items()))
@@ -85,7 +85,7 @@ class Reason(MessageId):
 
     @property
     def chosen(self) -> bool:
-        """See `MessageId`."""
+        """Whether the user chose this."""
         return self in _CHOSEN
 
 
@@ -96,43 +96,38 @@ _CHOSEN = (Reason.SETTING, Reason.SKIP_FIRST_BLOCKS, Reason.SKIP_LAST_BLOCKS, Re
 class Message:
     """One message: an id and the values that its text names.
 
-    params: numbers, names, other messages, or tuples of these. A param named `setting` holds the id of a setting or of
-    an input of a node; its text is the label.
+    Attributes:
+        params: Numbers, names, other messages, or tuples of these, by name. A param named `setting` holds the id of a
+            setting or of an input of a node; its text is the label.
     """
 
     id: MessageId
     params: tuple[tuple[str, Value], ...] = ()
 
     def __str__(self) -> str:
-        """The English text."""
-        return formatted(self)
+        """Return the English text."""
+        shown = {name: _shown(name, value) for name, value in self.params}
+        return english()["messages"][self.id.value].format(label=_Labels(), **shown)
 
     def json(self) -> dict[str, Any]:
-        """The message as the page gets it."""
+        """Return the message as data for the page."""
         return {"id": self.id.value, "params": {name: _json(value) for name, value in self.params}}
-
-
-def formatted(message: Message) -> str:
-    """The English text of a message."""
-    shown = {name: _shown(name, value) for name, value in message.params}
-    return english()["messages"][message.id.value].format(label=_Labels(), **shown)
 
 
 @cache
 def english() -> Mapping[str, Mapping[str, str]]:
-    """The English table: labels of settings by their id, and texts by message id."""
+    """Return the English table: labels of settings by their id, and texts by message id."""
     tables: dict[str, dict[str, str]] = json.loads(_TABLE.read_text(encoding="utf-8"))
     return tables
 
 
 def label(setting: str) -> str:
-    """The English label of a setting, or of another input of a node."""
+    """Return the English label of a setting, or of another input of a node."""
     return english()["labels"].get(setting, setting.replace("_", " "))
 
 
 class MessageError(ValueError):
-    """An error that is shown on a node. message: what the page formats; its English text is that of the error, after a
-    prefix that names this pack in ComfyUI's own dialog."""
+    """An error that is shown on a node. Its text is that of the message, after the name of this pack."""
 
     prefix = "ToMA: "
 
@@ -142,14 +137,14 @@ class MessageError(ValueError):
 
 
 class _Labels:
-    """`{label.ratio}` in a text: the label of the setting `ratio`."""
+    """Format `{label.ratio}` in a text as the label of the setting `ratio`."""
 
     def __getattr__(self, setting: str) -> str:
         return label(setting)
 
 
 class _Number(float):
-    """A number that is written without trailing zeros unless the text asks for decimals, as in `{ratio:.2f}`."""
+    """Format a number without trailing zeros unless the text asks for decimals, as in `{ratio:.2f}`."""
 
     def __format__(self, spec: str) -> str:
         return format(float(self), spec or ".10g")
@@ -162,7 +157,7 @@ def _shown(name: str, value: Value) -> Any:
         return _Number(value)
     if isinstance(value, tuple):
         return ", ".join(str(_shown("", each)) for each in value)
-    return formatted(value) if isinstance(value, Message) else value
+    return str(value) if isinstance(value, Message) else value
 
 
 def _json(value: Value) -> Any:

@@ -227,11 +227,11 @@ class RunState:
         """Return a plan with new destinations. even: all windows get the same share whatever the settings say."""
         config = self.config
         if independent:
-            self.stats.random_because(independent)
+            self.stats.content_independent.add(independent)
         even = even or bool(independent) or not config.adapts_budget
         windows, budget = self._laid_out(features, grid, step, even)
         choice = self._choose(x, features, windows, budget, even)
-        self.stats.computed_by(choice.message)
+        self.stats.kernels.add(choice.message)
         kernels = choice.kernels
         if kernels is not None and not independent:
             parts = kernels.select_weigh(features, windows, budget, config.sharpness)

@@ -54,8 +54,6 @@ class StepPlan:
     weighing: int = 0
     # Ratio by block where blocks differ; blocks without an entry are not merged.
     ratios: Mapping[str, float] | None = None
-    # Blocks at which a chain begins even where the one before could go on.
-    borders: frozenset[str] = frozenset()
 
     def ratio_of(self, block: str) -> float:
         """Return the ratio of a block."""
@@ -73,8 +71,7 @@ class StepPlan:
 
     def joins(self, before: str, block: str) -> bool:
         """Return whether tokens may stay merged from one block to the next."""
-        same = self.ratios is None or self.ratios.get(before) == self.ratios.get(block)
-        return same and block not in self.borders
+        return self.ratios is None or self.ratios.get(before) == self.ratios.get(block)
 
     @property
     def in_use(self) -> frozenset[float]:
@@ -103,8 +100,6 @@ class Schedule:
     continues_run: bool = False
     # Ratios of blocks by sigma, in place of the setting's one ratio; empty for that.
     ratio_schedule: RatioSchedule = ()
-    # See `StepPlan`.
-    borders: frozenset[str] = frozenset()
 
     def step_at(self, sigma: float) -> int:
         """Return the step of a sigma; sigmas between two steps belong to the earlier one."""
@@ -193,7 +188,7 @@ class Schedule:
         full = counted and age % config.full_step_interval == 0
         final = counted and self.finishes and step == len(self.sigmas) - 1 and not self._merges_last
         generations = age // config.selection_interval, age // config.weight_interval
-        plan = StepPlan(step, StepMode.FULL, 0.0, *generations, borders=self.borders)
+        plan = StepPlan(step, StepMode.FULL, 0.0, *generations)
         if not self.in_range(sigma) or final or (full and not config.uses_cache):
             return plan
         ratios = self.ratios_at(sigma, step)

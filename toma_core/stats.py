@@ -55,6 +55,7 @@ class RunStats:
         total_steps: Steps that the run was to make.
         grids: Destinations of each token grid.
         unmerged: Blocks, or named parts of them, by the reason why they were not merged.
+        kernels: Kernels that made plans, or why plain PyTorch did.
         content_independent: Why destinations were random.
         full_by: Settings that make steps full.
         full_reasons: Steps that were full although the schedule merges them, by reason.
@@ -125,16 +126,6 @@ class RunStats:
             self.grids[grid] = min(kept, self.grids.get(grid, kept)) if self.by_profile else kept
             self.selections += selected
             self.weighings += 1
-
-    def computed_by(self, kernels: Message) -> None:
-        """Record which kernels made plans, or why plain PyTorch did."""
-        with self.lock:
-            self.kernels.add(kernels)
-
-    def random_because(self, reason: Message) -> None:
-        """Record why destinations are random."""
-        with self.lock:
-            self.content_independent.add(reason)
 
     def merged(self, block: str) -> None:
         """Record that a block ran on merged tokens, at least in part."""

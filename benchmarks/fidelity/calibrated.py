@@ -98,8 +98,8 @@ def _measured(
         }
         rows[near] = {name: round(float(relative_error(x, plain).mean()), 4) for name, (x, _) in ways.items()}
         rows[near] |= {f"{name} cost": round(flops / whole, 3) for name, (_, flops) in ways.items()}
-        rows[near] |= {"predicted": round(found.chosen.error, 4), "found": round(found.found, 4)}
-        rows[near] |= {"keeps preset": found.keeps_preset, "told": found.held, "probes": found.probes}
+        rows[near] |= {"found": round(found.errors[1], 4), "probes": found.probes}
+        rows[near]["keeps preset"] = found.keeps_preset or found.profile is None
         rows[near]["profile"] = dict(found.profile.ratios) if found.profile else str(found.problem)
     return rows
 
@@ -195,7 +195,7 @@ def _clips(kind: str, steps: int, options: dict[str, Any], args: argparse.Namesp
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """Markdown, a row for each model, number of steps and word."""
-    names = ["preset", "calibrated", "preset cost", "calibrated cost", "predicted", "found", "keeps preset", "told"]
+    names = ["preset", "calibrated", "preset cost", "calibrated cost", "found", "keeps preset"]
     lines = ["| model steps near | " + " | ".join(names) + " |", "|---" + "|--:" * len(names) + "|"]
     lines += [f"| {key} | " + " | ".join(str(row[name]) for name in names) + " |" for key, row in rows.items()]
     return "\n".join(lines) + "\n"

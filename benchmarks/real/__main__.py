@@ -52,8 +52,7 @@ def parser() -> argparse.ArgumentParser:
         "--calibrate",
         nargs="*",
         metavar="NEAR",
-        help="also measure what ToMA Calibrate finds: with the work of quality, balanced (default) or fast, or within "
-        "a distance such as 0.1",
+        help="also measure what ToMA Calibrate finds: with the work of quality, balanced (default) or fast",
     )
     for name in ("width", "height", "steps"):
         found.add_argument(f"--{name}", type=int, help=_default(name))

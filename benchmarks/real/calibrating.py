@@ -13,8 +13,8 @@ from .pictures import Folder, say
 from .server import Server
 
 NODE = "ToMACalibrate"
-# What ToMA Calibrate takes in the place of a distance.
-WORDS = ("quality", "balanced", "fast")
+# Targets of ToMA Calibrate.
+TARGETS = ("quality", "balanced", "fast")
 # Where the graph says nothing of it, as with schedulers of one family.
 DEFAULTS = {"cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
 
@@ -37,13 +37,9 @@ class Calibrated:
 
 
 def near_of(text: str) -> str:
-    """One value of --calibrate: a word, or a distance. Raises BenchmarkError."""
-    try:
-        known = text in WORDS or 0.005 <= float(text) <= 1
-    except ValueError:
-        known = False
-    if not known:
-        raise BenchmarkError(f"--calibrate {text}: give {', '.join(WORDS)}, or a distance from 0.005 to 1")
+    """Return a value of --calibrate. Raises BenchmarkError."""
+    if text not in TARGETS:
+        raise BenchmarkError(f"--calibrate {text}: give {', '.join(TARGETS)}")
     return text
 
 
@@ -61,14 +57,12 @@ def calibration_graph(template: Template, prompt: str, negative: str, seed: int,
             "in ComfyUI itself, and connect its profile"
         )
     (guide,) = guides
-    inputs: dict[str, Any] = {"positive": _prompt(graph, guide), "seed": seed}
+    inputs: dict[str, Any] = {"positive": _prompt(graph, guide), "target": near}
     if (given := graph[guide]["inputs"].get("negative")) is not None:
         inputs["negative"] = given
     for name in ("steps", "cfg", "sampler_name", "scheduler"):
         inputs[name] = _said_once(graph, guide, name)
     inputs["latent"] = _said_once(graph, guide, "latent_image")
-    by_word = near in WORDS
-    inputs |= {"target": near if by_word else "error", "error": 0.1 if by_word else float(near)}
     measures, shows = _free(graph, "calibrate"), _free(graph, "profile")
     graph[measures] = node(NODE, model=graph[guide]["inputs"]["model"], **inputs)
     graph[shows] = node("PreviewAny", source=[measures, 1])

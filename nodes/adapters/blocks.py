@@ -37,6 +37,11 @@ class BlockFacts:
     tokens: int
     width: int
 
+    def flops(self, ratio: float = 0.0, attends: bool = False) -> float:
+        """Return what an evaluation of one image costs at a ratio. attends: whether it attends to all tokens."""
+        left = self.tokens - round(ratio * self.tokens)
+        return self.work.flops(left, 1, self.width or 1024, self.tokens if attends else left)
+
 
 @dataclass(frozen=True)
 class BlockGroup:

@@ -34,8 +34,7 @@ def fingerprint(model: ModelPatcher) -> Fingerprint:
 
 
 def _noise(model: ModelPatcher) -> str:
-    """Return what the model predicts, by the name of ComfyUI's class for it, and its highest noise level. A profile
-    goes by sigma: the schedule does not matter."""
+    """Return what the model predicts, by the name of ComfyUI's class for it, and its highest noise level."""
     sampling = model.get_model_object("model_sampling")
     kind = next((c.__name__ for c in type(sampling).__mro__ if "calculate_denoised" in vars(c)), "unknown")
     return f"{kind} up to {float(sampling.sigma_max):.2g}"
@@ -46,8 +45,7 @@ _SAMPLED = 8
 
 
 def _patches(model: Any) -> str:
-    """Return a digest of which weights LoRAs change, how, and with which strength; "" without. Their order does not
-    matter."""
+    """Return a digest of the weights that LoRAs change and their strengths, in any order; "" without LoRAs."""
     digests = []
     for key, added in (getattr(model, "patches", None) or {}).items():
         for strength, change, of_model, offset, *_ in added:

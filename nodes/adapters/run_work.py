@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from . import registry
-from .blocks import BlockFacts
 from .sampling_run import SamplingRun
 
 
@@ -19,14 +18,14 @@ def times_less_work(model: nn.Module, latent: Tensor, sampling: SamplingRun) -> 
     if hooks is None or sampling.run.tiles or not stats.merged_blocks:
         return None
     facts, merged_in = list(hooks.blocks(latent)), stats.merged_evaluations_of
-    every = (hooks.flops_beside_blocks(latent) + sum(map(_flops, facts))) * stats.evaluations
+    every = (hooks.flops_beside_blocks(latent) + sum(fact.flops() for fact in facts)) * stats.evaluations
     saved = 0.0
     for step, ratio in stats.merged_steps.items():
         by_block = _ratios(sampling, step)
         for fact in facts:
             if fact.name in stats.merged_blocks:
                 share = ratio if by_block is None else by_block.get(fact.name, 0.0)
-                saved += (_flops(fact) - _flops(fact, share, sampling.run.kv_cache)) * merged_in(step)
+                saved += (fact.flops() - fact.flops(share, sampling.run.kv_cache)) * merged_in(step)
     return every / (every - saved) if 0 < saved < every else None
 
 
@@ -35,8 +34,3 @@ def _ratios(sampling: SamplingRun, step: int) -> dict[str, float] | None:
     schedule = sampling.run.schedule
     ratios = schedule.ratios_at(schedule.sigmas[step], step) if step < len(schedule.sigmas) else None
     return None if ratios is None else dict(ratios)
-
-
-def _flops(fact: BlockFacts, ratio: float = 0.0, attends: bool = False) -> float:
-    kept = fact.tokens - round(ratio * fact.tokens)
-    return fact.work.flops(kept, 1, fact.width or 1024, fact.tokens if attends else kept)

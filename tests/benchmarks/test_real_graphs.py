@@ -132,17 +132,14 @@ def test_calibrates_with_what_the_graph_samples_with(graph: Graph) -> None:
     graph["3"]["inputs"] |= {"steps": 7, "cfg": 5.5, "sampler_name": "dpmpp_2m", "scheduler": "karras"}
     calibration, measures, shows = calibration_graph(Template(graph), "cat", "blur", 9, "fast")
     assert calibration[measures]["inputs"] == {
-        **{"model": ["9", 0], "positive": ["6", 0], "negative": ["7", 0], "latent": ["10", 0], "seed": 9},
+        **{"model": ["9", 0], "positive": ["6", 0], "negative": ["7", 0], "latent": ["10", 0]},
         **{"steps": 7, "cfg": 5.5, "sampler_name": "dpmpp_2m", "scheduler": "karras"},
-        **{"target": "fast", "error": 0.1},
+        "target": "fast",
     }
     assert calibration[shows] == node("PreviewAny", source=[measures, 1])
     assert calibration["6"]["inputs"]["text"] == "a photo of cat, sharp"
     assert calibration["9"]["inputs"]["model"] == ["4", 0], "without ToMA"
     assert set(calibration) == {"4", "6", "7", "9", "10", measures, shows}
-    by_number, *_ = calibration_graph(Template(graph), "cat", "blur", 9, "0.05")
-    assert by_number[measures]["inputs"]["target"] == "error"
-    assert by_number[measures]["inputs"]["error"] == 0.05
 
 
 def test_calibrates_a_graph_whose_sampler_is_in_parts(graph: Graph) -> None:

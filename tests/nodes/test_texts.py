@@ -25,7 +25,7 @@ def nameless(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def outcome(model: Any, attach: Any, stats_of: Any, **settings: Any) -> dict[str, Any]:
     """What a run, its report, its chart and the decisions on it are, but for texts."""
-    charts, calibrating = pack_module("nodes.report_charts"), pack_module("nodes.calibration_run")
+    charts = pack_module("nodes.report_charts")
     merged = attach(model, **settings)
     latent = models.sample(merged, 24, 24, steps=3)
     stats = stats_of(merged)
@@ -35,7 +35,6 @@ def outcome(model: Any, attach: Any, stats_of: Any, **settings: Any) -> dict[str
         "report": [line if isinstance(line, str) else line.json() for line in stats.report()],
         "headline": stats.headline(),
         "chart": charts.steps_chart(stats, 400).tobytes(),
-        "short of memory": calibrating._ran_short(stats),
     }
 
 

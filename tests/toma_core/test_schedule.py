@@ -243,12 +243,6 @@ def test_every_ratio_has_a_kind() -> None:
     assert sorted({(d.ratio, d.selection % 2) for d in kinds}) == [(r, s) for r in (0.25, 0.5, 0.75) for s in (0, 1)]
 
 
-def test_a_border_ends_a_chain() -> None:
-    schedule = Schedule(ToMAConfig(), SIGMAS, ratio_schedule=((0.0, {"a": 0.5, "b": 0.5}),), borders=frozenset("b"))
-    assert not schedule.decide(1.0).joins("a", "b")
-    assert schedule.decide(1.0).joins("b", "a")
-
-
 def test_a_profile_that_leaves_a_noise_level_whole_is_named() -> None:
     config, sigmas = ToMAConfig(full_step_interval=3), tuple(float(10 - step) for step in range(10))
     interval, profile = Reason.SETTING(setting="full_step_interval", value=3), Reason.PROFILE()

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..windows import Budget, Windows, upload
 from .greedy import greedy_facility_location
-from .objective import cosine_similarity, facility_location, in_parts
+from .objective import cosine_similarity, in_parts
 
-__all__ = ["cosine_similarity", "facility_location", "in_parts", "select", "select_at_random"]
+__all__ = ["cosine_similarity", "in_parts", "select", "select_at_random"]
 
 
 def select(similarity: Tensor, windows: Windows, budget: Budget) -> Tensor:

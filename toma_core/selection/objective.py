@@ -57,13 +57,3 @@ def chosen_similarity(x: Tensor, dest_slots: Tensor) -> Tensor:
     """Return cosines of destinations and tokens: (..., S, C) any float dtype, (..., K) int64 -> (..., K, S) fp32."""
     x = normalized(x)
     return cosines(x.gather(-2, dest_slots[..., None].expand(*dest_slots.shape, x.shape[-1])), x)
-
-
-def facility_location(similarity: Tensor, dest_slots: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Return f(A) of the destinations of each window, (G,) fp32.
-
-    similarity: (G, S, S); dest_slots: (G, K) int64; valid: (G, S) bool or None.
-    """
-    chosen = similarity.gather(1, dest_slots[..., None].expand(-1, -1, similarity.shape[-1]))
-    best = chosen.amax(1) + 1
-    return (best if valid is None else torch.where(valid, best, best.new_zeros(()))).sum(-1)

@@ -205,21 +205,21 @@ def test_what_calibration_finds_is_measured_too(
     comfy: ComfyServer, work: Work, graph: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     graph["toma"]["inputs"]["profile"] = ""
-    assert work.run(graph, "11\n", "--seeds", "1", "2", "--calibrate", "balanced", "0.3") == 0
+    assert work.run(graph, "11\n", "--seeds", "1", "2", "--calibrate", "balanced", "fast") == 0
     out, err = capsys.readouterr()
     assert "8 pictures wanted" in err
     rows = {line.split("  ")[0] for line in out.splitlines()}
-    assert {"unmerged", "quality 0.1", "calibrated balanced", "calibrated 0.3"} <= rows
+    assert {"unmerged", "quality 0.1", "calibrated balanced", "calibrated fast"} <= rows
     assert "- calibrated balanced (calibrated-balanced.json): " in out
-    for name in ("calibrated-balanced.json", "calibrated-0.3.json"):
+    for name in ("calibrated-balanced.json", "calibrated-fast.json"):
         assert json.loads((work.out / name).read_text())["toma_profile"] == 1
     data = json.loads((work.out / "results.json").read_text())
-    assert [each["near"] for each in data["conditions"]["calibrated"]] == ["balanced", "0.3"]
+    assert [each["near"] for each in data["conditions"]["calibrated"]] == ["balanced", "fast"]
     queued = len(comfy.get("/history"))
-    assert work.run(graph, "11\n", "--seeds", "1", "2", "--calibrate", "balanced", "0.3") == 0
+    assert work.run(graph, "11\n", "--seeds", "1", "2", "--calibrate", "balanced", "fast") == 0
     assert len(comfy.get("/history")) == queued, "nothing is measured twice"
     assert work.run(graph, "11\n", "--calibrate", "nearer") == 1
-    assert "--calibrate nearer: give quality, balanced, fast, or a distance" in capsys.readouterr().err
+    assert "--calibrate nearer: give quality, balanced, fast" in capsys.readouterr().err
 
 
 def test_what_is_not_asked_for_stays_as_in_the_graph(

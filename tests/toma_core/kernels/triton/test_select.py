@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.selectors import facility_location
 from tests.toma_core.kernels.cases import DEVICE, Case, each, kept_of
 from tests.toma_core.selection.reference import naive_greedy
 from toma_core.config import WindowShape
 from toma_core.merge import MergePlan, weigh
-from toma_core.selection import cosine_similarity, facility_location, select, select_at_random
+from toma_core.selection import cosine_similarity, select, select_at_random
 from toma_core.selection.objective import tie_step
 from toma_core.windows import Budget, Windows
 
