@@ -28,14 +28,12 @@ Graph = dict[str, dict[str, Any]]
 class Kind:
     """One of the two model architectures: how it is named, loaded, sampled and merged.
 
-    `sampling` is what demo.sampling finds the trained model to look best with. `merge` holds what differs from the
-    presets.
+    `sampling` is what demo.sampling finds the trained model to look best with.
     """
 
     name: str
     title: str
     sampling: dict[str, Any]
-    merge: dict[str, Any]
 
     @property
     def trained(self) -> bool:
@@ -43,16 +41,8 @@ class Kind:
         return (WEIGHTS_FOLDER / f"{self.name}.safetensors").is_file()
 
 
-# Blocks this small are no work for a GPU, and Auto would leave them whole there: the demo shows what merging does.
-_MERGED = {"min_tokens": FEWEST}
-UNET = Kind("deep", "SDXL UNet, tiny", {"cfg": 2.0, "sampler_name": "euler", "scheduler": "normal"}, _MERGED)
-# The presets are meant for Flux's 19 + 38 blocks; the tiny model has 2 + 5.
-DIT = Kind(
-    "dit",
-    "Flux, tiny",
-    {"cfg": 2.0, "sampler_name": "euler", "scheduler": "simple"},
-    {"skip_first_blocks": 1, **_MERGED},
-)
+UNET = Kind("deep", "SDXL UNet, tiny", {"cfg": 2.0, "sampler_name": "euler", "scheduler": "normal"})
+DIT = Kind("dit", "Flux, tiny", {"cfg": 2.0, "sampler_name": "euler", "scheduler": "simple"})
 KINDS = (UNET, DIT)
 
 
@@ -68,7 +58,8 @@ def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool,
         "empty": _node("ToMADemoLatent", width=pixels, height=pixels, batch_size=1),
     }
     if merged:
-        widgets = widget_values(**{**kind.merge, **settings})
+        # Blocks this small are no work for a GPU, and Auto would not merge them there.
+        widgets = widget_values(**{"min_tokens": FEWEST, **settings})
         graph["toma"] = _node("ToMAAdvanced", model=model, **widgets)
         model = ["toma", 0]
     graph[SAMPLER] = _node(
@@ -86,7 +77,7 @@ def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool,
     graph[PICTURE] = _node("PreviewImage", images=["decode", 0])
     graph[LATENT] = _node("SaveLatent", samples=[SAMPLER, 0], filename_prefix="demo")
     if merged:
-        graph[REPORT] = _node("ToMAReport", model=model, latent=[SAMPLER, 0])
+        graph[REPORT] = _node("ToMAReport", model=model, latent=[SAMPLER, 0], image=["decode", 0])
     return graph
 
 

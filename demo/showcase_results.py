@@ -11,12 +11,18 @@ from dataclasses import dataclass, field
 import torch
 from PIL import Image, ImageChops, ImageDraw, ImageFont
 
+from .scenes import CANVAS
 from .showcase_graphs import SAMPLER, Kind
 
 _TOKENS = re.compile(r"(\d+) -> (\d+) \((\d+) x (\d+)\)")
-_PAPER, _INK = (250, 250, 250), (20, 20, 20)
+_PAPER, _INK = (34, 34, 36), (230, 230, 230)  # as the report's pictures
 _MARGIN, _CAPTION, _PANEL = 16, 30, 384
 DIFFERENCE_GAIN = 4
+# What the report's map shows; on the page it stands on the node.
+_MAP = (
+    "Dots are destination tokens, the patch around each is merged into it, black lines are windows.",
+    "Bars: share of the tokens computed at each step; blue merged, grey full. Squares: blocks, in the same colours.",
+)
 
 
 @dataclass
@@ -32,16 +38,21 @@ class Outcome:
 
 @dataclass
 class Case:
-    """A model at one size and its runs: `whole[i]` and `merged[i]` share seed and scene and ran one after the other."""
+    """A model at one size and its runs: `plain[i]` and `merged[i]` share seed and scene and ran one after the other."""
 
     kind: Kind
     pixels: int
-    whole: list[Outcome] = field(default_factory=list)
+    plain: list[Outcome] = field(default_factory=list)
     merged: list[Outcome] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         return f"{self.kind.title} {self.pixels}x{self.pixels}"
+
+    @property
+    def draws(self) -> bool:
+        """Whether its pictures show anything: of another size than the models were trained at there is only noise."""
+        return self.kind.trained and self.pixels == CANVAS
 
     @property
     def tokens(self) -> str:
@@ -51,34 +62,34 @@ class Case:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Median seconds per step: whole, merged."""
-        whole, merged = ([run.seconds_per_step for run in runs] for runs in (self.whole, self.merged))
-        return statistics.median(whole), statistics.median(merged)
+        """Median seconds per step: without ToMA, with it."""
+        plain, merged = ([run.seconds_per_step for run in runs] for runs in (self.plain, self.merged))
+        return statistics.median(plain), statistics.median(merged)
 
     @property
     def speed_ratios(self) -> list[float]:
-        """Whole over merged, pair by pair."""
-        pairs = zip(self.whole, self.merged, strict=True)
-        return [whole.seconds_per_step / merged.seconds_per_step for whole, merged in pairs]
+        """Without ToMA over with it, pair by pair."""
+        pairs = zip(self.plain, self.merged, strict=True)
+        return [plain.seconds_per_step / merged.seconds_per_step for plain, merged in pairs]
 
     @property
     def speedup(self) -> float:
         """Ratio of the medians; above 1 is faster."""
-        whole, merged = self.seconds
-        return whole / merged
+        plain, merged = self.seconds
+        return plain / merged
 
     @property
-    def distance(self) -> float:
+    def error(self) -> float:
         """Median over the seeds of the relative error of the merged latent."""
-        pairs = zip(self.whole, self.merged, strict=True)
-        return statistics.median(relative_error(merged.latent, whole.latent) for whole, merged in pairs)
+        pairs = zip(self.plain, self.merged, strict=True)
+        return statistics.median(relative_error(merged.latent, plain.latent) for plain, merged in pairs)
 
     @property
-    def seed_distance(self) -> float | None:
+    def seed_error(self) -> float | None:
         """The same measure between two unmerged pictures of different seeds, None with one seed only."""
-        if len(self.whole) < 2:
+        if len(self.plain) < 2:
             return None
-        return relative_error(self.whole[1].latent, self.whole[0].latent)
+        return relative_error(self.plain[1].latent, self.plain[0].latent)
 
 
 class StepClock:
@@ -112,7 +123,7 @@ class StepClock:
     def seconds_per_step(self) -> float:
         """Raises ValueError unless two or more steps ran to the end."""
         if self._first is None or self._end is None or self._steps < 2:
-            raise ValueError(f"the sampler was seen for {self._steps} steps; at least two whole ones are needed")
+            raise ValueError(f"the sampler was seen for {self._steps} steps; at least two are needed")
         return (self._end - self._first) / (self._steps - 1)
 
 
@@ -125,12 +136,11 @@ def relative_error(latent: torch.Tensor, reference: torch.Tensor) -> float:
 
 def table(cases: list[Case]) -> str:
     """The results as aligned text: one line per case."""
-    head = ("model", "size", "tokens", "faster", "(pairs)", "s/step whole", "merged", "distance", "weights")
+    head = ("model", "size", "tokens", "faster", "(pairs)", "s/step without", "with ToMA", "error")
     rows = [head]
     for case in cases:
         ratios = case.speed_ratios
-        whole, merged = case.seconds
-        trained = case.kind.trained
+        plain, merged = case.seconds
         rows.append(
             (
                 case.kind.title,
@@ -138,10 +148,9 @@ def table(cases: list[Case]) -> str:
                 case.tokens,
                 f"{case.speedup:.2f}x",
                 f"({min(ratios):.2f}-{max(ratios):.2f}, {len(ratios)})",
-                f"{whole:.3f}",
+                f"{plain:.3f}",
                 f"{merged:.3f}",
-                f"{case.distance:.1%}",
-                "trained" if trained else "random",
+                f"{case.error:.3f}" if case.draws else "-",
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -164,43 +173,49 @@ def explanation(cases: list[Case], steps: int, device: str) -> str:
             "model the work that is saved is no larger than the merge's own; real SDXL and Flux are 10 to 24 times "
             "wider."
         )
-    lines.append("Distance: relative error of the latent against the unmerged run of the same seed.")
-    if any(case.kind.trained for case in cases):
-        seeds = next((case.seed_distance for case in cases if case.kind.trained and case.seed_distance), None)
-        if seeds:
-            lines.append(f"For scale: two seeds of the unmerged trained model are {seeds:.0%} apart.")
+    lines.append(
+        "Error: relative L2 of the final latent against the one without ToMA from the same seed, as on every page."
+    )
+    seeds = next((case.seed_error for case in cases if case.draws and case.seed_error), None)
+    if seeds:
+        lines.append(f"For scale: two seeds without ToMA have an error of {seeds:.2f}.")
+    if not all(case.draws for case in cases):
         lines.append(
-            "The trained models saw pictures of 128x128 only; larger ones are for the speed. What they can draw is in "
-            "demo/weights/MODEL_CARD.md."
+            f"Without an error: timing only. The models were trained at {CANVAS}x{CANVAS}; of another size, or with "
+            "random weights, pictures are noise. What they can draw is in demo/weights/MODEL_CARD.md."
         )
-    if not all(case.kind.trained for case in cases):
-        lines.append("Random weights: pictures are noise, and distances say nothing about quality.")
     return "\n".join(lines)
 
 
 def side_by_side(cases: list[Case]) -> Image.Image:
-    """One row per case: unmerged | merged | difference, made visible."""
+    """One row per case that draws something: without ToMA | with it | difference, made visible."""
     captions = ("without ToMA", "with ToMA", f"difference, {DIFFERENCE_GAIN}x")
     rows = []
-    for case in cases:
-        whole, merged = case.whole[0].picture, case.merged[0].picture
-        gap = ImageChops.difference(whole, merged).point(lambda value: min(255, value * DIFFERENCE_GAIN))
-        weights = "trained" if case.kind.trained else "random weights: noise"
-        title = f"{case.name}   {case.tokens} tokens   {weights}"
-        rows.append((title, list(zip(captions, (whole, merged, gap), strict=True))))
+    for case in _drawn(cases):
+        plain, merged = case.plain[0].picture, case.merged[0].picture
+        gap = ImageChops.difference(plain, merged).point(lambda value: min(255, value * DIFFERENCE_GAIN))
+        title = f"{case.name}   {case.tokens} tokens   error {case.error:.3f}"
+        rows.append((title, list(zip(captions, (plain, merged, gap), strict=True))))
     return _sheet(rows)
 
 
+def _drawn(cases: list[Case]) -> list[Case]:
+    """The cases that draw something; all where none does."""
+    return [case for case in cases if case.draws] or cases
+
+
 def merge_maps(cases: list[Case]) -> Image.Image:
-    """The report node's map of every case, below each other."""
-    maps = [(case.name, case.merged[0].merge_map) for case in cases]
-    shown = [(title, image) for title, image in maps if image is not None]
+    """The report node's map of every case that draws something, below each other, with what it shows."""
+    shown = [(case.name, image) for case in _drawn(cases) if (image := case.merged[0].merge_map) is not None]
     width = max(image.width for _, image in shown)
-    height = sum(image.height + _CAPTION for _, image in shown)
+    height = sum(image.height + _CAPTION for _, image in shown) + len(_MAP) * _CAPTION
     sheet = Image.new("RGB", (width, height), _PAPER)
-    top = 0
+    pen, top = ImageDraw.Draw(sheet), 0
+    for line in _MAP:
+        pen.text((_MARGIN, top + 8), line, fill=_INK, font=font(18))
+        top += _CAPTION
     for title, image in shown:
-        ImageDraw.Draw(sheet).text((_MARGIN, top + 8), title, fill=_INK, font=font(18))
+        pen.text((_MARGIN, top + 4), title, fill=_INK, font=font(20))
         sheet.paste(image, (0, top + _CAPTION))
         top += image.height + _CAPTION
     return sheet

@@ -83,8 +83,8 @@ def test_case_compares_medians() -> None:
     assert measured.seconds == (4.0, 2.0)
     assert measured.speedup == 2.0
     assert measured.speed_ratios == [2.0, 2.0, 3.0]
-    assert measured.distance == pytest.approx(0.25)
-    assert measured.seed_distance == 0.0
+    assert measured.error == pytest.approx(0.25)
+    assert measured.seed_error == 0.0
     assert measured.tokens == "1,024 -> 512, 256 -> 128"
     assert case([1.0], [1.0], "nothing was merged: no step").tokens == "none merged"
 
@@ -101,11 +101,20 @@ def test_table_is_aligned_and_complete() -> None:
 def test_random_weights_are_called_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("demo.showcase_graphs.WEIGHTS_FOLDER", tmp_path)
     cases = [case([2.0], [1.0])]
-    assert table(cases).splitlines()[2].split()[-2:] == ["25.0%", "random"]
-    assert "distances say nothing about quality" in explanation(cases, 12, "CPU")
+    assert table(cases).splitlines()[2].split()[-1] == "-"
+    assert "Without an error: timing only." in explanation(cases, 12, "CPU")
     (tmp_path / "deep.safetensors").touch()
-    assert table(cases).splitlines()[2].split()[-2:] == ["25.0%", "trained"]
-    assert "Random weights" not in explanation(cases, 12, "CPU")
+    assert table(cases).splitlines()[2].split()[-1] == "0.250"
+    assert "timing only" not in explanation(cases, 12, "CPU")
+
+
+def test_a_size_that_the_models_cannot_draw_is_timing_only() -> None:
+    large = case([2.0], [1.0])
+    large.pixels = 256
+    assert table([large]).splitlines()[2].split()[-1] == "-"
+    assert "timing only" in explanation([large], 12, "CPU")
+    one = side_by_side([case([2.0], [1.0])])
+    assert side_by_side([case([2.0], [1.0]), large]).size == one.size, "noise is not shown"
 
 
 def test_slow_and_noisy_results_are_called_so() -> None:
@@ -121,7 +130,7 @@ def test_sheets_hold_the_pictures() -> None:
     # The middle of each panel: whole, merged (grey 20), and their difference enlarged four times.
     middle = [sheet.getpixel((16 + 400 * column + 192, 16 + 60 + 192)) for column in range(3)]
     assert middle == [(0, 0, 0), (20, 20, 20), (80, 80, 80)]
-    assert merge_maps([case([1.0], [1.0])] * 2).height == 2 * (256 + 30)
+    assert merge_maps([case([1.0], [1.0])] * 2).height == 2 * (256 + 30) + 2 * 30
 
 
 def test_graphs_differ_only_by_the_merge() -> None:
@@ -184,10 +193,9 @@ def test_demo_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         # 64 x 64 pixels are 16 x 16 tokens; coarser grids are below min_tokens.
         assert measured.tokens == "256 -> 128"
         assert measured.speedup > 0
-        assert measured.whole[0].latent.shape == (1, 16, 32, 32)
+        assert measured.plain[0].latent.shape == (1, 16, 32, 32)
         assert torch.isfinite(measured.merged[0].latent).all()
-        if measured.kind.trained:
-            assert 0 < measured.distance < 1
+        assert 0 < measured.error < 2
         assert measured.name.split("64x64")[0].strip() in out
     assert "256 -> 128" in out
     assert "pair 1/1 with ToMA" in err
