@@ -19,8 +19,8 @@ from .profiles import Applied
 from .widgets import CATEGORY, SEARCH_ALIASES
 
 _MODEL_TOOLTIP = (
-    "The model to speed up: SDXL, Flux, Z-Image, Qwen-Image, Wan and others. LoRAs and other patches may come before "
-    "or after."
+    "The model to speed up: SDXL, Flux, Z-Image, Qwen-Image, Wan and others. ToMA goes after the LoRAs, before step "
+    "caches, torch.compile and the sampler."
 )
 _RESULT_TOOLTIP = "The same model, running on fewer tokens. Connect it to the sampler."
 
