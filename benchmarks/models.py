@@ -31,6 +31,7 @@ def _built(model: str, recognised: str, config: dict[str, Any], seed: int) -> An
     import comfy.supported_models
 
     model_config = getattr(comfy.supported_models, recognised)(config)
+    model_config.unet_config.update(config)  # some have the sizes of their only checkpoint
     return patcher(getattr(comfy.model_base, model)(model_config, device=torch.device("cpu")), seed)
 
 
@@ -259,6 +260,63 @@ def ernie(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
     return _built("ErnieImage", "ErnieImage", config, seed)
 
 
+def ideogram(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
+    """Ideogram 4: one stream, a token for each pixel of the latent."""
+    config = {
+        "image_model": "ideogram4",
+        "num_layers": layers,
+        "num_attention_heads": 3,
+        "attention_head_dim": 16,
+        "intermediate_size": 128,
+        "adaln_dim": 32,
+        "llm_features_dim": 48,
+        "mrope_section": (4, 2, 2),
+        "dtype": torch.float32,
+        **extra,
+    }
+    return _built("Ideogram4", "Ideogram4", config, seed)
+
+
+def lens(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
+    """Lens: two streams, the image first, a token for each pixel of the latent."""
+    config = {
+        "image_model": "lens",
+        "num_layers": layers,
+        "attention_head_dim": 24,
+        "num_attention_heads": 2,
+        "enc_hidden_dim": 12,  # of each of four layers of the text encoder
+        "axes_dims_rope": (8, 8, 8),
+        "dtype": torch.float32,
+        **extra,
+    }
+    return _built("Lens", "Lens", config, seed)
+
+
+def cosmos(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
+    """Cosmos-Predict2: tokens on their grid, latents of five dimensions. Anima is the same but for its text."""
+    config = {
+        "image_model": "cosmos_predict2",
+        "max_img_h": 240,
+        "max_img_w": 240,
+        "max_frames": 128,
+        "in_channels": 16,
+        "out_channels": 16,
+        "patch_spatial": 2,
+        "patch_temporal": 1,
+        "model_channels": 48,
+        "num_blocks": layers,
+        "num_heads": 2,
+        "crossattn_emb_channels": 48,
+        "pos_emb_cls": "rope3d",
+        "use_adaln_lora": True,
+        "adaln_lora_dim": 16,
+        "rope_enable_fps_modulation": False,
+        "dtype": torch.float32,
+        **extra,
+    }
+    return _built("CosmosPredict2", "CosmosT2IPredict2", config, seed)
+
+
 def sd3(seed: int = 0, *, layers: int = 2, **extra: Any) -> Any:
     """SD3: positions are added before the first block."""
     config = {
@@ -421,7 +479,10 @@ TRANSFORMERS = {
     "krea2": krea2,
     "qwen_image": qwen_image,
     "ernie": ernie,
+    "ideogram": ideogram,
+    "lens": lens,
     "sd3": sd3,
+    "cosmos": cosmos,
     "wan": wan,
     "hunyuan": hunyuan,
     "ltx": ltx,

@@ -91,6 +91,10 @@ KREA = Block(11.5, 69, (1, 6, 5))
 QWEN = Block(12, 77, (1, 4, 3))
 MM_DIT = Block(12, 70, (1, 3, 2), beside=77)
 ERNIE = Block(13, 37, (1, 6, 6))
+IDEOGRAM = Block(12, 52, (1, 6, 6))
+LENS = Block(12, 108, (1, 5, 5))
+# Attention to the text beside that to itself; what makes modulation is of frames.
+COSMOS = Block(14, 57, (1, 6, 6))
 # Flux's blocks; text is not padded.
 HUNYUAN_DOUBLE = replace(FLUX_DOUBLE, beside=0)
 HUNYUAN_SINGLE = replace(FLUX_SINGLE, beside=0)

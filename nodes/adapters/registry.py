@@ -70,10 +70,22 @@ with _of("ERNIE-Image"):
     from .families import ernie
 
     _FAMILIES.append(ernie)
+with _of("Ideogram 4"):
+    from .families import ideogram
+
+    _FAMILIES.append(ideogram)
+with _of("Lens"):
+    from .families import lens
+
+    _FAMILIES.append(lens)
 with _of("SD3"):
     from .families import sd3
 
     _FAMILIES.append(sd3)
+with _of("Cosmos-Predict2"):
+    from .families import cosmos
+
+    _FAMILIES.append(cosmos)
 with _of("Wan"):
     from .families import wan
 

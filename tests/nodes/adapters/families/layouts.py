@@ -21,9 +21,10 @@ class Layout:
     """Where things lie in the blocks of a model, written down once more, by hand, from ComfyUI's source.
 
     blocks: their lists. tokens: the argument; before: what comes before the image in it. rope_arg: the argument with
-    the positions, and rope_token_dim: its axis that counts tokens; above: rows before those of `tokens`. text: the
-    length of what the model makes of 7 tokens of text. out: which of the results. rows: further arguments with a row
-    for each token. pairs: arguments and results are pairs, of which the first is meant. flat: tokens have no batch.
+    the positions, and rope_token_dim: its axis that counts tokens; above, below: rows before those of `tokens` and
+    behind. keys: a mask of the keys that begins with the image. out: which of the results. rows: further arguments with
+    a row for each token. pairs: arguments and results are pairs, of which the first is meant. flat: tokens have no
+    batch. grid: they lie on their grid, of one frame.
     """
 
     blocks: str
@@ -33,22 +34,28 @@ class Layout:
     rope_arg: str = ""
     rope_token_dim: int = 2
     above: int = 0
+    below: int = 0
+    keys: str = ""
     out: int | None = None
     patch: int = 2
     rows: tuple[str, ...] = ()
     pairs: bool = False
     flat: bool = False
+    grid: bool = False
 
     def taken(self, value: Any) -> Tensor:
         """The tensor in an argument or a result, tokens as (B, T, C)."""
         value = value if self.out is None or not isinstance(value, tuple) else value[self.out]
         value = value[0] if self.pairs and isinstance(value, tuple) else value
+        value = value.flatten(1, 3) if self.grid and value.ndim == 5 else value
         return value[None] if self.flat and value.ndim == 2 else value
 
     def given(self, like: Any, tensor: Tensor) -> Any:
         """The same with another tensor in it."""
         if self.pairs and isinstance(like, tuple):
             return (tensor, *like[1:])
+        if self.grid and like.ndim == 5:
+            return tensor[:, None, None]
         return tensor[0] if self.flat and like.ndim == 2 else tensor
 
 
@@ -68,8 +75,21 @@ LAYOUTS = {
     "krea2": (Layout("blocks", "x", rope_arg="freqs", before=TEXT),),
     "qwen_image": (Layout("transformer_blocks", "hidden_states", rope_arg="image_rotary_emb", above=TEXT, out=1),),
     "ernie": (Layout("layers", "x", rope_arg="rotary_pos_emb", rope_token_dim=1, patch=1),),
+    "ideogram": (Layout("layers", "x", rope_arg="freqs_cis", rope_token_dim=1, before=TEXT, patch=1),),
+    "lens": (
+        Layout(
+            "transformer_blocks",
+            "hidden_states",
+            rope_arg="freqs_cis",
+            below=TEXT,
+            out=1,
+            patch=1,
+            keys="attention_mask",
+        ),
+    ),
     "sd3": (Layout("joint_blocks", "x", names=("context", "x"), out=1),),
-    # As a picture, of one frame; test_wan.py has videos.
+    # As pictures, of one frame; test_wan.py has videos.
+    "cosmos": (Layout("blocks", "x_B_T_H_W_D", rope_arg="rope_emb_L_1_1_D", rope_token_dim=1, grid=True),),
     "wan": (Layout("blocks", "x", rope_arg="freqs", rope_token_dim=1),),
     "hunyuan": (replace(DOUBLE, patch=1), replace(SINGLE, patch=1)),
     "ltx": (Layout("transformer_blocks", "x", rope_arg="pe", rope_token_dim=1, patch=1, pairs=True),),
@@ -114,7 +134,7 @@ def merged_call(
     told = {**given, layout.tokens: layout.given(given[layout.tokens], stream.clone())}
     for name in (layout.rope_arg, *layout.rows) if layout.rope_arg else ():
         rows, start = layout.taken(given[name]), layout.before + layout.above
-        assert rows.shape[layout.rope_token_dim] == layout.above + x.shape[1]
+        assert rows.shape[layout.rope_token_dim] == layout.above + x.shape[1] + layout.below
         end = rows.shape[layout.rope_token_dim]
         each = []
         for b in range(len(x)):
@@ -126,6 +146,8 @@ def merged_call(
             own = rows[min(b, len(rows) - 1)]
             each.append(own.index_select(layout.rope_token_dim - 1, torch.tensor(index)))
         told[name] = layout.given(given[name], torch.stack(each))
+    if layout.keys:
+        told[layout.keys] = given[layout.keys][..., tokens - merged.shape[1] :]
     return told, image, merged
 
 

@@ -55,7 +55,8 @@ def test_block_is_computed_on_merged_tokens(
     found = layout.taken(call.out)
     torch.testing.assert_close(found, restored(layout, run(block, layout, told), image, merged, U), **CLOSE)
     if layout.rope_arg:
-        kept = plan.num_destinations + layout.taken(given[layout.tokens]).shape[1] - plan.tokens + layout.above
+        kept = plan.num_destinations + layout.taken(given[layout.tokens]).shape[1] - plan.tokens
+        kept += layout.above + layout.below
         first = layout.taken(given[layout.rope_arg]).narrow(layout.rope_token_dim, 0, kept)
         wrong = {**told, layout.rope_arg: layout.given(given[layout.rope_arg], first)}
         other = restored(layout, run(block, layout, wrong), image, merged, U)
@@ -80,7 +81,7 @@ def test_consecutive_blocks_stay_merged(
     for block, call in zip(blocks, [start, *(c[0] for c in between), end], strict=True):
         seen = arguments(block, layout, call)
         # What a block is given beside its tokens is its own: modulation differs from block to block in Chroma.
-        told_as_merged = layout.tokens, layout.rope_arg, *layout.rows
+        told_as_merged = layout.tokens, layout.rope_arg, *layout.rows, layout.keys
         others = {n: v for n, v in seen.items() if n not in told_as_merged}
         out = run(block, layout, {**told, **others})
         told[layout.tokens] = out if layout.out is None else out[layout.out]
@@ -221,7 +222,7 @@ def test_block_with_a_renamed_argument_is_left_whole(
     assert "Nothing was merged" in stats_of(merged).summary()
 
 
-REPLACED = ("flux", "flux2", "chroma", "qwen_image", "sd3", "wan", "hunyuan", "ltx", "ltx_av", "h3")
+REPLACED = ("flux", "flux2", "chroma", "qwen_image", "lens", "sd3", "wan", "hunyuan", "ltx", "ltx_av", "h3")
 
 
 @pytest.mark.compat
@@ -243,7 +244,7 @@ def test_replaced_block_sees_all_tokens(family: str, model_of: Any, attach: Any,
 
 
 @pytest.mark.compat
-@loop("family", ["z_image", "lumina2", "qwen_image", "wan"])
+@loop("family", ["z_image", "lumina2", "qwen_image", "lens", "wan"])
 def test_patch_between_blocks_sees_and_changes_all_tokens(family: str, model_of: Any, attach: Any) -> None:
     """As ControlNets that are patches do it: they are shown the image after every block, and what they give is it."""
     model, seen = model_of(family), []

@@ -114,12 +114,14 @@ def test_modulation_that_frames_do_not_explain_leaves_the_blocks_whole(attach: A
 @pytest.mark.compat
 @loop("frames", [1, 5, 21])
 @loop(("height", "width", "batch", "cfg"), [(20, 28, 1, 1.0), (19, 15, 1, 5.0), (33, 8, 2, 5.0)])
+@pytest.mark.parametrize("family", ["wan", "cosmos"])
 def test_frames_odd_sizes_and_guidance(
-    frames: int, height: int, width: int, batch: int, cfg: float, wan: Any, attach: Any, stats_of: Any
+    family: str, frames: int, height: int, width: int, batch: int, cfg: float, model_of: Any, attach: Any, stats_of: Any
 ) -> None:
-    merged, asked = attach(wan), {"frames": frames, "batch": batch, "steps": 2, "cfg": cfg}
+    model = model_of(family)
+    merged, asked = attach(model), {"frames": frames, "batch": batch, "steps": 2, "cfg": cfg}
     out = models.sample(merged, height, width, **asked)
-    plain = models.sample(wan, height, width, **asked)
+    plain = models.sample(model, height, width, **asked)
     assert out.isfinite().all()
     assert out.shape == plain.shape == (batch, 16, frames, height, width)
     assert not torch.equal(out, plain)

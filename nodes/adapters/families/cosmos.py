@@ -1,0 +1,59 @@
+"""Cosmos-Predict2 and Anima: pictures and videos as (B, frames, rows, columns, C), text beside them.
+
+Every frame is merged to the same number of tokens, because modulation may be per frame.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy.ldm.cosmos.predict2 import MiniTrainDIT
+from torch import Tensor, nn
+
+from ....toma_core.cost_model import COSMOS
+from ..blocks import BlockGroup
+from ..family import Transformer
+from ..signature import BlockSignature
+
+NAME = "Anima, Cosmos-Predict2"
+
+
+def matches(diffusion_model: nn.Module) -> bool:
+    """Whether the model is of this family."""
+    return isinstance(diffusion_model, MiniTrainDIT) and diffusion_model.patch_temporal == 1
+
+
+class Signature(BlockSignature):
+    """All frames; merged ones are rows of (B, frames, 1, D / frames, C)."""
+
+    positional_args = ("x_B_T_H_W_D", "emb_B_T_D", "crossattn_emb")
+    tokens_arg = "x_B_T_H_W_D"
+    rope_arg, rope_token_dim = "rope_emb_L_1_1_D", 1
+    passthrough_args = ("emb_B_T_D", "crossattn_emb", "adaln_lora_B_T_3D", "transformer_options")
+    sides = (1, 1)  # rows and columns of a frame before it was merged
+
+    def unpack(self, value: Any) -> Any:
+        return value.flatten(1, 3) if value.ndim == 5 else value
+
+    def pack(self, value: Any, tensor: Tensor) -> Any:
+        if value.ndim != 5:
+            return tensor
+        frames, *sides = value.shape[1:4]
+        tokens = tensor.shape[1] // frames
+        if tokens < sides[0] * sides[1]:
+            self.sides, sides = tuple(sides), [1, tokens]
+        elif tokens > sides[0] * sides[1]:
+            sides = self.sides
+        return tensor.unflatten(1, (frames, *sides))
+
+
+class Hooks(Transformer):
+    """The hooks of one model."""
+
+    inside = ("attn1_patch", "attn2_patch", "mlp_patch")
+    takes_frames = True
+
+    def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
+        """Return all blocks."""
+        self.patch_size, self.width = model.patch_spatial, model.model_channels
+        return (BlockGroup("double", model.blocks, Signature(), COSMOS),)
