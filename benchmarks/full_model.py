@@ -16,8 +16,8 @@ class Whole:
     depths: the names in it that say how many blocks there are of each kind. few: so many of them as a machine with
     10 GB takes at full width. text: tokens and width of the text: what ComfyUI pads to, else a prompt of a hundred
     tokens or so. pooled: width of the pooled vector, 0 if there is none. channels: of the latent. pixel: side of one of
-    its pixels in the picture. video: latents have five dimensions. guidance: it is told one. audio: the shape of a second
-    stream beside so many frames of the latent.
+    its pixels in the picture. video: latents have five dimensions. guidance: it is told one. audio: the shape of a
+    second stream beside so many frames of the latent.
     """
 
     base: str

@@ -31,6 +31,8 @@ _BANDS = {
     "Z-Image": (204, 121, 167),
     "Qwen": (213, 94, 0),
     "Wan": (86, 180, 233),
+    "LTX": (86, 180, 233),
+    "MiniMax": (86, 180, 233),
 }
 # By the names of the workflows: the name in one line or two, and what it is for.
 THUMBNAILS = {
@@ -51,6 +53,8 @@ THUMBNAILS = {
     "Z-Image Turbo": ("Z-Image\nTurbo", "in 8 steps"),
     "Z-Image Turbo.app": ("Z-Image\nTurbo", "as an app: a form\nand no graph"),
     "Wan 2.2 image to video": ("Wan 2.2", "image to video,\n4 steps"),
+    "LTX-2.3 image to video": ("LTX-2.3", "image to video,\n8 and 3 steps"),
+    "MiniMax H3 image to video": ("MiniMax\nH3", "image to video,\n8 steps"),
     "Qwen-Image-Edit": ("Qwen-Image\nEdit", "edit a picture,\n4 steps"),
 }
 # What the nodes on the model's way are called, by how their type begins; others are not drawn.

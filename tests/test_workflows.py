@@ -47,7 +47,9 @@ def node_inputs(definition: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str
 
 
 def is_widget(kind: Any) -> bool:
-    return isinstance(kind, list) or kind in ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", CHOICE_WITH_MORE)
+    """Whether an input is shown as a widget; of several types the first counts."""
+    simple = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", CHOICE_WITH_MORE)
+    return isinstance(kind, list) or kind.partition(",")[0] in simple
 
 
 def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
@@ -191,7 +193,7 @@ def test_widgets_are_in_place_and_in_range(path: Path, demo_server: ComfyServer)
             elif choices is not None:
                 assert value in choices, where
             else:
-                types = {"INT": int, "FLOAT": (int, float), "STRING": str, "BOOLEAN": bool}[kind]
+                types = {"INT": int, "FLOAT": (int, float), "STRING": str, "BOOLEAN": bool}[kind.partition(",")[0]]
                 assert isinstance(value, types), where
                 assert isinstance(value, bool) == (kind == "BOOLEAN"), where
                 assert options.get("min", value) <= value <= options.get("max", value), where

@@ -101,10 +101,10 @@ HUNYUAN_SINGLE = replace(FLUX_SINGLE, beside=0)
 # Of the 14B model; others have wider feed-forwards.
 WAN = Block(11.4, 59, (1, 4, 3))
 # Of the video's stream; in LTX-2 it attends to the audio too, in half its width.
-LTX = Block(14, 40, (1, 4, 3))
-LTX_AV = Block(16, 120, (1, 6, 5))
-# Attention is a third wider than the tokens.
-H3 = Block(13.3, 40, (1, 6, 6))
+LTX = Block(14, 58, (1, 5, 4))
+LTX_AV = Block(16, 282, (1, 5, 4))
+# Its attention is a third wider than its tokens, which counts as weights here.
+H3 = Block(15, 67, (1, 6, 5))
 
 
 @dataclass(frozen=True)
