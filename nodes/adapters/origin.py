@@ -14,6 +14,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return getattr(module, "_orig_mod", module)
 
 
+def kinds_of(model: nn.Module) -> list[str]:
+    """Return the names of ComfyUI's classes of a model, the derived one first. Other packs, and PyTorch for several
+    cards, derive theirs from it."""
+    return [kind.__name__ for kind in type(model).__mro__ if _by_comfyui(kind)]
+
+
 def is_original(block: nn.Module) -> bool:
     """Whether a block is of one of ComfyUI's classes, not one that another pack has put in its place."""
     # The class with the `forward`: PyTorch derives another from it where weights are spread over cards.

@@ -1,4 +1,7 @@
-"""Find the family of a model. A new family is one file with NAME, matches and Hooks, and one entry here."""
+"""Find the family of a model. A new family is one file with NAME, matches and Hooks, and one entry here.
+
+DERIVED names the classes that ComfyUI derives from a family's class, or from another one, and that are known.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from .blocks import BlockFacts
 from .compat import UnsupportedApiError, check, require_api, warn
 from .family import ModelHooks
 from .model_hooks import HookPair
-from .origin import unwrapped
+from .origin import kinds_of, unwrapped
 
 _FAMILIES: list[Any] = []
 # Families that are not as this pack knows them in this ComfyUI.
@@ -157,12 +160,19 @@ def find(diffusion_model: nn.Module) -> ModelHooks | None:
     """Return the hooks of a model, None if no family matches."""
     model = unwrapped(diffusion_model)
     if model not in _hooks:
-        family = next((f for f in _FAMILIES if f.matches(model)), None)
+        family = next((f for f in _FAMILIES if f.matches(model) and _is_known(f, model)), None)
         if family is None:
             # A family that could not be imported may be this model's: it runs unmerged.
             return _Plain(type(model).__name__) if _unavailable else None
         _hooks[model] = _made(family, model)
     return _hooks[model]
+
+
+def _is_known(family: Any, model: nn.Module) -> bool:
+    """Whether a family knows ComfyUI's class of a model. One that a later ComfyUI derives from a known class may read
+    tokens that merging takes away."""
+    kinds = kinds_of(model)
+    return len(kinds) == 1 or kinds[0] in getattr(family, "DERIVED", ())
 
 
 def _made(family: Any, model: nn.Module) -> ModelHooks:

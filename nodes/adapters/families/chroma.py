@@ -14,6 +14,7 @@ from ..blocks import BlockGroup
 from . import flux
 
 NAME = "Chroma"
+DERIVED = ("ChromaRadiance",)
 
 
 def matches(diffusion_model: nn.Module) -> bool:

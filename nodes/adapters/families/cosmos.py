@@ -16,6 +16,7 @@ from ..family import Transformer
 from ..signature import BlockSignature
 
 NAME = "Anima, Cosmos-Predict2"
+DERIVED = ("Anima",)
 
 
 def matches(diffusion_model: nn.Module) -> bool:

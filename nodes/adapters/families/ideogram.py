@@ -11,6 +11,7 @@ from ..family import Transformer
 from ..signature import BlockSignature, CallArguments
 
 NAME = "Ideogram 4"
+DERIVED = ("Ideogram4Transformer2DModel",)
 
 
 def matches(diffusion_model: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from ..family import Transformer
 from ..signature import BlockSignature, CallArguments, TokenReduction
 
 NAME = "LTX-Video and LTX-2"
+DERIVED = ("LTXVModel", "LTXAVModel")
 
 
 def matches(diffusion_model: nn.Module) -> bool:

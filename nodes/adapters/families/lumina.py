@@ -17,6 +17,7 @@ from ..family import Transformer
 from ..signature import BlockSignature, CallArguments, TokenReduction, shifted_slices
 
 NAME = "Z-Image, Lumina 2"
+DERIVED = ("NextDiTPixelSpace",)
 
 
 def matches(diffusion_model: nn.Module) -> bool:

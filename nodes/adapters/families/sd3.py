@@ -13,6 +13,7 @@ from ..family import Transformer
 from ..signature import BlockSignature, CallArguments
 
 NAME = "SD3.5"
+DERIVED = ("OpenAISignatureMMDITWrapper",)
 
 
 def matches(diffusion_model: nn.Module) -> bool:

@@ -14,12 +14,12 @@ from typing import Any
 from comfy.ldm.wan.model import WanModel
 from torch import nn
 
-from ....toma_core import ToMAConfig
 from ....toma_core.cost_model import WAN
 from ....toma_core.reasons import Message, Reason
 from ..blocks import BlockGroup
 from ..family import Transformer
 from ..layout import fewer_per_frame
+from ..origin import kinds_of
 from ..signature import BlockSignature, CallArguments, TokenReduction
 
 NAME = "Wan 2.1 and 2.2"
@@ -37,21 +37,14 @@ _BORDERS: Mapping[str, Callable[[Any], Collection[int]]] = {
     "SCAILWanModel": lambda model: (),
     "SCAIL2WanModel": lambda model: (),
 }
+DERIVED = tuple(_BORDERS)
+# Kinds whose references are the first frames of the grid that ComfyUI's options have.
+_LEADING_FRAMES = ("SCAILWanModel", "SCAIL2WanModel")
 
 
 def matches(diffusion_model: nn.Module) -> bool:
     """Whether the model is of this family."""
     return isinstance(diffusion_model, WanModel) and diffusion_model.patch_size[0] == 1
-
-
-def kind_of(model: nn.Module) -> str:
-    """Return the name of ComfyUI's class of a model, from which those of other packs and of PyTorch for several cards
-    are derived."""
-    return next(kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("comfy."))
-
-
-# Kinds whose references are the first frames of the grid that ComfyUI's options have.
-_LEADING_FRAMES = ("SCAILWanModel", "SCAIL2WanModel")
 
 
 class Signature(BlockSignature):
@@ -113,13 +106,7 @@ class Hooks(Transformer):
     def block_groups(self, model: WanModel) -> tuple[BlockGroup, ...]:
         """Return all blocks but those of VACE's control, which see the control video."""
         self.patch_size, self.width = model.patch_size[-1], model.dim
-        self.kind = kind_of(model)
+        kind = kinds_of(model)[0]
         work = replace(WAN, weights=6 + 2 * model.ffn_dim / model.dim)
-        signature = Signature(getattr(model, "ref_conv", None) is not None, self.kind in _LEADING_FRAMES)
-        borders = _BORDERS[self.kind](model) if self.kind in _BORDERS else ()
-        return (BlockGroup("double", model.blocks, signature, work, borders=borders),)
-
-    def obstacle(self, transformer_options: Mapping[str, Any], config: ToMAConfig) -> Message | None:
-        if self.kind not in _BORDERS:
-            return Reason.UNKNOWN_MODEL(model=self.kind)
-        return super().obstacle(transformer_options, config)
+        signature = Signature(getattr(model, "ref_conv", None) is not None, kind in _LEADING_FRAMES)
+        return (BlockGroup("double", model.blocks, signature, work, borders=_BORDERS[kind](model)),)

@@ -26,6 +26,29 @@ def test_unknown_class_is_refused_with_what_is_supported(stranger: Any, attach: 
     assert isinstance(refused.value, ValueError)
 
 
+@pytest.mark.parametrize("built", ["derived", "copied"])
+@pytest.mark.parametrize("family", list(models.TRANSFORMERS))
+def test_class_of_a_later_comfyui_is_refused_by_name(
+    family: str, built: str, attach: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Qwen-Image 2.1 or FLUX.3 may come: derived from a class that is known, or built like one."""
+    model = models.TRANSFORMERS[family]()
+    network = model.model.diffusion_model
+    kind = type(network)
+    bases, body = (
+        ((kind,), {})
+        if built == "derived"
+        else (
+            kind.__bases__,
+            {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")},
+        )
+    )
+    later = type(kind)(f"Later{kind.__name__}", bases, {**body, "__module__": "comfy.ldm.later.model"})
+    monkeypatch.setattr(network, "__class__", later)
+    with pytest.raises(registry.UnsupportedModelError, match=f"Later{kind.__name__}"):
+        attach(model)
+
+
 def test_known_models_have_hooks_of_their_own(unet: Any, flux: Any) -> None:
     hooks = [registry.find(model.model.diffusion_model) for model in (unet, flux, models.unet())]
     assert len({id(h) for h in hooks}) == 3
