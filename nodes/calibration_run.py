@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import comfy.model_management
-import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
@@ -29,7 +27,7 @@ from .adapters.fingerprint import blocks_of, fingerprint
 from .adapters.patch_model import apply_toma, attachment_of
 from .adapters.probe import MAX_BANDS, RATIO, Probes, sites_of
 from .adapters.without_caches import without_caches
-from .task import Task, error
+from .task import Task, error, progress
 
 # Target -> the preset and ratio whose work a choice has.
 TARGETS: Mapping[str, tuple[str, float]] = {
@@ -134,11 +132,7 @@ def calibrate(
     facts = blocks_of(base, task.latent)
     budget = round(_PROBES * task.steps * task.conditions)
     sites = sites_of(facts, min(_MAX_SITES, max(_MIN_SITES, budget // MAX_BANDS - 1)))
-    progress = comfy.utils.ProgressBar(3 * task.steps + MAX_BANDS * (len(sites) + 2))
-
-    def tick(*_: Any) -> None:
-        comfy.model_management.throw_exception_if_processing_interrupted()
-        progress.update(1)
+    tick = progress(3 * task.steps + MAX_BANDS * (len(sites) + 2))
 
     def run(number: int, model: ModelPatcher) -> Run:
         on_run(number, 3)
@@ -172,7 +166,6 @@ def calibrate(
     keeps = saved > 0 and not (after < before and chosen.mostly_closer(usual, unmerged))
     if keeps:
         profile = profile_of(config, (0.0,), dict.fromkeys(sites, (ratio,)))
-    progress.update_absolute(progress.total)
     return Calibrated(
         model=plain if profile.empty else merged(profile, plain),
         preset=preset,

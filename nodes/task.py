@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import comfy.model_management
 import comfy.sample
+import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
@@ -84,6 +86,18 @@ class Task:
             seed=self.seed,
         )
         return first_of_nested(latent).float().cpu()
+
+
+def progress(steps: int) -> Callable[..., None]:
+    """Return a callback that advances ComfyUI's progress bar by one of `steps`. It raises ComfyUI's own exception when
+    the user cancels."""
+    bar = comfy.utils.ProgressBar(steps)
+
+    def advance(*_: Any) -> None:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        bar.update(1)
+
+    return advance
 
 
 def _nested(streams: list[Tensor]) -> Any:

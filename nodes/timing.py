@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-import comfy.model_management
-import comfy.utils
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
@@ -24,7 +22,7 @@ from ..toma_core import Settings, ToMAConfig
 from ..toma_core.reasons import Message, MessageId
 from .adapters import last_runs
 from .adapters.patch_model import apply_toma, attachment_of
-from .task import Task, error
+from .task import Task, error, progress
 
 # The first and the last step are full: with one between them both kinds of steps are warm.
 _WARM_UP_STEPS = 3
@@ -97,13 +95,7 @@ def measure(
         merged = apply_toma(base, replace(settings, overrides={**settings.overrides, "ratio": ratio}))
         pairs.append((Timing(ratio), merged))
     warm_up = min(_WARM_UP_STEPS, task.steps)
-    progress = comfy.utils.ProgressBar(len(pairs) * (warm_up + runs * task.steps))
-
-    def tick(*_: Any) -> None:
-        comfy.model_management.throw_exception_if_processing_interrupted()
-        progress.update(1)
-
-    numbers = count(1)
+    tick, numbers = progress(len(pairs) * (warm_up + runs * task.steps)), count(1)
 
     def sample(patched: ModelPatcher, task: Task) -> tuple[float, Tensor]:
         on_run(next(numbers), len(pairs) * (1 + runs))

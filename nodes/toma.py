@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -58,14 +58,10 @@ def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, pr
 
 
 def _left_to_preset(model: Any, settings: Settings) -> dict[str, Any]:
-    """The values of the settings that are not set, by name."""
+    """Return the values of the settings that are not set, by name."""
     config, _ = configs_for(settings, registry.require(model.get_model_object("diffusion_model")))
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    return {
-        name: value.value if isinstance(value, Enum) else value
-        for name, value in values.items()
-        if name not in settings.overrides
-    }
+    left = {name: value for name, value in vars(config).items() if name not in settings.overrides}
+    return {name: value.value if isinstance(value, Enum) else value for name, value in left.items()}
 
 
 class ToMA(io.ComfyNode):

@@ -144,7 +144,7 @@ def test_detail_is_reused_and_drawn(wan: Any, attach: Any, stats_of: Any) -> Non
     drawn = stats_of(reusing).maps[5, HEIGHT // 2, WIDTH // 2]
     assert (drawn.frames, len(drawn.destinations), len(drawn.owner)) == (5, FRAME // 2, FRAME)
     assert "5 x 10 x 14" in stats_of(reusing).summary()
-    image = pack_module("nodes.merge_map_image").draw(stats_of(reusing).maps, "")
+    image = pack_module("nodes.merge_map_image").draw(stats_of(reusing).maps)
     assert image.shape[1] > image.shape[2] // 2
 
 
