@@ -11,6 +11,7 @@ from pathlib import Path
 from scripts.comfyui import ROOT
 
 PROGRAM = """
+import os
 import pytest
 from tests.loop import loop
 
@@ -21,6 +22,11 @@ def test_some(a, b, c, tmp_path):
     if a == 1:
         pytest.skip("not this one")
     assert (a, b) != (2, 2)
+
+@loop("a", [1, 2])
+def test_patches(a, monkeypatch):
+    assert "LOOP" not in os.environ
+    monkeypatch.setenv("LOOP", "1")
 """
 
 
@@ -33,3 +39,4 @@ def test_every_value_is_tried_and_failures_are_named(tmp_path: Path) -> None:
     assert len(re.findall(r"tried \d", done.stdout)) == 6
     failed = [line for line in done.stdout.splitlines() if line.startswith("SUBFAILED")]
     assert [line for line in failed if "b='2'" in line and "c='y'" in line], done.stdout
+    assert not [line for line in failed if "test_patches" in line], done.stdout

@@ -171,6 +171,7 @@ def test_calibrates_a_graph_whose_sampler_is_in_parts(graph: Graph) -> None:
     ],
 )
 def test_graphs_that_cannot_be_calibrated_are_explained(graph: Graph, second: Any, said: str) -> None:
+    graph = copy.deepcopy(graph)
     if second is None:
         graph["3"] = node("Odd", model=["9", 0], text=["6", 0], seed=5)
     else:

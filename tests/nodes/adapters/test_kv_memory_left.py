@@ -132,6 +132,7 @@ def test_the_dtype_is_that_of_the_run(dtype: str, stats_of: Any, kept: list[Any]
 
     run, model = pack_module("nodes.adapters.patch_model"), models.flux(dtype=torch.bfloat16)
     model.model.diffusion_model.to(torch.bfloat16)
+    kept.clear()
     merged = run.apply_toma(ModelComputeDtype().patch(model, dtype)[0], preset("balanced"))
     for _ in range(2):
         models.sample(merged, HEIGHT, WIDTH, steps=4)

@@ -46,6 +46,7 @@ def check(model: Any, size: tuple[int, int], index: int, attach: Any, stats_of: 
     batch, cfg, sampler = 1 + index % 3, (1.0, 7.0)[index % 2], SAMPLERS[index % 7]
     granularity = ("stack", "module", "block")[index % 3]
     patched = attach(model, granularity=granularity, ratio=(0.5, 0.3, 0.75)[index % 3])
+    decisions.clear()
     out = models.sample(patched, *size, batch=batch, cfg=cfg, sampler=sampler, steps=2 if sum(size) > 90 else 4)
     assert out.shape == (batch, model.model.latent_format.latent_channels, *size)
     assert out.isfinite().all()

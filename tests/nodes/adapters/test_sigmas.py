@@ -261,6 +261,7 @@ def test_evaluations_that_another_wrapper_skips_are_counted(model: Any, attach: 
     patched = attach(model) if not first else model.clone()
     patched = patched.clone()
     patched.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", skip)
+    told.clear()
     models.sample(attach(patched) if first else patched, SIDE, SIDE, steps=6)
     assert len(told) == 4
     assert all(taken == pytest.approx(truth, rel=1e-3) for taken, truth in told)
