@@ -8,7 +8,7 @@ its destinations. The cost is one activation per block or stack.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import NamedTuple
@@ -73,7 +73,9 @@ class ResidualCache:
     dequantize: Callable[[Int4Tensor], Tensor] = Int4Tensor.dequantize
     # The last refresh of each signature.
     coverage: dict[Hashable, Refresh] = field(default_factory=dict)
-    # The refresh in progress, by signature.
+    # The evaluation in progress, by signature; under None for signatures that were not announced.
+    _now: dict[Hashable, Refresh] = field(default_factory=dict)
+    # The same if it is a refresh, else empty.
     _refreshing: dict[Hashable, Refresh] = field(default_factory=dict)
     # Signatures of earlier refreshes that the model was not evaluated for.
     _absent: set[Hashable] = field(default_factory=set)
@@ -106,9 +108,10 @@ class ResidualCache:
                 return StepMode.MERGED if plain and plan.mode.merges else StepMode.FULL
             self._interval = interval
             if any(signature in self.coverage for signature in self._refreshing):
-                self._absent.update(s for s in self._refreshing if s not in self.coverage)
+                self._absent.update(s for s in self._refreshing if s is not None and s not in self.coverage)
             self._refreshing = {}
             now = {s: Refresh(plan.step, sigma, state) for s, state in signatures.items()}
+            self._now = {None: Refresh(plan.step, sigma), **now}
             if plan.mode is StepMode.REFRESH:
                 self._extra = None
             elif all(s in self._absent or self._covers(s, refresh) for s, refresh in now.items()):
@@ -117,8 +120,24 @@ class ResidualCache:
                 return StepMode.MERGED
             else:
                 self._extra = plan.step
-            self._refreshing = now
+            self.refresh()
             return StepMode.REFRESH
+
+    def refresh(self) -> None:
+        """Make the evaluation in progress a refresh."""
+        with self._lock:
+            self._refreshing = self._now
+
+    def holds(self, keys: Keys) -> bool:
+        """Return whether there is an entry under each key."""
+        with self._lock:
+            return all(key in self._entries for key in keys)
+
+    def drop(self, keys: Iterable[tuple[Hashable, Hashable]]) -> None:
+        """Drop the entries under these keys."""
+        with self._lock:
+            for key in keys:
+                self._drop(self._entries.pop(key, None))
 
     def _covers(self, signature: Hashable, now: Refresh) -> bool:
         then = self.coverage.get(signature)
@@ -141,9 +160,10 @@ class ResidualCache:
     def _note_refresh(self, signatures: set[Hashable]) -> None:
         """Note refreshed signatures. The first of a step drops entries that are too old: no sooner, as another node may
         skip the step."""
-        fresh = {s: self._refreshing[s] for s in signatures if s in self._refreshing}
+        fresh = {s: self._refreshing.get(s, self._refreshing[None]) for s in signatures} if self._refreshing else {}
         if all(self.coverage.get(s) == refresh for s, refresh in fresh.items()):
             return
+        self._refreshing = {**self._refreshing, **fresh}
         step = max(refresh.step for refresh in fresh.values())
         self._forget({s for s, then in self.coverage.items() if step - then.step >= self._interval})
         self.coverage.update(fresh)

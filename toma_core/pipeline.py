@@ -17,6 +17,7 @@ from torch import Tensor
 from .cache import CachedBlock, unmerge_residual_cached
 from .config import Granularity, SimilarityFrom
 from .cost_model import UNET_BLOCK, Block, obstacle
+from .decision import merges_plainly
 from .merge import MergePlan, gather_destinations, merge, unmerge_residual
 from .reasons import Message, Reason
 from .run import RunState
@@ -38,6 +39,8 @@ class Evaluation:
     content_independent: Message | None = None
     tile: TileBatch | None = None
     pictures: tuple[Tensor, ...] = ()
+    # Images in the call's batch; 0 if unknown.
+    images: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cond_keys", self.cond_keys or self.plan_keys)
@@ -78,6 +81,13 @@ class Evaluation:
         update = cache.read(keys, x)
         return None if update is None else CachedBlock(cache, keys, update, quantized)
 
+    def serves(self, block: str) -> bool:
+        """Return whether the block may be merged: its update is cached, or the settings are made for merging without
+        caches."""
+        if self.step_plan.mode is not StepMode.MERGED_CACHED or merges_plainly(self.run):
+            return True
+        return self.run.cache.holds(tuple((block, cond) for cond in self.cond_keys))
+
     @property
     def kv_cache(self) -> bool:
         """Whether this evaluation refreshes or uses a KV cache."""
@@ -93,7 +103,7 @@ class Evaluation:
         if not that of the settings."""
         if round(self.step_plan.ratio * x.shape[1]) == 0:
             return Reason.NOTHING_TO_MERGE()
-        if self.tile is not None and len(x) != len(self.tile.latent):
+        if self.images and len(x) != self.images:
             return Reason.IMAGES_CHANGED()
         config = self.run.config
         return obstacle(x, x.shape[0] // len(self.cond_keys), config.min_tokens, block, around or config.granularity)

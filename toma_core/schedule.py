@@ -169,15 +169,15 @@ class Schedule:
 
     def _full_by_setting(self) -> list[Message]:
         config = self.config
-        if config.full_step_interval:
-            return [Reason.SETTING(setting="full_step_interval", value=config.full_step_interval)]
-        if config.end_percent < 1.0:
-            return [Reason.SETTING(setting="end_percent", value=config.end_percent)]
-        if config.start_percent > 0.0:
-            return [Reason.SETTING(setting="start_percent", value=config.start_percent)]
-        if config.similarity_from is SimilarityFrom.TOKENS:
-            return []
-        return [Reason.SETTING(setting="similarity_from", value=config.similarity_from.value)]
+        chosen = {
+            "full_step_interval": bool(config.full_step_interval),
+            "start_percent": config.start_percent > 0.0,
+            "end_percent": config.end_percent < 1.0,
+        }
+        named = [name for name, limits in chosen.items() if limits]
+        if not named and config.similarity_from is not SimilarityFrom.TOKENS:
+            return [Reason.SETTING(setting="similarity_from", value=config.similarity_from.value)]
+        return [Reason.SETTING(setting=name, value=getattr(config, name)) for name in named]
 
     def decide(self, sigma: float, step: int | None = None) -> StepPlan:
         """Return the plan of an evaluation by the settings; `decision.decide` adjusts it. step: if known."""

@@ -53,6 +53,11 @@ class ActiveChain:
         """N of each grid."""
         return list(map(prod, self.grids))
 
+    @property
+    def name(self) -> str:
+        """Of the chain in the caches."""
+        return "-".join(dict.fromkeys((self.names[0], self.names[-1])))
+
     def prepare(self, like: Tensor, width: int) -> tuple[tuple[int, int], ...]:
         """Return (N, D) of each grid for images of `like`'s batch, dtype and device, before the tokens exist.
 
@@ -78,6 +83,8 @@ class ActiveChain:
             reason = Reason.TOKENS_CHANGED()
         elif not reason:
             reason, part = self.evaluation.obstacle(image, *self.work), ""
+        if reason is None and not self.evaluation.serves(self.name):
+            reason = Reason.NOT_CACHED()
         if reason is not None:
             self.note(reason, part)
         return reason is None
@@ -108,8 +115,7 @@ class ActiveChain:
     def reduce(self, x: Tensor, plan: MergePlan | None) -> tuple[Reduction, Tensor]:
         """Merge the (B, N, C) tokens of all grids with the image's plan; in an evaluation that only refreshes the cache
         they stay as they are."""
-        evaluation = self.evaluation
-        name = "-".join(dict.fromkeys((self.names[0], self.names[-1])))
+        evaluation, name = self.evaluation, self.name
         parts, plans, cached = split(x, self.tokens), [plan], []
         for n, (part, grid) in enumerate(zip(parts, self.grids, strict=True)):
             merged = is_merged(grid)

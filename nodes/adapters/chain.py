@@ -50,6 +50,7 @@ class ChainSite:
         reduction: Its merged tokens.
         pair: (reduced, x) of the merged part, which `leave` needs; None where the chain is not merged.
         rows: Rotary positions and other rows of the merged tokens, by argument, in a graph.
+        reached: Whether the model has come to the chain in this evaluation.
     """
 
     active: ActiveChain | None
@@ -67,7 +68,7 @@ class ChainSite:
         self.rows = {}
         self.image = self.references = self.tokens = self.destinations = 0
         self.lengths: tuple[tuple[int, int], ...] = ()
-        self.in_graph = self.attends = False
+        self.in_graph = self.attends = self.reached = False
 
     def begin(
         self,
@@ -112,10 +113,8 @@ class ChainSite:
         reason: Why not, where that is known.
         """
         chain = self.active
-        self.in_graph, self.pair = (
-            False,
-            None,
-        )  # pair: left by a call that ran out of memory and is repeated with fewer images
+        # pair: left by a call that ran out of memory and is repeated with fewer images.
+        self.in_graph, self.pair, self.reached = False, None, True
         image = x[:, before : before + self.image]
         if chain is None or not chain.merges(image, reason):
             return False
@@ -193,7 +192,7 @@ class ChainSite:
         """(B, N, C) -> (B, D, C) of all grids, in a graph."""
         chain = self.active
         assert chain is not None  # noqa: S101 - for mypy: it has begun
-        image = x[:, : self.image] if self.references else x
+        image, self.reached = x[:, : self.image] if self.references else x, True
         self.reduction, reduced = chain.reduce(x, chain.evaluation.plan(image, chain.grids[0], chain.scope))
         return reduced
 

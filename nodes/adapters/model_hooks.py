@@ -41,8 +41,8 @@ HookPair = tuple[nn.Module, Hook]
 
 
 @contextmanager
-def installed(hooks: Iterable[HookPair]) -> Iterator[None]:
-    """Install every hook, and restore exactly what was there before."""
+def installed(hooks: Iterable[HookPair]) -> Iterator[list[Hook]]:
+    """Install every hook, yield them, and restore exactly what was there before."""
     missing = object()
     replaced = []
     try:
@@ -50,7 +50,7 @@ def installed(hooks: Iterable[HookPair]) -> Iterator[None]:
             replaced.append((module, hook, module.__dict__.get("forward", missing)))
             hook.original = module.forward
             module.__dict__["forward"] = hook
-        yield
+        yield [hook for _, hook, _ in replaced]
     finally:
         for module, hook, before in reversed(replaced):
             if before is missing:

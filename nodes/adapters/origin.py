@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from .model_hooks import Hook
+
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module itself where torch.compile has wrapped it."""
@@ -22,9 +24,11 @@ def kinds_of(model: nn.Module) -> list[str]:
 
 def is_original(block: nn.Module) -> bool:
     """Whether a block is of one of ComfyUI's classes, not one that another pack has put in its place."""
+    module = unwrapped(block)
+    own = vars(module).get("forward")
     # The class with the `forward`: PyTorch derives another from it where weights are spread over cards.
-    homes = [kind for kind in type(unwrapped(block)).__mro__ if "forward" in vars(kind)]
-    return _by_comfyui(homes[0])
+    homes = [kind for kind in type(module).__mro__ if "forward" in vars(kind)]
+    return _by_comfyui(homes[0]) and (own is None or isinstance(own, Hook) or _by_comfyui(own))
 
 
 def runs_own_loop(model: nn.Module, methods: Iterable[str]) -> bool:

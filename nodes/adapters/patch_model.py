@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import comfy.model_management
@@ -44,7 +45,8 @@ from .kv_memory import (
     references_of,
     reserved,
 )
-from .model_hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, HookPair, installed
+from .model_call import merged_call
+from .model_hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING
 from .origin import unwrapped
 from .run_work import times_less_work
 from .sampling_run import SamplingRun
@@ -289,44 +291,38 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         args = (*args[:5], visible, *args[6:])
     else:
         kwargs = {**kwargs, "transformer_options": visible}
+    full = partial(executor, *args, **kwargs)
     if sampling is None or sampling.step_plan.mode is StepMode.FULL:
         if sampling is not None and sampling.sigma is None:
             sampling.run.stats.not_merged("model", Reason.UNKNOWN_SIGMA())
-        return _called((), sampling, options, executor, *args, **kwargs)
+        return _repeated(full, full, sampling, options)
     if sampling.obstacle:
         sampling.run.stats.not_merged("model", sampling.obstacle)
-        return executor(*args, **kwargs)
+        return full()
     hooks = registry.find(model)
     if hooks is None or not _is_latent(x, hooks.takes_frames):
         sampling.run.stats.not_merged("model", _unknown(model, x, hooks))
-        return executor(*args, **kwargs)
-    evaluation = sampling.evaluation(x, options)
+        return full()
+    evaluation, references = sampling.evaluation(x, options), kwargs.get("ref_latents") or ()
     if evaluation.step_plan.mode is StepMode.FULL:
-        return executor(*args, **kwargs)
-    references = kwargs.get("ref_latents") or ()
-    chosen = hooks.select(x, evaluation, options, control=control, references=references)
-    return _called(chosen, sampling, options, executor, *args, **kwargs)
+        return full()
+    select = partial(hooks.select, x, transformer_options=options, control=control, references=references)
+    return _repeated(partial(merged_call, full, select, sampling, evaluation, x), full, sampling, options)
 
 
-def _called(
-    hooks: Iterable[HookPair],
-    sampling: SamplingRun | None,
-    transformer_options: dict[str, Any],
-    executor: Any,
-    *args: Any,
-    **kwargs: Any,
+def _repeated(
+    call: Callable[[], Any], full: Callable[[], Any], sampling: SamplingRun | None, options: Mapping[str, Any]
 ) -> Any:
-    """Call the model with these hooks. Where several devices share the run, see `_shared`, one that runs out of memory
-    repeats its own call."""
+    """Call the model. Where several devices share the run, see `_shared`, one that runs out of memory repeats its own
+    call, on all tokens."""
     try:
-        with installed(hooks):
-            return executor(*args, **kwargs)
+        return call()
     except torch.OutOfMemoryError:
-        alone = transformer_options.get("multigpu_thread_device") is None
+        alone = options.get("multigpu_thread_device") is None
         if alone or sampling is None or not sampling.no_memory(again=False):
             raise
     comfy.model_management.soft_empty_cache()
-    return executor(*args, **kwargs)
+    return full()
 
 
 def _unknown(model: nn.Module, x: Any, hooks: ModelHooks | None) -> Message:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, decide
 from ...toma_core.config import SimilarityFrom
-from ...toma_core.decision import without_cache
+from ...toma_core.decision import merges_plainly, without_cache
 from ...toma_core.prediction import trusted_below
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
@@ -51,15 +51,17 @@ class SamplingRun:
         obstacle: Why nothing may be merged in this run; None if it may.
         sigma: Noise level that the model is given; None before the first evaluation.
         patches: Patches of the model in this evaluation, by name.
-        counts: Calls in this evaluation, by what was evaluated.
+        counts: Calls in this evaluation, by condition and what was evaluated.
         observed: Calls of `observe` in this run.
         calls: Calls of `observe` in this evaluation.
         merged_calls: Those of them that were merged.
         begun: Evaluations of the sampler so far.
-        prediction: Clean image that the last evaluation predicted, (B, C, ..., H, W).
+        prediction: Clean image that the last evaluation of this size predicted, (B, C, ..., H, W).
+        predictions_by_size: The last of each size.
         max_prediction_sigma: Noise level above which a prediction is too poor to plan from.
         tiles: Batches of tiles in this evaluation, by shape and device.
         shapes: Shapes of the latent's streams, if it has several.
+        layouts: What the last refresh of a condition's caches looked like, see `model_call`.
     """
 
     run: RunState
@@ -79,9 +81,11 @@ class SamplingRun:
     merged_calls: int = 0
     begun: int = 0
     prediction: Tensor | None = None
+    predictions_by_size: dict[Hashable, Tensor] = field(default_factory=dict)
     max_prediction_sigma: float = float("inf")
     tiles: dict[Hashable, tuple[Hashable, list[TileBatch]]] = field(default_factory=dict)
     shapes: Shapes | None = None
+    layouts: dict[Hashable, Hashable] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     @classmethod
@@ -123,10 +127,13 @@ class SamplingRun:
         """Keep the clean image that the evaluation predicted."""
         known = isinstance(image, Tensor) and not records_gradients()
         self.prediction = first(image, self.shapes) if known else None
+        if self.prediction is not None:
+            self.predictions_by_size[self.prediction.shape] = self.prediction
 
     def close(self) -> RunStats:
         """End the run, also after an error: drop what it holds, and return its stats."""
         self.prediction = None
+        self.predictions_by_size.clear()
         self.tiles.clear()
         return self.run.close()
 
@@ -171,6 +178,7 @@ class SamplingRun:
             self.run.begin_evaluation()
         if latent is not None:
             self.size, self.images = tuple(latent.shape[2:]), latent.shape[0]
+            self.prediction = self.predictions_by_size.get(latent.shape)
             self.run.cache.bounded = has_frames(self.size) and self.size[0] > 1
         options = model_options.get("transformer_options", {})
         frames, self.patches = frames_of(options), patches_of(options)
@@ -206,8 +214,8 @@ class SamplingRun:
         calls = self.counts.copy()
         for cond in active:
             part = self._key(cond["uuid"], frames)
-            calls[part] += 1
-            signatures[part, calls[part]] = controls_of(cond, sigma)
+            calls[cond["uuid"], part] += 1
+            signatures[part, calls[cond["uuid"], part]] = controls_of(cond, sigma)
         return signatures
 
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
@@ -226,14 +234,41 @@ class SamplingRun:
             if self.several_devices:
                 device = transformer_options.get("multigpu_thread_device")
                 plan_keys = tuple((device, copy) for copy in plan_keys)
-            return Evaluation(self.run, self.step_plan, plan_keys, cond_keys, content_independent, pictures=predictions)
+            parts = self.run, self.step_plan, plan_keys, cond_keys, content_independent
+            return Evaluation(*parts, pictures=predictions, images=len(x))
         self.run.tiles = True
         step_plan = without_cache(self.run, self.step_plan)
         if self.step_plan.mode.merges and not step_plan.mode.merges and self.merged_calls:
             # The first tile of a run: calls that were counted as merged are full.
             self.run.stats.discard_evaluations(step_plan.step, 0, self.merged_calls)
             self.merged_calls = 0
-        return Evaluation(self.run, step_plan, (None,), cond_keys, content_independent, self._tile(x, chunks))
+        parts = self.run, step_plan, (None,), cond_keys, content_independent
+        return Evaluation(*parts, self._tile(x, chunks), images=len(x))
+
+    def serves(self, evaluation: Evaluation, layout: Hashable) -> bool:
+        """Return whether the caches hold, for every chain of a call, what it begins with; settings that are made for
+        merging without caches need none."""
+        if evaluation.step_plan.mode is not StepMode.MERGED_CACHED or merges_plainly(self.run):
+            return True
+        coverage = self.run.cache.coverage
+        return all(key in coverage and self.layouts.get(key) == layout for key in evaluation.cond_keys)
+
+    def refreshed(self, evaluation: Evaluation, layout: Hashable, unreached: Iterable[str]) -> None:
+        """Note that a call has refreshed its caches, but for those of the chains that another node skipped."""
+        self.layouts.update(dict.fromkeys(evaluation.cond_keys, layout))
+        self.run.cache.drop((name, cond) for name in unreached for cond in evaluation.cond_keys)
+
+    def refresh_instead(self, evaluation: Evaluation) -> Evaluation:
+        """Return a call that the caches do not serve as one that refreshes them, with all later ones of its
+        evaluation."""
+        with self._lock:
+            if self.step_plan.mode.merges:
+                self.run.cache.refresh()
+                self.step_plan = self.step_plan.with_mode(StepMode.REFRESH)
+                self.run.stats.discard_evaluations(self.step_plan.step, 0, 1)
+                self.run.stats.full_because(self.step_plan.step, Reason.NOT_CACHED())
+                self.merged_calls -= 1
+        return replace(evaluation, step_plan=self.step_plan)
 
     def _tile(self, x: Tensor, chunks: Hashable) -> TileBatch:
         """Return what a call on tiles shows. Calls for other conditions come in any order; they are compared with those
@@ -278,14 +313,15 @@ class SamplingRun:
 
     def cond_keys(self, batch: int, transformer_options: Mapping[str, Any]) -> tuple[Hashable, ...]:
         """Return what distinguishes each chunk of the batch in this evaluation: its content and area, the images in it,
-        the patches of the model, as perturbed guidance changes them, and the number of calls before with the same."""
+        the patches of the model, as perturbed guidance changes them, and the number of calls before for the same
+        condition."""
         frames = frames_of(transformer_options)
         cond_keys = []
         with self._lock:
             for chunk in chunks_of(batch, transformer_options):
                 part = self._key(chunk, frames)
-                self.counts[part] += 1
-                cond_keys.append((part, self.counts[part]))
+                self.counts[chunk, part] += 1
+                cond_keys.append((part, self.counts[chunk, part]))
         return tuple(cond_keys)
 
     def _key(self, condition: Hashable, frames: Hashable) -> tuple[Hashable, ...]:
