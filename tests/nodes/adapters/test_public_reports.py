@@ -1,0 +1,345 @@
+"""What public reports say of token merging and step caches in ComfyUI, each as a small input of our own.
+
+The table in docs/reliability.md has a row for each.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from scripts.comfyui import ROOT
+from tests.nodes.adapters.test_evaluations import Trained
+
+STEPS, HEIGHT, WIDTH = 6, 18, 26
+REPORTS: dict[str, Callable[[Lab], None]] = {}
+
+
+class Lab:
+    """A small Flux with and without ToMA, and the trained model of few steps."""
+
+    def __init__(self, stats_of: Any) -> None:
+        self.model = models.flux()
+        self.stats_of = stats_of
+        self.merged = self.patched(self.model)
+        self.first = self.drawn()
+        assert not torch.equal(self.first, self.drawn(self.model))
+
+    @staticmethod
+    def patched(model: Any, **settings: Any) -> Any:
+        toma = pack_module("toma_core").Settings("balanced", {"min_tokens": 4, **settings})
+        return pack_module("nodes.adapters.patch_model").apply_toma(model, toma)
+
+    def drawn(self, model: Any = None, height: int = HEIGHT, width: int = WIDTH, **options: Any) -> Tensor:
+        return models.sample(model or self.merged, height, width, **{"steps": STEPS, **options})
+
+    def fresh(self, **options: Any) -> Tensor:
+        """What a model that has never run gives."""
+        return self.drawn(self.patched(models.flux()), **options)
+
+    def same_again(self) -> None:
+        """The first picture, bit for bit."""
+        assert torch.equal(self.drawn(), self.first)
+
+
+@pytest.fixture
+def lab(pack: Any, stats_of: Any) -> Lab:
+    return Lab(stats_of)
+
+
+def report(*sources: str) -> Callable[[Callable[[Lab], None]], Callable[[Lab], None]]:
+    def added(tried: Callable[[Lab], None]) -> Callable[[Lab], None]:
+        REPORTS.update(dict.fromkeys(sources, tried))
+        return tried
+
+    return added
+
+
+@report("welltop-cn/ComfyUI-TeaCache#7")
+def another_resolution_afterwards(lab: Lab) -> None:
+    assert torch.equal(lab.drawn(height=30, width=20), lab.fresh(height=30, width=20))
+    lab.same_again()
+
+
+@report("welltop-cn/ComfyUI-TeaCache#17", "chengzeyi/Comfy-WaveSpeed#14")
+def a_second_sampler_on_the_enlarged_latent(lab: Lab) -> None:
+    def second(model: Any, latent: Tensor) -> Tensor:
+        import comfy.sample
+
+        conds = (models.conditioning(model, seed=seed) for seed in (1, 2))
+        noise = comfy.sample.prepare_noise(latent, 9)
+        with torch.no_grad():
+            return comfy.sample.sample(
+                model, noise, 4, 3.0, "euler", "simple", *conds, latent, denoise=0.5, seed=9, disable_pbar=True
+            )
+
+    large = torch.nn.functional.interpolate(lab.first, scale_factor=2)
+    assert torch.equal(second(lab.merged, large), second(lab.patched(models.flux()), large))
+    lab.same_again()
+
+
+@report("welltop-cn/ComfyUI-TeaCache#15")
+def a_detailer_with_fewer_steps(lab: Lab) -> None:
+    options = {"height": 13, "width": 11, "steps": 4, "noise_mask": torch.ones(1, 1, 13, 11).tril()}
+    assert torch.equal(lab.drawn(**options), lab.fresh(**options))
+    lab.same_again()
+
+
+@report("welltop-cn/ComfyUI-TeaCache#8")
+def a_strength_of_zero_is_off(lab: Lab) -> None:
+    off = lab.patched(lab.merged, ratio=0.0)
+    assert torch.equal(lab.drawn(off), lab.drawn(lab.model))
+    lab.same_again()
+
+
+@report("Comfy-Org/ComfyUI#8888")
+def a_node_that_was_taken_out(lab: Lab) -> None:
+    assert torch.equal(lab.drawn(lab.model), lab.drawn(models.flux()))
+
+
+@report("nunchux-ai/nunchaku#597", "chengzeyi/Comfy-WaveSpeed#57")
+def a_batch_of_three(lab: Lab) -> None:
+    """Each picture is as far from its own as alone: batches of one noise have equal pictures."""
+    import comfy.sample
+
+    few = Trained("few")
+    errors = []
+    for batch in (1, 3):
+        from demo.conditioning import empty_latent, seeded_noise
+
+        noise, latent = seeded_noise(list(range(1, batch + 1)), 32, 32), empty_latent(32, 32, batch)
+        outs = [
+            comfy.sample.sample(
+                model, noise, 8, 1.0, "euler", "simple", few.prompt(3), few.prompt(4), latent, seed=1, disable_pbar=True
+            )
+            for model in (few.merged, few.model)
+        ]
+        errors.append([float((a - b).norm() / b.norm()) for a, b in zip(*outs, strict=True)])
+    assert errors[1][0] == pytest.approx(errors[0][0], rel=0.02)
+    assert max(errors[1]) < 2 * errors[0][0]
+
+
+@report("chengzeyi/Comfy-WaveSpeed#40", "chengzeyi/Comfy-WaveSpeed#114")
+def prompts_of_other_lengths(lab: Lab) -> None:
+    for tokens in (13, 5):
+        options = {"positive": models.conditioning(lab.model, tokens, seed=3)}
+        assert torch.equal(lab.drawn(**options), lab.fresh(**options))
+    lab.same_again()
+
+
+@report("nunchux-ai/ComfyUI-nunchaku#690", "lldacing/ComfyUI_Patches_ll#7")
+def an_interrupted_run(lab: Lab) -> None:
+    import comfy.model_management as management
+
+    def stop(step: int, *_: Any) -> None:
+        if step == 2:
+            management.interrupt_current_processing(True)
+
+    with pytest.raises(management.InterruptProcessingException):
+        lab.drawn(callback=stop)
+    management.interrupt_current_processing(False)
+    lab.same_again()
+
+
+@report("kijai/ComfyUI-KJNodes#344")
+def an_error_inside_a_step(lab: Lab) -> None:
+    def fail(step: int, *_: Any) -> None:
+        if step == 3:
+            raise ValueError("of another node")
+
+    with pytest.raises(ValueError, match="of another node"):
+        lab.drawn(callback=fail)
+    lab.same_again()
+
+
+@report("Comfy-Org/ComfyUI#10344", "Acly/krita-ai-diffusion#2093")
+def another_number_of_conditions_in_the_middle(lab: Lab) -> None:
+    """With a batch of two; regions come and go."""
+    positive = [
+        *models.conditioning(lab.model, seed=1),
+        *models.conditioning(lab.model, seed=3, start_percent=0.3, end_percent=0.7, area=(10, 12, 4, 6), strength=1.0),
+    ]
+    out = lab.drawn(batch=2, positive=positive)
+    assert torch.equal(out, lab.fresh(batch=2, positive=positive))
+    assert out.isfinite().all()
+    stats = lab.stats_of(lab.merged)
+    assert 0 < stats.merged_evaluations < stats.evaluations
+    lab.same_again()
+
+
+@report("dbolya/tomesd#25")
+def global_random_numbers(lab: Lab) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    for options in ({}, {"sampler": "euler_ancestral"}):
+        torch.manual_seed(3)
+        lab.drawn(lab.model, **options)
+        plain = torch.get_rng_state()
+        torch.manual_seed(3)
+        lab.drawn(**options)
+        assert torch.equal(torch.get_rng_state(), plain)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(4), expected)
+
+
+@report("ussoewwin/ComfyUI-QwenImageLoraLoader#17", "welltop-cn/ComfyUI-TeaCache#24")
+def a_lora_put_on_and_taken_off(lab: Lab) -> None:
+    def with_lora(model: Any) -> Any:
+        key = next(name for name, w in model.model.state_dict().items() if "single_blocks.1" in name and w.ndim == 2)
+        shape = model.model.state_dict()[key].shape
+        weights = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+        changed = model.clone()
+        changed.add_patches({key: ("diff", (weights,))}, 0.1)
+        return changed
+
+    for _ in range(2):
+        changed = lab.drawn(with_lora(lab.merged))
+        assert torch.equal(changed, lab.drawn(with_lora(lab.patched(models.flux()))))
+        assert not torch.equal(changed, lab.first)
+        lab.same_again()
+
+
+@report("shiimizu/ComfyUI-TiledDiffusion#67")
+def the_image_of_before_in_the_next_one(lab: Lab) -> None:
+    lab.drawn(seed=11, positive=models.conditioning(lab.model, seed=8))
+    assert torch.equal(lab.drawn(seed=12), lab.fresh(seed=12))
+
+
+@report("ClownsharkBatwing/RES4LYF#237", "xmarre/ComfyUI-Spectrum-MiniMax-H3#103")
+def samplers_that_evaluate_several_times_a_step(lab: Lab) -> None:
+    """A step is full or merged as one: its evaluations are counted with it."""
+    for sampler in ("res_multistep", "dpmpp_2s_ancestral", "seeds_3", "heunpp2"):
+        lab.drawn(sampler=sampler, steps=8)
+        stats = lab.stats_of(lab.merged)
+        assert stats.steps == set(range(8)), sampler
+        assert not stats.steps - set(stats.merged_steps) - {0, 4, 7}, sampler
+        assert sorted(stats.merged_steps) == [1, 2, 3, 5, 6], sampler
+
+
+@report("Comfy-Org/ComfyUI#12340", "H-EmbodVis/EasyCache#1")
+def step_caches_of_comfyui(lab: Lab) -> None:
+    nodes = pytest.importorskip("comfy_extras.nodes_easycache")
+    for node in (nodes.EasyCacheNode, nodes.LazyCacheNode):
+        options = {"reuse_threshold": 0.5, "start_percent": 0.1, "end_percent": 0.9, "verbose": False}
+        cached = [node.execute(model=m, **options).result[0] for m in (lab.merged, lab.patched(models.flux()))]
+        outs = [lab.drawn(model, steps=10) for model in cached]
+        assert torch.equal(*outs)
+        lab.same_again()
+
+
+@report("welltop-cn/ComfyUI-TeaCache#182")
+def another_number_of_frames(lab: Lab) -> None:
+    merged = lab.patched(models.wan())
+    first = lab.drawn(merged, frames=3)
+    assert torch.equal(lab.drawn(merged, frames=5), lab.drawn(lab.patched(models.wan()), frames=5))
+    assert torch.equal(lab.drawn(merged, frames=3), first)
+
+
+@report("welltop-cn/ComfyUI-TeaCache#159")
+def a_picture_to_edit(lab: Lab) -> None:
+    """Of a run with a reference no more is lost than of one without, merged or not."""
+    few = Trained("few")
+    plain = few.error()
+    reference = {"reference_latents": [few.drawn(few.model)]}
+    for settings in ({}, {"merge_references": True}):
+        few.merged = lab.patched(few.model, ratio=0.5, **settings)
+        assert few.error(positive=few.prompt(3, **reference)) < 2 * plain
+
+
+@report("kijai/ComfyUI-KJNodes#210")
+def a_range_in_which_nothing_happens(lab: Lab) -> None:
+    merged = lab.patched(lab.model, start_percent=0.9)
+    assert torch.equal(lab.drawn(merged), lab.drawn(lab.model))
+    text = lab.stats_of(merged).text()
+    assert "start percent" in text
+    assert not text.startswith("On")
+
+
+@report("Comfy-Org/ComfyUI#14389", "FearL0rd/ComfyUI-ParallelAnything#1")
+def a_batch_that_another_node_splits(lab: Lab) -> None:
+    """In halves that have as many rows as there are conditions: not one row is another's."""
+    from comfy.patcher_extension import WrappersMP
+
+    def halves(executor: Any, x: Tensor, timestep: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def part(value: Any, half: slice) -> Any:
+            return value[half] if isinstance(value, Tensor) and len(value) == len(x) else value
+
+        outs = []
+        for half in (slice(0, len(x) // 2), slice(len(x) // 2, None)):
+            named = {name: part(value, half) for name, value in kwargs.items()}
+            outs.append(executor(*(part(value, half) for value in (x, timestep, *args)), **named))
+        return torch.cat(outs)
+
+    split = [model.clone() for model in (lab.merged, lab.model)]
+    for model in split:
+        model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "halves", halves)
+    outs = [lab.drawn(model, batch=2) for model in split]
+    torch.testing.assert_close(*outs)
+    assert "changed the number of images" in lab.stats_of(split[0]).text()
+    lab.same_again()
+
+
+@report("chengzeyi/Comfy-WaveSpeed#15")
+def a_cache_that_skips_blocks_of_full_steps(lab: Lab) -> None:
+    """A block that was skipped in a full step has left nothing to merge by: until the next one it is not merged."""
+
+    def stats(skips: set[int]) -> Any:
+        step = 0
+
+        def skipping(args: Any, extra: Any) -> Any:
+            return {"img": args["img"]} if step in skips else extra["original_block"](args)
+
+        def counted(done: int, *_: Any) -> None:
+            nonlocal step
+            step = done + 1
+
+        model = lab.merged.clone()
+        model.set_model_patch_replace(skipping, "dit", "single_block", 2)
+        lab.drawn(model, steps=8, callback=counted)
+        return lab.stats_of(model)
+
+    assert stats(set()).unmerged == {}
+    found = stats({4})
+    assert sorted(found.merged_steps) == [1, 2, 3, 5, 6]
+    assert [(str(why), blocks) for why, blocks in found.unmerged.items() if "cached" in str(why)] == [
+        ("nothing cached yet for a prompt, size or part of the picture", {"single.2"})
+    ]
+
+
+@report("kijai/ComfyUI-WanVideoWrapper#160")
+def context_windows(lab: Lab) -> None:
+    """Windows that stay where they are share nothing with each other; those that move are merged without a cache."""
+    nodes = pytest.importorskip("comfy_extras.nodes_context_windows")
+    schema = {item.id: item for item in nodes.ContextWindowsManualNode.define_schema().inputs}
+    options = {name: getattr(item, "default", None) for name, item in schema.items() if name != "model"}
+    options |= {"context_length": 4, "context_overlap": 1, "dim": 2, "freenoise": False}
+    kinds = importlib.import_module("comfy.context_windows").ContextSchedules
+    for schedule in (kinds.STATIC_STANDARD, kinds.UNIFORM_STANDARD):
+        outs = []
+        for _ in range(2):
+            windows = nodes.ContextWindowsManualNode.execute(
+                model=lab.patched(models.wan()), **{**options, "context_schedule": schedule}
+            ).result[0]
+            outs.append(lab.drawn(windows, frames=7))
+            assert lab.stats_of(windows).merged_evaluations
+        assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("tried", dict.fromkeys(REPORTS.values()), ids=lambda tried: str(tried.__name__))
+def test_report(lab: Lab, tried: Callable[[Lab], None]) -> None:
+    tried(lab)
+
+
+def test_the_page_has_each() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    listed = re.findall(r"\[([\w-]+)#(\d+)\]\(https://github\.com/([\w-]+)/([\w.-]+)/(?:issues|pull)/(\d+)\)", page)
+    assert {f"{owner}/{name}#{number}" for *_, owner, name, number in listed} == set(REPORTS)
+    assert all(shown == number for _, shown, *_, number in listed)

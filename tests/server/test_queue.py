@@ -1,0 +1,70 @@
+"""A server whose queue holds more than one run: each gives what it gives alone, on a model loaded anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from scripts.comfy_server import ComfyServer
+from scripts.comfyui import ROOT
+from tests.server.test_server import TINY_PACK, advanced, graph, latent, simple
+
+
+@pytest.fixture(scope="module")
+def small_models(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Iterator[ComfyServer]:
+    folder = tmp_path_factory.mktemp("packs") / "tiny"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(TINY_PACK.format(models=str(ROOT / "benchmarks" / "models.py")))
+    with ComfyServer(packs=[folder]) as running:
+        yield running
+
+
+def prompt(toma: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
+    made = graph(toma, kind="flux", **options)
+    made["5"]["inputs"]["steps"] = 8
+    return made
+
+
+def reload(server: ComfyServer) -> None:
+    server.post("/free", {"unload_models": True, "free_memory": True})
+
+
+@pytest.mark.compat
+def test_ratio_changed_and_off_in_mid_queue_and_two_runs_at_once(small_models: ComfyServer) -> None:
+    """Two clients queue at the same time; each latent is that of its prompt alone."""
+    server = small_models
+    prompts = {
+        "half": prompt(advanced(server)),
+        "off": prompt(simple(0.0)),
+        "more": prompt(advanced(server, ratio=0.7)),
+        "another size": prompt(advanced(server), size=144),
+        "another seed": prompt(advanced(server), seed=6),
+        "without": prompt(None),
+        "quality": prompt(advanced(server, full_step_interval=2)),
+    }
+    queued = [(name, server.queue(each, client_id=f"client {n % 2}")) for n, (name, each) in enumerate(prompts.items())]
+    found = {name: latent(server, server.wait(key, timeout=180)) for name, key in queued}
+    assert found["off"] == found["without"]
+    assert len(set(found.values())) == len(prompts) - 1
+    for name in reversed(prompts):
+        reload(server)
+        assert latent(server, server.run(prompts[name], timeout=180)) == found[name], name
+
+
+@pytest.mark.compat
+def test_a_run_that_is_interrupted_and_repeated(small_models: ComfyServer) -> None:
+    server = small_models
+    wanted = prompt(advanced(server), seed=61)
+    wanted["5"]["inputs"]["steps"] = 300
+
+    def after_some_steps(message: str, data: Any) -> None:
+        if message == "progress" and data["node"] == "5" and data["value"] == 6:
+            server.interrupt()
+
+    assert server.run(wanted, timeout=180, on_message=after_some_steps).status == "interrupted"
+    wanted["5"]["inputs"]["steps"] = 8
+    repeated = latent(server, server.run(wanted, timeout=180))
+    reload(server)
+    assert latent(server, server.run(wanted, timeout=180)) == repeated
