@@ -83,9 +83,13 @@ class Page:
         self.server.set_setting("Comfy.Locale", language)
         self.tab.goto(self.server.url)
         self.tab.wait_for_function("window.app?.graph && window.app.extensionManager?.workflow?.activeWorkflow")
+        self.hear()
+        self.open({"nodes": [], "links": [], "version": 0.4}, "empty")
+
+    def hear(self) -> None:
+        """Count the ends of prompts from now on."""
         self.pressed = 0
         self.tab.evaluate(IN_PAGE)
-        self.open({"nodes": [], "links": [], "version": 0.4}, "empty")
 
     def open(self, workflow: dict[str, Any], name: str) -> None:
         """Open a workflow in a tab of the page's own."""

@@ -45,10 +45,26 @@ def test_template_opens_without_a_missing_node(page: Any, baseline: Any, path: P
 
 
 def test_the_demo_opens_with_its_own_graph(page: Any) -> None:
-    """By the address that `make demo ARGS=--serve` prints."""
+    """By the address that `make demo ARGS=--serve` prints: large enough to be read, and it shows what its note says."""
     with page.second() as second:
         second.tab.goto(f"{page.server.url}/?template=Demo-SDXL&source=demo")
         second.tab.wait_for_function("window.app?.graph?.nodes.some(node => node.comfyClass === 'ToMADemoUNet')")
+        second.tab.wait_for_timeout(1000)
+        assert second.evaluate("() => app.canvas.ds.scale") >= 0.6
+        assert second.evaluate(OVERLAPS) == []
+        second.hear()
+        of_type = "type => app.graph.nodes.filter(node => node.type === type && node.mode === 0).map(node => node.id)"
+        (toma,) = second.evaluate(of_type, "ToMA")
+        for sampler in second.evaluate(of_type, "KSampler"):
+            second.set(sampler, "steps", 3)
+        second.queue()
+        verdict, work, times = second.text(toma).splitlines()
+        assert verdict == "On: 50 % of the tokens merged, 46 of 52 blocks, 3 of 3 steps"
+        assert "less work, counted" in work
+        assert "bypassed" in times
+        shown = "() => Object.values(app.nodeOutputs).filter(o => o.toma && o.images || o.a_images).length"
+        assert second.evaluate(shown) == 2, "the report's picture and the compared ones"
+        second.photograph("demo", second.evaluate("() => app.graph.nodes.map(n => n.id)"))
 
 
 def test_an_app_shows_its_fields(page: Any) -> None:
@@ -129,11 +145,14 @@ def label_of(page: Any, name: str) -> str:
 
 
 def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
-    page.open(workflow(), "preset")
+    graph = workflow()
+    graph["nodes"][3]["widgets_values"][3] = -1
+    page.open(graph, "preset")
     assert label_of(page, "window_size") == "window size"
     page.queue()
-    assert label_of(page, "full_step_interval") == "full step interval: preset (0)"
+    assert label_of(page, "sharpness") == "sharpness: preset (300)"
     assert label_of(page, "similarity_from") == "similarity from: preset (tokens)"
+    assert label_of(page, "full_step_interval") == "full step interval: preset (0)"
     assert label_of(page, "min_tokens") == "min tokens", "it is set"
     if page.renderer == "vue":
         page.tab.get_by_text("full step interval: preset (0)").first.wait_for()
@@ -331,7 +350,7 @@ def test_the_page_in_chinese(chinese: Any) -> None:
     assert chinese.verdict(4) == "尚未运行。"
     chinese.queue()
     assert chinese.verdict(4) == "已启用：合并了 50 % 的 Token，17 个块中的 16 个，4 步中的 4 步"
-    assert not re.search("[a-z]{3}", re.sub("Token|(input|middle|output)\\.", "", chinese.details(4)))
+    assert not re.search("[a-z]{3}", re.sub("Token|torch|(input|middle|output)[.]", "", chinese.details(4)))
     assert re.fullmatch(r"计算量约为原来的 1/1\.\d（计数）", chinese.text(4).splitlines()[1])
     assert re.fullmatch(r"实测：每步 [\d.]+ 秒", chinese.text(4).splitlines()[2])
     assert label_of(chinese, "window_size") == "窗口大小：预设（8）"
