@@ -176,7 +176,8 @@ def test_every_family_is_one_graph_a_merged_step(family: str, attach: Any, stats
     assert torch.equal(models.sample(toma, SIDE, SIDE, **run), plain)
     assert stats_of(toma).unmerged == {}
     assert len(stats_of(toma).merged_steps) > 1
-    assert backend.graphs == 2 * of_the_model_itself(model, run)
+    # MiniMax H3 reads its noise level in the middle: it is compiled anew in every step, merged or not.
+    assert backend.graphs == of_the_model_itself(model, run) * (1 if family == "h3" else 2)
 
 
 def of_the_model_itself(model: Any, run: dict[str, Any]) -> int:

@@ -1,0 +1,110 @@
+"""Loaders of a graph that makes videos with sound, with tiny models in place of the weights.
+
+Denoisers and the upsampler of latents are ComfyUI's own classes with random weights. Text encoders and VAEs, which no
+token of a video passes, give random numbers of the right shape.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from types import SimpleNamespace
+
+import torch
+
+MODELS = "benchmarks/models.py"  # replaced by the path where the pack is made
+
+
+def models():
+    spec = importlib.util.spec_from_file_location("tiny_models", MODELS)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def random(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(4))
+
+
+class Text:
+    """A text encoder."""
+
+    def tokenize(self, text, **_):
+        return text
+
+    def encode_from_tokens_scheduled(self, tokens, **_):
+        return [[random(1, 7 + len(tokens) % 5, 48), {}]]
+
+
+class Pictures:
+    """The VAE of a video. pixel: side of a pixel of the latent. frames: of the video, by frames of the latent."""
+
+    def __init__(self, channels, pixel, frames):
+        from comfy.ldm.lightricks.vae.causal_video_autoencoder import processor
+
+        self.channels, self.frames = channels, frames
+        self.downscale_index_formula = (8, pixel, pixel)
+        statistics = processor()
+        for buffer in statistics.buffers():
+            buffer.fill_(1.0)
+        self.first_stage_model = SimpleNamespace(per_channel_statistics=statistics)
+
+    def encode(self, pixels):
+        side = self.downscale_index_formula[1]
+        return random(1, self.channels, 1, pixels.shape[1] // side, pixels.shape[2] // side)
+
+    def decode(self, latent):
+        return torch.sigmoid(latent[:, :3].movedim(1, -1)).repeat_interleave(self.frames, 1)
+
+    def decode_tiled(self, latent, **_):
+        return self.decode(latent)
+
+    def temporal_compression_decode(self):
+        return 8
+
+    def spacial_compression_decode(self):
+        return self.downscale_index_formula[1]
+
+
+class Sound:
+    """The VAE of a sound, 25 frames of the latent a second."""
+
+    latent_channels = 8
+    audio_sample_rate = 8000
+    first_stage_model = SimpleNamespace(
+        latent_frequency_bins=16,
+        output_sample_rate=8000,
+        num_of_latents_from_frames=lambda frames, rate: math.ceil(frames / rate * 25),
+    )
+
+    def decode(self, latent):
+        return torch.tanh(random(1, 320 * latent.shape[-1], 2))
+
+
+class TinyVideo:
+    """A model of one of `models.AUDIO`, with what its graph needs beside it."""
+
+    RETURN_TYPES = ("MODEL", "CLIP", "VAE", "VAE", "LATENT_UPSCALE_MODEL")
+    FUNCTION, CATEGORY = "load", "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):  # noqa: N802 - ComfyUI's name
+        return {"required": {"kind": (["ltx_av", "h3"],)}}
+
+    def load(self, kind):
+        import comfy.model_patcher
+        import comfy.ops
+        from comfy.ldm.lightricks.latent_upsampler import LatentUpsampler
+
+        config = {"in_channels": 128, "mid_channels": 32, "num_blocks_per_stage": 1, "dims": 3}
+        upsampler = LatentUpsampler.from_config(config, operations=comfy.ops.disable_weight_init)
+        for parameter in upsampler.parameters():
+            parameter.data = random(*parameter.shape) / max(1, parameter[0].numel()) ** 0.5
+            parameter.requires_grad_(False)
+        cpu = torch.device("cpu")
+        upsampler = comfy.model_patcher.ModelPatcher(upsampler, load_device=cpu, offload_device=cpu)
+        channels, pixel = (128, 32) if kind == "ltx_av" else (24, 16)
+        return getattr(models(), kind)(), Text(), Pictures(channels, pixel, 4), Sound(), upsampler
+
+
+NODE_CLASS_MAPPINGS = {"TinyVideo": TinyVideo}
