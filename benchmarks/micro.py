@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks import bench, without_caches
 from benchmarks.bench import Row, Timing
+from benchmarks.selectors import facility_location
 from scripts.comfy_pack import pack_module
 
 SCALE, DELTA_WEIGHT = 300.0, 0.5
@@ -131,7 +132,7 @@ def picks_problem(picks: Tensor, x: Tensor, windows: Any, budget: Any) -> str:
     best = selection.select(similarity, windows, budget)
     valid = None if windows.valid is None else windows.valid.repeat(len(x), 1)
     flat = similarity.flatten(0, 1)
-    value, most = (selection.facility_location(flat, p.flatten(0, 1), valid) for p in (picks, best))
+    value, most = (facility_location(flat, p.flatten(0, 1), valid) for p in (picks, best))
     worth, apart = float((value / most).min()), float((picks != best).any(-1).double().mean())
     good = worth > _WORTH and apart < _APART
     return "" if good else f"picks: worth {worth:.5f} of the best, {apart:.1%} of windows have others"

@@ -49,13 +49,7 @@ class ToMABenchmark(io.ComfyNode):
                     tooltip="Also measure a third and two thirds of the ratio, to compare them. Off: only the ratio "
                     "itself.",
                 ),
-                io.Int.Input(
-                    "steps",
-                    default=10,
-                    min=2,
-                    max=100,
-                    tooltip="Sampling steps of a run. Set the number that you use: speed and error depend on it.",
-                ),
+                io.Int.Input("steps", default=10, min=2, max=100, tooltip="Sampling steps, as you use them."),
                 io.Int.Input(
                     "runs",
                     default=3,

@@ -118,18 +118,11 @@ class Card:
 
     def rate(self, dtype: torch.dtype) -> float:
         """Return the estimated FLOP/s in a block."""
-        return self._half if dtype is torch.float16 or dtype is torch.bfloat16 else self._single
-
-    @functools.cached_property
-    def _half(self) -> float:
+        peak: float = _SINGLE
         half = next((flops for since, flops in _HALF.items() if self.capability >= since), None)
-        if half is None:
-            return self._single
-        return self._single * half / _SINGLE * (_GEFORCE if "GeForce" in self.name else 1.0)
-
-    @functools.cached_property
-    def _single(self) -> float:
-        return EFFICIENCY * _SINGLE * self.processors * self.clock
+        if half is not None and dtype in (torch.float16, torch.bfloat16):
+            peak = half * (_GEFORCE if "GeForce" in self.name else 1.0)
+        return EFFICIENCY * peak * self.processors * self.clock
 
 
 @functools.cache

@@ -8,9 +8,10 @@ from apricot import FacilityLocationSelection
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.selectors import facility_location
 from tests.loop import loop
 from tests.toma_core.selection.reference import best_value, naive_value
-from toma_core.selection import cosine_similarity, facility_location, in_parts, objective
+from toma_core.selection import cosine_similarity, in_parts, objective
 from toma_core.selection.objective import chosen_similarity, normalized
 
 seeds = st.integers(0, 2**31)
