@@ -257,7 +257,7 @@ def main() -> None:
     parser.add_argument(
         "--blocks", type=int, nargs="*", help="of each kind of a transformer, see benchmarks/full_model.py"
     )
-    parser.add_argument("--whole-first", type=float, default=0, help="see the setting of this name")
+    parser.add_argument("--skip-first-blocks", type=float, default=0, help="see the setting of this name")
     parser.add_argument("--tiny", action="store_true", help="small models in fp32, to see that it runs")
     parser.add_argument("--profile", action="store_true", help="say which operations take the time of the last variant")
     args = parser.parse_args()

@@ -66,25 +66,26 @@ def profile(call: Callable[[], Any], rows: int = 25) -> Profile:
     if cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     whole = f"{_LABEL}whole"
+    # Not `record_function`: a kernel that no operator of PyTorch launches, as Triton's, would belong to no label.
+    label = torch._C._profiler._RecordFunctionFast
     with (
-        marked(lambda part: torch.profiler.record_function(_LABEL + part)),
+        marked(lambda part: label(_LABEL + part)),
         torch.profiler.profile(activities=activities) as profiler,
     ):
-        with torch.profiler.record_function(whole):
+        with label(whole):
             call()
         if cuda:
             torch.cuda.synchronize()
     events = profiler.key_averages()
-    # A label on the GPU's own time line spans its kernels, and would count them again.
     on_host = [e for e in events if e.device_type == torch.autograd.DeviceType.CPU]
     labels = {e.key: e for e in on_host if e.key.startswith(_LABEL)}
 
     def microseconds(event: Any) -> float:
         return float(event.device_time_total if cuda else event.cpu_time_total)
 
-    total = microseconds(labels[whole])
+    kernels = [e for e in events if e.device_type != torch.autograd.DeviceType.CPU]
+    total = float(sum(e.self_device_time_total for e in kernels)) if cuda else microseconds(labels[whole])
     parts = {k.removeprefix(_LABEL): microseconds(e) / total for k, e in labels.items() if k != whole}
-    kernels = [e for e in events if e.device_type != torch.autograd.DeviceType.CPU and not e.key.startswith(_LABEL)]
     counted = kernels if cuda else [e for e in on_host if not e.key.startswith(_LABEL)]
     order = "self_device_time_total" if cuda else "self_cpu_time_total"
     top = events.table(sort_by=order, row_limit=rows, max_name_column_width=60)

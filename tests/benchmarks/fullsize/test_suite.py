@@ -54,6 +54,13 @@ def test_every_variant_of_an_evaluation(unet: Any) -> None:
         assert rows[rival.name].distance, rival.name
 
 
+def test_evaluations_by_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--model sdxl --tiny --size 64 --granularity stack --repeats 1 --attention pytorch --skip-first-blocks 0"
+    monkeypatch.setattr(sys, "argv", ["forward", *options.split()])
+    forward.main()
+    assert "| ToMA stack, ratio 0.5 | 16 -> 8, 4 -> 2 |" in capsys.readouterr().out
+
+
 def test_gates_see_what_is_wrong(unet: Any) -> None:
     """Too few tokens to merge, a rival that must change nothing and does, an output that is far off."""
     shape = Shape("sdxl", 64, 64, 1, tiny=True)
