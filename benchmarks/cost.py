@@ -1,7 +1,8 @@
 """What one evaluation of a model costs, counted and not timed: FLOPs, bytes and operations of every variant.
 
 Models are built on PyTorch's meta device, which knows shapes and holds no numbers, so a whole Flux at 4096 x 4096
-pixels is counted in a second. Attention counts as one fused operation, as on a GPU.
+pixels is counted in a second. Attention counts as one fused operation, as on a GPU. `python -m benchmarks.cost NAME`
+prints the launches of the blocks of a small model in `benchmarks.models`, for `toma_core.cost_model`.
 """
 
 from __future__ import annotations
@@ -292,3 +293,26 @@ def _run(config: Any, kernels: Fused | None) -> Any:
     core, trial = pack_module("toma_core"), pack_module("toma_core.kernels.dispatch")
     schedule = core.Schedule(config, tuple(float(STEPS - step) for step in range(STEPS)))
     return core.RunState(schedule, dispatch=trial.Dispatch(trial.Choice(kernels)))
+
+
+def main() -> None:
+    """Print the launches of one block of each kind, in bf16."""
+    import sys
+
+    from benchmarks import models
+    from scripts.comfy_pack import load_pack, use_comfyui
+
+    use_comfyui()
+    load_pack()
+    model, found = models.TRANSFORMERS[sys.argv[1]](dtype=torch.bfloat16), dict[str, Meter]()
+    model.model.to(torch.bfloat16)
+    for group in pack_module("nodes.adapters.registry").require(model.model.diffusion_model).groups:
+        meter = found[group.kind] = Meter()
+        group.blocks[1].register_forward_pre_hook(lambda *_, meter=meter: meter.__enter__() and None)
+        group.blocks[1].register_forward_hook(lambda *_, meter=meter: meter.__exit__(None, None, None))
+    models.sample(model, 20, 28, steps=1, cfg=1.0)
+    print({kind: meter.cost.launches for kind, meter in found.items()})
+
+
+if __name__ == "__main__":
+    main()

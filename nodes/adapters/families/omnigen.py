@@ -43,5 +43,7 @@ class Hooks(Transformer):
 
     def block_groups(self, model: OmniGen2Transformer2DModel) -> tuple[BlockGroup, ...]:
         """Return the layers after the refiners."""
+        attention = model.layers[0].attn
         self.patch_size, self.width = model.patch_size, model.hidden_size
+        self.keys_width = attention.kv_heads * attention.dim_head
         return (BlockGroup("layer", model.layers, Signature(), OMNIGEN),)

@@ -26,24 +26,25 @@ def without_room(monkeypatch: pytest.MonkeyPatch, room: float) -> None:
     monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *_, **__: room)
 
 
-@loop(("kind", "frames"), [("flux", 0), ("z_image", 0), ("wan", 3)])
+@loop(("kind", "frames"), [("flux", 0), ("z_image", 0), ("omnigen2", 0), ("wan", 3), ("cosmos", 3)])
 def test_where_room_is_short_they_are_packed(
     kind: str, frames: int, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In less than a third of the memory, for nearly the same picture; and ComfyUI is told of it."""
     run, model, asked = pack_module("nodes.adapters.patch_model"), model_of(kind), list[int]()
     merged, reserved = run.apply_toma(model, preset("balanced")), pack_module("nodes.adapters.kv_memory").reserved
-    monkeypatch.setattr(run, "reserved", lambda m, n: asked.append(n) or reserved(m, n))
     size = {"steps": 4, **({"frames": frames} if frames else {})}
-    exact, whole = models.sample(merged, HEIGHT, WIDTH, **size), models.sample(model, HEIGHT, WIDTH, **size)
-    held = stats_of(merged).cache_bytes
-    without_room(monkeypatch, 4 * held - 1)
-    found = models.sample(merged, HEIGHT, WIDTH, **size)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "reserved", lambda m, n: asked.append(n) or reserved(m, n))
+        exact, whole = models.sample(merged, HEIGHT, WIDTH, **size), models.sample(model, HEIGHT, WIDTH, **size)
+        held = stats_of(merged).cache_bytes
+        without_room(patch, 4 * held - 1)
+        found = models.sample(merged, HEIGHT, WIDTH, **size)
     packed = stats_of(merged)
     assert packed.without_kv_cache is None
     # Models so narrow have smaller groups than is reckoned with.
     assert asked[0] == held
-    assert asked[1] <= packed.cache_bytes < 0.4 * held
+    assert asked[1] <= packed.cache_bytes <= 0.4 * held
     assert 0 < (found - exact).norm() < 0.5 * (exact - whole).norm()
 
 
