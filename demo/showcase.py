@@ -33,6 +33,7 @@ _HERE = "127.0.0.1"
 # One token per 4 x 4 pixels: 4,096 tokens on a CPU, 65,536 on a GPU, for which anything less is over in no time.
 LARGE_PIXELS = {"cpu": 256, "cuda": 1024}
 WARM_UP_STEPS = 3  # the first and the last of a run are full
+TIMING_STEPS = 5  # at most, of runs that are only timed: as many of those after the first are merged as in longer runs
 FIRST_SEED = 1
 
 
@@ -94,11 +95,12 @@ def run_all(server: ComfyServer, settings: Settings) -> list[Case]:
         say(f"==> {number}/{len(cases)} {case.name}, {weights}")
         for merged in (False, True):
             _sample(server, case, f"warm-up {_way(merged)}", merged, FIRST_SEED, WARM_UP_STEPS)
+        steps = settings.steps if case.draws else min(settings.steps, TIMING_STEPS)
         for repeat in range(settings.repeats):
             # The order changes from pair to pair, so that a machine that slows down does not favour one side.
             for merged in (False, True) if repeat % 2 == 0 else (True, False):
                 title = f"pair {repeat + 1}/{settings.repeats} {_way(merged)}"
-                outcome = _sample(server, case, title, merged, FIRST_SEED + repeat, settings.steps)
+                outcome = _sample(server, case, title, merged, FIRST_SEED + repeat, steps)
                 (case.merged if merged else case.plain).append(outcome)
         say(f"    {case.tokens} tokens: {case.speedup:.2f}x")
     return cases

@@ -161,8 +161,9 @@ def table(cases: list[Case]) -> str:
 def explanation(cases: list[Case], steps: int, device: str) -> str:
     """What the table means, and what it does not."""
     lines = [
-        f"Measured on {device}: {steps} Euler steps, cfg 2, interleaved pairs after a warm-up, medians; in brackets "
-        "the range and number of pairs. Seconds are of this machine now; the ratio is what to look at.",
+        f"Measured on {device}: {steps} Euler steps (5 without an error), cfg 2, interleaved pairs after a warm-up, "
+        "medians; in brackets the range and number of pairs. Seconds are of this machine now; the ratio is what to "
+        "look at.",
     ]
     if any(max(case.speed_ratios) > 1.5 * min(case.speed_ratios) for case in cases):
         lines.append("Single pairs differ widely: something else is using this machine. Run it again when it is idle.")
