@@ -7,6 +7,7 @@ registry would refuse, `comfy node pack` zips what git tracks less what `.comfyi
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import re
 import shutil
@@ -14,8 +15,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-from filelock import FileLock
 
 from scripts.comfyui import ROOT
 from scripts.console import SetupError, say
@@ -45,7 +44,8 @@ def pack(folder: Path, root: Path = ROOT) -> Path:
     name, version = (project(root, key) for key in ("name", "version"))
     archive = folder / f"{name}-{version}.zip"
     (root / "build").mkdir(exist_ok=True)
-    with FileLock(root / "build" / "archive.lock"):  # two runs of the tests at once write one node.zip
+    with (root / "build" / "archive.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs of the tests at once write one node.zip
         for command in ("validate", "pack"):
             said = _comfy_node(command, root)
             if any(complaint in line for line in said.splitlines() for complaint in COMPLAINTS if NO_GIT not in line):

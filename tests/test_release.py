@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,3 +101,10 @@ def test_comfy_test_knows_the_namespace_of_the_page_extension() -> None:
     (namespace,) = config["javascript"]["namespaces"]
     names = re.findall(r"name: ['\"]([\w.-]+)['\"]", (ROOT / "web" / "toma.js").read_text(encoding="utf-8"))
     assert any(name.startswith(f"{namespace}.") for name in names)
+
+
+def test_publishing_needs_python_alone() -> None:
+    """The workflow asks for the notes before anything is installed: nothing of the environment may be imported."""
+    command = [sys.executable, "-S", "-m", "scripts.release", "--pin", "ruff"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert answer.stdout.startswith("ruff=="), answer.stderr

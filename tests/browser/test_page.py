@@ -2,84 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.comfyui import ROOT
-from tests.browser.graphs import ACTIVE, CACHED, EARLIER, NEW, START, WATCH, WINDOW_SIZE, broken, line, simple, workflow
-
-TEMPLATES = sorted((ROOT / "workflows").glob("*.json"))
-MISSING = """() => {
-    const found = [], look = graph => graph.nodes.forEach(node => {
-        if (!LiteGraph.registered_node_types[node.type] && !node.subgraph) found.push(node.type)
-        if (node.subgraph) look(node.subgraph)
-    })
-    look(app.graph)
-    return found
-}"""
-OVERLAPS = """() => {
-    const found = [], nodes = app.graph.nodes, boxes = nodes.map(node => [...node.getBounding()])
-    boxes.forEach(([x, y, w, h], i) => boxes.slice(0, i).forEach(([x2, y2, w2, h2], j) => {
-        if (x < x2 + w2 && x2 < x + w && y < y2 + h2 && y2 < y + h) found.push([nodes[j].title, nodes[i].title])
-    }))
-    return found
-}"""
-
-
-@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_template_opens_without_a_missing_node(page: Any, baseline: Any, path: Path) -> None:
-    listed = page.evaluate("() => fetch('/api/workflow_templates').then(r => r.json())")
-    (pack,) = [name for name, templates in listed.items() if path.stem in templates]
-    url = f"/api/workflow_templates/{pack}/{path.name}"
-    template = page.evaluate("url => fetch(encodeURI(url)).then(r => r.json())", url)
-    page.open(template, path.stem)
-    assert page.evaluate("() => app.graph.nodes.length") == len(template["nodes"])
-    assert page.evaluate(MISSING) == []
-    assert page.evaluate(OVERLAPS) == [], "nodes are as large as the page makes them"
-    assert page.noise - baseline == set()
-
-
-def test_the_demo_opens_with_its_own_graph(page: Any) -> None:
-    """By the address that `make demo ARGS=--serve` prints: large enough to be read, and it shows what its note says."""
-    with page.second() as second:
-        second.tab.goto(f"{page.server.url}/?template=Demo-SDXL&source=demo")
-        second.tab.wait_for_function("window.app?.graph?.nodes.some(node => node.comfyClass === 'ToMADemoUNet')")
-        second.tab.wait_for_timeout(1000)
-        assert second.evaluate("() => app.canvas.ds.scale") >= 0.6
-        assert second.evaluate(OVERLAPS) == []
-        second.hear()
-        of_type = "type => app.graph.nodes.filter(node => node.type === type && node.mode === 0).map(node => node.id)"
-        (toma,) = second.evaluate(of_type, "ToMA")
-        for sampler in second.evaluate(of_type, "KSampler"):
-            second.set(sampler, "steps", 3)
-        second.queue()
-        verdict, work, times = second.text(toma).splitlines()
-        assert verdict == "On: 50 % of the tokens merged, 46 of 52 blocks, 3 of 3 steps"
-        assert "less work, counted" in work
-        assert "bypassed" in times
-        shown = "() => Object.values(app.nodeOutputs).filter(o => o.toma && o.images || o.a_images).length"
-        assert second.evaluate(shown) == 2, "the report's picture and the compared ones"
-        second.photograph("demo", second.evaluate("() => app.graph.nodes.map(n => n.id)"))
-
-
-def test_an_app_shows_its_fields(page: Any) -> None:
-    """The template for App mode: its form instead of the graph, with our ratio in it."""
-    template = json.loads((ROOT / "workflows" / "Z-Image Turbo.app.json").read_text(encoding="utf-8"))
-    page.open(template, "app")
-    fields = ["prompt", "ToMA ratio (0 = off)", "ToMA preset", "width", "height", "seed"]
-    shown = """fields => {
-        const lines = document.body.innerText.split("\\n")
-        return fields.every(field => lines.includes(field))
-    }"""
-    try:
-        page.tab.wait_for_function(shown, arg=fields)
-    finally:
-        page.evaluate("() => app.extensionManager.command.execute('Comfy.ToggleLinear')")
+from tests.browser.graphs import ACTIVE, EARLIER, NEW, START, WATCH, WINDOW_SIZE, broken, line, simple, workflow
 
 
 def test_the_line_follows_the_ratio(page: Any, baseline: Any) -> None:
@@ -166,26 +95,6 @@ def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
     assert label_of(page, "window_size") == "window size: preset (8)"
 
 
-def test_after_a_reload_a_run_from_the_cache_says_so(page: Any) -> None:
-    graph = simple()
-    page.open(graph, "cached")
-    page.queue()
-    page.start(vue=page.renderer == "vue")
-    page.open(graph, "cached")
-    assert page.verdict(4) == NEW
-    page.queue()
-    assert page.verdict(4) == CACHED
-
-
-def test_an_arrow_leads_from_the_presets_value_to_zero_and_back(page: Any) -> None:
-    """Between -1 and 0 there is nothing to set."""
-    page.open(workflow(), "arrows")
-    value = "() => app.graph.getNodeById(4).widgets.find(w => w.name === 'start_percent').value"
-    for given, stands in ((-1, -1), (-0.99, 0), (0.3, 0.3), (-0.01, -1)):
-        page.set(4, "start_percent", given)
-        assert page.evaluate(value) == stands
-
-
 def inside(page: Any, node_id: int) -> None:
     """The text is within its node, and some lines of it can be seen."""
     box = page.evaluate("id => { const r = app.graph.getNodeById(id).getBounding(); return [...r] }", node_id)
@@ -214,53 +123,6 @@ def test_the_text_is_inside_its_node_and_not_saved(page: Any) -> None:
     assert len(values[4]) == 18
     assert not values[7]
     assert "toma_said" not in json.dumps(page.evaluate("() => app.graphToPrompt().then(p => p.output)"))
-
-
-def test_two_nodes_and_a_queue_of_prompts(page: Any) -> None:
-    one = workflow(0.5)
-    other = copy.deepcopy(one)
-    for part in other["nodes"]:
-        part["id"] += 10
-        part["pos"][1] += 1200
-        for slot in part["inputs"]:
-            slot["link"] += 10
-        for slot in part["outputs"]:
-            slot["links"] = [link + 10 for link in slot["links"]]
-    links = [[i + 10, a + 10, s, b + 10, t, kind] for i, a, s, b, t, kind in other["links"]]
-    one["nodes"] += other["nodes"]
-    one["links"] += links
-    one.update(last_node_id=17, last_link_id=19)
-    page.open(one, "two")
-    page.set(14, "ratio", 0.75)
-    page.press_run()
-    page.set(4, "ratio", 0.25)
-    page.queue()
-    assert page.verdict(4) == line(0.25)
-    assert page.verdict(14) == EARLIER.format(line(0.75)), "ComfyUI took it from its cache in the second run"
-
-
-def test_a_run_is_told_to_its_own_workflow(page: Any) -> None:
-    """Another workflow that is open at the end, with the same node ids, is not written into; and the line is there
-    when its own is opened again."""
-    slow = workflow(0.5)
-    slow["nodes"][4]["widgets_values"][2] = 12
-    page.open(slow, "mine")
-    page.press_run()
-    page.open(workflow(0.5), "other")
-    page.wait_until_idle()
-    assert page.verdict(4) == NEW
-    page.open(slow, "mine again")
-    assert page.verdict(4) == line(0.5, 12)
-
-
-def test_another_browser_tab_is_not_told(page: Any) -> None:
-    same = workflow(0.5)
-    page.open(same, "first")
-    with page.second() as second:
-        second.open(same, "second")
-        page.queue()
-        assert page.verdict(4) == line(0.5)
-        assert second.verdict(4) == NEW
 
 
 def contrast(page: Any, selector: str) -> float:
@@ -321,14 +183,6 @@ def test_a_new_node_is_as_large_as_what_is_visible(page: Any) -> None:
     assert heights["ToMAAdvanced"] < heights["ToMA"] + 4 * 40 + 60, "four more rows, and the button that unfolds"
 
 
-def test_the_panel_of_parameters_shows_no_empty_field(page: Any) -> None:
-    page.open(simple(), "panel")
-    page.evaluate("() => app.canvas.selectNode(app.graph.getNodeById(4))")
-    options = "() => app.graph.getNodeById(4).widgets.find(w => w.name === 'toma_said').options"
-    assert page.evaluate(f"() => ({options})().hideInPanel") is True
-    page.evaluate("() => app.canvas.deselectAll()")
-
-
 def test_in_a_narrow_window_the_text_is_inside_its_node_too(narrow: Any) -> None:
     narrow.open(simple(), "narrow")
     narrow.queue()
@@ -370,21 +224,3 @@ def test_the_page_in_chinese(chinese: Any) -> None:
     chinese.tab.get_by_text("推荐一个比例").first.wait_for()
     chinese.evaluate("() => app.canvas.deselectAll()")
     assert chinese.ours() == set()
-
-
-@pytest.mark.parametrize(
-    ("last", "words"),
-    [
-        ("ToMAReport", "the verdict, then where and when"),
-        ("ToMABenchmark", "recommends a ratio"),
-        ("ToMACalibrate", "outputs the model merged that way"),
-    ],
-)
-def test_help_page_opens(page: Any, last: str, words: str) -> None:
-    page.open(workflow(last=last), "help")
-    page.noise.clear()
-    page.evaluate("() => app.canvas.selectNode(app.graph.getNodeById(7))")
-    page.tab.get_by_test_id("info-button").first.click()
-    page.tab.get_by_text(words).first.wait_for()
-    page.evaluate("() => app.canvas.deselectAll()")
-    assert page.ours() == set(), "no page is looked for in vain"

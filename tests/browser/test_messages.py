@@ -1,0 +1,110 @@
+"""What does not depend on the renderer: which node is told of a run, in which tab and workflow, and the help panel."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from tests.browser.graphs import CACHED, EARLIER, NEW, line, simple, workflow
+
+
+@pytest.fixture(scope="module", params=["vue"])
+def page(request: pytest.FixtureRequest, only_page: Any) -> Any:
+    """The page in the renderer that is ComfyUI's future."""
+    only_page.start(vue=True)
+    return only_page
+
+
+def test_after_a_reload_a_run_from_the_cache_says_so(page: Any) -> None:
+    graph = simple()
+    page.open(graph, "cached")
+    page.queue()
+    page.start(vue=page.renderer == "vue")
+    page.open(graph, "cached")
+    assert page.verdict(4) == NEW
+    page.queue()
+    assert page.verdict(4) == CACHED
+
+
+def test_an_arrow_leads_from_the_presets_value_to_zero_and_back(page: Any) -> None:
+    """Between -1 and 0 there is nothing to set."""
+    page.open(workflow(), "arrows")
+    value = "() => app.graph.getNodeById(4).widgets.find(w => w.name === 'start_percent').value"
+    for given, stands in ((-1, -1), (-0.99, 0), (0.3, 0.3), (-0.01, -1)):
+        page.set(4, "start_percent", given)
+        assert page.evaluate(value) == stands
+
+
+def test_two_nodes_and_a_queue_of_prompts(page: Any) -> None:
+    one = workflow(0.5)
+    other = copy.deepcopy(one)
+    for part in other["nodes"]:
+        part["id"] += 10
+        part["pos"][1] += 1200
+        for slot in part["inputs"]:
+            slot["link"] += 10
+        for slot in part["outputs"]:
+            slot["links"] = [link + 10 for link in slot["links"]]
+    links = [[i + 10, a + 10, s, b + 10, t, kind] for i, a, s, b, t, kind in other["links"]]
+    one["nodes"] += other["nodes"]
+    one["links"] += links
+    one.update(last_node_id=17, last_link_id=19)
+    page.open(one, "two")
+    page.set(14, "ratio", 0.75)
+    page.press_run()
+    page.set(4, "ratio", 0.25)
+    page.queue()
+    assert page.verdict(4) == line(0.25)
+    assert page.verdict(14) == EARLIER.format(line(0.75)), "ComfyUI took it from its cache in the second run"
+
+
+def test_a_run_is_told_to_its_own_workflow(page: Any) -> None:
+    """Another workflow that is open at the end, with the same node ids, is not written into; and the line is there
+    when its own is opened again."""
+    slow = workflow(0.5)
+    slow["nodes"][4]["widgets_values"][2] = 12
+    page.open(slow, "mine")
+    page.press_run()
+    page.open(workflow(0.5), "other")
+    page.wait_until_idle()
+    assert page.verdict(4) == NEW
+    page.open(slow, "mine again")
+    assert page.verdict(4) == line(0.5, 12)
+
+
+def test_another_browser_tab_is_not_told(page: Any) -> None:
+    same = workflow(0.5)
+    page.open(same, "first")
+    with page.second() as second:
+        second.open(same, "second")
+        page.queue()
+        assert page.verdict(4) == line(0.5)
+        assert second.verdict(4) == NEW
+
+
+def test_the_panel_of_parameters_shows_no_empty_field(page: Any) -> None:
+    page.open(simple(), "panel")
+    page.evaluate("() => app.canvas.selectNode(app.graph.getNodeById(4))")
+    options = "() => app.graph.getNodeById(4).widgets.find(w => w.name === 'toma_said').options"
+    assert page.evaluate(f"() => ({options})().hideInPanel") is True
+    page.evaluate("() => app.canvas.deselectAll()")
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ("ToMAReport", "the verdict, then where and when"),
+        ("ToMABenchmark", "recommends a ratio"),
+        ("ToMACalibrate", "outputs the model merged that way"),
+    ],
+)
+def test_help_page_opens(page: Any, last: str, words: str) -> None:
+    page.open(workflow(last=last), "help")
+    page.noise.clear()
+    page.evaluate("() => app.canvas.selectNode(app.graph.getNodeById(7))")
+    page.tab.get_by_test_id("info-button").first.click()
+    page.tab.get_by_text(words).first.wait_for()
+    page.evaluate("() => app.canvas.deselectAll()")
+    assert page.ours() == set(), "no page is looked for in vain"
