@@ -116,8 +116,13 @@ class ToMABenchmark(io.ComfyNode):
         verdict = _verdict(timings, fastest, closest)
         batch, *_, height, width = task.latent.shape
         conditions = 1 if negative is None else 2
-        what = {"preset": preset, "latent": f"{width} x {height}", "batch": batch, "conditions": conditions}
-        how = {"runs": runs, "steps": steps, "sampler": task.sampler, "scheduler": task.scheduler}
+        what: dict[str, Any] = {
+            "preset": preset,
+            "latent": f"{width} x {height}",
+            "batch": batch,
+            "conditions": conditions,
+        }
+        how: dict[str, Any] = {"runs": runs, "steps": steps, "sampler": task.sampler, "scheduler": task.scheduler}
         notes = [Measured.TASK(**what, **how), _machine(model)]
         notes += [Measured.MERGED(name=last.name, merged=last.merged) for last in timings[-1:] if last.merged]
         table = "\n".join(map(str, [*verdict, "", *_table(timings), "", *notes]))
