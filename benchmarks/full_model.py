@@ -309,7 +309,7 @@ LTX_AV = Whole(
         "causal_temporal_positioning": True,
     },
     ("num_layers",),
-    few=(2,),
+    few=(1,),
     text=(1024, 4096 + 2048),
     channels=128,
     pixel=32,
@@ -327,7 +327,7 @@ H3 = Whole(
     channels=24,
     pixel=16,
     video=True,
-    audio=lambda frames: (32, 2, round(((frames - 2) // 5 * 17 + 5) / 24 * 40)),
+    audio=lambda frames: (32, 2, round((max(frames - 2, 0) // 5 * 17 + 5) / 24 * 40)),
 )
 
 # By the name of their layout in `models.TRANSFORMERS`; Klein has Flux.2's.

@@ -66,6 +66,8 @@ class Shape:
         if not self.tiny:
             return *self.whole.text, self.whole.pooled
         text, width, pooled = _TINY
+        if self.model == "ltx_av":
+            width += 32  # of the audio
         return (77, width, 2816) if self.model == "sdxl" else (text, width, pooled if self.whole.pooled else 0)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 from unittest import mock
 
@@ -35,7 +36,7 @@ class Case:
     Attributes:
         title: the model and the run, for the reader.
         shape: the model and the size of its latents.
-        weights: dtype of the weights; all compute in bf16.
+        weights: dtype of the weights, that of fp8 for int8 too; all compute in bf16.
         cfg: scale of guidance; 1 evaluates one condition in a step, more evaluate two.
     """
 
@@ -53,6 +54,10 @@ CASES = (
     Case("the same with guidance", Shape("qwen_image", 1328, 1328), FP8, 4.0),
     Case("Wan 14B, fp8, 832 x 480 x 81", Shape("wan", 480, 832, frames=21), FP8),
     Case("the same with guidance", Shape("wan", 480, 832, frames=21), FP8, 5.0),
+    Case("LTX-2.3, fp8, 640 x 352 x 121", Shape("ltx_av", 352, 640, frames=16), FP8),
+    Case("LTX-2.3, fp8, 1280 x 704 x 121", Shape("ltx_av", 704, 1280, frames=16), FP8),
+    Case("MiniMax H3, int8, 864 x 480 x 73", Shape("h3", 480, 864, frames=22), FP8),
+    Case("MiniMax H3, int8, 1344 x 768 x 73", Shape("h3", 768, 1344, frames=22), FP8),
 )
 
 
@@ -104,9 +109,11 @@ def choose(model: Any, case: Case, total: float) -> Choice:
     guider, noise = CFGGuider(merged), torch.empty(1, *case.shape.latent, device="meta")
     guider.conds = {name: convert_cond(case.shape.conditioning(1)) for name in ("positive", "negative")}
     guider.set_cfg(case.cfg)
+    # As ComfyUI packs several streams.
+    packed = (1, 1, sum(map(prod, case.shape.streams))) if len(case.shape.streams) > 1 else noise.shape
     with card(total):
-        _, kept = run.run_config(run.attachment_of(merged), guider, noise, sampler_object("euler"))
-        _, least = estimate_memory(model, noise.shape, guider.conds)
+        _, kept = run.run_config(run.attachment_of(merged), guider, noise, sampler_object("euler"), packed)
+        _, least = estimate_memory(model, packed, guider.conds)
         smallest, reserve = model_management.minimum_inference_memory(), model_management.extra_reserved_memory()
     without, with_cache = (
         max(0.0, model.model_size() - max(0.0, total - max(smallest, least + more + reserve)))

@@ -105,11 +105,26 @@ def ceilings() -> str:
     return markdown(["model", "side, px", "TFLOP", *(f"ratio {r:g}" for r in RATIOS)], rows())
 
 
+# Videos with sound, at the sizes of ComfyUI's templates: 121 frames are 16 of LTX's latent, 73 are 22 of H3's.
+_SOUND = {
+    "ltx_av": {
+        "640 x 352 x 121": Shape("ltx_av", 352, 640, frames=16),
+        "1280 x 704 x 121": Shape("ltx_av", 704, 1280, frames=16),
+    },
+    "h3": {
+        "864 x 480 x 73": Shape("h3", 480, 864, frames=22),
+        "1344 x 768 x 73": Shape("h3", 768, 1344, frames=22),
+    },
+}
+
+
 def _sizes(model: str) -> list[tuple[str, Shape]]:
     """What it is made for, and more of it."""
     if model == "wan":  # 81 frames are 21 of the latent
         sizes = ((832, 480), (1280, 720))
         return [(f"{w} x {h} x 81", Shape(model, height=h, width=w, frames=21)) for w, h in sizes]
+    if model in _SOUND:
+        return [(name, shape) for name, shape in _SOUND[model].items()]
     sides = (1328 if model == "qwen_image" else 1024, 2048)
     return [(f"{side}", Shape(model, side, side)) for side in sides]
 
@@ -187,6 +202,32 @@ def videos() -> str:
     head = ["Wan 14B", "tokens", "TFLOP", "in attention", "presets, 0.5", "0.75"]
     head += ["fewer tokens, 0.5", "0.75"]
     return markdown(head, rows())
+
+
+def templates() -> str:
+    """What whole runs of ComfyUI's templates of videos with sound save: sizes and steps one after the other."""
+    half, full = _SOUND["ltx_av"].values()
+    small, large = _SOUND["h3"].values()
+    graphs: dict[str, list[tuple[Shape, int]]] = {
+        "LTX-2.3, 8 steps at 640 x 352": [(half, 8)],
+        "LTX-2.3, then 3 at 1280 x 704": [(full, 3)],
+        "LTX-2.3, both": [(half, 8), (full, 3)],
+        **{f"H3, {n} steps at 864 x 480 x 73": [(small, n)] for n in (4, 8)},
+        **{f"H3, {n} steps at 1344 x 768 x 73": [(large, n)] for n in (4, 8)},
+    }
+
+    def rows() -> Iterator[list[str]]:
+        for name, stages in graphs.items():
+            whole = sum(count(shape).flops * steps for shape, steps in stages)
+            numbers = [len(merged_steps(shape.model, "balanced", steps)) for shape, steps in stages]
+            saved = [
+                sum((count(s).flops - _looking(s, ratio).flops) * n for (s, _), n in zip(stages, numbers, strict=True))
+                for ratio in (0.5, 0.75)
+            ]
+            of = ", ".join(f"{n} of {steps}" for n, (_, steps) in zip(numbers, stages, strict=True))
+            yield [name, of, f"{whole / 1e12:.0f}", *(f"{whole / (whole - each):.2f}x" for each in saved)]
+
+    return markdown(["run", "merged steps", "TFLOP", "balanced, 0.5", "0.75"], rows())
 
 
 def _looking(shape: Shape, ratio: float) -> Cost:
@@ -410,6 +451,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "families": families,
     "editing": editing,
     "videos": videos,
+    "templates": templates,
     "overhead": overhead,
     "attention": attention,
     "growth": growth,

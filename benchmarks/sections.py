@@ -332,4 +332,6 @@ CPU = (
     # 9,360 tokens, and 32,760: minutes each. In the time that there is by itself they have no turn.
     Section("video-480p-21-frames", few_blocks("wan", 480, (1,), keys=True, width=832, frames=6), 900),
     Section("video-480p-81-frames", few_blocks("wan", 480, (1,), width=832, frames=21), 3600),
+    Section("video-ltx-121-frames", few_blocks("ltx_av", 352, (1,), keys=True, width=640, frames=16), 900),
+    Section("video-h3-22-frames", few_blocks("h3", 480, (1,), keys=True, width=864, frames=7), 900),
 )

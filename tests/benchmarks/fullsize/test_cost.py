@@ -117,6 +117,8 @@ UNREFINED = {"z_image": (30, 0), "lumina2": (26, 0)}
         (Shape("qwen_image", 1328, 1328), {"QwenImageTransformerBlock": ("QWEN", [(60, 83**2, 3072)])}),
         (Shape("sd3"), {"JointBlock": ("MM_DIT", [(38, 64**2, 2432)])}),
         (Shape("wan", 480, 832, frames=21), {"WanAttentionBlock": ("WAN", [(40, 32760, 5120)])}),
+        (Shape("ltx_av", 704, 1280, frames=16), {"BasicAVTransformerBlock": ("LTX_AV", [(48, 14080, 4096)])}),
+        (Shape("h3", 768, 1344, frames=22), {"DiTBlock": ("H3", [(50, 22176, 5376)])}),
     ],
     ids=lambda value: value.model if isinstance(value, Shape) else "",
 )
@@ -198,6 +200,8 @@ def test_every_file_that_merges_is_counted() -> None:
         (Shape("qwen_image"), "QWEN", 60, {}),
         (Shape("sd3"), "MM_DIT", 38, {}),
         (Shape("wan"), "WAN", 40, {}),
+        (Shape("ltx_av", frames=2), "LTX_AV", 48, {}),
+        (Shape("h3", frames=7), "H3", 50, {}),
     ],
     ids=lambda value: value.model if isinstance(value, Shape) else "",
 )

