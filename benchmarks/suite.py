@@ -53,10 +53,11 @@ def go_through(sections: list[Section], results: Results, deadline: float, optio
     """Each section in a process of its own, until its limit or the deadline of `time.time`. Returns the results."""
     environ = {**os.environ, **({"TRITON_INTERPRET": "1"} if dry else {})}
     results.save()
-    for section in sections:
+    for place, section in enumerate(sections, 1):
         begin = time.time()
         left = deadline - begin
-        if left < section.needs and not dry:
+        later = sum(other.limit for other in sections[place:] if section.extra and not other.extra)
+        if left < section.needs + later and not dry:
             results.note(f"{section.name}: left out, {left:.0f} s were left")
             continue
         limit = min(section.limit * (_DRY if dry else 1), left)

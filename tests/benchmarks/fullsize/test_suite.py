@@ -270,6 +270,27 @@ def test_sections_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
     assert after.rows == after.wrong() == []
 
 
+def test_extra_sections_take_no_time_from_what_comes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a part of a visit where nothing comes later, all that is left is theirs."""
+    monkeypatch.setattr(suite, "_run", lambda *_: "")
+    chosen = [
+        sections.Section("flux", sections.right, 20, 70),
+        sections.Section("sizes", sections.right, 10, 9, "", True),
+    ]
+    last = sections.Section("compile", sections.right, 60, 135)
+
+    def left_out(*given: sections.Section) -> list[str]:
+        found = results.Results(tmp_path, {"device": "a"})
+        after = suite.go_through(list(given), found, time.time() + 100, [], False)
+        return [note.partition(":")[0] for note in after.notes]
+
+    assert left_out(*chosen, last) == ["sizes"]
+    assert left_out(*chosen) == []
+    third = [section for section in sections.GPU if section.visit == sections.THIRD]
+    assert third
+    assert all(section.extra for section in third)
+
+
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
