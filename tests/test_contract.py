@@ -108,6 +108,8 @@ CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "comfy.model_patcher.ModelPatcher.get_model_object": (("self", "name"), ()),
     "comfy.model_patcher.ModelPatcher.add_wrapper_with_key": (("self", "wrapper_type", "key", "wrapper"), ()),
     "comfy.model_patcher.ModelPatcher.remove_wrappers_with_key": (("self", "wrapper_type", "key"), ()),
+    "comfy.nested_tensor.NestedTensor": (("tensors",), ()),
+    "comfy.nested_tensor.NestedTensor.unbind": (("self",), ()),
     "comfy.utils.ProgressBar": (("total",), ()),
     "comfy.utils.ProgressBar.update": (("self", "value"), ()),
     "comfy_api.latest.ui.PreviewImage": (("image",), ("cls",)),

@@ -41,7 +41,7 @@ class Signature(BlockSignature):
     def unpack(self, value: Any) -> Any:
         if _is_compressed(value):
             return value.data
-        return value[0] if isinstance(value, tuple) else value
+        return value[0] if isinstance(value, tuple) and len(value) == 2 else value
 
     def pack(self, value: Any, tensor: Tensor) -> Any:
         if _is_compressed(value):
