@@ -24,7 +24,7 @@ DEMOS = sorted((ROOT / "demo" / "workflows").glob("*.json"))
 NOTES = {"Note", "MarkdownNote"}  # known to the page only
 TITLE_HEIGHT = 30
 # As large as what is visible.
-MOST_HEIGHT = {"ToMA": 160, "ToMAAdvanced": 340, "ToMAReport": 1180, "ToMABenchmark": 900, "ToMACalibrate": 900}
+MOST_HEIGHT = {"ToMA": 160, "ToMAAdvanced": 340, "ToMAReport": 1000, "ToMABenchmark": 700, "ToMACalibrate": 640}
 # A list whose choices bring further widgets; those of "auto" bring none.
 CHOICE_WITH_MORE = "COMFY_DYNAMICCOMBO_V3"
 # ComfyUI's page puts a widget of its own after a seed and does not send it.

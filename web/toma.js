@@ -8,7 +8,7 @@ const LINE = [72, 120]
 const REPORT = [184, 264]
 const HEIGHTS = { ToMA: LINE, ToMAAdvanced: LINE, ToMAReport: REPORT, ToMABenchmark: REPORT, ToMACalibrate: REPORT }
 // A new node of these is as large as its picture needs to be read.
-const SIZES = { ToMAReport: [480, 1180], ToMABenchmark: [460, 840], ToMACalibrate: [460, 860] }
+const SIZES = { ToMAReport: [480, 1000], ToMABenchmark: [460, 700], ToMACalibrate: [460, 640] }
 const AROUND = 20 // what the canvas renderer leaves free above and below a widget
 const WIDGET = "toma_said"
 const RESET = "toma_reset"

@@ -84,7 +84,7 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
         links += [[2, 2, 0, 7, 1, "CONDITIONING"], [3, 2, 1, 7, 3, "CONDITIONING"], [4, 3, 0, 7, 2, "LATENT"]]
         links += [[5, 4, 0, 7, 0, "MODEL"]]
     # As a new node of these has it, so that its picture can be read.
-    nodes[-1]["size"] = [480, 1180] if sampled else [460, 840]
+    nodes[-1]["size"] = [480, 1000] if sampled else [460, 700]
     graph_id = f"00000000-0000-4000-8000-{next(IDS):012}"
     size = {"last_node_id": 7, "last_link_id": 9, "groups": [], "version": 0.4}
     return {"id": graph_id, "nodes": nodes, "links": links, **size}
