@@ -40,6 +40,7 @@ class Refresh(NamedTuple):
     step: int
     sigma: float  # as given to the model
     state: Hashable = None  # all else that has to be the same, as the ControlNets that take part
+    level: int = 0  # step of the sigma in the schedule
 
 
 class _Entry(NamedTuple):
@@ -91,17 +92,23 @@ class ResidualCache:
     _lock: RLock = field(default_factory=RLock)
 
     def resolve_mode(
-        self, plan: StepPlan, sigma: float, signatures: Mapping[Hashable, Hashable], interval: int, plain: bool
+        self,
+        plan: StepPlan,
+        sigma: float,
+        level: int,
+        signatures: Mapping[Hashable, Hashable],
+        interval: int,
+        plain: bool,
     ) -> StepMode:
         """Return the mode of an evaluation that the schedule refreshes or merges with caches.
 
         Guidance takes the difference of conditions, so all have caches or none. An evaluation with a signature that was
         not refreshed within the interval is a refresh.
 
-        sigma: noise level given to the model. signatures: signature -> state, of all conditions that take part.
-        interval: steps from one scheduled refresh to the next. plain: the settings are made for merging without caches;
-        then at most one step between two scheduled refreshes becomes one, and signatures that change at every step are
-        merged without caches.
+        sigma: noise level given to the model. level: its step; the plan's where samplers report their steps.
+        signatures: signature -> state, of all conditions that take part. interval: steps from one scheduled refresh to
+        the next. plain: the settings are made for merging without caches; then at most one step between two scheduled
+        refreshes becomes one, and signatures that change at every step are merged without caches.
         """
         with self._lock:
             if self.disabled:
@@ -110,8 +117,8 @@ class ResidualCache:
             if any(signature in self.coverage for signature in self._refreshing):
                 self._absent.update(s for s in self._refreshing if s is not None and s not in self.coverage)
             self._refreshing = {}
-            now = {s: Refresh(plan.step, sigma, state) for s, state in signatures.items()}
-            self._now = {None: Refresh(plan.step, sigma), **now}
+            now = {s: Refresh(plan.step, sigma, state, level) for s, state in signatures.items()}
+            self._now = {None: Refresh(plan.step, sigma, None, level), **now}
             if plan.mode is StepMode.REFRESH:
                 self._extra = None
             elif all(s in self._absent or self._covers(s, refresh) for s, refresh in now.items()):
@@ -143,7 +150,7 @@ class ResidualCache:
         then = self.coverage.get(signature)
         if then is None or then.state != now.state or not 0 <= now.step - then.step < self._interval:
             return False
-        return now.sigma <= then.sigma * _SIGMA_FACTOR
+        return abs(now.level - then.level) < self._interval and now.sigma <= then.sigma * _SIGMA_FACTOR
 
     def store(self, keys: Keys, update: Tensor, quantized: bool = False) -> None:
         """Cache the equal chunks of (B, N, C) in a refresh, one under each key. quantized: in four bits a number."""

@@ -16,12 +16,14 @@ def decide(
     step: int | None = None,
     *,
     given: float | None = None,
+    by_sigma: bool = False,
     awaits_prediction: bool = False,
     gradients: bool = False,
 ) -> StepPlan:
     """Return the plan of an evaluation, for all conditions that are evaluated together.
 
-    sigma: of the sampler. step: if known. given: the sigma given to the model, if it differs.
+    sigma: of the sampler. step: if known. given: the sigma given to the model, if it differs. by_sigma: the step is
+    known from sigmas alone, which another node may have changed: caches are too old by either.
     signatures: signature -> state of each condition that takes part, see `ResidualCache.resolve_mode`.
     awaits_prediction: merge plans are made from a predicted picture, which does not exist yet.
     gradients: are computed, so nothing may be merged or cached.
@@ -40,8 +42,9 @@ def decide(
         given = sigma if given is None else given
         # The cache expects falling noise; unsampling adds it.
         falling = given if not run.schedule.rises else 1 / max(given, 1e-9)
+        level = run.schedule.step_at(given) if by_sigma else plan.step
         mode = run.cache.resolve_mode(
-            plan, falling, signatures or {}, run.config.full_step_interval, merges_plainly(run)
+            plan, falling, level, signatures or {}, run.config.full_step_interval, merges_plainly(run)
         )
         if mode is StepMode.REFRESH and plan.mode is not mode:
             run.stats.full_because(plan.step, Reason.NOT_CACHED())

@@ -198,6 +198,7 @@ class SamplingRun:
             self._signatures(active, frames, at.model_sigma),
             at.step,
             given=at.model_sigma,
+            by_sigma=at.by_sigma,
             awaits_prediction=self.awaits_prediction,
             gradients=records_gradients(),
         )

@@ -51,11 +51,13 @@ class SigmaStep(NamedTuple):
         sigma: Its noise level.
         step: 0-based, None without a schedule.
         model_sigma: The noise level that the model is given: nodes such as Detail Daemon change it.
+        by_sigma: Whether the step is known from noise levels alone.
     """
 
     sigma: float
     step: int | None
     model_sigma: float
+    by_sigma: bool = False
 
 
 class SigmaTracker:
@@ -126,9 +128,10 @@ class SigmaTracker:
         if self._evaluation < 0 or self._scheduled or not self._sigmas:
             return SigmaStep(given, None, given)
         if not mine and self._at is not None:
-            return SigmaStep(self._at.sigma, self._at.step, given)
+            return self._at._replace(model_sigma=given)
         self._step = max(self._step, self._step_of(given))
-        self._at, self._last_given = SigmaStep(self._within(given), self._step, given), given
+        by_sigma = not self._reports or (self._reported is None and self._since > 1)
+        self._at, self._last_given = SigmaStep(self._within(given), self._step, given, by_sigma), given
         return self._at
 
     def _step_of(self, given: float) -> int:

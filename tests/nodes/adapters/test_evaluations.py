@@ -128,7 +128,7 @@ def test_a_prompt_for_every_step(trained: Trained, plain: float, stats_of: Any, 
         assert stats.merged_steps == stats_of(trained.merged).merged_steps
     else:
         assert error < plain
-        assert len(stats.merged_steps) <= steps // 4
+        assert len(stats.merged_steps) <= steps // 3
         assert "nothing cached yet for a prompt" in stats.text()
 
 
@@ -175,7 +175,8 @@ class Watched:
 
     def __init__(self, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
         self.evaluations = self.merged = self.lacking = self.text = 0
-        block = trained.model.model.diffusion_model.single_blocks[-1]
+        network = trained.model.model.diffusion_model
+        block, self.patch = network.single_blocks[-1], network.patch_size
         original, self.tokens = type(block).__call__, list[int]()
 
         def called(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +200,7 @@ class Watched:
         out = model(y, *args, **kwargs)
         self.evaluations += 1
         # Without ToMA the text has as many tokens as are left over.
-        image = -(-y.shape[-2] // 2) * -(-y.shape[-1] // 2)
+        image = -(-y.shape[-2] // self.patch) * -(-y.shape[-1] // self.patch)
         self.text = self.text or self.tokens[0] - image
         assert len(set(self.tokens)) == 1, "all conditions alike"
         self.merged += self.tokens[0] < self.text + image
@@ -240,7 +241,8 @@ def test_any_sequence_of_evaluations(
         for step in range(trained.steps):
             wanted = actions[step]
             level = sigmas[step] * (0.8 if "told" in wanted and step else 1.0)
-            if "skip" not in wanted or not step:
+            # Not the last: it is full for what no later step can mend.
+            if "skip" not in wanted or not 0 < step < trained.steps - 1:
                 denoised = at(x, level)
             if callback is not None and reports:
                 callback({"i": step, "x": x, "denoised": denoised})
