@@ -131,9 +131,9 @@ class Kit:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.channels = {"sdxl": 4, "flux2": 128}.get(name, 16)
+        self.channels = {"sdxl": 4, "flux2": 128, "ltx_av": 128, "h3": 24}.get(name, 16)
         # Models whose latents are those of a video: (B, C, T, H, W).
-        self.frames = {"krea2": (1,), "qwen_image": (1,), "wan": (3,), "hunyuan": (3,)}.get(name, ())
+        self.frames = {"krea2": (1,), "qwen_image": (1,), "wan": (3,), "hunyuan": (3,), "h3": (2,)}.get(name, ())
 
     @property
     def is_flux(self) -> bool:

@@ -22,7 +22,11 @@ OTHERS = {
     "sd3": "SD3.5",
     "wan": "Wan",
     "hunyuan": "HunyuanVideo",
+    "ltx_av": "LTX-2.3",
+    "h3": "MiniMax H3",
 }
+# Their latents are a video and its sound: tried where a row says so.
+SOUND = ("ltx_av", "h3")
 ALL = {**FAMILIES, **OTHERS}
 
 
@@ -99,6 +103,7 @@ NOT_TRIED = NotFor("not tried")
 # Where many graphs ask the same of each model: without Flux.2, whose text is always 512 tokens long, and Z-Image, the
 # widest of the small models, of the same class as Lumina 2.
 CHEAP: dict[str, Outcome] = {**dict.fromkeys(OTHERS, MERGED), "flux2": NOT_TRIED, "z_image": NOT_TRIED}
+CHEAP |= dict.fromkeys(SOUND, NOT_TRIED)
 FOR_UNETS = NotFor("for UNets")
 FOR_FLUX = NotFor("for Flux")
 
@@ -141,15 +146,18 @@ class Table:
         *,
         only: Mapping[str, Outcome] | None = None,
         quick: bool = False,
+        sound: bool = False,
         pack: str = "",
     ) -> Callable[[Callable[[Kit], Any]], Callable[[Kit], Any]]:
         """Decorates the function that makes the graphs. others: of all other families, or of those that have the
         feature. only: the same, where the first two have none. quick: run on the oldest supported ComfyUI as well.
-        pack: the folder of the community pack that the feature comes from."""
+        sound: whether one outcome of all others is that of `SOUND` too. pack: the folder of the community pack that the
+        feature comes from."""
         expected: dict[str, Outcome] = {} if only else {"sdxl": sdxl, "flux": flux}
         others = only or others
         if others is not None:
-            have = others if isinstance(others, Mapping) else dict.fromkeys(OTHERS, others)
+            silent = {} if sound else dict.fromkeys(SOUND, NOT_TRIED)
+            have = others if isinstance(others, Mapping) else {**dict.fromkeys(OTHERS, others), **silent}
             expected |= {family: have.get(family, NONE) for family in OTHERS}
 
         def add(make: Callable[[Kit], Any]) -> Callable[[Kit], Any]:

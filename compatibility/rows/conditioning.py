@@ -78,7 +78,7 @@ def combined(kit: Kit) -> Iterator[Graph]:
         yield Graph(options={"steps": 3, "positive": positive}, without=Graph(options={"steps": 3}), name=name)
 
 
-@row(GROUP, "Prompts of other lengths", others=MERGED)
+@row(GROUP, "Prompts of other lengths", others=MERGED, sound=True)
 def lengths(kit: Kit) -> Graph:
     """They cannot be joined in one call."""
     conds = {"positive": kit.prompt(1, tokens=154), "negative": kit.prompt(2, tokens=77)}
@@ -103,7 +103,7 @@ def batch_of_prompts(kit: Kit) -> Graph:
     return Graph(sample=lambda m: sample(m, 3), without=Graph(sample=lambda m: sample(m, 9)), check=stays_second)
 
 
-@row(GROUP, "Split CFG: positive and negative in calls of their own, for want of memory", others=MERGED)
+@row(GROUP, "Split CFG: positive and negative in calls of their own, for want of memory", others=MERGED, sound=True)
 def split_cfg(kit: Kit) -> Graph:
     """As near to the joined call as rounding lets it be; selection by grid and soft weights do not magnify it."""
     smooth: dict[str, Any] = {"selector": "grid", "sharpness": 20.0}

@@ -91,7 +91,7 @@ def easycache(kit: Kit) -> Graph:
     return Graph(lambda m: patch(m, reuse, 0.0, 1.0, False), options=steps, without=without, off=True)
 
 
-@row(GROUP, "LazyCache", others=MERGED)
+@row(GROUP, "LazyCache", others=MERGED, sound=True)
 def lazycache(kit: Kit) -> Graph:
     patch, steps = node("nodes_easycache.LazyCacheNode"), {"steps": 5}
     without = Graph(lambda m: patch(m, 0.0, 0.0, 1.0, False), options=steps)
@@ -99,7 +99,7 @@ def lazycache(kit: Kit) -> Graph:
     return Graph(lambda m: patch(m, reuse, 0.0, 1.0, False), options=steps, without=without, off=True)
 
 
-@row(GROUP, "Attention by another function (optimized_attention_override)", others=MERGED)
+@row(GROUP, "Attention by another function (optimized_attention_override)", others=MERGED, sound=True)
 def attention_override(kit: Kit) -> Graph:
     """As packs put FlashAttention or SageAttention in its place: here ComfyUI's own, query block by query block."""
     from comfy.ldm.modules.attention import attention_sub_quad

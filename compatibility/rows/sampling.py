@@ -45,7 +45,7 @@ def everyday(kit: Kit) -> Iterator[Graph]:
     yield Graph(sample=redrawn, steered=False, name="image to image")
 
 
-@row(GROUP, "Sizes that no window and no patch divides", others=MERGED)
+@row(GROUP, "Sizes that no window and no patch divides", others=MERGED, sound=True)
 def odd_sizes(kit: Kit) -> Iterator[Graph]:
     for height, width in ((19, 15), (33, 10)):
         yield Graph(options={"height": height, "width": width}, steered=False, name=f"{height} x {width}")

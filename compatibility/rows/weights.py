@@ -11,7 +11,7 @@ from .table import row
 GROUP = "Weights"
 
 
-@row(GROUP, "LoRA", others=MERGED, quick=True)
+@row(GROUP, "LoRA", others=MERGED, quick=True, sound=True)
 def lora(kit: Kit) -> Graph:
     name = kit.file("loras", "style.safetensors", kit.lora())
     load = node("nodes.LoraLoaderModelOnly")

@@ -41,10 +41,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "sdxl": lambda: models.unet(),
     "sd15": lambda: models.unet(depths=(1, 1, 0), middle=1),
     "flux": lambda: models.flux(double=7, single=7),
+    "ltx": lambda: models.ltx_av(),
+    "h3": lambda: models.h3(),
 }
 # Latent and guidance; odd sides make grids of 19 x 15 and less, windows of several sizes and budgets.
 RUNS: dict[str, tuple[tuple[int, int], float]] = {"square": ((32, 32), 3.0), "odd": ((38, 29), 1.0)}
-HALVED = {"sd15"}  # attention at full size: latents of half the side have as many tokens
+HALVED = {"sd15", "ltx"}  # a token for each pixel: latents of half the side have as many
 # UNets have their coarser grids below what Auto merges.
 SMALL = {"ratio": 0.5, "min_tokens": 16}
 # Flux merges behind its first five blocks of either kind.
@@ -107,7 +109,7 @@ def config_of(family: str, setting: str) -> Any:
 
 def own_of(family: str) -> Any:
     """What presets leave whole of the family."""
-    return pack_module(f"nodes.adapters.families.{'flux' if family == 'flux' else 'unet'}").PRESETS
+    return pack_module(f"nodes.adapters.families.{'unet' if family.startswith('sd') else 'flux'}").PRESETS
 
 
 def steps_for(family: str, setting: str) -> int:
