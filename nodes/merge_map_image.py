@@ -13,7 +13,7 @@ from ..toma_core.maps import MergeMap
 from ..toma_core.windows import Grid
 from .report_charts import BLACK, INK, PAPER, WIDTH, canvas, font, stacked
 
-# Okabe and Ito's palette without black: told apart with every kind of colour vision.
+# Okabe and Ito's palette without black: its colours differ for every kind of colour vision.
 _COLOURS = np.array(
     [[230, 159, 0], [86, 180, 233], [0, 158, 115], [240, 228, 66], [0, 114, 178], [213, 94, 0], [204, 121, 167]],
     dtype=np.uint8,

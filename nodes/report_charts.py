@@ -1,7 +1,7 @@
 """Draw charts with PIL: tokens by step and by block, and what Benchmark and Calibrate measured.
 
 Pictures hold numbers and names of blocks; what they mean is a `Caption` on the node, in the page's language. Colours
-are Okabe and Ito's, which are told apart with every kind of colour vision.
+are Okabe and Ito's, which differ for every kind of colour vision.
 """
 
 from __future__ import annotations
@@ -143,11 +143,11 @@ class Bar:
 def bar_chart(bars: Sequence[Bar]) -> Image.Image:
     """Draw horizontal bars, one below the other."""
     longest = max([1e-9, *(bar.spread[1] if bar.spread else bar.value for bar in bars)])
-    farthest = max([1e-9, *(bar.error for bar in bars)])  # the first is no NaN, and is kept beside one
-    return stacked(canvas(WIDTH, _PAD)[0], *(_bar_row(bar, longest, farthest) for bar in bars))
+    largest = max([1e-9, *(bar.error for bar in bars)])  # the first is no NaN, and is kept beside one
+    return stacked(canvas(WIDTH, _PAD)[0], *(_bar_row(bar, longest, largest) for bar in bars))
 
 
-def _bar_row(bar: Bar, longest: float, farthest: float) -> Image.Image:
+def _bar_row(bar: Bar, longest: float, largest: float) -> Image.Image:
     image, pen = canvas(WIDTH, _ROW)
     left, right, top = 2 * _PAD, WIDTH - 2 * _PAD, 32
     scale = (right - left) / longest
@@ -162,6 +162,6 @@ def _bar_row(bar: Bar, longest: float, farthest: float) -> Image.Image:
                 pen.line([(x1, middle + y1), (x2, middle + y2)], fill=colour, width=width)
     if bar.error:
         top += _THICK + 3
-        length = min(1.0, bar.error / farthest) * (right - left)
+        length = min(1.0, bar.error / largest) * (right - left)
         pen.rectangle([left, top, left + length, top + _THIN], fill=ERROR)
     return image

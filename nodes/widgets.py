@@ -45,7 +45,7 @@ def preset() -> Any:
 
 
 def profile() -> Any:
-    """Return the input for what ToMA Calibrate found, kept in the workflow."""
+    """Return the input for a profile, which is saved in the workflow."""
     return io.String.Input(
         "profile",
         default="",

@@ -33,7 +33,7 @@ class MessageId(str, Enum):
 
 
 class Reason(MessageId):
-    """Why a block, a step or a whole run is not merged, or why a cache is not used."""
+    """Why a block, a step or a run is not merged, or why a cache is not used."""
 
     # Settings and profile.
     SETTING = "setting"  # setting, value

@@ -120,10 +120,11 @@ class RunStats:
         with self.lock:
             self.full_reasons.setdefault(reason, set()).add(step)
 
-    def count_plan(self, grid: Grid, kept: int, selected: bool) -> None:
+    def count_plan(self, grid: Grid, destinations: int, selected: bool) -> None:
         """Count a plan for a grid. selected: whether destinations were selected, not weights alone computed."""
         with self.lock:
-            self.grids[grid] = min(kept, self.grids.get(grid, kept)) if self.by_profile else kept
+            fewest = min(destinations, self.grids.get(grid, destinations))
+            self.grids[grid] = fewest if self.by_profile else destinations
             self.selections += selected
             self.weighings += 1
 
@@ -222,8 +223,8 @@ class RunStats:
         """Return tokens before and after, and the grid, the finest first."""
         more = "+" if self.by_profile else ""
         return tuple(
-            f"{math.prod(grid)} -> {kept}{more} ({' x '.join(map(str, grid))})"
-            for grid, kept in sorted(self.grids.items(), reverse=True)
+            f"{math.prod(grid)} -> {destinations}{more} ({' x '.join(map(str, grid))})"
+            for grid, destinations in sorted(self.grids.items(), reverse=True)
         )
 
     def _how(self) -> list[Message]:
