@@ -1,7 +1,7 @@
 """Choose ratios for the model at hand from three sampling runs.
 
 1. unmerged and probed         the errors of sites
-2. the preset                  how errors grow until the end, and how much work there is to save
+2. the preset                  its error, and how much work there is to save
 3. the choice                  its error, beside the preset's
 """
 
@@ -13,21 +13,20 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ..toma_core import Settings, ToMAConfig
-from ..toma_core.calibration import UNMERGED, Cell, Option, amplified, choose, saved_by
+from ..toma_core.calibration import UNMERGED, Cell, Option, choose, saved_by
 from ..toma_core.profile import Profile, changed
 from ..toma_core.reasons import Message, MessageId
-from .adapters import last_runs, registry
+from .adapters import registry
 from .adapters.blocks import BlockFacts
 from .adapters.fingerprint import blocks_of, fingerprint
-from .adapters.patch_model import apply_toma, attachment_of
-from .adapters.probe import MAX_BANDS, RATIO, Probes, sites_of
+from .adapters.patch_model import apply_toma
+from .adapters.probe import MAX_BANDS, Probes, sites_of
 from .adapters.without_caches import without_caches
-from .task import Task, error, progress
+from .task import Task, error, last_stats, progress
 
 # Target -> the preset and ratio whose work a choice has.
 TARGETS: Mapping[str, tuple[str, float]] = {
@@ -48,33 +47,6 @@ class Problem(MessageId):
     NOTHING = "nothing_to_calibrate"
     PLAIN_NAN = "plain_nan"
     MERGED_NAN = "merged_nan"
-
-
-@dataclass(frozen=True)
-class Run:
-    """One sampling run.
-
-    Attributes:
-        latent: The result, (B, C, ..., H, W), fp32 on the CPU.
-        states: What the model was given before each step, and the result as it would be given: (n + 1, B, ...).
-        merged: The blocks that were merged.
-    """
-
-    latent: Tensor
-    states: Tensor
-    merged: frozenset[str] = frozenset()
-
-    def squared_errors(self, unmerged: Run, steps: int) -> list[float]:
-        """Return the squared errors before each step and at the end, 0 for a sampler that does not report steps."""
-        if not len(self.states) == len(unmerged.states) == steps + 1:
-            return [0.0] * (steps + 1)
-        squares: list[float] = (self.states - unmerged.states).double().square().flatten(1).sum(1).tolist()
-        return squares
-
-    def mostly_closer(self, than: Run, unmerged: Run) -> bool:
-        """Whether more than half of the images are at least as close as another run's: one outlier decides nothing."""
-        mine, others = ((run.latent - unmerged.latent).flatten(1).norm(dim=1) for run in (self, than))
-        return bool((mine <= others).float().mean() > 0.5)
 
 
 @dataclass(frozen=True)
@@ -134,9 +106,11 @@ def calibrate(
     sites = sites_of(facts, min(_MAX_SITES, max(_MIN_SITES, budget // MAX_BANDS - 1)))
     tick = progress(3 * task.steps + MAX_BANDS * (len(sites) + 2))
 
-    def run(number: int, model: ModelPatcher) -> Run:
+    def run(number: int, model: ModelPatcher) -> tuple[Tensor, frozenset[str]]:
+        """Return the final latent, and the blocks that were merged."""
         on_run(number, 3)
-        return _sample(model, task, tick)
+        latent, stats = task.sample(model, tick), last_stats(model)
+        return latent, frozenset(() if stats is None else stats.merged_blocks)
 
     def merged(profile: Profile, on: ModelPatcher) -> ModelPatcher:
         schedule = profile.ratio_schedule([fact.name for fact in facts])
@@ -147,23 +121,23 @@ def calibrate(
         return Profile(fingerprint(plain), changed(config), above, merging)
 
     probes, everywhere = Probes(sites, tick), replace(config, skip_first_blocks=0.0, skip_last_blocks=0.0)
-    unmerged = run(1, probes.on(base, everywhere))
-    usual = run(2, apply_toma(base, config))
-    before = error(usual.latent, unmerged.latent)
+    unmerged, mergeable = run(1, probes.on(base, everywhere))
+    usual, merged_by_preset = run(2, apply_toma(base, config))
+    before = error(usual, unmerged)
     if not math.isfinite(before):
-        problem = Problem.MERGED_NAN if unmerged.latent.isfinite().all() else Problem.PLAIN_NAN
+        problem = Problem.MERGED_NAN if unmerged.isfinite().all() else Problem.PLAIN_NAN
         return Calibrated(plain, preset, ratio, problem=problem())
-    saved = _saving(facts, usual.merged, ratio)
-    choice = choose(_table(probes, facts, unmerged, usual), saved)
+    saved = _saving(facts, merged_by_preset, ratio)
+    choice = choose(_table(probes, facts, mergeable | merged_by_preset), saved)
     above = tuple(band.above for band in probes.bands) or (0.0,)
     profile = profile_of(
         everywhere,
         above,
         {site: tuple(choice.get((site, band), UNMERGED).ratio for band in range(len(above))) for site in sites},
     )
-    chosen = usual if profile.empty else run(3, merged(profile, base))
-    after = error(chosen.latent, unmerged.latent)
-    keeps = saved > 0 and not (after < before and chosen.mostly_closer(usual, unmerged))
+    chosen = usual if profile.empty else run(3, merged(profile, base))[0]
+    after = error(chosen, unmerged)
+    keeps = saved > 0 and not (after < before and _mostly_closer(chosen, usual, unmerged))
     if keeps:
         profile = profile_of(config, (0.0,), dict.fromkeys(sites, (ratio,)))
     return Calibrated(
@@ -186,39 +160,23 @@ def _saving(facts: Sequence[BlockFacts], blocks: Container[str], ratio: float) -
     return saving / max(sum(fact.flops() for fact in facts), 1e-12)
 
 
-def _table(probes: Probes, facts: Sequence[BlockFacts], unmerged: Run, usual: Run) -> dict[Cell, list[Option]]:
+def _table(probes: Probes, facts: Sequence[BlockFacts], mergeable: Container[str]) -> dict[Cell, list[Option]]:
     """Return the options of every cell; savings are shares of the work in a run."""
-    errors = probes.squared_errors()
-    # How much of a predicted image's error enters the latent in each step.
+    # How much of a predicted image's error enters the latent in each step. From there on it is taken to last: on a
+    # trained UNet estimates of its growth made choices no better.
     passed = [(1 - after / before) ** 2 for before, after in pairwise((*probes.sigmas, 0.0))]
-    injected = [0.0] * len(passed)
-    for number, band in enumerate(probes.bands):
-        added = sum(
-            len({*blocks} & usual.merged) / len(blocks) * errors.get((site, number, RATIO), 0.0)
-            for site, blocks in probes.sites.items()
-        )
-        for step in band.steps:
-            injected[step] = passed[step] * added
-    factors = amplified(usual.squared_errors(unmerged, len(injected)), injected)
     table: dict[Cell, list[Option]] = {}
-    for (site, number, ratio), squared in errors.items():
+    for (site, number, ratio), squared in probes.squared_errors().items():
         steps = probes.bands[number].steps
-        blocks = {*probes.sites[site]} & (unmerged.merged | usual.merged)
-        if blocks:
-            weight = sum(passed[step] * factors[step] for step in steps)
-            saving = _saving(facts, blocks, ratio) * len(steps) / len(passed)
-            table.setdefault((site, number), []).append(Option(ratio, squared * weight, saving))
+        blocks = [block for block in probes.sites[site] if block in mergeable]
+        saving = _saving(facts, blocks, ratio) * len(steps) / len(passed)
+        if saving > 0:
+            option = Option(ratio, squared * sum(passed[step] for step in steps), saving)
+            table.setdefault((site, number), []).append(option)
     return table
 
 
-def _sample(model: ModelPatcher, task: Task, tick: Callable[..., None]) -> Run:
-    states: list[Tensor] = []
-
-    def stepped(step: int, denoised: Any, x: Tensor, total: int) -> None:
-        states.append(x.detach().float().cpu().clone())
-        tick()
-
-    latent, attachment = task.sample(model, stepped), attachment_of(model)
-    end = model.model.process_latent_in(latent).float().cpu()
-    stats = None if attachment is None else last_runs.last(attachment.report_id)
-    return Run(latent, torch.stack([*states, end]), frozenset(() if stats is None else stats.merged_blocks))
+def _mostly_closer(latent: Tensor, than: Tensor, unmerged: Tensor) -> bool:
+    """Whether more than half of the images are at least as close as another run's: one outlier decides nothing."""
+    mine, others = ((each - unmerged).flatten(1).norm(dim=1) for each in (latent, than))
+    return bool((mine <= others).float().mean() > 0.5)

@@ -13,7 +13,10 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
+from ..toma_core.stats import RunStats
 from . import validate_inputs
+from .adapters import last_runs
+from .adapters.patch_model import attachment_of
 from .adapters.streams import first_of_nested
 
 
@@ -86,6 +89,12 @@ class Task:
             seed=self.seed,
         )
         return first_of_nested(latent).float().cpu()
+
+
+def last_stats(model: ModelPatcher) -> RunStats | None:
+    """Return what the last run of a model merged, None without ToMA."""
+    attachment = attachment_of(model)
+    return None if attachment is None else last_runs.last(attachment.report_id)
 
 
 def progress(steps: int) -> Callable[..., None]:

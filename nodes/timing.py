@@ -20,9 +20,8 @@ from torch import Tensor
 
 from ..toma_core import Settings, ToMAConfig
 from ..toma_core.reasons import Message, MessageId
-from .adapters import last_runs
-from .adapters.patch_model import apply_toma, attachment_of
-from .task import Task, error, progress
+from .adapters.patch_model import apply_toma
+from .task import Task, error, last_stats, progress
 
 # The first and the last step are full: with one between them both kinds of steps are warm.
 _WARM_UP_STEPS = 3
@@ -112,8 +111,7 @@ def measure(
                 continue
             unmerged = latent if unmerged is None else unmerged  # the first run is the one without ToMA
             timing.error = error(latent, unmerged)
-            attachment = attachment_of(patched)
-            stats = None if attachment is None else last_runs.last(attachment.report_id)
+            stats = last_stats(patched)
             timing.merged = None if stats is None else stats.headline()
     return [timing for timing, _ in pairs]
 

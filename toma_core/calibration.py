@@ -13,9 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-# Limits of the growth of a squared error in one step; beyond them the measurement is off.
-_MIN_GROWTH, _MAX_GROWTH = 0.05, 4.0
-
 # Site and band.
 Cell = tuple[str, int]
 
@@ -74,23 +71,3 @@ def choose(table: Mapping[Cell, Sequence[Option]], saved: float) -> Choice:
             break
         choice[cell] = option
     return choice
-
-
-def amplified(found: Sequence[float], injected: Sequence[float]) -> list[float]:
-    """Return for each step by which factor a squared error that enters there is larger in the end.
-
-    What a step adds to a run's error is its injected error on the scale of the first merged step; the rest is growth.
-
-    Args:
-        found: Squared errors of a merged run before each step and at the end: one more than steps.
-        injected: Squared errors measured for its steps, on another scale; 0 for full steps.
-    """
-    first = next((n for n, error in enumerate(injected) if error > 0), None)
-    if first is None:
-        return [1.0] * len(injected)
-    scale = found[first + 1] / injected[first]
-    factors = [1.0]
-    for n in reversed(range(1, len(injected))):
-        growth = (found[n + 1] - scale * injected[n]) / found[n] if found[n] > 0 else 1.0
-        factors.append(factors[-1] * min(max(growth, _MIN_GROWTH), _MAX_GROWTH))
-    return factors[::-1]

@@ -220,13 +220,12 @@ def test_a_preset_with_full_steps_is_kept_without_measuring(kind: str, model_of:
 
 
 def test_one_picture_that_turned_out_otherwise_decides_nothing(pack: ModuleType) -> None:
-    unmerged, states = torch.ones(3, 4, 2, 2), torch.zeros(1)
+    unmerged = torch.ones(3, 4, 2, 2)
     preset, choice = unmerged + 0.1, unmerged + 0.2
     preset[0] = -1.0
-    runs = [calibrating.Run(latent, states) for latent in (unmerged, preset, choice)]
-    assert not runs[2].mostly_closer(runs[1], runs[0])
-    assert runs[1].mostly_closer(runs[2], runs[0])
-    assert not calibrating.Run(unmerged * float("nan"), states).mostly_closer(runs[1], runs[0])
+    assert not calibrating._mostly_closer(choice, preset, unmerged)
+    assert calibrating._mostly_closer(preset, choice, unmerged)
+    assert not calibrating._mostly_closer(unmerged * float("nan"), preset, unmerged)
 
 
 def test_the_gain_comes_first() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toma_core.calibration import UNMERGED, Cell, Choice, Option, amplified, choose, hull, saved_by
+from toma_core.calibration import UNMERGED, Cell, Choice, Option, choose, hull, saved_by
 
 CHEAP = [Option(0.25, 0.01, 0.1), Option(0.5, 0.03, 0.2), Option(0.75, 0.09, 0.3)]
 DEAR = [Option(0.25, 0.1, 0.1), Option(0.5, 0.4, 0.2)]
@@ -66,21 +65,3 @@ def test_the_cheap_site_is_merged_first_and_the_broken_one_not_at_all() -> None:
 
 def test_nothing_to_choose_from() -> None:
     assert choose({}, 0.5) == {}
-
-
-def test_what_becomes_of_an_error() -> None:
-    """Steps double every squared error, and add 1, 0 and 1 on the scale of the run, which is three times that of the
-    measurement: 3, then 6, then 12 + 3."""
-    assert amplified([0.0, 3.0, 6.0, 15.0], [1.0, 0.0, 1.0]) == pytest.approx([4.0, 2.0, 1.0])
-
-
-def test_where_the_way_of_an_error_is_unknown_every_step_counts_the_same() -> None:
-    assert amplified([0.0, 0.0, 0.0, 8.0], [1.0, 0.0, 3.0]) == [1.0, 1.0, 1.0]
-    assert amplified([0.0, 0.0], [0.0]) == [1.0]
-
-
-@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=12))
-def test_factors_are_finite(steps: list[tuple[float, float]]) -> None:
-    factors = amplified([0.0, *(f for f, _ in steps)], [e for _, e in steps])
-    assert len(factors) == len(steps)
-    assert all(math.isfinite(f) and f >= 0 for f in factors)
