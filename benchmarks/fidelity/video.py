@@ -94,9 +94,10 @@ def measured(
     steps: int,
     tried: dict[str, Setting],
     known: dict[str, dict[str, float]],
+    keep: Callable[[dict[str, dict[str, float]]], None] = lambda rows: None,
 ) -> dict[str, dict[str, float]]:
     """A row for each of these settings, those that are known as they are. draw: a model, a number of steps and of runs
-    -> its latents of all clips."""
+    -> its latents of all clips. keep: stores the rows so far."""
     from demo.checker import accuracy, load_checker
     from demo.scenes import CANVAS
     from demo.video import decode_clips
@@ -138,6 +139,7 @@ def measured(
             "attributes": asked(pictures),
             "cost": counter.get_total_flops() / whole,
         }
+        keep(rows)
     return rows
 
 

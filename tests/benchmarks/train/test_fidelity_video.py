@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.fidelity import experiments, video
+from benchmarks.fidelity import experiments, stages, video
 from demo import models
 from scripts.comfy_pack import pack_module
 
@@ -58,3 +59,14 @@ def test_windows_through_all_frames(pack: ModuleType) -> None:
     assert columns.max() < 4
     update = torch.randn(1, *made.source.shape, 3)
     assert torch.equal(made.add(x.expand(-1, -1, 3), update), x + made.join(update))
+
+
+def test_a_pattern_of_steps_is_what_a_preset_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In three steps on a picture that is nearly there: the first and the last are full, the one between is merged."""
+    shape = replace(stages.SHAPES["second stage"], patterns=("FCF", "PFF"))
+    monkeypatch.setitem(stages.SHAPES, "second stage", shape)
+    stages.main(["--clips", "1", "--out", str(tmp_path)])
+    (file,) = tmp_path.glob("*.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert rows["FCF"] == rows["preset: balanced"] == rows["preset: quality"]
+    assert rows["unmerged"]["cost"] > rows["FCF"]["cost"] > rows["PFF"]["cost"]
