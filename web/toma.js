@@ -70,14 +70,18 @@ function joined(lines, node) {
   return lines.map((line) => formatted(line, node)).join("\n")
 }
 
+// The Vue renderer gives text and picture half of a node each: the text takes what it needs, the picture the rest.
+const STYLE = ".lg-node-widgets:has(.toma-above) { flex: 0 1 auto !important }"
+
 function addText(node) {
   const [least, greatest] = HEIGHTS[node.comfyClass]
   const text = document.createElement("div")
-  text.className = "toma-said"
+  text.className = node.comfyClass in SIZES ? "toma-said toma-above" : "toma-said"
   text.setAttribute("role", "status")
   Object.assign(text.style, {
     boxSizing: "border-box",
-    maxHeight: node.comfyClass in SIZES ? "100%" : `min(100%, ${greatest}px)`,
+    minHeight: "0",
+    maxHeight: `${greatest}px`,
     padding: "0 8px",
     border: "solid var(--comfy-input-bg)", // not padding, in which half a line would show when the text is scrolled
     borderWidth: "4px 0 4px 4px",
@@ -92,6 +96,7 @@ function addText(node) {
     userSelect: "text",
   })
   const frame = document.createElement("div")
+  Object.assign(frame.style, { display: "flex", flexDirection: "column", maxHeight: "100%" })
   frame.append(text)
   const widget = node.addDOMWidget(WIDGET, WIDGET, frame, {
     serialize: false,
@@ -285,6 +290,7 @@ function complaint({ type, message, details = "", extra_info: info = {} }, node)
 app.registerExtension({
   name: "toma-token-merge.said",
   async setup() {
+    document.head.append(Object.assign(document.createElement("style"), { textContent: STYLE }))
     await learn()
     startTiming(writeAll)
     api.addEventListener("execution_start", started)
