@@ -98,12 +98,10 @@ class Meter(TorchDispatchMode):
             self.cost.parts.setdefault(self.part, Cost()).add(name, flops, moved)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view and func not in _FREE:
-            packet = func.overloadpacket
-            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=out) if packet in flop_registry else 0
-            moved = sum(t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
-            self.count(str(packet).removeprefix("aten."), flops, moved)
+        if func.is_view or func in _FREE:
+            return func(*args, **(kwargs or {}))
+        out, flops, moved = _computed(func, args, kwargs or {})
+        self.count(str(func.overloadpacket).removeprefix("aten."), flops, moved)
         return out
 
     def attention(self, _: Any, q: Tensor, k: Tensor, v: Tensor, heads: int, *__: Any, **options: Any) -> Tensor:
@@ -116,6 +114,38 @@ class Meter(TorchDispatchMode):
         out = torch.empty(batch, queries, channels, dtype=q.dtype, device=q.device)
         self.count("attention", 4.0 * batch * queries * keys * channels, sum(t.nbytes for t in (q, k, v, out)))
         return out
+
+
+def _known(value: Any) -> Any:
+    """What decides about a result's shape. Raises TypeError for a tensor that holds numbers: they may decide too."""
+    if isinstance(value, Tensor):
+        if not value.is_meta:
+            raise TypeError
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_known, value))
+    return type(value), value
+
+
+_results: dict[Any, Any] = {}
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, float, float]:
+    """A result, FLOPs and bytes. PyTorch takes long to find a result's shape on the meta device: that is kept."""
+    try:
+        key = None if func._schema.is_mutable else (func, _known(args), _known(list(kwargs.items())))
+        kept = _results.get(key)
+    except TypeError:
+        key = kept = None
+    if kept is not None:
+        shape, stride, dtype, flops, moved = kept
+        return torch.empty_strided(shape, stride, dtype=dtype, device=META), flops, moved
+    out, packet = func(*args, **kwargs), func.overloadpacket
+    flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
+    moved = sum(t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
+    if key is not None and isinstance(out, Tensor) and out.is_meta:
+        _results[key] = out.shape, out.stride(), out.dtype, flops, moved
+    return out, flops, moved
 
 
 _aten = torch.ops.aten
@@ -276,8 +306,9 @@ def count(
             model(latents, t, context=context, **given, transformer_options=dict(options))
 
     if run is not None:
-        for before in range(step if plan else step + 1):
-            forward(before)
+        with meter:
+            for before in range(step if plan else step + 1):
+                forward(before)
         meter.cost = Cost()
     with ExitStack() as stack:
         for module in model.modules():

@@ -38,6 +38,13 @@ def test_a_product_is_counted() -> None:
     assert meter.cost.bytes == 4 * (12 + 20 + 15) + 4 * (15 + 15)
 
 
+def test_what_is_known_of_an_operation_counts_as_the_operation_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "_results", {})
+    first, again = (cost.count(FLUX, toma(skip_first_blocks=0), blocks=(1, 1), kernels=True) for _ in range(2))
+    assert cost._results
+    assert again == first
+
+
 @pytest.mark.parametrize(("skip", "shape"), [(False, (2, 6, 8)), (True, (2, 4, 6, 2))])
 def test_attention_is_one_operation(skip: bool, shape: tuple[int, ...]) -> None:
     meter = cost.Meter()
