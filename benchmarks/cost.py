@@ -172,8 +172,7 @@ atexit.register(on_meta.cache_clear)
 
 class Fused:
     """Stands in for `TritonKernels`, which need a GPU: the shapes of its results, and every launch counted as one
-    operation that reads its operands and writes its result. Its products are not counted, nor what `reuse` sums up
-    between its two launches: at most 2 KB."""
+    operation that reads its operands and writes its result. Its products are not counted."""
 
     name = "triton"
 
@@ -182,18 +181,6 @@ class Fused:
 
     def _launched(self, name: str, results: tuple[Tensor, ...], *read: Tensor | None) -> None:
         self.meter.count(f"toma.{name}", 0.0, sum(t.nbytes for t in (*results, *read) if t is not None))
-
-    def allocate(self, x: Tensor, windows: Any, budget: Any) -> Any:
-        """See `kernels.Kernels`, as for all below."""
-        module, count = pack_module("toma_core.budget"), len(windows.counts)
-        slots = module.max_slots(budget, windows)
-        due = x.new_empty(len(x), 2, count, dtype=torch.float32)
-        compact = x.new_empty(len(x), budget.total, dtype=torch.int64)
-        expand = x.new_empty(len(x), count * slots, dtype=torch.int64)
-        valid = x.new_empty(len(x), count, slots, dtype=torch.bool)
-        self._launched("due", (due,), x, windows.source, windows.valid)
-        self._launched("share", (compact, expand, valid), due)
-        return module.AdaptiveBudget(budget.counts, compact, expand, valid)
 
     def quantize(self, x: Tensor) -> Any:
         module = pack_module("toma_core.quant4")
@@ -233,15 +220,6 @@ class Fused:
     ) -> Tensor:
         restored, layout = x.new_empty(x.shape), (windows.source, windows.valid, budget.expand)
         self._launched("unmerge", (restored,), out, reduced, x, weights, *layout)
-        return restored
-
-    def unmerge_residual_cached(
-        self, out: Tensor, reduced: Tensor, x: Tensor, kept: Tensor, destinations: Tensor, weights: Tensor,
-        windows: Any, budget: Any, trust: float,
-    ) -> Tensor:  # fmt: skip
-        restored, layout = x.new_empty(x.shape), (windows.source, windows.valid, budget.expand)
-        self._launched("agreement", (), out, reduced, kept, destinations)
-        self._launched("reuse", (restored,), out, reduced, x, kept, destinations, weights, *layout)
         return restored
 
 
@@ -285,15 +263,17 @@ def count(
     given |= {"y": given["y"].to(torch.bfloat16)} if "y" in given else {}
     given |= {"ref_latents": references} if references else {}
     options = {**patched.model_options["transformer_options"], "optimized_attention_override": meter.attention}
-    attachment = pack_module("nodes.adapters.patch_model").attachment_of(patched)
+    patching = pack_module("nodes.adapters.patch_model")
+    attachment = patching.attachment_of(patched)
+    config = None if attachment is None else patching.config_for(attachment.settings, patched)
     prediction = pack_module("toma_core.config").SimilarityFrom.PREDICTION
-    predicts = attachment is not None and attachment.config.similarity_from is prediction
+    predicts = config is not None and config.similarity_from is prediction
     pictures = (x,) if predicts else ()
 
     hooks, run = pack_module("nodes.adapters.model_hooks"), None
     find = pack_module("nodes.adapters.registry").find
     if attachment is not None:
-        run = _run(attachment.config, Fused(meter) if kernels else None)
+        run = _run(config, Fused(meter) if kernels else None)
 
     def forward(step: int) -> None:
         evaluation = None

@@ -52,8 +52,9 @@ class Runner:
         attachment = run.attachment_of(self.patched)
         if attachment is None:
             return None
-        self.looks = attachment.config.kv_cache
-        sampling = run.SamplingRun.start(attachment.config, None, _LEVELS if self.looks else [1.0, 0.0])
+        config = run.config_for(attachment.settings, self.patched)
+        self.looks = config.kv_cache
+        sampling = run.SamplingRun.start(config, None, _LEVELS if self.looks else [1.0, 0.0])
         sampling.run.quantized = self.variant.packs
         if self.plain:
             trial = pack_module("toma_core.kernels.dispatch")

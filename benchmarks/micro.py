@@ -25,7 +25,7 @@ from benchmarks.bench import Row, Timing
 from benchmarks.selectors import facility_location
 from scripts.comfy_pack import pack_module
 
-SCALE, DELTA_WEIGHT = 300.0, 0.5
+SCALE = 300.0
 # Calls in one CUDA graph: enough that its launch is nothing beside them.
 _REPLAYED = 60
 # Bytes of tokens that calls go through in turn: several times the last cache of any card.
@@ -209,10 +209,6 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
             Job("unmerge", "Triton",
                 lambda o: kernels.unmerge_residual(o.out, o.reduced, o.x, o.plan.unmerge_weights, *at),
                 product, unmerging, restored),
-            Job("reuse", "Triton", lambda o: kernels.unmerge_residual_cached(
-                o.out, o.reduced, o.x, o.old, o.plan.destinations, o.plan.unmerge_weights, *at, DELTA_WEIGHT), product,
-                reusing, cached),
-            Job("adaptive budget", "Triton", lambda o: kernels.allocate(o.x, *at), gram, tokens),
             Job("four bits", "Triton", lambda o: kernels.quantize(o.x), 0.0, 1.3 * tokens),
         ]  # fmt: skip
     return made

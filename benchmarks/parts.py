@@ -13,7 +13,7 @@ import torch
 from scripts.comfy_pack import pack_module
 
 # Where they are called.
-ADAPTERS = ("active_chain", "families.unet_layers", "families.flux_layers")
+ADAPTERS = ("active_chain", "families.unet_layers")
 # What the adapters call, and the part of a step that it belongs to.
 PARTS = {"plan": "plan", "merge": "merge", "reduce": "merge", "unmerge": "unmerge", "restore": "unmerge"}
 

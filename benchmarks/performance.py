@@ -305,8 +305,8 @@ def growth() -> str:
 
 
 def _settings(model: str, preset: str) -> Any:
-    family = "unet" if model == "sdxl" else "flux"  # all transformers have the same presets
-    return pack_module("toma_core").Settings(preset).resolved(pack_module(f"nodes.adapters.families.{family}").PRESETS)
+    family = "families.unet" if model == "sdxl" else "family"  # all transformers have the same presets
+    return pack_module("toma_core").Settings(preset).resolved(pack_module(f"nodes.adapters.{family}").PRESETS)
 
 
 def merged_steps(model: str, preset: str, steps: int) -> list[int]:

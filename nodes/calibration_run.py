@@ -20,10 +20,9 @@ from ..toma_core import Settings, ToMAConfig
 from ..toma_core.calibration import UNMERGED, Cell, Option, choose, saved_by
 from ..toma_core.profile import Profile, changed
 from ..toma_core.reasons import Message, MessageId
-from .adapters import registry
 from .adapters.blocks import BlockFacts
 from .adapters.fingerprint import blocks_of, fingerprint
-from .adapters.patch_model import apply_toma
+from .adapters.patch_model import apply_toma, config_for
 from .adapters.probe import MAX_BANDS, Probes, sites_of
 from .adapters.without_caches import without_caches
 from .task import Task, error, last_stats, progress
@@ -97,7 +96,7 @@ def calibrate(
     """
     plain, (preset, ratio) = apply_toma(model, ToMAConfig(ratio=0.0)), TARGETS[target]
     settings = Settings(preset, {"ratio": ratio, **overrides})
-    config = settings.resolved(registry.require(model.get_model_object("diffusion_model")).presets)
+    config = config_for(settings, model)
     if config.full_step_interval:
         return Calibrated(apply_toma(plain, settings), preset, ratio, problem=Problem.FULL_STEPS(preset=preset))
     base, without = without_caches(plain)

@@ -12,8 +12,7 @@ from ..toma_core import Settings, ToMAConfig
 from ..toma_core.reasons import MessageId
 from ..toma_core.settings import ConfigError
 from . import profiles, validate_inputs, widgets
-from .adapters import registry
-from .adapters.patch_model import apply_toma, configs_for
+from .adapters.patch_model import apply_toma, config_for
 from .node_status import errors_shown, said, status_of
 from .profiles import Applied
 from .widgets import CATEGORY, SEARCH_ALIASES
@@ -59,8 +58,7 @@ def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, pr
 
 def _left_to_preset(model: Any, settings: Settings) -> dict[str, Any]:
     """Return the values of the settings that are not set, by name."""
-    config, _ = configs_for(settings, registry.require(model.get_model_object("diffusion_model")))
-    left = {name: value for name, value in vars(config).items() if name not in settings.overrides}
+    left = {name: value for name, value in vars(config_for(settings, model)).items() if name not in settings.overrides}
     return {name: value.value if isinstance(value, Enum) else value for name, value in left.items()}
 
 

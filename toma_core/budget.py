@@ -6,58 +6,16 @@ from how much a window's tokens differ, so that selection stays one pass and the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from .selection.objective import in_parts, normalized
-from .windows import Budget, Windows, repeated
+from .windows import Budget, Windows
 
 # Most destinations of a window, in equal shares.
 MAX_SHARE = 2.0
 # Spread below this is rounding in any dtype.
 MIN_SPREAD = 1e-5
-
-
-@dataclass(frozen=True, eq=False)
-class AdaptiveBudget(Budget):
-    """A `Budget` in which each image has its own counts; `counts` are the equal shares that were reallocated."""
-
-    # (B, D), see `Budget`.
-    compact: Tensor
-    # (B, W * K)
-    expand: Tensor
-    # (B, W, K)
-    valid: Tensor
-
-    @property
-    def slots(self) -> int:
-        """K, the most destinations that a window may have."""
-        return self.valid.shape[2]
-
-    def pack(self, x: Tensor) -> Tensor:
-        """See `Budget.pack`."""
-        return _gathered(x.flatten(1, 2), self.compact)
-
-    def unpack(self, x: Tensor) -> Tensor:
-        """See `Budget.unpack`."""
-        x = _gathered(x, self.expand)
-        return x.view(x.shape[0], *self.valid.shape[1:], *x.shape[2:])
-
-    def beside(self, others: list[Budget]) -> Budget:
-        """See `Budget.beside`."""
-        names = "compact", "expand", "valid"
-        return AdaptiveBudget(self.counts, *(torch.cat([getattr(b, name) for b in (self, *others)]) for name in names))
-
-    def repeat(self, times: int) -> Budget:
-        """See `Budget.repeat`."""
-        return AdaptiveBudget(self.counts, *(repeated(t, times) for t in (self.compact, self.expand, self.valid)))
-
-
-def _gathered(x: Tensor, index: Tensor) -> Tensor:
-    index = index.view(*index.shape, *[1] * (x.ndim - 2))
-    return x.gather(1, index.expand(len(x), -1, *x.shape[2:]))
 
 
 def spread(x: Tensor, windows: Windows) -> Tensor:
@@ -77,12 +35,7 @@ def _spread(x: Tensor, share: Tensor | None = None) -> Tensor:
     return 1 - mean.pow(2).sum(-1)
 
 
-def max_slots(budget: Budget, windows: Windows) -> int:
-    """Return the most destinations that a window may get of an equal budget."""
-    return min(windows.slots, round(MAX_SHARE * budget.slots))
-
-
-def allocate(budget: Budget, spread: Tensor, windows: Windows) -> AdaptiveBudget:
+def allocate(budget: Budget, spread: Tensor, windows: Windows) -> Budget:
     """Return an equal budget's destinations, reallocated by the spread of windows: (B, W) from `spread`.
 
     Quantisation with the least error has a point density proportional to a power of the variance, 1/2 for two
@@ -93,7 +46,7 @@ def allocate(budget: Budget, spread: Tensor, windows: Windows) -> AdaptiveBudget
     device, frames = spread.device, windows.frames
     images, total = len(spread), budget.total // frames
     spread = spread.reshape(images * frames, -1)
-    K = max_slots(budget, windows)
+    K = min(windows.slots, round(MAX_SHARE * budget.slots))
     rank = torch.arange(K, device=device)
     sizes = windows.valid.sum(1) if windows.valid is not None else torch.full_like(windows.source[:, 0], windows.slots)
     sizes = sizes[: spread.shape[1]]
@@ -103,21 +56,14 @@ def allocate(budget: Budget, spread: Tensor, windows: Windows) -> AdaptiveBudget
     # Stable: of equal claims the first are met, on every device.
     chosen = claims.flatten(1).sort(dim=1, descending=True, stable=True).indices[:, :total]
     taken = torch.zeros(claims.shape, dtype=torch.bool, device=device).flatten(1).scatter_(1, chosen, True)
-    return budget_of(budget, taken.view(claims.shape).sum(-1).view(images, -1), windows)
-
-
-def budget_of(budget: Budget, counts: Tensor, windows: Windows) -> AdaptiveBudget:
-    """Return the budget with `counts` (B, W) destinations in each window; frames sum to those of the equal budget."""
-    images, frames, K = len(counts), windows.frames, max_slots(budget, windows)
-    counts, total = counts.reshape(images * frames, -1, 1), budget.total // frames
-    rank = torch.arange(K, device=counts.device)
+    counts = taken.view(claims.shape).sum(-1, keepdim=True)
     valid = rank < counts
     # A stable sort puts the slots in use first.
     compact = (~valid).flatten(1).to(torch.uint8).argsort(dim=1, stable=True)[:, :total]
     first = counts.cumsum(1) - counts
     expand = torch.where(valid, first + rank, first).flatten(1)
     compact, expand = _across_frames(compact, frames, expand.shape[1]), _across_frames(expand, frames, total)
-    return AdaptiveBudget(budget.counts, compact, expand, valid.reshape(images, -1, K))
+    return Budget(budget.counts, compact, expand, valid.reshape(images, -1, K))
 
 
 def _across_frames(index: Tensor, frames: int, step: int) -> Tensor:

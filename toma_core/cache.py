@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .merge import MergePlan, add_unmerged, gather_destinations, kernels_for, unmerge_residual
+from .merge import MergePlan, add_unmerged, gather_destinations, unmerge_residual
 from .quant4 import Int4Tensor, quantize
 from .schedule import StepMode, StepPlan
 
@@ -197,9 +197,9 @@ class ResidualCache:
             # Conditions that were evaluated together and now are not: written into the shared tensor, as a tensor of
             # their own beside it would hold their memory twice.
             if entry and len(chunks) == len(keys) and self._chunks[id(entry.tensor)] > replaced[id(entry.tensor)]:
-                mine = entry.chunk()
+                mine: Any = entry.chunk()
                 if _alike(mine, chunks[index]):
-                    _write(mine, chunks[index])
+                    mine.copy_(chunks[index])
                     continue
             self._drop(entry)
             self._entries[key] = _Entry(update, index, len(keys))
@@ -265,13 +265,6 @@ def _alike(a: Tensor | Int4Tensor, b: Tensor | Int4Tensor) -> bool:
     return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
-def _write(into: Tensor | Int4Tensor, update: Tensor | Int4Tensor) -> None:
-    if isinstance(into, Int4Tensor) and isinstance(update, Int4Tensor):
-        into.assign(update)
-    elif isinstance(into, Tensor) and isinstance(update, Tensor):
-        into.copy_(update)
-
-
 @dataclass(frozen=True, eq=False)
 class CachedBlock:
     """One block's part of the residual cache during one evaluation."""
@@ -307,12 +300,6 @@ def unmerge_residual_cached(out: Tensor, reduced: Tensor, x: Tensor, cached: Ten
 
     p: the projection coefficient; w = 1 - (1 - DELTA_WEIGHT) * p. out, reduced: (B, D, C); x, cached: (B, N, C).
     """
-    kernels = kernels_for(plan, out, reduced, x)
-    if kernels is not None:
-        back, destinations = plan.unmerge_weights, plan.destinations
-        return kernels.unmerge_residual_cached(
-            out, reduced, x, cached, destinations, back, plan.windows, plan.budget, DELTA_WEIGHT
-        )
     fresh, old = out - reduced, gather_destinations(cached, plan)
     p = _projection_coefficient(fresh, old).to(x.dtype)
     change = torch.addcmul(fresh, p, old, value=-1)

@@ -34,8 +34,10 @@ def decide(
     if gradients:
         run.stats.full_because(plan.step, Reason.GRADIENTS())
         return plan.with_mode(StepMode.FULL)
-    if reason := _disabled(run):
-        return full(run, plan, reason)
+    if run.kv_cache and run.cache.disabled:
+        # These presets skip no block: merging without caches would change the picture.
+        run.stats.not_merged("model", Reason.KV_CACHE_DISABLED())
+        return full(run, plan, Reason.KV_CACHE_DISABLED())
     if run.tiles and plan.mode.merges:
         plan = without_cache(run, plan)
     elif plan.mode.caches:
@@ -73,15 +75,3 @@ def merges_plainly(run: RunState) -> bool:
     """Return whether the settings are made for merging without caches: they skip blocks or cache nothing."""
     config = run.config
     return config.skip_first_blocks > 0 or config.skip_last_blocks > 0 or not run.config.uses_cache
-
-
-def _disabled(run: RunState) -> Message | None:
-    """Return why the rest of the run is full, if it is."""
-    if run.kv_cache and run.cache.disabled:
-        # These presets skip no block: merging without caches would change the picture.
-        run.stats.not_merged("model", Reason.KV_CACHE_DISABLED())
-        return Reason.KV_CACHE_DISABLED()
-    if run.oom_scopes:
-        run.cache.clear()
-        return Reason.OUT_OF_MEMORY_PLAN()
-    return None

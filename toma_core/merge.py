@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .kernels import Kernels
 from .kernels.layout import joined
 from .selection.objective import chosen_similarity, in_parts
 from .windows import Budget, Windows, repeated
+
+if TYPE_CHECKING:
+    from .kernels.triton import TritonKernels
 
 # Windows in a row that are merged as one without kernels: at 4 the zeros between them cost less time than the gathers
 # they save, at 8 more (measured on a CPU).
@@ -22,7 +25,7 @@ _MAX_IN_ROW = 4
 class MergePlan:
     """How the N tokens of a grid become D destinations, and how their updates go back to the tokens."""
 
-    # The layout, shared by all images except for an `AdaptiveBudget`.
+    # The layout, shared by all images unless the budget is adaptive.
     windows: Windows
     budget: Budget
     # (B, W, K) int64, the slot of each destination in its window.
@@ -32,7 +35,7 @@ class MergePlan:
     # (B, W, S, K), rows sum to 1: a token's update is a mix of those of destinations.
     unmerge_weights: Tensor
     # None for plain PyTorch.
-    kernels: Kernels | None = None
+    kernels: TritonKernels | None = None
     # Matrices of rows of windows, see `_strips`; None with kernels, or where the layout does not allow it.
     strips: tuple[Tensor, Tensor] | None = field(init=False)
 
@@ -105,7 +108,9 @@ def unmerge_residual(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan) -
 
 
 def add_unmerged(x: Tensor, update: Tensor, plan: MergePlan) -> Tensor:
-    """Return X + A^T Y' in plain PyTorch, (B, N, C), in one pass where the layout allows it. update: (B, D, C)."""
+    """Return X + A^T Y', (B, N, C), in one pass where the layout allows it. update: (B, D, C)."""
+    if kernels_for(plan, update):
+        return unmerge_residual(update, torch.zeros_like(update), x, plan)
     if plan.strips is not None and len(x) == len(plan.dest_slots):
         M, back = plan.strips
         return torch.baddbmm(_rows(x, back), back, _rows(update, M)).view(x.shape)
@@ -134,7 +139,7 @@ def _rows(x: Tensor, matrices: Tensor) -> Tensor:
     return x.reshape(*matrices.shape[:2], x.shape[-1])
 
 
-def kernels_for(plan: MergePlan, *tensors: Tensor) -> Kernels | None:
+def kernels_for(plan: MergePlan, *tensors: Tensor) -> TritonKernels | None:
     """Return the plan's kernels if the tensors have the dtype of its weights and need no gradients, else None."""
     if plan.kernels is None or any(t.dtype is not plan.merge_weights.dtype for t in tensors):
         return None

@@ -13,8 +13,8 @@ from .settings import ConfigError, Refusal, shown
 # Preset -> fields.
 Fields = Mapping[str, Mapping[str, Any]]
 
-# Fields whatever the model; its family adds skipped blocks and full steps. Nodes default to the first preset. `paper`
-# follows the paper and its released code; the others are recommended by docs/fidelity.md. No preset sets `ratio`.
+# Fields for every model; its family adds skipped blocks and full steps. Nodes default to the first preset. `paper`
+# follows the paper and its released code, docs/fidelity.md recommends the others. No preset sets `ratio`.
 PRESETS: Fields = {
     "balanced": {"selection_interval": 3, "weight_interval": 3},
     "quality": {"selection_interval": 2, "weight_interval": 2},
@@ -41,6 +41,7 @@ class Settings:
         """Whether nothing is merged whatever the model and the step."""
         return self.resolved().off
 
-    def resolved(self, own: Fields = MappingProxyType({})) -> ToMAConfig:
-        """Return the config for a model. own: the fields of its family's presets."""
-        return ToMAConfig(**{**PRESETS[self.preset], **own.get(self.preset, {}), **self.overrides})
+    def resolved(self, own: Fields = MappingProxyType({}), kv_cache: bool = True) -> ToMAConfig:
+        """Return the config for a model. own: fields of its family's presets. kv_cache: False if it cannot have one."""
+        overrides = self.overrides if kv_cache else {**self.overrides, "kv_cache": False}
+        return ToMAConfig(**{**PRESETS[self.preset], **own.get(self.preset, {}), **overrides})

@@ -52,7 +52,7 @@ class Int4Tensor:
         parts = zip(*(t.chunk(count) for t in (self.codes, self.low, self.step)), strict=True)
         return [Int4Tensor(*part) for part in parts]
 
-    def assign(self, other: Int4Tensor) -> None:
+    def copy_(self, other: Int4Tensor) -> None:
         """Copy the numbers of another of the same shape into this one."""
         for mine, theirs in ((self.codes, other.codes), (self.low, other.low), (self.step, other.step)):
             mine.copy_(theirs)

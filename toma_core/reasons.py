@@ -66,7 +66,6 @@ class Reason(MessageId):
     UNKNOWN_SIGMA = "unknown_sigma"
     FULLGRAPH = "fullgraph"
     # Memory.
-    OUT_OF_MEMORY_PLAN = "out_of_memory_plan"
     KV_CACHE_DISABLED = "kv_cache_disabled"
     # Why merged blocks do not attend to all tokens.
     KV_MODEL_ATTENTION = "kv_model_attention"

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .budget import allocate, spread
 from .cache import ResidualCache
 from .config import SimilarityFrom, ToMAConfig
-from .kernels.dispatch import Choice, Dispatch, Uses
+from .kernels.dispatch import Choice, Dispatch
 from .maps import draw_map
 from .merge import MergePlan, stacked, weigh
 from .prediction import picture_tokens
@@ -58,8 +59,6 @@ class RunState:
 
     # Holds the frozen settings.
     schedule: Schedule
-    # Scopes whose plans did not fit in memory; from the next evaluation on all steps are full.
-    oom_scopes: set[Hashable] = field(default_factory=set)
     stats: RunStats = field(default_factory=RunStats)
     dispatch: Dispatch = field(default_factory=Dispatch)
     _plans: dict[_PlanKey, _Entry] = field(default_factory=dict)
@@ -72,8 +71,6 @@ class RunState:
     kv_cache: bool = field(init=False)
     # The KV cache has four bits a number.
     quantized: bool = False
-    # The settings to go on with if blocks cannot attend to all tokens.
-    fallback_config: ToMAConfig | None = None
     # A block that should attend to all tokens ran without a call of the attention override.
     attention_hook_missed: bool = False
     # Calls of the model show tiles of the latent.
@@ -89,18 +86,20 @@ class RunState:
     def config(self) -> ToMAConfig:
         return self.schedule.config
 
-    def begin_evaluation(self) -> None:
-        """Apply what the last evaluation revealed, for all calls of the model in this one alike."""
+    def kv_obstacle(self) -> Message | None:
+        """Return why the KV cache cannot be used, as the last evaluation revealed; None if it can, or if there is
+        none."""
         missed = self.attention_hook_missed and not self.attention_hook_called
         reason = Reason.TILES() if self.tiles else Reason.KV_FOREIGN_ATTENTION() if missed else None
-        if self.kv_cache and reason and self.fallback_config is not None:
-            self._disable_kv_cache(self.fallback_config, reason)
-        self.cache.enforce_limit()
+        return reason if self.kv_cache else None
 
-    def _disable_kv_cache(self, config: ToMAConfig, reason: Message) -> None:
+    def drop_kv_cache(self, config: ToMAConfig, reason: Message) -> None:
         """Go on with the settings without a KV cache. They skip other blocks, so the residual cache is cleared too."""
         self.schedule, self.kv_cache, self.quantized = replace(self.schedule, config=config), False, False
         self.stats.without_kv_cache = reason
+        self._clear()
+
+    def _clear(self) -> None:
         for made in (self._plans, self._stacks, self._layouts, self.cache):
             made.clear()
 
@@ -246,14 +245,14 @@ class RunState:
     def _choose(self, x: Tensor, features: Tensor, windows: Windows, budget: Budget, even: bool) -> Choice:
         """Return the kernels that compute a plan. Those of all later steps are compiled and tried at the first."""
         config, dispatch = self.config, self.dispatch
-        uses = Uses(config.weight_interval % config.selection_interval != 0, config.uses_cache)
-        choice = dispatch.choose(x, windows, budget, features, uses)
+        weighs = config.weight_interval % config.selection_interval != 0
+        choice = dispatch.choose(x, windows, budget, features, weighs)
         grid = windows.grid
         key = (grid, even, x.shape[2], features.shape[2], x.dtype, x.device)
         if choice.kernels is not None and dispatch.given is None and key not in self._tried:
             self._tried.add(key)
             for kind in self.schedule.kinds:
-                dispatch.choose(x, *self._laid_out(features, grid, kind, even), features, uses)
+                dispatch.choose(x, *self._laid_out(features, grid, kind, even), features, weighs)
         return choice
 
     def _reweighed(self, x: Tensor, plan: MergePlan, features: Tensor) -> MergePlan:
@@ -266,7 +265,7 @@ class RunState:
     def _laid_out(self, features: Tensor, grid: Grid, step: StepPlan, even: bool) -> tuple[Windows, Budget]:
         """Return the windows and their budget, equal or adaptive."""
         windows, budget = self._layout(grid, step, features.device)
-        return windows, budget if even else self.dispatch.allocate(features, windows, budget)
+        return windows, budget if even else allocate(budget, spread(windows.split(features), windows), windows)
 
     def _layout(self, grid: Grid, step: StepPlan, device: torch.device) -> tuple[Windows, Budget]:
         config = self.config
@@ -296,8 +295,7 @@ class RunState:
         """Drop every tensor of the run and return its stats."""
         self.stats.full_by = self.schedule.why_full()
         self.stats.cache_bytes, self.stats.cache_disabled = self.cache.peak_bytes, self.cache.disabled
-        for made in (self._plans, self._stacks, self._layouts, self.cache):
-            made.clear()
+        self._clear()
         return self.stats
 
 

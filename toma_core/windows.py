@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -90,20 +91,25 @@ class Windows:
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """The destinations of each window: `counts`, at most K = `slots`, D = `total` in all. Tensors are None if every
-    slot is in use."""
+    """The destinations of each window, at most K = `slots`, D = `total` in all: the same for all images, or adaptive,
+    with counts for each image. Tensors are None if every slot is in use."""
 
+    # Equal shares; those that were reallocated in an adaptive budget.
     counts: tuple[int, ...]
-    # (D,) int64, the slots in use of the flattened (W * K), ascending.
+    # (D,) int64, the slots in use of the flattened (W * K), ascending; adaptive (B, D).
     compact: Tensor | None
-    # (W * K,) int64, the destination in each slot; unused slots repeat the window's first.
+    # (W * K,) int64, the destination in each slot; unused slots repeat the window's first; adaptive (B, W * K).
     expand: Tensor | None
-    # (W, K) bool, False in unused slots.
+    # (W, K) bool, False in unused slots; adaptive (B, W, K).
     valid: Tensor | None
 
     @property
+    def adaptive(self) -> bool:
+        return self.valid is not None and self.valid.ndim == 3
+
+    @property
     def slots(self) -> int:
-        return max(self.counts)
+        return max(self.counts) if self.valid is None else self.valid.shape[-1]
 
     @property
     def total(self) -> int:
@@ -111,29 +117,36 @@ class Budget:
 
     def pack(self, x: Tensor) -> Tensor:
         """Drop the unused slots: (B, W, K, ...) -> (B, D, ...)."""
-        x = x.flatten(1, 2)
-        return x if self.compact is None else x.index_select(1, self.compact)
+        return _gathered(x.flatten(1, 2), self.compact)
 
     def unpack(self, x: Tensor) -> Tensor:
         """Return (B, D, ...) as (B, W, K, ...), the inverse of `pack`."""
-        if self.expand is not None:
-            x = x.index_select(1, self.expand)
-        return x.view(x.shape[0], len(self.counts), self.slots, *x.shape[2:])
+        return _gathered(x, self.expand).view(x.shape[0], len(self.counts), self.slots, *x.shape[2:])
 
     def beside(self, others: list[Budget]) -> Budget:
-        """Return the budget of the concatenation with batches of these other budgets: one budget serves all."""
-        return self
+        """Return the budget of the concatenation with batches of these other budgets."""
+        if not self.adaptive:
+            return self
+        return self._changed(lambda name: torch.cat([getattr(budget, name) for budget in (self, *others)]))
 
     def repeat(self, times: int) -> Budget:
         """Return the budget of a batch that holds one image `times` times."""
-        return self
+        return self._changed(lambda name: repeated(getattr(self, name), times)) if self.adaptive else self
 
     def to(self, device: torch.device) -> Budget:
         """Return the budget with its index tensors on `device`."""
-        compact, expand, valid = (
-            None if t is None else upload(t, device) for t in (self.compact, self.expand, self.valid)
-        )
-        return replace(self, compact=compact, expand=expand, valid=valid)
+        return self if self.valid is None else self._changed(lambda name: upload(getattr(self, name), device))
+
+    def _changed(self, tensor: Callable[[str], Tensor]) -> Budget:
+        return replace(self, compact=tensor("compact"), expand=tensor("expand"), valid=tensor("valid"))
+
+
+def _gathered(x: Tensor, index: Tensor | None) -> Tensor:
+    """Return x of (B, N, ...) at (n,) or (B, n) indices; x itself without."""
+    if index is None or index.ndim == 1:
+        return x if index is None else x.index_select(1, index)
+    index = index.view(*index.shape, *[1] * (x.ndim - 2))
+    return x.gather(1, index.expand(len(x), -1, *x.shape[2:]))
 
 
 def repeated(part: Tensor, times: int) -> Tensor:

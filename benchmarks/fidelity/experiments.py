@@ -210,7 +210,7 @@ def moved_budget(patch: Patch, most: float = 1.5) -> Patch:
             compact = valid.flatten(1).nonzero()[:, 1].view(batch, -1)
             first = counts.cumsum(1) - counts
             expand = torch.where(valid, first + torch.arange(largest), first).flatten(1)
-            own = pack_module("toma_core.budget").AdaptiveBudget(budget.counts, compact, expand, valid)
+            own = pack_module("toma_core.windows").Budget(budget.counts, compact, expand, valid)
             return state.weigh(tokens, picks, windows, own, config.sharpness, x.dtype)
 
         return {"_selected": selected}

@@ -21,10 +21,9 @@ from ...toma_core.cache import CachedBlock
 from ...toma_core.config import Granularity
 from ...toma_core.cost_model import Block
 from ...toma_core.reasons import Message, Reason
-from ...toma_core.windows import Grid, has_frames
+from ...toma_core.windows import Grid
 from .attention_override import from_btc, to_btc
 from .model_hooks import unmerge
-from .rope import merged_rope
 from .signature import BlockSignature
 
 
@@ -94,29 +93,15 @@ class ActiveChain:
         for name in self.names:
             self.evaluation.run.stats.not_merged(name + part, reason)
 
-    def plan(self, image: Tensor) -> tuple[MergePlan | None, bool]:
-        """Return the plan for (B, N, C) tokens of the image, and whether there was memory for it.
+    def plan(self, image: Tensor) -> MergePlan | None:
+        """Return the plan for (B, N, C) tokens of the image; None in an evaluation that only refreshes the cache."""
+        return self.evaluation.plan(image, self.grids[0], self.scope)
 
-        The plan is None in an evaluation that only refreshes the cache. Out of memory for a video, the chains that
-        would share the plan are not merged, in calls for other conditions too, and no later step is. For an image the
-        model's own memory is short: the run ends, as without ToMA.
-        """
-        run = self.evaluation.run
-        if self.scope not in run.oom_scopes:
-            try:
-                return self.evaluation.plan(image, self.grids[0], self.scope), True
-            except torch.OutOfMemoryError:
-                if not has_frames(self.grids[0]):
-                    raise
-                run.oom_scopes.add(self.scope)
-        self.note(Reason.OUT_OF_MEMORY_PLAN())
-        return None, False
-
-    def reduce(self, x: Tensor, plan: MergePlan | None) -> tuple[Reduction, Tensor]:
-        """Merge the (B, N, C) tokens of all grids with the image's plan; in an evaluation that only refreshes the cache
-        they stay as they are."""
-        evaluation, name = self.evaluation, self.name
-        parts, plans, cached = split(x, self.tokens), [plan], []
+    def reduce(self, x: Tensor) -> tuple[Reduction, Tensor]:
+        """Merge the (B, N, C) tokens of all grids; an evaluation that only refreshes the cache returns them as they
+        are."""
+        evaluation, name, parts = self.evaluation, self.name, split(x, self.tokens)
+        plans, cached = [self.plan(parts[0])], list[CachedBlock | None]()
         for n, (part, grid) in enumerate(zip(parts, self.grids, strict=True)):
             merged = is_merged(grid)
             if n:
@@ -235,3 +220,22 @@ def split(x: Tensor, lengths: list[int]) -> list[Tensor]:
 def joined(parts: list[Tensor]) -> Tensor:
     """Reverse `split`."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def merged_rope(rope: Tensor, destinations: Tensor, before: int, tokens: int, axis: int) -> Tensor:
+    """Return the positions of [before | D destinations | rest] from those of [before | N | rest] along `axis`.
+
+    Args:
+        rope: (B or 1, ..., T, ..., 2, 2), as in ComfyUI's models: T second or third, axes of heads of length 1.
+        destinations: (B, D), indices of the destinations among the N tokens.
+    """
+    after = before + tokens
+    shape = [1] * rope.ndim
+    shape[0], shape[axis] = destinations.shape
+    image = rope.narrow(axis, before, tokens)
+    image = image.expand(len(destinations), *image.shape[1:])
+    wanted = list(image.shape)
+    wanted[axis] = destinations.shape[1]
+    parts = [rope.narrow(axis, 0, before), rope.narrow(axis, after, rope.shape[axis] - after)]
+    first, last = (part.expand(len(destinations), *part.shape[1:]) for part in parts)
+    return torch.cat([first, image.gather(axis, destinations.view(shape).expand(wanted)), last], axis)

@@ -16,6 +16,7 @@ from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
 from .chain import BlockHook
 from .model_hooks import GRAPHS, HookPair
+from .origin import has_forward_hooks, is_original, unwrapped
 from .signature import BlockSignature
 
 
@@ -82,9 +83,41 @@ def skip_reason(config: ToMAConfig, index: int, count: int, *, last: bool = True
     return None
 
 
-def profile_skips(hook: BlockHook, evaluation: Evaluation) -> Message | None:
-    """Return why a profile skips a block in this evaluation, None if it does not."""
-    return None if evaluation.step_plan.ratio_of(hook.name) else Reason.PROFILE_SKIPS_BLOCK()
+def merged_blocks(
+    hooks: Sequence[BlockHook], modules: Any, skips: Sequence[Message | None], evaluation: Evaluation
+) -> dict[int, BlockHook]:
+    """Return the hooks of the blocks that are merged, by index, set to the modules that are there now; note why others
+    are not.
+
+    modules: in a list that another pack may have replaced. skips: why the settings skip each block.
+    """
+    merged = {}
+    own = isinstance(modules, Sequence | nn.ModuleList) and len(modules) == len(hooks)
+    for index, (hook, reason) in enumerate(zip(hooks, skips, strict=True)):
+        if reason is None and not (own and is_original(modules[index])):
+            reason = Reason.BLOCK_REPLACED()
+        if reason is None and not evaluation.step_plan.ratio_of(hook.name):
+            reason = Reason.PROFILE_SKIPS_BLOCK()
+        if reason is None:
+            hook.module, merged[index] = unwrapped(modules[index]), hook
+        else:
+            evaluation.run.stats.not_merged(hook.name, reason)
+    return merged
+
+
+def chains_of(
+    hooks: Mapping[int, BlockHook], modules: Sequence[nn.Module], begins: Container[int], evaluation: Evaluation
+) -> list[list[BlockHook]]:
+    """Divide merged blocks into chains of consecutive ones. begins: indices at which a chain begins in any case."""
+    chains = list[list[BlockHook]]()
+    for index, hook in hooks.items():
+        before = hooks.get(index - 1)
+        joins = before is not None and index not in begins and evaluation.step_plan.joins(before.name, hook.name)
+        if joins and not has_forward_hooks(modules[index - 1], modules[index]):
+            chains[-1].append(hook)
+        else:
+            chains.append([hook])
+    return chains
 
 
 def chain_hooks(
@@ -104,11 +137,11 @@ def chain_hooks(
     # Merging a single block costs what granularity `block` costs.
     alone = Granularity.BLOCK if config.granularity is Granularity.STACK else config.granularity
     work = first.work, alone if len(hooks) == 1 else Granularity.STACK
-    first.site.begin(grids, first.scope, [hook.name for hook in hooks], work, evaluation)
-    if transformer_options.get(GRAPHS) and first.in_graphs:
+    chain = first.site.begin(grids, first.scope, [hook.name for hook in hooks], work, evaluation)
+    if transformer_options.get(GRAPHS):
         merged = False
         try:
-            merged = first.site.prepare(latent, first.module, width)
+            merged = first.site.prepare(chain, latent, first.module, width)
         finally:
             if not merged:
                 first.release()  # it is not installed, so nothing else releases it, also after an error

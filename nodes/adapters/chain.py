@@ -10,10 +10,11 @@ on plain numbers only: they are prepared before the model runs, and operators do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
+from operator import is_
 from typing import Any
 
 import torch
@@ -48,14 +49,14 @@ class ChainSite:
         attends: Whether merged blocks attend to all tokens.
         active: The chain in this evaluation.
         reduction: Its merged tokens.
-        pair: (reduced, x) of the merged part, which `leave` needs; None where the chain is not merged.
+        pair: (reduced, x) of the merged part, which `leave` needs; empty where the chain is not merged.
         rows: Rotary positions and other rows of the merged tokens, by argument, in a graph.
         reached: Whether the model has come to the chain in this evaluation.
     """
 
     active: ActiveChain | None
     reduction: Reduction | None
-    pair: tuple[Tensor, Tensor] | None
+    pair: tuple[Tensor, ...]
     rows: dict[str, Any]
 
     def __init__(self, signature: BlockSignature) -> None:
@@ -64,8 +65,8 @@ class ChainSite:
 
     def release(self) -> None:
         """Drop all state of an evaluation."""
-        self.active = self.reduction = self.pair = None
-        self.rows = {}
+        self.active = self.reduction = None
+        self.pair, self.rows = (), {}
         self.image = self.references = self.tokens = self.destinations = 0
         self.lengths: tuple[tuple[int, int], ...] = ()
         self.in_graph = self.attends = self.reached = False
@@ -77,22 +78,21 @@ class ChainSite:
         names: Sequence[str],
         work: tuple[Block, Granularity],
         evaluation: Evaluation,
-    ) -> None:
+    ) -> ActiveChain:
         """Begin an evaluation, see `ActiveChain`."""
-        self._activate(ActiveChain(self.signature, grids, scope, names, work, evaluation))
         self.attends = evaluation.kv_cache
+        return self.activate(ActiveChain(self.signature, grids, scope, names, work, evaluation))
 
-    def _activate(self, chain: ActiveChain) -> None:
-        self.active = chain
-        self.image, self.references = chain.tokens[0], sum(chain.tokens[1:])
+    def activate(self, chain: ActiveChain) -> ActiveChain:
+        """Set the chain of this evaluation."""
+        self.active, self.image, self.references = chain, chain.tokens[0], sum(chain.tokens[1:])
+        return chain
 
-    def prepare(self, latent: Tensor, module: nn.Module, width: int) -> bool:
+    def prepare(self, chain: ActiveChain, latent: Tensor, module: nn.Module, width: int) -> bool:
         """Prepare the numbers for a graph in which blocks like `module` see (B, N, width) of a latent of B images.
 
-        False if the chain is not merged; the reason is noted. With an unknown width, 0, the chain decides later.
+        Return False if the chain is not merged; the reason is noted. With an unknown width, 0, the chain decides later.
         """
-        chain = self.active
-        assert chain is not None  # noqa: S101 - for mypy: it has begun
         if not width or len(latent) % len(chain.evaluation.plan_keys):
             self.attends = False  # compiled code does not see what a chain decides at run time
             return True
@@ -110,28 +110,24 @@ class ChainSite:
     def start(self, x: Tensor, before: int, reason: Message | None) -> bool:
         """Decide outside of a graph whether the chain is merged, with x of [before | N | rest]; reduce it if it is.
 
-        reason: Why not, where that is known.
+        reason: Why it is not, if known.
         """
-        chain = self.active
-        # pair: left by a call that ran out of memory and is repeated with fewer images.
-        self.in_graph, self.pair, self.reached = False, None, True
-        image = x[:, before : before + self.image]
-        if chain is None or not chain.merges(image, reason):
+        # A call that ran out of memory and is repeated with fewer images has left a pair.
+        chain, self.in_graph, self.pair, self.reached = self.active, False, (), True
+        if chain is None or not chain.merges(x[:, before : before + self.image], reason):
             return False
-        plan, planned = chain.plan(image)
-        if planned:
-            images = x[:, before : before + self.image + self.references]
-            self.reduction, reduced = chain.reduce(images, plan)
-            self._lengths(self.reduction.lengths)
-            self.pair = reduced, images
-        return planned
+        images = x[:, before : before + self.image + self.references]
+        self.reduction, reduced = chain.reduce(images)
+        self._lengths(self.reduction.lengths)
+        self.pair = reduced, images
+        return True
 
     @eager
     def plan_for(self, image: Tensor, reason: Message | None, part: str = "") -> MergePlan | None:
         """Return the plan for (B, N, C) tokens of the image, for a hook that merges parts of the block by itself; None
         if they are not merged, see `ActiveChain.merges`."""
         chain = self.active
-        return chain.plan(image)[0] if chain is not None and chain.merges(image, reason, part) else None
+        return chain.plan(image) if chain is not None and chain.merges(image, reason, part) else None
 
     def fits(self, x: Tensor, before: int) -> bool:
         """Whether a graph is traced in which x is [before | N | rest] as prepared."""
@@ -139,41 +135,34 @@ class ChainSite:
         return inside and x.ndim == 3 and x.shape[1] >= before + self.tokens
 
     def enter(self, x: Tensor, before: int) -> Tensor:
-        """[before | N | rest] -> [before | D | rest], (B, T, C)."""
+        """Merge [before | N | rest] to [before | D | rest], (B, T, C)."""
         return self._enter(x, before) if self.in_graph else self._enter_eagerly(x, before)
 
     def _enter(self, x: Tensor, before: int) -> Tensor:
         if self.in_graph:
             image = x[:, before : before + self.tokens]
             self.pair = compile_ops.operators.enter(image, self.number, self.destinations), image
-        assert self.pair is not None  # noqa: S101 - for mypy: it has started
         reduced = self.pair[0]
         if x.shape[1] == self.tokens:
-            return (
-                reduced.clone() if self.signature.mutates_input else reduced
-            )  # `leave` needs what the block was given
+            # `leave` needs the block's input.
+            return reduced.clone() if self.signature.mutates_input else reduced
         return torch.cat([x[:, :before], reduced, x[:, before + self.tokens :]], 1)
 
     def leave(self, out: Tensor, before: int) -> Tensor:
-        """[before | D | rest] -> [before | N | rest], (B, T, C)."""
+        """Unmerge [before | D | rest] to [before | N | rest], (B, T, C)."""
         return self._leave(out, before) if self.in_graph else self._leave_eagerly(out, before)
 
     def _leave(self, out: Tensor, before: int) -> Tensor:
-        assert self.pair is not None  # noqa: S101 - for mypy: it has been entered
-        after, merged = before + self.destinations, (out[:, before : before + self.destinations], *self.pair)
-        self.pair, self.rows = None, {}
-        x = (
-            compile_ops.operators.leave(*merged, self.number)
-            if self.in_graph
-            else compile_ops.leave(*merged, self.number)
-        )
+        after, (reduced, image) = before + self.destinations, self.pair
+        self.pair, self.rows = (), {}
+        unmerge = compile_ops.operators.leave if self.in_graph else compile_ops.leave
+        x: Tensor = unmerge(out[:, before:after], reduced, image, self.number)
         return x if out.shape[1] == self.destinations else torch.cat([out[:, :before], x, out[:, after:]], 1)
 
     _enter_eagerly, _leave_eagerly = eager(_enter), eager(_leave)
 
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int) -> Tensor:
         """See `Reduction.attend`."""
-        assert self.reduction is not None or self.in_graph  # noqa: S101 - for mypy: it has been entered
         if self.reduction is not None and not self.in_graph:
             return self.reduction.attend(block, t, what, before, axis)
         sizes = before, self.tokens, self.destinations, axis
@@ -182,19 +171,10 @@ class ChainSite:
 
     def merge_rows(self, rows: dict[str, Any], before: int) -> None:
         """Make, in a graph, the rows of the merged tokens from those of [before | N | rest]."""
-        assert self.pair is not None  # noqa: S101 - for mypy: it has been entered
         sizes = self.number, before, self.tokens, self.destinations, self.signature.rope_token_dim
         if self.destinations != self.tokens:
             rows = {n: compile_ops.operators.rope(each, self.pair[0], *sizes) for n, each in rows.items()}
         self.rows = rows
-
-    def reduce(self, x: Tensor) -> Tensor:
-        """(B, N, C) -> (B, D, C) of all grids, in a graph."""
-        chain = self.active
-        assert chain is not None  # noqa: S101 - for mypy: it has begun
-        image, self.reached = x[:, : self.image] if self.references else x, True
-        self.reduction, reduced = chain.reduce(x, chain.evaluation.plan(image, chain.grids[0], chain.scope))
-        return reduced
 
 
 class RopeCache:
@@ -216,7 +196,7 @@ class RopeCache:
 
 
 def _same(plans: Sequence[object], others: Sequence[object]) -> bool:
-    return len(plans) == len(others) and all(a is b for a, b in zip(plans, others, strict=True))
+    return len(plans) == len(others) and all(map(is_, plans, others))
 
 
 class BlockHook(Hook):
@@ -228,11 +208,7 @@ class BlockHook(Hook):
         site: Where a chain that begins with this block begins.
         chain: The site of the chain that the block is in, in this evaluation: its own, or that of an earlier block.
         last: Whether the chain ends with the block.
-        in_graphs: Whether its chain may begin in a graph of torch.compile.
-        merges_references: Whether reference images can be merged in it.
     """
-
-    in_graphs = merges_references = True
 
     def __init__(
         self,
@@ -267,7 +243,7 @@ class BlockHook(Hook):
         """Whether the block is in a chain that is merged inside the graph being traced."""
         site, signature = self.site, self.signature
         if self.chain is not site:
-            return self.chain.pair is not None
+            return len(self.chain.pair) > 0
         return site.fits(signature.tokens(call_args), before) and not signature.obstacle(
             call_args, site.image, site.references
         )
@@ -280,7 +256,7 @@ class BlockHook(Hook):
         signature.observe(call_args)
         reason = self.reason(call_args) if chain is self.site else None
         before = signature.image_start(call_args, chain.image)
-        merged = chain.pair is not None
+        merged = len(chain.pair) > 0
         if chain is self.site:
             merged = chain.start(signature.tokens(call_args), before or 0, reason)
         if before is None or not merged:
@@ -297,9 +273,11 @@ class BlockHook(Hook):
             if chain.in_graph:
                 chain.merge_rows(rows, start)
         rows = chain.rows if chain.in_graph else self.positions.of(rows, chain, start)
-        merged = self.merged_call_args(call_args, x, rows, before)
+        merged, reduction = self.merged_call_args(call_args, x, rows, before), TokenReduction(before, chain.lengths)
         if chain.attends:
-            merged = self._attending(merged, chain.attend, before)
+            spans = signature.attention_spans(merged, before)
+            masked = partial(signature.merged_mask, removed=-reduction.removed)
+            merged = override_attention(merged, partial(chain.attend, self.name), spans, masked)
         out = self._called(positional, merged)
         return signature.with_output(out, chain.leave(signature.output(out), before)) if self.last else out
 
@@ -313,9 +291,9 @@ class BlockHook(Hook):
         grid = signature.grid(call_args, chain.grids[0])
         if grid is None:
             return Reason.UNKNOWN_GRID()
-        # A ComfyUI that does not name references has them after the image all the same: they stay unmerged.
+        # A ComfyUI that does not name references has them after the image too: they stay unmerged.
         grids = grid, *(chain.grids[1:] if signature.reference_tokens(call_args) else ())
-        site._activate(replace(chain, grids=grids))
+        site.activate(replace(chain, grids=grids))
         return signature.obstacle(call_args, prod(grid), site.references)
 
     def merged_call_args(self, call_args: CallArguments, x: Tensor, rows: dict[str, Any], before: int) -> CallArguments:
@@ -323,14 +301,6 @@ class BlockHook(Hook):
         signature, reduction = self.signature, TokenReduction(before, self.chain.lengths)
         merged = signature.replaced(call_args, x, rows)
         return {**merged, **signature.merged_args(call_args, reduction)} if reduction.removed else merged
-
-    def _attending(self, call_args: CallArguments, change: Callable[..., Tensor], before: int) -> CallArguments:
-        """Return the arguments with which the block attends to all tokens."""
-        signature, reduction = self.signature, TokenReduction(before, self.chain.lengths)
-        masked = partial(signature.merged_mask, removed=-reduction.removed)
-        return override_attention(
-            call_args, partial(change, self.name), signature.attention_spans(call_args, before), masked
-        )
 
     def _called(self, positional: int, call_args: CallArguments) -> Any:
         """Call the block, with as many positional arguments as its caller gave."""

@@ -59,9 +59,12 @@ def numbered(site: Any) -> int:
 
 def enter(x: Tensor, site: int, destinations: int) -> Tensor:
     """Merge (B, N, C) to (B, D, C): a new tensor, which the graph may write into."""
-    reduced: Tensor = _sites[site].reduce(x)
+    there = _sites[site]
+    there.reached = True
+    there.reduction, reduced = there.active.reduce(x)
     own = reduced.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-    return reduced.contiguous() if own else reduced.clone(memory_format=torch.contiguous_format)
+    result: Tensor = reduced.contiguous() if own else reduced.clone(memory_format=torch.contiguous_format)
+    return result
 
 
 def leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
@@ -21,16 +21,15 @@ from ...toma_core.presets import Fields
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
 from .active_chain import is_merged
-from .blocks import BlockFacts, BlockGroup, chain_hooks, profile_skips, skip_reason, token_grid
+from .blocks import BlockFacts, BlockGroup, chain_hooks, chains_of, merged_blocks, skip_reason, token_grid
 from .chain import BlockHook, RopeCache
 from .model_hooks import HookPair
-from .origin import has_forward_hooks, is_original, runs_own_loop, unwrapped
+from .origin import is_original, runs_own_loop, unwrapped
 
 # Presets of transformers plan from the predicted image, with more destinations where it is richer: a smaller error for
 # the same work (benchmarks/results/fidelity/trials.md).
 PREDICTED: Mapping[str, Any] = {"similarity_from": SimilarityFrom.PREDICTION}
-# Where merged blocks attend to all tokens no block is skipped, every step selects again, and smaller windows have a
-# smaller error.
+# With a KV cache no block is skipped, every step selects again, and smaller windows have a smaller error.
 _KV_CACHE: Mapping[str, Any] = {
     **PREDICTED,
     "kv_cache": True,
@@ -44,7 +43,7 @@ PRESETS: Fields = {
     "quality": {**_KV_CACHE, "full_step_interval": 2},
     "paper": {"skip_first_blocks": 0.1},
 }
-# Where they cannot: Flux skips this share of its blocks.
+# Without one this share of the blocks is skipped, as in Flux.
 WITHOUT_KV_CACHE: Fields = {
     "balanced": {**PREDICTED, "skip_first_blocks": 0.15, "full_step_interval": 3},
     "quality": {**PREDICTED, "skip_first_blocks": 0.15, "full_step_interval": 2},
@@ -55,18 +54,18 @@ WITHOUT_KV_CACHE: Fields = {
 _LOOPS = frozenset(("forward", "_forward", "forward_orig", "forward_core_with_concat", "_process_transformer_blocks"))
 
 
-class ModelHooks(Protocol):
-    """The hooks of one model, as long as the model lives.
+class ModelHooks:
+    """The hooks of one model, as long as the model lives; by default it has no blocks and nothing is merged.
 
     Attributes:
-        presets: Settings of each preset for this kind of model.
-        without_kv_cache: The same for runs whose blocks cannot attend to all tokens.
         takes_frames: Whether latents may have several frames.
     """
 
-    presets: Fields
-    without_kv_cache: Fields
-    takes_frames: bool
+    takes_frames = False
+
+    def presets(self, kv_cache: bool) -> Fields:
+        """Return the settings of each preset for this kind of model, with a KV cache or without."""
+        return {}
 
     def select(
         self,
@@ -81,19 +80,19 @@ class ModelHooks(Protocol):
 
         control: What ControlNets add. references: Latents of reference images.
         """
-        ...
+        return iter(())
 
     def hook_pairs(self) -> Iterator[HookPair]:
         """Yield every (module, hook) pair that `select` may ever yield, if the module is ComfyUI's own."""
-        ...
+        return iter(())
 
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
         """Yield every block that may be merged, in forward order, for a latent of (B, C, ..., H, W)."""
-        ...
+        return iter(())
 
     def flops_beside_blocks(self, latent: Tensor) -> float:
         """Return the FLOPs that an evaluation of one image needs outside of these blocks; a multiply-add is two."""
-        ...
+        return 0.0
 
     def kv_cache_numel(
         self,
@@ -104,19 +103,18 @@ class ModelHooks(Protocol):
         controlled: bool = False,
         references: Sequence[Tensor] = (),
     ) -> tuple[int, int]:
-        """Return how many numbers are cached of an image so that merged blocks attend to all tokens: residuals of
-        chains, and keys and values of each block that these settings merge; 0 of these if its attention cannot be
-        changed.
+        """Return how many numbers of an image are cached with a KV cache: residuals of chains, then keys and values of
+        the blocks that these settings merge, 0 if their attention cannot be changed.
 
         Args:
-            transformer_options: What may break chains.
-            controlled: Whether ControlNets may.
+            transformer_options: Patches that may end chains.
+            controlled: Whether ControlNets may end chains.
             references: Latents of reference images that may be merged too.
         """
-        ...
+        return 0, 0
 
 
-class Transformer(ABC):
+class Transformer(ModelHooks, ABC):
     """Hooks for a model whose blocks all see the image at one resolution.
 
     A chain ends where tokens are read between two blocks: where a ControlNet adds, or another node replaces a block or
@@ -125,8 +123,7 @@ class Transformer(ABC):
     Attributes:
         inside: Patches of other nodes that read tokens inside a block.
         between: Patches that read them between two blocks.
-        presets, without_kv_cache, takes_frames: See `ModelHooks`.
-        passes_options: Whether blocks hand ComfyUI's options on to their attention.
+        passes_options: Whether blocks pass ComfyUI's options to their attention; without them there is no KV cache.
         width: Channels of a token, 0 if unknown.
         keys_width: Channels of a token's keys in all attentions of a block; 0 if as wide as the token.
         patch_size: Side of a token in pixels of the latent.
@@ -137,11 +134,9 @@ class Transformer(ABC):
 
     inside: tuple[str, ...] = ("attn1_patch", "attn1_output_patch")
     between: tuple[str, ...] = ()
-    presets, without_kv_cache = PRESETS, WITHOUT_KV_CACHE
     passes_options = True
     width = keys_width = 0
     patch_size = 2
-    takes_frames = False
     references_follow = True
 
     def __init__(self, model: Any) -> None:
@@ -158,6 +153,10 @@ class Transformer(ABC):
     @abstractmethod
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         """Return the groups of blocks in the order in which they run; set `patch_size` and `width`."""
+
+    def presets(self, kv_cache: bool) -> Fields:
+        """See `ModelHooks`."""
+        return PRESETS if kv_cache and self.passes_options else WITHOUT_KV_CACHE
 
     @staticmethod
     def _hook(group: BlockGroup, module: nn.Module, index: int, shared: RopeCache) -> BlockHook:
@@ -179,10 +178,6 @@ class Transformer(ABC):
         tokens = prod(token_grid(latent, self.patch_size))
         for group, hooks in zip(self.groups, self.hooks, strict=True):
             yield from (BlockFacts(hook.name, group.kind, hook.work, tokens, self.width) for hook in hooks)
-
-    def flops_beside_blocks(self, latent: Tensor) -> float:
-        """See `ModelHooks`. Nothing worth counting."""
-        return 0.0
 
     def kv_cache_numel(
         self,
@@ -239,40 +234,19 @@ class Transformer(ABC):
         references: Sequence[Tensor] = (),
     ) -> Iterator[HookPair]:
         """See `ModelHooks`."""
-        config, stats = evaluation.run.config, evaluation.run.stats
+        config = evaluation.run.config
         chains, replaced = self.chains(transformer_options, config), _replaced(transformer_options)
         control = control or {}
-        grid, reason = token_grid(x, self.patch_size), self.obstacle(transformer_options, config)
-        grids = grid, *self.merged_references(references, evaluation)
+        reason = self.obstacle(transformer_options, config)
+        grids = token_grid(x, self.patch_size), *self.merged_references(references, evaluation)
         for group, hooks, name in zip(self.groups, self.hooks, self.lists, strict=True):
-            added, runs = control.get(group.added) or (), list[list[BlockHook]]()
-            blocks = getattr(self.model(), name, group.blocks)
-            own = isinstance(blocks, Sequence | nn.ModuleList) and len(blocks) == len(hooks)
-            following = None  # index of the block that the last chain could go on with
-            for index, hook in enumerate(self.hooks_for(group, hooks, config)):
-                foreign = None if own and is_original(blocks[index]) else Reason.BLOCK_REPLACED()
-                if (
-                    skipped_by_settings := self.skipped_by_settings(group, index, config)
-                    or reason
-                    or foreign
-                    or profile_skips(hook, evaluation)
-                ):
-                    stats.not_merged(hook.name, skipped_by_settings)
-                    continue
-                hook.module = unwrapped(blocks[index])
-                joins = chains and index == following and evaluation.step_plan.joins(runs[-1][-1].name, hook.name)
-                if (
-                    joins
-                    and not _needs_all_tokens(group, index, added, replaced)
-                    and not has_forward_hooks(blocks[index - 1], blocks[index])
-                ):
-                    runs[-1].append(hook)
-                else:
-                    runs.append([hook])
-                following = index + 1
-            for run in runs:
-                of = grids if run[0].merges_references else (grid,)
-                yield from chain_hooks(run, of, x, evaluation, transformer_options, self.width)
+            modules = getattr(self.model(), name, group.blocks)
+            skips = [self.skipped_by_settings(group, n, config) or reason for n in range(len(hooks))]
+            merged = merged_blocks(hooks, modules, skips, evaluation)
+            added = control.get(group.added) or ()
+            begins = {n for n in merged if not chains or _needs_all_tokens(group, n, added, replaced)}
+            for chain in chains_of(merged, modules, begins, evaluation):
+                yield from chain_hooks(chain, grids, x, evaluation, transformer_options, self.width)
 
     def merged_references(self, references: Sequence[Tensor], evaluation: Evaluation) -> list[Grid]:
         """Return the grids of the reference images, (N,) for one that is not merged; nothing if none is."""
@@ -294,16 +268,10 @@ class Transformer(ABC):
             grids.append(grid if reason is None else (prod(grid),))
         return grids if any(map(is_merged, grids)) else []
 
-    def hooks_for(self, group: BlockGroup, hooks: list[BlockHook], config: ToMAConfig) -> list[BlockHook]:
-        """Return the hooks of a group for these settings, around blocks unless the family has others."""
-        return hooks
-
 
 def _needs_all_tokens(group: BlockGroup, index: int, added: Sequence[Any], replaced: Mapping[Any, Any]) -> bool:
     """Whether the model, a ControlNet or another node reads all tokens before this block."""
-    if index - 1 in group.borders:
-        return True
-    if index - 1 < len(added) and added[index - 1] is not None:
+    if index - 1 in group.borders or (0 < index <= len(added) and added[index - 1] is not None):
         return True
     return any((f"{group.kind}_block", at) in replaced for at in (index - 1, index))
 

@@ -44,7 +44,7 @@ def _layout(x: Tensor, evaluation: Evaluation, hooks: Sequence[Hook]) -> Hashabl
 
 def _unreached(hooks: Sequence[Hook]) -> list[str]:
     """Return the names of the chains that the model did not come to, or not to the end of."""
-    missed = [site.active for site in _sites(hooks) if not site.reached or site.pair is not None]
+    missed = [site.active for site in _sites(hooks) if not site.reached or site.pair]
     return [chain.name for chain in missed if chain is not None]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -70,15 +70,13 @@ class Attachment:
     """What a patched model carries.
 
     Attributes:
-        config: The settings.
-        without_kv_cache: Settings of runs whose blocks cannot attend to all tokens.
+        settings: What was asked for; each run resolves it once, see `config_for`.
         report_id: The id of its runs in the report.
         watcher: Observes its runs.
         ratio_schedule: Ratios of a profile.
     """
 
-    config: ToMAConfig
-    without_kv_cache: ToMAConfig
+    settings: Settings | ToMAConfig
     report_id: str
     watcher: Watcher | None = None
     ratio_schedule: RatioSchedule = ()
@@ -96,9 +94,8 @@ def apply_toma(
     already carries are replaced. In a ComfyUI whose models cannot be patched as this pack knows it, the model is
     returned with a warning. Raises `UnsupportedModelError`.
     """
-    config, without_kv_cache = configs_for(settings, registry.require(model.get_model_object("diffusion_model")))
-    attached = attachment_of(model) is not None
-    if config.off and not attached:
+    registry.require(model.get_model_object("diffusion_model"))
+    if settings.off and attachment_of(model) is None:
         return model
     try:
         with require_api("ModelPatcher"):
@@ -108,8 +105,8 @@ def apply_toma(
                 patched.remove_wrappers_with_key(kind, _KEY)
             options = patched.model_options["transformer_options"]
             options.pop(ATTACHMENT, None)
-            if not config.off:
-                options[ATTACHMENT] = Attachment(config, without_kv_cache, uuid.uuid4().hex, watcher, ratio_schedule)
+            if not settings.off:
+                options[ATTACHMENT] = Attachment(settings, uuid.uuid4().hex, watcher, ratio_schedule)
                 for kind, wrapper in wrappers:
                     patched.add_wrapper_with_key(kind, _KEY, wrapper)
             return patched
@@ -118,13 +115,13 @@ def apply_toma(
         return model
 
 
-def configs_for(settings: Settings | ToMAConfig, hooks: ModelHooks) -> tuple[ToMAConfig, ToMAConfig]:
-    """Return the settings for a model, and for its runs whose blocks cannot attend to all tokens."""
+def config_for(settings: Settings | ToMAConfig, model: ModelPatcher, kv_cache: bool = True) -> ToMAConfig:
+    """Return the config of a model's run. kv_cache: whether the run can have a KV cache."""
     if not isinstance(settings, Settings):
-        return settings, replace(settings, kv_cache=False)
-    without = replace(settings.resolved(hooks.without_kv_cache), kv_cache=False)
-    switched_off = settings.overrides.get("kv_cache") is False
-    return without if switched_off else settings.resolved(hooks.presets), without
+        return settings if kv_cache else replace(settings, kv_cache=False)
+    hooks = registry.find(model.get_model_object("diffusion_model"))
+    kv_cache = kv_cache and bool(settings.overrides.get("kv_cache", True))
+    return settings.resolved({} if hooks is None else hooks.presets(kv_cache), kv_cache)
 
 
 def attachment_of(model: ModelPatcher) -> Attachment | None:
@@ -146,9 +143,9 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             frames = noise.shape[2] if noise.ndim > 4 else 1
             sampling = SamplingRun.start(config, model_sampling, sigmas, attachment.ratio_schedule, frames)
             sampling.shapes = shapes
+            sampling.config_for = partial(config_for, attachment.settings, guider.model_patcher)
             sampling.run.cache.reserved, sampling.run.quantized = kv_plan.bytes, kv_plan.quantized
             sampling.contents = Contents(getattr(guider, "conds", None))
-            sampling.run.fallback_config = attachment.without_kv_cache
             sampling.run.stats.without_kv_cache = kv_plan.reason
             options = create_model_options_clone(options_before)
             options["transformer_options"][SAMPLING] = sampling
@@ -192,16 +189,19 @@ def run_config(
 
     noise: Of the first stream. packed: The shape of all streams as ComfyUI packs them, if there are several.
     """
-    config, options_before, model = attachment.config, guider.model_options, guider.model_patcher
+    options_before, model = guider.model_options, guider.model_patcher
+    config = config_for(attachment.settings, model)
     if not config.kv_cache or getattr(comfy.model_management, "in_training", False):
         return config, KVCachePlan()
     hooks = registry.find(model.get_model_object("diffusion_model"))
-    kv_plan = KVCachePlan(reason=Reason.KV_COMPILE_BACKEND())
+    compiles = options_before.get("torch_compile_kwargs") and not compiled(options_before)
     if not config.uses_cache:
         kv_plan = KVCachePlan(reason=Reason.KV_NO_FULL_STEPS())
-    elif hooks is not None and (compiled(options_before) or not options_before.get("torch_compile_kwargs")):
-        if has_moving_windows(guider, noise):
-            return attachment.without_kv_cache, KVCachePlan(reason=Reason.KV_CONTEXT_WINDOWS())
+    elif hooks is None or compiles:
+        kv_plan = KVCachePlan(reason=Reason.KV_COMPILE_BACKEND())
+    elif has_moving_windows(guider, noise):
+        kv_plan = KVCachePlan(reason=Reason.KV_CONTEXT_WINDOWS())
+    else:
         kv_plan = plan_kv_cache(
             hooks,
             config,
@@ -214,7 +214,7 @@ def run_config(
             controlled=has_controls(guider),
             references=references_of(guider),
         )
-    return (config if kv_plan.bytes else attachment.without_kv_cache), kv_plan
+    return config if kv_plan.bytes else config_for(attachment.settings, model, kv_cache=False), kv_plan
 
 
 def _wrap_first(transformer_options: dict[str, Any], kind: str, wrapper: Any) -> bool:
@@ -246,8 +246,9 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         image = executor(*args, **kwargs)
     except torch.OutOfMemoryError:
-        # All conditions are evaluated again: guidance would amplify what one of them lost.
-        if sampling is None or _shared(executor.class_obj.model_options) or not sampling.no_memory():
+        # All conditions are evaluated again: guidance would amplify what one of them lost. ComfyUI does not wait for
+        # the other devices, whose results would be taken for those of the next evaluation.
+        if sampling is None or sampling.several_devices or not sampling.no_memory():
             raise
         image = None
     if image is None:
@@ -257,11 +258,6 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if sampling is not None:
         sampling.predicted(image)
     return image
-
-
-def _shared(model_options: dict[str, Any]) -> bool:
-    """Whether several devices share a run: ComfyUI waits for all of them when one runs out of memory."""
-    return len(model_options.get("multigpu_clones") or ()) > 1
 
 
 def _calc_cond_batch(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -295,7 +291,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if sampling is None or sampling.step_plan.mode is StepMode.FULL:
         if sampling is not None and sampling.sigma is None:
             sampling.run.stats.not_merged("model", Reason.UNKNOWN_SIGMA())
-        return _repeated(full, full, sampling, options)
+        return full()
     if sampling.obstacle:
         sampling.run.stats.not_merged("model", sampling.obstacle)
         return full()
@@ -307,22 +303,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if evaluation.step_plan.mode is StepMode.FULL:
         return full()
     select = partial(hooks.select, x, transformer_options=options, control=control, references=references)
-    return _repeated(partial(merged_call, full, select, sampling, evaluation, x), full, sampling, options)
-
-
-def _repeated(
-    call: Callable[[], Any], full: Callable[[], Any], sampling: SamplingRun | None, options: Mapping[str, Any]
-) -> Any:
-    """Call the model. Where several devices share the run, see `_shared`, one that runs out of memory repeats its own
-    call, on all tokens."""
-    try:
-        return call()
-    except torch.OutOfMemoryError:
-        alone = options.get("multigpu_thread_device") is None
-        if alone or sampling is None or not sampling.no_memory(again=False):
-            raise
-    comfy.model_management.soft_empty_cache()
-    return full()
+    return merged_call(full, select, sampling, evaluation, x)
 
 
 def _unknown(model: nn.Module, x: Any, hooks: ModelHooks | None) -> Message:

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from ...toma_core import Evaluation, ToMAConfig
-from ...toma_core.presets import Fields
+from ...toma_core import Evaluation
 from ...toma_core.reasons import MessageError, MessageId, Reason
-from .blocks import BlockFacts
 from .compat import UnsupportedApiError, check, require_api, warn
 from .family import ModelHooks
 from .model_hooks import HookPair
 from .origin import kinds_of, unwrapped
 
-_FAMILIES: list[Any] = []
 # Families that are not as this pack knows them in this ComfyUI.
 _unavailable: list[str] = []
 
@@ -40,98 +36,58 @@ def _of(family: str) -> Iterator[None]:
             warn(error)
 
 
-# In the order in which users read them. Modules are never imported by a name in a variable.
+# Modules are never imported by a name in a variable.
 with _of("UNets"):
     from .families import unet
-
-    _FAMILIES.append(unet)
 with _of("Flux"):
     from .families import flux
-
-    _FAMILIES.append(flux)
 with _of("Chroma"):
     from .families import chroma
-
-    _FAMILIES.append(chroma)
 with _of("Z-Image"):
     from .families import lumina
-
-    _FAMILIES.append(lumina)
 with _of("OmniGen2"):
     from .families import omnigen
-
-    _FAMILIES.append(omnigen)
 with _of("Krea 2"):
     from .families import krea
-
-    _FAMILIES.append(krea)
 with _of("Qwen-Image"):
     from .families import qwen
-
-    _FAMILIES.append(qwen)
 with _of("ERNIE-Image"):
     from .families import ernie
-
-    _FAMILIES.append(ernie)
 with _of("Ideogram 4"):
     from .families import ideogram
-
-    _FAMILIES.append(ideogram)
 with _of("Lens"):
     from .families import lens
-
-    _FAMILIES.append(lens)
 with _of("SD3"):
     from .families import sd3
-
-    _FAMILIES.append(sd3)
 with _of("Cosmos-Predict2"):
     from .families import cosmos
-
-    _FAMILIES.append(cosmos)
 with _of("Wan"):
     from .families import wan
-
-    _FAMILIES.append(wan)
 with _of("HunyuanVideo"):
     from .families import hunyuan
 
-    _FAMILIES.append(hunyuan)
 with _of("LTX"):
     from .families import ltx
-
-    _FAMILIES.append(ltx)
 with _of("MiniMax H3"):
     from .families import h3
 
-    _FAMILIES.append(h3)
+# In the order in which users read them.
+_NAMES = "unet flux chroma lumina omnigen krea qwen ernie ideogram lens sd3 cosmos wan hunyuan ltx h3"
+_FAMILIES: list[Any] = [globals()[name] for name in _NAMES.split() if name in globals()]
 
 
-class _Plain:
+class _Plain(ModelHooks):
     """Hooks of a model that is not as this pack knows it: nothing is merged, and the report names the reason."""
 
-    presets: Fields = MappingProxyType({})
-    without_kv_cache: Fields = MappingProxyType({})
     takes_frames = True
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
     def select(self, x: Tensor, evaluation: Evaluation, *_: Any, **__: Any) -> Iterator[HookPair]:
+        """See `ModelHooks`."""
         evaluation.run.stats.not_merged("model", Reason.UNKNOWN_API(name=self.reason))
-        yield from ()
-
-    def hook_pairs(self) -> Iterator[HookPair]:
-        yield from ()
-
-    def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
-        yield from ()
-
-    def flops_beside_blocks(self, latent: Tensor) -> float:
-        return 0.0
-
-    def kv_cache_numel(self, latent: Tensor, config: ToMAConfig, *_: Any, **__: Any) -> tuple[int, int]:
-        return 0, 0
+        return iter(())
 
 
 class Unsupported(MessageId):

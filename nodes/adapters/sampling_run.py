@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -42,6 +43,7 @@ class SamplingRun:
     Attributes:
         run: State of the core.
         step_plan: What the evaluation in progress is to do.
+        config_for: Returns the run's settings, with `kv_cache=False` those without a KV cache.
         tracker: Noise levels and steps.
         contents: Which conditions have equal content.
         size: Rows and columns of the latent, frames before them; None if unknown.
@@ -66,6 +68,7 @@ class SamplingRun:
 
     run: RunState
     step_plan: StepPlan
+    config_for: Callable[..., ToMAConfig]
     tracker: SigmaTracker = field(default_factory=SigmaTracker)
     contents: Contents = field(default_factory=Contents)
     size: tuple[int, ...] | None = None
@@ -115,7 +118,8 @@ class SamplingRun:
         run.stats.by_profile = bool(ratio_schedule)
         if ratio_schedule and not any(ratio for _, ratios in ratio_schedule for ratio in ratios.values()):
             run.stats.not_merged("model", Reason.PROFILE_MERGES_NOTHING())
-        return cls(run, StepPlan(0), max_prediction_sigma=trusted_below(isinstance(model_sampling, CONST)))
+        best = trusted_below(isinstance(model_sampling, CONST))
+        return cls(run, StepPlan(0), partial(replace, config), max_prediction_sigma=best)
 
     def next(self, timestep: Tensor) -> None:
         """Begin an evaluation of the sampler at this noise level."""
@@ -137,17 +141,15 @@ class SamplingRun:
         self.tiles.clear()
         return self.run.close()
 
-    def no_memory(self, again: bool = True) -> bool:
-        """Drop the KV cache after memory ran out: this evaluation and all later ones are full. Return False if there
-        was none. again: whether all calls of the evaluation are repeated."""
+    def no_memory(self) -> bool:
+        """Drop the KV cache after memory ran out: this evaluation, which is repeated, and all later ones are full.
+        Return False if nothing was cached."""
         run = self.run
         if not (run.kv_cache and run.cache.disable()):
             return False
         run.stats.not_merged("model", Reason.KV_CACHE_DISABLED())
-        self.step_plan = self.step_plan.with_mode(StepMode.FULL)
-        if again:
-            run.stats.discard_evaluations(self.step_plan.step, self.calls, self.merged_calls)
-            self._begin()
+        run.stats.discard_evaluations(self.step_plan.step, self.calls, self.merged_calls)
+        self._begin()
         return True
 
     @property
@@ -175,7 +177,9 @@ class SamplingRun:
             self._begin()
         self.observed += 1
         if not self.calls:
-            self.run.begin_evaluation()
+            if reason := self.run.kv_obstacle():
+                self.run.drop_kv_cache(self.config_for(kv_cache=False), reason)
+            self.run.cache.enforce_limit()
         if latent is not None:
             self.size, self.images = tuple(latent.shape[2:]), latent.shape[0]
             self.prediction = self.predictions_by_size.get(latent.shape)

@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -43,26 +44,29 @@ def test_nothing_stands_in_for_what_is_installed(monkeypatch: pytest.MonkeyPatch
     assert sys.meta_path == before
 
 
+def config_of(model: Any) -> Any:
+    run = pack_module("nodes.adapters.patch_model")
+    return run.config_for(run.attachment_of(model).settings, model)
+
+
 def test_rows_merge_every_step_unless_they_say_otherwise(pack: ModuleType) -> None:
     from benchmarks import models
 
-    attachment_of = pack_module("nodes.adapters.patch_model").attachment_of
     model = models.unet()
-    config = attachment_of(variants.toma("a", ratio=0.25).patch(model)).config
+    config = config_of(variants.toma("a", ratio=0.25).patch(model))
     assert (config.ratio, config.full_step_interval, config.start_percent, config.end_percent) == (0.25, 0, 0.0, 1.0)
-    late = attachment_of(variants.toma("b", full_step_interval=3).patch(model)).config
+    late = config_of(variants.toma("b", full_step_interval=3).patch(model))
     assert late.full_step_interval == 3
-    balanced = attachment_of(variants.preset("balanced", ratio=0.75).patch(model)).config
+    balanced = config_of(variants.preset("balanced", ratio=0.75).patch(model))
     assert (balanced.ratio, balanced.skip_last_blocks, balanced.selection_interval) == (0.75, 3, 3)
 
 
 def test_rows_leave_whole_what_the_released_method_does(pack: ModuleType) -> None:
     from benchmarks import models
 
-    attachment_of = pack_module("nodes.adapters.patch_model").attachment_of
     unet, flux = models.unet(), models.flux(double=19, single=38)  # blocks are counted in Flux.1 itself
-    assert [attachment_of(variants.toma("a").patch(model)).config.skip_first_blocks for model in (unet, flux)] == [0, 5]
-    assert attachment_of(variants.toma("a", **variants.TINY).patch(flux)).config.skip_first_blocks == 0
+    assert [config_of(variants.toma("a").patch(model)).skip_first_blocks for model in (unet, flux)] == [0, 5]
+    assert config_of(variants.toma("a", **variants.TINY).patch(flux)).skip_first_blocks == 0
 
 
 def test_stacked_variants_are_applied_in_order() -> None:

@@ -213,9 +213,8 @@ def test_a_preset_with_full_steps_is_kept_without_measuring(kind: str, model_of:
     made, text, picture, answer = calibrated(model, target="fast")
     assert answer.ui["toma"][0]["text"] == str(calibrating.Problem.FULL_STEPS(preset="balanced"))
     assert text == "", "with an empty profile a ToMA node runs its preset"
-    assert (
-        run.attachment_of(made).config == run.attachment_of(patch.ToMA.execute(model, 0.6, "balanced").args[0]).config
-    )
+    by_hand = patch.ToMA.execute(model, 0.6, "balanced").args[0]
+    assert run.attachment_of(made).settings == run.attachment_of(by_hand).settings
     assert picture.isfinite().all()
 
 
@@ -272,10 +271,9 @@ def test_what_is_no_profile_is_said_and_the_preset_runs(unet: Any, flux: Any) ->
 def test_what_is_set_by_hand_is_above_the_profile(unet: Any) -> None:
     text = found_profile(unet)
     node = patch.ToMAAdvanced
-    config = run.attachment_of(
-        node.execute(unet, **advanced(profile=text, preset="quality", window_size=4)).args[0]
-    ).config
-    plain = run.attachment_of(node.execute(unet, **advanced(profile=text)).args[0]).config
+    by_hand = node.execute(unet, **advanced(profile=text, preset="quality", window_size=4)).args[0]
+    config = run.attachment_of(by_hand).settings
+    plain = run.attachment_of(node.execute(unet, **advanced(profile=text)).args[0]).settings
     assert plain == profiles.parsed(text).config()
     assert config == dataclasses.replace(plain, window_size=4)
 
@@ -300,6 +298,4 @@ def test_off_is_off_and_no_profile_is_none(unet: Any) -> None:
     for empty in ("", None, " \n\t "):
         attachment = run.attachment_of(patch.ToMA.execute(unet, 0.5, "balanced", empty).args[0])
         assert attachment.ratio_schedule == ()
-        assert attachment.config == pack_module("toma_core").Settings("balanced").resolved(
-            pack_module("nodes.adapters.families.unet").PRESETS
-        )
+        assert attachment.settings.preset == "balanced"

@@ -66,7 +66,7 @@ def test_runs_take_turns_in_both_orders(unet: Any, monkeypatch: pytest.MonkeyPat
 
     def spy(model: Any, asked: Any, tick: Any) -> Any:
         attachment = run.attachment_of(model)
-        ratios.append((asked.steps, attachment.config.ratio if attachment else 0.0))
+        ratios.append((asked.steps, attachment.settings.resolved().ratio if attachment else 0.0))
         return original(model, asked, tick)
 
     monkeypatch.setattr(timing, "_sample", spy)

@@ -20,7 +20,7 @@ run = pack_module("nodes.adapters.patch_model")
 _flux = pack_module("nodes.adapters.families.flux")
 OWN = {
     "unet": pack_module("nodes.adapters.families.unet").PRESETS,
-    "flux": {**_flux.PRESETS, **_flux.PAPER},
+    "flux": {**pack_module("nodes.adapters.family").PRESETS, **_flux.PAPER},
 }
 
 
@@ -30,7 +30,11 @@ def defaults(node: Any) -> dict[str, Any]:
 
 def made_by(node: Any, model: Any, **values: Any) -> Any:
     """The settings that ride on the model behind a node."""
-    return run.attachment_of(node.execute(model, **{**defaults(node), **values}).args[0]).config
+    return config_of(node.execute(model, **{**defaults(node), **values}).args[0])
+
+
+def config_of(model: Any) -> Any:
+    return run.config_for(run.attachment_of(model).settings, model)
 
 
 @pytest.mark.compat
@@ -109,7 +113,7 @@ def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
     saved = {"model": unet, **defaults(nodes.ToMAAdvanced), "unmerge": "pseudo-inverse"}
     handed = {name: value for name, (value,) in get_input_data(saved, nodes.ToMAAdvanced, "1")[0].items()}
     assert handed.keys() == saved.keys() - {"unmerge"}
-    made = run.attachment_of(nodes.ToMAAdvanced.execute(**handed, unmerge="linked").args[0]).config
+    made = config_of(nodes.ToMAAdvanced.execute(**handed, unmerge="linked").args[0])
     assert made == made_by(nodes.ToMA, unet)
 
 

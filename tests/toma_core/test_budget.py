@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from tests.loop import loop
-from toma_core.budget import MAX_SHARE, AdaptiveBudget, allocate, spread
+from toma_core.budget import MAX_SHARE, allocate, spread
 from toma_core.config import ToMAConfig
 from toma_core.merge import merge, stacked, unmerge, unmerge_residual
 from toma_core.run import RunState
 from toma_core.schedule import Schedule, StepMode, StepPlan
-from toma_core.windows import Windows, make_budget, make_windows
+from toma_core.windows import Budget, Windows, make_budget, make_windows
 
 GRIDS = [(16, 16), (13, 19), (8, 40), (5, 7)]
 
@@ -22,7 +22,7 @@ def picture(height: int, width: int, batch: int = 2, seed: int = 0) -> torch.Ten
     return x.flatten(1, 2)
 
 
-def of(x: torch.Tensor, windows: Windows, ratio: float) -> AdaptiveBudget:
+def of(x: torch.Tensor, windows: Windows, ratio: float) -> Budget:
     return allocate(make_budget(windows.counts, ratio), spread(windows.split(x), windows), windows)
 
 

@@ -89,6 +89,6 @@ def test_one_in_the_place_of_another() -> None:
     packed, instead = quantize(x), quantize(other)
     assert isinstance(packed, Int4Tensor)
     assert isinstance(instead, Int4Tensor)
-    packed.chunk(2)[1].assign(instead)
+    packed.chunk(2)[1].copy_(instead)
     assert torch.equal(packed.dequantize()[2:], instead.dequantize())
     assert torch.equal(packed.dequantize()[:2], quantize(x).chunk(2)[0].dequantize())  # type: ignore[union-attr]

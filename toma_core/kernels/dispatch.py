@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..budget import AdaptiveBudget, allocate, budget_of, max_slots, spread
-from ..cache import unmerge_residual_cached
 from ..merge import MergePlan, merge, unmerge_residual
 from ..quant4 import Int4Tensor, group_of, quantize
 from ..reasons import Message, MessageId
 from ..windows import Budget, Windows
-from . import Kernels
-from .layout import padded, variant
+from .layout import variant
+
+if TYPE_CHECKING:
+    from .triton import TritonKernels
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # The lowest compute capability that Triton supports.
@@ -50,7 +51,7 @@ class Choice:
     """The kernels to use."""
 
     # None for plain PyTorch.
-    kernels: Kernels | None
+    kernels: TritonKernels | None
     # Why not faster ones.
     reason: Message | None = None
 
@@ -63,15 +64,6 @@ class Choice:
         return KernelName.KERNEL_BECAUSE(name=name, reason=self.reason)
 
 
-@dataclass(frozen=True)
-class Uses:
-    """Which kernels a run needs beside selecting, merging and unmerging."""
-
-    weigh: bool = False
-    unmerge_residual_cached: bool = False
-
-
-_PLAIN = Uses()
 _TORCH = Choice(None)
 
 
@@ -84,27 +76,16 @@ class Dispatch:
     _choices: dict[Hashable, Choice] = field(default_factory=dict)
 
     def choose(
-        self, x: Tensor, windows: Windows, budget: Budget, features: Tensor | None = None, uses: Uses = _PLAIN
+        self, x: Tensor, windows: Windows, budget: Budget, features: Tensor | None = None, weighs: bool = False
     ) -> Choice:
-        """Return the choice for tokens x of (B, N, C). features: (B, N, C'), what destinations are selected by; x if
-        None."""
-        features = (x if features is None else features).detach()
-        key = (x.device, x.dtype, uses, *(variant(t.shape[2], windows, budget) for t in (x, features)))
-        return self._choice(
-            key,
-            x,
-            windows.slots,
-            lambda kernels: all(
-                _close(*pair) for pair in _results(kernels, x.detach(), features, windows, budget, uses)
-            ),
-        )
+        """Return the choice for tokens x of (B, N, C).
 
-    def allocate(self, x: Tensor, windows: Windows, budget: Budget) -> AdaptiveBudget:
-        """Return an equal budget, reallocated by the spread of tokens x of (B, N, C), see `budget.allocate`."""
-        sizes = padded(windows.slots), padded(max_slots(budget, windows)), min(64, padded(x.shape[2]))
-        key = "allocate", x.device, x.dtype, windows.valid is not None, *sizes
-        kernels = self._choice(key, x, windows.slots, lambda k: _allocates(k, x.detach(), windows, budget)).kernels
-        return _allocated(x, windows, budget) if kernels is None else kernels.allocate(x, windows, budget)
+        features: (B, N, C'), what destinations are selected by; x if None. weighs: weights are also computed without a
+        selection.
+        """
+        features = (x if features is None else features).detach()
+        key = (x.device, x.dtype, weighs, *(variant(t.shape[2], windows, budget) for t in (x, features)))
+        return self._choice(key, x, windows.slots, lambda k: _merges(k, x.detach(), features, windows, budget, weighs))
 
     def quantize(self, x: Tensor) -> Int4Tensor | Tensor:
         """Return (B, N, C) in four bits a number, see `quant4.quantize`."""
@@ -116,7 +97,7 @@ class Dispatch:
         kernels = (self.given or self._choices.get(_quant_key(quantized), _TORCH)).kernels
         return quantized.dequantize() if kernels is None else kernels.dequantize(quantized)
 
-    def _choice(self, key: Hashable, x: Tensor, slots: int, correct: Callable[[Kernels], bool]) -> Choice:
+    def _choice(self, key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernels], bool]) -> Choice:
         """Return the choice under a key. slots: of a window. correct: whether kernels compute what PyTorch does."""
         if self.given is not None:
             return self.given
@@ -135,7 +116,7 @@ def _quant_key(x: Tensor | Int4Tensor) -> Hashable:
     return "quantize", x.device, x.dtype, group_of(x.shape[-1])
 
 
-def _quantizes(kernels: Kernels, x: Tensor) -> bool:
+def _quantizes(kernels: TritonKernels, x: Tensor) -> bool:
     """Return whether kernels quantise and dequantise with the same error as PyTorch."""
     ours, theirs = kernels.quantize(x), quantize(x)
     if not (isinstance(ours, Int4Tensor) and isinstance(theirs, Int4Tensor)):
@@ -146,19 +127,6 @@ def _quantizes(kernels: Kernels, x: Tensor) -> bool:
     return all(
         bool(((each.float() - x.float()).abs() <= allowed).logical_or(allowed.isnan()).all()) for each in results
     )
-
-
-def _allocated(x: Tensor, windows: Windows, budget: Budget) -> AdaptiveBudget:
-    return allocate(budget, spread(windows.split(x), windows), windows)
-
-
-def _allocates(kernels: Kernels, x: Tensor, windows: Windows, budget: Budget) -> bool:
-    """Return whether kernels allocate as PyTorch does, up to one destination a window that rounding decides."""
-    ours, theirs = kernels.allocate(x, windows, budget), _allocated(x, windows, budget)
-    counts = ours.valid.sum(-1)
-    again, apart = budget_of(budget, counts, windows), (counts - theirs.valid.sum(-1)).abs()
-    same = all(torch.equal(getattr(ours, name), getattr(again, name)) for name in ("compact", "expand", "valid"))
-    return same and int(apart.max()) <= 1 and bool((counts.sum(-1) == budget.total).all())
 
 
 def _obstacle(x: Tensor, slots: int) -> Message | None:
@@ -207,31 +175,25 @@ def _tried(key: Hashable, correct: Callable[[], bool]) -> Message | None:
     return _trials[key]
 
 
-def _results(
-    kernels: Kernels, x: Tensor, features: Tensor, windows: Windows, budget: Budget, uses: Uses
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the results of every kernel that the run will need, and those of PyTorch."""
-    images, count = x.shape[0], len(windows.counts)
-    used = budget.valid if budget.valid is not None else x.new_ones(count, budget.slots, dtype=torch.bool)
-    # The first slots of each window stand for given destinations.
-    slots = (torch.arange(budget.slots, device=x.device) * used).expand(images, -1, -1)
-    plans = [MergePlan(windows, budget, *kernels.select_weigh(features, windows, budget, 1.0))]
-    if uses.weigh:
-        plans.append(MergePlan(windows, budget, slots, *kernels.weigh(x, slots, windows, budget, 1.0)))
-    for plan in plans:
-        yield plan.merge_weights.sum(-1), used.to(x.dtype).expand_as(plan.dest_slots)
-    plan, plain = replace(plans[0], kernels=kernels), plans[0]
-    theirs = merge(x, plain)
+def _merges(
+    kernels: TritonKernels, x: Tensor, features: Tensor, windows: Windows, budget: Budget, weighs: bool
+) -> bool:
+    """Return whether kernels compute what PyTorch does; called with each of them that the run will need."""
+    used = budget.valid if budget.valid is not None else x.new_ones(len(windows.counts), budget.slots, dtype=torch.bool)
+    plan = MergePlan(windows, budget, *kernels.select_weigh(features, windows, budget, 1.0))
+    weights = [plan.merge_weights]
+    if weighs:
+        # The first slots of each window stand for given destinations.
+        slots = (torch.arange(budget.slots, device=x.device) * used).expand(len(x), -1, -1)
+        weights.append(kernels.weigh(features, slots, windows, budget, 1.0)[0])
+    fast, theirs = replace(plan, kernels=kernels), merge(x, plan)
+    pairs = [(M.sum(-1), used.to(x.dtype).expand_as(plan.dest_slots)) for M in weights]
     # The first launch goes through Triton, later ones through a prepared `Launch`.
     for _ in range(2):
-        ours = merge(x, plan)
-        yield ours, theirs
-        yield unmerge_residual(2 * ours, ours, x, plan), unmerge_residual(2 * theirs, theirs, x, plain)
-        if uses.unmerge_residual_cached:
-            yield (
-                unmerge_residual_cached(2 * ours, ours, x, x, plan),
-                unmerge_residual_cached(2 * theirs, theirs, x, x, plain),
-            )
+        ours = merge(x, fast)
+        pairs.append((ours, theirs))
+        pairs.append((unmerge_residual(2 * ours, ours, x, fast), unmerge_residual(2 * theirs, theirs, x, plan)))
+    return all(_close(*pair) for pair in pairs)
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ....toma_core.cost_model import ERNIE
 from ..blocks import BlockGroup
-from ..family import WITHOUT_KV_CACHE, Transformer
+from ..family import Transformer
 from ..signature import BlockSignature
 
 NAME = "ERNIE-Image"
@@ -33,7 +33,7 @@ class Signature(BlockSignature):
 class Hooks(Transformer):
     """The hooks of one ERNIE-Image."""
 
-    presets, passes_options = WITHOUT_KV_CACHE, False
+    passes_options = False
 
     def block_groups(self, model: ErnieImageModel) -> tuple[BlockGroup, ...]:
         """Return all blocks."""

@@ -5,23 +5,16 @@ Tokens of the image are merged, and of reference images by setting; text tokens 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from comfy.ldm.flux.model import Flux
 from torch import nn
 
-from ....toma_core import ToMAConfig
-from ....toma_core.config import Granularity
 from ....toma_core.cost_model import FLUX2_DOUBLE, FLUX2_SINGLE, FLUX_DOUBLE, FLUX_SINGLE, Block
 from ....toma_core.presets import Fields
 from ..blocks import BlockGroup
-from ..chain import BlockHook
-from ..family import PRESETS, WITHOUT_KV_CACHE, Transformer
-from ..model_hooks import HookPair
-from ..origin import is_original
+from ..family import Transformer
 from ..signature import BlockSignature, CallArguments, TokenReduction, image_start_of, shifted_slices
-from .flux_layers import ByModule
 
 NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
 # Double and single blocks of Flux.1; the released method skips five of each kind.
@@ -87,11 +80,10 @@ class DoubleSignature(BlockSignature):
 class Hooks(Transformer):
     """The hooks of one Flux model."""
 
-    def __init__(self, diffusion_model: Any) -> None:
-        super().__init__(diffusion_model)
-        if tuple(map(len, self.hooks)) == _FLUX_1:  # others have fewer double blocks: a share of them
-            self.presets, self.without_kv_cache = {**PRESETS, **PAPER}, {**WITHOUT_KV_CACHE, **PAPER}
-        self.by_module = [ByModule(hook) for hook in self.hooks[0]]
+    def presets(self, kv_cache: bool) -> Fields:
+        """See `ModelHooks`. Models with fewer double blocks skip a share of them."""
+        flux_1 = tuple(map(len, self.hooks)) == _FLUX_1
+        return {**super().presets(kv_cache), **(PAPER if flux_1 else {})}
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         """Return double blocks, then single blocks."""
@@ -106,16 +98,3 @@ class Hooks(Transformer):
         """Return what a double and a single block cost. Flux.2 and Klein have one modulation for all and wider MLPs."""
         flux2 = getattr(model.params, "global_modulation", False)
         return (FLUX2_DOUBLE, FLUX2_SINGLE) if flux2 else (FLUX_DOUBLE, FLUX_SINGLE)
-
-    def hook_pairs(self) -> Iterator[HookPair]:
-        """See `ModelHooks`; with the layers inside double blocks."""
-        yield from super().hook_pairs()
-        for block in self.by_module:
-            if is_original(block.module):
-                yield block.module, block
-                yield from block.layers()
-
-    def hooks_for(self, group: BlockGroup, hooks: list[BlockHook], config: ToMAConfig) -> list[BlockHook]:
-        """See `Transformer`. Double blocks can be merged module by module."""
-        by_module = config.granularity is Granularity.MODULE and group.kind == "double"
-        return list(self.by_module) if by_module else hooks

@@ -11,17 +11,18 @@ from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel, Upsample
 from torch import Tensor, nn
 
-from ....toma_core import Evaluation, ToMAConfig
+from ....toma_core import Evaluation
 from ....toma_core.config import Granularity
 from ....toma_core.cost_model import UNET_BLOCK
 from ....toma_core.presets import Fields
 from ....toma_core.reasons import Message, Reason
 from ....toma_core.windows import Grid
-from ..blocks import BlockFacts, chain_hooks, profile_skips, skip_reason
+from ..blocks import BlockFacts, chain_hooks, chains_of, merged_blocks, skip_reason
 from ..chain import BlockHook, RopeCache
+from ..family import ModelHooks
 from ..layout import without_grid
 from ..model_hooks import HookPair
-from ..origin import has_forward_hooks, is_original, runs_own_loop, unwrapped
+from ..origin import is_original, runs_own_loop
 from ..signature import BlockSignature, CallArguments, TokenReduction
 from .unet_layers import ByModule
 
@@ -80,11 +81,8 @@ class _Stack:
         return _grid(latent, self.halvings)
 
 
-class Hooks:
+class Hooks(ModelHooks):
     """The hooks of one UNet."""
-
-    presets = without_kv_cache = PRESETS
-    takes_frames = False
 
     def __init__(self, diffusion_model: UNetModel) -> None:
         signature, shared = Signature(), RopeCache()
@@ -98,9 +96,9 @@ class Hooks:
             self.stacks.append(_Stack(position, halvings, width, stack, tuple(blocks)))
         self.convolutions = _convolutions(diffusion_model)
 
-    def kv_cache_numel(self, latent: Tensor, config: ToMAConfig, *_: Any, **__: Any) -> tuple[int, int]:
-        """See `ModelHooks`. Nothing: convolutions see all tokens, and the presets have a small error without it."""
-        return 0, 0
+    def presets(self, kv_cache: bool) -> Fields:
+        """See `ModelHooks`. There is no KV cache: convolutions see all tokens, and the error is small without it."""
+        return PRESETS
 
     def select(
         self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], **_: Any
@@ -108,32 +106,19 @@ class Hooks:
         """See `ModelHooks`. ControlNets add outside of the stacks."""
         config, stats = evaluation.run.config, evaluation.run.stats
         for place, stack in enumerate(self.stacks):
-            grid = stack.grid(x)
-            reason = skip_reason(config, place, len(self.stacks))
-            there = stack.home.transformer_blocks
-            own = len(there) == len(stack.blocks)
-            chains = config.granularity is Granularity.STACK and runs_own_loop(stack.home, ("forward",))
-            runs, following = list[list[BlockHook]](), None  # following: index that the last chain could go on with
-            for index, block in enumerate(stack.blocks):
-                foreign = None if own and is_original(there[index]) else Reason.BLOCK_REPLACED()
-                if skipped_by_settings := reason or foreign or profile_skips(block.block_hook, evaluation):
-                    stats.not_merged(block.block_hook.name, skipped_by_settings)
-                    continue
-                block.block_hook.module = unwrapped(there[index])
+            grid, modules = stack.grid(x), stack.home.transformer_blocks
+            skips = [skip_reason(config, place, len(self.stacks))] * len(stack.blocks)
+            merged = merged_blocks([block.block_hook for block in stack.blocks], modules, skips, evaluation)
+            for index in list(merged):
                 if config.granularity is Granularity.MODULE or _is_patched(stack, index, transformer_options):
+                    name = merged.pop(index).name
                     if not evaluation.refreshes:
                         for part in _replaced(stack, index, transformer_options):
-                            stats.not_merged(f"{block.block_hook.name} {part}", Reason.BLOCK_REPLACED())
-                        yield from block.hooks(grid, evaluation.of(block.block_hook.name))
-                    continue
-                joins = index == following and evaluation.step_plan.joins(runs[-1][-1].name, block.block_hook.name)
-                if chains and joins and not has_forward_hooks(there[index - 1], there[index]):
-                    runs[-1].append(block.block_hook)
-                else:
-                    runs.append([block.block_hook])
-                following = index + 1
-            for hooks in runs:
-                yield from chain_hooks(hooks, (grid,), x, evaluation, transformer_options, stack.width)
+                            stats.not_merged(f"{name} {part}", Reason.BLOCK_REPLACED())
+                        yield from stack.blocks[index].hooks(grid, evaluation.of(name))
+            chains = config.granularity is Granularity.STACK and runs_own_loop(stack.home, ("forward",))
+            for chain in chains_of(merged, modules, () if chains else merged, evaluation):
+                yield from chain_hooks(chain, (grid,), x, evaluation, transformer_options, stack.width)
 
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
         """See `ModelHooks`."""

@@ -60,7 +60,7 @@ def evaluate(pack: ModuleType) -> Any:
 
 def prepared(evaluation: Any, site: Any = None, latent: Any = None) -> Any:
     site = begun(evaluation, ["first", "last"], site)
-    assert site.prepare(torch.randn(2, 4, 12, 20) if latent is None else latent, torch.nn.Linear(8, 8), 8)
+    assert site.prepare(site.active, torch.randn(2, 4, 12, 20) if latent is None else latent, torch.nn.Linear(8, 8), 8)
     return site
 
 
@@ -74,7 +74,7 @@ def test_the_operators_do_what_eager_merging_does(graphs: Any, evaluate: Any) ->
     assert torch.equal(reduced, core.reduce(x, plan))
     out = reduced * 2 + 1
     assert torch.equal(site.leave(out, 0), core.restore(out, reduced, x, plan))
-    assert site.pair is None
+    assert not site.pair
     assert evaluation.run.stats.merged_blocks == {"first", "last"}
 
 
@@ -114,12 +114,12 @@ def test_operators_pass_torchs_own_checks(graphs: Any, evaluate: Any) -> None:
 
 
 def test_positions_follow_the_destinations(pack: ModuleType, graphs: Any, evaluate: Any) -> None:
-    rope = pack_module("nodes.adapters.rope")
+    chain = pack_module("nodes.adapters.active_chain")
     site = prepared(evaluate(), new_site(Rows()))
     x, pe = torch.randn(2, TOKENS, 8), torch.randn(1, 1, BEFORE + TOKENS, 3, 2, 2)
     site.enter(x, 0)
     site.merge_rows({"pe": pe}, BEFORE)
-    assert torch.equal(site.rows["pe"], rope.merged_rope(pe, site.reduction.plans[0].destinations, BEFORE, TOKENS, 2))
+    assert torch.equal(site.rows["pe"], chain.merged_rope(pe, site.reduction.plans[0].destinations, BEFORE, TOKENS, 2))
     numbers = (site.number, BEFORE, TOKENS, 30, 2)
     torch.library.opcheck(graphs.operators.rope.default, (pe, site.pair[0], *numbers))
     site.leave(torch.randn(2, 30, 8), 0)
@@ -129,7 +129,7 @@ def test_positions_follow_the_destinations(pack: ModuleType, graphs: Any, evalua
 def test_what_is_left_whole_is_told(graphs: Any, evaluate: Any) -> None:
     evaluation = evaluate(min_tokens=TOKENS + 1)
     site = begun(evaluation, ["a", "b"])
-    assert not site.prepare(torch.randn(1, 4, 12, 20), torch.nn.Linear(8, 8), 8)
+    assert not site.prepare(site.active, torch.randn(1, 4, 12, 20), torch.nn.Linear(8, 8), 8)
     assert evaluation.run.stats.unmerged == {Reason.TOO_FEW_TOKENS(least=TOKENS + 1): {"a", "b"}}
     assert site.destinations == 0
 
@@ -141,7 +141,7 @@ def test_a_batch_of_unequal_parts_is_left_to_the_hook(graphs: Any, evaluate: Any
 
 def test_blocks_of_unknown_width_are_left_to_the_hook(graphs: Any, evaluate: Any) -> None:
     site = begun(evaluate(), ["a"])
-    assert site.prepare(torch.randn(1, 4, 12, 20), torch.nn.Identity(), 0)
+    assert site.prepare(site.active, torch.randn(1, 4, 12, 20), torch.nn.Identity(), 0)
     assert site.destinations == 0
 
 
@@ -149,7 +149,7 @@ def test_outside_of_a_trace_nothing_begins(graphs: Any, evaluate: Any) -> None:
     site, x = prepared(evaluate()), torch.randn(2, TOKENS, 8)
     assert not site.fits(x, 0)
     site.release()
-    assert (site.tokens, site.destinations, site.pair) == (0, 0, None)
+    assert (site.tokens, site.destinations, site.pair) == (0, 0, ())
     assert site.active is None
 
 

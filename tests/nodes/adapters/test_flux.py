@@ -143,53 +143,6 @@ def test_consecutive_blocks_stay_merged(
         torch.testing.assert_close(end.out[1], txt, **CLOSE)
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("with_references", [False, True])
-def test_modules_of_a_double_block_are_merged_one_by_one(
-    flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, with_references: bool
-) -> None:
-    """The block written out: img += gate * U attn(M ...), img += gate * U mlp(M ...), references beside it."""
-    from comfy.ldm.flux.math import attention
-
-    block = flux.model.diffusion_model.double_blocks[0]
-    calls = record(block)
-    conds = references(flux, (12, 16)) if with_references else {}
-    model = attach(flux, granularity="module")
-    models.sample(model, HEIGHT, WIDTH, steps=1, cfg=1.0, **conds)
-    (call,) = calls
-    plan = plan_calls[call.first_plan].plan
-    M, U = dense(plan)
-    img, txt, vec, pe = (call.kwargs[name] for name in ("img", "txt", "vec", "pe"))
-
-    def down(x: Tensor) -> Tensor:
-        return torch.cat([M @ x[:, :TOKENS], x[:, TOKENS:]], 1)
-
-    def up(y: Tensor) -> Tensor:
-        return torch.cat([U @ y[:, :KEPT], y[:, KEPT:]], 1)
-
-    def heads(qkv: Tensor, norm: Any) -> tuple[Tensor, ...]:
-        q, k, v = qkv.view(*qkv.shape[:2], 3, block.num_heads, -1).permute(2, 0, 3, 1, 4)
-        return (*norm(q, k, v), v)
-
-    first, second = block.img_mod(vec)
-    t_first, t_second = block.txt_mod(vec)
-    n = (1 + first.scale) * block.img_norm1(img) + first.shift
-    t = (1 + t_first.scale) * block.txt_norm1(txt) + t_first.shift
-    image_heads = heads(block.img_attn.qkv(down(n)), block.img_attn.norm)
-    text_heads = heads(block.txt_attn.qkv(t), block.txt_attn.norm)
-    q, k, v = (torch.cat(pair, 2) for pair in zip(text_heads, image_heads, strict=True))
-    rows = rows_of_destinations(pe, plan.destinations[0], TEXT, TOKENS)
-    out = attention(q, k, v, pe=rows)
-    seen = block.img_attn.proj(out[:, TEXT:])
-    img = img + first.gate * up(seen)
-    n = (1 + second.scale) * block.img_norm2(img) + second.shift
-    img = img + second.gate * up(block.img_mlp(down(n)))
-    txt = txt + t_first.gate * block.txt_attn.proj(out[:, :TEXT])
-    txt = txt + t_second.gate * block.txt_mlp((1 + t_second.scale) * block.txt_norm2(txt) + t_second.shift)
-    torch.testing.assert_close(call.out[0], img, **CLOSE)
-    torch.testing.assert_close(call.out[1], txt, **CLOSE)
-
-
 @loop("amount", [2, 0.5])
 def test_first_blocks_of_each_kind_are_left_whole(flux: Any, attach: Any, stats_of: Any, amount: float) -> None:
     model = attach(flux, skip_first_blocks=amount)

@@ -109,7 +109,7 @@ def config_of(family: str, setting: str) -> Any:
 
 def own_of(family: str) -> Any:
     """What presets leave whole of the family."""
-    return pack_module(f"nodes.adapters.families.{'unet' if family.startswith('sd') else 'flux'}").PRESETS
+    return pack_module(f"nodes.adapters.{'families.unet' if family.startswith('sd') else 'family'}").PRESETS
 
 
 def steps_for(family: str, setting: str) -> int:

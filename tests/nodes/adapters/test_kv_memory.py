@@ -170,54 +170,6 @@ def test_where_memory_runs_out_all_calls_of_the_evaluation_are_made_again(
     assert (stats.evaluations, stats.merged_evaluations, stats.merged_steps) == (8, 0, {})
 
 
-@loop("call", [3, 5])
-def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again(
-    call: int, stats_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the others compute meanwhile is waited for in the same evaluation; on threads of two devices that are both
-    the CPU."""
-    multigpu = pytest.importorskip("comfy.multigpu")
-    if not hasattr(multigpu, "MultiGPUThreadPool"):
-        pytest.skip("this ComfyUI shares no run")
-    import comfy.model_management
-    from comfy.patcher_extension import WrappersMP
-
-    monkeypatch.setattr(comfy.model_management, "set_torch_device", lambda *_: None, raising=False)
-    devices = torch.device("cpu"), torch.device("cpu", 0)
-    one, other, calls = models.wan(), models.wan(), list[int]()
-    network = one.model.diffusion_model
-    forward = type(network).forward
-
-    def short(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self is network:
-            calls.append(1)
-            if len(calls) == call:
-                raise torch.OutOfMemoryError
-        return forward(self, *args, **kwargs)
-
-    def shared(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        guider, clone = executor.class_obj, other.clone()
-        clone.model.current_patcher = clone
-        pool = multigpu.MultiGPUThreadPool(list(devices))
-        guider.model_options["multigpu_clones"] = dict(zip(devices, (guider.model_patcher, clone), strict=True))
-        guider.model_options["multigpu_thread_pool"] = pool
-        try:
-            return executor(*args, **kwargs)
-        finally:
-            for name in ("multigpu_clones", "multigpu_thread_pool"):
-                guider.model_options.pop(name, None)
-            pool.shutdown()
-
-    asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
-    own = models.sample(one, HEIGHT, WIDTH, **asked)
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(one, preset("balanced")).clone()
-    merged.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "shared", shared)
-    monkeypatch.setattr(type(network), "forward", short)
-    found = models.sample(merged, HEIGHT, WIDTH, **asked)
-    assert stats_of(merged).cache_disabled
-    assert (found - own).norm() < 0.1 * own.norm(), "no result of another evaluation"
-
-
 @loop("schedule", ["standard_static", "standard_uniform", "looped_uniform"])
 def test_context_windows_that_move_keep_no_keys(schedule: str, model_of: Any, stats_of: Any) -> None:
     from comfy_extras.nodes_context_windows import WanContextWindowsManualNode as Windows

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from toma_core.budget import AdaptiveBudget, allocate, spread
+from toma_core.budget import allocate, spread
 from toma_core.config import WindowShape
 from toma_core.windows import Budget, Windows, make_budget, make_windows
 
@@ -60,7 +60,7 @@ class Case:
 
 def kept_of(budget: Budget, images: int) -> list[list[int]]:
     """How many destinations each window of each image keeps."""
-    return budget.valid.sum(-1).tolist() if isinstance(budget, AdaptiveBudget) else [list(budget.counts)] * images
+    return budget.valid.sum(-1).tolist() if budget.adaptive else [list(budget.counts)] * images
 
 
 def each(*cases: Case) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.toma_core.kernels.cases import Case
-from tests.toma_core.kernels.triton import test_product, test_quant4, test_select, test_share
+from tests.toma_core.kernels.triton import test_product, test_quant4, test_select
 
 RAGGED = Case(5, 7, 4, 0.5, 40, torch.float16, batch=2)
 
@@ -20,14 +20,6 @@ def test_merge_and_unmerge(kernels: Any) -> None:
     test_product.test_merge(RAGGED, kernels)
     test_product.test_unmerge(RAGGED, kernels)
     test_product.test_restore(RAGGED, kernels)
-
-
-def test_residual_cache(kernels: Any) -> None:
-    test_product.test_reuse(RAGGED, 0.6, kernels)
-
-
-def test_adaptive_budget() -> None:
-    test_share.test_what_is_due_is_dealt_out_as_pytorch_does_it((5, 7, "tile", 4, 1, 0.95, 2))
 
 
 def test_four_bits(kernels: Any) -> None:

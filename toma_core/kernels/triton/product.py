@@ -1,4 +1,4 @@
-"""Merge and unmerge in one launch each (paper, section 4.2), with the residual cache in two.
+"""Merge and unmerge in one launch each (paper, section 4.2).
 
 Both are one small matrix product per window. Layout changes (tokens to windows, slots to destinations) are done by the
 addresses that a program reads and writes, without passes for gathering. Every destination and token is written once.
@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout import cdiv
-from .agreement import MAX_PARTS, projection_of
-from .launch import Launch, blocks, budget_stride, shared_stride, upcast, weight_strides
+from .launch import Launch, blocks, budget_stride, upcast, weight_strides
 
 
 @triton.jit(do_not_specialize=("stride_u", "windows", "slots", "K", "D"))
@@ -62,15 +61,13 @@ def _merge_kernel(
     )
 
 
-@triton.jit(do_not_specialize=("stride_d", "stride_u", "windows", "slots", "K", "N", "parts"))
+@triton.jit(do_not_specialize=("stride_u", "windows", "slots", "K", "N"))
 def _unmerge_kernel(
-    out, y, weights, expand, reduced, x, cached, sums, destinations, source, valid,
+    out, y, weights, expand, reduced, x, source, valid,
     stride_yb, stride_yn, stride_yc, stride_rb, stride_rn, stride_rc, stride_xb, stride_xn, stride_xc,
-    stride_kb, stride_kn, stride_kc, stride_wb, stride_ww, stride_ws, stride_d, stride_u,
-    windows, slots, K, C, N, parts, delta_weight,
-    RESIDUAL: tl.constexpr, REUSE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr,
-    UPCAST: tl.constexpr, STEPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    stride_wb, stride_ww, stride_ws, stride_u, windows, slots, K, C, N,
+    RESIDUAL: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     window = program % windows
@@ -82,10 +79,6 @@ def _unmerge_kernel(
     weights += image * stride_wb + window * stride_ww
     if RESIDUAL:
         reduced += image * stride_rb
-    if REUSE:
-        cached += image * stride_kb
-        p = projection_of(sums + image * 2 * parts, parts, BLOCK_P)
-        weight = 1.0 - (1.0 - delta_weight) * p
 
     total = tl.zeros([BLOCK_S, BLOCK_C], dtype=tl.float32)
     for step in range(0, STEPS):
@@ -100,12 +93,7 @@ def _unmerge_kernel(
         rows = tl.load(y + destination[:, None] * stride_yn + c[None, :] * stride_yc, mask=mask, other=0.0)
         if RESIDUAL:
             before = tl.load(reduced + destination[:, None] * stride_rn + c[None, :] * stride_rc, mask=mask, other=0.0)
-            change = rows.to(tl.float32) - before.to(tl.float32)
-            if REUSE:
-                token = tl.load(destinations + image * stride_d + destination, mask=k < K, other=0)
-                old = tl.load(cached + token[:, None] * stride_kn + c[None, :] * stride_kc, mask=mask, other=0.0)
-                change = weight * (change - p * old.to(tl.float32))
-            rows = change.to(y.dtype.element_ty)
+            rows = (rows.to(tl.float32) - before.to(tl.float32)).to(y.dtype.element_ty)
         if UPCAST:
             A = A.to(tl.float32)
             rows = rows.to(tl.float32)
@@ -119,9 +107,6 @@ def _unmerge_kernel(
     if RESIDUAL:
         x += image * stride_xb
         total += tl.load(x + token[:, None] * stride_xn + c[None, :] * stride_xc, mask=mask, other=0.0).to(tl.float32)
-    if REUSE:
-        update = tl.load(cached + token[:, None] * stride_kn + c[None, :] * stride_kc, mask=mask, other=0.0)
-        total += p * update.to(tl.float32)
     out += image * N * C
     tl.store(out + token[:, None] * C + c[None, :], total.to(out.dtype.element_ty), mask=mask)
 
@@ -130,7 +115,7 @@ def merge(x: Tensor, weights: Tensor, used: Tensor | None, expand: Tensor | None
     """Prepare X' = M X, called with x, weights, used and expand: (B, N, C), any strides -> (B, D, C), with fp32 sums.
 
     weights: (B, W, K, S), rows contiguous; source: (W, S) int64; used: (W, K) bool and expand: (W * K,) int64 of the
-    `Budget`, contiguous, or (B, W, K) and (B, W * K) of an `AdaptiveBudget`, or None.
+    `Budget`, contiguous, or (B, W, K) and (B, W * K) of an adaptive one, or None.
     """
     (_, windows, K, slots), (batch, _, C) = weights.shape, x.shape
     strides = (*x.stride(), *weight_strides(weights, batch), budget_stride(expand, (windows * K,), batch))
@@ -150,25 +135,19 @@ def unmerge(
     source: Tensor,
     valid: Tensor | None,
     N: int,
-    reused: tuple[Tensor, Tensor, Tensor] | None = None,
-    delta_weight: float = 1.0,
 ) -> Launch:
     """Prepare Y = A^T Y', or with `reduced` and `x` the block output x + A^T (Y' - reduced): (B, N, C).
 
-    Called with y, weights, expand, then reduced and x if given, then `reused`. y, reduced: (B, D, C) and x: (B, N, C),
-    any strides; weights: (B, W, S, K); the rest as in `merge`. Sums are fp32, rounded once to y's dtype.
-    reused: cached update, sums of `agreement` and destinations, for `cache.unmerge_residual_cached`.
+    Called with y, weights, expand, then reduced and x if given. y, reduced: (B, D, C) and x: (B, N, C), any strides;
+    weights: (B, W, S, K); the rest as in `merge`. Sums are fp32, rounded once to y's dtype.
     """
     (_, windows, slots, K), (batch, _, C) = weights.shape, y.shape
-    cached, sums, destinations = (None, None, None) if reused is None else reused
-    strides = tuple(n for t in (y, reduced, x, cached) for n in ((0, 0, 0) if t is None else t.stride()))
-    strides += (*weight_strides(weights, batch), 0 if destinations is None else shared_stride(destinations, batch))
-    strides += (budget_stride(expand, (windows * K,), batch),)
+    strides = tuple(n for t in (y, reduced, x) for n in ((0, 0, 0) if t is None else t.stride()))
+    strides += (*weight_strides(weights, batch), budget_stride(expand, (windows * K,), batch))
     block_s, block_k, block_c, warps = blocks(y, slots, K)
     grid = (batch * windows, cdiv(slots, block_s) * cdiv(C, block_c))
-    sizes = (windows, slots, K, C, N, 1 if sums is None else sums.shape[2], delta_weight)
-    flags = (x is not None, cached is not None, valid is not None, expand is not None, upcast(y.dtype))
-    missing = (None,) * (5 - sum(t is not None for t in (reduced, x, cached, sums, destinations)))
-    fixed = (*missing, source, valid, *strides, *sizes, *flags, cdiv(K, block_k))
-    fixed += (block_k, block_s, block_c, MAX_PARTS)
+    flags = (x is not None, valid is not None, expand is not None, upcast(y.dtype))
+    missing = (None, None) if x is None else ()
+    sizes = (windows, slots, K, C, N, *flags, cdiv(K, block_k), block_k, block_s, block_c)
+    fixed = (*missing, source, valid, *strides, *sizes)
     return Launch(_unmerge_kernel, grid, y, (batch, N, C), y.dtype, fixed, num_warps=warps, num_stages=2)

@@ -516,65 +516,6 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, since: int) -> None:
     monkeypatch.setattr(pack_module("toma_core.run").RunState, "_selected", selected)
 
 
-def test_without_memory_for_a_plan_the_run_is_whole(
-    wan: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_memory(monkeypatch, 0)
-    merged = attach(wan)
-    out = models.sample(merged, HEIGHT, WIDTH, frames=5, steps=2)
-    assert torch.equal(out, models.sample(wan, HEIGHT, WIDTH, frames=5, steps=2))
-    assert "Nothing was merged: out of memory while destinations were selected" in stats_of(merged).summary()
-
-
-@loop("joined", [True, False], ids=["one call", "two calls"])
-def test_without_memory_for_one_plan_more_no_prompt_has_what_the_other_has_not(
-    joined: bool, wan: Any, attach: Any, stats_of: Any, apart: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Blocks with a plan are merged for both prompts, the others for none, and later steps are whole."""
-    without_memory(monkeypatch, 3)
-    if not joined:
-        monkeypatch.setattr(type(wan.model), "memory_required", lambda *_, **__: 1e20)
-    seen: list[int] = []
-
-    def override(function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if q.shape == k.shape:
-            seen.append(q.shape[1])
-        return function(q, k, v, *args, **kwargs)
-
-    patched = wan.clone()
-    patched.model_options["transformer_options"]["optimized_attention_override"] = override
-    apart(wan)
-    merged = attach(patched, granularity="block")
-    assert models.sample(merged, HEIGHT, WIDTH, frames=3, steps=3, cfg=5.0).isfinite().all()
-    calls, whole = 1 if joined else 2, [3 * FRAME] * 4
-    assert seen == [*[kept(3)] * 3, 3 * FRAME] * calls + whole * calls * 2
-    stats = stats_of(merged)
-    assert sorted(stats.merged_steps) == [0]
-    assert stats.merged_blocks == {"double.0", "double.1", "double.2"}
-    ((reason, blocks),) = stats.unmerged.items()
-    assert reason == Reason.OUT_OF_MEMORY_PLAN()
-    assert blocks == {"double.3"}
-
-
-def test_without_memory_for_a_plan_what_was_kept_is_given_back(
-    wan: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state, held = pack_module("toma_core.run").RunState, []
-    without_memory(monkeypatch, 1)
-    close = state.close
-
-    def seen(run: Any) -> Any:
-        held.append((run.cache.peak_bytes, len(run.cache._entries)))
-        return close(run)
-
-    monkeypatch.setattr(state, "close", seen)
-    merged = attach(wan, full_step_interval=4, selection_interval=1, weight_interval=1)
-    models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=1.0)
-    ((most, left),) = held
-    assert most > 0
-    assert left == 0
-
-
 def test_without_memory_for_a_plan_a_picture_ends_its_run(
     wan: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,13 +17,11 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from toma_core.kernels.triton import agreement, quant4, product, select, share
+from toma_core.kernels.triton import quant4, product, select
 
 TYPES = {"source": "*i64", "dest_slots": "*i64", "expand": "*i64", "valid": "*i1", "used": "*i1",
-            "destinations": "*i64", "sums": "*fp32", "scratch": "*fp32", "sharpness": "fp32", "tie": "fp32",
-            "delta_weight": "fp32", "due": "*fp32", "least": "fp32", "compact": "*i64", "codes": "*u8",
-            "wider": "fp32", "lowest": "fp32"}
-TOKENS = ("low", "step", "x", "y", "reduced", "cached", "M", "back", "weights", "out")
+            "sharpness": "fp32", "tie": "fp32", "least": "fp32", "codes": "*u8", "wider": "fp32", "lowest": "fp32"}
+TOKENS = ("low", "step", "x", "y", "reduced", "M", "back", "weights", "out")
 
 def compiled(kernel, dtype, capability, constants, warps, stages):
     signature, constant = {}, {}
@@ -42,28 +40,17 @@ def compiled(kernel, dtype, capability, constants, warps, stages):
 def every(dtype, capability):
     block = 16 if dtype == "fp32" else 64
     shared = {"HAS_VALID": True, "HAS_USED": True, "UPCAST": False}
-    for on_chip, slots, warps in ((True, 64, 4), (True, 128, 16), (False, 256, 8)):
+    for slots, warps in ((64, 4), (128, 16)):
         constants = {**shared, "SELECT": True, "S_PAD": slots, "K_PAD": slots // 2, "BLOCK_C": block}
-        if on_chip:
-            yield compiled(select._on_chip_kernel, dtype, capability, constants, warps, 3)
-        else:
-            yield compiled(select._tiled_kernel, dtype, capability, {**constants, "TILE": select._TILE}, warps, 1)
+        yield compiled(select._select_kernel, dtype, capability, constants, warps, 3)
     inner, channels = (32, 32) if dtype == "fp32" else (64, 128)
     blocks = {"STEPS": 4, "BLOCK_K": 64, "BLOCK_S": inner, "BLOCK_C": channels}
     yield compiled(product._merge_kernel, dtype, capability, {**shared, **blocks}, 8, 2)
-    blocks = {"STEPS": 4, "BLOCK_K": inner, "BLOCK_S": 64, "BLOCK_C": channels, "RESIDUAL": True,
-              "BLOCK_P": 256}
-    for reuse in (False, True):
-        yield compiled(product._unmerge_kernel, dtype, capability, {**shared, **blocks, "REUSE": reuse}, 8, 2)
-    blocks = {"BLOCK_D": 16, "BLOCK_C": 128}
-    yield compiled(agreement._agreement_kernel, dtype, capability, blocks, 4, 3)
+    blocks = {"STEPS": 4, "BLOCK_K": inner, "BLOCK_S": 64, "BLOCK_C": channels, "RESIDUAL": True}
+    yield compiled(product._unmerge_kernel, dtype, capability, {**shared, **blocks}, 8, 2)
     blocks = {"BITS": 4, "HALF": 32, "ROWS": quant4._ROWS}
     for kernel in (quant4._quantize_kernel, quant4._dequantize_kernel):
         yield compiled(kernel, dtype, capability, blocks, 4, 3)
-    for slots in (16, 256):
-        blocks = {"HAS_VALID": True, "S_PAD": slots, "BLOCK_C": 64}
-        yield compiled(share._due_kernel, dtype, capability, blocks, 4, 3)
-        yield compiled(share._share_kernel, dtype, capability, {"BLOCK_W": 2048 // slots, "K_PAD": slots}, 8, 3)
 
 print(json.dumps(list(every(sys.argv[1], int(sys.argv[2])))))
 """
@@ -72,7 +59,7 @@ print(json.dumps(list(every(sys.argv[1], int(sys.argv[2])))))
 @pytest.mark.parametrize(("capability", "dtype"), [(80, "fp32"), (86, "bf16"), (90, "fp16")])
 def test_compiles(capability: int, dtype: str, tmp_path: Path) -> None:
     built = json.loads(printed(PROGRAM, tmp_path, dtype, str(capability)))
-    assert len(built) == 13
+    assert len(built) == 6
     for kernel in built:
         assert kernel["binary"] > 0
         assert kernel["shared"] <= SHARED, kernel

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import toma_core.kernels.dispatch
 from tests.toma_core.kernels.cases import DEVICE, Case
 from toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, decide, plan_for, reduce, restore
-from toma_core.kernels import Kernels
 from toma_core.kernels.dispatch import Choice, Dispatch, KernelName, NoTriton
 from toma_core.merge import MergePlan, unmerge
 from toma_core.reasons import Message
@@ -30,14 +28,9 @@ def evaluation(given: Choice | None = None, **settings: Any) -> Evaluation:
     return Evaluation(RunState(Schedule(config), dispatch=Dispatch(given)), StepPlan(0, StepMode.MERGED, 0.5, 0, 0))
 
 
-def on(kernels: Kernels | None, **settings: Any) -> Evaluation:
+def on(kernels: Any, **settings: Any) -> Evaluation:
     """With these kernels, or none, whatever the device."""
     return evaluation(Choice(kernels, None if kernels else NoTriton.NO_CUDA()), **settings)
-
-
-def predicted(where: Evaluation) -> Evaluation:
-    """With a picture of the case's tokens."""
-    return replace(where, pictures=(CASE.tokens().unflatten(1, GRID).movedim(-1, 1),))
 
 
 def plan_of(x: torch.Tensor, where: Evaluation, scope: str = "a") -> MergePlan:
@@ -77,7 +70,7 @@ def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     ("case", "reason"),
     [
         (Case(6, 10, 4, 0.5, 24, torch.float64), NoTriton.DTYPE(dtype="float64")),
-        (Case(17, 17, 17, 0.5, 8), NoTriton.LARGE_WINDOWS(tokens=289, most=256)),
+        (Case(17, 17, 17, 0.5, 8), NoTriton.LARGE_WINDOWS(tokens=289, most=128)),
     ],
     ids=["dtype", "window"],
 )
@@ -110,7 +103,7 @@ def test_what_is_found_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert Dispatch().choose(on_a_gpu(), *CASE.layout()).reason == NoTriton.OLD_GPU(least="8.0")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         layout = Case(17, 17, 17, 0.5, 8).layout()
-        assert Dispatch().choose(on_a_gpu(), *layout).reason == NoTriton.LARGE_WINDOWS(tokens=289, most=256)
+        assert Dispatch().choose(on_a_gpu(), *layout).reason == NoTriton.LARGE_WINDOWS(tokens=289, most=128)
     monkeypatch.setitem(sys.modules, "toma_core.kernels.triton", None)
     assert Dispatch().choose(on_a_gpu(), *CASE.layout()).reason == NoTriton.NOT_INSTALLED()
 
@@ -172,34 +165,6 @@ class TestFirstUse:
             torch.testing.assert_close(dispatch.dequantize(packed), x, rtol=0, atol=0.3)
         assert len(used) == (0 if fails else 1 if fails is False else 3)
 
-    @pytest.mark.parametrize("fails", [True, False])
-    def test_budgets_fall_back_alone(
-        self, fails: bool, kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """Where they fail or are off: the plan is PyTorch's budget, with all else as it was."""
-        theirs = plan_of(CASE.tokens(), predicted(on(None, similarity_from="prediction")))
-        own = type(kernels).allocate
-
-        def wrong(*args: Any) -> Any:
-            if fails:
-                raise RuntimeError("no")
-            budget = own(*args)
-            return replace(budget, compact=budget.compact.flip(1))
-
-        assert torch.equal(
-            plan_of(CASE.tokens(), predicted(evaluation(similarity_from="prediction"))).budget.valid,
-            theirs.budget.valid,
-        )
-        toma_core.kernels.dispatch._trials.clear()
-        monkeypatch.setattr(type(kernels), "allocate", wrong)
-        with caplog.at_level(logging.WARNING):
-            for _ in range(2):
-                where = predicted(evaluation(similarity_from="prediction"))
-                ours = plan_of(CASE.tokens(), where)
-        assert where.run.stats.kernels == {KernelName.KERNEL(name="triton")}
-        assert torch.equal(ours.dest_slots, theirs.dest_slots)
-        assert len([r for r in caplog.records if "plain PyTorch instead" in r.getMessage()]) == 1
-
     def test_no_memory_is_no_reason_to_fall_back(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*args: Any) -> None:
             raise torch.OutOfMemoryError
@@ -213,7 +178,7 @@ class TestFirstUse:
     ) -> None:
         """Moved windows, other ratios, weights alone, detail: and once in a process. It is said before, once."""
         made = []
-        for name in ("select_weigh", "weigh", "merge", "unmerge_residual", "unmerge_residual_cached"):
+        for name in ("select_weigh", "weigh", "merge", "unmerge_residual"):
             method = getattr(type(kernels), name)
             monkeypatch.setattr(
                 type(kernels), name, lambda *a, name=name, method=method: made.append(name) or method(*a)
@@ -229,8 +194,8 @@ class TestFirstUse:
                 made.clear()
                 with caplog.at_level(logging.INFO):
                     plan_for(x, (8, 8), "a", Evaluation(run, decide(run, sigma)))
-                tried.append(sorted({"merge", "unmerge_residual", "unmerge_residual_cached"} & set(made)))
-            assert tried == [["merge", "unmerge_residual", "unmerge_residual_cached"] if turn == 0 else [], *[[]] * 7]
+                tried.append(sorted({"merge", "unmerge_residual"} & set(made)))
+            assert tried == [["merge", "unmerge_residual"] if turn == 0 else [], *[[]] * 7]
             assert run.stats.kernels == {KernelName.KERNEL(name="triton")}
         assert len(toma_core.kernels.dispatch._trials) == 2
         said = [record.getMessage() for record in caplog.records if "making its GPU kernels" in record.getMessage()]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.toma_core.kernels.cases import DEVICE, Case, each
-from toma_core.budget import AdaptiveBudget
 from toma_core.cache import unmerge_residual_cached
 from toma_core.config import WindowShape
 from toma_core.merge import MergePlan, merge, stacked, unmerge, unmerge_residual
+from toma_core.windows import Budget
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 
@@ -99,59 +99,6 @@ def test_restore(case: Case, kernels: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip((out, reduced, x), kept, strict=True)), "inputs are left alone"
 
 
-def reused(case: Case, plan: MergePlan, share: float) -> tuple[Tensor, ...]:
-    """out, reduced, x, kept and destinations: destinations show so much of what is kept, and a little of their own."""
-    x, kept, reduced = case.tokens(), normal(case, plan.tokens, 3), normal(case, plan.num_destinations, 2)
-    generator = torch.Generator(DEVICE).manual_seed(5)
-    shown = (
-        torch.rand(case.batch, plan.tokens, device=DEVICE, generator=generator)
-        .argsort(1)[:, : plan.num_destinations]
-        .sort(1)
-    )
-    old = kept.gather(1, shown.values[..., None].expand(-1, -1, case.channels))
-    return reduced + share * old + 0.1 * normal(case, plan.num_destinations, 4), reduced, x, kept, shown.values
-
-
-@pytest.mark.parametrize("share", [0.6, -1.0, 2.0])
-@each(*CASES)
-def test_reuse(case: Case, share: float, kernels: Any) -> None:
-    plan = random_plan(case)
-    out, reduced, x, kept, destinations = given = reused(case, plan, share)
-    before = [t.clone() for t in given]
-    actual = kernels.unmerge_residual_cached(*given, plan.unmerge_weights, plan.windows, plan.budget, 0.5)
-    fresh = out.float() - reduced.float()
-    old = kept.float().gather(1, destinations[..., None].expand(-1, -1, case.channels))
-    still = ((fresh * old).sum((1, 2), True) / (old * old).sum((1, 2), True)).clamp(0, 1)
-    change = (1 - 0.5 * still) * (fresh - still * old)
-    check(actual, x.float() + still * kept.float() + unmerge(change, in_fp32(plan)), case.dtype, 4)
-    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True)), "inputs are left alone"
-
-
-@each(Case(5, 7, 4, 0.5, 40, HALF, batch=2), Case(9, 31, 8, 0.25, 300, FULL))
-def test_reuse_of_nothing_is_merging(case: Case, kernels: Any) -> None:
-    """Zeros are no reason to divide by them."""
-    plan = random_plan(case)
-    out, reduced, x, kept, destinations = reused(case, plan, 1.0)
-    layout = (plan.unmerge_weights, plan.windows, plan.budget)
-    plain = kernels.unmerge_residual(out, reduced, x, *layout)
-    assert torch.equal(kernels.unmerge_residual_cached(out, reduced, x, 0 * kept, destinations, *layout, 0.5), plain)
-
-
-@each(Case(40, 120, 8, 0.1, 20, FULL, batch=2))
-def test_agreement_of_more_destinations_than_parts(case: Case, kernels: Any) -> None:
-    """Parts of several rounds, the last ones short or empty."""
-    from toma_core.kernels.triton.agreement import agreement, parts_of
-
-    plan = random_plan(case)
-    out, reduced, _, kept, destinations = reused(case, plan, 0.5)
-    assert plan.num_destinations > 16 * parts_of(plan.num_destinations)
-    given = out, reduced, kept, destinations
-    sums = agreement(*given)(*given)
-    old = kept.gather(1, destinations[..., None].expand(-1, -1, case.channels))
-    expected = torch.stack([((out - reduced) * old).sum((1, 2)), old.square().sum((1, 2))], 1)
-    torch.testing.assert_close(sums.sum(2), expected)
-
-
 @each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
 def test_a_block_that_adds_nothing_changes_nothing(case: Case, kernels: Any) -> None:
     plan, x = random_plan(case), case.tokens()
@@ -177,12 +124,8 @@ def test_any_strides(case: Case, kernels: Any) -> None:
     def apart(t: Tensor) -> Tensor:
         return t.transpose(1, 2).contiguous().transpose(1, 2)
 
-    again = reused(case, plan, 0.6)
-    moved = kernels.unmerge_residual_cached(*again, plan.unmerge_weights, *layout, 0.5)
     for view in (between, apart):
         assert not view(x).is_contiguous()
-        parts = (*map(view, again[:4]), again[4])
-        assert torch.equal(kernels.unmerge_residual_cached(*parts, plan.unmerge_weights, *layout, 0.5), moved)
         assert torch.equal(kernels.merge(view(x), plan.merge_weights, *layout), merged)
         parts = view(out), view(reduced), view(x)
         assert torch.equal(kernels.unmerge_residual(*parts, plan.unmerge_weights, *layout), restored)
@@ -212,16 +155,6 @@ def test_refused(case: Case, kernels: Any) -> None:
         kernels.unmerge_residual(out, out[:, 1:], x, plan.unmerge_weights, plan.windows, plan.budget)
     with pytest.raises(ValueError, match="expected tokens"):
         kernels.unmerge_residual(out, out, x[:, 1:], plan.unmerge_weights, plan.windows, plan.budget)
-    layout = (plan.unmerge_weights, plan.windows, plan.budget)
-    whole = reused(case, plan, 0.5)
-    for short in range(4):
-        cut = (t[:, 1:] if place == short else t for place, t in enumerate(whole))
-        with pytest.raises(ValueError, match="expected tokens"):
-            kernels.unmerge_residual_cached(*cut, *layout, 0.5)
-    with pytest.raises(ValueError, match="expected destinations"):
-        kernels.unmerge_residual_cached(*whole[:4], whole[4][:, 1:], *layout, 0.5)
-    with pytest.raises(ValueError, match="does not fit a batch of 3"):
-        kernels.unmerge_residual_cached(*whole[:4], whole[4][:2], *layout, 0.5)
     with pytest.raises(ValueError, match="expected tokens"):
         kernels.merge(x[:, 1:], plan.merge_weights, plan.windows, plan.budget)
     with pytest.raises(ValueError, match="expected tokens"):
@@ -275,8 +208,8 @@ def test_budgets_of_their_own_share_launches(case: Case, kernels: Any) -> None:
     x = case.tokens()
     # The same windows, where other numbers are kept.
     budget = second.budget
-    assert isinstance(budget, AdaptiveBudget)
-    other = AdaptiveBudget(budget.counts, budget.compact.flip(0), budget.expand.flip(0), budget.valid.flip(0))
+    assert budget.adaptive
+    other = Budget(budget.counts, budget.compact.flip(0), budget.expand.flip(0), budget.valid.flip(0))
     second = MergePlan(
         first.windows, other, second.dest_slots, second.merge_weights.flip(0), second.unmerge_weights.flip(0)
     )

@@ -33,12 +33,9 @@ CASES = (
     # Nearly every token stays: 61 of 64, 81 of 90.
     Case(9, 8, 8, 0.05, 40, HALF),
     Case(9, 10, 16, 0.1, 24, BRAIN),
-    # More than 128 tokens in a window: the similarity goes through global memory.
-    Case(12, 11, 16, 0.9, 40, FULL),
-    Case(17, 12, 16, 0.9, 77, HALF),
-    Case(16, 16, 16, 0.95, 64, BRAIN),
+    Case(12, 10, 16, 0.9, 77, HALF),
     Case(13, 19, 8, 0.75, 24, FULL, batch=3, adaptive=True),
-    Case(16, 30, 16, 0.9, 24, FULL, batch=2, adaptive=True),
+    Case(11, 22, 11, 0.9, 24, FULL, batch=2, adaptive=True),
 )
 
 
@@ -122,7 +119,7 @@ def test_select_and_weigh(case: Case, kernels: Any) -> None:
     assert decided >= 0.75 * case.batch * len(budget.counts)
 
 
-@each(Case(5, 10, 5, 0.5, 24, FULL), Case(16, 24, 8, 0.5, 40, FULL, batch=2), Case(13, 12, 16, 0.7, 24, FULL))
+@each(Case(5, 10, 5, 0.5, 24, FULL), Case(16, 24, 8, 0.5, 40, FULL, batch=2), Case(11, 11, 11, 0.7, 24, FULL))
 def test_ties_fall_by_place(case: Case, kernels: Any) -> None:
     """Of mutual neighbours the first, as in plain PyTorch and in the textbook's loops, and however features round: on
     the chip and, in a window of 156 tokens, in tiles."""
@@ -185,7 +182,7 @@ def test_any_strides(case: Case, kernels: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
-@each(Case(7, 9, 4, 0.5, 16, FULL), Case(12, 11, 16, 0.9, 16, HALF))
+@each(Case(7, 9, 4, 0.5, 16, FULL), Case(12, 10, 16, 0.9, 16, HALF))
 def test_ties_go_to_the_lowest_slot(case: Case, value: float, kernels: Any) -> None:
     """Equal tokens, or tokens without any direction: the first slots of each window, weighed equally."""
     x, (windows, budget) = torch.full_like(case.tokens(), value), case.layout()
@@ -196,7 +193,7 @@ def test_ties_go_to_the_lowest_slot(case: Case, value: float, kernels: Any) -> N
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@each(Case(7, 9, 4, 0.5, 16, FULL), Case(12, 11, 16, 0.9, 16, HALF))
+@each(Case(7, 9, 4, 0.5, 16, FULL), Case(12, 10, 16, 0.9, 16, HALF))
 def test_broken_tokens_cannot_point_outside(case: Case, value: float, kernels: Any) -> None:
     """A model that computed NaN gives a spoiled picture, never a wild address."""
     x, (windows, budget) = case.tokens(), case.layout()
@@ -206,7 +203,7 @@ def test_broken_tokens_cannot_point_outside(case: Case, value: float, kernels: A
 
 def test_refused(kernels: Any) -> None:
     case = Case(17, 16, 17, 0.5, 8)
-    with pytest.raises(ValueError, match="at most 256 tokens"):
+    with pytest.raises(ValueError, match="at most 128 tokens"):
         kernels.select_weigh(case.tokens(), *case.layout(), SCALE)
     case = Case(4, 4, 4, 0.5, 8)
     dest_slots = torch.zeros(2, 1, 8, dtype=torch.int64, device=DEVICE)
@@ -218,8 +215,7 @@ def test_refused(kernels: Any) -> None:
 @each(
     Case(64, 64, 8, 0.5, 640, HALF, batch=2),
     Case(104, 152, 8, 0.5, 640, BRAIN, batch=4),
-    Case(64, 64, 16, 0.5, 3072, BRAIN),
-    Case(52, 76, 16, 0.25, 1280, HALF, batch=3),
+    Case(66, 66, 11, 0.5, 3072, BRAIN),
     Case(64, 64, 8, 0.5, 64, BRAIN, batch=2, adaptive=True),
 )
 def test_full_size(case: Case, kernels: Any) -> None:
