@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -125,3 +126,48 @@ def test_keys_are_reckoned_as_wide_as_they_are(model_of: Any, stats_of: Any, mon
     monkeypatch.setattr(run, "reserved", lambda m, n: asked.append(n) or reserved(m, n))
     sampled(merged, steps=4)
     assert asked == [stats_of(merged).cache_bytes]
+
+
+def in_int8(model: Any) -> Any:
+    """The model as ComfyUI loads it from a checkpoint in int8: the linear layers of its blocks have a scale a row."""
+    import comfy.sd
+
+    found: dict[str, Tensor] = {}
+    for key, value in model.model.diffusion_model.state_dict().items():
+        found[key] = value.clone()
+        if not key.startswith("blocks.") or value.ndim != 2 or "adaln" in key:
+            continue
+        scale = value.abs().amax(1, keepdim=True) / 127
+        told = torch.tensor(list(json.dumps({"format": "int8_tensorwise"}).encode()), dtype=torch.uint8)
+        stem = key.removesuffix(".weight")
+        found |= {key: (value / scale).round().to(torch.int8), f"{stem}.weight_scale": scale}
+        found[f"{stem}.comfy_quant"] = told
+    loaded = comfy.sd.load_diffusion_model_state_dict(found, model_options={"dtype": torch.float32})
+    assert "Quantized" in type(loaded.model.diffusion_model.blocks[0].mlp.fc1.weight.data).__name__
+    return loaded
+
+
+def test_int8_weights_and_a_lora(stats_of: Any) -> None:
+    """As the template has them: a checkpoint in int8, and a LoRA on top that makes it fast."""
+    import comfy.sd
+
+    plain = models.h3()
+    model = in_int8(plain)
+    near = errors(sampled(model), sampled(plain))
+    assert 0 < near[0] < 0.1
+    lora = {}
+    for name, weight in plain.model.diffusion_model.named_parameters():
+        if name.startswith("blocks.") and name.endswith((".fc1.weight", ".qkv_proj.weight")):
+            stem = f"diffusion_model.{name.removesuffix('.weight')}"
+            lora[f"{stem}.lora_up.weight"] = 0.3 * noise(weight.shape[0], 2)
+            lora[f"{stem}.lora_down.weight"] = noise(2, weight.shape[1]) / weight.shape[1] ** 0.5
+    fast, _ = comfy.sd.load_lora_for_models(model, None, lora, 1.0, 0.0)
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(fast, preset("balanced"))
+    asked = {"steps": 8, "sampler": "res_multistep"}
+    own, found = sampled(fast, **asked), sampled(merged, **asked)
+    assert not torch.equal(own[0], sampled(model, **asked)[0])
+    video, audio = errors(found, own)
+    assert 0 < audio < video < 0.1
+    assert len(stats_of(merged).merged_steps) == 5
+    assert stats_of(merged).unmerged == {}
+    assert all(map(torch.equal, sampled(fast, **asked), own))
