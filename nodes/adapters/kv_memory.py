@@ -101,8 +101,10 @@ def memory_left(guider: Any, shape: Sequence[int]) -> float:
     activations, _ = estimate_memory(SimpleNamespace(model=as_run), shape, guider.conds)
     loaded, controls = get_additional_models(guider.conds, model.model_dtype())
     loaded += [*get_additional_models_from_model_options(options), *model.get_nested_additional_models()]
-    here = {m for m in (model, *loaded, *model.model_patches_models()) if m.load_device == model.load_device}
-    weights = sum(m.model_size() for m in here)
+    # A guider may have a model of its own for the negative prompt. Clones share their weights.
+    loaded += [model, *model.model_patches_models(), *(m for m in vars(guider).values() if isinstance(m, ModelPatcher))]
+    here = {id(getattr(m, "model", m)): m for m in loaded if m.load_device == model.load_device}
+    weights = sum(m.model_size() for m in here.values())
     reserved = max(
         model_management.minimum_inference_memory(),
         activations + controls + model_management.extra_reserved_memory(),

@@ -125,6 +125,17 @@ def test_what_is_loaded_with_the_model_counts(model_of: Any) -> None:
     assert alone - left(model, control=control) == pytest.approx(1.1 * other.model_size() + more)
 
 
+def test_a_model_for_the_negative_prompt_counts(model_of: Any) -> None:
+    """As `Guider_DualModel` holds one; a clone has no weights of its own."""
+    memory_left, model = pack_module("nodes.adapters.kv_memory").memory_left, model_of("flux")
+    guider, other = guider_of(model), model_of("unet")
+    alone = memory_left(guider, SHAPE)
+    guider.uncond_model_patcher = model.clone()
+    assert memory_left(guider, SHAPE) == alone
+    guider.uncond_model_patcher = other
+    assert alone - memory_left(guider, SHAPE) == pytest.approx(1.1 * other.model_size())
+
+
 @loop("dtype", ["fp32", "bf16"])
 def test_the_dtype_is_that_of_the_run(dtype: str, stats_of: Any, kept: list[Any]) -> None:
     """ModelComputeDtype patches the model only when it is loaded: the first run must ask for as much as the second."""
