@@ -155,7 +155,10 @@ class Page:
         """A picture that a node shows, kept as a file. document: it belongs to the documentation."""
         path = self._path(name, document=document)
         path.write_bytes(self.server.view(image))
-        return Image.open(path)
+        shown = Image.open(path)
+        shown.load()
+        _made_small(path)
+        return shown
 
     def photograph(self, name: str, node_ids: list[int], *, document: bool = False) -> Path:
         """A picture of these nodes, as large as they are. document: it belongs to the documentation."""
@@ -179,6 +182,7 @@ class Page:
         path = self._path(name, document=document)
         clip = {"x": 280, "y": 135, "width": area[0] + 40, "height": area[1] + 50}
         self.tab.screenshot(path=str(path), clip=clip)
+        _made_small(path)
         return path
 
     def _path(self, name: str, *, document: bool) -> Path:
@@ -187,6 +191,12 @@ class Page:
         path = ROOT / "docs" / "images" / f"{name}.png" if write else SCREENSHOTS / f"{name}-{self.renderer}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
+
+
+def _made_small(path: Path) -> None:
+    """Pictures of the documentation have 256 colours: less than half of the bytes."""
+    if path.parent != SCREENSHOTS:
+        Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
 
 
 @pytest.fixture(scope="session")
