@@ -46,7 +46,7 @@ def decide(
         falling = given if not run.schedule.rises else 1 / max(given, 1e-9)
         level = run.schedule.step_at(given) if by_sigma else plan.step
         mode = run.cache.resolve_mode(
-            plan, falling, level, signatures or {}, run.config.full_step_interval, merges_plainly(run)
+            plan, falling, level, signatures or {}, run.schedule.cache_steps, merges_plainly(run)
         )
         if mode is StepMode.REFRESH and plan.mode is not mode:
             run.stats.full_because(plan.step, Reason.NOT_CACHED())

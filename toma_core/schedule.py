@@ -17,6 +17,9 @@ from .reasons import Message, Reason
 # From high noise to low: (sigma, ratio of every block above it); the last holds for all below too.
 RatioSchedule = tuple[tuple[float, Mapping[str, float]], ...]
 
+# A run begins flat if it has at most so many steps and its first two lower the noise level by less than this share.
+_FLAT_STEPS, _FLAT_SHARE = 8, 0.015
+
 # The generation of plans that are made once a run; even, so that windows are not shifted.
 LASTING = 1 << 40
 
@@ -128,6 +131,28 @@ class Schedule:
         return self.continues_run and len(self.sigmas) == 2 and config.full_step_interval > 2 and config.kv_cache
 
     @cached_property
+    def _begins_flat(self) -> bool:
+        """Whether a short run begins with steps that hardly lower the noise level, as distilled LTX models do. Caches
+        last through them, and full steps gain more at the end: a third of the error for the same work
+        (benchmarks/results/fidelity/trials.md)."""
+        sigmas = self.sigmas
+        if not (self.finishes and self.config.uses_cache and 2 < len(sigmas) <= _FLAT_STEPS) or self.ratio_schedule:
+            return False
+        return self.span == (0, len(sigmas) - 1) and 0 <= sigmas[0] - sigmas[2] < _FLAT_SHARE * sigmas[0]
+
+    @property
+    def cache_steps(self) -> int:
+        """The number of steps that caches serve."""
+        return len(self.sigmas) if self._begins_flat else self.config.full_step_interval
+
+    def _is_full(self, step: int, age: int) -> bool:
+        """Return whether a step is full by the interval. In runs that begin flat as many steps are, but the last."""
+        every, last = self.config.full_step_interval, len(self.sigmas) - 1
+        if not self._begins_flat:
+            return age % every == 0
+        return step == 0 or step >= last - len(range(every, last, every))
+
+    @cached_property
     def kinds(self) -> tuple[StepPlan, ...]:
         """A step plan for each ratio and parity of selection that merged steps of this run have."""
         plans = [plan for step, sigma in enumerate(self.sigmas) if (plan := self.decide(sigma, step)).ratio]
@@ -185,7 +210,7 @@ class Schedule:
         age = max(0, step - self.span[0])
         # The first step decides the composition, and no later step can mend seams of the last: both are full.
         counted = bool(config.full_step_interval and self.sigmas)
-        full = counted and age % config.full_step_interval == 0
+        full = counted and self._is_full(step, age)
         final = counted and self.finishes and step == len(self.sigmas) - 1 and not self._merges_last
         generations = age // config.selection_interval, age // config.weight_interval
         plan = StepPlan(step, StepMode.FULL, 0.0, *generations)

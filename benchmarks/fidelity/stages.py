@@ -46,10 +46,11 @@ FIRST = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0)
 SECOND = (0.85, 0.725, 0.4219, 0.0)
 THREE = ("FCC", "FCC 0.25", "FFC", "PFF", "PFF 0.25", "LFF", "PFC", "PPF")
 FOUR = ("FCFF", "FFCF", "FCFC", "FCCC")
-EIGHT = ("FCCCCFCF", "FCCCCCFF", "FFCCCCCF", "FCCFCCCF", "FCCCCCCF", "FCCCFCCC")
+EIGHT = ("FCCCFCCF", "FCFCFCFF", "FCCCCCFF", "FCCCCCCF", "FCCCFFFF", "FCCCCFFF")
 SHAPES = {
     # LTX: 8 steps at half size, then three at full size.
     "first stage": Shape(FIRST, 8, EIGHT, half=True),
+    "first stage at full size": Shape(FIRST, 8, EIGHT),
     "second stage": Shape(SECOND, 4, THREE, continues=True),
     # MiniMax H3.
     "4 steps": Shape(4, 4, FOUR, sampler="res_multistep"),
@@ -75,6 +76,7 @@ def forced(patch: Patch, pattern: str, picture: Tensor) -> Patch:
     def running(module: Any) -> dict[str, Any]:
         class Run(module.SamplingRun):  # type: ignore[name-defined, misc]
             awaits_prediction = False
+            prediction: Any
 
             def next(self, timestep: Tensor) -> None:
                 if self.prediction is None and pattern[0] == "L":
@@ -88,16 +90,18 @@ def forced(patch: Patch, pattern: str, picture: Tensor) -> Patch:
 
 
 def settings(shape: Shape, picture: Tensor) -> dict[str, Setting]:
-    """Name -> setting. `balanced` and `quality` are FCF, FCCF and FCCCFCCF, FCFCFCFF; with three steps both are FCF."""
+    """Name -> setting. By intervals `balanced` is FCCF and FCCCFCCF, `quality` FCFF and FCFCFCFF; both are FCF in three
+    steps. In the first stage, which begins flat, they are FCCCCCFF and FCCCFFFF."""
 
-    def preset(name: str, ratio: float = 0.5) -> Patch:
-        return variants.preset(name, min_tokens=16, ratio=ratio).patch
+    def preset(name: str, ratio: float = 0.5, **given: Any) -> Patch:
+        return variants.preset(name, min_tokens=16, ratio=ratio, **given).patch
 
     found = {f"preset: {name}": Setting(preset(name)) for name in ("quality", "balanced")}
     found |= {f"preset: balanced at {ratio:g}": Setting(preset("balanced", ratio)) for ratio in (0.25, 0.6, 0.75)}
     for name in shape.patterns:
         pattern, _, ratio = name.partition(" ")
-        found[name] = Setting(forced(preset("balanced", float(ratio or 0.5)), pattern, picture))
+        lasting = preset("balanced", float(ratio or 0.5), full_step_interval=shape.steps)  # caches are old by it
+        found[name] = Setting(forced(lasting, pattern, picture))
     found["rival: a step less"] = Setting(lambda model: model, 1 - 1 / shape.steps)
     return found
 

@@ -129,6 +129,29 @@ def test_last_step_is_whole_if_the_picture_is_finished() -> None:
     assert [step for step, d in enumerate(ten_steps(config)) if not d.merged_ratio] == [0, 4, 8]
 
 
+LTX = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
+
+
+@pytest.mark.parametrize(("every", "full"), [(4, [0, 6, 7]), (2, [0, 4, 5, 6, 7])])
+def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[int]) -> None:
+    """As many as elsewhere; caches last until then."""
+    config = ToMAConfig(full_step_interval=every)
+
+    def full_steps(sigmas: tuple[float, ...], **given: Any) -> list[int]:
+        plans = [Schedule(config, sigmas, **given).decide(sigma) for sigma in sigmas]
+        return [plan.step for plan in plans if not plan.merged_ratio]
+
+    assert full_steps(LTX, finishes=True) == full
+    assert Schedule(config, LTX, finishes=True).cache_steps == 8
+    by_interval = sorted({*range(0, 8, every), 7})
+    even = tuple(3 * t / (1 + 2 * t) for t in (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125))
+    assert full_steps(even, finishes=True) == by_interval
+    assert full_steps((1.0, 0.999, *LTX[1:]), finishes=True) == sorted({*range(0, 9, every), 8})
+    assert full_steps(LTX) == list(range(0, 8, every)), "another run goes on from here"
+    assert full_steps(LTX, finishes=True, sigma_start=0.99) != full
+    assert Schedule(config, even, finishes=True).cache_steps == every
+
+
 def test_whole_steps_keep_detail_if_it_is_reused() -> None:
     """The same steps run whole, with the ratio that their plans are made for."""
     settings: dict[str, Any] = {"ratio": 0.75, "full_step_interval": 3}

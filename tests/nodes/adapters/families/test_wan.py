@@ -200,6 +200,20 @@ def test_presets_where_two_models_take_two_steps_each(
     assert [stats_of(m).without_kv_cache for m in merged] == [None, None]
 
 
+@pytest.mark.parametrize(("name", "steps"), [("balanced", [1, 2, 3, 4, 5]), ("quality", [1, 2, 3])])
+def test_presets_where_a_run_begins_flat(name: str, steps: list[int], wan: Any, stats_of: Any) -> None:
+    """The sigmas of LTX's first stage: caches of the first step last until the noise level falls."""
+    settings = pack_module("toma_core").Settings(name, {"min_tokens": 4})
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(wan, settings)
+    sigmas = torch.tensor([1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0])
+    for sampler in ("euler", "res_multistep"):
+        models.sample(merged, HEIGHT, WIDTH, frames=3, steps=8, cfg=3.0, sigmas=sigmas, sampler=sampler)
+        assert sorted(stats_of(merged).merged_steps) == steps
+        assert list(stats_of(merged).full_by) == [
+            Reason.SETTING(setting="full_step_interval", value=4 if name == "balanced" else 2)
+        ]
+
+
 def test_two_models_one_after_the_other(wan: Any, attach: Any, stats_of: Any, no_state_left: None) -> None:
     """Wan 2.2 14B: one model at high noise, another at low noise, each with settings of its own."""
     low = models.wan(seed=1)
