@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from typing import Any
@@ -24,6 +25,8 @@ def facts(device: torch.device) -> dict[str, Any]:
     backends = kitchen.list_backends() if kitchen is not None else {}
     told: dict[str, Any] = {
         "cpus": os.cpu_count(),
+        # Triton builds its launcher with it; without one its kernels do not run.
+        "C compiler": next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "none"),
         "attentions": " ".join(attention.REGISTERED_ATTENTION_FUNCTIONS),
         "comfy-kitchen": " ".join(name for name, of in backends.items() if of.get("available")),
         "host us of a small add": round(_small_add(device) * 1e6, 2),
