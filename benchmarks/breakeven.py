@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bench, without_caches
+from benchmarks import bench, stand_ins
 from benchmarks.bench import Row, Timing
 from scripts.comfy_pack import pack_module
 
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=0.5)
     parser.add_argument("--batch", type=int, default=2)
     args = parser.parse_args()
-    without_caches.prepare()
+    stand_ins.prepare()
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
     told = bench.conditions(dtype=args.dtype, repeats=args.repeats)
     rows = [

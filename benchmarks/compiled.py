@@ -10,7 +10,7 @@ attention (ComfyUI's own for CPUs breaks graphs), fp32, wall clock. The first ru
 
 from __future__ import annotations
 
-from benchmarks import bench, forward, models, variants, without_caches
+from benchmarks import bench, forward, models, stand_ins, variants
 from benchmarks.bench import Row
 from benchmarks.fullsize import Shape
 
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="*", choices=["sdxl", "flux"], default=["sdxl", "flux"])
     parser.add_argument("--backend", default="inductor", help="of torch.compile; eager: to see that it runs")
     args = parser.parse_args()
-    without_caches.prepare(own_attention=False)
+    stand_ins.prepare(own_attention=False)
     device = bench.device_here()
     told = bench.conditions(dtype="float32", repeats=args.repeats, backend=args.backend, blocks="whole depth, narrow")
     bench.say(", ".join(f"{key}: {value}" for key, value in told.items()))

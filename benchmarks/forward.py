@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bench, cost, fullsize, variants, without_caches
+from benchmarks import bench, cost, fullsize, stand_ins, variants
 from benchmarks.bench import Row
 from benchmarks.full_model import WHOLE
 from benchmarks.fullsize import Shape
@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="say which operations take the time of the last variant")
     args = parser.parse_args()
 
-    without_caches.prepare(own_attention=args.attention == "comfyui")
+    stand_ins.prepare(own_attention=args.attention == "comfyui")
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
     told = bench.conditions(dtype=args.dtype, repeats=args.repeats)
     bench.say(", ".join(f"{key}: {value}" for key, value in told.items()))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bench, offline, without_caches
+from benchmarks import bench, offline, stand_ins
 from scripts.comfy_pack import pack_module
 
 RESULTS = "hosttime"
@@ -106,7 +106,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
     torch.set_num_threads(1)
-    without_caches.prepare(own_attention=False)
+    stand_ins.prepare(own_attention=False)
     told = bench.conditions(dtype="float32", repeats=args.repeats, triton=__import__("triton").__version__)
     rows = measure(args.repeats)
     print(", ".join(f"{key}: {value}" for key, value in told.items()))

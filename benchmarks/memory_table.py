@@ -17,9 +17,10 @@ from unittest import mock
 
 import torch
 
-from benchmarks import bench, without_caches
+from benchmarks import bench, stand_ins
+from benchmarks.counted import markdown
 from benchmarks.fullsize import Shape, patcher
-from benchmarks.performance import filled, markdown
+from benchmarks.performance import filled
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
 
@@ -147,7 +148,7 @@ def rows(cases: Sequence[Case]) -> Iterator[list[str]]:
 
 def main() -> None:
     """Count and write."""
-    without_caches.prepare(own_attention=False)
+    stand_ins.prepare(own_attention=False)
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), {TABLE: table}), encoding="utf-8")
     bench.say(f"{TABLE}: written to {PAGE}")
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bench, without_caches
+from benchmarks import bench, stand_ins
 from benchmarks.bench import Row, Timing
 from benchmarks.selectors import facility_location
 from scripts.comfy_pack import pack_module
@@ -324,7 +324,7 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=0.5)
     parser.add_argument("--batch", type=int, default=1)
     args = parser.parse_args()
-    without_caches.prepare()
+    stand_ins.prepare()
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
     limits = Limits.measured(dtype, device)
     told = bench.conditions(

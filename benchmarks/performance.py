@@ -7,7 +7,6 @@ and measured speed-ups from the committed results of `benchmarks.suite`.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,223 +15,33 @@ from typing import Any
 
 import torch
 
-from benchmarks import bench, cost, variants, without_caches
-from benchmarks.cost import Cost
-from benchmarks.full_model import EDITORS, TITLES
+from benchmarks import bench, cost, stand_ins
+from benchmarks.counted import (
+    RUNS,
+    by_preset,
+    by_toma,
+    ceilings,
+    count,
+    editing,
+    families,
+    figures,
+    markdown,
+    merged_steps,
+    parts,
+    settings_of,
+    sizes_of,
+    templates,
+    videos,
+)
+from benchmarks.full_model import TITLES
 from benchmarks.fullsize import Shape
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE, COUNTS = ROOT / "docs" / "performance.md", RESULTS / "counts.md"
-RATIOS = (0.25, 0.5, 0.75)
-RUNS = (4, 8, 20, 50)
-SIDES = (512, 1024, 2048, 4096)
 # Parts of a step, and what `benchmarks.hosttime` calls them.
 _CALLS = {"merge": "merge", "unmerge": "restore"}
-_ALL = {"skip_first_blocks": 0}
-
-
-def markdown(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
-    """A table."""
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
-@functools.lru_cache
-def _toma(**settings: Any) -> variants.Variant:
-    return variants.toma("", **{"ratio": 0.5, **settings})
-
-
-@functools.lru_cache
-def _preset(name: str, ratio: float = 0.5) -> variants.Variant:
-    return variants.preset(name, ratio=ratio)
-
-
-# Tables share many of their counts.
-count = functools.lru_cache(cost.count)
-
-
-def parts() -> str:
-    """Where the work of one evaluation is."""
-
-    def rows() -> Iterator[list[str]]:
-        for model, modules in (
-            ("sdxl", {"CrossAttention": "attention with its projections", "FeedForward": "feed-forward"}),
-            ("flux", {"DoubleStreamBlock": "19 double blocks", "SingleStreamBlock": "38 single blocks"}),
-        ):
-            whole = cost.count(Shape(model), modules=modules)
-            merged = cost.count(Shape(model), _toma(), modules=modules)
-            for name, part in whole.parts.items():
-                yield [
-                    model,
-                    name,
-                    *_figures(part),
-                    f"{part.flops / whole.flops:.0%}",
-                    _times(part, merged.parts[name]),
-                ]
-            rest = whole.flops - sum(part.flops for part in whole.parts.values())
-            name = "convolutions and the rest" if model == "sdxl" else "the rest"
-            yield [model, name, f"{rest / 1e12:.2f}", "", "", f"{rest / whole.flops:.0%}", ""]
-            yield [model, "all", *_figures(whole), "100%", _times(whole, merged)]
-
-    return markdown(["model", "part", "TFLOP", "GB", "launches", "of FLOPs", "fewer FLOPs at 0.5"], rows())
-
-
-def _figures(counted: Cost) -> list[str]:
-    return [f"{counted.flops / 1e12:.2f}", f"{counted.bytes / 1e9:.1f}", str(counted.launches)]
-
-
-def _times(base: Cost, merged: Cost) -> str:
-    return f"{base.flops / merged.flops:.2f}x"
-
-
-def ceilings() -> str:
-    """The ceiling by size and ratio."""
-
-    def rows() -> Iterator[list[str]]:
-        for model, name, settings in (
-            ("sdxl", "SDXL", {}),
-            ("flux", "Flux, first 5 + 5 blocks skipped", {}),
-            ("flux", "Flux, all blocks", _ALL),
-        ):
-            for side in SIDES:
-                shape = Shape(model, side, side)
-                base = count(shape)
-                merged = [count(shape, _toma(ratio=ratio, **settings)) for ratio in RATIOS]
-                yield [name, f"{side}", f"{base.flops / 1e12:.1f}", *(_times(base, m) for m in merged)]
-
-    return markdown(["model", "side, px", "TFLOP", *(f"ratio {r:g}" for r in RATIOS)], rows())
-
-
-# Videos with sound, at the sizes of ComfyUI's templates: 121 frames are 16 of LTX's latent, 73 are 22 of H3's.
-_SOUND = {
-    "ltx_av": {
-        "640 x 352 x 121": Shape("ltx_av", 352, 640, frames=16),
-        "1280 x 704 x 121": Shape("ltx_av", 704, 1280, frames=16),
-    },
-    "h3": {
-        "864 x 480 x 73": Shape("h3", 480, 864, frames=22),
-        "1344 x 768 x 73": Shape("h3", 768, 1344, frames=22),
-    },
-}
-
-
-def _sizes(model: str) -> list[tuple[str, Shape]]:
-    """What it is made for, and more of it."""
-    if model == "wan":  # 81 frames are 21 of the latent
-        sizes = ((832, 480), (1280, 720))
-        return [(f"{w} x {h} x 81", Shape(model, height=h, width=w, frames=21)) for w, h in sizes]
-    if model in _SOUND:
-        return [(name, shape) for name, shape in _SOUND[model].items()]
-    sides = (1328 if model == "qwen_image" else 1024, 2048)
-    return [(f"{side}", Shape(model, side, side)) for side in sides]
-
-
-def families() -> str:
-    """What merging can save on transformers, all blocks merged and as the balanced preset does it."""
-
-    def rows() -> Iterator[list[str]]:
-        for model in TITLES:
-            for size, shape in _sizes(model) if model != "sdxl" else ():
-                base = count(shape)
-                every = [count(shape, _toma(ratio=ratio, **_ALL), kernels=True) for ratio in (0.5, 0.75)]
-                # Its first step runs whole.
-                balanced = [count(shape, _preset("balanced", ratio), kernels=True, step=1) for ratio in (0.5, 0.75)]
-                plain = count(shape, _toma(**_ALL))
-                yield [
-                    TITLES[model],
-                    size,
-                    f"{shape.tokens} + {shape.whole.text[0]}",
-                    f"{base.flops / 1e12:.0f}",
-                    f"{base.products['attention'] / base.flops:.0%}",
-                    *(_times(base, merged) for merged in (*every, *balanced)),
-                    f"{base.launches}",
-                    *(f"{merged.launches / base.launches - 1:+.1%}" for merged in (every[0], plain)),
-                ]
-
-    head = ["model", "side, px", "image + text", "TFLOP", "in attention", "all blocks, 0.5", "0.75"]
-    head += ["merged step of balanced, 0.5", "0.75", "launches", "added by Triton", "by PyTorch"]
-    return markdown(head, rows())
-
-
-def editing() -> str:
-    """What reference images leave of that, whole and merged."""
-
-    def rows() -> Iterator[list[str]]:
-        for model in EDITORS:
-            for references in (1, 2):
-                shape = Shape(model, references=references)
-                base = count(shape)
-                merged = [
-                    count(shape, _toma(ratio=ratio, merge_references=too, **_ALL), kernels=True)
-                    for too in (False, True)
-                    for ratio in (0.5, 0.75)
-                ]
-                yield [
-                    TITLES[model],
-                    f"{references}",
-                    f"{base.flops / 1e12:.0f}",
-                    *(_times(base, each) for each in merged),
-                    f"{merged[2].launches / base.launches - 1:+.1%}",
-                ]
-
-    head = ["model", "references", "TFLOP", "not merged, 0.5", "0.75", "merged, 0.5", "0.75", "launches added then"]
-    return markdown(head, rows())
-
-
-def videos() -> str:
-    """How cost grows with frames, and what is saved by a merged step of the presets, or by fewer tokens that look at
-    each other alone."""
-
-    def rows() -> Iterator[list[str]]:
-        for width, height, frames in ((832, 480, 1), (832, 480, 5), (832, 480, 21), (1280, 720, 21)):
-            shape = Shape("wan", height=height, width=width, frames=frames)
-            base = count(shape)
-            looking = [_looking(shape, ratio) for ratio in (0.5, 0.75)]
-            merged = [count(shape, _toma(ratio=ratio, **_ALL), kernels=True) for ratio in (0.5, 0.75)]
-            yield [
-                f"{width} x {height} x {4 * frames - 3}",
-                f"{frames * (height // 16) * (width // 16)}",
-                f"{base.flops / 1e12:.0f}",
-                f"{base.products['attention'] / base.flops:.0%}",
-                *(_times(base, each) for each in (*looking, *merged)),
-            ]
-
-    head = ["Wan 14B", "tokens", "TFLOP", "in attention", "presets, 0.5", "0.75"]
-    head += ["fewer tokens, 0.5", "0.75"]
-    return markdown(head, rows())
-
-
-def templates() -> str:
-    """What whole runs of ComfyUI's templates of videos with sound save: sizes and steps one after the other."""
-    half, full = _SOUND["ltx_av"].values()
-    small, large = _SOUND["h3"].values()
-    graphs: dict[str, list[tuple[Shape, int]]] = {
-        "LTX-2.3, 8 steps at 640 x 352": [(half, 8)],
-        "LTX-2.3, then 3 at 1280 x 704": [(full, 3)],
-        "LTX-2.3, both": [(half, 8), (full, 3)],
-        **{f"H3, {n} steps at 864 x 480 x 73": [(small, n)] for n in (4, 8)},
-        **{f"H3, {n} steps at 1344 x 768 x 73": [(large, n)] for n in (4, 8)},
-    }
-
-    def rows() -> Iterator[list[str]]:
-        for name, stages in graphs.items():
-            whole = sum(count(shape).flops * steps for shape, steps in stages)
-            numbers = [len(merged_steps(shape.model, "balanced", steps)) for shape, steps in stages]
-            saved = [
-                sum((count(s).flops - _looking(s, ratio).flops) * n for (s, _), n in zip(stages, numbers, strict=True))
-                for ratio in (0.5, 0.75)
-            ]
-            of = ", ".join(f"{n} of {steps}" for n, (_, steps) in zip(numbers, stages, strict=True))
-            yield [name, of, f"{whole / 1e12:.0f}", *(f"{whole / (whole - each):.2f}x" for each in saved)]
-
-    return markdown(["run", "merged steps", "TFLOP", "balanced, 0.5", "0.75"], rows())
-
-
-def _looking(shape: Shape, ratio: float) -> Cost:
-    """A merged step of the presets, whose blocks look at all tokens."""
-    return count(shape, variants.preset("balanced", ratio=ratio, min_tokens=4), kernels=True, step=1)
 
 
 def overhead() -> str:
@@ -242,11 +51,11 @@ def overhead() -> str:
     def rows() -> Iterator[list[str]]:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
             base = count(Shape(model))
-            for granularity in ("module", "block", "stack"):
+            for granularity in ("block", "stack") if model == "flux" else ("module", "block", "stack"):
                 # By Triton every merge and every unmerge is one launch.
-                fused = count(Shape(model), _toma(granularity=granularity), kernels=True).parts
+                fused = count(Shape(model), by_toma(granularity=granularity), kernels=True).parts
                 for kernels, by in ((True, "Triton"), (False, "PyTorch")):
-                    merged = count(Shape(model), _toma(granularity=granularity), kernels=kernels)
+                    merged = count(Shape(model), by_toma(granularity=granularity), kernels=kernels)
                     added = [merged.parts[part] for part in ("merge", "unmerge")]
                     adds = [host[by][name] * fused[part].launches for part, name in _CALLS.items()]
                     yield [
@@ -278,7 +87,7 @@ def attention() -> str:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
             for side in (1024, 2048):
                 shape = Shape(model, side, side)
-                costs = [count(shape), count(shape, _toma())]
+                costs = [count(shape), count(shape, by_toma())]
                 shares = [each.products["attention"] / each.flops for each in costs]
                 free = (f"{1 / (1 - share):.2f}x" for share in shares)
                 both = f"{costs[0].flops / costs[1].flops / (1 - shares[1]):.2f}x"
@@ -296,27 +105,14 @@ def growth() -> str:
             shapes = [Shape(model, side, side) for side in (512, 1024, 2048, 4096)]
             shapes += [Shape(model, batch=batch) for batch in (2, 4, 8)]
             for shape in shapes:
-                base, merged = count(shape), count(shape, _toma())
+                base, merged = count(shape), count(shape, by_toma())
                 attention = base.products["attention"] / base.flops
-                yield [model, shape.size, str(shape.batch), *_figures(base), f"{attention:.0%}", *_figures(merged)]
+                yield [model, shape.size, str(shape.batch), *figures(base), f"{attention:.0%}", *figures(merged)]
 
     head = ["model", "size", "batch", "TFLOP", "GB", "launches", "of FLOPs in QK^T and AV", "TFLOP at 0.5"]
     return markdown([*head, "GB at 0.5", "launches at 0.5"], rows())
 
 
-def _settings(model: str, preset: str) -> Any:
-    family = "families.unet" if model == "sdxl" else "family"  # all transformers have the same presets
-    return pack_module("toma_core").Settings(preset).resolved(pack_module(f"nodes.adapters.{family}").PRESETS)
-
-
-def merged_steps(model: str, preset: str, steps: int) -> list[int]:
-    """The steps, of so many, that a preset merges."""
-    sigmas = tuple(float(steps - step) for step in range(steps))
-    schedule = pack_module("toma_core").Schedule(_settings(model, preset), sigmas, finishes=True)
-    return [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio]
-
-
-# What a run may be set to: name, preset, ratio.
 _SETTINGS = (
     ("quality", "quality", 0.5),
     ("balanced", "balanced", 0.5),
@@ -331,13 +127,13 @@ def runs() -> str:
 
     def rows() -> Iterator[list[str]]:
         for model in TITLES:
-            for size, shape in _sizes(model):
+            for size, shape in sizes_of(model):
                 whole = count(shape).flops
                 for name, preset, ratio in _SETTINGS:
                     if name != "balanced" and model not in ("sdxl", "flux"):
                         continue
                     step = merged_steps(model, preset, cost.STEPS)[0]
-                    share = count(shape, _preset(preset, ratio), step=step).flops / whole
+                    share = count(shape, by_preset(preset, ratio), step=step).flops / whole
                     merged = ((len(merged_steps(model, preset, steps)), steps) for steps in RUNS)
                     times = (f"{steps / (steps + (share - 1) * number):.2f}x ({number})" for number, steps in merged)
                     yield [TITLES[model], size, name, f"{1 / share:.2f}x", *times]
@@ -350,12 +146,12 @@ def planning() -> str:
 
     def rows() -> Iterator[list[str]]:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
-            every = _settings(model, "balanced").selection_interval
+            every = settings_of(model, "balanced").selection_interval
             # A step in full that keeps detail makes none where they are made from what it predicts.
             step = merged_steps(model, "balanced", cost.STEPS)[0]
-            count(Shape(model), _preset("balanced"), plan=True, step=step)  # lays out the windows, once in a process
+            count(Shape(model), by_preset("balanced"), plan=True, step=step)  # lays out the windows, once in a process
             for kernels, by in ((True, "Triton"), (False, "PyTorch")):
-                made = count(Shape(model), _preset("balanced"), kernels=kernels, plan=True, step=step)
+                made = count(Shape(model), by_preset("balanced"), kernels=kernels, plan=True, step=step)
                 plan = made.parts["plan"]
                 yield [
                     name,
@@ -482,7 +278,7 @@ def filled(text: str, tables: dict[str, Callable[[], str]]) -> str:
 
 def main(only: Sequence[str] | None = None) -> None:
     """Count and write all tables, or those named."""
-    without_caches.prepare(own_attention=False)
+    stand_ins.prepare(own_attention=False)
     for name in TABLES if only is None else only:
         page = page_of(name)
         page.write_text(filled(page.read_text(encoding="utf-8"), {name: TABLES[name]}), encoding="utf-8")

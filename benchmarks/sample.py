@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bench, fullsize, variants, without_caches
+from benchmarks import bench, fullsize, stand_ins, variants
 from benchmarks.bench import Row
 from benchmarks.full_model import WHOLE
 from benchmarks.fullsize import Shape
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small models in fp32, to see that it runs")
     args = parser.parse_args()
 
-    without_caches.prepare()
+    stand_ins.prepare()
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
     told = bench.conditions(dtype=args.dtype, repeats=args.repeats, blocks=args.blocks or "all")
     more = variants.TINY if args.tiny else {}

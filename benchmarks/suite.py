@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import bench, without_caches
+from benchmarks import bench, stand_ins
 from benchmarks.goals import GOALS
 from benchmarks.gpu.facts import facts
 from benchmarks.results import NAME, Results
@@ -112,7 +112,7 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.time()
 
-    without_caches.prepare()
+    stand_ins.prepare()
     device = bench.device_here()
     gpu = args.gpu or device.type == "cuda"
     table = GPU if gpu else CPU

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import without_caches
+from benchmarks import stand_ins
 from benchmarks.selectors import selected_by
 from scripts.comfy_pack import pack_module
 
@@ -91,7 +91,7 @@ def core_node(module: str, node: str, *args: Any) -> Patch:
     """A node of ComfyUI's own, old style or V3."""
 
     def patch(model: Any) -> Any:
-        without_caches.use_stand_ins()
+        stand_ins.use_stand_ins()
         cls = getattr(importlib.import_module(f"comfy_extras.{module}"), node)
         if not hasattr(cls, "execute"):
             return getattr(cls(), cls.FUNCTION)(model, *args)[0]
@@ -111,7 +111,7 @@ def tome(ratio: float) -> Variant:
     """ToMe's bipartite matching around self-attention at every level that has it: queries, keys and values merged."""
 
     def patch(model: Any) -> Any:
-        without_caches.use_stand_ins()
+        stand_ins.use_stand_ins()
         matching = importlib.import_module("comfy_extras.nodes_tomesd").bipartite_soft_matching_random2d
         held: dict[str, Any] = {}
 

@@ -109,7 +109,7 @@ def unmerge_residual(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan) -
 
 def add_unmerged(x: Tensor, update: Tensor, plan: MergePlan) -> Tensor:
     """Return X + A^T Y', (B, N, C), in one pass where the layout allows it. update: (B, D, C)."""
-    if kernels_for(plan, update):
+    if plan.kernels is not None and kernels_for(plan, update):
         return unmerge_residual(update, torch.zeros_like(update), x, plan)
     if plan.strips is not None and len(x) == len(plan.dest_slots):
         M, back = plan.strips

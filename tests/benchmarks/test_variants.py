@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import models, variants, without_caches
+from benchmarks import models, stand_ins, variants
 from scripts.comfy_pack import pack_module
 
 
@@ -19,7 +19,7 @@ from scripts.comfy_pack import pack_module
 def lacking(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of a package that is not installed, as ComfyUI's video package on a bare machine."""
     name = "no_such_video_package"
-    monkeypatch.setattr(without_caches._StandIns, "names", (name,))
+    monkeypatch.setattr(stand_ins._StandIns, "names", (name,))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     yield name
     for loaded in [m for m in sys.modules if m.partition(".")[0] == name]:
@@ -29,7 +29,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_stand_ins_take_the_place_of_what_is_missing(lacking: str) -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(lacking)
-    without_caches.use_stand_ins()
+    stand_ins.use_stand_ins()
     inner = importlib.import_module(f"{lacking}.video.stream")
     assert isinstance(inner.VideoStream, type), "what is imported from it can be named in annotations"
     assert not hasattr(inner, "__file__")
@@ -38,9 +38,9 @@ def test_stand_ins_take_the_place_of_what_is_missing(lacking: str) -> None:
 
 
 def test_nothing_stands_in_for_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(without_caches._StandIns, "names", ("json",))
+    monkeypatch.setattr(stand_ins._StandIns, "names", ("json",))
     before = list(sys.meta_path)
-    without_caches.use_stand_ins()
+    stand_ins.use_stand_ins()
     assert sys.meta_path == before
 
 

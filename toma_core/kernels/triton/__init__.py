@@ -88,7 +88,8 @@ class TritonKernels:
 
 def _shared(budget: Budget) -> Hashable:
     """Return the budget if all images share it, else the sizes that a launch depends on."""
-    return (budget.slots, budget.total) if budget.adaptive else budget
+    # Asked at each launch: faster than the property `adaptive`.
+    return (budget.slots, budget.total) if budget.valid is not None and budget.valid.ndim == 3 else budget
 
 
 def _kind(t: Tensor) -> tuple[Hashable, ...]:

@@ -1,0 +1,235 @@
+"""Tables of counted FLOPs, bytes and launches of whole models, on the meta device; `performance` writes them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks import cost, variants
+from benchmarks.cost import Cost
+from benchmarks.full_model import EDITORS, TITLES
+from benchmarks.fullsize import Shape
+from scripts.comfy_pack import pack_module
+
+RATIOS = (0.25, 0.5, 0.75)
+RUNS = (4, 8, 20, 50)
+SIDES = (512, 1024, 2048, 4096)
+ALL_BLOCKS = {"skip_first_blocks": 0}
+
+
+def markdown(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
+    """A table."""
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+@functools.lru_cache
+def by_toma(**settings: Any) -> variants.Variant:
+    return variants.toma("", **{"ratio": 0.5, **settings})
+
+
+@functools.lru_cache
+def by_preset(name: str, ratio: float = 0.5) -> variants.Variant:
+    return variants.preset(name, ratio=ratio)
+
+
+# Tables share many of their counts.
+count = functools.lru_cache(cost.count)
+
+
+def parts() -> str:
+    """Where the work of one evaluation is."""
+
+    def rows() -> Iterator[list[str]]:
+        for model, modules in (
+            ("sdxl", {"CrossAttention": "attention with its projections", "FeedForward": "feed-forward"}),
+            ("flux", {"DoubleStreamBlock": "19 double blocks", "SingleStreamBlock": "38 single blocks"}),
+        ):
+            whole = cost.count(Shape(model), modules=modules)
+            merged = cost.count(Shape(model), by_toma(), modules=modules)
+            for name, part in whole.parts.items():
+                yield [
+                    model,
+                    name,
+                    *figures(part),
+                    f"{part.flops / whole.flops:.0%}",
+                    times_of(part, merged.parts[name]),
+                ]
+            rest = whole.flops - sum(part.flops for part in whole.parts.values())
+            name = "convolutions and the rest" if model == "sdxl" else "the rest"
+            yield [model, name, f"{rest / 1e12:.2f}", "", "", f"{rest / whole.flops:.0%}", ""]
+            yield [model, "all", *figures(whole), "100%", times_of(whole, merged)]
+
+    return markdown(["model", "part", "TFLOP", "GB", "launches", "of FLOPs", "fewer FLOPs at 0.5"], rows())
+
+
+def figures(counted: Cost) -> list[str]:
+    return [f"{counted.flops / 1e12:.2f}", f"{counted.bytes / 1e9:.1f}", str(counted.launches)]
+
+
+def times_of(base: Cost, merged: Cost) -> str:
+    return f"{base.flops / merged.flops:.2f}x"
+
+
+def ceilings() -> str:
+    """The ceiling by size and ratio."""
+
+    def rows() -> Iterator[list[str]]:
+        for model, name, settings in (
+            ("sdxl", "SDXL", {}),
+            ("flux", "Flux, first 5 + 5 blocks skipped", {}),
+            ("flux", "Flux, all blocks", ALL_BLOCKS),
+        ):
+            for side in SIDES:
+                shape = Shape(model, side, side)
+                base = count(shape)
+                merged = [count(shape, by_toma(ratio=ratio, **settings)) for ratio in RATIOS]
+                yield [name, f"{side}", f"{base.flops / 1e12:.1f}", *(times_of(base, m) for m in merged)]
+
+    return markdown(["model", "side, px", "TFLOP", *(f"ratio {r:g}" for r in RATIOS)], rows())
+
+
+# Videos with sound, at the sizes of ComfyUI's templates: 121 frames are 16 of LTX's latent, 73 are 22 of H3's.
+_SOUND = {
+    "ltx_av": {
+        "640 x 352 x 121": Shape("ltx_av", 352, 640, frames=16),
+        "1280 x 704 x 121": Shape("ltx_av", 704, 1280, frames=16),
+    },
+    "h3": {
+        "864 x 480 x 73": Shape("h3", 480, 864, frames=22),
+        "1344 x 768 x 73": Shape("h3", 768, 1344, frames=22),
+    },
+}
+
+
+def sizes_of(model: str) -> list[tuple[str, Shape]]:
+    """What it is made for, and more of it."""
+    if model == "wan":  # 81 frames are 21 of the latent
+        sizes = ((832, 480), (1280, 720))
+        return [(f"{w} x {h} x 81", Shape(model, height=h, width=w, frames=21)) for w, h in sizes]
+    if model in _SOUND:
+        return [(name, shape) for name, shape in _SOUND[model].items()]
+    sides = (1328 if model == "qwen_image" else 1024, 2048)
+    return [(f"{side}", Shape(model, side, side)) for side in sides]
+
+
+def families() -> str:
+    """What merging can save on transformers, all blocks merged and as the balanced preset does it."""
+
+    def rows() -> Iterator[list[str]]:
+        for model in TITLES:
+            for size, shape in sizes_of(model) if model != "sdxl" else ():
+                base = count(shape)
+                every = [count(shape, by_toma(ratio=ratio, **ALL_BLOCKS), kernels=True) for ratio in (0.5, 0.75)]
+                # Its first step runs whole.
+                balanced = [count(shape, by_preset("balanced", ratio), kernels=True, step=1) for ratio in (0.5, 0.75)]
+                plain = count(shape, by_toma(**ALL_BLOCKS))
+                yield [
+                    TITLES[model],
+                    size,
+                    f"{shape.tokens} + {shape.whole.text[0]}",
+                    f"{base.flops / 1e12:.0f}",
+                    f"{base.products['attention'] / base.flops:.0%}",
+                    *(times_of(base, merged) for merged in (*every, *balanced)),
+                    f"{base.launches}",
+                    *(f"{merged.launches / base.launches - 1:+.1%}" for merged in (every[0], plain)),
+                ]
+
+    head = ["model", "side, px", "image + text", "TFLOP", "in attention", "all blocks, 0.5", "0.75"]
+    head += ["merged step of balanced, 0.5", "0.75", "launches", "added by Triton", "by PyTorch"]
+    return markdown(head, rows())
+
+
+def editing() -> str:
+    """What reference images leave of that, whole and merged."""
+
+    def rows() -> Iterator[list[str]]:
+        for model in EDITORS:
+            for references in (1, 2):
+                shape = Shape(model, references=references)
+                base = count(shape)
+                merged = [
+                    count(shape, by_toma(ratio=ratio, merge_references=too, **ALL_BLOCKS), kernels=True)
+                    for too in (False, True)
+                    for ratio in (0.5, 0.75)
+                ]
+                yield [
+                    TITLES[model],
+                    f"{references}",
+                    f"{base.flops / 1e12:.0f}",
+                    *(times_of(base, each) for each in merged),
+                    f"{merged[2].launches / base.launches - 1:+.1%}",
+                ]
+
+    head = ["model", "references", "TFLOP", "not merged, 0.5", "0.75", "merged, 0.5", "0.75", "launches added then"]
+    return markdown(head, rows())
+
+
+def videos() -> str:
+    """How cost grows with frames, and what is saved by a merged step of the presets, or by fewer tokens that look at
+    each other alone."""
+
+    def rows() -> Iterator[list[str]]:
+        for width, height, frames in ((832, 480, 1), (832, 480, 5), (832, 480, 21), (1280, 720, 21)):
+            shape = Shape("wan", height=height, width=width, frames=frames)
+            base = count(shape)
+            looking = [attending(shape, ratio) for ratio in (0.5, 0.75)]
+            merged = [count(shape, by_toma(ratio=ratio, **ALL_BLOCKS), kernels=True) for ratio in (0.5, 0.75)]
+            yield [
+                f"{width} x {height} x {4 * frames - 3}",
+                f"{frames * (height // 16) * (width // 16)}",
+                f"{base.flops / 1e12:.0f}",
+                f"{base.products['attention'] / base.flops:.0%}",
+                *(times_of(base, each) for each in (*looking, *merged)),
+            ]
+
+    head = ["Wan 14B", "tokens", "TFLOP", "in attention", "presets, 0.5", "0.75"]
+    head += ["fewer tokens, 0.5", "0.75"]
+    return markdown(head, rows())
+
+
+def templates() -> str:
+    """What whole runs of ComfyUI's templates of videos with sound save: sizes and steps one after the other."""
+    half, full = _SOUND["ltx_av"].values()
+    small, large = _SOUND["h3"].values()
+    graphs: dict[str, list[tuple[Shape, int]]] = {
+        "LTX-2.3, 8 steps at 640 x 352": [(half, 8)],
+        "LTX-2.3, then 3 at 1280 x 704": [(full, 3)],
+        "LTX-2.3, both": [(half, 8), (full, 3)],
+        **{f"H3, {n} steps at 864 x 480 x 73": [(small, n)] for n in (4, 8)},
+        **{f"H3, {n} steps at 1344 x 768 x 73": [(large, n)] for n in (4, 8)},
+    }
+
+    def rows() -> Iterator[list[str]]:
+        for name, stages in graphs.items():
+            whole = sum(count(shape).flops * steps for shape, steps in stages)
+            numbers = [len(merged_steps(shape.model, "balanced", steps)) for shape, steps in stages]
+            saved = [
+                sum((count(s).flops - attending(s, ratio).flops) * n for (s, _), n in zip(stages, numbers, strict=True))
+                for ratio in (0.5, 0.75)
+            ]
+            of = ", ".join(f"{n} of {steps}" for n, (_, steps) in zip(numbers, stages, strict=True))
+            yield [name, of, f"{whole / 1e12:.0f}", *(f"{whole / (whole - each):.2f}x" for each in saved)]
+
+    return markdown(["run", "merged steps", "TFLOP", "balanced, 0.5", "0.75"], rows())
+
+
+def attending(shape: Shape, ratio: float) -> Cost:
+    """A merged step of the presets, whose blocks look at all tokens."""
+    return count(shape, variants.preset("balanced", ratio=ratio, min_tokens=4), kernels=True, step=1)
+
+
+def settings_of(model: str, preset: str) -> Any:
+    family = "families.unet" if model == "sdxl" else "family"  # all transformers have the same presets
+    return pack_module("toma_core").Settings(preset).resolved(pack_module(f"nodes.adapters.{family}").PRESETS)
+
+
+def merged_steps(model: str, preset: str, steps: int) -> list[int]:
+    """The steps, of so many, that a preset merges."""
+    sigmas = tuple(float(steps - step) for step in range(steps))
+    schedule = pack_module("toma_core").Schedule(settings_of(model, preset), sigmas, finishes=True)
+    return [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio]
+
+
+# What a run may be set to: name, preset, ratio.
