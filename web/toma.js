@@ -6,9 +6,10 @@ import { ended, startTiming, timesOf } from "./timing.js"
 // Node type -> least and greatest height of its text, in pixels: whole lines of 16, and 8 around them.
 const LINE = [72, 120]
 const REPORT = [184, 264]
-const HEIGHTS = { ToMA: LINE, ToMAAdvanced: LINE, ToMAReport: REPORT, ToMABenchmark: REPORT, ToMACalibrate: REPORT }
+const RESULT = [120, 184]
+const HEIGHTS = { ToMA: LINE, ToMAAdvanced: LINE, ToMAReport: REPORT, ToMABenchmark: RESULT, ToMACalibrate: RESULT }
 // A new node of these is as large as its picture needs to be read.
-const SIZES = { ToMAReport: [480, 1000], ToMABenchmark: [460, 700], ToMACalibrate: [460, 640] }
+const SIZES = { ToMAReport: [480, 1000], ToMABenchmark: [460, 640], ToMACalibrate: [460, 560] }
 const AROUND = 20 // what the canvas renderer leaves free above and below a widget
 const WIDGET = "toma_said"
 const RESET = "toma_reset"
