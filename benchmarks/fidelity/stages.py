@@ -76,11 +76,10 @@ def forced(patch: Patch, pattern: str, picture: Tensor) -> Patch:
     def running(module: Any) -> dict[str, Any]:
         class Run(module.SamplingRun):  # type: ignore[name-defined, misc]
             awaits_prediction = False
-            prediction: Any
 
             def next(self, timestep: Tensor) -> None:
-                if self.prediction is None and pattern[0] == "L":
-                    self.prediction = picture
+                if not self.begun and pattern[0] == "L":
+                    self.predictions_by_size[picture.shape] = picture
                 super().next(timestep)
 
         return {"SamplingRun": Run}
