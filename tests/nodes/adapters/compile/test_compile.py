@@ -176,8 +176,10 @@ def test_every_family_is_one_graph_a_merged_step(family: str, attach: Any, stats
     assert torch.equal(models.sample(toma, SIDE, SIDE, **run), plain)
     assert stats_of(toma).unmerged == {}
     assert len(stats_of(toma).merged_steps) > 1
-    # MiniMax H3 reads its noise level in the middle: it is compiled anew in every step, merged or not.
-    assert backend.graphs == of_the_model_itself(model, run) * (1 if family == "h3" else 2)
+    own = of_the_model_itself(model, run)
+    # LTX-2 leaves its graph before the blocks, and one more has them merged. MiniMax H3 reads its noise level: it is
+    # compiled anew in every step, merged or not.
+    assert backend.graphs == own + {"ltx_av": 1, "h3": 0}.get(family, own)
 
 
 def of_the_model_itself(model: Any, run: dict[str, Any]) -> int:
