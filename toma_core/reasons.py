@@ -66,6 +66,7 @@ class Reason(MessageId):
     UNKNOWN_SIGMA = "unknown_sigma"
     FULLGRAPH = "fullgraph"
     # Memory.
+    OUT_OF_MEMORY = "out_of_memory"
     KV_CACHE_DISABLED = "kv_cache_disabled"
     # Why merged blocks do not attend to all tokens.
     KV_MODEL_ATTENTION = "kv_model_attention"

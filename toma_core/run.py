@@ -71,6 +71,8 @@ class RunState:
     kv_cache: bool = field(init=False)
     # The KV cache has four bits a number.
     quantized: bool = False
+    # Why all later steps are full.
+    given_up: Message | None = None
     # A block that should attend to all tokens ran without a call of the attention override.
     attention_hook_missed: bool = False
     # Calls of the model show tiles of the latent.
@@ -97,6 +99,12 @@ class RunState:
         """Go on with the settings without a KV cache. They skip other blocks, so the residual cache is cleared too."""
         self.schedule, self.kv_cache, self.quantized = replace(self.schedule, config=config), False, False
         self.stats.without_kv_cache = reason
+        self._clear()
+
+    def give_up(self, reason: Message) -> None:
+        """Drop plans and caches; all later steps are full."""
+        self.given_up = reason
+        self.stats.not_merged("model", reason)
         self._clear()
 
     def _clear(self) -> None:

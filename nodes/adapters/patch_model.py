@@ -247,7 +247,7 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
         image = executor(*args, **kwargs)
     except torch.OutOfMemoryError:
         # All conditions are evaluated again: guidance would amplify what one of them lost. ComfyUI does not wait for
-        # the other devices, whose results would be taken for those of the next evaluation.
+        # other devices, whose results would be taken for those of the next evaluation: see `_apply_model`.
         if sampling is None or sampling.several_devices or not sampling.no_memory():
             raise
         image = None
@@ -303,7 +303,14 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if evaluation.step_plan.mode is StepMode.FULL:
         return full()
     select = partial(hooks.select, x, transformer_options=options, control=control, references=references)
-    return merged_call(full, select, sampling, evaluation, x)
+    try:
+        return merged_call(full, select, sampling, evaluation, x)
+    except torch.OutOfMemoryError:
+        # One of several devices repeats its own call, see `_predict_noise`.
+        if options.get("multigpu_thread_device") is None or not sampling.no_memory(again=False):
+            raise
+    comfy.model_management.soft_empty_cache()
+    return full()
 
 
 def _unknown(model: nn.Module, x: Any, hooks: ModelHooks | None) -> Message:

@@ -141,15 +141,21 @@ class SamplingRun:
         self.tiles.clear()
         return self.run.close()
 
-    def no_memory(self) -> bool:
-        """Drop the KV cache after memory ran out: this evaluation, which is repeated, and all later ones are full.
-        Return False if nothing was cached."""
+    def no_memory(self, again: bool = True) -> bool:
+        """Drop plans and caches after memory ran out: this evaluation and all later ones are full.
+
+        Return False if there was nothing of them: the model's own memory is short. again: whether all calls of the
+        evaluation are repeated.
+        """
         run = self.run
-        if not (run.kv_cache and run.cache.disable()):
+        cached = run.kv_cache and run.cache.disable()
+        if not cached and (run.given_up or self.step_plan.mode is StepMode.FULL):
             return False
-        run.stats.not_merged("model", Reason.KV_CACHE_DISABLED())
-        run.stats.discard_evaluations(self.step_plan.step, self.calls, self.merged_calls)
-        self._begin()
+        run.give_up(Reason.KV_CACHE_DISABLED() if cached else Reason.OUT_OF_MEMORY())
+        self.step_plan = self.step_plan.with_mode(StepMode.FULL)
+        if again:
+            run.stats.discard_evaluations(self.step_plan.step, self.calls, self.merged_calls)
+            self._begin()
         return True
 
     @property

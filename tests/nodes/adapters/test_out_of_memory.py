@@ -1,0 +1,122 @@
+"""Where merging runs out of memory the run goes on without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.loop import loop
+from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
+from tests.nodes.adapters.looking import preset
+
+Reason = pack_module("toma_core.reasons").Reason
+RunState = pack_module("toma_core.run").RunState
+
+
+@loop(("kind", "size"), [("wan", {"frames": 3}), ("flux", {}), ("unet", {})])
+@loop("plans", [0, 1])
+def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
+    kind: str,
+    size: dict[str, int],
+    plans: int,
+    model_of: Any,
+    attach: Any,
+    stats_of: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """plans: those there is memory for."""
+    select, made, held = RunState._selected, list[int](), list[int]()
+    close = RunState.close
+
+    def selected(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        if len(made) > plans:
+            raise torch.OutOfMemoryError
+        return select(*args, **kwargs)
+
+    def closed(run: Any) -> Any:
+        held.append(len(run._plans) + len(run.cache._entries))
+        return close(run)
+
+    monkeypatch.setattr(RunState, "_selected", selected)
+    monkeypatch.setattr(RunState, "close", closed)
+    merged = attach(model_of(kind), granularity="block", selection_interval=1, weight_interval=1)
+    out = models.sample(merged, HEIGHT, WIDTH, steps=3, cfg=3.0, **size)
+    stats = stats_of(merged)
+    # A model with one plan an evaluation has merged the first step.
+    assert set(stats.merged_steps) <= {0}
+    if not stats.merged_steps:
+        assert torch.equal(out, models.sample(model_of(kind), HEIGHT, WIDTH, steps=3, cfg=3.0, **size))
+    assert out.isfinite().all()
+    assert plans or not stats.merged_steps
+    assert held == [0]
+    assert Reason.OUT_OF_MEMORY() in stats.unmerged
+    assert len(made) == plans + 1
+
+
+def test_where_the_models_own_memory_is_short_the_run_ends_as_without(
+    model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, calls = model_of("flux"), list[int]()
+
+    def short(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        raise torch.OutOfMemoryError
+
+    merged = attach(model)
+    monkeypatch.setattr(type(model.model.diffusion_model), "forward", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        models.sample(merged, HEIGHT, WIDTH, steps=2)
+    assert len(calls) == 2
+
+
+@loop("call", [3, 5])
+def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again(
+    call: int, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the others compute meanwhile is waited for in the same evaluation; on threads of two devices that are both
+    the CPU."""
+    multigpu = pytest.importorskip("comfy.multigpu")
+    if not hasattr(multigpu, "MultiGPUThreadPool"):
+        pytest.skip("this ComfyUI shares no run")
+    import comfy.model_management
+    from comfy.patcher_extension import WrappersMP
+
+    monkeypatch.setattr(comfy.model_management, "set_torch_device", lambda *_: None, raising=False)
+    devices = torch.device("cpu"), torch.device("cpu", 0)
+    one, other, calls = models.wan(), models.wan(), list[int]()
+    network = one.model.diffusion_model
+    forward = type(network).forward
+
+    def short(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is network:
+            calls.append(1)
+            if len(calls) == call:
+                raise torch.OutOfMemoryError
+        return forward(self, *args, **kwargs)
+
+    def shared(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        guider, clone = executor.class_obj, other.clone()
+        clone.model.current_patcher = clone
+        pool = multigpu.MultiGPUThreadPool(list(devices))
+        guider.model_options["multigpu_clones"] = dict(zip(devices, (guider.model_patcher, clone), strict=True))
+        guider.model_options["multigpu_thread_pool"] = pool
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            for name in ("multigpu_clones", "multigpu_thread_pool"):
+                guider.model_options.pop(name, None)
+            pool.shutdown()
+
+    asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
+    own = models.sample(one, HEIGHT, WIDTH, **asked)
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(one, preset("balanced")).clone()
+    merged.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "shared", shared)
+    monkeypatch.setattr(type(network), "forward", short)
+    found = models.sample(merged, HEIGHT, WIDTH, **asked)
+    assert stats_of(merged).cache_disabled
+    assert (found - own).norm() < 0.1 * own.norm(), "no result of another evaluation"
