@@ -28,18 +28,22 @@ from .windows import Grid
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """One call of the model."""
+    """One call of the model.
+
+    Attributes:
+        plan_keys: One for each equal chunk of the batch, see `RunState.plan`.
+        cond_keys: One for each condition's chunk, distinct for each condition; `plan_keys` if not given.
+        content_independent: See `RunState.plan`, as `tile` and `pictures`.
+        images: Images in the call's batch; 0 if unknown.
+    """
 
     run: RunState
     step_plan: StepPlan
-    # One for each equal chunk of the batch; this and the last three fields: see `RunState.plan`.
     plan_keys: tuple[Hashable, ...] = (None,)
-    # One for each condition's chunk, distinct for each condition; `plan_keys` if not given.
     cond_keys: tuple[Hashable, ...] = ()
     content_independent: Message | None = None
     tile: TileBatch | None = None
     pictures: tuple[Tensor, ...] = ()
-    # Images in the call's batch; 0 if unknown.
     images: int = 0
 
     def __post_init__(self) -> None:

@@ -54,6 +54,39 @@ class TileBatch:
         return plan
 
 
+# Two latents show different pictures if they are farther apart than this share of their norm. Two of other noise are
+# 1.4 apart; what samplers add to one latent within a step is less.
+_ANOTHER = 0.7
+
+
+@dataclass(eq=False)
+class Turns:
+    """Notices latents of one size that a sampler evaluates by turns, as it may the tiles or the pictures of a batch."""
+
+    # Whether there were any.
+    found: bool = False
+    # Where in the run the evaluation before was, and the last latent there of each kind of evaluation.
+    _place: Hashable = None
+    _latents: dict[Hashable, Tensor] = field(default_factory=dict)
+
+    def note(self, place: Hashable, kind: Hashable, latent: Tensor | None) -> None:
+        """Note an evaluation of a latent of (B, ...). Waits for the device if the one before of this kind was at the
+        same place."""
+        if place != self._place:
+            self.close()
+        before = self._latents.get(kind)
+        if latent is None or self.found:
+            return
+        self._place, self._latents[kind] = place, latent
+        if before is not None and before.shape == latent.shape:
+            apart = torch.linalg.vector_norm(latent - before)
+            self.found = bool(apart > _ANOTHER * torch.linalg.vector_norm(latent))
+
+    def close(self) -> None:
+        """Drop the latents."""
+        self._latents.clear()
+
+
 def _same(a: Tensor, b: Tensor) -> Tensor:
     """Return which images are equal in every number: (B, ...), (B', ...) -> (B, B') bool."""
     return (a.flatten(1)[:, None] == b.flatten(1)[None]).all(-1)

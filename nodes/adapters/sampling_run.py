@@ -20,7 +20,7 @@ from ...toma_core.prediction import trusted_below
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
 from ...toma_core.stats import RunStats
-from ...toma_core.tiles import TileBatch
+from ...toma_core.tiles import TileBatch, Turns
 from ...toma_core.windows import has_frames
 from .conditions import area_size, chunks_of, controls_of, crop, frames_of, is_active, patches_of
 from .contents import Contents
@@ -62,6 +62,7 @@ class SamplingRun:
         predictions_by_size: The last of each size.
         max_prediction_sigma: Noise level above which a prediction is too poor to plan from.
         tiles: Batches of tiles in this evaluation, by shape and device.
+        turns: Whether the sampler evaluates several latents by turns: each is then a tile.
         shapes: Shapes of the latent's streams, if it has several.
         layouts: What the last refresh of a condition's caches looked like, see `model_call`.
     """
@@ -87,6 +88,7 @@ class SamplingRun:
     predictions_by_size: dict[Hashable, Tensor] = field(default_factory=dict)
     max_prediction_sigma: float = float("inf")
     tiles: dict[Hashable, tuple[Hashable, list[TileBatch]]] = field(default_factory=dict)
+    turns: Turns = field(default_factory=Turns)
     shapes: Shapes | None = None
     layouts: dict[Hashable, Hashable] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
@@ -139,6 +141,7 @@ class SamplingRun:
         self.prediction = None
         self.predictions_by_size.clear()
         self.tiles.clear()
+        self.turns.close()
         return self.run.close()
 
     def no_memory(self, again: bool = True) -> bool:
@@ -182,10 +185,6 @@ class SamplingRun:
             self.sigma = at.model_sigma
             self._begin()
         self.observed += 1
-        if not self.calls:
-            if reason := self.run.kv_obstacle():
-                self.run.drop_kv_cache(self.config_for(kv_cache=False), reason)
-            self.run.cache.enforce_limit()
         if latent is not None:
             self.size, self.images = tuple(latent.shape[2:]), latent.shape[0]
             self.prediction = self.predictions_by_size.get(latent.shape)
@@ -199,13 +198,19 @@ class SamplingRun:
         self.contents.note(present)
         active = [c for c in present if is_active(c, at.model_sigma)]
         # Kept until the next evaluation: further calls are compared with those before.
-        self.several_devices = self.several_devices or (
-            len(active) > 1 and len(model_options.get("multigpu_clones") or ()) > 1
-        )
+        self.several_devices |= len(active) > 1 and len(model_options.get("multigpu_clones") or ()) > 1
+        signatures = self._signatures(active, frames, at.model_sigma)
+        if not self.calls:
+            self.turns.note((at.step, at.model_sigma), tuple(signatures), latent)
+            if self.turns.found and not (self.run.given_up or merges_plainly(self.run)):
+                self.run.give_up(Reason.TILES())
+            if reason := self.run.kv_obstacle():
+                self.run.drop_kv_cache(self.config_for(kv_cache=False), reason)
+            self.run.cache.enforce_limit()
         self.step_plan = decide(
             self.run,
             at.sigma,
-            self._signatures(active, frames, at.model_sigma),
+            signatures,
             at.step,
             given=at.model_sigma,
             by_sigma=at.by_sigma,
@@ -314,9 +319,9 @@ class SamplingRun:
         return tuple(images) if all(image.shape == shape for image in images) else ()
 
     def _is_tile(self, x: Tensor, transformer_options: Mapping[str, Any]) -> bool:
-        """Whether a call shows something else than the latent, or each condition its area of it."""
-        if self.size is None:
-            return False
+        """Whether a call shows something else than one latent, or each condition its area of it."""
+        if self.size is None or self.turns.found:
+            return self.turns.found
         uuids = transformer_options.get("uuids") or (None,)
         if len(x) != self.images * len(uuids):
             return True

@@ -82,10 +82,9 @@ def held(model: Any) -> list[Any]:
     """What the model's hooks still hold of a run."""
     found = []
     for _, hook in pack_module("nodes.adapters.registry").find(model.model.diffusion_model).hook_pairs():
-        place = getattr(hook, "place", None)
-        names = ("evaluation", "held", "traced", "rows")
-        found += [getattr(place, name) for name in names if getattr(place, name, None) is not None]
-        found += [vars(hook)[name] for name in ("original", "plan") if name in vars(hook)]
+        holders = [getattr(hook, name, None) for name in ("site", "positions", "signature")]
+        names = "active", "reduction", "pair", "rows", "entry", "text", "options", "original"
+        found += [vars(each)[n] for each in (hook, *holders) if each is not None for n in names if vars(each).get(n)]
     return found
 
 

@@ -9,7 +9,7 @@ from tests.loop import loop
 from toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, plan_for
 from toma_core.merge import MergePlan
 from toma_core.reasons import Reason
-from toma_core.tiles import TileBatch
+from toma_core.tiles import TileBatch, Turns
 
 GRID = (4, 8)
 SETTINGS = {"min_tokens": 4, "window_size": 4}
@@ -73,9 +73,8 @@ def test_all_earlier_calls_are_looked_through() -> None:
 
 
 def test_a_block_that_is_given_another_number_of_images_stays_whole() -> None:
-    evaluation = Evaluation(
-        run_of(), StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,), ("cond",), tile=TileBatch(drawn(7, 8))
-    )
+    tile, step_plan = TileBatch(drawn(7, 8)), StepPlan(0, StepMode.MERGED, 0.5, 0, 0)
+    evaluation = Evaluation(run_of(), step_plan, (None,), ("cond",), tile=tile, images=2)
     for batch in (1, 3, 4):
         assert evaluation.obstacle(torch.randn(batch, 32, 5)) == Reason.IMAGES_CHANGED()
         assert plan_for(torch.randn(batch, 32, 5), GRID, "a", evaluation) is None
@@ -125,3 +124,22 @@ def test_nothing_is_read_from_the_device() -> None:
         2,
         16,
     )
+
+
+@loop("kind", ["cond", "uncond"])
+@loop("place", [0, 1])
+@loop("share", [0.3, 2.0])
+def test_latents_that_take_turns_are_noticed(kind: str, place: int, share: float) -> None:
+    """Those of one kind of evaluation at one place of a run; what a sampler adds to a latent is no other picture."""
+    turns, latent = Turns(), drawn(1)
+    turns.note(0, "cond", latent)
+    turns.note(place, kind, latent + share * drawn(2))
+    assert turns.found is (kind == "cond" and place == 0 and share > 1)
+
+
+def test_a_sampler_that_evaluates_once_a_step_does_not_wait_for_its_latents() -> None:
+    """Tensors of the meta device have no numbers to read."""
+    turns = Turns()
+    for place in range(3):
+        turns.note(place, "cond", drawn(1).to("meta"))
+    assert not turns.found

@@ -112,6 +112,23 @@ def test_another_size_in_the_same_run(trained: Trained, plain: float, stats_of: 
     assert bool(stats.full_reasons) is (shape != "always"), "what begins between two full steps is full once"
 
 
+def test_latents_by_turns(trained: Trained, stats_of: Any) -> None:
+    """A sampler may evaluate the tiles or the pictures of a batch one by one: no cache tells one from another."""
+
+    def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
+        latents = [x, torch.randn(x.shape, generator=torch.Generator().manual_seed(7)) * sigmas[0]]
+        for step in range(len(sigmas) - 1):
+            denoised = [model(each, sigmas[step].expand(len(each)), **extra_args) for each in latents]
+            callback({"i": step, "x": x, "denoised": denoised[0]})
+            latents = [d + (y - d) * sigmas[step + 1] / sigmas[step] for d, y in zip(denoised, latents, strict=True)]
+        return latents[0]
+
+    assert trained.error(function) == 0
+    stats = stats_of(trained.merged)
+    assert (stats.evaluations, stats.merged_evaluations) == (2 * trained.steps, 0)
+    assert str(stats.headline()) == "Nothing was merged: nothing can be cached of tiles"
+
+
 @loop("equal", [True, False])
 def test_a_prompt_for_every_step(trained: Trained, plain: float, stats_of: Any, equal: bool) -> None:
     """Prompts of one text share a cache, in whatever objects it comes; with others nearly every step is full."""
