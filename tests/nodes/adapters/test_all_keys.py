@@ -223,7 +223,8 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
     assert stats_of(merged).unmerged == {}
     warm = backend.graphs
     models.sample(merged, HEIGHT, WIDTH, steps=9)
-    assert backend.graphs == warm <= 3
+    if kind not in ("ltx_av", "h3"):  # they leave their graph before the blocks, see `compile/test_compile.py`
+        assert backend.graphs == warm <= 3
 
 
 def test_other_compilers_are_told_nothing(attach: Any, stats_of: Any, fresh_compiler: None) -> None:
