@@ -21,10 +21,16 @@ def frames_of(transformer_options: Mapping[str, Any]) -> Hashable:
     return None if window is None else tuple(getattr(window, "index_list", ()))
 
 
+# What guidance of LTX-2 switches off in a block in some of its calls.
+_SWITCHES = ("run_vx", "run_ax", "a2v_cross_attn", "v2a_cross_attn")
+
+
 def patches_of(transformer_options: Mapping[str, Any]) -> Hashable:
-    """Return what is patched, by the functions' names: many functions are created again for each evaluation."""
+    """Return what is patched, by the functions' names: many functions are created again for each evaluation; and what
+    is switched off."""
     added, replaced = (transformer_options.get(kind) or {} for kind in ("patches", "patches_replace"))
     return (
+        *(switch for switch in _SWITCHES if not transformer_options.get(switch, True)),
         *((place, *map(_name, functions)) for place, functions in added.items()),
         *((place, key, _name(f)) for place, functions in replaced.items() for key, f in functions.items()),
     )

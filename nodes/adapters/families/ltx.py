@@ -7,7 +7,6 @@ and are merged like them. Modulation per token, as masks and guides with a stren
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 from comfy.ldm.lightricks.model import LTXVModel
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from ....toma_core.cost_model import LTX, LTX_AV
 from ....toma_core.reasons import Message, Reason
-from ....toma_core.windows import Grid
 from ..blocks import BlockGroup
 from ..family import Transformer
 from ..signature import BlockSignature, CallArguments, TokenReduction
@@ -52,11 +50,9 @@ class Signature(BlockSignature):
         """Leave out modulation that is global or per frame."""
         return {name: each for name, each in super().rows(call_args).items() if not _is_shared(call_args[name])}
 
-    def grid(self, call_args: CallArguments, grid: Grid) -> Grid | None:
-        """None where tokens are missing, as of guides that are smaller than the video."""
-        return grid if self.tokens(call_args).shape[1] == prod(grid) else None
-
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
+        if self.tokens(call_args).shape[1] < image:
+            return Reason.ARGUMENT_IN_USE(arguments="guides smaller than the video")
         reason = super().obstacle(call_args, image, references)
         uneven = any(_uneven(call_args.get(name), image) for name in self.row_args)
         return reason or (Reason.ARGUMENT_IN_USE(arguments="modulation by token") if uneven else None)

@@ -207,6 +207,55 @@ def test_guides_are_merged_behind_the_video(family: str, model_of: Any, attach: 
     assert not torch.equal(sampled(model, **weak)[0], own)
 
 
+@pytest.mark.parametrize("family", BOTH)
+def test_guides_that_are_smaller_than_the_video(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
+    """As of an IC-LoRA: their frames have fewer tokens. Such runs are unmerged, and say so."""
+    from comfy_extras.nodes_lt import LTXVAddGuide
+
+    model = model_of(family)
+    latent, mask = torch.zeros(1, 128, FRAMES, HEIGHT, WIDTH), torch.ones(1, 1, FRAMES, HEIGHT, WIDTH)
+    guide = torch.randn(1, 128, 1, HEIGHT // 2, WIDTH // 2, generator=torch.Generator().manual_seed(6))
+    guide, there = LTXVAddGuide.dilate_latent(guide, 2)
+    conds = [models.conditioning(model, seed=seed) for seed in (1, 2)]
+    behind = conds[0], conds[1], 0, latent, mask, guide, 1.0, (8, 32, 32)
+    *conds, latent, mask = LTXVAddGuide.append_keyframe(*behind, guide_mask=there, latent_downscale_factor=2)
+    asked = {"latent": latent, "noise_mask": mask, "positive": conds[0], "negative": conds[1]}
+    merged = attach(model)
+    assert torch.equal(sampled(merged, **asked)[0], sampled(model, **asked)[0])
+    assert list(stats_of(merged).unmerged) == [Reason.ARGUMENT_IN_USE(arguments="guides smaller than the video")]
+
+
+def test_calls_without_a_stream_have_caches_of_their_own(model_of: Any, stats_of: Any) -> None:
+    """Guidance that switches streams off may make its calls in another order at each step."""
+    import comfy.samplers
+    from comfy.model_patcher import create_model_options_clone
+
+    model, steps = model_of("ltx_av"), list[bool]()
+
+    def guided_by(alternates: bool) -> Any:
+        def guide(args: dict[str, Any]) -> Tensor:
+            names, found = ["a2v_cross_attn", "run_vx"], {}
+            steps.append(alternates and not steps[-1:] == [True])
+            for name in reversed(names) if steps[-1] else names:
+                options = create_model_options_clone(args["model_options"])
+                options["transformer_options"][name] = False
+                conds = args["model"], [args["cond"]], args["input"], args["sigma"], options
+                (found[name],) = comfy.samplers.calc_cond_batch(*conds)
+            denoised: Tensor = args["denoised"]
+            for name in names:
+                denoised = denoised + 0.3 * (args["cond_denoised"] - found[name])
+            return denoised
+
+        own = model.clone()
+        own.set_model_sampler_post_cfg_function(guide)
+        return pack_module("nodes.adapters.patch_model").apply_toma(own, preset("balanced"))
+
+    one, other = guided_by(False), guided_by(True)
+    assert all(map(torch.equal, sampled(one, steps=6), sampled(other, steps=6)))
+    assert len(set(steps)) == 2
+    assert stats_of(one).merged_steps == stats_of(other).merged_steps != {}
+
+
 @pytest.mark.parametrize("settings", ["tokens", "balanced"])
 def test_context_windows(settings: str, model_of: Any, attach: Any, stats_of: Any) -> None:
     """Each window has its own video and audio."""
