@@ -235,7 +235,7 @@ def test_calls_without_a_stream_have_caches_of_their_own(model_of: Any, stats_of
     def guided_by(alternates: bool) -> Any:
         def guide(args: dict[str, Any]) -> Tensor:
             names, found = ["a2v_cross_attn", "run_vx"], {}
-            steps.append(alternates and not steps[-1:] == [True])
+            steps.append(alternates and steps[-1:] != [True])
             for name in reversed(names) if steps[-1] else names:
                 options = create_model_options_clone(args["model_options"])
                 options["transformer_options"][name] = False
