@@ -47,6 +47,7 @@ def test_the_simple_node_before_and_after_a_run(page: Any, baseline: Any) -> Non
 def test_a_number_after_every_run(page: Any) -> None:
     """Work is counted and steps are timed; a run without ToMA, by a bypassed node, is timed to compare with."""
     page.open(simple(), "numbers")
+    page.set(3, "width", 192)  # a size that no other test has sampled without ToMA
     page.queue()
     verdict, work, timed = page.text(4).splitlines()
     assert re.fullmatch(r"About 1\.\dx less work, counted", work)
