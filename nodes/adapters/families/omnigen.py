@@ -45,5 +45,7 @@ class Hooks(Transformer):
         """Return the layers after the refiners."""
         attention = model.layers[0].attn
         self.patch_size, self.width = model.patch_size, model.hidden_size
-        self.keys_width = attention.kv_heads * attention.dim_head
+        # An older ComfyUI repeats keys before attention.
+        if "enable_gqa" in type(attention).forward.__code__.co_consts:
+            self.keys_width = attention.kv_heads * attention.dim_head
         return (BlockGroup("layer", model.layers, Signature(), OMNIGEN),)

@@ -26,6 +26,7 @@ def without_room(monkeypatch: pytest.MonkeyPatch, room: float) -> None:
     monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *_, **__: room)
 
 
+@pytest.mark.compat
 @loop(("kind", "frames"), [("flux", 0), ("z_image", 0), ("omnigen2", 0), ("wan", 3), ("cosmos", 3)])
 def test_where_room_is_short_they_are_packed(
     kind: str, frames: int, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
