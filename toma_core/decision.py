@@ -34,8 +34,8 @@ def decide(
     if gradients:
         run.stats.full_because(plan.step, Reason.GRADIENTS())
         return plan.with_mode(StepMode.FULL)
-    if run.given_up:
-        return full(run, plan, run.given_up)
+    if run.disabled_by:
+        return full(run, plan, run.disabled_by)
     if run.kv_cache and run.cache.disabled:
         # These presets skip no block: merging without caches would change the picture.
         run.stats.not_merged("model", Reason.KV_CACHE_DISABLED())

@@ -54,6 +54,10 @@ class Evaluation:
         step = self.step_plan.of(block)
         return self if step is self.step_plan else replace(self, step_plan=step)
 
+    def again(self) -> Evaluation:
+        """Return another call of the model within this one."""
+        return replace(self, cond_keys=tuple((key, "again") for key in self.cond_keys))
+
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
         """Return the plan for tokens x of (B, N, C). None where a refresh predicts the picture that the next plan is
         made from."""

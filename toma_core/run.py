@@ -72,7 +72,7 @@ class RunState:
     # The KV cache has four bits a number.
     quantized: bool = False
     # Why all later steps are full.
-    given_up: Message | None = None
+    disabled_by: Message | None = None
     # A block that should attend to all tokens ran without a call of the attention override.
     attention_hook_missed: bool = False
     # Calls of the model show tiles of the latent.
@@ -101,9 +101,9 @@ class RunState:
         self.stats.without_kv_cache = reason
         self._clear()
 
-    def give_up(self, reason: Message) -> None:
+    def disable(self, reason: Message) -> None:
         """Drop plans and caches; all later steps are full."""
-        self.given_up = reason
+        self.disabled_by = reason
         self.stats.not_merged("model", reason)
         self._clear()
 

@@ -106,6 +106,14 @@ class ChainSite:
         self.lengths = lengths
         self.tokens, self.destinations = (sum(each) for each in zip(*lengths, strict=True)) if lengths else (0, 0)
 
+    def reach(self) -> ActiveChain | None:
+        """Note that the model comes to the chain, and return it. A call of the model that another node adds to an
+        evaluation has caches of its own."""
+        if self.active is not None and self.reached and not self.pair:
+            self.active = replace(self.active, evaluation=self.active.evaluation.again())
+        self.reached = True
+        return self.active
+
     @eager
     def start(self, x: Tensor, before: int, reason: Message | None) -> bool:
         """Decide outside of a graph whether the chain is merged, with x of [before | N | rest]; reduce it if it is.
@@ -113,7 +121,7 @@ class ChainSite:
         reason: Why it is not, if known.
         """
         # A call that ran out of memory and is repeated with fewer images has left a pair.
-        chain, self.in_graph, self.pair, self.reached = self.active, False, (), True
+        chain, self.in_graph, self.pair = self.reach(), False, ()
         if chain is None or not chain.merges(x[:, before : before + self.image], reason):
             return False
         images = x[:, before : before + self.image + self.references]

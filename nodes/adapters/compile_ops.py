@@ -60,8 +60,7 @@ def numbered(site: Any) -> int:
 def enter(x: Tensor, site: int, destinations: int) -> Tensor:
     """Merge (B, N, C) to (B, D, C): a new tensor, which the graph may write into."""
     there = _sites[site]
-    there.reached = True
-    there.reduction, reduced = there.active.reduce(x)
+    there.reduction, reduced = there.reach().reduce(x)
     own = reduced.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
     result: Tensor = reduced.contiguous() if own else reduced.clone(memory_format=torch.contiguous_format)
     return result

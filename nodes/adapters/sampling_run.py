@@ -152,9 +152,9 @@ class SamplingRun:
         """
         run = self.run
         cached = run.kv_cache and run.cache.disable()
-        if not cached and (run.given_up or self.step_plan.mode is StepMode.FULL):
+        if not cached and (run.disabled_by or self.step_plan.mode is StepMode.FULL):
             return False
-        run.give_up(Reason.KV_CACHE_DISABLED() if cached else Reason.OUT_OF_MEMORY())
+        run.disable(Reason.KV_CACHE_DISABLED() if cached else Reason.OUT_OF_MEMORY())
         self.step_plan = self.step_plan.with_mode(StepMode.FULL)
         if again:
             run.stats.discard_evaluations(self.step_plan.step, self.calls, self.merged_calls)
@@ -202,8 +202,8 @@ class SamplingRun:
         signatures = self._signatures(active, frames, at.model_sigma)
         if not self.calls:
             self.turns.note((at.step, at.model_sigma), tuple(signatures), latent)
-            if self.turns.found and not (self.run.given_up or merges_plainly(self.run)):
-                self.run.give_up(Reason.TILES())
+            if self.turns.found and not (self.run.disabled_by or merges_plainly(self.run)):
+                self.run.disable(Reason.TILES())
             if reason := self.run.kv_obstacle():
                 self.run.drop_kv_cache(self.config_for(kv_cache=False), reason)
             self.run.cache.enforce_limit()

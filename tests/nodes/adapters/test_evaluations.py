@@ -129,6 +129,26 @@ def test_latents_by_turns(trained: Trained, stats_of: Any) -> None:
     assert str(stats.headline()) == "Nothing was merged: nothing can be cached of tiles"
 
 
+def test_a_call_that_another_node_adds_to_an_evaluation(trained: Trained) -> None:
+    """For another prompt, as guidance around the network makes it: in whatever order, each has caches of its own."""
+    from comfy.patcher_extension import WrappersMP
+
+    other, outs = trained.prompt(9)[0][0], []
+    for added_first in (False, True):
+
+        def twice(executor: Any, x: Tensor, timestep: Tensor, context: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            contexts = [context, other.to(context).expand_as(context)]
+            order = contexts[::-1] if added_first else contexts  # noqa: B023
+            found = {id(each): executor(x, timestep, each, *args, **kwargs) for each in order}
+            own, added = (found[id(each)] for each in contexts)
+            return own + 0.5 * (own - added)
+
+        model = trained.merged.clone()
+        model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "twice", twice)
+        outs.append(trained.drawn(model))
+    assert torch.equal(*outs)
+
+
 @loop("equal", [True, False])
 def test_a_prompt_for_every_step(trained: Trained, plain: float, stats_of: Any, equal: bool) -> None:
     """Prompts of one text share a cache, in whatever objects it comes; with others nearly every step is full."""
