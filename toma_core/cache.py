@@ -78,7 +78,7 @@ class ResidualCache:
     _now: dict[Hashable, Refresh] = field(default_factory=dict)
     # The same if it is a refresh, else empty.
     _refreshing: dict[Hashable, Refresh] = field(default_factory=dict)
-    # Signatures of earlier refreshes that the model was not evaluated for.
+    # Signatures that a refresh announced, but that another node then skipped.
     _absent: set[Hashable] = field(default_factory=set)
     # Step of the last unscheduled refresh since a scheduled one.
     _extra: int | None = None

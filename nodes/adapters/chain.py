@@ -91,18 +91,19 @@ class ChainSite:
     def prepare(self, chain: ActiveChain, latent: Tensor, module: nn.Module, width: int) -> bool:
         """Prepare the numbers for a graph in which blocks like `module` see (B, N, width) of a latent of B images.
 
-        Return False if the chain is not merged; the reason is noted. With an unknown width, 0, the chain decides later.
+        Return whether the chain may be merged; if not, the reason is noted. With an unknown width, 0, it may: the chain
+        decides when it sees the tokens.
         """
         if not width or len(latent) % len(chain.evaluation.plan_keys):
             self.attends = False  # compiled code does not see what a chain decides at run time
             return True
         weight = next(module.parameters(), latent)
         dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else torch.bfloat16
-        self._lengths(chain.prepare(latent.new_empty(len(latent), dtype=dtype), width))
+        self._set_lengths(chain.prepare(latent.new_empty(len(latent), dtype=dtype), width))
         self.in_graph = bool(self.lengths)
         return self.in_graph
 
-    def _lengths(self, lengths: tuple[tuple[int, int], ...]) -> None:
+    def _set_lengths(self, lengths: tuple[tuple[int, int], ...]) -> None:
         self.lengths = lengths
         self.tokens, self.destinations = (sum(each) for each in zip(*lengths, strict=True)) if lengths else (0, 0)
 
@@ -126,7 +127,7 @@ class ChainSite:
             return False
         images = x[:, before : before + self.image + self.references]
         self.reduction, reduced = chain.reduce(images)
-        self._lengths(self.reduction.lengths)
+        self._set_lengths(self.reduction.lengths)
         self.pair = reduced, images
         return True
 
@@ -293,15 +294,15 @@ class BlockHook(Hook):
 
     def reason(self, call_args: CallArguments) -> Message | None:
         """Return why the chain that begins here is not merged, see `BlockSignature.obstacle`; None if it may be."""
-        site, signature, chain = self.site, self.signature, self.site.active
-        if chain is None:
+        site, signature, active = self.site, self.signature, self.site.active
+        if active is None:
             return None
-        grid = signature.grid(call_args, chain.grids[0])
+        grid = signature.grid(call_args, active.grids[0])
         if grid is None:
             return Reason.UNKNOWN_GRID()
         # A ComfyUI that does not name references has them after the image too: they stay unmerged.
-        grids = grid, *(chain.grids[1:] if signature.reference_tokens(call_args) else ())
-        site.activate(replace(chain, grids=grids))
+        grids = grid, *(active.grids[1:] if signature.reference_tokens(call_args) else ())
+        site.activate(replace(active, grids=grids))
         return signature.obstacle(call_args, prod(grid), site.references)
 
     def merged_call_args(self, call_args: CallArguments, x: Tensor, rows: dict[str, Any], before: int) -> CallArguments:
