@@ -181,7 +181,7 @@ def test_every_forward_is_known(request: pytest.FixtureRequest, kind: str) -> No
     registry, contract = pack_module("nodes.adapters.registry"), pack_module("nodes.adapters.compat")
     hooks = registry.find(request.getfixturevalue(f"shared_{kind}").model.diffusion_model)
     places = list(hooks.hook_pairs())
-    assert len(places) > 10
+    assert len(places) > 5
     for module, hook in places:
         try:
             contract.check(module, hook)

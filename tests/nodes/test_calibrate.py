@@ -272,8 +272,8 @@ def test_what_is_set_by_hand_is_above_the_profile(unet: Any) -> None:
     text = found_profile(unet)
     node = patch.ToMAAdvanced
     by_hand = node.execute(unet, **advanced(profile=text, preset="quality", window_size=4)).args[0]
-    config = run.attachment_of(by_hand).settings
-    plain = run.attachment_of(node.execute(unet, **advanced(profile=text)).args[0]).settings
+    config = run.attachment_of(by_hand).settings.resolved()
+    plain = run.attachment_of(node.execute(unet, **advanced(profile=text)).args[0]).settings.resolved()
     assert plain == profiles.parsed(text).config()
     assert config == dataclasses.replace(plain, window_size=4)
 

@@ -184,8 +184,6 @@ def move(owner: nn.Module, old: str, new: str) -> None:
         ("flux", "Flux", "forward", "double_blocks"),
         ("flux", "Flux", "forward", "single_blocks"),
         ("flux", "Flux", "forward", "patch_size"),
-        ("flux", "DoubleStreamBlock", "forward", "img_attn"),
-        ("flux", "DoubleStreamBlock", "forward", "img_mlp"),
     ],
 )
 def test_attribute_with_another_name(

@@ -61,7 +61,10 @@ def test_shared_tokens_are_left_whole(found: Any, way: str, kind: str) -> None:
         case = process[f"tokens-{way}-{kind}"]
         assert case["as without ToMA"]
         assert case["the same on all"]
-        assert (case["merged"], case["whole"]) == (0, {TOKENS_CHANGED: BLOCKS["flux"]})
+        # One of them replaces the forward of some blocks.
+        assert case["merged"] == 0
+        assert set(case["whole"]) <= {TOKENS_CHANGED, "block_replaced"}
+        assert sum(case["whole"].values()) == BLOCKS["flux"]
         # What is filled up to be even takes part in attention.
         assert 0 < case["off from one process"] < (0.05 if kind == "odd" else 1e-5), "not the model that it should be"
 
