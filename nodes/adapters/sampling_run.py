@@ -147,12 +147,12 @@ class SamplingRun:
     def no_memory(self, again: bool = True) -> bool:
         """Drop plans and caches after memory ran out: this evaluation and all later ones are full.
 
-        Return False if there was nothing of them: the model's own memory is short. again: whether all calls of the
-        evaluation are repeated.
+        Return False without a KV cache for a picture or a full step: the model's own memory is short. again: whether
+        all calls of the evaluation are repeated.
         """
-        run = self.run
+        run, video = self.run, (self.size or ())[:-2] > (1,)
         cached = run.kv_cache and run.cache.disable()
-        if not cached and (run.disabled_by or self.step_plan.mode is StepMode.FULL):
+        if not cached and (not video or run.disabled_by or self.step_plan.mode is StepMode.FULL):
             return False
         run.disable(Reason.KV_CACHE_DISABLED() if cached else Reason.OUT_OF_MEMORY())
         self.step_plan = self.step_plan.with_mode(StepMode.FULL)
