@@ -14,7 +14,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from operator import is_
 from typing import Any
 
 import torch
@@ -205,7 +204,7 @@ class RopeCache:
 
 
 def _same(plans: Sequence[object], others: Sequence[object]) -> bool:
-    return len(plans) == len(others) and all(map(is_, plans, others))
+    return len(plans) == len(others) and all(a is b for a, b in zip(plans, others, strict=True))
 
 
 class BlockHook(Hook):

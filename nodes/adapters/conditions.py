@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from ctypes import c_float
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 
@@ -71,8 +71,8 @@ def takes_part(conds: Sequence[Mapping[str, Any]] | None, sigma: float | None) -
 def is_active(cond: Mapping[str, Any], sigma: float) -> bool:
     """Whether a condition takes part at this noise level, as in ComfyUI."""
     # ComfyUI compares with a tensor in single precision; a step may begin exactly where a condition does.
-    start, end = (c_float(cond.get(f"timestep_{which}", sigma)).value for which in ("start", "end"))
-    return start >= sigma >= end
+    start, end = np.float32(cond.get("timestep_start", np.inf)), np.float32(cond.get("timestep_end", -np.inf))
+    return bool(start >= sigma >= end)
 
 
 def controls_of(cond: Mapping[str, Any], sigma: float) -> tuple[bool, ...]:

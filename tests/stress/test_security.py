@@ -34,6 +34,11 @@ REFUSED_ATTRIBUTES = {
     *("add_routes", "add_route", "add_static", "router", "middlewares", "environ", "getenv", "urlopen", "connect"),
     *("basicConfig", "FileHandler", "addHandler"),
 }
+# The page's scripts, and what they import: the page's own modules and each other.
+SCRIPTS = {
+    "web/toma.js": {"../../scripts/api.js", "../../scripts/app.js", "./timing.js"},
+    "web/timing.js": {"../../scripts/api.js"},
+}
 TRITON = re.compile(r"^(tl|triton\.language)\b")
 
 
@@ -115,18 +120,18 @@ def test_what_is_refused_is_found(source: str) -> None:
 
 
 def test_no_other_code_is_shipped(shipped: dict[str, str]) -> None:
-    """No install script, no requirement, no binary; the only other code is the page's script."""
+    """No install script, no requirement, no binary; the only other code is the page's scripts."""
     scripts = {name for name in shipped if Path(name).suffix in {".js", ".mjs"}}
-    assert scripts == {"web/toma.js"}
+    assert scripts == set(SCRIPTS)
     assert not {"install.py", "prestartup_script.py", "setup.py"} & set(shipped)
     assert not [line for line in shipped["requirements.txt"].splitlines() if line.strip() and not line.startswith("#")]
     assert re.search(r"^dependencies = \[\]", shipped["pyproject.toml"], re.MULTILINE)
 
 
 def test_script_of_the_page_speaks_to_its_page_alone(shipped: dict[str, str]) -> None:
-    script = shipped["web/toma.js"]
-    theirs = {"../../scripts/api.js", "../../scripts/app.js"}
-    assert set(re.findall(r"""from\s+["']([^"']+)["']""", script)) == theirs
+    for name, imports in SCRIPTS.items():
+        assert set(re.findall(r"""from\s+["']([^"']+)["']""", shipped[name])) == imports
+    script = "\n".join(shipped[name] for name in SCRIPTS)
     texts = "fetch(new URL(`i18n/${language}.json`, import.meta.url))"
     assert script.count(texts) == 1, "its own texts"
     script = script.replace(texts, "")
