@@ -33,8 +33,9 @@ function isLink(value) {
   return Array.isArray(value) && value.length === 2 && typeof value[1] === "number"
 }
 
+// Names of files may have spaces too, and another file is another model.
 function isProse(value) {
-  return typeof value === "string" && /\s/.test(value)
+  return typeof value === "string" && /\s/.test(value) && !/\.\w+$/.test(value)
 }
 
 // The first step is left out: what a run does once is in it. The last ends when the next node begins, because a GPU is
@@ -92,6 +93,11 @@ export function startTiming(onChange) {
     if (!clock || value < clock.steps) clock = { first: performance.now(), from: value, steps: value }
     clock.steps = value
   })
+  // What runs while the page has no connection is not seen, and on its return ComfyUI names the node again.
+  api.addEventListener("reconnecting", () => {
+    clock = undefined
+  })
+  api.addEventListener("status", ({ detail }) => detail?.exec_info?.queue_remaining === 0 && prompts.clear())
   for (const kind of ["execution_success", "execution_error", "execution_interrupted"])
     api.addEventListener(kind, ({ detail }) => {
       if (kind === "execution_success") stopped()
