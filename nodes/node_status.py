@@ -36,7 +36,7 @@ class NodeStatus:
     Attributes:
         node_id: ComfyUI's id of the node in the prompt.
         notes: Lines on its inputs, shown after each run.
-        preset: Values of the settings that are left to the preset, by name.
+        preset: Name of the preset, as `preset`, and values of the settings that are left to it, by name.
     """
 
     node_id: str

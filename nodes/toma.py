@@ -57,9 +57,10 @@ def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, pr
 
 
 def _left_to_preset(model: Any, settings: Settings) -> dict[str, Any]:
-    """Return the values of the settings that are not set, by name."""
+    """Return the name of the preset, and the values of the settings that are not set, by name."""
     left = {name: value for name, value in vars(config_for(settings, model)).items() if name not in settings.overrides}
-    return {name: value.value if isinstance(value, Enum) else value for name, value in left.items()}
+    values = {name: value.value if isinstance(value, Enum) else value for name, value in left.items()}
+    return {"preset": settings.preset, **values}
 
 
 class ToMA(io.ComfyNode):

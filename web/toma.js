@@ -123,10 +123,13 @@ function snap(widget) {
 
 // What the preset has for the fields that are left to it stands beside their names after a run.
 const labels = new WeakMap() // widget -> its name, where its label says more
+const presets = new WeakMap() // node -> the preset of its last run, and the values that it has
 
-function showPreset(node, values = {}) {
+function showPreset(node) {
+  const values = presets.get(node) ?? {}
+  const same = node.widgets.some(({ name, value }) => name === "preset" && value === values.preset)
   for (const widget of node.widgets.filter(isOverride)) {
-    const value = isLeft(widget) ? values[widget.name] : undefined
+    const value = same && isLeft(widget) ? values[widget.name] : undefined
     const name = labels.get(widget) ?? widget.label ?? widget.name
     if (value !== undefined) labels.set(widget, name)
     const preset = { id: "preset_value", params: { name, value: SWITCH[value] ?? value } }
@@ -156,11 +159,11 @@ function addReset(node) {
   const button = node.addWidget("button", RESET, null, reset, { serialize: false, advanced: true, hideInPanel: true })
   button.serialize = false
   button.label = formatted({ id: "reset" }, node)
-  for (const widget of node.widgets.filter(isOverride)) {
+  for (const widget of node.widgets.filter((each) => isOverride(each) || each.name === "preset")) {
     const callback = widget.callback
     widget.callback = function (...values) {
       const answer = callback?.apply(this, values)
-      showPreset(node, known.get(openGraph())?.get(String(node.id))?.preset)
+      showPreset(node)
       return answer
     }
   }
@@ -207,7 +210,9 @@ function write(node, message) {
   const stripe = error ? "var(--error-text, #f44)" : verdict.id === "nothing_merged" ? "#c90" : undefined
   element.style.borderLeftColor = stripe ?? "var(--comfy-input-bg)"
   element.classList.toggle("toma-error", error)
-  if (preset && node.comfyClass === "ToMAAdvanced") showPreset(node, preset)
+  if (!preset || node.comfyClass !== "ToMAAdvanced") return
+  presets.set(node, preset)
+  showPreset(node)
 }
 
 function openMessages() {

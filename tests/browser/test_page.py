@@ -89,6 +89,10 @@ def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
         page.tab.get_by_text("full step interval: preset (0)").first.wait_for()
     page.set(4, "window_size", 4)
     assert label_of(page, "window_size") == "window size"
+    page.set(4, "preset", "quality")
+    assert label_of(page, "sharpness") == "sharpness", "of another preset nothing is known yet"
+    page.set(4, "preset", "balanced")
+    assert label_of(page, "sharpness") == "sharpness: preset (300)"
     assert "preset (" not in json.dumps(page.evaluate("() => app.graph.serialize()"))
     page.evaluate("() => app.graph.getNodeById(4).widgets.find(w => w.name === 'toma_reset').callback()")
     values = page.evaluate("() => app.graph.getNodeById(4).serialize().widgets_values")

@@ -52,6 +52,7 @@ def test_a_run_is_told_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
     assert "merged steps: 1-2, at ratio 0.5" in details
     preset = told.pop("preset")
     assert told == {**line, "text": text, "run": True}
+    assert preset["preset"] == "balanced"
     assert preset["window_size"] == 8
     assert not preset.keys() & {"ratio", "min_tokens", "skip_last_blocks"}, "those are set"
     models.sample(model, 24, 24, steps=1)
