@@ -51,7 +51,8 @@ class NodeStatus:
         """Show what a run merged, or why it merged nothing."""
         lines = stats.headline(), *stats.work(), *self.notes
         # The page times the sampler that ends now, see web/timing.js.
-        self.say(*lines, details=stats.details(), run=True, preset=dict(self.preset))
+        first_full = min(stats.steps, default=0) not in stats.merged_steps
+        self.say(*lines, details=stats.details(), run=True, first_full=first_full, preset=dict(self.preset))
 
     def measures(self, run: int, runs: int) -> None:
         """Show that one of several runs begins, counted from 1."""

@@ -45,7 +45,8 @@ function stopped() {
   if (graph && clock && clock.steps > clock.from && graph[executing]) {
     const seconds = (performance.now() - clock.first) / 1000 / (clock.steps - clock.from)
     const key = sampled(graph, executing)
-    for (const message of merged) message.timed = { key, seconds }
+    const steps = clock.from === 1 ? clock.steps - 1 : Infinity // after the first one
+    for (const message of merged) message.timed = { key, seconds, steps, full: message.first_full }
     if (!merged.length) plain.set(key, seconds)
     changed()
   }
@@ -58,11 +59,13 @@ export function ended(message) {
   merged.push(message)
 }
 
-// The line on the times of a run: beside them those of the last run of the same size without ToMA.
+// The line on the times of a run: beside them those of the last run of the same size without ToMA. Where the first step
+// was full, leaving it out would flatter a run of few steps: then it counts as long as a step without ToMA.
 export function timesOf({ timed }) {
   if (!timed) return []
-  const [seconds, without] = [timed.seconds, plain.get(timed.key)]
-  if (!without) return [{ id: "step_time", params: { seconds: shown(seconds) } }]
+  const without = plain.get(timed.key)
+  if (!without) return [{ id: "step_time", params: { seconds: shown(timed.seconds) } }]
+  const seconds = timed.seconds + (timed.full ? (without - timed.seconds) / (timed.steps + 1) : 0)
   const params = { seconds: shown(seconds), without: shown(without), times: without / seconds }
   return [{ id: "step_times", params }]
 }

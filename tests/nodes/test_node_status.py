@@ -51,12 +51,19 @@ def test_a_run_is_told_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
     assert details[0] == "tokens: 144 -> 72 (12 x 12), 36 -> 18 (6 x 6)"
     assert "merged steps: 1-2, at ratio 0.5" in details
     preset = told.pop("preset")
-    assert told == {**line, "text": text, "run": True}
+    assert told == {**line, "text": text, "run": True, "first_full": False}
     assert preset["preset"] == "balanced"
     assert preset["window_size"] == 8
     assert not preset.keys() & {"ratio", "min_tokens", "skip_last_blocks"}, "those are set"
     models.sample(model, 24, 24, steps=1)
     assert len(sent) == 4, "a model that ComfyUI took from its cache tells of the next run too"
+
+
+def test_a_run_says_whether_its_first_step_was_full(unet: Any, sent: list[Any]) -> None:
+    """The page times all steps but the first."""
+    for settings, full in (({}, False), ({"full_step_interval": 2}, True), ({"start_percent": 0.5}, True)):
+        models.sample(patched(unet, **settings).args[0], 24, 24, steps=4)
+        assert sent[-1][1]["first_full"] is full
 
 
 def test_a_run_that_fails_is_told_too(unet: Any, sent: list[Any]) -> None:
