@@ -77,6 +77,8 @@ class RunState:
     attention_hook_missed: bool = False
     # Calls of the model show tiles of the latent.
     tiles: bool = False
+    # Calls of the model have reference images.
+    references: bool = False
     # The attention override was called for at least one block.
     attention_hook_called: bool = False
 

@@ -302,6 +302,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     evaluation, references = sampling.evaluation(x, options), kwargs.get("ref_latents") or ()
     if evaluation.step_plan.mode is StepMode.FULL:
         return full()
+    sampling.run.references |= bool(references)
     select = partial(hooks.select, x, transformer_options=options, control=control, references=references)
     try:
         return merged_call(full, select, sampling, evaluation, x)

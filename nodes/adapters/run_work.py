@@ -11,11 +11,11 @@ from .sampling_run import SamplingRun
 def times_less_work(model: nn.Module, latent: Tensor, sampling: SamplingRun) -> float | None:
     """Return the FLOPs of the unmerged run over those of this one, for a latent of (B, C, ..., H, W).
 
-    None where nothing was merged, and where the model saw tiles of the latent. Plans are not counted; references and
-    text beyond what a family always has are not either.
+    None where nothing was merged, and where the model saw tiles of the latent or reference images, whose tokens stay.
+    Plans are not counted; text beyond what a family always has is not either.
     """
     stats, hooks = sampling.run.stats, registry.find(model)
-    if hooks is None or sampling.run.tiles or not stats.merged_blocks:
+    if hooks is None or sampling.run.tiles or sampling.run.references or not stats.merged_blocks:
         return None
     facts, merged_in = list(hooks.blocks(latent)), stats.merged_evaluations_of
     every = (hooks.flops_beside_blocks(latent) + sum(fact.flops() for fact in facts)) * stats.evaluations

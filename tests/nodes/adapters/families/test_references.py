@@ -51,6 +51,7 @@ def test_references(
     out = models.sample(merged, HEIGHT, WIDTH, steps=1, cfg=1.0, **conds)
     assert out.isfinite().all()
     assert stats_of(merged).unmerged == {}
+    assert stats_of(merged).times_less_work is None, "tokens of references are not counted"
     (call,) = calls
     given = arguments(block, layout, call)
     told = given["transformer_options"].get("reference_image_num_tokens")
