@@ -49,6 +49,8 @@ def model_of(pack: ModuleType, shared: dict[str, Any]) -> Callable[[str], Any]:
         network = shared[kind].model.diffusion_model
         if kind.startswith("ltx") and not hasattr(import_module("comfy.ldm.lightricks.model"), "freqs_cis_matrix"):
             pytest.skip("an older ComfyUI has LTX's positions in another shape: it is not merged there")
+        if kind == "ideogram" and not hasattr(import_module("comfy.ldm.ideogram4.model"), "_split_half_rope_matrix"):
+            pytest.skip("an older ComfyUI has Ideogram's positions in another shape: it is not merged there")
         if kind == "ernie" and network.pos_embed(torch.zeros(1, 2, 3)).ndim != 6:
             pytest.skip("ComfyUI 0.20.1 has ERNIE-Image's positions in another shape: it is left whole there")
         return shared[kind]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from comfy.ldm.ideogram4.model import Ideogram4Transformer2DModel
-from torch import nn
+from torch import Tensor, nn
 
 from ....toma_core.cost_model import IDEOGRAM
 from ..blocks import BlockGroup
@@ -29,7 +29,10 @@ class Signature(BlockSignature):
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
         # Positions stay as they were while the tokens are merged.
         rope = call_args.get(self.rope_arg)
-        before = -1 if rope is None or rope.ndim <= self.rope_token_dim else rope.shape[self.rope_token_dim] - image
+        # An older ComfyUI has two tables.
+        if not isinstance(rope, Tensor) or rope.ndim <= self.rope_token_dim:
+            return None
+        before = rope.shape[self.rope_token_dim] - image
         return before if before >= 0 else None
 
 
