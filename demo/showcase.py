@@ -181,6 +181,8 @@ def serve(base: Path | None = None, port: int | None = None, listen: str | None 
     with demo_server(base, port or _PORT, listen) as server:
         names = place_workflows(server.base / "user")
         server.set_setting("Comfy.TutorialCompleted", True)
+        # The classic renderer shows no compared images.
+        server.set_setting("Comfy.VueNodes.Enabled", True)
         for kind in (UNET, DIT):
             if not kind.trained:
                 say(f"    {kind.title}: random weights, its pictures are noise")

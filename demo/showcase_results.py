@@ -21,7 +21,8 @@ DIFFERENCE_GAIN = 4
 # What the report's map shows; on the page it stands on the node.
 _MAP = (
     "Dots are destination tokens, the patch around each is merged into it, black lines are windows.",
-    "Bars: share of the tokens computed at each step; blue merged, grey full. Squares: blocks, in the same colours.",
+    "Bars: share of the tokens computed at each step; blue merged, grey full.",
+    "Squares: blocks, in the same colours.",
 )
 
 

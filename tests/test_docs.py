@@ -207,7 +207,8 @@ def test_files_that_pages_name_exist() -> None:
 def test_add_a_model_names_what_a_family_has() -> None:
     signature, family = pack_module("nodes.adapters.signature"), pack_module("nodes.adapters.family")
     example = pack_module("nodes.adapters.families.sd3")
-    known = {*dir(signature.BlockSignature), *dir(family.Transformer), *dir(family), *dir(example)}
+    with_fits = pack_module("nodes.adapters.families.wan")
+    known = {*dir(signature.BlockSignature), *dir(family.Transformer), *dir(family), *dir(example), *dir(with_fits)}
     answers = [row[1] for row in table(DOCS / "add-a-model.md", "| question | answer in |")]
     named = {name for cell in answers for name in re.findall(r"`(\w+)`", cell)}
     assert named

@@ -60,8 +60,9 @@ class ToMAConfig:
     )
     granularity: Granularity = option(
         Granularity.STACK,
-        "How long tokens stay merged. 'module': around each attention and feed-forward layer, as in the paper. "
-        "'block': around each transformer block. 'stack': around each chain of transformer blocks, the fastest.",
+        "How long tokens stay merged. 'module': around each attention and feed-forward layer, as in the paper, in "
+        "UNets; elsewhere as 'block'. 'block': around each transformer block. 'stack': around each chain of "
+        "transformer blocks, the fastest.",
     )
     skip_first_blocks: float = option(
         0.0,

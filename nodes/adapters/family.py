@@ -1,6 +1,6 @@
 """What a family of models declares, and how the hooks of all transformers are chosen from it.
 
-A family is a file in `families`: NAME, `matches`, and `Hooks`, which names the blocks, how they take their tokens
+A family is a file in `families`: NAME, MODEL and `Hooks`, which names the blocks, how they take their tokens
 (`BlockSignature`), what they cost, who reads the tokens between two of them, and what presets skip.
 """
 

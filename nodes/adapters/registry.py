@@ -1,6 +1,10 @@
-"""Find the family of a model. A new family is one file with NAME, matches and Hooks, and one entry here.
+"""Find the family of a model. A new family is one file and one entry here.
 
-DERIVED names the classes that ComfyUI derives from a family's class, or from another one, and that are known.
+NAME     as users read it
+MODEL    ComfyUI's class
+fits     whether a model of the class is one of the family; all are, if there is no such function
+DERIVED  known classes that ComfyUI derives from MODEL, or from another class
+Hooks    see `family`
 """
 
 from __future__ import annotations
@@ -65,7 +69,6 @@ with _of("Wan"):
     from .families import wan
 with _of("HunyuanVideo"):
     from .families import hunyuan
-
 with _of("LTX"):
     from .families import ltx
 with _of("MiniMax H3"):
@@ -116,12 +119,18 @@ def find(diffusion_model: nn.Module) -> ModelHooks | None:
     """Return the hooks of a model, None if no family matches."""
     model = unwrapped(diffusion_model)
     if model not in _hooks:
-        family = next((f for f in _FAMILIES if f.matches(model) and _is_known(f, model)), None)
+        family = next((f for f in _FAMILIES if is_of(f, model) and _is_known(f, model)), None)
         if family is None:
             # A family that could not be imported may be this model's: it runs unmerged.
             return _Plain(type(model).__name__) if _unavailable else None
         _hooks[model] = _made(family, model)
     return _hooks[model]
+
+
+def is_of(family: Any, model: nn.Module) -> bool:
+    """Whether a model is of a family."""
+    fits = getattr(family, "fits", None)
+    return isinstance(model, family.MODEL) and (fits is None or fits(model))
 
 
 def _is_known(family: Any, model: nn.Module) -> bool:

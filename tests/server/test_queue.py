@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from scripts.comfy_server import ComfyServer
-from scripts.comfyui import ROOT
-from tests.server.test_server import TINY_PACK, advanced, graph, latent, simple
-
-
-@pytest.fixture(scope="module")
-def small_models(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Iterator[ComfyServer]:
-    folder = tmp_path_factory.mktemp("packs") / "tiny"
-    folder.mkdir()
-    (folder / "__init__.py").write_text(TINY_PACK.format(models=str(ROOT / "benchmarks" / "models.py")))
-    with ComfyServer(packs=[folder]) as running:
-        yield running
+from tests.server.test_server import advanced, graph, latent, simple
 
 
 def prompt(toma: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
@@ -32,9 +21,9 @@ def reload(server: ComfyServer) -> None:
 
 
 @pytest.mark.compat
-def test_ratio_changed_and_off_in_mid_queue_and_two_runs_at_once(small_models: ComfyServer) -> None:
+def test_ratio_changed_and_off_in_mid_queue_and_two_runs_at_once(tiny_server: ComfyServer) -> None:
     """Two clients queue at the same time; each latent is that of its prompt alone."""
-    server = small_models
+    server = tiny_server
     prompts = {
         "half": prompt(advanced(server)),
         "off": prompt(simple(0.0)),
@@ -54,8 +43,8 @@ def test_ratio_changed_and_off_in_mid_queue_and_two_runs_at_once(small_models: C
 
 
 @pytest.mark.compat
-def test_a_run_that_is_interrupted_and_repeated(small_models: ComfyServer) -> None:
-    server = small_models
+def test_a_run_that_is_interrupted_and_repeated(tiny_server: ComfyServer) -> None:
+    server = tiny_server
     wanted = prompt(advanced(server), seed=61)
     wanted["5"]["inputs"]["steps"] = 300
 

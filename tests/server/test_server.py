@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,43 +10,8 @@ import safetensors.torch
 
 from scripts.comfy_client import PromptError, Run
 from scripts.comfy_server import ComfyServer
-from scripts.comfyui import ROOT
 
 STEPS = 4  # with the defaults of ToMA Advanced the first and the last are whole
-
-
-# A loader for a model small enough for a test; the server runs it as one more node pack.
-TINY_PACK = """
-import importlib.util
-spec = importlib.util.spec_from_file_location("tiny_models", {models!r})
-models = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(models)
-
-class TinyModel:
-    RETURN_TYPES = ("MODEL", "CONDITIONING", "CONDITIONING")
-    FUNCTION = "load"
-    CATEGORY = "tests"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {{"required": {{"kind": (["unet", "flux"],), "seed": ("INT", {{"default": 0}})}}}}
-
-    def load(self, kind, seed):
-        model = getattr(models, kind)(seed)
-        return model, models.conditioning(model, seed=1), models.conditioning(model, seed=2)
-
-NODE_CLASS_MAPPINGS = {{"TinyModel": TinyModel}}
-"""
-
-
-@pytest.fixture(scope="module")
-def tiny_server(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Iterator[ComfyServer]:
-    """A server that can also load the small models."""
-    folder = tmp_path_factory.mktemp("packs") / "tiny"
-    folder.mkdir()
-    (folder / "__init__.py").write_text(TINY_PACK.format(models=str(ROOT / "benchmarks" / "models.py")))
-    with ComfyServer(packs=[folder]) as running:
-        yield running
 
 
 def graph(toma: dict[str, Any] | None, *, kind: str = "unet", seed: int = 5, size: int = 192) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from comfy.ldm.chroma.model import Chroma
-from torch import nn
 
 from ....toma_core import ToMAConfig
 from ....toma_core.cost_model import CHROMA_DOUBLE, CHROMA_SINGLE, Block
@@ -14,12 +13,8 @@ from ..blocks import BlockGroup
 from . import flux
 
 NAME = "Chroma"
+MODEL = Chroma
 DERIVED = ("ChromaRadiance",)
-
-
-def matches(diffusion_model: nn.Module) -> bool:
-    """Whether the model is of this family."""
-    return isinstance(diffusion_model, Chroma)
 
 
 class Hooks(flux.Hooks):

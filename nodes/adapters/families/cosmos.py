@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from comfy.ldm.cosmos.predict2 import MiniTrainDIT
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....toma_core.cost_model import COSMOS
 from ..blocks import BlockGroup
@@ -16,12 +16,13 @@ from ..family import Transformer
 from ..signature import BlockSignature
 
 NAME = "Anima, Cosmos-Predict2"
+MODEL = MiniTrainDIT
 DERIVED = ("Anima",)
 
 
-def matches(diffusion_model: nn.Module) -> bool:
-    """Whether the model is of this family."""
-    return isinstance(diffusion_model, MiniTrainDIT) and diffusion_model.patch_temporal == 1
+def fits(model: MiniTrainDIT) -> bool:
+    """Whether a token is of one frame."""
+    return int(model.patch_temporal) == 1
 
 
 class Signature(BlockSignature):

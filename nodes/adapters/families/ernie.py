@@ -6,7 +6,6 @@ In ComfyUI 0.20.1 positions have another shape: there it runs unmerged.
 from __future__ import annotations
 
 from comfy.ldm.ernie.model import ErnieImageModel
-from torch import nn
 
 from ....toma_core.cost_model import ERNIE
 from ..blocks import BlockGroup
@@ -14,11 +13,7 @@ from ..family import Transformer
 from ..signature import BlockSignature
 
 NAME = "ERNIE-Image"
-
-
-def matches(diffusion_model: nn.Module) -> bool:
-    """Whether the model is of this family."""
-    return isinstance(diffusion_model, ErnieImageModel)
+MODEL = ErnieImageModel
 
 
 class Signature(BlockSignature):

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from comfy.ldm.flux.model import Flux
-from torch import nn
 
 from ....toma_core.cost_model import FLUX2_DOUBLE, FLUX2_SINGLE, FLUX_DOUBLE, FLUX_SINGLE, Block
 from ....toma_core.presets import Fields
@@ -17,14 +16,10 @@ from ..family import Transformer
 from ..signature import BlockSignature, CallArguments, TokenReduction, image_start_of, shifted_slices
 
 NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
+MODEL = Flux
 # Double and single blocks of Flux.1; the released method skips five of each kind.
 _FLUX_1 = 19, 38
 PAPER: Fields = {"paper": {"skip_first_blocks": 5}}
-
-
-def matches(diffusion_model: nn.Module) -> bool:
-    """Whether the model is of this family."""
-    return isinstance(diffusion_model, Flux)
 
 
 class SingleSignature(BlockSignature):

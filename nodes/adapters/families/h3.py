@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from comfy.ldm.minimax.model import MiniMaxH3Model
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....toma_core.cost_model import H3
 from ..blocks import BlockGroup
@@ -17,11 +17,7 @@ from ..family import Transformer
 from ..signature import BlockSignature, CallArguments, TokenReduction, shifted_slices
 
 NAME = "MiniMax H3"
-
-
-def matches(diffusion_model: nn.Module) -> bool:
-    """Whether the model is of this family."""
-    return isinstance(diffusion_model, MiniMaxH3Model)
+MODEL = MiniMaxH3Model
 
 
 class Signature(BlockSignature):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from comfy.ldm.hunyuan_video.model import HunyuanVideo
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....toma_core.cost_model import HUNYUAN_DOUBLE, HUNYUAN_SINGLE
 from ..blocks import BlockGroup
@@ -17,11 +17,12 @@ from ..family import Transformer
 from ..signature import BlockSignature, CallArguments, TokenReduction, text_masked
 
 NAME = "HunyuanVideo (1.0, 1.5) and HunyuanImage 2.1"
+MODEL = HunyuanVideo
 
 
-def matches(diffusion_model: nn.Module) -> bool:
-    """Whether the model is of this family."""
-    return isinstance(diffusion_model, HunyuanVideo) and (*diffusion_model.patch_size[:-2], 1)[0] == 1
+def fits(model: HunyuanVideo) -> bool:
+    """Whether a token is of one frame."""
+    return int((*model.patch_size[:-2], 1)[0]) == 1
 
 
 class _Signature(BlockSignature):

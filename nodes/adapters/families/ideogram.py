@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from comfy.ldm.ideogram4.model import Ideogram4Transformer2DModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....toma_core.cost_model import IDEOGRAM
 from ..blocks import BlockGroup
@@ -11,12 +11,8 @@ from ..family import Transformer
 from ..signature import BlockSignature, CallArguments
 
 NAME = "Ideogram 4"
+MODEL = Ideogram4Transformer2DModel
 DERIVED = ("Ideogram4Transformer2DModel",)
-
-
-def matches(diffusion_model: nn.Module) -> bool:
-    """Whether the model is of this family."""
-    return isinstance(diffusion_model, Ideogram4Transformer2DModel)
 
 
 class Signature(BlockSignature):

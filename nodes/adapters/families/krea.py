@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from comfy.ldm.krea2.model import SingleStreamDiT
-from torch import nn
 
 from ....toma_core.cost_model import KREA
 from ..blocks import BlockGroup
@@ -11,11 +10,7 @@ from ..family import Transformer
 from ..signature import BlockSignature, CallArguments, TokenReduction, image_start_of, shifted_index
 
 NAME = "Krea 2"
-
-
-def matches(diffusion_model: nn.Module) -> bool:
-    """Whether the model is of this family."""
-    return isinstance(diffusion_model, SingleStreamDiT)
+MODEL = SingleStreamDiT
 
 
 class Signature(BlockSignature):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from comfy.ldm.lens.model import LensTransformer2DModel
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from ....toma_core.cost_model import LENS
@@ -13,11 +13,7 @@ from ..family import Transformer
 from ..signature import BlockSignature, CallArguments, TokenReduction
 
 NAME = "Lens"
-
-
-def matches(diffusion_model: nn.Module) -> bool:
-    """Whether the model is of this family."""
-    return isinstance(diffusion_model, LensTransformer2DModel)
+MODEL = LensTransformer2DModel
 
 
 class Signature(BlockSignature):

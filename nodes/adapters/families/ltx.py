@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from comfy.ldm.lightricks.model import LTXVModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....toma_core.cost_model import LTX, LTX_AV
 from ....toma_core.reasons import Message, Reason
@@ -19,12 +19,8 @@ from ..family import Transformer
 from ..signature import BlockSignature, CallArguments, TokenReduction
 
 NAME = "LTX-Video and LTX-2"
+MODEL = LTXVModel
 DERIVED = ("LTXVModel", "LTXAVModel")
-
-
-def matches(diffusion_model: nn.Module) -> bool:
-    """Whether the model is of this family."""
-    return isinstance(diffusion_model, LTXVModel)
 
 
 class Signature(BlockSignature):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 
 from comfy.ldm.lumina.model import NextDiT
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....toma_core.cost_model import LUMINA, Z_IMAGE
 from ..blocks import BlockGroup, token_grid
@@ -17,12 +17,8 @@ from ..family import Transformer
 from ..signature import BlockSignature, CallArguments, TokenReduction, shifted_slices
 
 NAME = "Z-Image, Lumina 2"
+MODEL = NextDiT
 DERIVED = ("NextDiTPixelSpace",)
-
-
-def matches(diffusion_model: nn.Module) -> bool:
-    """Whether the model is of this family."""
-    return isinstance(diffusion_model, NextDiT)
 
 
 class LayerSignature(BlockSignature):

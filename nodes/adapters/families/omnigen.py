@@ -6,7 +6,6 @@ The few refiner blocks before it, of text or image alone, are not merged.
 from __future__ import annotations
 
 from comfy.ldm.omnigen.omnigen2 import OmniGen2Transformer2DModel
-from torch import nn
 
 from ....toma_core.cost_model import OMNIGEN
 from ..blocks import BlockGroup
@@ -14,11 +13,7 @@ from ..family import Transformer
 from ..signature import BlockSignature, CallArguments
 
 NAME = "OmniGen2"
-
-
-def matches(diffusion_model: nn.Module) -> bool:
-    """Whether the model is of this family."""
-    return isinstance(diffusion_model, OmniGen2Transformer2DModel)
+MODEL = OmniGen2Transformer2DModel
 
 
 class Signature(BlockSignature):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....toma_core.cost_model import QWEN
 from ..blocks import BlockGroup
@@ -11,11 +11,7 @@ from ..family import Transformer
 from ..signature import BlockSignature, CallArguments, TokenReduction, shifted_index, text_masked
 
 NAME = "Qwen-Image"
-
-
-def matches(diffusion_model: nn.Module) -> bool:
-    """Whether the model is of this family."""
-    return isinstance(diffusion_model, QwenImageTransformer2DModel)
+MODEL = QwenImageTransformer2DModel
 
 
 class Signature(BlockSignature):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
-from torch import nn
 
 from ....toma_core.cost_model import MM_DIT
 from ..blocks import BlockGroup
@@ -13,12 +12,8 @@ from ..family import Transformer
 from ..signature import BlockSignature, CallArguments
 
 NAME = "SD3.5"
+MODEL = MMDiT
 DERIVED = ("OpenAISignatureMMDITWrapper",)
-
-
-def matches(diffusion_model: nn.Module) -> bool:
-    """Whether the model is of this family."""
-    return isinstance(diffusion_model, MMDiT)
 
 
 class Signature(BlockSignature):

@@ -27,6 +27,7 @@ from ..signature import BlockSignature, CallArguments, TokenReduction
 from .unet_layers import ByModule
 
 NAME = "UNet (SDXL, SD1.5, SD2)"
+MODEL = UNetModel
 # Measured, see docs/fidelity.md: the last stacks change the image most; without them no step has to be full.
 PRESETS: Fields = {"balanced": {"skip_last_blocks": 3}, "quality": {"skip_last_blocks": 4}}
 
@@ -34,10 +35,9 @@ PRESETS: Fields = {"balanced": {"skip_last_blocks": 3}, "quality": {"skip_last_b
 _TOKEN_PATCHES = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch")
 
 
-def matches(diffusion_model: nn.Module) -> bool:
-    """Whether the model is of this family. Video UNets are not: they mix frames inside a stack."""
-    kinds = {type(m) for m in diffusion_model.modules() if isinstance(m, SpatialTransformer)}
-    return isinstance(diffusion_model, UNetModel) and kinds == {SpatialTransformer}
+def fits(model: nn.Module) -> bool:
+    """Whether the model is no video UNet: those mix frames inside a stack."""
+    return {type(m) for m in model.modules() if isinstance(m, SpatialTransformer)} == {SpatialTransformer}
 
 
 class Signature(BlockSignature):

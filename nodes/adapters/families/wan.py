@@ -12,7 +12,6 @@ from math import prod
 from typing import Any
 
 from comfy.ldm.wan.model import WanModel
-from torch import nn
 
 from ....toma_core.cost_model import WAN
 from ....toma_core.reasons import Message, Reason
@@ -23,6 +22,7 @@ from ..origin import kinds_of
 from ..signature import BlockSignature, CallArguments, TokenReduction
 
 NAME = "Wan 2.1 and 2.2"
+MODEL = WanModel
 
 # Known kinds by their class, and after which of its blocks each reads all tokens: VACE adds what its control blocks
 # give, Animate attends to faces, WanDancer to music. Of the others, HuMo attends to sound frame by frame with a
@@ -42,9 +42,9 @@ DERIVED = tuple(_BORDERS)
 _LEADING_FRAMES = ("SCAILWanModel", "SCAIL2WanModel")
 
 
-def matches(diffusion_model: nn.Module) -> bool:
-    """Whether the model is of this family."""
-    return isinstance(diffusion_model, WanModel) and diffusion_model.patch_size[0] == 1
+def fits(model: WanModel) -> bool:
+    """Whether a token is of one frame."""
+    return int(model.patch_size[0]) == 1
 
 
 class Signature(BlockSignature):

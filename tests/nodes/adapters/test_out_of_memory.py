@@ -17,6 +17,23 @@ Reason = pack_module("toma_core.reasons").Reason
 RunState = pack_module("toma_core.run").RunState
 
 
+SELECTED = RunState._selected
+
+
+def without_memory(monkeypatch: pytest.MonkeyPatch, since: int) -> list[Any]:
+    """There is memory for N plans. Return a list that grows with each that is made or tried."""
+    made: list[Any] = []
+
+    def selected(*args: Any, **kwargs: Any) -> Any:
+        made.append(None)
+        if len(made) > since:
+            raise torch.OutOfMemoryError
+        return SELECTED(*args, **kwargs)
+
+    monkeypatch.setattr(RunState, "_selected", selected)
+    return made
+
+
 @loop(("kind", "size"), [("wan", {"frames": 3}), ("hunyuan", {"frames": 3})])
 @loop("plans", [0, 1])
 def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
@@ -29,20 +46,12 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """plans: those there is memory for."""
-    select, made, held = RunState._selected, list[int](), list[int]()
-    close = RunState.close
-
-    def selected(*args: Any, **kwargs: Any) -> Any:
-        made.append(1)
-        if len(made) > plans:
-            raise torch.OutOfMemoryError
-        return select(*args, **kwargs)
+    made, held, close = without_memory(monkeypatch, plans), list[int](), RunState.close
 
     def closed(run: Any) -> Any:
         held.append(len(run._plans) + len(run.cache._entries))
         return close(run)
 
-    monkeypatch.setattr(RunState, "_selected", selected)
     monkeypatch.setattr(RunState, "close", closed)
     merged = attach(model_of(kind), granularity="block", selection_interval=1, weight_interval=1)
     out = models.sample(merged, HEIGHT, WIDTH, steps=3, cfg=3.0, **size)
@@ -122,3 +131,50 @@ def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again
     found = models.sample(merged, HEIGHT, WIDTH, **asked)
     assert stats_of(merged).cache_disabled
     assert (found - own).norm() < 0.1 * own.norm(), "no result of another evaluation"
+
+
+def test_without_memory_for_a_plan_a_picture_ends_its_run(
+    model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free memory does not decide on a picture."""
+    without_memory(monkeypatch, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        models.sample(attach(model_of("wan")), HEIGHT, WIDTH, steps=2)
+
+
+def test_without_memory_for_a_plan_a_compiled_model_is_not_merged(
+    attach: Any, monkeypatch: pytest.MonkeyPatch, no_state_left: None
+) -> None:
+    """The evaluation is repeated by the graph of full steps. The next run is as ever."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
+
+    model, asked = models.wan(layers=2), {"frames": 3, "steps": 2, "cfg": 1.0}
+    merged = attach(model)
+    options = {"guard_filter_fn": skip_torch_compile_dict}
+    set_torch_compile_wrapper(model=merged, backend="eager", options=options, keys=["diffusion_model"])
+    merged.model_options["torch_compile_kwargs"]["backend"] = "inductor"  # as far as merging is told
+    torch._dynamo.reset()
+    with monkeypatch.context() as patch:
+        without_memory(patch, 0)
+        full = models.sample(merged, HEIGHT, WIDTH, **asked)
+        torch.testing.assert_close(full, models.sample(model, HEIGHT, WIDTH, **asked), rtol=1e-4, atol=1e-4)
+    out = models.sample(merged, HEIGHT, WIDTH, **asked)
+    assert torch.equal(out, models.sample(attach(model), HEIGHT, WIDTH, **asked))
+
+
+def test_detail_of_a_video_is_not_kept_beyond_a_limit(
+    model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture's cache has no limit."""
+    wan = model_of("wan")
+    monkeypatch.setattr(pack_module("toma_core.cache"), "MAX_CACHE_BYTES", 1)
+    merged = attach(wan, full_step_interval=2, selection_interval=1, weight_interval=1)
+    models.sample(merged, HEIGHT, WIDTH, steps=4, cfg=1.0)
+    assert stats_of(merged).cache_bytes
+    assert not stats_of(merged).cache_disabled
+    out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=1.0)
+    assert stats_of(merged).cache_disabled
+    assert sorted(stats_of(merged).merged_steps) == []
+    plainly = attach(wan, full_step_interval=2, selection_interval=1, weight_interval=1)
+    assert torch.equal(out, models.sample(plainly, HEIGHT, WIDTH, frames=3, steps=4, cfg=1.0))

@@ -259,11 +259,11 @@ def test_control_is_added_to_whole_activations(unet: Any, attach: Any, stats_of:
 def test_video_unets_are_not_taken_for_image_unets(pack: Any) -> None:
     """A UNet with frames inside its stacks cannot be merged image by image."""
     adapter = pack_module("nodes.adapters.families.unet")
-    assert adapter.matches(models.unet().model.diffusion_model)
-    assert not adapter.matches(models.flux().model.diffusion_model)
+    assert pack_module("nodes.adapters.registry").is_of(adapter, models.unet().model.diffusion_model)
+    assert not pack_module("nodes.adapters.registry").is_of(adapter, models.flux().model.diffusion_model)
     video = models.unet().model.diffusion_model
     from comfy.ldm.modules.attention import SpatialVideoTransformer
 
     stack = SpatialVideoTransformer(64, 4, 16, depth=1, context_dim=48, use_linear=True, timesteps=2)
     video.input_blocks[4][1] = stack
-    assert not adapter.matches(video)
+    assert not pack_module("nodes.adapters.registry").is_of(adapter, video)

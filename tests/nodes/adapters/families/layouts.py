@@ -179,3 +179,19 @@ def of_references(model: Any, layout: Layout, method: str | None) -> dict[str, A
     sizes = [(1, channels, *((1,) if five else ()), side, 12) for side in (8, 6)]
     options: dict[str, Any] = {"reference_latents": [torch.randn(size, generator=generator) for size in sizes]}
     return options if method is None else {**options, "reference_latents_method": method}
+
+
+def by_hand(layout: Layout, block: Any, call: Any, plan: Any, dense: Any, **told: Any) -> Tensor:
+    """What a recorded block gives on tokens and positions that were gathered by plain indexing."""
+    M, U = dense(plan)
+    seen, image, merged = merged_call(layout, arguments(block, layout, call), [plan], M)
+    return restored(layout, run(block, layout, {**seen, **told}), image, merged, U)
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(9))
+
+
+def errors(streams: list[Tensor], others: list[Tensor]) -> list[float]:
+    """The relative error of each stream."""
+    return [float((x - y).norm() / y.norm()) for x, y in zip(streams, others, strict=True)]

@@ -24,6 +24,7 @@ from tests.nodes.adapters.families.layouts import (
     arguments,
     current,
     merged_call,
+    noise,
     restored,
     run,
 )
@@ -49,10 +50,6 @@ FRAME = HEIGHT // 2 * (WIDTH // 2)
 @pytest.fixture(scope="module")
 def hunyuan() -> Any:
     return models.hunyuan(patch_size=[1, 2, 2])
-
-
-def noise(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(9))
 
 
 def by_hand(layout: Layout, block: Any, call: Any, plan: Any, dense: Any) -> Tensor:
@@ -163,5 +160,7 @@ def test_another_patch_of_frames_is_not_known(pack: Any) -> None:
     from scripts.comfy_pack import pack_module
 
     family = pack_module("nodes.adapters.families.hunyuan")
-    assert family.matches(models.hunyuan().model.diffusion_model)
-    assert not family.matches(models.hunyuan(patch_size=[2, 2, 2]).model.diffusion_model)
+    assert pack_module("nodes.adapters.registry").is_of(family, models.hunyuan().model.diffusion_model)
+    assert not pack_module("nodes.adapters.registry").is_of(
+        family, models.hunyuan(patch_size=[2, 2, 2]).model.diffusion_model
+    )

@@ -1,9 +1,8 @@
-"""Videos: windows of one frame, as many tokens of every frame, and what the kinds of Wan put beside them."""
+"""Videos: windows of one frame, as many tokens of every frame."""
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,12 +18,8 @@ from tests.nodes.adapters.families.layouts import (
     LAYOUTS,
     PREDICTED,
     WIDTH,
-    Layout,
-    arguments,
+    by_hand,
     current,
-    merged_call,
-    restored,
-    run,
 )
 
 Reason = pack_module("toma_core.reasons").Reason
@@ -49,13 +44,6 @@ def held_first(model: Any, frames: int, **options: Any) -> Tensor:
     mask = torch.ones(1, 1, frames, HEIGHT, WIDTH)
     mask[:, :, 0] = 0
     return models.sample(model, HEIGHT, WIDTH, frames=frames, noise_mask=mask, **options)
-
-
-def by_hand(layout: Layout, block: Any, call: Any, plan: Any, dense: Any, **told: Any) -> Tensor:
-    """What a recorded block gives on tokens and positions that were gathered by plain indexing."""
-    M, U = dense(plan)
-    seen, image, merged = merged_call(layout, arguments(block, layout, call), [plan], M)
-    return restored(layout, run(block, layout, {**seen, **told}), image, merged, U)
 
 
 @pytest.mark.compat
@@ -281,178 +269,6 @@ def test_regions_of_a_video(wan: Any, attach: Any, plan_calls: Any, stats_of: An
 # --- what stands before and behind the video --------------------------------------------------------------------------
 
 
-def noise(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(9))
-
-
-@pytest.mark.parametrize("what", ["reference", "context", "further frames"])
-def test_other_frames_stay_whole(
-    what: str, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
-) -> None:
-    if what == "context" and not current():
-        pytest.skip("this ComfyUI may have no context latents")
-    frames, before = 3, 0
-    if what == "reference":
-        model, before = models.wan(in_dim_ref_conv=16), FRAME
-        options: dict[str, Any] = {"reference_latents": [noise(1, 16, 1, HEIGHT, WIDTH)]}
-    elif what == "context":
-        model = models.wan()
-        options = {"context_latents": [noise(1, 16, 1, 8, 12), noise(1, 16, 2, HEIGHT, WIDTH)]}
-    else:
-        model, options = models.wan(), {"time_dim_concat": noise(1, 16, 2, HEIGHT, WIDTH)}
-    block = model.model.diffusion_model.blocks[1]
-    calls, merged = record(block), attach(model, granularity="block")
-    conds = {"positive": models.conditioning(model, seed=1, **options)}
-    assert models.sample(merged, HEIGHT, WIDTH, frames=frames, steps=1, cfg=1.0, **conds).isfinite().all()
-    assert stats_of(merged).unmerged == {}
-    (call,) = calls
-    plan = plan_calls[call.first_plan].plan
-    others = {"reference": FRAME, "context": 4 * 6 + 2 * FRAME, "further frames": 2 * FRAME}[what]
-    assert call.args[0].shape[1] == frames * FRAME + others
-    layout = Layout("blocks", "x", rope_arg="freqs", rope_token_dim=1, before=before)
-    torch.testing.assert_close(call.out, by_hand(layout, block, call, plan, dense), **CLOSE)
-    chain = attach(model)
-    assert models.sample(chain, HEIGHT, WIDTH, frames=frames, steps=2, cfg=5.0, **conds).isfinite().all()
-    assert stats_of(chain).unmerged == {}
-
-
-class Seen:
-    """What CLIP sees of a picture."""
-
-    penultimate_hidden_states = noise(1, 257, 1280)
-
-
-def test_reference_and_context_at_once_leave_the_blocks_whole(attach: Any, stats_of: Any) -> None:
-    """Nobody tells what of it stands before the video."""
-    if not current():
-        pytest.skip("this ComfyUI may have no context latents")
-    model = models.wan(in_dim_ref_conv=16)
-    options = {"reference_latents": [noise(1, 16, 1, HEIGHT, WIDTH)], "context_latents": [noise(1, 16, 1, 8, 12)]}
-    conds = {"positive": models.conditioning(model, seed=1, **options)}
-    merged = attach(model)
-    out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds)
-    assert list(stats_of(merged).unmerged) == [Reason.UNKNOWN_IMAGE_POSITION()]
-    assert torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds))
-
-
-def test_an_image_to_video_model(attach: Any, stats_of: Any) -> None:
-    """The first frame and its mask are channels, what CLIP sees of it is text."""
-    model = models.wan(kind="WAN21_I2V", model_type="i2v", in_dim=36)
-    model.model.image_to_video = True
-    first = noise(1, 16, 5, HEIGHT, WIDTH)
-    mask = torch.ones(1, 1, 5, HEIGHT, WIDTH)
-    mask[:, :, 0] = 0
-
-    conds = {
-        "positive": models.conditioning(
-            model, seed=1, concat_latent_image=first, concat_mask=mask, clip_vision_output=Seen()
-        )
-    }
-    merged = attach(model)
-    out = models.sample(merged, HEIGHT, WIDTH, frames=5, steps=2, cfg=1.0, **conds)
-    assert out.isfinite().all()
-    assert stats_of(merged).unmerged == {}
-    assert not torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=5, steps=2, cfg=1.0, **conds))
-
-
-# --- kinds ------------------------------------------------------------------------------------------------------------
-
-KINDS: dict[str, dict[str, Any]] = {
-    "vace": {"base": "WAN21_Vace", "kind": "WAN21_Vace", "vace_layers": 3, "vace_in_dim": 96, "layers": 6},
-    "camera": {"base": "WAN21_Camera", "kind": "WAN22_Camera", "model_type": "camera_2.2", "layers": 6},
-    "animate": {"base": "WAN22_Animate", "kind": "WAN22_Animate", "layers": 7},
-    "wandancer": {
-        "base": "WAN22_WanDancer",
-        "kind": "WAN22_WanDancer",
-        "in_dim": 36,
-        "layers": 6,
-        "audio_inject_layers": [0, 4],
-    },
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "chains"),
-    [("vace", [1, 2, 2, 1]), ("camera", [6]), ("animate", [1, 5, 1]), ("wandancer", [1, 4, 1])],
-    ids=lambda value: str(value),
-)
-def test_kinds_that_look_at_all_tokens_between_blocks(
-    kind: str, chains: list[int], attach: Any, record: Any, stats_of: Any
-) -> None:
-    model = models.wan(**{"model_type": kind, **KINDS[kind]})
-    blocks, height = model.model.diffusion_model.blocks, HEIGHT
-    options: dict[str, Any] = {"camera_conditions": noise(1, 24, 3, 8 * HEIGHT, 8 * WIDTH)} if kind == "camera" else {}
-    if kind == "wandancer":  # music takes an eighth of a frame each
-        height, options = 16, {"audio_embed": noise(1, 20, 35), "clip_vision_output": Seen()}
-    conds = {"positive": models.conditioning(model, seed=1, **options)}
-    asked = {"frames": 3, "steps": 1, "cfg": 1.0, **conds}
-    calls, merged = [record(block) for block in blocks], attach(model)
-    out = models.sample(merged, height, WIDTH, **asked)
-    assert out.isfinite().all()
-    assert stats_of(merged).unmerged == {}
-    assert len(stats_of(merged).merged_blocks) == len(blocks)
-    starts = [index for index, (call,) in enumerate(calls) if call.args[0].shape[1] == 3 * height // 2 * WIDTH // 2]
-    assert starts == [sum(chains[:n]) for n in range(len(chains))]
-    plain = models.sample(model, height, WIDTH, **asked)
-    assert not torch.equal(out, plain)
-    near = models.sample(attach(model, ratio=0.02), height, WIDTH, **asked) - plain
-    assert near.norm() < 0.5 * (out - plain).norm()
-
-
-@pytest.mark.parametrize("kind", ["scail", "scail2"])
-@pytest.mark.parametrize("references", [0, 2])
-def test_references_are_frames_and_poses_follow(
-    kind: str, references: int, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
-) -> None:
-    """SCAIL's poses may have half of the size; both keep all tokens."""
-    import comfy.model_base
-
-    name = kind.upper()
-    if not hasattr(comfy.model_base, f"WAN21_{name}"):
-        pytest.skip(f"this ComfyUI has no {name}")
-    model = models.wan(base=f"WAN21_{name}", kind=f"WAN21_{name}", model_type=kind, in_dim=20)
-    options: dict[str, Any] = {"pose_video_latent": noise(1, 16, 3, 10, 14), "clip_vision_output": Seen()}
-    if references:
-        options["reference_latents"] = [noise(1, 16, 1, HEIGHT, WIDTH)] * references
-    if kind == "scail2":
-        options["driving_mask_28ch"] = noise(1, 3, 28, 10, 14)
-        options["ref_mask_28ch"] = noise(1, 3 + references, 28, HEIGHT, WIDTH)
-        options["ref_mask_flag"] = False
-    block, before = model.model.diffusion_model.blocks[1], references * FRAME
-    calls, merged = record(block), attach(model, granularity="block")
-    conds = {"positive": models.conditioning(model, seed=1, **options)}
-    assert models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds).isfinite().all()
-    assert stats_of(merged).unmerged == {}
-    (call,) = calls
-    plan = plan_calls[call.first_plan].plan
-    assert (plan.tokens, call.args[0].shape[1]) == (3 * FRAME, before + 3 * FRAME + 3 * 5 * 7)
-    layout = replace(LAYOUT, before=before)
-    torch.testing.assert_close(call.out, by_hand(layout, block, call, plan, dense), **CLOSE)
-    shared = pack_module("toma_core").Settings("balanced", {"min_tokens": 4})
-    preset = pack_module("nodes.adapters.patch_model").apply_toma(model, shared)
-    assert models.sample(preset, HEIGHT, WIDTH, frames=3, steps=4, cfg=3.0, **conds).isfinite().all()
-    assert (stats_of(preset).unmerged, stats_of(preset).without_kv_cache) == ({}, None)
-
-
-UNKNOWN: dict[str, dict[str, Any]] = {
-    "CausalWanModel": {"base": "WAN21_CausalAR", "kind": "WAN21_CausalAR_T2V"},
-    "HumoWanModel": {"base": "WAN21_HuMo", "kind": "WAN21_HuMo", "model_type": "humo"},
-}
-
-
-@loop("name", UNKNOWN)
-def test_kinds_that_are_not_known_are_refused(name: str, attach: Any) -> None:
-    import comfy.model_base
-
-    if not hasattr(comfy.model_base, UNKNOWN[name]["base"]):
-        pytest.skip(f"this ComfyUI has no {name}")
-    with pytest.raises(pack_module("nodes.adapters.registry").UnsupportedModelError, match=name):
-        attach(models.wan(**UNKNOWN[name]))
-
-
-# --- patches of others ------------------------------------------------------------------------------------------------
-
-
 @loop("place", ["attn1_patch", "attn2_patch"])
 def test_patches_inside_a_block_see_all_tokens(place: str, wan: Any, attach: Any, stats_of: Any) -> None:
     """As those of MultiTalk do."""
@@ -512,65 +328,3 @@ def test_a_video_that_is_no_video_of_this_model(attach: Any, model_of: Any, stat
     out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0)
     assert torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0))
     assert [reason.id.value for reason in stats_of(merged).unmerged] == ["unknown_latent"]
-
-
-SELECTED = pack_module("toma_core.run").RunState._selected
-
-
-def without_memory(monkeypatch: pytest.MonkeyPatch, since: int) -> None:
-    """There is memory for so many plans."""
-    made = []
-
-    def selected(*args: Any, **kwargs: Any) -> Any:
-        made.append(None)
-        if len(made) > since:
-            raise torch.OutOfMemoryError
-        return SELECTED(*args, **kwargs)
-
-    monkeypatch.setattr(pack_module("toma_core.run").RunState, "_selected", selected)
-
-
-def test_without_memory_for_a_plan_a_picture_ends_its_run(
-    wan: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Free memory does not decide on a picture."""
-    without_memory(monkeypatch, 0)
-    with pytest.raises(torch.OutOfMemoryError):
-        models.sample(attach(wan), HEIGHT, WIDTH, steps=2)
-
-
-def test_without_memory_for_a_plan_a_compiled_model_is_not_merged(
-    attach: Any, monkeypatch: pytest.MonkeyPatch, no_state_left: None
-) -> None:
-    """The evaluation is repeated by the graph of full steps. The next run is as ever."""
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-    from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
-
-    model, asked = models.wan(layers=2), {"frames": 3, "steps": 2, "cfg": 1.0}
-    merged = attach(model)
-    options = {"guard_filter_fn": skip_torch_compile_dict}
-    set_torch_compile_wrapper(model=merged, backend="eager", options=options, keys=["diffusion_model"])
-    merged.model_options["torch_compile_kwargs"]["backend"] = "inductor"  # as far as merging is told
-    torch._dynamo.reset()
-    with monkeypatch.context() as patch:
-        without_memory(patch, 0)
-        full = models.sample(merged, HEIGHT, WIDTH, **asked)
-        torch.testing.assert_close(full, models.sample(model, HEIGHT, WIDTH, **asked), rtol=1e-4, atol=1e-4)
-    out = models.sample(merged, HEIGHT, WIDTH, **asked)
-    assert torch.equal(out, models.sample(attach(model), HEIGHT, WIDTH, **asked))
-
-
-def test_detail_of_a_video_is_not_kept_beyond_a_limit(
-    wan: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A picture keeps what it did before there were videos."""
-    monkeypatch.setattr(pack_module("toma_core.cache"), "MAX_CACHE_BYTES", 1)
-    merged = attach(wan, full_step_interval=2, selection_interval=1, weight_interval=1)
-    models.sample(merged, HEIGHT, WIDTH, steps=4, cfg=1.0)
-    assert stats_of(merged).cache_bytes
-    assert not stats_of(merged).cache_disabled
-    out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=1.0)
-    assert stats_of(merged).cache_disabled
-    assert sorted(stats_of(merged).merged_steps) == []
-    plainly = attach(wan, full_step_interval=2, selection_interval=1, weight_interval=1)
-    assert torch.equal(out, models.sample(plainly, HEIGHT, WIDTH, frames=3, steps=4, cfg=1.0))

@@ -1,0 +1,34 @@
+"""Videos with sound: latents of two streams, of which the video is merged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.nodes.adapters.families.layouts import noise
+from tests.nodes.adapters.looking import preset
+
+FRAMES = 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "base", "channels", "height", "width"), [("ltx_av", "LTXAV", 128, 6, 8), ("h3", "MiniMaxH3", 24, 12, 16)]
+)
+def test_given_audio_stays_as_it_was_to_the_bit(
+    kind: str, base: str, channels: int, height: int, width: int, model_of: Any, stats_of: Any
+) -> None:
+    import comfy.nested_tensor
+
+    model, sound = model_of(kind), noise(1, *models.AUDIO[base](FRAMES))
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+    latent = comfy.nested_tensor.NestedTensor([torch.zeros(1, channels, FRAMES, height, width), sound])
+    mask = comfy.nested_tensor.NestedTensor([torch.ones(1, 1, FRAMES, height, width), torch.zeros_like(sound)])
+    asked = {"frames": FRAMES, "cfg": 1.0, "latent": latent, "noise_mask": mask, "steps": 8}
+    own, found = (models.sample_streams(each, height, width, **asked) for each in (model, merged))
+    assert torch.equal(found[1], own[1])
+    assert not torch.equal(found[0], own[0])
+    assert len(stats_of(merged).merged_steps) == 5

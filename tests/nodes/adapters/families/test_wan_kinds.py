@@ -1,0 +1,182 @@
+"""What the kinds of Wan put beside the video: references, context, poses, music; and kinds that are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.loop import loop
+from tests.nodes.adapters.families.layouts import CLOSE, HEIGHT, LAYOUTS, WIDTH, Layout, by_hand, current, noise
+
+Reason = pack_module("toma_core.reasons").Reason
+
+(LAYOUT,) = LAYOUTS["wan"]
+FRAME = HEIGHT // 2 * (WIDTH // 2)
+
+
+@pytest.mark.parametrize("what", ["reference", "context", "further frames"])
+def test_other_frames_stay_whole(
+    what: str, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
+) -> None:
+    if what == "context" and not current():
+        pytest.skip("this ComfyUI may have no context latents")
+    frames, before = 3, 0
+    if what == "reference":
+        model, before = models.wan(in_dim_ref_conv=16), FRAME
+        options: dict[str, Any] = {"reference_latents": [noise(1, 16, 1, HEIGHT, WIDTH)]}
+    elif what == "context":
+        model = models.wan()
+        options = {"context_latents": [noise(1, 16, 1, 8, 12), noise(1, 16, 2, HEIGHT, WIDTH)]}
+    else:
+        model, options = models.wan(), {"time_dim_concat": noise(1, 16, 2, HEIGHT, WIDTH)}
+    block = model.model.diffusion_model.blocks[1]
+    calls, merged = record(block), attach(model, granularity="block")
+    conds = {"positive": models.conditioning(model, seed=1, **options)}
+    assert models.sample(merged, HEIGHT, WIDTH, frames=frames, steps=1, cfg=1.0, **conds).isfinite().all()
+    assert stats_of(merged).unmerged == {}
+    (call,) = calls
+    plan = plan_calls[call.first_plan].plan
+    others = {"reference": FRAME, "context": 4 * 6 + 2 * FRAME, "further frames": 2 * FRAME}[what]
+    assert call.args[0].shape[1] == frames * FRAME + others
+    layout = Layout("blocks", "x", rope_arg="freqs", rope_token_dim=1, before=before)
+    torch.testing.assert_close(call.out, by_hand(layout, block, call, plan, dense), **CLOSE)
+    chain = attach(model)
+    assert models.sample(chain, HEIGHT, WIDTH, frames=frames, steps=2, cfg=5.0, **conds).isfinite().all()
+    assert stats_of(chain).unmerged == {}
+
+
+class Seen:
+    """What CLIP sees of a picture."""
+
+    penultimate_hidden_states = noise(1, 257, 1280)
+
+
+def test_reference_and_context_at_once_leave_the_blocks_whole(attach: Any, stats_of: Any) -> None:
+    """Nobody tells what of it stands before the video."""
+    if not current():
+        pytest.skip("this ComfyUI may have no context latents")
+    model = models.wan(in_dim_ref_conv=16)
+    options = {"reference_latents": [noise(1, 16, 1, HEIGHT, WIDTH)], "context_latents": [noise(1, 16, 1, 8, 12)]}
+    conds = {"positive": models.conditioning(model, seed=1, **options)}
+    merged = attach(model)
+    out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds)
+    assert list(stats_of(merged).unmerged) == [Reason.UNKNOWN_IMAGE_POSITION()]
+    assert torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds))
+
+
+def test_an_image_to_video_model(attach: Any, stats_of: Any) -> None:
+    """The first frame and its mask are channels, what CLIP sees of it is text."""
+    model = models.wan(kind="WAN21_I2V", model_type="i2v", in_dim=36)
+    model.model.image_to_video = True
+    first = noise(1, 16, 5, HEIGHT, WIDTH)
+    mask = torch.ones(1, 1, 5, HEIGHT, WIDTH)
+    mask[:, :, 0] = 0
+
+    conds = {
+        "positive": models.conditioning(
+            model, seed=1, concat_latent_image=first, concat_mask=mask, clip_vision_output=Seen()
+        )
+    }
+    merged = attach(model)
+    out = models.sample(merged, HEIGHT, WIDTH, frames=5, steps=2, cfg=1.0, **conds)
+    assert out.isfinite().all()
+    assert stats_of(merged).unmerged == {}
+    assert not torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=5, steps=2, cfg=1.0, **conds))
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "vace": {"base": "WAN21_Vace", "kind": "WAN21_Vace", "vace_layers": 3, "vace_in_dim": 96, "layers": 6},
+    "camera": {"base": "WAN21_Camera", "kind": "WAN22_Camera", "model_type": "camera_2.2", "layers": 6},
+    "animate": {"base": "WAN22_Animate", "kind": "WAN22_Animate", "layers": 7},
+    "wandancer": {
+        "base": "WAN22_WanDancer",
+        "kind": "WAN22_WanDancer",
+        "in_dim": 36,
+        "layers": 6,
+        "audio_inject_layers": [0, 4],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "chains"),
+    [("vace", [1, 2, 2, 1]), ("camera", [6]), ("animate", [1, 5, 1]), ("wandancer", [1, 4, 1])],
+    ids=lambda value: str(value),
+)
+def test_kinds_that_look_at_all_tokens_between_blocks(
+    kind: str, chains: list[int], attach: Any, record: Any, stats_of: Any
+) -> None:
+    model = models.wan(**{"model_type": kind, **KINDS[kind]})
+    blocks, height = model.model.diffusion_model.blocks, HEIGHT
+    options: dict[str, Any] = {"camera_conditions": noise(1, 24, 3, 8 * HEIGHT, 8 * WIDTH)} if kind == "camera" else {}
+    if kind == "wandancer":  # music takes an eighth of a frame each
+        height, options = 16, {"audio_embed": noise(1, 20, 35), "clip_vision_output": Seen()}
+    conds = {"positive": models.conditioning(model, seed=1, **options)}
+    asked = {"frames": 3, "steps": 1, "cfg": 1.0, **conds}
+    calls, merged = [record(block) for block in blocks], attach(model)
+    out = models.sample(merged, height, WIDTH, **asked)
+    assert out.isfinite().all()
+    assert stats_of(merged).unmerged == {}
+    assert len(stats_of(merged).merged_blocks) == len(blocks)
+    starts = [index for index, (call,) in enumerate(calls) if call.args[0].shape[1] == 3 * height // 2 * WIDTH // 2]
+    assert starts == [sum(chains[:n]) for n in range(len(chains))]
+    plain = models.sample(model, height, WIDTH, **asked)
+    assert not torch.equal(out, plain)
+    near = models.sample(attach(model, ratio=0.02), height, WIDTH, **asked) - plain
+    assert near.norm() < 0.5 * (out - plain).norm()
+
+
+@pytest.mark.parametrize("kind", ["scail", "scail2"])
+@pytest.mark.parametrize("references", [0, 2])
+def test_references_are_frames_and_poses_follow(
+    kind: str, references: int, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
+) -> None:
+    """SCAIL's poses may have half of the size; both keep all tokens."""
+    import comfy.model_base
+
+    name = kind.upper()
+    if not hasattr(comfy.model_base, f"WAN21_{name}"):
+        pytest.skip(f"this ComfyUI has no {name}")
+    model = models.wan(base=f"WAN21_{name}", kind=f"WAN21_{name}", model_type=kind, in_dim=20)
+    options: dict[str, Any] = {"pose_video_latent": noise(1, 16, 3, 10, 14), "clip_vision_output": Seen()}
+    if references:
+        options["reference_latents"] = [noise(1, 16, 1, HEIGHT, WIDTH)] * references
+    if kind == "scail2":
+        options["driving_mask_28ch"] = noise(1, 3, 28, 10, 14)
+        options["ref_mask_28ch"] = noise(1, 3 + references, 28, HEIGHT, WIDTH)
+        options["ref_mask_flag"] = False
+    block, before = model.model.diffusion_model.blocks[1], references * FRAME
+    calls, merged = record(block), attach(model, granularity="block")
+    conds = {"positive": models.conditioning(model, seed=1, **options)}
+    assert models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds).isfinite().all()
+    assert stats_of(merged).unmerged == {}
+    (call,) = calls
+    plan = plan_calls[call.first_plan].plan
+    assert (plan.tokens, call.args[0].shape[1]) == (3 * FRAME, before + 3 * FRAME + 3 * 5 * 7)
+    layout = replace(LAYOUT, before=before)
+    torch.testing.assert_close(call.out, by_hand(layout, block, call, plan, dense), **CLOSE)
+    shared = pack_module("toma_core").Settings("balanced", {"min_tokens": 4})
+    preset = pack_module("nodes.adapters.patch_model").apply_toma(model, shared)
+    assert models.sample(preset, HEIGHT, WIDTH, frames=3, steps=4, cfg=3.0, **conds).isfinite().all()
+    assert (stats_of(preset).unmerged, stats_of(preset).without_kv_cache) == ({}, None)
+
+
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "CausalWanModel": {"base": "WAN21_CausalAR", "kind": "WAN21_CausalAR_T2V"},
+    "HumoWanModel": {"base": "WAN21_HuMo", "kind": "WAN21_HuMo", "model_type": "humo"},
+}
+
+
+@loop("name", UNKNOWN)
+def test_kinds_that_are_not_known_are_refused(name: str, attach: Any) -> None:
+    import comfy.model_base
+
+    if not hasattr(comfy.model_base, UNKNOWN[name]["base"]):
+        pytest.skip(f"this ComfyUI has no {name}")
+    with pytest.raises(pack_module("nodes.adapters.registry").UnsupportedModelError, match=name):
+        attach(models.wan(**UNKNOWN[name]))
