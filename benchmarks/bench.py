@@ -159,7 +159,7 @@ def interleave(
 @dataclass
 class Row:
     """One line of a result. p20, p50, p80: seconds. speedup: median over the turns of the unpatched time over this
-    one's, None where the gate is red. distance: relative error of the output. ceiling: unpatched FLOPs over this
+    one's, None where the gate is red. error: relative error of the output. ceiling: unpatched FLOPs over this
     one's. planning: seconds that making all plans once takes. host: seconds until everything was launched. gpu: seconds
     of its kernels alone, where they were profiled. shares: of a step's time, by part. gate: why no speed-up may be
     told, empty if it may. profile: what took longest, for reading."""
@@ -177,7 +177,7 @@ class Row:
     speedup_low: float | None = None
     speedup_high: float | None = None
     ceiling: float | None = None
-    distance: float | None = None
+    error: float | None = None
     planning: float | None = None
     host: float | None = None
     gpu: float | None = None
@@ -188,7 +188,7 @@ class Row:
     profile: str = ""
 
 
-def distance(output: Tensor, base: Tensor) -> float:
+def relative_error(output: Tensor, base: Tensor) -> float:
     """|output - base| / |base|."""
     return float((output - base).norm() / base.norm())
 
@@ -202,7 +202,7 @@ def compared(row: Row, timing: Timing, base: Timing, problems: Sequence[str] = (
     elif not torch.isfinite(timing.output).all():
         found.append("the output is not finite")
     else:
-        row.distance = distance(timing.output, base.output)
+        row.error = relative_error(timing.output, base.output)
     row.p20, row.p50, row.p80 = (timing.quantile(share) for share in (0.2, 0.5, 0.8))
     row.peak_mb = timing.peak / 2**20 or None
     row.gate = "; ".join(found)
@@ -226,7 +226,7 @@ def table(rows: Sequence[Row]) -> str:
         "GPU ms",
         "speed-up",
         "FLOP ceiling",
-        "distance",
+        "error",
         "plan",
         "MB",
         "note",
@@ -240,7 +240,7 @@ def table(rows: Sequence[Row]) -> str:
         alone = ("" if seconds is None else f"{seconds * 1e3:.4g}" for seconds in (row.host, row.gpu))
         cells += [f"{row.p50:.4g}", f"{row.p20:.4g}-{row.p80:.4g}", *alone, speedup]
         cells.append("" if row.ceiling is None else f"{row.ceiling:.2f}x")
-        cells.append("" if row.distance is None else f"{row.distance:.4f}")
+        cells.append("" if row.error is None else f"{row.error:.4f}")
         cells.append("" if not row.planning or not row.p50 else f"{row.planning / row.p50:.1%}")
         cells.append("" if row.peak_mb is None else f"{row.peak_mb:.0f}")
         shares = ", ".join(f"{part} {share:.1%}" for part, share in row.shares.items())

@@ -6,7 +6,7 @@
 Every variant goes through ComfyUI's own `apply_model`. Variants are interleaved in one run, and the speed-up is the
 median of the turns' ratios. Turns reuse the plans of a warm-up turn; what making all plans costs is timed apart and
 given as a share of an evaluation, the presets pay it every few steps. Where merged blocks look at all tokens, a full
-step comes before, untimed. Weights are random: the distance shows only
+step comes before, untimed. Weights are random: the error shows only
 that the merged model still computes nearly the same function. Needs about 7 GB of memory for SDXL and 1 to 6 GB for
 transformers, whose depth is cut to two or three blocks or to --blocks. A speed-up is refused where the output is
 broken, or nothing was merged, or the unpatched model changed.
@@ -140,7 +140,7 @@ def problems(runner: Runner, output: Tensor, base: Tensor, farthest: float = FAR
     if runner.stats is not None and not runner.stats.merged_blocks:
         found.append(runner.stats.summary())
     if output.shape == base.shape and torch.isfinite(output).all():
-        far = bench.distance(output, base)
+        far = bench.relative_error(output, base)
         if far > farthest:
             found.append(f"the output is {far:.2f} off")
         if runner.variant.unchanged and runner.variant.name != UNPATCHED.name and far:
@@ -202,7 +202,7 @@ def measure(
             row.gpu = profile(lambda runner=runner: runner(inputs)).seconds  # type: ignore[misc]
         row.ceiling = None if shape.tiny else ceiling(shape, runner.variant, blocks, int(runner.looks))
         rows.append(bench.compared(row, timing, base, found))
-        if row.distance == 0 and name != UNPATCHED.name:
+        if row.error == 0 and name != UNPATCHED.name:
             row.note = "; ".join(t for t in ("a no-op here: the output is unchanged", row.note) if t)
     return rows + skipped_by_settings
 
@@ -219,7 +219,7 @@ def ceiling(shape: Shape, variant: Variant, blocks: tuple[int, ...] | None = Non
 def _kernels_agree(runner: Runner, patcher: Any, inputs: dict[str, Any], output: Tensor, base: Tensor) -> list[str]:
     """What a variant on kernels computes differently from the same variant in plain PyTorch: less than merging does."""
     plain = Runner(runner.variant, patcher, plain=True)(inputs).float().cpu()
-    apart, merged = bench.distance(output, plain), bench.distance(plain, base)
+    apart, merged = bench.relative_error(output, plain), bench.relative_error(plain, base)
     return (
         [] if apart < 0.5 * merged else [f"kernels and plain PyTorch are {apart:.4f} apart, merging costs {merged:.4f}"]
     )

@@ -86,7 +86,7 @@ def _measure(kind: str, args: argparse.Namespace) -> None:
         spent = time.monotonic() - begin
         left = spent / number * (len(missing) - number)
         print(
-            f"{time.strftime('%H:%M:%S')} {kind} {number}/{len(missing)} {name}: distance {row['distance']:.4f}, "
+            f"{time.strftime('%H:%M:%S')} {kind} {number}/{len(missing)} {name}: error {row['error']:.4f}, "
             f"cost {row['cost']:.2f}, time {ratio:.2f}, {spent / number:.0f} s a setting, {_minutes(left)} left",
             file=sys.stderr,
             flush=True,

@@ -65,7 +65,7 @@ def main(given: list[str] | None = None) -> None:
 def _measured(
     kind: str, steps: int, words: list[str], options: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """A row for each word: distances on the other scenes, shares of the matrix products left, and what was
+    """A row for each word: errors on the other scenes, shares of the matrix products left, and what was
     predicted and found on the scenes that were measured. options: of `demo.sampling.generate`."""
     if not words:
         return {}
@@ -112,7 +112,7 @@ _BEYOND = 1.05
 
 def beyond(rows: dict[str, dict[str, Any]], folder: Path) -> dict[str, tuple[str, float]]:
     """The calibrations than which a single setting is nearer by more than a twentieth, for no more work than the
-    preset: its name, and its distance as a part of the preset's on the same pictures."""
+    preset: its name, and its error as a part of the preset's on the same pictures."""
     found = {}
     for name, row in rows.items():
         kind, steps, *_, near = name.split()
@@ -123,9 +123,9 @@ def beyond(rows: dict[str, dict[str, Any]], folder: Path) -> dict[str, tuple[str
         usual = others[f"preset: {NEAR[near]}"]
         single = {n: o for n, o in others.items() if n.split(":")[0] not in ("rival", "stacked", "unmerged", "variate")}
         nearest = min(
-            (n for n, o in single.items() if o["cost"] <= usual["cost"] + 1e-3), key=lambda n: single[n]["distance"]
+            (n for n, o in single.items() if o["cost"] <= usual["cost"] + 1e-3), key=lambda n: single[n]["error"]
         )
-        factor = single[nearest]["distance"] / usual["distance"]
+        factor = single[nearest]["error"] / usual["error"]
         if row["calibrated" if not row["keeps preset"] else "preset"] / row["preset"] > _BEYOND * factor:
             found[name] = nearest, factor
     return found

@@ -19,7 +19,7 @@ from .metrics import measure
 from .settings import Setting
 
 COLUMNS = (
-    "distance",
+    "error",
     "spread",
     "psnr",
     "ssim",
@@ -147,13 +147,13 @@ class Judge:
             reference = statistics.mean((before, self.seconds_a_step())) * self.conditions.steps
             ratio, held = drawn.seconds / reference, self._held(model)
         window, token = 8 if setting is None else setting.window, token_pixels(self.model)
-        groups, distances = [], []
+        groups, errors = [], []
         for latent, plain in zip(drawn.latents, self.plain.latents, strict=True):
             figures = measure(decode(latent), latent, decode(plain), plain, window, token)
             groups.append({name: float(value.mean()) for name, value in figures.items()})
-            distances += [round(float(d), 5) for d in figures["distance"]]
+            errors += [round(float(d), 5) for d in figures["error"]]
         row: dict[str, Any] = {name: sum(g[name] for g in groups) / len(groups) for name in groups[0]}
-        means = torch.tensor([g["distance"] for g in groups])
+        means = torch.tensor([g["error"] for g in groups])
         row["spread"] = float(means.std()) if len(groups) > 1 else 0.0
         pictures = self._for_checker(drawn.latents)
         features = self.checker.features(pictures)
@@ -163,7 +163,7 @@ class Judge:
         row["held"] = held
         row["cost"] = drawn.flops / self.plain.flops
         row = {name: float(f"{value:.6g}") for name, value in row.items()}
-        row["distances"] = distances
+        row["errors"] = errors
         return row, ratio, decode(drawn.latents[0][:SHOWN])
 
     @cached_property

@@ -65,7 +65,7 @@ def measure(
     """Every per-picture figure, each (n,). Energies are given relative to the unmerged twin's own. window: side in
     tokens; token: in pixels."""
     return {
-        "distance": relative_error(latent, twin_latent),
+        "error": relative_error(latent, twin_latent),
         "psnr": psnr(image, twin_image),
         "ssim": ssim(image, twin_image),
         "detail": high_frequency_energy(image) / high_frequency_energy(twin_image),

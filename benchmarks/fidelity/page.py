@@ -63,7 +63,7 @@ SHEETS: dict[str, tuple[str, dict[str, str]]] = {
     ),
 }
 FORMATS = {
-    "error": "{distance:.3f} ± {spread:.3f}",
+    "error": "{error:.3f} ± {spread:.3f}",
     "SSIM": "{ssim:.2f}",
     "detail": "{detail:.2f}",
     "seams": "{seams:.2f}",
@@ -105,7 +105,7 @@ def renewed(text: str, folder: Path = RESULTS) -> str:
             lines[start + 2 : end] = [_gain(model, gains.groups(), found) for model in shown]
         else:
             rows, columns = _rows(folder, str(name)), _cells(head)[1:]
-            shown.sort(key=lambda setting: rows[setting]["distance"])
+            shown.sort(key=lambda setting: rows[setting]["error"])
             lines[start + 2 : end] = [_line(setting, rows[setting], columns) for setting in shown]
     return "\n".join(lines)
 

@@ -15,21 +15,21 @@ Point = tuple[float, float]
 COST_LABEL = "share of the matrix multiplications left"
 
 LEGEND = (
-    "distance: of the latent from the unmerged one, relative; spread: deviation of its means over the seed sets; psnr, "
+    "error: of the latent from the unmerged one, relative; spread: deviation of its means over the seed sets; psnr, "
     "ssim: of the picture against the unmerged one; detail: high-frequency energy, seams: steps at window borders over "
     "those elsewhere, both relative to the unmerged pictures; frechet: distance to drawn scenes, frechet_run: to the "
     "unmerged pictures, on the checker's features; attributes: share that the checker reads back as asked for; held: "
     "MB of detail kept for a picture; cost: share of the matrix multiplications left, counted. * on the Pareto front "
-    "of distance and cost."
+    "of error and cost."
 )
 
 
 def pareto(rows: Rows, x: str = "cost") -> list[str]:
-    """The settings that no other one beats in both distance and `x`, cheapest first."""
+    """The settings that no other one beats in both error and `x`, cheapest first."""
     best, front = float("inf"), []
-    for name in sorted(rows, key=lambda n: (rows[n][x], rows[n]["distance"])):
-        if rows[name]["distance"] < best:
-            best = rows[name]["distance"]
+    for name in sorted(rows, key=lambda n: (rows[n][x], rows[n]["error"])):
+        if rows[name]["error"] < best:
+            best = rows[name]["error"]
             front.append(name)
     return front
 
@@ -58,7 +58,7 @@ def write(file: Path, stored: dict[str, Any], columns: tuple[str, ...], times: d
     timed = {name: {**row, "time": times[name]} for name, row in rows.items() if name in times}
     if timed:
         beside = file.with_name(f"{file.stem}-time")
-        _csv(beside.with_suffix(".csv"), ("time", "cost", "distance"), timed)
+        _csv(beside.with_suffix(".csv"), ("time", "cost", "error"), timed)
         label = "CPU time of the tiny model, unmerged = 1"
         plot(beside.with_suffix(".png"), stored["conditions"], timed, "time", label)
 
@@ -83,20 +83,20 @@ def plot(path: Path, conditions: dict[str, Any], rows: Rows, x: str, label: str)
         groups.setdefault(name.split(":")[0], []).append(name)
     colours = plt.get_cmap("tab20")
     for index, (group, names) in enumerate(groups.items()):
-        values = [rows[n][x] for n in names], [rows[n]["distance"] for n in names]
+        values = [rows[n][x] for n in names], [rows[n]["error"] for n in names]
         marker = "*" if group == "rival" else "os^Dv<>Ph"[index % 9]
         size = 110 if group in ("rival", "preset") else 36
         axes.scatter(*values, label=group, marker=marker, s=size, color=colours(index % 20), edgecolors="k", lw=0.3)
     front = pareto(rows, x)
-    axes.plot([rows[n][x] for n in front], [rows[n]["distance"] for n in front], color="black", lw=0.8, zorder=0)
+    axes.plot([rows[n][x] for n in front], [rows[n]["error"] for n in front], color="black", lw=0.8, zorder=0)
     # Numbers at the points and names beside the plot: names at the points would cover each other.
     named = dict.fromkeys([*front, *(n for n in rows if n.startswith(("rival", "preset")))])
-    for at, numbers in _apart([(rows[n][x], rows[n]["distance"]) for n in named], axes.transData.transform):
+    for at, numbers in _apart([(rows[n][x], rows[n]["error"]) for n in named], axes.transData.transform):
         axes.annotate("\n".join(map(str, reversed(numbers))), at, fontsize=7, xytext=(4, 4), textcoords="offset points")
     listing = "\n".join(f"{i} {name}{' *' if name in front else ''}" for i, name in enumerate(named, 1))
     axes.text(1.01, 1.0, listing + "\n\n* on the front", transform=axes.transAxes, fontsize=7, va="top")
     axes.set_xlabel(label)
-    axes.set_ylabel("distance to the unmerged latent")
+    axes.set_ylabel("error of the latent, relative L2")
     pictures = conditions["images"] * conditions["seeds"]
     axes.set_title(f"{conditions['model']}, {conditions['steps']} steps, {conditions['size']} px, {pictures} pictures")
     axes.grid(alpha=0.3)

@@ -36,9 +36,9 @@ class Claim:
 
 
 def gain(row: dict[str, Any], rival: dict[str, Any], sets: int) -> tuple[float, float, bool]:
-    """How much nearer a row's pictures are than a rival's: mean of the paired differences of distance, its deviation
+    """How much nearer a row's pictures are than a rival's: mean of the paired differences of error, its deviation
     over the sets, and whether that settles it."""
-    pairs = [b - a for a, b in zip(row["distances"], rival["distances"], strict=True)]
+    pairs = [b - a for a, b in zip(row["errors"], rival["errors"], strict=True)]
     size = len(pairs) // sets
     means = [statistics.fmean(pairs[i * size : (i + 1) * size]) for i in range(sets)]
     mean, spread = statistics.fmean(means), statistics.stdev(means) if sets > 1 else 0.0
@@ -55,8 +55,8 @@ def claims(
         return
     row = rows[name]
     if "rounding" in stored:
-        numbers = f"distance {row['distance']:.4f}, rounding {stored['rounding']:.4f}"
-        yield Claim("its distance is more than twice rounding's", row["distance"] > 2 * stored["rounding"], numbers)
+        numbers = f"error {row['error']:.4f}, rounding {stored['rounding']:.4f}"
+        yield Claim("its error is more than twice rounding's", row["error"] > 2 * stored["rounding"], numbers)
     for rival in SAME_RATIO:
         text = f"closer than `{rival}` at equal ratio"
         yield _closer(text, row, rows[rival], sets) if rival in rows else Claim(text, None, "not measured")
@@ -76,7 +76,7 @@ def claims(
 
 def _closer(text: str, row: dict[str, Any], rival: dict[str, Any], sets: int) -> Claim:
     mean, spread, holds = gain(row, rival, sets)
-    numbers = f"{row['distance']:.4f} against {rival['distance']:.4f}, nearer by {mean:+.4f} +- {spread:.4f}"
+    numbers = f"{row['error']:.4f} against {rival['error']:.4f}, nearer by {mean:+.4f} +- {spread:.4f}"
     return Claim(text, holds, numbers)
 
 

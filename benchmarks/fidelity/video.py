@@ -1,6 +1,6 @@
 """How near merged clips stay to unmerged ones: `python -m benchmarks.fidelity.video --weights wan.safetensors`.
 
-The same clips and noise for every setting; rows that the result folder has are not measured again. distance: of the
+The same clips and noise for every setting; rows that the result folder has are not measured again. error: of the
 final latents, relative to the unmerged one's norm; spread: deviation of its mean over the clips; flicker: energy of the
 changes from frame to frame, over the unmerged clip's own; seams: see `metrics`, by frame; attributes: share of those
 that the checker reads in the middle frame as they were asked for; cost: share of the matrix products left. Choose
@@ -116,7 +116,7 @@ def measured(
     whole, twin = counter.get_total_flops(), decode_clips(plain)
     rows = {
         "unmerged": {
-            "distance": 0.0,
+            "error": 0.0,
             "spread": 0.0,
             "flicker": 1.0,
             "seams": 1.0,
@@ -130,10 +130,10 @@ def measured(
             continue
         with counting() as counter:
             latents = draw(setting.patch(model), max(1, round(steps * setting.steps)), setting.runs)
-        pictures, distances = decode_clips(latents), relative_error(latents, plain).tolist()
+        pictures, errors = decode_clips(latents), relative_error(latents, plain).tolist()
         rows[name] = {
-            "distance": statistics.fmean(distances),
-            "spread": statistics.stdev(distances) / len(distances) ** 0.5 if len(distances) > 1 else 0.0,
+            "error": statistics.fmean(errors),
+            "spread": statistics.stdev(errors) / len(errors) ** 0.5 if len(errors) > 1 else 0.0,
             "flicker": float((flicker(pictures) / flicker(twin)).mean()),
             "seams": float((seams(pictures) / seams(twin)).mean()),
             "attributes": asked(pictures),

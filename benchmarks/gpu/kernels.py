@@ -109,7 +109,7 @@ def measure(dry: bool, device: torch.device, left: Callable[[], float]) -> Itera
 
 def _row(case: Case, what: str, gate: str = "", error: float | None = None, note: str = "") -> Row:
     size = "x".join(map(str, (*case.grid, case.channels)))
-    return Row(KERNELS, case.name, size, case.batch, what, distance=error, gate=gate, note=note)
+    return Row(KERNELS, case.name, size, case.batch, what, error=error, gate=gate, note=note)
 
 
 def _judged(case: Case, what: str, error: float, most: float, repeats: bool = True) -> Row:

@@ -60,6 +60,6 @@ def test_rows_alone_and_with_merging(offered: dict[str, Any], kind: str) -> None
     names = ["unpatched", "ToMA stack", "pytorch attention", "pytorch attention + ToMA stack"]
     assert [row.variant for row in rows] == names
     assert {row.section for row in rows} == {"attention"}
-    assert rows[0].distance == rows[2].distance == 0
-    assert rows[3].distance == rows[1].distance != 0
+    assert rows[0].error == rows[2].error == 0
+    assert rows[3].error == rows[1].error != 0
     assert len(lengths - {attentions._TRIAL}) > (2 if kind == "sdxl" else 1), "whole and merged"

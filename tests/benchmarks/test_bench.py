@@ -112,7 +112,7 @@ def test_files_hold_conditions_and_rows(tmp_path: Path) -> None:
     stored = json.loads(path.with_suffix(".json").read_text())
     assert stored["conditions"]["device"] == "a card"
     assert stored["rows"][1]["speedup"] == 2.0
-    assert stored["rows"][1]["distance"] == pytest.approx(0.5)
+    assert stored["rows"][1]["error"] == pytest.approx(0.5)
     with path.with_suffix(".csv").open() as file:
         line = list(csv.DictReader(file))[1]
     assert (line["device"], line["variant"], line["p50"], line["speedup"]) == ("a card", "ToMA", "1.0", "2.0")

@@ -28,7 +28,7 @@ def picture() -> torch.Tensor:
 
 def test_a_picture_is_no_distance_from_itself(picture: torch.Tensor) -> None:
     figures = measure(picture, picture, picture, picture, window=4)
-    assert figures["distance"].eq(0).all()
+    assert figures["error"].eq(0).all()
     for name in ("ssim", "detail", "seams"):
         assert figures[name].tolist() == pytest.approx([1.0, 1.0])
 
@@ -97,19 +97,19 @@ def test_who_was_taught_few_steps_is_told_how_many(tmp_path: Path, pack: ModuleT
     half, _, pictures = judge.row(Setting(watched, 1, steps=0.5))
     assert told == [4.0] * 4, "two pictures in two steps, and no second prompt"
     assert half["cost"] == pytest.approx(0.5, abs=0.01)
-    assert half["distance"] > 0.01
+    assert half["error"] > 0.01
     assert pictures.shape == (2, 3, 64, 64)
 
 
 def test_the_front_holds_what_nothing_beats() -> None:
     rows = {
-        "unmerged": {"cost": 1.0, "distance": 0.0},
-        "good": {"cost": 0.5, "distance": 0.1},
-        "worse and dearer": {"cost": 0.6, "distance": 0.2},
-        "cheap": {"cost": 0.3, "distance": 0.4},
+        "unmerged": {"cost": 1.0, "error": 0.0},
+        "good": {"cost": 0.5, "error": 0.1},
+        "worse and dearer": {"cost": 0.6, "error": 0.2},
+        "cheap": {"cost": 0.3, "error": 0.4},
     }
     assert pareto(rows) == ["cheap", "good", "unmerged"]
-    text = table({"conditions": {"model": "dit"}, "rows": rows, "rounding": 0.012}, ("cost", "distance"))
+    text = table({"conditions": {"model": "dit"}, "rows": rows, "rounding": 0.012}, ("cost", "error"))
     assert "| good * | 0.500 | 0.100 |" in text
     assert "| worse and dearer | 0.600 | 0.200 |" in text
     assert "differ by 0.0120 from the same in fp32" in text
@@ -117,12 +117,12 @@ def test_the_front_holds_what_nothing_beats() -> None:
 
 def test_table_csv_and_plots_are_written(tmp_path: Path) -> None:
     file = tmp_path / "dit.json"
-    rows = {"unmerged": {"cost": 1.0, "distance": 0.0}, "ratio: 0.5": {"cost": 0.6, "distance": 0.25}}
+    rows = {"unmerged": {"cost": 1.0, "error": 0.0}, "ratio: 0.5": {"cost": 0.6, "error": 0.25}}
     about = {"model": "dit", "steps": 20, "size": 128, "images": 22, "seeds": 3}
-    write(file, {"conditions": about, "rows": rows}, ("distance", "cost"), {"ratio: 0.5": 0.7})
+    write(file, {"conditions": about, "rows": rows}, ("error", "cost"), {"ratio: 0.5": 0.7})
     assert (tmp_path / "dit.csv").read_text().splitlines()[2] == "ratio: 0.5,0.25,0.6"
     assert (tmp_path / "dit-time.csv").read_text().splitlines() == [
-        "setting,time,cost,distance",
+        "setting,time,cost,error",
         "ratio: 0.5,0.7,0.6,0.25",
     ]
     for name in ("dit.png", "dit-time.png"):
@@ -144,9 +144,9 @@ def conditions(**changed: Any) -> Conditions:
 
 def test_rows_survive_and_belong_to_their_conditions(tmp_path: Path) -> None:
     store = Store(conditions(), tmp_path / "results", tmp_path / "cache")
-    store.add("unmerged", {"distance": 0.0}, 1.0, rounding=0.01)
-    Store(conditions(), tmp_path / "results", tmp_path / "cache").add("a: b", {"distance": 0.5}, 0.71239)
-    assert store.read()["rows"] == {"unmerged": {"distance": 0.0}, "a: b": {"distance": 0.5}}
+    store.add("unmerged", {"error": 0.0}, 1.0, rounding=0.01)
+    Store(conditions(), tmp_path / "results", tmp_path / "cache").add("a: b", {"error": 0.5}, 0.71239)
+    assert store.read()["rows"] == {"unmerged": {"error": 0.0}, "a: b": {"error": 0.5}}
     assert store.read()["rounding"] == 0.01
     assert store.times() == {"unmerged": 1.0, "a: b": 0.7124}
     other = Store(conditions(cfg=1.0), tmp_path / "results", tmp_path / "cache")
@@ -171,9 +171,9 @@ def test_what_need_not_be_drawn_again(tmp_path: Path) -> None:
     assert (strip.getpixel((0, 0)), strip.getpixel((7, 0))) == ((0, 0, 0), (255, 255, 255))
 
 
-def row(distances: list[float], **figures: float) -> dict[str, Any]:
-    mean = sum(distances) / len(distances)
-    return {"distances": distances, "distance": mean, "seams": 1.0, "attributes": 0.9, "cost": 0.5, **figures}
+def row(errors: list[float], **figures: float) -> dict[str, Any]:
+    mean = sum(errors) / len(errors)
+    return {"errors": errors, "error": mean, "seams": 1.0, "attributes": 0.9, "cost": 0.5, **figures}
 
 
 def test_closer_means_beyond_the_spread_and_in_every_set() -> None:
@@ -197,7 +197,7 @@ def test_verdict() -> None:
     found = {
         claim.text: claim.holds for claim in claims(stored, {"preset: balanced": 0.8, "rival: half the steps": 0.5})
     }
-    assert found["its distance is more than twice rounding's"] is True
+    assert found["its error is more than twice rounding's"] is True
     assert found["closer than `selector: tome` at equal ratio"] is True
     assert found["closer than `selector: random` at equal ratio"] is False
     assert found["closer than `selector: grid` at equal ratio"] is None

@@ -40,18 +40,18 @@ def test_every_variant_of_an_evaluation(unet: Any) -> None:
     chosen = [*merged, *variants.unet_rivals(ratio), variants.stacked(variants.todo(), merged[-1])]
     rows = {r.variant: r for r in forward.measure(unet, Shape("sdxl", 128, 192, 2, tiny=True), chosen, 1, CPU)}
     assert bench.red(list(rows.values())) == []
-    assert rows["unpatched"].distance == 0
+    assert rows["unpatched"].error == 0
     for variant in merged:
         row = rows[variant.name]
         assert row.tokens == "96 -> 48, 24 -> 12"
-        assert row.distance is not None
-        assert 0 < row.distance < forward.FARTHEST
+        assert row.error is not None
+        assert 0 < row.error < forward.FARTHEST
         assert row.planning is not None
         assert row.planning > 0
         assert "kernels: torch" in row.note
     assert "no-op" in rows["ComfyUI's ToMe node"].note
     for rival in (variants.tome(ratio), variants.todo()):
-        assert rows[rival.name].distance, rival.name
+        assert rows[rival.name].error, rival.name
 
 
 def test_evaluations_by_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

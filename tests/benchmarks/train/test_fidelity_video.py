@@ -39,10 +39,10 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     video.main(["--weights", str(tmp_path / "wan.safetensors"), "--clips", "1", "--out", str(tmp_path)])
     assert "| every step: 0.5 |" in capsys.readouterr().out
     rows = json.loads((tmp_path / "wan-4steps-choose.json").read_text())["rows"]
-    assert rows["unmerged"]["distance"] == 0
+    assert rows["unmerged"]["error"] == 0
     for name, row in rows.items():
         if not name.startswith(("unmerged", "rival")):
-            assert row["distance"] > 0, name
+            assert row["error"] > 0, name
             assert row["cost"] < 1, name
 
 
