@@ -63,7 +63,6 @@ class Runner:
             sampling.observe(torch.ones(1))
         return sampling
 
-    @torch.inference_mode()
     def _step(self, level: float) -> None:
         """The sampler comes to a noise level."""
         assert self.sampling is not None
@@ -71,6 +70,7 @@ class Runner:
         self.sampling.next(timestep)
         self.sampling.observe(timestep)
 
+    @torch.inference_mode()
     def __call__(self, inputs: dict[str, Any]) -> Tensor:
         """One evaluation: (B, C, H, W) latents in, the same out."""
         if self.looks and self.sampling is not None:
@@ -90,8 +90,7 @@ class Runner:
             if self.sampling.prediction is None:
                 self.sampling.predicted(inputs["x"])  # as after a step, for plans that are made of it
             options[hooks.GRAPHS] = pack_module("nodes.adapters.compile_ops").compiled(self.patched.model_options)
-        with torch.inference_mode():
-            output: Tensor = self.patched.model.apply_model(**inputs, transformer_options=options)
+        output: Tensor = self.patched.model.apply_model(**inputs, transformer_options=options)
         return output
 
     def planning(self, inputs: dict[str, Any], device: torch.device) -> float | None:

@@ -27,6 +27,7 @@ from benchmarks.variants import UNPATCHED, Variant
 from scripts.comfy_pack import pack_module
 
 
+@torch.inference_mode()  # as ComfyUI runs prompts
 def sample(model: Any, shape: Shape, steps: int, cfg: float, seed: int = 5) -> Tensor:
     """Latents of the shape's `latent` from noise, with the Euler sampler."""
     import comfy.sample

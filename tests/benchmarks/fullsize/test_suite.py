@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import bench, forward, fullsize, micro, results, sample, sections, suite, variants
 from benchmarks.bench import Row
@@ -52,6 +53,33 @@ def test_every_variant_of_an_evaluation(unet: Any) -> None:
     assert "no-op" in rows["ComfyUI's ToMe node"].note
     for rival in (variants.tome(ratio), variants.todo()):
         assert rows[rival.name].error, rival.name
+
+
+@pytest.mark.parametrize("model", ["sdxl", "flux", "wan", "ltx_av", "h3"])
+def test_a_timed_step_runs_the_network_once_on_merged_tokens(model: str) -> None:
+    """Outside of inference mode too: with a KV cache the full step comes once, before the first turn."""
+    shape = Shape(model, 256, 256, 1, tiny=True, frames=7 if model == "h3" else 3)
+    patcher, inputs = fullsize.patcher(model, torch.float32, CPU, tiny=True), shape.inputs(CPU)
+    runs = list[int]()
+    handle = patcher.model.diffusion_model.register_forward_hook(lambda *_: runs.append(1))
+
+    def flops(runner: forward.Runner) -> int:
+        runs.clear()
+        with FlopCounterMode(display=False) as counter:
+            runner(inputs)
+        return counter.get_total_flops()
+
+    try:
+        unpatched = flops(forward.Runner(variants.UNPATCHED, patcher))
+        for variant in (variants.preset("balanced", ratio=0.5, **variants.TINY), variants.toma("", **variants.TINY)):
+            runner = forward.Runner(variant, patcher)
+            flops(runner)
+            assert len(runs) == (2 if runner.looks else 1)
+            for _ in range(2):
+                assert flops(runner) < 0.9 * unpatched, variant.name
+                assert len(runs) == 1, variant.name
+    finally:
+        handle.remove()
 
 
 def test_evaluations_by_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
