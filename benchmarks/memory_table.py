@@ -59,6 +59,7 @@ CASES = (
     Case("LTX-2.3, fp8, 1280 x 704 x 121", Shape("ltx_av", 704, 1280, frames=16), FP8),
     Case("MiniMax H3, int8, 864 x 480 x 73", Shape("h3", 480, 864, frames=22), FP8),
     Case("MiniMax H3, int8, 1344 x 768 x 73", Shape("h3", 768, 1344, frames=22), FP8),
+    Case("the same, 5 seconds: x 124", Shape("h3", 768, 1344, frames=37), FP8),
 )
 
 
