@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import comfy.model_management
 import comfy.sample
 import comfy.utils
 import torch
@@ -22,27 +21,16 @@ from .adapters.streams import first_of_nested
 
 @dataclass(frozen=True)
 class Task:
-    """What is sampled.
+    """What is sampled."""
 
-    Attributes:
-        positive: Conditioning.
-        negative: None to sample without guidance.
-        latent: (B, C, H, W) or (B, C, T, H, W) of zeros; of several streams the first.
-        cfg: Counts only with a negative.
-        noise: None to draw it by the seed, as ComfyUI's samplers do.
-        others: Further streams, as the sound of a video, of zeros.
-    """
-
-    positive: Any
-    negative: Any
-    latent: Tensor
+    positive: Any  # conditioning
+    negative: Any  # None to sample without guidance
+    latent: Any  # zeros, (B, C, H, W) or (B, C, T, H, W), or ComfyUI's `NestedTensor` of several streams
     steps: int
-    cfg: float = 4.0
+    cfg: float = 4.0  # counts only with a negative
     sampler: str = "euler"
     scheduler: str = "simple"
-    seed: int = 0
-    noise: Tensor | None = None
-    others: tuple[Tensor, ...] = ()
+    noise: Tensor | None = None  # None to draw it by seed 0, as ComfyUI's samplers do
 
     @classmethod
     def of_inputs(cls, model: Any, positive: Any, negative: Any, latent: Any, *rest: Any) -> Task:
@@ -52,13 +40,12 @@ class Task:
         if negative is not None:
             validate_inputs.conditioning("negative", negative)
         samples = validate_inputs.latent(latent)["samples"]
-        if getattr(samples, "is_nested", False):
-            size, *others = (torch.zeros_like(each) for each in samples.unbind())
-            return replace(cls(positive, negative, size, *rest), others=tuple(others))
-        size = comfy.sample.fix_empty_latent_channels(
-            model, torch.zeros_like(samples), latent.get("downscale_ratio_spacial")
-        )
-        return cls(positive, negative, size, *rest)
+        if samples.is_nested:
+            zeros = type(samples)([torch.zeros_like(stream) for stream in samples.unbind()])
+        else:
+            downscale = latent.get("downscale_ratio_spacial")
+            zeros = comfy.sample.fix_empty_latent_channels(model, torch.zeros_like(samples), downscale)
+        return cls(positive, negative, zeros, *rest)
 
     @property
     def conditions(self) -> int:
@@ -68,25 +55,21 @@ class Task:
     def sample(self, model: ModelPatcher, stepped: Callable[..., None]) -> Tensor:
         """Sample the task with a model. stepped: ComfyUI's callback. Returns the final latent, fp32 on the CPU; of
         several streams the first."""
-        # The global generator is left alone.
-        generator = torch.Generator().manual_seed(self.seed)
-        latents = (self.latent, *self.others)
-        noises = [torch.randn(each.shape, generator=generator, dtype=torch.float32) for each in latents]
-        if self.noise is not None:
-            noises[0] = self.noise
+        with torch.random.fork_rng(devices=()):  # ComfyUI seeds the global generator
+            noise = comfy.sample.prepare_noise(self.latent, 0) if self.noise is None else self.noise
         latent = comfy.sample.sample(
             model,
-            _nested([noise.to(self.latent.dtype) for noise in noises]),
+            noise,
             self.steps,
             1.0 if self.negative is None else self.cfg,
             self.sampler,
             self.scheduler,
             self.positive,
             self.positive if self.negative is None else self.negative,
-            _nested([torch.zeros_like(each) for each in latents]),
+            self.latent,
             callback=stepped,
             disable_pbar=True,
-            seed=self.seed,
+            seed=0,
         )
         return first_of_nested(latent).float().cpu()
 
@@ -98,24 +81,9 @@ def last_stats(model: ModelPatcher) -> RunStats | None:
 
 
 def progress(steps: int) -> Callable[..., None]:
-    """Return a callback that advances ComfyUI's progress bar by one of `steps`. It raises ComfyUI's own exception when
-    the user cancels."""
+    """Return a callback that advances ComfyUI's progress bar by one of `steps`."""
     bar = comfy.utils.ProgressBar(steps)
-
-    def advance(*_: Any) -> None:
-        comfy.model_management.throw_exception_if_processing_interrupted()
-        bar.update(1)
-
-    return advance
-
-
-def _nested(streams: list[Tensor]) -> Any:
-    """Return ComfyUI's latent of several streams, or the only stream."""
-    if len(streams) == 1:
-        return streams[0]
-    from comfy.nested_tensor import NestedTensor  # not in ComfyUI 0.16
-
-    return NestedTensor(streams)
+    return lambda *_: bar.update(1)
 
 
 def error(latent: Tensor, unmerged: Tensor) -> float:

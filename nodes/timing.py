@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -23,12 +23,9 @@ from ..toma_core.reasons import Message, MessageId
 from .adapters.patch_model import apply_toma
 from .task import Task, error, last_stats, progress
 
-# The first and the last step are full: with one between them both kinds of steps are warm.
-_WARM_UP_STEPS = 3
-# Speed-up for which merging is worth its error.
-WORTH = 1.2
-# Runs of one setting that differ by less tell settings apart.
-CALM = 0.05
+_WARM_UP_STEPS = 3  # the first and the last step are full: with one between them both kinds of steps are warm
+WORTH = 1.2  # speed-up for which merging is worth its error
+CALM = 0.05  # runs of one setting that differ by less tell settings apart
 
 
 class Setting(MessageId):
@@ -40,19 +37,12 @@ class Setting(MessageId):
 
 @dataclass
 class Timing:
-    """What was measured at one ratio.
+    """What was measured at one ratio."""
 
-    Attributes:
-        ratio: 0 without ToMA.
-        seconds: Seconds per step, one value for each run.
-        error: Relative L2 error of the final latent.
-        merged: What the last run merged, or why it merged nothing.
-    """
-
-    ratio: float
-    seconds: list[float] = field(default_factory=list)
-    error: float = 0.0
-    merged: Message | None = None
+    ratio: float  # 0 without ToMA
+    seconds: list[float] = field(default_factory=list)  # per step, one value for each run
+    error: float = 0.0  # relative L2 error of the final latent
+    merged: Message | None = None  # what the first run merged, or why it merged nothing
 
     @property
     def name(self) -> Message:
@@ -82,17 +72,14 @@ def measure(
     """Return the timing without ToMA and at each ratio, in this order.
 
     Every setting samples a few steps first. Then all of them take turns, in one order and in the other, so that a
-    machine that slows down favours none. The model is not changed; ToMA that it carries is left out. Raises
-    `UnsupportedModelError`, and ComfyUI's own exception when the user cancels.
-
-    Args:
-        on_run: Called with the number of the run that begins, and of all runs.
+    machine that slows down favours none. The model is not changed; ToMA that it carries is left out. on_run: called
+    with the number of the run that begins, and of all runs. Raises `UnsupportedModelError`, and ComfyUI's own exception
+    when the user cancels.
     """
     base = apply_toma(model, ToMAConfig(ratio=0.0))
-    pairs = [(Timing(0.0), base)]
-    for ratio in ratios:
-        merged = apply_toma(base, replace(settings, overrides={**settings.overrides, "ratio": ratio}))
-        pairs.append((Timing(ratio), merged))
+    merged = [apply_toma(base, replace(settings, overrides={**settings.overrides, "ratio": each})) for each in ratios]
+    timings = [Timing(ratio) for ratio in (0.0, *ratios)]
+    pairs = list(zip(timings, [base, *merged], strict=True))
     warm_up = min(_WARM_UP_STEPS, task.steps)
     tick, numbers = progress(len(pairs) * (warm_up + runs * task.steps)), count(1)
 
@@ -104,36 +91,27 @@ def measure(
         sample(patched, replace(task, steps=warm_up))
     unmerged: Tensor | None = None
     for index in range(runs):
-        for timing, patched in pairs if index % 2 == 0 else pairs[::-1]:
+        for timing, patched in reversed(pairs) if index % 2 else pairs:
             seconds, latent = sample(patched, task)
             timing.seconds.append(seconds / task.steps)
-            if index:
-                continue
-            unmerged = latent if unmerged is None else unmerged  # the first run is the one without ToMA
-            timing.error = error(latent, unmerged)
-            stats = last_stats(patched)
-            timing.merged = None if stats is None else stats.headline()
-    return [timing for timing, _ in pairs]
+            if index == 0:
+                unmerged = latent if unmerged is None else unmerged  # the first run is the one without ToMA
+                timing.error, stats = error(latent, unmerged), last_stats(patched)
+                timing.merged = stats and stats.headline()
+    return timings
 
 
 def worthwhile(timings: Sequence[Timing]) -> Timing | None:
     """Return the one with the smallest error of those about as fast as the fastest, within a twentieth of the time
     without ToMA. None if none is faster by more than the runs differ among themselves."""
-    base, faster = timings[0], _faster(timings)
-    if not faster:
-        return None
-    enough = min(timing.median for timing in faster) + base.median / 20
-    return min((timing for timing in faster if timing.median <= enough), key=_error)
+    faster = _faster(timings)
+    enough = min((timing.median for timing in faster), default=0.0) + timings[0].median / 20
+    return _least_error(timing for timing in faster if timing.median <= enough)
 
 
-def closest(timings: Sequence[Timing], gain: float = WORTH) -> Timing | None:
-    """Return the one with the smallest error of those at least `gain` times as fast, None if there is none."""
-    enough = [timing for timing in _faster(timings) if timings[0].median >= gain * timing.median]
-    return min(enough, key=_error, default=None)
-
-
-def _error(timing: Timing) -> float:
-    return math.inf if math.isnan(timing.error) else timing.error
+def closest(timings: Sequence[Timing]) -> Timing | None:
+    """Return the one with the smallest error of those at least `WORTH` times as fast, None if there is none."""
+    return _least_error(each for each in _faster(timings) if timings[0].median >= WORTH * each.median)
 
 
 def noise(timings: Sequence[Timing]) -> float:
@@ -152,22 +130,27 @@ def _faster(timings: Sequence[Timing]) -> list[Timing]:
     return [timing for timing in others if timing.spread[1] < base.spread[0]]
 
 
+def _least_error(timings: Iterable[Timing]) -> Timing | None:
+    return min(timings, key=lambda timing: math.inf if math.isnan(timing.error) else timing.error, default=None)
+
+
 def _sample(model: ModelPatcher, task: Task, tick: Callable[..., None]) -> tuple[float, Tensor]:
     """Return the seconds from the first step to the end of the last, and the final latent, fp32 on the CPU."""
-    seconds: list[float] = []
+    seconds = 0.0
 
     def timed(executor: Any, guider: Any, sigmas: Any, extra: Any, callback: Any, noise: Tensor, *rest: Any) -> Any:
+        nonlocal seconds
         _wait_for(noise)
         begin = time.perf_counter()
         result = executor(guider, sigmas, extra, callback, noise, *rest)
         _wait_for(result)
-        seconds.append(time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
         return result
 
     model = model.clone()
     model.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, "toma_benchmark", timed)
     latent = task.sample(model, tick)
-    return sum(seconds), latent
+    return seconds, latent
 
 
 def _wait_for(tensor: Tensor) -> None:

@@ -20,7 +20,7 @@ Timing = timing.Timing
 def task(model: Any, *, steps: int = 3, guided: bool = False, size: int = 24) -> Any:
     channels = model.model.latent_format.latent_channels
     negative = models.conditioning(model, seed=2) if guided else None
-    return timing.Task(models.conditioning(model), negative, torch.ones(1, channels, size, size), steps)
+    return timing.Task(models.conditioning(model), negative, torch.zeros(1, channels, size, size), steps)
 
 
 def measure(model: Any, ratios: Any, *args: Any, **kwargs: Any) -> Any:
