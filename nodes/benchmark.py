@@ -17,7 +17,7 @@ from ..toma_core.settings import ConfigError
 from . import timing, widgets
 from .adapters.kv_memory import dtype_of
 from .merge_map_image import as_image
-from .node_status import errors_shown, said, status_of
+from .node_status import said, status_of
 from .report_charts import FULL, MERGED, RECOMMENDED, Bar, Caption, bar_chart
 from .task import Task
 from .timing import Timing
@@ -103,28 +103,17 @@ class ToMABenchmark(io.ComfyNode):
         runs: int,
         negative: Any = None,
     ) -> io.NodeOutput:
-        line = status_of(cls.hidden)
-        with errors_shown(line):
+        with status_of(cls.hidden) as status:
             settings = Settings(preset, {"ratio": ratio})
             if settings.off:
                 raise ConfigError(Measured.RATIO_ZERO())
             task = Task.of_inputs(model, positive, negative, latent, steps)
             ratios = sorted({round(ratio * part / 3, 2) or ratio for part in ((1, 2, 3) if sweep else (3,))})
-            on_run = (lambda *_: None) if line is None else line.measures
-            timings = timing.measure(model, settings, ratios, task, runs, on_run)
+            timings = timing.measure(model, settings, ratios, task, runs, status.measures)
         fastest, closest = timing.worthwhile(timings), timing.closest(timings)
         verdict = _verdict(timings, fastest, closest)
-        batch, *_, height, width = task.latent.shape
-        conditions = 1 if negative is None else 2
-        what: dict[str, Any] = {
-            "preset": preset,
-            "latent": f"{width} x {height}",
-            "batch": batch,
-            "conditions": conditions,
-        }
-        how: dict[str, Any] = {"runs": runs, "steps": steps, "sampler": task.sampler, "scheduler": task.scheduler}
-        notes = [Measured.TASK(**what, **how), _machine(model)]
-        notes += [Measured.MERGED(name=last.name, merged=last.merged) for last in timings[-1:] if last.merged]
+        notes = [_task(task, preset, runs), _machine(model)]
+        notes += [Measured.MERGED(name=_name(last), merged=last.merged) for last in timings[-1:] if last.merged]
         table = "\n".join(map(str, [*verdict, "", *_table(timings), "", *notes]))
         image = as_image(bar_chart(_bars(timings, fastest, closest)))
         lines = said([*verdict, "", Caption.TIME()], notes)
@@ -136,6 +125,8 @@ class ToMABenchmark(io.ComfyNode):
 class Measured(MessageId):
     """What a measurement found."""
 
+    WITHOUT_TOMA = "without_toma"
+    RATIO = "at_ratio"  # ratio
     RATIO_ZERO = "nothing_to_measure"
     TASK = "measured_task"  # preset, latent, batch, conditions, runs, steps, sampler, scheduler
     MACHINE = "measured_machine"  # device, dtype, torch, comfyui
@@ -151,21 +142,34 @@ class Measured(MessageId):
 
 def _verdict(timings: Sequence[Timing], fastest: Timing | None, closest: Timing | None) -> list[Message]:
     """Return what to do, a sentence on each line."""
-    differ = timing.noise(timings) * 100
+    differ, noisy = 100 * timing.noise(timings), timing.noise(timings) > timing.CALM
     if fastest is None:
-        return [Measured.TOO_NOISY(percent=differ) if timing.too_noisy(timings) else Measured.OFF()]
+        seems_faster = any(timed.median < timings[0].median for timed in timings)
+        return [Measured.TOO_NOISY(percent=differ) if noisy and seems_faster else Measured.OFF()]
     lines = [Measured.FASTEST(gain=_gain(timings[0], fastest))]
     if closest is None:
         lines.append(Measured.NONE(times=timing.WORTH))
     elif closest is not fastest:
         lines.append(Measured.CLOSEST(times=timing.WORTH, gain=_gain(timings[0], closest)))
-    if timing.noise(timings) > timing.CALM:
+    if noisy:
         lines.append(Measured.UNSURE(percent=differ))
     return lines
 
 
+def _name(timed: Timing) -> Message:
+    return Measured.RATIO(ratio=timed.ratio) if timed.ratio else Measured.WITHOUT_TOMA()
+
+
 def _gain(base: Timing, timed: Timing) -> Message:
-    return Measured.GAIN(name=timed.name, times=base.median / timed.median, error=timed.error)
+    return Measured.GAIN(name=_name(timed), times=base.median / timed.median, error=timed.error)
+
+
+def _task(task: Task, preset: str, runs: int) -> Message:
+    """Return what was sampled, and how often."""
+    batch, *_, height, width = task.latent.shape
+    what: dict[str, Any] = {"latent": f"{width} x {height}", "batch": batch, "conditions": task.conditions}
+    how: dict[str, Any] = {"runs": runs, "steps": task.steps, "sampler": task.sampler, "scheduler": task.scheduler}
+    return Measured.TASK(preset=preset, **what, **how)
 
 
 def _machine(model: ModelPatcher) -> Message:
@@ -181,7 +185,7 @@ def _table(timings: Sequence[Timing]) -> list[str]:
     for timed in timings:
         median, low, high = (f"{seconds * 1e3:.4g}" for seconds in (timed.median, *timed.spread))
         speed, error = f"{timings[0].median / timed.median:.2f}x", f"{timed.error:.3f}" if timed.ratio else ""
-        rows.append((str(timed.name), median, f"{low} to {high}", speed, error))
+        rows.append((str(_name(timed)), median, f"{low} to {high}", speed, error))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]

@@ -1,20 +1,44 @@
-"""ToMA Calibrate: measure where a model can be merged, and return it merged that way, with the profile."""
+"""ToMA Calibrate: measure where a model can be merged, and return it merged that way, with the profile.
+
+Ratios are chosen from three sampling runs:
+
+1. unmerged and probed         the errors of sites
+2. the preset                  its error, and how much work there is to save
+3. the choice                  its error, beside the preset's
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import comfy.samplers
+from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
+from torch import Tensor
 
+from ..toma_core import Settings, ToMAConfig
+from ..toma_core.calibration import UNMERGED, Cell, Option, choose, saved_by
+from ..toma_core.profile import Profile
 from ..toma_core.reasons import Message, MessageId
 from ..toma_core.settings import ConfigError, Refusal, shown
-from .calibration_run import TARGETS, Calibrated, calibrate
+from .adapters.blocks import BlockFacts
+from .adapters.fingerprint import blocks_of, fingerprint
+from .adapters.patch_model import apply_toma, config_for
+from .adapters.probe import MAX_BANDS, Probes, sites_of, without_caches
 from .merge_map_image import as_image
-from .node_status import errors_shown, said, status_of
+from .node_status import said, status_of
 from .report_charts import MERGED, RECOMMENDED, Bar, Caption, bar_chart
-from .task import Task
+from .task import Task, error, last_stats, progress
 from .widgets import CATEGORY, SEARCH_ALIASES
+
+# Target -> the preset and ratio whose work a choice has.
+TARGETS = {"quality": ("quality", 0.5), "balanced": ("balanced", 0.5), "fast": ("balanced", 0.6)}
+_PROBES = 1.2  # evaluations beside the runs, as a share of a run's: with the preset's run they are about two runs
+_MIN_SITES, _MAX_SITES = 6, 12
 
 
 class ToMACalibrate(io.ComfyNode):
@@ -81,7 +105,7 @@ class ToMACalibrate(io.ComfyNode):
                 ),
             ],
             is_output_node=True,
-            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -97,71 +121,139 @@ class ToMACalibrate(io.ComfyNode):
         scheduler: str,
         negative: Any = None,
     ) -> io.NodeOutput:
-        line = status_of(cls.hidden)
-        with errors_shown(line):
+        with status_of(cls.hidden) as status:
             task = Task.of_inputs(model, positive, negative, latent, steps, cfg, sampler_name, scheduler)
             if target not in TARGETS:
                 raise ConfigError(Refusal.NOT_A_CHOICE(setting="target", value=shown(target), choices=tuple(TARGETS)))
-            found = calibrate(model, task, target, on_run=(lambda *_: None) if line is None else line.measures)
-        notes: list[Message | str] = [*_notes(found)]
-        cost = []
-        if found.probes:
-            cost.append(Found.COST(evaluations=found.probes, steps=steps))
-            others = [] if negative is None else [used for used in _cfgs_of_samplers(cls.hidden) if used != cfg]
-            notes += [*(Found.OTHER_CFG(cfg=cfg, used=used) for used in others[:1]), "", Caption.WORK()]
-        image = as_image(bar_chart(_bars(found)))
-        page = {**ui.PreviewImage(image, cls=cls).as_dict(), **said(notes, cost)}
+            found = calibrate(model, task, target, on_run=status.measures)
+        image = as_image(bar_chart(_bars(found, target)))
+        page = {**ui.PreviewImage(image, cls=cls).as_dict(), **said(_notes(found, target))}
         return io.NodeOutput(found.model, found.profile.text() if found.profile else "", image, ui=page)
 
 
 class Found(MessageId):
-    """What a calibration found."""
+    """What a calibration found, or why it chose nothing."""
 
     LESS_ERROR = "less_error"  # error, before, percent
     PRESET_KEPT = "preset_kept"  # preset, error
     PRESET = "preset_found"  # preset, ratio, error, percent
-    WITHOUT = "measured_without"  # names
-    COST = "calibration_cost"  # evaluations, steps
-    OTHER_CFG = "other_cfg"  # cfg, used
+    FULL_STEPS = "preset_has_full_steps"  # preset
+    NOTHING = "nothing_to_calibrate"
+    PLAIN_NAN = "plain_nan"
+    MERGED_NAN = "merged_nan"
 
 
-def _cfgs_of_samplers(hidden: Any) -> list[float]:
-    """Return the cfg of every sampler in the prompt that the model of this node goes into."""
-    prompt, found = getattr(hidden, "prompt", None) or {}, list[float]()
-    reached = [str(getattr(hidden, "unique_id", None))]
-    for source in reached:
-        for node_id, node in prompt.items():
-            link = node.get("inputs", {}).get("model")
-            if isinstance(link, list) and str(link[0]) == source and node_id not in reached:
-                reached.append(node_id)
-                cfg = node["inputs"].get("cfg")
-                found += [float(cfg)] if isinstance(cfg, (int, float)) else []
-    return found
+@dataclass(frozen=True)
+class Calibrated:
+    """What a calibration found."""
+
+    model: ModelPatcher  # merged as `profile` says
+    profile: Profile | None = None  # the choice, or the preset where that is kept; None where nothing was chosen
+    errors: tuple[float, float] = (0.0, 0.0)  # of the preset and of the choice
+    work: tuple[float, float] = (1.0, 1.0)  # shares of the blocks' work that they leave
+    keeps_preset: bool = False  # the error of the choice is not smaller, or not in most images
+    problem: Message | None = None  # why nothing was measured or chosen
 
 
-def _notes(found: Calibrated) -> list[Message]:
+def calibrate(
+    model: ModelPatcher,
+    task: Task,
+    target: str,
+    overrides: Mapping[str, Any] = {},
+    on_run: Callable[[int, int], None] = lambda run, runs: None,
+) -> Calibrated:
+    """Measure a model and choose ratios with the work of one of `TARGETS`.
+
+    Presets with full steps are kept without measuring: on those models no choice had less error
+    (benchmarks/results/fidelity/calibrated.md). The model is not changed; ToMA that it carries is left out. overrides:
+    settings on top of the preset's. on_run: called with the number of the run that begins, and of all runs. Raises
+    `UnsupportedModelError`, and ComfyUI's own exception when the user cancels.
+    """
+    plain, (preset, ratio) = apply_toma(model, ToMAConfig(ratio=0.0)), TARGETS[target]
+    settings = Settings(preset, {"ratio": ratio, **overrides})
+    config = config_for(settings, model)
+    if config.full_step_interval:
+        return Calibrated(apply_toma(plain, settings), problem=Found.FULL_STEPS(preset=preset))
+    base = without_caches(plain)
+    facts = blocks_of(base, task.latent)
+    names = [fact.name for fact in facts]
+    budget = round(_PROBES * task.steps * task.conditions)
+    sites = sites_of(facts, min(_MAX_SITES, max(_MIN_SITES, budget // MAX_BANDS - 1)))
+    tick = progress(3 * task.steps + MAX_BANDS * (len(sites) + 2))
+
+    def run(number: int, model: ModelPatcher) -> tuple[Tensor, frozenset[str]]:
+        """Return the final latent, and the blocks that were merged."""
+        on_run(number, 3)
+        latent, stats = task.sample(model, tick), last_stats(model)
+        return latent, frozenset(() if stats is None else stats.merged_blocks)
+
+    def merged(on: ModelPatcher, profile: Profile) -> ModelPatcher:
+        return apply_toma(on, profile.config, ratio_schedule=profile.ratio_schedule(names))
+
+    probes, everywhere = Probes(sites, tick), replace(config, skip_first_blocks=0.0, skip_last_blocks=0.0)
+    unmerged, mergeable = run(1, probes.on(base, everywhere))
+    usual, merged_by_preset = run(2, apply_toma(base, config))
+    before, saved = error(usual, unmerged), _saving(facts, merged_by_preset, ratio)
+    if not math.isfinite(before):
+        return Calibrated(plain, problem=Found.MERGED_NAN() if unmerged.isfinite().all() else Found.PLAIN_NAN())
+    if not saved:
+        return Calibrated(plain, problem=Found.NOTHING())
+    choice = choose(_table(probes, facts, mergeable | merged_by_preset), saved)
+    above = tuple(band.above for band in probes.bands) or (0.0,)
+    ratios = {site: tuple(choice.get((site, band), UNMERGED).ratio for band in range(len(above))) for site in sites}
+    profile = Profile(fingerprint(plain), everywhere, above, {site: each for site, each in ratios.items() if any(each)})
+    chosen = run(3, merged(base, profile))[0] if choice else usual
+    after = error(chosen, unmerged)
+    keeps = not (after < before and _mostly_closer(chosen, usual, unmerged))
+    if keeps:
+        profile = replace(profile, config=config, above=(0.0,), ratios=dict.fromkeys(sites, (ratio,)))
+    work = 1.0 - saved, 1.0 - saved_by(choice)
+    return Calibrated(merged(plain, profile), profile, (before, after), work, keeps)
+
+
+def _saving(facts: Sequence[BlockFacts], blocks: Container[str], ratio: float) -> float:
+    """Return the share of all blocks' work that merging some of them saves."""
+    saving = sum(fact.flops() - fact.flops(ratio) for fact in facts if fact.name in blocks)
+    return saving / max(sum(fact.flops() for fact in facts), 1e-12)
+
+
+def _table(probes: Probes, facts: Sequence[BlockFacts], mergeable: Container[str]) -> dict[Cell, list[Option]]:
+    """Return the options of every cell; savings are shares of the work in a run."""
+    # How much of a predicted image's error enters the latent in each step. From there on it is taken to last: on a
+    # trained UNet estimates of its growth made choices no better.
+    passed = [(1 - after / before) ** 2 for before, after in pairwise((*probes.sigmas, 0.0))]
+    table: dict[Cell, list[Option]] = {}
+    for (site, number, ratio), squared in probes.squared_errors().items():
+        steps = probes.bands[number].steps
+        blocks = [block for block in probes.sites[site] if block in mergeable]
+        saving = _saving(facts, blocks, ratio) * len(steps) / len(passed)
+        if saving > 0:
+            option = Option(ratio, squared * sum(passed[step] for step in steps), saving)
+            table.setdefault((site, number), []).append(option)
+    return table
+
+
+def _mostly_closer(latent: Tensor, than: Tensor, unmerged: Tensor) -> bool:
+    """Whether more than half of the images are at least as close as another run's: one outlier decides nothing."""
+    mine, others = ((each - unmerged).flatten(1).norm(dim=1) for each in (latent, than))
+    return bool((mine <= others).float().mean() > 0.5)
+
+
+def _notes(found: Calibrated, target: str) -> list[Message | str]:
     """Return the messages on a calibration, the answer first."""
     if found.problem is not None:
         return [found.problem]
-    (before, error), (usual, work) = map(_rounded, found.errors), found.work
+    (before, after), (usual, work), (preset, ratio) = found.errors, found.work, TARGETS[target]
+    answer = Found.LESS_ERROR(error=after, before=before, percent=100 * work)
     if found.keeps_preset:
-        notes = [Found.PRESET_KEPT(preset=found.preset, error=error)]
-    else:
-        notes = [Found.LESS_ERROR(error=error, before=before, percent=100 * work)]
-    notes.append(Found.PRESET(preset=found.preset, ratio=found.ratio, error=before, percent=100 * usual))
-    return [*notes, Found.WITHOUT(names=tuple(found.without))] if found.without else notes
+        answer = Found.PRESET_KEPT(preset=preset, error=after)
+    return [answer, Found.PRESET(preset=preset, ratio=ratio, error=before, percent=100 * usual), "", Caption.WORK()]
 
 
-def _rounded(error: float) -> str:
-    """Return an error with three decimals, or with two significant digits below 0.01."""
-    return f"{error:.3f}" if error >= 0.01 or not error else f"{error:.2g}"
-
-
-def _bars(found: Calibrated) -> list[Bar]:
-    if found.problem is not None:
-        return []
-    settings = (found.preset, MERGED), ("profile", RECOMMENDED)
+def _bars(found: Calibrated, target: str) -> list[Bar]:
+    """Return a bar for the preset and one for the choice."""
+    settings = () if found.problem else ((TARGETS[target][0], MERGED), ("profile", RECOMMENDED))
     return [
-        Bar(name, work, f"{100 * work:.0f} %, {_rounded(error)}", colour, error=error)
-        for (name, colour), error, work in zip(settings, found.errors, found.work, strict=True)
+        Bar(name, work, f"{100 * work:.0f} %, {error:.3f}", colour, error=error)
+        for (name, colour), error, work in zip(settings, found.errors, found.work, strict=False)
     ]

@@ -11,40 +11,29 @@ from torch import Tensor
 
 from ..toma_core.maps import MergeMap
 from ..toma_core.windows import Grid
-from .report_charts import BLACK, INK, PAPER, WIDTH, canvas, font, stacked
+from .report_charts import BLACK, INK, PAPER, WIDTH, canvas, font, joined
 
 # Okabe and Ito's palette without black: its colours differ for every kind of colour vision.
 _COLOURS = np.array(
     [[230, 159, 0], [86, 180, 233], [0, 158, 115], [240, 228, 66], [0, 114, 178], [213, 94, 0], [204, 121, 167]],
     dtype=np.uint8,
 )
-_MARGIN = 16
-_CAPTION = 34
-# Opacity of the regions' colours over the picture.
-_TINT = 0.25
-# Colour of the line between tokens of different destinations.
-_EDGE = (250, 250, 250)
+_MARGIN, _CAPTION = 16, 34
+_TINT = 0.25  # opacity of the regions' colours over the picture
+_EDGE = (250, 250, 250)  # colour of the line between tokens of different destinations
 
 
-def draw(
-    maps: Mapping[Grid, MergeMap],
-    picture: Tensor | None = None,
-    charts: Sequence[Image.Image] = (),
-) -> Tensor:
-    """Draw one panel per token grid, the finest first, side by side.
+def draw(maps: Mapping[Grid, MergeMap], picture: Tensor | None = None, charts: Sequence[Image.Image] = ()) -> Tensor:
+    """Draw one panel per token grid, the finest first, side by side, and charts below them.
 
-    Args:
-        picture: (B, H, W, C) fp32 in [0, 1]; the first is drawn under the regions.
-        charts: Drawn below the panels.
-
-    Returns:
-        (1, H, W, 3) fp32 in [0, 1], as ComfyUI's IMAGE.
+    picture: (B, H, W, C) fp32 in [0, 1]; the first is drawn under the regions. Returns (1, H, W, 3) fp32 in [0, 1], as
+    ComfyUI's IMAGE.
     """
     photo = None if picture is None else _photo(picture)
     side = (WIDTH + _MARGIN) // max(1, len(maps)) - _MARGIN
     panels = [_panel(maps[grid], photo, side) for grid in sorted(maps, reverse=True)]
-    rows = [*([_beside(panels)] if panels else []), *charts] or [canvas(WIDTH, _MARGIN)[0]]
-    return as_image(ImageOps.expand(stacked(*rows), _MARGIN, PAPER))
+    rows = [joined(panels, across=True, gap=_MARGIN)] if panels else []
+    return as_image(ImageOps.expand(joined([*rows, *charts, canvas(WIDTH, 0 if rows else _MARGIN)[0]]), _MARGIN, PAPER))
 
 
 def as_image(sheet: Image.Image) -> Tensor:
@@ -53,18 +42,8 @@ def as_image(sheet: Image.Image) -> Tensor:
 
 
 def _photo(picture: Tensor) -> Image.Image:
-    pixels = picture[0, ..., :3].detach().float().nan_to_num().clamp(0, 1).mul(255).round().byte().cpu().numpy()
-    return Image.fromarray(pixels if pixels.shape[-1] == 3 else pixels.repeat(3, -1))
-
-
-def _beside(panels: Sequence[Image.Image]) -> Image.Image:
-    width = sum(panel.width for panel in panels) + _MARGIN * (len(panels) - 1)
-    row, _ = canvas(max(WIDTH, width), max(panel.height for panel in panels))
-    left = 0
-    for panel in panels:
-        row.paste(panel, (left, 0))
-        left += panel.width + _MARGIN
-    return row
+    pixels = picture[0, ..., :3].detach().float().nan_to_num().clamp(0, 1).mul(255).round().byte()
+    return Image.fromarray(pixels.expand(-1, -1, 3).cpu().numpy())
 
 
 def _panel(merged: MergeMap, photo: Image.Image | None, side: int) -> Image.Image:
@@ -76,11 +55,10 @@ def _panel(merged: MergeMap, photo: Image.Image | None, side: int) -> Image.Imag
     pen.text((0, 4), title, fill=INK, font=font())
     grid = _regions(merged, photo, cell)
     pen = ImageDraw.Draw(grid)
-    rows, columns = merged.cuts
-    for row in rows:
-        pen.line([(0, row * cell), (grid.width, row * cell)], fill=BLACK, width=max(1, cell // 8))
-    for column in columns:
-        pen.line([(column * cell, 0), (column * cell, grid.height)], fill=BLACK, width=max(1, cell // 8))
+    rows, columns = ([cut * cell for cut in cuts] for cuts in merged.cuts)
+    lines = [(0, y, grid.width, y) for y in rows] + [(x, 0, x, grid.height) for x in columns]
+    for line in lines:
+        pen.line(line, fill=BLACK, width=max(1, cell // 8))
     radius = max(1, cell // 5)
     for index in merged.destinations.tolist():
         y, x = (index // width + 0.5) * cell, (index % width + 0.5) * cell

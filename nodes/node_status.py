@@ -16,9 +16,7 @@ from ..toma_core.reasons import Message, MessageError, MessageId
 from ..toma_core.stats import RunStats
 
 _EVENT = "toma.said"
-
-# A line of text: a message, or what needs no translation, as an empty line.
-Line = Message | str
+Line = Message | str  # a message, or text that needs no translation, as an empty line
 
 
 class Status(MessageId):
@@ -31,16 +29,11 @@ class Status(MessageId):
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """The status of one node during runs of its model.
+    """The status of one node during runs of its model."""
 
-    Attributes:
-        node_id: ComfyUI's id of the node in the prompt.
-        notes: Lines on its inputs, shown after each run.
-        preset: Name of the preset, as `preset`, and values of the settings that are left to it, by name.
-    """
-
-    node_id: str
-    notes: Sequence[Line] = ()
+    node_id: str | None  # ComfyUI's id of the node in the prompt; None outside of a prompt, where nothing is shown
+    notes: Sequence[Line] = ()  # lines on its inputs, shown after each run
+    # Name of the preset, as `preset`, and values of the settings that are left to it, by name.
     preset: Mapping[str, Any] = field(default_factory=dict)
 
     def began(self) -> None:
@@ -60,24 +53,22 @@ class NodeStatus:
 
     def say(self, *lines: Line, details: Sequence[Line] = (), **more: Any) -> None:
         """Show lines on the node, and details in its tooltip. more: what else the page is sent."""
-        _send({"node": self.node_id, **_message(lines, details), **more})
-
-
-def status_of(hidden: Any) -> NodeStatus | None:
-    """Return the status of the node that is executed, from its hidden inputs; None outside of a prompt."""
-    node_id = None if hidden is None else hidden.unique_id
-    return None if node_id is None else NodeStatus(str(node_id))
+        client, _ = _running()
+        if client is not None and self.node_id is not None:  # without a client ComfyUI would send to all of them
+            with suppress(RuntimeError):  # the server is shutting down
+                _server().send_sync(_EVENT, {"node": self.node_id, **_message(lines, details), **more}, client)
 
 
 @contextmanager
-def errors_shown(status: NodeStatus | None) -> Iterator[None]:
-    """Show errors raised inside on the node itself, too."""
+def status_of(hidden: Any) -> Iterator[NodeStatus]:
+    """Yield the status of the node that is executed, from its hidden inputs. Show errors raised inside on the node
+    itself, too."""
+    status = NodeStatus(None if hidden is None else hidden.unique_id)
     try:
-        yield
+        yield status
     except Exception as error:
-        if status is not None:
-            failed = Status.FAILED(error=str(error) or type(error).__name__)
-            status.say(error.message if isinstance(error, MessageError) else failed, error=True)
+        failed = Status.FAILED(error=str(error) or type(error).__name__)
+        status.say(error.message if isinstance(error, MessageError) else failed, error=True)
         raise
 
 
@@ -88,24 +79,9 @@ def said(lines: Sequence[Line], details: Sequence[Line] = ()) -> dict[str, Any]:
 
 def _message(lines: Sequence[Line], details: Sequence[Line]) -> dict[str, Any]:
     """Return lines and details as data for the page, and as English text for other clients."""
-    return {
-        "graph": _running()[1],
-        "text": "\n".join(map(str, lines)),
-        "details": "\n".join(map(str, details)),
-        "lines": [_json(line) for line in lines],
-        "more": [_json(line) for line in details],
-    }
-
-
-def _json(line: Line) -> Any:
-    return line if isinstance(line, str) else line.json()
-
-
-def _send(message: dict[str, Any]) -> None:
-    client, _ = _running()
-    if client is not None:  # without a client ComfyUI would send to all of them
-        with suppress(RuntimeError):  # the server is shutting down
-            _server().send_sync(_EVENT, message, client)
+    texts = ["\n".join(map(str, part)) for part in (lines, details)]
+    data = [[line if isinstance(line, str) else line.json() for line in part] for part in (lines, details)]
+    return {"graph": _running()[1], "text": texts[0], "details": texts[1], "lines": data[0], "more": data[1]}
 
 
 def _running() -> tuple[str | None, str | None]:

@@ -12,7 +12,7 @@ from . import validate_inputs
 from .adapters import last_runs
 from .adapters.patch_model import attachment_of
 from .merge_map_image import draw
-from .node_status import errors_shown, said, status_of
+from .node_status import said, status_of
 from .report_charts import Caption, blocks_chart, steps_chart
 from .widgets import CATEGORY, SEARCH_ALIASES
 
@@ -65,7 +65,7 @@ class ToMAReport(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, latent: Any, image: Any = None) -> io.NodeOutput:
-        with errors_shown(status_of(cls.hidden)):
+        with status_of(cls.hidden):
             attachment = attachment_of(validate_inputs.model(model))
             image = None if image is None else validate_inputs.image(image)
         stats = None if attachment is None else last_runs.last(attachment.report_id)

@@ -6,7 +6,7 @@ are Okabe and Ito's, which differ for every kind of colour vision.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,11 +23,9 @@ RECOMMENDED, ERROR = (230, 159, 0), (204, 121, 167)
 # Pixels of a picture, and sizes of letters; a node shows them at a little more than half.
 WIDTH, LARGE, SMALL = 784, 24, 22
 _PAD = 8
-# Height of the steps' bars, width of their axis labels.
-_STRIP, _AXIS = 110, 84
-_SQUARE, _GAP = 32, 3
-# `bar_chart`: height of a row and of its two bars.
-_ROW, _THICK, _THIN = 84, 28, 10
+_STRIP, _AXIS = 110, 84  # height of the steps' bars, width of their axis labels
+_SQUARE, _PITCH = 32, 35  # a block, and from one to the next
+_ROW, _THICK, _THIN = 84, 28, 10  # `bar_chart`: height of a row and of its two bars
 
 
 class Caption(MessageId):
@@ -53,13 +51,15 @@ def canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
     return image, ImageDraw.Draw(image)
 
 
-def stacked(*rows: Image.Image) -> Image.Image:
-    """Return images one below the other."""
-    sheet, _ = canvas(max(row.width for row in rows), sum(row.height for row in rows))
-    top = 0
-    for row in rows:
-        sheet.paste(row, (0, top))
-        top += row.height
+def joined(images: Sequence[Image.Image], across: bool = False, gap: int = 0) -> Image.Image:
+    """Return images one below the other, or side by side."""
+    widths, heights = zip(*(image.size for image in images), strict=True)
+    space = gap * (len(images) - 1)
+    sheet, _ = canvas(sum(widths) + space, max(heights)) if across else canvas(max(widths), sum(heights) + space)
+    at = 0
+    for image in images:
+        sheet.paste(image, (at, 0) if across else (0, at))
+        at += gap + (image.width if across else image.height)
     return sheet
 
 
@@ -97,54 +97,40 @@ def blocks_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
     stacks: dict[str, list[str]] = {}
     for block in sorted(stats.blocks, key=natural_order):
         stacks.setdefault(block.rpartition(".")[0] or block, []).append(block)
-    left = _label_width(stacks)
-    columns = max(1, (width - left - _PAD) // (_SQUARE + _GAP))
-    rows = sum(-(-len(blocks) // columns) for blocks in stacks.values())
-    image, pen = canvas(width, rows * (_SQUARE + _GAP))
-    y = 0
-    for stack, blocks in stacks.items():
+    left = 2 * _PAD + round(max(map(font(SMALL).getlength, stacks), default=0.0))
+    columns = max(1, (width - left - _PAD) // _PITCH)
+    rows = [(stack, each[n : n + columns]) for stack, each in stacks.items() for n in range(0, len(each), columns)]
+    image, pen = canvas(width, len(rows) * _PITCH)
+    for row, (stack, blocks) in enumerate(rows):
+        y = row * _PITCH
         pen.text((_PAD, y + _SQUARE / 2), stack, fill=INK, font=font(SMALL), anchor="lm")
-        for index, block in enumerate(blocks):
-            if index and index % columns == 0:
-                y += _SQUARE + _GAP
-            x = left + index % columns * (_SQUARE + _GAP)
+        for column, block in enumerate(blocks):
+            x = left + column * _PITCH
             numbers = reasons.get(block, [])
             colour = (PARTLY if numbers else MERGED) if block in stats.merged_blocks else FULL
             pen.rectangle([x, y, x + _SQUARE - 1, y + _SQUARE - 1], fill=colour)
             middle = x + _SQUARE / 2, y + _SQUARE / 2
             pen.text(middle, ",".join(numbers[:2]), fill=BLACK, font=font(SMALL), anchor="mm")
-        y += _SQUARE + _GAP
     return image
-
-
-def _label_width(labels: Iterable[str]) -> int:
-    return 2 * _PAD + round(max(map(font(SMALL).getlength, labels), default=0.0))
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One setting in `bar_chart`.
-
-    Attributes:
-        value: Length of the bar.
-        label: Stands above it, at the right.
-        spread: Range of most measurements, drawn as a whisker.
-        error: Drawn as a thinner bar below, NaN as the largest.
-    """
+    """One setting in `bar_chart`."""
 
     name: str
-    value: float
-    label: str
+    value: float  # length of the bar
+    label: str  # above the bar, at the right
     colour: Colour = MERGED
-    spread: tuple[float, float] | None = None
-    error: float = 0.0
+    spread: tuple[float, float] | None = None  # range of most measurements, drawn as a whisker
+    error: float = 0.0  # drawn as a thinner bar below, NaN as the largest
 
 
 def bar_chart(bars: Sequence[Bar]) -> Image.Image:
     """Draw horizontal bars, one below the other."""
     longest = max([1e-9, *(bar.spread[1] if bar.spread else bar.value for bar in bars)])
     largest = max([1e-9, *(bar.error for bar in bars)])  # the first is no NaN, and is kept beside one
-    return stacked(canvas(WIDTH, _PAD)[0], *(_bar_row(bar, longest, largest) for bar in bars))
+    return joined([canvas(WIDTH, _PAD)[0], *(_bar_row(bar, longest, largest) for bar in bars)])
 
 
 def _bar_row(bar: Bar, longest: float, largest: float) -> Image.Image:
@@ -157,9 +143,9 @@ def _bar_row(bar: Bar, longest: float, largest: float) -> Image.Image:
     if bar.spread:
         low, high = (left + end * scale for end in bar.spread)
         middle = top + _THICK / 2
+        ends = [[(x, middle - 7), (x, middle + 7), (x, middle)] for x in (low, high)]
         for colour, width in ((BLACK, 6), (INK, 2)):
-            for x1, y1, x2, y2 in ((low, 0, high, 0), (low, -7, low, 7), (high, -7, high, 7)):
-                pen.line([(x1, middle + y1), (x2, middle + y2)], fill=colour, width=width)
+            pen.line([*ends[0], *ends[1][::-1]], fill=colour, width=width)
     if bar.error:
         top += _THICK + 3
         length = min(1.0, bar.error / largest) * (right - left)

@@ -19,20 +19,13 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ..toma_core import Settings, ToMAConfig
-from ..toma_core.reasons import Message, MessageId
+from ..toma_core.reasons import Message
 from .adapters.patch_model import apply_toma
 from .task import Task, error, last_stats, progress
 
 _WARM_UP_STEPS = 3  # the first and the last step are full: with one between them both kinds of steps are warm
 WORTH = 1.2  # speed-up for which merging is worth its error
 CALM = 0.05  # runs of one setting that differ by less tell settings apart
-
-
-class Setting(MessageId):
-    """What is measured."""
-
-    WITHOUT_TOMA = "without_toma"
-    RATIO = "at_ratio"  # ratio
 
 
 @dataclass
@@ -43,11 +36,6 @@ class Timing:
     seconds: list[float] = field(default_factory=list)  # per step, one value for each run
     error: float = 0.0  # relative L2 error of the final latent
     merged: Message | None = None  # what the first run merged, or why it merged nothing
-
-    @property
-    def name(self) -> Message:
-        """The name of the setting."""
-        return Setting.RATIO(ratio=self.ratio) if self.ratio else Setting.WITHOUT_TOMA()
 
     @property
     def median(self) -> float:
@@ -117,12 +105,6 @@ def closest(timings: Sequence[Timing]) -> Timing | None:
 def noise(timings: Sequence[Timing]) -> float:
     """Return by which share of their median most runs of one setting differ, at worst."""
     return max((timing.spread[1] - timing.spread[0]) / timing.median for timing in timings)
-
-
-def too_noisy(timings: Sequence[Timing]) -> bool:
-    """Whether one seems to be faster, and the runs differ too much to tell."""
-    base, *others = timings
-    return not _faster(timings) and any(timing.median < base.median for timing in others) and noise(timings) > CALM
 
 
 def _faster(timings: Sequence[Timing]) -> list[Timing]:

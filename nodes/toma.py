@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -9,26 +10,23 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..toma_core import Settings, ToMAConfig
-from ..toma_core.reasons import MessageId
+from ..toma_core.profile import fitted, parsed
+from ..toma_core.reasons import Message, MessageId
+from ..toma_core.schedule import RatioSchedule
 from ..toma_core.settings import ConfigError
-from . import profiles, validate_inputs, widgets
+from . import validate_inputs, widgets
+from .adapters.fingerprint import blocks_of, fingerprint
 from .adapters.patch_model import apply_toma, config_for
-from .node_status import errors_shown, said, status_of
-from .profiles import Applied
+from .node_status import said, status_of
 from .widgets import CATEGORY, SEARCH_ALIASES
 
-_MODEL_TOOLTIP = (
-    "The model to speed up: SDXL, Flux, Z-Image, Qwen-Image, Wan and others. ToMA goes after the LoRAs, before step "
-    "caches, torch.compile and the sampler."
-)
-_RESULT_TOOLTIP = "The same model, running on fewer tokens. Connect it to the sampler."
 
+class Note(MessageId):
+    """What a node shows of its inputs."""
 
-class Off(MessageId):
-    """Why a node does nothing."""
-
-    RATIO = "off_ratio"
-    STEPS = "off_steps"
+    OFF_RATIO = "off_ratio"
+    OFF_STEPS = "off_steps"
+    BY_PROFILE = "by_profile"
 
 
 def complaint(**values: Any) -> bool | str:
@@ -42,18 +40,33 @@ def complaint(**values: Any) -> bool | str:
 
 def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, profile: Any = "") -> io.NodeOutput:
     """Return the patched model. Its runs are shown on the node; a node that is off has none, and shows that at once."""
-    line = status_of(hidden)
-    with errors_shown(line):
-        settings = Settings(preset, overrides)
-        model = validate_inputs.model(model)
-        applied = Applied(settings) if settings.off else profiles.apply(model, settings, profile)
-        settings, notes = applied.settings, applied.notes
-        if line is not None:
-            line = replace(line, notes=notes, preset=_left_to_preset(model, settings))
-        patched = apply_toma(model, settings, line, applied.ratio_schedule)
-    if settings.off:
-        notes = (Off.STEPS() if settings.resolved().ratio else Off.RATIO(),)
-    return io.NodeOutput(patched, ui=said(notes)) if notes else io.NodeOutput(patched)
+    with status_of(hidden) as status:
+        settings, model = Settings(preset, overrides), validate_inputs.model(model)
+        settings, ratio_schedule, notes = _profiled(model, settings, profile)
+        if settings.off:
+            notes = (Note.OFF_STEPS() if settings.resolved().ratio else Note.OFF_RATIO(),)
+        watcher = replace(status, notes=notes, preset=_left_to_preset(model, settings))
+        patched = apply_toma(model, settings, watcher if status.node_id else None, ratio_schedule)
+    return io.NodeOutput(patched, ui=said(notes) if notes else None)
+
+
+def _profiled(model: Any, settings: Settings, text: Any) -> tuple[Settings, RatioSchedule, tuple[Message, ...]]:
+    """Return the settings and ratios of a profile's text, and what the node shows; the given settings without a profile
+    that fits the model.
+
+    Settings of the profile override the preset's, settings made by hand override those; its ratios replace the one
+    that is set. Raises `UnsupportedModelError`.
+    """
+    if settings.off or text is None or (isinstance(text, str) and not text.strip()):
+        return settings, (), ()
+    try:
+        profile = parsed(text)
+        ratio_schedule = fitted(profile, fingerprint(model), [block.name for block in blocks_of(model)])
+        by_hand = {name: value for name, value in settings.overrides.items() if name != "ratio"}
+        return Settings(settings.preset, {**vars(profile.config), **by_hand}), ratio_schedule, (Note.BY_PROFILE(),)
+    except ConfigError as error:
+        logging.warning("%s", error)
+        return settings, (), (error.message,)
 
 
 def _left_to_preset(model: Any, settings: Settings) -> dict[str, Any]:
@@ -63,27 +76,41 @@ def _left_to_preset(model: Any, settings: Settings) -> dict[str, Any]:
     return {"preset": settings.preset, **values}
 
 
+def _schema(node_id: str, display_name: str, description: str, *settings: Any) -> io.Schema:
+    """Return the schema of a node that patches a model."""
+    return io.Schema(
+        node_id=node_id,
+        display_name=display_name,
+        category=CATEGORY,
+        description=description,
+        search_aliases=SEARCH_ALIASES,
+        inputs=[
+            io.Model.Input(
+                "model",
+                tooltip="The model to speed up: SDXL, Flux, Z-Image, Qwen-Image, Wan and others. ToMA goes after the "
+                "LoRAs, before step caches, torch.compile and the sampler.",
+            ),
+            *settings,
+            widgets.profile(),
+        ],
+        outputs=[io.Model.Output(tooltip="The same model, running on fewer tokens. Connect it to the sampler.")],
+        hidden=[io.Hidden.unique_id],
+        not_idempotent=True,  # two nodes with the same settings must not share one model: each shows its own runs
+    )
+
+
 class ToMA(io.ComfyNode):
     """Speed a model up with one number and a preset."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="ToMA",
-            display_name="ToMA (faster sampling)",
-            category=CATEGORY,
-            description="Merges similar image tokens while sampling, so that SDXL, Flux, Z-Image, Qwen-Image, Wan and "
-            "other image and video models run faster. Put it between the model loader and the sampler.",
-            search_aliases=SEARCH_ALIASES,
-            inputs=[
-                io.Model.Input("model", tooltip=_MODEL_TOOLTIP),
-                widgets.ratio(),
-                widgets.preset(),
-                widgets.profile(),
-            ],
-            outputs=[io.Model.Output(tooltip=_RESULT_TOOLTIP)],
-            hidden=[io.Hidden.unique_id],
-            not_idempotent=True,  # two nodes with the same settings must not share one model: each shows its own runs
+        return _schema(
+            "ToMA",
+            "ToMA (faster sampling)",
+            "Merges similar image tokens while sampling, so that SDXL, Flux, Z-Image, Qwen-Image, Wan and other image "
+            "and video models run faster. Put it between the model loader and the sampler.",
+            widgets.ratio(),
+            widgets.preset(),
         )
 
     @classmethod
@@ -101,32 +128,22 @@ class ToMAAdvanced(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="ToMAAdvanced",
-            display_name="ToMA Advanced",
-            category=CATEGORY,
-            description="Token merging with every setting: how many tokens, where in the model, when while sampling, "
-            "and how they are picked and merged. What you do not set is the preset's value for the model.",
-            search_aliases=SEARCH_ALIASES,
-            inputs=[
-                io.Model.Input("model", tooltip=_MODEL_TOOLTIP),
-                widgets.preset(),
-                widgets.ratio(),
-                *widgets.overrides(),
-                widgets.profile(),
-            ],
-            outputs=[io.Model.Output(tooltip=_RESULT_TOOLTIP)],
-            hidden=[io.Hidden.unique_id],
-            not_idempotent=True,  # two nodes with the same settings must not share one model: each shows its own runs
+        return _schema(
+            "ToMAAdvanced",
+            "ToMA Advanced",
+            "Token merging with every setting: how many tokens, where in the model, when while sampling, and how they "
+            "are picked and merged. What you do not set is the preset's value for the model.",
+            widgets.preset(),
+            widgets.ratio(),
+            *widgets.overrides(),
         )
 
     @classmethod
     def validate_inputs(cls, start_percent: float | None = None, end_percent: float | None = None) -> bool | str:
         """Return True, or what is wrong with the range of steps. ComfyUI marks every input named here for one error,
         so these two stand alone: it checks the limits of the other numbers itself."""
-        given_values = {"start_percent": start_percent, "end_percent": end_percent}
-        values = {name: value for name, value in given_values.items() if value is not None}
-        return complaint(**widgets.overridden(values))
+        given = {"start_percent": start_percent, "end_percent": end_percent}
+        return complaint(**widgets.overridden({name: value for name, value in given.items() if value is not None}))
 
     @classmethod
     def execute(cls, model: Any, preset: str, ratio: float, profile: str = "", **values: Any) -> io.NodeOutput:

@@ -65,7 +65,8 @@ def overrides() -> list[Any]:
 def overridden(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that were set, from the values of their widgets. Other values, as of inputs that an older
     version had, are ignored."""
-    return {name: _field_value(name, values[name]) for name in _fields() if name in values and _is_set(values[name])}
+    given = {name: values[name] for name in _fields() if name in values and _is_set(values[name])}
+    return {name: _SWITCH.get(value, value) if isinstance(value, str) else value for name, value in given.items()}
 
 
 def _fields() -> list[str]:
@@ -91,8 +92,3 @@ def _is_set(value: Any) -> bool:
     if isinstance(value, (int, float)):
         return not value < 0
     return not isinstance(value, str) or value != _PRESET
-
-
-def _field_value(name: str, value: Any) -> Any:
-    switch = isinstance(setting_default(name), bool) and isinstance(value, str)
-    return _SWITCH.get(value, value) if switch else value

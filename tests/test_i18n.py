@@ -35,7 +35,7 @@ def kinds(base: type) -> Iterator[type]:
 @pytest.fixture
 def ids(pack: ModuleType) -> list[str]:
     """Every id of the pack's enums."""
-    for name in ("benchmark", "calibrate", "node_status", "toma", "profiles", "report", "adapters.registry"):
+    for name in ("benchmark", "calibrate", "node_status", "toma", "report", "adapters.registry"):
         pack_module(f"nodes.{name}")
     found = kinds(pack_module("toma_core.reasons").MessageId)
     return [member.value for kind in found for member in kind]  # type: ignore[attr-defined]

@@ -10,31 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
-# Site and band.
-Cell = tuple[str, int]
+Cell = tuple[str, int]  # site and band
 
 
-@dataclass(frozen=True)
-class Option:
-    """A ratio for one cell.
+class Option(NamedTuple):
+    """A ratio for one cell."""
 
-    Attributes:
-        ratio: Share of the tokens that is merged away.
-        squared_error: What it adds to the squared error of the final latent, on any scale that all options share.
-        saved: Share of the work of all blocks in a run.
-    """
-
-    ratio: float
-    squared_error: float
-    saved: float
+    ratio: float  # share of the tokens that is merged away
+    squared_error: float  # what it adds to that of the final latent, on any scale that all options share
+    saved: float  # share of the work of all blocks in a run
 
 
 UNMERGED = Option(0.0, 0.0, 0.0)
-# One option for each cell that is merged.
-Choice = dict[Cell, Option]
+Choice = dict[Cell, Option]  # one option for each cell that is merged
 
 
 def saved_by(choice: Choice) -> float:

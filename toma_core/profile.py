@@ -7,130 +7,85 @@ whatever the steps, the sampler and the scheduler, and names the model that it w
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from .config import ToMAConfig, check
+from .config import ToMAConfig, check, setting_default
 from .reasons import Message
 from .schedule import RatioSchedule
 from .settings import ConfigError, Refusal, shown
 
 SCHEMA = 1
-# Characters of a profile that is read; those that are written have a fifth of it.
-_MAX_TEXT = 10_000
-# Noise levels, and ratios above 0: under torch.compile every ratio is a graph.
-_MAX_BANDS = 8
-# ComfyUI's highest noise level is about 4500.
-_MAX_SIGMA = 1e9
-# Characters of an explanation on a node.
-_MAX_LINE = 120
-_SETTINGS = {f.name: f.default for f in fields(ToMAConfig)}
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """Facts that distinguish models without reading their weights: a finetune has those of its base.
-
-    Attributes:
-        family: Module of the family.
-        blocks: How many blocks of which kind.
-        width: Channels of a token, of each kind of block.
-        noise: What the model predicts, and its highest noise level.
-        patches: Digest of its LoRAs and their strengths, "" without.
-    """
-
-    family: str
-    blocks: str
-    width: str
-    noise: str = ""
-    patches: str = ""
-
-    def __str__(self) -> str:
-        noise = f", noise {self.noise}" if self.noise else ""
-        return _one_line(f"{self.family} with blocks {self.blocks} of width {self.width}{noise}")
+_MAX_TEXT = 10_000  # characters of a profile that is read; those that are written have a fifth of it
+_MAX_BANDS = 8  # noise levels, and ratios above 0: under torch.compile every ratio is a graph
+_MAX_SIGMA = 1e9  # ComfyUI's highest noise level is about 4500
+_MAX_LINE = 120  # characters of an explanation on a node
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Ratios by block and noise level, over the settings that they were found with. Raises `ConfigError`.
+    """Ratios by block and noise level, over the settings that they were found with. Raises `ValueError`."""
 
-    Attributes:
-        model: The model it was made with.
-        settings: Fields of `ToMAConfig` that are not its defaults.
-        above: Sigma at which each band ends, from high to low; the last is 0.
-        ratios: "first block - last block", or a block alone -> a ratio for each band. Other blocks are not merged.
-    """
-
-    model: Fingerprint
-    settings: Mapping[str, Any]
-    above: tuple[float, ...]
+    model: str  # fingerprint of the model that it was made with
+    config: ToMAConfig
+    above: tuple[float, ...]  # sigma at which each band ends, from high to low; the last is 0
+    # "first block - last block", or a block alone -> a ratio for each band. Other blocks are not merged.
     ratios: Mapping[str, tuple[float, ...]]
-    schema: int = field(default=SCHEMA, init=False)
 
     def __post_init__(self) -> None:
-        if self.config().off:
-            raise _fault("its settings switch merging off: blocks that are not merged have the ratio 0")
-        if not 0 < len(self.above) <= _MAX_BANDS or [*self.above] != sorted({*self.above}, reverse=True):
-            raise _fault(f"above_sigma is {shown(self.above)}, not up to {_MAX_BANDS} noise levels from high to low")
+        if not isinstance(self.model, str):
+            raise ValueError("model is no text")
+        if self.config.off:
+            raise ValueError("its settings switch merging off: blocks that are not merged have the ratio 0")
+        levels = [*self.above] if all(0 <= sigma < _MAX_SIGMA for sigma in self.above) else []
+        if not 0 < len(levels) <= _MAX_BANDS or levels != sorted({*levels}, reverse=True):
+            raise ValueError(f"above_sigma is {shown(self.above)}, not up to {_MAX_BANDS} noise levels, high to low")
         for blocks, ratios in self.ratios.items():
-            if len(ratios) != len(self.above):
-                raise _fault(f"{shown(blocks)} has {len(ratios)} ratios for {len(self.above)} noise levels")
+            if len(ratios) != len(levels):
+                raise ValueError(f"{shown(blocks)} has {len(ratios)} ratios for {len(levels)} noise levels")
             for ratio in ratios:
                 check("ratio", ratio)
         if len({ratio for ratios in self.ratios.values() for ratio in ratios if ratio}) > _MAX_BANDS:
-            raise _fault(f"more than {_MAX_BANDS} different ratios")
+            raise ValueError(f"more than {_MAX_BANDS} different ratios")
 
-    def config(self) -> ToMAConfig:
-        """Return the settings that it was found with. Raises `ConfigError`."""
-        if unknown := self.settings.keys() - _SETTINGS.keys():
-            raise _fault(f"{shown(min(unknown))} is no setting")
-        return ToMAConfig(**self.settings)
-
-    def overrides(self) -> dict[str, Any]:
-        """Return every field of its settings, so that no preset adds to them."""
-        return dict(vars(self.config()))
+    @property
+    def empty(self) -> bool:
+        """Whether it merges nothing."""
+        return not any(any(ratios) for ratios in self.ratios.values())
 
     def ratio_schedule(self, names: Sequence[str]) -> RatioSchedule:
-        """Return the ratios for a model with these blocks, in forward order. Raises `ConfigError` if one is missing."""
+        """Return the ratios for a model with these blocks, in forward order. Raises `ValueError` if one is missing."""
         by_band: list[dict[str, float]] = [{} for _ in self.above]
         for blocks, ratios in self.ratios.items():
             first, _, last = blocks.partition(" - ")
             if first not in names or (last or first) not in names:
-                raise _fault(f"the model has no block {shown(blocks)}")
+                raise ValueError(f"the model has no block {shown(blocks)}")
             chosen = names[names.index(first) : names.index(last or first) + 1]
             if not chosen or by_band[0].keys() & {*chosen}:
-                raise _fault(f"{shown(blocks)} ends before it begins, or has blocks of another entry")
+                raise ValueError(f"{shown(blocks)} ends before it begins, or has blocks of another entry")
             for band, ratio in zip(by_band, ratios, strict=True):
                 band.update(dict.fromkeys(chosen, ratio))
         return tuple(zip(self.above, by_band, strict=True))
 
     def text(self) -> str:
-        """Return it as JSON, with a line for each part."""
+        """Return it as JSON, with a line for each part. Settings that have `ToMAConfig`'s defaults are left out."""
+        changed = {name: value for name, value in vars(self.config).items() if value != setting_default(name)}
         lines = {
-            "toma_profile": self.schema,
-            "model": {key: value for key, value in vars(self.model).items() if value},
-            "settings": {key: v.value if isinstance(v, Enum) else v for key, v in self.settings.items()},
+            "toma_profile": SCHEMA,
+            "model": self.model,
+            "settings": {name: v.value if isinstance(v, Enum) else v for name, v in changed.items()},
             "above_sigma": [float(f"{sigma:.5g}") for sigma in self.above],
             "ratios": self.ratios,
         }
         return "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in lines.items()) + "\n}\n"
 
-    @property
-    def empty(self) -> bool:
-        """Whether it merges nothing."""
-        return not any(ratio for ratios in self.ratios.values() for ratio in ratios)
-
 
 def entry_of(names: Sequence[str]) -> str:
     """Return the name of consecutive blocks in a profile."""
     return names[0] if len(names) == 1 else f"{names[0]} - {names[-1]}"
-
-
-def changed(config: ToMAConfig) -> dict[str, Any]:
-    """Return the fields that are not `ToMAConfig`'s defaults."""
-    return {name: value for name, value in vars(config).items() if value != _SETTINGS[name]}
 
 
 def parsed(text: Any) -> Profile:
@@ -141,41 +96,28 @@ def parsed(text: Any) -> Profile:
         content = json.loads(text)
         schema = content["toma_profile"]
         if type(schema) is not int or schema < 1:
-            raise _fault("toma_profile is no version")
+            raise ValueError("toma_profile is no version")
         if schema <= SCHEMA:
-            return _read(content)
-    except json.JSONDecodeError:
-        raise _unused(Refusal.PROFILE_DAMAGED(what="it cannot be read as JSON")) from None
+            above = tuple(float(sigma) for sigma in content["above_sigma"])
+            ratios = {blocks: tuple(ratios) for blocks, ratios in content["ratios"].items()}
+            return Profile(content["model"], ToMAConfig(**content["settings"]), above, ratios)
     except KeyError as error:
         raise _damaged(f"{error} is missing") from None
-    except (ConfigError, AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise _damaged(error) from None
     raise ConfigError(Refusal.PROFILE_NEWER(schema=shown(schema), known=SCHEMA))
 
 
-def _read(content: Mapping[str, Any]) -> Profile:
-    above = tuple(float(sigma) for sigma in content["above_sigma"])
-    if not all(0 <= sigma < _MAX_SIGMA for sigma in above):
-        raise _fault("above_sigma holds what is no noise level")
-    return Profile(
-        Fingerprint(**{name: str(value) for name, value in content["model"].items()}),
-        {name: check(name, value) if name in _SETTINGS else value for name, value in content["settings"].items()},
-        above,
-        {blocks: tuple(ratios) for blocks, ratios in content["ratios"].items()},
-    )
-
-
-def fitted(profile: Profile, model: Fingerprint, names: Sequence[str]) -> tuple[RatioSchedule, bool]:
-    """Return the ratios of a profile for a model with these blocks, and whether it was made with the same LoRAs.
+def fitted(profile: Profile, model: str, names: Sequence[str]) -> RatioSchedule:
+    """Return the ratios of a profile for a model with this fingerprint and these blocks.
 
     Raises `ConfigError` if it was made with another model.
     """
-    made = profile.model
-    if replace(made, patches="") != replace(model, patches=""):
-        raise _unused(Refusal.PROFILE_OTHER_MODEL(made=str(made), model=str(model)))
+    if profile.model != model:
+        raise _unused(Refusal.PROFILE_OTHER_MODEL(made=_one_line(profile.model), model=_one_line(model)))
     try:
-        return profile.ratio_schedule(names), made.patches == model.patches
-    except ConfigError as error:
+        return profile.ratio_schedule(names)
+    except ValueError as error:
         raise _damaged(error) from None
 
 
@@ -184,15 +126,9 @@ def _unused(problem: Message) -> ConfigError:
 
 
 def _damaged(what: object) -> ConfigError:
-    return _unused(Refusal.PROFILE_DAMAGED(what=_one_line(str(what).removeprefix("ToMA: "))))
-
-
-def _fault(what: str) -> ConfigError:
-    """Return an error for readers of the JSON, in English."""
-    return ConfigError(Refusal.PROFILE_FAULT(what=what))
+    return _unused(Refusal.PROFILE_DAMAGED(what=_one_line(str(what).removeprefix(ConfigError.prefix).rstrip("."))))
 
 
 def _one_line(text: str) -> str:
     """Return text as it fits on one line of a node."""
-    text = " ".join(text.split()).rstrip(".")
-    return text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]}..."
+    return textwrap.shorten(text, _MAX_LINE, placeholder="...")

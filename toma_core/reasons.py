@@ -41,7 +41,6 @@ class Reason(MessageId):
     SKIP_LAST_BLOCKS = "skip_last_blocks"  # count
     PROFILE = "profile"
     PROFILE_SKIPS_BLOCK = "profile_skips_block"
-    PROFILE_MERGES_NOTHING = "profile_merges_nothing"
     EVERY_STEP_FULL = "every_step_full"
     EVERY_STEP_FULL_BY = "every_step_full_by"  # by: messages
     TOO_FEW_STEPS = "too_few_steps"

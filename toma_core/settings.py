@@ -25,7 +25,6 @@ class Refusal(MessageId):
     PROFILE_OTHER_MODEL = "profile_other_model"  # made, model: in English
     PROFILE_NEWER = "profile_newer"  # schema, known
     PROFILE_UNUSED = "profile_unused"  # problem
-    PROFILE_FAULT = "profile_fault"  # what: in English
 
 
 class ConfigError(MessageError):

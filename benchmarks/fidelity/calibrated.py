@@ -73,7 +73,7 @@ def _measured(
     from .metrics import relative_error
     from .settings import FEWEST
 
-    calibrating = pack_module("nodes.calibration_run")
+    calibrating = pack_module("nodes.calibrate")
     attach = pack_module("nodes.adapters.patch_model").apply_toma
     settings = pack_module("toma_core").Settings
     model, generate, asked = (_clips if kind == "wan" else _pictures)(kind, steps, options, args)
@@ -98,7 +98,7 @@ def _measured(
         }
         rows[near] = {name: round(float(relative_error(x, plain).mean()), 4) for name, (x, _) in ways.items()}
         rows[near] |= {f"{name} cost": round(flops / whole, 3) for name, (_, flops) in ways.items()}
-        rows[near] |= {"found": round(found.errors[1], 4), "probes": found.probes}
+        rows[near]["found"] = round(found.errors[1], 4)
         rows[near]["keeps preset"] = found.keeps_preset or found.profile is None
         rows[near]["profile"] = dict(found.profile.ratios) if found.profile else str(found.problem)
     return rows

@@ -10,39 +10,36 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
-from ...toma_core import Schedule, ToMAConfig
+from ...toma_core import ToMAConfig
 from ...toma_core.profile import entry_of
 from ...toma_core.schedule import RatioSchedule
 from .blocks import BlockFacts
-from .compat import argument
+from .compat import argument, optional_api
 from .conditions import takes_part
 from .model_hooks import SAMPLING
+from .origin import unwrapped
 from .patch_model import apply_toma
 
 _KEY = "toma_probes"
-# Ratio of single sites, and the ratios of all sites together, which are measured in the middle band.
-RATIO = 0.5
-RATIOS = (0.25, 0.5, 0.75)
+RATIO = 0.5  # of single sites
+RATIOS = (0.25, 0.5, 0.75)  # of all sites together, measured in the middle band
 MAX_BANDS = 3
+# Keys of wrappers that a model is measured without: ComfyUI's step caches return results of earlier steps,
+# torch.compile would build a graph for every site and ratio.
+_LEFT_OUT = ("easycache", "lazycache", "torch.compile")
 
 
-@dataclass(frozen=True)
-class Band:
-    """Consecutive steps that get the same ratios.
+class Band(NamedTuple):
+    """Consecutive steps that get the same ratios."""
 
-    Attributes:
-        steps: The steps, 0-based.
-        above: Sigma below them.
-    """
-
-    steps: Sequence[int]
-    above: float
+    steps: Sequence[int]  # from 0
+    above: float  # sigma below them
 
     def may_probe(self, step: int) -> bool:
         """Whether a step is in the second half, where it is measured."""
@@ -51,24 +48,14 @@ class Band:
 
 @dataclass(eq=False)
 class Probes:
-    """What one run measures.
+    """What one run measures."""
 
-    Attributes:
-        sites: Blocks of each site, which get one ratio.
-        tick: Called before each additional evaluation.
-        sigmas: Noise levels at which the run's steps begin, once it has begun.
-        bands: Its bands.
-        evaluations: Additional evaluations so far.
-    """
-
-    sites: Mapping[str, Sequence[str]]
-    tick: Callable[[], None] = lambda: None
-    sigmas: tuple[float, ...] = ()
+    sites: Mapping[str, Sequence[str]]  # blocks of each site, which get one ratio
+    tick: Callable[[], None] = lambda: None  # called before each additional evaluation
+    sigmas: tuple[float, ...] = ()  # noise levels at which the run's steps begin, once it has begun
     bands: tuple[Band, ...] = ()
-    evaluations: int = 0
     # By band, site (None for all together) and ratio. On the device: reading a value would wait for it.
     _errors: dict[tuple[int, str | None, float], Tensor] = field(default_factory=dict)
-    _measured: set[int] = field(default_factory=set)
 
     def on(self, model: ModelPatcher, config: ToMAConfig) -> ModelPatcher:
         """Return a clone of a model that samples unmerged and is measured with these settings."""
@@ -86,12 +73,8 @@ class Probes:
         joint = {ratio: error for (_, site, ratio), error in errors.items() if site is None}
         single = {(site, band): error for (band, site, _), error in errors.items() if site is not None}
         broken = {site for (site, _), error in single.items() if not math.isfinite(error)}
-        return {
-            (site, band, ratio): error * _growth(joint, ratio)
-            for (site, band), error in single.items()
-            if site not in broken
-            for ratio in RATIOS
-        }
+        usable = {cell: error for cell, error in single.items() if cell[0] not in broken}
+        return {(*cell, ratio): error * _growth(joint, ratio) for cell, error in usable.items() for ratio in RATIOS}
 
     def _evaluated(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate all conditions unmerged, then measure. The sampler gets the unmerged images."""
@@ -105,21 +88,19 @@ class Probes:
             return images
         run, step, schedule = sampling.run, sampling.step_plan.step, sampling.run.schedule
         if not self.sigmas:
-            self.sigmas, self.bands = schedule.sigmas, bands_of(replace(schedule, ratio_schedule=()))
-        band = next((n for n, each in enumerate(self.bands) if each.may_probe(step) and n not in self._measured), None)
-        if band is None or not takes_part(conds[0], sampling.sigma):
+            self.sigmas, self.bands = schedule.sigmas, bands_of(schedule.sigmas)
+        band = next((n for n, each in enumerate(self.bands) if each.may_probe(step)), None)
+        if band is None or any(band == each for each, *_ in self._errors) or not takes_part(conds[0], sampling.sigma):
             return images
 
         def evaluated(site: str | None, ratio: float) -> Tensor:
             self.tick()
-            self.evaluations += 1
             blocks = (block for name in self.sites if site in (None, name) for block in self.sites[name])
             run.schedule = replace(schedule, ratio_schedule=_merging(dict.fromkeys(blocks, ratio)))
             sampling.observe(timestep, conds[:1], x, options)
             image: Tensor = executor(model, conds[:1], x, timestep, options)[0]
             return image.float()
 
-        self._measured.add(band)
         # Alone, as the measured ones are: a batch of two computes in another order.
         alone = len(conds) == 1 or conds[1] is None
         unmerged = images[0].float() if alone else evaluated(None, 0.0)
@@ -137,13 +118,26 @@ def _merging(ratios: Mapping[str, float]) -> RatioSchedule:
     return ((0.0, ratios),)
 
 
-def bands_of(schedule: Schedule) -> tuple[Band, ...]:
-    """Return the merged steps of a schedule in up to three bands."""
-    sigmas = schedule.sigmas
-    merged = [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma, step).mode.merges]
-    count = min(MAX_BANDS, len(merged))
-    borders = [round(n * len(merged) / count) for n in range(count + 1)] if count else []
-    parts = [merged[a:b] for a, b in pairwise(borders)]
+def without_caches(model: ModelPatcher) -> ModelPatcher:
+    """Return a clone without ComfyUI's step caches and torch.compile."""
+    patched = model.clone()
+    with optional_api("ModelPatcher.wrappers"):
+        for wrappers in patched.wrappers.values():
+            for key in _LEFT_OUT:
+                wrappers.pop(key, None)
+    with optional_api("ModelPatcher.object_patches"):
+        # Some packs compile block by block.
+        plain = {key: module for key, module in patched.object_patches.items() if unwrapped(module) is module}
+        patched.object_patches = plain
+    patched.model_options.pop("torch_compile_kwargs", None)
+    return patched
+
+
+def bands_of(sigmas: Sequence[float]) -> tuple[Band, ...]:
+    """Return the steps of a run in up to three bands."""
+    count = min(MAX_BANDS, len(sigmas))
+    borders = [round(n * len(sigmas) / count) for n in range(count + 1)] if count else []
+    parts = [range(*border) for border in pairwise(borders)]
     above = [(sigmas[part[-1]] * sigmas[after[0]]) ** 0.5 for part, after in pairwise(parts)]
     return tuple(Band(part, sigma) for part, sigma in zip(parts, [*above, 0.0], strict=False))
 
@@ -154,16 +148,17 @@ def sites_of(blocks: Sequence[BlockFacts], limit: int) -> dict[str, list[str]]:
     for block in blocks:
         stacks.setdefault(block.home, []).append(block)
     groups = list(stacks.values())
+
+    def joint_work(index: int) -> tuple[bool, float]:
+        """Return the order in which neighbours join: those of one resolution first, then by work."""
+        a, b = groups[index : index + 2]
+        return a[0].tokens != b[0].tokens, math.fsum(block.flops() for block in (*a, *b))
+
     while len(groups) > max(limit, 1):
-        at = min(range(len(groups) - 1), key=lambda n: _joint_work(*groups[n : n + 2]))
+        at = min(range(len(groups) - 1), key=joint_work)
         groups[at : at + 2] = [groups[at] + groups[at + 1]]
     named = [[block.name for block in group] for group in groups]
     return {entry_of(names): names for names in named}
-
-
-def _joint_work(a: Sequence[BlockFacts], b: Sequence[BlockFacts]) -> tuple[bool, float]:
-    """Return the order in which neighbours join: those of one resolution first, then by work."""
-    return a[0].tokens != b[0].tokens, math.fsum(block.flops() for block in (*a, *b))
 
 
 def _growth(errors: Mapping[float, float], ratio: float) -> float:

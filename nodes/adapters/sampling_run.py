@@ -118,8 +118,6 @@ class SamplingRun:
         run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes, continues_run, ratio_schedule))
         run.stats.total_steps = len(sigmas[:-1])
         run.stats.by_profile = bool(ratio_schedule)
-        if ratio_schedule and not any(ratio for _, ratios in ratio_schedule for ratio in ratios.values()):
-            run.stats.not_merged("model", Reason.PROFILE_MERGES_NOTHING())
         best = trusted_below(isinstance(model_sampling, CONST))
         return cls(run, StepPlan(0), partial(replace, config), max_prediction_sigma=best)
 

@@ -65,7 +65,7 @@ def test_any_number_of_steps_fits(width: int, steps: int) -> None:
 
 def test_blocks_have_a_row_for_each_stack_in_natural_order(stats: Any) -> None:
     image = charts.blocks_chart(stats, 800)
-    square, left = charts._SQUARE + charts._GAP, charts._label_width(["double", "middle", "single"])
+    square, left = charts._PITCH, 2 * charts._PAD + round(charts.font(charts.SMALL).getlength("middle"))
 
     def colour(row: int, column: int) -> tuple[int, ...]:
         corner = left + column * square + 3, row * square + 3

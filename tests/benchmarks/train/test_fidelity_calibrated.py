@@ -59,7 +59,7 @@ def test_a_broken_stack_is_found() -> None:
     model = judge.load("deep", FOLDER / "deep.safetensors", "fp32")
     with torch.no_grad():
         model.model.diffusion_model.output_blocks[2][1].proj_out.weight.mul_(3.0)
-    calibrating, own = pack_module("nodes.calibration_run"), defaults("deep", 4)
+    calibrating, own = pack_module("nodes.calibrate"), defaults("deep", 4)
     task = calibrating.Task(
         positive=conditioning([scene_from_seed(20_000)]),
         negative=conditioning([None]),

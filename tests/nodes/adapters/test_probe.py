@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.decomposition  # opcheck, in tests that run before these, leaves it unable to be imported
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
@@ -93,9 +94,8 @@ def test_samplers_that_read_the_negative_get_the_unmerged_one(unet: Any, no_stat
         assert all(error > 0 for error in errors.values()), sampler
 
 
-def schedule(steps: int, **settings: Any) -> Any:
-    sigmas = tuple(float(steps - n) for n in range(steps))
-    return core.Schedule(core.ToMAConfig(**settings), sigmas, finishes=True)
+def sigmas(steps: int) -> tuple[float, ...]:
+    return tuple(float(steps - n) for n in range(steps))
 
 
 def test_a_condition_that_begins_on_the_way(unet: Any, no_state_left: None) -> None:
@@ -124,11 +124,11 @@ def test_other_ratios_are_scaled_like_all_sites_together() -> None:
 
 
 def test_bands_of_equal_size() -> None:
-    bands = probing.bands_of(schedule(8))
+    bands = probing.bands_of(sigmas(8))
     assert [[*band.steps] for band in bands] == [[0, 1, 2], [3, 4], [5, 6, 7]]
     assert [band.above for band in bands] == pytest.approx([(6 * 5) ** 0.5, (4 * 3) ** 0.5, 0.0])
     assert [n for n in range(8) if bands[0].may_probe(n)] == [1, 2]
-    assert [[*band.steps] for band in probing.bands_of(schedule(2))] == [[0], [1]]
+    assert [[*band.steps] for band in probing.bands_of(sigmas(2))] == [[0], [1]]
 
 
 def test_sites_are_stacks() -> None:
@@ -147,5 +147,42 @@ def test_sites_are_stacks() -> None:
 
 
 def test_nothing_to_measure() -> None:
-    assert probing.bands_of(schedule(2, full_step_interval=2)) == ()
-    assert probing.bands_of(core.Schedule(core.ToMAConfig())) == ()
+    assert probing.bands_of(()) == ()
+
+
+def test_nothing_to_take_out(unet: Any) -> None:
+    plain = probing.without_caches(unet)
+    assert plain is not unet
+    assert plain.is_clone(unet)
+
+
+def test_step_caches(unet: Any) -> None:
+    from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
+
+    whole = models.sample(unet, 24, 24, steps=8)
+    for node in (EasyCacheNode, LazyCacheNode):
+        cached = node.execute(unet, 3.0, 0.0, 1.0, False).args[0]
+        hurried = models.sample(cached, 24, 24, steps=8)
+        assert not torch.equal(hurried, whole), "it skips evaluations, so that this can fail"
+        plain = probing.without_caches(cached)
+        assert torch.equal(models.sample(plain, 24, 24, steps=8), whole)
+        assert torch.equal(models.sample(cached, 24, 24, steps=8), hurried)
+
+
+def test_compiled(unet: Any) -> None:
+    """As ComfyUI's node does it, and block by block as other packs do. Nothing is compiled here: that is lazy."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    compiled = unet.clone()
+    set_torch_compile_wrapper(compiled, "inductor")
+    plain = probing.without_caches(compiled)
+    assert "torch_compile_kwargs" in compiled.model_options
+    assert "torch_compile_kwargs" not in plain.model_options
+    assert not plain.get_wrappers("apply_model", "torch.compile")
+    assert compiled.get_wrappers("apply_model", "torch.compile")
+    by_block = unet.clone()
+    place = "diffusion_model.middle_block.1"
+    by_block.add_object_patch(place, torch.compile(unet.get_model_object(place)))
+    plain = probing.without_caches(by_block)
+    assert plain.get_model_object(place) is unet.get_model_object(place)
+    assert place in by_block.object_patches

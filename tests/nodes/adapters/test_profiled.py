@@ -122,12 +122,8 @@ def sigmas_of(model: Any, steps: int) -> list[float]:
 def test_fingerprints(unet: Any, flux: Any) -> None:
     ours = identity.fingerprint(unet)
     assert ours == identity.fingerprint(unet.clone())
-    assert ours.family == "unet"
-    assert ours.blocks.startswith("input.4 1, ")
-    assert ours.patches == ""
-    fingerprint = pack_module("toma_core.profile").Fingerprint
-    assert identity.fingerprint(flux) == fingerprint("flux", "double 3, single 3", "48", "CONST up to 1")
-    assert ours.noise == "EPS up to 15"
+    assert ours.startswith("unet with blocks input.4 1, ")
+    assert identity.fingerprint(flux) == "flux with blocks double 3, single 3 of width 48, noise CONST up to 1"
     assert identity.fingerprint(models.flux(double=2, single=3)) != identity.fingerprint(flux)
 
 
@@ -136,41 +132,10 @@ def test_fingerprints_of_what_a_model_predicts(unet: Any) -> None:
 
     kinds = [("eps", False), ("v_prediction", False), ("v_prediction", True), ("lcm", False)]
     made = [ModelSamplingDiscrete().patch(unet, kind, zsnr)[0] for kind, zsnr in kinds]
-    assert [identity.fingerprint(model).noise for model in made] == [
+    assert [identity.fingerprint(model).partition(", noise ")[2] for model in made] == [
         "EPS up to 15", "V_PREDICTION up to 15", "V_PREDICTION up to 4.5e+03", "LCM up to 15",
     ]  # fmt: skip
     assert identity.fingerprint(made[0]) == identity.fingerprint(unet)
-
-
-def test_fingerprints_of_loras(unet: Any) -> None:
-    """Told apart by strengths, by values and by what they change; equal if only the order differs."""
-    from comfy.weight_adapter import LoRAAdapter
-
-    weights = unet.model.state_dict()
-    keys = [key for key in weights if key.endswith("to_q.weight")][:2]
-
-    def lora(key: str, seed: int = 0, rank: int = 2) -> dict[str, Any]:
-        g = torch.Generator().manual_seed(seed)
-        out, width = weights[key].shape
-        up, down = torch.randn(out, rank, generator=g), torch.randn(rank, width, generator=g)
-        return {key: LoRAAdapter({key}, (up, down, 1.0, None, None, None))}
-
-    def digest(*added: tuple[Any, ...]) -> str:
-        patched = unet.clone()
-        for patches, *strengths in added:
-            assert patched.add_patches(patches, *strengths)
-        return identity.fingerprint(patched).patches
-
-    one, other = (lora(keys[0]), 1.0), (lora(keys[0], seed=1), 0.7)
-    different = [
-        digest(), digest(one), digest((lora(keys[0]), 0.5)), digest((lora(keys[0]), 1.0, 0.5)),
-        digest((lora(keys[1]), 1.0)), digest((lora(keys[0], seed=1), 1.0)), digest((lora(keys[0], rank=3), 1.0)),
-        digest(one, other), digest(({keys[0]: ("diff", (torch.zeros_like(weights[keys[0]]),))}, 1.0)),
-    ]  # fmt: skip
-    assert different[0] == ""
-    assert len(set(different)) == len(different)
-    assert digest(one, other) == digest(other, one) == different[7]
-    assert digest((lora(keys[0]), 1.0)) == different[1]
 
 
 @loop("settings", [{}, {**CLOSE, "full_step_interval": 3}])
