@@ -15,7 +15,7 @@ from .showcase import EVERYWHERE, OUTPUT, DemoError, Settings, compare, default_
 
 
 def main() -> int:
-    """Parse the command line and run; returns the exit code."""
+    """Parse the command line, run the demo, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--serve", action="store_true", help="leave ComfyUI's web page open instead of comparing")
     parser.add_argument(
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """End as an exception, so that the server is stopped and its folder removed."""
+    """Turn the signal into an exception, so that the server is stopped and its folder removed."""
     raise SystemExit(128 + number)
 
 

@@ -20,7 +20,7 @@ from .scenes import ATTRIBUTES, CANVAS, Scene, render_batch, scene_from_seed, vi
 
 FEATURES = 64
 WEIGHTS = Path(__file__).parent / "weights" / "checker.safetensors"
-# Away from the seeds of training (1,000,000 and up) and from the low ones that people look at.
+# Apart from the seeds of training (1,000,000 and up) and from the low seeds of contact sheets.
 FIRST_TRAINING_SEED = 2_000_000_000
 FIRST_TEST_SEED = 500_000
 
@@ -33,7 +33,7 @@ class Checker(nn.Module):
         widths = (3, 32, 48, 96, 128)
         stages: list[nn.Module] = []
         for narrow, wide in itertools.pairwise(widths):
-            # Dense where the small objects are still whole, grouped where there is much to multiply.
+            # Dense convolutions while small objects cover several cells, grouped ones where there is much to multiply.
             groups = 1 if wide < 64 else wide // 8
             stages.append(
                 nn.Sequential(
@@ -47,7 +47,7 @@ class Checker(nn.Module):
             )
         self.stages = nn.ModuleList(stages)
         self.squeeze = nn.Conv2d(widths[-1], 48, 1)
-        # What is where, and, wherever it is, what there is: small objects are told apart by the second.
+        # The squeezed last stage keeps positions; the pooled middle stages distinguish kinds of small objects.
         self.hidden = nn.Linear(48 * 8 * 8 + widths[2] + widths[3], 256)
         self.bottleneck = nn.Linear(256, FEATURES)
         self.heads = nn.ModuleList(nn.Linear(FEATURES, len(values)) for values in ATTRIBUTES.values())
@@ -63,18 +63,18 @@ class Checker(nn.Module):
         return F.silu(self.hidden(torch.cat([where, *what], 1)))
 
     def features(self, image: torch.Tensor) -> torch.Tensor:
-        """Pictures (B, 3, 128, 128) in -1..1 -> features (B, 64), those all answers are drawn from."""
+        """Compute the features (B, 64) that all heads read from pictures (B, 3, 128, 128) in -1..1."""
         return self.bottleneck(self._trunk(image))
 
     def forward(self, image: torch.Tensor) -> list[torch.Tensor]:
-        """Pictures (B, 3, 128, 128) in -1..1 -> logits (B, values) per attribute, in the order of `ATTRIBUTES`."""
+        """Map pictures (B, 3, 128, 128) in -1..1 to logits (B, values) per attribute, in the order of `ATTRIBUTES`."""
         features = F.silu(self.features(image))
         return [head(features) for head in self.heads]
 
 
 def load_checker(path: Path | str = WEIGHTS) -> Checker:
-    """The trained checker, on the CPU in evaluation mode. Raises FileNotFoundError if `path` does not exist, ValueError
-    if it is damaged."""
+    """Load the trained checker, on the CPU in evaluation mode. Raises FileNotFoundError if `path` does not exist,
+    ValueError if it is damaged."""
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} is missing: train it with `python -m demo.checker --export {path}`")
     checker = Checker()
@@ -87,7 +87,7 @@ def load_checker(path: Path | str = WEIGHTS) -> Checker:
 
 
 def for_checker(image: torch.Tensor) -> torch.Tensor:
-    """Square pictures (B, 3, H, W) as a checker sees them: (B, 3, 128, 128) in -1..1."""
+    """Resize square pictures (B, 3, H, W) for the checker: (B, 3, 128, 128) in -1..1."""
     image, side = image.clamp(-1, 1), image.shape[-1]
     if side == CANVAS:
         return image
@@ -95,9 +95,10 @@ def for_checker(image: torch.Tensor) -> torch.Tensor:
 
 
 def correct(checker: Checker, image: torch.Tensor, scenes: list[Scene]) -> torch.Tensor:
-    """Which attributes are read back as asked for: pictures (B, 3, 128, 128) -> float32 (B, len(ATTRIBUTES)).
+    """Mark the attributes that the checker reads back correctly: pictures (B, 3, 128, 128) -> float32 (B,
+    len(ATTRIBUTES)).
 
-    1 is right, 0 is wrong, NaN stands for an attribute that cannot be seen in that scene.
+    1 is correct, 0 is wrong, NaN is an attribute that is not visible in that scene.
     """
     with torch.no_grad():
         guess = torch.stack([logits.argmax(dim=1) for logits in checker(image.clamp(-1, 1))], dim=1)
@@ -107,27 +108,29 @@ def correct(checker: Checker, image: torch.Tensor, scenes: list[Scene]) -> torch
 
 
 def accuracy(checker: Checker, image: torch.Tensor, scenes: list[Scene]) -> dict[str, float]:
-    """Share of right answers per attribute (0..1), and over all visible attributes under "all"."""
+    """Return the share of correct attributes (0..1) by name, and over all visible attributes under "all"."""
     marks = correct(checker, image, scenes)
     result = {name: float(marks[:, index].nanmean()) for index, name in enumerate(ATTRIBUTES)}
     return {"all": float(marks.nanmean()), **result}
 
 
 def frechet_distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Frechet distance between two sets of features (n, d) and (m, d), fitted with Gaussians as FID does (float64)."""
+    """Compute the Frechet distance of two sets of features (n, d) and (m, d), fitted with Gaussians as in FID
+    (float64)."""
     if a.shape[0] < 2 or b.shape[0] < 2:
         raise ValueError("a Frechet distance needs at least two pictures on each side")
     a, b = a.double(), b.double()
     cov_a, cov_b = torch.cov(a.T), torch.cov(b.T)
     values, vectors = torch.linalg.eigh(cov_a)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
-    # tr((A B)^1/2) through the symmetric root(A) B root(A), which keeps everything real.
+    # tr((A B)^1/2) through the symmetric root(A) B root(A), where everything is real.
     cross = torch.linalg.eigvalsh(root @ cov_b @ root).clamp(min=0).sqrt().sum()
     return float((a.mean(0) - b.mean(0)).square().sum() + cov_a.trace() + cov_b.trace() - 2 * cross)
 
 
 def train(checker: Checker, steps: int, batch: int = 32, lr: float = 2e-3, minutes: float = 60.0) -> int:
-    """Trains on fresh scenes, printing progress; returns the number of steps done. Deterministic if time suffices."""
+    """Train on fresh scenes, print progress, and return the number of steps done. Deterministic unless time runs
+    out."""
     optimiser = torch.optim.AdamW(checker.parameters(), lr=lr, weight_decay=1e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, lr, total_steps=steps, pct_start=0.1)
     generator = torch.Generator().manual_seed(0)
@@ -137,9 +140,9 @@ def train(checker: Checker, steps: int, batch: int = 32, lr: float = 2e-3, minut
         first = FIRST_TRAINING_SEED + step * batch
         scenes = [scene_from_seed(first + index) for index in range(batch)]
         image = render_batch(scenes)
-        # A little noise, as generated pictures have it; otherwise the checker would judge noise, not content.
-        level = 0.15 * torch.rand(batch, 1, 1, 1, generator=generator)
-        image = (image + level * torch.randn(image.shape, generator=generator)).clamp(-1, 1)
+        # Add a little noise, as in generated pictures; otherwise the checker would judge noise, not content.
+        strength = 0.15 * torch.rand(batch, 1, 1, 1, generator=generator)
+        image = (image + strength * torch.randn(image.shape, generator=generator)).clamp(-1, 1)
         truth = torch.tensor([scene.values() for scene in scenes])
         seen = torch.tensor([visible(scene) for scene in scenes])
         truth = torch.where(seen, truth, -100)
@@ -151,7 +154,7 @@ def train(checker: Checker, steps: int, batch: int = 32, lr: float = 2e-3, minut
                 for index, logits in enumerate(answers)
             ]
         )
-        # What is still hard counts more: the kind of the small objects is a matter of a few pixels.
+        # Heads with a larger loss weigh more: the kind of the small objects is visible in a few pixels only.
         weights = losses.detach() / losses.detach().mean() + 0.2
         loss = (weights * losses).mean()
         loss.backward()
@@ -174,7 +177,7 @@ def train(checker: Checker, steps: int, batch: int = 32, lr: float = 2e-3, minut
 
 
 def main() -> None:
-    """Command line, see the module's docstring."""
+    """Parse the command line and train; see the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--minutes", type=float, default=60.0)

@@ -1,6 +1,6 @@
-"""Scenes in motion: the shape and the small objects drift, each its own way, and everything else stands still.
+"""Scenes in motion: the shape and the small objects drift in directions of their own; everything else stands still.
 
-A clip has the prompt of its scene, and one token for each of `MOTIONS`. In its middle all is where the scene says.
+A clip has the prompt of its scene and one token for each of `MOTIONS`. Its middle frame is the scene itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WAYS = ("still", "left", "right", "up", "down")
 _STEPS = ((0, 0), (0, -1), (0, 1), (-1, 0), (1, 0))
 # One entry for each attribute, in token order, as `scenes.ATTRIBUTES`.
 MOTIONS: dict[str, tuple[str, ...]] = {"shape_way": _WAYS, "objects_way": _WAYS, "speed": ("slow", "fast")}
-# From frame to frame, in units of a 128 x 128 picture.
+# Shift from frame to frame, in units of a 128 x 128 picture.
 _SPEEDS = (3.0, 6.0)
 _SALT = 0x70C
 
@@ -32,18 +32,18 @@ class Clip:
     speed: int = 0
 
     def values(self) -> tuple[int, ...]:
-        """The motions in the order of `MOTIONS`."""
+        """Return the motions in the order of `MOTIONS`."""
         return tuple(getattr(self, field.name) for field in fields(self) if field.name in MOTIONS)
 
 
 def clip_from_seed(seed: int) -> Clip:
-    """Draws a clip from an integer seed >= 0; its scene is that of the same seed."""
+    """Draw a clip from an integer seed >= 0; its scene is that of the same seed."""
     rng = np.random.default_rng((_SALT, int(seed)))
     return Clip(scene_from_seed(seed), *(int(rng.integers(len(values))) for values in MOTIONS.values()))
 
 
 def render_clips(clips: list[Clip], size: int, frames: int = FRAMES) -> torch.Tensor:
-    """Many clips, float32 of shape (len(clips), 3, frames, size, size) in -1..1. size: a multiple of 32."""
+    """Render clips: float32 (len(clips), 3, frames, size, size) in -1..1. size: a multiple of 32."""
     drawn = [np.stack([_frame(clip, size, frame - (frames - 1) / 2) for frame in range(frames)]) for clip in clips]
     return torch.from_numpy(np.stack(drawn)).permute(0, 4, 1, 2, 3).contiguous()
 
@@ -59,21 +59,21 @@ def _frame(clip: Clip, size: int, time: float) -> np.ndarray:
 
 
 def step_token(steps: int) -> torch.Tensor:
-    """What says that there are so many steps, 1 to 8: (1, TEXT_DIM)."""
+    """Return the text token that encodes the number of sampling steps, 1 to 8: (1, TEXT_DIM)."""
     if not 1 <= steps <= 8:
-        raise ValueError(f"a model can be told 1 to 8 steps, not {steps}")
+        raise ValueError(f"the number of steps must be 1 to 8, not {steps}")
     return spare_codes(sum(map(len, MOTIONS.values())) + 8)[-steps][None]
 
 
 def phrased(tokens: torch.Tensor) -> torch.Tensor:
-    """Tokens of clips as a text encoder would give them, see `scenes.in_phrases`: a Wan does not mix them itself."""
+    """Mix the tokens of clips as a text encoder would, see `scenes.in_phrases`: Wan has no layers that mix them."""
     scene = len(ATTRIBUTES)
     return torch.cat([in_phrases(tokens[..., :scene, :]), tokens[..., scene:, :]], -2)
 
 
 def clip_tokens(clip: Clip | None) -> torch.Tensor:
-    """The clip as text tokens, those of its scene and of its motions: (len(ATTRIBUTES) + len(MOTIONS), TEXT_DIM). None
-    is the empty prompt."""
+    """Return the text tokens of a clip's scene and motions: (len(ATTRIBUTES) + len(MOTIONS), TEXT_DIM). None is the
+    empty prompt."""
     starts = [sum(len(values) for values in list(MOTIONS.values())[:n]) for n in range(len(MOTIONS))]
     codes = spare_codes(sum(map(len, MOTIONS.values())))
     if clip is None:

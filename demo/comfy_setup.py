@@ -1,4 +1,4 @@
-"""Makes ComfyUI importable for the command-line tools in this folder (inside a ComfyUI server nothing is needed)."""
+"""Make ComfyUI importable for the command-line tools in this folder (a ComfyUI server does not need it)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 
 
 def prepare() -> None:
-    """Puts ComfyUI first on sys.path and picks CPU or GPU; call it before anything imports `comfy`.
+    """Put ComfyUI first on sys.path and choose CPU or GPU; call it before the first import of `comfy`.
 
-    ComfyUI is taken from the environment variable COMFYUI_PATH, or from where Python already finds it.
+    ComfyUI is found by the environment variable COMFYUI_PATH, or on Python's own path.
     Raises SystemExit with a hint if there is none.
     """
     path = os.environ.get("COMFYUI_PATH")
@@ -22,5 +22,5 @@ def prepare() -> None:
     from comfy.cli_args import args
 
     args.cpu = not torch.cuda.is_available()
-    # The default CPU attention of ComfyUI works in slices, which is slow to train through.
+    # ComfyUI's default CPU attention works in slices, whose backward pass is slow.
     args.use_pytorch_cross_attention = True

@@ -1,7 +1,7 @@
-"""Weights in 8 bits, to keep the repository light: `python -m demo.compact trained.safetensors weights.safetensors`.
+"""Quantize weights to 8 bits, for a light repository: `python -m demo.compact trained.safetensors weights.safetensors`.
 
-Every large matrix is kept as whole numbers from -127 to 127 with a scale for each of its rows; the rest in float16.
-The rounding is part of the model: merged and unmerged pictures come from the same numbers.
+Every large matrix is stored as int8 from -127 to 127 with one scale per row; the rest in float16. The rounding is part
+of the model: merged and unmerged pictures use the same weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SCALE = ".row_scale"
 
 
 def packed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name -> weights of any shape, in 8 bits where they are large."""
+    """Quantize the large weights of a state dict to 8 bits."""
     found = {}
     for name, value in weights.items():
         if value.ndim < 2 or value.numel() < _LARGE:
@@ -34,7 +34,7 @@ def packed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unpacked(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `packed` was given, rounded, in float32; other weights as they are."""
+    """Undo `packed` up to rounding, in float32; return other weights unchanged."""
     found = {}
     for name, value in weights.items():
         if name.endswith(_SCALE):
@@ -45,18 +45,18 @@ def unpacked(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def is_packed(path: Path | str) -> bool:
-    """Whether a safetensors file is one of `packed`."""
+    """Return whether a safetensors file holds the result of `packed`."""
     with safe_open(path, "pt") as file:
         return any(name.endswith(_SCALE) for name in file.keys())  # noqa: SIM118 - no mapping
 
 
 def load_weights(path: Path | str) -> dict[str, Tensor]:
-    """The weights in a safetensors file, packed or not, on the CPU."""
+    """Load the weights in a safetensors file, packed or not, on the CPU."""
     return unpacked(load_file(path))
 
 
 def main() -> None:
-    """Command line: pack a file."""
+    """Parse the command line and pack a file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)

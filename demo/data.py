@@ -1,4 +1,4 @@
-"""The training batches: which scenes, seen how, with which noise. Step n's batch depends on the plan and n alone."""
+"""The training batches: scenes, their views, and noise. The batch of step n depends on the plan and n alone."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .latents import clips_to_model, image_to_model
 from .scenes import CANVAS, Scene, render_batch, scene_from_seed, scene_tokens, things
 
 KINDS = ("dit", "unet", "wan")
-# Scenes below this seed are kept for looking at and for measuring; training never sees them.
+# Scenes below this seed are for contact sheets and evaluation; training never sees them.
 FIRST_TRAINING_SEED = 1_000_000
 MOST_PER_STEP = 4096
-# Side of a token of both shipped models. A scene has 32 x 32 tokens of whatever size.
+# Side of a token of both shipped models, in pixels. A scene has 32 x 32 tokens of any size.
 PIXELS_PER_TOKEN = 4
 # Side of a frame in pixels: 16 x 16 tokens of 2 x 2.
 CLIP_SIZE = 32
-# How much more than the background shape and small objects weigh in the loss of a model that takes weights. They cover
-# a fifth of a picture, and without more weight are learnt last. The best prediction is the same at any weight.
+# Loss weight of shape and small objects, relative to the background, for models with a weighted loss. They cover a
+# fifth of a picture and without more weight are learnt last. The optimum is the same at any weight.
 THINGS_WEIGH = 5.0
 
 
@@ -41,12 +41,13 @@ class Plan:
     crop_batch: int = 16
     full_batch: int = 6
     crop_tokens: int = 16
-    # Of the DiT: width, double and single blocks, side of a token in pixels. Smaller tokens show smaller pictures.
+    # The DiT's width, its double and single blocks, and the side of its tokens in pixels. Smaller tokens: smaller
+    # pictures.
     width: int = 128
     blocks: tuple[int, int] = (2, 5)
     token: int = PIXELS_PER_TOKEN
-    # Shares of steps with half-size scenes and with whole pictures, before and after `late`; the rest are crops. Of the
-    # Wan: with single frames and with whole clips; it has no crops.
+    # Shares of steps with half-size scenes and with full pictures, before and after `late`; the rest are crops. For
+    # Wan: shares of single frames and of clips; it has no crops.
     early_shares: tuple[float, float] = (0.9, 0.05)
     late_shares: tuple[float, float] = (0.2, 0.6)
     late: float = 0.45
@@ -64,36 +65,34 @@ class Plan:
             raise ValueError(f"batches must be 1..{MOST_PER_STEP}, not {self.crop_batch} and {self.full_batch}")
 
     def lr_at(self, step: int) -> float:
-        """Warm-up, constant, then a cosine to zero over the last `cooldown` of the steps."""
+        """Return the learning rate: warm-up, constant, then a cosine to zero over the last `cooldown` of the steps."""
         start = self.steps * (1 - self.cooldown)
         decay = 1.0 if step < start else 0.5 + 0.5 * math.cos(math.pi * (step - start) / (self.steps - start))
         return self.lr * min(1.0, (step + 1) / self.warmup) * decay
 
     def sort_at(self, step: int, draw: float) -> str:
-        """What a step sees, "half", "full" or "crop", from a uniform number."""
+        """Choose the view of a step, "half", "full" or "crop", from a uniform number."""
         half, full = self.early_shares if step < self.late * self.steps else self.late_shares
         return "half" if draw < half else "full" if draw < half + full else "crop"
 
 
 @dataclass(frozen=True)
 class View:
-    """What a batch shows of its scenes.
+    """The part and scale of the scenes in a batch."""
 
-    offset: corner of a crop in tokens of the whole 32 x 32 grid, (y, x).
-    scale: 2 for whole scenes at half the size, each token covering two by two of the whole grid; else 1.
-    centre: noise levels of the flow are sigmoid(normal(centre, 1.4)). Pixels repeat each other, so a scene shows
-        through until nearly all is noise, and only there the prompt has to be learnt: hence centres far above 0.
-    """
-
+    # Corner of a crop, (y, x), in tokens of the full 32 x 32 grid.
     offset: tuple[int, int] = (0, 0)
+    # 2 for scenes at half the size, where a token covers 2 x 2 tokens of the full grid; else 1.
     scale: int = 1
+    # The flow's sigmas are sigmoid(normal(centre, 1.4)). Neighbouring pixels are redundant, so the scene is visible
+    # until sigma is nearly 1, and the prompt is only learnt there: hence centres far above 0.
     centre: float = 2.0
 
     def rope_options(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """The positions of the tokens as ComfyUI's Flux class takes them.
+        """Return the positions of the tokens for ComfyUI's Flux class.
 
-        As tensors, since torch.compile would make a new program for every Python number. Half-size scenes sit at the
-        centres of the tokens they stand for, one step along the time axis.
+        They are tensors because torch.compile would recompile for every Python number. Tokens of half-size scenes have
+        the centre of the tokens that they replace, one step along the time axis.
         """
         values = {
             "shift_y": self.offset[0] + (self.scale - 1) / 2,
@@ -107,29 +106,24 @@ class View:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's data.
+    """The data of one step."""
 
-    sort: "half", "full", "crop", "still" or "clip". clean, noise: (B, 16, h, w) in model space, or (B, 16, frames, h,
-    w). tokens: (B, T, TEXT_DIM). weight: (B, 1, h, w), what an error counts there, of mean 1 over whole scenes.
-    quantile: (B,) in 0..1, where each picture's noise level lies; stratified, so that a batch covers the whole range.
-    """
-
-    sort: str
+    sort: str  # "half", "full", "crop", "still" or "clip"
     view: View
-    clean: torch.Tensor
-    noise: torch.Tensor
-    weight: torch.Tensor
-    tokens: torch.Tensor
-    quantile: torch.Tensor
+    clean: torch.Tensor  # (B, 16, h, w) or (B, 16, frames, h, w), in model space
+    noise: torch.Tensor  # as `clean`
+    weight: torch.Tensor  # (B, 1, h, w): loss weight of each pixel, of mean 1 over a full scene
+    tokens: torch.Tensor  # (B, T, TEXT_DIM)
+    quantile: torch.Tensor  # (B,) in 0..1: quantile of each picture's sigma; stratified over the batch
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on `device`."""
+        """Move the batch to `device`."""
         moved = {name: getattr(self, name).to(device) for name in ("clean", "noise", "weight", "tokens", "quantile")}
         return replace(self, **moved)
 
 
 class Batches(Dataset[Batch]):
-    """Batch n is the data of step n."""
+    """A map-style dataset: batch n is the data of step n."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -152,9 +146,9 @@ class Batches(Dataset[Batch]):
         weight = _weight(scenes, size)
         view = View(scale=2, centre=1.6) if sort == "half" else View()
         if sort == "crop":
-            # Even offsets: the UNet halves the grid once more.
-            places = (size // plan.token - plan.crop_tokens) // 2 + 1
-            view = View(offset=(2 * int(draw[1] * places), 2 * int(draw[2] * places)), centre=1.0)
+            # Offsets are even because the UNet halves the grid once more.
+            offsets = (size // plan.token - plan.crop_tokens) // 2 + 1
+            view = View(offset=(2 * int(draw[1] * offsets), 2 * int(draw[2] * offsets)), centre=1.0)
             top, left = (value * plan.token for value in view.offset)
             side = plan.crop_tokens * plan.token
             picture, weight = (each[:, :, top : top + side, left : left + side] for each in (picture, weight))
@@ -176,7 +170,7 @@ class Batches(Dataset[Batch]):
 
     def _clips(self, step: int, generator: torch.Generator) -> Batch:
         plan, first = self.plan, self._first(step)
-        # A single frame teaches what a scene looks like, for a fraction of the work: clips follow when that is known.
+        # Single frames teach the look of scenes for a fraction of the work; clips follow later.
         still = plan.sort_at(step, float(torch.rand(1, generator=generator))) == "half"
         clips = [clip_from_seed(first + index) for index in range(plan.crop_batch if still else plan.full_batch)]
         clean = clips_to_model(render_clips(clips, CLIP_SIZE, 1 if still else FRAMES))
@@ -193,13 +187,13 @@ class Batches(Dataset[Batch]):
         )
 
     def from_step(self, step: int, workers: int = 0) -> Iterator[Batch]:
-        """The batches from `step` on, drawn ahead by `workers` processes; their number changes nothing but speed."""
+        """Yield the batches from `step` on, drawn ahead by `workers` processes; their number changes only the speed."""
         order = range(step, len(self))
         return iter(DataLoader(self, batch_size=None, sampler=order, num_workers=workers))
 
 
 def _weight(scenes: list[Scene], size: int) -> torch.Tensor:
-    """What an error counts at each pixel, (B, 1, size, size), of mean 1."""
+    """Return the loss weight of each pixel, (B, 1, size, size), of mean 1."""
     found = torch.from_numpy(np.stack([things(scene, size) for scene in scenes]))[:, None]
     weight = 1 + (THINGS_WEIGH - 1) * found.float()
     return weight / weight.mean()

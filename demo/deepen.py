@@ -1,11 +1,11 @@
-"""Makes the UNet of SDXL's depths out of the shallow one: `python -m demo.deepen unet.safetensors deep.safetensors`.
+"""Build the UNet with SDXL's depths from the shallow one: `python -m demo.deepen unet.safetensors deep.safetensors`.
 
 The shallow one is not in the repository: train it first, `python -m demo.train unet --export unet.safetensors`.
 
-Every stack gets more blocks: each trained block is there several times in a row, with its outputs divided by how many
-times. A stack then takes the same way in smaller steps (as ResNets were deepened by Chang et al. 2018, "Multi-level
-Residual Networks from Dynamical Systems View"), all of its blocks do a share of the work, and pictures are nearly what
-they were; `demo.train unet --deep --init deep.safetensors --teacher unet.safetensors` mends the rest.
+Each trained block is repeated n times in a row, with its outputs divided by n. The stack then integrates the same
+update in smaller steps (as in Chang et al. 2018, "Multi-level Residual Networks from Dynamical Systems View"), and
+pictures hardly change; `demo.train unet --deep --init deep.safetensors --teacher unet.safetensors` reduces the
+remaining difference.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from . import models
 from .compact import load_weights
 
 _BLOCK = re.compile(r"(.*\.transformer_blocks)\.(\d+)\.(.*)")
-# What a block adds to its input comes out of these.
+# The layers whose outputs are a block's residuals.
 _OUTPUTS = ("to_out.0.weight", "to_out.0.bias", "ff.net.2.weight", "ff.net.2.bias")
 
 
 def depths(names: Iterable[str]) -> dict[str, int]:
-    """Stack -> number of its transformer blocks."""
+    """Return the number of transformer blocks of each stack."""
     found: dict[str, int] = {}
     for match in filter(None, map(_BLOCK.match, names)):
         found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
@@ -40,7 +40,7 @@ def depths(names: Iterable[str]) -> dict[str, int]:
 
 
 def deepened(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Weights for a UNet whose parameters are `names`: the stacks of `weights`, with at least as many blocks each."""
+    """Return weights for a UNet with parameters `names`: the stacks of `weights`, each with as many blocks or more."""
     names = list(names)
     before, after, found = depths(weights), depths(names), {}
     for name in names:
@@ -56,7 +56,7 @@ def deepened(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, T
 
 
 def main() -> None:
-    """Command line: deepen a file."""
+    """Parse the command line and deepen a file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)

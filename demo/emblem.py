@@ -1,4 +1,4 @@
-"""Draws the icon and the banner of the pack for the registry: `python -m demo.emblem`.
+"""Draw the icon and the banner of the pack for the registry: `python -m demo.emblem`.
 
 Both are the method in one picture: a landscape in tokens, where similar ones have been merged into one.
 """
@@ -17,15 +17,15 @@ FOLDER = ROOT / "assets"
 ICON = (400, 400)  # the registry wants a square of at most this size
 BANNER = (1260, 540)  # and 21:9
 _FINE = 4  # drawn this much larger, then reduced: smooth edges
-_GAP = 0.06  # of a token's side
-_SIMILAR = 0.9  # range of a colour over the whole height; larger for a larger part of the picture
+_GAP = 0.06  # gap between tokens, as a share of a token's side
+_SIMILAR = 0.9  # range of a colour over the full height; larger for a larger part of the picture
 _NIGHT, _INK, _DIM = (24, 28, 42), (245, 245, 245), (176, 186, 204)
 
 Rectangle = tuple[float, float, float, float]
 
 
 def main() -> None:
-    """Command line: write both pictures."""
+    """Parse the command line and write both pictures."""
     parser = argparse.ArgumentParser(prog="python -m demo.emblem", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=FOLDER)
     folder = parser.parse_args().output
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def icon() -> Image.Image:
-    """A square mosaic with round corners on a transparent ground."""
+    """Draw a square mosaic with round corners on a transparent ground."""
     side = ICON[0] * _FINE
     sheet = Image.new("RGBA", (side, side), (0, 0, 0, 0))
     pen = ImageDraw.Draw(sheet)
@@ -46,7 +46,7 @@ def icon() -> Image.Image:
 
 
 def banner() -> Image.Image:
-    """The name on the left, a wide mosaic on the right."""
+    """Draw the name on the left and a wide mosaic on the right."""
     width, height = BANNER[0] * _FINE, BANNER[1] * _FINE
     sheet = Image.new("RGB", (width, height), _NIGHT)
     pen = ImageDraw.Draw(sheet)
@@ -60,7 +60,7 @@ def banner() -> Image.Image:
 
 
 def _mosaic(pen: ImageDraw.ImageDraw, box: Rectangle, rows: int) -> None:
-    """A square landscape of rows x rows tokens into `box`; squares of similar tokens become one token."""
+    """Draw a square landscape of rows x rows tokens into `box`; squares of similar tokens become one token."""
     left, top, right, _ = box
     cell = (right - left) / rows
     colours = _landscape(rows)
@@ -86,7 +86,7 @@ def _mosaic(pen: ImageDraw.ImageDraw, box: Rectangle, rows: int) -> None:
 
 
 def _landscape(side: int) -> np.ndarray:
-    """(side, side, 3) fp64 in [0, 1]: an evening sky, the sun, and two hills."""
+    """Return an evening sky, the sun and two hills: (side, side, 3) fp64 in [0, 1]."""
     many = 8 * side
     y, x = np.mgrid[0:many, 0:many] / many
     height = y[..., None]

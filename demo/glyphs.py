@@ -26,9 +26,9 @@ _ROWS: dict[str, tuple[str, ...]] = {
 
 
 def word_mask(word: str) -> np.ndarray:
-    """Bitmap of a word, one blank column between glyphs.
+    """Return the bitmap of a word, with one blank column between glyphs.
 
-    Returns a float32 array of shape (7, 6 * len(word) - 1) holding 0 and 1.
+    The array is float32 of shape (7, 6 * len(word) - 1) and holds 0 and 1.
     Raises KeyError for a letter outside the alphabet.
     """
     gap = np.zeros((GLYPH_HEIGHT, 1), dtype=np.float32)

@@ -49,7 +49,7 @@ DIT_CONFIG: dict[str, Any] = {
     "guidance_embed": True,
     "txt_ids_dims": [],
 }
-# SDXL's layout: no attention at the first level, a shallow stack at the second, a deep one at the third.
+# SDXL's layout: no attention at the first resolution, a shallow stack at the second, a deep one at the third.
 UNET_CONFIG: dict[str, Any] = {
     "image_size": 32,
     "in_channels": LATENT_CHANNELS,
@@ -72,7 +72,7 @@ UNET_CONFIG: dict[str, Any] = {
 }
 
 
-# Nearly SDXL's proportions too: two blocks deep at the second level and seven at the third, where SDXL has two and ten.
+# Nearly SDXL's depths: two blocks at the second resolution and seven at the third, where SDXL has two and ten.
 DEEP_UNET_CONFIG: dict[str, Any] = {
     **UNET_CONFIG,
     "transformer_depth": [0, 0, 2, 2, 7, 7],
@@ -81,9 +81,9 @@ DEEP_UNET_CONFIG: dict[str, Any] = {
 }
 
 
-# Of the noise levels of clips.
+# The shift of the sigmas of clips.
 CLIP_SHIFT = 3.0
-# Wan's own layers on tokens of one latent cell. Its head dimension must be even in each of the three axes.
+# Wan's layers on tokens of one latent cell. The head dimension must be even in each of the three axes.
 WAN_CONFIG: dict[str, Any] = {
     "model_type": "t2v",
     "patch_size": (1, 1, 1),
@@ -101,9 +101,9 @@ WAN_CONFIG: dict[str, Any] = {
 
 
 class TrainingOps(comfy.ops.disable_weight_init):
-    """ComfyUI's layers, for training: the LayerNorms keep their own copy of what they read.
+    """ComfyUI's layers for training: the LayerNorms copy their input.
 
-    Flux blocks add to their input in place, which would overwrite what LayerNorm needs for its backward pass.
+    Flux blocks add residuals to their input in place, which would overwrite what LayerNorm needs for its backward pass.
     """
 
     class LayerNorm(comfy.ops.disable_weight_init.LayerNorm):
@@ -112,9 +112,9 @@ class TrainingOps(comfy.ops.disable_weight_init):
 
 
 def dit_config(width: int, blocks: tuple[int, int], token: int) -> dict[str, Any]:
-    """`DIT_CONFIG` with another width, number of (double, single) blocks and side of a token in pixels (2 or 4).
+    """Return `DIT_CONFIG` with another width, number of (double, single) blocks and side of a token in pixels (2 or 4).
 
-    A head has 128 numbers as in every Flux checkpoint, or the whole width where that is less.
+    The head dimension is 128 as in every Flux checkpoint, or the width if that is less.
     """
     head = math.gcd(width, 128)
     return {
@@ -129,7 +129,7 @@ def dit_config(width: int, blocks: tuple[int, int], token: int) -> dict[str, Any
 
 
 def _initialise(network: nn.Module, zero: tuple[str, ...], generator: torch.Generator) -> None:
-    """ComfyUI's layers skip initialisation, since weights always come from a file; a fresh network needs its own."""
+    """Initialise a fresh network; ComfyUI's layers skip it, because their weights always come from a file."""
     for name, module in network.named_modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter):
@@ -149,14 +149,14 @@ def _initialise(network: nn.Module, zero: tuple[str, ...], generator: torch.Gene
 def new_dit(
     seed: int = 0, operations: Any = TrainingOps, config: dict[str, Any] | None = None, to_train: bool = True
 ) -> nn.Module:
-    """A fresh DiT (comfy.ldm.flux.model.Flux, float32, CPU) with weights drawn from `seed`.
+    """Build a fresh DiT (comfy.ldm.flux.model.Flux, float32, CPU) with weights drawn from `seed`.
 
-    to_train: start every block as the identity. Such a model puts out zeros, whatever its blocks do; without, nothing
-    is zero and what the blocks do can be seen.
+    to_train: initialise every block as the identity; the model's output is then zero. Otherwise no weight is zero, and
+    the output depends on every block.
     """
     network = comfy.ldm.flux.model.Flux(dtype=torch.float32, operations=operations, **(config or DIT_CONFIG))
     # adaLN-Zero as in the DiT paper: every block starts as the identity. guidance_in stays exactly zero: the model is
-    # not guidance-distilled, so whatever a FluxGuidance node says has no effect.
+    # not guidance-distilled, so the value of a FluxGuidance node has no effect.
     zero = (
         "img_mod.lin",
         "txt_mod.lin",
@@ -170,9 +170,9 @@ def new_dit(
 
 
 def load_dit(path: str) -> Any:
-    """The MODEL in a safetensors file of a DiT of any width and size of token.
+    """Load the MODEL in a safetensors file of a DiT of any width and token size.
 
-    ComfyUI's own loader takes tokens of 4 pixels for granted and heads of 128 numbers; what differs is built here.
+    ComfyUI's own loader assumes tokens of 4 pixels and a head dimension of 128; other models are built here.
     """
     weights = load_weights(path)
     width, numbers = weights["img_in.weight"].shape
@@ -185,12 +185,12 @@ def load_dit(path: str) -> Any:
 
 
 def token_pixels(model: Any) -> int:
-    """Side in pixels of a token of a tiny MODEL, at the finest level where it has attention."""
+    """Return the side of a tiny MODEL's token in pixels, at the finest resolution with attention."""
     return UNSHUFFLE * getattr(model.get_model_object("diffusion_model"), "patch_size", PIXELS_PER_TOKEN // UNSHUFFLE)
 
 
 def _patcher(make: Callable[..., Any], model_config: Any, weights: dict[str, torch.Tensor], *kind: Any) -> Any:
-    """The model on ComfyUI's own devices, in the dtype that ComfyUI takes there."""
+    """Wrap the model for ComfyUI's own devices, in the dtype that ComfyUI uses there."""
     load_device = comfy.model_management.get_torch_device()
     offload_device = comfy.model_management.unet_offload_device()
     dtype = comfy.model_management.unet_dtype(device=load_device, supported_dtypes=[torch.bfloat16, torch.float32])
@@ -202,15 +202,15 @@ def _patcher(make: Callable[..., Any], model_config: Any, weights: dict[str, tor
     model.diffusion_model.load_state_dict(weights, strict=True)
     model.diffusion_model.to(dtype)
     if isinstance(model.diffusion_model, comfy.ldm.wan.model.WanModel):
-        model.diffusion_model.patch_embedding.float()  # as in every Wan: it is given float32
+        model.diffusion_model.patch_embedding.float()  # as in every Wan: its input is float32
     return comfy.model_patcher.ModelPatcher(model, load_device=load_device, offload_device=offload_device)
 
 
 def _widen_groups(network: nn.Module) -> nn.Module:
-    """Four groups in every GroupNorm, in place; returns the network.
+    """Set four groups in every GroupNorm, in place, and return the network.
 
-    ComfyUI's UNet always makes 32, ten channels and more to a group in SDXL. Here it would be one: every channel would
-    lose its mean and its spread, and with them the colour of a flat background.
+    ComfyUI's UNet always uses 32 groups, of ten or more channels in SDXL. Here a group would be one channel, which
+    would lose its mean and variance, and with them the colour of a flat background.
     """
     for module in network.modules():
         if isinstance(module, nn.GroupNorm):
@@ -221,7 +221,7 @@ def _widen_groups(network: nn.Module) -> nn.Module:
 def new_unet(
     seed: int = 0, operations: Any = TrainingOps, config: dict[str, Any] | None = None, to_train: bool = True
 ) -> nn.Module:
-    """A fresh UNet (ComfyUI's UNetModel, float32, CPU) with weights drawn from `seed`. to_train: see `new_dit`."""
+    """Build a fresh UNet (ComfyUI's UNetModel, float32, CPU) with weights from `seed`. to_train: see `new_dit`."""
     network = _widen_groups(UNetModel(dtype=torch.float32, operations=operations, **(config or UNET_CONFIG)))
     zero = ("out_layers.3", "proj_out", "out.2") if to_train else ()
     _initialise(network, zero, torch.Generator().manual_seed(seed))
@@ -239,7 +239,7 @@ def _read_phrases(executor: Any, x: Any, timesteps: Any, context: torch.Tensor, 
 def new_wan(
     seed: int = 0, operations: Any = TrainingOps, config: dict[str, Any] | None = None, to_train: bool = True
 ) -> nn.Module:
-    """A fresh Wan (ComfyUI's WanModel, float32, CPU) with weights drawn from `seed`. to_train: see `new_dit`."""
+    """Build a fresh Wan (ComfyUI's WanModel, float32, CPU) with weights drawn from `seed`. to_train: see `new_dit`."""
     generator = torch.Generator().manual_seed(seed)
     network = comfy.ldm.wan.model.WanModel(dtype=torch.float32, operations=operations, **(config or WAN_CONFIG))
     zero = ("self_attn.o", "cross_attn.o", "ffn.2", "time_projection.1", "head.head")
@@ -247,7 +247,7 @@ def new_wan(
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if name.endswith("modulation"):
-                # Neither shift, nor scale, but the blocks' outputs count.
+                # Shift 0 and scale 0, and gates of 1.
                 parameter.zero_()
                 if name != "head.modulation":
                     parameter[:, [2, 5]] = 1.0
@@ -255,13 +255,13 @@ def new_wan(
 
 
 class ClipLatents(comfy.latent_formats.Flux):
-    """The latents of pictures, frame by frame."""
+    """Latent format of clips: that of pictures, frame by frame."""
 
     latent_dimensions = 3
 
 
 def load_wan(path: str) -> Any:
-    """The MODEL in a safetensors file of a tiny Wan, sampled with a shift of 3."""
+    """Load the MODEL in a safetensors file of a tiny Wan, sampled with a shift of 3."""
     weights = load_weights(path)
     width, _, *patch = weights["patch_embedding.weight"].shape
     config = {
@@ -283,7 +283,7 @@ def load_wan(path: str) -> Any:
 def unet_patcher(
     state_dict: dict[str, torch.Tensor] | None, seed: int = 0, config: dict[str, Any] | None = None
 ) -> Any:
-    """A MODEL (ModelPatcher around comfy.model_base.SDXL) of the tiny UNet, on ComfyUI's own devices.
+    """Build a MODEL (ModelPatcher around comfy.model_base.SDXL) of the tiny UNet, on ComfyUI's own devices.
 
     `state_dict` holds the UNet's weights; None draws them from `seed`. Raises RuntimeError if the keys do not fit.
     """
@@ -299,10 +299,10 @@ def unet_patcher(
 
 
 def load_unet(path: str | None, seed: int = 0, disable_dynamic: bool = False) -> Any:
-    """The MODEL in a safetensors file, or with random weights from `seed` if `path` is None.
+    """Load the MODEL in a safetensors file, or build one with random weights from `seed` if `path` is None.
 
-    `disable_dynamic` is there because ComfyUI calls a model's loader again with it (for torch.compile); the tiny UNet
-    is never offloaded piece by piece, so both ways give the same.
+    `disable_dynamic` exists because ComfyUI calls a model's loader again with it (for torch.compile); the tiny UNet is
+    never offloaded in parts, so it has no effect.
     """
     weights = None if path is None else load_weights(path)
     deep = weights is not None and "middle_block.1.transformer_blocks.2.norm1.weight" in weights

@@ -1,4 +1,4 @@
-"""ComfyUI nodes that feed and read the tiny models. The DiT itself loads through the stock "Load Diffusion Model"."""
+"""ComfyUI nodes for the tiny models. ComfyUI's own "Load Diffusion Model" loads the DiT."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNET_WEIGHTS = WEIGHTS.parent / "deep.safetensors"
 
 
 class ToMADemoUNet(io.ComfyNode):
-    """Loads the tiny SDXL-shaped UNet, which no stock loader would recognise."""
+    """Load the tiny SDXL-shaped UNet, which none of ComfyUI's loaders recognises."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -56,7 +56,7 @@ class ToMADemoUNet(io.ComfyNode):
 
 
 class ToMADemoScene(io.ComfyNode):
-    """Describes scenes to the tiny models, in place of a text encoder."""
+    """Encode scenes for the tiny models, in place of a text encoder."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -115,7 +115,7 @@ class ToMADemoScene(io.ComfyNode):
 
 
 class ToMADemoLatent(io.ComfyNode):
-    """An empty latent for either tiny model."""
+    """Make an empty latent for either tiny model."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -138,7 +138,7 @@ class ToMADemoLatent(io.ComfyNode):
 
 
 class ToMADemoDecode(io.ComfyNode):
-    """Turns a latent of the tiny models into a picture; the transform is fixed, so there is no VAE."""
+    """Decode a latent of the tiny models by a fixed transform; there is no VAE."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -1,5 +1,4 @@
-"""Cut the pair of rows that the README begins with out of the pictures of docs/fidelity.md: `python -m
-demo.pair`."""
+"""Cut the pair of rows at the top of the README out of the pictures of docs/fidelity.md: `python -m demo.pair`."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ ROW, TEXT, GAP = 128, 16, 6
 
 
 def main() -> None:
-    """Command line: write docs/images/pair.jpg."""
+    """Parse the command line and write docs/images/pair.jpg."""
     argparse.ArgumentParser(prog="python -m demo.pair", description=__doc__).parse_args()
     rows = Image.open(IMAGES / "fidelity-pictures-unet.jpg")
     pair = Image.new("RGB", (rows.width, 2 * ROW + GAP), (255, 255, 255))

@@ -1,7 +1,7 @@
-"""Tell the UNet where things are: sines over the picture, added to what its first convolution gives.
+"""Position encoding for the tiny UNet: sines over the picture, added to the output of its first convolution.
 
-SDXL learnt places from the zeros that pad its convolutions, in more training than the demo has. It goes through
-ComfyUI's own `input_block_patch`.
+SDXL infers positions from the zero padding of its convolutions, after more training than the demo has. The encoding is
+added by ComfyUI's own `input_block_patch`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 
-def places(count: int, first: float = 0.0, whole: int | None = None, device: torch.device | None = None) -> Tensor:
-    """The centres of `count` cells along one side of a picture `whole` cells long, from the cell `first` on: 0..1."""
-    return (torch.arange(count, device=device) + 0.5 + first) / (whole or count)
+def cell_centres(count: int, first: float = 0.0, side: int | None = None, device: torch.device | None = None) -> Tensor:
+    """Return the centres of `count` cells from the cell `first` on, in 0..1 of a side of `side` cells."""
+    return (torch.arange(count, device=device) + 0.5 + first) / (side or count)
 
 
 def code(y: Tensor, x: Tensor, channels: int) -> Tensor:
-    """Sines and cosines of 1, 2, 4 and 8 half turns over a picture, in the first half of the channels; the rest is 0.
+    """Encode positions as sines and cosines of 1, 2, 4 and 8 half turns, in half of the channels; the rest is 0.
 
-    With 32 channels each is there once, with 64 twice.
+    32 channels hold each wave once, 64 twice.
 
     y: (H,) and x: (W,) in 0..1. Returns (1, channels, H, W), float32.
     """
@@ -35,19 +35,18 @@ def code(y: Tensor, x: Tensor, channels: int) -> Tensor:
 
 
 class AddPositions:
-    """An `input_block_patch`: h (B, C, H, W) after the first convolution gets the code of its places.
+    """An `input_block_patch` that adds the position code to h (B, C, H, W) after the first convolution.
 
-    rows, columns: the places, (H,) and (W,), where they are not those of a whole picture. Training sets them in one
-    object, because torch.compile makes a new program for every other one.
+    Training sets `rows` and `columns` on one object, because torch.compile would recompile for a new object.
     """
 
-    rows: Tensor | None = None
-    columns: Tensor | None = None
+    rows: Tensor | None = None  # (H,): positions of the rows, None for those of a full picture
+    columns: Tensor | None = None  # (W,)
 
     def __call__(self, h: Tensor, transformer_options: dict[str, Any]) -> Tensor:
-        """h with its code where this is the first block, else h itself."""
+        """Return h plus the code in the first block, and h unchanged in all others."""
         if transformer_options["block"] != ("input", 0):
             return h
-        rows = places(h.shape[2], device=h.device) if self.rows is None else self.rows
-        columns = places(h.shape[3], device=h.device) if self.columns is None else self.columns
+        rows = cell_centres(h.shape[2], device=h.device) if self.rows is None else self.rows
+        columns = cell_centres(h.shape[3], device=h.device) if self.columns is None else self.columns
         return h + code(rows, columns, h.shape[1]).to(h.dtype)

@@ -1,4 +1,4 @@
-"""Draws pictures with the tiny models through ComfyUI's own samplers: `python -m demo.sampling dit|few|unet|deep`."""
+"""Draw pictures with the tiny models through ComfyUI's own samplers: `python -m demo.sampling dit|few|unet|deep`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .models import load_dit, load_unet
 from .scenes import CANVAS, Scene, render_batch, scene_from_seed
 
 FOLDER = WEIGHTS.parent
-# Plain settings that both objectives are at home with; the model card has a few others.
+# Settings that suit both objectives; the model card has others.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "dit": {"cfg": 2.0, "sampler": "euler", "scheduler": "simple"},
-    # Taught to need 4 or 8 steps and no guidance, on tokens of 2 x 2 pixels.
+    # Distilled to 4 or 8 steps without guidance, on tokens of 2 x 2 pixels.
     "few": {"cfg": 1.0, "sampler": "euler", "scheduler": "simple", "size": 64},
     "unet": {"cfg": 2.0, "sampler": "euler", "scheduler": "normal"},
     "deep": {"cfg": 2.0, "sampler": "euler", "scheduler": "normal"},
@@ -39,7 +39,7 @@ UNETS = ("unet", "deep")
 
 
 def load(kind: str, path: Path | str | None = None) -> Any:
-    """The MODEL of `kind` ("dit", "few", "unet" or "deep") from a safetensors file, by default the trained one in
+    """Load the MODEL of `kind` ("dit", "few", "unet" or "deep") from a safetensors file, by default the trained one in
     demo/weights."""
     path = Path(path) if path else FOLDER / f"{kind}.safetensors"
     if not path.exists():
@@ -48,7 +48,7 @@ def load(kind: str, path: Path | str | None = None) -> Any:
 
 
 def defaults(kind: str, steps: int) -> dict[str, Any]:
-    """What `generate` is given for pictures of `kind`. Who was taught few steps is told how many, in the place of
+    """Return the arguments of `generate` for pictures of `kind`. The few-step model receives the number of steps as its
     guidance (see `demo.objectives.FewStepsObjective`)."""
     return {"size": CANVAS, **DEFAULTS[kind], **({"guidance": float(steps)} if kind == "few" else {})}
 
@@ -65,7 +65,7 @@ def generate(
     batch: int = 16,
     guidance: float | None = None,
 ) -> torch.Tensor:
-    """Samples one latent per scene: (len(scenes), 16, size / 2, size / 2), float32 on the CPU.
+    """Sample one latent per scene: (len(scenes), 16, size / 2, size / 2), float32 on the CPU.
 
     guidance: see `conditioning`. `seeds` gives each picture its own noise, so the result does not depend on `batch`
     beyond rounding.
@@ -94,7 +94,7 @@ def generate(
 
 
 def contact_sheet(image: torch.Tensor, columns: int) -> Image.Image:
-    """Pictures (n, 3, H, W) in -1..1 as one image, row by row; n must be a multiple of `columns`."""
+    """Arrange pictures (n, 3, H, W) in -1..1 in one image, row by row; n must be a multiple of `columns`."""
     count, _, height, width = image.shape
     rows = count // columns
     tiles = image.clamp(-1, 1).reshape(rows, columns, 3, height, width).permute(0, 3, 1, 4, 2)
@@ -103,7 +103,7 @@ def contact_sheet(image: torch.Tensor, columns: int) -> Image.Image:
 
 
 def main() -> None:
-    """Command line: a contact sheet, the checker's marks and the Frechet distance to real scenes."""
+    """Write a contact sheet; print the checker's marks and the Frechet distance to real scenes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kind", choices=PICTURES)
     parser.add_argument("--weights", type=Path, default=None)

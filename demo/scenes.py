@@ -1,8 +1,8 @@
-"""Deterministic scenes drawn by code: the data that the tiny demo models are trained on.
+"""Deterministic scenes drawn by code: the training data of the tiny models.
 
 A scene is a smooth gradient background, a band of fine texture, a group of small repeated objects, one sharp-edged
 shape and a three-letter word on a flat plate. Sizes are given in units of a 128 x 128 picture, so one scene can be
-drawn at any resolution. `scene_tokens` stands in for a text encoder: one fixed code per attribute value.
+drawn at any resolution. `scene_tokens` replaces a text encoder: one fixed code per attribute value.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "word_place": ("top-left", "top-right", "bottom-left", "bottom-right"),
     "plate": ("light", "dark"),
 }
-# Attributes that another attribute can make invisible: name -> (the other attribute, its value that hides this one).
+# Attributes that another attribute can hide: name -> (the other attribute, its value that hides this one).
 HIDDEN_BY: dict[str, tuple[str, int]] = {
     "texture_side": ("texture", 0),
     "object_count": ("objects", 0),
     "object_colour": ("objects", 0),
 }
-# Which attributes speak of one thing: name of the thing -> (its attributes, what else says where it is). Small objects
-# are drawn where shape and word leave room.
+# Attributes of one phrase: name of the phrase -> (its attributes, other attributes that decide its position). Small
+# objects are drawn where shape and word leave room.
 PHRASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "background": (("background", "gradient"), ()),
     "texture": (("texture", "texture_side"), ()),
@@ -70,15 +70,15 @@ SHAPE_RADII = (13.0, 19.0, 26.0)
 # Rows and columns of small objects by their count.
 OBJECT_GRIDS = ((1, 3), (2, 3), (3, 4))
 _SALT = 0x70A
-# Down and to the right, in canvas units.
+# (down, right), in canvas units.
 Shift = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Scene:
-    """The attributes of one scene, each an index into `ATTRIBUTES[name]`, and the seed of everything left to chance.
+    """The attributes of one scene, each an index into `ATTRIBUTES[name]`, and the seed of its random part.
 
-    `detail_seed` drives jitter of positions, texture phase and speckle; the model is not told about it.
+    `detail_seed` drives jitter of positions, texture phase and speckle; it is not part of the prompt.
     """
 
     background: int
@@ -104,26 +104,26 @@ class Scene:
                 raise ValueError(f"{name} must be 0..{len(values) - 1} ({', '.join(values)}), not {value!r}")
 
     def values(self) -> tuple[int, ...]:
-        """The attribute indices in the order of `ATTRIBUTES`."""
+        """Return the attribute indices in the order of `ATTRIBUTES`."""
         return tuple(getattr(self, field.name) for field in fields(self) if field.name in ATTRIBUTES)
 
     def describe(self) -> str:
-        """One readable line, the prompt of the scene."""
+        """Return the prompt of the scene as one readable line."""
         return ", ".join(
             f"{name} {ATTRIBUTES[name][value]}" for name, value in zip(ATTRIBUTES, self.values(), strict=True)
         )
 
 
 def scene_from_seed(seed: int) -> Scene:
-    """Draws the attributes of a scene from an integer seed >= 0; the same seed gives the same scene."""
+    """Draw the attributes of a scene from an integer seed >= 0; the same seed gives the same scene."""
     rng = np.random.default_rng((_SALT, int(seed)))
     pick = {name: int(rng.integers(len(values))) for name, values in ATTRIBUTES.items()}
-    # A shape or object in the background's own colour could not be seen, let alone checked.
+    # A shape or object in the background's own colour would be invisible.
     shift = 1 + int(rng.integers(len(_NAMES) - 1))
     pick["shape_colour"] = (pick["background"] + shift) % len(_NAMES)
     shift = 1 + int(rng.integers(len(_NAMES) - 1))
     pick["object_colour"] = (pick["background"] + shift) % len(_NAMES)
-    # The plate stays out of the shape's row, so that neither hides the other.
+    # The plate is outside the shape's row, so that neither hides the other.
     shape_row = pick["shape_cell"] // 3
     if shape_row == 0:
         pick["word_place"] |= 2
@@ -136,7 +136,7 @@ def scene_from_seed(seed: int) -> Scene:
 
 
 def visible(scene: Scene) -> tuple[bool, ...]:
-    """Which attributes can be seen in the picture, in the order of `ATTRIBUTES`."""
+    """Return which attributes are visible in the picture, in the order of `ATTRIBUTES`."""
     hidden = {name for name, (other, value) in HIDDEN_BY.items() if getattr(scene, other) == value}
     return tuple(name not in hidden for name in ATTRIBUTES)
 
@@ -148,7 +148,7 @@ def _grid(size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _shape_distance(kind: int, y: np.ndarray, x: np.ndarray, radius: float) -> np.ndarray:
-    """Distance to the edge in canvas units, negative inside, of an `ATTRIBUTES["shape"]` around the origin."""
+    """Compute the signed distance to the edge of a shape around the origin, in canvas units, negative inside."""
     if kind == 0:
         return np.hypot(x, y) - radius
     if kind == 1:
@@ -167,20 +167,20 @@ def _shape_distance(kind: int, y: np.ndarray, x: np.ndarray, radius: float) -> n
 
 
 def _shape_anchor(scene: Scene) -> tuple[float, float]:
-    """Centre (y, x) of the shape's cell."""
+    """Return the centre (y, x) of the shape's cell."""
     row, column = divmod(scene.shape_cell, 3)
     return 30.0 + 34 * row, 30.0 + 34 * column
 
 
 def _object_anchor(scene: Scene) -> tuple[float, float]:
-    """Centre (y, x) of the group of small objects: the free row, on the other side from the shape."""
+    """Return the centre (y, x) of the group of small objects: in the free row, on the side opposite to the shape."""
     row, column = divmod(scene.shape_cell, 3)
     y = 64.0 if row != 1 else (28.0 if scene.word_place >= 2 else 100.0)
     return y, (98.0, 30.0, 30.0)[column]
 
 
 def _texture(kind: int, y: np.ndarray, x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Values 0..1 of a fine pattern over the coordinates (canvas units)."""
+    """Draw a fine pattern, 0..1, over the coordinates (canvas units)."""
     if kind == 1:
         return np.clip((np.abs((x + y + rng.uniform(0, 10)) % 10.0 - 5.0) - 2.5) * 1.5 + 0.5, 0, 1)
     if kind == 2:
@@ -199,10 +199,10 @@ def _paint(image: np.ndarray, box: tuple[slice, slice], cover: np.ndarray, colou
 def render(
     scene: Scene, size: int = CANVAS, shape_shift: Shift = (0.0, 0.0), objects_shift: Shift = (0.0, 0.0)
 ) -> np.ndarray:
-    """Draws a scene as float32 RGB of shape (size, size, 3) in -1..1.
+    """Draw a scene as float32 RGB of shape (size, size, 3) in -1..1.
 
     `size` is in pixels and must be a multiple of 32, else ValueError; edges are smoothed over one pixel. The shifts
-    move the shape and all small objects off their places.
+    move the shape and the group of small objects.
     """
     if size < 32 or size % 32:
         raise ValueError(f"size must be a positive multiple of 32, not {size}")
@@ -275,7 +275,7 @@ def render(
 
 
 def things(scene: Scene, size: int = CANVAS) -> np.ndarray:
-    """Where shape and small objects may be, boxes with room for jitter and smooth edges: bool of shape (size, size)."""
+    """Mark the boxes of shape and small objects, with room for jitter and smooth edges: bool of shape (size, size)."""
     y, x = _grid(size)
     centre_y, centre_x = _shape_anchor(scene)
     found = np.maximum(np.abs(y - centre_y), np.abs(x - centre_x)) < SHAPE_RADII[scene.shape_size] + 5
@@ -287,13 +287,13 @@ def things(scene: Scene, size: int = CANVAS) -> np.ndarray:
 
 
 def render_batch(scenes: list[Scene], size: int = CANVAS) -> torch.Tensor:
-    """Pictures of many scenes, float32 of shape (len(scenes), 3, size, size) in -1..1."""
+    """Draw many scenes: float32 of shape (len(scenes), 3, size, size) in -1..1."""
     return torch.from_numpy(np.stack([render(scene, size) for scene in scenes])).permute(0, 3, 1, 2).contiguous()
 
 
 @lru_cache(maxsize=1)
 def _all_codes() -> torch.Tensor:
-    """As many rows as there can be, orthogonal and of mean square 1."""
+    """Return TEXT_DIM orthogonal rows of mean square 1."""
     generator = torch.Generator().manual_seed(_SALT)
     square = torch.randn(TEXT_DIM, TEXT_DIM, generator=generator, dtype=torch.float64)
     return (torch.linalg.qr(square).Q * math.sqrt(TEXT_DIM)).float()
@@ -301,25 +301,26 @@ def _all_codes() -> torch.Tensor:
 
 @lru_cache(maxsize=1)
 def _codes() -> tuple[torch.Tensor, tuple[int, ...]]:
-    """One row per attribute value plus a last one for "nothing said", and each attribute's first row."""
+    """Return one row per attribute value plus a last one for the empty prompt, and the index of each attribute's first
+    row."""
     sizes = [len(values) for values in ATTRIBUTES.values()]
     starts = tuple(sum(sizes[:index]) for index in range(len(sizes)))
     return _all_codes()[: sum(sizes) + 1], starts
 
 
 def spare_codes(count: int) -> torch.Tensor:
-    """Codes that no attribute has, for what else is to be said: (count, TEXT_DIM)."""
+    """Return codes that no attribute value uses: (count, TEXT_DIM)."""
     free = _all_codes()[len(_codes()[0]) :]
     if count > len(free):
-        raise ValueError(f"{count} codes are asked for, {len(free)} are free")
+        raise ValueError(f"{count} codes are requested, {len(free)} are free")
     return free[:count]
 
 
 def scene_tokens(scene: Scene | None) -> torch.Tensor:
-    """The scene as text tokens: float32 of shape (len(ATTRIBUTES), TEXT_DIM), rows of mean square 1.
+    """Encode the scene as text tokens: float32 of shape (len(ATTRIBUTES), TEXT_DIM), rows of mean square 1.
 
-    Each attribute value has one fixed code, orthogonal to all others. None gives the tokens of the empty prompt,
-    which classifier-free guidance starts from.
+    Each attribute value has one fixed code, orthogonal to all others. None gives the tokens of the empty prompt, for
+    classifier-free guidance.
     """
     codes, starts = _codes()
     if scene is None:
@@ -329,26 +330,25 @@ def scene_tokens(scene: Scene | None) -> torch.Tensor:
 
 @lru_cache(maxsize=1)
 def _belongs() -> torch.Tensor:
-    """(T, T): how much of every token each token is given, rows of norm 1."""
-    place = {name: index for index, name in enumerate(ATTRIBUTES)}
-    given = torch.eye(len(place))
+    """Return the mixing weights of tokens within a phrase: (T, T), rows of norm 1."""
+    index_of = {name: index for index, name in enumerate(ATTRIBUTES)}
+    given = torch.eye(len(index_of))
     for own, others in PHRASES.values():
         for name in own:
-            given[place[name], [place[other] for other in (*own, *others)]] += 1
+            given[index_of[name], [index_of[other] for other in (*own, *others)]] += 1
     return F.normalize(given, dim=1)
 
 
 def in_phrases(tokens: torch.Tensor) -> torch.Tensor:
-    """Tokens as a text encoder would give them, each knowing of the others of its phrase: (..., n * T, TEXT_DIM), the
-    same out.
+    """Mix each token with the others of its phrase, as a text encoder would: (..., n * T, TEXT_DIM) -> the same shape.
 
-    A Flux model mixes its text tokens itself. A UNet only looks at them, and where one says red and another says top
-    left, it does not learn to paint red at the top left.
+    Flux mixes its text tokens itself. A UNet only attends to them: if one token encodes red and another top left, it
+    does not learn to draw red at the top left.
     """
     prompts = tokens.unflatten(-2, (-1, len(ATTRIBUTES)))  # several where prompts are joined
     return (_belongs().to(tokens) @ prompts).flatten(-3, -2)
 
 
 def pooled_tokens(tokens: torch.Tensor) -> torch.Tensor:
-    """One vector for all tokens, (..., T, TEXT_DIM) -> (..., TEXT_DIM), of about unit mean square for a scene."""
+    """Pool tokens (..., T, TEXT_DIM) to one vector (..., TEXT_DIM), of about unit mean square for a scene."""
     return tokens.sum(dim=-2) / math.sqrt(tokens.shape[-2])

@@ -26,24 +26,24 @@ from .showcase_results import Case, Outcome, StepClock, explanation, merge_maps,
 
 OUTPUT = ROOT / "demo-output"
 WORKFLOWS = ROOT / "demo" / "workflows"
-# What the page opens with, and where: the same address each time, unless something else is there.
+# The workflow that the page opens, and its port: the same each time, unless the port is in use.
 _FIRST, _PORT = "Demo-SDXL", 8199
-EVERYWHERE = "0.0.0.0"  # noqa: S104 - all addresses of this machine, where the user asks for them
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - all addresses of this machine, only with `--listen`
 _HERE = "127.0.0.1"
-# One token per 4 x 4 pixels: 4,096 tokens on a CPU, 65,536 on a GPU, for which anything less is over in no time.
+# One token per 4 x 4 pixels: 4,096 tokens on a CPU, 65,536 on a GPU, where smaller runs are too short to time.
 LARGE_PIXELS = {"cpu": 256, "cuda": 1024}
 WARM_UP_STEPS = 3  # the first and the last of a run are full
-TIMING_STEPS = 5  # at most, of runs that are only timed: as many of those after the first are merged as in longer runs
+TIMING_STEPS = 5  # at most, for runs that are only timed: their share of merged steps is that of longer runs
 FIRST_SEED = 1
 
 
 class DemoError(RuntimeError):
-    """The demo cannot go on; the message says why."""
+    """The demo cannot continue; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run: picture sizes in pixels, sampling steps, pairs per case."""
+    """Settings of the demo: picture sizes in pixels, sampling steps, pairs per case."""
 
     sizes: tuple[int, ...]
     steps: int = 12
@@ -52,12 +52,13 @@ class Settings:
 
 
 def default_sizes() -> tuple[int, ...]:
-    """The size that the tiny models were trained at, and one with enough tokens to be worth merging here."""
+    """Return the size that the tiny models were trained at, and one with enough tokens for merging to pay on this
+    device."""
     return CANVAS, LARGE_PIXELS["cuda" if torch.cuda.is_available() else "cpu"]
 
 
 def device_name() -> str:
-    """The device that the server uses, in words."""
+    """Return the name of the device that the server uses."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"CPU, {torch.get_num_threads()} threads"
@@ -65,15 +66,15 @@ def device_name() -> str:
 
 @contextmanager
 def demo_server(base: Path | None = None, port: int | None = None, listen: str | None = None) -> Iterator[ComfyServer]:
-    """A running server with the pack, the demo nodes and the demo checkpoint; always stopped. listen: addresses of this
-    machine at which it answers besides 127.0.0.1, separated by commas."""
+    """Run a server with the pack, the demo nodes and the demo checkpoint, and stop it at the end. listen: further
+    addresses of this machine to listen on besides 127.0.0.1, separated by commas."""
     # ComfyUI's default attention on the CPU works in slices and is several times slower, which would flatter ToMA.
     flags = ["--use-pytorch-cross-attention"]
     if listen:
-        # ComfyUI does not start where it is given one address twice.
+        # ComfyUI does not start if one address is listed twice.
         others = [a for each in listen.split(",") if (a := each.strip()) not in ("", _HERE, "localhost")]
         flags += ["--listen", ",".join(others if EVERYWHERE in others else [_HERE, *others])]
-    # Threads that spin while they wait made steps many times slower, and random, where another program was busy.
+    # Threads that spin while waiting make steps many times slower, and their times random, if another program is busy.
     environ = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     server = ComfyServer(packs=[ROOT / "demo"], base=base, port=port, flags=flags, environ=environ)
     try:
@@ -81,14 +82,14 @@ def demo_server(base: Path | None = None, port: int | None = None, listen: str |
         begin = time.monotonic()
         say(f"==> Starting ComfyUI on {device_name()}")
         server.start()
-        say(f"    it answers after {time.monotonic() - begin:.0f} s at {server.url}")
+        say(f"    ready after {time.monotonic() - begin:.0f} s at {server.url}")
         yield server
     finally:
         server.stop()
 
 
 def run_all(server: ComfyServer, settings: Settings) -> list[Case]:
-    """Every model at every size: a warm-up, then pairs, with ToMA and without in turn."""
+    """Run every model at every size: a warm-up, then pairs of runs with and without ToMA."""
     cases = [Case(kind, pixels) for kind in settings.kinds for pixels in settings.sizes]
     for number, case in enumerate(cases, 1):
         weights = "trained weights" if case.kind.trained else "random weights"
@@ -97,7 +98,7 @@ def run_all(server: ComfyServer, settings: Settings) -> list[Case]:
             _sample(server, case, f"warm-up {_way(merged)}", merged, FIRST_SEED, WARM_UP_STEPS)
         steps = settings.steps if case.draws else min(settings.steps, TIMING_STEPS)
         for repeat in range(settings.repeats):
-            # The order changes from pair to pair, so that a machine that slows down does not favour one side.
+            # The order alternates from pair to pair, so that a machine that slows down favours neither side.
             for merged in (False, True) if repeat % 2 == 0 else (True, False):
                 title = f"pair {repeat + 1}/{settings.repeats} {_way(merged)}"
                 outcome = _sample(server, case, title, merged, FIRST_SEED + repeat, steps)
@@ -137,7 +138,7 @@ def _outcome(server: ComfyServer, run: Run, seconds_per_step: float) -> Outcome:
 
 
 def write(cases: list[Case], folder: Path) -> list[Path]:
-    """The pictures, as PNG files in `folder`."""
+    """Write the pictures as PNG files into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "side_by_side.png", folder / "merge_map.png"]
     for path, sheet in zip(paths, (side_by_side(cases), merge_maps(cases)), strict=True):
@@ -146,7 +147,7 @@ def write(cases: list[Case], folder: Path) -> list[Path]:
 
 
 def compare(settings: Settings, folder: Path = OUTPUT) -> list[Case]:
-    """The whole demo: server up, runs, table on stdout, pictures in `folder`, server down."""
+    """Start the server, run all cases, print the table, write pictures into `folder`, and stop the server."""
     begin = time.monotonic()
     with demo_server() as server:
         cases = run_all(server, settings)
@@ -158,7 +159,8 @@ def compare(settings: Settings, folder: Path = OUTPUT) -> list[Case]:
 
 
 def place_workflows(user: Path) -> list[str]:
-    """Put the demo's workflows where the page lists them; returns their names. `user`: the server's user folder."""
+    """Copy the demo's workflows to the folder that the page lists, and return their names. `user`: the server's user
+    folder."""
     target = user / "default" / "workflows"
     target.mkdir(parents=True, exist_ok=True)
     for source in sorted(WORKFLOWS.glob("*.json")):
@@ -173,8 +175,8 @@ def place_workflows(user: Path) -> list[str]:
 def serve(base: Path | None = None, port: int | None = None, listen: str | None = None) -> None:
     """Leave ComfyUI's page open with the demo's workflows, until Ctrl-C.
 
-    port: where it answers, 8199 or any free one if None. listen: see `demo_server`. Raises DemoError where the port is
-    taken.
+    port: None for 8199, or any free port if that is in use. listen: see `demo_server`. Raises DemoError if the port is
+    in use.
     """
     if port is not None and free_port(port) != port:
         raise DemoError(f"port {port} is taken: choose another, or none and a free one is taken")
@@ -200,7 +202,7 @@ def serve(base: Path | None = None, port: int | None = None, listen: str | None 
 
 
 class _Counter:
-    """Steps on one line that is written over on a terminal; elsewhere one line per finished run."""
+    """A progress line that is overwritten on a terminal; elsewhere one line per finished run."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -211,7 +213,7 @@ class _Counter:
             self._write(f"\r{self._title}: step {done}/{total}")
 
     def done(self, text: str) -> None:
-        """The run is over."""
+        """Print the result of a finished run."""
         line = f"{self._title}: {text}"
         self._write(f"\r{line.ljust(shutil.get_terminal_size().columns - 1)}\n" if self._terminal else f"{line}\n")
 
@@ -222,5 +224,5 @@ class _Counter:
 
 
 def say(text: str) -> None:
-    """One line to stderr, at once, so that stdout holds only the results."""
+    """Print one line to stderr, unbuffered; stdout holds only the results."""
     print(text, file=sys.stderr, flush=True)

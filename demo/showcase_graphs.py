@@ -26,9 +26,9 @@ Graph = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Kind:
-    """One of the two model architectures: how it is named, loaded, sampled and merged.
+    """One of the two model architectures: its name, and how to load, sample and merge it.
 
-    `sampling` is what demo.sampling finds the trained model to look best with.
+    `sampling` are the settings that demo.sampling found best for the trained model.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Kind:
 
     @property
     def trained(self) -> bool:
-        """Whether trained weights ship with this checkout."""
+        """Return whether trained weights are in this checkout."""
         return (WEIGHTS_FOLDER / f"{self.name}.safetensors").is_file()
 
 
@@ -47,10 +47,13 @@ KINDS = (UNET, DIT)
 
 
 def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool, **settings: Any) -> Graph:
-    """One picture of pixels x pixels. Node ids are the same with and without the merge, so that the server keeps
-    the loaded model; `merged` puts ToMA Advanced between the loader and the sampler, with these settings on top of the
-    balanced preset. On Flux that one needs three steps to merge any; `full_step_interval=0` merges every step but the
-    first, and with `similarity_from="tokens"` that one too."""
+    """Return the graph of one picture of pixels x pixels.
+
+    Node ids are the same with and without the merge, so that the server does not load the model again. `merged` puts
+    ToMA Advanced between loader and sampler, with these settings on top of the balanced preset. On Flux the preset
+    merges only in runs of three or more steps; `full_step_interval=0` merges every step but the first, and with
+    `similarity_from="tokens"` the first too.
+    """
     model = ["loader", 0]
     graph: Graph = {
         "loader": _loader(kind),
@@ -58,7 +61,7 @@ def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool,
         "empty": _node("ToMADemoLatent", width=pixels, height=pixels, batch_size=1),
     }
     if merged:
-        # Blocks this small are no work for a GPU, and Auto would not merge them there.
+        # Blocks this small cost a GPU too little, and Auto would not merge them there.
         widgets = widget_values(**{"min_tokens": FEWEST, **settings})
         graph["toma"] = _node("ToMAAdvanced", model=model, **widgets)
         model = ["toma", 0]
@@ -82,7 +85,7 @@ def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool,
 
 
 def widget_values(ratio: float = RATIO, **chosen: Any) -> dict[str, Any]:
-    """Every widget of ToMA Advanced: the balanced preset, these fields of `ToMAConfig`, and nothing else set."""
+    """Return the values of every widget of ToMA Advanced: the balanced preset, and these fields of `ToMAConfig`."""
     values: dict[str, Any] = {"preset": "balanced", "ratio": ratio, "profile": ""}
     for item in fields(ToMAConfig):
         left_alone = "preset" if isinstance(item.default, (bool, Enum)) else -1
@@ -92,8 +95,8 @@ def widget_values(ratio: float = RATIO, **chosen: Any) -> dict[str, Any]:
 
 
 def place_dit(models: Path) -> None:
-    """Write the Flux-format checkpoint, in float16, where the stock loader of ComfyUI finds it: the trained one, which
-    lies in the repository in 8 bits, else random weights. `models` is the server's models folder."""
+    """Write the Flux-format checkpoint in float16 to the folder of ComfyUI's own loader: the trained weights, which the
+    repository stores in 8 bits, or random ones. `models`: the server's models folder."""
     target = models / "diffusion_models" / DIT_FILE
     target.parent.mkdir(parents=True, exist_ok=True)
     if DIT.trained:
@@ -102,7 +105,7 @@ def place_dit(models: Path) -> None:
         return
     from .comfy_setup import prepare
 
-    prepare()  # the network is ComfyUI's own class; nothing else here needs ComfyUI in this process
+    prepare()  # the network is ComfyUI's own class; only this function needs ComfyUI in this process
     from .models import new_dit
 
     save_file({name: value.contiguous() for name, value in new_dit(to_train=False).state_dict().items()}, target)

@@ -1,4 +1,4 @@
-"""What the demo measured: numbers, the table that shows them, and the pictures."""
+"""Results of the demo: numbers, their table, and the pictures."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .scenes import CANVAS
 from .showcase_graphs import SAMPLER, Kind
 
 _TOKENS = re.compile(r"(\d+) -> (\d+) \((\d+) x (\d+)\)")
-_PAPER, _INK = (34, 34, 36), (230, 230, 230)  # as the report's pictures
+_PAPER, _INK = (34, 34, 36), (230, 230, 230)  # the colours of the report's pictures
 _MARGIN, _CAPTION, _PANEL = 16, 30, 384
 DIFFERENCE_GAIN = 4
-# What the report's map shows; on the page it stands on the node.
+# The legend of the report's map; on the page the node shows it.
 _MAP = (
     "Dots are destination tokens, the patch around each is merged into it, black lines are windows.",
     "Bars: share of the tokens computed at each step; blue merged, grey full.",
@@ -52,42 +52,42 @@ class Case:
 
     @property
     def draws(self) -> bool:
-        """Whether its pictures show anything: of another size than the models were trained at there is only noise."""
+        """Return whether its pictures show a scene: at any other size than that of training they are noise."""
         return self.kind.trained and self.pixels == CANVAS
 
     @property
     def tokens(self) -> str:
-        """Tokens before -> after of every merged grid, as the report node has them, the finest first."""
+        """Return "before -> after" tokens of every merged grid from the report, the finest first."""
         found = _TOKENS.findall(self.merged[0].report)
         return ", ".join(f"{int(before):,} -> {int(after):,}" for before, after, _, _ in found) or "none merged"
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Median seconds per step: without ToMA, with it."""
+        """Return the median seconds per step without and with ToMA."""
         plain, merged = ([run.seconds_per_step for run in runs] for runs in (self.plain, self.merged))
         return statistics.median(plain), statistics.median(merged)
 
     @property
     def speed_ratios(self) -> list[float]:
-        """Without ToMA over with it, pair by pair."""
+        """Return the ratio of seconds without to seconds with ToMA for each pair."""
         pairs = zip(self.plain, self.merged, strict=True)
         return [plain.seconds_per_step / merged.seconds_per_step for plain, merged in pairs]
 
     @property
     def speedup(self) -> float:
-        """Ratio of the medians; above 1 is faster."""
+        """Return the ratio of the medians; above 1 is faster."""
         plain, merged = self.seconds
         return plain / merged
 
     @property
     def error(self) -> float:
-        """Median over the seeds of the relative error of the merged latent."""
+        """Return the median over the seeds of the merged latent's relative error."""
         pairs = zip(self.plain, self.merged, strict=True)
         return statistics.median(relative_error(merged.latent, plain.latent) for plain, merged in pairs)
 
     @property
     def seed_error(self) -> float | None:
-        """The same measure between two unmerged pictures of different seeds, None with one seed only."""
+        """Return the relative error between two unmerged latents of different seeds, None with one seed only."""
         if len(self.plain) < 2:
             return None
         return relative_error(self.plain[1].latent, self.plain[0].latent)
@@ -96,19 +96,19 @@ class Case:
 class StepClock:
     """Times the sampler from the server's websocket messages; give it to `ComfyClient.run` as `on_message`.
 
-    Counted is from the end of the first step to the end of sampling, over the steps in between: loading is left out,
-    and so is whatever a first step does once, but the selections and weighings of later steps are in.
+    The clock runs from the end of the first step to the end of sampling, divided by the steps in between. It excludes
+    loading and one-time work of the first step, and includes selections and merge weights of later steps.
     """
 
     def __init__(self, now: Callable[[], float], on_step: Callable[[int, int], None] | None = None) -> None:
-        """now: a clock in seconds. on_step(done, total): called after every step."""
+        """Store the callbacks. now: a clock in seconds. on_step(done, total): called after every step."""
         self._now, self._on_step = now, on_step
         self._first: float | None = None
         self._end: float | None = None
         self._steps = 0
 
     def __call__(self, kind: str, data: object) -> None:
-        """One websocket message."""
+        """Process one websocket message."""
         if not isinstance(data, dict):
             return
         if kind == "progress" and data.get("node") == SAMPLER:
@@ -122,21 +122,22 @@ class StepClock:
 
     @property
     def seconds_per_step(self) -> float:
-        """Raises ValueError unless two or more steps ran to the end."""
+        """Return the mean time. Raises ValueError unless two or more steps have ended."""
         if self._first is None or self._end is None or self._steps < 2:
             raise ValueError(f"the sampler was seen for {self._steps} steps; at least two are needed")
         return (self._end - self._first) / (self._steps - 1)
 
 
 def relative_error(latent: torch.Tensor, reference: torch.Tensor) -> float:
-    """||latent - reference|| / ||reference|| over all elements, in fp64. Raises ValueError if the shapes differ."""
+    """Return ||latent - reference|| / ||reference|| over all elements, in fp64. Raises ValueError if the shapes
+    differ."""
     if latent.shape != reference.shape:
         raise ValueError(f"latents of {tuple(latent.shape)} and {tuple(reference.shape)} cannot be compared")
     return float((latent.double() - reference.double()).norm() / reference.double().norm())
 
 
 def table(cases: list[Case]) -> str:
-    """The results as aligned text: one line per case."""
+    """Format the results as aligned text, one line per case."""
     head = ("model", "size", "tokens", "faster", "(pairs)", "s/step without", "with ToMA", "error")
     rows = [head]
     for case in cases:
@@ -160,11 +161,11 @@ def table(cases: list[Case]) -> str:
 
 
 def explanation(cases: list[Case], steps: int, device: str) -> str:
-    """What the table means, and what it does not."""
+    """Return the notes below the table."""
     lines = [
         f"Measured on {device}: {steps} Euler steps (5 without an error), cfg 2, interleaved pairs after a warm-up, "
-        "medians; in brackets the range and number of pairs. Seconds are of this machine now; the ratio is what to "
-        "look at.",
+        "medians; in brackets the range and number of pairs. Seconds depend on this machine and its load; compare the "
+        "ratio.",
     ]
     if any(max(case.speed_ratios) > 1.5 * min(case.speed_ratios) for case in cases):
         lines.append("Single pairs differ widely: something else is using this machine. Run it again when it is idle.")
@@ -190,7 +191,7 @@ def explanation(cases: list[Case], steps: int, device: str) -> str:
 
 
 def side_by_side(cases: list[Case]) -> Image.Image:
-    """One row per case that draws something: without ToMA | with it | difference, made visible."""
+    """Draw one row per case that draws a scene: without ToMA | with ToMA | amplified difference."""
     captions = ("without ToMA", "with ToMA", f"difference, {DIFFERENCE_GAIN}x")
     rows = []
     for case in _drawn(cases):
@@ -202,12 +203,12 @@ def side_by_side(cases: list[Case]) -> Image.Image:
 
 
 def _drawn(cases: list[Case]) -> list[Case]:
-    """The cases that draw something; all where none does."""
+    """Return the cases that draw a scene, or all cases if none does."""
     return [case for case in cases if case.draws] or cases
 
 
 def merge_maps(cases: list[Case]) -> Image.Image:
-    """The report node's map of every case that draws something, below each other, with what it shows."""
+    """Stack the report's maps of every case that draws a scene, with a legend."""
     shown = [(case.name, image) for case in _drawn(cases) if (image := case.merged[0].merge_map) is not None]
     width = max(image.width for _, image in shown)
     height = sum(image.height + _CAPTION for _, image in shown) + len(_MAP) * _CAPTION
@@ -239,13 +240,13 @@ def _sheet(rows: list[tuple[str, list[tuple[str, Image.Image]]]]) -> Image.Image
 
 
 def fitted(picture: Image.Image, side: int) -> Image.Image:
-    """The picture as a square of `side` pixels; enlarged without smoothing, so that single pixels can be seen."""
+    """Resize the picture to a square of `side` pixels; enlarging does not smooth, so that single pixels are visible."""
     small = picture.width < side
     return picture.convert("RGB").resize((side, side), Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS)
 
 
 def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Pillow's own font, so that pictures look the same everywhere."""
+    """Return Pillow's own font, so that pictures are the same on every machine."""
     try:
         return ImageFont.load_default(size)
     except TypeError:  # Pillow before 10.1 has one size
@@ -253,7 +254,7 @@ def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def opened(png: bytes) -> Image.Image:
-    """The picture in a PNG file's bytes, read whole."""
+    """Decode the bytes of a PNG file."""
     image = Image.open(io.BytesIO(png))
     image.load()
     return image.convert("RGB")

@@ -1,7 +1,7 @@
-"""Draws the thumbnails of workflows/ from the workflows themselves: `python -m demo.thumbnails`.
+"""Draw the thumbnails of workflows/ from the workflows themselves: `python -m demo.thumbnails`.
 
-Each has the name of its workflow, what it is for, and the chain of nodes that the model goes through. Nothing is
-sampled, so a thumbnail shows no weights and no settings but those of its workflow.
+Each has the name of its workflow, its purpose, and the chain of nodes that the model passes. Nothing is sampled: a
+thumbnail shows only the settings of its workflow.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BANDS = {
     "LTX": (86, 180, 233),
     "MiniMax": (86, 180, 233),
 }
-# By the names of the workflows: the name in one line or two, and what it is for.
+# Name of a workflow -> its title in one line or two, and its purpose.
 THUMBNAILS = {
     "Benchmark SDXL": ("SDXL", "how fast on\nyour card?"),
     "Benchmark Z-Image": ("Z-Image\nTurbo", "how fast on\nyour card?"),
@@ -57,7 +57,7 @@ THUMBNAILS = {
     "MiniMax H3 image to video": ("MiniMax\nH3", "image to video,\n8 steps"),
     "Qwen-Image-Edit": ("Qwen-Image\nEdit", "edit a picture,\n4 steps"),
 }
-# What the nodes on the model's way are called, by how their type begins; others are not drawn.
+# Prefix of a node type -> its label in the chain; other nodes are not drawn.
 _CALLED = {
     **{"CheckpointLoader": "model", "UNETLoader": "model", "Lora": "LoRA", "ToMAReport": "report", "ToMA": "ToMA"},
     **{"KSamplerSelect": "", "KSampler": "sampler", "SamplerCustom": "sampler", "ImageCompare": "compare"},
@@ -65,7 +65,7 @@ _CALLED = {
 
 
 def main() -> None:
-    """Command line: write every thumbnail, or the named ones."""
+    """Parse the command line and write every thumbnail, or the named ones."""
     parser = argparse.ArgumentParser(prog="python -m demo.thumbnails", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=FOLDER)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(THUMBNAILS)}; all if none is given")
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def chain(workflow: dict[str, Any]) -> list[str]:
-    """What the model goes through in a workflow, in order; what comes twice is named once, with its number."""
+    """Return the labels of the nodes that the model passes, in order; repeated ones once, with their number."""
     labels = [
         next((label for start, label in _CALLED.items() if node["type"].startswith(start)), "")
         for node in sorted(workflow["nodes"], key=lambda node: node["order"])
@@ -92,7 +92,7 @@ def chain(workflow: dict[str, Any]) -> list[str]:
 
 
 def drawn(name: str) -> Image.Image:
-    """The thumbnail of a workflow: SIDE x SIDE."""
+    """Draw the thumbnail of a workflow, SIDE x SIDE."""
     title, use = THUMBNAILS[name]
     image = Image.new("RGB", (SIDE, SIDE), _BOARD)
     pen = ImageDraw.Draw(image)
@@ -115,7 +115,7 @@ def drawn(name: str) -> Image.Image:
 
 
 def _fitting(texts: Sequence[str], size: int, width: float) -> Any:
-    """The font at this size, or at the largest at which no text is wider."""
+    """Return the font at this size, or at the largest size at which every text fits."""
     while any(ImageFont.load_default(size).getlength(text) > width for text in texts):
         size -= 2
     return ImageFont.load_default(size)

@@ -1,8 +1,8 @@
-"""Trains the tiny models: `python -m demo.train dit|unet|wan [--steps N] [--minutes M] [--resume] [--seed S]`.
+"""Train the tiny models: `python -m demo.train dit|unet|wan [--steps N] [--minutes M] [--resume] [--seed S]`.
 
-Every step draws its own numbers from (seed, step), so a resumed run goes on exactly as an unbroken one would. Most
-early steps see whole scenes at half the size, or crops that keep their place (a quarter of the tokens either way); most
-late ones see whole pictures of 128 x 128.
+Every step seeds its own random numbers with (seed, step), so a resumed run equals an uninterrupted one. Most early
+steps see scenes at half the size, or crops with their positions (a quarter of the tokens either way); most late steps
+see full pictures of 128 x 128.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from . import models
 from .compact import load_weights
 from .data import KINDS, Batch, Batches, Plan
-from .objectives import Asked, AskedWan, FewStepsObjective, FlowObjective, VelocityObjective
+from .objectives import FewStepsObjective, FlowObjective, FluxCall, VelocityObjective, WanCall
 from .sampling import DEFAULTS
 
-# Convolutions, which make up half of the UNet, want a lower rate than the matrices.
+# Convolutions, which make up half of the UNet, need a lower rate than the matrices.
 SHARE_OF_RATE = {"dit": 1.0, "unet": 0.25, "wan": 1.0}
 
 
 def _optimisers(network: torch.nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks, AdamW for the rest.
+    """Return Muon for the matrices inside the blocks, and AdamW for the rest.
 
-    For the DiT, Muon came to a loss with about two thirds of the pictures that AdamW alone needed.
+    For the DiT, Muon reached a loss with about two thirds of the pictures that AdamW alone needed.
     """
     inside = {name for name, p in network.named_parameters() if p.ndim == 2 and "block" in name}
     matrices = [p for name, p in network.named_parameters() if name in inside]
@@ -52,7 +52,7 @@ def _optimisers(network: torch.nn.Module, plan: Plan) -> list[torch.optim.Optimi
 
 
 class Trainer:
-    """Network, its moving average and its optimiser, and the deterministic step that moves them."""
+    """The network, its moving average and its optimisers, and the deterministic step that updates them."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Trainer:
         config: dict[str, Any] | None = None,
         teacher: Path | None = None,
     ):
-        """teacher: weights of a model like this one, which teaches it to do with few steps and without guidance; of
-        the shallow UNet, whose answers the deep one learns."""
+        """teacher: weights of a DiT or Wan to distil to few steps without guidance, or of the shallow UNet whose
+        predictions the deep one learns."""
         self.plan = plan
         self.device = device
         self.config = config
@@ -85,23 +85,23 @@ class Trainer:
             shallow = models.new_unet().to(self.device).eval().requires_grad_(False)
             shallow.load_state_dict({name: value.float() for name, value in load_weights(teacher).items()})
             return VelocityObjective(torch.compile(shallow, dynamic=False) if compiled else shallow)
-        asked = AskedWan() if self.plan.kind == "wan" else Asked()
+        call = WanCall() if self.plan.kind == "wan" else FluxCall()
         if teacher is None:
-            return FlowObjective(asked)
+            return FlowObjective(call)
         new = models.new_wan if self.plan.kind == "wan" else models.new_dit
         network = new(config=self.config).to(self.device).eval().requires_grad_(False)
         network.load_state_dict({name: value.float() for name, value in load_weights(teacher).items()})
         cfg = DEFAULTS[self.plan.kind]["cfg"]
-        return FewStepsObjective(torch.compile(network, dynamic=False) if compiled else network, cfg, asked)
+        return FewStepsObjective(torch.compile(network, dynamic=False) if compiled else network, cfg, call)
 
     def train_step(self, batch: Batch) -> float:
-        """One optimiser step on the batch of `self.step`; returns its loss."""
+        """Do one optimiser step on the batch of `self.step` and return its loss."""
         batch = batch.to(self.device)
         for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
             group["lr"] = self.plan.lr_at(self.step) * group["share"]
-        # On a CPU, the fused attention is much slower backwards than its plain products: a third of the UNet's time.
+        # On a CPU, the backward pass of fused attention is much slower than that of plain products: a third of a step.
         plain = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else nullcontext()
-        # No cache: what a network that teaches itself is cast to without gradients would be used with them.
+        # No cache: weights that are cast without gradients for the teacher's pass would be reused with gradients.
         with plain, torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
             loss = self.objective.loss(self.forward, batch)
         loss.backward()
@@ -118,7 +118,7 @@ class Trainer:
         return float(loss.detach())
 
     def save(self, path: Path) -> None:
-        """Writes everything needed to go on, atomically."""
+        """Write a checkpoint to resume from, atomically."""
         state = {
             "plan": asdict(self.plan),
             "step": self.step,
@@ -133,7 +133,7 @@ class Trainer:
         partial.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Goes on from a file of `save`; the number of steps may differ, which moves the cool-down."""
+        """Resume from a file of `save`; the number of steps may differ, which moves the cool-down."""
         state = torch.load(path, map_location=self.device, weights_only=True)
         if state["plan"]["kind"] != self.plan.kind or state["plan"]["seed"] != self.plan.seed:
             raise ValueError(
@@ -146,20 +146,21 @@ class Trainer:
         self.step, self.seen = state["step"], state["seen"]
 
     def begin_with(self, path: Path) -> None:
-        """Takes weights that `export` wrote for those to start from; steps and optimisers begin anew."""
+        """Start from weights that `export` wrote, at step 0 and with fresh optimisers."""
         weights = {name: value.to(self.device, torch.float32) for name, value in load_weights(path).items()}
         self.network.load_state_dict(weights)
         self.average = {name: value.detach().clone() for name, value in self.network.named_parameters()}
 
     def export(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
-        """Writes the averaged weights as safetensors, the file that ComfyUI or `load_unet` reads."""
+        """Write the averaged weights as safetensors, for ComfyUI's loader or `load_unet`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         weights = {name: value.to("cpu", dtype).contiguous() for name, value in self.average.items()}
         save_file(weights, path, metadata={"step": str(self.step), **{k: str(v) for k, v in asdict(self.plan).items()}})
 
 
 def run(trainer: Trainer, checkpoint: Path, minutes: float, every: float = 120.0, workers: int = 0) -> bool:
-    """Trains to the plan's end, a time limit or SIGTERM/SIGINT, saving every `every` seconds; True if finished."""
+    """Train to the plan's end, a time limit or SIGTERM/SIGINT, and save every `every` seconds. Return True if
+    finished."""
     stop = False
 
     def ask_to_stop(*_: Any) -> None:
@@ -198,40 +199,40 @@ def run(trainer: Trainer, checkpoint: Path, minutes: float, every: float = 120.0
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """The plan that the command line asks for."""
+    """Return the plan of the command line."""
     names = ("kind", "steps", "seed", "lr", "warmup", "cooldown", "crop_batch", "full_batch", "width", "token", "ema")
     plan = Plan(**{name: getattr(args, name) for name in names}, blocks=tuple(args.blocks))
-    shares = (0.0, 1.0) if args.whole else args.shares
+    shares = (0.0, 1.0) if args.full_only else args.shares
     return plan if shares is None else replace(plan, early_shares=tuple(shares), late_shares=tuple(shares))
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The command line, see the module's docstring."""
+    """Parse the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--steps", type=int, default=8000, help="length of the whole run, over which the rate falls")
+    parser.add_argument("--steps", type=int, default=8000, help="length of the run, over which the rate falls")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this long, with a checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=Plan.lr)
     parser.add_argument("--width", type=int, default=Plan.width, help="of the DiT")
-    parser.add_argument("--blocks", type=int, nargs=2, default=Plan.blocks, help="of the DiT, double and single")
+    parser.add_argument("--blocks", type=int, nargs=2, default=Plan.blocks, help="double and single blocks of the DiT")
     parser.add_argument("--deep", action="store_true", help="the UNet with SDXL's depths")
     parser.add_argument("--token", type=int, default=Plan.token, help="side of the DiT's tokens in pixels, 2 or 4")
     parser.add_argument("--warmup", type=int, default=Plan.warmup, help="steps until the rate is reached")
-    parser.add_argument("--shares", type=float, nargs=2, help="of steps with half-size scenes and with whole pictures")
+    parser.add_argument("--shares", type=float, nargs=2, help="shares of steps with half-size scenes and full pictures")
     parser.add_argument("--crop-batch", type=int, default=Plan.crop_batch)
     parser.add_argument("--full-batch", type=int, default=Plan.full_batch)
-    parser.add_argument("--whole", action="store_true", help="whole pictures alone, to go on with --init")
+    parser.add_argument("--full-only", action="store_true", help="full pictures only, to continue with --init")
     parser.add_argument("--cooldown", type=float, default=Plan.cooldown, help="share of the steps in which lr falls")
     parser.add_argument("--ema", type=float, default=Plan.ema, help="of the moving average that is exported")
     parser.add_argument("--init", type=Path, help="exported weights to begin with, where there is no checkpoint")
     parser.add_argument(
         "--teacher",
         type=Path,
-        help="a trained DiT or Wan, to learn from it to do with 4 and 8 steps without guidance; of the deep UNet, the "
-        "shallow one, to learn its answers",
+        help="a trained DiT or Wan, to distil it to 4 and 8 steps without guidance; for the deep UNet, the shallow one "
+        "whose predictions it learns",
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint")
     parser.add_argument("--compile", action="store_true", help="torch.compile: about 1.5x faster after a few minutes")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads, 0 for torch's own choice")
     parser.add_argument("--workers", type=int, default=0, help="processes that draw scenes ahead, for a GPU")
@@ -246,7 +247,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Parse the command line and train."""
     args = arguments()
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -1,4 +1,4 @@
-"""Draws clips with the tiny Wan through ComfyUI's own samplers: `python -m demo.video --weights wan.safetensors`."""
+"""Draw clips with the tiny Wan through ComfyUI's own samplers: `python -m demo.video --weights wan.safetensors`."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from .models import ClipLatents, load_wan
 from .sampling import DEFAULTS, contact_sheet
 
 
-def clip_conditioning(clips: list[Clip | None], told: int | None = None) -> list[list[Any]]:
-    """CONDITIONING of a batch: clip i belongs to latent i; None: the empty prompt. told: how many steps there are, for
-    a model that was taught few."""
+def clip_conditioning(clips: list[Clip | None], steps: int | None = None) -> list[list[Any]]:
+    """Return the CONDITIONING of a batch: clip i belongs to latent i; None is the empty prompt.
+
+    steps: the number of sampling steps, for a model that takes it as a token (see `clips.step_token`).
+    """
     tokens = torch.stack([clip_tokens(clip) for clip in clips])
-    if told is not None:
-        tokens = torch.cat([tokens, step_token(told).expand(len(clips), 1, -1)], 1)
+    if steps is not None:
+        tokens = torch.cat([tokens, step_token(steps).expand(len(clips), 1, -1)], 1)
     return [[tokens, {}]]
 
 
 def clip_noise(seeds: list[int]) -> torch.Tensor:
-    """Noise for a batch of clips, each by its own seed. (len(seeds), 16, FRAMES, h, w)"""
+    """Draw noise for a batch of clips, one seed for each: (len(seeds), 16, FRAMES, h, w)."""
     shape = LATENT_CHANNELS, FRAMES, *[CLIP_SIZE // UNSHUFFLE] * 2
     return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
@@ -44,12 +46,15 @@ def draw_clips(
     seeds: list[int],
     steps: int,
     cfg: float,
-    told: int | None = None,
+    model_steps: int | None = None,
     batch: int = 4,
     runs: int = 1,
 ) -> torch.Tensor:
-    """Samples one latent per clip: (len(clips), 16, FRAMES, h, w), float32 on the CPU. `seeds` gives each its noise.
-    runs: one after another, as Wan 2.2 has a model for high noise and one for low."""
+    """Sample one latent per clip: (len(clips), 16, FRAMES, h, w), float32 on the CPU. `seeds` gives each its noise.
+
+    model_steps: see `clip_conditioning`. runs: number of consecutive sampler runs that share the schedule, as Wan 2.2
+    has a model for high noise and one for low.
+    """
     results = []
     for start in range(0, len(clips), batch):
         part, part_seeds = clips[start : start + batch], seeds[start : start + batch]
@@ -63,8 +68,8 @@ def draw_clips(
                 cfg,
                 DEFAULTS["wan"]["sampler"],
                 DEFAULTS["wan"]["scheduler"],
-                clip_conditioning(list(part), told),
-                clip_conditioning([None] * len(part), told),
+                clip_conditioning(list(part), model_steps),
+                clip_conditioning([None] * len(part), model_steps),
                 drawn,
                 start_step=steps * run // runs,
                 last_step=steps * (run + 1) // runs,
@@ -76,24 +81,24 @@ def draw_clips(
 
 
 def decode_clips(latent: torch.Tensor) -> torch.Tensor:
-    """ComfyUI latents (B, 16, T, h, w) -> clips (B, 3, T, 2h, 2w), about -1..1, not clamped."""
+    """Map ComfyUI latents (B, 16, T, h, w) to clips (B, 3, T, 2h, 2w), about -1..1, not clamped."""
     return model_to_clips(ClipLatents().process_in(latent))
 
 
 def main() -> None:
-    """Command line: a sheet with a clip in each row, and below each the same clip as our code draws it."""
+    """Write a sheet: a sampled clip in each row, and below it the same clip as `render_clips` draws it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--cfg", type=float, default=DEFAULTS["wan"]["cfg"])
-    parser.add_argument("--told", type=int, help="how many steps a model is told that was taught few")
+    parser.add_argument("--model-steps", type=int, help="number of steps to pass to a model that takes it")
     parser.add_argument("--sheet", type=Path, required=True, help="where to write the PNG")
     args = parser.parse_args()
     clips = [clip_from_seed(FIRST_TEST_SEED + index) for index in range(args.count)]
     begin = time.monotonic()
     model = load_wan(str(args.weights))
-    drawn = decode_clips(draw_clips(model, clips, list(range(args.count)), args.steps, args.cfg, args.told))
+    drawn = decode_clips(draw_clips(model, clips, list(range(args.count)), args.steps, args.cfg, args.model_steps))
     print(f"{args.count} clips, {args.steps} steps: {(time.monotonic() - begin) / args.count:.2f} s each")
     rows = torch.stack([drawn, render_clips(clips, CLIP_SIZE)], 1).movedim(3, 2).flatten(0, 2)
     large = torch.nn.functional.interpolate(rows, scale_factor=3.0)

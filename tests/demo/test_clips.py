@@ -18,7 +18,7 @@ from demo import models, video
 from demo.clips import FRAMES, MOTIONS, Clip, clip_from_seed, clip_tokens, render_clips, step_token
 from demo.data import CLIP_SIZE, Batches, Plan
 from demo.latents import clips_to_model, image_to_model, model_to_clips
-from demo.objectives import AskedWan, FewStepsObjective
+from demo.objectives import FewStepsObjective, WanCall
 from demo.scenes import ATTRIBUTES, TEXT_DIM, render, scene_from_seed, scene_tokens, spare_codes
 
 SMALL = {**models.WAN_CONFIG, "num_layers": 2}
@@ -36,7 +36,7 @@ def test_what_moves_moves_and_all_else_stands_still() -> None:
     assert all(torch.equal(still[:, frame], still[:, 0]) for frame in range(FRAMES))
 
 
-def test_a_clip_is_told_by_its_scene_and_its_motions() -> None:
+def test_tokens_encode_the_scene_and_its_motions() -> None:
     clip = clip_from_seed(11)
     assert clip == clip_from_seed(11)
     assert clip.scene == scene_from_seed(11)
@@ -49,7 +49,7 @@ def test_a_clip_is_told_by_its_scene_and_its_motions() -> None:
     near = (others @ others.T / TEXT_DIM).fill_diagonal_(0)
     assert near.abs().max() < 1e-4
     assert torch.equal(clip_tokens(None), scene_tokens(None)[:1].expand(len(tokens), -1))
-    with pytest.raises(ValueError, match="codes are asked for"):
+    with pytest.raises(ValueError, match="codes are requested"):
         spare_codes(100)
 
 
@@ -69,7 +69,7 @@ def test_a_batch_of_clips() -> None:
 
 
 def test_the_wan_learns_and_is_taught_few_steps() -> None:
-    """Its steps are told by a token, and lie where ComfyUI's sampler has them."""
+    """A token encodes the number of steps, and their sigmas are those of ComfyUI's sampler."""
     batch = Batches(Plan("wan", 3, crop_batch=4))[0]
     seen = []
 
@@ -79,11 +79,11 @@ def test_the_wan_learns_and_is_taught_few_steps() -> None:
         seen.append((timestep, context.shape[1]))
         return torch.zeros_like(x)
 
-    asked = AskedWan()
-    FewStepsObjective(spy, 2.0, asked).loss(spy, batch)
+    call = WanCall()
+    FewStepsObjective(spy, 2.0, call).loss(spy, batch)
     assert [tokens for _, tokens in seen] == [18, 17, 18, 17, 18]
-    levels = set(calculate_sigmas(AskedWan.levels(), "simple", 16).tolist())
-    assert {round(float(level), 5) for level in seen[1][0] / 1000} <= {round(level, 5) for level in levels}
+    sigmas = set(calculate_sigmas(WanCall.model_sampling(), "simple", 16).tolist())
+    assert {round(float(sigma), 5) for sigma in seen[1][0] / 1000} <= {round(sigma, 5) for sigma in sigmas}
 
 
 def test_a_file_of_a_wan_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,10 +92,10 @@ def test_a_file_of_a_wan_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     model = models.load_wan(str(tmp_path / "wan.safetensors"))
     assert type(model.model) is comfy.model_base.WAN21
     assert model.get_model_object("model_sampling").shift == models.CLIP_SHIFT
-    drawn = video.draw_clips(model, [clip_from_seed(1), clip_from_seed(2)], [1, 2], 2, 2.0, told=4)
+    drawn = video.draw_clips(model, [clip_from_seed(1), clip_from_seed(2)], [1, 2], 2, 2.0, model_steps=4)
     assert drawn.shape == (2, 16, FRAMES, 16, 16)
     assert drawn.isfinite().all()
-    alone = video.draw_clips(model, [clip_from_seed(2)], [2], 2, 2.0, told=4)
+    alone = video.draw_clips(model, [clip_from_seed(2)], [2], 2, 2.0, model_steps=4)
     torch.testing.assert_close(drawn[1:], alone, atol=2e-3, rtol=1e-2)
     sheet = tmp_path / "sheet.png"
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The UNet's positions: every cell has its own code, and a crop has that of its place in the picture."""
+"""The UNet's positions: every cell has its own code, and a crop has the codes of its offset."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from typing import Any
 import torch
 
 from demo.models import load_unet
-from demo.positions import AddPositions, code, places
+from demo.positions import AddPositions, cell_centres, code
 from tests.loop import loop
 
 
 @loop("channels", [32, 64])
 def test_every_cell_has_its_own_code(channels: int) -> None:
-    codes = code(places(64), places(64), channels)[0].flatten(1).T
+    codes = code(cell_centres(64), cell_centres(64), channels)[0].flatten(1).T
     nearest = torch.cdist(codes, codes).fill_diagonal_(9.0).min(1).values
     assert nearest.min() > 0.05
     assert codes[:, channels // 2 :].eq(0).all()
     assert not codes[:, : channels // 2].eq(0).all(0).any()
 
 
-def test_half_the_size_has_the_same_places() -> None:
-    """The code of a cell is the mean place of the four cells that it stands for."""
-    torch.testing.assert_close(places(32), places(64).view(32, 2).mean(1))
+def test_half_size_cells_have_the_mean_centre() -> None:
+    """The centre of a half-size cell is the mean centre of the cells that it replaces."""
+    torch.testing.assert_close(cell_centres(32), cell_centres(64).view(32, 2).mean(1))
 
 
 @loop("first", [0, 6, 20])
-def test_a_crop_has_the_code_of_its_place(first: int) -> None:
-    whole = code(places(64), places(64), 32)
-    part = code(places(32, first, 64), places(32, 10, 64), 32)
-    torch.testing.assert_close(part, whole[:, :, first : first + 32, 10:42])
+def test_a_crop_has_the_code_of_its_offset(first: int) -> None:
+    full = code(cell_centres(64), cell_centres(64), 32)
+    part = code(cell_centres(32, first, 64), cell_centres(32, 10, 64), 32)
+    torch.testing.assert_close(part, full[:, :, first : first + 32, 10:42])
 
 
 def test_only_the_first_block_gets_it() -> None:
     h, patch = torch.zeros(2, 32, 6, 10), AddPositions()
-    torch.testing.assert_close(patch(h, {"block": ("input", 0)})[1:], code(places(6), places(10), 32))
+    torch.testing.assert_close(patch(h, {"block": ("input", 0)})[1:], code(cell_centres(6), cell_centres(10), 32))
     for block in (("input", 1), ("middle", 0)):
         assert patch(h, {"block": block}) is h
 
