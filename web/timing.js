@@ -1,17 +1,18 @@
-// Times the steps of every sampler that runs: those with ToMA, and the same without it.
+// Times the steps of every sampler run, with and without ToMA.
 import { api } from "../../scripts/api.js"
 
 const SKIPPED = new Set(["ToMA", "ToMAAdvanced", "ToMACalibrate"])
 const SEEDS = new Set(["seed", "noise_seed", "control_after_generate"])
 const prompts = new Map() // prompt id -> its graph, until the prompt is over
-const plain = new Map() // what is sampled -> seconds per step of the last run without ToMA
+const plain = new Map() // key of `sampled` -> seconds per step of the last run without ToMA
 let prompt // the id of the prompt that runs
 let executing // the id of the node that runs
 let clock // { first, last, steps } of its sampling: times in milliseconds
 let merged = [] // messages of runs with ToMA in this node
 let changed = () => {} // called when a time is known
 
-// What a sampler samples: it and all nodes before it but ours, with what they are set to but seeds and prompts.
+// A key of what a sampler samples: it and all nodes before it except this pack's, and their inputs except seeds and
+// prompts.
 function sampled(graph, id) {
   const seen = new Set()
   const walk = (node) => {
@@ -33,13 +34,13 @@ function isLink(value) {
   return Array.isArray(value) && value.length === 2 && typeof value[1] === "number"
 }
 
-// Names of files may have spaces too, and another file is another model.
+// File names may contain spaces too, and they identify the model.
 function isProse(value) {
   return typeof value === "string" && /\s/.test(value) && !/\.\w+$/.test(value)
 }
 
-// The first step is left out: what a run does once is in it. The last ends when the next node begins, because a GPU is
-// behind what it is told.
+// The first step is excluded, because it contains one-time work. The last step ends when the next node begins, because
+// a GPU runs asynchronously.
 function stopped() {
   const graph = prompts.get(prompt)
   if (graph && clock && clock.steps > clock.from && graph[executing]) {
@@ -54,13 +55,13 @@ function stopped() {
   merged = []
 }
 
-// A run with ToMA has ended: its sampler is the node that runs now.
+// Called at the end of a run with ToMA, while its sampler is still the executing node.
 export function ended(message) {
   merged.push(message)
 }
 
-// The line on the times of a run: beside them those of the last run of the same size without ToMA. Where the first step
-// was full, leaving it out would flatter a run of few steps: then it counts as long as a step without ToMA.
+// The line with the time of a run's steps, and that of the last run of the same key without ToMA. If the first step was
+// full, excluding it would flatter a run of few steps: it then counts as one step without ToMA.
 export function timesOf({ timed }) {
   if (!timed) return []
   const without = plain.get(timed.key)
@@ -76,12 +77,12 @@ function shown(seconds) {
 
 export function startTiming(onChange) {
   changed = onChange
-  // ComfyUI's page tells nobody which graph a prompt has.
+  // ComfyUI's page has no event with the graph of a prompt.
   const queuePrompt = api.queuePrompt
   api.queuePrompt = async function (number, data, ...more) {
-    const answer = await queuePrompt.call(this, number, data, ...more)
-    if (answer?.prompt_id && data?.output) prompts.set(answer.prompt_id, data.output)
-    return answer
+    const response = await queuePrompt.call(this, number, data, ...more)
+    if (response?.prompt_id && data?.output) prompts.set(response.prompt_id, data.output)
+    return response
   }
   api.addEventListener("execution_start", ({ detail }) => {
     prompt = detail.prompt_id
@@ -96,7 +97,7 @@ export function startTiming(onChange) {
     if (!clock || value < clock.steps) clock = { first: performance.now(), from: value, steps: value }
     clock.steps = value
   })
-  // What runs while the page has no connection is not seen, and on its return ComfyUI names the node again.
+  // The page misses steps while it has no connection; on reconnection ComfyUI sends the executing node again.
   api.addEventListener("reconnecting", () => {
     clock = undefined
   })

@@ -1,27 +1,27 @@
-// Shows on the nodes of this pack what they did and what went wrong, in the page's language. ComfyUI's own widgets draw
-// it, so it works in both renderers.
+// Shows the status and the errors of this pack's nodes on the nodes, in the page's language. The text is a widget of
+// ComfyUI, so it works in both renderers.
 import { api } from "../../scripts/api.js"
 import { app } from "../../scripts/app.js"
 import { ended, startTiming, timesOf } from "./timing.js"
-// Node type -> least and greatest height of its text, in pixels: whole lines of 16, and 8 around them.
+// Node type -> minimum and maximum height of its text, in pixels: a multiple of 16 for the lines, plus 8.
 const LINE = [72, 120]
 const REPORT = [184, 264]
 const RESULT = [120, 184]
 const HEIGHTS = { ToMA: LINE, ToMAAdvanced: LINE, ToMAReport: REPORT, ToMABenchmark: RESULT, ToMACalibrate: RESULT }
-// A new node of these is as large as its picture needs to be read.
+// Initial sizes of nodes with a picture, large enough to read it.
 const SIZES = { ToMAReport: [480, 1000], ToMABenchmark: [460, 640], ToMACalibrate: [460, 560] }
-const AROUND = 20 // what the canvas renderer leaves free above and below a widget
-const WIDGET = "toma_said"
+const MARGIN = 20 // space that the canvas renderer leaves above and below a widget
+const WIDGET = "toma_status"
 const RESET = "toma_reset"
 const NEW = { lines: [{ id: "no_run_yet" }] }
 const CACHED = { lines: [{ id: "cached" }] }
 const WAIT = { milliseconds: 200, times: 100 } // for the server's answer to a prompt
 
 // Workflow id -> node id -> the last message, for workflows that are closed and opened again.
-const known = new Map()
+const lastMessages = new Map()
 
-// The nodes send messages: an id and its parameters. i18n/<language>.json has the text of each id, and the labels of
-// settings; what it lacks is English.
+// The nodes send messages: an id and its parameters. i18n/<language>.json has the text of each id and the labels of
+// settings; missing texts fall back to English.
 const LANGUAGES = ["de", "en", "es", "fr", "ja", "ko", "ru", "zh"]
 const tables = new Map()
 let table = { labels: {}, messages: {} }
@@ -34,7 +34,7 @@ async function loaded(language) {
   return tables.get(language)
 }
 
-async function learn() {
+async function loadTexts() {
   const language = app.extensionManager?.setting?.get("Comfy.Locale")
   const [english, theirs] = await Promise.all([loaded("en"), loaded(LANGUAGES.includes(language) ? language : "en")])
   table = {
@@ -71,13 +71,13 @@ function joined(lines, node) {
   return lines.map((line) => formatted(line, node)).join("\n")
 }
 
-// The Vue renderer gives text and picture half of a node each: the text takes what it needs, the picture the rest.
+// The Vue renderer gives text and picture half of a node each; with this style the picture takes what the text leaves.
 const STYLE = ".lg-node-widgets:has(.toma-above) { flex: 0 1 auto !important }"
 
 function addText(node) {
   const [least, greatest] = HEIGHTS[node.comfyClass]
   const text = document.createElement("div")
-  text.className = node.comfyClass in SIZES ? "toma-said toma-above" : "toma-said"
+  text.className = node.comfyClass in SIZES ? "toma-status toma-above" : "toma-status"
   text.setAttribute("role", "status")
   Object.assign(text.style, {
     boxSizing: "border-box",
@@ -102,15 +102,15 @@ function addText(node) {
   const widget = node.addDOMWidget(WIDGET, WIDGET, frame, {
     serialize: false,
     hideInPanel: true, // the panel of parameters would show an empty field
-    getMinHeight: () => least + AROUND,
-    getMaxHeight: () => greatest + AROUND,
+    getMinHeight: () => least + MARGIN,
+    getMaxHeight: () => greatest + MARGIN,
   })
   widget.serialize = false
   widget.beforeQueued = queued
   write(node, NEW)
 }
 
-// Below 0 there is only -1, the preset's value: a click on an arrow leads from it to 0, and back.
+// The only value below 0 is -1, the preset's value: an arrow of the widget steps from it to 0, and back.
 function snap(widget) {
   const callback = widget.callback
   let last = widget.value
@@ -121,9 +121,9 @@ function snap(widget) {
   }
 }
 
-// What the preset has for the fields that are left to it stands beside their names after a run.
-const labels = new WeakMap() // widget -> its name, where its label says more
-const presets = new WeakMap() // node -> the preset of its last run, and the values that it has
+// After a run, the label of each field that is left to the preset also shows the preset's value.
+const labels = new WeakMap() // widget -> its name, if its label also shows a value
+const presets = new WeakMap() // node -> the preset of its last run, and the preset's values
 
 function showPreset(node) {
   const values = presets.get(node) ?? {}
@@ -147,7 +147,7 @@ function isLeft({ value }) {
   return value === -1 || value === "preset"
 }
 
-// Every field is the preset's again; ratio, preset and profile stay.
+// A button that resets every field to the preset; ratio, preset and profile do not change.
 function addReset(node) {
   const reset = () => {
     for (const widget of node.widgets.filter(isOverride)) {
@@ -162,15 +162,15 @@ function addReset(node) {
   for (const widget of node.widgets.filter((each) => isOverride(each) || each.name === "preset")) {
     const callback = widget.callback
     widget.callback = function (...values) {
-      const answer = callback?.apply(this, values)
+      const result = callback?.apply(this, values)
       showPreset(node)
-      return answer
+      return result
     }
   }
 }
 
-// The canvas renderer shows what the Vue renderer folds away; it knows how to fold, and is told of it here.
-function fold(node) {
+// The Vue renderer hides advanced widgets by itself; the canvas renderer needs a `hidden` property.
+function hideAdvanced(node) {
   for (const widget of node.widgets.filter(({ options }) => options?.advanced)) {
     widget.advanced = true
     Object.defineProperty(widget, "hidden", { configurable: true, get: () => !node.showAdvanced, set() {} })
@@ -216,65 +216,65 @@ function write(node, message) {
 }
 
 function openMessages() {
-  return [...known].filter(([graph]) => isOpen(graph)).flatMap(([, messages]) => [...messages])
+  return [...lastMessages].filter(([graph]) => isOpen(graph)).flatMap(([, messages]) => [...messages])
 }
 
 function writeAll() {
   for (const [path, message] of openMessages()) write(findNode(path), message)
 }
 
-function said(path, message) {
+function showMessage(path, message) {
   const { graph } = message
-  if (!known.has(graph)) known.set(graph, new Map())
-  const messages = known.get(graph)
+  if (!lastMessages.has(graph)) lastMessages.set(graph, new Map())
+  const messages = lastMessages.get(graph)
   const last = messages.get(String(path))
   const before = last?.error ? last.before : last
   messages.set(String(path), message.error ? { ...message, before } : message)
   if (isOpen(graph)) write(findNode(path), message)
 }
 
-// A node that ComfyUI takes from its cache, or that is bypassed, says nothing in this run.
+// A node that ComfyUI takes from its cache, or that is bypassed, sends no message in this run.
 function started() {
   for (const [, message] of openMessages()) message.earlier = true
   writeAll()
 }
 
-// After the page was loaded anew nothing is known of a run that ComfyUI remembers. The sampler behind a remembered node
-// may still run, so this is said when all is over.
-let remembered = []
-const asked = new Set() // the workflows whose prompts may be running: nobody tells which one a prompt is of
+// After a reload the page has no message of nodes that ComfyUI takes from its cache. The sampler behind such a node may
+// still run, so the page shows this at the end of the prompt.
+let cachedNodes = []
+const pendingGraphs = new Set() // workflows whose prompts may be running: events do not name a prompt's workflow
 
 function cached({ detail }) {
-  remembered = detail.nodes ?? []
+  cachedNodes = detail.nodes ?? []
 }
 
 function finished() {
-  if (asked.size !== 1 || !asked.has(openGraph())) return
-  const told = new Set(openMessages().map(([path]) => path))
-  for (const path of remembered) if (!told.has(String(path))) write(findNode(path), CACHED)
-  remembered = []
+  if (pendingGraphs.size !== 1 || !pendingGraphs.has(openGraph())) return
+  const withMessage = new Set(openMessages().map(([path]) => path))
+  for (const path of cachedNodes) if (!withMessage.has(String(path))) write(findNode(path), CACHED)
+  cachedNodes = []
 }
 
-// The page tells nobody that the server refused a prompt, so its answer is waited for.
+// No event reports that the server refused a prompt, so the page polls for its errors.
 let waiting
 
 function queued() {
-  asked.add(openGraph())
-  for (const [path, { error, before, graph }] of openMessages()) if (error) said(path, before ?? { ...NEW, graph })
+  pendingGraphs.add(openGraph())
+  for (const [path, { error, before, graph }] of openMessages()) if (error) showMessage(path, before ?? { ...NEW, graph })
   clearTimeout(waiting)
-  const look = (times) => {
+  const poll = (times) => {
     const refused = Object.entries(app.lastNodeErrors ?? {})
     for (const [path, { errors }] of refused) {
       const node = findNode(path)
       if (errors.length && node)
-        said(path, { graph: openGraph(), lines: [complaint(errors[0], node)], error: true })
+        showMessage(path, { graph: openGraph(), lines: [complaint(errors[0], node)], error: true })
     }
-    if (!refused.length && times) waiting = setTimeout(look, WAIT.milliseconds, times - 1)
+    if (!refused.length && times) waiting = setTimeout(poll, WAIT.milliseconds, times - 1)
   }
-  waiting = setTimeout(look, WAIT.milliseconds, WAIT.times)
+  waiting = setTimeout(poll, WAIT.milliseconds, WAIT.times)
 }
 
-// What the server refused, ComfyUI's own checks and ours, as messages.
+// Makes a message of an error of ComfyUI's validation or of this pack's.
 function complaint({ type, message, details = "", extra_info: info = {} }, node) {
   const setting = info.input_name
   const entered = (name) => node.widgets?.find((widget) => widget.name === name)?.value
@@ -294,23 +294,23 @@ function complaint({ type, message, details = "", extra_info: info = {} }, node)
 }
 
 app.registerExtension({
-  name: "toma-token-merge.said",
+  name: "toma-token-merge.status",
   async setup() {
     document.head.append(Object.assign(document.createElement("style"), { textContent: STYLE }))
-    await learn()
+    await loadTexts()
     startTiming(writeAll)
     api.addEventListener("execution_start", started)
     api.addEventListener("execution_cached", cached)
     api.addEventListener("execution_success", finished)
-    api.addEventListener("promptQueued", () => asked.add(openGraph()))
-    api.addEventListener("status", ({ detail }) => detail?.exec_info?.queue_remaining || asked.clear())
+    api.addEventListener("promptQueued", () => pendingGraphs.add(openGraph()))
+    api.addEventListener("status", ({ detail }) => detail?.exec_info?.queue_remaining || pendingGraphs.clear())
     api.addEventListener("toma.said", ({ detail }) => {
       if (detail.run) ended(detail)
-      said(detail.node, detail)
+      showMessage(detail.node, detail)
     })
     api.addEventListener("executed", ({ detail }) => {
       const [message] = detail.output?.toma ?? []
-      if (message) said(detail.display_node ?? detail.node, message)
+      if (message) showMessage(detail.display_node ?? detail.node, message)
     })
   },
   nodeCreated(node) {
@@ -318,8 +318,8 @@ app.registerExtension({
     addText(node)
     node.widgets.filter(({ type, options }) => type === "number" && options?.min === -1).forEach(snap)
     if (node.comfyClass === "ToMAAdvanced") addReset(node)
-    fold(node)
+    hideAdvanced(node)
   },
-  beforeConfigureGraph: learn,
+  beforeConfigureGraph: loadTexts,
   afterConfigureGraph: writeAll,
 })

@@ -42,7 +42,7 @@ IN_PAGE = """() => {
     window.finished = 0
     for (const kind of ["execution_success", "execution_error", "execution_interrupted"])
         window.comfyAPI.api.api.addEventListener(kind, () => window.finished++)
-    window.said = id => app.graph.getNodeById(id).widgets.find(w => w.name === "toma_said").element.firstChild
+    window.said = id => app.graph.getNodeById(id).widgets.find(w => w.name === "toma_status").element.firstChild
 }"""
 
 

@@ -87,7 +87,7 @@ def test_another_browser_tab_is_not_told(page: Any) -> None:
 def test_the_panel_of_parameters_shows_no_empty_field(page: Any) -> None:
     page.open(simple(), "panel")
     page.evaluate("() => app.canvas.selectNode(app.graph.getNodeById(4))")
-    options = "() => app.graph.getNodeById(4).widgets.find(w => w.name === 'toma_said').options"
+    options = "() => app.graph.getNodeById(4).widgets.find(w => w.name === 'toma_status').options"
     assert page.evaluate(f"() => ({options})().hideInPanel") is True
     page.evaluate("() => app.canvas.deselectAll()")
 

@@ -128,7 +128,7 @@ def test_the_text_is_inside_its_node_and_not_saved(page: Any) -> None:
     values = {n["id"]: n.get("widgets_values") for n in saved["nodes"]}
     assert len(values[4]) == 18
     assert not values[7]
-    assert "toma_said" not in json.dumps(page.evaluate("() => app.graphToPrompt().then(p => p.output)"))
+    assert "toma_status" not in json.dumps(page.evaluate("() => app.graphToPrompt().then(p => p.output)"))
 
 
 def contrast(page: Any, selector: str) -> float:

@@ -188,7 +188,7 @@ def test_half_size_scenes_sit_where_they_belong() -> None:
 
 
 def test_whole_pictures_alone_to_go_on_with() -> None:
-    plan = plan_of(arguments(["unet", "--whole", "--cooldown", "0.75", "--steps", "1000"]))
+    plan = plan_of(arguments(["unet", "--full-only", "--cooldown", "0.75", "--steps", "1000"]))
     assert plan.lr_at(249) == plan.lr > plan.lr_at(600) > plan.lr_at(999) > 0
     assert {plan.sort_at(step, draw) for step in (0, 999) for draw in (0.0, 0.5, 0.999)} == {"full"}
     usual = plan_of(arguments(["unet", "--steps", "1000"]))
@@ -207,7 +207,7 @@ def _even() -> Plan:
 
 
 def _straight(x: torch.Tensor, sigma: torch.Tensor, **given: Any) -> torch.Tensor:
-    """A flow that goes straight to where it is told: the same velocity anywhere on the way."""
+    """A flow with straight paths: the same velocity at every sigma."""
     return given["y"].sum(1)[:, None, None, None].expand_as(x) * 0.01
 
 
