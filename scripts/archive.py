@@ -1,7 +1,7 @@
 """Make the archive that the Comfy Registry and Manager install: `python -m scripts.archive`.
 
-comfy-cli does the work, with the same two commands that publishing uses: `comfy node validate` looks for what the
-registry would refuse, `comfy node pack` zips what git tracks less what `.comfyignore` names.
+It uses the two commands of comfy-cli that publishing uses: `comfy node validate` checks what the registry would refuse,
+`comfy node pack` zips the files that git tracks except those that `.comfyignore` names.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from scripts.console import SetupError, say
 
 PACKED = "node.zip"  # the name is comfy-cli's
 COMPLAINTS = ("Warning", "Error", "found:", "File not found")
-NO_GIT = "Warning: Not in a git repository"  # then .comfyignore alone decides, and it names what builds leave behind
+NO_GIT = "Warning: Not in a git repository"  # then .comfyignore alone decides, and it names build outputs
 
 
 def main() -> int:
-    """Command line: validate, pack, say where the archive is."""
+    """Parse the command line, validate, pack, and print the archive's path."""
     parser = argparse.ArgumentParser(prog="python -m scripts.archive", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "build", help="folder for the archive (build/)")
     try:
@@ -38,14 +38,14 @@ def main() -> int:
 
 
 def pack(folder: Path, root: Path = ROOT) -> Path:
-    """Validate the pack in `root` and return its archive in `folder`. Raises SetupError for whatever comfy-cli
-    fails at or only warns about: the registry leaves out the metadata that it warns about."""
+    """Validate the pack in `root` and return its archive in `folder`. Raises SetupError for errors and warnings of
+    comfy-cli: the registry drops metadata that it warns about."""
     folder.mkdir(parents=True, exist_ok=True)
     name, version = (project(root, key) for key in ("name", "version"))
     archive = folder / f"{name}-{version}.zip"
     (root / "build").mkdir(exist_ok=True)
     with (root / "build" / "archive.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs of the tests at once write one node.zip
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two concurrent test runs would write the same node.zip
         for command in ("validate", "pack"):
             said = _comfy_node(command, root)
             if any(complaint in line for line in said.splitlines() for complaint in COMPLAINTS if NO_GIT not in line):
@@ -55,7 +55,8 @@ def pack(folder: Path, root: Path = ROOT) -> Path:
 
 
 def _comfy_node(command: str, root: Path) -> str:
-    """What `comfy node <command>` prints. Its own settings go to a home that is thrown away; git keeps its own."""
+    """Return the output of `comfy node <command>`. comfy-cli's settings go to a temporary home; git uses the user's
+    settings."""
     with tempfile.TemporaryDirectory() as home:
         gitconfig = os.environ.get("GIT_CONFIG_GLOBAL", str(Path.home() / ".gitconfig"))
         done = subprocess.run(
@@ -74,8 +75,8 @@ def _comfy_node(command: str, root: Path) -> str:
 
 
 def project(root: Path, key: str) -> str:
-    """A string of the [project] table of pyproject.toml; Python 3.10 has no TOML reader. Raises SetupError if it is not
-    there."""
+    """Return a string of the [project] table of pyproject.toml; Python 3.10 has no TOML reader. Raises SetupError if it
+    is missing."""
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
     found = re.search(rf'^{key} = "(.+?)"', text, re.MULTILINE)
     if found is None:

@@ -16,7 +16,7 @@ TEMPORARY_PREFIX = "tmp-"
 
 
 def cache_dir() -> Path:
-    """`TOMA_CACHE`, else `comfyui-toma` in the user's cache folder."""
+    """Return `TOMA_CACHE`, else `comfyui-toma` in the user's cache folder."""
     chosen = os.environ.get("TOMA_CACHE")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -25,10 +25,10 @@ def cache_dir() -> Path:
 
 @contextmanager
 def locked() -> Iterator[Path]:
-    """Hold the cache for one set-up at a time; yields a temporary folder inside it.
+    """Lock the cache for one set-up at a time and yield a temporary folder inside it.
 
-    The temporary folder is in the cache, not in /tmp: several GB pass through it and /tmp is often small. What a
-    killed set-up left behind is removed here, which is safe because only the holder of the lock has such a folder.
+    The temporary folder is in the cache, not in /tmp: it receives several GB and /tmp is often small. Leftovers of a
+    killed set-up are removed here, which is safe because only the holder of the lock has such a folder.
     """
     folder = cache_dir()
     try:
@@ -42,7 +42,7 @@ def locked() -> Iterator[Path]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("==> Another set-up is at work on the same folder; waiting for it to finish")
+            say("==> Another set-up uses the same folder; waiting for it to finish")
             fcntl.flock(handle, fcntl.LOCK_EX)
         for stale in folder.glob(f"{TEMPORARY_PREFIX}*"):
             shutil.rmtree(stale, ignore_errors=True)

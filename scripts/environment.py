@@ -18,11 +18,11 @@ from scripts.console import SetupError, run_stage, say
 from scripts.pip_progress import PipProgress
 from scripts.venv import make_venv
 
-# Known to work together and to import on Linux; a newer torch beside this torchaudio fails on its CUDA version.
+# Versions that work together and import on Linux; a newer torch with this torchaudio fails on its CUDA version.
 TORCH = ("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0")
 TORCH_PYTHONS = "3.10 to 3.14"
 MARKER = ".complete"
-# Measured: 10.0 GB at the peak, 7.4 GB afterwards; and 3.5 GB in pip's own cache, if there is room for it.
+# Measured disk use: 10.0 GB at the peak, 7.4 GB afterwards, 3.5 GB in pip's own cache.
 DOWNLOAD_GB = 3.3
 INSTALLED_GB = 7.4
 NEEDED_GB = 11
@@ -30,11 +30,11 @@ NEEDED_GB_WITH_PIP_CACHE = 15
 
 
 def ensure(comfyui: ComfyUI) -> Path:
-    """The Python of the environment for this ComfyUI; made at first use.
+    """Return the Python of the environment for this ComfyUI; the environment is made at first use.
 
-    `TOMA_PYTHON` names an interpreter that is used as it is. Else the environment lies in the cache under a name
-    made from its requirements and the Python version; it counts only once its marker file is there, which is
-    written last, so that an interrupted set-up is done again from the start.
+    `TOMA_PYTHON` names an interpreter that is used unchanged. Otherwise the environment lies in the cache, named by a
+    hash of its requirements and the Python version. Its marker file is written last; without it the set-up starts
+    again.
     """
     chosen = os.environ.get("TOMA_PYTHON")
     if chosen:
@@ -52,13 +52,13 @@ def ensure(comfyui: ComfyUI) -> Path:
 
 
 def requirements(comfyui: ComfyUI) -> str:
-    """Everything the environment holds, in the format of a requirements file."""
+    """Return the packages of the environment, in the format of a requirements file."""
     lines = [*TORCH, *dev_requirements(ROOT / "pyproject.toml")]
     return "\n".join([*lines, comfyui.requirements.read_text(encoding="utf-8")])
 
 
 def dev_requirements(pyproject: Path) -> list[str]:
-    """The `dev` extra of pyproject.toml. Python 3.10 has no TOML reader, and this list is also valid Python."""
+    """Return the `dev` extra of pyproject.toml. Python 3.10 has no TOML reader, but this list is also valid Python."""
     found = re.search(r"^dev = (\[.*?^\])", pyproject.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     if found is None:
         raise SetupError(f"{pyproject} has no dev extra")
@@ -66,19 +66,19 @@ def dev_requirements(pyproject: Path) -> list[str]:
 
 
 def environment_name(text: str) -> str:
-    """Folder name: another text, Python or machine type gives another environment."""
+    """Return the folder name: each requirements text, Python and machine type has its own environment."""
     version = "{}.{}".format(*sys.version_info)
     key = hashlib.sha256(f"{version}\n{platform.machine()}\n{text}".encode()).hexdigest()[:12]
     return f"env-py{version}-{key}"
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the set-up of this environment reached its end and its Python is still there."""
+    """Return whether the set-up of this environment finished and its Python still exists."""
     return (folder / MARKER).is_file() and (folder / "bin" / "python").exists()
 
 
 def build(folder: Path, text: str, temporary: Path) -> None:
-    """Make the environment anew; the caller holds the lock."""
+    """Make the environment from scratch; the caller holds the lock."""
     options = _pip_options(folder.parent)
     if folder.exists():
         say("==> The last set-up was interrupted; starting again")
@@ -105,7 +105,8 @@ def build(folder: Path, text: str, temporary: Path) -> None:
 
 
 def describe(python: Path) -> str:
-    """Python, torch and the device that this torch will use, e.g. `Python 3.12.3 | torch 2.11.0 | CPU, 2 threads`."""
+    """Describe Python, torch and the device that torch will use, e.g. `Python 3.12.3 | torch 2.11.0 | CPU, 2
+    threads`."""
     done = subprocess.run([str(python), "-c", PROBE], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
@@ -128,7 +129,7 @@ print("Python %s | torch %s | %s" % (platform.python_version(), torch.__version_
 
 
 def _pip_options(folder: Path) -> list[str]:
-    """Refuse early where the disk is too small, and go without pip's cache where it is only just large enough."""
+    """Raise early if the disk is too small, and disable pip's cache if the disk is only just large enough."""
     free = _free_gb(folder)
     if free < NEEDED_GB:
         raise SetupError(

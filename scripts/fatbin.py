@@ -1,8 +1,8 @@
 """Cut a CUDA library down to the machine code of one GPU architecture.
 
 A library holds its kernels in fatbin containers: a header of 16 bytes (magic, version, size), then one entry for each
-architecture. Each container keeps its place, entries of other architectures go, and its size says so. Nothing else in
-the file moves; what is left behind the kept entries is zeros, which compress to nothing.
+architecture. Containers stay at their offsets; entries of other architectures are removed, the size in the header is
+updated, and the rest of the container is filled with zeros, which compress to nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _CUBIN = 2  # kind: machine code; 1 is PTX
 
 
 def one_architecture(library: bytes, sm: int) -> bytes:
-    """The library with the machine code of sm_<sm> alone, as long as before. Raises SetupError for a container without
-    it."""
-    data, place = bytearray(library), 0
-    while (place := data.find(_MAGIC, place)) >= 0:
-        _, version, header, size = _HEADER.unpack(data[place : place + _HEADER.size].ljust(_HEADER.size, b"\0"))
-        begin, end = place + header, place + header + size
+    """Return the library with the machine code of sm_<sm> only, at its original length. Raises SetupError for a
+    container without it."""
+    data, start = bytearray(library), 0
+    while (start := data.find(_MAGIC, start)) >= 0:
+        _, version, header, size = _HEADER.unpack(data[start : start + _HEADER.size].ljust(_HEADER.size, b"\0"))
+        begin, end = start + header, start + header + size
         if version != 1 or header != _HEADER.size or end > len(data):
-            place += len(_MAGIC)
+            start += len(_MAGIC)
             continue
         entries, at = b"", begin
         while at < end:
@@ -40,6 +40,6 @@ def one_architecture(library: bytes, sm: int) -> bytes:
         if not entries:
             raise SetupError(f"the library has no machine code for sm_{sm}")
         data[begin:end] = entries.ljust(size, b"\0")
-        struct.pack_into("<Q", data, place + 8, len(entries))
-        place = end
+        struct.pack_into("<Q", data, start + 8, len(entries))
+        start = end
     return bytes(data)

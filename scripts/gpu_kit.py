@@ -1,12 +1,12 @@
-"""Pack all that a bare GPU machine without network needs beside the checkout and PyTorch: `make gpu-kit`.
+"""Pack the files that a GPU machine without network needs besides the checkout and PyTorch: `make gpu-kit`.
 
     python -m scripts.gpu_kit [--arch 90] [--python 3.12] [--into .gpu]
 
 The kit (8 MB, ignored by git) holds ComfyUI without its tokenizers, templates and API nodes, and the packages that a
 machine with PyTorch seldom has: comfy-kitchen with the machine code of one architecture, comfy-aimdo, torchsde and
-trampoline. pytest, hypothesis and pytest-xdist are not in it: without them the kernels' tests are left out. Needs the
-network, no GPU. Says last how much travels, the checkout and the kit, and fails where that is above the limit.
-`benchmarks/gpu/visit.sh` unpacks and uses it.
+trampoline. pytest, hypothesis and pytest-xdist are not in it: without them the kernels' tests are skipped. Packing
+needs the network and no GPU. It prints the size of checkout and kit and fails above the limit.
+`benchmarks/gpu/visit.sh` unpacks and uses the kit.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from scripts.console import SetupError, run_stage, say
 from scripts.fatbin import one_architecture
 
 ARCHIVE = "kit.tar.gz"
-LIMIT = 64 * 2**20  # bytes of the tree that a lent GPU machine takes, the kit included
-# Of ComfyUI: its sources, and files beside them that are no tokenizers.
+LIMIT = 64 * 2**20  # bytes of checkout and kit that a lent GPU machine accepts
+# Files of ComfyUI: its sources, and data files except tokenizers.
 FOLDERS = (
     "comfy", "comfy_extras", "comfy_api", "comfy_execution", "comfy_config", "app", "utils", "middleware", "api_server",
 )  # fmt: skip
 FILES = ("*.py", "requirements.txt", "LICENSE")
 EMPTY = ("models", "input", "output", "custom_nodes")
 LARGEST = 60_000
-# In the versions that ComfyUI asks for, else in these.
+# Packages in the versions of ComfyUI's requirements, else in these.
 PACKAGES = {"comfy-kitchen": "", "comfy-aimdo": "", "torchsde": "==0.2.6", "trampoline": "==0.1.2"}
 GLIBC = ("2_28", "2_27", "2_24", "2_17")
 
 
 def main() -> int:
-    """Command line: pack, say how much travels; 1 where that is too much."""
+    """Parse the command line, pack, and print the size; return 1 if it is above the limit."""
     about = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu_kit", description=about)
     parser.add_argument("--arch", type=int, default=90, help="compute capability of the card (90: H100, H200)")
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def pack(folder: Path, arch: int, python: str) -> Path:
-    """Make the archive in `folder`, for cards of this architecture and this version of Python; returns its path."""
+    """Make the archive in `folder` for cards of this architecture and this version of Python, and return its path."""
     comfy = comfyui.find().path
     with tempfile.TemporaryDirectory() as temporary:
         stage = Path(temporary) / "stage"
@@ -71,14 +71,14 @@ def pack(folder: Path, arch: int, python: str) -> Path:
         wheels = _download(comfy, Path(temporary) / "wheels", python)
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as opened:
-                opened.extractall(stage / "site")  # noqa: S202 - into a folder of its own that is thrown away
+                opened.extractall(stage / "site")  # noqa: S202 - into a temporary folder
         kitchen = stage / "site" / "comfy_kitchen" / "backends"
         for library in kitchen.glob("cuda/*.so"):
             library.write_bytes(one_architecture(library.read_bytes(), arch))
         for library in kitchen.glob("hip/*.so"):
             library.unlink()
         folder.mkdir(parents=True, exist_ok=True)
-        archive, part = folder / ARCHIVE, folder / f"{ARCHIVE}.part"  # whoever is stopped leaves the kit before
+        archive, part = folder / ARCHIVE, folder / f"{ARCHIVE}.part"  # an interrupted run leaves the previous kit
         with tarfile.open(part, "w:gz") as tar:
             for name in ("ComfyUI", "site"):
                 tar.add(stage / name, name)
@@ -87,7 +87,7 @@ def pack(folder: Path, arch: int, python: str) -> Path:
 
 
 def prune(comfy: Path, target: Path) -> None:
-    """Copy what benchmarks and tests of kernels need of a ComfyUI."""
+    """Copy the files of a ComfyUI that benchmarks and kernel tests need."""
     wanted = [file for pattern in FILES for file in comfy.glob(pattern)]
     for name in FOLDERS:
         files = (f for f in (comfy / name).rglob("*") if f.is_file() and "__pycache__" not in f.parts)
@@ -101,7 +101,7 @@ def prune(comfy: Path, target: Path) -> None:
 
 
 def _download(comfy: Path, folder: Path, python: str) -> list[Path]:
-    """Wheels of the packages for x86-64 Linux."""
+    """Download the packages' wheels for x86-64 Linux."""
     asked = (comfy / "requirements.txt").read_text(encoding="utf-8")
     folder.mkdir()
     names = []
@@ -120,8 +120,8 @@ def _download(comfy: Path, folder: Path, python: str) -> list[Path]:
 
 
 def tree() -> list[Path]:
-    """The files of the checkout that travel: those that git tracks, and new ones that it does not ignore. Raises
-    SetupError where git is not there to say."""
+    """Return the files of the checkout that are transferred: those that git tracks, and new ones that it does not
+    ignore. Raises SetupError if git fails."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -131,7 +131,7 @@ def tree() -> list[Path]:
 
 
 def tree_size() -> int:
-    """Bytes of `tree`."""
+    """Return the size of `tree` in bytes."""
     return sum(path.stat().st_size for path in tree())
 
 

@@ -1,4 +1,4 @@
-"""What pip is doing, in a few words and figures."""
+"""Progress of pip in a few words and numbers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _INSTALLING = "Installing collected packages:"
 
 @dataclass(frozen=True)
 class PipProgress:
-    """Describe a running `pip install` by its log and by what lies on the disk.
+    """Describe a running `pip install` by its log and by the files on the disk.
 
     Attributes:
         environment: folder of the virtual environment that is filled.
-        downloads: pip's TMPDIR, where wheels lie until they are installed.
-        download_gb: GB that will be downloaded, about.
-        installed_gb: GB that the environment will have, about.
+        downloads: pip's TMPDIR, which holds wheels until they are installed.
+        download_gb: approximate size of the downloads in GB.
+        installed_gb: approximate size of the finished environment in GB.
     """
 
     environment: Path
@@ -29,12 +29,12 @@ class PipProgress:
     installed_gb: float
 
     def __call__(self, lines: Sequence[str]) -> str:
-        """Return how far it is. lines: of pip's log."""
+        """Return the status from the lines of pip's log."""
         packages = next((line for line in reversed(lines) if line.startswith(_INSTALLING)), "")
         if not packages:
             return f"{_gb(self.downloads, '.whl'):.1f} of {self.download_gb} GB downloaded  {latest(lines)}"
         names = packages.removeprefix(_INSTALLING).split(",")
-        # The file that pip writes into a package last but one.
+        # The last file but one that pip writes into a package.
         done = {_normal(path.parent.name.split("-")[0]) for path in self._installed("*.dist-info/INSTALLER")}
         left = [name.strip() for name in names if _normal(name.strip()) not in done]
         now = f"unpacking {left[0]}" if left else "the last one is unpacked"
@@ -46,7 +46,7 @@ class PipProgress:
 
 
 def latest(lines: Sequence[str]) -> str:
-    """Return the last line that says what is being done, without addresses and folders; empty if there is none."""
+    """Return the last line that names an action, without addresses and folders; empty if there is none."""
     shown = (line.strip() for line in reversed(lines) if line.strip() and not line.lstrip().startswith(_NOT_PROGRESS))
     return re.sub(r"\S*/", "", next(shown, ""))
 
@@ -55,7 +55,7 @@ _NOT_PROGRESS = ("WARNING:", "DEPRECATION:", "[notice]", "Looking in ")
 
 
 def _gb(folder: Path, ending: str = "") -> float:
-    """Return the size of the files below a folder whose names end so, in GB; files may vanish meanwhile."""
+    """Return the size in GB of the files below a folder with this suffix; files may vanish meanwhile."""
     return sum(_sizes(folder, ending)) / 1e9
 
 

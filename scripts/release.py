@@ -1,6 +1,6 @@
-"""What publishing needs to know, before anything is sent: `python3 -m scripts.release v0.1.0`.
+"""Check a release before it is published: `python3 -m scripts.release v0.1.0`.
 
-Prints the section of that version in CHANGELOG.md, and fails where the tag, pyproject.toml and the changelog differ.
+It prints the section of that version in CHANGELOG.md, and fails if the tag, pyproject.toml and the changelog differ.
 `--pin NAME` prints a requirement of the `dev` extra instead, so that publishing uses the versions of the tests.
 """
 
@@ -18,7 +18,7 @@ from scripts.environment import dev_requirements
 
 
 def main() -> int:
-    """Command line."""
+    """Parse the command line and print the notes or the requirement."""
     parser = argparse.ArgumentParser(prog="python3 -m scripts.release", description=(__doc__ or "").splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("tag", nargs="?", help="the tag that is published, vX.Y.Z")
@@ -33,7 +33,8 @@ def main() -> int:
 
 
 def notes(tag: str, root: Path = ROOT) -> str:
-    """The changelog of the version that `tag` names. Raises SetupError if the tag is not vX.Y.Z of pyproject.toml, or
+    """Return the changelog of the version that `tag` names. Raises SetupError if the tag is not vX.Y.Z of
+    pyproject.toml, or
     the changelog has no text for it under `## [X.Y.Z] - date`."""
     version = project(root, "version")
     if tag != f"v{version}":
@@ -51,7 +52,8 @@ def notes(tag: str, root: Path = ROOT) -> str:
 
 
 def pin(name: str, root: Path = ROOT) -> str:
-    """The requirement of the `dev` extra for a package, as `name==version`. Raises SetupError if there is none."""
+    """Return the requirement of the `dev` extra for a package, as `name==version`. Raises SetupError if there is
+    none."""
     for requirement in dev_requirements(root / "pyproject.toml"):
         if re.match(rf"{re.escape(name)}==", requirement):
             return requirement

@@ -1,4 +1,4 @@
-"""Make sure that ComfyUI and the environment stand, then run a command in it.
+"""Make ComfyUI and the environment if needed, then run a command in it.
 
     python3 -m scripts.run [--comfyui 0.16.3] [--quiet] -- python -m pytest -k windows
 
@@ -18,10 +18,10 @@ from scripts.console import SetupError, say
 
 
 def main() -> int:
-    """Parse the command line and run; returns the exit code where no command took over."""
+    """Parse the command line and run the command; return the exit code if there is no command to run."""
     parser = argparse.ArgumentParser(prog="python3 -m scripts.run", description=__doc__.splitlines()[0])
     parser.add_argument("--comfyui", metavar="RELEASE", help=f"one of {', '.join(comfyui.RELEASES)}; else one is found")
-    parser.add_argument("--quiet", action="store_true", help="do not say which ComfyUI, Python and device are used")
+    parser.add_argument("--quiet", action="store_true", help="do not print which ComfyUI, Python and device are used")
     parser.add_argument("--purge", action="store_true", help="remove all environments and downloads, run nothing")
     parser.add_argument("command", nargs="*")
     arguments = parser.parse_args()
@@ -36,12 +36,12 @@ def main() -> int:
         say(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        say("\nInterrupted. The same command picks it up again.")
+        say("\nInterrupted. The same command resumes.")
         return 130
 
 
 def run(command: list[str], *, release: str | None, quiet: bool) -> NoReturn:
-    """Replace this process by the command; does not return."""
+    """Replace this process by the command; this does not return."""
     found = comfyui.find(release)
     python = environment.ensure(found)
     if not quiet:

@@ -2,7 +2,7 @@
 
 The root of the checkout is itself a package whose folder may have any name, and `nodes/` reaches `toma_core/` through
 it (`from ..toma_core import ...`), as it must inside ComfyUI. mypy needs a name for that root: the pack is checked
-through a link called `toma_pack`, everything else in place.
+through a link called `toma_pack`, everything else at its path.
 """
 
 from __future__ import annotations

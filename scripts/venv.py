@@ -1,4 +1,4 @@
-"""Make a virtual environment, also where Debian left the module out."""
+"""Make a virtual environment, also on a Debian without the module `venv`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from scripts.console import SetupError
 
 
 def make_venv(folder: Path) -> Path:
-    """A fresh virtual environment; returns its Python. Says what to install where Debian left the module out."""
+    """Make a virtual environment and return its Python. Raises an error that names Debian's package if `venv` is
+    missing."""
     if any(importlib.util.find_spec(name) is None for name in ("venv", "ensurepip")):
         version = "{}.{}".format(*sys.version_info)
         raise SetupError(
