@@ -30,6 +30,8 @@ TIERS = {
     "triton": "kernels in Triton's interpreter and compiler",
     "gpu": "the kit for a GPU machine, rehearsed without one",
     "server": "a real server; also tests anywhere that use a fixture named so, or ..._server",
+    "benchmarks": "measuring, and the pages that show it",
+    "demo": "the demo and its scenes",
     "browser": "the web page in Chromium",
 }
 # What tests reach for in ComfyUI's source folder. `nodes` is there because it is also a folder of this checkout.
@@ -77,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def tier_of(item: pytest.Item) -> str:
     """The tier of a test; empty for those that `make test` runs."""
-    for folder in item.path.relative_to(TESTS).parts[:-1]:
+    for folder in reversed(item.path.relative_to(TESTS).parts[:-1]):
         if folder in TIERS:
             return folder
     used = getattr(item, "fixturenames", ())

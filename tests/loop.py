@@ -4,39 +4,89 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from _pytest.scope import Scope
+
+OWN = ("request", "subtests")
+
+
+class Value:
+    """A value where pytest keeps a fixture, so that fixtures may ask for it by its name."""
+
+    scope, _scope = "function", Scope.Function
+
+    def __init__(self, value: Any) -> None:
+        self.cached_result = (value, 0, None)
+
+    def addfinalizer(self, finalizer: Callable[[], object]) -> None:
+        """A fixture that asked for the value ends with its test's round."""
+
+    def finish(self, request: pytest.FixtureRequest) -> None:
+        """Nothing to take back."""
 
 
 def loop(names: str | tuple[str, ...], values: Iterable[Any], ids: Any = None) -> Callable[..., Any]:
     """Decorate a test like `pytest.mark.parametrize` does, but make it one test that tries all values.
 
-    Fixtures are made once for all of them: for tests whose fixtures keep nothing of what a test did. What one value
-    patches with `monkeypatch` is taken back before the next.
+    Each value has fixtures of its own, as each test has, and a fixture may ask for the value by its name. Several
+    loops try all combinations.
     """
     keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     sets = [value.values if hasattr(value, "marks") else value if len(keys) > 1 else (value,) for value in values]
     assert sets, "nothing to try"
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        parameters = inspect.signature(test).parameters
-        inner = "subtests" in parameters
+        inner = getattr(test, "looped", test)
+        rounds = [dict(zip(keys, one, strict=True)) for one in sets]
+        loops = [rounds, *getattr(test, "loops", [])]
+        parameters = inspect.signature(inner).parameters
 
         @functools.wraps(test)
-        def tried(*args: Any, subtests: pytest.Subtests, **fixtures: Any) -> None:
-            given = {**fixtures, "subtests": subtests} if inner else fixtures
-            for values in sets:
-                one = dict(zip(keys, values, strict=True))
-                name = {key: str(value)[:100] for key, value in one.items()}
-                with subtests.test(**name), pytest.MonkeyPatch.context() as patches:
-                    own = {"monkeypatch": patches} if "monkeypatch" in parameters else {}
-                    test(*args, **{**given, **own}, **one)
+        def tried(*args: Any, request: pytest.FixtureRequest, subtests: pytest.Subtests, **_: Any) -> None:
+            for combined in itertools.product(*loops):
+                one = {key: value for part in combined for key, value in part.items()}
+                with subtests.test(**{key: str(value)[:100] for key, value in one.items()}):
+                    finish(request)  # what was made before the first value
+                    try:
+                        inner(*args, **made(request, one, list(parameters)[len(args) :]))
+                    finally:
+                        finish(request)
 
-        rest = [parameter for name, parameter in parameters.items() if name not in (*keys, "subtests")]
-        asked = inspect.Parameter("subtests", inspect.Parameter.KEYWORD_ONLY)
-        tried.__signature__ = inspect.Signature([*rest, asked])  # type: ignore[attr-defined]
+        looped = {key for part in loops for key in part[0]}
+        rest = [parameter for name, parameter in parameters.items() if name not in (*looped, *OWN)]
+        own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in OWN]
+        tried.__signature__ = inspect.Signature([*rest, *own])  # type: ignore[attr-defined]
+        tried.looped, tried.loops = inner, loops  # type: ignore[attr-defined]
         return tried
 
     return decorate
+
+
+def made(request: pytest.FixtureRequest, values: dict[str, Any], parameters: list[str]) -> dict[str, Any]:
+    """The arguments of a test in one round."""
+    request._fixture_defs.update({name: Value(value) for name, value in values.items()})  # type: ignore[attr-defined]
+    automatic = [name for name in request.fixturenames if name not in OWN]
+    fixtures = {name: request.getfixturevalue(name) for name in dict.fromkeys([*automatic, *values, *parameters])}
+    return {name: fixtures[name] for name in parameters}
+
+
+def finish(request: pytest.FixtureRequest) -> None:
+    """Take back the fixtures of one round, the last first."""
+    known = request._fixture_defs  # type: ignore[attr-defined]
+    for name, fixture in reversed(list(known.items())):
+        if fixture.scope == "function" and name not in OWN:
+            del known[name]
+            if name == "caplog" and fixture.cached_result:
+                fixture.cached_result[0].clear()
+            fixture.finish(request)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave fixtures to the rounds of a loop: before the first there is no value that they could ask for."""
+    if hasattr(getattr(item, "function", None), "loops"):
+        item.funcargs.update({n: None for n in item.fixturenames if n not in OWN})  # type: ignore[attr-defined]

@@ -175,7 +175,7 @@ def shared_flux(pack: Any) -> Any:
     return models.flux()
 
 
-@pytest.mark.parametrize("kind", ["unet", "flux"])
+@loop("kind", ["unet", "flux"])
 def test_every_forward_is_known(request: pytest.FixtureRequest, kind: str) -> None:
     """Blocks, attentions and feed-forwards take the arguments that the hooks in their place take."""
     registry, contract = pack_module("nodes.adapters.registry"), pack_module("nodes.adapters.compat")

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 benchmark = pack_module("nodes.benchmark")
 Node = benchmark.ToMABenchmark
@@ -97,7 +98,7 @@ def test_the_recommendation_goes_with_its_reason(unet: Any, run: Any, monkeypatc
     assert "| 1.25x | 0.020 |" in table
 
 
-@pytest.mark.parametrize(
+@loop(
     ("timed", "outputs", "verdict"),
     [
         (Timing(0.5, [0.2, 0.3], 0.1), (0.0, 0.0), ["Leave ToMA off here: no ratio is faster."]),

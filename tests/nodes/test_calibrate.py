@@ -186,7 +186,7 @@ def test_the_same_again(unet: Any, calibrated: Any) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize(("target", "ratio"), [("balanced", 0.5), ("fast", 0.6)])
+@loop(("target", "ratio"), [("balanced", 0.5), ("fast", 0.6)])
 def test_the_preset_as_a_profile(
     target: str, ratio: float, unet: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +203,7 @@ def test_the_preset_as_a_profile(
     assert not torch.equal(preset, sampled(unet))
 
 
-@pytest.mark.parametrize("kind", ["flux", "wan"])
+@loop("kind", ["flux", "wan"])
 def test_a_preset_with_full_steps_is_kept_without_measuring(kind: str, model_of: Any, calibrated: Any) -> None:
     model = model_of(kind)
     made, text, picture, answer = calibrated(model, target="fast")

@@ -43,7 +43,7 @@ def test_one_panel_per_grid_the_finest_first(maps: Any) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("grid", [(12, 16), (6, 8)])
+@loop("grid", [(12, 16), (6, 8)])
 def test_dots_are_at_the_destinations_and_nowhere_else(maps: Any, grid: tuple[int, int]) -> None:
     merged = maps[grid]
     image = drawing.draw({grid: merged})

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 Report = pack_module("nodes.report").ToMAReport
 Reason = pack_module("toma_core.reasons").Reason
@@ -91,7 +92,7 @@ def test_report_without_a_run_says_what_to_connect(unet: Any, attach: Any, shown
     assert image.shape[2] > 700, "an output all the same"
 
 
-@pytest.mark.parametrize("removed", [False, True])
+@loop("removed", [False, True])
 def test_report_of_a_model_without_toma(unet: Any, attach: Any, shown: Any, removed: bool) -> None:
     model = attach(attach(unet), ratio=0.0) if removed else unet
     assert shown(model)[0].startswith("This model has no ToMA node before it, or one that is bypassed or whose ratio")

@@ -10,12 +10,13 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 from tests.nodes.adapters.looking import preset
 
 streams = pack_module("nodes.adapters.streams")
 run = pack_module("nodes.adapters.patch_model")
 HEIGHT, WIDTH, FRAMES = 12, 16, 3
-BOTH = pytest.mark.parametrize("kind", ["ltx_av", "h3"])
+BOTH = loop("kind", ["ltx_av", "h3"])
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import pytest
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
+from tests.loop import loop
 
 ENGLISH = json.loads((ROOT / "web" / "i18n" / "en.json").read_text(encoding="utf-8"))["messages"]
 
@@ -38,7 +39,7 @@ def outcome(model: Any, attach: Any, stats_of: Any, **settings: Any) -> dict[str
     }
 
 
-@pytest.mark.parametrize(
+@loop(
     "settings",
     [
         {"skip_last_blocks": 2, "min_tokens": 40},

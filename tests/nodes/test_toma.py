@@ -38,8 +38,8 @@ def config_of(model: Any) -> Any:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("kind", ["unet", "flux"])
-@pytest.mark.parametrize("preset", core.PRESETS)
+@loop("kind", ["unet", "flux"])
+@loop("preset", core.PRESETS)
 def test_preset_is_as_the_model_has_it(request: pytest.FixtureRequest, kind: str, preset: str) -> None:
     # What is told in blocks of Flux.1 is not for a smaller one.
     model = request.getfixturevalue(kind) if kind == "unet" else models.flux(double=19, single=38)

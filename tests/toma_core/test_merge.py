@@ -165,8 +165,8 @@ def test_a_sharp_softmax_is_the_mean_of_the_cluster(height: int, width: int) -> 
 SIDE_BY_SIDE = [(8, 8, 4), (12, 12, 6), (8, 16, 4), (6, 24, 6), (4, 16, 8)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("height", "width", "size"), SIDE_BY_SIDE, ids=str)
+@loop("dtype", [torch.float32, torch.bfloat16], ids=str)
+@loop(("height", "width", "size"), SIDE_BY_SIDE, ids=str)
 def test_rows_of_windows_at_once_are_windows_one_by_one(
     height: int, width: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

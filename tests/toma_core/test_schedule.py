@@ -132,7 +132,7 @@ def test_last_step_is_whole_if_the_picture_is_finished() -> None:
 LTX = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
 
 
-@pytest.mark.parametrize(("every", "full"), [(4, [0, 6, 7]), (2, [0, 4, 5, 6, 7])])
+@loop(("every", "full"), [(4, [0, 6, 7]), (2, [0, 4, 5, 6, 7])])
 def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[int]) -> None:
     """As many as elsewhere; caches last until then."""
     config = ToMAConfig(full_step_interval=every)

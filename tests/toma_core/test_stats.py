@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-
+from tests.loop import loop
 from toma_core.reasons import Reason
 from toma_core.stats import Line, RunStats
 
@@ -77,7 +76,7 @@ def test_several_lines_for_a_reader() -> None:
     ]
 
 
-@pytest.mark.parametrize(("ratio", "words"), [(0.25, "25 %"), (1 / 3, "33 %"), (0.95, "95 %")])
+@loop(("ratio", "words"), [(0.25, "25 %"), (1 / 3, "33 %"), (0.95, "95 %")])
 def test_the_headline_names_the_shares(ratio: float, words: str) -> None:
     stats = RunStats(total_steps=2)
     for step in range(2):

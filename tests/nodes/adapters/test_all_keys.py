@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 from tests.nodes.adapters.compiling import Counting, compiled
 from tests.nodes.adapters.families.layouts import ALONE, HEIGHT, LAYOUTS, WIDTH
 from tests.nodes.adapters.looking import KEYS, Watch, drifting, evaluated, preset, several_calls
@@ -19,8 +20,8 @@ Reason = pack_module("toma_core.reasons").Reason
 SHOWN = [name for name in LAYOUTS if name != "ernie"]
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("kind", SHOWN)
+@loop("batch", [1, 2])
+@loop("kind", SHOWN)
 def test_where_nothing_moves_a_merged_step_is_the_models_own(
     kind: str, batch: int, model_of: Any, attach: Any, stats_of: Any
 ) -> None:
@@ -33,7 +34,7 @@ def test_where_nothing_moves_a_merged_step_is_the_models_own(
         torch.testing.assert_close(picture, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
 
 
-@pytest.mark.parametrize("kind", SHOWN)
+@loop("kind", SHOWN)
 def test_keys_are_moved_on_as_their_destinations_move(
     kind: str, model_of: Any, attach: Any, plan_calls: list[Any], dense: Any
 ) -> None:
@@ -63,7 +64,7 @@ def test_keys_are_moved_on_as_their_destinations_move(
         kept = fresh
 
 
-@pytest.mark.parametrize("text", [7, HEIGHT // 2 * (WIDTH // 2) // 2])
+@loop("text", [7, HEIGHT // 2 * (WIDTH // 2) // 2])
 def test_text_as_long_as_merged_tokens_is_left_alone(text: int, model_of: Any, attach: Any) -> None:
     """Wan looks at its text in the same block, whose keys are then as many as queries."""
     model = model_of("wan")
@@ -72,7 +73,7 @@ def test_text_as_long_as_merged_tokens_is_left_alone(text: int, model_of: Any, a
         torch.testing.assert_close(picture, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
 
 
-@pytest.mark.parametrize("kind", list(LAYOUTS))
+@loop("kind", list(LAYOUTS))
 def test_presets_keep_keys_where_they_can(kind: str, model_of: Any, stats_of: Any) -> None:
     attach = pack_module("nodes.adapters.patch_model").apply_toma
     merged = attach(model_of(kind), preset("balanced"))
@@ -84,8 +85,8 @@ def test_presets_keep_keys_where_they_can(kind: str, model_of: Any, stats_of: An
     assert bool(stats.unmerged) is not shown
 
 
-@pytest.mark.parametrize("frames", [1, 3])
-@pytest.mark.parametrize("kind", ["wan", "hunyuan", "ltx", "ltx_av", "h3"])
+@loop("frames", [1, 3])
+@loop("kind", ["wan", "hunyuan", "ltx", "ltx_av", "h3"])
 def test_of_videos_too(kind: str, frames: int, model_of: Any, attach: Any, stats_of: Any) -> None:
     model = model_of(kind)
     merged = attach(model, **KEYS)
@@ -201,7 +202,7 @@ def fresh_compiler() -> Any:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("kind", "packed"), [*((kind, False) for kind in SHOWN), ("flux", True), ("wan", True)])
+@loop(("kind", "packed"), [*((kind, False) for kind in SHOWN), ("flux", True), ("wan", True)])
 def test_the_same_inside_the_graphs_of_a_compiled_model(
     kind: str,
     packed: bool,
@@ -235,7 +236,7 @@ def test_other_compilers_are_told_nothing(attach: Any, stats_of: Any, fresh_comp
     assert stats_of(merged).without_kv_cache == Reason.KV_COMPILE_BACKEND()
 
 
-@pytest.mark.parametrize("settings", [{"full_step_interval": 0}, {"granularity": "module"}])
+@loop("settings", [{"full_step_interval": 0}, {"granularity": "module"}])
 def test_where_full_steps_keep_nothing_the_preset_is_as_without(
     settings: dict[str, Any], model_of: Any, stats_of: Any
 ) -> None:
@@ -247,7 +248,7 @@ def test_where_full_steps_keep_nothing_the_preset_is_as_without(
     assert stats_of(merged).without_kv_cache == Reason.KV_NO_FULL_STEPS()
 
 
-@pytest.mark.parametrize("kind", ["qwen_image", "hunyuan"])
+@loop("kind", ["qwen_image", "hunyuan"])
 def test_masked_text_does_not_stand_in_the_way(kind: str, model_of: Any, attach: Any) -> None:
     """Every key after the text is looked at, however many there are."""
     model = model_of(kind)
@@ -266,7 +267,7 @@ def test_masked_text_does_not_stand_in_the_way(kind: str, model_of: Any, attach:
     assert (found - own).norm() < (without - own).norm()
 
 
-@pytest.mark.parametrize("kind", ["wan", "sd3"])
+@loop("kind", ["wan", "sd3"])
 def test_what_is_kept_is_nobodys_to_write_into(kind: str, attach: Any) -> None:
     """Another node's override that works in place, in models whose attention sees nothing but the image."""
     model = models.wan() if kind == "wan" else models.sd3(x_block_self_attn_layers=[0, 1])

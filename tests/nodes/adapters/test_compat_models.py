@@ -77,7 +77,7 @@ def single_with_a_second_stream(cls: Any, original: Any) -> Any:
 UNET, FLUX = "comfy.ldm.modules.attention", "comfy.ldm.flux.layers"
 
 
-@pytest.mark.parametrize(
+@loop(
     ("kind", "module", "name", "change"),
     [
         ("unet", UNET, "BasicTransformerBlock", block_with_an_argument_between),
@@ -88,7 +88,7 @@ UNET, FLUX = "comfy.ldm.modules.attention", "comfy.ldm.flux.layers"
         ("flux", FLUX, "SingleStreamBlock", single_with_a_second_stream),
     ],
 )
-@pytest.mark.parametrize("granularity", ["module", "stack"])
+@loop("granularity", ["module", "stack"])
 def test_forward_with_another_signature(
     monkeypatch: pytest.MonkeyPatch,
     attach: Any,
@@ -173,7 +173,7 @@ def move(owner: nn.Module, old: str, new: str) -> None:
     place[new] = place.pop(old)
 
 
-@pytest.mark.parametrize(
+@loop(
     ("kind", "owner", "method", "attribute"),
     [
         ("unet", "UNetModel", "forward", "input_blocks"),

@@ -17,6 +17,7 @@ import torch
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
+from tests.loop import loop
 
 run = pack_module("nodes.adapters.patch_model")
 SIDE = 16
@@ -27,9 +28,7 @@ def sample(model: Any) -> torch.Tensor:
     return models.sample(model, SIDE, SIDE, steps=STEPS)
 
 
-@pytest.fixture(params=["unet", "flux"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+every_kind = loop("kind", ["unet", "flux"])
 
 
 class Request(SimpleNamespace):
@@ -43,7 +42,8 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("hook", TARGETS)
+@every_kind
+@loop("hook", TARGETS)
 def test_wrapper_that_is_called_in_another_way(
     monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, kind: str, hook: str, no_state_left: None
 ) -> None:
@@ -82,7 +82,8 @@ def without_method(monkeypatch: pytest.MonkeyPatch, model: Any, name: str) -> No
             monkeypatch.delattr(cls, name)
 
 
-@pytest.mark.parametrize(
+@every_kind
+@loop(
     ("without", "name"),
     [
         *((without_wrapper, name) for name in ("OUTER_SAMPLE", "CALC_COND_BATCH", "APPLY_MODEL")),
@@ -102,6 +103,7 @@ def test_what_is_gone_leaves_the_model_as_it_was(
     assert torch.equal(sample(model), plain)
 
 
+@every_kind
 def test_without_a_count_of_evaluations_levels_are_read(
     monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, kind: str
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 Reason = pack_module("toma_core.reasons").Reason
 
@@ -153,7 +154,7 @@ def test_outside_of_a_trace_nothing_begins(graphs: Any, evaluate: Any) -> None:
     assert site.active is None
 
 
-@pytest.mark.parametrize(
+@loop(
     ("told", "inside"),
     [
         (None, False),
@@ -192,7 +193,7 @@ def test_a_model_that_must_stay_in_one_graph_is_left_whole(flux: Any, attach: An
     assert "switch fullgraph off" in stats_of(model).summary()
 
 
-@pytest.mark.parametrize(("before", "after"), [(8, 64), (1000, 1000)])
+@loop(("before", "after"), [(8, 64), (1000, 1000)])
 def test_a_compiled_run_may_have_more_graphs_than_eight(graphs: Any, before: int, after: int) -> None:
     from torch._dynamo import config
 

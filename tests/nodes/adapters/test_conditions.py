@@ -19,9 +19,12 @@ SMOOTH = {"selector": "grid", "sharpness": 20.0}
 NEARLY = {"rtol": 1e-4, "atol": 1e-2}  # values reach 500
 
 
-@pytest.fixture(params=["unet", "flux", "qwen"])
-def model(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(request.param)
+every_kind = loop("kind", ["unet", "flux", "qwen"])
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, kind: str) -> Any:
+    return request.getfixturevalue(kind)
 
 
 def kinds(model: Any) -> int:
@@ -39,6 +42,7 @@ def apart(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return start
 
 
+@every_kind
 @pytest.mark.compat
 def test_cond_and_uncond_share_destinations_and_weights(model: Any, attach: Any, plan_calls: Any) -> None:
     models.sample(attach(model), SIDE, SIDE, batch=2, steps=1)
@@ -50,6 +54,7 @@ def test_cond_and_uncond_share_destinations_and_weights(model: Any, attach: Any,
         assert not torch.equal(*call.plan.dest_slots[:2]), "two images should not look alike"
 
 
+@every_kind
 @pytest.mark.compat
 def test_split_calls_use_the_plans_of_the_joined_one(
     model: Any, attach: Any, plan_calls: Any, stats_of: Any, apart: Any
@@ -82,6 +87,7 @@ def test_several_devices_share_destinations_where_several_conditions_take_part(p
     assert [independent(1.0, cond, uncond), independent(1.0, cond)] == [False, False], "the other has ended"
 
 
+@every_kind
 @loop(("positive", "negative"), [(5, 7), (1, 300), (77, 154), (14, 7)])
 def test_every_text_length(model: Any, attach: Any, stats_of: Any, positive: int, negative: int) -> None:
     """Prompts of lengths that cannot be joined come in two calls, and share their plans all the same."""
@@ -94,6 +100,7 @@ def test_every_text_length(model: Any, attach: Any, stats_of: Any, positive: int
     assert stats_of(patched).selections == kinds(model)
 
 
+@every_kind
 @pytest.mark.compat
 def test_areas_of_one_size_at_two_places_have_plans_of_their_own(
     model: Any, attach: Any, plan_calls: Any, stats_of: Any
@@ -118,6 +125,7 @@ def test_areas_of_one_size_at_two_places_have_plans_of_their_own(
             assert not torch.equal(*call.plan.dest_slots)
 
 
+@every_kind
 def test_area_is_computed_as_if_it_were_alone(model: Any, attach: Any, apart: Any) -> None:
     """Joined or split, each area gets the plan made from its own tokens."""
     area = (SIDE, SIDE // 2)
@@ -132,6 +140,7 @@ def test_area_is_computed_as_if_it_were_alone(model: Any, attach: Any, apart: An
     torch.testing.assert_close(split, joined, **NEARLY)
 
 
+@every_kind
 @pytest.mark.compat
 def test_combined_and_timed_prompts_share_one_plan(model: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
     positive = [
@@ -146,6 +155,7 @@ def test_combined_and_timed_prompts_share_one_plan(model: Any, attach: Any, plan
     assert stats_of(patched).selections == kinds(model)
 
 
+@every_kind
 def test_images_of_a_batch_with_prompts_of_their_own_are_as_if_alone(model: Any, attach: Any) -> None:
     text = torch.cat([models.conditioning(model, seed=s)[0][0] for s in (1, 3)])
     pooled = torch.cat([models.conditioning(model, seed=s)[0][1]["pooled_output"] for s in (1, 3)])

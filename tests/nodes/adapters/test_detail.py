@@ -21,11 +21,15 @@ FIRST = {1: {"steps": 3, "last_step": 1}, 2: {"steps": 3, "last_step": 2}}
 CLOSE = {"rtol": 1e-4, "atol": 1e-3}
 
 
-@pytest.fixture(params=["unet", "flux"])
-def model(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(request.param)
+every_kind = loop("kind", ["unet", "flux"])
 
 
+@pytest.fixture
+def model(request: pytest.FixtureRequest, kind: str) -> Any:
+    return request.getfixturevalue(kind)
+
+
+@every_kind
 @loop(
     "settings",
     [
@@ -42,6 +46,7 @@ def test_does_nothing_without_whole_steps_or_around_modules(
     assert stats_of(patched).cache_bytes == 0
 
 
+@every_kind
 @pytest.mark.compat
 @loop("granularity", ["block", "stack"])
 def test_a_whole_step_is_that_of_the_model(model: Any, attach: Any, stats_of: Any, granularity: str) -> None:
@@ -54,6 +59,7 @@ def test_a_whole_step_is_that_of_the_model(model: Any, attach: Any, stats_of: An
     assert stats.cache_bytes > 0
 
 
+@every_kind
 @pytest.mark.compat
 @loop("granularity", ["block", "stack"])
 def test_merged_steps_change(model: Any, attach: Any, stats_of: Any, granularity: str, no_state_left: None) -> None:
@@ -114,8 +120,8 @@ def test_unet_stack(unet: Any, attach: Any, record: Any, plan_calls: Any, dense:
     torch.testing.assert_close(ends[1].out, reused(x, update, out - S @ x, S, U), **CLOSE)
 
 
-@pytest.mark.parametrize("references", [False, True])
-@pytest.mark.parametrize("kind", ["double", "single"])
+@loop("references", [False, True])
+@loop("kind", ["double", "single"])
 def test_flux_blocks(
     flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, kind: str, references: bool
 ) -> None:
@@ -178,6 +184,7 @@ def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach
     assert torch.equal(out, models.sample(flux, SIDE, SIDE, **FIRST[2], cfg=1.0, positive=positive))
 
 
+@every_kind
 @pytest.mark.compat
 @loop("areas", [False, True])
 def test_joined_and_split_calls_agree(model: Any, attach: Any, monkeypatch: Any, areas: bool) -> None:

@@ -43,7 +43,7 @@ def one(value: Any, b: int) -> Any:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("with_references", [False, True])
+@loop("with_references", [False, True])
 def test_double_block_is_computed_on_merged_tokens(
     flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, with_references: bool
 ) -> None:
@@ -80,7 +80,7 @@ def test_double_block_is_computed_on_merged_tokens(
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("with_references", [False, True])
+@loop("with_references", [False, True])
 def test_single_block_is_computed_on_merged_tokens(
     flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, with_references: bool
 ) -> None:
@@ -107,8 +107,8 @@ def test_single_block_is_computed_on_merged_tokens(
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("kind", ["double", "single"])
-@pytest.mark.parametrize("with_references", [False, True])
+@loop("kind", ["double", "single"])
+@loop("with_references", [False, True])
 def test_consecutive_blocks_stay_merged(
     flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, kind: str, with_references: bool
 ) -> None:

@@ -18,9 +18,12 @@ PRESETS = ("balanced", "quality", "paper")
 SMALL = {"min_tokens": 4, "skip_first_blocks": 1}
 
 
-@pytest.fixture(params=["unet", "flux"])
-def model(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(request.param)
+every_kind = loop("kind", ["unet", "flux"])
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, kind: str) -> Any:
+    return request.getfixturevalue(kind)
 
 
 @pytest.fixture
@@ -55,6 +58,7 @@ def late(model: Any, start: float = 0.45) -> list[Any]:
     return [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3, start_percent=start)]
 
 
+@every_kind
 @pytest.mark.compat
 @loop("prompts", ["two", "late"])
 @loop("name", PRESETS)
@@ -70,6 +74,7 @@ def test_joined_and_split_calls_give_one_picture(model: Any, preset: Any, name: 
     assert distance(joined, plain) > 1e-3, "nothing was merged"
 
 
+@every_kind
 @loop("name", ["balanced", "paper"])
 def test_the_number_of_threads_does_not_matter(model: Any, preset: Any, name: str) -> None:
     patched, before = preset(model, name), torch.get_num_threads()
@@ -128,7 +133,7 @@ def test_conditions_that_change_are_never_merged_plainly(flux: Any, attach: Any,
     assert "nothing cached yet for a prompt" in stats_of(patched).text()
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@loop("apart", [False, True])
 def test_a_controlnet_that_begins_late_makes_one_step_whole(
     flux: Any, preset: Any, settled: Any, plan_calls: Any, apart: bool
 ) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 GRANULARITIES = ["stack", "block", "module"]
 SIDE = 24  # UNet: grids of 12 x 12 and 6 x 6
@@ -60,8 +61,8 @@ def kontext(model: Any) -> dict[str, Any]:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("settings", [{}, {"skip_last_blocks": 3}], ids=["all", "some"])
+@loop("granularity", GRANULARITIES)
+@loop("settings", [{}, {"skip_last_blocks": 3}], ids=["all", "some"])
 def test_the_grid_fits_the_tokens_in_a_unet(
     unet: Any, attach: Any, listening: Any, granularity: str, settings: dict[str, Any]
 ) -> None:
@@ -82,9 +83,9 @@ def test_the_grid_fits_the_tokens_in_a_unet(
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("full_step_interval", [0, 2])
-@pytest.mark.parametrize("with_references", [False, True])
+@loop("granularity", GRANULARITIES)
+@loop("full_step_interval", [0, 2])
+@loop("with_references", [False, True])
 def test_the_image_lies_where_flux_says(
     flux: Any, attach: Any, listening: Any, granularity: str, full_step_interval: int, with_references: bool
 ) -> None:
@@ -105,7 +106,7 @@ def test_the_image_lies_where_flux_says(
     assert lengths == {(kind, n) for kind in ("double", "single") for n in (IMAGE, IMAGE // 2)}
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@loop("granularity", GRANULARITIES)
 def test_double_blocks_too_where_somebody_says_it_there(
     flux: Any, attach: Any, listening: Any, granularity: str
 ) -> None:
@@ -130,8 +131,8 @@ def test_double_blocks_too_where_somebody_says_it_there(
     assert given == [TEXT, TEXT + IMAGE]
 
 
-@pytest.mark.parametrize("kind", ["unet", "flux"])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@loop("kind", ["unet", "flux"])
+@loop("granularity", GRANULARITIES)
 def test_attention_patches_are_told_of_all_tokens_and_get_them(
     request: pytest.FixtureRequest, attach: Any, kind: str, granularity: str
 ) -> None:
@@ -155,7 +156,7 @@ def test_attention_patches_are_told_of_all_tokens_and_get_them(
     assert {length for length, _ in told} == ({144, 36} if kind == "unet" else {TEXT + IMAGE})
 
 
-@pytest.mark.parametrize("kind", ["unet", "flux"])
+@loop("kind", ["unet", "flux"])
 def test_the_callers_options_stay_as_they_are(
     request: pytest.FixtureRequest, attach: Any, listening: Any, kind: str
 ) -> None:
@@ -199,8 +200,8 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("kind", ["unet", "flux"])
-@pytest.mark.parametrize("inside", [True, False])
+@loop("kind", ["unet", "flux"])
+@loop("inside", [True, False])
 def test_compiled_code_says_the_same(attach: Any, fresh_compiler: None, kind: str, inside: bool) -> None:
     """What is told becomes part of the picture: it differs unless the same is told everywhere, and graphs are no more
     than without."""

@@ -23,9 +23,12 @@ def other(model: Any) -> torch.Tensor:
     return models.sample(model, 18, 30, batch=2, steps=2, seed=8, cfg=1.0)
 
 
-@pytest.fixture(params=["unet", "flux"])
-def model(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(request.param)
+every_kind = loop("kind", ["unet", "flux"])
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, kind: str) -> Any:
+    return request.getfixturevalue(kind)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -33,6 +36,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b)
 
 
+@every_kind
 @pytest.mark.compat
 @loop("settings", [{"ratio": 0.0}, {"start_percent": 0.4, "end_percent": 0.4}])
 def test_settings_that_never_merge_return_the_very_same_object(model: Any, attach: Any, settings: Any) -> None:
@@ -42,6 +46,7 @@ def test_settings_that_never_merge_return_the_very_same_object(model: Any, attac
 ALL_WHOLE = "every step was a full step"
 
 
+@every_kind
 @pytest.mark.compat
 @loop(
     ("settings", "reason"),
@@ -63,6 +68,7 @@ def test_runs_that_never_merge_are_bit_identical(
     assert str(reason) in stats_of(patched).summary()
 
 
+@every_kind
 def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
     model: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,11 +86,13 @@ def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
     assert told.summary().count(str(reason)) <= 2
 
 
+@every_kind
 def test_merging_does_change_the_image(model: Any, attach: Any) -> None:
     """Or else every comparison in this file would be empty."""
     assert not same(models.sample(attach(model), SIDE, SIDE), models.sample(model, SIDE, SIDE))
 
 
+@every_kind
 @pytest.mark.compat
 def test_sampling_leaves_the_model_and_its_clones_untouched(model: Any, attach: Any, no_state_left: None) -> None:
     clone = model.clone()
@@ -100,6 +108,7 @@ class BlockError(Exception):
     pass
 
 
+@every_kind
 @pytest.mark.compat
 @loop("interrupt", [False, True])
 def test_error_inside_a_block_leaves_nothing_behind(
@@ -131,6 +140,7 @@ def test_error_inside_a_block_leaves_nothing_behind(
     assert same(models.sample(patched, SIDE, SIDE), models.sample(attach(model), SIDE, SIDE))
 
 
+@every_kind
 @pytest.mark.compat
 def test_same_seed_same_image_whatever_ran_before(model: Any, attach: Any) -> None:
     patched = attach(model, selection_interval=2, weight_interval=1)
@@ -141,6 +151,7 @@ def test_same_seed_same_image_whatever_ran_before(model: Any, attach: Any) -> No
     assert same(models.sample(patched, SIDE, SIDE), first)
 
 
+@every_kind
 def test_global_random_state_is_neither_used_nor_changed(model: Any, attach: Any) -> None:
     patched = attach(model)
     first = models.sample(patched, SIDE, SIDE, steps=1, sampler="euler")
@@ -154,6 +165,7 @@ def test_global_random_state_is_neither_used_nor_changed(model: Any, attach: Any
     assert torch.equal(torch.get_rng_state(), after_plain)
 
 
+@every_kind
 @pytest.mark.compat
 def test_branches_of_one_loader_are_each_as_if_alone(model: Any, attach: Any, stats_of: Any) -> None:
     settings = [{"ratio": 0.25}, {"ratio": 0.75, "granularity": "module"}]
@@ -166,6 +178,7 @@ def test_branches_of_one_loader_are_each_as_if_alone(model: Any, attach: Any, st
     assert stats_of(branches[0]).grids != stats_of(branches[1]).grids
 
 
+@every_kind
 def test_two_runs_at_once_keep_their_own_state(model: Any, attach: Any) -> None:
     """A run of another model inside the callback of a run."""
     kind = models.flux if hasattr(model.model.diffusion_model, "double_blocks") else models.unet
@@ -180,6 +193,7 @@ def test_two_runs_at_once_keep_their_own_state(model: Any, attach: Any) -> None:
     assert len(inner) == 2
 
 
+@every_kind
 @pytest.mark.compat
 @loop("order", ["before", "after"])
 def test_weight_patches_may_come_before_or_after(model: Any, attach: Any, order: str) -> None:
@@ -203,6 +217,7 @@ def test_weight_patches_may_come_before_or_after(model: Any, attach: Any, order:
     assert same(models.sample(attach(model), SIDE, SIDE), plain)
 
 
+@every_kind
 @pytest.mark.compat
 def test_last_settings_count(model: Any, attach: Any, stats_of: Any) -> None:
     twice = attach(attach(model, ratio=0.75, granularity="module"), ratio=0.25)
@@ -211,6 +226,7 @@ def test_last_settings_count(model: Any, attach: Any, stats_of: Any) -> None:
     assert stats_of(twice).evaluations == 3
 
 
+@every_kind
 @pytest.mark.compat
 def test_ratio_zero_takes_it_off_again(model: Any, attach: Any) -> None:
     removed = attach(attach(model), ratio=0.0)
@@ -220,6 +236,7 @@ def test_ratio_zero_takes_it_off_again(model: Any, attach: Any) -> None:
     assert same(models.sample(removed, SIDE, SIDE), models.sample(model, SIDE, SIDE))
 
 
+@every_kind
 def test_first_of_two_settings_is_not_changed_by_the_second(model: Any, attach: Any) -> None:
     first = attach(model)
     expected = models.sample(first, SIDE, SIDE)
@@ -228,6 +245,7 @@ def test_first_of_two_settings_is_not_changed_by_the_second(model: Any, attach: 
     assert same(models.sample(first, SIDE, SIDE), expected)
 
 
+@every_kind
 @loop("how", ["clone", "disable_dynamic", "force_deepcopy"])
 def test_clones_carry_it_along(model: Any, attach: Any, how: str) -> None:
     kind = "flux" if hasattr(model.model.diffusion_model, "double_blocks") else "unet"
@@ -248,6 +266,7 @@ def test_clones_carry_it_along(model: Any, attach: Any, how: str) -> None:
     assert same(models.sample(clone, SIDE, SIDE), expected)
 
 
+@every_kind
 def test_options_may_be_deep_copied_while_sampling(model: Any, attach: Any, stats_of: Any) -> None:
     """Other packs copy the options they are shown, in a guider and inside a block."""
 
@@ -276,6 +295,7 @@ def test_options_may_be_deep_copied_while_sampling(model: Any, attach: Any, stat
     assert stats_of(patched).evaluations == 3
 
 
+@every_kind
 def test_one_log_line_a_run(model: Any, attach: Any, stats_of: Any, caplog: pytest.LogCaptureFixture) -> None:
     patched = attach(model)
     with caplog.at_level(logging.INFO):
@@ -286,6 +306,7 @@ def test_one_log_line_a_run(model: Any, attach: Any, stats_of: Any, caplog: pyte
     assert "3 of 3 steps" in lines[0]
 
 
+@every_kind
 def test_model_called_outside_a_run_is_as_without(model: Any, attach: Any, no_state_left: None) -> None:
     """Some packs call apply_model themselves, with the model's own options."""
     patched = attach(model)

@@ -20,9 +20,12 @@ PRESETS = ("balanced", "quality", "paper")
 NEARLY = {"rtol": 1e-4, "atol": 2e-3}
 
 
-@pytest.fixture(params=["unet", "flux", "qwen"])
-def model(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(request.param)
+every_kind = loop("kind", ["unet", "flux", "qwen"])
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, kind: str) -> Any:
+    return request.getfixturevalue(kind)
 
 
 @pytest.fixture
@@ -46,6 +49,7 @@ def check_near(result: torch.Tensor, expected: torch.Tensor, name: str) -> None:
         torch.testing.assert_close(result, expected, **NEARLY)
 
 
+@every_kind
 @pytest.mark.compat
 @loop("name", PRESETS)
 def test_a_tile_does_not_depend_on_the_others(model: Any, preset: Any, stats_of: Any, name: str) -> None:
@@ -57,6 +61,7 @@ def test_a_tile_does_not_depend_on_the_others(model: Any, preset: Any, stats_of:
         check_near(sampled(tiled(patched, tiles, at_once)), expected, name)
 
 
+@every_kind
 @loop("name", PRESETS)
 def test_joined_and_split_calls_agree_on_tiles(model: Any, preset: Any, monkeypatch: Any, name: str) -> None:
     patched = tiled(preset(model, name), CORNERS, at_once=2)
@@ -65,6 +70,7 @@ def test_joined_and_split_calls_agree_on_tiles(model: Any, preset: Any, monkeypa
     check_near(sampled(patched), joined, name)
 
 
+@every_kind
 def test_cond_and_uncond_share_the_plan_of_a_tile(
     model: Any, attach: Any, apart: Any, plan_calls: Any, monkeypatch: Any
 ) -> None:
@@ -89,6 +95,7 @@ def test_cond_and_uncond_share_the_plan_of_a_tile(
     assert not all(torch.equal(one.x, other.x) for one, other in pairs), "the conditions' tokens differ"
 
 
+@every_kind
 def test_tiles_may_come_in_another_order_for_each_condition(model: Any, preset: Any, monkeypatch: Any) -> None:
     """Where conditions are calls of their own, every second one goes through the tiles backwards."""
     calls = 0
@@ -111,6 +118,7 @@ def test_tiles_may_come_in_another_order_for_each_condition(model: Any, preset: 
     torch.testing.assert_close(sampled(patched, steps=2), joined, **NEARLY)
 
 
+@every_kind
 def test_each_tile_is_represented_by_tokens_of_its_own(model: Any, attach: Any, apart: Any, plan_calls: Any) -> None:
     """Merging and going back loses less of a tile than with the plan of another one."""
     core = pack_module("toma_core.merge")
@@ -126,6 +134,7 @@ def test_each_tile_is_represented_by_tokens_of_its_own(model: Any, attach: Any, 
     assert sum(own) < 0.95 * sum(others)
 
 
+@every_kind
 def test_nothing_of_a_tile_is_left_for_the_next_evaluation(model: Any, attach: Any, plan_calls: Any) -> None:
     """Tiles that move from step to step, and those that do not: every evaluation selects anew, on what it shows."""
     patched = attach(model, selection_interval=10, full_step_interval=3, skip_first_blocks=1)
@@ -142,6 +151,7 @@ def test_nothing_of_a_tile_is_left_for_the_next_evaluation(model: Any, attach: A
         )
 
 
+@every_kind
 def test_plans_of_tiles_do_not_pile_up(model: Any, attach: Any, monkeypatch: Any) -> None:
     """Those of an evaluation are gone when the next begins."""
     sampling = pack_module("nodes.adapters.sampling_run").SamplingRun
@@ -158,12 +168,14 @@ def test_plans_of_tiles_do_not_pile_up(model: Any, attach: Any, monkeypatch: Any
     assert held[1][0] == 0
 
 
+@every_kind
 def test_the_picture_of_a_tiled_run_can_be_drawn(model: Any, attach: Any, stats_of: Any) -> None:
     patched = attach(model)
     sampled(tiled(patched, CORNERS))
     assert stats_of(patched).maps.keys() == stats_of(patched).grids.keys() != set()
 
 
+@every_kind
 def test_areas_are_no_pieces(model: Any, attach: Any, plan_calls: Any) -> None:
     """Nor is an area that reaches past the latent, which ComfyUI cuts off."""
     positive = [

@@ -14,9 +14,12 @@ from tests.loop import loop
 SETTINGS: dict[str, Any] = {"similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1}
 
 
-@pytest.fixture(params=["unet", "flux"])
-def model(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(request.param)
+every_kind = loop("kind", ["unet", "flux"])
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, kind: str) -> Any:
+    return request.getfixturevalue(kind)
 
 
 @pytest.fixture
@@ -48,6 +51,7 @@ def predicted(model: Any) -> list[torch.Tensor]:
     return pictures
 
 
+@every_kind
 @pytest.mark.compat
 def test_plans_are_of_the_step_before(model: Any, attach: Any, stats_of: Any, planned: Any, predicted: Any) -> None:
     patched = attach(model, **SETTINGS)
@@ -59,6 +63,7 @@ def test_plans_are_of_the_step_before(model: Any, attach: Any, stats_of: Any, pl
     assert stats.selections == 2 * len(stats.grids)
 
 
+@every_kind
 @pytest.mark.compat
 def test_the_first_step_is_that_of_the_model_without_it(model: Any, attach: Any) -> None:
     patched = attach(model, **SETTINGS)
@@ -66,6 +71,7 @@ def test_the_first_step_is_that_of_the_model_without_it(model: Any, attach: Any)
     assert not torch.equal(models.sample(patched, steps=2), models.sample(model, steps=2))
 
 
+@every_kind
 def test_every_evaluation_after_the_first_merges_whatever_the_sampler(model: Any, attach: Any, stats_of: Any) -> None:
     patched = attach(model, **SETTINGS)
     models.sample(patched, steps=3, sampler="heun")
@@ -73,6 +79,7 @@ def test_every_evaluation_after_the_first_merges_whatever_the_sampler(model: Any
     assert (stats.evaluations, stats.merged_evaluations) == (5, 4)
 
 
+@every_kind
 def test_with_detail_reuse_the_whole_step_keeps(model: Any, attach: Any, stats_of: Any) -> None:
     patched = attach(model, **SETTINGS, full_step_interval=3)
     models.sample(patched, steps=5)
@@ -80,7 +87,8 @@ def test_with_detail_reuse_the_whole_step_keeps(model: Any, attach: Any, stats_o
     assert stats_of(patched).cache_bytes
 
 
-@pytest.mark.parametrize("every", [2, 3])
+@every_kind
+@loop("every", [2, 3])
 def test_the_whole_steps_own_picture_plans_the_step_after_it(
     every: int, model: Any, attach: Any, stats_of: Any, planned: Any, predicted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +133,7 @@ def test_noise_levels_of_an_unknown_kind_are_no_error(told: Any, pack: Any) -> N
     assert sampling.start(config(ratio=0.5), told, [1.0, 0.0]).max_prediction_sigma > 1
 
 
+@every_kind
 def test_nothing_is_held_after_a_run_that_broke_off(
     model: Any, attach: Any, pack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +154,7 @@ def test_nothing_is_held_after_a_run_that_broke_off(
     assert held[0].prediction is None
 
 
+@every_kind
 def test_the_same_twice_and_nothing_left(model: Any, attach: Any, no_state_left: None) -> None:
     patched = attach(model, **SETTINGS)
     assert torch.equal(models.sample(patched, steps=3), models.sample(patched, steps=3))

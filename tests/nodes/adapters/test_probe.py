@@ -22,9 +22,12 @@ CLOSE = {"selection_interval": 3, "weight_interval": 3}
 RATIOS = len(probing.RATIOS)
 
 
-@pytest.fixture(params=["unet", "flux"])
-def model(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(request.param)
+every_kind = loop("kind", ["unet", "flux"])
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, kind: str) -> Any:
+    return request.getfixturevalue(kind)
 
 
 def probed(model: Any, steps: int = 8, **settings: Any) -> tuple[Any, torch.Tensor, Any]:
@@ -34,6 +37,7 @@ def probed(model: Any, steps: int = 8, **settings: Any) -> tuple[Any, torch.Tens
     return probes, models.sample(patched, SIDE, SIDE, steps=steps), patched
 
 
+@every_kind
 @pytest.mark.compat
 @loop("settings", [{}, CLOSE])
 def test_the_run_is_the_unmerged_one(model: Any, settings: dict[str, Any], no_state_left: None) -> None:

@@ -19,9 +19,12 @@ SIDE, STEPS = 24, 6
 CLOSE = {"selection_interval": 3, "weight_interval": 3}
 
 
-@pytest.fixture(params=["unet", "flux", "qwen"])
-def model(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(request.param)
+every_kind = loop("kind", ["unet", "flux", "qwen"])
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, kind: str) -> Any:
+    return request.getfixturevalue(kind)
 
 
 def names(model: Any) -> list[str]:
@@ -36,6 +39,7 @@ def sampled(model: Any, steps: int = STEPS) -> torch.Tensor:
     return models.sample(model, SIDE, SIDE, steps=steps)
 
 
+@every_kind
 @pytest.mark.compat
 @loop(
     "settings",
@@ -55,6 +59,7 @@ def test_one_ratio_everywhere_is_the_setting_to_the_bit(model: Any, settings: di
     assert not torch.equal(sampled(same), sampled(model))
 
 
+@every_kind
 @pytest.mark.compat
 def test_a_profile_that_merges_nothing_is_bit_identical(model: Any, stats_of: Any, no_state_left: None) -> None:
     whole = profiled(model, (0.0, {}))
@@ -62,6 +67,7 @@ def test_a_profile_that_merges_nothing_is_bit_identical(model: Any, stats_of: An
     assert stats_of(whole).merged_blocks == set()
 
 
+@every_kind
 def test_one_block_alone(model: Any, stats_of: Any) -> None:
     """The others run whole, for a reason that the report names, and the block has its own ratio."""
     chosen = names(model)[1]

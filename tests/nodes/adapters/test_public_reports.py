@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
+from tests.loop import loop
 from tests.nodes.adapters.test_evaluations import Trained
 
 STEPS, HEIGHT, WIDTH = 6, 18, 26
@@ -333,7 +334,7 @@ def context_windows(lab: Lab) -> None:
         assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("tried", dict.fromkeys(REPORTS.values()), ids=lambda tried: str(tried.__name__))
+@loop("tried", dict.fromkeys(REPORTS.values()), ids=lambda tried: str(tried.__name__))
 def test_report(lab: Lab, tried: Callable[[Lab], None]) -> None:
     tried(lab)
 

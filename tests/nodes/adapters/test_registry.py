@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 
 registry = pack_module("nodes.adapters.registry")
 
@@ -26,8 +27,8 @@ def test_unknown_class_is_refused_with_what_is_supported(stranger: Any, attach: 
     assert isinstance(refused.value, ValueError)
 
 
-@pytest.mark.parametrize("built", ["derived", "copied"])
-@pytest.mark.parametrize("family", list(models.TRANSFORMERS))
+@loop("built", ["derived", "copied"])
+@loop("family", list(models.TRANSFORMERS))
 def test_class_of_a_later_comfyui_is_refused_by_name(
     family: str, built: str, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,8 +74,8 @@ def test_everyday_sdxl_grid_at_full_size(unet: Any, attach: Any, stats_of: Any) 
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("kind", ["unet", "flux"])
+@loop("sampler", SAMPLERS)
+@loop("kind", ["unet", "flux"])
 def test_samplers_and_their_steps(
     request: pytest.FixtureRequest, attach: Any, stats_of: Any, decisions: Any, sampler: str, kind: str
 ) -> None:
@@ -93,8 +93,8 @@ def test_samplers_and_their_steps(
     assert (stats.selections, stats.weighings) == (2 * scopes, 4 * scopes)
 
 
-@pytest.mark.parametrize("kind", ["unet", "flux"])
-@pytest.mark.parametrize("scheduler", ["normal", "karras", "simple", "sgm_uniform", "beta", "ddim_uniform"])
+@loop("kind", ["unet", "flux"])
+@loop("scheduler", ["normal", "karras", "simple", "sgm_uniform", "beta", "ddim_uniform"])
 def test_range_counts_noise_and_every_step_is_told(
     request: pytest.FixtureRequest, attach: Any, stats_of: Any, decisions: Any, kind: str, scheduler: str
 ) -> None:
@@ -116,7 +116,7 @@ def test_range_counts_noise_and_every_step_is_told(
     assert stats_of(model).steps == set(range(len(levels)))
 
 
-@pytest.mark.parametrize("kind", ["unet", "flux"])
+@loop("kind", ["unet", "flux"])
 def test_part_of_a_schedule_keeps_its_clock(
     request: pytest.FixtureRequest, attach: Any, decisions: Any, kind: str
 ) -> None:
@@ -126,7 +126,7 @@ def test_part_of_a_schedule_keeps_its_clock(
     assert [(d.step, d.merged_ratio) for d in decisions] == [(0, 0.0), (1, 0.5)]
 
 
-@pytest.mark.parametrize("kind", ["unet", "flux"])
+@loop("kind", ["unet", "flux"])
 def test_whole_steps_are_those_of_the_model_without_it(request: pytest.FixtureRequest, attach: Any, kind: str) -> None:
     """One step alone, in and out of the range, from the same latent."""
     base = request.getfixturevalue(kind)

@@ -20,9 +20,12 @@ levels = pack_module("nodes.adapters.sigmas")
 SIDE = 16
 
 
-@pytest.fixture(params=["unet", "flux"])
-def model(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(request.param)
+every_kind = loop("kind", ["unet", "flux"])
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, kind: str) -> Any:
+    return request.getfixturevalue(kind)
 
 
 @pytest.fixture
@@ -76,6 +79,7 @@ def reads_inside(model: Any, **options: Any) -> int:
     return calls[-1] - calls[0]
 
 
+@every_kind
 @pytest.mark.compat
 @loop("scheduler", ["simple", "karras"])
 @loop("sampler", [name.removeprefix("sample_") for name in levels.ONCE_A_STEP])
@@ -93,6 +97,7 @@ def test_known_samplers_keep_to_their_schedule(
     torch.testing.assert_close(taken, truth, rtol=1e-3, atol=0.0)
 
 
+@every_kind
 @loop("preset", ["balanced", "quality", "paper"])
 @loop("sampler", ["euler", "dpmpp_2m", "lcm"])
 def test_nothing_is_read_inside_the_steps(model: Any, pack: Any, sampler: str, preset: str) -> None:
@@ -111,6 +116,7 @@ def test_nothing_is_read_inside_the_steps(model: Any, pack: Any, sampler: str, p
         assert reads_inside(merged, sampler="heun") > reads_inside(model, sampler="heun")
 
 
+@every_kind
 def test_other_samplers_are_read(model: Any, attach: Any, told: Any) -> None:
     models.sample(attach(model), 8, 8, steps=4, sampler="heun")
     assert len(told) == 7
@@ -246,6 +252,7 @@ def test_a_guider_or_wrapper_that_may_go_another_way_is_read(pack: Any) -> None:
     assert not trusted(euler, plain)
 
 
+@every_kind
 @loop("first", [False, True])
 def test_evaluations_that_another_wrapper_skips_are_counted(model: Any, attach: Any, told: Any, first: bool) -> None:
     """As LazyCache skips them, whether its node comes before ToMA's or after it."""

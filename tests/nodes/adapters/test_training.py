@@ -47,7 +47,7 @@ def trained(model: Any, checkpointing: bool) -> tuple[dict[str, torch.Tensor], l
     return lora, losses["loss"]
 
 
-@pytest.mark.parametrize(("kind", "checkpointing"), CASES)
+@loop(("kind", "checkpointing"), CASES)
 @loop("preset", ["balanced", "paper"])
 def test_training_is_as_without(model: Any, pack: Any, stats_of: Any, preset: str, checkpointing: bool) -> None:
     settings = pack_module("toma_core").Settings(preset, {"min_tokens": 4})

@@ -153,7 +153,7 @@ def test_deep_shrink_changes_the_grid_of_a_level(unet: Any, attach: Any, stats_o
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("granularity", ["module", "block", "stack"])
+@loop("granularity", ["module", "block", "stack"])
 def test_sag_reads_the_attention_map_of_whole_tokens(
     unet: Any, attach: Any, stats_of: Any, record: Any, granularity: str
 ) -> None:

@@ -30,7 +30,7 @@ from tests.nodes.adapters.families.layouts import (
 Reason = pack_module("toma_core.reasons").Reason
 
 BLOCKS = [(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts]
-block_kinds = pytest.mark.parametrize(("family", "layout"), BLOCKS, ids=[f"{f}-{la.blocks}" for f, la in BLOCKS])
+block_kinds = loop(("family", "layout"), BLOCKS, ids=[f"{f}-{la.blocks}" for f, la in BLOCKS])
 every_family = loop("family", LAYOUTS)
 
 
@@ -275,7 +275,7 @@ def test_chroma_may_skip_blocks(pack: Any, attach: Any, stats_of: Any) -> None:
         assert stats_of(merged).unmerged == {Reason.SKIPPED_BY_MODEL(): {f"double.{i}" for i in skipped}}
 
 
-@pytest.mark.parametrize("family", ["z_image", "krea2", "sd3", "wan", "ltx", "ltx_av", "h3"])
+@loop("family", ["z_image", "krea2", "sd3", "wan", "ltx", "ltx_av", "h3"])
 def test_another_nodes_loop_sees_all_tokens(family: str, attach: Any, record: Any) -> None:
     """Whoever puts a loop of its own in the model's place may look at what is between any two blocks."""
     model = models.TRANSFORMERS[family]()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 from tests.nodes.adapters.families.layouts import (
     CLOSE,
     LAYOUTS,
@@ -63,7 +64,7 @@ BEFORE: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("what", BEFORE)
+@loop("what", BEFORE)
 def test_a_block(
     what: str, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
@@ -89,8 +90,8 @@ def test_a_block(
     assert all(each.bincount().tolist() == [FRAME // 2] * FRAMES for each in plan.destinations // FRAME)
 
 
-@pytest.mark.parametrize("what", BEFORE)
-@pytest.mark.parametrize(("sampler", "cfg"), [("euler", 1.0), ("res_multistep", 1.0), ("res_multistep", 3.0)])
+@loop("what", BEFORE)
+@loop(("sampler", "cfg"), [("euler", 1.0), ("res_multistep", 1.0), ("res_multistep", 3.0)])
 def test_runs_of_the_preset(what: str, sampler: str, cfg: float, model_of: Any, stats_of: Any) -> None:
     model, (options, _) = model_of("h3"), BEFORE[what]
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))

@@ -63,8 +63,8 @@ def by_hand(layout: Layout, block: Any, call: Any, plan: Any, dense: Any) -> Ten
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("kind", ["double", "single"])
-@pytest.mark.parametrize(("frames", "batch", "masked", "reference"), [
+@loop("kind", ["double", "single"])
+@loop(("frames", "batch", "masked", "reference"), [
     (5, 1, False, False), (5, 2, False, False), (3, 1, True, False), (3, 1, False, True), (3, 1, True, True),
 ])  # fmt: skip
 def test_a_block_of_a_video(

@@ -44,7 +44,7 @@ def masked(family: str, kind: str, audio: float = 1.0) -> Any:
     return comfy.nested_tensor.NestedTensor([video_mask(kind), sound])
 
 
-@pytest.mark.parametrize("family", BOTH)
+@loop("family", BOTH)
 @loop("batch", [1, 2])
 def test_a_block_of_a_video(
     family: str, batch: int, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
@@ -71,8 +71,8 @@ def test_a_block_of_a_video(
         assert not torch.allclose(layout.taken(run(block, layout, wrong)), layout.taken(run(block, layout, told)))
 
 
-@pytest.mark.parametrize("kind", ["frame", "half"])
-@pytest.mark.parametrize("family", BOTH)
+@loop("kind", ["frame", "half"])
+@loop("family", BOTH)
 def test_modulation_follows_the_destinations(
     family: str, kind: str, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
@@ -103,7 +103,7 @@ def test_modulation_follows_the_destinations(
     assert (found - wrong).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("family", BOTH)
+@loop("family", BOTH)
 def test_given_video_stays_as_it_was(family: str, model_of: Any, stats_of: Any) -> None:
     """What a mask holds is the same with ToMA, in steps that are merged by token too."""
     model = model_of(family)
@@ -119,8 +119,8 @@ def test_given_video_stays_as_it_was(family: str, model_of: Any, stats_of: Any) 
             assert torch.equal(found[0][:, :, 0], own[0][:, :, 0])
 
 
-@pytest.mark.parametrize("sampler", ["euler", "res_multistep", "dpmpp_2m"])
-@pytest.mark.parametrize("cfg", [1.0, 3.0])
+@loop("sampler", ["euler", "res_multistep", "dpmpp_2m"])
+@loop("cfg", [1.0, 3.0])
 def test_the_audio_is_nearer_than_the_video(sampler: str, cfg: float, model_of: Any, stats_of: Any) -> None:
     """It is not merged, and attends to every token of the video."""
     model = model_of("ltx_av")
@@ -172,7 +172,7 @@ def guided(model: Any, strength: float) -> dict[str, Any]:
     return {"latent": latent, "noise_mask": mask, "positive": conds[0], "negative": conds[1]}
 
 
-@pytest.mark.parametrize("family", BOTH)
+@loop("family", BOTH)
 def test_guides_are_merged_behind_the_video(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
     """With a strength, tokens of guides are attended to by their own share: such runs are unmerged, and say so."""
     model = model_of(family)
@@ -187,7 +187,7 @@ def test_guides_are_merged_behind_the_video(family: str, model_of: Any, attach: 
     assert not torch.equal(sampled(model, **weak)[0], own)
 
 
-@pytest.mark.parametrize("family", BOTH)
+@loop("family", BOTH)
 def test_guides_that_are_smaller_than_the_video(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
     """As of an IC-LoRA: their frames have fewer tokens. Such runs are unmerged, and say so."""
     from comfy_extras.nodes_lt import LTXVAddGuide
@@ -236,7 +236,7 @@ def test_calls_without_a_stream_have_caches_of_their_own(model_of: Any, stats_of
     assert stats_of(one).merged_steps == stats_of(other).merged_steps != {}
 
 
-@pytest.mark.parametrize("settings", ["tokens", "balanced"])
+@loop("settings", ["tokens", "balanced"])
 def test_context_windows(settings: str, model_of: Any, attach: Any, stats_of: Any) -> None:
     """Each window has its own video and audio."""
     from comfy_extras.nodes_context_windows import LTXVContextWindowsNode

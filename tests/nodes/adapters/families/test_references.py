@@ -31,8 +31,8 @@ REFERENCES += [("qwen_image", "index_timestep_zero"), ("krea2", "index"), ("krea
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(("family", "method"), REFERENCES)
-@pytest.mark.parametrize("too", [False, True], ids=["whole", "merged"])
+@loop(("family", "method"), REFERENCES)
+@loop("too", [False, True], ids=["whole", "merged"])
 def test_references(
     family: str, method: str | None, too: bool, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any,
     stats_of: Any,
@@ -107,7 +107,7 @@ def test_modulation_is_of_the_tokens_that_a_block_has(
     assert all(first == 0 and last in (None, tokens) for first, last, tokens in seen)
 
 
-@pytest.mark.parametrize("family", ["flux", "flux2", "krea2", "qwen_image"])
+@loop("family", ["flux", "flux2", "krea2", "qwen_image"])
 def test_merged_references_in_whole_runs(family: str, model_of: Any, attach: Any, plan_calls: Any) -> None:
     """In chains, with detail reuse and guidance; each condition's references get one plan a run, whoever calls."""
     model = model_of(family)
@@ -131,7 +131,7 @@ def test_merged_references_in_whole_runs(family: str, model_of: Any, attach: Any
     assert (models.sample(attach(model, **settings), HEIGHT, WIDTH, batch=2, steps=3, **conds) - plain).norm() < far
 
 
-@pytest.mark.parametrize("family", ["flux", "qwen_image"])
+@loop("family", ["flux", "qwen_image"])
 def test_reference_as_large_as_the_image(
     family: str, model_of: Any, attach: Any, plan_calls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,8 +166,8 @@ def test_small_references_stay_whole(model_of: Any, attach: Any, plan_calls: Any
     assert {call.grid for call in plan_calls} == {(10, 14)}
 
 
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("least", [20, 30])
+@loop("cached", [False, True])
+@loop("least", [20, 30])
 def test_each_reference_is_merged_that_can_be(
     model_of: Any, attach: Any, plan_calls: Any, stats_of: Any, least: int, cached: bool
 ) -> None:
@@ -189,7 +189,7 @@ def test_each_reference_is_merged_that_can_be(
         assert small in stats_of(merged).text()
 
 
-@pytest.mark.parametrize("family", ["z_image", "omnigen2"])
+@loop("family", ["z_image", "omnigen2"])
 def test_references_before_the_image(family: str, attach: Any, stats_of: Any) -> None:
     """Z-Image Omni, with its captions, and OmniGen2 have them there: the image is found by its place from the end."""
     model = models.TRANSFORMERS[family]()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.loop import loop
 from tests.nodes.adapters.families.layouts import noise
 from tests.nodes.adapters.looking import preset
 
 FRAMES = 5
 
 
-@pytest.mark.parametrize(
+@loop(
     ("kind", "base", "channels", "height", "width"), [("ltx_av", "LTXAV", 128, 6, 8), ("h3", "MiniMaxH3", 24, 12, 16)]
 )
 def test_given_audio_stays_as_it_was_to_the_bit(

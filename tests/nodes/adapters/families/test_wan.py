@@ -47,7 +47,7 @@ def held_first(model: Any, frames: int, **options: Any) -> Tensor:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(("frames", "batch"), [(5, 1), (5, 2), (21, 1)])
+@loop(("frames", "batch"), [(5, 1), (5, 2), (21, 1)])
 def test_a_block_of_a_video(
     frames: int, batch: int, wan: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
@@ -102,7 +102,7 @@ def test_modulation_that_frames_do_not_explain_leaves_the_blocks_whole(attach: A
 @pytest.mark.compat
 @loop("frames", [1, 5, 21])
 @loop(("height", "width", "batch", "cfg"), [(20, 28, 1, 1.0), (19, 15, 1, 5.0), (33, 8, 2, 5.0)])
-@pytest.mark.parametrize("family", ["wan", "cosmos"])
+@loop("family", ["wan", "cosmos"])
 def test_frames_odd_sizes_and_guidance(
     family: str, frames: int, height: int, width: int, batch: int, cfg: float, model_of: Any, attach: Any, stats_of: Any
 ) -> None:
@@ -188,7 +188,7 @@ def test_presets_where_two_models_take_two_steps_each(
     assert [stats_of(m).without_kv_cache for m in merged] == [None, None]
 
 
-@pytest.mark.parametrize(("name", "steps"), [("balanced", [1, 2, 3, 4, 5]), ("quality", [1, 2, 3])])
+@loop(("name", "steps"), [("balanced", [1, 2, 3, 4, 5]), ("quality", [1, 2, 3])])
 def test_presets_where_a_run_begins_flat(name: str, steps: list[int], wan: Any, stats_of: Any) -> None:
     """The sigmas of LTX's first stage: caches of the first step last until the noise level falls."""
     settings = pack_module("toma_core").Settings(name, {"min_tokens": 4})
@@ -236,7 +236,7 @@ def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch:
     assert held <= asked[0] < 1.1 * held
 
 
-@pytest.mark.parametrize("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
+@loop("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
 def test_context_windows_over_frames(settings: Any, wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
     """Plans belong to the frames that a call shows, for both conditions."""
     nodes = importlib.import_module("comfy_extras.nodes_context_windows")

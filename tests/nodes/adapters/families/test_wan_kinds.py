@@ -19,7 +19,7 @@ Reason = pack_module("toma_core.reasons").Reason
 FRAME = HEIGHT // 2 * (WIDTH // 2)
 
 
-@pytest.mark.parametrize("what", ["reference", "context", "further frames"])
+@loop("what", ["reference", "context", "further frames"])
 def test_other_frames_stay_whole(
     what: str, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
@@ -103,7 +103,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
+@loop(
     ("kind", "chains"),
     [("vace", [1, 2, 2, 1]), ("camera", [6]), ("animate", [1, 5, 1]), ("wandancer", [1, 4, 1])],
     ids=lambda value: str(value),
@@ -131,8 +131,8 @@ def test_kinds_that_look_at_all_tokens_between_blocks(
     assert near.norm() < 0.5 * (out - plain).norm()
 
 
-@pytest.mark.parametrize("kind", ["scail", "scail2"])
-@pytest.mark.parametrize("references", [0, 2])
+@loop("kind", ["scail", "scail2"])
+@loop("references", [0, 2])
 def test_references_are_frames_and_poses_follow(
     kind: str, references: int, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
