@@ -47,8 +47,11 @@ def loop(names: str | tuple[str, ...], values: Iterable[Any], ids: Any = None) -
 
         @functools.wraps(test)
         def tried(*args: Any, request: pytest.FixtureRequest, subtests: pytest.Subtests, **_: Any) -> None:
+            only = request.config.getoption("only", default="")
             for combined in itertools.product(*loops):
                 one = {key: value for part in combined for key, value in part.items()}
+                if only not in request.node.nodeid and not any(only in str(value) for value in one.values()):
+                    continue
                 with subtests.test(**{key: str(value)[:100] for key, value in one.items()}):
                     finish(request)  # what was made before the first value
                     try:
@@ -83,6 +86,12 @@ def finish(request: pytest.FixtureRequest) -> None:
             if name == "caplog" and fixture.cached_result:
                 fixture.cached_result[0].clear()
             fixture.finish(request)
+
+
+def concerns(item: pytest.Item, word: str) -> bool:
+    """Whether a test or one of its values has a word in its name."""
+    loops = getattr(getattr(item, "function", None), "loops", [])
+    return word in item.nodeid or any(word in str(value) for part in loops for one in part for value in one.values())
 
 
 @pytest.hookimpl(tryfirst=True)

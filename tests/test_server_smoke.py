@@ -31,7 +31,7 @@ def test_nodes_are_known(server: ComfyServer, node_id: str) -> None:
 
 
 def test_prompt_runs_and_its_image_can_be_fetched(server: ComfyServer) -> None:
-    run = server.run(image_prompt(), timeout=60)
+    run = server.run(image_prompt())
     assert run.status == "success"
     assert run.error is None
     assert {"execution_start", "executed", "executing"} <= {kind for kind, _ in run.messages}
@@ -40,7 +40,7 @@ def test_prompt_runs_and_its_image_can_be_fetched(server: ComfyServer) -> None:
 
 def test_refused_prompt_names_the_input_and_the_queue_goes_on(server: ComfyServer) -> None:
     with pytest.raises(PromptError) as refused:
-        server.run(image_prompt(width=-1), timeout=60)
+        server.run(image_prompt(width=-1))
     assert refused.value.node_errors["1"]["errors"][0]["extra_info"]["input_name"] == "width"
     prompt_id = server.queue(image_prompt(color=255))
-    assert server.wait(prompt_id, timeout=60).status == "success"
+    assert server.wait(prompt_id).status == "success"

@@ -61,13 +61,13 @@ def prompt(node_id: str, seconds: float) -> dict:
 
 
 def test_error_in_a_node_is_reported_and_the_queue_goes_on(slow_server: ComfyServer) -> None:
-    run = slow_server.run(prompt("TestBroken", 0.25), timeout=60)
+    run = slow_server.run(prompt("TestBroken", 0.25))
     assert run.status == "error"
     assert run.error is not None
     assert run.error["node_type"] == "TestBroken"
     assert run.error["exception_message"].strip() == "cannot do 0.25"
     assert "execution_error" in {kind for kind, _ in run.messages}
-    assert slow_server.run(prompt("TestSlow", 0.0), timeout=60).outputs == {"1": {"text": ["0.0"]}}
+    assert slow_server.run(prompt("TestSlow", 0.0)).outputs == {"1": {"text": ["0.0"]}}
 
 
 def test_interrupted_prompt_says_so(slow_server: ComfyServer) -> None:
@@ -75,7 +75,7 @@ def test_interrupted_prompt_says_so(slow_server: ComfyServer) -> None:
     while not slow_server.get("/queue")["queue_running"]:
         time.sleep(0.05)
     slow_server.interrupt()
-    run = slow_server.wait(prompt_id, timeout=30)
+    run = slow_server.wait(prompt_id)
     assert run.status == "interrupted"
     assert run.outputs == {}
 
@@ -83,12 +83,12 @@ def test_interrupted_prompt_says_so(slow_server: ComfyServer) -> None:
 def test_prompt_that_takes_too_long_is_stopped(slow_server: ComfyServer) -> None:
     with pytest.raises(TimeoutError, match=r"did not end in 1 s"):
         slow_server.run(prompt("TestSlow", 101.0), timeout=1)
-    assert slow_server.run(prompt("TestSlow", 0.01), timeout=30).status == "success"
+    assert slow_server.run(prompt("TestSlow", 0.01)).status == "success"
 
 
 def test_messages_are_seen_as_they_come(slow_server: ComfyServer) -> None:
     seen = []
-    run = slow_server.run(prompt("TestSlow", 0.02), timeout=30, on_message=lambda kind, _: seen.append(kind))
+    run = slow_server.run(prompt("TestSlow", 0.02), on_message=lambda kind, _: seen.append(kind))
     assert seen == [kind for kind, _ in run.messages]
     assert seen[-1] == "executing"
 

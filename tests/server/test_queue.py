@@ -34,12 +34,12 @@ def test_ratio_changed_and_off_in_mid_queue_and_two_runs_at_once(tiny_server: Co
         "quality": prompt(advanced(server, full_step_interval=2)),
     }
     queued = [(name, server.queue(each, client_id=f"client {n % 2}")) for n, (name, each) in enumerate(prompts.items())]
-    found = {name: latent(server, server.wait(key, timeout=180)) for name, key in queued}
+    found = {name: latent(server, server.wait(key)) for name, key in queued}
     assert found["off"] == found["without"]
     assert len(set(found.values())) == len(prompts) - 1
     for name in reversed(prompts):
         reload(server)
-        assert latent(server, server.run(prompts[name], timeout=180)) == found[name], name
+        assert latent(server, server.run(prompts[name])) == found[name], name
 
 
 @pytest.mark.compat
@@ -52,8 +52,8 @@ def test_a_run_that_is_interrupted_and_repeated(tiny_server: ComfyServer) -> Non
         if message == "progress" and data["node"] == "5" and 2 < data["value"] < 200:
             server.interrupt()
 
-    assert server.run(wanted, timeout=180, on_message=after_some_steps).status == "interrupted"
+    assert server.run(wanted, on_message=after_some_steps).status == "interrupted"
     wanted["5"]["inputs"]["steps"] = 8
-    repeated = latent(server, server.run(wanted, timeout=180))
+    repeated = latent(server, server.run(wanted))
     reload(server)
-    assert latent(server, server.run(wanted, timeout=180)) == repeated
+    assert latent(server, server.run(wanted)) == repeated

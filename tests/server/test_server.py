@@ -69,7 +69,7 @@ def latent(server: ComfyServer, run: Run, node_id: str = "7") -> bytes:
 @pytest.mark.parametrize("kind", ["unet", "flux"])
 def test_graph_samples_and_reports(tiny_server: ComfyServer, kind: str) -> None:
     settings = advanced(tiny_server, skip_first_blocks=1)
-    run = tiny_server.run(graph(settings, kind=kind), timeout=60)
+    run = tiny_server.run(graph(settings, kind=kind))
     assert run.status == "success", run.error
     (text,) = run.outputs["8"]["text"]
     merged = STEPS if kind == "unet" else STEPS - 2  # the preset runs the first and the last step of Flux in full
@@ -87,13 +87,13 @@ def test_graph_samples_and_reports(tiny_server: ComfyServer, kind: str) -> None:
 def test_same_prompt_same_latent_whatever_ran_between(tiny_server: ComfyServer) -> None:
     """ComfyUI keeps results of equal prompts, so each comparison samples anew under another cached seed."""
     settings = advanced(tiny_server, ratio=0.6)
-    first = latent(tiny_server, tiny_server.run(graph(settings), timeout=60))
-    tiny_server.run(graph(advanced(tiny_server, ratio=0.3), seed=9, size=96), timeout=60)
+    first = latent(tiny_server, tiny_server.run(graph(settings)))
+    tiny_server.run(graph(advanced(tiny_server, ratio=0.3), seed=9, size=96))
     tiny_server.post("/free", {"unload_models": True, "free_memory": True})
-    again = tiny_server.run(graph(settings), timeout=60)
+    again = tiny_server.run(graph(settings))
     assert not cached(again, "5")
     assert latent(tiny_server, again) == first
-    assert latent(tiny_server, tiny_server.run(graph(None), timeout=60)) != first
+    assert latent(tiny_server, tiny_server.run(graph(None))) != first
 
 
 def cached(run: Run, node_id: str) -> bool:
@@ -101,17 +101,17 @@ def cached(run: Run, node_id: str) -> bool:
 
 
 def test_ratio_zero_and_steps_out_of_range_are_the_latent_without_it(tiny_server: ComfyServer) -> None:
-    plain = latent(tiny_server, tiny_server.run(graph(None), timeout=60))
-    assert latent(tiny_server, tiny_server.run(graph(simple(0.0)), timeout=60)) == plain
+    plain = latent(tiny_server, tiny_server.run(graph(None)))
+    assert latent(tiny_server, tiny_server.run(graph(simple(0.0)))) == plain
     late = advanced(tiny_server, start_percent=0.99)
-    assert latent(tiny_server, tiny_server.run(graph(late), timeout=60)) == plain
-    merged = latent(tiny_server, tiny_server.run(graph(advanced(tiny_server)), timeout=60))
+    assert latent(tiny_server, tiny_server.run(graph(late))) == plain
+    merged = latent(tiny_server, tiny_server.run(graph(advanced(tiny_server))))
     assert merged != plain
 
 
 def test_two_branches_of_one_loader_are_each_as_if_alone(tiny_server: ComfyServer) -> None:
     settings = [advanced(tiny_server, ratio=0.25), advanced(tiny_server, ratio=0.75, granularity="module")]
-    alone = [latent(tiny_server, tiny_server.run(graph(s, seed=11), timeout=60)) for s in settings]
+    alone = [latent(tiny_server, tiny_server.run(graph(s, seed=11))) for s in settings]
     tiny_server.post("/free", {"unload_models": True, "free_memory": True})
     both = graph(settings[0], seed=11)
     second = graph(settings[1], seed=11)
@@ -119,7 +119,7 @@ def test_two_branches_of_one_loader_are_each_as_if_alone(tiny_server: ComfyServe
         both[new] = {**second[old], "inputs": dict(second[old]["inputs"])}
     both["15"]["inputs"]["model"] = both["18"]["inputs"]["model"] = ["14", 0]
     both["17"]["inputs"]["samples"] = both["18"]["inputs"]["latent"] = ["15", 0]
-    run = tiny_server.run(both, timeout=60)
+    run = tiny_server.run(both)
     assert [latent(tiny_server, run, n) for n in ("7", "17")] == alone
     texts = [run.outputs[n]["text"][0].splitlines()[0] for n in ("8", "18")]
     assert texts[0] != texts[1]
@@ -128,7 +128,7 @@ def test_two_branches_of_one_loader_are_each_as_if_alone(tiny_server: ComfyServe
 @pytest.mark.parametrize("ratio", [1.5, -0.1, float("nan")])
 def test_bad_ratio_is_refused_with_range_and_fix(tiny_server: ComfyServer, ratio: float) -> None:
     with pytest.raises(PromptError) as refused:
-        tiny_server.run(graph(simple(ratio)), timeout=60)
+        tiny_server.run(graph(simple(ratio)))
     (error,) = refused.value.node_errors["4"]["errors"]
     assert error["extra_info"]["input_name"] == "ratio"
     for part in ("ratio is", "0 to 0.95", "Try 0.5"):
@@ -139,18 +139,18 @@ def test_bad_settings_fail_their_prompt_only(tiny_server: ComfyServer) -> None:
     """It shows on the ToMA node, and the prompt queued behind it runs."""
     bad = tiny_server.queue(graph(advanced(tiny_server, window_size=0)))
     good = tiny_server.queue(graph(advanced(tiny_server, ratio=0.4), seed=21))
-    failed = tiny_server.wait(bad, timeout=60)
+    failed = tiny_server.wait(bad)
     assert failed.status == "error"
     assert failed.error is not None
     assert failed.error["node_type"] == "ToMAAdvanced"
     message = failed.error["exception_message"]
     for part in ("window size is 0", "2 to 64", "Try 8"):
         assert part in message
-    assert tiny_server.wait(good, timeout=60).status == "success"
+    assert tiny_server.wait(good).status == "success"
 
 
 def test_an_error_stands_on_the_node_itself_too(tiny_server: ComfyServer) -> None:
-    run = tiny_server.run(graph(advanced(tiny_server, window_size=0)), timeout=60)
+    run = tiny_server.run(graph(advanced(tiny_server, window_size=0)))
     assert run.status == "error"
     (told,) = [data for kind, data in run.messages if kind == "toma.said"]
     assert told["error"]
@@ -160,7 +160,7 @@ def test_an_error_stands_on_the_node_itself_too(tiny_server: ComfyServer) -> Non
 
 def test_a_range_without_steps_is_refused_before_anything_runs(tiny_server: ComfyServer) -> None:
     with pytest.raises(PromptError) as refused:
-        tiny_server.run(graph(advanced(tiny_server, start_percent=0.8, end_percent=0.2)), timeout=60)
+        tiny_server.run(graph(advanced(tiny_server, start_percent=0.8, end_percent=0.2)))
     errors = refused.value.node_errors["4"]["errors"]
     assert {error["extra_info"]["input_name"] for error in errors} == {"start_percent", "end_percent"}
     for part in ("Start percent (0.8)", "end percent (0.2)", "Lower start percent"):
@@ -175,7 +175,7 @@ def said(run: Run) -> list[tuple[str, str]]:
 def test_client_is_told_of_its_runs_and_of_those_of_a_cached_node(tiny_server: ComfyServer) -> None:
     settings = advanced(tiny_server)
     for seed in (31, 32):  # the second time ComfyUI has the node in its cache
-        run = tiny_server.run(graph(settings, seed=seed), timeout=60)
+        run = tiny_server.run(graph(settings, seed=seed))
         assert run.status == "success", run.error
         (begin, end) = said(run)
         assert begin == ("4", "Sampling on fewer tokens ...")
@@ -187,12 +187,12 @@ def test_two_nodes_with_the_same_settings_are_told_apart(tiny_server: ComfyServe
     prompt["14"] = prompt["4"]
     prompt["15"] = {**prompt["5"], "inputs": {**prompt["5"]["inputs"], "model": ["14", 0], "seed": 34}}
     prompt["17"] = node("SaveLatent", samples=["15", 0], filename_prefix="test")
-    run = tiny_server.run(prompt, timeout=60)
+    run = tiny_server.run(prompt)
     assert sorted(name for name, _ in said(run)) == ["14", "14", "4", "4"]
 
 
 def test_node_that_is_off_says_so_in_its_output(tiny_server: ComfyServer) -> None:
-    run = tiny_server.run(graph(simple(0.0), seed=35), timeout=60)
+    run = tiny_server.run(graph(simple(0.0), seed=35))
     assert said(run) == []
     outputs = {data["node"]: data["output"] for kind, data in run.messages if kind == "executed"}
     (message,) = outputs["4"]["toma"]

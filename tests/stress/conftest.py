@@ -186,7 +186,7 @@ def census() -> Callable[..., dict[str, Any]]:
 
     def ask(server: ComfyServer, with_routes: bool = False) -> dict[str, Any]:
         inputs = {"nonce": next(count), "with_routes": with_routes}
-        run = server.run({"1": {"class_type": "LabCensus", "inputs": inputs}}, timeout=120)
+        run = server.run({"1": {"class_type": "LabCensus", "inputs": inputs}})
         assert run.status == "success", run.error
         return dict(json.loads(run.outputs["1"]["text"][0]))
 
@@ -201,7 +201,7 @@ def outcome() -> Callable[[ComfyServer, Any], str]:
         before = len(server.log())
         try:
             answer = server.post("/prompt", {"prompt": graph, "client_id": "fuzz"})
-            run = server.wait(answer["prompt_id"], timeout=120)
+            run = server.wait(answer["prompt_id"])
         except urllib.error.HTTPError as error:
             if error.code == 400:
                 body = json.loads(error.read())
@@ -238,10 +238,10 @@ def saved_latent(lab: ComfyServer) -> Callable[[Run], str]:
 def steady(lab: ComfyServer, saved_latent: Callable[[Run], str]) -> Iterator[ComfyServer]:
     """The server, and afterwards it still gives what it gave before."""
     good = sampling_graph(DIT, 64, 2, seed=4321, merged=True, full_step_interval=0, similarity_from="tokens")
-    run = lab.run(good, timeout=120)
+    run = lab.run(good)
     before = saved_latent(run)
     assert "2 of 2 steps" in run.outputs[REPORT]["text"][0]
     yield lab
     lab.check_alive()
     lab.post("/free", {"unload_models": True, "free_memory": True})
-    assert saved_latent(lab.run(good, timeout=120)) == before
+    assert saved_latent(lab.run(good)) == before

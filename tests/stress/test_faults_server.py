@@ -86,7 +86,7 @@ def sampled(server: ComfyServer, prompt: Any) -> Callable[[Run], str]:
 
 def census(server: ComfyServer) -> dict[str, int]:
     """What is alive in the server: objects of our runs by class, and all tensors."""
-    run = server.run({"1": node("FaultCensus")}, timeout=180)
+    run = server.run({"1": node("FaultCensus")})
     return dict(json.loads(run.outputs["1"]["text"][0]))
 
 
@@ -100,7 +100,7 @@ def good(server: ComfyServer, graph: Any, sampled: Any, fresh: Any) -> Callable[
     """good(kind): a prompt is that of a fresh process and leaves nothing of its own; how many tensors there are."""
 
     def check(kind: str) -> int:
-        assert sampled(server.run(graph(kind), timeout=180)) == fresh[kind]["stack"]
+        assert sampled(server.run(graph(kind))) == fresh[kind]["stack"]
         alive = census(server)
         assert set(alive) == {"tensors"}, "something of a run is left"
         return alive["tensors"]
@@ -138,7 +138,7 @@ def wait_until_it_samples(server: ComfyServer, prompt_id: str) -> None:
 def test_fault_inside_a_merged_block(server: ComfyServer, graph: Any, kind: str, fault: str, survived: None) -> None:
     """ComfyUI tells of it on the sampler. When memory has run out it unloads every model."""
     seen = len(server.log())
-    run = server.run(graph(kind, fault=fault, calls=9), timeout=180)
+    run = server.run(graph(kind, fault=fault, calls=9))
     assert run.status == "error"
     assert run.error is not None
     assert run.error["node_type"] == "KSampler"
@@ -151,7 +151,7 @@ def test_interrupt_while_sampling(server: ComfyServer, graph: Any, kind: str, su
         if message == "progress" and data["node"] == "5" and data["value"] == 1:
             server.interrupt()
 
-    run = server.run(graph(kind, **SLOW[kind]), timeout=180, on_message=after_a_step)
+    run = server.run(graph(kind, **SLOW[kind]), on_message=after_a_step)
     assert run.status == "interrupted"
 
 
@@ -168,7 +168,7 @@ def test_free_memory_while_sampling(
     wait_until_it_samples(server, prompt_id)
     assert running(server) == [prompt_id]
     server.post("/free", asked)
-    assert sampled(server.wait(prompt_id, timeout=180)) == fresh[kind]["stack"]
+    assert sampled(server.wait(prompt_id)) == fresh[kind]["stack"]
     server.post("/free", asked)
 
 
@@ -181,9 +181,7 @@ def test_prompt_edited_while_queued(
     server.post("/queue", {"delete": [taken_back]})
     edited = server.queue(graph(kind, "detail"))
     off = server.queue(graph(kind, "plain"))
-    found = {
-        case: server.wait(key, timeout=180) for case, key in (("module", first), ("detail", edited), ("plain", off))
-    }
+    found = {case: server.wait(key) for case, key in (("module", first), ("detail", edited), ("plain", off))}
     assert {case: sampled(run) for case, run in found.items()} == {case: fresh[kind][case] for case in found}
     assert server.get(f"/history/{taken_back}") == {}
 
@@ -198,5 +196,5 @@ def test_killed_while_sampling_and_started_again(server: ComfyServer, graph: Any
     server.stop()
     server.start()
     for kind in KINDS:
-        assert sampled(server.run(graph(kind), timeout=180)) == fresh[kind]["stack"]
+        assert sampled(server.run(graph(kind))) == fresh[kind]["stack"]
     assert set(census(server)) == {"tensors"}

@@ -176,7 +176,7 @@ def test_run_writes_into_comfyuis_folders_alone_and_connects_to_nobody(lab: Comf
             peers.update(c.raddr.ip for c in member.net_connections("inet") if c.raddr)
 
     graph = sampling_graph(DIT, 64, 2, seed=77, merged=True, full_step_interval=0, similarity_from="tokens")
-    run = lab.run(graph, timeout=120, on_message=look)
+    run = lab.run(graph, on_message=look)
     assert run.status == "success", run.error
     assert "2 of 2 steps" in run.outputs["report"]["text"][0]
     assert peers == {"127.0.0.1"}
