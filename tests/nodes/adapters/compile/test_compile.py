@@ -41,12 +41,12 @@ def small_unet() -> Any:
     return models.unet(depths=(0, 1), middle=1, **shape)
 
 
-@pytest.fixture(params=["toma first", "compile first"])
-def both(request: pytest.FixtureRequest, model: Any, attach: Any) -> Any:
+@pytest.fixture
+def both(order: str, model: Any, attach: Any) -> Any:
     """both(backend, inside, **settings): ToMA and the compiler on the model, in either order."""
 
     def make(backend: Any, inside: bool, **settings: Any) -> Any:
-        if request.param == "toma first":
+        if order == "toma first":
             return compiled(attach(model, **settings), backend, inside)
         return attach(compiled(model, backend, inside), **settings)
 
@@ -54,7 +54,13 @@ def both(request: pytest.FixtureRequest, model: Any, attach: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("granularity", "inside"), [("stack", True), ("block", True), ("stack", False), ("module", False)]
+    ("order", "granularity", "inside"),
+    [
+        ("toma first", "stack", True),
+        ("compile first", "block", True),
+        ("compile first", "stack", False),
+        ("toma first", "module", False),
+    ],
 )
 def test_compiled_run_is_the_uncompiled_one(
     model: Any, attach: Any, stats_of: Any, both: Any, granularity: str, inside: bool
