@@ -55,7 +55,7 @@ def _state() -> Any:
 
 def packed(patch: Patch) -> Patch:
     """What is kept of keys is in four bits a number, as of models and videos that are larger."""
-    return during(patch, lambda: pack_module("nodes.adapters.patch_model"), lambda _: {"memory_left": lambda *_: 0})
+    return during(patch, lambda: pack_module("nodes.adapters.kv_memory"), lambda _: {"memory_left": lambda *_: 0})
 
 
 def own_destinations(patch: Patch) -> Patch:

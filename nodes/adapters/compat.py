@@ -57,6 +57,15 @@ def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name
     return args[position] if position < len(args) else kwargs[name]
 
 
+def with_argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with another value for one of them, see `argument`."""
+    if position < len(args):
+        return (*args[:position], value, *args[position + 1 :]), kwargs
+    return args, {**kwargs, name: value}
+
+
 def check(module: nn.Module, hook: object) -> None:
     """Raise `UnsupportedApiError` unless `hook` can stand in for the module's `forward`.
 

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -42,25 +43,20 @@ def _name(function: Any) -> tuple[str, str]:
 
 
 def crop(image: Tensor, area: Sequence[int] | None) -> Tensor:
-    """Return an area (height, width, top, left) of (B, C, ..., H, W)."""
+    """Return an area (sizes, then starts) of (B, C, ..., H, W). As in ComfyUI it may have rows and columns alone: it
+    covers all frames then."""
     if area is None:
         return image
     half = len(area) // 2
-    for side, (size, start) in enumerate(zip(area[:half], area[half:], strict=True), image.ndim - half):
-        image = image.narrow(side, start, min(size, image.shape[side] - start))
+    dims = range(max(2, image.ndim - half), image.ndim)
+    for dim, size, start in zip(dims, area[:half], area[half:], strict=False):
+        image = image.narrow(dim, start, min(size, image.shape[dim] - start))
     return image
 
 
-def area_size(area: Sequence[int] | None, size: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Return rows and columns (frames before them) of an area of a latent of this size; None if unknown."""
-    if area is None or size is None:
-        return size
-    # An area of a latent of five dimensions has rows and columns alone: it covers all frames, as in ComfyUI.
-    frames, half = size[: max(0, len(size) - len(area) // 2)], len(area) // 2
-    if len(area) % 2 or half > len(size):
-        return None
-    sides = zip(area[:half], size[len(frames) :], area[half:], strict=True)
-    return *frames, *(min(side, full - at) for side, full, at in sides)
+def area_size(area: Sequence[int] | None, size: Sequence[int]) -> tuple[int, ...]:
+    """Return rows and columns (frames before them) of an area of a latent of this size."""
+    return tuple(size if area is None else crop(torch.empty(1, 1, *size, device="meta"), area).shape[2:])
 
 
 def takes_part(conds: Sequence[Mapping[str, Any]] | None, sigma: float | None) -> bool:

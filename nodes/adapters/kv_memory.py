@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -13,77 +13,66 @@ from typing import Any
 import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
-from comfy.sampler_helpers import (
-    estimate_memory,
-    get_additional_models,
-    get_additional_models_from_model_options,
-)
+from comfy.sampler_helpers import estimate_memory, get_additional_models, get_additional_models_from_model_options
 from comfy.samplers import CFGGuider
 from torch import Tensor
 
 from ...toma_core import ToMAConfig
 from ...toma_core.quant4 import int4_bytes
 from ...toma_core.reasons import Message, Reason
-from .family import ModelHooks
+from . import registry
+from .compile_ops import compiled
 
 # The share of a card's memory that the KV cache may take in four bits where that pushes weights out. ComfyUI then loads
 # these again in every step, which takes far less time than is saved. 18.2 GB (Wan 14B, 1280 x 720 x 81) fit 32 GB.
 _SHARE = 0.55
 # ComfyUI frees this much memory for each byte of weights that it loads, see `load_models_gpu`.
 _LOADING = 1.1
+# Schedules of context windows that lie elsewhere at each step.
+_MOVING = ("looped_uniform", "standard_uniform")
 
 
 @dataclass(frozen=True)
 class KVCachePlan:
-    """What a run caches so that merged blocks attend to all tokens.
+    """What a run caches so that merged blocks attend to all tokens."""
 
-    Attributes:
-        bytes: Size of the cache; 0 without.
-        quantized: Whether keys and values have four bits a number.
-        reason: Why there is no cache.
-    """
-
-    bytes: int = 0
-    quantized: bool = False
-    reason: Message | None = None
+    bytes: int = 0  # size of the cache; 0 without
+    quantized: bool = False  # keys and values have four bits a number
+    reason: Message | None = None  # why there is no cache
 
 
-def plan_kv_cache(
-    hooks: ModelHooks,
-    config: ToMAConfig,
-    latent: Tensor,
-    conditions: float,
-    dtype: torch.dtype,
-    device: torch.device,
-    left: float,
-    transformer_options: Mapping[str, Any],
-    *,
-    controlled: bool = False,
-    references: Sequence[Tensor] = (),
-) -> KVCachePlan:
+def plan_kv_cache(config: ToMAConfig, guider: Any, latent: Tensor, sampler: Any, packed: Sequence[int]) -> KVCachePlan:
     """Decide what a run on latents of (B, C, ..., H, W) caches: keys and values at full precision where they fit beside
     the model's weights; in four bits where they do not; nothing where four bits would take more than `_SHARE` of the
     card.
 
-    Args:
-        conditions: Evaluations of the model in a step.
-        dtype: Of tokens.
-        device: The model's.
-        left: Bytes left beside the model, see `memory_left`.
-        transformer_options, controlled, references: See `ModelHooks.kv_cache_numel`.
+    packed: the shape of all streams as ComfyUI packs them.
     """
-    if not config.kv_cache:
-        return KVCachePlan()
+    model, options = guider.model_patcher, guider.model_options
+    hooks = registry.find(model.get_model_object("diffusion_model"))
+    if not config.uses_cache:
+        return KVCachePlan(reason=Reason.KV_NO_FULL_STEPS())
+    if hooks is None or (options.get("torch_compile_kwargs") and not compiled(options)):
+        return KVCachePlan(reason=Reason.KV_COMPILE_BACKEND())
+    evaluations = conditions_of(guider, sampler) * windows_of(guider, latent)
+    if not evaluations:
+        return KVCachePlan(reason=Reason.KV_CONTEXT_WINDOWS())
+    conds = [cond for group in guider.conds.values() for cond in group or ()]
     of_an_image = hooks.kv_cache_numel(
-        latent, config, transformer_options, controlled=controlled, references=references
+        latent,
+        config,
+        options["transformer_options"],
+        controlled=any(cond.get("control") is not None for cond in conds),
+        references=max((cond.get("reference_latents") or [] for cond in conds), key=len, default=[]),
     )
-    updates, keys = (round(n * len(latent) * conditions) for n in of_an_image)
+    updates, keys = (round(n * len(latent) * evaluations) for n in of_an_image)
     if not keys:
         return KVCachePlan(reason=Reason.KV_MODEL_ATTENTION())
-    if (needed := (updates + keys) * dtype.itemsize) <= left:
+    itemsize, left = dtype_of(model).itemsize, memory_left(guider, packed)
+    if (needed := (updates + keys) * itemsize) <= left:
         return KVCachePlan(needed)
-    most = max(left, model_management.get_total_memory(device) * _SHARE)
-    if (needed := updates * dtype.itemsize + int4_bytes(keys, dtype.itemsize)) <= most:
+    most = max(left, model_management.get_total_memory(model.load_device) * _SHARE)
+    if (needed := updates * itemsize + int4_bytes(keys, itemsize)) <= most:
         return KVCachePlan(needed, quantized=True)
     return KVCachePlan(reason=Reason.KV_TOO_LARGE(needed=needed / 1e9, limit=most / 1e9))
 
@@ -115,13 +104,12 @@ def memory_left(guider: Any, shape: Sequence[int]) -> float:
 def conditions_of(guider: Any, sampler: Any = None) -> int:
     """Return how many conditions are evaluated in a step at most. Without guidance negative ones are not, unless the
     sampler needs them, as those of CFG++ do."""
-    conds: Mapping[str, Sequence[Any] | None] = getattr(guider, "conds", {})
+    groups = guider.conds
     name = getattr(getattr(sampler, "sampler_function", None), "__name__", "cfg_pp")
-    usual = getattr(type(guider), "predict_noise", None) is CFGGuider.predict_noise and "cfg_pp" not in name
-    usual = usual and not guider.model_options.get("disable_cfg1_optimization", False)
-    if usual and math.isclose(guider.cfg, 1.0):
-        return max(1, len(conds.get("positive") or ()))
-    return max(1, sum(len(each or ()) for each in conds.values()))
+    ordinary = type(guider).predict_noise is CFGGuider.predict_noise and "cfg_pp" not in name
+    if ordinary and not guider.model_options.get("disable_cfg1_optimization") and math.isclose(guider.cfg, 1.0):
+        groups = {"positive": groups.get("positive")}
+    return max(1, sum(len(conds or ()) for conds in groups.values()))
 
 
 def dtype_of(model: ModelPatcher) -> torch.dtype:
@@ -130,43 +118,20 @@ def dtype_of(model: ModelPatcher) -> torch.dtype:
     return dtype
 
 
-# Schedules of context windows that lie elsewhere at each step.
-_MOVING = ("looped_uniform", "standard_uniform")
-
-
-def has_moving_windows(guider: Any, latent: Tensor) -> bool:
-    """Whether context windows over a latent lie elsewhere at each step: caches of a full step would be of other
-    frames."""
-    handler = guider.model_options.get("context_handler")
-    try:
-        several = handler is not None and latent.shape[handler.dim] > handler.context_length
-        return several and handler.context_schedule.name in _MOVING
-    except (AttributeError, TypeError, IndexError):
-        return False
-
-
-def has_controls(guider: Any) -> bool:
-    """Whether any condition has a ControlNet."""
-    return any(cond.get("control") is not None for conds in guider.conds.values() for cond in conds or ())
-
-
-def overlap_of(guider: Any, latent: Tensor) -> float:
-    """Return how often a frame of the latent is evaluated for a condition: more than once where windows overlap."""
+def windows_of(guider: Any, latent: Tensor) -> float:
+    """Return how often a frame of the latent is evaluated for a condition: more than once where context windows
+    overlap; 0 where they lie elsewhere at each step, so that caches of a full step would be of other frames."""
     handler = guider.model_options.get("context_handler")
     try:
         if handler is None or latent.shape[handler.dim] <= handler.context_length:
             return 1.0
+        if handler.context_schedule.name in _MOVING:
+            return 0.0
         windows = handler.get_context_windows(guider.model_patcher.model, latent, guider.model_options)
         # ComfyUI may put a frame before those of a window.
         return sum(len(window.index_list) + 1 for window in windows) / latent.shape[handler.dim]
     except (AttributeError, TypeError, IndexError):
         return 1.0  # windows of another pack: the size of the cache is limited anyway
-
-
-def references_of(guider: Any) -> list[Tensor]:
-    """Return the reference latents of the condition that has most."""
-    each = [c.get("reference_latents") or [] for conds in guider.conds.values() for c in conds or ()]
-    return max(each, key=len, default=[])
 
 
 class _Reserving:

@@ -29,22 +29,11 @@ from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
 from ...toma_core.stats import RunStats
 from . import last_runs, registry, streams
-from .compat import UnsupportedApiError, argument, optional_api, require_api, warn
+from .compat import UnsupportedApiError, argument, optional_api, require_api, warn, with_argument
 from .compile_ops import allow_more_graphs, compiled, in_one_piece
 from .contents import Contents
 from .family import ModelHooks
-from .kv_memory import (
-    KVCachePlan,
-    conditions_of,
-    dtype_of,
-    has_controls,
-    has_moving_windows,
-    memory_left,
-    overlap_of,
-    plan_kv_cache,
-    references_of,
-    reserved,
-)
+from .kv_memory import KVCachePlan, plan_kv_cache, reserved
 from .model_call import merged_call
 from .model_hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING
 from .origin import unwrapped
@@ -67,19 +56,12 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Attachment:
-    """What a patched model carries.
+    """What a patched model carries."""
 
-    Attributes:
-        settings: What was asked for; each run resolves it once, see `config_for`.
-        report_id: The id of its runs in the report.
-        watcher: Observes its runs.
-        ratio_schedule: Ratios of a profile.
-    """
-
-    settings: Settings | ToMAConfig
-    report_id: str
+    settings: Settings | ToMAConfig  # as given; each run resolves them once, see `config_for`
+    report_id: str  # of its runs in the report
     watcher: Watcher | None = None
-    ratio_schedule: RatioSchedule = ()
+    ratio_schedule: RatioSchedule = ()  # of a profile
 
 
 def apply_toma(
@@ -99,15 +81,19 @@ def apply_toma(
         return model
     try:
         with require_api("ModelPatcher"):
-            wrappers = _wrappers()
+            wrappers = {
+                WrappersMP.OUTER_SAMPLE: _outer_sample,
+                WrappersMP.CALC_COND_BATCH: _calc_cond_batch,
+                WrappersMP.APPLY_MODEL: _apply_model,
+            }
             patched = model.clone()
-            for kind, _ in wrappers:
+            for kind in wrappers:
                 patched.remove_wrappers_with_key(kind, _KEY)
             options = patched.model_options["transformer_options"]
             options.pop(ATTACHMENT, None)
             if not settings.off:
                 options[ATTACHMENT] = Attachment(settings, uuid.uuid4().hex, watcher, ratio_schedule)
-                for kind, wrapper in wrappers:
+                for kind, wrapper in wrappers.items():
                     patched.add_wrapper_with_key(kind, _KEY, wrapper)
             return patched
     except UnsupportedApiError as error:
@@ -187,34 +173,14 @@ def run_config(
 ) -> tuple[ToMAConfig, KVCachePlan]:
     """Return the settings for a run of a guider with these conditions, and its KV cache.
 
-    noise: Of the first stream. packed: The shape of all streams as ComfyUI packs them, if there are several.
+    noise: of the first stream. packed: the shape of all streams as ComfyUI packs them, if there are several.
     """
-    options_before, model = guider.model_options, guider.model_patcher
-    config = config_for(attachment.settings, model)
-    if not config.kv_cache or getattr(comfy.model_management, "in_training", False):
-        return config, KVCachePlan()
-    hooks = registry.find(model.get_model_object("diffusion_model"))
-    compiles = options_before.get("torch_compile_kwargs") and not compiled(options_before)
-    if not config.uses_cache:
-        kv_plan = KVCachePlan(reason=Reason.KV_NO_FULL_STEPS())
-    elif hooks is None or compiles:
-        kv_plan = KVCachePlan(reason=Reason.KV_COMPILE_BACKEND())
-    elif has_moving_windows(guider, noise):
-        kv_plan = KVCachePlan(reason=Reason.KV_CONTEXT_WINDOWS())
-    else:
-        kv_plan = plan_kv_cache(
-            hooks,
-            config,
-            noise,
-            conditions_of(guider, sampler) * overlap_of(guider, noise),
-            dtype_of(model),
-            model.load_device,
-            memory_left(guider, packed or noise.shape),
-            options_before["transformer_options"],
-            controlled=has_controls(guider),
-            references=references_of(guider),
-        )
-    return config if kv_plan.bytes else config_for(attachment.settings, model, kv_cache=False), kv_plan
+    settings, model = attachment.settings, guider.model_patcher
+    config, kv_plan = config_for(settings, model), KVCachePlan()
+    if config.kv_cache and not getattr(comfy.model_management, "in_training", False):
+        kv_plan = plan_kv_cache(config, guider, noise, sampler, packed or noise.shape)
+        config = config if kv_plan.bytes else config_for(settings, model, kv_cache=False)
+    return config, kv_plan
 
 
 def _wrap_first(transformer_options: dict[str, Any], kind: str, wrapper: Any) -> bool:
@@ -283,21 +249,14 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         warn(error)
         return executor(*args, **kwargs)
     visible = {key: value for key, value in options.items() if key not in RIDING}
-    if len(args) > 5:
-        args = (*args[:5], visible, *args[6:])
-    else:
-        kwargs = {**kwargs, "transformer_options": visible}
+    args, kwargs = with_argument(args, kwargs, 5, "transformer_options", visible)
     full = partial(executor, *args, **kwargs)
-    if sampling is None or sampling.step_plan.mode is StepMode.FULL:
-        if sampling is not None and sampling.sigma is None:
-            sampling.run.stats.not_merged("model", Reason.UNKNOWN_SIGMA())
+    if sampling is None or (sampling.step_plan.mode is StepMode.FULL and sampling.sigma is not None):
         return full()
-    if sampling.obstacle:
-        sampling.run.stats.not_merged("model", sampling.obstacle)
-        return full()
-    hooks = registry.find(model)
-    if hooks is None or not _is_latent(x, hooks.takes_frames):
-        sampling.run.stats.not_merged("model", _unknown(model, x, hooks))
+    hooks: Any = registry.find(model)
+    reason = _obstacle(sampling, model, hooks, x)
+    if reason is not None:
+        sampling.run.stats.not_merged("model", reason)
         return full()
     evaluation, references = sampling.evaluation(x, options), kwargs.get("ref_latents") or ()
     if evaluation.step_plan.mode is StepMode.FULL:
@@ -314,20 +273,14 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     return full()
 
 
-def _unknown(model: nn.Module, x: Any, hooks: ModelHooks | None) -> Message:
-    """Return why a model or a latent x is not merged."""
-    name, shape = type(unwrapped(model)).__name__, " x ".join(map(str, getattr(x, "shape", ())))
-    return Reason.UNKNOWN_MODEL(model=name) if hooks is None else Reason.UNKNOWN_LATENT(model=name, shape=shape)
-
-
-def _is_latent(x: Any, takes_frames: bool) -> bool:
-    """Whether x is (B, C, H, W), or (B, C, T, H, W) with T = 1 unless the model takes several frames."""
-    return isinstance(x, Tensor) and (x.ndim == 4 or (x.ndim == 5 and (takes_frames or x.shape[2] == 1)))
-
-
-def _wrappers() -> tuple[tuple[str, Any], ...]:
-    return (
-        (WrappersMP.OUTER_SAMPLE, _outer_sample),
-        (WrappersMP.CALC_COND_BATCH, _calc_cond_batch),
-        (WrappersMP.APPLY_MODEL, _apply_model),
-    )
+def _obstacle(sampling: SamplingRun, model: nn.Module, hooks: ModelHooks | None, x: Any) -> Message | None:
+    """Return why a call of the model on a latent x is not merged, None if it is."""
+    if sampling.sigma is None:
+        return Reason.UNKNOWN_SIGMA()
+    name = type(unwrapped(model)).__name__
+    if sampling.obstacle or hooks is None:
+        return sampling.obstacle or Reason.UNKNOWN_MODEL(model=name)
+    # (B, C, H, W), or (B, C, T, H, W) with T = 1 unless the model takes several frames.
+    if isinstance(x, Tensor) and (x.ndim == 4 or (x.ndim == 5 and (hooks.takes_frames or x.shape[2] == 1))):
+        return None
+    return Reason.UNKNOWN_LATENT(model=name, shape=" x ".join(map(str, getattr(x, "shape", ()))))

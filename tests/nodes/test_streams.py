@@ -14,7 +14,7 @@ from tests.loop import loop
 from tests.nodes.adapters.looking import preset
 
 streams = pack_module("nodes.adapters.streams")
-run = pack_module("nodes.adapters.patch_model")
+run, kv_memory = pack_module("nodes.adapters.patch_model"), pack_module("nodes.adapters.kv_memory")
 HEIGHT, WIDTH, FRAMES = 12, 16, 3
 BOTH = loop("kind", ["ltx_av", "h3"])
 
@@ -55,8 +55,10 @@ def test_the_cache_is_reckoned_by_the_video_beside_all_streams(
 ) -> None:
     """ComfyUI estimates its own need by the shape of the pack."""
     model, seen, asked = model_of(kind), [], list[int]()
-    merged, left, reserved = run.apply_toma(model, preset("balanced")), run.memory_left, run.reserved
-    monkeypatch.setattr(run, "memory_left", lambda guider, shape: seen.append(tuple(shape)) or left(guider, shape))
+    merged, left, reserved = run.apply_toma(model, preset("balanced")), kv_memory.memory_left, run.reserved
+    monkeypatch.setattr(
+        kv_memory, "memory_left", lambda guider, shape: seen.append(tuple(shape)) or left(guider, shape)
+    )
     monkeypatch.setattr(run, "reserved", lambda m, n: asked.append(n) or reserved(m, n))
     models.sample_streams(merged, HEIGHT, WIDTH, frames=FRAMES, steps=4, cfg=3.0)
     numbers = sum(each.numel() for each in models.empty(model, HEIGHT, WIDTH, 1, FRAMES).unbind())

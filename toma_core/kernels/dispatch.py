@@ -20,19 +20,14 @@ if TYPE_CHECKING:
     from .triton import TritonKernels
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# The lowest compute capability that Triton supports.
-_CAPABILITY = (8, 0)
+_CAPABILITY = (8, 0)  # the lowest that Triton supports
 
 
 class NoTriton(MessageId):
     """Why plain PyTorch computes instead of Triton's kernels."""
 
     NO_CUDA = "no_cuda"
-    NOT_NVIDIA = "not_nvidia"
     DTYPE = "token_dtype"  # dtype
-    NOT_INSTALLED = "triton_not_installed"
-    NOT_LOADED = "triton_not_loaded"  # error
-    INTERPRETED = "triton_interpreted"
     OLD_GPU = "old_gpu"  # least: compute capability
     LARGE_WINDOWS = "large_windows"  # tokens, most
     WRONG_RESULTS = "triton_wrong_results"
@@ -50,29 +45,22 @@ class KernelName(MessageId):
 class Choice:
     """The kernels to use."""
 
-    # None for plain PyTorch.
-    kernels: TritonKernels | None
-    # Why not faster ones.
-    reason: Message | None = None
+    kernels: TritonKernels | None  # None for plain PyTorch
+    reason: Message | None = None  # why not faster ones
 
     @property
     def message(self) -> Message:
         """The choice for the report."""
         name = "torch" if self.kernels is None else self.kernels.name
-        if self.reason is None:
-            return KernelName.KERNEL(name=name)
-        return KernelName.KERNEL_BECAUSE(name=name, reason=self.reason)
-
-
-_TORCH = Choice(None)
+        reason = self.reason
+        return KernelName.KERNEL_BECAUSE(name=name, reason=reason) if reason else KernelName.KERNEL(name=name)
 
 
 @dataclass(eq=False)
 class Dispatch:
     """Chooses kernels once per run and per device, dtype and kind of layout."""
 
-    # The choice, if a caller has made it.
-    given: Choice | None = None
+    given: Choice | None = None  # the choice, if a caller has made it
     _choices: dict[Hashable, Choice] = field(default_factory=dict)
 
     def choose(
@@ -94,58 +82,33 @@ class Dispatch:
 
     def dequantize(self, quantized: Int4Tensor) -> Tensor:
         """Return the inverse of `quantize`, up to half a step."""
-        kernels = (self.given or self._choices.get(_quant_key(quantized), _TORCH)).kernels
+        kernels = (self.given or self._choices.get(_quant_key(quantized), Choice(None))).kernels
         return quantized.dequantize() if kernels is None else kernels.dequantize(quantized)
 
     def _choice(self, key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernels], bool]) -> Choice:
         """Return the choice under a key. slots: of a window. correct: whether kernels compute what PyTorch does."""
-        if self.given is not None:
-            return self.given
-        if key not in self._choices:
-            reason = _obstacle(x, slots)
-            if not reason:
-                from .triton import TritonKernels
-
-                kernels = TritonKernels()
-                reason = _tried(key, lambda: correct(kernels))
-            self._choices[key] = Choice(None, reason) if reason else Choice(kernels)
-        return self._choices[key]
+        if self.given is None and key not in self._choices:
+            self._choices[key] = _tried(key, x, slots, correct)
+        return self.given or self._choices[key]
 
 
 def _quant_key(x: Tensor | Int4Tensor) -> Hashable:
     return "quantize", x.device, x.dtype, group_of(x.shape[-1])
 
 
-def _quantizes(kernels: TritonKernels, x: Tensor) -> bool:
-    """Return whether kernels quantise and dequantise with the same error as PyTorch."""
-    ours, theirs = kernels.quantize(x), quantize(x)
-    if not (isinstance(ours, Int4Tensor) and isinstance(theirs, Int4Tensor)):
-        return True  # copies, on both sides
-    steps = theirs.step.float().repeat_interleave(x.shape[-1] // theirs.step.shape[-1], -1)
-    allowed = 0.6 * steps + 2 * torch.finfo(x.dtype).eps * float(x.float().nan_to_num().abs().amax())
-    results = kernels.dequantize(ours), kernels.dequantize(theirs), theirs.dequantize()
-    return all(
-        bool(((each.float() - x.float()).abs() <= allowed).logical_or(allowed.isnan()).all()) for each in results
-    )
-
-
 def _obstacle(x: Tensor, slots: int) -> Message | None:
     """Return why Triton's kernels cannot compute this, None if they can. slots: of a window."""
-    if x.device.type != "cuda":
+    if x.device.type != "cuda" or torch.version.hip:
         return NoTriton.NO_CUDA()
-    if torch.version.hip:
-        return NoTriton.NOT_NVIDIA()
     if x.dtype not in _DTYPES:
         return NoTriton.DTYPE(dtype=str(x.dtype).removeprefix("torch."))
     try:
         from .triton import INTERPRETED, MAX_SLOTS
-    except ImportError:
-        return NoTriton.NOT_INSTALLED()
     except Exception as error:
-        # A Triton that is too old or built for another PyTorch fails in any way while it loads.
-        return NoTriton.NOT_LOADED(error=_first_line(error))
+        # A Triton that is missing, too old or built for another PyTorch fails in any way while it loads.
+        return NoTriton.FAILED(error=_first_line(error))
     if INTERPRETED:
-        return NoTriton.INTERPRETED()
+        return NoTriton.FAILED(error="TRITON_INTERPRET=1")
     if torch.cuda.get_device_capability(x.device) < _CAPABILITY:
         return NoTriton.OLD_GPU(least="{}.{}".format(*_CAPABILITY))
     return NoTriton.LARGE_WINDOWS(tokens=slots, most=MAX_SLOTS) if slots > MAX_SLOTS else None
@@ -155,24 +118,29 @@ def _obstacle(x: Tensor, slots: int) -> Message | None:
 _trials: dict[Hashable, Message | None] = {}
 
 
-def _tried(key: Hashable, correct: Callable[[], bool]) -> Message | None:
-    """Return why a first use fails, None if it succeeds. correct: compute, and compare with PyTorch.
+def _tried(key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernels], bool]) -> Choice:
+    """Return the choice after a trial at the first use in this process, see `Dispatch._choice`.
 
     Triton compiles at first use and needs a C compiler and a driver. Only this trial is guarded and waits for the
     device: errors in the run itself are not hidden.
     """
+    if reason := _obstacle(x, slots):
+        return Choice(None, reason)
+    from .triton import TritonKernels
+
+    kernels = TritonKernels()
     if key not in _trials:
         if not _trials:
             logging.info("ToMA: making its GPU kernels for this model, once; this takes some seconds")
         try:
-            _trials[key] = None if correct() else NoTriton.WRONG_RESULTS()
+            _trials[key] = None if correct(kernels) else NoTriton.WRONG_RESULTS()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             _trials[key] = NoTriton.FAILED(error=_first_line(error))
         if _trials[key]:
             logging.warning("ToMA: plain PyTorch instead of Triton kernels. %s", _trials[key])
-    return _trials[key]
+    return Choice(None, _trials[key]) if _trials[key] else Choice(kernels)
 
 
 def _merges(
@@ -203,6 +171,17 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
     return torch.allclose(ours.float(), theirs.float(), rtol=0.0, atol=tolerance + 1e-5 * largest, equal_nan=True)
 
 
+def _quantizes(kernels: TritonKernels, x: Tensor) -> bool:
+    """Return whether kernels quantise and dequantise with the same error as PyTorch."""
+    ours, theirs = kernels.quantize(x), quantize(x)
+    if not (isinstance(ours, Int4Tensor) and isinstance(theirs, Int4Tensor)):
+        return True  # copies, on both sides
+    steps = theirs.step.float().repeat_interleave(x.shape[-1] // theirs.step.shape[-1], -1)
+    allowed = 0.6 * steps + 2 * torch.finfo(x.dtype).eps * float(x.float().nan_to_num().abs().amax())
+    results = torch.stack([kernels.dequantize(ours), kernels.dequantize(theirs), theirs.dequantize()])
+    return bool((((results.float() - x.float()).abs() <= allowed) | allowed.isnan()).all())
+
+
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line[:200]}"

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..windows import Budget, Windows
 
-# The smallest side of a matrix product in Triton.
-DOT_MIN = 16
+DOT_MIN = 16  # the smallest side of a matrix product in Triton
 # Rows start at multiples of this many elements: kernels then read 16 bytes at a time whatever the window size.
 _ROW_MULTIPLE = 16
 

@@ -98,7 +98,7 @@ def test_of_videos_too(kind: str, frames: int, model_of: Any, attach: Any, stats
 
 def test_what_is_packed_is_nobodys_to_write_into(model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("flux")
-    monkeypatch.setattr(pack_module("nodes.adapters.patch_model"), "memory_left", lambda *_: 0)
+    monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
     merged = attach(model, **KEYS)
 
     def spoiling(function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -215,7 +215,7 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
     """Two graphs as without: full steps and merged ones; with what is kept in four bits too."""
     model_of(kind)  # skips what this ComfyUI does not have
     if packed:
-        monkeypatch.setattr(pack_module("nodes.adapters.patch_model"), "memory_left", lambda *_: 0)
+        monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
     model, backend = getattr(models, kind)(), Counting()
     plain, merged = attach(model, **KEYS), compiled(attach(model, **KEYS), backend, inside=True)
     wanted = models.sample(plain, HEIGHT, WIDTH, steps=6)

@@ -53,7 +53,7 @@ def test_where_memory_runs_out_all_is_whole_from_then_on(
     model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, trial = model_of("wan"), pack_module("toma_core.kernels.dispatch")
-    monkeypatch.setattr(pack_module("nodes.adapters.patch_model"), "memory_left", lambda *_: 0)
+    monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
     calls = list[int]()
 
     def full(x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def test_where_packing_runs_out_of_memory_in_a_merged_step(
     """At keys and at values, of the first block and of others: no block looks at keys of all tokens and values of some,
     and the evaluation is made again, whole."""
     model, trial = model_of("wan"), pack_module("toma_core.kernels.dispatch")
-    monkeypatch.setattr(pack_module("nodes.adapters.patch_model"), "memory_left", lambda *_: 0)
+    monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
     calls, quantize = list[int](), trial.quantize
     kept_whole = 2 * len(model.model.diffusion_model.blocks)
 
@@ -142,7 +142,7 @@ def test_conditions_that_are_split_after_the_full_step_hold_no_more(
 
     model, evaluations = model_of("wan"), list[int]()
     if packed:
-        monkeypatch.setattr(pack_module("nodes.adapters.patch_model"), "memory_left", lambda *_: 0)
+        monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
     joined = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     wanted, held = models.sample(joined, HEIGHT, WIDTH, frames=3, steps=4), stats_of(joined).cache_bytes
     split = joined.clone()

@@ -1,7 +1,8 @@
-"""Tile sizes, strides and the device of launches, and launches that are prepared once."""
+"""Tile sizes, strides and the device of launches; launches that are prepared once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -54,13 +55,11 @@ def blocks(x: Tensor, rows: int, inner: int) -> tuple[int, int, int, int]:
     return rows, inner, channels, 4 if rows * inner < _MAX_SIDE**2 else 8
 
 
-def shared_stride(part: Tensor, batch: int) -> int:
-    """Return the stride between images of a plan's tensor, 0 if all share one. Raises ValueError."""
-    if part.shape[0] not in (1, batch) or part.stride(-1) != 1 < part.shape[-1]:
-        raise ValueError(
-            f"a plan of {tuple(part.shape)} does not fit a batch of {batch}, or its rows are not contiguous"
-        )
-    return 0 if part.shape[0] == 1 else part.stride(0)
+def require(t: Tensor, tokens: int, like: Tensor | None = None) -> None:
+    """Raise ValueError unless t is (B, tokens, C), with the B and C of `like`: kernels check no bounds."""
+    batch, _, channels = t.shape if like is None else like.shape
+    if t.shape != (batch, tokens, channels):
+        raise ValueError(f"expected tokens of {(batch, tokens, channels)}, got {tuple(t.shape)}")
 
 
 def budget_stride(part: Tensor | None, shape: tuple[int, ...], batch: int) -> int:
@@ -74,15 +73,15 @@ def budget_stride(part: Tensor | None, shape: tuple[int, ...], batch: int) -> in
 
 
 def weight_strides(weights: Tensor, batch: int) -> tuple[int, int, int]:
-    """Return the strides of images, windows and rows of (B or 1, W, rows, columns). The padding of rows is read and
-    masked. Raises ValueError."""
-    (_, by_window, by_row, _), (_, _, rows, columns) = weights.stride(), weights.shape
-    by_image = shared_stride(weights, batch)
+    """Return the strides of images, 0 if all share one, of windows and of rows of (B or 1, W, rows, columns). The
+    padding of rows is read and masked. Raises ValueError."""
+    (images, _, rows, columns), (by_image, by_window, by_row, by_column) = weights.shape, weights.stride()
     if rows == 1:
         by_row = columns  # PyTorch's stride of a single row is arbitrary
-    if by_row < columns:
-        raise ValueError(f"the rows of a plan of {tuple(weights.shape)} overlap, they are {by_row} apart")
-    return by_image, by_window, by_row
+    if images not in (1, batch) or by_column != 1 < columns or by_row < columns:
+        plan = f"a plan of {tuple(weights.shape)} with strides {weights.stride()}"
+        raise ValueError(f"{plan} does not fit a batch of {batch}, or its rows are not contiguous")
+    return (by_image if images > 1 else 0), by_window, by_row
 
 
 class Launch:
@@ -94,19 +93,11 @@ class Launch:
     """
 
     def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, int],
-        like: Tensor,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        fixed: tuple[Any, ...],
-        **options: int,
+        self, kernel: Any, grid: tuple[int, int], like: Tensor, tokens: int, fixed: tuple[Any, ...], **options: int
     ) -> None:
-        """Prepare a kernel that takes its result, the tensors of a call, then `fixed`. like: any tensor on the device.
-        shape, dtype: of the result."""
+        """Prepare a kernel that takes its result, (B, tokens, C) as `like`, the tensors of a call, then `fixed`."""
         self._kernel, self._grid, self._fixed, self._options = kernel, (*grid, 1), fixed, options
-        self._shape, self._dtype, self._device = shape, dtype, like.device
+        self._shape, self._dtype, self._device = (len(like), tokens, like.shape[2]), like.dtype, like.device
         self._alone = not like.is_cuda or torch.cuda.device_count() == 1
         self._rest = tuple(f.data_ptr() if isinstance(f, Tensor) else f for f in fixed)
         self._again: Callable[..., object] | None = None
@@ -122,13 +113,8 @@ class Launch:
         return out
 
     def _launch(self, *tensors: Tensor | None) -> None:
-        addresses: list[int | None] = []
-        together = 0
-        for tensor in tensors:
-            address = None if tensor is None else tensor.data_ptr()
-            addresses.append(address)
-            together |= address or 0
-        aligned = together % _ALIGNED == 0
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        aligned = math.gcd(_ALIGNED, *(address or 0 for address in addresses)) == _ALIGNED
         if aligned and self._again is not None:
             try:
                 self._again(*addresses, *self._rest)

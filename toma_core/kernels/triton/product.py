@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...windows import Budget, Windows
 from ..layout import cdiv
-from .launch import Launch, blocks, budget_stride, upcast, weight_strides
+from .launch import Launch, blocks, budget_stride, require, upcast, weight_strides
 
 
 @triton.jit(do_not_specialize=("stride_u", "windows", "slots", "K", "D"))
@@ -111,43 +112,38 @@ def _unmerge_kernel(
     tl.store(out + token[:, None] * C + c[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
-def merge(x: Tensor, weights: Tensor, used: Tensor | None, expand: Tensor | None, source: Tensor, D: int) -> Launch:
-    """Prepare X' = M X, called with x, weights, used and expand: (B, N, C), any strides -> (B, D, C), with fp32 sums.
+def merge(tokens: tuple[Tensor, ...], weights: Tensor, windows: Windows, budget: Budget) -> Launch:
+    """Prepare X' = M X for tokens (x,) of (B, N, C), any strides -> (B, D, C), with fp32 sums.
 
-    weights: (B, W, K, S), rows contiguous; source: (W, S) int64; used: (W, K) bool and expand: (W * K,) int64 of the
-    `Budget`, contiguous, or (B, W, K) and (B, W * K) of an adaptive one, or None.
+    weights: (B or 1, W, K, S), rows contiguous. Called with x, weights, and `valid` and `expand` of the budget.
     """
-    (_, windows, K, slots), (batch, _, C) = weights.shape, x.shape
-    strides = (*x.stride(), *weight_strides(weights, batch), budget_stride(expand, (windows * K,), batch))
+    (x,) = tokens
+    require(x, windows.tokens)
+    (_, count, K, slots), (batch, _, C) = weights.shape, x.shape
+    strides = (*x.stride(), *weight_strides(weights, batch), budget_stride(budget.expand, (count * K,), batch))
     block_k, block_s, block_c, warps = blocks(x, K, slots)
-    grid = (batch * windows, cdiv(K, block_k) * cdiv(C, block_c))
-    sizes = (windows, slots, K, C, D, used is not None, upcast(x.dtype), cdiv(slots, block_s))
-    fixed = (source, *strides, *sizes, block_k, block_s, block_c)
-    return Launch(_merge_kernel, grid, x, (batch, D, C), x.dtype, fixed, num_warps=warps, num_stages=2)
+    grid = (batch * count, cdiv(K, block_k) * cdiv(C, block_c))
+    sizes = (count, slots, K, C, budget.total, budget.valid is not None, upcast(x.dtype), cdiv(slots, block_s))
+    fixed = (windows.source, *strides, *sizes, block_k, block_s, block_c)
+    return Launch(_merge_kernel, grid, x, budget.total, fixed, num_warps=warps, num_stages=2)
 
 
-def unmerge(
-    y: Tensor,
-    weights: Tensor,
-    expand: Tensor | None,
-    reduced: Tensor | None,
-    x: Tensor | None,
-    source: Tensor,
-    valid: Tensor | None,
-    N: int,
-) -> Launch:
-    """Prepare Y = A^T Y', or with `reduced` and `x` the block output x + A^T (Y' - reduced): (B, N, C).
+def unmerge(tokens: tuple[Tensor, ...], weights: Tensor, windows: Windows, budget: Budget) -> Launch:
+    """Prepare Y = A^T Y' for tokens (y,), or the block output x + A^T (y - reduced) for (y, reduced, x): (B, N, C).
 
-    Called with y, weights, expand, then reduced and x if given. y, reduced: (B, D, C) and x: (B, N, C), any strides;
-    weights: (B, W, S, K); the rest as in `merge`. Sums are fp32, rounded once to y's dtype.
+    y, reduced: (B, D, C); x: (B, N, C); any strides. weights: (B or 1, W, S, K). Sums are fp32, rounded once to y's
+    dtype. Called with y, weights, `expand` of the budget, then reduced and x if given.
     """
-    (_, windows, slots, K), (batch, _, C) = weights.shape, y.shape
-    strides = tuple(n for t in (y, reduced, x) for n in ((0, 0, 0) if t is None else t.stride()))
-    strides += (*weight_strides(weights, batch), budget_stride(expand, (windows * K,), batch))
+    y, *residual = tokens
+    for t, length in zip(tokens, (budget.total, budget.total, windows.tokens), strict=False):
+        require(t, length, y)
+    (_, count, slots, K), (batch, _, C) = weights.shape, y.shape
+    strides = [n for t in tokens for n in t.stride()] + [0, 0, 0] * (3 - len(tokens))
+    strides += *weight_strides(weights, batch), budget_stride(budget.expand, (count * K,), batch)
     block_s, block_k, block_c, warps = blocks(y, slots, K)
-    grid = (batch * windows, cdiv(slots, block_s) * cdiv(C, block_c))
-    flags = (x is not None, valid is not None, expand is not None, upcast(y.dtype))
-    missing = (None, None) if x is None else ()
-    sizes = (windows, slots, K, C, N, *flags, cdiv(K, block_k), block_k, block_s, block_c)
-    fixed = (*missing, source, valid, *strides, *sizes)
-    return Launch(_unmerge_kernel, grid, y, (batch, N, C), y.dtype, fixed, num_warps=warps, num_stages=2)
+    grid = (batch * count, cdiv(slots, block_s) * cdiv(C, block_c))
+    flags = (bool(residual), windows.valid is not None, budget.expand is not None, upcast(y.dtype))
+    missing = () if residual else (None, None)
+    sizes = (count, slots, K, C, windows.tokens, *flags, cdiv(K, block_k), block_k, block_s, block_c)
+    fixed = (*missing, windows.source, windows.valid, *strides, *sizes)
+    return Launch(_unmerge_kernel, grid, y, windows.tokens, fixed, num_warps=warps, num_stages=2)

@@ -7,78 +7,19 @@ Destinations are not gathered: a mask over the window's slots marks them, and th
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...selection.objective import tie_step
+from ...windows import Budget, Windows
 from ..layout import DOT_MIN, cdiv, padded, room
-from .launch import budget_stride, on_device, turns, upcast
+from .launch import budget_stride, on_device, require, turns, upcast
 
 # S of larger windows does not fit into registers.
 MAX_SLOTS = 128
 # Not specialised, so that one binary serves all values.
 _ANY_SIZE = ("stride_u", "windows", "slots", "K", "rounds", "steps")
-
-
-@triton.jit
-def _inverse_norm(squares):
-    """Return 1 / max(|x|, 1e-12) from |x|^2: an all-zero token has cosine 0 with all."""
-    return 1.0 / tl.maximum(tl.sqrt(squares), 1e-12)
-
-
-@triton.jit
-def _finite(similarity):
-    """Replace NaN by 0: slots become addresses and must stay inside the window."""
-    return tl.where(similarity == similarity, similarity, 0.0)
-
-
-@triton.jit
-def _inside(valid, window, slots, slot, HAS_VALID: tl.constexpr):
-    """Return which of the slots hold a token of the window."""
-    inside = slot < slots
-    if HAS_VALID:
-        inside = inside & (tl.load(valid + window * slots + slot, mask=inside, other=0) != 0)
-    return inside
-
-
-@triton.jit
-def _shares(similarity, sharpness, chosen, inside):
-    """Return A of (destination, token): softmax over the chosen rows; columns of padding are 0."""
-    logits = tl.where(chosen[:, None], similarity * sharpness, -float("inf"))
-    weights = tl.exp(logits - tl.max(logits, axis=0)[None, :])
-    weights = weights / tl.sum(weights, axis=0)[None, :]
-    return tl.where(inside[None, :], weights, 0.0)
-
-
-@triton.jit
-def _normal_rows(weights, total):
-    """Divide the rows of A by their sums; rows of zeros stay."""
-    return weights / tl.maximum(total, 1.1754943508222875e-38)[:, None]
-
-
-@triton.jit
-def _given(dest_slots, slot, count, K_PAD: tl.constexpr):
-    """Return which of the slots are among the first `count` of dest_slots."""
-    k = tl.arange(0, K_PAD)
-    pick = tl.load(dest_slots + k, mask=k < count, other=-1).to(tl.int32)
-    return tl.max((pick[:, None] == slot[None, :]).to(tl.int32), axis=0)
-
-
-@triton.jit
-def _fill_unused(
-    dest_slots, M, back, first, count, slots, K, pitch_s, pitch_k, slot, SELECT: tl.constexpr, K_PAD: tl.constexpr
-):
-    """Fill unused slots of the budget with the first destination and zero weights."""
-    k = tl.arange(0, K_PAD)
-    unused = (k >= count) & (k < K)
-    if SELECT:
-        tl.store(dest_slots + k, tl.zeros([K_PAD], dtype=tl.int64) + first, mask=unused)
-    mask = unused[:, None] & (slot < slots)[None, :]
-    nothing = tl.zeros([K_PAD, slot.shape[0]], dtype=tl.float32).to(M.dtype.element_ty)
-    tl.store(M + k[:, None] * pitch_s + slot[None, :], nothing, mask=mask)
-    tl.store(back + slot[None, :] * pitch_k + k[:, None], nothing, mask=mask)
 
 
 @triton.jit(do_not_specialize=_ANY_SIZE)
@@ -96,7 +37,9 @@ def _select_kernel(
     back += program * slots * pitch_k
 
     slot = tl.arange(0, S_PAD)
-    inside = _inside(valid, window, slots, slot, HAS_VALID)
+    inside = slot < slots
+    if HAS_VALID:
+        inside = inside & (tl.load(valid + window * slots + slot, mask=inside, other=0) != 0)
     token = tl.load(source + window * slots + slot, mask=inside, other=0).to(tl.int64)
     similarity = tl.zeros([S_PAD, S_PAD], dtype=tl.float32)
     for step in range(0, steps):
@@ -108,13 +51,16 @@ def _select_kernel(
             rows = rows.to(tl.float32)
         # Products of half-precision numbers are exact in fp32, so the tensor cores lose nothing here.
         similarity = tl.dot(rows, tl.trans(rows), similarity, input_precision="ieee")
-    # The products of tokens with themselves are their squared norms.
-    inverse = _inverse_norm(tl.sum(tl.where(slot[:, None] == slot[None, :], similarity, 0.0), axis=0))
-    similarity = _finite(similarity * inverse[:, None] * inverse[None, :])
+    # The products of tokens with themselves are their squared norms; an all-zero token has cosine 0 with all.
+    squares = tl.sum(tl.where(slot[:, None] == slot[None, :], similarity, 0.0), axis=0)
+    inverse = 1.0 / tl.maximum(tl.sqrt(squares), 1e-12)
+    similarity = similarity * inverse[:, None] * inverse[None, :]
+    # NaN becomes 0: slots become addresses and must stay inside the window.
+    similarity = tl.where(similarity == similarity, similarity, 0.0)
 
+    k = tl.arange(0, K_PAD)
     count = K
     if HAS_USED:
-        k = tl.arange(0, K_PAD)
         used += (program // windows) * stride_u + window * K
         count = tl.sum(tl.load(used + k, mask=k < K, other=0).to(tl.int32), axis=0)
 
@@ -135,7 +81,8 @@ def _select_kernel(
             chosen_rows = tl.where((slot == pick) & (turn < count), 1, chosen_rows)
             chosen_columns = tl.where(here, 1, chosen_columns)
     else:
-        chosen_columns = _given(dest_slots, slot, count, K_PAD)
+        given = tl.load(dest_slots + k, mask=k < count, other=-1).to(tl.int32)
+        chosen_columns = tl.max((given[:, None] == slot[None, :]).to(tl.int32), axis=0)
         chosen_rows = chosen_columns
 
     earlier = slot[:, None] < slot[None, :]
@@ -143,59 +90,50 @@ def _select_kernel(
     rank_rows = tl.sum(tl.where(slot[None, :] < slot[:, None], chosen_columns[None, :], 0), axis=1)
     if SELECT:
         tl.store(dest_slots + rank_columns, slot.to(tl.int64), mask=chosen_columns != 0)
-    A = _shares(similarity, sharpness, chosen_rows != 0, inside)
+    # A of (destination, token): softmax over the chosen rows; columns of padding are 0.
+    logits = tl.where((chosen_rows != 0)[:, None], similarity * sharpness, -float("inf"))
+    A = tl.exp(logits - tl.max(logits, axis=0)[None, :])
+    A = tl.where(inside[None, :], A / tl.sum(A, axis=0)[None, :], 0.0)
     mask = (chosen_rows != 0)[:, None] & (slot < slots)[None, :]
     tl.store(back + slot[None, :] * pitch_k + rank_rows[:, None], A.to(back.dtype.element_ty), mask=mask)
-    A = _normal_rows(A, tl.sum(A, axis=1))
+    # Rows of zeros stay.
+    A = A / tl.maximum(tl.sum(A, axis=1), 1.1754943508222875e-38)[:, None]
     tl.store(M + rank_rows[:, None] * pitch_s + slot[None, :], A.to(M.dtype.element_ty), mask=mask)
     if HAS_USED:
-        first = tl.min(tl.where(chosen_columns != 0, slot, S_PAD), axis=0)
-        _fill_unused(dest_slots, M, back, first, count, slots, K, pitch_s, pitch_k, slot, SELECT, K_PAD)
-
-
-def select_weigh(
-    x: Tensor, source: Tensor, valid: Tensor | None, used: Tensor | None, K: int, sharpness: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return greedy facility-location slots (B, W, K) int64 of every window, merge weights (B, W, K, S) and unmerge
-    weights (B, W, S, K) in x's dtype, as `selection.select` and `merge.weigh` do. Scores are fp32.
-
-    x: (B, N, C) fp16, bf16 or fp32, any strides; source: (W, S) int64 with S <= MAX_SLOTS; valid: (W, S) bool or None;
-    used: (W, K) bool, or (B, W, K) of an adaptive budget, or None.
-    """
-    dest_slots = torch.empty(x.shape[0], source.shape[0], K, device=x.device, dtype=torch.int64)
-    return dest_slots, *_launch(x, dest_slots, source, valid, used, sharpness, select=True)
+        # Unused slots of the budget hold the first destination and zero weights.
+        unused = (k >= count) & (k < K)
+        if SELECT:
+            first = tl.min(tl.where(chosen_columns != 0, slot, S_PAD), axis=0)
+            tl.store(dest_slots + k, tl.zeros([K_PAD], dtype=tl.int64) + first, mask=unused)
+        mask = unused[:, None] & (slot < slots)[None, :]
+        nothing = tl.zeros([K_PAD, S_PAD], dtype=tl.float32).to(M.dtype.element_ty)
+        tl.store(M + k[:, None] * pitch_s + slot[None, :], nothing, mask=mask)
+        tl.store(back + slot[None, :] * pitch_k + k[:, None], nothing, mask=mask)
 
 
 def weigh(
-    x: Tensor, dest_slots: Tensor, source: Tensor, valid: Tensor | None, used: Tensor | None, sharpness: float
+    x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget, sharpness: float, select: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights of given slots: (B, W, K) int64, ascending and distinct where `used`. See `select_weigh`."""
-    return _launch(x, dest_slots.contiguous(), source, valid, used, sharpness, select=False)
+    """Return merge weights (B, W, K, S) and unmerge weights (B, W, S, K) in x's dtype, as `merge.weigh` does.
 
-
-def _launch(
-    x: Tensor,
-    dest_slots: Tensor,
-    source: Tensor,
-    valid: Tensor | None,
-    used: Tensor | None,
-    sharpness: float,
-    select: bool,
-) -> tuple[Tensor, Tensor]:
-    (batch, windows, K), slots = dest_slots.shape, source.shape[1]
+    x: (B, N, C) fp16, bf16 or fp32, any strides. dest_slots: (B, W, K) int64, contiguous, ascending and distinct in
+    each window; with `select` they are filled with greedy facility-location slots, as `selection.select` does.
+    """
+    (batch, count, K), slots = dest_slots.shape, windows.slots
     if slots > MAX_SLOTS:
         raise ValueError(f"the kernels take windows of at most {MAX_SLOTS} tokens, got {slots}")
-    if batch != x.shape[0] or windows != source.shape[0]:
-        raise ValueError(
-            f"dest_slots of {tuple(dest_slots.shape)} do not fit {x.shape[0]} images of {source.shape[0]} windows"
-        )
-    M, back = room(x, batch, windows, K, slots), room(x, batch, windows, slots, K)
+    require(x, windows.tokens)
+    if (batch, count) != (len(x), len(windows.counts)):
+        given, fits = tuple(dest_slots.shape), f"{len(x)} images of {len(windows.counts)} windows"
+        raise ValueError(f"dest_slots of {given} do not fit {fits}")
+    M, back = room(x, batch, count, K, slots), room(x, batch, count, slots, K)
     block_c = 64 if x.element_size() == 2 else DOT_MIN
-    pitches, S_PAD = (M.stride(2), back.stride(2)), padded(slots)
-    sizes = (*x.stride(), *pitches, budget_stride(used, (windows, K), batch), windows, slots, K, x.shape[2])
-    search = float(sharpness), tie_step(slots), turns(K), turns(cdiv(x.shape[2], block_c))
-    flags = (select, valid is not None, used is not None, upcast(x.dtype), S_PAD, padded(K), block_c)
-    tensors, rest = (x, source, valid, used, dest_slots, M, back), (*sizes, *search, *flags)
+    S_PAD, channels = padded(slots), x.shape[2]
+    pitches = M.stride(2), back.stride(2), budget_stride(budget.valid, (count, K), batch)
+    search = float(sharpness), tie_step(slots), turns(K), turns(cdiv(channels, block_c))
+    flags = select, windows.valid is not None, budget.valid is not None, upcast(x.dtype), S_PAD, padded(K), block_c
+    tensors = x, windows.source, windows.valid, budget.valid, dest_slots, M, back
+    rest = *x.stride(), *pitches, count, slots, K, channels, *search, *flags
     with on_device(x):
-        _select_kernel[(batch * windows,)](*tensors, *rest, num_warps=4 if S_PAD <= 64 else 16, num_stages=3)
+        _select_kernel[(batch * count,)](*tensors, *rest, num_warps=4 if S_PAD <= 64 else 16, num_stages=3)
     return M, back
