@@ -15,26 +15,25 @@ import torch
 from torch import Tensor
 
 # Entries on when, where and how strongly a condition takes part, and those that ComfyUI derives from the rest.
-_NOT_CONTENT = frozenset(
-    (
-        *("uuid", "strength", "area", "mask", "mask_strength", "set_area_to_bounds", "default", "model_conds"),
-        *("start_percent", "end_percent", "timestep_start", "timestep_end", "clip_start_percent", "clip_end_percent"),
-        *("device", "noise", "width", "height", "prompt_type"),
-    )
-)
+_NOT_CONTENT = {
+    *("uuid", "strength", "area", "mask", "mask_strength", "set_area_to_bounds", "default", "model_conds"),
+    *("start_percent", "end_percent", "timestep_start", "timestep_end", "clip_start_percent", "clip_end_percent"),
+    *("device", "noise", "width", "height", "prompt_type"),
+}
 
 
 class Contents:
     """The contents of one run's conditions."""
 
-    def __init__(self, conds: Mapping[str, Sequence[Mapping[str, Any]] | None] | None = None) -> None:
+    def __init__(self, conds: Mapping[str, Sequence[Mapping[str, Any]] | None] = {}) -> None:
         """Compare the conditions of each group ("positive", "negative"), before sampling begins."""
-        self._first = [cond for members in (conds or {}).values() for cond in members or ()]
+        groups = [members or () for members in conds.values()]
+        self._first = [cond for members in groups for cond in members]
         # Id of the first condition with the same content, by id; and by content.
         self._of: dict[Hashable, Hashable] = {cond["uuid"]: cond["uuid"] for cond in self._first}
         self._stands: dict[Hashable, Hashable] = {}
         self._digests: dict[int, tuple[Any, Hashable]] = {}
-        if any(len(members or ()) > 1 for members in (conds or {}).values()):
+        if any(len(members) > 1 for members in groups):
             self._compare(self._first, wait=True)
 
     def of(self, uuid: Hashable) -> Hashable:
@@ -59,9 +58,8 @@ class Contents:
     def _key(self, value: Any, wait: bool) -> Hashable:
         if isinstance(value, (str, int, float, bool, type(None))):
             return value
-        if isinstance(value, Mapping):
-            return tuple((name, self._key(each, wait)) for name, each in value.items())
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (Mapping, list, tuple)):
+            value = value.items() if isinstance(value, Mapping) else value
             return tuple(self._key(each, wait) for each in value)
         # The object is held, so that its id stays unique during the run.
         if id(value) not in self._digests:

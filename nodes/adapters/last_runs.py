@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from ...toma_core.stats import RunStats
 
 _MAX_REPORTS = 32
-_reports: OrderedDict[str, RunStats] = OrderedDict()
+_reports: dict[str, RunStats] = {}  # the latest last
 
 
 def keep(report_id: str, stats: RunStats) -> None:
     """Store a finished run; drop the oldest beyond the limit."""
+    _reports.pop(report_id, None)
     _reports[report_id] = stats
-    _reports.move_to_end(report_id)
-    while len(_reports) > _MAX_REPORTS:
-        _reports.popitem(last=False)
+    if len(_reports) > _MAX_REPORTS:
+        del _reports[next(iter(_reports))]
 
 
 def last(report_id: str) -> RunStats | None:

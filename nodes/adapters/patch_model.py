@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,18 +24,18 @@ from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor, nn
 
-from ...toma_core import Settings, StepMode, ToMAConfig
+from ...toma_core import Evaluation, Settings, StepMode, ToMAConfig
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
 from ...toma_core.stats import RunStats
 from . import last_runs, registry, streams
+from .chain import BlockHook
 from .compat import UnsupportedApiError, argument, optional_api, require_api, warn, with_argument
 from .compile_ops import allow_more_graphs, compiled, in_one_piece
 from .contents import Contents
 from .family import ModelHooks
 from .kv_memory import KVCachePlan, plan_kv_cache, reserved
-from .model_call import merged_call
-from .model_hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING
+from .model_hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, HookPair, installed
 from .origin import unwrapped
 from .run_work import times_less_work
 from .sampling_run import SamplingRun
@@ -131,7 +131,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             sampling.shapes = shapes
             sampling.config_for = partial(config_for, attachment.settings, guider.model_patcher)
             sampling.run.cache.reserved, sampling.run.quantized = kv_plan.bytes, kv_plan.quantized
-            sampling.contents = Contents(getattr(guider, "conds", None))
+            sampling.contents = Contents(guider.conds)
             sampling.run.stats.without_kv_cache = kv_plan.reason
             options = create_model_options_clone(options_before)
             options["transformer_options"][SAMPLING] = sampling
@@ -155,9 +155,8 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         result = executor(*args, **kwargs)
         sampling.tracker.check()
         sampling.run.draw()
-        sampling.run.stats.times_less_work = times_less_work(
-            guider.model_patcher.model.diffusion_model, noise, sampling
-        )
+        diffusion_model = guider.model_patcher.model.diffusion_model
+        sampling.run.stats.times_less_work = times_less_work(diffusion_model, noise, sampling)
         return result
     finally:
         guider.model_options = options_before
@@ -264,13 +263,41 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     sampling.run.references |= bool(references)
     select = partial(hooks.select, x, transformer_options=options, control=control, references=references)
     try:
-        return merged_call(full, select, sampling, evaluation, x)
+        return _merged_call(full, select, sampling, evaluation, x)
     except torch.OutOfMemoryError:
         # One of several devices repeats its own call, see `_predict_noise`.
         if options.get("multigpu_thread_device") is None or not sampling.no_memory(again=False):
             raise
     comfy.model_management.soft_empty_cache()
     return full()
+
+
+def _merged_call(
+    call: Callable[[], Any],
+    select: Callable[[Evaluation], Iterable[HookPair]],
+    sampling: SamplingRun,
+    evaluation: Evaluation,
+    x: Tensor,
+) -> Any:
+    """Return what `call` returns with the hooks that `select` chooses for latents x of (B, C, ..., H, W): on merged
+    tokens if the caches hold what it begins with, else on all tokens.
+
+    That is decided when the chains are known and the model has not run yet.
+    """
+    images = len(x) // len(evaluation.cond_keys)
+    for served in (False, True):
+        with installed(select(evaluation)) as hooks:
+            sites = [hook.site for hook in hooks if isinstance(hook, BlockHook) and hook.chain is hook.site]
+            chains = [site.active for site in sites if site.active is not None]
+            # What caches depend on beside the conditions: the latents, and the chains.
+            layout = x.shape[1:], images, x.dtype, x.device, tuple((*chain.names, chain.grids) for chain in chains)
+            if served or sampling.serves(evaluation, layout):
+                result = call()
+                if evaluation.refreshes:
+                    missed = [site.active for site in sites if not site.reached or site.pair]
+                    sampling.refreshed(evaluation, layout, [chain.name for chain in missed if chain is not None])
+                return result
+        evaluation = sampling.refresh_instead(evaluation)
 
 
 def _obstacle(sampling: SamplingRun, model: nn.Module, hooks: ModelHooks | None, x: Any) -> Message | None:

@@ -14,23 +14,16 @@ def times_less_work(model: nn.Module, latent: Tensor, sampling: SamplingRun) -> 
     None where nothing was merged, and where the model saw tiles of the latent or reference images, whose tokens stay.
     Plans are not counted; text beyond what a family always has is not either.
     """
-    stats, hooks = sampling.run.stats, registry.find(model)
+    stats, schedule, hooks = sampling.run.stats, sampling.run.schedule, registry.find(model)
     if hooks is None or sampling.run.tiles or sampling.run.references or not stats.merged_blocks:
         return None
     facts, merged_in = list(hooks.blocks(latent)), stats.merged_evaluations_of
     every = (hooks.flops_beside_blocks(latent) + sum(fact.flops() for fact in facts)) * stats.evaluations
     saved = 0.0
     for step, ratio in stats.merged_steps.items():
-        by_block = _ratios(sampling, step)
+        by_block = schedule.ratios_at(0.0, step) if schedule.sigmas else None  # None: the same for all
         for fact in facts:
             if fact.name in stats.merged_blocks:
                 share = ratio if by_block is None else by_block.get(fact.name, 0.0)
                 saved += (fact.flops() - fact.flops(share, sampling.run.kv_cache)) * merged_in(step)
     return every / (every - saved) if 0 < saved < every else None
-
-
-def _ratios(sampling: SamplingRun, step: int) -> dict[str, float] | None:
-    """Return the ratio of each block at a step, None if it is the same for all."""
-    schedule = sampling.run.schedule
-    ratios = schedule.ratios_at(schedule.sigmas[step], step) if step < len(schedule.sigmas) else None
-    return None if ratios is None else dict(ratios)

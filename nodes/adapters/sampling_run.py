@@ -21,7 +21,6 @@ from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
 from ...toma_core.stats import RunStats
 from ...toma_core.tiles import TileBatch, Turns
-from ...toma_core.windows import has_frames
 from .conditions import area_size, chunks_of, controls_of, crop, frames_of, is_active, patches_of
 from .contents import Contents
 from .sigmas import SigmaTracker
@@ -38,59 +37,32 @@ def records_gradients() -> bool:
 
 @dataclass(eq=False)
 class SamplingRun:
-    """One sampling run: its state, and what the evaluation in progress is to do.
-
-    Attributes:
-        run: State of the core.
-        step_plan: What the evaluation in progress is to do.
-        config_for: Returns the run's settings, with `kv_cache=False` those without a KV cache.
-        tracker: Noise levels and steps.
-        contents: Which conditions have equal content.
-        size: Rows and columns of the latent, frames before them; None if unknown.
-        images: Images that each condition is evaluated for; 0 if unknown.
-        areas: (height, width, top, left) of each condition that has an area.
-        several_devices: Whether the conditions of this evaluation may run on several devices.
-        obstacle: Why nothing may be merged in this run; None if it may.
-        sigma: Noise level that the model is given; None before the first evaluation.
-        patches: Patches of the model in this evaluation, by name.
-        counts: Calls in this evaluation, by condition and what was evaluated.
-        observed: Calls of `observe` in this run.
-        calls: Calls of `observe` in this evaluation.
-        merged_calls: Those of them that were merged.
-        begun: Evaluations of the sampler so far.
-        prediction: Clean image that the last evaluation of this size predicted, (B, C, ..., H, W).
-        predictions_by_size: The last of each size.
-        max_prediction_sigma: Noise level above which a prediction is too poor to plan from.
-        tiles: Batches of tiles in this evaluation, by shape and device.
-        turns: Whether the sampler evaluates several latents by turns: each is then a tile.
-        shapes: Shapes of the latent's streams, if it has several.
-        layouts: What the last refresh of a condition's caches looked like, see `model_call`.
-    """
+    """One sampling run: its state, and what the evaluation in progress is to do."""
 
     run: RunState
-    step_plan: StepPlan
-    config_for: Callable[..., ToMAConfig]
+    step_plan: StepPlan  # what the evaluation in progress is to do
+    config_for: Callable[..., ToMAConfig]  # returns the settings, with `kv_cache=False` those without a KV cache
     tracker: SigmaTracker = field(default_factory=SigmaTracker)
     contents: Contents = field(default_factory=Contents)
-    size: tuple[int, ...] | None = None
-    images: int = 0
-    areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)
-    several_devices: bool = False
-    obstacle: Message | None = None
-    sigma: float | None = None
-    patches: Hashable = ()
-    counts: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)
-    observed: int = 0
-    calls: int = 0
-    merged_calls: int = 0
-    begun: int = 0
-    prediction: Tensor | None = None
-    predictions_by_size: dict[Hashable, Tensor] = field(default_factory=dict)
-    max_prediction_sigma: float = float("inf")
-    tiles: dict[Hashable, tuple[Hashable, list[TileBatch]]] = field(default_factory=dict)
-    turns: Turns = field(default_factory=Turns)
-    shapes: Shapes | None = None
+    obstacle: Message | None = None  # why nothing may be merged in this run
+    max_prediction_sigma: float = float("inf")  # above it a prediction is too poor to plan from
+    shapes: Shapes | None = None  # of the latent's streams, if it has several
+    areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)  # of each condition that has one
+    predictions_by_size: dict[Hashable, Tensor] = field(default_factory=dict)  # clean images, (B, C, ..., H, W)
+    # What the last refresh of a condition's caches looked like, see `patch_model`.
     layouts: dict[Hashable, Hashable] = field(default_factory=dict)
+    turns: Turns = field(default_factory=Turns)  # latents that are evaluated by turns are tiles
+    begun: int = 0  # evaluations of the sampler so far
+    observed: int = 0  # calls of `observe` so far
+    # The evaluation in progress.
+    sigma: float | None = None  # as given to the model; None before the first
+    latent_shape: tuple[int, ...] = ()  # () if unknown
+    patches: Hashable = ()  # of the model, by name
+    several_devices: bool = False  # its conditions may run on several
+    counts: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)  # calls by condition and what is evaluated
+    calls: int = 0  # of `observe`
+    merged_calls: int = 0
+    tiles: dict[Hashable, tuple[Hashable, list[TileBatch]]] = field(default_factory=dict)  # by shape and device
     _lock: Lock = field(default_factory=Lock)
 
     @classmethod
@@ -102,17 +74,13 @@ class SamplingRun:
         ratio_schedule: RatioSchedule = (),
         frames: int = 1,
     ) -> SamplingRun:
-        """Start a run.
-
-        Args:
-            sigmas: Noise levels of the steps, and the one at which the run ends.
-            ratio_schedule: Ratios of a profile, see `Schedule`.
-            frames: Frames of the latent.
-        """
-        start = (
-            float("inf") if config.start_percent <= 0 else float(model_sampling.percent_to_sigma(config.start_percent))
-        )
-        end = float("-inf") if config.end_percent >= 1 else float(model_sampling.percent_to_sigma(config.end_percent))
+        """Start a run. sigmas: of the steps, and the one at which the run ends. ratio_schedule: of a profile, see
+        `Schedule`. frames: of the latent."""
+        start, end = float("inf"), float("-inf")
+        if config.start_percent > 0:
+            start = float(model_sampling.percent_to_sigma(config.start_percent))
+        if config.end_percent < 1:
+            end = float(model_sampling.percent_to_sigma(config.end_percent))
         finishes = bool(sigmas) and sigmas[-1] == 0.0
         continues_run = frames > 1 and bool(sigmas) and sigmas[0] < _ALL_NOISE * float(model_sampling.sigma_max)
         run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes, continues_run, ratio_schedule))
@@ -129,14 +97,12 @@ class SamplingRun:
 
     def predicted(self, image: Any) -> None:
         """Keep the clean image that the evaluation predicted."""
-        known = isinstance(image, Tensor) and not records_gradients()
-        self.prediction = first(image, self.shapes) if known else None
-        if self.prediction is not None:
-            self.predictions_by_size[self.prediction.shape] = self.prediction
+        if isinstance(image, Tensor) and not records_gradients():
+            image = first(image, self.shapes)
+            self.predictions_by_size[image.shape] = image
 
     def close(self) -> RunStats:
         """End the run, also after an error: drop what it holds, and return its stats."""
-        self.prediction = None
         self.predictions_by_size.clear()
         self.tiles.clear()
         self.turns.close()
@@ -148,9 +114,8 @@ class SamplingRun:
         Return False without a KV cache for a picture or a full step: the model's own memory is short. again: whether
         all calls of the evaluation are repeated.
         """
-        run, video = self.run, (self.size or ())[:-2] > (1,)
-        cached = run.kv_cache and run.cache.disable()
-        if not cached and (not video or run.disabled_by or self.step_plan.mode is StepMode.FULL):
+        run, cached = self.run, self.run.kv_cache and self.run.cache.disable()
+        if not cached and (not self._video or run.disabled_by or self.step_plan.mode is StepMode.FULL):
             return False
         run.disable(Reason.KV_CACHE_DISABLED() if cached else Reason.OUT_OF_MEMORY())
         self.step_plan = self.step_plan.with_mode(StepMode.FULL)
@@ -158,6 +123,15 @@ class SamplingRun:
             run.stats.discard_evaluations(self.step_plan.step, self.calls, self.merged_calls)
             self._begin()
         return True
+
+    @property
+    def prediction(self) -> Tensor | None:
+        """The clean image that the last evaluation of this size predicted, (B, C, ..., H, W)."""
+        return self.predictions_by_size.get(self.latent_shape)
+
+    @property
+    def _video(self) -> bool:
+        return len(self.latent_shape) > 4 and self.latent_shape[2] > 1
 
     @property
     def awaits_prediction(self) -> bool:
@@ -184,9 +158,8 @@ class SamplingRun:
             self._begin()
         self.observed += 1
         if latent is not None:
-            self.size, self.images = tuple(latent.shape[2:]), latent.shape[0]
-            self.prediction = self.predictions_by_size.get(latent.shape)
-            self.run.cache.bounded = has_frames(self.size) and self.size[0] > 1
+            self.latent_shape = latent.shape
+            self.run.cache.bounded = self._video
         options = model_options.get("transformer_options", {})
         frames, self.patches = frames_of(options), patches_of(options)
         present = [c for group in conds if group is not None for c in group if "uuid" in c]
@@ -197,7 +170,8 @@ class SamplingRun:
         active = [c for c in present if is_active(c, at.model_sigma)]
         # Kept until the next evaluation: further calls are compared with those before.
         self.several_devices |= len(active) > 1 and len(model_options.get("multigpu_clones") or ()) > 1
-        signatures = self._signatures(active, frames, at.model_sigma)
+        keys = self._keys((c["uuid"] for c in active), frames, self.counts.copy())
+        signatures = dict(zip(keys, (controls_of(c, at.model_sigma) for c in active), strict=True))
         if not self.calls:
             self.turns.note((at.step, at.model_sigma), tuple(signatures), latent)
             if self.turns.found and not (self.run.disabled_by or merges_plainly(self.run)):
@@ -219,19 +193,6 @@ class SamplingRun:
         self.calls += 1
         self.merged_calls += self.step_plan.mode.merges
 
-    def _signatures(
-        self, active: Sequence[Mapping[str, Any]], frames: Hashable, sigma: float
-    ) -> dict[Hashable, Hashable]:
-        """Return key -> ControlNets of conditions that are about to be evaluated, see `cond_keys`. Another call for the
-        same condition, as perturbed guidance makes it, has another key."""
-        signatures: dict[Hashable, Hashable] = {}
-        calls = self.counts.copy()
-        for cond in active:
-            part = self._key(cond["uuid"], frames)
-            calls[cond["uuid"], part] += 1
-            signatures[part, calls[cond["uuid"], part]] = controls_of(cond, sigma)
-        return signatures
-
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
         """Return what one call of the model on latents of (B, C, ..., H, W) is to do.
 
@@ -243,21 +204,20 @@ class SamplingRun:
         cond_keys = self.cond_keys(len(x), transformer_options)
         predictions = self.predictions(chunks, transformer_options, x)
         content_independent = Reason.SEVERAL_DEVICES() if self.several_devices and not predictions else None
-        if not self._is_tile(x, transformer_options):
-            plan_keys = self.plan_keys(chunks, frames)
-            if self.several_devices:
-                device = transformer_options.get("multigpu_thread_device")
-                plan_keys = tuple((device, copy) for copy in plan_keys)
-            parts = self.run, self.step_plan, plan_keys, cond_keys, content_independent
-            return Evaluation(*parts, pictures=predictions, images=len(x))
-        self.run.tiles = True
-        step_plan = without_cache(self.run, self.step_plan)
-        if self.step_plan.mode.merges and not step_plan.mode.merges and self.merged_calls:
-            # The first tile of a run: calls that were counted as merged are full.
-            self.run.stats.discard_evaluations(step_plan.step, 0, self.merged_calls)
-            self.merged_calls = 0
-        parts = self.run, step_plan, (None,), cond_keys, content_independent
-        return Evaluation(*parts, self._tile(x, chunks), images=len(x))
+        step_plan, plan_keys, tile = self.step_plan, self.plan_keys(chunks, frames), None
+        if self._is_tile(x, transformer_options):
+            self.run.tiles = True
+            step_plan = without_cache(self.run, self.step_plan)
+            if self.step_plan.mode.merges and not step_plan.mode.merges and self.merged_calls:
+                # The first tile of a run: calls that were counted as merged are full.
+                self.run.stats.discard_evaluations(step_plan.step, 0, self.merged_calls)
+                self.merged_calls = 0
+            plan_keys, predictions, tile = (None,), (), self._tile(x, chunks)
+        elif self.several_devices:
+            device = transformer_options.get("multigpu_thread_device")
+            plan_keys = tuple((device, key) for key in plan_keys)
+        parts = self.run, step_plan, plan_keys, cond_keys, content_independent
+        return Evaluation(*parts, tile, predictions, len(x))
 
     def serves(self, evaluation: Evaluation, layout: Hashable) -> bool:
         """Return whether the caches hold, for every chain of a call, what it begins with; settings that are made for
@@ -318,30 +278,29 @@ class SamplingRun:
 
     def _is_tile(self, x: Tensor, transformer_options: Mapping[str, Any]) -> bool:
         """Whether a call shows something else than one latent, or each condition its area of it."""
-        if self.size is None or self.turns.found:
+        if not self.latent_shape or self.turns.found:
             return self.turns.found
         uuids = transformer_options.get("uuids") or (None,)
-        if len(x) != self.images * len(uuids):
-            return True
-        return any(tuple(x.shape[2:]) != area_size(self.areas.get(uuid), self.size) for uuid in uuids)
+        sizes = (area_size(self.areas.get(uuid), self.latent_shape[2:]) for uuid in uuids)
+        return len(x) != self.latent_shape[0] * len(uuids) or any(x.shape[2:] != size for size in sizes)
 
     def cond_keys(self, batch: int, transformer_options: Mapping[str, Any]) -> tuple[Hashable, ...]:
-        """Return what distinguishes each chunk of the batch in this evaluation: its content and area, the images in it,
-        the patches of the model, as perturbed guidance changes them, and the number of calls before for the same
-        condition."""
-        frames = frames_of(transformer_options)
-        cond_keys = []
+        """Return what distinguishes each chunk of the batch in this evaluation, and count these calls."""
+        chunks, frames = chunks_of(batch, transformer_options), frames_of(transformer_options)
         with self._lock:
-            for chunk in chunks_of(batch, transformer_options):
-                part = self._key(chunk, frames)
-                self.counts[chunk, part] += 1
-                cond_keys.append((part, self.counts[chunk, part]))
-        return tuple(cond_keys)
+            return self._keys(chunks, frames, self.counts)
 
-    def _key(self, condition: Hashable, frames: Hashable) -> tuple[Hashable, ...]:
-        """Return what is evaluated: content, area, frames, shape and patches."""
-        content = self.contents.of(condition)
-        return content, self.areas.get(condition), frames, self.size, self.images, self.patches
+    def _keys(
+        self, conditions: Iterable[Hashable], frames: Hashable, counts: Counter[tuple[Hashable, ...]]
+    ) -> tuple[Hashable, ...]:
+        """Return for each condition its content, area, frames, shape, the patches of the model, as perturbed guidance
+        changes them, and the number of calls for it, which are counted here."""
+        keys = []
+        for each in conditions:
+            key = self.contents.of(each), self.areas.get(each), frames, self.latent_shape, self.patches
+            counts[each, key] += 1
+            keys.append((key, counts[each, key]))
+        return tuple(keys)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SamplingRun:
         # Other nodes deep-copy the options while sampling; a copy counts in the same run.

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _contextlib
 
 from ...toma_core.schedule import step_at
+from .compat import with_argument
 
 # ComfyUI's samplers that do so, checked by tests/nodes/adapters/test_sigmas.py.
 ONCE_A_STEP = (
@@ -40,24 +41,13 @@ _PASSIVE = {
 }
 
 
-# Position of the callback among the arguments of OUTER_SAMPLE.
-_CALLBACK = 5
-
-
 class SigmaStep(NamedTuple):
-    """Where a sampler is in its schedule when it evaluates the model.
+    """Where a sampler is in its schedule when it evaluates the model."""
 
-    Attributes:
-        sigma: Its noise level.
-        step: 0-based, None without a schedule.
-        model_sigma: The noise level that the model is given: nodes such as Detail Daemon change it.
-        by_sigma: Whether the step is known from noise levels alone.
-    """
-
-    sigma: float
-    step: int | None
-    model_sigma: float
-    by_sigma: bool = False
+    sigma: float  # its noise level
+    step: int | None  # 0-based, None without a schedule
+    model_sigma: float  # the noise level that the model is given: nodes such as Detail Daemon change it
+    by_sigma: bool = False  # the step is known from noise levels alone
 
 
 class SigmaTracker:
@@ -77,14 +67,11 @@ class SigmaTracker:
         self._given: Tensor | None = None
         self._taken: dict[int, Tensor] = {}
         self._at: SigmaStep | None = None
-        # Noise level of the model in the evaluation before.
-        self._last_given: float | None = None
+        self._last_given: float | None = None  # noise level of the model in the evaluation before
         self._step = 0
-        # The last step that was reported, None before the first; evaluations since then, and those between the last two
-        # reports.
-        self._reported: int | None = None
+        self._reported: int | None = None  # the last step that was reported
         self._wraps = _wraps_known(sampler)
-        self._since, self._each = 0, int(self._wraps)
+        self._since, self._each = 0, int(self._wraps)  # evaluations since then; between the last two reports
         self._reports = bool(self._sigmas)
 
     def next(self, timestep: Tensor) -> None:
@@ -95,20 +82,18 @@ class SigmaTracker:
 
     def listening(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of OUTER_SAMPLE with a callback that also calls `reported`."""
-        callback = args[_CALLBACK] if len(args) > _CALLBACK else kwargs.get("callback")
+        callback = args[5] if len(args) > 5 else kwargs.get("callback")
 
         def reported(step: int, *rest: Any, **named: Any) -> Any:
             self.reported(step)
             return None if callback is None else callback(step, *rest, **named)
 
-        if len(args) > _CALLBACK:
-            return (*args[:_CALLBACK], reported, *args[_CALLBACK + 1 :]), kwargs
-        return args, {**kwargs, "callback": reported}
+        return with_argument(args, kwargs, 5, "callback", reported)
 
     def reported(self, step: int) -> None:
         """Note a step that the sampler reports, as it does after the first evaluation of the step."""
         last = -1 if self._reported is None else self._reported
-        if step != last + 1 or not self._since > 0:
+        if step != last + 1 or not self._since:
             self._reports = False  # it counts in another way, as samplers do that run in rounds
         elif self._reported is not None or self._since > 1:
             self._each = self._since
@@ -117,7 +102,7 @@ class SigmaTracker:
     def of(self, timestep: Tensor) -> SigmaStep:
         """Return where the sampler is. timestep: (B,), what the model is given. Guidance may evaluate at another noise
         level: that is another tensor, and is read."""
-        mine = timestep is self._given and self._evaluation >= 0
+        mine = timestep is self._given
         if mine and self._evaluation < len(self._scheduled):
             self._taken[self._evaluation] = timestep.detach().flatten()[:1]
             sigma = self._scheduled[self._evaluation]
@@ -131,7 +116,10 @@ class SigmaTracker:
             return self._at._replace(model_sigma=given)
         self._step = max(self._step, self._step_of(given))
         by_sigma = not self._reports or (self._reported is None and self._since > 1)
-        self._at, self._last_given = SigmaStep(self._within(given), self._step, given, by_sigma), given
+        # The noise level of the sampler is within the step.
+        ends = (*self._sigmas, 0.0)[self._step : self._step + 2]
+        sigma = min(max(given, min(ends)), max(ends))
+        self._at, self._last_given = SigmaStep(sigma, self._step, given, by_sigma), given
         return self._at
 
     def _step_of(self, given: float) -> int:
@@ -151,11 +139,6 @@ class SigmaTracker:
         """Return whether a sampler evaluates the step again that it has just reported, as one that corrects does."""
         again = self._since == 1 and given == self._last_given and not self._wraps
         return again and self._sigmas[following] != self._sigmas[following - 1]
-
-    def _within(self, given: float) -> float:
-        """Return the noise level, limited to those of the step in progress."""
-        ends = self._sigmas[self._step : self._step + 2]
-        return min(max(given, min(ends)), max(ends)) if len(ends) > 1 else min(given, ends[0])
 
     def check(self) -> None:
         """Warn if the sampler left its schedule. Called at the end of a run, when nothing waits for the device any
@@ -189,7 +172,8 @@ def _keeps_to_schedule(sampler: Any) -> bool:
 def _wraps_known(sampler: Any) -> bool:
     """Whether a sampler of another pack wraps one that evaluates once a step, to change the noise levels given to the
     model."""
-    inner = [value for value in (getattr(sampler, "extra_options", None) or {}).values() if isinstance(value, KSAMPLER)]
+    options = getattr(sampler, "extra_options", None) or {}
+    inner = [value for value in options.values() if isinstance(value, KSAMPLER)]
     return len(inner) == 1 and _keeps_to_schedule(inner[0])
 
 

@@ -6,7 +6,7 @@ only the model is given the streams themselves. The tokens that are merged are t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -31,10 +31,5 @@ def first_of_nested(x: Any) -> Any:
 def shapes_of(conds: Sequence[Any]) -> Shapes | None:
     """Return the shapes of the streams as groups of conditions list them, which for a context window are its own; None
     if they do not."""
-    for group in conds:
-        for cond in group or ():
-            model_conds: Mapping[str, Any] = cond.get("model_conds") or {}
-            if "latent_shapes" in model_conds:
-                found: Shapes = model_conds["latent_shapes"].cond
-                return found
-    return None
+    entries = (cond.get("model_conds") or {} for group in conds for cond in group or ())
+    return next((each["latent_shapes"].cond for each in entries if "latent_shapes" in each), None)

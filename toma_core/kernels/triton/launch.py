@@ -62,14 +62,9 @@ def require(t: Tensor, tokens: int, like: Tensor | None = None) -> None:
         raise ValueError(f"expected tokens of {(batch, tokens, channels)}, got {tuple(t.shape)}")
 
 
-def budget_stride(part: Tensor | None, shape: tuple[int, ...], batch: int) -> int:
-    """Return the stride between images of a budget's tensor of (B, *shape), 0 without one or if all images share one.
-    Raises ValueError."""
-    if part is None or part.shape == shape:
-        return 0
-    if part.shape != (batch, *shape) or not part[0].is_contiguous():
-        raise ValueError(f"a budget of {tuple(part.shape)} is not one of {shape} for each of {batch} images")
-    return part.stride(0)
+def budget_stride(part: Tensor | None, dims: int) -> int:
+    """Return the stride between images of a budget's tensor, 0 without one or if its `dims` dimensions are for all."""
+    return 0 if part is None or part.ndim == dims else part.stride(0)
 
 
 def weight_strides(weights: Tensor, batch: int) -> tuple[int, int, int]:

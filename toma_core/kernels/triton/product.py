@@ -120,7 +120,7 @@ def merge(tokens: tuple[Tensor, ...], weights: Tensor, windows: Windows, budget:
     (x,) = tokens
     require(x, windows.tokens)
     (_, count, K, slots), (batch, _, C) = weights.shape, x.shape
-    strides = (*x.stride(), *weight_strides(weights, batch), budget_stride(budget.expand, (count * K,), batch))
+    strides = (*x.stride(), *weight_strides(weights, batch), budget_stride(budget.expand, 1))
     block_k, block_s, block_c, warps = blocks(x, K, slots)
     grid = (batch * count, cdiv(K, block_k) * cdiv(C, block_c))
     sizes = (count, slots, K, C, budget.total, budget.valid is not None, upcast(x.dtype), cdiv(slots, block_s))
@@ -139,7 +139,7 @@ def unmerge(tokens: tuple[Tensor, ...], weights: Tensor, windows: Windows, budge
         require(t, length, y)
     (_, count, slots, K), (batch, _, C) = weights.shape, y.shape
     strides = [n for t in tokens for n in t.stride()] + [0, 0, 0] * (3 - len(tokens))
-    strides += *weight_strides(weights, batch), budget_stride(budget.expand, (count * K,), batch)
+    strides += *weight_strides(weights, batch), budget_stride(budget.expand, 1)
     block_s, block_k, block_c, warps = blocks(y, slots, K)
     grid = (batch * count, cdiv(slots, block_s) * cdiv(C, block_c))
     flags = (bool(residual), windows.valid is not None, budget.expand is not None, upcast(y.dtype))

@@ -129,7 +129,7 @@ def weigh(
     M, back = room(x, batch, count, K, slots), room(x, batch, count, slots, K)
     block_c = 64 if x.element_size() == 2 else DOT_MIN
     S_PAD, channels = padded(slots), x.shape[2]
-    pitches = M.stride(2), back.stride(2), budget_stride(budget.valid, (count, K), batch)
+    pitches = M.stride(2), back.stride(2), budget_stride(budget.valid, 2)
     search = float(sharpness), tie_step(slots), turns(K), turns(cdiv(channels, block_c))
     flags = select, windows.valid is not None, budget.valid is not None, upcast(x.dtype), S_PAD, padded(K), block_c
     tensors = x, windows.source, windows.valid, budget.valid, dest_slots, M, back
