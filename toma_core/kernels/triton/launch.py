@@ -93,18 +93,16 @@ class Launch:
         """Prepare a kernel that takes its result, (B, tokens, C) as `like`, the tensors of a call, then `fixed`."""
         self._kernel, self._grid, self._fixed, self._options = kernel, (*grid, 1), fixed, options
         self._shape, self._dtype, self._device = (len(like), tokens, like.shape[2]), like.dtype, like.device
-        self._alone = not like.is_cuda or torch.cuda.device_count() == 1
+        # Nothing to enter where there is one device only.
+        self._alone = nullcontext() if not like.is_cuda or torch.cuda.device_count() == 1 else None
         self._rest = tuple(f.data_ptr() if isinstance(f, Tensor) else f for f in fixed)
         self._again: Callable[..., object] | None = None
 
     def __call__(self, *tensors: Tensor | None) -> Tensor:
         """Return the result, contiguous."""
         out = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        if self._alone:
+        with self._alone or on_device(out):
             self._launch(out, *tensors)
-        else:
-            with on_device(out):
-                self._launch(out, *tensors)
         return out
 
     def _launch(self, *tensors: Tensor | None) -> None:
