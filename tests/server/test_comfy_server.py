@@ -129,7 +129,7 @@ def test_server_does_not_outlive_a_killed_parent() -> None:
         pid, base = parent.stdout.readline().split(maxsplit=1)
         assert is_running(int(pid))
         parent.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while is_running(int(pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(int(pid))

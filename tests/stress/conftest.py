@@ -73,7 +73,7 @@ def fresh(pack: ModuleType) -> dict[str, dict[str, str]]:
     """model -> settings -> the hash of what a process of its own samples."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(HERE / "prompt.py"), *models.FAMILIES]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

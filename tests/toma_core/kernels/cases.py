@@ -80,7 +80,7 @@ def printed(source: str, folder: Path, *arguments: str) -> str:
         env=environ | {"PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stderr
