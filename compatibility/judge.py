@@ -1,11 +1,11 @@
-"""The one judgement of every row.
+"""The checks that every row passes.
 
 1. With ToMA idle (nothing to merge) and off (outside of its steps), in either order of the nodes, the result is bit
    for bit that of the feature alone.
-2. With ToMA on it is finite, of the same shape, the same in either order, and the report names what was merged and what
-   was left whole, as the row expects.
-3. The feature is still followed: what it changes with merged tokens points the way of what it changes without.
-4. The model is as it was.
+2. With ToMA on it is finite, of the same shape, the same in either order, and the report names the merged and the
+unmerged parts that the row expects.
+3. The feature still acts: its change of the latent with merged tokens has the direction of its change without.
+4. The model is unchanged.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from .row import Expected, Graph, NotFor, Refused, Row
 
 # Small models have small grids and few blocks: merge all of them.
 EVERYTHING = {"min_tokens": 4, "skip_first_blocks": 0, "skip_last_blocks": 0}
-# Where models keep their transformer blocks, but for UNets, which have them in stacks.
+# Attributes with the transformer blocks of models other than UNets, which have them in stacks.
 _LISTS = ("double_blocks", "single_blocks", "layers", "blocks", "transformer_blocks", "joint_blocks")
 # Merges nothing: idle with its hooks in place in the first half of the steps, off in the second.
 NEVER = {"min_tokens": 1_048_576, "end_percent": 0.5}
-# Cosine between what a feature changes with and without merging. Unrelated changes of latents as large as these are
-# within 0.1 of 0.
+# Minimum cosine between a feature's change of the latent with and without merging. The cosine of unrelated changes of
+# such latents is within 0.1 of 0.
 FOLLOWED = 0.3
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the table says. whole: for each reason, which parts."""
+    """A cell of the table, and the unmerged parts for each reason."""
 
     cell: str
-    whole: Mapping[str, str]
+    unmerged: Mapping[str, str]
 
 
 def judge(row: Row, kit: Kit) -> Verdict:
-    """Run a row on one family; an AssertionError says what does not hold."""
+    """Run a row on one family. Raises AssertionError with the check that fails."""
     expected = row.expected[kit.name]
     if isinstance(expected, NotFor):
         return Verdict(expected.why, {})
@@ -66,11 +66,11 @@ def judge(row: Row, kit: Kit) -> Verdict:
         return Verdict(f"not in ComfyUI ({expected.error.__name__})", {})
     cell = "unmerged" if not expected.merged else "merged in part" if left else "merged"
     cell += f" ({len(graphs)})" * (len(graphs) > 1)
-    return Verdict(cell, {reason: _told(parts) for reason, parts in sorted(left.items())})
+    return Verdict(cell, {reason: _described(parts) for reason, parts in sorted(left.items())})
 
 
 def _refused(graph: Graph, kit: Kit, error: type[Exception]) -> None:
-    """ComfyUI raises without ToMA, and the same with it."""
+    """Check that ComfyUI raises the same error without and with ToMA."""
     for model in (kit.model, attach(kit.model, **graph.settings)):
         try:
             graph.run(kit, graph.patch(model))
@@ -80,34 +80,35 @@ def _refused(graph: Graph, kit: Kit, error: type[Exception]) -> None:
 
 
 class Trial:
-    """One graph under judgement."""
+    """The checks of one graph."""
 
     def __init__(self, graph: Graph, kit: Kit, expected: Expected) -> None:
         self.graph, self.kit, self.expected = graph, kit, expected
         self.base = kit.model if graph.model is None else graph.model
 
     def run(self, graph: Graph, model: Any) -> Tensor:
-        """Sample with fixed random numbers, also for what draws them from the global generator."""
+        """Sample with a fixed seed, also of the global generator."""
         torch.manual_seed(0)
         return graph.run(self.kit, model)
 
     def toma(self, model: Any, **settings: Any) -> Any:
-        """ToMA on a model, with the graph's settings and these."""
+        """Apply ToMA to a model, with the graph's settings and these."""
         return attach(model, **{**self.graph.settings, **settings})
 
     def orders(self, **settings: Any) -> list[Any]:
-        """The model with ToMA's node after the feature's; and before it, if the feature's is on the model at all."""
+        """Return the model with ToMA's node after the feature's node, and before it if the feature patches the
+        model."""
         patch = self.graph.patch
         last = self.toma(patch(self.base), **settings)
         return [last, patch(self.toma(self.base, **settings))] if self.graph.patches else [last]
 
     def passes(self) -> Mapping[Any, set[str]]:
-        """The whole judgement but for the state of the model. Returns what was left whole."""
+        """Run all checks except that of the model's state, and return the unmerged parts by reason."""
         graph = self.graph
         alone = self.run(graph, graph.patch(self.base))
         self.demand(alone.isfinite().all(), "the feature alone gives no finite result")
         for model in self.orders(**NEVER):
-            self.demand(same(self.run(graph, model), alone), "merging nothing, not as without ToMA")
+            self.demand(same(self.run(graph, model), alone), "merging nothing differs from running without ToMA")
 
         last, *first = self.orders()
         result = self.run(graph, last)
@@ -115,25 +116,30 @@ class Trial:
         self.demand(result.shape == alone.shape, f"the shape is {tuple(result.shape)}, not {tuple(alone.shape)}")
         self.demand(result.isfinite().all(), "not finite")
         self.is_reported(report)
-        self.demand(same(result, alone) is not self.expected.merged, "merging, or not, shows in the result")
+        self.demand(
+            same(result, alone) is not self.expected.merged,
+            "the result must differ from that without ToMA exactly if tokens are merged",
+        )
         for model in first:
             self.demand(same(result, self.run(graph, model)), "the order of the nodes matters")
-        # Checks look at one merged step; under a preset the first is whole.
+        # Checks assume that the first step is merged; under a preset it is full.
         if graph.check is not None and not PRESET:
             graph.check(result)
         if graph.same_as is not None:
             toma = self.run(Graph(options=graph.options), self.toma(self.base, **graph.same_as))
-            self.demand(same(result, toma), f"not as ToMA alone, at {graph.same_as}")
+            self.demand(same(result, toma), f"differs from ToMA alone with {graph.same_as}")
         elif graph.steered and self.expected.merged:
             self.is_followed(result, alone)
         return report.unmerged
 
     def is_reported(self, report: Any) -> None:
-        """The report names the blocks that were merged, and every reason for the others."""
+        """Check that the report names the merged blocks, and every reason for unmerged ones."""
         parts: dict[str, int] = {}
         for reason, names in report.unmerged.items():
             parts[reason.id.value] = parts.get(reason.id.value, 0) + len(names)
-        self.demand(parts == dict(self.expected.whole), f"left whole: {parts}, expected: {dict(self.expected.whole)}")
+        self.demand(
+            parts == dict(self.expected.unmerged), f"not merged: {parts}, expected: {dict(self.expected.unmerged)}"
+        )
         text = report.text()
         self.demand(all(str(reason) in text for reason in report.unmerged), "a reason is not in the report")
         if self.expected.merged:
@@ -146,17 +152,17 @@ class Trial:
             )
 
     def is_followed(self, result: Tensor, alone: Tensor) -> None:
-        """The change that the feature makes is there with merged tokens, in the same sense."""
+        """Check that the feature's change of the latent has the same direction with merged tokens."""
         without = self.graph.without or Graph(options=self.graph.options)
         model = self.toma(without.patch(self.base))
         merged = self.run(without, model)
         if self.graph.off:
             toma = self.run(Graph(options=without.options), self.toma(self.base))
-            self.demand(same(merged, toma), "turned off, it is not as ToMA alone")
+            self.demand(same(merged, toma), "turned off, it differs from ToMA alone")
         change, change_alone = result - merged, alone - self.run(without, without.patch(self.base))
         self.demand(change_alone.any(), "the feature does nothing even without ToMA")
         cosine = torch.nn.functional.cosine_similarity(change.flatten(), change_alone.flatten(), 0)
-        self.demand(cosine > FOLLOWED, f"what it changes is not what it changed without ToMA: cosine {cosine:.2f}")
+        self.demand(cosine > FOLLOWED, f"its change differs from that without ToMA: cosine {cosine:.2f}")
 
     def demand(self, held: Any, otherwise: str) -> None:
         """Raise an AssertionError that names the graph."""
@@ -165,8 +171,8 @@ class Trial:
 
 
 def attach(model: Any, *, selector: str = "", **settings: Any) -> Any:
-    """ToMA on a model, on every grid and in every block unless told otherwise. selector: the rule of
-    `benchmarks.selectors` that picks destinations."""
+    """Apply ToMA to a model, by default on every grid and in every block. selector: the rule of `benchmarks.selectors`
+    that selects destinations."""
     core, chosen = pack_module("toma_core"), {**EVERYTHING, **settings}
     made = core.Settings(PRESET, chosen) if PRESET else core.ToMAConfig(**chosen)
 
@@ -177,7 +183,7 @@ def attach(model: Any, *, selector: str = "", **settings: Any) -> Any:
 
 
 def stats_of(model: Any) -> Any:
-    """The stats behind the report of a model's last run."""
+    """Return the stats of a model's last run."""
     attachment = pack_module("nodes.adapters.patch_model").attachment_of(model)
     stats = pack_module("nodes.adapters.last_runs").last(attachment.report_id)
     assert stats is not None, "no run was reported"
@@ -185,7 +191,7 @@ def stats_of(model: Any) -> Any:
 
 
 def blocks_of(model: Any) -> int:
-    """How many transformer blocks a model has."""
+    """Count the transformer blocks of a model."""
     from comfy.ldm.modules.attention import BasicTransformerBlock
 
     network = model.model.diffusion_model
@@ -194,22 +200,22 @@ def blocks_of(model: Any) -> int:
 
 
 def hooked(model: Any) -> list[str]:
-    """Modules of a model that have a `forward` of their own."""
+    """Return the names of modules whose instance overrides `forward`."""
     return [name for name, module in model.model.diffusion_model.named_modules() if "forward" in vars(module)]
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit."""
+    """Return whether two tensors are bit-identical."""
     return torch.equal(a, b)
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """But for rounding, as products of batches of another size and sums in another order leave it."""
+    """Return whether two tensors are equal up to rounding, as of other batch sizes and orders of summation."""
     return bool((a - b).norm() <= 1e-5 * b.norm())
 
 
-def _told(parts: set[str]) -> str:
-    """`self-attention of 2 blocks, 3 blocks` from the names of parts."""
+def _described(parts: set[str]) -> str:
+    """Summarise the names of parts, as in `self-attention of 2 blocks, 3 blocks`."""
     counts: dict[str, int] = {}
     for part in sorted(parts):
         kind = part.partition(" ")[2]

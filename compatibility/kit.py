@@ -1,4 +1,4 @@
-"""What rows are made of: a small real model per family, ComfyUI's own nodes by name, latents, prompts and files."""
+"""Parts of rows: a small real model per family, ComfyUI's own nodes by name, latents, prompts and files."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from torch import Tensor
 
 from benchmarks import models
 
-# A preset's name: ToMA as its users have it. Without one every step is merged, which is harder.
+# The preset to run under. Without one every step is merged, which is harder.
 PRESET = os.environ.get("TOMA_PRESET", "")
 SIDE = 24
-# Presets leave the first and the last step whole, and more of them.
+# Under presets the first, the last and some other steps are full.
 STEPS = 4 if PRESET else 2
-# For rows of many graphs.
+# Options of sampling for rows of many graphs.
 SMALL = {"height": 16, "width": 16}
-# Blocks per resolution, on the way down and up: an SDXL with one residual block where it has two.
+# Blocks per resolution of the encoder and the decoder: SDXL's with one residual block instead of two.
 _SDXL = {"transformer_depth": [0, 1, 2], "transformer_depth_output": [0, 0, 1, 1, 2, 2]}
 _SD15: dict[str, Any] = {"transformer_depth": [1, 1, 0], "transformer_depth_output": [1, 1, 1, 1, 0, 0], "middle": 1}
 
 
 class AbsentError(Exception):
-    """This ComfyUI has no such node, or a pack is not installed. The message says which."""
+    """This ComfyUI has no such node, or a pack is not installed; the message names it."""
 
 
 def part(path: str) -> Any:
-    """A class or function of one of ComfyUI's node modules: its `nodes`, or one of its `comfy_extras`. Raises
-    `AbsentError`."""
+    """Import a class or function of ComfyUI's module `nodes` or of one of its `comfy_extras`. Raises `AbsentError`."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module if module == "nodes" else f"comfy_extras.{module}"), name)
@@ -46,16 +45,16 @@ def part(path: str) -> Any:
 
 
 def node(path: str) -> Callable[..., Any]:
-    """A node of ComfyUI as a function: `node("nodes_freelunch.FreeU")(model, 1.1, ...)` gives its output, a tuple if
-    it has several. Raises `AbsentError`."""
+    """Return a node of ComfyUI as a function: `node("nodes_freelunch.FreeU")(model, 1.1, ...)` returns its output, a
+    tuple if it has several. Raises `AbsentError`."""
     return as_function(part(path))
 
 
 def as_function(kind: Any) -> Callable[..., Any]:
-    """The class of a node, of either of ComfyUI's two kinds, as a function."""
+    """Return the class of a node, V1 or V3, as a function."""
 
     def call(*args: Any, **inputs: Any) -> Any:
-        # V3 nodes answer a NodeOutput, older ones a tuple.
+        # V3 nodes return a NodeOutput, older ones a tuple.
         execute = kind.execute if hasattr(kind, "define_schema") else getattr(kind(), kind.FUNCTION)
         result = execute(*args, **inputs)
         outputs = getattr(result, "args", result)
@@ -65,8 +64,8 @@ def as_function(kind: Any) -> Callable[..., Any]:
 
 
 def found(pack: str) -> Path:
-    """The folder of a community pack: in the folder that TOMA_COMMUNITY_NODES names, or in ComfyUI's `custom_nodes`.
-    Raises `AbsentError`."""
+    """Find the folder of a community pack, in TOMA_COMMUNITY_NODES or in ComfyUI's `custom_nodes`. Raises
+    `AbsentError`."""
     import folder_paths
 
     folders = [os.environ.get("TOMA_COMMUNITY_NODES"), *folder_paths.get_folder_paths("custom_nodes")]
@@ -77,21 +76,21 @@ def found(pack: str) -> Path:
 
 
 def version_of(pack: str) -> str:
-    """`commit abc1234 of 2026-01-31` of an installed community pack."""
+    """Return the version of an installed community pack, as `commit abc1234 of 2026-01-31`."""
     log = ["git", "-C", str(found(pack)), "log", "-1", "--format=commit %h of %cs"]
     return subprocess.run(log, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def community(pack: str) -> Callable[[str], Callable[..., Any]]:
-    """The nodes of a community pack as functions, by their ids, loaded as ComfyUI loads them. Raises `AbsentError`."""
-    # By its name: for a type checker `nodes` is the folder of this checkout.
+    """Load a community pack as ComfyUI does; return a function from node ids to its nodes. Raises `AbsentError`."""
+    # Imported by name: for a type checker `nodes` is the folder of this checkout.
     nodes = importlib.import_module("nodes")
-    # It puts ComfyUI's `comfy` first on the path, where `utils` is not the package that the server means.
+    # ComfyUI's nodes put its folder `comfy` first on the path, which contains another `utils` than the server's.
     with mock.patch.object(sys, "path", [str(Path(nodes.__file__ or "").parent), *sys.path]):
         server = importlib.import_module("server").PromptServer
     folder = found(pack)
     if not hasattr(server, "instance"):
-        server(asyncio.new_event_loop())  # packs hang routes onto it while they load
+        server(asyncio.new_event_loop())  # packs add routes to it while they load
     if pack not in _loaded:
         _loaded[pack] = asyncio.run(nodes.load_custom_node(str(folder), module_parent="custom_nodes"))
     if not _loaded[pack]:
@@ -103,12 +102,12 @@ _loaded: dict[str, bool] = {}
 
 
 def random(*shape: int, seed: int = 3, scale: float = 1.0) -> Tensor:
-    """Normal noise, the same at every call."""
+    """Draw normal noise, the same at every call."""
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def patcher(module: Any) -> Any:
-    """A ModelPatcher around a network, with small random weights instead of none."""
+    """Wrap a network in a ModelPatcher, with small random weights."""
     import comfy.model_patcher
 
     cpu = torch.device("cpu")
@@ -116,7 +115,7 @@ def patcher(module: Any) -> Any:
 
 
 def filled(module: Any, seed: int = 0) -> Any:
-    """The module in eval mode, with small random weights where ComfyUI's layers have none yet."""
+    """Fill a module with small random weights, which ComfyUI's layers lack, and return it in eval mode."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         fan_in = parameter[0].numel() if parameter.ndim > 1 else 1
@@ -132,7 +131,7 @@ class Kit:
     def __init__(self, name: str) -> None:
         self.name = name
         self.channels = {"sdxl": 4, "flux2": 128, "ltx_av": 128, "h3": 24}.get(name, 16)
-        # Models whose latents are those of a video: (B, C, T, H, W).
+        # Models with video latents: (B, C, T, H, W).
         self.frames = {"krea2": (1,), "qwen_image": (1,), "wan": (3,), "hunyuan": (3,), "h3": (2,)}.get(name, ())
 
     @property
@@ -140,8 +139,8 @@ class Kit:
         return self.name == "flux"
 
     def build(self, seed: int = 0, **config: Any) -> Any:
-        """A small model of the family: a UNet of 11 transformer blocks, a Flux of 3 double and 3 single blocks, or one
-        of 2 to 5 blocks. Raises `AbsentError` where ComfyUI is older than the model."""
+        """Build a small model of the family: a UNet of 11 transformer blocks, a Flux of 3 double and 3 single blocks,
+        or one of 2 to 5 blocks. Raises `AbsentError` if ComfyUI is older than the model."""
         if self.name == "sdxl":
             return models.unet(seed, **{"num_res_blocks": [1, 1, 1], **_SDXL, **config})
         try:
@@ -150,43 +149,43 @@ class Kit:
             raise AbsentError(f"this ComfyUI has no {self.name}") from None
 
     def build_sd15(self) -> Any:
-        """A UNet with attention at full size, as SD1.5 has."""
+        """Build a UNet with attention at full resolution, as in SD1.5."""
         return self.build(**_SD15)
 
     @cached_property
     def model(self) -> Any:
-        """The model that rows share."""
+        """Return the model that rows share."""
         return self.build()
 
     @cached_property
     def other_model(self) -> Any:
-        """The same network with other weights."""
+        """Return the same network with other weights."""
         return self.build(seed=1)
 
     def prompt(self, seed: int = 1, tokens: int = 7, **options: Any) -> list[Any]:
-        """CONDITIONING of random text."""
+        """Return CONDITIONING of random text."""
         return models.conditioning(self.model, tokens, seed, **options)
 
     @property
     def prompts(self) -> tuple[list[Any], list[Any]]:
-        """Positive and negative CONDITIONING of plain sampling."""
+        """Return positive and negative CONDITIONING for plain sampling."""
         return self.prompt(1), self.prompt(2)
 
     def sample(self, model: Any, **options: Any) -> Tensor:
-        """Plain sampling: a latent of (B, C, H, W), or (B, C, T, H, W)."""
+        """Sample without further nodes: a latent of (B, C, H, W), or (B, C, T, H, W)."""
         height, width = options.pop("height", SIDE), options.pop("width", SIDE)
         steps = max(options.pop("steps", STEPS), 4 if PRESET else 1)
         (frames,) = self.frames or (1,)
         return models.sample(model, height, width, **{"frames": frames, "steps": steps, **options})
 
     def latent(self, side: int = SIDE, seed: int | None = None) -> dict[str, Tensor]:
-        """LATENT: an empty one, or noise as an encoded picture would be."""
+        """Return a LATENT: an empty one, or noise in the shape of an encoded picture."""
         if seed is None:
             return {"samples": torch.zeros(1, self.channels, side, side)}
         return {"samples": random(1, self.channels, *self.frames, side, side, seed=seed)}
 
     def path(self, kind: str, name: str) -> Path:
-        """Where to write a model file of this kind, so that ComfyUI's loaders find it by its name."""
+        """Return a path for a model file of this kind at which ComfyUI's loaders find it by name."""
         import folder_paths
 
         folder = _scratch() / kind
@@ -196,8 +195,8 @@ class Kit:
         return folder / f"{self.name}-{name}"
 
     def file(self, kind: str, name: str, content: Any) -> str:
-        """Write a model file for loader nodes; its name. content: tensors by name for safetensors; anything else goes
-        through torch.save."""
+        """Write a model file for loader nodes and return its name. content: tensors by name for safetensors; anything
+        else is written by torch.save."""
         from safetensors.torch import save_file
 
         path = self.path(kind, name)
@@ -208,7 +207,7 @@ class Kit:
         return path.name
 
     def lora(self, seed: int = 7, rank: int = 2) -> dict[str, Tensor]:
-        """A LoRA for every linear layer of the blocks."""
+        """Return a LoRA for every linear layer of the blocks."""
         found = {}
         for name, weight in self.model.model.diffusion_model.named_parameters():
             if ("blocks" in name or name.startswith("layers.")) and name.endswith(".weight") and weight.ndim == 2:
@@ -223,7 +222,7 @@ _folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _scratch() -> Path:
-    """A folder that goes with this process."""
+    """Return a folder that is removed with this process."""
     if not _folders:
         _folders.append(tempfile.TemporaryDirectory(prefix="toma-compatibility-"))
     return Path(_folders[0].name)

@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "compatibility.md"
 RESULTS = Path(__file__).parent / "results.json"
 BEGIN, END = "<!-- tables: make compatibility -->", "<!-- end of tables -->"
 
-# Between the tables of the first two families and those of the others.
+# The text between the tables of the first two families and those of the others.
 FURTHER = """### The other models
 
 The same on small models of 2 to 5 blocks, for features that depend on the model. *-*: ComfyUI does not have it for this
@@ -30,14 +30,14 @@ Results = dict[str, Any]
 
 
 def recorded() -> Results:
-    """`comfyui` and `torch`: versions. `rows`: for each feature and family, `cell` and `whole` of the verdict; for a
-    community pack also `tried`, what of it was tried and with which ComfyUI. `presets`: for each preset, feature and
-    family, whether the verdict is the same."""
+    """Return the recorded results. `comfyui` and `torch`: versions. `rows`: for each feature and family, `cell` and
+    `unmerged` of the verdict; for a community pack also `tried`, its version and that of ComfyUI. `presets`: for each
+    preset, feature and family, whether the verdict is the same."""
     return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": {}}
 
 
 def versions() -> dict[str, str]:
-    """What rows are run on here."""
+    """Return the versions of ComfyUI and PyTorch."""
     import torch
     from comfyui_version import __version__ as comfyui
 
@@ -45,24 +45,25 @@ def versions() -> dict[str, str]:
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
-    """A verdict as it is recorded."""
-    return {"cell": verdict.cell, "whole": dict(verdict.whole)}
+    """Return a verdict in the form that is recorded."""
+    return {"cell": verdict.cell, "unmerged": dict(verdict.unmerged)}
 
 
 def record(results: Results, row: Row, family: str, verdict: Mapping[str, Any]) -> None:
-    """Put a verdict into the results; for a community pack with what it was reached on."""
+    """Put a verdict into the results, for a community pack with its version."""
     result = results["rows"].setdefault(row.feature, {})
     result[family] = verdict
     if row.pack:
         if isinstance(row.expected[family], NotFor):
-            return  # said without the pack
+            return  # known without the pack
         result["tried"] = f"{version_of(row.pack)}, with ComfyUI {versions()['comfyui']}"
     else:
         results.update(versions())
 
 
 def compare(results: Results, row: Row, family: str, verdict: Mapping[str, Any] | None) -> bool:
-    """Whether a verdict under a preset, None if it failed, is the one without; put that into the results."""
+    """Compare a verdict under a preset (None if it failed) with that without a preset, and record whether they are
+    equal."""
     same = verdict == results["rows"].get(row.feature, {}).get(family)
     if not isinstance(row.expected[family], NotFor):
         results.setdefault("presets", {}).setdefault(PRESET, {}).setdefault(row.feature, {})[family] = same
@@ -70,7 +71,7 @@ def compare(results: Results, row: Row, family: str, verdict: Mapping[str, Any] 
 
 
 def write(results: Results) -> None:
-    """Keep the results, without rows that are no more, and the page made of them."""
+    """Write the results, without rows that no longer exist, and the page made of them."""
     rows = {row.feature: results["rows"][row.feature] for row in ROWS if row.feature in results["rows"]}
     presets = {
         preset: {feature: tried[feature] for feature in rows if feature in tried}
@@ -82,13 +83,13 @@ def write(results: Results) -> None:
 
 
 def updated(page: str, results: Results) -> str:
-    """The page with new tables between its two marks."""
+    """Return the page with new tables between its two marks."""
     before, rest = page.split(BEGIN)
     return "".join((before, BEGIN, "\n", tables(results), END, rest.split(END)[1]))
 
 
 def tables(results: Results) -> str:
-    """One table for each group of rows; after them one for each group that was tried on further families."""
+    """Return one table for each group of rows, then one for each group that was tried on further families."""
     lines = [f"Tried with ComfyUI {results['comfyui']} and PyTorch {results['torch']}, on the CPU."]
     lines += [*(_under(preset, tried) for preset, tried in results.get("presets", {}).items()), ""]
     for families in (FAMILIES, OTHERS):
@@ -104,7 +105,7 @@ def tables(results: Results) -> str:
 
 
 def _under(preset: str, tried: Mapping[str, Mapping[str, bool]]) -> str:
-    """How many verdicts are the same under a preset, and which are not."""
+    """Count the verdicts that are the same under a preset, and list the others."""
     same = [same for families in tried.values() for same in families.values()]
     other = [f"{feature} ({ALL[f]})" for feature, families in tried.items() for f in families if not families[f]]
     line = f"Under the preset `{preset}` {sum(same)} of {len(same)} verdicts are the same"
@@ -118,9 +119,9 @@ def _line(row: Row, result: Mapping[str, Any], families: Mapping[str, str]) -> s
 
 
 def _left(result: Mapping[str, Any], families: Mapping[str, str]) -> str:
-    """What stays unmerged, said once where it is the same for all families."""
+    """List the unmerged parts, once if they are the same for all families."""
     left: dict[str, list[str]] = {}
     for family, title in families.items():
-        for reason, parts in result.get(family, {}).get("whole", {}).items():
+        for reason, parts in result.get(family, {}).get("unmerged", {}).items():
             left.setdefault(f"{parts} ({reason})", []).append(title)
     return "; ".join(f"{', '.join(titles)}: {what}" for what, titles in left.items())

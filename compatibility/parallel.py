@@ -1,8 +1,8 @@
-"""More than one card for one picture, re-created: how raylight (xDiT) shares a Flux's tokens, or the conditions of any
+"""Parallel sampling of one picture, reimplemented: raylight (xDiT) shares Flux's tokens, or the conditions of any
 model, among processes.
 
-What is told apart there by torch.distributed is told apart here by who holds which shares: `Together` is one process of
-several that meet, `InTurn` plays all of them in one process.
+A group holds one share (`Together`, a real process of torch.distributed) or all shares (`InTurn`, which runs every
+process in turn in one process).
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# What a block is run with: its arguments of one share, and the function that stands in for attention.
+# Runs a block with its arguments of one share and the function that replaces attention.
 Block = Callable[[Any, Callable[..., Tensor]], Any]
 
 
 class Together:
-    """One process of a group that is initialised in torch.distributed."""
+    """One process of an initialised group of torch.distributed."""
 
     def __init__(self) -> None:
         self.size = torch.distributed.get_world_size()
         self.held = [torch.distributed.get_rank()]
 
     def join(self, shares: Sequence[Tensor], dim: int) -> Tensor:
-        """The shares of all processes in a row."""
+        """Concatenate the shares of all processes."""
         (share,) = shares
         found = [torch.empty_like(share, memory_format=torch.contiguous_format) for _ in range(self.size)]
         torch.distributed.all_gather(found, share.contiguous())
         return torch.cat(found, dim)
 
     def run(self, block: Block, shares: Sequence[Any]) -> list[Any]:
-        """The block on each share that is held; its queries attend to the keys and values of all."""
+        """Run the block on each held share; its queries attend to the keys and values of all shares."""
 
         def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
             return attention(q, self.join([k], 2), self.join([v], 2), *args, **kwargs)
@@ -54,34 +54,34 @@ class InTurn:
         return torch.cat(list(shares), dim)
 
     def run(self, block: Block, shares: Sequence[Any]) -> list[Any]:
-        """Each block twice: first for what the others attend to."""
+        """Run each block twice; the first pass collects the keys and values that the other shares attend to."""
         seen: list[tuple[Tensor, Tensor]] = []
 
-        def look(attention: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def collect(attention: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
             seen.append((k, v))
             return attention(q, k, v, *args, **kwargs)
 
         def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
             return attention(q, *(torch.cat(found, 2) for found in zip(*seen, strict=True)), *args, **kwargs)
 
-        for share in shares:  # blocks add into what they are given
-            block([t.clone() for t in share], look)
+        for share in shares:  # blocks change their arguments in place
+            block([t.clone() for t in share], collect)
         return [block(share, attend) for share in shares]
 
 
 class Shares:
-    """Puts a sequence-parallel forward into a Flux while it samples.
+    """Patches a Flux with a sequence-parallel forward while it samples.
 
-    rejoin: as raylight. Double blocks are given the rotary rows of the image alone, and [text | image] is joined and
-    shared out anew for the single blocks, whose `img_slice` goes on telling where the image lies in the whole. Else as
-    xDiT's own Flux: each process keeps [its text | its image].
+    rejoin: as raylight. Double blocks receive the RoPE rows of the image only; [text | image] is joined and split again
+    for the single blocks, whose `img_slice` still refers to the joined sequence. Otherwise as xDiT's own Flux: each
+    process holds [its text | its image].
     """
 
     def __init__(self, group: Any, rejoin: bool = True) -> None:
         self.group, self.rejoin = group, rejoin
 
     def on(self, model: Any) -> Any:
-        """A clone of a ModelPatcher that samples so."""
+        """Return a clone of a ModelPatcher that samples with this forward."""
         import comfy.patcher_extension
 
         model = model.clone()
@@ -97,12 +97,12 @@ class Shares:
             return executor(*args, **kwargs)
 
     def _cut(self, x: Tensor, dim: int) -> list[Tensor]:
-        """The shares that are held of x, whose length the number of processes divides."""
+        """Return the held shares of x, whose length is a multiple of the number of processes."""
         shares = x.chunk(self.group.size, dim)
         return [shares[rank] for rank in self.group.held]
 
     def _even(self, x: Tensor) -> Tensor:
-        """(B, T, C) with T filled up with zeros, so that all shares are of one length."""
+        """Pad T of (B, T, C) with zeros, so that all shares have one length."""
         return pad(x, (0, 0, 0, -x.shape[1] % self.group.size))
 
     def _forward(
@@ -119,7 +119,7 @@ class Shares:
         transformer_options: dict[str, Any],
         **__: Any,
     ) -> Tensor:
-        """ComfyUI's `Flux.forward_orig` without what its options add: ControlNets, masks, patches."""
+        """Compute ComfyUI's `Flux.forward_orig` without its optional parts: ControlNets, masks, patches."""
         from comfy.ldm.flux.layers import timestep_embedding
 
         images, texts = img.shape[1], txt.shape[1]
@@ -130,15 +130,15 @@ class Shares:
 
         def run(block: Any, shares: Sequence[Any], *names: str) -> list[Any]:
             def one(share: Any, attend: Any) -> Any:
-                told = {**options, "optimized_attention_override": attend}
-                return block(**dict(zip(names, share, strict=True)), vec=vec, transformer_options=told)
+                block_options = {**options, "optimized_attention_override": attend}
+                return block(**dict(zip(names, share, strict=True)), vec=vec, transformer_options=block_options)
 
             return self.group.run(one, shares)
 
         def both(t: Tensor, i: Tensor) -> list[Tensor]:
             return [torch.cat(pair, 1) for pair in zip(self._cut(t, 1), self._cut(i, 1), strict=True)]
 
-        whole, own = torch.cat((txt_ids, img_ids), 1), both(txt_ids, img_ids)
+        joined_ids, own = torch.cat((txt_ids, img_ids), 1), both(txt_ids, img_ids)
         rows = self._cut(flux.pe_embedder(img_ids), 2) if self.rejoin else [flux.pe_embedder(ids) for ids in own]
         pairs = list(zip(self._cut(flux.img_in(img), 1), self._cut(flux.txt_in(txt), 1), strict=True))
         for block in flux.double_blocks:
@@ -148,7 +148,7 @@ class Shares:
         if self.rejoin:
             img, txt = (self.group.join(shares, 1) for shares in zip(*pairs, strict=True))
             x = self._cut(self._even(torch.cat((txt[:, :texts], img[:, :images]), 1)), 1)
-            rows, before = self._cut(flux.pe_embedder(whole), 2), texts
+            rows, before = self._cut(flux.pe_embedder(joined_ids), 2), texts
         else:
             x, before = [torch.cat((t, i), 1) for i, t in pairs], txt.shape[1] // self.group.size
         options["img_slice"] = [before, x[0].shape[1]]
@@ -163,13 +163,13 @@ class Shares:
 
 
 def _by_rows_of_image(block: Any, img: Tensor, txt: Tensor, pe: Tensor, **others: Any) -> Any:
-    """A double block whose text is not turned: Flux's text is at position 0."""
+    """Run a double block with identity RoPE for the text: Flux's text is at position 0."""
     still = torch.eye(2).expand(*pe.shape[:2], txt.shape[1], *pe.shape[3:])
     return type(block).forward(block, img=img, txt=txt, pe=torch.cat((still, pe), 2), **others)
 
 
 def by_condition(group: Any, model: Any) -> Any:
-    """A clone of a ModelPatcher of which every process evaluates one condition of a batch (CFG parallelism)."""
+    """Return a clone of a ModelPatcher whose processes evaluate one condition of a batch each (CFG parallelism)."""
     import comfy.patcher_extension
 
     def evaluate(executor: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -181,8 +181,8 @@ def by_condition(group: Any, model: Any) -> Any:
 
         shares = []
         for rank in group.held:
-            told = {name: own(value, rank) for name, value in kwargs.items()}
-            shares.append(executor(*(own(value, rank) for value in args), **told))
+            own_kwargs = {name: own(value, rank) for name, value in kwargs.items()}
+            shares.append(executor(*(own(value, rank) for value in args), **own_kwargs))
         joined: Tensor = group.join(shares, 0)
         return joined
 

@@ -1,4 +1,4 @@
-"""What a row of the table is: a feature, the graphs that use it, and what is to become of the merge in them."""
+"""A row of the table: a feature, the graphs that use it, and the expected result of merging."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from .kit import Kit
 
 FAMILIES = {"sdxl": "SDXL", "flux": "Flux"}
-# In tables of their own, of the features that ask something of a model of theirs.
+# Families with tables of their own, for the features that depend on the model.
 OTHERS = {
     "flux2": "Flux.2",
     "chroma": "Chroma",
@@ -25,7 +25,7 @@ OTHERS = {
     "ltx_av": "LTX-2.3",
     "h3": "MiniMax H3",
 }
-# Their latents are a video and its sound: tried where a row says so.
+# Families whose latents are a video and its sound: only tried if a row has `sound`.
 SOUND = ("ltx_av", "h3")
 ALL = {**FAMILIES, **OTHERS}
 
@@ -36,50 +36,49 @@ def _nothing(model: Any) -> Any:
 
 @dataclass(frozen=True)
 class Graph:
-    """One way to use a feature.
+    """One way to use a feature."""
 
-    patch: its node on a model, for features that patch models.
-    sample: from the model at the sampler's input to a latent; plain sampling if None.
-    options: of plain sampling, such as the size.
-    without: the same graph with the feature turned off or set otherwise; plain sampling if None. What the feature
-    changes between the two must be changed in the same sense when tokens are merged.
-    off: `without` is nothing at all, so that with ToMA it is exactly ToMA alone.
-    steered: False where there is nothing to compare with, as for a choice of sampler.
-    same_as: the result is exactly that of ToMA alone under these settings.
-    model: a model of its own, the kit's if None.
-    settings: of ToMA.
-    check: looks at the merged result; says what is wrong by an assertion.
-    """
-
+    # Applies the feature's node to a model, for features that patch models.
     patch: Callable[[Any], Any] = _nothing
+    # Samples the model at the sampler's input; None: plain sampling.
     sample: Callable[[Any], Tensor] | None = None
+    # Options of plain sampling, such as the size.
     options: Mapping[str, Any] = field(default_factory=dict)
+    # The same graph with the feature turned off or set differently; None: plain sampling. The change of the latent
+    # between the two must have the same direction when tokens are merged.
     without: Graph | None = None
+    # Whether `without` has no effect, so that with ToMA it is exactly ToMA alone.
     off: bool = False
+    # False if there is nothing to compare with, as for a choice of sampler.
     steered: bool = True
+    # Settings of ToMA alone under which the result is exactly the same.
     same_as: Mapping[str, Any] | None = None
+    # The model, if not the kit's.
     model: Any = None
+    # Settings of ToMA.
     settings: Mapping[str, Any] = field(default_factory=dict)
+    # Checks the merged result by assertions.
     check: Callable[[Tensor], None] | None = None
     name: str = ""
 
     @property
     def patches(self) -> bool:
-        """Whether there is a node on the model that may come before or after ToMA's."""
+        """Return whether a node patches the model, which may come before or after ToMA's."""
         return self.patch is not _nothing
 
     def run(self, kit: Kit, model: Any) -> Tensor:
-        """Sample the model as this graph does."""
+        """Sample the model with this graph."""
         return kit.sample(model, **self.options) if self.sample is None else self.sample(model)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the report is to say. merged: every block that ToMA alone merges is merged too, at least in part; else
-    none is. whole: ids of reasons why parts are not merged, with the number of parts."""
+    """The expected report."""
 
+    # Whether every block that ToMA alone merges is merged, at least in part; otherwise none is.
     merged: bool = True
-    whole: Mapping[str, int] = field(default_factory=dict)
+    # Ids of the reasons why parts are not merged -> number of parts.
+    unmerged: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,22 +99,22 @@ Outcome = Expected | Refused | NotFor
 MERGED = Expected()
 NONE = NotFor("-")
 NOT_TRIED = NotFor("not tried")
-# Where many graphs ask the same of each model: without Flux.2, whose text is always 512 tokens long, and Z-Image, the
-# widest of the small models, of the same class as Lumina 2.
+# For rows whose graphs do the same on each model. It omits Flux.2, whose text is always 512 tokens long, and Z-Image,
+# the widest of the small models, which has the class of Lumina 2.
 CHEAP: dict[str, Outcome] = {**dict.fromkeys(OTHERS, MERGED), "flux2": NOT_TRIED, "z_image": NOT_TRIED}
 CHEAP |= dict.fromkeys(SOUND, NOT_TRIED)
 FOR_UNETS = NotFor("for UNets")
 FOR_FLUX = NotFor("for Flux")
 
 
-def whole(reason: str, parts: int) -> Expected:
-    """Nothing is merged, for one reason."""
-    return Expected(merged=False, whole={reason: parts})
+def unmerged(reason: str, parts: int) -> Expected:
+    """Expect that nothing is merged, for one reason."""
+    return Expected(merged=False, unmerged={reason: parts})
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the tables. expected: by family, of those that it is tried on."""
+    """A line of the tables. expected: the outcome for each family that it is tried on."""
 
     feature: str
     group: str
@@ -125,13 +124,13 @@ class Row:
     pack: str = ""
 
     def graphs(self, kit: Kit) -> list[Graph]:
-        """The graphs for one family; imports what they need."""
+        """Make the graphs for one family; this imports what they need."""
         made = self.make(kit)
         return [made] if isinstance(made, Graph) else list(made)
 
 
 class Table:
-    """Rows in the order in which they are written down."""
+    """Rows in the order of their definition."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -149,10 +148,10 @@ class Table:
         sound: bool = False,
         pack: str = "",
     ) -> Callable[[Callable[[Kit], Any]], Callable[[Kit], Any]]:
-        """Decorates the function that makes the graphs. others: of all other families, or of those that have the
-        feature. only: the same, where the first two have none. quick: run on the oldest supported ComfyUI as well.
-        sound: whether one outcome of all others is that of `SOUND` too. pack: the folder of the community pack that the
-        feature comes from."""
+        """Decorate the function that makes the graphs. others: the outcome of all other families, or by family of those
+        that have the feature. only: the same, if the first two families do not have it. quick: run on the oldest
+        supported ComfyUI too. sound: whether one outcome of all others includes the families of `SOUND`. pack: the
+        folder of the feature's community pack."""
         expected: dict[str, Outcome] = {} if only else {"sdxl": sdxl, "flux": flux}
         others = only or others
         if others is not None:

@@ -1,4 +1,4 @@
-"""Sampling tile by tile as community packs do it, in a few lines: what it asks of ToMA, without any of their code."""
+"""A minimal reimplementation of the tiled sampling of community packs, without their code."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ TILE = 16
 
 
 def corners(side: int) -> list[tuple[int, int]]:
-    """Top and left of four tiles that overlap on a latent of `side` x `side`."""
+    """Return top and left of four overlapping tiles on a latent of `side` x `side`."""
     return [(top, left) for top in (0, side - TILE) for left in (0, side - TILE)]
 
 
 def tiled(
     model: Any, tiles: Sequence[tuple[int, int]], at_once: int = 1, move: Callable[[int], int] = lambda _: 0
 ) -> Any:
-    """A clone of the model that is evaluated on tiles, as MultiDiffusion has it: `at_once` of them side by side in the
-    batch, each with all of its conditions, and the mean where they overlap. move: how far the latent is rolled in the
-    n-th evaluation, as SpotDiffusion does."""
+    """Return a clone of the model that is evaluated on tiles, as in MultiDiffusion: `at_once` tiles per batch, each
+    with all of its conditions, averaged where they overlap. move: the roll of the latent in the n-th evaluation, as in
+    SpotDiffusion."""
     model, count = model.clone(), 0
 
     def evaluate(apply: Any, args: dict[str, Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every row, in the order of the table."""
+"""All rows, in the order of the table."""
 
 from __future__ import annotations
 

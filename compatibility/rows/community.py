@@ -1,4 +1,4 @@
-"""Packs of the community, tried where their code is found: none comes with this checkout."""
+"""Community packs, tried if they are installed: none is part of this checkout."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ GROUP = "Community packs"
 
 
 def runs(kit: Kit, graph: Graph) -> Graph:
-    """The graph, if the pack itself still runs in this ComfyUI. Raises `AbsentError`."""
+    """Return the graph if the pack itself runs in this ComfyUI. Raises `AbsentError`."""
     try:
         graph.run(kit, graph.patch(kit.model if graph.model is None else graph.model))
     except TypeError as error:
-        # Packs put a function in the place of one of ComfyUI's, whose later releases call it with arguments that were
-        # not there when it was written. Whatever else goes wrong is told as it is.
+        # Packs replace functions of ComfyUI, whose later releases call them with arguments that the pack does not
+        # accept. All other errors are raised.
         if "unexpected keyword argument" not in str(error):
             raise
         raise AbsentError(f"without ToMA, too, it fails in this ComfyUI: {error}") from None
@@ -42,12 +42,12 @@ def runs(kit: Kit, graph: Graph) -> Graph:
 @row(
     GROUP,
     "IP-Adapter plus, on the layout of SD1.5",
-    sdxl=Expected(whole={REPLACED: 15}),
+    sdxl=Expected(unmerged={REPLACED: 15}),
     flux=FOR_UNETS,
     pack="ComfyUI_IPAdapter_plus",
 )
 def ip_adapter(kit: Kit) -> Graph:
-    """With random weights and embeddings: its attention to an image, in the cross-attention of 15 blocks."""
+    """Run IP-Adapter with random weights and embeddings: attention to an image in the cross-attention of 15 blocks."""
     apply = community("ComfyUI_IPAdapter_plus")("IPAdapterEmbeds")
     widths = [32, 32, 64, 64, 128, 128, 128, 128, 128, 64, 64, 64, 32, 32, 32, 256]
     layers = {
@@ -81,12 +81,12 @@ def advanced_controlnet(kit: Kit) -> Graph:
 
 @row(GROUP, "GGUF: weights quantised to 8 bits (Q8_0)", pack="ComfyUI-GGUF")
 def gguf(kit: Kit) -> Graph:
-    """A file written here, read by the pack's loader into its layers, which dequantise as they run."""
+    """Load a file written here with the pack's loader into its layers, which dequantise in their forward."""
     import comfy.model_patcher
 
     community("ComfyUI-GGUF")
     writer = importlib.import_module("gguf")
-    pack = str(found("ComfyUI-GGUF")).replace(".", "_x_")  # the name that ComfyUI gives it
+    pack = str(found("ComfyUI-GGUF")).replace(".", "_x_")  # the name under which ComfyUI imports it
     loader, layers, patchers = (importlib.import_module(f"{pack}.{name}") for name in ("loader", "ops", "nodes"))
     source = kit.build(hidden_size=64, axes_dim=[8, 12, 12]) if kit.is_flux else kit.build()
     path = kit.path("unet", "tiny.gguf")
@@ -111,7 +111,7 @@ def gguf(kit: Kit) -> Graph:
 
 @row(GROUP, "KJNodes: attention by SageAttention (its place taken by PyTorch's)", pack="ComfyUI-KJNodes")
 def kj_attention(kit: Kit) -> Graph:
-    """The patch is the pack's; the kernels need a GPU, so the library's function is PyTorch's attention here."""
+    """Use the pack's patch with PyTorch's attention as the library's function, because its kernels need a GPU."""
     patch, library = community("ComfyUI-KJNodes")("PathchSageAttentionKJ"), ModuleType("sageattention")
 
     def sageattn(q: Tensor, k: Tensor, v: Tensor, tensor_layout: str, **_: Any) -> Tensor:
@@ -131,7 +131,7 @@ def kj_attention(kit: Kit) -> Graph:
 
 @row(GROUP, "TeaCache", sdxl=FOR_FLUX, pack="ComfyUI-TeaCache")
 def teacache(kit: Kit) -> Graph:
-    """Without its part for LTX-Video, which asks for a function that ComfyUI has no more."""
+    """Run TeaCache without its part for LTX-Video, which needs a function that ComfyUI no longer has."""
     with mock.patch("comfy.ldm.lightricks.model.precompute_freqs_cis", None, create=True):
         patch = community("ComfyUI-TeaCache")("TeaCache")
     options = {"steps": 5, "cfg": 1.0}
@@ -148,8 +148,8 @@ def wavespeed(kit: Kit) -> Graph:
 
 @row(GROUP, "Tiled Diffusion (MultiDiffusion, Mixture of Diffusers, SpotDiffusion)", pack="ComfyUI-TiledDiffusion")
 def tiled_diffusion(kit: Kit) -> Iterator[Graph]:
-    """Tiles of 16 x 16 latents, overlapping by 8: the same one by one or four at once, and in any order but for
-    SpotDiffusion, whose last tile wins where they overlap."""
+    """Use tiles of 16 x 16 latents that overlap by 8. The result does not depend on the batch size, nor on the order of
+    tiles except for SpotDiffusion, where the last tile overwrites the others."""
     pack = "ComfyUI-TiledDiffusion"
     patch = community(pack)("TiledDiffusion")
     code = importlib.import_module(f"{str(found(pack)).replace('.', '_x_')}.tiled_diffusion")
@@ -176,12 +176,12 @@ def _tiled(patch: Any, method: str, model: Any, at_once: int = 4) -> Any:
 @row(
     GROUP,
     "Regional prompting (Attention Couple)",
-    sdxl=Expected(whole={REPLACED: 60}),
+    sdxl=Expected(unmerged={REPLACED: 60}),
     flux=FOR_UNETS,
     pack="attention-couple-ComfyUI",
 )
 def attention_couple(kit: Kit) -> Graph:
-    """On a narrow UNet with SDXL's very blocks: the pack knows them by their numbers."""
+    """Use a narrow UNet with SDXL's number of blocks, because the pack identifies blocks by number."""
     couple, mask = community("attention-couple-ComfyUI")("Attention couple"), node("nodes.ConditioningSetMask")
     left = torch.zeros(1, SIDE, SIDE)
     left[..., : SIDE // 2] = 1.0
@@ -199,7 +199,7 @@ def attention_couple(kit: Kit) -> Graph:
     return Graph(lambda m: coupled(m, 1)[0], sample, without=without, model=model)
 
 
-# What PuLID finds and describes faces with: libraries and networks that this matrix does without.
+# PuLID's libraries and networks for finding and describing faces, which this matrix does not install.
 FACES = (
     *("cv2", "ftfy", "timm", "timm.layers", "timm.loss", "timm.models", "timm.models.layers", "facexlib"),
     *("facexlib.detection", "facexlib.parsing", "facexlib.utils", "facexlib.utils.face_restoration_helper"),
@@ -210,7 +210,7 @@ FACES = (
 
 @contextmanager
 def standing_in(names: tuple[str, ...]) -> Iterator[None]:
-    """Modules that can be imported and do nothing, where they are not installed."""
+    """Replace modules that are not installed by empty ones."""
     absent = {name: mock.MagicMock() for name in names if name not in sys.modules}
     sys.modules.update(absent)
     try:
@@ -221,7 +221,8 @@ def standing_in(names: tuple[str, ...]) -> Iterator[None]:
 
 
 def face(seed: int) -> dict[str, Any]:
-    """Inputs of PuLID's nodes: a picture, a library that finds one face in it, and a network that describes it."""
+    """Return inputs of PuLID's nodes: a picture, a library that finds one face in it, and a network that describes
+    it."""
     known = SimpleNamespace(bbox=(0, 0, 9, 9), embedding=random(512, seed=seed).numpy())
     described = random(1, 768, seed=seed), [random(1, 2, 1024, seed=seed)]
     return {
@@ -234,8 +235,8 @@ def face(seed: int) -> dict[str, Any]:
 
 
 def pulid(pack: str, module: str, name: str) -> tuple[Any, Any]:
-    """The pack's node and the module that it is in, with a cropped face from nowhere."""
-    importlib.import_module("comfy.sd")  # before: what it imports looks for some of these libraries itself
+    """Return the pack's node and its module, with random numbers for the cropped face."""
+    importlib.import_module("comfy.sd")  # imported first: its imports look for some of these libraries
     with standing_in(FACES):
         apply = community(pack)(name)
         code = importlib.import_module(f"{str(found(pack)).replace('.', '_x_')}.{module}")
@@ -256,13 +257,13 @@ def pulid(pack: str, module: str, name: str) -> tuple[Any, Any]:
 @row(
     GROUP,
     "PuLID (without its networks for faces)",
-    sdxl=Expected(whole={REPLACED: 60}),
+    sdxl=Expected(unmerged={REPLACED: 60}),
     flux=FOR_UNETS,
     pack="PuLID_ComfyUI",
 )
 def pulid_unet(kit: Kit) -> Iterator[Graph]:
-    """On a narrow UNet with SDXL's very blocks: attention to a face in all of them but the middle ones, whose places
-    the pack names otherwise than ComfyUI."""
+    """Use a narrow UNet with SDXL's number of blocks: attention to a face in all of them except the middle ones, which
+    the pack names differently from ComfyUI."""
     apply, code = pulid("PuLID_ComfyUI", "pulid", "ApplyPulid")
     model = models.unet(depths=(0, 2, 10), middle=10)
     layers, widths = {}, [64] * 4 + [128] * 50 + [64] * 6 + [128] * 10
@@ -290,9 +291,9 @@ def pulid_unet(kit: Kit) -> Iterator[Graph]:
     pack="ComfyUI_PuLID_Flux_ll",
 )
 def pulid_flux(kit: Kit) -> Graph:
-    """On Flux's 19 double blocks and the first of its single ones; the pack runs the blocks in a loop of its own."""
+    """Use Flux's 19 double blocks and its first single blocks; the pack runs the blocks in its own loop."""
     apply, code = pulid("ComfyUI_PuLID_Flux_ll", "pulidflux", "ApplyPulidFlux")
-    # What ComfyUI has come to hand over, and these two do not take.
+    # Arguments that newer releases of ComfyUI pass and these two functions do not accept.
     code.pulid_forward_orig = _without("timestep_zero_index", code.pulid_forward_orig)
     sample = _without("latent_shapes", code.pulid_outer_sample_wrappers_with_override)
     code.pulid_outer_sample_wrappers_with_override = sample
@@ -312,7 +313,7 @@ def pulid_flux(kit: Kit) -> Graph:
 
 
 def _without(name: str, function: Any) -> Any:
-    """The function, called without an argument that it does not know."""
+    """Wrap a function to drop an argument that it does not accept."""
 
     def call(*args: Any, **inputs: Any) -> Any:
         inputs.pop(name, None)

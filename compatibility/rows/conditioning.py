@@ -1,4 +1,4 @@
-"""What prompts may be: in areas, behind masks, at times, in batches, one call or several."""
+"""Forms of prompts: in areas, with masks, with times, in batches, in one model call or several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIXELS = 8 * SIDE
 
 @row(GROUP, "Areas (ConditioningSetArea)", others=MERGED, quick=True)
 def areas(kit: Kit) -> Graph:
-    """Left and right have prompts of their own: in one step, another prompt on the left changes the left alone."""
+    """Give left and right a prompt each: in one step, another prompt on the left changes only the left."""
     area, combine = node("nodes.ConditioningSetArea"), node("nodes.ConditioningCombine")
 
     def sample(model: Any, seed: int) -> Tensor:
@@ -40,7 +40,7 @@ def areas(kit: Kit) -> Graph:
 
 @row(GROUP, "Masks (ConditioningSetMask, also with their bounds)", others=CHEAP, quick=True)
 def masks(kit: Kit) -> Iterator[Graph]:
-    """A prompt behind a mask beside one for the whole: in one step, it changes what the mask shows."""
+    """Add a masked prompt to a global one: in one step, it changes the area of the mask."""
     put, combine = node("nodes.ConditioningSetMask"), node("nodes.ConditioningCombine")
     mask = torch.zeros(1, SIDE, SIDE)
     mask[:, 4:16, 8:20] = 1.0
@@ -53,7 +53,7 @@ def masks(kit: Kit) -> Iterator[Graph]:
         changed = (sample(9, bounds, attach(kit.model)) != result).any(1)
         assert torch.equal(changed, mask.bool().expand_as(changed))
 
-    # ComfyUI looks for bounds in masks of two dimensions alone.
+    # ComfyUI computes bounds only for masks of two dimensions.
     for bounds in ("default",) if kit.frames else ("default", "mask bounds"):
         yield Graph(
             sample=partial(sample, 1, bounds),
@@ -80,14 +80,14 @@ def combined(kit: Kit) -> Iterator[Graph]:
 
 @row(GROUP, "Prompts of other lengths", others=MERGED, sound=True)
 def lengths(kit: Kit) -> Graph:
-    """They cannot be joined in one call."""
+    """Use prompts of lengths that cannot share one model call."""
     conds = {"positive": kit.prompt(1, tokens=154), "negative": kit.prompt(2, tokens=77)}
     return Graph(sample=lambda m: kit.sample(m, **conds))
 
 
 @row(GROUP, "A batch with a prompt for each image", others=MERGED)
 def batch_of_prompts(kit: Kit) -> Graph:
-    """In one step, another prompt for the second image changes the second image alone."""
+    """Check that in one step, another prompt for the second image changes only the second image."""
 
     def sample(model: Any, seed: int) -> Tensor:
         both = [kit.prompt(s)[0] for s in (1, seed)]
@@ -105,7 +105,8 @@ def batch_of_prompts(kit: Kit) -> Graph:
 
 @row(GROUP, "Split CFG: positive and negative in calls of their own, for want of memory", others=MERGED, sound=True)
 def split_cfg(kit: Kit) -> Graph:
-    """As near to the joined call as rounding lets it be; selection by grid and soft weights do not magnify it."""
+    """Check that the result equals that of the joined call up to rounding, which selection by grid and soft weights do
+    not amplify."""
     smooth: dict[str, Any] = {"selector": "grid", "sharpness": 20.0}
 
     def sample(model: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Nodes that change the noise schedule's meaning or what becomes of the model's answers."""
+"""Nodes that change the model's parametrisation or process its predictions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..kit import SIDE, SMALL, Kit, node
-from ..row import CHEAP, FOR_FLUX, FOR_UNETS, MERGED, Expected, Graph, NotFor, Refused, whole
+from ..row import CHEAP, FOR_FLUX, FOR_UNETS, MERGED, Expected, Graph, NotFor, Refused, unmerged
 from .table import row
 
 GROUP = "Guidance and schedules"
@@ -15,13 +15,13 @@ REPLACED = "block_replaced"
 NEEDED = "attention_patch"
 
 
-@row(GROUP, "Perturbed-Attention Guidance", sdxl=Expected(whole={REPLACED: 2}), flux=FOR_UNETS, quick=True)
+@row(GROUP, "Perturbed-Attention Guidance", sdxl=Expected(unmerged={REPLACED: 2}), flux=FOR_UNETS, quick=True)
 def pag(kit: Kit) -> Graph:
     patch = node("nodes_pag.PerturbedAttentionGuidance")
     return Graph(lambda m: patch(m, 3.0), without=Graph(lambda m: patch(m, 0.0)), off=True)
 
 
-@row(GROUP, "Self-Attention Guidance", sdxl=Expected(whole={REPLACED: 1}), flux=Refused(AttributeError), quick=True)
+@row(GROUP, "Self-Attention Guidance", sdxl=Expected(unmerged={REPLACED: 1}), flux=Refused(AttributeError), quick=True)
 def sag(kit: Kit) -> Graph:
     patch = node("nodes_sag.SelfAttentionGuidance")
     return Graph(lambda m: patch(m, 0.5, 2.0))
@@ -39,8 +39,8 @@ def slg(kit: Kit) -> Iterator[Graph]:
     yield Graph(lambda m: simple(m, 0.0, 1.0, "1", "1"), name="DiT simple")
 
 
-@row(GROUP, "Normalized Attention Guidance (NAG)", flux=whole(NEEDED, 6),
-     others={"flux2": whole(NEEDED, 5), "chroma": whole(NEEDED, 5), "krea2": whole(NEEDED, 4)})  # fmt: skip
+@row(GROUP, "Normalized Attention Guidance (NAG)", flux=unmerged(NEEDED, 6),
+     others={"flux2": unmerged(NEEDED, 5), "chroma": unmerged(NEEDED, 5), "krea2": unmerged(NEEDED, 4)})  # fmt: skip
 def nag(kit: Kit) -> Graph:
     patch = node("nodes_nag.NAGuidance")
     return Graph(lambda m: patch(m, 5.0, 0.5, 1.5))
@@ -127,17 +127,17 @@ def context_windows(kit: Kit) -> Graph:
 @row(GROUP, "Context windows over frames (WanContextWindowsManual)", only={"wan": MERGED})
 def context_windows_of_a_video(kit: Kit) -> Graph:
     patch = node("nodes_context_windows.WanContextWindowsManualNode")
-    told = ("standard_static", 1, False, "pyramid", False)
-    return Graph(lambda m: patch(m, 9, 4, *told), options={"frames": 5}, steered=False)
+    windows = ("standard_static", 1, False, "pyramid", False)
+    return Graph(lambda m: patch(m, 9, 4, *windows), options={"frames": 5}, steered=False)
 
 
 def _second(patch: Any, inputs: tuple[Any, ...], model: Any) -> Any:
-    """The node's output for a model and its other inputs."""
+    """Call the node with its other inputs and the model."""
     return patch(model, *inputs)
 
 
 def _slope() -> Any:
-    """A mask from 0 on the left to 1 on the right."""
+    """Return a mask from 0 on the left to 1 on the right."""
     import torch
 
     return torch.linspace(0, 1, SIDE).expand(1, 1, SIDE, SIDE)

@@ -1,4 +1,4 @@
-"""Pictures beside the prompt: ControlNets, boxes, inpainting, references."""
+"""Image conditioning: ControlNets, boxes, inpainting, references."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kit import SIDE, Kit, filled, node, part, patcher, random
-from ..row import FOR_FLUX, FOR_UNETS, MERGED, NOT_TRIED, Graph, whole
+from ..row import FOR_FLUX, FOR_UNETS, MERGED, NOT_TRIED, Graph, unmerged
 from .table import row
 
 GROUP = "Images and references"
@@ -19,13 +19,13 @@ PIXELS = 8 * SIDE
 
 
 def picture(seed: int = 3) -> Tensor:
-    """IMAGE of (1, H, W, 3), from 0 to 1: blurred spots."""
+    """Return an IMAGE (1, H, W, 3) of blurred spots, from 0 to 1."""
     spots = torch.nn.functional.interpolate(random(1, 3, 6, 6, seed=seed), (PIXELS, PIXELS), mode="bilinear")
     return (3 * spots).sigmoid().movedim(1, -1)
 
 
 def encoder(kit: Kit) -> Any:
-    """In place of a VAE: the mean of each 8 x 8 pixels, in as many channels as the model's latents have."""
+    """Encode without a VAE: the mean of each 8 x 8 pixels, repeated to the number of latent channels."""
 
     def encode(pixels: Tensor) -> Tensor:
         small = torch.nn.functional.avg_pool2d(pixels.movedim(-1, 1), 8)
@@ -36,7 +36,7 @@ def encoder(kit: Kit) -> Any:
 
 
 def controlnet(kit: Kit, seed: int = 0) -> Any:
-    """ComfyUI's ControlNet of the model's shape, with random weights: none of its outputs is zero."""
+    """Build ComfyUI's ControlNet for the model with random weights; all of its outputs are non-zero."""
     import comfy.cldm.cldm
     import comfy.controlnet
     import comfy.ldm.flux.controlnet
@@ -98,7 +98,7 @@ def control(kit: Kit) -> Graph:
     only={"qwen_image": MERGED, "z_image": MERGED},
 )
 def control_patch(kit: Kit) -> Graph:
-    """They are shown the image between two blocks, and write into it."""
+    """Use patches that read the image tokens between two blocks and change them."""
     import comfy.ldm.lumina.controlnet
     import comfy.ops
 
@@ -133,7 +133,7 @@ def controls(kit: Kit) -> Graph:
 
 @row(GROUP, "GLIGEN", flux=FOR_UNETS)
 def gligen(kit: Kit) -> Graph:
-    """A box with a text of its own, in the positive prompt."""
+    """Add a box with its own text to the positive prompt."""
     import comfy.gligen
 
     names = (name for name, _ in kit.model.model.diffusion_model.named_modules())
@@ -158,7 +158,7 @@ def gligen(kit: Kit) -> Graph:
 
 @row(GROUP, "Inpainting models (SDXL inpaint, Flux.1 Fill)")
 def inpaint_model(kit: Kit) -> Graph:
-    """Picture and mask as further channels of the input."""
+    """Use a model whose input has further channels for picture and mask."""
     model = kit.build(in_channels=96 if kit.is_flux else 9)
     if not kit.is_flux:
         model.model.set_inpaint()
@@ -174,7 +174,7 @@ def inpaint_model(kit: Kit) -> Graph:
 
 @row(GROUP, "Inpainting by a noise mask (SetLatentNoiseMask)", others=MERGED, quick=True)
 def noise_mask(kit: Kit) -> Graph:
-    """What the mask keeps is the picture's own latent, exactly as far as the sampler lets it."""
+    """Check that the masked-out part equals the picture's own latent as exactly as without ToMA."""
     put, sampler = node("nodes.SetLatentNoiseMask"), node("nodes.KSampler")
     mask = torch.zeros(1, SIDE, SIDE)
     mask[:, : SIDE // 2] = 1.0
@@ -203,7 +203,7 @@ def concat(kit: Kit) -> Graph:
 
 
 def redux(kit: Kit, model: Any, seed: int, strength: float, kind: str) -> Tensor:
-    """Sampled with a style picture: nine more text tokens. Without guidance, as Flux is."""
+    """Sample with a style picture, which adds nine text tokens; without guidance, as for Flux."""
     import comfy.ldm.flux.redux
     import comfy.sd
 
@@ -224,7 +224,7 @@ def redux_tokens(kit: Kit) -> Graph:
     GROUP,
     "Flux.1 Redux with a strength (attention mask)",
     sdxl=FOR_FLUX,
-    flux=whole("argument_in_use", 6),
+    flux=unmerged("argument_in_use", 6),
     quick=True,
 )
 def redux_mask(kit: Kit) -> Graph:
@@ -232,14 +232,14 @@ def redux_mask(kit: Kit) -> Graph:
 
 
 def referring(kit: Kit, method: str | None, seeds: tuple[int, ...], model: Any) -> Tensor:
-    """Sampled with reference pictures of several sizes in both prompts."""
+    """Sample with reference pictures of several sizes in both prompts."""
     reference = node("nodes_edit_model.ReferenceLatent")
-    place = None if method is None else node("nodes_flux.FluxKontextMultiReferenceLatentMethod")
+    method_node = None if method is None else node("nodes_flux.FluxKontextMultiReferenceLatentMethod")
     conds = []
     for cond in kit.prompts:
         for size, seed in zip(((16, 12), (8, 30), (24, 24)), seeds, strict=False):
             cond = reference(cond, {"samples": random(1, kit.channels, *kit.frames, *size, seed=seed)})
-        conds.append(cond if place is None else place(cond, method))
+        conds.append(cond if method_node is None else method_node(cond, method))
     return kit.sample(model, positive=conds[0], negative=conds[1])
 
 
@@ -269,7 +269,7 @@ def timestep_zero(kit: Kit) -> Graph:
 
 @row(
     GROUP,
-    "References of editing models, whole and merged (merge_references)",
+    "References of editing models, unmerged and merged (merge_references)",
     only=dict.fromkeys(("flux2", "z_image", "krea2", "qwen_image"), MERGED),
 )
 def references(kit: Kit) -> Iterator[Graph]:
@@ -279,5 +279,5 @@ def references(kit: Kit) -> Iterator[Graph]:
             sample=partial(referring, kit, method, (3, 4)),
             without=Graph(sample=partial(referring, kit, method, (13, 14))),
             settings={"merge_references": merged},
-            name="merged" if merged else "whole",
+            name="merged" if merged else "unmerged",
         )

@@ -1,4 +1,4 @@
-"""Nodes that patch what happens inside the model: attention, skip connections, caches, compilation, devices."""
+"""Nodes that patch the inside of the model: attention, skip connections, caches, compilation, devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts.comfy_pack import pack_module
 from ..judge import attach
 from ..kit import SIDE, Kit, node, part, patcher, random
 from ..parallel import InTurn, Shares, by_condition
-from ..row import FAMILIES, FOR_FLUX, FOR_UNETS, MERGED, NOT_TRIED, OTHERS, Expected, Graph, Refused, whole
+from ..row import FAMILIES, FOR_FLUX, FOR_UNETS, MERGED, NOT_TRIED, OTHERS, Expected, Graph, Refused, unmerged
 from .table import row
 
 GROUP = "Model patches"
@@ -35,23 +35,24 @@ def freeu_v2(kit: Kit) -> Graph:
     return Graph(lambda m: patch(m, 1.3, 1.4, 0.9, 0.2))
 
 
-@row(GROUP, "HyperTile", sdxl=Expected(whole={TOKENS_CHANGED: 3}), flux=Refused(TypeError))
+@row(GROUP, "HyperTile", sdxl=Expected(unmerged={TOKENS_CHANGED: 3}), flux=Refused(TypeError))
 def hypertile(kit: Kit) -> Graph:
-    """The grid of the finer level is cut into tiles of four tokens and more."""
+    """Cut the grid of the finer resolution into tiles of four or more tokens."""
     patch = node("nodes_hypertile.HyperTile")
     return Graph(lambda m: patch(m, 32, 2, 1, False))
 
 
 @row(GROUP, "Token Merging (ToMe)", flux=Refused(TypeError))
 def tome(kit: Kit) -> Graph:
-    """It does nothing on SDXL; as a patch of attention it has ToMA merge module by module."""
+    """Use ComfyUI's ToMe, which does nothing on SDXL; as an attention patch it makes ToMA merge each module
+    separately."""
     patch = node("nodes_tomesd.TomePatchModel")
     return Graph(lambda m: patch(m, 0.3), same_as={"granularity": "module"})
 
 
-@row(GROUP, "Token Merging (ToMe) on SD1.5", sdxl=Expected(whole={TOKENS_CHANGED: 3}), flux=FOR_UNETS)
+@row(GROUP, "Token Merging (ToMe) on SD1.5", sdxl=Expected(unmerged={TOKENS_CHANGED: 3}), flux=FOR_UNETS)
 def tome_sd15(kit: Kit) -> Graph:
-    """The first level has attention at full size: there it merges queries itself."""
+    """Use SD1.5, whose first resolution has attention, where ToMe merges queries itself."""
     patch = node("nodes_tomesd.TomePatchModel")
     return Graph(lambda m: patch(m, 0.3), model=kit.build_sd15(), steered=False)
 
@@ -72,7 +73,7 @@ def rope(kit: Kit) -> Graph:
 
 @row(GROUP, "Style reference (USO)", sdxl=FOR_FLUX)
 def uso(kit: Kit) -> Graph:
-    """Twelve more text tokens, from a patch at the model's input; one picture, so without guidance."""
+    """Add twelve text tokens by a patch at the model's input; one picture, so without guidance."""
     import comfy.ops
 
     patch, projector = node("nodes_model_patch.USOStyleReference"), part("nodes_model_patch.SigLIPMultiFeatProjModel")
@@ -81,12 +82,12 @@ def uso(kit: Kit) -> Graph:
     return Graph(lambda m: patch(m, style, seen), options={"cfg": 1.0})
 
 
-# Of SD3 ComfyUI offers no place to put it.
+# ComfyUI has no hook for it in SD3.
 @row(GROUP, "EasyCache", others={name: MERGED for name in OTHERS if name != "sd3"}, quick=True)
 def easycache(kit: Kit) -> Graph:
     patch, steps = node("nodes_easycache.EasyCacheNode"), {"steps": 5}
     without = Graph(lambda m: patch(m, 0.0, 0.0, 1.0, False), options=steps)
-    # So much that it skips the same steps whether tokens are merged or not.
+    # A threshold at which it skips the same steps with and without merging.
     reuse = 3.0 if kit.name in FAMILIES else 1e6
     return Graph(lambda m: patch(m, reuse, 0.0, 1.0, False), options=steps, without=without, off=True)
 
@@ -101,7 +102,7 @@ def lazycache(kit: Kit) -> Graph:
 
 @row(GROUP, "Attention by another function (optimized_attention_override)", others=MERGED, sound=True)
 def attention_override(kit: Kit) -> Graph:
-    """As packs put FlashAttention or SageAttention in its place: here ComfyUI's own, query block by query block."""
+    """Override attention as packs do with FlashAttention or SageAttention: here ComfyUI's own, in blocks of queries."""
     from comfy.ldm.modules.attention import attention_sub_quad
 
     def patch(model: Any) -> Any:
@@ -119,7 +120,7 @@ def attention_override(kit: Kit) -> Graph:
     others={**dict.fromkeys(OTHERS, NOT_TRIED), "z_image": MERGED, "qwen_image": MERGED},
 )
 def compiled(kit: Kit) -> Graph:
-    """With the backend that runs the captured graphs as they are."""
+    """Compile with the backend that runs captured graphs unchanged."""
     patch = node("nodes_torch_compile.TorchCompileModel")
     torch._dynamo.reset()
     unet = {"depths": (0, 1), "num_res_blocks": [1, 1], "transformer_depth": [0, 1], "middle": 1}
@@ -133,9 +134,9 @@ def compiled(kit: Kit) -> Graph:
 
 @row(GROUP, "MultiGPU CFG Split (two devices with a thread each, both of them the CPU)")
 def multigpu(kit: Kit) -> Iterator[Graph]:
-    """ComfyUI's own threads, at the same time, each with a device that is another one to ComfyUI and to ToMA. On one
-    device weights are made from one condition's tokens, here from those of each, so the result is only near to that;
-    destinations are the same for both."""
+    """Use ComfyUI's concurrent threads, each with a device that ComfyUI and ToMA treat as a different one. On one
+    device the merge weights of both conditions come from one condition's tokens, here from each condition's own, so the
+    error against one device is small but not 0; destinations are the same for both."""
     import comfy.model_management
 
     patch = node("nodes_multigpu.MultiGPUCFGSplitNode")
@@ -144,7 +145,7 @@ def multigpu(kit: Kit) -> Iterator[Graph]:
     model.cached_patcher_init = (kit.build, ())
 
     def split(m: Any) -> Any:
-        # The node stumbles over models of other rows that have lost their patcher.
+        # The node fails on loaded models of other rows whose patcher was collected.
         here: dict[str, Any] = {
             "get_all_torch_devices": lambda exclude_current=False: devices,
             "loaded_models": lambda: [found for found in loaded() if found is not None],
@@ -154,34 +155,34 @@ def multigpu(kit: Kit) -> Iterator[Graph]:
         assert len(m.get_additional_models_with_key("multigpu")) == 1
         return m
 
-    def near(result: Tensor) -> None:
-        one, whole = kit.sample(attach(model, **smooth)), kit.sample(model)
-        assert (result - one).norm() < 0.2 * (one - whole).norm(), "not near to what one device makes"
+    def similar(result: Tensor) -> None:
+        one, full = kit.sample(attach(model, **smooth)), kit.sample(model)
+        assert (result - one).norm() < 0.2 * (one - full).norm(), "large error against one device"
 
     def shared(result: Tensor) -> None:
         state = pack_module("toma_core.run").RunState
         original = state.plan
-        picks: dict[Any, dict[Any, Tensor]] = {}
+        destinations: dict[Any, dict[Any, Tensor]] = {}
 
         def noted(self: Any, x: Tensor, grid: Any, scope: Any, decision: Any, copies: Any, *rest: Any) -> Any:
             plan = original(self, x, grid, scope, decision, copies, *rest)
             for device, _ in copies:
-                picks.setdefault((grid, scope, decision.step), {})[device] = plan.destinations
+                destinations.setdefault((grid, scope, decision.step), {})[device] = plan.destinations
             return plan
 
         with mock.patch.object(state, "plan", noted):
             assert torch.equal(kit.sample(attach(split(model))), result), "not the same twice"
-        for found in picks.values():
+        for found in destinations.values():
             assert [*found] and {*found} == {*devices}, "not merged on both devices"
             assert torch.equal(*found.values()), "cond and uncond have destinations of their own"
 
     smooth: dict[str, Any] = {"selector": "grid", "sharpness": 20.0}
-    yield Graph(split, model=model, settings=smooth, steered=False, check=near, name="near to one device")
+    yield Graph(split, model=model, settings=smooth, steered=False, check=similar, name="error against one device")
     yield Graph(split, model=model, steered=False, check=shared, name="destinations")
 
 
 @row(GROUP, "Reference key-value cache (FluxKVCache)", sdxl=FOR_FLUX,
-     flux=whole("attention_patch", 6))  # fmt: skip
+     flux=unmerged("attention_patch", 6))  # fmt: skip
 def kv_cache(kit: Kit) -> Graph:
     patch = node("nodes_flux.FluxKVCache")
     model = kit.build(guidance_embed=False, vec_in_dim=None, global_modulation=True)
@@ -191,20 +192,20 @@ def kv_cache(kit: Kit) -> Graph:
 
 
 @row(GROUP, "Sequence parallelism: processes share the tokens (raylight, xDiT)", sdxl=FOR_FLUX,
-     flux=whole(TOKENS_CHANGED, 6))  # fmt: skip
+     flux=unmerged(TOKENS_CHANGED, 6))  # fmt: skip
 def sequence_parallel(kit: Kit) -> Iterator[Graph]:
-    """Two processes one after the other; tests/nodes/adapters/test_parallel.py has two real ones. Two references of the
-    picture's size make the share of each longer than text and picture."""
+    """Run two processes in turn; tests/nodes/adapters/test_parallel.py has two real ones. With two references of the
+    picture's size, each share is longer than text and picture."""
     for way, rejoin in (("raylight", True), ("xDiT", False)):
         for references in (0, 2):
             latents = {"reference_latents": [random(1, 16, SIDE, SIDE, seed=i) for i in range(references)]}
-            told = latents if references else {}
-            conds = {"positive": kit.prompt(1, 6, **told), "negative": kit.prompt(2, 6, **told)}
+            options = latents if references else {}
+            conds = {"positive": kit.prompt(1, 6, **options), "negative": kit.prompt(2, 6, **options)}
             name = f"{way}, {references} references"
             yield Graph(Shares(InTurn(), rejoin).on, options=conds, name=name)
 
 
-@row(GROUP, "CFG parallelism: processes share the conditions (raylight)", sdxl=whole(TOKENS_CHANGED, 11),
-     flux=whole(TOKENS_CHANGED, 6))  # fmt: skip
+@row(GROUP, "CFG parallelism: processes share the conditions (raylight)", sdxl=unmerged(TOKENS_CHANGED, 11),
+     flux=unmerged(TOKENS_CHANGED, 6))  # fmt: skip
 def cfg_parallel(kit: Kit) -> Graph:
     return Graph(partial(by_condition, InTurn()))

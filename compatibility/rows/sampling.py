@@ -16,7 +16,7 @@ from .table import row
 
 GROUP = "Sampling"
 
-Maker = Callable[[Any], Any]  # from a model to what is made for it
+Maker = Callable[[Any], Any]  # makes something for a model
 
 
 @row(GROUP, "Every sampler that ComfyUI lists", others={**dict.fromkeys(OTHERS, NOT_TRIED), "qwen_image": MERGED})
@@ -53,7 +53,8 @@ def odd_sizes(kit: Kit) -> Iterator[Graph]:
 
 @row(GROUP, "KSampler (Advanced): ranges of steps, leftover noise", others=CHEAP, quick=True)
 def ranges(kit: Kit) -> Graph:
-    """The first half of the steps with noise left over, then the second without new noise: as one run of them all."""
+    """Sample the first half of the steps with leftover noise, then the second half without new noise, as one run of all
+    steps."""
     sampler = node("nodes.KSamplerAdvanced")
 
     def sample(model: Any) -> Tensor:
@@ -77,7 +78,7 @@ def hires(kit: Kit) -> Graph:
 
 
 def custom(kit: Kit, guider: Any, sigmas: Any, sampler: Any = None, latent: Any = None, noise: Any = None) -> Tensor:
-    """SamplerCustomAdvanced."""
+    """Sample with SamplerCustomAdvanced."""
     sampler = node("nodes_custom_sampler.KSamplerSelect")("euler") if sampler is None else sampler
     noise = node("nodes_custom_sampler.RandomNoise")(5) if noise is None else noise
     latent = kit.latent(SMALL["height"]) if latent is None else latent
@@ -110,7 +111,7 @@ def guiders(kit: Kit) -> Iterator[Graph]:
 
 @row(GROUP, "Dual-model guider", others=CHEAP)
 def dual_model(kit: Kit) -> Graph:
-    """The negative prompt runs on a model of other weights, with the options of the first: it is merged too."""
+    """Run the negative prompt on a model with other weights and the options of the first; it is merged too."""
     make = node("nodes_custom_sampler.DualModelGuider")
     positive, negative = kit.prompts
 
@@ -156,7 +157,7 @@ def sigma_nodes(kit: Kit) -> Iterator[Graph]:
 
 @row(GROUP, "Tiles of the latent, in any order, one by one or side by side, resting or moving", others=CHEAP)
 def tiles(kit: Kit) -> Iterator[Graph]:
-    """As MultiDiffusion and SpotDiffusion call the model: each tile is merged by what it shows."""
+    """Call the model as MultiDiffusion and SpotDiffusion do; each tile is merged by its own content."""
     at = corners(SIDE)
 
     def in_order(result: Tensor) -> None:
@@ -170,7 +171,7 @@ def tiles(kit: Kit) -> Iterator[Graph]:
 
 @row(GROUP, "Unsampling: sigmas from low to high (FlipSigmas)", others=CHEAP)
 def unsampling(kit: Kit) -> Graph:
-    """Not up to pure noise: ComfyUI cannot say what a Flux latent is there."""
+    """Stop before pure noise, where ComfyUI cannot convert a Flux latent."""
     flip, still = node("nodes_custom_sampler.FlipSigmas"), node("nodes_custom_sampler.DisableNoise")
     make, part_of = node("nodes_custom_sampler.CFGGuider"), node("nodes_custom_sampler.SplitSigmasDenoise")
 

@@ -1,4 +1,4 @@
-"""The one table that all rows go into."""
+"""The table of all rows."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def loras(kit: Kit) -> Graph:
 
 @row(GROUP, "LoRA as a hook on conditioning, with keyframes", others=CHEAP, quick=True)
 def lora_hooks(kit: Kit) -> Graph:
-    """The LoRA acts on the positive prompt alone, and fades during the run."""
+    """Apply a LoRA to the positive prompt only, with a strength that falls during the run."""
     name = kit.file("loras", "style.safetensors", kit.lora())
     hooks = node("nodes_hooks.CreateHookLoraModelOnly")(name, 1.0)
     frames = node("nodes_hooks.CreateHookKeyframe")(1.0, 0.0)
@@ -54,7 +54,8 @@ def multipliers(kit: Kit) -> Graph:
 
 @row(GROUP, "Hypernetwork", flux=FOR_UNETS)
 def hypernetwork(kit: Kit) -> Graph:
-    """On the text (48 wide) and on the finer level (64 wide): keys and values are no longer one tensor."""
+    """Patch the layers on the text (48 wide) and on the finer resolution (64 wide): keys and values are no longer one
+    tensor."""
 
     def layer(width: int) -> dict[str, Tensor]:
         return {"linear.weight": random(width, width, scale=0.05), "linear.bias": random(width, scale=0.1)}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compatibility.judge import Verdict, judge
 from compatibility.kit import AbsentError, Kit, node
-from compatibility.row import MERGED, Expected, Graph, NotFor, Refused, Row, whole
+from compatibility.row import MERGED, Expected, Graph, NotFor, Refused, Row, unmerged
 from tests.loop import loop
 
 
@@ -53,8 +53,8 @@ def test_several_graphs_are_counted(kit: Kit) -> None:
 @loop(
     ("expected", "complaint"),
     [
-        (Expected(whole={"no such reason": 1}), "left whole: {}, expected"),
-        (whole("no such reason", 6), "left whole: {}, expected"),
+        (Expected(unmerged={"no such reason": 1}), "not merged: {}, expected"),
+        (unmerged("no such reason", 6), "not merged: {}, expected"),
         (Expected(merged=False), "merged after all"),
         (Refused(KeyError), "was expected to raise KeyError"),
     ],
@@ -65,7 +65,7 @@ def test_another_report_than_expected(kit: Kit, expected: Any, complaint: str) -
 
 
 def seeing_toma(args: dict[str, Any]) -> Tensor:
-    """What a node does that minds whether ToMA is there."""
+    """Change the result if ToMA is in the model."""
     return args["denoised"] + ("toma" in args["model_options"]["transformer_options"])
 
 
@@ -93,10 +93,10 @@ def unchanged(args: dict[str, Any]) -> Tensor:
 @loop(
     ("change", "complaint"),
     [
-        (seeing_toma, "merging nothing, not as without ToMA"),
+        (seeing_toma, "merging nothing differs from running without ToMA"),
         (not_a_number, "the feature alone gives no finite result"),
         (nan_when_merged, "not finite"),
-        (backwards_when_merged, "not what it changed without ToMA"),
+        (backwards_when_merged, "its change differs from that without ToMA"),
         (unchanged, "does nothing even without ToMA"),
     ],
 )
@@ -133,7 +133,7 @@ def test_named_graph_and_check(kit: Kit) -> None:
 
     with pytest.raises(AssertionError, match="the check ran"):
         verdict(kit, Graph(after_cfg(brighter), steered=False, check=never))
-    with pytest.raises(AssertionError, match="this one: not as ToMA alone"):
+    with pytest.raises(AssertionError, match="this one: differs from ToMA alone"):
         verdict(kit, Graph(after_cfg(brighter), same_as={}, name="this one"))
 
 

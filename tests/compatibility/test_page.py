@@ -10,7 +10,7 @@ from compatibility import page
 from compatibility.rows import ROWS
 
 LORA, ATTENTION = ROWS[0], next(row for row in ROWS if row.feature.startswith("Attention multipliers"))
-MERGED = {"cell": "merged", "whole": {}}
+MERGED = {"cell": "merged", "unmerged": {}}
 
 
 def test_verdicts_under_a_preset_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

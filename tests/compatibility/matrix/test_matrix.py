@@ -1,4 +1,4 @@
-"""Every row of the compatibility matrix on the families that it is for; the documentation tells the same."""
+"""Every row of the compatibility matrix on its families; docs/compatibility.md has the same verdicts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRITE = bool(os.environ.get("TOMA_WRITE_COMPATIBILITY"))
 
 @pytest.fixture(scope="session")
 def kits(pack: Any) -> Iterator[dict[str, Kit]]:
-    """The tiny models, on one thread: they are faster so, and sums have one order."""
+    """Build the tiny models on one thread, which is faster and fixes the order of sums."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield {family: Kit(family) for family in ALL}
@@ -30,7 +30,7 @@ def kits(pack: Any) -> Iterator[dict[str, Kit]]:
 
 @pytest.fixture(scope="session")
 def results(pack: Any) -> Iterator[dict[str, Any]]:
-    """The recorded verdicts; written with the page at the end if `make compatibility` asks for it."""
+    """Yield the recorded verdicts; `make compatibility` writes them and the page at the end."""
     results = page.recorded()
     yield results
     if WRITE:
@@ -69,7 +69,7 @@ def test_row(row: Row, family: str, kits: dict[str, Kit], results: dict[str, Any
 
 @pytest.mark.skipif(WRITE, reason="the page is written at the end of this run")
 def test_page_has_every_row_and_no_other() -> None:
-    """Without running any: rows that were added, renamed or taken away must be run and written down."""
+    """Rows that were added, renamed or removed must be run and recorded; this runs none of them."""
     recorded = page.recorded()["rows"]
     assert list(recorded) == [row.feature for row in ROWS if row.feature in recorded]
     for row in ROWS:
