@@ -112,8 +112,7 @@ class ToMABenchmark(io.ComfyNode):
             timings = timing.measure(model, settings, ratios, task, runs, status.measures)
         fastest, closest = timing.worthwhile(timings), timing.closest(timings)
         verdict = _verdict(timings, fastest, closest)
-        notes = [_task(task, preset, runs), _machine(model)]
-        notes += [Measured.MERGED(name=_name(last), merged=last.merged) for last in timings[-1:] if last.merged]
+        notes = _notes(task, preset, runs, model, timings[-1])
         table = "\n".join(map(str, [*verdict, "", *_table(timings), "", *notes]))
         image = as_image(bar_chart(_bars(timings, fastest, closest)))
         lines = said([*verdict, "", Caption.TIME()], notes)
@@ -164,19 +163,16 @@ def _gain(base: Timing, timed: Timing) -> Message:
     return Measured.GAIN(name=_name(timed), times=base.median / timed.median, error=timed.error)
 
 
-def _task(task: Task, preset: str, runs: int) -> Message:
-    """Return what was sampled, and how often."""
+def _notes(task: Task, preset: str, runs: int, model: ModelPatcher, last: Timing) -> list[Message]:
+    """Return what was sampled, the device, number format and versions, and what was merged."""
     batch, *_, height, width = task.latent.shape
     what: dict[str, Any] = {"latent": f"{width} x {height}", "batch": batch, "conditions": task.conditions}
     how: dict[str, Any] = {"runs": runs, "steps": task.steps, "sampler": task.sampler, "scheduler": task.scheduler}
-    return Measured.TASK(preset=preset, **what, **how)
-
-
-def _machine(model: ModelPatcher) -> Message:
-    """Return device, number format and versions."""
     device = comfy.model_management.get_torch_device_name(model.load_device)
     dtype = str(dtype_of(model)).removeprefix("torch.")
-    return Measured.MACHINE(device=device, dtype=dtype, torch=str(torch.__version__), comfyui=comfyui)
+    machine = Measured.MACHINE(device=device, dtype=dtype, torch=str(torch.__version__), comfyui=comfyui)
+    merged = [Measured.MERGED(name=_name(last), merged=last.merged)] if last.merged else []
+    return [Measured.TASK(preset=preset, **what, **how), machine, *merged]
 
 
 def _table(timings: Sequence[Timing]) -> list[str]:
@@ -192,11 +188,10 @@ def _table(timings: Sequence[Timing]) -> list[str]:
 
 
 def _bars(timings: Sequence[Timing], *recommended: Timing | None) -> list[Bar]:
-    bars = []
-    for timed in timings:
-        label = f"{timed.median * 1e3:.4g} ms"
-        if timed.ratio:
-            label = f"{timings[0].median / timed.median:.2f}x, {timed.error:.3f}"
-        colour = FULL if not timed.ratio else RECOMMENDED if timed in recommended else MERGED
+    base, *others = timings
+    bars = [Bar("0", base.median, f"{base.median * 1e3:.4g} ms", FULL, base.spread)]
+    for timed in others:
+        label = f"{base.median / timed.median:.2f}x, {timed.error:.3f}"
+        colour = RECOMMENDED if timed in recommended else MERGED
         bars.append(Bar(f"{timed.ratio:g}", timed.median, label, colour, timed.spread, timed.error))
     return bars

@@ -252,8 +252,6 @@ def _notes(found: Calibrated, target: str) -> list[Message | str]:
 
 def _bars(found: Calibrated, target: str) -> list[Bar]:
     """Return a bar for the preset and one for the choice."""
-    settings = () if found.problem else ((TARGETS[target][0], MERGED), ("profile", RECOMMENDED))
-    return [
-        Bar(name, work, f"{100 * work:.0f} %, {error:.3f}", colour, error=error)
-        for (name, colour), error, work in zip(settings, found.errors, found.work, strict=False)
-    ]
+    names, colours = (TARGETS[target][0], "profile"), (MERGED, RECOMMENDED)
+    rows = () if found.problem else zip(names, found.work, found.errors, colours, strict=True)
+    return [Bar(name, work, f"{100 * work:.0f} %, {by:.3f}", colour, error=by) for name, work, by, colour in rows]

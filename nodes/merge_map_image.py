@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageColor, ImageDraw, ImageOps
 from torch import Tensor
 
 from ..toma_core.maps import MergeMap
@@ -14,10 +14,8 @@ from ..toma_core.windows import Grid
 from .report_charts import BLACK, INK, PAPER, WIDTH, canvas, font, joined
 
 # Okabe and Ito's palette without black: its colours differ for every kind of colour vision.
-_COLOURS = np.array(
-    [[230, 159, 0], [86, 180, 233], [0, 158, 115], [240, 228, 66], [0, 114, 178], [213, 94, 0], [204, 121, 167]],
-    dtype=np.uint8,
-)
+_HEX = "#e69f00 #56b4e9 #009e73 #f0e442 #0072b2 #d55e00 #cc79a7"
+_COLOURS = np.array([ImageColor.getrgb(colour) for colour in _HEX.split()], dtype=np.uint8)
 _MARGIN, _CAPTION = 16, 34
 _TINT = 0.25  # opacity of the regions' colours over the picture
 _EDGE = (250, 250, 250)  # colour of the line between tokens of different destinations

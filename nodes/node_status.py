@@ -53,10 +53,10 @@ class NodeStatus:
 
     def say(self, *lines: Line, details: Sequence[Line] = (), **more: Any) -> None:
         """Show lines on the node, and details in its tooltip. more: what else the page is sent."""
-        client, _ = _running()
+        server, client, _ = _running()
         if client is not None and self.node_id is not None:  # without a client ComfyUI would send to all of them
             with suppress(RuntimeError):  # the server is shutting down
-                _server().send_sync(_EVENT, {"node": self.node_id, **_message(lines, details), **more}, client)
+                server.send_sync(_EVENT, {"node": self.node_id, **_message(lines, details), **more}, client)
 
 
 @contextmanager
@@ -81,21 +81,17 @@ def _message(lines: Sequence[Line], details: Sequence[Line]) -> dict[str, Any]:
     """Return lines and details as data for the page, and as English text for other clients."""
     texts = ["\n".join(map(str, part)) for part in (lines, details)]
     data = [[line if isinstance(line, str) else line.json() for line in part] for part in (lines, details)]
-    return {"graph": _running()[1], "text": texts[0], "details": texts[1], "lines": data[0], "more": data[1]}
+    return {"graph": _running()[2], "text": texts[0], "details": texts[1], "lines": data[0], "more": data[1]}
 
 
-def _running() -> tuple[str | None, str | None]:
-    """Return the client whose prompt is running, and the id of the workflow on its page. None where there is none, or
-    where ComfyUI's queue is not as this pack knows it: a status must never end a run."""
+def _running() -> tuple[Any, str | None, str | None]:
+    """Return ComfyUI's server, the client whose prompt is running, and the id of the workflow on its page. None where
+    there is none, or where ComfyUI's queue is not as this pack knows it: a status must never end a run."""
     try:
-        (prompt,) = _server().prompt_queue.get_current_queue_volatile()[0]
+        server = sys.modules["server"].PromptServer.instance  # where ComfyUI's classes are used alone there is none
+        (prompt,) = server.prompt_queue.get_current_queue_volatile()[0]
         extra = prompt[3]
         workflow = (extra.get("extra_pnginfo") or {}).get("workflow") or {}
-        return extra.get("client_id"), workflow.get("id")
-    except (AttributeError, IndexError, TypeError, ValueError):
-        return None, None
-
-
-def _server() -> Any:
-    """Return ComfyUI's server, None where its classes are used without one."""
-    return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+        return server, extra.get("client_id"), workflow.get("id")
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return None, None, None

@@ -68,19 +68,18 @@ class ToMAReport(io.ComfyNode):
         with status_of(cls.hidden):
             attachment = attachment_of(validate_inputs.model(model))
             image = None if image is None else validate_inputs.image(image)
-        stats = None if attachment is None else last_runs.last(attachment.report_id)
-        none = NoReport.NO_NODE() if attachment is None else NoReport.NO_RUN()
-        lines = [none] if stats is None else stats.report()
+        last = None if attachment is None else last_runs.last(attachment.report_id)
+        none, stats = NoReport.NO_NODE() if attachment is None else NoReport.NO_RUN(), last or RunStats()
+        lines = [none] if last is None else stats.report()
         text = "\n".join(map(str, lines))
-        charts = [steps_chart(stats), blocks_chart(stats)] if stats is not None and stats.steps else []
-        sheet = draw({} if stats is None else stats.maps, image, charts)
+        sheet = draw(stats.maps, image, [steps_chart(stats), blocks_chart(stats)] if stats.steps else [])
         shown = {**ui.PreviewImage(sheet, cls=cls).as_dict(), "text": (text,), **said([*lines, *_captions(stats)])}
         return io.NodeOutput(text, sheet, latent, ui=shown)
 
 
-def _captions(stats: RunStats | None) -> list[Message | str]:
+def _captions(stats: RunStats) -> list[Message | str]:
     """Return what the picture shows."""
-    if stats is None or not stats.steps:
+    if not stats.steps:
         return []
     shown = [*([Caption.MAP()] if stats.maps else []), Caption.STEPS(), Caption.BLOCKS()]
     return ["", Caption.PICTURE(), *(Line.INDENTED(line=caption) for caption in shown)]

@@ -52,11 +52,8 @@ def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, pr
 
 def _profiled(model: Any, settings: Settings, text: Any) -> tuple[Settings, RatioSchedule, tuple[Message, ...]]:
     """Return the settings and ratios of a profile's text, and what the node shows; the given settings without a profile
-    that fits the model.
-
-    Settings of the profile override the preset's, settings made by hand override those; its ratios replace the one
-    that is set. Raises `UnsupportedModelError`.
-    """
+    that fits the model. Settings of the profile override the preset's, settings made by hand override those; its ratios
+    replace the one that is set. Raises `UnsupportedModelError`."""
     if settings.off or text is None or (isinstance(text, str) and not text.strip()):
         return settings, (), ()
     try:
@@ -71,9 +68,8 @@ def _profiled(model: Any, settings: Settings, text: Any) -> tuple[Settings, Rati
 
 def _left_to_preset(model: Any, settings: Settings) -> dict[str, Any]:
     """Return the name of the preset, and the values of the settings that are not set, by name."""
-    left = {name: value for name, value in vars(config_for(settings, model)).items() if name not in settings.overrides}
-    values = {name: value.value if isinstance(value, Enum) else value for name, value in left.items()}
-    return {"preset": settings.preset, **values}
+    values = {name: v.value if isinstance(v, Enum) else v for name, v in vars(config_for(settings, model)).items()}
+    return {"preset": settings.preset, **{name: values[name] for name in values.keys() - settings.overrides.keys()}}
 
 
 def _schema(node_id: str, display_name: str, description: str, *settings: Any) -> io.Schema:

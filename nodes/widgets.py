@@ -16,8 +16,7 @@ from ..toma_core.reasons import label
 CATEGORY = "model/patch/ToMA"
 SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "accelerate", "speed", "faster", "cache"]
 
-# Shown at once, in this order; the rest is folded away behind the node's advanced toggle.
-_FRONT = ("skip_last_blocks", "full_step_interval", "end_percent")
+_FRONT = ("skip_last_blocks", "full_step_interval", "end_percent")  # shown at once, the others are advanced inputs
 # Values that leave a field to the preset: of lists and switches, and of numbers, none of which may be negative.
 _PRESET, _UNSET = "preset", -1
 _SWITCH = {"on": True, "off": False}
@@ -87,8 +86,7 @@ def _override(name: str) -> Any:
 
 
 def _is_set(value: Any) -> bool:
-    # Every negative number: a click on a widget's arrow makes -0.95 of -1. A value from a link may define its own
-    # equality.
+    # Any negative number: a widget's arrow makes -0.95 of -1. A value from a link may define its own equality.
     if isinstance(value, (int, float)):
         return not value < 0
     return not isinstance(value, str) or value != _PRESET

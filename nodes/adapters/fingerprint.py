@@ -22,8 +22,8 @@ def blocks_of(model: ModelPatcher, latent: Tensor | None = None) -> list[BlockFa
 def fingerprint(model: ModelPatcher) -> str:
     """Return facts that distinguish a model from all others but finetunes of its base: its family, how many blocks of
     which kind, their channels, what it predicts and its highest noise level. Raises `UnsupportedModelError`."""
-    family = type(registry.require(model.get_model_object("diffusion_model"))).__module__.rpartition(".")[2]
-    facts = blocks_of(model)
+    facts, hooks = blocks_of(model), registry.require(model.get_model_object("diffusion_model"))
+    family = type(hooks).__module__.rpartition(".")[2]
     blocks = ", ".join(f"{home} {count}" for home, count in Counter(fact.home for fact in facts).items())
     width = ", ".join(dict.fromkeys(str(fact.width) for fact in facts))
     sampling = model.get_model_object("model_sampling")

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ...toma_core import ToMAConfig
 from ...toma_core.profile import entry_of
-from ...toma_core.schedule import RatioSchedule
 from .blocks import BlockFacts
 from .compat import argument, optional_api
 from .conditions import takes_part
@@ -59,7 +58,7 @@ class Probes:
 
     def on(self, model: ModelPatcher, config: ToMAConfig) -> ModelPatcher:
         """Return a clone of a model that samples unmerged and is measured with these settings."""
-        patched = apply_toma(model, config, ratio_schedule=_merging({}))
+        patched = apply_toma(model, config, ratio_schedule=((0.0, {}),))
         patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, _KEY, self._evaluated)
         return patched
 
@@ -96,7 +95,7 @@ class Probes:
         def evaluated(site: str | None, ratio: float) -> Tensor:
             self.tick()
             blocks = (block for name in self.sites if site in (None, name) for block in self.sites[name])
-            run.schedule = replace(schedule, ratio_schedule=_merging(dict.fromkeys(blocks, ratio)))
+            run.schedule = replace(schedule, ratio_schedule=((0.0, dict.fromkeys(blocks, ratio)),))
             sampling.observe(timestep, conds[:1], x, options)
             image: Tensor = executor(model, conds[:1], x, timestep, options)[0]
             return image.float()
@@ -111,11 +110,6 @@ class Probes:
             self._errors[band, site, ratio] = (evaluated(site, ratio) - unmerged).square().sum()
         run.schedule = schedule
         return images
-
-
-def _merging(ratios: Mapping[str, float]) -> RatioSchedule:
-    """Return the schedule that merges these blocks at every step, and no others."""
-    return ((0.0, ratios),)
 
 
 def without_caches(model: ModelPatcher) -> ModelPatcher:
