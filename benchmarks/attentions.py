@@ -1,7 +1,7 @@
-"""Every attention that ComfyUI offers on this machine, side by side in one process, alone and with ToMA.
+"""Compare every attention that ComfyUI offers on this machine in one process, alone and with ToMA.
 
-ComfyUI chooses one at start (`--use-flash-attention`, `--use-sage-attention`, ...), but keeps all that can be imported
-in a table of names, and an override, as packs use it, puts any of them in its place for one model.
+ComfyUI chooses one at start (`--use-flash-attention`, `--use-sage-attention`, ...), but registers all that can be
+imported by name, and an override, as packs use it, replaces ComfyUI's choice for one model.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from benchmarks.bench import Row
 from benchmarks.fullsize import Shape
 from benchmarks.variants import Variant
 
-# Beside the names that are plain.
+# Labels of names that need one.
 NOTES = {"sage3": "takes more than 1024 tokens, merged ones too: the rest is PyTorch's"}
-# Tokens of the trial: more than `sage3` asks for.
+# Tokens of the trial: more than the minimum of `sage3`.
 _TRIAL = 2048
 
 
 def variant(name: str, function: Callable[..., Tensor]) -> Variant:
-    """A model with this attention in place of ComfyUI's choice."""
+    """Return a variant with this attention instead of ComfyUI's choice."""
 
     def patch(model: Any) -> Any:
         model = model.clone()
@@ -41,7 +41,7 @@ def variant(name: str, function: Callable[..., Tensor]) -> Variant:
 
 @contextmanager
 def _stepping_in() -> Iterator[list[str]]:
-    """A list that grows when PyTorch's attention is called, as ComfyUI does it for a library that refuses."""
+    """Yield a list that grows when ComfyUI falls back to PyTorch's attention for a library that refuses its inputs."""
     import comfy.ldm.modules.attention as own
 
     called: list[str] = []
@@ -62,7 +62,7 @@ def _stepping_in() -> Iterator[list[str]]:
 
 
 def refusal(name: str, function: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, width: int) -> str:
-    """Why such tokens with heads of this width would not be computed by what the name says; empty if they are."""
+    """Return why the named attention would not compute such tokens with heads of this width; empty if it does."""
     q, k, v = torch.randn(3, 1, 2, _TRIAL, width, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     try:
         with _stepping_in() as called:
@@ -74,8 +74,8 @@ def refusal(name: str, function: Callable[..., Tensor], device: torch.device, dt
 
 
 def here(device: torch.device, dtype: torch.dtype, width: int) -> tuple[list[Variant], list[str]]:
-    """A variant for each attention that ComfyUI can call here; and a note for each that refuses such tokens, whose row
-    would bear a wrong name."""
+    """Return a variant for each attention that ComfyUI can call here, and a note for each that refuses such tokens,
+    because its row would time another attention."""
     import comfy.ldm.modules.attention as own
 
     offered, notes = [], []
@@ -91,7 +91,7 @@ def here(device: torch.device, dtype: torch.dtype, width: int) -> tuple[list[Var
 def measure(
     patcher: Any, shape: Shape, merged: Variant, dtype: torch.dtype, device: torch.device, repeats: int, limit: float
 ) -> tuple[list[Row], list[str]]:
-    """Rows of one evaluation: ComfyUI's choice, each attention alone and each with `merged`; and notes."""
+    """Return rows of one evaluation (ComfyUI's choice, each attention alone and with `merged`), and notes."""
     network = patcher.model.diffusion_model
     width = network.hidden_size // network.num_heads if hasattr(network, "hidden_size") else 64
     offered, notes = here(device, dtype, width)

@@ -1,4 +1,5 @@
-"""What every benchmark shares: conditions, interleaved timing, gates, and tables, CSV, JSON and plots of the rows."""
+"""Shared parts of all benchmarks: conditions, interleaved timing, gates, and tables, CSV, JSON and plots of the
+rows."""
 
 from __future__ import annotations
 
@@ -22,26 +23,26 @@ REFUSED = "refused"
 
 
 def device_here() -> torch.device:
-    """Where ComfyUI runs its models."""
+    """Return the device on which ComfyUI runs models."""
     import comfy.model_management
 
     return torch.device(comfy.model_management.get_torch_device())
 
 
 def say(text: str) -> None:
-    """A line on screen that is no part of any result."""
+    """Print a line that is not part of any result."""
     print(text, file=sys.stderr, flush=True)
 
 
 class Progress:
-    """A bar on a terminal, nothing in a log. total: how many times `step` will be called."""
+    """A progress bar on a terminal, nothing in a log. total: number of calls of `step`."""
 
     def __init__(self, what: str, total: int) -> None:
         self.what, self.total, self.done, self.start = what, total, 0, time.monotonic()
         self.shown = sys.stderr.isatty()
 
     def step(self, doing: str) -> None:
-        """One more is done."""
+        """Advance the bar by one."""
         self.done += 1
         if not self.shown:
             return
@@ -52,12 +53,12 @@ class Progress:
 
 
 def conditions(**more: Any) -> dict[str, Any]:
-    """What a speed needs beside it."""
+    """Return the conditions of a measurement: versions, device, settings."""
     import comfy.ldm.modules.attention
     from comfyui_version import __version__ as comfyui
 
     cuda = torch.cuda.is_available()
-    told: dict[str, Any] = {
+    values: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if cuda else f"CPU, {_processor()}, {torch.get_num_threads()} threads",
         "attention": comfy.ldm.modules.attention.optimized_attention.__name__,
         "torch": torch.__version__,
@@ -68,13 +69,13 @@ def conditions(**more: Any) -> dict[str, Any]:
     if cuda:
         import importlib.util
 
-        told["cuda"] = torch.version.cuda
-        told["triton"] = __import__("triton").__version__ if importlib.util.find_spec("triton") else "not installed"
-    return {**told, "weights": "random", **more}
+        values["cuda"] = torch.version.cuda
+        values["triton"] = __import__("triton").__version__ if importlib.util.find_spec("triton") else "not installed"
+    return {**values, "weights": "random", **more}
 
 
 def _processor() -> str:
-    """The processor's name where Linux tells it."""
+    """Return the processor's name from Linux's /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -84,21 +85,20 @@ def _processor() -> str:
 
 @dataclass
 class Timing:
-    """What one case took, its turns in order. peak: bytes of device memory at most, 0 where it is not known. handed:
-    seconds until the host had launched everything."""
+    """Measurements of one case, one entry for each turn."""
 
     seconds: list[float] = field(default_factory=list)
     output: Tensor | None = None
-    peak: int = 0
-    handed: list[float] = field(default_factory=list)
+    peak: int = 0  # bytes of device memory, 0 if unknown
+    handed: list[float] = field(default_factory=list)  # seconds until the host has launched everything
 
     def quantile(self, share: float) -> float:
-        """The time that this share of the turns stays below, interpolated."""
+        """Return the quantile of the turns' times, interpolated."""
         return quantile(self.seconds, share)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Linear interpolation between the two values around `share`."""
+    """Interpolate linearly between the two values around `share`."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -107,7 +107,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all launched work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -120,10 +120,10 @@ def interleave(
     warmups: int = 1,
     limit: float = float("inf"),
 ) -> dict[str, Timing]:
-    """Time cases in turns, so that a machine that slows down slows all of them. Warm-up turns are not counted.
+    """Time cases in turns, so that a machine that slows down slows all of them equally. Warm-up turns do not count.
 
-    limit: seconds, warm-up included, in which a turn must end, judged by the one before, or it does not begin; one
-    is counted in any case.
+    limit: seconds for all turns, warm-up included. A turn only begins if it would end in time at the previous turn's
+    duration; at least one turn counts.
     """
     timings = {name: Timing() for name in cases}
     progress = Progress(what, len(cases) * (repeats + warmups))
@@ -158,11 +158,7 @@ def interleave(
 
 @dataclass
 class Row:
-    """One line of a result. p20, p50, p80: seconds. speedup: median over the turns of the unpatched time over this
-    one's, None where the gate is red. error: relative error of the output. ceiling: unpatched FLOPs over this
-    one's. planning: seconds that making all plans once takes. host: seconds until everything was launched. gpu: seconds
-    of its kernels alone, where they were profiled. shares: of a step's time, by part. gate: why no speed-up may be
-    told, empty if it may. profile: what took longest, for reading."""
+    """One line of a result."""
 
     section: str
     model: str
@@ -170,22 +166,22 @@ class Row:
     batch: int
     variant: str
     tokens: str = ""
-    p20: float = 0.0
+    p20: float = 0.0  # quantiles of the turns in seconds
     p50: float = 0.0
     p80: float = 0.0
-    speedup: float | None = None
+    speedup: float | None = None  # median over the turns of unpatched time / time; None if the gate is red
     speedup_low: float | None = None
     speedup_high: float | None = None
-    ceiling: float | None = None
-    error: float | None = None
-    planning: float | None = None
-    host: float | None = None
-    gpu: float | None = None
+    ceiling: float | None = None  # unpatched FLOPs / FLOPs
+    error: float | None = None  # relative error of the output
+    planning: float | None = None  # seconds for making all plans once
+    host: float | None = None  # seconds until everything is launched
+    gpu: float | None = None  # seconds of the kernels, if profiled
     peak_mb: float | None = None
-    shares: dict[str, float] = field(default_factory=dict)
-    gate: str = ""
+    shares: dict[str, float] = field(default_factory=dict)  # of a step's time, by part
+    gate: str = ""  # why no speed-up may be reported, empty if it may
     note: str = ""
-    profile: str = ""
+    profile: str = ""  # the slowest operations, as text
 
 
 def relative_error(output: Tensor, base: Tensor) -> float:
@@ -194,7 +190,8 @@ def relative_error(output: Tensor, base: Tensor) -> float:
 
 
 def compared(row: Row, timing: Timing, base: Timing, problems: Sequence[str] = ()) -> Row:
-    """The row with its times, and its speed-up over `base` unless its output is broken or there are `problems`."""
+    """Return the row with its times, and with its speed-up over `base` unless its output is broken or there are
+    `problems`."""
     found = list(problems)
     assert timing.output is not None and base.output is not None
     if timing.output.shape != base.output.shape:
@@ -217,7 +214,7 @@ _SHOWN = ("section", "model", "size", "batch", "variant", "tokens")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows for reading, in Markdown."""
+    """Format the rows as a Markdown table."""
     head = [
         *_SHOWN,
         "p50 s",
@@ -250,43 +247,43 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def red(rows: Sequence[Row]) -> list[str]:
-    """What the gates of these rows found."""
+    """List the failed gates of these rows."""
     return [f"{row.section}, {row.model} {row.size}, {row.variant}: {row.gate}" for row in rows if row.gate]
 
 
 def write(
     path: Path,
-    told: dict[str, Any],
+    conditions: dict[str, Any],
     rows: Sequence[Row],
     text: str = "",
     shown: Sequence[Row] | None = None,
     notes: Sequence[str] = (),
     last: bool = True,
 ) -> None:
-    """PATH.json and PATH.md; if it is the last time also PATH.csv and PATH.png. text: what else the page is to say.
-    shown: the rows of the page's table and of the plot, all if None. notes: sentences kept beside the rows."""
+    """Write PATH.json and PATH.md, and at the end also PATH.csv and PATH.png. text: further text of the page. shown:
+    rows of the page's table and of the plot, all if None. notes: sentences stored with the rows."""
     shown = rows if shown is None else shown
     path.parent.mkdir(parents=True, exist_ok=True)
-    result = {"conditions": told, "rows": [asdict(row) for row in rows], "notes": list(notes)}
-    part = path.with_suffix(".part")  # whoever is stopped meanwhile leaves the file before
+    result = {"conditions": conditions, "rows": [asdict(row) for row in rows], "notes": list(notes)}
+    part = path.with_suffix(".part")  # an interrupted write leaves the previous file
     part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     part.replace(path.with_suffix(".json"))
-    said = ", ".join(f"{key}: {value}" for key, value in told.items())
-    page = "\n\n".join(each for each in (said, text, table(shown) if shown else "") if each)
+    shown_conditions = ", ".join(f"{key}: {value}" for key, value in conditions.items())
+    page = "\n\n".join(each for each in (shown_conditions, text, table(shown) if shown else "") if each)
     path.with_suffix(".md").write_text(page.rstrip() + "\n", encoding="utf-8")
     if not last:
         return
     with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as out:
         names = [f.name for f in fields(Row) if f.name != "profile"]
-        writer = csv.DictWriter(out, [*told, *names], lineterminator="\n", extrasaction="ignore")
+        writer = csv.DictWriter(out, [*conditions, *names], lineterminator="\n", extrasaction="ignore")
         writer.writeheader()
         for row in rows:
-            writer.writerow({**told, **asdict(row), "shares": json.dumps(row.shares)})
-    plot(path.with_suffix(".png"), told, shown)
+            writer.writerow({**conditions, **asdict(row), "shares": json.dumps(row.shares)})
+    plot(path.with_suffix(".png"), conditions, shown)
 
 
 def command_line(about: str | None, name: str, repeats: int) -> argparse.ArgumentParser:
-    """What every benchmark can be told: --repeats, --dtype, --out. about: its module's docstring."""
+    """Return a parser with the options of every benchmark: --repeats, --dtype, --out. about: its module's docstring."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
@@ -294,23 +291,23 @@ def command_line(about: str | None, name: str, repeats: int) -> argparse.Argumen
     return parser
 
 
-def finish(rows: Sequence[Row], told: dict[str, Any], path: Path | None) -> None:
-    """Print the rows, write them if there is a path, and leave with an error if a gate is red."""
+def finish(rows: Sequence[Row], conditions: dict[str, Any], path: Path | None) -> None:
+    """Print the rows, write them if there is a path, and exit with an error if a gate is red."""
     print(table(rows))
     if path:
-        write(path, told, rows)
+        write(path, conditions, rows)
     if found := red(rows):
         raise SystemExit("\n".join(["speed-ups were refused:", *found]))
 
 
 def size(text: str) -> tuple[int, int]:
-    """Width and height in pixels, from 832x1216 or 1024."""
+    """Parse width and height in pixels from 832x1216 or 1024."""
     width, _, height = text.partition("x")
     return int(width), int(height or width)
 
 
-def plot(path: Path, told: dict[str, Any], rows: Sequence[Row]) -> None:
-    """One panel a group of rows that share a baseline: speed-ups as bars, FLOP ceilings as ticks."""
+def plot(path: Path, conditions: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Plot one panel for each group of rows with a common baseline: speed-ups as bars, FLOP ceilings as ticks."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row.speedup is not None and row.variant != "unpatched":
@@ -345,6 +342,6 @@ def plot(path: Path, told: dict[str, Any], rows: Sequence[Row]) -> None:
         axes.set_title(title, fontsize=8, loc="left")
         axes.invert_yaxis()
     panels[-1, 0].set_xlabel("times as fast as unpatched (line: p20 to p80; red: ceiling by FLOPs)", fontsize=8)
-    figure.suptitle(f"{told['device']}, {told.get('dtype', '')}, torch {told['torch']}", fontsize=8)
+    figure.suptitle(f"{conditions['device']}, {conditions.get('dtype', '')}, torch {conditions['torch']}", fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)

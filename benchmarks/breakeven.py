@@ -1,11 +1,11 @@
-"""From how many tokens on does merging pay on this device?
+"""Measure from how many tokens on merging pays on this device.
 
     python -m benchmarks.breakeven [--side 8 12 16 24 32 48 64] [--ratio 0.5] [--repeats 7] [--out FOLDER]
 
-Times chains of real transformer blocks, as both levels of SDXL have them, whole and merged, over token grids of
-growing side; the share of a plan that a step pays (one for three, as in the balanced preset) is added to the
-merged time. Every grid is merged, however small; each row also tells whether Auto (`min_tokens` = 0) would merge there.
-Auto is right where it merges at ratios above 1 and leaves whole what is below. On a CPU the clock is the process's own,
+It times chains of transformer blocks of both resolutions of SDXL, unmerged and merged, over token grids of growing
+side; a third of a plan (one plan in three steps, as in the balanced preset) is added to the merged time. Every grid is
+merged, however small; each row also has Auto's decision (`min_tokens` = 0). Auto is right if it merges exactly the
+grids with a speed-up above 1. On a CPU the clock is the process's own,
 so that other programs on the machine matter less.
 """
 
@@ -23,12 +23,12 @@ from benchmarks import bench, stand_ins
 from benchmarks.bench import Row, Timing
 from scripts.comfy_pack import pack_module
 
-# Width and depth of a stack at each level of SDXL.
+# Width and depth of a stack at each resolution of SDXL.
 STACKS = ((640, 2), (1280, 10))
 
 
 def stack(width: int, depth: int, dtype: torch.dtype, device: torch.device) -> list[Any]:
-    """The transformer blocks of one SpatialTransformer of SDXL, with random weights."""
+    """Build the transformer blocks of one SpatialTransformer of SDXL, with random weights."""
     import comfy.ops
     from comfy.ldm.modules.attention import BasicTransformerBlock
 
@@ -53,7 +53,7 @@ def stack(width: int, depth: int, dtype: torch.dtype, device: torch.device) -> l
 
 
 def _auto(x: Tensor, ratio: float) -> str:
-    """Whether Auto would merge tokens x of (B, N, C), as many conditions of one image."""
+    """Return whether Auto would merge tokens x (B, N, C), B conditions of one image."""
     core = pack_module("toma_core")
     run = core.RunState(core.Schedule(core.ToMAConfig(ratio=ratio, min_tokens=0)))
     reason = core.Evaluation(run, run.schedule.decide(1.0), (None,) * len(x)).obstacle(x)
@@ -79,7 +79,8 @@ def measure(
     device: torch.device,
     batch: int = 2,
 ) -> list[Row]:
-    """One row a side: a chain of blocks merged once, and its speed-up over the whole chain."""
+    """Measure one row for each side: a chain of blocks that is merged once, and its speed-up over the unmerged
+    chain."""
     core = pack_module("toma_core")
     plans_per_step = 1 / pack_module("toma_core").PRESETS["balanced"]["selection_interval"]
     blocks = stack(width, depth, dtype, device)
@@ -139,13 +140,13 @@ def main() -> None:
     args = parser.parse_args()
     stand_ins.prepare()
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
-    told = bench.conditions(dtype=args.dtype, repeats=args.repeats)
+    conditions = bench.conditions(dtype=args.dtype, repeats=args.repeats)
     rows = [
         row
         for width, depth in STACKS
         for row in measure(width, depth, args.side, args.ratio, args.repeats, dtype, device, args.batch)
     ]
-    bench.finish(rows, told, args.out and args.out / "breakeven")
+    bench.finish(rows, conditions, args.out and args.out / "breakeven")
 
 
 if __name__ == "__main__":

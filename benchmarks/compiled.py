@@ -1,9 +1,10 @@
-"""How much of torch.compile's gain is left on top of merging, where the host is the limit?
+"""Measure torch.compile's further gain over merging where the host limits the speed.
 
     python -m benchmarks.compiled [--model sdxl flux] [--repeats 15] [--backend inductor] [--out FOLDER]
 
-SDXL and Flux in their whole depth, but narrow and on small pictures: an evaluation takes as long as the host needs to
-launch it, which is what compiling saves where a GPU waits for its host. `benchmarks.forward --compile` has models of
+SDXL and Flux have their full depth, but are narrow and run on small pictures: an evaluation takes as long as the host
+needs to launch it, which is the time that compiling saves where a GPU waits for its host. `benchmarks.forward
+--compile` has models of
 full width; on a CPU, where Inductor's products in bf16 are slower than PyTorch's own, they show nothing. PyTorch's
 attention (ComfyUI's own for CPUs breaks graphs), fp32, wall clock. The first run of a compiled variant takes a minute.
 """
@@ -15,7 +16,7 @@ from benchmarks.bench import Row
 from benchmarks.fullsize import Shape
 
 SIDE = 256
-# Transformer blocks of SDXL at each level and in the middle; of Flux, double and single.
+# Transformer blocks of SDXL at each resolution and in the middle; Flux's double and single blocks.
 DEPTHS, MIDDLE, DOUBLE, SINGLE = (0, 2, 10), 10, 19, 38
 
 
@@ -27,8 +28,10 @@ def main() -> None:
     args = parser.parse_args()
     stand_ins.prepare(own_attention=False)
     device = bench.device_here()
-    told = bench.conditions(dtype="float32", repeats=args.repeats, backend=args.backend, blocks="whole depth, narrow")
-    bench.say(", ".join(f"{key}: {value}" for key, value in told.items()))
+    conditions = bench.conditions(
+        dtype="float32", repeats=args.repeats, backend=args.backend, blocks="full depth, narrow"
+    )
+    bench.say(", ".join(f"{key}: {value}" for key, value in conditions.items()))
     compiler = variants.compiled(args.backend)
     merged = forward.toma_variants([0.5], ["stack"], dict(variants.TINY))[0]
     chosen = [merged, compiler, variants.stacked(merged, compiler), variants.stacked(compiler, merged)]
@@ -40,7 +43,7 @@ def main() -> None:
         rows += forward.measure(
             patcher, Shape(name, SIDE, SIDE, 1, tiny=True), chosen, args.repeats, device, "compiled"
         )
-    bench.finish(rows, told, args.out and args.out / "compiled")
+    bench.finish(rows, conditions, args.out and args.out / "compiled")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@
                                  [--granularity stack block] [--rivals] [--repeats 5] [--out FOLDER]
 
 Every variant goes through ComfyUI's own `apply_model`. Variants are interleaved in one run, and the speed-up is the
-median of the turns' ratios. Turns reuse the plans of a warm-up turn; what making all plans costs is timed apart and
-given as a share of an evaluation, the presets pay it every few steps. Where merged blocks look at all tokens, a full
-step comes before, untimed. Weights are random: the error shows only
-that the merged model still computes nearly the same function. Needs about 7 GB of memory for SDXL and 1 to 6 GB for
-transformers, whose depth is cut to two or three blocks or to --blocks. A speed-up is refused where the output is
-broken, or nothing was merged, or the unpatched model changed.
+median of the turns' ratios. Turns reuse the plans of a warm-up turn; the cost of making all plans is timed separately
+as a share of an evaluation, and the presets pay it every few steps. If merged blocks attend to all tokens, an untimed
+full step comes first. Weights are random: the error only shows that the merged model computes nearly the same function.
+Needs about 7 GB of memory for SDXL and 1 to 6 GB for
+transformers, whose depth is cut to two or three blocks or to --blocks. A speed-up is refused if the output is broken,
+nothing was merged, or the unpatched model changed.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from benchmarks.parts import Profile, profile
 from benchmarks.variants import UNPATCHED, Variant
 from scripts.comfy_pack import pack_module
 
-# Random weights: an output farther off than this is a broken one, not a merged one.
+# With random weights, an output with a larger error than this is broken.
 FARTHEST = 0.5
-# Noise levels of a run whose first step is in full.
+# Sigmas of a run whose first step is full.
 _LEVELS = [1.0, 0.9, 0.8, 0.0]
 GRANULARITIES = ["module", "block", "stack"]
 
 
 class Runner:
-    """A variant on a model, ready to evaluate. plain: without ToMA's kernels, wherever it runs."""
+    """A variant on a model, ready to evaluate. plain: use plain PyTorch instead of ToMA's kernels."""
 
     def __init__(self, variant: Variant, patcher: Any, plain: bool = False) -> None:
         self.variant, self.plain, self.looks = variant, plain, False
         self.patched = variant.patch(patcher)
         self.sampling = self._start()
 
-    @torch.inference_mode()  # as the sampler: where gradients are computed nothing is merged
+    @torch.inference_mode()  # as the sampler does: ToMA merges nothing while gradients are computed
     def _start(self) -> Any | None:
-        """What ToMA keeps for a run, as the sampler's wrapper would make it; None without ToMA."""
+        """Return ToMA's state of a run, as the sampler's wrapper makes it; None without ToMA."""
         run = pack_module("nodes.adapters.patch_model")
         attachment = run.attachment_of(self.patched)
         if attachment is None:
@@ -64,7 +64,7 @@ class Runner:
         return sampling
 
     def _step(self, level: float) -> None:
-        """The sampler comes to a noise level."""
+        """Start a step at a sigma."""
         assert self.sampling is not None
         timestep = torch.full((1,), level)
         self.sampling.next(timestep)
@@ -72,7 +72,7 @@ class Runner:
 
     @torch.inference_mode()
     def __call__(self, inputs: dict[str, Any]) -> Tensor:
-        """One evaluation: (B, C, H, W) latents in, the same out."""
+        """Evaluate the model: (B, C, H, W) latents -> the same shape."""
         if self.looks and self.sampling is not None:
             if self.sampling.prediction is None:
                 self._step(_LEVELS[0])
@@ -88,13 +88,13 @@ class Runner:
             options[hooks.SAMPLING] = self.sampling
             self.sampling.shapes = inputs.get("latent_shapes")
             if self.sampling.prediction is None:
-                self.sampling.predicted(inputs["x"])  # as after a step, for plans that are made of it
+                self.sampling.predicted(inputs["x"])  # a prediction, as after a step, for plans that are made from it
             options[hooks.GRAPHS] = pack_module("nodes.adapters.compile_ops").compiled(self.patched.model_options)
         output: Tensor = self.patched.model.apply_model(**inputs, transformer_options=options)
         return output
 
     def planning(self, inputs: dict[str, Any], device: torch.device) -> float | None:
-        """Seconds that making every plan takes, each waited for; None without ToMA."""
+        """Time making all plans, each synchronised, in seconds; None without ToMA."""
         if self.sampling is None:
             return None
         kept, self.sampling, seconds = self.sampling, self._start(), 0.0
@@ -122,19 +122,19 @@ class Runner:
         return None if self.sampling is None else self.sampling.run.stats
 
     def tokens(self) -> str:
-        """Tokens before and after on every grid."""
+        """Return the tokens before and after merging on every grid."""
         if self.stats is None:
             return "all"
         grids = sorted(self.stats.grids.items(), reverse=True)
         return ", ".join(f"{math.prod(grid)} -> {kept}" for grid, kept in grids)
 
     def kernels(self) -> str:
-        """Which kernels computed the plans."""
+        """Return which kernels computed the plans."""
         return "" if self.stats is None else "kernels: " + ", ".join(sorted(map(str, self.stats.kernels)))
 
 
 def problems(runner: Runner, output: Tensor, base: Tensor, farthest: float = FARTHEST) -> list[str]:
-    """Why this variant's speed must not be told."""
+    """Return the reasons against reporting this variant's speed."""
     found = []
     if runner.stats is not None and not runner.stats.merged_blocks:
         found.append(runner.stats.summary())
@@ -148,7 +148,7 @@ def problems(runner: Runner, output: Tensor, base: Tensor, farthest: float = FAR
 
 
 def toma_variants(ratios: Sequence[float], granularities: Sequence[str], whole: dict[str, Any]) -> list[Variant]:
-    """ToMA at every ratio and granularity."""
+    """Return variants of ToMA at every ratio and granularity."""
     return [variants.toma(f"{g}, ratio {r:g}", ratio=r, granularity=g, **whole) for r in ratios for g in granularities]
 
 
@@ -165,10 +165,10 @@ def measure(
     farthest: float = FARTHEST,
     profiles: bool = False,
 ) -> list[Row]:
-    """All variants at one shape, interleaved with the unpatched model.
+    """Time all variants at one shape, interleaved with the unpatched model.
 
-    check_kernels: also compare ToMA's fused kernels with plain PyTorch, where they run. profiles: also tell
-    what the host takes to launch everything, and the GPU alone.
+    check_kernels: also compare ToMA's fused kernels with plain PyTorch, where they run. profiles: also measure the
+    host's time to launch everything, and the GPU's time.
     """
     inputs = shape.inputs(device)
     runners, skipped_by_settings = {}, []
@@ -207,7 +207,7 @@ def measure(
 
 
 def ceiling(shape: Shape, variant: Variant, blocks: tuple[int, ...] | None = None, step: int = 0) -> float | None:
-    """How much faster a variant could be at most at a step, by FLOPs; None where they cannot be counted."""
+    """Return the highest possible speed-up of a variant's step by FLOPs; None if they cannot be counted."""
     try:
         return cost.count(shape, blocks=blocks).flops / cost.count(shape, variant, blocks=blocks, step=step).flops
     except Exception as error:
@@ -216,7 +216,8 @@ def ceiling(shape: Shape, variant: Variant, blocks: tuple[int, ...] | None = Non
 
 
 def _kernels_agree(runner: Runner, patcher: Any, inputs: dict[str, Any], output: Tensor, base: Tensor) -> list[str]:
-    """What a variant on kernels computes differently from the same variant in plain PyTorch: less than merging does."""
+    """Compare a variant on kernels with the same variant in plain PyTorch; their difference must be below that of
+    merging."""
     plain = Runner(runner.variant, patcher, plain=True)(inputs).float().cpu()
     apart, merged = bench.relative_error(output, plain), bench.relative_error(plain, base)
     return (
@@ -229,7 +230,7 @@ def _empty(section: str, shape: Shape, variant: Variant, why: str) -> Row:
 
 
 def profiled(patcher: Any, shape: Shape, variant: Variant, device: torch.device) -> Profile:
-    """Where the time of one evaluation goes that reuses its plans."""
+    """Profile one evaluation that reuses its plans."""
     inputs, runner = shape.inputs(device), Runner(variant, patcher)
     runner(inputs)
     return profile(lambda: runner(inputs))
@@ -264,8 +265,8 @@ def main() -> None:
 
     stand_ins.prepare(own_attention=args.attention == "comfyui")
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
-    told = bench.conditions(dtype=args.dtype, repeats=args.repeats)
-    bench.say(", ".join(f"{key}: {value}" for key, value in told.items()))
+    conditions = bench.conditions(dtype=args.dtype, repeats=args.repeats)
+    bench.say(", ".join(f"{key}: {value}" for key, value in conditions.items()))
     whole = {"skip_first_blocks": args.skip_first_blocks}
     if args.tiny:
         whole = dict(variants.TINY)
@@ -289,7 +290,7 @@ def main() -> None:
                 if args.profile:
                     bench.say(profiled(patcher, shape, chosen[-1], device).top)
         del patcher
-    bench.finish(rows, told, args.out and args.out / "forward")
+    bench.finish(rows, conditions, args.out and args.out / "forward")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The figures that a GPU has to reach, and whether the rows of a run reach them."""
+"""The goals for a GPU, and whether the rows of a run meet them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.bench import Row
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure that a row must reach. at_least: a speed-up; at_most: what `read` gives."""
+    """A goal for a row. at_least: a minimum speed-up; at_most: a maximum of the value that `read` returns."""
 
     name: str
     section: str
@@ -23,7 +23,7 @@ class Goal:
     read: Callable[[Row], float | None] = lambda row: row.speedup
 
     def row(self, rows: Sequence[Row]) -> Row | None:
-        """The row that decides."""
+        """Return the row that the goal refers to."""
         for row in rows:
             same = (row.model, row.variant) == (self.model, self.variant) and row.size.startswith(self.size)
             if same and row.section.startswith(self.section):
@@ -31,7 +31,7 @@ class Goal:
         return None
 
     def judged(self, rows: Sequence[Row]) -> tuple[str, str, bool]:
-        """The goal, what was measured, whether it is missed."""
+        """Return the goal, the measured value, and whether the goal is missed."""
         wanted = f">= {self.at_least:g}x" if self.at_least is not None else f"<= {self.at_most:g}"
         row = self.row(rows)
         value = None if row is None or row.gate else self.read(row)

@@ -1,9 +1,10 @@
-"""What the host pays for one call of merging, in calls of torch.add: where a GPU waits for its host, that is the price.
+"""Measure the host time of one call of merging in calls of torch.add: its cost where a GPU waits for its host.
 
     python -m benchmarks.hosttime [--repeats 40] [--out FOLDER]
 
-Needs no GPU. Triton compiles for one offline and its driver is stubbed, so that a launch goes as far as the launcher in
-C; what that and CUDA's driver take is left out, as it is of torch.add. Plain PyTorch runs on CPU tensors of 20 tokens,
+It needs no GPU. Triton compiles for one offline and its driver is stubbed: a launch ends before the launcher in C. The
+time of that launcher and of CUDA's driver is excluded, as it is for torch.add. Plain PyTorch runs on CPU tensors of 20
+tokens,
 whose sums cost little beside the calls. A turn times some hundred calls of torch.add, of an operation, and of torch.add
 again, in time of this thread, and takes the quotient; a row is the median of its turns.
 """
@@ -26,13 +27,13 @@ from benchmarks import bench, offline, stand_ins
 from scripts.comfy_pack import pack_module
 
 RESULTS = "hosttime"
-# Tokens like a picture's: windows side by side, all full, in a row of more than plain PyTorch joins to one.
+# Tokens of a picture: full windows, more in a row than plain PyTorch joins to one.
 _GRID, _WINDOW, _CHANNELS = (2, 10), 2, 16
 _CALLS = 200
 
 
 def in_adds(call: Callable[[], object], repeats: int, calls: int = _CALLS) -> float:
-    """How many calls of torch.add it takes as long as."""
+    """Return the duration of a call in calls of torch.add."""
     a = b = torch.ones(4)
     call()
 
@@ -53,7 +54,7 @@ def in_adds(call: Callable[[], object], repeats: int, calls: int = _CALLS) -> fl
 
 
 def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
-    """What is called for a plan, and for a merged block or stack that has its plan. kernels: None for plain PyTorch."""
+    """Return the calls for a plan, and for a merged block or stack with a plan. kernels: None for plain PyTorch."""
     config, core = pack_module("toma_core.config"), pack_module("toma_core.merge")
     layout, state = pack_module("toma_core.windows"), pack_module("toma_core.run")
     cache = pack_module("toma_core.cache")
@@ -70,7 +71,7 @@ def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
     def plan() -> Any:
         return run._selected(x, x, _GRID, decision, "")
 
-    # What a stubbed kernel leaves in memory is no slot.
+    # A stubbed kernel leaves no valid slots in memory.
     made = replace(first := plan(), dest_slots=torch.zeros_like(first.dest_slots))
     y = torch.randn(1, made.num_destinations, _CHANNELS, generator=torch.Generator().manual_seed(1))
     assert made.strips is None
@@ -84,7 +85,7 @@ def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
 
 
 def measure(repeats: int) -> dict[str, dict[str, float]]:
-    """torch.adds of every operation, by what computes it."""
+    """Return the torch.adds of every operation, by backend."""
     with torch.inference_mode(), offline.stubbed():
         kernels = pack_module("toma_core.kernels.triton").TritonKernels()
         return {
@@ -107,14 +108,14 @@ def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     torch.set_num_threads(1)
     stand_ins.prepare(own_attention=False)
-    told = bench.conditions(dtype="float32", repeats=args.repeats, triton=__import__("triton").__version__)
+    conditions = bench.conditions(dtype="float32", repeats=args.repeats, triton=__import__("triton").__version__)
     rows = measure(args.repeats)
-    print(", ".join(f"{key}: {value}" for key, value in told.items()))
+    print(", ".join(f"{key}: {value}" for key, value in conditions.items()))
     print(table(rows))
     if args.out:
         path = Path(args.out) / f"{RESULTS}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"conditions": told, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Write the table of docs/settings.md that says, for a model and a card, how the KV cache is kept.
+"""Write the table of docs/settings.md with the form of the KV cache for each model and card.
 
     python -m benchmarks.memory_table
 
-The decision is the pack's own and the memory ComfyUI's own, for models at their real sizes without weights, as on an
-NVIDIA card with PyTorch's attention.
+The pack itself decides and ComfyUI itself estimates the memory, for models at their real sizes without weights, as on
+an NVIDIA card with PyTorch's attention.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Choice:
     """What a run does on one card, in bytes.
 
     Attributes:
-        kind: how the KV cache is kept: "full", "4-bit" or "none".
+        kind: form of the KV cache: "full", "4-bit" or "none".
         cache: size of the KV cache.
-        left_off: weights that ComfyUI leaves off the card without ToMA.
-        pushed_out: weights that it leaves off besides, because of the KV cache.
+        left_off: weights that ComfyUI offloads without ToMA.
+        pushed_out: further weights that it offloads because of the KV cache.
     """
 
     kind: str
@@ -91,7 +91,7 @@ def built(case: Case) -> Any:
 
 @contextmanager
 def card(total: float) -> Iterator[None]:
-    """As if ComfyUI ran on an NVIDIA card with this many bytes."""
+    """Make ComfyUI see an NVIDIA card with this many bytes."""
     import comfy.model_management as management
 
     with ExitStack() as stack:
@@ -126,7 +126,7 @@ def choose(model: Any, case: Case, total: float) -> Choice:
 
 
 def cell(choice: Choice) -> str:
-    """Return how the cache is kept, and in brackets GB of weights off the card: without ToMA + because of it."""
+    """Return the form of the cache, and in brackets GB of offloaded weights: without ToMA + because of the cache."""
     off, more = (f"{n / 1e9:.1f}" for n in (choice.left_off, choice.pushed_out))
     if (off, more) == ("0.0", "0.0"):
         return choice.kind

@@ -3,11 +3,11 @@
     python -m benchmarks.micro [--shape 64x64x640 32x32x1280] [--ratio 0.5] [--batch 1] [--repeats 20] [--out FOLDER]
 
 For every shape: plain PyTorch, the Triton kernels where they run, and the search window by window (the naive loop).
-Calls go through as many copies of their operands as no cache holds. On a GPU they are replayed from a CUDA graph, so
-that the time is the GPU's alone; `host` rows time the call as a model makes it. The limit is what the device needs at
-least to read and write the operands once and to multiply, at the speeds of its own large copy and matrix product
-measured at the start. A speed-up is refused where results differ from fp32 PyTorch, or picks are worse than the
-search's in fp64.
+Calls cycle through more copies of their operands than any cache holds. On a GPU they are replayed from a CUDA graph,
+which measures GPU time only; `host` rows time the call as a model makes it. The limit is the least time of the device
+to read and write the operands once and to multiply, at the speeds of a large copy and matrix product measured at the
+start. A speed-up is refused if results differ from fp32 PyTorch, or if selected destinations are worse than those of
+the search in fp64.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from benchmarks.selectors import facility_location
 from scripts.comfy_pack import pack_module
 
 SCALE = 300.0
-# Calls in one CUDA graph: enough that its launch is nothing beside them.
+# Calls in one CUDA graph: enough to make its launch negligible.
 _REPLAYED = 60
-# Bytes of tokens that calls go through in turn: several times the last cache of any card.
+# Bytes of tokens that calls cycle through: several times the last-level cache of any card.
 _ROTATED = 300_000_000
-# Picks: least worth beside the best, share of windows that may hold others (two tokens worth the same in half floats).
+# Destinations: least worth relative to the best, and share of windows that may differ (ties in half precision).
 _WORTH, _APART = 0.9999, 0.1
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Tokens of one level: rows, columns, channels."""
+    """Tokens at one resolution: rows, columns, channels."""
 
     height: int
     width: int
@@ -44,34 +44,34 @@ class Grid:
 
     @classmethod
     def parse(cls, text: str) -> Grid:
-        """64x64x640: rows, columns, channels."""
+        """Parse rows, columns and channels from 64x64x640."""
         return cls(*map(int, text.split("x")))
 
     def __str__(self) -> str:
         return f"{self.height}x{self.width}x{self.channels}"
 
     def tokens(self, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Smooth features with noise, as in a picture. (B, N, C)"""
+        """Return smooth features with noise, as of a picture: (B, N, C)."""
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(batch, self.channels, self.height, self.width, generator=generator)
         x = torch.nn.functional.avg_pool2d(x, 3, 1, 1) + 0.1 * x
         return x.flatten(2).transpose(1, 2).contiguous().to(device, dtype)
 
 
-# Both levels of SDXL at 1024x1024, one of 832x1216, Flux at 1024x1024.
+# Both resolutions of SDXL at 1024x1024, one of 832x1216, Flux at 1024x1024.
 GRIDS = tuple(map(Grid.parse, ("64x64x640", "32x32x1280", "52x76x640", "64x64x3072")))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the device does at most, measured: FLOP/s of a large matrix product, bytes/s of a large copy."""
+    """Measured limits of the device: FLOP/s of a large matrix product, bytes/s of a large copy."""
 
     flops: float
     bandwidth: float
 
     @classmethod
     def measured(cls, dtype: torch.dtype, device: torch.device) -> Limits:
-        """Both, the best of a few tries."""
+        """Measure both, the best of a few tries."""
         side, copied = (8192, 2**30) if device.type == "cuda" else (1024, 2**26)
         a = torch.randn(side, side, device=device).to(dtype)
         row = torch.empty(copied, dtype=torch.uint8, device=device).fill_(1)
@@ -85,12 +85,12 @@ class Limits:
         return cls(2 * side**3 / product, 2 * copied / moved)
 
     def seconds(self, flops: float, moved: float) -> float:
-        """The least time for so many FLOPs and bytes."""
+        """Return the least time for a number of FLOPs and bytes."""
         return max(flops / self.flops, moved / self.bandwidth)
 
 
 def _window_by_window(x: Tensor, windows: Any, budget: Any) -> Tensor:
-    """Selection in a Python loop over images and windows."""
+    """Select in a Python loop over images and windows."""
     selection = pack_module("toma_core.selection.greedy")
     similarity = pack_module("toma_core.selection").cosine_similarity(windows.split(x))
     picks = [
@@ -103,7 +103,7 @@ def _window_by_window(x: Tensor, windows: Any, budget: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Operands:
-    """What a call takes. x, old: (B, N, C) tokens. out, reduced: (B, D, C)."""
+    """The operands of a call. x, old: (B, N, C) tokens. out, reduced: (B, D, C)."""
 
     x: Tensor
     plan: Any
@@ -126,7 +126,8 @@ class Job:
 
 
 def picks_problem(picks: Tensor, x: Tensor, windows: Any, budget: Any) -> str:
-    """What is wrong with picks of (B, W, K) beside those of the search in fp64; empty if nothing is."""
+    """Compare destination slots (B, W, K) with those of the search in fp64; return the problem, empty if there is
+    none."""
     selection = pack_module("toma_core.selection")
     similarity = selection.cosine_similarity(windows.split(x.double()))
     best = selection.select(similarity, windows, budget)
@@ -141,7 +142,7 @@ def picks_problem(picks: Tensor, x: Tensor, windows: Any, budget: Any) -> str:
 def operands(
     grid: Grid, ratio: float, batch: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Operands], Any, Any]:
-    """Copies of what calls take, more than a cache holds; windows and budget."""
+    """Return copies of the operands, more than a cache holds, and the windows and budget."""
     config, core = pack_module("toma_core.config"), pack_module("toma_core.merge")
     layout, selection = pack_module("toma_core.windows"), pack_module("toma_core.selection")
     x = grid.tokens(batch, dtype, device)
@@ -151,7 +152,7 @@ def operands(
     picks = selection.select(similarity, windows, budget)
     copies = []
     for n in range(min(_REPLAYED, max(2, -(-_ROTATED // x.nbytes)))):
-        # Other channels in each place: the same similarity, so the same plan.
+        # Permuted channels: the same similarity, so the same plan.
         mine = x.roll(n, -1)
         plan = core.weigh(windows.split(mine), picks.clone(), windows, budget, SCALE, dtype)
         assert plan.destinations.numel(), "made now, and kept: not while a call is timed"
@@ -161,7 +162,7 @@ def operands(
 
 
 def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
-    """Every operation in every form that runs here. first: the operands whose results are judged."""
+    """Return every operation in every form that runs here. first: the operands whose results are checked."""
     core = pack_module("toma_core.merge")
     selection, cache = pack_module("toma_core.selection"), pack_module("toma_core.cache")
     x, plan = first.x, first.plan
@@ -215,13 +216,13 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
 
 
 def _in_turn(call: Callable[[Operands], Any], copies: Sequence[Operands]) -> Callable[[], Any]:
-    """The call, each time on other operands."""
+    """Wrap the call to use other operands each time."""
     turns = itertools.cycle(copies)
     return lambda: call(next(turns))
 
 
 def _replayed(call: Callable[[], Any], device: torch.device) -> Callable[[], Tensor]:
-    """The call many times over from a CUDA graph: returns a stub, what counts is its time."""
+    """Capture repeated calls in a CUDA graph and return its replay."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -244,7 +245,7 @@ def measure(
     grid: Grid, ratio: float, batch: int, dtype: torch.dtype, device: torch.device, limits: Limits, repeats: int,
     kernels: Any = None, limit: float = float("inf"),
 ) -> list[Row]:  # fmt: skip
-    """All jobs of one shape. On a GPU each is there twice: replayed, and as called by the host. limit: seconds, see
+    """Time all jobs of one shape; on a GPU twice: replayed, and called by the host. limit: seconds, see
     `bench.interleave`."""
     with torch.no_grad():
         copies, windows, budget = operands(grid, ratio, batch, dtype, device)
@@ -282,7 +283,7 @@ def measure(
 
 
 def _off(result: Any, reference: Tensor | Callable[[Tensor], str] | None, dtype: torch.dtype) -> str:
-    """How far a result is from fp32 PyTorch, if that is farther than its dtype explains."""
+    """Return the error against fp32 PyTorch if it is above the rounding of the dtype."""
     if reference is None:
         return ""
     if not isinstance(reference, Tensor):
@@ -292,7 +293,7 @@ def _off(result: Any, reference: Tensor | Callable[[Tensor], str] | None, dtype:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows for reading, in Markdown: microseconds."""
+    """Format the rows as a Markdown table, in microseconds."""
     lines = [
         "| operation | tokens | batch | by | p50 us | p20-p80 | times the limit | over PyTorch |",
         "|---" * 8 + "|",
@@ -307,7 +308,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def kernels_here(device: torch.device) -> Any | None:
-    """The Triton kernels, where a GPU can run them."""
+    """Return the Triton kernels if a GPU can run them."""
     if device.type != "cuda":
         return None
     try:
@@ -327,7 +328,7 @@ def main() -> None:
     stand_ins.prepare()
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
     limits = Limits.measured(dtype, device)
-    told = bench.conditions(
+    conditions = bench.conditions(
         dtype=args.dtype, TFLOPs=round(limits.flops / 1e12, 3), GBps=round(limits.bandwidth / 1e9, 1)
     )
     rows = [
@@ -335,10 +336,10 @@ def main() -> None:
         for grid in args.shape
         for row in measure(grid, args.ratio, args.batch, dtype, device, limits, args.repeats, kernels_here(device))
     ]
-    print(", ".join(f"{key}: {value}" for key, value in told.items()))
+    print(", ".join(f"{key}: {value}" for key, value in conditions.items()))
     print(table(rows))
     if args.out:
-        bench.write(args.out / "micro", told, rows, table(rows), shown=[])
+        bench.write(args.out / "micro", conditions, rows, table(rows), shown=[])
     if found := bench.red(rows):
         raise SystemExit("\n".join(["speed-ups were refused:", *found]))
 

@@ -1,6 +1,6 @@
-"""Real ComfyUI models, small, of every family that is supported, with random weights from a seed.
+"""Small real ComfyUI models of every supported family, with random weights from a seed.
 
-Random weights say nothing about image quality; they run every line of the real classes, samplers and hooks.
+They run every line of the real classes, samplers and hooks; their pictures are noise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 def patcher(model: Any, seed: int) -> Any:
-    """A ModelPatcher around one of ComfyUI's models, its weights drawn from the seed."""
+    """Wrap one of ComfyUI's models in a ModelPatcher, with weights drawn from the seed."""
     import comfy.model_patcher
 
     generator = torch.Generator().manual_seed(seed)
@@ -489,13 +489,13 @@ TRANSFORMERS = {
     "ltx_av": ltx_av,
     "h3": h3,
 }
-# Latents of these have a second stream: the shape of the audio of so many frames, without the batch.
+# Families with a second stream: number of frames -> shape of the audio, without the batch.
 AUDIO = {
     "LTXAV": lambda frames: (8, 4 * frames + 1, 16),
     "MiniMaxH3": lambda frames: (32, 2, 4 * frames + 1),
 }
 KINDS = ("unet", *TRANSFORMERS)
-# One for each file of nodes/adapters/families: the hooks of the others are those of flux, lumina2 and ltx.
+# One model for each file of nodes/adapters/families: the other models share the hooks of flux, lumina2 and ltx.
 FAMILIES = tuple(kind for kind in KINDS if kind not in ("flux2", "z_image", "ltx_av"))
 
 
@@ -506,19 +506,20 @@ def conditioning(model: Any, tokens: int = 7, seed: int = 1, **options: Any) -> 
     generator = torch.Generator().manual_seed(seed)
     width = 1280 if isinstance(model.model, comfy.model_base.SDXL) else 24
     text = torch.randn(1, tokens, 48, generator=generator)
-    if type(model.model).__name__ in ("Omnigen2", "LTXV"):  # they ask for it, and OmniGen2 counts its text by it
+    if type(model.model).__name__ in ("Omnigen2", "LTXV"):  # these models require it, and OmniGen2 counts its text by
+        # it
         options = {"attention_mask": torch.ones(1, tokens, dtype=torch.long), **options}
     return [[text, {"pooled_output": torch.randn(1, width, generator=generator), **options}]]
 
 
 def sample(model: Any, height: int = 32, width: int = 32, **options: Any) -> torch.Tensor:
-    """Sample a latent of `height` x `width` (in latent pixels) through ComfyUI's own sampler, see `sample_streams`. Of
-    several streams the first."""
+    """Sample a latent of `height` x `width` (in latent pixels) through ComfyUI's own sampler, see `sample_streams`;
+    return the first stream."""
     return sample_streams(model, height, width, **options)[0]
 
 
 def empty(model: Any, height: int, width: int, batch: int = 1, frames: int = 1) -> Any:
-    """An empty latent, as ComfyUI's nodes for the model make it."""
+    """Return an empty latent, as ComfyUI's nodes for the model make it."""
     import comfy.nested_tensor
     import comfy.sample
 
@@ -551,7 +552,8 @@ def sample_streams(
     latent: Any = None,
     **options: Any,
 ) -> list[torch.Tensor]:
-    """The streams of a latent sampled through ComfyUI's own sampler, of so many frames if the model has any."""
+    """Sample a latent through ComfyUI's own sampler and return its streams. frames: number of frames of a video
+    model."""
     import comfy.sample
 
     latent = empty(model, height, width, batch, frames) if latent is None else latent

@@ -1,4 +1,4 @@
-"""A GPU that is not there: Triton compiles for it and launches, and nothing runs."""
+"""A simulated GPU: Triton compiles for it and launches, but no kernel runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TARGET = ("cuda", 90, 32)
 
 
 class Launcher:
-    """In place of the launcher that Triton compiles: it calls the hooks, and launches nothing."""
+    """Replaces the launcher that Triton compiles: it calls the hooks and launches nothing."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.arguments = len(source.signature)
@@ -24,7 +24,7 @@ class Launcher:
 
 
 class _Utils:
-    """What a device and a binary say of themselves."""
+    """Properties of the device and of binaries."""
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": 227 * 1024, "multiprocessor_count": 132, "warpSize": 32}
@@ -34,7 +34,7 @@ class _Utils:
 
 
 class Stub:
-    """A driver for a GPU that is not there."""
+    """A driver of the simulated GPU."""
 
     launcher_cls, utils = Launcher, _Utils()
 
@@ -55,8 +55,8 @@ class Stub:
 
 @contextmanager
 def stubbed(stub: Stub | None = None) -> Iterator[None]:
-    """While it lasts, Triton compiles and launches without a GPU. Its interpreter must be off: it reads the variable
-    when it is first imported."""
+    """Make Triton compile and launch without a GPU inside the context. Triton's interpreter must be off when it is
+    first imported."""
     from triton.runtime import driver
 
     before = driver._active

@@ -1,4 +1,4 @@
-"""The parts of a step that ToMA adds: plans (selection and weights), merges, unmerges. Here they are told apart."""
+"""Profile the parts of a step that ToMA adds: plans (selection and weights), merges, unmerges."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 from scripts.comfy_pack import pack_module
 
-# Where they are called.
+# Modules that call them.
 ADAPTERS = ("active_chain", "families.unet_layers")
-# What the adapters call, and the part of a step that it belongs to.
+# Functions that the adapters call -> the part of a step.
 PARTS = {"plan": "plan", "merge": "merge", "reduce": "merge", "unmerge": "unmerge", "restore": "unmerge"}
 
 
 @contextmanager
 def marked(around: Callable[[str], Any]) -> Iterator[None]:
-    """While it lasts, every call of a part runs inside the context manager `around(part)`."""
+    """Run every call of a part inside the context manager `around(part)`."""
     places: list[Any] = [pack_module(f"nodes.adapters.{name}") for name in ADAPTERS]
     places.append(pack_module("toma_core.run").RunState)
     saved = []
@@ -47,20 +47,19 @@ def marked(around: Callable[[str], Any]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Profile:
-    """shares: of the time of one call, by part; on a GPU of the time of its kernels. seconds: that time.
-    launches: kernels on a GPU, operators elsewhere. top: the operations that took longest, for reading."""
+    """The profile of one call."""
 
-    shares: dict[str, float]
-    seconds: float
-    launches: int
-    top: str
+    shares: dict[str, float]  # of its time by part; on a GPU of its kernels' time
+    seconds: float  # that time
+    launches: int  # kernels on a GPU, operators elsewhere
+    top: str  # the slowest operations, as text
 
 
 _LABEL = "toma: "
 
 
 def profile(call: Callable[[], Any], rows: int = 25) -> Profile:
-    """Run it once under PyTorch's profiler."""
+    """Run the call once under PyTorch's profiler."""
     cuda = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if cuda:

@@ -40,19 +40,19 @@ from scripts.comfyui import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE, COUNTS = ROOT / "docs" / "performance.md", RESULTS / "counts.md"
-# Parts of a step, and what `benchmarks.hosttime` calls them.
+# Parts of a step -> their names in `benchmarks.hosttime`.
 _CALLS = {"merge": "merge", "unmerge": "restore"}
 
 
 def overhead() -> str:
-    """What merging adds to an evaluation that reuses its plans."""
+    """Tabulate the cost that merging adds to an evaluation that reuses its plans."""
     host = json.loads((RESULTS / "hosttime" / "hosttime.json").read_text(encoding="utf-8"))["rows"]
 
     def rows() -> Iterator[list[str]]:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
             base = count(Shape(model))
             for granularity in ("block", "stack") if model == "flux" else ("module", "block", "stack"):
-                # By Triton every merge and every unmerge is one launch.
+                # With Triton every merge and every unmerge is one launch.
                 fused = count(Shape(model), by_toma(granularity=granularity), kernels=True).parts
                 for kernels, by in ((True, "Triton"), (False, "PyTorch")):
                     merged = count(Shape(model), by_toma(granularity=granularity), kernels=kernels)
@@ -81,7 +81,7 @@ def overhead() -> str:
 
 
 def attention() -> str:
-    """What a faster attention can save, whole and merged."""
+    """Tabulate the savings of a faster attention, unmerged and merged."""
 
     def rows() -> Iterator[list[str]]:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
@@ -98,7 +98,7 @@ def attention() -> str:
 
 
 def growth() -> str:
-    """How cost grows with the picture and with the batch."""
+    """Tabulate the cost by picture size and batch."""
 
     def rows() -> Iterator[list[str]]:
         for model in ("sdxl", "flux"):
@@ -123,7 +123,8 @@ _SETTINGS = (
 
 
 def runs() -> str:
-    """What a whole run saves by its number of steps: on SDXL and Flux with each preset, elsewhere with the first."""
+    """Tabulate the savings of a run by its number of steps: with each preset on SDXL and Flux, with the first preset
+    elsewhere."""
 
     def rows() -> Iterator[list[str]]:
         for model in TITLES:
@@ -142,14 +143,14 @@ def runs() -> str:
 
 
 def planning() -> str:
-    """What making the plans of the balanced preset costs, and by how many steps it is divided."""
+    """Tabulate the cost of the balanced preset's plans, and the number of steps that share it."""
 
     def rows() -> Iterator[list[str]]:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
             every = settings_of(model, "balanced").selection_interval
-            # A step in full that keeps detail makes none where they are made from what it predicts.
+            # A full step makes no plans if plans are made from its prediction.
             step = merged_steps(model, "balanced", cost.STEPS)[0]
-            count(Shape(model), by_preset("balanced"), plan=True, step=step)  # lays out the windows, once in a process
+            count(Shape(model), by_preset("balanced"), plan=True, step=step)  # makes the windows, once in a process
             for kernels, by in ((True, "Triton"), (False, "PyTorch")):
                 made = count(Shape(model), by_preset("balanced"), kernels=kernels, plan=True, step=step)
                 plan = made.parts["plan"]
@@ -166,7 +167,7 @@ def planning() -> str:
     return markdown(head, rows())
 
 
-# As their drivers tell them: compute capability, multiprocessors, boost clock.
+# From the drivers: compute capability, multiprocessors, boost clock.
 CARDS = (
     ("NVIDIA B200", (10, 0), 148, 1.965e9),
     ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98e9),
@@ -177,7 +178,7 @@ CARDS = (
 
 
 def auto() -> str:
-    """What Auto makes of blocks on well-known cards, in half precision."""
+    """Tabulate Auto's decisions for blocks on common cards, in half precision."""
     cost_model = pack_module("toma_core.cost_model")
     cards = [cost_model.Card(*card) for card in CARDS]
     unet, double, single = cost_model.UNET_BLOCK, cost_model.FLUX_DOUBLE, cost_model.FLUX_SINGLE
@@ -218,21 +219,21 @@ def auto() -> str:
 
 
 def measured() -> str:
-    """Measured speed-ups beside their ceilings, from every committed result."""
+    """Tabulate measured speed-ups with their ceilings, from every committed result."""
     results = []
     for path in sorted(RESULTS.glob("*/results.json")):
         results.append(json.loads(path.read_text(encoding="utf-8")))
 
     def rows() -> Iterator[list[str]]:
         for result in results:
-            told = result["conditions"]
+            conditions = result["conditions"]
             for row in result["rows"]:
                 if row["variant"] == "unpatched" or row["section"].startswith(("micro", "kernels")):
                     continue
                 speed = bench.REFUSED if row["speedup"] is None else f"{row['speedup']:.2f}x"
                 ceiling = "" if row["ceiling"] is None else f"{row['ceiling']:.2f}x"
                 size = f"{row['size']}, batch {row['batch']}"
-                yield [told["device"], row["section"], row["model"], size, row["variant"], speed, ceiling]
+                yield [conditions["device"], row["section"], row["model"], size, row["variant"], speed, ceiling]
 
     head = ["device", "what", "model", "size", "variant", "measured", "ceiling by FLOPs"]
     lines = [markdown(head, rows())] if results else ["No run of `make bench` is committed."]

@@ -1,11 +1,11 @@
-"""Time whole sampling runs through ComfyUI's sampler: unpatched, with ToMA, with step caches, and stacked.
+"""Time complete sampling runs through ComfyUI's sampler: unpatched, with ToMA, with step caches, and stacked.
 
     python -m benchmarks.sample [--model sdxl flux] [--size 1024x1024] [--steps 4 8 20 50] [--cfg 7] [--batch 1]
                                 [--every-step] [--repeats 3] [--out FOLDER]
 
-A run is everything from the noise to the last latent: what plans cost is in it. Weights are random, so a step cache
-skips as many steps as random weights let it: its time is real, its number of steps is not that of a trained model.
-A speed-up is refused where the output is broken or nothing was merged.
+A run goes from the noise to the last latent and includes the cost of plans. Weights are random, so the number of steps
+that a step cache skips is not that of a trained model; its time is real. A speed-up is refused if the output is broken
+or nothing was merged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from scripts.comfy_pack import pack_module
 
 @torch.inference_mode()  # as ComfyUI runs prompts
 def sample(model: Any, shape: Shape, steps: int, cfg: float, seed: int = 5) -> Tensor:
-    """Latents of the shape's `latent` from noise, with the Euler sampler."""
+    """Sample latents of the shape's `latent` from noise with the Euler sampler."""
     import comfy.sample
 
     latent = torch.zeros(shape.batch, *shape.latent)
@@ -42,20 +42,20 @@ def sample(model: Any, shape: Shape, steps: int, cfg: float, seed: int = 5) -> T
 
 
 def stats_of(model: Any) -> Any | None:
-    """What ToMA counted in the model's last run; None without ToMA."""
+    """Return ToMA's stats of the model's last run; None without ToMA."""
     attachment = pack_module("nodes.adapters.patch_model").attachment_of(model)
     return None if attachment is None else pack_module("nodes.adapters.last_runs").last(attachment.report_id)
 
 
 def usual_variants(ratio: float, **more: Any) -> list[Variant]:
-    """Every step merged, the balanced preset, step caches, and ToMA stacked with each."""
+    """Return the variants: every step merged, the balanced preset, step caches, and ToMA stacked with each."""
     every = variants.toma(f"every step, ratio {ratio:g}", ratio=ratio, **more)
     caches = [variants.step_cache("EasyCache"), variants.step_cache("LazyCache")]
     balanced = variants.preset("balanced", ratio=ratio, **more)
     return [every, balanced, *caches, *(variants.stacked(every, cache) for cache in caches)]
 
 
-# Steps of a profiled run: as many as one plan is kept for, so that its share is no smaller than in a longer run.
+# Steps of a profiled run: the interval of a plan, so that its share is no smaller than in a longer run.
 PROFILED = 5
 
 
@@ -70,7 +70,7 @@ def measure(
     shares: bool = False,
     limit: float = float("inf"),
 ) -> list[Row]:
-    """All variants, interleaved with the unpatched model. shares: profile one more run of the first of them, of
+    """Time all variants, interleaved with the unpatched model. shares: profile one more run of the first of them, of
     at most PROFILED steps. limit: seconds, warm-up included, see `bench.interleave`."""
     begin = time.monotonic()
     section = f"sample, {steps} steps, cfg {cfg:g}"
@@ -104,12 +104,12 @@ def measure(
     return rows
 
 
-# What networks call it.
+# Attributes with the last layer of networks.
 _LAST = ("final_layer", "proj_out", "last", "out")
 
 
 def _evaluations(run: Any, network: Any) -> int:
-    """How often the whole model really runs in one sampling run: caches skip, and the last layer tells."""
+    """Count the full evaluations in one sampling run, which step caches reduce, by calls of the last layer."""
     calls = 0
 
     def called(*_: Any) -> None:
@@ -126,7 +126,7 @@ def _evaluations(run: Any, network: Any) -> int:
 
 
 def profiled(model: Any, shape: Shape, steps: int, cfg: float) -> Profile:
-    """Where the time of one run goes."""
+    """Profile one run."""
     return profile(lambda: sample(model, shape, steps, cfg))
 
 
@@ -147,7 +147,7 @@ def main() -> None:
 
     stand_ins.prepare()
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
-    told = bench.conditions(dtype=args.dtype, repeats=args.repeats, blocks=args.blocks or "all")
+    conditions = bench.conditions(dtype=args.dtype, repeats=args.repeats, blocks=args.blocks or "all")
     more = variants.TINY if args.tiny else {}
     rows: list[Row] = []
     for name in args.model:
@@ -159,7 +159,7 @@ def main() -> None:
                 cfg = args.cfg if name == "sdxl" else 1.0
                 rows += measure(patcher, shape, steps, cfg, usual_variants(args.ratio, **more), args.repeats, device)
         del patcher
-    bench.finish(rows, told, args.out and args.out / "sample")
+    bench.finish(rows, conditions, args.out and args.out / "sample")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The sections of `benchmarks.suite`, the most wanted first: what each one measures, and within how many seconds."""
+"""The sections of `benchmarks.suite`, the most important first, with their time limits."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from benchmarks.variants import Variant
 from scripts.comfyui import ROOT
 
 RATIO = 0.5
-DRY = 16  # a dry run divides the sides of pictures by this,
-_LEAST = 64  # but keeps so many pixels
-# Of the seconds that are left to a section, what timed turns may take: profiles and checks come after them.
+DRY = 16  # a dry run divides the sides of pictures by this
+_LEAST = 64  # smallest side in a dry run, in pixels
+# Share of a section's remaining seconds for timed turns; profiles and checks come after them.
 _TIMED = 0.7
 
 
 @dataclass
 class Suite:
-    """What a section works with. deadline: of `time.time`, when it is stopped."""
+    """The context of a section. deadline: value of `time.time` at which it is stopped."""
 
     dry: bool
     device: torch.device
@@ -42,28 +42,29 @@ class Suite:
     _built: dict[Any, Any] = field(default_factory=dict)
 
     def left(self) -> float:
-        """Seconds until the section is stopped."""
+        """Return the seconds until the section is stopped."""
         return self.deadline - time.time()
 
     def patcher(self, name: str, blocks: tuple[int, ...] | None = None) -> Any:
-        """The model, built at its first use; a section has one."""
+        """Return the section's model, built at its first use."""
         key = name, blocks
         if key not in self._built:
             self._built[key] = fullsize.patcher(name, self.dtype, self.device, tiny=self.dry, blocks=blocks)
         return self._built[key]
 
     def shape(self, name: str, side: int, batch: int = 1, width: int = 0, frames: int = 1) -> Shape:
-        """A square picture, or one of this width, or so many frames of a video's latent; small ones in a dry run."""
+        """Return the shape of a square picture, of one with this width, or of a video with this many latent frames;
+        small ones in a dry run."""
         height, width = (max(side // DRY, _LEAST) if self.dry else side for side in (side, width or side))
         return Shape(name, height, width, batch, self.dry, frames=frames)
 
     @property
     def more(self) -> dict[str, Any]:
-        """Settings that make ToMA merge tiny models."""
+        """Return settings with which ToMA merges tiny models."""
         return variants.TINY if self.dry else {}
 
     def toma(self, name: str, **settings: Any) -> Variant:
-        """ToMA at the suite's ratio, every step merged."""
+        """Return ToMA at the suite's ratio, every step merged."""
         return variants.toma(name, ratio=RATIO, **settings, **self.more)
 
     def runs(
@@ -76,33 +77,33 @@ class Suite:
         share: float = 1,
         shares: bool = True,
     ) -> None:
-        """Whole sampling runs, within this share of the section's time."""
-        steps = min(steps, 3) if self.dry else steps  # presets run the first and the last whole
+        """Measure complete sampling runs, within this share of the section's time."""
+        steps = min(steps, 3) if self.dry else steps  # under presets the first and the last step are full
         what, limit = (self.patcher(name), self.shape(name, side), steps, cfg), self.left() * share * _TIMED
         self.results.add(*sample.measure(*what, chosen, self.repeats(9), self.device, shares, limit))
 
     def evaluations(self, shape: Shape, chosen: Sequence[Variant], repeats: int, **more: Any) -> None:
-        """Single evaluations of a whole model, within what is left to the section if `more` does not say."""
+        """Measure single evaluations of a complete model, by default within the section's remaining time."""
         more = {"limit": self.left() * _TIMED, **more}
         rows = forward.measure(self.patcher(shape.model), shape, chosen, self.repeats(repeats), self.device, **more)
         self.results.add(*rows)
 
     def few(self, shape: Shape, blocks: tuple[int, ...], chosen: Sequence[Variant], **more: Any) -> None:
-        """Single evaluations of some blocks of a model."""
+        """Measure single evaluations of a few blocks of a model."""
         patcher = self.patcher(shape.model, blocks)
         rows = forward.measure(patcher, shape, chosen, self.repeats(5), self.device, blocks=blocks, **more)
         self.results.add(*rows)
 
     def repeats(self, most: int) -> int:
-        """How many turns at most."""
+        """Return the maximum number of turns."""
         return 1 if self.dry else most
 
     def balanced(self) -> Variant:
-        """What the node does as it comes."""
+        """Return the variant of the node's defaults."""
         return variants.preset("balanced", ratio=RATIO, **self.more)
 
     def every_and_balanced(self) -> list[Variant]:
-        """The two rows that the goals ask for."""
+        """Return the two variants of the goals."""
         return [self.toma("every step"), self.balanced()]
 
 
@@ -112,31 +113,29 @@ KERNEL_TESTS = ("tests/toma_core/kernels", "tests/toma_core/test_run.py")
 
 @dataclass(frozen=True)
 class Section:
-    """needs: seconds that must be left, or it is left out. limit: seconds after which it is stopped, whatever it does,
-    start and warm-up included. visit: the part of a visit to a lent GPU that it belongs to. extra: it begins only where
-    later ones that are not have all their time left."""
+    """A section of the suite."""
 
     name: str
     run: Run
-    needs: float
-    limit: float = float("inf")
-    visit: str = ""
-    extra: bool = False
+    needs: float  # seconds that must be left, otherwise the section is skipped
+    limit: float = float("inf")  # seconds after which it is stopped, start and warm-up included
+    visit: str = ""  # the part of a visit to a lent GPU that it belongs to
+    extra: bool = False  # whether it only begins if later sections that are not extra have all their time left
 
 
 def right(suite: Suite) -> None:
-    """Every kernel against fp64."""
+    """Check every kernel against fp64."""
     for row in kernels.measure(suite.dry, suite.device, suite.left):
         suite.results.add(row)
 
 
 def kernel_tests(suite: Suite) -> None:
-    """The kernels' own tests on this device."""
+    """Run the kernels' tests on this device."""
     missing = any(importlib.util.find_spec(name) is None for name in ("pytest", "hypothesis"))
     if missing or not hasattr(importlib.import_module("pytest"), "Subtests"):
         suite.results.note("tests: left out, they need hypothesis and pytest 9")
         return
-    # Not with the settings in pyproject.toml: they ask for a pytest that a bare machine may not have.
+    # Without the settings in pyproject.toml, which need pytest plugins that a bare machine may not have.
     options = ["-q", "-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider", "--import-mode", "importlib"]
     paths = list(KERNEL_TESTS)
     if suite.dry:
@@ -153,22 +152,22 @@ def kernel_tests(suite: Suite) -> None:
         except subprocess.TimeoutExpired:
             code = -1
     verdict = verdict_of(code, log.read_text(encoding="utf-8"), limit)
-    suite.results.note(f"tests of the kernels on {suite.results.told['device']}: {verdict}")
+    suite.results.note(f"tests of the kernels on {suite.results.conditions['device']}: {verdict}")
 
 
 def verdict_of(code: int, log: str, limit: float) -> str:
-    """What pytest's exit code, -1 if it was stopped after `limit` seconds, and its log come to."""
+    """Summarise pytest's exit code (-1 if it was stopped after `limit` seconds) and its log."""
     last = next((line for line in reversed(log.splitlines()) if line.strip()), "")
     verdict = {0: "passed", -1: f"stopped after {limit:.0f} s"}.get(code, "FAILED")
-    if code == -1 and re.search(r"^[.sxX]*[FE][.sxXFE]*( |$)", log, re.MULTILINE):  # pytest had no time to say which
+    if code == -1 and re.search(r"^[.sxX]*[FE][.sxXFE]*( |$)", log, re.MULTILINE):  # pytest had no time to list them
         verdict = f"FAILED, {verdict}"
     return f"{verdict} ({last.strip('= ')})"
 
 
 def operations(suite: Suite) -> None:
-    """Selection, weights, merge and unmerge alone."""
+    """Measure selection, weights, merge and unmerge alone."""
     limits = micro.Limits.measured(suite.dtype, suite.device)
-    suite.results.told |= {"TFLOPs": round(limits.flops / 1e12, 3), "GBps": round(limits.bandwidth / 1e9, 1)}
+    suite.results.conditions |= {"TFLOPs": round(limits.flops / 1e12, 3), "GBps": round(limits.bandwidth / 1e9, 1)}
     here = micro.kernels_here(suite.device)
     grids = (micro.Grid(16, 16, 64),) if suite.dry else micro.GRIDS
     for number, grid in enumerate(grids):
@@ -178,13 +177,13 @@ def operations(suite: Suite) -> None:
 
 
 def whole_runs(name: str, side: int, steps: int, cfg: float) -> Run:
-    """Whole sampling runs as the goals ask for them; with a cfg of 1 there is one image a batch."""
+    """Measure the sampling runs of the goals; with a cfg of 1 the batch has one image."""
     return lambda suite: suite.runs(name, side, steps, cfg, suite.every_and_balanced())
 
 
 def host(suite: Suite) -> None:
-    """Who waits for whom: what the host needs to launch an evaluation of one image and of two, beside what the GPU
-    needs. A picture of 256 x 256 leaves the GPU nothing to do: there an evaluation takes as long as its host."""
+    """Measure the host's launch time of an evaluation of one image and of two, and the GPU's time. At 256 x 256 the GPU
+    has little work, and an evaluation takes as long as its launches."""
     every = {"min_tokens": 4, **suite.more}
     chosen = [variants.toma("stack", ratio=RATIO, **every), variants.preset("balanced", ratio=RATIO, **every)]
     shapes = ((1024, 1), (1024, 2), (256, 1), (256, 2))
@@ -194,14 +193,14 @@ def host(suite: Suite) -> None:
 
 
 def sdxl_steps(suite: Suite) -> None:
-    """4 and 8 steps, step caches, and both; and 50 steps."""
+    """Measure runs of 4 and 8 steps with step caches, ToMA and both, and of 50 steps."""
     for steps, share in ((4, 0.3), (8, 0.4), (50, 0.9)):
         chosen = sample.usual_variants(RATIO, **suite.more) if steps < 20 else suite.every_and_balanced()
         suite.runs("sdxl", 1024, steps, 7.0, chosen, share, shares=False)
 
 
 def sdxl_rivals(suite: Suite) -> None:
-    """One evaluation of SDXL 1024: every granularity, and what users would take instead."""
+    """Measure one evaluation of SDXL 1024: every granularity, and the rivals."""
     shape = suite.shape("sdxl", 1024, 2 if suite.device.type == "cuda" or suite.dry else 1)
     granular = forward.toma_variants([RATIO], forward.GRANULARITIES, suite.more)
     rivals = variants.unet_rivals(RATIO)
@@ -210,26 +209,26 @@ def sdxl_rivals(suite: Suite) -> None:
 
 
 def sdxl_sizes(suite: Suite) -> None:
-    """One evaluation by size, batch and ratio."""
+    """Measure one evaluation by size, batch and ratio."""
     for width, height, batch in ((832, 1216, 2), (1536, 1536, 2), (1024, 1024, 4), (512, 512, 2)):
-        # Every grid is merged. At 512 x 512 Auto leaves fast cards whole; this shows whether it is right.
+        # Every grid is merged. At 512 x 512 Auto does not merge on fast cards; this shows whether it is right.
         chosen = forward.toma_variants((0.25, 0.5, 0.75), ["stack"], {"min_tokens": 4, **suite.more})
         suite.evaluations(suite.shape("sdxl", height, batch, width), chosen, 9, limit=suite.left() / 5)
 
 
 def compiled(suite: Suite) -> None:
-    """torch.compile through ComfyUI's node: alone, and with ToMA in both orders; what is compiled is written before the
-    next."""
+    """Measure torch.compile through ComfyUI's node, alone and with ToMA in both orders; results are written after each
+    variant."""
     compiler, merged = variants.compiled("eager" if suite.dry else "inductor"), suite.toma("stack")
     shape = suite.shape("sdxl", 1024, 2)
     turns = [[merged, compiler], [variants.stacked(merged, compiler)], [variants.stacked(compiler, merged)]]
-    for chosen in turns[1:2] if suite.dry else turns:  # tracing takes long where nothing is gained by it
+    for chosen in turns[1:2] if suite.dry else turns:  # tracing takes long and gains nothing there
         suite.evaluations(shape, chosen, 15, section="torch.compile", limit=suite.left() * 0.4)
         torch.compiler.reset()
 
 
 def by_attention(name: str, batch: int) -> Run:
-    """One evaluation at 1024 by each attention that ComfyUI offers here, alone and with ToMA."""
+    """Measure one evaluation at 1024 with each attention that ComfyUI offers here, alone and with ToMA."""
 
     def section(suite: Suite) -> None:
         what, where = (suite.patcher(name), suite.shape(name, 1024, batch)), (suite.dtype, suite.device)
@@ -242,7 +241,7 @@ def by_attention(name: str, batch: int) -> Run:
 
 
 def break_even(suite: Suite) -> None:
-    """From how many tokens on merging pays: stacks of SDXL's blocks alone."""
+    """Measure from how many tokens on merging pays, with stacks of SDXL's blocks."""
     sides = (4,) if suite.dry else (8, 12, 16, 24, 32)
     stacks = ((64, 1),) if suite.dry else breakeven.STACKS
     for width, depth in stacks:
@@ -251,7 +250,7 @@ def break_even(suite: Suite) -> None:
 
 
 def cpu_sdxl(suite: Suite) -> None:
-    """Full-size SDXL on a CPU: ToMA, and every rival in the same table."""
+    """Measure full-size SDXL on a CPU: ToMA and every rival."""
     rivals = variants.unet_rivals(RATIO)
     stack = forward.toma_variants([RATIO], ["stack"], suite.more)[0]
     chosen = [stack, suite.balanced(), *rivals, *(variants.stacked(rival, stack) for rival in rivals[2:])]
@@ -259,13 +258,13 @@ def cpu_sdxl(suite: Suite) -> None:
 
 
 def cpu_flux(suite: Suite) -> None:
-    """Three full-width blocks of Flux on a CPU, none left whole."""
+    """Measure three full-width blocks of Flux on a CPU, all merged."""
     whole = {"skip_first_blocks": 0, **suite.more}
     chosen = forward.toma_variants([RATIO], forward.GRANULARITIES, whole)
     suite.few(suite.shape("flux", 1024), (1, 2), chosen, limit=suite.left() * 0.2)
 
 
-# At the sizes that they are made for, the most used first.
+# At the models' native sizes, the most used first.
 FAMILIES = (
     ("z_image", 1024),
     ("qwen_image", 1328),
@@ -277,13 +276,13 @@ FAMILIES = (
 )
 
 
-# Few blocks of random weights, with nothing whole before or after them; no output at all is 1 off.
+# A few blocks with random weights and no unmerged blocks around them; an output of zeros has an error of 1.
 _FAR = 0.8
 
 
 def few_blocks(name: str, side: int, blocks: tuple[int, ...] = (), *, keys: bool = False, **shape: int) -> Run:
-    """Two or three full-width blocks on a CPU, or so many, none left whole. keys: also with a merged
-    step of `balanced`, whose blocks look at all tokens, as they are and in four bits."""
+    """Measure two or three full-width blocks on a CPU (or `blocks`), all merged. keys: also a merged step of
+    `balanced`, whose blocks attend to all tokens, with a full and a 4-bit KV cache."""
 
     def section(suite: Suite) -> None:
         chosen, few = forward.toma_variants([RATIO], ["stack"], suite.more), blocks or WHOLE[name].few
@@ -296,12 +295,12 @@ def few_blocks(name: str, side: int, blocks: tuple[int, ...] = (), *, keys: bool
 
 
 def cpu_runs(suite: Suite) -> None:
-    """Whole runs of full-size SDXL at 512 x 512: 4 steps, step caches, and both."""
+    """Measure runs of full-size SDXL at 512 x 512: 4 steps with step caches, ToMA and both."""
     chosen = sample.usual_variants(RATIO, **suite.more)
     suite.runs("sdxl", 512, 4, 1.0, chosen, 0.7)
 
 
-# torch.compile comes last; what is less wanted, before it.
+# torch.compile comes last, after the less important sections.
 FIRST, SECOND, THIRD = "first", "second", "third"
 GPU = (
     Section("kernels", right, 30, 110, FIRST),
@@ -330,7 +329,7 @@ CPU = (
     *(Section(f"blocks-{name}", few_blocks(name, side), 40) for name, side in FAMILIES),
     Section("steps", cpu_runs, 200),
     Section("break-even", break_even, 60),
-    # 9,360 tokens, and 32,760: minutes each. In the time that there is by itself they have no turn.
+    # 9,360 and 32,760 tokens: minutes each. The default time limit excludes them.
     Section("video-480p-21-frames", few_blocks("wan", 480, (1,), keys=True, width=832, frames=6), 900),
     Section("video-480p-81-frames", few_blocks("wan", 480, (1,), width=832, frames=21), 3600),
     Section("video-ltx-121-frames", few_blocks("ltx_av", 352, (1,), keys=True, width=640, frames=16), 900),

@@ -1,4 +1,4 @@
-"""Rivals of greedy facility location, for comparison at equal budgets: destinations picked by another rule."""
+"""Rivals of greedy facility location at equal budgets: other rules for selecting destinations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from scripts.comfy_pack import pack_module
 
 Patch = Callable[[Any], Any]
-# The rule of a name: from the similarities (B, W, S, S) of the tokens in windows with a budget to `select`'s picks.
+# Maps the similarities (B, W, S, S) of tokens in windows and a budget to destination slots, as `select` does.
 Rule = Callable[[Tensor, Any, Any], Tensor]
 
 
@@ -27,7 +27,7 @@ def facility_location(similarity: Tensor, dest_slots: Tensor, valid: Tensor | No
 
 
 def farthest_point(similarity: Tensor, valid: Tensor | None, picks: int) -> Tensor:
-    """Start at the most central token, then always take the token least represented so far.
+    """Select the most central token, then repeatedly the token that is represented least.
 
     similarity: (G, S, S) fp32; valid: (G, S) bool or None. Returns (G, picks) int64 slots, as all of these.
     """
@@ -56,7 +56,7 @@ def tome_matching(similarity: Tensor, valid: Tensor | None, picks: int) -> Tenso
     if valid is not None:
         best = best.masked_fill(~valid[:, None, :], -torch.inf)
     closeness = best.amax(2)
-    # Kept first: candidates, then the sources that would lose most by merging; padding slots last.
+    # Order: candidates, then the sources that would lose most by merging; padding slots last.
     cost = torch.where(candidate, closeness.new_full((), -3.0), closeness)
     if valid is not None:
         cost = cost.masked_fill(~valid, torch.inf)
@@ -68,14 +68,14 @@ def tome_matching(similarity: Tensor, valid: Tensor | None, picks: int) -> Tenso
 
 
 def strided_grid(counts: tuple[int, ...], kept: tuple[int, ...], picks: int) -> Tensor:
-    """Evenly spaced slots for windows of `counts` tokens of which `kept` stay. (W, picks), CPU."""
+    """Return evenly spaced slots for windows of `counts` tokens with `kept` destinations: (W, K), on the CPU."""
     index = torch.arange(picks)
     places = (index + 0.5) * torch.tensor(counts)[:, None] / torch.tensor(kept)[:, None]
     return places.long().minimum(torch.tensor(counts)[:, None] - 1)
 
 
 def rule(name: str, seed: int = 0) -> Rule:
-    """How a rival picks, in the place of `toma_core.selection.select`. seed: of "random"."""
+    """Return a rival's selection, which replaces `toma_core.selection.select`. seed: of "random"."""
     selection = pack_module("toma_core.selection")
     if name == "facility location":
         found: Rule = selection.select
@@ -102,8 +102,8 @@ RIVALS = ("farthest point", "grid", "random", "tome")
 
 @contextmanager
 def selecting(name: str) -> Iterator[None]:
-    """In here every plan's destinations are picked by a rival, by PyTorch, with the same share of them in each
-    window unless they are a search that takes more where it is asked."""
+    """Replace the selection of every plan inside the context by a rival's, in plain PyTorch and with the same share of
+    destinations in each window, except for searches with an adaptive budget."""
     from benchmarks.fidelity.experiments import replaced
 
     state, kernels = pack_module("toma_core.run"), pack_module("toma_core.kernels.dispatch")
@@ -127,7 +127,7 @@ def selecting(name: str) -> Iterator[None]:
 
 
 def selected_by(patch: Patch, name: str) -> Patch:
-    """`patch`, and while such a model samples, destinations are picked by a rival."""
+    """Wrap `patch`: while its model samples, a rival selects the destinations."""
 
     def patched(model: Any) -> Any:
         from comfy.patcher_extension import WrappersMP

@@ -1,4 +1,4 @@
-"""ComfyUI and the pack, made ready for a benchmark; also on a bare machine that lacks packages no benchmark needs."""
+"""Prepare ComfyUI and the pack for a benchmark, also on a machine without the packages that no benchmark needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def prepare(own_attention: bool = True) -> None:
 
 
 class _StandIn(ModuleType):
-    """An empty package: every name in it is an empty class."""
+    """An empty package whose every attribute is an empty class."""
 
     __path__: list[str] = []  # noqa: RUF012
 
@@ -31,7 +31,7 @@ class _StandIn(ModuleType):
 
 
 class _StandIns(MetaPathFinder, Loader):
-    """Packages that ComfyUI imports for video alone."""
+    """Finds the packages that ComfyUI imports only for video."""
 
     names = ("av",)
 
@@ -44,11 +44,11 @@ class _StandIns(MetaPathFinder, Loader):
         return _StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run."""
+        """Execute nothing."""
 
 
 def use_stand_ins() -> None:
-    """On a bare machine ComfyUI's nodes load without the packages that nothing here calls."""
+    """Let ComfyUI's nodes load on a machine without packages that no benchmark calls."""
     missing = [name for name in _StandIns.names if name not in sys.modules and importlib.util.find_spec(name) is None]
     if missing and not any(isinstance(finder, _StandIns) for finder in sys.meta_path):
         sys.meta_path.append(_StandIns())

@@ -1,17 +1,17 @@
-"""Everything that is worth knowing on this machine, within a time limit: a table, and a few files in one folder.
+"""Run all benchmarks of this machine within a time limit, and write a table and a few files into one folder.
 
     python -m benchmarks.suite [--gpu] [--minutes 12] [--only sdxl micro] [--dry-run] [--out FOLDER]
 
-On a GPU (`make bench-gpu`, 12 minutes), the most wanted first: every kernel against fp64; whole runs of SDXL with
-guidance, and its rivals; the operations alone; what the host pays; the kernels' tests; whole runs of Flux.1, Z-Image,
-Qwen-Image and SDXL 2048; with more --minutes further sizes and every attention; torch.compile last; then the goals of
-the project, met or missed. On a CPU (`make bench`, 15 minutes): what fits there. Each section is a process of its own
-that is stopped at its limit, so that one that fails, hangs or spoils the device costs the others nothing; files are
-written whenever there is something to tell. --dry-run goes the same way with tiny models in a minute, on any machine,
-and tells no speed. `benchmarks/gpu/visit.sh` is this on a lent machine without network.
+On a GPU (`make bench-gpu`, 12 minutes), the most important first: every kernel against fp64; runs of SDXL with
+guidance, and its rivals; the operations alone; the host's time; the kernels' tests; runs of Flux.1, Z-Image, Qwen-Image
+and SDXL 2048; with more --minutes further sizes and every attention; torch.compile last; then the goals of the project,
+met or missed. On a CPU (`make bench`, 15 minutes): a subset that fits there. Each section is a separate process with a
+time limit, so that a failing, hanging or device-breaking section does not affect the others; files are written after
+every result. --dry-run runs all sections with tiny models in a minute, on any machine, and reports no speed.
+`benchmarks/gpu/visit.sh` runs the suite on a lent machine without network.
 
-Besides PyTorch it needs ComfyUI's folder (COMFYUI_PATH), einops, safetensors, transformers, psutil, PyYAML, Pillow, and
-of what seldom is installed already what `make gpu-kit` packs; matplotlib for plots, pytest for tests if they are there.
+Besides PyTorch it needs ComfyUI's folder (COMFYUI_PATH), einops, safetensors, transformers, psutil, PyYAML, Pillow and
+the packages of `make gpu-kit`; optional are matplotlib for plots and pytest for tests.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from benchmarks.results import NAME, Results
 from benchmarks.sections import CPU, FIRST, GPU, SECOND, THIRD, Section, Suite
 from scripts.comfyui import ROOT
 
-# A dry run is on a machine that may be slow and has other things to do.
+# A dry run may be on a slow and busy machine.
 _DRY = 4
 
 
 def goals(results: Results) -> str:
-    """The goals as a table."""
+    """Format the goals as a table."""
     lines = ["| goal | wanted | measured | |", "|---" * 4 + "|"]
     for goal in GOALS:
         wanted, measured, missed = goal.judged(results.rows)
@@ -50,7 +50,8 @@ def goals(results: Results) -> str:
 
 
 def go_through(sections: list[Section], results: Results, deadline: float, options: list[str], dry: bool) -> Results:
-    """Each section in a process of its own, until its limit or the deadline of `time.time`. Returns the results."""
+    """Run each section in a separate process until its limit or the deadline (a value of `time.time`), and return the
+    results."""
     environ = {**os.environ, **({"TRITON_INTERPRET": "1"} if dry else {})}
     results.save()
     for place, section in enumerate(sections, 1):
@@ -71,7 +72,7 @@ def go_through(sections: list[Section], results: Results, deadline: float, optio
 
 
 def _run(command: list[str], environ: dict[str, str], limit: float) -> str:
-    """Run for at most so many seconds; then it is killed, with what it started. Returns what went wrong."""
+    """Run a command; kill it and its children after `limit` seconds. Return the error, empty if there is none."""
     process = subprocess.Popen(command, cwd=ROOT, env=environ)
     try:
         code = process.wait(limit)
@@ -87,7 +88,7 @@ def _run(command: list[str], environ: dict[str, str], limit: float) -> str:
 
 
 def run_section(section: Section, suite: Suite) -> None:
-    """One section in this process; what fails is noted."""
+    """Run one section in this process and note its failures."""
     try:
         section.run(suite)
     except Exception as error:
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="the same way with tiny models, to see that it runs")
     parser.add_argument("--out", type=Path, help="folder for the files (benchmarks/results/DEVICE)")
     parser.add_argument("--until", type=float, help="time limit as seconds since 1970, in place of --minutes")
-    # What this program says to the processes that it starts: one section, until then, results are in --out.
+    # Options for the child processes: one section, its deadline; results are in --out.
     parser.add_argument("--section", help=argparse.SUPPRESS)
     args = parser.parse_args()
     begin = time.time()
@@ -131,16 +132,16 @@ def main() -> None:
     if not chosen:
         raise SystemExit(f"no section begins so: there are {', '.join(s.name for s in table)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # also stops the section
-    told = bench.conditions(dtype=str(dtype).removeprefix("torch."))
+    conditions = bench.conditions(dtype=str(dtype).removeprefix("torch."))
     if gpu:
         try:
-            told |= facts(device)
+            conditions |= facts(device)
         except Exception as error:
-            told["facts"] = f"FAILED, {type(error).__name__}: {error}"
+            conditions["facts"] = f"FAILED, {type(error).__name__}: {error}"
     if args.dry_run:
-        told["models"] = "tiny: a dry run, no speed"
-    name = "dry-run" if args.dry_run else re.sub(r"[^a-z0-9]+", "-", told["device"].lower()).strip("-")
-    results = Results(args.out or ROOT / "benchmarks" / "results" / name, told)
+        conditions["models"] = "tiny: a dry run, no speed"
+    name = "dry-run" if args.dry_run else re.sub(r"[^a-z0-9]+", "-", conditions["device"].lower()).strip("-")
+    results = Results(args.out or ROOT / "benchmarks" / "results" / name, conditions)
     options = ["--dtype", args.dtype, *["--gpu"] * gpu, *["--dry-run"] * args.dry_run]
     deadline = args.until or begin + 60 * (args.minutes or (12 if gpu else 15))
     results = go_through(chosen, results, deadline, options, args.dry_run)

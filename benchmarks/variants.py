@@ -1,5 +1,5 @@
-"""What is compared: ToMA's settings, what users would take instead, and the two together. Each is a function from a
-`ModelPatcher` to a patched clone, as a node is."""
+"""The variants that are compared: ToMA's settings, its rivals, and both together. Each patches a clone of a
+`ModelPatcher`, as a node does."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ Patch = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run a model. note: what a reader of its row must know. unchanged: whether the output must be that of
-    the model without it. packs: whether keys are kept in four bits, in a forward benchmark, which no run decides."""
+    """A way to run a model."""
 
     name: str
     patch: Patch
-    note: str = ""
-    unchanged: bool = False
-    packs: bool = False
+    note: str = ""  # for readers of its row
+    unchanged: bool = False  # whether the output must equal that of the unpatched model
+    packs: bool = False  # whether the KV cache has four bits; for single evaluations, where no run decides it
 
 
 # Small models have small grids and few blocks: merge all of them.
@@ -37,7 +36,7 @@ TINY: dict[str, Any] = {"min_tokens": 4, "skip_first_blocks": 0}
 UNPATCHED = Variant("unpatched", lambda model: model, unchanged=True)
 
 
-# No step runs whole, from the first to the last, whatever the defaults become.
+# Merges every step, independent of the defaults.
 EVERY_STEP: dict[str, Any] = {
     "start_percent": 0.0,
     "end_percent": 1.0,
@@ -46,8 +45,9 @@ EVERY_STEP: dict[str, Any] = {
 
 
 def toma(name: str, *, selector: str = "", **settings: Any) -> Variant:
-    """ToMA with these settings of `ToMAConfig`. Unless they say otherwise every step is merged, and all blocks but
-    those of Flux that the released method leaves whole. selector: the rule of `selectors` that picks destinations."""
+    """Return ToMA with these settings of `ToMAConfig`. By default every step and every block is merged, except the
+    blocks of Flux that the released method does not merge. selector: the rule of `selectors` that selects
+    destinations."""
 
     def patch(model: Any) -> Any:
         hooks = pack_module("nodes.adapters.registry").require(model.get_model_object("diffusion_model"))
@@ -60,7 +60,7 @@ def toma(name: str, *, selector: str = "", **settings: Any) -> Variant:
 
 
 def preset(name: str, *, selector: str = "", **settings: Any) -> Variant:
-    """ToMA with a preset, some settings replaced. selector: see `toma`."""
+    """Return ToMA with a preset, some settings replaced. selector: see `toma`."""
 
     def patch(model: Any) -> Any:
         return pack_module("nodes.adapters.patch_model").apply_toma(
@@ -71,7 +71,7 @@ def preset(name: str, *, selector: str = "", **settings: Any) -> Variant:
 
 
 def chain(*patches: Patch) -> Patch:
-    """Several on one model, the first nearest to the loader."""
+    """Apply several variants to one model, the first next to the loader."""
 
     def patch(model: Any) -> Any:
         for each in patches:
@@ -82,13 +82,13 @@ def chain(*patches: Patch) -> Patch:
 
 
 def stacked(*variants: Variant) -> Variant:
-    """Several on one model, the first nearest to the loader."""
+    """Apply several variants to one model, the first next to the loader."""
     notes = "; ".join(v.note for v in variants if v.note)
     return Variant(" + ".join(v.name for v in variants), chain(*(v.patch for v in variants)), notes)
 
 
 def core_node(module: str, node: str, *args: Any) -> Patch:
-    """A node of ComfyUI's own, old style or V3."""
+    """Call one of ComfyUI's own nodes, V1 or V3."""
 
     def patch(model: Any) -> Any:
         stand_ins.use_stand_ins()
@@ -102,13 +102,14 @@ def core_node(module: str, node: str, *args: Any) -> Patch:
 
 
 def tome_node(ratio: float) -> Variant:
-    """ComfyUI's own ToMe node."""
+    """Apply ComfyUI's own ToMe node."""
     patch = core_node("nodes_tomesd", "TomePatchModel", ratio)
     return Variant("ComfyUI's ToMe node", patch, "merges where a UNet has attention at full resolution", True)
 
 
 def tome(ratio: float) -> Variant:
-    """ToMe's bipartite matching around self-attention at every level that has it: queries, keys and values merged."""
+    """Apply ToMe's bipartite matching around self-attention at every resolution that has it; queries, keys and values
+    are merged."""
 
     def patch(model: Any) -> Any:
         stand_ins.use_stand_ins()
@@ -130,7 +131,7 @@ def tome(ratio: float) -> Variant:
 
 
 def todo(rows: int = 2, columns: int = 2) -> Variant:
-    """ToDo (Smith et al. 2024): keys and values of self-attention from every so many rows and columns of tokens."""
+    """Apply ToDo (Smith et al. 2024): keys and values of self-attention from every Nth row and column of tokens."""
 
     def patch(model: Any) -> Any:
         from comfy.ldm.flux.model import Flux
@@ -142,7 +143,7 @@ def todo(rows: int = 2, columns: int = 2) -> Variant:
 
 
 def _thinned(x: Tensor, grid: tuple[int, int], rows: int, columns: int) -> Tensor:
-    """(..., H * W, C) -> (..., H * W / (rows * columns), C)"""
+    """Subsample tokens: (..., H * W, C) -> (..., H * W / (rows * columns), C)."""
     return x.unflatten(-2, grid)[..., ::rows, ::columns, :].flatten(-3, -2)
 
 
@@ -156,7 +157,7 @@ def _todo_unet(model: Any, rows: int, columns: int) -> Any:
 
 
 def _todo_flux(model: Any, rows: int, columns: int) -> Any:
-    """Inside the attention itself, where keys have their positions already."""
+    """Apply ToDo inside the attention, where keys are already rotated."""
     from comfy.patcher_extension import WrappersMP
 
     class Held:
@@ -181,21 +182,22 @@ def _todo_flux(model: Any, rows: int, columns: int) -> Any:
 
 
 def hypertile(tile: int = 256, depth: int = 1, swap: int = 2) -> Variant:
-    """ComfyUI's own HyperTile node. swap: among how many choices of tiles it draws at random."""
+    """Apply ComfyUI's own HyperTile node. swap: number of tilings that it draws from."""
     patch = core_node("nodes_hypertile", "HyperTile", tile, swap, depth, False)
     return Variant(f"HyperTile {tile}, depth {depth}", patch, "tiles queries, not keys and values")
 
 
 def step_cache(name: str, threshold: float = 0.2) -> Variant:
-    """ComfyUI's own node `EasyCache` or `LazyCache` at its default range: skips evaluations while little changes."""
+    """Apply ComfyUI's own `EasyCache` or `LazyCache` at its default range, which skips evaluations while little
+    changes."""
     patch = core_node("nodes_easycache", f"{name}Node", threshold, 0.15, 0.95, False)
     return Variant(name, patch, "how many steps it skips depends on the weights")
 
 
 def block_cache(threshold: float, first: int = 1, last: int = 0) -> Variant:
-    """First Block Cache, and with more whole blocks cache-dit's DBCache, for Flux: where the first double blocks change
-    the image by nearly what they did when all blocks last ran, the blocks after them give what they gave then; the last
-    single blocks run always. threshold: mean change of that change, relative."""
+    """Apply First Block Cache, and with more full blocks cache-dit's DBCache, to Flux: if the residual of the first
+    double blocks is close to that of the last full evaluation, the following blocks reuse their cached residuals; the
+    last single blocks always run. threshold: relative mean change of that residual."""
 
     def patch(model: Any) -> Any:
         from comfy.patcher_extension import WrappersMP
@@ -245,7 +247,7 @@ def block_cache(threshold: float, first: int = 1, last: int = 0) -> Variant:
 
 
 def half_the_evaluations(model: Any) -> Any:
-    """Skip every second evaluation and use the velocity of the one before: the plainest rival at half the cost."""
+    """Skip every second evaluation and reuse the previous velocity: the simplest rival at half the cost."""
     from comfy.patcher_extension import WrappersMP
 
     class Held:
@@ -270,12 +272,12 @@ def half_the_evaluations(model: Any) -> Any:
 
 
 def compiled(backend: str = "inductor") -> Variant:
-    """ComfyUI's own TorchCompileModel node."""
+    """Apply ComfyUI's own TorchCompileModel node."""
     return Variant(
         "torch.compile", core_node("nodes_torch_compile", "TorchCompileModel", backend), "first run compiles"
     )
 
 
 def unet_rivals(ratio: float) -> list[Variant]:
-    """What changes single evaluations of a UNet."""
+    """Return the rivals that change single evaluations of a UNet."""
     return [tome_node(ratio), tome(ratio), todo(), hypertile()]

@@ -1,2 +1,1 @@
-"""How close merged pictures stay to unmerged ones, on the tiny models that really denoise: `python -m
-benchmarks.fidelity`."""
+"""The error of merged pictures against unmerged ones, on the trained tiny models: `python -m benchmarks.fidelity`."""

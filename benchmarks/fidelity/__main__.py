@@ -2,9 +2,9 @@
 
     python -m benchmarks.fidelity [--model dit deep] [--tier 1] [--only "selector:" "preset:"]
 
-Same scenes and noise for every setting. Rows already in the result folder are not computed again, so a run can be
-stopped and taken up, and several processes may share the work. All files but those named `-time` come out the same on
-every run: cost is the share of matrix-multiplication work left, counted by PyTorch.
+All settings share scenes and noise. Rows that are already in the result folder are not computed again, so a run can be
+stopped and resumed, and several processes may share the work. All files except those named `-time` are deterministic:
+cost is the remaining share of matrix-multiplication FLOPs, counted by PyTorch.
 """
 
 from __future__ import annotations

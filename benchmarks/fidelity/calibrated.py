@@ -147,7 +147,7 @@ def _pictures(kind: str, steps: int, options: dict[str, Any], args: argparse.Nam
 
     from .judge import load
 
-    size, told = options["size"], options.get("guidance")
+    size, guidance = options["size"], options.get("guidance")
     chosen, reported = _seeds("choose", args), _seeds("report", args)
     scenes = {seed: scene_from_seed(FIRST_TEST_SEED + seed) for seed in (*chosen, *reported)}
 
@@ -159,8 +159,8 @@ def _pictures(kind: str, steps: int, options: dict[str, Any], args: argparse.Nam
         load(kind, args.weights / f"{kind}.safetensors", "fp32"),
         drawn,
         {
-            "positive": conditioning([scenes[seed] for seed in chosen], told),
-            "negative": conditioning([None] * args.images, told),
+            "positive": conditioning([scenes[seed] for seed in chosen], guidance),
+            "negative": conditioning([None] * args.images, guidance),
             "latent": empty_latent(size, size, args.images),
             "noise": seeded_noise(chosen, size, size),
         },

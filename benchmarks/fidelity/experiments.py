@@ -1,4 +1,4 @@
-"""Ideas that are measured before they may become settings: each changes the pack for the length of a sampling run."""
+"""Experiments that may become settings: each changes the pack during a sampling run."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 def during(patch: Patch, owner: Callable[[], Any], values: Callable[[Any], dict[str, Any]]) -> Patch:
-    """`patch`, and while such a model samples, attributes of an object of the pack are others.
+    """Wrap `patch`: while its model samples, attributes of an object of the pack are replaced.
 
-    values: from the object as it is to its new attributes.
+    values: maps the original object to its new attributes.
     """
 
     def patched(model: Any) -> Any:
@@ -54,12 +54,12 @@ def _state() -> Any:
 
 
 def packed(patch: Patch) -> Patch:
-    """What is kept of keys is in four bits a number, as of models and videos that are larger."""
+    """Cache keys and values in four bits, as for larger models and videos."""
     return during(patch, lambda: pack_module("nodes.adapters.kv_memory"), lambda _: {"memory_left": lambda *_: 0})
 
 
 def own_destinations(patch: Patch) -> Patch:
-    """Every condition has destinations of its own."""
+    """Select destinations for every condition separately."""
 
     def values(sampling: Any) -> dict[str, Any]:
         def plan_keys(self: Any, chunks: tuple[Any, ...], frames: Any) -> tuple[Any, ...]:
@@ -71,7 +71,7 @@ def own_destinations(patch: Patch) -> Patch:
 
 
 def centred(patch: Patch) -> Patch:
-    """Cosines of tokens from which the mean token of their image is taken."""
+    """Compare tokens after subtracting the mean token of their image."""
 
     def values(state: Any) -> dict[str, Any]:
         def less_mean(x: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def centred(patch: Patch) -> Patch:
 
 
 def pseudo_inverse(patch: Patch) -> Patch:
-    """Results go back by the least-squares inverse of the merge in place of A^T."""
+    """Unmerge by the least-squares inverse of the merge instead of A^T."""
 
     def values(state: Any) -> dict[str, Any]:
         weigh = state.weigh
@@ -105,10 +105,10 @@ def pseudo_inverse(patch: Patch) -> Patch:
 
 
 def least_squares_inverse(M: Tensor, used: Tensor | None) -> Tensor:
-    """M^+ = M^T (M M^T)^-1 per window. (B, W, K, S) fp32 -> (B, W, S, K).
+    """Compute M^+ = M^T (M M^T)^-1 per window: (B, W, K, S) fp32 -> (B, W, S, K).
 
-    A small ridge keeps nearly equal destinations from blowing up. used: (W, K), the rows that are destinations; None
-    if all are. The columns of the others are zeros.
+    A small ridge bounds the result for nearly equal destinations. used: (W, K), the rows that are destinations; None if
+    all are. The columns of the others are zeros.
     """
     gram = M @ M.transpose(-1, -2)
     count = M.shape[-2] if used is None else used.sum(-1)
@@ -121,14 +121,14 @@ def least_squares_inverse(M: Tensor, used: Tensor | None) -> Tensor:
 
 
 def refreshed(patch: Patch, early: tuple[int, int], late: tuple[int, int]) -> Patch:
-    """Intervals of selecting and weighing in the first half of the steps, and in the second."""
+    """Set the selection and weight intervals of the first and the second half of the steps."""
 
     def values(run: Any) -> dict[str, Any]:
         class Schedule(run.Schedule):  # type: ignore[name-defined, misc]
             def decide(self, sigma: float, step: int | None = None) -> Any:
                 decision = super().decide(sigma, step)
                 middle = len(self.sigmas) // 2
-                # Generations of the second half are other numbers than those of the first.
+                # Generation numbers of the second half must differ from those of the first.
                 age, (select, weigh) = (
                     (decision.step, early) if decision.step < middle else (decision.step - middle, late)
                 )
@@ -141,9 +141,9 @@ def refreshed(patch: Patch, early: tuple[int, int], late: tuple[int, int]) -> Pa
 
 
 def control_variate(ratio: float, every: int, attach: Callable[..., Patch]) -> Patch:
-    """Output = last whole output + (merged output now - merged output at that whole step), on the velocity.
+    """Use output = last full output + (merged output now - merged output at that full step), on the velocity.
 
-    Every so many steps the model runs whole and merged; at the others only merged.
+    The model runs full and merged at every Nth step; at the others only merged.
     """
 
     def patch(model: Any) -> Any:
@@ -179,9 +179,10 @@ def control_variate(ratio: float, every: int, attach: Callable[..., Patch]) -> P
 
 
 def moved_budget(patch: Patch, most: float = 1.5) -> Patch:
-    """The D destinations of an image go to the windows where they gain most, at most `most` times an equal share.
+    """Allocate the D destinations of an image to the windows with the largest gains, at most `most` times an equal
+    share.
 
-    Windows do not touch each other, so the largest gains of all windows together are the greedy choice for the image.
+    Windows are independent, so the largest gains of all windows together are the greedy choice for the image.
     """
 
     def values(_: Any) -> dict[str, Any]:
@@ -200,7 +201,7 @@ def moved_budget(patch: Patch, most: float = 1.5) -> Patch:
             order = greedy(similarity.flatten(0, 1), None, largest).view(batch, count, largest)
             best = similarity.gather(2, order[..., None].expand(-1, -1, -1, slots)).cummax(2).values.sum(-1)
             gains = torch.cat([torch.full_like(best[..., :1], torch.inf), best.diff(dim=-1)], -1)
-            # The first pick of every window has an infinite gain: no window goes without.
+            # The first destination of every window has an infinite gain, so every window has one.
             chosen = gains.flatten(1).topk(budget.total, dim=1).indices
             valid = torch.zeros(batch, count * largest, dtype=torch.bool).scatter(1, chosen, True)
             counts = valid.view(batch, count, largest).sum(-1, keepdim=True)
@@ -219,7 +220,7 @@ def moved_budget(patch: Patch, most: float = 1.5) -> Patch:
 
 
 def through_frames(cut: Callable[..., Any], side: int) -> Callable[..., Any]:
-    """`make_windows` with windows of side x side tokens through all frames. cut: the pack's own, for one frame."""
+    """Make windows of side x side tokens through all frames. cut: the pack's own `make_windows`, for one frame."""
     windows = pack_module("toma_core.windows").Windows
 
     def make(height: int, width: int, kind: Any, size: int, shifted: bool = False, frames: int = 1) -> Any:
@@ -240,14 +241,14 @@ def through_frames(cut: Callable[..., Any], side: int) -> Callable[..., Any]:
 
 
 def over_frames(patch: Patch, side: int = 4) -> Patch:
-    """Windows through all frames of a clip, in place of windows inside each. Frames then keep different numbers of
-    tokens, which only models do not mind that tell all frames the same."""
+    """Use windows through all frames of a clip instead of windows inside each frame. Frames then have different numbers
+    of destinations, which requires a model without per-frame modulation."""
     return during(patch, _state, lambda state: {"make_windows": through_frames(state.make_windows, side)})
 
 
 def picked(patch: Patch) -> Patch:
-    """Blocks are given the destinations themselves, not means of what they stand for; with detail reuse they are so
-    already."""
+    """Pass blocks the destinations themselves instead of means of their tokens; with a residual cache this is the
+    default."""
 
     def values(chain: Any) -> dict[str, Any]:
         own, pick = chain.reduce, pack_module("toma_core.merge").gather_destinations
@@ -261,7 +262,7 @@ def picked(patch: Patch) -> Patch:
 
 
 def norm_kept(patch: Patch) -> Patch:
-    """Means of tokens, as long as the tokens were: means of different ones are shorter than any of them."""
+    """Scale means of tokens to the norm of the tokens: the mean of different tokens is shorter than each of them."""
 
     def values(chain: Any) -> dict[str, Any]:
         own, merge = chain.reduce, pack_module("toma_core.merge").merge
@@ -279,9 +280,9 @@ def norm_kept(patch: Patch) -> Patch:
 
 
 def exact(patch: Patch) -> Patch:
-    """Destinations go into a block as they are: queries, output and MLP are theirs, keys and values those of all
-    tokens. For Flux merged around each block. Keys and values come from running the block whole before, so that this
-    shows what is lost, not what it costs: at 1024 x 1024 0.61 of a Flux block's work at 0.5, 0.42 at 0.75."""
+    """Pass destinations to a block unmerged, with the keys and values of all tokens. For Flux merged around each block.
+    Keys and values come from an earlier full evaluation of the block, so this measures the error, not the cost: at 1024
+    x 1024 it would be 0.61 of a Flux block's FLOPs at ratio 0.5, and 0.42 at 0.75."""
 
     def values(link: Any) -> dict[str, Any]:
         from comfy.ldm.flux import layers
@@ -310,7 +311,7 @@ def exact(patch: Patch) -> Patch:
                 return out
 
             attention = layers.attention
-            # Blocks write into what they are given.
+            # Blocks change their input in place.
             copied = {n: x.clone() if isinstance(x, Tensor) else x for n, x in whole.pop().items()}
             with replaced(layers, {"attention": watch}):
                 called(self, by_place, copied)
@@ -323,8 +324,8 @@ def exact(patch: Patch) -> Patch:
 
 
 def guided(patch: Patch) -> Patch:
-    """The pass with the prompt whole, and merged only what guidance adds to it: c + (g - 1)(c_m - u_m). Its work is
-    half of the unmerged model's and all of the merged one's; here the other half is done too, and thrown away."""
+    """Evaluate the prompt unmerged and only the guidance merged: c + (g - 1)(c_m - u_m). The cost is half of the
+    unmerged model plus the merged one; here the other half is computed too and discarded."""
 
     def patched(model: Any) -> Any:
         from comfy.patcher_extension import WrappersMP
@@ -332,10 +333,10 @@ def guided(patch: Patch) -> Patch:
         hooks = pack_module("nodes.adapters.model_hooks")
 
         def predict(executor: Any, x: Tensor, timestep: Tensor, model_options: dict[str, Any], *args: Any) -> Any:
-            told = model_options["transformer_options"]
-            if hooks.SAMPLING not in told:
+            options = model_options["transformer_options"]
+            if hooks.SAMPLING not in options:
                 return executor(x, timestep, model_options, *args)
-            plain = {k: v for k, v in told.items() if k not in (hooks.ATTACHMENT, hooks.SAMPLING)}
+            plain = {k: v for k, v in options.items() if k not in (hooks.ATTACHMENT, hooks.SAMPLING)}
 
             def picture(options: dict[str, Any], combine: Callable[[dict[str, Any]], Tensor]) -> Tensor:
                 given = {**model_options, "transformer_options": options, "sampler_cfg_function": combine}
@@ -343,7 +344,7 @@ def guided(patch: Patch) -> Patch:
                 return out
 
             whole = picture(plain, lambda given: given["cond"])
-            added = picture(told, lambda given: (given["cond_scale"] - 1) * (given["cond"] - given["uncond"]))
+            added = picture(options, lambda given: (given["cond_scale"] - 1) * (given["cond"] - given["uncond"]))
             return whole + added - x
 
         model = patch(model.clone())

@@ -1,4 +1,4 @@
-"""One model, its scenes, the unmerged pictures everything is compared with, and the figures of a setting."""
+"""One model, its scenes, the unmerged reference pictures, and the measurements of a setting."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ COLUMNS = (
     "cost",
 )
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# Pictures shown of each setting, and their columns.
+# Number of pictures shown for each setting, and their columns.
 SHOWN = 8
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """All that the figures depend on. images: in each of `seeds` sets; weights: a digest of the files."""
+    """The conditions of the measurements. images: in each of `seeds` sets; weights: a digest of the files."""
 
     model: str
     weights: str
@@ -52,7 +52,7 @@ class Conditions:
 
 
 def load(kind: str, path: Path, dtype: str) -> Any:
-    """The model with weights and activations in `dtype`; ComfyUI itself would compute in fp32 on a CPU."""
+    """Load the model with weights and activations in `dtype`; ComfyUI itself would compute in fp32 on a CPU."""
     from comfy.cli_args import args
 
     from demo import sampling
@@ -77,7 +77,7 @@ class Drawn:
 
 
 class Judge:
-    """Draws and measures. `unmerged` are the latents of an earlier session with these conditions, if there was one."""
+    """Samples and measures. `unmerged` are the latents of an earlier session with these conditions, or None."""
 
     def __init__(self, conditions: Conditions, weights: Path, unmerged: Drawn | None = None) -> None:
         from demo.checker import FIRST_TEST_SEED, load_checker
@@ -105,7 +105,7 @@ class Judge:
         return generate(model, scenes, seeds, steps=steps, batch=self.conditions.batch, **self.options)
 
     def _drawn(self, model: Any, steps: int) -> Drawn:
-        # Counting costs time, so the first set is counted and the others are timed.
+        # Counting takes time, so the first set is counted and the others are timed.
         images, seconds = self.conditions.images, []
         with counting() as counter:
             begin = time.process_time()
@@ -118,14 +118,14 @@ class Judge:
         return Drawn(latents, counter.get_total_flops() / images, statistics.mean(seconds or [counted]) / images)
 
     def seconds_a_step(self, steps: int = 1) -> float:
-        """CPU seconds that the unmerged model takes now for a step of a picture, to compare times with."""
+        """Measure the unmerged model's CPU seconds for one step of a picture, as the reference of times."""
         count = min(self.conditions.batch, self.conditions.images)
         begin = time.process_time()
         self._generate(self.model, steps, 0, count)
         return (time.process_time() - begin) / steps / count
 
     def rounding(self, count: int = 4) -> float:
-        """Distance of the unmerged pictures from the same in fp32: no smaller difference means anything."""
+        """Return the error of the unmerged pictures against those in fp32, below which differences are noise."""
         from .metrics import relative_error
 
         exact = load(self.conditions.model, self.path, "fp32")
@@ -133,8 +133,8 @@ class Judge:
         return float(relative_error(self.plain.latents[0][:count], latent).mean())
 
     def row(self, setting: Setting | None) -> tuple[dict[str, Any], float, Tensor]:
-        """Every column for one setting (None: the unmerged model), its time against the unmerged model's, which is
-        measured before and after, and the first pictures."""
+        """Measure every column for one setting (None: the unmerged model), its time relative to the unmerged model's,
+        which is measured before and after, and the first pictures."""
         from demo.checker import accuracy, frechet_distance
         from demo.latents import decode
         from demo.models import token_pixels
@@ -168,7 +168,7 @@ class Judge:
 
     @cached_property
     def features(self) -> dict[str, Tensor]:
-        """What the checker sees in the scenes as drawn by code, and in the unmerged pictures."""
+        """Return the checker's features of the scenes as drawn by code, and of the unmerged pictures."""
         from demo.checker import for_checker
         from demo.scenes import render_batch
 
@@ -177,7 +177,7 @@ class Judge:
         return {"frechet": self.checker.features(real), "frechet_run": self.checker.features(unmerged)}
 
     def _held(self, model: Any) -> float:
-        """MB that detail reuse held for a picture in the model's last run."""
+        """Return the MB of the residual cache for a picture in the model's last run."""
         from scripts.comfy_pack import pack_module
 
         attachment = pack_module("nodes.adapters.patch_model").attachment_of(model)
@@ -186,7 +186,7 @@ class Judge:
         return stats.cache_bytes / 1e6 / last if stats else 0.0
 
     def _for_checker(self, latents: list[Tensor]) -> Tensor:
-        """Pictures of the size that the checker knows, in -1..1."""
+        """Resize pictures to the checker's size, in -1..1."""
         from demo.checker import for_checker
         from demo.latents import decode
 

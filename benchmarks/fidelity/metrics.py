@@ -1,4 +1,4 @@
-"""What is measured on a set of pictures against their unmerged twins and against real scenes."""
+"""Metrics of a set of pictures against their unmerged counterparts and against real scenes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import torch
 from skimage.metrics import structural_similarity
 from torch import Tensor
 
-# Merging works on tokens of this many pixels at the finest level of both tiny models that need many steps.
+# Side in pixels of the tokens at the finest resolution of both tiny models that need many steps.
 PIXELS_PER_TOKEN = 4
 
 
 def relative_error(latent: Tensor, reference: Tensor) -> Tensor:
-    """|a - b| / |b| of each latent. (n, ...) -> (n,)."""
+    """Compute |a - b| / |b| of each latent: (n, ...) -> (n,)."""
     difference = (latent - reference).flatten(1).norm(dim=1)
     return difference / reference.flatten(1).norm(dim=1)
 
 
 def psnr(image: Tensor, reference: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio in dB of pictures in -1..1. (n, 3, H, W) -> (n,)."""
+    """Compute the peak signal-to-noise ratio in dB of pictures in -1..1. (n, 3, H, W) -> (n,)."""
     error = (image.clamp(-1, 1) - reference.clamp(-1, 1)).square().flatten(1).mean(1)
     return 10 * torch.log10(4 / error.clamp_min(1e-10))
 
 
 def ssim(image: Tensor, reference: Tensor) -> Tensor:
-    """Structural similarity (scikit-image, Gaussian weights as in the original paper). (n, 3, H, W) -> (n,)."""
+    """Compute the structural similarity (scikit-image, Gaussian weights as in the original paper). (n, 3, H, W) ->
+    (n,)."""
     settings: dict[str, Any] = {
         "channel_axis": 0,
         "data_range": 2.0,
@@ -38,16 +39,17 @@ def ssim(image: Tensor, reference: Tensor) -> Tensor:
 
 
 def high_frequency_energy(image: Tensor) -> Tensor:
-    """Energy of what a 3 x 3 mean takes away: falls with blur, rises with left-over noise. (n, 3, H, W) -> (n,)."""
+    """Compute the energy that a 3 x 3 mean removes: it falls with blur and rises with residual noise. (n, 3, H, W) ->
+    (n,)."""
     smooth = torch.nn.functional.avg_pool2d(image, 3, stride=1)
     return (image[..., 1:-1, 1:-1] - smooth).square().flatten(1).mean(1)
 
 
 def seam_energy(image: Tensor, window: int, token: int = PIXELS_PER_TOKEN) -> Tensor:
-    """Squared steps across the borders of windows of `window` tokens of `token` pixels, over those at other token
-    borders.
+    """Compute squared steps across the borders of windows of `window` tokens of `token` pixels, over those at other
+    token borders.
 
-    1 means that the borders cannot be told from elsewhere. (n, 3, H, W) -> (n,).
+    1 means that borders of windows do not differ from other token borders. (n, 3, H, W) -> (n,).
     """
     ratios = []
     for steps in (image.diff(dim=-1), image.diff(dim=-2).transpose(-1, -2)):
@@ -62,7 +64,8 @@ def seam_energy(image: Tensor, window: int, token: int = PIXELS_PER_TOKEN) -> Te
 def measure(
     image: Tensor, latent: Tensor, twin_image: Tensor, twin_latent: Tensor, window: int, token: int = PIXELS_PER_TOKEN
 ) -> dict[str, Tensor]:
-    """Every per-picture figure, each (n,). Energies are given relative to the unmerged twin's own. window: side in
+    """Compute every per-picture metric, each (n,). Energies are relative to those of the unmerged picture. window: side
+    in
     tokens; token: in pixels."""
     return {
         "error": relative_error(latent, twin_latent),

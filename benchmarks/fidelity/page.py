@@ -1,7 +1,7 @@
 """Write what was measured into docs/fidelity.md and results/fidelity/*.md: `python -m benchmarks.fidelity.page`.
 
-A page chooses the settings that its tables name; figures and order come from the result files, and plots are drawn
-from them. Sheets of pictures are put together if this machine has the pictures.
+A page chooses the settings of its tables; numbers and order come from the result files, and plots are drawn from them.
+Sheets of pictures are made if this machine has the pictures.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ MODELS = {
     "Wan": ("wan", "report"),
 }
 HEAD = re.compile(rf"\| ({'|'.join(MODELS)}), (\d+) steps \| error \|")
-# What to set with N steps: "| DiT | setting | error | ...", a row "| 4 steps | balanced | ...". The end of its name
-# identifies a setting; columns that are not in FORMATS stay as they are.
+# Advice for N steps: "| DiT | setting | error | ...", a row "| 4 steps | balanced | ...". The end of its name
+# identifies a setting; columns that are not in FORMATS do not change.
 ANSWERS = re.compile(rf"\| ({'|'.join(MODELS)}) \| setting \| error \|")
-# What a calibration gains: "| model, steps | `quality` | calibrated | ...", a row "| DiT, 8 | ...".
+# Gain of a calibration: "| model, steps | `quality` | calibrated | ...", a row "| DiT, 8 | ...".
 GAINS = re.compile(r"\| model, steps \| `(\w+)` \| calibrated \| `(\w+)` \| calibrated \| `(\w+)` \| calibrated \|")
 PLOTS = {
     "fidelity.png": "dit-20steps-128px-22x3",
     "fidelity-few.png": "few-4steps-64px-22x3",
 }
-# Sheet -> its results, and setting -> what is written above its row; {cost} is the work left.
+# Sheet -> its results, and setting -> the title of its row; {cost} is the remaining work.
 SHEETS: dict[str, tuple[str, dict[str, str]]] = {
     "fidelity-pictures.jpg": (
         "dit-20steps-128px-22x3",
@@ -75,7 +75,7 @@ FORMATS = {
 
 
 def results_of(head: str) -> str | None:
-    """The name of the results that a table with this head shows; None if it is no table of settings."""
+    """Return the name of the results for a table with this head; None if it is not a table of settings."""
     found = HEAD.match(head)
     if found is None:
         return None
@@ -84,7 +84,7 @@ def results_of(head: str) -> str | None:
 
 
 def renewed(text: str, folder: Path = RESULTS) -> str:
-    """Return the page with the figures of the results, settings ordered by their error.
+    """Return the page with the numbers of the results, settings ordered by their error.
 
     Raises FileNotFoundError for a table without results, KeyError for a row or a column that the results lack.
     """
@@ -116,7 +116,8 @@ def _rows(folder: Path, name: str) -> dict[str, dict[str, Any]]:
 
 
 def _gain(shown: str, presets: tuple[str, ...], found: dict[str, dict[str, Any]]) -> str:
-    """A model and its steps, with each preset and what a calibration made of it; "=" where it kept the preset."""
+    """Return a row of a model and its steps, with each preset and its calibration; "=" if the calibration equals the
+    preset."""
     name, steps = shown.split(", ")
     cells = []
     for preset in presets:
@@ -128,7 +129,7 @@ def _gain(shown: str, presets: tuple[str, ...], found: dict[str, dict[str, Any]]
 
 
 def _answer(kind: str, pictures: str, line: str, columns: list[str], folder: Path) -> str:
-    """A row of the short page, with the figures of the run that its first cell tells."""
+    """Return a row of the short page, with the numbers of the run in its first cell."""
     steps, setting, *shown = _cells(line)
     rows = _rows(folder, f"{kind}-{steps.split()[0]}steps-{pictures}")
     plain = setting.strip("*")
@@ -150,7 +151,7 @@ def _line(setting: str, row: dict[str, Any], columns: list[str]) -> str:
 
 
 def sheet(name: str) -> Image.Image | None:
-    """A sheet of pictures of a few settings, one row each; None if they were not drawn on this machine."""
+    """Draw a sheet of pictures of a few settings, one row each; None if this machine does not have them."""
     from scripts.cache import cache_dir
 
     from . import report

@@ -1,4 +1,4 @@
-"""The rows of a measurement as a table for reading, a CSV for computing, Pareto plots and a contact sheet."""
+"""Write the rows of a measurement as a table, a CSV, Pareto plots and a contact sheet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEGEND = (
 
 
 def pareto(rows: Rows, x: str = "cost") -> list[str]:
-    """The settings that no other one beats in both error and `x`, cheapest first."""
+    """Return the settings that no other setting beats in both error and `x`, cheapest first."""
     best, front = float("inf"), []
     for name in sorted(rows, key=lambda n: (rows[n][x], rows[n]["error"])):
         if rows[name]["error"] < best:
@@ -35,7 +35,7 @@ def pareto(rows: Rows, x: str = "cost") -> list[str]:
 
 
 def table(stored: dict[str, Any], columns: tuple[str, ...]) -> str:
-    """A Markdown table; settings on the Pareto front are marked with a star."""
+    """Format a Markdown table; a star marks settings on the Pareto front."""
     rows: Rows = stored["rows"]
     front = set(pareto(rows))
     about = ", ".join(f"{k} {v}" for k, v in stored["conditions"].items())
@@ -71,7 +71,7 @@ def _csv(path: Path, columns: tuple[str, ...], rows: Rows) -> None:
 
 
 def plot(path: Path, conditions: dict[str, Any], rows: Rows, x: str, label: str) -> None:
-    """Distance against `x`; the Pareto front is drawn and its settings are named in the margin."""
+    """Plot the error over `x`, with the Pareto front; its settings are named in the margin."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -89,7 +89,7 @@ def plot(path: Path, conditions: dict[str, Any], rows: Rows, x: str, label: str)
         axes.scatter(*values, label=group, marker=marker, s=size, color=colours(index % 20), edgecolors="k", lw=0.3)
     front = pareto(rows, x)
     axes.plot([rows[n][x] for n in front], [rows[n]["error"] for n in front], color="black", lw=0.8, zorder=0)
-    # Numbers at the points and names beside the plot: names at the points would cover each other.
+    # Numbers at the points and names beside the plot: names at the points would overlap.
     named = dict.fromkeys([*front, *(n for n in rows if n.startswith(("rival", "preset")))])
     for at, numbers in _apart([(rows[n][x], rows[n]["error"]) for n in named], axes.transData.transform):
         axes.annotate("\n".join(map(str, reversed(numbers))), at, fontsize=7, xytext=(4, 4), textcoords="offset points")
@@ -106,7 +106,7 @@ def plot(path: Path, conditions: dict[str, Any], rows: Rows, x: str, label: str)
 
 
 def _apart(points: list[Point], to_pixels: Callable[[Point], Any]) -> list[tuple[Point, list[int]]]:
-    """Where to write the numbers of points, from 1 on: those within ten pixels of another share its place."""
+    """Return where to write the numbers of points, from 1 on: points within ten pixels of another share its label."""
     labels: list[tuple[Point, list[int]]] = []
     for number, point in enumerate(points, 1):
         x, y = to_pixels(point)
@@ -121,7 +121,7 @@ def _apart(points: list[Point], to_pixels: Callable[[Point], Any]) -> list[tuple
 
 
 def sheet(strips: dict[str, Image.Image]) -> Image.Image:
-    """One row of pictures under another, each with its name above it."""
+    """Arrange rows of pictures, each with its name above it."""
     height = 16
     width = max(strip.width for strip in strips.values())
     page = Image.new("RGB", (width, sum(strip.height + height for strip in strips.values())), "white")

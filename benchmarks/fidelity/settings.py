@@ -1,7 +1,8 @@
-"""What is compared: the presets, every choice of the merge one at a time with every step merged, ideas, and the rivals.
+"""The settings that are compared: presets, each option of the merge alone with every step merged, experiments, and
+rivals.
 
-A name is "group: value". Tiers say what to measure first: 1 decides the presets, 2 completes the comparison with the
-rivals, 3 has one choice at a time, 4 is slow or remote.
+A name is "group: value". Tiers give the order of measuring: 1 decides the presets, 2 completes the comparison with the
+rivals, 3 varies one option at a time, 4 is slow or of little interest.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from . import experiments
 
 @dataclass(frozen=True)
 class Setting:
-    """One row. steps: share of the sampling steps. window: side of its windows in tokens, where seams are looked for.
-    image: whether it gets a row in the contact sheet."""
+    """A row. steps: share of the sampling steps. window: side of its windows in tokens, for the metric of seams. image:
+    whether it has a row in the contact sheet."""
 
     patch: Patch
     tier: int
@@ -28,44 +29,45 @@ class Setting:
     image: bool = False
 
 
-# Tokens of the smallest grids of tiny models that are merged.
+# Tokens of the smallest merged grids of tiny models.
 FEWEST = 64
 
 
 def toma(**settings: Any) -> Patch:
-    """ToMA with every step merged, and some settings replaced."""
+    """Return ToMA with every step merged, and some settings replaced."""
     return lambda model: variants.toma("", **{**tiny(model), **settings}).patch(model)
 
 
 def preset(name: str, **settings: Any) -> Patch:
-    """ToMA with a preset, on tiny grids too."""
+    """Return ToMA with a preset that also merges tiny grids."""
     return lambda model: variants.preset(name, **{"min_tokens": FEWEST, **settings}).patch(model)
 
 
 def tiny(model: Any) -> dict[str, Any]:
-    """Of Flux's kind it has two or three double blocks and five or six single ones: the share left whole is Flux's."""
+    """Return skipped blocks for a Flux of two or three double and five or six single blocks: the skipped share is
+    Flux's."""
     flux = type(model.model.diffusion_model).__name__ == "Flux"
     return {"min_tokens": FEWEST, **({"skip_first_blocks": 1} if flux else {})}
 
 
 def easy_cache(threshold: float) -> Patch:
-    """ComfyUI's own EasyCache."""
+    """Return ComfyUI's own EasyCache."""
     return variants.step_cache("EasyCache", threshold).patch
 
 
 def hyper_tile(tile: int) -> Patch:
-    """ComfyUI's own HyperTile at both levels. One choice of tiles, so that nothing is drawn at random."""
+    """Return ComfyUI's own HyperTile at both resolutions, with one tiling, so that nothing is random."""
     return variants.hypertile(tile, 2, swap=1).patch
 
 
 def reuse(ratio: float, every: int, **settings: Any) -> Patch:
-    """ToMA as the presets have it on Flux; every so many steps one runs in full, and what it adds is kept."""
+    """Return ToMA with the presets' settings for Flux: every Nth step is full and refreshes the residual cache."""
     plans = {"selection_interval": every, "weight_interval": every}
     return toma(**{"ratio": ratio, "full_step_interval": every, **plans, **settings})
 
 
 def averaging(mean: float, steps: int, scheduler: str, **settings: Any) -> Patch:
-    """ToMA at the ratio at which the mean over all steps is `mean`, for settings that change it from step to step."""
+    """Return ToMA at the ratio whose mean over all steps is `mean`, for settings that change it between steps."""
 
     def patch(model: Any) -> Any:
         from comfy.samplers import calculate_sigmas
@@ -81,7 +83,8 @@ def averaging(mean: float, steps: int, scheduler: str, **settings: Any) -> Patch
 
 
 def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
-    """Name -> setting for the model `kind`, one of `start.PICTURES`, in so many steps. Nothing stands in it twice."""
+    """Return the settings by name for the model `kind`, one of `start.PICTURES`, and a number of steps, without
+    duplicates."""
     table: dict[str, Setting] = {}
 
     def add(tier: int, group: str, choices: dict[str, Patch], **extra: Any) -> None:
@@ -89,8 +92,8 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
             table[f"{group}: {name}"] = Setting(patch, tier, **extra)
 
     unet = kind in ("unet", "deep")
-    # The presets, the rivals' own rules at the same ratio, and what else costs as little.
-    side = 8 if unet else 4  # of the windows of presets
+    # The presets, the rivals' own rules at the same ratio, and other settings of the same cost.
+    side = 8 if unet else 4  # windows of the presets
     own = {"window": side, "image": True}
     add(1, "preset", {name: preset(name) for name in pack_module("toma_core").PRESETS if name != "paper"}, **own)
     add(1, "preset", {"paper": preset("paper")}, image=True)
@@ -119,14 +122,14 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
         {"LazyCache 0.2": variants.step_cache("LazyCache", 0.2).patch, "ToDo 1/2": variants.todo(1, 2).patch},
     )
     add(2, "rival", {"three quarters of the steps": lambda model: model}, steps=0.75)
-    if steps > 4:  # of four it is three quarters of the steps
+    if steps > 4:  # of four steps, three quarters
         add(2, "rival", {"one step fewer": lambda model: model}, steps=(steps - 1) / steps)
     if unet:
         add(2, "rival", {"HyperTile 32": hyper_tile(32)})
     else:
         add(2, "preset", {f"balanced at {r:g}": preset("balanced", ratio=r) for r in (0.47, 0.7)}, window=side)
         add(2, "preset", {"balanced, keys in four bits": experiments.packed(preset("balanced"))}, window=side)
-        # On models made for few steps, the rival: with one first block as First Block Cache, with more as DBCache.
+        # The rival on few-step models: with one first block First Block Cache, with more DBCache.
         add(2, "rival", {f"block cache {t:g}": variants.block_cache(t).patch for t in (0.1, 0.2)})
         add(2, "rival", {"block cache 0.2, 2 first and 2 last": variants.block_cache(0.2, 2, 2).patch})
     add(2, "stacked", {"EasyCache 0.2 + balanced at 0.75": chain(easy_cache(0.2), preset("balanced", ratio=0.75))})
@@ -164,7 +167,7 @@ def settings(kind: str, steps: int, scheduler: str) -> dict[str, Setting]:
     add(3, "destinations", {"own for cond and uncond": experiments.own_destinations(toma())})
     add(3, "preset", {"balanced, own for cond and uncond": experiments.own_destinations(preset("balanced"))})
     add(3, "budget", {"moved between windows": experiments.moved_budget(toma())})
-    # The first step has no prediction before it and runs whole; so it does in the row to compare with.
+    # The first step has no earlier prediction and is full; so it is in the row to compare with.
     add(3, "plan from", {"tokens, first step whole": toma(**_AT_EVERY_STEP, start_percent=0.01)})
     add(3, "plan from", {name: toma(**_PREDICTED, **which) for name, which in _PREDICTIONS.items()})
     add(3, "plan from", {"prediction, window 4": toma(**_PREDICTED, window_size=4)}, window=4)
@@ -186,7 +189,7 @@ _ALL_ALONG: dict[str, dict[str, Any]] = {
     "last 70 %": {"start_percent": 0.3},
 }
 
-# Plans made anew at every step, as the picture is predicted anew.
+# Plans of every step, each from a new prediction of the picture.
 _AT_EVERY_STEP: dict[str, Any] = {"selection_interval": 1, "weight_interval": 1}
 _PREDICTED: dict[str, Any] = {"similarity_from": "prediction", **_AT_EVERY_STEP}
 _PREDICTIONS: dict[str, dict[str, Any]] = {"prediction": {}, "prediction, scale 1000": {"sharpness": 1000}}

@@ -26,16 +26,14 @@ from .video import Setting, measured, table
 
 @dataclass(frozen=True)
 class Shape:
-    """A run. sigmas: of its steps, or their number on the model's own schedule. told: steps that the model is told.
-    patterns: those that are tried, some with a ratio other than 0.5. half: a side has half of the tokens. continues: it
-    starts on a clean clip of half the size, upscaled."""
+    """A run."""
 
-    sigmas: tuple[float, ...] | int
-    told: int
-    patterns: tuple[str, ...]
+    sigmas: tuple[float, ...] | int  # sigmas of its steps, or their number on the model's own schedule
+    model_steps: int  # number of steps passed to the model
+    patterns: tuple[str, ...]  # patterns to try, some with a ratio other than 0.5
     sampler: str = "euler"
-    half: bool = False
-    continues: bool = False
+    half: bool = False  # half of the tokens per side
+    continues: bool = False  # starts from an upscaled clean clip of half the size
 
     @property
     def steps(self) -> int:
@@ -59,7 +57,7 @@ SHAPES = {
 
 
 def forced(patch: Patch, pattern: str, picture: Tensor) -> Patch:
-    """Each step does what its letter says. picture: what the run starts on, in the model's space."""
+    """Force the mode of each step by its letter. picture: the clip that the run starts from, in the model's space."""
 
     def scheduled(module: Any) -> dict[str, Any]:
         modes = module.StepMode
@@ -99,7 +97,7 @@ def settings(shape: Shape, picture: Tensor) -> dict[str, Setting]:
     found |= {f"preset: balanced at {ratio:g}": Setting(preset("balanced", ratio)) for ratio in (0.25, 0.6, 0.75)}
     for name in shape.patterns:
         pattern, _, ratio = name.partition(" ")
-        lasting = preset("balanced", float(ratio or 0.5), full_step_interval=shape.steps)  # caches are old by it
+        lasting = preset("balanced", float(ratio or 0.5), full_step_interval=shape.steps)  # age of the caches
         found[name] = Setting(forced(lasting, pattern, picture))
     found["rival: a step less"] = Setting(lambda model: model, 1 - 1 / shape.steps)
     return found
@@ -145,7 +143,7 @@ def main(given: list[str] | None = None) -> None:
         else:  # those left of fewer steps lie as evenly as can be
             at = torch.linspace(0, shape.steps, steps + 1).round().long()
             sigmas = torch.tensor(shape.sigmas)[at]
-        conds = [clip_conditioning(list(each), shape.told) for each in (clips, [None] * len(clips))]
+        conds = [clip_conditioning(list(each), shape.model_steps) for each in (clips, [None] * len(clips))]
         sampler = comfy.samplers.sampler_object(shape.sampler)
         options: dict[str, Any] = {"disable_pbar": True, "seed": seeds[0]}
         return comfy.sample.sample_custom(model, noise, 1.0, sampler, sigmas, *conds, latent, **options).float()

@@ -1,4 +1,4 @@
-"""What every command here begins with: its options, the threads that it may use, ComfyUI and the pack."""
+"""Shared start of the commands here: options, threads, ComfyUI and the pack."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 
 from scripts.comfy_pack import load_pack, use_comfyui
 
-# The trained models that draw pictures, `demo.sampling.PICTURES`: known before ComfyUI is there.
+# The trained models that draw pictures, as in `demo.sampling.PICTURES`, which needs ComfyUI.
 PICTURES = ("dit", "few", "unet", "deep")
-# First seeds of the scenes to choose settings on and to report on: neither training nor another table uses them.
+# First seeds of the scenes for choosing and for reporting settings: neither training nor another table uses them.
 SCENES = {"choose": 20_000, "report": 30_000}
 
 
 def command(doc: str | None) -> argparse.ArgumentParser:
-    """The parser of a command that is told by the module's docstring."""
+    """Return the parser of a command, described by the module's docstring."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=0, help="CPU threads, 0 for torch's own choice")
     return parser
 
 
 def start(args: argparse.Namespace) -> None:
-    """Load ComfyUI and the pack, to compute with so many threads."""
+    """Load ComfyUI and the pack, and set the number of threads."""
     if args.threads:
         torch.set_num_threads(args.threads)
     use_comfyui()

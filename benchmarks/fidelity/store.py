@@ -1,4 +1,4 @@
-"""Files of a measurement: rows as they come, so that a stopped run goes on, and what need not be drawn again."""
+"""Files of a measurement: rows, written at once so that a stopped run can resume, and cached latents and pictures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Rows = dict[str, dict[str, Any]]
 
 
 def fingerprint(paths: list[Path]) -> str:
-    """A short digest of some files."""
+    """Return a short digest of some files."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(path.read_bytes())
@@ -31,7 +31,7 @@ def fingerprint(paths: list[Path]) -> str:
 
 
 class Store:
-    """The result files of one model under one set of conditions, and a folder for what is only of use here.
+    """The result files of one model under one set of conditions, and a local folder for cached data.
 
     Several processes may add rows to the same files. Times are kept apart, because they differ from run to run.
     """
@@ -47,11 +47,11 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def read(self) -> dict[str, Any]:
-        """rows and what else was stored under these conditions; empty rows if there is nothing."""
+        """Return the rows and other data stored under these conditions; empty rows if there are none."""
         return self._read(self.file)
 
     def times(self) -> dict[str, float]:
-        """CPU time of each setting against the unmerged model's."""
+        """Return the CPU time of each setting relative to the unmerged model's."""
         return dict(self._read(self.times_file)["rows"])
 
     def _read(self, file: Path) -> dict[str, Any]:
@@ -77,14 +77,14 @@ class Store:
             yield
 
     def keep_unmerged(self, drawn: Drawn) -> None:
-        """Keep the unmerged latents for the next session."""
+        """Store the unmerged latents for the next session."""
         tensors = {f"set{i}": latent.contiguous() for i, latent in enumerate(drawn.latents)}
         partial = self.folder / "unmerged.partial"
         save_file(tensors, partial, {"flops": str(drawn.flops), "seconds": str(drawn.seconds)})
         partial.replace(self.folder / "unmerged.safetensors")
 
     def unmerged(self) -> Drawn | None:
-        """What `keep_unmerged` left."""
+        """Return the latents of `keep_unmerged`."""
         file = self.folder / "unmerged.safetensors"
         if not file.exists():
             return None
@@ -97,12 +97,12 @@ class Store:
         return Drawn(latents, float(about["flops"]), float(about["seconds"]))
 
     def keep_pictures(self, name: str, pictures: Tensor) -> None:
-        """Keep a strip of pictures, (n, 3, H, W) in -1..1."""
+        """Store a strip of pictures, (n, 3, H, W) in -1..1."""
         strip = ((torch.cat(list(pictures.clamp(-1, 1)), -1) + 1) * 127.5).round().byte().permute(1, 2, 0)
         Image.fromarray(strip.numpy()).save(self._strip(name))
 
     def pictures(self, name: str) -> Image.Image | None:
-        """The strip of a setting."""
+        """Return the strip of a setting."""
         file = self._strip(name)
         return Image.open(file) if file.exists() else None
 

@@ -1,9 +1,9 @@
-"""What the measurements say to the claims that a preset has to stand up to.
+"""Check the measurements against the claims for a preset.
 
     python -m benchmarks.fidelity.verdict [--setting "preset: balanced"] [FILE.json ...]
 
-Pictures are compared in pairs, of the same scene and noise. "Closer" means: in the mean over all pictures, by more
-than the deviation of that mean over the seed sets, and in every set.
+Pictures are compared in pairs of the same scene and noise. "Closer" means a smaller mean error over all pictures, by
+more than the deviation of that mean over the seed sets, and in every set.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 FOLDER = Path("benchmarks/results/fidelity")
 SAME_RATIO = ("selector: tome", "selector: random", "selector: grid", "rival: ToDo 1/2", "rival: ToDo 1/4")
 SAME_COST = ("rival: HyperTile", "rival: EasyCache", "rival: LazyCache", "rival: half", "rival: three quarters")
-# Costs and times within this of each other count as equal.
+# Relative difference below which costs and times count as equal.
 NEAR = 0.05
 
 
@@ -36,8 +36,8 @@ class Claim:
 
 
 def gain(row: dict[str, Any], rival: dict[str, Any], sets: int) -> tuple[float, float, bool]:
-    """How much nearer a row's pictures are than a rival's: mean of the paired differences of error, its deviation
-    over the sets, and whether that settles it."""
+    """Compare the error of a row with a rival's: mean of the paired differences, its deviation over the sets, and
+    whether the difference is significant."""
     pairs = [b - a for a, b in zip(row["errors"], rival["errors"], strict=True)]
     size = len(pairs) // sets
     means = [statistics.fmean(pairs[i * size : (i + 1) * size]) for i in range(sets)]
@@ -48,7 +48,7 @@ def gain(row: dict[str, Any], rival: dict[str, Any], sets: int) -> tuple[float, 
 def claims(
     stored: dict[str, Any], times: dict[str, float], name: str = "preset: balanced", attributes: float = 0.02
 ) -> Iterator[Claim]:
-    """The claims for the setting `name`, from the rows and times of one file."""
+    """Return the claims for the setting `name`, from the rows and times of one file."""
     rows, sets = stored["rows"], stored["conditions"]["seeds"]
     if name not in rows or "unmerged" not in rows:
         yield Claim(f"`{name}` was measured", None, "its row, or that of the unmerged pictures, is missing")

@@ -1,4 +1,4 @@
-"""How near merged clips stay to unmerged ones: `python -m benchmarks.fidelity.video --weights wan.safetensors`.
+"""The error of merged clips against unmerged ones: `python -m benchmarks.fidelity.video --weights wan.safetensors`.
 
 The same clips and noise for every setting; rows that the result folder has are not measured again. error: of the
 final latents, relative to the unmerged one's norm; spread: deviation of its mean over the clips; flicker: energy of the
@@ -25,9 +25,9 @@ from benchmarks.variants import Patch
 from . import experiments
 from .start import SCENES, command, start
 
-# Windows of this many tokens a side lie in a frame of 16 x 16: as many as in a corner of a real one.
+# Side of windows in tokens, in a frame of 16 x 16 tokens: the size in real frames.
 WINDOW = 8
-# Plans of every step, from what the step before predicted.
+# Makes plans at every step, from the previous step's prediction.
 PREDICTED: dict[str, Any] = {
     "similarity_from": "prediction",
     "selection_interval": 1,
@@ -37,7 +37,7 @@ PREDICTED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What clips are drawn with. steps: share of the sampling steps. runs: see `demo.video.draw_clips`."""
+    """A setting of clips. steps: share of the sampling steps. runs: see `demo.video.draw_clips`."""
 
     patch: Patch
     steps: float = 1.0
@@ -45,7 +45,7 @@ class Setting:
 
 
 def settings() -> dict[str, Setting]:
-    """Name -> setting. Grids are far smaller than a real model's, hence min_tokens."""
+    """Return the settings by name. Grids are far smaller than a real model's, hence min_tokens."""
 
     def preset(name: str, **given: Any) -> Setting:
         return Setting(variants.preset(name, min_tokens=16, **given).patch)
@@ -74,12 +74,12 @@ def settings() -> dict[str, Setting]:
 
 
 def flicker(clips: Tensor) -> Tensor:
-    """Energy of the changes from frame to frame. (n, 3, T, H, W) -> (n,)."""
+    """Compute the energy of the changes between frames: (n, 3, T, H, W) -> (n,)."""
     return clips.diff(dim=2).square().flatten(1).mean(1)
 
 
 def seams(clips: Tensor) -> Tensor:
-    """`metrics.seam_energy` of all frames of tokens of two pixels. (n, 3, T, H, W) -> (n,)."""
+    """Compute `metrics.seam_energy` of all frames for tokens of two pixels: (n, 3, T, H, W) -> (n,)."""
     from .metrics import PIXELS_PER_TOKEN, seam_energy
 
     frames = clips.movedim(2, 1).flatten(0, 1)
@@ -157,13 +157,15 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--weights", type=Path, default=Path("demo/weights/wan.safetensors"))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--cfg", type=float, default=1.0)
-    parser.add_argument("--told", type=int, help="how many steps the model is told, 0 for one that was not taught few")
+    parser.add_argument(
+        "--model-steps", type=int, help="number of steps to pass to the model, 0 for a model that does not take it"
+    )
     parser.add_argument("--scenes", choices=list(SCENES), default="choose")
     parser.add_argument("--clips", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fidelity"))
     args = parser.parse_args(given)
     start(args)
-    told = (args.steps if args.told is None else args.told) or None
+    model_steps = (args.steps if args.model_steps is None else args.model_steps) or None
     from demo.checker import FIRST_TEST_SEED
     from demo.clips import clip_from_seed
     from demo.models import load_wan
@@ -171,11 +173,13 @@ def main(given: list[str] | None = None) -> None:
 
     seeds = [SCENES[args.scenes] + index for index in range(args.clips)]
     clips = [clip_from_seed(FIRST_TEST_SEED + seed) for seed in seeds]
-    conditions = {name: str(getattr(args, name)) for name in ("weights", "steps", "cfg", "told", "scenes", "clips")}
+    conditions = {
+        name: str(getattr(args, name)) for name in ("weights", "steps", "cfg", "model_steps", "scenes", "clips")
+    }
     file = args.out / f"{args.weights.stem}-{args.steps}steps-{args.scenes}.json"
     before = json.loads(file.read_text()) if file.exists() else {}
     rows = measured(
-        lambda model, steps, runs=1: draw_clips(model, clips, seeds, steps, args.cfg, told, runs=runs),
+        lambda model, steps, runs=1: draw_clips(model, clips, seeds, steps, args.cfg, model_steps, runs=runs),
         load_wan(str(args.weights)),
         clips,
         args.steps,

@@ -1,1 +1,2 @@
-"""What only a GPU can tell: facts of the card, kernels against fp64 on it, and the script of a visit to a lent one."""
+"""Measurements that need a GPU: properties of the card, kernels against fp64, and the script of a visit to a lent
+machine."""

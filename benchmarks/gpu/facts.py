@@ -1,4 +1,4 @@
-"""What the card, its driver and ComfyUI's packages say of themselves: beside every result."""
+"""Properties of the card, its driver and ComfyUI's packages, stored with every result."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ADDS = 2000
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Names and figures; what the card alone can say only where there is one."""
+    """Return the properties by name; those of the card only if there is one."""
     import comfy.ldm.modules.attention as attention
     import comfy.quant_ops
 
     kitchen = getattr(comfy.quant_ops, "ck", None)
     backends = kitchen.list_backends() if kitchen is not None else {}
-    told: dict[str, Any] = {
+    values: dict[str, Any] = {
         "cpus": os.cpu_count(),
         # Triton builds its launcher with it; without one its kernels do not run.
         "C compiler": next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "none"),
@@ -33,7 +33,7 @@ def facts(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
-        told |= {
+        values |= {
             "capability": f"{card.major}.{card.minor}",
             "processors": card.multi_processor_count,
             "L2 MiB": card.L2_cache_size >> 20,
@@ -41,11 +41,11 @@ def facts(device: torch.device) -> dict[str, Any]:
             "driver": _nvidia("driver_version,clocks.sm,clocks.mem,power.limit,temperature.gpu"),
             "rate of the cost model, TFLOPs": _rate(device),
         }
-    return told
+    return values
 
 
 def _small_add(device: torch.device) -> float:
-    """Seconds of the host for the smallest launch there is."""
+    """Measure the host's seconds for a minimal launch."""
     small = torch.zeros(16, device=device)
     small.add_(1)
     bench.synchronize(device)
@@ -69,6 +69,6 @@ def _nvidia(query: str) -> str:
 
 
 def _rate(device: torch.device) -> float:
-    """What Auto and the presets reckon with in bf16."""
+    """Return the rates in bf16 that Auto and the presets use."""
     card = pack_module("toma_core.cost_model").card_of(device)
     return round(float(card.rate(torch.bfloat16)) / 1e12, 1)

@@ -1,7 +1,7 @@
-"""Every kernel against fp64 on this device: on poisoned memory, and repeated bit for bit.
+"""Check every kernel against fp64 on this device, on poisoned memory, and for bit-identical repetition.
 
-Rows of the section `kernels`, one a check; `gate` says what is wrong. In Triton's interpreter, on a CPU, tiny cases
-alone.
+One row of the section `kernels` for each check; `gate` holds the failure. In Triton's interpreter, on a CPU, only tiny
+cases run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scripts.comfy_pack import pack_module
 
 _B, _H, _F = torch.bfloat16, torch.float16, torch.float32
 _EPS = {_B: 4e-3, _H: 6e-4, _F: 2e-6}
-# Bytes that must be free for tensors of more than 2^31 numbers.
+# Free bytes that tensors of more than 2^31 elements need.
 _LARGE = 30e9
 
 
@@ -88,13 +88,13 @@ CASES = (
 
 
 def measure(dry: bool, device: torch.device, left: Callable[[], float]) -> Iterator[Row]:
-    """A row for each check, as it comes. left: seconds; the last cases are left out where few are left."""
+    """Yield a row for each check. left: remaining seconds; the last cases are skipped if they are few."""
     kernels = pack_module("toma_core.kernels.triton").TritonKernels()
     jobs: list[tuple[Case, Callable[..., Iterator[Row]]]] = [(case, check) for case in (TINY if dry else CASES)]
     if dry:
         jobs.append((Case("large, as dry run", (2, 8, 8), 32), large))
     elif torch.cuda.mem_get_info(device)[0] > _LARGE:
-        # More than 2^31 numbers in a tensor: addresses.
+        # Tensors of more than 2^31 elements, for 64-bit addresses.
         jobs.insert(4, (Case("large: Wan 720p", (21, 45, 80), 5120, batch=6), large))
     for case, run in jobs:
         if not dry and left() < 12:
@@ -119,7 +119,7 @@ def _judged(case: Case, what: str, error: float, most: float, repeats: bool = Tr
 
 
 def _off(result: Tensor, reference: Tensor) -> float:
-    """|result - reference| / |reference|, infinite where it holds NaN."""
+    """Compute |result - reference| / |reference|, infinite if the result holds NaN."""
     error = float((result.double() - reference).norm() / reference.norm())
     return error if error == error else float("inf")
 
@@ -128,13 +128,13 @@ _empty = torch.empty
 
 
 def _poisoned(*shape: Any, **options: Any) -> Tensor:
-    """Memory that was used before."""
+    """Fill free memory with NaN, so that kernels do not read zeros by chance."""
     t = _empty(*shape, **options)
     return t.fill_(255) if t.dtype is torch.uint8 else t.fill_(torch.nan if t.is_floating_point() else -(2**40))
 
 
 def _weights(x: Tensor, picks: Tensor, windows: Any, budget: Any) -> tuple[Tensor, Tensor]:
-    """Merge and unmerge weights of these picks in fp64."""
+    """Compute merge and unmerge weights of these destinations in fp64."""
     split = torch.nn.functional.normalize(windows.split(x.double()), dim=-1)
     similarity = split @ split.transpose(-1, -2)
     A = similarity.gather(2, picks[..., None].expand(*picks.shape, similarity.shape[-1]))
@@ -147,7 +147,7 @@ def _weights(x: Tensor, picks: Tensor, windows: Any, budget: Any) -> tuple[Tenso
 
 
 def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
-    """All kernels on one layout."""
+    """Check all kernels on one layout."""
     x, eps = case.tokens(device), _EPS[case.dtype]
     windows, budget = case.layout(device)
     if case.adaptive:
@@ -160,7 +160,7 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
         picks, M, back = plans[0]
         given = kernels.weigh(x, picks, windows, budget, micro.SCALE)
         out, reduced = (case.noise(budget.total, device, seed) for seed in (1, 2))
-        # Each twice: as Triton launches, and as a prepared launch does.
+        # Each kernel twice: by Triton's launch, and by a prepared launch.
         merged, spread, restored = (
             [call() for _ in range(2)]
             for call in (
@@ -198,7 +198,7 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
 
 
 def large(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
-    """The last window of the last image, of tensors so large that an address of 32 bits does not reach it."""
+    """Check the last window of the last image in tensors beyond 32-bit addresses."""
     windows, budget = case.layout(device)
     x = case.noise(windows.tokens, device)
     out, reduced = (case.noise(budget.total, device, seed) for seed in (1, 2))

@@ -117,10 +117,10 @@ class Server(ComfyClient):
                 opened.load()
         except (urllib.error.HTTPError, OSError) as error:
             raise BenchmarkError(f"the server could not hand over a picture it made ({error}). {AGAIN}") from None
-        told = dict(run.messages)
-        start, end = (told.get(f"execution_{kind}", {}).get("timestamp") for kind in ("start", "success"))
+        messages = dict(run.messages)
+        start, end = (messages.get(f"execution_{kind}", {}).get("timestamp") for kind in ("start", "success"))
         seconds = (end - start) / 1000 if start is not None and end is not None else None
-        return Made(png, seconds, told.get("execution_cached", {}).get("nodes"))
+        return Made(png, seconds, messages.get("execution_cached", {}).get("nodes"))
 
     def _follow_to_the_end(self, prompt_id: str) -> Run:
         """However long it takes; other prompts may stand before it in the queue."""
