@@ -1,8 +1,8 @@
 """What ToMA Calibrate gains on scenes that it did not measure: `python -m benchmarks.fidelity.calibrated`.
 
-For each model, number of steps and word: calibrate on one set of scenes at the work of a preset, and compare both on
-another set. The table is in results/fidelity/calibrated.md. Below it: where a single setting of the judges' tables has
-less error for no more work, see `beyond`.
+For each model, number of steps and target: calibrate on one set of scenes at the work of a preset, and compare both on
+another set. The table is in results/fidelity/calibrated.md, with a list of single settings that have less error for no
+more work, see `beyond`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .start import PICTURES, SCENES, command, start
 
 # A word of ToMA Calibrate -> the preset and ratio whose work it has, as rows of the tables name them.
 NEAR = {"quality": "quality", "balanced": "balanced", "fast": "balanced at 0.6"}
-# What the models can do with that were taught few steps.
+# Numbers of steps of the few-step models.
 TAUGHT = {"few": (4, 8), "wan": (4, 8)}
 
 
@@ -38,12 +38,12 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Measure what the file lacks, a row at a time, and print the table."""
+    """Measure the rows that the file lacks, one at a time, and print the table."""
     args = _arguments(given)
     start(args)
     from demo.sampling import defaults
 
-    # The clips' model was taught to do without guidance.
+    # The clips' model needs no guidance.
     guided = args.cfg
     rows: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     for kind in args.model:
@@ -104,15 +104,15 @@ def _measured(
     return rows
 
 
-# Pictures of each judge's tables, by the ends of their names.
+# Number of pictures of each judge's tables, by the ends of their names.
 TABLES = {"deep": "128px-8x3", "dit": "128px-22x3", "few": "64px-22x3", "wan": "report"}
 # How much farther a calibration may be than the nearest single setting.
 _BEYOND = 1.05
 
 
 def beyond(rows: dict[str, dict[str, Any]], folder: Path) -> dict[str, tuple[str, float]]:
-    """The calibrations than which a single setting is nearer by more than a twentieth, for no more work than the
-    preset: its name, and its error as a part of the preset's on the same pictures."""
+    """Return the calibrations whose error exceeds that of a single setting by more than a twentieth, for no more work
+    than the preset: the setting's name, and its error relative to the preset's on the same pictures."""
     found = {}
     for name, row in rows.items():
         kind, steps, *_, near = name.split()
@@ -135,7 +135,7 @@ def _seeds(which: str, args: argparse.Namespace) -> list[int]:
     return [SCENES[which] + i for i in range(args.images)]
 
 
-# The model, what draws scenes of its own with a patched one, and what is sampled to calibrate it.
+# The model, a function that draws the reported scenes with a patched model, and the inputs of the calibration.
 Asked = tuple[Any, Callable[[Any], torch.Tensor], dict[str, Any]]
 
 
@@ -194,7 +194,7 @@ def _clips(kind: str, steps: int, options: dict[str, Any], args: argparse.Namesp
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """Markdown, a row for each model, number of steps and word."""
+    """Format a Markdown table, a row for each model, number of steps and target."""
     names = ["preset", "calibrated", "preset cost", "calibrated cost", "found", "keeps preset"]
     lines = ["| model steps near | " + " | ".join(names) + " |", "|---" + "|--:" * len(names) + "|"]
     lines += [f"| {key} | " + " | ".join(str(row[name]) for name in names) + " |" for key, row in rows.items()]

@@ -1,9 +1,10 @@
-"""Which steps of a short schedule have to be full: `python -m benchmarks.fidelity.stages --shape "second stage"`.
+"""Find the steps of a short schedule that have to be full: `python -m benchmarks.fidelity.stages --shape "second
+stage"`.
 
-The tiny Wan in the shapes of the most-used video templates. A pattern has a letter for each step: F is full, C is
-merged and attends to the cached keys of all tokens, P is merged without caches and planned from tokens, L the same and
-planned from the picture that the run starts on. Columns are those of `video`. Choose with `--scenes choose`, report
-with `--scenes report`; rows that the result file has are not measured again.
+It uses the tiny Wan in the shapes of the most-used video templates. A pattern has a letter for each step: F is full, C
+is merged with the KV cache of all tokens, P is merged without caches and planned from tokens, L the same and planned
+from the picture that the run starts from. Columns are those of `video`. Choose with `--scenes choose`, report with
+`--scenes report`; rows in the result file are not measured again.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def forced(patch: Patch, pattern: str, picture: Tensor) -> Patch:
 
 
 def settings(shape: Shape, picture: Tensor) -> dict[str, Setting]:
-    """Name -> setting. By intervals `balanced` is FCCF and FCCCFCCF, `quality` FCFF and FCFCFCFF; both are FCF in three
-    steps. In the first stage, which begins flat, they are FCCCCCFF and FCCCFFFF."""
+    """Return the settings by name. By interval `balanced` is FCCF and FCCCFCCF, `quality` FCFF and FCFCFCFF; both are
+    FCF in three steps. In the first stage, whose first sigmas are close, they are FCCCCCFF and FCCCFFFF."""
 
     def preset(name: str, ratio: float = 0.5, **given: Any) -> Patch:
         return variants.preset(name, min_tokens=16, ratio=ratio, **given).patch
@@ -104,7 +105,7 @@ def settings(shape: Shape, picture: Tensor) -> dict[str, Setting]:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Measure, print the table and write the figures."""
+    """Measure, print the table and write the numbers."""
     parser = command(__doc__)
     parser.add_argument("--weights", type=Path, default=Path("demo/weights/wan.safetensors"))
     parser.add_argument("--shape", choices=list(SHAPES), default="second stage")
@@ -140,7 +141,7 @@ def main(given: list[str] | None = None) -> None:
         if isinstance(shape.sigmas, int):
             sampling = model.get_model_object("model_sampling")
             sigmas = comfy.samplers.calculate_sigmas(sampling, "simple", steps)
-        else:  # those left of fewer steps lie as evenly as can be
+        else:  # the remaining steps are spaced as evenly as possible
             at = torch.linspace(0, shape.steps, steps + 1).round().long()
             sigmas = torch.tensor(shape.sigmas)[at]
         conds = [clip_conditioning(list(each), shape.model_steps) for each in (clips, [None] * len(clips))]

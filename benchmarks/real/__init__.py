@@ -1,10 +1,11 @@
 """Measure merged against unmerged pictures of a real checkpoint, through the HTTP API of a running ComfyUI.
 
-Nothing here imports ComfyUI, and pictures are queued with the standard library alone; numpy and Pillow compare them.
+Nothing here imports ComfyUI; the standard library queues pictures, numpy and Pillow compare them.
 """
 
 from __future__ import annotations
 
 
 class BenchmarkError(RuntimeError):
-    """The measurement cannot go on; the message says why and what to do. What is done so far is kept."""
+    """The measurement cannot continue; the message has the reason and the remedy. Finished pictures stay in the
+    folder."""

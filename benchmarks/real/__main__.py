@@ -5,7 +5,7 @@
     python -m benchmarks.real --graph my_graph_api.json --prompts prompts.txt
 
 ComfyUI with ComfyUI-ToMA must be running. Pictures already in the output folder are not made again, so a run can be
-stopped and taken up, and settings, prompts and seeds can be added. docs/real-checkpoints.md tells how to read it.
+stopped and resumed, and settings, prompts and seeds can be added. docs/real-checkpoints.md explains the results.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _default(name: str) -> str:
 
 
 def template_of(args: argparse.Namespace) -> Template:
-    """The graph that the options ask for."""
+    """Return the graph of the options."""
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     if args.graph is not None:
         if given:
@@ -87,10 +87,10 @@ def template_of(args: argparse.Namespace) -> Template:
 
 
 def settings_of(args: argparse.Namespace, template: Template, widgets: dict[str, Any]) -> list[Setting]:
-    """Every ratio with every preset. What is not asked for stays as it is in the graph, else as the node has it: so
-    does a profile where neither is asked for.
+    """Return every ratio with every preset. An option that is not given defaults to the graph's value, else to the
+    node's; so does a profile if neither is given.
 
-    `widgets`: the inputs of the ToMA node as the server describes them.
+    `widgets`: the inputs of the ToMA node from the server's description.
     """
     own_profile = template.own("profile") if args.ratio is args.preset is None else None
     if isinstance(own_profile, list):
@@ -111,7 +111,7 @@ def settings_of(args: argparse.Namespace, template: Template, widgets: dict[str,
 
 
 def run(args: argparse.Namespace) -> Path:
-    """Make what is missing, measure, write; returns the page. Raises BenchmarkError."""
+    """Make missing pictures, measure, write, and return the page. Raises BenchmarkError."""
     from .calibrating import calibrate, near_of
     from .measure import results
     from .pictures import Folder, make_missing, plan, read_prompts
@@ -129,9 +129,10 @@ def run(args: argparse.Namespace) -> Path:
     calibrated = []
     if args.calibrate is not None:
         nears = list(dict.fromkeys(map(near_of, args.calibrate or ["balanced"])))
-        apart = next(number for number in itertools.count() if number not in seeds)  # no picture that is judged has it
+        apart = next(number for number in itertools.count() if number not in seeds)  # a prompt that no measured picture
+        # uses
         calibrated = calibrate(server, template, folder, nears, prompts[0], args.negative, apart)
-        own = settings[0]  # its values do nothing beside a profile, but a ratio of 0 would be off
+        own = settings[0]  # without effect beside a profile, except that a ratio of 0 would switch ToMA off
         settings += [Setting(own.ratio or 0.5, own.preset, each.profile, each.name) for each in calibrated]
     jobs = plan(template, prompts, args.negative, seeds, settings)
     make_missing(server, template, folder, jobs)
@@ -157,7 +158,7 @@ def _device() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: an error, said in words; 130: stopped by Ctrl-C."""
+    """Run, and return 0 if done, 1 after an error, which is printed, and 130 after Ctrl-C."""
     args = parser().parse_args(argv)
     try:
         run(args)

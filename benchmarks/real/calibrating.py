@@ -1,4 +1,4 @@
-"""ToMA Calibrate on the user's server: with the model that the graph samples, but for ToMA, and all it samples with."""
+"""Run ToMA Calibrate on the user's server with the graph's model (without ToMA) and its sampling inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .server import Server
 NODE = "ToMACalibrate"
 # Targets of ToMA Calibrate.
 TARGETS = ("quality", "balanced", "fast")
-# Where the graph says nothing of it, as with schedulers of one family.
+# Default for graphs without it, such as those with a scheduler of one family.
 DEFAULTS = {"cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
 
 
@@ -44,10 +44,10 @@ def near_of(text: str) -> str:
 
 
 def calibration_graph(template: Template, prompt: str, negative: str, seed: int, near: str) -> tuple[Graph, str, str]:
-    """The graph, and the ids of ToMA Calibrate and of the node that shows the profile. Raises BenchmarkError where the
-    graph samples in more than one way."""
+    """Return the graph, and the ids of ToMA Calibrate and of the node that shows the profile. Raises BenchmarkError if
+    the graph has several samplers."""
     graph = template.fill(prompt, negative, seed, None)
-    # Sampler or guider: what takes both the model and the prompt.
+    # Sampler or guider: the node with both the model and the prompt as inputs.
     after = downstream(template.graph, {template.merge}) & set(graph)
     guides = [name for name in after if _says(graph, name, "model") and _prompt(graph, name)]
     if len(guides) != 1:
@@ -72,7 +72,7 @@ def calibration_graph(template: Template, prompt: str, negative: str, seed: int,
 def calibrate(
     server: Server, template: Template, folder: Folder, nears: Sequence[str], prompt: str, negative: str, seed: int
 ) -> list[Calibrated]:
-    """One profile for each value, taken from the folder where it is there."""
+    """Return one profile for each value, from the folder if it is stored there."""
     server.widgets(NODE)
     file = folder.path / "calibrated.json"
     try:
@@ -108,13 +108,13 @@ def _prompt(graph: Graph, name: str) -> Any:
 
 
 def _says(graph: Graph, name: str, key: str) -> Any:
-    """A link at an input of a node, None where there is none."""
+    """Return the link at an input of a node, None if there is none."""
     value = graph[name]["inputs"].get(key)
     return value if isinstance(value, list) else None
 
 
 def _said_once(graph: Graph, guide: str, key: str) -> Any:
-    """The value of an input by its name: at the sampler, else at the one node that has it."""
+    """Return the value of an input by name: of the sampler, else of the only node that has it."""
     at = [guide] if key in graph[guide]["inputs"] else [name for name, each in graph.items() if key in each["inputs"]]
     values = [graph[name]["inputs"][key] for name in at]
     if len(values) > 1 and any(value != values[0] for value in values):

@@ -1,4 +1,4 @@
-"""The graphs that are queued: one template, filled with prompt, seed and setting.
+"""The queued graphs: a template, filled with prompt, seed and setting.
 
 A template is a graph in ComfyUI's API format with %prompt% in a text (needed), %negative% and %seed% (if wanted), and
 one ToMA node. The unmerged graph is the same one with the ToMA node taken out, not with its ratio at 0.
@@ -41,7 +41,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class SamplingRun:
-    """Picture size in pixels and the widgets of the sampler, for the two graphs that need no file."""
+    """Picture size in pixels and the widgets of the sampler, for the two built-in graphs."""
 
     width: int = 1024
     height: int = 1024
@@ -57,7 +57,7 @@ FLUX_SAMPLING = SamplingRun(steps=20, cfg=1.0, scheduler="simple", guidance=3.5)
 
 @dataclass(frozen=True)
 class FluxFiles:
-    """File names as the loaders of the server list them."""
+    """File names in the lists of the server's loaders."""
 
     unet: str
     clip_l: str
@@ -66,13 +66,13 @@ class FluxFiles:
 
 
 def checkpoint_graph(checkpoint: str, sampling: SamplingRun) -> Graph:
-    """SDXL, SD1.5, or a Flux in one file (give it a guidance then)."""
+    """Return a graph for SDXL, SD1.5, or Flux in one file (which needs a guidance)."""
     graph = {"loader": node("CheckpointLoaderSimple", ckpt_name=checkpoint)}
     return graph | _text_to_image(["loader", 0], ["loader", 1], ["loader", 2], "EmptyLatentImage", sampling)
 
 
 def flux_graph(files: FluxFiles, sampling: SamplingRun = FLUX_SAMPLING) -> Graph:
-    """Flux from its four files."""
+    """Return a graph for Flux in four files."""
     graph = {
         "loader": node("UNETLoader", unet_name=files.unet, weight_dtype="default"),
         "clip": node("DualCLIPLoader", clip_name1=files.clip_l, clip_name2=files.t5, type="flux"),
@@ -111,7 +111,7 @@ def _text_to_image(model: list[Any], clip: list[Any], vae: list[Any], latent: st
 
 
 def read_graph(path: Path) -> Graph:
-    """A user's own graph. Raises BenchmarkError if the file is not one in the API format."""
+    """Read a user's graph. Raises BenchmarkError if the file is not in the API format."""
     try:
         graph = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -125,7 +125,7 @@ def read_graph(path: Path) -> Graph:
 
 @dataclass
 class Template:
-    """A checked graph with its places found.
+    """A checked graph.
 
     Attributes:
         picture: id of the node whose picture is compared.
@@ -147,7 +147,7 @@ class Template:
             raise BenchmarkError(f"--output {self.picture}: there is no Save Image or Preview Image with this id")
         if not any(PROMPT in value for _, _, value in self._texts()):
             raise BenchmarkError(f"the graph has no {PROMPT}: type it into the box of the prompt and export again")
-        # What does not lead to the picture only costs time; the picture goes to the server's temporary folder.
+        # Nodes that do not lead to the picture are removed; the picture goes to the server's temporary folder.
         self.graph = upstream(self.graph, self.picture)
         if self.merge not in self.graph:
             raise BenchmarkError(f"the ToMA node {self.merge} does not lead to the picture of node {self.picture}")
@@ -155,11 +155,11 @@ class Template:
         self._find_seeds()
 
     def own(self, name: str) -> Any:
-        """The value that an input of the ToMA node has in the template, None if there is none."""
+        """Return the value of an input of the template's ToMA node, None if there is none."""
         return self.graph[self.merge]["inputs"].get(name)
 
     def fill(self, prompt: str, negative: str, seed: int, setting: Setting | None) -> Graph:
-        """The graph to queue; a setting of None takes the ToMA node out."""
+        """Return the graph to queue; a setting of None removes the ToMA node."""
         graph = copy.deepcopy(self.graph)
         for each in graph.values():
             for name, value in each["inputs"].items():
@@ -179,8 +179,8 @@ class Template:
         return upstream(graph, self.picture)
 
     def is_pure(self, graph: Graph, cached: Iterable[str]) -> bool:
-        """Whether a run was sampling, decoding and showing alone: nothing was loaded, no text encoded, nothing that
-        a new seed changes was found ready. Only such runs can be compared in time."""
+        """Return whether a run consisted of sampling, decoding and saving only: no loading, no text encoding, and no
+        cached results of nodes that depend on the seed. Only times of such runs are comparable."""
         executed = set(graph) - set(cached)
         must = downstream(graph, self.seeds)
         return must <= executed <= must | downstream(graph, {self.merge})
@@ -217,12 +217,12 @@ class Template:
 
 
 def links(node: Mapping[str, Any]) -> set[str]:
-    """Ids of the nodes that a node takes its inputs from."""
+    """Return the ids of a node's input nodes."""
     return {value[0] for value in node["inputs"].values() if isinstance(value, list) and len(value) == 2}
 
 
 def downstream(graph: Graph, start: set[str]) -> set[str]:
-    """Some nodes of a graph and everything that depends on them."""
+    """Return some nodes of a graph and all nodes that depend on them."""
     found = start & set(graph)
     while more := {name for name, node in graph.items() if name not in found and links(node) & found}:
         found |= more
@@ -230,7 +230,7 @@ def downstream(graph: Graph, start: set[str]) -> set[str]:
 
 
 def upstream(graph: Graph, end: str) -> Graph:
-    """The part of a graph that a node needs, itself included."""
+    """Return the part of a graph that a node needs, itself included."""
     found, more = set(), {end}
     while more:
         found |= more
@@ -239,12 +239,12 @@ def upstream(graph: Graph, end: str) -> Graph:
 
 
 def key_of(graph: Graph) -> str:
-    """Names a picture by everything that the server is told to make it from."""
+    """Return a key of everything that determines a picture."""
     return hashlib.sha256(json.dumps(graph, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def node(class_type: str, **inputs: Any) -> dict[str, Any]:
-    """A node of a graph."""
+    """Return a node of a graph."""
     return {"class_type": class_type, "inputs": inputs}
 
 

@@ -1,4 +1,4 @@
-"""Figures of every picture, kept by content so that nothing is measured twice, and what a setting comes to."""
+"""Metrics of every picture, cached by content, and their summary for each setting."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from . import BenchmarkError
 from .metrics import FID, METRICS, LeftOutError, Metric, Picture, failed, load
 from .pictures import UNMERGED, Folder, Job, say
 
-# The unmerged picture of another seed: how far two pictures of one prompt are that have nothing in common.
+# The unmerged picture of another seed: the scale of differences between unrelated pictures of one prompt.
 OTHER_SEED = "another seed"
 SAVE_EVERY = 20
 
 
 @dataclass
 class Pair:
-    """A picture, its unmerged twin, and their figures by the name of the metric."""
+    """A picture, its unmerged counterpart, and their scores by the name of the metric."""
 
     setting: str
     prompt: str
@@ -40,7 +40,7 @@ class Pair:
 
 @dataclass
 class Summary:
-    """One setting: figures as {"mean", "deviation", "worst"}, median seconds of the runs that can be compared."""
+    """One setting: metrics as {"mean", "deviation", "worst"}, and median seconds of comparable runs."""
 
     setting: str
     pictures: int
@@ -63,7 +63,7 @@ class Results:
 
 
 def pairs_of(folder: Folder, jobs: Sequence[Job]) -> list[Pair]:
-    """Every picture with its twin, and the unmerged ones with that of the next seed."""
+    """Pair every picture with its unmerged counterpart, and every unmerged one with that of the next seed."""
     twins = {(job.prompt, job.seed): Picture(folder.picture(job)) for job in jobs if job.setting is None}
     found = []
     for job in jobs:
@@ -81,7 +81,7 @@ def pairs_of(folder: Folder, jobs: Sequence[Job]) -> list[Pair]:
 
 
 def measure(folder: Folder, pairs: Sequence[Pair], device: str, metrics: Sequence[Metric] = METRICS) -> list[str]:
-    """Fill in the figures of all pairs; returns what was left out, in words."""
+    """Compute the metrics of all pairs and return messages about skipped ones."""
     cache = _Cache(folder)
     skipped_by_settings = []
     for metric in metrics:
@@ -111,7 +111,7 @@ def measure(folder: Folder, pairs: Sequence[Pair], device: str, metrics: Sequenc
 
 
 def summarise(pairs: Sequence[Pair], metrics: Sequence[Metric] = METRICS) -> list[Summary]:
-    """One summary a setting, the unmerged run first and the other seed last."""
+    """Return one summary for each setting, the unmerged run first and the other seed last."""
     groups: dict[str, list[Pair]] = {UNMERGED: []}
     for pair in sorted(pairs, key=lambda p: p.setting == OTHER_SEED):
         groups.setdefault(pair.setting, []).append(pair)
@@ -130,7 +130,7 @@ def summarise(pairs: Sequence[Pair], metrics: Sequence[Metric] = METRICS) -> lis
 
 
 def add_fid(summaries: Sequence[Summary], pairs: Sequence[Pair], device: str) -> list[str]:
-    """Fill in the distance of the sets; returns what was left out, in words."""
+    """Compute the Frechet distances and return messages about skipped ones."""
     merged = [summary for summary in summaries if summary.setting not in (UNMERGED, OTHER_SEED)]
     try:
         distance: Callable[..., float] = load(FID, device)
@@ -149,7 +149,7 @@ def add_fid(summaries: Sequence[Summary], pairs: Sequence[Pair], device: str) ->
 
 
 def results(folder: Folder, jobs: Sequence[Job], device: str) -> Results:
-    """Measure everything that can be measured here."""
+    """Compute all metrics that are available here."""
     pairs = pairs_of(folder, jobs)
     skipped_by_settings = measure(folder, pairs, device)
     summaries = summarise(pairs)
@@ -158,7 +158,7 @@ def results(folder: Folder, jobs: Sequence[Job], device: str) -> Results:
 
 
 class _Cache:
-    """Figures in figures.json; one that cannot be read is begun again."""
+    """Scores in figures.json; an unreadable file is replaced."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder

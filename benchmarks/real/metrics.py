@@ -1,7 +1,7 @@
-"""How far a picture is from its unmerged twin, how well it fits its prompt, and how far two sets of pictures are.
+"""Metrics: error of a picture against its unmerged counterpart, agreement with its prompt, and distance of two sets.
 
-PSNR and SSIM need numpy alone. The others need libraries (the `real` extra) and weights that these download at first
-use. One that cannot be had is left out and said so; the others are measured all the same.
+PSNR and SSIM need only numpy. The others need libraries (the `real` extra) and weights that these download at first
+use. Unavailable metrics are skipped with a message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .pictures import say
 DINO_MODEL = "vit_small_patch16_224.dino"
 CLIP_MODEL, CLIP_WEIGHTS = "ViT-B-32-quickgelu", "openai"
 LPIPS_NET = "alex"
-# 8-bit pictures of any size that differ in one value stay below; equal ones have no finite value.
+# Above the value of 8-bit pictures that differ in one value; equal pictures have no finite value.
 PSNR_OF_EQUAL = 120.0
 INSTALL = 'pip install ".[real]" in the checkout of ComfyUI-ToMA'
 
@@ -34,13 +34,13 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture file, read when it is needed."""
+    """A picture file, read on demand."""
 
     path: Path
 
     @functools.cached_property
     def digest(self) -> str:
-        """Names the pixels: the files of equal pictures differ, ComfyUI writes the graph into them."""
+        """Return a digest of the pixels: files of equal pictures differ, because ComfyUI writes the graph into them."""
         array = self.array
         return hashlib.sha256(repr(array.shape).encode() + array.tobytes()).hexdigest()[:20]
 
@@ -50,20 +50,20 @@ class Picture:
 
     @property
     def array(self) -> Array:
-        """(H, W, 3), 8 bits."""
+        """Return the pixels, (H, W, 3) uint8."""
         return np.asarray(self.image)
 
 
-# Scores a picture against its unmerged twin; the prompt is what both should show.
+# Scores a picture against its unmerged counterpart; both have the prompt.
 Score = Callable[[Picture, Picture, str], float]
 SetDistance = Callable[[Sequence[Picture], Sequence[Picture]], float]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of single pictures (`load` gives a `Score`), or of sets (a `SetDistance`).
+    """A metric of single pictures (`load` returns a `Score`), or of sets (a `SetDistance`).
 
-    `identity` names what it is measured with: figures are kept under it. `alone`: the unmerged picture has it too.
+    `identity` names its implementation and is part of the cache's key. `alone`: unmerged pictures have it too.
     """
 
     name: str
@@ -76,14 +76,14 @@ class Metric:
 
 
 def psnr(picture: Picture, twin: Picture, _: str = "") -> float:
-    """Peak signal-to-noise ratio in dB; 120 for equal pictures."""
+    """Compute the peak signal-to-noise ratio in dB; 120 for equal pictures."""
     error = np.mean((picture.array.astype(np.float64) - twin.array) ** 2)
     return PSNR_OF_EQUAL if error == 0 else float(10 * np.log10(255.0**2 / error))
 
 
 def ssim(picture: Picture, twin: Picture, _: str = "") -> float:
-    """Structural similarity (Wang et al., 2004): Gaussian window of sigma 1.5 cut at 11 values, mean of the colours,
-    without the border that the window does not fill."""
+    """Compute the structural similarity (Wang et al., 2004): Gaussian window of sigma 1.5 cut at 11 values, mean of the
+    colours, without the border."""
     a, b = (p.array.astype(np.float32) / 255 for p in (picture, twin))
     mean_a, mean_b = _gaussian(a), _gaussian(b)
     var_a, var_b = _gaussian(a * a) - mean_a**2, _gaussian(b * b) - mean_b**2
@@ -113,7 +113,7 @@ class CosineDistance:
         self._known: dict[str, Any] = {}
 
     def features(self, picture: Picture) -> Any:
-        """Of length 1, computed once for each picture."""
+        """Return features of length 1, computed once for each picture."""
         if picture.digest not in self._known:
             features = self._embed(picture.image).double()
             self._known[picture.digest] = features / features.norm()
@@ -226,12 +226,12 @@ FID = Metric("fid", "FID", "inception", load_fid, "torchmetrics torch-fidelity t
 
 
 class LeftOutError(Exception):
-    """A metric that cannot be had here, in words."""
+    """A metric that is not available here; the message has the reason."""
 
 
 def load(metric: Metric, device: str) -> Any:
-    """The metric ready to use. Raises LeftOutError with reason and remedy, whatever goes wrong: libraries answer a
-    missing file, network or version with exceptions of many kinds."""
+    """Load the metric. Raises LeftOutError with reason and remedy for any exception: libraries raise many kinds for a
+    missing file, network or version."""
     if metric.packages:
         say(f"{metric.title}: loading; weights are downloaded at first use")
     try:
@@ -251,7 +251,7 @@ def load(metric: Metric, device: str) -> Any:
 
 
 def failed(metric: Metric, error: Exception) -> str:
-    """In words: a metric that was loaded and could not finish."""
+    """Describe the failure of a loaded metric."""
     memory = "out of memory" in str(error).lower()
     advice = "; measure on the processor with --device cpu" if memory else ""
     return f"{metric.title} left out: it failed ({_first_line(error)}){advice}"
@@ -264,7 +264,7 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Downloading libraries log every retry; the reason is in the exception."""
+    """Silence libraries that log every retry of a download; the reason is in the exception."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -1,4 +1,4 @@
-"""The folder of pictures: what is wanted, what is there, and making the rest."""
+"""The folder of pictures: the list of wanted ones, and making the missing ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNMERGED = "unmerged"
 
 @dataclass(frozen=True)
 class Job:
-    """One picture: what it shows, how it is made, and the name of its files."""
+    """One picture: its prompt, its graph, and the name of its files."""
 
     prompt: str
     seed: int
@@ -35,7 +35,7 @@ class Job:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """One prompt a line; empty lines and lines that begin with # are left out, and so is a prompt's repetition."""
+    """Read one prompt per line; empty lines, lines that begin with # and repetitions are skipped."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -49,8 +49,8 @@ def read_prompts(path: Path) -> list[str]:
 def plan(
     template: Template, prompts: Sequence[str], negative: str, seeds: Sequence[int], settings: Sequence[Setting]
 ) -> list[Job]:
-    """Every picture in the order of making: unmerged and merged in turn, and another one first each time, so that a
-    machine that gets warmer or busier favours none."""
+    """Return every picture in the order of making: settings alternate, each first in turn, so that a machine that gets
+    warmer or busier favours none."""
     jobs = []
     ways: list[Setting | None] = [None, *settings]
     for turn, (prompt, seed) in enumerate((prompt, seed) for prompt in prompts for seed in seeds):
@@ -69,8 +69,8 @@ class Folder:
         self.pictures = path / "pictures"
 
     def prepare(self, conditions: dict[str, str]) -> None:
-        """Make the folder, or refuse one that was made under other conditions: its times and pictures would differ
-        for reasons that are not ours."""
+        """Make the folder, or raise for one that was made under other conditions, whose times and pictures are not
+        comparable."""
         try:
             self.pictures.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -91,7 +91,7 @@ class Folder:
         return self.pictures / f"{job.key}.png"
 
     def record(self, job: Job) -> dict[str, Any] | None:
-        """What is known of a picture, None if it has to be made."""
+        """Return the record of a picture, None if it has to be made."""
         file = self.pictures / f"{job.key}.json"
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
@@ -100,13 +100,13 @@ class Folder:
         return found if self.picture(job).is_file() else None
 
     def save(self, job: Job, png: bytes, seconds: float | None, timed: bool) -> None:
-        """`timed`: whether the seconds can be compared with others."""
+        """Store a picture. `timed`: whether the seconds are comparable with others."""
         about = {"prompt": job.prompt, "seed": job.seed, "setting": job.name, "seconds": seconds, "timed": timed}
         self.write(self.picture(job), png)
         self.write(self.pictures / f"{job.key}.json", json.dumps({**about, "graph": job.graph}, indent=1).encode())
 
     def write(self, file: Path, data: bytes) -> None:
-        """All or nothing."""
+        """Write a file atomically."""
         partial = file.with_name(file.name + ".part")
         try:
             partial.write_bytes(data)
@@ -119,7 +119,7 @@ class Folder:
 
 
 def make_missing(server: Server, template: Template, folder: Folder, jobs: Sequence[Job]) -> int:
-    """Queue what the folder lacks, one after the other; returns how many were made."""
+    """Queue missing pictures one after the other and return their number."""
     missing = [job for job in jobs if folder.record(job) is None]
     say(f"{len(jobs)} pictures wanted, {len(jobs) - len(missing)} are there, {len(missing)} to make")
     warm: set[str] = set()
@@ -128,7 +128,7 @@ def make_missing(server: Server, template: Template, folder: Folder, jobs: Seque
         start = time.monotonic()
         made = server.make(job.graph, template.picture)
         spent.append(time.monotonic() - start)
-        # Whatever a setting does once (compiling, trying out kernels) is in its first run of a session.
+        # The first run of a setting in a session contains one-time work (compiling, checks of kernels).
         timed = job.name in warm and made.seconds is not None
         timed = timed and (made.cached is None or template.is_pure(job.graph, made.cached))
         warm.add(job.name)
@@ -142,7 +142,7 @@ def make_missing(server: Server, template: Template, folder: Folder, jobs: Seque
 
 
 def say(text: str) -> None:
-    """One line to stderr, at once, so that stdout holds only the results."""
+    """Print one line to stderr, unbuffered; stdout holds only the results."""
     print(text, file=sys.stderr, flush=True)
 
 

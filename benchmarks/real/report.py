@@ -1,4 +1,4 @@
-"""What was measured, as a table, JSON, two CSV files, and a page of pairs to look at."""
+"""Write the measurements as a table, JSON, two CSV files, and a page of picture pairs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .measure import OTHER_SEED, Pair, Results, Summary
 from .metrics import FID, METRICS
 from .pictures import UNMERGED, Folder
 
-FEW_FOR_FID = 2048  # as many as its features have dimensions; the published figures take more
+FEW_FOR_FID = 2048  # the dimension of its features; published values use more pictures
 _DIGITS = {"psnr": 1}
 
 
 def table(summaries: Sequence[Summary]) -> list[list[str]]:
-    """Head and one row a setting: means, and medians of seconds."""
+    """Return a head and one row for each setting: means, and medians of seconds."""
     rows = [["setting", "pictures", *(metric.title for metric in METRICS), FID.title, "seconds", "faster"]]
     for summary in summaries:
         means = [_cell(summary.figures.get(m.name, {}).get("mean"), _DIGITS.get(m.name, 4)) for m in METRICS]
@@ -31,14 +31,14 @@ def table(summaries: Sequence[Summary]) -> list[list[str]]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """The rows as text, a line below the head."""
+    """Format the rows as text, with a line below the head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
 def notes(results: Results, conditions: dict[str, Any]) -> list[str]:
-    """What has to be known to read the table, and what is missing from it."""
+    """Return the notes of the table, and the missing metrics."""
     device, comfyui, pytorch = (conditions[name] for name in ("device", "comfyui", "pytorch"))
     found = [
         f"Measured on {device}, ComfyUI {comfyui}, PyTorch {pytorch}. Seconds: median of the server's own times for "
@@ -65,7 +65,7 @@ def notes(results: Results, conditions: dict[str, Any]) -> list[str]:
 
 
 def write(folder: Folder, results: Results, conditions: dict[str, Any]) -> Path:
-    """results.json, summary.csv, pairs.csv and index.html; returns the page."""
+    """Write results.json, summary.csv, pairs.csv and index.html, and return the page."""
     said = notes(results, conditions)
     settings = [asdict(summary) for summary in results.summaries]
     data = {"conditions": conditions, "settings": settings, "notes": said}
@@ -100,7 +100,7 @@ def _page(results: Results, said: Sequence[str]) -> str:
         "PAIRS": "\n".join(_figure(pair) for pair in _shown(results.pairs)),
     }
     template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    # One pass, so that a prompt that looks like a placeholder stays a prompt.
+    # One pass, so that a prompt that looks like a placeholder is not replaced.
     parts = template.split("@@")
     return "".join(fill[part] if index % 2 else part for index, part in enumerate(parts))
 

@@ -1,4 +1,4 @@
-"""A running ComfyUI, wherever it is, with every failure put into words."""
+"""A client of a running ComfyUI whose errors have readable messages."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Made:
-    """A picture as the server sent it (PNG), the seconds that the server says its run took, and the ids of nodes whose
-    results it still had; None for an old server that does not say."""
+    """A picture (PNG), the server's seconds of its run, and the ids of nodes whose results were cached; None for an old
+    server that does not send them."""
 
     png: bytes
     seconds: float | None
@@ -59,7 +59,7 @@ class Server(ComfyClient):
             raise BenchmarkError(f"{self.url} does not answer ({reason}). Is ComfyUI running there? {AGAIN}") from None
 
     def conditions(self) -> dict[str, str]:
-        """What the times and pictures depend on: ComfyUI, PyTorch and device."""
+        """Return the conditions of times and pictures: ComfyUI, PyTorch and device."""
         try:
             stats = self.get("/system_stats")
             system = stats["system"]
@@ -69,7 +69,7 @@ class Server(ComfyClient):
             raise BenchmarkError(f"{self.url} answers, but not as ComfyUI does; check --server") from None
 
     def widgets(self, node: str) -> dict[str, Any]:
-        """The inputs of a node as the server describes them: name -> [type or choices, options]."""
+        """Return the server's description of a node's inputs: name -> [type or choices, options]."""
         try:
             described = self.object_info(node)["input"]
         except KeyError:
@@ -80,11 +80,11 @@ class Server(ComfyClient):
         return {**described.get("required", {}), **described.get("optional", {})}
 
     def make(self, graph: Graph, picture: str) -> Made:
-        """Queue a graph, wait for it, and get the picture of one node. Ctrl-C takes it out of the queue."""
+        """Queue a graph, wait for it, and return the picture of one node. Ctrl-C removes it from the queue."""
         return self._made(self._run(graph), picture)
 
     def outputs(self, graph: Graph) -> dict[str, Any]:
-        """Queue a graph, wait for it, and get what its nodes show: id -> kind -> values. Ctrl-C as above."""
+        """Queue a graph, wait for it, and return the nodes' outputs: id -> kind -> values. Ctrl-C as above."""
         return self._run(graph).outputs
 
     def _run(self, graph: Graph) -> Run:
@@ -123,7 +123,7 @@ class Server(ComfyClient):
         return Made(png, seconds, messages.get("execution_cached", {}).get("nodes"))
 
     def _follow_to_the_end(self, prompt_id: str) -> Run:
-        """However long it takes; other prompts may stand before it in the queue."""
+        """Wait without a time limit; other prompts may be before it in the queue."""
         start = time.monotonic()
         checked, missed = start, False
         while (run := self._finished(prompt_id, time.monotonic() - start)) is None:
@@ -131,7 +131,7 @@ class Server(ComfyClient):
             if time.monotonic() - checked < CHECK_QUEUE_SECONDS:
                 continue
             checked = time.monotonic()
-            # Twice in a row: between the queue and the history there is a moment in neither.
+            # Missing twice in a row: a prompt may be in neither queue nor history for a moment.
             gone = not self._is_queued(prompt_id)
             if gone and missed:
                 raise BenchmarkError(
@@ -145,7 +145,7 @@ class Server(ComfyClient):
         return any(entry[1] == prompt_id for part in queue.values() for entry in part)
 
     def _drop(self, prompt_id: str) -> None:
-        """Stop our own prompt and no other one."""
+        """Interrupt or remove this prompt and no other."""
         with contextlib.suppress(BenchmarkError, urllib.error.HTTPError):
             self.post("/queue", {"delete": [prompt_id]})
             if self._is_queued(prompt_id):
@@ -171,7 +171,7 @@ class Server(ComfyClient):
 
 
 def _choices(widget: list[Any]) -> list[Any]:
-    """The choices of a combo box, in the old and the new way of describing it."""
+    """Return the choices of a combo box, in the old and the new description."""
     if widget and isinstance(widget[0], list):
         return list(widget[0])
     return list(widget[1].get("options", [])) if len(widget) > 1 else []
