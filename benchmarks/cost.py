@@ -281,7 +281,7 @@ def count(
             decision = run.schedule.decide(run.schedule.sigmas[step])
             # As after a step that predicted a picture.
             evaluation = pack_module("toma_core").Evaluation(run, decision, pictures=pictures)
-        chosen = () if evaluation is None else find(model).select(x, evaluation, options, references=references)
+        chosen = () if evaluation is None else find(model).select(x, evaluation, options, None, references)
         with torch.no_grad(), hooks.installed(chosen):
             model(latents, t, context=context, **given, transformer_options=dict(options))
 

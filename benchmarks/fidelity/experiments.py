@@ -288,12 +288,12 @@ def exact(patch: Patch) -> Patch:
         from comfy.ldm.flux import layers
         from comfy.ldm.flux.math import apply_rope1, optimized_attention
 
-        merged, called = link.merged_call_args, link._called
+        merged, called = link._merged_outside, link._called
         whole: list[dict[str, Any]] = []
 
-        def noted(self: Any, given: dict[str, Any], *args: Any) -> Any:
+        def noted(self: Any, by_place: int, given: dict[str, Any], before: int) -> Any:
             whole[:] = [given]
-            return merged(self, given, *args)
+            return merged(self, by_place, given, before)
 
         def run(self: Any, by_place: int, given: dict[str, Any]) -> Any:
             if not whole:
@@ -318,7 +318,7 @@ def exact(patch: Patch) -> Patch:
             with replaced(layers, {"attention": use}):
                 return called(self, by_place, given)
 
-        return {"merged_call_args": noted, "_called": run}
+        return {"_merged_outside": noted, "_called": run}
 
     return picked(during(patch, lambda: pack_module("nodes.adapters.chain").BlockHook, values))
 

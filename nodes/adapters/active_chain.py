@@ -29,22 +29,13 @@ from .signature import BlockSignature
 
 @dataclass(frozen=True, eq=False)
 class ActiveChain:
-    """A chain of blocks in one evaluation.
-
-    Attributes:
-        signature: How its blocks take their tokens.
-        grids: Token grids of the image and of each reference image; (N,) for a reference that is not merged.
-        scope: Chains with equal scopes share plans.
-        names: Blocks of the chain, as in the report.
-        work: Cost of one block, and the granularity that the chain is merged at.
-        evaluation: The call of the model.
-    """
+    """A chain of blocks in one evaluation."""
 
     signature: BlockSignature
-    grids: tuple[Grid, ...]
-    scope: Hashable
-    names: Sequence[str]
-    work: tuple[Block, Granularity]
+    grids: tuple[Grid, ...]  # of the image and of each reference image; (N,) for a reference that is not merged
+    scope: Hashable  # chains with equal scopes share plans
+    names: Sequence[str]  # blocks of the chain, as in the report
+    work: tuple[Block, Granularity]  # cost of one block, and the granularity that the chain is merged at
     evaluation: Evaluation
 
     @property
@@ -65,13 +56,14 @@ class ActiveChain:
         evaluation, tokens = self.evaluation, self.tokens
         if not self.merges(like.new_empty(()).expand(len(like), tokens[0], width)):
             return ()
-        kept = [
-            evaluation.run.num_destinations(grid, evaluation.lasting if n else evaluation.step_plan, like.device)
-            if is_merged(grid)
-            else prod(grid)
-            for n, grid in enumerate(self.grids)
-        ]
-        return tuple(zip(tokens, tokens if evaluation.refreshes else kept, strict=True))
+        if evaluation.refreshes:
+            return tuple(zip(tokens, tokens, strict=True))
+        left = list(tokens)
+        for n, grid in enumerate(self.grids):
+            if is_merged(grid):
+                plan = evaluation.lasting if n else evaluation.step_plan
+                left[n] = evaluation.run.num_destinations(grid, plan, like.device)
+        return tuple(zip(tokens, left, strict=True))
 
     def merges(self, image: Tensor, reason: Message | None = None, part: str = "") -> bool:
         """Whether (B, N, C) tokens of the image are merged. If not, note the reason in the run's stats.
@@ -85,13 +77,9 @@ class ActiveChain:
         if reason is None and not self.evaluation.serves(self.name):
             reason = Reason.NOT_CACHED()
         if reason is not None:
-            self.note(reason, part)
+            for name in self.names:
+                self.evaluation.run.stats.not_merged(name + part, reason)
         return reason is None
-
-    def note(self, reason: Message, part: str = "") -> None:
-        """Note in the run's stats why the blocks are not merged."""
-        for name in self.names:
-            self.evaluation.run.stats.not_merged(name + part, reason)
 
     def plan(self, image: Tensor) -> MergePlan | None:
         """Return the plan for (B, N, C) tokens of the image; None in an evaluation that only refreshes the cache."""
@@ -117,21 +105,13 @@ class ActiveChain:
 
 @dataclass(eq=False)
 class Reduction:
-    """The merged tokens of a chain, from its first block to its last.
-
-    Attributes:
-        chain: The chain.
-        plans: The plan of each grid; None in an evaluation that only refreshes the cache.
-        cached: What is cached of the chain for each grid; None where nothing is.
-        lengths: (N, D) of each grid; N = D in an evaluation that only refreshes the cache.
-        attended: Blocks whose attention has asked for its keys and values.
-    """
+    """The merged tokens of a chain, from its first block to its last."""
 
     chain: ActiveChain
-    plans: tuple[MergePlan | None, ...]
-    cached: tuple[CachedBlock | None, ...]
-    lengths: tuple[tuple[int, int], ...]
-    attended: set[str] = field(default_factory=set)
+    plans: tuple[MergePlan | None, ...]  # one for each grid; None in an evaluation that only refreshes the cache
+    cached: tuple[CachedBlock | None, ...]  # of the chain for each grid; None where nothing is cached
+    lengths: tuple[tuple[int, int], ...]  # (N, D) of each grid; N = D where the chain only refreshes the cache
+    attended: set[str] = field(default_factory=set)  # blocks whose attention has asked for its keys and values
 
     @property
     def refreshes(self) -> bool:
@@ -153,10 +133,8 @@ class Reduction:
     def _all_attended(self) -> bool:
         """Whether the attention of every block has asked for its keys and values; noted in the run."""
         run, every = self.chain.evaluation.run, self.attended.issuperset(self.chain.names)
-        run.attention_hook_called, run.attention_hook_missed = (
-            run.attention_hook_called or bool(self.attended),
-            run.attention_hook_missed or not every,
-        )
+        run.attention_hook_called |= bool(self.attended)
+        run.attention_hook_missed |= not every
         self.attended.clear()
         return every
 

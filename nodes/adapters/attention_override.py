@@ -7,6 +7,7 @@ attention is computed by the same function as before, with other keys and values
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,22 +24,15 @@ Change = Callable[[Tensor, str, int, int], Tensor]
 Masked = Callable[[Tensor], "Tensor | None"]
 
 
+@dataclass(eq=False)
 class KVOverride:
-    """Stands in for `optimized_attention` in one call of a block.
+    """Stands in for `optimized_attention` in one call of a block."""
 
-    Attributes:
-        change: Gives the keys and values to attend to.
-        spans: See `BlockSignature.attention_spans`.
-        then: The override of another node, None without.
-        masked: Gives the mask of the other keys.
-        called: How many of the block's self-attentions have run.
-    """
-
-    def __init__(
-        self, change: Change, spans: Sequence[tuple[int, ...]], then: Callable[..., Any] | None, masked: Masked
-    ) -> None:
-        self.change, self.spans, self.then, self.masked = change, spans, then, masked
-        self.called = 0
+    change: Change  # gives the keys and values to attend to
+    spans: Sequence[tuple[int, ...]]  # see `BlockSignature.attention_spans`
+    then: Callable[..., Any] | None  # the override of another node
+    masked: Masked  # gives the mask of the other keys
+    called: int = 0  # how many of the block's self-attentions have run
 
     def __call__(self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         axis = 2 if kwargs.get("skip_reshape") else 1
@@ -48,16 +42,16 @@ class KVOverride:
             before, tokens, *others = self.spans[self.called]
             queries = others[0] if others else tokens
             if k.shape[axis] == v.shape[axis] == tokens and q.shape[axis] == queries:
-                which = self.called
+                keys = self.change(k, f"key {self.called}", before, axis)
+                values = self.change(v, f"value {self.called}", before, axis)
                 self.called += 1
-                keys = self.change(k, f"key {which}", before, axis)
-                values = self.change(v, f"value {which}", before, axis)
                 if keys.shape[axis] == values.shape[axis]:  # else only one of them is cached
                     k, v = keys, values
-                if len(args) > 1:
-                    args = (args[0], seen, *args[2:])
-                elif seen is not None:
-                    kwargs = {**kwargs, "mask": seen}
+                if seen is not None and k.shape[axis] > tokens:
+                    if len(args) > 1:
+                        args = (args[0], seen, *args[2:])
+                    else:
+                        kwargs = {**kwargs, "mask": seen}
         compute = function if self.then is None else partial(self.then, function)
         return compute(q, k, v, *args, **kwargs)
 

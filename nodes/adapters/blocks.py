@@ -14,7 +14,9 @@ from ...toma_core.config import Granularity, resolve_count
 from ...toma_core.cost_model import Block
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
+from .active_chain import ActiveChain
 from .chain import BlockHook
+from .layout import Options
 from .model_hooks import GRAPHS, HookPair
 from .origin import has_forward_hooks, is_original, unwrapped
 from .signature import BlockSignature
@@ -22,21 +24,13 @@ from .signature import BlockSignature
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """A block of a model.
+    """A block of a model."""
 
-    Attributes:
-        name: As in the report.
-        home: Blocks of one home may be merged in one chain.
-        work: What it costs.
-        tokens: Image tokens at this block.
-        width: Their channels, 0 if unknown.
-    """
-
-    name: str
-    home: str
-    work: Block
-    tokens: int
-    width: int
+    name: str  # as in the report
+    home: str  # blocks of one home may be merged in one chain
+    work: Block  # what it costs
+    tokens: int  # image tokens at this block
+    width: int  # their channels, 0 if unknown
 
     def flops(self, ratio: float = 0.0, attends: bool = False) -> float:
         """Return what an evaluation of one image costs at a ratio. attends: whether it attends to all tokens."""
@@ -46,23 +40,14 @@ class BlockFacts:
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """Consecutive blocks of one kind.
+    """Consecutive blocks of one kind."""
 
-    Attributes:
-        kind: Their name in the report and in plans.
-        blocks: The modules.
-        signature: How they take their tokens.
-        work: What one of them costs.
-        added: Key under which ControlNets add something after each, see ComfyUI's `control`.
-        borders: Indices after which the model itself reads all tokens.
-    """
-
-    kind: str
+    kind: str  # their name in the report and in plans
     blocks: Sequence[nn.Module]
     signature: BlockSignature
-    work: Block
-    added: str = ""
-    borders: Container[int] = ()
+    work: Block  # what one of them costs
+    added: str = ""  # key under which ControlNets add something after each, see ComfyUI's `control`
+    borders: Container[int] = ()  # indices after which the model itself reads all tokens
 
 
 def token_grid(latent: Tensor, patch_size: int) -> Grid:
@@ -121,27 +106,24 @@ def chains_of(
 
 
 def chain_hooks(
-    hooks: Sequence[BlockHook],
-    grids: tuple[Grid, ...],
-    latent: Tensor,
-    evaluation: Evaluation,
-    transformer_options: Mapping[str, Any],
-    width: int,
+    hooks: Sequence[BlockHook], grids: tuple[Grid, ...], x: Tensor, evaluation: Evaluation, options: Options, width: int
 ) -> Iterator[HookPair]:
     """Yield hooks that keep tokens merged from the first of consecutive blocks to the last.
 
-    grids: of the image, and of references that are merged too. width: channels of a token, 0 if unknown.
+    grids: of the image, and of references that are merged too. x: latent of (B, C, ..., H, W). width: channels of a
+    token, 0 if unknown.
     """
     first, config = hooks[0], evaluation.run.config
     evaluation = evaluation.of(first.name)
     # Merging a single block costs what granularity `block` costs.
     alone = Granularity.BLOCK if config.granularity is Granularity.STACK else config.granularity
     work = first.work, alone if len(hooks) == 1 else Granularity.STACK
-    chain = first.site.begin(grids, first.scope, [hook.name for hook in hooks], work, evaluation)
-    if transformer_options.get(GRAPHS):
+    names = [hook.name for hook in hooks]
+    first.site.begin(ActiveChain(first.signature, grids, first.scope, names, work, evaluation))
+    if options.get(GRAPHS):
         merged = False
         try:
-            merged = first.site.prepare(chain, latent, first.module, width)
+            merged = first.site.prepare(x, first.module, width)
         finally:
             if not merged:
                 first.release()  # it is not installed, so nothing else releases it, also after an error

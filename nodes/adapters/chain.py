@@ -10,7 +10,7 @@ on plain numbers only: they are prepared before the model runs, and operators do
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -19,11 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...toma_core import Evaluation, MergePlan
-from ...toma_core.config import Granularity
 from ...toma_core.cost_model import Block
 from ...toma_core.reasons import Message, Reason
-from ...toma_core.windows import Grid
 from . import compile_ops
 from .active_chain import ActiveChain, Reduction
 from .attention_override import override_attention
@@ -35,28 +32,22 @@ class ChainSite:
     """The block of a model that a chain may begin at. Lives as long as the model.
 
     torch.compile guards on what a graph reads of it: plain values.
-
-    Attributes:
-        signature: How the blocks take their tokens.
-        number: Number by which operators find the site.
-        image: Image tokens, N, without references.
-        references: Tokens of reference images that are merged too.
-        lengths: (N, D) of the image and of each reference; N = D where the chain only refreshes the cache.
-        tokens: Sum of all N.
-        destinations: Sum of all D.
-        in_graph: Whether the numbers were prepared for a graph; else the chain decides outside of it.
-        attends: Whether merged blocks attend to all tokens.
-        active: The chain in this evaluation.
-        reduction: Its merged tokens.
-        pair: (reduced, x) of the merged part, which `leave` needs; empty where the chain is not merged.
-        rows: Rotary positions and other rows of the merged tokens, by argument, in a graph.
-        reached: Whether the model has come to the chain in this evaluation.
     """
 
-    active: ActiveChain | None
-    reduction: Reduction | None
-    pair: tuple[Tensor, ...]
-    rows: dict[str, Any]
+    signature: BlockSignature  # how the blocks take their tokens
+    number: int  # by which operators find the site
+    image: int  # image tokens, N, without references
+    references: int  # tokens of reference images that are merged too
+    lengths: tuple[tuple[int, int], ...]  # (N, D) of the image and of each reference; N = D in a refresh alone
+    tokens: int  # sum of all N
+    destinations: int  # sum of all D
+    in_graph: bool  # whether the numbers were prepared for a graph; else the chain decides outside of it
+    attends: bool  # whether merged blocks attend to all tokens
+    active: ActiveChain | None  # the chain in this evaluation
+    reduction: Reduction | None  # its merged tokens
+    pair: tuple[Tensor, ...]  # (reduced, x) of the merged part, which `leave` needs; empty where it is not merged
+    rows: dict[str, Any]  # rotary positions and other rows of the merged tokens, by argument
+    reached: bool  # whether the model has come to the chain in this evaluation
 
     def __init__(self, signature: BlockSignature) -> None:
         self.signature, self.number = signature, compile_ops.numbered(self)
@@ -65,35 +56,27 @@ class ChainSite:
     def release(self) -> None:
         """Drop all state of an evaluation."""
         self.active = self.reduction = None
-        self.pair, self.rows = (), {}
+        self.pair, self.lengths, self.rows = (), (), {}
         self.image = self.references = self.tokens = self.destinations = 0
-        self.lengths: tuple[tuple[int, int], ...] = ()
         self.in_graph = self.attends = self.reached = False
 
-    def begin(
-        self,
-        grids: tuple[Grid, ...],
-        scope: Hashable,
-        names: Sequence[str],
-        work: tuple[Block, Granularity],
-        evaluation: Evaluation,
-    ) -> ActiveChain:
-        """Begin an evaluation, see `ActiveChain`."""
-        self.attends = evaluation.kv_cache
-        return self.activate(ActiveChain(self.signature, grids, scope, names, work, evaluation))
+    def begin(self, chain: ActiveChain) -> None:
+        """Begin an evaluation with a chain."""
+        self.attends = chain.evaluation.kv_cache
+        self.activate(chain)
 
-    def activate(self, chain: ActiveChain) -> ActiveChain:
+    def activate(self, chain: ActiveChain) -> None:
         """Set the chain of this evaluation."""
         self.active, self.image, self.references = chain, chain.tokens[0], sum(chain.tokens[1:])
-        return chain
 
-    def prepare(self, chain: ActiveChain, latent: Tensor, module: nn.Module, width: int) -> bool:
+    def prepare(self, latent: Tensor, module: nn.Module, width: int) -> bool:
         """Prepare the numbers for a graph in which blocks like `module` see (B, N, width) of a latent of B images.
 
         Return whether the chain may be merged; if not, the reason is noted. With an unknown width, 0, it may: the chain
         decides when it sees the tokens.
         """
-        if not width or len(latent) % len(chain.evaluation.plan_keys):
+        chain = self.active
+        if chain is None or not width or len(latent) % len(chain.evaluation.plan_keys):
             self.attends = False  # compiled code does not see what a chain decides at run time
             return True
         weight = next(module.parameters(), latent)
@@ -115,27 +98,18 @@ class ChainSite:
         return self.active
 
     @eager
-    def start(self, x: Tensor, before: int, reason: Message | None) -> bool:
+    def start(self, x: Tensor, before: int, reason: Message | None) -> None:
         """Decide outside of a graph whether the chain is merged, with x of [before | N | rest]; reduce it if it is.
 
         reason: Why it is not, if known.
         """
         # A call that ran out of memory and is repeated with fewer images has left a pair.
         chain, self.in_graph, self.pair = self.reach(), False, ()
-        if chain is None or not chain.merges(x[:, before : before + self.image], reason):
-            return False
-        images = x[:, before : before + self.image + self.references]
-        self.reduction, reduced = chain.reduce(images)
-        self._set_lengths(self.reduction.lengths)
-        self.pair = reduced, images
-        return True
-
-    @eager
-    def plan_for(self, image: Tensor, reason: Message | None, part: str = "") -> MergePlan | None:
-        """Return the plan for (B, N, C) tokens of the image, for a hook that merges parts of the block by itself; None
-        if they are not merged, see `ActiveChain.merges`."""
-        chain = self.active
-        return chain.plan(image) if chain is not None and chain.merges(image, reason, part) else None
+        if chain is not None and chain.merges(x[:, before : before + self.image], reason):
+            images = x[:, before : before + self.image + self.references]
+            self.reduction, reduced = chain.reduce(images)
+            self._set_lengths(self.reduction.lengths)
+            self.pair = reduced, images
 
     def fits(self, x: Tensor, before: int) -> bool:
         """Whether a graph is traced in which x is [before | N | rest] as prepared."""
@@ -171,7 +145,7 @@ class ChainSite:
 
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int) -> Tensor:
         """See `Reduction.attend`."""
-        if self.reduction is not None and not self.in_graph:
+        if not self.in_graph and self.reduction is not None:
             return self.reduction.attend(block, t, what, before, axis)
         sizes = before, self.tokens, self.destinations, axis
         attended: Tensor = compile_ops.operators.attend(t, f"{block} {what}", self.number, *sizes)
@@ -188,35 +162,31 @@ class ChainSite:
 class RopeCache:
     """Rotary positions and other rows of merged tokens, shared by blocks that share plans in an evaluation."""
 
-    def __init__(self) -> None:
-        self.entry: tuple[tuple[Tensor, ...], tuple[MergePlan | None, ...], tuple[Tensor, ...]] | None = None
+    # Rows of all tokens and plans, and the rows of the merged tokens that they give.
+    entry: tuple[tuple[Any, ...], tuple[Tensor, ...]] | None = None
 
     @eager
     def of(self, rows: dict[str, Any], site: ChainSite, before: int) -> dict[str, Any]:
         """Return the rows of the merged tokens, by argument, from those of all; `rows` itself where the chain only
         refreshes the cache."""
-        reduction, given = site.reduction, tuple(rows.values())
+        reduction = site.reduction
         if not rows or reduction is None or reduction.refreshes:
             return rows
-        if self.entry is None or not _same(self.entry[0], given) or not _same(self.entry[1], reduction.plans):
-            self.entry = given, reduction.plans, tuple([reduction.rope(each, before) for each in given])
-        return dict(zip(rows, self.entry[2], strict=True))
-
-
-def _same(plans: Sequence[object], others: Sequence[object]) -> bool:
-    return len(plans) == len(others) and all(a is b for a, b in zip(plans, others, strict=True))
+        source = *rows.values(), *reduction.plans
+        if self.entry is None or list(map(id, self.entry[0])) != list(map(id, source)):
+            self.entry = source, tuple([reduction.rope(each, before) for each in rows.values()])
+        return dict(zip(rows, self.entry[1], strict=True))
 
 
 class BlockHook(Hook):
-    """Stands in for a block that may run on merged tokens, alone or in a chain with those after it.
+    """Stands in for a block that may run on merged tokens, alone or in a chain with those after it."""
 
-    Attributes:
-        name: As in the report.
-        scope: Blocks with equal scopes share plans.
-        site: Where a chain that begins with this block begins.
-        chain: The site of the chain that the block is in, in this evaluation: its own, or that of an earlier block.
-        last: Whether the chain ends with the block.
-    """
+    name: str  # as in the report
+    work: Block  # what the block costs
+    scope: Hashable  # blocks with equal scopes share plans
+    site: ChainSite  # where a chain that begins with this block begins
+    chain: ChainSite  # of the chain that the block is in, in this evaluation: its own, or that of an earlier block
+    last: bool  # whether the chain ends with the block
 
     def __init__(
         self,
@@ -264,27 +234,28 @@ class BlockHook(Hook):
         signature.observe(call_args)
         reason = self.reason(call_args) if chain is self.site else None
         before = signature.image_start(call_args, chain.image)
-        merged = len(chain.pair) > 0
         if chain is self.site:
-            merged = chain.start(signature.tokens(call_args), before or 0, reason)
-        if before is None or not merged:
+            chain.start(signature.tokens(call_args), before or 0, reason)
+        if before is None or not chain.pair:
             return self._called(len(args), call_args)
         return self._merged_outside(len(args), call_args, before)
 
     def _merged(self, positional: int, call_args: CallArguments, before: int) -> Any:
         """Run the block on the merged tokens of its chain, of which `before` others come before the image."""
-        chain, signature = self.chain, self.signature
-        x, rows = signature.tokens(call_args), signature.rows(call_args)
-        start = before + signature.attention_offset(call_args)
+        chain, signature, x = self.chain, self.signature, self.signature.tokens(call_args)
         if chain is self.site:
-            x = chain.enter(x, before)
+            x, rows = chain.enter(x, before), signature.rows(call_args)
+            start = before + signature.attention_offset(call_args)
             if chain.in_graph:
                 chain.merge_rows(rows, start)
-        rows = chain.rows if chain.in_graph else self.positions.of(rows, chain, start)
-        merged, reduction = self.merged_call_args(call_args, x, rows, before), TokenReduction(before, chain.lengths)
+            else:
+                chain.rows = self.positions.of(rows, chain, start)
+        merged, reduction = signature.replaced(call_args, x, chain.rows), TokenReduction(before, chain.lengths)
+        if reduction.removed:
+            merged = {**merged, **signature.merged_args(call_args, reduction)}
         if chain.attends:
             spans = signature.attention_spans(merged, before)
-            masked = partial(signature.merged_mask, removed=-reduction.removed)
+            masked = partial(signature.mask_of_all, removed=reduction.removed)
             merged = override_attention(merged, partial(chain.attend, self.name), spans, masked)
         out = self._called(positional, merged)
         return signature.with_output(out, chain.leave(signature.output(out), before)) if self.last else out
@@ -303,12 +274,6 @@ class BlockHook(Hook):
         grids = grid, *(active.grids[1:] if signature.reference_tokens(call_args) else ())
         site.activate(replace(active, grids=grids))
         return signature.obstacle(call_args, prod(grid), site.references)
-
-    def merged_call_args(self, call_args: CallArguments, x: Tensor, rows: dict[str, Any], before: int) -> CallArguments:
-        """Return the arguments for merged tokens x with these rows. before: tokens before the image."""
-        signature, reduction = self.signature, TokenReduction(before, self.chain.lengths)
-        merged = signature.replaced(call_args, x, rows)
-        return {**merged, **signature.merged_args(call_args, reduction)} if reduction.removed else merged
 
     def _called(self, positional: int, call_args: CallArguments) -> Any:
         """Call the block, with as many positional arguments as its caller gave."""

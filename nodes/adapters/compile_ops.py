@@ -58,12 +58,10 @@ def numbered(site: Any) -> int:
 
 
 def enter(x: Tensor, site: int, destinations: int) -> Tensor:
-    """Merge (B, N, C) to (B, D, C): a new tensor, which the graph may write into."""
+    """Merge (B, N, C) to (B, D, C)."""
     there = _sites[site]
     there.reduction, reduced = there.reach().reduce(x)
-    own = reduced.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-    result: Tensor = reduced.contiguous() if own else reduced.clone(memory_format=torch.contiguous_format)
-    return result
+    return _own(reduced, x)
 
 
 def leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
@@ -74,15 +72,19 @@ def leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
 
 
 def _leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
-    restored, inputs = leave(out, reduced, x, site), (out, reduced, x)
-    shared = any(restored.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in inputs)
-    return restored.clone(memory_format=torch.contiguous_format) if shared else restored.contiguous()
+    return _own(leave(out, reduced, x, site), out, reduced, x)
 
 
 def _attend(t: Tensor, what: str, site: int, before: int, tokens: int, destinations: int, axis: int) -> Tensor:
     block, _, what = what.partition(" ")
-    attended: Tensor = _sites[site].reduction.attend(block, t, what, before, axis, always=True)
-    return attended.contiguous() if attended is not t else t.clone(memory_format=torch.contiguous_format)
+    return _own(_sites[site].reduction.attend(block, t, what, before, axis, always=True), t)
+
+
+def _own(result: Tensor, *inputs: Tensor) -> Tensor:
+    """Return a contiguous tensor that shares no memory with the inputs: a graph may write into it."""
+    if any(result.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in inputs):
+        return result.clone(memory_format=torch.contiguous_format)
+    return result.contiguous()
 
 
 def _rope(rope: Tensor, reduced: Tensor, site: int, before: int, tokens: int, destinations: int, axis: int) -> Tensor:

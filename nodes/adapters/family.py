@@ -23,6 +23,7 @@ from ...toma_core.windows import Grid
 from .active_chain import is_merged
 from .blocks import BlockFacts, BlockGroup, chain_hooks, chains_of, merged_blocks, skip_reason, token_grid
 from .chain import BlockHook, RopeCache
+from .layout import Options
 from .model_hooks import HookPair
 from .origin import is_original, runs_own_loop, unwrapped
 
@@ -55,30 +56,21 @@ _LOOPS = frozenset(("forward", "_forward", "forward_orig", "forward_core_with_co
 
 
 class ModelHooks:
-    """The hooks of one model, as long as the model lives; by default it has no blocks and nothing is merged.
+    """The hooks of one model, as long as the model lives; by default it has no blocks and nothing is merged."""
 
-    Attributes:
-        takes_frames: Whether latents may have several frames.
-    """
-
-    takes_frames = False
+    takes_frames = False  # whether latents may have several frames
 
     def presets(self, kv_cache: bool) -> Fields:
         """Return the settings of each preset for this kind of model, with a KV cache or without."""
         return {}
 
     def select(
-        self,
-        x: Tensor,
-        evaluation: Evaluation,
-        transformer_options: dict[str, Any],
-        *,
-        control: Any = None,
-        references: Sequence[Tensor] = (),
+        self, x: Tensor, evaluation: Evaluation, options: Options, control: Any, references: Sequence[Tensor]
     ) -> Iterator[HookPair]:
         """Yield the (module, hook) pairs to install while the model is evaluated on the latent x of (B, C, ..., H, W).
 
-        control: What ControlNets add. references: Latents of reference images.
+        options: ComfyUI's `transformer_options`. control: What ControlNets add. references: Latents of reference
+        images.
         """
         return iter(())
 
@@ -95,19 +87,13 @@ class ModelHooks:
         return 0.0
 
     def kv_cache_numel(
-        self,
-        latent: Tensor,
-        config: ToMAConfig,
-        transformer_options: Mapping[str, Any] = {},
-        *,
-        controlled: bool = False,
-        references: Sequence[Tensor] = (),
+        self, latent: Tensor, config: ToMAConfig, options: Options, controlled: bool, references: Sequence[Tensor]
     ) -> tuple[int, int]:
         """Return how many numbers of an image are cached with a KV cache: residuals of chains, then keys and values of
         the blocks that these settings merge, 0 if their attention cannot be changed.
 
         Args:
-            transformer_options: Patches that may end chains.
+            options: ComfyUI's `transformer_options`, whose patches may end chains.
             controlled: Whether ControlNets may end chains.
             references: Latents of reference images that may be merged too.
         """
@@ -119,25 +105,16 @@ class Transformer(ModelHooks, ABC):
 
     A chain ends where tokens are read between two blocks: where a ControlNet adds, or another node replaces a block or
     patches it.
-
-    Attributes:
-        inside: Patches of other nodes that read tokens inside a block.
-        between: Patches that read them between two blocks.
-        passes_options: Whether blocks pass ComfyUI's options to their attention; without them there is no KV cache.
-        width: Channels of a token, 0 if unknown.
-        keys_width: Channels of a token's keys in all attentions of a block; 0 if as wide as the token.
-        patch_size: Side of a token in pixels of the latent.
-        references_follow: Whether tokens of reference images come right after those of the image.
-        groups: Groups of blocks, see `block_groups`.
-        hooks: The hook of each block of each group.
     """
 
-    inside: tuple[str, ...] = ("attn1_patch", "attn1_output_patch")
-    between: tuple[str, ...] = ()
-    passes_options = True
-    width = keys_width = 0
-    patch_size = 2
-    references_follow = True
+    inside: tuple[str, ...] = ("attn1_patch", "attn1_output_patch")  # patches of other nodes inside a block
+    between: tuple[str, ...] = ()  # patches of other nodes that read tokens between two blocks
+    passes_options = True  # whether blocks pass ComfyUI's options to their attention: else there is no KV cache
+    width = 0  # channels of a token, 0 if unknown
+    keys_width = 0  # channels of a token's keys in all attentions of a block; 0 if as wide as the token
+    patch_size = 2  # side of a token in pixels of the latent
+    references_follow = False  # whether tokens of reference images come right after those of the image
+    hooks: list[list[BlockHook]]  # of each block of each group
 
     def __init__(self, model: Any) -> None:
         self.model = ref(model)  # weak: the registry keys these hooks by the model
@@ -145,8 +122,12 @@ class Transformer(ModelHooks, ABC):
         self.groups = self.block_groups(model)
         # By name: another pack may replace the list.
         self.lists = [next((n for n, m in model.named_children() if m is s.blocks), "") for s in self.groups]
+        # Plans are shared by blocks of one kind only: tokens of the other kinds differ.
         self.hooks = [
-            [self._hook(group, module, index, shared) for index, module in enumerate(group.blocks)]
+            [
+                BlockHook(unwrapped(module), f"{group.kind}.{n}", group.signature, group.work, group.kind, shared)
+                for n, module in enumerate(group.blocks)
+            ]
             for group in self.groups
         ]
 
@@ -155,45 +136,30 @@ class Transformer(ModelHooks, ABC):
         """Return the groups of blocks in the order in which they run; set `patch_size` and `width`."""
 
     def presets(self, kv_cache: bool) -> Fields:
-        """See `ModelHooks`."""
         return PRESETS if kv_cache and self.passes_options else WITHOUT_KV_CACHE
-
-    @staticmethod
-    def _hook(group: BlockGroup, module: nn.Module, index: int, shared: RopeCache) -> BlockHook:
-        module = unwrapped(module)
-        # Plans are shared by blocks of one kind only: tokens of the other kinds differ.
-        return BlockHook(module, f"{group.kind}.{index}", group.signature, group.work, group.kind, shared)
 
     def skipped_by_settings(self, group: BlockGroup, index: int, config: ToMAConfig) -> Message | None:
         """Return why the settings skip this block of a group, None if they do not."""
         return skip_reason(config, index, len(group.blocks), last=group is self.groups[-1])
 
     def hook_pairs(self) -> Iterator[HookPair]:
-        """See `ModelHooks`."""
         for hooks in self.hooks:
             yield from ((hook.module, hook) for hook in hooks if is_original(hook.module))
 
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
-        """See `ModelHooks`."""
         tokens = prod(token_grid(latent, self.patch_size))
         for group, hooks in zip(self.groups, self.hooks, strict=True):
             yield from (BlockFacts(hook.name, group.kind, hook.work, tokens, self.width) for hook in hooks)
 
     def kv_cache_numel(
-        self,
-        latent: Tensor,
-        config: ToMAConfig,
-        transformer_options: Mapping[str, Any] = {},
-        *,
-        controlled: bool = False,
-        references: Sequence[Tensor] = (),
+        self, latent: Tensor, config: ToMAConfig, options: Options, controlled: bool, references: Sequence[Tensor]
     ) -> tuple[int, int]:
-        """See `ModelHooks`. Grouped keys count in full: they come to attention repeated."""
+        # Grouped keys count in full: they come to attention repeated.
         if not self.passes_options:
             return 0, 0
         merged = references if config.merge_references and self.references_follow else ()
         tokens = sum(prod(token_grid(each, self.patch_size)) for each in (latent, *merged))
-        chains, replaced = self.chains(transformer_options, config), _replaced(transformer_options)
+        chains, replaced = self.chains(options, config), _replaced(options)
         updates = keys = 0
         for group in self.groups:
             added = [True] * len(group.blocks) if controlled and group.added else []
@@ -203,50 +169,32 @@ class Transformer(ModelHooks, ABC):
             keys += 2 * sum(self.attentions(group.blocks[n]) for n in blocks)
         return tokens * self.width * updates, tokens * (self.keys_width or self.width) * keys
 
-    def chains(self, transformer_options: Mapping[str, Any], config: ToMAConfig) -> bool:
-        """Whether tokens stay merged from one block to the next."""
-        patches = transformer_options.get("patches", {})
-        patched = any(patches.get(name) for name in self.between)
-        return config.granularity is Granularity.STACK and not patched and self.loops()
+    def chains(self, options: Options, config: ToMAConfig) -> bool:
+        """Whether tokens stay merged from one block to the next. The loops of step caches may read tokens between any
+        two."""
+        model: Any = self.model()
+        stacked = config.granularity is Granularity.STACK and runs_own_loop(model, _LOOPS)
+        return stacked and not _patched(options, self.between)
 
     def attentions(self, block: nn.Module) -> int:
         """How many self-attentions a block has in which merged tokens take part."""
         return 1
 
-    def obstacle(self, transformer_options: Mapping[str, Any], config: ToMAConfig) -> Message | None:
-        """Return why no block of this call can be merged, None if they can."""
-        patches = transformer_options.get("patches", {})
-        shown = any(patches.get(name) for name in self.inside)
-        return Reason.ATTENTION_PATCH() if shown else None
-
-    def loops(self) -> bool:
-        """Whether the model's own loop runs its blocks. The loops of step caches may read tokens between any two."""
-        model: Any = self.model()
-        return runs_own_loop(model, _LOOPS)
-
     def select(
-        self,
-        x: Tensor,
-        evaluation: Evaluation,
-        transformer_options: dict[str, Any],
-        *,
-        control: Any = None,
-        references: Sequence[Tensor] = (),
+        self, x: Tensor, evaluation: Evaluation, options: Options, control: Any, references: Sequence[Tensor]
     ) -> Iterator[HookPair]:
-        """See `ModelHooks`."""
         config = evaluation.run.config
-        chains, replaced = self.chains(transformer_options, config), _replaced(transformer_options)
-        control = control or {}
-        reason = self.obstacle(transformer_options, config)
+        chains, replaced = self.chains(options, config), _replaced(options)
+        reason = Reason.ATTENTION_PATCH() if _patched(options, self.inside) else None
         grids = token_grid(x, self.patch_size), *self.merged_references(references, evaluation)
         for group, hooks, name in zip(self.groups, self.hooks, self.lists, strict=True):
             modules = getattr(self.model(), name, group.blocks)
             skips = [self.skipped_by_settings(group, n, config) or reason for n in range(len(hooks))]
             merged = merged_blocks(hooks, modules, skips, evaluation)
-            added = control.get(group.added) or ()
+            added = (control or {}).get(group.added) or ()
             begins = {n for n in merged if not chains or _needs_all_tokens(group, n, added, replaced)}
             for chain in chains_of(merged, modules, begins, evaluation):
-                yield from chain_hooks(chain, grids, x, evaluation, transformer_options, self.width)
+                yield from chain_hooks(chain, grids, x, evaluation, options, self.width)
 
     def merged_references(self, references: Sequence[Tensor], evaluation: Evaluation) -> list[Grid]:
         """Return the grids of the reference images, (N,) for one that is not merged; nothing if none is."""
@@ -276,7 +224,12 @@ def _needs_all_tokens(group: BlockGroup, index: int, added: Sequence[Any], repla
     return any((f"{group.kind}_block", at) in replaced for at in (index - 1, index))
 
 
-def _replaced(transformer_options: Mapping[str, Any]) -> Mapping[Any, Any]:
+def _replaced(options: Options) -> Mapping[Any, Any]:
     """Return the replacements of blocks by other nodes."""
-    found: Mapping[Any, Any] = transformer_options.get("patches_replace", {}).get("dit", {})
+    found: Mapping[Any, Any] = options.get("patches_replace", {}).get("dit", {})
     return found
+
+
+def _patched(options: Options, names: tuple[str, ...]) -> bool:
+    """Whether another node has patches of these names."""
+    return any(options.get("patches", {}).get(name) for name in names)

@@ -7,11 +7,11 @@ ComfyUI 0.16.3 to 0.30.0 two entries describe tokens that merging removes, and a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-Options = dict[str, Any]
+Options = Mapping[str, Any]
 
 
 def without_grid(options: Options, tokens: int, destinations: int) -> Options:

@@ -261,7 +261,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if evaluation.step_plan.mode is StepMode.FULL:
         return full()
     sampling.run.references |= bool(references)
-    select = partial(hooks.select, x, transformer_options=options, control=control, references=references)
+    select = partial(hooks.select, x, options=options, control=control, references=references)
     try:
         return _merged_call(full, select, sampling, evaluation, x)
     except torch.OutOfMemoryError:

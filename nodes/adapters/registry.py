@@ -88,7 +88,6 @@ class _Plain(ModelHooks):
         self.reason = reason
 
     def select(self, x: Tensor, evaluation: Evaluation, *_: Any, **__: Any) -> Iterator[HookPair]:
-        """See `ModelHooks`."""
         evaluation.run.stats.not_merged("model", Reason.UNKNOWN_API(name=self.reason))
         return iter(())
 

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
-from .layout import fewer_tokens
+from .layout import Options, fewer_tokens
 
 # A call's arguments by name.
 CallArguments = dict[str, Any]
@@ -23,25 +23,15 @@ CallArguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class TokenReduction:
-    """How a stream of tokens became shorter.
+    """How a stream of tokens became shorter."""
 
-    Attributes:
-        image_start: Tokens before the image.
-        lengths: (N, D) of the image and of each reference that follows it.
-    """
-
-    image_start: int
-    lengths: tuple[tuple[int, int], ...]
+    image_start: int  # tokens before the image
+    lengths: tuple[tuple[int, int], ...]  # (N, D) of the image and of each reference that follows it
 
     @property
     def removed(self) -> int:
         """Tokens that were merged away."""
         return sum([tokens - left for tokens, left in self.lengths])
-
-    @property
-    def references(self) -> list[int]:
-        """D of each reference that is merged."""
-        return [left for _, left in self.lengths[1:]]
 
     def shift(self, index: int) -> int:
         """Return an index between two images, or outside of them, as it is after the reduction."""
@@ -54,31 +44,25 @@ class TokenReduction:
 
 
 class BlockSignature:
-    """How blocks of one kind take [before | image | after] tokens of (B, T, C), and return them.
+    """How blocks of one kind take [before | image | after] tokens of (B, T, C), and return them."""
 
-    Attributes:
-        positional_args: Arguments that may come by position, in order.
-        required_kwargs: Arguments by name that a `forward` must take.
-        tokens_arg: The argument with the tokens.
-        output_index: Which of the results they are; None if there is one.
-        rope_arg: The argument with the rotary positions; empty without.
-        rope_token_dim: Its dimension that counts tokens.
-        row_args: Further arguments with a row for each token, in the same dimension.
-        passthrough_args: Further arguments that are not per token.
-        mutates_input: Whether blocks add into the tokens that they are given.
-        clamps_fp16: Whether the model clamps fp16 inside its blocks: merging then does so too, else NaN becomes an
-            image.
-    """
-
-    positional_args: tuple[str, ...] = ("x",)
-    required_kwargs: tuple[str, ...] = ("transformer_options",)
-    tokens_arg = "x"
-    output_index: int | None = None
-    rope_arg = ""
-    rope_token_dim = 2
-    row_args: tuple[str, ...] = ()
-    passthrough_args: tuple[str, ...] = ("transformer_options",)
-    mutates_input = False
+    positional_args: tuple[str, ...] = ("x",)  # arguments that may come by position, in order
+    required_kwargs: tuple[str, ...] = ("transformer_options",)  # arguments by name that a `forward` must take
+    tokens_arg = "x"  # the argument with the tokens
+    output_index: int | None = None  # which of the results they are; None if there is one
+    rope_arg = ""  # the argument with the rotary positions; empty without
+    rope_token_dim = 2  # its dimension that counts tokens
+    image_last = False  # whether positions end with the image, and padding and named references behind it
+    image_multiple = 1  # the image is padded to a multiple of this many tokens
+    row_args: tuple[str, ...] = ()  # further arguments with a row for each token, in the same dimension
+    index_args: tuple[str, ...] = ()  # arguments with an index into the tokens, or a list of (start, stop, ...)
+    text_arg = ""  # the argument with text tokens that are attended to beside those of `tokens_arg`
+    text_first = True  # whether text comes before the image in positions and in attention
+    masks_text = False  # whether attention is masked by key, and all of the image is attended to
+    mask_arg = ""  # the argument with such a mask of all keys, if blocks take it as it is
+    passthrough_args: tuple[str, ...] = ()  # further arguments that are not per token
+    mutates_input = False  # whether blocks add into the tokens that they are given
+    # Whether the model clamps fp16 inside its blocks: merging then does so too, else NaN becomes an image.
     clamps_fp16 = False
 
     def call_args(self, args: tuple[Any, ...], kwargs: CallArguments) -> CallArguments:
@@ -131,17 +115,28 @@ class BlockSignature:
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
         """Return how many tokens come before the image, of N tokens, in the same argument; None if unknown."""
-        return 0
+        if not self.image_last:
+            return 0
+        # Positions stay as they were while the tokens are merged. An older ComfyUI may have several tables.
+        rope = call_args.get(self.rope_arg)
+        if not isinstance(rope, Tensor) or rope.ndim <= self.rope_token_dim:
+            return None
+        behind = -image % self.image_multiple + self.reference_tokens(call_args)
+        before = int(rope.shape[self.rope_token_dim]) - self.attention_offset(call_args) - image - behind
+        return before if before >= 0 else None
+
+    def _text(self, call_args: CallArguments) -> int:
+        return int(call_args[self.text_arg].shape[1]) if self.text_arg else 0
 
     def attention_offset(self, call_args: CallArguments) -> int:
         """Return how many tokens of another argument come first in positions and in attention."""
-        return 0
+        return self._text(call_args) if self.text_first else 0
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
         """Return for each attention to the image, in order, how many tokens come before the image in it, how many
         there are in all, and how many queries if those are of other tokens. Attentions between have other numbers."""
-        above = self.attention_offset(call_args)
-        return ((above + before, above + int(self.tokens(call_args).shape[1])),)
+        tokens = self._text(call_args) + int(self.tokens(call_args).shape[1])
+        return ((self.attention_offset(call_args) + before, tokens),)
 
     def grid(self, call_args: CallArguments, grid: Grid) -> Grid | None:
         """Return the grid of the image's tokens; None if unknown. grid: as the latent has it."""
@@ -149,17 +144,28 @@ class BlockSignature:
 
     def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
         """Return the arguments that locate tokens, as they are after merging."""
-        options = call_args.get("transformer_options")
-        return (
-            {}
-            if options is None
-            else {"transformer_options": fewer_tokens(options, reduction.removed, reduction.references)}
-        )
+        merged, removed = CallArguments(), reduction.removed
+        if (options := call_args.get("transformer_options")) is not None:
+            merged["transformer_options"] = self.merged_options(options, reduction)
+        for name in self.index_args:
+            at = call_args.get(name)
+            if isinstance(at, (list, tuple)):
+                merged[name] = [(reduction.shift(start), reduction.shift(stop), *rest) for start, stop, *rest in at]
+            elif at is not None:
+                merged[name] = reduction.shift(at)
+        if (mask := call_args.get(self.mask_arg)) is not None:
+            merged[self.mask_arg] = mask[..., : mask.shape[-1] - removed] if self.text_first else mask[..., removed:]
+        return merged
 
-    def merged_mask(self, mask: Tensor, removed: int) -> Tensor | None:
-        """Return the mask of a block's attention for fewer keys, or for more if `removed` is negative; None if
-        unknown."""
-        return None
+    def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
+        """Return ComfyUI's options as they are after merging."""
+        return fewer_tokens(options, reduction.removed, [left for _, left in reduction.lengths[1:]])
+
+    def mask_of_all(self, mask: Tensor, removed: int) -> Tensor | None:
+        """Return the mask of a block's attention with the keys that merging removed; None if unknown."""
+        if not self.masks_text or mask.ndim < 3 or mask.shape[-2] != 1:  # or per query
+            return None
+        return pad(mask, (0, removed) if self.text_first else (removed, 0), value=mask.dtype is torch.bool)
 
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
         """Return why a block's tokens cannot be merged, None if they can. image: N. references: tokens of the reference
@@ -170,13 +176,17 @@ class BlockSignature:
         following = self.reference_tokens(call_args)
         if x.ndim != 3 or x.shape[1] < before + image + following or (references and references != following):
             return Reason.TOKENS_CHANGED()
-        known = (self.tokens_arg, self.rope_arg, *self.row_args, *self.passthrough_args)
+        known = (
+            *(self.tokens_arg, self.rope_arg, self.text_arg, self.mask_arg, "transformer_options"),
+            *(*self.row_args, *self.index_args, *self.passthrough_args),
+        )
         tied: list[Message | str] = [
             name for name, value in call_args.items() if value is not None and name not in known
         ]
         least = self.attention_offset(call_args) + x.shape[1]
         for name, rows in self.rows(call_args).items():
-            if not self._fits(rows, least, 4 if name == self.rope_arg else 3):
+            axes = 4 if name == self.rope_arg else 3
+            if not isinstance(rows, Tensor) or rows.ndim < axes or rows.shape[self.rope_token_dim] < least:
                 tied.append(Reason.ARGUMENT_SHAPE(argument=name))
         return Reason.ARGUMENT_IN_USE(arguments=tuple(tied)) if tied else None
 
@@ -185,10 +195,6 @@ class BlockSignature:
         share them (raylight, xDiT), its first tokens would be taken for the image."""
         options: Mapping[str, Any] = call_args.get("transformer_options") or {}
         return sum(options.get("reference_image_num_tokens", ()))
-
-    def _fits(self, rows: Any, tokens: int, axes: int) -> bool:
-        """Whether these are rows of at least `tokens` tokens, with at least so many axes."""
-        return isinstance(rows, Tensor) and rows.ndim >= axes and rows.shape[self.rope_token_dim] >= tokens
 
     def clamp_fp16(self, x: Tensor) -> Tensor:
         """Clamp fp16 as the model does inside its blocks: weights sum to 1 up to rounding only, and a token at the
@@ -203,25 +209,3 @@ def image_start_of(call_args: CallArguments) -> int | None:
     not."""
     image = (call_args.get("transformer_options") or {}).get("img_slice")
     return None if image is None else int(image[0])
-
-
-def shifted_slices(call_args: CallArguments, name: str, reduction: TokenReduction) -> CallArguments:
-    """Return the argument of this name, a list of (start, stop, ...), after the reduction; nothing without it."""
-    slices = call_args.get(name)
-    if slices is None:
-        return {}
-    return {name: [tuple([reduction.shift(at) if n < 2 else at for n, at in enumerate(each)]) for each in slices]}
-
-
-def shifted_index(call_args: CallArguments, name: str, reduction: TokenReduction) -> CallArguments:
-    """Return the argument of this name, an index, after the reduction; nothing without it."""
-    index = call_args.get(name)
-    return {} if index is None else {name: reduction.shift(index)}
-
-
-def text_masked(mask: Tensor, removed: int) -> Tensor | None:
-    """Return a mask of the text for fewer keys after it, all of which are attended to, or more if `removed` is
-    negative; None if the mask is per query."""
-    if mask.ndim < 3 or mask.shape[-2] != 1:
-        return None
-    return pad(mask, (0, -removed), value=mask.dtype is torch.bool)

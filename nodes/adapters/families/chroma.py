@@ -18,15 +18,10 @@ DERIVED = ("ChromaRadiance",)
 
 
 class Hooks(flux.Hooks):
-    """The hooks of one Chroma."""
-
     def works(self, model: Any) -> tuple[Block, Block]:
-        """Return what a double and a single block cost."""
         return CHROMA_DOUBLE, CHROMA_SINGLE
 
     def skipped_by_settings(self, group: BlockGroup, index: int, config: ToMAConfig) -> Message | None:
-        """See `Transformer`. Chroma may skip blocks itself: a chain that began or ended with one of them would never
-        begin or end."""
-        model = self.model()
-        skipped = getattr(model, "skip_mmdit" if group.kind == "double" else "skip_dit", ())
+        # Chroma may skip blocks itself: a chain that began or ended with one of them would never begin or end.
+        skipped = getattr(self.model(), "skip_mmdit" if group.kind == "double" else "skip_dit", ())
         return Reason.SKIPPED_BY_MODEL() if index in skipped else super().skipped_by_settings(group, index, config)

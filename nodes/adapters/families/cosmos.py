@@ -31,7 +31,7 @@ class Signature(BlockSignature):
     positional_args = ("x_B_T_H_W_D", "emb_B_T_D", "crossattn_emb")
     tokens_arg = "x_B_T_H_W_D"
     rope_arg, rope_token_dim = "rope_emb_L_1_1_D", 1
-    passthrough_args = ("emb_B_T_D", "crossattn_emb", "adaln_lora_B_T_3D", "transformer_options")
+    passthrough_args = ("emb_B_T_D", "crossattn_emb", "adaln_lora_B_T_3D")
     sides = (1, 1)  # rows and columns of a frame before it was merged
 
     def unpack(self, value: Any) -> Any:
@@ -50,12 +50,9 @@ class Signature(BlockSignature):
 
 
 class Hooks(Transformer):
-    """The hooks of one model."""
-
     inside = ("attn1_patch", "attn2_patch", "mlp_patch")
     takes_frames = True
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
-        """Return all blocks."""
         self.patch_size, self.width = model.patch_spatial, model.model_channels
         return (BlockGroup("double", model.blocks, Signature(), COSMOS),)

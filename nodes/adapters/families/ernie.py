@@ -26,11 +26,8 @@ class Signature(BlockSignature):
 
 
 class Hooks(Transformer):
-    """The hooks of one ERNIE-Image."""
-
     passes_options = False
 
     def block_groups(self, model: ErnieImageModel) -> tuple[BlockGroup, ...]:
-        """Return all blocks."""
         self.patch_size, self.width = model.patch_size, model.hidden_size
         return (BlockGroup("layer", model.layers, Signature(), ERNIE),)

@@ -13,7 +13,7 @@ from ....toma_core.cost_model import FLUX2_DOUBLE, FLUX2_SINGLE, FLUX_DOUBLE, FL
 from ....toma_core.presets import Fields
 from ..blocks import BlockGroup
 from ..family import Transformer
-from ..signature import BlockSignature, CallArguments, TokenReduction, image_start_of, shifted_slices
+from ..signature import BlockSignature, CallArguments, image_start_of
 
 NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
 MODEL = Flux
@@ -27,7 +27,8 @@ class SingleSignature(BlockSignature):
 
     positional_args = ("x", "vec", "pe", "attn_mask")
     rope_arg = "pe"
-    passthrough_args = ("vec", "modulation_dims", "transformer_options")
+    index_args = ("modulation_dims",)
+    passthrough_args = ("vec",)
     mutates_input = clamps_fp16 = True
     # Text tokens of the double blocks: step caches that run the blocks themselves pass no options.
     text: int | None = None
@@ -39,18 +40,15 @@ class SingleSignature(BlockSignature):
         start = image_start_of(call_args)
         return self.text if start is None else start
 
-    def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
-        merged = super().merged_args(call_args, reduction)
-        return merged | shifted_slices(call_args, "modulation_dims", reduction)
-
 
 class DoubleSignature(BlockSignature):
     """[image | references]; the text beside them has its positions before theirs."""
 
     positional_args = ("img", "txt", "vec", "pe", "attn_mask")
-    tokens_arg, output_index = "img", 0
+    tokens_arg, text_arg, output_index = "img", "txt", 0
     rope_arg = "pe"
-    passthrough_args = ("txt", "vec", "modulation_dims_img", "modulation_dims_txt", "transformer_options")
+    index_args = ("modulation_dims_img",)
+    passthrough_args = ("vec", "modulation_dims_txt")
     mutates_input = clamps_fp16 = True
 
     def __init__(self, single: SingleSignature) -> None:
@@ -62,26 +60,16 @@ class DoubleSignature(BlockSignature):
     def release(self) -> None:
         self.single.release()
 
-    def attention_offset(self, call_args: CallArguments) -> int:
-        return int(call_args["txt"].shape[1])
-
-    def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
-        return {
-            **super().merged_args(call_args, reduction),
-            **shifted_slices(call_args, "modulation_dims_img", reduction),
-        }
-
 
 class Hooks(Transformer):
-    """The hooks of one Flux model."""
+    references_follow = True
 
     def presets(self, kv_cache: bool) -> Fields:
-        """See `ModelHooks`. Models with fewer double blocks skip a share of them."""
+        # Models with fewer double blocks skip a share of them.
         flux_1 = tuple(map(len, self.hooks)) == _FLUX_1
         return {**super().presets(kv_cache), **(PAPER if flux_1 else {})}
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
-        """Return double blocks, then single blocks."""
         self.patch_size, self.width = model.patch_size, getattr(model, "hidden_size", 0)
         single, works = SingleSignature(), self.works(model)
         return (

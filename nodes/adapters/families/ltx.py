@@ -29,7 +29,7 @@ class Signature(BlockSignature):
     required_kwargs: tuple[str, ...] = ("context", "timestep", "pe", "transformer_options")
     rope_arg, rope_token_dim = "pe", 1
     row_args: tuple[str, ...] = ("timestep",)
-    passthrough_args: tuple[str, ...] = ("context", "attention_mask", "prompt_timestep", "transformer_options")
+    passthrough_args: tuple[str, ...] = ("context", "attention_mask", "prompt_timestep")
     mutates_input = True
 
     def unpack(self, value: Any) -> Any:
@@ -43,21 +43,25 @@ class Signature(BlockSignature):
         return (tensor, *value[1:]) if isinstance(value, tuple) else tensor
 
     def rows(self, call_args: CallArguments) -> dict[str, Any]:
-        """Leave out modulation that is global or per frame."""
+        # Modulation that is global or per frame stays.
         return {name: each for name, each in super().rows(call_args).items() if not _is_shared(call_args[name])}
 
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
         if self.tokens(call_args).shape[1] < image:
             return Reason.ARGUMENT_IN_USE(arguments="guides smaller than the video")
         reason = super().obstacle(call_args, image, references)
-        uneven = any(_uneven(call_args.get(name), image) for name in self.row_args)
-        return reason or (Reason.ARGUMENT_IN_USE(arguments="modulation by token") if uneven else None)
+        for name in self.row_args:
+            each: Any = call_args.get(name)
+            # Modulation per frame must be of the frames that the tokens are of.
+            if not reason and _is_per_frame(each) and each.patches_per_frame * each.num_frames != image:
+                return Reason.ARGUMENT_IN_USE(arguments="modulation by token")
+        return reason
 
     def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
         merged, ((tokens, destinations),) = super().merged_args(call_args, reduction), reduction.lengths
         for name in self.row_args:
             each: Any = call_args.get(name)
-            if _is_compressed(each) and each.patches_per_frame > 1:
+            if _is_per_frame(each):
                 left = each.patches_per_frame * destinations // tokens
                 merged[name] = type(each)(each.data, left, per_frame=True)
         return merged
@@ -68,17 +72,15 @@ def _is_compressed(value: Any) -> bool:
     return hasattr(value, "patches_per_frame")
 
 
+def _is_per_frame(value: Any) -> bool:
+    return _is_compressed(value) and value.patches_per_frame > 1
+
+
 def _is_shared(value: Any) -> bool:
     """Whether tokens share the rows of an argument: modulation that is global or per frame."""
     if _is_compressed(value):
-        return value.patches_per_frame > 1 or value.num_frames == 1
+        return _is_per_frame(value) or value.num_frames == 1
     return isinstance(value, Tensor) and value.shape[1] == 1
-
-
-def _uneven(value: Any, tokens: int) -> bool:
-    """Whether modulation per frame is not of the frames that these tokens are of."""
-    by_frame = _is_compressed(value) and value.patches_per_frame > 1
-    return by_frame and value.patches_per_frame * value.num_frames != tokens
 
 
 class AVSignature(Signature):
@@ -88,26 +90,22 @@ class AVSignature(Signature):
     rope_arg = "v_pe"
     row_args = ("v_cross_pe", "v_timestep", "v_cross_scale_shift_timestep", "v_cross_gate_timestep")
     passthrough_args = (
-        *("v_context", "a_context", "attention_mask", "a_timestep", "a_pe", "a_cross_pe", "transformer_options"),
+        *("v_context", "a_context", "attention_mask", "a_timestep", "a_pe", "a_cross_pe"),
         *("a_cross_scale_shift_timestep", "a_cross_gate_timestep", "v_prompt_timestep", "a_prompt_timestep"),
     )
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
-        """The video attends to itself, and after other attentions the audio to the video. Where numbers do not
-        distinguish them, the audio attends to merged tokens."""
+        # The video attends to itself, and after other attentions the audio to the video. Where numbers do not
+        # distinguish them, the audio attends to merged tokens.
         spans, audio = super().attention_spans(call_args, before), call_args[self.tokens_arg][1].shape[1]
         tokens, text = spans[0][1], call_args["v_context"].shape[1]
         return spans if not audio or tokens in (audio, text) else (*spans, (before, tokens, audio))
 
 
 class Hooks(Transformer):
-    """The hooks of one model."""
-
     takes_frames = True
-    references_follow = False
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
-        """Return all blocks."""
         self.patch_size, self.width = 1, model.inner_dim
         if hasattr(model, "audio_patchify_proj"):
             # The audio's heads attend to the video too.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
-from torch import Tensor
 
 from ....toma_core.cost_model import QWEN
 from ..blocks import BlockGroup
 from ..family import Transformer
-from ..signature import BlockSignature, CallArguments, TokenReduction, shifted_index, text_masked
+from ..signature import BlockSignature
 
 NAME = "Qwen-Image"
 MODEL = QwenImageTransformer2DModel
@@ -24,33 +23,18 @@ class Signature(BlockSignature):
         "temb",
         "image_rotary_emb",
     )
-    tokens_arg, output_index = "hidden_states", 1
+    tokens_arg, text_arg, output_index = "hidden_states", "encoder_hidden_states", 1
     rope_arg = "image_rotary_emb"
-    passthrough_args = (
-        *("encoder_hidden_states", "encoder_hidden_states_mask", "temb"),
-        *("timestep_zero_index", "transformer_options"),
-    )
-
-    def attention_offset(self, call_args: CallArguments) -> int:
-        return int(call_args["encoder_hidden_states"].shape[1])
-
-    def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
-        return {
-            **super().merged_args(call_args, reduction),
-            **shifted_index(call_args, "timestep_zero_index", reduction),
-        }
-
-    def merged_mask(self, mask: Tensor, removed: int) -> Tensor | None:
-        return text_masked(mask, removed)
+    index_args = ("timestep_zero_index",)
+    masks_text = True
+    passthrough_args = ("encoder_hidden_states_mask", "temb")
 
 
 class Hooks(Transformer):
-    """The hooks of one Qwen-Image."""
-
+    references_follow = True
     # ControlNets that are patches read the image between two blocks.
     between = ("double_block",)
 
     def block_groups(self, model: QwenImageTransformer2DModel) -> tuple[BlockGroup, ...]:
-        """Return all blocks."""
         self.patch_size, self.width = model.patch_size, model.inner_dim
         return (BlockGroup("double", model.transformer_blocks, Signature(), QWEN, "input"),)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -20,7 +21,7 @@ from ....toma_core.windows import Grid
 from ..blocks import BlockFacts, chain_hooks, chains_of, merged_blocks, skip_reason
 from ..chain import BlockHook, RopeCache
 from ..family import ModelHooks
-from ..layout import without_grid
+from ..layout import Options, without_grid
 from ..model_hooks import HookPair
 from ..origin import is_original, runs_own_loop
 from ..signature import BlockSignature, CallArguments, TokenReduction
@@ -44,7 +45,7 @@ class Signature(BlockSignature):
     """The image alone; ComfyUI passes its grid."""
 
     positional_args = ("x", "context", "transformer_options")
-    passthrough_args = ("context", "transformer_options")
+    passthrough_args = ("context",)
 
     def grid(self, call_args: CallArguments, grid: Grid) -> Grid | None:
         height, width = (call_args.get("transformer_options") or {}).get("activations_shape", (0, 0))[-2:]
@@ -53,28 +54,19 @@ class Signature(BlockSignature):
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
         return super().obstacle(call_args, image) if call_args["x"].shape[1] == image else Reason.TOKENS_CHANGED()
 
-    def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
-        options, (lengths,) = call_args.get("transformer_options"), reduction.lengths
-        return {} if options is None else {"transformer_options": without_grid(options, *lengths)}
+    def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
+        return without_grid(options, *reduction.lengths[0])
 
 
 @dataclass(frozen=True)
 class _Stack:
-    """A stack of transformer blocks.
+    """A stack of transformer blocks."""
 
-    Attributes:
-        position: Part of the UNet and index in it.
-        halvings: How often the latent's sides are halved on the way here.
-        width: Channels of a token, 0 if unknown.
-        home: The module that runs the blocks.
-        blocks: Their hooks.
-    """
-
-    position: tuple[str, int]
-    halvings: int
-    width: int
-    home: SpatialTransformer
-    blocks: tuple[ByModule, ...]
+    position: tuple[str, int]  # part of the UNet and index in it
+    halvings: int  # how often the latent's sides are halved on the way here
+    width: int  # channels of a token, 0 if unknown
+    home: SpatialTransformer  # runs the blocks
+    blocks: list[ByModule]  # their hooks
 
     def grid(self, latent: Tensor) -> Grid:
         """Return rows and columns of the tokens for a (B, C, H, W) latent."""
@@ -82,100 +74,85 @@ class _Stack:
 
 
 class Hooks(ModelHooks):
-    """The hooks of one UNet."""
-
     def __init__(self, diffusion_model: UNetModel) -> None:
         signature, shared = Signature(), RopeCache()
         self.stacks: list[_Stack] = []
-        for position, halvings, stack in _stacks(diffusion_model):
-            blocks = []
-            for index, module in enumerate(stack.transformer_blocks):
-                name = ".".join(map(str, (*position, index)))
-                blocks.append(ByModule(BlockHook(module, name, signature, UNET_BLOCK, "unet", shared)))
-            width = getattr(stack.transformer_blocks[0].attn1.to_q, "in_features", 0)
-            self.stacks.append(_Stack(position, halvings, width, stack, tuple(blocks)))
-        self.convolutions = _convolutions(diffusion_model)
+        self.convolutions: list[tuple[int, int]] = []  # halvings and weights of each layer
+        for position, halvings, layer in _parts(diffusion_model):
+            self.convolutions.append((halvings - isinstance(layer, Upsample), _weights(layer)))
+            if isinstance(layer, SpatialTransformer):
+                blocks = []
+                for index, module in enumerate(layer.transformer_blocks):
+                    name = ".".join(map(str, (*position, index)))
+                    blocks.append(ByModule(BlockHook(module, name, signature, UNET_BLOCK, "unet", shared)))
+                width = getattr(layer.transformer_blocks[0].attn1.to_q, "in_features", 0)
+                self.stacks.append(_Stack(position, halvings, width, layer, blocks))
 
     def presets(self, kv_cache: bool) -> Fields:
-        """See `ModelHooks`. There is no KV cache: convolutions see all tokens, and the error is small without it."""
+        # There is no KV cache: convolutions see all tokens, and the error is small without it.
         return PRESETS
 
     def select(
-        self, x: Tensor, evaluation: Evaluation, transformer_options: dict[str, Any], **_: Any
+        self, x: Tensor, evaluation: Evaluation, options: Options, control: Any, references: Sequence[Tensor]
     ) -> Iterator[HookPair]:
-        """See `ModelHooks`. ControlNets add outside of the stacks."""
+        # ControlNets add outside of the stacks.
         config, stats = evaluation.run.config, evaluation.run.stats
         for place, stack in enumerate(self.stacks):
             grid, modules = stack.grid(x), stack.home.transformer_blocks
             skips = [skip_reason(config, place, len(self.stacks))] * len(stack.blocks)
             merged = merged_blocks([block.block_hook for block in stack.blocks], modules, skips, evaluation)
             for index in list(merged):
-                if config.granularity is Granularity.MODULE or _is_patched(stack, index, transformer_options):
+                if config.granularity is Granularity.MODULE or _is_patched(stack, index, options):
                     name = merged.pop(index).name
                     if not evaluation.refreshes:
-                        for part in _replaced(stack, index, transformer_options):
+                        for part in _replaced(stack, index, options):
                             stats.not_merged(f"{name} {part}", Reason.BLOCK_REPLACED())
                         yield from stack.blocks[index].hooks(grid, evaluation.of(name))
             chains = config.granularity is Granularity.STACK and runs_own_loop(stack.home, ("forward",))
             for chain in chains_of(merged, modules, () if chains else merged, evaluation):
-                yield from chain_hooks(chain, (grid,), x, evaluation, transformer_options, stack.width)
+                yield from chain_hooks(chain, (grid,), x, evaluation, options, stack.width)
 
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
-        """See `ModelHooks`."""
         for stack in self.stacks:
             home, (height, width) = ".".join(map(str, stack.position)), stack.grid(latent)
             for block in stack.blocks:
                 yield BlockFacts(block.block_hook.name, home, block.block_hook.work, height * width, stack.width)
 
     def flops_beside_blocks(self, latent: Tensor) -> float:
-        """See `ModelHooks`. Convolutions."""
         return 2.0 * sum(weights * prod(_grid(latent, halvings)) for halvings, weights in self.convolutions)
 
     def hook_pairs(self) -> Iterator[HookPair]:
-        """See `ModelHooks`; with the parts inside blocks."""
         for block in (block for stack in self.stacks for block in stack.blocks):
             if is_original(block.block_hook.module):
                 yield block.block_hook.module, block.block_hook
                 yield from block.layers()
 
 
-def _stacks(diffusion_model: UNetModel) -> Iterator[tuple[tuple[str, int], int, SpatialTransformer]]:
-    """Yield (position, halvings, stack) of every SpatialTransformer in forward order, see `_Stack`."""
-    depth, depths, found = 0, [], []
-    for i, module in enumerate(diffusion_model.input_blocks):
-        depth += any(isinstance(m, Downsample) for m in module.modules())
-        depths.append(depth)
-        found += [(("input", i), depth, m) for m in module if isinstance(m, SpatialTransformer)]
-    middle = diffusion_model.middle_block if diffusion_model.middle_block is not None else ()
-    found += [(("middle", 0), depth, m) for m in middle if isinstance(m, SpatialTransformer)]
-    for i, module in enumerate(diffusion_model.output_blocks):
-        # An output block runs at the resolution of the skip connection it takes.
-        found += [(("output", i), depths[-1 - i], m) for m in module if isinstance(m, SpatialTransformer)]
-    yield from found
+def _parts(model: UNetModel) -> Iterator[tuple[tuple[str, int], int, nn.Module]]:
+    """Yield (position, halvings, layer) of every layer in forward order, see `_Stack`."""
+    halvings = list(accumulate(any(isinstance(m, Downsample) for m in b.modules()) for b in model.input_blocks))
+    middle = [model.middle_block] if model.middle_block is not None else []
+    # An output block runs at the resolution of the skip connection it takes.
+    sections = (
+        ("input", model.input_blocks, halvings),
+        ("middle", middle, halvings[-1:]),
+        ("output", model.output_blocks, reversed(halvings)),
+        ("out", [model.out], [0]),
+    )
+    for name, parts, depths in sections:
+        for index, (part, depth) in enumerate(zip(parts, depths, strict=False)):
+            yield from (((name, index), depth, layer) for layer in part)
 
 
-def _convolutions(diffusion_model: UNetModel) -> list[tuple[int, int]]:
-    """Return (halvings, weights) of each part of the UNet that is no transformer block; projections around a stack
-    are convolutions too."""
-    depth, found = 0, []
-    depths = [
-        depth := depth + any(isinstance(m, Downsample) for m in b.modules()) for b in diffusion_model.input_blocks
-    ]
-    middle = [diffusion_model.middle_block] if diffusion_model.middle_block is not None else []
-    parts = [*zip(diffusion_model.input_blocks, depths, strict=True), *((part, depth) for part in middle)]
-    parts += [*zip(diffusion_model.output_blocks, reversed(depths), strict=True), ([diffusion_model.out], 0)]
-    for part, halvings in parts:
-        for layer in part:
-            own = [m for name, m in layer.named_modules() if "transformer_blocks" not in name]
-            weights = sum(
-                m.in_channels * m.out_channels * prod(m.kernel_size) // m.groups
-                for m in own
-                if isinstance(m, nn.Conv2d)
-            )
-            if isinstance(layer, SpatialTransformer):
-                weights += sum(m.in_features * m.out_features for m in own if isinstance(m, nn.Linear))
-            found.append((halvings - isinstance(layer, Upsample), weights))
-    return found
+def _weights(layer: nn.Module) -> int:
+    """Return the weights of a layer that are applied to each pixel outside of transformer blocks; the projections
+    around a stack are convolutions too."""
+    own = [m for name, m in layer.named_modules() if "transformer_blocks" not in name]
+    convolutions = [m for m in own if isinstance(m, nn.Conv2d)]
+    weights = sum(m.in_channels * m.out_channels * prod(m.kernel_size) // m.groups for m in convolutions)
+    if isinstance(layer, SpatialTransformer):
+        weights += sum(m.in_features * m.out_features for m in own if isinstance(m, nn.Linear))
+    return weights
 
 
 def _grid(latent: Tensor, halvings: int) -> tuple[int, int]:
@@ -183,17 +160,17 @@ def _grid(latent: Tensor, halvings: int) -> tuple[int, int]:
     return -(-latent.shape[-2] // 2**halvings), -(-latent.shape[-1] // 2**halvings)
 
 
-def _is_patched(stack: _Stack, index: int, transformer_options: dict[str, Any]) -> bool:
+def _is_patched(stack: _Stack, index: int, options: Options) -> bool:
     """Whether another node's patch reads a block's tokens: it is then merged module by module, so that the patch gets
     all of them."""
-    patches = transformer_options.get("patches", {})
+    patches = options.get("patches", {})
     shown = any(patches.get(name) for name in _TOKEN_PATCHES)
-    return shown or any(_replaced(stack, index, transformer_options))
+    return shown or any(_replaced(stack, index, options))
 
 
-def _replaced(stack: _Stack, index: int, transformer_options: dict[str, Any]) -> Iterator[str]:
+def _replaced(stack: _Stack, index: int, options: Options) -> Iterator[str]:
     """Yield the attentions of a block that another node computes, on all tokens."""
-    replacements = transformer_options.get("patches_replace", {})
+    replacements = options.get("patches_replace", {})
     for name, part in (("attn1", "self-attention"), ("attn2", "cross-attention")):
         entries = replacements.get(name, {})
         if (*stack.position, index) in entries or stack.position in entries:

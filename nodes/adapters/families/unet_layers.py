@@ -11,9 +11,10 @@ from torch import Tensor
 from ....toma_core import Evaluation, MergePlan
 from ....toma_core.config import Granularity
 from ....toma_core.windows import Grid
+from ..active_chain import ActiveChain
 from ..chain import BlockHook
 from ..layout import without_grid
-from ..model_hooks import Hook, HookPair, merge, outside_graph, unmerge
+from ..model_hooks import Hook, HookPair, eager, merge, outside_graph, unmerge
 
 
 class ByModule(Hook):
@@ -47,20 +48,21 @@ class ByModule(Hook):
 
     def hooks(self, grid: Grid, evaluation: Evaluation) -> Iterator[HookPair]:
         """Yield the hooks to install for an evaluation in which the block has this grid."""
-        block_hook = self.block_hook
-        work = block_hook.work, Granularity.MODULE
-        block_hook.site.begin((grid,), block_hook.scope, [block_hook.name], work, evaluation)
-        yield block_hook.module, self
+        hook = self.block_hook
+        work = hook.work, Granularity.MODULE
+        hook.site.begin(ActiveChain(hook.signature, (grid,), hook.scope, [hook.name], work, evaluation))
+        yield hook.module, self
         yield from self.layers()
 
+    @eager
     def plan(self, x: Tensor, part: str) -> MergePlan | None:
         """Return the plan for the tokens x of one of its modules, None if it is not merged; the outcome is noted."""
-        site = self.block_hook.site
         reason = self.block_hook.reason({"x": x, "transformer_options": self.options})
-        plan = site.plan_for(x, reason, part)
-        if plan is not None and site.active is not None:
-            site.active.evaluation.run.stats.merged(self.block_hook.name)
-        return plan
+        chain = self.block_hook.site.active
+        if chain is None or not chain.merges(x, reason, part):
+            return None
+        chain.evaluation.run.stats.merged(self.block_hook.name)
+        return chain.plan(x)
 
 
 class MergedAttention(Hook):

@@ -17,7 +17,7 @@ from ....toma_core.cost_model import WAN
 from ....toma_core.reasons import Message, Reason
 from ..blocks import BlockGroup
 from ..family import Transformer
-from ..layout import fewer_per_frame
+from ..layout import Options, fewer_per_frame
 from ..origin import kinds_of
 from ..signature import BlockSignature, CallArguments, TokenReduction
 
@@ -52,12 +52,12 @@ class Signature(BlockSignature):
 
     required_kwargs = ("e", "freqs", "context", "transformer_options")
     rope_arg, rope_token_dim = "freqs", 1
-    passthrough_args = ("e", "context", "context_img_len", "transformer_options")
+    image_last = True
+    passthrough_args = ("e", "context", "context_img_len")
 
     def __init__(self, has_reference: bool, leading_frames: bool = False) -> None:
-        """has_reference: whether the model can put a reference before the video. leading_frames: whether references are
-        frames of its grid."""
-        self.has_reference, self.leading_frames = has_reference, leading_frames
+        self.has_reference = has_reference  # whether the model can put a reference before the video
+        self.leading_frames = leading_frames  # whether references are frames of its grid
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
         grid = _grid_sizes(call_args)
@@ -66,17 +66,18 @@ class Signature(BlockSignature):
             return ahead if ahead >= 0 and ahead % prod(grid[1:]) == 0 else None
         if not self.has_reference:
             return 0
-        # The reference is one frame. Positions stay as they were while the tokens are merged.
-        rope = call_args.get(self.rope_arg)
-        ahead = -1 if rope is None or rope.ndim <= self.rope_token_dim else rope.shape[self.rope_token_dim] - prod(grid)
-        return ahead if ahead in (0, prod(grid[1:])) else None
+        reference = super().image_start(call_args, prod(grid))
+        return reference if reference in (0, prod(grid[1:])) else None  # it is one frame
 
-    def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
-        options = call_args.get("transformer_options")
-        return {} if options is None else {"transformer_options": fewer_per_frame(options, *reduction.lengths[0])}
+    def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
+        return fewer_per_frame(options, *reduction.lengths[0])
 
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
-        return super().obstacle(call_args, image, references) or _modulation(call_args, image)
+        # Modulation is (B, 6, C), or (B, T, 6, C) for T equal shares of all tokens: those must be the video's frames.
+        e, grid, reason = call_args.get("e"), _grid_sizes(call_args), super().obstacle(call_args, image, references)
+        shares = 1 if e is None or e.ndim < 4 else e.shape[1]
+        fits = shares == 1 or (grid[:1] == (shares,) and call_args["x"].shape[1] == image == prod(grid))
+        return reason or (None if fits else Reason.ARGUMENT_IN_USE(arguments="modulation by token"))
 
 
 def _grid_sizes(call_args: CallArguments) -> tuple[int, ...]:
@@ -85,26 +86,13 @@ def _grid_sizes(call_args: CallArguments) -> tuple[int, ...]:
     return tuple((call_args.get("transformer_options") or {}).get("grid_sizes") or ())
 
 
-def _modulation(call_args: CallArguments, image: int) -> Message | None:
-    """Return why modulation would not fit fewer tokens, None if it would. It is (B, 6, C), or (B, T, 6, C) for T equal
-    shares of all tokens, which must be the frames of the video."""
-    e, grid = call_args.get("e"), _grid_sizes(call_args)
-    if e is None or e.ndim < 4 or e.shape[1] == 1:
-        return None
-    frames = grid[:1] == (e.shape[1],) and call_args["x"].shape[1] == image == prod(grid)
-    return None if frames else Reason.ARGUMENT_IN_USE(arguments="modulation by token")
-
-
 class Hooks(Transformer):
-    """The hooks of one Wan."""
-
     inside = ("attn1_patch", "attn2_patch")
     between = ("double_block",)
     takes_frames = True
-    references_follow = False
 
     def block_groups(self, model: WanModel) -> tuple[BlockGroup, ...]:
-        """Return all blocks but those of VACE's control, which see the control video."""
+        # All blocks but those of VACE's control, which see the control video.
         self.patch_size, self.width = model.patch_size[-1], model.dim
         kind = kinds_of(model)[0]
         work = replace(WAN, weights=6 + 2 * model.ffn_dim / model.dim)

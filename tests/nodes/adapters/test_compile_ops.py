@@ -38,7 +38,10 @@ def new_site(port: Any = None) -> Any:
 def begun(evaluation: Any, names: list[str], site: Any = None) -> Any:
     site = site or new_site()
     work = pack_module("toma_core.cost_model").UNET_BLOCK, pack_module("toma_core.config").Granularity.STACK
-    site.begin((GRID,), "here", names, work, evaluation)
+    chain = pack_module("nodes.adapters.active_chain").ActiveChain(
+        site.signature, (GRID,), "here", names, work, evaluation
+    )
+    site.begin(chain)
     return site
 
 
@@ -61,7 +64,7 @@ def evaluate(pack: ModuleType) -> Any:
 
 def prepared(evaluation: Any, site: Any = None, latent: Any = None) -> Any:
     site = begun(evaluation, ["first", "last"], site)
-    assert site.prepare(site.active, torch.randn(2, 4, 12, 20) if latent is None else latent, torch.nn.Linear(8, 8), 8)
+    assert site.prepare(torch.randn(2, 4, 12, 20) if latent is None else latent, torch.nn.Linear(8, 8), 8)
     return site
 
 
@@ -130,7 +133,7 @@ def test_positions_follow_the_destinations(pack: ModuleType, graphs: Any, evalua
 def test_what_is_left_whole_is_told(graphs: Any, evaluate: Any) -> None:
     evaluation = evaluate(min_tokens=TOKENS + 1)
     site = begun(evaluation, ["a", "b"])
-    assert not site.prepare(site.active, torch.randn(1, 4, 12, 20), torch.nn.Linear(8, 8), 8)
+    assert not site.prepare(torch.randn(1, 4, 12, 20), torch.nn.Linear(8, 8), 8)
     assert evaluation.run.stats.unmerged == {Reason.TOO_FEW_TOKENS(least=TOKENS + 1): {"a", "b"}}
     assert site.destinations == 0
 
@@ -142,7 +145,7 @@ def test_a_batch_of_unequal_parts_is_left_to_the_hook(graphs: Any, evaluate: Any
 
 def test_blocks_of_unknown_width_are_left_to_the_hook(graphs: Any, evaluate: Any) -> None:
     site = begun(evaluate(), ["a"])
-    assert site.prepare(site.active, torch.randn(1, 4, 12, 20), torch.nn.Identity(), 0)
+    assert site.prepare(torch.randn(1, 4, 12, 20), torch.nn.Identity(), 0)
     assert site.destinations == 0
 
 
