@@ -16,10 +16,9 @@ from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
 from .active_chain import ActiveChain
 from .chain import BlockHook
-from .layout import Options
 from .model_hooks import GRAPHS, HookPair
 from .origin import has_forward_hooks, is_original, unwrapped
-from .signature import BlockSignature
+from .signature import Options
 
 
 @dataclass(frozen=True)
@@ -36,18 +35,6 @@ class BlockFacts:
         """Return what an evaluation of one image costs at a ratio. attends: whether it attends to all tokens."""
         left = self.tokens - round(ratio * self.tokens)
         return self.work.flops(left, 1, self.width or 1024, self.tokens if attends else left)
-
-
-@dataclass(frozen=True)
-class BlockGroup:
-    """Consecutive blocks of one kind."""
-
-    kind: str  # their name in the report and in plans
-    blocks: Sequence[nn.Module]
-    signature: BlockSignature
-    work: Block  # what one of them costs
-    added: str = ""  # key under which ControlNets add something after each, see ComfyUI's `control`
-    borders: Container[int] = ()  # indices after which the model itself reads all tokens
 
 
 def token_grid(latent: Tensor, patch_size: int) -> Grid:

@@ -21,11 +21,11 @@ from ...toma_core.presets import Fields
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
 from .active_chain import is_merged
-from .blocks import BlockFacts, BlockGroup, chain_hooks, chains_of, merged_blocks, skip_reason, token_grid
+from .blocks import BlockFacts, chain_hooks, chains_of, merged_blocks, skip_reason, token_grid
 from .chain import BlockHook, RopeCache
-from .layout import Options
 from .model_hooks import HookPair
 from .origin import is_original, runs_own_loop, unwrapped
+from .signature import BlockGroup, Options
 
 # Presets of transformers plan from the predicted image, with more destinations where it is richer: a smaller error for
 # the same work (benchmarks/results/fidelity/trials.md).

@@ -5,20 +5,20 @@ Arguments that are not listed here may be per token; the block then runs unmerge
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from ...toma_core.cost_model import Block
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
-from .layout import Options, fewer_tokens
 
-# A call's arguments by name.
-CallArguments = dict[str, Any]
+CallArguments = dict[str, Any]  # of one call of a block, by name
+Options = Mapping[str, Any]  # ComfyUI's `transformer_options`
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,15 @@ class BlockSignature:
         return merged
 
     def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
-        """Return ComfyUI's options as they are after merging."""
-        return fewer_tokens(options, reduction.removed, [left for _, left in reduction.lengths[1:]])
+        """Return options that are true of merged tokens: another node that computes attention may index by them. All
+        other entries are the same objects, and the caller's mapping is not changed; it is returned itself if it says
+        nothing of what changed."""
+        changed, image, removed = {}, options.get("img_slice"), reduction.removed  # [text, all]
+        if image and removed:
+            changed["img_slice"] = [image[0], image[1] - removed]
+        if len(reduction.lengths) > 1 and "reference_image_num_tokens" in options:
+            changed["reference_image_num_tokens"] = [left for _, left in reduction.lengths[1:]]
+        return {**options, **changed} if changed else options
 
     def mask_of_all(self, mask: Tensor, removed: int) -> Tensor | None:
         """Return the mask of a block's attention with the keys that merging removed; None if unknown."""
@@ -204,8 +211,13 @@ class BlockSignature:
         return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504)
 
 
-def image_start_of(call_args: CallArguments) -> int | None:
-    """Return where the image begins in [text | image | references], as ComfyUI's options have it; None if they do
-    not."""
-    image = (call_args.get("transformer_options") or {}).get("img_slice")
-    return None if image is None else int(image[0])
+@dataclass(frozen=True)
+class BlockGroup:
+    """Consecutive blocks of one kind."""
+
+    kind: str  # their name in the report and in plans
+    blocks: Sequence[nn.Module]
+    signature: BlockSignature
+    work: Block  # what one of them costs
+    added: str = ""  # key under which ControlNets add something after each, see ComfyUI's `control`
+    borders: Container[int] = ()  # indices after which the model itself reads all tokens

@@ -9,7 +9,7 @@ from comfy.ldm.chroma.model import Chroma
 from ....toma_core import ToMAConfig
 from ....toma_core.cost_model import CHROMA_DOUBLE, CHROMA_SINGLE, Block
 from ....toma_core.reasons import Message, Reason
-from ..blocks import BlockGroup
+from ..signature import BlockGroup
 from . import flux
 
 NAME = "Chroma"

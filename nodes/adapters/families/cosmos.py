@@ -11,9 +11,8 @@ from comfy.ldm.cosmos.predict2 import MiniTrainDIT
 from torch import Tensor
 
 from ....toma_core.cost_model import COSMOS
-from ..blocks import BlockGroup
 from ..family import Transformer
-from ..signature import BlockSignature
+from ..signature import BlockGroup, BlockSignature
 
 NAME = "Anima, Cosmos-Predict2"
 MODEL = MiniTrainDIT

@@ -8,9 +8,8 @@ from __future__ import annotations
 from comfy.ldm.ernie.model import ErnieImageModel
 
 from ....toma_core.cost_model import ERNIE
-from ..blocks import BlockGroup
 from ..family import Transformer
-from ..signature import BlockSignature
+from ..signature import BlockGroup, BlockSignature
 
 NAME = "ERNIE-Image"
 MODEL = ErnieImageModel

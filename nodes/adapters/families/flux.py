@@ -11,9 +11,8 @@ from comfy.ldm.flux.model import Flux
 
 from ....toma_core.cost_model import FLUX2_DOUBLE, FLUX2_SINGLE, FLUX_DOUBLE, FLUX_SINGLE, Block
 from ....toma_core.presets import Fields
-from ..blocks import BlockGroup
 from ..family import Transformer
-from ..signature import BlockSignature, CallArguments, image_start_of
+from ..signature import BlockGroup, BlockSignature, CallArguments
 
 NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
 MODEL = Flux
@@ -37,8 +36,8 @@ class SingleSignature(BlockSignature):
         self.text = None
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        start = image_start_of(call_args)
-        return self.text if start is None else start
+        after_text = (call_args.get("transformer_options") or {}).get("img_slice")
+        return self.text if after_text is None else int(after_text[0])
 
 
 class DoubleSignature(BlockSignature):

@@ -12,9 +12,8 @@ from comfy.ldm.minimax.model import MiniMaxH3Model
 from torch import Tensor
 
 from ....toma_core.cost_model import H3
-from ..blocks import BlockGroup
 from ..family import Transformer
-from ..signature import BlockSignature
+from ..signature import BlockGroup, BlockSignature
 
 NAME = "MiniMax H3"
 MODEL = MiniMaxH3Model

@@ -11,9 +11,8 @@ from typing import Any
 from comfy.ldm.hunyuan_video.model import HunyuanVideo
 
 from ....toma_core.cost_model import HUNYUAN_DOUBLE, HUNYUAN_SINGLE
-from ..blocks import BlockGroup
 from ..family import Transformer
-from ..signature import BlockSignature
+from ..signature import BlockGroup, BlockSignature
 
 NAME = "HunyuanVideo (1.0, 1.5) and HunyuanImage 2.1"
 MODEL = HunyuanVideo

@@ -5,9 +5,8 @@ from __future__ import annotations
 from comfy.ldm.ideogram4.model import Ideogram4Transformer2DModel
 
 from ....toma_core.cost_model import IDEOGRAM
-from ..blocks import BlockGroup
 from ..family import Transformer
-from ..signature import BlockSignature
+from ..signature import BlockGroup, BlockSignature
 
 NAME = "Ideogram 4"
 MODEL = Ideogram4Transformer2DModel

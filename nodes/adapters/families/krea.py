@@ -5,9 +5,8 @@ from __future__ import annotations
 from comfy.ldm.krea2.model import SingleStreamDiT
 
 from ....toma_core.cost_model import KREA
-from ..blocks import BlockGroup
 from ..family import Transformer
-from ..signature import BlockSignature, CallArguments, image_start_of
+from ..signature import BlockGroup, BlockSignature
 
 NAME = "Krea 2"
 MODEL = SingleStreamDiT
@@ -21,11 +20,6 @@ class Signature(BlockSignature):
     image_last = True
     index_args = ("timestep_zero_index",)
     passthrough_args = ("vec",)
-
-    def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        # ComfyUI 0.26.0 has no img_slice, but no references either.
-        start = image_start_of(call_args)
-        return super().image_start(call_args, image) if start is None else start
 
 
 class Hooks(Transformer):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from comfy.ldm.lens.model import LensTransformer2DModel
 
 from ....toma_core.cost_model import LENS
-from ..blocks import BlockGroup
 from ..family import Transformer
-from ..signature import BlockSignature
+from ..signature import BlockGroup, BlockSignature
 
 NAME = "Lens"
 MODEL = LensTransformer2DModel

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ....toma_core.cost_model import LTX, LTX_AV
 from ....toma_core.reasons import Message, Reason
-from ..blocks import BlockGroup
 from ..family import Transformer
-from ..signature import BlockSignature, CallArguments, TokenReduction
+from ..signature import BlockGroup, BlockSignature, CallArguments, TokenReduction
 
 NAME = "LTX-Video and LTX-2"
 MODEL = LTXVModel

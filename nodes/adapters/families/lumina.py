@@ -12,9 +12,9 @@ from comfy.ldm.lumina.model import NextDiT
 from torch import Tensor
 
 from ....toma_core.cost_model import LUMINA, Z_IMAGE
-from ..blocks import BlockGroup, token_grid
+from ..blocks import token_grid
 from ..family import Transformer
-from ..signature import BlockSignature
+from ..signature import BlockGroup, BlockSignature
 
 NAME = "Z-Image, Lumina 2"
 MODEL = NextDiT

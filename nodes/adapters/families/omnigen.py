@@ -8,9 +8,8 @@ from __future__ import annotations
 from comfy.ldm.omnigen.omnigen2 import OmniGen2Transformer2DModel
 
 from ....toma_core.cost_model import OMNIGEN
-from ..blocks import BlockGroup
 from ..family import Transformer
-from ..signature import BlockSignature
+from ..signature import BlockGroup, BlockSignature
 
 NAME = "OmniGen2"
 MODEL = OmniGen2Transformer2DModel

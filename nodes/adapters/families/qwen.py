@@ -5,9 +5,8 @@ from __future__ import annotations
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 
 from ....toma_core.cost_model import QWEN
-from ..blocks import BlockGroup
 from ..family import Transformer
-from ..signature import BlockSignature
+from ..signature import BlockGroup, BlockSignature
 
 NAME = "Qwen-Image"
 MODEL = QwenImageTransformer2DModel

@@ -7,9 +7,8 @@ from typing import Any
 from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
 
 from ....toma_core.cost_model import MM_DIT
-from ..blocks import BlockGroup
 from ..family import Transformer
-from ..signature import BlockSignature, CallArguments
+from ..signature import BlockGroup, BlockSignature, CallArguments
 
 NAME = "SD3.5"
 MODEL = MMDiT

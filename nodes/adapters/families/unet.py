@@ -21,11 +21,10 @@ from ....toma_core.windows import Grid
 from ..blocks import BlockFacts, chain_hooks, chains_of, merged_blocks, skip_reason
 from ..chain import BlockHook, RopeCache
 from ..family import ModelHooks
-from ..layout import Options, without_grid
 from ..model_hooks import HookPair
 from ..origin import is_original, runs_own_loop
-from ..signature import BlockSignature, CallArguments, TokenReduction
-from .unet_layers import ByModule
+from ..signature import BlockSignature, CallArguments, Options, TokenReduction
+from .unet_layers import ByModule, without_grid
 
 NAME = "UNet (SDXL, SD1.5, SD2)"
 MODEL = UNetModel
@@ -68,10 +67,6 @@ class _Stack:
     home: SpatialTransformer  # runs the blocks
     blocks: list[ByModule]  # their hooks
 
-    def grid(self, latent: Tensor) -> Grid:
-        """Return rows and columns of the tokens for a (B, C, H, W) latent."""
-        return _grid(latent, self.halvings)
-
 
 class Hooks(ModelHooks):
     def __init__(self, diffusion_model: UNetModel) -> None:
@@ -98,7 +93,7 @@ class Hooks(ModelHooks):
         # ControlNets add outside of the stacks.
         config, stats = evaluation.run.config, evaluation.run.stats
         for place, stack in enumerate(self.stacks):
-            grid, modules = stack.grid(x), stack.home.transformer_blocks
+            grid, modules = _grid(x, stack.halvings), stack.home.transformer_blocks
             skips = [skip_reason(config, place, len(self.stacks))] * len(stack.blocks)
             merged = merged_blocks([block.block_hook for block in stack.blocks], modules, skips, evaluation)
             for index in list(merged):
@@ -114,7 +109,7 @@ class Hooks(ModelHooks):
 
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
         for stack in self.stacks:
-            home, (height, width) = ".".join(map(str, stack.position)), stack.grid(latent)
+            home, (height, width) = ".".join(map(str, stack.position)), _grid(latent, stack.halvings)
             for block in stack.blocks:
                 yield BlockFacts(block.block_hook.name, home, block.block_hook.work, height * width, stack.width)
 

@@ -13,8 +13,8 @@ from ....toma_core.config import Granularity
 from ....toma_core.windows import Grid
 from ..active_chain import ActiveChain
 from ..chain import BlockHook
-from ..layout import without_grid
 from ..model_hooks import Hook, HookPair, eager, merge, outside_graph, unmerge
+from ..signature import Options
 
 
 class ByModule(Hook):
@@ -103,3 +103,12 @@ class MergedFeedForward(Hook):
     def __call__(self, x: Tensor, /) -> Tensor:
         plan = self.block.plan(x, " feed-forward")
         return self.original(x) if plan is None else unmerge(self.original(merge(x, plan)), plan)
+
+
+def without_grid(options: Options, tokens: int, destinations: int) -> Options:
+    """Return options for merged tokens: `activations_shape` (B, C, H, W) becomes (B, C, 1, D), as they lie on no grid.
+    The same mapping where nothing is merged."""
+    shape = options.get("activations_shape")
+    if not shape or destinations == tokens:
+        return options
+    return {**options, "activations_shape": [*shape[:-2], 1, destinations]}

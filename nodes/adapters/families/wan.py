@@ -15,11 +15,9 @@ from comfy.ldm.wan.model import WanModel
 
 from ....toma_core.cost_model import WAN
 from ....toma_core.reasons import Message, Reason
-from ..blocks import BlockGroup
 from ..family import Transformer
-from ..layout import Options, fewer_per_frame
 from ..origin import kinds_of
-from ..signature import BlockSignature, CallArguments, TokenReduction
+from ..signature import BlockGroup, BlockSignature, CallArguments, Options, TokenReduction
 
 NAME = "Wan 2.1 and 2.2"
 MODEL = WanModel
@@ -70,7 +68,13 @@ class Signature(BlockSignature):
         return reference if reference in (0, prod(grid[1:])) else None  # it is one frame
 
     def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
-        return fewer_per_frame(options, *reduction.lengths[0])
+        # (frames, rows, columns) become (frames, 1, D / frames), or (1, 1, all) where further frames follow.
+        grid, ((image, left),) = options.get("grid_sizes"), reduction.lengths
+        if grid is None:
+            return options
+        tokens = prod(grid)
+        frames = grid[0] if tokens == image else 1
+        return {**options, "grid_sizes": (frames, 1, (tokens - image + left) // frames)}
 
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
         # Modulation is (B, 6, C), or (B, T, 6, C) for T equal shares of all tokens: those must be the video's frames.

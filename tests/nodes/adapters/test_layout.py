@@ -239,13 +239,19 @@ def test_compiled_code_says_the_same(attach: Any, fresh_compiler: None, kind: st
 
 
 def test_layouts_that_nobody_told_are_not_made_up(pack: Any) -> None:
-    layout = pack_module("nodes.adapters.layout")
+    signature, unet = pack_module("nodes.adapters.signature"), pack_module("nodes.adapters.families.unet_layers")
+
+    def merged(options: dict[str, Any], *lengths: tuple[int, int]) -> dict[str, Any]:
+        reduction = signature.TokenReduction(0, lengths)
+        found: dict[str, Any] = signature.BlockSignature().merged_options(options, reduction)
+        return found
+
     options: dict[str, Any] = {"block_index": 3}
-    assert layout.without_grid(options, 10, 5) is options
-    assert layout.fewer_tokens(options, 5, [3]) is options
+    assert unet.without_grid(options, 10, 5) is options
+    assert merged(options, (10, 6), (4, 3)) is options
     said = {"activations_shape": [2, 64, 3, 4], "img_slice": [7, 19]}
-    assert layout.without_grid(said, 12, 12) is said
-    assert layout.fewer_tokens(said, 0) is said
-    assert layout.without_grid(said, 12, 6)["activations_shape"] == [2, 64, 1, 6]
-    assert layout.fewer_tokens(said, 6)["img_slice"] == [7, 13]
+    assert unet.without_grid(said, 12, 12) is said
+    assert merged(said, (12, 12)) is said
+    assert unet.without_grid(said, 12, 6)["activations_shape"] == [2, 64, 1, 6]
+    assert merged(said, (12, 6))["img_slice"] == [7, 13]
     assert said == {"activations_shape": [2, 64, 3, 4], "img_slice": [7, 19]}
