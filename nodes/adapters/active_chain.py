@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from math import prod
 
 import torch
@@ -81,15 +82,11 @@ class ActiveChain:
                 self.evaluation.run.stats.not_merged(name + part, reason)
         return reason is None
 
-    def plan(self, image: Tensor) -> MergePlan | None:
-        """Return the plan for (B, N, C) tokens of the image; None in an evaluation that only refreshes the cache."""
-        return self.evaluation.plan(image, self.grids[0], self.scope)
-
     def reduce(self, x: Tensor) -> tuple[Reduction, Tensor]:
         """Merge the (B, N, C) tokens of all grids; an evaluation that only refreshes the cache returns them as they
         are."""
         evaluation, name, parts = self.evaluation, self.name, split(x, self.tokens)
-        plans, cached = [self.plan(parts[0])], list[CachedBlock | None]()
+        plans, cached = [evaluation.plan(parts[0], self.grids[0], self.scope)], list[CachedBlock | None]()
         for n, (part, grid) in enumerate(zip(parts, self.grids, strict=True)):
             merged = is_merged(grid)
             if n:
@@ -123,12 +120,10 @@ class Reduction:
 
         attends: Whether the blocks attend to all tokens.
         """
-        kept, tokens = [kept for _, kept in self.lengths], [tokens for tokens, _ in self.lengths]
-        parts = split(out, kept), split(reduced, kept), split(x, tokens)
-        exact = attends and self._all_attended()
-        return self.chain.signature.clamp_fp16(
-            joined(list(map(restore, *parts, self.plans, self.cached, [exact] * len(kept))))
-        )
+        left, exact = [left for _, left in self.lengths], attends and self._all_attended()
+        parts = split(out, left), split(reduced, left), split(x, self.chain.tokens)
+        restored = list(map(restore, *parts, self.plans, self.cached, repeat(exact)))
+        return self.chain.signature.clamp_fp16(joined(restored))
 
     def _all_attended(self) -> bool:
         """Whether the attention of every block has asked for its keys and values; noted in the run."""
@@ -145,7 +140,7 @@ class Reduction:
         them; a merged step propagates the change at its destinations. Without a cache t comes back as it is, or with
         `always` each token gets what its destination has.
         """
-        evaluation, lengths = self.chain.evaluation, [kept for _, kept in self.lengths]
+        evaluation, lengths = self.chain.evaluation, [left for _, left in self.lengths]
         quantized = evaluation.run.quantized
         tokens_btc = to_btc(t.narrow(axis, before, sum(lengths)), axis)
         own = quantized or (tokens_btc.untyped_storage()._cdata != t.untyped_storage()._cdata and len(lengths) == 1)
@@ -208,12 +203,9 @@ def merged_rope(rope: Tensor, destinations: Tensor, before: int, tokens: int, ax
         destinations: (B, D), indices of the destinations among the N tokens.
     """
     after = before + tokens
-    shape = [1] * rope.ndim
-    shape[0], shape[axis] = destinations.shape
-    image = rope.narrow(axis, before, tokens)
-    image = image.expand(len(destinations), *image.shape[1:])
-    wanted = list(image.shape)
+    rope = rope.expand(len(destinations), *rope.shape[1:])
+    wanted = list(rope.shape)
     wanted[axis] = destinations.shape[1]
-    parts = [rope.narrow(axis, 0, before), rope.narrow(axis, after, rope.shape[axis] - after)]
-    first, last = (part.expand(len(destinations), *part.shape[1:]) for part in parts)
-    return torch.cat([first, image.gather(axis, destinations.view(shape).expand(wanted)), last], axis)
+    index = destinations.view(-1, *[1] * (axis - 1), wanted[axis], *[1] * (rope.ndim - axis - 1)).expand(wanted)
+    first, image, last = rope.split([before, tokens, rope.shape[axis] - after], axis)
+    return torch.cat([first, image.gather(axis, index), last], axis)

@@ -98,18 +98,32 @@ class ChainSite:
         return self.active
 
     @eager
-    def start(self, x: Tensor, before: int, reason: Message | None) -> None:
-        """Decide outside of a graph whether the chain is merged, with x of [before | N | rest]; reduce it if it is.
-
-        reason: Why it is not, if known.
-        """
+    def start(self, call_args: CallArguments) -> None:
+        """Decide outside of a graph whether the chain is merged; reduce the tokens of its first block if it is."""
+        self.reach()
         # A call that ran out of memory and is repeated with fewer images has left a pair.
-        chain, self.in_graph, self.pair = self.reach(), False, ()
-        if chain is not None and chain.merges(x[:, before : before + self.image], reason):
+        self.in_graph, self.pair = False, ()
+        reason, x = self.reason(call_args), self.signature.tokens(call_args)
+        before = self.signature.image_start(call_args, self.image) or 0
+        if self.active is not None and self.active.merges(x[:, before : before + self.image], reason):
             images = x[:, before : before + self.image + self.references]
-            self.reduction, reduced = chain.reduce(images)
+            self.reduction, reduced = self.active.reduce(images)
             self._set_lengths(self.reduction.lengths)
             self.pair = reduced, images
+
+    def reason(self, call_args: CallArguments) -> Message | None:
+        """Return why the chain is not merged, see `BlockSignature.obstacle`, from the arguments of its first block;
+        None if it may be."""
+        active, signature = self.active, self.signature
+        if active is None:
+            return None
+        grid = signature.grid(call_args, active.grids[0])
+        if grid is None:
+            return Reason.UNKNOWN_GRID()
+        # A ComfyUI that does not name references has them after the image too: they stay unmerged.
+        grids = grid, *(active.grids[1:] if signature.reference_tokens(call_args) else ())
+        self.activate(replace(active, grids=grids))
+        return signature.obstacle(call_args, prod(grid), self.references)
 
     def fits(self, x: Tensor, before: int) -> bool:
         """Whether a graph is traced in which x is [before | N | rest] as prepared."""
@@ -138,7 +152,7 @@ class ChainSite:
         after, (reduced, image) = before + self.destinations, self.pair
         self.pair, self.rows = (), {}
         unmerge = compile_ops.operators.leave if self.in_graph else compile_ops.leave
-        x: Tensor = unmerge(out[:, before:after], reduced, image, self.number)
+        x = unmerge(out[:, before:after], reduced, image, self.number)
         return x if out.shape[1] == self.destinations else torch.cat([out[:, :before], x, out[:, after:]], 1)
 
     _enter_eagerly, _leave_eagerly = eager(_enter), eager(_leave)
@@ -148,13 +162,14 @@ class ChainSite:
         if not self.in_graph and self.reduction is not None:
             return self.reduction.attend(block, t, what, before, axis)
         sizes = before, self.tokens, self.destinations, axis
-        attended: Tensor = compile_ops.operators.attend(t, f"{block} {what}", self.number, *sizes)
-        return attended
+        return compile_ops.operators.attend(t, f"{block} {what}", self.number, *sizes)
 
-    def merge_rows(self, rows: dict[str, Any], before: int) -> None:
-        """Make, in a graph, the rows of the merged tokens from those of [before | N | rest]."""
+    def merge_rows(self, rows: dict[str, Any], before: int, shared: RopeCache) -> None:
+        """Make the rows of the merged tokens from those of [before | N | rest]."""
         sizes = self.number, before, self.tokens, self.destinations, self.signature.rope_token_dim
-        if self.destinations != self.tokens:
+        if not self.in_graph:
+            rows = shared.of(rows, self, before)
+        elif self.destinations != self.tokens:
             rows = {n: compile_ops.operators.rope(each, self.pair[0], *sizes) for n, each in rows.items()}
         self.rows = rows
 
@@ -189,23 +204,16 @@ class BlockHook(Hook):
     last: bool  # whether the chain ends with the block
 
     def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        signature: BlockSignature,
-        work: Block,
-        scope: Hashable,
-        positions: RopeCache,
+        self, module: nn.Module, name: str, signature: BlockSignature, work: Block, scope: Hashable, rope: RopeCache
     ) -> None:
         self.module, self.name, self.signature, self.work, self.scope = module, name, signature, work, scope
-        self.positions = positions
-        self.site = self.chain = ChainSite(signature)
-        self.last = True
+        self.rope, self.site, self.last = rope, ChainSite(signature), True
+        self.chain = self.site
 
     def release(self) -> None:
         self.site.release()
         self.chain = self.site
-        self.positions.entry = None
+        self.rope.entry = None
         self.signature.release()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,10 +240,9 @@ class BlockHook(Hook):
         chain, signature = self.chain, self.signature
         call_args = signature.call_args(args, kwargs)
         signature.observe(call_args)
-        reason = self.reason(call_args) if chain is self.site else None
-        before = signature.image_start(call_args, chain.image)
         if chain is self.site:
-            chain.start(signature.tokens(call_args), before or 0, reason)
+            chain.start(call_args)
+        before = signature.image_start(call_args, chain.image)
         if before is None or not chain.pair:
             return self._called(len(args), call_args)
         return self._merged_outside(len(args), call_args, before)
@@ -244,12 +251,8 @@ class BlockHook(Hook):
         """Run the block on the merged tokens of its chain, of which `before` others come before the image."""
         chain, signature, x = self.chain, self.signature, self.signature.tokens(call_args)
         if chain is self.site:
-            x, rows = chain.enter(x, before), signature.rows(call_args)
-            start = before + signature.attention_offset(call_args)
-            if chain.in_graph:
-                chain.merge_rows(rows, start)
-            else:
-                chain.rows = self.positions.of(rows, chain, start)
+            x, start = chain.enter(x, before), before + signature.attention_offset(call_args)
+            chain.merge_rows(signature.rows(call_args), start, self.rope)
         merged, reduction = signature.replaced(call_args, x, chain.rows), TokenReduction(before, chain.lengths)
         if reduction.removed:
             merged = {**merged, **signature.merged_args(call_args, reduction)}
@@ -261,19 +264,6 @@ class BlockHook(Hook):
         return signature.with_output(out, chain.leave(signature.output(out), before)) if self.last else out
 
     _merged_outside = outside_graph(_merged)
-
-    def reason(self, call_args: CallArguments) -> Message | None:
-        """Return why the chain that begins here is not merged, see `BlockSignature.obstacle`; None if it may be."""
-        site, signature, active = self.site, self.signature, self.site.active
-        if active is None:
-            return None
-        grid = signature.grid(call_args, active.grids[0])
-        if grid is None:
-            return Reason.UNKNOWN_GRID()
-        # A ComfyUI that does not name references has them after the image too: they stay unmerged.
-        grids = grid, *(active.grids[1:] if signature.reference_tokens(call_args) else ())
-        site.activate(replace(active, grids=grids))
-        return signature.obstacle(call_args, prod(grid), site.references)
 
     def _called(self, positional: int, call_args: CallArguments) -> Any:
         """Call the block, with as many positional arguments as its caller gave."""

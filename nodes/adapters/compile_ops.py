@@ -66,9 +66,7 @@ def enter(x: Tensor, site: int, destinations: int) -> Tensor:
 
 def leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
     """Unmerge (B, D, C), with (B, D, C) and (B, N, C) of `enter`, to (B, N, C)."""
-    there = _sites[site]
-    restored: Tensor = there.reduction.restore(out, reduced, x, there.attends)
-    return restored
+    return _sites[site].reduction.restore(out, reduced, x, _sites[site].attends)
 
 
 def _leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
@@ -88,8 +86,7 @@ def _own(result: Tensor, *inputs: Tensor) -> Tensor:
 
 
 def _rope(rope: Tensor, reduced: Tensor, site: int, before: int, tokens: int, destinations: int, axis: int) -> Tensor:
-    merged: Tensor = _sites[site].reduction.rope(rope, before)
-    return merged
+    return _sites[site].reduction.rope(rope, before)
 
 
 _namespace = free_namespace("toma_graphs", "enter")

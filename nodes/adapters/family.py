@@ -174,7 +174,7 @@ class Transformer(ModelHooks, ABC):
         two."""
         model: Any = self.model()
         stacked = config.granularity is Granularity.STACK and runs_own_loop(model, _LOOPS)
-        return stacked and not _patched(options, self.between)
+        return stacked and not patched(options, self.between)
 
     def attentions(self, block: nn.Module) -> int:
         """How many self-attentions a block has in which merged tokens take part."""
@@ -185,7 +185,7 @@ class Transformer(ModelHooks, ABC):
     ) -> Iterator[HookPair]:
         config = evaluation.run.config
         chains, replaced = self.chains(options, config), _replaced(options)
-        reason = Reason.ATTENTION_PATCH() if _patched(options, self.inside) else None
+        reason = Reason.ATTENTION_PATCH() if patched(options, self.inside) else None
         grids = token_grid(x, self.patch_size), *self.merged_references(references, evaluation)
         for group, hooks, name in zip(self.groups, self.hooks, self.lists, strict=True):
             modules = getattr(self.model(), name, group.blocks)
@@ -226,10 +226,9 @@ def _needs_all_tokens(group: BlockGroup, index: int, added: Sequence[Any], repla
 
 def _replaced(options: Options) -> Mapping[Any, Any]:
     """Return the replacements of blocks by other nodes."""
-    found: Mapping[Any, Any] = options.get("patches_replace", {}).get("dit", {})
-    return found
+    return options.get("patches_replace", {}).get("dit", {})
 
 
-def _patched(options: Options, names: tuple[str, ...]) -> bool:
+def patched(options: Options, names: tuple[str, ...]) -> bool:
     """Whether another node has patches of these names."""
     return any(options.get("patches", {}).get(name) for name in names)

@@ -83,8 +83,7 @@ class BlockSignature:
 
     def tokens(self, call_args: CallArguments) -> Tensor:
         """Return the (B, T, C) tokens of a call."""
-        tokens: Tensor = self.unpack(call_args[self.tokens_arg])
-        return tokens
+        return self.unpack(call_args[self.tokens_arg])
 
     def rows(self, call_args: CallArguments) -> dict[str, Any]:
         """Return by name the tensors with a row for each token: rotary positions, and others where they are given."""
@@ -98,8 +97,7 @@ class BlockSignature:
 
     def output(self, out: Any) -> Tensor:
         """Return the (B, T, C) tokens of a block's result."""
-        tokens: Tensor = self.unpack(out if self.output_index is None else out[self.output_index])
-        return tokens
+        return self.unpack(out if self.output_index is None else out[self.output_index])
 
     def with_output(self, out: Any, x: Tensor) -> Any:
         """Return a block's result with x in place of its tokens."""

@@ -20,7 +20,7 @@ from ....toma_core.reasons import Message, Reason
 from ....toma_core.windows import Grid
 from ..blocks import BlockFacts, chain_hooks, chains_of, merged_blocks, skip_reason
 from ..chain import BlockHook, RopeCache
-from ..family import ModelHooks
+from ..family import ModelHooks, patched
 from ..model_hooks import HookPair
 from ..origin import is_original, runs_own_loop
 from ..signature import BlockSignature, CallArguments, Options, TokenReduction
@@ -158,9 +158,7 @@ def _grid(latent: Tensor, halvings: int) -> tuple[int, int]:
 def _is_patched(stack: _Stack, index: int, options: Options) -> bool:
     """Whether another node's patch reads a block's tokens: it is then merged module by module, so that the patch gets
     all of them."""
-    patches = options.get("patches", {})
-    shown = any(patches.get(name) for name in _TOKEN_PATCHES)
-    return shown or any(_replaced(stack, index, options))
+    return patched(options, _TOKEN_PATCHES) or any(_replaced(stack, index, options))
 
 
 def _replaced(stack: _Stack, index: int, options: Options) -> Iterator[str]:

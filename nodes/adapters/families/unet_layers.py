@@ -57,12 +57,13 @@ class ByModule(Hook):
     @eager
     def plan(self, x: Tensor, part: str) -> MergePlan | None:
         """Return the plan for the tokens x of one of its modules, None if it is not merged; the outcome is noted."""
-        reason = self.block_hook.reason({"x": x, "transformer_options": self.options})
-        chain = self.block_hook.site.active
+        site = self.block_hook.site
+        reason = site.reason({"x": x, "transformer_options": self.options})
+        chain = site.active
         if chain is None or not chain.merges(x, reason, part):
             return None
         chain.evaluation.run.stats.merged(self.block_hook.name)
-        return chain.plan(x)
+        return chain.evaluation.plan(x, chain.grids[0], chain.scope)
 
 
 class MergedAttention(Hook):

@@ -122,7 +122,7 @@ def test_positions_follow_the_destinations(pack: ModuleType, graphs: Any, evalua
     site = prepared(evaluate(), new_site(Rows()))
     x, pe = torch.randn(2, TOKENS, 8), torch.randn(1, 1, BEFORE + TOKENS, 3, 2, 2)
     site.enter(x, 0)
-    site.merge_rows({"pe": pe}, BEFORE)
+    site.merge_rows({"pe": pe}, BEFORE, pack_module("nodes.adapters.chain").RopeCache())
     assert torch.equal(site.rows["pe"], chain.merged_rope(pe, site.reduction.plans[0].destinations, BEFORE, TOKENS, 2))
     numbers = (site.number, BEFORE, TOKENS, 30, 2)
     torch.library.opcheck(graphs.operators.rope.default, (pe, site.pair[0], *numbers))
