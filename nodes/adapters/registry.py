@@ -105,11 +105,6 @@ class UnsupportedModelError(MessageError):
     prefix = ""
 
 
-def _pack_of(module: str) -> str:
-    """The module's name without where ComfyUI lies: it loads packs under their path."""
-    return module.replace("\\", ".").replace("/", ".").rpartition("custom_nodes.")[2]
-
-
 # Keyed weakly by the model itself: hooks live as long as it does, and no clone can carry another model's modules.
 _hooks: WeakKeyDictionary[nn.Module, ModelHooks] = WeakKeyDictionary()
 
@@ -118,7 +113,7 @@ def find(diffusion_model: nn.Module) -> ModelHooks | None:
     """Return the hooks of a model, None if no family matches."""
     model = unwrapped(diffusion_model)
     if model not in _hooks:
-        family = next((f for f in _FAMILIES if is_of(f, model) and _is_known(f, model)), None)
+        family = next((f for f in _FAMILIES if is_of(f, model)), None)
         if family is None:
             # A family that could not be imported may be this model's: it runs unmerged.
             return _Plain(type(model).__name__) if _unavailable else None
@@ -127,16 +122,13 @@ def find(diffusion_model: nn.Module) -> ModelHooks | None:
 
 
 def is_of(family: Any, model: nn.Module) -> bool:
-    """Whether a model is of a family."""
-    fits = getattr(family, "fits", None)
-    return isinstance(model, family.MODEL) and (fits is None or fits(model))
-
-
-def _is_known(family: Any, model: nn.Module) -> bool:
-    """Whether a family knows ComfyUI's class of a model. One that a later ComfyUI derives from a known class may read
+    """Whether a model is of a family. Of a class that a later ComfyUI derives from a known one it is not: that may read
     tokens that merging takes away."""
-    kinds = kinds_of(model)
-    return len(kinds) == 1 or kinds[0] in getattr(family, "DERIVED", ())
+    if not isinstance(model, family.MODEL):
+        return False
+    kinds, fits = kinds_of(model), getattr(family, "fits", None)
+    known = len(kinds) == 1 or kinds[0] in getattr(family, "DERIVED", ())
+    return known and (fits is None or fits(model))
 
 
 def _made(family: Any, model: nn.Module) -> ModelHooks:
@@ -158,7 +150,9 @@ def require(diffusion_model: nn.Module) -> ModelHooks:
     if hooks is None:
         kind = type(unwrapped(diffusion_model))
         if not kind.__module__.startswith("comfy."):
-            raise UnsupportedModelError(Unsupported.WRAPPED(model=kind.__name__, pack=_pack_of(kind.__module__)))
+            # ComfyUI loads packs under their path.
+            pack = kind.__module__.replace("\\", ".").replace("/", ".").rpartition("custom_nodes.")[2]
+            raise UnsupportedModelError(Unsupported.WRAPPED(model=kind.__name__, pack=pack))
         supported = tuple(family.NAME for family in _FAMILIES)
         raise UnsupportedModelError(Unsupported.MODEL(model=kind.__name__, supported=supported))
     return hooks

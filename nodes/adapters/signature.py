@@ -52,8 +52,8 @@ class BlockSignature:
     output_index: int | None = None  # which of the results they are; None if there is one
     rope_arg = ""  # the argument with the rotary positions; empty without
     rope_token_dim = 2  # its dimension that counts tokens
-    image_last = False  # whether positions end with the image, and padding and named references behind it
-    image_multiple = 1  # the image is padded to a multiple of this many tokens
+    image_last = False  # whether positions end with the image, its padding, and references that options name
+    image_multiple = 1  # what the number of image tokens is padded to a multiple of
     row_args: tuple[str, ...] = ()  # further arguments with a row for each token, in the same dimension
     index_args: tuple[str, ...] = ()  # arguments with an index into the tokens, or a list of (start, stop, ...)
     text_arg = ""  # the argument with text tokens that are attended to beside those of `tokens_arg`
@@ -120,7 +120,7 @@ class BlockSignature:
         if not isinstance(rope, Tensor) or rope.ndim <= self.rope_token_dim:
             return None
         behind = -image % self.image_multiple + self.reference_tokens(call_args)
-        before = int(rope.shape[self.rope_token_dim]) - self.attention_offset(call_args) - image - behind
+        before = rope.shape[self.rope_token_dim] - self.attention_offset(call_args) - image - behind
         return before if before >= 0 else None
 
     def _text(self, call_args: CallArguments) -> int:
@@ -156,9 +156,8 @@ class BlockSignature:
         return merged
 
     def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
-        """Return options that are true of merged tokens: another node that computes attention may index by them. All
-        other entries are the same objects, and the caller's mapping is not changed; it is returned itself if it says
-        nothing of what changed."""
+        """Return a copy of the options that is true of merged tokens: another node that computes attention may index by
+        them. Where nothing changes they are returned themselves."""
         changed, image, removed = {}, options.get("img_slice"), reduction.removed  # [text, all]
         if image and removed:
             changed["img_slice"] = [image[0], image[1] - removed]
