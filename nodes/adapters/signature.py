@@ -142,7 +142,8 @@ class BlockSignature:
 
     def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
         """Return the arguments that locate tokens, as they are after merging."""
-        merged, removed = CallArguments(), reduction.removed
+        merged: CallArguments = {}
+        removed = reduction.removed
         if (options := call_args.get("transformer_options")) is not None:
             merged["transformer_options"] = self.merged_options(options, reduction)
         for name in self.index_args:
