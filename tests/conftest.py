@@ -1,4 +1,4 @@
-"""ComfyUI first on the path, the pack loaded as ComfyUI loads it, and one real server for the whole session."""
+"""ComfyUI first on the path, the pack loaded as ComfyUI loads it, and one real server for the session."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ TIERS = {
     "demo": "the demo and its scenes",
     "browser": "the web page in Chromium",
 }
-# What tests reach for in ComfyUI's source folder. `nodes` is there because it is also a folder of this checkout.
+# Modules of ComfyUI's source folder. `nodes` is listed because it is also a folder of this checkout.
 COMFYUI_MODULES = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "nodes", "server"}
 HOW_TO = "this test needs a real ComfyUI: run it with `make test`, or set COMFYUI_PATH to the folder of ComfyUI"
 
 
 class NoComfyUI:
-    """Import hook that turns "No module named 'comfy'" into what to do about it."""
+    """Import hook that turns "No module named 'comfy'" into a remedy."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name.partition(".")[0] in COMFYUI_MODULES:
@@ -61,7 +61,7 @@ if find_spec("torch"):
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The same examples every time in CI, fresh ones at a desk; no deadline, since machines differ.
+# The same examples in every run in CI, fresh ones elsewhere; no deadline, since machines differ.
 hypothesis.settings.register_profile("desk", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "desk")
@@ -76,14 +76,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What is asked for by path or marker runs, whatever its tier."""
+    """Run tests that are selected by path or marker, regardless of their tier."""
     paths = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     if config.option.tiers == "none" and (config.option.markexpr or all(TESTS in path.parents for path in paths)):
         config.option.tiers = "all"
 
 
 def tier_of(item: pytest.Item) -> str:
-    """The tier of a test; empty for those that `make test` runs."""
+    """Return the tier of a test; empty for those that `make test` runs."""
     for folder in reversed(item.path.relative_to(TESTS).parts[:-1]):
         if folder in TIERS:
             return folder
@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skipped_by_settings = {"none": True, "only": False, "all": None}[config.option.tiers]
     config.hook.pytest_deselected(items=[item for item in items if bool(tiers[item]) is skipped_by_settings])
     order = {name: place for place, name in enumerate((*TIERS, ""))}
-    # Playwright's event loop goes on in the main thread until the browser closes: no other test could start one.
+    # Playwright's event loop runs in the main thread until the browser closes: no other test could start one.
     order["browser"] = len(order)
     items[:] = sorted((i for i in items if bool(tiers[i]) is not skipped_by_settings), key=lambda i: order[tiers[i]])
     for item in items:
@@ -114,10 +114,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_garbage_collection() -> None:
-    """Take what earlier modules left out of the collector's sight.
+    """Exclude objects of earlier modules from garbage collection.
 
     ComfyUI calls `gc.collect()` at every turn, and each call walks all that torch, ComfyUI and pytest ever made.
-    What a test makes itself is still collected.
+    Objects of the test itself are still collected.
     """
     gc.collect()
     gc.freeze()
@@ -125,14 +125,14 @@ def quick_garbage_collection() -> None:
 
 @pytest.fixture(scope="session")
 def pack() -> ModuleType:
-    """The root module of the pack, under the name ComfyUI gives it. Submodules: `scripts.comfy_pack.pack_module`."""
+    """Load the pack's root module under ComfyUI's name for it. Submodules: `scripts.comfy_pack.pack_module`."""
     require_comfyui()
     return load_pack()
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ComfyServer]:
-    """A running ComfyUI with the pack; one for all tests, so leave no prompt in its queue."""
+    """Run one ComfyUI with the pack for all tests; a test must not leave prompts in its queue."""
     require_comfyui()
     with ComfyServer() as running:
         yield running
@@ -140,11 +140,11 @@ def server() -> Iterator[ComfyServer]:
 
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The archive that the registry gets."""
+    """Make the archive for the registry."""
     return archive.pack(tmp_path_factory.mktemp("packed"))
 
 
 def require_comfyui() -> None:
-    """Fail, not skip: a run without ComfyUI has not tested the pack."""
+    """Fail instead of skipping: a run without ComfyUI does not test the pack."""
     if not os.environ.get("COMFYUI_PATH"):
         pytest.fail(HOW_TO, pytrace=False)

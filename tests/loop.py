@@ -1,4 +1,4 @@
-"""Many values in one test: each is tried, and each that fails is named."""
+"""Run one test with many values and name each value that fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWN = ("request", "subtests")
 
 
 class Value:
-    """A value where pytest keeps a fixture, so that fixtures may ask for it by its name."""
+    """A value in pytest's registry of fixtures, so that fixtures can request it by name."""
 
     scope, _scope = "function", Scope.Function
 
@@ -26,14 +26,14 @@ class Value:
         """A fixture that asked for the value ends with its test's round."""
 
     def finish(self, request: pytest.FixtureRequest) -> None:
-        """Nothing to take back."""
+        """Do nothing: a value needs no teardown."""
 
 
 def loop(names: str | tuple[str, ...], values: Iterable[Any], ids: Any = None) -> Callable[..., Any]:
     """Decorate a test like `pytest.mark.parametrize` does, but make it one test that tries all values.
 
-    Each value has fixtures of its own, as each test has, and a fixture may ask for the value by its name. Several
-    loops try all combinations.
+    Each value has its own fixtures, as each test has, and a fixture can request the value by name. Several loops try
+    all combinations.
     """
     keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     sets = [value.values if hasattr(value, "marks") else value if len(keys) > 1 else (value,) for value in values]
@@ -70,7 +70,7 @@ def loop(names: str | tuple[str, ...], values: Iterable[Any], ids: Any = None) -
 
 
 def made(request: pytest.FixtureRequest, values: dict[str, Any], parameters: list[str]) -> dict[str, Any]:
-    """The arguments of a test in one round."""
+    """Return the arguments of a test in one round."""
     request._fixture_defs.update({name: Value(value) for name, value in values.items()})  # type: ignore[attr-defined]
     automatic = [name for name in request.fixturenames if name not in OWN]
     fixtures = {name: request.getfixturevalue(name) for name in dict.fromkeys([*automatic, *values, *parameters])}
@@ -78,7 +78,7 @@ def made(request: pytest.FixtureRequest, values: dict[str, Any], parameters: lis
 
 
 def finish(request: pytest.FixtureRequest) -> None:
-    """Take back the fixtures of one round, the last first."""
+    """Tear down the fixtures of one round, the last first."""
     known = request._fixture_defs  # type: ignore[attr-defined]
     for name, fixture in reversed(list(known.items())):
         if fixture.scope == "function" and name not in OWN:
@@ -89,13 +89,13 @@ def finish(request: pytest.FixtureRequest) -> None:
 
 
 def concerns(item: pytest.Item, word: str) -> bool:
-    """Whether a test or one of its values has a word in its name."""
+    """Return whether a test or one of its values has a word in its name."""
     loops = getattr(getattr(item, "function", None), "loops", [])
     return word in item.nodeid or any(word in str(value) for part in loops for one in part for value in one.values())
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave fixtures to the rounds of a loop: before the first there is no value that they could ask for."""
+    """Leave fixtures to the rounds of a loop: before the first round there is no value to request."""
     if hasattr(getattr(item, "function", None), "loops"):
         item.funcargs.update({n: None for n in item.fixturenames if n not in OWN})  # type: ignore[attr-defined]

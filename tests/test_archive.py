@@ -1,4 +1,4 @@
-"""The archive that users install: what is in it, and that it works in a ComfyUI that has nothing else of ours."""
+"""The archive that users install: its content, and that it works in a ComfyUI without this checkout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_BYTES = 2_000_000
 
 @pytest.fixture(scope="module")
 def installed(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The archive unpacked as Manager does it."""
+    """Unpack the archive as Manager does."""
     folder = tmp_path_factory.mktemp("custom_nodes") / NAME
     with zipfile.ZipFile(packed) as zipped:
         zipped.extractall(folder)
@@ -37,7 +37,7 @@ def installed(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fresh_server(installed: Path) -> Iterator[ComfyServer]:
-    """A ComfyUI with the installed pack, not this checkout, and with the demo's nodes to feed its tiny Flux."""
+    """Run a ComfyUI with the installed pack instead of this checkout, and with the demo's nodes for its tiny Flux."""
     server = ComfyServer(packs=[installed, ROOT / "demo"], checkout=False)
     try:
         place_dit(server.base / "models")
@@ -56,7 +56,7 @@ def test_holds_what_a_user_needs_and_no_more(packed: Path) -> None:
 
 
 def test_two_at_once_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As in CI, where two runs of these tests share a checkout and comfy-cli's one name for the archive."""
+    """In CI two runs of these tests share a checkout and comfy-cli's fixed name of the archive."""
     running, most, comfy_node = [], [], archive._comfy_node
 
     def watched(command: str, root: Path) -> str:
@@ -75,7 +75,7 @@ def test_two_at_once_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_warnings_of_the_registry_stop_the_pack(tmp_path: Path) -> None:
-    """comfy-cli only warns of an accelerator that it does not know and leaves the others out as well."""
+    """comfy-cli only warns of an unknown accelerator, but then drops all of them."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (tmp_path / "pyproject.toml").write_text(text.replace("GPU :: NVIDIA CUDA", "GPU :: Abacus"))
     with pytest.raises(SetupError, match="Invalid Environment classifier"):
@@ -87,7 +87,7 @@ def test_warnings_of_the_registry_stop_the_pack(tmp_path: Path) -> None:
 
 
 def test_registry_gets_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As comfy-cli itself reads them: it leaves out what it does not understand."""
+    """The fields are read by comfy-cli itself, which drops those that it does not understand."""
     from comfy_cli.registry.config_parser import extract_node_configuration
 
     monkeypatch.chdir(ROOT)

@@ -1,6 +1,6 @@
-"""What the pack takes from ComfyUI, item by item. When a release of ComfyUI changes one, its test fails by its name.
+"""The pack's use of ComfyUI, item by item. If a release of ComfyUI changes one, its test fails by its name.
 
-`nodes/adapters/compat.py` is about the same at run time: there the model runs plain instead.
+`nodes/adapters/compat.py` checks the same at run time, where the model then runs unmerged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ THEIRS = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "comfyui_vers
 
 
 def names_in(source: str) -> Iterator[str]:
-    """Every dotted name of ComfyUI's that a module imports or reaches through an import."""
+    """Yield every dotted name of ComfyUI that a module imports or reaches through an import."""
     bound: dict[str, str] = {}
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -58,7 +58,7 @@ def names() -> list[str]:
 
 
 def resolve(name: str) -> Any:
-    """The object behind a dotted name; the failure names it."""
+    """Return the object of a dotted name; the failure names it."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         module = ".".join(parts[:count])
@@ -94,7 +94,7 @@ def test_names_are_found() -> None:
         resolve("comfy.sample.nothing")
 
 
-# What is called, with the names of the arguments that the pack gives by place, and those that it gives by name.
+# Called functions, with the arguments that the pack passes by position and those that it passes by name.
 CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "comfy.sample.sample": (
         ("model", "noise", "steps", "cfg", "sampler_name", "scheduler", "positive", "negative", "latent_image"),
@@ -130,7 +130,7 @@ def test_call_takes_what_it_is_given(name: str) -> None:
         pytest.fail(f"{name}{signature}: {error}", pytrace=False)
 
 
-# What is read of objects that no import shows: the path from a model's patcher.
+# Attributes of objects without an import: the path from a model's patcher.
 ATTRIBUTES = {
     "unet": (
         "model_options",
@@ -177,7 +177,7 @@ def shared_flux(pack: Any) -> Any:
 
 @loop("kind", ["unet", "flux"])
 def test_every_forward_is_known(request: pytest.FixtureRequest, kind: str) -> None:
-    """Blocks, attentions and feed-forwards take the arguments that the hooks in their place take."""
+    """Blocks, attentions and feed-forwards have the arguments of the hooks that replace them."""
     registry, contract = pack_module("nodes.adapters.registry"), pack_module("nodes.adapters.compat")
     hooks = registry.find(request.getfixturevalue(f"shared_{kind}").model.diffusion_model)
     places = list(hooks.hook_pairs())
@@ -194,7 +194,7 @@ Seen = dict[str, list[Any]]
 
 @pytest.fixture(scope="module", params=["unet", "flux"])
 def seen(request: pytest.FixtureRequest) -> tuple[str, Seen]:
-    """What ComfyUI hands to wrappers and blocks while it samples without ToMA."""
+    """Record the arguments that ComfyUI passes to wrappers and blocks while it samples without ToMA."""
     from comfy.patcher_extension import WrappersMP
 
     model = request.getfixturevalue(f"shared_{request.param}").clone()

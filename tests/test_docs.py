@@ -1,4 +1,4 @@
-"""Links, headings and pictures of pages exist; what pages say of settings, presets and nodes is the code's."""
+"""Links, headings and pictures of pages exist; settings, presets and nodes on pages are those of the code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BESIDE = [COUNTS, *(RESULTS / "fidelity" / f"{name}.md" for name in ("tables", "
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *HELP.glob("*.md")])
 TEXTS = sorted({*PAGES, *BESIDE, *HELP.rglob("*.md")})
 MOST_WORDS, MOST_README_LINES = 14_000, 130
-# What stands between "<!-- name -->" and "<!-- end -->" is written by code.
+# Code writes the text between "<!-- name -->" and "<!-- end -->".
 GENERATED = re.compile(r"<!-- [^>]* -->\n.*?<!-- end[^>]*-->", re.DOTALL)
 LINK = re.compile(r'!?\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*\bsrc="([^"]+)"')
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
@@ -36,7 +36,7 @@ def links(text: str) -> Iterator[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """The ids that GitHub gives to headings."""
+    """Return GitHub's ids of the headings."""
     headings = re.findall(r"^#+ (.+)$", CODE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -96,12 +96,12 @@ def test_readme_names_every_template() -> None:
 
 
 def words(text: str) -> int:
-    """How many words of a page are written by hand."""
+    """Count the words of a page outside of generated parts."""
     return len(re.findall(r"\S*\w\S*", GENERATED.sub("", text)))
 
 
 def table(page: Path, head: str) -> list[list[str]]:
-    """The cells of the first table of a page whose head begins so, without its head."""
+    """Return the cells of the first table of a page with this beginning of its head, without the head."""
     lines = page.read_text(encoding="utf-8").split("\n")
     start = next(n for n, line in enumerate(lines) if line.startswith(head)) + 2
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in takewhile(len, lines[start:])]
@@ -152,7 +152,7 @@ def test_the_table_of_settings_is_the_codes() -> None:
 
 
 def _shown(value: object) -> str:
-    """A value of a setting as the page shows it."""
+    """Format a value of a setting as the page does."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value.value) if isinstance(value, Enum) else f"{value:g}"
@@ -170,7 +170,7 @@ def test_gains_in_the_readme_are_counted() -> None:
     for model, step, setting, faster, memory in rows:
         preset, ratio = re.fullmatch(r"`(\w+)`, ratio ([\d.]+)", setting).groups()
         name = preset if ratio == "0.5" else f"{preset} at {ratio}"
-        if "+" in step:  # two stages, counted as the template makes them
+        if "+" in step:  # two stages, counted for the template's settings
             assert templates[model.split(",")[0]] == faster, model
         else:
             (row,) = [r for r in counted if model.startswith(r[0]) and r[1].split(" ")[0] in model and r[2] == name]

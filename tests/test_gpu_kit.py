@@ -1,4 +1,4 @@
-"""What the GPU kit is made of: libraries cut to one architecture, ComfyUI without what no benchmark needs."""
+"""The content of the GPU kit: libraries cut to one architecture, and the files of ComfyUI that benchmarks need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scripts.console import SetupError
 
 
 def entry(kind: int, sm: int, code: bytes) -> bytes:
-    """A header of 64 bytes with the architecture at 28, then code."""
+    """Return an entry: a header of 64 bytes with the architecture at 28, then code."""
     head = struct.pack("<HHIQ", kind, 0x101, 64, len(code)).ljust(28, b"\0") + struct.pack("<I", sm)
     return head.ljust(64, b"\0") + code
 
@@ -74,7 +74,7 @@ touch "$2/results.json"
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux")
 def test_a_visit_finds_a_kit_and_results_of_visits_before_it(tmp_path: Path) -> None:
-    """Another kit is unpacked beside the one before, results before stay, and the log has its last lines; in folders
+    """A second kit is unpacked beside the first, earlier results remain, and the log has its last lines; in folders
     with spaces."""
     tree, out, temporary, python = (tmp_path / name for name in ("a tree", "the out", "its tmp", "a python"))
     for folder in (tree / ".gpu", out, temporary):

@@ -1,4 +1,4 @@
-"""Every node has a help page in every language, which speaks of what a user sets, and the page's help panel gets it."""
+"""Every node has a help page in every language that describes its settings, and the help panel loads it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_languages_without_a_page_get_the_english_one(node_id: str) -> None:
 
 @every_page
 def test_speaks_of_every_input_and_output(node_id: str, language: str) -> None:
-    """Of those that are folded away each has its tooltip."""
+    """Advanced inputs have tooltips instead."""
     text = page(node_id, language).read_text(encoding="utf-8")
     node: dict[str, Any] = NODES[language][node_id]
     front = ("preset", "ratio", *pack_module("nodes.widgets")._FRONT)

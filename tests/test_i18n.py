@@ -1,4 +1,4 @@
-"""Texts are data: every id has one in every language, and the code does the same whatever they say."""
+"""Texts are data: every id has a text in every language, and behaviour does not depend on them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def kinds(base: type) -> Iterator[type]:
 
 @pytest.fixture
 def ids(pack: ModuleType) -> list[str]:
-    """Every id of the pack's enums."""
+    """Return every id of the pack's enums."""
     for name in ("benchmark", "calibrate", "node_status", "toma", "report", "adapters.registry"):
         pack_module(f"nodes.{name}")
     found = kinds(pack_module("toma_core.reasons").MessageId)

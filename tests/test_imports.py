@@ -1,8 +1,8 @@
 """The import contract, read from the syntax trees: toma_core <- nodes/adapters <- nodes <- root __init__.py.
 
-Inside the pack every import of our own code is relative, because ComfyUI names the pack by its path; toma_core never
-sees ComfyUI; nothing shipped reaches into the workshop (scripts, demo, benchmarks, compatibility, tests); no modules
-import each other in a circle.
+Inside the pack every import of its own code is relative, because ComfyUI names the pack by its path; toma_core never
+imports ComfyUI; shipped code imports none of scripts, demo, benchmarks, compatibility and tests; no modules import each
+other in a circle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STDLIB = set(sys.stdlib_module_names)
 
 @dataclass(frozen=True)
 class Room:
-    """What the files under a path may import.
+    """The allowed imports of the files under a path.
 
     `outside`: top-level modules besides the standard library, None for any that is not ours.
     `lazily`: further ones, only inside functions.
@@ -56,7 +56,7 @@ ROOMS = (
 
 
 def imports(tree: ast.AST, lazy: bool = False) -> Iterator[tuple[int, str, int, bool]]:
-    """(level, dotted module, line, inside a function) of every import; type-checking blocks are left out."""
+    """Yield (level, dotted module, line, inside a function) of every import outside of type-checking blocks."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((0, alias.name, node.lineno, lazy) for alias in node.names)
@@ -76,7 +76,7 @@ def room_of(file: str) -> Room:
 
 
 def violations(file: str, source: str) -> list[str]:
-    """What a file (path from the root, with slashes) imports against the contract of its room."""
+    """Return the imports of a file (path from the root, with slashes) that violate the contract of its room."""
     room = room_of(file)
     found = []
     for level, module, line, lazy in imports(ast.parse(source)):
@@ -160,8 +160,8 @@ def test_contract_allows(file: str, source: str) -> None:
 
 
 def reached(file: str, source: str, known: Collection[str]) -> Iterator[str]:
-    """The modules among `known` that a file imports relatively, also inside functions and for type checking alone: a
-    late import is a circle in disguise. That a module's package is loaded before it is not counted."""
+    """Return the modules of `known` that a file imports relatively, also inside functions and for type checking: a late
+    import hides a circle. The implicit import of a module's package does not count."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = "/".join([*file.split("/")[: -node.level], *(node.module.split(".") if node.module else [])])
@@ -172,7 +172,8 @@ def reached(file: str, source: str, known: Collection[str]) -> Iterator[str]:
 
 
 def circle(sources: Mapping[str, str]) -> list[str]:
-    """Modules that import each other in a circle, the first one again at the end; empty if there is none."""
+    """Return modules that import each other in a circle, with the first one again at the end; empty if there is
+    none."""
     try:
         TopologicalSorter({file: set(reached(file, text, sources)) for file, text in sources.items()}).prepare()
     except CycleError as error:
@@ -231,7 +232,7 @@ def own_files() -> list[Path]:
 
 @loop("path", own_files(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_one_copy_of_the_core_per_test_file(path: Path) -> None:
-    """`import toma_core` and the pack's own toma_core are two module objects whose classes do not know each other."""
+    """`import toma_core` and the pack's own toma_core are two module objects whose classes do not match."""
     tops = {
         module if module.startswith("scripts") else module.partition(".")[0]
         for level, module, _, _ in imports(ast.parse(path.read_text(encoding="utf-8")))

@@ -1,6 +1,6 @@
-"""The texts of the nodes in the languages of ComfyUI's page: every key is there, and English is what the nodes say.
+"""The texts of the nodes in the languages of ComfyUI's page: every key exists, and English texts are the nodes' own.
 
-After a change of a node or of the config, write the English texts anew, then translate what this test names:
+After a change of a node or of the config, write the English texts again, then translate the keys that this test names:
 
 TOMA_WRITE_LOCALES=1 make test ARGS=tests/test_locales.py
 """
@@ -22,7 +22,7 @@ from tests.loop import loop
 LOCALES = ROOT / "locales"
 LANGUAGES = ("de", "en", "es", "fr", "ja", "ko", "ru", "zh")
 TRANSLATED = tuple(language for language in LANGUAGES if language != "en")
-# What a text may say in any language: names and numbers.
+# Words that are the same in any language: names and numbers.
 NUMBER = re.compile(r"\d+(?:[.,]\d+)?")
 QUOTED = re.compile(r"'([a-z][a-z -]*)'")
 
@@ -30,8 +30,8 @@ every_translation = loop("language", TRANSLATED)
 
 
 def english() -> dict[str, Any]:
-    """The nodes' own texts in the format of nodeDefs.json. ComfyUI translates a type's name by itself, so outputs
-    called after their type have none here; its page shows the choices of a list as they are."""
+    """Return the nodes' own texts in the format of nodeDefs.json. ComfyUI translates names of types, so outputs named
+    after their type have no text; its page shows the choices of a list untranslated."""
 
     async def listed() -> list[Any]:
         extension = await load_pack().comfy_entrypoint()
@@ -59,7 +59,7 @@ def texts(language: str) -> dict[str, Any]:
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted path, text) of every text."""
+    """Yield (dotted path, text) of every text."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from leaves(value, f"{path}.{key}" if path else key)
@@ -92,7 +92,7 @@ def test_every_key_is_translated(language: str) -> None:
 
 @every_translation
 def test_numbers_and_choices_are_those_of_the_nodes(language: str) -> None:
-    """A changed default or range must not live on in a translation, and a quoted choice is what the list shows."""
+    """Translations have the current defaults and ranges, and quoted choices are those of the list."""
     found = dict(leaves(texts(language)))
     for path, text in leaves(english()):
         assert sorted(numbers(found[path])) == sorted(numbers(text)), f"{language}: {path}"
@@ -106,7 +106,7 @@ def numbers(text: str) -> list[str]:
 
 @loop("language", LANGUAGES)
 def test_page_can_read_every_text(language: str) -> None:
-    """vue-i18n gives these characters a meaning of their own."""
+    """vue-i18n interprets these characters."""
     for path, text in leaves(texts(language)):
         assert not set(text) & set("{}@|"), f"{language}: {path}"
 

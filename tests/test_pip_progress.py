@@ -1,4 +1,4 @@
-"""What the set-up says of pip while it works."""
+"""The progress messages of pip during the set-up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.pip_progress import PipProgress, latest
 
 
 def test_downloads_are_counted_once_and_warnings_are_no_progress(tmp_path: Path) -> None:
-    """Not what pip has beside the wheels; and without the address it downloads from."""
+    """Other files beside the wheels do not count, and messages do not contain addresses."""
     unpacked = tmp_path / "temporary" / "pip-unpack-1"
     unpacked.mkdir(parents=True)
     sparse(unpacked / "torch-2.11.0-cp311.whl", 200_000_000)
@@ -33,7 +33,7 @@ def test_downloads_are_counted_once_and_warnings_are_no_progress(tmp_path: Path)
 
 
 def test_a_real_pip_is_followed_package_by_package(tmp_path: Path) -> None:
-    """Names are written as pip writes them, in its order; some differ from those of their folders."""
+    """Names and order are pip's; some names differ from those of their folders."""
     wheels, environment = tmp_path / "wheels", tmp_path / "env"
     wheels.mkdir()
     make_wheel(wheels, "first_one", needs="Second.Two")
@@ -50,13 +50,13 @@ def test_a_real_pip_is_followed_package_by_package(tmp_path: Path) -> None:
 
 
 def sparse(path: Path, size: int) -> None:
-    """A file of this size that takes no room."""
+    """Make a sparse file of this size."""
     with path.open("wb") as file:
         file.truncate(size)
 
 
 def make_wheel(folder: Path, name: str, needs: str = "") -> None:
-    """A package that has a name and nothing else."""
+    """Make an empty package."""
     info = f"{name}-1.0.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n"
     metadata += f"Requires-Dist: {needs}\n" if needs else ""

@@ -1,4 +1,4 @@
-"""The path of one setting through the code, as CONTRIBUTING.md writes it down."""
+"""The path of one setting through the code, as in CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROW = re.compile(r"^\d+\. `([\w/]+\.py):([\w.]+)`: `([^`]+)`", re.MULTILINE)
 
 
 def source_of(file: str, function: str) -> str:
-    """The text of a function, a method or an attribute of a class."""
+    """Return the source of a function, a method or an attribute of a class."""
     text = (ROOT / file).read_text(encoding="utf-8")
     scope: ast.AST = ast.parse(text)
     for name in function.split("."):

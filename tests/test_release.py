@@ -1,4 +1,5 @@
-"""Publishing: tag, version and changelog agree or nothing is sent, and the workflow uses what the tests use."""
+"""Publishing: nothing is sent unless tag, version and changelog agree, and the workflow uses the versions of the
+tests."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ def test_comfy_test_knows_the_namespace_of_the_page_extension() -> None:
 
 
 def test_publishing_needs_python_alone() -> None:
-    """The workflow asks for the notes before anything is installed: nothing of the environment may be imported."""
+    """The workflow reads the notes before anything is installed, so the module must not import packages."""
     command = [sys.executable, "-S", "-m", "scripts.release", "--pin", "ruff"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert answer.stdout.startswith("ruff=="), answer.stderr

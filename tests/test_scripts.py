@@ -1,4 +1,4 @@
-"""The set-up: where ComfyUI is looked for, what the environment is made from, and what happens when it goes wrong."""
+"""The set-up: finding ComfyUI, making the environment, and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OUTSIDE = ("COMFYUI_PATH", "TOMA_PYTHON", "TOMA_CACHE", "XDG_CACHE_HOME", "MAKEF
 
 @pytest.fixture(autouse=True)
 def empty_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine where nothing was ever set up."""
+    """Simulate a machine without any set-up."""
     for name in OUTSIDE:
         monkeypatch.delenv(name, raising=False)
     home = tmp_path / "home"
@@ -38,7 +38,7 @@ def fake_comfyui(folder: Path, version: str = "9.9.9") -> Path:
 
 
 def archive_with_comfyui(folder: Path) -> Path:
-    """An archive laid out as the source distribution is, with more in it than ComfyUI."""
+    """Make an archive with the layout of the source distribution and further files."""
     fake_comfyui(folder / "pkg-1.0" / "vendor" / "ComfyUI")
     (folder / "pkg-1.0" / "setup.py").touch()
     archive = folder / "pkg-1.0.tar.gz"
@@ -97,7 +97,7 @@ class TestFind:
             assert environment.requirements(found) == environment.requirements(comfyui.find(comfyui.DEFAULT_RELEASE))
 
     def test_every_release_is_checked(self) -> None:
-        """The newest by the whole suite, the others by the short set."""
+        """The suite runs on the newest release, the short set on the others."""
         line = next(line for line in (comfyui.ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("for "))
         assert set(re.findall(r"\d+\.\d+\.\d+", line)) == set(comfyui.RELEASES) - {comfyui.DEFAULT_RELEASE}
 
@@ -149,7 +149,7 @@ class TestEnvironment:
             environment.ensure(found)
 
     def test_interrupted_set_up_is_done_again(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """Real environments, with nothing to install into them, so that no network is needed."""
+        """The environments are real but without packages, so that no network is needed."""
         monkeypatch.setattr(environment, "requirements", lambda _: "# nothing\n")
         found = comfyui.ComfyUI(tmp_path, "test", tmp_path / "missing.txt")
         python = environment.ensure(found)
@@ -293,5 +293,5 @@ class TestMake:
 
 
 def _no_python(folder: Path, names: list[str]) -> set[str]:
-    """What lint does not look at: pictures, weights, results, caches."""
+    """Ignore files that lint does not check: pictures, weights, results, caches."""
     return {name for name in names if not name.endswith(".py") and not (folder / name).is_dir()} | {"__pycache__"}

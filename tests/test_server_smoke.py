@@ -1,4 +1,4 @@
-"""The pack inside a real server: it loads, its nodes are known, and the server does its work with it in place."""
+"""The pack inside a real server: it loads, its nodes are registered, and other prompts still run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.compat
 
 
 def image_prompt(width: int = 32, color: int = 0) -> dict:
-    """A graph of stock nodes only: one image, saved to the temporary folder."""
+    """Return a graph of ComfyUI's own nodes: one image, saved to the temporary folder."""
     image = {"class_type": "EmptyImage", "inputs": {"width": width, "height": 16, "batch_size": 1, "color": color}}
     return {"1": image, "2": {"class_type": "PreviewImage", "inputs": {"images": ["1", 0]}}}
 

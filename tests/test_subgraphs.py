@@ -1,4 +1,4 @@
-"""The blueprints: their links hold together, a real server lists them and accepts what they stand for."""
+"""The blueprints: their links are consistent, a real server lists them and accepts their graphs."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from scripts.comfyui import ROOT
 from tests.loop import loop
 
 BLUEPRINTS = sorted((ROOT / "subgraphs").glob("*.json"))
-INPUT, OUTPUT = -10, -20  # ids of the subgraph's own ends
+INPUT, OUTPUT = -10, -20  # ids of the subgraph's input and output nodes
 
 every_blueprint = loop("path", BLUEPRINTS, ids=lambda path: path.stem)
 
 
 def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the one node on the outside, the definition of what is inside)."""
+    """Return the outer node and the definition of the subgraph."""
     content = json.loads(path.read_text(encoding="utf-8"))
     (outside,), (inside,) = content["nodes"], content["definitions"]["subgraphs"]
     return outside, inside
 
 
 def to_prompt(inside: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
-    """What is inside in the API format, every exposed widget at its value, and the picture saved."""
+    """Return the subgraph in the API format, every exposed widget at its value, with the picture saved."""
     links = {link["id"]: link for link in inside["links"]}
     prompt: dict[str, Any] = {}
     for node in inside["nodes"]:

@@ -1,4 +1,4 @@
-"""The tracked tree is light enough to travel: to a machine that takes 64 MiB, with the GPU kit beside it."""
+"""The tracked tree and the GPU kit are within the 64 MiB that a lent machine accepts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WEIGHTS = ".safetensors"
 
 @pytest.fixture(scope="module")
 def sizes() -> dict[str, int]:
-    """Tracked file -> its size in bytes, as it lies in the checkout."""
+    """Return the size in bytes of each tracked file in the checkout."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("git tells which files are tracked, and it is not here")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -25,7 +25,7 @@ def sizes() -> dict[str, int]:
 
 
 def largest(sizes: dict[str, int]) -> str:
-    """The ten largest files, for the message of a test that fails."""
+    """Return the ten largest files, for the failure's message."""
     rows = sorted(sizes.items(), key=lambda item: -item[1])[:10]
     return "\n".join(f"{size / MB:7.2f} MB  {name}" for name, size in rows)
 

@@ -1,4 +1,4 @@
-"""The shipped workflows: saved as ComfyUI's page saves them, accepted by a real server, listed with a thumbnail."""
+"""The shipped workflows have the format of ComfyUI's page, a real server accepts them, and each has a thumbnail."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ EXAMPLES = sorted((ROOT / "workflows").glob("*.json"))
 DEMOS = sorted((ROOT / "demo" / "workflows").glob("*.json"))
 NOTES = {"Note", "MarkdownNote"}  # known to the page only
 TITLE_HEIGHT = 30
-# As large as what is visible.
+# At least as large as the visible content.
 MOST_HEIGHT = {"ToMA": 160, "ToMAAdvanced": 340, "ToMAReport": 1000, "ToMABenchmark": 700, "ToMACalibrate": 640}
-# A list whose choices bring further widgets; those of "auto" bring none.
+# A list whose choices add widgets; "auto" adds none.
 CHOICE_WITH_MORE = "COMFY_DYNAMICCOMBO_V3"
-# ComfyUI's page puts a widget of its own after a seed and does not send it.
+# ComfyUI's page adds a widget after a seed and does not send it.
 SEEDS = ("seed", "noise_seed")
 AFTER_SEED = ("fixed", "increment", "decrement", "randomize")
 
@@ -40,20 +40,20 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def node_inputs(definition: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """(name, type or list of choices, options) of a node's inputs in the order of its widgets."""
+    """Return (name, type or list of choices, options) of a node's inputs in the order of its widgets."""
     for part in ("required", "optional"):
         for name, spec in definition["input"].get(part, {}).items():
             yield name, spec[0], spec[1] if len(spec) > 1 else {}
 
 
 def is_widget(kind: Any) -> bool:
-    """Whether an input is shown as a widget; of several types the first counts."""
+    """Return whether an input is shown as a widget; of several types the first counts."""
     simple = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", CHOICE_WITH_MORE)
     return isinstance(kind, list) or kind.partition(",")[0] in simple
 
 
 def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
-    """The API format, made from the saved widget positions and the definitions of the real server."""
+    """Convert a workflow to the API format by the saved widget positions and the real server's definitions."""
     origins = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
     prompt = {}
     for node in workflow["nodes"]:
@@ -63,7 +63,7 @@ def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
         linked = {slot["name"]: slot["link"] for slot in node["inputs"] if slot.get("link") is not None}
         inputs = {name: origins[link] for name, link in linked.items()}
         for name, kind, options in node_inputs(server.object_info(node["type"])):
-            if kind == "IMAGECOMPARE":  # the page sends what it shows there, nothing before the first run
+            if kind == "IMAGECOMPARE":  # the page sends the text that it shows there, empty before the first run
                 inputs[name] = {"__value__": ["", ""]}
             if not is_widget(kind) or options.get("forceInput"):
                 continue
@@ -71,7 +71,7 @@ def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
             inputs.setdefault(name, value)
             if options.get("control_after_generate", name in SEEDS):
                 assert values.pop(0) in AFTER_SEED
-        # These keep widgets of the page's own, which are not sent.
+        # These nodes have widgets of the page, which are not sent.
         assert not values or node["type"] in ("PreviewAny", "LoadImage"), (
             f"{node['type']} has more widget values than inputs: {values}"
         )
@@ -81,7 +81,7 @@ def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def demo_server() -> Iterator[ComfyServer]:
-    """A server with the demo nodes, and an empty file under the name of every model that a workflow asks for."""
+    """Run a server with the demo nodes, and an empty file for every model that a workflow names."""
     server = ComfyServer(packs=[ROOT / "demo"])
     try:
         for path in EXAMPLES:
@@ -99,8 +99,8 @@ def demo_server() -> Iterator[ComfyServer]:
 
 
 def refused(server: ComfyServer, prompt: dict[str, Any]) -> set[str]:
-    """The nodes that the server finds fault with, without running the prompt: one more output is wrong on purpose, so
-    that there always is an answer that lists them, and what was queued is taken off again."""
+    """Return the nodes that the server rejects, without running the prompt: an additional output is invalid, so that
+    the response always lists errors, and the queued prompt is removed."""
     prompt = {**prompt, "wrong": {"class_type": "EmptyLatentImage", "inputs": {"width": -1}}}
     prompt["wrong out"] = {"class_type": "SaveLatent", "inputs": {"samples": ["wrong", 0], "filename_prefix": "x"}}
     try:
@@ -176,7 +176,7 @@ def test_says_where_its_models_come_from(path: Path) -> None:
         assert model["url"].endswith(f"/{name}")
         assert model["url"] in note
         assert f"models/{model['directory']}" in note
-    assert "`" not in note  # on a coloured note the page shows code in blue on brown
+    assert "`" not in note  # on a coloured note the page renders code in blue on brown
 
 
 @every_workflow
@@ -231,7 +231,7 @@ def test_every_workflow_has_a_thumbnail_that_can_be_made_again() -> None:
 
 @every_workflow
 def test_nodes_of_ours_are_folded_and_have_no_colour(path: Path) -> None:
-    """On a colour of its own the labels of a node cannot be read."""
+    """Labels are unreadable on a coloured node."""
     for node in load(path)["nodes"]:
         if node["type"] in MOST_HEIGHT:
             assert not {"color", "bgcolor"} & set(node), node["type"]
@@ -241,7 +241,7 @@ def test_nodes_of_ours_are_folded_and_have_no_colour(path: Path) -> None:
 
 @every_example
 def test_thumbnail_is_of_this_workflow(path: Path) -> None:
-    """Drawn anew it is the same picture but for what JPEG and another version of the font change."""
+    """A new drawing equals the thumbnail up to JPEG compression and the version of the font."""
     saved, made = Image.open(path.with_suffix(".jpg")).convert("RGB"), drawn(path.stem)
     assert ImageStat.Stat(ImageChops.difference(saved, made)).mean < [4.0] * 3, "python -m demo.thumbnails"
     assert path.with_suffix(".jpg").stat().st_size < MOST_BYTES
@@ -254,7 +254,7 @@ def test_thumbnail_is_of_this_workflow(path: Path) -> None:
 
 @every_example
 def test_nodes_are_the_packs_or_comfyuis_own(path: Path, demo_server: ComfyServer) -> None:
-    """What opens without a missing node on a plain ComfyUI with this pack alone, and says where its nodes are from."""
+    """The workflow opens without missing nodes on ComfyUI with only this pack, and names the packs of its nodes."""
     for node in load(path)["nodes"]:
         ours = node["type"].startswith("ToMA")
         assert node["properties"]["cnr_id"] == ("toma-token-merge" if ours else "comfy-core")

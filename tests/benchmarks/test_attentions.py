@@ -1,4 +1,4 @@
-"""Each attention that ComfyUI offers gets a row that it computes itself, alone and on merged tokens."""
+"""Each attention that ComfyUI offers has a row that it computes itself, alone and on merged tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def offered(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """ComfyUI's table of names, a copy for the test."""
+    """Replace ComfyUI's table of names by a copy for the test."""
     import comfy.ldm.modules.attention as own
 
     monkeypatch.setattr(own, "REGISTERED_ATTENTION_FUNCTIONS", dict(own.REGISTERED_ATTENTION_FUNCTIONS))
@@ -26,7 +26,7 @@ def offered(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
 
 
 def test_what_is_offered_computes_and_what_refuses_is_left_out(offered: dict[str, Any]) -> None:
-    """FlashAttention on a CPU: ComfyUI's function for it is there, and lets PyTorch's compute."""
+    """FlashAttention on a CPU: ComfyUI's function exists, but falls back to PyTorch's attention."""
     import comfy.ldm.modules.attention as own
 
     def broken(*_: Any, **__: Any) -> Tensor:

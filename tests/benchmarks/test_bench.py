@@ -46,7 +46,7 @@ def test_turns_alternate_and_warm_ups_do_not_count() -> None:
 
 @loop("warmups", [0, 1, 5])
 def test_a_limit_holds_in_warm_up_too(warmups: int) -> None:
-    """Of warm-up turns one is left, and one turn is counted."""
+    """One warm-up turn remains, and one turn counts."""
     calls: list[int] = []
 
     def case() -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_no_turn_begins_that_would_end_after_the_limit() -> None:
 
 
 def test_speedup_is_the_median_of_the_turns_ratios() -> None:
-    """A machine that slows down between turns slows both: the ratio of medians would be 1.5 here."""
+    """A machine that slows down between turns slows both cases; the ratio of medians would be 1.5 here."""
     base, fast = timing(2.0, 20.0, 6.0), timing(1.0, 10.0, 4.0)
     result = compared(row("ToMA"), fast, base)
     assert result.speedup == 2.0

@@ -1,4 +1,4 @@
-"""Break-even rows: every grid is merged, and each says what Auto would have done."""
+"""Break-even rows: every grid is merged, and each row has Auto's decision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of benchmarks.fidelity on pictures whose answer is known."""
+"""The metrics of benchmarks.fidelity on pictures with known results."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_seams_between_smaller_tokens(picture: torch.Tensor) -> None:
 
 
 def test_who_was_taught_few_steps_is_told_how_many(tmp_path: Path, pack: ModuleType) -> None:
-    """Tokens of 2 pixels, no guidance, and half the steps are told no other number than all: a user who takes fewer
-    changes nothing else."""
+    """The few-step model has tokens of 2 pixels and no guidance. A run of half the steps passes the same number: users
+    of fewer steps change nothing else."""
     from comfy.patcher_extension import WrappersMP
 
     from demo.models import dit_config, new_dit

@@ -1,4 +1,4 @@
-"""docs/fidelity.md and the pages beside the result files say what the results say."""
+"""docs/fidelity.md and the pages beside the result files have the numbers of the results."""
 
 from __future__ import annotations
 

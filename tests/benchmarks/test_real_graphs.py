@@ -35,7 +35,7 @@ def node(class_type: str, **inputs: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def graph() -> Graph:
-    """As a user may have it: numbers as ids, a report, a second model patch, a ratio from another node."""
+    """Return a user's graph: numeric ids, a report, a second model patch, a ratio from another node."""
     return {
         "4": node("CheckpointLoaderSimple", ckpt_name="mine.safetensors"),
         "5": node("PrimitiveFloat", value=0.3),
@@ -58,7 +58,7 @@ def test_fills_in_prompt_seed_and_setting(graph: Graph) -> None:
     assert filled["3"]["inputs"]["seed"] == 17
     assert filled["8"]["inputs"] == {"model": ["4", 0], "ratio": 0.5, "preset": "balanced"}
     assert filled["12"] == node("PreviewImage", images=["11", 0])
-    # The report and the node of the ratio that was written over would only cost time.
+    # The report and the node of the replaced ratio would only take time.
     assert set(graph) - set(filled) == {"13", "5"}
 
 

@@ -1,7 +1,7 @@
-"""benchmarks.real: the figures, on pictures whose answer is known, and what is said of those that cannot be had.
+"""benchmarks.real: metrics on pictures with known results, and messages about unavailable metrics.
 
-Weights cannot be downloaded everywhere, so the networks are random here: equal pictures must still be at distance 0
-and more noise must be farther. Tests of timm, open_clip and torchmetrics need the `real` extra.
+Weights cannot be downloaded everywhere, so the networks are random here: equal pictures must still have a distance of
+0, and more noise a larger one. Tests of timm, open_clip and torchmetrics need the `real` extra.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PSNR, SSIM = (next(metric for metric in METRICS if metric.name == name) for name
 
 
 def noisy(amount: float, size: int = 96) -> Image.Image:
-    """The same picture with more or less of the same noise."""
+    """Return the same picture with the same noise at a given strength."""
     y, x = np.mgrid[:size, :size] / size
     base = np.stack([x, y, 0.5 + 0.3 * np.sin(12 * x)], axis=-1) * 0.6 + 0.2
     noise = np.random.default_rng(0).standard_normal(base.shape)
@@ -40,7 +40,7 @@ def noisy(amount: float, size: int = 96) -> Image.Image:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> list[Picture]:
-    """Without noise, and with ever more."""
+    """Return pictures without noise and with increasing noise."""
     found = []
     for index, amount in enumerate((0.0, 0.02, 0.1, 0.3)):
         path = tmp_path / f"{index}.png"
@@ -224,7 +224,8 @@ def folder(tmp_path: Path) -> Folder:
 
 
 def made(folder: Folder) -> list[Job]:
-    """Two prompts, two seeds; merged pictures are noisier, but for one that equals its twin."""
+    """Make pictures of two prompts and two seeds; merged ones are noisier, except one that equals its unmerged
+    picture."""
     from benchmarks.real.graphs import Setting
 
     jobs = []

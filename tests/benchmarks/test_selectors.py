@@ -1,4 +1,4 @@
-"""The rivals pick distinct real tokens, as many as asked, and facility location beats them at its own objective."""
+"""Rivals select the requested number of distinct real tokens, and facility location beats them at its own objective."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_farthest_point_by_hand() -> None:
 
 
 def test_tome_by_hand() -> None:
-    """8 tokens, candidates 0 and 4. Sources keep their place in order of least similarity to a candidate."""
+    """8 tokens, candidates 0 and 4. Sources remain in the order of least similarity to a candidate."""
     S = torch.full((1, 8, 8), -0.5)
     for token, likeness in {1: 0.9, 2: 0.1, 3: 0.5, 5: 0.3, 6: 0.7, 7: 0.2}.items():
         S[0, token, 4] = likeness
@@ -107,7 +107,7 @@ def test_tome_by_hand() -> None:
 
 
 def test_tome_below_a_quarter_spreads_its_candidates() -> None:
-    """64 tokens, 4 wanted, the last window shorter: none of them keeps only its first rows."""
+    """64 tokens, 4 destinations, the last window shorter: no window has destinations only in its first rows."""
     windows = make_windows(8, 15, WindowShape.TILE, 8)
     assert windows.counts == (64, 56)
     S = cosine_similarity(windows.split(smooth(0, 1, 8, 15))).flatten(0, 1)
@@ -125,7 +125,7 @@ def test_grid_by_hand() -> None:
 
 
 def test_random_has_its_own_generator() -> None:
-    """Same seed, same picks, whatever the global state; that state is not moved by any selector."""
+    """A seed gives the same destinations for any global state, which no selector changes."""
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
     first = random_order((16, 9), 8, 5)
@@ -136,7 +136,7 @@ def test_random_has_its_own_generator() -> None:
 
 
 def test_random_is_uniform() -> None:
-    """Each of 10 tokens is among 3 picks in about 3 of 10 draws."""
+    """Each of 10 tokens is among 3 destinations in about 3 of 10 draws."""
     hits = torch.zeros(10)
     for seed in range(400):
         hits[random_order((10,), 3, seed)[0]] += 1

@@ -1,4 +1,4 @@
-"""The suite's sections: chosen by name, and stopped with all that they started."""
+"""The suite's sections: chosen by name, and stopped with their child processes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ time.sleep(60)
 
 
 def running(pid: int) -> bool:
-    """Whether a process runs; one that waits for its parent to ask does not."""
+    """Return whether a process runs; a zombie does not."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.is_file() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks in /proc")
 def test_a_section_is_stopped_with_what_it_started(tmp_path: Path) -> None:
-    """As the kernels' tests are, which start workers: they would go on beside the sections that follow."""
+    """The kernels' tests start workers, which would otherwise run beside the following sections."""
     told = tmp_path / "pid"
     assert "stopped" in suite._run([sys.executable, "-c", STARTS_ANOTHER, str(told)], dict(os.environ), 3)
     pid, deadline = int(told.read_text()), time.monotonic() + 5

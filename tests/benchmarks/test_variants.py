@@ -1,4 +1,4 @@
-"""What a bare machine lacks, and what ToMA's rows merge."""
+"""Stand-ins for missing packages, and what ToMA's rows merge."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scripts.comfy_pack import pack_module
 
 @pytest.fixture
 def lacking(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name of a package that is not installed, as ComfyUI's video package on a bare machine."""
+    """Return the name of a package that is not installed, as ComfyUI's video package on a bare machine."""
     name = "no_such_video_package"
     monkeypatch.setattr(stand_ins._StandIns, "names", (name,))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))

@@ -33,7 +33,7 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-# The page's own settings: no tour at the start, no minimap over the nodes in screenshots.
+# Settings of the page: no tour at the start, no minimap over the nodes in screenshots.
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}
 HOW_TO = "no Chromium: on Debian or Ubuntu `apt-get install chromium`, or set TOMA_CHROMIUM to the program"
 TIMEOUT = 120_000  # a page that takes seconds on a free core takes a minute on a busy machine
@@ -48,7 +48,7 @@ IN_PAGE = """() => {
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """The browser. Without one these tests are skipped at a desk and fail in CI."""
+    """Start the browser. Without one these tests are skipped, except in CI, where they fail."""
     names = [os.environ.get("TOMA_CHROMIUM"), "chromium", "chromium-browser", "google-chrome"]
     found = next((path for name in names if name and (path := shutil.which(name))), None)
     if found is None:
@@ -57,7 +57,7 @@ def chromium() -> str:
 
 
 class Page:
-    """A tab with ComfyUI's page, driven as a person does where that matters, else through the page's own objects.
+    """A tab with ComfyUI's page, driven by user input where that matters, otherwise through the page's objects.
 
     noise: (kind, text, path of the source) of every error and warning on the console and every uncaught exception.
     """
@@ -77,7 +77,7 @@ class Page:
         self.noise.add((kind, re.sub(r"127\.0\.0\.1:\d+", "SERVER", text), source))
 
     def start(self, *, vue: bool, language: str = "en") -> None:
-        """Load the page with this renderer, and clear the graph that it opens."""
+        """Load the page with this renderer, and clear its initial graph."""
         self.renderer = "vue" if vue else "litegraph"
         self.server.set_setting("Comfy.VueNodes.Enabled", vue)
         self.server.set_setting("Comfy.Locale", language)
@@ -87,12 +87,12 @@ class Page:
         self.open({"nodes": [], "links": [], "version": 0.4}, "empty")
 
     def hear(self) -> None:
-        """Count the ends of prompts from now on."""
+        """Start counting the ends of prompts."""
         self.pressed = 0
         self.tab.evaluate(IN_PAGE)
 
     def open(self, workflow: dict[str, Any], name: str) -> None:
-        """Open a workflow in a tab of the page's own."""
+        """Open a workflow in a new tab of the page."""
         self.tab.evaluate("([w, n]) => app.loadGraphData(w, true, true, n)", [workflow, name])
         self.tab.wait_for_timeout(300)
 
@@ -100,27 +100,27 @@ class Page:
         return self.tab.evaluate(code, argument)
 
     def text(self, node_id: int | str) -> str:
-        """What stands on a node of ours."""
+        """Return the status text of one of this pack's nodes."""
         return str(self.evaluate("id => window.said(id).textContent", node_id))
 
     def verdict(self, node_id: int | str) -> str:
-        """The first line of it."""
+        """Return the first line of the status text."""
         return self.text(node_id).split("\n", 1)[0]
 
     def details(self, node_id: int | str) -> str:
-        """What is shown when the mouse rests on it."""
+        """Return the tooltip of the status text."""
         return str(self.evaluate("id => window.said(id).title", node_id))
 
     def wait_for_text(self, node_id: int | str, part: str) -> None:
-        """Until a text with this part stands on the node."""
+        """Wait until the node's text contains this part."""
         self.tab.wait_for_function("([id, part]) => window.said(id).textContent.includes(part)", arg=[node_id, part])
 
     def ours(self) -> set[tuple[str, str, str]]:
-        """What the page complains of in files of this pack."""
+        """Return the page's errors and warnings about files of this pack."""
         return {noise for noise in self.noise if "/extensions/" in noise[1] + noise[2] or "toma" in str(noise).lower()}
 
     def set(self, node_id: int, widget: str, value: Any) -> None:
-        """Change a widget as its own editor does."""
+        """Change a widget as its editor does."""
         code = "([id, name, value]) => { const node = app.graph.getNodeById(id);"
         code += (
             "const widget = node.widgets.find(w => w.name === name); widget.value = value; widget.callback?.(value) }"
@@ -133,26 +133,26 @@ class Page:
         self.wait_until_idle()
 
     def wait_until_idle(self) -> None:
-        """Until everything in the queue is done and the page has heard of it."""
+        """Wait until the queue is empty and the page has received the end."""
         self.tab.wait_for_function("n => window.finished >= n", arg=self.pressed)
         self.tab.wait_for_timeout(200)
 
     def press_run(self) -> None:
-        """Press Run and wait until the server has answered."""
+        """Press Run and wait for the server's response."""
         with self.tab.expect_response(lambda r: r.url.endswith("/prompt") and r.request.method == "POST") as answer:
             self.tab.get_by_test_id("queue-button").first.click()
         self.pressed += answer.value.ok
 
     @contextmanager
     def second(self) -> Iterator[Page]:
-        """Another tab of the browser with the same page."""
+        """Open the page in another tab of the browser."""
         page = Page(self._browser, self.server)
         page.start(vue=self.renderer == "vue")
         yield page
         page.tab.close()
 
     def picture(self, name: str, image: dict[str, str], *, document: bool = False) -> Image.Image:
-        """A picture that a node shows, kept as a file. document: it belongs to the documentation."""
+        """Save a picture that a node shows. document: it belongs to the documentation."""
         path = self._path(name, document=document)
         path.write_bytes(self.server.view(image))
         shown = Image.open(path)
@@ -161,7 +161,7 @@ class Page:
         return shown
 
     def photograph(self, name: str, node_ids: list[int], *, document: bool = False) -> Path:
-        """A picture of these nodes, as large as they are. document: it belongs to the documentation."""
+        """Save a screenshot of these nodes. document: it belongs to the documentation."""
         where = """ids => {
                 const rects = ids.map(id => app.graph.getNodeById(id).getBounding())
                 const left = Math.min(...rects.map(r => r[0])), top = Math.min(...rects.map(r => r[1]))
@@ -174,7 +174,7 @@ class Page:
                 return [right - left, bottom - top]
             }"""
         self.evaluate(where, node_ids)
-        self.tab.wait_for_timeout(1200)  # a node that comes into view may still grow around its picture
+        self.tab.wait_for_timeout(1200)  # a node in view may still grow around its picture
         area = self.evaluate(where, node_ids)
         self.tab.set_viewport_size({"width": max(1600, int(area[0]) + 400), "height": max(1000, int(area[1]) + 300)})
         self.tab.mouse.move(5, 400)
@@ -186,7 +186,7 @@ class Page:
         return path
 
     def _path(self, name: str, *, document: bool) -> Path:
-        # The documentation shows the renderer that is ComfyUI's future.
+        # The documentation shows ComfyUI's Vue renderer.
         write = document and self.renderer == "vue" and os.environ.get("TOMA_WRITE_SCREENSHOTS")
         path = ROOT / "docs" / "images" / f"{name}.png" if write else SCREENSHOTS / f"{name}-{self.renderer}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,14 +194,14 @@ class Page:
 
 
 def _made_small(path: Path) -> None:
-    """Pictures of the documentation have 256 colours: less than half of the bytes."""
+    """Reduce pictures of the documentation to 256 colours, which halves their size."""
     if path.parent != SCREENSHOTS:
         Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
 
 
 @pytest.fixture(scope="session")
 def workshop(chromium: str) -> Iterator[ComfyServer]:
-    """A server with the demo nodes, and a file under the name of every model and picture that a template asks for."""
+    """Run a server with the demo nodes, and a file for every model and picture that a template names."""
     server = ComfyServer(packs=[ROOT / "demo"], flags=["--use-pytorch-cross-attention"])
     try:
         for path in TEMPLATES:
@@ -223,7 +223,7 @@ def workshop(chromium: str) -> Iterator[ComfyServer]:
 
 @pytest.fixture(scope="session")
 def browser(chromium: str) -> Iterator[Any]:
-    """Chromium without a window."""
+    """Start headless Chromium."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -234,7 +234,7 @@ def browser(chromium: str) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def baseline(browser: Any) -> set[tuple[str, str, str]]:
-    """What the same page says on its console without this pack, in both renderers."""
+    """Return the page's console messages without this pack, in both renderers."""
     with ComfyServer(flags=["--disable-all-custom-nodes"]) as plain:
         for name, value in SETTINGS.items():
             plain.set_setting(name, value)
@@ -256,14 +256,14 @@ def only_page(browser: Any, workshop: ComfyServer) -> Iterator[Page]:
 
 @pytest.fixture(scope="module", params=["litegraph", "vue"])
 def page(request: pytest.FixtureRequest, only_page: Page) -> Page:
-    """The page, in either renderer."""
+    """Open the page in either renderer."""
     only_page.start(vue=request.param == "vue")
     return only_page
 
 
 @pytest.fixture
 def narrow(page: Page) -> Iterator[Page]:
-    """The page in a window of 900 pixels."""
+    """Open the page in a window of 900 pixels."""
     wide = page.tab.viewport_size
     page.tab.set_viewport_size({"width": 900, "height": 800})
     yield page
@@ -272,7 +272,7 @@ def narrow(page: Page) -> Iterator[Page]:
 
 @pytest.fixture
 def chinese(page: Page) -> Iterator[Page]:
-    """The page in Chinese, in the same renderer."""
+    """Switch the page to Chinese, in the same renderer."""
     page.start(vue=page.renderer == "vue", language="zh")
     page.noise.clear()
     yield page

@@ -1,18 +1,18 @@
-"""The workflows that the tests of the page open, and what nodes say of their runs."""
+"""The workflows that the tests of the page open, and the expected status texts."""
 
 from __future__ import annotations
 
 from itertools import count
 from typing import Any
 
-IDS, SEEDS = count(1), count(1)  # a sampler that ComfyUI takes from its cache tells nothing new
+IDS, SEEDS = count(1), count(1)  # a sampler that ComfyUI takes from its cache sends nothing
 CACHED = "Nothing ran: ComfyUI had this result in its cache. Change the seed to see what is merged."
 NEW, ACTIVE = "No run yet.", "Sampling on fewer tokens ..."
 STEPS = 4
 EARLIER = "{} (from an earlier run)"
-# Places among the widgets of ToMA Advanced.
+# Indices of widgets of ToMA Advanced.
 FIRST, START, WINDOW_SIZE = 7, 9, 13
-# Records the first line of every text that a node of ours shows.
+# Records the first line of every text that one of this pack's nodes shows.
 WATCH = """id => {
     const element = window.said(id)
     window.shown = []
@@ -24,7 +24,7 @@ WATCH = """id => {
 
 
 def node(node_id: int, kind: str, pos: tuple[int, int], values: Any = (), inputs: Any = (), outputs: Any = ()) -> Any:
-    """A node as a workflow file has it. inputs: (name, type, link). outputs: (type, links)."""
+    """Return a node in the format of workflow files. inputs: (name, type, link). outputs: (type, links)."""
     return {
         "id": node_id,
         "type": kind,
@@ -41,7 +41,8 @@ def node(node_id: int, kind: str, pos: tuple[int, int], values: Any = (), inputs
 
 
 def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1.0) -> dict[str, Any]:
-    """Loader -> ToMA Advanced -> KSampler -> decode and report, or the benchmark instead of all that samples."""
+    """Return the workflow loader -> ToMA Advanced -> KSampler -> decode and report, or with the benchmark instead of
+    sampling."""
     scene = [next(SEEDS), "fixed", 1, *["from seed"] * 14]
     advanced = ["balanced", ratio, 1, 0, ends_at, 16, "preset", -1, "preset", -1, 10, 5, "preset", -1, -1]
     advanced += ["preset", "preset", ""]
@@ -79,11 +80,12 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
         values = [0.6, "balanced", True, 4, 2]
         if last == "ToMACalibrate":
             outputs = [("MODEL", []), ("STRING", []), ("IMAGE", [])]
-            values = ["balanced", STEPS, 2 + next(SEEDS) / 10, "euler", "normal"]  # another cfg is measured again
+            values = ["balanced", STEPS, 2 + next(SEEDS) / 10, "euler", "normal"]  # with another cfg it is measured
+            # again
         nodes.append(node(7, last, (850, 0), values, [*into, ("negative", "CONDITIONING", 3)], outputs))
         links += [[2, 2, 0, 7, 1, "CONDITIONING"], [3, 2, 1, 7, 3, "CONDITIONING"], [4, 3, 0, 7, 2, "LATENT"]]
         links += [[5, 4, 0, 7, 0, "MODEL"]]
-    # As a new node of these has it, so that its picture can be read.
+    # The size of a new node, so that its picture can be read.
     nodes[-1]["size"] = [480, 1000] if sampled else [460, 700]
     graph_id = f"00000000-0000-4000-8000-{next(IDS):012}"
     size = {"last_node_id": 7, "last_link_id": 9, "groups": [], "version": 0.4}
@@ -91,20 +93,20 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
 
 
 def simple() -> dict[str, Any]:
-    """The same with the simple ToMA node; it leaves grids below 256 tokens whole."""
+    """Return the same workflow with the simple ToMA node, which does not merge grids below 256 tokens."""
     graph = workflow()
     graph["nodes"][3].update(type="ToMA", widgets_values=[0.5, "balanced"])
     return graph
 
 
 def line(ratio: float, steps: int = STEPS) -> str:
-    """What ToMA Advanced has to say of a run with every step merged."""
+    """Return ToMA Advanced's line for a run with every step merged."""
     return f"On: {100 * ratio:.0f} % of the tokens merged, 16 of 17 blocks, {steps} of {steps} steps"
 
 
 def broken(page: Any, place: int, value: Any, **more: Any) -> dict[str, Any]:
-    """A graph with this in a widget of ToMA Advanced, as in a file that was edited by hand: the widgets themselves keep
-    to their range. Run is pressed."""
+    """Open a graph with this value in a widget of ToMA Advanced, as in an edited file (widgets enforce their range),
+    and press Run."""
     graph = workflow(**more)
     graph["nodes"][3]["widgets_values"][place] = value
     page.open(graph, "error")

@@ -1,4 +1,4 @@
-"""Errors stand on the node that they are about, at validation and while running, in both renderers."""
+"""Errors are shown on the node that they concern, at validation and while running, in both renderers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_is_refused_is_said_on_the_node(
     page.tab.wait_for_function(f"() => ({MARKED})().length")
     assert page.evaluate(MARKED) == marked
     page.photograph("error", [4])
-    page.noise.clear()  # the page logs what the server refused
+    page.noise.clear()  # the page logs the server's refusal
     graph["nodes"][3]["widgets_values"][place] = workflow()["nodes"][3]["widgets_values"][place]
     page.open(graph, "mended")
     page.queue()

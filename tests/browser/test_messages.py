@@ -1,4 +1,4 @@
-"""What does not depend on the renderer: which node is told of a run, in which tab and workflow, and the help panel."""
+"""Behaviour that does not depend on the renderer: the node, tab and workflow that show a run, and the help panel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.browser.graphs import CACHED, EARLIER, NEW, line, simple, workflow
 
 @pytest.fixture(scope="module", params=["vue"])
 def page(request: pytest.FixtureRequest, only_page: Any) -> Any:
-    """The page in the renderer that is ComfyUI's future."""
+    """Open the page in the Vue renderer."""
     only_page.start(vue=True)
     return only_page
 
@@ -29,7 +29,7 @@ def test_after_a_reload_a_run_from_the_cache_says_so(page: Any) -> None:
 
 
 def test_an_arrow_leads_from_the_presets_value_to_zero_and_back(page: Any) -> None:
-    """Between -1 and 0 there is nothing to set."""
+    """No value between -1 and 0 can be set."""
     page.open(workflow(), "arrows")
     value = "() => app.graph.getNodeById(4).widgets.find(w => w.name === 'start_percent').value"
     for given, stands in ((-1, -1), (-0.99, 0), (0.3, 0.3), (-0.01, -1)):
@@ -61,8 +61,8 @@ def test_two_nodes_and_a_queue_of_prompts(page: Any) -> None:
 
 
 def test_a_run_is_told_to_its_own_workflow(page: Any) -> None:
-    """Another workflow that is open at the end, with the same node ids, is not written into; and the line is there
-    when its own is opened again."""
+    """Another workflow with the same node ids that is open at the end of the run shows nothing; the line appears when
+    the run's workflow is opened again."""
     slow = workflow(0.5)
     slow["nodes"][4]["widgets_values"][2] = 12
     page.open(slow, "mine")

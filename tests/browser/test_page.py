@@ -1,4 +1,4 @@
-"""What a person sees: the real page in Chromium, in both of ComfyUI's renderers, on a real server with tiny models."""
+"""The visible page: real Chromium, both of ComfyUI's renderers, a real server with tiny models."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_simple_node_before_and_after_a_run(page: Any, baseline: Any) -> Non
 
 
 def test_a_number_after_every_run(page: Any) -> None:
-    """Work is counted and steps are timed; a run without ToMA, by a bypassed node, is timed to compare with."""
+    """Work is counted and steps are timed; a run with a bypassed node is the reference."""
     page.open(simple(), "numbers")
     page.set(3, "width", 192)  # a size that no other test has sampled without ToMA
     page.queue()
@@ -70,7 +70,7 @@ def test_a_number_after_every_run(page: Any) -> None:
 
 
 def label_of(page: Any, name: str) -> str:
-    """The label of a widget of ToMA Advanced."""
+    """Return the label of a widget of ToMA Advanced."""
     code = "name => app.graph.getNodeById(4).widgets.find(w => w.name === name).label"
     return str(page.evaluate(code, name))
 
@@ -102,7 +102,7 @@ def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
 
 
 def inside(page: Any, node_id: int) -> None:
-    """The text is within its node, and some lines of it can be seen."""
+    """Check that the text is within its node and some of its lines are visible."""
     box = page.evaluate("id => { const r = app.graph.getNodeById(id).getBounding(); return [...r] }", node_id)
     element = page.evaluate(
         """id => {
@@ -132,7 +132,7 @@ def test_the_text_is_inside_its_node_and_not_saved(page: Any) -> None:
 
 
 def contrast(page: Any, selector: str) -> float:
-    """Of a text against what is behind it, as WCAG defines it."""
+    """Compute the contrast of a text against its background, as WCAG defines it."""
     colours = page.evaluate(
         """selector => {
             const element = typeof selector === "number" ? window.said(selector) : document.querySelector(selector)
@@ -156,7 +156,7 @@ def contrast(page: Any, selector: str) -> float:
 
 
 def test_texts_can_be_read(page: Any) -> None:
-    """Also of an error and of an earlier run; and no template gives nodes of ours a colour of their own."""
+    """This includes errors and earlier runs; no template gives this pack's nodes a colour."""
     page.open(workflow(0.0), "contrast")
     assert contrast(page, 4) >= 4.5
     page.queue()
@@ -192,7 +192,7 @@ def test_a_new_node_is_as_large_as_what_is_visible(page: Any) -> None:
 def test_in_a_narrow_window_the_text_is_inside_its_node_too(narrow: Any) -> None:
     narrow.open(simple(), "narrow")
     narrow.queue()
-    # Brought into view at its full size: out of sight, or zoomed far out, the text has none.
+    # Brought into view at full size: outside of the view, or zoomed out, the text has no size.
     narrow.evaluate(
         """() => {
             app.canvas.ds.scale = 1
@@ -205,7 +205,7 @@ def test_in_a_narrow_window_the_text_is_inside_its_node_too(narrow: Any) -> None
 
 
 def test_the_page_in_chinese(chinese: Any) -> None:
-    """Labels, the line, its details, errors and help: nothing of ours stays English, and nothing is missing."""
+    """Labels, status line, tooltip, errors and help are all translated."""
     chinese.open(workflow(0.5), "chinese")
     assert chinese.verdict(4) == "尚未运行。"
     chinese.queue()

@@ -1,4 +1,4 @@
-"""What a person sees of results: report, benchmark and calibration on their nodes, in both renderers."""
+"""Visible results: report, benchmark and calibration on their nodes, in both renderers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.browser.graphs import NEW, WATCH, simple, workflow
 
 
 def test_the_report_is_shown(page: Any, baseline: Any) -> None:
-    """With the small Flux model, which the stock loader loads and which is trained, by the preset as it is."""
+    """Run the trained small Flux model, which ComfyUI's own loader loads, with the unchanged preset."""
     graph = simple()
     loader, sampler = graph["nodes"][0], graph["nodes"][4]
     loader.update(type="UNETLoader", widgets_values=["toma_demo_dit.safetensors", "default"])

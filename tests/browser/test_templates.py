@@ -43,7 +43,7 @@ def test_template_opens_without_a_missing_node(page: Any, baseline: Any, path: P
 
 
 def test_the_demo_opens_with_its_own_graph(page: Any) -> None:
-    """By the address that `make demo ARGS=--serve` prints: large enough to be read, and it shows what its note says."""
+    """The address that `make demo ARGS=--serve` prints opens it at a readable size, and it does what its note says."""
     with page.second() as second:
         second.tab.goto(f"{page.server.url}/?template=Demo-SDXL&source=demo")
         second.tab.wait_for_function("window.app?.graph?.nodes.some(node => node.comfyClass === 'ToMADemoUNet')")
@@ -53,7 +53,7 @@ def test_the_demo_opens_with_its_own_graph(page: Any) -> None:
         second.hear()
         of_type = "type => app.graph.nodes.filter(node => node.type === type && node.mode === 0).map(node => node.id)"
         (toma,) = second.evaluate(of_type, "ToMA")
-        seed = next(SEEDS)  # what ran in the other renderer is in ComfyUI's cache
+        seed = next(SEEDS)  # the other renderer's run is in ComfyUI's cache
         for sampler in second.evaluate(of_type, "KSampler"):
             second.set(sampler, "steps", 3)
             second.set(sampler, "seed", seed)
@@ -68,7 +68,7 @@ def test_the_demo_opens_with_its_own_graph(page: Any) -> None:
 
 
 def test_an_app_shows_its_fields(page: Any) -> None:
-    """The template for App mode: its form instead of the graph, with our ratio in it."""
+    """The template for App mode shows its form instead of the graph, with ToMA's ratio."""
     template = json.loads((ROOT / "workflows" / "Z-Image Turbo.app.json").read_text(encoding="utf-8"))
     page.open(template, "app")
     fields = ["prompt", "ToMA ratio (0 = off)", "ToMA preset", "width", "height", "seed"]

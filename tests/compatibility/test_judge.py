@@ -1,4 +1,4 @@
-"""The judge says no: each thing that it looks for, done wrong."""
+"""Each check of the judge fails on its fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def verdict(kit: Kit, graph: Graph, expected: Any = MERGED) -> Verdict:
 
 
 def after_cfg(change: Callable[[dict[str, Any]], Tensor]) -> Callable[[Any], Any]:
-    """A node that puts `change` behind the guidance."""
+    """Return a node that applies `change` after guidance."""
 
     def patch(model: Any) -> Any:
         model = model.clone()

@@ -1,4 +1,4 @@
-"""The page tells under which preset a verdict is another one."""
+"""The page names verdicts that differ under a preset."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_verdicts_under_a_preset_are_counted(monkeypatch: pytest.MonkeyPatch) ->
     results["presets"] = {}
     assert page.compare(results, LORA, "sdxl", MERGED)
     assert not page.compare(results, LORA, "flux", None)
-    # What there is nothing to run for is not counted.
+    # Cells without a graph do not count.
     assert not page.compare(results, ATTENTION, "flux", None)
     assert results["presets"] == {"fast": {"LoRA": {"sdxl": True, "flux": False}}}
     tables = page.tables(results)

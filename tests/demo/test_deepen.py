@@ -1,4 +1,4 @@
-"""The UNet of SDXL's depths is made out of the shallow one."""
+"""The UNet with SDXL's depths is made from the shallow one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_file_is_deepened_and_answers_nearly_as_before(tmp_path: Path, monkeyp
     with torch.no_grad():
         for name, value in network.named_parameters():
             if name.endswith(deepen._OUTPUTS) and "transformer_blocks" in name:
-                value.mul_(0.1)  # as short a way as in a trained stack
+                value.mul_(0.1)  # small residuals, as in a trained stack
     save_file(network.state_dict(), tmp_path / "a.safetensors")
     monkeypatch.setattr(sys, "argv", ["deepen", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")])
     deepen.main()

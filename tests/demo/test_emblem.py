@@ -1,4 +1,4 @@
-"""The icon and the banner are what the code draws, at the sizes that the registry wants."""
+"""The icon and the banner equal the drawing of the code, at the registry's sizes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def test_committed_picture_is_the_drawn_one(name: str, size: tuple[int, int]) ->
     drawn = getattr(emblem, name)()
     committed = Image.open(emblem.FOLDER / f"{name}.png").convert(drawn.mode)
     assert drawn.size == committed.size == size
-    # Another Pillow may round an edge in another way.
+    # Another Pillow may round edges differently.
     assert np.abs(np.asarray(drawn, np.int16) - np.asarray(committed, np.int16)).mean() < 1
 
 
 def test_similar_tokens_are_merged_and_edges_are_not() -> None:
-    """Of 256 tokens fewer than half are left, and the sun keeps its own."""
+    """Fewer than half of 256 tokens remain, and the sun's tokens are not merged."""
     boxes: list[tuple[float, ...]] = []
 
     class Pen:

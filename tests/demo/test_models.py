@@ -1,4 +1,4 @@
-"""The tiny models are real ones to ComfyUI: recognised by its loader, sampled by its samplers."""
+"""ComfyUI's loader recognises the tiny models, and its samplers sample them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def dit_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _lively(model: Any) -> Any:
-    """Fresh weights start as the identity with output zero; a nudge makes every layer count."""
+    """Perturb fresh weights, with which blocks are the identity and the output is zero, so that every layer has an
+    effect."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.model.diffusion_model.parameters():
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
@@ -80,7 +81,7 @@ def test_the_unet_is_an_sdxl_to_comfyui() -> None:
 
 
 def test_norms_of_the_unet_keep_what_a_flat_background_says() -> None:
-    """With ComfyUI's 32 groups a channel is a group, and 64 channels of any size look the same to what follows."""
+    """With ComfyUI's 32 groups a channel would be a group, and normalisation would remove its mean."""
     norms = [m for m in models.load_unet(None).model.diffusion_model.modules() if isinstance(m, torch.nn.GroupNorm)]
     assert len(norms) > 20
     flat = torch.linspace(0.5, 2.0, 64)[None, :, None, None].expand(1, 64, 4, 4)
@@ -144,7 +145,7 @@ def test_training_uses_comfyuis_sdxl_conventions() -> None:
 
 
 def test_the_unet_learns_what_comfyui_asks_it() -> None:
-    """The answer that training calls right takes ComfyUI's V_PREDICTION from the noisy picture to the clean one."""
+    """With the target of training, ComfyUI's V_PREDICTION maps the noisy picture to the clean one."""
     model = models.load_unet(None).model
     objective, batch = VelocityObjective(), Batches(Plan("unet", 1, full_batch=4, early_shares=(0.0, 1.0)))[0]
     seen: dict[str, Any] = {}
@@ -164,7 +165,7 @@ def test_the_unet_learns_what_comfyui_asks_it() -> None:
 
 
 def test_noise_levels_of_the_unet() -> None:
-    """Half-size scenes around a level near pure noise, crops at all steps alike, whole pictures half and half."""
+    """Half-size scenes have sigmas near pure noise, crops uniform steps, and full pictures half of each."""
     half, crop, whole = (
         Batches(Plan("unet", 1, early_shares=shares))[0] for shares in ((1.0, 0.0), (0.0, 0.0), (0.0, 1.0))
     )
@@ -198,7 +199,7 @@ def test_gradients_reach_every_weight(kind: str, monkeypatch: pytest.MonkeyPatch
     x = x[:, :, None].expand(-1, -1, 2, -1, -1) if kind == "wan" else x
     network(x, torch.rand(1), context=tokens, **extra).square().mean().backward()
     silent = [name for name, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
-    # The text stream of the last double block feeds the single blocks, so nothing is left out.
+    # The text stream of the last double block feeds the single blocks, so every weight is used.
     assert not [name for name in silent if not name.startswith("guidance_in.in_layer")]
 
 

@@ -1,4 +1,4 @@
-"""The demo nodes: their ids, what they put out, and what they say when something is wrong."""
+"""The demo nodes: their ids, outputs and error messages."""
 
 from __future__ import annotations
 

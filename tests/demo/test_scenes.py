@@ -1,4 +1,4 @@
-"""The drawn scenes: same seed, same picture; every attribute shows; tokens tell scenes apart."""
+"""The drawn scenes: a seed gives one picture, every attribute is visible, tokens distinguish scenes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_all_values_occur() -> None:
 
 @loop("size", [64, 128])
 def test_things_hold_shape_and_small_objects(size: int) -> None:
-    """In another colour, nothing changes outside of them, and they are the smaller part of a picture."""
+    """With another colour, nothing changes outside of the boxes, and they cover less than half of a picture."""
     for scene in (scene_from_seed(seed) for seed in range(200)):
         found = things(scene, size)
         for name in ("shape_colour", "object_colour"):

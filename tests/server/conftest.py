@@ -10,7 +10,7 @@ import pytest
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
 
-# A loader for a model small enough for a test; the server runs it as one more node pack.
+# A loader for a model small enough for a test; the server loads it as another node pack.
 TINY_PACK = """
 import importlib.util
 spec = importlib.util.spec_from_file_location("tiny_models", {models!r})
@@ -36,7 +36,7 @@ NODE_CLASS_MAPPINGS = {{"TinyModel": TinyModel}}
 
 @pytest.fixture(scope="module")
 def tiny_server(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Iterator[ComfyServer]:
-    """A server that can also load the small models."""
+    """Run a server that can also load the small models."""
     folder = tmp_path_factory.mktemp("packs") / "tiny"
     folder.mkdir()
     (folder / "__init__.py").write_text(TINY_PACK.format(models=str(ROOT / "benchmarks" / "models.py")))

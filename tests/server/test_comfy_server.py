@@ -1,4 +1,4 @@
-"""The driver of the real server: what tests and the demo rely on when things go well, go wrong, or are stopped."""
+"""The driver of the real server, in success, failure and shutdown."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def slow_server(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
-    """A server with a second pack, in a base directory of ours."""
+    """Run a server with a second pack, in a given base directory."""
     pack = tmp_path_factory.mktemp("packs") / "slow-pack"
     pack.mkdir()
     (pack / "__init__.py").write_text(NODES)
@@ -137,7 +137,7 @@ def test_server_does_not_outlive_a_killed_parent() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and not just waiting to be collected."""
+    """Return whether a process exists and is not a zombie."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

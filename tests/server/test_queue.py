@@ -1,4 +1,4 @@
-"""A server whose queue holds more than one run: each gives what it gives alone, on a model loaded anew."""
+"""A server with several runs in its queue: each gives the result that it has alone, on a newly loaded model."""
 
 from __future__ import annotations
 

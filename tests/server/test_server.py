@@ -11,11 +11,12 @@ import safetensors.torch
 from scripts.comfy_client import PromptError, Run
 from scripts.comfy_server import ComfyServer
 
-STEPS = 4  # with the defaults of ToMA Advanced the first and the last are whole
+STEPS = 4  # with the defaults of ToMA Advanced the first and the last step are full
 
 
 def graph(toma: dict[str, Any] | None, *, kind: str = "unet", seed: int = 5, size: int = 192) -> dict[str, Any]:
-    """Loader -> ToMA -> KSampler -> report and latent. toma: class and inputs of the node, None to leave it out."""
+    """Return the graph loader -> ToMA -> KSampler -> report and latent. toma: class and inputs of the node, None to
+    omit it."""
     latent = "EmptyLatentImage" if kind == "unet" else "EmptySD3LatentImage"
     prompt = {
         "1": node("TinyModel", kind=kind, seed=0),
@@ -51,14 +52,14 @@ def simple(ratio: float = 0.5) -> dict[str, Any]:
 
 
 def advanced(server: ComfyServer, **settings: Any) -> dict[str, Any]:
-    """ToMAAdvanced with the defaults that the server tells the web page, and other settings on top."""
+    """Return ToMAAdvanced with the defaults that the server sends to the page, and other settings on top."""
     required = server.object_info("ToMAAdvanced")["input"]["required"]
     defaults = {name: spec[1]["default"] for name, spec in required.items() if name != "model"}
     return {"class_type": "ToMAAdvanced", **defaults, "min_tokens": 16, **settings}
 
 
 def latent(server: ComfyServer, run: Run, node_id: str = "7") -> bytes:
-    """The numbers of the saved latent: the file around them also holds the prompt."""
+    """Return the numbers of the saved latent, without the prompt in its file."""
     assert run.status == "success", run.error
     file = safetensors.torch.load(server.view(run.outputs[node_id]["latents"][0]))
     assert file["latent_tensor"].isfinite().all()
@@ -72,7 +73,7 @@ def test_graph_samples_and_reports(tiny_server: ComfyServer, kind: str) -> None:
     run = tiny_server.run(graph(settings, kind=kind))
     assert run.status == "success", run.error
     (text,) = run.outputs["8"]["text"]
-    merged = STEPS if kind == "unet" else STEPS - 2  # the preset runs the first and the last step of Flux in full
+    merged = STEPS if kind == "unet" else STEPS - 2  # under the preset the first and the last step of Flux are full
     assert text.splitlines()[0].endswith(f"{STEPS if kind == 'unet' else merged} of {STEPS} steps.")
     assert "merged blocks: " in text
     assert run.outputs["9"]["text"] == [text]
@@ -85,7 +86,7 @@ def test_graph_samples_and_reports(tiny_server: ComfyServer, kind: str) -> None:
 
 
 def test_same_prompt_same_latent_whatever_ran_between(tiny_server: ComfyServer) -> None:
-    """ComfyUI keeps results of equal prompts, so each comparison samples anew under another cached seed."""
+    """ComfyUI caches results of equal prompts, so each comparison samples again after a run with another seed."""
     settings = advanced(tiny_server, ratio=0.6)
     first = latent(tiny_server, tiny_server.run(graph(settings)))
     tiny_server.run(graph(advanced(tiny_server, ratio=0.3), seed=9, size=96))
@@ -168,13 +169,13 @@ def test_a_range_without_steps_is_refused_before_anything_runs(tiny_server: Comf
 
 
 def said(run: Run) -> list[tuple[str, str]]:
-    """(node, text) of what the client was told for the nodes of the page."""
+    """Return (node, text) of the messages to the client."""
     return [(data["node"], data["text"]) for kind, data in run.messages if kind == "toma.said"]
 
 
 def test_client_is_told_of_its_runs_and_of_those_of_a_cached_node(tiny_server: ComfyServer) -> None:
     settings = advanced(tiny_server)
-    for seed in (31, 32):  # the second time ComfyUI has the node in its cache
+    for seed in (31, 32):  # in the second run ComfyUI has the node in its cache
         run = tiny_server.run(graph(settings, seed=seed))
         assert run.status == "success", run.error
         (begin, end) = said(run)

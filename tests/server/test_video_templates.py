@@ -17,7 +17,7 @@ from scripts.comfyui import ROOT
 from tests.test_workflows import load, to_prompt
 
 PACK = Path(__file__).with_name("tiny_video.py")
-# Which output of the tiny loader stands for the first one of each of these; a checkpoint has three.
+# Output of the tiny loader that replaces the first output of each of these; a checkpoint has three.
 LOADERS = {
     "UNETLoader": 0,
     "CheckpointLoaderSimple": 0,
@@ -27,7 +27,7 @@ LOADERS = {
     "LTXVAudioVAELoader": 3,
     "LatentUpscaleModelLoader": 4,
 }
-# Small sizes, whose grids are as large as what is merged.
+# Small sizes, whose grids are just large enough to be merged.
 SIZES = {
     "ImageScale": {"width": 512, "height": 384},
     "EmptyLTXVLatentVideo": {"width": 256, "height": 192, "length": 41},
@@ -86,7 +86,7 @@ def tiny(prompt: dict[str, Any], kind: str) -> dict[str, Any]:
     [("LTX-2.3 image to video", "ltx_av", ["5 of 8", "1 of 3"]), ("MiniMax H3 image to video", "h3", ["5 of 8"])],
 )
 def test_template_runs_to_its_video(name: str, kind: str, merged: list[str], video_server: ComfyServer) -> None:
-    """Every sampler merges the steps that the note on the page tells, and a video is saved."""
+    """Every sampler merges the steps that the template's note lists, and a video is saved."""
     prompt = to_prompt(load(ROOT / "workflows" / f"{name}.json"), video_server)
     (lora,) = [node["inputs"]["lora_name"] for node in prompt.values() if node["class_type"].startswith("Lora")]
     lora_file(video_server, kind, lora)

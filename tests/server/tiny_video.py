@@ -1,7 +1,7 @@
 """Loaders of a graph that makes videos with sound, with tiny models in place of the weights.
 
-Denoisers and the upsampler of latents are ComfyUI's own classes with random weights. Text encoders and VAEs, which no
-token of a video passes, give random numbers of the right shape.
+Denoisers and the upsampler of latents are ComfyUI's own classes with random weights. Text encoders and VAEs, which do
+not affect merging, return random numbers of the right shape.
 """
 
 from __future__ import annotations

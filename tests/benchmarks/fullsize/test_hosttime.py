@@ -17,7 +17,7 @@ from scripts.comfyui import ROOT
 
 
 def test_it_runs(tmp_path: Path) -> None:
-    """In a process of its own, as by hand: this one runs kernels in the interpreter."""
+    """The benchmark runs in a separate process, because this one runs kernels in the interpreter."""
     pytest.importorskip("triton.backends.nvidia.compiler")
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.hosttime", "--repeats", "2", "--out", str(tmp_path)]

@@ -57,7 +57,7 @@ def test_every_variant_of_an_evaluation(unet: Any) -> None:
 
 @pytest.mark.parametrize("model", ["sdxl", "flux", "wan", "ltx_av", "h3"])
 def test_a_timed_step_runs_the_network_once_on_merged_tokens(model: str) -> None:
-    """Outside of inference mode too: with a KV cache the full step comes once, before the first turn."""
+    """This holds outside of inference mode too: with a KV cache the full step runs once, before the first turn."""
     shape = Shape(model, 256, 256, 1, tiny=True, frames=7 if model == "h3" else 3)
     patcher, inputs = fullsize.patcher(model, torch.float32, CPU, tiny=True), shape.inputs(CPU)
     runs = list[int]()
@@ -90,7 +90,7 @@ def test_evaluations_by_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_gates_see_what_is_wrong(unet: Any) -> None:
-    """Too few tokens to merge, a rival that must change nothing and does, an output that is far off."""
+    """Gates catch too few tokens to merge, a rival that must not change the output but does, and a large error."""
     shape = Shape("sdxl", 64, 64, 1, tiny=True)
 
     def broken(model: Any) -> Any:
@@ -170,7 +170,7 @@ _MERGES = ("merge", "unmerge", "reuse")
 
 
 def test_operands_are_more_than_a_cache_holds_and_alike() -> None:
-    """In turn, each in memory of its own; and all with the plan of the first."""
+    """Copies have separate memory and share the plan of the first."""
     copies, windows, budget = micro.operands(micro.Grid(8, 8, 16), 0.5, 1, torch.float32, CPU)
     assert len({copy.x.data_ptr() for copy in copies}) == len(copies) > 2
     for copy in copies:
@@ -184,7 +184,7 @@ def test_operands_are_more_than_a_cache_holds_and_alike() -> None:
 
 
 def test_picks_that_are_worse_are_seen() -> None:
-    """Weights of rows that sum to 1 come of any picks: only their worth tells."""
+    """Any destinations give weights whose rows sum to 1: only the objective shows that they are worse."""
     copies, windows, budget = micro.operands(micro.Grid(16, 16, 16), 0.5, 2, torch.float32, CPU)
     picks = copies[0].plan.dest_slots
     worst = torch.arange(picks.shape[-1]).expand(picks.shape)
@@ -240,8 +240,8 @@ def test_goals_of_shares_and_of_selection() -> None:
 
 
 def test_dry_run_of_the_script_for_gpus(tmp_path: Path) -> None:
-    """The whole way on a CPU: sections, goals, table, and few small files in one folder. The parts of a visit have a
-    rehearsal of their own."""
+    """The dry run on a CPU has all sections, goals, a table, and a few small files in one folder. The parts of a visit
+    are tested in a separate rehearsal."""
     options = ["--gpu", "--dry-run", "--minutes", "60", "--out", str(tmp_path), "--only", "attention", "break-even"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.suite", *options],
@@ -266,7 +266,7 @@ def test_dry_run_of_the_script_for_gpus(tmp_path: Path) -> None:
 
 
 def test_a_section_that_fails_is_named(tmp_path: Path) -> None:
-    """And what it found before that is kept, for the processes after it too."""
+    """Its earlier results are stored, also for later processes."""
 
     def fails(made: sections.Suite) -> None:
         made.results.add(measured(1.5))
@@ -281,7 +281,7 @@ def test_a_section_that_fails_is_named(tmp_path: Path) -> None:
 
 
 def test_a_section_is_stopped_at_its_limit_and_others_have_their_turn(tmp_path: Path) -> None:
-    """Even while it starts or warms up."""
+    """The limit holds during start and warm-up too."""
     chosen = [sections.Section("sdxl-1024-cfg", sections.sdxl_rivals, 0, limit=0.1), sections.GPU[3]]
     assert chosen[1].name == "micro"
     before = results.Results(tmp_path, {"device": "a"})
@@ -299,7 +299,7 @@ def test_sections_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
 
 
 def test_extra_sections_take_no_time_from_what_comes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a part of a visit where nothing comes later, all that is left is theirs."""
+    """In a part of a visit without later sections they use all remaining time."""
     monkeypatch.setattr(suite, "_run", lambda *_: "")
     chosen = [
         sections.Section("flux", sections.right, 20, 70),

@@ -21,7 +21,7 @@ from scripts import gpu_kit
 from scripts.comfyui import ROOT
 
 ISOLATED = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
-# What a machine lends: files back, bytes of each.
+# Limits of a machine: number of returned files, bytes of each.
 MOST_FILES, MOST_BYTES = 8, 1 << 20
 
 
@@ -44,7 +44,7 @@ def isolation() -> None:
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all that the other machine has: tree, its home, its /tmp."""
+    """Make a folder with the parts of the other machine: tree, home, /tmp."""
     folder = tmp_path_factory.mktemp("machine")
     tree = folder / "tree"
     if shutil.which("git") is None or not (ROOT / ".git").exists():
@@ -54,7 +54,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
             copy = tree / file.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
-    # For the Python of this test; on the machine it is the one that the kit is made for.
+    # For the Python of this test; a machine has the Python that the kit is made for.
     gpu_kit.pack(tree / ".gpu", 90, "{}.{}".format(*sys.version_info))
     for name in ("home", "tmp"):
         (folder / name).mkdir()
@@ -63,7 +63,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def visit(machine: Path, part: str, out: Path) -> subprocess.Popen[str]:
-    """The script, with nothing of this process's environment."""
+    """Run the script without this process's environment."""
     environ = {
         "PATH": os.defpath,
         "PYTHON": sys.executable,
@@ -80,7 +80,7 @@ def visit(machine: Path, part: str, out: Path) -> subprocess.Popen[str]:
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:
-    """It and all of its session, as a machine does whose time is up."""
+    """Kill the process and its session, as a machine does at its time limit."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             session = stat.read_text().rpartition(")")[2].split()[3]
@@ -90,7 +90,7 @@ def kill_all(process: subprocess.Popen[str]) -> None:
 
 
 def ended(process: subprocess.Popen[str], out: Path) -> set[str]:
-    """Wait; returns the sections that have something to tell."""
+    """Wait, and return the sections with results."""
     said, _ = process.communicate(timeout=900)
     assert process.returncode == 0, said[-6000:]
     files = [path for path in out.rglob("*") if path.is_file()]
@@ -105,7 +105,7 @@ def ended(process: subprocess.Popen[str], out: Path) -> set[str]:
 
 
 def test_tree_and_kit_travel(machine: Path) -> None:
-    """Together they must stay below what a machine takes; the kit is small whatever the tree is."""
+    """Tree and kit must be below the machine's limit; the kit alone is small."""
     kit = (machine / "tree" / ".gpu" / gpu_kit.ARCHIVE).stat().st_size
     assert kit < 10 * 2**20
     assert gpu_kit.tree_size() + kit < gpu_kit.LIMIT
@@ -127,7 +127,7 @@ def test_first_part(machine: Path, tmp_path: Path) -> None:
 
 
 def test_second_part_when_the_first_was_killed(machine: Path, tmp_path: Path) -> None:
-    """What the first has found by then is there, and the second has all of its own."""
+    """The first part's results until then are stored, and the second part has all of its results."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     killed, results = visit(machine, "first", first), first / "results.json"

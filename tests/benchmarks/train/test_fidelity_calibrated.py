@@ -1,4 +1,4 @@
-"""Calibrations judged on other scenes: a small whole run with the trained UNet, and nothing measured twice."""
+"""Calibrations evaluated on other scenes: a small run with the trained UNet, and nothing measured twice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_a_whole_run_and_again(
 
 
 def test_no_single_setting_is_nearer() -> None:
-    """As benchmarks/results/fidelity/calibrated.md says. It would be found: here a calibration is made twice as far."""
+    """benchmarks/results/fidelity/calibrated.md claims it. A violation is found: here a calibration's error is
+    doubled."""
     folder = FOLDER.parents[1] / "benchmarks" / "results" / "fidelity"
     rows = json.loads((folder / "calibrated.json").read_text())
     assert calibrated.beyond(rows, folder) == {}
@@ -45,7 +46,7 @@ def test_no_single_setting_is_nearer() -> None:
 
 
 def test_clips(tmp_path: Path) -> None:
-    """A whole run with the trained Wan."""
+    """Run the command with the trained Wan."""
     out = tmp_path / "calibrated.json"
     calibrated.main(["--model", "wan", "--steps", "4", "20", "--near", "balanced", "--images", "1", "--out", str(out)])
     ((name, row),) = json.loads(out.read_text()).items()
@@ -55,7 +56,7 @@ def test_clips(tmp_path: Path) -> None:
 
 
 def test_a_broken_stack_is_found() -> None:
-    """The trained UNet with a stack that adds three times as much: it is not merged where that shows."""
+    """A stack of the trained UNet whose residual is tripled is not merged where its error is large."""
     model = judge.load("deep", FOLDER / "deep.safetensors", "fp32")
     with torch.no_grad():
         model.model.diffusion_model.output_blocks[2][1].proj_out.weight.mul_(3.0)

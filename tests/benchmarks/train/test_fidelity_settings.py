@@ -1,4 +1,4 @@
-"""Every row of the fidelity benchmark runs, and ideas and rivals do what their names say."""
+"""Every row of the fidelity benchmark runs, and experiments and rivals do what their names say."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def plans(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["dit", "unet"])
 def test_every_setting_runs(small: dict[str, Any], kind: str) -> None:
-    """And what merges gives other pictures than the model alone."""
+    """Rows that merge differ from the unmerged model."""
     plain = sample(small[kind])
     table = settings(kind, STEPS, "simple")
     for name, setting in table.items():
@@ -109,7 +109,7 @@ def test_variate_that_is_renewed_at_every_step_is_the_whole_model(model: Any) ->
 
 
 def test_variate_runs_whole_as_often_as_it_says(model: Any, decisions: Any) -> None:
-    """Merged at each of four steps, and at two of them whole as well, which the pack does not see."""
+    """All four steps run merged, and two of them also full, which the pack does not see."""
     calls = []
 
     def count(apply: Any, args: Any) -> Any:
@@ -137,7 +137,7 @@ def test_attention_is_counted(model: Any) -> None:
 
 
 def test_todo(model: Any) -> None:
-    """Every key is the model itself; a quarter of them is less work and another picture."""
+    """With every key the result is the model's own; with a quarter of them the work is less and the picture differs."""
     plain = sample(model)
     assert torch.equal(sample(variants.todo(1, 1).patch(model)), plain)
     flops = []
@@ -164,7 +164,7 @@ def test_own_destinations(model: Any, plans: Any) -> None:
 
 
 def test_centred_tokens_do_not_know_a_common_direction(pack: ModuleType) -> None:
-    """Adding one vector to all tokens changes plain cosines, and none of centred ones."""
+    """Adding one vector to all tokens changes plain cosines, but not those of centred tokens."""
     state = pack_module("toma_core.run")
     x = torch.randn(1, 4, 16, 8, generator=torch.Generator().manual_seed(0))
     seen = []
@@ -181,7 +181,7 @@ def test_centred_tokens_do_not_know_a_common_direction(pack: ModuleType) -> None
 
 
 def test_pseudo_inverse(model: Any, plans: Any) -> None:
-    """The same merge; back and there again is the merge itself, which it is not by the transpose."""
+    """The merge is the same, and merging after unmerging is the identity, unlike with the transpose."""
     transposed = sample(toma()(model))
     there = plans[0]
     plans.clear()
@@ -197,7 +197,7 @@ def test_pseudo_inverse(model: Any, plans: Any) -> None:
 
 @pytest.mark.parametrize("used", [6, 4])
 def test_least_squares_inverse(used: int) -> None:
-    """That of plain linear algebra, but for the ridge; a place that is not used gives and takes nothing."""
+    """The inverse is that of linear algebra up to the ridge; unused slots have zero weights."""
     M = torch.rand(2, 3, 6, 16, generator=torch.Generator().manual_seed(0)).pow(8)
     M = M / M.sum(-1, keepdim=True)
     M[..., used:, :] = 0.0
@@ -215,7 +215,8 @@ def test_least_squares_inverse_of_equal_destinations_stays_small() -> None:
 
 
 def test_moved_budget(model: Any, plans: Any) -> None:
-    """As many destinations in all, not in each window; merging and back still keep a constant."""
+    """The total number of destinations is unchanged, that of each window varies; merge and unmerge still preserve a
+    constant."""
     pack = pack_module("toma_core.merge")
     sample(experiments.moved_budget(toma(window_size=4))(model), batch=2)
     plan = plans[0]
@@ -235,7 +236,7 @@ def test_moved_budget(model: Any, plans: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["dit", "unet"])
 def test_plans_from_predictions(small: dict[str, Any], decisions: Any, kind: str) -> None:
-    """All rows that are compared have the first step whole and new plans in every merged one."""
+    """All compared rows have a full first step and new plans in every merged step."""
     plain, table = sample(small[kind]), settings(kind, STEPS, "simple")
     names = [name for name in table if name.startswith(("plan from: ", "preset: balanced, plan from "))]
     assert len(names) == 7
@@ -251,7 +252,7 @@ def test_plans_from_predictions(small: dict[str, Any], decisions: Any, kind: str
 
 @pytest.fixture
 def reduced(model: Any, plans: Any) -> Any:
-    """What an idea's blocks are given: random tokens, the first plan of a run, and the function that reduces them."""
+    """Return the inputs of an experiment's blocks: random tokens, the first plan of a run, and its reduce function."""
 
     def by(change: Any) -> tuple[Tensor, Any, Tensor]:
         sample(toma()(model))
@@ -275,7 +276,7 @@ def test_destinations_themselves(reduced: Any) -> None:
 
 
 def test_means_as_long_as_tokens(reduced: Any) -> None:
-    """Means point where they did, and are as long as what they stand for is on average."""
+    """Means have their direction, and the mean norm of their tokens."""
     x, plan, out = reduced(experiments.norm_kept)
     merge = pack_module("toma_core.merge").merge
     torch.testing.assert_close(torch.cosine_similarity(out, merge(x, plan), dim=-1), torch.ones(out.shape[:2]))

@@ -1,4 +1,4 @@
-"""The judge of clips: its figures by hand, and a whole run on random weights."""
+"""Metrics of clips computed by hand, and a run of the command on random weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_windows_through_all_frames(pack: ModuleType) -> None:
 
 
 def test_a_pattern_of_steps_is_what_a_preset_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In three steps on a picture that is nearly there: the first and the last are full, the one between is merged."""
+    """In three steps from a nearly finished picture, the first and the last are full and the second is merged."""
     shape = replace(stages.SHAPES["second stage"], patterns=("FCF", "PFF"))
     monkeypatch.setitem(stages.SHAPES, "second stage", shape)
     stages.main(["--clips", "1", "--out", str(tmp_path)])

@@ -1,4 +1,4 @@
-"""benchmarks.real on a real server with a tiny model: the whole way, a second time, and everything that goes wrong."""
+"""benchmarks.real on a real server with a tiny model: a complete run, a repeated run, and all errors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ NODE_CLASS_MAPPINGS = {"TestHurdle": Hurdle}
 
 @pytest.fixture(scope="module")
 def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
-    """A server with the demo's nodes and a hurdle; the last test stops it."""
+    """Run a server with the demo's nodes and a node that fails or waits on request; the last test stops it."""
     pack = tmp_path_factory.mktemp("packs") / "hurdle-pack"
     pack.mkdir()
     (pack / "__init__.py").write_text(HURDLE)
@@ -67,7 +67,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
 
 @pytest.fixture
 def graph() -> dict[str, Any]:
-    """The demo's tiny UNet, 16 x 16 tokens, with the ToMA node; prompts are the numbers of scenes."""
+    """Return a graph of the demo's tiny UNet, 16 x 16 tokens, with the ToMA node; prompts are numbers of scenes."""
     found = sampling_graph(UNET, 64, 3, 0, merged=True)
     found["toma"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.1, "preset": "quality"}}
     found["scene"]["inputs"]["seed"] = "%prompt%"
@@ -77,7 +77,7 @@ def graph() -> dict[str, Any]:
 
 @pytest.fixture
 def hurdle(graph: dict[str, Any]) -> dict[str, Any]:
-    """One scene, and the prompt says what comes in its way."""
+    """Return a graph of one scene whose prompt selects the fault."""
     graph["scene"]["inputs"]["seed"] = 7
     graph["hurdle"] = {"class_type": "TestHurdle", "inputs": {"images": ["decode", 0], "text": "%prompt%"}}
     graph["picture"]["inputs"]["images"] = ["hurdle", 0]
@@ -85,7 +85,7 @@ def hurdle(graph: dict[str, Any]) -> dict[str, Any]:
 
 
 class Work:
-    """A folder to work in, and the command run in this process."""
+    """A folder, and the command run in this process."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url, self.out = folder, url, folder / "out"
@@ -102,7 +102,7 @@ class Work:
 
 @pytest.fixture
 def work(comfy: ComfyServer, tmp_path: Path) -> Iterator[Work]:
-    """Leaves nothing in the queue."""
+    """Check that the queue is empty afterwards."""
     yield Work(tmp_path, comfy.url)
     if comfy.process is not None:
         comfy.post("/queue", {"clear": True})
@@ -111,7 +111,7 @@ def work(comfy: ComfyServer, tmp_path: Path) -> Iterator[Work]:
 
 
 class Page(HTMLParser):
-    """The figures and images of the page."""
+    """Parses the numbers and images of the page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Page(HTMLParser):
 
 
 def wait_until_idle(comfy: ComfyServer) -> None:
-    """Nothing interrupts here: whoever left a prompt at the hurdle fails."""
+    """Wait for the queue without interrupting, so that a test that left a waiting prompt fails."""
     deadline = time.monotonic() + 30
     while comfy.get("/queue")["queue_running"]:
         assert time.monotonic() < deadline, "a prompt is still running"
@@ -139,7 +139,7 @@ def wait_until_idle(comfy: ComfyServer) -> None:
 
 
 def while_waiting(comfy: ComfyServer, act: Callable[[], Any]) -> threading.Thread:
-    """Do something once a prompt is at the hurdle: the server runs it, and runs nothing else for half a second."""
+    """Run a function while the server executes a waiting prompt, which takes half a second."""
 
     def watch() -> None:
         deadline = time.monotonic() + 120
@@ -191,7 +191,7 @@ def test_whole_way_and_again(
     assert all(0 < float(figure["data-ssim"] or 0) < 1 for figure in page.figures)
     assert page.outside == []
 
-    # Again: nothing is queued, and the figures are the same. One seed more: only its pictures are.
+    # A repeated run queues nothing and has the same results. With one more seed only its pictures are queued.
     assert work.run(graph, "11\n12\n", *options) == 0
     assert "12 are there, 0 to make" in capsys.readouterr().err
     assert len(comfy.get("/history")) == queued
@@ -263,7 +263,7 @@ def test_refused_ratio_is_said(work: Work, graph: dict[str, Any], capsys: pytest
     ids=["checkpoint", "flux"],
 )
 def test_built_in_graphs_fit_the_nodes_of_the_server(comfy: ComfyServer, built: dict[str, Any]) -> None:
-    """Inputs and types of links; no checkpoint can be loaded here."""
+    """Check inputs and types of links; no checkpoint can be loaded here."""
     server = Server(comfy.url)
     template = Template(built)
     graph = template.fill("a cat", "", 1, Setting(0.5, "balanced"))
@@ -305,7 +305,7 @@ def test_interrupted_and_lost_runs_are_said(
     thread.join()
     assert "interrupted on the server. Run the same command again" in capsys.readouterr().err
 
-    # A prompt of somebody else holds ours up, and the queue is cleared.
+    # Another client's prompt runs first, and the queue is cleared.
     busy = Template(hurdle).fill("wait", "", 99, None)
     comfy.queue(busy)
     thread = while_waiting(comfy, lambda: comfy.post("/queue", {"clear": True}))

@@ -127,7 +127,7 @@ def test_slow_and_noisy_results_are_called_so() -> None:
 
 def test_sheets_hold_the_pictures() -> None:
     sheet = side_by_side([case([1.0], [1.0])])
-    # The middle of each panel: whole, merged (grey 20), and their difference enlarged four times.
+    # The middle of each panel: unmerged, merged (grey 20), and their difference amplified four times.
     middle = [sheet.getpixel((16 + 400 * column + 192, 16 + 60 + 192)) for column in range(3)]
     assert middle == [(0, 0, 0), (20, 20, 20), (80, 80, 80)]
     assert merge_maps([case([1.0], [1.0])] * 2).height == 2 * (256 + 30) + 2 * 30

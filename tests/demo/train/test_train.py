@@ -1,4 +1,4 @@
-"""Training runs, resumes exactly where it stopped, and is decided by its seed."""
+"""Training runs, resumes exactly, and is determined by its seed."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_exports_what_comfyui_loads(tmp_path: Path) -> None:
 
 
 def test_a_dit_wide_for_its_tokens(tmp_path: Path) -> None:
-    """Tokens of 2 x 2 pixels show the same scenes at half the size, on the same grid."""
+    """Tokens of 2 x 2 pixels have the same scenes at half the size, on the same grid."""
     given = ["dit", "--width", "64", "--blocks", "1", "2", "--token", "2", "--shares", "0.5", "0.5", "--steps", "3"]
     plan = plan_of(arguments(given))
     assert plan.early_shares == plan.late_shares == (0.5, 0.5)
@@ -177,7 +177,7 @@ def test_workers_change_nothing() -> None:
 
 
 def test_half_size_scenes_sit_where_they_belong() -> None:
-    """A token of a half-size scene has the mean position of the four tokens that it stands for."""
+    """A token of a half-size scene has the mean position of the four tokens that it replaces."""
     network = models.new_dit(0, config=SMALL["dit"])
     half = {"rope_options": View(scale=2).rope_options(CPU)}
     _, small = network.process_img(torch.zeros(1, 16, 32, 32), transformer_options=half)
@@ -202,7 +202,7 @@ def test_unknown_kind_is_refused() -> None:
 
 
 def _even() -> Plan:
-    """Half of every batch is taught the one number of steps, half the other."""
+    """Half of every batch learns one number of steps, half the other."""
     return dataclasses.replace(_plan("dit"), crop_batch=4, full_batch=4)
 
 
@@ -212,7 +212,7 @@ def _straight(x: torch.Tensor, sigma: torch.Tensor, **given: Any) -> torch.Tenso
 
 
 def test_who_needs_few_steps_learns_nothing_new_from_a_straight_flow() -> None:
-    """Two steps and one are the same there, without guidance."""
+    """Without guidance, two steps and one step give the same result there."""
     batch = Batches(_even())[0]
     assert float(FewStepsObjective(_straight, cfg=1.0).loss(_straight, batch)) < 1e-8
     assert float(FewStepsObjective(_straight, cfg=3.0).loss(_straight, batch)) > 1e-4
