@@ -1,4 +1,4 @@
-"""The models of tests/nodes, what a fresh process makes of them, a count of what is alive, and how a server took it."""
+"""Fixtures: models, results of fresh processes, counts of live objects, and outcomes of a server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from scripts.comfyui import ROOT
 
 HERE = Path(__file__).parent
 OURS = json.loads((HERE.parent / "nodes" / "schema.json").read_text())
-os.environ.setdefault("TOMA_FUZZ", "300")  # cases that test_fuzz.py tries; test_damaged.py takes a share of them
+os.environ.setdefault("TOMA_FUZZ", "300")  # number of cases of test_fuzz.py; test_damaged.py uses a share of it
 
 
 def _module(path: Path) -> ModuleType:
@@ -64,13 +64,13 @@ def model(model_of: Callable[[str], Any], kind: str) -> Any:
 
 @pytest.fixture(scope="session")
 def prompt() -> ModuleType:
-    """prompt.py: the prompt that is sampled after every fault, its settings, and how a result is hashed."""
+    """Load prompt.py: the prompt that is sampled after every fault, its settings, and the hash of a result."""
     return _module(HERE / "prompt.py")
 
 
 @pytest.fixture(scope="session")
 def fresh(pack: ModuleType) -> dict[str, dict[str, str]]:
-    """model -> settings -> the hash of what a process of its own samples."""
+    """Return model -> settings -> the hash of the result of a fresh process."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(HERE / "prompt.py"), *models.FAMILIES]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1800, check=False)
@@ -80,7 +80,7 @@ def fresh(pack: ModuleType) -> dict[str, dict[str, str]]:
 
 @pytest.fixture
 def born(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
-    """Every run, its state and every plan that blocks were given, from now on, without keeping them alive."""
+    """Collect weak references to every run, its state and every plan from now on."""
     sampling, state = pack_module("nodes.adapters.patch_model").SamplingRun, pack_module("toma_core.run").RunState
     refs: list[weakref.ref[Any]] = []
     start, plan = sampling.start.__func__, state.plan
@@ -102,7 +102,7 @@ def born(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[
 
 @pytest.fixture
 def nothing_alive(born: list[weakref.ref[Any]]) -> Callable[[], None]:
-    """nothing_alive(): there were runs, and of all they made nothing is left."""
+    """nothing_alive(): check that there were runs, and that none of their objects is alive."""
 
     def check() -> None:
         gc.collect()
@@ -115,7 +115,7 @@ def nothing_alive(born: list[weakref.ref[Any]]) -> Callable[[], None]:
 
 @pytest.fixture(scope="module")
 def families_made(model_of: Callable[[str], Any], quick_garbage_collection: None) -> None:
-    """The models are there before the tests, and the garbage collector does not look through them each time."""
+    """Build the models before the tests and exclude them from garbage collection."""
     for kind in models.FAMILIES:
         model_of(kind)
     gc.collect()
@@ -124,7 +124,7 @@ def families_made(model_of: Callable[[str], Any], quick_garbage_collection: None
 
 @pytest.fixture(scope="session")
 def tensors() -> Callable[[], int]:
-    """tensors(): how many have been made, by anyone, and are still alive."""
+    """tensors(): count the live tensors of the process."""
 
     def count() -> int:
         gc.collect()
@@ -135,7 +135,7 @@ def tensors() -> Callable[[], int]:
 
 @pytest.fixture(scope="session")
 def dtypes_used() -> Callable[[], Any]:
-    """with dtypes_used() as found: dtype -> in how many arguments and results of PyTorch operations it occurs."""
+    """with dtypes_used() as found: count arguments and results of PyTorch operations by dtype."""
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,7 +157,7 @@ def dtypes_used() -> Callable[[], Any]:
 
 @pytest.fixture
 def uninterrupted(pack: ModuleType) -> Iterator[None]:
-    """No interrupt is left over for the next test."""
+    """Clear interrupts before the next test."""
     import comfy.model_management
 
     yield
@@ -166,11 +166,11 @@ def uninterrupted(pack: ModuleType) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def lab(pack: ModuleType) -> Iterator[ComfyServer]:
-    """A server with the pack, the demo's two models and a node that counts what is alive. It keeps no more results
-    than those of the last prompt, so that memory tells of us and not of ComfyUI's cache."""
+    """Run a server with the pack, the demo's two models and a node that counts live objects. It caches only the results
+    of the last prompt, so that memory use is that of the pack."""
     flags = ["--use-pytorch-cross-attention", "--cache-classic"]
     environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    # On the CPU everywhere: the processes that it is compared with are forks, which CUDA does not survive.
+    # Always on the CPU: it is compared with forked processes, in which CUDA does not work.
     server = ComfyServer(packs=[ROOT / "demo", HERE / "lab.py"], flags=flags, environ=environ, cpu=True)
     try:
         place_dit(server.base / "models")
@@ -181,7 +181,7 @@ def lab(pack: ModuleType) -> Iterator[ComfyServer]:
 
 @pytest.fixture(scope="session")
 def census() -> Callable[..., dict[str, Any]]:
-    """census(server, with_routes=False): what is alive in the process now, see lab.py."""
+    """census(server, with_routes=False): count the live objects of the process, see lab.py."""
     count = itertools.count()
 
     def ask(server: ComfyServer, with_routes: bool = False) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def census() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def outcome() -> Callable[[ComfyServer, Any], str]:
-    """outcome(server, graph): how the server takes a graph; fails where it is not as promised."""
+    """outcome(server, graph): run a graph; fail unless it runs or is refused as documented."""
 
     def of(server: ComfyServer, graph: Any) -> str:
         before = len(server.log())
@@ -207,7 +207,7 @@ def outcome() -> Callable[[ComfyServer, Any], str]:
                 body = json.loads(error.read())
                 assert body["error"].get("message") or body["node_errors"], "refused without a word"
                 return "refused"
-            # ComfyUI itself stumbles over some of this; then none of our code may be in sight.
+            # ComfyUI itself fails on some graphs; then the traceback must not contain the pack's code.
             assert f"custom_nodes/{PACK_FOLDER}/" not in server.log()[before:], server.log()[before:]
             return f"HTTP {error.code}"
         if run.status == "error":
@@ -216,7 +216,7 @@ def outcome() -> Callable[[ComfyServer, Any], str]:
             assert run.error["exception_message"].strip(), run.error
             return f"error in {run.error['node_type']}"
         assert run.status == "success"
-        # ComfyUI runs the outputs that are in order, and names what is wrong with the others.
+        # ComfyUI runs valid outputs, and lists the errors of the others.
         return "refused" if answer["node_errors"] else "success"
 
     return of
@@ -224,7 +224,7 @@ def outcome() -> Callable[[ComfyServer, Any], str]:
 
 @pytest.fixture(scope="session")
 def saved_latent(lab: ComfyServer) -> Callable[[Run], str]:
-    """saved_latent(run): a digest of the latent that a graph has saved. pytest takes minutes to compare its bytes."""
+    """saved_latent(run): hash the latent that a graph has saved, because pytest takes minutes to compare its bytes."""
 
     def of(run: Run) -> str:
         assert run.status == "success", run.error
@@ -236,7 +236,7 @@ def saved_latent(lab: ComfyServer) -> Callable[[Run], str]:
 
 @pytest.fixture
 def steady(lab: ComfyServer, saved_latent: Callable[[Run], str]) -> Iterator[ComfyServer]:
-    """The server, and afterwards it still gives what it gave before."""
+    """Yield the server, and check that its result is unchanged afterwards."""
     good = sampling_graph(DIT, 64, 2, seed=4321, merged=True, full_step_interval=0, similarity_from="tokens")
     run = lab.run(good)
     before = saved_latent(run)

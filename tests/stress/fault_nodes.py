@@ -1,7 +1,7 @@
-"""Nodes that go wrong on demand, for a real server: linked into its custom_nodes as they are.
+"""Nodes that fail on demand, linked into the custom_nodes of a real server.
 
-One graph serves a good prompt and a bad one: the widgets of `FaultLatent` say what will happen, and where, so that the
-MODEL that ComfyUI has in its cache is the very same before, during and after a fault.
+One graph is used with and without a fault: widgets of `FaultLatent` select the fault and its position, so that the
+MODEL in ComfyUI's cache is the same before, during and after a fault.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ models = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(models)
 
 FAULTS = ("none", "error", "out of memory", "slow")
-# What is armed, and at which call of attention it goes off, counted down; if it is slow, milliseconds a call.
+# The armed fault, the remaining calls of attention until it occurs, and, for a slow run, milliseconds per call.
 _armed: dict[str, Any] = {"fault": "none", "calls": 0}
 
-# What a run of this pack makes, by the end of its module's name.
+# Classes of a run's objects, by the end of their module's name.
 KINDS = {
     ("toma_core.run", "RunState"),
     ("toma_core.run", "_Entry"),
@@ -42,7 +42,7 @@ KINDS = {
 
 
 def attention(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Another pack's attention override, which fails as it is told to."""
+    """An attention override that raises the armed fault."""
     import comfy.model_management
 
     fault = _armed["fault"]
@@ -58,7 +58,7 @@ def attention(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def census() -> dict[str, int]:
-    """How many objects of a run are alive, and how many tensors there are but for the drawings in the last reports."""
+    """Count the live objects of runs, and the tensors except those of drawings in the last reports."""
     gc.collect()
     found = gc.get_objects()
     kinds = [(type(o).__module__, type(o).__name__) for o in found]
@@ -68,13 +68,13 @@ def census() -> dict[str, int]:
     return {**counts, "tensors": sum(issubclass(type(o), torch.Tensor) for o in found) - drawn}
 
 
-# What ComfyUI has imported by now is not looked through at each census.
+# Objects of imported modules are excluded from each census.
 gc.collect()
 gc.freeze()
 
 
 class FaultModel:
-    """A small model whose attention may be told to fail."""
+    """A small model whose attention can fail."""
 
     RETURN_TYPES = ("MODEL", "CONDITIONING", "CONDITIONING")
     FUNCTION = "load"
@@ -91,7 +91,7 @@ class FaultModel:
 
 
 class FaultLatent:
-    """An empty latent, never the cached one; arms the fault of this prompt."""
+    """An empty latent that is never cached; it arms the prompt's fault."""
 
     RETURN_TYPES = ("LATENT",)
     FUNCTION = "make"
@@ -118,7 +118,7 @@ class FaultLatent:
 
 
 class FaultCensus:
-    """What is alive in the server."""
+    """Counts the live objects of the server."""
 
     RETURN_TYPES = ()
     FUNCTION = "count"

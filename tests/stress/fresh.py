@@ -1,7 +1,7 @@
-"""Runs prompts with ComfyUI's own executor, each in a process of its own in which nothing has run before.
+"""Run prompts with ComfyUI's own executor, each in a fresh process.
 
-ComfyUI is imported once, with the flags of a server; then every prompt gets a fork of that process. Prompts come in on
-stdin, one JSON object a line, and for each goes out one line: {"status": ..., "latent": SHA-256 of the saved latent}.
+ComfyUI is imported once, with the flags of a server; every prompt runs in a fork of that process. Each line of stdin is
+a prompt in JSON, and each line of stdout its result: {"status": ..., "latent": SHA-256 of the saved latent}.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def prepare():
-    """ComfyUI with all its nodes, as main.py makes it, but without its database, its port and its worker thread."""
+    """Prepare ComfyUI with all its nodes as main.py does, without its database, port and worker thread."""
     sys.path.insert(0, os.environ["COMFYUI_PATH"])
     import main  # isort: skip
     import nodes  # isort: skip
@@ -29,7 +29,7 @@ def prepare():
 
 
 def run(prompts, prompt):
-    """Validate and execute one prompt; returns what is to be printed."""
+    """Validate and execute one prompt, and return the line to print."""
     import execution
     import folder_paths
 
@@ -46,7 +46,7 @@ def run(prompts, prompt):
 
 
 def digest(path):
-    """The numbers of a saved latent: the file around them also holds the prompt."""
+    """Hash the numbers of a saved latent, without the prompt in its file."""
     from safetensors.torch import load_file
 
     return hashlib.sha256(load_file(path)["latent_tensor"].numpy().tobytes()).hexdigest()
@@ -54,7 +54,7 @@ def digest(path):
 
 def main():
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever ComfyUI prints is no answer
+    os.dup2(2, 1)  # ComfyUI's own output must not mix with the results
     prompts = prepare()
     print("ready", file=out, flush=True)
     for line in sys.stdin:

@@ -1,6 +1,6 @@
-"""Counts what is alive in a server's process, and makes small models of every family.
+"""Count the live objects of a server's process, and make small models of every family.
 
-Linked into ComfyUI as one more pack; see conftest.py.
+It is linked into ComfyUI as another pack; see conftest.py.
 """
 
 import ctypes
@@ -24,12 +24,12 @@ _spec.loader.exec_module(models)
 
 
 def objects_of_the_pack():
-    """How many instances of each class of the pack there are."""
+    """Count the instances of each class of the pack."""
     return Counter(type(o).__name__ for o in gc.get_objects() if PACK in str(getattr(type(o), "__module__", "")))
 
 
 def tensor_bytes():
-    """Bytes behind all tensors, each storage once."""
+    """Count the bytes of all tensors, each storage once."""
     storages = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and thing.layout is torch.strided:
@@ -39,7 +39,7 @@ def tensor_bytes():
 
 
 def routes():
-    """Method, path and the file of the handler of every route."""
+    """Return method, path and handler's file of every route."""
     found = []
     for route in PromptServer.instance.app.router.routes():
         code = getattr(route.handler, "__code__", None)
@@ -48,7 +48,7 @@ def routes():
 
 
 class LabCensus:
-    """What is alive between prompts. nonce: another number, another count."""
+    """Counts live objects between prompts. nonce: another number forces another count."""
 
     RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "count", True, "tests"
 
@@ -58,7 +58,7 @@ class LabCensus:
 
     def count(self, nonce, with_routes):
         gc.collect()
-        if sys.platform == "linux":  # what the allocator only keeps in hand says nothing about who holds what
+        if sys.platform == "linux":  # free memory that the allocator holds is not in use
             ctypes.CDLL(None).malloc_trim(0)
         counted = {
             "objects": objects_of_the_pack(),

@@ -1,4 +1,4 @@
-"""The prompt that is sampled after every fault. As a script: what a process samples in which nothing has gone wrong.
+"""The prompt that is sampled after every fault. As a script it samples in a process without faults.
 
 `python tests/stress/prompt.py unet` prints {"unet": {case: hash}}. The tests load this file as a module too.
 """
@@ -35,12 +35,12 @@ CASES: dict[str, dict[str, Any] | None] = {
 
 
 def sample(model: Any, **options: Any) -> torch.Tensor:
-    """(1, C, SIDE, SIDE) fp32."""
+    """Sample a latent (1, C, SIDE, SIDE) fp32."""
     return models.sample(model, SIDE, SIDE, steps=STEPS, **options)
 
 
 def digest(latent: torch.Tensor) -> str:
-    """A hash of all the bits of a latent, which must be finite."""
+    """Hash all bits of a latent, which must be finite."""
     assert latent.isfinite().all()
     return hashlib.sha256(latent.float().contiguous().numpy().tobytes()).hexdigest()
 

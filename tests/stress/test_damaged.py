@@ -1,6 +1,6 @@
-"""Damaged files: an error that names the file, or a run; nothing hangs and nobody dies.
+"""Damaged files give an error that names the file, or run; no process hangs or ends.
 
-`make fuzz` tries more of them: TOMA_FUZZ says how many, see conftest.py.
+`make fuzz` tries more of them: TOMA_FUZZ sets their number, see conftest.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CASES = int(os.environ["TOMA_FUZZ"])
 
 
 def damaged(data: bytes, seed: int) -> tuple[str, bytes]:
-    """The file cut off, or with some bits turned over: in its header, in its numbers, or anywhere."""
+    """Truncate the file, or flip some bits in its header, in its numbers, or anywhere."""
     chance = random.Random(seed)  # noqa: S311 - cases, no secrets
     header = 8 + int.from_bytes(data[:8], "little")
     way = ("cut", "cut in the header", "length", "header", "numbers", "anywhere", "empty")[seed % 7]
@@ -40,7 +40,7 @@ def damaged(data: bytes, seed: int) -> tuple[str, bytes]:
 
 
 def test_damaged_checkpoint_is_refused_in_words_or_runs(steady: ComfyServer, outcome: Any) -> None:
-    """Through the stock loader, as a user's broken download. Numbers that are not, as weights, must not hang us."""
+    """ComfyUI's own loader reads it, as a user's broken download. NaN in weights must not hang the pack."""
     whole = (steady.base / "models" / "diffusion_models" / "toma_demo_dit.safetensors").read_bytes()
     seen = set()
     for seed in range(max(7, CASES // 40)):
@@ -64,11 +64,11 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_damaged_demo_weights_are_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Any) -> None:
-    """The demo's own loaders: the error names the file and says what to do."""
+    """The errors of the demo's loaders name the file and the remedy."""
     path = tmp_path / name
     monkeypatch.setattr(demo_nodes, "UNET_WEIGHTS", path)
     original = WEIGHTS_FOLDER / name
-    # What the trained UNet is not there for, any checkpoint of another model is: its header is as long.
+    # Without trained weights, use a checkpoint of another model, whose header is about as long.
     whole = (original if original.exists() else WEIGHTS_FOLDER / "checker.safetensors").read_bytes()
     refused = 0
     for seed in range(max(14, CASES // 10)):

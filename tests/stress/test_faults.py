@@ -1,4 +1,5 @@
-"""A prompt that goes wrong, wherever it does: the next one is that of a fresh process, and nothing of it is left."""
+"""After a fault anywhere in a prompt, the next result is that of a fresh process, and no object of the failed run is
+alive."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from benchmarks import models
 from scripts.comfy_pack import pack_module
 
 pytestmark = pytest.mark.usefixtures("families_made")
-# Where the family makes no difference: the two that differ most.
+# The two most different families, for tests that do not depend on the family.
 BOTH = ("unet", "flux")
 both = pytest.mark.parametrize("kind", BOTH)
 
 
 class Trap:
-    """On the layers inside the blocks: goes off once, in the middle of a block that runs on merged tokens."""
+    """Wraps the layers inside the blocks and raises once, in the middle of a block that runs on merged tokens."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -36,7 +37,7 @@ class Trap:
 
 @pytest.fixture
 def trap(model: Any) -> Iterator[Trap]:
-    """In the model: it counts calls until it is armed."""
+    """Install the trap in the model; it counts calls until it is armed."""
     made, network = Trap(), model.model.diffusion_model
     blocks = [module for module, _ in pack_module("nodes.adapters.registry").find(network).hook_pairs()]
     layers = {layer for block in blocks for layer in block.modules() if isinstance(layer, torch.nn.Linear)}
@@ -47,11 +48,11 @@ def trap(model: Any) -> Iterator[Trap]:
 
 
 class FaultError(Exception):
-    """Something in another pack."""
+    """An error of another pack."""
 
 
 def interrupt() -> None:
-    """As the button does it: the next layer of the model raises."""
+    """Interrupt as the button does: the next layer of the model raises."""
     import comfy.model_management
 
     comfy.model_management.interrupt_current_processing(True)
@@ -76,7 +77,7 @@ def kind_of(spring: Callable[[], None]) -> type[BaseException]:
 STAGES = {"first call": lambda calls: 1, "middle step": lambda calls: calls // 2 + 1, "last call": lambda calls: calls}
 SPRINGS = (interrupt, fail, run_out_of_memory)
 MERGED = ("stack", "module", "detail")
-# In two families every kind of fault meets every stage and every setting; of the others each has one of them.
+# Two families have every kind of fault at every stage with every setting; each other family has one combination.
 TURNS = {kind: turn % 3 for turn, kind in enumerate(models.FAMILIES)}
 FAULTS = [
     (kind, stage, spring, MERGED[(m + n) % 3])
@@ -108,7 +109,7 @@ def test_fault_inside_a_merged_block(
         hooked.extend(hooks_left(model))
         spring()
 
-    # With whole steps the last one is the model's own.
+    # With full steps the last one is full.
     within = calls * (prompt.STEPS - 1) // prompt.STEPS if case == "detail" else calls
     trap.arm(STAGES[stage](within), go)
     with pytest.raises(kind_of(spring)):
@@ -116,7 +117,7 @@ def test_fault_inside_a_merged_block(
     assert hooked, "the fault was to be inside a merged block"
     assert hooks_left(model) == []
     nothing_alive()
-    # Fewer, where the report of a run that broke off has no drawings.
+    # Fewer if the report of an aborted run has no drawings.
     assert tensors() <= before
 
     assert prompt.digest(prompt.sample(patched)) == fresh[kind][case]
@@ -131,7 +132,7 @@ def test_interrupt_before_and_between_steps(
     kind: str, attach: Any, model: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
     uninterrupted: None, step: int | None,
 ) -> None:  # fmt: skip
-    """None: before the first step. After the last there is nothing left to interrupt: that picture is complete."""
+    """None interrupts before the first step. After the last step the picture is complete and nothing is interrupted."""
     import comfy.model_management as mm
 
     patched = attach(model, **prompt.CASES["stack"])
@@ -145,7 +146,7 @@ def test_interrupt_before_and_between_steps(
     if step == prompt.STEPS - 1:
         assert prompt.digest(prompt.sample(patched, callback=after)) == fresh[kind]["stack"]
         assert mm.processing_interrupted()
-        # ComfyUI forgets what is left over when it takes up the next prompt.
+        # ComfyUI clears a pending interrupt when it starts the next prompt.
         mm.interrupt_current_processing(False)
     else:
         with pytest.raises(mm.InterruptProcessingException):
@@ -181,7 +182,7 @@ def test_fault_inside_our_own_code(
     kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any, tensors: Any,
     uninterrupted: None, monkeypatch: pytest.MonkeyPatch, module: str, name: str, spring: Any,
 ) -> None:  # fmt: skip
-    """In selection, in weighing, in merging: at the second call, when there is a plan already."""
+    """The fault is in selection, in weights or in merging, at the second call, when a plan exists."""
     import comfy.model_management as mm
 
     patched = attach(model, **{**prompt.CASES["stack"], "weight_interval": 1})
@@ -216,9 +217,10 @@ def test_fault_inside_our_own_code(
 def test_no_memory_while_a_graph_is_prepared(
     kind: str, model: Any, attach: Any, prompt: Any, nothing_alive: Any, tensors: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For torch.compile the layout is made before the model runs: the hook that it is for is not installed yet."""
+    """For torch.compile the layout is made before the model runs, when its hook is not installed yet."""
     compiled = model.clone()
-    compiled.model_options["torch_compile_kwargs"] = {"backend": "inductor"}  # told only: nothing is compiled
+    compiled.model_options["torch_compile_kwargs"] = {"backend": "inductor"}  # only marked as compiled: nothing is
+    # compiled
     patched = attach(compiled, **prompt.CASES["stack"])
     expected = prompt.digest(prompt.sample(patched))
     nothing_alive()
@@ -236,8 +238,8 @@ def test_no_memory_while_a_graph_is_prepared(
 def test_call_that_is_made_again(
     kind: str, model: Any, trap: Trap, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any
 ) -> None:
-    """Another pack that goes on when memory has run out, inside of our hooks: all at once again, the picture is the
-    same; one image after another, which the plans of this call do not fit, it is one that runs whole there."""
+    """Another pack continues after out-of-memory inside of ToMA's hooks. If it repeats the call, the picture is the
+    same; if it splits the batch, which the call's plans do not fit, those blocks run unmerged."""
     from comfy.patcher_extension import WrappersMP
 
     def cut(value: Any, index: int) -> Any:
@@ -271,7 +273,7 @@ def test_picture_is_not_lost_with_its_drawing(
     kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any, monkeypatch: pytest.MonkeyPatch,
     stats_of: Any, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """The map of windows for the report is drawn when sampling is done: with no memory left for it, the latent is."""
+    """The report's map is drawn after sampling: without memory for it, the latent is still returned."""
     patched = attach(model, **prompt.CASES["stack"])
     with monkeypatch.context() as patch:
         patch.setattr(pack_module("toma_core.run"), "draw_map", lambda plan: run_out_of_memory())
@@ -300,7 +302,7 @@ def unet_wrapper(model: Any) -> None:
 
 
 def diffusion_wrapper(model: Any) -> None:
-    """Inside of ours, after the model has run."""
+    """Raise inside of ToMA's wrapper, after the model has run."""
     from comfy.patcher_extension import WrappersMP
 
     model.add_wrapper_with_key(
@@ -323,7 +325,7 @@ def cleanup(model: Any) -> None:
 PATCHES = (outer_wrapper, after_cfg, unet_wrapper, diffusion_wrapper, before_run, cleanup)
 
 
-# Where a wrapper is around all of ours, the family makes no difference; ERNIE-Image, SD3 and OmniGen2 call none inside.
+# Wrappers around all of ToMA's do not depend on the family; ERNIE-Image, SD3 and OmniGen2 call none inside.
 @pytest.mark.parametrize(
     ("kind", "patch", "first"),
     [(kind, patch, first) for kind in BOTH for patch in PATCHES for first in (True, False)]
@@ -357,7 +359,7 @@ def test_process_that_is_told_to_end(
     kind: str, model: Any, trap: Trap, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
     error: type[BaseException],
 ) -> None:  # fmt: skip
-    """Not `Exception`s: whoever catches these in its own way finds the model as it was."""
+    """The errors are not `Exception`s; the model is unchanged after them."""
 
     def go() -> None:
         raise error

@@ -1,4 +1,5 @@
-"""Models that come and go between and within prompts, weights that do not fit, and attention that recovers."""
+"""Models that are loaded and unloaded between and within prompts, weights that do not fit, and attention that
+recovers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ both = pytest.mark.parametrize("kind", BOTH)
 def test_attention_that_recovers_from_no_memory_inside_a_merged_block(
     kind: str, model: Any, attach: Any, prompt: Any, nothing_alive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ComfyUI's split attention empties its caches and tries again: the merged picture comes out, bit for bit."""
+    """ComfyUI's split attention empties its caches and tries again: the merged picture is bit-identical."""
     import comfy.model_management
     from comfy.ldm.modules import attention
 
@@ -79,7 +80,7 @@ def test_model_unloaded_reloaded_and_loaded_anew(
 def test_model_unloaded_while_sampling(
     kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any
 ) -> None:
-    """Another model that needs the room takes part of this one's out between two steps."""
+    """Another model that needs the memory unloads part of this one between two steps."""
     patched = attach(model, **prompt.CASES["stack"])
     size, freed = model.model_size(), []
 
@@ -95,7 +96,7 @@ def test_model_unloaded_while_sampling(
 
 @pytest.fixture
 def lowvram(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """lowvram(bytes): from now on models are loaded as on a card with so much room for weights."""
+    """lowvram(bytes): load models as on a card with this memory for weights."""
     from comfy.model_management import LoadedModel
 
     load = LoadedModel.model_load
@@ -117,7 +118,7 @@ def lowvram(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_weights_that_do_not_fit(
     kind: str, attach: Any, prompt: Any, fresh: Any, lowvram: Any, nothing_alive: Any, share: float, lora: bool
 ) -> None:
-    """ComfyUI's lowvram patcher: part of the weights, or all, are cast and patched (LoRA) each time they are used."""
+    """ComfyUI's lowvram patcher casts and patches (LoRA) part of the weights, or all, at each use."""
     import comfy.model_management as mm
 
     model = getattr(models, kind)()
@@ -144,7 +145,7 @@ def test_weights_that_do_not_fit(
 def test_dynamic_patcher_on_a_cpu_is_the_plain_one(
     kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any
 ) -> None:
-    """All that a machine without CUDA can show of dynamic VRAM: ComfyUI says itself that there is none."""
+    """Without CUDA, ComfyUI itself reports that there is no dynamic VRAM."""
     import comfy.model_management as mm
 
     patcher = pytest.importorskip("comfy.model_patcher")
@@ -155,5 +156,5 @@ def test_dynamic_patcher_on_a_cpu_is_the_plain_one(
         pytest.skip("dynamic VRAM is on: the other tests run on it")
     assert prompt.digest(prompt.sample(attach(dynamic, **prompt.CASES["stack"]))) == fresh[kind]["stack"]
     nothing_alive()
-    # Or ComfyUI takes the model for leaked when this patcher goes, and collects garbage before every run that follows.
+    # Otherwise ComfyUI treats the model as leaked without this patcher, and collects garbage before every later run.
     mm.unload_all_models()

@@ -1,4 +1,5 @@
-"""Faults of a real server, by its own API: afterwards it samples what a fresh process does, and nothing is left.
+"""Faults of a real server, by its API: afterwards its result is that of a fresh process, and no object of the run is
+alive.
 
 The nodes are those of fault_nodes.py. Before and after each fault ComfyUI has the same patched MODEL in its cache.
 """
@@ -18,16 +19,16 @@ from scripts.comfy_client import Run
 from scripts.comfy_server import ComfyServer
 
 KINDS = {"unet": 4, "flux": 16}
-# Milliseconds for each call of attention, so that a run takes two seconds and can be interfered with.
+# Milliseconds for each call of attention, so that a run takes two seconds and can be interrupted.
 SLOW = {"unet": {"fault": "slow", "calls": 20}, "flux": {"fault": "slow", "calls": 110}}
 
 
 @pytest.fixture(scope="module")
 def server(pack: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
-    """A server of its own: it is killed and started again."""
+    """Start a separate server, which is killed and restarted."""
     base = tmp_path_factory.mktemp("server")
     nodes = Path(__file__).parent / "fault_nodes.py"
-    # As the process that it is compared with: PyTorch's attention, and sums in one order.
+    # As in the process that it is compared with: PyTorch's attention, and one order of sums.
     environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     flags = ["--use-pytorch-cross-attention"]
     with ComfyServer(base=base, packs=[nodes], environ=environ, flags=flags) as running:
@@ -40,7 +41,7 @@ def node(class_type: str, **inputs: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def graph(server: ComfyServer, prompt: Any) -> Callable[..., dict[str, Any]]:
-    """graph(kind, case, fault, calls): the prompt of prompt.py as a graph, in which a fault may happen."""
+    """graph(kind, case, fault, calls): return the prompt of prompt.py as a graph with a fault."""
     required = server.object_info("ToMAAdvanced")["input"]["required"]
     defaults = {name: spec[1]["default"] for name, spec in required.items() if name != "model"}
 
@@ -74,7 +75,7 @@ def graph(server: ComfyServer, prompt: Any) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def sampled(server: ComfyServer, prompt: Any) -> Callable[[Run], str]:
-    """sampled(run): the hash of the latent it saved."""
+    """sampled(run): return the hash of the saved latent."""
 
     def digest(run: Run) -> str:
         assert run.status == "success", run.error
@@ -85,7 +86,7 @@ def sampled(server: ComfyServer, prompt: Any) -> Callable[[Run], str]:
 
 
 def census(server: ComfyServer) -> dict[str, int]:
-    """What is alive in the server: objects of our runs by class, and all tensors."""
+    """Count the live objects of ToMA's runs by class, and all tensors of the server."""
     run = server.run({"1": node("FaultCensus")})
     return dict(json.loads(run.outputs["1"]["text"][0]))
 
@@ -97,7 +98,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def good(server: ComfyServer, graph: Any, sampled: Any, fresh: Any) -> Callable[[str], int]:
-    """good(kind): a prompt is that of a fresh process and leaves nothing of its own; how many tensors there are."""
+    """good(kind): check that a prompt's result is that of a fresh process and leaves no objects; return the number of
+    tensors."""
 
     def check(kind: str) -> int:
         assert sampled(server.run(graph(kind))) == fresh[kind]["stack"]
@@ -110,13 +112,13 @@ def good(server: ComfyServer, graph: Any, sampled: Any, fresh: Any) -> Callable[
 
 @pytest.fixture(scope="module")
 def at_first(good: Any) -> dict[str, int]:
-    """The tensors of a server that has run each model once without a fault."""
+    """Count the tensors of a server that has run each model once without a fault."""
     return {kind: good(kind) for kind in (*KINDS, *KINDS)}
 
 
 @pytest.fixture
 def survived(at_first: dict[str, int], good: Any, kind: str) -> Iterator[None]:
-    """After the test the very next prompt is that of a fresh process, and there is no tensor more than at first."""
+    """Check that the next result is that of a fresh process, and that there are no more tensors than at first."""
     yield
     assert good(kind) <= at_first[kind]
 
@@ -126,7 +128,7 @@ def running(server: ComfyServer) -> list[str]:
 
 
 def wait_until_it_samples(server: ComfyServer, prompt_id: str) -> None:
-    """Until a slow prompt is on its way: it then has a second and more to go."""
+    """Wait until a slow prompt samples; more than a second then remains."""
     deadline = time.monotonic() + 180
     while prompt_id not in running(server):
         assert time.monotonic() < deadline
@@ -136,7 +138,7 @@ def wait_until_it_samples(server: ComfyServer, prompt_id: str) -> None:
 
 @pytest.mark.parametrize("fault", ["error", "out of memory"])
 def test_fault_inside_a_merged_block(server: ComfyServer, graph: Any, kind: str, fault: str, survived: None) -> None:
-    """ComfyUI tells of it on the sampler. When memory has run out it unloads every model."""
+    """ComfyUI reports it on the sampler. After out-of-memory it unloads every model."""
     seen = len(server.log())
     run = server.run(graph(kind, fault=fault, calls=9))
     assert run.status == "error"
@@ -163,7 +165,7 @@ def test_interrupt_between_prompts(server: ComfyServer, kind: str, survived: Non
 def test_free_memory_while_sampling(
     server: ComfyServer, graph: Any, sampled: Any, fresh: Any, kind: str, asked: Any, survived: None
 ) -> None:
-    """ComfyUI frees when the prompt is done, and the next one loads or makes its model anew."""
+    """ComfyUI frees memory at the end of the prompt, and the next prompt loads or makes its model again."""
     prompt_id = server.queue(graph(kind, **SLOW[kind]))
     wait_until_it_samples(server, prompt_id)
     assert running(server) == [prompt_id]
@@ -175,7 +177,7 @@ def test_free_memory_while_sampling(
 def test_prompt_edited_while_queued(
     server: ComfyServer, graph: Any, sampled: Any, fresh: Any, kind: str, survived: None
 ) -> None:
-    """Behind a slow prompt one is taken back and queued again with other settings of the same node."""
+    """A prompt behind a slow one is removed and queued again with other settings of the same node."""
     first = server.queue(graph(kind, "module", **SLOW[kind]))
     taken_back = server.queue(graph(kind, "stack"))
     server.post("/queue", {"delete": [taken_back]})
@@ -187,7 +189,7 @@ def test_prompt_edited_while_queued(
 
 
 def test_killed_while_sampling_and_started_again(server: ComfyServer, graph: Any, sampled: Any, fresh: Any) -> None:
-    """Without any goodbye. The first prompt of the new process is merged, on the same folders."""
+    """The server is killed without shutdown. The first prompt of the new process is merged, on the same folders."""
     prompt_id = server.queue(graph("unet", **SLOW["unet"]))
     wait_until_it_samples(server, prompt_id)
     assert server.process is not None

@@ -1,6 +1,6 @@
-"""Anything that may be set, asked or loaded: it works, or it is refused in words; nothing hangs and nobody dies.
+"""Any settings, prompts and files work or are refused with a readable error; no process hangs or ends.
 
-300 cases by themselves, `make fuzz` tries 10,000: TOMA_FUZZ says how many.
+By default 300 cases, 10,000 in `make fuzz`: TOMA_FUZZ sets the number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ reasons = pack_module("toma_core.reasons")
 
 
 def cases(share: float) -> Any:
-    """This share of all cases; examples come from the profile that conftest.py has loaded."""
+    """Limit a test to this share of all cases; examples come from the profile of conftest.py."""
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     return settings(max_examples=max(5, int(CASES * share)), suppress_health_check=checks)
 
@@ -42,7 +42,7 @@ def cases(share: float) -> Any:
 
 
 def values_of(name: str) -> st.SearchStrategy[Any]:
-    """Allowed values of one setting, its ends among them."""
+    """Draw allowed values of one setting, including its limits."""
     spec, default = config.setting_spec(name), config.setting_default(name)
     if isinstance(default, Enum):
         return st.sampled_from([str(member.value) for member in type(default)])
@@ -56,11 +56,11 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
 
 
 def mostly(name: str, *usual: Any) -> st.SearchStrategy[Any]:
-    """Any allowed value in one case of ten: what leaves the whole model whole would leave nothing to try."""
+    """Draw any allowed value in one case of ten: values that merge nothing would test nothing."""
     return st.sampled_from(range(10)).flatmap(lambda n: values_of(name) if n == 9 else st.sampled_from(usual))
 
 
-# All families but the first two, which have as many cases each as all of these together.
+# All families except the first two, each of which has as many cases as all of these together.
 OTHERS = sorted(set(models.TRANSFORMERS) - {"flux"})
 NAMES = [item.name for item in fields(config.ToMAConfig)]
 MERGING = {
@@ -77,7 +77,7 @@ SETTINGS = st.fixed_dictionaries(MERGING, optional={name: values_of(name) for na
 
 @st.composite
 def conditions(draw: st.DrawFn, height: int, width: int) -> list[dict[str, Any]]:
-    """Text lengths and options of one to three conditions; the first is for the whole picture at all times."""
+    """Draw text lengths and options of one to three conditions; the first one covers the full picture at all times."""
     found = []
     for index in range(draw(st.integers(1, 3))):
         options: dict[str, Any] = {"tokens": draw(st.integers(1, 12)), "seed": index}
@@ -99,7 +99,7 @@ def conditions(draw: st.DrawFn, height: int, width: int) -> list[dict[str, Any]]
 
 @st.composite
 def tasks(draw: st.DrawFn) -> dict[str, Any]:
-    """What is sampled."""
+    """Draw a task."""
     side = st.integers(6, 20) | st.integers(2, 20)
     height, width = draw(side), draw(side)
     return {
@@ -118,7 +118,7 @@ def tasks(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def sample(model: Any, task: dict[str, Any]) -> torch.Tensor:
-    """Reference images, of the sizes that the task tells, are with every condition."""
+    """Sample the task; every condition has reference images of the task's sizes."""
     latent = model.model.latent_format
     frames = (1,) if latent.latent_dimensions == 3 else ()
     found = [torch.randn(1, latent.latent_channels, *frames, *size, generator=torch.Generator().manual_seed(3))
@@ -132,7 +132,7 @@ def sample(model: Any, task: dict[str, Any]) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def small(pack: Any) -> dict[str, Any]:
-    """The fewest blocks that are of every kind, so that many cases can be tried."""
+    """Build a model with the fewest blocks of every kind, for many cases."""
     shape = {"num_res_blocks": [1, 1], "transformer_depth": [0, 1], "transformer_depth_output": [0, 0, 2, 1]}
     found = {"unet": models.unet(depths=(0, 1), middle=1, **shape), "flux": models.flux(double=2, single=2)}
     for kind in OTHERS:
@@ -165,7 +165,7 @@ def test_any_settings_on_any_shape_under_any_conditions(
     try:
         out = sample(patched, task)
     except Exception as error:
-        # Only what fails without ToMA as well may fail with it.
+        # A task may only fail with ToMA if it fails without.
         with pytest.raises(type(error)):
             sample(model, task)
         event("fails without ToMA too")
@@ -187,7 +187,7 @@ def test_any_settings_on_any_shape_under_any_conditions(
 
 
 def assert_readable(message: str) -> None:
-    """Who speaks, what is allowed, and it fits on a screen."""
+    """Check that an error names the pack and the allowed values, and fits on a screen."""
     assert message.startswith("ToMA: ")
     assert "Allowed: " in message
     assert len(message) < 1000
@@ -216,7 +216,7 @@ def test_any_value_is_taken_or_refused_in_words(name: str, value: Any) -> None:
         assert_readable(message)
         assert reasons.label(name) in message
     else:
-        # What is kept is of the setting's own kind.
+        # Accepted values have the setting's type.
         assert type(getattr(taken, name)) is type(config.setting_default(name))
 
 
@@ -246,7 +246,7 @@ JSON = st.one_of(
 
 
 def whole_graph(seed: int) -> dict[str, Any]:
-    """Every node of the pack in one graph, and as little work as there can be."""
+    """Return a graph with every node of the pack and minimal work."""
     graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, full_step_interval=0, similarity_from="tokens")
     graph["simple"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.5, "preset": "quality"}}
     graph["benchmark"] = {
@@ -264,14 +264,14 @@ PLACES = [(name, key) for name, node in NODES.items() for key in node["inputs"]]
 
 
 def survivable(value: Any) -> bool:
-    """ComfyUI 0.30.0 looks at links under names that a node knows. One under another name, to an output that is not
-    there, ends the thread that runs its prompts, whichever node it is at, before any of them has run."""
+    """Return whether ComfyUI 0.30.0 survives a graph: it validates links of known inputs only, and a link of an unknown
+    input to a missing output ends the thread that runs prompts."""
     return not (isinstance(value, list) and len(value) == 2) or value in (["loader", 0], ["toma", 0])
 
 
 @st.composite
 def broken_graphs(draw: st.DrawFn) -> Any:
-    """A graph in which something of one of our nodes is not as it should be."""
+    """Draw a graph with one invalid value at one of the pack's nodes."""
     graph = whole_graph(draw(st.integers(0, 3)))
     name, key = draw(st.sampled_from(PLACES))
     node = graph[name]
@@ -306,7 +306,7 @@ HOSTILE = ("../../../etc/passwd\0", "<img src=x onerror=alert(1)>", "'; drop tab
 def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: Any) -> None:
     for index, (name, key) in enumerate(PLACES):
         graph = whole_graph(index)
-        # What does not depend on the node would run all the same, and take its time.
+        # Nodes that do not depend on it would run anyway and take time.
         apart = (
             ("simple", "benchmark")
             if name in ("toma", "report")
@@ -316,8 +316,8 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: An
             del graph[other]
         graph[name]["inputs"][key] = HOSTILE[index % len(HOSTILE)]
         how = outcome(steady, graph)
-        # ComfyUI takes any text for true, the report passes a latent on unchanged, whatever it is, and with a profile
-        # that cannot be read the preset runs.
+        # ComfyUI accepts any text as true, the report passes any latent on unchanged, and with an unreadable profile
+        # the preset runs.
         harmless = isinstance(NODES[name]["inputs"][key], bool) or (name, key) in {
             ("report", "latent"),
             ("toma", "profile"),
@@ -326,7 +326,7 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: An
 
 
 def test_option_that_nobody_knows_changes_nothing(steady: ComfyServer, saved_latent: Any) -> None:
-    """A graph saved by a later version, opened in this one."""
+    """This is a graph that a later version saved, opened in this one."""
     graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, full_step_interval=0, similarity_from="tokens")
     expected = saved_latent(steady.run(graph))
     later = copy.deepcopy(graph)
@@ -344,6 +344,6 @@ def test_body_that_is_no_prompt(steady: ComfyServer) -> None:
 
 
 def test_cases_are_many() -> None:
-    """Or else a typing error in TOMA_FUZZ would go unseen."""
+    """Otherwise a typing error in TOMA_FUZZ would not be noticed."""
     assert CASES >= 300
     assert json.dumps(NODES)

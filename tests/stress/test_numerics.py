@@ -1,4 +1,4 @@
-"""Selection, weights and merges of tokens as they come: every dtype, huge and tiny, all alike, and broken ones."""
+"""Selection, weights and merges of difficult tokens: every dtype, huge, tiny, equal and broken ones."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ MODES = core.StepMode.REFRESH, core.StepMode.MERGED_CACHED
 
 
 def smooth(dtype: torch.dtype, batch: int = 2, channels: int = 40, seed: int = 0) -> Tensor:
-    """Neighbours are alike, as in a picture; at most 8. (B, 117, C)"""
+    """Return tokens whose neighbours are similar, as in a picture, at most 8: (B, 117, C)."""
     x = torch.randn(batch, channels, *GRID, generator=torch.Generator().manual_seed(seed))
     x = torch.nn.functional.avg_pool2d(x, 3, 1, 1) + 0.1 * x
     return x.flatten(2).transpose(1, 2).clamp(-8, 8).contiguous().to(dtype)
 
 
 def run_of(fast: Any = None, **settings: Any) -> Any:
-    """A run, on the kernels `fast` if there are any."""
+    """Return a run, on the kernels `fast` if given."""
     settings = {"min_tokens": 4, "window_size": 4, **settings}
     dispatch = trial.Dispatch(None if fast is None else trial.Choice(fast))
     return core.RunState(core.Schedule(core.ToMAConfig(**settings)), dispatch=dispatch)
 
 
 def plan_of(x: Tensor, content_independent: str = "", **settings: Any) -> Any:
-    """A plan at ratio 0.5 on windows of 2 to 4 x 3 tokens, some of them ragged."""
+    """Make a plan at ratio 0.5 on windows of 2 to 4 x 3 tokens, some of them ragged."""
     return run_of(**settings).plan(
         x, GRID, "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,), content_independent
     )
 
 
 def check_picks(plan: Any) -> None:
-    """As many as each window's budget, ascending, distinct, none of them padding; then the first one again."""
+    """Check destination slots: each window's budget, ascending, distinct, no padding; then the first one repeated."""
     for image in plan.dest_slots.tolist():
         for row, kept, count in zip(image, plan.budget.counts, plan.windows.counts, strict=True):
             assert row[:kept] == sorted(set(row[:kept]))
@@ -54,7 +54,7 @@ def check_picks(plan: Any) -> None:
 
 
 def check_weights(plan: Any) -> None:
-    """Finite, and rows of M in use sum to 1 up to the rounding of as many terms."""
+    """Check that weights are finite, and that used rows of M sum to 1 up to rounding."""
     M = plan.merge_weights.float()
     assert M.isfinite().all()
     assert plan.unmerge_weights.isfinite().all()
@@ -68,7 +68,7 @@ def same_plan(a: Any, b: Any) -> bool:
 
 
 def numbers(name: str, dtype: torch.dtype) -> Tensor:
-    """Finite tokens that are hard to compare. (2, 117, 40)"""
+    """Return finite tokens that are hard to compare: (2, 117, 40)."""
     x, info = smooth(dtype), torch.finfo(dtype)
     if name == "huge":
         return x * (info.max / 32)
@@ -103,8 +103,7 @@ def test_finite_tokens_give_finite_results(name: str, dtype: torch.dtype) -> Non
 @dtypes
 @both_ways
 def test_scale_does_not_matter(dtype: torch.dtype, content_independent: str) -> None:
-    """The same tokens times a power of two, up to where their squares are far beyond the dtype, and down to denormal
-    numbers: the very same plan."""
+    """Tokens times a power of two, whose squares overflow the dtype or which are denormal, have the same plan."""
     x = smooth(dtype)
     up = 2.0**12 if dtype is HALF else 2.0**50
     assert (x.float().square().sum(-1) * up**2).min() > LARGEST
@@ -117,7 +116,7 @@ def test_scale_does_not_matter(dtype: torch.dtype, content_independent: str) -> 
         assert same_plan(plan_of(x * 2.0**-30, content_independent), plan_of(x, content_independent))
 
 
-# What is broken in the second of two images: (token, channel) -> value.
+# Broken values of the second of two images: (token, channel) -> value.
 BROKEN: dict[str, Callable[[Tensor], None]] = {
     "one NaN": lambda x: x[1, 40, 3].fill_(float("nan")),
     "one infinity": lambda x: x[1, 40, 3].fill_(float("inf")),
@@ -130,7 +129,7 @@ BROKEN: dict[str, Callable[[Tensor], None]] = {
 
 
 def check_broken(name: str, dtype: torch.dtype, **settings: Any) -> None:
-    """Valid picks; the other image, and every window without a broken token, are as ever to the last bit."""
+    """Check valid destinations; the other image, and every window without a broken token, are bit-identical."""
     x = smooth(dtype)
     broken = x.clone()
     BROKEN[name](broken)
@@ -156,7 +155,7 @@ def test_broken_tokens_spoil_their_own_window_only(name: str, dtype: torch.dtype
 
 @pytest.fixture
 def triton() -> Any:
-    """ToMA's kernels, in the interpreter on machines without a GPU."""
+    """Return ToMA's kernels, in the interpreter on machines without a GPU."""
     pytest.importorskip("triton", reason="Triton has no build for this system")
     return pack_module("toma_core.kernels.triton").TritonKernels()
 
@@ -166,7 +165,7 @@ def triton() -> Any:
     ("name", "window_size"), [("one infinity", 4), ("the first of each window", 4), ("one NaN", 13), ("all of it", 13)]
 )
 def test_kernels_are_as_careful(name: str, window_size: int, triton: Any) -> None:
-    """Windows in registers, and one of 117 tokens."""
+    """Windows fit in registers, or have 117 tokens."""
     check_broken(name, HALF, fast=triton, window_size=window_size)
 
 
@@ -179,7 +178,7 @@ def test_scale_does_not_matter_to_kernels(dtype: torch.dtype, triton: Any) -> No
 
 @pytest.mark.parametrize("name", ["one NaN", "one infinity", "all of it"])
 def test_a_later_weighing_of_broken_tokens(name: str) -> None:
-    """Picks of sound tokens, weights of broken ones."""
+    """Destinations come from finite tokens, weights from broken ones."""
     x, run = smooth(FULL), run_of()
     broken = x.clone()
     BROKEN[name](broken)
@@ -195,7 +194,7 @@ def test_a_later_weighing_of_broken_tokens(name: str) -> None:
 def test_no_other_float_than_the_tokens_own_and_fp32(
     dtype: torch.dtype, content_independent: str, dtypes_used: Any
 ) -> None:
-    """No bf16 on cards that have only fp16, and no fp64, which Apple's GPUs lack."""
+    """Cards with only fp16 see no bf16, and no operation uses fp64, which Apple's GPUs lack."""
     x = smooth(dtype)
     details = run_of(granularity="block", full_step_interval=3)
     with dtypes_used() as seen:
@@ -213,8 +212,8 @@ def test_no_other_float_than_the_tokens_own_and_fp32(
 
 @pytest.mark.parametrize("devices", [("cuda:0", "cpu", "cuda:1", "cuda:0"), ("cpu", "cuda:0", "cpu")], ids=str)
 def test_state_is_made_where_the_tokens_are(devices: tuple[str, ...]) -> None:
-    """On stand-ins that know their device and have no values: an operation across two devices is an error. One run
-    that moves, which multi-GPU sampling and offloading could make of it, and a new one each time."""
+    """Fake tensors have a device and no values: an operation across two devices is an error. One run moves between
+    devices, as multi-GPU sampling and offloading may do, and one is new each time."""
     moving = run_of()
     moving.plan(
         smooth(HALF), GRID, "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,)
@@ -242,7 +241,7 @@ def test_state_is_made_where_the_tokens_are(devices: tuple[str, ...]) -> None:
 
 @pytest.mark.gpu
 def test_moves_between_real_devices() -> None:
-    """The same tokens on the CPU, the GPU and the CPU again, in one run."""
+    """The same tokens are on the CPU, the GPU and the CPU again, in one run."""
     x, run = smooth(FULL), run_of()
     results = []
     for device in ("cpu", "cuda", "cpu", "cuda"):

@@ -1,4 +1,4 @@
-"""Whole runs of real models in every dtype, on broken, empty, huge and tiny content: never worse than without."""
+"""Runs of real models in every dtype, on broken, empty, huge and tiny content: never worse than without ToMA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LARGEST = torch.finfo(HALF).max
 SIDE = 16
 EVERYTHING = {"min_tokens": 4}
-# Other dtypes and sizes round in other ways: with fixed destinations and soft weights numbers can be compared.
+# Dtypes and sizes round differently: with fixed destinations and soft weights results can be compared.
 COMPARABLE = {**EVERYTHING, "selector": "grid", "sharpness": 20.0}
 SETTINGS = {
     "stack": EVERYTHING,
@@ -28,7 +28,7 @@ SETTINGS = {
         "full_step_interval": 2,
     },
 }
-# How weights are stored, and what is computed in.
+# Dtype of the weights, and dtype of the computation.
 STORED = {
     "fp32": (FULL, FULL),
     "fp16": (HALF, HALF),
@@ -37,11 +37,12 @@ STORED = {
     "fp8 in bf16": (torch.float8_e4m3fn, BRAIN),
 }
 BOTH = ("unet", "flux")
-# ComfyUI runs some in bf16 or fp32 only. Flux.2's 512 tokens of text cost as much as all others; fp16 is as in Flux.
-# MiniMax H3's latents are two streams, which these tests do not make.
+# ComfyUI runs some models in bf16 or fp32 only. Flux.2's 512 text tokens cost as much as all others; fp16 is as in
+# Flux.
+# MiniMax H3's latents have two streams, which these tests do not make.
 KINDS = [kind for kind in models.KINDS if kind != "h3"]
 WITH_HALF = ("unet", "flux", "chroma", "z_image", "krea2", "sd3", "wan")
-# Two families in every dtype, the others by turns in one of those that most of their files have.
+# Two families in every dtype, each other family in one of the most common dtypes of its files.
 WAYS = [(kind, stored) for kind in BOTH for stored in STORED if stored != "fp32"]
 WAYS += [(kind, ("bf16", "fp8 in bf16")[turn % 2]) for turn, kind in enumerate(KINDS) if kind not in BOTH]
 WAYS += [(kind, "fp16") for kind in WITH_HALF if kind not in BOTH]
@@ -51,8 +52,8 @@ LOWEST += [(kind, "fp32") for kind in BOTH]
 
 @pytest.fixture(scope="module")
 def model_in(pack: Any) -> Callable[..., Any]:
-    """model_in(kind, stored): a model as ComfyUI's loaders make it, weights in one dtype and, where that is another,
-    cast to the other each time they are used. as_fp32: a model of its own with the very same weights in fp32."""
+    """model_in(kind, stored): build a model as ComfyUI's loaders do, with weights in one dtype, cast to the computing
+    dtype at each use. as_fp32: a separate model with the same weights in fp32."""
     import comfy.supported_models_base
 
     def make(kind: str, stored: str, as_fp32: bool = False) -> Any:
@@ -78,7 +79,7 @@ def noise_of(model: Any, batch: int = 1) -> Tensor:
 
 
 def sampled(model: Any, noise: Tensor, steps: int = 3) -> Tensor:
-    """What ComfyUI's sampler makes of this very noise."""
+    """Sample this noise with ComfyUI's sampler."""
     import comfy.sample
 
     conds = [models.conditioning(model, seed=seed) for seed in (1, 2)]
@@ -116,7 +117,7 @@ def test_dtypes_cost_a_merged_run_no_more_than_a_whole_one(
 def test_no_bf16_on_the_path_of_an_fp16_model(
     kind: str, stored: str, model_in: Any, attach: Any, stats_of: Any, dtypes_used: Any
 ) -> None:
-    """Nor more operations in fp64 than the model itself has."""
+    """The number of fp64 operations is that of the model itself."""
     model = model_in(kind, stored)
     noise = noise_of(model)
     with dtypes_used() as plain:
@@ -137,14 +138,14 @@ def test_no_bf16_on_the_path_of_an_fp16_model(
 def test_broken_image_of_a_batch_is_alone_with_it(
     kind: str, stored: str, value: float, model_in: Any, attach: Any, stats_of: Any
 ) -> None:
-    """One number of one of two latents: what is finite without the node is finite with it, what is lost without it does
-    not pass for an image with it, and the other image is the same to the last bit."""
+    """One number of one of two latents is broken: results that are finite without ToMA are finite with it, lost ones
+    stay non-finite, and the other image is bit-identical."""
     model = model_in(kind, stored)
     noise = noise_of(model, batch=2)
     broken = noise.clone()
     broken[1, 2, ..., 5, 6] = value
     clean, plain = sampled(model, noise), sampled(model, broken)
-    # PyTorch's fp16 product on the CPU lets NaN through to other rows (the text of Flux), whoever calls it.
+    # PyTorch's fp16 product on the CPU spreads NaN to other rows (the text of Flux), also without ToMA.
     apart = plain[0].equal(clean[0])
     assert apart or (kind, stored) == ("flux", "fp16")
     assert not plain[1].isfinite().all()
@@ -159,7 +160,7 @@ def test_broken_image_of_a_batch_is_alone_with_it(
 
 @pytest.mark.parametrize(("kind", "stored"), LOWEST)
 def test_images_without_content(kind: str, stored: str, model_in: Any, attach: Any, stats_of: Any) -> None:
-    """Latents of zeros and of one number: similarities tie everywhere. Finite, and the same each time."""
+    """With latents of zeros or of one number all similarities tie. The result is finite and reproducible."""
     model = model_in(kind, stored)
     for noise in (torch.zeros_like(noise_of(model)), torch.full_like(noise_of(model), 0.5)):
         assert sampled(model, noise).isfinite().all()
@@ -172,7 +173,7 @@ def test_images_without_content(kind: str, stored: str, model_in: Any, attach: A
 
 
 def entries(model: Any) -> list[Any]:
-    """The layers through which tokens come into the blocks."""
+    """Return the layers whose outputs are the blocks' tokens."""
     network = model.model.diffusion_model
     found = [getattr(network, name, None) for name in ("img_in", "x_embedder", "first", "patch_embedding")]
     return [m for m in found if m] or [m.proj_in for m in network.modules() if hasattr(m, "transformer_blocks")]
@@ -180,7 +181,7 @@ def entries(model: Any) -> list[Any]:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Tensor]]:
-    """watched(model): what its blocks run on from now on, of each token the largest magnitude, NaN if there is one."""
+    """watched(model): record the largest magnitude of each token that its blocks receive, NaN if there is one."""
 
     def watch(model: Any) -> list[Tensor]:
         found: list[Tensor] = []
@@ -205,14 +206,14 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Tensor]]:
     return watch
 
 
-# Tiny ones only where nothing is added to the image's tokens before the first block.
+# Tiny tokens only for models that add nothing to the image's tokens before the first block.
 POWERS = [(kind, 9 if kind == "unet" else 12) for kind in WITH_HALF]
 POWERS += [(kind, -12) for kind in WITH_HALF if kind not in ("z_image", "sd3")]
 
 
 @pytest.mark.parametrize(("kind", "power"), POWERS)
 def test_huge_and_tiny_activations_in_fp16(kind: str, power: int, model_in: Any, watched: Any, attach: Any) -> None:
-    """Tokens with norms far beyond fp16, and denormal ones, at the entry of every stack of blocks."""
+    """Tokens with norms far beyond fp16, and denormal ones, enter every stack of blocks."""
     model = model_in(kind, "fp16")
     noise = noise_of(model)
     for layer in entries(model):
@@ -235,9 +236,9 @@ def test_huge_and_tiny_activations_in_fp16(kind: str, power: int, model_in: Any,
 def test_flux_in_fp16_with_tokens_at_the_limit(
     kind: str, settings: str, model_in: Any, watched: Any, attach: Any
 ) -> None:
-    """ComfyUI's Flux keeps the tokens of its single blocks in the range of fp16 by cutting off what is beyond, so a
-    channel may sit at the limit itself, where weights that sum to 1.0003 are too many: an infinity, which is NaN
-    everywhere after the next attention, and then cut off to an image of zeros."""
+    """ComfyUI's Flux clamps the tokens of its single blocks to the range of fp16, so a channel may be at the limit,
+    where weights that sum to 1.0003 overflow: the infinity becomes NaN in the next attention, and clamping makes an
+    image of zeros."""
     model = model_in(kind, "fp16")
     noise = noise_of(model)
     limit = float(LARGEST)

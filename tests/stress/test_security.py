@@ -1,4 +1,4 @@
-"""What SECURITY.md promises: read from every file of the archive, and seen in a running server."""
+"""The promises of SECURITY.md, checked in every file of the archive and in a running server."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from demo.showcase_graphs import DIT, sampling_graph
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
 
-# Nothing on this list opens files or connections, starts programs or runs text by itself, but for what REFUSED names.
+# Nothing on this list opens files or connections, starts programs or runs text, except the names in REFUSED.
 ALLOWED = {
     *("__future__", "abc", "collections", "contextlib", "contextvars", "copy", "dataclasses", "enum", "functools"),
     *("hashlib", "heapq", "inspect", "itertools", "json", "logging", "math", "pathlib", "statistics", "sys"),
     *("threading", "time", "types", "typing", "uuid", "weakref"),
     *("comfy", "comfy_api", "comfyui_version", "numpy", "PIL", "torch", "triton"),
 }
-# Builtins by name; attributes of anything but Triton's language, whose load and store are about memory on the card.
+# Builtins by name; attributes of any object except Triton's language, whose load and store access the card's memory.
 REFUSED_NAMES = {"eval", "exec", "compile", "open", "__import__", "breakpoint"}
 REFUSED_ATTRIBUTES = {
     *("load", "save", "open", "fromfile", "tofile", "loadtxt", "savetxt", "genfromtxt", "memmap", "savez", "dump"),
@@ -34,7 +34,7 @@ REFUSED_ATTRIBUTES = {
     *("add_routes", "add_route", "add_static", "router", "middlewares", "environ", "getenv", "urlopen", "connect"),
     *("basicConfig", "FileHandler", "addHandler"),
 }
-# The page's scripts, and what they import: the page's own modules and each other.
+# The page's scripts, and their imports: ComfyUI's page and each other.
 SCRIPTS = {
     "web/toma.js": {"../../scripts/api.js", "../../scripts/app.js", "./timing.js"},
     "web/timing.js": {"../../scripts/api.js"},
@@ -43,7 +43,7 @@ TRITON = re.compile(r"^(tl|triton\.language)\b")
 
 
 def complaints(file: str, source: str) -> Iterator[str]:
-    """What a shipped Python file has that none may have."""
+    """Return the forbidden names in a shipped Python file."""
     for node in ast.walk(ast.parse(source)):
         where = f"{file}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Import):
@@ -68,7 +68,7 @@ def complaints(file: str, source: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def shipped(packed: Path) -> dict[str, str]:
-    """Path in the archive -> text, for all that is text."""
+    """Return the text files of the archive by path."""
     with zipfile.ZipFile(packed) as zipped:
         return {
             name: zipped.read(name).decode()
@@ -81,7 +81,7 @@ def test_python_does_none_of_what_is_refused(shipped: dict[str, str]) -> None:
     files = {name: text for name, text in shipped.items() if name.endswith(".py")}
     assert {"__init__.py", "nodes/adapters/patch_model.py", "toma_core/kernels/triton/select.py"} <= set(files)
     found = [complaint for name, text in files.items() for complaint in complaints(name, text)]
-    # The one file that is read: the English table of messages, which the archive holds.
+    # The only file that is read: the English table of messages in the archive.
     assert [re.sub(r":\d+", "", complaint) for complaint in found] == ["toma_core/reasons.py: _TABLE.read_text"]
     assert json.loads(shipped["web/i18n/en.json"])
 
@@ -120,7 +120,7 @@ def test_what_is_refused_is_found(source: str) -> None:
 
 
 def test_no_other_code_is_shipped(shipped: dict[str, str]) -> None:
-    """No install script, no requirement, no binary; the only other code is the page's scripts."""
+    """There is no install script, requirement or binary; the only other code are the page's scripts."""
     scripts = {name for name in shipped if Path(name).suffix in {".js", ".mjs"}}
     assert scripts == set(SCRIPTS)
     assert not {"install.py", "prestartup_script.py", "setup.py"} & set(shipped)
@@ -144,7 +144,7 @@ def test_script_of_the_page_speaks_to_its_page_alone(shipped: dict[str, str]) ->
 
 
 def test_texts_of_the_nodes_hold_no_markup(shipped: dict[str, str]) -> None:
-    """The page draws help, names and tooltips: a translation must not bring a script along."""
+    """The page renders help, names and tooltips: a translation must not contain a script."""
     for name, text in shipped.items():
         if name.startswith(("locales/", "web/docs/", "web/i18n/", "workflows/", "subgraphs/")):
             assert not re.search(
@@ -198,7 +198,7 @@ def files(base: Path) -> set[Path]:
 def test_security_page_names_what_holds_it() -> None:
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     assert "tests/stress/test_security.py" in text
-    # Without --strict an audit that could look up nothing passes.
+    # Without --strict an audit without a single lookup passes.
     audit = (ROOT / ".github" / "workflows" / "audit.yml").read_text(encoding="utf-8")
     assert "pip-audit --strict --requirement dev.txt" in audit
     assert "/security/advisories/new" in text

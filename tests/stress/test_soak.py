@@ -1,7 +1,6 @@
-"""Many prompts over one server, from two clients at once: none lost, none wrong, nothing left.
+"""Many prompts on one server, from two concurrent clients: none lost, none wrong, no objects left.
 
-12 prompts by themselves; `make soak` sends 300: TOMA_SOAK says how many. What was measured is written to
-build/soak.json.
+By default 12 prompts, 300 in `make soak`: TOMA_SOAK sets the number. Measurements are written to build/soak.json.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ LONG = PROMPTS >= 100
 SEED = 20261121
 config = pack_module("toma_core.config")
 Graph = dict[str, Any]
-# Families of which the demo has no model: small ones with random weights.
+# Families without a model in the demo: small ones with random weights.
 OTHERS = ("flux2", "chroma", "z_image", "lumina2", "krea2", "qwen_image", "sd3", "wan", "hunyuan")
 
-# What lives as long as a run, and not a moment longer.
+# Classes whose objects live no longer than a run.
 OF_A_RUN = {
     "RunState",
     "Schedule",
@@ -51,12 +50,12 @@ OF_A_RUN = {
     "_Entry",
     "Dispatch",
 }
-# What is kept, and how many at most: the last runs for the report, a drawing of each of their grids, and layouts.
+# Cached objects and their maximum number: the last runs for the report, a drawing of each of their grids, and layouts.
 BOUNDED = {"RunStats": 32, "MergeMap": 4 * 32, "Windows": 64, "Budget": 64}
 
 
 def random_settings(chance: random.Random) -> dict[str, Any]:
-    """Some settings of ToMA Advanced."""
+    """Draw settings of ToMA Advanced."""
     values: dict[str, Any] = {"ratio": round(chance.uniform(0.05, 0.9), 2), "min_tokens": 16}
     values["full_step_interval"] = chance.choice(
         [0, 0, 2, 3]
@@ -76,13 +75,14 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
             values[name] = round(chance.uniform(spec.minimum, min(spec.maximum, 1000.0)), 2)
     try:
         config.ToMAConfig(**values)
-    except config.ConfigError:  # settings that do not go together
+    except config.ConfigError:  # settings that exclude each other
         return random_settings(chance)
     return values
 
 
 def random_graph(chance: random.Random, seed: int) -> Graph:
-    """A picture of random size, model, sampler and settings. Each has its own seed, or ComfyUI would not sample it."""
+    """Draw a graph with random size, model, sampler and settings. Each has its own seed, otherwise ComfyUI would not
+    sample it."""
     kind, other = chance.choice(KINDS), chance.choice(OTHERS) if chance.random() < 0.4 else ""
     how = chance.choice(["advanced"] * 4 + ["simple", "without"])
     settings = random_settings(chance) if how == "advanced" else {}
@@ -114,7 +114,7 @@ def random_graph(chance: random.Random, seed: int) -> Graph:
 
 @dataclass
 class Task:
-    """One prompt and what became of it. stop_at: a kind of message; at the so-manieth of them it is interrupted."""
+    """One prompt and its result. stop_at: a kind of message and a count, at which the prompt is interrupted."""
 
     graph: Graph
     stop_at: tuple[str, int] | None = None
@@ -134,7 +134,7 @@ def tasks() -> list[Task]:
 
 
 class Client(threading.Thread):
-    """Sends its prompts one after the other, interrupts some of them and sends those again."""
+    """Sends its prompts one after the other, interrupts some of them and sends these again."""
 
     def __init__(self, server: ComfyServer, mine: list[Task], between: Callable[[], None] = lambda: None) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Client(threading.Thread):
             for task in self.mine:
                 self._finish(task)
                 self.between()
-        except BaseException as error:  # told to the test, which raises it
+        except BaseException as error:  # stored for the test, which raises it
             self.error = error
 
     def _finish(self, task: Task) -> None:
@@ -174,7 +174,7 @@ def _stopper(server: ComfyServer, stop_at: tuple[str, int] | None) -> Callable[[
 
 
 def _digest(server: ComfyServer, run: Run) -> str:
-    """As fresh.py does it; what the run says instead where it did not come to its end."""
+    """Hash the result as fresh.py does, or return the status of an unfinished run."""
     if run.status != "success":
         return f"{run.status}: {run.error and run.error['exception_message']}"
     latent = safetensors.torch.load(server.view(run.outputs[LATENT]["latents"][0]))["latent_tensor"]
@@ -183,10 +183,10 @@ def _digest(server: ComfyServer, run: Run) -> str:
 
 @pytest.fixture(scope="module")
 def fresh_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Graph], str]]:
-    """fresh_process(graph): the digest of its latent from a process in which nothing ran before."""
+    """fresh_process(graph): return the hash of its latent from a fresh process."""
     here = Path(__file__).parent
     base = tmp_path_factory.mktemp("fresh")
-    ComfyServer(packs=[ROOT / "demo", here / "lab.py"], base=base)  # links the packs in; it is not started
+    ComfyServer(packs=[ROOT / "demo", here / "lab.py"], base=base)  # links the packs; it is not started
     place_dit(base / "models")
     command = [sys.executable, str(here / "fresh.py"), "--base-directory", str(base), "--cpu", "--disable-api-nodes"]
     command += ["--use-pytorch-cross-attention", "--database-url", f"sqlite:///{base / 'user' / 'comfyui.db'}"]
@@ -214,7 +214,7 @@ def fresh_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 
 
 def steady_memory(sizes: list[int]) -> tuple[float, float]:
-    """Medians of the second and the last third, in bytes; the first third is the warm-up."""
+    """Return the median bytes of the second and the last third; the first third is the warm-up."""
     third = len(sizes) // 3
     return statistics.median(sizes[third : 2 * third]), statistics.median(sizes[-third:])
 
@@ -247,7 +247,7 @@ def test_soak(lab: ComfyServer, census: Any, fresh_process: Callable[[Graph], st
         if client.error is not None:
             raise client.error
 
-    # None lost: every prompt that was sent is in the history, and came to its end but where it was told to stop.
+    # None lost: every sent prompt is in the history, and finished unless it was interrupted.
     history = lab.get("/history?max_items=100000")
     assert {run.prompt_id for task in work for run in task.runs} <= set(history)
     assert [task.latent for task in work if len(task.latent) != 64] == []
@@ -255,12 +255,12 @@ def test_soak(lab: ComfyServer, census: Any, fresh_process: Callable[[Graph], st
     interrupts = sum(run.status == "interrupted" for task in work for run in task.runs)
     assert interrupts >= PROMPTS // 20, "nothing was interrupted in its course"
 
-    # None wrong.
+    # None wrong: results equal those of fresh processes.
     begin = time.monotonic()
     wrong = [index for index, task in enumerate(work) if fresh_process(task.graph) != task.latent]
     fresh_seconds = time.monotonic() - begin
 
-    # Nothing left: between prompts nothing of a run is alive, and what is kept for reports is bounded.
+    # No objects left: between prompts no object of a run is alive, and the reports' caches are bounded.
     last = counts.append(census(lab)) or counts[-1]
     time.sleep(1.0)
     handles.append((process.num_fds(), process.num_threads()))
@@ -281,9 +281,9 @@ def test_soak(lab: ComfyServer, census: Any, fresh_process: Callable[[Graph], st
     for count in counts:
         assert not OF_A_RUN & set(count["objects"]), count["objects"]
         assert all(count["objects"].get(name, 0) <= most for name, most in BOUNDED.items()), count["objects"]
-    # Of the first count some handles are not yet open: files of the database, the pool of the event loop.
+    # At the first count some handles are not open yet: files of the database, the pool of the event loop.
     assert handles[-1][0] <= handles[len(handles) // 2][0] + 1, f"open handles: {handles}"
-    # A server's pool opens its threads one by one; in a short run it may still grow.
+    # A server's thread pool grows gradually, also during a short run.
     assert handles[-1][1] <= handles[len(handles) // 2][1] + (0 if LONG else 2), f"threads: {handles}"
     if LONG:
         assert abs(third / second - 1) <= 0.02, f"memory in MB: {[round(size / 1e6) for size in resident]}"
