@@ -62,7 +62,7 @@ def test_a_probe_is_what_the_run_would_do(flux: Any, apart: Any) -> None:
     listening.set_model_sampler_post_cfg_function(keep)
     apart(flux)
     probes, _, _ = probed(listening, steps=3)
-    assert probes.bands[0].steps == [0]
+    assert [*probes.bands[0].steps] == [0]
     unmerged, errors = pictures[0], probes.squared_errors()
     for site, blocks in probes.sites.items():
         ratio_schedule = ((0.0, dict.fromkeys(blocks, 0.5)),)
