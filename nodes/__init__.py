@@ -11,8 +11,8 @@ from .toma import ToMA, ToMAAdvanced
 
 
 class ToMAExtension(ComfyExtension):
-    """What ComfyUI asks for the list of nodes."""
+    """List the nodes for ComfyUI."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        """Every node of the pack."""
+        """Return every node of the pack."""
         return [ToMA, ToMAAdvanced, ToMAReport, ToMABenchmark, ToMACalibrate]

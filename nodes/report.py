@@ -68,9 +68,9 @@ class ToMAReport(io.ComfyNode):
         with status_of(cls.hidden):
             attachment = attachment_of(validate_inputs.model(model))
             image = None if image is None else validate_inputs.image(image)
+        none = NoReport.NO_NODE() if attachment is None else NoReport.NO_RUN()
         last = None if attachment is None else last_runs.last(attachment.report_id)
-        none, stats = NoReport.NO_NODE() if attachment is None else NoReport.NO_RUN(), last or RunStats()
-        lines = [none] if last is None else stats.report()
+        lines, stats = ([none], RunStats()) if last is None else (last.report(), last)
         text = "\n".join(map(str, lines))
         sheet = draw(stats.maps, image, [steps_chart(stats), blocks_chart(stats)] if stats.steps else [])
         shown = {**ui.PreviewImage(sheet, cls=cls).as_dict(), "text": (text,), **said([*lines, *_captions(stats)])}

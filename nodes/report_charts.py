@@ -16,7 +16,7 @@ from ..toma_core.reasons import MessageId
 from ..toma_core.stats import RunStats, natural_order
 
 Colour = tuple[int, int, int]
-# As dark as ComfyUI's page. BLACK: on colours.
+# PAPER is as dark as ComfyUI's page; BLACK is drawn on colours.
 PAPER, INK, FAINT, BLACK = (34, 34, 36), (230, 230, 230), (84, 84, 88), (16, 16, 16)
 MERGED, PARTLY, FULL = (86, 180, 233), (240, 228, 66), (150, 150, 150)
 RECOMMENDED, ERROR = (230, 159, 0), (204, 121, 167)
@@ -129,7 +129,7 @@ class Bar:
 def bar_chart(bars: Sequence[Bar]) -> Image.Image:
     """Draw horizontal bars, one below the other."""
     longest = max([1e-9, *(bar.spread[1] if bar.spread else bar.value for bar in bars)])
-    largest = max([1e-9, *(bar.error for bar in bars)])  # the first is no NaN, and is kept beside one
+    largest = max([1e-9, *(bar.error for bar in bars)])  # `max` keeps the first value beside NaN
     return joined([canvas(WIDTH, _PAD)[0], *(_bar_row(bar, longest, largest) for bar in bars)])
 
 

@@ -1,4 +1,4 @@
-"""Check what is connected to a node: a prompt sent over the API may hold anything, and ComfyUI passes it on."""
+"""Check the inputs of a node: a prompt sent over the API may contain any value, and ComfyUI passes it on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .adapters.streams import first_of_nested
 
 
 class WrongInput(MessageId):
-    """What an input takes, and where it comes from."""
+    """Name what an input takes, and what to connect."""
 
     MODEL = "wrong_model"  # setting, value, as the others
     LATENT = "wrong_latent"
