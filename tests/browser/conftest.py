@@ -36,7 +36,7 @@ FLAGS = [
 # Settings of the page: no tour at the start, no minimap over the nodes in screenshots.
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}
 HOW_TO = "no Chromium: on Debian or Ubuntu `apt-get install chromium`, or set TOMA_CHROMIUM to the program"
-TIMEOUT = 120_000  # a page that takes seconds on a free core takes a minute on a busy machine
+TIMEOUT = 300_000  # a page that takes seconds on a free core takes minutes on a busy machine
 # Messages of a prompt come in order: its end is the last that the page hears of it. `said` is what our text is in.
 IN_PAGE = """() => {
     window.finished = 0
