@@ -202,32 +202,6 @@ def fresh_compiler() -> Any:
     torch._dynamo.reset()
 
 
-@loop(("kind", "packed"), [*((kind, False) for kind in SHOWN), ("flux", True), ("wan", True)])
-def test_the_same_inside_the_graphs_of_a_compiled_model(
-    kind: str,
-    packed: bool,
-    model_of: Any,
-    attach: Any,
-    stats_of: Any,
-    fresh_compiler: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two graphs as without: full steps and merged ones; with what is kept in four bits too."""
-    model_of(kind)  # skips what this ComfyUI does not have
-    if packed:
-        monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
-    model, backend = getattr(models, kind)(), Counting()
-    plain, merged = attach(model, **KEYS), compiled(attach(model, **KEYS), backend, inside=True)
-    wanted = models.sample(plain, HEIGHT, WIDTH, steps=6)
-    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=6), wanted)
-    assert stats_of(merged).cache_bytes == stats_of(plain).cache_bytes
-    assert stats_of(merged).unmerged == {}
-    warm = backend.graphs
-    models.sample(merged, HEIGHT, WIDTH, steps=9)
-    if kind not in ("ltx_av", "h3"):  # they leave their graph before the blocks, see `compile/test_compile.py`
-        assert backend.graphs == warm <= 3
-
-
 def test_other_compilers_are_told_nothing(attach: Any, stats_of: Any, fresh_compiler: None) -> None:
     model = models.flux(double=2, single=2)
     merged = compiled(attach(model, **KEYS), Counting())

@@ -74,8 +74,7 @@ def test_joined_and_split_calls_give_one_picture(model: Any, preset: Any, name: 
     assert distance(joined, plain) > 1e-3, "nothing was merged"
 
 
-@every_kind
-@loop("name", ["balanced", "paper"])
+@loop(("kind", "name"), [("unet", "paper"), ("flux", "balanced")])
 def test_the_number_of_threads_does_not_matter(model: Any, preset: Any, name: str) -> None:
     patched, before = preset(model, name), torch.get_num_threads()
     try:

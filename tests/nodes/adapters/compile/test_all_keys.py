@@ -1,0 +1,44 @@
+"""Merged blocks that attend to all tokens, in the graphs of a compiled model, in every family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.nodes.adapters.compile import test_compile
+from tests.nodes.adapters.compiling import Counting, compiled
+from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
+from tests.nodes.adapters.looking import KEYS
+from tests.nodes.adapters.test_all_keys import SHOWN
+
+fresh_compiler = test_compile.fresh_compiler
+
+
+@pytest.mark.parametrize(("kind", "packed"), [*((kind, False) for kind in SHOWN), ("flux", True), ("wan", True)])
+def test_the_same_inside_the_graphs_of_a_compiled_model(
+    kind: str,
+    packed: bool,
+    model_of: Any,
+    attach: Any,
+    stats_of: Any,
+    fresh_compiler: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two graphs as without: full steps and merged ones; with what is kept in four bits too."""
+    model_of(kind)  # skips what this ComfyUI does not have
+    if packed:
+        monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
+    model, backend = getattr(models, kind)(), Counting()
+    plain, merged = attach(model, **KEYS), compiled(attach(model, **KEYS), backend, inside=True)
+    wanted = models.sample(plain, HEIGHT, WIDTH, steps=6)
+    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=6), wanted)
+    assert stats_of(merged).cache_bytes == stats_of(plain).cache_bytes
+    assert stats_of(merged).unmerged == {}
+    warm = backend.graphs
+    models.sample(merged, HEIGHT, WIDTH, steps=9)
+    if kind not in ("ltx_av", "h3"):  # they leave their graph before the blocks, see `test_compile.py`
+        assert backend.graphs == warm <= 3
