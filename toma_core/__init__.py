@@ -1,7 +1,7 @@
 """ToMA, Token Merge with Attention (ICML 2025, arXiv 2509.10918), in PyTorch, and in Triton where there is a fast GPU.
 
-`reduce` and `restore` (pipeline) are the front door; `Settings` (presets) is what a user sets and `ToMAConfig` (config)
-what it comes to for one model; `RunState` (state) holds what lives as long as one sampling run.
+`reduce` and `restore` (pipeline) are the front door; `Settings` (presets) are a user's choice, `ToMAConfig` (config) is
+the result for one model, and `RunState` (run) is the state of one sampling run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from .config import ToMAConfig
 from .decision import decide
 from .merge import MergePlan, merge, unmerge
-from .pipeline import Evaluation, plan_for, reduce, restore
+from .pipeline import Evaluation, reduce, restore
 from .presets import PRESETS, Settings
 from .run import RunState
 from .schedule import Schedule, StepMode, StepPlan
@@ -28,7 +28,6 @@ __all__ = [
     "ToMAConfig",
     "decide",
     "merge",
-    "plan_for",
     "reduce",
     "restore",
     "unmerge",

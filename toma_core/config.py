@@ -1,7 +1,6 @@
-"""What a user can set, in one place: fields, ranges, defaults, tooltips. What a preset makes of them is in `presets`.
+"""Define every setting in one place: fields, ranges, defaults, tooltips. Presets override them in `presets`.
 
-`ToMAConfig` is frozen: it rides on a model and is shared by every run of it. What changes during a run lives in
-`state.RunState`.
+`ToMAConfig` is frozen: it rides on a model and is shared by every run of it. State of a run lives in `run.RunState`.
 """
 
 from __future__ import annotations
@@ -151,44 +150,39 @@ class ToMAConfig:
 
     @property
     def uses_cache(self) -> bool:
-        """Whether full steps keep what blocks add. Not around modules: that would be three activations a block."""
+        """Whether full steps cache updates. Not around modules: that would be three activations a block."""
         return self.full_step_interval > 0 and self.granularity is not Granularity.MODULE
 
     @property
-    def shifts_windows(self) -> bool:
-        """Whether every second selection is in windows that lie half a window further. Not as in the paper."""
-        return self.granularity is not Granularity.MODULE
-
-    @property
-    def adapts_budget(self) -> bool:
-        """Whether windows with more in them keep more tokens: it takes a picture to tell."""
+    def uses_prediction(self) -> bool:
+        """Whether plans are made from the predicted picture, and windows with more detail in it keep more tokens."""
         return self.similarity_from is SimilarityFrom.PREDICTION
 
     @property
     def off(self) -> bool:
-        """True when nothing could ever be merged, whatever the model and the step."""
+        """Whether nothing can be merged, whatever the model and the step."""
         return self.ratio == 0.0 or self.start_percent == self.end_percent
 
 
 def setting_spec(name: str) -> SettingSpec:
-    """The `SettingSpec` of a field of `ToMAConfig`."""
+    """Return the `SettingSpec` of a field of `ToMAConfig`."""
     spec: SettingSpec = ToMAConfig.__dataclass_fields__[name].metadata["spec"]
     return spec
 
 
 def setting_default(name: str) -> Any:
-    """The default of a field of `ToMAConfig`."""
+    """Return the default of a field of `ToMAConfig`."""
     return ToMAConfig.__dataclass_fields__[name].default
 
 
 def check(name: str, value: Any) -> Any:
-    """The value as a field of `ToMAConfig` holds it (enum, int, float or bool). Raises `ConfigError`."""
+    """Return the value as a field of `ToMAConfig` holds it (enum, int, float or bool). Raises `ConfigError`."""
     return checked(name, value, setting_default(name), setting_spec(name))
 
 
 def resolve_count(amount: float, count: int) -> int:
-    """How many of `count` blocks `skip_first_blocks` or `skip_last_blocks` means: below 1 a share of them, rounded up;
-    from 1 on so many of them."""
+    """Return how many of `count` blocks `skip_first_blocks` or `skip_last_blocks` skips: below 1 it is a share of them,
+    rounded up."""
     wanted = amount * count if amount < 1 else amount
-    # What only rounding lifts above a whole number is that number.
+    # Less than 1e-9 above an integer is floating-point rounding.
     return min(count, math.ceil(wanted - 1e-9))

@@ -1,4 +1,4 @@
-"""Estimate where merging pays: what `min_tokens` = 0 (Auto) decides.
+"""Estimate where merging pays, for `min_tokens` = 0 (Auto).
 
 A GPU runs behind a host that launches its operations one by one. Merging shortens the GPU's part and lengthens the
 host's a little, so it gains only where a block computes longer than it takes to launch. The rule compares both, from
@@ -13,7 +13,6 @@ import functools
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from .config import Granularity
 from .reasons import Message, Reason
@@ -43,27 +42,19 @@ _SINGLE = 256
 
 @dataclass(frozen=True)
 class Block:
-    """Cost of a transformer block.
+    """Cost of a transformer block."""
 
-    Attributes:
-        weights: Multiply-adds of its linear layers for one token, in squares of the width.
-        launches: Its operations.
-        added: Operations that merging adds around stacks, blocks and modules.
-        beside: Least number of tokens that run through it with those of the grid.
-    """
-
-    weights: float
-    launches: int
-    added: tuple[int, int, int]
-    beside: int = 0
+    weights: float  # multiply-adds of its linear layers for one token, in squares of the width
+    launches: int  # its operations
+    added: tuple[int, int, int]  # operations that merging adds around stacks, blocks and modules
+    beside: int = 0  # least number of tokens that run through it with those of the grid
 
     def launching(self, granularity: Granularity) -> float:
         """Return the seconds in which the host launches it, merged."""
         return (self.launches + self.added[_ORDER.index(granularity)]) * LAUNCH
 
     def flops(self, tokens: int, images: int, width: int, keys: int | None = None) -> float:
-        """Return the FLOPs of linear layers and self-attention; a multiply-add is two. keys: tokens that are attended
-        to, if they are more."""
+        """Return the FLOPs of linear layers and self-attention; a multiply-add is two. keys: tokens attended to."""
         attended = (tokens if keys is None else keys) + self.beside
         return 2.0 * images * (tokens + self.beside) * width * (self.weights * width + 2.0 * attended)
 
@@ -141,35 +132,16 @@ def computing(tokens: int, images: int, width: int, dtype: torch.dtype, card: Ca
 
 
 def too_little(
-    tokens: int,
-    images: int,
-    width: int,
-    dtype: torch.dtype,
-    card: Card | None,
-    block: Block,
-    granularity: Granularity,
+    tokens: int, images: int, width: int, dtype: torch.dtype, card: Card | None, block: Block, granularity: Granularity
 ) -> Message | None:
     """Return why Auto does not merge a grid, None if it does.
 
-    Args:
-        images: Images of one condition. Whether conditions run in one batch depends on free memory, which must not
-            change a picture.
-        card: None compares with the fewest tokens alone.
-        granularity: What tokens are merged around; a stack of one block counts as a block.
+    images: of one condition. Whether conditions run in one batch depends on free memory, which must not change a
+    picture. card: None compares with the fewest tokens alone. granularity: what tokens are merged around; a stack of
+    one block counts as a block.
     """
     if tokens < FEWEST:
         return Reason.TOO_FEW_TOKENS(least=FEWEST)
     if card is None or computing(tokens, images, width, dtype, card, block) >= block.launching(granularity):
         return None
     return Reason.TOO_LITTLE_WORK()
-
-
-def obstacle(x: Tensor, images: int, min_tokens: int, block: Block, granularity: Granularity) -> Message | None:
-    """Return why (B, N, C) tokens x with `images` images of each condition are not merged, None if they are.
-
-    min_tokens: as in `ToMAConfig`; a number other than 0 holds on every device.
-    """
-    _, tokens, width = x.shape
-    if min_tokens == 0:
-        return too_little(tokens, images, width, x.dtype, card_of(x.device), block, granularity)
-    return Reason.TOO_FEW_TOKENS(least=min_tokens) if tokens < min_tokens else None

@@ -15,14 +15,10 @@ class MergeMap:
 
     height: int
     width: int
-    # (N,) int64, the grid index of the destination that each token merges into.
-    owner: Tensor
-    # (D,) int64, grid indices.
-    destinations: Tensor
-    # Row and column borders of the windows.
-    cuts: tuple[tuple[int, ...], tuple[int, ...]]
-    # Frames of the video.
-    frames: int = 1
+    owner: Tensor  # (N,) int64, the grid index of the destination that each token merges into
+    destinations: Tensor  # (D,) int64, grid indices
+    cuts: tuple[tuple[int, ...], tuple[int, ...]]  # row and column borders of the windows
+    frames: int = 1  # frames of the video
 
 
 def draw_map(plan: MergePlan) -> MergeMap:

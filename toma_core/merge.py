@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .kernels.layout import joined
 from .selection.objective import chosen_similarity, in_parts
-from .windows import Budget, Windows, repeated
+from .windows import Budget, Windows
 
 if TYPE_CHECKING:
     from .kernels.triton import TritonKernels
@@ -25,22 +25,12 @@ _MAX_IN_ROW = 4
 class MergePlan:
     """How the N tokens of a grid become D destinations, and how their updates go back to the tokens."""
 
-    # The layout, shared by all images unless the budget is adaptive.
-    windows: Windows
+    windows: Windows  # the layout, shared by all images unless the budget is adaptive
     budget: Budget
-    # (B, W, K) int64, the slot of each destination in its window.
-    dest_slots: Tensor
-    # (B, W, K, S), rows sum to 1: a merged token is a weighted mean of its window's tokens.
-    merge_weights: Tensor
-    # (B, W, S, K), rows sum to 1: a token's update is a mix of those of destinations.
-    unmerge_weights: Tensor
-    # None for plain PyTorch.
-    kernels: TritonKernels | None = None
-    # Matrices of rows of windows, see `_strips`; None with kernels, or where the layout does not allow it.
-    strips: tuple[Tensor, Tensor] | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "strips", _strips(self) if self.kernels is None else None)
+    dest_slots: Tensor  # (B, W, K) int64, the slot of each destination in its window
+    merge_weights: Tensor  # (B, W, K, S), rows sum to 1: a merged token is a weighted mean of its window's tokens
+    unmerge_weights: Tensor  # (B, W, S, K), rows sum to 1: a token's update is a mix of those of destinations
+    kernels: TritonKernels | None = None  # none for plain PyTorch
 
     @property
     def tokens(self) -> int:
@@ -58,21 +48,41 @@ class MergePlan:
         source = self.windows.source.expand(self.dest_slots.shape[0], -1, -1)
         return self.budget.pack(source.gather(2, self.dest_slots))
 
-    def repeat(self, times: int) -> MergePlan:
-        """Return the plan for a batch with the same images `times` times over, as for cond and uncond."""
-        if self.kernels is None or len(self.dest_slots) > 1:
-            return stacked([self] * times)
-        # Kernels read one image's weights for all images; a product in PyTorch would copy them every time.
-        slots, M, back = (repeated(t, times) for t in (self.dest_slots, self.merge_weights, self.unmerge_weights))
-        budget = self.budget.repeat(times)
-        return replace(self, budget=budget, dest_slots=slots, merge_weights=M, unmerge_weights=back)
+    @cached_property
+    def strips(self) -> tuple[Tensor, Tensor] | None:
+        """M and A^T of rows of windows, (B * R, D / R, N / R) and (B * R, N / R, D / R), for products in PyTorch.
+
+        A row of windows is one run of tokens, which a product reads in place. Between its windows the matrices are
+        zero. None where windows differ in size or budget, or where a row has more than `_MAX_IN_ROW`.
+        """
+        windows, tiles = self.windows, self.windows.tiles
+        if self.kernels is not None or windows.contiguous or tiles is None or tiles[2] > _MAX_IN_ROW:
+            return None
+        if self.budget.compact is not None:
+            return None
+        rows, high, across, wide = tiles
+        M = self.merge_weights.unflatten(1, (rows, across)).unflatten(-1, (high, wide))
+        M = torch.diag_embed(M.movedim(2, -1), dim1=2, dim2=5)
+        back = self.unmerge_weights.unflatten(1, (rows, across)).unflatten(3, (high, wide))
+        back = torch.diag_embed(back.movedim(2, -1), dim1=3, dim2=5)
+        return M.flatten(4).flatten(2, 3).flatten(0, 1), back.flatten(5).flatten(2, 4).flatten(0, 1)
 
 
 def stacked(plans: list[MergePlan]) -> MergePlan:
-    """Return one plan for the concatenation of several batches with the same windows."""
-    M, back = (joined([getattr(p, name) for p in plans]) for name in ("merge_weights", "unmerge_weights"))
-    budget, slots = plans[0].budget.beside([p.budget for p in plans[1:]]), torch.cat([p.dest_slots for p in plans])
-    return replace(plans[0], budget=budget, dest_slots=slots, merge_weights=M, unmerge_weights=back)
+    """Return one plan for the concatenation of several batches with the same windows, as of cond and uncond."""
+    first = plans[0]
+    # Kernels read one image's weights for all images; a product in PyTorch would copy them every time.
+    once = first.kernels is not None and len(first.dest_slots) == 1 and all(plan is first for plan in plans)
+
+    def together(parts: list[Tensor]) -> Tensor:
+        return parts[0].expand(len(parts), *parts[0].shape[1:]) if once else joined(parts)
+
+    names = "dest_slots", "merge_weights", "unmerge_weights"
+    tensors: dict[str, Any] = {name: together([getattr(plan, name) for plan in plans]) for name in names}
+    budget = first.budget
+    if budget.adaptive:
+        budget = budget.changed(lambda name: together([getattr(plan.budget, name) for plan in plans]))
+    return replace(first, budget=budget, **tensors)
 
 
 def merge(x: Tensor, plan: MergePlan) -> Tensor:
@@ -109,29 +119,12 @@ def unmerge_residual(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan) -
 
 def add_unmerged(x: Tensor, update: Tensor, plan: MergePlan) -> Tensor:
     """Return X + A^T Y', (B, N, C), in one pass where the layout allows it. update: (B, D, C)."""
-    if plan.kernels is not None and kernels_for(plan, update):
+    if kernels_for(plan, update):
         return unmerge_residual(update, torch.zeros_like(update), x, plan)
     if plan.strips is not None and len(x) == len(plan.dest_slots):
         M, back = plan.strips
         return torch.baddbmm(_rows(x, back), back, _rows(update, M)).view(x.shape)
     return plan.windows.add(x, plan.unmerge_weights @ plan.budget.unpack(update))
-
-
-def _strips(plan: MergePlan) -> tuple[Tensor, Tensor] | None:
-    """Return M and A^T of rows of windows, (B * R, D / R, N / R) and (B * R, N / R, D / R).
-
-    A row of windows is one run of tokens, which a product reads in place. Between its windows the matrices are zero.
-    None where windows differ in size or budget, or where a row has more than `_MAX_IN_ROW`.
-    """
-    windows, tiles = plan.windows, plan.windows.tiles
-    if windows.contiguous or tiles is None or tiles[2] > _MAX_IN_ROW or plan.budget.compact is not None:
-        return None
-    rows, high, across, wide = tiles
-    M = plan.merge_weights.unflatten(1, (rows, across)).unflatten(-1, (high, wide))
-    M = torch.diag_embed(M.movedim(2, -1), dim1=2, dim2=5)
-    back = plan.unmerge_weights.unflatten(1, (rows, across)).unflatten(3, (high, wide))
-    back = torch.diag_embed(back.movedim(2, -1), dim1=3, dim2=5)
-    return M.flatten(4).flatten(2, 3).flatten(0, 1), back.flatten(5).flatten(2, 4).flatten(0, 1)
 
 
 def _rows(x: Tensor, matrices: Tensor) -> Tensor:

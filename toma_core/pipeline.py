@@ -4,7 +4,7 @@
     out = block(reduced)
     y = restore(out, reduced, x, plan)
 
-with `plan = plan_for(x, grid, scope, evaluation)`: a stored plan, a new one, or None to compute all tokens.
+with `plan = evaluation.plan(x, grid, scope)`: a stored plan, a new one, or None to compute all tokens.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from . import cost_model
 from .cache import CachedBlock, unmerge_residual_cached
-from .config import Granularity, SimilarityFrom
-from .cost_model import UNET_BLOCK, Block, obstacle
+from .config import Granularity
 from .decision import merges_plainly
 from .merge import MergePlan, gather_destinations, merge, unmerge_residual
 from .reasons import Message, Reason
@@ -28,23 +28,16 @@ from .windows import Grid
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """One call of the model.
-
-    Attributes:
-        plan_keys: One for each equal chunk of the batch, see `RunState.plan`.
-        cond_keys: One for each condition's chunk, distinct for each condition; `plan_keys` if not given.
-        content_independent: See `RunState.plan`, as `tile` and `pictures`.
-        images: Images in the call's batch; 0 if unknown.
-    """
+    """One call of the model."""
 
     run: RunState
     step_plan: StepPlan
-    plan_keys: tuple[Hashable, ...] = (None,)
-    cond_keys: tuple[Hashable, ...] = ()
-    content_independent: Message | None = None
+    plan_keys: tuple[Hashable, ...] = (None,)  # one for each equal chunk of the batch, see `RunState.plan`
+    cond_keys: tuple[Hashable, ...] = ()  # one for each condition's chunk, all distinct; `plan_keys` if not given
+    content_independent: Message | None = None  # see `RunState.plan`, as `tile` and `pictures`
     tile: TileBatch | None = None
     pictures: tuple[Tensor, ...] = ()
-    images: int = 0
+    images: int = 0  # images in the call's batch; 0 if unknown
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cond_keys", self.cond_keys or self.plan_keys)
@@ -59,9 +52,9 @@ class Evaluation:
         return replace(self, cond_keys=tuple((key, "again") for key in self.cond_keys))
 
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
-        """Return the plan for tokens x of (B, N, C). None where a refresh predicts the picture that the next plan is
-        made from."""
-        if self.refreshes and self.run.config.similarity_from is SimilarityFrom.PREDICTION:
+        """Return the plan for tokens x of (B, N, C). Blocks with one `scope` share a plan. None where a refresh
+        predicts the picture that the next plan is made from."""
+        if self.refreshes and self.run.config.uses_prediction:
             return None
         return self.run.plan(
             x, grid, scope, self.step_plan, self.plan_keys, self.content_independent, self.tile, self.pictures
@@ -78,8 +71,7 @@ class Evaluation:
         return replace(self.step_plan, selection=LASTING, weighing=LASTING)
 
     def cached(self, block: str, x: Tensor, quantized: bool = False) -> CachedBlock | None:
-        """Return the cache of a block with tokens x of (B, N, C); None if nothing is cached that fits. Block names are
-        unique. quantized: see `CachedBlock`."""
+        """Return the cache of a block with tokens x of (B, N, C); None if nothing cached fits. Names are unique."""
         cache = self.run.cache
         if not self.step_plan.mode.caches:
             return None
@@ -106,38 +98,25 @@ class Evaluation:
         """Whether this evaluation computes all tokens to refresh the caches."""
         return self.step_plan.mode is StepMode.REFRESH
 
-    def obstacle(self, x: Tensor, block: Block = UNET_BLOCK, around: Granularity | None = None) -> Message | None:
-        """Return why tokens x of (B, N, C) are not merged in such a block, None if they are. around: the granularity,
-        if not that of the settings."""
+    def obstacle(self, x: Tensor, block: cost_model.Block, granularity: Granularity) -> Message | None:
+        """Return why tokens x of (B, N, C) are not merged in such a block, None if they are."""
         if round(self.step_plan.ratio * x.shape[1]) == 0:
             return Reason.NOTHING_TO_MERGE()
         if self.images and len(x) != self.images:
             return Reason.IMAGES_CHANGED()
-        config = self.run.config
-        return obstacle(x, x.shape[0] // len(self.cond_keys), config.min_tokens, block, around or config.granularity)
-
-
-def plan_for(
-    x: Tensor,
-    grid: Grid,
-    scope: Hashable,
-    evaluation: Evaluation,
-    block: Block = UNET_BLOCK,
-    around: Granularity | None = None,
-) -> MergePlan | None:
-    """Return the plan for tokens x of (B, N, C), None if they are not merged (`Evaluation.obstacle`). Blocks with one
-    `scope` share a plan."""
-    return None if evaluation.obstacle(x, block, around) else evaluation.plan(x, grid, scope)
+        images, tokens, width = len(x) // len(self.cond_keys), *x.shape[1:]
+        if least := self.run.config.min_tokens:  # holds on every device
+            return Reason.TOO_FEW_TOKENS(least=least) if tokens < least else None
+        card = cost_model.card_of(x.device)
+        return cost_model.too_little(tokens, images, width, x.dtype, card, block, granularity)
 
 
 def reduce(x: Tensor, plan: MergePlan | None, cached: CachedBlock | None = None) -> Tensor:
-    """Merge (B, N, C) to (B, D, C); return x itself without a plan or in a refresh.
-
-    cached: the destinations themselves are taken, to be compared with the cached update: weighted means hold less noise
-    than the model expects and would change for that reason alone.
-    """
+    """Merge (B, N, C) to (B, D, C); return x itself without a plan or in a refresh."""
     if plan is None or (cached is not None and cached.update is None):
         return x
+    # Destinations themselves are compared with the cached update: weighted means hold less noise than the model expects
+    # and would change for that reason alone.
     return merge(x, plan) if cached is None else gather_destinations(x, plan)
 
 

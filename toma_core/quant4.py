@@ -23,10 +23,8 @@ WIDER = 1.01
 class Int4Tensor:
     """A (B, N, C) tensor in four bits a number."""
 
-    # (B, N, C / 2) uint8; the lower four bits are the first half of a group of channels.
-    codes: Tensor
-    # Minimum and step, (B, N, groups) in the original dtype.
-    low: Tensor
+    codes: Tensor  # (B, N, C / 2) uint8; the lower four bits are the first half of a group of channels
+    low: Tensor  # minimum and step, (B, N, groups) in the original dtype
     step: Tensor
 
     @property

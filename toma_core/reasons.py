@@ -26,11 +26,6 @@ class MessageId(str, Enum):
     def __call__(self, **params: Value) -> Message:
         return Message(self, tuple(params.items()))
 
-    @property
-    def chosen(self) -> bool:
-        """Whether the user chose this, by a setting or a profile."""
-        return False
-
 
 class Reason(MessageId):
     """Why a block, a step or a run is not merged, or why a cache is not used."""
@@ -82,25 +77,17 @@ class Reason(MessageId):
     # Why destinations are random.
     SEVERAL_DEVICES = "several_devices"
 
-    @property
-    def chosen(self) -> bool:
-        """Whether the user chose this."""
-        return self in _CHOSEN
 
-
-_CHOSEN = (Reason.SETTING, Reason.SKIP_FIRST_BLOCKS, Reason.SKIP_LAST_BLOCKS, Reason.PROFILE_SKIPS_BLOCK)
+# What the user chose, by a setting or a profile.
+CHOSEN = {Reason.SETTING, Reason.SKIP_FIRST_BLOCKS, Reason.SKIP_LAST_BLOCKS, Reason.PROFILE_SKIPS_BLOCK}
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message: an id and the values that its text names.
-
-    Attributes:
-        params: Numbers, names, other messages, or tuples of these, by name. A param named `setting` holds the id of a
-            setting or of an input of a node; its text is the label.
-    """
+    """One message: an id and the values that its text names."""
 
     id: MessageId
+    # By name. A param named `setting` holds the id of a setting or of an input of a node; its text is the label.
     params: tuple[tuple[str, Value], ...] = ()
 
     def __str__(self) -> str:

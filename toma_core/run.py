@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .budget import allocate, spread
 from .cache import ResidualCache
-from .config import SimilarityFrom, ToMAConfig
+from .config import Granularity, SimilarityFrom, ToMAConfig
 from .kernels.dispatch import Choice, Dispatch
 from .maps import draw_map
 from .merge import MergePlan, stacked, weigh
@@ -29,7 +29,7 @@ from .windows import Budget, Grid, Windows, make_budget, make_windows
 
 
 class _PlanKey(NamedTuple):
-    scope: tuple[Hashable, Hashable]  # of blocks, and plan key
+    scope: tuple[Hashable, Hashable]  # of blocks, and which part of the latent
     grid: Grid
     ratio: float
     images: int
@@ -37,50 +37,34 @@ class _PlanKey(NamedTuple):
     device: torch.device
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A plan for each image once, and its generation."""
+class _Entry(NamedTuple):
+    """A plan and its generation; LASTING if its tokens show the same during the run, as those of a reference image."""
 
     plan: MergePlan
     selection: int
     weighing: int
-    # The same plan for a batch that holds the images several times.
-    repeated: dict[int, MergePlan]
-
-    @property
-    def lasts(self) -> bool:
-        """Whether the plan's tokens show the same during the run, as those of a reference image."""
-        return self.selection == LASTING
 
 
 @dataclass(eq=False)
 class RunState:
     """The state of one run; everything but the schedule is filled in as the run goes."""
 
-    # Holds the frozen settings.
-    schedule: Schedule
+    schedule: Schedule  # holds the frozen settings
     stats: RunStats = field(default_factory=RunStats)
     dispatch: Dispatch = field(default_factory=Dispatch)
     _plans: dict[_PlanKey, _Entry] = field(default_factory=dict)
-    # Concatenated plans, by (scope, grid, ratio, plan keys, images of each, dtype, device).
+    # Plans and their concatenation, by (scope, grid, ratio, plan keys, images of each, dtype, device).
     _stacks: dict[tuple[Hashable, ...], tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
     _tried: set[Hashable] = field(default_factory=set)
     cache: ResidualCache = field(default_factory=ResidualCache)
-    # Merged blocks attend to all tokens.
-    kv_cache: bool = field(init=False)
-    # The KV cache has four bits a number.
-    quantized: bool = False
-    # Why all later steps are full.
-    disabled_by: Message | None = None
-    # A block that should attend to all tokens ran without a call of the attention override.
-    attention_hook_missed: bool = False
-    # Calls of the model show tiles of the latent.
-    tiles: bool = False
-    # Calls of the model have reference images.
-    references: bool = False
-    # The attention override was called for at least one block.
-    attention_hook_called: bool = False
+    kv_cache: bool = field(init=False)  # merged blocks attend to all tokens
+    quantized: bool = False  # the KV cache has four bits a number
+    disabled_by: Message | None = None  # why all later steps are full
+    attention_hook_missed: bool = False  # a block that should attend to all tokens did not call the override
+    tiles: bool = False  # calls of the model show tiles of the latent
+    references: bool = False  # calls of the model have reference images
+    attention_hook_called: bool = False  # the attention override was called for at least one block
 
     def __post_init__(self) -> None:
         self.kv_cache = self.config.kv_cache and self.config.uses_cache
@@ -91,8 +75,7 @@ class RunState:
         return self.schedule.config
 
     def kv_obstacle(self) -> Message | None:
-        """Return why the KV cache cannot be used, as the last evaluation revealed; None if it can, or if there is
-        none."""
+        """Return why the KV cache cannot be used, as the last evaluation revealed; None if it can, or without one."""
         missed = self.attention_hook_missed and not self.attention_hook_called
         reason = Reason.TILES() if self.tiles else Reason.KV_FOREIGN_ATTENTION() if missed else None
         return reason if self.kv_cache else None
@@ -130,30 +113,24 @@ class RunState:
         plan_keys: for each equal chunk of the batch, which part of the latent it shows. Chunks with one key (cond and
         uncond) hold the same images under different conditions and share the plan of the first.
         content_independent: why destinations must not depend on x, if so; they are random then.
-        tile: the images of the call, where no key tells them; the plan serves this evaluation only.
+        tile: the images of a call on tiles; the plan serves this evaluation only.
         pictures: for each chunk (b, C', ..., H', W'), what plans are made from in place of x, for all scopes.
         """
         if tile is not None:
             return self._tile_plan(tile, x, grid, scope, step, content_independent)
         chunk = x.shape[0] // len(plan_keys)
-        keys = list(dict.fromkeys(plan_keys))
         if any(len(picture) != chunk for picture in pictures):
             pictures = ()  # the model changed the batch
         if pictures:
             scope = SimilarityFrom.PREDICTION
-
-        def entry_of(key: Hashable) -> _Entry:
-            n = plan_keys.index(key)
-            picture = pictures[n] if pictures else None
-            return self._entry(x[n * chunk : (n + 1) * chunk], grid, (scope, key), step, content_independent, picture)
-
-        if len(keys) == 1:
-            entry = entry_of(keys[0])
-            if len(plan_keys) not in entry.repeated:
-                entry.repeated[len(plan_keys)] = entry.plan.repeat(len(plan_keys))
-            return entry.repeated[len(plan_keys)]
-        by_key = {key: entry_of(key).plan for key in keys}
+        by_key: dict[Hashable, MergePlan] = {}
+        for n, key in enumerate(plan_keys):
+            if key not in by_key:
+                part, picture = x[n * chunk : (n + 1) * chunk], pictures[n] if pictures else None
+                by_key[key] = self._plan(part, grid, (scope, key), step, content_independent, picture)
         plans = [by_key[key] for key in plan_keys]
+        if len(plans) == 1:
+            return plans[0]
         at = (scope, grid, step.ratio, plan_keys, chunk, x.dtype, x.device)
         stack = self._stacks.get(at)
         if stack is None or any(old is not new for old, new in zip(stack[0], plans, strict=True)):
@@ -176,51 +153,49 @@ class RunState:
         """Return D of a grid at this step."""
         return self._layout(grid, step, device)[1].total
 
-    def _entry(
+    def _plan(
         self,
         x: Tensor,
         grid: Grid,
         scope: tuple[Hashable, Hashable],
         step: StepPlan,
         independent: Message | None,
-        picture: Tensor | None = None,
-    ) -> _Entry:
+        picture: Tensor | None,
+    ) -> MergePlan:
+        """Return the plan of one part of the latent, of (B, N, C) or made from a picture."""
         key = _PlanKey(scope, grid, step.ratio, x.shape[0], x.dtype, x.device)
         old = self._plans.get(key)
-        selected = old is None or old.selection != step.selection
-        if old is not None and not selected:
-            if old.weighing == step.weighing:
-                return old
-            plan = self._reweighed(x, old.plan, _features(x, grid, picture))
+        if old is not None and old.selection != step.selection:
+            old = None
+        if old is not None and old.weighing == step.weighing:
+            return old.plan
+        features = x if picture is None else picture_tokens(picture, grid, x)
+        if old is not None:
+            plan = self._reweighed(x, old.plan, features)
         else:
             # Noise varies alike in all windows; references are never noise.
-            noisy = picture is None and step.selection != LASTING
-            even = noisy and self.config.similarity_from is SimilarityFrom.PREDICTION
-            plan = self._selected(x, _features(x, grid, picture), grid, step, independent, even)
-        self.stats.count_plan(grid, plan.num_destinations, selected)
-        return self._remember(key, plan, step)
+            even = picture is None and step.selection != LASTING and self.config.uses_prediction
+            plan = self._selected(x, features, grid, step, independent, even)
+        self.stats.count_plan(grid, plan.num_destinations, selected=old is None)
+        self._remember(key, plan, step)
+        return plan
 
-    def _remember(self, key: _PlanKey, plan: MergePlan, step: StepPlan) -> _Entry:
-        entry = _Entry(plan, step.selection, step.weighing, {1: plan})
-        self._forget(key.grid, entry, step.in_use)
-        # To the end of the dict, so that `draw` finds the latest plan.
-        self._plans.pop(key, None)
-        self._plans[key] = entry
-        return entry
-
-    def _forget(self, grid: Grid, entry: _Entry, ratios: frozenset[float]) -> None:
-        """Drop the plans of a grid that are older than this one or have none of these ratios: moving windows over a
-        batch would accumulate them. Lasting plans are compared with lasting ones. Called by several devices at once."""
+    def _remember(self, key: _PlanKey, plan: MergePlan, step: StepPlan) -> None:
+        """Store a plan. Drop the plans of its grid that are older or have none of the step's ratios: moving windows
+        over a batch would accumulate them. Lasting plans are compared with lasting ones. Called by several devices at
+        once."""
         old = [
-            key
-            for key, other in list(self._plans.items())
-            if key.grid == grid
-            and (other.selection != entry.selection or key.ratio not in ratios)
-            and other.lasts == entry.lasts
+            other
+            for other, entry in list(self._plans.items())
+            if other.grid == key.grid
+            and (entry.selection != step.selection or other.ratio not in step.in_use)
+            and (entry.selection == LASTING) == (step.selection == LASTING)
         ]
-        for key in old:
-            self._plans.pop(key, None)
-        gone = {(key.scope[0], key.grid, key.ratio) for key in old}
+        # The plan goes to the end of the dict, so that `draw` finds the latest.
+        for other in (*old, key):
+            self._plans.pop(other, None)
+        self._plans[key] = _Entry(plan, step.selection, step.weighing)
+        gone = {(other.scope[0], other.grid, other.ratio) for other in old}
         if gone:
             self._stacks = {at: stack for at, stack in list(self._stacks.items()) if at[:3] not in gone}
 
@@ -237,7 +212,7 @@ class RunState:
         config = self.config
         if independent:
             self.stats.content_independent.add(independent)
-        even = even or bool(independent) or not config.adapts_budget
+        even = even or bool(independent) or not config.uses_prediction
         windows, budget = self._laid_out(features, grid, step, even)
         choice = self._choose(x, features, windows, budget, even)
         self.stats.kernels.add(choice.message)
@@ -257,12 +232,11 @@ class RunState:
         config, dispatch = self.config, self.dispatch
         weighs = config.weight_interval % config.selection_interval != 0
         choice = dispatch.choose(x, windows, budget, features, weighs)
-        grid = windows.grid
-        key = (grid, even, x.shape[2], features.shape[2], x.dtype, x.device)
+        key = (windows.grid, even, x.shape[2], features.shape[2], x.dtype, x.device)
         if choice.kernels is not None and dispatch.given is None and key not in self._tried:
             self._tried.add(key)
             for kind in self.schedule.kinds:
-                dispatch.choose(x, *self._laid_out(features, grid, kind, even), features, weighs)
+                dispatch.choose(x, *self._laid_out(features, windows.grid, kind, even), features, weighs)
         return choice
 
     def _reweighed(self, x: Tensor, plan: MergePlan, features: Tensor) -> MergePlan:
@@ -279,7 +253,8 @@ class RunState:
 
     def _layout(self, grid: Grid, step: StepPlan, device: torch.device) -> tuple[Windows, Budget]:
         config = self.config
-        shifted = config.shifts_windows and step.selection % 2 == 1
+        # Every second selection is in windows that lie half a window further; not as in the paper.
+        shifted = config.granularity is not Granularity.MODULE and step.selection % 2 == 1
         key = (grid, step.ratio, shifted, device)
         if key not in self._layouts:
             *frames, height, width = grid
@@ -294,7 +269,7 @@ class RunState:
 
     def draw(self) -> None:
         """Store a map of the last plan of each grid in the stats; log a warning if that fails, as the image is done."""
-        last = {key.grid: entry.plan for key, entry in self._plans.items() if not entry.lasts}
+        last = {key.grid: entry.plan for key, entry in self._plans.items() if entry.selection != LASTING}
         try:
             self.stats.maps = {grid: draw_map(plan) for grid, plan in last.items()}
         except Exception as error:
@@ -307,8 +282,3 @@ class RunState:
         self.stats.cache_bytes, self.stats.cache_disabled = self.cache.peak_bytes, self.cache.disabled
         self._clear()
         return self.stats
-
-
-def _features(x: Tensor, grid: Grid, picture: Tensor | None) -> Tensor:
-    """Return what tokens x of (B, N, C) are compared by: the picture, as (B, N, C'), or the tokens themselves."""
-    return x if picture is None else picture_tokens(picture, grid, x)

@@ -1,4 +1,4 @@
-"""How one field of the settings is offered, checked and refused, whatever it means."""
+"""Describe, check and refuse the value of a setting."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ConfigError(MessageError):
 
 @dataclass(frozen=True)
 class SettingSpec:
-    """How one field is offered and checked: range (both ends allowed), widget step and help text."""
+    """Help text, range (both ends allowed) and step of a widget."""
 
     tooltip: str
     minimum: float | None = None
@@ -41,19 +41,20 @@ class SettingSpec:
     step: float | None = None
 
 
-_Bounds = tuple[float | None, float | None, float | None]  # minimum, maximum, step
-
-
-def option(default: Any, tooltip: str, bounds: _Bounds = (None, None, None)) -> Any:
-    """A dataclass field with this default, offered and checked as `SettingSpec(tooltip, *bounds)` says."""
+def option(default: Any, tooltip: str, bounds: tuple[float, ...] = ()) -> Any:
+    """Return a dataclass field with this default. bounds: minimum, maximum and step of a number."""
     return field(default=default, metadata={"spec": SettingSpec(tooltip, *bounds)})
 
 
 def checked(name: str, value: Any, default: Any, spec: SettingSpec) -> Any:
-    """The value as the field `name` holds it: of the kind of its default (enum, int, float or bool) and in its range.
+    """Return the value as the field holds it: of the kind of its default (enum, int, float or bool) and in its range.
     Raises `ConfigError`."""
     if isinstance(default, Enum):
-        return _as_enum(name, value, type(default))
+        try:
+            return type(default)(value)
+        except ValueError:
+            choices = tuple(str(member.value) for member in type(default))
+            raise ConfigError(Refusal.NOT_A_CHOICE(setting=name, value=shown(value), choices=choices)) from None
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise ConfigError(Refusal.NOT_A_SWITCH(setting=name, value=shown(value)))
@@ -70,17 +71,9 @@ def checked(name: str, value: Any, default: Any, spec: SettingSpec) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value in a message: whatever was given, on one line of a screen."""
+    """Return a value as text for a message, on one line."""
     try:
         text = repr(value)
     except ValueError:  # Python does not write out whole numbers of thousands of digits
         text = f"a very large {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
-
-
-def _as_enum(name: str, value: Any, kind: type[Enum]) -> Enum:
-    try:
-        return kind(value)
-    except ValueError:
-        choices = tuple(str(member.value) for member in kind)
-        raise ConfigError(Refusal.NOT_A_CHOICE(setting=name, value=shown(value), choices=choices)) from None

@@ -7,9 +7,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from .maps import MergeMap
-from .reasons import Message, MessageId, Reason
+from .reasons import CHOSEN, Message, MessageId, Reason
 from .windows import Grid
 
 
@@ -24,12 +25,12 @@ class Line(MessageId):
     INDENTED = "indented"  # line
     PERCENT = "percent"  # value
     UP_TO = "up_to"  # share
-    # Titles of sections.
+    # titles of sections
     WHERE = "where"
     WHEN = "when"
     NOT_MERGED = "not_merged"
     HOW = "how"
-    # What sections say.
+    # what sections say
     TOKENS = "tokens"  # sizes
     MERGED_BLOCKS = "merged_blocks"  # blocks
     MERGED_STEPS = "merged_steps"  # steps, ratios
@@ -48,47 +49,31 @@ class Line(MessageId):
 
 @dataclass
 class RunStats:
-    """Counters of one sampling run.
-
-    Attributes:
-        merged_steps: Ratio of each step that is merged.
-        total_steps: Steps that the run was to make.
-        grids: Destinations of each token grid.
-        unmerged: Blocks, or named parts of them, by the reason why they were not merged.
-        kernels: Kernels that made plans, or why plain PyTorch did.
-        content_independent: Why destinations were random.
-        full_by: Settings that make steps full.
-        full_reasons: Steps that were full although the schedule merges them, by reason.
-        by_profile: Whether ratios differ by block: grids and merged_steps then hold the largest of them.
-        cache_bytes: Largest size of the residual cache.
-        without_kv_cache: Why the KV cache was not used.
-        times_less_work: FLOPs of the unmerged run over those of this one; None if unknown.
-        lock: Guards the counters: several devices may share a run.
-    """
+    """Counters of one sampling run."""
 
     evaluations: int = 0
     merged_evaluations: int = 0
     steps: set[int] = field(default_factory=set)
-    merged_steps: dict[int, float] = field(default_factory=dict)
-    total_steps: int = 0
-    grids: dict[Grid, int] = field(default_factory=dict)
+    merged_steps: dict[int, float] = field(default_factory=dict)  # ratio of each step that is merged
+    total_steps: int = 0  # steps that the run was to make
+    grids: dict[Grid, int] = field(default_factory=dict)  # destinations of each token grid
     merged_blocks: set[str] = field(default_factory=set)
     blocks: set[str] = field(default_factory=set)
-    unmerged: dict[Message, set[str]] = field(default_factory=dict)
+    unmerged: dict[Message, set[str]] = field(default_factory=dict)  # blocks, or named parts of them, by reason
     selections: int = 0
     weighings: int = 0
-    kernels: set[Message] = field(default_factory=set)
-    content_independent: set[Message] = field(default_factory=set)
-    full_by: tuple[Message, ...] = ()
-    full_reasons: dict[Message, set[int]] = field(default_factory=dict)
-    by_profile: bool = False
-    cache_bytes: int = 0
+    kernels: set[Message] = field(default_factory=set)  # kernels that made plans, or why plain PyTorch did
+    content_independent: set[Message] = field(default_factory=set)  # why destinations were random
+    full_by: tuple[Message, ...] = ()  # settings that make steps full
+    full_reasons: dict[Message, set[int]] = field(default_factory=dict)  # full steps that the schedule merges
+    by_profile: bool = False  # whether ratios differ by block: grids and merged_steps then hold the largest of them
+    cache_bytes: int = 0  # largest size of the residual cache
     cache_disabled: bool = False
-    without_kv_cache: Message | None = None
-    times_less_work: float | None = None
+    without_kv_cache: Message | None = None  # why the KV cache was not used
+    times_less_work: float | None = None  # FLOPs of the unmerged run over those of this one; None if unknown
     maps: dict[Grid, MergeMap] = field(default_factory=dict)
-    _merged_in: Counter[int] = field(default_factory=Counter)
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    merged_in: Counter[int] = field(default_factory=Counter)  # merged evaluations of each step
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # several devices may share a run
 
     def count_evaluation(self, step: int, ratio: float) -> None:
         """Count a model evaluation that begins at this step and ratio, 0 if it is full."""
@@ -98,22 +83,18 @@ class RunStats:
             if ratio:
                 self.merged_evaluations += 1
                 self.merged_steps[step] = ratio
-                self._merged_in[step] += 1
+                self.merged_in[step] += 1
 
     def discard_evaluations(self, step: int, evaluations: int, merged: int) -> None:
         """Subtract evaluations of a step that broke off and will be repeated; `merged` of them were merged."""
         with self.lock:
             self.evaluations -= evaluations
             self.merged_evaluations -= merged
-            self._merged_in[step] -= merged
-            if not self._merged_in[step]:
+            self.merged_in[step] -= merged
+            if not self.merged_in[step]:
                 self.merged_steps.pop(step, None)
             if not self.merged_steps:
                 self.merged_blocks.clear()
-
-    def merged_evaluations_of(self, step: int) -> int:
-        """Return how many evaluations of a step were merged."""
-        return self._merged_in[step]
 
     def full_because(self, step: int, reason: Message) -> None:
         """Record why an evaluation of this step is full although the schedule merges it."""
@@ -148,14 +129,10 @@ class RunStats:
         if not merged:
             return Line.NOTHING_MERGED(reason=reasons[0] if reasons else self._why_full())
         steps = len(self.merged_steps)
-        line = Line.ON(
-            share=self._at_most(Line.PERCENT(value=100 * sum(self.merged_steps.values()) / max(steps, 1))),
-            merged_blocks=merged,
-            blocks=total,
-            merged_steps=steps,
-            steps=max(self.total_steps, len(self.steps)),
-        )
-        others = [reason for reason in reasons if not reason.id.chosen]
+        share = self._at_most(Line.PERCENT(value=100 * sum(self.merged_steps.values()) / max(steps, 1)))
+        every = max(self.total_steps, len(self.steps))
+        line = Line.ON(share=share, merged_blocks=merged, blocks=total, merged_steps=steps, steps=every)
+        others = [reason for reason in reasons if reason.id not in CHOSEN]
         return Line.ON_OTHERS(line=line, reason=others[0]) if others and 2 * merged < total else line
 
     def work(self) -> list[Message]:
@@ -186,17 +163,14 @@ class RunStats:
     def _sections(self) -> dict[Line, list[Message]]:
         # A step inside the active range merged nothing if every block had a reason against it.
         merged = self.merged_steps if self.merged_blocks else {}
-        where: list[Message] = []
-        when: list[Message] = []
+        where, when = list[Message](), list[Message]()
         if merged:
             where = [Line.TOKENS(sizes=self._sizes()), Line.MERGED_BLOCKS(blocks=_names(self.merged_blocks))]
             ratios = tuple(dict.fromkeys(self._at_most(float(f"{ratio:.3g}")) for ratio in merged.values()))
             when.append(Line.MERGED_STEPS(steps=_steps(merged), ratios=ratios))
-        full = _steps(self.steps - set(merged))
-        if full:
-            when.append(
-                Line.FULL_STEPS_BY(steps=full, by=self.full_by) if self.full_by else Line.FULL_STEPS(steps=full)
-            )
+        if full := _steps(self.steps - set(merged)):
+            by = self.full_by
+            when.append(Line.FULL_STEPS_BY(steps=full, by=by) if by else Line.FULL_STEPS(steps=full))
         when += [Line.FULL_BY_NEED(steps=_steps(steps), reason=why) for why, steps in self.full_reasons.items()]
         when.append(Line.EVALUATIONS(total=self.evaluations, merged=self.merged_evaluations if merged else 0))
         not_merged = [Line.UNMERGED(reason=why, blocks=_names(self.unmerged[why])) for why in self.unmerged_reasons()]
@@ -212,7 +186,7 @@ class RunStats:
         """Return why no step was merged."""
         if self.full_reasons:
             return max(self.full_reasons, key=lambda reason: len(self.full_reasons[reason]))
-        if any(message.id is Reason.TOO_FEW_STEPS for message in self.full_by):
+        if Reason.TOO_FEW_STEPS() in self.full_by:
             return Reason.TOO_FEW_STEPS()
         return Reason.EVERY_STEP_FULL_BY(by=self.full_by) if self.full_by else Reason.EVERY_STEP_FULL()
 
@@ -228,20 +202,16 @@ class RunStats:
         )
 
     def _how(self) -> list[Message]:
-        lines = []
-        if self.merged_blocks:
-            lines.append(Line.PLANS(selections=self.selections, weightings=self.weighings))
-        if self.cache_bytes:
-            lines.append(Line.RESIDUAL_CACHE(size=self.cache_bytes / 1e6))
-        if self.content_independent:
-            lines.append(Line.RANDOM_DESTINATIONS(reasons=tuple(sorted(self.content_independent, key=str))))
-        if self.cache_disabled:
-            lines.append(Line.RESIDUAL_CACHE_DISABLED())
-        if self.without_kv_cache is not None:
-            lines.append(Line.NO_KV_CACHE(reason=self.without_kv_cache))
-        if self.kernels:
-            lines.append(Line.KERNELS(names=tuple(sorted(self.kernels, key=str))))
-        return lines
+        reasons, names = (tuple(sorted(each, key=str)) for each in (self.content_independent, self.kernels))
+        lines = [
+            self.merged_blocks and Line.PLANS(selections=self.selections, weightings=self.weighings),
+            self.cache_bytes and Line.RESIDUAL_CACHE(size=self.cache_bytes / 1e6),
+            reasons and Line.RANDOM_DESTINATIONS(reasons=reasons),
+            self.cache_disabled and Line.RESIDUAL_CACHE_DISABLED(),
+            self.without_kv_cache and Line.NO_KV_CACHE(reason=self.without_kv_cache),
+            names and Line.KERNELS(names=names),
+        ]
+        return [line for line in lines if isinstance(line, Message)]
 
 
 def natural_order(name: str) -> list[tuple[int, int | str]]:
@@ -268,10 +238,6 @@ def _steps(steps: Iterable[int]) -> str:
 
 
 def _ranges(numbers: Iterable[int], prefix: str = "") -> str:
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ", ".join(f"{prefix}{a}" if a == b else f"{prefix}{a}-{b}" for a, b in ranges)
+    # The difference between a number and its place is the same in a run of consecutive numbers.
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{prefix}{run[0]}" + (f"-{run[-1]}" if len(run) > 1 else "") for run in runs)

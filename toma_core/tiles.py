@@ -19,13 +19,11 @@ from .merge import MergePlan
 class TileBatch:
     """The images of one call."""
 
-    # (B, ...), the latents that are evaluated.
-    latent: Tensor
+    latent: Tensor  # (B, ...), the latents that are evaluated
     # Calls of the same evaluation with images of this size, which may show the same tiles.
     earlier: tuple[TileBatch, ...] = ()
     plans: dict[Hashable, MergePlan] = field(default_factory=dict)
-    # (B,) int64, the first image equal to each.
-    _first: Tensor = field(init=False)
+    _first: Tensor = field(init=False)  # (B,) int64, the first image equal to each
 
     def __post_init__(self) -> None:
         # An image that holds NaN equals nothing, not even itself.
@@ -63,8 +61,7 @@ _ANOTHER = 0.7
 class Turns:
     """Notices latents of one size that a sampler evaluates by turns, as it may the tiles or the pictures of a batch."""
 
-    # Whether there were any.
-    found: bool = False
+    found: bool = False  # whether there were any
     # Where in the run the evaluation before was, and the last latent there of each kind of evaluation.
     _place: Hashable = None
     _latents: dict[Hashable, Tensor] = field(default_factory=dict)

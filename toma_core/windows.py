@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,36 +21,25 @@ from .config import WindowShape
 Grid = tuple[int, ...]
 
 
-def has_frames(grid: Grid) -> bool:
-    """Return whether the grid is that of a video."""
-    return len(grid) > 2
-
-
 @dataclass(frozen=True, eq=False)
 class Windows:
     """A partition of the N = frames * height * width tokens (row-major) into W windows of at most S tokens."""
 
     height: int
     width: int
-    # Tokens of each window.
-    counts: tuple[int, ...]
-    # (W, S) int64, the token in each slot; padding slots repeat the window's first token.
-    source: Tensor
-    # (W, S) bool, False in padding slots; None without padding.
-    valid: Tensor | None
-    # (N,) int64, each token's slot in the flattened (W * S).
-    inverse: Tensor
-    # Windows are contiguous runs of tokens.
-    contiguous: bool
-    # Row and column borders; rows go on from frame to frame.
-    cuts: tuple[tuple[int, ...], tuple[int, ...]]
+    counts: tuple[int, ...]  # tokens of each window
+    source: Tensor  # (W, S) int64, the token in each slot; padding slots repeat the window's first token
+    valid: Tensor | None  # (W, S) bool, False in padding slots; None without padding
+    inverse: Tensor  # (N,) int64, each token's slot in the flattened (W * S)
+    contiguous: bool  # windows are contiguous runs of tokens
+    cuts: tuple[tuple[int, ...], tuple[int, ...]]  # row and column borders; rows go on from frame to frame
     frames: int = 1
-    # Rows of windows, rows of a window, windows in a row, columns of a window; None unless all windows are alike.
-    tiles: tuple[int, int, int, int] | None = field(init=False)
 
-    def __post_init__(self) -> None:
-        (rows, high), (columns, wide) = (_parts(cuts) for cuts in self.cuts)
-        object.__setattr__(self, "tiles", (rows, high, columns, wide) if high and wide else None)
+    @functools.cached_property
+    def tiles(self) -> tuple[int, int, int, int] | None:
+        """Rows of windows, rows of a window, windows in a row, columns of a window; None unless all are alike."""
+        (rows, high), (columns, wide) = map(_parts, self.cuts)
+        return (rows, high, columns, wide) if high and wide else None
 
     @property
     def tokens(self) -> int:
@@ -58,7 +47,6 @@ class Windows:
 
     @property
     def grid(self) -> Grid:
-        """The shape of the grid."""
         return (self.height, self.width) if self.frames == 1 else (self.frames, self.height, self.width)
 
     @property
@@ -76,8 +64,7 @@ class Windows:
         return x if self.contiguous else x.index_select(1, self.inverse)
 
     def add(self, x: Tensor, update: Tensor) -> Tensor:
-        """Return x + join(update), (B, N, C), in one pass if all windows are alike. x: (B, N, C); update:
-        (B, W, S, C)."""
+        """Return x + join(update), (B, N, C), in one pass if windows are alike. x: (B, N, C); update: (B, W, S, C)."""
         if self.contiguous or self.tiles is None:
             return x + self.join(update)
         tiled = x.unflatten(1, self.tiles).transpose(2, 3)
@@ -94,14 +81,10 @@ class Budget:
     """The destinations of each window, at most K = `slots`, D = `total` in all: the same for all images, or adaptive,
     with counts for each image. Tensors are None if every slot is in use."""
 
-    # Equal shares; those that were reallocated in an adaptive budget.
-    counts: tuple[int, ...]
-    # (D,) int64, the slots in use of the flattened (W * K), ascending; adaptive (B, D).
-    compact: Tensor | None
-    # (W * K,) int64, the destination in each slot; unused slots repeat the window's first; adaptive (B, W * K).
-    expand: Tensor | None
-    # (W, K) bool, False in unused slots; adaptive (B, W, K).
-    valid: Tensor | None
+    counts: tuple[int, ...]  # equal shares; those that were reallocated in an adaptive budget
+    compact: Tensor | None  # (D,) int64, the slots in use of the flattened (W * K), ascending; adaptive (B, D)
+    expand: Tensor | None  # (W * K,) int64, destinations; unused slots repeat the window's first; adaptive (B, W * K)
+    valid: Tensor | None  # (W, K) bool, False in unused slots; adaptive (B, W, K)
 
     @property
     def adaptive(self) -> bool:
@@ -123,21 +106,12 @@ class Budget:
         """Return (B, D, ...) as (B, W, K, ...), the inverse of `pack`."""
         return _gathered(x, self.expand).view(x.shape[0], len(self.counts), self.slots, *x.shape[2:])
 
-    def beside(self, others: list[Budget]) -> Budget:
-        """Return the budget of the concatenation with batches of these other budgets."""
-        if not self.adaptive:
-            return self
-        return self._changed(lambda name: torch.cat([getattr(budget, name) for budget in (self, *others)]))
-
-    def repeat(self, times: int) -> Budget:
-        """Return the budget of a batch that holds one image `times` times."""
-        return self._changed(lambda name: repeated(getattr(self, name), times)) if self.adaptive else self
-
     def to(self, device: torch.device) -> Budget:
         """Return the budget with its index tensors on `device`."""
-        return self if self.valid is None else self._changed(lambda name: upload(getattr(self, name), device))
+        return self if self.valid is None else self.changed(lambda name: upload(getattr(self, name), device))
 
-    def _changed(self, tensor: Callable[[str], Tensor]) -> Budget:
+    def changed(self, tensor: Callable[[str], Tensor]) -> Budget:
+        """Return the budget with the index tensors that the function returns for their names."""
         return replace(self, compact=tensor("compact"), expand=tensor("expand"), valid=tensor("valid"))
 
 
@@ -149,17 +123,15 @@ def _gathered(x: Tensor, index: Tensor | None) -> Tensor:
     return x.gather(1, index.expand(len(x), -1, *x.shape[2:]))
 
 
-def repeated(part: Tensor, times: int) -> Tensor:
-    """Expand one image's tensor of a plan, (1, ...), to (times, ...) without a copy."""
-    return part.expand(times, *part.shape[1:])
-
-
 def upload(t: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor of the host to a device without waiting: a GPU reads pinned memory later."""
     paged = device.type != "cuda" or not torch.cuda.is_available()
     return t.to(device) if paged else t.pin_memory().to(device, non_blocking=True)
 
 
+# Layouts outlive a run: made in inference mode they could not be used for training.
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def make_windows(
     height: int, width: int, kind: WindowShape, size: int, shifted: bool = False, frames: int = 1
 ) -> Windows:
@@ -171,16 +143,9 @@ def make_windows(
     """
     if height < 1 or width < 1 or frames < 1:
         raise ValueError(f"a token grid needs at least one row and one column, got {frames} x {height} x {width}")
-    # Layouts outlive a run: made in inference mode they could not be used for training.
-    with torch.inference_mode(False):
-        return _make_windows(height, width, WindowShape(kind), size, shifted, frames)
-
-
-@functools.lru_cache(maxsize=64)
-def _make_windows(height: int, width: int, kind: WindowShape, size: int, shifted: bool, frames: int) -> Windows:
-    if kind is WindowShape.TILE:
+    if kind == WindowShape.TILE:
         rows, columns = _cuts(height, size, shifted), _cuts(width, size, shifted)
-    elif kind is WindowShape.STRIPE:
+    elif kind == WindowShape.STRIPE:
         rows, columns = _cuts(height, max(1, round(size * size / width)), shifted), (0, width)
     else:
         rows, columns = (0, height), (0, width)
@@ -200,9 +165,9 @@ def _make_windows(height: int, width: int, kind: WindowShape, size: int, shifted
     inverse = torch.empty(grid.numel(), dtype=torch.int64)
     inverse[source[valid]] = valid.flatten().nonzero().squeeze(1)
     full = bool(valid.all())
-    contiguous = full and bool((inverse == torch.arange(grid.numel())).all())
-    valid_slots = None if full else valid
-    return Windows(height, width, counts, source, valid_slots, inverse, contiguous, (rows, columns), frames)
+    contiguous = full and torch.equal(inverse, torch.arange(grid.numel()))
+    padding = None if full else valid
+    return Windows(height, width, counts, source, padding, inverse, contiguous, (rows, columns), frames)
 
 
 def _cuts(length: int, size: int, shifted: bool) -> tuple[int, ...]:
@@ -218,6 +183,8 @@ def _parts(cuts: tuple[int, ...]) -> tuple[int, int]:
     return len(cuts) - 1, lengths.pop() if len(lengths) == 1 else 0
 
 
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def make_budget(counts: tuple[int, ...], ratio: float, frames: int = 1) -> Budget:
     """Share D = N - round(ratio * N) destinations among windows of `counts` tokens, on the CPU. Raises ValueError.
 
@@ -227,12 +194,6 @@ def make_budget(counts: tuple[int, ...], ratio: float, frames: int = 1) -> Budge
     """
     if not 0 <= ratio < 1:
         raise ValueError(f"ratio must be in [0, 1), got {ratio}")
-    with torch.inference_mode(False):
-        return _make_budget(counts, ratio, frames)
-
-
-@functools.lru_cache(maxsize=64)
-def _make_budget(counts: tuple[int, ...], ratio: float, frames: int) -> Budget:
     counts = counts[: len(counts) // frames]
     tokens = sum(counts)
     wanted = tokens - round(ratio * tokens)

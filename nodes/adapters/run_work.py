@@ -17,7 +17,7 @@ def times_less_work(model: nn.Module, latent: Tensor, sampling: SamplingRun) -> 
     stats, schedule, hooks = sampling.run.stats, sampling.run.schedule, registry.find(model)
     if hooks is None or sampling.run.tiles or sampling.run.references or not stats.merged_blocks:
         return None
-    facts, merged_in = list(hooks.blocks(latent)), stats.merged_evaluations_of
+    facts, merged_in = list(hooks.blocks(latent)), stats.merged_in
     every = (hooks.flops_beside_blocks(latent) + sum(fact.flops() for fact in facts)) * stats.evaluations
     saved = 0.0
     for step, ratio in stats.merged_steps.items():
@@ -25,5 +25,5 @@ def times_less_work(model: nn.Module, latent: Tensor, sampling: SamplingRun) -> 
         for fact in facts:
             if fact.name in stats.merged_blocks:
                 share = ratio if by_block is None else by_block.get(fact.name, 0.0)
-                saved += (fact.flops() - fact.flops(share, sampling.run.kv_cache)) * merged_in(step)
+                saved += (fact.flops() - fact.flops(share, sampling.run.kv_cache)) * merged_in[step]
     return every / (every - saved) if 0 < saved < every else None

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.loop import loop
-from toma_core import cost_model
+from toma_core import Evaluation, RunState, Schedule, ToMAConfig, cost_model
 from toma_core.config import Granularity
 from toma_core.cost_model import (
     FLUX2_SINGLE,
@@ -24,7 +24,6 @@ from toma_core.cost_model import (
     Block,
     Card,
     card_of,
-    obstacle,
     too_little,
 )
 from toma_core.reasons import Reason
@@ -186,7 +185,9 @@ def test_256_tokens_are_the_fewest_everywhere(
 def test_a_number_holds_whatever_the_device(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_model, "card_of", lambda device: pytest.fail("the device was looked at"))
     reason = Reason.TOO_FEW_TOKENS(least=least) if least > 256 else None
-    assert obstacle(torch.zeros(1, 256, 8), 1, least, UNET_BLOCK, STACK) == reason
+    run = RunState(Schedule(ToMAConfig(min_tokens=least), (1.0,)))
+    evaluation = Evaluation(run, run.schedule.decide(1.0))
+    assert evaluation.obstacle(torch.zeros(1, 256, 8), UNET_BLOCK, STACK) == reason
 
 
 @loop("kind", ["cpu", "meta", "mps", "xpu", "privateuseone"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.loop import loop
 from toma_core.config import WindowShape
-from toma_core.merge import MergePlan, merge, unmerge, unmerge_residual, weigh
+from toma_core.merge import MergePlan, merge, stacked, unmerge, unmerge_residual, weigh
 from toma_core.selection import cosine_similarity, select
 from toma_core.windows import make_budget, make_windows
 
@@ -232,16 +232,15 @@ def test_images_of_a_batch_do_not_meet(height: int, width: int) -> None:
         torch.testing.assert_close(unmerge(merged[one], alone), back[one], rtol=1e-3, atol=1e-3)
 
 
-def test_repeat_serves_the_same_images_several_times() -> None:
+def test_a_stack_serves_the_same_images_several_times() -> None:
     """Order of the batch: all images under cond, then all under uncond."""
     x, y = features(10, 2, 117, 6), features(11, 2, 117, 6)
     plan = plan_of(x, 13, 9)
-    twice = plan.repeat(2)
+    twice = stacked([plan, plan])
     assert torch.equal(twice.destinations, torch.cat([plan.destinations, plan.destinations]))
     both = merge(torch.cat([x, y]), twice)
     torch.testing.assert_close(both, torch.cat([merge(x, plan), merge(y, plan)]))
     torch.testing.assert_close(unmerge(both, twice), torch.cat([unmerge(merge(z, plan), plan) for z in (x, y)]))
-    assert torch.equal(plan.repeat(1).merge_weights, plan.merge_weights)
 
 
 @grids

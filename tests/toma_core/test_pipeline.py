@@ -11,9 +11,10 @@ import torch
 
 import toma_core
 from tests.loop import loop
-from toma_core import Evaluation, RunState, Schedule, ToMAConfig, cost_model, plan_for, reduce, restore
+from toma_core import Evaluation, RunState, Schedule, ToMAConfig, cost_model, reduce, restore
+from toma_core.cost_model import UNET_BLOCK
 from toma_core.merge import MergePlan
-from toma_core.reasons import Reason
+from toma_core.reasons import Message, Reason
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,6 +22,14 @@ ROOT = Path(__file__).parents[2]
 def evaluation_of(sigma: float = 1.0, plan_keys: tuple[object, ...] = (None,), **settings: object) -> Evaluation:
     run = RunState(Schedule(ToMAConfig(**settings), (1.0,)))  # type: ignore[arg-type]
     return Evaluation(run, run.schedule.decide(sigma), plan_keys)  # type: ignore[arg-type]
+
+
+def obstacle(evaluation: Evaluation, x: torch.Tensor) -> Message | None:
+    return evaluation.obstacle(x, UNET_BLOCK, evaluation.run.config.granularity)
+
+
+def plan_for(x: torch.Tensor, grid: tuple[int, int], scope: str, evaluation: Evaluation) -> MergePlan | None:
+    return None if obstacle(evaluation, x) else evaluation.plan(x, grid, scope)
 
 
 def toy() -> tuple[torch.Tensor, MergePlan]:
@@ -115,7 +124,7 @@ def test_auto_on_a_cpu_is_256_tokens(tokens: int, merges: bool) -> None:
     x = torch.randn(1, tokens, 4)
     assert evaluation.run.config.min_tokens == 0
     assert (plan_for(x, (1, tokens), "toy", evaluation) is not None) == merges
-    assert evaluation.obstacle(x) == (None if merges else Reason.TOO_FEW_TOKENS(least=256))
+    assert obstacle(evaluation, x) == (None if merges else Reason.TOO_FEW_TOKENS(least=256))
 
 
 def test_auto_on_a_card_asks_for_enough_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,20 +132,20 @@ def test_auto_on_a_card_asks_for_enough_work(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cost_model, "card_of", lambda device: cost_model.Card("NVIDIA H100", (9, 0), 132, 1.98e9))
     few, many = (torch.randn(1, 576, 64).expand(images, -1, -1) for images in (1, 4096))
     assert plan_for(few, (24, 24), "toy", evaluation_of()) is None
-    assert evaluation_of().obstacle(few) == Reason.TOO_LITTLE_WORK()
-    assert evaluation_of().obstacle(many) is None
-    assert evaluation_of(plan_keys=(None,) * 4096).obstacle(many) == Reason.TOO_LITTLE_WORK(), (
+    assert obstacle(evaluation_of(), few) == Reason.TOO_LITTLE_WORK()
+    assert obstacle(evaluation_of(), many) is None
+    assert obstacle(evaluation_of(plan_keys=(None,) * 4096), many) == Reason.TOO_LITTLE_WORK(), (
         "conditions are no images"
     )
     assert plan_for(few, (24, 24), "toy", evaluation_of(min_tokens=576)) is not None
-    assert evaluation_of(min_tokens=577).obstacle(few) == Reason.TOO_FEW_TOKENS(least=577)
+    assert obstacle(evaluation_of(min_tokens=577), few) == Reason.TOO_FEW_TOKENS(least=577)
     edge = torch.zeros(1, 1024, 1280, dtype=torch.float16)
-    merged = [not evaluation_of(granularity=g).obstacle(edge) for g in ("stack", "block", "module")]
+    merged = [not obstacle(evaluation_of(granularity=g), edge) for g in ("stack", "block", "module")]
     assert merged == [True, True, False], "what merging adds counts as well"
 
 
 def test_a_ratio_that_merges_no_token_says_so() -> None:
-    assert evaluation_of(ratio=0.001).obstacle(torch.randn(1, 400, 4)) == Reason.NOTHING_TO_MERGE()
+    assert obstacle(evaluation_of(ratio=0.001), torch.randn(1, 400, 4)) == Reason.NOTHING_TO_MERGE()
 
 
 def test_every_plan_merges_something() -> None:

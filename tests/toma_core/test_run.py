@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.loop import loop
 from toma_core.config import ToMAConfig
-from toma_core.merge import MergePlan, merge, unmerge
+from toma_core.merge import MergePlan, merge, stacked, unmerge
 from toma_core.reasons import Reason
 from toma_core.run import RunState
 from toma_core.schedule import LASTING, Schedule, StepMode, StepPlan
@@ -128,11 +128,11 @@ def test_cond_and_uncond_share_one_plan(images: int) -> None:
     both = together.plan(torch.cat([cond, uncond]), GRID, "a", at(), (None, None))
     first, second = (apart.plan(x, GRID, "a", at(), (None,)) for x in (cond, uncond))
     assert second is first
-    assert same(both, first.repeat(2))
+    assert same(both, stacked([first] * 2))
     assert together.stats.selections == apart.stats.selections == 1
     # And from one batch into a later call of one chunk, and of three.
     assert same(together.plan(uncond, GRID, "a", at(), (None,)), first)
-    assert same(together.plan(torch.cat([uncond] * 3), GRID, "a", at(), (None,) * 3), first.repeat(3))
+    assert same(together.plan(torch.cat([uncond] * 3), GRID, "a", at(), (None,) * 3), stacked([first] * 3))
     assert together.stats.selections == 1
     assert together.plan(torch.cat([cond, uncond]), GRID, "a", at(), (None, None)) is both, "not repeated again"
 

@@ -226,7 +226,7 @@ def test_moved_budget(model: Any, plans: Any) -> None:
     assert not torch.equal(*counts)
     assert counts.min() >= 1
     assert plan.destinations.shape == (2, plan.num_destinations)
-    for each in (plan, plan.repeat(2)):
+    for each in (plan, pack.stacked([plan, plan])):
         ones = torch.ones(each.dest_slots.shape[0], plan.tokens, 3)
         reduced = pack.merge(ones, each)
         assert reduced.shape[1] == plan.num_destinations

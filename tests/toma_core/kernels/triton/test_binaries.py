@@ -34,7 +34,7 @@ def run(preset, grids, steps=12, **settings):
     state, counts = RunState(schedule), []
     for sigma in schedule.sigmas:
         decision, first = decide(state, sigma, {"c": None, "u": None}), grids[0]
-        shown = (torch.zeros(1, 16, *first[:2]),) * 2 if config.adapts_budget else ()
+        shown = (torch.zeros(1, 16, *first[:2]),) * 2 if config.uses_prediction else ()
         where = Evaluation(state, decision, (None, None), ("c", "u"), pictures=shown)
         for height, width, channels in grids:
             x = torch.zeros(2, height * width, channels, dtype=torch.bfloat16)

@@ -183,7 +183,7 @@ def test_full_size(case: Case, kernels: Any) -> None:
 def test_one_image_several_times_is_no_copy(case: Case, kernels: Any) -> None:
     """As cond and uncond: what kernels read for each is the one plan, and comes to what copies of it come to."""
     plan = replace(random_plan(case), kernels=kernels)
-    many, copied = plan.repeat(3), stacked([plan] * 3)
+    many, copied = stacked([plan] * 3), stacked([replace(plan) for _ in range(3)])
     x, out = normal(replace(case, batch=3), plan.tokens, 0), normal(replace(case, batch=3), plan.num_destinations, 1)
     merged = merge(x, many)
     assert torch.equal(merged, merge(x, copied))
