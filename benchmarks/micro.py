@@ -91,8 +91,8 @@ class Limits:
 
 def _window_by_window(x: Tensor, windows: Any, budget: Any) -> Tensor:
     """Select in a Python loop over images and windows."""
-    selection = pack_module("toma_core.selection.greedy")
-    similarity = pack_module("toma_core.selection").cosine_similarity(windows.split(x))
+    selection = pack_module("toma_core.selection")
+    similarity = selection.cosine_similarity(windows.split(x))
     picks = [
         selection.greedy_facility_location(image[w : w + 1, :n, :n], None, kept)
         for image in similarity

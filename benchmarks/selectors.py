@@ -17,7 +17,7 @@ Rule = Callable[[Tensor, Any, Any], Tensor]
 
 
 def facility_location(similarity: Tensor, dest_slots: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Return the objective of `toma_core.selection.objective` for the destinations of each window, (G,) fp32.
+    """Return the objective of `toma_core.selection` for the destinations of each window, (G,) fp32.
 
     similarity: (G, S, S); dest_slots: (G, K) int64; valid: (G, S) bool or None.
     """

@@ -120,8 +120,8 @@ def test_contract(file: str) -> None:
         ("toma_core/merge.py", "import triton"),
         ("toma_core/merge.py", "from toma_core import windows"),
         ("toma_core/merge.py", "from ..nodes import simple"),
-        ("toma_core/selection/greedy.py", "from ...nodes.adapters import unet"),
-        ("toma_core/selection/greedy.py", "from .... import x"),
+        ("toma_core/kernels/dispatch.py", "from ...nodes.adapters import unet"),
+        ("toma_core/kernels/dispatch.py", "from .... import x"),
         ("toma_core/config.py", "import torch"),
         ("toma_core/config.py", "from .windows import tile"),
         ("nodes/adapters/unet.py", "from ..simple import ToMA"),
@@ -144,7 +144,7 @@ def test_contract_catches(file: str, source: str) -> None:
     [
         ("toma_core/merge.py", "import math, torch\nfrom .windows import tile\nfrom . import plan"),
         ("toma_core/kernels/dispatch.py", "def f():\n    import triton"),
-        ("toma_core/selection/greedy.py", "from ..windows import tile"),
+        ("toma_core/kernels/dispatch.py", "from ..windows import tile"),
         ("nodes/adapters/unet.py", "import comfy.ldm\nfrom ...toma_core import merge\nfrom .run import attach"),
         (
             "nodes/simple.py",

@@ -9,13 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .selection.objective import in_parts, normalized
+from .selection import in_parts, normalized
 from .windows import Budget, Windows
 
-# Most destinations of a window, in equal shares.
-MAX_SHARE = 2.0
-# Spread below this is rounding in any dtype.
-MIN_SPREAD = 1e-5
+MAX_SHARE = 2.0  # most destinations of a window, in equal shares
+MIN_SPREAD = 1e-5  # less is rounding in any dtype
 
 
 def spread(x: Tensor, windows: Windows) -> Tensor:

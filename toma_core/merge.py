@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .kernels.layout import joined
-from .selection.objective import chosen_similarity, in_parts
+from .selection import chosen_similarity, in_parts
 from .windows import Budget, Windows
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ class MergePlan:
         source = self.windows.source.expand(self.dest_slots.shape[0], -1, -1)
         return self.budget.pack(source.gather(2, self.dest_slots))
 
+    def changed(self, tensor: Callable[[str, Tensor], Tensor]) -> MergePlan:
+        """Return the plan with the slots and weights that the function returns for their names and values."""
+        names = "dest_slots", "merge_weights", "unmerge_weights"
+        tensors: dict[str, Any] = {name: tensor(name, getattr(self, name)) for name in names}
+        return replace(self, **tensors)
+
     @cached_property
     def strips(self) -> tuple[Tensor, Tensor] | None:
         """M and A^T of rows of windows, (B * R, D / R, N / R) and (B * R, N / R, D / R), for products in PyTorch.
@@ -77,12 +84,10 @@ def stacked(plans: list[MergePlan]) -> MergePlan:
     def together(parts: list[Tensor]) -> Tensor:
         return parts[0].expand(len(parts), *parts[0].shape[1:]) if once else joined(parts)
 
-    names = "dest_slots", "merge_weights", "unmerge_weights"
-    tensors: dict[str, Any] = {name: together([getattr(plan, name) for plan in plans]) for name in names}
     budget = first.budget
     if budget.adaptive:
-        budget = budget.changed(lambda name: together([getattr(plan.budget, name) for plan in plans]))
-    return replace(first, budget=budget, **tensors)
+        budget = budget.changed(lambda name, _: together([getattr(plan.budget, name) for plan in plans]))
+    return replace(first.changed(lambda name, _: together([getattr(plan, name) for plan in plans])), budget=budget)
 
 
 def merge(x: Tensor, plan: MergePlan) -> Tensor:

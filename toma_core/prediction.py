@@ -13,8 +13,7 @@ from torch import Tensor
 
 from .windows import Grid
 
-# Cells of a token along each side.
-_CELLS = 2
+_CELLS = 2  # of a token along each side
 # With more noise than this, a prediction is a mean of many pictures and misses what decides between them
 # (benchmarks/results/fidelity/trials.md).
 _MAX_NOISE = 0.92

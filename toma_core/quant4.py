@@ -34,8 +34,7 @@ class Int4Tensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The original dtype."""
-        return self.low.dtype
+        return self.low.dtype  # the original one
 
     @property
     def device(self) -> torch.device:
@@ -52,8 +51,8 @@ class Int4Tensor:
 
     def copy_(self, other: Int4Tensor) -> None:
         """Copy the numbers of another of the same shape into this one."""
-        for mine, theirs in ((self.codes, other.codes), (self.low, other.low), (self.step, other.step)):
-            mine.copy_(theirs)
+        for name in ("codes", "low", "step"):
+            getattr(self, name).copy_(getattr(other, name))
 
     def dequantize(self) -> Tensor:
         """Return (B, N, C), a new tensor."""

@@ -174,16 +174,18 @@ class RunState:
             plan = self._reweighed(x, old.plan, features)
         else:
             # Noise varies alike in all windows; references are never noise.
-            even = picture is None and step.selection != LASTING and self.config.uses_prediction
+            even = picture is None and step.selection != LASTING
             plan = self._selected(x, features, grid, step, independent, even)
         self.stats.count_plan(grid, plan.num_destinations, selected=old is None)
         self._remember(key, plan, step)
         return plan
 
     def _remember(self, key: _PlanKey, plan: MergePlan, step: StepPlan) -> None:
-        """Store a plan. Drop the plans of its grid that are older or have none of the step's ratios: moving windows
-        over a batch would accumulate them. Lasting plans are compared with lasting ones. Called by several devices at
-        once."""
+        """Store a plan. Called by several devices at once.
+
+        Drop the plans of its grid that are older or have none of the step's ratios: moving windows over a batch would
+        accumulate them. Lasting plans are compared with lasting ones.
+        """
         old = [
             other
             for other, entry in list(self._plans.items())
@@ -200,13 +202,7 @@ class RunState:
             self._stacks = {at: stack for at, stack in list(self._stacks.items()) if at[:3] not in gone}
 
     def _selected(
-        self,
-        x: Tensor,
-        features: Tensor,
-        grid: Grid,
-        step: StepPlan,
-        independent: Message | None,
-        even: bool = False,
+        self, x: Tensor, features: Tensor, grid: Grid, step: StepPlan, independent: Message | None, even: bool
     ) -> MergePlan:
         """Return a plan with new destinations. even: all windows get the same share whatever the settings say."""
         config = self.config

@@ -7,7 +7,7 @@ tile under different conditions if all their numbers are equal.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ class TileBatch:
     """The images of one call."""
 
     latent: Tensor  # (B, ...), the latents that are evaluated
-    # Calls of the same evaluation with images of this size, which may show the same tiles.
-    earlier: tuple[TileBatch, ...] = ()
+    earlier: tuple[TileBatch, ...] = ()  # calls of the same evaluation, which may show the same tiles
     plans: dict[Hashable, MergePlan] = field(default_factory=dict)
     _first: Tensor = field(init=False)  # (B,) int64, the first image equal to each
 
@@ -34,41 +33,36 @@ class TileBatch:
         return x.index_select(0, self._first)
 
     def resolve(self, key: Hashable, plan: MergePlan) -> MergePlan:
-        """Store and return the plan, with the weights of an earlier call for images that it had. key: which blocks
-        share the plan."""
-        before = [(batch.latent, batch.plans[key]) for batch in self.earlier if key in batch.plans]
+        """Store and return the plan of blocks that share `key`, with the weights of earlier calls for their images."""
+        before = [batch for batch in self.earlier if key in batch.plans]
         if before:
-            same = _same(self.latent, torch.cat([latent for latent, _ in before]))
+            same = _same(self.latent, torch.cat([batch.latent for batch in before]))
             known, where = same.any(1), same.int().argmax(1)
 
-            def chosen(name: str) -> Tensor:
-                old = torch.cat([getattr(plan, name) for _, plan in before]).index_select(0, where)
-                new = getattr(plan, name)
+            def chosen(name: str, new: Tensor) -> Tensor:
+                old = torch.cat([getattr(batch.plans[key], name) for batch in before]).index_select(0, where)
                 return torch.where(known.view(-1, *[1] * (new.ndim - 1)), old, new)
 
-            names = "dest_slots", "merge_weights", "unmerge_weights"
-            plan = replace(plan, **{name: chosen(name) for name in names})  # type: ignore[arg-type]
+            plan = plan.changed(chosen)
         self.plans[key] = plan
         return plan
 
 
-# Two latents show different pictures if they are farther apart than this share of their norm. Two of other noise are
-# 1.4 apart; what samplers add to one latent within a step is less.
+# Two latents show different images if they differ by more than this share of their norm: independent noise differs by
+# 1.4, and samplers change one latent by less within a step.
 _ANOTHER = 0.7
 
 
 @dataclass(eq=False)
 class Turns:
-    """Notices latents of one size that a sampler evaluates by turns, as it may the tiles or the pictures of a batch."""
+    """Detect latents of one size that a sampler evaluates by turns, such as the tiles or the images of a batch."""
 
     found: bool = False  # whether there were any
-    # Where in the run the evaluation before was, and the last latent there of each kind of evaluation.
-    _place: Hashable = None
-    _latents: dict[Hashable, Tensor] = field(default_factory=dict)
+    _place: Hashable = None  # where in the run the last evaluation was
+    _latents: dict[Hashable, Tensor] = field(default_factory=dict)  # the last of each kind of evaluation there
 
     def note(self, place: Hashable, kind: Hashable, latent: Tensor | None) -> None:
-        """Note an evaluation of a latent of (B, ...). Waits for the device if the one before of this kind was at the
-        same place."""
+        """Note an evaluation of a latent of (B, ...). Waits for the device if the last of this kind was at this place."""
         if place != self._place:
             self.close()
         before = self._latents.get(kind)

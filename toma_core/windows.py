@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,11 +109,12 @@ class Budget:
 
     def to(self, device: torch.device) -> Budget:
         """Return the budget with its index tensors on `device`."""
-        return self if self.valid is None else self.changed(lambda name: upload(getattr(self, name), device))
+        return self if self.valid is None else self.changed(lambda _, index: upload(index, device))
 
-    def changed(self, tensor: Callable[[str], Tensor]) -> Budget:
-        """Return the budget with the index tensors that the function returns for their names."""
-        return replace(self, compact=tensor("compact"), expand=tensor("expand"), valid=tensor("valid"))
+    def changed(self, tensor: Callable[[str, Tensor], Tensor]) -> Budget:
+        """Return the budget with the index tensors that the function returns for their names and values."""
+        tensors: dict[str, Any] = {name: tensor(name, getattr(self, name)) for name in ("compact", "expand", "valid")}
+        return replace(self, **tensors)
 
 
 def _gathered(x: Tensor, index: Tensor | None) -> Tensor:

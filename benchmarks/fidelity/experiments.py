@@ -196,7 +196,7 @@ def moved_budget(patch: Patch, most: float = 1.5) -> Patch:
             batch, count, slots = similarity.shape[:3]
             if windows.valid is not None:
                 raise ValueError("budgets are moved between full windows only")
-            greedy = pack_module("toma_core.selection.greedy").greedy_facility_location
+            greedy = pack_module("toma_core.selection").greedy_facility_location
             largest = min(slots, round(most * budget.slots))
             order = greedy(similarity.flatten(0, 1), None, largest).view(batch, count, largest)
             best = similarity.gather(2, order[..., None].expand(-1, -1, -1, slots)).cummax(2).values.sum(-1)

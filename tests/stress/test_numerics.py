@@ -201,7 +201,7 @@ def test_no_other_float_than_the_tokens_own_and_fp32(
         for step in range(3):
             decision = core.StepPlan(step, MODES[step > 0], 0.5, step, step)
             evaluation = core.Evaluation(details, decision, content_independent=content_independent)
-            plan = evaluation.plan(x, GRID, "a")
+            plan = core.plan_for(x, GRID, "a", evaluation)
             detail = evaluation.cached("block", x)
             reduced = core.reduce(x, plan, detail)
             core.restore(reduced * 2, reduced, x, plan, detail)

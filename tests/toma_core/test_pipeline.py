@@ -11,7 +11,7 @@ import torch
 
 import toma_core
 from tests.loop import loop
-from toma_core import Evaluation, RunState, Schedule, ToMAConfig, cost_model, reduce, restore
+from toma_core import Evaluation, RunState, Schedule, ToMAConfig, cost_model, plan_for, reduce, restore
 from toma_core.cost_model import UNET_BLOCK
 from toma_core.merge import MergePlan
 from toma_core.reasons import Message, Reason
@@ -26,10 +26,6 @@ def evaluation_of(sigma: float = 1.0, plan_keys: tuple[object, ...] = (None,), *
 
 def obstacle(evaluation: Evaluation, x: torch.Tensor) -> Message | None:
     return evaluation.obstacle(x, UNET_BLOCK, evaluation.run.config.granularity)
-
-
-def plan_for(x: torch.Tensor, grid: tuple[int, int], scope: str, evaluation: Evaluation) -> MergePlan | None:
-    return None if obstacle(evaluation, x) else evaluation.plan(x, grid, scope)
 
 
 def toy() -> tuple[torch.Tensor, MergePlan]:

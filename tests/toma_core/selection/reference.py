@@ -6,7 +6,7 @@ from itertools import combinations
 
 from torch import Tensor
 
-from toma_core.selection.objective import tie_step
+from toma_core.selection import tie_step
 
 
 def naive_value(similarity: Tensor, dest_slots: list[int]) -> float:

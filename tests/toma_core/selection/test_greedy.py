@@ -17,9 +17,7 @@ from benchmarks.selectors import facility_location
 from tests.loop import loop
 from tests.toma_core.selection.reference import best_value, naive_greedy, naive_value
 from toma_core.config import WindowShape
-from toma_core.selection import cosine_similarity, select
-from toma_core.selection.greedy import greedy_facility_location
-from toma_core.selection.objective import tie_step
+from toma_core.selection import cosine_similarity, greedy_facility_location, select, tie_step
 from toma_core.windows import make_budget, make_windows
 
 seeds = st.integers(0, 2**31)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from benchmarks.selectors import facility_location
 from tests.loop import loop
 from tests.toma_core.selection.reference import best_value, naive_value
-from toma_core.selection import cosine_similarity, in_parts, objective
-from toma_core.selection.objective import chosen_similarity, normalized
+from toma_core import selection
+from toma_core.selection import chosen_similarity, cosine_similarity, in_parts, normalized
 
 seeds = st.integers(0, 2**31)
 
@@ -107,7 +107,7 @@ def test_windows_may_come_in_parts(most: int, monkeypatch: pytest.MonkeyPatch) -
         seen.append(part.numel())
         return chosen_similarity(part, its_picks)
 
-    monkeypatch.setattr(objective, "MAX_ELEMENTS", most)
+    monkeypatch.setattr(selection, "MAX_ELEMENTS", most)
     torch.testing.assert_close(in_parts(noted, x, dest_slots), chosen_similarity(x, dest_slots))
     assert sum(seen) == x.numel()
     assert max(seen) <= max(most, 9 * 5)

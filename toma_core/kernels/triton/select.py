@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...selection.objective import tie_step
+from ...selection import tie_step
 from ...windows import Budget, Windows
 from ..layout import DOT_MIN, cdiv, padded, room
 from .launch import budget_stride, on_device, require, turns, upcast

@@ -13,8 +13,7 @@ from tests.toma_core.kernels.cases import DEVICE, Case, each, kept_of
 from tests.toma_core.selection.reference import naive_greedy
 from toma_core.config import WindowShape
 from toma_core.merge import MergePlan, weigh
-from toma_core.selection import cosine_similarity, select, select_at_random
-from toma_core.selection.objective import tie_step
+from toma_core.selection import cosine_similarity, select, select_at_random, tie_step
 from toma_core.windows import Budget, Windows
 
 SCALE = 300.0

@@ -1,0 +1,125 @@
+"""Select the destinations of each window by a greedy search for the facility-location objective (paper, section 4.1).
+
+f(A) = sum over tokens i of max over destinations j in A of (1 + cos(x_i, x_j)). The 1 makes every term non-negative,
+so that f is monotone and submodular with f(empty) = 0, as the (1 - 1/e) bound of greedy search needs; it does not
+change which set is best.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .windows import Budget, Windows, upload
+
+# Penalty of a gain for each slot before it. Two tokens that represent only each other gain the same late in a search;
+# without it rounding, and so the batch, threads or kernel, would choose. Far above rounding, far below differences.
+TIE = 1e-5
+
+# Elements held in fp32 at a time, 1 GB with intermediates; Flux at 2048 x 2048 has 50 million, Wan at 720p 390.
+MAX_ELEMENTS = 1 << 26
+
+
+def select(similarity: Tensor, windows: Windows, budget: Budget) -> Tensor:
+    """Return the slots of destinations that represent each window's tokens best, (B, W, K) int64.
+
+    similarity: (B, W, S, S) fp32 from `cosine_similarity`. Slots ascend within a window, so that merged tokens keep the
+    reading order; unused slots of the budget repeat the first.
+    """
+    valid = None if windows.valid is None else windows.valid.repeat(similarity.shape[0], 1)
+    slots = greedy_facility_location(similarity.flatten(0, 1), valid, budget.slots)
+    return in_reading_order(slots.view(*similarity.shape[:2], budget.slots), windows, budget)
+
+
+def select_at_random(images: int, windows: Windows, budget: Budget, seed: int) -> Tensor:
+    """Return random slots, the same in every image: (B, W, K) int64, as of `select`."""
+    slots = upload(random_order(windows.counts, budget.slots, seed), windows.source.device)
+    return in_reading_order(slots.expand(images, -1, -1), windows, budget)
+
+
+def in_reading_order(dest_slots: Tensor, windows: Windows, budget: Budget) -> Tensor:
+    """Sort slots of (B, W, K), best first, by position. A window with a smaller budget takes a prefix."""
+    if budget.valid is None:
+        return dest_slots.sort(-1).values
+    dest_slots = dest_slots.masked_fill(~budget.valid, windows.slots).sort(-1).values
+    return torch.where(dest_slots == windows.slots, dest_slots[..., :1], dest_slots)
+
+
+@functools.lru_cache(maxsize=64)
+def random_order(counts: tuple[int, ...], number: int, seed: int) -> Tensor:
+    """Draw `number` distinct slots of windows of `counts` tokens from a local generator: (W, number) on the CPU."""
+    tokens, slots = torch.tensor(counts)[:, None], max(*counts, number)
+    keys = torch.rand(len(counts), slots, generator=torch.Generator().manual_seed(seed))
+    keys = keys.masked_fill(torch.arange(slots) >= tokens, torch.inf)
+    return keys.argsort(1)[:, :number].minimum(tokens - 1)
+
+
+def greedy_facility_location(similarity: Tensor, valid: Tensor | None, number: int) -> Tensor:
+    """Return the first `number` slots of every window that a greedy search picks, best first: (G, number) int64.
+
+    similarity: (G, S, S) fp32, S_ij = cos(x_i, x_j); valid: (G, S) bool, False in padding slots, None without padding.
+    A window with fewer valid slots repeats one at the end. Ties go to the lowest slot, see `tie_step`. No host sync.
+
+    Each round picks argmax_j of the gain sum_i relu(S_ij - m_i), where m_i = max over picked j of S_ij is how well
+    token i is represented so far; m starts at -1, the smallest cosine.
+    """
+    slots = similarity.shape[1]
+    # Gains are never negative: picked slots lose to open ones, padding to all.
+    slot = torch.arange(slots, dtype=similarity.dtype, device=similarity.device)
+    penalty = (-tie_step(slots) * slot).expand(similarity.shape[:2])
+    if valid is not None:
+        # Padding tokens add nothing to any gain.
+        similarity = similarity.masked_fill(~valid[:, :, None], -1.0)
+        penalty = penalty.masked_fill(~valid, -torch.inf)
+    represented = similarity.new_full(similarity.shape[:2], -1.0)
+    order = []
+    for _ in range(number):
+        gain = (similarity - represented[:, :, None]).relu_().sum(1)
+        pick = (gain + penalty).argmax(1)
+        order.append(pick)
+        penalty = penalty.scatter(1, pick[:, None], -1.0)
+        picked = similarity.gather(2, pick[:, None, None].expand(-1, slots, 1)).squeeze(2)
+        represented = torch.maximum(represented, picked)
+    return torch.stack(order, 1)
+
+
+def tie_step(slots: int) -> float:
+    """Return the penalty of a slot's gain against the slot before it, at most 256 * TIE over a window, so that large
+    windows do not prefer their first slots."""
+    return TIE * min(1.0, 256 / slots)
+
+
+def in_parts(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
+    """Return function(x, *others), computed for some windows at a time where x is large. All: (B, W, ...)."""
+    parts = min(-(-x.numel() // MAX_ELEMENTS), x.shape[0] * x.shape[1])
+    if parts < 2:
+        return function(x, *others)
+    pieces = zip(*(t.flatten(0, 1).tensor_split(parts) for t in (x, *others)), strict=True)
+    return torch.cat([function(*piece) for piece in pieces]).unflatten(0, x.shape[:2])
+
+
+def normalized(x: Tensor) -> Tensor:
+    """Return x / |x| along the last dimension in fp32; an all-zero token stays zero."""
+    return F.normalize(x.float(), dim=-1, eps=1e-12)
+
+
+def cosine_similarity(x: Tensor) -> Tensor:
+    """Return S_ij = cos(x_i, x_j): (..., S, C) any float dtype -> (..., S, S) fp32."""
+    x = normalized(x)
+    return _cosines(x, x)
+
+
+def chosen_similarity(x: Tensor, dest_slots: Tensor) -> Tensor:
+    """Return cosines of destinations and tokens: (..., S, C) any float dtype, (..., K) int64 -> (..., K, S) fp32."""
+    x = normalized(x)
+    return _cosines(x.gather(-2, dest_slots[..., None].expand(*dest_slots.shape, x.shape[-1])), x)
+
+
+def _cosines(a: Tensor, b: Tensor) -> Tensor:
+    """Return cosines (..., A, B) fp32 of (..., A, C) and (..., B, C) from `normalized`; 0 for tokens that hold NaN or
+    infinity, as NaN gains would make the search pick a slot twice."""
+    return (a @ b.transpose(-1, -2)).nan_to_num_(nan=0.0)
