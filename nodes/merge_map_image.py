@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageColor, ImageDraw, ImageOps
 from torch import Tensor
 
-from ..toma_core.maps import MergeMap
+from ..toma_core.merge import MergeMap
 from ..toma_core.windows import Grid
 from .report_charts import BLACK, INK, PAPER, WIDTH, canvas, font, joined
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..toma_core.config import ToMAConfig, setting_default, setting_spec
+from ..toma_core.config import ToMAConfig, setting_spec
 from ..toma_core.presets import PRESETS
 from ..toma_core.reasons import label
 
@@ -26,9 +26,7 @@ def ratio() -> Any:
     """Return the input for the share of tokens that is merged away."""
     spec = setting_spec("ratio")
     limits = {"min": spec.minimum, "max": spec.maximum, "step": spec.step}
-    return io.Float.Input(
-        "ratio", default=setting_default("ratio"), tooltip=spec.tooltip, display_name="ratio", **limits
-    )
+    return io.Float.Input("ratio", default=spec.default, tooltip=spec.tooltip, display_name="ratio", **limits)
 
 
 def preset() -> Any:
@@ -73,14 +71,15 @@ def _fields() -> list[str]:
 
 
 def _override(name: str) -> Any:
-    spec, default = setting_spec(name), setting_default(name)
+    spec = setting_spec(name)
+    default = spec.default
     common: dict[str, Any] = {"display_name": label(name), "advanced": None if name in _FRONT else True}
     if isinstance(default, (bool, Enum)):
         choices = _SWITCH if isinstance(default, bool) else [str(member.value) for member in type(default)]
         tooltip = f"{spec.tooltip} '{_PRESET}': the preset's value for this model."
         return io.Combo.Input(name, options=[_PRESET, *choices], default=_PRESET, tooltip=tooltip, **common)
     kind, number = (io.Int, int) if isinstance(default, int) else (io.Float, float)
-    limits = {"min": number(_UNSET), "max": number(spec.maximum), "step": number(spec.step)}  # type: ignore[arg-type]
+    limits = {"min": number(_UNSET), "max": number(spec.maximum), "step": number(spec.step)}
     tooltip = f"{spec.tooltip} {_UNSET}: the preset's value for this model."
     return kind.Input(name, default=number(_UNSET), tooltip=tooltip, **limits, **common)
 

@@ -26,12 +26,10 @@ DELTA_WEIGHT = 0.5
 
 # A chain of blocks on a 720p video takes 1.5 GB for two conditions; where ControlNets break chains there may be 40.
 MAX_CACHE_BYTES = 4 << 30
-
 # A cached update holds up to this factor above its own sigma; a sampler beyond it has gone back in its run.
 _SIGMA_FACTOR = 1.5
 
-# (block, signature)
-Keys = tuple[tuple[Hashable, Hashable], ...]
+Keys = tuple[tuple[Hashable, Hashable], ...]  # (block, signature)
 
 
 class Refresh(NamedTuple):
@@ -61,34 +59,23 @@ class ResidualCache:
     A signature names what was evaluated: condition, shape and area. Entries of several sizes and conditions coexist.
     """
 
-    # At most MAX_CACHE_BYTES + `reserved` bytes may be held.
-    bounded: bool = False
-    # Bytes set aside for keys and values.
-    reserved: int = 0
-    # The most bytes held at a time.
-    peak_bytes: int = 0
+    bounded: bool = False  # at most MAX_CACHE_BYTES + `reserved` bytes may be held
+    reserved: int = 0  # bytes set aside for keys and values
+    peak_bytes: int = 0  # the most bytes held at a time
     # Set when the cache exceeds its limit or memory runs out; nothing is cached afterwards. Never set within a merged
     # step: a block would attend to keys of all tokens and values of some.
     disabled: bool = False
     quantize: Callable[[Tensor], Tensor | Int4Tensor] = quantize
     dequantize: Callable[[Int4Tensor], Tensor] = Int4Tensor.dequantize
-    # The last refresh of each signature.
-    coverage: dict[Hashable, Refresh] = field(default_factory=dict)
-    # The evaluation in progress, by signature; under None for signatures that were not announced.
-    _now: dict[Hashable, Refresh] = field(default_factory=dict)
-    # The same if it is a refresh, else empty.
-    _refreshing: dict[Hashable, Refresh] = field(default_factory=dict)
-    # Signatures that a refresh announced, but that another node then skipped.
-    _absent: set[Hashable] = field(default_factory=set)
-    # Step of the last unscheduled refresh since a scheduled one.
-    _extra: int | None = None
-    # Age in steps from which on entries are dropped.
-    _interval: int = 1
+    coverage: dict[Hashable, Refresh] = field(default_factory=dict)  # the last refresh of each signature
+    _now: dict[Hashable, Refresh] = field(default_factory=dict)  # this evaluation; under None if not announced
+    _refreshing: dict[Hashable, Refresh] = field(default_factory=dict)  # the same if it is a refresh, else empty
+    _absent: set[Hashable] = field(default_factory=set)  # announced by a refresh, then skipped by another node
+    _extra: int | None = None  # step of the last unscheduled refresh since a scheduled one
+    _interval: int = 1  # age in steps from which on entries are dropped
     _entries: dict[tuple[Hashable, Hashable], _Entry] = field(default_factory=dict)
-    # Cached chunks of each tensor, by its id.
-    _chunks: Counter[int] = field(default_factory=Counter)
-    # Bytes of all cached tensors.
-    _held: int = 0
+    _chunks: Counter[int] = field(default_factory=Counter)  # cached chunks of each tensor, by its id
+    _held: int = 0  # bytes of all cached tensors
     _lock: RLock = field(default_factory=RLock)
 
     def resolve_mode(
@@ -143,8 +130,11 @@ class ResidualCache:
     def drop(self, keys: Iterable[tuple[Hashable, Hashable]]) -> None:
         """Drop the entries under these keys."""
         with self._lock:
-            for key in keys:
-                self._drop(self._entries.pop(key, None))
+            for entry in (self._entries.pop(key) for key in keys if key in self._entries):
+                self._chunks[id(entry.tensor)] -= 1
+                if not self._chunks[id(entry.tensor)]:
+                    del self._chunks[id(entry.tensor)]
+                    self._held -= entry.tensor.nbytes
 
     def _covers(self, signature: Hashable, now: Refresh) -> bool:
         then = self.coverage.get(signature)
@@ -177,8 +167,7 @@ class ResidualCache:
         self._absent.difference_update(fresh)
 
     def _forget(self, signatures: set[Hashable]) -> None:
-        for key in [key for key in self._entries if key[1] in signatures]:
-            self._drop(self._entries.pop(key))
+        self.drop([key for key in self._entries if key[1] in signatures])
         for signature in signatures:
             self.coverage.pop(signature, None)
 
@@ -194,14 +183,14 @@ class ResidualCache:
         replaced = Counter(id(self._entries[key].tensor) for key in keys if key in self._entries)
         for index, key in enumerate(keys):
             entry = self._entries.get(key)
-            # Conditions that were evaluated together and now are not: written into the shared tensor, as a tensor of
-            # their own beside it would hold their memory twice.
+            # Conditions that were evaluated together and now apart are written into their shared tensor: another tensor
+            # beside it would hold their memory twice.
             if entry and len(chunks) == len(keys) and self._chunks[id(entry.tensor)] > replaced[id(entry.tensor)]:
                 mine: Any = entry.chunk()
                 if _alike(mine, chunks[index]):
                     mine.copy_(chunks[index])
                     continue
-            self._drop(entry)
+            self.drop([key])
             self._entries[key] = _Entry(update, index, len(keys))
             self._held += update.nbytes if not self._chunks[id(update)] else 0
             self._chunks[id(update)] += 1
@@ -226,13 +215,6 @@ class ResidualCache:
             held, self.disabled = bool(self._entries), True
             self.clear()
             return held
-
-    def _drop(self, entry: _Entry | None) -> None:
-        if entry is not None:
-            self._chunks[id(entry.tensor)] -= 1
-            if not self._chunks[id(entry.tensor)]:
-                del self._chunks[id(entry.tensor)]
-                self._held -= entry.tensor.nbytes
 
     def read(self, keys: Keys, like: Tensor) -> Tensor | None:
         """Return what is cached under the keys, concatenated: (B, N, C) with the shape, dtype and device of `like`.
@@ -270,12 +252,9 @@ class CachedBlock:
     """One block's part of the residual cache during one evaluation."""
 
     cache: ResidualCache
-    # One for each equal chunk of the batch.
-    keys: Keys
-    # (B, N, C), the cached update that the merged block begins with; None in a refresh.
-    update: Tensor | None = None
-    # Cached in four bits a number.
-    quantized: bool = False
+    keys: Keys  # one for each equal chunk of the batch
+    update: Tensor | None = None  # (B, N, C), the cached update that the merged block begins with; None in a refresh
+    quantized: bool = False  # cached in four bits a number
 
     def store(self, update: Tensor) -> None:
         """Cache the block's update of (B, N, C)."""

@@ -82,9 +82,7 @@ class ToMAConfig:
         "model may follow them less closely.",
     )
     start_percent: float = option(
-        0.0,
-        "Start merging at this fraction of the sampling process. 0: at the first step.",
-        (0.0, 1.0, 0.01),
+        0.0, "Start merging at this fraction of the sampling process. 0: at the first step.", (0.0, 1.0, 0.01)
     )
     end_percent: float = option(
         1.0,
@@ -106,9 +104,7 @@ class ToMAConfig:
         (1, 1000, 1),
     )
     weight_interval: int = option(
-        5,
-        "Compute new merge weights every N steps; 5 in the paper. Cheaper than a selection.",
-        (1, 1000, 1),
+        5, "Compute new merge weights every N steps; 5 in the paper. Cheaper than a selection.", (1, 1000, 1)
     )
     window_shape: WindowShape = option(
         WindowShape.TILE,
@@ -170,14 +166,9 @@ def setting_spec(name: str) -> SettingSpec:
     return spec
 
 
-def setting_default(name: str) -> Any:
-    """Return the default of a field of `ToMAConfig`."""
-    return ToMAConfig.__dataclass_fields__[name].default
-
-
 def check(name: str, value: Any) -> Any:
     """Return the value as a field of `ToMAConfig` holds it (enum, int, float or bool). Raises `ConfigError`."""
-    return checked(name, value, setting_default(name), setting_spec(name))
+    return checked(name, value, setting_spec(name))
 
 
 def resolve_count(amount: float, count: int) -> int:

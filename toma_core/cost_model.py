@@ -17,19 +17,13 @@ import torch
 from .config import Granularity
 from .reasons import Message, Reason
 
-# Fewest tokens on every device. On a CPU 64 tokens pay (docs/performance.md), but gain little.
-FEWEST = 256
-
-# Seconds for launching one operation: PyTorch's few microseconds, and ComfyUI's Python around it.
-LAUNCH = 6e-6
-
+FEWEST = 256  # tokens, on every device; on a CPU 64 tokens pay (docs/performance.md), but gain little
+LAUNCH = 6e-6  # seconds for launching one operation: PyTorch's few microseconds, and ComfyUI's Python around it
 # Share of its peak that a card reaches in a block: 0.5 to 0.7 in large products, next to nothing in norms, activations
 # and residuals. Overestimating a card only leaves grids unmerged that would have gained a little.
 EFFICIENCY = 0.4
-
 # Hz where PyTorch does not report it: cards since 2017 boost to between 1.4 (A100) and 2.5 GHz (RTX 4090).
 CLOCK = 2.0e9
-
 # FLOPs a clock and multiprocessor from this compute capability on: dense products of half precision, fp32 sums. From
 # NVIDIA's data sheets, peak / (multiprocessors x boost clock): V100 125 TFLOP/s and T4 65, A100 312, A40 150 and RTX
 # 6000 Ada 364, H100 989, B200 2250, RTX PRO 6000 Blackwell 504.
@@ -84,28 +78,23 @@ MM_DIT = Block(12, 70, (1, 3, 2), beside=77)
 ERNIE = Block(13, 37, (1, 6, 6))
 IDEOGRAM = Block(12, 52, (1, 6, 6))
 LENS = Block(12, 108, (1, 5, 5))
-# Attention to the text beside that to itself; what makes modulation is of frames.
-COSMOS = Block(14, 57, (1, 6, 6))
-# Flux's blocks; text is not padded.
-HUNYUAN_DOUBLE = replace(FLUX_DOUBLE, beside=0)
+COSMOS = Block(14, 57, (1, 6, 6))  # attends to the text and to itself; modulation is by frame
+HUNYUAN_DOUBLE = replace(FLUX_DOUBLE, beside=0)  # text is not padded
 HUNYUAN_SINGLE = replace(FLUX_SINGLE, beside=0)
-# Of the 14B model; others have wider feed-forwards.
-WAN = Block(11.4, 59, (1, 4, 3))
-# Of the video's stream; in LTX-2 it attends to the audio too, in half its width.
-LTX = Block(14, 58, (1, 5, 4))
-LTX_AV = Block(16, 282, (1, 5, 4))
-# Its attention is a third wider than its tokens, which counts as weights here.
-H3 = Block(15, 67, (1, 6, 5))
+WAN = Block(11.4, 59, (1, 4, 3))  # of the 14B model; others have wider feed-forwards
+LTX = Block(14, 58, (1, 5, 4))  # of the video's stream
+LTX_AV = Block(16, 282, (1, 5, 4))  # of the video's stream, which attends to the audio too, in half its width
+H3 = Block(15, 67, (1, 6, 5))  # its attention is a third wider than its tokens, which counts as weights here
 
 
 @dataclass(frozen=True)
 class Card:
-    """An NVIDIA GPU as its driver reports it. processors: streaming multiprocessors. clock: Hz."""
+    """An NVIDIA GPU as its driver reports it."""
 
     name: str
     capability: tuple[int, int]
-    processors: int
-    clock: float = CLOCK
+    processors: int  # streaming multiprocessors
+    clock: float = CLOCK  # Hz
 
     def rate(self, dtype: torch.dtype) -> float:
         """Return the estimated FLOP/s in a block."""

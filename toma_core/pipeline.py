@@ -82,8 +82,7 @@ class Evaluation:
         return None if update is None else CachedBlock(cache, keys, update, quantized)
 
     def serves(self, block: str) -> bool:
-        """Return whether the block may be merged: its update is cached, or the settings are made for merging without
-        caches."""
+        """Return whether the block may be merged: cached, or by settings that are made for merging without caches."""
         if self.step_plan.mode is not StepMode.MERGED_CACHED or merges_plainly(self.run):
             return True
         return self.run.cache.holds(tuple((block, cond) for cond in self.cond_keys))

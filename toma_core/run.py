@@ -17,8 +17,7 @@ from .budget import allocate, spread
 from .cache import ResidualCache
 from .config import Granularity, SimilarityFrom, ToMAConfig
 from .kernels.dispatch import Choice, Dispatch
-from .maps import draw_map
-from .merge import MergePlan, stacked, weigh
+from .merge import MergePlan, draw_map, stacked, weigh
 from .prediction import picture_tokens
 from .reasons import Message, Reason
 from .schedule import LASTING, Schedule, StepPlan
@@ -61,10 +60,9 @@ class RunState:
     kv_cache: bool = field(init=False)  # merged blocks attend to all tokens
     quantized: bool = False  # the KV cache has four bits a number
     disabled_by: Message | None = None  # why all later steps are full
-    attention_hook_missed: bool = False  # a block that should attend to all tokens did not call the override
     tiles: bool = False  # calls of the model show tiles of the latent
     references: bool = False  # calls of the model have reference images
-    attention_hook_called: bool = False  # the attention override was called for at least one block
+    attention_hook_called: bool | None = None  # for a block that attends to all tokens; None before the first
 
     def __post_init__(self) -> None:
         self.kv_cache = self.config.kv_cache and self.config.uses_cache
@@ -76,9 +74,9 @@ class RunState:
 
     def kv_obstacle(self) -> Message | None:
         """Return why the KV cache cannot be used, as the last evaluation revealed; None if it can, or without one."""
-        missed = self.attention_hook_missed and not self.attention_hook_called
-        reason = Reason.TILES() if self.tiles else Reason.KV_FOREIGN_ATTENTION() if missed else None
-        return reason if self.kv_cache else None
+        if not self.kv_cache or (self.attention_hook_called is not False and not self.tiles):
+            return None
+        return Reason.TILES() if self.tiles else Reason.KV_FOREIGN_ATTENTION()
 
     def drop_kv_cache(self, config: ToMAConfig, reason: Message) -> None:
         """Go on with the settings without a KV cache. They skip other blocks, so the residual cache is cleared too."""
@@ -186,11 +184,12 @@ class RunState:
         Drop the plans of its grid that are older or have none of the step's ratios: moving windows over a batch would
         accumulate them. Lasting plans are compared with lasting ones.
         """
+        ratios = step.in_use
         old = [
             other
             for other, entry in list(self._plans.items())
             if other.grid == key.grid
-            and (entry.selection != step.selection or other.ratio not in step.in_use)
+            and (entry.selection != step.selection or other.ratio not in ratios)
             and (entry.selection == LASTING) == (step.selection == LASTING)
         ]
         # The plan goes to the end of the dict, so that `draw` finds the latest.

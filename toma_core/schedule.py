@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
-from .config import SimilarityFrom, ToMAConfig
+from .config import ToMAConfig
 from .reasons import Message, Reason
 
 # From high noise to low: (sigma, ratio of every block above it); the last holds for all below too.
 RatioSchedule = tuple[tuple[float, Mapping[str, float]], ...]
 
-# A run begins flat if it has at most so many steps and its first two lower the noise level by less than this share.
+# A run begins flat if it has at most this many steps and the first two lower sigma by less than this share.
 _FLAT_STEPS, _FLAT_SHARE = 8, 0.015
 
 # The generation of plans that are made once a run; even, so that windows are not shifted.
@@ -47,16 +47,12 @@ class StepMode(Enum):
 class StepPlan:
     """What one evaluation of the model does, decided once."""
 
-    # Sampling step, from 0.
-    step: int
+    step: int  # sampling step, from 0
     mode: StepMode = StepMode.FULL
-    # Share of tokens merged away in merged steps, the largest of all blocks; 0.0 if the mode is FULL.
-    ratio: float = 0.0
-    # Generations of destinations and of weights; those of another generation are too old.
-    selection: int = 0
+    ratio: float = 0.0  # share of tokens merged away in merged steps, the largest of all blocks; 0.0 if FULL
+    selection: int = 0  # generations of destinations and of weights; those of another generation are too old
     weighing: int = 0
-    # Ratio by block where blocks differ; blocks without an entry are not merged.
-    ratios: Mapping[str, float] | None = None
+    ratios: Mapping[str, float] | None = None  # by block where blocks differ; others are not merged
 
     def ratio_of(self, block: str) -> float:
         """Return the ratio of a block."""
@@ -92,17 +88,12 @@ class Schedule:
     """The settings of a run as a function of its steps."""
 
     config: ToMAConfig
-    # The sigmas at which steps begin, falling, or rising in unsampling; empty if unknown, then every step is 0.
-    sigmas: tuple[float, ...] = ()
-    # Merging is active at sigmas in (sigma_end, sigma_start].
-    sigma_start: float = float("inf")
+    sigmas: tuple[float, ...] = ()  # at which steps begin, rising in unsampling; empty if unknown: every step is 0
+    sigma_start: float = float("inf")  # merging is active at sigmas in (sigma_end, sigma_start]
     sigma_end: float = float("-inf")
-    # The last step ends with a picture free of noise, not with one that another run continues.
-    finishes: bool = False
-    # The run begins where another model's run ended, as with the two models of some videos.
-    continues_run: bool = False
-    # Ratios of blocks by sigma, in place of the setting's one ratio; empty for that.
-    ratio_schedule: RatioSchedule = ()
+    finishes: bool = False  # the last step ends with a picture free of noise, not with one that another run continues
+    continues_run: bool = False  # the run begins where another model's run ended, as with the two models of some videos
+    ratio_schedule: RatioSchedule = ()  # ratios of blocks by sigma, in place of the setting's one ratio; empty for that
 
     def step_at(self, sigma: float) -> int:
         """Return the step of a sigma; sigmas between two steps belong to the earlier one."""
@@ -133,8 +124,7 @@ class Schedule:
     @cached_property
     def _begins_flat(self) -> bool:
         """Whether a short run begins with steps that hardly lower the noise level, as distilled LTX models do. Caches
-        last through them, and full steps gain more at the end: a third of the error for the same work
-        (benchmarks/results/fidelity/trials.md)."""
+        last through them, and full steps gain more at the end (benchmarks/results/fidelity/trials.md)."""
         sigmas = self.sigmas
         if not (self.finishes and self.config.uses_cache and 2 < len(sigmas) <= _FLAT_STEPS) or self.ratio_schedule:
             return False
@@ -173,36 +163,26 @@ class Schedule:
 
     def why_full(self) -> tuple[Message, ...]:
         """Return why steps are full, for the report."""
-        if self._too_few_steps():
-            return (Reason.TOO_FEW_STEPS(),)
-        return (*self._full_by_setting(), *([Reason.PROFILE()] if self._full_by_profile() else []))
-
-    def _too_few_steps(self) -> bool:
-        """Return whether a run is too short for a step between its full ones."""
         config = self.config
-        all_steps = config.start_percent <= 0.0 and config.end_percent >= 1.0
-        prediction = config.similarity_from is SimilarityFrom.PREDICTION
-        skips = config.full_step_interval or prediction
-        if self.ratio_schedule or not (config.ratio and all_steps and self.sigmas and skips):
-            return False
-        plans = [self.decide(sigma, step) for step, sigma in enumerate(self.sigmas)]
-        return not any(plan.merged_ratio and (plan.step or not prediction) for plan in plans)
-
-    def _full_by_profile(self) -> bool:
-        inside = [(sigma, step) for step, sigma in enumerate(self.sigmas) if self.in_range(sigma)]
-        return bool(self.ratio_schedule) and any(not any((self.ratios_at(*each) or {}).values()) for each in inside)
-
-    def _full_by_setting(self) -> list[Message]:
-        config = self.config
-        chosen = {
-            "full_step_interval": bool(config.full_step_interval),
+        limits = {
+            "full_step_interval": config.full_step_interval > 0,
             "start_percent": config.start_percent > 0.0,
             "end_percent": config.end_percent < 1.0,
         }
-        named = [name for name, limits in chosen.items() if limits]
-        if not named and config.similarity_from is not SimilarityFrom.TOKENS:
-            return [Reason.SETTING(setting="similarity_from", value=config.similarity_from.value)]
-        return [Reason.SETTING(setting=name, value=getattr(config, name)) for name in named]
+        named = [name for name, limited in limits.items() if limited]
+        found = [Reason.SETTING(setting=name, value=getattr(config, name)) for name in named]
+        if config.uses_prediction and not named:
+            found = [Reason.SETTING(setting="similarity_from", value=config.similarity_from.value)]
+        steps = [(sigma, step) for step, sigma in enumerate(self.sigmas)]
+        if self.ratio_schedule:
+            inside = [self.ratios_at(*each) or {} for each in steps if self.in_range(each[0])]
+            return (*found, Reason.PROFILE()) if any(not any(each.values()) for each in inside) else tuple(found)
+        # A first step that predicts the picture is full.
+        merged = [step for sigma, step in steps if self.decide(sigma, step).merged_ratio]
+        if config.uses_prediction and merged[:1] == [0]:
+            del merged[0]
+        too_few = config.ratio and steps and found and not limits["start_percent"] and not limits["end_percent"]
+        return (Reason.TOO_FEW_STEPS(),) if too_few and not merged else tuple(found)
 
     def decide(self, sigma: float, step: int | None = None) -> StepPlan:
         """Return the plan of an evaluation by the settings; `decision.decide` adjusts it. step: if known."""

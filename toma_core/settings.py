@@ -33,22 +33,24 @@ class ConfigError(MessageError):
 
 @dataclass(frozen=True)
 class SettingSpec:
-    """Help text, range (both ends allowed) and step of a widget."""
+    """Default and help text of a setting; range (both ends allowed) and step of a number."""
 
+    default: Any
     tooltip: str
-    minimum: float | None = None
-    maximum: float | None = None
-    step: float | None = None
+    minimum: float = 0.0
+    maximum: float = 0.0
+    step: float = 0.0
 
 
 def option(default: Any, tooltip: str, bounds: tuple[float, ...] = ()) -> Any:
     """Return a dataclass field with this default. bounds: minimum, maximum and step of a number."""
-    return field(default=default, metadata={"spec": SettingSpec(tooltip, *bounds)})
+    return field(default=default, metadata={"spec": SettingSpec(default, tooltip, *bounds)})
 
 
-def checked(name: str, value: Any, default: Any, spec: SettingSpec) -> Any:
+def checked(name: str, value: Any, spec: SettingSpec) -> Any:
     """Return the value as the field holds it: of the kind of its default (enum, int, float or bool) and in its range.
     Raises `ConfigError`."""
+    default = spec.default
     if isinstance(default, Enum):
         try:
             return type(default)(value)
@@ -59,7 +61,6 @@ def checked(name: str, value: Any, default: Any, spec: SettingSpec) -> Any:
         if not isinstance(value, bool):
             raise ConfigError(Refusal.NOT_A_SWITCH(setting=name, value=shown(value)))
         return value
-    assert spec.minimum is not None and spec.maximum is not None  # noqa: S101 - for mypy: numbers have a range
     kind = Refusal.A_WHOLE_NUMBER() if isinstance(default, int) else Refusal.A_NUMBER()
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # NaN is in no range. The value is shown unrounded: one digit past the end must not read as the end itself.

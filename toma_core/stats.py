@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from .maps import MergeMap
+from .merge import MergeMap
 from .reasons import CHOSEN, Message, MessageId, Reason
 from .windows import Grid
 
@@ -165,7 +165,12 @@ class RunStats:
         merged = self.merged_steps if self.merged_blocks else {}
         where, when = list[Message](), list[Message]()
         if merged:
-            where = [Line.TOKENS(sizes=self._sizes()), Line.MERGED_BLOCKS(blocks=_names(self.merged_blocks))]
+            more = "+" if self.by_profile else ""
+            sizes = tuple(
+                f"{math.prod(grid)} -> {destinations}{more} ({' x '.join(map(str, grid))})"
+                for grid, destinations in sorted(self.grids.items(), reverse=True)
+            )
+            where = [Line.TOKENS(sizes=sizes), Line.MERGED_BLOCKS(blocks=_names(self.merged_blocks))]
             ratios = tuple(dict.fromkeys(self._at_most(float(f"{ratio:.3g}")) for ratio in merged.values()))
             when.append(Line.MERGED_STEPS(steps=_steps(merged), ratios=ratios))
         if full := _steps(self.steps - set(merged)):
@@ -192,14 +197,6 @@ class RunStats:
 
     def _at_most(self, share: Message | float) -> Message | float:
         return Line.UP_TO(share=share) if self.by_profile else share
-
-    def _sizes(self) -> tuple[str, ...]:
-        """Return tokens before and after, and the grid, the finest first."""
-        more = "+" if self.by_profile else ""
-        return tuple(
-            f"{math.prod(grid)} -> {destinations}{more} ({' x '.join(map(str, grid))})"
-            for grid, destinations in sorted(self.grids.items(), reverse=True)
-        )
 
     def _how(self) -> list[Message]:
         reasons, names = (tuple(sorted(each, key=str)) for each in (self.content_independent, self.kernels))

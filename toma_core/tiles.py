@@ -62,7 +62,7 @@ class Turns:
     _latents: dict[Hashable, Tensor] = field(default_factory=dict)  # the last of each kind of evaluation there
 
     def note(self, place: Hashable, kind: Hashable, latent: Tensor | None) -> None:
-        """Note an evaluation of a latent of (B, ...). Waits for the device if the last of this kind was at this place."""
+        """Note an evaluation of a latent of (B, ...). Wait for the device if the last of this kind was here."""
         if place != self._place:
             self.close()
         before = self._latents.get(kind)

@@ -128,8 +128,7 @@ class Reduction:
     def _all_attended(self) -> bool:
         """Whether the attention of every block has asked for its keys and values; noted in the run."""
         run, every = self.chain.evaluation.run, self.attended.issuperset(self.chain.names)
-        run.attention_hook_called |= bool(self.attended)
-        run.attention_hook_missed |= not every
+        run.attention_hook_called = bool(run.attention_hook_called or self.attended)
         self.attended.clear()
         return every
 

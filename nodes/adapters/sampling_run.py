@@ -14,7 +14,6 @@ from comfy.model_sampling import CONST
 from torch import Tensor
 
 from ...toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, decide
-from ...toma_core.config import SimilarityFrom
 from ...toma_core.decision import merges_plainly, without_cache
 from ...toma_core.prediction import trusted_below
 from ...toma_core.reasons import Message, Reason
@@ -136,7 +135,7 @@ class SamplingRun:
     @property
     def awaits_prediction(self) -> bool:
         """Whether plans are made from predictions, and the first is still to come."""
-        return self.run.config.similarity_from is SimilarityFrom.PREDICTION and self.begun == 1
+        return self.run.config.uses_prediction and self.begun == 1
 
     def _begin(self) -> None:
         self.counts.clear()
@@ -269,7 +268,7 @@ class SamplingRun:
             # With a KV cache a poor plan does no harm.
             or (self.sigma is not None and self.sigma > self.max_prediction_sigma and not self.run.kv_cache)
             or transformer_options.get("context_window") is not None
-            or self.run.config.similarity_from is not SimilarityFrom.PREDICTION
+            or not self.run.config.uses_prediction
         ):
             return ()
         images = [crop(prediction, self.areas.get(chunk)) for chunk in chunks]

@@ -43,7 +43,8 @@ def cases(share: float) -> Any:
 
 def values_of(name: str) -> st.SearchStrategy[Any]:
     """Draw allowed values of one setting, including its limits."""
-    spec, default = config.setting_spec(name), config.setting_default(name)
+    spec = config.setting_spec(name)
+    default = spec.default
     if isinstance(default, Enum):
         return st.sampled_from([str(member.value) for member in type(default)])
     if isinstance(default, bool):
@@ -217,7 +218,7 @@ def test_any_value_is_taken_or_refused_in_words(name: str, value: Any) -> None:
         assert reasons.label(name) in message
     else:
         # Accepted values have the setting's type.
-        assert type(getattr(taken, name)) is type(config.setting_default(name))
+        assert type(getattr(taken, name)) is type(config.setting_spec(name).default)
 
 
 @given(preset=st.one_of(st.text(max_size=30), st.none(), st.integers(), st.sampled_from(["x" * 100_000, [], {}])))

@@ -62,7 +62,8 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
     )  # with the default, runs of one or two steps merge nothing
     names = [item.name for item in fields(config.ToMAConfig) if item.name not in values]
     for name in chance.sample(names, chance.randint(0, 5)):
-        spec, default = config.setting_spec(name), config.setting_default(name)
+        spec = config.setting_spec(name)
+        default = spec.default
         if isinstance(default, Enum):
             values[name] = chance.choice([member.value for member in type(default)])
         elif isinstance(default, bool):

@@ -17,16 +17,15 @@ from toma_core.config import (
     ToMAConfig,
     check,
     resolve_count,
-    setting_default,
     setting_spec,
 )
 from toma_core.reasons import label
 
 FIELDS = [item.name for item in dataclasses.fields(ToMAConfig)]
-ENUMS = [name for name in FIELDS if isinstance(setting_default(name), Enum)]
-SWITCHES = [name for name in FIELDS if isinstance(setting_default(name), bool)]
+ENUMS = [name for name in FIELDS if isinstance(setting_spec(name).default, Enum)]
+SWITCHES = [name for name in FIELDS if isinstance(setting_spec(name).default, bool)]
 NUMBERS = [name for name in FIELDS if name not in ENUMS and name not in SWITCHES]
-WHOLE = [name for name in NUMBERS if isinstance(setting_default(name), int)]
+WHOLE = [name for name in NUMBERS if isinstance(setting_spec(name).default, int)]
 
 
 def refused(name: str, value: Any) -> str:
@@ -50,7 +49,8 @@ def test_the_fields_are_of_three_kinds() -> None:
 
 @loop("name", FIELDS)
 def test_metadata_is_complete(name: str) -> None:
-    spec, default = setting_spec(name), setting_default(name)
+    spec = setting_spec(name)
+    default = spec.default
     assert len(spec.tooltip) > 30
     assert spec.tooltip.endswith(".")
     if name in NUMBERS:
@@ -76,7 +76,7 @@ def test_numbers_keep_to_their_range(name: str) -> None:
     for value in (spec.minimum - 1, spec.maximum + 1, float("inf"), float("-inf"), -1e300, 1e300):
         message = refused(name, value)
         assert f"{spec.minimum:.10g} to {spec.maximum:.10g}" in message
-        assert f"Try {setting_default(name):.10g}." in message
+        assert f"Try {setting_spec(name).default:.10g}." in message
 
 
 @loop("name", NUMBERS)
@@ -92,7 +92,7 @@ def test_numbers_beyond_floats_are_refused(name: str) -> None:
 
 @loop("name", WHOLE)
 def test_whole_numbers_may_come_as_floats_but_not_broken(name: str) -> None:
-    default = setting_default(name)
+    default = setting_spec(name).default
     value = check(name, float(default))
     assert (value, type(value)) == (default, int)
     assert "whole number" in refused(name, default + 0.5)
@@ -108,7 +108,7 @@ def test_floats_may_come_as_whole_numbers(name: str) -> None:
 
 @loop("name", ENUMS)
 def test_enums_take_members_and_their_values_only(name: str) -> None:
-    kind = type(setting_default(name))
+    kind = type(setting_spec(name).default)
     for member in kind:
         assert check(name, member) is member
         assert check(name, member.value) is member

@@ -6,8 +6,7 @@ import torch
 
 from tests.loop import loop
 from toma_core.config import ToMAConfig
-from toma_core.maps import draw_map
-from toma_core.merge import MergePlan
+from toma_core.merge import MergePlan, draw_map
 from toma_core.run import RunState
 from toma_core.schedule import Schedule, StepMode, StepPlan
 

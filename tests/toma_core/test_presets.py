@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.loop import loop
-from toma_core.config import Granularity, ToMAConfig, setting_default
+from toma_core.config import Granularity, ToMAConfig, setting_spec
 from toma_core.presets import PRESETS, Settings
 from toma_core.settings import ConfigError
 
@@ -21,7 +21,7 @@ def test_presets_are_valid_and_leave_the_ratio_alone(preset: str) -> None:
     config = Settings(preset).resolved()
     assert "ratio" not in PRESETS[preset]
     assert set(PRESETS[preset]) <= set(FIELDS)
-    changed = {name for name in FIELDS if getattr(config, name) != setting_default(name)}
+    changed = {name for name in FIELDS if getattr(config, name) != setting_spec(name).default}
     assert changed <= set(PRESETS[preset]), "a preset lists what differs from the defaults"
 
 

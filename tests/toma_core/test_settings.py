@@ -18,14 +18,14 @@ def test_an_option_is_a_dataclass_field_with_its_spec() -> None:
 
     size, flat = dataclasses.fields(Settings)
     assert (Settings().size, Settings().flat) == (3, False)
-    assert size.metadata["spec"] == SettingSpec("How big.", 1, 9, 2)
-    assert flat.metadata["spec"] == SettingSpec("Whether flat.")
+    assert size.metadata["spec"] == SettingSpec(3, "How big.", 1, 9, 2)
+    assert flat.metadata["spec"] == SettingSpec(False, "Whether flat.")
 
 
 def test_what_is_in_no_range_is_refused() -> None:
     for value in (math.inf, -math.inf, math.nan, 2.0):
         with pytest.raises(ConfigError, match=r"^ToMA: x is .*\. Allowed: a number from 0 to 1\. Try 0\.5\.$"):
-            checked("x", value, 0.5, SettingSpec("", 0.0, 1.0))
+            checked("x", value, SettingSpec(0.5, "", 0.0, 1.0))
 
 
 def test_a_value_is_shown_on_one_line_of_a_screen() -> None:
