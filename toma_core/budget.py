@@ -1,7 +1,6 @@
-"""Adaptive budgets: windows with little variation leave destinations to those with much.
+"""Adaptive budgets: windows with little variation leave destinations to those with much. Not in the paper.
 
-Not in the paper, where every window gets the same share. The counts are decided before any destination is selected,
-from how much a window's tokens differ, so that selection stays one pass and the total is the one of the ratio.
+The counts are decided before any destination is selected, so that selection stays one pass and the total is exact.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The residual cache: full steps cache the update of each block or stack, merged steps begin with it.
 
 Not in the paper. Updates change slowly from step to step, above all in the fine structure that destinations cannot
-carry. A merged step gives a token as much of its cached update as destinations still show of theirs, and the change at
-its destinations. The cost is one activation per block or stack.
+carry. A merged step gives a token the share of its cached update that its destinations still show, and their change.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Features for comparing tokens: the clean picture that the previous step predicted.
 
-Not in the paper, which compares the tokens themselves. In the first steps tokens are mostly noise, and those that are
-similar going into a block are not those that come out similar. The predicted picture is nearly as good as the outcome
-itself (docs/fidelity.md), known before the model runs, and short: 64 numbers a token in most models.
+Not in the paper, which compares the tokens themselves: in the first steps mostly noise. The predicted picture is nearly
+as good as the outcome itself (docs/fidelity.md), known before the model runs, and short: 64 numbers a token.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def picture_tokens(picture: Tensor, grid: Grid, like: Tensor) -> Tensor:
     """
     *frames, height, width = grid
     images = len(picture)
-    # Frames become pictures.
+    # Frames become images of the batch.
     picture = picture.movedim(2, 1).flatten(0, 1) if frames else picture.flatten(1, -3)
     cells = max(1, min(_CELLS, round(picture.shape[-1] / width)))
     sizes = [side * cells for side in (height, width)]

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 BITS = 4
-# Channels that share a minimum and a step, at most and at least.
-_GROUP, _MIN_GROUP = 64, 16
-# Widening of the step, so that values rounded up in half precision still have a code.
-WIDER = 1.01
+_GROUP, _MIN_GROUP = 64, 16  # channels that share a minimum and a step, at most and at least
+WIDER = 1.01  # times the step, so that values rounded up in half precision still have a code
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +27,6 @@ class Int4Tensor:
 
     @property
     def shape(self) -> torch.Size:
-        """(B, N, C)."""
         return torch.Size((*self.codes.shape[:-1], 2 * self.codes.shape[-1]))
 
     @property

@@ -1,4 +1,4 @@
-"""What a run did: counted as plain numbers while sampling, reported as messages at its end."""
+"""Count what a run does as plain numbers while sampling, and report it as messages at its end."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Cut token grids into windows and give each its number of destinations.
 
-A grid is (rows, columns), or (frames, rows, columns) of a video. Windows lie inside one frame, and all frames have as
-many destinations: models modulate and position tokens by frame. `Windows` and `Budget` depend on the grid and the
-settings only; their index tensors are made once a run and serve every image of a batch.
+Windows lie inside one frame, and all frames have equally many destinations: models modulate and position tokens by
+frame. `Windows` and `Budget` depend on the grid and the settings only; index tensors are made once a run.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from torch import Tensor
 
 from .config import WindowShape
 
-# (rows, columns), or (frames, rows, columns).
-Grid = tuple[int, ...]
+Grid = tuple[int, ...]  # (rows, columns), or (frames, rows, columns) of a video
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +80,7 @@ class Budget:
     """The destinations of each window, at most K = `slots`, D = `total` in all: the same for all images, or adaptive,
     with counts for each image. Tensors are None if every slot is in use."""
 
-    counts: tuple[int, ...]  # equal shares; those that were reallocated in an adaptive budget
+    counts: tuple[int, ...]  # equal shares, which an adaptive budget reallocates
     compact: Tensor | None  # (D,) int64, the slots in use of the flattened (W * K), ascending; adaptive (B, D)
     expand: Tensor | None  # (W * K,) int64, destinations; unused slots repeat the window's first; adaptive (B, W * K)
     valid: Tensor | None  # (W, K) bool, False in unused slots; adaptive (B, W, K)
@@ -151,15 +149,12 @@ def make_windows(
         rows, columns = _cuts(height, max(1, round(size * size / width)), shifted), (0, width)
     else:
         rows, columns = (0, height), (0, width)
-    # Frames follow each other in memory; their borders are cuts.
+    # Borders of frames, which follow each other in memory, are cuts.
     rows = (0, *(frame * height + row for frame in range(frames) for row in rows[1:]))
 
     grid = torch.arange(frames * height * width).view(frames * height, width)
-    members = [
-        grid[top:bottom, left:right].flatten()
-        for top, bottom in itertools.pairwise(rows)
-        for left, right in itertools.pairwise(columns)
-    ]
+    bands = [grid[top:bottom] for top, bottom in itertools.pairwise(rows)]
+    members = [band[:, left:right].flatten() for band in bands for left, right in itertools.pairwise(columns)]
     counts = tuple(len(m) for m in members)
     slots = max(counts)
     source = torch.stack([torch.cat([m, m[:1].expand(slots - len(m))]) for m in members])
