@@ -31,17 +31,10 @@ class _PlanKey(NamedTuple):
     scope: tuple[Hashable, Hashable]  # of blocks, and which part of the latent
     grid: Grid
     ratio: float
+    selection: int  # LASTING if the tokens show the same during the run, as those of a reference image
     images: int
     dtype: torch.dtype
     device: torch.device
-
-
-class _Entry(NamedTuple):
-    """A plan and its generation; LASTING if its tokens show the same during the run, as those of a reference image."""
-
-    plan: MergePlan
-    selection: int
-    weighing: int
 
 
 @dataclass(eq=False)
@@ -51,7 +44,7 @@ class RunState:
     schedule: Schedule  # holds the frozen settings
     stats: RunStats = field(default_factory=RunStats)
     dispatch: Dispatch = field(default_factory=Dispatch)
-    _plans: dict[_PlanKey, _Entry] = field(default_factory=dict)
+    _plans: dict[_PlanKey, tuple[MergePlan, int]] = field(default_factory=dict)  # plans and generations of weights
     # Plans and their concatenation, by (scope, grid, ratio, plan keys, images of each, dtype, device).
     _stacks: dict[tuple[Hashable, ...], tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
@@ -144,7 +137,8 @@ class RunState:
             plan = tile.resolve(key, self._selected(tokens, tokens, grid, step, independent, even=True))
             self.stats.count_plan(grid, plan.num_destinations, selected=True)
             # Replaces the last tile's, so that one of them can be drawn.
-            self._remember(_PlanKey((scope, TileBatch), grid, step.ratio, 0, x.dtype, x.device), plan, step)
+            drawn = _PlanKey((scope, TileBatch), grid, step.ratio, step.selection, 0, x.dtype, x.device)
+            self._remember(drawn, plan, step)
         return tile.plans[key]
 
     def num_destinations(self, grid: Grid, step: StepPlan, device: torch.device) -> int:
@@ -161,15 +155,13 @@ class RunState:
         picture: Tensor | None,
     ) -> MergePlan:
         """Return the plan of one part of the latent, of (B, N, C) or made from a picture."""
-        key = _PlanKey(scope, grid, step.ratio, x.shape[0], x.dtype, x.device)
-        old = self._plans.get(key)
-        if old is not None and old.selection != step.selection:
-            old = None
-        if old is not None and old.weighing == step.weighing:
-            return old.plan
+        key = _PlanKey(scope, grid, step.ratio, step.selection, len(x), x.dtype, x.device)
+        old, weighing = self._plans.get(key, (None, 0))
+        if old is not None and weighing == step.weighing:
+            return old
         features = x if picture is None else picture_tokens(picture, grid, x)
         if old is not None:
-            plan = self._reweighed(x, old.plan, features)
+            plan = self._reweighed(x, old, features)
         else:
             # Noise varies alike in all windows; references are never noise.
             even = picture is None and step.selection != LASTING
@@ -187,15 +179,15 @@ class RunState:
         ratios = step.in_use
         old = [
             other
-            for other, entry in list(self._plans.items())
+            for other in list(self._plans)
             if other.grid == key.grid
-            and (entry.selection != step.selection or other.ratio not in ratios)
-            and (entry.selection == LASTING) == (step.selection == LASTING)
+            and (other.selection != key.selection or other.ratio not in ratios)
+            and (other.selection == LASTING) == (key.selection == LASTING)
         ]
         # The plan goes to the end of the dict, so that `draw` finds the latest.
         for other in (*old, key):
             self._plans.pop(other, None)
-        self._plans[key] = _Entry(plan, step.selection, step.weighing)
+        self._plans[key] = plan, step.weighing
         gone = {(other.scope[0], other.grid, other.ratio) for other in old}
         if gone:
             self._stacks = {at: stack for at, stack in list(self._stacks.items()) if at[:3] not in gone}
@@ -264,7 +256,7 @@ class RunState:
 
     def draw(self) -> None:
         """Store a map of the last plan of each grid in the stats; log a warning if that fails, as the image is done."""
-        last = {key.grid: entry.plan for key, entry in self._plans.items() if entry.selection != LASTING}
+        last = {key.grid: plan for key, (plan, _) in self._plans.items() if key.selection != LASTING}
         try:
             self.stats.maps = {grid: draw_map(plan) for grid, plan in last.items()}
         except Exception as error:
