@@ -54,15 +54,12 @@ def test_metadata_is_complete(name: str) -> None:
     assert len(spec.tooltip) > 30
     assert spec.tooltip.endswith(".")
     if name in NUMBERS:
-        assert spec.minimum is not None
-        assert spec.maximum is not None
-        assert spec.step is not None
         assert spec.minimum <= default <= spec.maximum
         assert spec.step > 0
         if name in WHOLE:
             assert all(float(number).is_integer() for number in (spec.minimum, spec.maximum, spec.step))
     else:
-        assert spec.minimum is spec.maximum is spec.step is None
+        assert spec.minimum == spec.maximum == spec.step == 0
     assert type(check(name, default)) is type(default)
 
 
