@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from .config import ToMAConfig, check, setting_default
+from .config import ToMAConfig, check, setting_spec
 from .reasons import Message
 from .schedule import RatioSchedule
 from .settings import ConfigError, Refusal, shown
@@ -72,7 +72,7 @@ class Profile:
 
     def text(self) -> str:
         """Return it as JSON, with a line for each part. Settings that have `ToMAConfig`'s defaults are left out."""
-        changed = {name: value for name, value in vars(self.config).items() if value != setting_default(name)}
+        changed = {name: value for name, value in vars(self.config).items() if value != setting_spec(name).default}
         lines = {
             "toma_profile": SCHEMA,
             "model": self.model,
