@@ -56,7 +56,8 @@ def _auto(x: Tensor, ratio: float) -> str:
     """Return whether Auto would merge tokens x (B, N, C), B conditions of one image."""
     core = pack_module("toma_core")
     run = core.RunState(core.Schedule(core.ToMAConfig(ratio=ratio, min_tokens=0)))
-    reason = core.Evaluation(run, run.schedule.decide(1.0), (None,) * len(x)).obstacle(x)
+    evaluation = core.Evaluation(run, run.schedule.decide(1.0), (None,) * len(x))
+    reason = evaluation.obstacle(x, pack_module("toma_core.cost_model").UNET_BLOCK, run.config.granularity)
     return f"Auto does not merge it ({reason})" if reason else "Auto merges it"
 
 

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from tests.loop import loop
 from toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, plan_for
+from toma_core.config import Granularity
+from toma_core.cost_model import UNET_BLOCK
 from toma_core.merge import MergePlan
 from toma_core.reasons import Reason
 from toma_core.tiles import TileBatch, Turns
@@ -76,7 +78,7 @@ def test_a_block_that_is_given_another_number_of_images_stays_whole() -> None:
     tile, step_plan = TileBatch(drawn(7, 8)), StepPlan(0, StepMode.MERGED, 0.5, 0, 0)
     evaluation = Evaluation(run_of(), step_plan, (None,), ("cond",), tile=tile, images=2)
     for batch in (1, 3, 4):
-        assert evaluation.obstacle(torch.randn(batch, 32, 5)) == Reason.IMAGES_CHANGED()
+        assert evaluation.obstacle(torch.randn(batch, 32, 5), UNET_BLOCK, Granularity.STACK) == Reason.IMAGES_CHANGED()
         assert plan_for(torch.randn(batch, 32, 5), GRID, "a", evaluation) is None
     assert plan_for(tokens(1, 2), GRID, "a", evaluation) is not None
 
