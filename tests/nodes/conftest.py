@@ -1,4 +1,4 @@
-"""Small real models shared by the tests, and what the tests need to look inside a run."""
+"""Small real models shared by the tests, and fixtures that record the inside of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVERYTHING = {"min_tokens": 4}
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Tiny models are faster on one thread, and sums then have one order."""
+    """Run on one thread, which is faster for tiny models and fixes the order of sums."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -32,13 +32,13 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared() -> dict[str, Any]:
-    """The small models that tests have used so far, by their kind."""
+    """Return the small models that tests have used so far, by kind."""
     return {}
 
 
 @pytest.fixture(scope="session")
 def model_of(pack: ModuleType, shared: dict[str, Any]) -> Callable[[str], Any]:
-    """model_of(kind): a small model of one of `models.KINDS`, shared by all tests."""
+    """model_of(kind): return a small model of one of `models.KINDS`, shared by all tests."""
 
     def model(kind: str) -> Any:
         if kind not in shared:
@@ -60,7 +60,7 @@ def model_of(pack: ModuleType, shared: dict[str, Any]) -> Callable[[str], Any]:
 
 @pytest.fixture(scope="session")
 def unet(model_of: Callable[[str], Any]) -> Any:
-    """An SDXL-shaped model: attention at half and quarter of the latent's side."""
+    """Return an SDXL-shaped model: attention at half and a quarter of the latent's side."""
     return model_of("unet")
 
 
@@ -71,17 +71,17 @@ def flux(model_of: Callable[[str], Any]) -> Any:
 
 @pytest.fixture(scope="session")
 def qwen(model_of: Callable[[str], Any]) -> Any:
-    """A Qwen-Image, whose latents have five dimensions."""
+    """Return a Qwen-Image, whose latents have five dimensions."""
     return model_of("qwen_image")
 
 
 def hooked(model: Any) -> list[str]:
-    """Modules of a model that still have a `forward` of their own."""
+    """Return the names of modules whose instance overrides `forward`."""
     return [name for name, module in model.model.diffusion_model.named_modules() if "forward" in vars(module)]
 
 
 def held(model: Any) -> list[Any]:
-    """What the model's hooks still hold of a run."""
+    """Return the run's objects that the model's hooks still hold."""
     found = []
     for _, hook in pack_module("nodes.adapters.registry").find(model.model.diffusion_model).hook_pairs():
         holders = [getattr(hook, name, None) for name in ("site", "positions", "signature")]
@@ -92,7 +92,7 @@ def held(model: Any) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def left_untouched(shared: dict[str, Any]) -> Iterator[None]:
-    """After every test, however it sampled, the shared models are as ComfyUI made them, and hooks hold nothing."""
+    """Check after every test that the shared models are unchanged and that hooks hold nothing."""
     yield
     for model in shared.values():
         assert hooked(model) == []
@@ -108,8 +108,8 @@ def hooks_left() -> Callable[[Any], list[str]]:
 
 @pytest.fixture(scope="session")
 def attach(pack: ModuleType) -> Callable[..., Any]:
-    """attach(model, **settings): the model with ToMA, on every grid and in every block unless told otherwise.
-    selector: another rule of `benchmarks.selectors` picks destinations."""
+    """attach(model, **settings): apply ToMA, by default on every grid and in every block. selector: a rule of
+    `benchmarks.selectors` that selects destinations."""
     config = pack_module("toma_core.config").ToMAConfig
     run = pack_module("nodes.adapters.patch_model")
 
@@ -124,7 +124,7 @@ def attach(pack: ModuleType) -> Callable[..., Any]:
 
 @pytest.fixture
 def apart(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """apart(model): in this test every block of the model has plans of its own."""
+    """apart(model): give every block of the model its own plans in this test."""
     registry = pack_module("nodes.adapters.registry")
 
     def plan_apart(model: Any) -> None:
@@ -137,14 +137,14 @@ def apart(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], 
 
 @pytest.fixture(scope="session")
 def stats_of(pack: ModuleType) -> Callable[[Any], Any]:
-    """The stats of the last run of a model, None if there was none."""
+    """Return the stats of a model's last run, None if there was none."""
     run, reports = pack_module("nodes.adapters.patch_model"), pack_module("nodes.adapters.last_runs")
     return lambda model: reports.last(run.attachment_of(model).report_id)
 
 
 @dataclass
 class PlanCall:
-    """One request for a plan and the answer. x: (B, N, C), a copy."""
+    """One request for a plan and its result. x: (B, N, C), a copy."""
 
     x: Tensor
     grid: tuple[int, int]
@@ -156,7 +156,7 @@ class PlanCall:
 
 @pytest.fixture
 def plan_calls(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[PlanCall]:
-    """Every plan that blocks ask for, in order."""
+    """Record every plan that blocks request, in order."""
     state = pack_module("toma_core.run").RunState
     original, calls = state.plan, []
 
@@ -171,7 +171,7 @@ def plan_calls(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[PlanCa
 
 @pytest.fixture
 def decisions(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The decision for every evaluation of the model, in order."""
+    """Record the decision for every evaluation of the model, in order."""
     sampling = pack_module("nodes.adapters.sampling_run")
     original, made = sampling.decide, []
 
@@ -185,9 +185,9 @@ def decisions(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @dataclass
 class BlockCall:
-    """One call of a module as its caller saw it, inputs copied before anything could be added in place.
+    """One call of a module, with inputs copied before any in-place change.
 
-    first_plan: how many plans had been asked for before it.
+    first_plan: number of plans that were requested before it.
     """
 
     args: list[Any]
@@ -198,7 +198,8 @@ class BlockCall:
 
 @pytest.fixture
 def record(plan_calls: list[PlanCall], monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.nn.Module], list[BlockCall]]:
-    """record(module): all its calls from now on. Not by PyTorch's hooks: where those are, no chain goes on."""
+    """record(module): record its calls from now on. PyTorch's hooks cannot be used, because chains end at modules with
+    hooks."""
 
     def copied(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -227,7 +228,7 @@ def record(plan_calls: list[PlanCall], monkeypatch: pytest.MonkeyPatch) -> Calla
 
 @pytest.fixture(scope="session")
 def dense() -> Callable[[Any], tuple[Tensor, Tensor]]:
-    """dense(plan): the merge matrix (B, D, N) and the unmerge matrix (B, N, D), written out entry by entry."""
+    """dense(plan): return the merge matrix (B, D, N) and the unmerge matrix (B, N, D), filled entry by entry."""
 
     def matrices(plan: Any) -> tuple[Tensor, Tensor]:
         batch, windows, slots, _ = plan.merge_weights.shape
@@ -251,7 +252,7 @@ def dense() -> Callable[[Any], tuple[Tensor, Tensor]]:
 
 @pytest.fixture
 def no_state_left(pack: ModuleType) -> Iterator[None]:
-    """No run state and no plan is alive after the test's runs."""
+    """Check that no run state and no plan is alive after the test's runs."""
     kinds = (pack_module("toma_core.run").RunState, pack_module("toma_core.merge").MergePlan)
     gc.collect()
     before = {id(o) for o in gc.get_objects() if issubclass(type(o), kinds)}
@@ -263,7 +264,7 @@ def no_state_left(pack: ModuleType) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def stranger(pack: ModuleType) -> Any:
-    """A small AuraFlow: a real model that samples on latents like Flux's, and that no family knows."""
+    """Return a small AuraFlow: a real model with latents like Flux's that no family supports."""
     import comfy.latent_formats
     import comfy.model_base
     import comfy.supported_models

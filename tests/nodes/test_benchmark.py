@@ -1,4 +1,4 @@
-"""The benchmark node: what it hands out and what it says."""
+"""The benchmark node: its outputs and texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMINGS = [
 
 @pytest.fixture
 def run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """run(model, **inputs): plot, table, both recommendations and the node's whole answer; previews in a temporary
+    """run(model, **inputs): return plot, table, both recommendations and the node's result; previews go to a temporary
     folder."""
     import folder_paths
 

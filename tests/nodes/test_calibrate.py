@@ -1,4 +1,4 @@
-"""The calibration node: what it finds, gives out and says, on real models."""
+"""The calibration node: its results and texts, on real models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 6
 
 @pytest.fixture
 def calibrated(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """calibrated(model, **inputs): model, profile, picture and the node's whole answer."""
+    """calibrated(model, **inputs): return model, profile, picture and the node's result."""
     import folder_paths
 
     monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
@@ -56,7 +56,7 @@ def test_gives_out_what_it_found(unet: Any, calibrated: Any, no_state_left: None
     assert "The preset 'balanced' at ratio 0.5: error 0." in said
     assert any(any(ratios) for ratios in profiles.parsed(text).ratios.values())
     assert len(text.encode()) <= 2000
-    # A ToMA node does the same with the profile, in another graph and on another day.
+    # A ToMA node with the profile gives the same result in another graph.
     again = patch.ToMA.execute(unet, 0.5, "quality", text).args[0]
     assert run.attachment_of(again).ratio_schedule
     assert torch.equal(sampled(again), sampled(patch.ToMAAdvanced.execute(unet, **advanced(profile=text)).args[0]))
@@ -69,7 +69,7 @@ def advanced(**values: Any) -> dict[str, Any]:
 
 
 def found_profile(model: Any) -> str:
-    """A profile of some kind for the model."""
+    """Return a profile for the model."""
     identity = pack_module("nodes.adapters.fingerprint")
     names = [block.name for block in identity.blocks_of(model)]
     config = pack_module("toma_core").ToMAConfig()
@@ -84,7 +84,7 @@ def test_small_grids_have_nothing_to_merge(unet: Any, calibrated: Any) -> None:
 
 
 def test_a_prompt_that_begins_later(unet: Any, calibrated: Any) -> None:
-    """While it takes no part there is nothing to measure, and later there is."""
+    """It is only measured in the steps in which it takes part."""
     late = models.conditioning(unet, seed=1, start_percent=0.3, end_percent=1.0)
     _, text, _, _ = calibrated(unet, steps=12, positive=late)
     assert profiles.parsed(text).ratios
@@ -97,7 +97,7 @@ def test_a_word_that_is_none_is_refused(unet: Any, calibrated: Any) -> None:
 
 
 def test_another_node_that_answers_for_the_sampler(unet: Any, calibrated: Any) -> None:
-    """Evaluations that go past our wrappers."""
+    """The other node's evaluations bypass ToMA's wrappers."""
     import comfy.samplers
 
     odd = unet.clone()
@@ -120,7 +120,7 @@ def test_a_step_cache_is_left_out_of_measuring_only(unet: Any, calibrated: Any) 
 
 
 def test_a_step_cache_of_another_pack(unet: Any, calibrated: Any) -> None:
-    """One that answers from the second evaluation on: nothing can be found out, so that the preset stays."""
+    """A cache that skips every evaluation from the second on leaves nothing to measure, so the result is the preset."""
     held: list[torch.Tensor] = []
 
     def cached(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -137,7 +137,7 @@ def test_a_step_cache_of_another_pack(unet: Any, calibrated: Any) -> None:
 
 @loop("merged_too", [True, False])
 def test_values_that_are_no_numbers(unet: Any, calibrated: Any, merged_too: bool) -> None:
-    """Of the model itself, or only where it is merged: said, and left whole."""
+    """NaN of the model itself, or only of merged blocks, is reported, and those blocks are not merged."""
 
     def broken(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         out = executor(x, *args, **kwargs)
@@ -156,12 +156,12 @@ def test_values_that_are_no_numbers(unet: Any, calibrated: Any, merged_too: bool
 
 
 def test_cancelled_without_a_trace(unet: Any, calibrated: Any, no_state_left: None) -> None:
-    """ComfyUI's own flag, set while a probe runs."""
+    """ComfyUI's flag is set while a probe runs."""
     import comfy.model_management
     import comfy.utils
 
     def cancel(value: int, *_: Any, **__: Any) -> None:
-        if value >= 4:  # ComfyUI leaves out what follows another too soon
+        if value >= 4:  # ComfyUI drops updates that follow another too soon
             comfy.model_management.interrupt_current_processing()
 
     before = comfy.utils.PROGRESS_BAR_HOOK
@@ -175,7 +175,7 @@ def test_cancelled_without_a_trace(unet: Any, calibrated: Any, no_state_left: No
 
 
 def test_the_same_again(unet: Any, calibrated: Any) -> None:
-    """What it finds depends on the seed, not on what ran before, and leaves the global generator alone."""
+    """The result depends on the seed, not on earlier runs, and the global generator is unchanged."""
     torch.manual_seed(3)
     drawn = torch.randn(2)
     torch.manual_seed(3)
@@ -190,7 +190,7 @@ def test_the_same_again(unet: Any, calibrated: Any) -> None:
 def test_the_preset_as_a_profile(
     target: str, ratio: float, unet: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the choice has a larger error, the result is the preset to the bit, also by its profile."""
+    """If the choice has a larger error, the result is the preset bit for bit, also by its profile."""
     errors = iter((0.1, 9.0))
     monkeypatch.setattr(calibrate, "error", lambda *_: next(errors))
     made, text, _, answer = calibrated(unet, target=target)

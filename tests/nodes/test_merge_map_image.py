@@ -1,4 +1,4 @@
-"""The merge map, looked at pixel by pixel."""
+"""The merge map, checked pixel by pixel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARGIN, CAPTION = drawing._MARGIN, drawing._CAPTION
 
 @pytest.fixture
 def maps(unet: Any, attach: Any, stats_of: Any) -> Any:
-    """The maps of a real run on grids of 12 x 16 and 6 x 8."""
+    """Return the maps of a real run on grids of 12 x 16 and 6 x 8."""
     model = attach(unet)
     models.sample(model, 24, 32, steps=1)
     return stats_of(model).maps

@@ -1,4 +1,4 @@
-"""The node is told of its runs, and nobody else is."""
+"""Only the node of a run receives its status."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ WORKFLOW = "0b5d6ba8-0000-4000-8000-000000000001"
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], str]]:
-    """What goes to ComfyUI's server while the prompt of client `page` is running; in its stead, for this process has
-    no server. tests/browser has the real one."""
+    """Record the messages to ComfyUI's server while a prompt of the client `page` runs. This process has no server;
+    tests/browser has a real one."""
     messages: list[tuple[str, dict[str, Any], str]] = []
     extra = {"client_id": "page", "extra_pnginfo": {"workflow": {"id": WORKFLOW}}}
     queue = SimpleNamespace(get_current_queue_volatile=lambda: ([(0, "prompt", {}, extra, [], {})], []))

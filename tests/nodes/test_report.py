@@ -1,4 +1,4 @@
-"""The report node tells what happened, not what was asked for."""
+"""The report node shows the run, not the settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LATENT = {"samples": torch.zeros(1, 4, 8, 8)}
 
 @pytest.fixture
 def shown(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """shown(model): text, image and the node's whole answer. Previews go to a temporary folder."""
+    """shown(model): return text, image and the node's result. Previews go to a temporary folder."""
     import folder_paths
 
     monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
@@ -124,7 +124,7 @@ def test_report_with_a_picture_draws_over_it(unet: Any, attach: Any, shown: Any)
 
 
 def test_what_the_picture_shows_stands_on_the_node(unet: Any, attach: Any, shown: Any) -> None:
-    """In the page's language, which the picture has none of."""
+    """It is translated, unlike the picture."""
     model = attach(unet)
     assert "caption" not in str(shown(model)[2].ui["toma"])
     models.sample(model, 24, 24, steps=1)

@@ -1,4 +1,4 @@
-"""The charts, looked at pixel by pixel: bars as high as what they stand for, squares in their colours."""
+"""The charts, checked pixel by pixel: heights of bars and colours of squares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Reason = pack_module("toma_core.reasons").Reason
 
 @pytest.fixture
 def stats() -> Any:
-    """Ten steps, of which 3 to 8 merged half and more; three stages, one block whole and one merged in part."""
+    """Return stats of ten steps, of which 3 to 8 merged half and more; three stages, one block unmerged and one merged
+    in part."""
     told = Stats(total_steps=10)
     for step in range(10):
         told.count_evaluation(step, {2: 0.25, 3: 0.5, 4: 0.5, 5: 0.5, 6: 0.5, 7: 0.75}.get(step, 0.0))
@@ -94,7 +95,7 @@ def test_numbers_in_squares_are_those_of_the_report(stats: Any) -> None:
 
 
 def test_nothing_lies_on_another_and_no_margin_is_wide(stats: Any) -> None:
-    """Rows and columns without anything are few, and no letter is outside."""
+    """There are few empty rows and columns, and no letter is cut off."""
     for image in (charts.steps_chart(stats, 800), charts.blocks_chart(stats, 800)):
         used = (np.asarray(image) != charts.PAPER).any(-1)
         rows, columns = np.flatnonzero(used.any(1)), np.flatnonzero(used.any(0))

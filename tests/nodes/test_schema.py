@@ -1,4 +1,5 @@
-"""What saved workflows depend on is frozen in schema.json. To add an input: at the end, then write the file anew with
+"""schema.json freezes everything that saved workflows depend on. Add an input at the end, then write the file again
+with
 
 TOMA_WRITE_SCHEMA=1 make test ARGS=tests/nodes/test_schema.py
 """
@@ -16,7 +17,7 @@ import pytest
 from scripts.comfy_pack import load_pack
 from tests.loop import loop
 
-# Lists that are ComfyUI's, which has more in every release.
+# ComfyUI's lists, which grow with every release.
 COMFYUIS = ("sampler_name", "scheduler")
 FROZEN = Path(__file__).with_name("schema.json")
 

@@ -1,4 +1,5 @@
-"""Latents of several streams, as of a video with its sound: of the first tokens are merged, measured and drawn."""
+"""Latents of several streams, such as a video with its sound: only tokens of the first are merged, measured and
+drawn."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def test_plans_are_made_from_the_predicted_video(kind: str, model_of: Any, attac
 def test_the_cache_is_reckoned_by_the_video_beside_all_streams(
     kind: str, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ComfyUI estimates its own need by the shape of the pack."""
+    """ComfyUI estimates its own memory by the shape of the pack of streams."""
     model, seen, asked = model_of(kind), [], list[int]()
     merged, left, reserved = run.apply_toma(model, preset("balanced")), kv_memory.memory_left, run.reserved
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The code does the same whatever its texts say."""
+"""Behaviour does not depend on texts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ENGLISH = json.loads((ROOT / "web" / "i18n" / "en.json").read_text(encoding="utf
 
 @pytest.fixture
 def nameless(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every text is its id."""
+    """Replace every text by its id."""
     reasons = pack_module("toma_core.reasons")
     messages = {name: f"<{name}>" for name in ENGLISH}
     monkeypatch.setattr(reasons, "english", lambda: {"labels": {}, "messages": messages})
 
 
 def outcome(model: Any, attach: Any, stats_of: Any, **settings: Any) -> dict[str, Any]:
-    """What a run, its report, its chart and the decisions on it are, but for texts."""
+    """Return a run's results, report, chart and decisions, without texts."""
     charts = pack_module("nodes.report_charts")
     merged = attach(model, **settings)
     latent = models.sample(merged, 24, 24, steps=3)

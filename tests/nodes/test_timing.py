@@ -1,4 +1,4 @@
-"""The measurement: what is sampled, in which order, what is counted, and what is made of the numbers."""
+"""The measurement: samples and their order, counts, and evaluation of the numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two nodes that attach ToMA: what they make of their widgets, and what they say about bad values."""
+"""The two nodes that apply ToMA: settings of their widgets, and errors for invalid values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def defaults(node: Any) -> dict[str, Any]:
 
 
 def made_by(node: Any, model: Any, **values: Any) -> Any:
-    """The settings that ride on the model behind a node."""
+    """Return the settings in a node's output model."""
     return config_of(node.execute(model, **{**defaults(node), **values}).args[0])
 
 
@@ -41,7 +41,7 @@ def config_of(model: Any) -> Any:
 @loop("kind", ["unet", "flux"])
 @loop("preset", core.PRESETS)
 def test_preset_is_as_the_model_has_it(request: pytest.FixtureRequest, kind: str, preset: str) -> None:
-    # What is told in blocks of Flux.1 is not for a smaller one.
+    # Settings in blocks of Flux.1 do not apply to a smaller model.
     model = request.getfixturevalue(kind) if kind == "unet" else models.flux(double=19, single=38)
     expected = core.Settings(preset, {"ratio": 0.4}).resolved(OWN[kind])
     assert made_by(nodes.ToMA, model, ratio=0.4, preset=preset) == expected
@@ -107,7 +107,7 @@ def test_what_most_people_touch_is_in_front() -> None:
 
 @pytest.mark.compat
 def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
-    """A graph in API format may still name it: ComfyUI hands over what the node has inputs for, and all links."""
+    """A graph in API format may still name it: ComfyUI passes only the node's inputs, and all links."""
     from execution import get_input_data
 
     saved = {"model": unet, **defaults(nodes.ToMAAdvanced), "unmerge": "pseudo-inverse"}
@@ -157,7 +157,7 @@ def test_ratio_is_refused_before_the_prompt_runs(ratio: float) -> None:
 
 
 def test_a_range_without_steps_is_refused_before_the_prompt_runs() -> None:
-    """By itself: another name here would be marked as wrong on the page too."""
+    """Only this input is rejected: the page would mark any other named input as wrong too."""
     node = nodes.ToMAAdvanced
     assert "Lower start percent" in node.validate_inputs(start_percent=0.8, end_percent=0.2)
     assert "end percent is 1.5" in node.validate_inputs(start_percent=-1, end_percent=1.5)
@@ -182,7 +182,7 @@ def test_unsupported_model_says_what_is_supported(stranger: Any) -> None:
 
 
 def test_nothing_is_kept_between_executions() -> None:
-    """ComfyUI caches the patched model and hands it to the next run: the nodes themselves hold no state."""
+    """ComfyUI caches the patched model and passes it to the next run: the nodes themselves hold no state."""
     for node in (nodes.ToMA, nodes.ToMAAdvanced):
         assert not [n for n, v in vars(node).items() if isinstance(v, (list, dict, set)) and not n.startswith("_")]
         assert not inspect.signature(node.execute).parameters.get("self")
@@ -190,6 +190,6 @@ def test_nothing_is_kept_between_executions() -> None:
 
 @loop("value", [-1, -1.0, -0.95, -0.99, "preset"])
 def test_negative_numbers_leave_a_field_to_the_preset(unet: Any, value: Any) -> None:
-    """A click on the arrow of a number at -1 makes -0.95: still nothing that was set."""
+    """A click on the arrow of a number at -1 makes -0.95, which still leaves it to the preset."""
     name = "granularity" if value == "preset" else "skip_last_blocks"
     assert made_by(nodes.ToMAAdvanced, unet, **{name: value}) == made_by(nodes.ToMAAdvanced, unet)

@@ -1,4 +1,4 @@
-"""What is plugged in is of its kind, or the error says what to connect."""
+"""Inputs have the right type, or the error names what to connect."""
 
 from __future__ import annotations
 

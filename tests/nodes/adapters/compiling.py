@@ -1,4 +1,4 @@
-"""torch.compile as ComfyUI's own node sets it up, with a backend that only counts: what tests of graphs share."""
+"""torch.compile by ComfyUI's own node with a counting backend, for tests of graphs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Counting:
-    """A backend that runs what it gets as it is, and counts how often it is asked."""
+    """A backend that runs graphs unchanged and counts its calls."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -17,7 +17,7 @@ class Counting:
 
 
 def compiled(model: Any, backend: Any, inside: bool = False, keys: list[str] | None = None) -> Any:
-    """What TorchCompileModel does, with another backend; inside: ToMA is told that it is Inductor."""
+    """Compile as TorchCompileModel does, with another backend; inside: make ToMA treat it as Inductor."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
 

@@ -1,4 +1,4 @@
-"""What the pack has warned of."""
+"""The pack's warnings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scripts.comfy_pack import pack_module
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """warnings(): what the pack has warned of so far in this test."""
+    """warnings(): return the pack's warnings in this test so far."""
     monkeypatch.setattr(pack_module("nodes.adapters.compat"), "_warned", set())
     caplog.set_level(logging.WARNING)
     return lambda: [r.getMessage() for r in caplog.records if r.getMessage().startswith("ToMA")]

@@ -1,6 +1,6 @@
 """One of two processes that make pictures together, over torch.distributed's gloo on the loopback.
 
-`python rank.py RANK FOLDER` writes {case: what became of it} into FOLDER/RANK.json; both meet in FOLDER/store.
+`python rank.py RANK FOLDER` writes {case: result} into FOLDER/RANK.json; both processes meet in FOLDER/store.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIDE, TEXT = 24, 6
 
 
 def picture(model: Any, references: int = 0, text: int = TEXT, width: int = SIDE, steps: int = 2) -> Tensor:
-    """A latent, from prompts with so many references of its own size."""
+    """Sample a latent from prompts with a number of references of its size."""
     g = torch.Generator().manual_seed(9)
     latents = [torch.randn(1, 16, SIDE, width, generator=g) for _ in range(references)]
     options: dict[str, Any] = {"reference_latents": latents} if latents else {}
@@ -37,7 +37,8 @@ def picture(model: Any, references: int = 0, text: int = TEXT, width: int = SIDE
 
 
 def tried(model: Any, alone: Any, settings: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """What ToMA does to a model that runs on all processes. alone: the same model, that runs on each by itself."""
+    """Compare runs of a model on all processes with and without ToMA. alone: the same model on each process
+    separately."""
     run, reports = pack_module("nodes.adapters.patch_model"), pack_module("nodes.adapters.last_runs")
     config = pack_module("toma_core.config").ToMAConfig(**{**EVERYTHING, **settings})
     merged = run.apply_toma(model, config)
@@ -58,7 +59,7 @@ def tried(model: Any, alone: Any, settings: dict[str, Any], **options: Any) -> d
 
 
 def sharded(model: Any) -> Any:
-    """The model with each block's weights spread over the processes (FSDP)."""
+    """Return the model with each block's weights sharded over the processes (FSDP)."""
     from torch.distributed.fsdp import fully_shard
 
     kinds = {"BasicTransformerBlock", "DoubleStreamBlock", "SingleStreamBlock"}
@@ -95,9 +96,9 @@ def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     use_comfyui(cpu=True)
     torch.set_num_threads(1)
-    # Not by the name of this machine, which need not lead anywhere.
+    # Not by the machine's name, which may not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # A file instead of a port, which another process might take. Who waits longer than this waits in vain.
+    # A file instead of a port, which another process might take. Waiting longer than this cannot succeed.
     store, limit = f"file://{folder / 'store'}", timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE, timeout=limit)
     (folder / f"{rank}.json").write_text(json.dumps({name: case() for name, case in cases().items()}))

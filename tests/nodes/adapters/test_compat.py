@@ -1,4 +1,4 @@
-"""What the pack asks of ComfyUI: which signatures it knows, and what it says of others."""
+"""The pack's requirements on ComfyUI: known signatures, and messages about others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are not as this pack knows them: one warning with the name of what changed, and plain sampling.
+"""Models that a later ComfyUI has changed: one warning that names the change, and unmerged sampling.
 
 ComfyUI's own classes are changed here as a later release might change them, so that its models still run by themselves.
 """
@@ -132,7 +132,7 @@ def test_new_argument_that_nobody_uses_is_no_obstacle_in_flux(
     patched = attach(model)
     assert not torch.equal(sample(patched), sample(model))
     assert warnings() == []
-    # In use it is: the blocks that get it run whole, and the report says so.
+    # With a value it is: the blocks that receive it are not merged, and the report has the reason.
     from comfy.ldm.flux.model import Flux
 
     model = models.flux()
@@ -151,11 +151,11 @@ def test_new_argument_that_nobody_uses_is_no_obstacle_in_flux(
 
 
 def rename(monkeypatch: pytest.MonkeyPatch, cls: Any, method: str, old: str, new: str, owners: list[Any]) -> None:
-    """`old` of the owners is called `new` from now on, and ComfyUI's own `method` knows it."""
+    """Rename the attribute `old` of the owners to `new`, also in ComfyUI's own `method`."""
     original = getattr(cls, method)
 
     def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The method was written for the old name: it gets it back while it runs.
+        # The method uses the old name, which exists while it runs.
         move(self, new, old)
         try:
             return original(self, *args, **kwargs)
@@ -218,7 +218,7 @@ def test_blocks_that_are_not_told_where_their_tokens_are(attach: Any, stats_of: 
             module.register_forward_pre_hook(
                 lambda _, args, kwargs: kwargs["transformer_options"].pop(option, None) and None, with_kwargs=True
             )
-    patched = attach(model, skip_first_blocks=1)  # the double blocks, which would tell the others
+    patched = attach(model, skip_first_blocks=1)  # the double blocks, whose options would inform the others
     assert torch.equal(sample(patched), plain)
     assert "Nothing was merged" in stats_of(patched).summary()
 
@@ -228,10 +228,10 @@ def test_blocks_that_are_not_told_where_their_tokens_are(attach: Any, stats_of: 
 def test_positions_of_another_kind(
     monkeypatch: pytest.MonkeyPatch, attach: Any, stats_of: Any, granularity: str, shape: str
 ) -> None:
-    """RoPE rows that come as (cos, sin), or for fewer tokens."""
+    """RoPE rows are (cos, sin), or have fewer tokens."""
 
     class Rows(tuple):  # type: ignore[type-arg]
-        """What the attention takes apart again."""
+        """A pair that attention unpacks again."""
 
     layers = importlib.import_module(FLUX)
     attention = layers.attention

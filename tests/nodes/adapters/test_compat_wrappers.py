@@ -1,5 +1,5 @@
-"""Wrappers, model patchers and packages that are not as this pack knows them: one warning with the name of what
-changed, and plain sampling.
+"""Wrappers, model patchers and packages that a later ComfyUI has changed: one warning that names the change, and
+unmerged sampling.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ every_kind = loop("kind", ["unet", "flux"])
 
 
 class Request(SimpleNamespace):
-    """All arguments in one object, as a later ComfyUI might hand them to its wrappers."""
+    """All arguments in one object, as a later ComfyUI might pass them to wrappers."""
 
 
 TARGETS = {
@@ -117,7 +117,7 @@ def test_without_a_count_of_evaluations_levels_are_read(
 
 @pytest.fixture
 def without_flux(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[str]:
-    """A second copy of the pack, loaded where ComfyUI's Flux is in another place. Yields its name."""
+    """Load a second copy of the pack with ComfyUI's Flux at another import path. Yields its name."""
     name = "pack_without_flux"
     monkeypatch.setitem(sys.modules, "comfy.ldm.flux.model", SimpleNamespace())  # type: ignore[arg-type]
     spec = importlib.util.spec_from_file_location(name, ROOT / "__init__.py")

@@ -1,4 +1,4 @@
-"""The operators that stand for merging in a graph: they do what eager merging does, and torch knows their shapes."""
+"""The operators of merging in a graph: their results equal those of eager merging, and torch infers their shapes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def graphs(pack: ModuleType) -> Any:
 
 
 class Rows(pack_module("nodes.adapters.signature").BlockSignature):  # type: ignore[misc]
-    """A block that adds into what it is given, and has positions."""
+    """A block that changes its input in place, and has positions."""
 
     mutates_input, rope_arg = True, "pe"
 
@@ -47,7 +47,7 @@ def begun(evaluation: Any, names: list[str], site: Any = None) -> Any:
 
 @pytest.fixture
 def evaluate(pack: ModuleType) -> Any:
-    """evaluate(sigma, copies, **settings): an evaluation of a run over three noise levels, of which it is the last."""
+    """evaluate(sigma, copies, **settings): return the evaluation at a sigma, the last one of a run over three sigmas."""
     core = pack_module("toma_core")
 
     def make(sigma: float = 3.0, copies: tuple[object, ...] = (None,), **settings: Any) -> Any:
@@ -110,7 +110,7 @@ def test_a_step_that_keeps_its_detail_runs_whole_on_new_tensors(graphs: Any, eva
 
 
 def test_operators_pass_torchs_own_checks(graphs: Any, evaluate: Any) -> None:
-    """Schema, fake tensors and ahead-of-time graphs, also with sizes that are not known when a graph is made."""
+    """The checks cover schema, fake tensors and ahead-of-time graphs, also with dynamic sizes."""
     site, x = prepared(evaluate()), torch.randn(2, TOKENS, 8)
     reduced = graphs.operators.enter(x, site.number, 30)
     torch.library.opcheck(graphs.operators.enter.default, (x, site.number, 30))
@@ -178,7 +178,7 @@ def test_only_graphs_that_are_not_recorded_take_the_operators(graphs: Any, told:
 
 
 def test_two_copies_of_the_pack_do_not_share_operators() -> None:
-    """Loaded under another name into the same process, it finds the first namespace taken."""
+    """A copy that is loaded under another name finds the first namespace in use."""
     free = pack_module("toma_core.kernels.layout").free_namespace
     name = "toma_tried"
     libraries = []
@@ -189,7 +189,7 @@ def test_two_copies_of_the_pack_do_not_share_operators() -> None:
 
 
 def test_a_model_that_must_stay_in_one_graph_is_left_whole(flux: Any, attach: Any, stats_of: Any) -> None:
-    """Merging leaves the graph where it meets something that it does not know, and that would end the run."""
+    """Merging breaks the graph at unknown parts, which would raise an error."""
     model = attach(flux)
     model.model_options["torch_compile_kwargs"] = {"backend": "inductor", "fullgraph": True}
     assert torch.equal(models.sample(model, steps=1), models.sample(flux, steps=1))

@@ -1,4 +1,4 @@
-"""What a step may consist of: cond and uncond together or apart, areas, masks, many prompts, windows of a batch."""
+"""Compositions of a step: cond and uncond joined or split, areas, masks, many prompts, windows of a batch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from scripts.comfy_pack import pack_module
 from tests.loop import loop
 
 SIDE = 24
-# Batches of another size round in another way, and sharp weights of tokens that are about as near to two destinations
-# make that larger. With fixed destinations and soft weights the arithmetic can be compared.
+# Batches of another size round differently, and sharp weights amplify it for tokens with two nearly equal destinations.
+# With fixed destinations and soft weights results can be compared.
 SMOOTH = {"selector": "grid", "sharpness": 20.0}
 NEARLY = {"rtol": 1e-4, "atol": 1e-2}  # values reach 500
 
@@ -28,13 +28,13 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 
 
 def kinds(model: Any) -> int:
-    """How many plans a run makes: one for each kind of block, in a UNet for each resolution."""
+    """Count the plans of a run: one for each kind of block, in a UNet for each resolution."""
     return 1 if hasattr(model.model.diffusion_model, "transformer_blocks") else 2
 
 
 @pytest.fixture
 def apart(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """apart(): from now on memory is short, so that every condition is a call of its own."""
+    """apart(): simulate short memory, so that every condition is a separate call."""
 
     def start() -> None:
         monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
@@ -73,7 +73,8 @@ def test_split_calls_use_the_plans_of_the_joined_one(
 
 
 def test_several_devices_share_destinations_where_several_conditions_take_part(pack: Any) -> None:
-    """One alone is merged as on one device; what is asked once more in an evaluation is compared with the others."""
+    """A single condition is merged as on one device; an additional call of an evaluation shares destinations with the
+    others."""
     config = pack_module("toma_core.config").ToMAConfig()
     sampling = pack_module("nodes.adapters.sampling_run").SamplingRun.start(config, None, [3.0, 2.0, 1.0, 0.0])
     latent, cond, uncond = torch.zeros(1, 4, 8, 8), {"uuid": "cond"}, {"uuid": "uncond", "timestep_end": 1.5}
@@ -90,7 +91,7 @@ def test_several_devices_share_destinations_where_several_conditions_take_part(p
 @every_kind
 @loop(("positive", "negative"), [(5, 7), (1, 300), (77, 154), (14, 7)])
 def test_every_text_length(model: Any, attach: Any, stats_of: Any, positive: int, negative: int) -> None:
-    """Prompts of lengths that cannot be joined come in two calls, and share their plans all the same."""
+    """Prompts of lengths that cannot be joined are two calls, and still share their plans."""
     patched = attach(model)
     conds = {
         "positive": models.conditioning(model, positive, seed=1),
@@ -105,7 +106,7 @@ def test_every_text_length(model: Any, attach: Any, stats_of: Any, positive: int
 def test_areas_of_one_size_at_two_places_have_plans_of_their_own(
     model: Any, attach: Any, plan_calls: Any, stats_of: Any
 ) -> None:
-    """Left and right half, and the whole: three kinds of image in one step, two of them on one grid."""
+    """Left half, right half and the full picture are three images in one step, two of them on one grid."""
     patched = attach(model)
     half = (SIDE, SIDE // 2)
     positive = [
@@ -127,7 +128,7 @@ def test_areas_of_one_size_at_two_places_have_plans_of_their_own(
 
 @every_kind
 def test_area_is_computed_as_if_it_were_alone(model: Any, attach: Any, apart: Any) -> None:
-    """Joined or split, each area gets the plan made from its own tokens."""
+    """In joined and split calls, each area has the plan of its own tokens."""
     area = (SIDE, SIDE // 2)
     positive = [
         *models.conditioning(model, seed=1, area=(*area, 0, 0)),
@@ -167,7 +168,7 @@ def test_images_of_a_batch_with_prompts_of_their_own_are_as_if_alone(model: Any,
 
 
 def test_windows_over_a_batch_have_plans_of_their_own(unet: Any, attach: Any, plan_calls: Any) -> None:
-    """Core's context windows: 5 images in windows of 2, each window a call of its own."""
+    """ComfyUI's context windows: 5 images in windows of 2, each window a separate call."""
     windows = pytest.importorskip("comfy.context_windows")
     windowed = unet.clone()
     windowed.model_options["context_handler"] = windows.IndexListContextHandler(
@@ -190,7 +191,7 @@ def test_windows_over_a_batch_have_plans_of_their_own(unet: Any, attach: Any, pl
 def test_negative_model_of_another_class_is_left_whole(
     flux: Any, stranger: Any, attach: Any, stats_of: Any, granularity: str
 ) -> None:
-    """The guider runs the negative model with the positive one's options: they do not fit it, and do no harm."""
+    """The guider runs the negative model with the positive one's options, which do not fit it and have no effect."""
     nodes = importlib.import_module("comfy_extras.nodes_custom_sampler")
     if not hasattr(nodes, "Guider_DualModel"):
         pytest.skip("this ComfyUI has no guider for two models")

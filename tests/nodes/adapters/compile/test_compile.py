@@ -1,7 +1,7 @@
-"""torch.compile as ComfyUI's own node sets it up, in both orders: same images, and no compiling anew at every step.
+"""torch.compile by ComfyUI's own node, in both orders: same images, and no recompilation at every step.
 
-With Inductor merging is part of the graph (`inside`), with other backends it is left out. What a backend makes of the
-graph is not looked at here, except where it says so: these run it as it is, so images have to be equal to the bit.
+With Inductor merging is part of the graph (`inside`), with other backends it is outside. The backends here run graphs
+unchanged, so images must be bit-identical; tests of real backends say so.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture(params=["unet", "flux"])
 def model(request: pytest.FixtureRequest) -> Any:
-    """A small model of its own: compiling leaves traces in a module."""
+    """Build a separate small model, because compiling changes modules."""
     return small_unet() if request.param == "unet" else models.flux(double=2, single=2)
 
 
@@ -43,7 +43,7 @@ def small_unet() -> Any:
 
 @pytest.fixture
 def both(order: str, model: Any, attach: Any) -> Any:
-    """both(backend, inside, **settings): ToMA and the compiler on the model, in either order."""
+    """both(backend, inside, **settings): apply ToMA and the compiler to the model, in either order."""
 
     def make(backend: Any, inside: bool, **settings: Any) -> Any:
         if order == "toma first":
@@ -65,8 +65,8 @@ def both(order: str, model: Any, attach: Any) -> Any:
 def test_compiled_run_is_the_uncompiled_one(
     model: Any, attach: Any, stats_of: Any, both: Any, granularity: str, inside: bool
 ) -> None:
-    """The merge ends in the middle of the run: a branch frozen at the first trace would go on merging. Later runs,
-    also longer ones, have nothing left to compile."""
+    """The merge ends in the middle of the run: a branch frozen at the first trace would continue merging. Later runs,
+    also longer ones, compile nothing."""
     settings = {"end_percent": 0.5, "granularity": granularity, "selection_interval": 2, "weight_interval": 1}
     plain_model = attach(model, **settings)
     plain = models.sample(plain_model, SIDE, SIDE, steps=4)
@@ -80,7 +80,7 @@ def test_compiled_run_is_the_uncompiled_one(
     assert stats.merged_blocks == expected.merged_blocks
 
     warm = backend.graphs
-    # Merged steps are one graph and whole steps another: nothing breaks them, so the compiler sees the model whole.
+    # Merged steps are one graph and full steps another, without breaks.
     assert warm == 2 if inside else warm > 2
     assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=4), plain)
     longer = models.sample(compiled_model, SIDE, SIDE, steps=7, seed=6)
@@ -93,7 +93,7 @@ def test_compiled_run_is_the_uncompiled_one(
 
 
 def test_a_profile_takes_a_graph_for_each_of_its_noise_levels(model: Any) -> None:
-    """However many ratios there are in it, and none more for other steps."""
+    """This holds for any number of ratios, and other numbers of steps need no more graphs."""
     run, core = pack_module("nodes.adapters.patch_model"), pack_module("toma_core")
     names = [block.name for block in pack_module("nodes.adapters.fingerprint").blocks_of(model)]
     high = {name: (0.25, 0.5, 0.75)[n % 3] for n, name in enumerate(names)}
@@ -127,7 +127,7 @@ def test_detail_is_reused_in_a_compiled_run(model: Any, attach: Any, stats_of: A
 
 
 def test_a_grid_too_small_to_merge_leaves_the_graph_whole(model: Any, attach: Any, stats_of: Any) -> None:
-    """Auto keeps it whole: then nothing of ToMA is left in the model, and the report says why."""
+    """Auto does not merge it: the model then has no hooks of ToMA, and the report has the reason."""
     settings = {"min_tokens": 0}
     plain_model, backend = attach(model, **settings), Counting()
     compiled_model = compiled(attach(model, **settings), backend, inside=True)
@@ -161,7 +161,7 @@ def test_other_sizes_and_batches_run(model: Any, attach: Any) -> None:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_single_blocks_compiled(flux: Any, attach: Any, inside: bool) -> None:
-    """As other packs compile a Flux model: the chain begins in one graph and ends in another, or outside of any."""
+    """Other packs compile Flux models so: a chain begins in one graph and ends in another, or outside of any."""
     plain = models.sample(attach(flux), SIDE, SIDE, steps=3)
     for keys in (
         ["diffusion_model.double_blocks.0", "diffusion_model.single_blocks.2"],
@@ -173,7 +173,7 @@ def test_single_blocks_compiled(flux: Any, attach: Any, inside: bool) -> None:
 
 @pytest.mark.parametrize("family", sorted(set(models.TRANSFORMERS) - {"flux"}))
 def test_every_family_is_one_graph_a_merged_step(family: str, attach: Any, stats_of: Any) -> None:
-    """Whole steps another, and nothing is compiled anew from step to step."""
+    """Full steps are another graph, and no step recompiles."""
     model, settings = models.TRANSFORMERS[family](), {"end_percent": 0.6}
     run = {"steps": 4, "cfg": 1.0}
     plain = models.sample(attach(model, **settings), SIDE, SIDE, **run)
@@ -183,13 +183,13 @@ def test_every_family_is_one_graph_a_merged_step(family: str, attach: Any, stats
     assert stats_of(toma).unmerged == {}
     assert len(stats_of(toma).merged_steps) > 1
     own = of_the_model_itself(model, run)
-    # LTX-2 leaves its graph before the blocks, and one more has them merged. MiniMax H3 reads its noise level: it is
-    # compiled anew in every step, merged or not.
+    # LTX-2 breaks its graph before the blocks, which are merged in a second one. MiniMax H3 reads its sigma and is
+    # recompiled in every step, merged or not.
     assert backend.graphs == own + {"ltx_av": 1, "h3": 0}.get(family, own)
 
 
 def of_the_model_itself(model: Any, run: dict[str, Any]) -> int:
-    """Graphs that the model needs without ToMA: some break their own."""
+    """Count the graphs that the model needs without ToMA: some models break their graphs."""
     torch._dynamo.reset()
     backend = Counting()
     models.sample(compiled(model, backend), SIDE, SIDE, **run)
@@ -204,8 +204,8 @@ def test_ahead_of_time_graphs_run_too(flux: Any, attach: Any) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
 def test_inductor(model: Any, attach: Any) -> None:
-    """The real backend, which uses memory again as soon as the graph needs it no more. Its sums differ in the last
-    digits, and so would destinations that are about as good as others: those of a grid are always the same."""
+    """The real backend reuses memory as soon as the graph no longer needs it. Its sums differ in the last digits, which
+    could change destinations with nearly equal gains, so they are those of a grid."""
     settings = {"full_step_interval": 3, "selector": "grid"}
     plain = models.sample(attach(model, **settings), SIDE, SIDE, steps=4)
     compiled_model = compiled(attach(model, **settings), "inductor")
@@ -215,7 +215,7 @@ def test_inductor(model: Any, attach: Any) -> None:
 
 
 def test_later_runs_without_toma(model: Any, attach: Any) -> None:
-    """The code that was compiled for a run with ToMA goes on being used, and must not look for it."""
+    """Code that was compiled for a run with ToMA is still used, and must not need ToMA."""
     plain = models.sample(model, SIDE, SIDE, steps=3)
     settings = {"full_step_interval": 2}
     toma = models.sample(attach(model, **settings), SIDE, SIDE, steps=3)

@@ -1,4 +1,4 @@
-"""Where things lie in the blocks of every family, and a block run by hand on merged tokens: what tests compare with."""
+"""Layouts of the blocks of every family, and a block computed by hand on merged tokens, as the reference of tests."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Layout:
     grid: bool = False
 
     def taken(self, value: Any) -> Tensor:
-        """The tensor in an argument or a result, tokens as (B, T, C)."""
+        """Return the tensor in an argument or a result, tokens as (B, T, C)."""
         value = value if self.out is None or not isinstance(value, tuple) else value[self.out]
         value = value[0] if self.pairs and isinstance(value, tuple) else value
         value = value.flatten(1, 3) if self.grid and value.ndim == 5 else value
         return value[None] if self.flat and value.ndim == 2 else value
 
     def given(self, like: Any, tensor: Tensor) -> Any:
-        """The same with another tensor in it."""
+        """Return the same with another tensor."""
         if self.pairs and isinstance(like, tuple):
             return (tensor, *like[1:])
         if self.grid and like.ndim == 5:
@@ -88,7 +88,7 @@ LAYOUTS = {
         ),
     ),
     "sd3": (Layout("joint_blocks", "x", names=("context", "x"), out=1),),
-    # As pictures, of one frame; test_wan.py has videos.
+    # Pictures of one frame; test_wan.py has videos.
     "cosmos": (Layout("blocks", "x_B_T_H_W_D", rope_arg="rope_emb_L_1_1_D", rope_token_dim=1, grid=True),),
     "wan": (Layout("blocks", "x", rope_arg="freqs", rope_token_dim=1),),
     "hunyuan": (replace(DOUBLE, patch=1), replace(SINGLE, patch=1)),
@@ -101,14 +101,14 @@ LAYOUTS = {
 }
 # Their latents have no batch.
 ALONE = ("h3",)
-# Plans from the picture that the step before predicted, in windows that get what they need.
+# Plans from the previous step's prediction, with an adaptive budget.
 PREDICTED: dict[str, Any] = {
     "similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1
 }  # fmt: skip
 
 
 def current() -> bool:
-    """Whether this is the ComfyUI that has all families."""
+    """Return whether this ComfyUI has all families."""
     return bool(importlib.import_module("comfyui_version").__version__ == comfyui.DEFAULT_RELEASE)
 
 
@@ -117,7 +117,7 @@ def grid_of(layout: Layout) -> tuple[int, int]:
 
 
 def arguments(block: nn.Module, layout: Layout, call: Any) -> dict[str, Any]:
-    """A recorded call's arguments by name."""
+    """Return a recorded call's arguments by name."""
     names = layout.names or tuple(inspect.signature(type(block).forward).parameters)[1:]
     return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
 
@@ -125,8 +125,8 @@ def arguments(block: nn.Module, layout: Layout, call: Any) -> dict[str, Any]:
 def merged_call(
     layout: Layout, given: dict[str, Any], plans: list[Any], M: Tensor
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """The arguments on merged tokens, by plain indexing; the images before and after. plans: of the image and of
-    references after it that are merged too, with one matrix for all of them."""
+    """Return the arguments on merged tokens, by plain indexing, and the images before and after. plans: of the image
+    and of merged references after it, with one matrix for all of them."""
     x, tokens = layout.taken(given[layout.tokens]), sum(plan.tokens for plan in plans)
     image = x[:, layout.before : layout.before + tokens]
     merged = M @ image
@@ -152,7 +152,7 @@ def merged_call(
 
 
 def restored(layout: Layout, out: Any, image: Tensor, merged: Tensor, U: Tensor) -> Tensor:
-    """All tokens after a block that gave `out` on merged ones."""
+    """Return all tokens after a block whose merged output is `out`."""
     y = layout.taken(out)
     kept = merged.shape[1]
     new = image + U @ (y[:, layout.before : layout.before + kept] - merged)
@@ -160,7 +160,7 @@ def restored(layout: Layout, out: Any, image: Tensor, merged: Tensor, U: Tensor)
 
 
 def run(block: nn.Module, layout: Layout, given: dict[str, Any]) -> Any:
-    """The block itself: positional where its class takes everything so."""
+    """Run the block itself, with positional arguments if its class requires them."""
     copies = {name: _copied(value) for name, value in given.items()}
     first = [copies.pop(name) for name in layout.names]
     return block(*first, **copies)
@@ -173,7 +173,7 @@ def _copied(value: Any) -> Any:
 
 
 def of_references(model: Any, layout: Layout, method: str | None) -> dict[str, Any]:
-    """Conditioning with two references of different sizes."""
+    """Return conditioning with two references of different sizes."""
     channels, generator = model.model.latent_format.latent_channels, torch.Generator().manual_seed(9)
     five = model.model.latent_format.latent_dimensions == 3
     sizes = [(1, channels, *((1,) if five else ()), side, 12) for side in (8, 6)]
@@ -182,7 +182,7 @@ def of_references(model: Any, layout: Layout, method: str | None) -> dict[str, A
 
 
 def by_hand(layout: Layout, block: Any, call: Any, plan: Any, dense: Any, **told: Any) -> Tensor:
-    """What a recorded block gives on tokens and positions that were gathered by plain indexing."""
+    """Run a recorded block on tokens and positions that are gathered by plain indexing."""
     M, U = dense(plan)
     seen, image, merged = merged_call(layout, arguments(block, layout, call), [plan], M)
     return restored(layout, run(block, layout, {**seen, **told}), image, merged, U)
@@ -193,5 +193,5 @@ def noise(*shape: int) -> Tensor:
 
 
 def errors(streams: list[Tensor], others: list[Tensor]) -> list[float]:
-    """The relative error of each stream."""
+    """Return the relative error of each stream."""
     return [float((x - y).norm() / y.norm()) for x, y in zip(streams, others, strict=True)]

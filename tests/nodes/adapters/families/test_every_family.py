@@ -1,5 +1,5 @@
-"""What every family has to show, on a small model of its real class: a new one is added to `benchmarks.models` and
-`LAYOUTS`, and is told here what it lacks."""
+"""Tests of every family on a small model of its real class. A new family is added to `benchmarks.models` and `LAYOUTS`;
+these tests name what it lacks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ every_family = loop("family", LAYOUTS)
 def test_block_is_computed_on_merged_tokens(
     family: str, layout: Layout, batch: int, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
 ) -> None:
-    """Means of tokens, the destinations' own positions, text and padding as they were; the update goes to all."""
+    """The block receives means of tokens, the destinations' positions, and unchanged text and padding; all tokens
+    receive the update."""
     batch = 1 if family in ALONE else batch
     model = model_of(family)
     block = getattr(model.model.diffusion_model, layout.blocks)[1]
@@ -80,7 +81,7 @@ def test_consecutive_blocks_stay_merged(
     told, image, merged = merged_call(layout, given, [plan], M)
     for block, call in zip(blocks, [start, *(c[0] for c in between), end], strict=True):
         seen = arguments(block, layout, call)
-        # What a block is given beside its tokens is its own: modulation differs from block to block in Chroma.
+        # Other arguments differ between blocks, such as modulation in Chroma.
         told_as_merged = layout.tokens, layout.rope_arg, *layout.rows, layout.keys
         others = {n: v for n, v in seen.items() if n not in told_as_merged}
         out = run(block, layout, {**told, **others})
@@ -132,7 +133,7 @@ def test_odd_sizes_batches_and_guidance(
 
 @every_family
 def test_detail_is_kept_and_reused(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """Whole steps are the model's own, bit for bit, and the steps after them are nearer than without."""
+    """Full steps are bit-identical to the model, and the error of later steps is smaller than without the cache."""
     model = model_of(family)
     plain = models.sample(model, HEIGHT, WIDTH, steps=4, cfg=1.0)
     far = models.sample(attach(model, ratio=0.5), HEIGHT, WIDTH, steps=4, cfg=1.0)
@@ -157,8 +158,8 @@ def test_plans_from_the_predicted_picture(
     stats_of: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One plan a step for all blocks and both conditions, in every step but the first; the same twice."""
-    # Three steps of a model with a large shift are all of noise that no prediction is trusted in.
+    """All blocks and both conditions share one plan in every step except the first; the result is reproducible."""
+    # With a large shift, three steps are all too noisy for predictions to be used.
     monkeypatch.setattr(pack_module("toma_core.prediction"), "_MAX_NOISE", 0.999)
     model, batch = model_of(family), 1 if family in ALONE else batch
     merged = attach(model, **PREDICTED)
@@ -174,7 +175,7 @@ def test_plans_from_the_predicted_picture(
 def test_conditions_in_calls_of_their_own(
     family: str, settings: Any, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Free memory decides whether prompt and negative prompt share a call; the picture must not show it."""
+    """Free memory decides whether prompt and negative prompt share a call; the picture must not depend on it."""
     model = model_of(family)
     merged = attach(model, **settings)
     joined = models.sample(merged, HEIGHT, WIDTH, steps=2)
@@ -194,7 +195,7 @@ def test_block_with_a_renamed_argument_is_left_whole(
     warnings: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A model that is half known runs as it did, and one warning names what is strange."""
+    """A model with an unknown part runs unmerged, and one warning names the part."""
     if layout.names:
         pytest.skip("its blocks take whatever they are given")
     model = models.TRANSFORMERS[family]()
@@ -246,7 +247,7 @@ def test_replaced_block_sees_all_tokens(family: str, model_of: Any, attach: Any,
 @pytest.mark.compat
 @loop("family", ["z_image", "lumina2", "qwen_image", "lens", "wan"])
 def test_patch_between_blocks_sees_and_changes_all_tokens(family: str, model_of: Any, attach: Any) -> None:
-    """As ControlNets that are patches do it: they are shown the image after every block, and what they give is it."""
+    """ControlNets that are patches receive the image after every block and replace it."""
     model, seen = model_of(family), []
 
     def patch(args: dict[str, Any]) -> dict[str, Any]:
@@ -265,7 +266,7 @@ def test_patch_between_blocks_sees_and_changes_all_tokens(family: str, model_of:
 
 
 def test_chroma_may_skip_blocks(pack: Any, attach: Any, stats_of: Any) -> None:
-    """A chain must not begin or end with a block that is never called."""
+    """A chain must not begin or end at a block that is never called."""
     model = models.chroma(double=4, single=3)
     network = model.model.diffusion_model
     for skipped in ([0], [3], [1, 2], [0, 1, 2, 3]):
@@ -277,7 +278,7 @@ def test_chroma_may_skip_blocks(pack: Any, attach: Any, stats_of: Any) -> None:
 
 @loop("family", ["z_image", "krea2", "sd3", "wan", "ltx", "ltx_av", "h3"])
 def test_another_nodes_loop_sees_all_tokens(family: str, attach: Any, record: Any) -> None:
-    """Whoever puts a loop of its own in the model's place may look at what is between any two blocks."""
+    """A node that replaces the model's loop may read the tokens between any two blocks."""
     model = models.TRANSFORMERS[family]()
     network, layout = model.model.diffusion_model, LAYOUTS[family][0]
     second = record(getattr(network, layout.blocks)[1])
@@ -289,7 +290,7 @@ def test_another_nodes_loop_sees_all_tokens(family: str, attach: Any, record: An
 
 
 def test_more_arguments_by_place_than_are_known(attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are handed on as they came, and the block runs whole."""
+    """Unknown positional arguments are passed on unchanged, and the block is not merged."""
     model = models.flux()
     cls, given = type(model.model.diffusion_model.double_blocks[0]), []
     original = cls.forward
@@ -318,7 +319,7 @@ def test_more_arguments_by_place_than_are_known(attach: Any, stats_of: Any, monk
 
 
 def test_lists_of_frames_are_no_picture(model_of: Any, attach: Any, stats_of: Any) -> None:
-    """A latent of five dimensions with several frames is left whole, and the report says so."""
+    """A latent of five dimensions with several frames is not merged, and the report has the reason."""
     import comfy.sample
 
     model = model_of("qwen_image")

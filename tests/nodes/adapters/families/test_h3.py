@@ -1,4 +1,4 @@
-"""MiniMax H3: a stream without a batch, modulation by segments, and what stands before the video."""
+"""MiniMax H3: a stream without a batch, modulation by segments, and tokens before the video."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def first_frame() -> dict[str, Any]:
 
 
 def references() -> dict[str, Any]:
-    """A picture, a video with its sound, and a sound."""
+    """Return references: a picture, a video with its sound, and a sound."""
     return {
         "minimax_refs": [
             {"kind": "image", "latent_h": 6, "latent_w": 8, "latent": noise(1, 24, 1, 6, 8)},
@@ -55,7 +55,7 @@ def references() -> dict[str, Any]:
     }
 
 
-# What stands before the video, and how many tokens it has.
+# The tokens before the video, and their number.
 BEFORE: dict[str, tuple[dict[str, Any], int]] = {
     "audio alone": ({}, 0),
     "a first frame": (first_frame(), FRAME),
@@ -68,7 +68,7 @@ BEFORE: dict[str, tuple[dict[str, Any], int]] = {
 def test_a_block(
     what: str, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """The video alone is merged, at the positions of its destinations; segments end where they then end."""
+    """Only the video is merged, at the positions of its destinations; ends of segments are adjusted."""
     model, (options, others) = model_of("h3"), BEFORE[what]
     block = model.model.diffusion_model.blocks[1]
     calls, merged = record(block), attach(model, granularity="block")
@@ -108,7 +108,7 @@ def test_runs_of_the_preset(what: str, sampler: str, cfg: float, model_of: Any, 
 
 
 def test_keys_are_reckoned_as_wide_as_they_are(model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """56 heads of 128 beside tokens of 5376 channels: a third more than there are tokens for."""
+    """56 heads of 128 have a third more channels than tokens of 5376."""
     run, model, asked = pack_module("nodes.adapters.patch_model"), model_of("h3"), list[int]()
     network = model.model.diffusion_model
     assert network.blocks[0].attn.heads * network.blocks[0].attn.head_dim > network.hidden_size
@@ -119,7 +119,8 @@ def test_keys_are_reckoned_as_wide_as_they_are(model_of: Any, stats_of: Any, mon
 
 
 def in_int8(model: Any) -> Any:
-    """The model as ComfyUI loads it from a checkpoint in int8: the linear layers of its blocks have a scale a row."""
+    """Convert the model as ComfyUI loads it from an int8 checkpoint: linear layers of its blocks have a scale per
+    row."""
     import comfy.sd
 
     found: dict[str, Tensor] = {}
@@ -138,7 +139,7 @@ def in_int8(model: Any) -> Any:
 
 
 def test_int8_weights_and_a_lora(stats_of: Any) -> None:
-    """As the template has them: a checkpoint in int8, and a LoRA on top that makes it fast."""
+    """The template has both: a checkpoint in int8 and a LoRA for few steps."""
     import comfy.sd
 
     plain = models.h3()

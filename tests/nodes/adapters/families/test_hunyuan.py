@@ -1,4 +1,4 @@
-"""HunyuanVideo: frames behind text and reference, a mask over the text, and what belongs to one frame alone."""
+"""HunyuanVideo: frames behind text and reference, a mask of the text, and modulation of single frames."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.nodes.adapters.families.layouts import (
 
 Reason = pack_module("toma_core.reasons").Reason
 
-# As 1.5 has it: a token for each pixel of the latent, no single blocks, no pooled text.
+# As in 1.5: a token for each pixel of the latent, no single blocks, no pooled text.
 NEW = {
     "base": "HunyuanVideo15",
     "kind": "HunyuanVideo15",
@@ -53,8 +53,8 @@ def hunyuan() -> Any:
 
 
 def by_hand(layout: Layout, block: Any, call: Any, plan: Any, dense: Any) -> Tensor:
-    """What a recorded block gives on tokens and positions that were gathered by plain indexing; the mask ends with the
-    tokens that are left."""
+    """Run a recorded block on tokens and positions that are gathered by plain indexing; the mask has the length of the
+    remaining tokens."""
     M, U = dense(plan)
     told, image, merged = merged_call(layout, arguments(block, layout, call), [plan], M)
     if told["attn_mask"] is not None:
@@ -112,7 +112,7 @@ def test_videos_and_guidance(
 def test_a_first_frame_with_a_noise_level_of_its_own_leaves_the_blocks_whole(
     hunyuan: Any, attach: Any, stats_of: Any
 ) -> None:
-    """Image to video by replacing: ComfyUI tells it by places that are no border between frames in single blocks."""
+    """For image to video by replacing, ComfyUI passes token offsets that are not between frames in single blocks."""
     conds = {"positive": models.conditioning(hunyuan, seed=1, guiding_frame_index=0)}
     merged, asked = attach(hunyuan), {"frames": 3, "steps": 1, "cfg": 1.0, **conds}
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), models.sample(hunyuan, HEIGHT, WIDTH, **asked))

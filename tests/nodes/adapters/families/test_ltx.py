@@ -1,4 +1,4 @@
-"""LTX-Video and LTX-2: frames, modulation by frame and by token, guides, and the sound beside the video."""
+"""LTX-Video and LTX-2: frames, modulation by frame and by token, guides, and the audio stream."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sampled(model: Any, **options: Any) -> list[Tensor]:
 
 
 def video_mask(kind: str) -> Tensor:
-    """The first frame given, as of a video that is made of a picture, or half of every frame."""
+    """Return a mask of a given first frame, as for image to video, or of half of every frame."""
     mask = torch.ones(1, 1, FRAMES, HEIGHT, WIDTH)
     if kind == "frame":
         mask[:, :, 0] = 0
@@ -49,7 +49,7 @@ def masked(family: str, kind: str, audio: float = 1.0) -> Any:
 def test_a_block_of_a_video(
     family: str, batch: int, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """Frames share no token, and both rotary tables are those of the destinations."""
+    """Frames do not share destinations, and both RoPE tables are those of the destinations."""
     model, (layout,) = model_of(family), LAYOUTS[family]
     block = model.model.diffusion_model.transformer_blocks[1]
     calls, merged = record(block), attach(model, granularity="block")
@@ -76,7 +76,8 @@ def test_a_block_of_a_video(
 def test_modulation_follows_the_destinations(
     family: str, kind: str, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """By frame, as LTX-2 has it where a frame is given, or by token: merged tokens have that of their destination."""
+    """Modulation is by frame, as in LTX-2 with a given frame, or by token: merged tokens have that of their
+    destination."""
     model, (layout,) = model_of(family), LAYOUTS[family]
     block = model.model.diffusion_model.transformer_blocks[1]
     calls, merged = record(block), attach(model, granularity="block")
@@ -105,7 +106,7 @@ def test_modulation_follows_the_destinations(
 
 @loop("family", BOTH)
 def test_given_video_stays_as_it_was(family: str, model_of: Any, stats_of: Any) -> None:
-    """What a mask holds is the same with ToMA, in steps that are merged by token too."""
+    """Masked content is the same with ToMA, also in steps with modulation by token."""
     model = model_of(family)
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     for kind in ("frame", "half"):
@@ -122,7 +123,7 @@ def test_given_video_stays_as_it_was(family: str, model_of: Any, stats_of: Any) 
 @loop("sampler", ["euler", "res_multistep", "dpmpp_2m"])
 @loop("cfg", [1.0, 3.0])
 def test_the_audio_is_nearer_than_the_video(sampler: str, cfg: float, model_of: Any, stats_of: Any) -> None:
-    """It is not merged, and attends to every token of the video."""
+    """The audio is not merged and attends to every token of the video."""
     model = model_of("ltx_av")
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     asked = {"sampler": sampler, "cfg": cfg, "steps": 8}
@@ -133,7 +134,7 @@ def test_the_audio_is_nearer_than_the_video(sampler: str, cfg: float, model_of: 
 
 
 def test_the_audio_attends_to_all_tokens(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its error would be much larger."""
+    """Otherwise its error would be much larger."""
     family, model = pack_module("nodes.adapters.families.ltx"), model_of("ltx_av")
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     own = sampled(model, steps=8)
@@ -144,7 +145,7 @@ def test_the_audio_attends_to_all_tokens(model_of: Any, monkeypatch: pytest.Monk
 
 
 def test_without_audio_and_with_that_of_a_reference(model_of: Any, attach: Any, stats_of: Any) -> None:
-    """A video alone, and audio that is heard before it."""
+    """One run has only a video, the other also reference audio before it."""
     model = model_of("ltx_av")
     merged = attach(model)
     alone = torch.zeros(1, 128, FRAMES, HEIGHT, WIDTH)
@@ -161,7 +162,8 @@ def test_without_audio_and_with_that_of_a_reference(model_of: Any, attach: Any, 
 
 
 def guided(model: Any, strength: float) -> dict[str, Any]:
-    """A guide of one frame behind the video, as ComfyUI's node adds it, with how strongly it is attended to."""
+    """Return conditioning with a guide of one frame behind the video, as ComfyUI's node adds it, with its attention
+    strength."""
     from comfy_extras.nodes_lt import LTXVAddGuide, _append_guide_attention_entry
 
     latent, mask = torch.zeros(1, 128, FRAMES, HEIGHT, WIDTH), torch.ones(1, 1, FRAMES, HEIGHT, WIDTH)
@@ -174,7 +176,7 @@ def guided(model: Any, strength: float) -> dict[str, Any]:
 
 @loop("family", BOTH)
 def test_guides_are_merged_behind_the_video(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """With a strength, tokens of guides are attended to by their own share: such runs are unmerged, and say so."""
+    """With a strength, attention to the guides' tokens is scaled: such runs are not merged and report the reason."""
     model = model_of(family)
     merged, whole, weak = attach(model), guided(model, 1.0), guided(model, 0.5)
     (found,), (own,) = sampled(merged, **whole), sampled(model, **whole)
@@ -189,7 +191,7 @@ def test_guides_are_merged_behind_the_video(family: str, model_of: Any, attach: 
 
 @loop("family", BOTH)
 def test_guides_that_are_smaller_than_the_video(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """As of an IC-LoRA: their frames have fewer tokens. Such runs are unmerged, and say so."""
+    """Guides of an IC-LoRA have fewer tokens per frame. Such runs are not merged and report the reason."""
     from comfy_extras.nodes_lt import LTXVAddGuide
 
     model = model_of(family)

@@ -1,4 +1,4 @@
-"""Reference images follow the image being made: whole, or merged by plans of their own."""
+"""Reference images follow the generated image: unmerged, or merged by separate plans."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_references(
     family: str, method: str | None, too: bool, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any,
     stats_of: Any,
 ) -> None:  # fmt: skip
-    """They follow the image being made, whole or merged by plans of their own; where they are told to be clean, the
-    place from which on they are moves with them."""
+    """References follow the generated image, unmerged or merged by separate plans; the offset of clean tokens is
+    adjusted."""
     model = model_of(family)
     taken = inspect.signature(type(model.model.diffusion_model).forward).parameters
     if family == "krea2" and "ref_latents" not in taken:
@@ -56,7 +56,7 @@ def test_references(
     given = arguments(block, layout, call)
     told = given["transformer_options"].get("reference_image_num_tokens")
     assert told or not current()
-    too = too and bool(told)  # ComfyUI 0.16.3 does not say how many tokens they have: they stay whole
+    too = too and bool(told)  # ComfyUI 0.16.3 does not pass their number of tokens: they are not merged
     plans = [c.plan for c in plan_calls[call.first_plan :][: 3 if too else 1]]
     sizes = [(side // layout.patch) * (12 // layout.patch) for side in (8, 6)]
     assert given[layout.tokens].shape[1] == layout.before + plans[0].tokens + sum(sizes)
@@ -89,7 +89,7 @@ def test_references(
 def test_modulation_is_of_the_tokens_that_a_block_has(
     granularity: str, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Around modules the block itself keeps all tokens, and with them the places from which on they are clean."""
+    """With merging around modules the block has all tokens, and offsets of clean tokens are unchanged."""
     layers = importlib.import_module("comfy.ldm.flux.layers")
     own, seen = layers.apply_mod, []
 
@@ -109,7 +109,7 @@ def test_modulation_is_of_the_tokens_that_a_block_has(
 
 @loop("family", ["flux", "flux2", "krea2", "qwen_image"])
 def test_merged_references_in_whole_runs(family: str, model_of: Any, attach: Any, plan_calls: Any) -> None:
-    """In chains, with detail reuse and guidance; each condition's references get one plan a run, whoever calls."""
+    """In chains, with a residual cache and guidance, each condition's references have one plan per run in all calls."""
     model = model_of(family)
     options = of_references(model, LAYOUTS[family][0], "index" if family == "krea2" else None)
     conds = {
@@ -135,8 +135,8 @@ def test_merged_references_in_whole_runs(family: str, model_of: Any, attach: Any
 def test_reference_as_large_as_the_image(
     family: str, model_of: Any, attach: Any, plan_calls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The usual case: the picture to edit. Its plan lasts, the image's is made anew at every step, one for both
-    conditions, also where free memory has them in calls of their own."""
+    """The usual case is a picture to edit. Its plan lasts; the image's plan is made again at every step, one for both
+    conditions, also if free memory splits their calls."""
     model = model_of(family)
     channels, five = model.model.latent_format.latent_channels, family == "qwen_image"
     size = (1, channels, *((1,) if five else ()), HEIGHT, WIDTH)
@@ -145,7 +145,7 @@ def test_reference_as_large_as_the_image(
         "positive": models.conditioning(model, seed=1, **options),
         "negative": models.conditioning(model, seed=2, **options),
     }
-    # Fixed destinations: of two that are about as good, rounding in calls of another size may choose the other.
+    # Fixed destinations, because rounding in calls of another size may change the choice between nearly equal gains.
     settings = {"merge_references": True, "selection_interval": 1, "weight_interval": 1, "selector": "grid"}
     joined = models.sample(attach(model, **settings), HEIGHT, WIDTH, steps=3, **conds)
     plan_calls.clear()
@@ -172,7 +172,7 @@ def test_small_references_stay_whole(model_of: Any, attach: Any, plan_calls: Any
 def test_each_reference_is_merged_that_can_be(
     model_of: Any, attach: Any, plan_calls: Any, stats_of: Any, least: int, cached: bool
 ) -> None:
-    """They have 24 and 18 tokens, in either order; the report says which is not merged, and why."""
+    """They have 24 and 18 tokens, in either order; the report names the unmerged one and the reason."""
     model = model_of("flux")
     options = of_references(model, LAYOUTS["flux"][0], None)
     settings = {"full_step_interval": 3, "kv_cache": True} if cached else {}
@@ -192,7 +192,7 @@ def test_each_reference_is_merged_that_can_be(
 
 @loop("family", ["z_image", "omnigen2"])
 def test_references_before_the_image(family: str, attach: Any, stats_of: Any) -> None:
-    """Z-Image Omni, with its captions, and OmniGen2 have them there: the image is found by its place from the end."""
+    """Z-Image Omni, with its captions, and OmniGen2 have them there: the image is located from the end."""
     model = models.TRANSFORMERS[family]()
     options = of_references(model, LAYOUTS[family][0], None)
     conds = {"positive": models.conditioning(model, seed=1, **options)}

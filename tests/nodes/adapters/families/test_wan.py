@@ -1,4 +1,4 @@
-"""Videos: windows of one frame, as many tokens of every frame."""
+"""Videos: windows within a frame, and equally many destinations in every frame."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Reason = pack_module("toma_core.reasons").Reason
 
 (LAYOUT,) = LAYOUTS["wan"]
 FRAME = HEIGHT // 2 * (WIDTH // 2)
-# Wan 2.2 5B: noise levels by frame.
+# Wan 2.2 5B: a sigma for each frame.
 WAN22 = {"base": "WAN22", "kind": "WAN22_T2V", "in_dim": 48, "out_dim": 48}
 
 
@@ -40,7 +40,7 @@ def kept(frames: int) -> int:
 
 
 def held_first(model: Any, frames: int, **options: Any) -> Tensor:
-    """Sampled with the first frame as it was, as Wan 2.2 5B makes a video of a picture."""
+    """Sample with a fixed first frame, as Wan 2.2 5B does for image to video."""
     mask = torch.ones(1, 1, frames, HEIGHT, WIDTH)
     mask[:, :, 0] = 0
     return models.sample(model, HEIGHT, WIDTH, frames=frames, noise_mask=mask, **options)
@@ -51,7 +51,7 @@ def held_first(model: Any, frames: int, **options: Any) -> Tensor:
 def test_a_block_of_a_video(
     frames: int, batch: int, wan: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """Frames share no token: a destination is of those of its own frame, and stands for no other."""
+    """Frames do not share destinations: a destination represents only tokens of its own frame."""
     block = wan.model.diffusion_model.blocks[1]
     calls, merged = record(block), attach(wan, granularity="block")
     models.sample(merged, HEIGHT, WIDTH, frames=frames, batch=batch, steps=1, cfg=1.0)
@@ -67,7 +67,7 @@ def test_a_block_of_a_video(
 
 
 def test_modulation_by_frame(attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any) -> None:
-    """Wan 2.2 5B tells a noise level for each frame: merged tokens get that of theirs."""
+    """Wan 2.2 5B has a sigma for each frame: merged tokens have that of their frame."""
     model, frames = models.wan(**WAN22), 4
     block = model.model.diffusion_model.blocks[1]
     calls, merged = record(block), attach(model, granularity="block")
@@ -86,7 +86,7 @@ def test_modulation_by_frame(attach: Any, record: Any, plan_calls: Any, dense: A
 
 
 def test_modulation_that_frames_do_not_explain_leaves_the_blocks_whole(attach: Any, stats_of: Any) -> None:
-    """Frames that follow the video would shift whose noise level is whose."""
+    """Frames behind the video would shift the assignment of sigmas."""
     model = models.wan(**WAN22)
     behind = torch.randn(1, 48, 1, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(3))
     conds = {"positive": models.conditioning(model, seed=1, time_dim_concat=behind)}
@@ -94,7 +94,7 @@ def test_modulation_that_frames_do_not_explain_leaves_the_blocks_whole(attach: A
     out = held_first(merged, 3, steps=1, cfg=1.0, **conds)
     assert list(stats_of(merged).unmerged) == [Reason.ARGUMENT_IN_USE(arguments="modulation by token")]
     assert torch.equal(out, held_first(model, 3, steps=1, cfg=1.0, **conds))
-    # Where all frames have the same, there is nothing to shift.
+    # If all frames have the same sigma, no assignment can shift.
     models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds)
     assert stats_of(merged).unmerged == {}
 
@@ -137,7 +137,7 @@ def test_detail_is_reused_and_drawn(wan: Any, attach: Any, stats_of: Any) -> Non
 
 
 def test_plans_from_the_predicted_video(wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
-    """Each frame by its own picture: one plan a step for all blocks and both conditions."""
+    """Each frame uses its own prediction: one plan per step for all blocks and both conditions."""
     merged = attach(wan, **PREDICTED)
     out = models.sample(merged, HEIGHT, WIDTH, frames=5, steps=3, cfg=5.0)
     assert out.isfinite().all()
@@ -161,7 +161,7 @@ def test_conditions_in_calls_of_their_own(
 
 
 def in_two(high: Any, low: Any, frames: int = 5) -> Tensor:
-    """A video of four steps by two models, one after the other."""
+    """Sample a video in four steps by two consecutive models."""
     import comfy.sample
 
     conds = [models.conditioning(high, seed=seed) for seed in (1, 2)]
@@ -190,7 +190,7 @@ def test_presets_where_two_models_take_two_steps_each(
 
 @loop(("name", "steps"), [("balanced", [1, 2, 3, 4, 5]), ("quality", [1, 2, 3])])
 def test_presets_where_a_run_begins_flat(name: str, steps: list[int], wan: Any, stats_of: Any) -> None:
-    """The sigmas of LTX's first stage: caches of the first step last until the noise level falls."""
+    """With the sigmas of LTX's first stage, caches of the first step last until sigma falls."""
     settings = pack_module("toma_core").Settings(name, {"min_tokens": 4})
     merged = pack_module("nodes.adapters.patch_model").apply_toma(wan, settings)
     sigmas = torch.tensor([1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0])
@@ -203,7 +203,7 @@ def test_presets_where_a_run_begins_flat(name: str, steps: list[int], wan: Any, 
 
 
 def test_two_models_one_after_the_other(wan: Any, attach: Any, stats_of: Any, no_state_left: None) -> None:
-    """Wan 2.2 14B: one model at high noise, another at low noise, each with settings of its own."""
+    """Wan 2.2 14B has one model for high noise and one for low noise, each with its own settings."""
     low = models.wan(seed=1)
     merged = attach(wan, ratio=0.5), attach(low, ratio=0.25)
     out = in_two(*merged)
@@ -218,7 +218,7 @@ def test_two_models_one_after_the_other(wan: Any, attach: Any, stats_of: Any, no
 
 
 def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that overlap keep frames more than once."""
+    """Overlapping windows cache frames several times."""
     nodes, run = (
         importlib.import_module("comfy_extras.nodes_context_windows"),
         pack_module("nodes.adapters.patch_model"),
@@ -238,7 +238,7 @@ def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch:
 
 @loop("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
 def test_context_windows_over_frames(settings: Any, wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
-    """Plans belong to the frames that a call shows, for both conditions."""
+    """Plans belong to the frames of a call, for both conditions."""
     nodes = importlib.import_module("comfy_extras.nodes_context_windows")
     # 7 latent frames in windows of 5 that overlap by 3; ComfyUI may put a frame before those that begin later.
     told = ("standard_static", 1, False, "pyramid", False)
@@ -258,7 +258,7 @@ def test_context_windows_over_frames(settings: Any, wan: Any, attach: Any, plan_
 
 
 def test_regions_of_a_video(wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
-    """An area is of every frame."""
+    """An area applies to every frame."""
     positive = models.conditioning(wan, seed=1) + models.conditioning(wan, seed=3, area=(12, 16, 4, 8))
     merged = attach(wan)
     out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=2, cfg=1.0, positive=positive)
@@ -266,12 +266,12 @@ def test_regions_of_a_video(wan: Any, attach: Any, plan_calls: Any, stats_of: An
     assert set(stats_of(merged).grids) == {(3, 10, 14), (3, 6, 8)}
 
 
-# --- what stands before and behind the video --------------------------------------------------------------------------
+# --- tokens before and behind the video --------------------------------------------------------------------------
 
 
 @loop("place", ["attn1_patch", "attn2_patch"])
 def test_patches_inside_a_block_see_all_tokens(place: str, wan: Any, attach: Any, stats_of: Any) -> None:
-    """As those of MultiTalk do."""
+    """MultiTalk's patches do so."""
     seen: list[tuple[int, Any]] = []
 
     def patch(args: dict[str, Any]) -> Tensor:
@@ -289,7 +289,7 @@ def test_patches_inside_a_block_see_all_tokens(place: str, wan: Any, attach: Any
 
 
 def test_a_patch_between_blocks_sees_every_frame(wan: Any, attach: Any, stats_of: Any) -> None:
-    """As that of Uni3C does."""
+    """Uni3C's patch does so."""
     if not current():
         pytest.skip("this ComfyUI may show nobody what is between blocks")
     seen = []
@@ -322,7 +322,7 @@ def test_who_computes_attention_is_told_how_many_tokens_a_frame_has(wan: Any, at
 
 
 def test_a_video_that_is_no_video_of_this_model(attach: Any, model_of: Any, stats_of: Any) -> None:
-    """Models of pictures whose latents have five dimensions are left whole with several frames."""
+    """Models of pictures whose latents have five dimensions are not merged with several frames."""
     model = model_of("qwen_image")
     merged = attach(model)
     out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0)

@@ -1,4 +1,4 @@
-"""What the kinds of Wan put beside the video: references, context, poses, music; and kinds that are refused."""
+"""Tokens beside the video of the kinds of Wan: references, context, poses, music; and unsupported kinds."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_other_frames_stay_whole(
 
 
 class Seen:
-    """What CLIP sees of a picture."""
+    """The CLIP vision output of a picture."""
 
     penultimate_hidden_states = noise(1, 257, 1280)
 
 
 def test_reference_and_context_at_once_leave_the_blocks_whole(attach: Any, stats_of: Any) -> None:
-    """Nobody tells what of it stands before the video."""
+    """The model does not pass how many of these tokens are before the video."""
     if not current():
         pytest.skip("this ComfyUI may have no context latents")
     model = models.wan(in_dim_ref_conv=16)
@@ -70,7 +70,7 @@ def test_reference_and_context_at_once_leave_the_blocks_whole(attach: Any, stats
 
 
 def test_an_image_to_video_model(attach: Any, stats_of: Any) -> None:
-    """The first frame and its mask are channels, what CLIP sees of it is text."""
+    """The first frame and its mask are channels, and its CLIP vision output is text."""
     model = models.wan(kind="WAN21_I2V", model_type="i2v", in_dim=36)
     model.model.image_to_video = True
     first = noise(1, 16, 5, HEIGHT, WIDTH)
@@ -136,7 +136,7 @@ def test_kinds_that_look_at_all_tokens_between_blocks(
 def test_references_are_frames_and_poses_follow(
     kind: str, references: int, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """SCAIL's poses may have half of the size; both keep all tokens."""
+    """SCAIL's poses may have half of the size; both are not merged."""
     import comfy.model_base
 
     name = kind.upper()
