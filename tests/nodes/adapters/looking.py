@@ -1,4 +1,4 @@
-"""Merged blocks that look at all tokens: settings, runs and what attention is given, for the tests."""
+"""Helpers for tests of the KV cache: settings, runs, and the inputs of attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEYS: dict[str, Any] = {
 }  # fmt: skip
 
 
-# What moves between evaluations of one latent, for `evaluated`.
+# Changes between evaluations of one latent, for `evaluated`.
 Moves = Callable[[Tensor, int], Tensor]
 
 
@@ -30,7 +30,7 @@ def standing(x: Tensor, step: int) -> Tensor:
 def evaluated(
     model: Any, moves: Moves = standing, steps: int = 4, batch: int = 1, text: int = 7, frames: int = 0
 ) -> list[Tensor]:
-    """What a model gives in so many evaluations of one latent at one noise level; several streams as one pack."""
+    """Return a model's predictions in N evaluations of one latent at one sigma; several streams as one pack."""
     import comfy.sample
     from comfy.samplers import KSAMPLER
 
@@ -53,7 +53,7 @@ def drifting(x: Tensor, step: int) -> Tensor:
 
 
 class Watch:
-    """Another node's attention override: what attention is given at last, (B, T, C), by evaluation and block."""
+    """Another node's attention override that records the inputs of attention, (B, T, C), by evaluation and block."""
 
     def __init__(self, calls: int) -> None:
         self.calls, self.seen = calls, list[tuple[Tensor, Tensor, Tensor]]()
@@ -81,7 +81,7 @@ def preset(name: str, **settings: Any) -> Any:
 
 
 def several_calls(model: Any) -> Any:
-    """ComfyUI's skip layer guidance: a call more in every evaluation, after that for the conditions."""
+    """Apply ComfyUI's skip layer guidance: an additional call in every evaluation, after that of the conditions."""
     from comfy_extras.nodes_slg import SkipLayerGuidanceDiT
 
     return SkipLayerGuidanceDiT.execute(model, 3.0, 0.0, 1.0, double_layers="2").args[0]

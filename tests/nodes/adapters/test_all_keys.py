@@ -1,4 +1,4 @@
-"""Merged blocks that look at all tokens, in every family: where nothing moves, a merged step is the model's own."""
+"""The KV cache in every family: if nothing changes between steps, a merged step equals the model's own."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_where_nothing_moves_a_merged_step_is_the_models_own(
 def test_keys_are_moved_on_as_their_destinations_move(
     kind: str, model_of: Any, attach: Any, plan_calls: list[Any], dense: Any
 ) -> None:
-    """Queries are of destinations alone, keys and values of all tokens: those kept, and what has changed at their
-    destinations since then. What a merged step made is kept for the next."""
+    """Queries are of destinations, keys and values of all tokens: the cached ones plus the change at their
+    destinations. Every merged step updates the cache."""
     model, layout = model_of(kind), LAYOUTS[kind][0]
     watch = Watch(4)
     lasting = {"similarity_from": "tokens", "selection_interval": 100, "weight_interval": 100, "sharpness": 10_000.0}
     evaluated(watch.on(attach(model, **{**KEYS, **lasting})), drifting)
     whole, *merged = watch.evaluations()
-    # Some models refine text or image before: that is not merged, and looks at what it did.
+    # Some models refine text or image before: that is not merged, and attends to its own tokens.
     block = next(n for n, (q, k, _) in enumerate(merged[0]) if q.shape[1] != k.shape[1])
     before = layout.before + layout.above if kind != "sd3" else 7
     kept, plan = whole[block][1:], plan_calls[0].plan
@@ -66,7 +66,7 @@ def test_keys_are_moved_on_as_their_destinations_move(
 
 @loop("text", [7, HEIGHT // 2 * (WIDTH // 2) // 2])
 def test_text_as_long_as_merged_tokens_is_left_alone(text: int, model_of: Any, attach: Any) -> None:
-    """Wan looks at its text in the same block, whose keys are then as many as queries."""
+    """Wan attends to its text in the same block, with as many keys as queries."""
     model = model_of("wan")
     own, *found = evaluated(model, text=text)[:1] + evaluated(attach(model, **KEYS), text=text)
     for picture in found:
@@ -114,7 +114,7 @@ def test_what_is_packed_is_nobodys_to_write_into(model_of: Any, attach: Any, mon
 
 
 def theirs(q: Tensor, k: Tensor, v: Tensor, heads: int, *_: Any, **__: Any) -> Tensor:
-    """Another pack's attention in the place of ComfyUI's, which knows no override."""
+    """Replace ComfyUI's attention by another pack's, which ignores overrides."""
     parts = [t.unflatten(2, (heads, -1)).transpose(1, 2) for t in (q, k, v)]
     return torch.nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
 
@@ -130,14 +130,14 @@ NOT_ASKED = Reason.KV_FOREIGN_ATTENTION()
 
 
 def test_attention_that_asks_nobody_is_noticed(model_of: Any, stats_of: Any, asks_nobody: None) -> None:
-    """Presets are as without then, and it is said."""
+    """Presets then have no KV cache, and the report has the reason."""
     run, model = pack_module("nodes.adapters.patch_model"), model_of("wan")
     asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
     own = models.sample(model, HEIGHT, WIDTH, **asked)
     merged, without = (run.apply_toma(model, preset("balanced", **more)) for more in ({}, {"kv_cache": False}))
     found, usual = (models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, without))
     assert str(NOT_ASKED) in stats_of(merged).summary()
-    # The second step too is in full: it keeps for other blocks than the first.
+    # The second step is full too: it refreshes the cache for other blocks than the first.
     assert sorted(stats_of(merged).merged_steps) == [2, 4, 5]
     assert sorted(stats_of(without).merged_steps) == [1, 2, 4, 5]
     assert (found - own).norm() <= (usual - own).norm()
@@ -156,7 +156,7 @@ def test_inside_graphs_too(stats_of: Any, asks_nobody: None, fresh_compiler: Non
 def test_it_is_noticed_where_an_evaluation_begins(
     model_of: Any, stats_of: Any, asks_nobody: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All calls of an evaluation keep, or none: guidance takes their difference."""
+    """Either all calls of an evaluation use the cache or none, because guidance takes their difference."""
     sampling, seen = pack_module("nodes.adapters.sampling_run").SamplingRun, list[tuple[int, bool]]()
     observe = sampling.observe
 
@@ -174,7 +174,7 @@ def test_it_is_noticed_where_an_evaluation_begins(
 def test_a_full_step_that_a_cache_skips_loses_nothing(
     model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step after it is full in its place."""
+    """The next step is full instead."""
     from comfy.patcher_extension import WrappersMP
 
     model = attach(model_of("flux"), **{**KEYS, "full_step_interval": 3})
@@ -224,7 +224,7 @@ def test_where_full_steps_keep_nothing_the_preset_is_as_without(
 
 @loop("kind", ["qwen_image", "hunyuan"])
 def test_masked_text_does_not_stand_in_the_way(kind: str, model_of: Any, attach: Any) -> None:
-    """Every key after the text is looked at, however many there are."""
+    """Queries attend to every key after the text, regardless of their number."""
     model = model_of(kind)
     mask = torch.ones(1, 7, dtype=torch.long)
     mask[:, 5:] = 0
@@ -243,7 +243,7 @@ def test_masked_text_does_not_stand_in_the_way(kind: str, model_of: Any, attach:
 
 @loop("kind", ["wan", "sd3"])
 def test_what_is_kept_is_nobodys_to_write_into(kind: str, attach: Any) -> None:
-    """Another node's override that works in place, in models whose attention sees nothing but the image."""
+    """Another node's override changes its inputs in place, in models with attention over the image only."""
     model = models.wan() if kind == "wan" else models.sd3(x_block_self_attn_layers=[0, 1])
 
     def temper(function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -47,7 +47,7 @@ def begun(evaluation: Any, names: list[str], site: Any = None) -> Any:
 
 @pytest.fixture
 def evaluate(pack: ModuleType) -> Any:
-    """evaluate(sigma, copies, **settings): return the evaluation at a sigma, the last one of a run over three sigmas."""
+    """evaluate(sigma, copies, **settings): return the evaluation at a sigma of a run over three sigmas."""
     core = pack_module("toma_core")
 
     def make(sigma: float = 3.0, copies: tuple[object, ...] = (None,), **settings: Any) -> Any:

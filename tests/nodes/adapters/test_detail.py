@@ -1,4 +1,4 @@
-"""Detail reuse on real blocks: whole steps are the model's own, merged steps begin with their updates."""
+"""The residual cache on real blocks: full steps equal the model's own, merged steps start from their residuals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIDE = 24
 REUSE = {"full_step_interval": 2}
 # See test_conditions.py.
 SMOOTH = {"selector": "grid", "sharpness": 20.0}
-# The first steps of three: the last step of a whole schedule is never merged with these settings.
+# The first steps of three: the last step of a complete schedule is never merged with these settings.
 FIRST = {1: {"steps": 3, "last_step": 1}, 2: {"steps": 3, "last_step": 2}}
 CLOSE = {"rtol": 1e-4, "atol": 1e-3}
 
@@ -50,7 +50,7 @@ def test_does_nothing_without_whole_steps_or_around_modules(
 @pytest.mark.compat
 @loop("granularity", ["block", "stack"])
 def test_a_whole_step_is_that_of_the_model(model: Any, attach: Any, stats_of: Any, granularity: str) -> None:
-    """Bit for bit, though hooks are in place and keep."""
+    """It is bit-identical, although hooks are installed and cache residuals."""
     patched = attach(model, **REUSE, granularity=granularity)
     assert torch.equal(models.sample(patched, SIDE, SIDE, **FIRST[1]), models.sample(model, SIDE, SIDE, **FIRST[1]))
     stats = stats_of(patched)
@@ -74,14 +74,15 @@ def test_trust_is_as_these_tests_have_it(pack: Any) -> None:
 
 
 def rows_of(plan: Any) -> torch.Tensor:
-    """S of (B, D, N): S x are the destinations themselves."""
+    """Return S (B, D, N): S x are the destinations themselves."""
     return torch.nn.functional.one_hot(plan.destinations, plan.tokens).float()
 
 
 def reused(
     x: torch.Tensor, update: torch.Tensor, fresh: torch.Tensor, S: torch.Tensor, U: torch.Tensor
 ) -> torch.Tensor:
-    """x + a u + U t (f - a S u): f is what destinations get now, a the part of S u still in it, t = 1 - (1 - T) a."""
+    """Compute x + a u + U t (f - a S u): f is the residual of destinations now, a its projection coefficient on S u, t
+    = 1 - (1 - T) a."""
     old = S @ update
     left = ((fresh * old).sum((1, 2), True) / (old * old).sum((1, 2), True)).clamp(0, 1)
     return x + left * update + U @ ((1 - (1 - DELTA_WEIGHT) * left) * (fresh - left * old))
@@ -92,7 +93,7 @@ def tokens_of(call: Any, name: str) -> torch.Tensor:
 
 
 def test_unet_block(unet: Any, attach: Any, record: Any, plan_calls: Any, dense: Any) -> None:
-    """See `reused`: u is the block's update one step before, S takes the destinations."""
+    """See `reused`: u is the block's residual of the previous step, S gathers the destinations."""
     block = unet.model.diffusion_model.input_blocks[4][1].transformer_blocks[0]
     calls = record(block)
     models.sample(attach(unet, **REUSE, granularity="block"), SIDE, SIDE, **FIRST[2])
@@ -108,7 +109,7 @@ def test_unet_block(unet: Any, attach: Any, record: Any, plan_calls: Any, dense:
 
 
 def test_unet_stack(unet: Any, attach: Any, record: Any, plan_calls: Any, dense: Any) -> None:
-    """The same for two blocks in a row: what is kept is the update of both together."""
+    """The same holds for two consecutive blocks, whose joint residual is cached."""
     first, last = unet.model.diffusion_model.middle_block[1].transformer_blocks
     starts, ends = record(first), record(last)
     models.sample(attach(unet, **REUSE), SIDE, SIDE, **FIRST[2])
@@ -125,7 +126,7 @@ def test_unet_stack(unet: Any, attach: Any, record: Any, plan_calls: Any, dense:
 def test_flux_blocks(
     flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, kind: str, references: bool
 ) -> None:
-    """On image tokens as above; text and references are as the block leaves them."""
+    """Image tokens are as above; text and references are the block's outputs."""
     name = "img" if kind == "double" else "x"
     block = getattr(flux.model.diffusion_model, f"{kind}_blocks")[0]
     calls = record(block)
@@ -157,7 +158,7 @@ def test_flux_blocks(
 
 
 def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach: Any, stats_of: Any) -> None:
-    """With the ControlNet gone the chain is a longer one, of which nothing is cached: the step is full."""
+    """Without the ControlNet the chain is longer and nothing of it is cached: the step is full."""
     import comfy.controlnet
 
     class Once(comfy.controlnet.ControlBase):
@@ -188,7 +189,7 @@ def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach
 @pytest.mark.compat
 @loop("areas", [False, True])
 def test_joined_and_split_calls_agree(model: Any, attach: Any, monkeypatch: Any, areas: bool) -> None:
-    """Each condition gets its own detail back, whichever calls they come in."""
+    """Each condition uses its own residual in joined and split calls."""
     half = (SIDE, SIDE // 2)
     positive = [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3)]
     if areas:
@@ -205,7 +206,7 @@ def test_joined_and_split_calls_agree(model: Any, attach: Any, monkeypatch: Any,
 
 
 def test_blocks_that_another_node_patches_run_whole_at_whole_steps(unet: Any, attach: Any) -> None:
-    """They are merged by module, which keeps no detail."""
+    """They are merged by module, which has no residual cache."""
     watched = unet.clone()
     watched.set_model_attn1_output_patch(lambda n, extra_options: n)
     outs = [models.sample(m, SIDE, SIDE, **FIRST[1]) for m in (attach(watched, **REUSE), unet)]
@@ -219,7 +220,7 @@ def sampling_of() -> Any:
 
 
 def test_calls_that_look_alike_are_told_apart() -> None:
-    """Tiles, or guidance with a perturbed model: the second call of a condition at a noise level is another one."""
+    """With tiles, or guidance by a perturbed model, the second call of a condition at a sigma has its own cache."""
     sampling, options = sampling_of(), {"uuids": ["cond", "uncond"]}
     seen = []
     for sigma in (2.0, 2.0, 1.0):
@@ -231,7 +232,7 @@ def test_calls_that_look_alike_are_told_apart() -> None:
 
 
 def test_calls_are_told_apart_by_what_is_patched_not_only_by_their_order() -> None:
-    """Of two guidances that perturb the model in their own way the first ends: the other is still the same."""
+    """If the first of two guidances that perturb the model ends, the other one still finds its cache."""
     sampling, options = sampling_of(), {"uuids": ["cond"]}
 
     def call(layer: int | None) -> Any:
@@ -251,7 +252,7 @@ def test_calls_are_told_apart_by_what_is_patched_not_only_by_their_order() -> No
 def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
     flux: Any, attach: Any, monkeypatch: Any, patched: bool
 ) -> None:
-    """Its first evaluation refreshes the cache for it alone; the others go on from theirs."""
+    """Its first evaluation refreshes only its own cache; the others continue with theirs."""
     import comfy.samplers
     from comfy.model_patcher import set_model_options_patch_replace
 
@@ -296,7 +297,7 @@ def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
 def test_a_patched_block_in_the_middle_of_a_stack_splits_its_detail(
     attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole steps keep by the same chains that merged steps ask for."""
+    """Full steps cache by the chains of merged steps."""
     details = pack_module("toma_core.cache").ResidualCache
     kept, asked = set(), []
     keep, get = details.store, details.read

@@ -1,8 +1,8 @@
-"""Runs that are no plain sequence of steps, on trained models where the error matters.
+"""Runs that are not a plain sequence of steps, on trained models where the error matters.
 
-Samplers of other packs evaluate other sizes in between, change prompts at every step, tell the model another noise
-level than they are at, repeat steps and skip them. The error of a merged run stays within twice that of the plain
-sequence, and what no cache serves is full and counted so.
+Samplers of other packs evaluate other sizes in between, change prompts at every step, pass the model another sigma than
+the schedule's, repeat steps and skip them. The error of a merged run is at most twice that of the plain sequence, and
+evaluations without a cache are full and counted so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXAMPLES = int(os.environ.get("TOMA_SEQUENCES", "5"))
 
 
 class Trained:
-    """A trained model with and without ToMA, and how it draws."""
+    """A trained model with and without ToMA, and its sampling settings."""
 
     def __init__(self, kind: str) -> None:
         from demo.sampling import load
@@ -49,7 +49,7 @@ class Trained:
     def drawn(
         self, model: Any, function: Callable[..., Tensor] | None = None, positive: Any = None, **options: Any
     ) -> Tensor:
-        """A latent of a small picture. function: a sampler of k-diffusion's kind; Euler if none."""
+        """Sample a latent of a small picture. function: a sampler in k-diffusion's interface, by default Euler."""
         import comfy.sample
         from comfy.samplers import KSAMPLER, calculate_sigmas, ksampler
 
@@ -64,7 +64,7 @@ class Trained:
         )
 
     def error(self, function: Callable[..., Tensor] | None = None, positive: Any = None, **options: Any) -> float:
-        """Of the merged picture; the run of it is the last."""
+        """Return the error of the merged picture, whose run is the last."""
         plain = self.drawn(self.model, function, positive, **options)
         return float((self.drawn(self.merged, function, positive, **options) - plain).norm() / plain.norm())
 
@@ -76,7 +76,7 @@ def trained(request: pytest.FixtureRequest, pack: Any) -> Trained:
 
 @pytest.fixture(scope="module")
 def plain(trained: Trained) -> float:
-    """The error of the plain sequence."""
+    """Return the error of the plain sequence."""
     found = trained.error()
     assert 1e-4 < found < 0.2
     return found
@@ -100,7 +100,7 @@ def euler(between: Callable[..., None] = lambda *_: None) -> Callable[..., Tenso
 
 @loop("shape", ["half", "wide", "always"])
 def test_another_size_in_the_same_run(trained: Trained, plain: float, stats_of: Any, shape: str) -> None:
-    """As Dy and SMEA samplers have it; what it shows changes nothing in the picture, and no error is added."""
+    """Dy and SMEA samplers do so; the additional evaluation does not change the picture and adds no error."""
 
     def between(model: Any, x: Tensor, level: Tensor, step: int) -> None:
         if shape == "always" or step % 2:
@@ -113,7 +113,7 @@ def test_another_size_in_the_same_run(trained: Trained, plain: float, stats_of: 
 
 
 def test_latents_by_turns(trained: Trained, stats_of: Any) -> None:
-    """A sampler may evaluate the tiles or the pictures of a batch one by one: no cache tells one from another."""
+    """A sampler may evaluate tiles, or pictures of a batch, one by one, which caches cannot distinguish."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         latents = [x, torch.randn(x.shape, generator=torch.Generator().manual_seed(7)) * sigmas[0]]
@@ -130,7 +130,7 @@ def test_latents_by_turns(trained: Trained, stats_of: Any) -> None:
 
 
 def test_a_call_that_another_node_adds_to_an_evaluation(trained: Trained) -> None:
-    """For another prompt, as guidance around the network makes it: in whatever order, each has caches of its own."""
+    """Guidance around the network adds a call for another prompt: in any order, each call has its own caches."""
     from comfy.patcher_extension import WrappersMP
 
     other, outs = trained.prompt(9)[0][0], []
@@ -151,7 +151,7 @@ def test_a_call_that_another_node_adds_to_an_evaluation(trained: Trained) -> Non
 
 @loop("equal", [True, False])
 def test_a_prompt_for_every_step(trained: Trained, plain: float, stats_of: Any, equal: bool) -> None:
-    """Prompts of one text share a cache, in whatever objects it comes; with others nearly every step is full."""
+    """Prompts of one text share a cache, also as different objects; with other prompts nearly every step is full."""
     steps = trained.steps
     times = [(n / steps, (n + 1) / steps) for n in range(steps)]
     prompts = [trained.prompt(3 + (not equal) * n, start_percent=a, end_percent=b) for n, (a, b) in enumerate(times)]
@@ -170,7 +170,7 @@ def test_a_prompt_for_every_step(trained: Trained, plain: float, stats_of: Any, 
 
 
 def test_a_condition_that_begins_exactly_at_a_step(trained: Trained) -> None:
-    """ComfyUI compares in single precision: it is announced in the steps in which it is evaluated."""
+    """ComfyUI compares in single precision, and ToMA expects the condition in the same steps."""
     conditions = pack_module("nodes.adapters.conditions")
     sampling = trained.model.get_model_object("model_sampling")
     for n in range(1, trained.steps):
@@ -185,7 +185,7 @@ def test_a_condition_that_begins_exactly_at_a_step(trained: Trained) -> None:
 def test_a_noise_level_that_is_changed_on_purpose(
     trained: Trained, plain: float, stats_of: Any, factor: float, wraps: bool
 ) -> None:
-    """Detail Daemon and Lying Sigma wrap a sampler, and give the model other levels than those it is at."""
+    """Detail Daemon and Lying Sigma wrap a sampler and pass the model other sigmas than the schedule's."""
     from comfy.samplers import ksampler
 
     def function(model: Any, x: Any, sigmas: Any, inner: Any = None, **rest: Any) -> Any:
@@ -208,7 +208,7 @@ def test_a_noise_level_that_is_changed_on_purpose(
 
 
 class Watched:
-    """What the model does while it is called: an evaluation is merged if its last block gets fewer tokens."""
+    """Records calls of the model: an evaluation is merged if its last block receives fewer tokens."""
 
     def __init__(self, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
         self.evaluations = self.merged = self.lacking = self.text = 0
@@ -236,7 +236,7 @@ class Watched:
         self.tokens.clear()
         out = model(y, *args, **kwargs)
         self.evaluations += 1
-        # Without ToMA the text has as many tokens as are left over.
+        # Without ToMA, the text has the remaining tokens.
         image = -(-y.shape[-2] // self.patch) * -(-y.shape[-1] // self.patch)
         self.text = self.text or self.tokens[0] - image
         assert len(set(self.tokens)) == 1, "all conditions alike"
@@ -254,7 +254,7 @@ ACTIONS = ("small", "wide", "odd", "repeat", "other", "back", "told", "skip")
 
 @pytest.fixture(scope="module")
 def two(trained: Trained) -> SimpleNamespace:
-    """A prompt that another one follows, and the error of the plain sequence with them."""
+    """Return a prompt that another one follows, and the error of the plain sequence with them."""
     positive = [*trained.prompt(3, end_percent=0.55), *trained.prompt(5, start_percent=0.55)]
     return SimpleNamespace(positive=positive, error=trained.error(positive=positive))
 
@@ -267,8 +267,8 @@ def two(trained: Trained) -> SimpleNamespace:
 def test_any_sequence_of_evaluations(
     trained: Trained, two: Any, stats_of: Any, watched: Watched, actions: list[list[str]], reports: bool
 ) -> None:
-    """The error is at most twice that of the plain sequence. Each evaluation is counted as it was made, and no block of
-    a merged one lacks its cache."""
+    """The error is at most twice that of the plain sequence. The stats count each evaluation by its mode, and no block
+    of a merged one lacks its cache."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         def at(y: Tensor, level: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ def test_any_sequence_of_evaluations(
         for step in range(trained.steps):
             wanted = actions[step]
             level = sigmas[step] * (0.8 if "told" in wanted and step else 1.0)
-            # Not the last: it is full for what no later step can mend.
+            # Not the last step, which is full because no later step can correct it.
             if "skip" not in wanted or not 0 < step < trained.steps - 1:
                 denoised = at(x, level)
             if callback is not None and reports:

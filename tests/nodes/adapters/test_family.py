@@ -1,4 +1,4 @@
-"""What is the same for every family: what Auto is told of a chain."""
+"""Common to every family: Auto's input for a chain."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHOWN = {"attn1_patch": lambda n, context, value, options: (n, context, value), 
 def test_auto_is_told_what_is_merged_as_a_whole(
     model: Any, granularity: str, patch: str, around: set[str], attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stack of one block adds as many operations to it as a block does, and so does one that runs alone."""
+    """A stack of one block adds as many operations as a block, and so does a block that runs alone."""
     asked = set()
 
     def obstacle(x: torch.Tensor, images: int, least: int, block: Any, told: Any) -> str:

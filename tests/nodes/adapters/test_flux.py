@@ -1,4 +1,4 @@
-"""The Flux adapter: what its blocks compute, where text and references stay, and what is left whole."""
+"""The Flux adapter: the results of its blocks, text and references, and unmerged blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-4}  # values reach 30, where fp32 sums in anot
 
 
 def references(model: Any, *sizes: tuple[int, int], method: str | None = None) -> dict[str, Any]:
-    """Kontext's conditioning: reference latents, for both prompts."""
+    """Return Kontext's conditioning: reference latents, for both prompts."""
     g = torch.Generator().manual_seed(9)
     options: dict[str, Any] = {"reference_latents": [torch.randn(1, 16, *size, generator=g) for size in sizes]}
     if method is not None:
@@ -33,7 +33,7 @@ def references(model: Any, *sizes: tuple[int, int], method: str | None = None) -
 
 
 def rows_of_destinations(pe: Tensor, destinations: Tensor, before: int, tokens: int) -> Tensor:
-    """RoPE rows of one image after the merge, by plain indexing. pe: (1, 1, T, ...), destinations: (D,)."""
+    """Return the RoPE rows of one image after the merge, by plain indexing. pe: (1, 1, T, ...), destinations: (D,)."""
     index = [*range(before), *(before + destinations).tolist(), *range(before + tokens, pe.shape[2])]
     return pe[:, :, index]
 
@@ -47,7 +47,7 @@ def one(value: Any, b: int) -> Any:
 def test_double_block_is_computed_on_merged_tokens(
     flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, with_references: bool
 ) -> None:
-    """Image by image, each with its own destinations; text and references stay what and where they were."""
+    """Each image has its own destinations; text and references are unchanged."""
     block = flux.model.diffusion_model.double_blocks[1]
     calls = record(block)
     conds = references(flux, (12, 16), (8, 6)) if with_references else {}
@@ -112,7 +112,8 @@ def test_single_block_is_computed_on_merged_tokens(
 def test_consecutive_blocks_stay_merged(
     flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, kind: str, with_references: bool
 ) -> None:
-    """All three blocks of a kind on M x with the destinations' positions, and one unmerge of their update."""
+    """All three blocks of a kind run on M x with the destinations' positions, with one unmerge of their joint
+    residual."""
     blocks = getattr(flux.model.diffusion_model, f"{kind}_blocks")
     starts, ends = record(blocks[0]), record(blocks[2])
     conds = references(flux, (12, 16)) if with_references else {}
@@ -178,7 +179,7 @@ def full_step_intervalwhere(model: Any, stats_of: Any, reason: Any) -> None:
 
 @pytest.fixture
 def flux2(pack: Any) -> Any:
-    """ComfyUI's `index_timestep_zero` works only on the layout of Flux.2: one modulation for all blocks."""
+    """Build a model with the layout of Flux.2, one modulation for all blocks, which `index_timestep_zero` needs."""
     return models.flux(guidance_embed=False, vec_in_dim=None, global_modulation=True)
 
 
@@ -190,7 +191,7 @@ def test_one_modulation_for_all_blocks_is_merged_too(flux2: Any, attach: Any, st
 
 
 def test_dropped_tokens_leave_blocks_whole(flux: Any, attach: Any, stats_of: Any) -> None:
-    """A post_input patch that takes image tokens away: there is no grid any more."""
+    """A post_input patch removes image tokens, so there is no grid."""
 
     def drop(args: dict[str, Any]) -> dict[str, Any]:
         args["img"], args["img_ids"] = args["img"][:, :100], args["img_ids"][:, :100]
@@ -232,7 +233,7 @@ def test_foreign_block_replacement_sees_whole_tokens(
 
 @pytest.mark.compat
 def test_control_is_added_to_the_right_tokens(flux: Any, attach: Any, record: Any) -> None:
-    """A ControlNet adds to all image tokens after every block, text in front, references behind."""
+    """A ControlNet adds to all image tokens after every block, between text and references."""
     import comfy.controlnet
 
     marks = torch.zeros(1, TOKENS, 48)
@@ -267,8 +268,8 @@ def test_control_is_added_to_the_right_tokens(flux: Any, attach: Any, record: An
 
 @loop("granularity", ["stack", "module"])
 def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: Any, granularity: str) -> None:
-    """As step caches do it (TeaCache, WaveSpeed): they put a loop of their own in the model's place, call the blocks
-    without transformer_options and look at the tokens between them."""
+    """Step caches (TeaCache, WaveSpeed) replace the model's loop, call the blocks without transformer_options and read
+    the tokens between them."""
     from comfy.ldm.flux.layers import timestep_embedding
 
     network, seen = flux.model.diffusion_model, set()
@@ -306,7 +307,7 @@ def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: An
 
 
 def test_attention_override_still_runs_and_sees_merged_tokens(flux: Any, attach: Any) -> None:
-    """What packs with other attention kernels use; their speed adds to ours."""
+    """Packs with other attention kernels use it; their speed-up adds to ToMA's."""
     lengths = []
 
     def override(func: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What others put into a model: blocks and loops of their own, hooks of PyTorch. None is shown fewer tokens."""
+"""Other packs' blocks, loops and PyTorch hooks in a model: none of them receives merged tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ every_list = loop("family", list(LISTS))
 
 
 class Own(nn.Module):
-    """A pack's block in place of ComfyUI's, with the same weights. seen: tokens of what it is given, by its own."""
+    """A pack's block that replaces ComfyUI's, with the same weights. seen: its numbers of tokens."""
 
     def __init__(self, block: nn.Module, seen: list[int]) -> None:
         super().__init__()
@@ -45,7 +45,8 @@ def blocks_of(model: Any, family: str) -> Any:
 @every_list
 @loop("place", [0, 1, -1])
 def test_a_block_that_is_replaced_runs_whole(family: str, place: int, attach: Any, stats_of: Any) -> None:
-    """The chain ends before it and begins anew behind it; and it is merged again when it is ComfyUI's own again."""
+    """The chain ends before it and another begins behind it; ComfyUI's own block is merged again once it is
+    restored."""
     model = models.TRANSFORMERS[family]()
     blocks = blocks_of(model, family)
     place %= len(blocks)
@@ -100,7 +101,7 @@ def test_a_list_of_blocks_that_is_replaced(what: str, attach: Any, stats_of: Any
 
 
 def test_hooks_made_while_blocks_are_replaced_do_not_keep_them(attach: Any, stats_of: Any) -> None:
-    """Patches of another clone are still in place when ToMA sees the model for the first time."""
+    """Patches of another clone are still installed when ToMA first sees the model."""
     model = models.flux()
     replaced = model.clone()
     for index, block in enumerate(blocks_of(model, "flux")):
@@ -162,7 +163,7 @@ def test_hooks_of_pytorch_see_all_tokens(kind: str, before: bool, attach: Any) -
 
 
 def test_the_measured_number_of_blocks_is_of_flux_1(pack: Any) -> None:
-    """Ovis, LongCat and cut-down ones have fewer double blocks: there it is a share."""
+    """For models with fewer double blocks, such as Ovis, LongCat and pruned ones, it is a share."""
     from scripts.comfy_pack import pack_module
 
     family = pack_module("nodes.adapters.families.flux")

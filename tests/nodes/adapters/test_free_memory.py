@@ -1,4 +1,4 @@
-"""Free memory decides whether conditions come in one call or in several, and must not decide on the picture."""
+"""Free memory decides whether conditions are joined in one call or split, and must not change the picture."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 
 @pytest.fixture
 def preset(pack: Any) -> Callable[..., Any]:
-    """preset(model, name, **settings): the model with ToMA, on small grids too and with few whole blocks."""
+    """preset(model, name, **settings): apply ToMA, also to small grids and with few skipped blocks."""
     settings_of, attach = pack_module("toma_core").Settings, pack_module("nodes.adapters.patch_model").apply_toma
     return lambda model, name, **settings: attach(model, settings_of(name, {**SMALL, **settings}))
 
 
 @contextmanager
 def short_of_memory(model: Any) -> Iterator[None]:
-    """Every condition is a call of its own. What the model needs stays as it is: the KV cache is chosen by that."""
+    """Simulate short memory: every condition is a separate call. The model's own estimate, which decides the KV cache,
+    is unchanged."""
     with pytest.MonkeyPatch.context() as patch:
         own, together = model.model.apply_model, set()
 
@@ -54,7 +55,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def late(model: Any, start: float = 0.45) -> list[Any]:
-    """A prompt that is there from the beginning, and one that begins later."""
+    """Return a prompt from the beginning, and one that begins later."""
     return [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3, start_percent=start)]
 
 
@@ -63,7 +64,7 @@ def late(model: Any, start: float = 0.45) -> list[Any]:
 @loop("prompts", ["two", "late"])
 @loop("name", PRESETS)
 def test_joined_and_split_calls_give_one_picture(model: Any, preset: Any, name: str, prompts: str) -> None:
-    """To rounding, as without ToMA."""
+    """They are equal up to rounding, as without ToMA."""
     options: dict[str, Any] = {"steps": 6} if prompts == "two" else {"steps": 6, "positive": late(model)}
     patched = preset(model, name)
     joined, plain = (models.sample(m, SIDE, SIDE, **options) for m in (patched, model))
@@ -88,13 +89,13 @@ def test_the_number_of_threads_does_not_matter(model: Any, preset: Any, name: st
 
 
 def modes(decisions: list[Any]) -> str:
-    """A letter an evaluation: full, refresh, merged with caches, merged plainly."""
+    """Return a letter for each evaluation: full, refresh, merged with caches, merged without."""
     return "".join({"full": "f", "refresh": "r", "merged cached": "m", "merged": "p"}[d.mode.value] for d in decisions)
 
 
 @pytest.fixture
 def settled(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What every evaluation came to do."""
+    """Record the mode of every evaluation."""
     sampling = pack_module("nodes.adapters.sampling_run")
     original, made = sampling.decide, []
 
@@ -107,7 +108,8 @@ def settled(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_late_prompt_makes_one_step_whole(flux: Any, preset: Any, settled: Any, stats_of: Any) -> None:
-    """It begins between two whole steps. All conditions run whole then, and keep: the next step is merged again."""
+    """It begins between two full steps. All conditions are then full and refresh their caches; the next step is merged
+    again."""
     models.sample(preset(flux, "balanced"), SIDE, SIDE, steps=9)
     assert modes(settled) == "rmmmrmmmf"
     settled.clear()
@@ -136,7 +138,7 @@ def test_conditions_that_change_are_never_merged_plainly(flux: Any, attach: Any,
 def test_a_controlnet_that_begins_late_makes_one_step_whole(
     flux: Any, preset: Any, settled: Any, plan_calls: Any, apart: bool
 ) -> None:
-    """It splits chains elsewhere, so that nothing is kept of them; on one condition alone it is a call of its own."""
+    """It splits chains differently, so that nothing of them is cached; on one condition only it is a separate call."""
     import comfy.controlnet
 
     class Late(comfy.controlnet.ControlBase):

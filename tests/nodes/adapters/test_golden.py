@@ -1,7 +1,7 @@
-"""Latents that must stay as they are: short runs of all presets and granularities on tiny models of each family.
+"""Latents that must not change: short runs of all presets and granularities on tiny models of each family.
 
-A change that is meant to alter no picture is held to them. One that is meant to writes golden.json anew, and says so
-in the changelog ("may change seeds"):
+They check changes that must not alter pictures. A change that alters them on purpose writes golden.json again and is
+listed in the changelog ("may change seeds"):
 
 TOMA_WRITE_GOLDEN=1 make test ARGS=tests/nodes/adapters/test_golden.py
 
@@ -47,14 +47,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 # Latent and guidance; odd sides make grids of 19 x 15 and less, windows of several sizes and budgets.
 RUNS: dict[str, tuple[tuple[int, int], float]] = {"square": ((32, 32), 3.0), "odd": ((38, 29), 1.0)}
 HALVED = {"sd15", "ltx"}  # a token for each pixel: latents of half the side have as many
-# UNets have their coarser grids below what Auto merges.
+# The UNets' coarser grids are below Auto's threshold.
 SMALL = {"ratio": 0.5, "min_tokens": 16}
-# Flux merges behind its first five blocks of either kind.
+# Flux skips its first five blocks of either kind.
 FIRST = {"flux": {"skip_first_blocks": 5}}
 WHOLE_STEPS = {"full_step_interval": 3, "selection_interval": 3, "weight_interval": 3}
 PLAIN: dict[str, dict[str, Any]] = {
     **{kind: {"granularity": kind} for kind in ("module", "block", "stack")},
-    # No preset has a UNet reuse detail.
+    # No preset has a residual cache on a UNet.
     "detail": {"granularity": "block", **WHOLE_STEPS},
 }
 SETTINGS = (*core.PRESETS, *PLAIN)
@@ -63,7 +63,7 @@ CASES = [f"{family} {setting} {run}" for family in FAMILIES for setting in SETTI
 
 @pytest.fixture(scope="module")
 def golden() -> Iterator[dict[str, Any]]:
-    """What the file holds, by case; written at the end if that is asked for."""
+    """Yield the content of the file by case; write it at the end if requested."""
     found = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
     yield found
     if WRITE:
@@ -95,34 +95,34 @@ def sampled(model: Any, family: str, run: str, steps: int, seed: int) -> Tensor:
 
 
 def settings_of(family: str, setting: str) -> Any:
-    """The preset of this name, or the settings of their own."""
+    """Return the preset of this name, or the case's own settings."""
     if setting in core.PRESETS:
         return core.Settings(setting, SMALL)
     return core.ToMAConfig(**PLAIN[setting], **FIRST.get(family, {}), **SMALL)
 
 
 def config_of(family: str, setting: str) -> Any:
-    """The same for the model."""
+    """Return the config for the model."""
     settings = settings_of(family, setting)
     return settings.resolved(own_of(family)) if setting in core.PRESETS else settings
 
 
 def own_of(family: str) -> Any:
-    """What presets leave whole of the family."""
+    """Return the family's skipped blocks in presets."""
     return pack_module(f"nodes.adapters.{'families.unet' if family.startswith('sd') else 'family'}").PRESETS
 
 
 def steps_for(family: str, setting: str) -> int:
-    """Enough for whole steps, and for a second selection that is still used before the last step, which is whole."""
+    """Return a number of steps with full steps and with a second selection that is used before the last, full step."""
     return 9 if config_of(family, setting).selection_interval < 9 else 11
 
 
 def facts(latent: Tensor) -> dict[str, Any]:
-    """What the file keeps of a latent: single values at even distances, and two sums over all."""
+    """Return the stored facts of a latent: evenly spaced values, mean and rms."""
     places = [i * (latent.numel() - 1) // (VALUES - 1) for i in range(VALUES)]
     exact = latent.double()
     sums = {"mean": float(exact.mean()), "rms": float(exact.norm()) / math.sqrt(latent.numel())}
-    # Nine digits are all of fp32.
+    # Nine digits represent fp32 exactly.
     return {name: float(f"{value:.9g}") for name, value in sums.items()} | {
         "values": [float(f"{value:.9g}") for value in latent.flatten()[places].tolist()]
     }
@@ -137,7 +137,8 @@ def assert_close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 @loop("run", RUNS)
 @loop("family", FAMILIES)
 def test_without_toma(family: str, run: str, model_of: Any, golden: Any) -> None:
-    """If this fails another ComfyUI, PyTorch or CPU computes these models otherwise, and the rest says nothing."""
+    """If this fails, another ComfyUI, PyTorch or CPU computes these models differently, and the other tests have no
+    meaning."""
     found = facts(sampled(model_of(family), family, run, 9, seed=0))
     if WRITE:
         golden[f"{family} none {run}"] = found
@@ -168,7 +169,7 @@ def test_run(case: str, model_of: Any, stats_of: Any, golden: Any, sureness: Any
 
 @pytest.mark.skipif(WRITE, reason="the file is written at the end of this run")
 def test_runs_show_what_they_are_for(golden: dict[str, Any]) -> None:
-    """Whole steps, reused detail and later selections happen, and no case is left over."""
+    """Full steps, cached residuals and later selections occur, and the file has no other cases."""
     assert sorted(golden) == sorted([*CASES, *(f"{family} none {run}" for family in FAMILIES for run in RUNS)])
     for case in CASES:
         family, setting, _ = case.split()

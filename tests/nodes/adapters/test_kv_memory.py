@@ -1,4 +1,4 @@
-"""Room for what merged blocks look at: asked for, packed where it is short, let go where it runs out."""
+"""Memory of the KV cache: requested from ComfyUI, 4-bit if short, released when memory runs out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Reason = pack_module("toma_core.reasons").Reason
 
 
 def without_room(monkeypatch: pytest.MonkeyPatch, room: float) -> None:
-    """As if the device had so many bytes in all."""
+    """Simulate a device with this total memory."""
     import comfy.model_management
 
     monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *_, **__: room)
@@ -31,7 +31,7 @@ def without_room(monkeypatch: pytest.MonkeyPatch, room: float) -> None:
 def test_where_room_is_short_they_are_packed(
     kind: str, frames: int, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In less than a third of the memory, for nearly the same picture; and ComfyUI is told of it."""
+    """The cache needs less than a third of the memory, the error is small, and ComfyUI receives its size."""
     run, model, asked = pack_module("nodes.adapters.patch_model"), model_of(kind), list[int]()
     merged, reserved = run.apply_toma(model, preset("balanced")), pack_module("nodes.adapters.kv_memory").reserved
     size = {"steps": 4, **({"frames": frames} if frames else {})}
@@ -43,7 +43,7 @@ def test_where_room_is_short_they_are_packed(
         found = models.sample(merged, HEIGHT, WIDTH, **size)
     packed = stats_of(merged)
     assert packed.without_kv_cache is None
-    # Models so narrow have smaller groups than is reckoned with.
+    # Narrow models have smaller quantization groups than the estimate assumes.
     assert asked[0] == held
     assert asked[1] <= packed.cache_bytes <= 0.4 * held
     assert 0 < (found - exact).norm() < 0.5 * (exact - whole).norm()
@@ -76,8 +76,8 @@ def test_where_memory_runs_out_all_is_whole_from_then_on(
 def test_where_packing_runs_out_of_memory_in_a_merged_step(
     at: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At keys and at values, of the first block and of others: no block looks at keys of all tokens and values of some,
-    and the evaluation is made again, whole."""
+    """It runs out at keys and at values, of the first block and of others: no block has keys of all tokens and values
+    of some, and the evaluation is repeated as a full one."""
     model, trial = model_of("wan"), pack_module("toma_core.kernels.dispatch")
     monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
     calls, quantize = list[int](), trial.quantize
@@ -102,7 +102,7 @@ def test_where_packing_runs_out_of_memory_in_a_merged_step(
 
 @contextmanager
 def short_of_memory(layer: Any, *at: int) -> Iterator[None]:
-    """Memory runs out at these calls of a layer, the first is 1."""
+    """Raise out-of-memory at these calls of a layer, counted from 1."""
     calls, plain = list[int](), layer.forward
 
     def short(x: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def short_of_memory(layer: Any, *at: int) -> Iterator[None]:
 def test_where_memory_runs_out_for_one_condition_the_other_is_whole_too(
     call: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Conditions in calls of their own: guidance would enlarge what only one of them has lost."""
+    """Conditions are in separate calls: guidance would amplify an error of only one of them."""
     model = model_of("wan")
     merged = attach(model, **KEYS)
     monkeypatch.setattr(type(model.model), "memory_required", lambda *_, **__: 1e20)
@@ -137,7 +137,7 @@ def test_where_memory_runs_out_for_one_condition_the_other_is_whole_too(
 def test_conditions_that_are_split_after_the_full_step_hold_no_more(
     packed: bool, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ComfyUI joins them by free memory, of which the full step leaves less."""
+    """ComfyUI joins them by free memory, which the full step reduces."""
     from comfy.patcher_extension import WrappersMP
 
     model, evaluations = model_of("wan"), list[int]()
@@ -190,7 +190,7 @@ def test_context_windows_that_move_keep_no_keys(schedule: str, model_of: Any, st
 def test_where_the_model_runs_out_of_memory_it_runs_again_without(
     step: int, model_of: Any, attach: Any, stats_of: Any
 ) -> None:
-    """In a full step and in a merged one, while anything is kept; without ToMA it would have been enough."""
+    """This holds in full and merged steps while anything is cached; without ToMA the memory would suffice."""
     model = model_of("flux")
     merged = attach(model, **KEYS)
     with short_of_memory(model.model.diffusion_model.single_blocks[-1].linear2, step + 1):
@@ -202,7 +202,7 @@ def test_where_the_model_runs_out_of_memory_it_runs_again_without(
 
 
 def test_also_in_a_last_step_that_is_in_full(model_of: Any, stats_of: Any) -> None:
-    """What earlier steps kept is in the way there too; where nothing is kept it is the model's own error."""
+    """Caches of earlier steps use memory there too; without caches the model's own error is raised."""
     model = model_of("flux")
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     layer, asked = model.model.diffusion_model.single_blocks[-1].linear2, {"steps": 4, "cfg": 1.0}
@@ -231,7 +231,7 @@ def test_without_room_the_preset_is_as_it_was(model_of: Any, stats_of: Any, monk
 def test_comfyui_is_told_before_it_loads_the_model(
     model_of: Any, monkeypatch: pytest.MonkeyPatch, stats_of: Any
 ) -> None:
-    """As many bytes more as the run then holds, for both conditions."""
+    """The additional bytes are those that the run then holds, for both conditions."""
     import comfy.model_management
 
     model, asked, load = model_of("flux"), list[float](), comfy.model_management.load_models_gpu
@@ -286,7 +286,7 @@ def passed_on(args: dict[str, Any]) -> dict[str, Any]:
 @loop("cfg", [1.0, 3.0])
 @loop("broken", ["", "vace", "animate", "shown", "replaced"])
 def test_room_is_asked_for_every_chain(broken: str, cfg: float, attach: Any, stats_of: Any) -> None:
-    """Each keeps an update of its own: where the model itself looks at all tokens, and where another node does."""
+    """Each chain caches a residual: also where the model itself or another node reads all tokens between blocks."""
     kinds: dict[str, dict[str, Any]] = {
         "vace": {"base": "WAN21_Vace", "kind": "WAN21_Vace", "vace_layers": 3, "vace_in_dim": 96},
         "animate": {"base": "WAN22_Animate", "kind": "WAN22_Animate"},
@@ -307,7 +307,7 @@ def test_room_is_asked_for_every_chain(broken: str, cfg: float, attach: Any, sta
 
 
 def test_what_others_put_in_the_same_place_stays(model_of: Any) -> None:
-    """Two runs that begin at once, and another pack in between."""
+    """Two runs begin at the same time, with another pack in between."""
     reserved, model = pack_module("nodes.adapters.kv_memory").reserved, model_of("flux").model
     shape = [1, 16, HEIGHT, WIDTH]
     usual = model.memory_required(shape)

@@ -1,4 +1,4 @@
-"""How the KV cache is kept follows from what ComfyUI leaves free beside the model."""
+"""The form of the KV cache follows from the memory that ComfyUI leaves beside the model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def give_total(monkeypatch: pytest.MonkeyPatch, total: float) -> None:
 
 @pytest.fixture
 def kept(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What each run decided to keep."""
+    """Record the plan of each run's KV cache."""
     run, decided = pack_module("nodes.adapters.patch_model"), list[Any]()
     decide = run.plan_kv_cache
 
@@ -55,7 +55,8 @@ def kept(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_full_precision_only_where_all_of_it_fits_beside_the_weights(
     model_of: Any, kept: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is free at the moment. Below, four bits up to a share of the card; below that, nothing."""
+    """The decision does not depend on currently free memory. With less memory, the cache has four bits up to a share of
+    the card, else there is none."""
     import comfy.model_management as management
 
     model, run = model_of("flux"), pack_module("nodes.adapters.patch_model")
@@ -78,7 +79,7 @@ def test_full_precision_only_where_all_of_it_fits_beside_the_weights(
 def test_four_bits_may_fill_what_is_left_of_the_card(
     model_of: Any, kept: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a small model that is more than the share that may push weights out."""
+    """Beside a small model this is more than the share that may offload weights."""
     import comfy.model_management as management
 
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model_of("flux"), preset("balanced"))
@@ -101,7 +102,7 @@ def test_four_bits_may_fill_what_is_left_of_the_card(
 
 
 def test_what_is_loaded_with_the_model_counts(model_of: Any) -> None:
-    """ControlNets by their weights, and by what they compute with where that is more than ComfyUI's least."""
+    """ControlNets count by their weights, and by their activations if these exceed ComfyUI's minimum."""
     from comfy.controlnet import ControlBase
     from comfy.model_management import extra_reserved_memory, minimum_inference_memory
 
@@ -126,7 +127,7 @@ def test_what_is_loaded_with_the_model_counts(model_of: Any) -> None:
 
 
 def test_a_model_for_the_negative_prompt_counts(model_of: Any) -> None:
-    """As `Guider_DualModel` holds one; a clone has no weights of its own."""
+    """`Guider_DualModel` holds one; a clone shares its weights."""
     memory_left, model = pack_module("nodes.adapters.kv_memory").memory_left, model_of("flux")
     guider, other = guider_of(model), model_of("unet")
     alone = memory_left(guider, SHAPE)
@@ -138,7 +139,7 @@ def test_a_model_for_the_negative_prompt_counts(model_of: Any) -> None:
 
 @loop("dtype", ["fp32", "bf16"])
 def test_the_dtype_is_that_of_the_run(dtype: str, stats_of: Any, kept: list[Any]) -> None:
-    """ModelComputeDtype patches the model only when it is loaded: the first run must ask for as much as the second."""
+    """ModelComputeDtype patches the model only when it is loaded: the first run must request as much as the second."""
     from comfy_extras.nodes_model_advanced import ModelComputeDtype
 
     run, model = pack_module("nodes.adapters.patch_model"), models.flux(dtype=torch.bfloat16)
@@ -154,7 +155,7 @@ def test_the_dtype_is_that_of_the_run(dtype: str, stats_of: Any, kept: list[Any]
 
 
 def test_activations_are_counted_in_the_dtype_of_the_run(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The estimate of ComfyUI reads the model as it is before the run's patches."""
+    """ComfyUI's estimate reads the model before the run's patches."""
     import comfy.model_management as management
     from comfy_extras.nodes_model_advanced import ModelComputeDtype
 
@@ -170,7 +171,7 @@ def test_activations_are_counted_in_the_dtype_of_the_run(model_of: Any, monkeypa
 
 
 def test_the_page_has_the_table_and_no_choice_pushes_out_more_than_it_must(pack: Any) -> None:
-    """After a change of it run `python -m benchmarks.memory_table`."""
+    """After a change run `python -m benchmarks.memory_table`."""
     from benchmarks import memory_table
     from benchmarks.performance import filled
 

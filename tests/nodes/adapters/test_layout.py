@@ -1,4 +1,4 @@
-"""What other nodes' attention is told of the tokens it gets: it fits those that run, in every block."""
+"""Token layouts in transformer_options for other nodes' attention: they match the tokens of every block."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ TEXT, IMAGE, REFERENCES = 7, 144, (48, 12)  # Flux: a grid of 12 x 12
 
 @dataclass
 class Told:
-    """One call of the attention. length: of q. options: what it was told, a copy of the dict. mask: whether it got
-    one."""
+    """One call of the attention. length: of q. options: a copy of transformer_options. mask: whether there was one."""
 
     length: int
     options: dict[str, Any]
@@ -30,7 +29,7 @@ class Told:
 
 @pytest.fixture
 def listening() -> Any:
-    """listening(model): a clone whose attention another node computes, and every call of it from now on."""
+    """listening(model): return a clone whose attention another node computes, and the list of its calls."""
 
     def listen(model: Any) -> tuple[Any, list[Told]]:
         calls: list[Told] = []
@@ -49,7 +48,7 @@ def listening() -> Any:
 
 
 def kontext(model: Any) -> dict[str, Any]:
-    """Two reference images of 48 and 12 tokens, for both prompts."""
+    """Return conditioning with two reference images of 48 and 12 tokens, for both prompts."""
     g = torch.Generator().manual_seed(9)
     latents = [torch.randn(1, 16, *size, generator=g) for size in ((12, 16), (8, 6))]
     return {
@@ -64,7 +63,8 @@ def kontext(model: Any) -> dict[str, Any]:
 def test_the_grid_fits_the_tokens_in_a_unet(
     unet: Any, attach: Any, listening: Any, granularity: str, settings: dict[str, Any]
 ) -> None:
-    """(B, C, 1, D) where D tokens arrive. Whole blocks, attentions and steps are told what they were before."""
+    """The shape is (B, C, 1, D) for D tokens. Unmerged blocks and attentions and full steps have ComfyUI's own
+    values."""
     plain, before = listening(unet)
     models.sample(plain, SIDE, SIDE, steps=2)
     foreign, calls = listening(unet)
@@ -87,7 +87,8 @@ def test_the_grid_fits_the_tokens_in_a_unet(
 def test_the_image_lies_where_flux_says(
     flux: Any, attach: Any, listening: Any, granularity: str, full_step_interval: int, with_references: bool
 ) -> None:
-    """[text, text + D + references]. With full_step_interval 2 each second step runs whole and keeps its detail."""
+    """The slice is [text, text + D + references]. With full_step_interval 2 every second step is full and refreshes the
+    cache."""
     foreign, calls = listening(flux)
     settings = {"granularity": granularity, "full_step_interval": full_step_interval, "skip_first_blocks": 1}
     model = attach(foreign, **settings)
@@ -108,7 +109,7 @@ def test_the_image_lies_where_flux_says(
 def test_double_blocks_too_where_somebody_says_it_there(
     flux: Any, attach: Any, listening: Any, granularity: str
 ) -> None:
-    """ComfyUI's own double blocks are not told; another node may say it."""
+    """ComfyUI passes no layout to double blocks; another node may."""
     foreign, calls = listening(flux)
     given = [TEXT, TEXT + IMAGE]
 
@@ -158,7 +159,7 @@ def test_attention_patches_are_told_of_all_tokens_and_get_them(
 def test_the_callers_options_stay_as_they_are(
     request: pytest.FixtureRequest, attach: Any, listening: Any, kind: str
 ) -> None:
-    """After each block they hold what they held before it, and what is told differs from them in the layout alone."""
+    """After each block they are unchanged, and the options of attention differ from them only in the layout."""
     shared = request.getfixturevalue(kind)
     foreign, calls = listening(shared)
     foreign.model_options["transformer_options"]["mine"] = {"nested": [1]}

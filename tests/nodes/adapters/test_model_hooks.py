@@ -1,4 +1,4 @@
-"""Swapping `forward` in and out: exactly what was there comes back, whatever happens in between."""
+"""Replacing `forward` and restoring it exactly, after errors too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ hooks = pack_module("nodes.adapters.model_hooks")
 
 
 class Doubling(hooks.Hook):  # type: ignore[misc, name-defined]
-    """Calls what it replaces and doubles the answer."""
+    """Calls the replaced forward and doubles its result."""
 
     released = 0
 

@@ -1,4 +1,4 @@
-"""Where merging runs out of memory the run goes on without it."""
+"""If merging runs out of memory, the run continues without it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SELECTED = RunState._selected
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch, since: int) -> list[Any]:
-    """There is memory for N plans. Return a list that grows with each that is made or tried."""
+    """Limit memory to N plans. Return a list that grows with each attempt."""
     made: list[Any] = []
 
     def selected(*args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
     stats_of: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """plans: those there is memory for."""
+    """plans: number of plans that fit."""
     made, held, close = without_memory(monkeypatch, plans), list[int](), RunState.close
 
     def closed(run: Any) -> Any:
@@ -56,7 +56,7 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
     merged = attach(model_of(kind), granularity="block", selection_interval=1, weight_interval=1)
     out = models.sample(merged, HEIGHT, WIDTH, steps=3, cfg=3.0, **size)
     stats = stats_of(merged)
-    # A model with one plan an evaluation has merged the first step.
+    # A model with one plan per evaluation has merged the first step.
     assert set(stats.merged_steps) <= {0}
     if not stats.merged_steps:
         assert torch.equal(out, models.sample(model_of(kind), HEIGHT, WIDTH, steps=3, cfg=3.0, **size))
@@ -71,7 +71,7 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
 def test_where_the_models_own_memory_is_short_the_run_ends_as_without(
     kind: str, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full evaluation of a picture needs more than a merged one; of a video it is tried once."""
+    """A full evaluation of a picture needs more memory than a merged one; for a video it is tried once."""
     model, calls = model_of(kind), list[int]()
 
     def short(*args: Any, **kwargs: Any) -> Any:
@@ -89,8 +89,7 @@ def test_where_the_models_own_memory_is_short_the_run_ends_as_without(
 def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again(
     call: int, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the others compute meanwhile is waited for in the same evaluation; on threads of two devices that are both
-    the CPU."""
+    """The evaluation waits for the other devices; here threads of two devices, both the CPU."""
     multigpu = pytest.importorskip("comfy.multigpu")
     if not hasattr(multigpu, "MultiGPUThreadPool"):
         pytest.skip("this ComfyUI shares no run")
@@ -136,7 +135,7 @@ def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again
 def test_without_memory_for_a_plan_a_picture_ends_its_run(
     model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Free memory does not decide on a picture."""
+    """Free memory must not change a picture."""
     without_memory(monkeypatch, 0)
     with pytest.raises(torch.OutOfMemoryError):
         models.sample(attach(model_of("wan")), HEIGHT, WIDTH, steps=2)
@@ -145,7 +144,7 @@ def test_without_memory_for_a_plan_a_picture_ends_its_run(
 def test_without_memory_for_a_plan_a_compiled_model_is_not_merged(
     attach: Any, monkeypatch: pytest.MonkeyPatch, no_state_left: None
 ) -> None:
-    """The evaluation is repeated by the graph of full steps. The next run is as ever."""
+    """The evaluation is repeated by the graph of full steps. The next run is merged."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
 
@@ -153,7 +152,7 @@ def test_without_memory_for_a_plan_a_compiled_model_is_not_merged(
     merged = attach(model)
     options = {"guard_filter_fn": skip_torch_compile_dict}
     set_torch_compile_wrapper(model=merged, backend="eager", options=options, keys=["diffusion_model"])
-    merged.model_options["torch_compile_kwargs"]["backend"] = "inductor"  # as far as merging is told
+    merged.model_options["torch_compile_kwargs"]["backend"] = "inductor"  # only according to what merging sees
     torch._dynamo.reset()
     with monkeypatch.context() as patch:
         without_memory(patch, 0)

@@ -1,6 +1,6 @@
-"""Two real processes that make a picture together: ToMA merges rightly there or not at all, in both alike.
+"""Two real processes sample a picture together: ToMA merges correctly or not at all, the same in both.
 
-How raylight and xDiT share tokens and conditions is re-created in compatibility/parallel.py.
+compatibility/parallel.py reimplements how raylight and xDiT share tokens and conditions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """For each of two processes what became of every case of rank.py."""
+    """Return the results of every case of rank.py for each of two processes."""
     folder = tmp_path_factory.mktemp("ranks")
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     logs = [folder / f"{rank}.log" for rank in range(2)]
@@ -55,8 +55,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 @loop("way", WAYS)
 @loop("kind", KINDS)
 def test_shared_tokens_are_left_whole(found: Any, way: str, kind: str) -> None:
-    """Each process has a part of the sequence. With references its first tokens are as many as the image's, and would
-    be merged by the image's grid, in the process that has the references too."""
+    """Each process has a part of the sequence. With references it is longer than the image, and would be merged by the
+    image's grid, also in the process of the references."""
     for process in found:
         case = process[f"tokens-{way}-{kind}"]
         assert case["as without ToMA"]
@@ -65,14 +65,14 @@ def test_shared_tokens_are_left_whole(found: Any, way: str, kind: str) -> None:
         assert case["merged"] == 0
         assert set(case["whole"]) <= {TOKENS_CHANGED, "block_replaced"}
         assert sum(case["whole"].values()) == BLOCKS["flux"]
-        # What is filled up to be even takes part in attention.
+        # Padding for equal lengths takes part in attention.
         assert 0 < case["off from one process"] < (0.05 if kind == "odd" else 1e-5), "not the model that it should be"
 
 
 @loop("model", ["flux", "unet"])
 @loop("granularity", ["stack", "module"])
 def test_shared_conditions_are_left_whole(found: Any, model: str, granularity: str) -> None:
-    """Each process has one of two conditions: nobody tells it which."""
+    """Each process has one of two conditions and does not know which."""
     for process in found:
         case = process[f"conditions-{model}-{granularity}"]
         assert case["as without ToMA"]
@@ -85,7 +85,7 @@ def test_shared_conditions_are_left_whole(found: Any, model: str, granularity: s
 @loop("model", ["flux", "unet"])
 @loop("spread", ["pictures", "weights"])
 def test_whole_pictures_are_merged_as_on_one_process(found: Any, model: str, spread: str) -> None:
-    """Processes of one group that each make a picture, also with their weights spread over all (FSDP)."""
+    """Each process of a group samples its own picture, also with sharded weights (FSDP)."""
     for process in found:
         case = process[f"{spread}-{model}"]
         assert case["as ToMA on one process"]

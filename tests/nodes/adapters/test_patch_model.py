@@ -1,4 +1,4 @@
-"""A run from outside: off is off, one run leaves nothing for the next, and clones and copies are as if alone."""
+"""Runs as a whole: off is bit-identical, runs leave no state, and clones and copies are independent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIDE = 24
 
 
 def other(model: Any) -> torch.Tensor:
-    """Another workflow: other size, other prompt, other seed."""
+    """Sample another workflow: other size, other prompt, other seed."""
     return models.sample(model, 18, 30, batch=2, steps=2, seed=8, cfg=1.0)
 
 
@@ -72,7 +72,7 @@ def test_runs_that_never_merge_are_bit_identical(
 def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
     model: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of the tiny models are no work for an H100; on a CPU they are merged from 256 tokens on."""
+    """Blocks of the tiny models cost an H100 too little to merge; on a CPU they are merged from 256 tokens on."""
     cost_model, side = pack_module("toma_core.cost_model"), 40
     patched = attach(model, min_tokens=0)
     models.sample(patched, side, side, steps=1)
@@ -88,7 +88,7 @@ def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
 
 @every_kind
 def test_merging_does_change_the_image(model: Any, attach: Any) -> None:
-    """Or else every comparison in this file would be empty."""
+    """Otherwise no comparison in this file would have a meaning."""
     assert not same(models.sample(attach(model), SIDE, SIDE), models.sample(model, SIDE, SIDE))
 
 
@@ -180,7 +180,7 @@ def test_branches_of_one_loader_are_each_as_if_alone(model: Any, attach: Any, st
 
 @every_kind
 def test_two_runs_at_once_keep_their_own_state(model: Any, attach: Any) -> None:
-    """A run of another model inside the callback of a run."""
+    """Another model runs inside the callback of a run."""
     kind = models.flux if hasattr(model.model.diffusion_model, "double_blocks") else models.unet
     first, second = attach(model, ratio=0.25), attach(kind(seed=1), ratio=0.75)
     alone = [models.sample(m, SIDE, SIDE, steps=2) for m in (first, second)]
@@ -197,7 +197,7 @@ def test_two_runs_at_once_keep_their_own_state(model: Any, attach: Any) -> None:
 @pytest.mark.compat
 @loop("order", ["before", "after"])
 def test_weight_patches_may_come_before_or_after(model: Any, attach: Any, order: str) -> None:
-    """As a LoRA does it."""
+    """A LoRA patches weights so."""
     names = [n for n in model.model_state_dict() if "transformer_blocks.0.ff.net.2.weight" in n or "img_mlp.0.w" in n]
     g = torch.Generator().manual_seed(3)
     weights = model.model_state_dict()
@@ -268,7 +268,7 @@ def test_clones_carry_it_along(model: Any, attach: Any, how: str) -> None:
 
 @every_kind
 def test_options_may_be_deep_copied_while_sampling(model: Any, attach: Any, stats_of: Any) -> None:
-    """Other packs copy the options they are shown, in a guider and inside a block."""
+    """Other packs copy the options, in a guider and inside a block."""
 
     def after_cfg(args: dict[str, Any]) -> torch.Tensor:
         copied.append(copy.deepcopy(args["model_options"]))
@@ -308,7 +308,7 @@ def test_one_log_line_a_run(model: Any, attach: Any, stats_of: Any, caplog: pyte
 
 @every_kind
 def test_model_called_outside_a_run_is_as_without(model: Any, attach: Any, no_state_left: None) -> None:
-    """Some packs call apply_model themselves, with the model's own options."""
+    """Some packs call apply_model directly, with the model's own options."""
     patched = attach(model)
     channels = model.model.latent_format.latent_channels
     x = torch.randn(1, channels, SIDE, SIDE, generator=torch.Generator().manual_seed(0))

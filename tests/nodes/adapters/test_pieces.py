@@ -1,4 +1,4 @@
-"""Tiled sampling: a piece of the latent is merged by what it shows, whatever is sampled before or beside it."""
+"""Tiled sampling: a tile of the latent is merged by its own content, independent of other tiles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.loop import loop
 SIDE = 24
 CORNERS = corners(SIDE)
 PRESETS = ("balanced", "quality", "paper")
-# At these sizes values reach 500, and sums of tiles have another order.
+# Values reach 500 at these sizes, and sums of tiles have another order.
 NEARLY = {"rtol": 1e-4, "atol": 2e-3}
 
 
@@ -30,9 +30,9 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 
 @pytest.fixture
 def preset(pack: Any) -> Callable[[Any, str], Any]:
-    """preset(model, name): the model with ToMA, on small grids too and with few whole blocks."""
+    """preset(model, name): apply ToMA, also to small grids and with few skipped blocks."""
     settings_of, attach = pack_module("toma_core").Settings, pack_module("nodes.adapters.patch_model").apply_toma
-    # Sharper weights show rounding: tokens of models with random weights are this alike.
+    # Sharper weights amplify rounding: tokens of models with random weights are this similar.
     small = {"min_tokens": 4, "skip_first_blocks": 1, "sharpness": 300.0}
     return lambda model, name: attach(model, settings_of(name, small))
 
@@ -42,7 +42,8 @@ def sampled(model: Any, **options: Any) -> torch.Tensor:
 
 
 def check_near(result: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """`paper` compares tokens that a batch of another size rounds otherwise: of near equals it may select the other."""
+    """Check a small error: `paper` compares tokens that another batch size rounds differently, and may choose another
+    of two nearly equal gains."""
     if name == "paper":
         assert (result - expected).norm() < 0.01 * expected.norm()
     else:
@@ -53,7 +54,7 @@ def check_near(result: torch.Tensor, expected: torch.Tensor, name: str) -> None:
 @pytest.mark.compat
 @loop("name", PRESETS)
 def test_a_tile_does_not_depend_on_the_others(model: Any, preset: Any, stats_of: Any, name: str) -> None:
-    """Tiles in another order, and some at once, give the same picture; and they are merged."""
+    """Tiles in another order, and several at once, give the same picture, and they are merged."""
     patched = preset(model, name)
     expected = sampled(tiled(patched, CORNERS))
     assert stats_of(patched).merged_blocks
@@ -74,8 +75,7 @@ def test_joined_and_split_calls_agree_on_tiles(model: Any, preset: Any, monkeypa
 def test_cond_and_uncond_share_the_plan_of_a_tile(
     model: Any, attach: Any, apart: Any, plan_calls: Any, monkeypatch: Any
 ) -> None:
-    """Two tiles at once, each with both conditions: four images, of which two and two show the same; and again in
-    calls of their own."""
+    """Two tiles at once, each with both conditions, are four images in two equal pairs; also in separate calls."""
     apart(model)
     patched = tiled(attach(model, granularity="block"), CORNERS, at_once=2)
     sampled(patched, steps=1)
@@ -97,7 +97,7 @@ def test_cond_and_uncond_share_the_plan_of_a_tile(
 
 @every_kind
 def test_tiles_may_come_in_another_order_for_each_condition(model: Any, preset: Any, monkeypatch: Any) -> None:
-    """Where conditions are calls of their own, every second one goes through the tiles backwards."""
+    """With split conditions, every second one visits the tiles in reverse order."""
     calls = 0
 
     def backwards(patched: Any) -> Any:
@@ -120,7 +120,7 @@ def test_tiles_may_come_in_another_order_for_each_condition(model: Any, preset: 
 
 @every_kind
 def test_each_tile_is_represented_by_tokens_of_its_own(model: Any, attach: Any, apart: Any, plan_calls: Any) -> None:
-    """Merging and going back loses less of a tile than with the plan of another one."""
+    """Merge and unmerge of a tile have a smaller error than with another tile's plan."""
     core = pack_module("toma_core.merge")
     apart(model)
     sampled(tiled(attach(model), CORNERS[:2]), steps=1, cfg=1.0)
@@ -136,7 +136,7 @@ def test_each_tile_is_represented_by_tokens_of_its_own(model: Any, attach: Any, 
 
 @every_kind
 def test_nothing_of_a_tile_is_left_for_the_next_evaluation(model: Any, attach: Any, plan_calls: Any) -> None:
-    """Tiles that move from step to step, and those that do not: every evaluation selects anew, on what it shows."""
+    """Tiles move between steps or do not: every evaluation selects again, by its own content."""
     patched = attach(model, selection_interval=10, full_step_interval=3, skip_first_blocks=1)
     for move in (lambda _: 0, lambda step: 3 * step):
         plan_calls.clear()
@@ -153,7 +153,7 @@ def test_nothing_of_a_tile_is_left_for_the_next_evaluation(model: Any, attach: A
 
 @every_kind
 def test_plans_of_tiles_do_not_pile_up(model: Any, attach: Any, monkeypatch: Any) -> None:
-    """Those of an evaluation are gone when the next begins."""
+    """Plans of an evaluation are dropped when the next begins."""
     sampling = pack_module("nodes.adapters.sampling_run").SamplingRun
     held, begin = [], sampling.next
 
@@ -177,7 +177,7 @@ def test_the_picture_of_a_tiled_run_can_be_drawn(model: Any, attach: Any, stats_
 
 @every_kind
 def test_areas_are_no_pieces(model: Any, attach: Any, plan_calls: Any) -> None:
-    """Nor is an area that reaches past the latent, which ComfyUI cuts off."""
+    """Neither is an area that extends beyond the latent, which ComfyUI crops."""
     positive = [
         *models.conditioning(model, seed=1, area=(SIDE, SIDE, 0, SIDE // 2)),
         *models.conditioning(model, seed=3),

@@ -1,4 +1,4 @@
-"""Plans from the picture that the step before predicted: the first evaluation runs whole, every call gets its part."""
+"""Plans from the previous step's prediction: the first evaluation is full, every call uses its part."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 
 @pytest.fixture
 def planned(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, ...]]:
-    """The pictures of every call of `RunState.plan`, in order."""
+    """Record the pictures of every call of `RunState.plan`, in order."""
     state, seen = pack_module("toma_core.run").RunState, []
     own = state.plan
 
@@ -38,7 +38,7 @@ def planned(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tens
 
 @pytest.fixture
 def predicted(model: Any) -> list[torch.Tensor]:
-    """The clean pictures of the evaluations of `model`, as the sampler gets them."""
+    """Record the clean pictures of the evaluations of `model`, as the sampler receives them."""
     from comfy.patcher_extension import WrappersMP
 
     pictures: list[torch.Tensor] = []
@@ -92,8 +92,7 @@ def test_with_detail_reuse_the_whole_step_keeps(model: Any, attach: Any, stats_o
 def test_the_whole_steps_own_picture_plans_the_step_after_it(
     every: int, model: Any, attach: Any, stats_of: Any, planned: Any, predicted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever `selection_interval` says: a step that keeps detail needs no plan, and makes none of what came before
-    it."""
+    """A full step needs no plan and makes none from an earlier prediction, for any `selection_interval`."""
     monkeypatch.setattr(pack_module("toma_core.prediction"), "_MAX_NOISE", 0.999)
     settings = {"similarity_from": "prediction", "selection_interval": every, "weight_interval": every}
     patched = attach(model, **settings, full_step_interval=every)
@@ -106,7 +105,7 @@ def test_the_whole_steps_own_picture_plans_the_step_after_it(
 def test_a_picture_of_mostly_noise_is_not_trusted(
     flux: Any, attach: Any, planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens are compared by themselves there, with an equal share in every window; then by the picture."""
+    """Tokens themselves are compared there, with an equal budget in every window; later steps use the picture."""
     budgets: list[str] = []
     state = pack_module("toma_core.run")
     own = state.RunState._laid_out

@@ -1,4 +1,4 @@
-"""Probes: they measure what merging one site would change, and the run that they ride on is the unmerged one."""
+"""Probes measure the error of merging one site during an unmerged run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.decomposition  # opcheck, in tests that run before these, leaves it unable to be imported
+import torch._inductor.decomposition  # after opcheck in earlier tests it cannot be imported
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
@@ -87,7 +87,7 @@ def test_interrupted_without_a_trace(unet: Any, no_state_left: None) -> None:
 
 
 def test_samplers_that_read_the_negative_get_the_unmerged_one(unet: Any, no_state_left: None) -> None:
-    """CFG++ takes the negative's picture of the same evaluation; 2S asks twice a step, and so does Heun."""
+    """CFG++ reads the negative's prediction of the same evaluation; 2S and Heun evaluate twice per step."""
     for sampler in ("euler_cfg_pp", "dpmpp_2m_cfg_pp", "dpmpp_2s_ancestral", "heun"):
         probes = probing.Probes(probing.sites_of(identity.blocks_of(unet), 6))
         patched = probes.on(unet, core.ToMAConfig(min_tokens=4))
@@ -103,7 +103,7 @@ def sigmas(steps: int) -> tuple[float, ...]:
 
 
 def test_a_condition_that_begins_on_the_way(unet: Any, no_state_left: None) -> None:
-    """A band is measured at the first of its later steps in which the condition takes part."""
+    """A sigma range is measured at its first step in which the condition takes part."""
     late = models.conditioning(unet, seed=3, start_percent=0.3, end_percent=1.0)
     probes = probing.Probes(probing.sites_of(identity.blocks_of(unet), 6))
     patched = probes.on(unet, core.ToMAConfig(min_tokens=4))
@@ -136,7 +136,7 @@ def test_bands_of_equal_size() -> None:
 
 
 def test_sites_are_stacks() -> None:
-    """The smallest neighbours of one resolution join where there are too many, others do not before them."""
+    """If there are too many sites, the smallest neighbours of one resolution are joined first."""
     work = pack_module("toma_core.cost_model").UNET_BLOCK
     tokens = {"input.1": 64, "input.2": 64, "middle.0": 16, "output.0": 64}
     blocks = [BlockFacts(f"{home}.{n}", home, work, tokens[home], 8) for home in tokens for n in range(2)]
@@ -174,7 +174,8 @@ def test_step_caches(unet: Any) -> None:
 
 
 def test_compiled(unet: Any) -> None:
-    """As ComfyUI's node does it, and block by block as other packs do. Nothing is compiled here: that is lazy."""
+    """The model is compiled by ComfyUI's node, or block by block as by other packs. Compilation is lazy, so nothing is
+    compiled here."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
 
     compiled = unet.clone()

@@ -1,4 +1,4 @@
-"""Sampling by a profile: ratios by block and noise level, and nothing else that changes."""
+"""Sampling by a profile: ratios by block and sigma, and no other change."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_profile_that_merges_nothing_is_bit_identical(model: Any, stats_of: An
 
 @every_kind
 def test_one_block_alone(model: Any, stats_of: Any) -> None:
-    """The others run whole, for a reason that the report names, and the block has its own ratio."""
+    """The other blocks are not merged, for a reason in the report, and the block has its own ratio."""
     chosen = names(model)[1]
     patched = profiled(model, (0.0, {chosen: 0.75}))
     assert sampled(patched).isfinite().all()
@@ -80,14 +80,14 @@ def test_one_block_alone(model: Any, stats_of: Any) -> None:
 
 
 def test_leaving_a_kind_whole_is_what_the_setting_does(flux: Any) -> None:
-    """Single blocks at the front of none: skip_first_blocks of the double ones, and the first single one."""
+    """The profile skips all double blocks and the first single one, as skip_first_blocks does."""
     ratios = {name: 0.5 for name in names(flux) if not name.endswith(".0")}
     plain = run.apply_toma(flux, ToMAConfig(min_tokens=4, skip_first_blocks=1))
     assert torch.equal(sampled(profiled(flux, (0.0, ratios))), sampled(plain))
 
 
 def test_places_keep_their_plans(unet: Any, stats_of: Any) -> None:
-    """Two ratios on one grid, plans shared by level, one selection for the whole run: one plan for each, not one for
+    """Two ratios on one grid with plans shared by resolution and one selection per run need one plan each, not one for
     every block and step."""
     by_ratio = {name: 0.25 + 0.5 * (n % 2) for n, name in enumerate(names(unet))}
     patched = profiled(unet, (0.0, by_ratio), selection_interval=100, weight_interval=100)
@@ -107,7 +107,7 @@ def test_detail_is_kept_by_those_that_will_use_it(flux: Any, stats_of: Any) -> N
 
 
 def test_noise_levels_not_steps(unet: Any, decisions: list[Any]) -> None:
-    """The same levels are merged in 6 steps and in 12."""
+    """The same sigmas are merged in 6 steps and in 12."""
     first = names(unet)[0]
     patched = profiled(unet, (3.0, {first: 0.5}), (0.0, {}))
     for steps in (6, 12):
@@ -146,7 +146,7 @@ def test_fingerprints_of_what_a_model_predicts(unet: Any) -> None:
 
 @loop("settings", [{}, {**CLOSE, "full_step_interval": 3}])
 def test_videos(model_of: Any, stats_of: Any, settings: dict[str, Any]) -> None:
-    """One ratio everywhere is the setting, and a block alone has its own."""
+    """A constant ratio equals the setting, and a single block has its own."""
     wan = model_of("wan")
 
     def video(model: Any) -> torch.Tensor:
@@ -162,7 +162,7 @@ def test_videos(model_of: Any, stats_of: Any, settings: dict[str, Any]) -> None:
 
 @loop("kind", models.KINDS)
 def test_every_family_tells_its_blocks(kind: str, model_of: Any, stats_of: Any) -> None:
-    """Those that may be merged, by the names that the report has, and with one ratio each."""
+    """Profiles list the blocks that can be merged, by the report's names, with one ratio each."""
     model = model_of(kind)
     patched = run.apply_toma(model, ToMAConfig(min_tokens=4))
     models.sample(patched, SIDE, SIDE, steps=1)

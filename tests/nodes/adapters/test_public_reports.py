@@ -1,4 +1,4 @@
-"""What public reports say of token merging and step caches in ComfyUI, each as a small input of our own.
+"""Public reports about token merging and step caches in ComfyUI, each reproduced by a small input.
 
 The table in docs/reliability.md has a row for each.
 """
@@ -25,7 +25,7 @@ REPORTS: dict[str, Callable[[Lab], None]] = {}
 
 
 class Lab:
-    """A small Flux with and without ToMA, and the trained model of few steps."""
+    """A small Flux with and without ToMA, and the trained few-step model."""
 
     def __init__(self, stats_of: Any) -> None:
         self.model = models.flux()
@@ -43,11 +43,11 @@ class Lab:
         return models.sample(model or self.merged, height, width, **{"steps": STEPS, **options})
 
     def fresh(self, **options: Any) -> Tensor:
-        """What a model that has never run gives."""
+        """Return the result of a model that has never run."""
         return self.drawn(self.patched(models.flux()), **options)
 
     def same_again(self) -> None:
-        """The first picture, bit for bit."""
+        """Check that the picture is bit-identical to the first one."""
         assert torch.equal(self.drawn(), self.first)
 
 
@@ -108,7 +108,7 @@ def a_node_that_was_taken_out(lab: Lab) -> None:
 
 @report("nunchux-ai/nunchaku#597", "chengzeyi/Comfy-WaveSpeed#57")
 def a_batch_of_three(lab: Lab) -> None:
-    """Each picture is as far from its own as alone: batches of one noise have equal pictures."""
+    """Each picture has the error of a single run: batches of one noise have equal pictures."""
     import comfy.sample
 
     few = Trained("few")
@@ -163,7 +163,7 @@ def an_error_inside_a_step(lab: Lab) -> None:
 
 @report("Comfy-Org/ComfyUI#10344", "Acly/krita-ai-diffusion#2093")
 def another_number_of_conditions_in_the_middle(lab: Lab) -> None:
-    """With a batch of two; regions come and go."""
+    """With a batch of two, regions begin and end."""
     positive = [
         *models.conditioning(lab.model, seed=1),
         *models.conditioning(lab.model, seed=3, start_percent=0.3, end_percent=0.7, area=(10, 12, 4, 6), strength=1.0),
@@ -216,7 +216,7 @@ def the_image_of_before_in_the_next_one(lab: Lab) -> None:
 
 @report("ClownsharkBatwing/RES4LYF#237", "xmarre/ComfyUI-Spectrum-MiniMax-H3#103")
 def samplers_that_evaluate_several_times_a_step(lab: Lab) -> None:
-    """A step is full or merged as one: its evaluations are counted with it."""
+    """All evaluations of a step have its mode and are counted with it."""
     for sampler in ("res_multistep", "dpmpp_2s_ancestral", "seeds_3", "heunpp2"):
         lab.drawn(sampler=sampler, steps=8)
         stats = lab.stats_of(lab.merged)
@@ -246,7 +246,7 @@ def another_number_of_frames(lab: Lab) -> None:
 
 @report("welltop-cn/ComfyUI-TeaCache#159")
 def a_picture_to_edit(lab: Lab) -> None:
-    """Of a run with a reference no more is lost than of one without, merged or not."""
+    """The error with a reference is not larger than without one, merged or not."""
     few = Trained("few")
     plain = few.error()
     reference = {"reference_latents": [few.drawn(few.model)]}
@@ -266,7 +266,7 @@ def a_range_in_which_nothing_happens(lab: Lab) -> None:
 
 @report("Comfy-Org/ComfyUI#14389", "FearL0rd/ComfyUI-ParallelAnything#1")
 def a_batch_that_another_node_splits(lab: Lab) -> None:
-    """In halves that have as many rows as there are conditions: not one row is another's."""
+    """Each half has as many rows as there are conditions: no row uses another row's cache."""
     from comfy.patcher_extension import WrappersMP
 
     def halves(executor: Any, x: Tensor, timestep: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -290,7 +290,7 @@ def a_batch_that_another_node_splits(lab: Lab) -> None:
 
 @report("chengzeyi/Comfy-WaveSpeed#15")
 def a_cache_that_skips_blocks_of_full_steps(lab: Lab) -> None:
-    """A block that was skipped in a full step has left nothing to merge by: until the next one it is not merged."""
+    """A block that was skipped in a full step has no cache and is not merged until the next full step."""
 
     def stats(skips: set[int]) -> Any:
         step = 0
@@ -317,7 +317,7 @@ def a_cache_that_skips_blocks_of_full_steps(lab: Lab) -> None:
 
 @report("kijai/ComfyUI-WanVideoWrapper#160")
 def context_windows(lab: Lab) -> None:
-    """Windows that stay where they are share nothing with each other; those that move are merged without a cache."""
+    """Fixed windows have separate caches; moving windows are merged without a cache."""
     nodes = pytest.importorskip("comfy_extras.nodes_context_windows")
     schema = {item.id: item for item in nodes.ContextWindowsManualNode.define_schema().inputs}
     options = {name: getattr(item, "default", None) for name, item in schema.items() if name != "model"}

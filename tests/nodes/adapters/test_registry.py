@@ -1,4 +1,4 @@
-"""Which models ToMA takes, and what it says about the others."""
+"""Supported models, and messages about other models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_unknown_class_is_refused_with_what_is_supported(stranger: Any, attach: 
 def test_class_of_a_later_comfyui_is_refused_by_name(
     family: str, built: str, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Qwen-Image 2.1 or FLUX.3 may come: derived from a class that is known, or built like one."""
+    """A future model, such as Qwen-Image 2.1 or FLUX.3, may be derived from a supported class or resemble one."""
     model = models.TRANSFORMERS[family]()
     network = model.model.diffusion_model
     kind = type(network)

@@ -1,4 +1,4 @@
-"""The work that a run is said to save is what the counted operations of the same run say."""
+"""The reported savings of a run equal those of its counted operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_of(model: Any, steps: int = 4, **settings: Any) -> Any:
 
 
 def test_more_is_saved_at_a_higher_ratio_and_never_more_than_the_blocks_are(unet: Any) -> None:
-    """Convolutions stay: at 0.75 a UNet cannot save three quarters."""
+    """Convolutions are not merged: at 0.75 a UNet cannot save three quarters."""
     quarter, half, most = (run_of(unet, ratio=ratio).times_less_work for ratio in (0.25, 0.5, 0.75))
     assert 1 < quarter < half < most < 4
 

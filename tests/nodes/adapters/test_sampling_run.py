@@ -1,4 +1,5 @@
-"""Every size, batch, guidance and sampler: finite, of the right shape, and each evaluation in its right step."""
+"""Every size, batch, guidance and sampler gives a finite result of the right shape, and each evaluation has the right
+step."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from benchmarks import models
 from scripts.comfy_pack import pack_module
 from tests.loop import loop
 
-# Steps of the evaluations of a run of four steps. Heun's second evaluation is at the next step's noise level; the
-# second-order singlestep samplers evaluate between two levels, which belongs to the earlier step.
+# Steps of the evaluations in a run of four steps. Heun's second evaluation is at the next step's sigma; second-order
+# singlestep samplers evaluate between two sigmas, in the earlier step.
 ONE_EACH = [0, 1, 2, 3]
 STEPS = {
     "euler": ONE_EACH,
@@ -27,8 +28,8 @@ SAMPLERS = list(STEPS)
 
 
 def steps_of(sampler: str, model: Any) -> list[int]:
-    """For models that predict noise, the ancestral sampler's middle lies between a level and one far below the next:
-    that is past the next level already."""
+    """Return the expected steps. For models that predict noise, the ancestral sampler's midpoint is already below the
+    next sigma."""
     flow = hasattr(model.model.diffusion_model, "double_blocks")
     return [0, 1, 1, 2, 2, 3, 3] if sampler == "dpmpp_2s_ancestral" and not flow else STEPS[sampler]
 
@@ -67,7 +68,7 @@ def test_flux_sizes(flux: Any, attach: Any, stats_of: Any, decisions: Any, index
 
 
 def test_everyday_sdxl_grid_at_full_size(unet: Any, attach: Any, stats_of: Any) -> None:
-    """A latent of 104 x 152: grids of 52 x 76 and 26 x 38."""
+    """A latent of 104 x 152 has grids of 52 x 76 and 26 x 38."""
     patched = attach(unet)
     assert models.sample(patched, 104, 152, steps=1, cfg=1.0).isfinite().all()
     assert stats_of(patched).grids == {(52, 76): 1976, (26, 38): 494}
@@ -98,7 +99,7 @@ def test_samplers_and_their_steps(
 def test_range_counts_noise_and_every_step_is_told(
     request: pytest.FixtureRequest, attach: Any, stats_of: Any, decisions: Any, kind: str, scheduler: str
 ) -> None:
-    """The first half of the noise schedule, read from the sigmas the sampler really used."""
+    """The range is the first half of the noise schedule by the sampler's actual sigmas."""
     base = request.getfixturevalue(kind)
     sampling = base.get_model_object("model_sampling")
     middle = float(sampling.percent_to_sigma(0.5))
@@ -120,7 +121,7 @@ def test_range_counts_noise_and_every_step_is_told(
 def test_part_of_a_schedule_keeps_its_clock(
     request: pytest.FixtureRequest, attach: Any, decisions: Any, kind: str
 ) -> None:
-    """KSamplerAdvanced from step 2 to 4 of 6: its own steps are 0 and 1, its noise levels those of the whole."""
+    """KSamplerAdvanced runs steps 2 to 4 of 6: its own steps are 0 and 1, with the sigmas of the full schedule."""
     model = attach(request.getfixturevalue(kind), full_step_interval=2)
     models.sample(model, 16, 16, steps=6, start_step=2, last_step=4)
     assert [(d.step, d.merged_ratio) for d in decisions] == [(0, 0.0), (1, 0.5)]
@@ -128,7 +129,7 @@ def test_part_of_a_schedule_keeps_its_clock(
 
 @loop("kind", ["unet", "flux"])
 def test_whole_steps_are_those_of_the_model_without_it(request: pytest.FixtureRequest, attach: Any, kind: str) -> None:
-    """One step alone, in and out of the range, from the same latent."""
+    """Single steps inside and outside of the range start from the same latent."""
     base = request.getfixturevalue(kind)
     model = attach(base, end_percent=0.5)
     for first, equal in ((0, False), (5, True)):

@@ -1,4 +1,4 @@
-"""Noise levels without waiting: those that are taken from the schedule are those that the model is told."""
+"""Sigmas without host syncs: sigmas from the schedule equal those that the model receives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
-    """(what was taken or read, what the model is told) of every evaluation."""
+    """Record (sigma that ToMA uses, sigma that the model receives) of every evaluation."""
     seen, original = [], levels.SigmaTracker.of
 
     def spy(self: Any, timestep: torch.Tensor) -> Any:
@@ -43,7 +43,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
 
 
 class Reads(TorchDispatchMode):
-    """Counts reads of a tensor's value by the host."""
+    """Counts the host's reads of tensor values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Reads(TorchDispatchMode):
 
 
 def reads_inside(model: Any, **options: Any) -> int:
-    """Reads between the first evaluation of a run and its last."""
+    """Return the reads between the first evaluation of a run and its last."""
     model, trace, calls = model.clone(), Reads(), []
 
     def evaluation(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def test_known_samplers_keep_to_their_schedule(
 @loop("preset", ["balanced", "quality", "paper"])
 @loop("sampler", ["euler", "dpmpp_2m", "lcm"])
 def test_nothing_is_read_inside_the_steps(model: Any, pack: Any, sampler: str, preset: str) -> None:
-    """As without ToMA. `heun` shows that a read would be counted."""
+    """There are none, as without ToMA. `heun` shows that a read would be counted."""
     settings = pack_module("toma_core").Settings(
         preset,
         {
@@ -134,7 +134,7 @@ def levels_of(sampler: Any, guided: Any = None, schedule: Sequence[float] = (2.0
 
 
 def trusted(sampler: Any, guided: Any = None) -> bool:
-    """Whether the first level is taken from the schedule."""
+    """Return whether the first sigma is taken from the schedule."""
     run, told = levels_of(sampler, guided), torch.tensor([1.5])
     run.next(told)
     assert run.of(told)[:2] in ((2.0, 0), (1.5, 0))
@@ -145,10 +145,10 @@ def test_a_sampler_of_another_pack_by_a_known_name_is_read(pack: Any) -> None:
     from comfy.samplers import KSAMPLER, ksampler
 
     def sample_euler() -> None:
-        """Not ComfyUI's."""
+        """A sampler function that is not ComfyUI's."""
 
     class Other(KSAMPLER):
-        """Another sampler around the same function."""
+        """Another sampler class around the same function."""
 
     assert trusted(ksampler("euler"))
     assert not trusted(KSAMPLER(sample_euler))
@@ -157,7 +157,7 @@ def test_a_sampler_of_another_pack_by_a_known_name_is_read(pack: Any) -> None:
 
 
 def test_a_function_in_the_place_of_comfyuis_is_read(pack: Any, monkeypatch: Any) -> None:
-    """With the name of the one it replaces, or around it."""
+    """The function has the name of the replaced one, or wraps it."""
     from comfy.k_diffusion import sampling
     from comfy.samplers import ksampler
 
@@ -188,7 +188,7 @@ def test_options_that_are_not_known_are_read(pack: Any, options: dict[str, Any],
 
 
 def flipped(name: str) -> list[dict[str, Any]]:
-    """Each option of a sampler that is on or off, turned over."""
+    """Return each boolean option of a sampler, inverted."""
     from comfy.k_diffusion import sampling
 
     parameters = signature(getattr(sampling, f"sample_{name}")).parameters if name in known_samplers() else {}
@@ -255,7 +255,7 @@ def test_a_guider_or_wrapper_that_may_go_another_way_is_read(pack: Any) -> None:
 @every_kind
 @loop("first", [False, True])
 def test_evaluations_that_another_wrapper_skips_are_counted(model: Any, attach: Any, told: Any, first: bool) -> None:
-    """As LazyCache skips them, whether its node comes before ToMA's or after it."""
+    """LazyCache skips them, with its node before or after ToMA's."""
     from comfy.patcher_extension import WrappersMP
 
     count = 0
@@ -275,7 +275,7 @@ def test_evaluations_that_another_wrapper_skips_are_counted(model: Any, attach: 
 
 
 def test_a_level_that_comes_twice_is_two_steps(flux: Any, attach: Any, decisions: Any) -> None:
-    """Restarts, and schedules so long or so shifted that neighbours can hardly be told apart."""
+    """This occurs with restarts, and with schedules so long or so shifted that neighbours are nearly equal."""
     import comfy.sample
     from comfy.samplers import ksampler
 
@@ -309,7 +309,7 @@ def test_a_sampler_that_strays_is_told_and_changes_no_later_run(pack: Any, warni
 def reporting(
     *evaluations: float | int, schedule: Sequence[float] = (4.0, 3.0, 2.0, 1.0, 0.0), sampler: Any = None
 ) -> list[Any]:
-    """The steps of evaluations at these levels (floats), between which steps are reported (whole numbers)."""
+    """Return the steps of evaluations at these sigmas (floats), between reports of steps (integers)."""
     run, steps = levels_of(sampler, schedule=schedule), []
     for each in evaluations:
         if isinstance(each, int):
@@ -323,7 +323,7 @@ def reporting(
 
 
 def test_steps_come_from_what_the_sampler_reports(pack: Any) -> None:
-    """From the noise level only where it reports nothing; they never go back."""
+    """Sigma decides only without reports; steps never decrease."""
     assert reporting(4.0, 0, 2.5, 1, 1.6, 2, 0.5, 3) == [0, 1, 2, 3], "told lower than it is"
     assert reporting(4.0, 0, 3.0, 1, 2.2, 2, 1.3, 3) == [0, 1, 2, 3], "told higher"
     assert reporting(4.0, 0, 3.0, 3.0, 1, 2.0, 2.0, 2, 1.0, 1.0, 3) == [0, 1, 1, 2, 2, 3, 3], "Heun's method"

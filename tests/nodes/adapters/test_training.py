@@ -1,4 +1,4 @@
-"""Training with a patched model is training without ToMA: ComfyUI's own TrainLoraNode on real model classes."""
+"""Training with a patched model equals training without ToMA: ComfyUI's TrainLoraNode on real model classes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from benchmarks import models
 from scripts.comfy_pack import pack_module
 from tests.loop import loop
 
-# ComfyUI's Flux writes in place into what its backward pass needs: only gradient checkpointing trains it.
+# ComfyUI's Flux overwrites tensors that its backward pass needs: only gradient checkpointing trains it.
 # kind, with checkpointing, preset: 7 seconds each.
 CASES = [("unet", False, "paper"), ("unet", True, "balanced"), ("flux", True, "paper"), ("z_image", False, "balanced")]
 
 
 @pytest.fixture
 def model(kind: str, pack: Any) -> Any:
-    """A model of its own, made anew as ComfyUI loads it anew to train it."""
+    """Build a new model, as ComfyUI loads it again for training."""
 
     def made(*_: Any, **__: Any) -> Any:
         return getattr(models, kind)()
@@ -30,7 +30,7 @@ def model(kind: str, pack: Any) -> Any:
 
 
 def trained(model: Any, checkpointing: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The LoRA and the losses of three steps of ComfyUI's training node."""
+    """Return the LoRA and the losses of three steps of ComfyUI's training node."""
     module = pytest.importorskip("comfy_extras.nodes_train")
     inputs = {item.id: getattr(item, "default", None) for item in module.TrainLoraNode.define_schema().inputs}
     channels = model.model.latent_format.latent_channels
@@ -67,7 +67,7 @@ def test_training_is_as_without(model: Any, pack: Any, stats_of: Any, preset: st
 def test_an_evaluation_with_gradients_is_full_and_leaves_the_others_alone(
     unet: Any, attach: Any, stats_of: Any
 ) -> None:
-    """Guidance by a gradient turns gradients on for one evaluation of an ordinary run."""
+    """Gradient guidance enables gradients for one evaluation of a run."""
     from comfy.samplers import KSAMPLER
 
     counted: list[int] = []

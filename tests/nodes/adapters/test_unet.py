@@ -1,4 +1,4 @@
-"""The UNet adapter: what each granularity computes, which blocks it takes, and how it lives with other nodes."""
+"""The UNet adapter: results of each granularity, merged blocks, and compatibility with other nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 @pytest.fixture
 def stack(unet: Any) -> torch.nn.Module:
-    """A stack of two blocks at the coarser level."""
+    """Return a stack of two blocks at the coarser resolution."""
     return unet.model.diffusion_model.input_blocks[7][1]
 
 
@@ -81,7 +81,8 @@ def test_modules_are_computed_on_merged_tokens_one_by_one(
 
 
 def test_weights_are_the_papers(unet: Any, attach: Any, plan_calls: Any, dense: Any) -> None:
-    """Equations 3 to 6 for every window of a grid that tiles do not divide, from the tokens and picks alone."""
+    """Check equations 3 to 6 for every window of a grid that tiles do not divide, from the tokens and destinations
+    alone."""
     models.sample(attach(unet, granularity="block", sharpness=20.0, window_size=5), SIDE, 28, steps=1, cfg=1.0)
     call = next(c for c in plan_calls if c.grid == (12, 14))
     M, U = dense(call.plan)
@@ -113,7 +114,7 @@ def _outputs(*numbers: int) -> list[str]:
 @loop("granularity", ["block", "stack"])
 @loop("amount", [4, 0.35])
 def test_last_stacks_are_left_whole(unet: Any, attach: Any, stats_of: Any, granularity: str, amount: float) -> None:
-    """All blocks of them; a share is of the stacks, of which there are 11."""
+    """All of their blocks are skipped; a share refers to the 11 stacks."""
     model = attach(unet, skip_last_blocks=amount, granularity=granularity)
     models.sample(model, SIDE, SIDE, steps=1)
     stats = stats_of(model)
@@ -143,7 +144,7 @@ def core_node(module: str, name: str) -> Any:
 
 
 def test_deep_shrink_changes_the_grid_of_a_level(unet: Any, attach: Any, stats_of: Any) -> None:
-    """PatchModelAddDownscale shrinks the activations in the early steps: each size has plans of its own."""
+    """PatchModelAddDownscale shrinks the activations in the early steps: each size has its own plans."""
     node = core_node("nodes_model_downscale", "PatchModelAddDownscale")
     shrunk = node.execute(unet, 4, 2.0, 0.0, 0.35, True, "bicubic", "bicubic").args[0]
     model = attach(shrunk)
@@ -187,7 +188,7 @@ def test_foreign_patches_see_whole_tokens(unet: Any, attach: Any, kind: str, gra
 
 @loop("change", ["context", "value", "query", "longer context"])
 def test_attention_patch_may_change_any_of_the_three(unet: Any, attach: Any, change: str) -> None:
-    """After such a patch keys and values are no longer the queries; they must stay as long as each other."""
+    """After such a patch keys and values differ from the queries; they must still have equal lengths."""
 
     def patch(n: Tensor, context: Tensor, value: Tensor, extra_options: Any) -> Any:
         if change == "context":
@@ -208,7 +209,7 @@ def test_attention_patch_may_change_any_of_the_three(unet: Any, attach: Any, cha
 
 
 def test_cross_attention_replacement_sees_whole_tokens_and_their_shape(unet: Any, attach: Any, stats_of: Any) -> None:
-    """As IPAdapter does it: a replacement that adds attention to an image, with a mask in the activations' shape."""
+    """IPAdapter replaces it so: the replacement adds attention to an image, with a mask in the activations' shape."""
     from comfy.ldm.modules.attention import optimized_attention
 
     seen = []
@@ -232,7 +233,7 @@ def test_cross_attention_replacement_sees_whole_tokens_and_their_shape(unet: Any
 
 
 def test_control_is_added_to_whole_activations(unet: Any, attach: Any, stats_of: Any) -> None:
-    """A ControlNet's residuals reach the UNet between blocks, where all tokens are present."""
+    """A ControlNet's residuals are added between blocks, where all tokens are present."""
     import comfy.controlnet
 
     class Residuals(comfy.controlnet.ControlBase):
@@ -257,7 +258,7 @@ def test_control_is_added_to_whole_activations(unet: Any, attach: Any, stats_of:
 
 
 def test_video_unets_are_not_taken_for_image_unets(pack: Any) -> None:
-    """A UNet with frames inside its stacks cannot be merged image by image."""
+    """A UNet with frames inside its stacks cannot be merged by image."""
     adapter = pack_module("nodes.adapters.families.unet")
     assert pack_module("nodes.adapters.registry").is_of(adapter, models.unet().model.diffusion_model)
     assert not pack_module("nodes.adapters.registry").is_of(adapter, models.flux().model.diffusion_model)
