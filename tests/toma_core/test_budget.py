@@ -1,4 +1,4 @@
-"""Budgets that follow the picture: exact in sum, more where there is more, the same maps as any other budget."""
+"""Adaptive budgets: exact in sum, larger where the picture has more detail, with the maps of any other budget."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GRIDS = [(16, 16), (13, 19), (8, 40), (5, 7)]
 
 
 def picture(height: int, width: int, batch: int = 2, seed: int = 0) -> torch.Tensor:
-    """Flat on the left, busy on the right. (B, N, 6)"""
+    """Return a picture that is flat on the left and busy on the right: (B, N, 6)."""
     x = torch.randn(batch, height, width, 6, generator=torch.Generator().manual_seed(seed))
     x[:, :, : width // 2] = 1 + 0.01 * x[:, :, : width // 2]
     return x.flatten(1, 2)
@@ -59,7 +59,7 @@ def test_windows_that_are_alike_have_equal_shares() -> None:
 
 
 def test_rounding_does_not_decide_who_gets_destinations() -> None:
-    """A picture with nothing in it, but for the last bits of its numbers."""
+    """The picture is constant except for the last bits of its numbers."""
     windows = make_windows(32, 32, "tile", 8)
     flat = 1 + 1e-4 * torch.randn(1, 32 * 32, 12, generator=torch.Generator().manual_seed(0))
     assert spread(windows.split(flat), windows).unique().numel() > 1
@@ -68,7 +68,7 @@ def test_rounding_does_not_decide_who_gets_destinations() -> None:
 
 @loop("grid", [(13, 19), (16, 16)], ids=str)
 def test_frames_of_a_video_share_nothing(grid: tuple[int, int]) -> None:
-    """Each has what it would have as a picture, in the places of its own windows and destinations."""
+    """Each frame has the budget of a picture, at the offsets of its windows and destinations."""
     frames = [picture(*grid, seed=seed) for seed in range(3)]
     windows = make_windows(*grid, "tile", 8, frames=3)
     even = make_budget(windows.counts, 0.5, 3)
@@ -109,7 +109,7 @@ def plan_of(x: torch.Tensor, grid: tuple[int, int], dtype: torch.dtype = torch.f
 
 
 def shown(x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    """The picture whose tokens are x of (B, N, C)."""
+    """Return the picture with tokens x (B, N, C)."""
     return x.unflatten(1, grid).movedim(-1, 1)
 
 
@@ -127,7 +127,7 @@ def test_merging_is_what_the_dense_matrices_say(grid: tuple[int, int]) -> None:
     y = torch.randn(B, D, 6)
     torch.testing.assert_close(unmerge(y, plan), back @ y)
     torch.testing.assert_close(unmerge_residual(y, merge(x, plan), x, plan), x + back @ (y - M @ x))
-    # A destination stands for itself more than for any other.
+    # A destination has its largest weight for itself.
     assert bool((M.gather(2, plan.destinations[..., None]) > 0).all())
     assert all(len(set(row)) == D for row in plan.destinations.tolist())
 

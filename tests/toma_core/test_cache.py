@@ -1,4 +1,4 @@
-"""Detail reuse: updates kept under the right name, moved by what destinations show, gone when they are old."""
+"""The residual cache: residuals are cached by key, propagated by the change at destinations, and dropped when old."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def run_of(**settings: object) -> RunState:
 
 
 def at(run: RunState, step: int, *cond_keys: str, takes_part: tuple[str, ...] = ()) -> Evaluation:
-    """takes_part: the conditions of the evaluation, if they are not those of the call."""
+    """Return an evaluation. takes_part: its conditions, if they are not those of the call."""
     signatures = dict.fromkeys(takes_part or cond_keys)
     return Evaluation(run, decide(run, 10.0 - step, signatures), (None,) * len(cond_keys), cond_keys)
 
 
 def merging(run: RunState, step: int, *cond_keys: str) -> Evaluation:
-    """A merged evaluation whatever is cached, as where a block alone finds nothing."""
+    """Return a merged evaluation regardless of caches, as for a block without a cache."""
     return Evaluation(run, run.schedule.decide(10.0 - step), (None,) * len(cond_keys), cond_keys)
 
 
 def modes(run: RunState, *evaluations: tuple[int, str]) -> str:
-    """A letter for each (step, conditions of a letter each): full, refresh, merged with caches or plainly."""
+    """Return a letter for each (step, conditions of a letter each): full, refresh, merged with caches or without."""
     said = []
     for step, conditions in evaluations:
         plan = at(run, step, *conditions).step_plan
@@ -60,7 +60,7 @@ def modes(run: RunState, *evaluations: tuple[int, str]) -> str:
 
 
 def block(x: Tensor) -> Tensor:
-    """An update that a mean of tokens cannot carry."""
+    """A block whose residual a mean of tokens cannot represent."""
     return x + x.roll(1, dims=1).sin()
 
 
@@ -79,19 +79,19 @@ def features(seed: int, batch: int = 1) -> Tensor:
 
 
 def merged(x: Tensor, plan: MergePlan) -> Tensor:
-    """Without anything kept: plain merging, of means."""
+    """Compute plain merging, of means, without a cache."""
     reduced = merge(x, plan)
     return x + unmerge(block(reduced) - reduced, plan)
 
 
 def still(fresh: Tensor, old: Tensor) -> Tensor:
-    """The factor of `old` nearest to `fresh` in the sense of least squares, by image."""
+    """Compute the least-squares factor of `old` for `fresh`, by image."""
     found = [torch.linalg.lstsq(o.reshape(-1, 1), f.reshape(-1, 1)).solution for f, o in zip(fresh, old, strict=True)]
     return torch.stack(found).clamp(0, 1)
 
 
 def reused(later: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
-    """What is left of x's update, moved by a part of what later's destinations show."""
+    """Compute the propagated residual of x from the residuals of later's destinations."""
     kept, reduced = block(x) - x, gather_destinations(later, plan)
     fresh, old = block(reduced) - reduced, gather_destinations(kept, plan)
     left = still(fresh, old)
@@ -116,7 +116,7 @@ def test_a_whole_step_is_the_block_itself_and_merged_ones_begin_with_its_update(
 
 
 def test_on_the_same_tokens_it_gives_the_same_update_again() -> None:
-    """A block that looks at one token at a time shows destinations no change: nothing is merged away."""
+    """With a block that works on single tokens, destinations have no change, so the result has no error."""
     x, tokens = features(0), []
 
     def sine(reduced: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def test_on_the_same_tokens_it_gives_the_same_update_again() -> None:
 
 @loop("factor", [1.0, 0.6, 0.0, -2.0, 3.0])
 def test_as_much_is_reused_as_destinations_still_show(factor: float) -> None:
-    """An update that has shrunk comes back as small; one that is gone, or has turned over, not at all; none grows."""
+    """A smaller residual scales the cached one; a zero or opposite one removes it; the cached residual never grows."""
     run, x = run_of(), features(0, 2)
     cond_keys = ("cond", "uncond")
     first = at(run, 0, *cond_keys)
@@ -192,7 +192,7 @@ def test_parts_that_come_as_they_were_kept_are_not_copied() -> None:
 
 
 def test_blocks_and_unknown_parts_are_kept_apart() -> None:
-    """A part that was not there at the whole step leaves its whole batch without."""
+    """A condition that took no part in the full step leaves its batch without a cache."""
     run, x = run_of(), features(0)
     _, plan = passed(x, at(run, 0, "cond"))
     for name, cond_keys, batch in (("other", ("cond",), 1), ("block", ("tile",), 1), ("block", ("cond", "tile"), 2)):
@@ -221,7 +221,7 @@ def test_the_next_whole_step_replaces_everything() -> None:
 
 
 def test_with_nothing_kept_a_merged_step_is_plain_merging() -> None:
-    """Means, not destinations as they are: those are only worth taking where their update is at hand."""
+    """It uses means, because destinations themselves are only useful with a cached residual."""
     run, x = run_of(), features(3)
     out, plan = passed(x, merging(run, 1, "cond"))
     assert torch.equal(out, merged(x, plan))
@@ -247,7 +247,7 @@ def test_a_condition_without_a_cache_makes_a_step_a_refresh_for_all_and_the_next
 
 
 def test_what_is_not_covered_by_a_recent_refresh_is_one() -> None:
-    """Never a plain merge, in whatever order; several signatures have caches beside each other."""
+    """No order gives a plain merge; several signatures have separate caches."""
     assert modes(run_of(), *((n, f"{n}") for n in range(4))) == "rrrr", "another at every step"
     assert modes(run_of(), (0, "a"), (1, "b"), (2, "a"), (2, "b"), (3, "a"), (3, "b"), (4, "ab")) == "rrmmrrm"
     assert modes(run_of(), (0, "a"), (2, "a"), (4, "a"), (5, "a")) == "rmrm", "the scheduled one was skipped"
@@ -256,7 +256,7 @@ def test_what_is_not_covered_by_a_recent_refresh_is_one() -> None:
 
 
 def test_settings_that_skip_blocks_merge_plainly_what_changes_at_every_step() -> None:
-    """One step at most between two scheduled refreshes becomes one."""
+    """At most one step between two scheduled refreshes becomes a refresh."""
     run = run_of(skip_first_blocks=1)
     assert modes(run, *((n, f"{n}") for n in range(6))) == "rrprrp"
     assert Evaluation(run, at(run, 2, "x").step_plan).cached("block", features(0)) is None
@@ -276,7 +276,7 @@ def test_a_noise_level_that_goes_back_is_not_covered() -> None:
 
 
 def test_another_state_is_not_covered() -> None:
-    """As where a ControlNet begins to take part."""
+    """This occurs when a ControlNet begins."""
     run = run_of()
     for step, state, mode in ((0, "off", "refresh"), (1, "off", "merged cached"), (2, "on", "refresh")):
         assert decide(run, 10.0 - step, {"c": state}).mode.value == mode
@@ -292,7 +292,7 @@ def test_a_condition_that_is_named_and_never_evaluated_asks_for_nothing() -> Non
 
 
 def test_the_oldest_goes_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that are evaluated in turn live beside each other as long as there is room."""
+    """Sizes that alternate have separate caches within the limit."""
     monkeypatch.setattr(cache, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
     run = run_of()
     assert modes(run, (0, "a"), (1, "b"), (2, "a"), (2, "b"), (2, "c"), (2, "b"), (2, "a")) == "rrmmrmr"
@@ -300,7 +300,7 @@ def test_the_oldest_goes_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch
 
 
 def test_devices_that_keep_at_once_lose_nothing() -> None:
-    """The forced order of two threads: both have begun to keep before either has kept."""
+    """The order of two threads is forced: both begin to cache before either finishes."""
     run = run_of()
     first, second = (
         at(run, 0, "cond", takes_part=("cond", "uncond")),
@@ -329,7 +329,7 @@ def test_memory_is_counted_and_freed() -> None:
 
 
 def test_what_would_be_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are full then. For videos alone: a picture keeps what it has."""
+    """Steps are then full. The limit applies to videos only."""
     monkeypatch.setattr(cache, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
     picture = run_of()
     for name in ("a", "b", "c"):
@@ -367,7 +367,7 @@ def test_an_update_is_held_as_long_as_one_of_its_parts_is_and_counted_whole() ->
 
 @loop("packs", [False, True])
 def test_parts_of_what_was_kept_together_are_held_once(packs: bool) -> None:
-    """Conditions that were asked about in one call, and then each in one of its own."""
+    """Conditions are joined in one call, then split."""
     run, first = run_of(), torch.randn(2, 8, 64)
     run.cache.store((("", "a"), ("", "b")), first.clone(), packs)
     held = run.cache.peak_bytes
@@ -385,7 +385,7 @@ def test_parts_of_what_was_kept_together_are_held_once(packs: bool) -> None:
 
 
 def test_it_is_not_given_up_while_a_merged_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block's keys would be of all tokens and its values of some."""
+    """Otherwise a block would have keys of all tokens and values of some."""
     run = run_of()
     run.cache.store((("", "key"),), features(0))
     run.cache.bounded = True
@@ -398,7 +398,7 @@ def test_it_is_not_given_up_while_a_merged_step_runs(monkeypatch: pytest.MonkeyP
 
 
 def test_a_refresh_that_another_node_skips_leaves_what_was_cached_and_the_next_evaluation_is_one() -> None:
-    """A step cache inside the model: the step is decided, and no block is called."""
+    """With a step cache inside the model, the mode is decided but no block is called."""
     run, x = run_of(), features(0)
     passed(x, at(run, 0, "cond"))
     for step in (3, 4):
@@ -417,7 +417,7 @@ def test_memory_is_told() -> None:
 
 
 def test_what_is_moved_on_stays_within_the_limits_of_half_precision() -> None:
-    """A token beyond them would be infinite, and no number where a later step takes it off again."""
+    """A token beyond the limits would be infinite, and NaN when a later step subtracts it."""
     run = run_of()
     plan = plan_for(features(0).half(), GRID, "scope", merging(run, 1, "a"))
     assert plan is not None

@@ -1,4 +1,4 @@
-"""From a table to a choice: against all choices there are, and against worked examples."""
+"""The choice from a table of errors, against all combinations and worked examples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Table = dict[Cell, list[Option]]
 
 @st.composite
 def tables(draw: st.DrawFn) -> Table:
-    """Small ones: up to four sites, up to three ratios each, in thousandths."""
+    """Draw small tables: up to four sites, up to three ratios each, in thousandths."""
     table = {}
     for site in range(draw(st.integers(1, 4))):
         savings = draw(st.lists(st.integers(1, 60), min_size=1, max_size=3, unique=True))
@@ -28,7 +28,7 @@ def tables(draw: st.DrawFn) -> Table:
 
 
 def every_choice(table: Table) -> list[Choice]:
-    """The oracle: all combinations."""
+    """Yield all combinations, as the oracle."""
     each = [(UNMERGED, *options) for options in table.values()]
     return [
         {cell: option for cell, option in zip(table, chosen, strict=True) if option is not UNMERGED}

@@ -1,4 +1,4 @@
-"""Every field: what is taken, what is refused, and that the refusal helps."""
+"""Every field: accepted values, refused values, and helpful errors."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_switches_are_true_or_false(name: str, value: Any) -> None:
     ],
 )
 def test_the_message_shows_the_value_as_it_was(name: str, value: float, shown: str) -> None:
-    """Rounded, it would say "ratio is 0.95. Allowed: 0 to 0.95"."""
+    """A rounded value would give "ratio is 0.95. Allowed: 0 to 0.95"."""
     assert f"{label(name)} is {shown}." in refused(name, value)
 
 

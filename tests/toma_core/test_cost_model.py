@@ -1,4 +1,4 @@
-"""Auto on described cards: what is merged at everyday sizes, and that more work never means less merging."""
+"""Auto on described cards: merged sizes, and monotony in the amount of work."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_every_shape_that_sdxl_was_trained_on_is_merged_on_an_h100(pixels: tuple
 
 
 def test_more_images_and_slower_formats_are_more_work() -> None:
-    """SDXL 512 on an H100: eight images of it are worth merging, and so is one in fp32."""
+    """SDXL 512 on an H100: eight images are worth merging, and so is one in fp32."""
     assert too_little(256, 1, 1280, torch.float16, H100, UNET_BLOCK, STACK) == WORK
     assert too_little(256, 8, 1280, torch.float16, H100, UNET_BLOCK, STACK) is None
     assert too_little(256, 1, 1280, torch.float32, H100, UNET_BLOCK, STACK) is None
@@ -100,7 +100,7 @@ def test_blocks_of_every_family_are_judged() -> None:
 
 
 def test_a_stack_of_one_block_is_a_block() -> None:
-    """SD1.5 at 584 x 584 on an H100: what merging adds to a block decides."""
+    """SD1.5 at 584 x 584 on an H100: the overhead of merging a block decides."""
     reasons = [too_little(73**2, 1, 320, torch.float16, H100, UNET_BLOCK, g) for g in (STACK, Granularity.BLOCK)]
     assert reasons == [None, WORK]
 
@@ -109,14 +109,14 @@ def test_a_stack_of_one_block_is_a_block() -> None:
 def test_stacks_are_merged_first(
     tokens: int, images: int, width: int, dtype: torch.dtype, card: Card | None, block: Block
 ) -> None:
-    """They add least: what is too little for a stack is too little for its blocks and modules."""
+    """Stacks add the least overhead: tokens that are too few for a stack are too few for its blocks and modules."""
     reasons = [too_little(tokens, images, width, dtype, card, block, g) for g in Granularity]
     assert all(reasons) or not too_little(tokens, images, width, dtype, card, block, STACK)
 
 
 @loop(("granularity", "merged"), [("stack", True), ("block", True), ("module", False)], ids=lambda v: str(v))
 def test_what_merging_adds_decides_too(granularity: str, merged: bool) -> None:
-    """SDXL 1024 on an H100: six operations more in each block of 20 are more than its coarser blocks bring."""
+    """SDXL 1024 on an H100: six more operations in each of 20 blocks exceed the gain at the coarser resolution."""
     reason = too_little(32**2, 1, 1280, torch.float16, H100, UNET_BLOCK, Granularity(granularity))
     assert reason == (None if merged else WORK)
 
@@ -125,14 +125,15 @@ def test_what_merging_adds_decides_too(granularity: str, merged: bool) -> None:
     ("card", "peak"), [(B200, 2382), (H100, 1070), (A100, 312), (RTX_5090, 209.5), (RTX_4090, 165.2), (RTX_3060, 25.5)]
 )
 def test_rates_follow_the_peaks_in_data_sheets(card: Card, peak: float) -> None:
-    """TFLOP/s in half precision with fp32 sums, at the clock that the driver tells."""
+    """TFLOP/s are in half precision with fp32 sums, at the driver's clock."""
     assert card.rate(torch.bfloat16) == card.rate(torch.float16)
     assert card.rate(torch.float16) / 1e12 == pytest.approx(cost_model.EFFICIENCY * peak, rel=0.01)
     assert card.rate(torch.float32) < card.rate(torch.float16)
 
 
 def test_cards_that_nobody_listed() -> None:
-    """Old ones have no tensor cores; others are like the last before them; GeForce sums in fp32 at half the rate."""
+    """Old cards have no tensor cores; new ones default to the last known generation; GeForce sums in fp32 at half the
+    rate."""
     clock = 2 * cost_model.CLOCK * cost_model.EFFICIENCY
     for capability, each in (((6, 1), 256), ((7, 5), 1024), ((8, 7), 1024), ((10, 3), 8192), ((13, 0), 1024)):
         assert Card("Quadro", capability, 2).rate(torch.float16) == clock * each

@@ -1,4 +1,4 @@
-"""A plan as something to draw, against the tokens it was made from."""
+"""The drawing of a plan, compared with its tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_map_shows_each_token_with_its_nearest_destination(content_independe
         for token in members[:count]:
             owner = drawn.owner[token].item()
             assert owner in here
-            # Where two are about as near, at sharpness 300 the token is a mix of both and either may be drawn.
+            # With two nearly equal similarities at sharpness 300 the token is a mix of both, and either may be drawn.
             assert unit[owner] @ unit[token] > max(unit[d] @ unit[token] for d in here) - 0.01
     assert drawn.owner[drawn.destinations].tolist() == destinations
 
@@ -46,7 +46,7 @@ def test_of_a_video_the_first_frame_is_drawn() -> None:
 
 
 def test_the_map_by_hand() -> None:
-    """2 x 2 tokens, two of a kind in each column: each column has one owner."""
+    """2 x 2 tokens, equal in each column: each column has one destination."""
     x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.01], [0.01, 1.0]]])
     drawn = draw_map(plan_of(x, (2, 2)))
     owner = drawn.owner.tolist()

@@ -1,4 +1,4 @@
-"""Merge and unmerge against dense N x D matrices written with loops, and what the weights must be."""
+"""Merge and unmerge against dense N x D matrices from loops, and properties of the weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plan_of(
 
 
 def dense(x: torch.Tensor, plan: MergePlan, sharpness: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(A, M) of one image, both (D, N), by loops over tokens and the destinations of their window, in double."""
+    """Return (A, M) of one image, both (D, N), by loops over tokens and the destinations of their window, in fp64."""
     destinations = plan.destinations[0].tolist()
     window_of = {t: w for w, n in enumerate(plan.windows.counts) for t in plan.windows.source[w, :n].tolist()}
     x = x[0].double()
@@ -103,7 +103,7 @@ def test_the_plan_says_what_it_keeps(height: int, width: int, ratio: float) -> N
 @grids
 @loop("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rows_sum_to_one(height: int, width: int, dtype: torch.dtype) -> None:
-    """In fp32; stored in the features' dtype, each of up to 16 weights is off by half a step of it."""
+    """This holds in fp32; in the features' dtype each of up to 16 weights is rounded by up to half a step."""
     x = features(1, 2, height * width, 6).to(dtype)
     plan = plan_of(x, height, width)
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
@@ -117,8 +117,8 @@ def test_rows_sum_to_one(height: int, width: int, dtype: torch.dtype) -> None:
 @loop("dtype", [torch.bfloat16, torch.float16], ids=str)
 @loop("sharpness", [300.0, 10_000.0])
 def test_weights_are_fp32_math_then_cast(dtype: torch.dtype, sharpness: float) -> None:
-    """Exactly the weights of the same features in fp32, rounded once: near cos = 1 the dtype's own steps are whole
-    logits."""
+    """They equal the fp32 weights of the same features, rounded once: near cos = 1 a step of the dtype is a full
+    logit."""
     x = (1 + 0.05 * features(2, 2, 117, 16)).to(dtype)
     low, high = plan_of(x, 13, 9, sharpness=sharpness), plan_of(x.float(), 13, 9, sharpness=sharpness)
     assert torch.equal(low.dest_slots, high.dest_slots)
@@ -133,7 +133,7 @@ def test_constant_tokens_stay_that_constant(height: int, width: int) -> None:
     plan = plan_of(x, height, width)
     torch.testing.assert_close(merge(x, plan), x[:, : plan.num_destinations])
     torch.testing.assert_close(unmerge(merge(x, plan), plan), x)
-    # So do constants under any other plan.
+    # Constants are preserved under any other plan.
     plan = plan_of(features(3, 2, height * width, 5), height, width)
     torch.testing.assert_close(merge(x, plan), x[:, : plan.num_destinations])
     torch.testing.assert_close(unmerge(merge(x, plan), plan), x)
@@ -170,7 +170,7 @@ SIDE_BY_SIDE = [(8, 8, 4), (12, 12, 6), (8, 16, 4), (6, 24, 6), (4, 16, 8)]
 def test_rows_of_windows_at_once_are_windows_one_by_one(
     height: int, width: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where few even windows stand side by side, one product with zeros between them does for a row."""
+    """For few equal windows side by side, one product with zeros between them computes a row."""
     x = features(13, 2, height * width, 6).to(dtype)
     plan = plan_of(x, height, width, size=size, ratio=0.25)
     out = features(14, 2, plan.num_destinations, 6).to(dtype)
@@ -195,7 +195,7 @@ def test_rows_of_windows_at_once_are_windows_one_by_one(
 
 
 def test_a_broken_token_stays_in_its_row_of_windows() -> None:
-    """NaN times the zeros between windows is NaN: a row of windows goes with it, other rows and images do not."""
+    """NaN times the zeros between windows is NaN: it spreads in a row of windows, but not to other rows and images."""
     x = features(16, 2, 64, 6)
     plan = plan_of(x, 8, 8, ratio=0.25)
     assert plan.strips is not None
@@ -233,7 +233,7 @@ def test_images_of_a_batch_do_not_meet(height: int, width: int) -> None:
 
 
 def test_a_stack_serves_the_same_images_several_times() -> None:
-    """Order of the batch: all images under cond, then all under uncond."""
+    """The batch has all images of cond, then all of uncond."""
     x, y = features(10, 2, 117, 6), features(11, 2, 117, 6)
     plan = plan_of(x, 13, 9)
     twice = stacked([plan, plan])
@@ -245,7 +245,7 @@ def test_a_stack_serves_the_same_images_several_times() -> None:
 
 @grids
 def test_memory_layout_does_not_matter(height: int, width: int) -> None:
-    """Blocks hand over transposed, sliced and expanded tensors."""
+    """Blocks pass transposed, sliced and expanded tensors."""
     x = features(12, 2, height * width, 6)
     plan = plan_of(x, height, width)
     transposed = x.transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The front door, on toy blocks whose right answer is worked out in the comment; and the core without ComfyUI."""
+"""The public interface, on toy blocks with results that are derived in comments; and the core without ComfyUI."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def obstacle(evaluation: Evaluation, x: torch.Tensor) -> Message | None:
 
 
 def toy() -> tuple[torch.Tensor, MergePlan]:
-    """A 1 x 4 grid in one window, half of it merged away, sharp weights: tokens (1, 0) and (3, 0) are of one
-    direction, (0, 2) and (0, 6) of the other. Two clusters, whose means are (2, 0) and (0, 4)."""
+    """Return a 1 x 4 grid in one window at ratio 0.5, with sharp weights: tokens (1, 0) and (3, 0) have one direction,
+    (0, 2) and (0, 6) the other. The means of the two clusters are (2, 0) and (0, 4)."""
     x = torch.tensor([[[1.0, 0.0], [3.0, 0.0], [0.0, 2.0], [0.0, 6.0]]])
     plan = plan_for(x, (1, 4), "toy", evaluation_of(min_tokens=4, sharpness=10_000.0, window_size=4))
     assert plan is not None
@@ -124,7 +124,7 @@ def test_auto_on_a_cpu_is_256_tokens(tokens: int, merges: bool) -> None:
 
 
 def test_auto_on_a_card_asks_for_enough_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """576 tokens of 64 channels are nothing to an H100; as many images of them are. A number is a number."""
+    """576 tokens of 64 channels cost an H100 too little; those of a large batch suffice. A number overrides Auto."""
     monkeypatch.setattr(cost_model, "card_of", lambda device: cost_model.Card("NVIDIA H100", (9, 0), 132, 1.98e9))
     few, many = (torch.randn(1, 576, 64).expand(images, -1, -1) for images in (1, 4096))
     assert plan_for(few, (24, 24), "toy", evaluation_of()) is None

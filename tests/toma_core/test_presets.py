@@ -1,4 +1,4 @@
-"""Presets, and what is set on top of one: what it comes to for a model, and what is refused."""
+"""Presets with overrides: the resulting config for a model, and refused values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles as text: they come back as they were, and what is no profile of this model is refused in words."""
+"""Profiles as text: they are read unchanged, and profiles of other models are refused with a reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def profile(**fields: Any) -> Profile:
 
 
 def told(**fields: Any) -> str:
-    """The text of a profile with some of its keys changed; None takes one away."""
+    """Return the text of a profile with some keys changed; None removes a key."""
     whole = {**json.loads(profile().text()), **fields}
     return json.dumps({key: value for key, value in whole.items() if value is not None})
 
@@ -52,7 +52,7 @@ def test_blocks_by_noise_level() -> None:
 
 
 def test_the_largest_there_is_stays_small() -> None:
-    """Twelve sites at three levels, of a model with long names."""
+    """It has twelve sites at three sigma ranges, of a model with long names."""
     homes = [f"output.{n}" for n in range(12)]
     kinds = ", ".join(f"{home} 10" for home in homes)
     model = f"unet with blocks {kinds} of width 320, 640, 1280, noise V_PREDICTION up to 15"

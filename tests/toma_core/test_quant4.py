@@ -1,4 +1,4 @@
-"""Tensors in four bits a number: near what they were, in the memory that is reckoned with."""
+"""Tensors with four bits per number: a small error, in the estimated memory."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_channels_in_no_groups_are_copied() -> None:
 
 @loop("dtype", DTYPES)
 def test_numbers_far_from_zero_beside_their_spread(dtype: torch.dtype) -> None:
-    """What rounds up beyond the last code is not that of its neighbour."""
+    """A value that rounds up beyond the last code does not change its neighbour's code."""
     for far in (50, 300):
         x = (far + torch.randn(1, 500, 128, generator=torch.Generator().manual_seed(0))).to(dtype)
         packed = quantize(x)

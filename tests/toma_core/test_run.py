@@ -1,4 +1,4 @@
-"""A run's plans: made when due, shared where they must be, gone at its end, and made without waiting for the device."""
+"""Plans of a run: made when due, shared, dropped at its end, and made without host syncs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_reweighed_plan_has_the_weights_of_the_new_tokens() -> None:
 
 @loop(("select", "weigh"), [(1, 1), (10, 5), (5, 10), (4, 3), (1000, 1000)])
 def test_how_often_over_a_run(select: int, weigh: int) -> None:
-    """20 steps: destinations are made ceil(20 / select) times, weights whenever either is due."""
+    """In 20 steps destinations are selected ceil(20 / select) times, and weights are made whenever either is due."""
     config = ToMAConfig(window_size=4, selection_interval=select, weight_interval=weigh)
     run = RunState(Schedule(config, tuple(float(20 - step) for step in range(20))))
     for sigma in range(20, 0, -1):
@@ -100,13 +100,13 @@ def test_what_plans_are_kept_apart_by() -> None:
     assert plans[3].merge_weights.dtype == torch.bfloat16
     assert plans[2].windows.height == 9
     assert plans[4].dest_slots.shape[0] == 2
-    # All of them are still there.
+    # All plans still exist.
     assert run.plan(x, GRID, "a", at(), (None,)) is plans[0]
     assert run.stats.selections == 6
 
 
 def test_plans_that_nobody_asks_for_again_are_dropped() -> None:
-    """Windows over a batch that move; the plan of a grid that is gone stays, to be drawn."""
+    """Windows over a batch move; the plan of an unused grid remains, for its drawing."""
     run, x = run_of(), features(0)
     run.plan(x, (9, 7), "a", at(), (None,))
     for selection in range(4):
@@ -122,7 +122,7 @@ def test_plans_that_nobody_asks_for_again_are_dropped() -> None:
 
 @loop("images", [1, 2, 3])
 def test_cond_and_uncond_share_one_plan(images: int) -> None:
-    """In one batch or in two calls, and in either order of asking: the plan of the first chunk asked about."""
+    """In one batch or in two calls, in either order: both use the plan of the first chunk."""
     cond, uncond = features(1, images), features(2, images)
     together, apart = run_of(), run_of()
     both = together.plan(torch.cat([cond, uncond]), GRID, "a", at(), (None, None))
@@ -138,7 +138,7 @@ def test_cond_and_uncond_share_one_plan(images: int) -> None:
 
 
 def test_areas_have_plans_of_their_own() -> None:
-    """A batch of chunks that show the parts l, r, l: as the three calls apart."""
+    """A batch of chunks of the parts l, r, l equals three separate calls."""
     left, right, other = features(1, 2), features(2, 2), features(3, 2)
     run, apart = run_of(), run_of()
     mixed = run.plan(torch.cat([left, right, other]), GRID, "a", at(), ("l", "r", "l"))
@@ -155,7 +155,7 @@ def test_areas_have_plans_of_their_own() -> None:
 
 
 def test_plans_of_several_areas_are_put_together_once() -> None:
-    """Not again for every block, and again when one of them has new weights."""
+    """They are stacked once for all blocks, and again when one of them has new weights."""
     run, x = run_of(), features(1, 3)
     plan_keys = ("l", "r", "l")
     first = run.plan(x, GRID, "a", at(), plan_keys)
@@ -251,7 +251,8 @@ def test_two_runs_share_nothing_that_changes() -> None:
 
 
 def test_draw_shows_the_plan_made_last() -> None:
-    """Of scopes a and b on one grid, a is selected again: its new destinations are drawn, not b's old ones."""
+    """Of scopes a and b on one grid, a is selected again, and its new destinations are drawn instead of b's old
+    ones."""
     run = run_of()
     for scope, seed, selection in (("a", 0, 0), ("b", 1, 0), ("a", 2, 1)):
         plan = run.plan(features(seed), GRID, scope, at(selection=selection), (None,))
@@ -262,7 +263,7 @@ def test_draw_shows_the_plan_made_last() -> None:
 
 
 def test_threads_of_one_run_get_good_plans() -> None:
-    """Several devices may share a run: who asks gets a plan equal to the one made alone, and no error."""
+    """Several devices may share a run: each thread gets a plan equal to that of a single thread, without an error."""
     run, alone = run_of(), run_of()
     wanted = {scope: alone.plan(features(scope), GRID, scope, at(), (None,)) for scope in range(8)}
     start, failures = threading.Barrier(4), []
@@ -330,7 +331,7 @@ def test_the_trap_snaps(wait: Any) -> None:
 def test_planning_and_merging_never_wait_for_the_device(
     grid: tuple[int, int], similarity_from: str, content_independent: str
 ) -> None:
-    """The layouts of a grid are made before sampling gets going; from then on nothing waits, at any age of a plan."""
+    """The layouts of a grid are made before sampling; afterwards nothing synchronises, at any age of a plan."""
     run = run_of(similarity_from=similarity_from)
     x, picture = features(0, 2, grid), torch.randn(2, 3, 2 * grid[0], 2 * grid[1])
     for selection in range(2):
@@ -352,7 +353,7 @@ def test_planning_and_merging_never_wait_for_the_device(
 def test_planning_and_merging_need_no_values(
     grid: tuple[int, int], similarity_from: str, content_independent: str
 ) -> None:
-    """On the meta device, where tensors have no values: to read one, in whatever way, is an error."""
+    """Tensors of the meta device have no values: any read raises an error."""
     run = run_of(similarity_from=similarity_from)
     x = torch.empty(4, grid[0] * grid[1], 6, dtype=torch.bfloat16, device="meta")
     with pytest.raises(RuntimeError, match="meta"):
@@ -382,7 +383,7 @@ def test_planning_and_merging_never_wait_for_a_real_device() -> None:
 
 
 def test_blocks_of_several_ratios_keep_their_plans() -> None:
-    """Within an evaluation and into the next; where one ratio changes the others' plans stay."""
+    """Plans are shared within an evaluation and with the next; if one ratio changes, the others' plans remain."""
     run, x = run_of(), features(0)
 
     def decided(selection: int = 0, **ratios: float) -> StepPlan:

@@ -1,4 +1,4 @@
-"""The clock: which step a noise level is, whether to merge there, how much, and how old a plan may be."""
+"""The schedule: the step of a sigma, whether and how much to merge, and the age of a plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toma_core.presets import Settings
 from toma_core.reasons import Reason
 from toma_core.schedule import Schedule, StepMode, StepPlan
 
-# Four steps of an SDXL-like schedule; a sampler also gets the final 0.
+# Four steps of an SDXL-like schedule; samplers also have the final 0.
 SIGMAS = (14.6, 5.0, 2.0, 0.5)
 
 
@@ -30,7 +30,7 @@ def between(a: float, b: float) -> float:
     ("calls", "steps"),
     [
         pytest.param(SIGMAS, [0, 1, 2, 3], id="euler"),
-        # A step and its look-ahead at the next level; the last step goes to 0 without one.
+        # A step and its look-ahead at the next sigma; the last step goes to 0 without one.
         pytest.param((14.6, 5.0, 5.0, 2.0, 2.0, 0.5, 0.5), [0, 1, 1, 2, 2, 3, 3], id="heun"),
         # A step and a midpoint below it.
         pytest.param(
@@ -50,7 +50,7 @@ def test_steps_of_samplers(calls: tuple[float, ...], steps: list[int]) -> None:
 
 @loop("direction", [-1, 1])
 def test_levels_survive_a_trip_through_fp32(direction: int) -> None:
-    """A level that comes back one fp32 step higher or lower is still that step's."""
+    """A sigma that is one fp32 step higher or lower still has its step."""
     schedule = Schedule(ToMAConfig(), SIGMAS)
     for step, sigma in enumerate(SIGMAS):
         neighbour = torch.nextafter(torch.tensor(sigma), torch.tensor(direction * math.inf)).item()
@@ -59,7 +59,7 @@ def test_levels_survive_a_trip_through_fp32(direction: int) -> None:
 
 
 def test_steps_of_a_schedule_from_low_to_high() -> None:
-    """Unsampling: the first step is the first one that runs, and whole steps are counted from there."""
+    """In unsampling the first step is the first one that runs, and the interval starts there."""
     schedule = Schedule(ToMAConfig(full_step_interval=3), SIGMAS[::-1])
     assert [schedule.step_at(sigma) for sigma in (0.5, between(0.5, 2.0), 2.0, 5.0, 14.6, 20.0)] == [0, 0, 1, 2, 3, 3]
     assert [schedule.decide(sigma).merged_ratio for sigma in SIGMAS[::-1]] == [0.0, 0.5, 0.5, 0.0]
@@ -81,7 +81,7 @@ def test_steps_never_leave_the_schedule_or_run_back(levels: list[float], calls: 
 
 
 def test_active_from_start_to_just_before_end() -> None:
-    """The start level belongs to the range, the end level does not: two runs that split a schedule do not overlap."""
+    """The range includes its start sigma but not its end sigma: two runs that split a schedule do not overlap."""
     schedule = Schedule(ToMAConfig(), SIGMAS, sigma_start=5.0, sigma_end=0.5)
     assert [schedule.in_range(sigma) for sigma in SIGMAS] == [False, True, True, False]
     assert [schedule.decide(sigma).ratio for sigma in SIGMAS] == [0.0, 0.5, 0.5, 0.0]
@@ -90,7 +90,7 @@ def test_active_from_start_to_just_before_end() -> None:
 
 
 def test_active_everywhere_by_default() -> None:
-    """ComfyUI's percent_to_sigma(0) is 999999999.9 for SDXL, but 1.0 for Flux, whose first level is 1.0 as well."""
+    """ComfyUI's percent_to_sigma(0) is 999999999.9 for SDXL, but 1.0 for Flux, whose first sigma is 1.0 too."""
     schedule = Schedule(ToMAConfig(), SIGMAS)
     assert [schedule.decide(sigma).ratio for sigma in (1e12, *SIGMAS, 0.0)] == [0.5] * 6
     assert schedule.span == (0, 3)
@@ -118,7 +118,7 @@ def test_whole_steps_in_between() -> None:
 
 
 def test_last_step_is_whole_if_the_picture_is_finished() -> None:
-    """Wherever the count and the range are; but not where every step is merged."""
+    """This holds for any interval and range, except if every step is merged."""
     for config in (ToMAConfig(full_step_interval=4, granularity=Granularity.MODULE), ToMAConfig(full_step_interval=4)):
         whole = [step for step, d in enumerate(ten_steps(config, finishes=True)) if not d.merged_ratio]
         assert whole == [0, 4, 8, 9]
@@ -134,7 +134,7 @@ LTX = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
 
 @loop(("every", "full"), [(4, [0, 6, 7]), (2, [0, 4, 5, 6, 7])])
 def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[int]) -> None:
-    """As many as elsewhere; caches last until then."""
+    """Their number is unchanged; caches last until then."""
     config = ToMAConfig(full_step_interval=every)
 
     def full_steps(sigmas: tuple[float, ...], **given: Any) -> list[int]:
@@ -153,7 +153,7 @@ def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[
 
 
 def test_whole_steps_keep_detail_if_it_is_reused() -> None:
-    """The same steps run whole, with the ratio that their plans are made for."""
+    """The same steps are full, with the ratio of their plans."""
     settings: dict[str, Any] = {"ratio": 0.75, "full_step_interval": 3}
     plain = ten_steps(ToMAConfig(**settings, granularity=Granularity.MODULE), sigma_end=2.0)
     reused = ten_steps(ToMAConfig(**settings), sigma_end=2.0)
@@ -164,7 +164,7 @@ def test_whole_steps_keep_detail_if_it_is_reused() -> None:
 
 
 def test_whole_steps_need_a_schedule() -> None:
-    """Without one every evaluation is step 0, and would run whole."""
+    """Without one every evaluation is step 0 and would be full."""
     for config in (ToMAConfig(full_step_interval=2, granularity=Granularity.MODULE), ToMAConfig(full_step_interval=2)):
         mode = StepMode.MERGED_CACHED if config.uses_cache else StepMode.MERGED
         assert Schedule(config).decide(1.0) == StepPlan(0, mode, 0.5, 0, 0)
@@ -222,7 +222,7 @@ def profiled(config: ToMAConfig, *ratio_schedule: tuple[float, dict[str, float]]
 
 
 def test_blocks_have_ratios_by_noise_level() -> None:
-    """Levels above 6.5: steps 0 to 3."""
+    """Sigmas above 6.5 are steps 0 to 3."""
     decisions = profiled(ToMAConfig(), (6.5, {"a": 0.75, "b": 0.25}), (0.0, {"a": 0.5}))
     assert [d.ratio for d in decisions] == [0.75] * 4 + [0.5] * 6
     assert [d.of("a").ratio for d in decisions] == [0.75] * 4 + [0.5] * 6
@@ -243,8 +243,8 @@ def test_one_ratio_everywhere_decides_as_the_setting_does() -> None:
 
 
 def test_blocks_keep_their_ratio_from_one_whole_step_to_the_next() -> None:
-    """Steps 0, 3, 6, 9 are whole. The band changes between 9 and 8, within the first three: what was kept at its
-    beginning is for the ratio of its first merged step."""
+    """Steps 0, 3, 6, 9 are full. The sigma range changes between 9 and 8, within the first interval, whose cache has
+    the ratio of its first merged step."""
     config = ToMAConfig(full_step_interval=3)
     decisions = profiled(config, (7.5, {"a": 0.75}), (3.5, {"a": 0.25}), (0.0, {"b": 0.5}))
     assert [d.of("a").ratio for d in decisions] == [0.75] * 3 + [0.25] * 3 + [0.0] * 4
@@ -259,7 +259,7 @@ def test_a_level_where_all_is_whole() -> None:
 
 
 def test_every_ratio_has_a_kind() -> None:
-    """So that no kernel is made later in a run."""
+    """Otherwise a kernel would be compiled later in a run."""
     ratio_schedule = ((6.5, {"a": 0.75, "b": 0.25, "c": 0.0}), (0.0, {"a": 0.5}))
     config = ToMAConfig(selection_interval=1)
     kinds = Schedule(config, tuple(float(10 - step) for step in range(10)), ratio_schedule=ratio_schedule).kinds
@@ -309,8 +309,8 @@ def test_too_few_steps_are_the_reason_where_every_step_is_full(steps: int, setti
 def test_the_last_of_two_steps_that_go_on_from_another_run_is_merged(
     sigmas: tuple[float, ...], every: int, looks: bool, continues_run: bool, merged: list[int]
 ) -> None:
-    """Else nothing would be in half of a run of four; `quality`, every second in full, has it in full, and so have
-    blocks that do not look at all tokens."""
+    """Otherwise half of a run of four steps would have no merged step; with `quality`, where every second step is full,
+    it is full, and so it is for blocks without a KV cache."""
     config = ToMAConfig(full_step_interval=every, kv_cache=looks)
     schedule = Schedule(config, sigmas, finishes=True, continues_run=continues_run)
     assert [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio] == merged

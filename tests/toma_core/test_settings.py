@@ -1,4 +1,4 @@
-"""A field of any settings: how it is offered, what is taken, and how a value is written in a refusal."""
+"""A field of any settings: its widget, accepted values, and the value in an error."""
 
 from __future__ import annotations
 

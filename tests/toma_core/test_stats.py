@@ -1,4 +1,4 @@
-"""What a run tells: counts that are right, one line for the log, and lines for a reader."""
+"""The stats of a run: correct counts, one line for the log, and lines for readers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toma_core.stats import Line, RunStats
 
 
 def stats_of_a_run() -> RunStats:
-    """Four of six steps merged, 64x64 and 32x32 tokens, one block whole and one only in part."""
+    """Return stats of six steps, four merged, with 64x64 and 32x32 tokens, one unmerged and one partly merged block."""
     stats = RunStats(total_steps=6)
     for step, ratio in enumerate((0.0, 0.5, 0.5, 0.0, 0.25, 0.25)):
         stats.count_evaluation(step, ratio)

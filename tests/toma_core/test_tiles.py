@@ -1,4 +1,4 @@
-"""Images that show the same are found by their numbers, in one call and in later ones, without a wait."""
+"""Equal images are found by fingerprints, in one call and in later ones, without host syncs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_later_call_takes_over_what_shows_the_same_in_whatever_place() -> None
 
 
 def test_all_earlier_calls_are_looked_through() -> None:
-    """Tiles that come in another order for another condition."""
+    """Tiles are in another order for another condition."""
     run, x, later = run_of(), tokens(1, 2, 3), tokens(4, 5, 6)
     earlier = tuple(TileBatch(drawn(seed)) for seed in (7, 8, 9))
     for place, piece in enumerate(earlier[:2]):
@@ -116,7 +116,7 @@ def test_a_single_number_tells_two_images_apart() -> None:
 
 
 def test_nothing_is_read_from_the_device() -> None:
-    """Where tensors have no values."""
+    """Tensors have no values."""
     run, x = run_of(), torch.empty(2, 32, 5, device="meta")
     earlier = TileBatch(torch.empty(2, 4, 6, 6, device="meta"))
     planned(run, x, earlier)
@@ -132,7 +132,8 @@ def test_nothing_is_read_from_the_device() -> None:
 @loop("place", [0, 1])
 @loop("share", [0.3, 2.0])
 def test_latents_that_take_turns_are_noticed(kind: str, place: int, share: float) -> None:
-    """Those of one kind of evaluation at one place of a run; what a sampler adds to a latent is no other picture."""
+    """Latents alternate in one kind of evaluation at one step; a sampler's change of a latent is not another
+    picture."""
     turns, latent = Turns(), drawn(1)
     turns.note(0, "cond", latent)
     turns.note(place, kind, latent + share * drawn(2))

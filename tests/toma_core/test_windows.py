@@ -84,7 +84,7 @@ def test_cuts_are_even(length: int, size: int) -> None:
 
 
 def test_cuts_of_an_everyday_grid() -> None:
-    """52 rows at size 8: seven windows, 52 = 3 * 8 + 4 * 7."""
+    """52 rows at size 8 have seven windows, 52 = 3 * 8 + 4 * 7."""
     rows, columns = make_windows(52, 76, WindowShape.TILE, 8).cuts
     pieces = [b - a for a, b in itertools.pairwise(rows)]
     assert (sorted(pieces), len(columns) - 1) == ([7, 7, 7, 7, 8, 8, 8], 10)
@@ -123,7 +123,7 @@ def test_an_empty_grid_is_refused(height: int, width: int) -> None:
 
 
 def test_layouts_made_in_inference_mode_serve_training_later() -> None:
-    """ComfyUI samples in inference mode and trains outside of it, in one process; layouts are kept between the two."""
+    """ComfyUI samples in inference mode and trains outside of it, in one process; layouts are cached across both."""
     grid = (11, 23)
     with torch.inference_mode():
         budget = make_budget(make_windows(*grid, WindowShape.TILE, 4).counts, 0.41)
@@ -154,7 +154,7 @@ def test_windows_of_a_video_are_those_of_each_frame(height: int, width: int, shi
 
 @loop("ratio", [0.0, 0.33, 0.5, 0.9])
 def test_frames_keep_as_many_tokens_each(ratio: float) -> None:
-    """Also where a remainder has to go somewhere."""
+    """This holds with a remainder too."""
     counts = make_windows(13, 9, WindowShape.TILE, 4).counts
     one, budget = make_budget(counts, ratio), make_budget(counts * 3, ratio, 3)
     assert budget.counts == one.counts * 3
@@ -176,7 +176,7 @@ def check_budget(counts: tuple[int, ...], ratio: float) -> Budget:
     if not any(floored):
         assert budget.total == wanted
     elif budget.total > wanted:
-        # The excess is what the floors took beyond all that could be given back by rounding the others down.
+        # The excess: the minimum of one per window exceeds the total after all others are rounded down.
         assert all(kept == max(1, int(share)) for kept, share in zip(budget.counts, shares, strict=True))
     return budget
 
@@ -266,7 +266,7 @@ def test_a_padded_window_merges_as_if_alone(ratio: float) -> None:
 
 
 def test_poisoned_padding_weights_nothing() -> None:
-    """What a padding slot or an unused destination holds has weight zero, and the joins drop it."""
+    """Padding slots and unused destinations have weight zero, and joins drop them."""
     windows = make_windows(5, 7, WindowShape.TILE, 4)
     budget = make_budget(windows.counts, 0.5)
     assert windows.valid is not None

@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class Case:
-    """Tokens on a grid, and how it is cut and merged."""
+    """Tokens on a grid, its windows and its budget."""
 
     height: int
     width: int
@@ -40,14 +40,14 @@ class Case:
         return f"{name}-B{self.batch}-{dtype}" + ("-adaptive" if self.adaptive else "")
 
     def tokens(self, seed: int = 0) -> Tensor:
-        """Smooth features with noise: neighbours are alike, as in a picture. (B, N, C)"""
+        """Return smooth features with noise, as of a picture: (B, N, C)."""
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(self.batch, self.channels, self.height, self.width, generator=generator)
         x = torch.nn.functional.avg_pool2d(x, 3, 1, 1) + 0.1 * x
         return x.flatten(2).transpose(1, 2).contiguous().to(DEVICE, self.dtype)
 
     def layout(self) -> tuple[Windows, Budget]:
-        """adaptive: with a budget that follows a picture which is flat on one side."""
+        """Return windows and budget. adaptive: a budget that follows a picture which is flat on one side."""
         device = torch.device(DEVICE)
         windows = make_windows(self.height, self.width, self.kind, self.size).to(device)
         budget = make_budget(windows.counts, self.ratio).to(device)
@@ -59,17 +59,17 @@ class Case:
 
 
 def kept_of(budget: Budget, images: int) -> list[list[int]]:
-    """How many destinations each window of each image keeps."""
+    """Return the number of destinations of each window of each image."""
     return budget.valid.sum(-1).tolist() if budget.adaptive else [list(budget.counts)] * images
 
 
 def each(*cases: Case) -> Any:
-    """Parametrize a test by cases, named by what they are."""
+    """Parametrize a test by cases, named by their values."""
     return pytest.mark.parametrize("case", cases, ids=str)
 
 
 def printed(source: str, folder: Path, *arguments: str) -> str:
-    """What a program prints, in a process of its own that compiles."""
+    """Return the output of a program in a separate process, in which Triton compiles."""
     pytest.importorskip("triton.backends.nvidia.compiler")
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(folder)}
     program = folder / "program.py"

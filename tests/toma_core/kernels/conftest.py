@@ -1,4 +1,4 @@
-"""Kernels run for real where there is a CUDA device, and in Triton's interpreter (see tests/conftest.py) elsewhere."""
+"""Kernels run on a CUDA device if there is one, otherwise in Triton's interpreter (see tests/conftest.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton has no build for this system")
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel does not write shows: fresh memory holds NaN, and indices far outside of any tensor."""
+    """Fill fresh memory with NaN and out-of-range indices, so that values that a kernel does not write are noticed."""
     empty = torch.empty
 
     def poisoned_empty(*args: Any, **kwargs: Any) -> Tensor:
@@ -30,7 +30,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """The interpreter works on small arrays."""
+    """Run on one thread, because the interpreter works on small arrays."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""The greedy search as one reads it in a textbook: plain loops over one window, the oracle of the fast versions."""
+"""The greedy search in plain loops over one window, the oracle of the fast versions."""
 
 from __future__ import annotations
 

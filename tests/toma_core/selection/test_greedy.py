@@ -1,6 +1,6 @@
 """Greedy facility location against the textbook loops, brute force and apricot-select.
 
-Outside libraries break ties as they like, so with them values are compared; dest_slots with our own loops.
+Other libraries break ties differently, so only their values are compared; dest_slots are compared with the loops.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_as_good_as_the_loops(slots: int, groups: int) -> None:
 
 
 def test_the_very_picks_where_they_are_unique() -> None:
-    """S_ij not symmetric and with distinct sums: no two gains are equal, so there is one right order."""
+    """S_ij is not symmetric and has distinct sums: no two gains are equal, so the order is unique."""
     S = torch.rand(4, 13, 13, generator=torch.Generator().manual_seed(3)) * 2 - 1
     order = greedy_facility_location(S, None, 8)
     assert order.tolist() == [naive_greedy(S[g], 8) for g in range(4)]
@@ -55,7 +55,7 @@ def test_padding_is_never_picked_and_never_counts(seed: int, slots: int, dest_sl
     assert torch.equal(
         greedy_facility_location(padded, valid, dest_slots), greedy_facility_location(S, None, dest_slots)
     )
-    # Asked for more than there is, it repeats valid dest_slots.
+    # A budget above the number of tokens repeats valid dest_slots.
     every = greedy_facility_location(padded, valid, slots + padding)
     assert every.max() < slots
     assert all(len(set(row[:slots])) == slots for row in every.tolist())
@@ -140,7 +140,7 @@ def test_ties_go_to_the_lowest_slot() -> None:
 
 
 def test_nearly_equal_gains_are_ties() -> None:
-    """Two pairs and what each gains: the lower slot wins unless the higher one gains more than its place costs."""
+    """Of two pairs the lower slot wins unless the higher one gains more than the tie step of its slot."""
     S = torch.eye(4)
     S[0, 2] = S[2, 0] = 0.5
     for more, order in ((0.0, [0, 1]), (1e-6, [0, 1]), (1e-3, [1, 0])):
@@ -155,7 +155,7 @@ def test_a_place_costs_less_in_a_large_window() -> None:
 
 
 def smooth(seed: int, windows: int, side: int, channels: int = 16) -> torch.Tensor:
-    """Neighbours are alike, as in a picture. (windows, side * side, channels)"""
+    """Return tokens whose neighbours are similar, as in a picture: (windows, side * side, channels)."""
     x = features(seed, windows, channels, side, side)
     x = torch.nn.functional.avg_pool2d(x, 3, 1, 1) + 0.1 * x
     return x.flatten(2).transpose(1, 2).contiguous()
@@ -180,8 +180,8 @@ def leads(x: torch.Tensor, dest_slots: int, step: float) -> tuple[torch.Tensor, 
 
 @loop(("side", "dest_slots"), [(5, 12), (8, 32), (8, 48), (16, 128)])
 def test_ties_fall_by_place_whatever_rounds(side: int, dest_slots: int) -> None:
-    """Late in a search two tokens that help only each other tie up to rounding, in nearly every window. The same slots
-    for features as another batch or kernel would round them, for a window alone, and on any number of threads."""
+    """Late in a search, two tokens that help only each other tie up to rounding in nearly every window. Slots are the
+    same for features with another batch's or kernel's rounding, for a single window, and on any number of threads."""
     x = smooth(3, 8, side)
     order, won = leads(x, dest_slots, tie_step(side * side))
     assert won.min() > 2e-6, "these features leave a tie that is none of two mutual neighbours: take others"
@@ -226,7 +226,7 @@ def test_a_zero_token_among_others_does_no_harm() -> None:
 
 @loop("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_any_feature_dtype(dtype: torch.dtype) -> None:
-    """Rounding to the dtype happens before, not inside: the dest_slots are as good as those of the rounded features."""
+    """Only the features are rounded, not the search: dest_slots have the objective of those of the rounded features."""
     x = features(1, 2, 16, 8).to(dtype)
     S, exact = cosine_similarity(x), cosine_similarity(x.double().float())
     value = facility_location(exact, greedy_facility_location(S, None, 6))

@@ -47,7 +47,7 @@ def test_value_by_hand() -> None:
     S = cosine_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]]))
     assert facility_location(S, torch.tensor([[0]])).item() == pytest.approx(3)
     assert facility_location(S, torch.tensor([[0, 1]])).item() == pytest.approx(5)
-    # As padding, the last token adds nothing.
+    # The last token as padding adds nothing.
     valid = torch.tensor([[True, True, False]])
     assert facility_location(S, torch.tensor([[0, 1]]), valid).item() == pytest.approx(4)
 
@@ -81,7 +81,7 @@ def test_monotone_and_submodular(seed: int, slots: int, data: st.DataObject) -> 
 
 
 def test_apricot_sees_the_same_value() -> None:
-    """Its gains on 1 + S add up to our value of its ranking."""
+    """apricot's gains on 1 + S add up to the objective of its ranking."""
     S = similarity_of(0, 1, 30, 16)
     outside = FacilityLocationSelection(11, metric="precomputed", optimizer="naive")
     outside.fit((1 + S[0]).double().numpy())
@@ -90,7 +90,7 @@ def test_apricot_sees_the_same_value() -> None:
 
 
 def test_the_brute_force_is_brute() -> None:
-    """Two tight pairs: the best two destinations are one of each, 2 + 1.8 + 2 + 1.8."""
+    """Of two tight pairs the best two destinations are one of each, 2 + 1.8 + 2 + 1.8."""
     S = torch.tensor([[1.0, 0.8, 0.0, 0.0], [0.8, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.8], [0.0, 0.0, 0.8, 1.0]])
     assert best_value(S, 2) == pytest.approx(7.6)
     assert naive_value(S, [0, 1]) == pytest.approx(6.0)
@@ -99,7 +99,7 @@ def test_the_brute_force_is_brute() -> None:
 
 @loop("most", [1, 100, 10**9])
 def test_windows_may_come_in_parts(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 7 windows of 2 images, some at a time: at most so many numbers, unless one window has more."""
+    """7 windows of 2 images are processed in parts of a maximum number of elements, unless one window has more."""
     x, dest_slots = torch.randn(2, 7, 9, 5), torch.randint(9, (2, 7, 4))
     seen = []
 

@@ -1,6 +1,6 @@
-"""Which binaries a run makes, and when: none after its first plan.
+"""The binaries of a run, none of which is compiled after its first plan.
 
-Compiled for a GPU that is not there, in a process of its own: this one runs kernels in the interpreter.
+Triton compiles for a simulated GPU in a separate process, because this one runs kernels in the interpreter.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ print(json.dumps(counts))
 
 
 def test_no_kernel_is_made_after_the_first_plan(tmp_path: Path) -> None:
-    """Shifted windows come at the second selection, detail reuse at merged steps."""
+    """Shifted windows first occur at the second selection, the residual cache at merged steps."""
     counts = json.loads(printed(PROGRAM, tmp_path))
     for name, steps in counts.items():
         assert len(set(steps)) == 1, (name, steps)

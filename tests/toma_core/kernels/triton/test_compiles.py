@@ -104,7 +104,8 @@ print(json.dumps(found))
 
 
 def test_weights_are_read_16_bytes_at_a_time(tmp_path: Path) -> None:
-    """Of windows of 56 tokens that keep 28, two bytes at a time where their rows lie close, also for a batch."""
+    """This holds for windows of 56 tokens with 28 destinations; dense rows are read two bytes at a time, also for a
+    batch."""
     close, apart = json.loads(printed(WEIGHTS, tmp_path))
     assert min(close) > 0
     assert apart == [0, 0]

@@ -1,4 +1,4 @@
-"""Which kernels a run uses, why, and that a run on kernels does what a run without them does."""
+"""The kernels that a run uses and why, and that its results equal those without kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def evaluation(given: Choice | None = None, **settings: Any) -> Evaluation:
 
 
 def on(kernels: Any, **settings: Any) -> Evaluation:
-    """With these kernels, or none, whatever the device."""
+    """Use these kernels, or none, on any device."""
     return evaluation(Choice(kernels, None if kernels else NoTriton.NO_CUDA()), **settings)
 
 
@@ -40,7 +40,7 @@ def plan_of(x: torch.Tensor, where: Evaluation, scope: str = "a") -> MergePlan:
 
 
 def test_unasked(kernels: Any) -> None:
-    """Real kernels on a GPU; PyTorch on a CPU, even where Triton's interpreter stands ready."""
+    """The default is real kernels on a GPU and PyTorch on a CPU, even if Triton's interpreter is available."""
     where = evaluation()
     plan = plan_of(CASE.tokens(), where)
     assert (plan.kernels is None) == (DEVICE == "cpu")
@@ -75,7 +75,7 @@ def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     ids=["dtype", "window"],
 )
 def test_what_kernels_cannot_do(case: Case, reason: Message, kernels: Any) -> None:
-    """Said in words."""
+    """Each limit has a readable reason."""
     choice = Dispatch().choose(case.tokens(), *case.layout())
     assert choice.kernels is None
     assert choice.reason == (reason if DEVICE == "cuda" else NoTriton.NO_CUDA())
@@ -87,13 +87,13 @@ def test_other_devices() -> None:
 
 
 def on_a_gpu(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Tokens that are said to be on a GPU, and have no values."""
+    """Return tokens without values that claim to be on a GPU."""
     with FakeTensorMode():
         return torch.empty(1, 60, 24, dtype=dtype, device="cuda")
 
 
 def test_what_is_found_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of asking; without one, what a GPU would be told is read from tokens without values."""
+    """Checks are in order of precedence; without a GPU, tokens without values stand for it."""
     assert Dispatch().choose(on_a_gpu(torch.float64), *CASE.layout()).reason == NoTriton.DTYPE(dtype="float64")
     if DEVICE == "cpu":
         assert Dispatch().choose(on_a_gpu(), *CASE.layout()).reason == NoTriton.FAILED(error="TRITON_INTERPRET=1")
@@ -109,7 +109,7 @@ def test_what_is_found_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestFirstUse:
-    """A GPU that seems fine, until the first kernel is compiled."""
+    """A GPU on which the first kernel fails to compile."""
 
     @pytest.fixture(autouse=True)
     def seems_fine(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ class TestFirstUse:
 
     @pytest.mark.parametrize("fails", [True, False, None])
     def test_packing_falls_back(self, fails: bool | None, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where it fails or is off; and is the kernels' own elsewhere."""
+        """PyTorch packs if the kernel fails or is off, otherwise the kernel does."""
         x, used = torch.randn(1, 70, 64).to(DEVICE), []
         own = type(kernels).quantize
 
@@ -176,7 +176,8 @@ class TestFirstUse:
     def test_all_that_a_run_will_need_is_tried_at_its_first_plan(
         self, kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Moved windows, other ratios, weights alone, detail: and once in a process. It is said before, once."""
+        """This includes shifted windows, other ratios, weights only and the residual cache, once per process, and is
+        logged once before."""
         made = []
         for name in ("select_weigh", "weigh", "merge", "unmerge_residual"):
             method = getattr(type(kernels), name)
@@ -209,7 +210,8 @@ class TestFirstUse:
 
 @pytest.mark.parametrize("content_independent", ["", "several devices"])
 def test_a_run_on_kernels_equals_one_without(content_independent: str, kernels: Any) -> None:
-    """Selected, then weighed anew from other tokens: the block's result as in plain PyTorch."""
+    """Destinations are selected, then weighed again from other tokens: the block's result equals that of plain
+    PyTorch."""
     fast, plain = (on(used, sharpness=30.0) for used in (kernels, None))
     for seed, weighing in ((0, 0), (1, 1)):
         x = CASE.tokens(seed)
@@ -249,7 +251,7 @@ def test_gradients_go_through_plain_pytorch(kernels: Any) -> None:
 
 
 def test_other_dtypes_than_the_plans_go_through_plain_pytorch(kernels: Any) -> None:
-    """As without kernels: PyTorch's own error, not a product of mixed dtypes."""
+    """PyTorch raises its own error, as without kernels, instead of computing mixed dtypes."""
     plan = plan_of(CASE.tokens(), on(kernels))
     with pytest.raises(RuntimeError, match="same dtype"):
         reduce(CASE.tokens().half(), plan)

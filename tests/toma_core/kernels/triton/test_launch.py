@@ -1,6 +1,6 @@
-"""A launch that was prepared calls the binary that Triton itself would find, whatever comes.
+"""A prepared launch calls the binary that Triton itself would find, for any arguments.
 
-Compiled for a GPU that is not there, in a process of its own: this one runs kernels in the interpreter.
+Triton compiles for a simulated GPU in a separate process, because this one runs kernels in the interpreter.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ CASES = (
 
 
 def random_plan(case: Case) -> MergePlan:
-    """Weights that a plan may have, not those of these tokens: zero in padding and in unused places."""
+    """Make a plan with random weights, zero in padding and in unused slots."""
     windows, budget = case.layout()
     generator = torch.Generator().manual_seed(7)
     shape = (case.batch, len(windows.counts), budget.slots, windows.slots)
@@ -62,7 +62,7 @@ def in_double(plan: MergePlan) -> MergePlan:
 
 
 def check(actual: Tensor, expected: Tensor, dtype: torch.dtype, roundings: int = 1) -> None:
-    """Sums are fp32: what is left is one rounding of the result for each time it is stored in its dtype."""
+    """Check the result: sums are fp32, so the error is one rounding for each store in the dtype."""
     assert actual.dtype == dtype
     assert actual.is_contiguous()
     atol = roundings * {FULL: 2e-6, HALF: 1e-3, BRAIN: 8e-3}[dtype]
@@ -110,7 +110,7 @@ def test_a_block_that_adds_nothing_changes_nothing(case: Case, kernels: Any) -> 
 
 @each(Case(5, 7, 4, 0.5, 40, HALF, batch=2))
 def test_any_strides(case: Case, kernels: Any) -> None:
-    """Parts of longer sequences, as in Flux, and channels that are not next to each other."""
+    """Tokens are parts of longer sequences, as in Flux, or have strided channels."""
     plan, x = random_plan(case), case.tokens()
     layout = plan.windows, plan.budget
     out, reduced = normal(case, plan.num_destinations, 1), normal(case, plan.num_destinations, 2)
@@ -144,7 +144,7 @@ def test_one_plan_for_a_batch(case: Case, kernels: Any) -> None:
 
 @each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
 def test_refused(case: Case, kernels: Any) -> None:
-    """Sizes that would read past a tensor."""
+    """Sizes that would read past a tensor are refused."""
     plan, x = random_plan(case), case.tokens()
     out = normal(case, plan.num_destinations, 1)
     with pytest.raises(ValueError, match="does not fit a batch of 3"):
@@ -181,7 +181,7 @@ def test_full_size(case: Case, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 24, HALF), Case(13, 19, 8, 0.5, 24, FULL, adaptive=True), Case(16, 16, 8, 0.5, 40, FULL))
 def test_one_image_several_times_is_no_copy(case: Case, kernels: Any) -> None:
-    """As cond and uncond: what kernels read for each is the one plan, and comes to what copies of it come to."""
+    """As for cond and uncond, kernels read one plan for every copy, and the result equals that of copied plans."""
     plan = replace(random_plan(case), kernels=kernels)
     many, copied = stacked([plan] * 3), stacked([replace(plan) for _ in range(3)])
     x, out = normal(replace(case, batch=3), plan.tokens, 0), normal(replace(case, batch=3), plan.num_destinations, 1)
@@ -203,10 +203,10 @@ def test_one_image_several_times_is_no_copy(case: Case, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 8, FULL, batch=2, adaptive=True))
 def test_budgets_of_their_own_share_launches(case: Case, kernels: Any) -> None:
-    """Each plan has another one; what is prepared must not grow with them."""
+    """Each plan has another budget; the number of prepared launches must not grow with them."""
     first, second = random_plan(case), random_plan(case)
     x = case.tokens()
-    # The same windows, where other numbers are kept.
+    # The same windows with other numbers of destinations.
     budget = second.budget
     assert budget.adaptive
     other = Budget(budget.counts, budget.compact.flip(0), budget.expand.flip(0), budget.valid.flip(0))

@@ -1,4 +1,4 @@
-"""Four bits a number by kernels: as near as PyTorch's, in any strides, and each reads what the other has packed."""
+"""Kernels for four bits per number: the error is PyTorch's, for any strides, and each unpacks the other's result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tokens(channels: int, dtype: torch.dtype, size: float = 1.0) -> Tensor:
 
 
 def near(found: Tensor, x: Tensor, packed: Int4Tensor) -> bool:
-    """Within half a step, and what rounding to the dtype adds."""
+    """Return whether the error is within half a step plus rounding to the dtype."""
     steps = packed.step.float().repeat_interleave(x.shape[-1] // packed.step.shape[-1], -1)
     rounding = 8 * torch.finfo(x.dtype).eps * float(x.float().abs().max())
     return bool(((found.float() - x.float()).abs() <= 0.51 * steps + rounding).all())
@@ -44,7 +44,7 @@ def test_there_and_back(dtype: torch.dtype, channels: int, size: float, kernels:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_of_heads_side_by_side(dtype: torch.dtype, kernels: Any) -> None:
-    """Tokens that lie otherwise in memory, and the image's part of longer rows."""
+    """Tokens have other strides, or are the image's part of longer rows."""
     x = tokens(128, dtype)
     whole = torch.cat([x[:, :9], x], 1)
     for strided in (x.transpose(1, 2).contiguous().transpose(1, 2), whole[:, 9:]):

@@ -29,7 +29,7 @@ CASES = (
     Case(9, 11, 4, 0.5, 40, HALF, kind=WindowShape.STRIPE),
     Case(9, 10, 16, 0.75, 40, BRAIN),
     Case(3, 3, 2, 0.9, 5, FULL),
-    # Nearly every token stays: 61 of 64, 81 of 90.
+    # Nearly every token is a destination: 61 of 64, 81 of 90.
     Case(9, 8, 8, 0.05, 40, HALF),
     Case(9, 10, 16, 0.1, 24, BRAIN),
     Case(12, 10, 16, 0.9, 77, HALF),
@@ -60,7 +60,7 @@ def greedy_alone(similarity: Tensor, valid: Tensor, dest_slots: int) -> tuple[li
 
 
 def check_places(dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
-    """Check every window: as many slots as its budget, ascending, distinct, no padding; then the first again."""
+    """Check every window: its budget of slots, ascending, distinct, no padding, then the first one repeated."""
     for image, kept_here in zip(dest_slots.tolist(), kept_of(budget, len(dest_slots)), strict=True):
         for row, kept, count in zip(image, kept_here, windows.counts, strict=True):
             assert row[:kept] == sorted(set(row[:kept]))
@@ -120,8 +120,8 @@ def test_select_and_weigh(case: Case, kernels: Any) -> None:
 
 @each(Case(5, 10, 5, 0.5, 24, FULL), Case(16, 24, 8, 0.5, 40, FULL, batch=2), Case(11, 11, 11, 0.7, 24, FULL))
 def test_ties_fall_by_place(case: Case, kernels: Any) -> None:
-    """Of mutual neighbours the first, as in plain PyTorch and in the textbook's loops, and however features round: on
-    the chip and, in a window of 156 tokens, in tiles."""
+    """The first of mutual neighbours wins, as in plain PyTorch and in the textbook's loops, for any rounding of
+    features: in registers and, in a window of 156 tokens, in tiles."""
     x, (windows, budget) = case.tokens(1), case.layout()
     similarity = cosine_similarity(windows.split(x))
     expected = select(similarity, windows, budget)
@@ -152,7 +152,7 @@ def test_weigh_alone(case: Case, kernels: Any) -> None:
 def test_weights_of_selected_and_of_given_picks_are_the_same(case: Case, kernels: Any) -> None:
     x, (windows, budget) = case.tokens(2), case.layout()
     dest_slots, M, back = kernels.select_weigh(x, windows, budget, SCALE)
-    # Two compiled kernels: a GPU may round the last digit in two ways.
+    # Two compiled kernels may round the last digit differently on a GPU.
     torch.testing.assert_close(kernels.weigh(x, dest_slots, windows, budget, SCALE), (M, back))
 
 
@@ -167,7 +167,7 @@ def test_images_do_not_touch_each_other(case: Case, kernels: Any) -> None:
 
 @each(Case(5, 6, 8, 0.5, 40, HALF, batch=2))
 def test_any_strides(case: Case, kernels: Any) -> None:
-    """Image tokens between text and reference tokens, as in Flux, and channels that are not next to each other."""
+    """Image tokens are between text and reference tokens, as in Flux, or have strided channels."""
     x, (windows, budget) = case.tokens(), case.layout()
     expected = kernels.select_weigh(x, windows, budget, SCALE)
     noise = torch.full((2, 7, 40), float("nan"), dtype=x.dtype, device=DEVICE)
@@ -183,7 +183,7 @@ def test_any_strides(case: Case, kernels: Any) -> None:
 @pytest.mark.parametrize("value", [0.0, 1.0])
 @each(Case(7, 9, 4, 0.5, 16, FULL), Case(12, 10, 16, 0.9, 16, HALF))
 def test_ties_go_to_the_lowest_slot(case: Case, value: float, kernels: Any) -> None:
-    """Equal tokens, or tokens without any direction: the first slots of each window, weighed equally."""
+    """For equal tokens or zero tokens, the first slots of each window are selected, with equal weights."""
     x, (windows, budget) = torch.full_like(case.tokens(), value), case.layout()
     dest_slots, M, back = kernels.select_weigh(x, windows, budget, SCALE)
     assert all(row[:kept] == list(range(kept)) for row, kept in zip(dest_slots[0].tolist(), budget.counts, strict=True))
@@ -194,7 +194,7 @@ def test_ties_go_to_the_lowest_slot(case: Case, value: float, kernels: Any) -> N
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @each(Case(7, 9, 4, 0.5, 16, FULL), Case(12, 10, 16, 0.9, 16, HALF))
 def test_broken_tokens_cannot_point_outside(case: Case, value: float, kernels: Any) -> None:
-    """A model that computed NaN gives a spoiled picture, never a wild address."""
+    """A model that computed NaN gives a broken picture, but no invalid address."""
     x, (windows, budget) = case.tokens(), case.layout()
     x[:, ::3] = value
     check_places(kernels.select_weigh(x, windows, budget, SCALE)[0], windows, budget)
