@@ -3,42 +3,8 @@ where that reads them off the weights, from what is published."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
-
-
-@dataclass(frozen=True)
-class Whole:
-    """One model.
-
-    base, kind: its classes in `comfy.model_base` and `comfy.supported_models`. config: what the second is made of.
-    depths: the names in it that say how many blocks there are of each kind. few: so many of them as a machine with
-    10 GB takes at full width. text: tokens and width of the text: what ComfyUI pads to, else a prompt of a hundred
-    tokens or so. pooled: width of the pooled vector, 0 if there is none. channels: of the latent. pixel: side of one of
-    its pixels in the picture. video: latents have five dimensions. guidance: it is told one. audio: the shape of a
-    second stream beside so many frames of the latent.
-    """
-
-    base: str
-    kind: str
-    config: Mapping[str, Any]
-    depths: tuple[str, ...] = ()
-    few: tuple[int, ...] = ()
-    text: tuple[int, int] = (512, 4096)
-    pooled: int = 0
-    channels: int = 16
-    pixel: int = 8
-    video: bool = False
-    guidance: bool = False
-    audio: Callable[[int], tuple[int, ...]] | None = None
-
-    def at(self, blocks: tuple[int, ...] | None) -> dict[str, Any]:
-        """The config with so many blocks of each kind; all of them if None, or if there are no kinds."""
-        if blocks is None or not self.depths:
-            return dict(self.config)
-        return {**self.config, **dict(zip(self.depths, blocks, strict=True))}
-
+from benchmarks.full_video import ANIMA, H3, LTX, LTX_AV, WAN
+from benchmarks.whole import Whole
 
 _BOTH = ("depth", "depth_single_blocks")
 _FLUX1 = {
@@ -270,64 +236,55 @@ SD3 = Whole(
     text=(77 + 128, 4096),
     pooled=2048,
 )
-
-# The 14B of Wan 2.1, and each of the two of Wan 2.2.
-WAN = Whole(
-    "WAN21",
-    "WAN21_T2V",
+OMNIGEN2 = Whole(
+    "Omnigen2",
+    "Omnigen2",
     {
-        "image_model": "wan2.1",
-        "model_type": "t2v",
-        "dim": 5120,
-        "ffn_dim": 13824,
-        "num_heads": 40,
-        "num_layers": 40,
+        "image_model": "omnigen2",
+        "hidden_size": 2520,
+        "num_layers": 32,
+        "num_refiner_layers": 2,
+        "num_attention_heads": 21,
+        "num_kv_heads": 7,
+        "axes_dim_rope": [40, 40, 40],
+        "axes_lens": [1024, 1664, 1664],
+        "text_feat_dim": 2048,
+        "timestep_scale": 1000.0,
     },
-    ("num_layers",),
-    few=(3,),
-    video=True,
+    ("num_layers", "num_refiner_layers"),
+    few=(3, 0),
+    text=(128, 2048),
 )
-# LTX-2.3, of 22 billion weights with its connectors; text comes from these, for video and audio.
-LTX_AV = Whole(
-    "LTXAV",
-    "LTXAV",
-    {
-        "image_model": "ltxav",
-        "num_layers": 48,
-        "apply_gated_attention": True,
-        "cross_attention_adaln": True,
-        "caption_proj_before_connector": True,
-        "caption_projection_first_linear": False,
-        "connector_num_attention_heads": 32,
-        "audio_connector_attention_head_dim": 64,
-        "audio_connector_num_attention_heads": 32,
-        "connector_num_layers": 8,
-        "connector_apply_gated_attention": True,
-        "rope_type": "split",
-        "frequencies_precision": "float64",
-        "use_middle_indices_grid": True,
-        "causal_temporal_positioning": True,
-    },
-    ("num_layers",),
-    few=(1,),
-    text=(1024, 4096 + 2048),
-    channels=128,
-    pixel=32,
-    video=True,
-    audio=lambda frames: (8, 8 * frames - 7, 16),  # 25 a second, as there are frames
-)
-# MiniMax H3 as its pruned checkpoint in int8 is.
-H3 = Whole(
-    "MiniMaxH3",
-    "MiniMaxH3",
-    {"image_model": "minimax_h3", "adaln_curve_grid": 1001, "time_embed_dim": 32},
+# The classes of these have the sizes of their checkpoints as defaults.
+ERNIE = Whole(
+    "ErnieImage",
+    "ErnieImage",
+    {"image_model": "ernie"},
     ("num_layers",),
     few=(2,),
-    text=(300, 5376),
-    channels=24,
+    text=(128, 3072),
+    channels=128,
     pixel=16,
-    video=True,
-    audio=lambda frames: (32, 2, round((max(frames - 2, 0) // 5 * 17 + 5) / 24 * 40)),
+)
+IDEOGRAM = Whole(
+    "Ideogram4",
+    "Ideogram4",
+    {"image_model": "ideogram4"},
+    ("num_layers",),
+    few=(2,),
+    text=(128, 53248),
+    channels=128,
+    pixel=16,
+)
+LENS = Whole(
+    "Lens",
+    "Lens",
+    {"image_model": "lens"},
+    ("num_layers",),
+    few=(3,),
+    text=(128, 4 * 2880),
+    channels=128,
+    pixel=16,
 )
 
 # By the name of their layout in `models.TRANSFORMERS`; Klein has Flux.2's.
@@ -342,12 +299,19 @@ WHOLE: dict[str, Whole] = {
     "krea2": KREA2,
     "qwen_image": QWEN_IMAGE,
     "sd3": SD3,
+    "omnigen2": OMNIGEN2,
+    "ernie": ERNIE,
+    "ideogram": IDEOGRAM,
+    "lens": LENS,
+    "cosmos": ANIMA,
     "wan": WAN,
+    "ltx": LTX,
     "ltx_av": LTX_AV,
     "h3": H3,
 }
 # Those that take reference images behind the image; the others have none, or put them elsewhere.
 EDITORS = ("flux", "flux2", "klein", "krea2", "qwen_image")
+# In the counted tables; blocks of the others are counted by tests/benchmarks/fullsize/test_cost.py alone.
 TITLES = {
     "sdxl": "SDXL",
     "flux": "Flux.1",

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import models
-from benchmarks.full_model import WHOLE, Whole
+from benchmarks.full_model import WHOLE
+from benchmarks.whole import Whole
 
 # One long row of noise that every weight is cut from: drawing 2.6 billion numbers would take minutes.
 _NOISE = 1 << 24
@@ -57,7 +58,7 @@ class Shape:
     @property
     def tokens(self) -> int:
         """Tokens of the picture or video."""
-        side = 32 if self.model in ("ltx_av", "h3") else 16
+        side = 32 if self.model in ("ltx", "ltx_av", "h3") else 16
         return self.frames * (self.height // side) * (self.width // side)
 
     @property
@@ -92,8 +93,10 @@ class Shape:
         inputs["t"] = full(5.0 if self.model == "sdxl" else 0.7)
         if self.whole.guidance:
             inputs["guidance"] = full(3.5)
-        if self.whole.base == "Lumina2":
+        if self.whole.base in ("Lumina2", "Omnigen2"):
             inputs["num_tokens"] = text
+        if self.whole.base == "LTXV":
+            inputs["attention_mask"] = torch.ones(self.batch, text, dtype=torch.long, device=device)
         if self.references:
             inputs["ref_latents"] = [noise(*self.latent) for _ in range(self.references)]
             if self.model == "krea2":  # its checkpoints do not say

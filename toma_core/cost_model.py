@@ -59,32 +59,33 @@ class Block:
 #   Krea 2 has a gate beside its attention.
 # - beside: ComfyUI pads the text of Flux.1 to at least 256 tokens, of Flux.2 to 512, of Z-Image to 32, of SD3 to 77.
 # - launches: of an evaluation's blocks, divided by their number.
-# - added: with Triton and the residual cache, each block's share rounded up, with copies around the text of a common
-#   stream; of a stack it is one at most. Blocks without modules to merge are merged as blocks, without the cache.
+# - added: each block's share rounded up, with copies around the text of a common stream, of the shortest stack of a
+#   family. A merge is one launch by Triton, and so is restoring; with the residual cache, which presets of UNets do not
+#   use, restoring is some 15 of PyTorch. Blocks without modules to merge are merged as blocks, without the cache.
 _ORDER = (Granularity.STACK, Granularity.BLOCK, Granularity.MODULE)
-UNET_BLOCK = Block(18, 20, (1, 3, 6))
-FLUX_DOUBLE = Block(12, 75, (1, 5, 4), beside=256)
-FLUX_SINGLE = Block(12, 31, (1, 6, 5), beside=256)
-FLUX2_DOUBLE = Block(13, 73, (1, 5, 4), beside=512)
-FLUX2_SINGLE = Block(13, 30, (1, 6, 5), beside=512)
-CHROMA_DOUBLE = Block(12, 71, (1, 5, 4))
-CHROMA_SINGLE = Block(12, 29, (1, 6, 5))
-Z_IMAGE = Block(12, 54, (1, 6, 5), beside=32)
-LUMINA = Block(44 / 3, 56, (1, 6, 5))
-OMNIGEN = Block(44 / 3, 72, (1, 6, 5))
-KREA = Block(11.5, 69, (1, 6, 5))
-QWEN = Block(12, 77, (1, 4, 3))
-MM_DIT = Block(12, 70, (1, 3, 2), beside=77)
-ERNIE = Block(13, 37, (1, 6, 6))
-IDEOGRAM = Block(12, 52, (1, 6, 6))
-LENS = Block(12, 108, (1, 5, 5))
-COSMOS = Block(14, 57, (1, 6, 6))  # attends to the text and to itself; modulation is by frame
+UNET_BLOCK = Block(18, 20, (1, 2, 6))
+FLUX_DOUBLE = Block(12, 75, (2, 19, 4), beside=256)
+FLUX_SINGLE = Block(12, 31, (2, 20, 5), beside=256)
+FLUX2_DOUBLE = Block(13, 73, (3, 19, 4), beside=512)
+FLUX2_SINGLE = Block(13, 30, (2, 20, 5), beside=512)
+CHROMA_DOUBLE = Block(12, 71, (2, 19, 4))
+CHROMA_SINGLE = Block(12, 29, (2, 20, 5))
+Z_IMAGE = Block(12, 54, (1, 20, 5), beside=32)
+LUMINA = Block(44 / 3, 56, (1, 20, 5))
+OMNIGEN = Block(44 / 3, 72, (1, 20, 5))
+KREA = Block(11.5, 69, (1, 20, 5))
+QWEN = Block(12, 77, (1, 18, 3))
+MM_DIT = Block(12, 70, (1, 17, 2), beside=77)
+ERNIE = Block(13, 37, (1, 17, 4))
+IDEOGRAM = Block(12, 52, (1, 20, 5))
+LENS = Block(12, 108, (1, 18, 3))
+COSMOS = Block(14, 57, (1, 18, 3))  # attends to the text and to itself; modulation is by frame
 HUNYUAN_DOUBLE = replace(FLUX_DOUBLE, beside=0)  # text is not padded
 HUNYUAN_SINGLE = replace(FLUX_SINGLE, beside=0)
-WAN = Block(11.4, 59, (1, 4, 3))  # of the 14B model; others have wider feed-forwards
-LTX = Block(14, 58, (1, 5, 4))  # of the video's stream
-LTX_AV = Block(16, 282, (1, 5, 4))  # of the video's stream, which attends to the audio too, in half its width
-H3 = Block(15, 67, (1, 6, 5))  # its attention is a third wider than its tokens, which counts as weights here
+WAN = Block(11.4, 59, (1, 18, 3))  # of the 14B model; others have wider feed-forwards
+LTX = Block(14, 70, (1, 19, 4))  # of the video's stream
+LTX_AV = Block(16, 282, (1, 19, 4))  # of the video's stream, which attends to the audio too, in half its width
+H3 = Block(15, 67, (1, 20, 5))  # its attention is a third wider than its tokens, which counts as weights here
 
 
 @dataclass(frozen=True)

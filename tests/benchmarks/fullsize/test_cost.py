@@ -107,7 +107,7 @@ def two(name: str, double: int, single: int, width: int) -> dict[str, tuple[str,
 
 
 # Without their refiners, which are blocks of the same class that stay whole.
-UNREFINED = {"z_image": (30, 0), "lumina2": (26, 0)}
+UNREFINED = {"z_image": (30, 0), "lumina2": (26, 0), "omnigen2": (32, 0)}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +123,12 @@ UNREFINED = {"z_image": (30, 0), "lumina2": (26, 0)}
         (Shape("krea2"), {"SingleStreamBlock": ("KREA", [(28, 64**2, 6144)])}),
         (Shape("qwen_image", 1328, 1328), {"QwenImageTransformerBlock": ("QWEN", [(60, 83**2, 3072)])}),
         (Shape("sd3"), {"JointBlock": ("MM_DIT", [(38, 64**2, 2432)])}),
+        (Shape("omnigen2"), {"OmniGen2TransformerBlock": ("OMNIGEN", [(32, 64**2, 2520)])}),
+        (Shape("ernie"), {"ErnieImageSharedAdaLNBlock": ("ERNIE", [(36, 64**2, 4096)])}),
+        (Shape("ideogram"), {"Ideogram4TransformerBlock": ("IDEOGRAM", [(34, 64**2, 4608)])}),
+        (Shape("lens"), {"LensTransformerBlock": ("LENS", [(48, 64**2, 1536)])}),
+        (Shape("cosmos"), {"Block": ("COSMOS", [(28, 64**2, 2048)])}),
+        (Shape("ltx", 512, 768, frames=13), {"BasicTransformerBlock": ("LTX", [(28, 4992, 2048)])}),
         (Shape("wan", 480, 832, frames=21), {"WanAttentionBlock": ("WAN", [(40, 32760, 5120)])}),
         (Shape("ltx_av", 704, 1280, frames=16), {"BasicAVTransformerBlock": ("LTX_AV", [(48, 14080, 4096)])}),
         (Shape("h3", 768, 1344, frames=22), {"DiTBlock": ("H3", [(50, 22176, 5376)])}),
@@ -183,7 +189,7 @@ def test_every_file_that_merges_is_counted() -> None:
 @pytest.mark.parametrize(
     ("shape", "name", "number", "whole"),
     [
-        (SDXL, "UNET_BLOCK", 70, {}),
+        (SDXL, "UNET_BLOCK", 70, {"full_step_interval": 0}),
         (FLUX, "FLUX_DOUBLE", 19, {"skip_first_blocks": 0, "skip_last_blocks": 38}),
         (FLUX, "FLUX_SINGLE", 19, {"skip_first_blocks": 19}),
         (Shape("flux2"), "FLUX2_DOUBLE", 8, {"skip_first_blocks": 0, "skip_last_blocks": 48}),
@@ -197,7 +203,13 @@ def test_every_file_that_merges_is_counted() -> None:
         (Shape("krea2"), "KREA", 28, {}),
         (Shape("qwen_image"), "QWEN", 60, {}),
         (Shape("sd3"), "MM_DIT", 38, {}),
+        (Shape("omnigen2"), "OMNIGEN", 32, {}),
+        (Shape("ernie"), "ERNIE", 36, {}),
+        (Shape("ideogram"), "IDEOGRAM", 34, {}),
+        (Shape("lens"), "LENS", 48, {}),
+        (Shape("cosmos"), "COSMOS", 28, {}),
         (Shape("wan"), "WAN", 40, {}),
+        (Shape("ltx", frames=2), "LTX", 28, {}),
         (Shape("ltx_av", frames=2), "LTX_AV", 48, {}),
         (Shape("h3", frames=7), "H3", 50, {}),
     ],
@@ -206,13 +218,15 @@ def test_every_file_that_merges_is_counted() -> None:
 def test_what_auto_thinks_that_merging_adds(
     shape: Shape, name: str, number: int, whole: dict[str, int], granularity: str
 ) -> None:
-    """By Triton, with detail reuse: each block's share, rounded up, plans apart."""
+    """By Triton, with the residual cache where presets have it: each block's share, rounded up, plans apart; of longer
+    stacks it is less."""
     cost_model = pack_module("toma_core.cost_model")
     settings = {"full_step_interval": 3, "min_tokens": 4, "granularity": granularity, **whole}
     merged = cost.count(shape, toma(**settings), kernels=True, step=1)
     block, kind = getattr(cost_model, name), cost_model.Granularity(granularity)
     added = (merged.launches - cost.count(shape).launches) / number
-    assert math.ceil(added) == round(block.launching(kind) / cost_model.LAUNCH) - block.launches
+    expected = round(block.launching(kind) / cost_model.LAUNCH) - block.launches
+    assert expected - (granularity == "stack") <= math.ceil(added) <= expected
 
 
 def test_nothing_is_added_where_nothing_is_merged() -> None:
@@ -286,8 +300,8 @@ def test_rivals_save_in_self_attention_only(rival: variants.Variant) -> None:
 @pytest.mark.parametrize(("model", "within"), [("sdxl", 0.02), ("flux", 0.08), ("z_image", 0.03), ("sd3", 0.05)])
 def test_what_a_run_counts_is_what_is_counted_here(model: str, within: float) -> None:
     """From shapes alone, as the line on the node has it; text is longer here than the least that a family has."""
-    shape, flops = Shape(model), pack_module("nodes.adapters.run_work")._flops
+    shape = Shape(model)
     hooks = pack_module("nodes.adapters.registry").find(cost.on_meta(model, None).model.diffusion_model)
     latent = torch.empty(1, *shape.latent, device="meta")
-    counted = hooks.flops_beside_blocks(latent) + sum(map(flops, hooks.blocks(latent)))
+    counted = hooks.flops_beside_blocks(latent) + sum(fact.flops() for fact in hooks.blocks(latent))
     assert counted == pytest.approx(cost.count(shape).flops, rel=within)

