@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,29 +53,36 @@ class TritonKernels:
 
     def merge(self, x: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
         """See `merge.merge`: (B, N, C) -> (B, D, C)."""
-        launch = self._prepared(product.merge, (x,), weights, windows, budget)
+        key = ("merge", windows, _shared(budget), *_kind(x), *_kind(weights))
+        launch = self._launches.get(key) or self._prepare(key, product.merge, (x,), weights, windows, budget)
         return launch(x, weights, budget.valid, budget.expand)
 
     def unmerge(self, y: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
         """See `merge.unmerge`: (B, D, C) -> (B, N, C)."""
-        return self._prepared(product.unmerge, (y,), weights, windows, budget)(y, weights, budget.expand)
+        key = ("unmerge", windows, _shared(budget), *_kind(y), *_kind(weights))
+        launch = self._launches.get(key) or self._prepare(key, product.unmerge, (y,), weights, windows, budget)
+        return launch(y, weights, budget.expand)
 
     def unmerge_residual(
         self, out: Tensor, reduced: Tensor, x: Tensor, weights: Tensor, windows: Windows, budget: Budget
     ) -> Tensor:
         """See `merge.unmerge_residual`: (B, D, C), (B, D, C), (B, N, C) -> (B, N, C)."""
-        launch = self._prepared(product.unmerge, (out, reduced, x), weights, windows, budget)
+        key = ("residual", windows, _shared(budget), *_kind(out), *_kind(reduced), *_kind(x), *_kind(weights))
+        tokens = out, reduced, x
+        launch = self._launches.get(key) or self._prepare(key, product.unmerge, tokens, weights, windows, budget)
         return launch(out, weights, budget.expand, reduced, x)
 
-    def _prepared(
-        self, make: Callable[..., Launch], tokens: tuple[Tensor, ...], weights: Tensor, windows: Windows, budget: Budget
-    ) -> Launch:
-        """Return the launch for tensors of these kinds, made at the first."""
-        # Launches of adaptive budgets depend on their sizes only. Asked each time: faster than the property `adaptive`.
-        adaptive = budget.valid is not None and budget.valid.ndim == 3
-        shared = (budget.slots, budget.total) if adaptive else budget
-        key = make, windows, shared, *[(t.shape, t.stride(), t.dtype, t.get_device()) for t in (*tokens, weights)]
-        launch = self._launches.get(key)
-        if launch is None:
-            launch = self._launches[key] = make(tokens, weights, windows, budget)
+    def _prepare(self, key: tuple[Hashable, ...], make: Callable[..., Launch], *args: Any) -> Launch:
+        launch = self._launches[key] = make(*args)
         return launch
+
+
+def _shared(budget: Budget) -> Hashable:
+    """Return the budget if all images share it, else the sizes that a launch depends on."""
+    # Asked at each launch: faster than the property `adaptive`.
+    return (budget.slots, budget.total) if budget.valid is not None and budget.valid.ndim == 3 else budget
+
+
+def _kind(t: Tensor) -> tuple[Hashable, ...]:
+    """Return all that a launch depends on."""
+    return t.shape, t.stride(), t.dtype, t.get_device()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -93,21 +92,28 @@ class Launch:
         """Prepare a kernel that takes its result, (B, tokens, C) as `like`, the tensors of a call, then `fixed`."""
         self._kernel, self._grid, self._fixed, self._options = kernel, (*grid, 1), fixed, options
         self._shape, self._dtype, self._device = (len(like), tokens, like.shape[2]), like.dtype, like.device
-        # Nothing to enter where there is one device only.
-        self._alone = nullcontext() if not like.is_cuda or torch.cuda.device_count() == 1 else None
+        self._alone = not like.is_cuda or torch.cuda.device_count() == 1
         self._rest = tuple(f.data_ptr() if isinstance(f, Tensor) else f for f in fixed)
         self._again: Callable[..., object] | None = None
 
     def __call__(self, *tensors: Tensor | None) -> Tensor:
         """Return the result, contiguous."""
         out = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        with self._alone or on_device(out):
+        if self._alone:
             self._launch(out, *tensors)
+        else:
+            with on_device(out):
+                self._launch(out, *tensors)
         return out
 
     def _launch(self, *tensors: Tensor | None) -> None:
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        aligned = math.gcd(_ALIGNED, *(address or 0 for address in addresses)) == _ALIGNED
+        addresses: list[int | None] = []
+        together = 0
+        for tensor in tensors:
+            address = None if tensor is None else tensor.data_ptr()
+            addresses.append(address)
+            together |= address or 0
+        aligned = together % _ALIGNED == 0
         if aligned and self._again is not None:
             try:
                 self._again(*addresses, *self._rest)
