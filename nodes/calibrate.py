@@ -105,7 +105,7 @@ class ToMACalibrate(io.ComfyNode):
                 ),
             ],
             is_output_node=True,
-            hidden=[io.Hidden.unique_id],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
@@ -127,7 +127,9 @@ class ToMACalibrate(io.ComfyNode):
                 raise ConfigError(Refusal.NOT_A_CHOICE(setting="target", value=shown(target), choices=tuple(TARGETS)))
             found = calibrate(model, task, target, on_run=status.measures)
         image = as_image(bar_chart(_bars(found, target)))
-        page = {**ui.PreviewImage(image, cls=cls).as_dict(), **said(_notes(found, target))}
+        used = [] if negative is None or found.problem or cls.hidden is None else _cfgs_of_samplers(cls.hidden)
+        warnings = [Found.OTHER_CFG(cfg=cfg, used=other) for other in used if other != cfg]
+        page = {**ui.PreviewImage(image, cls=cls).as_dict(), **said([*warnings[:1], *_notes(found, target)])}
         return io.NodeOutput(found.model, found.profile.text() if found.profile else "", image, ui=page)
 
 
@@ -141,6 +143,7 @@ class Found(MessageId):
     NOTHING = "nothing_to_calibrate"
     PLAIN_NAN = "plain_nan"
     MERGED_NAN = "merged_nan"
+    OTHER_CFG = "other_cfg"  # cfg, used
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,19 @@ def _mostly_closer(latent: Tensor, than: Tensor, unmerged: Tensor) -> bool:
     """Whether more than half of the images are at least as close as another run's: one outlier decides nothing."""
     mine, others = ((each - unmerged).flatten(1).norm(dim=1) for each in (latent, than))
     return bool((mine <= others).float().mean() > 0.5)
+
+
+def _cfgs_of_samplers(hidden: Any) -> list[float]:
+    """Return the cfg of every sampler in the prompt that the model of this node goes into."""
+    prompt, reached, found = hidden.prompt or {}, [str(hidden.unique_id)], list[float]()
+    for source in reached:
+        for node_id, node in prompt.items():
+            inputs = node.get("inputs", {})
+            link, cfg = inputs.get("model"), inputs.get("cfg")
+            if isinstance(link, list) and str(link[0]) == source and node_id not in reached:
+                reached.append(node_id)
+                found += [float(cfg)] if isinstance(cfg, (int, float)) else []
+    return found
 
 
 def _notes(found: Calibrated, target: str) -> list[Message | str]:

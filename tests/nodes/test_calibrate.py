@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,6 +235,17 @@ def test_the_gain_comes_first() -> None:
         ("balanced", 0.8, 0.15),
         ("profile", 0.79, 0.0123),
     ]
+
+
+def test_a_sampler_with_another_cfg_is_named() -> None:
+    """Also behind a node that hands the model on; one that samples another model does not count."""
+    prompt = {
+        "1": {"inputs": {"cfg": 4.0}},
+        "2": {"inputs": {"model": ["1", 0]}},
+        "3": {"inputs": {"model": ["2", 0], "cfg": 7.0}},
+        "4": {"inputs": {"model": ["9", 0], "cfg": 1.0}},
+    }
+    assert calibrate._cfgs_of_samplers(SimpleNamespace(unique_id="1", prompt=prompt)) == [7.0]
 
 
 def test_what_is_no_profile_is_said_and_the_preset_runs(unet: Any, flux: Any) -> None:
