@@ -253,7 +253,7 @@ def test_predict_noise(seen: tuple[str, Seen]) -> None:
     assert args[1] is told, "PREDICT_NOISE: the second argument is no longer the noise level that conditions are told"
 
 
-def test_the_sampler_is_told_to_outer_sample(seen: tuple[str, Seen]) -> None:
+def test_outer_sample_receives_the_sampler(seen: tuple[str, Seen]) -> None:
     from comfy.k_diffusion import sampling
 
     _, args, _ = first(seen, "OUTER_SAMPLE")
@@ -288,7 +288,7 @@ OPTIONS = {
 }
 
 
-def test_blocks_are_told_where_their_tokens_are(seen: tuple[str, Seen]) -> None:
+def test_blocks_receive_their_token_offsets(seen: tuple[str, Seen]) -> None:
     kind, calls = seen
     for block, wanted in OPTIONS[kind].items():
         _, kwargs = first(seen, block)

@@ -105,7 +105,7 @@ class TestFind:
         with pytest.raises(SetupError, match=r"0\.1 cannot be downloaded, only 0\.30\.0, 0\.26\.0, 0\.20\.1, 0\.16\.3"):
             comfyui.find("0.1")
 
-    def test_download_is_put_in_place_whole(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_download_is_moved_atomically(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         archive = archive_with_comfyui(tmp_path)
         fetched = []
         monkeypatch.setattr(comfyui, "_fetch", lambda release, _: fetched.append(release) or archive)

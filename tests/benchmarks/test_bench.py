@@ -86,7 +86,7 @@ def test_speedup_is_the_median_of_the_turns_ratios() -> None:
         (1.0, ["nothing was merged"], "nothing was merged"),
     ],
 )
-def test_a_red_gate_tells_no_speed(output: float, problems: list[str], reason: str, tmp_path: Path) -> None:
+def test_a_red_gate_reports_no_speed(output: float, problems: list[str], reason: str, tmp_path: Path) -> None:
     result = compared(row("ToMA"), timing(1.0, 1.0, output=output), timing(2.0, 2.0), problems)
     assert result.speedup is None
     assert result.gate == reason

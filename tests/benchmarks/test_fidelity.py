@@ -41,7 +41,7 @@ def test_known_errors(picture: torch.Tensor) -> None:
     assert (ssim(picture + 0.3 * noise, picture) < ssim(picture + 0.05 * noise, picture)).all()
 
 
-def test_blur_lowers_and_noise_raises_detail(picture: torch.Tensor) -> None:
+def test_blur_lowers_and_noise_raises_high_frequency_energy(picture: torch.Tensor) -> None:
     blurred = torch.nn.functional.avg_pool2d(picture, 3, 1, 1)
     noise = torch.randn(picture.shape, generator=torch.Generator().manual_seed(1))
     plain = high_frequency_energy(picture)
@@ -66,7 +66,7 @@ def test_seams_between_smaller_tokens(picture: torch.Tensor) -> None:
     assert (seam_energy(picture, window=4, token=2) > 1.4 * seam_energy(picture, window=4)).all()
 
 
-def test_who_was_taught_few_steps_is_told_how_many(tmp_path: Path, pack: ModuleType) -> None:
+def test_the_few_step_model_receives_the_number_of_steps(tmp_path: Path, pack: ModuleType) -> None:
     """The few-step model has tokens of 2 pixels and no guidance. A run of half the steps passes the same number: users
     of fewer steps change nothing else."""
     from comfy.patcher_extension import WrappersMP

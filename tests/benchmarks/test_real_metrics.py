@@ -145,7 +145,7 @@ def test_dino(pictures: list[Picture]) -> None:
     check_distance(metrics.load_dino("cpu", pretrained=False), pictures)
 
 
-def test_clip_tells_prompts_apart(pictures: list[Picture]) -> None:
+def test_clip_distinguishes_prompts(pictures: list[Picture]) -> None:
     pytest.importorskip("open_clip")
     torch.manual_seed(0)
     score = metrics.load_clip("cpu", pretrained=False)
@@ -239,7 +239,7 @@ def made(folder: Folder) -> list[Job]:
     return jobs
 
 
-def test_figures_are_kept_and_a_failing_metric_is_left_out(folder: Folder) -> None:
+def test_scores_are_cached_and_a_failing_metric_is_skipped(folder: Folder) -> None:
     jobs = made(folder)
     calls = []
 

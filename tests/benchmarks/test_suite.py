@@ -48,7 +48,7 @@ def test_a_section_that_is_not_there_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_kernels_tests_are_where_the_section_looks() -> None:
+def test_the_kernels_tests_exist_at_the_sections_path() -> None:
     assert all((ROOT / path).exists() for path in sections.KERNEL_TESTS)
 
 

@@ -26,7 +26,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         del sys.modules[loaded]
 
 
-def test_stand_ins_take_the_place_of_what_is_missing(lacking: str) -> None:
+def test_stand_ins_replace_missing_packages(lacking: str) -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(lacking)
     stand_ins.use_stand_ins()
@@ -61,7 +61,7 @@ def test_rows_merge_every_step_unless_they_say_otherwise(pack: ModuleType) -> No
     assert (balanced.ratio, balanced.skip_last_blocks, balanced.selection_interval) == (0.75, 3, 3)
 
 
-def test_rows_leave_whole_what_the_released_method_does(pack: ModuleType) -> None:
+def test_rows_skip_the_blocks_of_the_released_method(pack: ModuleType) -> None:
     from benchmarks import models
 
     unet, flux = models.unet(), models.flux(double=19, single=38)  # blocks are counted in Flux.1 itself

@@ -60,7 +60,7 @@ def test_two_nodes_and_a_queue_of_prompts(page: Any) -> None:
     assert page.verdict(14) == EARLIER.format(line(0.75)), "ComfyUI took it from its cache in the second run"
 
 
-def test_a_run_is_told_to_its_own_workflow(page: Any) -> None:
+def test_a_run_is_shown_in_its_own_workflow(page: Any) -> None:
     """Another workflow with the same node ids that is open at the end of the run shows nothing; the line appears when
     the run's workflow is opened again."""
     slow = workflow(0.5)
@@ -74,7 +74,7 @@ def test_a_run_is_told_to_its_own_workflow(page: Any) -> None:
     assert page.verdict(4) == line(0.5, 12)
 
 
-def test_another_browser_tab_is_not_told(page: Any) -> None:
+def test_another_browser_tab_shows_nothing(page: Any) -> None:
     same = workflow(0.5)
     page.open(same, "first")
     with page.second() as second:

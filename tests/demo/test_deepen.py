@@ -27,7 +27,7 @@ def test_every_block_is_there_in_smaller_steps() -> None:
     assert deepen.depths(deep) == {NAME: 5}
 
 
-def test_a_file_is_deepened_and_answers_nearly_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deepened_file_predicts_nearly_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     network = models.new_unet(0, to_train=False)
     with torch.no_grad():

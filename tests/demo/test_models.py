@@ -164,7 +164,7 @@ def test_the_unet_learns_what_comfyui_asks_it() -> None:
     assert len(set(seen["sigma"].tolist())) == 4
 
 
-def test_noise_levels_of_the_unet() -> None:
+def test_sigmas_of_the_unet() -> None:
     """Half-size scenes have sigmas near pure noise, crops uniform steps, and full pictures half of each."""
     half, crop, whole = (
         Batches(Plan("unet", 1, early_shares=shares))[0] for shares in ((1.0, 0.0), (0.0, 0.0), (0.0, 1.0))

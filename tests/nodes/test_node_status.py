@@ -36,7 +36,7 @@ def patched(model: Any, ratio: float = 0.5, node_id: str | None = "12:5", **sett
     return nodes._patched(model, "balanced", {**everything, **settings}, hidden)
 
 
-def test_a_run_is_told_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
+def test_a_run_is_sent_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
     model = patched(unet).args[0]
     assert sent == []
     models.sample(model, 24, 24, steps=2)
@@ -66,7 +66,7 @@ def test_a_run_says_whether_its_first_step_was_full(unet: Any, sent: list[Any]) 
         assert sent[-1][1]["first_full"] is full
 
 
-def test_a_run_that_fails_is_told_too(unet: Any, sent: list[Any]) -> None:
+def test_a_failed_run_is_sent_too(unet: Any, sent: list[Any]) -> None:
     def stop(step: int, *_: Any) -> None:
         raise RuntimeError("enough")
 
@@ -75,7 +75,7 @@ def test_a_run_that_fails_is_told_too(unet: Any, sent: list[Any]) -> None:
     assert sent[-1][1]["text"].endswith("1 of 4 steps"), "work is counted of runs that end"
 
 
-def test_two_nodes_are_told_apart(unet: Any, sent: list[Any]) -> None:
+def test_two_nodes_are_distinguished(unet: Any, sent: list[Any]) -> None:
     one, other = patched(unet, node_id="1").args[0], patched(unet, node_id="2", end_percent=0.0001).args[0]
     models.sample(one, 24, 24, steps=1)
     models.sample(other, 24, 24, steps=1)
@@ -114,7 +114,7 @@ def test_a_measurement_says_which_run_it_is_at(sent: list[Any]) -> None:
     assert sent[0][1]["text"] == "Measuring: run 3 of 12 ..."
 
 
-def test_without_a_page_nobody_is_told(unet: Any, sent: list[Any]) -> None:
+def test_without_a_page_nothing_is_sent(unet: Any, sent: list[Any]) -> None:
     live.sys.modules["server"].PromptServer.instance.extra.pop("client_id")
     models.sample(patched(unet).args[0], 24, 24, steps=1)
     assert sent == []

@@ -39,7 +39,7 @@ def shown(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.compat
-def test_report_tells_what_was_merged_where_and_when(unet: Any, attach: Any, shown: Any) -> None:
+def test_report_shows_what_was_merged_where_and_when(unet: Any, attach: Any, shown: Any) -> None:
     model = attach(unet, end_percent=0.5, min_tokens=100, skip_last_blocks=1, granularity="block", selection_interval=2)
     models.sample(model, 24, 24, steps=4, scheduler="normal")
     text, _, _ = shown(model)
@@ -98,7 +98,7 @@ def test_report_of_a_model_without_toma(unet: Any, attach: Any, shown: Any, remo
     assert shown(model)[0].startswith("This model has no ToMA node before it, or one that is bypassed or whose ratio")
 
 
-def test_report_after_an_error_tells_of_the_steps_until_then(unet: Any, attach: Any, shown: Any) -> None:
+def test_report_after_an_error_has_the_steps_until_then(unet: Any, attach: Any, shown: Any) -> None:
     def stop(step: int, *_: Any) -> None:
         if step == 1:
             raise RuntimeError("enough")

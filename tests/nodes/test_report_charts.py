@@ -49,7 +49,7 @@ def test_a_steps_bar_is_as_high_as_its_share_of_tokens(stats: Any) -> None:
         assert abs(height - share * full) <= 3
 
 
-def test_a_run_that_merged_nothing_shows_whole_steps_only() -> None:
+def test_a_run_that_merged_nothing_shows_full_steps_only() -> None:
     told = Stats(total_steps=2)
     told.count_evaluation(0, 0.5)
     told.not_merged("double.0", Reason.TOO_FEW_TOKENS(least=9))

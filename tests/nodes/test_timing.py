@@ -157,7 +157,7 @@ def test_progress_goes_from_nothing_to_all(unet: Any, monkeypatch: pytest.Monkey
     assert seen[-1] == (18, 18)
 
 
-def test_every_run_is_told_before_it_begins(unet: Any) -> None:
+def test_every_run_is_announced_before_it_begins(unet: Any) -> None:
     told: list[tuple[int, int]] = []
     measure(unet, [0.5], task(unet, size=8), 2, lambda *run: told.append(run))
     assert told == [(n, 6) for n in range(1, 7)], "both settings warm up and run twice"
@@ -181,7 +181,7 @@ def test_median_and_spread() -> None:
     assert timed(0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0).spread == pytest.approx((2.0, 5.0))
 
 
-def test_recommends_the_nearest_that_is_about_as_fast() -> None:
+def test_recommends_the_least_error_of_about_the_same_speed() -> None:
     base, third, half, most = timed(0.0, 10, 10.1), timed(0.25, 8, 8.1), timed(0.5, 7, 7.1), timed(0.75, 6.8, 6.9)
     assert timing.worthwhile([base, third, half, most]) is half
     assert timing.worthwhile([base, third]) is third
@@ -190,7 +190,7 @@ def test_recommends_the_nearest_that_is_about_as_fast() -> None:
     assert timing.worthwhile([base, third, half, most]) is most
 
 
-def test_recommends_the_nearest_that_is_fast_enough() -> None:
+def test_recommends_the_least_error_that_is_fast_enough() -> None:
     base, third, half, most = timed(0.0, 10, 10.1), timed(0.25, 9, 9.1), timed(0.5, 8, 8.1), timed(0.75, 5, 5.1)
     third.error, half.error, most.error = 0.1, 0.2, 0.3
     assert timing.closest([base, third, half, most]) is half, "a third is only 1.1x as fast"

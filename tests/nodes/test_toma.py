@@ -48,7 +48,7 @@ def test_preset_is_as_the_model_has_it(request: pytest.FixtureRequest, kind: str
     assert made_by(nodes.ToMAAdvanced, model, ratio=0.4, preset=preset) == expected
 
 
-def test_presets_leave_whole_what_was_measured() -> None:
+def test_presets_skip_the_measured_blocks() -> None:
     balanced = {kind: core.Settings("balanced").resolved(own) for kind, own in OWN.items()}
     fields = ("skip_first_blocks", "skip_last_blocks", "full_step_interval")
     assert [getattr(balanced["unet"], name) for name in fields] == [0, 3, 0]
@@ -181,7 +181,7 @@ def test_unsupported_model_says_what_is_supported(stranger: Any) -> None:
             call()
 
 
-def test_nothing_is_kept_between_executions() -> None:
+def test_nothing_is_stored_between_executions() -> None:
     """ComfyUI caches the patched model and passes it to the next run: the nodes themselves hold no state."""
     for node in (nodes.ToMA, nodes.ToMAAdvanced):
         assert not [n for n, v in vars(node).items() if isinstance(v, (list, dict, set)) and not n.startswith("_")]

@@ -45,7 +45,7 @@ def test_what_belongs_there_goes_through(unet: Any) -> None:
     assert given.conditioning("negative", text) is text
 
 
-def test_every_node_looks(unet: Any) -> None:
+def test_every_node_validates(unet: Any) -> None:
     text, latent = models.conditioning(unet), {"samples": torch.zeros(1, 4, 8, 8)}
     task = {"ratio": 0.5, "preset": "balanced", "sweep": False, "steps": 2, "runs": 2}
     sampled = {"target": "balanced", "steps": 2, "cfg": 1.0, "sampler_name": "euler"}

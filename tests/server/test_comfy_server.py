@@ -93,7 +93,7 @@ def test_messages_are_seen_as_they_come(slow_server: ComfyServer) -> None:
     assert seen[-1] == "executing"
 
 
-def test_settings_are_kept(slow_server: ComfyServer) -> None:
+def test_settings_are_stored(slow_server: ComfyServer) -> None:
     slow_server.set_setting("Comfy.TutorialCompleted", True)
     assert slow_server.settings()["Comfy.TutorialCompleted"] is True
 

@@ -173,7 +173,7 @@ def said(run: Run) -> list[tuple[str, str]]:
     return [(data["node"], data["text"]) for kind, data in run.messages if kind == "toma.said"]
 
 
-def test_client_is_told_of_its_runs_and_of_those_of_a_cached_node(tiny_server: ComfyServer) -> None:
+def test_client_receives_its_runs_and_those_of_a_cached_node(tiny_server: ComfyServer) -> None:
     settings = advanced(tiny_server)
     for seed in (31, 32):  # in the second run ComfyUI has the node in its cache
         run = tiny_server.run(graph(settings, seed=seed))
@@ -185,7 +185,7 @@ def test_client_is_told_of_its_runs_and_of_those_of_a_cached_node(tiny_server: C
         assert re.fullmatch(r"About 1\.\dx less work, counted", end[1].splitlines()[1])
 
 
-def test_two_nodes_with_the_same_settings_are_told_apart(tiny_server: ComfyServer) -> None:
+def test_two_nodes_with_the_same_settings_are_distinguished(tiny_server: ComfyServer) -> None:
     prompt = graph(advanced(tiny_server, ratio=0.3), seed=33)
     prompt["14"] = prompt["4"]
     prompt["15"] = {**prompt["5"], "inputs": {**prompt["5"]["inputs"], "model": ["14", 0], "seed": 34}}

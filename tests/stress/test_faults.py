@@ -355,7 +355,7 @@ def test_exception_in_another_patch(
 
 @both
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_process_that_is_told_to_end(
+def test_process_that_is_asked_to_exit(
     kind: str, model: Any, trap: Trap, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
     error: type[BaseException],
 ) -> None:  # fmt: skip

@@ -246,7 +246,7 @@ JSON = st.one_of(
 )
 
 
-def whole_graph(seed: int) -> dict[str, Any]:
+def complete_graph(seed: int) -> dict[str, Any]:
     """Return a graph with every node of the pack and minimal work."""
     graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, full_step_interval=0, similarity_from="tokens")
     graph["simple"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.5, "preset": "quality"}}
@@ -260,7 +260,7 @@ def whole_graph(seed: int) -> dict[str, Any]:
     return graph
 
 
-NODES = {name: node for name, node in whole_graph(0).items() if node["class_type"] in OURS}
+NODES = {name: node for name, node in complete_graph(0).items() if node["class_type"] in OURS}
 PLACES = [(name, key) for name, node in NODES.items() for key in node["inputs"]]
 
 
@@ -273,7 +273,7 @@ def survivable(value: Any) -> bool:
 @st.composite
 def broken_graphs(draw: st.DrawFn) -> Any:
     """Draw a graph with one invalid value at one of the pack's nodes."""
-    graph = whole_graph(draw(st.integers(0, 3)))
+    graph = complete_graph(draw(st.integers(0, 3)))
     name, key = draw(st.sampled_from(PLACES))
     node = graph[name]
     way = draw(st.sampled_from(["value"] * 6 + ["missing", "unknown key", "class", "inputs", "node", "everything"]))
@@ -306,7 +306,7 @@ HOSTILE = ("../../../etc/passwd\0", "<img src=x onerror=alert(1)>", "'; drop tab
 
 def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: Any) -> None:
     for index, (name, key) in enumerate(PLACES):
-        graph = whole_graph(index)
+        graph = complete_graph(index)
         # Nodes that do not depend on it would run anyway and take time.
         apart = (
             ("simple", "benchmark")
@@ -326,7 +326,7 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: An
         assert how in ("refused", f"error in {graph[name]['class_type']}") or harmless, (name, key, how)
 
 
-def test_option_that_nobody_knows_changes_nothing(steady: ComfyServer, saved_latent: Any) -> None:
+def test_unknown_option_changes_nothing(steady: ComfyServer, saved_latent: Any) -> None:
     """This is a graph that a later version saved, opened in this one."""
     graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, full_step_interval=0, similarity_from="tokens")
     expected = saved_latent(steady.run(graph))

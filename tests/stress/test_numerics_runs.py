@@ -92,7 +92,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("kind", "stored"), WAYS)
-def test_dtypes_cost_a_merged_run_no_more_than_a_whole_one(
+def test_dtypes_cost_a_merged_run_no_more_than_an_unmerged_one(
     kind: str, stored: str, model_in: Any, attach: Any, plan_calls: Any, stats_of: Any
 ) -> None:
     low, full = model_in(kind, stored), model_in(kind, stored, as_fp32=True)

@@ -166,7 +166,7 @@ def test_no_route_is_added_but_the_folders_that_comfyui_serves(lab: ComfyServer,
     assert not [route for route in after if f"custom_nodes/{PACK_FOLDER}" in route[2]], "a handler of the pack's own"
 
 
-def test_run_writes_into_comfyuis_folders_alone_and_connects_to_nobody(lab: ComfyServer) -> None:
+def test_run_writes_into_comfyuis_folders_only_and_connects_to_nothing(lab: ComfyServer) -> None:
     before = files(lab.base)
     process = psutil.Process(lab.process.pid if lab.process else 0)
     peers: set[str] = set()

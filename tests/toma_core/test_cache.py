@@ -104,7 +104,7 @@ def test_off_there_is_none() -> None:
     assert run.schedule.decide(10.0).ratio == 0.0
 
 
-def test_a_whole_step_is_the_block_itself_and_merged_ones_begin_with_its_update() -> None:
+def test_a_full_step_is_the_block_itself_and_merged_ones_start_from_its_residual() -> None:
     run, x = run_of(), features(0)
     out, plan = passed(x, at(run, 0, "cond"))
     assert torch.equal(out, block(x))
@@ -178,7 +178,7 @@ def test_each_part_gets_its_own_in_one_batch_or_in_two_calls(order: tuple[str, s
         torch.testing.assert_close(passed(later, at(run, 1, name))[0], reused(later, x[name], one))
 
 
-def test_parts_that_come_as_they_were_kept_are_not_copied() -> None:
+def test_parts_in_the_cached_order_are_not_copied() -> None:
     run, update = run_of(), features(0, 2)
     run.cache.store((("", "cond"), ("", "uncond")), update)
     assert run.cache.read((("", "cond"), ("", "uncond")), update) is update
@@ -191,7 +191,7 @@ def test_parts_that_come_as_they_were_kept_are_not_copied() -> None:
     assert torch.equal(both, torch.cat([features(1), update[1:]])), "the newer one"
 
 
-def test_blocks_and_unknown_parts_are_kept_apart() -> None:
+def test_blocks_and_unknown_parts_are_separate() -> None:
     """A condition that took no part in the full step leaves its batch without a cache."""
     run, x = run_of(), features(0)
     _, plan = passed(x, at(run, 0, "cond"))
@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_not_used(change: str) -> None:
     torch.testing.assert_close(out, merged(later, plan))
 
 
-def test_the_next_whole_step_replaces_everything() -> None:
+def test_the_next_full_step_replaces_everything() -> None:
     run = run_of()
     passed(features(0), at(run, 0, "cond"), "gone later")
     passed(features(1), at(run, 0, "cond"))
@@ -220,7 +220,7 @@ def test_the_next_whole_step_replaces_everything() -> None:
     torch.testing.assert_close(passed(later, at(run, 4, "cond"), "gone later")[0], merged(later, plan))
 
 
-def test_with_nothing_kept_a_merged_step_is_plain_merging() -> None:
+def test_without_a_cache_a_merged_step_is_plain_merging() -> None:
     """It uses means, because destinations themselves are only useful with a cached residual."""
     run, x = run_of(), features(3)
     out, plan = passed(x, merging(run, 1, "cond"))
@@ -263,7 +263,7 @@ def test_settings_that_skip_blocks_merge_plainly_what_changes_at_every_step() ->
     assert modes(run_of(skip_first_blocks=1), (0, "ab"), (1, "c"), (1, "d"), (1, "a")) == "rrrm"
 
 
-def test_a_noise_level_that_goes_back_is_not_covered() -> None:
+def test_an_increasing_sigma_is_not_covered() -> None:
     run = run_of()
 
     def mode(sigma: float, step: int) -> StepMode:
@@ -328,7 +328,7 @@ def test_memory_is_counted_and_freed() -> None:
     assert [ref() for ref in held] == [None, None]
 
 
-def test_what_would_be_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are then full. The limit applies to videos only."""
     monkeypatch.setattr(cache, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
     picture = run_of()
@@ -351,7 +351,7 @@ def test_what_would_be_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert str(Line.RESIDUAL_CACHE_DISABLED()) in stats.summary()
 
 
-def test_an_update_is_held_as_long_as_one_of_its_parts_is_and_counted_whole() -> None:
+def test_a_residual_is_held_and_counted_as_long_as_one_of_its_parts() -> None:
     run, first = run_of(), features(0, 2)
     held = weakref.ref(first)
     one = features(0).nbytes
@@ -366,7 +366,7 @@ def test_an_update_is_held_as_long_as_one_of_its_parts_is_and_counted_whole() ->
 
 
 @loop("packs", [False, True])
-def test_parts_of_what_was_kept_together_are_held_once(packs: bool) -> None:
+def test_parts_of_a_joint_residual_are_held_once(packs: bool) -> None:
     """Conditions are joined in one call, then split."""
     run, first = run_of(), torch.randn(2, 8, 64)
     run.cache.store((("", "a"), ("", "b")), first.clone(), packs)
@@ -384,7 +384,7 @@ def test_parts_of_what_was_kept_together_are_held_once(packs: bool) -> None:
     torch.testing.assert_close(both, 3 * first.flip(0), rtol=0, atol=0.9 if packs else 0.0)
 
 
-def test_it_is_not_given_up_while_a_merged_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_not_disabled_while_a_merged_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a block would have keys of all tokens and values of some."""
     run = run_of()
     run.cache.store((("", "key"),), features(0))
@@ -397,7 +397,7 @@ def test_it_is_not_given_up_while_a_merged_step_runs(monkeypatch: pytest.MonkeyP
     assert run.cache.read((("", "key"),), features(1)) is None
 
 
-def test_a_refresh_that_another_node_skips_leaves_what_was_cached_and_the_next_evaluation_is_one() -> None:
+def test_a_refresh_that_another_node_skips_keeps_the_cache_and_the_next_evaluation_refreshes() -> None:
     """With a step cache inside the model, the mode is decided but no block is called."""
     run, x = run_of(), features(0)
     passed(x, at(run, 0, "cond"))
@@ -408,7 +408,7 @@ def test_a_refresh_that_another_node_skips_leaves_what_was_cached_and_the_next_e
     assert at(run, 5, "cond").step_plan.mode is StepMode.MERGED_CACHED
 
 
-def test_memory_is_told() -> None:
+def test_memory_is_reported() -> None:
     stats = RunStats()
     stats.merged("single.3")
     assert "cache" not in stats.summary()
@@ -416,7 +416,7 @@ def test_memory_is_told() -> None:
     assert "residual cache of 41.9 MB" in stats.summary()
 
 
-def test_what_is_moved_on_stays_within_the_limits_of_half_precision() -> None:
+def test_propagated_residuals_are_within_the_limits_of_half_precision() -> None:
     """A token beyond the limits would be infinite, and NaN when a later step subtracts it."""
     run = run_of()
     plan = plan_for(features(0).half(), GRID, "scope", merging(run, 1, "a"))

@@ -88,7 +88,7 @@ def test_numbers_beyond_floats_are_refused(name: str) -> None:
 
 
 @loop("name", WHOLE)
-def test_whole_numbers_may_come_as_floats_but_not_broken(name: str) -> None:
+def test_integers_may_be_floats_without_a_fraction(name: str) -> None:
     default = setting_spec(name).default
     value = check(name, float(default))
     assert (value, type(value)) == (default, int)
@@ -96,7 +96,7 @@ def test_whole_numbers_may_come_as_floats_but_not_broken(name: str) -> None:
 
 
 @loop("name", [name for name in NUMBERS if name not in WHOLE])
-def test_floats_may_come_as_whole_numbers(name: str) -> None:
+def test_floats_may_be_integers(name: str) -> None:
     spec = setting_spec(name)
     assert spec.maximum is not None
     value = check(name, int(spec.maximum))
@@ -142,7 +142,7 @@ def test_start_after_end_is_refused() -> None:
         ToMAConfig(start_percent=0.50000001, end_percent=0.5)
 
 
-def test_whole_on_every_step_is_refused() -> None:
+def test_full_at_every_step_is_refused() -> None:
     assert "every step would be a full step" in refused("full_step_interval", 1)
     assert [ToMAConfig(full_step_interval=n).full_step_interval for n in (0, 2, 3)] == [0, 2, 3]
 

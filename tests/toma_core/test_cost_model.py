@@ -131,7 +131,7 @@ def test_rates_follow_the_peaks_in_data_sheets(card: Card, peak: float) -> None:
     assert card.rate(torch.float32) < card.rate(torch.float16)
 
 
-def test_cards_that_nobody_listed() -> None:
+def test_unlisted_cards() -> None:
     """Old cards have no tensor cores; new ones default to the last known generation; GeForce sums in fp32 at half the
     rate."""
     clock = 2 * cost_model.CLOCK * cost_model.EFFICIENCY

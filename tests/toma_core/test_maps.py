@@ -17,7 +17,7 @@ def plan_of(x: torch.Tensor, grid: tuple[int, ...], content_independent: str = "
 
 
 @loop("content_independent", ["", "several devices"])
-def test_the_map_shows_each_token_with_its_nearest_destination(content_independent: str) -> None:
+def test_the_map_shows_each_token_with_its_most_similar_destination(content_independent: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 63, 6).bfloat16()
     plan = plan_of(x, (7, 9), content_independent)

@@ -28,7 +28,7 @@ def test_a_prediction_is_trusted_from_the_same_share_of_noise_on() -> None:
     assert other / (1 + other) == pytest.approx(flow)
 
 
-def test_a_token_is_told_by_the_cells_that_it_covers() -> None:
+def test_a_token_is_described_by_the_cells_that_it_covers() -> None:
     clean = picture()
     tokens = picture_tokens(clean, (4, 4), clean)
     assert tokens.shape == (2, 16, 12)

@@ -44,7 +44,7 @@ def test_says_what_every_field_is_so_that_no_preset_adds_to_it() -> None:
     assert Settings("quality", over).resolved({"quality": {"skip_last_blocks": 2}}) == CONFIG
 
 
-def test_blocks_by_noise_level() -> None:
+def test_blocks_by_sigma() -> None:
     (above, high), (least, low) = profile().ratio_schedule(NAMES)
     assert (above, least) == (0.6, 0.0)
     assert high == {**dict.fromkeys(NAMES[:4], 0.0), **dict.fromkeys(NAMES[4:11], 0.75), "single.7": 0.5}
@@ -137,7 +137,7 @@ def test_what_is_wrong_is_said(text: Any, why: str) -> None:
         (["a\nb"], "the model has no block"),
     ],
 )
-def test_a_place_that_is_not_there_is_damage(places: list[str], why: str) -> None:
+def test_an_unknown_block_is_damage(places: list[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why) as caught:
         fitted(profile(ratios=dict.fromkeys(places, (0.5, 0.5))), FLUX, NAMES)
     assert "damaged" in str(caught.value)
@@ -145,7 +145,7 @@ def test_a_place_that_is_not_there_is_damage(places: list[str], why: str) -> Non
     assert len(str(caught.value)) < 400
 
 
-def test_one_that_leaves_everything_whole() -> None:
+def test_a_profile_that_merges_nothing() -> None:
     for none in ({}, {"single.0": (0.0, 0.0)}):
         made = parsed(profile(ratios=none).text())
         assert not any(ratio for _, ratios in made.ratio_schedule(NAMES) for ratio in ratios.values())
@@ -171,7 +171,7 @@ KEYS = ("toma_profile", "model", "settings", "above_sigma", "ratios")
 
 
 @given(st.sampled_from(KEYS), ANY, st.booleans())
-def test_any_json_in_its_place_is_read_or_refused(key: str, value: Any, inside: bool) -> None:
+def test_any_other_json_is_read_or_refused(key: str, value: Any, inside: bool) -> None:
     whole = json.loads(profile().text())
     if inside and isinstance(whole[key], dict):
         value = {**whole[key], next(iter(whole[key])): value}
@@ -186,6 +186,6 @@ def test_any_json_in_its_place_is_read_or_refused(key: str, value: Any, inside: 
     assert "\n" not in said
 
 
-def test_places_are_named_by_their_ends() -> None:
+def test_sites_are_named_by_their_ends() -> None:
     assert entry_of(["single.3"]) == "single.3"
     assert entry_of(["single.3", "single.4", "single.5"]) == "single.3 - single.5"

@@ -42,7 +42,7 @@ def test_what_is_all_alike_comes_back(dtype: torch.dtype) -> None:
         torch.testing.assert_close(quantize(x).dequantize(), x, rtol=1e-3, atol=1e-4)
 
 
-def test_the_whole_range_of_half_precision() -> None:
+def test_the_full_range_of_half_precision() -> None:
     x = torch.tensor([-65504.0, 65504.0] * 32).half()[None, None]
     found = quantize(x).dequantize()
     assert found.isfinite().all()
@@ -84,7 +84,7 @@ def test_numbers_far_from_zero_beside_their_spread(dtype: torch.dtype) -> None:
         assert ((packed.dequantize().double() - x.double()).abs() <= step + rounding).all()
 
 
-def test_one_in_the_place_of_another() -> None:
+def test_one_replaces_another() -> None:
     x, other = torch.randn(4, 5, 64), torch.randn(2, 5, 64)
     packed, instead = quantize(x), quantize(other)
     assert isinstance(packed, Int4Tensor)

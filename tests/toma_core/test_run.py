@@ -41,7 +41,7 @@ def same(a: MergePlan, b: MergePlan) -> bool:
     )
 
 
-def test_a_plan_is_kept_until_it_is_too_old() -> None:
+def test_a_plan_is_reused_until_it_is_too_old() -> None:
     run = run_of()
     first = run.plan(features(0), GRID, "a", at(), (None,))
     assert run.plan(features(1), GRID, "a", at(), (None,)) is first
@@ -85,7 +85,7 @@ def test_another_ratio_needs_another_plan() -> None:
     assert run.stats.selections == 3
 
 
-def test_what_plans_are_kept_apart_by() -> None:
+def test_keys_that_separate_plans() -> None:
     run = run_of()
     x = features(0)
     plans = [
@@ -105,7 +105,7 @@ def test_what_plans_are_kept_apart_by() -> None:
     assert run.stats.selections == 6
 
 
-def test_plans_that_nobody_asks_for_again_are_dropped() -> None:
+def test_unused_plans_are_dropped() -> None:
     """Windows over a batch move; the plan of an unused grid remains, for its drawing."""
     run, x = run_of(), features(0)
     run.plan(x, (9, 7), "a", at(), (None,))

@@ -49,7 +49,7 @@ def test_steps_of_samplers(calls: tuple[float, ...], steps: list[int]) -> None:
 
 
 @loop("direction", [-1, 1])
-def test_levels_survive_a_trip_through_fp32(direction: int) -> None:
+def test_sigmas_survive_rounding_to_fp32(direction: int) -> None:
     """A sigma that is one fp32 step higher or lower still has its step."""
     schedule = Schedule(ToMAConfig(), SIGMAS)
     for step, sigma in enumerate(SIGMAS):
@@ -109,7 +109,7 @@ def ten_steps(config: ToMAConfig, **range_of: Any) -> list[StepPlan]:
     return [schedule.decide(sigma) for sigma in sigmas]
 
 
-def test_whole_steps_in_between() -> None:
+def test_full_steps_in_between() -> None:
     merged = [bool(d.merged_ratio) for d in ten_steps(ToMAConfig(full_step_interval=3))]
     assert merged == [False, True, True, False, True, True, False, True, True, False]
     # Counted from the first step of the range.
@@ -117,7 +117,7 @@ def test_whole_steps_in_between() -> None:
     assert merged == [False, False, True, False, True, False, True, False, True, False]
 
 
-def test_last_step_is_whole_if_the_picture_is_finished() -> None:
+def test_last_step_is_full_if_the_picture_is_finished() -> None:
     """This holds for any interval and range, except if every step is merged."""
     for config in (ToMAConfig(full_step_interval=4, granularity=Granularity.MODULE), ToMAConfig(full_step_interval=4)):
         whole = [step for step, d in enumerate(ten_steps(config, finishes=True)) if not d.merged_ratio]
@@ -152,7 +152,7 @@ def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[
     assert Schedule(config, even, finishes=True).cache_steps == every
 
 
-def test_whole_steps_keep_detail_if_it_is_reused() -> None:
+def test_full_steps_refresh_the_residual_cache() -> None:
     """The same steps are full, with the ratio of their plans."""
     settings: dict[str, Any] = {"ratio": 0.75, "full_step_interval": 3}
     plain = ten_steps(ToMAConfig(**settings, granularity=Granularity.MODULE), sigma_end=2.0)
@@ -163,14 +163,14 @@ def test_whole_steps_keep_detail_if_it_is_reused() -> None:
     assert not any(d.mode is StepMode.REFRESH for d in plain)
 
 
-def test_whole_steps_need_a_schedule() -> None:
+def test_full_steps_need_a_schedule() -> None:
     """Without one every evaluation is step 0 and would be full."""
     for config in (ToMAConfig(full_step_interval=2, granularity=Granularity.MODULE), ToMAConfig(full_step_interval=2)):
         mode = StepMode.MERGED_CACHED if config.uses_cache else StepMode.MERGED
         assert Schedule(config).decide(1.0) == StepPlan(0, mode, 0.5, 0, 0)
 
 
-def test_detail_is_reused_where_steps_are_whole_and_tensors_few() -> None:
+def test_the_residual_cache_needs_full_steps_and_few_tensors() -> None:
     assert ToMAConfig(full_step_interval=2).uses_cache
     assert not ToMAConfig().uses_cache
     assert not Settings("paper", {"full_step_interval": 2}).resolved().uses_cache
@@ -221,7 +221,7 @@ def profiled(config: ToMAConfig, *ratio_schedule: tuple[float, dict[str, float]]
     return [schedule.decide(sigma) for sigma in sigmas]
 
 
-def test_blocks_have_ratios_by_noise_level() -> None:
+def test_blocks_have_ratios_by_sigma() -> None:
     """Sigmas above 6.5 are steps 0 to 3."""
     decisions = profiled(ToMAConfig(), (6.5, {"a": 0.75, "b": 0.25}), (0.0, {"a": 0.5}))
     assert [d.ratio for d in decisions] == [0.75] * 4 + [0.5] * 6
@@ -242,7 +242,7 @@ def test_one_ratio_everywhere_decides_as_the_setting_does() -> None:
         assert dataclasses.replace(ours.of("a"), ratios=None) == theirs
 
 
-def test_blocks_keep_their_ratio_from_one_whole_step_to_the_next() -> None:
+def test_blocks_keep_their_ratio_between_full_steps() -> None:
     """Steps 0, 3, 6, 9 are full. The sigma range changes between 9 and 8, within the first interval, whose cache has
     the ratio of its first merged step."""
     config = ToMAConfig(full_step_interval=3)
@@ -252,7 +252,7 @@ def test_blocks_keep_their_ratio_from_one_whole_step_to_the_next() -> None:
     assert [d.mode is StepMode.REFRESH for d in decisions] == [step % 3 == 0 for step in range(10)]
 
 
-def test_a_level_where_all_is_whole() -> None:
+def test_a_sigma_range_without_merging() -> None:
     decisions = profiled(ToMAConfig(full_step_interval=3), (6.5, {}), (0.0, {"a": 0.5}))
     assert [d.ratio for d in decisions] == [0.0] * 3 + [0.5] * 7
     assert [d.mode is StepMode.REFRESH for d in decisions][:4] == [False, False, False, True]
@@ -266,7 +266,7 @@ def test_every_ratio_has_a_kind() -> None:
     assert sorted({(d.ratio, d.selection % 2) for d in kinds}) == [(r, s) for r in (0.25, 0.5, 0.75) for s in (0, 1)]
 
 
-def test_a_profile_that_leaves_a_noise_level_whole_is_named() -> None:
+def test_a_profile_without_merging_in_a_sigma_range_is_named() -> None:
     config, sigmas = ToMAConfig(full_step_interval=3), tuple(float(10 - step) for step in range(10))
     interval, profile = Reason.SETTING(setting="full_step_interval", value=3), Reason.PROFILE()
     assert Schedule(config, sigmas, ratio_schedule=((0.0, {"a": 0.5}),)).why_full() == (interval,)
@@ -306,7 +306,7 @@ def test_too_few_steps_are_the_reason_where_every_step_is_full(steps: int, setti
         ((0.8,), 4, True, True, []),
     ],
 )
-def test_the_last_of_two_steps_that_go_on_from_another_run_is_merged(
+def test_the_last_of_two_steps_that_continue_another_run_is_merged(
     sigmas: tuple[float, ...], every: int, looks: bool, continues_run: bool, merged: list[int]
 ) -> None:
     """Otherwise half of a run of four steps would have no merged step; with `quality`, where every second step is full,

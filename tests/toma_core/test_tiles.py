@@ -52,7 +52,7 @@ def test_images_that_show_the_same_have_the_plan_of_the_first() -> None:
         assert same(plan, image, alone(x[first : first + 1])), image
 
 
-def test_a_later_call_takes_over_what_shows_the_same_in_whatever_place() -> None:
+def test_a_later_call_reuses_equal_images_in_any_order() -> None:
     run, x = run_of(), tokens(1, 2)
     earlier = TileBatch(drawn(7, 8))
     planned(run, x, earlier)
@@ -63,7 +63,7 @@ def test_a_later_call_takes_over_what_shows_the_same_in_whatever_place() -> None
     assert same(plan, 2, alone(x[:1]))
 
 
-def test_all_earlier_calls_are_looked_through() -> None:
+def test_all_earlier_calls_are_searched() -> None:
     """Tiles are in another order for another condition."""
     run, x, later = run_of(), tokens(1, 2, 3), tokens(4, 5, 6)
     earlier = tuple(TileBatch(drawn(seed)) for seed in (7, 8, 9))
@@ -74,7 +74,7 @@ def test_all_earlier_calls_are_looked_through() -> None:
     assert same(planned(run, later[:1], TileBatch(drawn(6), earlier)), 0, alone(later[:1])), "nobody showed it"
 
 
-def test_a_block_that_is_given_another_number_of_images_stays_whole() -> None:
+def test_a_block_with_another_number_of_images_is_not_merged() -> None:
     tile, step_plan = TileBatch(drawn(7, 8)), StepPlan(0, StepMode.MERGED, 0.5, 0, 0)
     evaluation = Evaluation(run_of(), step_plan, (None,), ("cond",), tile=tile, images=2)
     for batch in (1, 3, 4):
@@ -109,7 +109,7 @@ def test_broken_images_go_by_their_own_tokens(broken: float) -> None:
     assert same(planned(run_of(), x, TileBatch(latent)), 1, alone(x[1:]))
 
 
-def test_a_single_number_tells_two_images_apart() -> None:
+def test_a_single_number_distinguishes_two_images() -> None:
     latent, x = drawn(7, 7), tokens(1, 2)
     latent[1, 3, 5, 5] += 1e-6
     assert same(planned(run_of(), x, TileBatch(latent)), 1, alone(x[1:]))

@@ -24,14 +24,14 @@ def test_every_table_is_what_the_code_counts(name: str) -> None:
     assert performance.filled(text, {name: performance.TABLES[name]}) == text
 
 
-def test_every_table_has_its_place_and_is_filled() -> None:
+def test_every_table_has_markers_and_is_filled() -> None:
     for name in performance.TABLES:
         text = performance.page_of(name).read_text(encoding="utf-8")
         table = text.split(f"<!-- {name} -->\n")[1].split("<!-- end -->")[0]
         assert table.strip(), name
 
 
-def test_a_table_without_a_place_is_told() -> None:
+def test_a_table_without_markers_raises() -> None:
     with pytest.raises(KeyError, match="markers of the table parts"):
         performance.filled("nothing", {"parts": str})
 

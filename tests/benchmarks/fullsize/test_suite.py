@@ -137,7 +137,7 @@ def test_a_model_that_is_left_changed_is_seen(unet: Any) -> None:
         network.out[2].bias.data.copy_(before)
 
 
-def test_whole_runs_and_what_caches_skip(unet: Any) -> None:
+def test_sampling_runs_and_steps_that_caches_skip(unet: Any) -> None:
     shape = Shape("sdxl", 64, 64, 1, tiny=True)
     chosen = sample.usual_variants(0.5, **variants.TINY)
     rows = {r.variant: r for r in sample.measure(unet, shape, 6, 3.0, chosen, 1, CPU, shares=True)}

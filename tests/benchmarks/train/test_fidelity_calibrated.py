@@ -18,7 +18,7 @@ from scripts.comfy_pack import pack_module
 SIDE = 64  # pixels: half of what the UNet was trained on, a fourth of the work
 
 
-def test_a_whole_run_and_again(
+def test_a_run_and_a_repeated_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "calibrated.json"
@@ -34,7 +34,7 @@ def test_a_whole_run_and_again(
     assert "| deep 4 steps cfg 2 balanced |" in capsys.readouterr().out
 
 
-def test_no_single_setting_is_nearer() -> None:
+def test_no_single_setting_has_less_error() -> None:
     """benchmarks/results/fidelity/calibrated.md claims it. A violation is found: here a calibration's error is
     doubled."""
     folder = FOLDER.parents[1] / "benchmarks" / "results" / "fidelity"

@@ -101,14 +101,14 @@ def test_mean_ratio(model: Any, decisions: Any, when: dict[str, float]) -> None:
     assert len({d.merged_ratio for d in decisions}) > 1
 
 
-def test_variate_that_is_renewed_at_every_step_is_the_whole_model(model: Any) -> None:
+def test_variate_that_is_refreshed_at_every_step_is_the_unmerged_model(model: Any) -> None:
     patched = experiments.control_variate(0.5, 1, toma)(model)
     whole, out = sample(model), sample(patched)
     torch.testing.assert_close(out / whole.abs().max(), whole / whole.abs().max(), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(sample(experiments.control_variate(0.5, 2, toma)(model)), whole)
 
 
-def test_variate_runs_whole_as_often_as_it_says(model: Any, decisions: Any) -> None:
+def test_variate_has_full_steps_at_its_interval(model: Any, decisions: Any) -> None:
     """All four steps run merged, and two of them also full, which the pack does not see."""
     calls = []
 
@@ -283,7 +283,7 @@ def test_means_as_long_as_tokens(reduced: Any) -> None:
     torch.testing.assert_close(out.norm(dim=-1), merge(x.norm(dim=-1, keepdim=True), plan)[..., 0])
 
 
-def test_exact_destinations_look_at_every_token(small: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_destinations_attend_to_every_token(small: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from comfy.ldm.flux import math
 
     original, seen = math.optimized_attention, set[tuple[int, int]]()

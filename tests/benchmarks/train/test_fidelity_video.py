@@ -32,7 +32,7 @@ def test_seams_are_found_at_windows_borders() -> None:
     assert video.seams(apart).item() > 5 * video.seams(noise).item()
 
 
-def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {**models.WAN_CONFIG, "num_layers": 3}
     network = models.new_wan(0, config=config, to_train=False)
     save_file(network.state_dict(), tmp_path / "wan.safetensors")

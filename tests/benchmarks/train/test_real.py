@@ -156,7 +156,7 @@ def while_waiting(comfy: ComfyServer, act: Callable[[], Any]) -> threading.Threa
     return thread
 
 
-def test_whole_way_and_again(
+def test_a_complete_run_and_a_repeated_run(
     comfy: ComfyServer, work: Work, graph: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--seeds", "1", "2", "--ratio", "0.25", "0.5", "--preset", "balanced"]
@@ -281,7 +281,7 @@ def test_built_in_graphs_fit_the_nodes_of_the_server(comfy: ComfyServer, built: 
                 assert isinstance(value, {"STRING": str, "INT": int, "FLOAT": (int, float)}[wanted])
 
 
-def test_error_in_a_node_is_said_and_the_rest_is_kept(
+def test_error_in_a_node_is_reported_and_other_results_remain(
     work: Work, hurdle: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert work.run(hurdle, "fine\nbreak\n", "--seeds", "1") == 1

@@ -150,7 +150,7 @@ def test_widget_values_say_what_was_chosen(pack: ModuleType) -> None:
     assert values == {**usual, "ratio": 0.25, "window_shape": "stripe", "skip_first_blocks": 1, "kv_cache": "off"}
 
 
-def test_samples_as_the_trained_models_look_best() -> None:
+def test_samples_with_the_best_settings_of_the_trained_models() -> None:
     for kind in KINDS:
         expected = sampling.DEFAULTS[kind.name]
         assert kind.sampling == {

@@ -144,7 +144,7 @@ def test_begins_with_exported_weights(tmp_path: Path) -> None:
     begun.train_step(Batches(begun.plan)[0])
 
 
-def test_crops_keep_their_place() -> None:
+def test_crops_keep_their_positions() -> None:
     plan = dataclasses.replace(_plan("dit"), early_shares=(0.0, 0.0), steps=1000)
     offsets = set()
     for step in range(12):
@@ -187,7 +187,7 @@ def test_half_size_scenes_sit_where_they_belong() -> None:
     assert (small[..., 0] == 1).all()
 
 
-def test_whole_pictures_alone_to_go_on_with() -> None:
+def test_full_pictures_only_to_continue_with() -> None:
     plan = plan_of(arguments(["unet", "--full-only", "--cooldown", "0.75", "--steps", "1000"]))
     assert plan.lr_at(249) == plan.lr > plan.lr_at(600) > plan.lr_at(999) > 0
     assert {plan.sort_at(step, draw) for step in (0, 999) for draw in (0.0, 0.5, 0.999)} == {"full"}
@@ -211,14 +211,14 @@ def _straight(x: torch.Tensor, sigma: torch.Tensor, **given: Any) -> torch.Tenso
     return given["y"].sum(1)[:, None, None, None].expand_as(x) * 0.01
 
 
-def test_who_needs_few_steps_learns_nothing_new_from_a_straight_flow() -> None:
+def test_a_straight_flow_has_no_loss_for_few_steps() -> None:
     """Without guidance, two steps and one step give the same result there."""
     batch = Batches(_even())[0]
     assert float(FewStepsObjective(_straight, cfg=1.0).loss(_straight, batch)) < 1e-8
     assert float(FewStepsObjective(_straight, cfg=3.0).loss(_straight, batch)) > 1e-4
 
 
-def test_what_it_is_told_and_taught_where() -> None:
+def test_number_of_steps_and_sigmas_of_distillation() -> None:
     seen: list[tuple[str, list[float], list[float]]] = []
 
     def spy(who: str) -> Any:

@@ -22,7 +22,7 @@ SHOWN = [name for name in LAYOUTS if name != "ernie"]
 
 @loop("batch", [1, 2])
 @loop("kind", SHOWN)
-def test_where_nothing_moves_a_merged_step_is_the_models_own(
+def test_without_changes_a_merged_step_equals_the_models_own(
     kind: str, batch: int, model_of: Any, attach: Any, stats_of: Any
 ) -> None:
     model, batch = model_of(kind), 1 if kind in ALONE else batch
@@ -35,7 +35,7 @@ def test_where_nothing_moves_a_merged_step_is_the_models_own(
 
 
 @loop("kind", SHOWN)
-def test_keys_are_moved_on_as_their_destinations_move(
+def test_keys_are_propagated_as_their_destinations_change(
     kind: str, model_of: Any, attach: Any, plan_calls: list[Any], dense: Any
 ) -> None:
     """Queries are of destinations, keys and values of all tokens: the cached ones plus the change at their
@@ -96,7 +96,7 @@ def test_of_videos_too(kind: str, frames: int, model_of: Any, attach: Any, stats
         torch.testing.assert_close(clip, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
 
 
-def test_what_is_packed_is_nobodys_to_write_into(model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_4bit_cache_is_read_only(model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("flux")
     monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
     merged = attach(model, **KEYS)
@@ -120,7 +120,7 @@ def theirs(q: Tensor, k: Tensor, v: Tensor, heads: int, *_: Any, **__: Any) -> T
 
 
 @pytest.fixture
-def asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     import comfy.ldm.wan.model as wan
 
     monkeypatch.setattr(wan, "optimized_attention", theirs)
@@ -129,7 +129,7 @@ def asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 NOT_ASKED = Reason.KV_FOREIGN_ATTENTION()
 
 
-def test_attention_that_asks_nobody_is_noticed(model_of: Any, stats_of: Any, asks_nobody: None) -> None:
+def test_attention_without_overrides_is_noticed(model_of: Any, stats_of: Any, without_overrides: None) -> None:
     """Presets then have no KV cache, and the report has the reason."""
     run, model = pack_module("nodes.adapters.patch_model"), model_of("wan")
     asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
@@ -144,7 +144,7 @@ def test_attention_that_asks_nobody_is_noticed(model_of: Any, stats_of: Any, ask
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), found)
 
 
-def test_inside_graphs_too(stats_of: Any, asks_nobody: None, fresh_compiler: None) -> None:
+def test_inside_graphs_too(stats_of: Any, without_overrides: None, fresh_compiler: None) -> None:
     run, asked = pack_module("nodes.adapters.patch_model"), {"frames": 3, "steps": 6, "cfg": 1.0}
     model = models.wan(layers=2)
     plain = run.apply_toma(model, preset("balanced"))
@@ -154,7 +154,7 @@ def test_inside_graphs_too(stats_of: Any, asks_nobody: None, fresh_compiler: Non
 
 
 def test_it_is_noticed_where_an_evaluation_begins(
-    model_of: Any, stats_of: Any, asks_nobody: None, monkeypatch: pytest.MonkeyPatch
+    model_of: Any, stats_of: Any, without_overrides: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Either all calls of an evaluation use the cache or none, because guidance takes their difference."""
     sampling, seen = pack_module("nodes.adapters.sampling_run").SamplingRun, list[tuple[int, bool]]()
@@ -202,7 +202,7 @@ def fresh_compiler() -> Any:
     torch._dynamo.reset()
 
 
-def test_other_compilers_are_told_nothing(attach: Any, stats_of: Any, fresh_compiler: None) -> None:
+def test_other_compilers_receive_no_hints(attach: Any, stats_of: Any, fresh_compiler: None) -> None:
     model = models.flux(double=2, single=2)
     merged = compiled(attach(model, **KEYS), Counting())
     without = models.sample(attach(model, **{**KEYS, "kv_cache": False}), HEIGHT, WIDTH, steps=5)
@@ -223,7 +223,7 @@ def test_where_full_steps_keep_nothing_the_preset_is_as_without(
 
 
 @loop("kind", ["qwen_image", "hunyuan"])
-def test_masked_text_does_not_stand_in_the_way(kind: str, model_of: Any, attach: Any) -> None:
+def test_masked_text_is_no_obstacle(kind: str, model_of: Any, attach: Any) -> None:
     """Queries attend to every key after the text, regardless of their number."""
     model = model_of(kind)
     mask = torch.ones(1, 7, dtype=torch.long)
@@ -242,7 +242,7 @@ def test_masked_text_does_not_stand_in_the_way(kind: str, model_of: Any, attach:
 
 
 @loop("kind", ["wan", "sd3"])
-def test_what_is_kept_is_nobodys_to_write_into(kind: str, attach: Any) -> None:
+def test_the_cache_is_read_only(kind: str, attach: Any) -> None:
     """Another node's override changes its inputs in place, in models with attention over the image only."""
     model = models.wan() if kind == "wan" else models.sd3(x_block_self_attn_layers=[0, 1])
 

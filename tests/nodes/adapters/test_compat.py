@@ -71,7 +71,7 @@ def test_forward_that_hides_its_signature_is_not_known() -> None:
         contract.check(hidden, Hook())
 
 
-def test_compiled_module_is_looked_into() -> None:
+def test_compiled_module_is_unwrapped() -> None:
     compiled = torch.compile(module_with(lambda self, y, mask=None: y), backend="eager")
     with pytest.raises(contract.UnsupportedApiError, match=r"Block\.forward\(y, mask\)"):
         contract.check(compiled, Strict())

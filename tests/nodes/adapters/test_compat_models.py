@@ -113,7 +113,7 @@ def test_forward_with_another_signature(
     assert stats_of(patched).summary().startswith(f"Nothing was merged: unknown to this version: {name}.forward(")
 
 
-def test_new_argument_that_nobody_uses_is_no_obstacle_in_flux(
+def test_new_unused_argument_is_no_obstacle_in_flux(
     monkeypatch: pytest.MonkeyPatch, attach: Any, stats_of: Any, warnings: Any
 ) -> None:
     cls = importlib.import_module(FLUX).DoubleStreamBlock
@@ -209,7 +209,7 @@ def test_attribute_with_another_name(
 
 
 @loop(("kind", "option"), [("unet", "activations_shape"), ("flux", "img_slice")])
-def test_blocks_that_are_not_told_where_their_tokens_are(attach: Any, stats_of: Any, kind: str, option: str) -> None:
+def test_blocks_without_token_offsets(attach: Any, stats_of: Any, kind: str, option: str) -> None:
     model = models.unet() if kind == "unet" else models.flux(double=1)
     plain = sample(model)
     names = ("BasicTransformerBlock", "SingleStreamBlock")

@@ -104,7 +104,7 @@ def test_what_is_gone_leaves_the_model_as_it_was(
 
 
 @every_kind
-def test_without_a_count_of_evaluations_levels_are_read(
+def test_without_a_count_of_evaluations_sigmas_are_read(
     monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, kind: str
 ) -> None:
     model = getattr(models, kind)()

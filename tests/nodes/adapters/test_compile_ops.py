@@ -94,7 +94,7 @@ def test_tokens_around_the_image_stay(graphs: Any, evaluate: Any) -> None:
     torch.testing.assert_close(out, x + 1)
 
 
-def test_a_step_that_keeps_its_detail_runs_whole_on_new_tensors(graphs: Any, evaluate: Any) -> None:
+def test_a_full_step_caches_its_residual_in_new_tensors(graphs: Any, evaluate: Any) -> None:
     evaluation = evaluate(full_step_interval=2)
     assert evaluation.refreshes
     site, x = prepared(evaluation), torch.randn(2, TOKENS, 8)
@@ -130,7 +130,7 @@ def test_positions_follow_the_destinations(pack: ModuleType, graphs: Any, evalua
     assert site.rows == {}
 
 
-def test_what_is_left_whole_is_told(graphs: Any, evaluate: Any) -> None:
+def test_unmerged_parts_are_reported(graphs: Any, evaluate: Any) -> None:
     evaluation = evaluate(min_tokens=TOKENS + 1)
     site = begun(evaluation, ["a", "b"])
     assert not site.prepare(torch.randn(1, 4, 12, 20), torch.nn.Linear(8, 8), 8)
@@ -188,7 +188,7 @@ def test_two_copies_of_the_pack_do_not_share_operators() -> None:
         libraries[-1].define("enter(Tensor x) -> Tensor")
 
 
-def test_a_model_that_must_stay_in_one_graph_is_left_whole(flux: Any, attach: Any, stats_of: Any) -> None:
+def test_a_model_that_must_be_one_graph_is_not_merged(flux: Any, attach: Any, stats_of: Any) -> None:
     """Merging breaks the graph at unknown parts, which would raise an error."""
     model = attach(flux)
     model.model_options["torch_compile_kwargs"] = {"backend": "inductor", "fullgraph": True}

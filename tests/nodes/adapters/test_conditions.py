@@ -103,7 +103,7 @@ def test_every_text_length(model: Any, attach: Any, stats_of: Any, positive: int
 
 @every_kind
 @pytest.mark.compat
-def test_areas_of_one_size_at_two_places_have_plans_of_their_own(
+def test_areas_of_one_size_at_two_offsets_have_separate_plans(
     model: Any, attach: Any, plan_calls: Any, stats_of: Any
 ) -> None:
     """Left half, right half and the full picture are three images in one step, two of them on one grid."""
@@ -188,7 +188,7 @@ def test_windows_over_a_batch_have_plans_of_their_own(unet: Any, attach: Any, pl
 
 
 @loop("granularity", ["module", "block"])
-def test_negative_model_of_another_class_is_left_whole(
+def test_negative_model_of_another_class_is_not_merged(
     flux: Any, stranger: Any, attach: Any, stats_of: Any, granularity: str
 ) -> None:
     """The guider runs the negative model with the positive one's options, which do not fit it and have no effect."""

@@ -37,7 +37,7 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
         {"full_step_interval": 2, "granularity": "module"},
     ],
 )
-def test_does_nothing_without_whole_steps_or_around_modules(
+def test_no_cache_without_full_steps_or_around_modules(
     model: Any, attach: Any, stats_of: Any, settings: dict[str, Any]
 ) -> None:
     patched = attach(model, **settings)
@@ -49,7 +49,7 @@ def test_does_nothing_without_whole_steps_or_around_modules(
 @every_kind
 @pytest.mark.compat
 @loop("granularity", ["block", "stack"])
-def test_a_whole_step_is_that_of_the_model(model: Any, attach: Any, stats_of: Any, granularity: str) -> None:
+def test_a_full_step_is_that_of_the_model(model: Any, attach: Any, stats_of: Any, granularity: str) -> None:
     """It is bit-identical, although hooks are installed and cache residuals."""
     patched = attach(model, **REUSE, granularity=granularity)
     assert torch.equal(models.sample(patched, SIDE, SIDE, **FIRST[1]), models.sample(model, SIDE, SIDE, **FIRST[1]))
@@ -205,7 +205,7 @@ def test_joined_and_split_calls_agree(model: Any, attach: Any, monkeypatch: Any,
     torch.testing.assert_close(split / scale, joined / scale, rtol=1e-4, atol=1e-4)
 
 
-def test_blocks_that_another_node_patches_run_whole_at_whole_steps(unet: Any, attach: Any) -> None:
+def test_blocks_that_another_node_patches_are_full_at_full_steps(unet: Any, attach: Any) -> None:
     """They are merged by module, which has no residual cache."""
     watched = unet.clone()
     watched.set_model_attn1_output_patch(lambda n, extra_options: n)
@@ -219,7 +219,7 @@ def sampling_of() -> Any:
     return pack_module("nodes.adapters.patch_model").SamplingRun.start(config, None, [2.0, 1.0, 0.0])
 
 
-def test_calls_that_look_alike_are_told_apart() -> None:
+def test_similar_calls_have_separate_caches() -> None:
     """With tiles, or guidance by a perturbed model, the second call of a condition at a sigma has its own cache."""
     sampling, options = sampling_of(), {"uuids": ["cond", "uncond"]}
     seen = []
@@ -231,7 +231,7 @@ def test_calls_that_look_alike_are_told_apart() -> None:
     assert sampling.cond_keys(2, {"uuids": ["uncond"]}) == seen[1][1:]
 
 
-def test_calls_are_told_apart_by_what_is_patched_not_only_by_their_order() -> None:
+def test_calls_are_distinguished_by_their_patches_not_only_by_order() -> None:
     """If the first of two guidances that perturb the model ends, the other one still finds its cache."""
     sampling, options = sampling_of(), {"uuids": ["cond"]}
 
@@ -294,7 +294,7 @@ def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
     assert of(first + 1, found) == {"reused"}
 
 
-def test_a_patched_block_in_the_middle_of_a_stack_splits_its_detail(
+def test_a_patched_block_in_the_middle_of_a_stack_splits_its_residual(
     attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full steps cache by the chains of merged steps."""

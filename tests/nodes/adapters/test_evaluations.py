@@ -182,7 +182,7 @@ def test_a_condition_that_begins_exactly_at_a_step(trained: Trained) -> None:
 
 @loop("factor", [0.9, 0.6, 1.1])
 @loop("wraps", [True, False])
-def test_a_noise_level_that_is_changed_on_purpose(
+def test_a_sigma_that_is_changed_on_purpose(
     trained: Trained, plain: float, stats_of: Any, factor: float, wraps: bool
 ) -> None:
     """Detail Daemon and Lying Sigma wrap a sampler and pass the model other sigmas than the schedule's."""

@@ -28,7 +28,7 @@ SHOWN = {"attn1_patch": lambda n, context, value, options: (n, context, value), 
         pytest.param(models.qwen_image, "stack", "double_block", {"block"}, id="blocks, as others look between"),
     ],
 )
-def test_auto_is_told_what_is_merged_as_a_whole(
+def test_auto_receives_the_blocks_that_are_merged_together(
     model: Any, granularity: str, patch: str, around: set[str], attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stack of one block adds as many operations as a block, and so does a block that runs alone."""

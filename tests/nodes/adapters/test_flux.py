@@ -145,7 +145,7 @@ def test_consecutive_blocks_stay_merged(
 
 
 @loop("amount", [2, 0.5])
-def test_first_blocks_of_each_kind_are_left_whole(flux: Any, attach: Any, stats_of: Any, amount: float) -> None:
+def test_first_blocks_of_each_kind_are_skipped(flux: Any, attach: Any, stats_of: Any, amount: float) -> None:
     model = attach(flux, skip_first_blocks=amount)
     models.sample(model, HEIGHT, WIDTH, steps=1)
     first = {"double.0", "double.1", "single.0", "single.1"}
@@ -153,7 +153,7 @@ def test_first_blocks_of_each_kind_are_left_whole(flux: Any, attach: Any, stats_
     assert stats_of(model).merged_blocks == {"double.2", "single.2"}
 
 
-def test_last_blocks_of_the_last_kind_are_left_whole(flux: Any, attach: Any, stats_of: Any) -> None:
+def test_last_blocks_of_the_last_kind_are_skipped(flux: Any, attach: Any, stats_of: Any) -> None:
     model = attach(flux, skip_last_blocks=2, skip_first_blocks=1)
     models.sample(model, HEIGHT, WIDTH, steps=1)
     assert stats_of(model).unmerged == {
@@ -190,7 +190,7 @@ def test_one_modulation_for_all_blocks_is_merged_too(flux2: Any, attach: Any, st
         assert len(stats_of(model).merged_blocks) == 6
 
 
-def test_dropped_tokens_leave_blocks_whole(flux: Any, attach: Any, stats_of: Any) -> None:
+def test_blocks_with_dropped_tokens_are_not_merged(flux: Any, attach: Any, stats_of: Any) -> None:
     """A post_input patch removes image tokens, so there is no grid."""
 
     def drop(args: dict[str, Any]) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def test_dropped_tokens_leave_blocks_whole(flux: Any, attach: Any, stats_of: Any
 @pytest.mark.compat
 @loop("kind", ["double_block", "single_block"])
 @loop("order", ["before", "after"])
-def test_foreign_block_replacement_sees_whole_tokens(
+def test_foreign_block_replacement_sees_all_tokens(
     flux: Any, attach: Any, stats_of: Any, kind: str, order: str
 ) -> None:
     seen = []

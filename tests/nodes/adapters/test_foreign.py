@@ -44,7 +44,7 @@ def blocks_of(model: Any, family: str) -> Any:
 
 @every_list
 @loop("place", [0, 1, -1])
-def test_a_block_that_is_replaced_runs_whole(family: str, place: int, attach: Any, stats_of: Any) -> None:
+def test_a_replaced_block_is_not_merged(family: str, place: int, attach: Any, stats_of: Any) -> None:
     """The chain ends before it and another begins behind it; ComfyUI's own block is merged again once it is
     restored."""
     model = models.TRANSFORMERS[family]()
@@ -70,7 +70,7 @@ def test_a_block_that_is_replaced_runs_whole(family: str, place: int, attach: An
 
 
 @loop("place", [0, 1])
-def test_a_block_of_a_unet_that_is_replaced_runs_whole(place: int, attach: Any, stats_of: Any) -> None:
+def test_a_replaced_block_of_a_unet_is_not_merged(place: int, attach: Any, stats_of: Any) -> None:
     model = models.unet()
     stack = model.model.diffusion_model.middle_block[1].transformer_blocks
     seen: list[int] = []
@@ -114,7 +114,7 @@ def test_hooks_made_while_blocks_are_replaced_do_not_keep_them(attach: Any, stat
 
 
 @loop("where", ["class", "subclass", "object"])
-def test_a_loop_of_somebody_else_sees_all_tokens(where: str, attach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_packs_loop_sees_all_tokens(where: str, attach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.flux()
     network = model.model.diffusion_model
     own: Callable[..., Any] = type(network).forward_orig

@@ -107,7 +107,7 @@ def settled(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-def test_a_late_prompt_makes_one_step_whole(flux: Any, preset: Any, settled: Any, stats_of: Any) -> None:
+def test_a_late_prompt_makes_one_step_full(flux: Any, preset: Any, settled: Any, stats_of: Any) -> None:
     """It begins between two full steps. All conditions are then full and refresh their caches; the next step is merged
     again."""
     models.sample(preset(flux, "balanced"), SIDE, SIDE, steps=9)
@@ -135,7 +135,7 @@ def test_conditions_that_change_are_never_merged_plainly(flux: Any, attach: Any,
 
 
 @loop("apart", [False, True])
-def test_a_controlnet_that_begins_late_makes_one_step_whole(
+def test_a_controlnet_that_begins_late_makes_one_step_full(
     flux: Any, preset: Any, settled: Any, plan_calls: Any, apart: bool
 ) -> None:
     """It splits chains differently, so that nothing of them is cached; on one condition only it is a separate call."""

@@ -49,7 +49,7 @@ def test_where_room_is_short_they_are_packed(
     assert 0 < (found - exact).norm() < 0.5 * (exact - whole).norm()
 
 
-def test_where_memory_runs_out_all_is_whole_from_then_on(
+def test_after_out_of_memory_all_steps_are_full(
     model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, trial = model_of("wan"), pack_module("toma_core.kernels.dispatch")
@@ -119,7 +119,7 @@ def short_of_memory(layer: Any, *at: int) -> Iterator[None]:
 
 
 @loop("call", [3, 4, 5, 6])
-def test_where_memory_runs_out_for_one_condition_the_other_is_whole_too(
+def test_after_out_of_memory_of_one_condition_the_other_is_full_too(
     call: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Conditions are in separate calls: guidance would amplify an error of only one of them."""
@@ -228,7 +228,7 @@ def test_without_room_the_preset_is_as_it_was(model_of: Any, stats_of: Any, monk
     assert stats_of(without).without_kv_cache is None
 
 
-def test_comfyui_is_told_before_it_loads_the_model(
+def test_comfyui_receives_the_size_before_it_loads_the_model(
     model_of: Any, monkeypatch: pytest.MonkeyPatch, stats_of: Any
 ) -> None:
     """The additional bytes are those that the run then holds, for both conditions."""
@@ -306,7 +306,7 @@ def test_room_is_asked_for_every_chain(broken: str, cfg: float, attach: Any, sta
     assert asked == [stats_of(merged).cache_bytes]
 
 
-def test_what_others_put_in_the_same_place_stays(model_of: Any) -> None:
+def test_other_patches_of_the_same_function_remain(model_of: Any) -> None:
     """Two runs begin at the same time, with another pack in between."""
     reserved, model = pack_module("nodes.adapters.kv_memory").reserved, model_of("flux").model
     shape = [1, 16, HEIGHT, WIDTH]

@@ -106,9 +106,7 @@ def test_the_image_lies_where_flux_says(
 
 
 @loop("granularity", GRANULARITIES)
-def test_double_blocks_too_where_somebody_says_it_there(
-    flux: Any, attach: Any, listening: Any, granularity: str
-) -> None:
+def test_double_blocks_too_if_another_node_passes_it(flux: Any, attach: Any, listening: Any, granularity: str) -> None:
     """ComfyUI passes no layout to double blocks; another node may."""
     foreign, calls = listening(flux)
     given = [TEXT, TEXT + IMAGE]
@@ -132,7 +130,7 @@ def test_double_blocks_too_where_somebody_says_it_there(
 
 @loop("kind", ["unet", "flux"])
 @loop("granularity", GRANULARITIES)
-def test_attention_patches_are_told_of_all_tokens_and_get_them(
+def test_attention_patches_receive_all_tokens_and_their_layout(
     request: pytest.FixtureRequest, attach: Any, kind: str, granularity: str
 ) -> None:
     model, told = request.getfixturevalue(kind).clone(), []
@@ -191,7 +189,7 @@ def test_the_callers_options_stay_as_they_are(
     assert differing == {"activations_shape" if kind == "unet" else "img_slice"}
 
 
-def test_layouts_that_nobody_told_are_not_made_up(pack: Any) -> None:
+def test_missing_layouts_are_not_invented(pack: Any) -> None:
     signature, unet = pack_module("nodes.adapters.signature"), pack_module("nodes.adapters.families.unet_layers")
 
     def merged(options: dict[str, Any], *lengths: tuple[int, int]) -> dict[str, Any]:

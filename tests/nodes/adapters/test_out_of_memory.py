@@ -162,7 +162,7 @@ def test_without_memory_for_a_plan_a_compiled_model_is_not_merged(
     assert torch.equal(out, models.sample(attach(model), HEIGHT, WIDTH, **asked))
 
 
-def test_detail_of_a_video_is_not_kept_beyond_a_limit(
+def test_the_residual_cache_of_a_video_has_a_limit(
     model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A picture's cache has no limit."""

@@ -54,7 +54,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 
 @loop("way", WAYS)
 @loop("kind", KINDS)
-def test_shared_tokens_are_left_whole(found: Any, way: str, kind: str) -> None:
+def test_shared_tokens_are_not_merged(found: Any, way: str, kind: str) -> None:
     """Each process has a part of the sequence. With references it is longer than the image, and would be merged by the
     image's grid, also in the process of the references."""
     for process in found:
@@ -71,7 +71,7 @@ def test_shared_tokens_are_left_whole(found: Any, way: str, kind: str) -> None:
 
 @loop("model", ["flux", "unet"])
 @loop("granularity", ["stack", "module"])
-def test_shared_conditions_are_left_whole(found: Any, model: str, granularity: str) -> None:
+def test_shared_conditions_are_not_merged(found: Any, model: str, granularity: str) -> None:
     """Each process has one of two conditions and does not know which."""
     for process in found:
         case = process[f"conditions-{model}-{granularity}"]
@@ -84,7 +84,7 @@ def test_shared_conditions_are_left_whole(found: Any, model: str, granularity: s
 
 @loop("model", ["flux", "unet"])
 @loop("spread", ["pictures", "weights"])
-def test_whole_pictures_are_merged_as_on_one_process(found: Any, model: str, spread: str) -> None:
+def test_complete_pictures_are_merged_as_on_one_process(found: Any, model: str, spread: str) -> None:
     """Each process of a group samples its own picture, also with sharded weights (FSDP)."""
     for process in found:
         case = process[f"{spread}-{model}"]

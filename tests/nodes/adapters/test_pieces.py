@@ -41,7 +41,7 @@ def sampled(model: Any, **options: Any) -> torch.Tensor:
     return models.sample(model, SIDE, SIDE, **{"steps": 4, **options})
 
 
-def check_near(result: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+def check_error(result: torch.Tensor, expected: torch.Tensor, name: str) -> None:
     """Check a small error: `paper` compares tokens that another batch size rounds differently, and may choose another
     of two nearly equal gains."""
     if name == "paper":
@@ -59,7 +59,7 @@ def test_a_tile_does_not_depend_on_the_others(model: Any, preset: Any, stats_of:
     expected = sampled(tiled(patched, CORNERS))
     assert stats_of(patched).merged_blocks
     for tiles, at_once in ((CORNERS[::-1], 1), (CORNERS, 2), (CORNERS[::-1], 4)):
-        check_near(sampled(tiled(patched, tiles, at_once)), expected, name)
+        check_error(sampled(tiled(patched, tiles, at_once)), expected, name)
 
 
 @every_kind
@@ -68,7 +68,7 @@ def test_joined_and_split_calls_agree_on_tiles(model: Any, preset: Any, monkeypa
     patched = tiled(preset(model, name), CORNERS, at_once=2)
     joined = sampled(patched)
     monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
-    check_near(sampled(patched), joined, name)
+    check_error(sampled(patched), joined, name)
 
 
 @every_kind

@@ -80,7 +80,7 @@ def test_every_evaluation_after_the_first_merges_whatever_the_sampler(model: Any
 
 
 @every_kind
-def test_with_detail_reuse_the_whole_step_keeps(model: Any, attach: Any, stats_of: Any) -> None:
+def test_with_a_residual_cache_the_full_step_refreshes(model: Any, attach: Any, stats_of: Any) -> None:
     patched = attach(model, **SETTINGS, full_step_interval=3)
     models.sample(patched, steps=5)
     assert sorted(stats_of(patched).merged_steps) == [1, 2]
@@ -89,7 +89,7 @@ def test_with_detail_reuse_the_whole_step_keeps(model: Any, attach: Any, stats_o
 
 @every_kind
 @loop("every", [2, 3])
-def test_the_whole_steps_own_picture_plans_the_step_after_it(
+def test_the_full_steps_prediction_plans_the_next_step(
     every: int, model: Any, attach: Any, stats_of: Any, planned: Any, predicted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full step needs no plan and makes none from an earlier prediction, for any `selection_interval`."""
@@ -127,7 +127,7 @@ def test_a_picture_of_mostly_noise_is_not_trusted(
 
 
 @loop("told", [None, object()], ids=["nothing", "something else"])
-def test_noise_levels_of_an_unknown_kind_are_no_error(told: Any, pack: Any) -> None:
+def test_sigmas_of_an_unknown_kind_are_no_error(told: Any, pack: Any) -> None:
     sampling, config = pack_module("nodes.adapters.sampling_run").SamplingRun, pack_module("toma_core").ToMAConfig
     assert sampling.start(config(ratio=0.5), told, [1.0, 0.0]).max_prediction_sigma > 1
 

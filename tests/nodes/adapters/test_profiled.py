@@ -79,14 +79,14 @@ def test_one_block_alone(model: Any, stats_of: Any) -> None:
     assert set(stats.merged_steps.values()) == {0.75}
 
 
-def test_leaving_a_kind_whole_is_what_the_setting_does(flux: Any) -> None:
+def test_skipping_a_kind_equals_the_setting(flux: Any) -> None:
     """The profile skips all double blocks and the first single one, as skip_first_blocks does."""
     ratios = {name: 0.5 for name in names(flux) if not name.endswith(".0")}
     plain = run.apply_toma(flux, ToMAConfig(min_tokens=4, skip_first_blocks=1))
     assert torch.equal(sampled(profiled(flux, (0.0, ratios))), sampled(plain))
 
 
-def test_places_keep_their_plans(unet: Any, stats_of: Any) -> None:
+def test_blocks_keep_their_plans(unet: Any, stats_of: Any) -> None:
     """Two ratios on one grid with plans shared by resolution and one selection per run need one plan each, not one for
     every block and step."""
     by_ratio = {name: 0.25 + 0.5 * (n % 2) for n, name in enumerate(names(unet))}
@@ -95,7 +95,7 @@ def test_places_keep_their_plans(unet: Any, stats_of: Any) -> None:
     assert stats_of(patched).selections == 2 * len(stats_of(patched).grids)
 
 
-def test_detail_is_kept_by_those_that_will_use_it(flux: Any, stats_of: Any) -> None:
+def test_only_blocks_that_use_residuals_cache_them(flux: Any, stats_of: Any) -> None:
     everything = profiled(flux, (0.0, dict.fromkeys(names(flux), 0.5)), full_step_interval=3)
     sampled(everything)
     one = profiled(flux, (0.0, {"single.1": 0.5}), full_step_interval=3)
@@ -106,7 +106,7 @@ def test_detail_is_kept_by_those_that_will_use_it(flux: Any, stats_of: Any) -> N
     assert stats_of(none).cache_bytes == 0
 
 
-def test_noise_levels_not_steps(unet: Any, decisions: list[Any]) -> None:
+def test_sigmas_not_steps(unet: Any, decisions: list[Any]) -> None:
     """The same sigmas are merged in 6 steps and in 12."""
     first = names(unet)[0]
     patched = profiled(unet, (3.0, {first: 0.5}), (0.0, {}))
@@ -161,7 +161,7 @@ def test_videos(model_of: Any, stats_of: Any, settings: dict[str, Any]) -> None:
 
 
 @loop("kind", models.KINDS)
-def test_every_family_tells_its_blocks(kind: str, model_of: Any, stats_of: Any) -> None:
+def test_every_family_lists_its_blocks(kind: str, model_of: Any, stats_of: Any) -> None:
     """Profiles list the blocks that can be merged, by the report's names, with one ratio each."""
     model = model_of(kind)
     patched = run.apply_toma(model, ToMAConfig(min_tokens=4))

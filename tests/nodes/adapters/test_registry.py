@@ -56,7 +56,7 @@ def test_known_models_have_hooks_of_their_own(unet: Any, flux: Any) -> None:
     assert registry.find(unet.model.diffusion_model) is hooks[0]
 
 
-def test_compiled_model_is_looked_into(unet: Any) -> None:
+def test_compiled_model_is_unwrapped(unet: Any) -> None:
     compiled = torch.compile(unet.model.diffusion_model, backend="eager")
     assert registry.find(compiled) is registry.find(unet.model.diffusion_model)
 

@@ -96,7 +96,7 @@ def test_samplers_and_their_steps(
 
 @loop("kind", ["unet", "flux"])
 @loop("scheduler", ["normal", "karras", "simple", "sgm_uniform", "beta", "ddim_uniform"])
-def test_range_counts_noise_and_every_step_is_told(
+def test_range_counts_noise_and_every_step_is_reported(
     request: pytest.FixtureRequest, attach: Any, stats_of: Any, decisions: Any, kind: str, scheduler: str
 ) -> None:
     """The range is the first half of the noise schedule by the sampler's actual sigmas."""
@@ -128,7 +128,7 @@ def test_part_of_a_schedule_keeps_its_clock(
 
 
 @loop("kind", ["unet", "flux"])
-def test_whole_steps_are_those_of_the_model_without_it(request: pytest.FixtureRequest, attach: Any, kind: str) -> None:
+def test_full_steps_are_those_of_the_model_without_it(request: pytest.FixtureRequest, attach: Any, kind: str) -> None:
     """Single steps inside and outside of the range start from the same latent."""
     base = request.getfixturevalue(kind)
     model = attach(base, end_percent=0.5)

@@ -129,13 +129,13 @@ def guider() -> Any:
     return CFGGuider(SimpleNamespace(model_options={"transformer_options": {}}))
 
 
-def levels_of(sampler: Any, guided: Any = None, schedule: Sequence[float] = (2.0, 1.0, 0.0)) -> Any:
+def sigmas_of(sampler: Any, guided: Any = None, schedule: Sequence[float] = (2.0, 1.0, 0.0)) -> Any:
     return levels.SigmaTracker(schedule, sampler, guider() if guided is None else guided)
 
 
 def trusted(sampler: Any, guided: Any = None) -> bool:
     """Return whether the first sigma is taken from the schedule."""
-    run, told = levels_of(sampler, guided), torch.tensor([1.5])
+    run, told = sigmas_of(sampler, guided), torch.tensor([1.5])
     run.next(told)
     assert run.of(told)[:2] in ((2.0, 0), (1.5, 0))
     return bool(run.of(told).sigma == 2.0)
@@ -156,7 +156,7 @@ def test_a_sampler_of_another_pack_by_a_known_name_is_read(pack: Any) -> None:
     assert not trusted(None)
 
 
-def test_a_function_in_the_place_of_comfyuis_is_read(pack: Any, monkeypatch: Any) -> None:
+def test_a_function_that_replaces_comfyuis_is_read(pack: Any, monkeypatch: Any) -> None:
     """The function has the name of the replaced one, or wraps it."""
     from comfy.k_diffusion import sampling
     from comfy.samplers import ksampler
@@ -221,10 +221,10 @@ def sample_with(model: Any, sampler: str, options: dict[str, Any]) -> torch.Tens
     return comfy.sample.sample_custom(model, noise, 3.0, chosen, sigmas, *conds, latent, seed=5, disable_pbar=True)
 
 
-def test_evaluations_past_the_schedule_and_at_other_levels_are_read(pack: Any) -> None:
+def test_evaluations_past_the_schedule_and_at_other_sigmas_are_read(pack: Any) -> None:
     from comfy.samplers import ksampler
 
-    run, told = levels_of(ksampler("euler")), torch.tensor([1.7])
+    run, told = sigmas_of(ksampler("euler")), torch.tensor([1.7])
     assert run.of(told)[:2] == (pytest.approx(1.7), None), "before the sampler has said anything"
     run.next(told)
     assert run.of(told)[:2] == (2.0, 0)
@@ -274,7 +274,7 @@ def test_evaluations_that_another_wrapper_skips_are_counted(model: Any, attach: 
     assert all(taken == pytest.approx(truth, rel=1e-3) for taken, truth in told)
 
 
-def test_a_level_that_comes_twice_is_two_steps(flux: Any, attach: Any, decisions: Any) -> None:
+def test_a_repeated_sigma_is_two_steps(flux: Any, attach: Any, decisions: Any) -> None:
     """This occurs with restarts, and with schedules so long or so shifted that neighbours are nearly equal."""
     import comfy.sample
     from comfy.samplers import ksampler
@@ -293,11 +293,11 @@ def test_a_level_that_comes_twice_is_two_steps(flux: Any, attach: Any, decisions
         assert [d.mode.merges for d in decisions] == [n % 3 != 0 and n != steps[-1] for n in steps]
 
 
-def test_a_sampler_that_strays_is_told_and_changes_no_later_run(pack: Any, warnings: Any) -> None:
+def test_a_sampler_off_its_schedule_is_reported_and_changes_no_later_run(pack: Any, warnings: Any) -> None:
     from comfy.samplers import ksampler
 
     for _ in range(2):
-        run, told = levels_of(ksampler("euler")), torch.tensor([1.25])
+        run, told = sigmas_of(ksampler("euler")), torch.tensor([1.25])
         run.next(told)
         assert run.of(told)[:2] == (2.0, 0)
         run.check()
@@ -310,7 +310,7 @@ def reporting(
     *evaluations: float | int, schedule: Sequence[float] = (4.0, 3.0, 2.0, 1.0, 0.0), sampler: Any = None
 ) -> list[Any]:
     """Return the steps of evaluations at these sigmas (floats), between reports of steps (integers)."""
-    run, steps = levels_of(sampler, schedule=schedule), []
+    run, steps = sigmas_of(sampler, schedule=schedule), []
     for each in evaluations:
         if isinstance(each, int):
             run.reported(each)

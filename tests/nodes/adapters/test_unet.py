@@ -113,7 +113,7 @@ def _outputs(*numbers: int) -> list[str]:
 
 @loop("granularity", ["block", "stack"])
 @loop("amount", [4, 0.35])
-def test_last_stacks_are_left_whole(unet: Any, attach: Any, stats_of: Any, granularity: str, amount: float) -> None:
+def test_last_stacks_are_skipped(unet: Any, attach: Any, stats_of: Any, granularity: str, amount: float) -> None:
     """All of their blocks are skipped; a share refers to the 11 stacks."""
     model = attach(unet, skip_last_blocks=amount, granularity=granularity)
     models.sample(model, SIDE, SIDE, steps=1)
@@ -123,7 +123,7 @@ def test_last_stacks_are_left_whole(unet: Any, attach: Any, stats_of: Any, granu
     assert len(stats.merged_blocks) == 12
 
 
-def test_small_grids_are_left_whole(unet: Any, attach: Any, stats_of: Any) -> None:
+def test_small_grids_are_not_merged(unet: Any, attach: Any, stats_of: Any) -> None:
     model = attach(unet, min_tokens=100)
     models.sample(model, SIDE, SIDE, steps=1)
     stats = stats_of(model)
@@ -143,7 +143,7 @@ def core_node(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"comfy_extras.{module}"), name)
 
 
-def test_deep_shrink_changes_the_grid_of_a_level(unet: Any, attach: Any, stats_of: Any) -> None:
+def test_deep_shrink_changes_the_grid_of_a_resolution(unet: Any, attach: Any, stats_of: Any) -> None:
     """PatchModelAddDownscale shrinks the activations in the early steps: each size has its own plans."""
     node = core_node("nodes_model_downscale", "PatchModelAddDownscale")
     shrunk = node.execute(unet, 4, 2.0, 0.0, 0.35, True, "bicubic", "bicubic").args[0]
@@ -155,7 +155,7 @@ def test_deep_shrink_changes_the_grid_of_a_level(unet: Any, attach: Any, stats_o
 
 @pytest.mark.compat
 @loop("granularity", ["module", "block", "stack"])
-def test_sag_reads_the_attention_map_of_whole_tokens(
+def test_sag_reads_the_attention_map_of_all_tokens(
     unet: Any, attach: Any, stats_of: Any, record: Any, granularity: str
 ) -> None:
     sag = core_node("nodes_sag", "SelfAttentionGuidance").execute(unet, 0.5, 2.0).args[0]
@@ -168,7 +168,7 @@ def test_sag_reads_the_attention_map_of_whole_tokens(
 
 @loop("granularity", ["module", "stack"])
 @loop("kind", ["attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch"])
-def test_foreign_patches_see_whole_tokens(unet: Any, attach: Any, kind: str, granularity: str) -> None:
+def test_foreign_patches_see_all_tokens(unet: Any, attach: Any, kind: str, granularity: str) -> None:
     seen: list[int] = []
 
     def on_qkv(n: Tensor, context: Tensor, value: Tensor, extra_options: Any) -> Any:
@@ -208,7 +208,7 @@ def test_attention_patch_may_change_any_of_the_three(unet: Any, attach: Any, cha
     assert (out - plain).abs().max() > 1, "the change of the patch was lost"
 
 
-def test_cross_attention_replacement_sees_whole_tokens_and_their_shape(unet: Any, attach: Any, stats_of: Any) -> None:
+def test_cross_attention_replacement_sees_all_tokens_and_their_shape(unet: Any, attach: Any, stats_of: Any) -> None:
     """IPAdapter replaces it so: the replacement adds attention to an image, with a mask in the activations' shape."""
     from comfy.ldm.modules.attention import optimized_attention
 
@@ -232,7 +232,7 @@ def test_cross_attention_replacement_sees_whole_tokens_and_their_shape(unet: Any
     }
 
 
-def test_control_is_added_to_whole_activations(unet: Any, attach: Any, stats_of: Any) -> None:
+def test_control_is_added_to_unmerged_activations(unet: Any, attach: Any, stats_of: Any) -> None:
     """A ControlNet's residuals are added between blocks, where all tokens are present."""
     import comfy.controlnet
 

@@ -58,7 +58,7 @@ class Case:
         return windows, allocate(budget, spread(windows.split(picture), windows), windows)
 
 
-def kept_of(budget: Budget, images: int) -> list[list[int]]:
+def destinations_of(budget: Budget, images: int) -> list[list[int]]:
     """Return the number of destinations of each window of each image."""
     return budget.valid.sum(-1).tolist() if budget.adaptive else [list(budget.counts)] * images
 

@@ -149,7 +149,7 @@ def test_nearly_equal_gains_are_ties() -> None:
         assert naive_greedy(S, 2) == order
 
 
-def test_a_place_costs_less_in_a_large_window() -> None:
+def test_a_slot_costs_less_in_a_large_window() -> None:
     assert (tie_step(1), tie_step(64), tie_step(256)) == (1e-5, 1e-5, 1e-5)
     assert tie_step(4096) == pytest.approx(1e-5 / 16)
 
@@ -179,7 +179,7 @@ def leads(x: torch.Tensor, dest_slots: int, step: float) -> tuple[torch.Tensor, 
 
 
 @loop(("side", "dest_slots"), [(5, 12), (8, 32), (8, 48), (16, 128)])
-def test_ties_fall_by_place_whatever_rounds(side: int, dest_slots: int) -> None:
+def test_ties_fall_by_slot_for_any_rounding(side: int, dest_slots: int) -> None:
     """Late in a search, two tokens that help only each other tie up to rounding in nearly every window. Slots are the
     same for features with another batch's or kernel's rounding, for a single window, and on any number of threads."""
     x = smooth(3, 8, side)

@@ -92,7 +92,7 @@ def test_compiled_run_is_the_uncompiled_one(
     assert backend.graphs == warm
 
 
-def test_a_profile_takes_a_graph_for_each_of_its_noise_levels(model: Any) -> None:
+def test_a_profile_takes_a_graph_for_each_sigma_range(model: Any) -> None:
     """This holds for any number of ratios, and other numbers of steps need no more graphs."""
     run, core = pack_module("nodes.adapters.patch_model"), pack_module("toma_core")
     names = [block.name for block in pack_module("nodes.adapters.fingerprint").blocks_of(model)]
@@ -111,7 +111,7 @@ def test_a_profile_takes_a_graph_for_each_of_its_noise_levels(model: Any) -> Non
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_detail_is_reused_in_a_compiled_run(model: Any, attach: Any, stats_of: Any, inside: bool) -> None:
+def test_the_residual_cache_is_used_in_a_compiled_run(model: Any, attach: Any, stats_of: Any, inside: bool) -> None:
     settings = {"full_step_interval": 2}
     plain_model = attach(model, **settings)
     plain = models.sample(plain_model, SIDE, SIDE, steps=5)
@@ -126,7 +126,7 @@ def test_detail_is_reused_in_a_compiled_run(model: Any, attach: Any, stats_of: A
     assert backend.graphs == warm
 
 
-def test_a_grid_too_small_to_merge_leaves_the_graph_whole(model: Any, attach: Any, stats_of: Any) -> None:
+def test_a_grid_too_small_to_merge_breaks_no_graph(model: Any, attach: Any, stats_of: Any) -> None:
     """Auto does not merge it: the model then has no hooks of ToMA, and the report has the reason."""
     settings = {"min_tokens": 0}
     plain_model, backend = attach(model, **settings), Counting()

@@ -132,7 +132,7 @@ def test_odd_sizes_batches_and_guidance(
 
 
 @every_family
-def test_detail_is_kept_and_reused(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
+def test_residuals_are_cached_and_reused(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
     """Full steps are bit-identical to the model, and the error of later steps is smaller than without the cache."""
     model = model_of(family)
     plain = models.sample(model, HEIGHT, WIDTH, steps=4, cfg=1.0)
@@ -187,7 +187,7 @@ def test_conditions_in_calls_of_their_own(
 
 
 @block_kinds
-def test_block_with_a_renamed_argument_is_left_whole(
+def test_block_with_a_renamed_argument_is_not_merged(
     family: str,
     layout: Layout,
     attach: Any,
@@ -289,7 +289,7 @@ def test_another_nodes_loop_sees_all_tokens(family: str, attach: Any, record: An
     assert seen >= grid_of(layout)[0] * grid_of(layout)[1]
 
 
-def test_more_arguments_by_place_than_are_known(attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_positional_arguments_than_known(attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unknown positional arguments are passed on unchanged, and the block is not merged."""
     model = models.flux()
     cls, given = type(model.model.diffusion_model.double_blocks[0]), []

@@ -109,9 +109,7 @@ def test_videos_and_guidance(
     assert torch.equal(models.sample(merged, height, width, **asked), out)
 
 
-def test_a_first_frame_with_a_noise_level_of_its_own_leaves_the_blocks_whole(
-    hunyuan: Any, attach: Any, stats_of: Any
-) -> None:
+def test_blocks_are_not_merged_if_the_first_frame_has_its_own_sigma(hunyuan: Any, attach: Any, stats_of: Any) -> None:
     """For image to video by replacing, ComfyUI passes token offsets that are not between frames in single blocks."""
     conds = {"positive": models.conditioning(hunyuan, seed=1, guiding_frame_index=0)}
     merged, asked = attach(hunyuan), {"frames": 3, "steps": 1, "cfg": 1.0, **conds}

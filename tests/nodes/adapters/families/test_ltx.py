@@ -122,7 +122,7 @@ def test_given_video_stays_as_it_was(family: str, model_of: Any, stats_of: Any) 
 
 @loop("sampler", ["euler", "res_multistep", "dpmpp_2m"])
 @loop("cfg", [1.0, 3.0])
-def test_the_audio_is_nearer_than_the_video(sampler: str, cfg: float, model_of: Any, stats_of: Any) -> None:
+def test_the_audio_has_less_error_than_the_video(sampler: str, cfg: float, model_of: Any, stats_of: Any) -> None:
     """The audio is not merged and attends to every token of the video."""
     model = model_of("ltx_av")
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))

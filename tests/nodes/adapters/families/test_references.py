@@ -108,7 +108,7 @@ def test_modulation_is_of_the_tokens_that_a_block_has(
 
 
 @loop("family", ["flux", "flux2", "krea2", "qwen_image"])
-def test_merged_references_in_whole_runs(family: str, model_of: Any, attach: Any, plan_calls: Any) -> None:
+def test_merged_references_in_complete_runs(family: str, model_of: Any, attach: Any, plan_calls: Any) -> None:
     """In chains, with a residual cache and guidance, each condition's references have one plan per run in all calls."""
     model = model_of(family)
     options = of_references(model, LAYOUTS[family][0], "index" if family == "krea2" else None)
@@ -159,7 +159,7 @@ def test_reference_as_large_as_the_image(
     assert {selection for _, selection, _ in made} == {0, 1, 2, pack_module("toma_core.schedule").LASTING}
 
 
-def test_small_references_stay_whole(model_of: Any, attach: Any, plan_calls: Any) -> None:
+def test_small_references_are_not_merged(model_of: Any, attach: Any, plan_calls: Any) -> None:
     model = model_of("flux")
     conds = {"positive": models.conditioning(model, seed=1, **of_references(model, LAYOUTS["flux"][0], None))}
     merged = attach(model, merge_references=True, min_tokens=30)  # they have 24 and 18

@@ -85,7 +85,7 @@ def test_modulation_by_frame(attach: Any, record: Any, plan_calls: Any, dense: A
     assert (call.out - wrong).abs().max() > 1e-2
 
 
-def test_modulation_that_frames_do_not_explain_leaves_the_blocks_whole(attach: Any, stats_of: Any) -> None:
+def test_blocks_are_not_merged_if_frames_do_not_explain_modulation(attach: Any, stats_of: Any) -> None:
     """Frames behind the video would shift the assignment of sigmas."""
     model = models.wan(**WAN22)
     behind = torch.randn(1, 48, 1, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(3))
@@ -122,7 +122,7 @@ def test_frames_odd_sizes_and_guidance(
     assert torch.equal(models.sample(merged, height, width, **asked), out)
 
 
-def test_detail_is_reused_and_drawn(wan: Any, attach: Any, stats_of: Any) -> None:
+def test_the_residual_cache_is_used_and_drawn(wan: Any, attach: Any, stats_of: Any) -> None:
     asked = {"frames": 5, "steps": 4, "cfg": 1.0}
     plain = models.sample(wan, HEIGHT, WIDTH, **asked)
     far = models.sample(attach(wan), HEIGHT, WIDTH, **asked)
@@ -308,7 +308,7 @@ def test_a_patch_between_blocks_sees_every_frame(wan: Any, attach: Any, stats_of
     assert not torch.equal(out, models.sample(attach(wan), HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0))
 
 
-def test_who_computes_attention_is_told_how_many_tokens_a_frame_has(wan: Any, attach: Any) -> None:
+def test_attention_receives_the_number_of_tokens_per_frame(wan: Any, attach: Any) -> None:
     seen = set()
 
     def override(function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -20,7 +20,7 @@ FRAME = HEIGHT // 2 * (WIDTH // 2)
 
 
 @loop("what", ["reference", "context", "further frames"])
-def test_other_frames_stay_whole(
+def test_other_frames_are_not_merged(
     what: str, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
     if what == "context" and not current():
@@ -56,7 +56,7 @@ class Seen:
     penultimate_hidden_states = noise(1, 257, 1280)
 
 
-def test_reference_and_context_at_once_leave_the_blocks_whole(attach: Any, stats_of: Any) -> None:
+def test_blocks_are_not_merged_with_reference_and_context(attach: Any, stats_of: Any) -> None:
     """The model does not pass how many of these tokens are before the video."""
     if not current():
         pytest.skip("this ComfyUI may have no context latents")
@@ -108,7 +108,7 @@ KINDS: dict[str, dict[str, Any]] = {
     [("vace", [1, 2, 2, 1]), ("camera", [6]), ("animate", [1, 5, 1]), ("wandancer", [1, 4, 1])],
     ids=lambda value: str(value),
 )
-def test_kinds_that_look_at_all_tokens_between_blocks(
+def test_kinds_that_read_all_tokens_between_blocks(
     kind: str, chains: list[int], attach: Any, record: Any, stats_of: Any
 ) -> None:
     model = models.wan(**{"model_type": kind, **KINDS[kind]})

@@ -59,7 +59,7 @@ def test_chunks_of_a_batch(kernels: Any) -> None:
         assert torch.equal(kernels.dequantize(part), whole)
 
 
-def test_the_whole_range_of_half_precision(kernels: Any) -> None:
+def test_the_full_range_of_half_precision(kernels: Any) -> None:
     x = torch.tensor([-65504.0, 65504.0] * 32, device=DEVICE).half()[None, None]
     assert kernels.dequantize(kernels.quantize(x)).isfinite().all()
     assert kernels.dequantize(quantize(x)).isfinite().all()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.selectors import facility_location
-from tests.toma_core.kernels.cases import DEVICE, Case, each, kept_of
+from tests.toma_core.kernels.cases import DEVICE, Case, destinations_of, each
 from tests.toma_core.selection.reference import naive_greedy
 from toma_core.config import WindowShape
 from toma_core.merge import MergePlan, weigh
@@ -59,9 +59,9 @@ def greedy_alone(similarity: Tensor, valid: Tensor, dest_slots: int) -> tuple[li
     return order, margin
 
 
-def check_places(dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
+def check_slots(dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
     """Check every window: its budget of slots, ascending, distinct, no padding, then the first one repeated."""
-    for image, kept_here in zip(dest_slots.tolist(), kept_of(budget, len(dest_slots)), strict=True):
+    for image, kept_here in zip(dest_slots.tolist(), destinations_of(budget, len(dest_slots)), strict=True):
         for row, kept, count in zip(image, kept_here, windows.counts, strict=True):
             assert row[:kept] == sorted(set(row[:kept]))
             assert 0 <= row[0] <= row[kept - 1] < count
@@ -102,13 +102,13 @@ def test_select_and_weigh(case: Case, kernels: Any) -> None:
     x, (windows, budget) = case.tokens(), case.layout()
     dest_slots, M, back = kernels.select_weigh(x, windows, budget, SCALE)
     assert dest_slots.dtype == torch.int64
-    check_places(dest_slots, windows, budget)
+    check_slots(dest_slots, windows, budget)
     check_weights(M, back, x, dest_slots, windows, budget)
 
     check_objective(x, dest_slots, windows, budget)
     similarity = cosine_similarity(windows.split(x.float()))
     decided = 0
-    for image, kept_here in enumerate(kept_of(budget, case.batch)):
+    for image, kept_here in enumerate(destinations_of(budget, case.batch)):
         for w, kept in enumerate(kept_here):
             inside = torch.arange(windows.slots, device=DEVICE) < windows.counts[w]
             order, margin = greedy_alone(similarity[image, w], inside, kept)
@@ -119,7 +119,7 @@ def test_select_and_weigh(case: Case, kernels: Any) -> None:
 
 
 @each(Case(5, 10, 5, 0.5, 24, FULL), Case(16, 24, 8, 0.5, 40, FULL, batch=2), Case(11, 11, 11, 0.7, 24, FULL))
-def test_ties_fall_by_place(case: Case, kernels: Any) -> None:
+def test_ties_fall_by_slot(case: Case, kernels: Any) -> None:
     """The first of mutual neighbours wins, as in plain PyTorch and in the textbook's loops, for any rounding of
     features: in registers and, in a window of 156 tokens, in tiles."""
     x, (windows, budget) = case.tokens(1), case.layout()
@@ -197,7 +197,7 @@ def test_broken_tokens_cannot_point_outside(case: Case, value: float, kernels: A
     """A model that computed NaN gives a broken picture, but no invalid address."""
     x, (windows, budget) = case.tokens(), case.layout()
     x[:, ::3] = value
-    check_places(kernels.select_weigh(x, windows, budget, SCALE)[0], windows, budget)
+    check_slots(kernels.select_weigh(x, windows, budget, SCALE)[0], windows, budget)
 
 
 def test_refused(kernels: Any) -> None:
@@ -220,6 +220,6 @@ def test_refused(kernels: Any) -> None:
 def test_full_size(case: Case, kernels: Any) -> None:
     x, (windows, budget) = case.tokens(), case.layout()
     dest_slots, M, back = kernels.select_weigh(x, windows, budget, SCALE)
-    check_places(dest_slots, windows, budget)
+    check_slots(dest_slots, windows, budget)
     check_weights(M, back, x, dest_slots, windows, budget)
     check_objective(x, dest_slots, windows, budget)
