@@ -203,10 +203,11 @@ def test_the_preset_as_a_profile(
     assert not torch.equal(preset, sampled(unet))
 
 
-@loop("kind", ["flux", "wan"])
+@loop("kind", ["flux", "wan", "ltx_av", "h3"])
 def test_a_preset_with_full_steps_is_kept_without_measuring(kind: str, model_of: Any, calibrated: Any) -> None:
     model = model_of(kind)
-    made, text, picture, answer = calibrated(model, target="fast")
+    latent = {"samples": models.empty(model, 12, 16)}
+    made, text, picture, answer = calibrated(model, target="fast", latent=latent)
     assert answer.ui["toma"][0]["text"] == str(calibrate.Found.FULL_STEPS(preset="balanced"))
     assert text == "", "with an empty profile a ToMA node runs its preset"
     by_hand = patch.ToMA.execute(model, 0.6, "balanced").args[0]

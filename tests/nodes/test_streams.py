@@ -75,7 +75,11 @@ def test_the_map_shows_a_frame(kind: str, model_of: Any, attach: Any, stats_of: 
     ((grid, drawn),) = stats_of(merged).maps.items()
     assert drawn.frames == grid[0] == FRAMES
     assert len(drawn.owner) == grid[1] * grid[2]
-    assert pack_module("nodes.merge_map_image").draw(stats_of(merged).maps).isfinite().all()
+    latent = {"samples": models.empty(model, HEIGHT, WIDTH, 1, FRAMES)}
+    text, sheet, passed = pack_module("nodes.report").ToMAReport.execute(merged, latent).args
+    assert text.startswith("On: 50 % of the tokens merged, ")
+    assert sheet.isfinite().all()
+    assert passed is latent
 
 
 @BOTH
