@@ -6,7 +6,7 @@ PYTHON ?= python3
 ARGS ?=
 RUN = $(PYTHON) -m scripts.run $(if $(COMFYUI),--comfyui $(COMFYUI)) --
 TOOL = $(PYTHON) -m scripts.run --quiet --
-# Tests use one thread each and every core together; more than four models in memory at once serve nobody.
+# Tests use one thread each and every core together; more than four models in memory at once slow them down.
 PYTEST = OMP_NUM_THREADS=1 $(RUN) python -m pytest -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help

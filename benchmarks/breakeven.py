@@ -111,7 +111,7 @@ def measure(
                 return core.restore(chain(reduced), reduced, x, plan)
 
             cases: dict[str, Callable[[], Any]] = {
-                "whole": functools.partial(chain, x),
+                "unmerged": functools.partial(chain, x),
                 "merged": merged,
                 "plan": plan,
             }
@@ -122,12 +122,12 @@ def measure(
                     if turn:
                         times[name].append(seconds)
             planning = bench.quantile(times["plan"], 0.5)
-            whole = Timing(times["whole"], chain(x).float().cpu())
+            unmerged = Timing(times["unmerged"], chain(x).float().cpu())
             this = Timing([t + plans_per_step * planning for t in times["merged"]], merged().float().cpu())
             tokens = f"{side * side} -> {made.num_destinations}"
             row = Row("break-even", f"{depth} blocks", f"{side}x{side}x{width}", batch, "ToMA stack", tokens)
             row.planning, row.note = planning, _auto(x, ratio)
-            rows.append(bench.compared(row, this, whole))
+            rows.append(bench.compared(row, this, unmerged))
             bench.say(f"{row.size}: {row.speedup:.2f}x; {row.note}" if row.speedup else row.gate)
     return rows
 

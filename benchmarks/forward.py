@@ -147,9 +147,11 @@ def problems(runner: Runner, output: Tensor, base: Tensor, farthest: float = FAR
     return found
 
 
-def toma_variants(ratios: Sequence[float], granularities: Sequence[str], whole: dict[str, Any]) -> list[Variant]:
+def toma_variants(ratios: Sequence[float], granularities: Sequence[str], skipped: dict[str, Any]) -> list[Variant]:
     """Return variants of ToMA at every ratio and granularity."""
-    return [variants.toma(f"{g}, ratio {r:g}", ratio=r, granularity=g, **whole) for r in ratios for g in granularities]
+    return [
+        variants.toma(f"{g}, ratio {r:g}", ratio=r, granularity=g, **skipped) for r in ratios for g in granularities
+    ]
 
 
 def measure(
@@ -267,15 +269,15 @@ def main() -> None:
     device, dtype = bench.device_here(), getattr(torch, args.dtype)
     conditions = bench.conditions(dtype=args.dtype, repeats=args.repeats)
     bench.say(", ".join(f"{key}: {value}" for key, value in conditions.items()))
-    whole = {"skip_first_blocks": args.skip_first_blocks}
+    skipped = {"skip_first_blocks": args.skip_first_blocks}
     if args.tiny:
-        whole = dict(variants.TINY)
+        skipped = dict(variants.TINY)
     rows: list[Row] = []
     for name in args.model:
         bench.say(f"{name}: building")
         blocks = tuple(args.blocks) if args.blocks else WHOLE[name].few
         patcher = fullsize.patcher(name, dtype, device, blocks=blocks, tiny=args.tiny)
-        chosen = toma_variants(args.ratio, args.granularity, whole)
+        chosen = toma_variants(args.ratio, args.granularity, skipped)
         best = chosen[-1]
         if args.rivals and name == "sdxl":
             rivals = variants.unet_rivals(args.ratio[-1])

@@ -64,14 +64,14 @@ def profile(call: Callable[[], Any], rows: int = 25) -> Profile:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    whole = f"{_LABEL}whole"
+    total_label = f"{_LABEL}total"
     # Not `record_function`: a kernel that no operator of PyTorch launches, as Triton's, would belong to no label.
     label = torch._C._profiler._RecordFunctionFast
     with (
         marked(lambda part: label(_LABEL + part)),
         torch.profiler.profile(activities=activities) as profiler,
     ):
-        with label(whole):
+        with label(total_label):
             call()
         if cuda:
             torch.cuda.synchronize()
@@ -83,8 +83,8 @@ def profile(call: Callable[[], Any], rows: int = 25) -> Profile:
         return float(event.device_time_total if cuda else event.cpu_time_total)
 
     kernels = [e for e in events if e.device_type != torch.autograd.DeviceType.CPU]
-    total = float(sum(e.self_device_time_total for e in kernels)) if cuda else microseconds(labels[whole])
-    parts = {k.removeprefix(_LABEL): microseconds(e) / total for k, e in labels.items() if k != whole}
+    total = float(sum(e.self_device_time_total for e in kernels)) if cuda else microseconds(labels[total_label])
+    parts = {k.removeprefix(_LABEL): microseconds(e) / total for k, e in labels.items() if k != total_label}
     counted = kernels if cuda else [e for e in on_host if not e.key.startswith(_LABEL)]
     order = "self_device_time_total" if cuda else "self_cpu_time_total"
     top = events.table(sort_by=order, row_limit=rows, max_name_column_width=60)

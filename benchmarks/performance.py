@@ -129,12 +129,12 @@ def runs() -> str:
     def rows() -> Iterator[list[str]]:
         for model in TITLES:
             for size, shape in sizes_of(model):
-                whole = count(shape).flops
+                unmerged = count(shape).flops
                 for name, preset, ratio in _SETTINGS:
                     if name != "balanced" and model not in ("sdxl", "flux"):
                         continue
                     step = merged_steps(model, preset, cost.STEPS)[0]
-                    share = count(shape, by_preset(preset, ratio), step=step).flops / whole
+                    share = count(shape, by_preset(preset, ratio), step=step).flops / unmerged
                     merged = ((len(merged_steps(model, preset, steps)), steps) for steps in RUNS)
                     times = (f"{steps / (steps + (share - 1) * number):.2f}x ({number})" for number, steps in merged)
                     yield [TITLES[model], size, name, f"{1 / share:.2f}x", *times]
@@ -209,8 +209,8 @@ def auto() -> str:
 
     def said(card: Any, tokens: int, width: int, block: Any, around: Any) -> str:
         share = cost_model.computing(tokens, 1, width, torch.float16, card, block) / block.launching(around)
-        whole = cost_model.too_little(tokens, 1, width, torch.float16, card, block, around)
-        return f"{share:.{0 if share >= 10 else 2}f}, {'not merged' if whole else 'merged'}"
+        unmerged = cost_model.too_little(tokens, 1, width, torch.float16, card, block, around)
+        return f"{share:.{0 if share >= 10 else 2}f}, {'not merged' if unmerged else 'merged'}"
 
     short = [
         name.removeprefix("NVIDIA ").removeprefix("GeForce ").split(" 80GB")[0].split("-")[0] for name, *_ in CARDS

@@ -259,8 +259,8 @@ def cpu_sdxl(suite: Suite) -> None:
 
 def cpu_flux(suite: Suite) -> None:
     """Measure three full-width blocks of Flux on a CPU, all merged."""
-    whole = {"skip_first_blocks": 0, **suite.more}
-    chosen = forward.toma_variants([RATIO], forward.GRANULARITIES, whole)
+    every_block = {"skip_first_blocks": 0, **suite.more}
+    chosen = forward.toma_variants([RATIO], forward.GRANULARITIES, every_block)
     suite.few(suite.shape("flux", 1024), (1, 2), chosen, limit=suite.left() * 0.2)
 
 

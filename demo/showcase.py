@@ -191,7 +191,7 @@ def serve(base: Path | None = None, port: int | None = None, listen: str | None 
         first = f"{server.url}/?template={_FIRST}&source={WORKFLOWS.parent.name}" if UNET.trained else server.url
         say(f"\nOpen {first} in a browser on this machine. Under Workflows (key W): {', '.join(names)}.")
         if listen:
-            say(f"From other machines: this machine's address, port {server.port}. ComfyUI asks nobody for a password.")
+            say(f"From other machines: this machine's address, port {server.port}. ComfyUI has no password.")
         try:
             say("Press Ctrl-C here to stop the server.")
             while True:

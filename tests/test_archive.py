@@ -116,7 +116,7 @@ def test_installed_pack_runs_a_graph(fresh_server: ComfyServer) -> None:
         assert fresh_server.object_info(node_id)["python_module"] == f"custom_nodes.{NAME}"
     run = fresh_server.run(sampling_graph(DIT, 128, 4, seed=1, merged=True), timeout=120)
     assert run.status == "success", run.error
-    assert re.search(r" [1-3] of 4 steps", run.outputs[REPORT]["text"][0]), "the preset leaves the others whole"
+    assert re.search(r" [1-3] of 4 steps", run.outputs[REPORT]["text"][0]), "the others are full under the preset"
     assert fresh_server.view(run.outputs[PICTURE]["images"][0]).startswith(b"\x89PNG")
 
 

@@ -87,7 +87,7 @@ def _measured(
     task = calibrating.Task(
         steps=steps, cfg=options["cfg"], sampler=options["sampler"], scheduler=options["scheduler"], **asked
     )
-    plain, whole = drawn(model)
+    plain, full_flops = drawn(model)
     rows: dict[str, dict[str, Any]] = {}
     for near in words:
         found = calibrating.calibrate(model, task, near, overrides=overrides)
@@ -97,7 +97,7 @@ def _measured(
             "calibrated": drawn(found.model),
         }
         rows[near] = {name: round(float(relative_error(x, plain).mean()), 4) for name, (x, _) in ways.items()}
-        rows[near] |= {f"{name} cost": round(flops / whole, 3) for name, (_, flops) in ways.items()}
+        rows[near] |= {f"{name} cost": round(flops / full_flops, 3) for name, (_, flops) in ways.items()}
         rows[near]["found"] = round(found.errors[1], 4)
         rows[near]["keeps preset"] = found.keeps_preset or found.profile is None
         rows[near]["profile"] = dict(found.profile.ratios) if found.profile else str(found.problem)

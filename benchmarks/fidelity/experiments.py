@@ -165,8 +165,8 @@ def control_variate(ratio: float, every: int, attach: Callable[..., Patch]) -> P
             if Held.index % every == 0:
                 options = model_options["transformer_options"]
                 plain = {k: v for k, v in options.items() if k not in (run.ATTACHMENT, run.SAMPLING)}
-                whole = executor(x, timestep, {**model_options, "transformer_options": plain}, *args)
-                Held.offset = (x - whole) / sigma - merged
+                full = executor(x, timestep, {**model_options, "transformer_options": plain}, *args)
+                Held.offset = (x - full) / sigma - merged
             Held.index += 1
             return x - sigma * (merged + Held.offset)
 
@@ -289,14 +289,14 @@ def exact(patch: Patch) -> Patch:
         from comfy.ldm.flux.math import apply_rope1, optimized_attention
 
         merged, called = link._merged_outside, link._called
-        whole: list[dict[str, Any]] = []
+        full: list[dict[str, Any]] = []
 
         def noted(self: Any, by_place: int, given: dict[str, Any], before: int) -> Any:
-            whole[:] = [given]
+            full[:] = [given]
             return merged(self, by_place, given, before)
 
         def run(self: Any, by_place: int, given: dict[str, Any]) -> Any:
-            if not whole:
+            if not full:
                 return called(self, by_place, given)
             seen: list[Tensor] = []
 
@@ -312,7 +312,7 @@ def exact(patch: Patch) -> Patch:
 
             attention = layers.attention
             # Blocks change their input in place.
-            copied = {n: x.clone() if isinstance(x, Tensor) else x for n, x in whole.pop().items()}
+            copied = {n: x.clone() if isinstance(x, Tensor) else x for n, x in full.pop().items()}
             with replaced(layers, {"attention": watch}):
                 called(self, by_place, copied)
             with replaced(layers, {"attention": use}):
@@ -343,9 +343,9 @@ def guided(patch: Patch) -> Patch:
                 out: Tensor = executor(x, timestep, given, *args)
                 return out
 
-            whole = picture(plain, lambda given: given["cond"])
+            full = picture(plain, lambda given: given["cond"])
             added = picture(options, lambda given: (given["cond_scale"] - 1) * (given["cond"] - given["uncond"]))
-            return whole + added - x
+            return full + added - x
 
         model = patch(model.clone())
         model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "guided", predict)

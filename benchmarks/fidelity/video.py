@@ -113,7 +113,7 @@ def measured(
 
     with counting() as counter:
         plain = draw(model, steps)
-    whole, twin = counter.get_total_flops(), decode_clips(plain)
+    full_flops, twin = counter.get_total_flops(), decode_clips(plain)
     rows = {
         "unmerged": {
             "error": 0.0,
@@ -137,7 +137,7 @@ def measured(
             "flicker": float((flicker(pictures) / flicker(twin)).mean()),
             "seams": float((seams(pictures) / seams(twin)).mean()),
             "attributes": asked(pictures),
-            "cost": counter.get_total_flops() / whole,
+            "cost": counter.get_total_flops() / full_flops,
         }
         keep(rows)
     return rows

@@ -16,7 +16,7 @@ mkdir -p "$OUT" "$WORK"
 exec > >(tee -a "$OUT/log.txt") 2>&1
 TEE=$!
 KIT=$WORK/kit-$(sha256sum <.gpu/kit.tar.gz | cut -c1-16) || exit 9 # another kit is another folder
-if [ ! -d "$KIT" ]; then # in place only when it is complete: whoever unpacked before may have been stopped
+if [ ! -d "$KIT" ]; then # moved into place when complete, because an earlier unpacking may have been interrupted
     UNPACKED=$(mktemp -d "$WORK/XXXXXX")
     tar -xzf .gpu/kit.tar.gz -C "$UNPACKED" && mkdir "$UNPACKED/home" && mv -T "$UNPACKED" "$KIT" || exit 9
 fi

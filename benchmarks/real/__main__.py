@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--server", default="http://127.0.0.1:8188", help="address of ComfyUI (default %(default)s)")
     source = found.add_mutually_exclusive_group(required=True)
-    source.add_argument("--checkpoint", help="an SDXL, SD1.5 or whole Flux checkpoint, as Load Checkpoint lists it")
+    source.add_argument("--checkpoint", help="an SDXL, SD1.5 or complete Flux checkpoint, as Load Checkpoint lists it")
     source.add_argument("--flux", metavar="UNET", help="a Flux model, as Load Diffusion Model lists it")
     source.add_argument("--graph", type=Path, metavar="FILE", help="your own graph, from File > Export (API)")
     found.add_argument("--clip-l", default="clip_l.safetensors", help="for --flux (default %(default)s)")

@@ -86,11 +86,11 @@ def calibrate(
         if key not in known:
             say(f"calibrating for {near} ...")
             outputs = server.outputs(graph)
-            told = outputs.get(measures, {}).get("toma", [{}])[0].get("text", "")
+            status = outputs.get(measures, {}).get("toma", [{}])[0].get("text", "")
             profile = outputs[shows]["text"][0]
             if not profile:
-                raise BenchmarkError(f"--calibrate {near}: {told or 'nothing was found out'}")
-            known[key] = {"profile": profile, "said": told}
+                raise BenchmarkError(f"--calibrate {near}: {status or 'nothing was found out'}")
+            known[key] = {"profile": profile, "said": status}
             folder.write(file, json.dumps(known, indent=1).encode())
         found = Calibrated(near, **known[key])
         folder.write(folder.path / found.file, found.profile.encode())

@@ -62,7 +62,7 @@ def plan(
 
 
 class Folder:
-    """Pictures as KEY.png with KEY.json beside them; the JSON is written last, so a pair of files is whole."""
+    """Pictures as KEY.png with KEY.json beside them; the JSON is written last, so a pair of files is complete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -62,4 +62,4 @@ def test_rows_alone_and_with_merging(offered: dict[str, Any], kind: str) -> None
     assert {row.section for row in rows} == {"attention"}
     assert rows[0].error == rows[2].error == 0
     assert rows[3].error == rows[1].error != 0
-    assert len(lengths - {attentions._TRIAL}) > (2 if kind == "sdxl" else 1), "whole and merged"
+    assert len(lengths - {attentions._TRIAL}) > (2 if kind == "sdxl" else 1), "unmerged and merged"

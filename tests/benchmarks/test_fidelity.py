@@ -81,12 +81,12 @@ def test_the_few_step_model_receives_the_number_of_steps(tmp_path: Path, pack: M
     own = DEFAULTS["few"]
     about = conditions(model="few", steps=4, dtype="fp32", size=own["size"], cfg=own["cfg"], seeds=1)
     judge = Judge(about, tmp_path)
-    told: list[float] = []
+    passed: list[float] = []
 
     def watch(
         executor: Any, x: Any, timestep: Any, context: Any, y: Any, guidance: Any, *args: Any, **more: Any
     ) -> Any:
-        told.extend(guidance.tolist())
+        passed.extend(guidance.tolist())
         return executor(x, timestep, context, y, guidance, *args, **more)
 
     def watched(model: Any) -> Any:
@@ -95,7 +95,7 @@ def test_the_few_step_model_receives_the_number_of_steps(tmp_path: Path, pack: M
         return model
 
     half, _, pictures = judge.row(Setting(watched, 1, steps=0.5))
-    assert told == [4.0] * 4, "two pictures in two steps, and no second prompt"
+    assert passed == [4.0] * 4, "two pictures in two steps, and no second prompt"
     assert half["cost"] == pytest.approx(0.5, abs=0.01)
     assert half["error"] > 0.01
     assert pictures.shape == (2, 3, 64, 64)

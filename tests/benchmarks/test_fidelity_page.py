@@ -31,7 +31,7 @@ def test_the_answers_are_the_results() -> None:
     text = PAGE.read_text(encoding="utf-8")
     models = ["Few-step DiT", "Wan", "Deep UNet", "DiT"]
     assert [m[1] for m in map(ANSWERS.match, text.splitlines()) if m] == models
-    assert renewed(text) == text, "write it anew with `python -m benchmarks.fidelity.page`"
+    assert renewed(text) == text, "write it again with `python -m benchmarks.fidelity.page`"
     wrong = re.sub(r"(\| 4 steps \| quality \|) 0\.\d+", r"\1 0.999", text)
     assert wrong != text
     assert renewed(wrong) == text
@@ -45,7 +45,7 @@ def test_the_tables_show_the_results_as_they_are() -> None:
     text = TABLES.read_text(encoding="utf-8")
     tables = [name for name in map(results_of, text.splitlines()) if name]
     assert {"dit-20steps-128px-22x3", "deep-4steps-128px-8x3", "few-8steps-64px-22x3"} <= set(tables)
-    assert renewed(text) == text, "write it anew with `python -m benchmarks.fidelity.page`"
+    assert renewed(text) == text, "write it again with `python -m benchmarks.fidelity.page`"
     for image, results in PLOTS.items():
         assert (IMAGES / image).is_file()
         assert results in tables
@@ -55,7 +55,7 @@ def test_the_tables_show_the_results_as_they_are() -> None:
 def test_what_a_calibration_gains_is_what_was_found(tmp_path: Path) -> None:
     text = GAINED.read_text(encoding="utf-8")
     assert sum(map(bool, map(GAINS.match, text.splitlines()))) == 1
-    assert renewed(text) == text, "write it anew with `python -m benchmarks.fidelity.page`"
+    assert renewed(text) == text, "write it again with `python -m benchmarks.fidelity.page`"
     row = {"preset": 0.25, "calibrated": 0.125, "keeps preset": False}
     rows = {"dit 8 steps cfg 2 fast": row, "dit 8 steps cfg 2 quality": {**row, "keeps preset": True}}
     rows |= {"dit 8 steps cfg 2 balanced": {**row, "preset": 0.5}, "dit 18 steps cfg 2 fast": {**row, "preset": 0.75}}

@@ -32,9 +32,9 @@ def running(pid: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks in /proc")
 def test_a_section_is_stopped_with_what_it_started(tmp_path: Path) -> None:
     """The kernels' tests start workers, which would otherwise run beside the following sections."""
-    told = tmp_path / "pid"
-    assert "stopped" in suite._run([sys.executable, "-c", STARTS_ANOTHER, str(told)], dict(os.environ), 3)
-    pid, deadline = int(told.read_text()), time.monotonic() + 5
+    pid_file = tmp_path / "pid"
+    assert "stopped" in suite._run([sys.executable, "-c", STARTS_ANOTHER, str(pid_file)], dict(os.environ), 3)
+    pid, deadline = int(pid_file.read_text()), time.monotonic() + 5
     while running(pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)

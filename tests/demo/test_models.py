@@ -166,7 +166,7 @@ def test_the_unet_learns_what_comfyui_asks_it() -> None:
 
 def test_sigmas_of_the_unet() -> None:
     """Half-size scenes have sigmas near pure noise, crops uniform steps, and full pictures half of each."""
-    half, crop, whole = (
+    half, crop, full = (
         Batches(Plan("unet", 1, early_shares=shares))[0] for shares in ((1.0, 0.0), (0.0, 0.0), (0.0, 1.0))
     )
     objective, quantile = VelocityObjective(), torch.linspace(0.001, 0.999, 999)
@@ -178,7 +178,7 @@ def test_sigmas_of_the_unet() -> None:
         torch.testing.assert_close(levels.quantile(q), inside.quantile(q), atol=0.05, rtol=0)
     steps = objective.steps(replace(crop, quantile=quantile))
     torch.testing.assert_close(steps.float(), 1000 * quantile, atol=1.0, rtol=0)
-    both = objective.steps(replace(whole, quantile=quantile))
+    both = objective.steps(replace(full, quantile=quantile))
     assert both[quantile > 0.5].float().mean() == pytest.approx(500, abs=5)
     assert both[quantile < 0.5].float().mean() > 650
 

@@ -52,7 +52,7 @@ def model_of(pack: ModuleType, shared: dict[str, Any]) -> Callable[[str], Any]:
         if kind == "ideogram" and not hasattr(import_module("comfy.ldm.ideogram4.model"), "_split_half_rope_matrix"):
             pytest.skip("an older ComfyUI has Ideogram's positions in another shape: it is not merged there")
         if kind == "ernie" and network.pos_embed(torch.zeros(1, 2, 3)).ndim != 6:
-            pytest.skip("ComfyUI 0.20.1 has ERNIE-Image's positions in another shape: it is left whole there")
+            pytest.skip("ComfyUI 0.20.1 has ERNIE-Image's positions in another shape: it is not merged there")
         return shared[kind]
 
     return model

@@ -45,13 +45,13 @@ def test_a_run_is_sent_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
     lines = {"lines": [{"id": "active", "params": {}}], "more": []}
     assert begin == ("toma.said", {**line, "text": str(live.Status.ACTIVE()), "details": "", **lines}, "page")
     text = "On: 50 % of the tokens merged, 17 of 17 blocks, 2 of 2 steps\nAbout 1.3x less work, counted"
-    told = dict(end[1])
-    assert [told.pop(name)[0]["id"] for name in ("lines", "more")] == ["on", "tokens"]
-    details = told.pop("details").splitlines()
+    status = dict(end[1])
+    assert [status.pop(name)[0]["id"] for name in ("lines", "more")] == ["on", "tokens"]
+    details = status.pop("details").splitlines()
     assert details[0] == "tokens: 144 -> 72 (12 x 12), 36 -> 18 (6 x 6)"
     assert "merged steps: 1-2, at ratio 0.5" in details
-    preset = told.pop("preset")
-    assert told == {**line, "text": text, "run": True, "first_full": False}
+    preset = status.pop("preset")
+    assert status == {**line, "text": text, "run": True, "first_full": False}
     assert preset["preset"] == "balanced"
     assert preset["window_size"] == 8
     assert not preset.keys() & {"ratio", "min_tokens", "skip_last_blocks"}, "those are set"

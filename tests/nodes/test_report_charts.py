@@ -19,14 +19,14 @@ Reason = pack_module("toma_core.reasons").Reason
 def stats() -> Any:
     """Return stats of ten steps, of which 3 to 8 merged half and more; three stages, one block unmerged and one merged
     in part."""
-    told = Stats(total_steps=10)
+    made = Stats(total_steps=10)
     for step in range(10):
-        told.count_evaluation(step, {2: 0.25, 3: 0.5, 4: 0.5, 5: 0.5, 6: 0.5, 7: 0.75}.get(step, 0.0))
+        made.count_evaluation(step, {2: 0.25, 3: 0.5, 4: 0.5, 5: 0.5, 6: 0.5, 7: 0.75}.get(step, 0.0))
     for block in ("double.0", "double.1", "single.0", "single.10", "single.2"):
-        told.merged(block)
-    told.not_merged("middle.0", Reason.TOO_FEW_TOKENS(least=9))
-    told.not_merged("double.1 attn1", Reason.BLOCK_REPLACED())
-    return told
+        made.merged(block)
+    made.not_merged("middle.0", Reason.TOO_FEW_TOKENS(least=9))
+    made.not_merged("double.1 attn1", Reason.BLOCK_REPLACED())
+    return made
 
 
 def count(image: Any, colour: tuple[int, int, int]) -> int:
@@ -50,18 +50,18 @@ def test_a_steps_bar_is_as_high_as_its_share_of_tokens(stats: Any) -> None:
 
 
 def test_a_run_that_merged_nothing_shows_full_steps_only() -> None:
-    told = Stats(total_steps=2)
-    told.count_evaluation(0, 0.5)
-    told.not_merged("double.0", Reason.TOO_FEW_TOKENS(least=9))
-    assert count(charts.steps_chart(told, 400), charts.MERGED) == 0
+    made = Stats(total_steps=2)
+    made.count_evaluation(0, 0.5)
+    made.not_merged("double.0", Reason.TOO_FEW_TOKENS(least=9))
+    assert count(charts.steps_chart(made, 400), charts.MERGED) == 0
 
 
 @loop(("width", "steps"), [(330, 1), (330, 1000), (800, 0)])
 def test_any_number_of_steps_fits(width: int, steps: int) -> None:
-    told = Stats(total_steps=steps)
+    made = Stats(total_steps=steps)
     for step in range(steps):
-        told.count_evaluation(step, 0.5)
-    assert charts.steps_chart(told, width).size[0] == width
+        made.count_evaluation(step, 0.5)
+    assert charts.steps_chart(made, width).size[0] == width
 
 
 def test_blocks_have_a_row_for_each_stack_in_natural_order(stats: Any) -> None:

@@ -33,14 +33,14 @@ def timed(ratio: float, *seconds: float) -> Any:
 
 @pytest.mark.compat
 def test_each_setting_is_timed_and_compared(unet: Any) -> None:
-    whole, half, most = measure(unet, [0.5, 0.75], task(unet), runs=2)
-    assert [t.ratio for t in (whole, half, most)] == [0.0, 0.5, 0.75]
-    for each in (whole, half, most):
+    unmerged, half, most = measure(unet, [0.5, 0.75], task(unet), runs=2)
+    assert [t.ratio for t in (unmerged, half, most)] == [0.0, 0.5, 0.75]
+    for each in (unmerged, half, most):
         assert len(each.seconds) == 2
         assert min(each.seconds) > 0
-    assert whole.error == 0.0
+    assert unmerged.error == 0.0
     assert 0 < half.error < most.error
-    assert whole.merged is None
+    assert unmerged.merged is None
     assert str(half.merged).startswith("On: 50 % of the tokens merged, 17 of 17 blocks, 3 of 3 steps")
 
 
@@ -57,8 +57,8 @@ def test_the_change_is_the_one_of_the_same_run_in_a_sampler(unet: Any) -> None:
         latent = torch.zeros_like(asked.latent)
         return comfy.sample.sample(model, noise, 3, 1.0, "euler", "simple", *conds, latent, disable_pbar=True, seed=0)
 
-    whole, merged = latent(unet), latent(attach(unet, SETTINGS))
-    assert half.error == pytest.approx(float((merged - whole).norm() / whole.norm()), rel=1e-5)
+    unmerged, merged = latent(unet), latent(attach(unet, SETTINGS))
+    assert half.error == pytest.approx(float((merged - unmerged).norm() / unmerged.norm()), rel=1e-5)
 
 
 def test_runs_take_turns_in_both_orders(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +79,9 @@ def test_runs_take_turns_in_both_orders(unet: Any, monkeypatch: pytest.MonkeyPat
 def test_a_model_that_carries_toma_is_compared_with_itself_without(unet: Any, attach: Any) -> None:
     carrier = attach(unet, ratio=0.75)
     before = run.attachment_of(carrier)
-    whole, half = measure(carrier, [0.5], task(unet), runs=2)
+    unmerged, half = measure(carrier, [0.5], task(unet), runs=2)
     plain = measure(unet, [0.5], task(unet), runs=2)
-    assert whole.merged is None
+    assert unmerged.merged is None
     assert half.error == pytest.approx(plain[1].error)
     assert run.attachment_of(carrier) is before
 
@@ -158,9 +158,9 @@ def test_progress_goes_from_nothing_to_all(unet: Any, monkeypatch: pytest.Monkey
 
 
 def test_every_run_is_announced_before_it_begins(unet: Any) -> None:
-    told: list[tuple[int, int]] = []
-    measure(unet, [0.5], task(unet, size=8), 2, lambda *run: told.append(run))
-    assert told == [(n, 6) for n in range(1, 7)], "both settings warm up and run twice"
+    progress: list[tuple[int, int]] = []
+    measure(unet, [0.5], task(unet, size=8), 2, lambda *run: progress.append(run))
+    assert progress == [(n, 6) for n in range(1, 7)], "both settings warm up and run twice"
 
 
 def test_global_random_numbers_are_left_alone(unet: Any) -> None:

@@ -153,10 +153,10 @@ def test_bad_settings_fail_their_prompt_only(tiny_server: ComfyServer) -> None:
 def test_an_error_stands_on_the_node_itself_too(tiny_server: ComfyServer) -> None:
     run = tiny_server.run(graph(advanced(tiny_server, window_size=0)))
     assert run.status == "error"
-    (told,) = [data for kind, data in run.messages if kind == "toma.said"]
-    assert told["error"]
-    assert told["node"] == "4"
-    assert told["text"].startswith("window size is 0. Allowed: a whole number from 2 to 64.")
+    (sent,) = [data for kind, data in run.messages if kind == "toma.said"]
+    assert sent["error"]
+    assert sent["node"] == "4"
+    assert sent["text"].startswith("window size is 0. Allowed: a whole number from 2 to 64.")
 
 
 def test_a_range_without_steps_is_refused_before_anything_runs(tiny_server: ComfyServer) -> None:

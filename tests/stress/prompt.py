@@ -54,7 +54,9 @@ def main() -> None:
     found = {}
     for kind in sys.argv[1:]:
         model = getattr(models, kind)()
-        each = {name: model if told is None else attach(model, config(**told)) for name, told in CASES.items()}
+        each = {
+            name: model if settings is None else attach(model, config(**settings)) for name, settings in CASES.items()
+        }
         found[kind] = {name: digest(sample(patched)) for name, patched in each.items()}
     print(json.dumps(found))
 

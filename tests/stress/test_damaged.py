@@ -41,10 +41,10 @@ def damaged(data: bytes, seed: int) -> tuple[str, bytes]:
 
 def test_damaged_checkpoint_is_refused_in_words_or_runs(steady: ComfyServer, outcome: Any) -> None:
     """ComfyUI's own loader reads it, as a user's broken download. NaN in weights must not hang the pack."""
-    whole = (steady.base / "models" / "diffusion_models" / "toma_demo_dit.safetensors").read_bytes()
+    intact = (steady.base / "models" / "diffusion_models" / "toma_demo_dit.safetensors").read_bytes()
     seen = set()
     for seed in range(max(7, CASES // 40)):
-        way, data = damaged(whole, seed)
+        way, data = damaged(intact, seed)
         path = steady.base / "models" / "diffusion_models" / f"damaged{seed}.safetensors"
         path.write_bytes(data)
         graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, full_step_interval=0, similarity_from="tokens")
@@ -69,10 +69,10 @@ def test_damaged_demo_weights_are_named(name: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(demo_nodes, "UNET_WEIGHTS", path)
     original = WEIGHTS_FOLDER / name
     # Without trained weights, use a checkpoint of another model, whose header is about as long.
-    whole = (original if original.exists() else WEIGHTS_FOLDER / "checker.safetensors").read_bytes()
+    intact = (original if original.exists() else WEIGHTS_FOLDER / "checker.safetensors").read_bytes()
     refused = 0
     for seed in range(max(14, CASES // 10)):
-        way, data = damaged(whole, seed)
+        way, data = damaged(intact, seed)
         path.write_bytes(data)
         begin = time.monotonic()
         try:

@@ -70,7 +70,7 @@ def test_model_unloaded_reloaded_and_loaded_anew(
     mm.unload_all_models()
     del own
     gc.collect()
-    assert gone() is None, "a model that was freed is kept by somebody"
+    assert gone() is None, "a freed model is still referenced"
     assert (
         prompt.digest(prompt.sample(attach(getattr(models, kind)(), **prompt.CASES["stack"]))) == fresh[kind]["stack"]
     )

@@ -82,7 +82,7 @@ def conditions(draw: st.DrawFn, height: int, width: int) -> list[dict[str, Any]]
     found = []
     for index in range(draw(st.integers(1, 3))):
         options: dict[str, Any] = {"tokens": draw(st.integers(1, 12)), "seed": index}
-        how = draw(st.sampled_from(["whole", "area", "mask", "timed"])) if index else "whole"
+        how = draw(st.sampled_from(["full", "area", "mask", "timed"])) if index else "full"
         if how == "area":
             size = draw(st.integers(1, height)), draw(st.integers(1, width))
             place = draw(st.integers(0, height - size[0])), draw(st.integers(0, width - size[1]))
@@ -175,7 +175,7 @@ def test_any_settings_on_any_shape_under_any_conditions(
         assert hooks_left(model) == []
     stats = None if patched is model else stats_of(patched)
     merged = bool(stats and stats.merged_blocks)
-    event("merged" if merged else "whole")
+    event("merged" if merged else "unmerged")
     if not merged or not out.isfinite().all():
         plain = sample(model, task)
         assert merged or torch.equal(plain, out), "nothing was merged, and yet it is another picture"

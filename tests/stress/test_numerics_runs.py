@@ -97,10 +97,10 @@ def test_dtypes_cost_a_merged_run_no_more_than_an_unmerged_one(
 ) -> None:
     low, full = model_in(kind, stored), model_in(kind, stored, as_fp32=True)
     noise = noise_of(low)
-    whole = distance(sampled(low, noise), sampled(full, noise))
+    unmerged = distance(sampled(low, noise), sampled(full, noise))
     patched = attach(low, **COMPARABLE)
     merged = distance(sampled(patched, noise), sampled(attach(full, **COMPARABLE), noise))
-    assert 0 < merged < 2 * whole
+    assert 0 < merged < 2 * unmerged
     computed = STORED[stored][1]
     assert {call.x.dtype for call in plan_calls} == {computed, FULL}
     assert all(call.plan.merge_weights.dtype is call.x.dtype for call in plan_calls)

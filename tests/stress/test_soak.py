@@ -252,7 +252,7 @@ def test_soak(lab: ComfyServer, census: Any, fresh_process: Callable[[Graph], st
     history = lab.get("/history?max_items=100000")
     assert {run.prompt_id for task in work for run in task.runs} <= set(history)
     assert [task.latent for task in work if len(task.latent) != 64] == []
-    assert not [task for task in work if task.stop_at is None and len(task.runs) != 1], "stopped, and nobody asked"
+    assert not [task for task in work if task.stop_at is None and len(task.runs) != 1], "stopped without a request"
     interrupts = sum(run.status == "interrupted" for task in work for run in task.runs)
     assert interrupts >= PROMPTS // 20, "nothing was interrupted in its course"
 

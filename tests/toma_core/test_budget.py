@@ -135,11 +135,11 @@ def test_merging_is_what_the_dense_matrices_say(grid: tuple[int, int]) -> None:
 def test_plans_of_several_parts_go_side_by_side() -> None:
     grid, x = (16, 16), picture(16, 16, batch=3)
     both = stacked([plan_of(x[:1], grid), plan_of(x[1:], grid)])
-    whole = plan_of(x, grid)
-    torch.testing.assert_close(merge(x, both), merge(x, whole))
-    y = torch.randn(3, whole.num_destinations, 6)
-    torch.testing.assert_close(unmerge(y, both), unmerge(y, whole))
-    assert torch.equal(both.destinations, whole.destinations)
+    joint = plan_of(x, grid)
+    torch.testing.assert_close(merge(x, both), merge(x, joint))
+    y = torch.randn(3, joint.num_destinations, 6)
+    torch.testing.assert_close(unmerge(y, both), unmerge(y, joint))
+    assert torch.equal(both.destinations, joint.destinations)
 
 
 def test_it_represents_a_picture_better() -> None:

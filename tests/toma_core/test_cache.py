@@ -359,7 +359,7 @@ def test_a_residual_is_held_and_counted_as_long_as_one_of_its_parts() -> None:
     del first
     run.cache.store((("", "c"), ("", "d")), features(1, 2))
     assert held() is not None
-    assert run.cache.peak_bytes == 4 * one, "memory of a part is that of the whole"
+    assert run.cache.peak_bytes == 4 * one, "memory of a part is that of the joint residual"
     run.cache.store((("", "a"), ("", "b")), features(2, 2))
     assert held() is None
     assert run.cache.peak_bytes == 4 * one

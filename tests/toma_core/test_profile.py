@@ -26,10 +26,10 @@ def profile(**fields: Any) -> Profile:
     return Profile(**given)
 
 
-def told(**fields: Any) -> str:
+def changed(**fields: Any) -> str:
     """Return the text of a profile with some keys changed; None removes a key."""
-    whole = {**json.loads(profile().text()), **fields}
-    return json.dumps({key: value for key, value in whole.items() if value is not None})
+    content = {**json.loads(profile().text()), **fields}
+    return json.dumps({key: value for key, value in content.items() if value is not None})
 
 
 def test_comes_back_as_it_was() -> None:
@@ -79,39 +79,39 @@ def test_fits_its_own_model_and_no_other() -> None:
         ("[]", "damaged"),
         ("null", "damaged"),
         ("{}", "'toma_profile' is missing"),
-        (told(model=None), "'model' is missing"),
-        (told(model={"family": "flux"}), "model is no text"),
-        (told(model=5), "model is no text"),
-        (told(ratios={"single.0": [0.5]}), "1 ratios for 2 noise levels"),
-        (told(ratios={"single.0": [0.5, 3.0]}), "0 to 0.95"),
-        (told(ratios={"single.0": [0.5, None]}), "damaged"),
-        (told(ratios={"single.0": "half"}), "4 ratios for 2 noise levels"),
-        (told(ratios={"single.0": [True, 0.5]}), "ratio is True"),
-        (told(ratios={"single.0": [0.5, "0.5"]}), "ratio is '0.5'"),
-        (told(ratios={"single.0": [0.5, 10**400]}), "damaged"),
-        (told(ratios={f"single.{n}": [0.05 * n, 0.05 * n] for n in range(1, 10)}), "more than 8 different ratios"),
-        (told(ratios={"x" * 900: [0.5]}), "1 ratios for 2 noise levels"),
-        (told(ratios=[]), "damaged"),
-        (told(above_sigma=[0.0, 0.6]), "high to low"),
-        (told(above_sigma=[float("nan"), 0.0]), "not up to 8 noise levels"),
-        (told(above_sigma=[float("inf"), 0.0]), "not up to 8 noise levels"),
-        (told(above_sigma=[10**400, 0.0]), "damaged"),
-        (told(above_sigma=["much", 0.0]), "damaged"),
-        (told(above_sigma=0.5), "damaged"),
-        (told(above_sigma=[]), "damaged"),
-        (told(above_sigma=[9.0 - n for n in range(10)], ratios={}), "not up to 8 noise levels"),
-        (told(settings={"colour": "red"}), "argument 'colour'"),
-        (told(settings={"ratio": 0.0}), "switch merging off"),
-        (told(settings={"ratio": 10**400}), "damaged"),
-        (told(settings={"full_step_interval": 10**400}), "damaged"),
-        (told(settings=[1]), "damaged"),
-        (told(settings={"full_step_interval": -5}), "full step interval"),
-        (told(settings={"start_percent": 0.9, "end_percent": 0.1}), "Start percent"),
-        (told(toma_profile="1"), "no version"),
-        (told(toma_profile=True), "no version"),
-        (told(toma_profile=-1), "no version"),
-        (told(toma_profile=2), "newer version"),
-        (told(toma_profile=10**4000), "newer version"),
+        (changed(model=None), "'model' is missing"),
+        (changed(model={"family": "flux"}), "model is no text"),
+        (changed(model=5), "model is no text"),
+        (changed(ratios={"single.0": [0.5]}), "1 ratios for 2 noise levels"),
+        (changed(ratios={"single.0": [0.5, 3.0]}), "0 to 0.95"),
+        (changed(ratios={"single.0": [0.5, None]}), "damaged"),
+        (changed(ratios={"single.0": "half"}), "4 ratios for 2 noise levels"),
+        (changed(ratios={"single.0": [True, 0.5]}), "ratio is True"),
+        (changed(ratios={"single.0": [0.5, "0.5"]}), "ratio is '0.5'"),
+        (changed(ratios={"single.0": [0.5, 10**400]}), "damaged"),
+        (changed(ratios={f"single.{n}": [0.05 * n, 0.05 * n] for n in range(1, 10)}), "more than 8 different ratios"),
+        (changed(ratios={"x" * 900: [0.5]}), "1 ratios for 2 noise levels"),
+        (changed(ratios=[]), "damaged"),
+        (changed(above_sigma=[0.0, 0.6]), "high to low"),
+        (changed(above_sigma=[float("nan"), 0.0]), "not up to 8 noise levels"),
+        (changed(above_sigma=[float("inf"), 0.0]), "not up to 8 noise levels"),
+        (changed(above_sigma=[10**400, 0.0]), "damaged"),
+        (changed(above_sigma=["much", 0.0]), "damaged"),
+        (changed(above_sigma=0.5), "damaged"),
+        (changed(above_sigma=[]), "damaged"),
+        (changed(above_sigma=[9.0 - n for n in range(10)], ratios={}), "not up to 8 noise levels"),
+        (changed(settings={"colour": "red"}), "argument 'colour'"),
+        (changed(settings={"ratio": 0.0}), "switch merging off"),
+        (changed(settings={"ratio": 10**400}), "damaged"),
+        (changed(settings={"full_step_interval": 10**400}), "damaged"),
+        (changed(settings=[1]), "damaged"),
+        (changed(settings={"full_step_interval": -5}), "full step interval"),
+        (changed(settings={"start_percent": 0.9, "end_percent": 0.1}), "Start percent"),
+        (changed(toma_profile="1"), "no version"),
+        (changed(toma_profile=True), "no version"),
+        (changed(toma_profile=-1), "no version"),
+        (changed(toma_profile=2), "newer version"),
+        (changed(toma_profile=10**4000), "newer version"),
         ("1" * 5000, "damaged"),
         ("[" * 100_000, "not the text"),
         ("[" * 9_000, "damaged"),
@@ -172,10 +172,10 @@ KEYS = ("toma_profile", "model", "settings", "above_sigma", "ratios")
 
 @given(st.sampled_from(KEYS), ANY, st.booleans())
 def test_any_other_json_is_read_or_refused(key: str, value: Any, inside: bool) -> None:
-    whole = json.loads(profile().text())
-    if inside and isinstance(whole[key], dict):
-        value = {**whole[key], next(iter(whole[key])): value}
-    text = json.dumps({**whole, key: value})
+    content = json.loads(profile().text())
+    if inside and isinstance(content[key], dict):
+        value = {**content[key], next(iter(content[key])): value}
+    text = json.dumps({**content, key: value})
     said = ""
     try:
         fitted(parsed(text), FLUX, NAMES)

@@ -60,8 +60,8 @@ def test_chunks_are_those_of_the_batch() -> None:
     x = torch.randn(4, 5, 64)
     packed = quantize(x)
     assert isinstance(packed, Int4Tensor)
-    for part, whole in zip(packed.chunk(2), packed.dequantize().chunk(2), strict=True):
-        assert torch.equal(part.dequantize(), whole)
+    for part, expected in zip(packed.chunk(2), packed.dequantize().chunk(2), strict=True):
+        assert torch.equal(part.dequantize(), expected)
 
 
 def test_channels_in_no_groups_are_copied() -> None:

@@ -59,7 +59,7 @@ def test_a_later_call_reuses_equal_images_in_any_order() -> None:
     later = tokens(3, 4, 5)
     plan = planned(run, later, TileBatch(drawn(8, 9, 7), (earlier,)))
     assert same(plan, 0, alone(x[1:]))
-    assert same(plan, 1, alone(later[1:2])), "nobody had it before"
+    assert same(plan, 1, alone(later[1:2])), "no earlier call has it"
     assert same(plan, 2, alone(x[:1]))
 
 
@@ -71,7 +71,7 @@ def test_all_earlier_calls_are_searched() -> None:
         planned(run, x[place : place + 1], piece)
     for shows, plan in ((8, alone(x[1:2])), (7, alone(x[:1])), (9, alone(later[2:]))):
         assert same(planned(run, later[shows - 7 : shows - 6], TileBatch(drawn(shows), earlier)), 0, plan), shows
-    assert same(planned(run, later[:1], TileBatch(drawn(6), earlier)), 0, alone(later[:1])), "nobody showed it"
+    assert same(planned(run, later[:1], TileBatch(drawn(6), earlier)), 0, alone(later[:1])), "no call has this image"
 
 
 def test_a_block_with_another_number_of_images_is_not_merged() -> None:

@@ -74,4 +74,4 @@ def test_a_broken_stack_is_found() -> None:
     found = calibrating.calibrate(model, task, "balanced", overrides=tiny(model))
     before, after = found.errors
     assert after < before / 2
-    assert found.profile.ratios["output.2.0 - output.2.6"][0] == 0, "whole while there is most noise"
+    assert found.profile.ratios["output.2.0 - output.2.6"][0] == 0, "unmerged while there is most noise"

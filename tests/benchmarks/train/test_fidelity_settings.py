@@ -103,9 +103,9 @@ def test_mean_ratio(model: Any, decisions: Any, when: dict[str, float]) -> None:
 
 def test_variate_that_is_refreshed_at_every_step_is_the_unmerged_model(model: Any) -> None:
     patched = experiments.control_variate(0.5, 1, toma)(model)
-    whole, out = sample(model), sample(patched)
-    torch.testing.assert_close(out / whole.abs().max(), whole / whole.abs().max(), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(sample(experiments.control_variate(0.5, 2, toma)(model)), whole)
+    unmerged, out = sample(model), sample(patched)
+    torch.testing.assert_close(out / unmerged.abs().max(), unmerged / unmerged.abs().max(), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(sample(experiments.control_variate(0.5, 2, toma)(model)), unmerged)
 
 
 def test_variate_has_full_steps_at_its_interval(model: Any, decisions: Any) -> None:
@@ -123,11 +123,11 @@ def test_variate_has_full_steps_at_its_interval(model: Any, decisions: Any) -> N
 
 
 def test_half_the_evaluations(model: Any) -> None:
-    with counting() as whole:
+    with counting() as unmerged:
         sample(model)
     with counting() as half:
         sample(variants.half_the_evaluations(model))
-    assert half.get_total_flops() == whole.get_total_flops() // 2
+    assert half.get_total_flops() == unmerged.get_total_flops() // 2
 
 
 def test_attention_is_counted(model: Any) -> None:
@@ -304,11 +304,11 @@ def test_exact_destinations_attend_to_every_token(small: dict[str, Any], monkeyp
 
 
 def test_guidance_is_all_that_is_merged(model: Any) -> None:
-    whole = sample(model, cfg=3.0)
+    unmerged = sample(model, cfg=3.0)
     as_it_was = sample(experiments.guided(toma(min_tokens=10_000))(model), cfg=3.0)
-    torch.testing.assert_close(as_it_was, whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(as_it_was, unmerged, rtol=1e-4, atol=1e-4)
     merged, guided = (sample(patch(toma())(model), cfg=3.0) for patch in (lambda patch: patch, experiments.guided))
-    assert 0 < float((guided - whole).norm()) < float((merged - whole).norm())
+    assert 0 < float((guided - unmerged).norm()) < float((merged - unmerged).norm())
 
 
 def test_refresh_early_or_late(model: Any, decisions: Any) -> None:

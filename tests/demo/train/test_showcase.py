@@ -42,8 +42,8 @@ def outcome(seconds: float, value: float = 1.0, grey: int = 0, report: str = "")
     return Outcome(seconds, torch.full((1, 4, 8, 8), value), picture, report, picture if report else None)
 
 
-def case(whole: list[float], merged: list[float], report: str = REPORT) -> Case:
-    return Case(UNET, 128, [outcome(s, 2.0) for s in whole], [outcome(s, 1.5, 20, report) for s in merged])
+def case(unmerged: list[float], merged: list[float], report: str = REPORT) -> Case:
+    return Case(UNET, 128, [outcome(s, 2.0) for s in unmerged], [outcome(s, 1.5, 20, report) for s in merged])
 
 
 def test_relative_error_by_hand() -> None:
@@ -135,11 +135,11 @@ def test_sheets_hold_the_pictures() -> None:
 
 def test_graphs_differ_only_by_the_merge() -> None:
     for kind in KINDS:
-        whole, merged = (sampling_graph(kind, 128, 4, 5, on) for on in (False, True))
-        assert set(merged) - set(whole) == {"toma", "report"}
+        unmerged, merged = (sampling_graph(kind, 128, 4, 5, on) for on in (False, True))
+        assert set(merged) - set(unmerged) == {"toma", "report"}
         assert merged["sampler"]["inputs"].pop("model") == ["toma", 0]
-        assert whole["sampler"]["inputs"].pop("model") == ["loader", 0]
-        assert all(merged[name] == node for name, node in whole.items())
+        assert unmerged["sampler"]["inputs"].pop("model") == ["loader", 0]
+        assert all(merged[name] == node for name, node in unmerged.items())
 
 
 def test_widget_values_say_what_was_chosen(pack: ModuleType) -> None:

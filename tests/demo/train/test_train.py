@@ -61,9 +61,9 @@ def test_runs_resumes_and_repeats(kind: str, tmp_path: Path) -> None:
     def fresh(seed: int = 0) -> Trainer:
         return Trainer(_plan(kind, seed), CPU, config=SMALL[kind])
 
-    whole = fresh()
-    assert run(whole, tmp_path / "whole.pt", minutes=5)
-    assert whole.step == 3
+    unbroken = fresh()
+    assert run(unbroken, tmp_path / "unbroken.pt", minutes=5)
+    assert unbroken.step == 3
 
     first = fresh()
     for step in range(2):
@@ -74,7 +74,7 @@ def test_runs_resumes_and_repeats(kind: str, tmp_path: Path) -> None:
     assert second.step == 2
     assert second.seen == first.seen
     second.train_step(Batches(second.plan)[2])
-    assert _same(_weights(second), _weights(whole))
+    assert _same(_weights(second), _weights(unbroken))
 
     other = fresh(seed=1)
     other.train_step(Batches(other.plan)[0])

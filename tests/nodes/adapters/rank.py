@@ -47,14 +47,15 @@ def tried(model: Any, alone: Any, settings: dict[str, Any], **options: Any) -> d
     theirs = [torch.empty_like(result) for _ in range(SIZE)]
     dist.all_gather(theirs, result.contiguous())
     on_one = picture(alone, **options)
-    whole = torch.equal(result, plain)
+    unchanged = torch.equal(result, plain)
     return {
         "off from one process": float((plain - on_one).norm() / on_one.norm()),
-        "as without ToMA": whole,
-        "as ToMA on one process": not whole and torch.equal(result, picture(run.apply_toma(alone, config), **options)),
+        "as without ToMA": unchanged,
+        "as ToMA on one process": not unchanged
+        and torch.equal(result, picture(run.apply_toma(alone, config), **options)),
         "the same on all": all(torch.equal(other, result) for other in theirs),
         "merged": len(stats.merged_blocks),
-        "whole": {reason.id.value: len(parts) for reason, parts in stats.unmerged.items()},
+        "unmerged": {reason.id.value: len(parts) for reason, parts in stats.unmerged.items()},
     }
 
 

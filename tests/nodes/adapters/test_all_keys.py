@@ -44,11 +44,11 @@ def test_keys_are_propagated_as_their_destinations_change(
     watch = Watch(4)
     lasting = {"similarity_from": "tokens", "selection_interval": 100, "weight_interval": 100, "sharpness": 10_000.0}
     evaluated(watch.on(attach(model, **{**KEYS, **lasting})), drifting)
-    whole, *merged = watch.evaluations()
+    full, *merged = watch.evaluations()
     # Some models refine text or image before: that is not merged, and attends to its own tokens.
     block = next(n for n, (q, k, _) in enumerate(merged[0]) if q.shape[1] != k.shape[1])
     before = layout.before + layout.above if kind != "sd3" else 7
-    kept, plan = whole[block][1:], plan_calls[0].plan
+    kept, plan = full[block][1:], plan_calls[0].plan
     _, U = dense(plan)
     for step in merged:
         q, *fresh = step[block]

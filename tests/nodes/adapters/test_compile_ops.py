@@ -158,7 +158,7 @@ def test_outside_of_a_trace_nothing_begins(graphs: Any, evaluate: Any) -> None:
 
 
 @loop(
-    ("told", "inside"),
+    ("kwargs", "inside"),
     [
         (None, False),
         ({"backend": "inductor"}, True),
@@ -172,8 +172,8 @@ def test_outside_of_a_trace_nothing_begins(graphs: Any, evaluate: Any) -> None:
         ({}, False),
     ],
 )
-def test_only_graphs_that_are_not_recorded_take_the_operators(graphs: Any, told: Any, inside: bool) -> None:
-    options = {} if told is None else {"torch_compile_kwargs": told}
+def test_only_graphs_that_are_not_recorded_take_the_operators(graphs: Any, kwargs: Any, inside: bool) -> None:
+    options = {} if kwargs is None else {"torch_compile_kwargs": kwargs}
     assert graphs.compiled(options) is inside
 
 

@@ -97,10 +97,10 @@ def test_unet_block(unet: Any, attach: Any, record: Any, plan_calls: Any, dense:
     block = unet.model.diffusion_model.input_blocks[4][1].transformer_blocks[0]
     calls = record(block)
     models.sample(attach(unet, **REUSE, granularity="block"), SIDE, SIDE, **FIRST[2])
-    whole, merged = calls
-    plan = plan_calls[whole.first_plan].plan
+    full, merged = calls
+    plan = plan_calls[full.first_plan].plan
     S, U = rows_of(plan), dense(plan)[1]
-    x, update = tokens_of(merged, "x"), whole.out - tokens_of(whole, "x")
+    x, update = tokens_of(merged, "x"), full.out - tokens_of(full, "x")
     given = {name: merged.kwargs[name] for name in ("context", "transformer_options")}
     out = block(S @ x, **given)
     expected = reused(x, update, out - S @ x, S, U)
@@ -133,8 +133,8 @@ def test_flux_blocks(
     extra = {"reference_latents": [torch.randn(1, 16, 8, 8)]} if references else {}
     conds = {side: models.conditioning(flux, seed=seed, **extra) for side, seed in (("positive", 1), ("negative", 2))}
     models.sample(attach(flux, **REUSE, granularity="block"), SIDE, SIDE, **FIRST[2], **conds)
-    whole, merged = calls
-    plan = plan_calls[whole.first_plan].plan
+    full, merged = calls
+    plan = plan_calls[full.first_plan].plan
     S, U = rows_of(plan), dense(plan)[1]
     text = merged.kwargs["transformer_options"]["img_slice"][0] if kind == "single" else 0
     image = slice(text, text + plan.tokens)
@@ -142,7 +142,7 @@ def test_flux_blocks(
     def out_of(call: Any) -> torch.Tensor:
         return call.out[0] if kind == "double" else call.out
 
-    x, update = tokens_of(merged, name), (out_of(whole) - tokens_of(whole, name))[:, image]
+    x, update = tokens_of(merged, name), (out_of(full) - tokens_of(full, name))[:, image]
     kept = plan.destinations + (7 if kind == "double" else text)
     before = 7 if kind == "double" else text
     pe = merged.kwargs["pe"].expand(2, *merged.kwargs["pe"].shape[1:])

@@ -201,10 +201,10 @@ def test_a_sigma_that_is_changed_on_purpose(
 
     options = {"inner": ksampler("euler")} if wraps else {}
     assert trained.error(function, **options) < 2 * plain
-    told = set(stats_of(trained.merged).merged_steps)
+    merged_steps_seen = set(stats_of(trained.merged).merged_steps)
     trained.drawn(trained.merged)
     usual = set(stats_of(trained.merged).merged_steps)
-    assert usual - told <= ({1} if not wraps and factor > 1 else set())
+    assert usual - merged_steps_seen <= ({1} if not wraps and factor > 1 else set())
 
 
 class Watched:
@@ -249,7 +249,7 @@ def watched(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(trained, monkeypatch)
 
 
-ACTIONS = ("small", "wide", "odd", "repeat", "other", "back", "told", "skip")
+ACTIONS = ("small", "wide", "odd", "repeat", "other", "back", "sigma", "skip")
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +277,7 @@ def test_any_sequence_of_evaluations(
         denoised = x
         for step in range(trained.steps):
             wanted = actions[step]
-            level = sigmas[step] * (0.8 if "told" in wanted and step else 1.0)
+            level = sigmas[step] * (0.8 if "sigma" in wanted and step else 1.0)
             # Not the last step, which is full because no later step can correct it.
             if "skip" not in wanted or not 0 < step < trained.steps - 1:
                 denoised = at(x, level)

@@ -34,8 +34,8 @@ def test_auto_receives_the_blocks_that_are_merged_together(
     """A stack of one block adds as many operations as a block, and so does a block that runs alone."""
     asked = set()
 
-    def obstacle(x: torch.Tensor, images: int, least: int, block: Any, told: Any) -> str:
-        asked.add(told.value)
+    def obstacle(x: torch.Tensor, images: int, least: int, block: Any, where: Any) -> str:
+        asked.add(where.value)
         return ""
 
     monkeypatch.setattr(pack_module("toma_core.pipeline"), "obstacle", obstacle)

@@ -55,11 +55,11 @@ def test_a_replaced_block_is_not_merged(family: str, place: int, attach: Any, st
     foreign = merged.clone()
     foreign.add_object_patch(f"diffusion_model.{LISTS[family]}.{place}", Own(blocks[place], seen))
     plain = model.clone()
-    plain.add_object_patch(f"diffusion_model.{LISTS[family]}.{place}", Own(blocks[place], whole := []))
+    plain.add_object_patch(f"diffusion_model.{LISTS[family]}.{place}", Own(blocks[place], all_tokens := []))
     sample(plain)
     out = sample(foreign)
     assert out.isfinite().all()
-    assert seen == whole
+    assert seen == all_tokens
     stats = stats_of(foreign)
     (left,) = stats.unmerged[Reason.BLOCK_REPLACED()]
     assert left.endswith(f".{place}")
@@ -156,10 +156,10 @@ def test_hooks_of_pytorch_see_all_tokens(kind: str, before: bool, attach: Any) -
     else:
         chain[0].register_forward_hook(lambda _, __, out: seen.append((out[0] if kind == "flux" else out).shape[1]))
     sample(model)
-    whole = list(seen)
+    all_tokens = list(seen)
     seen.clear()
     sample(attach(model))
-    assert seen == whole
+    assert seen == all_tokens
 
 
 def test_the_measured_number_of_blocks_is_of_flux_1(pack: Any) -> None:

@@ -116,7 +116,7 @@ def test_a_late_prompt_makes_one_step_full(flux: Any, preset: Any, settled: Any,
     patched = preset(flux, "balanced")
     out = models.sample(patched, SIDE, SIDE, steps=9, positive=late(flux, 0.2))
     begins = [d.step for d in settled if d.mode.value == "refresh" and d.step % 4]
-    assert len(begins) == 1, f"whole steps: {modes(settled)}"
+    assert len(begins) == 1, f"full steps: {modes(settled)}"
     assert "p" not in modes(settled)
     assert begins[0] not in stats_of(patched).merged_steps
     assert out.isfinite().all()

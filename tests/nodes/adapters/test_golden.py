@@ -155,8 +155,8 @@ def test_run(case: str, model_of: Any, stats_of: Any, golden: Any, sureness: Any
         latent = sampled(model, family, run, steps, seed)
         stats = stats_of(model)
         assert stats.merged_blocks
-        told = {"merged_steps": sorted(stats.merged_steps), "selections": stats.selections}
-        return {"seed": seed, **told, "detail": stats.cache_bytes > 0, **facts(latent)}
+        counts = {"merged_steps": sorted(stats.merged_steps), "selections": stats.selections}
+        return {"seed": seed, **counts, "detail": stats.cache_bytes > 0, **facts(latent)}
 
     if WRITE:
         golden[case] = next(entry for entry in map(found, itertools.count()) if sureness() > 1.0)

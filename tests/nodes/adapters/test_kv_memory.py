@@ -37,7 +37,7 @@ def test_where_room_is_short_they_are_packed(
     size = {"steps": 4, **({"frames": frames} if frames else {})}
     with monkeypatch.context() as patch:
         patch.setattr(run, "reserved", lambda m, n: asked.append(n) or reserved(m, n))
-        exact, whole = models.sample(merged, HEIGHT, WIDTH, **size), models.sample(model, HEIGHT, WIDTH, **size)
+        exact, unmerged = models.sample(merged, HEIGHT, WIDTH, **size), models.sample(model, HEIGHT, WIDTH, **size)
         held = stats_of(merged).cache_bytes
         without_room(patch, 4 * held - 1)
         found = models.sample(merged, HEIGHT, WIDTH, **size)
@@ -46,7 +46,7 @@ def test_where_room_is_short_they_are_packed(
     # Narrow models have smaller quantization groups than the estimate assumes.
     assert asked[0] == held
     assert asked[1] <= packed.cache_bytes <= 0.4 * held
-    assert 0 < (found - exact).norm() < 0.5 * (exact - whole).norm()
+    assert 0 < (found - exact).norm() < 0.5 * (exact - unmerged).norm()
 
 
 def test_after_out_of_memory_all_steps_are_full(

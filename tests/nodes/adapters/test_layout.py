@@ -71,9 +71,9 @@ def test_the_grid_fits_the_tokens_in_a_unet(
     models.sample(attach(foreign, granularity=granularity, end_percent=0.5, **settings), SIDE, SIDE, steps=2)
     merged = 0
     for call, same in zip(calls, before, strict=True):
-        whole, shape = same.options["activations_shape"], call.options["activations_shape"]
-        assert same.length == whole[-2] * whole[-1]
-        assert shape == (whole if call.length == same.length else [*whole[:2], 1, call.length])
+        full, shape = same.options["activations_shape"], call.options["activations_shape"]
+        assert same.length == full[-2] * full[-1]
+        assert shape == (full if call.length == same.length else [*full[:2], 1, call.length])
         for name in ("block", "block_index", "transformer_index", "original_shape"):
             assert call.options[name] == same.options[name]
         merged += call.length < same.length
@@ -133,13 +133,13 @@ def test_double_blocks_too_if_another_node_passes_it(flux: Any, attach: Any, lis
 def test_attention_patches_receive_all_tokens_and_their_layout(
     request: pytest.FixtureRequest, attach: Any, kind: str, granularity: str
 ) -> None:
-    model, told = request.getfixturevalue(kind).clone(), []
+    model, pairs = request.getfixturevalue(kind).clone(), []
 
     def fits(length: int, options: dict[str, Any]) -> None:
         if kind == "unet":
-            told.append((length, options["activations_shape"][-2] * options["activations_shape"][-1]))
+            pairs.append((length, options["activations_shape"][-2] * options["activations_shape"][-1]))
         else:
-            told.append((length, options["img_slice"][1]))
+            pairs.append((length, options["img_slice"][1]))
 
     if kind == "unet":
         for name in ("attn1", "attn2"):
@@ -148,9 +148,9 @@ def test_attention_patches_receive_all_tokens_and_their_layout(
     else:
         model.set_model_patch(lambda out, options: (fits(out.shape[1], options), out)[1], "attn1_output_patch")
     models.sample(attach(model, granularity=granularity), SIDE, SIDE, steps=1)
-    assert told
-    assert all(length == said for length, said in told)
-    assert {length for length, _ in told} == ({144, 36} if kind == "unet" else {TEXT + IMAGE})
+    assert pairs
+    assert all(length == said for length, said in pairs)
+    assert {length for length, _ in pairs} == ({144, 36} if kind == "unet" else {TEXT + IMAGE})
 
 
 @loop("kind", ["unet", "flux"])

@@ -63,8 +63,8 @@ def test_shared_tokens_are_not_merged(found: Any, way: str, kind: str) -> None:
         assert case["the same on all"]
         # One of them replaces the forward of some blocks.
         assert case["merged"] == 0
-        assert set(case["whole"]) <= {TOKENS_CHANGED, "block_replaced"}
-        assert sum(case["whole"].values()) == BLOCKS["flux"]
+        assert set(case["unmerged"]) <= {TOKENS_CHANGED, "block_replaced"}
+        assert sum(case["unmerged"].values()) == BLOCKS["flux"]
         # Padding for equal lengths takes part in attention.
         assert 0 < case["off from one process"] < (0.05 if kind == "odd" else 1e-5), "not the model that it should be"
 
@@ -78,7 +78,7 @@ def test_shared_conditions_are_not_merged(found: Any, model: str, granularity: s
         assert case["as without ToMA"]
         assert case["the same on all"]
         assert case["merged"] == 0
-        assert set(case["whole"]) == {TOKENS_CHANGED}
+        assert set(case["unmerged"]) == {TOKENS_CHANGED}
         assert case["off from one process"] < 1e-5
 
 
@@ -91,5 +91,5 @@ def test_complete_pictures_are_merged_as_on_one_process(found: Any, model: str, 
         assert case["as ToMA on one process"]
         assert not case["as without ToMA"]
         assert case["the same on all"]
-        assert (case["merged"], case["whole"]) == (BLOCKS[model], {})
+        assert (case["merged"], case["unmerged"]) == (BLOCKS[model], {})
         assert case["off from one process"] == 0

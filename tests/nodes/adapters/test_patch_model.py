@@ -1,4 +1,4 @@
-"""Runs as a whole: off is bit-identical, runs leave no state, and clones and copies are independent."""
+"""Complete runs: off is bit-identical, runs leave no state, and clones and copies are independent."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
     assert set(stats.unmerged) <= {Reason.TOO_FEW_TOKENS(least=256)}
     monkeypatch.setattr(cost_model, "card_of", lambda device: cost_model.Card("NVIDIA H100", (9, 0), 132))
     assert same(models.sample(patched, side, side, steps=1), models.sample(model, side, side, steps=1))
-    told, reason = stats_of(patched), Reason.TOO_LITTLE_WORK()
-    assert told.unmerged[reason] == stats.merged_blocks
-    assert told.summary().count(str(reason)) <= 2
+    auto_stats, reason = stats_of(patched), Reason.TOO_LITTLE_WORK()
+    assert auto_stats.unmerged[reason] == stats.merged_blocks
+    assert auto_stats.summary().count(str(reason)) <= 2
 
 
 @every_kind

@@ -142,7 +142,7 @@ def test_nothing_of_a_tile_is_left_for_the_next_evaluation(model: Any, attach: A
         plan_calls.clear()
         out = sampled(tiled(patched, CORNERS, move=move), cfg=1.0, steps=3, last_step=2)
         assert out.isfinite().all()
-        assert {call.step_plan.step for call in plan_calls} == {1}, "the first step runs whole"
+        assert {call.step_plan.step for call in plan_calls} == {1}, "the first step is full"
         assert {call.step_plan.mode.value for call in plan_calls} == {"merged"}
         plan_calls.clear()
         sampled(tiled(attach(model), CORNERS, at_once=4, move=move), cfg=1.0, steps=3)

@@ -126,10 +126,10 @@ def test_a_picture_of_mostly_noise_is_not_trusted(
     assert set(budgets) == {False, True}
 
 
-@loop("told", [None, object()], ids=["nothing", "something else"])
-def test_sigmas_of_an_unknown_kind_are_no_error(told: Any, pack: Any) -> None:
+@loop("model_sampling", [None, object()], ids=["nothing", "something else"])
+def test_sigmas_of_an_unknown_kind_are_no_error(model_sampling: Any, pack: Any) -> None:
     sampling, config = pack_module("nodes.adapters.sampling_run").SamplingRun, pack_module("toma_core").ToMAConfig
-    assert sampling.start(config(ratio=0.5), told, [1.0, 0.0]).max_prediction_sigma > 1
+    assert sampling.start(config(ratio=0.5), model_sampling, [1.0, 0.0]).max_prediction_sigma > 1
 
 
 @every_kind

@@ -163,13 +163,13 @@ def test_nothing_to_take_out(unet: Any) -> None:
 def test_step_caches(unet: Any) -> None:
     from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 
-    whole = models.sample(unet, 24, 24, steps=8)
+    reference = models.sample(unet, 24, 24, steps=8)
     for node in (EasyCacheNode, LazyCacheNode):
         cached = node.execute(unet, 3.0, 0.0, 1.0, False).args[0]
         hurried = models.sample(cached, 24, 24, steps=8)
-        assert not torch.equal(hurried, whole), "it skips evaluations, so that this can fail"
+        assert not torch.equal(hurried, reference), "it skips evaluations, so that this can fail"
         plain = probing.without_caches(cached)
-        assert torch.equal(models.sample(plain, 24, 24, steps=8), whole)
+        assert torch.equal(models.sample(plain, 24, 24, steps=8), reference)
         assert torch.equal(models.sample(cached, 24, 24, steps=8), hurried)
 
 

@@ -62,9 +62,9 @@ def test_one_ratio_everywhere_is_the_setting_to_the_bit(model: Any, settings: di
 @every_kind
 @pytest.mark.compat
 def test_a_profile_that_merges_nothing_is_bit_identical(model: Any, stats_of: Any, no_state_left: None) -> None:
-    whole = profiled(model, (0.0, {}))
-    assert torch.equal(sampled(whole), sampled(model))
-    assert stats_of(whole).merged_blocks == set()
+    zero_ratios = profiled(model, (0.0, {}))
+    assert torch.equal(sampled(zero_ratios), sampled(model))
+    assert stats_of(zero_ratios).merged_blocks == set()
 
 
 @every_kind

@@ -35,7 +35,7 @@ def steps_of(sampler: str, model: Any) -> list[int]:
 
 
 # The buckets of SDXL at a quarter of their side (their shapes, so that a grid still has sides like 13 x 19), two of
-# them whole, odd and tiny ones, single rows and columns, and sizes of Flux.
+# them full size, odd and tiny ones, single rows and columns, and sizes of Flux.
 UNET_SIZES = [
     (32, 32), (36, 28), (26, 38), (38, 26), (24, 42), (42, 24), (20, 48), (52, 76),
     (33, 31), (7, 9), (2, 2), (1, 1), (1, 64), (64, 1), (3, 40), (5, 5),

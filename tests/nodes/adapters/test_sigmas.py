@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
+def received(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
     """Record (sigma that ToMA uses, sigma that the model receives) of every evaluation."""
     seen, original = [], levels.SigmaTracker.of
 
@@ -84,15 +84,15 @@ def reads_inside(model: Any, **options: Any) -> int:
 @loop("scheduler", ["simple", "karras"])
 @loop("sampler", [name.removeprefix("sample_") for name in levels.ONCE_A_STEP])
 def test_known_samplers_keep_to_their_schedule(
-    model: Any, attach: Any, told: Any, sampler: str, scheduler: str
+    model: Any, attach: Any, received: Any, sampler: str, scheduler: str
 ) -> None:
     from comfy.k_diffusion import sampling
 
     if not hasattr(sampling, f"sample_{sampler}"):
         pytest.skip("this ComfyUI has no such sampler")
-    told.clear()
+    received.clear()
     models.sample(attach(model), 8, 8, steps=4, sampler=sampler, scheduler=scheduler)
-    taken, truth = map(torch.tensor, zip(*told, strict=True))
+    taken, truth = map(torch.tensor, zip(*received, strict=True))
     assert len(taken) == 4
     torch.testing.assert_close(taken, truth, rtol=1e-3, atol=0.0)
 
@@ -117,10 +117,10 @@ def test_nothing_is_read_inside_the_steps(model: Any, pack: Any, sampler: str, p
 
 
 @every_kind
-def test_other_samplers_are_read(model: Any, attach: Any, told: Any) -> None:
+def test_other_samplers_are_read(model: Any, attach: Any, received: Any) -> None:
     models.sample(attach(model), 8, 8, steps=4, sampler="heun")
-    assert len(told) == 7
-    assert all(taken == truth for taken, truth in told)
+    assert len(received) == 7
+    assert all(taken == truth for taken, truth in received)
 
 
 def guider() -> Any:
@@ -135,10 +135,10 @@ def sigmas_of(sampler: Any, guided: Any = None, schedule: Sequence[float] = (2.0
 
 def trusted(sampler: Any, guided: Any = None) -> bool:
     """Return whether the first sigma is taken from the schedule."""
-    run, told = sigmas_of(sampler, guided), torch.tensor([1.5])
-    run.next(told)
-    assert run.of(told)[:2] in ((2.0, 0), (1.5, 0))
-    return bool(run.of(told).sigma == 2.0)
+    run, received = sigmas_of(sampler, guided), torch.tensor([1.5])
+    run.next(received)
+    assert run.of(received)[:2] in ((2.0, 0), (1.5, 0))
+    return bool(run.of(received).sigma == 2.0)
 
 
 def test_a_sampler_of_another_pack_by_a_known_name_is_read(pack: Any) -> None:
@@ -202,11 +202,13 @@ def known_samplers() -> list[str]:
 
 
 @loop(("sampler", "options"), [(n, o) for n in known_samplers() for o in flipped(n)])
-def test_options_do_not_lead_astray(flux: Any, attach: Any, told: Any, sampler: str, options: dict[str, Any]) -> None:
+def test_options_do_not_lead_astray(
+    flux: Any, attach: Any, received: Any, sampler: str, options: dict[str, Any]
+) -> None:
     """`sa_solver` with `use_pece` evaluates twice a step."""
-    told.clear()
+    received.clear()
     sample_with(attach(flux), sampler, options)
-    assert all(taken == pytest.approx(truth, rel=1e-3) for taken, truth in told)
+    assert all(taken == pytest.approx(truth, rel=1e-3) for taken, truth in received)
 
 
 def sample_with(model: Any, sampler: str, options: dict[str, Any]) -> torch.Tensor:
@@ -224,14 +226,14 @@ def sample_with(model: Any, sampler: str, options: dict[str, Any]) -> torch.Tens
 def test_evaluations_past_the_schedule_and_at_other_sigmas_are_read(pack: Any) -> None:
     from comfy.samplers import ksampler
 
-    run, told = sigmas_of(ksampler("euler")), torch.tensor([1.7])
-    assert run.of(told)[:2] == (pytest.approx(1.7), None), "before the sampler has said anything"
-    run.next(told)
-    assert run.of(told)[:2] == (2.0, 0)
+    run, received = sigmas_of(ksampler("euler")), torch.tensor([1.7])
+    assert run.of(received)[:2] == (pytest.approx(1.7), None), "before the sampler has said anything"
+    run.next(received)
+    assert run.of(received)[:2] == (2.0, 0)
     assert run.of(torch.tensor([0.7]))[:2] == (pytest.approx(0.7), None), "guidance at a level of its own"
     for _ in range(2):
-        run.next(told)
-    assert run.of(told)[:2] == (pytest.approx(1.7), None)
+        run.next(received)
+    assert run.of(received)[:2] == (pytest.approx(1.7), None)
 
 
 def test_a_guider_or_wrapper_that_may_go_another_way_is_read(pack: Any) -> None:
@@ -254,7 +256,9 @@ def test_a_guider_or_wrapper_that_may_go_another_way_is_read(pack: Any) -> None:
 
 @every_kind
 @loop("first", [False, True])
-def test_evaluations_that_another_wrapper_skips_are_counted(model: Any, attach: Any, told: Any, first: bool) -> None:
+def test_evaluations_that_another_wrapper_skips_are_counted(
+    model: Any, attach: Any, received: Any, first: bool
+) -> None:
     """LazyCache skips them, with its node before or after ToMA's."""
     from comfy.patcher_extension import WrappersMP
 
@@ -268,10 +272,10 @@ def test_evaluations_that_another_wrapper_skips_are_counted(model: Any, attach: 
     patched = attach(model) if not first else model.clone()
     patched = patched.clone()
     patched.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", skip)
-    told.clear()
+    received.clear()
     models.sample(attach(patched) if first else patched, SIDE, SIDE, steps=6)
-    assert len(told) == 4
-    assert all(taken == pytest.approx(truth, rel=1e-3) for taken, truth in told)
+    assert len(received) == 4
+    assert all(taken == pytest.approx(truth, rel=1e-3) for taken, truth in received)
 
 
 def test_a_repeated_sigma_is_two_steps(flux: Any, attach: Any, decisions: Any) -> None:
@@ -297,9 +301,9 @@ def test_a_sampler_off_its_schedule_is_reported_and_changes_no_later_run(pack: A
     from comfy.samplers import ksampler
 
     for _ in range(2):
-        run, told = sigmas_of(ksampler("euler")), torch.tensor([1.25])
-        run.next(told)
-        assert run.of(told)[:2] == (2.0, 0)
+        run, received = sigmas_of(ksampler("euler")), torch.tensor([1.25])
+        run.next(received)
+        assert run.of(received)[:2] == (2.0, 0)
         run.check()
     said = warnings()
     assert len(said) == 2
@@ -324,17 +328,17 @@ def reporting(
 
 def test_steps_come_from_what_the_sampler_reports(pack: Any) -> None:
     """Sigma decides only without reports; steps never decrease."""
-    assert reporting(4.0, 0, 2.5, 1, 1.6, 2, 0.5, 3) == [0, 1, 2, 3], "told lower than it is"
-    assert reporting(4.0, 0, 3.0, 1, 2.2, 2, 1.3, 3) == [0, 1, 2, 3], "told higher"
+    assert reporting(4.0, 0, 2.5, 1, 1.6, 2, 0.5, 3) == [0, 1, 2, 3], "reports are ahead of sigma"
+    assert reporting(4.0, 0, 3.0, 1, 2.2, 2, 1.3, 3) == [0, 1, 2, 3], "reports are behind sigma"
     assert reporting(4.0, 0, 3.0, 3.0, 1, 2.0, 2.0, 2, 1.0, 1.0, 3) == [0, 1, 1, 2, 2, 3, 3], "Heun's method"
     assert reporting(4.0, 0, 3.5, 3.0, 1, 2.5, 2.0, 2, 1.5, 1.0, 3) == [0, 0, 1, 1, 2, 2, 3], "a level between two"
     assert reporting(4.0, 0, 3.0, 1, 3.0, 2.0, 2, 2.0, 1.0, 3, 1.0) == [0, 1, 1, 2, 2, 3, 3], "steps that are corrected"
-    assert reporting(4.0, 0, 2.5, 1, 2.5, 1.5, 2, 1.5, 0.5, 3, 0.5) == [0, 1, 1, 2, 2, 3, 3], "corrected, told lower"
+    assert reporting(4.0, 0, 2.5, 1, 2.5, 1.5, 2, 1.5, 0.5, 3, 0.5) == [0, 1, 1, 2, 2, 3, 3], "corrected, and ahead"
     twice = (4.0, 3.0, 3.0, 1.0, 0.0)
     assert reporting(4.0, 0, 3.0, 1, 3.0, 2, 1.0, 3, schedule=twice) == [0, 1, 2, 3], "two steps at one level"
     assert reporting(4.0, 3.0, 2.0, 1.0) == [0, 1, 2, 3], "nothing is reported"
     assert reporting(4.0, 2.0, 3.5, 1.0) == [0, 2, 2, 3], "nothing is reported, and levels go back"
-    assert reporting(4.0, 0, 3.0, 1, 4.0, 0, 2.0, 1, 1.0) == [0, 1, 2, 2, 3], "reports that begin anew are not believed"
+    assert reporting(4.0, 0, 3.0, 1, 4.0, 0, 2.0, 1, 1.0) == [0, 1, 2, 2, 3], "repeated reports are ignored"
 
 
 def test_a_wrapped_sampler_that_is_known_makes_one_evaluation_a_step(pack: Any) -> None:

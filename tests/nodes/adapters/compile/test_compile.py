@@ -121,7 +121,7 @@ def test_the_residual_cache_is_used_in_a_compiled_run(model: Any, attach: Any, s
     assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=5), plain)
     assert stats_of(compiled_model).cache_bytes == stats_of(plain_model).cache_bytes
     warm = backend.graphs
-    assert warm == 3 if inside else warm > 3, "whole and kept, merged, and whole at the end"
+    assert warm == 3 if inside else warm > 3, "full with caches, merged, and full at the end"
     assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=5), plain)
     assert backend.graphs == warm
 

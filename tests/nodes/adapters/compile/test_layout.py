@@ -1,4 +1,4 @@
-"""What other nodes' attention is told of the tokens it gets, in the graphs of a compiled model."""
+"""Token layouts in transformer_options for other nodes' attention, in the graphs of a compiled model."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def test_compiled_code_says_the_same(attach: Any, fresh_compiler: None, kind: st
         compiled.model_options["torch_compile_kwargs"]["backend"] = "inductor"
     assert torch.equal(models.sample(compiled, 16, 16, steps=4), plain)
     warm = len(graphs)
-    assert warm == 3 if inside else warm > 3, "whole and kept, merged, and whole at the end"
+    assert warm == 3 if inside else warm > 3, "full with caches, merged, and full at the end"
     assert torch.equal(models.sample(compiled, 16, 16, steps=4), plain)
     assert len(graphs) == warm

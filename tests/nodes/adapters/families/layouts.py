@@ -131,7 +131,7 @@ def merged_call(
     image = x[:, layout.before : layout.before + tokens]
     merged = M @ image
     stream = torch.cat([x[:, : layout.before], merged, x[:, layout.before + tokens :]], 1)
-    told = {**given, layout.tokens: layout.given(given[layout.tokens], stream.clone())}
+    merged_args = {**given, layout.tokens: layout.given(given[layout.tokens], stream.clone())}
     for name in (layout.rope_arg, *layout.rows) if layout.rope_arg else ():
         rows, start = layout.taken(given[name]), layout.before + layout.above
         assert rows.shape[layout.rope_token_dim] == layout.above + x.shape[1] + layout.below
@@ -145,10 +145,10 @@ def merged_call(
             index += range(at, end)
             own = rows[min(b, len(rows) - 1)]
             each.append(own.index_select(layout.rope_token_dim - 1, torch.tensor(index)))
-        told[name] = layout.given(given[name], torch.stack(each))
+        merged_args[name] = layout.given(given[name], torch.stack(each))
     if layout.keys:
-        told[layout.keys] = given[layout.keys][..., tokens - merged.shape[1] :]
-    return told, image, merged
+        merged_args[layout.keys] = given[layout.keys][..., tokens - merged.shape[1] :]
+    return merged_args, image, merged
 
 
 def restored(layout: Layout, out: Any, image: Tensor, merged: Tensor, U: Tensor) -> Tensor:
@@ -181,11 +181,11 @@ def of_references(model: Any, layout: Layout, method: str | None) -> dict[str, A
     return options if method is None else {**options, "reference_latents_method": method}
 
 
-def by_hand(layout: Layout, block: Any, call: Any, plan: Any, dense: Any, **told: Any) -> Tensor:
+def by_hand(layout: Layout, block: Any, call: Any, plan: Any, dense: Any, **merged_args: Any) -> Tensor:
     """Run a recorded block on tokens and positions that are gathered by plain indexing."""
     M, U = dense(plan)
     seen, image, merged = merged_call(layout, arguments(block, layout, call), [plan], M)
-    return restored(layout, run(block, layout, {**seen, **told}), image, merged, U)
+    return restored(layout, run(block, layout, {**seen, **merged_args}), image, merged, U)
 
 
 def noise(*shape: int) -> Tensor:

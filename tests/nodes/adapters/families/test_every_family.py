@@ -52,14 +52,14 @@ def test_block_is_computed_on_merged_tokens(
     assert plan_calls[call.first_plan].grid == grid_of(layout)
     M, U = dense(plan)
     given = arguments(block, layout, call)
-    told, image, merged = merged_call(layout, given, [plan], M)
+    merged_args, image, merged = merged_call(layout, given, [plan], M)
     found = layout.taken(call.out)
-    torch.testing.assert_close(found, restored(layout, run(block, layout, told), image, merged, U), **CLOSE)
+    torch.testing.assert_close(found, restored(layout, run(block, layout, merged_args), image, merged, U), **CLOSE)
     if layout.rope_arg:
         kept = plan.num_destinations + layout.taken(given[layout.tokens]).shape[1] - plan.tokens
         kept += layout.above + layout.below
         first = layout.taken(given[layout.rope_arg]).narrow(layout.rope_token_dim, 0, kept)
-        wrong = {**told, layout.rope_arg: layout.given(given[layout.rope_arg], first)}
+        wrong = {**merged_args, layout.rope_arg: layout.given(given[layout.rope_arg], first)}
         other = restored(layout, run(block, layout, wrong), image, merged, U)
         assert (other - found).abs().max() > 1e-2, "this test would not notice the rows of other positions"
 
@@ -78,14 +78,14 @@ def test_consecutive_blocks_stay_merged(
     plan = plan_calls[start.first_plan].plan
     M, U = dense(plan)
     given = arguments(blocks[0], layout, start)
-    told, image, merged = merged_call(layout, given, [plan], M)
+    merged_args, image, merged = merged_call(layout, given, [plan], M)
     for block, call in zip(blocks, [start, *(c[0] for c in between), end], strict=True):
         seen = arguments(block, layout, call)
         # Other arguments differ between blocks, such as modulation in Chroma.
         told_as_merged = layout.tokens, layout.rope_arg, *layout.rows, layout.keys
         others = {n: v for n, v in seen.items() if n not in told_as_merged}
-        out = run(block, layout, {**told, **others})
-        told[layout.tokens] = out if layout.out is None else out[layout.out]
+        out = run(block, layout, {**merged_args, **others})
+        merged_args[layout.tokens] = out if layout.out is None else out[layout.out]
     found = layout.taken(end.out)
     torch.testing.assert_close(found, restored(layout, out, image, merged, U), rtol=1e-3, atol=1e-2)
     assert found.shape == layout.taken(given[layout.tokens]).shape
@@ -142,8 +142,8 @@ def test_residuals_are_cached_and_reused(family: str, model_of: Any, attach: Any
     assert stats_of(reusing).cache_bytes > 0
     assert (near - plain).norm() < (far - plain).norm()
     first = attach(model, ratio=0.5, full_step_interval=9)
-    whole = models.sample(first, HEIGHT, WIDTH, steps=1, cfg=1.0)
-    assert torch.equal(whole, models.sample(model, HEIGHT, WIDTH, steps=1, cfg=1.0))
+    full = models.sample(first, HEIGHT, WIDTH, steps=1, cfg=1.0)
+    assert torch.equal(full, models.sample(model, HEIGHT, WIDTH, steps=1, cfg=1.0))
 
 
 @every_family

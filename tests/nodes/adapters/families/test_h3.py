@@ -81,12 +81,12 @@ def test_a_block(
     given = arguments(block, layout, call)
     assert given["x"].shape[0] == before + FRAMES * FRAME
     M, U = dense(plan)
-    told, video, means = merged_call(layout, given, [plan], M)
+    merged_args, video, means = merged_call(layout, given, [plan], M)
     *segments, (start, end, row) = given["mod_segments"]
     assert (start, end) == (before, before + FRAMES * FRAME)
-    told["mod_segments"] = [*segments, (start, start + plan.num_destinations, row)]
+    merged_args["mod_segments"] = [*segments, (start, start + plan.num_destinations, row)]
     found = layout.taken(call.out)
-    torch.testing.assert_close(found, restored(layout, run(block, layout, told), video, means, U), **CLOSE)
+    torch.testing.assert_close(found, restored(layout, run(block, layout, merged_args), video, means, U), **CLOSE)
     assert all(each.bincount().tolist() == [FRAME // 2] * FRAMES for each in plan.destinations // FRAME)
 
 
@@ -129,10 +129,10 @@ def in_int8(model: Any) -> Any:
         if not key.startswith("blocks.") or value.ndim != 2 or "adaln" in key:
             continue
         scale = value.abs().amax(1, keepdim=True) / 127
-        told = torch.tensor(list(json.dumps({"format": "int8_tensorwise"}).encode()), dtype=torch.uint8)
+        marker = torch.tensor(list(json.dumps({"format": "int8_tensorwise"}).encode()), dtype=torch.uint8)
         stem = key.removesuffix(".weight")
         found |= {key: (value / scale).round().to(torch.int8), f"{stem}.weight_scale": scale}
-        found[f"{stem}.comfy_quant"] = told
+        found[f"{stem}.comfy_quant"] = marker
     loaded = comfy.sd.load_diffusion_model_state_dict(found, model_options={"dtype": torch.float32})
     assert "Quantized" in type(loaded.model.diffusion_model.blocks[0].mlp.fc1.weight.data).__name__
     return loaded

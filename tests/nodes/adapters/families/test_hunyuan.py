@@ -56,10 +56,10 @@ def by_hand(layout: Layout, block: Any, call: Any, plan: Any, dense: Any) -> Ten
     """Run a recorded block on tokens and positions that are gathered by plain indexing; the mask has the length of the
     remaining tokens."""
     M, U = dense(plan)
-    told, image, merged = merged_call(layout, arguments(block, layout, call), [plan], M)
-    if told["attn_mask"] is not None:
-        told["attn_mask"] = told["attn_mask"][..., : layout.above + told[layout.tokens].shape[1]]
-    return restored(layout, run(block, layout, told), image, merged, U)
+    merged_args, image, merged = merged_call(layout, arguments(block, layout, call), [plan], M)
+    if merged_args["attn_mask"] is not None:
+        merged_args["attn_mask"] = merged_args["attn_mask"][..., : layout.above + merged_args[layout.tokens].shape[1]]
+    return restored(layout, run(block, layout, merged_args), image, merged, U)
 
 
 @pytest.mark.compat

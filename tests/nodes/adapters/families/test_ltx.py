@@ -60,15 +60,17 @@ def test_a_block_of_a_video(
     assert stats_of(merged).grids == {(FRAMES, HEIGHT, WIDTH): FRAMES * FRAME // 2}
     M, U = dense(plan)
     given = arguments(block, layout, call)
-    told, video, means = merged_call(layout, given, [plan], M)
+    merged_args, video, means = merged_call(layout, given, [plan], M)
     torch.testing.assert_close(
-        layout.taken(call.out), restored(layout, run(block, layout, told), video, means, U), **CLOSE
+        layout.taken(call.out), restored(layout, run(block, layout, merged_args), video, means, U), **CLOSE
     )
     frame = plan.destinations // FRAME
     assert all(each.bincount().tolist() == [FRAME // 2] * FRAMES for each in frame)
     for name in layout.rows:
-        wrong = {**told, name: layout.given(given[name], layout.taken(told[name]).flip(1))}
-        assert not torch.allclose(layout.taken(run(block, layout, wrong)), layout.taken(run(block, layout, told)))
+        wrong = {**merged_args, name: layout.given(given[name], layout.taken(merged_args[name]).flip(1))}
+        assert not torch.allclose(
+            layout.taken(run(block, layout, wrong)), layout.taken(run(block, layout, merged_args))
+        )
 
 
 @loop("kind", ["frame", "half"])
@@ -87,7 +89,7 @@ def test_modulation_follows_the_destinations(
     plan = plan_calls[call.first_plan].plan
     M, U = dense(plan)
     given = arguments(block, layout, call)
-    told, video, means = merged_call(layout, given, [plan], M)
+    merged_args, video, means = merged_call(layout, given, [plan], M)
     names = ("timestep",)
     if family == "ltx_av":
         names = ("v_timestep", "v_cross_scale_shift_timestep", "v_cross_gate_timestep")
@@ -96,10 +98,10 @@ def test_modulation_follows_the_destinations(
     for name in names:
         rows = given[name].expand() if family == "ltx_av" else given[name]
         assert rows.shape[1] == FRAMES * FRAME
-        told[name] = rows[:, there]
+        merged_args[name] = rows[:, there]
     found = layout.taken(call.out)
-    torch.testing.assert_close(found, restored(layout, run(block, layout, told), video, means, U), **CLOSE)
-    others = {**told, **{name: told[name].flip(1) for name in names}}
+    torch.testing.assert_close(found, restored(layout, run(block, layout, merged_args), video, means, U), **CLOSE)
+    others = {**merged_args, **{name: merged_args[name].flip(1) for name in names}}
     wrong = restored(layout, run(block, layout, others), video, means, U)
     assert (found - wrong).abs().max() > 1e-2
 
@@ -178,8 +180,8 @@ def guided(model: Any, strength: float) -> dict[str, Any]:
 def test_guides_are_merged_behind_the_video(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
     """With a strength, attention to the guides' tokens is scaled: such runs are not merged and report the reason."""
     model = model_of(family)
-    merged, whole, weak = attach(model), guided(model, 1.0), guided(model, 0.5)
-    (found,), (own,) = sampled(merged, **whole), sampled(model, **whole)
+    merged, strong, weak = attach(model), guided(model, 1.0), guided(model, 0.5)
+    (found,), (own,) = sampled(merged, **strong), sampled(model, **strong)
     assert found.isfinite().all()
     assert not torch.equal(found, own)
     assert stats_of(merged).grids == {(FRAMES + 1, HEIGHT, WIDTH): (FRAMES + 1) * FRAME // 2}
@@ -246,9 +248,9 @@ def test_context_windows(settings: str, model_of: Any, attach: Any, stats_of: An
     model = model_of("ltx_av")
     names = [each.id for each in LTXVContextWindowsNode.define_schema().inputs]
     defaults = {each.id: getattr(each, "default", None) for each in LTXVContextWindowsNode.define_schema().inputs}
-    told = {**defaults, "model": model, "context_length": 33, "context_overlap": 8}
-    told["context_schedule"] = "standard_static"
-    windowed = LTXVContextWindowsNode.execute(**{name: told[name] for name in names}).result[0]
+    inputs = {**defaults, "model": model, "context_length": 33, "context_overlap": 8}
+    inputs["context_schedule"] = "standard_static"
+    windowed = LTXVContextWindowsNode.execute(**{name: inputs[name] for name in names}).result[0]
     apply = pack_module("nodes.adapters.patch_model").apply_toma
     merged = attach(windowed) if settings == "tokens" else apply(windowed, preset(settings))
     asked = {"frames": 9, "steps": 4, "cfg": 1.0}

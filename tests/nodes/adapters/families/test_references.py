@@ -32,7 +32,7 @@ REFERENCES += [("qwen_image", "index_timestep_zero"), ("krea2", "index"), ("krea
 
 @pytest.mark.compat
 @loop(("family", "method"), REFERENCES)
-@loop("too", [False, True], ids=["whole", "merged"])
+@loop("too", [False, True], ids=["unmerged", "merged"])
 def test_references(
     family: str, method: str | None, too: bool, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any,
     stats_of: Any,
@@ -54,9 +54,9 @@ def test_references(
     assert stats_of(merged).times_less_work is None, "tokens of references are not counted"
     (call,) = calls
     given = arguments(block, layout, call)
-    told = given["transformer_options"].get("reference_image_num_tokens")
-    assert told or not current()
-    too = too and bool(told)  # ComfyUI 0.16.3 does not pass their number of tokens: they are not merged
+    num_tokens = given["transformer_options"].get("reference_image_num_tokens")
+    assert num_tokens or not current()
+    too = too and bool(num_tokens)  # ComfyUI 0.16.3 does not pass their number of tokens: they are not merged
     plans = [c.plan for c in plan_calls[call.first_plan :][: 3 if too else 1]]
     sizes = [(side // layout.patch) * (12 // layout.patch) for side in (8, 6)]
     assert given[layout.tokens].shape[1] == layout.before + plans[0].tokens + sum(sizes)

@@ -223,8 +223,8 @@ def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch:
         importlib.import_module("comfy_extras.nodes_context_windows"),
         pack_module("nodes.adapters.patch_model"),
     )
-    told = ("standard_static", 1, False, "pyramid", False)
-    windowed = nodes.WanContextWindowsManualNode.execute(wan, 17, 12, *told).result[0]
+    window_options = ("standard_static", 1, False, "pyramid", False)
+    windowed = nodes.WanContextWindowsManualNode.execute(wan, 17, 12, *window_options).result[0]
     merged, asked = (
         run.apply_toma(windowed, pack_module("toma_core").Settings("balanced", {"min_tokens": 4})),
         list[int](),
@@ -241,8 +241,8 @@ def test_context_windows_over_frames(settings: Any, wan: Any, attach: Any, plan_
     """Plans belong to the frames of a call, for both conditions."""
     nodes = importlib.import_module("comfy_extras.nodes_context_windows")
     # 7 latent frames in windows of 5 that overlap by 3; ComfyUI may put a frame before those that begin later.
-    told = ("standard_static", 1, False, "pyramid", False)
-    windowed = nodes.WanContextWindowsManualNode.execute(wan, 17, 12, *told).result[0]
+    window_options = ("standard_static", 1, False, "pyramid", False)
+    windowed = nodes.WanContextWindowsManualNode.execute(wan, 17, 12, *window_options).result[0]
     merged = attach(windowed, **settings)
     out = models.sample(merged, HEIGHT, WIDTH, frames=7, steps=2, cfg=5.0)
     assert out.isfinite().all()
@@ -291,7 +291,7 @@ def test_patches_inside_a_block_see_all_tokens(place: str, wan: Any, attach: Any
 def test_a_patch_between_blocks_sees_every_frame(wan: Any, attach: Any, stats_of: Any) -> None:
     """Uni3C's patch does so."""
     if not current():
-        pytest.skip("this ComfyUI may show nobody what is between blocks")
+        pytest.skip("this ComfyUI passes no tokens between blocks")
     seen = []
 
     def patch(args: dict[str, Any]) -> dict[str, Any]:

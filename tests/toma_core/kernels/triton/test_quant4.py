@@ -46,8 +46,8 @@ def test_there_and_back(dtype: torch.dtype, channels: int, size: float, kernels:
 def test_of_heads_side_by_side(dtype: torch.dtype, kernels: Any) -> None:
     """Tokens have other strides, or are the image's part of longer rows."""
     x = tokens(128, dtype)
-    whole = torch.cat([x[:, :9], x], 1)
-    for strided in (x.transpose(1, 2).contiguous().transpose(1, 2), whole[:, 9:]):
+    expected = torch.cat([x[:, :9], x], 1)
+    for strided in (x.transpose(1, 2).contiguous().transpose(1, 2), expected[:, 9:]):
         for name in ("codes", "low", "step"):
             assert torch.equal(getattr(kernels.quantize(strided), name), getattr(kernels.quantize(x), name))
 
@@ -55,8 +55,8 @@ def test_of_heads_side_by_side(dtype: torch.dtype, kernels: Any) -> None:
 def test_chunks_of_a_batch(kernels: Any) -> None:
     x = tokens(64, torch.float32)
     packed = kernels.quantize(x)
-    for part, whole in zip(packed.chunk(2), kernels.dequantize(packed).chunk(2), strict=True):
-        assert torch.equal(kernels.dequantize(part), whole)
+    for part, expected in zip(packed.chunk(2), kernels.dequantize(packed).chunk(2), strict=True):
+        assert torch.equal(kernels.dequantize(part), expected)
 
 
 def test_the_full_range_of_half_precision(kernels: Any) -> None:
