@@ -30,6 +30,15 @@ SMALL = {"height": 16, "width": 16}
 _SDXL = {"transformer_depth": [0, 1, 2], "transformer_depth_output": [0, 0, 1, 1, 2, 2]}
 _SD15: dict[str, Any] = {"transformer_depth": [1, 1, 0], "transformer_depth_output": [1, 1, 1, 1, 0, 0], "middle": 1}
 
+# Models of Wan's family that have something beside the text.
+_WAN: dict[str, dict[str, Any]] = {
+    "scail": {"base": "WAN21_SCAIL", "kind": "WAN21_SCAIL", "model_type": "scail", "in_dim": 20},
+    "wandancer": {
+        **{"base": "WAN22_WanDancer", "kind": "WAN22_WanDancer", "model_type": "wandancer", "in_dim": 36},
+        **{"layers": 6, "audio_inject_layers": [0, 4]},
+    },
+}
+
 
 class AbsentError(Exception):
     """This ComfyUI has no such node, or a pack is not installed; the message names it."""
@@ -130,9 +139,12 @@ class Kit:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.channels = {"sdxl": 4, "flux2": 128, "ltx_av": 128, "h3": 24}.get(name, 16)
+        by_name = {"sdxl": 4, "h3": 24, **dict.fromkeys(("flux2", "ltx", "ltx_av", "ernie", "ideogram", "lens"), 128)}
+        self.channels = by_name.get(name, 16)
         # Models with video latents: (B, C, T, H, W).
-        self.frames = {"krea2": (1,), "qwen_image": (1,), "wan": (3,), "hunyuan": (3,), "h3": (2,)}.get(name, ())
+        several = {"krea2": 1, "qwen_image": 1, "cosmos": 2, "h3": 2, "ltx": 2}
+        several |= dict.fromkeys(("wan", "hunyuan", *_WAN), 3)
+        self.frames = (several[name],) if name in several else ()
 
     @property
     def is_flux(self) -> bool:
@@ -144,6 +156,8 @@ class Kit:
         if self.name == "sdxl":
             return models.unet(seed, **{"num_res_blocks": [1, 1, 1], **_SDXL, **config})
         try:
+            if self.name in _WAN:
+                return models.wan(seed, **{**_WAN[self.name], **config})
             return models.TRANSFORMERS[self.name](seed, **config)
         except (ImportError, AttributeError):
             raise AbsentError(f"this ComfyUI has no {self.name}") from None
@@ -163,8 +177,13 @@ class Kit:
         return self.build(seed=1)
 
     def prompt(self, seed: int = 1, tokens: int = 7, **options: Any) -> list[Any]:
-        """Return CONDITIONING of random text."""
-        return models.conditioning(self.model, tokens, seed, **options)
+        """Return CONDITIONING of random text, with what the model has beside it."""
+        beside: dict[str, Any] = {}
+        if self.name == "scail":
+            beside = {"pose_video_latent": random(1, 16, 3, 10, 14)}
+        if self.name == "wandancer":
+            beside = {"audio_embed": random(1, 20, 35)}
+        return models.conditioning(self.model, tokens, seed, **{**beside, **options})
 
     @property
     def prompts(self) -> tuple[list[Any], list[Any]]:
@@ -176,6 +195,8 @@ class Kit:
         height, width = options.pop("height", SIDE), options.pop("width", SIDE)
         steps = max(options.pop("steps", STEPS), 4 if PRESET else 1)
         (frames,) = self.frames or (1,)
+        if self.name in _WAN:
+            options = {**dict(zip(("positive", "negative"), self.prompts, strict=True)), **options}
         return models.sample(model, height, width, **{"frames": frames, "steps": steps, **options})
 
     def latent(self, side: int = SIDE, seed: int | None = None) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from scripts.comfyui import ROOT
 
 from .judge import Verdict
 from .kit import PRESET, version_of
-from .row import ALL, FAMILIES, OTHERS, NotFor, Row
+from .row import ALL, FAMILIES, LATEST, OTHERS, NotFor, Row
 from .rows import ROWS
 
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -25,6 +25,10 @@ FURTHER = """### The other models
 The same on small models of 2 to 5 blocks, for features that depend on the model. *-*: ComfyUI does not have it for this
 model. *not tried*: left out for its time; the verdict of another model holds. Compiled graphs of every model are
 counted by tests/nodes/adapters/compile/test_compile.py."""
+# Before the table of the last ones.
+LAST = """### Further models
+
+The rows that depend most on the model. SCAIL has a video of poses, WanDancer music."""
 
 Results = dict[str, Any]
 
@@ -92,11 +96,10 @@ def tables(results: Results) -> str:
     """Return one table for each group of rows, then one for each group that was tried on further families."""
     lines = [f"Tried with ComfyUI {results['comfyui']} and PyTorch {results['torch']}, on the CPU."]
     lines += [*(_under(preset, tried) for preset, tried in results.get("presets", {}).items()), ""]
-    for families in (FAMILIES, OTHERS):
-        if families is OTHERS:
-            lines += [FURTHER, ""]
+    for families, heading in ((FAMILIES, ""), (OTHERS, FURTHER), (LATEST, LAST)):
+        lines += [heading, ""] if heading else []
         tried_on = [row for row in ROWS if set(families) <= set(row.expected)]
-        for group, rows in groupby(tried_on, key=lambda row: row.group):
+        for group, rows in groupby(tried_on, key=lambda row: "Feature" if families is LATEST else row.group):
             lines.append(f"| {group} | {' | '.join(families.values())} | left unmerged |")
             lines.append("|---" * (len(families) + 2) + "|")
             lines += [_line(row, results["rows"].get(row.feature, {}), families) for row in rows]

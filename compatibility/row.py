@@ -27,7 +27,18 @@ OTHERS = {
 }
 # Families whose latents are a video and its sound: only tried if a row has `sound`.
 SOUND = ("ltx_av", "h3")
-ALL = {**FAMILIES, **OTHERS}
+# In a last table, of those rows alone.
+LATEST = {
+    "omnigen2": "OmniGen2",
+    "ernie": "ERNIE-Image",
+    "ideogram": "Ideogram 4",
+    "lens": "Lens",
+    "cosmos": "Anima, Cosmos-Predict2",
+    "ltx": "LTX-Video",
+    "scail": "SCAIL",
+    "wandancer": "WanDancer",
+}
+ALL = {**FAMILIES, **OTHERS, **LATEST}
 
 
 def _nothing(model: Any) -> Any:
@@ -105,6 +116,8 @@ CHEAP: dict[str, Outcome] = {**dict.fromkeys(OTHERS, MERGED), "flux2": NOT_TRIED
 CHEAP |= dict.fromkeys(SOUND, NOT_TRIED)
 FOR_UNETS = NotFor("for UNets")
 FOR_FLUX = NotFor("for Flux")
+# The tokens of a frame have to be divisible by those of the music.
+FEWER_SIZES = NotFor("not in ComfyUI")
 
 
 def unmerged(reason: str, parts: int) -> Expected:
@@ -146,18 +159,23 @@ class Table:
         only: Mapping[str, Outcome] | None = None,
         quick: bool = False,
         sound: bool = False,
+        latest: Mapping[str, Outcome] | None = None,
         pack: str = "",
     ) -> Callable[[Callable[[Kit], Any]], Callable[[Kit], Any]]:
         """Decorate the function that makes the graphs. others: the outcome of all other families, or by family of those
         that have the feature. only: the same, if the first two families do not have it. quick: run on the oldest
-        supported ComfyUI too. sound: whether one outcome of all others includes the families of `SOUND`. pack: the
-        folder of the feature's community pack."""
+        supported ComfyUI too. sound: whether one outcome of all others includes the families of `SOUND` and `LATEST`.
+        latest: outcomes by family of `LATEST`, MERGED for the others. pack: the folder of the feature's community
+        pack."""
         expected: dict[str, Outcome] = {} if only else {"sdxl": sdxl, "flux": flux}
         others = only or others
         if others is not None:
             silent = {} if sound else dict.fromkeys(SOUND, NOT_TRIED)
             have = others if isinstance(others, Mapping) else {**dict.fromkeys(OTHERS, others), **silent}
             expected |= {family: have.get(family, NONE) for family in OTHERS}
+
+        if sound or latest is not None:
+            expected |= {**dict.fromkeys(LATEST, MERGED), **(latest or {})}
 
         def add(make: Callable[[Kit], Any]) -> Callable[[Kit], Any]:
             assert feature not in {row.feature for row in self.rows}, f"two rows are called {feature}"

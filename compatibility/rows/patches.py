@@ -16,7 +16,7 @@ from scripts.comfy_pack import pack_module
 from ..judge import attach
 from ..kit import SIDE, Kit, node, part, patcher, random
 from ..parallel import InTurn, Shares, by_condition
-from ..row import FAMILIES, FOR_FLUX, FOR_UNETS, MERGED, NOT_TRIED, OTHERS, Expected, Graph, Refused, unmerged
+from ..row import FAMILIES, FOR_FLUX, FOR_UNETS, MERGED, NONE, NOT_TRIED, OTHERS, Expected, Graph, Refused, unmerged
 from .table import row
 
 GROUP = "Model patches"
@@ -83,7 +83,13 @@ def uso(kit: Kit) -> Graph:
 
 
 # ComfyUI has no hook for it in SD3.
-@row(GROUP, "EasyCache", others={name: MERGED for name in OTHERS if name != "sd3"}, quick=True)
+@row(
+    GROUP,
+    "EasyCache",
+    others={name: MERGED for name in OTHERS if name != "sd3"},
+    latest={"omnigen2": NONE, "ernie": NONE},
+    quick=True,
+)
 def easycache(kit: Kit) -> Graph:
     patch, steps = node("nodes_easycache.EasyCacheNode"), {"steps": 5}
     without = Graph(lambda m: patch(m, 0.0, 0.0, 1.0, False), options=steps)

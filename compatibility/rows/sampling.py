@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..judge import attach, close
 from ..kit import SIDE, SMALL, STEPS, Kit, node, part
-from ..row import CHEAP, MERGED, NOT_TRIED, OTHERS, Graph
+from ..row import CHEAP, FEWER_SIZES, MERGED, NOT_TRIED, OTHERS, Graph
 from ..tiles import corners, tiled
 from .table import row
 
@@ -33,7 +33,7 @@ def schedulers(kit: Kit) -> Iterator[Graph]:
         yield Graph(options=options, steered=False, name=scheduler)
 
 
-@row(GROUP, "A batch of images, guidance 1, image to image", others=CHEAP)
+@row(GROUP, "A batch of images, guidance 1, image to image", others=CHEAP, latest={})
 def everyday(kit: Kit) -> Iterator[Graph]:
     sampler = node("nodes.KSampler")
     yield Graph(options={"batch": 3}, steered=False, name="batch")
@@ -45,7 +45,7 @@ def everyday(kit: Kit) -> Iterator[Graph]:
     yield Graph(sample=redrawn, steered=False, name="image to image")
 
 
-@row(GROUP, "Sizes that no window and no patch divides", others=MERGED, sound=True)
+@row(GROUP, "Sizes that no window and no patch divides", others=MERGED, sound=True, latest={"wandancer": FEWER_SIZES})
 def odd_sizes(kit: Kit) -> Iterator[Graph]:
     for height, width in ((19, 15), (33, 10)):
         yield Graph(options={"height": height, "width": width}, steered=False, name=f"{height} x {width}")
