@@ -1,6 +1,6 @@
-"""What one evaluation of a model costs, counted and not timed: FLOPs, bytes and operations of every variant.
+"""Count the cost of one evaluation of a model: FLOPs, bytes and operations of every variant.
 
-Models are built on PyTorch's meta device, which knows shapes and holds no numbers, so a whole Flux at 4096 x 4096
+Models are built on PyTorch's meta device, whose tensors have shapes but no values, so a complete Flux at 4096 x 4096
 pixels is counted in a second. Attention counts as one fused operation, as on a GPU. `python -m benchmarks.cost NAME`
 prints the launches of the blocks of a small model in `benchmarks.models`, for `toma_core.cost_model`.
 """
@@ -30,25 +30,23 @@ from benchmarks.variants import UNPATCHED, Variant
 from scripts.comfy_pack import pack_module
 
 META = torch.device("meta")
-# Of a run whose evaluations are counted.
+# Steps of the run whose evaluations are counted.
 STEPS = 50
 
 
 @dataclass
 class Cost:
-    """flops: a multiply-add is two. bytes: read and written by every operation, nothing fused but attention.
-    launches: operations that are no view and no mere allocation. operations: their names, how
-    often; products: their FLOPs. parts: the same by part of a step."""
+    """The counted cost of an evaluation or of a part of it."""
 
-    flops: float = 0.0
-    bytes: float = 0.0
-    launches: int = 0
-    operations: Counter[str] = field(default_factory=Counter)
-    products: Counter[str] = field(default_factory=Counter)
-    parts: dict[str, Cost] = field(default_factory=dict)
+    flops: float = 0.0  # a multiply-add counts as two
+    bytes: float = 0.0  # read and written by every operation; only attention is fused
+    launches: int = 0  # operations except views and allocations
+    operations: Counter[str] = field(default_factory=Counter)  # number by name
+    products: Counter[str] = field(default_factory=Counter)  # FLOPs by name
+    parts: dict[str, Cost] = field(default_factory=dict)  # cost by part of a step
 
     def add(self, name: str, flops: float, moved: float) -> None:
-        """One operation."""
+        """Add one operation."""
         self.flops += flops
         self.bytes += moved
         self.launches += 1
@@ -66,7 +64,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """What is counted inside belongs to this part of a step."""
+        """Count operations inside the context under this part of a step."""
         before, self.part = self.part, part
         try:
             yield
@@ -75,7 +73,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def around(self, module: torch.nn.Module, part: str) -> Iterator[None]:
-        """While it lasts, what a module does belongs to this part of a step."""
+        """Count a module's operations inside the context under this part of a step."""
         entered: list[Any] = []
 
         def enter(*_: Any) -> None:
@@ -106,7 +104,7 @@ class Meter(TorchDispatchMode):
         return out
 
     def attention(self, _: Any, q: Tensor, k: Tensor, v: Tensor, heads: int, *__: Any, **options: Any) -> Tensor:
-        """In place of ComfyUI's attention: one fused operation on (B, N, C), or (B, H, N, d) with skip_reshape."""
+        """Replace ComfyUI's attention by one fused operation on (B, N, C), or (B, H, N, d) with skip_reshape."""
         if options.get("skip_reshape"):
             batch, _, queries, width = q.shape
             channels, keys = heads * width, k.shape[2]
@@ -118,7 +116,8 @@ class Meter(TorchDispatchMode):
 
 
 def _known(value: Any) -> Any:
-    """What decides about a result's shape. Raises TypeError for a tensor that holds numbers: they may decide too."""
+    """Return the key of a result's shape. Raises TypeError for a tensor with values, because they may affect the
+    shape."""
     if isinstance(value, Tensor):
         if not value.is_meta:
             raise TypeError
@@ -132,7 +131,7 @@ _results: dict[Any, Any] = {}
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, float, float]:
-    """A result, FLOPs and bytes. PyTorch takes long to find a result's shape on the meta device: that is kept."""
+    """Return result, FLOPs and bytes. Shapes are cached, because PyTorch computes them slowly on the meta device."""
     try:
         key = None if func._schema.is_mutable else (func, _known(args), _known(list(kwargs.items())))
         kept = _results.get(key)
@@ -163,11 +162,11 @@ _FREE = {
 
 @functools.lru_cache(maxsize=4)
 def on_meta(name: str, blocks: tuple[int, ...] | None = None) -> Any:
-    """A `ModelPatcher` around a whole model in bf16, without numbers."""
+    """Return a `ModelPatcher` around a complete model in bf16, without values."""
     return fullsize.patcher(name, torch.bfloat16, META, blocks=blocks)
 
 
-# While ComfyUI is still whole: a model that goes with the interpreter finds parts of it gone.
+# Before the interpreter exits: a model that is freed later finds parts of ComfyUI missing.
 atexit.register(on_meta.cache_clear)
 
 
@@ -240,16 +239,16 @@ def count(
     blocks: tuple[int, ...] | None = None,
     modules: Mapping[str, str] = MappingProxyType({}),
 ) -> Cost:
-    """The cost of one evaluation of a full-width model. blocks: how many of each kind, all if None.
+    """Count the cost of one evaluation of a full-width model. blocks: number of each kind, all if None.
 
     kernels: count ToMA's fused Triton kernels, see `Fused`, instead of plain PyTorch.
-    plan: an evaluation that also makes its plans; else they are there already. step: of `STEPS`, after those before it.
+    plan: whether the evaluation also makes its plans; otherwise they exist. step: its index in a run of `STEPS`.
     modules: from the name of a kind of module to the part under which its work is counted.
     """
     patched = variant.patch(on_meta(shape.model, blocks))
     model, meter = patched.model.diffusion_model, Meter()
     given = shape.inputs(META)
-    # As `apply_model` hands them on.
+    # As `apply_model` passes them.
     x, t, context = (given.pop(name) for name in ("x", "t", "c_crossattn"))
     x, context = x.to(torch.bfloat16), context.to(torch.bfloat16)
     latents = x
@@ -259,7 +258,7 @@ def count(
         latents = unpack_latents(x, shapes)
         x = latents[0]
     if shape.model == "h3":
-        t = torch.full(t.shape, 0.7)  # it reads its noise level
+        t = torch.full(t.shape, 0.7)  # it reads its sigma
     references = [latent.to(torch.bfloat16) for latent in given.pop("ref_latents", ())]
     given |= {"y": given["y"].to(torch.bfloat16)} if "y" in given else {}
     given |= {"ref_latents": references} if references else {}
@@ -280,7 +279,7 @@ def count(
         evaluation = None
         if run is not None:
             decision = run.schedule.decide(run.schedule.sigmas[step])
-            # As after a step that predicted a picture.
+            # As after a step with a prediction.
             evaluation = pack_module("toma_core").Evaluation(run, decision, pictures=pictures)
         chosen = () if evaluation is None else find(model).select(x, evaluation, options, None, references)
         with torch.no_grad(), hooks.installed(chosen):

@@ -1,4 +1,4 @@
-"""Tables of counted FLOPs, bytes and launches of whole models, on the meta device; `performance` writes them."""
+"""Tables of counted FLOPs, bytes and launches of complete models, on the meta device; `performance` writes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALL_BLOCKS = {"skip_first_blocks": 0}
 
 
 def markdown(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
-    """A table."""
+    """Format a Markdown table."""
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
@@ -34,32 +34,32 @@ def by_preset(name: str, ratio: float = 0.5) -> variants.Variant:
     return variants.preset(name, ratio=ratio)
 
 
-# Tables share many of their counts.
+# Tables share many counts.
 count = functools.lru_cache(cost.count)
 
 
 def parts() -> str:
-    """Where the work of one evaluation is."""
+    """Tabulate the work of one evaluation by part."""
 
     def rows() -> Iterator[list[str]]:
         for model, modules in (
             ("sdxl", {"CrossAttention": "attention with its projections", "FeedForward": "feed-forward"}),
             ("flux", {"DoubleStreamBlock": "19 double blocks", "SingleStreamBlock": "38 single blocks"}),
         ):
-            whole = cost.count(Shape(model), modules=modules)
+            unmerged = cost.count(Shape(model), modules=modules)
             merged = cost.count(Shape(model), by_toma(), modules=modules)
-            for name, part in whole.parts.items():
+            for name, part in unmerged.parts.items():
                 yield [
                     model,
                     name,
                     *figures(part),
-                    f"{part.flops / whole.flops:.0%}",
+                    f"{part.flops / unmerged.flops:.0%}",
                     times_of(part, merged.parts[name]),
                 ]
-            rest = whole.flops - sum(part.flops for part in whole.parts.values())
+            rest = unmerged.flops - sum(part.flops for part in unmerged.parts.values())
             name = "convolutions and the rest" if model == "sdxl" else "the rest"
-            yield [model, name, f"{rest / 1e12:.2f}", "", "", f"{rest / whole.flops:.0%}", ""]
-            yield [model, "all", *figures(whole), "100%", times_of(whole, merged)]
+            yield [model, name, f"{rest / 1e12:.2f}", "", "", f"{rest / unmerged.flops:.0%}", ""]
+            yield [model, "all", *figures(unmerged), "100%", times_of(unmerged, merged)]
 
     return markdown(["model", "part", "TFLOP", "GB", "launches", "of FLOPs", "fewer FLOPs at 0.5"], rows())
 
@@ -73,7 +73,7 @@ def times_of(base: Cost, merged: Cost) -> str:
 
 
 def ceilings() -> str:
-    """The ceiling by size and ratio."""
+    """Tabulate the ceiling by size and ratio."""
 
     def rows() -> Iterator[list[str]]:
         for model, name, settings in (
@@ -104,7 +104,7 @@ _SOUND = {
 
 
 def sizes_of(model: str) -> list[tuple[str, Shape]]:
-    """What it is made for, and more of it."""
+    """Return a model's native size and larger ones."""
     if model == "wan":  # 81 frames are 21 of the latent
         sizes = ((832, 480), (1280, 720))
         return [(f"{w} x {h} x 81", Shape(model, height=h, width=w, frames=21)) for w, h in sizes]
@@ -115,20 +115,20 @@ def sizes_of(model: str) -> list[tuple[str, Shape]]:
 
 
 def families() -> str:
-    """What merging can save on transformers, all blocks merged and as the balanced preset does it."""
+    """Tabulate the savings on transformers, with all blocks merged and with the balanced preset."""
 
     def rows() -> Iterator[list[str]]:
         for model in TITLES:
             for size, shape in sizes_of(model) if model != "sdxl" else ():
                 base = count(shape)
                 every = [count(shape, by_toma(ratio=ratio, **ALL_BLOCKS), kernels=True) for ratio in (0.5, 0.75)]
-                # Its first step runs whole.
+                # Its first step is full.
                 balanced = [count(shape, by_preset("balanced", ratio), kernels=True, step=1) for ratio in (0.5, 0.75)]
                 plain = count(shape, by_toma(**ALL_BLOCKS))
                 yield [
                     TITLES[model],
                     size,
-                    f"{shape.tokens} + {shape.whole.text[0]}",
+                    f"{shape.tokens} + {shape.spec.text[0]}",
                     f"{base.flops / 1e12:.0f}",
                     f"{base.products['attention'] / base.flops:.0%}",
                     *(times_of(base, merged) for merged in (*every, *balanced)),
@@ -142,7 +142,7 @@ def families() -> str:
 
 
 def editing() -> str:
-    """What reference images leave of that, whole and merged."""
+    """Tabulate the savings with reference images, unmerged and merged."""
 
     def rows() -> Iterator[list[str]]:
         for model in EDITORS:
@@ -167,8 +167,8 @@ def editing() -> str:
 
 
 def videos() -> str:
-    """How cost grows with frames, and what is saved by a merged step of the presets, or by fewer tokens that look at
-    each other alone."""
+    """Tabulate the cost by frames, and the savings of a merged step of the presets, or of destinations that attend only
+    to each other."""
 
     def rows() -> Iterator[list[str]]:
         for width, height, frames in ((832, 480, 1), (832, 480, 5), (832, 480, 21), (1280, 720, 21)):
@@ -190,7 +190,8 @@ def videos() -> str:
 
 
 def templates() -> str:
-    """What whole runs of ComfyUI's templates of videos with sound save: sizes and steps one after the other."""
+    """Tabulate the savings of complete runs of ComfyUI's templates of videos with sound, with consecutive sizes and
+    steps."""
     half, full = _SOUND["ltx_av"].values()
     small, large = _SOUND["h3"].values()
     graphs: dict[str, list[tuple[Shape, int]]] = {
@@ -203,20 +204,20 @@ def templates() -> str:
 
     def rows() -> Iterator[list[str]]:
         for name, stages in graphs.items():
-            whole = sum(count(shape).flops * steps for shape, steps in stages)
+            unmerged = sum(count(shape).flops * steps for shape, steps in stages)
             numbers = [len(merged_steps(shape.model, "balanced", steps)) for shape, steps in stages]
             saved = [
                 sum((count(s).flops - attending(s, ratio).flops) * n for (s, _), n in zip(stages, numbers, strict=True))
                 for ratio in (0.5, 0.75)
             ]
             of = ", ".join(f"{n} of {steps}" for n, (_, steps) in zip(numbers, stages, strict=True))
-            yield [name, of, f"{whole / 1e12:.0f}", *(f"{whole / (whole - each):.2f}x" for each in saved)]
+            yield [name, of, f"{unmerged / 1e12:.0f}", *(f"{unmerged / (unmerged - each):.2f}x" for each in saved)]
 
     return markdown(["run", "merged steps", "TFLOP", "balanced, 0.5", "0.75"], rows())
 
 
 def attending(shape: Shape, ratio: float) -> Cost:
-    """A merged step of the presets, whose blocks look at all tokens."""
+    """Return settings of a merged step of the presets, whose blocks attend to all tokens."""
     return count(shape, variants.preset("balanced", ratio=ratio, min_tokens=4), kernels=True, step=1)
 
 
@@ -226,10 +227,10 @@ def settings_of(model: str, preset: str) -> Any:
 
 
 def merged_steps(model: str, preset: str, steps: int) -> list[int]:
-    """The steps, of so many, that a preset merges."""
+    """Return the steps, of a number of steps, that a preset merges."""
     sigmas = tuple(float(steps - step) for step in range(steps))
     schedule = pack_module("toma_core").Schedule(settings_of(model, preset), sigmas, finishes=True)
     return [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio]
 
 
-# What a run may be set to: name, preset, ratio.
+# Settings of runs: name, preset, ratio.

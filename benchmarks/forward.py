@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks import bench, cost, fullsize, stand_ins, variants
 from benchmarks.bench import Row
-from benchmarks.full_model import WHOLE
+from benchmarks.full_model import SPECS
 from benchmarks.fullsize import Shape
 from benchmarks.parts import Profile, profile
 from benchmarks.variants import UNPATCHED, Variant
@@ -241,7 +241,7 @@ def profiled(patcher: Any, shape: Shape, variant: Variant, device: torch.device)
 def main() -> None:
     """Parse, measure, print, write."""
     parser = bench.command_line(__doc__, "forward", repeats=5)
-    parser.add_argument("--model", nargs="*", choices=list(WHOLE), default=["sdxl", "flux"])
+    parser.add_argument("--model", nargs="*", choices=list(SPECS), default=["sdxl", "flux"])
     parser.add_argument("--size", nargs="*", type=bench.size, default=[(1024, 1024)], help="WIDTHxHEIGHT in pixels")
     parser.add_argument("--batch", nargs="*", type=int, default=[1])
     parser.add_argument("--frames", type=int, default=1, help="of a video's latent")
@@ -275,7 +275,7 @@ def main() -> None:
     rows: list[Row] = []
     for name in args.model:
         bench.say(f"{name}: building")
-        blocks = tuple(args.blocks) if args.blocks else WHOLE[name].few
+        blocks = tuple(args.blocks) if args.blocks else SPECS[name].few
         patcher = fullsize.patcher(name, dtype, device, blocks=blocks, tiny=args.tiny)
         chosen = toma_variants(args.ratio, args.granularity, skipped)
         best = chosen[-1]

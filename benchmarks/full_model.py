@@ -1,10 +1,10 @@
-"""Models as their checkpoints are: widths, depths, and what they are given. Taken from comfy/model_detection.py, and
-where that reads them off the weights, from what is published."""
+"""Full-size models: widths, depths and inputs of the checkpoints, from comfy/model_detection.py, or as published if
+that reads them from the weights."""
 
 from __future__ import annotations
 
 from benchmarks.full_video import ANIMA, H3, LTX, LTX_AV, WAN
-from benchmarks.whole import Whole
+from benchmarks.model_spec import ModelSpec
 
 _BOTH = ("depth", "depth_single_blocks")
 _FLUX1 = {
@@ -39,7 +39,7 @@ _FLUX2 = {
     "txt_ids_dims": [3],
 }
 
-SDXL = Whole(
+SDXL = ModelSpec(
     "SDXL",
     "SDXL",
     {
@@ -63,7 +63,7 @@ SDXL = Whole(
     pooled=2816,
     channels=4,
 )
-FLUX = Whole(
+FLUX = ModelSpec(
     "Flux",
     "Flux",
     {
@@ -79,7 +79,7 @@ FLUX = Whole(
     pooled=768,
     guidance=True,
 )
-FLUX2 = Whole(
+FLUX2 = ModelSpec(
     "Flux2",
     "Flux2",
     {
@@ -97,7 +97,7 @@ FLUX2 = Whole(
     pixel=16,
     guidance=True,
 )
-KLEIN = Whole(
+KLEIN = ModelSpec(
     "Flux2",
     "Flux2",
     {
@@ -114,7 +114,7 @@ KLEIN = Whole(
     channels=128,
     pixel=16,
 )
-CHROMA = Whole(
+CHROMA = ModelSpec(
     "Chroma",
     "Chroma",
     {
@@ -133,7 +133,7 @@ CHROMA = Whole(
     text=(128, 4096),
     guidance=True,
 )
-Z_IMAGE = Whole(
+Z_IMAGE = ModelSpec(
     "Lumina2",
     "ZImage",
     {
@@ -159,7 +159,7 @@ Z_IMAGE = Whole(
     few=(3, 0),
     text=(96, 2560),
 )
-LUMINA2 = Whole(
+LUMINA2 = ModelSpec(
     "Lumina2",
     "Lumina2",
     {
@@ -182,7 +182,7 @@ LUMINA2 = Whole(
     few=(3, 0),
     text=(128, 2304),
 )
-KREA2 = Whole(
+KREA2 = ModelSpec(
     "Krea2",
     "Krea2",
     {
@@ -201,7 +201,7 @@ KREA2 = Whole(
     text=(128, 12 * 2560),
     video=True,
 )
-QWEN_IMAGE = Whole(
+QWEN_IMAGE = ModelSpec(
     "QwenImage",
     "QwenImage",
     {"image_model": "qwen_image", "in_channels": 64, "num_layers": 60},
@@ -210,7 +210,7 @@ QWEN_IMAGE = Whole(
     text=(100, 3584),
     video=True,
 )
-SD3 = Whole(
+SD3 = ModelSpec(
     "SD3",
     "SD3",
     {
@@ -232,11 +232,11 @@ SD3 = Whole(
     },
     ("num_blocks",),
     few=(3,),
-    # 77 of two encoders, then T5's.
+    # 77 tokens of two encoders, then T5's.
     text=(77 + 128, 4096),
     pooled=2048,
 )
-OMNIGEN2 = Whole(
+OMNIGEN2 = ModelSpec(
     "Omnigen2",
     "Omnigen2",
     {
@@ -256,7 +256,7 @@ OMNIGEN2 = Whole(
     text=(128, 2048),
 )
 # The classes of these have the sizes of their checkpoints as defaults.
-ERNIE = Whole(
+ERNIE = ModelSpec(
     "ErnieImage",
     "ErnieImage",
     {"image_model": "ernie"},
@@ -266,7 +266,7 @@ ERNIE = Whole(
     channels=128,
     pixel=16,
 )
-IDEOGRAM = Whole(
+IDEOGRAM = ModelSpec(
     "Ideogram4",
     "Ideogram4",
     {"image_model": "ideogram4"},
@@ -276,7 +276,7 @@ IDEOGRAM = Whole(
     channels=128,
     pixel=16,
 )
-LENS = Whole(
+LENS = ModelSpec(
     "Lens",
     "Lens",
     {"image_model": "lens"},
@@ -287,8 +287,8 @@ LENS = Whole(
     pixel=16,
 )
 
-# By the name of their layout in `models.TRANSFORMERS`; Klein has Flux.2's.
-WHOLE: dict[str, Whole] = {
+# By the layout's name in `models.TRANSFORMERS`; Klein has Flux.2's.
+SPECS: dict[str, ModelSpec] = {
     "sdxl": SDXL,
     "flux": FLUX,
     "flux2": FLUX2,
@@ -309,9 +309,9 @@ WHOLE: dict[str, Whole] = {
     "ltx_av": LTX_AV,
     "h3": H3,
 }
-# Those that take reference images behind the image; the others have none, or put them elsewhere.
+# Models with reference images behind the image; others have none, or elsewhere.
 EDITORS = ("flux", "flux2", "klein", "krea2", "qwen_image")
-# In the counted tables; blocks of the others are counted by tests/benchmarks/fullsize/test_cost.py alone.
+# Models in the counted tables; only tests/benchmarks/fullsize/test_cost.py counts blocks of the others.
 TITLES = {
     "sdxl": "SDXL",
     "flux": "Flux.1",

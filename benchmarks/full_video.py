@@ -1,11 +1,11 @@
-"""Models of videos, and those of pictures with their layout, as their checkpoints are, see `full_model`."""
+"""Full-size video models, and picture models with their layout, see `full_model`."""
 
 from __future__ import annotations
 
-from benchmarks.whole import Whole
+from benchmarks.model_spec import ModelSpec
 
-# The 14B of Wan 2.1, and each of the two of Wan 2.2.
-WAN = Whole(
+# Wan 2.1 14B, and each of the two models of Wan 2.2.
+WAN = ModelSpec(
     "WAN21",
     "WAN21_T2V",
     {
@@ -21,7 +21,7 @@ WAN = Whole(
     video=True,
 )
 # LTX-Video 2B.
-LTX = Whole(
+LTX = ModelSpec(
     "LTXV",
     "LTXV",
     {"image_model": "ltxv", "num_layers": 28},
@@ -33,7 +33,7 @@ LTX = Whole(
     video=True,
 )
 # LTX-2.3, of 22 billion weights with its connectors; text comes from these, for video and audio.
-LTX_AV = Whole(
+LTX_AV = ModelSpec(
     "LTXAV",
     "LTXAV",
     {
@@ -59,10 +59,10 @@ LTX_AV = Whole(
     channels=128,
     pixel=32,
     video=True,
-    audio=lambda frames: (8, 8 * frames - 7, 16),  # 25 a second, as there are frames
+    audio=lambda frames: (8, 8 * frames - 7, 16),  # 25 per second, as many as frames
 )
-# MiniMax H3 as its pruned checkpoint in int8 is.
-H3 = Whole(
+# MiniMax H3's pruned int8 checkpoint.
+H3 = ModelSpec(
     "MiniMaxH3",
     "MiniMaxH3",
     {"image_model": "minimax_h3", "adaln_curve_grid": 1001, "time_embed_dim": 32},
@@ -75,7 +75,7 @@ H3 = Whole(
     audio=lambda frames: (32, 2, round((max(frames - 2, 0) // 5 * 17 + 5) / 24 * 40)),
 )
 # Anima, and the 2B of Cosmos-Predict2, which has less text.
-ANIMA = Whole(
+ANIMA = ModelSpec(
     "Anima",
     "Anima",
     {

@@ -1,4 +1,4 @@
-"""Models at their real widths, with random weights: right for time and cost, meaningless for pictures."""
+"""Models at their real widths with random weights, for time and cost; their pictures are noise."""
 
 from __future__ import annotations
 
@@ -9,70 +9,68 @@ import torch
 from torch import Tensor
 
 from benchmarks import models
-from benchmarks.full_model import WHOLE
-from benchmarks.whole import Whole
+from benchmarks.full_model import SPECS
+from benchmarks.model_spec import ModelSpec
 
-# One long row of noise that every weight is cut from: drawing 2.6 billion numbers would take minutes.
+# One long row of noise from which every weight is cut: drawing 2.6 billion numbers would take minutes.
 _NOISE = 1 << 24
 
-# Those of which there is no small one of their own.
+# Models without a small model of their own.
 _LIKE = {"klein": "flux2"}
-# Text tokens, their width, the width of the pooled vector of those in benchmarks.models; SDXL's is that of the whole.
+# Text tokens, their width and the width of the pooled vector in benchmarks.models; SDXL's is that of the full model.
 _TINY = (32, 48, 24)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One evaluation: a model of `WHOLE`, picture sides in pixels, images in the batch. tiny: of the small models in
-    `benchmarks.models`, to try a benchmark out. references: how many reference images, as large as the picture. frames:
-    of a video's latent."""
+    """The shape of one evaluation."""
 
-    model: str
-    height: int = 1024
+    model: str  # a key of `SPECS`
+    height: int = 1024  # of the picture in pixels
     width: int = 1024
     batch: int = 1
-    tiny: bool = False
-    references: int = 0
-    frames: int = 1
+    tiny: bool = False  # use the small model of `benchmarks.models`, to try a benchmark out
+    references: int = 0  # number of reference images, of the picture's size
+    frames: int = 1  # of a video's latent
 
     @property
     def size(self) -> str:
         return f"{self.width}x{self.height}" + (f"x{self.frames}" if self.frames > 1 else "")
 
     @property
-    def whole(self) -> Whole:
-        """The model at its real size."""
-        return WHOLE[self.model]
+    def spec(self) -> ModelSpec:
+        """Return the specification of the full-size model."""
+        return SPECS[self.model]
 
     @property
     def latent(self) -> tuple[int, ...]:
-        """(C, H, W) or (C, T, H, W), without the batch; of several streams the first."""
-        pixel, frames = self.whole.pixel, (self.frames,) if self.whole.video else ()
-        return (self.whole.channels, *frames, self.height // pixel, self.width // pixel)
+        """Return the shape of the latent's first stream without the batch: (C, H, W) or (C, T, H, W)."""
+        pixel, frames = self.spec.pixel, (self.frames,) if self.spec.video else ()
+        return (self.spec.channels, *frames, self.height // pixel, self.width // pixel)
 
     @property
     def streams(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of all streams of the latent."""
-        return (self.latent, self.whole.audio(self.frames)) if self.whole.audio else (self.latent,)
+        """Return the shapes of all streams of the latent."""
+        return (self.latent, self.spec.audio(self.frames)) if self.spec.audio else (self.latent,)
 
     @property
     def tokens(self) -> int:
-        """Tokens of the picture or video."""
+        """Return the number of tokens of the picture or video."""
         side = 32 if self.model in ("ltx", "ltx_av", "h3") else 16
         return self.frames * (self.height // side) * (self.width // side)
 
     @property
     def _text(self) -> tuple[int, int, int]:
-        """Tokens, width, and that of the pooled vector."""
+        """Return tokens and width of the text, and the width of the pooled vector."""
         if not self.tiny:
-            return *self.whole.text, self.whole.pooled
+            return *self.spec.text, self.spec.pooled
         text, width, pooled = _TINY
         if self.model == "ltx_av":
             width += 32  # of the audio
-        return (77, width, 2816) if self.model == "sdxl" else (text, width, pooled if self.whole.pooled else 0)
+        return (77, width, 2816) if self.model == "sdxl" else (text, width, pooled if self.spec.pooled else 0)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        """Arguments of `apply_model`, the same on every device."""
+        """Return arguments of `apply_model`, the same on every device."""
         generator = torch.Generator().manual_seed(1)
 
         def noise(*shape: int) -> Tensor:
@@ -83,7 +81,7 @@ class Shape:
 
         text, width, pooled = self._text
         inputs: dict[str, Any] = {"x": noise(*self.latent), "c_crossattn": noise(text, width)}
-        if self.whole.audio:
+        if self.spec.audio:
             from comfy.utils import pack_latents
 
             streams = [inputs["x"], noise(*self.streams[1])]
@@ -91,23 +89,23 @@ class Shape:
         if pooled:
             inputs["y"] = noise(pooled)
         inputs["t"] = full(5.0 if self.model == "sdxl" else 0.7)
-        if self.whole.guidance:
+        if self.spec.guidance:
             inputs["guidance"] = full(3.5)
-        if self.whole.base in ("Lumina2", "Omnigen2"):
+        if self.spec.base in ("Lumina2", "Omnigen2"):
             inputs["num_tokens"] = text
-        if self.whole.base == "LTXV":
+        if self.spec.base == "LTXV":
             inputs["attention_mask"] = torch.ones(self.batch, text, dtype=torch.long, device=device)
         if self.references:
             inputs["ref_latents"] = [noise(*self.latent) for _ in range(self.references)]
-            if self.model == "krea2":  # its checkpoints do not say
+            if self.model == "krea2":  # not in its checkpoints
                 inputs["ref_latents_method"] = "index"
         return inputs
 
     def conditioning(self, seed: int) -> list[Any]:
-        """CONDITIONING for a sampler: random text for one picture."""
+        """Return CONDITIONING for a sampler: random text for one picture."""
         generator = torch.Generator().manual_seed(seed)
         text, width, pooled = self._text
-        # SDXL's vector is the pooled text and six sizes.
+        # SDXL's vector is the pooled text followed by six sizes.
         pooled = 1280 if self.model == "sdxl" else pooled
         options: dict[str, Any] = {"guidance": 3.5}
         drawn = torch.randn(1, text, width, generator=generator)
@@ -125,23 +123,23 @@ def patcher(
     blocks: tuple[int, ...] | None = None,
     seed: int = 0,
 ) -> Any:
-    """A `ModelPatcher` around a model of `WHOLE`, at full width, with so many blocks of each kind, all if None; or, on
-    the CPU in fp32, tiny."""
+    """Return a `ModelPatcher` around a model of `SPECS` at full width, with these numbers of blocks of each kind, all
+    if None; or a tiny one, on the CPU in fp32."""
     if tiny:
         return models.unet() if name == "sdxl" else models.TRANSFORMERS[_LIKE.get(name, name)]()
     import comfy.model_base
     import comfy.supported_models
     from comfy.model_patcher import ModelPatcher
 
-    whole = WHOLE[name]
-    config = getattr(comfy.supported_models, whole.kind)({**whole.at(blocks), "dtype": dtype})
-    model = getattr(comfy.model_base, whole.base)(config, device=device).eval()
+    spec = SPECS[name]
+    config = getattr(comfy.supported_models, spec.kind)({**spec.at(blocks), "dtype": dtype})
+    model = getattr(comfy.model_base, spec.base)(config, device=device).eval()
     _fill(model, device, seed)
     return ModelPatcher(model, load_device=device, offload_device=device)
 
 
 def _fill(model: Any, device: torch.device, seed: int) -> None:
-    """Random weights, drawn on the CPU and so the same on every device; none on the meta device."""
+    """Fill in random weights, drawn on the CPU and so the same on every device; none on the meta device."""
     if device.type == "meta":
         model.diffusion_model.requires_grad_(False)
         return

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks import bench, fullsize, stand_ins, variants
 from benchmarks.bench import Row
-from benchmarks.full_model import WHOLE
+from benchmarks.full_model import SPECS
 from benchmarks.fullsize import Shape
 from benchmarks.parts import Profile, profile
 from benchmarks.variants import UNPATCHED, Variant
@@ -133,7 +133,7 @@ def profiled(model: Any, shape: Shape, steps: int, cfg: float) -> Profile:
 def main() -> None:
     """Parse, measure, print, write."""
     parser = bench.command_line(__doc__, "sample", repeats=3)
-    parser.add_argument("--model", nargs="*", choices=list(WHOLE), default=["sdxl", "flux"])
+    parser.add_argument("--model", nargs="*", choices=list(SPECS), default=["sdxl", "flux"])
     parser.add_argument("--size", nargs="*", type=bench.size, default=[(1024, 1024)], help="WIDTHxHEIGHT in pixels")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", nargs="*", type=int, default=[4, 8, 20, 50])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks import attentions, breakeven, forward, fullsize, micro, sample, variants
-from benchmarks.full_model import WHOLE
+from benchmarks.full_model import SPECS
 from benchmarks.fullsize import Shape
 from benchmarks.gpu import kernels
 from benchmarks.results import Results
@@ -285,7 +285,7 @@ def few_blocks(name: str, side: int, blocks: tuple[int, ...] = (), *, keys: bool
     `balanced`, whose blocks attend to all tokens, with a full and a 4-bit KV cache."""
 
     def section(suite: Suite) -> None:
-        chosen, few = forward.toma_variants([RATIO], ["stack"], suite.more), blocks or WHOLE[name].few
+        chosen, few = forward.toma_variants([RATIO], ["stack"], suite.more), blocks or SPECS[name].few
         if keys:
             looking = variants.preset("balanced", ratio=RATIO, min_tokens=4)
             chosen += [looking, replace(looking, name=f"{looking.name}, keys in four bits", packs=True)]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
+import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +14,16 @@ from tests.loop import loop
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path for folder in ("toma_core", "nodes") for path in (ROOT / folder).rglob("*.py"))
 MAX_LINES = 350
+
+# Words that are mistakes in docstrings, comments and pages: persons that do not exist, and calques.
+MISTAKES = re.compile(r"\b(so many|so-manieth|nobody|somebody|whoever|anew|left whole)\b", re.IGNORECASE)
+FOLDERS = ["toma_core", "nodes", "web", "demo", "benchmarks", "compatibility", "scripts", "tests", "docs", ".github"]
+WRITTEN = sorted(
+    path
+    for pattern in ("*.py", "*.js", "*.sh", "*.md", "*.yml")
+    for path in (*ROOT.glob(pattern), *(file for folder in FOLDERS for file in (ROOT / folder).rglob(pattern)))
+    if path != Path(__file__)
+)
 
 # Old name -> the name to use.
 REPLACED = {
@@ -69,3 +82,19 @@ def test_names_are_those_of_the_field(path: Path) -> None:
     found = {name: REPLACED[name] for name in identifiers(ast.parse(text)) if name in REPLACED}
     assert not found, "old names, and those to use"
     assert len(text.splitlines()) <= MAX_LINES
+
+
+def prose(path: Path) -> str:
+    """Return the docstrings and comments of a Python file, or the text of any other file."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return text
+    defined = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, defined)]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return "\n".join([*docstrings, *(token.string for token in tokens if token.type == tokenize.COMMENT)])
+
+
+@loop("path", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_prose_names_its_actors(path: Path) -> None:
+    assert MISTAKES.findall(prose(path)) == [], "see the words in MISTAKES"

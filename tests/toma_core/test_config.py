@@ -25,7 +25,7 @@ FIELDS = [item.name for item in dataclasses.fields(ToMAConfig)]
 ENUMS = [name for name in FIELDS if isinstance(setting_spec(name).default, Enum)]
 SWITCHES = [name for name in FIELDS if isinstance(setting_spec(name).default, bool)]
 NUMBERS = [name for name in FIELDS if name not in ENUMS and name not in SWITCHES]
-WHOLE = [name for name in NUMBERS if isinstance(setting_spec(name).default, int)]
+INTEGERS = [name for name in NUMBERS if isinstance(setting_spec(name).default, int)]
 
 
 def refused(name: str, value: Any) -> str:
@@ -56,7 +56,7 @@ def test_metadata_is_complete(name: str) -> None:
     if name in NUMBERS:
         assert spec.minimum <= default <= spec.maximum
         assert spec.step > 0
-        if name in WHOLE:
+        if name in INTEGERS:
             assert all(float(number).is_integer() for number in (spec.minimum, spec.maximum, spec.step))
     else:
         assert spec.minimum == spec.maximum == spec.step == 0
@@ -87,7 +87,7 @@ def test_numbers_beyond_floats_are_refused(name: str) -> None:
     refused(name, 10**400)
 
 
-@loop("name", WHOLE)
+@loop("name", INTEGERS)
 def test_integers_may_be_floats_without_a_fraction(name: str) -> None:
     default = setting_spec(name).default
     value = check(name, float(default))
@@ -95,7 +95,7 @@ def test_integers_may_be_floats_without_a_fraction(name: str) -> None:
     assert "whole number" in refused(name, default + 0.5)
 
 
-@loop("name", [name for name in NUMBERS if name not in WHOLE])
+@loop("name", [name for name in NUMBERS if name not in INTEGERS])
 def test_floats_may_be_integers(name: str) -> None:
     spec = setting_spec(name)
     assert spec.maximum is not None
@@ -187,7 +187,7 @@ def test_any_number_is_taken_as_it_is_or_refused(name: str, value: float) -> Non
     try:
         taken = check(name, value)
     except ConfigError:
-        assert not (spec.minimum <= value <= spec.maximum and (name not in WHOLE or value == int(value)))
+        assert not (spec.minimum <= value <= spec.maximum and (name not in INTEGERS or value == int(value)))
     else:
         assert taken == value
         assert spec.minimum <= taken <= spec.maximum

@@ -1,4 +1,4 @@
-"""What ToMA adds to a model and takes from it, counted at full size on the meta device."""
+"""The overhead and the savings of ToMA, counted at full size on the meta device."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_attention_is_one_operation(skip: bool, shape: tuple[int, ...]) -> None:
     ],
 )
 def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, most: float) -> None:
-    """Operations that are no views, of an evaluation that reuses its plans, against the unpatched model's."""
+    """Operations except views, of an evaluation that reuses its plans, are compared with the unpatched model's."""
     base = cost.count(SDXL)
     assert base.launches == 1682
     merged = cost.count(SDXL, toma(granularity=granularity), kernels=kernels)
@@ -77,8 +77,8 @@ def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, mos
     assert "plan" not in merged.parts, "a plan that is there costs no operation"
 
 
-# Of `balanced`: on Flux steps 0 and 4 run whole, which keeps keys and values, and 1 to 3 are merged, whose blocks look
-# at all of them: two copies a block, or two restored and joined with the text's.
+# With `balanced` on Flux, steps 0 and 4 are full and cache keys and values, and steps 1 to 3 are merged and attend to
+# all of them: two copies per block, or two dequantized and joined with the text's.
 @pytest.mark.parametrize(
     ("shape", "step", "kernels", "most"),
     [
@@ -91,7 +91,7 @@ def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, mos
     ],
 )
 def test_launches_that_a_preset_adds(shape: Shape, step: int, kernels: bool, most: float) -> None:
-    """With its plans, and on Flux the detail, at hand."""
+    """Its plans, and on Flux the residuals, are cached."""
     base = cost.count(shape)
     merged = cost.count(shape, variants.preset("balanced", ratio=0.5, min_tokens=4), kernels=kernels, step=step)
     assert 0 < merged.launches / base.launches - 1 <= most
@@ -106,7 +106,7 @@ def two(name: str, double: int, single: int, width: int) -> dict[str, tuple[str,
     }
 
 
-# Without their refiners, which are blocks of the same class that stay whole.
+# Without their refiners, which are blocks of the same class that are not merged.
 UNREFINED = {"z_image": (30, 0), "lumina2": (26, 0), "omnigen2": (32, 0)}
 
 
@@ -141,7 +141,7 @@ def test_what_auto_thinks_of_a_block(shape: Shape, kinds: dict[str, tuple[str, l
     for kind, (name, grids) in kinds.items():
         block, number = getattr(pack_module("toma_core.cost_model"), name), sum(number for number, *_ in grids)
         assert math.ceil(parts[kind].launches / number) == block.launches
-        # SD3's last block gives no text, Wan's first copies the tokens that it gets.
+        # SD3's last block has no text output, Wan's first block copies its input.
         assert parts[kind].launches == block.launches * number or shape.model in ("sd3", "wan")
         estimate = sum(number * block.flops(tokens, 1, width) for number, tokens, width in grids)
         assert 0.9 < estimate / parts[kind].flops <= 1.0
@@ -149,8 +149,8 @@ def test_what_auto_thinks_of_a_block(shape: Shape, kinds: dict[str, tuple[str, l
 
 @pytest.mark.parametrize(("kernels", "share"), [(False, 0.02), (True, 0.003)])
 def test_selection_is_next_to_nothing_of_a_videos_step(kernels: bool, share: float) -> None:
-    """Wan 14B at 1280 x 720 x 81, 75,600 tokens: a step that makes its plan, of which one in ten does. In plain PyTorch
-    it moves 1.8 % of the bytes; what attention reads anew is not counted, so that of a real step it is less."""
+    """Wan 14B at 1280 x 720 x 81 has 75,600 tokens; one step in ten makes a plan. In plain PyTorch a plan moves 1.8 %
+    of the bytes; repeated reads of attention are not counted, so its share of a real step is smaller."""
     step = cost.count(Shape("wan", 720, 1280, frames=21), toma(), plan=True, kernels=kernels)
     plan = step.parts["plan"]
     assert plan.flops < 1e-4 * step.flops
@@ -158,13 +158,13 @@ def test_selection_is_next_to_nothing_of_a_videos_step(kernels: bool, share: flo
 
 
 def test_a_plan_for_two_conditions_is_no_more_launches() -> None:
-    """Of one picture: both read the one plan."""
+    """Conditions of one picture read one plan."""
     core, trial, meter = pack_module("toma_core"), pack_module("toma_core.kernels.dispatch"), cost.Meter()
     config = core.ToMAConfig(ratio=0.5, min_tokens=4, similarity_from="prediction")
     run = core.RunState(core.Schedule(config), dispatch=trial.Dispatch(trial.Choice(cost.Fused(meter))))
     launches = []
     x, picture = (torch.empty(shape, device=cost.META) for shape in ((2, 32 * 32, 640), (1, 16, 64, 64)))
-    # Every second selection has the windows of the first.
+    # Every second selection has the same windows as the first.
     for selection, conditions in ((0, 2), (1, 2), (2, 2), (4, 1)):
         meter.cost = cost.Cost()
         step = core.StepPlan(0, core.StepMode.MERGED, 0.5, selection, selection)
@@ -177,7 +177,7 @@ def test_a_plan_for_two_conditions_is_no_more_launches() -> None:
 
 
 def test_every_file_that_merges_is_counted() -> None:
-    """By the names that it calls; inside of graphs, which are not counted, `compile_ops` does it."""
+    """Files are found by the names that they call; `compile_ops` merges inside of graphs, which are not counted."""
     adapters = ROOT / "nodes" / "adapters"
     paths = (path.relative_to(adapters).with_suffix("") for path in adapters.rglob("[a-z]*.py"))
     files = {".".join(path.parts) for path in paths} - {"model_hooks", "compile_ops"}
@@ -187,7 +187,7 @@ def test_every_file_that_merges_is_counted() -> None:
 
 @pytest.mark.parametrize("granularity", ["stack", "block", "module"])
 @pytest.mark.parametrize(
-    ("shape", "name", "number", "whole"),
+    ("shape", "name", "number", "skipped"),
     [
         (SDXL, "UNET_BLOCK", 70, {"full_step_interval": 0}),
         (FLUX, "FLUX_DOUBLE", 19, {"skip_first_blocks": 0, "skip_last_blocks": 38}),
@@ -216,12 +216,12 @@ def test_every_file_that_merges_is_counted() -> None:
     ids=lambda value: value.model if isinstance(value, Shape) else "",
 )
 def test_what_auto_thinks_that_merging_adds(
-    shape: Shape, name: str, number: int, whole: dict[str, int], granularity: str
+    shape: Shape, name: str, number: int, skipped: dict[str, int], granularity: str
 ) -> None:
     """By Triton, with the residual cache where presets have it: each block's share, rounded up, plans apart; of longer
     stacks it is less."""
     cost_model = pack_module("toma_core.cost_model")
-    settings = {"full_step_interval": 3, "min_tokens": 4, "granularity": granularity, **whole}
+    settings = {"full_step_interval": 3, "min_tokens": 4, "granularity": granularity, **skipped}
     merged = cost.count(shape, toma(**settings), kernels=True, step=1)
     block, kind = getattr(cost_model, name), cost_model.Granularity(granularity)
     added = (merged.launches - cost.count(shape).launches) / number
@@ -236,7 +236,7 @@ def test_nothing_is_added_where_nothing_is_merged() -> None:
 
 @pytest.mark.parametrize(("shape", "granularity"), [(SDXL, "stack"), (SDXL, "module"), (FLUX, "block")], ids=str)
 def test_ceilings(shape: Shape, granularity: str) -> None:
-    """By FLOPs: merging itself costs little, and half of the tokens of most layers are gone."""
+    """By FLOPs merging itself costs little, and most layers have half of the tokens."""
     base, merged = cost.count(shape), cost.count(shape, toma(granularity=granularity))
     assert 1.6 < base.flops / merged.flops < 1.75
     most = 0.035 if granularity == "module" else 0.002
@@ -247,7 +247,7 @@ def test_making_plans_is_counted_apart() -> None:
     plain, planning = (cost.count(SDXL, toma(), kernels=True, plan=plan) for plan in (False, True))
     plan = planning.parts["plan"]
     assert planning.launches - plain.launches == plan.launches
-    # One plan for each of two grids; two index tensors of each go to the device, once a run.
+    # One plan for each of two grids; two index tensors of each are copied to the device, once per run.
     assert [n for name, n in plan.operations.items() if name.endswith(".select_weigh")] == [2]
     assert plan.launches == 2 + plan.operations["_to_copy"] == 2 + 4
     slow = cost.count(SDXL, toma(), plan=True)
@@ -255,7 +255,7 @@ def test_making_plans_is_counted_apart() -> None:
 
 
 def test_the_stand_in_for_kernels_has_their_shapes() -> None:
-    """Ragged windows with budgets of their own, in Triton's interpreter where there is no GPU."""
+    """Ragged windows have separate budgets, in Triton's interpreter without a GPU."""
     pytest.importorskip("triton", reason="Triton has no build for this system")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layout, kinds = pack_module("toma_core.windows"), pack_module("toma_core.config").WindowShape
@@ -299,7 +299,7 @@ def test_rivals_save_in_self_attention_only(rival: variants.Variant) -> None:
 
 @pytest.mark.parametrize(("model", "within"), [("sdxl", 0.02), ("flux", 0.08), ("z_image", 0.03), ("sd3", 0.05)])
 def test_what_a_run_counts_is_what_is_counted_here(model: str, within: float) -> None:
-    """From shapes alone, as the line on the node has it; text is longer here than the least that a family has."""
+    """The count uses only shapes, as for the line on the node; text is longer here than the family's minimum."""
     shape = Shape(model)
     hooks = pack_module("nodes.adapters.registry").find(cost.on_meta(model, None).model.diffusion_model)
     latent = torch.empty(1, *shape.latent, device="meta")

@@ -1,4 +1,4 @@
-"""Models of full width are those of the checkpoints, and are evaluated as ComfyUI does it."""
+"""Full-width models have the sizes of the checkpoints and are evaluated as in ComfyUI."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import cost, fullsize, variants
-from benchmarks.full_model import EDITORS, WHOLE
+from benchmarks.full_model import EDITORS, SPECS
 from benchmarks.fullsize import Shape
 from scripts.comfy_pack import pack_module
 
@@ -35,7 +35,7 @@ WEIGHTS = {
     "ltx_av": 21.0,  # its name says 22
     "h3": 20.2,  # the pruned checkpoint
 }
-every_model = pytest.mark.parametrize("name", WHOLE)
+every_model = pytest.mark.parametrize("name", SPECS)
 
 
 @pytest.fixture(autouse=True)
@@ -55,13 +55,13 @@ def test_as_large_as_its_checkpoint(name: str) -> None:
 
 @every_model
 def test_few_blocks_fit_anywhere(name: str) -> None:
-    """In bf16, with room for what is computed, in 10 GB."""
-    assert 2 * weights(name, WHOLE[name].few or None) < 5.7
+    """They fit in 10 GB in bf16, with memory for activations."""
+    assert 2 * weights(name, SPECS[name].few or None) < 5.7
 
 
 @every_model
 def test_few_blocks_are_called_as_the_sampler_calls_them(name: str) -> None:
-    """The small model of the same layout takes what a shape gives, through `apply_model`."""
+    """The small model of the same layout accepts the inputs of a shape through `apply_model`."""
     shape = Shape(name, 64, 64, 1, tiny=True)
     inputs = shape.inputs(torch.device("cpu"))
     with torch.no_grad():
@@ -73,10 +73,10 @@ def test_few_blocks_are_called_as_the_sampler_calls_them(name: str) -> None:
 
 
 # At 1024, all blocks merged at a ratio of 0.5; of the fewer that Klein has, more launches are those of its two chains.
-@pytest.mark.parametrize("name", [name for name in WHOLE if name != "sdxl"])
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "sdxl"])
 def test_stacks_add_next_to_nothing(name: str) -> None:
     """Twice as fast by FLOPs, for at most 1.2 % of operations more even in plain PyTorch."""
-    shape = Shape(name, frames=4 if WHOLE[name].audio else 1)  # whose text is long beside one frame
+    shape = Shape(name, frames=4 if SPECS[name].audio else 1)  # its text is long compared with one frame
     toma = variants.toma("", ratio=0.5, skip_first_blocks=0)
     base, merged = cost.count(shape), cost.count(shape, toma)
     assert 1.85 < base.flops / merged.flops < 2.3
@@ -85,10 +85,11 @@ def test_stacks_add_next_to_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", EDITORS)
 def test_references_are_merged_or_in_the_way(name: str) -> None:
-    shape, whole = Shape(name, references=1), {"skip_first_blocks": 0}
+    shape, skipped = Shape(name, references=1), {"skip_first_blocks": 0}
     base = cost.count(shape, kernels=True)
     gains: list[Any] = [
-        base.flops / cost.count(shape, variants.toma("", ratio=0.5, merge_references=too, **whole), kernels=True).flops
+        base.flops
+        / cost.count(shape, variants.toma("", ratio=0.5, merge_references=too, **skipped), kernels=True).flops
         for too in (False, True)
     ]
     assert gains[0] < 1.5

@@ -1,0 +1,32 @@
+"""The specification of a full-size model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One model."""
+
+    base: str  # its class in `comfy.model_base`
+    kind: str  # its class in `comfy.supported_models`
+    config: Mapping[str, Any]  # of `kind`
+    depths: tuple[str, ...] = ()  # keys of `config` with the number of blocks of each kind
+    few: tuple[int, ...] = ()  # numbers of blocks that fit in 10 GB at full width
+    # Tokens and width of the text: the length that ComfyUI pads to, otherwise about a hundred tokens.
+    text: tuple[int, int] = (512, 4096)
+    pooled: int = 0  # width of the pooled vector, 0 if there is none
+    channels: int = 16  # of the latent
+    pixel: int = 8  # side of a latent pixel in the picture
+    video: bool = False  # whether latents have five dimensions
+    guidance: bool = False  # whether guidance is an input
+    audio: Callable[[int], tuple[int, ...]] | None = None  # frames of the latent -> shape of the audio stream
+
+    def at(self, blocks: tuple[int, ...] | None) -> dict[str, Any]:
+        """Return the config with these numbers of blocks of each kind; all blocks if None, or if there are no kinds."""
+        if blocks is None or not self.depths:
+            return dict(self.config)
+        return {**self.config, **dict(zip(self.depths, blocks, strict=True))}
