@@ -100,10 +100,10 @@ class Timing:
 def quantile(values: Sequence[float], share: float) -> float:
     """Interpolate linearly between the two values around `share`."""
     ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
+    position = share * (len(ordered) - 1)
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def synchronize(device: torch.device) -> None:
@@ -328,17 +328,17 @@ def plot(path: Path, conditions: dict[str, Any], rows: Sequence[Row]) -> None:
         sharex=True, constrained_layout=True,
     )  # fmt: skip
     for axes, (title, group) in zip(panels[:, 0], groups.items(), strict=True):
-        places = range(len(group))
+        positions = range(len(group))
         speeds = [row.speedup or 0.0 for row in group]
         colours = ["#2a6f97" if "ToMA" in row.variant else "#b0b0b0" for row in group]
-        axes.barh(places, speeds, color=colours)
-        for place, row in zip(places, group, strict=True):
+        axes.barh(positions, speeds, color=colours)
+        for position, row in zip(positions, group, strict=True):
             if row.speedup_low is not None and row.speedup_high is not None:
-                axes.plot([row.speedup_low, row.speedup_high], [place, place], color="black", lw=1)
+                axes.plot([row.speedup_low, row.speedup_high], [position, position], color="black", lw=1)
             if row.ceiling:
-                axes.plot([row.ceiling] * 2, [place - 0.4, place + 0.4], color="#d1495b", lw=1.5)
+                axes.plot([row.ceiling] * 2, [position - 0.4, position + 0.4], color="#d1495b", lw=1.5)
         axes.axvline(1.0, color="black", lw=0.6)
-        axes.set_yticks(places, [row.variant for row in group], fontsize=7)
+        axes.set_yticks(positions, [row.variant for row in group], fontsize=7)
         axes.set_title(title, fontsize=8, loc="left")
         axes.invert_yaxis()
     panels[-1, 0].set_xlabel("times as fast as unpatched (line: p20 to p80; red: ceiling by FLOPs)", fontsize=8)

@@ -134,11 +134,11 @@ def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, float, float]:
     """Return result, FLOPs and bytes. Shapes are cached, because PyTorch computes them slowly on the meta device."""
     try:
         key = None if func._schema.is_mutable else (func, _known(args), _known(list(kwargs.items())))
-        kept = _results.get(key)
+        cached = _results.get(key)
     except TypeError:
-        key = kept = None
-    if kept is not None:
-        shape, stride, dtype, flops, moved = kept
+        key = cached = None
+    if cached is not None:
+        shape, stride, dtype, flops, moved = cached
         return torch.empty_strided(shape, stride, dtype=dtype, device=META), flops, moved
     out, packet = func(*args, **kwargs), func.overloadpacket
     flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
@@ -195,14 +195,14 @@ class Fused:
         return out
 
     def select_weigh(self, x: Tensor, windows: Any, budget: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        picks = x.new_empty(len(x), len(windows.counts), budget.slots, dtype=torch.int64)
-        plan = picks, *_weights(x, picks, windows)
+        dest_slots = x.new_empty(len(x), len(windows.counts), budget.slots, dtype=torch.int64)
+        plan = dest_slots, *_weights(x, dest_slots, windows)
         self._launched("select_weigh", plan, x, windows.source, windows.valid, budget.valid)
         return plan
 
-    def weigh(self, x: Tensor, picks: Tensor, windows: Any, budget: Any, scale: float) -> tuple[Tensor, Tensor]:
-        weights = _weights(x, picks, windows)
-        self._launched("weigh", weights, x, picks, windows.source, windows.valid, budget.valid)
+    def weigh(self, x: Tensor, dest_slots: Tensor, windows: Any, budget: Any, scale: float) -> tuple[Tensor, Tensor]:
+        weights = _weights(x, dest_slots, windows)
+        self._launched("weigh", weights, x, dest_slots, windows.source, windows.valid, budget.valid)
         return weights
 
     def merge(self, x: Tensor, weights: Tensor, windows: Any, budget: Any) -> Tensor:
@@ -223,8 +223,8 @@ class Fused:
         return restored
 
 
-def _weights(x: Tensor, picks: Tensor, windows: Any) -> tuple[Tensor, Tensor]:
-    batch, count, K = picks.shape
+def _weights(x: Tensor, dest_slots: Tensor, windows: Any) -> tuple[Tensor, Tensor]:
+    batch, count, K = dest_slots.shape
     room = pack_module("toma_core.kernels.layout").room
     return room(x, batch, count, K, windows.slots), room(x, batch, count, windows.slots, K)
 

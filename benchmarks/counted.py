@@ -174,14 +174,14 @@ def videos() -> str:
         for width, height, frames in ((832, 480, 1), (832, 480, 5), (832, 480, 21), (1280, 720, 21)):
             shape = Shape("wan", height=height, width=width, frames=frames)
             base = count(shape)
-            looking = [attending(shape, ratio) for ratio in (0.5, 0.75)]
+            merged_steps_of_presets = [attending(shape, ratio) for ratio in (0.5, 0.75)]
             merged = [count(shape, by_toma(ratio=ratio, **ALL_BLOCKS), kernels=True) for ratio in (0.5, 0.75)]
             yield [
                 f"{width} x {height} x {4 * frames - 3}",
                 f"{frames * (height // 16) * (width // 16)}",
                 f"{base.flops / 1e12:.0f}",
                 f"{base.products['attention'] / base.flops:.0%}",
-                *(times_of(base, each) for each in (*looking, *merged)),
+                *(times_of(base, each) for each in (*merged_steps_of_presets, *merged)),
             ]
 
     head = ["Wan 14B", "tokens", "TFLOP", "in attention", "presets, 0.5", "0.75"]

@@ -63,10 +63,10 @@ class Runner:
             sampling.observe(torch.ones(1))
         return sampling
 
-    def _step(self, level: float) -> None:
+    def _step(self, sigma: float) -> None:
         """Start a step at a sigma."""
         assert self.sampling is not None
-        timestep = torch.full((1,), level)
+        timestep = torch.full((1,), sigma)
         self.sampling.next(timestep)
         self.sampling.observe(timestep)
 
@@ -97,7 +97,7 @@ class Runner:
         """Time making all plans, each synchronised, in seconds; None without ToMA."""
         if self.sampling is None:
             return None
-        kept, self.sampling, seconds = self.sampling, self._start(), 0.0
+        saved, self.sampling, seconds = self.sampling, self._start(), 0.0
         assert self.sampling is not None
         stats, make = self.sampling.run.stats, self.sampling.run.plan
 
@@ -114,7 +114,7 @@ class Runner:
 
         self.sampling.run.plan = timed
         self(inputs)
-        self.sampling = kept
+        self.sampling = saved
         return seconds
 
     @property
@@ -126,7 +126,7 @@ class Runner:
         if self.stats is None:
             return "all"
         grids = sorted(self.stats.grids.items(), reverse=True)
-        return ", ".join(f"{math.prod(grid)} -> {kept}" for grid, kept in grids)
+        return ", ".join(f"{math.prod(grid)} -> {saved}" for grid, saved in grids)
 
     def kernels(self) -> str:
         """Return which kernels computed the plans."""

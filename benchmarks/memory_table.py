@@ -114,15 +114,15 @@ def choose(model: Any, case: Case, total: float) -> Choice:
     # As ComfyUI packs several streams.
     packed = (1, 1, sum(map(prod, case.shape.streams))) if len(case.shape.streams) > 1 else noise.shape
     with card(total):
-        _, kept = run.run_config(run.attachment_of(merged), guider, noise, sampler_object("euler"), packed)
+        _, cache_plan = run.run_config(run.attachment_of(merged), guider, noise, sampler_object("euler"), packed)
         _, least = estimate_memory(model, packed, guider.conds)
         smallest, reserve = model_management.minimum_inference_memory(), model_management.extra_reserved_memory()
     without, with_cache = (
         max(0.0, model.model_size() - max(0.0, total - max(smallest, least + more + reserve)))
-        for more in (0, kept.bytes)
+        for more in (0, cache_plan.bytes)
     )
-    kind = "none" if not kept.bytes else "4-bit" if kept.quantized else "full"
-    return Choice(kind, kept.bytes, without, with_cache - without)
+    kind = "none" if not cache_plan.bytes else "4-bit" if cache_plan.quantized else "full"
+    return Choice(kind, cache_plan.bytes, without, with_cache - without)
 
 
 def cell(choice: Choice) -> str:

@@ -94,9 +94,9 @@ def _window_by_window(x: Tensor, windows: Any, budget: Any) -> Tensor:
     selection = pack_module("toma_core.selection")
     similarity = selection.cosine_similarity(windows.split(x))
     picks = [
-        selection.greedy_facility_location(image[w : w + 1, :n, :n], None, kept)
+        selection.greedy_facility_location(image[w : w + 1, :n, :n], None, count)
         for image in similarity
-        for w, (n, kept) in enumerate(zip(windows.counts, budget.counts, strict=True))
+        for w, (n, count) in enumerate(zip(windows.counts, budget.counts, strict=True))
     ]
     return torch.cat([p.flatten() for p in picks])
 

@@ -21,8 +21,8 @@ PARTS = {"plan": "plan", "merge": "merge", "reduce": "merge", "unmerge": "unmerg
 @contextmanager
 def marked(around: Callable[[str], Any]) -> Iterator[None]:
     """Run every call of a part inside the context manager `around(part)`."""
-    places: list[Any] = [pack_module(f"nodes.adapters.{name}") for name in ADAPTERS]
-    places.append(pack_module("toma_core.run").RunState)
+    owners: list[Any] = [pack_module(f"nodes.adapters.{name}") for name in ADAPTERS]
+    owners.append(pack_module("toma_core.run").RunState)
     saved = []
 
     def wrapped(function: Any, part: str) -> Any:
@@ -34,15 +34,15 @@ def marked(around: Callable[[str], Any]) -> Iterator[None]:
         return inside
 
     try:
-        for place in places:
+        for owner in owners:
             for name, part in PARTS.items():
-                if name in vars(place):
-                    saved.append((place, name, vars(place)[name]))
-                    setattr(place, name, wrapped(vars(place)[name], part))
+                if name in vars(owner):
+                    saved.append((owner, name, vars(owner)[name]))
+                    setattr(owner, name, wrapped(vars(owner)[name], part))
         yield
     finally:
-        for place, name, function in reversed(saved):
-            setattr(place, name, function)
+        for owner, name, function in reversed(saved):
+            setattr(owner, name, function)
 
 
 @dataclass(frozen=True)

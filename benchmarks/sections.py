@@ -287,8 +287,8 @@ def few_blocks(name: str, side: int, blocks: tuple[int, ...] = (), *, keys: bool
     def section(suite: Suite) -> None:
         chosen, few = forward.toma_variants([RATIO], ["stack"], suite.more), blocks or SPECS[name].few
         if keys:
-            looking = variants.preset("balanced", ratio=RATIO, min_tokens=4)
-            chosen += [looking, replace(looking, name=f"{looking.name}, keys in four bits", packs=True)]
+            cached = variants.preset("balanced", ratio=RATIO, min_tokens=4)
+            chosen += [cached, replace(cached, name=f"{cached.name}, keys in four bits", packs=True)]
         suite.few(suite.shape(name, side, **shape), few, chosen, limit=40, farthest=_FAR)
 
     return section

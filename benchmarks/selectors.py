@@ -26,16 +26,16 @@ def facility_location(similarity: Tensor, dest_slots: Tensor, valid: Tensor | No
     return (best if valid is None else torch.where(valid, best, best.new_zeros(()))).sum(-1)
 
 
-def farthest_point(similarity: Tensor, valid: Tensor | None, picks: int) -> Tensor:
+def farthest_point(similarity: Tensor, valid: Tensor | None, number: int) -> Tensor:
     """Select the most central token, then repeatedly the token that is represented least.
 
-    similarity: (G, S, S) fp32; valid: (G, S) bool or None. Returns (G, picks) int64 slots, as all of these.
+    similarity: (G, S, S) fp32; valid: (G, S) bool or None. Returns (G, number) int64 slots, as the other rules.
     """
     padding = torch.zeros_like(similarity[..., 0], dtype=torch.bool) if valid is None else ~valid
     centrality = similarity.masked_fill(padding[:, :, None], 0.0).sum(1).masked_fill(padding, -torch.inf)
     represented = similarity.new_full(similarity.shape[:2], -2.0).masked_fill(padding, torch.inf)
     order: list[Tensor] = []
-    for _ in range(picks):
+    for _ in range(number):
         pick = represented.argmin(1) if order else centrality.argmax(1)
         order.append(pick)
         picked = similarity.gather(2, pick[:, None, None].expand(-1, similarity.shape[1], 1)).squeeze(2)
@@ -43,9 +43,9 @@ def farthest_point(similarity: Tensor, valid: Tensor | None, picks: int) -> Tens
     return torch.stack(order, 1)
 
 
-def tome_matching(similarity: Tensor, valid: Tensor | None, picks: int) -> Tensor:
-    """ToMe's bipartite soft matching (Bolya & Hoffman 2023): every fourth token is a destination candidate, the
-    others are sources, and the sources most similar to a candidate are merged away until `picks` tokens are left.
+def tome_matching(similarity: Tensor, valid: Tensor | None, number: int) -> Tensor:
+    """Select by ToMe's bipartite soft matching (Bolya & Hoffman 2023): every fourth token is a candidate, the
+    others are sources, and the sources most similar to a candidate are merged away until `number` tokens are left.
 
     similarity: (G, S, S) fp32; valid: (G, S) bool or None. Below a quarter of the tokens the candidates themselves
     are thinned evenly, which ToMe does not define.
@@ -60,18 +60,18 @@ def tome_matching(similarity: Tensor, valid: Tensor | None, picks: int) -> Tenso
     cost = torch.where(candidate, closeness.new_full((), -3.0), closeness)
     if valid is not None:
         cost = cost.masked_fill(~valid, torch.inf)
-    if picks < -(-slots // 4):
+    if number < -(-slots // 4):
         last = slots - 1 if valid is None else valid.sum(1, keepdim=True) - 1
-        thinned = (torch.linspace(0, 1, picks, device=cost.device) * last).round().long()
+        thinned = (torch.linspace(0, 1, number, device=cost.device) * last).round().long()
         cost = cost.scatter(1, thinned.expand(len(cost), -1), -4.0)
-    return cost.argsort(dim=1, stable=True)[:, :picks]
+    return cost.argsort(dim=1, stable=True)[:, :number]
 
 
-def strided_grid(counts: tuple[int, ...], kept: tuple[int, ...], picks: int) -> Tensor:
-    """Return evenly spaced slots for windows of `counts` tokens with `kept` destinations: (W, K), on the CPU."""
-    index = torch.arange(picks)
-    places = (index + 0.5) * torch.tensor(counts)[:, None] / torch.tensor(kept)[:, None]
-    return places.long().minimum(torch.tensor(counts)[:, None] - 1)
+def strided_grid(counts: tuple[int, ...], budgets: tuple[int, ...], number: int) -> Tensor:
+    """Return evenly spaced slots for windows of `counts` tokens with `budgets` destinations: (W, K), on the CPU."""
+    index = torch.arange(number)
+    middles = (index + 0.5) * torch.tensor(counts)[:, None] / torch.tensor(budgets)[:, None]
+    return middles.long().minimum(torch.tensor(counts)[:, None] - 1)
 
 
 def rule(name: str, seed: int = 0) -> Rule:
@@ -86,13 +86,13 @@ def rule(name: str, seed: int = 0) -> Rule:
         if name == "random":
             return selection.select_at_random(batch, windows, budget, seed)  # type: ignore[no-any-return]
         if name == "grid":
-            places = strided_grid(windows.counts, budget.counts, budget.slots).to(similarity.device)
-            picks = places.expand(batch, -1, -1)
+            middles = strided_grid(windows.counts, budget.counts, budget.slots).to(similarity.device)
+            dest_slots = middles.expand(batch, -1, -1)
         else:
             search = {"farthest point": farthest_point, "tome": tome_matching}[name]
             valid = None if windows.valid is None else windows.valid.repeat(batch, 1)
-            picks = search(similarity.flatten(0, 1), valid, budget.slots).view(batch, count, -1)
-        return selection.in_reading_order(picks, windows, budget)  # type: ignore[no-any-return]
+            dest_slots = search(similarity.flatten(0, 1), valid, budget.slots).view(batch, count, -1)
+        return selection.in_reading_order(dest_slots, windows, budget)  # type: ignore[no-any-return]
 
     return picked
 

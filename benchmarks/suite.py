@@ -54,10 +54,10 @@ def go_through(sections: list[Section], results: Results, deadline: float, optio
     results."""
     environ = {**os.environ, **({"TRITON_INTERPRET": "1"} if dry else {})}
     results.save()
-    for place, section in enumerate(sections, 1):
+    for number, section in enumerate(sections, 1):
         begin = time.time()
         left = deadline - begin
-        later = sum(other.limit for other in sections[place:] if section.extra and not other.extra)
+        later = sum(other.limit for other in sections[number:] if section.extra and not other.extra)
         if left < section.needs + later and not dry:
             results.note(f"{section.name}: left out, {left:.0f} s were left")
             continue

@@ -154,14 +154,14 @@ class Batches(Dataset[Batch]):
             picture, weight = (each[:, :, top : top + side, left : left + side] for each in (picture, weight))
         clean = image_to_model(picture)
         dropped = (torch.rand(count, generator=generator) < plan.dropout).tolist()
-        said = [None if drop else scene for scene, drop in zip(scenes, dropped, strict=True)]
+        prompted = [None if drop else scene for scene, drop in zip(scenes, dropped, strict=True)]
         return Batch(
             sort=sort,
             view=view,
             clean=clean,
             noise=torch.randn(clean.shape, generator=generator),
             weight=F.avg_pool2d(weight, picture.shape[-1] // clean.shape[-1]),
-            tokens=torch.stack([scene_tokens(scene) for scene in said]),
+            tokens=torch.stack([scene_tokens(scene) for scene in prompted]),
             quantile=_stratified(count, generator),
         )
 
@@ -175,14 +175,14 @@ class Batches(Dataset[Batch]):
         clips = [clip_from_seed(first + index) for index in range(plan.crop_batch if still else plan.full_batch)]
         clean = clips_to_model(render_clips(clips, CLIP_SIZE, 1 if still else FRAMES))
         dropped = (torch.rand(len(clips), generator=generator) < plan.dropout).tolist()
-        said = [None if drop else clip for clip, drop in zip(clips, dropped, strict=True)]
+        prompted = [None if drop else clip for clip, drop in zip(clips, dropped, strict=True)]
         return Batch(
             sort="still" if still else "clip",
             view=View(),
             clean=clean,
             noise=torch.randn(clean.shape, generator=generator),
             weight=torch.ones(len(clips), 1, 1, 1),
-            tokens=torch.stack([clip_tokens(clip) for clip in said]),
+            tokens=torch.stack([clip_tokens(clip) for clip in prompted]),
             quantile=_stratified(len(clips), generator),
         )
 

@@ -117,22 +117,22 @@ class Scene:
 def scene_from_seed(seed: int) -> Scene:
     """Draw the attributes of a scene from an integer seed >= 0; the same seed gives the same scene."""
     rng = np.random.default_rng((_SALT, int(seed)))
-    pick = {name: int(rng.integers(len(values))) for name, values in ATTRIBUTES.items()}
+    chosen = {name: int(rng.integers(len(values))) for name, values in ATTRIBUTES.items()}
     # A shape or object in the background's own colour would be invisible.
     shift = 1 + int(rng.integers(len(_NAMES) - 1))
-    pick["shape_colour"] = (pick["background"] + shift) % len(_NAMES)
+    chosen["shape_colour"] = (chosen["background"] + shift) % len(_NAMES)
     shift = 1 + int(rng.integers(len(_NAMES) - 1))
-    pick["object_colour"] = (pick["background"] + shift) % len(_NAMES)
+    chosen["object_colour"] = (chosen["background"] + shift) % len(_NAMES)
     # The plate is outside the shape's row, so that neither hides the other.
-    shape_row = pick["shape_cell"] // 3
+    shape_row = chosen["shape_cell"] // 3
     if shape_row == 0:
-        pick["word_place"] |= 2
+        chosen["word_place"] |= 2
     elif shape_row == 2:
-        pick["word_place"] &= 1
+        chosen["word_place"] &= 1
     for name, (other, value) in HIDDEN_BY.items():
-        if pick[other] == value:
-            pick[name] = 0
-    return Scene(**pick, detail_seed=int(rng.integers(2**31)))
+        if chosen[other] == value:
+            chosen[name] = 0
+    return Scene(**chosen, detail_seed=int(rng.integers(2**31)))
 
 
 def visible(scene: Scene) -> tuple[bool, ...]:

@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tiers = {item: tier_of(item) for item in items}
     skipped_by_settings = {"none": True, "only": False, "all": None}[config.option.tiers]
     config.hook.pytest_deselected(items=[item for item in items if bool(tiers[item]) is skipped_by_settings])
-    order = {name: place for place, name in enumerate((*TIERS, ""))}
+    order = {name: index for index, name in enumerate((*TIERS, ""))}
     # Playwright's event loop runs in the main thread until the browser closes: no other test could start one.
     order["browser"] = len(order)
     items[:] = sorted((i for i in items if bool(tiers[i]) is not skipped_by_settings), key=lambda i: order[tiers[i]])

@@ -23,7 +23,7 @@ BESIDE = [COUNTS, *(RESULTS / "fidelity" / f"{name}.md" for name in ("tables", "
 # Pages that are written by hand, in English.
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *HELP.glob("*.md")])
 TEXTS = sorted({*PAGES, *BESIDE, *HELP.rglob("*.md")})
-MOST_WORDS, MOST_README_LINES = 14_000, 130
+MAX_WORDS, MAX_README_LINES = 14_000, 130
 # Code writes the text between "<!-- name -->" and "<!-- end -->".
 GENERATED = re.compile(r"<!-- [^>]* -->\n.*?<!-- end[^>]*-->", re.DOTALL)
 LINK = re.compile(r'!?\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*\bsrc="([^"]+)"')
@@ -109,8 +109,8 @@ def table(page: Path, head: str) -> list[list[str]]:
 
 def test_pages_are_short() -> None:
     by_hand = {page.relative_to(ROOT).as_posix(): words(page.read_text(encoding="utf-8")) for page in PAGES}
-    assert sum(by_hand.values()) <= MOST_WORDS, by_hand
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MOST_README_LINES
+    assert sum(by_hand.values()) <= MAX_WORDS, by_hand
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
     assert words("a b | - | `c`\n<!-- runs -->\nd e\n<!-- end -->\nf") == 4
 
 
@@ -159,7 +159,7 @@ def _shown(value: object) -> str:
 
 
 def test_gains_in_the_readme_are_counted() -> None:
-    counted, kept = (
+    counted, cache_sizes = (
         table(COUNTS, "| model | side, px | setting |"),
         table(DOCS / "settings.md", "| | bf16 | four bits |"),
     )
@@ -175,7 +175,9 @@ def test_gains_in_the_readme_are_counted() -> None:
         else:
             (row,) = [r for r in counted if model.startswith(r[0]) and r[1].split(" ")[0] in model and r[2] == name]
             assert row[steps[step]].split(" ")[0] == faster, model
-        sizes = [f"{cell} GB" for title, *cells in kept for cell in cells if model.startswith(title.split(",")[0])]
+        sizes = [
+            f"{cell} GB" for title, *cells in cache_sizes for cell in cells if model.startswith(title.split(",")[0])
+        ]
         assert memory == "none" if model.startswith("SD") else memory in sizes
 
 

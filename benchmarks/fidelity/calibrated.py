@@ -30,7 +30,7 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", nargs="*", choices=(*PICTURES, "wan"), default=["deep", "dit"])
     parser.add_argument("--weights", type=Path, default=Path("demo/weights"), help="folder with the trained weights")
     parser.add_argument("--steps", type=int, nargs="*", default=[4, 8, 20])
-    parser.add_argument("--near", nargs="*", choices=[*NEAR], default=[*NEAR])
+    parser.add_argument("--target", nargs="*", choices=[*NEAR], default=[*NEAR])
     parser.add_argument("--cfg", type=float, help="default: 1 for the model taught few steps, else 2")
     parser.add_argument("--images", type=int, default=4, help="in each set of scenes")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fidelity/calibrated.json"))
@@ -51,10 +51,10 @@ def main(given: list[str] | None = None) -> None:
             options = {**defaults(kind, steps), **({"cfg": 1.0} if kind == "wan" else {})}
             if guided is not None:
                 options["cfg"] = guided
-            names = {near: f"{kind} {steps} steps cfg {options['cfg']:g} {near}" for near in args.near}
-            missing = [near for near, name in names.items() if name not in rows]
-            for near, row in _measured(kind, steps, missing, options, args).items():
-                rows[names[near]] = row
+            names = {target: f"{kind} {steps} steps cfg {options['cfg']:g} {target}" for target in args.target}
+            missing = [target for target, name in names.items() if name not in rows]
+            for target, row in _measured(kind, steps, missing, options, args).items():
+                rows[names[target]] = row
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(rows, indent=1) + "\n")
             print(table(rows), flush=True)
@@ -89,18 +89,18 @@ def _measured(
     )
     plain, full_flops = drawn(model)
     rows: dict[str, dict[str, Any]] = {}
-    for near in words:
-        found = calibrating.calibrate(model, task, near, overrides=overrides)
-        preset, ratio = calibrating.TARGETS[near]
+    for target in words:
+        found = calibrating.calibrate(model, task, target, overrides=overrides)
+        preset, ratio = calibrating.TARGETS[target]
         ways = {
             "preset": drawn(attach(model, settings(preset, {"ratio": ratio, **overrides}))),
             "calibrated": drawn(found.model),
         }
-        rows[near] = {name: round(float(relative_error(x, plain).mean()), 4) for name, (x, _) in ways.items()}
-        rows[near] |= {f"{name} cost": round(flops / full_flops, 3) for name, (_, flops) in ways.items()}
-        rows[near]["found"] = round(found.errors[1], 4)
-        rows[near]["keeps preset"] = found.keeps_preset or found.profile is None
-        rows[near]["profile"] = dict(found.profile.ratios) if found.profile else str(found.problem)
+        rows[target] = {name: round(float(relative_error(x, plain).mean()), 4) for name, (x, _) in ways.items()}
+        rows[target] |= {f"{name} cost": round(flops / full_flops, 3) for name, (_, flops) in ways.items()}
+        rows[target]["found"] = round(found.errors[1], 4)
+        rows[target]["keeps preset"] = found.keeps_preset or found.profile is None
+        rows[target]["profile"] = dict(found.profile.ratios) if found.profile else str(found.problem)
     return rows
 
 
@@ -115,19 +115,19 @@ def beyond(rows: dict[str, dict[str, Any]], folder: Path) -> dict[str, tuple[str
     than the preset: the setting's name, and its error relative to the preset's on the same pictures."""
     found = {}
     for name, row in rows.items():
-        kind, steps, *_, near = name.split()
+        kind, steps, *_, target = name.split()
         file = folder / f"{kind}-{steps}steps-{TABLES.get(kind, '')}.json"
         if not file.exists():
             continue
         others = json.loads(file.read_text())["rows"]
-        usual = others[f"preset: {NEAR[near]}"]
+        usual = others[f"preset: {NEAR[target]}"]
         single = {n: o for n, o in others.items() if n.split(":")[0] not in ("rival", "stacked", "unmerged", "variate")}
-        nearest = min(
+        best = min(
             (n for n, o in single.items() if o["cost"] <= usual["cost"] + 1e-3), key=lambda n: single[n]["error"]
         )
-        factor = single[nearest]["error"] / usual["error"]
+        factor = single[best]["error"] / usual["error"]
         if row["calibrated" if not row["keeps preset"] else "preset"] / row["preset"] > _BEYOND * factor:
-            found[name] = nearest, factor
+            found[name] = best, factor
     return found
 
 

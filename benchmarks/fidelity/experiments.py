@@ -206,13 +206,13 @@ def moved_budget(patch: Patch, most: float = 1.5) -> Patch:
             valid = torch.zeros(batch, count * largest, dtype=torch.bool).scatter(1, chosen, True)
             counts = valid.view(batch, count, largest).sum(-1, keepdim=True)
             valid = torch.arange(largest) < counts
-            picks = order.masked_fill(~valid, slots).sort(-1).values
-            picks = torch.where(picks == slots, picks[..., :1], picks)
+            dest_slots = order.masked_fill(~valid, slots).sort(-1).values
+            dest_slots = torch.where(dest_slots == slots, dest_slots[..., :1], dest_slots)
             compact = valid.flatten(1).nonzero()[:, 1].view(batch, -1)
             first = counts.cumsum(1) - counts
             expand = torch.where(valid, first + torch.arange(largest), first).flatten(1)
             own = pack_module("toma_core.windows").Budget(budget.counts, compact, expand, valid)
-            return state.weigh(tokens, picks, windows, own, config.sharpness, x.dtype)
+            return state.weigh(tokens, dest_slots, windows, own, config.sharpness, x.dtype)
 
         return {"_selected": selected}
 
@@ -253,8 +253,8 @@ def picked(patch: Patch) -> Patch:
     def values(chain: Any) -> dict[str, Any]:
         own, pick = chain.reduce, pack_module("toma_core.merge").gather_destinations
 
-        def reduce(x: Tensor, plan: Any, detail: Any = None) -> Tensor:
-            return own(x, plan, detail) if plan is None or detail is not None else pick(x, plan)
+        def reduce(x: Tensor, plan: Any, update: Any = None) -> Tensor:
+            return own(x, plan, update) if plan is None or update is not None else pick(x, plan)
 
         return {"reduce": reduce}
 
@@ -267,9 +267,9 @@ def norm_kept(patch: Patch) -> Patch:
     def values(chain: Any) -> dict[str, Any]:
         own, merge = chain.reduce, pack_module("toma_core.merge").merge
 
-        def reduce(x: Tensor, plan: Any, detail: Any = None) -> Tensor:
-            means = own(x, plan, detail)
-            if plan is None or detail is not None:
+        def reduce(x: Tensor, plan: Any, update: Any = None) -> Tensor:
+            means = own(x, plan, update)
+            if plan is None or update is not None:
                 return means
             lengths = merge(x.norm(dim=-1, keepdim=True), plan)
             return means * (lengths / means.norm(dim=-1, keepdim=True).clamp_min(1e-6))

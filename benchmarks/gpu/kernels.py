@@ -133,11 +133,11 @@ def _poisoned(*shape: Any, **options: Any) -> Tensor:
     return t.fill_(255) if t.dtype is torch.uint8 else t.fill_(torch.nan if t.is_floating_point() else -(2**40))
 
 
-def _weights(x: Tensor, picks: Tensor, windows: Any, budget: Any) -> tuple[Tensor, Tensor]:
+def _weights(x: Tensor, dest_slots: Tensor, windows: Any, budget: Any) -> tuple[Tensor, Tensor]:
     """Compute merge and unmerge weights of these destinations in fp64."""
     split = torch.nn.functional.normalize(windows.split(x.double()), dim=-1)
     similarity = split @ split.transpose(-1, -2)
-    A = similarity.gather(2, picks[..., None].expand(*picks.shape, similarity.shape[-1]))
+    A = similarity.gather(2, dest_slots[..., None].expand(*dest_slots.shape, similarity.shape[-1]))
     if budget.valid is not None:
         A = A.masked_fill(~budget.valid[..., None], -torch.inf)
     A = (micro.SCALE * A).softmax(2)
@@ -157,8 +157,8 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
     with mock.patch.object(torch, "empty", _poisoned):
         plans = [kernels.select_weigh(x, windows, budget, micro.SCALE) for _ in range(3)]
         alone = None if case.adaptive else kernels.select_weigh(x[:1], windows, budget, micro.SCALE)
-        picks, M, back = plans[0]
-        given = kernels.weigh(x, picks, windows, budget, micro.SCALE)
+        dest_slots, M, back = plans[0]
+        given = kernels.weigh(x, dest_slots, windows, budget, micro.SCALE)
         out, reduced = (case.noise(budget.total, device, seed) for seed in (1, 2))
         # Each kernel twice: by Triton's launch, and by a prepared launch.
         merged, spread, restored = (
@@ -173,8 +173,8 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
 
     same = all(torch.equal(a, b) for plan in plans[1:] for a, b in zip(plan, plans[0], strict=True))
     same = same and (alone is None or all(torch.equal(a[:1], b) for a, b in zip(plans[0], alone, strict=True)))
-    yield _row(case, "picks", micro.picks_problem(picks, x, windows, budget))
-    exact = M64, back64 = _weights(x, picks, windows, budget)
+    yield _row(case, "picks", micro.picks_problem(dest_slots, x, windows, budget))
+    exact = M64, back64 = _weights(x, dest_slots, windows, budget)
     for what, weights in (("select and weigh", (M, back)), ("weigh", given)):
         error = max(float((a - b).abs().max()) for a, b in zip(weights, exact, strict=True))
         yield _judged(case, what, error, 10 * eps, same)

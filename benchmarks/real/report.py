@@ -66,9 +66,9 @@ def notes(results: Results, conditions: dict[str, Any]) -> list[str]:
 
 def write(folder: Folder, results: Results, conditions: dict[str, Any]) -> Path:
     """Write results.json, summary.csv, pairs.csv and index.html, and return the page."""
-    said = notes(results, conditions)
+    notes_shown = notes(results, conditions)
     settings = [asdict(summary) for summary in results.summaries]
-    data = {"conditions": conditions, "settings": settings, "notes": said}
+    data = {"conditions": conditions, "settings": settings, "notes": notes_shown}
     folder.write(folder.path / "results.json", (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode())
     folder.write(folder.path / "summary.csv", _csv(table(results.summaries)))
     names = [metric.name for metric in METRICS]
@@ -79,17 +79,17 @@ def write(folder: Folder, results: Results, conditions: dict[str, Any]) -> Path:
         rows.append([pair.setting, pair.prompt, pair.seed, *figures, pair.seconds or "", *files])
     folder.write(folder.path / "pairs.csv", _csv(rows))
     page = folder.path / "index.html"
-    folder.write(page, _page(results, said).encode())
+    folder.write(page, _page(results, notes_shown).encode())
     return page
 
 
-def _page(results: Results, said: Sequence[str]) -> str:
+def _page(results: Results, notes_shown: Sequence[str]) -> str:
     head, *body = table(results.summaries)
     figures = [metric for metric in METRICS if any(metric.name in pair.figures for pair in _shown(results.pairs))]
     fill = {
         "HEAD": "".join(f"<th>{_text(cell)}</th>" for cell in head),
         "BODY": "\n".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in body),
-        "NOTES": "\n".join(f"<li>{_text(note)}</li>" for note in said),
+        "NOTES": "\n".join(f"<li>{_text(note)}</li>" for note in notes_shown),
         "SETTINGS": "".join(
             f"<option>{_text(name)}</option>" for name in dict.fromkeys(p.setting for p in _shown(results.pairs))
         ),

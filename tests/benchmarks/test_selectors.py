@@ -47,10 +47,10 @@ def test_distinct_real_tokens_as_many_as_asked(
     assert picks.shape == (2, len(windows.counts), budget.slots)
     assert picks.dtype == torch.int64
     for image in picks.tolist():
-        for slots, count, kept in zip(image, windows.counts, budget.counts, strict=True):
-            assert slots[:kept] == sorted(set(slots[:kept]))
+        for slots, count, budgeted in zip(image, windows.counts, budget.counts, strict=True):
+            assert slots[:budgeted] == sorted(set(slots[:budgeted]))
             assert 0 <= min(slots) <= max(slots) < count
-            assert slots[kept:] == [slots[0]] * (len(slots) - kept)
+            assert slots[budgeted:] == [slots[0]] * (len(slots) - budgeted)
 
 
 @loop("kind", ALL)
@@ -59,7 +59,7 @@ def test_flat_images_too(kind: str, x: torch.Tensor) -> None:
     windows = make_windows(5, 7, WindowShape.TILE, 4)
     budget = make_budget(windows.counts, 0.4)
     picks = rule(kind)(cosine_similarity(windows.split(x)), windows, budget)
-    chosen = [slots[:kept] for slots, kept in zip(picks[0].tolist(), budget.counts, strict=True)]
+    chosen = [slots[:budgeted] for slots, budgeted in zip(picks[0].tolist(), budget.counts, strict=True)]
     assert [len(set(slots)) for slots in chosen] == list(budget.counts)
 
 

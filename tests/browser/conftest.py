@@ -37,12 +37,12 @@ FLAGS = [
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}
 HOW_TO = "no Chromium: on Debian or Ubuntu `apt-get install chromium`, or set TOMA_CHROMIUM to the program"
 TIMEOUT = 300_000  # a page that takes seconds on a free core takes minutes on a busy machine
-# Messages of a prompt come in order: its end is the last that the page hears of it. `said` is what our text is in.
+# Messages of a prompt are in order, its end is the last. `statusOf` returns the element with a status text.
 IN_PAGE = """() => {
     window.finished = 0
     for (const kind of ["execution_success", "execution_error", "execution_interrupted"])
         window.comfyAPI.api.api.addEventListener(kind, () => window.finished++)
-    window.said = id => app.graph.getNodeById(id).widgets.find(w => w.name === "toma_status").element.firstChild
+    window.statusOf = id => app.graph.getNodeById(id).widgets.find(w => w.name === "toma_status").element.firstChild
 }"""
 
 
@@ -101,7 +101,7 @@ class Page:
 
     def text(self, node_id: int | str) -> str:
         """Return the status text of one of this pack's nodes."""
-        return str(self.evaluate("id => window.said(id).textContent", node_id))
+        return str(self.evaluate("id => window.statusOf(id).textContent", node_id))
 
     def verdict(self, node_id: int | str) -> str:
         """Return the first line of the status text."""
@@ -109,11 +109,13 @@ class Page:
 
     def details(self, node_id: int | str) -> str:
         """Return the tooltip of the status text."""
-        return str(self.evaluate("id => window.said(id).title", node_id))
+        return str(self.evaluate("id => window.statusOf(id).title", node_id))
 
     def wait_for_text(self, node_id: int | str, part: str) -> None:
         """Wait until the node's text contains this part."""
-        self.tab.wait_for_function("([id, part]) => window.said(id).textContent.includes(part)", arg=[node_id, part])
+        self.tab.wait_for_function(
+            "([id, part]) => window.statusOf(id).textContent.includes(part)", arg=[node_id, part]
+        )
 
     def ours(self) -> set[tuple[str, str, str]]:
         """Return the page's errors and warnings about files of this pack."""

@@ -14,7 +14,7 @@ EARLIER = "{} (from an earlier run)"
 FIRST, START, WINDOW_SIZE = 7, 9, 13
 # Records the first line of every text that one of this pack's nodes shows.
 WATCH = """id => {
-    const element = window.said(id)
+    const element = window.statusOf(id)
     window.shown = []
     new MutationObserver(() => {
         const [line] = element.textContent.split("\\n")
@@ -104,11 +104,11 @@ def line(ratio: float, steps: int = STEPS) -> str:
     return f"On: {100 * ratio:.0f} % of the tokens merged, 16 of 17 blocks, {steps} of {steps} steps"
 
 
-def broken(page: Any, place: int, value: Any, **more: Any) -> dict[str, Any]:
+def broken(page: Any, index: int, value: Any, **more: Any) -> dict[str, Any]:
     """Open a graph with this value in a widget of ToMA Advanced, as in an edited file (widgets enforce their range),
     and press Run."""
     graph = workflow(**more)
-    graph["nodes"][3]["widgets_values"][place] = value
+    graph["nodes"][3]["widgets_values"][index] = value
     page.open(graph, "error")
     page.press_run()
     return graph

@@ -27,16 +27,16 @@ MARKED = "() => app.graph.getNodeById(4).inputs.filter(i => i.hasErrors).map(i =
     ids=["range", "limit", "choice"],
 )
 def test_what_is_refused_is_said_on_the_node(
-    page: Any, place: int, value: Any, sentence: str, marked: list[str]
+    page: Any, index: int, value: Any, sentence: str, marked: list[str]
 ) -> None:
-    graph = broken(page, place, value, ends_at=0.5)
+    graph = broken(page, index, value, ends_at=0.5)
     page.wait_for_text(4, "llowed" if "llowed" in sentence else "raise end")
     assert page.verdict(4) == sentence
     page.tab.wait_for_function(f"() => ({MARKED})().length")
     assert page.evaluate(MARKED) == marked
     page.photograph("error", [4])
     page.noise.clear()  # the page logs the server's refusal
-    graph["nodes"][3]["widgets_values"][place] = workflow()["nodes"][3]["widgets_values"][place]
+    graph["nodes"][3]["widgets_values"][index] = workflow()["nodes"][3]["widgets_values"][index]
     page.open(graph, "mended")
     page.queue()
     assert page.verdict(4).startswith("On: 50 % of the tokens merged, ")

@@ -106,7 +106,7 @@ def inside(page: Any, node_id: int) -> None:
     box = page.evaluate("id => { const r = app.graph.getNodeById(id).getBounding(); return [...r] }", node_id)
     element = page.evaluate(
         """id => {
-            const r = window.said(id).getBoundingClientRect()
+            const r = window.statusOf(id).getBoundingClientRect()
             const [x, y] = app.canvas.convertEventToCanvasOffset({ clientX: r.x, clientY: r.y })
             return [x, y, r.width / app.canvas.ds.scale, r.height / app.canvas.ds.scale]
         }""",
@@ -135,7 +135,7 @@ def contrast(page: Any, selector: str) -> float:
     """Compute the contrast of a text against its background, as WCAG defines it."""
     colours = page.evaluate(
         """selector => {
-            const element = typeof selector === "number" ? window.said(selector) : document.querySelector(selector)
+            const element = typeof selector === "number" ? window.statusOf(selector) : document.querySelector(selector)
             const style = getComputedStyle(element)
             return [style.color, style.backgroundColor, style.opacity]
         }""",

@@ -43,11 +43,11 @@ def test_tokens_encode_the_scene_and_its_motions() -> None:
     tokens = clip_tokens(clip)
     assert tokens.shape == (len(ATTRIBUTES) + len(MOTIONS), TEXT_DIM)
     assert torch.equal(tokens[: len(ATTRIBUTES)], scene_tokens(clip.scene))
-    said = torch.cat([clip_tokens(clip_from_seed(seed))[len(ATTRIBUTES) :] for seed in range(40)]).unique(dim=0)
-    assert len(said) == sum(map(len, MOTIONS.values())), "each value has a code of its own"
-    others = torch.cat([said, scene_tokens(scene_from_seed(5)), scene_tokens(None)[:1], step_token(4), step_token(8)])
-    near = (others @ others.T / TEXT_DIM).fill_diagonal_(0)
-    assert near.abs().max() < 1e-4
+    codes = torch.cat([clip_tokens(clip_from_seed(seed))[len(ATTRIBUTES) :] for seed in range(40)]).unique(dim=0)
+    assert len(codes) == sum(map(len, MOTIONS.values())), "each value has a code of its own"
+    others = torch.cat([codes, scene_tokens(scene_from_seed(5)), scene_tokens(None)[:1], step_token(4), step_token(8)])
+    products = (others @ others.T / TEXT_DIM).fill_diagonal_(0)
+    assert products.abs().max() < 1e-4
     assert torch.equal(clip_tokens(None), scene_tokens(None)[:1].expand(len(tokens), -1))
     with pytest.raises(ValueError, match="codes are requested"):
         spare_codes(100)

@@ -170,12 +170,12 @@ def test_sigmas_of_the_unet() -> None:
         Batches(Plan("unet", 1, early_shares=shares))[0] for shares in ((1.0, 0.0), (0.0, 0.0), (0.0, 1.0))
     )
     objective, quantile = VelocityObjective(), torch.linspace(0.001, 0.999, 999)
-    levels = objective.sigmas[objective.steps(replace(half, quantile=quantile))].log()
+    log_sigmas = objective.sigmas[objective.steps(replace(half, quantile=quantile))].log()
     flow = half.view.centre + UNET_CENTRE + SPREAD * torch.special.ndtri(quantile)
     ends = objective.sigmas[[0, -1]].log()
     inside = flow[(flow > ends[0]) & (flow < ends[1])]
     for q in (0.1, 0.5, 0.9):
-        torch.testing.assert_close(levels.quantile(q), inside.quantile(q), atol=0.05, rtol=0)
+        torch.testing.assert_close(log_sigmas.quantile(q), inside.quantile(q), atol=0.05, rtol=0)
     steps = objective.steps(replace(crop, quantile=quantile))
     torch.testing.assert_close(steps.float(), 1000 * quantile, atol=1.0, rtol=0)
     both = objective.steps(replace(full, quantile=quantile))

@@ -14,8 +14,8 @@ from tests.loop import loop
 @loop("channels", [32, 64])
 def test_every_cell_has_its_own_code(channels: int) -> None:
     codes = code(cell_centres(64), cell_centres(64), channels)[0].flatten(1).T
-    nearest = torch.cdist(codes, codes).fill_diagonal_(9.0).min(1).values
-    assert nearest.min() > 0.05
+    distances = torch.cdist(codes, codes).fill_diagonal_(9.0).min(1).values
+    assert distances.min() > 0.05
     assert codes[:, channels // 2 :].eq(0).all()
     assert not codes[:, : channels // 2].eq(0).all(0).any()
 

@@ -181,7 +181,7 @@ def test_any_settings_on_any_shape_under_any_conditions(
         assert merged or torch.equal(plain, out), "nothing was merged, and yet it is another picture"
         assert out.isfinite().all() or not plain.isfinite().all(), "not finite with ToMA alone"
     if stats:
-        assert all(0 < kept < math.prod(grid) for grid, kept in stats.grids.items())
+        assert all(0 < remaining < math.prod(grid) for grid, remaining in stats.grids.items())
         assert stats.text().startswith(f"{stats.headline()}.\n")
     if again:
         assert torch.equal(sample(patched, task), out), "another picture from the same settings"

@@ -47,10 +47,10 @@ def plan_of(x: Tensor, content_independent: str = "", **settings: Any) -> Any:
 def check_picks(plan: Any) -> None:
     """Check destination slots: each window's budget, ascending, distinct, no padding; then the first one repeated."""
     for image in plan.dest_slots.tolist():
-        for row, kept, count in zip(image, plan.budget.counts, plan.windows.counts, strict=True):
-            assert row[:kept] == sorted(set(row[:kept]))
-            assert 0 <= row[0] <= row[kept - 1] < count
-            assert all(pick == row[0] for pick in row[kept:])
+        for row, used, count in zip(image, plan.budget.counts, plan.windows.counts, strict=True):
+            assert row[:used] == sorted(set(row[:used]))
+            assert 0 <= row[0] <= row[used - 1] < count
+            assert all(pick == row[0] for pick in row[used:])
 
 
 def check_weights(plan: Any) -> None:

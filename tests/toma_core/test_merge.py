@@ -93,11 +93,11 @@ def test_the_plan_says_what_it_keeps(height: int, width: int, ratio: float) -> N
     for image in destinations.tolist():
         assert len(set(image)) == plan.num_destinations
         start = 0
-        for members, count, kept in zip(plan.windows.source, plan.windows.counts, plan.budget.counts, strict=True):
-            here = image[start : start + kept]
+        for members, count, num_dest in zip(plan.windows.source, plan.windows.counts, plan.budget.counts, strict=True):
+            here = image[start : start + num_dest]
             assert here == sorted(here)
             assert set(here) <= set(members[:count].tolist())
-            start += kept
+            start += num_dest
 
 
 @grids
@@ -264,10 +264,10 @@ def test_inputs_are_left_alone() -> None:
     before = x.clone()
     plan = plan_of(x, 5, 7)
     y = merge(x, plan)
-    kept = y.clone()
+    num_dest = y.clone()
     unmerge(y, plan)
     assert torch.equal(x, before)
-    assert torch.equal(y, kept)
+    assert torch.equal(y, num_dest)
 
 
 def test_gradients_flow() -> None:

@@ -74,11 +74,11 @@ def test_inputs_are_left_alone() -> None:
     before = x.clone()
     reduced = reduce(x, plan)
     out = 2 * reduced
-    kept = reduced.clone(), out.clone()
+    copies = reduced.clone(), out.clone()
     restore(out, reduced, x, plan)
     assert torch.equal(x, before)
-    assert torch.equal(reduced, kept[0])
-    assert torch.equal(out, kept[1])
+    assert torch.equal(reduced, copies[0])
+    assert torch.equal(out, copies[1])
 
 
 @loop(

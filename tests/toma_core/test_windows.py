@@ -170,20 +170,20 @@ def check_budget(counts: tuple[int, ...], ratio: float) -> Budget:
     wanted = tokens - round(ratio * tokens)
     shares = [count * wanted / tokens for count in counts]
     floored = [share < 1 for share in shares]
-    assert all(1 <= kept <= count for kept, count in zip(budget.counts, counts, strict=True))
-    assert all(abs(kept - share) <= 1 for kept, share in zip(budget.counts, shares, strict=True))
+    assert all(1 <= num_dest <= count for num_dest, count in zip(budget.counts, counts, strict=True))
+    assert all(abs(num_dest - share) <= 1 for num_dest, share in zip(budget.counts, shares, strict=True))
     assert wanted <= budget.total <= wanted + sum(floored)
     if not any(floored):
         assert budget.total == wanted
     elif budget.total > wanted:
         # The excess: the minimum of one per window exceeds the total after all others are rounded down.
-        assert all(kept == max(1, int(share)) for kept, share in zip(budget.counts, shares, strict=True))
+        assert all(num_dest == max(1, int(share)) for num_dest, share in zip(budget.counts, shares, strict=True))
     return budget
 
 
 def check_slots(budget: Budget) -> None:
     slots = budget.slots
-    used = [w * slots + k for w, kept in enumerate(budget.counts) for k in range(kept)]
+    used = [w * slots + k for w, num_dest in enumerate(budget.counts) for k in range(num_dest)]
     if budget.compact is None:
         assert set(budget.counts) == {slots}
         assert budget.expand is None
@@ -195,7 +195,9 @@ def check_slots(budget: Budget) -> None:
         assert budget.valid.flatten().nonzero().flatten().tolist() == used
         starts = [sum(budget.counts[:w]) for w in range(len(budget.counts))]
         padded = [
-            s + (k if k < kept else 0) for s, kept in zip(starts, budget.counts, strict=True) for k in range(slots)
+            s + (k if k < num_dest else 0)
+            for s, num_dest in zip(starts, budget.counts, strict=True)
+            for k in range(slots)
         ]
         assert budget.expand.tolist() == padded
     x = torch.arange(2 * budget.total * 3).view(2, budget.total, 3)
@@ -255,14 +257,14 @@ def test_a_padded_window_merges_as_if_alone(ratio: float) -> None:
     plan = plan_of(x, windows, budget)
     merged, back = merge(x, plan), unmerge(y, plan)
     start = 0
-    for w, (count, kept) in enumerate(zip(windows.counts, budget.counts, strict=True)):
+    for w, (count, num_dest) in enumerate(zip(windows.counts, budget.counts, strict=True)):
         members = windows.source[w, :count]
-        alone = plan_of(x[:, members], make_windows(1, count, "global", 4), Budget((kept,), None, None, None))
-        here = slice(start, start + kept)
+        alone = plan_of(x[:, members], make_windows(1, count, "global", 4), Budget((num_dest,), None, None, None))
+        here = slice(start, start + num_dest)
         assert plan.destinations[0, here].tolist() == members[alone.destinations[0]].tolist()
         torch.testing.assert_close(merged[:, here], merge(x[:, members], alone), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(back[:, members], unmerge(y[:, here], alone), rtol=1e-4, atol=1e-5)
-        start += kept
+        start += num_dest
 
 
 def test_poisoned_padding_weights_nothing() -> None:

@@ -91,8 +91,8 @@ def kill_all(process: subprocess.Popen[str]) -> None:
 
 def ended(process: subprocess.Popen[str], out: Path) -> set[str]:
     """Wait, and return the sections with results."""
-    said, _ = process.communicate(timeout=900)
-    assert process.returncode == 0, said[-6000:]
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output[-6000:]
     files = [path for path in out.rglob("*") if path.is_file()]
     assert len(files) <= MOST_FILES
     assert max(path.stat().st_size for path in files) < MOST_BYTES

@@ -22,7 +22,7 @@ def test_a_run_and_a_repeated_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "calibrated.json"
-    asked = ["--model", "deep", "--steps", "4", "--near", "balanced", "--images", "1", "--out", str(out)]
+    asked = ["--model", "deep", "--steps", "4", "--target", "balanced", "--images", "1", "--out", str(out)]
     calibrated.main(asked)
     (row,) = json.loads(out.read_text()).values()
     assert 0 < row["calibrated"] < row["preset"], "on a trained model, and scenes that were not measured"
@@ -48,7 +48,9 @@ def test_no_single_setting_has_less_error() -> None:
 def test_clips(tmp_path: Path) -> None:
     """Run the command with the trained Wan."""
     out = tmp_path / "calibrated.json"
-    calibrated.main(["--model", "wan", "--steps", "4", "20", "--near", "balanced", "--images", "1", "--out", str(out)])
+    calibrated.main(
+        ["--model", "wan", "--steps", "4", "20", "--target", "balanced", "--images", "1", "--out", str(out)]
+    )
     ((name, row),) = json.loads(out.read_text()).items()
     assert name == "wan 4 steps cfg 1 balanced"
     assert row["calibrated"] <= row["preset"]

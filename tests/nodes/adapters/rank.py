@@ -82,8 +82,8 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         # 132 tokens of a picture and 7 of text: two processes cannot share them evenly.
         found[f"tokens-{way}-odd"] = partial(shared, {}, text=7, width=22)
         found[f"tokens-{way}-module"] = partial(shared, {"granularity": "module"}, references=2)
-        kept = {"full_step_interval": 2}
-        found[f"tokens-{way}-detail"] = partial(shared, kept, references=2, steps=3)
+        cached = {"full_step_interval": 2}
+        found[f"tokens-{way}-detail"] = partial(shared, cached, references=2, steps=3)
     for name, model in built.items():
         for granularity in ("stack", "module"):
             settings = {"granularity": granularity}

@@ -48,12 +48,12 @@ def test_keys_are_propagated_as_their_destinations_change(
     # Some models refine text or image before: that is not merged, and attends to its own tokens.
     block = next(n for n, (q, k, _) in enumerate(merged[0]) if q.shape[1] != k.shape[1])
     before = layout.before + layout.above if kind != "sd3" else 7
-    kept, plan = full[block][1:], plan_calls[0].plan
+    cached, plan = full[block][1:], plan_calls[0].plan
     _, U = dense(plan)
     for step in merged:
         q, *fresh = step[block]
         after = before + plan.tokens
-        for old, new in zip(kept, fresh, strict=True):
+        for old, new in zip(cached, fresh, strict=True):
             assert new.shape == old.shape
             assert q.shape[1] == new.shape[1] - plan.tokens + plan.num_destinations
             old_rows, rows = old[:, before:after], new[:, before:after]
@@ -61,7 +61,7 @@ def test_keys_are_propagated_as_their_destinations_change(
             moved = rows.gather(1, there) - old_rows.gather(1, there)
             assert moved.abs().max() > 1e-3
             torch.testing.assert_close(rows, old_rows + U @ moved, rtol=1e-3, atol=1e-3 * float(rows.abs().max()))
-        kept = fresh
+        cached = fresh
 
 
 @loop("text", [7, HEIGHT // 2 * (WIDTH // 2) // 2])
@@ -186,8 +186,8 @@ def test_a_full_step_that_a_cache_skips_loses_nothing(
 
     model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "cache", skipping)
     details = pack_module("toma_core.cache").ResidualCache
-    kept, found = details.read, []
-    monkeypatch.setattr(details, "read", lambda *args: found.append(kept(*args)) or found[-1])
+    cached, found = details.read, []
+    monkeypatch.setattr(details, "read", lambda *args: found.append(cached(*args)) or found[-1])
     models.sample(model, HEIGHT, WIDTH, steps=7)
     assert sorted(stats_of(model).merged_steps) == [1, 2, 5]
     assert found

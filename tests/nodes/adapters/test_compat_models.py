@@ -169,8 +169,8 @@ def rename(monkeypatch: pytest.MonkeyPatch, cls: Any, method: str, old: str, new
 
 
 def move(owner: nn.Module, old: str, new: str) -> None:
-    place = owner._modules if old in owner._modules else owner.__dict__
-    place[new] = place.pop(old)
+    namespace = owner._modules if old in owner._modules else owner.__dict__
+    namespace[new] = namespace.pop(old)
 
 
 @loop(

@@ -53,9 +53,9 @@ def evaluate(pack: ModuleType) -> Any:
     def make(sigma: float = 3.0, copies: tuple[object, ...] = (None,), **settings: Any) -> Any:
         config = core.ToMAConfig(**{"min_tokens": 4, "window_size": 4, **settings})
         run = core.RunState(core.Schedule(config, (3.0, 2.0, 1.0)))
-        for level in (3.0, 2.0, 1.0):
-            decision = run.schedule.decide(level)
-            if level == sigma:
+        for each in (3.0, 2.0, 1.0):
+            decision = run.schedule.decide(each)
+            if each == sigma:
                 break
         return core.Evaluation(run, decision, copies, copies)
 

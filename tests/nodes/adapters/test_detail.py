@@ -262,9 +262,14 @@ def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
     original = pipeline.cached
 
     def spy(self: Any, block: str, x: torch.Tensor) -> Any:
-        detail = original(self, block, x)
-        found.append((self.step_plan.step, "none" if detail is None else "kept" if detail.update is None else "reused"))
-        return detail
+        block_cache = original(self, block, x)
+        found.append(
+            (
+                self.step_plan.step,
+                "none" if block_cache is None else "stored" if block_cache.update is None else "reused",
+            )
+        )
+        return block_cache
 
     def guidance(args: dict[str, Any]) -> torch.Tensor:
         if float(args["sigma"][0]) >= begins:
@@ -289,8 +294,8 @@ def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
     def of(step: int, within: list[tuple[int, str]]) -> set[str]:
         return {how for at, how in within if at == step}
 
-    assert [of(step, late) for step in range(first, first + 2)] == [{"kept"}, {"reused"}]
-    assert of(first, found) == {"kept", "reused"}
+    assert [of(step, late) for step in range(first, first + 2)] == [{"stored"}, {"reused"}]
+    assert of(first, found) == {"stored", "reused"}
     assert of(first + 1, found) == {"reused"}
 
 

@@ -39,7 +39,7 @@ def give_total(monkeypatch: pytest.MonkeyPatch, total: float) -> None:
 
 
 @pytest.fixture
-def kept(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def cache_plans(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Record the plan of each run's KV cache."""
     run, decided = pack_module("nodes.adapters.patch_model"), list[Any]()
     decide = run.plan_kv_cache
@@ -53,7 +53,7 @@ def kept(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_full_precision_only_where_all_of_it_fits_beside_the_weights(
-    model_of: Any, kept: list[Any], monkeypatch: pytest.MonkeyPatch
+    model_of: Any, cache_plans: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decision does not depend on currently free memory. With less memory, the cache has four bits up to a share of
     the card, else there is none."""
@@ -65,19 +65,19 @@ def test_full_precision_only_where_all_of_it_fits_beside_the_weights(
     used = 2**34 - left(merged)
     assert used == pytest.approx(model.model_size() * 1.1 + management.minimum_inference_memory())
     models.sample(merged, HEIGHT, WIDTH, steps=2)
-    full = kept[-1].bytes
+    full = cache_plans[-1].bytes
     monkeypatch.setattr(management, "get_free_memory", lambda *_, **__: 1e4)
     for total in (used + full + 1, used + full - 1, used, full):
         give_total(monkeypatch, total)
         models.sample(merged, HEIGHT, WIDTH, steps=2)
-    assert [(k.bytes == full, k.quantized) for k in kept] == [(True, False), (True, False)] + [(False, True)] * 3
-    give_total(monkeypatch, kept[-1].bytes)
+    assert [(k.bytes == full, k.quantized) for k in cache_plans] == [(True, False), (True, False)] + [(False, True)] * 3
+    give_total(monkeypatch, cache_plans[-1].bytes)
     models.sample(merged, HEIGHT, WIDTH, steps=2)
-    assert kept[-1].bytes == 0
+    assert cache_plans[-1].bytes == 0
 
 
 def test_four_bits_may_fill_what_is_left_of_the_card(
-    model_of: Any, kept: list[Any], monkeypatch: pytest.MonkeyPatch
+    model_of: Any, cache_plans: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside a small model this is more than the share that may offload weights."""
     import comfy.model_management as management
@@ -93,12 +93,12 @@ def test_four_bits_may_fill_what_is_left_of_the_card(
     for total in (1e9, 1.0):
         give_total(monkeypatch, total)
         run.run_config(run.attachment_of(merged), guider, torch.zeros(SHAPE), None)
-    assert (kept[0].quantized, kept[1].bytes) == (False, 0)
-    for total in (kept[0].bytes - 1, kept[0].bytes // 2):
+    assert (cache_plans[0].quantized, cache_plans[1].bytes) == (False, 0)
+    for total in (cache_plans[0].bytes - 1, cache_plans[0].bytes // 2):
         give_total(monkeypatch, total)
         run.run_config(run.attachment_of(merged), guider, torch.zeros(SHAPE), None)
-        assert kept[-1].quantized
-    assert kept[-1].bytes > 0.55 * (kept[0].bytes // 2)
+        assert cache_plans[-1].quantized
+    assert cache_plans[-1].bytes > 0.55 * (cache_plans[0].bytes // 2)
 
 
 def test_what_is_loaded_with_the_model_counts(model_of: Any) -> None:
@@ -138,20 +138,20 @@ def test_a_model_for_the_negative_prompt_counts(model_of: Any) -> None:
 
 
 @loop("dtype", ["fp32", "bf16"])
-def test_the_dtype_is_that_of_the_run(dtype: str, stats_of: Any, kept: list[Any]) -> None:
+def test_the_dtype_is_that_of_the_run(dtype: str, stats_of: Any, cache_plans: list[Any]) -> None:
     """ModelComputeDtype patches the model only when it is loaded: the first run must request as much as the second."""
     from comfy_extras.nodes_model_advanced import ModelComputeDtype
 
     run, model = pack_module("nodes.adapters.patch_model"), models.flux(dtype=torch.bfloat16)
     model.model.diffusion_model.to(torch.bfloat16)
-    kept.clear()
+    cache_plans.clear()
     merged = run.apply_toma(ModelComputeDtype().patch(model, dtype)[0], preset("balanced"))
     for _ in range(2):
         models.sample(merged, HEIGHT, WIDTH, steps=4)
-        assert kept[-1].bytes == stats_of(merged).cache_bytes
+        assert cache_plans[-1].bytes == stats_of(merged).cache_bytes
     other = run.apply_toma(model, preset("balanced"))
     models.sample(other, HEIGHT, WIDTH, steps=4)
-    assert kept[-1].bytes == stats_of(other).cache_bytes == kept[0].bytes // (2 if dtype == "fp32" else 1)
+    assert cache_plans[-1].bytes == stats_of(other).cache_bytes == cache_plans[0].bytes // (2 if dtype == "fp32" else 1)
 
 
 def test_activations_are_counted_in_the_dtype_of_the_run(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:

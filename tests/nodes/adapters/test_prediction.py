@@ -43,11 +43,11 @@ def predicted(model: Any) -> list[torch.Tensor]:
 
     pictures: list[torch.Tensor] = []
 
-    def keep(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    def record(executor: Any, *args: Any, **kwargs: Any) -> Any:
         pictures.append(executor(*args, **kwargs))
         return pictures[-1]
 
-    model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", keep)
+    model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", record)
     return pictures
 
 

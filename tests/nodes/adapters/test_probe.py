@@ -54,12 +54,12 @@ def test_a_probe_is_what_the_run_would_do(flux: Any, apart: Any) -> None:
     tokens of the negative."""
     pictures: list[torch.Tensor] = []
 
-    def keep(args: dict[str, Any]) -> torch.Tensor:
+    def record(args: dict[str, Any]) -> torch.Tensor:
         pictures.append(args["cond_denoised"].clone())
         return args["denoised"]
 
     listening = flux.clone()
-    listening.set_model_sampler_post_cfg_function(keep)
+    listening.set_model_sampler_post_cfg_function(record)
     apart(flux)
     probes, _, _ = probed(listening, steps=3)
     assert [*probes.bands[0].steps] == [0]

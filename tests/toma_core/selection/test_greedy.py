@@ -69,12 +69,14 @@ def test_ragged_windows_of_a_batch_each_as_good_as_the_loops(height: int, width:
     S = cosine_similarity(windows.split(features(7, 3, height * width, 5)))
     dest_slots = select(S, windows, budget)
     for b in range(3):
-        for w, (count, kept) in enumerate(zip(windows.counts, budget.counts, strict=True)):
+        for w, (count, num_dest) in enumerate(zip(windows.counts, budget.counts, strict=True)):
             alone = S[b, w, :count, :count]
-            chosen = dest_slots[b, w, :kept].tolist()
+            chosen = dest_slots[b, w, :num_dest].tolist()
             assert chosen == sorted(set(chosen))
             assert max(chosen) < count
-            assert naive_value(alone, chosen) == pytest.approx(naive_value(alone, naive_greedy(alone, kept)), rel=1e-5)
+            assert naive_value(alone, chosen) == pytest.approx(
+                naive_value(alone, naive_greedy(alone, num_dest)), rel=1e-5
+            )
             assert set(dest_slots[b, w].tolist()) == set(chosen), "unused places repeat a destination"
 
 

@@ -154,9 +154,9 @@ def merged_call(
 def restored(layout: Layout, out: Any, image: Tensor, merged: Tensor, U: Tensor) -> Tensor:
     """Return all tokens after a block whose merged output is `out`."""
     y = layout.taken(out)
-    kept = merged.shape[1]
-    new = image + U @ (y[:, layout.before : layout.before + kept] - merged)
-    return torch.cat([y[:, : layout.before], new, y[:, layout.before + kept :]], 1)
+    length = merged.shape[1]
+    new = image + U @ (y[:, layout.before : layout.before + length] - merged)
+    return torch.cat([y[:, : layout.before], new, y[:, layout.before + length :]], 1)
 
 
 def run(block: nn.Module, layout: Layout, given: dict[str, Any]) -> Any:

@@ -136,11 +136,11 @@ def test_residuals_are_cached_and_reused(family: str, model_of: Any, attach: Any
     """Full steps are bit-identical to the model, and the error of later steps is smaller than without the cache."""
     model = model_of(family)
     plain = models.sample(model, HEIGHT, WIDTH, steps=4, cfg=1.0)
-    far = models.sample(attach(model, ratio=0.5), HEIGHT, WIDTH, steps=4, cfg=1.0)
+    uncached = models.sample(attach(model, ratio=0.5), HEIGHT, WIDTH, steps=4, cfg=1.0)
     reusing = attach(model, ratio=0.5, full_step_interval=2, selection_interval=2, weight_interval=2)
-    near = models.sample(reusing, HEIGHT, WIDTH, steps=4, cfg=1.0)
+    cached = models.sample(reusing, HEIGHT, WIDTH, steps=4, cfg=1.0)
     assert stats_of(reusing).cache_bytes > 0
-    assert (near - plain).norm() < (far - plain).norm()
+    assert (cached - plain).norm() < (uncached - plain).norm()
     first = attach(model, ratio=0.5, full_step_interval=9)
     full = models.sample(first, HEIGHT, WIDTH, steps=1, cfg=1.0)
     assert torch.equal(full, models.sample(model, HEIGHT, WIDTH, steps=1, cfg=1.0))

@@ -144,8 +144,8 @@ def test_int8_weights_and_a_lora(stats_of: Any) -> None:
 
     plain = models.h3()
     model = in_int8(plain)
-    near = errors(sampled(model), sampled(plain))
-    assert 0 < near[0] < 0.1
+    error = errors(sampled(model), sampled(plain))
+    assert 0 < error[0] < 0.1
     lora = {}
     for name, weight in plain.model.diffusion_model.named_parameters():
         if name.startswith("blocks.") and name.endswith((".fc1.weight", ".qkv_proj.weight")):

@@ -140,10 +140,10 @@ def test_the_audio_attends_to_all_tokens(model_of: Any, monkeypatch: pytest.Monk
     family, model = pack_module("nodes.adapters.families.ltx"), model_of("ltx_av")
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     own = sampled(model, steps=8)
-    _, near = errors(sampled(merged, steps=8), own)
+    _, error = errors(sampled(merged, steps=8), own)
     monkeypatch.delattr(family.AVSignature, "attention_spans")
-    _, far = errors(sampled(merged, steps=8), own)
-    assert 1.4 * near < far
+    _, isolated = errors(sampled(merged, steps=8), own)
+    assert 1.4 * error < isolated
 
 
 def test_without_audio_and_with_that_of_a_reference(model_of: Any, attach: Any, stats_of: Any) -> None:

@@ -68,13 +68,13 @@ def test_references(
     )
     seen, images, few = merged_call(layout, given, plans, M)
 
-    def moved(place: int) -> int:
+    def moved(offset: int) -> int:
         end = layout.before
         gone = 0
         for plan in plans:
             end += plan.tokens
-            gone += plan.tokens - plan.num_destinations if place >= end else 0
-        return place - gone
+            gone += plan.tokens - plan.num_destinations if offset >= end else 0
+        return offset - gone
 
     if given.get("timestep_zero_index") is not None:
         seen["timestep_zero_index"] = moved(given["timestep_zero_index"])

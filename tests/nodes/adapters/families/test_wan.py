@@ -35,7 +35,7 @@ def wan(model_of: Any) -> Any:
     return model_of("wan")
 
 
-def kept(frames: int) -> int:
+def destinations_of(frames: int) -> int:
     return frames * FRAME // 2
 
 
@@ -58,7 +58,7 @@ def test_a_block_of_a_video(
     (call,) = calls
     planned = plan_calls[call.first_plan]
     assert planned.grid == (frames, HEIGHT // 2, WIDTH // 2)
-    assert stats_of(merged).grids == {planned.grid: kept(frames)}
+    assert stats_of(merged).grids == {planned.grid: destinations_of(frames)}
     torch.testing.assert_close(call.out, by_hand(LAYOUT, block, call, planned.plan, dense), **CLOSE)
     M, U = (matrix.view(batch, frames, -1, frames, matrix.shape[2] // frames) for matrix in dense(planned.plan))
     for matrix in (M, U):
@@ -125,10 +125,10 @@ def test_frames_odd_sizes_and_guidance(
 def test_the_residual_cache_is_used_and_drawn(wan: Any, attach: Any, stats_of: Any) -> None:
     asked = {"frames": 5, "steps": 4, "cfg": 1.0}
     plain = models.sample(wan, HEIGHT, WIDTH, **asked)
-    far = models.sample(attach(wan), HEIGHT, WIDTH, **asked)
+    uncached = models.sample(attach(wan), HEIGHT, WIDTH, **asked)
     reusing = attach(wan, full_step_interval=2, selection_interval=2, weight_interval=2)
-    near = models.sample(reusing, HEIGHT, WIDTH, **asked)
-    assert (near - plain).norm() < (far - plain).norm()
+    cached = models.sample(reusing, HEIGHT, WIDTH, **asked)
+    assert (cached - plain).norm() < (uncached - plain).norm()
     drawn = stats_of(reusing).maps[5, HEIGHT // 2, WIDTH // 2]
     assert (drawn.frames, len(drawn.destinations), len(drawn.owner)) == (5, FRAME // 2, FRAME)
     assert "5 x 10 x 14" in stats_of(reusing).summary()
@@ -209,7 +209,7 @@ def test_two_models_one_after_the_other(wan: Any, attach: Any, stats_of: Any, no
     out = in_two(*merged)
     assert out.isfinite().all()
     grid = (5, HEIGHT // 2, WIDTH // 2)
-    assert [stats_of(m).grids for m in merged] == [{grid: kept(5)}, {grid: 5 * round(0.75 * FRAME)}]
+    assert [stats_of(m).grids for m in merged] == [{grid: destinations_of(5)}, {grid: 5 * round(0.75 * FRAME)}]
     assert [sorted(stats_of(m).steps) for m in merged] == [[0, 1], [0, 1]]
     assert torch.equal(in_two(*merged), out)
     only = in_two(merged[0], low)
@@ -318,7 +318,7 @@ def test_attention_receives_the_number_of_tokens_per_frame(wan: Any, attach: Any
     patched = wan.clone()
     patched.model_options["transformer_options"]["optimized_attention_override"] = override
     models.sample(attach(patched), HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0)
-    assert seen == {(kept(3), (3, 1, FRAME // 2))}
+    assert seen == {(destinations_of(3), (3, 1, FRAME // 2))}
 
 
 def test_a_video_that_is_no_video_of_this_model(attach: Any, model_of: Any, stats_of: Any) -> None:

@@ -127,8 +127,8 @@ def test_kinds_that_read_all_tokens_between_blocks(
     assert starts == [sum(chains[:n]) for n in range(len(chains))]
     plain = models.sample(model, height, WIDTH, **asked)
     assert not torch.equal(out, plain)
-    near = models.sample(attach(model, ratio=0.02), height, WIDTH, **asked) - plain
-    assert near.norm() < 0.5 * (out - plain).norm()
+    small = models.sample(attach(model, ratio=0.02), height, WIDTH, **asked) - plain
+    assert small.norm() < 0.5 * (out - plain).norm()
 
 
 @loop("kind", ["scail", "scail2"])

@@ -93,10 +93,10 @@ def test_unmerge(case: Case, kernels: Any) -> None:
 def test_restore(case: Case, kernels: Any) -> None:
     plan, x = random_plan(case), case.tokens()
     out, reduced = normal(case, plan.num_destinations, 1), normal(case, plan.num_destinations, 2)
-    kept = [t.clone() for t in (out, reduced, x)]
+    copies = [t.clone() for t in (out, reduced, x)]
     actual = kernels.unmerge_residual(out, reduced, x, plan.unmerge_weights, plan.windows, plan.budget)
     check(actual, x.float() + unmerge(out.float() - reduced.float(), in_fp32(plan)), case.dtype, 4)
-    assert all(torch.equal(a, b) for a, b in zip((out, reduced, x), kept, strict=True)), "inputs are left alone"
+    assert all(torch.equal(a, b) for a, b in zip((out, reduced, x), copies, strict=True)), "inputs are left alone"
 
 
 @each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
