@@ -12,7 +12,7 @@ import torch
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 from tests.loop import loop
-from tests.nodes.adapters.looking import preset
+from tests.nodes.adapters.kv_helpers import preset
 
 streams = pack_module("nodes.adapters.streams")
 run, kv_memory = pack_module("nodes.adapters.patch_model"), pack_module("nodes.adapters.kv_memory")

@@ -14,7 +14,7 @@ from benchmarks import models
 from scripts.comfy_pack import pack_module
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
-from tests.nodes.adapters.looking import KEYS, Watch, evaluated, preset, several_calls
+from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated, preset, several_calls
 
 Reason = pack_module("toma_core.reasons").Reason
 

@@ -11,7 +11,7 @@ from benchmarks import models
 from scripts.comfy_pack import pack_module
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
-from tests.nodes.adapters.looking import preset
+from tests.nodes.adapters.kv_helpers import preset
 
 Reason = pack_module("toma_core.reasons").Reason
 RunState = pack_module("toma_core.run").RunState

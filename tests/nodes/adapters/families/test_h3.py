@@ -24,7 +24,7 @@ from tests.nodes.adapters.families.layouts import (
     restored,
     run,
 )
-from tests.nodes.adapters.looking import preset
+from tests.nodes.adapters.kv_helpers import preset
 
 HEIGHT, WIDTH, FRAMES = 12, 16, 5
 FRAME = HEIGHT // 2 * (WIDTH // 2)

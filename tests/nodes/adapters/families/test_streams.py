@@ -10,7 +10,7 @@ from benchmarks import models
 from scripts.comfy_pack import pack_module
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import noise
-from tests.nodes.adapters.looking import preset
+from tests.nodes.adapters.kv_helpers import preset
 
 FRAMES = 5
 

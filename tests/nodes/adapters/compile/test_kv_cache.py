@@ -12,8 +12,8 @@ from scripts.comfy_pack import pack_module
 from tests.nodes.adapters.compile import test_compile
 from tests.nodes.adapters.compiling import Counting, compiled
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
-from tests.nodes.adapters.looking import KEYS
-from tests.nodes.adapters.test_all_keys import SHOWN
+from tests.nodes.adapters.kv_helpers import KEYS
+from tests.nodes.adapters.test_kv_cache import SHOWN
 
 fresh_compiler = test_compile.fresh_compiler
 
@@ -28,8 +28,8 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
     fresh_compiler: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two graphs as without: full steps and merged ones; with what is kept in four bits too."""
-    model_of(kind)  # skips what this ComfyUI does not have
+    """There are two graphs as without a cache, of full and of merged steps, also with a 4-bit cache."""
+    model_of(kind)  # skips models that this ComfyUI lacks
     if packed:
         monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
     model, backend = getattr(models, kind)(), Counting()
@@ -40,5 +40,5 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
     assert stats_of(merged).unmerged == {}
     warm = backend.graphs
     models.sample(merged, HEIGHT, WIDTH, steps=9)
-    if kind not in ("ltx_av", "h3"):  # they leave their graph before the blocks, see `test_compile.py`
+    if kind not in ("ltx_av", "h3"):  # they break their graph before the blocks, see `test_compile.py`
         assert backend.graphs == warm <= 3

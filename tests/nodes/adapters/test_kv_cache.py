@@ -13,7 +13,7 @@ from scripts.comfy_pack import pack_module
 from tests.loop import loop
 from tests.nodes.adapters.compiling import Counting, compiled
 from tests.nodes.adapters.families.layouts import ALONE, HEIGHT, LAYOUTS, WIDTH
-from tests.nodes.adapters.looking import KEYS, Watch, drifting, evaluated, preset, several_calls
+from tests.nodes.adapters.kv_helpers import KEYS, Watch, drifting, evaluated, preset, several_calls
 
 Reason = pack_module("toma_core.reasons").Reason
 
