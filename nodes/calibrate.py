@@ -249,7 +249,7 @@ def _cfgs_of_samplers(hidden: Any) -> list[float]:
         for node_id, node in prompt.items():
             inputs = node.get("inputs", {})
             link, cfg = inputs.get("model"), inputs.get("cfg")
-            if isinstance(link, list) and str(link[0]) == source and node_id not in reached:
+            if isinstance(link, list) and link and str(link[0]) == source and node_id not in reached:
                 reached.append(node_id)
                 found += [float(cfg)] if isinstance(cfg, (int, float)) else []
     return found

@@ -245,6 +245,7 @@ def test_a_sampler_with_another_cfg_is_named() -> None:
         "2": {"inputs": {"model": ["1", 0]}},
         "3": {"inputs": {"model": ["2", 0], "cfg": 7.0}},
         "4": {"inputs": {"model": ["9", 0], "cfg": 1.0}},
+        "5": {"inputs": {"model": [], "cfg": 2.0}},  # ComfyUI does not check a node without an output
     }
     assert calibrate._cfgs_of_samplers(SimpleNamespace(unique_id="1", prompt=prompt)) == [7.0]
 

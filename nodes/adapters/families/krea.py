@@ -6,7 +6,7 @@ from comfy.ldm.krea2.model import SingleStreamDiT
 
 from ....toma_core.cost_model import KREA
 from ..family import Transformer
-from ..signature import BlockGroup, BlockSignature
+from ..signature import BlockGroup, BlockSignature, CallArguments
 
 NAME = "Krea 2"
 MODEL = SingleStreamDiT
@@ -20,6 +20,11 @@ class Signature(BlockSignature):
     image_last = True
     index_args = ("timestep_zero_index",)
     passthrough_args = ("vec",)
+
+    def image_start(self, call_args: CallArguments, image: int) -> int | None:
+        # Patches may append tokens after the references. ComfyUI 0.26.0 has neither these nor img_slice.
+        after_text = (call_args.get("transformer_options") or {}).get("img_slice")
+        return super().image_start(call_args, image) if after_text is None else int(after_text[0])
 
 
 class Hooks(Transformer):

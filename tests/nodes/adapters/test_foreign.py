@@ -171,3 +171,9 @@ def test_the_measured_number_of_blocks_is_of_flux_1(pack: Any) -> None:
     small = find(models.flux(double=2, single=3).model.diffusion_model).presets(True)
     assert small == pack_module("nodes.adapters.family").PRESETS
     assert small["paper"]["skip_first_blocks"] < 1 < family.PAPER["paper"]["skip_first_blocks"]
+
+
+def test_tokens_that_a_patch_appends_are_not_the_image() -> None:
+    """The image of Krea 2 begins after the text."""
+    given = {"freqs": torch.empty(1, 1, 7 + 140 + 5, 4, 2, 2), "transformer_options": {"img_slice": [7, 152]}}
+    assert pack_module("nodes.adapters.families.krea").Signature().image_start(given, 140) == 7
