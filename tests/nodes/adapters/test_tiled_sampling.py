@@ -42,12 +42,10 @@ def sampled(model: Any, **options: Any) -> torch.Tensor:
 
 
 def check_error(result: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """Check a small error: `paper` compares tokens that another batch size rounds differently, and may choose another
-    of two nearly equal gains."""
-    if name == "paper":
-        assert (result - expected).norm() < 0.01 * expected.norm()
-    else:
-        torch.testing.assert_close(result, expected, **NEARLY)
+    """Check that errors are those of rounding. Some CPUs round tokens differently in another batch size, so the search
+    may choose another of two nearly equal gains: 3e-4 of the latent on an AMD EPYC, where merging itself is 0.02 to
+    0.1. `paper` compares more such tokens."""
+    assert (result - expected).norm() < (0.01 if name == "paper" else 0.001) * expected.norm()
 
 
 @every_kind
