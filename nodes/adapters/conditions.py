@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 
@@ -55,8 +54,14 @@ def crop(image: Tensor, area: Sequence[int] | None) -> Tensor:
 
 
 def area_size(area: Sequence[int] | None, size: Sequence[int]) -> tuple[int, ...]:
-    """Return rows and columns (frames before them) of an area of a latent of this size."""
-    return tuple(size if area is None else crop(torch.empty(1, 1, *size, device="meta"), area).shape[2:])
+    """Return rows and columns (frames before them) of an area of a latent of this size; not positive outside of it."""
+    if area is None:
+        return tuple(size)
+    half = len(area) // 2
+    first = max(0, len(size) - half)
+    return *size[:first], *(
+        min(n, side - at) for n, side, at in zip(area[:half], size[first:], area[half:], strict=False)
+    )
 
 
 def takes_part(conds: Sequence[Mapping[str, Any]] | None, sigma: float | None) -> bool:

@@ -213,3 +213,13 @@ def test_negative_model_of_another_class_is_not_merged(
     ((reason, parts),) = stats.unmerged.items()
     assert (reason.id.value, parts) == ("unknown_model", {"model"})
     assert len(stats.merged_blocks) == 6
+
+
+def test_an_area_outside_of_a_latent_is_no_error() -> None:
+    """A node may evaluate a smaller latent without the areas of the conditions: it shows something else then."""
+    area_size = pack_module("nodes.adapters.conditions").area_size
+    assert area_size(None, (8, 6)) == (8, 6)
+    assert area_size((8, 8, 4, 0), (8, 6)) == (4, 6)
+    assert area_size((8, 8, 4, 0), (3, 8, 6)) == (3, 4, 6)
+    assert area_size((2, 8, 8, 1, 4, 0), (3, 8, 6)) == (2, 4, 6)
+    assert min(area_size((8, 8, 16, 0), (8, 6))) < 0

@@ -62,8 +62,9 @@ def require(t: Tensor, tokens: int, like: Tensor | None = None) -> None:
 
 
 def budget_stride(part: Tensor | None, dims: int) -> int:
-    """Return the stride between images of a budget's tensor, 0 without one or if its `dims` dimensions are for all."""
-    return 0 if part is None or part.ndim == dims else part.stride(0)
+    """Return the stride between images of a budget's tensor, 0 without one or if all images share its `dims`
+    dimensions."""
+    return 0 if part is None or part.ndim == dims or len(part) == 1 else part.stride(0)
 
 
 def weight_strides(weights: Tensor, batch: int) -> tuple[int, int, int]:

@@ -142,6 +142,16 @@ def test_one_plan_for_a_batch(case: Case, kernels: Any) -> None:
     assert torch.equal(spread, kernels.unmerge(merged, back.repeat(3, 1, 1, 1), plan.windows, plan.budget))
 
 
+@each(Case(13, 19, 8, 0.5, 40, FULL, adaptive=True))
+def test_one_adaptive_plan_for_a_batch(case: Case, kernels: Any) -> None:
+    """The budget of one image serves all of them too; nothing is read past its end."""
+    plan, x = random_plan(case), case.tokens().expand(3, -1, -1)
+    merged = kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
+    assert torch.equal(merged, merged[:1].expand(3, -1, -1))
+    restored = kernels.unmerge(merged, plan.unmerge_weights, plan.windows, plan.budget)
+    assert torch.equal(restored, restored[:1].expand(3, -1, -1))
+
+
 @each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
 def test_refused(case: Case, kernels: Any) -> None:
     """Sizes that would read past a tensor are refused."""
