@@ -12,7 +12,7 @@ MARKED = "() => app.graph.getNodeById(4).inputs.filter(i => i.hasErrors).map(i =
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "sentence", "marked"),
+    ("index", "value", "sentence", "marked"),
     [
         (
             START,
