@@ -224,11 +224,13 @@ class SamplingRun:
         if evaluation.step_plan.mode is not StepMode.MERGED_CACHED or merges_plainly(self.run):
             return True
         coverage = self.run.cache.coverage
-        return all(key in coverage and self.layouts.get(key) == layout for key in evaluation.cond_keys)
+        # A refresh caches nothing of an area with too few tokens: it is not merged in later steps either.
+        return all(self.layouts.get(key) == (layout, key in coverage) for key in evaluation.cond_keys)
 
     def refreshed(self, evaluation: Evaluation, layout: Hashable, unreached: Iterable[str]) -> None:
         """Note that a call has refreshed its caches, but for those of the chains that another node skipped."""
-        self.layouts.update(dict.fromkeys(evaluation.cond_keys, layout))
+        coverage = self.run.cache.coverage
+        self.layouts.update({key: (layout, key in coverage) for key in evaluation.cond_keys})
         self.run.cache.drop((name, cond) for name in unreached for cond in evaluation.cond_keys)
 
     def refresh_instead(self, evaluation: Evaluation) -> Evaluation:

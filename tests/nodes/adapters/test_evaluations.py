@@ -169,6 +169,17 @@ def test_a_prompt_for_every_step(trained: Trained, plain: float, stats_of: Any, 
         assert "nothing cached yet for a prompt" in stats.text()
 
 
+def test_an_area_with_too_few_tokens(trained: Trained, plain: float, stats_of: Any) -> None:
+    """It is never merged and cached, and the other conditions are merged as without it."""
+    trained.drawn(trained.merged)
+    alone = stats_of(trained.merged).merged_steps
+    error = trained.error(positive=[*trained.prompt(3), *trained.prompt(5, area=(2, 2, 4, 4))])
+    stats = stats_of(trained.merged)
+    assert stats.merged_steps == alone
+    assert stats.full_reasons == {}
+    assert error < 2 * plain
+
+
 def test_a_condition_that_begins_exactly_at_a_step(trained: Trained) -> None:
     """ComfyUI compares in single precision, and ToMA expects the condition in the same steps."""
     conditions = pack_module("nodes.adapters.conditions")
