@@ -132,7 +132,7 @@ class SigmaTracker:
             return 0 if self._since == 1 else by_sigma
         following = min(self._reported + 1, len(self._sigmas) - 1)
         if self._each and self._since >= self._each:
-            return self._reported if self._repeats(given, following) else following
+            return min(self._reported, following) if self._repeats(given, following) else following
         return min(max(by_sigma, self._reported), following)
 
     def _repeats(self, given: float, following: int) -> bool:

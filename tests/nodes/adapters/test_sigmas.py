@@ -341,6 +341,18 @@ def test_steps_come_from_what_the_sampler_reports(pack: Any) -> None:
     assert reporting(4.0, 0, 3.0, 1, 4.0, 0, 2.0, 1, 1.0) == [0, 1, 2, 2, 3], "repeated reports are ignored"
 
 
+def test_a_sampler_that_reports_more_steps_than_its_schedule_stays_in_the_last(pack: Any) -> None:
+    """At one noise level, so that each evaluation could also repeat the step that was reported."""
+    tracker = levels.SigmaTracker([3.0, 2.0, 0.0])
+    steps = []
+    for step in range(7):
+        sigma = torch.tensor([2.0])
+        tracker.next(sigma)
+        steps.append(tracker.of(sigma).step)
+        tracker.reported(step)
+    assert steps[-4:] == [1, 1, 1, 1]
+
+
 def test_a_wrapped_sampler_that_is_known_makes_one_evaluation_a_step(pack: Any) -> None:
     from comfy.samplers import KSAMPLER, ksampler
 
