@@ -79,9 +79,15 @@ def said(lines: Sequence[Line], details: Sequence[Line] = ()) -> dict[str, Any]:
 
 def _message(lines: Sequence[Line], details: Sequence[Line]) -> dict[str, Any]:
     """Return lines and details as data for the page, and as English text for other clients."""
-    texts = ["\n".join(map(str, part)) for part in (lines, details)]
-    data = [[line if isinstance(line, str) else line.json() for line in part] for part in (lines, details)]
-    return {"graph": _running()[2], "text": texts[0], "details": texts[1], "lines": data[0], "more": data[1]}
+
+    def text(part: Sequence[Line]) -> str:
+        return "\n".join(map(str, part))
+
+    def data(part: Sequence[Line]) -> list[Any]:
+        return [line if isinstance(line, str) else line.json() for line in part]
+
+    _, _, graph = _running()
+    return {"graph": graph, "text": text(lines), "details": text(details), "lines": data(lines), "more": data(details)}
 
 
 def _running() -> tuple[Any, str | None, str | None]:

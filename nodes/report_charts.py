@@ -143,9 +143,10 @@ def _bar_row(bar: Bar, longest: float, largest: float) -> Image.Image:
     if bar.spread:
         low, high = (left + end * scale for end in bar.spread)
         middle = top + _THICK / 2
-        ends = [[(x, middle - 7), (x, middle + 7), (x, middle)] for x in (low, high)]
+        lines = (low, middle, high, middle), *((x, middle - 7, x, middle + 7) for x in (low, high))
         for colour, width in ((BLACK, 6), (INK, 2)):
-            pen.line([*ends[0], *ends[1][::-1]], fill=colour, width=width)
+            for line in lines:
+                pen.line(line, fill=colour, width=width)
     if bar.error:
         top += _THICK + 3
         length = min(1.0, bar.error / largest) * (right - left)

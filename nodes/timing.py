@@ -85,7 +85,7 @@ def measure(
             if index == 0:
                 unmerged = latent if unmerged is None else unmerged  # the first run is the one without ToMA
                 timing.error, stats = error(latent, unmerged), last_stats(patched)
-                timing.merged = stats and stats.headline()
+                timing.merged = None if stats is None else stats.headline()
     return timings
 
 

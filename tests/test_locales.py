@@ -112,6 +112,6 @@ def test_page_can_read_every_text(language: str) -> None:
 
 
 def test_server_hands_them_out(server: ComfyServer) -> None:
-    attention_hook_called = server.get("/i18n")
+    served = server.get("/i18n")
     for language in LANGUAGES:
-        assert texts(language).items() <= attention_hook_called[language]["nodeDefs"].items()
+        assert texts(language).items() <= served[language]["nodeDefs"].items()

@@ -88,8 +88,10 @@ class Probes:
         run, step, schedule = sampling.run, sampling.step_plan.step, sampling.run.schedule
         if not self.sigmas:
             self.sigmas, self.bands = schedule.sigmas, bands_of(schedule.sigmas)
-        band = next((n for n, each in enumerate(self.bands) if each.may_probe(step)), None)
-        if band is None or any(band == each for each, *_ in self._errors) or not takes_part(conds[0], sampling.sigma):
+        measured = {band for band, _, _ in self._errors}
+        band = next((n for n, each in enumerate(self.bands) if each.may_probe(step) and n not in measured), None)
+        # After memory ran out every evaluation is full, and would measure no error.
+        if band is None or run.disabled_by or not takes_part(conds[0], sampling.sigma):
             return images
 
         def evaluated(site: str | None, ratio: float) -> Tensor:

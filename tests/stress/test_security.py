@@ -159,10 +159,10 @@ def test_no_route_is_added_but_the_folders_that_comfyui_serves(lab: ComfyServer,
     with ComfyServer(packs=[ROOT / "demo", ROOT / "tests" / "stress" / "lab.py"], checkout=False) as bare:
         before = census(bare, with_routes=True)["routes"]
     after = census(lab, with_routes=True)["routes"]
-    attention_hook_called = {f"/extensions/{PACK_FOLDER}", f"/api/workflow_templates/{PACK_FOLDER}"}
-    assert {tuple(route[:2]) for route in before} | {
-        (m, p) for m in ("GET", "HEAD") for p in attention_hook_called
-    } == {tuple(route[:2]) for route in after}
+    served = {f"/extensions/{PACK_FOLDER}", f"/api/workflow_templates/{PACK_FOLDER}"}
+    assert {tuple(route[:2]) for route in before} | {(m, p) for m in ("GET", "HEAD") for p in served} == {
+        tuple(route[:2]) for route in after
+    }
     assert not [route for route in after if f"custom_nodes/{PACK_FOLDER}" in route[2]], "a handler of the pack's own"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.decomposition  # after opcheck in earlier tests it cannot be imported
+from comfy.patcher_extension import WrappersMP
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
@@ -14,6 +15,8 @@ from tests.loop import loop
 
 probing = pack_module("nodes.adapters.probe")
 run = pack_module("nodes.adapters.patch_model")
+SAMPLING = pack_module("nodes.adapters.model_hooks").SAMPLING
+Reason = pack_module("toma_core.reasons").Reason
 identity = pack_module("nodes.adapters.fingerprint")
 core = pack_module("toma_core")
 BlockFacts = pack_module("nodes.adapters.blocks").BlockFacts
@@ -46,6 +49,21 @@ def test_the_run_is_the_unmerged_one(model: Any, settings: dict[str, Any], no_st
     errors = probes.squared_errors()
     assert len(errors) == len(probes.sites) * len(probes.bands) * RATIOS
     assert all(error > 0 for error in errors.values())
+
+
+def test_nothing_is_measured_after_memory_ran_out(unet: Any) -> None:
+    """Every evaluation is full then: an error of 0 would choose the highest ratio."""
+
+    def disable(executor: Any, *args: Any) -> Any:
+        args[4]["transformer_options"][SAMPLING].run.disable(Reason.OUT_OF_MEMORY())
+        return executor(*args)
+
+    probes = probing.Probes(probing.sites_of(identity.blocks_of(unet), 6))
+    patched = probes.on(unet, core.ToMAConfig(min_tokens=4))
+    patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "test", disable)
+    models.sample(patched, SIDE, SIDE, steps=2)
+    assert probes.bands
+    assert not probes.squared_errors()
 
 
 def test_a_probe_is_what_the_run_would_do(flux: Any, apart: Any) -> None:
