@@ -1,4 +1,4 @@
-"""The residual cache: full steps cache the update of each block or stack, merged steps begin with it.
+"""The residual and KV caches of a run: refreshes store updates of chains, keys and values; merged steps read them.
 
 Not in the paper. Updates change slowly from step to step, above all in the fine structure that destinations cannot
 carry. A merged step gives a token the share of its cached update that its destinations still show, and their change.
@@ -25,10 +25,10 @@ DELTA_WEIGHT = 0.5
 
 # A chain of blocks on a 720p video takes 1.5 GB for two conditions; where ControlNets break chains there may be 40.
 MAX_CACHE_BYTES = 4 << 30
-# A cached update holds up to this factor above its own sigma; a sampler beyond it has gone back in its run.
+# A cached update is used at sigmas up to this factor above its own; above, the sampler has gone back in its run.
 _SIGMA_FACTOR = 1.5
 
-Keys = tuple[tuple[Hashable, Hashable], ...]  # (block, signature)
+Keys = tuple[tuple[Hashable, Hashable], ...]  # (name, signature)
 
 
 class Refresh(NamedTuple):
@@ -53,12 +53,12 @@ class _Entry(NamedTuple):
 
 @dataclass(eq=False)
 class ResidualCache:
-    """The cached updates of one run, by (block, signature). Several devices may share it.
+    """Cached updates, keys and values of one run, by (name, signature). Several devices may share it.
 
     A signature names what was evaluated: condition, shape and area. Entries of several sizes and conditions coexist.
     """
 
-    bounded: bool = False  # at most MAX_CACHE_BYTES + `reserved` bytes may be held
+    bounded: bool = False  # disable it where dropping old entries does not get below the limit
     reserved: int = 0  # bytes set aside for keys and values
     peak_bytes: int = 0  # the most bytes held at a time
     # Set when the cache exceeds its limit or memory runs out; nothing is cached afterwards. Never set within a merged
@@ -67,9 +67,9 @@ class ResidualCache:
     quantize: Callable[[Tensor], Tensor | Int4Tensor] = quantize
     dequantize: Callable[[Int4Tensor], Tensor] = Int4Tensor.dequantize
     coverage: dict[Hashable, Refresh] = field(default_factory=dict)  # the last refresh of each signature
-    _now: dict[Hashable, Refresh] = field(default_factory=dict)  # this evaluation; under None if not announced
+    _now: dict[Hashable, Refresh] = field(default_factory=dict)  # this evaluation, by signature; None: any other
     _refreshing: dict[Hashable, Refresh] = field(default_factory=dict)  # the same if it is a refresh, else empty
-    _absent: set[Hashable] = field(default_factory=set)  # announced by a refresh, then skipped by another node
+    _absent: set[Hashable] = field(default_factory=set)  # not stored in their refresh: another node skips them
     _extra: int | None = None  # step of the last unscheduled refresh since a scheduled one
     _interval: int = 1  # age in steps from which on entries are dropped
     _entries: dict[tuple[Hashable, Hashable], _Entry] = field(default_factory=dict)
@@ -93,8 +93,8 @@ class ResidualCache:
 
         sigma: noise level given to the model. level: its step; the plan's where samplers report their steps.
         signatures: signature -> state, of all conditions that take part. interval: steps from one scheduled refresh to
-        the next. plain: the settings are made for merging without caches; then at most one step between two scheduled
-        refreshes becomes one, and signatures that change at every step are merged without caches.
+        the next. plain: the settings are made for merging without caches. Then at most one unscheduled step of an
+        interval is a refresh; others that no cache covers are merged without caches.
         """
         with self._lock:
             if self.disabled:
@@ -154,8 +154,8 @@ class ResidualCache:
             self.enforce_limit()
 
     def _note_refresh(self, signatures: set[Hashable]) -> None:
-        """Note refreshed signatures. The first of a step drops entries that are too old: no sooner, as another node may
-        skip the step."""
+        """Note refreshed signatures. The first of a step drops entries that are too old; not `resolve_mode`, as another
+        node may skip the step."""
         fresh = {s: self._refreshing.get(s, self._refreshing[None]) for s in signatures} if self._refreshing else {}
         if all(self.coverage.get(s) == refresh for s, refresh in fresh.items()):
             return
@@ -182,8 +182,8 @@ class ResidualCache:
         replaced = Counter(id(self._entries[key].tensor) for key in keys if key in self._entries)
         for index, key in enumerate(keys):
             entry = self._entries.get(key)
-            # Conditions that were evaluated together and now apart are written into their shared tensor: another tensor
-            # beside it would hold their memory twice.
+            # Conditions that were evaluated together before and are apart now: write into their shared tensor, as
+            # another one beside it would hold their memory twice.
             if entry and len(chunks) == len(keys) and self._chunks[id(entry.tensor)] > replaced[id(entry.tensor)]:
                 mine: Any = entry.chunk()
                 if _alike(mine, chunks[index]):
@@ -248,7 +248,7 @@ def _alike(a: Tensor | Int4Tensor, b: Tensor | Int4Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class CachedBlock:
-    """One block's part of the residual cache during one evaluation."""
+    """A chain's update, or keys or values of a block, in the cache during one evaluation."""
 
     cache: ResidualCache
     keys: Keys  # one for each equal chunk of the batch

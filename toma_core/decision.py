@@ -67,7 +67,7 @@ def full(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
 
 
 def without_cache(run: RunState, plan: StepPlan) -> StepPlan:
-    """Return the plan of a call that shows a part of the latent without a cache, as a tile."""
+    """Return the plan of a call that uses no cache, because it shows a tile of the latent."""
     if not plan.mode.merges:
         return plan.with_mode(StepMode.FULL)
     return plan.with_mode(StepMode.MERGED) if merges_plainly(run) else full(run, plan, Reason.TILES())

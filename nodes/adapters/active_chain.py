@@ -41,12 +41,12 @@ class ActiveChain:
 
     @property
     def tokens(self) -> list[int]:
-        """N of each grid."""
+        """The numbers of tokens N of each grid."""
         return list(map(prod, self.grids))
 
     @property
     def name(self) -> str:
-        """Of the chain in the caches."""
+        """The name of the chain in the caches."""
         return "-".join(dict.fromkeys((self.names[0], self.names[-1])))
 
     def prepare(self, like: Tensor, width: int) -> tuple[tuple[int, int], ...]:
@@ -59,17 +59,17 @@ class ActiveChain:
             return ()
         if evaluation.refreshes:
             return tuple(zip(tokens, tokens, strict=True))
-        left = list(tokens)
+        counts = list(tokens)
         for n, grid in enumerate(self.grids):
             if is_merged(grid):
                 plan = evaluation.lasting if n else evaluation.step_plan
-                left[n] = evaluation.run.num_destinations(grid, plan, like.device)
-        return tuple(zip(tokens, left, strict=True))
+                counts[n] = evaluation.run.num_destinations(grid, plan, like.device)
+        return tuple(zip(tokens, counts, strict=True))
 
     def merges(self, image: Tensor, reason: Message | None = None, part: str = "") -> bool:
         """Whether (B, N, C) tokens of the image are merged. If not, note the reason in the run's stats.
 
-        reason: Why not, where that is known. part: The part of the block that it concerns.
+        reason: why not, if the caller found one. part: the part of the blocks that it concerns, for the report.
         """
         if not reason and (image.shape[1] != prod(self.grids[0]) or len(image) % len(self.evaluation.plan_keys)):
             reason = Reason.TOKENS_CHANGED()
@@ -108,7 +108,7 @@ class Reduction:
     plans: tuple[MergePlan | None, ...]  # one for each grid; None in an evaluation that only refreshes the cache
     cached: tuple[CachedBlock | None, ...]  # of the chain for each grid; None where nothing is cached
     lengths: tuple[tuple[int, int], ...]  # (N, D) of each grid; N = D where the chain only refreshes the cache
-    attended: set[str] = field(default_factory=set)  # blocks whose attention has asked for its keys and values
+    attended: set[str] = field(default_factory=set)  # blocks whose attention has read or stored keys and values
 
     @property
     def refreshes(self) -> bool:
@@ -120,13 +120,13 @@ class Reduction:
 
         attends: Whether the blocks attend to all tokens.
         """
-        left, exact = [left for _, left in self.lengths], attends and self._all_attended()
-        parts = split(out, left), split(reduced, left), split(x, self.chain.tokens)
+        counts, exact = [count for _, count in self.lengths], attends and self._all_attended()
+        parts = split(out, counts), split(reduced, counts), split(x, self.chain.tokens)
         restored = list(map(restore, *parts, self.plans, self.cached, repeat(exact)))
         return self.chain.signature.clamp_fp16(joined(restored))
 
     def _all_attended(self) -> bool:
-        """Whether the attention of every block has asked for its keys and values; noted in the run."""
+        """Return whether every block is in `attended`; note in the run whether any is, and empty it."""
         run, every = self.chain.evaluation.run, self.attended.issuperset(self.chain.names)
         run.attention_hook_called = bool(run.attention_hook_called or self.attended)
         self.attended.clear()
@@ -135,11 +135,11 @@ class Reduction:
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int, always: bool = False) -> Tensor:
         """Return the keys or values of all tokens in place of those of destinations.
 
-        (B, before + D + rest, C) -> (B, before + N + rest, C), or (B, heads, T, C) with axis 2. A full step caches
+        (B, before + D + rest, C) -> (B, before + N + rest, C), or (B, heads, T, C) with axis 2. A refresh caches
         them; a merged step propagates the change at its destinations. Without a cache t comes back as it is, or with
         `always` each token gets what its destination has.
         """
-        evaluation, lengths = self.chain.evaluation, [left for _, left in self.lengths]
+        evaluation, lengths = self.chain.evaluation, [count for _, count in self.lengths]
         quantized = evaluation.run.quantized
         tokens_btc = to_btc(t.narrow(axis, before, sum(lengths)), axis)
         own = quantized or (tokens_btc.untyped_storage()._cdata != t.untyped_storage()._cdata and len(lengths) == 1)

@@ -38,7 +38,7 @@ class ChainSite:
     number: int  # by which operators find the site
     image: int  # image tokens, N, without references
     references: int  # tokens of reference images that are merged too
-    lengths: tuple[tuple[int, int], ...]  # (N, D) of the image and of each reference; N = D in a refresh alone
+    lengths: tuple[tuple[int, int], ...]  # (N, D) of the image and of each reference; N = D in a refresh
     tokens: int  # sum of all N
     destinations: int  # sum of all D
     in_graph: bool  # whether the numbers were prepared for a graph; else the chain decides outside of it
@@ -47,7 +47,7 @@ class ChainSite:
     reduction: Reduction | None  # its merged tokens
     pair: tuple[Tensor, ...]  # (reduced, x) of the merged part, which `leave` needs; empty where it is not merged
     rows: dict[str, Any]  # rotary positions and other rows of the merged tokens, by argument
-    reached: bool  # whether the model has come to the chain in this evaluation
+    reached: bool  # whether the model has reached the chain in this evaluation
 
     def __init__(self, signature: BlockSignature) -> None:
         self.signature, self.number = signature, compile_ops.numbered(self)
@@ -72,8 +72,8 @@ class ChainSite:
     def prepare(self, latent: Tensor, module: nn.Module, width: int) -> bool:
         """Prepare the numbers for a graph in which blocks like `module` see (B, N, width) of a latent of B images.
 
-        Return whether the chain may be merged; if not, the reason is noted. With an unknown width, 0, it may: the chain
-        decides when it sees the tokens.
+        Return False if the chain is not merged; the reason is noted. True without a chain or a known width too (0 is
+        unknown): the chain then decides when it sees the tokens.
         """
         chain = self.active
         if chain is None or not width or len(latent) % len(chain.evaluation.plan_keys):
@@ -90,8 +90,8 @@ class ChainSite:
         self.tokens, self.destinations = (sum(each) for each in zip(*lengths, strict=True)) if lengths else (0, 0)
 
     def reach(self) -> ActiveChain | None:
-        """Note that the model comes to the chain, and return it. A call of the model that another node adds to an
-        evaluation has caches of its own."""
+        """Note that the model has reached the chain, and return it. If another node calls the model again in the same
+        evaluation, that call has separate caches."""
         if self.active is not None and self.reached and not self.pair:
             self.active = replace(self.active, evaluation=self.active.evaluation.again())
         self.reached = True
@@ -101,7 +101,7 @@ class ChainSite:
     def start(self, call_args: CallArguments) -> None:
         """Decide outside of a graph whether the chain is merged; reduce the tokens of its first block if it is."""
         self.reach()
-        # A call that ran out of memory and is repeated with fewer images has left a pair.
+        # A call that ran out of memory leaves its pair, and is repeated with fewer images.
         self.in_graph, self.pair = False, ()
         reason, x = self.reason(call_args), self.signature.tokens(call_args)
         before = self.signature.image_start(call_args, self.image) or 0
@@ -126,7 +126,7 @@ class ChainSite:
         return signature.obstacle(call_args, prod(grid), self.references)
 
     def fits(self, x: Tensor, before: int) -> bool:
-        """Whether a graph is traced in which x is [before | N | rest] as prepared."""
+        """Whether a graph is being traced and x is [before | N | rest] with the prepared N."""
         inside = self.in_graph and torch.compiler.is_compiling()
         return inside and x.ndim == 3 and x.shape[1] >= before + self.tokens
 
@@ -199,8 +199,8 @@ class BlockHook(Hook):
     name: str  # as in the report
     work: Block  # what the block costs
     scope: Hashable  # blocks with equal scopes share plans
-    site: ChainSite  # where a chain that begins with this block begins
-    chain: ChainSite  # of the chain that the block is in, in this evaluation: its own, or that of an earlier block
+    site: ChainSite  # site of a chain that begins with this block
+    chain: ChainSite  # site of the block's chain in this evaluation: its own, or an earlier block's
     last: bool  # whether the chain ends with the block
 
     def __init__(
@@ -236,7 +236,7 @@ class BlockHook(Hook):
 
     @outside_graph
     def outside(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block where its chain decides when it sees the tokens."""
+        """Run the block outside of a graph: its chain decides when it sees the tokens."""
         chain, signature = self.chain, self.signature
         call_args = signature.call_args(args, kwargs)
         signature.observe(call_args)
@@ -244,7 +244,7 @@ class BlockHook(Hook):
             chain.start(call_args)
         before = signature.image_start(call_args, chain.image)
         if before is None or not chain.pair:
-            return self._called(len(args), call_args)
+            return self._call_original(len(args), call_args)
         return self._merged_outside(len(args), call_args, before)
 
     def _merged(self, positional: int, call_args: CallArguments, before: int) -> Any:
@@ -260,12 +260,12 @@ class BlockHook(Hook):
             spans = signature.attention_spans(merged, before)
             masked = partial(signature.mask_of_all, removed=reduction.removed)
             merged = override_attention(merged, partial(chain.attend, self.name), spans, masked)
-        out = self._called(positional, merged)
+        out = self._call_original(positional, merged)
         return signature.with_output(out, chain.leave(signature.output(out), before)) if self.last else out
 
     _merged_outside = outside_graph(_merged)
 
-    def _called(self, positional: int, call_args: CallArguments) -> Any:
+    def _call_original(self, positional: int, call_args: CallArguments) -> Any:
         """Call the block, with as many positional arguments as its caller gave."""
         arguments = list(call_args.items())
         return self.original(*[value for _, value in arguments[:positional]], **dict(arguments[positional:]))
