@@ -1,4 +1,4 @@
-"""Find the family of a model. A new family is one file and one entry here.
+"""Find the family of a model. A new family is one file, its import here and its name in `_NAMES`.
 
 NAME     as users read it
 MODEL    ComfyUI's class

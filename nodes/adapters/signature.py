@@ -112,7 +112,11 @@ class BlockSignature:
         """Drop what was noted: the evaluation is over."""
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        """Return how many tokens come before the image, of N tokens, in the same argument; None if unknown."""
+        """Return how many tokens come before the image, of N tokens, in the same argument; None if unknown.
+
+        Called for every block of a chain: `image` stays N, while all but the first block see fewer tokens. If neither
+        positions nor options tell, note it at the first block or in `observe` of an earlier group, until `release`.
+        """
         if not self.image_last:
             return 0
         # Positions stay as they were while the tokens are merged. An older ComfyUI may have several tables.

@@ -21,10 +21,10 @@ class Layout:
     """Where things lie in the blocks of a model, written down once more, by hand, from ComfyUI's source.
 
     blocks: their lists. tokens: the argument; before: what comes before the image in it. rope_arg: the argument with
-    the positions, and rope_token_dim: its axis that counts tokens; above, below: rows before those of `tokens` and
-    behind. keys: a mask of the keys that begins with the image. out: which of the results. rows: further arguments with
-    a row for each token. pairs: arguments and results are pairs, of which the first is meant. flat: tokens have no
-    batch. grid: they lie on their grid, of one frame.
+    the positions, and rope_token_dim: its axis that counts tokens; above, below: what comes before those of `tokens`
+    and behind, in positions and in attention, such as a stream of text. keys: a mask of the keys that begins with the
+    image. out: which of the results. rows: further arguments with a row for each token. pairs: arguments and results
+    are pairs, of which the first is meant. flat: tokens have no batch. grid: they lie on their grid, of one frame.
     """
 
     blocks: str
@@ -87,7 +87,7 @@ LAYOUTS = {
             keys="attention_mask",
         ),
     ),
-    "sd3": (Layout("joint_blocks", "x", names=("context", "x"), out=1),),
+    "sd3": (Layout("joint_blocks", "x", names=("context", "x"), above=TEXT, out=1),),
     # Pictures of one frame; test_wan.py has videos.
     "cosmos": (Layout("blocks", "x_B_T_H_W_D", rope_arg="rope_emb_L_1_1_D", rope_token_dim=1, grid=True),),
     "wan": (Layout("blocks", "x", rope_arg="freqs", rope_token_dim=1),),
