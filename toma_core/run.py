@@ -6,7 +6,7 @@ Nothing here is shared between runs or outlives one; to reset, drop the `RunStat
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -65,17 +65,14 @@ class RunState:
     def config(self) -> ToMAConfig:
         return self.schedule.config
 
-    def kv_obstacle(self) -> Message | None:
-        """Return why the KV cache cannot be used, as the last evaluation revealed; None if it can, or without one."""
-        if not self.kv_cache or (self.attention_hook_called is not False and not self.tiles):
-            return None
-        return Reason.TILES() if self.tiles else Reason.KV_FOREIGN_ATTENTION()
-
-    def drop_kv_cache(self, config: ToMAConfig, reason: Message) -> None:
-        """Go on with the settings without a KV cache. They skip other blocks, so the residual cache is cleared too."""
-        self.schedule, self.kv_cache, self.quantized = replace(self.schedule, config=config), False, False
-        self.stats.without_kv_cache = reason
-        self._clear()
+    def check_kv_cache(self, config_for: Callable[..., ToMAConfig]) -> None:
+        """Go on without a KV cache if the last evaluation revealed that it cannot be used. Settings without one skip
+        other blocks, so the residual cache is cleared too."""
+        if self.kv_cache and (self.tiles or self.attention_hook_called is False):
+            self.stats.without_kv_cache = Reason.TILES() if self.tiles else Reason.KV_FOREIGN_ATTENTION()
+            self.schedule, self.kv_cache = replace(self.schedule, config=config_for(kv_cache=False)), False
+            self.quantized = False
+            self._clear()
 
     def disable(self, reason: Message) -> None:
         """Drop plans and caches; all later steps are full."""
@@ -133,7 +130,7 @@ class RunState:
     ) -> MergePlan:
         key = scope, grid, step.ratio
         if key not in tile.plans:
-            tokens = tile.tokens(x)
+            tokens = x.index_select(0, tile.first)
             plan = tile.resolve(key, self._selected(tokens, tokens, grid, step, independent, even=True))
             self.stats.count_plan(grid, plan.num_destinations, selected=True)
             # Replaces the last tile's, so that one of them can be drawn.

@@ -22,15 +22,11 @@ class TileBatch:
     latent: Tensor  # (B, ...), the latents that are evaluated
     earlier: tuple[TileBatch, ...] = ()  # calls of the same evaluation, which may show the same tiles
     plans: dict[Hashable, MergePlan] = field(default_factory=dict)
-    _first: Tensor = field(init=False)  # (B,) int64, the first image equal to each
+    first: Tensor = field(init=False)  # (B,) int64, the first image equal to each
 
     def __post_init__(self) -> None:
         # An image that holds NaN equals nothing, not even itself.
-        self._first = _same(self.latent, self.latent).fill_diagonal_(True).int().argmax(1)
-
-    def tokens(self, x: Tensor) -> Tensor:
-        """Return for each image the tokens of the first equal one, (B, N, C)."""
-        return x.index_select(0, self._first)
+        self.first = _same(self.latent, self.latent).fill_diagonal_(True).int().argmax(1)
 
     def resolve(self, key: Hashable, plan: MergePlan) -> MergePlan:
         """Store and return the plan of blocks that share `key`, with the weights of earlier calls for their images."""

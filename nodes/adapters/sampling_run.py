@@ -175,8 +175,7 @@ class SamplingRun:
             self.turns.note((at.step, at.model_sigma), tuple(signatures), latent)
             if self.turns.found and not (self.run.disabled_by or merges_plainly(self.run)):
                 self.run.disable(Reason.TILES())
-            if reason := self.run.kv_obstacle():
-                self.run.drop_kv_cache(self.config_for(kv_cache=False), reason)
+            self.run.check_kv_cache(self.config_for)
             self.run.cache.enforce_limit()
         self.step_plan = decide(
             self.run,

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...quant4 import Int4Tensor
 from ...windows import Budget, Windows
 from . import product, quant4
 from .launch import INTERPRETED, Launch
@@ -26,17 +25,10 @@ class TritonKernels:
     """
 
     name = "triton"
+    quantize, dequantize = staticmethod(quant4.quantize), staticmethod(quant4.dequantize)
 
     def __init__(self) -> None:
         self._launches: dict[tuple[Hashable, ...], Launch] = {}
-
-    def quantize(self, x: Tensor) -> Int4Tensor | Tensor:
-        """See `quant4.quantize`."""
-        return quant4.quantize(x)
-
-    def dequantize(self, quantized: Int4Tensor) -> Tensor:
-        """See `Int4Tensor.dequantize`."""
-        return quant4.dequantize(quantized)
 
     def select_weigh(
         self, x: Tensor, windows: Windows, budget: Budget, sharpness: float
