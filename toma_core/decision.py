@@ -16,14 +16,14 @@ def decide(
     step: int | None = None,
     *,
     given: float | None = None,
-    by_sigma: bool = False,
+    unreported: int = 0,
     awaits_prediction: bool = False,
     gradients: bool = False,
 ) -> StepPlan:
     """Return the plan of an evaluation, for all conditions that are evaluated together.
 
-    sigma: of the sampler. step: if known. given: the sigma given to the model, if it differs. by_sigma: the step is
-    known from sigmas alone, which another node may have changed: caches are too old by either.
+    sigma: of the sampler. step: if known. given: the sigma given to the model, if it differs. unreported: how often it
+    has changed while the sampler reported no steps.
     signatures: signature -> state of each condition that takes part, see `ResidualCache.resolve_mode`.
     awaits_prediction: merge plans are made from a predicted picture, which does not exist yet.
     gradients: are computed, so nothing may be merged or cached.
@@ -46,9 +46,10 @@ def decide(
         given = sigma if given is None else given
         # The cache expects falling noise; unsampling adds it.
         falling = given if not run.schedule.rises else 1 / max(given, 1e-9)
-        level = run.schedule.step_at(given) if by_sigma else plan.step
+        # The step is in doubt where another node changes noise levels or the sampler reports no steps.
+        also = run.schedule.step_at(given), unreported
         mode = run.cache.resolve_mode(
-            plan, falling, level, signatures or {}, run.schedule.cache_steps, merges_plainly(run)
+            plan, falling, also, signatures or {}, run.schedule.cache_steps, merges_plainly(run)
         )
         if mode is StepMode.REFRESH and plan.mode is not mode:
             run.stats.full_because(plan.step, Reason.NOT_CACHED())

@@ -183,7 +183,7 @@ class SamplingRun:
             signatures,
             at.step,
             given=at.model_sigma,
-            by_sigma=at.by_sigma,
+            unreported=at.unreported,
             awaits_prediction=self.awaits_prediction,
             gradients=records_gradients(),
         )

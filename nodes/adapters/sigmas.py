@@ -47,7 +47,7 @@ class SigmaStep(NamedTuple):
     sigma: float  # its noise level
     step: int | None  # 0-based, None without a schedule
     model_sigma: float  # the noise level that the model is given: nodes such as Detail Daemon change it
-    by_sigma: bool = False  # the step is known from noise levels alone
+    unreported: int = 0  # how often the noise level has changed while the sampler reported no steps
 
 
 class SigmaTracker:
@@ -68,7 +68,7 @@ class SigmaTracker:
         self._taken: dict[int, Tensor] = {}
         self._at: SigmaStep | None = None
         self._last_given: float | None = None  # noise level of the model in the evaluation before
-        self._step = 0
+        self._step = self._unreported = 0
         self._reported: int | None = None  # the last step that was reported
         self._wraps = _wraps_known(sampler)
         self._since, self._each = 0, int(self._wraps)  # evaluations since then; between the last two reports
@@ -119,7 +119,8 @@ class SigmaTracker:
         # The noise level of the sampler is within the step.
         ends = (*self._sigmas, 0.0)[self._step : self._step + 2]
         sigma = min(max(given, min(ends)), max(ends))
-        self._at, self._last_given = SigmaStep(sigma, self._step, given, by_sigma), given
+        self._unreported += by_sigma and given != self._last_given
+        self._at, self._last_given = SigmaStep(sigma, self._step, given, self._unreported), given
         return self._at
 
     def _step_of(self, given: float) -> int:

@@ -271,8 +271,18 @@ def test_an_increasing_sigma_is_not_covered() -> None:
         run.cache.store((("block", "c"),), features(0))
         return plan.mode
 
-    assert [mode(10.0, 0), mode(2.0, 1), mode(9.0, 2)] == [StepMode.REFRESH, *[StepMode.MERGED_CACHED] * 2]
+    assert [mode(10.0, 0), mode(8.0, 1), mode(9.0, 2)] == [StepMode.REFRESH, *[StepMode.MERGED_CACHED] * 2]
     assert [mode(3.0, 3), mode(4.0, 4), mode(9.0, 5)] == [StepMode.REFRESH, StepMode.MERGED_CACHED, StepMode.REFRESH]
+
+
+@loop("refreshed", [10.0, 7.0, 2.0])
+def test_a_refresh_at_a_distant_noise_level_does_not_serve(refreshed: float) -> None:
+    """Whichever step it was in: another node may change the noise level that the model is given."""
+    run = run_of()
+    assert decide(run, 7.0, {"c": None}, 3, given=refreshed).mode is StepMode.REFRESH
+    run.cache.store((("block", "c"),), features(0))
+    near = decide(run, 6.0, {"c": None}, 4, given=6.0).mode is StepMode.MERGED_CACHED
+    assert near is (refreshed == 7.0)
 
 
 def test_another_state_is_not_covered() -> None:

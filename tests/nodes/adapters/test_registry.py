@@ -50,6 +50,31 @@ def test_class_of_a_later_comfyui_is_refused_by_name(
         attach(model)
 
 
+@loop("folder", ["/home/me/my.app/custom_nodes/", "C:\\app\\custom_nodes\\"])
+def test_a_model_that_another_pack_runs_is_refused_with_what_to_do(folder: str, attach: Any) -> None:
+    """As Nunchaku's, whose wrapper takes the place of ComfyUI's network."""
+    model = models.flux()
+    wrapper = type("ComfyFluxWrapper", (torch.nn.Module,), {"__module__": f"{folder}ComfyUI-nunchaku.wrappers.flux"})()
+    wrapper.model = model.model.diffusion_model
+    model.model.diffusion_model = wrapper
+    with pytest.raises(registry.UnsupportedModelError) as refused:
+        attach(model)
+    message = str(refused.value)
+    assert message.startswith("ToMA cannot speed up this model: ComfyUI-nunchaku.wrappers.flux runs it with code")
+    assert "(ComfyFluxWrapper). Load the model with one of ComfyUI's own loaders or as GGUF, or bypass" in message
+
+
+@loop("steps", [1, 2])
+def test_a_run_of_too_few_steps_says_so(steps: int, pack: Any, stats_of: Any) -> None:
+    model = models.flux()
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(
+        model, pack_module("toma_core").Settings("balanced", {"min_tokens": 4})
+    )
+    outs = [models.sample(each, 18, 26, steps=steps) for each in (merged, model)]
+    assert torch.equal(*outs)
+    assert str(stats_of(merged).headline()) == "Nothing was merged: too few steps for this preset"
+
+
 def test_known_models_have_hooks_of_their_own(unet: Any, flux: Any) -> None:
     hooks = [registry.find(model.model.diffusion_model) for model in (unet, flux, models.unet())]
     assert len({id(h) for h in hooks}) == 3
