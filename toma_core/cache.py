@@ -37,7 +37,7 @@ class Refresh(NamedTuple):
     step: int
     sigma: float  # as given to the model
     state: Hashable = None  # all else that has to be the same, as the ControlNets that take part
-    also: tuple[int, ...] = ()  # other counts of steps
+    other_steps: tuple[int, ...] = ()  # by other counts
 
 
 class _Entry(NamedTuple):
@@ -81,7 +81,7 @@ class ResidualCache:
         self,
         plan: StepPlan,
         sigma: float,
-        also: tuple[int, ...],
+        other_steps: tuple[int, ...],
         signatures: Mapping[Hashable, Hashable],
         interval: int,
         plain: bool,
@@ -91,7 +91,7 @@ class ResidualCache:
         Guidance takes the difference of conditions, so all have caches or none. An evaluation with a signature that was
         not refreshed within the interval is a refresh.
 
-        sigma: noise level given to the model. also: counts of steps beside the plan's; caches are too old by any.
+        sigma: noise level given to the model. other_steps: by other counts; caches are too old by any.
         signatures: signature -> state, of all conditions that take part. interval: steps from one scheduled refresh to
         the next. plain: the settings are made for merging without caches. Then at most one unscheduled step of an
         interval is a refresh; others that no cache covers are merged without caches.
@@ -103,8 +103,8 @@ class ResidualCache:
             if any(signature in self.coverage for signature in self._refreshing):
                 self._absent.update(s for s in self._refreshing if s is not None and s not in self.coverage)
             self._refreshing = {}
-            now = {s: Refresh(plan.step, sigma, state, also) for s, state in signatures.items()}
-            self._now = {None: Refresh(plan.step, sigma, None, also), **now}
+            now = {s: Refresh(plan.step, sigma, state, other_steps) for s, state in signatures.items()}
+            self._now = {None: Refresh(plan.step, sigma, None, other_steps), **now}
             if plan.mode is StepMode.REFRESH:
                 self._extra = None
             elif all(s in self._absent or self._covers(s, refresh) for s, refresh in now.items()):
@@ -139,7 +139,7 @@ class ResidualCache:
         then = self.coverage.get(signature)
         if then is None or then.state != now.state or not 0 <= now.step - then.step < self._interval:
             return False
-        ages = (abs(a - b) for a, b in zip(now.also, then.also, strict=True))
+        ages = (abs(a - b) for a, b in zip(now.other_steps, then.other_steps, strict=True))
         return max(ages, default=0) < self._interval and now.sigma <= then.sigma * _SIGMA_FACTOR
 
     def store(self, keys: Keys, update: Tensor, quantized: bool = False) -> None:

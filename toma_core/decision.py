@@ -46,10 +46,12 @@ def decide(
         given = sigma if given is None else given
         # The cache expects falling noise; unsampling adds it.
         falling = given if not run.schedule.rises else 1 / max(given, 1e-9)
-        # The step is in doubt where another node changes noise levels or the sampler reports no steps.
-        also = run.schedule.step_at(given), unreported
+        # The step is in doubt where another node changes noise levels or the sampler reports no steps. Elsewhere noise
+        # levels do not count steps: a schedule may return to one.
+        in_doubt = unreported or given != sigma
+        other_steps = run.schedule.step_at(given) if in_doubt else plan.step, unreported
         mode = run.cache.resolve_mode(
-            plan, falling, also, signatures or {}, run.schedule.cache_steps, merges_plainly(run)
+            plan, falling, other_steps, signatures or {}, run.schedule.cache_steps, merges_plainly(run)
         )
         if mode is StepMode.REFRESH and plan.mode is not mode:
             run.stats.full_because(plan.step, Reason.NOT_CACHED())
