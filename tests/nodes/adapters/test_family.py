@@ -34,12 +34,11 @@ def test_auto_receives_the_blocks_that_are_merged_together(
     """A stack of one block adds as many operations as a block, and so does a block that runs alone."""
     asked = set()
 
-    def obstacle(x: torch.Tensor, images: int, least: int, block: Any, where: Any) -> str:
-        asked.add(where.value)
-        return ""
+    def too_little(*sizes: Any) -> None:
+        asked.add(sizes[-1].value)
 
-    monkeypatch.setattr(pack_module("toma_core.pipeline"), "obstacle", obstacle)
-    patched = attach(model(), granularity=granularity)
+    monkeypatch.setattr(pack_module("toma_core.cost_model"), "too_little", too_little)
+    patched = attach(model(), granularity=granularity, min_tokens=0)
     if patch:
         patched.set_model_patch(SHOWN[patch], patch)
     models.sample(patched, 24, 24, steps=1, cfg=1.0)
