@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
