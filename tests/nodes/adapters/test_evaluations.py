@@ -215,7 +215,7 @@ def test_a_sigma_that_is_changed_on_purpose(
     merged_steps_seen = set(stats_of(trained.merged).merged_steps)
     trained.drawn(trained.merged)
     usual = set(stats_of(trained.merged).merged_steps)
-    assert len(usual - merged_steps_seen) <= 1, "one more full step where the level leaves that of the first one"
+    assert len(usual - merged_steps_seen) <= 2, "more full steps where a refresh was at a distant noise level"
 
 
 @loop("kind", ["by turns", "refreshes", "unreported"])
