@@ -21,7 +21,7 @@ from scripts.comfyui import ROOT
 ALLOWED = {
     *("__future__", "abc", "collections", "contextlib", "contextvars", "copy", "dataclasses", "enum", "functools"),
     *("hashlib", "heapq", "inspect", "itertools", "json", "logging", "math", "pathlib", "statistics", "sys"),
-    *("threading", "time", "types", "typing", "uuid", "weakref"),
+    *("textwrap", "threading", "time", "types", "typing", "uuid", "weakref"),
     *("comfy", "comfy_api", "comfyui_version", "numpy", "PIL", "torch", "triton"),
 }
 # Builtins by name; attributes of any object except Triton's language, whose load and store access the card's memory.
