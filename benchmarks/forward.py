@@ -74,7 +74,7 @@ class Runner:
     def __call__(self, inputs: dict[str, Any]) -> Tensor:
         """Evaluate the model: (B, C, H, W) latents -> the same shape."""
         if self.looks and self.sampling is not None:
-            if self.sampling.prediction is None:
+            if not self.sampling.predictions_by_size:
                 self._step(_LEVELS[0])
                 self._evaluated(inputs)
             self._step(_LEVELS[1])
@@ -87,7 +87,7 @@ class Runner:
             hooks = pack_module("nodes.adapters.model_hooks")
             options[hooks.SAMPLING] = self.sampling
             self.sampling.shapes = inputs.get("latent_shapes")
-            if self.sampling.prediction is None:
+            if not self.sampling.predictions_by_size:
                 self.sampling.predicted(inputs["x"])  # a prediction, as after a step, for plans that are made from it
             options[hooks.GRAPHS] = pack_module("nodes.adapters.compile_ops").compiled(self.patched.model_options)
         output: Tensor = self.patched.model.apply_model(**inputs, transformer_options=options)

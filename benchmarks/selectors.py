@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -74,6 +75,15 @@ def strided_grid(counts: tuple[int, ...], budgets: tuple[int, ...], number: int)
     return middles.long().minimum(torch.tensor(counts)[:, None] - 1)
 
 
+@functools.lru_cache(maxsize=64)
+def random_order(counts: tuple[int, ...], number: int, seed: int) -> Tensor:
+    """Draw `number` distinct slots of windows of `counts` tokens from a local generator: (W, number) on the CPU."""
+    tokens, slots = torch.tensor(counts)[:, None], max(*counts, number)
+    keys = torch.rand(len(counts), slots, generator=torch.Generator().manual_seed(seed))
+    keys = keys.masked_fill(torch.arange(slots) >= tokens, torch.inf)
+    return keys.argsort(1)[:, :number].minimum(tokens - 1)
+
+
 def rule(name: str, seed: int = 0) -> Rule:
     """Return a rival's selection, which replaces `toma_core.selection.select`. seed: of "random"."""
     selection = pack_module("toma_core.selection")
@@ -84,10 +94,11 @@ def rule(name: str, seed: int = 0) -> Rule:
     def picked(similarity: Tensor, windows: Any, budget: Any) -> Tensor:
         batch, count = similarity.shape[:2]
         if name == "random":
-            return selection.select_at_random(batch, windows, budget, seed)  # type: ignore[no-any-return]
-        if name == "grid":
-            middles = strided_grid(windows.counts, budget.counts, budget.slots).to(similarity.device)
-            dest_slots = middles.expand(batch, -1, -1)
+            order = random_order(windows.counts, budget.slots, seed)
+        elif name == "grid":
+            order = strided_grid(windows.counts, budget.counts, budget.slots)
+        if name in ("random", "grid"):
+            dest_slots = order.to(similarity.device).expand(batch, -1, -1)
         else:
             search = {"farthest point": farthest_point, "tome": tome_matching}[name]
             valid = None if windows.valid is None else windows.valid.repeat(batch, 1)
@@ -115,12 +126,8 @@ def selecting(name: str) -> Iterator[None]:
     def plain(*_: Any) -> Any:
         return kernels.Choice(None, f"destinations by {name}")
 
-    def blindly(images: int, windows: Any, budget: Any, seed: int) -> Tensor:
-        looks_at_nothing = windows.source.new_zeros((), dtype=torch.float32).expand(images, *windows.source.shape, 1)
-        return rule("grid" if name == "grid" else "random", seed)(looks_at_nothing, windows, budget)
-
     with (
-        replaced(state, {"select": rule(name), "select_at_random": blindly}),
+        replaced(state, {"select": rule(name)}),
         replaced(state.RunState, {"_laid_out": evenly, "_choose": plain}),
     ):
         yield

@@ -32,7 +32,6 @@ REPLACED = {
     "move_on": "update",
     "given_up": "disabled",
     "give_up": "disable",
-    "blind": "content_independent",
     "chosen_blindly": "random_because",
     "unplanned": "oom_scopes",
     "unserved": "attention_hook_missed",

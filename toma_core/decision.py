@@ -18,6 +18,7 @@ def decide(
     given: float | None = None,
     unreported: int = 0,
     awaits_prediction: bool = False,
+    unshared: bool = False,
     gradients: bool = False,
 ) -> StepPlan:
     """Return the plan of an evaluation, for all conditions that are evaluated together.
@@ -26,6 +27,7 @@ def decide(
     has changed while the sampler reported no steps.
     signatures: signature -> state of each condition that takes part, see `ResidualCache.resolve_mode`.
     awaits_prediction: merge plans are made from a predicted picture, which does not exist yet.
+    unshared: conditions are evaluated on several devices, which have no predicted picture to make equal plans from.
     gradients: are computed, so nothing may be merged or cached.
     """
     plan = run.schedule.decide(sigma, step)
@@ -36,6 +38,8 @@ def decide(
         return plan.with_mode(StepMode.FULL)
     if run.disabled_by:
         return full(run, plan, run.disabled_by)
+    if unshared and not awaits_prediction:
+        return full(run, plan, Reason.SEVERAL_DEVICES())
     if run.kv_cache and run.cache.disabled:
         # These presets skip no block: merging without caches would change the picture.
         run.stats.not_merged("model", Reason.KV_CACHE_DISABLED())

@@ -34,8 +34,7 @@ class Evaluation:
     step_plan: StepPlan
     plan_keys: tuple[Hashable, ...] = (None,)  # one for each equal chunk of the batch, see `RunState.plan`
     cond_keys: tuple[Hashable, ...] = ()  # one for each condition's chunk, all distinct; `plan_keys` if not given
-    content_independent: Message | None = None  # see `RunState.plan`, as `tile` and `pictures`
-    tile: TileBatch | None = None
+    tile: TileBatch | None = None  # see `RunState.plan`, as `pictures`
     pictures: tuple[Tensor, ...] = ()
     images: int = 0  # images in the call's batch; 0 if unknown
 
@@ -56,14 +55,12 @@ class Evaluation:
         predicts the picture that the next plan is made from."""
         if self.refreshes and self.run.config.uses_prediction:
             return None
-        return self.run.plan(
-            x, grid, scope, self.step_plan, self.plan_keys, self.content_independent, self.tile, self.pictures
-        )
+        return self.run.plan(x, grid, scope, self.step_plan, self.plan_keys, self.tile, self.pictures)
 
     def lasting_plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan:
         """Return the plan for tokens x of (B, N, C) that show the same during the run, as those of a reference image;
         one for each condition, as references may differ."""
-        return self.run.plan(x, grid, scope, self.lasting, self.cond_keys, self.content_independent)
+        return self.run.plan(x, grid, scope, self.lasting, self.cond_keys)
 
     @property
     def lasting(self) -> StepPlan:

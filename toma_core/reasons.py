@@ -74,7 +74,6 @@ class Reason(MessageId):
     NOT_CACHED = "not_cached"
     CACHE_DISABLED = "cache_disabled"
     TILES = "tiles"
-    # Why destinations are random.
     SEVERAL_DEVICES = "several_devices"
 
 

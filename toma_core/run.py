@@ -21,7 +21,7 @@ from .merge import MergePlan, draw_map, stacked, weigh
 from .prediction import picture_tokens
 from .reasons import Message, Reason
 from .schedule import LASTING, Schedule, StepPlan
-from .selection import cosine_similarity, in_parts, select, select_at_random
+from .selection import cosine_similarity, in_parts, select
 from .stats import RunStats
 from .tiles import TileBatch
 from .windows import Budget, Grid, Windows, make_budget, make_windows
@@ -91,7 +91,6 @@ class RunState:
         scope: Hashable,
         step: StepPlan,
         plan_keys: tuple[Hashable, ...],
-        content_independent: Message | None = None,
         tile: TileBatch | None = None,
         pictures: tuple[Tensor, ...] = (),
     ) -> MergePlan:
@@ -100,12 +99,11 @@ class RunState:
         scope: blocks with the same share a plan.
         plan_keys: for each equal chunk of the batch, which part of the latent it shows. Chunks with one key (cond and
         uncond) hold the same images under different conditions and share the plan of the first.
-        content_independent: why destinations must not depend on x, if so; they are random then.
         tile: the images of a call on tiles; the plan serves this evaluation only.
         pictures: for each chunk (b, C', ..., H', W'), what plans are made from in place of x, for all scopes.
         """
         if tile is not None:
-            return self._tile_plan(tile, x, grid, scope, step, content_independent)
+            return self._tile_plan(tile, x, grid, scope, step)
         chunk = x.shape[0] // len(plan_keys)
         if any(len(picture) != chunk for picture in pictures):
             pictures = ()  # the model changed the batch
@@ -115,7 +113,7 @@ class RunState:
         for n, key in enumerate(plan_keys):
             if key not in by_key:
                 part, picture = x[n * chunk : (n + 1) * chunk], pictures[n] if pictures else None
-                by_key[key] = self._plan(part, grid, (scope, key), step, content_independent, picture)
+                by_key[key] = self._plan(part, grid, (scope, key), step, picture)
         plans = [by_key[key] for key in plan_keys]
         if len(plans) == 1:
             return plans[0]
@@ -125,13 +123,11 @@ class RunState:
             stack = self._stacks[at] = plans, stacked(plans)
         return stack[1]
 
-    def _tile_plan(
-        self, tile: TileBatch, x: Tensor, grid: Grid, scope: Hashable, step: StepPlan, independent: Message | None
-    ) -> MergePlan:
+    def _tile_plan(self, tile: TileBatch, x: Tensor, grid: Grid, scope: Hashable, step: StepPlan) -> MergePlan:
         key = scope, grid, step.ratio
         if key not in tile.plans:
             tokens = x.index_select(0, tile.first)
-            plan = tile.resolve(key, self._selected(tokens, tokens, grid, step, independent, even=True))
+            plan = tile.resolve(key, self._selected(tokens, tokens, grid, step, even=True))
             self.stats.count_plan(grid, plan.num_destinations, selected=True)
             # Replaces the last tile's, so that one of them can be drawn.
             drawn = _PlanKey((scope, TileBatch), grid, step.ratio, step.selection, 0, x.dtype, x.device)
@@ -143,13 +139,7 @@ class RunState:
         return self._layout(grid, step, device)[1].total
 
     def _plan(
-        self,
-        x: Tensor,
-        grid: Grid,
-        scope: tuple[Hashable, Hashable],
-        step: StepPlan,
-        independent: Message | None,
-        picture: Tensor | None,
+        self, x: Tensor, grid: Grid, scope: tuple[Hashable, Hashable], step: StepPlan, picture: Tensor | None
     ) -> MergePlan:
         """Return the plan of one part of the latent, of (B, N, C) or made from a picture."""
         key = _PlanKey(scope, grid, step.ratio, step.selection, len(x), x.dtype, x.device)
@@ -162,7 +152,7 @@ class RunState:
         else:
             # Noise varies alike in all windows; references are never noise.
             even = picture is None and step.selection != LASTING
-            plan = self._selected(x, features, grid, step, independent, even)
+            plan = self._selected(x, features, grid, step, even)
         self.stats.count_plan(grid, plan.num_destinations, selected=old is None)
         self._remember(key, plan, step)
         return plan
@@ -189,27 +179,20 @@ class RunState:
         if gone:
             self._stacks = {at: stack for at, stack in list(self._stacks.items()) if at[:3] not in gone}
 
-    def _selected(
-        self, x: Tensor, features: Tensor, grid: Grid, step: StepPlan, independent: Message | None, even: bool
-    ) -> MergePlan:
+    def _selected(self, x: Tensor, features: Tensor, grid: Grid, step: StepPlan, even: bool) -> MergePlan:
         """Return a plan with new destinations. even: all windows get the same share whatever the settings say."""
         config = self.config
-        if independent:
-            self.stats.content_independent.add(independent)
-        even = even or bool(independent) or not config.uses_prediction
+        even = even or not config.uses_prediction
         windows, budget = self._laid_out(features, grid, step, even)
         choice = self._choose(x, features, windows, budget, even)
         self.stats.kernels.add(choice.message)
         kernels = choice.kernels
-        if kernels is not None and not independent:
+        if kernels is not None:
             parts = kernels.select_weigh(features, windows, budget, config.sharpness)
             return MergePlan(windows, budget, *parts, kernels)
         tokens = windows.split(features)
-        if independent:
-            slots = select_at_random(len(x), windows, budget, step.selection)
-        else:
-            slots = select(in_parts(cosine_similarity, tokens), windows, budget)
-        return replace(weigh(tokens, slots, windows, budget, config.sharpness, x.dtype), kernels=kernels)
+        slots = select(in_parts(cosine_similarity, tokens), windows, budget)
+        return weigh(tokens, slots, windows, budget, config.sharpness, x.dtype)
 
     def _choose(self, x: Tensor, features: Tensor, windows: Windows, budget: Budget, even: bool) -> Choice:
         """Return the kernels that compute a plan. Those of all later steps are compiled and tried at the first."""

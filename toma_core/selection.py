@@ -7,14 +7,13 @@ change which set is best.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .windows import Budget, Windows, upload
+from .windows import Budget, Windows
 
 # Penalty of a gain for each slot before it. Two tokens that represent only each other gain the same late in a search;
 # without it rounding, and so the batch, threads or kernel, would choose. Far above rounding, far below differences.
@@ -35,27 +34,12 @@ def select(similarity: Tensor, windows: Windows, budget: Budget) -> Tensor:
     return in_reading_order(slots.view(*similarity.shape[:2], budget.slots), windows, budget)
 
 
-def select_at_random(images: int, windows: Windows, budget: Budget, seed: int) -> Tensor:
-    """Return random slots, the same in every image: (B, W, K) int64, as of `select`."""
-    slots = upload(random_order(windows.counts, budget.slots, seed), windows.source.device)
-    return in_reading_order(slots.expand(images, -1, -1), windows, budget)
-
-
 def in_reading_order(dest_slots: Tensor, windows: Windows, budget: Budget) -> Tensor:
     """Sort slots of (B, W, K), best first, by position. A window with a smaller budget takes a prefix."""
     if budget.valid is None:
         return dest_slots.sort(-1).values
     dest_slots = dest_slots.masked_fill(~budget.valid, windows.slots).sort(-1).values
     return torch.where(dest_slots == windows.slots, dest_slots[..., :1], dest_slots)
-
-
-@functools.lru_cache(maxsize=64)
-def random_order(counts: tuple[int, ...], number: int, seed: int) -> Tensor:
-    """Draw `number` distinct slots of windows of `counts` tokens from a local generator: (W, number) on the CPU."""
-    tokens, slots = torch.tensor(counts)[:, None], max(*counts, number)
-    keys = torch.rand(len(counts), slots, generator=torch.Generator().manual_seed(seed))
-    keys = keys.masked_fill(torch.arange(slots) >= tokens, torch.inf)
-    return keys.argsort(1)[:, :number].minimum(tokens - 1)
 
 
 def greedy_facility_location(similarity: Tensor, valid: Tensor | None, number: int) -> Tensor:

@@ -41,7 +41,6 @@ class Line(MessageId):
     UNMERGED = "unmerged"  # reason, blocks
     PLANS = "plans"  # selections, weightings
     RESIDUAL_CACHE = "residual_cache"  # size: MB
-    RANDOM_DESTINATIONS = "random_destinations"  # reasons
     RESIDUAL_CACHE_DISABLED = "residual_cache_disabled"
     NO_KV_CACHE = "no_kv_cache"  # reason
     KERNELS = "kernels"  # names
@@ -63,7 +62,6 @@ class RunStats:
     selections: int = 0
     weighings: int = 0
     kernels: set[Message] = field(default_factory=set)  # kernels that made plans, or why plain PyTorch did
-    content_independent: set[Message] = field(default_factory=set)  # why destinations were random
     full_by: tuple[Message, ...] = ()  # settings that make steps full
     full_reasons: dict[Message, set[int]] = field(default_factory=dict)  # full steps that the schedule merges
     by_profile: bool = False  # whether ratios differ by block: grids and merged_steps then hold the largest of them
@@ -199,11 +197,10 @@ class RunStats:
         return Line.UP_TO(share=share) if self.by_profile else share
 
     def _how(self) -> list[Message]:
-        reasons, names = (tuple(sorted(each, key=str)) for each in (self.content_independent, self.kernels))
+        names = tuple(sorted(self.kernels, key=str))
         lines = [
             self.merged_blocks and Line.PLANS(selections=self.selections, weightings=self.weighings),
             self.cache_bytes and Line.RESIDUAL_CACHE(size=self.cache_bytes / 1e6),
-            reasons and Line.RANDOM_DESTINATIONS(reasons=reasons),
             self.cache_disabled and Line.RESIDUAL_CACHE_DISABLED(),
             self.without_kv_cache and Line.NO_KV_CACHE(reason=self.without_kv_cache),
             names and Line.KERNELS(names=names),

@@ -140,9 +140,8 @@ def compiled(kit: Kit) -> Graph:
 
 @row(GROUP, "MultiGPU CFG Split (two devices with a thread each, both of them the CPU)")
 def multigpu(kit: Kit) -> Iterator[Graph]:
-    """Use ComfyUI's concurrent threads, each with a device that ComfyUI and ToMA treat as a different one. On one
-    device the merge weights of both conditions come from one condition's tokens, here from each condition's own, so the
-    error against one device is small but not 0; destinations are the same for both."""
+    """Use ComfyUI's concurrent threads, each with a device that ComfyUI and ToMA treat as a different one. Both devices
+    make their plans from the predicted picture, so destinations are the same for both."""
     import comfy.model_management
 
     patch = node("nodes_multigpu.MultiGPUCFGSplitNode")
@@ -177,14 +176,15 @@ def multigpu(kit: Kit) -> Iterator[Graph]:
             return plan
 
         with mock.patch.object(state, "plan", noted):
-            assert torch.equal(kit.sample(attach(split(model))), result), "not the same twice"
+            assert torch.equal(kit.sample(attach(split(model), **predicted)), result), "not the same twice"
         for found in destinations.values():
             assert [*found] and {*found} == {*devices}, "not merged on both devices"
             assert torch.equal(*found.values()), "cond and uncond have destinations of their own"
 
-    smooth: dict[str, Any] = {"selector": "grid", "sharpness": 20.0}
+    predicted: dict[str, Any] = {"similarity_from": "prediction"}
+    smooth = {**predicted, "selector": "grid", "sharpness": 20.0}
     yield Graph(split, model=model, settings=smooth, steered=False, check=similar, name="error against one device")
-    yield Graph(split, model=model, steered=False, check=shared, name="destinations")
+    yield Graph(split, model=model, settings=predicted, steered=False, check=shared, name="destinations")
 
 
 @row(GROUP, "Reference key-value cache (FluxKVCache)", sdxl=FOR_FLUX,

@@ -14,7 +14,7 @@ from comfy.model_sampling import CONST
 from torch import Tensor
 
 from ...toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, decide
-from ...toma_core.decision import merges_plainly, without_cache
+from ...toma_core.decision import full, merges_plainly, without_cache
 from ...toma_core.prediction import trusted_below
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
@@ -124,11 +124,6 @@ class SamplingRun:
         return True
 
     @property
-    def prediction(self) -> Tensor | None:
-        """The clean image that the last evaluation of this size predicted, (B, C, ..., H, W)."""
-        return self.predictions_by_size.get(self.latent_shape)
-
-    @property
     def _video(self) -> bool:
         return len(self.latent_shape) > 4 and self.latent_shape[2] > 1
 
@@ -177,6 +172,7 @@ class SamplingRun:
                 self.run.disable(Reason.TILES())
             self.run.check_kv_cache(self.config_for)
             self.run.cache.enforce_limit()
+        without_picture = self.run.tiles or self.prediction(options) is None
         self.step_plan = decide(
             self.run,
             at.sigma,
@@ -185,6 +181,7 @@ class SamplingRun:
             given=at.model_sigma,
             unreported=at.unreported,
             awaits_prediction=self.awaits_prediction,
+            unshared=self.several_devices and without_picture,
             gradients=records_gradients(),
         )
         self.run.stats.count_evaluation(self.step_plan.step, self.step_plan.merged_ratio)
@@ -194,28 +191,24 @@ class SamplingRun:
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
         """Return what one call of the model on latents of (B, C, ..., H, W) is to do.
 
-        Conditions of one area share plans, made from the tokens of the first. On several devices none can wait for the
-        tokens of another: destinations are random then, the same for all. A call on a piece of the latent, as tiled
-        sampling makes them, is planned from what it shows, again in every evaluation: it may show another piece then.
+        Conditions of one area share plans, made from the tokens of the first or, on several devices, from a predicted
+        picture. A call on a piece of the latent, as tiled sampling makes them, is planned from what it shows, again in
+        every evaluation: it may show another piece then.
         """
         chunks, frames = chunks_of(len(x), transformer_options), frames_of(transformer_options)
         cond_keys = self.cond_keys(len(x), transformer_options)
         predictions = self.predictions(chunks, transformer_options, x)
-        content_independent = Reason.SEVERAL_DEVICES() if self.several_devices and not predictions else None
-        step_plan, plan_keys, tile = self.step_plan, self.plan_keys(chunks, frames), None
+        plan_keys, tile = self.plan_keys(chunks, frames), None
         if self._is_tile(x, transformer_options):
             self.run.tiles = True
-            step_plan = without_cache(self.run, self.step_plan)
-            if self.step_plan.mode.merges and not step_plan.mode.merges and self.merged_calls:
-                # The first tile of a run: calls that were counted as merged are full.
-                self.run.stats.discard_evaluations(step_plan.step, 0, self.merged_calls)
-                self.merged_calls = 0
+            with self._lock:
+                by, plan = self.several_devices, self.step_plan
+                self._go_on(full(self.run, plan, Reason.SEVERAL_DEVICES()) if by else without_cache(self.run, plan))
             plan_keys, predictions, tile = (None,), (), self._tile(x, chunks)
         elif self.several_devices:
             device = transformer_options.get("multigpu_thread_device")
             plan_keys = tuple((device, key) for key in plan_keys)
-        parts = self.run, step_plan, plan_keys, cond_keys, content_independent
-        return Evaluation(*parts, tile, predictions, len(x))
+        return Evaluation(self.run, self.step_plan, plan_keys, cond_keys, tile, predictions, len(x))
 
     def serves(self, evaluation: Evaluation, layout: Hashable) -> bool:
         """Return whether the caches hold, for every chain of a call, what it begins with; settings that are made for
@@ -238,11 +231,16 @@ class SamplingRun:
         with self._lock:
             if self.step_plan.mode.merges:
                 self.run.cache.refresh()
-                self.step_plan = self.step_plan.with_mode(StepMode.REFRESH)
-                self.run.stats.discard_evaluations(self.step_plan.step, 0, 1)
+                self._go_on(self.step_plan.with_mode(StepMode.REFRESH))
                 self.run.stats.full_because(self.step_plan.step, Reason.NOT_CACHED())
-                self.merged_calls -= 1
         return replace(evaluation, step_plan=self.step_plan)
+
+    def _go_on(self, plan: StepPlan) -> None:
+        """Go on with another plan in this evaluation of the sampler. Its call in progress was counted by the old."""
+        if self.step_plan.mode.merges and not plan.mode.merges:
+            self.run.stats.discard_evaluations(plan.step, 0, 1)
+            self.merged_calls -= 1
+        self.step_plan = plan
 
     def _tile(self, x: Tensor, chunks: Hashable) -> TileBatch:
         """Return what a call on tiles shows. Calls for other conditions come in any order; they are compared with those
@@ -258,19 +256,21 @@ class SamplingRun:
         """Return which part of the latent each condition of a call shows: those of one area share plans."""
         return tuple((self.areas.get(chunk), frames) for chunk in chunks)
 
+    def prediction(self, transformer_options: Mapping[str, Any]) -> Tensor | None:
+        """Return the clean image that the last evaluation of this size predicted, (B, C, ..., H, W). None where plans
+        are made from tokens, where it is too poor, and for windows over a batch."""
+        # With a KV cache a poor plan does no harm.
+        poor = self.sigma is not None and self.sigma > self.max_prediction_sigma and not self.run.kv_cache
+        if poor or transformer_options.get("context_window") is not None or not self.run.config.uses_prediction:
+            return None
+        return self.predictions_by_size.get(self.latent_shape)
+
     def predictions(
         self, chunks: Sequence[Hashable], transformer_options: Mapping[str, Any], x: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the predicted image of what each condition of a call on latents x shows. Empty where plans are made
-        from tokens, where the prediction is too poor, and where there is none, as for windows over a batch."""
-        prediction = self.prediction
-        if (
-            prediction is None
-            # With a KV cache a poor plan does no harm.
-            or (self.sigma is not None and self.sigma > self.max_prediction_sigma and not self.run.kv_cache)
-            or transformer_options.get("context_window") is not None
-            or not self.run.config.uses_prediction
-        ):
+        """Return the predicted image of what each condition of a call on latents x shows; empty where there is none."""
+        prediction = self.prediction(transformer_options)
+        if prediction is None:
             return ()
         images = [crop(prediction, self.areas.get(chunk)) for chunk in chunks]
         shape = len(x) // len(chunks), *x.shape[1:]

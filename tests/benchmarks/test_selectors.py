@@ -10,14 +10,23 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.selectors import RIVALS, facility_location, farthest_point, rule, selecting, strided_grid, tome_matching
+from benchmarks.selectors import (
+    RIVALS,
+    facility_location,
+    farthest_point,
+    random_order,
+    rule,
+    selecting,
+    strided_grid,
+    tome_matching,
+)
 from scripts.comfy_pack import pack_module
 from tests.loop import loop
 
 core, selection, layout = (pack_module(name) for name in ("toma_core", "toma_core.selection", "toma_core.windows"))
 WindowShape = pack_module("toma_core.config").WindowShape
 cosine_similarity = selection.cosine_similarity
-random_order, make_budget, make_windows = selection.random_order, layout.make_budget, layout.make_windows
+make_budget, make_windows = layout.make_budget, layout.make_windows
 ALL = ("facility location", *RIVALS)
 
 

@@ -19,7 +19,6 @@ HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LARGEST = torch.finfo(HALF).max
 
 dtypes = pytest.mark.parametrize("dtype", [HALF, BRAIN, FULL], ids=str)
-both_ways = pytest.mark.parametrize("content_independent", ["", "several devices"])
 MODES = core.StepMode.REFRESH, core.StepMode.MERGED_CACHED
 
 
@@ -37,11 +36,9 @@ def run_of(fast: Any = None, **settings: Any) -> Any:
     return core.RunState(core.Schedule(core.ToMAConfig(**settings)), dispatch=dispatch)
 
 
-def plan_of(x: Tensor, content_independent: str = "", **settings: Any) -> Any:
+def plan_of(x: Tensor, **settings: Any) -> Any:
     """Make a plan at ratio 0.5 on windows of 2 to 4 x 3 tokens, some of them ragged."""
-    return run_of(**settings).plan(
-        x, GRID, "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,), content_independent
-    )
+    return run_of(**settings).plan(x, GRID, "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,))
 
 
 def check_picks(plan: Any) -> None:
@@ -90,30 +87,28 @@ def numbers(name: str, dtype: torch.dtype) -> Tensor:
 def test_finite_tokens_give_finite_results(name: str, dtype: torch.dtype) -> None:
     x = numbers(name, dtype)
     assert x.isfinite().all()
-    for content_independent in ("", "several devices"):
-        plan = plan_of(x, content_independent)
-        check_picks(plan)
-        check_weights(plan)
-        merged = core.merge(x, plan)
-        assert merged.dtype is plan.merge_weights.dtype is dtype
-        assert merged.isfinite().all()
-        assert core.restore(merged.clone(), merged, x, plan).equal(x), "a block that does nothing changes nothing"
+    plan = plan_of(x)
+    check_picks(plan)
+    check_weights(plan)
+    merged = core.merge(x, plan)
+    assert merged.dtype is plan.merge_weights.dtype is dtype
+    assert merged.isfinite().all()
+    assert core.restore(merged.clone(), merged, x, plan).equal(x), "a block that does nothing changes nothing"
 
 
 @dtypes
-@both_ways
-def test_scale_does_not_matter(dtype: torch.dtype, content_independent: str) -> None:
+def test_scale_does_not_matter(dtype: torch.dtype) -> None:
     """Tokens times a power of two, whose squares overflow the dtype or which are denormal, have the same plan."""
     x = smooth(dtype)
     up = 2.0**12 if dtype is HALF else 2.0**50
     assert (x.float().square().sum(-1) * up**2).min() > LARGEST
-    assert same_plan(plan_of(x * up, content_independent), plan_of(x, content_independent))
+    assert same_plan(plan_of(x * up), plan_of(x))
     if dtype is HALF:
         tiny = x * 2.0**-18
         assert (tiny.abs().amax(-1) < torch.finfo(HALF).smallest_normal).any()
-        assert same_plan(plan_of(tiny, content_independent), plan_of(tiny * 2.0**18, content_independent))
+        assert same_plan(plan_of(tiny), plan_of(tiny * 2.0**18))
     else:
-        assert same_plan(plan_of(x * 2.0**-30, content_independent), plan_of(x, content_independent))
+        assert same_plan(plan_of(x * 2.0**-30), plan_of(x))
 
 
 # Broken values of the second of two images: (token, channel) -> value.
@@ -149,8 +144,7 @@ def check_broken(name: str, dtype: torch.dtype, **settings: Any) -> None:
 @dtypes
 @pytest.mark.parametrize("name", list(BROKEN))
 def test_broken_tokens_spoil_their_own_window_only(name: str, dtype: torch.dtype) -> None:
-    for content_independent in ("", "several devices"):
-        check_broken(name, dtype, content_independent=content_independent)
+    check_broken(name, dtype)
 
 
 @pytest.fixture
@@ -190,17 +184,14 @@ def test_a_later_weighing_of_broken_tokens(name: str) -> None:
 
 
 @dtypes
-@both_ways
-def test_no_other_float_than_the_tokens_own_and_fp32(
-    dtype: torch.dtype, content_independent: str, dtypes_used: Any
-) -> None:
+def test_no_other_float_than_the_tokens_own_and_fp32(dtype: torch.dtype, dtypes_used: Any) -> None:
     """Cards with only fp16 see no bf16, and no operation uses fp64, which Apple's GPUs lack."""
     x = smooth(dtype)
     details = run_of(granularity="block", full_step_interval=3)
     with dtypes_used() as seen:
         for step in range(3):
             decision = core.StepPlan(step, MODES[step > 0], 0.5, step, step)
-            evaluation = core.Evaluation(details, decision, content_independent=content_independent)
+            evaluation = core.Evaluation(details, decision)
             plan = core.plan_for(x, GRID, "a", evaluation)
             detail = evaluation.cached("block", x)
             reduced = core.reduce(x, plan, detail)
@@ -246,9 +237,7 @@ def test_moves_between_real_devices() -> None:
     results = []
     for device in ("cpu", "cuda", "cpu", "cuda"):
         tokens = x.to(device)
-        plan = run.plan(
-            tokens, GRID, "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,), "several devices"
-        )
+        plan = run.plan(tokens, GRID, "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,))
         merged = core.merge(tokens, plan)
         assert merged.device.type == device
         results.append(core.restore(merged * 2, merged, tokens, plan).cpu())

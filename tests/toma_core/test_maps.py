@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from tests.loop import loop
 from toma_core.config import ToMAConfig
 from toma_core.merge import MergePlan, draw_map
 from toma_core.run import RunState
 from toma_core.schedule import Schedule, StepMode, StepPlan
 
 
-def plan_of(x: torch.Tensor, grid: tuple[int, ...], content_independent: str = "", **settings: object) -> MergePlan:
+def plan_of(x: torch.Tensor, grid: tuple[int, ...], **settings: object) -> MergePlan:
     run = RunState(Schedule(ToMAConfig(window_size=4, **settings)))  # type: ignore[arg-type]
-    return run.plan(x, grid, None, StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,), content_independent)
+    return run.plan(x, grid, None, StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,))
 
 
-@loop("content_independent", ["", "several devices"])
-def test_the_map_shows_each_token_with_its_most_similar_destination(content_independent: str) -> None:
+def test_the_map_shows_each_token_with_its_most_similar_destination() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 63, 6).bfloat16()
-    plan = plan_of(x, (7, 9), content_independent)
+    plan = plan_of(x, (7, 9))
     drawn = draw_map(plan)
     assert (drawn.height, drawn.width, drawn.cuts) == (7, 9, plan.windows.cuts)
     assert torch.equal(drawn.destinations, plan.destinations[0])

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.loop import loop
 from toma_core.config import ToMAConfig
-from toma_core.merge import MergePlan, merge, stacked, unmerge
+from toma_core.merge import MergePlan, merge, stacked, unmerge, weigh
 from toma_core.reasons import Reason
 from toma_core.run import RunState
-from toma_core.schedule import LASTING, Schedule, StepMode, StepPlan
+from toma_core.schedule import Schedule, StepMode, StepPlan
 
 GRID = (7, 9)
 
@@ -59,9 +59,11 @@ def test_a_plan_is_reused_until_it_is_too_old() -> None:
 
 def test_a_reweighed_plan_has_the_weights_of_the_new_tokens() -> None:
     run = run_of()
-    run.plan(features(0), GRID, "a", at(), (None,), content_independent="for a test")
+    first = run.plan(features(0), GRID, "a", at(), (None,))
     reweighed = run.plan(features(1), GRID, "a", at(weighing=1), (None,))
-    assert same(reweighed, run_of().plan(features(1), GRID, "a", at(), (None,), content_independent="for a test"))
+    tokens, sharpness = first.windows.split(features(1)), run.config.sharpness
+    expected = weigh(tokens, first.dest_slots, first.windows, first.budget, sharpness, torch.float32)
+    assert same(reweighed, expected)
 
 
 @loop(("select", "weigh"), [(1, 1), (10, 5), (5, 10), (4, 3), (1000, 1000)])
@@ -175,23 +177,10 @@ def test_windows_shift_at_every_other_selection() -> None:
     assert len({still.plan(features(0), GRID, "a", at(selection=s), (None,)).windows.cuts for s in range(4)}) == 1
 
 
-def test_destinations_at_random_change_with_the_selection_alone() -> None:
-    def dest_slots(tokens: int, selection: int) -> list[list[int]]:
-        plan = run_of().plan(
-            features(tokens), GRID, "a", at(selection=selection), (None,), content_independent="several devices"
-        )
-        return plan.destinations.tolist()
-
-    assert dest_slots(0, 0) == dest_slots(1, 0)
-    assert dest_slots(0, 0) != dest_slots(0, 2)
-    assert dest_slots(0, LASTING)
-
-
-@loop("content_independent", ["", "several devices"])
-def test_the_global_random_state_is_left_alone(content_independent: str) -> None:
+def test_the_global_random_state_is_left_alone() -> None:
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    plan = run_of().plan(features(0), GRID, "a", at(), (None,), content_independent=content_independent)
+    plan = run_of().plan(features(0), GRID, "a", at(), (None,))
     unmerge(merge(features(0), plan), plan)
     assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -325,17 +314,14 @@ def test_the_trap_snaps(wait: Any) -> None:
         wait(x)
 
 
-@loop("content_independent", ["", "several devices"])
 @loop("grid", [(8, 8), GRID, (1, 30)], ids=str)
 @loop("similarity_from", ["tokens", "prediction"])
-def test_planning_and_merging_never_wait_for_the_device(
-    grid: tuple[int, int], similarity_from: str, content_independent: str
-) -> None:
+def test_planning_and_merging_never_wait_for_the_device(grid: tuple[int, int], similarity_from: str) -> None:
     """The layouts of a grid are made before sampling; afterwards nothing synchronises, at any age of a plan."""
     run = run_of(similarity_from=similarity_from)
     x, picture = features(0, 2, grid), torch.randn(2, 3, 2 * grid[0], 2 * grid[1])
     for selection in range(2):
-        run.plan(x, grid, "a", at(selection=selection), (None,), content_independent)
+        run.plan(x, grid, "a", at(selection=selection), (None,))
     with no_waiting():
         for decision in (at(), at(weighing=1), at(selection=1)):
             for plan_keys in ((None,), (None, None), ("l", "r")):
@@ -343,16 +329,13 @@ def test_planning_and_merging_never_wait_for_the_device(
                     picture.chunk(len(plan_keys)) if len(plan_keys) == len(set(plan_keys)) else (picture[:1],) * 2
                 )
                 for pictures in ((), cond_keys):
-                    plan = run.plan(x, grid, "b", decision, plan_keys, content_independent, pictures=pictures)
+                    plan = run.plan(x, grid, "b", decision, plan_keys, pictures=pictures)
                     unmerge(merge(x, plan), plan)
 
 
-@loop("content_independent", ["", "several devices"])
 @loop("grid", [(8, 8), GRID, (1, 30)], ids=str)
 @loop("similarity_from", ["tokens", "prediction"])
-def test_planning_and_merging_need_no_values(
-    grid: tuple[int, int], similarity_from: str, content_independent: str
-) -> None:
+def test_planning_and_merging_need_no_values(grid: tuple[int, int], similarity_from: str) -> None:
     """Tensors of the meta device have no values: any read raises an error."""
     run = run_of(similarity_from=similarity_from)
     x = torch.empty(4, grid[0] * grid[1], 6, dtype=torch.bfloat16, device="meta")
@@ -361,7 +344,7 @@ def test_planning_and_merging_need_no_values(
     for decision in (at(), at(weighing=1), at(selection=1)):
         picture = x.unflatten(1, grid).movedim(-1, 1)
         pictures = tuple(picture.chunk(2)) if similarity_from == "prediction" else ()
-        plan = run.plan(x, grid, "a", decision, ("l", "r"), content_independent, pictures=pictures)
+        plan = run.plan(x, grid, "a", decision, ("l", "r"), pictures=pictures)
         y = merge(x, plan)
         assert (y.shape, y.dtype, y.device) == ((4, plan.num_destinations, 6), x.dtype, x.device)
         assert plan.destinations.shape == (4, plan.num_destinations)

@@ -1,11 +1,13 @@
-"""The pack's warnings."""
+"""The pack's warnings, and runs that two devices share."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
 from scripts.comfy_pack import pack_module
 
@@ -16,3 +18,37 @@ def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(pack_module("nodes.adapters.compat"), "_warned", set())
     caplog.set_level(logging.WARNING)
     return lambda: [r.getMessage() for r in caplog.records if r.getMessage().startswith("ToMA")]
+
+
+@pytest.fixture
+def on_two_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Any], Any]:
+    """on_two_devices(model, other): return a model whose conditions are shared with another copy of its network, as by
+    ComfyUI's MultiGPU CFG Split: by threads of two devices, here both the CPU."""
+    multigpu = pytest.importorskip("comfy.multigpu")
+    if not hasattr(multigpu, "MultiGPUThreadPool"):
+        pytest.skip("this ComfyUI shares no run")
+    import comfy.model_management
+    from comfy.patcher_extension import WrappersMP
+
+    monkeypatch.setattr(comfy.model_management, "set_torch_device", lambda *_: None, raising=False)
+    devices = torch.device("cpu"), torch.device("cpu", 0)
+
+    def split(model: Any, other: Any) -> Any:
+        def shared(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            guider, clone = executor.class_obj, other.clone()
+            clone.model.current_patcher = clone
+            pool = multigpu.MultiGPUThreadPool(list(devices))
+            guider.model_options["multigpu_clones"] = dict(zip(devices, (guider.model_patcher, clone), strict=True))
+            guider.model_options["multigpu_thread_pool"] = pool
+            try:
+                return executor(*args, **kwargs)
+            finally:
+                for name in ("multigpu_clones", "multigpu_thread_pool"):
+                    guider.model_options.pop(name, None)
+                pool.shutdown()
+
+        model = model.clone()
+        model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "shared", shared)
+        return model
+
+    return split

@@ -72,20 +72,87 @@ def test_split_calls_use_the_plans_of_the_joined_one(
     torch.testing.assert_close(split, joined, **NEARLY)
 
 
-def test_several_devices_share_destinations_where_several_conditions_take_part(pack: Any) -> None:
-    """A single condition is merged as on one device; an additional call of an evaluation shares destinations with the
-    others."""
-    config = pack_module("toma_core.config").ToMAConfig()
-    sampling = pack_module("nodes.adapters.sampling_run").SamplingRun.start(config, None, [3.0, 2.0, 1.0, 0.0])
-    latent, cond, uncond = torch.zeros(1, 4, 8, 8), {"uuid": "cond"}, {"uuid": "uncond", "timestep_end": 1.5}
+SEVERAL_DEVICES = pack_module("toma_core.reasons").Reason.SEVERAL_DEVICES()
 
-    def independent(sigma: float, *conds: Any) -> bool:
-        sampling.observe(torch.tensor([sigma]), [[c] for c in conds], latent, {"multigpu_clones": {0: None, 1: None}})
-        return bool(sampling.evaluation(latent, {"uuids": ["cond"]}).content_independent)
 
-    assert [independent(3.0, cond), independent(3.0, cond)] == [False, False]
-    assert [independent(2.0, cond, uncond), independent(2.0, cond)] == [True, True]
-    assert [independent(1.0, cond, uncond), independent(1.0, cond)] == [False, False], "the other has ended"
+def sampling_on_two_devices(sigmas: list[float], **settings: Any) -> tuple[Any, Any]:
+    """Return a run, and step(sigma, *conditions, width=...): make an evaluation of latents, of that width as the model
+    sees them, store caches if it refreshes them, and return its mode."""
+    config = pack_module("toma_core.config").ToMAConfig(**settings)
+    sampling = pack_module("nodes.adapters.sampling_run").SamplingRun.start(config, None, sigmas)
+    latent, options = torch.zeros(1, 4, 8, 8), {"multigpu_clones": {0: None, 1: None}}
+
+    @torch.inference_mode()
+    def step(sigma: float, *conds: Any, width: int = 8) -> str:
+        timestep, x = torch.tensor([sigma]), torch.zeros(1, 64, 6)
+        sampling.next(timestep)
+        sampling.observe(timestep, [[c] for c in conds], latent, options)
+        evaluation = sampling.evaluation(latent[..., :width], {"uuids": ["cond"]})
+        if evaluation.refreshes:
+            evaluation.cached("block", x).store(x)
+        sampling.predicted(latent)
+        return str(evaluation.step_plan.mode.value)
+
+    return sampling, step
+
+
+def test_several_devices_that_share_no_picture_are_full_where_several_conditions_take_part(pack: Any) -> None:
+    """A single condition is merged as on one device."""
+    cond, uncond = {"uuid": "cond"}, {"uuid": "uncond", "timestep_end": 1.5}
+    sampling, step = sampling_on_two_devices([3.0, 2.0, 1.0, 0.0])
+    assert step(3.0, cond) == "merged"
+    assert step(2.0, cond, uncond) == "full"
+    assert step(1.0, cond, uncond) == "merged", "the other has ended"
+    stats = sampling.run.stats
+    assert (stats.evaluations, stats.merged_evaluations, set(stats.merged_steps)) == (3, 2, {0, 2})
+    assert stats.full_reasons == {SEVERAL_DEVICES: {1}}
+
+
+def test_full_steps_of_several_devices_leave_no_cache_and_drop_none(pack: Any) -> None:
+    """A cache serves to the end of its interval; without one the next step of a condition alone refreshes."""
+    cond, sigmas = {"uuid": "cond"}, [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 0.0]
+    for start, end, modes in (
+        (6.5, 5.5, ["refresh", "merged cached", "full", "merged cached", "refresh", "merged cached", "full"]),
+        (8.5, 6.5, ["full", "full", "refresh", "merged cached", "refresh", "merged cached", "full"]),
+        (4.5, 3.5, ["refresh", "merged cached", "merged cached", "merged cached", "full", "refresh", "full"]),
+    ):
+        _, step = sampling_on_two_devices(sigmas, full_step_interval=4)
+        uncond = {"uuid": "uncond", "timestep_start": start, "timestep_end": end}
+        assert [step(sigma, cond, uncond) for sigma in sigmas[:-1]] == modes
+
+
+def test_tiles_on_several_devices_are_full(pack: Any) -> None:
+    """The prediction is of the latent, tiles show pieces of it."""
+    conds = {"uuid": "cond"}, {"uuid": "uncond"}
+    sampling, step = sampling_on_two_devices([3.0, 2.0, 1.0, 0.0], similarity_from="prediction")
+    assert [step(3.0, *conds), step(2.0, *conds)] == ["full", "merged"]
+    assert step(1.0, *conds, width=4) == "full"
+    stats = sampling.run.stats
+    assert (stats.evaluations, stats.merged_evaluations, set(stats.merged_steps)) == (3, 1, {1})
+    assert stats.full_reasons == {SEVERAL_DEVICES: {2}}
+
+
+@loop("kind", ["unet", "flux"])
+def test_conditions_on_several_devices_are_merged_once_a_picture_is_predicted(
+    kind: str, attach: Any, stats_of: Any, on_two_devices: Any
+) -> None:
+    model, other = getattr(models, kind)(), getattr(models, kind)()
+    asked: dict[str, Any] = {"steps": 4, "cfg": 3.0}
+    own = models.sample(on_two_devices(model, other), SIDE, SIDE, **asked)
+
+    tokens = on_two_devices(attach(model, full_step_interval=2), other)
+    assert torch.equal(models.sample(tokens, SIDE, SIDE, **asked), own)
+    stats = stats_of(tokens)
+    assert (stats.merged_evaluations, stats.merged_steps, stats.selections) == (0, {}, 0)
+    assert "several GPUs" in str(stats.headline())
+
+    picture = on_two_devices(attach(model, similarity_from="prediction", kv_cache=True, full_step_interval=3), other)
+    found = models.sample(picture, SIDE, SIDE, **asked)
+    stats = stats_of(picture)
+    assert set(stats.merged_steps) == {1, 2}
+    assert not stats.full_reasons
+    assert 0 < (found - own).norm() < 0.5 * own.norm()
+    assert torch.equal(models.sample(picture, SIDE, SIDE, **asked), found), "not the same twice"
 
 
 @every_kind

@@ -87,17 +87,9 @@ def test_where_the_models_own_memory_is_short_the_run_ends_as_without(
 
 @loop("call", [3, 5])
 def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again(
-    call: int, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+    call: int, stats_of: Any, on_two_devices: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The evaluation waits for the other devices; here threads of two devices, both the CPU."""
-    multigpu = pytest.importorskip("comfy.multigpu")
-    if not hasattr(multigpu, "MultiGPUThreadPool"):
-        pytest.skip("this ComfyUI shares no run")
-    import comfy.model_management
-    from comfy.patcher_extension import WrappersMP
-
-    monkeypatch.setattr(comfy.model_management, "set_torch_device", lambda *_: None, raising=False)
-    devices = torch.device("cpu"), torch.device("cpu", 0)
+    """The evaluation waits for the other devices."""
     one, other, calls = models.wan(), models.wan(), list[int]()
     network = one.model.diffusion_model
     forward = type(network).forward
@@ -109,23 +101,9 @@ def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again
                 raise torch.OutOfMemoryError
         return forward(self, *args, **kwargs)
 
-    def shared(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        guider, clone = executor.class_obj, other.clone()
-        clone.model.current_patcher = clone
-        pool = multigpu.MultiGPUThreadPool(list(devices))
-        guider.model_options["multigpu_clones"] = dict(zip(devices, (guider.model_patcher, clone), strict=True))
-        guider.model_options["multigpu_thread_pool"] = pool
-        try:
-            return executor(*args, **kwargs)
-        finally:
-            for name in ("multigpu_clones", "multigpu_thread_pool"):
-                guider.model_options.pop(name, None)
-            pool.shutdown()
-
     asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
     own = models.sample(one, HEIGHT, WIDTH, **asked)
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(one, preset("balanced")).clone()
-    merged.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "shared", shared)
+    merged = on_two_devices(pack_module("nodes.adapters.patch_model").apply_toma(one, preset("balanced")), other)
     monkeypatch.setattr(type(network), "forward", short)
     found = models.sample(merged, HEIGHT, WIDTH, **asked)
     assert stats_of(merged).cache_disabled

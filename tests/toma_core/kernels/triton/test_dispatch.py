@@ -208,8 +208,7 @@ class TestFirstUse:
         assert where.run.stats.kernels == {KernelName.KERNEL(name="triton")}
 
 
-@pytest.mark.parametrize("content_independent", ["", "several devices"])
-def test_a_run_on_kernels_equals_one_without(content_independent: str, kernels: Any) -> None:
+def test_a_run_on_kernels_equals_one_without(kernels: Any) -> None:
     """Destinations are selected, then weighed again from other tokens: the block's result equals that of plain
     PyTorch."""
     fast, plain = (on(used, sharpness=30.0) for used in (kernels, None))
@@ -218,7 +217,7 @@ def test_a_run_on_kernels_equals_one_without(content_independent: str, kernels: 
         decision = StepPlan(0, StepMode.MERGED, 0.5, 0, weighing)
         results = []
         for where in (fast, plain):
-            plan = plan_of(x, Evaluation(where.run, decision, content_independent=content_independent))
+            plan = plan_of(x, Evaluation(where.run, decision))
             reduced = reduce(x, plan)
             results.append((plan, reduced, restore(reduced.sin(), reduced, x, plan)))
         (a, b) = results

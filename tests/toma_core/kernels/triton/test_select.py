@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.selectors import facility_location
+from benchmarks.selectors import facility_location, random_order
 from tests.toma_core.kernels.cases import DEVICE, Case, destinations_of, each
 from tests.toma_core.selection.reference import naive_greedy
 from toma_core.config import WindowShape
 from toma_core.merge import MergePlan, weigh
-from toma_core.selection import cosine_similarity, select, select_at_random, tie_step
+from toma_core.selection import cosine_similarity, in_reading_order, select, tie_step
 from toma_core.windows import Budget, Windows
 
 SCALE = 300.0
@@ -142,7 +142,8 @@ def test_ties_fall_by_slot(case: Case, kernels: Any) -> None:
 @each(CASES[2], CASES[3], CASES[11])
 def test_weigh_alone(case: Case, kernels: Any) -> None:
     x, (windows, budget) = case.tokens(1), case.layout()
-    dest_slots = select_at_random(len(x), windows, budget, 0)
+    order = random_order(windows.counts, budget.slots, 0).to(DEVICE)
+    dest_slots = in_reading_order(order.expand(len(x), -1, -1), windows, budget)
     before = dest_slots.clone()
     check_weights(*kernels.weigh(x, dest_slots, windows, budget, SCALE), x, dest_slots, windows, budget)
     assert torch.equal(dest_slots, before)
