@@ -25,6 +25,7 @@ TESTS = Path(__file__).parent
 TIERS = {
     "stress": "faults, fuzz, numerics, security and long use",
     "train": "trained models: trainings, measurements, the demo",
+    "thorough": "tests of `make test` with their other models, samplers and settings",
     "matrix": "every row of the compatibility matrix",
     "fullsize": "models as large as their checkpoints",
     "compile": "torch.compile on models of every family",

@@ -22,23 +22,33 @@ Node = calibrate.ToMACalibrate
 STEPS = 6
 
 
+def call(model: Any, side: int = 40, **inputs: Any) -> tuple[Any, str, torch.Tensor, Any]:
+    given = {
+        "latent": {"samples": torch.zeros(1, 4, side, side)},
+        "target": "balanced", "steps": STEPS, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple",
+        "negative": models.conditioning(model, seed=2), "positive": models.conditioning(model, seed=1), **inputs,
+    }  # fmt: skip
+    answer = Node.execute(model, **given)
+    return (*answer.args, answer)
+
+
 @pytest.fixture
 def calibrated(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """calibrated(model, **inputs): return model, profile, picture and the node's result."""
     import folder_paths
 
     monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
-
-    def call(model: Any, side: int = 40, **inputs: Any) -> tuple[Any, str, torch.Tensor, Any]:
-        given = {
-            "latent": {"samples": torch.zeros(1, 4, side, side)},
-            "target": "balanced", "steps": STEPS, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple",
-            "negative": models.conditioning(model, seed=2), "positive": models.conditioning(model, seed=1), **inputs,
-        }  # fmt: skip
-        answer = Node.execute(model, **given)
-        return (*answer.args, answer)
-
     return call
+
+
+@pytest.fixture(scope="module")
+def plain_profile(unet: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the profile of the small UNet with the usual inputs."""
+    import folder_paths
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder_paths, "temp_directory", str(tmp_path_factory.mktemp("previews")))
+        return call(unet)[1]
 
 
 def sampled(model: Any, side: int = 40) -> torch.Tensor:
@@ -109,13 +119,12 @@ def test_another_node_that_answers_for_the_sampler(unet: Any, calibrated: Any) -
     assert text == ""
 
 
-def test_a_step_cache_is_left_out_of_measuring_only(unet: Any, calibrated: Any) -> None:
+def test_a_step_cache_is_left_out_of_measuring_only(unet: Any, calibrated: Any, plain_profile: str) -> None:
     from comfy_extras.nodes_easycache import EasyCacheNode
 
     cached = EasyCacheNode.execute(unet, 3.0, 0.0, 1.0, False).args[0]
     model, text, _, _ = calibrated(cached)
-    _, plain, _, _ = calibrated(unet)
-    assert text == plain
+    assert text == plain_profile
     assert model.get_wrappers("diffusion_model", "easycache")
 
 
@@ -174,16 +183,15 @@ def test_cancelled_without_a_trace(unet: Any, calibrated: Any, no_state_left: No
     assert not comfy.model_management.processing_interrupted()
 
 
-def test_the_same_again(unet: Any, calibrated: Any) -> None:
+def test_the_same_again(unet: Any, calibrated: Any, plain_profile: str) -> None:
     """The result depends on the seed, not on earlier runs, and the global generator is unchanged."""
+    sampled(unet, 24)
     torch.manual_seed(3)
     drawn = torch.randn(2)
     torch.manual_seed(3)
-    _, first, _, _ = calibrated(unet)
+    _, text, _, _ = calibrated(unet)
     assert torch.equal(torch.randn(2), drawn)
-    sampled(unet)
-    _, second, _, _ = calibrated(unet)
-    assert first == second
+    assert text == plain_profile
 
 
 @loop(("target", "ratio"), [("balanced", 0.5), ("fast", 0.6)])

@@ -1,6 +1,6 @@
 """One of two processes that make pictures together, over torch.distributed's gloo on the loopback.
 
-`python rank.py RANK FOLDER` writes {case: result} into FOLDER/RANK.json; both processes meet in FOLDER/store.
+`python rank.py RANK FOLDER CASE...` writes {case: result} into FOLDER/RANK.json; both processes meet in FOLDER/store.
 """
 
 from __future__ import annotations
@@ -36,17 +36,28 @@ def picture(model: Any, references: int = 0, text: int = TEXT, width: int = SIDE
     return models.sample(model, SIDE, width, steps=steps, **prompts)
 
 
+# The pictures without ToMA so far, with their models, by model and options: several cases have the same.
+unmerged: dict[tuple[Any, ...], tuple[Any, Tensor]] = {}
+
+
+def without_toma(model: Any, **options: Any) -> Tensor:
+    key = (id(model), *sorted(options.items()))
+    if key not in unmerged:
+        unmerged[key] = model, picture(model, **options)
+    return unmerged[key][1]
+
+
 def tried(model: Any, alone: Any, settings: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Compare runs of a model on all processes with and without ToMA. alone: the same model on each process
     separately."""
     run, reports = pack_module("nodes.adapters.patch_model"), pack_module("nodes.adapters.last_runs")
     config = pack_module("toma_core.config").ToMAConfig(**{**EVERYTHING, **settings})
     merged = run.apply_toma(model, config)
-    plain, result = picture(model, **options), picture(merged, **options)
+    plain, result = without_toma(model, **options), picture(merged, **options)
     stats = reports.last(run.attachment_of(merged).report_id)
     theirs = [torch.empty_like(result) for _ in range(SIZE)]
     dist.all_gather(theirs, result.contiguous())
-    on_one = picture(alone, **options)
+    on_one = without_toma(alone, **options)
     unchanged = torch.equal(result, plain)
     return {
         "off from one process": float((plain - on_one).norm() / on_one.norm()),
@@ -85,16 +96,16 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         cached = {"full_step_interval": 2}
         found[f"tokens-{way}-detail"] = partial(shared, cached, references=2, steps=3)
     for name, model in built.items():
+        shared = partial(tried, by_condition(group, model), model)
         for granularity in ("stack", "module"):
-            settings = {"granularity": granularity}
-            found[f"conditions-{name}-{granularity}"] = partial(tried, by_condition(group, model), model, settings)
+            found[f"conditions-{name}-{granularity}"] = partial(shared, {"granularity": granularity})
         found[f"pictures-{name}"] = partial(tried, model, model, {})
-        found[f"weights-{name}"] = partial(tried, sharded(getattr(models, name)()), model, {})
+        found[f"weights-{name}"] = lambda name=name, model=model: tried(sharded(getattr(models, name)()), model, {})
     return found
 
 
 def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    rank, folder, wanted = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     use_comfyui(cpu=True)
     torch.set_num_threads(1)
     # Not by the machine's name, which may not resolve.
@@ -102,7 +113,8 @@ def main() -> None:
     # A file instead of a port, which another process might take. Waiting longer than this cannot succeed.
     store, limit = f"file://{folder / 'store'}", timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE, timeout=limit)
-    (folder / f"{rank}.json").write_text(json.dumps({name: case() for name, case in cases().items()}))
+    known = cases()
+    (folder / f"{rank}.json").write_text(json.dumps({name: known[name]() for name in wanted}))
     dist.destroy_process_group()
 
 

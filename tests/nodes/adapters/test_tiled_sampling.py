@@ -20,7 +20,8 @@ PRESETS = ("balanced", "quality", "paper")
 NEARLY = {"rtol": 1e-4, "atol": 2e-3}
 
 
-every_kind = loop("kind", ["unet", "flux", "qwen"])
+KINDS = ("unet", "flux", "qwen")
+every_kind = loop("kind", KINDS)
 
 
 @pytest.fixture
@@ -48,9 +49,13 @@ def check_error(result: torch.Tensor, expected: torch.Tensor, name: str) -> None
     assert (result - expected).norm() < (0.01 if name == "paper" else 0.001) * expected.norm()
 
 
-@every_kind
+# A preset for each kind of model; thorough/test_other_tiled_sampling.py has the others.
+IN_ANY_ORDER = [("unet", "paper"), ("flux", "balanced"), ("qwen", "quality")]
+SPLIT = [("unet", "quality"), ("flux", "paper"), ("qwen", "balanced")]
+
+
 @pytest.mark.compat
-@loop("name", PRESETS)
+@loop(("kind", "name"), IN_ANY_ORDER)
 def test_a_tile_does_not_depend_on_the_others(model: Any, preset: Any, stats_of: Any, name: str) -> None:
     """Tiles in another order, and several at once, give the same picture, and they are merged."""
     patched = preset(model, name)
@@ -60,8 +65,7 @@ def test_a_tile_does_not_depend_on_the_others(model: Any, preset: Any, stats_of:
         check_error(sampled(tiled(patched, tiles, at_once)), expected, name)
 
 
-@every_kind
-@loop("name", PRESETS)
+@loop(("kind", "name"), SPLIT)
 def test_joined_and_split_calls_agree_on_tiles(model: Any, preset: Any, monkeypatch: Any, name: str) -> None:
     patched = tiled(preset(model, name), CORNERS, at_once=2)
     joined = sampled(patched)

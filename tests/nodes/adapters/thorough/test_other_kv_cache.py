@@ -1,0 +1,19 @@
+"""The KV cache in the families that test_kv_cache.py leaves out, and one picture at a time."""
+
+from __future__ import annotations
+
+from tests.loop import loop
+from tests.nodes.adapters import test_kv_cache as quick
+
+test_without_changes_a_merged_step_equals_the_models_own = loop(
+    ("kind", "batch"),
+    [(kind, batch) for kind in quick.SHOWN for batch in (1, 2) if batch == 1 or kind not in (*quick.FEW, *quick.ALONE)],
+)(quick.test_without_changes_a_merged_step_equals_the_models_own.looped)
+
+test_keys_are_propagated_as_their_destinations_change = loop(
+    "kind", [kind for kind in quick.SHOWN if kind not in quick.FEW]
+)(quick.test_keys_are_propagated_as_their_destinations_change.looped)
+
+test_presets_keep_keys_where_they_can = loop(
+    "kind", [kind for kind in quick.LAYOUTS if kind not in quick.PRESET_KINDS]
+)(quick.test_presets_keep_keys_where_they_can.looped)
