@@ -4,9 +4,9 @@
 
 SDXL and Flux have their full depth, but are narrow and run on small pictures: an evaluation takes as long as the host
 needs to launch it, which is the time that compiling saves where a GPU waits for its host. `benchmarks.forward
---compile` has models of
-full width; on a CPU, where Inductor's products in bf16 are slower than PyTorch's own, they show nothing. PyTorch's
-attention (ComfyUI's own for CPUs breaks graphs), fp32, wall clock. The first run of a compiled variant takes a minute.
+--compile` has models of full width; on a CPU, where Inductor's products in bf16 are slower than PyTorch's own, they
+show nothing. PyTorch's attention (ComfyUI's own for CPUs breaks graphs), fp32, wall clock. The first run of a compiled
+variant takes a minute.
 """
 
 from __future__ import annotations

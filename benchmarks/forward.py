@@ -7,9 +7,8 @@ Every variant goes through ComfyUI's own `apply_model`. Variants are interleaved
 median of the turns' ratios. Turns reuse the plans of a warm-up turn; the cost of making all plans is timed separately
 as a share of an evaluation, and the presets pay it every few steps. If merged blocks attend to all tokens, an untimed
 full step comes first. Weights are random: the error only shows that the merged model computes nearly the same function.
-Needs about 7 GB of memory for SDXL and 1 to 6 GB for
-transformers, whose depth is cut to two or three blocks or to --blocks. A speed-up is refused if the output is broken,
-nothing was merged, or the unpatched model changed.
+Needs about 7 GB of memory for SDXL and 1 to 6 GB for transformers, whose depth is cut to two or three blocks or to
+--blocks. A speed-up is refused if the output is broken, nothing was merged, or the unpatched model changed.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
 
 It needs no GPU. Triton compiles for one offline and its driver is stubbed: a launch ends before the launcher in C. The
 time of that launcher and of CUDA's driver is excluded, as it is for torch.add. Plain PyTorch runs on CPU tensors of 20
-tokens,
-whose sums cost little beside the calls. A turn times some hundred calls of torch.add, of an operation, and of torch.add
-again, in time of this thread, and takes the quotient; a row is the median of its turns.
+tokens, whose sums cost little beside the calls. A turn times some hundred calls of torch.add, of an operation, and of
+torch.add again, in time of this thread, and takes the quotient; a row is the median of its turns.
 """
 
 from __future__ import annotations
