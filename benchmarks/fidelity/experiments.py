@@ -288,7 +288,7 @@ def exact(patch: Patch) -> Patch:
         from comfy.ldm.flux import layers
         from comfy.ldm.flux.math import apply_rope1, optimized_attention
 
-        merged, called = link._merged_outside, link._called
+        merged, called = link._merged_outside, link._call_original
         full: list[dict[str, Any]] = []
 
         def noted(self: Any, by_place: int, given: dict[str, Any], before: int) -> Any:
@@ -318,7 +318,7 @@ def exact(patch: Patch) -> Patch:
             with replaced(layers, {"attention": use}):
                 return called(self, by_place, given)
 
-        return {"_merged_outside": noted, "_called": run}
+        return {"_merged_outside": noted, "_call_original": run}
 
     return picked(during(patch, lambda: pack_module("nodes.adapters.chain").BlockHook, values))
 

@@ -59,14 +59,13 @@ def decisions(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def plans(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every new plan."""
     state = pack_module("toma_core.run").RunState
-    original, made = state._entry, []
+    original, made = state._remember, []
 
-    def spy(self: Any, *args: Any) -> Any:
-        entry = original(self, *args)
-        made.append(entry.plan)
-        return entry
+    def spy(self: Any, key: Any, plan: Any, step: Any) -> None:
+        made.append(plan)
+        original(self, key, plan, step)
 
-    monkeypatch.setattr(state, "_entry", spy)
+    monkeypatch.setattr(state, "_remember", spy)
     return made
 
 
@@ -306,7 +305,8 @@ def test_exact_destinations_attend_to_every_token(small: dict[str, Any], monkeyp
 def test_guidance_is_all_that_is_merged(model: Any) -> None:
     unmerged = sample(model, cfg=3.0)
     as_it_was = sample(experiments.guided(toma(min_tokens=10_000))(model), cfg=3.0)
-    torch.testing.assert_close(as_it_was, unmerged, rtol=1e-4, atol=1e-4)
+    # Conditions that are evaluated apart round in another way.
+    assert float((as_it_was - unmerged).norm() / unmerged.norm()) < 1e-4
     merged, guided = (sample(patch(toma())(model), cfg=3.0) for patch in (lambda patch: patch, experiments.guided))
     assert 0 < float((guided - unmerged).norm()) < float((merged - unmerged).norm())
 
