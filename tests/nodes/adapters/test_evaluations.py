@@ -302,7 +302,7 @@ def two(trained: Trained) -> SimpleNamespace:
     return SimpleNamespace(positive=positive, error=trained.error(positive=positive))
 
 
-@settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     actions=st.lists(st.lists(st.sampled_from(ACTIONS), max_size=3), min_size=12, max_size=12),
     reports=st.booleans(),
