@@ -102,7 +102,7 @@ def measure(
 
             def plan(run: Any = run, x: Tensor = x, side: int = side, evaluation: Any = evaluation) -> Any:
                 run._plans.clear()
-                return core.plan_for(x, (side, side), None, evaluation)
+                return evaluation.plan(x, (side, side), None)
 
             made = plan()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .config import ToMAConfig
 from .decision import decide
 from .merge import MergePlan, merge, unmerge
-from .pipeline import Evaluation, plan_for, reduce, restore
+from .pipeline import Evaluation, reduce, restore
 from .presets import PRESETS, Settings
 from .run import RunState
 from .schedule import Schedule, StepMode, StepPlan
@@ -28,7 +28,6 @@ __all__ = [
     "ToMAConfig",
     "decide",
     "merge",
-    "plan_for",
     "reduce",
     "restore",
     "unmerge",

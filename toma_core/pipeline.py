@@ -4,7 +4,7 @@
     out = block(reduced)
     y = restore(out, reduced, x, plan)
 
-with `plan = plan_for(x, grid, scope, evaluation)`: a stored plan, a new one, or None to compute all tokens.
+with `plan = evaluation.plan(x, grid, scope)`: a stored plan, a new one, or None to compute all tokens.
 """
 
 from __future__ import annotations
@@ -105,12 +105,6 @@ class Evaluation:
             return Reason.TOO_FEW_TOKENS(least=least) if tokens < least else None
         card = cost_model.card_of(x.device)
         return cost_model.too_little(tokens, images, width, x.dtype, card, block, granularity)
-
-
-def plan_for(x: Tensor, grid: Grid, scope: Hashable, evaluation: Evaluation) -> MergePlan | None:
-    """Return the plan for tokens x of (B, N, C) in a UNet, None if they are not merged. See `Evaluation.plan`."""
-    reason = evaluation.obstacle(x, cost_model.UNET_BLOCK, evaluation.run.config.granularity)
-    return None if reason else evaluation.plan(x, grid, scope)
 
 
 def reduce(x: Tensor, plan: MergePlan | None, cached: CachedBlock | None = None) -> Tensor:

@@ -51,11 +51,6 @@ class Profile:
         if len({ratio for ratios in self.ratios.values() for ratio in ratios if ratio}) > _MAX_BANDS:
             raise ValueError(f"more than {_MAX_BANDS} different ratios")
 
-    @property
-    def empty(self) -> bool:
-        """Whether it merges nothing."""
-        return not any(any(ratios) for ratios in self.ratios.values())
-
     def ratio_schedule(self, names: Sequence[str]) -> RatioSchedule:
         """Return the ratios for a model with these blocks, in forward order. Raises `ValueError` if one is missing."""
         by_band: list[dict[str, float]] = [{} for _ in self.above]

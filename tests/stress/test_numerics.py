@@ -192,7 +192,7 @@ def test_no_other_float_than_the_tokens_own_and_fp32(dtype: torch.dtype, dtypes_
         for step in range(3):
             decision = core.StepPlan(step, MODES[step > 0], 0.5, step, step)
             evaluation = core.Evaluation(details, decision)
-            plan = core.plan_for(x, GRID, "a", evaluation)
+            plan = evaluation.plan(x, GRID, "a")
             detail = evaluation.cached("block", x)
             reduced = core.reduce(x, plan, detail)
             core.restore(reduced * 2, reduced, x, plan, detail)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.loop import loop
+from tests.toma_core.plans import plan_for
 from toma_core import (
     Evaluation,
     RunState,
@@ -19,7 +20,6 @@ from toma_core import (
     cache,
     decide,
     merge,
-    plan_for,
     reduce,
     restore,
     unmerge,

@@ -11,7 +11,8 @@ import torch
 
 import toma_core
 from tests.loop import loop
-from toma_core import Evaluation, RunState, Schedule, ToMAConfig, cost_model, plan_for, reduce, restore
+from tests.toma_core.plans import plan_for
+from toma_core import Evaluation, RunState, Schedule, ToMAConfig, cost_model, reduce, restore
 from toma_core.cost_model import UNET_BLOCK
 from toma_core.merge import MergePlan
 from toma_core.reasons import Message, Reason
@@ -191,7 +192,7 @@ from toma_core import {", ".join(toma_core.__all__)}
 import torch
 run = RunState(Schedule(Settings("balanced", dict(min_tokens=4)).resolved()))
 x = torch.ones(1, 35, 4)
-plan = plan_for(x, (5, 7), "a", Evaluation(run, run.schedule.decide(1.0)))
+plan = Evaluation(run, run.schedule.decide(1.0)).plan(x, (5, 7), "a")
 reduced = reduce(x, plan)
 y = restore(2 * reduced, reduced, x, plan)
 outside = sorted(name for name in sys.modules if name.partition(".")[0] in names and sys.modules[name] is not None)

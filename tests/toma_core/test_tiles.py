@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tests.loop import loop
-from toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, plan_for
+from tests.toma_core.plans import plan_for
+from toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig
 from toma_core.config import Granularity
 from toma_core.cost_model import UNET_BLOCK
 from toma_core.merge import MergePlan

@@ -73,7 +73,7 @@ def test_the_operators_do_what_eager_merging_does(graphs: Any, evaluate: Any) ->
     site = prepared(evaluation)
     assert (site.tokens, site.destinations) == (TOKENS, 30)
     x = torch.randn(2, TOKENS, 8)
-    plan = core.plan_for(x, GRID, "here", evaluation)
+    plan = evaluation.plan(x, GRID, "here")
     reduced = site.enter(x, 0)
     assert torch.equal(reduced, core.reduce(x, plan))
     out = reduced * 2 + 1

@@ -15,7 +15,8 @@ import json, logging, sys
 import torch
 import toma_core.kernels.dispatch as trial
 from benchmarks import offline
-from toma_core import Evaluation, RunState, Schedule, Settings, decide, plan_for, reduce, restore
+from tests.toma_core.plans import plan_for
+from toma_core import Evaluation, RunState, Schedule, Settings, decide, reduce, restore
 from toma_core.kernels.triton import product, select
 
 # Nothing computes anything: dest_slots are the first slots, and every trial goes well.

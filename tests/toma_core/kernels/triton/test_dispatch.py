@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import toma_core.kernels.dispatch
 from tests.toma_core.kernels.cases import DEVICE, Case
-from toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, decide, plan_for, reduce, restore
+from tests.toma_core.plans import plan_for
+from toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, decide, reduce, restore
 from toma_core.kernels.dispatch import Choice, Dispatch, KernelName, NoTriton
 from toma_core.merge import MergePlan, unmerge
 from toma_core.reasons import Message
