@@ -197,18 +197,19 @@ class SamplingRun:
         """
         chunks, frames = chunks_of(len(x), transformer_options), frames_of(transformer_options)
         cond_keys = self.cond_keys(len(x), transformer_options)
-        predictions = self.predictions(chunks, transformer_options, x)
-        plan_keys, tile = self.plan_keys(chunks, frames), None
         if self._is_tile(x, transformer_options):
             self.run.tiles = True
             with self._lock:
                 by, plan = self.several_devices, self.step_plan
                 self._go_on(full(self.run, plan, Reason.SEVERAL_DEVICES()) if by else without_cache(self.run, plan))
-            plan_keys, predictions, tile = (None,), (), self._tile(x, chunks)
-        elif self.several_devices:
+            return Evaluation(self.run, self.step_plan, (None,), cond_keys, self._tile(x, chunks), images=len(x))
+        areas, picture = [self.areas.get(chunk) for chunk in chunks], self.prediction(transformer_options)
+        plan_keys: tuple[Hashable, ...] = tuple((area, frames) for area in areas)
+        if self.several_devices:
             device = transformer_options.get("multigpu_thread_device")
             plan_keys = tuple((device, key) for key in plan_keys)
-        return Evaluation(self.run, self.step_plan, plan_keys, cond_keys, tile, predictions, len(x))
+        pictures = () if picture is None else tuple(crop(picture, area) for area in areas)
+        return Evaluation(self.run, self.step_plan, plan_keys, cond_keys, None, pictures, len(x))
 
     def serves(self, evaluation: Evaluation, layout: Hashable) -> bool:
         """Return whether the caches hold, for every chain of a call, what it begins with; settings that are made for
@@ -252,10 +253,6 @@ class SamplingRun:
         tiles.append(TileBatch(x))
         return tiles[-1]
 
-    def plan_keys(self, chunks: Sequence[Hashable], frames: Hashable) -> tuple[Hashable, ...]:
-        """Return which part of the latent each condition of a call shows: those of one area share plans."""
-        return tuple((self.areas.get(chunk), frames) for chunk in chunks)
-
     def prediction(self, transformer_options: Mapping[str, Any]) -> Tensor | None:
         """Return the clean image that the last evaluation of this size predicted, (B, C, ..., H, W). None where plans
         are made from tokens, where it is too poor, and for windows over a batch."""
@@ -264,17 +261,6 @@ class SamplingRun:
         if poor or transformer_options.get("context_window") is not None or not self.run.config.uses_prediction:
             return None
         return self.predictions_by_size.get(self.latent_shape)
-
-    def predictions(
-        self, chunks: Sequence[Hashable], transformer_options: Mapping[str, Any], x: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Return the predicted image of what each condition of a call on latents x shows; empty where there is none."""
-        prediction = self.prediction(transformer_options)
-        if prediction is None:
-            return ()
-        images = [crop(prediction, self.areas.get(chunk)) for chunk in chunks]
-        shape = len(x) // len(chunks), *x.shape[1:]
-        return tuple(images) if all(image.shape == shape for image in images) else ()
 
     def _is_tile(self, x: Tensor, transformer_options: Mapping[str, Any]) -> bool:
         """Whether a call shows something else than one latent, or each condition its area of it."""

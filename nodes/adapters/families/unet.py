@@ -18,7 +18,7 @@ from ....toma_core.cost_model import UNET_BLOCK
 from ....toma_core.presets import Fields
 from ....toma_core.reasons import Message, Reason
 from ....toma_core.windows import Grid
-from ..blocks import BlockFacts, chain_hooks, chains_of, merged_blocks, skip_reason
+from ..blocks import BlockFacts, chain_hooks, chains_of, merged_blocks, skip_reason, token_grid
 from ..chain import BlockHook, RopeCache
 from ..family import ModelHooks, patched
 from ..model_hooks import HookPair
@@ -62,7 +62,7 @@ class _Stack:
     """A stack of transformer blocks."""
 
     position: tuple[str, int]  # part of the UNet and index in it
-    halvings: int  # how often the latent's sides are halved on the way here
+    halvings: int  # how often the latent's sides are halved on the way here; a Downsample rounds up
     width: int  # channels of a token, 0 if unknown
     home: SpatialTransformer  # runs the blocks
     blocks: list[ByModule]  # their hooks
@@ -92,15 +92,18 @@ class Hooks(ModelHooks):
     ) -> Iterator[HookPair]:
         # ControlNets add outside of the stacks.
         config, stats = evaluation.run.config, evaluation.run.stats
+        by_module = config.granularity is Granularity.MODULE or patched(options, _TOKEN_PATCHES)
         for place, stack in enumerate(self.stacks):
-            grid, modules = _grid(x, stack.halvings), stack.home.transformer_blocks
+            grid, modules = token_grid(x, 2**stack.halvings), stack.home.transformer_blocks
             skips = [skip_reason(config, place, len(self.stacks))] * len(stack.blocks)
             merged = merged_blocks([block.block_hook for block in stack.blocks], modules, skips, evaluation)
             for index in list(merged):
-                if config.granularity is Granularity.MODULE or _is_patched(stack, index, options):
+                # A block whose tokens another node's patch reads is merged module by module: the patch gets all tokens.
+                replaced = list(_replaced(stack, index, options))
+                if by_module or replaced:
                     name = merged.pop(index).name
                     if not evaluation.refreshes:
-                        for part in _replaced(stack, index, options):
+                        for part in replaced:
                             stats.not_merged(f"{name} {part}", Reason.BLOCK_REPLACED())
                         yield from stack.blocks[index].hooks(grid, evaluation.of(name))
             chains = config.granularity is Granularity.STACK and runs_own_loop(stack.home, ("forward",))
@@ -109,12 +112,12 @@ class Hooks(ModelHooks):
 
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
         for stack in self.stacks:
-            home, (height, width) = ".".join(map(str, stack.position)), _grid(latent, stack.halvings)
-            for block in stack.blocks:
-                yield BlockFacts(block.block_hook.name, home, block.block_hook.work, height * width, stack.width)
+            home, tokens = ".".join(map(str, stack.position)), prod(token_grid(latent, 2**stack.halvings))
+            for hook in (block.block_hook for block in stack.blocks):
+                yield BlockFacts(hook.name, home, hook.work, tokens, stack.width)
 
     def flops_beside_blocks(self, latent: Tensor) -> float:
-        return 2.0 * sum(weights * prod(_grid(latent, halvings)) for halvings, weights in self.convolutions)
+        return 2.0 * sum(weights * prod(token_grid(latent, 2**halvings)) for halvings, weights in self.convolutions)
 
     def hook_pairs(self) -> Iterator[HookPair]:
         for block in (block for stack in self.stacks for block in stack.blocks):
@@ -148,17 +151,6 @@ def _weights(layer: nn.Module) -> int:
     if isinstance(layer, SpatialTransformer):
         weights += sum(m.in_features * m.out_features for m in own if isinstance(m, nn.Linear))
     return weights
-
-
-def _grid(latent: Tensor, halvings: int) -> tuple[int, int]:
-    """Return rows and columns of a (B, C, H, W) latent whose sides are halved so often; a Downsample rounds up."""
-    return -(-latent.shape[-2] // 2**halvings), -(-latent.shape[-1] // 2**halvings)
-
-
-def _is_patched(stack: _Stack, index: int, options: Options) -> bool:
-    """Whether another node's patch reads a block's tokens: it is then merged module by module, so that the patch gets
-    all of them."""
-    return patched(options, _TOKEN_PATCHES) or any(_replaced(stack, index, options))
 
 
 def _replaced(stack: _Stack, index: int, options: Options) -> Iterator[str]:
