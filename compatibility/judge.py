@@ -184,8 +184,7 @@ def attach(model: Any, *, selector: str = "", **settings: Any) -> Any:
 
 def stats_of(model: Any) -> Any:
     """Return the stats of a model's last run."""
-    attachment = pack_module("nodes.adapters.patch_model").attachment_of(model)
-    stats = pack_module("nodes.adapters.last_runs").last(attachment.report_id)
+    stats = pack_module("nodes.adapters.patch_model").last_stats(model)
     assert stats is not None, "no run was reported"
     return stats
 

@@ -91,23 +91,12 @@ class ToMABenchmark(io.ComfyNode):
         return str(ConfigError(Measured.RATIO_ZERO())) if ratio == 0 else ratio is None or complaint(ratio=ratio)
 
     @classmethod
-    def execute(
-        cls,
-        model: Any,
-        positive: Any,
-        latent: Any,
-        ratio: float,
-        preset: str,
-        sweep: bool,
-        steps: int,
-        runs: int,
-        negative: Any = None,
-    ) -> io.NodeOutput:
+    def execute(cls, model: Any, ratio: float, preset: str, sweep: bool, runs: int, **sampled: Any) -> io.NodeOutput:
         with status_of(cls.hidden) as status:
             settings = Settings(preset, {"ratio": ratio})
             if settings.off:
                 raise ConfigError(Measured.RATIO_ZERO())
-            task = Task.of_inputs(model, positive, negative, latent, steps)
+            task = Task.of_inputs(model, **sampled)
             ratios = sorted({round(ratio * part / 3, 2) or ratio for part in ((1, 2, 3) if sweep else (3,))})
             timings = timing.measure(model, settings, ratios, task, runs, status.measures)
         fastest, closest = timing.worthwhile(timings), timing.closest(timings)
@@ -167,7 +156,7 @@ def _notes(task: Task, preset: str, runs: int, model: ModelPatcher, last: Timing
     """Return what was sampled, the device, number format and versions, and what was merged."""
     batch, *_, height, width = task.latent.shape
     what: dict[str, Any] = {"latent": f"{width} x {height}", "batch": batch, "conditions": task.conditions}
-    how: dict[str, Any] = {"runs": runs, "steps": task.steps, "sampler": task.sampler, "scheduler": task.scheduler}
+    how: dict[str, Any] = {"runs": runs, "steps": task.steps, "sampler": task.sampler_name, "scheduler": task.scheduler}
     device = comfy.model_management.get_torch_device_name(model.load_device)
     dtype = str(dtype_of(model)).removeprefix("torch.")
     machine = Measured.MACHINE(device=device, dtype=dtype, torch=str(torch.__version__), comfyui=comfyui)

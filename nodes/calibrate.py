@@ -26,13 +26,13 @@ from ..toma_core.profile import Profile
 from ..toma_core.reasons import Message, MessageId
 from ..toma_core.settings import ConfigError, Refusal, shown
 from .adapters.blocks import BlockFacts
-from .adapters.fingerprint import blocks_of, fingerprint
-from .adapters.patch_model import apply_toma, config_for
+from .adapters.patch_model import apply_toma, config_for, last_stats
 from .adapters.probe import MAX_BANDS, Probes, sites_of, without_caches
+from .adapters.registry import blocks_of, fingerprint
 from .merge_map_image import as_image
 from .node_status import said, status_of
 from .report_charts import MERGED, RECOMMENDED, Bar, Caption, bar_chart
-from .task import Task, error, last_stats, progress
+from .task import Task, error, progress
 from .widgets import CATEGORY, SEARCH_ALIASES
 
 # Target -> the preset and ratio whose work a choice has.
@@ -109,26 +109,15 @@ class ToMACalibrate(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        model: Any,
-        positive: Any,
-        latent: Any,
-        target: str,
-        steps: int,
-        cfg: float,
-        sampler_name: str,
-        scheduler: str,
-        negative: Any = None,
-    ) -> io.NodeOutput:
+    def execute(cls, model: Any, target: str, **sampled: Any) -> io.NodeOutput:
         with status_of(cls.hidden) as status:
-            task = Task.of_inputs(model, positive, negative, latent, steps, cfg, sampler_name, scheduler)
+            task = Task.of_inputs(model, **sampled)
             if target not in TARGETS:
                 raise ConfigError(Refusal.NOT_A_CHOICE(setting="target", value=shown(target), choices=tuple(TARGETS)))
             found = calibrate(model, task, target, on_run=status.measures)
         image = as_image(bar_chart(_bars(found, target)))
-        used = [] if negative is None or found.problem or cls.hidden is None else _cfgs_of_samplers(cls.hidden)
-        warnings = [Found.OTHER_CFG(cfg=cfg, used=other) for other in used if other != cfg]
+        used = [] if task.negative is None or found.problem or cls.hidden is None else _cfgs_of_samplers(cls.hidden)
+        warnings = [Found.OTHER_CFG(cfg=task.cfg, used=other) for other in used if other != task.cfg]
         page = {**ui.PreviewImage(image, cls=cls).as_dict(), **said([*warnings[:1], *_notes(found, target)])}
         return io.NodeOutput(found.model, found.profile.text() if found.profile else "", image, ui=page)
 

@@ -9,8 +9,7 @@ from comfy_api.latest import io, ui
 from ..toma_core.reasons import Message, MessageId
 from ..toma_core.stats import Line, RunStats
 from . import validate_inputs
-from .adapters import last_runs
-from .adapters.patch_model import attachment_of
+from .adapters.patch_model import attachment_of, last_stats
 from .merge_map_image import draw
 from .node_status import said, status_of
 from .report_charts import Caption, blocks_chart, steps_chart
@@ -66,10 +65,9 @@ class ToMAReport(io.ComfyNode):
     @classmethod
     def execute(cls, model: Any, latent: Any, image: Any = None) -> io.NodeOutput:
         with status_of(cls.hidden):
-            attachment = attachment_of(validate_inputs.model(model))
+            none = NoReport.NO_RUN() if attachment_of(validate_inputs.model(model)) else NoReport.NO_NODE()
             image = None if image is None else validate_inputs.image(image)
-        none = NoReport.NO_NODE() if attachment is None else NoReport.NO_RUN()
-        last = None if attachment is None else last_runs.last(attachment.report_id)
+        last = last_stats(model)
         lines, stats = ([none], RunStats()) if last is None else (last.report(), last)
         text = "\n".join(map(str, lines))
         sheet = draw(stats.maps, image, [steps_chart(stats), blocks_chart(stats)] if stats.steps else [])

@@ -12,10 +12,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ..toma_core.stats import RunStats
 from . import validate_inputs
-from .adapters import last_runs
-from .adapters.patch_model import attachment_of
 from .adapters.streams import first_of_nested
 
 
@@ -28,13 +25,13 @@ class Task:
     latent: Any  # zeros, (B, C, H, W) or (B, C, T, H, W), or ComfyUI's `NestedTensor` of several streams
     steps: int
     cfg: float = 4.0  # counts only with a negative
-    sampler: str = "euler"
+    sampler_name: str = "euler"
     scheduler: str = "simple"
     noise: Tensor | None = None  # None to draw it by seed 0, as ComfyUI's samplers do
 
     @classmethod
-    def of_inputs(cls, model: Any, positive: Any, negative: Any, latent: Any, *rest: Any) -> Task:
-        """Return the task of a node's inputs. Raises `ConfigError` for inputs of another kind."""
+    def of_inputs(cls, model: Any, positive: Any, latent: Any, negative: Any = None, **sampler: Any) -> Task:
+        """Return the task of a node's inputs, named as its fields. Raises `ConfigError` for inputs of another kind."""
         validate_inputs.model(model)
         validate_inputs.conditioning("positive", positive)
         if negative is not None:
@@ -45,7 +42,7 @@ class Task:
         else:
             downscale = latent.get("downscale_ratio_spacial")
             zeros = comfy.sample.fix_empty_latent_channels(model, torch.zeros_like(samples), downscale)
-        return cls(positive, negative, zeros, *rest)
+        return cls(positive, negative, zeros, **sampler)
 
     @property
     def conditions(self) -> int:
@@ -62,7 +59,7 @@ class Task:
             noise,
             self.steps,
             1.0 if self.negative is None else self.cfg,
-            self.sampler,
+            self.sampler_name,
             self.scheduler,
             self.positive,
             self.positive if self.negative is None else self.negative,
@@ -72,12 +69,6 @@ class Task:
             seed=0,
         )
         return first_of_nested(latent).float().cpu()
-
-
-def last_stats(model: ModelPatcher) -> RunStats | None:
-    """Return what the last run of a model merged, None without ToMA."""
-    attachment = attachment_of(model)
-    return None if attachment is None else last_runs.last(attachment.report_id)
 
 
 def progress(steps: int) -> Callable[..., None]:

@@ -15,8 +15,8 @@ from ..toma_core.reasons import Message, MessageId
 from ..toma_core.schedule import RatioSchedule
 from ..toma_core.settings import ConfigError
 from . import validate_inputs, widgets
-from .adapters.fingerprint import blocks_of, fingerprint
 from .adapters.patch_model import apply_toma, config_for
+from .adapters.registry import blocks_of, fingerprint
 from .node_status import said, status_of
 from .widgets import CATEGORY, SEARCH_ALIASES
 

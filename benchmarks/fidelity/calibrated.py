@@ -85,7 +85,7 @@ def _measured(
         return latents, counter.get_total_flops()
 
     task = calibrating.Task(
-        steps=steps, cfg=options["cfg"], sampler=options["sampler"], scheduler=options["scheduler"], **asked
+        steps=steps, cfg=options["cfg"], sampler_name=options["sampler"], scheduler=options["scheduler"], **asked
     )
     plain, full_flops = drawn(model)
     rows: dict[str, dict[str, Any]] = {}

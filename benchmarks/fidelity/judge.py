@@ -180,8 +180,7 @@ class Judge:
         """Return the MB of the residual cache for a picture in the model's last run."""
         from scripts.comfy_pack import pack_module
 
-        attachment = pack_module("nodes.adapters.patch_model").attachment_of(model)
-        stats = attachment and pack_module("nodes.adapters.last_runs").last(attachment.report_id)
+        stats = pack_module("nodes.adapters.patch_model").last_stats(model)
         last = self.conditions.images % self.conditions.batch or self.conditions.batch
         return stats.cache_bytes / 1e6 / last if stats else 0.0
 

@@ -14,7 +14,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from ...toma_core import Evaluation, ToMAConfig
+from ...toma_core import Evaluation, RunState, ToMAConfig
 from ...toma_core.config import Granularity, SimilarityFrom
 from ...toma_core.cost_model import FEWEST
 from ...toma_core.presets import Fields
@@ -98,6 +98,27 @@ class ModelHooks:
             references: Latents of reference images that may be merged too.
         """
         return 0, 0
+
+    def times_less_work(self, latent: Tensor, run: RunState) -> float | None:
+        """Return the FLOPs of the unmerged run over those of this one, for a latent of (B, C, ..., H, W), from shapes
+        alone: nothing is measured in a step.
+
+        None where nothing was merged, and where the model saw tiles of the latent or reference images, whose tokens
+        stay. Plans are not counted; text beyond what a family always has is not either.
+        """
+        stats, schedule = run.stats, run.schedule
+        if run.tiles or run.references or not stats.merged_blocks:
+            return None
+        facts = list(self.blocks(latent))
+        every = (self.flops_beside_blocks(latent) + sum(fact.flops() for fact in facts)) * stats.evaluations
+        saved = 0.0
+        for step, ratio in stats.merged_steps.items():
+            by_block = schedule.ratios_at(0.0, step) if schedule.sigmas else None  # None: the same for all
+            for fact in facts:
+                if fact.name in stats.merged_blocks:
+                    share = ratio if by_block is None else by_block.get(fact.name, 0.0)
+                    saved += (fact.flops() - fact.flops(share, run.kv_cache)) * stats.merged_in[step]
+        return every / (every - saved) if 0 < saved < every else None
 
 
 class Transformer(ModelHooks, ABC):

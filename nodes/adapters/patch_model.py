@@ -28,7 +28,7 @@ from ...toma_core import Evaluation, Settings, StepMode, ToMAConfig
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
 from ...toma_core.stats import RunStats
-from . import last_runs, registry, streams
+from . import registry, streams
 from .chain import BlockHook
 from .compat import UnsupportedApiError, argument, optional_api, require_api, warn, with_argument
 from .compile_ops import allow_more_graphs, compiled, in_one_piece
@@ -37,11 +37,12 @@ from .family import ModelHooks
 from .kv_memory import KVCachePlan, plan_kv_cache, reserved
 from .model_hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, HookPair, installed
 from .origin import unwrapped
-from .run_work import times_less_work
 from .sampling_run import SamplingRun
 from .sigmas import SigmaTracker
 
 _KEY = "toma"
+_MAX_REPORTS = 32
+_reports: dict[str, RunStats] = {}  # of the last run of each `Attachment`, by an id that survives copies; latest last
 
 
 class Watcher(Protocol):
@@ -115,6 +116,12 @@ def attachment_of(model: ModelPatcher) -> Attachment | None:
     return model.model_options.get("transformer_options", {}).get(ATTACHMENT)
 
 
+def last_stats(model: ModelPatcher) -> RunStats | None:
+    """Return the stats of a model's last finished run; None without ToMA, and where newer ones replaced them."""
+    attachment = attachment_of(model)
+    return None if attachment is None else _reports.get(attachment.report_id)
+
+
 def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         with require_api("WrappersMP.OUTER_SAMPLE"):
@@ -155,13 +162,16 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         result = executor(*args, **kwargs)
         sampling.tracker.check()
         sampling.run.draw()
-        diffusion_model = guider.model_patcher.model.diffusion_model
-        sampling.run.stats.times_less_work = times_less_work(diffusion_model, noise, sampling)
+        hooks = registry.find(guider.model_patcher.model.diffusion_model)
+        sampling.run.stats.times_less_work = None if hooks is None else hooks.times_less_work(noise, sampling.run)
         return result
     finally:
         guider.model_options = options_before
         stats = sampling.close()
-        last_runs.keep(attachment.report_id, stats)
+        _reports.pop(attachment.report_id, None)
+        _reports[attachment.report_id] = stats
+        for oldest in list(_reports)[:-_MAX_REPORTS]:
+            del _reports[oldest]
         logging.info("ToMA: %s", stats.summary())
         if attachment.watcher is not None:
             attachment.watcher.ended(stats)

@@ -1,4 +1,6 @@
-"""Find the family of a model. A new family is one file, its import here and its name in `_NAMES`.
+"""Find the family of a model, and what distinguishes it from other models.
+
+A new family is one file, its import here and its name in `_NAMES`.
 
 NAME     as users read it
 MODEL    ComfyUI's class
@@ -9,15 +11,19 @@ Hooks    see `family`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 from ...toma_core import Evaluation
 from ...toma_core.reasons import MessageError, MessageId, Reason
+from .blocks import BlockFacts
 from .compat import UnsupportedApiError, check, require_api, warn
 from .family import ModelHooks
 from .model_hooks import HookPair
@@ -156,3 +162,22 @@ def require(diffusion_model: nn.Module) -> ModelHooks:
         supported = tuple(family.NAME for family in _FAMILIES)
         raise UnsupportedModelError(Unsupported.MODEL(model=kind.__name__, supported=supported))
     return hooks
+
+
+def blocks_of(model: ModelPatcher, latent: Tensor | None = None) -> list[BlockFacts]:
+    """Return the blocks of a model that may be merged, in forward order. latent: (B, C, ..., H, W), for token counts.
+    Raises `UnsupportedModelError`."""
+    hooks = require(model.get_model_object("diffusion_model"))
+    return list(hooks.blocks(torch.empty(1, 1, 64, 64, device="meta") if latent is None else latent))
+
+
+def fingerprint(model: ModelPatcher) -> str:
+    """Return facts that distinguish a model from all others but finetunes of its base: its family, how many blocks of
+    which kind, their channels, what it predicts and its highest noise level. Raises `UnsupportedModelError`."""
+    facts, hooks = blocks_of(model), require(model.get_model_object("diffusion_model"))
+    family = type(hooks).__module__.rpartition(".")[2]
+    blocks = ", ".join(f"{home} {count}" for home, count in Counter(fact.home for fact in facts).items())
+    width = ", ".join(dict.fromkeys(str(fact.width) for fact in facts))
+    sampling = model.get_model_object("model_sampling")
+    predicts = next((c.__name__ for c in type(sampling).__mro__ if "calculate_denoised" in vars(c)), "unknown")
+    return f"{family} with blocks {blocks} of width {width}, noise {predicts} up to {float(sampling.sigma_max):.2g}"

@@ -33,7 +33,7 @@ def run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     def call(model: Any, **inputs: Any) -> tuple[torch.Tensor, str, float, float, Any]:
         latent = {"samples": torch.zeros(1, 4, 32, 32)}
         given = {"ratio": 0.5, "preset": "balanced", "sweep": False, "steps": 4, "runs": 2, **inputs}
-        answer = Node.execute(model, models.conditioning(model), latent, **given)
+        answer = Node.execute(model, positive=models.conditioning(model), latent=latent, **given)
         return (*answer.args, answer)
 
     return call

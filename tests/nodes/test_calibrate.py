@@ -80,7 +80,7 @@ def advanced(**values: Any) -> dict[str, Any]:
 
 def found_profile(model: Any) -> str:
     """Return a profile for the model."""
-    identity = pack_module("nodes.adapters.fingerprint")
+    identity = pack_module("nodes.adapters.registry")
     names = [block.name for block in identity.blocks_of(model)]
     config = pack_module("toma_core").ToMAConfig()
     return profiles.Profile(identity.fingerprint(model), config, (2.0, 0.0), {names[0]: (0.75, 0.5)}).text()
@@ -287,8 +287,8 @@ def test_what_is_set_by_hand_is_above_the_profile(unet: Any) -> None:
 
 @pytest.mark.compat
 def test_a_profile_is_said_on_the_node_and_in_the_report(unet: Any, stats_of: Any) -> None:
-    names = [block.name for block in pack_module("nodes.adapters.fingerprint").blocks_of(unet)]
-    found = pack_module("nodes.adapters.fingerprint").fingerprint(unet)
+    names = [block.name for block in pack_module("nodes.adapters.registry").blocks_of(unet)]
+    found = pack_module("nodes.adapters.registry").fingerprint(unet)
     config = pack_module("toma_core").ToMAConfig(min_tokens=4)
     text = profiles.Profile(found, config, (0.0,), {names[0]: (0.25,), names[-1]: (0.75,)}).text()
     answer = patch.ToMA.execute(unet, 0.5, "balanced", text)

@@ -89,7 +89,7 @@ def test_benchmark_of_a_video_with_sound(kind: str, model_of: Any) -> None:
     latent = {"samples": models.empty(model, HEIGHT, WIDTH, 1, frames)}
     positive = models.conditioning(model)
     node = pack_module("nodes.benchmark").ToMABenchmark
-    answer = node.execute(model, positive, latent, 0.5, "balanced", sweep=False, steps=4, runs=2)
+    answer = node.execute(model, 0.5, "balanced", sweep=False, steps=4, runs=2, positive=positive, latent=latent)
     assert f"latent {WIDTH} x {HEIGHT}, batch 1" in answer.args[1]
     error = float(re.findall(r"ratio 0.5 .*\| (\S+) +\|", answer.args[1])[0])
     assert 0 < error < 0.2

@@ -55,14 +55,14 @@ def test_every_node_validates(unet: Any) -> None:
         lambda: patch.ToMAAdvanced.execute("model", "balanced", 0.5),
         lambda: report.ToMAReport.execute(3, latent),
         lambda: report.ToMAReport.execute(unet, latent, "picture"),
-        lambda: benchmark.ToMABenchmark.execute(None, text, latent, **task),
-        lambda: benchmark.ToMABenchmark.execute(unet, None, latent, **task),
-        lambda: benchmark.ToMABenchmark.execute(unet, text, None, **task),
-        lambda: benchmark.ToMABenchmark.execute(unet, text, latent, negative=1, **task),
-        lambda: calibrate.ToMACalibrate.execute(None, text, latent, **sampled),
-        lambda: calibrate.ToMACalibrate.execute(unet, 3, latent, **sampled),
-        lambda: calibrate.ToMACalibrate.execute(unet, text, [], **sampled),
-        lambda: calibrate.ToMACalibrate.execute(unet, text, latent, negative=1, **sampled),
+        lambda: benchmark.ToMABenchmark.execute(None, positive=text, latent=latent, **task),
+        lambda: benchmark.ToMABenchmark.execute(unet, positive=None, latent=latent, **task),
+        lambda: benchmark.ToMABenchmark.execute(unet, positive=text, latent=None, **task),
+        lambda: benchmark.ToMABenchmark.execute(unet, positive=text, latent=latent, negative=1, **task),
+        lambda: calibrate.ToMACalibrate.execute(None, positive=text, latent=latent, **sampled),
+        lambda: calibrate.ToMACalibrate.execute(unet, positive=3, latent=latent, **sampled),
+        lambda: calibrate.ToMACalibrate.execute(unet, positive=text, latent=[], **sampled),
+        lambda: calibrate.ToMACalibrate.execute(unet, positive=text, latent=latent, negative=1, **sampled),
     ]
     for call in calls:
         with pytest.raises(ConfigError, match=r"^ToMA: .* Allowed: .* Connect "):

@@ -69,7 +69,7 @@ def test_a_broken_stack_is_found() -> None:
         latent=empty_latent(SIDE, SIDE, 1),
         steps=4,
         cfg=own["cfg"],
-        sampler=own["sampler"],
+        sampler_name=own["sampler"],
         scheduler=own["scheduler"],
         noise=seeded_noise([20_000], SIDE, SIDE),
     )

@@ -50,11 +50,11 @@ def without_toma(model: Any, **options: Any) -> Tensor:
 def tried(model: Any, alone: Any, settings: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Compare runs of a model on all processes with and without ToMA. alone: the same model on each process
     separately."""
-    run, reports = pack_module("nodes.adapters.patch_model"), pack_module("nodes.adapters.last_runs")
+    run = pack_module("nodes.adapters.patch_model")
     config = pack_module("toma_core.config").ToMAConfig(**{**EVERYTHING, **settings})
     merged = run.apply_toma(model, config)
     plain, result = without_toma(model, **options), picture(merged, **options)
-    stats = reports.last(run.attachment_of(merged).report_id)
+    stats = run.last_stats(merged)
     theirs = [torch.empty_like(result) for _ in range(SIZE)]
     dist.all_gather(theirs, result.contiguous())
     on_one = without_toma(alone, **options)

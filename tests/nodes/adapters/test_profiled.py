@@ -12,7 +12,7 @@ from scripts.comfy_pack import pack_module
 from tests.loop import loop
 
 run = pack_module("nodes.adapters.patch_model")
-identity = pack_module("nodes.adapters.fingerprint")
+identity = pack_module("nodes.adapters.registry")
 ToMAConfig = pack_module("toma_core").ToMAConfig
 Reason = pack_module("toma_core.reasons").Reason
 SIDE, STEPS = 24, 6

@@ -95,7 +95,7 @@ def test_compiled_run_is_the_uncompiled_one(
 def test_a_profile_takes_a_graph_for_each_sigma_range(model: Any) -> None:
     """This holds for any number of ratios, and other numbers of steps need no more graphs."""
     run, core = pack_module("nodes.adapters.patch_model"), pack_module("toma_core")
-    names = [block.name for block in pack_module("nodes.adapters.fingerprint").blocks_of(model)]
+    names = [block.name for block in pack_module("nodes.adapters.registry").blocks_of(model)]
     high = {name: (0.25, 0.5, 0.75)[n % 3] for n, name in enumerate(names)}
     flow = model.get_model_object("model_sampling").sigma_max <= 1
     first, second = (0.85, 0.5) if flow else (2.0, 0.5)  # some of six steps are above, between and below
