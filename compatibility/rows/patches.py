@@ -200,8 +200,8 @@ def kv_cache(kit: Kit) -> Graph:
 @row(GROUP, "Sequence parallelism: processes share the tokens (raylight, xDiT)", sdxl=FOR_FLUX,
      flux=unmerged(TOKENS_CHANGED, 6))  # fmt: skip
 def sequence_parallel(kit: Kit) -> Iterator[Graph]:
-    """Run two processes in turn; tests/nodes/adapters/test_parallel.py has two real ones. With two references of the
-    picture's size, each share is longer than text and picture."""
+    """Run two processes in turn; tests/nodes/adapters/thorough/test_parallel.py has two real ones. With two references
+    of the picture's size, each share is longer than text and picture."""
     for way, rejoin in (("raylight", True), ("xDiT", False)):
         for references in (0, 2):
             latents = {"reference_latents": [random(1, 16, SIDE, SIDE, seed=i) for i in range(references)]}

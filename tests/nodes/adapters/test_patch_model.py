@@ -247,11 +247,9 @@ def test_first_of_two_settings_is_not_changed_by_the_second(model: Any, attach: 
 
 @every_kind
 @loop("how", ["clone", "disable_dynamic", "force_deepcopy"])
-def test_clones_carry_it_along(model: Any, attach: Any, how: str) -> None:
-    kind = "flux" if hasattr(model.model.diffusion_model, "double_blocks") else "unet"
-
+def test_clones_carry_it_along(model: Any, kind: str, new_model: Any, attach: Any, how: str) -> None:
     def load(disable_dynamic: bool = False) -> Any:
-        return getattr(models, kind)()
+        return new_model(kind)
 
     patched = attach(model)
     expected = models.sample(patched, SIDE, SIDE)

@@ -116,7 +116,7 @@ def a_node_that_was_taken_out(lab: Lab) -> None:
     assert torch.equal(lab.drawn(lab.model), lab.plain)
 
 
-@report("nunchux-ai/nunchaku#597", "chengzeyi/Comfy-WaveSpeed#57")
+@report("nunchux-ai/nunchaku#597", "chengzeyi/Comfy-WaveSpeed#57", quick=False)
 def a_batch_of_three(lab: Lab) -> None:
     """Each picture has the error of a single run: batches of one noise have equal pictures."""
     import comfy.sample

@@ -238,7 +238,7 @@ def test_control_is_added_to_unmerged_activations(unet: Any, attach: Any, stats_
 
     class Residuals(comfy.controlnet.ControlBase):
         def get_control(self, x: Tensor, t: Any, cond: Any, batched: int, options: Any) -> Any:
-            coarse = torch.full((x.shape[0], 128, 6, 6), 3.0)
+            coarse = torch.full((x.shape[0], 64, 6, 6), 3.0)
             return {"middle": [coarse], "output": [None] * 8 + [coarse], "input": []}
 
         def copy(self) -> Any:

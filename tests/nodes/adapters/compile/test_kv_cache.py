@@ -9,16 +9,17 @@ import torch
 
 from benchmarks import models
 from scripts.comfy_pack import pack_module
+from tests.nodes.adapters import test_kv_cache as eager
 from tests.nodes.adapters.compile import test_compile
 from tests.nodes.adapters.compiling import Counting, compiled
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
-from tests.nodes.adapters.kv_helpers import KEYS
-from tests.nodes.adapters.test_kv_cache import SHOWN
+from tests.nodes.adapters.kv_helpers import KEYS, preset
 
 fresh_compiler = test_compile.fresh_compiler
+without_overrides = eager.without_overrides
 
 
-@pytest.mark.parametrize(("kind", "packed"), [*((kind, False) for kind in SHOWN), ("flux", True), ("wan", True)])
+@pytest.mark.parametrize(("kind", "packed"), [*((kind, False) for kind in eager.SHOWN), ("flux", True), ("wan", True)])
 def test_the_same_inside_the_graphs_of_a_compiled_model(
     kind: str,
     packed: bool,
@@ -42,3 +43,22 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
     models.sample(merged, HEIGHT, WIDTH, steps=9)
     if kind not in ("ltx_av", "h3"):  # they break their graph before the blocks, see `test_compile.py`
         assert backend.graphs == warm <= 3
+
+
+def test_attention_without_overrides_is_noticed_inside_the_graphs(
+    stats_of: Any, without_overrides: None, fresh_compiler: None
+) -> None:
+    run, asked = pack_module("nodes.adapters.patch_model"), {"frames": 3, "steps": 6, "cfg": 1.0}
+    model = models.wan(layers=2)
+    plain = run.apply_toma(model, preset("balanced"))
+    merged = compiled(run.apply_toma(model, preset("balanced")), Counting(), inside=True)
+    assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, plain)))
+    assert stats_of(merged).without_kv_cache == stats_of(plain).without_kv_cache == eager.NOT_ASKED
+
+
+def test_other_compilers_receive_no_hints(attach: Any, stats_of: Any, fresh_compiler: None) -> None:
+    model = models.flux(double=2, single=2)
+    merged = compiled(attach(model, **KEYS), Counting())
+    without = models.sample(attach(model, **{**KEYS, "kv_cache": False}), HEIGHT, WIDTH, steps=5)
+    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=5), without)
+    assert stats_of(merged).without_kv_cache == eager.Reason.KV_COMPILE_BACKEND()

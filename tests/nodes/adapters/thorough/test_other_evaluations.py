@@ -1,4 +1,4 @@
-"""Noise levels that are changed on purpose, in the ways that test_evaluations.py leaves out."""
+"""Sizes in the same run and changed noise levels that test_evaluations.py leaves out."""
 
 from __future__ import annotations
 
@@ -14,3 +14,5 @@ CHANGED = [each for each in product((0.9, 0.6, 1.1), (True, False)) if each not 
 test_a_sigma_that_is_changed_on_purpose = loop(("factor", "wraps"), CHANGED)(
     quick.test_a_sigma_that_is_changed_on_purpose.looped
 )
+
+test_another_size_in_the_same_run = loop("shape", ["wide"])(quick.test_another_size_in_the_same_run.looped)

@@ -17,3 +17,13 @@ test_keys_are_propagated_as_their_destinations_change = loop(
 test_presets_keep_keys_where_they_can = loop(
     "kind", [kind for kind in quick.LAYOUTS if kind not in quick.PRESET_KINDS]
 )(quick.test_presets_keep_keys_where_they_can.looped)
+
+test_of_videos_too = loop(
+    ("kind", "frames"),
+    [
+        (kind, frames)
+        for kind in ("wan", "hunyuan", "ltx", "ltx_av", "h3")
+        for frames in (1, 3)
+        if (kind, frames) not in quick.VIDEOS
+    ],
+)(quick.test_of_videos_too.looped)

@@ -1,6 +1,6 @@
 """One of two processes that make pictures together, over torch.distributed's gloo on the loopback.
 
-`python rank.py RANK FOLDER CASE...` writes {case: result} into FOLDER/RANK.json; both processes meet in FOLDER/store.
+`python rank.py RANK FOLDER` writes {case: result} into FOLDER/RANK.json; both processes meet in FOLDER/store.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def main() -> None:
-    rank, folder, wanted = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     use_comfyui(cpu=True)
     torch.set_num_threads(1)
     # Not by the machine's name, which may not resolve.
@@ -113,8 +113,7 @@ def main() -> None:
     # A file instead of a port, which another process might take. Waiting longer than this cannot succeed.
     store, limit = f"file://{folder / 'store'}", timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE, timeout=limit)
-    known = cases()
-    (folder / f"{rank}.json").write_text(json.dumps({name: known[name]() for name in wanted}))
+    (folder / f"{rank}.json").write_text(json.dumps({name: case() for name, case in cases().items()}))
     dist.destroy_process_group()
 
 

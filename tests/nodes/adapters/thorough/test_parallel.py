@@ -1,7 +1,7 @@
 """Two real processes sample a picture together: ToMA merges correctly or not at all, the same in both.
 
-compatibility/parallel.py reimplements how raylight and xDiT share tokens and conditions. The cases that are left out of
-`make test` are in thorough/test_other_parallel.py.
+compatibility/parallel.py reimplements how raylight and xDiT share tokens and conditions. ../test_shares.py runs the
+shares in turn.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from tests.loop import loop
 
 RANK = Path(__file__).with_name("rank.py")
 TOKENS_CHANGED = "tokens_changed"
-TOKENS = ["raylight-2-references", "raylight-detail", "xdit-odd"]
-CONDITIONS = ["flux-stack"]
-COMPLETE = ["pictures-flux", "weights-unet"]
+WAYS = ("raylight", "xdit")
+KINDS = ("0-references", "1-references", "2-references", "odd", "module", "detail")
 BLOCKS = {"flux": 6, "unet": 17}
 
 pytestmark = pytest.mark.skipif(
@@ -32,17 +31,15 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """Return the results of a module's cases of rank.py for each of two processes."""
-    folder, module = tmp_path_factory.mktemp("ranks"), request.module
-    cases = [f"tokens-{case}" for case in module.TOKENS]
-    cases += [*(f"conditions-{case}" for case in module.CONDITIONS), *module.COMPLETE]
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    """Return the results of every case of rank.py for each of two processes."""
+    folder = tmp_path_factory.mktemp("ranks")
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     logs = [folder / f"{rank}.log" for rank in range(2)]
     ranks = []
     for rank, log in enumerate(logs):
         with log.open("w") as out:
-            command = [sys.executable, str(RANK), str(rank), str(folder), *cases]
+            command = [sys.executable, str(RANK), str(rank), str(folder)]
             ranks.append(subprocess.Popen(command, env=environ, stdout=out, stderr=subprocess.STDOUT))
     try:
         ended = [process.wait(timeout=500) for process in ranks]
@@ -56,12 +53,13 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@loop("name", TOKENS)
-def test_shared_tokens_are_not_merged(found: Any, name: str) -> None:
+@loop("way", WAYS)
+@loop("kind", KINDS)
+def test_shared_tokens_are_not_merged(found: Any, way: str, kind: str) -> None:
     """Each process has a part of the sequence. With references it is longer than the image, and would be merged by the
     image's grid, also in the process of the references."""
     for process in found:
-        case = process[f"tokens-{name}"]
+        case = process[f"tokens-{way}-{kind}"]
         assert case["as without ToMA"]
         assert case["the same on all"]
         # One of them replaces the forward of some blocks.
@@ -69,16 +67,15 @@ def test_shared_tokens_are_not_merged(found: Any, name: str) -> None:
         assert set(case["unmerged"]) <= {TOKENS_CHANGED, "block_replaced"}
         assert sum(case["unmerged"].values()) == BLOCKS["flux"]
         # Padding for equal lengths takes part in attention.
-        assert 0 < case["off from one process"] < (0.05 if name.endswith("odd") else 1e-5), (
-            "not the model that it should be"
-        )
+        assert 0 < case["off from one process"] < (0.05 if kind == "odd" else 1e-5), "not the model that it should be"
 
 
-@loop("name", CONDITIONS)
-def test_shared_conditions_are_not_merged(found: Any, name: str) -> None:
+@loop("model", ["flux", "unet"])
+@loop("granularity", ["stack", "module"])
+def test_shared_conditions_are_not_merged(found: Any, model: str, granularity: str) -> None:
     """Each process has one of two conditions and does not know which."""
     for process in found:
-        case = process[f"conditions-{name}"]
+        case = process[f"conditions-{model}-{granularity}"]
         assert case["as without ToMA"]
         assert case["the same on all"]
         assert case["merged"] == 0
@@ -86,13 +83,14 @@ def test_shared_conditions_are_not_merged(found: Any, name: str) -> None:
         assert case["off from one process"] < 1e-5
 
 
-@loop("name", COMPLETE)
-def test_complete_pictures_are_merged_as_on_one_process(found: Any, name: str) -> None:
+@loop("model", ["flux", "unet"])
+@loop("spread", ["pictures", "weights"])
+def test_complete_pictures_are_merged_as_on_one_process(found: Any, model: str, spread: str) -> None:
     """Each process of a group samples its own picture, also with sharded weights (FSDP)."""
     for process in found:
-        case = process[name]
+        case = process[f"{spread}-{model}"]
         assert case["as ToMA on one process"]
         assert not case["as without ToMA"]
         assert case["the same on all"]
-        assert (case["merged"], case["unmerged"]) == (BLOCKS[name.partition("-")[2]], {})
+        assert (case["merged"], case["unmerged"]) == (BLOCKS[model], {})
         assert case["off from one process"] == 0
