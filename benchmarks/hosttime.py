@@ -68,7 +68,7 @@ def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
     x = torch.randn(1, windows.tokens, _CHANNELS, generator=torch.Generator().manual_seed(0))
 
     def plan() -> Any:
-        return run._selected(x, x, _GRID, decision, "")
+        return run._selected(x, x, _GRID, decision, even=True)
 
     # A stubbed kernel leaves no valid slots in memory.
     made = replace(first := plan(), dest_slots=torch.zeros_like(first.dest_slots))
