@@ -62,10 +62,13 @@ def own_destinations(patch: Patch) -> Patch:
     """Select destinations for every condition separately."""
 
     def values(sampling: Any) -> dict[str, Any]:
-        def plan_keys(self: Any, chunks: tuple[Any, ...], frames: Any) -> tuple[Any, ...]:
-            return chunks
+        own = sampling.evaluation
 
-        return {"plan_keys": plan_keys}
+        def evaluation(self: Any, *args: Any) -> Any:
+            made = own(self, *args)
+            return dataclasses.replace(made, plan_keys=made.cond_keys)
+
+        return {"evaluation": evaluation}
 
     return during(patch, lambda: pack_module("nodes.adapters.patch_model").SamplingRun, values)
 

@@ -327,7 +327,7 @@ def test_the_pack_is_as_before(model: Any) -> None:
         state.cosine_similarity,
         state.RunState._selected,
         run.Schedule,
-        run.SamplingRun.plan_keys,
+        run.SamplingRun.evaluation,
         chain.reduce,
     )
     for change in (
@@ -344,6 +344,6 @@ def test_the_pack_is_as_before(model: Any) -> None:
         state.cosine_similarity,
         state.RunState._selected,
         run.Schedule,
-        run.SamplingRun.plan_keys,
+        run.SamplingRun.evaluation,
         chain.reduce,
     )
