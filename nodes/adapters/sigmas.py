@@ -167,9 +167,7 @@ def _keeps_to_schedule(sampler: Any) -> bool:
     if name not in ONCE_A_STEP or vars(k_diffusion).get(name) is not function or not _is_comfyuis(function):
         return False
     known = signature(function).parameters
-    # Values of other types, as tensors, may define their own equality.
-    changed = {o: v for o, v in options.items() if o not in _PASSIVE and (o not in known or v is not known[o].default)}
-    return all(isinstance(v, (int, float, str)) and o in known and v == known[o].default for o, v in changed.items())
+    return all(o in _PASSIVE or (o in known and _equal(value, known[o].default)) for o, value in options.items())
 
 
 def _wraps_known(sampler: Any) -> bool:
@@ -178,6 +176,10 @@ def _wraps_known(sampler: Any) -> bool:
     options = getattr(sampler, "extra_options", None) or {}
     inner = [value for value in options.values() if isinstance(value, KSAMPLER)]
     return len(inner) == 1 and _keeps_to_schedule(inner[0])
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, (int, float, str)) and a == b)
 
 
 def _is_comfyuis(function: Any) -> bool:
