@@ -146,8 +146,10 @@ def _fill(model: Any, device: torch.device, seed: int) -> None:
     model.to(device)
     noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(seed)).to(device)
     for name, buffer in model.diffusion_model.named_buffers():
-        if name == "pos_embed":
+        if name in ("pos_embed", "adaln_t_table"):
             buffer.copy_(noise.repeat(-(-buffer.numel() // _NOISE))[: buffer.numel()].view(buffer.shape))
+        elif name == "rope.inv_freq":  # of MiniMax H3, which leaves it to its checkpoint
+            buffer.copy_(10000.0 ** -torch.linspace(0, 1, len(buffer)))
     for index, parameter in enumerate(model.diffusion_model.parameters()):
         size = parameter.numel()
         start = index * 7919 % max(1, _NOISE - size)

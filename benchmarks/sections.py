@@ -289,7 +289,7 @@ def few_blocks(name: str, side: int, blocks: tuple[int, ...] = (), *, keys: bool
         if keys:
             cached = variants.preset("balanced", ratio=RATIO, min_tokens=4)
             chosen += [cached, replace(cached, name=f"{cached.name}, keys in four bits", packs=True)]
-        suite.few(suite.shape(name, side, **shape), few, chosen, limit=40, farthest=_FAR)
+        suite.few(suite.shape(name, side, **shape), few, chosen, limit=160 if keys else 40, farthest=_FAR)
 
     return section
 

@@ -48,7 +48,8 @@ def _module(path: Path) -> ModuleType:
 
 _nodes = _module(HERE.parent / "nodes" / "conftest.py")
 one_thread, left_untouched = _nodes.one_thread, _nodes.left_untouched
-shared, model_of, attach, stats_of = _nodes.shared, _nodes.model_of, _nodes.attach, _nodes.stats_of
+shared, new_model, model_of = _nodes.shared, _nodes.new_model, _nodes.model_of
+attach, stats_of = _nodes.attach, _nodes.stats_of
 hooks_left, plan_calls = _nodes.hooks_left, _nodes.plan_calls
 
 
