@@ -48,9 +48,14 @@ def _module(path: Path) -> ModuleType:
 
 _nodes = _module(HERE.parent / "nodes" / "conftest.py")
 one_thread, left_untouched = _nodes.one_thread, _nodes.left_untouched
-shared, new_model, model_of = _nodes.shared, _nodes.new_model, _nodes.model_of
-attach, stats_of = _nodes.attach, _nodes.stats_of
+shared, model_of, attach, stats_of = _nodes.shared, _nodes.model_of, _nodes.attach, _nodes.stats_of
 hooks_left, plan_calls = _nodes.hooks_left, _nodes.plan_calls
+
+
+@pytest.fixture(scope="session")
+def new_model(pack: ModuleType) -> Callable[[str], Any]:
+    """new_model(kind): make a small model as prompt.py does in a process of its own."""
+    return lambda kind: getattr(models, kind)()
 
 
 @pytest.fixture(params=models.FAMILIES)
