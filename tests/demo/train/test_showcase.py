@@ -130,7 +130,7 @@ def test_sheets_hold_the_pictures() -> None:
     # The middle of each panel: unmerged, merged (grey 20), and their difference amplified four times.
     middle = [sheet.getpixel((16 + 400 * column + 192, 16 + 60 + 192)) for column in range(3)]
     assert middle == [(0, 0, 0), (20, 20, 20), (80, 80, 80)]
-    assert merge_maps([case([1.0], [1.0])] * 2).height == 2 * (256 + 30) + 2 * 30
+    assert merge_maps([case([1.0], [1.0])] * 2).height == 2 * (256 + 30) + 3 * 30
 
 
 def test_graphs_differ_only_by_the_merge() -> None:
