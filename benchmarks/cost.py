@@ -285,11 +285,11 @@ def count(
         with torch.no_grad(), hooks.installed(chosen):
             model(latents, t, context=context, **given, transformer_options=dict(options))
 
-    if run is not None:
+    # The steps before, or what a model computes in its first call alone.
+    for before in range(1 if run is None else step if plan else step + 1):
         with meter:
-            for before in range(step if plan else step + 1):
-                forward(before)
-        meter.cost = Cost()
+            forward(before)
+    meter.cost = Cost()
     with ExitStack() as stack:
         if shape.model == "ernie":  # its blocks get no options, so no override either
             attention = functools.partial(meter.attention, None)
