@@ -9,10 +9,27 @@ import torch
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 from tests.loop import loop
-from tests.nodes.adapters.families.layouts import noise
+from tests.nodes.adapters.families.layouts import errors, noise
 from tests.nodes.adapters.kv_helpers import preset
 
 FRAMES = 5
+
+
+@loop(("kind", "height", "width"), [("ltx_av", 6, 8), ("h3", 12, 16)])
+@loop("frames", [1, FRAMES])
+def test_errors_grow_with_the_ratio(
+    kind: str, height: int, width: int, frames: int, model_of: Any, stats_of: Any
+) -> None:
+    """The audio, which is not merged, has less error than the video at every ratio."""
+    model, asked = model_of(kind), {"frames": frames, "cfg": 1.0, "steps": 8}
+    own, before = models.sample_streams(model, height, width, **asked), 0.0
+    for ratio in (0.25, 0.5, 0.75):
+        merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced", ratio=ratio))
+        video, audio = errors(models.sample_streams(merged, height, width, **asked), own)
+        assert before < video < 0.1, (ratio, before, video)
+        assert 0 < audio < video, (ratio, audio, video)
+        assert stats_of(merged).unmerged == {}
+        before = video
 
 
 @loop(
