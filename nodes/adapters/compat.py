@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from inspect import Parameter, signature
+from threading import Lock
 from typing import Any
 
 from torch import nn
@@ -40,16 +42,54 @@ def optional_api(name: str) -> Iterator[None]:
         warn(error)
 
 
-def warn(error: UnsupportedApiError) -> None:
-    """Log a warning, once in the life of the process."""
+def warn(error: UnsupportedApiError, consequence: str = "without merging") -> None:
+    """Log a warning, once in the life of the process. consequence: how sampling goes on."""
     text = str(error)
     if text not in _warned:
         _warned.add(text)
         logging.warning(
             "ToMA: this ComfyUI has something that this version of ComfyUI-ToMA does not know (%s). Sampling goes on "
-            "without merging; please look for a newer version of the pack.",
+            "%s; please look for a newer version of the pack.",
             text,
+            consequence,
         )
+
+
+# Options of ComfyUI that switch off what expects every evaluation of a model to be alike: its compiler, which records
+# what a block allocates and gives it the same addresses in the next evaluation, and CUDA graphs.
+_REPLAYS = ("disable_comfy_compiler", "disable_cuda_graphs")
+_replays_lock, _replays_before = Lock(), list[dict[str, bool]]()
+
+
+@contextmanager
+def without_replays() -> Iterator[None]:
+    """Have ComfyUI neither record nor replay the evaluations inside: they allocate otherwise than full ones, and cache
+    tensors that outlive their block. Several devices may be inside at a time."""
+    args = import_module("comfy.cli_args").args
+    with _replays_lock:
+        _replays_before.append({name: getattr(args, name) for name in _REPLAYS if hasattr(args, name)})
+        vars(args).update(dict.fromkeys(_replays_before[-1], True))
+    try:
+        yield
+    finally:
+        with _replays_lock:
+            before = _replays_before.pop()
+            if not _replays_before:
+                vars(args).update(before)
+
+
+def end_interrupted(several_devices: bool = False) -> None:
+    """End what ComfyUI began in an evaluation that an error ended: its recording, and weights that it has prefetched.
+    ComfyUI does so only when a node ends. several_devices: only the recording of this one, as others still compute."""
+    try:
+        prefetch = import_module("comfy.model_prefetch")
+    except ImportError:  # an older ComfyUI begins nothing of the kind
+        return
+    name = "cleanup_malloc_graph" if several_devices else "cleanup_prefetch_queues"
+    try:
+        getattr(prefetch, name, lambda: None)()
+    except Exception:
+        logging.warning("ToMA: ComfyUI could not end an evaluation that ran out of memory.", exc_info=True)
 
 
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:

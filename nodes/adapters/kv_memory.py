@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from ...toma_core import ToMAConfig
 from ...toma_core.quant4 import int4_bytes
 from ...toma_core.reasons import Message, Reason
 from . import registry
+from .compat import UnsupportedApiError, warn
 from .compile_ops import compiled
 
 # The share of a card's memory that the KV cache may take in four bits where that pushes weights out. ComfyUI then loads
@@ -68,7 +68,13 @@ def plan_kv_cache(config: ToMAConfig, guider: Any, latent: Tensor, sampler: Any,
     updates, keys = (round(n * len(latent) * evaluations) for n in of_an_image)
     if not keys:
         return KVCachePlan(reason=Reason.KV_MODEL_ATTENTION())
-    itemsize, left = dtype_of(model).itemsize, memory_left(guider, packed)
+    itemsize = dtype_of(model).itemsize
+    try:
+        left = memory_left(guider, packed)
+    except Exception as error:
+        # A later ComfyUI estimates in another way. Four bits fit most cards.
+        warn(UnsupportedApiError(f"estimate_memory: {error or type(error).__name__}"), "with a smaller KV cache")
+        left = 0.0
     if (needed := (updates + keys) * itemsize) <= left:
         return KVCachePlan(needed)
     most = max(left, model_management.get_total_memory(model.load_device) * _SHARE)
@@ -85,9 +91,7 @@ def memory_left(guider: Any, shape: Sequence[int]) -> float:
     size of the card, not from its free memory: a seed must give the same image whatever else runs.
     """
     model, options = guider.model_patcher, guider.model_options
-    as_run = copy(model.model)
-    as_run.manual_cast_dtype = dtype_of(model)
-    activations, _ = estimate_memory(SimpleNamespace(model=as_run), shape, guider.conds)
+    activations, _ = estimate_memory(_AsRun(model, options), shape, guider.conds)
     loaded, controls = get_additional_models(guider.conds, model.model_dtype())
     loaded += [*get_additional_models_from_model_options(options), *model.get_nested_additional_models()]
     # A guider may have a model of its own for the negative prompt. Clones share their weights.
@@ -132,6 +136,18 @@ def windows_of(guider: Any, latent: Tensor) -> float:
         return sum(len(window.index_list) + 1 for window in windows) / latent.shape[handler.dim]
     except (AttributeError, TypeError, IndexError):
         return 1.0  # windows of another pack: the size of the cache is limited anyway
+
+
+class _AsRun:
+    """Stands in for a model's patcher, with the dtype and the options of the run. It is no copy of the patcher: that
+    would detach the model when it is deleted."""
+
+    def __init__(self, patcher: ModelPatcher, options: dict[str, Any]) -> None:
+        self._patcher, self.model_options, self.model = patcher, options, copy(patcher.model)
+        self.model.manual_cast_dtype = dtype_of(patcher)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._patcher, name)
 
 
 class _Reserving:

@@ -30,7 +30,16 @@ from ...toma_core.schedule import RatioSchedule
 from ...toma_core.stats import RunStats
 from . import registry, streams
 from .chain import BlockHook
-from .compat import UnsupportedApiError, argument, optional_api, require_api, warn, with_argument
+from .compat import (
+    UnsupportedApiError,
+    argument,
+    end_interrupted,
+    optional_api,
+    require_api,
+    warn,
+    with_argument,
+    without_replays,
+)
 from .compile_ops import allow_more_graphs, compiled, in_one_piece
 from .contents import Contents
 from .family import ModelHooks
@@ -228,6 +237,7 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
         image = None
     if image is None:
         # The error and what it references are gone here.
+        end_interrupted()
         comfy.model_management.soft_empty_cache()
         image = executor(*args, **kwargs)
     if sampling is not None:
@@ -278,6 +288,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         # One of several devices repeats its own call, see `_predict_noise`.
         if options.get("multigpu_thread_device") is None or not sampling.no_memory(again=False):
             raise
+    end_interrupted(several_devices=True)
     comfy.model_management.soft_empty_cache()
     return full()
 
@@ -302,7 +313,8 @@ def _merged_call(
             # What caches depend on beside the conditions: the latents, and the chains.
             layout = x.shape[1:], images, x.dtype, x.device, tuple((*chain.names, chain.grids) for chain in chains)
             if served or sampling.serves(evaluation, layout):
-                result = call()
+                with without_replays():
+                    result = call()
                 if evaluation.refreshes:
                     missed = [site.active for site in sites if not site.reached or site.pair]
                     sampling.refreshed(evaluation, layout, [chain.name for chain in missed if chain is not None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Barrier, Thread
 from typing import Any
 
 import pytest
@@ -90,3 +91,63 @@ def test_same_warning_once(warnings: Any) -> None:
         with contract.optional_api(name):
             raise KeyError("gone")
     assert [w.split("(")[1].split(")")[0] for w in warnings()] == ["one: 'gone'", "two: 'gone'"]
+
+
+@loop("before", [False, True])
+def test_replays_are_off_until_the_last_of_several_devices_is_done(
+    before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after an error and after an interrupt, in whatever order the devices end."""
+    from comfy.cli_args import args
+
+    monkeypatch.setattr(args, "disable_comfy_compiler", before, raising=False)
+    began, seen = Barrier(2), list[bool]()
+
+    def evaluate(error: type[BaseException]) -> None:
+        with contract.without_replays():
+            began.wait()
+            seen.append(args.disable_comfy_compiler)
+            raise error
+
+    def device(error: type[BaseException]) -> None:
+        with pytest.raises(error):
+            evaluate(error)
+
+    for errors in ((KeyboardInterrupt, ValueError), (ValueError, KeyboardInterrupt)):
+        threads = [Thread(target=device, args=(error,)) for error in errors]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert args.disable_comfy_compiler is before
+    assert seen == [True] * 4
+    with contract.without_replays():
+        with contract.without_replays():
+            pass
+        assert args.disable_comfy_compiler is True
+    assert args.disable_comfy_compiler is before
+
+
+def test_a_comfyui_without_a_compiler_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from comfy.cli_args import args
+
+    for name in contract._REPLAYS:
+        monkeypatch.delattr(args, name, raising=False)
+    options = dict(vars(args))
+    with contract.without_replays():
+        assert vars(args) == options
+    assert vars(args) == options
+
+
+@loop("error", [AttributeError, RuntimeError])
+def test_an_evaluation_that_cannot_be_ended_does_not_end_the_run(
+    error: type[Exception], warnings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_prefetch = pytest.importorskip("comfy.model_prefetch")
+
+    def failing() -> None:
+        raise error
+
+    monkeypatch.setattr(model_prefetch, "cleanup_prefetch_queues", failing)
+    contract.end_interrupted()
+    assert len(warnings()) == 1

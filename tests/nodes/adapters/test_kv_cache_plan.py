@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -135,6 +136,36 @@ def test_a_model_for_the_negative_prompt_counts(model_of: Any) -> None:
     assert memory_left(guider, SHAPE) == alone
     guider.uncond_model_patcher = other
     assert alone - memory_left(guider, SHAPE) == pytest.approx(1.1 * other.model_size())
+
+
+@pytest.mark.compat
+def test_the_estimate_of_a_later_comfyui_may_read_all_that_a_patcher_has(
+    model_of: Any, stats_of: Any, cache_plans: list[Any], warnings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ComfyUI's pull request 16116 reads the options. One that cannot be read leaves the run merged."""
+    kv_memory, model, read = pack_module("nodes.adapters.kv_memory"), model_of("flux"), list[dict[str, Any]]()
+    estimate_memory = kv_memory.estimate_memory
+
+    def later(patcher: Any, *args: Any) -> Any:
+        read.append(patcher.model_options)
+        assert (patcher.load_device, patcher.model_size()) == (model.load_device, model.model_size())
+        assert patcher.get_model_object("diffusion_model") is model.model.diffusion_model
+        return estimate_memory(patcher, *args)
+
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+    asked: dict[str, Any] = {"steps": 4}
+    out = models.sample(merged, HEIGHT, WIDTH, **asked)
+    monkeypatch.setattr(kv_memory, "estimate_memory", later)
+    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), out)
+    assert "transformer_options" in read[0]
+    for error in (AttributeError("new"), ValueError("new"), NotImplementedError()):
+        monkeypatch.setattr(kv_memory, "estimate_memory", Mock(side_effect=error))
+        models.sample(merged, HEIGHT, WIDTH, **asked)
+        assert stats_of(merged).merged_steps
+        assert stats_of(merged).without_kv_cache is None
+    assert [plan.quantized for plan in cache_plans] == [False, False, True, True, True]
+    assert len(warnings()) == 2
+    assert "with a smaller KV cache" in warnings()[0]
 
 
 @loop("dtype", ["fp32", "bf16"])
