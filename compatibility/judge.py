@@ -184,7 +184,7 @@ def attach(model: Any, *, selector: str = "", **settings: Any) -> Any:
 
 def stats_of(model: Any) -> Any:
     """Return the stats of a model's last run."""
-    stats = pack_module("nodes.adapters.patch_model").last_stats(model)
+    stats = pack_module("nodes.adapters.attachment").last_stats(model)
     assert stats is not None, "no run was reported"
     return stats
 

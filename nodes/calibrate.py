@@ -25,8 +25,9 @@ from ..toma_core.calibration import UNMERGED, Cell, Option, choose, saved_by
 from ..toma_core.profile import Profile
 from ..toma_core.reasons import Message, MessageId
 from ..toma_core.settings import ConfigError, Refusal, shown
+from .adapters.attachment import config_for, last_stats
 from .adapters.blocks import BlockFacts
-from .adapters.patch_model import apply_toma, config_for, last_stats
+from .adapters.patch_model import apply_toma
 from .adapters.probe import MAX_BANDS, Probes, sites_of, without_caches
 from .adapters.registry import blocks_of, fingerprint
 from .merge_map_image import as_image

@@ -9,7 +9,7 @@ from comfy_api.latest import io, ui
 from ..toma_core.reasons import Message, MessageId
 from ..toma_core.stats import Line, RunStats
 from . import validate_inputs
-from .adapters.patch_model import attachment_of, last_stats
+from .adapters.attachment import attachment_of, last_stats
 from .merge_map_image import draw
 from .node_status import said, status_of
 from .report_charts import Caption, blocks_chart, steps_chart

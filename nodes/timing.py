@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ..toma_core import Settings, ToMAConfig
 from ..toma_core.reasons import Message
-from .adapters.patch_model import apply_toma, last_stats
+from .adapters.attachment import last_stats
+from .adapters.patch_model import apply_toma
 from .task import Task, error, progress
 
 _WARM_UP_STEPS = 3  # the first and the last step are full: with one between them both kinds of steps are warm

@@ -58,6 +58,7 @@ class Reason(MessageId):
     UNKNOWN_LATENT = "unknown_latent"  # model, shape
     UNKNOWN_API = "unknown_api"  # name
     UNKNOWN_SIGMA = "unknown_sigma"
+    OWN_ERROR = "own_error"  # error
     FULLGRAPH = "fullgraph"
     # Memory.
     OUT_OF_MEMORY = "out_of_memory"

@@ -180,7 +180,7 @@ class Judge:
         """Return the MB of the residual cache for a picture in the model's last run."""
         from scripts.comfy_pack import pack_module
 
-        stats = pack_module("nodes.adapters.patch_model").last_stats(model)
+        stats = pack_module("nodes.adapters.attachment").last_stats(model)
         last = self.conditions.images % self.conditions.batch or self.conditions.batch
         return stats.cache_bytes / 1e6 / last if stats else 0.0
 

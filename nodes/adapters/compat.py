@@ -1,12 +1,13 @@
 """Check what this pack uses of ComfyUI where it is used.
 
 A later ComfyUI may call a hook with other arguments, or remove it. Then a warning names the hook once, and what would
-be merged runs unmerged: a graph that worked still works.
+be merged runs unmerged: a graph that worked still works. The same holds for an error of this pack; tests raise it.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -14,18 +15,47 @@ from inspect import Parameter, signature
 from threading import Lock
 from typing import Any
 
+import torch
 from torch import nn
 
+from ...toma_core.reasons import Message, MessageError, Reason
+
 _warned: set[str] = set()
+# Set by the tests: errors of this pack are raised.
+_RAISES_OWN_ERRORS = bool(os.environ.get("TOMA_RAISE_ERRORS"))
 
 
-class UnsupportedApiError(Exception):
+class UnmergedError(Exception):
+    """What runs next cannot be merged."""
+
+    @property
+    def reason(self) -> Message:
+        """The reason as the report shows it."""
+        raise NotImplementedError
+
+
+class UnsupportedApiError(UnmergedError):
     """Something of ComfyUI is not as this pack knows it. The message begins with its name."""
+
+    @property
+    def reason(self) -> Message:
+        return Reason.UNKNOWN_API(name=str(self))
+
+
+class OwnError(UnmergedError):
+    """This pack has failed. Raised from the error itself."""
+
+    @property
+    def reason(self) -> Message:
+        return Reason.OWN_ERROR(error=str(self))
 
 
 @contextmanager
 def require_api(name: str) -> Iterator[None]:
-    """Raise `UnsupportedApiError` of `name` where the lines inside do not find what they read of ComfyUI."""
+    """Raise `UnsupportedApiError` of `name` where the lines inside do not find what they read of ComfyUI.
+
+    The lines inside call no code of this pack: its own TypeError would pass for an unknown ComfyUI.
+    """
     try:
         yield
     except (AttributeError, ImportError, IndexError, KeyError, TypeError) as error:
@@ -33,26 +63,55 @@ def require_api(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def optional_api(name: str) -> Iterator[None]:
-    """Warn instead of raising, see `require_api`, and go on: for what the rest does not need."""
+def own_code() -> Iterator[None]:
+    """Raise `OwnError` where code of this pack fails, so that the run goes on unmerged. Errors that are for the user,
+    and those of memory, go through; tests let all of them through."""
     try:
-        with require_api(name):
-            yield
-    except UnsupportedApiError as error:
+        yield
+    except (MessageError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if _RAISES_OWN_ERRORS:
+            raise
+        raise OwnError(f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def warned() -> Iterator[None]:
+    """Warn instead of raising an `UnmergedError`, and go on: for what the rest does not need."""
+    try:
+        yield
+    except UnmergedError as error:
         warn(error)
 
 
-def warn(error: UnsupportedApiError, consequence: str = "without merging") -> None:
+@contextmanager
+def optional_api(name: str) -> Iterator[None]:
+    """Warn instead of raising, see `require_api`, and go on."""
+    with warned(), require_api(name):
+        yield
+
+
+def warn(error: UnmergedError, consequence: str = "without merging") -> None:
     """Log a warning, once in the life of the process. consequence: how sampling goes on."""
     text = str(error)
-    if text not in _warned:
-        _warned.add(text)
+    if text in _warned:
+        return
+    _warned.add(text)
+    if isinstance(error, OwnError):
         logging.warning(
-            "ToMA: this ComfyUI has something that this version of ComfyUI-ToMA does not know (%s). Sampling goes on "
-            "%s; please look for a newer version of the pack.",
+            "ToMA: this version of ComfyUI-ToMA has failed (%s). Sampling goes on %s; please report it.",
             text,
             consequence,
+            exc_info=error,
         )
+        return
+    logging.warning(
+        "ToMA: this ComfyUI has something that this version of ComfyUI-ToMA does not know (%s). Sampling goes on %s; "
+        "please look for a newer version of the pack.",
+        text,
+        consequence,
+    )
 
 
 # Options of ComfyUI that switch off what expects every evaluation of a model to be alike: its compiler, which records

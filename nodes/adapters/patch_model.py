@@ -13,10 +13,9 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import comfy.model_management
 import torch
@@ -27,16 +26,20 @@ from torch import Tensor, nn
 from ...toma_core import Evaluation, Settings, StepMode, ToMAConfig
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
-from ...toma_core.stats import RunStats
 from . import registry, streams
+from .attachment import Attachment, Watcher, attachment_of, config_for, keep_stats
 from .chain import BlockHook
 from .compat import (
+    OwnError,
+    UnmergedError,
     UnsupportedApiError,
     argument,
     end_interrupted,
     optional_api,
+    own_code,
     require_api,
     warn,
+    warned,
     with_argument,
     without_replays,
 )
@@ -50,28 +53,6 @@ from .sampling_run import SamplingRun
 from .sigmas import SigmaTracker
 
 _KEY = "toma"
-_MAX_REPORTS = 32
-_reports: dict[str, RunStats] = {}  # of the last run of each `Attachment`, by an id that survives copies; latest last
-
-
-class Watcher(Protocol):
-    """Observes a model's runs. Called twice a run, never in between; must not raise."""
-
-    def began(self) -> None:
-        """Note that a run begins."""
-
-    def ended(self, stats: RunStats) -> None:
-        """Note that a run is over, also after an error."""
-
-
-@dataclass(frozen=True)
-class Attachment:
-    """What a patched model carries."""
-
-    settings: Settings | ToMAConfig  # as given; each run resolves them once, see `config_for`
-    report_id: str  # of its runs in the report
-    watcher: Watcher | None = None
-    ratio_schedule: RatioSchedule = ()  # of a profile
 
 
 def apply_toma(
@@ -111,45 +92,27 @@ def apply_toma(
         return model
 
 
-def config_for(settings: Settings | ToMAConfig, model: ModelPatcher, kv_cache: bool = True) -> ToMAConfig:
-    """Return the config of a model's run. kv_cache: whether the run can have a KV cache."""
-    if not isinstance(settings, Settings):
-        return settings if kv_cache else replace(settings, kv_cache=False)
-    hooks = registry.find(model.get_model_object("diffusion_model"))
-    kv_cache = kv_cache and bool(settings.overrides.get("kv_cache", True))
-    return settings.resolved({} if hooks is None else hooks.presets(kv_cache), kv_cache)
-
-
-def attachment_of(model: ModelPatcher) -> Attachment | None:
-    """Return what `apply_toma` attached to this model or to the model that it is a clone of."""
-    return model.model_options.get("transformer_options", {}).get(ATTACHMENT)
-
-
-def last_stats(model: ModelPatcher) -> RunStats | None:
-    """Return the stats of a model's last finished run; None without ToMA, and where newer ones replaced them."""
-    attachment = attachment_of(model)
-    return None if attachment is None else _reports.get(attachment.report_id)
-
-
 def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         with require_api("WrappersMP.OUTER_SAMPLE"):
             guider = executor.class_obj
-            options_before = guider.model_options
+            model, conds, options_before = guider.model_patcher, guider.conds, guider.model_options
             attachment = options_before["transformer_options"][ATTACHMENT]
-            model_sampling = guider.model_patcher.get_model_object("model_sampling")
+            model_sampling = model.get_model_object("model_sampling")
             sigmas = argument(args, kwargs, 3, "sigmas").tolist()
             packed, shapes = argument(args, kwargs, 0, "noise"), kwargs.get("latent_shapes")
-            noise, sampler = streams.first(packed, shapes), argument(args, kwargs, 2, "sampler")
+            sampler = argument(args, kwargs, 2, "sampler")
+            options = create_model_options_clone(options_before)
+        with own_code():
+            noise = streams.first(packed, shapes)
             config, kv_plan = run_config(attachment, guider, noise, sampler, packed.shape)
             frames = noise.shape[2] if noise.ndim > 4 else 1
             sampling = SamplingRun.start(config, model_sampling, sigmas, attachment.ratio_schedule, frames)
             sampling.shapes = shapes
-            sampling.config_for = partial(config_for, attachment.settings, guider.model_patcher)
+            sampling.config_for = partial(config_for, attachment.settings, model)
             sampling.run.cache.reserved, sampling.run.quantized = kv_plan.bytes, kv_plan.quantized
-            sampling.contents = Contents(guider.conds)
+            sampling.contents = Contents(conds)
             sampling.run.stats.without_kv_cache = kv_plan.reason
-            options = create_model_options_clone(options_before)
             options["transformer_options"][SAMPLING] = sampling
             options["transformer_options"][GRAPHS] = inside = compiled(options_before)
             if in_one_piece(options_before):
@@ -159,31 +122,30 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             if _wrap_first(options["transformer_options"], "PREDICT_NOISE", _predict_noise):
                 sampling.tracker = SigmaTracker(sigmas, sampler, guider)
                 args, kwargs = sampling.tracker.listening(args, kwargs)
-    except UnsupportedApiError as error:
+            if inside and not sampling.obstacle:
+                allow_more_graphs()
+    except UnmergedError as error:
         warn(error)
         return executor(*args, **kwargs)
     guider.model_options = options
     if attachment.watcher is not None:
         attachment.watcher.began()
     try:
-        if inside and not sampling.obstacle:
-            allow_more_graphs()
         result = executor(*args, **kwargs)
-        sampling.tracker.check()
-        sampling.run.draw()
-        hooks = registry.find(guider.model_patcher.model.diffusion_model)
-        sampling.run.stats.times_less_work = None if hooks is None else hooks.times_less_work(noise, sampling.run)
+        with warned(), own_code():
+            sampling.tracker.check()
+            sampling.run.draw()
+            hooks = registry.find(model.model.diffusion_model)
+            sampling.run.stats.times_less_work = None if hooks is None else hooks.times_less_work(noise, sampling.run)
         return result
     finally:
         guider.model_options = options_before
-        stats = sampling.close()
-        _reports.pop(attachment.report_id, None)
-        _reports[attachment.report_id] = stats
-        for oldest in list(_reports)[:-_MAX_REPORTS]:
-            del _reports[oldest]
-        logging.info("ToMA: %s", stats.summary())
-        if attachment.watcher is not None:
-            attachment.watcher.ended(stats)
+        with warned(), own_code():
+            stats = sampling.close()
+            keep_stats(attachment, stats)
+            logging.info("ToMA: %s", stats.summary())
+            if attachment.watcher is not None:
+                attachment.watcher.ended(stats)
 
 
 def run_config(
@@ -213,20 +175,23 @@ def _wrap_first(transformer_options: dict[str, Any], kind: str, wrapper: Any) ->
 
 
 def _prepare_sampling(executor: Any, *args: Any, **kwargs: Any) -> Any:
-    more: AbstractContextManager[None] = nullcontext()
+    model, sampling = None, None
     with optional_api("WrappersMP.PREPARE_SAMPLING"):
-        options = argument(args, kwargs, 3, "model_options")["transformer_options"]
-        more = reserved(argument(args, kwargs, 0, "model").model, options[SAMPLING].run.cache.reserved)
-    with more:
+        model = argument(args, kwargs, 0, "model").model
+        sampling = argument(args, kwargs, 3, "model_options")["transformer_options"][SAMPLING]
+        _ = model.memory_required
+    with nullcontext() if sampling is None else reserved(model, sampling.run.cache.reserved):
         return executor(*args, **kwargs)
 
 
 def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
-    sampling = None
+    sampling, timestep = None, None
     with optional_api("WrappersMP.PREDICT_NOISE"):
         sampling = executor.class_obj.model_options["transformer_options"].get(SAMPLING)
-        if sampling is not None:
-            sampling.next(argument(args, kwargs, 1, "timestep"))
+        timestep = argument(args, kwargs, 1, "timestep")
+    if sampling is not None and timestep is not None:
+        with warned(), own_code():
+            sampling.next(timestep)
     try:
         image = executor(*args, **kwargs)
     except torch.OutOfMemoryError:
@@ -241,25 +206,33 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
         comfy.model_management.soft_empty_cache()
         image = executor(*args, **kwargs)
     if sampling is not None:
-        sampling.predicted(image)
+        with warned(), own_code():
+            sampling.predicted(image)
     return image
 
 
 def _calc_cond_batch(executor: Any, *args: Any, **kwargs: Any) -> Any:
-    with optional_api("WrappersMP.CALC_COND_BATCH"):
-        model_options = argument(args, kwargs, 4, "model_options")
-        sampling = model_options["transformer_options"].get(SAMPLING)
-        if sampling is not None:
+    sampling = None
+    try:
+        with require_api("WrappersMP.CALC_COND_BATCH"):
+            model_options = argument(args, kwargs, 4, "model_options")
+            sampling = model_options["transformer_options"].get(SAMPLING)
             timestep, conds = argument(args, kwargs, 3, "timestep"), argument(args, kwargs, 1, "conds")
-            latent = streams.first(argument(args, kwargs, 2, "x_in"), streams.shapes_of(conds) or sampling.shapes)
-            sampling.observe(timestep, conds, latent, model_options)
+            latent, shapes = argument(args, kwargs, 2, "x_in"), streams.shapes_of(conds)
+        if sampling is not None:
+            with own_code():
+                sampling.observe(timestep, conds, streams.first(latent, shapes or sampling.shapes), model_options)
+    except UnmergedError as error:
+        warn(error)
+        if sampling is not None:
+            sampling.undecided(error.reason)
     return executor(*args, **kwargs)
 
 
 def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         with require_api("WrappersMP.APPLY_MODEL"):
-            x = streams.first(argument(args, kwargs, 0, "x"), kwargs.get("latent_shapes"))
+            x, shapes = argument(args, kwargs, 0, "x"), kwargs.get("latent_shapes")
             control = argument(args, kwargs, 4, "control")
             options = argument(args, kwargs, 5, "transformer_options")
             sampling = options.get(SAMPLING)
@@ -272,13 +245,19 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     full = partial(executor, *args, **kwargs)
     if sampling is None or (sampling.step_plan.mode is StepMode.FULL and sampling.sigma is not None):
         return full()
-    hooks: Any = registry.find(model)
-    reason = _obstacle(sampling, model, hooks, x)
+    references = kwargs.get("ref_latents") or ()
+    try:
+        with own_code():
+            x, hooks = streams.first(x, shapes), registry.find(model)
+            reason = _obstacle(sampling, model, hooks, x)
+            evaluation = None if reason else sampling.evaluation(x, options)
+    except OwnError as error:
+        warn(error)
+        sampling.full_instead(error.reason)
+        return full()
     if reason is not None:
         sampling.run.stats.not_merged("model", reason)
-        return full()
-    evaluation, references = sampling.evaluation(x, options), kwargs.get("ref_latents") or ()
-    if evaluation.step_plan.mode is StepMode.FULL:
+    if hooks is None or evaluation is None or evaluation.step_plan.mode is StepMode.FULL:
         return full()
     sampling.run.references |= bool(references)
     select = partial(hooks.select, x, options=options, control=control, references=references)

@@ -89,7 +89,8 @@ class SamplingRun:
         return cls(run, StepPlan(0), partial(replace, config), max_prediction_sigma=best)
 
     def next(self, timestep: Tensor) -> None:
-        """Begin an evaluation of the sampler at this noise level."""
+        """Begin an evaluation of the sampler at this noise level. Until `observe` decides what it does, it is full."""
+        self.step_plan = self.step_plan.with_mode(StepMode.FULL)
         self.tracker.next(timestep)
         self.begun += 1
         self._begin()
@@ -122,6 +123,18 @@ class SamplingRun:
             run.stats.discard_evaluations(self.step_plan.step, self.calls, self.merged_calls)
             self._begin()
         return True
+
+    def undecided(self, reason: Message) -> None:
+        """Make a call in full for which `observe` has failed."""
+        self.step_plan = self.step_plan.with_mode(StepMode.FULL)
+        self.run.stats.count_evaluation(self.step_plan.step, 0.0)
+        self.run.stats.full_because(self.step_plan.step, reason)
+
+    def full_instead(self, reason: Message) -> None:
+        """Go on in full in this evaluation, of which `evaluation` has failed for a call."""
+        with self._lock:
+            self._go_on(self.step_plan.with_mode(StepMode.FULL))
+            self.run.stats.full_because(self.step_plan.step, reason)
 
     @property
     def _video(self) -> bool:

@@ -146,7 +146,7 @@ def apart(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], 
 @pytest.fixture(scope="session")
 def stats_of(pack: ModuleType) -> Callable[[Any], Any]:
     """Return the stats of a model's last run, None if there was none."""
-    return pack_module("nodes.adapters.patch_model").last_stats  # type: ignore[no-any-return]
+    return pack_module("nodes.adapters.attachment").last_stats  # type: ignore[no-any-return]
 
 
 @dataclass

@@ -63,8 +63,8 @@ def census() -> dict[str, int]:
     found = gc.get_objects()
     kinds = [(type(o).__module__, type(o).__name__) for o in found]
     counts = Counter(name for place, name in kinds for end, kind in KINDS if name == kind and place.endswith(end))
-    (run,) = [module for name, module in sys.modules.items() if name.endswith("nodes.adapters.patch_model")]
-    drawn = 2 * sum(len(stats.maps) for stats in run._reports.values())
+    (attachment,) = [module for name, module in sys.modules.items() if name.endswith("nodes.adapters.attachment")]
+    drawn = 2 * sum(len(stats.maps) for stats in attachment._reports.values())
     return {**counts, "tensors": sum(issubclass(type(o), torch.Tensor) for o in found) - drawn}
 
 

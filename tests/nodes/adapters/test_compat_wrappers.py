@@ -19,6 +19,7 @@ from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
 from tests.loop import loop
 
+compat = pack_module("nodes.adapters.compat")
 run = pack_module("nodes.adapters.patch_model")
 SIDE = 16
 STEPS = 2
@@ -69,6 +70,75 @@ def test_wrapper_that_is_called_in_another_way(
         assert torch.equal(sample(patched), plain)
     (warning,) = warnings()
     assert hook in warning
+
+
+OWN_CODE = {
+    "run_config": run,  # when a run begins
+    "next": run.SamplingRun,
+    "observe": run.SamplingRun,
+    "evaluation": run.SamplingRun,
+    "predicted": run.SamplingRun,
+    "close": run.SamplingRun,
+}
+
+
+def fail_from(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> None:
+    """Have a function of the pack raise a TypeError from this call on, the first being 0."""
+    original, calls = getattr(OWN_CODE[name], name), list[int]()
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) > call:
+            raise TypeError("of our own")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(OWN_CODE[name], name, failing)
+
+
+@loop("name", OWN_CODE)
+def test_own_errors_are_raised_in_tests(name: str, monkeypatch: pytest.MonkeyPatch, attach: Any, flux: Any) -> None:
+    fail_from(monkeypatch, name, 0)
+    with pytest.raises(TypeError, match="of our own"):
+        sample(attach(flux))
+
+
+@loop("name", OWN_CODE)
+def test_own_errors_do_not_end_a_run(
+    name: str, monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, flux: Any, stats_of: Any
+) -> None:
+    """The user is told once, and what an error leaves undecided is full."""
+    monkeypatch.setattr(compat, "_RAISES_OWN_ERRORS", False)
+    merged, plain = attach(flux), sample(flux)
+    fail_from(monkeypatch, name, 0)
+    images = [sample(merged) for _ in range(2)]
+    (warning,) = warnings()
+    assert "TypeError: of our own" in warning
+    assert "please report it" in warning
+    if name in ("run_config", "observe", "evaluation"):
+        assert all(torch.equal(image, plain) for image in images)
+    if name in ("observe", "evaluation"):
+        assert "ComfyUI-ToMA itself failed" in stats_of(merged).summary()
+
+
+@loop("name", ["observe", "evaluation"])
+def test_steps_after_an_own_error_are_full(
+    name: str, monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, flux: Any, stats_of: Any
+) -> None:
+    """They are not merged by the plan of the step before."""
+    monkeypatch.setattr(compat, "_RAISES_OWN_ERRORS", False)
+    merged, modes, call = attach(flux), list[Any](), run._merged_call
+
+    def noted(full: Any, select: Any, sampling: Any, evaluation: Any, x: Any) -> Any:
+        modes.append(evaluation.step_plan.mode)
+        return call(full, select, sampling, evaluation, x)
+
+    monkeypatch.setattr(run, "_merged_call", noted)
+    fail_from(monkeypatch, name, 3)
+    models.sample(merged, SIDE, SIDE, steps=8, cfg=1.0)
+    assert len(modes) == 3
+    stats = stats_of(merged)
+    assert (stats.evaluations, stats.merged_evaluations) == (8, sum(mode.merges for mode in modes[:3]))
+    assert len(warnings()) == 1
 
 
 def without_wrapper(monkeypatch: pytest.MonkeyPatch, model: Any, name: str) -> None:

@@ -49,7 +49,7 @@ def run_of(model: Any, steps: int = 4, **settings: Any) -> Any:
     config = {"ratio": 0.5, "min_tokens": 16, "skip_last_blocks": 0, **settings}
     patched = patch_model.apply_toma(model, pack_module("toma_core").Settings("balanced", config))
     models.sample(patched, 32, 32, steps=steps)
-    return patch_model.last_stats(patched)
+    return pack_module("nodes.adapters.attachment").last_stats(patched)
 
 
 def test_more_is_saved_at_a_higher_ratio_and_never_more_than_the_blocks_are(unet: Any) -> None:

@@ -54,7 +54,7 @@ def tried(model: Any, alone: Any, settings: dict[str, Any], **options: Any) -> d
     config = pack_module("toma_core.config").ToMAConfig(**{**EVERYTHING, **settings})
     merged = run.apply_toma(model, config)
     plain, result = without_toma(model, **options), picture(merged, **options)
-    stats = run.last_stats(merged)
+    stats = pack_module("nodes.adapters.attachment").last_stats(merged)
     theirs = [torch.empty_like(result) for _ in range(SIZE)]
     dist.all_gather(theirs, result.contiguous())
     on_one = without_toma(alone, **options)

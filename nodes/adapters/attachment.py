@@ -1,0 +1,65 @@
+"""What a patched model carries, and the stats of its last runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from comfy.model_patcher import ModelPatcher
+
+from ...toma_core import Settings, ToMAConfig
+from ...toma_core.schedule import RatioSchedule
+from ...toma_core.stats import RunStats
+from . import registry
+from .model_hooks import ATTACHMENT
+
+_MAX_REPORTS = 32
+_reports: dict[str, RunStats] = {}  # of the last run of each `Attachment`, by an id that survives copies; latest last
+
+
+class Watcher(Protocol):
+    """Observes a model's runs. Called twice a run, never in between; must not raise."""
+
+    def began(self) -> None:
+        """Note that a run begins."""
+
+    def ended(self, stats: RunStats) -> None:
+        """Note that a run is over, also after an error."""
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """What a patched model carries."""
+
+    settings: Settings | ToMAConfig  # as given; each run resolves them once, see `config_for`
+    report_id: str  # of its runs in the report
+    watcher: Watcher | None = None
+    ratio_schedule: RatioSchedule = ()  # of a profile
+
+
+def attachment_of(model: ModelPatcher) -> Attachment | None:
+    """Return what `apply_toma` attached to this model or to the model that it is a clone of."""
+    return model.model_options.get("transformer_options", {}).get(ATTACHMENT)
+
+
+def config_for(settings: Settings | ToMAConfig, model: ModelPatcher, kv_cache: bool = True) -> ToMAConfig:
+    """Return the config of a model's run. kv_cache: whether the run can have a KV cache."""
+    if not isinstance(settings, Settings):
+        return settings if kv_cache else replace(settings, kv_cache=False)
+    hooks = registry.find(model.get_model_object("diffusion_model"))
+    kv_cache = kv_cache and bool(settings.overrides.get("kv_cache", True))
+    return settings.resolved({} if hooks is None else hooks.presets(kv_cache), kv_cache)
+
+
+def last_stats(model: ModelPatcher) -> RunStats | None:
+    """Return the stats of a model's last finished run; None without ToMA, and where newer ones replaced them."""
+    attachment = attachment_of(model)
+    return None if attachment is None else _reports.get(attachment.report_id)
+
+
+def keep_stats(attachment: Attachment, stats: RunStats) -> None:
+    """Keep the stats of a run that is over in place of those of the run before."""
+    _reports.pop(attachment.report_id, None)
+    _reports[attachment.report_id] = stats
+    for oldest in list(_reports)[:-_MAX_REPORTS]:
+        del _reports[oldest]
