@@ -56,7 +56,7 @@ def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
     """Return the calls for a plan, and for a merged block or stack with a plan. kernels: None for plain PyTorch."""
     config, core = pack_module("toma_core.config"), pack_module("toma_core.merge")
     layout, state = pack_module("toma_core.windows"), pack_module("toma_core.run")
-    cache = pack_module("toma_core.cache")
+    propagation = pack_module("toma_core.propagation")
     windows = layout.make_windows(*_GRID, config.WindowShape.TILE, _WINDOW)
     toma = config.ToMAConfig(window_size=_WINDOW)
     schedule = pack_module("toma_core.schedule").Schedule(toma)
@@ -78,7 +78,7 @@ def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
     return {
         "merge": lambda: core.merge(x, made),
         "restore": lambda: core.unmerge_residual(y, y, x, made),
-        "reuse": lambda: cache.unmerge_residual_cached(y, y, x, x, made),
+        "reuse": lambda: propagation.unmerge_residual_cached(y, y, x, x, made),
         "plan": plan,
     }
 

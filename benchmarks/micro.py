@@ -164,7 +164,8 @@ def operands(
 def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
     """Return every operation in every form that runs here. first: the operands whose results are checked."""
     core = pack_module("toma_core.merge")
-    selection, cache = pack_module("toma_core.selection"), pack_module("toma_core.cache")
+    selection = pack_module("toma_core.selection")
+    propagate = pack_module("toma_core.propagation").unmerge_residual_cached
     x, plan = first.x, first.plan
     exact = core.weigh(windows.split(x), plan.dest_slots, windows, budget, SCALE, torch.float32)
     (batch, N, C), D, element = x.shape, plan.num_destinations, x.element_size()
@@ -177,7 +178,7 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
     fp32 = first.out.float(), first.reduced.float(), x.float()
     restored, cached = (
         core.unmerge_residual(*fp32, exact),
-        cache.unmerge_residual_cached(*fp32, first.old.float(), exact),
+        propagate(*fp32, first.old.float(), exact),
     )
     unmerging, reusing = 2 * (tokens + reduced) + weights, 3 * (tokens + reduced) + weights
 
@@ -195,8 +196,7 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
         Job("merge", "PyTorch", lambda o: core.merge(o.x, o.plan), product, tokens + reduced + weights, merged),
         Job("unmerge", "PyTorch", lambda o: core.unmerge_residual(o.out, o.reduced, o.x, o.plan), product, unmerging,
             restored),
-        Job("reuse", "PyTorch", lambda o: cache.unmerge_residual_cached(o.out, o.reduced, o.x, o.old, o.plan), product,
-            reusing, cached),
+        Job("reuse", "PyTorch", lambda o: propagate(o.out, o.reduced, o.x, o.old, o.plan), product, reusing, cached),
     ]  # fmt: skip
     if kernels is not None:
         at = windows, budget

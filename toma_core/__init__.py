@@ -7,7 +7,7 @@ the result for one model, and `RunState` (run) is the state of one sampling run.
 from __future__ import annotations
 
 from .config import ToMAConfig
-from .decision import decide
+from .decision import Facts, decide
 from .merge import MergePlan, merge, unmerge
 from .pipeline import Evaluation, reduce, restore
 from .presets import PRESETS, Settings
@@ -19,6 +19,7 @@ __all__ = [
     "PRESETS",
     "ConfigError",
     "Evaluation",
+    "Facts",
     "MergePlan",
     "RunState",
     "Schedule",

@@ -1,86 +1,157 @@
-"""Decide what one evaluation of the model does: the schedule's plan, adjusted by the state of the run."""
+"""Decide what an evaluation of the model, a call of it and a chain of blocks do: the only writer of a `StepMode`.
+
+decide           once an evaluation: the schedule's plan, adjusted by the state of the run
+decide_call      once a call of the model, when its chains are known and the model has not run
+chain_merges     once a chain, when it sees its tokens
+out_of_memory    when a call failed
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 
+from .cache import Keys
+from .coverage import Origin
 from .reasons import Message, Reason
 from .run import RunState
 from .schedule import StepMode, StepPlan
 
 
-def decide(
-    run: RunState,
-    sigma: float,
-    signatures: Mapping[Hashable, Hashable] | None = None,
-    step: int | None = None,
-    *,
-    given: float | None = None,
-    unreported: int = 0,
-    awaits_prediction: bool = False,
-    unshared: bool = False,
-    gradients: bool = False,
-) -> StepPlan:
-    """Return the plan of an evaluation, for all conditions that are evaluated together.
+@dataclass(frozen=True)
+class Facts:
+    """What is known of an evaluation before the model runs."""
 
-    sigma: of the sampler. step: if known. given: the sigma given to the model, if it differs. unreported: how often it
-    has changed while the sampler reported no steps.
-    signatures: signature -> state of each condition that takes part, see `ResidualCache.resolve_mode`.
-    awaits_prediction: merge plans are made from a predicted picture, which does not exist yet.
-    unshared: conditions are evaluated on several devices, which have no predicted picture to make equal plans from.
-    gradients: are computed, so nothing may be merged or cached.
-    """
-    plan = run.schedule.decide(sigma, step)
+    sigma: float  # of the sampler
+    step: int | None = None  # None if unknown
+    model_sigma: float | None = None  # given to the model, if it differs
+    unreported: int = 0  # how often the sigma has changed while the sampler reported no steps
+    # What has to be equal for each condition that takes part, by signature; see `coverage`.
+    conditions: Mapping[Hashable, Hashable] = field(default_factory=dict)
+    awaits_prediction: bool = False  # plans are made from a predicted picture, which does not exist yet
+    unshared: bool = False  # conditions run on several devices, with no predicted picture to make equal plans from
+    gradients: bool = False  # are computed, so nothing may be merged or cached
+
+
+def decide(run: RunState, facts: Facts) -> StepPlan:
+    """Return the plan of an evaluation, for all conditions that are evaluated together."""
+    plan = run.schedule.decide(facts.sigma, facts.step)
     if plan.mode is StepMode.FULL:
         return plan
-    if gradients:
+    if facts.gradients:
         run.stats.full_because(plan.step, Reason.GRADIENTS())
         return plan.with_mode(StepMode.FULL)
     if run.disabled_by:
-        return full(run, plan, run.disabled_by)
-    if unshared and not awaits_prediction:
-        return full(run, plan, Reason.SEVERAL_DEVICES())
+        return _full(run, plan, run.disabled_by)
+    if facts.unshared and not facts.awaits_prediction:
+        return _full(run, plan, Reason.SEVERAL_DEVICES())
     if run.kv_cache and run.cache.disabled:
         # These presets skip no block: merging without caches would change the picture.
         run.stats.not_merged("model", Reason.KV_CACHE_DISABLED())
-        return full(run, plan, Reason.KV_CACHE_DISABLED())
+        return _full(run, plan, Reason.KV_CACHE_DISABLED())
     if run.tiles and plan.mode.merges:
-        plan = without_cache(run, plan)
+        plan = _without_cache(run, plan, Reason.TILES())
     elif plan.mode.caches:
-        given = sigma if given is None else given
-        # The cache expects falling noise; unsampling adds it.
-        falling = given if not run.schedule.rises else 1 / max(given, 1e-9)
-        # The step is in doubt where another node changes noise levels or the sampler reports no steps. Elsewhere noise
-        # levels do not count steps: a schedule may return to one.
-        in_doubt = unreported or given != sigma
-        other_steps = run.schedule.step_at(given) if in_doubt else plan.step, unreported
-        mode = run.cache.resolve_mode(
-            plan, falling, other_steps, signatures or {}, run.schedule.cache_steps, merges_plainly(run)
-        )
-        if mode is StepMode.REFRESH and plan.mode is not mode:
-            run.stats.full_because(plan.step, Reason.NOT_CACHED())
-        elif mode is StepMode.FULL and plan.mode is StepMode.MERGED_CACHED:
-            run.stats.full_because(plan.step, Reason.CACHE_DISABLED())
-        plan = plan.with_mode(mode)
+        plan = plan.with_mode(_cached_mode(run, plan, facts))
     # A refresh needs no merge plan yet.
-    return plan.with_mode(StepMode.FULL) if awaits_prediction and plan.mode.merges else plan
+    return plan.with_mode(StepMode.FULL) if facts.awaits_prediction and plan.mode.merges else plan
 
 
-def full(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
+def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
+    """Return the mode of an evaluation that the schedule refreshes or merges with caches.
+
+    Guidance takes the difference of conditions, so all have caches or none: an evaluation with a condition whose
+    entries do not hold is a refresh. Settings that are made for merging without caches have at most one unscheduled
+    refresh in an interval.
+    """
+    plainly = merges_plainly(run)
+    if run.cache.disabled:
+        if plainly and plan.mode.merges:
+            return StepMode.MERGED
+        if plan.mode.merges:
+            run.stats.full_because(plan.step, Reason.CACHE_DISABLED())
+        return StepMode.FULL
+    held = _begin(run, plan, facts)
+    if plan.mode is StepMode.REFRESH:
+        run.unscheduled = None
+    elif held:
+        return StepMode.MERGED_CACHED
+    elif plainly and run.unscheduled not in (None, plan.step):
+        return StepMode.MERGED
+    else:
+        run.unscheduled = plan.step
+        run.stats.full_because(plan.step, Reason.NOT_CACHED())
+    run.coverage.refresh()
+    return StepMode.REFRESH
+
+
+def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:
+    """Begin an evaluation in the ledger; return whether the entries of all conditions hold."""
+    schedule = run.schedule
+    given = facts.sigma if facts.model_sigma is None else facts.model_sigma
+    # The ledger expects falling noise; unsampling adds it.
+    falling = 1 / max(given, 1e-9) if schedule.rises else given
+    # The step is in doubt where another node changes noise levels or the sampler reports no steps. Elsewhere noise
+    # levels do not count steps: a schedule may return to one.
+    in_doubt = facts.unreported or given != facts.sigma
+    other_steps = schedule.step_at(given) if in_doubt else plan.step, facts.unreported
+    origin = Origin(plan.step, falling, None, other_steps)
+    origins = {signature: origin._replace(state=state) for signature, state in facts.conditions.items()}
+    return run.coverage.begin(origins, origin, schedule.cache_steps)
+
+
+def decide_call(run: RunState, plan: StepPlan, signatures: tuple[Hashable, ...], layout: Hashable) -> StepPlan:
+    """Return the plan of a call of the model, and of all later ones of its evaluation: a refresh in place of a merged
+    one whose chains the caches do not fit.
+
+    signatures: of the call's conditions. layout: what caches depend on beside them: latents and chains.
+    """
+    if plan.mode is not StepMode.MERGED_CACHED or merges_plainly(run) or run.coverage.fits(signatures, layout):
+        return plan
+    run.coverage.refresh()
+    run.stats.full_because(plan.step, Reason.NOT_CACHED())
+    return plan.with_mode(StepMode.REFRESH)
+
+
+def decide_tiles(run: RunState, plan: StepPlan, several_devices: bool) -> StepPlan:
+    """Return the plan of a call on tiles of the latent, which uses no cache."""
+    run.tiles = True
+    if several_devices:
+        return _full(run, plan, Reason.SEVERAL_DEVICES())
+    return _without_cache(run, plan, Reason.TILES())
+
+
+def chain_merges(run: RunState, plan: StepPlan, keys: Keys) -> bool:
+    """Return whether a chain with these keys may be merged: cached, or by settings that are made for merging without
+    caches."""
+    return plan.mode is not StepMode.MERGED_CACHED or merges_plainly(run) or run.cache.holds(keys)
+
+
+def out_of_memory(run: RunState, plan: StepPlan, video: bool) -> StepPlan | None:
+    """Return the plan of an evaluation that is repeated after memory ran out: it and all later ones are full, and plans
+    and caches are dropped. None without a KV cache for a picture or a full step: the model's own memory is short."""
+    dropped = run.kv_cache and run.coverage.disable()
+    if not dropped and (not video or run.disabled_by or plan.mode is StepMode.FULL):
+        return None
+    run.disable(Reason.KV_CACHE_DISABLED() if dropped else Reason.OUT_OF_MEMORY())
+    return plan.with_mode(StepMode.FULL)
+
+
+def _full(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
     """Return the plan as a full step that caches nothing; note the reason if the schedule merges it."""
     if plan.mode.merges:
         run.stats.full_because(plan.step, reason)
     return plan.with_mode(StepMode.FULL)
 
 
-def without_cache(run: RunState, plan: StepPlan) -> StepPlan:
-    """Return the plan of a call that uses no cache, because it shows a tile of the latent."""
-    if not plan.mode.merges:
-        return plan.with_mode(StepMode.FULL)
-    return plan.with_mode(StepMode.MERGED) if merges_plainly(run) else full(run, plan, Reason.TILES())
+def _without_cache(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
+    """Return the plan of an evaluation that no cache serves: merged without one if the settings are made for that."""
+    if plan.mode.merges and merges_plainly(run):
+        return plan.with_mode(StepMode.MERGED)
+    return _full(run, plan, reason)
 
 
 def merges_plainly(run: RunState) -> bool:
     """Return whether the settings are made for merging without caches: they skip blocks or cache nothing."""
     config = run.config
-    return config.skip_first_blocks > 0 or config.skip_last_blocks > 0 or not run.config.uses_cache
+    return config.skip_first_blocks > 0 or config.skip_last_blocks > 0 or not config.uses_cache

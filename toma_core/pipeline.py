@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from . import cost_model
-from .cache import CachedBlock, unmerge_residual_cached
+from .cache import Keys
 from .config import Granularity
-from .decision import merges_plainly
 from .merge import MergePlan, gather_destinations, merge, unmerge_residual
+from .propagation import Cached, Refresh, unmerge_residual_cached
 from .reasons import Message, Reason
 from .run import RunState
 from .schedule import LASTING, StepMode, StepPlan
@@ -67,22 +67,20 @@ class Evaluation:
         """The step plan for tokens that show the same during the run."""
         return replace(self.step_plan, selection=LASTING, weighing=LASTING)
 
-    def cached(self, block: str, x: Tensor, quantized: bool = False) -> CachedBlock | None:
-        """Return the cache of a block with tokens x of (B, N, C); None if nothing cached fits. Names are unique."""
-        cache = self.run.cache
+    def cached(self, block: str, x: Tensor, quantized: bool = False) -> Refresh | Cached | None:
+        """Return what a block with tokens x of (B, N, C) stores in the caches or begins with; None if nothing cached
+        fits. Names are unique."""
         if not self.step_plan.mode.caches:
             return None
-        keys = tuple((block, cond) for cond in self.cond_keys)
+        run, keys = self.run, self.keys(block)
         if self.refreshes:
-            return CachedBlock(cache, keys, quantized=quantized)
-        update = cache.read(keys, x)
-        return None if update is None else CachedBlock(cache, keys, update, quantized)
+            return Refresh(run.coverage, keys, quantized)
+        update = run.cache.read(keys, x)
+        return None if update is None else Cached(run.cache, keys, update, quantized)
 
-    def serves(self, block: str) -> bool:
-        """Return whether the block may be merged: cached, or by settings that are made for merging without caches."""
-        if self.step_plan.mode is not StepMode.MERGED_CACHED or merges_plainly(self.run):
-            return True
-        return self.run.cache.holds(tuple((block, cond) for cond in self.cond_keys))
+    def keys(self, block: str) -> Keys:
+        """Return the keys of a block in the caches, one for each condition."""
+        return tuple((block, cond) for cond in self.cond_keys)
 
     @property
     def kv_cache(self) -> bool:
@@ -107,9 +105,9 @@ class Evaluation:
         return cost_model.too_little(tokens, images, width, x.dtype, card, block, granularity)
 
 
-def reduce(x: Tensor, plan: MergePlan | None, cached: CachedBlock | None = None) -> Tensor:
+def reduce(x: Tensor, plan: MergePlan | None, cached: Refresh | Cached | None = None) -> Tensor:
     """Merge (B, N, C) to (B, D, C); return x itself without a plan or in a refresh."""
-    if plan is None or (cached is not None and cached.update is None):
+    if plan is None or isinstance(cached, Refresh):
         return x
     # Destinations themselves are compared with the cached update: weighted means hold less noise than the model expects
     # and would change for that reason alone.
@@ -121,7 +119,7 @@ def restore(
     reduced: Tensor,
     x: Tensor,
     plan: MergePlan | None,
-    cached: CachedBlock | None = None,
+    cached: Refresh | Cached | None = None,
     exact: bool = False,
 ) -> Tensor:
     """Return x + unmerge(out - reduced), (B, N, C); `out` itself without a plan or in a refresh, which caches out - x.
@@ -129,12 +127,12 @@ def restore(
     Only the update is merged: the residual stream passes unchanged. cached: merged steps begin with its update. exact:
     destinations attended to all tokens, so the change of the cached update has weight 1 and is cached again.
     """
-    if cached is not None and cached.update is None:
+    if isinstance(cached, Refresh):
         cached.store(out - x)
         return out
     if plan is None:
         return out
-    if cached is None or cached.update is None:
+    if cached is None:
         return unmerge_residual(out, reduced, x, plan)
     if exact:
         return x + cached.propagate(out - reduced, plan)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from .budget import allocate, spread
-from .cache import ResidualCache
+from .cache import Cache
 from .config import Granularity, SimilarityFrom, ToMAConfig
+from .coverage import Coverage
 from .kernels.dispatch import Choice, Dispatch
 from .merge import MergePlan, draw_map, stacked, weigh
 from .prediction import picture_tokens
@@ -49,7 +50,9 @@ class RunState:
     _stacks: dict[tuple[Hashable, ...], tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
     _tried: set[Hashable] = field(default_factory=set)
-    cache: ResidualCache = field(default_factory=ResidualCache)
+    cache: Cache = field(default_factory=Cache)
+    coverage: Coverage = field(init=False)  # what the cache was made of
+    unscheduled: int | None = None  # step of the last unscheduled refresh since a scheduled one
     kv_cache: bool = field(init=False)  # merged blocks attend to all tokens
     quantized: bool = False  # the KV cache has four bits a number
     disabled_by: Message | None = None  # why all later steps are full
@@ -59,7 +62,9 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.kv_cache = self.config.kv_cache and self.config.uses_cache
-        self.cache.quantize, self.cache.dequantize = self.dispatch.quantize, self.dispatch.dequantize
+        self.cache.quantize = self.dispatch.quantize
+        self.cache.dequantize = self.dispatch.dequantize
+        self.coverage = Coverage(self.cache)
 
     @property
     def config(self) -> ToMAConfig:
@@ -81,8 +86,9 @@ class RunState:
         self._clear()
 
     def _clear(self) -> None:
-        for made in (self._plans, self._stacks, self._layouts, self.cache):
+        for made in (self._plans, self._stacks, self._layouts, self.coverage):
             made.clear()
+        self.unscheduled = None
 
     def plan(
         self,

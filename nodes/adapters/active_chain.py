@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from ...toma_core import Evaluation, MergePlan, reduce, restore
-from ...toma_core.cache import CachedBlock
 from ...toma_core.config import Granularity
 from ...toma_core.cost_model import Block
+from ...toma_core.decision import chain_merges
+from ...toma_core.propagation import Cached, Refresh
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
 from .attention_override import from_btc, to_btc
@@ -75,7 +76,8 @@ class ActiveChain:
             reason = Reason.TOKENS_CHANGED()
         elif not reason:
             reason, part = self.evaluation.obstacle(image, *self.work), ""
-        if reason is None and not self.evaluation.serves(self.name):
+        evaluation = self.evaluation
+        if reason is None and not chain_merges(evaluation.run, evaluation.step_plan, evaluation.keys(self.name)):
             reason = Reason.NOT_CACHED()
         if reason is not None:
             for name in self.names:
@@ -86,7 +88,7 @@ class ActiveChain:
         """Merge the (B, N, C) tokens of all grids; an evaluation that only refreshes the cache returns them as they
         are."""
         evaluation, name, parts = self.evaluation, self.name, split(x, self.tokens)
-        plans, cached = [evaluation.plan(parts[0], self.grids[0], self.scope)], list[CachedBlock | None]()
+        plans, cached = [evaluation.plan(parts[0], self.grids[0], self.scope)], list[Refresh | Cached | None]()
         for n, (part, grid) in enumerate(zip(parts, self.grids, strict=True)):
             merged = is_merged(grid)
             if n:
@@ -106,14 +108,14 @@ class Reduction:
 
     chain: ActiveChain
     plans: tuple[MergePlan | None, ...]  # one for each grid; None in an evaluation that only refreshes the cache
-    cached: tuple[CachedBlock | None, ...]  # of the chain for each grid; None where nothing is cached
+    cached: tuple[Refresh | Cached | None, ...]  # of the chain for each grid; None where nothing is cached
     lengths: tuple[tuple[int, int], ...]  # (N, D) of each grid; N = D where the chain only refreshes the cache
     attended: set[str] = field(default_factory=set)  # blocks whose attention has read or stored keys and values
 
     @property
     def refreshes(self) -> bool:
         """Whether the chain runs on all tokens and only refreshes the cache."""
-        return self.plans[0] is None or (self.cached[0] is not None and self.cached[0].update is None)
+        return self.plans[0] is None or isinstance(self.cached[0], Refresh)
 
     def restore(self, out: Tensor, reduced: Tensor, x: Tensor, attends: bool) -> Tensor:
         """Return all (B, N, C) tokens from out and reduced, (B, D, C), and x, (B, N, C).
@@ -150,7 +152,7 @@ class Reduction:
                 continue
             shape = part[:, :1].expand(-1, tokens, -1)
             cached = evaluation.cached(f"{block} {what} {n}", shape, quantized)
-            if cached is not None and cached.update is None:
+            if isinstance(cached, Refresh):
                 # A view would change with the tensor that the block writes into.
                 cached.store(part if own else part.clone(memory_format=torch.contiguous_format))
             elif cached is not None and plan is not None:

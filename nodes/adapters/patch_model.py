@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -23,12 +23,11 @@ from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor, nn
 
-from ...toma_core import Evaluation, Settings, StepMode, ToMAConfig
+from ...toma_core import Settings, StepMode, ToMAConfig
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
 from . import registry, streams
 from .attachment import Attachment, Watcher, attachment_of, config_for, keep_stats
-from .chain import BlockHook
 from .compat import (
     OwnError,
     UnmergedError,
@@ -41,13 +40,13 @@ from .compat import (
     warn,
     warned,
     with_argument,
-    without_replays,
 )
 from .compile_ops import allow_more_graphs, compiled, in_one_piece
 from .contents import Contents
 from .family import ModelHooks
 from .kv_memory import KVCachePlan, plan_kv_cache, reserved
-from .model_hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING, HookPair, installed
+from .merged_call import merged_call
+from .model_hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING
 from .origin import unwrapped
 from .sampling_run import SamplingRun
 from .sigmas import SigmaTracker
@@ -262,7 +261,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     sampling.run.references |= bool(references)
     select = partial(hooks.select, x, options=options, control=control, references=references)
     try:
-        return _merged_call(full, select, sampling, evaluation, x)
+        return merged_call(full, select, sampling, evaluation, x)
     except torch.OutOfMemoryError:
         # One of several devices repeats its own call, see `_predict_noise`.
         if options.get("multigpu_thread_device") is None or not sampling.no_memory(again=False):
@@ -270,35 +269,6 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     end_interrupted(several_devices=True)
     comfy.model_management.soft_empty_cache()
     return full()
-
-
-def _merged_call(
-    call: Callable[[], Any],
-    select: Callable[[Evaluation], Iterable[HookPair]],
-    sampling: SamplingRun,
-    evaluation: Evaluation,
-    x: Tensor,
-) -> Any:
-    """Return what `call` returns with the hooks that `select` chooses for latents x of (B, C, ..., H, W): on merged
-    tokens if the caches hold what it begins with, else on all tokens.
-
-    That is decided when the chains are known and the model has not run yet.
-    """
-    images = len(x) // len(evaluation.cond_keys)
-    for served in (False, True):
-        with installed(select(evaluation)) as hooks:
-            sites = [hook.site for hook in hooks if isinstance(hook, BlockHook) and hook.chain is hook.site]
-            chains = [site.active for site in sites if site.active is not None]
-            # What caches depend on beside the conditions: the latents, and the chains.
-            layout = x.shape[1:], images, x.dtype, x.device, tuple((*chain.names, chain.grids) for chain in chains)
-            if served or sampling.serves(evaluation, layout):
-                with without_replays():
-                    result = call()
-                if evaluation.refreshes:
-                    missed = [site.active for site in sites if not site.reached or site.pair]
-                    sampling.refreshed(evaluation, layout, [chain.name for chain in missed if chain is not None])
-                return result
-        evaluation = sampling.refresh_instead(evaluation)
 
 
 def _obstacle(sampling: SamplingRun, model: nn.Module, hooks: ModelHooks | None, x: Any) -> Message | None:

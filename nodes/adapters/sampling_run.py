@@ -14,7 +14,7 @@ from comfy.model_sampling import CONST
 from torch import Tensor
 
 from ...toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, decide
-from ...toma_core.decision import full, merges_plainly, without_cache
+from ...toma_core.decision import Facts, decide_call, decide_tiles, merges_plainly, out_of_memory
 from ...toma_core.prediction import trusted_below
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
@@ -48,8 +48,6 @@ class SamplingRun:
     shapes: Shapes | None = None  # of the latent's streams, if it has several
     areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)  # of each condition that has one
     predictions_by_size: dict[Hashable, Tensor] = field(default_factory=dict)  # clean images, (B, C, ..., H, W)
-    # What the last refresh of a condition's caches looked like, see `patch_model`.
-    layouts: dict[Hashable, Hashable] = field(default_factory=dict)
     turns: Turns = field(default_factory=Turns)  # latents that are evaluated by turns are tiles
     begun: int = 0  # evaluations of the sampler so far
     observed: int = 0  # calls of `observe` so far
@@ -114,13 +112,12 @@ class SamplingRun:
         Return False without a KV cache for a picture or a full step: the model's own memory is short. again: whether
         all calls of the evaluation are repeated.
         """
-        run, cached = self.run, self.run.kv_cache and self.run.cache.disable()
-        if not cached and (not self._video or run.disabled_by or self.step_plan.mode is StepMode.FULL):
+        plan = out_of_memory(self.run, self.step_plan, self._video)
+        if plan is None:
             return False
-        run.disable(Reason.KV_CACHE_DISABLED() if cached else Reason.OUT_OF_MEMORY())
-        self.step_plan = self.step_plan.with_mode(StepMode.FULL)
+        self.step_plan = plan
         if again:
-            run.stats.discard_evaluations(self.step_plan.step, self.calls, self.merged_calls)
+            self.run.stats.discard_evaluations(plan.step, self.calls, self.merged_calls)
             self._begin()
         return True
 
@@ -178,25 +175,25 @@ class SamplingRun:
         # Kept until the next evaluation: further calls are compared with those before.
         self.several_devices |= len(active) > 1 and len(model_options.get("multigpu_clones") or ()) > 1
         keys = self._keys((c["uuid"] for c in active), frames, self.counts.copy())
-        signatures = dict(zip(keys, (controls_of(c, at.model_sigma) for c in active), strict=True))
+        conditions = dict(zip(keys, (controls_of(c, at.model_sigma) for c in active), strict=True))
         if not self.calls:
-            self.turns.note((at.step, at.model_sigma), tuple(signatures), latent)
+            self.turns.note((at.step, at.model_sigma), tuple(conditions), latent)
             if self.turns.found and not (self.run.disabled_by or merges_plainly(self.run)):
                 self.run.disable(Reason.TILES())
             self.run.check_kv_cache(self.config_for)
-            self.run.cache.enforce_limit()
+            self.run.coverage.enforce_limit()
         without_picture = self.run.tiles or self.prediction(options) is None
-        self.step_plan = decide(
-            self.run,
+        facts = Facts(
             at.sigma,
-            signatures,
             at.step,
-            given=at.model_sigma,
-            unreported=at.unreported,
+            at.model_sigma,
+            at.unreported,
+            conditions,
             awaits_prediction=self.awaits_prediction,
             unshared=self.several_devices and without_picture,
             gradients=records_gradients(),
         )
+        self.step_plan = decide(self.run, facts)
         self.run.stats.count_evaluation(self.step_plan.step, self.step_plan.merged_ratio)
         self.calls += 1
         self.merged_calls += self.step_plan.mode.merges
@@ -211,10 +208,8 @@ class SamplingRun:
         chunks, frames = chunks_of(len(x), transformer_options), frames_of(transformer_options)
         cond_keys = self.cond_keys(len(x), transformer_options)
         if self._is_tile(x, transformer_options):
-            self.run.tiles = True
             with self._lock:
-                by, plan = self.several_devices, self.step_plan
-                self._go_on(full(self.run, plan, Reason.SEVERAL_DEVICES()) if by else without_cache(self.run, plan))
+                self._go_on(decide_tiles(self.run, self.step_plan, self.several_devices))
             return Evaluation(self.run, self.step_plan, (None,), cond_keys, self._tile(x, chunks), images=len(x))
         areas, picture = [self.areas.get(chunk) for chunk in chunks], self.prediction(transformer_options)
         plan_keys: tuple[Hashable, ...] = tuple((area, frames) for area in areas)
@@ -224,30 +219,21 @@ class SamplingRun:
         pictures = () if picture is None else tuple(crop(picture, area) for area in areas)
         return Evaluation(self.run, self.step_plan, plan_keys, cond_keys, None, pictures, len(x))
 
-    def serves(self, evaluation: Evaluation, layout: Hashable) -> bool:
-        """Return whether the caches hold, for every chain of a call, what it begins with; settings that are made for
-        merging without caches need none."""
-        if evaluation.step_plan.mode is not StepMode.MERGED_CACHED or merges_plainly(self.run):
-            return True
-        coverage = self.run.cache.coverage
-        # A refresh caches nothing of an area with too few tokens: it is not merged in later steps either.
-        return all(self.layouts.get(key) == (layout, key in coverage) for key in evaluation.cond_keys)
-
-    def refreshed(self, evaluation: Evaluation, layout: Hashable, unreached: Iterable[str]) -> None:
-        """Note that a call has refreshed its caches, but for those of the chains that another node skipped."""
-        coverage = self.run.cache.coverage
-        self.layouts.update({key: (layout, key in coverage) for key in evaluation.cond_keys})
-        self.run.cache.drop((name, cond) for name in unreached for cond in evaluation.cond_keys)
-
-    def refresh_instead(self, evaluation: Evaluation) -> Evaluation:
-        """Return a call that the caches do not serve as one that refreshes them, with all later ones of its
-        evaluation."""
+    def decide_call(self, evaluation: Evaluation, layout: Hashable) -> Evaluation:
+        """Return a call as the caches let it run, now that its chains are known. layout: see `decision.decide_call`."""
         with self._lock:
-            if self.step_plan.mode.merges:
-                self.run.cache.refresh()
-                self._go_on(self.step_plan.with_mode(StepMode.REFRESH))
-                self.run.stats.full_because(self.step_plan.step, Reason.NOT_CACHED())
+            self._go_on(decide_call(self.run, self.step_plan, evaluation.cond_keys, layout))
         return replace(evaluation, step_plan=self.step_plan)
+
+    def ended(self, evaluation: Evaluation, x: Tensor, layout: Hashable, unreached: Iterable[str]) -> None:
+        """Note in the ledger that a call on latents x has written its caches, but for those of the chains that another
+        node skipped."""
+        if not evaluation.step_plan.mode.caches:
+            return
+        latent = x.clone() if self.run.kv_cache else None
+        self.run.coverage.ended(evaluation.cond_keys, latent, layout if evaluation.refreshes else None)
+        if evaluation.refreshes:
+            self.run.cache.drop(key for name in unreached for key in evaluation.keys(name))
 
     def _go_on(self, plan: StepPlan) -> None:
         """Go on with another plan in this evaluation of the sampler. Its call in progress was counted by the old."""

@@ -32,12 +32,13 @@ _armed: dict[str, Any] = {"fault": "none", "calls": 0}
 # Classes of a run's objects, by the end of their module's name.
 KINDS = {
     ("toma_core.run", "RunState"),
-    ("toma_core.run", "_Entry"),
+    ("toma_core.cache", "_Entry"),
     ("toma_core.merge", "MergePlan"),
     ("toma_core.pipeline", "Evaluation"),
-    ("toma_core.cache", "ResidualCache"),
-    ("toma_core.cache", "Detail"),
-    ("nodes.adapters.patch_model", "Sampling"),
+    ("toma_core.cache", "Cache"),
+    ("toma_core.coverage", "Coverage"),
+    ("toma_core.propagation", "Cached"),
+    ("nodes.adapters.sampling_run", "SamplingRun"),
 }
 
 

@@ -45,8 +45,10 @@ OF_A_RUN = {
     "SamplingRun",
     "Evaluation",
     "MergePlan",
-    "ResidualCache",
-    "CachedBlock",
+    "Cache",
+    "Coverage",
+    "Refresh",
+    "Cached",
     "_Entry",
     "Dispatch",
 }

@@ -17,15 +17,16 @@ from toma_core import (
     Schedule,
     StepMode,
     ToMAConfig,
-    cache,
+    coverage,
     decide,
     merge,
     reduce,
     restore,
     unmerge,
 )
-from toma_core.cache import DELTA_WEIGHT
+from toma_core.decision import Facts
 from toma_core.merge import MergePlan, gather_destinations
+from toma_core.propagation import DELTA_WEIGHT, Cached
 from toma_core.stats import Line, RunStats
 
 GRID = (8, 8)
@@ -40,7 +41,7 @@ def run_of(**settings: object) -> RunState:
 def at(run: RunState, step: int, *cond_keys: str, takes_part: tuple[str, ...] = ()) -> Evaluation:
     """Return an evaluation. takes_part: its conditions, if they are not those of the call."""
     signatures = dict.fromkeys(takes_part or cond_keys)
-    return Evaluation(run, decide(run, 10.0 - step, signatures), (None,) * len(cond_keys), cond_keys)
+    return Evaluation(run, decide(run, Facts(10.0 - step, conditions=signatures)), (None,) * len(cond_keys), cond_keys)
 
 
 def merging(run: RunState, step: int, *cond_keys: str) -> Evaluation:
@@ -55,7 +56,7 @@ def modes(run: RunState, *evaluations: tuple[int, str]) -> str:
         plan = at(run, step, *conditions).step_plan
         said.append("frmp"[list(StepMode).index(plan.mode)])
         if plan.mode is StepMode.REFRESH:
-            run.cache.store(tuple(("block", c) for c in conditions), torch.zeros(len(conditions), 64, 6))
+            run.coverage.store(tuple(("block", c) for c in conditions), torch.zeros(len(conditions), 64, 6))
     return "".join(said)
 
 
@@ -180,12 +181,12 @@ def test_each_part_gets_its_own_in_one_batch_or_in_two_calls(order: tuple[str, s
 
 def test_parts_in_the_cached_order_are_not_copied() -> None:
     run, update = run_of(), features(0, 2)
-    run.cache.store((("", "cond"), ("", "uncond")), update)
+    run.coverage.store((("", "cond"), ("", "uncond")), update)
     assert run.cache.read((("", "cond"), ("", "uncond")), update) is update
     other = run.cache.read((("", "uncond"), ("", "cond")), update)
     assert other is not None
     assert torch.equal(other, update.flip(0))
-    run.cache.store((("", "cond"),), features(1))
+    run.coverage.store((("", "cond"),), features(1))
     both = run.cache.read((("", "cond"), ("", "uncond")), update)
     assert both is not None
     assert torch.equal(both, torch.cat([features(1), update[1:]])), "the newer one"
@@ -267,8 +268,8 @@ def test_an_increasing_sigma_is_not_covered() -> None:
     run = run_of()
 
     def mode(sigma: float, step: int) -> StepMode:
-        plan = decide(run, sigma, {"c": None}, step)
-        run.cache.store((("block", "c"),), features(0))
+        plan = decide(run, Facts(sigma, step, conditions={"c": None}))
+        run.coverage.store((("block", "c"),), features(0))
         return plan.mode
 
     assert [mode(10.0, 0), mode(8.0, 1), mode(9.0, 2)] == [StepMode.REFRESH, *[StepMode.MERGED_CACHED] * 2]
@@ -279,9 +280,9 @@ def test_an_increasing_sigma_is_not_covered() -> None:
 def test_a_refresh_at_a_distant_noise_level_does_not_serve(refreshed: float) -> None:
     """Whichever step it was in: another node may change the noise level that the model is given."""
     run = run_of()
-    assert decide(run, 7.0, {"c": None}, 3, given=refreshed).mode is StepMode.REFRESH
-    run.cache.store((("block", "c"),), features(0))
-    near = decide(run, 6.0, {"c": None}, 4, given=6.0).mode is StepMode.MERGED_CACHED
+    assert decide(run, Facts(7.0, 3, refreshed, conditions={"c": None})).mode is StepMode.REFRESH
+    run.coverage.store((("block", "c"),), features(0))
+    near = decide(run, Facts(6.0, 4, 6.0, conditions={"c": None})).mode is StepMode.MERGED_CACHED
     assert near is (refreshed == 7.0)
 
 
@@ -289,21 +290,21 @@ def test_another_state_is_not_covered() -> None:
     """This occurs when a ControlNet begins."""
     run = run_of()
     for step, state, mode in ((0, "off", "refresh"), (1, "off", "merged cached"), (2, "on", "refresh")):
-        assert decide(run, 10.0 - step, {"c": state}).mode.value == mode
-        run.cache.store((("block", "c"),), features(0))
+        assert decide(run, Facts(10.0 - step, conditions={"c": state})).mode.value == mode
+        run.coverage.store((("block", "c"),), features(0))
 
 
 def test_a_condition_that_is_named_and_never_evaluated_asks_for_nothing() -> None:
     run = run_of()
-    assert decide(run, 10.0, {"c": None, "ghost": None}).mode is StepMode.REFRESH
-    run.cache.store((("block", "c"),), features(0))
-    assert decide(run, 9.0, {"c": None, "ghost": None}).mode is StepMode.MERGED_CACHED
-    assert decide(run_of(), 9.0, {"c": None}).mode is StepMode.REFRESH
+    assert decide(run, Facts(10.0, conditions={"c": None, "ghost": None})).mode is StepMode.REFRESH
+    run.coverage.store((("block", "c"),), features(0))
+    assert decide(run, Facts(9.0, conditions={"c": None, "ghost": None})).mode is StepMode.MERGED_CACHED
+    assert decide(run_of(), Facts(9.0, conditions={"c": None})).mode is StepMode.REFRESH
 
 
 def test_the_oldest_goes_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that alternate have separate caches within the limit."""
-    monkeypatch.setattr(cache, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
+    monkeypatch.setattr(coverage, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
     run = run_of()
     assert modes(run, (0, "a"), (1, "b"), (2, "a"), (2, "b"), (2, "c"), (2, "b"), (2, "a")) == "rrmmrmr"
     assert not run.cache.disabled
@@ -340,7 +341,7 @@ def test_memory_is_counted_and_freed() -> None:
 
 def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are then full. The limit applies to videos only."""
-    monkeypatch.setattr(cache, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
+    monkeypatch.setattr(coverage, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
     picture = run_of()
     for name in ("a", "b", "c"):
         passed(features(0), at(picture, 0, "cond"), name)
@@ -353,7 +354,7 @@ def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> 
     assert [at(run, step, "cond").step_plan.mode for step in (1, 3)] == [StepMode.FULL] * 2
     assert [str(reason) for reason in run.stats.full_reasons] == ["no memory for the cache"]
     skipping = run_of(skip_first_blocks=1)
-    skipping.cache.disable()
+    skipping.coverage.disable()
     assert [at(skipping, step, "cond").step_plan.mode for step in (1, 3)] == [StepMode.MERGED, StepMode.FULL]
     assert run.cache._entries == {}
     stats = run.close()
@@ -365,12 +366,12 @@ def test_a_residual_is_held_and_counted_as_long_as_one_of_its_parts() -> None:
     run, first = run_of(), features(0, 2)
     held = weakref.ref(first)
     one = features(0).nbytes
-    run.cache.store((("", "a"), ("", "b")), first)
+    run.coverage.store((("", "a"), ("", "b")), first)
     del first
-    run.cache.store((("", "c"), ("", "d")), features(1, 2))
+    run.coverage.store((("", "c"), ("", "d")), features(1, 2))
     assert held() is not None
     assert run.cache.peak_bytes == 4 * one, "memory of a part is that of the joint residual"
-    run.cache.store((("", "a"), ("", "b")), features(2, 2))
+    run.coverage.store((("", "a"), ("", "b")), features(2, 2))
     assert held() is None
     assert run.cache.peak_bytes == 4 * one
 
@@ -379,12 +380,12 @@ def test_a_residual_is_held_and_counted_as_long_as_one_of_its_parts() -> None:
 def test_parts_of_a_joint_residual_are_held_once(packs: bool) -> None:
     """Conditions are joined in one call, then split."""
     run, first = run_of(), torch.randn(2, 8, 64)
-    run.cache.store((("", "a"), ("", "b")), first.clone(), packs)
+    run.coverage.store((("", "a"), ("", "b")), first.clone(), packs)
     held = run.cache.peak_bytes
     for step in range(2):
         for n, key in enumerate("ab"):
             moved = first[n : n + 1] * (step + 2)
-            run.cache.update((("", key),), moved, packs)
+            run.cache.put((("", key),), moved, packs)
             found = run.cache.read((("", key),), moved)
             assert found is not None
             torch.testing.assert_close(found, moved, rtol=0, atol=0.3 * (step + 2) if packs else 0.0)
@@ -397,12 +398,12 @@ def test_parts_of_a_joint_residual_are_held_once(packs: bool) -> None:
 def test_it_is_not_disabled_while_a_merged_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a block would have keys of all tokens and values of some."""
     run = run_of()
-    run.cache.store((("", "key"),), features(0))
+    run.coverage.store((("", "key"),), features(0))
     run.cache.bounded = True
-    monkeypatch.setattr(cache, "MAX_CACHE_BYTES", 1)
-    run.cache.update((("", "key"),), features(1))
+    monkeypatch.setattr(coverage, "MAX_CACHE_BYTES", 1)
+    run.cache.put((("", "key"),), features(1))
     assert run.cache.read((("", "key"),), features(1)) is not None
-    run.cache.enforce_limit()
+    run.coverage.enforce_limit()
     assert run.cache.disabled
     assert run.cache.read((("", "key"),), features(1)) is None
 
@@ -434,6 +435,6 @@ def test_propagated_residuals_are_within_the_limits_of_half_precision() -> None:
     x = torch.full((1, 64, 6), 65504.0)
     x = x.scatter(1, plan.destinations[..., None].expand(-1, -1, 6), 65000.0).half()
     fresh = torch.full((1, plan.num_destinations, 6), 65504.0, dtype=torch.float16)
-    moved = cache.CachedBlock(run.cache, (("block", "a"),), x).propagate(fresh, plan)
+    moved = Cached(run.cache, (("block", "a"),), x).propagate(fresh, plan)
     assert moved.isfinite().all()
     assert run.cache.read((("block", "a"),), x) is moved

@@ -265,7 +265,7 @@ class Watched:
             return original(module, x, *args, **kwargs)
 
         monkeypatch.setattr(type(block), "__call__", called)
-        cache = pack_module("toma_core.cache").ResidualCache
+        cache = pack_module("toma_core.cache").Cache
         read = cache.read
 
         def reading(*args: Any) -> Any:

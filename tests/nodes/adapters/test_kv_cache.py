@@ -186,7 +186,7 @@ def test_a_full_step_that_a_cache_skips_loses_nothing(
         return outputs[-1]
 
     model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "cache", skipping)
-    details = pack_module("toma_core.cache").ResidualCache
+    details = pack_module("toma_core.cache").Cache
     cached, found = details.read, []
     monkeypatch.setattr(details, "read", lambda *args: found.append(cached(*args)) or found[-1])
     models.sample(model, HEIGHT, WIDTH, steps=7)

@@ -145,7 +145,7 @@ def test_the_residual_cache_of_a_video_has_a_limit(
 ) -> None:
     """A picture's cache has no limit."""
     wan = model_of("wan")
-    monkeypatch.setattr(pack_module("toma_core.cache"), "MAX_CACHE_BYTES", 1)
+    monkeypatch.setattr(pack_module("toma_core.coverage"), "MAX_CACHE_BYTES", 1)
     merged = attach(wan, full_step_interval=2, selection_interval=1, weight_interval=1)
     models.sample(merged, HEIGHT, WIDTH, steps=4, cfg=1.0)
     assert stats_of(merged).cache_bytes

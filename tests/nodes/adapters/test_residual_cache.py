@@ -70,7 +70,7 @@ def test_merged_steps_change(model: Any, attach: Any, stats_of: Any, granularity
 
 
 def test_trust_is_as_these_tests_have_it(pack: Any) -> None:
-    assert pack_module("toma_core.cache").DELTA_WEIGHT == DELTA_WEIGHT
+    assert pack_module("toma_core.propagation").DELTA_WEIGHT == DELTA_WEIGHT
 
 
 def rows_of(plan: Any) -> torch.Tensor:
@@ -266,7 +266,7 @@ def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
         found.append(
             (
                 self.step_plan.step,
-                "none" if block_cache is None else "stored" if block_cache.update is None else "reused",
+                "none" if block_cache is None else "reused" if hasattr(block_cache, "update") else "stored",
             )
         )
         return block_cache
@@ -303,9 +303,9 @@ def test_a_patched_block_in_the_middle_of_a_stack_splits_its_residual(
     attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full steps cache by the chains of merged steps."""
-    details = pack_module("toma_core.cache").ResidualCache
+    cache = pack_module("toma_core.cache").Cache
     kept, asked = set(), []
-    keep, get = details.store, details.read
+    keep, get = cache.put, cache.read
 
     def keeping(self: Any, keys: Any, *rest: Any) -> Any:
         kept.update(key[0] for key in keys)
@@ -315,8 +315,8 @@ def test_a_patched_block_in_the_middle_of_a_stack_splits_its_residual(
         asked.append((keys[0][0], get(self, keys, *rest) is not None))
         return get(self, keys, *rest)
 
-    monkeypatch.setattr(details, "store", keeping)
-    monkeypatch.setattr(details, "read", asking)
+    monkeypatch.setattr(cache, "put", keeping)
+    monkeypatch.setattr(cache, "read", asking)
     patched = models.unet(middle=4).clone()
     patched.set_model_attn1_replace(lambda q, k, v, options: q, "middle", 0, 1)
     models.sample(attach(patched, full_step_interval=3), 32, 32, steps=4)

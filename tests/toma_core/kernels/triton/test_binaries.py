@@ -16,7 +16,7 @@ import torch
 import toma_core.kernels.dispatch as trial
 from benchmarks import offline
 from tests.toma_core.plans import plan_for
-from toma_core import Evaluation, RunState, Schedule, Settings, decide, reduce, restore
+from toma_core import Evaluation, Facts, RunState, Schedule, Settings, decide, reduce, restore
 from toma_core.kernels.triton import product, select
 
 # Nothing computes anything: dest_slots are the first slots, and every trial goes well.
@@ -34,7 +34,7 @@ def run(preset, grids, steps=12, **settings):
     schedule = Schedule(config, tuple(float(steps - step) for step in range(steps)))
     state, counts = RunState(schedule), []
     for sigma in schedule.sigmas:
-        decision, first = decide(state, sigma, {"c": None, "u": None}), grids[0]
+        decision, first = decide(state, Facts(sigma, conditions={"c": None, "u": None})), grids[0]
         shown = (torch.zeros(1, 16, *first[:2]),) * 2 if config.uses_prediction else ()
         where = Evaluation(state, decision, (None, None), ("c", "u"), pictures=shown)
         for height, width, channels in grids:

@@ -14,7 +14,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import toma_core.kernels.dispatch
 from tests.toma_core.kernels.cases import DEVICE, Case
 from tests.toma_core.plans import plan_for
-from toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, decide, reduce, restore
+from toma_core import (
+    Evaluation,
+    Facts,
+    RunState,
+    Schedule,
+    StepMode,
+    StepPlan,
+    ToMAConfig,
+    decide,
+    reduce,
+    restore,
+)
 from toma_core.kernels.dispatch import Choice, Dispatch, KernelName, NoTriton
 from toma_core.merge import MergePlan, unmerge
 from toma_core.reasons import Message
@@ -195,7 +206,7 @@ class TestFirstUse:
             for sigma in schedule.sigmas:
                 made.clear()
                 with caplog.at_level(logging.INFO):
-                    plan_for(x, (8, 8), "a", Evaluation(run, decide(run, sigma)))
+                    plan_for(x, (8, 8), "a", Evaluation(run, decide(run, Facts(sigma))))
                 tried.append(sorted({"merge", "unmerge_residual"} & set(made)))
             assert tried == [["merge", "unmerge_residual"] if turn == 0 else [], *[[]] * 7]
             assert run.stats.kernels == {KernelName.KERNEL(name="triton")}

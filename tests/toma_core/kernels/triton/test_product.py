@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.toma_core.kernels.cases import DEVICE, Case, each
-from toma_core.cache import unmerge_residual_cached
 from toma_core.config import WindowShape
 from toma_core.merge import MergePlan, merge, stacked, unmerge, unmerge_residual
+from toma_core.propagation import unmerge_residual_cached
 from toma_core.windows import Budget
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32

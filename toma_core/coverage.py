@@ -1,0 +1,163 @@
+"""The ledger of the caches: what the entries of each condition were made of, and whether they still hold.
+
+A line is numbers and hashables. Its one tensor is the latent of the call that wrote the entries last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cache import Cache, Keys
+
+# A chain of blocks on a 720p video takes 1.5 GB for two conditions; where ControlNets break chains there may be 40.
+MAX_CACHE_BYTES = 4 << 30
+# A cached update is used at sigmas up to this factor above its own; above, the sampler has gone back in its run.
+_SIGMA_FACTOR = 1.5
+
+
+class Origin(NamedTuple):
+    """What the entries of a condition are made of."""
+
+    step: int
+    sigma: float  # as given to the model
+    state: Hashable = None  # all else that has to be equal: ControlNets, weights, positions
+    other_steps: tuple[int, ...] = ()  # by other counts
+
+
+@dataclass(eq=False)
+class _Line:
+    """The entries of one condition."""
+
+    origin: Origin  # of the last refresh
+    layout: Hashable = None  # of the call that refreshed them; None until it has ended
+    latent: Tensor | None = None  # (b, C, ..., H, W), of the call that wrote them last, refresh or merged
+
+
+@dataclass(eq=False)
+class Coverage:
+    """The lines of a run by signature, which names what was evaluated: condition, shape and area.
+
+    Lines of several sizes and conditions coexist. Several devices may share it.
+    """
+
+    cache: Cache
+    _lines: dict[Hashable, _Line] = field(default_factory=dict)
+    _now: dict[Hashable, Origin] = field(default_factory=dict)  # this evaluation, by signature; None: any other
+    _refreshing: dict[Hashable, Origin] = field(default_factory=dict)  # the same if it is a refresh, else empty
+    _absent: set[Hashable] = field(default_factory=set)  # not stored in their refresh: another node skips them
+    _interval: int = 1  # age in steps from which on entries are dropped
+
+    def begin(self, origins: Mapping[Hashable, Origin], other: Origin, interval: int) -> bool:
+        """Begin an evaluation of these conditions; return whether the entries of all of them hold.
+
+        other: of conditions that the call has and the evaluation does not name. interval: steps from one scheduled
+        refresh to the next.
+        """
+        with self.cache.lock:
+            self._interval = interval
+            if any(signature in self._lines for signature in self._refreshing):
+                self._absent.update(s for s in self._refreshing if s is not None and s not in self._lines)
+            self._refreshing = {}
+            self._now = {None: other, **origins}
+            return all(s in self._absent or self._holds(s, origin) for s, origin in origins.items())
+
+    def refresh(self) -> None:
+        """Make the evaluation in progress a refresh."""
+        with self.cache.lock:
+            self._refreshing = self._now
+
+    def _holds(self, signature: Hashable, now: Origin) -> bool:
+        line = self._lines.get(signature)
+        if line is None or line.origin.state != now.state or not 0 <= now.step - line.origin.step < self._interval:
+            return False
+        then = line.origin
+        ages = (abs(a - b) for a, b in zip(now.other_steps, then.other_steps, strict=True))
+        return max(ages, default=0) < self._interval and now.sigma <= then.sigma * _SIGMA_FACTOR
+
+    def fits(self, signatures: Iterable[Hashable], layout: Hashable) -> bool:
+        """Return whether these conditions were refreshed by calls of this layout."""
+        lines = map(self._lines.get, signatures)
+        return all(line is not None and line.layout == layout for line in lines)
+
+    def store(self, keys: Keys, update: Tensor, quantized: bool = False) -> None:
+        """Cache the equal chunks of (B, N, C) in a refresh, one under each key. quantized: in four bits a number."""
+        with self.cache.lock:
+            if self.cache.disabled:
+                return
+            self._note({signature for _, signature in keys})
+            try:
+                self.cache.put(keys, update, quantized)
+            except torch.OutOfMemoryError:
+                self.disable()  # the run matters more than its caches
+            self.enforce_limit()
+
+    def _note(self, signatures: set[Hashable]) -> None:
+        """Note refreshed signatures. The first of a step drops lines that are too old; not `begin`, as another node may
+        skip the step."""
+        fresh = {s: self._refreshing.get(s, self._refreshing[None]) for s in signatures} if self._refreshing else {}
+        if all(s in self._lines and self._lines[s].origin == origin for s, origin in fresh.items()):
+            return
+        self._refreshing = {**self._refreshing, **fresh}
+        step = max(origin.step for origin in fresh.values())
+        self.forget({s for s, line in self._lines.items() if step - line.origin.step >= self._interval})
+        self._lines.update({s: _Line(origin) for s, origin in fresh.items()})
+        self._absent.difference_update(fresh)
+
+    def ended(self, signatures: tuple[Hashable, ...], latent: Tensor | None, layout: Hashable = None) -> None:
+        """Note that a call has written the entries of these conditions.
+
+        latent: of the call, (B, C, ..., H, W); None if the entries are not propagated. layout: of a refresh; None of a
+        merged call.
+        """
+        parts = [None] * len(signatures) if latent is None else latent.chunk(len(signatures))
+        with self.cache.lock:
+            if layout is not None and self._refreshing:
+                # A refresh stores nothing of an area with too few tokens: it is not merged in later steps either.
+                self._note(set(signatures))
+            for signature, part in zip(signatures, parts, strict=True):
+                line = self._lines.get(signature)
+                if line is not None:
+                    line.layout, line.latent = layout or line.layout, part
+
+    def latent_of(self, signatures: tuple[Hashable, ...]) -> Tensor | None:
+        """Return the latent of the calls that wrote the entries of these conditions, (B, C, ..., H, W), if known."""
+        latents = [line.latent for s in signatures if (line := self._lines.get(s)) and line.latent is not None]
+        if len(latents) < len(signatures) or any(each.shape != latents[0].shape for each in latents):
+            return None
+        return torch.cat(latents)
+
+    def enforce_limit(self) -> None:
+        """Forget the oldest conditions that are not being refreshed while the limit is exceeded; where that is not
+        enough and the cache is bounded, disable it. Must not be called within a merged step."""
+        with self.cache.lock:
+            limit = MAX_CACHE_BYTES + self.cache.reserved
+            if self.cache.held <= limit:
+                return
+            for signature in sorted(self._lines, key=lambda s: self._lines[s].origin.step):
+                if self.cache.held > limit and signature not in self._refreshing:
+                    self.forget({signature})
+            if self.cache.bounded and self.cache.held > limit and not self.cache.disabled:
+                self.disable()
+
+    def forget(self, signatures: set[Hashable]) -> None:
+        """Drop lines and entries of these conditions."""
+        self.cache.drop([key for key in self.cache.keys if key[1] in signatures])
+        for signature in signatures:
+            self._lines.pop(signature, None)
+
+    def disable(self) -> bool:
+        """Drop everything for good. Return False if nothing was held."""
+        with self.cache.lock:
+            self._lines.clear()
+            return self.cache.disable()
+
+    def clear(self) -> None:
+        """Drop everything; the next evaluation refreshes."""
+        with self.cache.lock:
+            self._lines.clear()
+            self.cache.clear()

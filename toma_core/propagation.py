@@ -1,0 +1,77 @@
+"""What a block does with the caches: a refresh stores, a merged step begins with what is stored and propagates it.
+
+Not in the paper. Updates change slowly from step to step, above all in the fine structure that destinations cannot
+carry. A merged step gives a token the share of its cached update that its destinations still show, and their change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .cache import Cache, Keys
+from .coverage import Coverage
+from .merge import MergePlan, add_unmerged, gather_destinations, unmerge_residual
+
+# Weight of the change at destinations where the cached update still holds: part of that change comes of the merge, not
+# of the step (docs/fidelity.md). Where nothing of the cached update holds, the weight is 1: plain merging.
+DELTA_WEIGHT = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Refresh:
+    """A chain's update, or keys or values of a block, in an evaluation that caches them."""
+
+    coverage: Coverage
+    keys: Keys  # one for each equal chunk of the batch
+    quantized: bool = False  # cached in four bits a number
+
+    def store(self, update: Tensor) -> None:
+        """Cache the block's update of (B, N, C)."""
+        self.coverage.store(self.keys, update, self.quantized)
+
+
+@dataclass(frozen=True, eq=False)
+class Cached:
+    """A chain's update, or keys or values of a block, in a merged evaluation that begins with them."""
+
+    cache: Cache
+    keys: Keys  # one for each equal chunk of the batch
+    update: Tensor  # (B, N, C), as cached
+    quantized: bool = False  # cached in four bits a number
+
+    def propagate(self, fresh: Tensor, plan: MergePlan) -> Tensor:
+        """Return and cache update + unmerge(fresh - update at destinations), (B, N, C).
+
+        fresh: (B, D, C), the new values at destinations. Raises `torch.OutOfMemoryError`.
+        """
+        propagated = unmerge_residual(fresh, gather_destinations(self.update, plan), self.update, plan)
+        if propagated.dtype is torch.float16:
+            # An infinity would be subtracted from itself at the next step.
+            propagated = propagated.clamp_(-65504, 65504)
+        self.cache.put(self.keys, propagated, self.quantized)
+        return propagated
+
+
+def unmerge_residual_cached(out: Tensor, reduced: Tensor, x: Tensor, cached: Tensor, plan: MergePlan) -> Tensor:
+    """Return x + p * cached + unmerge(w * (out - reduced - p * cached at destinations)), (B, N, C).
+
+    p: the projection coefficient; w = 1 - (1 - DELTA_WEIGHT) * p. out, reduced: (B, D, C); x, cached: (B, N, C).
+    """
+    fresh, old = out - reduced, gather_destinations(cached, plan)
+    p = _projection_coefficient(fresh, old).to(x.dtype)
+    change = torch.addcmul(fresh, p, old, value=-1)
+    weighted = torch.addcmul(change, p, change, value=DELTA_WEIGHT - 1)  # w * change
+    return add_unmerged(torch.addcmul(x, p, cached), weighted, plan)
+
+
+def _projection_coefficient(fresh: Tensor, old: Tensor) -> Tensor:
+    """Return the least-squares share of an image's old update in the fresh one, within [0, 1]: (B, 1, 1) fp32.
+
+    Close to 1 between neighbours of twenty steps, close to 0 between those of four, whose noise levels lie far apart.
+    """
+    old = old.float()
+    common, norm = ((t * old).sum((1, 2), keepdim=True) for t in (fresh, old))
+    return (common / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp(0, 1)
