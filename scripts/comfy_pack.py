@@ -66,5 +66,8 @@ def load_pack() -> ModuleType:
 
 def pack_module(name: str) -> ModuleType:
     """Import a module of the loaded pack by its dotted path from the root, e.g.
-    `pack_module("nodes.adapters.patch_model")`."""
-    return importlib.import_module(f"{load_pack().__name__}.{name}")
+    `pack_module("nodes.adapters.patch_model")`. From then on the pack raises its own errors instead of logging them."""
+    module = importlib.import_module(f"{load_pack().__name__}.{name}")
+    if compat := sys.modules.get(f"{PACK_NAME}.nodes.adapters.compat"):
+        compat.RAISES_OWN_ERRORS = True  # type: ignore[attr-defined]
+    return module

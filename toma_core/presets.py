@@ -36,6 +36,10 @@ class Settings:
         object.__setattr__(self, "overrides", MappingProxyType(dict(self.overrides)))
         self.resolved()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A read-only mapping can be neither copied nor pickled, and other nodes copy the options that settings ride in.
+        return Settings, (self.preset, dict(self.overrides))
+
     @property
     def off(self) -> bool:
         """Whether nothing is merged whatever the model and the step."""

@@ -7,7 +7,6 @@ be merged runs unmerged: a graph that worked still works. The same holds for an 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -21,8 +20,7 @@ from torch import nn
 from ...toma_core.reasons import Message, MessageError, Reason
 
 _warned: set[str] = set()
-# Set by the tests: errors of this pack are raised.
-_RAISES_OWN_ERRORS = bool(os.environ.get("TOMA_RAISE_ERRORS"))
+RAISES_OWN_ERRORS = False  # set by `scripts.comfy_pack`, for tests and measurements
 
 
 class UnmergedError(Exception):
@@ -71,7 +69,7 @@ def own_code() -> Iterator[None]:
     except (MessageError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if _RAISES_OWN_ERRORS:
+        if RAISES_OWN_ERRORS:
             raise
         raise OwnError(f"{type(error).__name__}: {error}") from error
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 from typing import Any
+from uuid import uuid4
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from comfy.model_sampling import CONST
@@ -287,6 +289,24 @@ class SamplingRun:
             keys.append((key, counts[each, key]))
         return tuple(keys)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SamplingRun:
-        # Other nodes deep-copy the options while sampling; a copy counts in the same run.
+    # Other nodes copy the options while sampling, also by pickling; a copy counts in the same run.
+    def __copy__(self) -> SamplingRun:
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SamplingRun:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        key = _keys.setdefault(self, uuid4().hex)
+        _runs[key] = self
+        return _run_of, (key,)
+
+
+# Runs that were pickled, by a key that stands for them.
+_keys: WeakKeyDictionary[SamplingRun, str] = WeakKeyDictionary()
+_runs: WeakValueDictionary[str, SamplingRun] = WeakValueDictionary()
+
+
+def _run_of(key: str) -> SamplingRun | None:
+    """Return the run that was pickled, None once it is over and in another process."""
+    return _runs.get(key)

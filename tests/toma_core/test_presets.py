@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from typing import Any
 
 import pytest
@@ -68,3 +70,11 @@ def test_frozen() -> None:
         settings.preset = "quality"  # type: ignore[misc]
     chosen["ratio"] = 0.75
     assert settings == Settings("balanced", {"ratio": 0.25}) != Settings("balanced")
+
+
+@loop("copied", [copy.copy, copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])  # noqa: S301 - our own
+def test_settings_can_be_copied(copied: Any) -> None:
+    settings = Settings("quality", {"ratio": 0.3})
+    assert copied(settings) == settings
+    with pytest.raises(TypeError, match="not support item assignment"):
+        copied(settings).overrides["ratio"] = 0.4

@@ -107,7 +107,7 @@ def test_own_errors_do_not_end_a_run(
     name: str, monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, flux: Any, stats_of: Any
 ) -> None:
     """The user is told once, and what an error leaves undecided is full."""
-    monkeypatch.setattr(compat, "_RAISES_OWN_ERRORS", False)
+    monkeypatch.setattr(compat, "RAISES_OWN_ERRORS", False)
     merged, plain = attach(flux), sample(flux)
     fail_from(monkeypatch, name, 0)
     images = [sample(merged) for _ in range(2)]
@@ -125,7 +125,7 @@ def test_steps_after_an_own_error_are_full(
     name: str, monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, flux: Any, stats_of: Any
 ) -> None:
     """They are not merged by the plan of the step before."""
-    monkeypatch.setattr(compat, "_RAISES_OWN_ERRORS", False)
+    monkeypatch.setattr(compat, "RAISES_OWN_ERRORS", False)
     merged, modes, call = attach(flux), list[Any](), run._merged_call
 
     def noted(full: Any, select: Any, sampling: Any, evaluation: Any, x: Any) -> Any:

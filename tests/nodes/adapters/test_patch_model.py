@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -264,33 +266,82 @@ def test_clones_carry_it_along(model: Any, kind: str, new_model: Any, attach: An
     assert same(models.sample(clone, SIDE, SIDE), expected)
 
 
+def pickled(options: dict[str, Any]) -> Any:
+    return pickle.loads(pickle.dumps(options))  # noqa: S301 - our own
+
+
+def without_theirs(options: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what of the test itself cannot be pickled."""
+    theirs = "patches", "optimized_attention_override", "sampler_post_cfg_function"
+    nested = {key: value for key, value in options.items() if key not in theirs}
+    if "transformer_options" in nested:
+        nested["transformer_options"] = without_theirs(nested["transformer_options"])
+    return nested
+
+
+copies = loop("copied", [copy.copy, copy.deepcopy, pickled])
+settings_of = loop("preset", ["", "balanced"])
+
+
+def with_preset(model: Any, preset: str, attach: Any) -> Any:
+    """Attach a preset, as the nodes do, or plain settings."""
+    return (
+        run.apply_toma(model, pack_module("toma_core").Settings(preset, {"min_tokens": 4})) if preset else attach(model)
+    )
+
+
 @every_kind
-def test_options_may_be_deep_copied_while_sampling(model: Any, attach: Any, stats_of: Any) -> None:
-    """Other packs copy the options, in a guider and inside a block."""
+@copies
+@settings_of
+def test_options_may_be_copied_before_sampling(
+    model: Any, copied: Any, preset: str, attach: Any, stats_of: Any
+) -> None:
+    """Packs that sit after ToMA do that. A copy belongs to the same node and its report."""
+    patched = with_preset(model, preset, attach)
+    expected, clone = models.sample(patched, SIDE, SIDE), patched.clone()
+    clone.model_options = copied(patched.model_options)
+    assert run.attachment_of(clone) == run.attachment_of(patched)
+    assert same(models.sample(clone, SIDE, SIDE), expected)
+    assert stats_of(patched) is stats_of(clone)
+
+
+@every_kind
+@copies
+@settings_of
+def test_options_may_be_copied_while_sampling(model: Any, copied: Any, preset: str, attach: Any, stats_of: Any) -> None:
+    """Other packs copy the options, in a guider and inside a block. A copy counts in the same run."""
 
     def after_cfg(args: dict[str, Any]) -> torch.Tensor:
-        copied.append(copy.deepcopy(args["model_options"]))
+        made.append(copied(without_theirs(args["model_options"])))
+        runs.add(made[-1]["transformer_options"]["toma_sampling"])
         return args["denoised"]
 
     def override(func: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs["transformer_options"] = copy.deepcopy(
-            {
-                k: v
-                for k, v in kwargs["transformer_options"].items()
-                if k not in ("patches", "optimized_attention_override")
-            }
-        )
-        copied.append(kwargs["transformer_options"])
+        kwargs["transformer_options"] = copied(without_theirs(kwargs["transformer_options"]))
+        made.append(kwargs["transformer_options"])
         return func(*args, **kwargs)
 
-    copied: list[Any] = []
+    made, runs = list[Any](), set[Any]()
     foreign = model.clone()
     foreign.set_model_sampler_post_cfg_function(after_cfg)
     foreign.model_options["transformer_options"]["optimized_attention_override"] = override
-    patched = attach(foreign)
-    assert same(models.sample(patched, SIDE, SIDE), models.sample(attach(model), SIDE, SIDE))
-    assert len(copied) > 20
+    patched = with_preset(foreign, preset, attach)
+    assert same(models.sample(patched, SIDE, SIDE), models.sample(with_preset(model, preset, attach), SIDE, SIDE))
+    assert len(made) > 20
+    assert len(runs) == 1
     assert stats_of(patched).evaluations == 3
+
+
+def test_a_pickled_run_that_is_over_is_gone(flux: Any, attach: Any, no_state_left: None) -> None:
+    def after_cfg(args: dict[str, Any]) -> torch.Tensor:
+        stored.append(pickle.dumps(args["model_options"]["transformer_options"]["toma_sampling"]))
+        return args["denoised"]
+
+    stored, foreign = list[bytes](), flux.clone()
+    foreign.set_model_sampler_post_cfg_function(after_cfg)
+    models.sample(attach(foreign), SIDE, SIDE)
+    gc.collect()
+    assert [pickle.loads(each) for each in stored] == [None] * 3  # noqa: S301 - our own
 
 
 @every_kind
