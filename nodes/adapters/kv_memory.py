@@ -68,13 +68,7 @@ def plan_kv_cache(config: ToMAConfig, guider: Any, latent: Tensor, sampler: Any,
     updates, keys = (round(n * len(latent) * evaluations) for n in of_an_image)
     if not keys:
         return KVCachePlan(reason=Reason.KV_MODEL_ATTENTION())
-    itemsize = dtype_of(model).itemsize
-    try:
-        left = memory_left(guider, packed)
-    except Exception as error:
-        # A later ComfyUI estimates in another way. Four bits fit most cards.
-        warn(UnsupportedApiError(f"estimate_memory: {error or type(error).__name__}"), "with a smaller KV cache")
-        left = 0.0
+    itemsize, left = dtype_of(model).itemsize, memory_left(guider, packed)
     if (needed := (updates + keys) * itemsize) <= left:
         return KVCachePlan(needed)
     most = max(left, model_management.get_total_memory(model.load_device) * _SHARE)
@@ -91,7 +85,13 @@ def memory_left(guider: Any, shape: Sequence[int]) -> float:
     size of the card, not from its free memory: a seed must give the same image whatever else runs.
     """
     model, options = guider.model_patcher, guider.model_options
-    activations, _ = estimate_memory(_AsRun(model, options), shape, guider.conds)
+    as_run = _AsRun(model, options)
+    try:
+        activations, _ = estimate_memory(as_run, shape, guider.conds)
+    except Exception as error:
+        # A later ComfyUI may estimate in another way. Without an estimate four bits fit most cards.
+        warn(UnsupportedApiError(f"estimate_memory: {error or type(error).__name__}"), "with a smaller KV cache")
+        return 0.0
     loaded, controls = get_additional_models(guider.conds, model.model_dtype())
     loaded += [*get_additional_models_from_model_options(options), *model.get_nested_additional_models()]
     # A guider may have a model of its own for the negative prompt. Clones share their weights.

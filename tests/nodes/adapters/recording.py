@@ -1,0 +1,140 @@
+"""A stand-in for the recording that ComfyUI makes of a model's allocations on NVIDIA cards, in releases after 0.33.
+
+ComfyUI records what each block of an evaluation allocates, and gives it the same addresses in the next one. So each
+recorded evaluation has to allocate alike, and what a block allocates must be free when the block after it ends. A
+recording that an error leaves open must be ended before the next begins. This stand-in notes where that does not hold.
+It begins and ends where ComfyUI does; blocks end where the model loads the weights of the next one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# By kind of model, its class, and the method that ComfyUI records: of MiniMax H3 `forward`, which also calls wrappers
+# of DIFFUSION_MODEL, of the others what calls the blocks.
+RECORDED = {
+    "h3": ("comfy.ldm.minimax.model", "MiniMaxH3Model", "forward"),
+    "ltx_av": ("comfy.ldm.lightricks.av_model", "LTXAVModel", "_process_transformer_blocks"),
+}
+
+
+@dataclass(eq=False)
+class Evaluation:
+    """What one recorded evaluation allocated."""
+
+    blocks: list[list[int]] = field(default_factory=lambda: [[]])  # bytes of each allocation, by block
+    survivors: int = 0  # allocations of a block that were not free when the block after it had ended
+    ended: bool = False
+    _alive: list[list[StorageWeakRef]] = field(default_factory=lambda: [[]])
+
+    def allocated(self, storage: torch.UntypedStorage) -> None:
+        self.blocks[-1].append(storage.nbytes())
+        self._alive[-1].append(StorageWeakRef(storage))
+
+    def next_block(self) -> None:
+        # Before the first block the model makes what all blocks read.
+        for each in self._alive[1:-1]:
+            self.survivors += sum(not storage.expired() for storage in each)
+            each.clear()
+        self.blocks.append([])
+        self._alive.append([])
+
+
+@dataclass(eq=False)
+class Recording(TorchDispatchMode):
+    """The recordings of this thread."""
+
+    evaluations: list[Evaluation] = field(default_factory=list)
+    left_open: int = 0  # evaluations that began while the recording of one before was open
+    enabled: list[bool] = field(default_factory=list)  # by evaluation of the model, whether ComfyUI's compiler was on
+    active: Evaluation | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.active is not None:
+            given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+            made = {t.untyped_storage()._cdata: t for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
+            for pointer, t in made.items():
+                if pointer not in given:
+                    self.active.allocated(t.untyped_storage())
+        return out
+
+    def begin(self) -> None:
+        self.left_open += self.active is not None
+        self.active = Evaluation()
+        self.evaluations.append(self.active)
+
+    def end(self) -> None:
+        if self.active is not None:
+            self.active.next_block()
+            self.active.ended = True
+            self.active = None
+
+    def abort(self) -> None:
+        self.active = None
+
+    def block(self) -> None:
+        if self.active is not None and threading.get_ident() == self.thread:
+            self.active.next_block()
+
+    @property
+    def survivors(self) -> int:
+        """Allocations of all recorded evaluations that outlived their block."""
+        return sum(evaluation.survivors for evaluation in self.evaluations)
+
+    @property
+    def otherwise(self) -> int:
+        """Recorded evaluations that allocated otherwise than the one before."""
+        ended = [evaluation.blocks for evaluation in self.evaluations if evaluation.ended]
+        return sum(a != b for a, b in pairwise(ended))
+
+
+@contextmanager
+def recorded(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
+    """Record the evaluations of models of a kind, where ComfyUI's compiler is not off."""
+    from comfy.cli_args import args
+
+    prefetch, (module, name, method) = pytest.importorskip("comfy.model_prefetch"), RECORDED[kind]
+    recording, owner = Recording(), getattr(import_module(module), name)
+    evaluate, pop, cleanup = getattr(owner, method), prefetch.prefetch_queue_pop, prefetch.cleanup_prefetch_queues
+
+    def evaluated(self: Any, *args_: Any, **kwargs: Any) -> Any:
+        recording.enabled.append(not args.disable_comfy_compiler)
+        if args.disable_comfy_compiler or threading.get_ident() != recording.thread:
+            return evaluate(self, *args_, **kwargs)
+        recording.begin()
+        out = evaluate(self, *args_, **kwargs)
+        recording.end()
+        return out
+
+    def popped(*args_: Any, malloc_scope: Any = None, **kwargs: Any) -> Any:
+        recording.block()
+        return pop(*args_, **kwargs)
+
+    def cleaned() -> None:
+        recording.abort()
+        cleanup()
+
+    with monkeypatch.context() as patch, recording:
+        patch.setattr(args, "disable_comfy_compiler", False, raising=False)
+        patch.setattr(owner, method, evaluated)
+        patch.setattr(prefetch, "prefetch_queue_pop", popped)
+        patch.setattr(prefetch, "cleanup_prefetch_queues", cleaned)
+        patch.setattr(prefetch, "cleanup_malloc_graph", recording.abort, raising=False)
+        yield recording

@@ -1,0 +1,161 @@
+"""ComfyUI's compiler records what an evaluation of some models allocates: caches stay out of it, see `recording`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.loop import loop
+from tests.nodes.adapters.kv_helpers import preset
+from tests.nodes.adapters.recording import RECORDED, Recording, recorded
+
+SIZE = {"h3": (12, 16), "ltx_av": (6, 8)}
+# Settings, and the first step that is recorded; None: it depends on the model's schedule.
+SETTINGS: dict[str, tuple[str, dict[str, Any], int | None]] = {
+    "caches": ("balanced", {}, 5),
+    "a part of the schedule": ("balanced", {"end_percent": 0.3}, None),
+    "no caches": ("paper", {}, 6),
+}
+
+
+def sampled(kind: str, model: Any, **options: Any) -> list[torch.Tensor]:
+    return models.sample_streams(model, *SIZE[kind], **{"frames": 5, "steps": 6, "cfg": 1.0, **options})
+
+
+def with_preset(model: Any, name: str = "balanced", **settings: Any) -> Any:
+    return pack_module("nodes.adapters.patch_model").apply_toma(model, preset(name, **settings))
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, block: Any, at: int, error: BaseException) -> list[int]:
+    """Have a block raise once, in its Nth call of these. Return a list that grows with each call."""
+    calls, forward = list[int](), type(block).forward
+
+    def failed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        if self is block:
+            calls.append(1)
+            if len(calls) == at:
+                raise error
+        return out
+
+    monkeypatch.setattr(type(block), "forward", failed)
+    return calls
+
+
+def blocks_of(model: Any) -> Any:
+    network = model.model.diffusion_model
+    return getattr(network, "transformer_blocks", None) or network.blocks
+
+
+@pytest.mark.compat
+@loop("kind", RECORDED)
+@loop("settings", SETTINGS)
+def test_a_recorded_evaluation_is_the_models_own(
+    kind: str, settings: str, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (name, options, first) = model_of(kind), SETTINGS[settings]
+    merged = with_preset(model, name, **options)
+    with recorded(kind, monkeypatch) as own:
+        sampled(kind, model)
+    with recorded(kind, monkeypatch) as found:
+        sampled(kind, merged)
+    steps = stats_of(merged).merged_steps
+    first = max(steps) + 1 if first is None else first
+    assert steps
+    assert (own.survivors, own.left_open, len(own.evaluations)) == (0, 0, 6)
+    assert (found.survivors, found.left_open) == (0, 0)
+    assert found.enabled == [step >= first for step in range(6)]
+    assert [each.blocks for each in found.evaluations] == [each.blocks for each in own.evaluations[first:]]
+
+
+@loop("kind", RECORDED)
+def test_without_the_mend_caches_outlive_their_blocks(
+    kind: str, model_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in sees what it has to see."""
+    merged = with_preset(model_of(kind))
+    monkeypatch.setattr(pack_module("nodes.adapters.merged_call"), "without_replays", nullcontext)
+    with recorded(kind, monkeypatch) as recording:
+        sampled(kind, merged)
+    assert recording.survivors > 50
+    assert recording.otherwise == 5
+
+
+def ran_out(kind: str, model: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Recording, list[torch.Tensor]]:
+    merged = with_preset(model)
+    with monkeypatch.context() as patch, recorded(kind, monkeypatch) as recording:
+        failing(patch, blocks_of(model)[2], at, torch.OutOfMemoryError())
+        return recording, sampled(kind, merged)
+
+
+@loop("kind", RECORDED)
+@loop(("at", "evaluations"), [(1, 6), (2, 5), (6, 2)])
+def test_after_memory_ran_out_the_next_recording_begins_anew(
+    kind: str, at: int, evaluations: int, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a refresh, in a merged step and in the full one at the end, which has begun a recording. The evaluation is
+    repeated as a full one, like all later ones."""
+    model = model_of(kind)
+    recording, out = ran_out(kind, model, at, monkeypatch)
+    assert (recording.left_open, recording.survivors, len(recording.evaluations)) == (0, 0, evaluations)
+    assert [each.ended for each in recording.evaluations] == [at < 6, *[True] * (evaluations - 1)]
+    assert all(each.isfinite().all() for each in out)
+    if at == 1:
+        assert all(map(torch.equal, out, sampled(kind, model)))
+
+
+def test_without_the_mend_a_recording_is_left_open(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack_module("nodes.adapters.patch_model"), "end_interrupted", lambda **_: None)
+    recording, _ = ran_out("ltx_av", model_of("ltx_av"), 6, monkeypatch)
+    assert recording.left_open == 1
+
+
+def raised(error: str) -> BaseException:
+    from comfy.model_management import InterruptProcessingException
+
+    return InterruptProcessingException() if error == "an interrupt" else ValueError("of another node")
+
+
+@loop("kind", RECORDED)
+@loop("error", ["an interrupt", "an error"])
+@loop("at", [1, 2, 6])
+def test_a_run_that_ends_early_leaves_the_compiler_as_it_was(
+    kind: str, error: str, at: int, model_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from comfy.cli_args import args
+
+    model, ended = model_of(kind), raised(error)
+    merged = with_preset(model)
+    with recorded(kind, monkeypatch) as recording:
+        whole = sampled(kind, merged)
+        with monkeypatch.context() as patch:
+            failing(patch, blocks_of(model)[2], at, ended)
+            with pytest.raises(type(ended)):
+                sampled(kind, merged)
+        assert args.disable_comfy_compiler is False
+        import_module("comfy.model_prefetch").cleanup_prefetch_queues()  # as ComfyUI does when a node ends
+        assert all(map(torch.equal, sampled(kind, merged), whole))
+    assert (recording.left_open, recording.survivors) == (0, 0)
+
+
+@loop("kind", RECORDED)
+def test_several_devices(
+    kind: str, model_of: Any, stats_of: Any, on_two_devices: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two devices evaluate at a time: no merged evaluation runs while the compiler is on."""
+    from comfy.cli_args import args
+
+    one, other = models.TRANSFORMERS[kind](), models.TRANSFORMERS[kind]()
+    merged = on_two_devices(with_preset(one), other)
+    with recorded(kind, monkeypatch) as recording:
+        sampled(kind, merged, cfg=3.0)
+        assert args.disable_comfy_compiler is False
+    assert len(stats_of(merged).merged_steps) == 3
+    assert sorted(recording.enabled) == [False] * 10 + [True] * 2
