@@ -137,11 +137,16 @@ class Trial:
         parts: dict[str, int] = {}
         for reason, names in report.unmerged.items():
             parts[reason.id.value] = parts.get(reason.id.value, 0) + len(names)
+        for reason in report.unmerged_calls:
+            parts[reason.id.value] = parts.get(reason.id.value, 0) + 1
         self.demand(
             parts == dict(self.expected.unmerged), f"not merged: {parts}, expected: {dict(self.expected.unmerged)}"
         )
         text = report.text()
-        self.demand(all(str(reason) in text for reason in report.unmerged), "a reason is not in the report")
+        self.demand(
+            all(str(reason) in text for reason in (*report.unmerged, *report.unmerged_calls)),
+            "a reason is not in the report",
+        )
         if self.expected.merged:
             merged, blocks = len(report.merged_blocks), blocks_of(self.base)
             self.demand(merged == blocks, f"only {merged} of {blocks} blocks were merged: {text}")

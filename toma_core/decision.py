@@ -47,7 +47,7 @@ def decide(run: RunState, facts: Facts) -> StepPlan:
         return _full(run, plan, Reason.SEVERAL_DEVICES())
     if run.kv_cache and run.cache.disabled:
         # These presets skip no block: merging without caches would change the picture.
-        run.stats.not_merged("model", Reason.KV_CACHE_DISABLED())
+        run.stats.call_not_merged(Reason.KV_CACHE_DISABLED())
         return _full(run, plan, Reason.KV_CACHE_DISABLED())
     if run.tiles and plan.mode.merges:
         plan = _without_cache(run, plan, Reason.TILES())

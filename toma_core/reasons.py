@@ -53,6 +53,8 @@ class Reason(MessageId):
     ATTENTION_PATCH = "attention_patch"
     ARGUMENT_IN_USE = "argument_in_use"  # arguments: names, or messages
     ARGUMENT_SHAPE = "argument_shape"  # argument
+    OWN_MODULATION = "own_modulation"
+    SMALLER_GUIDES = "smaller_guides"
     SKIPPED_BY_MODEL = "skipped_by_model"
     UNKNOWN_MODEL = "unknown_model"  # model
     UNKNOWN_LATENT = "unknown_latent"  # model, shape

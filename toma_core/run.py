@@ -82,7 +82,7 @@ class RunState:
     def disable(self, reason: Message) -> None:
         """Drop plans and caches; all later steps are full."""
         self.disabled_by = reason
-        self.stats.not_merged("model", reason)
+        self.stats.call_not_merged(reason)
         self._clear()
 
     def _clear(self) -> None:

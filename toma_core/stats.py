@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 from .merge import MergeMap
 from .reasons import CHOSEN, Message, MessageId, Reason
@@ -39,11 +40,23 @@ class Line(MessageId):
     FULL_BY_NEED = "full_by_need"  # steps, reason
     EVALUATIONS = "evaluations"  # total, merged
     UNMERGED = "unmerged"  # reason, blocks
+    UNMERGED_CALLS = "unmerged_calls"  # reason
     PLANS = "plans"  # selections, weightings
     RESIDUAL_CACHE = "residual_cache"  # size: MB
     RESIDUAL_CACHE_DISABLED = "residual_cache_disabled"
     NO_KV_CACHE = "no_kv_cache"  # reason
     KERNELS = "kernels"  # names
+
+
+class Unmerged(NamedTuple):
+    """Something that ran on all tokens."""
+
+    block: str | None  # None for what is no block, as a reference image
+    part: str = ""  # of the block, "" for all of it
+
+    def __str__(self) -> str:
+        """Return its name in the report."""
+        return " ".join(filter(None, self))
 
 
 @dataclass
@@ -58,7 +71,8 @@ class RunStats:
     grids: dict[Grid, int] = field(default_factory=dict)  # destinations of each token grid
     merged_blocks: set[str] = field(default_factory=set)
     blocks: set[str] = field(default_factory=set)
-    unmerged: dict[Message, set[str]] = field(default_factory=dict)  # blocks, or named parts of them, by reason
+    unmerged: dict[Message, set[Unmerged]] = field(default_factory=dict)  # by reason
+    unmerged_calls: dict[Message, None] = field(default_factory=dict)  # why calls of the model ran on all tokens
     selections: int = 0
     weighings: int = 0
     kernels: set[Message] = field(default_factory=set)  # kernels that made plans, or why plain PyTorch did
@@ -112,20 +126,28 @@ class RunStats:
         self.blocks.add(block)
         self.merged_blocks.add(block)
 
-    def not_merged(self, block: str, reason: Message) -> None:
+    def not_merged(self, block: str, reason: Message, part: str = "") -> None:
         """Record why a block, or a named part of it, ran on all tokens."""
-        self.blocks.add(block.split(" ", 1)[0])
-        self.unmerged.setdefault(reason, set()).add(block)
+        self.blocks.add(block)
+        self.unmerged.setdefault(reason, set()).add(Unmerged(block, part))
 
     def reference_not_merged(self, number: int, reason: Message) -> None:
         """Record why a reference image is not merged. number: from 1."""
-        self.unmerged.setdefault(reason, set()).add(f"reference {number}")
+        self.unmerged.setdefault(reason, set()).add(Unmerged(None, f"reference {number}"))
+
+    def call_not_merged(self, reason: Message) -> None:
+        """Record why a call of the model ran on all tokens, whatever its blocks."""
+        self.unmerged_calls[reason] = None
+
+    def unmerged_names(self) -> dict[Message, set[str]]:
+        """Return the names of what was not merged, by reason."""
+        return {reason: set(map(str, each)) for reason, each in self.unmerged.items()}
 
     def headline(self) -> Message:
         """Return the verdict."""
         reasons, merged, total = self.unmerged_reasons(), len(self.merged_blocks), len(self.blocks)
         if not merged:
-            return Line.NOTHING_MERGED(reason=reasons[0] if reasons else self._why_full())
+            return Line.NOTHING_MERGED(reason=next((why for why in (*self.unmerged_calls, *reasons)), self._why_full()))
         steps = len(self.merged_steps)
         share = self._at_most(Line.PERCENT(value=100 * sum(self.merged_steps.values()) / max(steps, 1)))
         every = max(self.total_steps, len(self.steps))
@@ -176,11 +198,13 @@ class RunStats:
             when.append(Line.FULL_STEPS_BY(steps=full, by=by) if by else Line.FULL_STEPS(steps=full))
         when += [Line.FULL_BY_NEED(steps=_steps(steps), reason=why) for why, steps in self.full_reasons.items()]
         when.append(Line.EVALUATIONS(total=self.evaluations, merged=self.merged_evaluations if merged else 0))
-        not_merged = [Line.UNMERGED(reason=why, blocks=_names(self.unmerged[why])) for why in self.unmerged_reasons()]
+        names = self.unmerged_names()
+        not_merged = [Line.UNMERGED(reason=why, blocks=_names(names[why])) for why in self.unmerged_reasons()]
+        not_merged += [Line.UNMERGED_CALLS(reason=why) for why in self.unmerged_calls]
         return {Line.WHERE: where, Line.WHEN: when, Line.NOT_MERGED: not_merged, Line.HOW: self._how()}
 
     def unmerged_reasons(self) -> list[Message]:
-        """Return why blocks were not merged, the reason of most blocks first."""
+        """Return why blocks and reference images were not merged, the reason of most of them first."""
         # A profile's choice is no reason in a run that would not have merged anyway.
         found = [reason for reason in self.unmerged if self.merged_steps or reason.id is not Reason.PROFILE_SKIPS_BLOCK]
         return sorted(found, key=lambda reason: -len(self.unmerged[reason]))

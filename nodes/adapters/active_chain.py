@@ -81,7 +81,7 @@ class ActiveChain:
             reason = Reason.NOT_CACHED()
         if reason is not None:
             for name in self.names:
-                self.evaluation.run.stats.not_merged(name + part, reason)
+                self.evaluation.run.stats.not_merged(name, reason, part)
         return reason is None
 
     def reduce(self, x: Tensor) -> tuple[Reduction, Tensor]:

@@ -255,7 +255,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         sampling.full_instead(error.reason)
         return full()
     if reason is not None:
-        sampling.run.stats.not_merged("model", reason)
+        sampling.run.stats.call_not_merged(reason)
     if hooks is None or evaluation is None or evaluation.step_plan.mode is StepMode.FULL:
         return full()
     sampling.run.references |= bool(references)

@@ -94,7 +94,7 @@ class _Plain(ModelHooks):
         self.reason = reason
 
     def select(self, x: Tensor, evaluation: Evaluation, *_: Any, **__: Any) -> Iterator[HookPair]:
-        evaluation.run.stats.not_merged("model", Reason.UNKNOWN_API(name=self.reason))
+        evaluation.run.stats.call_not_merged(Reason.UNKNOWN_API(name=self.reason))
         return iter(())
 
 

@@ -25,7 +25,7 @@ def stats() -> Any:
     for block in ("double.0", "double.1", "single.0", "single.10", "single.2"):
         made.merged(block)
     made.not_merged("middle.0", Reason.TOO_FEW_TOKENS(least=9))
-    made.not_merged("double.1 attn1", Reason.BLOCK_REPLACED())
+    made.not_merged("double.1", Reason.BLOCK_REPLACED(), "attn1")
     return made
 
 

@@ -21,7 +21,7 @@ def stats_of_a_run() -> RunStats:
     for block in ("input.10", "input.2"):
         stats.merged(block)
     stats.not_merged("middle.0", Reason.SKIP_FIRST_BLOCKS(count=1))
-    stats.not_merged("input.2 attn2", Reason.ATTENTION_PATCH())
+    stats.not_merged("input.2", Reason.ATTENTION_PATCH(), "attn2")
     return stats
 
 
@@ -85,6 +85,21 @@ def test_the_headline_names_the_shares(ratio: float, words: str) -> None:
     assert str(stats.headline()) == f"On: {words} of the tokens merged, 1 of 1 blocks, 2 of 2 steps"
 
 
+def test_the_headline_counts_blocks_alone() -> None:
+    """Neither the model nor a reference image is a block, and names of blocks may have spaces."""
+    stats = RunStats(total_steps=1)
+    stats.count_evaluation(0, 0.5)
+    for n in range(7):
+        stats.merged(f"double {n}")
+    stats.call_not_merged(Reason.OUT_OF_MEMORY())
+    stats.reference_not_merged(2, Reason.TOO_FEW_TOKENS(least=9))
+    stats.not_merged("double 3", Reason.ATTENTION_PATCH(), "attention")
+    assert str(stats.headline()) == "On: 50 % of the tokens merged, 7 of 7 blocks, 1 of 1 steps"
+    assert Line.UNMERGED_CALLS(reason=Reason.OUT_OF_MEMORY()) in stats.details()
+    assert Line.UNMERGED(reason=Reason.TOO_FEW_TOKENS(least=9), blocks="reference 2") in stats.details()
+    assert Line.UNMERGED(reason=Reason.ATTENTION_PATCH(), blocks="double 3 attention") in stats.details()
+
+
 def test_the_reason_that_concerns_most_comes_first() -> None:
     stats, few = RunStats(), Reason.TOO_FEW_TOKENS(least=256)
     stats.not_merged("output.5", Reason.SKIP_LAST_BLOCKS(count=1))
@@ -113,8 +128,9 @@ def test_a_run_that_merged_nothing_says_why() -> None:
     stats.full_by = (Reason.TOO_FEW_STEPS(),)
     assert stats.headline() == Line.NOTHING_MERGED(reason=Reason.TOO_FEW_STEPS())
     unknown = Reason.UNKNOWN_MODEL(model="X")
-    stats.not_merged("model", unknown)
+    stats.call_not_merged(unknown)
     assert stats.headline() == Line.NOTHING_MERGED(reason=unknown)
+    assert str(Line.UNMERGED_CALLS(reason=unknown)) in stats.summary()
     assert Line.WHERE() not in stats.report()
 
 

@@ -47,13 +47,13 @@ class Signature(BlockSignature):
 
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
         if self.tokens(call_args).shape[1] < image:
-            return Reason.ARGUMENT_IN_USE(arguments="guides smaller than the video")
+            return Reason.SMALLER_GUIDES()
         reason = super().obstacle(call_args, image, references)
         for name in self.row_args:
             each: Any = call_args.get(name)
             # Modulation per frame must be of the frames that the tokens are of.
             if not reason and _is_per_frame(each) and each.patches_per_frame * each.num_frames != image:
-                return Reason.ARGUMENT_IN_USE(arguments="modulation by token")
+                return Reason.OWN_MODULATION()
         return reason
 
     def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:

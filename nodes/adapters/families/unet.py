@@ -104,7 +104,7 @@ class Hooks(ModelHooks):
                     name = merged.pop(index).name
                     if not evaluation.refreshes:
                         for part in replaced:
-                            stats.not_merged(f"{name} {part}", Reason.BLOCK_REPLACED())
+                            stats.not_merged(name, Reason.BLOCK_REPLACED(), part)
                         yield from stack.blocks[index].hooks(grid, evaluation.of(name))
             chains = config.granularity is Granularity.STACK and runs_own_loop(stack.home, ("forward",))
             for chain in chains_of(merged, modules, () if chains else merged, evaluation):

@@ -25,8 +25,8 @@ class ByModule(Hook):
         """block_hook: the hook of the same block that merges it as one."""
         self.block_hook = block_hook
         self.options: dict[str, Any] = {}
-        self.attn1 = MergedAttention(self, " self-attention")
-        self.attn2 = MergedAttention(self, " cross-attention")
+        self.attn1 = MergedAttention(self, "self-attention")
+        self.attn2 = MergedAttention(self, "cross-attention")
         self.ff = MergedFeedForward(self)
 
     @outside_graph
@@ -102,7 +102,7 @@ class MergedFeedForward(Hook):
 
     @outside_graph
     def __call__(self, x: Tensor, /) -> Tensor:
-        plan = self.block.plan(x, " feed-forward")
+        plan = self.block.plan(x, "feed-forward")
         return self.original(x) if plan is None else unmerge(self.original(merge(x, plan)), plan)
 
 

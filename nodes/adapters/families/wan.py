@@ -81,7 +81,7 @@ class Signature(BlockSignature):
         e, grid, reason = call_args.get("e"), _grid_sizes(call_args), super().obstacle(call_args, image, references)
         shares = 1 if e is None or e.ndim < 4 else e.shape[1]
         fits = shares == 1 or (grid[:1] == (shares,) and call_args["x"].shape[1] == image == prod(grid))
-        return reason or (None if fits else Reason.ARGUMENT_IN_USE(arguments="modulation by token"))
+        return reason or (None if fits else Reason.OWN_MODULATION())
 
 
 def _grid_sizes(call_args: CallArguments) -> tuple[int, ...]:

@@ -142,7 +142,7 @@ def test_new_unused_argument_is_no_obstacle_in_flux(
     patched = attach(model)
     assert sample(patched).isfinite().all()
     assert set(regions) == {None, 1}
-    assert stats_of(patched).unmerged == {
+    assert stats_of(patched).unmerged_names() == {
         Reason.ARGUMENT_IN_USE(arguments=("region",)): {f"double.{i}" for i in range(3)}
     }
 

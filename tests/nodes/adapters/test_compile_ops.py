@@ -134,7 +134,7 @@ def test_unmerged_parts_are_reported(graphs: Any, evaluate: Any) -> None:
     evaluation = evaluate(min_tokens=TOKENS + 1)
     site = begun(evaluation, ["a", "b"])
     assert not site.prepare(torch.randn(1, 4, 12, 20), torch.nn.Linear(8, 8), 8)
-    assert evaluation.run.stats.unmerged == {Reason.TOO_FEW_TOKENS(least=TOKENS + 1): {"a", "b"}}
+    assert evaluation.run.stats.unmerged_names() == {Reason.TOO_FEW_TOKENS(least=TOKENS + 1): {"a", "b"}}
     assert site.destinations == 0
 
 

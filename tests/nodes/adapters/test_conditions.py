@@ -277,8 +277,9 @@ def test_negative_model_of_another_class_is_not_merged(
     assert out.isfinite().all()
     assert not torch.equal(out, run(flux))
     stats = stats_of(patched)
-    ((reason, parts),) = stats.unmerged.items()
-    assert (reason.id.value, parts) == ("unknown_model", {"model"})
+    (reason,) = stats.unmerged_calls
+    assert (reason.id.value, stats.unmerged) == ("unknown_model", {})
+    assert "6 of 6 blocks" in str(stats.headline())
     assert len(stats.merged_blocks) == 6
 
 

@@ -149,14 +149,14 @@ def test_first_blocks_of_each_kind_are_skipped(flux: Any, attach: Any, stats_of:
     model = attach(flux, skip_first_blocks=amount)
     models.sample(model, HEIGHT, WIDTH, steps=1)
     first = {"double.0", "double.1", "single.0", "single.1"}
-    assert stats_of(model).unmerged == {Reason.SKIP_FIRST_BLOCKS(count=amount): first}
+    assert stats_of(model).unmerged_names() == {Reason.SKIP_FIRST_BLOCKS(count=amount): first}
     assert stats_of(model).merged_blocks == {"double.2", "single.2"}
 
 
 def test_last_blocks_of_the_last_kind_are_skipped(flux: Any, attach: Any, stats_of: Any) -> None:
     model = attach(flux, skip_last_blocks=2, skip_first_blocks=1)
     models.sample(model, HEIGHT, WIDTH, steps=1)
-    assert stats_of(model).unmerged == {
+    assert stats_of(model).unmerged_names() == {
         Reason.SKIP_FIRST_BLOCKS(count=1): {"double.0", "single.0"},
         Reason.SKIP_LAST_BLOCKS(count=2): {"single.1", "single.2"},
     }
@@ -172,7 +172,7 @@ def test_blocks_of_a_kind_share_a_plan(flux: Any, attach: Any, stats_of: Any) ->
 def full_step_intervalwhere(model: Any, stats_of: Any, reason: Any) -> None:
     stats = stats_of(model)
     assert stats.merged_blocks == set()
-    assert stats.unmerged == {reason: stats.blocks}
+    assert stats.unmerged_names() == {reason: stats.blocks}
     assert len(stats.blocks) == 6
     assert str(reason) in stats.summary()
 

@@ -61,7 +61,7 @@ def test_a_replaced_block_is_not_merged(family: str, place: int, attach: Any, st
     assert out.isfinite().all()
     assert seen == all_tokens
     stats = stats_of(foreign)
-    (left,) = stats.unmerged[Reason.BLOCK_REPLACED()]
+    (left,) = stats.unmerged_names()[Reason.BLOCK_REPLACED()]
     assert left.endswith(f".{place}")
     assert len(stats.merged_blocks) == len(stats.blocks) - 1
     again = sample(attach(model))
@@ -78,7 +78,7 @@ def test_a_replaced_block_of_a_unet_is_not_merged(place: int, attach: Any, stats
     foreign.add_object_patch(f"diffusion_model.middle_block.1.transformer_blocks.{place}", Own(stack[place], seen))
     assert sample(foreign).isfinite().all()
     assert len(set(seen)) == 1
-    assert stats_of(foreign).unmerged[Reason.BLOCK_REPLACED()] == {f"middle.0.{place}"}
+    assert stats_of(foreign).unmerged_names()[Reason.BLOCK_REPLACED()] == {f"middle.0.{place}"}
     merged = attach(model)
     sample(merged)
     assert stats_of(merged).unmerged == {}

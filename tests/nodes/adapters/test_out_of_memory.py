@@ -63,7 +63,7 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
     assert out.isfinite().all()
     assert plans or not stats.merged_steps
     assert held == [0]
-    assert Reason.OUT_OF_MEMORY() in stats.unmerged
+    assert Reason.OUT_OF_MEMORY() in stats.unmerged_calls
     assert len(made) == plans + 1
 
 

@@ -75,7 +75,7 @@ def test_one_block_alone(model: Any, stats_of: Any) -> None:
     assert sampled(patched).isfinite().all()
     stats = stats_of(patched)
     assert stats.merged_blocks == {chosen}
-    assert stats.unmerged[Reason.PROFILE_SKIPS_BLOCK()] == {*names(model)} - {chosen}
+    assert stats.unmerged_names()[Reason.PROFILE_SKIPS_BLOCK()] == {*names(model)} - {chosen}
     assert set(stats.merged_steps.values()) == {0.75}
 
 

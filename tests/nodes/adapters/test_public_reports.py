@@ -321,7 +321,7 @@ def a_cache_that_skips_blocks_of_full_steps(lab: Lab) -> None:
     assert stats(set()).unmerged == {}
     found = stats({4})
     assert sorted(found.merged_steps) == [1, 2, 3, 5, 6]
-    assert [(str(why), blocks) for why, blocks in found.unmerged.items() if "cached" in str(why)] == [
+    assert [(str(why), blocks) for why, blocks in found.unmerged_names().items() if "cached" in str(why)] == [
         ("nothing cached yet for a prompt, size or part of the picture", {"single.2"})
     ]
 

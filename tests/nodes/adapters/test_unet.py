@@ -119,7 +119,7 @@ def test_last_stacks_are_skipped(unet: Any, attach: Any, stats_of: Any, granular
     models.sample(model, SIDE, SIDE, steps=1)
     stats = stats_of(model)
     last = {"output.2.0", "output.2.1", "output.3.0", "output.4.0", "output.5.0"}
-    assert stats.unmerged == {Reason.SKIP_LAST_BLOCKS(count=amount): last}
+    assert stats.unmerged_names() == {Reason.SKIP_LAST_BLOCKS(count=amount): last}
     assert len(stats.merged_blocks) == 12
 
 
@@ -129,7 +129,7 @@ def test_small_grids_are_not_merged(unet: Any, attach: Any, stats_of: Any) -> No
     stats = stats_of(model)
     assert stats.grids == {(12, 12): 72}
     assert len(stats.blocks) == 17
-    assert stats.unmerged == {Reason.TOO_FEW_TOKENS(least=100): stats.blocks - stats.merged_blocks}
+    assert stats.unmerged_names() == {Reason.TOO_FEW_TOKENS(least=100): stats.blocks - stats.merged_blocks}
     assert len(stats.merged_blocks) == 5
 
 
@@ -163,7 +163,7 @@ def test_sag_reads_the_attention_map_of_all_tokens(
     queries = record(unet.model.diffusion_model.middle_block[1].transformer_blocks[0].attn1.to_q)
     assert models.sample(model, 32, 32, steps=2).isfinite().all()
     assert {call.args[0].shape[1] for call in queries} == {64}
-    assert "middle.0.0 self-attention" in stats_of(model).unmerged[Reason.BLOCK_REPLACED()]
+    assert "middle.0.0 self-attention" in stats_of(model).unmerged_names()[Reason.BLOCK_REPLACED()]
 
 
 @loop("granularity", ["module", "stack"])
@@ -226,7 +226,7 @@ def test_cross_attention_replacement_sees_all_tokens_and_their_shape(unet: Any, 
     model = attach(foreign)
     assert models.sample(model, SIDE, SIDE, steps=1).isfinite().all()
     assert seen == [36, 36]
-    assert stats_of(model).unmerged[Reason.BLOCK_REPLACED()] == {
+    assert stats_of(model).unmerged_names()[Reason.BLOCK_REPLACED()] == {
         "input.7.0 cross-attention",
         "input.7.1 cross-attention",
     }

@@ -136,7 +136,7 @@ def test_hunyuan_video_1_5(attach: Any, stats_of: Any) -> None:
     assert not torch.equal(out, models.sample(model, HEIGHT, WIDTH, **asked))
     assert stats_of(merged).grids == {(3, HEIGHT, WIDTH): 3 * HEIGHT * WIDTH // 2}
     assert stats_of(merged).merged_blocks == {"double.0", "double.1"}
-    assert stats_of(merged).unmerged == {Reason.SKIP_LAST_BLOCKS(count=1): {"double.2"}}
+    assert stats_of(merged).unmerged_names() == {Reason.SKIP_LAST_BLOCKS(count=1): {"double.2"}}
 
 
 def test_hunyuan_image(attach: Any, stats_of: Any) -> None:

@@ -206,7 +206,7 @@ def test_guides_that_are_smaller_than_the_video(family: str, model_of: Any, atta
     asked = {"latent": latent, "noise_mask": mask, "positive": conds[0], "negative": conds[1]}
     merged = attach(model)
     assert torch.equal(sampled(merged, **asked)[0], sampled(model, **asked)[0])
-    assert list(stats_of(merged).unmerged) == [Reason.ARGUMENT_IN_USE(arguments="guides smaller than the video")]
+    assert list(stats_of(merged).unmerged) == [Reason.SMALLER_GUIDES()]
 
 
 def test_calls_without_a_stream_have_caches_of_their_own(model_of: Any, stats_of: Any) -> None:

@@ -92,7 +92,7 @@ def test_blocks_are_not_merged_if_frames_do_not_explain_modulation(attach: Any, 
     conds = {"positive": models.conditioning(model, seed=1, time_dim_concat=behind)}
     merged = attach(model)
     out = held_first(merged, 3, steps=1, cfg=1.0, **conds)
-    assert list(stats_of(merged).unmerged) == [Reason.ARGUMENT_IN_USE(arguments="modulation by token")]
+    assert list(stats_of(merged).unmerged) == [Reason.OWN_MODULATION()]
     assert torch.equal(out, held_first(model, 3, steps=1, cfg=1.0, **conds))
     # If all frames have the same sigma, no assignment can shift.
     models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds)
@@ -327,4 +327,4 @@ def test_a_video_that_is_no_video_of_this_model(attach: Any, model_of: Any, stat
     merged = attach(model)
     out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0)
     assert torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0))
-    assert [reason.id.value for reason in stats_of(merged).unmerged] == ["unknown_latent"]
+    assert [reason.id.value for reason in stats_of(merged).unmerged_calls] == ["unknown_latent"]
