@@ -244,6 +244,31 @@ def qwen_image(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
     return _built("QwenImage", "QwenImage", config, seed)
 
 
+def qwen_image21(seed: int = 0, *, layers: int = 4, cache: str = "off", **extra: Any) -> Any:
+    """Qwen-Image 2.1: one stream that ends with the image, a token for each pixel of the latent, one modulation.
+
+    cache: where the keys of text and references are cached, as ComfyUI's node says; without that node "auto".
+    """
+    import comfy.ldm.qwen_image21.model as home
+
+    config = {
+        "image_model": "qwen_image21",
+        "num_layers": layers,
+        "attention_head_dim": 24,
+        "num_attention_heads": 2,
+        "context_in_dim": 48,
+        "axes_dims_rope": (8, 8, 8),
+        "dtype": torch.float32,
+        **extra,
+    }
+    if hasattr(home, "QwenImage21"):  # a stand-in, in an older ComfyUI
+        model = patcher(home.QwenImage21(home.Config(config), device=torch.device("cpu")), seed)
+    else:
+        model = _built("QwenImage21", "QwenImage21", config, seed)
+    model.model_options["transformer_options"]["qwen_image21_cache"] = {"device": cache}
+    return model
+
+
 def ernie(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
     """ERNIE-Image: one stream that begins with the image, a token for each pixel of the latent."""
     config = {
@@ -478,6 +503,7 @@ TRANSFORMERS = {
     "omnigen2": omnigen2,
     "krea2": krea2,
     "qwen_image": qwen_image,
+    "qwen_image21": qwen_image21,
     "ernie": ernie,
     "ideogram": ideogram,
     "lens": lens,

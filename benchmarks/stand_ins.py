@@ -1,11 +1,14 @@
-"""Prepare ComfyUI and the pack for a benchmark, also on a machine without the packages that no benchmark needs."""
+"""Prepare ComfyUI and the pack for a benchmark, also without the packages that no benchmark needs, and with a ComfyUI
+that is older than a model."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +19,7 @@ def prepare(own_attention: bool = True) -> None:
     """Make ComfyUI and the pack importable. own_attention: ComfyUI's own choice of attention, else PyTorch's."""
     use_comfyui(own_attention=own_attention)
     use_stand_ins()
+    use_newer_models()
     load_pack()
 
 
@@ -52,3 +56,29 @@ def use_stand_ins() -> None:
     missing = [name for name in _StandIns.names if name not in sys.modules and importlib.util.find_spec(name) is None]
     if missing and not any(isinstance(finder, _StandIns) for finder in sys.meta_path):
         sys.meta_path.append(_StandIns())
+
+
+class _NewerModels(MetaPathFinder, Loader):
+    """Finds stand-ins for models that are newer than ComfyUI."""
+
+    folders = ("comfy.ldm.qwen_image21",)
+    files: Mapping[str, str] = {"comfy.ldm.qwen_image21.model": "qwen_image21.py"}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name in self.folders:
+            return ModuleSpec(name, self, is_package=True)
+        file = self.files.get(name)
+        return importlib.util.spec_from_file_location(name, Path(__file__).with_name(file)) if file else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to Python."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute nothing: a folder."""
+
+
+def use_newer_models() -> None:
+    """Let models that are newer than ComfyUI be imported. A ComfyUI that has them is found first. Call it before the
+    pack is loaded."""
+    if not any(isinstance(finder, _NewerModels) for finder in sys.meta_path):
+        sys.meta_path.append(_NewerModels())

@@ -14,6 +14,7 @@ from types import ModuleType
 import hypothesis
 import pytest
 
+from benchmarks.stand_ins import use_newer_models
 from scripts import archive
 from scripts.comfy_pack import load_pack, use_comfyui
 from scripts.comfy_server import ComfyServer
@@ -52,6 +53,7 @@ class NoComfyUI:
 
 if os.environ.get("COMFYUI_PATH"):
     use_comfyui()
+    use_newer_models()
 else:
     sys.meta_path.insert(0, NoComfyUI())  # type: ignore[arg-type]
 

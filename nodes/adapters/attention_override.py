@@ -57,10 +57,17 @@ class KVOverride:
 
 
 def override_attention(
-    call_args: CallArguments, change: Change, spans: Sequence[tuple[int, ...]], masked: Masked
+    call_args: CallArguments,
+    change: Change,
+    spans: Sequence[tuple[int, ...]],
+    masked: Masked,
+    attention_arg: str = "",
 ) -> CallArguments:
     """Return a block's arguments with which its self-attention attends to the keys and values that `change` gives;
-    unchanged if ComfyUI hands the block no options."""
+    unchanged if ComfyUI hands the block neither options nor, as `attention_arg`, a function that computes attention."""
+    if attention_arg:
+        override = KVOverride(change, spans, None, masked)
+        return {**call_args, attention_arg: partial(override, call_args[attention_arg])}
     options = call_args.get("transformer_options")
     if options is None:
         return call_args

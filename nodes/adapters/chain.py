@@ -239,6 +239,8 @@ class BlockHook(Hook):
         """Run the block outside of a graph: its chain decides when it sees the tokens."""
         chain, signature = self.chain, self.signature
         call_args = signature.call_args(args, kwargs)
+        if not signature.has_image(call_args):
+            return self._call_original(len(args), call_args)
         signature.observe(call_args)
         if chain is self.site:
             chain.start(call_args)
@@ -259,7 +261,8 @@ class BlockHook(Hook):
         if chain.attends:
             spans = signature.attention_spans(merged, before)
             masked = partial(signature.mask_of_all, removed=reduction.removed)
-            merged = override_attention(merged, partial(chain.attend, self.name), spans, masked)
+            attend = partial(chain.attend, self.name)
+            merged = override_attention(merged, attend, spans, masked, signature.attention_arg)
         out = self._call_original(positional, merged)
         return signature.with_output(out, chain.leave(signature.output(out), before)) if self.last else out
 

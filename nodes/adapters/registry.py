@@ -61,6 +61,8 @@ with _of("Krea 2"):
     from .families import krea
 with _of("Qwen-Image"):
     from .families import qwen
+with _of("Qwen-Image 2.1"):
+    from .families import qwen21
 with _of("ERNIE-Image"):
     from .families import ernie
 with _of("Ideogram 4"):
@@ -81,7 +83,7 @@ with _of("MiniMax H3"):
     from .families import h3
 
 # In the order in which users read them.
-_NAMES = "unet flux chroma lumina omnigen krea qwen ernie ideogram lens sd3 cosmos wan hunyuan ltx h3"
+_NAMES = "unet flux chroma lumina omnigen krea qwen qwen21 ernie ideogram lens sd3 cosmos wan hunyuan ltx h3"
 _FAMILIES: list[Any] = [globals()[name] for name in _NAMES.split() if name in globals()]
 
 

@@ -60,6 +60,7 @@ class BlockSignature:
     text_first = True  # whether text comes before the image in positions and in attention
     masks_text = False  # whether attention is masked by key, and all of the image is attended to
     mask_arg = ""  # the argument with such a mask of all keys, if blocks take it as it is
+    attention_arg = ""  # the argument with the function that computes attention, if blocks are given one
     passthrough_args: tuple[str, ...] = ()  # further arguments that are not per token
     mutates_input = False  # whether blocks add into the tokens that they are given
     # Whether the model clamps fp16 inside its blocks: merging then does so too, else NaN becomes an image.
@@ -104,6 +105,10 @@ class BlockSignature:
         if self.output_index is None:
             return self.pack(out, x)
         return tuple([x if n == self.output_index else part for n, part in enumerate(out)])
+
+    def has_image(self, call_args: CallArguments) -> bool:
+        """Whether a call has tokens of the image. A call without them runs as it is and says nothing about others."""
+        return True
 
     def observe(self, call_args: CallArguments) -> None:
         """Note what another signature of the model needs. Called outside of graphs, before all else."""
@@ -186,7 +191,7 @@ class BlockSignature:
         if x.ndim != 3 or x.shape[1] < before + image + following or (references and references != following):
             return Reason.TOKENS_CHANGED()
         known = (
-            *(self.tokens_arg, self.rope_arg, self.text_arg, self.mask_arg, "transformer_options"),
+            *(self.tokens_arg, self.rope_arg, self.text_arg, self.mask_arg, self.attention_arg, "transformer_options"),
             *(*self.row_args, *self.index_args, *self.passthrough_args),
         )
         tied: list[Message | str] = [

@@ -74,6 +74,7 @@ LAYOUTS = {
     "omnigen2": (Layout("layers", "hidden_states", rope_arg="image_rotary_emb", rope_token_dim=1, before=TEXT),),
     "krea2": (Layout("blocks", "x", rope_arg="freqs", before=TEXT),),
     "qwen_image": (Layout("transformer_blocks", "hidden_states", rope_arg="image_rotary_emb", above=TEXT, out=1),),
+    "qwen_image21": (Layout("transformer_blocks", "x", rope_arg="pe", rope_token_dim=1, before=TEXT, patch=1),),
     "ernie": (Layout("layers", "x", rope_arg="rotary_pos_emb", rope_token_dim=1, patch=1),),
     "ideogram": (Layout("layers", "x", rope_arg="freqs_cis", rope_token_dim=1, before=TEXT, patch=1),),
     "lens": (

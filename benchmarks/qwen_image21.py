@@ -1,0 +1,352 @@
+"""A stand-in for ComfyUI's Qwen-Image 2.1, where ComfyUI is older than the model: the same calls of the same blocks.
+
+One stream of [text with references in it | image]. What comes before the image is the prefix: it never attends to the
+image and is modulated as at time 0, so that its keys and values stay those of the first step. A block is called
+
+    with all tokens                  without a cache, and where the first release of the model fills it
+    with the prefix, then the image  where later releases fill it, which also add into the tokens that they are given
+    with the image alone             where the cache is filled
+
+`stand_ins.use_newer_models` makes it importable as `comfy.ldm.qwen_image21.model`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import comfy.conds
+import comfy.latent_formats
+import comfy.model_base
+import comfy.supported_models_base
+import torch
+from comfy.ldm.flux.layers import timestep_embedding
+from comfy.ldm.flux.math import apply_rope1, rope
+from comfy.ldm.modules.attention import optimized_attention
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
+from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
+
+Pair = tuple[Tensor, Tensor]  # rows of (1, 1, C) for the prefix and (B, 1, C) for the image
+Cached = list[Pair]  # keys and values of the prefix, (B, T, heads, d), of each block
+NONE: Mapping[str, Any] = {}
+
+
+def _by_part(pair: Pair, x: Tensor, prefix_len: int) -> Tensor:
+    """Return a row for each token of (B, T, C)."""
+    of_prefix, of_image = (row.to(x).expand(len(x), -1, -1) for row in pair)
+    rows = of_prefix.expand(-1, prefix_len, -1), of_image.expand(-1, x.shape[1] - prefix_len, -1)
+    return torch.cat(rows, 1)
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, heads: int, operations: Any, **made: Any) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_q, self.to_k, self.to_v = (operations.Linear(dim, dim, bias=False, **made) for _ in range(3))
+        self.to_out = nn.ModuleList([operations.Linear(dim, dim, bias=False, **made)])
+        self.norm_q, self.norm_k = (operations.RMSNorm(dim // heads, eps=1e-6, **made) for _ in range(2))
+
+    def forward(
+        self, x: Tensor, pe: Tensor, attn_fn: Callable[..., Tensor], prefix_len: int, options: Mapping[str, Any]
+    ) -> Tensor:
+        q, k, v = (linear(x).unflatten(2, (self.heads, -1)) for linear in (self.to_q, self.to_k, self.to_v))
+        q, k = self.norm_q(q), self.norm_k(k)
+        for patch in options.get("patches", {}).get("attn1_patch", ()):
+            given = {"q": q.transpose(1, 2), "k": k.transpose(1, 2), "v": v.transpose(1, 2), "pe": pe.transpose(1, 2)}
+            extra = {**options, "img_slice": [prefix_len, x.shape[1]]}
+            given |= patch(**given, attn_mask=None, extra_options=extra)
+            q, k, v, pe = (given[name].transpose(1, 2) for name in ("q", "k", "v", "pe"))
+        out = attn_fn(apply_rope1(q, pe), apply_rope1(k, pe), v, self.heads, preferred_attention=None)
+        return self.to_out[0](out)
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int, ratio: int, in_place: bool, operations: Any, **made: Any) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.norm1, self.norm2 = (
+            operations.LayerNorm(dim, elementwise_affine=False, eps=1e-6, **made) for _ in range(2)
+        )
+        self.attn = Attention(dim, heads, operations, **made)
+        self.gate_up = operations.Linear(dim, 2 * ratio * dim, bias=False, **made)
+        self.down = operations.Linear(ratio * dim, dim, bias=False, **made)
+
+    def forward(
+        self,
+        x: Tensor,
+        mod: tuple[Any, ...],
+        pe: Tensor,
+        attn_fn: Callable[..., Tensor],
+        prefix_len: int,
+        transformer_options: Mapping[str, Any] = NONE,
+    ) -> Tensor:
+        scale1, gate1, scale2, gate2, _ = mod
+        seen = self.norm1(x) * (1 + _by_part(scale1, x, prefix_len))
+        x = self._added(x, self.attn(seen, pe, attn_fn, prefix_len, transformer_options), gate1, prefix_len)
+        gate, up = self.gate_up(self.norm2(x) * (1 + _by_part(scale2, x, prefix_len))).chunk(2, -1)
+        x = self._added(x, self.down(silu(gate) * up), gate2, prefix_len)
+        return x.clip(-65504, 65504) if x.dtype is torch.float16 else x
+
+    def _added(self, x: Tensor, y: Tensor, gate: Pair, prefix_len: int) -> Tensor:
+        y = y * _by_part(gate, x, prefix_len)
+        return x.add_(y) if self.in_place else x + y
+
+
+class PrefixCache:
+    """Keys and values of the prefix by prompt, for one run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.slots: list[tuple[Tensor, Cached]] = []
+
+    def slot(self, key: Tensor) -> Cached:
+        found = next((slot for known, slot in self.slots if torch.equal(known, key)), None)
+        if found is None:
+            self.slots.append((key, found := []))
+        return found
+
+    def put(self, slot: Cached, k: Tensor, v: Tensor) -> None:
+        slot.append((k.to(self.device, copy=True), v.to(self.device, copy=True)))
+
+
+class QwenImage21Transformer2DModel(nn.Module):
+    """in_place: whether blocks are called and add as in later releases, see the head of this file."""
+
+    def __init__(
+        self,
+        in_channels: int = 64,
+        out_channels: int = 64,
+        num_layers: int = 32,
+        attention_head_dim: int = 128,
+        num_attention_heads: int = 32,
+        context_in_dim: int = 4096,
+        mlp_ratio: int = 3,
+        axes_dims_rope: tuple[int, ...] = (16, 56, 56),
+        in_place: bool = True,
+        dtype: Any = None,
+        device: Any = None,
+        operations: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        made = {"dtype": dtype, "device": device}
+        self.dtype, self.out_channels, self.axes, self.in_place = dtype, out_channels, axes_dims_rope, in_place
+        self.inner_dim = dim = num_attention_heads * attention_head_dim
+        self.img_in = operations.Linear(in_channels, dim, bias=False, **made)
+        self.txt_norm = operations.RMSNorm(context_in_dim, eps=1e-6, **made)
+        self.txt_in = operations.Linear(context_in_dim, dim, bias=False, **made)
+        self.time_in, self.time_out = operations.Linear(256, dim, **made), operations.Linear(dim, dim, **made)
+        self.modulation = operations.Linear(dim, 4 * dim, bias=False, **made)
+        self.transformer_blocks = nn.ModuleList(
+            [Block(dim, num_attention_heads, mlp_ratio, in_place, operations, **made) for _ in range(num_layers)]
+        )
+        self.norm_out = operations.LayerNorm(dim, elementwise_affine=False, eps=1e-6, **made)
+        self.scale_out = operations.Linear(dim, dim, bias=False, **made)
+        self.proj_out = operations.Linear(dim, out_channels, bias=False, **made)
+        self.prefix_cache: PrefixCache | None = None
+        self.prefix_cache_enabled = False
+
+    def reset_prefix_cache(self, enabled: bool) -> None:
+        self.prefix_cache, self.prefix_cache_enabled = None, enabled
+
+    def forward(
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        context: Tensor,
+        ref_latents: Any = None,
+        image_slots: Any = None,
+        transformer_options: dict[str, Any] = {},  # noqa: B006 - as in ComfyUI's models
+        **kwargs: Any,
+    ) -> Tensor:
+        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options)
+        executor = WrapperExecutor.new_class_executor(self._forward, self, wrappers)
+        return executor.execute(x, timestep, context, ref_latents, image_slots, transformer_options, **kwargs)
+
+    def _forward(
+        self,
+        x: Tensor,
+        timesteps: Tensor,
+        context: Tensor,
+        ref_latents: Any = None,
+        image_slots: Any = None,
+        transformer_options: dict[str, Any] = {},  # noqa: B006 - as in ComfyUI's models
+        **kwargs: Any,
+    ) -> Tensor:
+        references, (height, width) = list(ref_latents or ()), x.shape[-2:]
+        stream, pe, segments = self._sequence(x, context, references, list(image_slots or ()))
+        prefix_len = stream.shape[1] - height * width
+        mod = self._modulations(timesteps, x.dtype)
+        slot = self._slot(x, context, references, transformer_options) if prefix_len else None
+        filled = slot is not None and len(slot) == len(self.transformer_blocks)
+        prefix, prefix_pe, given = stream[:, :prefix_len].clone(), pe[:, :prefix_len], prefix_len
+        if filled or (slot is not None and self.in_place):
+            stream, pe, given = stream[:, prefix_len:].clone(), pe[:, prefix_len:], 0
+        for n, block in enumerate(self.transformer_blocks):
+            transformer_options |= {
+                "block_index": n,
+                "block_type": "single",
+                "total_blocks": len(self.transformer_blocks),
+            }
+            attention = self._attention(segments, transformer_options)
+            if slot is not None and not filled and self.in_place:
+                fill = self._filling(self._attention(segments[:-1], transformer_options), slot, prefix_len)
+                prefix = block(prefix, mod, prefix_pe, fill, prefix_len, transformer_options)
+            elif slot is not None and not filled:
+                attention = self._filling(attention, slot, prefix_len)
+            if not given and slot is not None:
+                attention = self._with_prefix(slot[n], transformer_options)
+            stream = self._called(block, n, stream, mod, pe, attention, given, transformer_options)
+            for patch in transformer_options.get("patches", {}).get("single_block", ()):
+                args = {"img": stream, "x": x, "block_index": n, "transformer_options": transformer_options}
+                stream = patch(args)["img"]
+        out = self.norm_out(stream[:, given:]) * (1 + self.scale_out(silu(mod[-1])))
+        return self.proj_out(out).transpose(1, 2).reshape(len(x), self.out_channels, height, width)
+
+    def _called(
+        self, block: Any, n: int, x: Tensor, mod: Any, pe: Tensor, attn_fn: Any, prefix_len: int, options: Any
+    ) -> Tensor:
+        """Run a block, or what another node puts in its place."""
+
+        def original(args: dict[str, Any]) -> dict[str, Any]:
+            out = block(args["img"], mod, args["pe"], attn_fn, prefix_len, args["transformer_options"])
+            return {"img": out}
+
+        replacement = options.get("patches_replace", {}).get("dit", {}).get(("single_block", n))
+        if replacement is None:
+            return block(x, mod, pe, attn_fn, prefix_len, options)
+        args = {"img": x, "vec": mod[-1], "pe": pe, "mod": mod, "attn_fn": attn_fn, "prefix_len": prefix_len}
+        return replacement({**args, "transformer_options": options}, {"original_block": original})["img"]
+
+    def _modulations(self, timesteps: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Return (scale, gate, scale, gate, time) for all blocks, each but the last as a pair of rows."""
+        times = torch.cat([timesteps, timesteps.new_zeros(1)])
+        embedded = self.time_out(silu(self.time_in(timestep_embedding(times, 256).to(dtype))))
+        scale1, gate1, scale2, gate2 = self.modulation(silu(embedded)).chunk(4, -1)
+        parts = scale1, gate1.tanh(), scale2, gate2.tanh()
+        return *((each[-1:, None], each[:-1, None]) for each in parts), embedded[:-1, None]
+
+    def _sequence(
+        self, x: Tensor, context: Tensor, references: list[Tensor], slots: list[int]
+    ) -> tuple[Tensor, Tensor, list[tuple[int, int, Tensor | None]]]:
+        """Return the stream (B, T, C), its rotary positions (1, T, 1, d/2, 2, 2), and (start, stop, mask) of its
+        parts. slots: how many text tokens come before each reference; behind the text where there are none."""
+        text = self.txt_in(gelu(self.txt_norm(context), approximate="tanh"))
+        length = text.shape[1]
+        bounds = [0, *(slots + [length] * len(references))[: len(references)], length]
+        parts: list[Tensor] = []
+        places: list[Tensor] = []  # of each token on three axes
+        segments: list[tuple[int, int, Tensor | None]] = []
+        first = 0
+        for start, stop, image in zip(bounds, bounds[1:], [*references, x], strict=False):
+            count, at = stop - start, sum(part.shape[1] for part in parts)
+            if count:
+                causal = torch.ones(count, at + count, dtype=torch.bool, device=x.device).tril(at)
+                parts.append(text[:, start:stop])
+                places.append(torch.arange(first, first + count, device=x.device)[:, None].expand(-1, 3).float())
+                segments.append((at, at + count, causal))
+                at, first = at + count, first + count
+            rows, columns = image.shape[-2:]
+            axes = [torch.arange(side, device=x.device) - side / 2 for side in (rows, columns)]
+            grid = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).flatten(0, 1)
+            parts.append(self.img_in(image.flatten(2).transpose(1, 2)).expand(len(x), -1, -1))
+            places.append(torch.cat([torch.full_like(grid[:, :1], first), grid], 1))
+            segments.append((at, at + rows * columns, None))
+            first += max(rows, columns)
+        ids = torch.cat(places)[None]
+        pe = torch.cat([rope(ids[..., n], size, 10000) for n, size in enumerate(self.axes)], -3)
+        return torch.cat(parts, 1), pe[:, :, None].float(), segments
+
+    def _slot(
+        self, x: Tensor, context: Tensor, references: Sequence[Tensor], options: Mapping[str, Any]
+    ) -> Cached | None:
+        """Return where the keys and values of this prompt are cached, empty at first; None without a cache."""
+        patches, where = options.get("patches", {}), options.get("qwen_image21_cache", {}).get("device", "auto")
+        others = options.get("patches_replace", {}).get("dit") or patches.get("single_block")
+        if not self.prefix_cache_enabled or where == "off" or others or patches.get("attn1_patch"):
+            return None
+        if self.prefix_cache is None:
+            self.prefix_cache = PrefixCache(torch.device("cpu") if where == "cpu" else x.device)
+        sizes = [float(side) for each in (x, *references) for side in (len(x), *each.shape[-2:])]
+        contents = context, *references
+        return self.prefix_cache.slot(
+            torch.cat([x.new_tensor(sizes).float(), *(c.float().flatten() for c in contents)])
+        )
+
+    def _attention(self, segments: Sequence[Any], options: Any) -> Callable[..., Tensor]:
+        """Return the attention of some parts of the stream to all before their end."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, preferred_attention: Any = None) -> Tensor:
+            found = [
+                optimized_attention(
+                    *(q[:, start:stop].flatten(2), k[:, :stop].flatten(2), v[:, :stop].flatten(2), heads),
+                    mask=mask,
+                    transformer_options=options,
+                )
+                for start, stop, mask in segments
+            ]
+            return torch.cat(found, 1)
+
+        return attend
+
+    def _with_prefix(self, cached: Pair, options: Any) -> Callable[..., Tensor]:
+        """Return the attention of the image to the cached prefix and to itself."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, preferred_attention: Any = None) -> Tensor:
+            k, v = (torch.cat([each.to(q), own], 1).flatten(2) for each, own in zip(cached, (k, v), strict=True))
+            return optimized_attention(q.flatten(2), k, v, heads, transformer_options=options)
+
+        return attend
+
+    def _filling(self, attend: Callable[..., Tensor], slot: Cached, prefix_len: int) -> Callable[..., Tensor]:
+        """Return an attention that caches the keys and values of the prefix."""
+        cache = self.prefix_cache
+        assert cache is not None
+
+        def filling(q: Tensor, k: Tensor, v: Tensor, heads: int, preferred_attention: Any = None) -> Tensor:
+            cache.put(slot, k[:, :prefix_len], v[:, :prefix_len])
+            return attend(q, k, v, heads, preferred_attention)
+
+        return filling
+
+
+class Latent(comfy.latent_formats.LatentFormat):
+    latent_channels = 64
+
+
+class Config(comfy.supported_models_base.BASE):
+    unet_config = {"image_model": "qwen_image21"}  # noqa: RUF012 - as in ComfyUI
+    sampling_settings = {"multiplier": 1.0, "shift": 0.69}  # noqa: RUF012
+    memory_usage_factor = 6.0
+    latent_format = Latent
+    supported_inference_dtypes = [torch.bfloat16, torch.float16, torch.float32]  # noqa: RUF012
+
+
+class QwenImage21(comfy.model_base.BaseModel):
+    """What ComfyUI's nodes hold: caches live as long as a run of the model."""
+
+    def __init__(self, model_config: Any, device: Any = None) -> None:
+        kind = comfy.model_base.ModelType.FLUX
+        super().__init__(model_config, kind, device=device, unet_model=QwenImage21Transformer2DModel)
+        self.memory_usage_factor_conds = ("ref_latents",)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "current_patcher" and hasattr(self, "diffusion_model"):
+            self.diffusion_model.reset_prefix_cache(value is not None)
+
+    def extra_conds(self, **kwargs: Any) -> dict[str, Any]:
+        out: dict[str, Any] = super().extra_conds(**kwargs)
+        out["c_crossattn"] = comfy.conds.CONDRegular(kwargs["cross_attn"])
+        if (references := kwargs.get("reference_latents")) is not None:
+            out["ref_latents"] = comfy.conds.CONDList([self.process_latent_in(each) for each in references])
+        if (slots := kwargs.get("image_slots")) is not None:
+            out["image_slots"] = comfy.conds.CONDConstant(slots)
+        return out
+
+    def extra_conds_shapes(self, **kwargs: Any) -> dict[str, Any]:
+        references = kwargs.get("reference_latents") or ()
+        pixels = sum(math.prod(each.shape[-2:]) for each in references)
+        return {"ref_latents": [1, 64, pixels]} if pixels else {}

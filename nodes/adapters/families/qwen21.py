@@ -1,0 +1,41 @@
+"""Qwen-Image 2.1: one stream of [text and references | image]; blocks are given the function that computes attention.
+
+What comes before the image never attends to it. Where ComfyUI caches its keys, it runs in a call of its own, and then
+the block is called with the image alone.
+"""
+
+from __future__ import annotations
+
+from comfy.ldm.qwen_image21.model import QwenImage21Transformer2DModel
+
+from ....toma_core.cost_model import QWEN21
+from ..family import Transformer
+from ..signature import BlockGroup, BlockSignature, CallArguments
+
+NAME = "Qwen-Image 2.1"
+MODEL = QwenImage21Transformer2DModel
+
+
+class Signature(BlockSignature):
+    """[text and references | image], or one of the two. ComfyUI's options do not reach `attn_fn`."""
+
+    positional_args = ("x", "mod", "pe", "attn_fn", "prefix_len", "transformer_options")
+    rope_arg, rope_token_dim = "pe", 1
+    attention_arg = "attn_fn"
+    passthrough_args = ("mod", "prefix_len")
+    mutates_input = clamps_fp16 = True
+
+    def image_start(self, call_args: CallArguments, image: int) -> int | None:
+        before = int(call_args["prefix_len"])
+        return before if call_args["pe"].shape[1] == before + image else None
+
+    def has_image(self, call_args: CallArguments) -> bool:
+        return bool(call_args["pe"].shape[1] > call_args["prefix_len"])
+
+
+class Hooks(Transformer):
+    between = ("single_block",)
+
+    def block_groups(self, model: QwenImage21Transformer2DModel) -> tuple[BlockGroup, ...]:
+        self.patch_size, self.width = 1, model.inner_dim
+        return (BlockGroup("single", model.transformer_blocks, Signature(), QWEN21),)

@@ -1,0 +1,228 @@
+"""Qwen-Image 2.1: in each way that its blocks are called, with references, and with nodes that change its blocks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.loop import loop
+from tests.nodes.adapters.families.layouts import HEIGHT, TEXT, WIDTH, errors, noise
+from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated, preset
+
+REFERENCES = ((8, 12), (24, 30), (HEIGHT, WIDTH))  # fewer tokens than the image, more, as many
+CACHES = ("off", "auto", "cpu")
+# Whether blocks add into their input and are called twice where the cache is filled, as in later releases.
+FORMS = (False, True)
+IMAGE = HEIGHT * WIDTH
+
+
+@pytest.fixture(scope="module")
+def made(pack: Any) -> Any:
+    """made(in_place): return a small model of a form. ComfyUI's own class has one form."""
+    found: dict[bool, Any] = {}
+
+    def of(in_place: bool) -> Any:
+        import comfy.ldm.qwen_image21.model as home
+
+        if in_place not in found:
+            found[in_place] = models.qwen_image21(**({"in_place": in_place} if hasattr(home, "QwenImage21") else {}))
+        return found[in_place]
+
+    return of
+
+
+def conds(model: Any, references: tuple[tuple[int, int], ...] = (), **options: Any) -> dict[str, Any]:
+    if references:
+        options["reference_latents"] = [noise(1, 64, *sides) for sides in references]
+    positive, negative = (models.conditioning(model, TEXT, seed, **options) for seed in (1, 2))
+    return {"positive": positive, "negative": negative}
+
+
+def sampled(model: Any, **options: Any) -> Tensor:
+    return models.sample(model, HEIGHT, WIDTH, **{"steps": 3, "cfg": 4.0, **options})
+
+
+def at(model: Any, cache: str) -> Any:
+    """Return the model with ComfyUI's cache in another place."""
+    model = model.clone()
+    model.model_options["transformer_options"]["qwen_image21_cache"] = {"device": cache}
+    return model
+
+
+@loop("in_place", FORMS)
+@loop("references", [REFERENCES[1:2], REFERENCES])
+def test_comfyuis_cache_changes_nothing(
+    in_place: bool, references: Any, made: Any, attach: Any, stats_of: Any, hooks_left: Any
+) -> None:
+    model = made(in_place)
+    merged, given = attach(model, **KEYS), conds(model, references)
+    plain = sampled(at(model, "auto"), **given)
+    found = {cache: sampled(at(merged, cache), **given) for cache in CACHES}
+    for cache in CACHES[1:]:
+        assert errors([found[cache]], [found["off"]])[0] < 1e-5
+    stats = stats_of(at(merged, "auto"))
+    assert stats.unmerged == {}
+    assert set(stats.grids) == {(HEIGHT, WIDTH)}
+    assert 0 < errors([found["off"]], [plain])[0] < 0.5
+    assert torch.equal(sampled(at(merged, "auto"), **given), found["auto"])
+    assert torch.equal(sampled(at(model, "auto"), **given), plain)
+    assert hooks_left(model) == []
+
+
+@loop("in_place", FORMS)
+@loop("cache", CACHES)
+@loop("references", [(), REFERENCES[:2]])
+def test_without_changes_a_merged_step_equals_the_models_own(
+    in_place: bool, cache: str, references: Any, made: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = at(made(in_place), cache)
+    given = conds(model, references)
+    monkeypatch.setattr(models, "conditioning", lambda *_, seed, **__: list(given.values())[seed - 1])
+    merged = attach(model, **KEYS)
+    (own, *_), found = evaluated(model, batch=2), evaluated(merged, batch=2)
+    assert (stats_of(merged).evaluations, stats_of(merged).merged_evaluations) == (4, 3)
+    assert stats_of(merged).unmerged == {}
+    for picture in found:
+        torch.testing.assert_close(picture, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
+
+
+@loop("in_place", FORMS)
+def test_the_error_grows_with_the_ratio(in_place: bool, made: Any, attach: Any) -> None:
+    model = made(in_place)
+    options: dict[str, Any] = {**conds(model, REFERENCES[:2]), "steps": 8, "cfg": 1.0}
+    settings = {**KEYS, "full_step_interval": 4}
+    own = sampled(at(model, "auto"), **options)
+    of = {
+        ratio: errors([sampled(at(attach(model, **settings, ratio=ratio), "auto"), **options)], [own])[0]
+        for ratio in (0.25, 0.5, 0.75)
+    }
+    assert 0 < of[0.25] < of[0.5] < of[0.75] < 0.5
+    assert attach(model, ratio=0.0) is model
+
+
+@loop("in_place", FORMS)
+@loop("cache", CACHES)
+def test_queries_of_destinations_see_keys_of_all(in_place: bool, cache: str, made: Any, attach: Any) -> None:
+    """Text attends to what comes before the image, as in the model; the image to all keys at their own positions."""
+    model = at(made(in_place), cache)
+    watch = Watch(1)
+    evaluated(watch.on(attach(model, ratio=0.5, **KEYS)))
+    (seen,) = watch.evaluations()
+    last = [(q.shape[1], k.shape[1]) for q, k, _ in seen[-8 if cache == "off" else -4 :]]
+    image = IMAGE // 2, TEXT + IMAGE
+    assert last == ([(TEXT, TEXT), image] * 4 if cache == "off" else [image] * 4)
+
+
+@loop("in_place", FORMS)
+@loop("cache", CACHES)
+@loop("patch", ["a replaced block", "after each block", "a control branch"])
+def test_nodes_between_blocks_see_all_tokens(in_place: bool, cache: str, patch: str, made: Any, attach: Any) -> None:
+    model = at(made(in_place), cache)
+    seen: list[int] = []
+    changed = {
+        "a replaced block": replaced, "after each block": patched, "a control branch": controlled
+    }[patch](model.clone(), seen)  # fmt: skip
+    own = sampled(changed)
+    assert set(seen) == {TEXT + IMAGE}
+    found = sampled(attach(changed, ratio=0.5, **KEYS))
+    assert set(seen) == {TEXT + IMAGE}
+    assert 0 < errors([found], [own])[0] < 0.5
+
+
+def replaced(model: Any, seen: list[int]) -> Any:
+    def replacement(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        seen.append(args["img"].shape[1])
+        out: dict[str, Any] = extra["original_block"](args)
+        seen.append(out["img"].shape[1])
+        return out
+
+    model.set_model_patch_replace(replacement, "dit", "single_block", 2)
+    return model
+
+
+def patched(model: Any, seen: list[int]) -> Any:
+    def patch(args: dict[str, Any]) -> dict[str, Any]:
+        seen.append(args["img"].shape[1])
+        return args
+
+    model.set_model_patch(patch, "single_block")
+    return model
+
+
+def controlled(model: Any, seen: list[int]) -> Any:
+    """Add what a branch of blocks of its own makes of all tokens, after every second block, as Fun ControlNet does."""
+    blocks = copy.deepcopy(model.model.diffusion_model.transformer_blocks[:2])
+    state: dict[str, Tensor] = {}
+
+    def replacement(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        index = args["transformer_options"]["block_index"]
+        stream = state["stream"] if index else args["img"] + 0.1
+        seen.append(stream.shape[1])
+        given = {name: args[name] for name in ("mod", "pe", "attn_fn", "prefix_len", "transformer_options")}
+        out = extra["original_block"](args)["img"]
+        state["stream"] = blocks[index // 2](stream.clone(), *given.values())
+        return {"img": out + 0.1 * state["stream"]}
+
+    for index in (0, 2):
+        model.set_model_patch_replace(replacement, "dit", "single_block", index)
+    return model
+
+
+SIZES = [(21, 29, 1, 4.0), (17, 33, 2, 1.0), (2, 2, 1, 1.0), (33, 8, 3, 4.0)]
+
+
+@loop("in_place", FORMS)
+@loop(("height", "width", "batch", "cfg"), SIZES)
+def test_odd_sizes_batches_and_guidance(
+    in_place: bool, height: int, width: int, batch: int, cfg: float, made: Any, attach: Any
+) -> None:
+    """A reference larger than the image comes first in the step that fills ComfyUI's cache."""
+    model = at(made(in_place), "auto")
+    merged, run = attach(model, **KEYS), {"batch": batch, "cfg": cfg, **conds(model, ((34, 35),))}
+    out = models.sample(merged, height, width, **run)
+    assert out.isfinite().all()
+    assert torch.equal(models.sample(merged, height, width, **run), out)
+
+
+# The manual sigmas of ComfyUI's template for the turbo LoRA.
+TURBO = (1.0, 0.978, 0.954, 0.927, 0.895, 0.845, 0.705, 0.415, 0.0)
+
+
+@loop(("name", "steps"), [("balanced", 25), ("quality", 25), ("balanced", 8), ("quality", 8)])
+def test_steps_that_presets_merge(name: str, steps: int, made: Any, stats_of: Any) -> None:
+    """25 steps of `simple` are the template's for text to image and edits, 8 sigmas that of the turbo LoRA."""
+    import comfy.sample
+    from comfy.samplers import sampler_object
+
+    model = at(made(True), "auto")
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset(name))
+    given = conds(model, REFERENCES[:1])
+    if steps == len(TURBO) - 1:
+        latent = models.empty(model, 16, 16)
+        out = comfy.sample.sample_custom(
+            *(merged, comfy.sample.prepare_noise(latent, 5), 1.0, sampler_object("euler"), torch.tensor(TURBO)),
+            *(*given.values(), latent),
+            seed=5,
+            disable_pbar=True,
+        )
+    else:
+        out = models.sample(merged, 16, 16, steps=steps, cfg=1.0, **given)
+    assert out.isfinite().all()
+    stats = stats_of(merged)
+    assert stats.unmerged == {}
+    assert stats.without_kv_cache is None
+    assert sorted(stats.merged_steps) == MERGED[name, steps]
+
+
+MERGED = {
+    ("balanced", 25): [n for n in range(1, 24) if n % 4],
+    ("quality", 25): [n for n in range(1, 24) if n % 2],
+    ("balanced", 8): [1, 2, 3, 5, 6],
+    ("quality", 8): [1, 3, 5],
+}
