@@ -257,7 +257,7 @@ class BlockHook(Hook):
             chain.merge_rows(signature.rows(call_args), start, self.rope)
         merged, reduction = signature.replaced(call_args, x, chain.rows), TokenReduction(before, chain.lengths)
         if reduction.removed:
-            merged = {**merged, **signature.merged_args(call_args, reduction)}
+            merged = {**merged, **signature.merged_args(merged, reduction)}
         if chain.attends:
             spans = signature.attention_spans(merged, before)
             masked = partial(signature.mask_of_all, removed=reduction.removed)

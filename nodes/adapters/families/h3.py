@@ -1,22 +1,30 @@
 """MiniMax H3: one stream of [text | references | audio | video], without a batch.
 
 Only the video, the last segment, is merged, every frame to the same number of tokens. Modulation goes by segments of
-the stream.
+the stream, (start, stop, row). Where the latent has a mask, as for inpainting and extending, a segment has a row for
+each of its tokens, which follows the destinations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+import torch
 from comfy.ldm.minimax.model import MiniMaxH3Model
 from torch import Tensor
 
 from ....toma_core.cost_model import H3
+from ....toma_core.reasons import Message, Reason
 from ..family import Transformer
-from ..signature import BlockGroup, BlockSignature
+from ..signature import BlockGroup, BlockSignature, CallArguments
 
 NAME = "MiniMax H3"
 MODEL = MiniMaxH3Model
+
+
+_SEGMENTS = "mod_segments"
 
 
 class Signature(BlockSignature):
@@ -25,15 +33,72 @@ class Signature(BlockSignature):
     positional_args = ("x", "t_emb", "mod_segments", "rope_freqs")
     rope_arg, rope_token_dim = "rope_freqs", 1
     image_last = True
-    index_args = ("mod_segments",)
+    index_args = (_SEGMENTS,)
     passthrough_args = ("t_emb",)
     mutates_input = True
+    # The segments of an evaluation, and the row of each token of the stream, (1, T, 1).
+    _row_by_token: tuple[Any, Tensor] | None = None
+
+    def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
+        start, length = self.image_start(call_args, image), self.tokens(call_args).shape[1]
+        if start is not None and not _is_known(call_args[_SEGMENTS], start, length):
+            return Reason.ARGUMENT_IN_USE(arguments="modulation by token")
+        return super().obstacle(call_args, image, references)
+
+    def rows(self, call_args: CallArguments) -> dict[str, Any]:
+        rows, segments = super().rows(call_args), call_args[_SEGMENTS]
+        if _goes_by_token(segments):
+            # One list and one tensor for all blocks, which share what follows from them.
+            if self._row_by_token is None or self._row_by_token[0] is not segments:
+                self._row_by_token = segments, _row_by_token(segments)
+            rows[_SEGMENTS] = self._row_by_token[1]
+        return rows
+
+    def replaced(self, call_args: CallArguments, x: Tensor, rows: Mapping[str, Tensor]) -> CallArguments:
+        others = {name: each for name, each in rows.items() if name != _SEGMENTS}
+        changed = super().replaced(call_args, x, others)
+        if _SEGMENTS in rows:
+            changed[_SEGMENTS] = [(0, call_args[_SEGMENTS][-1][1], rows[_SEGMENTS][0, :, 0])]
+        return changed
+
+    def release(self) -> None:
+        self._row_by_token = None
 
     def unpack(self, value: Any) -> Any:
         return value[None] if value.ndim == 2 else value
 
     def pack(self, value: Any, tensor: Tensor) -> Any:
         return tensor[0] if value.ndim == 2 else tensor
+
+
+def _goes_by_token(segments: Sequence[Any]) -> bool:
+    return any(isinstance(row, Tensor) for _, _, row in segments)
+
+
+def _row_by_token(segments: Sequence[Any]) -> Tensor:
+    """Return the row of each token of the stream, (1, T, 1)."""
+    device = next(row.device for _, _, row in segments if isinstance(row, Tensor))
+    parts = [
+        row.expand(stop - start) if isinstance(row, Tensor) else torch.full((stop - start,), row, device=device)
+        for start, stop, row in segments
+    ]
+    return torch.cat(parts)[None, :, None]
+
+
+def _is_known(segments: Any, start: int, length: int) -> bool:
+    """Whether segments are those of a stream of so many tokens whose video begins at `start`: each with one row, or
+    with one for each of its tokens. Without rows by token the video is one segment."""
+    if not isinstance(segments, Sequence) or any(not isinstance(each, Sequence) or len(each) != 3 for each in segments):
+        return False
+    borders = [0, *[stop for _, stop, _ in segments]]
+    rows = [(stop - begin, row) for begin, stop, row in segments if isinstance(row, Tensor)]
+    return (
+        [begin for begin, _, _ in segments] == borders[:-1]
+        and borders[-1] == length
+        and all(a <= b for a, b in pairwise(borders))
+        and all(not r.is_floating_point() and r.ndim < 2 and r.numel() in (1, n) for n, r in rows)
+        and (bool(rows) or borders[-2] == start)
+    )
 
 
 class Hooks(Transformer):

@@ -1,0 +1,184 @@
+"""MiniMax H3 with a mask, as for inpainting and extending a video: each token of the video has a row of modulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.loop import loop
+from tests.nodes.adapters.families.layouts import (
+    CLOSE,
+    TEXT,
+    Layout,
+    arguments,
+    errors,
+    merged_call,
+    noise,
+    restored,
+    run,
+)
+from tests.nodes.adapters.families.test_h3 import AUDIO, FRAME, FRAMES, HEIGHT, WIDTH, sampled
+from tests.nodes.adapters.kv_helpers import preset
+
+Reason = pack_module("toma_core.reasons").Reason
+START, TOKENS = TEXT + AUDIO, FRAMES * FRAME
+Change = Callable[[list[Any]], list[Any]]
+
+
+@pytest.fixture
+def with_segments(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], Any]:
+    """with_segments(change): return a model whose blocks are called with other segments, one list in an evaluation."""
+
+    def changed(change: Change) -> Any:
+        model, lists = model_of("h3"), list[tuple[Any, Any]]()
+        block = type(model.model.diffusion_model.blocks[0])
+        call = block.__call__
+
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(args) > 2:  # as the model calls it, not the test
+                if not lists or lists[-1][0] is not args[2]:
+                    lists.append((args[2], change(args[2])))
+                args = (*args[:2], lists[-1][1], *args[3:])
+            return call(self, *args, **kwargs)
+
+        monkeypatch.setattr(block, "__call__", called)
+        return model
+
+    return changed
+
+
+def levels(segments: list[Any]) -> Tensor:
+    """Return rows of two of the model's noise levels for the tokens of the video."""
+    first, last = segments[0][2], segments[-1][2]
+    return torch.where(noise(TOKENS) > 0, first, last)
+
+
+def by_token(segments: list[Any]) -> list[Any]:
+    (*others, (start, stop, _)) = segments
+    return [*others, (start, stop, levels(segments))]
+
+
+def by_token_of_both(segments: list[Any]) -> list[Any]:
+    """The audio has rows by token, too."""
+    *others, (a, b, row), (start, stop, _) = segments
+    return [*others, (a, b, torch.full((b - a,), row)), (start, stop, levels(segments))]
+
+
+def by_frame(segments: list[Any]) -> list[Any]:
+    """Several segments in the video, one of them by token."""
+    *others, (start, stop, row) = segments
+    middle, rows = start + 2 * FRAME, levels(segments)[: stop - start - 2 * FRAME]
+    return [*others, (start, middle, row), (middle, stop, rows)]
+
+
+@loop("change", [by_token, by_token_of_both, by_frame])
+def test_a_block_modulates_each_destination_by_its_own_row(
+    change: Change, with_segments: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
+) -> None:
+    model = with_segments(change)
+    merged = attach(model, granularity="block")
+    block = model.model.diffusion_model.blocks[1]
+    calls = record(block)
+    sampled(merged, steps=1)
+    assert stats_of(merged).unmerged == {}
+    (call,) = calls
+    plan = plan_calls[call.first_plan].plan
+    layout = Layout("blocks", "x", rope_arg="rope_freqs", rope_token_dim=1, before=START, flat=True)
+    given = arguments(block, layout, call)
+    rows = torch.cat([torch.as_tensor(row).expand(stop - start) for start, stop, row in change(given["mod_segments"])])
+    M, U = dense(plan)
+    merged_args, video, means = merged_call(layout, given, [plan], M)
+    kept = torch.cat([rows[:START], rows[START:][plan.destinations[0]]])
+    merged_args["mod_segments"] = [(n, n + 1, int(row)) for n, row in enumerate(kept)]
+    found = layout.taken(call.out)
+    torch.testing.assert_close(found, restored(layout, run(block, layout, merged_args), video, means, U), **CLOSE)
+
+
+def split(segments: list[Any]) -> list[Any]:
+    *others, (start, stop, row) = segments
+    return [*others, (start, start + FRAME, row), (start + FRAME, stop, row)]
+
+
+def test_segments_that_are_not_known_are_refused_in_words(with_segments: Any, stats_of: Any) -> None:
+    model = with_segments(split)
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+    assert all(map(torch.equal, sampled(merged, steps=4), sampled(model, steps=4)))
+    assert set(stats_of(merged).unmerged) == {Reason.ARGUMENT_IN_USE(arguments="modulation by token")}
+
+
+@loop(
+    "segments",
+    [
+        [(0, START, 1), (START, START + TOKENS, torch.zeros(TOKENS))],  # not whole numbers
+        [(0, START, 1), (START, START + TOKENS, torch.zeros(TOKENS - 1, dtype=torch.long))],
+        [(0, START, 1), (START, START + TOKENS, torch.zeros(TOKENS, 2, dtype=torch.long))],
+        [(0, START, 1), (START + 1, START + TOKENS, 0)],  # a gap
+        [(0, START, 1), (START, START + TOKENS + 1, 0)],
+        [(0, START + 1, 1), (START + 1, START + TOKENS, 0)],
+        [(0, START), (START, START + TOKENS)],
+        [],
+        None,
+        torch.zeros(2, 3),
+    ],
+)
+def test_whatever_segments_are_they_are_no_error(segments: Any, pack: Any) -> None:
+    h3 = pack_module("nodes.adapters.families.h3")
+    call_args = {
+        **{"x": torch.zeros(START + TOKENS, 4), "t_emb": None, "mod_segments": segments, "transformer_options": {}},
+        "rope_freqs": torch.zeros(1, START + TOKENS, 1, 2, 2, 2),
+    }
+    found = h3.Signature().obstacle(call_args, TOKENS)
+    assert found == Reason.ARGUMENT_IN_USE(arguments="modulation by token")
+
+
+def masks(what: str) -> tuple[Tensor, Tensor]:
+    """Return masks of the video and of the audio: 1 is computed."""
+    video, audio = torch.ones(1, 1, FRAMES, HEIGHT, WIDTH), torch.ones(1, 1, 2, AUDIO // 2)
+    if what == "a rectangle":
+        video[..., :, :6, :8] = 0
+    elif what == "an extension":
+        video[:, :, :2] = 0
+        audio[..., :3] = 0
+    elif what == "a soft edge":
+        video[:] = torch.linspace(0, 1, WIDTH)
+    elif what == "all alike":
+        video[:] = 0.5
+    return video, audio
+
+
+@loop("what", ["a rectangle", "an extension", "a soft edge", "all alike", "audio alone"])
+@loop("cfg", [1.0, 3.0])
+def test_a_masked_run(what: str, cfg: float, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a ComfyUI whose model reads masks, from 0.33.0 on; an older one blends by the mask only."""
+    from comfy.nested_tensor import NestedTensor
+
+    model, (video, audio) = model_of("h3"), masks(what)
+    if what == "audio alone":
+        audio[..., :3] = 0
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+    latent = models.empty(model, HEIGHT, WIDTH, 1, FRAMES)
+    latent = NestedTensor([noise(*each.shape) for each in latent.unbind()])
+    rows, block = list[Any](), type(model.model.diffusion_model.blocks[0])
+    call = block.__call__
+    monkeypatch.setattr(
+        block, "__call__", lambda self, *args, **kw: rows.append(args[2][-1][2]) or call(self, *args, **kw)
+    )
+    asked = {"latent": latent, "noise_mask": NestedTensor([video, audio]), "steps": 8, "cfg": cfg}
+    own, found = sampled(model, **asked), sampled(merged, **asked)
+    reads_masks = "denoise_mask" in signature(type(model.model.diffusion_model).forward).parameters
+    assert isinstance(rows[0], Tensor) is (reads_masks and what not in ("all alike", "audio alone"))
+    error = errors(found, own)
+    assert 0 < error[0] < 0.05
+    assert error[1] < 0.05
+    assert len(stats_of(merged).merged_steps) == 5
+    assert stats_of(merged).unmerged == {}
+    assert stats_of(merged).without_kv_cache is None
+    assert all(map(torch.equal, sampled(merged, **asked), found))
+    assert all(map(torch.equal, sampled(model, **asked), own))
