@@ -73,21 +73,29 @@ class Cache:
 
     def _put(self, keys: Keys, update: Tensor | Int4Tensor) -> None:
         chunks = update.chunk(len(keys))
-        replaced = Counter(id(self._entries[key].tensor) for key in keys if key in self._entries)
-        for index, key in enumerate(keys):
-            entry = self._entries.get(key)
-            # Conditions that were evaluated together before and are apart now: write into their shared tensor, as
-            # another one beside it would hold their memory twice.
-            if entry and len(chunks) == len(keys) and self._chunks[id(entry.tensor)] > replaced[id(entry.tensor)]:
-                mine: Any = entry.chunk()
-                if _alike(mine, chunks[index]):
-                    mine.copy_(chunks[index])
-                    continue
-            self.drop([key])
-            self._entries[key] = _Entry(update, index, len(keys))
-            self.held += update.nbytes if not self._chunks[id(update)] else 0
-            self._chunks[id(update)] += 1
+        before = [self._entries.get(key) for key in keys]
+        replaced = Counter(id(entry.tensor) for entry in before if entry)
+        # Conditions that were evaluated together before and are apart now: write into their shared tensor. Another one
+        # beside it would hold their memory twice.
+        apart = any(self._chunks[id(entry.tensor)] > replaced[id(entry.tensor)] for entry in before if entry)
+        if not apart or len(chunks) != len(keys):
+            for index, key in enumerate(keys):
+                self._set(key, _Entry(update, index, len(keys)))
+        else:
+            for index, key in enumerate(keys):
+                entry, part = before[index], chunks[index]
+                mine: Any = entry.chunk() if entry else None
+                if entry and _alike(mine, part):
+                    mine.copy_(part)
+                else:
+                    self._set(key, _Entry(part.clone(), 0, 1))
         self.peak_bytes = max(self.peak_bytes, self.held)
+
+    def _set(self, key: Key, entry: _Entry) -> None:
+        self.drop([key])
+        self._entries[key] = entry
+        self.held += entry.tensor.nbytes if not self._chunks[id(entry.tensor)] else 0
+        self._chunks[id(entry.tensor)] += 1
 
     def disable(self) -> bool:
         """Drop everything for good. Return False if nothing was held."""

@@ -46,6 +46,10 @@ class Int4Tensor:
         parts = zip(*(t.chunk(count) for t in (self.codes, self.low, self.step)), strict=True)
         return [Int4Tensor(*part) for part in parts]
 
+    def clone(self) -> Int4Tensor:
+        """Return a copy with memory of its own."""
+        return Int4Tensor(*(t.clone() for t in (self.codes, self.low, self.step)))
+
     def copy_(self, other: Int4Tensor) -> None:
         """Copy the numbers of another of the same shape into this one."""
         for name in ("codes", "low", "step"):

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from comfy.sampler_helpers import estimate_memory, get_additional_models, get_additional_models_from_model_options
-from comfy.samplers import CFGGuider
 from torch import Tensor
 
-from ...toma_core import ToMAConfig
+from ...toma_core import Schedule, ToMAConfig
 from ...toma_core.quant4 import int4_bytes
 from ...toma_core.reasons import Message, Reason
 from . import registry
 from .compat import UnsupportedApiError, warn
 from .compile_ops import compiled
+from .conditions import area_size, crop
+from .evaluated import Area, evaluated_parts, most_held
 
 # The share of a card's memory that the KV cache may take in four bits where that pushes weights out. ComfyUI then loads
 # these again in every step, which takes far less time than is saved. 18.2 GB (Wan 14B, 1280 x 720 x 81) fit 32 GB.
@@ -41,12 +42,15 @@ class KVCachePlan:
     reason: Message | None = None  # why there is no cache
 
 
-def plan_kv_cache(config: ToMAConfig, guider: Any, latent: Tensor, sampler: Any, packed: Sequence[int]) -> KVCachePlan:
+def plan_kv_cache(
+    config: ToMAConfig, guider: Any, latent: Tensor, sampler: Any, packed: Sequence[int], sigmas: Sequence[float] = ()
+) -> KVCachePlan:
     """Decide what a run on latents of (B, C, ..., H, W) caches: keys and values at full precision where they fit beside
     the model's weights; in four bits where they do not; nothing where four bits would take more than `_SHARE` of the
     card.
 
-    packed: the shape of all streams as ComfyUI packs them.
+    packed: the shape of all streams as ComfyUI packs them. sigmas: of the steps, and the one at which the run ends;
+    without any, all conditions count.
     """
     model, options = guider.model_patcher, guider.model_options
     hooks = registry.find(model.get_model_object("diffusion_model"))
@@ -54,18 +58,30 @@ def plan_kv_cache(config: ToMAConfig, guider: Any, latent: Tensor, sampler: Any,
         return KVCachePlan(reason=Reason.KV_NO_FULL_STEPS())
     if hooks is None or (options.get("torch_compile_kwargs") and not compiled(options)):
         return KVCachePlan(reason=Reason.KV_COMPILE_BACKEND())
-    evaluations = conditions_of(guider, sampler) * windows_of(guider, latent)
-    if not evaluations:
+    windows = windows_of(guider, latent)
+    if not windows:
         return KVCachePlan(reason=Reason.KV_CONTEXT_WINDOWS())
     conds = [cond for group in guider.conds.values() for cond in group or ()]
-    of_an_image = hooks.kv_cache_numel(
-        latent,
-        config,
-        options["transformer_options"],
+    of_an_area = partial(
+        hooks.kv_cache_numel,
+        config=config,
+        options=options["transformer_options"],
         controlled=any(cond.get("control") is not None for cond in conds),
         references=max((cond.get("reference_latents") or [] for cond in conds), key=len, default=[]),
     )
-    updates, keys = (round(n * len(latent) * evaluations) for n in of_an_image)
+    sizes: dict[Area, tuple[int, int]] = {}  # numbers of updates, and of keys and values
+
+    def size(area: Area) -> int:
+        if area not in sizes:
+            outside = min(area_size(area or None, latent.shape[2:])) <= 0
+            sizes[area] = (0, 0) if outside else of_an_area(crop(latent, area or None))
+        return sum(sizes[area])
+
+    steps = evaluated_parts(guider, sampler, packed, sigmas[:-1])
+    schedule = Schedule(config, tuple(sigmas[:-1]), finishes=bool(sigmas) and sigmas[-1] == 0.0)
+    held = most_held(steps, schedule, size) or [()]
+    numbers = [of_an_area(latent) if not area else sizes[area] for area in held]
+    updates, keys = (round(sum(parts) * len(latent) * windows) for parts in zip(*numbers, strict=True))
     if not keys:
         return KVCachePlan(reason=Reason.KV_MODEL_ATTENTION())
     itemsize, left = dtype_of(model).itemsize, memory_left(guider, packed)
@@ -103,17 +119,6 @@ def memory_left(guider: Any, shape: Sequence[int]) -> float:
         activations + controls + model_management.extra_reserved_memory(),
     )
     return float(model_management.get_total_memory(model.load_device) - weights * _LOADING - reserved)
-
-
-def conditions_of(guider: Any, sampler: Any = None) -> int:
-    """Return how many conditions are evaluated in a step at most. Without guidance negative ones are not, unless the
-    sampler needs them, as those of CFG++ do."""
-    groups = guider.conds
-    name = getattr(getattr(sampler, "sampler_function", None), "__name__", "cfg_pp")
-    ordinary = type(guider).predict_noise is CFGGuider.predict_noise and "cfg_pp" not in name
-    if ordinary and not guider.model_options.get("disable_cfg1_optimization") and math.isclose(guider.cfg, 1.0):
-        groups = {"positive": groups.get("positive")}
-    return max(1, sum(len(conds or ()) for conds in groups.values()))
 
 
 def dtype_of(model: ModelPatcher) -> torch.dtype:

@@ -104,7 +104,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             options = create_model_options_clone(options_before)
         with own_code():
             noise = streams.first(packed, shapes)
-            config, kv_plan = run_config(attachment, guider, noise, sampler, packed.shape)
+            config, kv_plan = run_config(attachment, guider, noise, sampler, packed.shape, sigmas)
             frames = noise.shape[2] if noise.ndim > 4 else 1
             sampling = SamplingRun.start(config, model_sampling, sigmas, attachment.ratio_schedule, frames)
             sampling.shapes = shapes
@@ -148,16 +148,22 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_config(
-    attachment: Attachment, guider: Any, noise: Tensor, sampler: Any, packed: Sequence[int] = ()
+    attachment: Attachment,
+    guider: Any,
+    noise: Tensor,
+    sampler: Any,
+    packed: Sequence[int] = (),
+    sigmas: Sequence[float] = (),
 ) -> tuple[ToMAConfig, KVCachePlan]:
     """Return the settings for a run of a guider with these conditions, and its KV cache.
 
-    noise: of the first stream. packed: the shape of all streams as ComfyUI packs them, if there are several.
+    noise: of the first stream. packed: the shape of all streams as ComfyUI packs them, if there are several. sigmas:
+    see `plan_kv_cache`.
     """
     settings, model = attachment.settings, guider.model_patcher
     config, kv_plan = config_for(settings, model), KVCachePlan()
     if config.kv_cache and not getattr(comfy.model_management, "in_training", False):
-        kv_plan = plan_kv_cache(config, guider, noise, sampler, packed or noise.shape)
+        kv_plan = plan_kv_cache(config, guider, noise, sampler, packed or noise.shape, sigmas)
         config = config if kv_plan.bytes else config_for(settings, model, kv_cache=False)
     return config, kv_plan
 

@@ -438,3 +438,19 @@ def test_propagated_residuals_are_within_the_limits_of_half_precision() -> None:
     moved = Cached(run.cache, (("block", "a"),), x).propagate(fresh, plan)
     assert moved.isfinite().all()
     assert run.cache.read((("block", "a"),), x) is moved
+
+
+@loop("quantized", [False, True])
+def test_a_condition_that_takes_the_place_of_another_holds_its_own_memory_alone(quantized: bool) -> None:
+    """Prompts that take turns beside one negative prompt: three conditions, not two pairs."""
+    cache, (one, two) = RunState(Schedule(ToMAConfig())).cache, torch.randn(2, 2, 8, 64)
+    cache.put((("a", "negative"), ("a", "first")), one, quantized)
+    each = cache.held // 2
+    cache.put((("a", "negative"), ("a", "second")), two, quantized)
+    assert (cache.held, cache.peak_bytes) == (3 * each, 3 * each)
+    for name, wanted in (("negative", two[:1]), ("first", one[1:]), ("second", two[1:])):
+        found = cache.read((("a", name),), wanted)
+        assert found is not None
+        assert torch.allclose(found, wanted, atol=0.4 if quantized else 0)
+    cache.drop([("a", "second")])
+    assert cache.held == 2 * each

@@ -126,13 +126,13 @@ def test_steps_after_an_own_error_are_full(
 ) -> None:
     """They are not merged by the plan of the step before."""
     monkeypatch.setattr(compat, "RAISES_OWN_ERRORS", False)
-    merged, modes, call = attach(flux), list[Any](), run._merged_call
+    merged, modes, call = attach(flux), list[Any](), run.merged_call
 
     def noted(full: Any, select: Any, sampling: Any, evaluation: Any, x: Any) -> Any:
         modes.append(evaluation.step_plan.mode)
         return call(full, select, sampling, evaluation, x)
 
-    monkeypatch.setattr(run, "_merged_call", noted)
+    monkeypatch.setattr(run, "merged_call", noted)
     fail_from(monkeypatch, name, 3)
     models.sample(merged, SIDE, SIDE, steps=8, cfg=1.0)
     assert len(modes) == 3

@@ -248,23 +248,6 @@ def test_comfyui_receives_the_size_before_it_loads_the_model(
     assert "memory_required" not in vars(model.model)
 
 
-def test_room_is_asked_for_every_condition_that_is_evaluated(model_of: Any) -> None:
-    from comfy.samplers import CFGGuider, ksampler
-    from comfy_extras.nodes_custom_sampler import Guider_DualCFG
-
-    count, model = pack_module("nodes.adapters.kv_memory").conditions_of, model_of("flux")
-    first, second, third = (models.conditioning(model, seed=seed) for seed in (1, 2, 3))
-    guider = CFGGuider(model)
-    guider.conds = {"positive": first, "negative": second}
-    for cfg, name, wanted in ((1.0, "euler", 1), (3.0, "euler", 2), (1.0, "euler_cfg_pp", 2)):
-        guider.set_cfg(cfg)
-        assert count(guider, ksampler(name)) == wanted
-    dual = Guider_DualCFG(model)
-    dual.conds = {"positive": first, "middle": second, "negative": third}
-    dual.set_cfg(1.5, 2.0)
-    assert count(dual, ksampler("euler")) == 3
-
-
 def test_room_is_asked_for_with_references_that_are_merged(model_of: Any, attach: Any, stats_of: Any) -> None:
     model = model_of("flux")
     reference = torch.randn(1, 16, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(9))

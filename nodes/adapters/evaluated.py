@@ -1,0 +1,173 @@
+"""Find out before a run begins which conditions it evaluates in each step, and what its caches will hold of them.
+
+Guidance decides by itself what it evaluates, so a guider is asked: its `predict_noise` is called on zeros, without the
+model and without the functions of other nodes, which may hold state. Nothing of that changes the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import copy
+from types import CodeType
+from typing import Any
+
+import torch
+from comfy import samplers
+from comfy.patcher_extension import WrappersMP
+from comfy.samplers import CFGGuider
+from torch import Tensor
+
+from ...toma_core import Schedule, StepMode
+from .conditions import is_active, patches_of
+from .contents import Contents
+
+Area = tuple[int, ...]  # of a latent: sizes, then starts; () for all of it
+# What one evaluation caches: areas by signature, which names condition, area and call as in `SamplingRun`.
+Parts = dict[Hashable, Area]
+Call = tuple[Sequence[Any], Hashable]  # groups of conditions that are evaluated at once, and what is patched meanwhile
+
+# Methods of a guider that prepare what its `predict_noise` reads.
+_PREPARING = ("__call__", "outer_predict_noise", "outer_sample", "inner_sample")
+# Options of other nodes, which decide or compute while sampling.
+_FOREIGN = ("sampler_", "model_function_wrapper", "context_handler", "denoise_mask_function", "multigpu_")
+
+
+def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Sequence[float]) -> list[Parts]:
+    """Return what each step of a run caches if it refreshes the caches.
+
+    shape: of the latent as ComfyUI packs it. sigmas: of the steps; without any, one step in which every condition takes
+    part is returned.
+    """
+    contents, model = Contents(guider.conds), _Unloaded(guider.model_patcher)
+    conds = _prepared(guider.conds, model, shape)
+    steps = []
+    for sigma in sigmas or (None,):
+        parts: Parts = {}
+        counts: Counter[Hashable] = Counter()
+        for groups, patches in _calls(guider, sampler, conds, model, shape, sigma):
+            for cond in (cond for group in groups for cond in group or ()):
+                if sigma is None or is_active(cond, sigma):
+                    key = contents.of(cond["uuid"]), tuple(cond.get("area") or ()), patches
+                    counts[cond["uuid"], key] += 1
+                    parts[key, counts[cond["uuid"], key]] = key[1]
+        steps.append(parts)
+    return steps
+
+
+def most_held(steps: Sequence[Parts], schedule: Schedule, size: Callable[[Area], int]) -> list[Area]:
+    """Return the areas of what the caches of a run hold when they hold most.
+
+    steps: what each step caches. size: of what is cached of an area.
+    """
+    held: dict[Hashable, tuple[int, Area]] = {}  # step of the last refresh, and area
+    most = [*max(steps, key=lambda parts: sum(map(size, parts.values()))).values()]
+    for step, (parts, sigma) in enumerate(zip(steps, schedule.sigmas, strict=False)):
+        mode = schedule.decide(sigma, step).mode
+        fresh = all(part in held and step - held[part][0] < schedule.cache_steps for part in parts)
+        if mode is StepMode.REFRESH or (mode is StepMode.MERGED_CACHED and not fresh):
+            held = {part: line for part, line in held.items() if step - line[0] < schedule.cache_steps}
+            held.update({part: (step, area) for part, area in parts.items()})
+            most = max(most, [area for _, area in held.values()], key=lambda areas: sum(map(size, areas)))
+    return most
+
+
+class _Unloaded:
+    """Stands in for a model that is not loaded yet: all of it but its evaluation."""
+
+    def __init__(self, patcher: Any) -> None:
+        self._model = patcher.model
+        self.model_sampling = patcher.get_model_object("model_sampling")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("apply_model", "_apply_model", "diffusion_model"):
+            raise AttributeError(f"{name}: the model is not loaded yet")
+        return getattr(self._model, name)
+
+
+def _prepared(conds: Mapping[str, Any], model: Any, shape: Sequence[int]) -> dict[str, list[Any]]:
+    """Return copies of all conditions with their areas and noise levels, as ComfyUI makes them when sampling begins.
+    Where it makes them in another way, they are returned without."""
+    copies = {name: [dict(cond) for cond in group or ()] for name, group in conds.items()}
+    prepared = {name: list(group) for name, group in copies.items()}
+    try:
+        for group in prepared.values():
+            samplers.resolve_areas_and_cond_masks_multidim(group, tuple(shape[2:]), torch.device("cpu"))
+            samplers.calculate_start_end_timesteps(model, group)
+        # Each area of one group is evaluated for the others too.
+        for name, group in prepared.items():
+            for cond in group:
+                for other in (each for key, each in prepared.items() if key != name):
+                    samplers.create_cond_with_same_area_if_none(other, cond)
+    except Exception as error:
+        logging.debug("ToMA: areas and noise levels of conditions are unknown before sampling: %r", error)
+        return copies
+    return prepared
+
+
+def _calls(
+    guider: Any, sampler: Any, conds: Mapping[str, Any], model: Any, shape: Sequence[int], sigma: float | None
+) -> Iterator[Call]:
+    """Yield what a guider evaluates at a noise level, and what functions of other nodes add."""
+    options = guider.model_options
+    sampler_name = getattr(getattr(sampler, "sampler_function", None), "__name__", "cfg_pp")
+    unguided_too = bool(options.get("disable_cfg1_optimization")) or "cfg_pp" in sampler_name
+    if type(guider).predict_noise is CFGGuider.predict_noise:
+        alone = not unguided_too and math.isclose(guider.cfg, 1.0)
+        yield [conds.get(name) for name in ("positive", "negative")[: 1 if alone else 2]], ()
+    elif any(getattr(type(guider), name) is not getattr(CFGGuider, name) for name in _PREPARING):
+        yield list(conds.values()), ()  # it would be asked before it is ready
+    else:
+        if sigma is None:
+            sigma = float(model.model_sampling.sigma_max)
+        yield from _asked(guider, conds, model, shape, sigma, unguided_too) or [(list(conds.values()), ())]
+    for name in ("sampler_pre_cfg_function", "sampler_post_cfg_function"):
+        for n, function in enumerate(options.get(name) or ()):
+            if _evaluates(function):
+                yield [conds.get("positive")], (name, n)
+
+
+def _asked(
+    guider: Any, conds: Mapping[str, Any], model: Any, shape: Sequence[int], sigma: float, unguided_too: bool
+) -> list[Call]:
+    """Return what a guider's own `predict_noise` evaluates; nothing if that cannot be found out."""
+    calls = list[Call]()
+
+    def noted(executor: Any, model: Any, conds: Sequence[Any], x: Tensor, timestep: Any, options: Any) -> list[Tensor]:
+        calls.append((conds, patches_of(options["transformer_options"])))
+        return [torch.zeros_like(x) for _ in conds]
+
+    try:
+        asked = copy(guider)
+        for name, value in vars(guider).items():
+            if type(value) in (dict, list, set):  # it may count in them
+                setattr(asked, name, copy(value))
+        options = {key: value for key, value in guider.model_options.items() if not key.startswith(_FOREIGN)}
+        options["transformer_options"] = {
+            **options["transformer_options"],
+            "wrappers": {WrappersMP.CALC_COND_BATCH: {"toma": [noted]}},
+            "sample_sigmas": torch.tensor([sigma, 0.0]),
+        }
+        options["disable_cfg1_optimization"] = unguided_too
+        asked.conds, asked.inner_model, asked.model_options = dict(conds), model, options
+        with torch.random.fork_rng(devices=[]):
+            asked.predict_noise(torch.zeros(tuple(shape)), torch.full((shape[0],), sigma), options, 0)
+    except Exception as error:
+        logging.debug("ToMA: what %s evaluates is unknown before sampling: %r", type(guider).__name__, error)
+        return []
+    return calls
+
+
+def _evaluates(function: Any) -> bool:
+    """Whether a function of another node evaluates the model, as perturbed guidance does: by the names in its code."""
+    method: Any = type(function).__call__
+    pending: list[Any] = [getattr(function, "__code__", None) or getattr(method, "__code__", None)]
+    while pending:
+        code = pending.pop()
+        if isinstance(code, CodeType):
+            if {"calc_cond_batch", "_calc_cond_batch", "sampling_function"} & {*code.co_names}:
+                return True
+            pending += code.co_consts
+    return False
