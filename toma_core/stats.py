@@ -45,6 +45,7 @@ class Line(MessageId):
     RESIDUAL_CACHE = "residual_cache"  # size: MB
     RESIDUAL_CACHE_DISABLED = "residual_cache_disabled"
     NO_KV_CACHE = "no_kv_cache"  # reason
+    ATTENTION_LEFT = "attention_left"
     KERNELS = "kernels"  # names
 
 
@@ -82,6 +83,8 @@ class RunStats:
     cache_bytes: int = 0  # largest size of the residual cache
     cache_disabled: bool = False
     without_kv_cache: Message | None = None  # why the KV cache was not used
+    # Of attentions that another node overrides: whether of merged tokens, and whether it left them to ComfyUI.
+    attentions: set[tuple[bool, bool]] = field(default_factory=set)
     times_less_work: float | None = None  # FLOPs of the unmerged run over those of this one; None if unknown
     maps: dict[Grid, MergeMap] = field(default_factory=dict)
     merged_in: Counter[int] = field(default_factory=Counter)  # merged evaluations of each step
@@ -227,6 +230,7 @@ class RunStats:
             self.cache_bytes and Line.RESIDUAL_CACHE(size=self.cache_bytes / 1e6),
             self.cache_disabled and Line.RESIDUAL_CACHE_DISABLED(),
             self.without_kv_cache and Line.NO_KV_CACHE(reason=self.without_kv_cache),
+            self.attentions >= {(False, False), (True, True)} and Line.ATTENTION_LEFT(),
             names and Line.KERNELS(names=names),
         ]
         return [line for line in lines if isinstance(line, Message)]

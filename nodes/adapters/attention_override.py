@@ -1,17 +1,18 @@
 """Replace the keys and values of a block's self-attention by those of all tokens.
 
 It uses ComfyUI's `optimized_attention_override`, after norm and rotation, so that each key has its own position, and
-attention is computed by the same function as before, with other keys and values.
+attention is computed by the same function as before, with other keys and values: the override of another node, else
+what the checkpoint names for this attention, else ComfyUI's default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .signature import CallArguments
 
@@ -22,6 +23,8 @@ _OVERRIDE = "optimized_attention_override"
 Change = Callable[[Tensor, str, int, int], Tensor]
 # A mask of the keys -> one of the keys that replace them, None if unknown.
 Masked = Callable[[Tensor], "Tensor | None"]
+# (whether tokens are merged, whether another node left this attention to ComfyUI).
+Note = Callable[[bool, bool], None]
 
 
 @dataclass(eq=False)
@@ -32,28 +35,65 @@ class KVOverride:
     spans: Sequence[tuple[int, ...]]  # see `BlockSignature.attention_spans`
     then: Callable[..., Any] | None  # the override of another node
     masked: Masked  # gives the mask of the other keys
+    preferred: Sequence[nn.Module] = ()  # see `preferences_of`
+    note: Note | None = None  # called for each of the block's self-attentions that the other override has computed
     called: int = 0  # how many of the block's self-attentions have run
 
     def __call__(self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         axis = 2 if kwargs.get("skip_reshape") else 1
         mask = args[1] if len(args) > 1 else kwargs.get("mask")  # of keys that are replaced
         seen = None if mask is None else self.masked(mask)
-        if (mask is None or seen is not None) and self.called < len(self.spans):
-            before, tokens, *others = self.spans[self.called]
-            queries = others[0] if others else tokens
-            if k.shape[axis] == v.shape[axis] == tokens and q.shape[axis] == queries:
-                keys = self.change(k, f"key {self.called}", before, axis)
-                values = self.change(v, f"value {self.called}", before, axis)
-                self.called += 1
-                if keys.shape[axis] == values.shape[axis]:  # else only one of them is cached
-                    k, v = keys, values
-                if seen is not None and k.shape[axis] > tokens:
-                    if len(args) > 1:
-                        args = (args[0], seen, *args[2:])
-                    else:
-                        kwargs = {**kwargs, "mask": seen}
-        compute = function if self.then is None else partial(self.then, function)
-        return compute(q, k, v, *args, **kwargs)
+        number = self._number(q, k, v, axis)
+        if number is not None and (mask is None or seen is not None):
+            before, tokens, *_ = self.spans[number]
+            keys = self.change(k, f"key {number}", before, axis)
+            values = self.change(v, f"value {number}", before, axis)
+            self.called += 1
+            if keys.shape[axis] == values.shape[axis]:  # else only one of them is cached
+                k, v = keys, values
+            if seen is not None and k.shape[axis] > tokens:
+                if len(args) > 1:
+                    args = (args[0], seen, *args[2:])
+                else:
+                    kwargs = {**kwargs, "mask": seen}
+        if self.then is None:
+            return self._default(function, number)(q, k, v, *args, **kwargs)
+        if self.note is None or number is None:
+            return self.then(function, q, k, v, *args, **kwargs)
+        left = list[int]()
+
+        @wraps(function)
+        def default(*args: Any, **kwargs: Any) -> Any:
+            left.append(1)
+            return function(*args, **kwargs)
+
+        out = self.then(default, q, k, v, *args, **kwargs)
+        self.note(q.shape[axis] < k.shape[axis], bool(left))
+        return out
+
+    def _number(self, q: Tensor, k: Tensor, v: Tensor, axis: int) -> int | None:
+        """Return which of the block's self-attentions this is; None if it is another attention."""
+        if self.called == len(self.spans):
+            return None
+        _, tokens, *others = self.spans[self.called]
+        queries = others[0] if others else tokens
+        return self.called if k.shape[axis] == v.shape[axis] == tokens and q.shape[axis] == queries else None
+
+    def _default(self, function: Callable[..., Any], number: int | None) -> Callable[..., Any]:
+        """Return what computes this attention where no node has an override: ComfyUI skips what the checkpoint names
+        as soon as there is one."""
+        if not self.preferred:
+            return function
+        named: Any = self.preferred[0 if number == 0 else -1].function
+        return function if named is None else named  # type: ignore[no-any-return]
+
+
+def preferences_of(block: nn.Module) -> tuple[nn.Module, ...]:
+    """Return ComfyUI's `ComfyAttention` of each attention of a block: that of the self-attention first, that of the
+    attention to text last. Their `function` is what the checkpoint names for it, None if it names none. A ComfyUI
+    before 0.34 has none."""
+    named = dict(block.named_modules())
+    return tuple(module for name, module in named.items() if name.rpartition(".")[2] == "comfy_attention")
 
 
 def override_attention(
@@ -62,6 +102,8 @@ def override_attention(
     spans: Sequence[tuple[int, ...]],
     masked: Masked,
     attention_arg: str = "",
+    preferred: Sequence[nn.Module] = (),
+    note: Note | None = None,
 ) -> CallArguments:
     """Return a block's arguments with which its self-attention attends to the keys and values that `change` gives;
     unchanged if ComfyUI hands the block neither options nor, as `attention_arg`, a function that computes attention."""
@@ -71,7 +113,7 @@ def override_attention(
     options = call_args.get("transformer_options")
     if options is None:
         return call_args
-    override = KVOverride(change, spans, options.get(_OVERRIDE), masked)
+    override = KVOverride(change, spans, options.get(_OVERRIDE), masked, preferred, note)
     return {**call_args, "transformer_options": {**options, _OVERRIDE: override}}
 
 

@@ -10,7 +10,7 @@ on plain numbers only: they are prepared before the model runs, and operators do
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -23,7 +23,7 @@ from ...toma_core.cost_model import Block
 from ...toma_core.reasons import Message, Reason
 from . import compile_ops
 from .active_chain import ActiveChain, Reduction
-from .attention_override import override_attention
+from .attention_override import override_attention, preferences_of
 from .model_hooks import Hook, eager, outside_graph
 from .signature import BlockSignature, CallArguments, TokenReduction
 
@@ -164,6 +164,11 @@ class ChainSite:
         sizes = before, self.tokens, self.destinations, axis
         return compile_ops.operators.attend(t, f"{block} {what}", self.number, *sizes)
 
+    def note_attention(self, merged: bool, left: bool) -> None:
+        """Note whether another node's attention left that of merged tokens, or of all, to ComfyUI."""
+        if self.active is not None:
+            self.active.evaluation.run.stats.attentions.add((merged, left))
+
     def merge_rows(self, rows: dict[str, Any], before: int, shared: RopeCache) -> None:
         """Make the rows of the merged tokens from those of [before | N | rest]."""
         sizes = self.number, before, self.tokens, self.destinations, self.signature.rope_token_dim
@@ -202,12 +207,14 @@ class BlockHook(Hook):
     site: ChainSite  # site of a chain that begins with this block
     chain: ChainSite  # site of the block's chain in this evaluation: its own, or an earlier block's
     last: bool  # whether the chain ends with the block
+    preferences: Sequence[nn.Module]  # the attention that the checkpoint names, see `preferences_of`
 
     def __init__(
         self, module: nn.Module, name: str, signature: BlockSignature, work: Block, scope: Hashable, rope: RopeCache
     ) -> None:
         self.module, self.name, self.signature, self.work, self.scope = module, name, signature, work, scope
         self.rope, self.site, self.last = rope, ChainSite(signature), True
+        self.preferences = preferences_of(module)
         self.chain = self.site
 
     def release(self) -> None:
@@ -262,7 +269,8 @@ class BlockHook(Hook):
             spans = signature.attention_spans(merged, before)
             masked = partial(signature.mask_of_all, removed=reduction.removed)
             attend = partial(chain.attend, self.name)
-            merged = override_attention(merged, attend, spans, masked, signature.attention_arg)
+            note = None if chain.in_graph else chain.note_attention
+            merged = override_attention(merged, attend, spans, masked, signature.attention_arg, self.preferences, note)
         out = self._call_original(positional, merged)
         return signature.with_output(out, chain.leave(signature.output(out), before)) if self.last else out
 

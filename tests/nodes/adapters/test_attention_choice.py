@@ -1,0 +1,212 @@
+"""Merged blocks run in the attention that the user or the checkpoint chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.loop import loop
+from tests.nodes.adapters.kv_helpers import preset
+
+Line = pack_module("toma_core.stats").Line
+# By kind, the module of ComfyUI's that calls attention, the attentions of a block in the order in which they are
+# called, and the size of the latent.
+KINDS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "h3": ("comfy.ldm.minimax.model", ("attn",), {"height": 12, "width": 16, "frames": 5}),
+    "z_image": ("comfy.ldm.lumina.model", ("attention",), {"height": 20, "width": 28}),
+    "wan": ("comfy.ldm.wan.model", ("self_attn", "cross_attn"), {"height": 20, "width": 28, "frames": 3}),
+}
+STEPS = 6
+
+
+def sampled(kind: str, model: Any) -> Tensor:
+    return models.sample(model, **KINDS[kind][2], steps=STEPS, cfg=1.0)
+
+
+def with_preset(model: Any) -> Any:
+    return pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+
+
+def blocks_of(model: Any) -> Any:
+    network = model.model.diffusion_model
+    return getattr(network, "blocks", None) or network.layers
+
+
+class Preference(nn.Module):
+    """Stands in for the `ComfyAttention` of releases after 0.33, which the model hands to `optimized_attention`."""
+
+    function: Callable[..., Any] | None = None
+
+
+@pytest.fixture
+def naming(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[int, int]]]:
+    """naming(kind, model, names): have the checkpoint name an attention for those of these names in all blocks but
+    the last. Return a list of (queries, keys) that grows with each call of it."""
+
+    def start(kind: str, model: Any, names: tuple[str, ...]) -> list[tuple[int, int]]:
+        module, attentions, _ = KINDS[kind]
+        home = pytest.importorskip(module)
+        entry = "optimized_attention" if hasattr(home, "optimized_attention") else "optimized_attention_masked"
+        calls, current, default = list[tuple[int, int]](), list[nn.Module](), getattr(home, entry)
+
+        def named(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+            axis = 2 if kwargs.get("skip_reshape") else 1
+            shapes = [getattr(t, "tensor", t).shape[axis] for t in (q, k)]
+            calls.append((shapes[0], shapes[1]))
+            return default(q, k, v, *args, **{**kwargs, "transformer_options": {}})
+
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            preference = current[-1].comfy_attention if current else None
+            overridden = "optimized_attention_override" in (kwargs.get("transformer_options") or {})
+            known = preference is None or preference.function is None or overridden
+            return default(*args, **kwargs) if known else preference.function(*args, **kwargs)
+
+        def noting(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if not hasattr(self, "comfy_attention"):
+                    return forward(self, *args, **kwargs)
+                current.append(self)
+                try:
+                    return forward(self, *args, **kwargs)
+                finally:
+                    current.pop()
+
+            return noted
+
+        *blocks, last = blocks_of(model)
+        for block in (*blocks, last):
+            for name in attentions:
+                preference = Preference()
+                preference.function = named if name in names and block is not last else None
+                getattr(block, name).comfy_attention = preference
+        for owner in {type(getattr(last, name)) for name in attentions}:
+            monkeypatch.setattr(owner, "forward", noting(owner.forward))
+        monkeypatch.setattr(home, entry, chosen)
+        return calls
+
+    return start
+
+
+CHOICES = [
+    (kind, names) for kind, (_, each, _) in KINDS.items() for names in dict.fromkeys((each[:1], each[-1:], each))
+]
+
+
+@loop(("kind", "names"), CHOICES)
+def test_the_attention_that_the_checkpoint_names(kind: str, names: tuple[str, ...], naming: Any, stats_of: Any) -> None:
+    """It computes as many attentions as without ToMA: in merged steps and in those that fill caches, too."""
+    plain = sampled(kind, with_preset(getattr(models, kind)()))
+    model = getattr(models, kind)()
+    calls = naming(kind, model, names)
+    merged = with_preset(model)
+    sampled(kind, model)
+    expected = len(calls)
+    assert expected == STEPS * len(names) * (len(blocks_of(model)) - 1)
+    calls.clear()
+    assert torch.equal(sampled(kind, merged), plain)
+    assert len(stats_of(merged).merged_steps) == 3
+    assert len(calls) == expected
+    assert (KINDS[kind][1][0] in names) is any(a < b for a, b in calls)
+
+
+class Override:
+    """An attention of another node. It notes (queries, keys), and whether it left the attention to ComfyUI."""
+
+    def __init__(self, leaves: Callable[[int, int], bool]) -> None:
+        self.leaves, self.calls = leaves, list[tuple[int, int, bool]]()
+
+    def __call__(self, function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+        from comfy.ldm.modules.attention import attention_basic
+
+        axis = 2 if kwargs.get("skip_reshape") else 1
+        queries, keys = q.shape[axis], k.shape[axis]
+        left = self.leaves(queries, keys)
+        self.calls.append((queries, keys, left))
+        return (function if left else attention_basic)(q, k, v, *args, **kwargs)
+
+    def on(self, model: Any) -> Any:
+        model = model.clone()
+        model.model_options["transformer_options"]["optimized_attention_override"] = self
+        return model
+
+
+@loop("kind", KINDS)
+@loop(
+    ("what", "leaves", "said"),
+    [
+        ("an attention for all calls, as Sage", lambda a, b: False, False),
+        ("one that only looks on", lambda a, b: True, False),
+        ("a sparse one that needs as many queries as keys", lambda a, b: a != b, True),
+    ],
+)
+def test_the_attention_of_another_node(
+    kind: str, what: str, leaves: Any, said: bool, model_of: Any, stats_of: Any
+) -> None:
+    """It computes every attention, or the report says that it leaves merged blocks to ComfyUI."""
+    override = Override(leaves)
+    model = override.on(model_of(kind))
+    sampled(kind, model)
+    expected, calls = len(override.calls), override.calls
+    override.calls = list[tuple[int, int, bool]]()
+    merged = with_preset(model)
+    sampled(kind, merged)
+    assert len(stats_of(merged).merged_steps) == 3
+    assert len(override.calls) == expected == len(calls)
+    assert any(a < b for a, b, _ in override.calls)
+    assert (Line.ATTENTION_LEFT() in stats_of(merged).details()) is said
+    assert stats_of(merged).without_kv_cache is None
+
+
+@loop("kind", KINDS)
+def test_an_override_comes_before_the_checkpoint(kind: str, naming: Any) -> None:
+    """As ComfyUI has it."""
+    model, override = getattr(models, kind)(), Override(lambda *_: False)
+    calls = naming(kind, model, KINDS[kind][1])
+    sampled(kind, with_preset(override.on(model)))
+    assert override.calls
+    assert not calls
+
+
+@loop("kind", KINDS)
+def test_the_node_for_an_attention_of_comfyui(kind: str, model_of: Any, stats_of: Any) -> None:
+    """`set_model_optimized_attention`, which `ModelAttentionBackend` uses, since 0.33 at the latest."""
+    from comfy.ldm.modules.attention import attention_basic
+
+    model, calls = model_of(kind).clone(), list[tuple[int, int]]()
+    if not hasattr(model, "set_model_optimized_attention"):
+        pytest.skip("this ComfyUI has no such method")
+
+    def backend(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
+        axis = 2 if kwargs.get("skip_reshape") else 1
+        calls.append((getattr(q, "tensor", q).shape[axis], getattr(k, "tensor", k).shape[axis]))
+        return attention_basic(q, k, *args, **kwargs)
+
+    backend.container_function = backend  # type: ignore[attr-defined]
+    model.set_model_optimized_attention(backend)
+    sampled(kind, model)
+    expected = len(calls)
+    calls.clear()
+    merged = with_preset(model)
+    sampled(kind, merged)
+    assert len(stats_of(merged).merged_steps) == 3
+    assert len(calls) == expected
+    assert any(a < b for a, b in calls)
+
+
+def test_attentions_of_a_block_are_found_in_the_order_of_their_calls() -> None:
+    preferences_of = pack_module("nodes.adapters.attention_override").preferences_of
+    block = nn.Module()
+    assert preferences_of(block) == ()
+    for name in ("self_attn", "cross_attn"):
+        block.add_module(name, nn.Module())
+        getattr(block, name).comfy_attention = Preference()
+    assert preferences_of(block) == (block.self_attn.comfy_attention, block.cross_attn.comfy_attention)
+    single = nn.Module()
+    single.comfy_attention = Preference()
+    assert preferences_of(single) == (single.comfy_attention,)
