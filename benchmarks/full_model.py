@@ -210,6 +210,16 @@ QWEN_IMAGE = ModelSpec(
     text=(100, 3584),
     video=True,
 )
+QWEN_IMAGE21 = ModelSpec(
+    "QwenImage21",
+    "QwenImage21",
+    {"image_model": "qwen_image21", "num_layers": 32},
+    ("num_layers",),
+    few=(3,),
+    text=(128, 4096),
+    channels=64,
+    pixel=16,
+)
 SD3 = ModelSpec(
     "SD3",
     "SD3",
@@ -298,6 +308,7 @@ SPECS: dict[str, ModelSpec] = {
     "lumina2": LUMINA2,
     "krea2": KREA2,
     "qwen_image": QWEN_IMAGE,
+    "qwen_image21": QWEN_IMAGE21,
     "sd3": SD3,
     "omnigen2": OMNIGEN2,
     "ernie": ERNIE,
@@ -322,6 +333,7 @@ TITLES = {
     "lumina2": "Lumina 2",
     "krea2": "Krea 2",
     "qwen_image": "Qwen-Image",
+    "qwen_image21": "Qwen-Image 2.1",
     "sd3": "SD3.5 large",
     "wan": "Wan 14B",
     "ltx_av": "LTX-2.3",

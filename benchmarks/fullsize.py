@@ -127,13 +127,12 @@ def patcher(
     if None; or a tiny one, on the CPU in fp32."""
     if tiny:
         return models.unet() if name == "sdxl" else models.TRANSFORMERS[_LIKE.get(name, name)]()
-    import comfy.model_base
-    import comfy.supported_models
     from comfy.model_patcher import ModelPatcher
 
     spec = SPECS[name]
-    config = getattr(comfy.supported_models, spec.kind)({**spec.at(blocks), "dtype": dtype})
-    model = getattr(comfy.model_base, spec.base)(config, device=device).eval()
+    base, kind = models.classes_of(spec.base, spec.kind)
+    config = kind({**spec.at(blocks), "dtype": dtype})
+    model = base(config, device=device).eval()
     _fill(model, device, seed)
     return ModelPatcher(model, load_device=device, offload_device=device)
 

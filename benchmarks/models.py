@@ -27,12 +27,21 @@ def patcher(model: Any, seed: int) -> Any:
 
 def _built(model: str, recognised: str, config: dict[str, Any], seed: int) -> Any:
     """A ModelPatcher around `comfy.model_base.<model>`, set up as `comfy.supported_models.<recognised>`."""
+    base, kind = classes_of(model, recognised)
+    model_config = kind(config)
+    model_config.unet_config.update(config)  # some have the sizes of their only checkpoint
+    return patcher(base(model_config, device=torch.device("cpu")), seed)
+
+
+def classes_of(model: str, recognised: str) -> tuple[Any, Any]:
+    """Return `comfy.model_base.<model>` and `comfy.supported_models.<recognised>`."""
     import comfy.model_base
     import comfy.supported_models
 
-    model_config = getattr(comfy.supported_models, recognised)(config)
-    model_config.unet_config.update(config)  # some have the sizes of their only checkpoint
-    return patcher(getattr(comfy.model_base, model)(model_config, device=torch.device("cpu")), seed)
+    if model == "QwenImage21":
+        import comfy.ldm.qwen_image21.model
+
+    return getattr(comfy.model_base, model), getattr(comfy.supported_models, recognised)
 
 
 def unet(seed: int = 0, *, depths: tuple[int, ...] = (0, 1, 2), middle: int = 2, **extra: Any) -> Any:
@@ -249,8 +258,6 @@ def qwen_image21(seed: int = 0, *, layers: int = 4, cache: str = "off", **extra:
 
     cache: where the keys of text and references are cached, as ComfyUI's node says; without that node "auto".
     """
-    import comfy.ldm.qwen_image21.model as home
-
     config = {
         "image_model": "qwen_image21",
         "num_layers": layers,
@@ -261,10 +268,7 @@ def qwen_image21(seed: int = 0, *, layers: int = 4, cache: str = "off", **extra:
         "dtype": torch.float32,
         **extra,
     }
-    if hasattr(home, "QwenImage21"):  # a stand-in, in an older ComfyUI
-        model = patcher(home.QwenImage21(home.Config(config), device=torch.device("cpu")), seed)
-    else:
-        model = _built("QwenImage21", "QwenImage21", config, seed)
+    model = _built("QwenImage21", "QwenImage21", config, seed)
     model.model_options["transformer_options"]["qwen_image21_cache"] = {"device": cache}
     return model
 

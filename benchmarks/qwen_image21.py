@@ -7,7 +7,8 @@ image and is modulated as at time 0, so that its keys and values stay those of t
     with the prefix, then the image  where later releases fill it, which also add into the tokens that they are given
     with the image alone             where the cache is filled
 
-`stand_ins.use_newer_models` makes it importable as `comfy.ldm.qwen_image21.model`.
+`stand_ins.use_newer_models` makes it importable as `comfy.ldm.qwen_image21.model`, which puts its classes where ComfyUI
+would have them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from typing import Any
 import comfy.conds
 import comfy.latent_formats
 import comfy.model_base
-import comfy.supported_models_base
+import comfy.supported_models
+import comfy_kitchen
 import torch
 from comfy.ldm.flux.layers import timestep_embedding
 from comfy.ldm.flux.math import apply_rope1, rope
 from comfy.ldm.modules.attention import optimized_attention
+from comfy.model_management import cast_to
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
@@ -33,11 +36,9 @@ Cached = list[Pair]  # keys and values of the prefix, (B, T, heads, d), of each 
 NONE: Mapping[str, Any] = {}
 
 
-def _by_part(pair: Pair, x: Tensor, prefix_len: int) -> Tensor:
-    """Return a row for each token of (B, T, C)."""
-    of_prefix, of_image = (row.to(x).expand(len(x), -1, -1) for row in pair)
-    rows = of_prefix.expand(-1, prefix_len, -1), of_image.expand(-1, x.shape[1] - prefix_len, -1)
-    return torch.cat(rows, 1)
+def _parts(x: Tensor, prefix_len: int) -> tuple[Tensor, ...]:
+    """Split (B, T, C) into the prefix and the image, each a view."""
+    return x.split((prefix_len, x.shape[1] - prefix_len), 1)
 
 
 class Attention(nn.Module):
@@ -52,8 +53,13 @@ class Attention(nn.Module):
         self, x: Tensor, pe: Tensor, attn_fn: Callable[..., Tensor], prefix_len: int, options: Mapping[str, Any]
     ) -> Tensor:
         q, k, v = (linear(x).unflatten(2, (self.heads, -1)) for linear in (self.to_q, self.to_k, self.to_v))
+        patches = options.get("patches", {}).get("attn1_patch", ())
+        if not patches:
+            weights = (cast_to(norm.weight, q.dtype, q.device) for norm in (self.norm_q, self.norm_k))
+            q, k = comfy_kitchen.rms_rope(q, k, pe, *weights, 1e-6)
+            return self.to_out[0](attn_fn(q, k, v, self.heads, preferred_attention=None))
         q, k = self.norm_q(q), self.norm_k(k)
-        for patch in options.get("patches", {}).get("attn1_patch", ()):
+        for patch in patches:
             given = {"q": q.transpose(1, 2), "k": k.transpose(1, 2), "v": v.transpose(1, 2), "pe": pe.transpose(1, 2)}
             extra = {**options, "img_slice": [prefix_len, x.shape[1]]}
             given |= patch(**given, attn_mask=None, extra_options=extra)
@@ -62,13 +68,10 @@ class Attention(nn.Module):
         return self.to_out[0](out)
 
 
-class Block(nn.Module):
+class QwenImage21TransformerBlock(nn.Module):
     def __init__(self, dim: int, heads: int, ratio: int, in_place: bool, operations: Any, **made: Any) -> None:
         super().__init__()
         self.in_place = in_place
-        self.norm1, self.norm2 = (
-            operations.LayerNorm(dim, elementwise_affine=False, eps=1e-6, **made) for _ in range(2)
-        )
         self.attn = Attention(dim, heads, operations, **made)
         self.gate_up = operations.Linear(dim, 2 * ratio * dim, bias=False, **made)
         self.down = operations.Linear(ratio * dim, dim, bias=False, **made)
@@ -82,33 +85,25 @@ class Block(nn.Module):
         prefix_len: int,
         transformer_options: Mapping[str, Any] = NONE,
     ) -> Tensor:
-        scale1, gate1, scale2, gate2, _ = mod
-        seen = self.norm1(x) * (1 + _by_part(scale1, x, prefix_len))
+        scale1, gate1, scale2, gate2, zero = mod
+        seen = self._scaled(x, scale1, zero, prefix_len)
         x = self._added(x, self.attn(seen, pe, attn_fn, prefix_len, transformer_options), gate1, prefix_len)
-        gate, up = self.gate_up(self.norm2(x) * (1 + _by_part(scale2, x, prefix_len))).chunk(2, -1)
+        gate, up = self.gate_up(self._scaled(x, scale2, zero, prefix_len)).chunk(2, -1)
         x = self._added(x, self.down(silu(gate) * up), gate2, prefix_len)
         return x.clip(-65504, 65504) if x.dtype is torch.float16 else x
 
+    def _scaled(self, x: Tensor, scale: Pair, zero: Tensor, prefix_len: int) -> Tensor:
+        """Return the normed tokens times 1 + scale."""
+        parts = zip(_parts(x, prefix_len), scale, strict=True)
+        found = [comfy_kitchen.adaln(part, row, zero, 1e-6) for part, row in parts if part.shape[1]]
+        return torch.cat(found, 1) if len(found) > 1 else found[0]
+
     def _added(self, x: Tensor, y: Tensor, gate: Pair, prefix_len: int) -> Tensor:
-        y = y * _by_part(gate, x, prefix_len)
-        return x.add_(y) if self.in_place else x + y
-
-
-class PrefixCache:
-    """Keys and values of the prefix by prompt, for one run."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.slots: list[tuple[Tensor, Cached]] = []
-
-    def slot(self, key: Tensor) -> Cached:
-        found = next((slot for known, slot in self.slots if torch.equal(known, key)), None)
-        if found is None:
-            self.slots.append((key, found := []))
-        return found
-
-    def put(self, slot: Cached, k: Tensor, v: Tensor) -> None:
-        slot.append((k.to(self.device, copy=True), v.to(self.device, copy=True)))
+        out = x if self.in_place else x.clone()
+        for part, more, row in zip(_parts(out, prefix_len), _parts(y, prefix_len), gate, strict=True):
+            if part.shape[1]:
+                part.addcmul_(more, row)
+        return out
 
 
 class QwenImage21Transformer2DModel(nn.Module):
@@ -140,16 +135,19 @@ class QwenImage21Transformer2DModel(nn.Module):
         self.time_in, self.time_out = operations.Linear(256, dim, **made), operations.Linear(dim, dim, **made)
         self.modulation = operations.Linear(dim, 4 * dim, bias=False, **made)
         self.transformer_blocks = nn.ModuleList(
-            [Block(dim, num_attention_heads, mlp_ratio, in_place, operations, **made) for _ in range(num_layers)]
+            [
+                QwenImage21TransformerBlock(dim, num_attention_heads, mlp_ratio, in_place, operations, **made)
+                for _ in range(num_layers)
+            ]
         )
-        self.norm_out = operations.LayerNorm(dim, elementwise_affine=False, eps=1e-6, **made)
         self.scale_out = operations.Linear(dim, dim, bias=False, **made)
         self.proj_out = operations.Linear(dim, out_channels, bias=False, **made)
-        self.prefix_cache: PrefixCache | None = None
-        self.prefix_cache_enabled = False
+        self.reset_prefix_cache(False)
 
     def reset_prefix_cache(self, enabled: bool) -> None:
-        self.prefix_cache, self.prefix_cache_enabled = None, enabled
+        """Begin or end a run: keys and values of the prefix are cached by prompt."""
+        self.prefix_cache_enabled = enabled
+        self.prefix_cache: list[tuple[Tensor, Cached]] = []
 
     def forward(
         self,
@@ -166,43 +164,35 @@ class QwenImage21Transformer2DModel(nn.Module):
         return executor.execute(x, timestep, context, ref_latents, image_slots, transformer_options, **kwargs)
 
     def _forward(
-        self,
-        x: Tensor,
-        timesteps: Tensor,
-        context: Tensor,
-        ref_latents: Any = None,
-        image_slots: Any = None,
-        transformer_options: dict[str, Any] = {},  # noqa: B006 - as in ComfyUI's models
-        **kwargs: Any,
-    ) -> Tensor:
+        self, x: Tensor, timesteps: Tensor, context: Tensor, ref_latents: Any, image_slots: Any,
+        transformer_options: dict[str, Any], **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
         references, (height, width) = list(ref_latents or ()), x.shape[-2:]
         stream, pe, segments = self._sequence(x, context, references, list(image_slots or ()))
         prefix_len = stream.shape[1] - height * width
-        mod = self._modulations(timesteps, x.dtype)
-        slot = self._slot(x, context, references, transformer_options) if prefix_len else None
+        mod, time = self._modulations(timesteps, x.dtype)
+        slot = self._slot(x, (context, *references), transformer_options) if prefix_len else None
         filled = slot is not None and len(slot) == len(self.transformer_blocks)
         prefix, prefix_pe, given = stream[:, :prefix_len].clone(), pe[:, :prefix_len], prefix_len
         if filled or (slot is not None and self.in_place):
             stream, pe, given = stream[:, prefix_len:].clone(), pe[:, prefix_len:], 0
+        transformer_options |= {"block_type": "single", "total_blocks": len(self.transformer_blocks)}
         for n, block in enumerate(self.transformer_blocks):
-            transformer_options |= {
-                "block_index": n,
-                "block_type": "single",
-                "total_blocks": len(self.transformer_blocks),
-            }
+            transformer_options["block_index"] = n
             attention = self._attention(segments, transformer_options)
-            if slot is not None and not filled and self.in_place:
-                fill = self._filling(self._attention(segments[:-1], transformer_options), slot, prefix_len)
-                prefix = block(prefix, mod, prefix_pe, fill, prefix_len, transformer_options)
-            elif slot is not None and not filled:
-                attention = self._filling(attention, slot, prefix_len)
+            if slot is not None and not filled:
+                parts = segments[:-1] if self.in_place else segments
+                attention = self._filling(parts, slot, prefix_len, transformer_options)
+                if self.in_place:
+                    prefix = block(prefix, mod, prefix_pe, attention, prefix_len, transformer_options)
             if not given and slot is not None:
                 attention = self._with_prefix(slot[n], transformer_options)
             stream = self._called(block, n, stream, mod, pe, attention, given, transformer_options)
             for patch in transformer_options.get("patches", {}).get("single_block", ()):
                 args = {"img": stream, "x": x, "block_index": n, "transformer_options": transformer_options}
                 stream = patch(args)["img"]
-        out = self.norm_out(stream[:, given:]) * (1 + self.scale_out(silu(mod[-1])))
+        scale = self.scale_out(silu(time))
+        out = comfy_kitchen.adaln(stream[:, given:], scale, torch.zeros_like(scale[:1]), 1e-6)
         return self.proj_out(out).transpose(1, 2).reshape(len(x), self.out_channels, height, width)
 
     def _called(
@@ -211,22 +201,22 @@ class QwenImage21Transformer2DModel(nn.Module):
         """Run a block, or what another node puts in its place."""
 
         def original(args: dict[str, Any]) -> dict[str, Any]:
-            out = block(args["img"], mod, args["pe"], attn_fn, prefix_len, args["transformer_options"])
-            return {"img": out}
+            return {"img": block(args["img"], mod, args["pe"], attn_fn, prefix_len, args["transformer_options"])}
 
         replacement = options.get("patches_replace", {}).get("dit", {}).get(("single_block", n))
         if replacement is None:
             return block(x, mod, pe, attn_fn, prefix_len, options)
-        args = {"img": x, "vec": mod[-1], "pe": pe, "mod": mod, "attn_fn": attn_fn, "prefix_len": prefix_len}
+        args = {"img": x, "pe": pe, "mod": mod, "attn_fn": attn_fn, "prefix_len": prefix_len}
         return replacement({**args, "transformer_options": options}, {"original_block": original})["img"]
 
-    def _modulations(self, timesteps: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
-        """Return (scale, gate, scale, gate, time) for all blocks, each but the last as a pair of rows."""
+    def _modulations(self, timesteps: Tensor, dtype: torch.dtype) -> tuple[tuple[Any, ...], Tensor]:
+        """Return (scale, gate, scale, gate, 0) for all blocks, the first four as pairs of rows; and the time's."""
         times = torch.cat([timesteps, timesteps.new_zeros(1)])
         embedded = self.time_out(silu(self.time_in(timestep_embedding(times, 256).to(dtype))))
         scale1, gate1, scale2, gate2 = self.modulation(silu(embedded)).chunk(4, -1)
         parts = scale1, gate1.tanh(), scale2, gate2.tanh()
-        return *((each[-1:, None], each[:-1, None]) for each in parts), embedded[:-1, None]
+        pairs = [(each[-1:, None], each[:-1, None]) for each in parts]
+        return (*pairs, torch.zeros_like(scale1[:1, None])), embedded[:-1, None]
 
     def _sequence(
         self, x: Tensor, context: Tensor, references: list[Tensor], slots: list[int]
@@ -259,21 +249,18 @@ class QwenImage21Transformer2DModel(nn.Module):
         pe = torch.cat([rope(ids[..., n], size, 10000) for n, size in enumerate(self.axes)], -3)
         return torch.cat(parts, 1), pe[:, :, None].float(), segments
 
-    def _slot(
-        self, x: Tensor, context: Tensor, references: Sequence[Tensor], options: Mapping[str, Any]
-    ) -> Cached | None:
+    def _slot(self, x: Tensor, contents: Sequence[Tensor], options: Mapping[str, Any]) -> Cached | None:
         """Return where the keys and values of this prompt are cached, empty at first; None without a cache."""
         patches, where = options.get("patches", {}), options.get("qwen_image21_cache", {}).get("device", "auto")
         others = options.get("patches_replace", {}).get("dit") or patches.get("single_block")
         if not self.prefix_cache_enabled or where == "off" or others or patches.get("attn1_patch"):
             return None
-        if self.prefix_cache is None:
-            self.prefix_cache = PrefixCache(torch.device("cpu") if where == "cpu" else x.device)
-        sizes = [float(side) for each in (x, *references) for side in (len(x), *each.shape[-2:])]
-        contents = context, *references
-        return self.prefix_cache.slot(
-            torch.cat([x.new_tensor(sizes).float(), *(c.float().flatten() for c in contents)])
-        )
+        sizes = [float(side) for each in (x, *contents) for side in (len(x), *each.shape[-2:])]
+        key = torch.cat([x.new_tensor(sizes).float(), *(each.float().flatten() for each in contents)])
+        found = next((slot for known, slot in self.prefix_cache if torch.equal(known, key)), None)
+        if found is None:
+            self.prefix_cache.append((key, found := []))
+        return found
 
     def _attention(self, segments: Sequence[Any], options: Any) -> Callable[..., Tensor]:
         """Return the attention of some parts of the stream to all before their end."""
@@ -287,7 +274,7 @@ class QwenImage21Transformer2DModel(nn.Module):
                 )
                 for start, stop, mask in segments
             ]
-            return torch.cat(found, 1)
+            return torch.cat(found, 1) if len(found) > 1 else found[0]
 
         return attend
 
@@ -300,13 +287,16 @@ class QwenImage21Transformer2DModel(nn.Module):
 
         return attend
 
-    def _filling(self, attend: Callable[..., Tensor], slot: Cached, prefix_len: int) -> Callable[..., Tensor]:
+    def _filling(
+        self, segments: Sequence[Any], slot: Cached, prefix_len: int, options: Mapping[str, Any]
+    ) -> Callable[..., Tensor]:
         """Return an attention that caches the keys and values of the prefix."""
-        cache = self.prefix_cache
-        assert cache is not None
+        attend = self._attention(segments, options)
+        where = options.get("qwen_image21_cache", {}).get("device", "auto")
 
         def filling(q: Tensor, k: Tensor, v: Tensor, heads: int, preferred_attention: Any = None) -> Tensor:
-            cache.put(slot, k[:, :prefix_len], v[:, :prefix_len])
+            device = "cpu" if where == "cpu" else q.device
+            slot.append((k[:, :prefix_len].to(device, copy=True), v[:, :prefix_len].to(device, copy=True)))
             return attend(q, k, v, heads, preferred_attention)
 
         return filling
@@ -316,7 +306,7 @@ class Latent(comfy.latent_formats.LatentFormat):
     latent_channels = 64
 
 
-class Config(comfy.supported_models_base.BASE):
+class Config(comfy.supported_models.supported_models_base.BASE):
     unet_config = {"image_model": "qwen_image21"}  # noqa: RUF012 - as in ComfyUI
     sampling_settings = {"multiplier": 1.0, "shift": 0.69}  # noqa: RUF012
     memory_usage_factor = 6.0
@@ -350,3 +340,7 @@ class QwenImage21(comfy.model_base.BaseModel):
         references = kwargs.get("reference_latents") or ()
         pixels = sum(math.prod(each.shape[-2:]) for each in references)
         return {"ref_latents": [1, 64, pixels]} if pixels else {}
+
+
+comfy.model_base.QwenImage21 = QwenImage21
+comfy.supported_models.QwenImage21 = Config

@@ -46,9 +46,11 @@ def digest(latent: torch.Tensor) -> str:
 
 
 def main() -> None:
+    from benchmarks.stand_ins import use_newer_models
     from scripts.comfy_pack import pack_module, use_comfyui
 
     use_comfyui()
+    use_newer_models()
     torch.set_num_threads(1)
     attach, config = pack_module("nodes.adapters.patch_model").apply_toma, pack_module("toma_core.config").ToMAConfig
     found = {}

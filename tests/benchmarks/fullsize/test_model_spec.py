@@ -24,6 +24,7 @@ WEIGHTS = {
     "lumina2": 2.6,
     "krea2": 12.8,
     "qwen_image": 20.4,
+    "qwen_image21": 7.1,
     "sd3": 8.06,
     "omnigen2": 3.97,
     "ernie": 8.03,

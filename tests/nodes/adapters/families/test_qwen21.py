@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -28,10 +29,11 @@ def made(pack: Any) -> Any:
     found: dict[bool, Any] = {}
 
     def of(in_place: bool) -> Any:
-        import comfy.ldm.qwen_image21.model as home
+        from comfy.ldm.qwen_image21.model import QwenImage21Transformer2DModel as Model
 
         if in_place not in found:
-            found[in_place] = models.qwen_image21(**({"in_place": in_place} if hasattr(home, "QwenImage21") else {}))
+            known = "in_place" in inspect.signature(Model).parameters
+            found[in_place] = models.qwen_image21(**({"in_place": in_place} if known else {}))
         return found[in_place]
 
     return of
