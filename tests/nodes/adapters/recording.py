@@ -3,7 +3,7 @@
 ComfyUI records what each block of an evaluation allocates, and gives it the same addresses in the next one. So each
 recorded evaluation has to allocate alike, and what a block allocates must be free when the block after it ends. A
 recording that an error leaves open must be ended before the next begins. This stand-in notes where that does not hold.
-It begins and ends where ComfyUI does; blocks end where the model loads the weights of the next one.
+It begins and ends where ComfyUI does; a block ends where the model calls the next one.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 RECORDED = {
     "h3": ("comfy.ldm.minimax.model", "MiniMaxH3Model", "forward"),
     "ltx_av": ("comfy.ldm.lightricks.av_model", "LTXAVModel", "_process_transformer_blocks"),
+    "qwen_image21": ("comfy.ldm.qwen_image21.model", "QwenImage21Transformer2DModel", "_forward"),
 }
 
 
@@ -105,6 +106,10 @@ class Recording(TorchDispatchMode):
         return sum(a != b for a, b in pairwise(ended))
 
 
+def blocks_of(network: Any) -> Any:
+    return getattr(network, "transformer_blocks", None) or network.blocks
+
+
 @contextmanager
 def recorded(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     """Record the evaluations of models of a kind, where ComfyUI's compiler is not off."""
@@ -112,20 +117,20 @@ def recorded(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
 
     prefetch, (module, name, method) = pytest.importorskip("comfy.model_prefetch"), RECORDED[kind]
     recording, owner = Recording(), getattr(import_module(module), name)
-    evaluate, pop, cleanup = getattr(owner, method), prefetch.prefetch_queue_pop, prefetch.cleanup_prefetch_queues
+    evaluate, cleanup = getattr(owner, method), prefetch.cleanup_prefetch_queues
 
     def evaluated(self: Any, *args_: Any, **kwargs: Any) -> Any:
         recording.enabled.append(not args.disable_comfy_compiler)
         if args.disable_comfy_compiler or threading.get_ident() != recording.thread:
             return evaluate(self, *args_, **kwargs)
         recording.begin()
-        out = evaluate(self, *args_, **kwargs)
+        block = type(blocks_of(self)[0])
+        call = block.__call__
+        with monkeypatch.context() as patch:
+            patch.setattr(block, "__call__", lambda each, *a, **k: (recording.block(), call(each, *a, **k))[1])
+            out = evaluate(self, *args_, **kwargs)
         recording.end()
         return out
-
-    def popped(*args_: Any, malloc_scope: Any = None, **kwargs: Any) -> Any:
-        recording.block()
-        return pop(*args_, **kwargs)
 
     def cleaned() -> None:
         recording.abort()
@@ -134,7 +139,6 @@ def recorded(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     with monkeypatch.context() as patch, recording:
         patch.setattr(args, "disable_comfy_compiler", False, raising=False)
         patch.setattr(owner, method, evaluated)
-        patch.setattr(prefetch, "prefetch_queue_pop", popped)
         patch.setattr(prefetch, "cleanup_prefetch_queues", cleaned)
         patch.setattr(prefetch, "cleanup_malloc_graph", recording.abort, raising=False)
         yield recording

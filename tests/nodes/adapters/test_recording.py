@@ -14,9 +14,9 @@ from benchmarks import models
 from scripts.comfy_pack import pack_module
 from tests.loop import loop
 from tests.nodes.adapters.kv_helpers import preset
-from tests.nodes.adapters.recording import RECORDED, Recording, recorded
+from tests.nodes.adapters.recording import RECORDED, Recording, blocks_of, recorded
 
-SIZE = {"h3": (12, 16), "ltx_av": (6, 8)}
+SIZE = {"h3": (12, 16, 5), "ltx_av": (6, 8, 5), "qwen_image21": (12, 16, 1)}
 # Settings, and the first step that is recorded; None: it depends on the model's schedule.
 SETTINGS: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "caches": ("balanced", {}, 5),
@@ -26,7 +26,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], int | None]] = {
 
 
 def sampled(kind: str, model: Any, **options: Any) -> list[torch.Tensor]:
-    return models.sample_streams(model, *SIZE[kind], **{"frames": 5, "steps": 6, "cfg": 1.0, **options})
+    height, width, frames = SIZE[kind]
+    return models.sample_streams(model, height, width, **{"frames": frames, "steps": 6, "cfg": 1.0, **options})
 
 
 def with_preset(model: Any, name: str = "balanced", **settings: Any) -> Any:
@@ -47,11 +48,6 @@ def failing(monkeypatch: pytest.MonkeyPatch, block: Any, at: int, error: BaseExc
 
     monkeypatch.setattr(type(block), "forward", failed)
     return calls
-
-
-def blocks_of(model: Any) -> Any:
-    network = model.model.diffusion_model
-    return getattr(network, "transformer_blocks", None) or network.blocks
 
 
 @pytest.mark.compat
@@ -91,7 +87,7 @@ def test_without_the_mend_caches_outlive_their_blocks(
 def ran_out(kind: str, model: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Recording, list[torch.Tensor]]:
     merged = with_preset(model)
     with monkeypatch.context() as patch, recorded(kind, monkeypatch) as recording:
-        failing(patch, blocks_of(model)[2], at, torch.OutOfMemoryError())
+        failing(patch, blocks_of(model.model.diffusion_model)[2], at, torch.OutOfMemoryError())
         return recording, sampled(kind, merged)
 
 
@@ -136,7 +132,7 @@ def test_a_run_that_ends_early_leaves_the_compiler_as_it_was(
     with recorded(kind, monkeypatch) as recording:
         whole = sampled(kind, merged)
         with monkeypatch.context() as patch:
-            failing(patch, blocks_of(model)[2], at, ended)
+            failing(patch, blocks_of(model.model.diffusion_model)[2], at, ended)
             with pytest.raises(type(ended)):
                 sampled(kind, merged)
         assert args.disable_comfy_compiler is False

@@ -1,0 +1,101 @@
+"""MiniMax H3 with sparse attention, as Fast-H3 has it: for a part of the schedule the node hands blocks an attention of
+their own, from 12,288 tokens on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scripts.comfy_pack import pack_module
+from tests.loop import loop
+from tests.nodes.adapters.families.test_h3 import sampled
+from tests.nodes.adapters.kv_helpers import preset
+
+Reason = pack_module("toma_core.reasons").Reason
+STEPS, BLOCKS = 8, 4
+
+
+@pytest.fixture
+def sparse(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[int], list[int]]]:
+    """sparse(start_percent, dense): return a model with a stand-in for ComfyUI's `BlockSparseAttention`, which came
+    after 0.33 with the argument `attention` of the block, and the tokens of each sparse attention and of each block.
+
+    dense: blocks that are never sparse.
+    """
+
+    def patched(start_percent: float, dense: set[int]) -> tuple[Any, list[int], list[int]]:
+        model, calls, lengths = model_of("h3").clone(), list[int](), list[int]()
+        blocks, start = model.model.diffusion_model.blocks, model.get_model_object("model_sampling")
+        owner, limit = type(blocks[0]), float(start.percent_to_sigma(start_percent))
+        forward = owner.forward
+
+        def newer(
+            self: Any,
+            x: Any,
+            t_emb: Any,
+            mod_segments: Any,
+            rope_freqs: Any,
+            transformer_options: Any = None,
+            attention: Any = None,
+        ) -> Any:
+            lengths.append(len(x))
+            with monkeypatch.context() as patch:
+                if attention is not None:
+                    patch.setattr(self.attn, "forward", attention)
+                return forward(self, x, t_emb, mod_segments, rope_freqs, transformer_options or {})
+
+        def replaced(n: int, block: Any) -> Callable[..., Any]:
+            attend = block.attn.forward
+
+            def attention(h: Tensor, **rest: Any) -> Any:
+                calls.append(len(h))
+                return attend(h, **rest)
+
+            def patch(args: Any, extra: Any) -> Any:
+                options = args["transformer_options"]
+                is_sparse = float(options["sigmas"][0]) <= limit and n not in dense
+                given = [args[name] for name in ("img", "t_emb", "mod_segments", "rope_freqs")]
+                own = attention if is_sparse else None
+                return {"img": block(*given, transformer_options=options, attention=own)}
+
+            return patch
+
+        monkeypatch.setattr(owner, "forward", newer)
+        for n, block in enumerate(blocks):
+            model.set_model_patch_replace(replaced(n, block), "dit", "double_block", n)
+        return model, calls, lengths
+
+    return patched
+
+
+@loop(
+    ("start_percent", "dense", "merged_calls"),
+    [
+        (0.2, set(), BLOCKS),  # as the template has it: the second step alone is dense and no full step
+        (0.6, set(), 3 * BLOCKS),
+        (0.2, {0, 3}, 5 * 2 + 2),  # blocks that the node leaves dense merge in every merged step
+        (1.0, set(), 5 * BLOCKS),  # never sparse, as below 12,288 tokens
+    ],
+)
+def test_blocks_merge_before_the_sparse_part_and_around_it(
+    start_percent: float, dense: set[int], merged_calls: int, sparse: Any, stats_of: Any
+) -> None:
+    """Where a block is sparse it runs on all tokens, in the attention that the user chose, and the report says so."""
+    model, calls, lengths = sparse(start_percent, dense)
+    own = sampled(model, steps=STEPS)
+    expected = list(calls)
+    calls.clear()
+    lengths.clear()
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+    found = sampled(merged, steps=STEPS)
+    assert calls == expected
+    assert len([n for n in lengths if n < max(lengths)]) == merged_calls
+    names = {f"double.{n}" for n in set(range(BLOCKS)) - dense}
+    reason = Reason.ARGUMENT_IN_USE(arguments=("attention",))
+    assert stats_of(merged).unmerged_names() == ({reason: names} if expected else {})
+    assert 0 < (found[0] - own[0]).norm() < 0.05 * own[0].norm()
+    assert all(map(torch.equal, sampled(merged, steps=STEPS), found))
