@@ -17,6 +17,9 @@ from .reasons import Message, Reason
 from .run import RunState
 from .schedule import StepMode, StepPlan
 
+# Caches hold where at most this share of a latent's noise is new (benchmarks/results/fidelity/trials.md).
+MAX_NEW_NOISE = 0.5
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -31,6 +34,9 @@ class Facts:
     awaits_prediction: bool = False  # plans are made from a predicted picture, which does not exist yet
     unshared: bool = False  # conditions run on several devices, with no predicted picture to make equal plans from
     gradients: bool = False  # are computed, so nothing may be merged or cached
+    new_noise: float = 0.0  # in the latent, as a share of all of its noise; inf if unknown
+    another: bool = False  # the latent is not the one that was evaluated before at this place
+    unknown: Message | None = None  # what of the model may change from step to step
 
 
 def decide(run: RunState, facts: Facts) -> StepPlan:
@@ -49,7 +55,11 @@ def decide(run: RunState, facts: Facts) -> StepPlan:
         # These presets skip no block: merging without caches would change the picture.
         run.stats.call_not_merged(Reason.KV_CACHE_DISABLED())
         return _full(run, plan, Reason.KV_CACHE_DISABLED())
-    if run.tiles and plan.mode.merges:
+    if facts.another:
+        plan = _without_cache(run, plan, Reason.NEW_NOISE())
+    elif facts.unknown:
+        plan = _without_cache(run, plan, facts.unknown)
+    elif run.tiles and plan.mode.merges:
         plan = _without_cache(run, plan, Reason.TILES())
     elif plan.mode.caches:
         plan = plan.with_mode(_cached_mode(run, plan, facts))
@@ -72,6 +82,9 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
             run.stats.full_because(plan.step, Reason.CACHE_DISABLED())
         return StepMode.FULL
     held = _begin(run, plan, facts)
+    reason = Reason.NOT_CACHED()
+    if run.kv_cache and facts.new_noise > MAX_NEW_NOISE:
+        held, reason = False, Reason.NEW_NOISE() if held else reason
     if plan.mode is StepMode.REFRESH:
         run.unscheduled = None
     elif held:
@@ -80,7 +93,7 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
         return StepMode.MERGED
     else:
         run.unscheduled = plan.step
-        run.stats.full_because(plan.step, Reason.NOT_CACHED())
+        run.stats.full_because(plan.step, reason)
     run.coverage.refresh()
     return StepMode.REFRESH
 
@@ -115,7 +128,6 @@ def decide_call(run: RunState, plan: StepPlan, signatures: tuple[Hashable, ...],
 
 def decide_tiles(run: RunState, plan: StepPlan, several_devices: bool) -> StepPlan:
     """Return the plan of a call on tiles of the latent, which uses no cache."""
-    run.tiles = True
     if several_devices:
         return _full(run, plan, Reason.SEVERAL_DEVICES())
     return _without_cache(run, plan, Reason.TILES())

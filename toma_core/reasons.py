@@ -76,6 +76,8 @@ class Reason(MessageId):
     GRADIENTS = "gradients"
     NOT_CACHED = "not_cached"
     CACHE_DISABLED = "cache_disabled"
+    NEW_NOISE = "new_noise"
+    FOREIGN_POSITIONS = "foreign_positions"  # module
     TILES = "tiles"
     SEVERAL_DEVICES = "several_devices"
 

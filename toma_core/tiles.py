@@ -44,36 +44,6 @@ class TileBatch:
         return plan
 
 
-# Two latents show different images if they differ by more than this share of their norm: independent noise differs by
-# 1.4, and samplers change one latent by less within a step.
-_ANOTHER = 0.7
-
-
-@dataclass(eq=False)
-class Turns:
-    """Detect latents of one size that a sampler evaluates by turns, such as the tiles or the images of a batch."""
-
-    found: bool = False  # whether there were any
-    _place: Hashable = None  # where in the run the last evaluation was
-    _latents: dict[Hashable, Tensor] = field(default_factory=dict)  # the last of each kind of evaluation there
-
-    def note(self, place: Hashable, kind: Hashable, latent: Tensor | None) -> None:
-        """Note an evaluation of a latent of (B, ...). Wait for the device if the last of this kind was here."""
-        if place != self._place:
-            self.close()
-        before = self._latents.get(kind)
-        if latent is None or self.found:
-            return
-        self._place, self._latents[kind] = place, latent
-        if before is not None and before.shape == latent.shape:
-            apart = torch.linalg.vector_norm(latent - before)
-            self.found = bool(apart > _ANOTHER * torch.linalg.vector_norm(latent))
-
-    def close(self) -> None:
-        """Drop the latents."""
-        self._latents.clear()
-
-
 def _same(a: Tensor, b: Tensor) -> Tensor:
     """Return which images are equal in every number: (B, ...), (B', ...) -> (B, B') bool."""
     return (a.flatten(1)[:, None] == b.flatten(1)[None]).all(-1)

@@ -4,8 +4,10 @@
     x = block(x) ...          the blocks, with rotary positions and arguments that fit the merged tokens
     y = site.leave(x)         unmerge
 
-Eager mode and torch.compile take the same path. In eager mode a chain decides when it sees the tokens. A graph guards
-on plain numbers only: they are prepared before the model runs, and operators do the work.
+There are two ways to them, because blocks show their arguments only when they are called:
+- In eager mode `start` decides and merges when the first block is called; `enter` hands over the merged tokens.
+- A graph of torch.compile must not depend on what a call shows. `prepare` decides before the model runs, from shapes;
+  the graph guards on these numbers, and operators merge.
 """
 
 from __future__ import annotations

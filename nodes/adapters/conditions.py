@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from .compat import optional_api
+
 
 def chunks_of(batch: int, transformer_options: Mapping[str, Any]) -> tuple[Hashable, ...]:
     """Return the ids of the conditions in a batch, one for each equal chunk; (None,) if unknown."""
@@ -84,3 +86,22 @@ def controls_of(cond: Mapping[str, Any], sigma: float) -> tuple[bool, ...]:
         active.append(within is None or float(within[0]) >= sigma >= float(within[1]))
         control = getattr(control, "previous_controlnet", None)
     return tuple(active)
+
+
+def set_keyframes(model: Any, conds: Sequence[Mapping[str, Any]], timestep: Tensor, model_options: Any) -> None:
+    """Set the keyframes of weight hooks for an evaluation of these conditions, as ComfyUI does a little later; it does
+    so once for a noise level."""
+    for hooks in (cond["hooks"] for cond in conds if cond.get("hooks") is not None):
+        with optional_api("ModelPatcher.prepare_hook_patches_current_keyframe"):
+            model.current_patcher.prepare_hook_patches_current_keyframe(timestep, hooks, model_options)
+
+
+def weights_of(cond: Mapping[str, Any]) -> Hashable:
+    """Return the strength of each weight hook of a condition, as a LoRA with keyframes has it now."""
+    hooks = getattr(cond.get("hooks"), "hooks", ())
+    return tuple((id(hook), hook.strength) for hook in hooks if hasattr(hook, "strength"))
+
+
+def positions_of(transformer_options: Mapping[str, Any]) -> Hashable:
+    """Return how other nodes scale and shift the rotary positions of a call."""
+    return tuple(sorted((transformer_options.get("rope_options") or {}).items()))

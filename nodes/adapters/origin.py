@@ -10,6 +10,9 @@ from torch import nn
 
 from .model_hooks import Hook
 
+# How ComfyUI's models name the modules that compute positions.
+_POSITIONS = ("pe_", "pos_", "rope", "rotary")
+
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module itself where torch.compile has wrapped it."""
@@ -29,6 +32,15 @@ def is_original(block: nn.Module) -> bool:
     # The class with the `forward`: PyTorch derives another from it where weights are spread over cards.
     homes = [kind for kind in type(module).__mro__ if "forward" in vars(kind)]
     return _by_comfyui(homes[0]) and (own is None or isinstance(own, Hook) or _by_comfyui(own))
+
+
+def foreign_positions(model: nn.Module | None) -> str | None:
+    """Return the class of a module that another pack has put in the place of one that computes positions, None without:
+    such modules may compute others at each step, as those for larger pictures than the model was trained on do."""
+    for name, child in () if model is None else model.named_children():
+        if name.startswith(_POSITIONS) and not type(child).__module__.startswith("torch.") and not is_original(child):
+            return type(child).__name__
+    return None
 
 
 def runs_own_loop(model: nn.Module, methods: Iterable[str]) -> bool:

@@ -120,6 +120,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
                 _wrap_first(options["transformer_options"], "PREPARE_SAMPLING", _prepare_sampling)
             if _wrap_first(options["transformer_options"], "PREDICT_NOISE", _predict_noise):
                 sampling.tracker = SigmaTracker(sigmas, sampler, guider)
+                sampling.trajectory.reads = sampling.tracker.measures_noise(config.kv_cache)
                 args, kwargs = sampling.tracker.listening(args, kwargs)
             if inside and not sampling.obstacle:
                 allow_more_graphs()
@@ -224,9 +225,11 @@ def _calc_cond_batch(executor: Any, *args: Any, **kwargs: Any) -> Any:
             sampling = model_options["transformer_options"].get(SAMPLING)
             timestep, conds = argument(args, kwargs, 3, "timestep"), argument(args, kwargs, 1, "conds")
             latent, shapes = argument(args, kwargs, 2, "x_in"), streams.shapes_of(conds)
+            model = argument(args, kwargs, 0, "model")
         if sampling is not None:
             with own_code():
-                sampling.observe(timestep, conds, streams.first(latent, shapes or sampling.shapes), model_options)
+                latent = streams.first(latent, shapes or sampling.shapes)
+                sampling.observe(timestep, conds, latent, model_options, model)
     except UnmergedError as error:
         warn(error)
         if sampling is not None:

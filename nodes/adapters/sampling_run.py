@@ -21,11 +21,24 @@ from ...toma_core.prediction import trusted_below
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
 from ...toma_core.stats import RunStats
-from ...toma_core.tiles import TileBatch, Turns
-from .conditions import area_size, chunks_of, controls_of, crop, frames_of, is_active, patches_of
+from ...toma_core.tiles import TileBatch
+from .conditions import (
+    area_size,
+    chunks_of,
+    controls_of,
+    crop,
+    frames_of,
+    is_active,
+    patches_of,
+    positions_of,
+    set_keyframes,
+    weights_of,
+)
 from .contents import Contents
+from .origin import foreign_positions
 from .sigmas import SigmaTracker
 from .streams import Shapes, first
+from .trajectory import Trajectory
 
 # A run that begins below this share of the highest noise level begins with an image.
 _ALL_NOISE = 0.99
@@ -49,8 +62,7 @@ class SamplingRun:
     max_prediction_sigma: float = float("inf")  # above it a prediction is too poor to plan from
     shapes: Shapes | None = None  # of the latent's streams, if it has several
     areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)  # of each condition that has one
-    predictions_by_size: dict[Hashable, Tensor] = field(default_factory=dict)  # clean images, (B, C, ..., H, W)
-    turns: Turns = field(default_factory=Turns)  # latents that are evaluated by turns are tiles
+    trajectory: Trajectory = field(default_factory=Trajectory)
     begun: int = 0  # evaluations of the sampler so far
     observed: int = 0  # calls of `observe` so far
     # The evaluation in progress.
@@ -93,19 +105,18 @@ class SamplingRun:
         self.step_plan = self.step_plan.with_mode(StepMode.FULL)
         self.tracker.next(timestep)
         self.begun += 1
+        self.trajectory.next()
         self._begin()
 
     def predicted(self, image: Any) -> None:
         """Keep the clean image that the evaluation predicted."""
         if isinstance(image, Tensor) and not records_gradients():
-            image = first(image, self.shapes)
-            self.predictions_by_size[image.shape] = image
+            self.trajectory.predicted(first(image, self.shapes))
 
     def close(self) -> RunStats:
         """End the run, also after an error: drop what it holds, and return its stats."""
-        self.predictions_by_size.clear()
+        self.trajectory.close()
         self.tiles.clear()
-        self.turns.close()
         return self.run.close()
 
     def no_memory(self, again: bool = True) -> bool:
@@ -139,10 +150,13 @@ class SamplingRun:
     def _video(self) -> bool:
         return len(self.latent_shape) > 4 and self.latent_shape[2] > 1
 
-    @property
-    def awaits_prediction(self) -> bool:
-        """Whether plans are made from predictions, and the first is still to come."""
-        return self.run.config.uses_prediction and self.begun == 1
+    def awaits_prediction(self, transformer_options: Mapping[str, Any]) -> bool:
+        """Whether plans are made from predictions, and there is none yet: of the run, or with a KV cache, whose
+        settings plan from nothing else, of the conditions in progress."""
+        if not self.run.config.uses_prediction or self.begun < 2:
+            return self.run.config.uses_prediction and self.begun == 1
+        windows = transformer_options.get("context_window") is not None
+        return self.run.kv_cache and not windows and self.prediction(transformer_options) is None
 
     def _begin(self) -> None:
         self.counts.clear()
@@ -156,8 +170,12 @@ class SamplingRun:
         conds: Sequence[Any] = (),
         latent: Tensor | None = None,
         model_options: Mapping[str, Any] = {},
+        model: Any = None,
     ) -> None:
-        """Begin a call for groups of conditions on one latent of (B, C, ..., H, W), and decide what it does."""
+        """Begin a call for groups of conditions on one latent of (B, C, ..., H, W), and decide what it does.
+
+        model: ComfyUI's `BaseModel`.
+        """
         at = self.tracker.of(timestep)
         if at.model_sigma != self.sigma:
             self.sigma = at.model_sigma
@@ -177,11 +195,15 @@ class SamplingRun:
         # Kept until the next evaluation: further calls are compared with those before.
         self.several_devices |= len(active) > 1 and len(model_options.get("multigpu_clones") or ()) > 1
         keys = self._keys((c["uuid"] for c in active), frames, self.counts.copy())
-        conditions = dict(zip(keys, (controls_of(c, at.model_sigma) for c in active), strict=True))
+        set_keyframes(model, active, timestep, model_options)
+        module = foreign_positions(getattr(model, "diffusion_model", None))
+        unknown = Reason.FOREIGN_POSITIONS(module=module) if module else None
+        positions = positions_of(options)
+        states = ((controls_of(c, at.model_sigma), weights_of(c), positions) for c in active)
+        conditions = dict(zip(keys, states, strict=True))
+        if self.trajectory.latent is None and latent is not None:
+            self.trajectory.observe(latent, at, tuple(conditions))
         if not self.calls:
-            self.turns.note((at.step, at.model_sigma), tuple(conditions), latent)
-            if self.turns.found and not (self.run.disabled_by or merges_plainly(self.run)):
-                self.run.disable(Reason.TILES())
             self.run.check_kv_cache(self.config_for)
             self.run.coverage.enforce_limit()
         without_picture = self.run.tiles or self.prediction(options) is None
@@ -191,9 +213,12 @@ class SamplingRun:
             at.model_sigma,
             at.unreported,
             conditions,
-            awaits_prediction=self.awaits_prediction,
+            awaits_prediction=self.awaits_prediction(options),
             unshared=self.several_devices and without_picture,
             gradients=records_gradients(),
+            new_noise=self.trajectory.new_noise,
+            another=self.trajectory.another,
+            unknown=unknown,
         )
         self.step_plan = decide(self.run, facts)
         self.run.stats.count_evaluation(self.step_plan.step, self.step_plan.merged_ratio)
@@ -210,6 +235,7 @@ class SamplingRun:
         chunks, frames = chunks_of(len(x), transformer_options), frames_of(transformer_options)
         cond_keys = self.cond_keys(len(x), transformer_options)
         if self._is_tile(x, transformer_options):
+            self.run.tiles |= not self.trajectory.another
             with self._lock:
                 self._go_on(decide_tiles(self.run, self.step_plan, self.several_devices))
             return Evaluation(self.run, self.step_plan, (None,), cond_keys, self._tile(x, chunks), images=len(x))
@@ -261,12 +287,14 @@ class SamplingRun:
         poor = self.sigma is not None and self.sigma > self.max_prediction_sigma and not self.run.kv_cache
         if poor or transformer_options.get("context_window") is not None or not self.run.config.uses_prediction:
             return None
-        return self.predictions_by_size.get(self.latent_shape)
+        return self.trajectory.prediction(self.latent_shape)
 
     def _is_tile(self, x: Tensor, transformer_options: Mapping[str, Any]) -> bool:
         """Whether a call shows something else than one latent, or each condition its area of it."""
-        if not self.latent_shape or self.turns.found:
-            return self.turns.found
+        if self.trajectory.another or (self.trajectory.tiles and merges_plainly(self.run)):
+            return True
+        if not self.latent_shape:
+            return False
         uuids = transformer_options.get("uuids") or (None,)
         sizes = (area_size(self.areas.get(uuid), self.latent_shape[2:]) for uuid in uuids)
         return len(x) != self.latent_shape[0] * len(uuids) or any(x.shape[2:] != size for size in sizes)

@@ -33,6 +33,12 @@ ONCE_A_STEP = (
     *("sample_res_multistep_ancestral_cfg_pp", "sample_gradient_estimation", "sample_gradient_estimation_cfg_pp"),
     *("sample_er_sde", "sample_sa_solver"),
 )
+# Those of them that draw more new noise than regression on the latent can carry (docs/fidelity.md): with a KV cache the
+# noise of each step is measured, for which the host waits. All others hold with the noise that they draw.
+_MUCH_NOISE = (
+    *("sample_lcm", "sample_ddpm", "sample_sa_solver", "sample_dpmpp_2m_sde", "sample_dpmpp_2m_sde_gpu"),
+    *("sample_dpmpp_2m_sde_heun", "sample_dpmpp_2m_sde_heun_gpu", "sample_dpmpp_3m_sde", "sample_dpmpp_3m_sde_gpu"),
+)
 # Options that do not change how often or where a sampler evaluates. Others must have their default.
 _PASSIVE = {
     *("eta", "s_noise", "s_noise_end", "noise_sampler", "noise_scaler", "noise_clip_std", "solver_type", "order"),
@@ -73,6 +79,12 @@ class SigmaTracker:
         self._wraps = _wraps_known(sampler)
         self._since, self._each = 0, int(self._wraps)  # evaluations since then; between the last two reports
         self._reports = bool(self._sigmas)
+
+    def measures_noise(self, kv_cache: bool) -> bool:
+        """Return whether the new noise of each step has to be measured. kv_cache: of the run, for it depends on it."""
+        function = getattr(self._sampler, "sampler_function", None)
+        much = kv_cache and getattr(function, "__name__", "") in _MUCH_NOISE
+        return much or not self._scheduled
 
     def next(self, timestep: Tensor) -> None:
         """Begin an evaluation at this noise level."""

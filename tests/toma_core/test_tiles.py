@@ -12,7 +12,7 @@ from toma_core.config import Granularity
 from toma_core.cost_model import UNET_BLOCK
 from toma_core.merge import MergePlan
 from toma_core.reasons import Reason
-from toma_core.tiles import TileBatch, Turns
+from toma_core.tiles import TileBatch
 
 GRID = (4, 8)
 SETTINGS = {"min_tokens": 4, "window_size": 4}
@@ -127,23 +127,3 @@ def test_nothing_is_read_from_the_device() -> None:
         2,
         16,
     )
-
-
-@loop("kind", ["cond", "uncond"])
-@loop("place", [0, 1])
-@loop("share", [0.3, 2.0])
-def test_latents_that_take_turns_are_noticed(kind: str, place: int, share: float) -> None:
-    """Latents alternate in one kind of evaluation at one step; a sampler's change of a latent is not another
-    picture."""
-    turns, latent = Turns(), drawn(1)
-    turns.note(0, "cond", latent)
-    turns.note(place, kind, latent + share * drawn(2))
-    assert turns.found is (kind == "cond" and place == 0 and share > 1)
-
-
-def test_a_sampler_that_evaluates_once_a_step_does_not_wait_for_its_latents() -> None:
-    """Tensors of the meta device have no numbers to read."""
-    turns = Turns()
-    for place in range(3):
-        turns.note(place, "cond", drawn(1).to("meta"))
-    assert not turns.found

@@ -124,8 +124,8 @@ def test_another_size_in_the_same_run(trained: Trained, plain: float, stats_of: 
     assert bool(stats.full_reasons) is (shape != "always"), "what begins between two full steps is full once"
 
 
-def test_latents_by_turns(trained: Trained, stats_of: Any) -> None:
-    """A sampler may evaluate tiles, or pictures of a batch, one by one, which caches cannot distinguish."""
+def test_latents_by_turns(trained: Trained, plain: float, usual: dict[int, float], stats_of: Any) -> None:
+    """A sampler may evaluate tiles, or pictures of a batch, one by one: the first of each step has the caches."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         latents = [x, torch.randn(x.shape, generator=torch.Generator().manual_seed(7)) * sigmas[0]]
@@ -135,10 +135,9 @@ def test_latents_by_turns(trained: Trained, stats_of: Any) -> None:
             latents = [d + (y - d) * sigmas[step + 1] / sigmas[step] for d, y in zip(denoised, latents, strict=True)]
         return latents[0]
 
-    assert trained.error(function) == 0
+    assert trained.error(function) < 1.1 * plain
     stats = stats_of(trained.merged)
-    assert (stats.evaluations, stats.merged_evaluations) == (2 * trained.steps, 0)
-    assert str(stats.headline()) == "Nothing was merged: nothing can be cached of tiles"
+    assert (stats.evaluations, stats.merged_evaluations) == (2 * trained.steps, len(usual))
 
 
 def test_a_call_that_another_node_adds_to_an_evaluation(trained: Trained) -> None:

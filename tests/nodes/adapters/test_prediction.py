@@ -150,7 +150,8 @@ def test_nothing_is_held_after_a_run_that_broke_off(
     patched = attach(model, **SETTINGS)
     with pytest.raises(RuntimeError, match="broken off"):
         models.sample(patched, steps=3)
-    assert not held[0].predictions_by_size
+    assert not held[0].trajectory._histories
+    assert held[0].trajectory.latent is None
 
 
 @every_kind

@@ -1,0 +1,77 @@
+"""The latents and predicted pictures of a run: how much of an evaluation's latent is new."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ...toma_core.decision import MAX_NEW_NOISE
+from ...toma_core.innovation import History
+from .sigmas import SigmaStep
+
+# Sets of conditions whose pictures are kept.
+_MAX_HISTORIES = 8
+
+
+@dataclass(eq=False)
+class Trajectory:
+    """What the evaluations of a sampler have shown, by the conditions that took part in them.
+
+    A plan is never made of a picture that was predicted for other conditions.
+    """
+
+    reads: bool = True  # whether noise may be measured, for which the host waits for the device
+    latent: Tensor | None = None  # of the evaluation in progress, (B, C, ..., H, W); None until it is known
+    new_noise: float = float("inf")  # in that latent, as a share of its noise; what is unknown is new
+    another: bool = False  # whether it is not the one that was evaluated before at this place
+    _histories: dict[Hashable, History] = field(default_factory=dict)
+    _kind: Hashable = None  # conditions that take part in the evaluation in progress
+    _place: Hashable = None  # its step, noise level and conditions
+    _repeats: set[int | None] = field(default_factory=set)  # steps that evaluate another latent of the same size
+
+    @property
+    def tiles(self) -> bool:
+        """Whether the latent in progress is to be taken for a tile: it is another, or the sampler has evaluated others
+        in several steps, so that they may come in any order."""
+        return self.another or len(self._repeats) > 1
+
+    def next(self) -> None:
+        """Begin an evaluation of the sampler."""
+        self.latent = None
+
+    def observe(self, latent: Tensor, at: SigmaStep, kind: Hashable) -> None:
+        """Compare the latent of an evaluation for these conditions with those before."""
+        place = at.step, at.model_sigma, kind
+        again = place == self._place
+        self.latent, self._place, self._kind = latent, place, kind
+        if not self.reads:
+            self.new_noise = 0.0
+            return
+        history = self._histories.get(kind)
+        new = None if history is None else history.new_noise(latent, at.model_sigma)
+        self.new_noise = float("inf") if new is None else float(new)
+        self.another = again and self.new_noise > MAX_NEW_NOISE
+        if self.another:
+            self._repeats.add(at.step)
+
+    def predicted(self, picture: Tensor) -> None:
+        """Note the clean picture that the evaluation predicted, (B, C, ..., H, W)."""
+        if self.latent is None or self.another:
+            return
+        history = self._histories.pop(self._kind, None) or History(compared=self.reads)
+        history.note(self.latent, picture)
+        self._histories[self._kind] = history
+        for oldest in list(self._histories)[:-_MAX_HISTORIES]:
+            del self._histories[oldest]
+
+    def prediction(self, shape: tuple[int, ...]) -> Tensor | None:
+        """Return the picture of this shape that was predicted last for the conditions in progress."""
+        history = self._histories.get(self._kind)
+        return None if history is None else history.prediction(shape)
+
+    def close(self) -> None:
+        """Drop all tensors."""
+        self._histories.clear()
+        self.latent = None

@@ -1,0 +1,205 @@
+"""Caches serve only what they were made of: other noise, prompts, pictures, positions and weights, on trained models.
+
+A merged run has at most twice the error of the plain sequence, or the steps that nothing serves are full.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.loop import loop
+from tests.nodes.adapters import test_evaluations as quick
+from tests.nodes.adapters.test_evaluations import Trained
+
+trained, plain_run, plain, usual = quick.trained, quick.plain_run, quick.plain, quick.usual
+
+
+def step_euler(x: Tensor, denoised: Tensor, sigmas: Tensor, step: int) -> Tensor:
+    return denoised + (x - denoised) * sigmas[step + 1] / sigmas[step]
+
+
+def why_full(stats: Any) -> set[str]:
+    """Return the ids of the reasons for full steps."""
+    return {reason.id.value for reason in stats.full_reasons}
+
+
+def named(name: str, **options: Any) -> Any:
+    """Return one of ComfyUI's samplers as a function."""
+    from comfy.samplers import ksampler
+
+    return ksampler(name, options).sampler_function
+
+
+NOISY = ("er_sde", "euler_ancestral", "res_multistep_ancestral", "lcm", "dpmpp_sde", "dpmpp_2m_sde", "sa_solver")
+
+
+@loop("name", NOISY)
+def test_samplers_that_draw_new_noise(trained: Trained, plain: float, stats_of: Any, name: str) -> None:
+    """Merged steps have what the latent explains of it; where that does not hold, steps are full and say why."""
+    error, stats = trained.error(named(name)), stats_of(trained.merged)
+    assert error < 2 * plain
+    assert bool(stats.merged_steps) or "new_noise" in why_full(stats)
+
+
+@loop("name", ["heun", "res_multistep", "dpmpp_2m", "deis", "uni_pc", "ipndm"])
+def test_samplers_without_new_noise_lose_no_merged_step(
+    trained: Trained, usual: dict[int, float], stats_of: Any, name: str
+) -> None:
+    trained.drawn(trained.merged, named(name))
+    assert stats_of(trained.merged).merged_steps == usual
+
+
+def by_turns(trained: Trained) -> list[Any]:
+    """Return two prompts that take turns, step by step, as `[a|b]` does."""
+    found, steps = [], trained.steps
+    for step in range(steps):
+        times = {"start_percent": max(0.0, (step - 0.5) / steps), "end_percent": (step + 0.5) / steps}
+        found += trained.prompt(5 if step % 2 else 3, **times)
+    return found
+
+
+def test_prompts_that_take_turns(trained: Trained, plain: float) -> None:
+    assert trained.error(positive=by_turns(trained)) < 2 * plain
+
+
+def test_two_pictures_of_one_size_that_take_turns(trained: Trained, plain: float, stats_of: Any) -> None:
+    """As FlowEdit does: at each step a picture with new noise, and the edited one with the same, for two prompts."""
+
+    def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
+        import comfy.samplers
+
+        guider, generator = model.inner_model, torch.Generator().manual_seed(3)
+        own = guider.conds["positive"]
+        other = [{**cond, "uuid": cond["uuid"].__class__(int=1)} for cond in own]
+        source = torch.randn(x.shape, generator=torch.Generator().manual_seed(8)) * 0.3
+        edited = source.clone()
+        for step in range(len(sigmas) - 1):
+            level = sigmas[step].expand(len(x))
+            noise = torch.randn(x.shape, generator=generator)
+            noisy = (1 - sigmas[step]) * source + sigmas[step] * noise
+            guider.conds["positive"] = other
+            before = model(noisy, level, **extra_args)
+            guider.conds["positive"] = own
+            y = edited + noisy - source
+            after = model(y, level, **extra_args)
+            callback({"i": step, "x": y, "denoised": after})
+            change = ((y - after) - (noisy - before)) / sigmas[step]
+            edited = edited + (sigmas[step + 1] - sigmas[step]) * change
+        assert comfy.samplers is not None
+        return edited
+
+    assert trained.error(function) < 2 * plain
+    assert stats_of(trained.merged).evaluations == 2 * trained.steps
+
+
+class Embedder(torch.nn.Module):
+    """Positions that grow from step to step, as those of a node for larger pictures (DyPE)."""
+
+    def __init__(self, own: torch.nn.Module) -> None:
+        super().__init__()
+        self.own, self.scale = own, 1.0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.own(ids * self.scale)
+        return found
+
+
+def test_positions_of_another_node(trained: Trained, plain: float, stats_of: Any) -> None:
+    embedder = Embedder(trained.model.get_model_object("diffusion_model").pe_embedder)
+
+    def scaled(apply: Any, args: dict[str, Any]) -> Tensor:
+        embedder.scale = 1.0 - 0.4 * float(args["timestep"].flatten()[0])
+        found: Tensor = apply(args["input"], args["timestep"], **args["c"])
+        return found
+
+    pictures = []
+    for model in (trained.model, trained.merged):
+        changed = model.clone()
+        changed.add_object_patch("diffusion_model.pe_embedder", embedder)
+        changed.set_model_unet_function_wrapper(scaled)
+        pictures.append(trained.drawn(changed))
+    own, found = pictures
+    assert float((found - own).norm() / own.norm()) < 2 * plain
+    assert "foreign_positions" in why_full(stats_of(trained.merged))
+
+
+def test_positions_that_a_node_scales_in_its_options(trained: Trained, plain: float, stats_of: Any) -> None:
+    from comfy.patcher_extension import WrappersMP
+
+    def scaled(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        options = args[4]["transformer_options"]
+        options["rope_options"] = {"scale_x": 1.0 + 0.4 * float(args[3].flatten()[0]), "scale_y": 1.0}
+        return executor(*args, **kwargs)
+
+    pictures = []
+    for model in (trained.model, trained.merged):
+        changed = model.clone()
+        wrappers = changed.model_options["transformer_options"].setdefault("wrappers", {})
+        wrappers[WrappersMP.CALC_COND_BATCH] = {"test": [scaled], **wrappers.get(WrappersMP.CALC_COND_BATCH, {})}
+        pictures.append(trained.drawn(changed))
+    own, found = pictures
+    assert float((found - own).norm() / own.norm()) < 2 * plain
+    assert stats_of(trained.merged).merged_evaluations == 0
+
+
+def lora(model: Any) -> dict[str, Tensor]:
+    """Return a LoRA for the output of every single block, strong enough to change the picture."""
+    weights, generator = model.model.state_dict(), torch.Generator().manual_seed(5)
+    found = {}
+    for name, weight in weights.items():
+        if "single_blocks" in name and name.endswith("linear2.weight"):
+            rows, columns = weight.shape
+            size = float(weight.float().std()) * 0.7
+            found[name.replace(".weight", ".lora_up.weight")] = torch.randn(rows, 2, generator=generator) * size
+            found[name.replace(".weight", ".lora_down.weight")] = torch.randn(2, columns, generator=generator)
+    assert found
+    return found
+
+
+@loop("strengths", [(1.0, 0.0), (0.0, 1.0, 0.0)])
+def test_weights_that_change(trained: Trained, plain: float, stats_of: Any, strengths: tuple[float, ...]) -> None:
+    """The strength of a hook LoRA by keyframes: entries of another strength do not serve."""
+    import comfy.hooks
+
+    def hooked() -> list[Any]:
+        group = comfy.hooks.create_hook_lora(lora(trained.model), 1.0, 0.0)
+        frames = comfy.hooks.HookKeyframeGroup()
+        for n, strength in enumerate(strengths):
+            frames.add(comfy.hooks.HookKeyframe(strength, start_percent=n / len(strengths)))
+        group.set_keyframes_on_hooks(frames)
+        conditioned: list[Any] = comfy.hooks.set_hooks_for_conditioning(trained.prompt(3), group)
+        return conditioned
+
+    own, without = trained.drawn(trained.model, positive=hooked()), trained.drawn(trained.model)
+    assert float((own - without).norm() / own.norm()) > 0.02, "the LoRA does something"
+    found = trained.drawn(trained.merged, positive=hooked())
+    assert float((found - own).norm() / own.norm()) < 2 * plain
+    assert stats_of(trained.merged).merged_evaluations >= 2
+
+
+@loop("when", [(3,), (1, 2, 3, 4)])
+def test_new_noise_within_a_step_is_no_tile(
+    trained: Trained, plain: float, usual: dict[int, float], stats_of: Any, when: tuple[int, ...]
+) -> None:
+    """The mean of two draws, in one step or in several: their evaluations are full, the rest of the run goes on."""
+
+    def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
+        generator = torch.Generator().manual_seed(6)
+        for step in range(len(sigmas) - 1):
+            level = sigmas[step].expand(len(x))
+            denoised = model(x, level, **extra_args)
+            if step in when:
+                noise = torch.randn(x.shape, generator=generator)
+                again = (1 - sigmas[step]) * denoised + sigmas[step] * noise
+                denoised = (denoised + model(again, level, **extra_args)) / 2
+            callback({"i": step, "x": x, "denoised": denoised})
+            x = step_euler(x, denoised, sigmas, step)
+        return x
+
+    assert trained.error(function) < 2 * plain
+    stats = stats_of(trained.merged)
+    assert len(set(usual) - set(stats.merged_steps)) <= len(when)
+    assert "tiles" not in {reason.id.value for reason in (*stats.full_reasons, *stats.unmerged)}

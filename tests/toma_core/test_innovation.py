@@ -1,0 +1,85 @@
+"""New noise in a latent: none for what linear solvers make of earlier evaluations, its share for what is drawn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.loop import loop
+from toma_core.innovation import History
+
+SHAPE = (1, 4, 16, 16)
+
+
+def drawn(seed: int) -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def history() -> tuple[History, list[Tensor]]:
+    found, tensors = History(), [drawn(seed) for seed in range(6)]
+    for latent, picture in zip(tensors[::2], tensors[1::2], strict=True):
+        found.note(latent, picture)
+    return found, tensors
+
+
+def test_a_combination_of_what_was_seen_is_not_new() -> None:
+    found, tensors = history()
+    latent = sum((n - 2.5) * t for n, t in enumerate(tensors))
+    assert isinstance(latent, Tensor)
+    new = found.new_noise(latent, 1.0)
+    assert new is not None
+    assert float(new) < 1e-5
+
+
+@loop("share", [0.1, 0.5, 1.0])
+def test_its_share_of_the_noise_is_found(share: float) -> None:
+    found, (first, *_) = history()
+    new = found.new_noise((1 - share**2) ** 0.5 * first + share * drawn(9), 1.0)
+    assert new is not None
+    assert float(new) == pytest.approx(share, rel=0.05)
+
+
+def test_predictions_that_hardly_differ_do_not_hide_it() -> None:
+    """Neighbours late in a run are nearly equal; the directions left of them are rounding."""
+    found, picture = History(), drawn(1)
+    for n in range(3):
+        found.note(picture + 1e-7 * n, picture)
+    new = found.new_noise(picture + 0.3 * drawn(2), 1.0)
+    assert new is not None
+    assert float(new) == pytest.approx(0.3, rel=0.05)
+
+
+def test_noise_that_is_nothing_beside_the_picture_counts_for_little() -> None:
+    found, picture = History(), drawn(1)
+    found.note(picture, picture)
+    new = found.new_noise(picture + 1e-3 * drawn(2), 1e-3)
+    assert new is not None
+    assert float(new) < 0.03
+
+
+def test_without_anything_to_compare_with_it_is_unknown() -> None:
+    found = History()
+    assert found.new_noise(drawn(1), 1.0) is None
+    found.note(drawn(1)[..., :8], drawn(2)[..., :8])
+    assert found.new_noise(drawn(1), 1.0) is None
+
+
+def test_a_history_that_is_not_compared_holds_one_picture() -> None:
+    found = History(compared=False)
+    for seed in range(3):
+        found.note(drawn(seed), drawn(seed + 10))
+    assert found.new_noise(drawn(1), 1.0) is None
+    assert len(found._recent) == 1
+    picture = found.prediction(SHAPE)
+    assert picture is not None
+    assert torch.equal(picture, drawn(12))
+
+
+def test_nothing_is_read_from_the_device() -> None:
+    found = History()
+    for _ in range(3):
+        found.note(torch.empty(SHAPE, device="meta"), torch.empty(SHAPE, device="meta"))
+    new = found.new_noise(torch.empty(SHAPE, device="meta"), 1.0)
+    assert new is not None
+    assert new.shape == ()

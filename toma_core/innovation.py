@@ -1,0 +1,65 @@
+"""What a condition's evaluations have shown: the predicted picture, and what is new in the latent of the next.
+
+Not in the paper. A sampler without noise begins each step with a combination of latents and predictions that it has
+seen. What no combination of the recent ones gives is new: the noise that samplers such as `euler_ancestral` draw in
+every step, or another picture.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+# Evaluations that a latent is compared with: solvers of third order combine as many.
+_RECENT = 3
+# Noise below this share of the latent's root mean square no longer changes the picture.
+_NEGLIGIBLE = 0.05
+# A direction that less than this share of is new holds rounding only.
+_ROUNDING = 1e-5
+
+
+@dataclass(eq=False)
+class History:
+    """The last evaluations of the conditions that are evaluated together."""
+
+    compared: bool = True  # whether latents are kept, to be compared with later ones
+    _recent: deque[tuple[Tensor, Tensor]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+    def prediction(self, shape: torch.Size | tuple[int, ...]) -> Tensor | None:
+        """Return the last predicted picture of this shape, (B, C, ..., H, W)."""
+        return next((picture for _, picture in reversed(self._recent) if picture.shape == shape), None)
+
+    def note(self, latent: Tensor, prediction: Tensor) -> None:
+        """Note an evaluation. latent, prediction: (B, C, ..., H, W), the input and the clean picture."""
+        # The sampler may write into its latent.
+        self._recent.append((latent.clone() if self.compared else prediction, prediction))
+        if not self.compared and len(self._recent) > 1:
+            self._recent.popleft()
+
+    def new_noise(self, latent: Tensor, sigma: float) -> Tensor | None:
+        """Return what is new in a latent of (B, C, ..., H, W) as a share of its noise, a number on its device; None if
+        there is nothing to compare it with. Nothing waits for the device. sigma: standard deviation of the noise."""
+        if not self.compared:
+            return None
+        directions = [each for pair in self._recent for each in pair if each.shape == latent.shape]
+        if not directions:
+            return None
+        basis = list[Tensor]()
+        for direction in reversed(directions):
+            rest = _without(direction.float(), basis)
+            size = torch.linalg.vector_norm(rest)
+            new = size > _ROUNDING * torch.linalg.vector_norm(direction.float())
+            basis.append(rest * torch.where(new, 1 / size.clamp_min(1e-30), 0.0))
+        latent = latent.float()
+        noise = (_NEGLIGIBLE * latent.square().mean().sqrt()).clamp_min(max(sigma, 1e-9))
+        return _without(latent, basis).square().mean().sqrt() / noise
+
+
+def _without(t: Tensor, basis: list[Tensor]) -> Tensor:
+    """Return a tensor without its parts along orthonormal directions (Gram-Schmidt, one after another)."""
+    for direction in basis:
+        t = t - (t * direction).sum() * direction
+    return t
