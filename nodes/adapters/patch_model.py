@@ -105,8 +105,8 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         with own_code():
             noise = streams.first(packed, shapes)
             config, kv_plan = run_config(attachment, guider, noise, sampler, packed.shape, sigmas)
-            frames = noise.shape[2] if noise.ndim > 4 else 1
-            sampling = SamplingRun.start(config, model_sampling, sigmas, attachment.ratio_schedule, frames)
+            video = noise.ndim > 4 and getattr(registry.find(model.model.diffusion_model), "takes_frames", False)
+            sampling = SamplingRun.start(config, model_sampling, sigmas, attachment.ratio_schedule, video)
             sampling.shapes = shapes
             sampling.config_for = partial(config_for, attachment.settings, model)
             sampling.run.cache.reserved, sampling.run.quantized = kv_plan.bytes, kv_plan.quantized

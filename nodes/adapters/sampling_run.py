@@ -83,17 +83,17 @@ class SamplingRun:
         model_sampling: Any,
         sigmas: list[float],
         ratio_schedule: RatioSchedule = (),
-        frames: int = 1,
+        takes_frames: bool = False,
     ) -> SamplingRun:
         """Start a run. sigmas: of the steps, and the one at which the run ends. ratio_schedule: of a profile, see
-        `Schedule`. frames: of the latent."""
+        `Schedule`. takes_frames: the model is one for videos, of which some are two models that follow each other."""
         start, end = float("inf"), float("-inf")
         if config.start_percent > 0:
             start = float(model_sampling.percent_to_sigma(config.start_percent))
         if config.end_percent < 1:
             end = float(model_sampling.percent_to_sigma(config.end_percent))
         finishes = bool(sigmas) and sigmas[-1] == 0.0
-        continues_run = frames > 1 and bool(sigmas) and sigmas[0] < _ALL_NOISE * float(model_sampling.sigma_max)
+        continues_run = takes_frames and bool(sigmas) and sigmas[0] < _ALL_NOISE * float(model_sampling.sigma_max)
         run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes, continues_run, ratio_schedule))
         run.stats.total_steps = len(sigmas[:-1])
         run.stats.by_profile = bool(ratio_schedule)

@@ -75,6 +75,8 @@ class SigmaTracker:
         self._at: SigmaStep | None = None
         self._last_given: float | None = None  # noise level of the model in the evaluation before
         self._step = self._unreported = 0
+        self._repeated = 0  # evaluations at the noise level of the one before
+        self._kept = True  # whether every noise level so far is one of the schedule
         self._reported: int | None = None  # the last step that was reported
         self._wraps = _wraps_known(sampler)
         self._since, self._each = 0, int(self._wraps)  # evaluations since then; between the last two reports
@@ -126,6 +128,7 @@ class SigmaTracker:
             return SigmaStep(given, None, given)
         if not mine and self._at is not None:
             return self._at._replace(model_sigma=given)
+        self._repeated += given == self._last_given
         self._step = max(self._step, self._step_of(given))
         by_sigma = not self._reports or (self._reported is None and self._since > 1)
         # The noise level of the sampler is within the step.
@@ -138,6 +141,14 @@ class SigmaTracker:
     def _step_of(self, given: float) -> int:
         """Return the step of the evaluation that begins at this noise level of the model."""
         by_sigma = step_at(self._sigmas, given)
+        if self._reported is None and self._reports:
+            if self._wraps:
+                return min(self._evaluation, len(self._sigmas) - 1)
+            # A sampler evaluates every step, so a lower noise level than the schedule has is no later step. Samplers
+            # that skip steps keep to the schedule.
+            self._kept &= any(abs(sigma - given) <= 1e-3 * sigma for sigma in self._sigmas)
+            if not self._kept:
+                by_sigma = min(by_sigma, self._evaluation - self._repeated)
         if not self._reports or self._since > max(3, self._each + 1):
             return by_sigma
         if self._reported is None:

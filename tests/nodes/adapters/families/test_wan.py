@@ -174,7 +174,9 @@ def in_two(high: Any, low: Any, frames: int = 5) -> Tensor:
     return latent
 
 
-@loop(("name", "frames", "steps"), [("balanced", 5, ([1], [1])), ("quality", 5, ([1], [])), ("balanced", 1, ([1], []))])
+@loop(
+    ("name", "frames", "steps"), [("balanced", 5, ([1], [1])), ("quality", 5, ([1], [])), ("balanced", 1, ([1], [1]))]
+)
 def test_presets_where_two_models_take_two_steps_each(
     name: str, frames: int, steps: tuple[list[int], list[int]], wan: Any, stats_of: Any
 ) -> None:
