@@ -99,6 +99,10 @@ class ModelHooks:
         """
         return 0, 0
 
+    def model_cache_numel(self, cond: Mapping[str, Any], options: Options) -> float:
+        """Return how many numbers of an image the model itself caches on the card for a condition during a run."""
+        return 0
+
     def times_less_work(self, latent: Tensor, run: RunState) -> float | None:
         """Return the FLOPs of the unmerged run over those of this one, for a latent of (B, C, ..., H, W), from shapes
         alone: nothing is measured in a step.

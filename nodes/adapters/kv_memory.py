@@ -85,6 +85,8 @@ def plan_kv_cache(
     if not keys:
         return KVCachePlan(reason=Reason.KV_MODEL_ATTENTION())
     itemsize, left = dtype_of(model).itemsize, memory_left(guider, packed)
+    own = sum(hooks.model_cache_numel(cond, options["transformer_options"]) for cond in conds[: len(held)])
+    left -= own * len(latent) * itemsize
     if (needed := (updates + keys) * itemsize) <= left:
         return KVCachePlan(needed)
     most = max(left, model_management.get_total_memory(model.load_device) * _SHARE)

@@ -6,11 +6,15 @@ the block is called with the image alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
 from comfy.ldm.qwen_image21.model import QwenImage21Transformer2DModel
 
 from ....toma_core.cost_model import QWEN21
 from ..family import Transformer
-from ..signature import BlockGroup, BlockSignature, CallArguments
+from ..signature import BlockGroup, BlockSignature, CallArguments, Options
 
 NAME = "Qwen-Image 2.1"
 MODEL = QwenImage21Transformer2DModel
@@ -33,8 +37,22 @@ class Signature(BlockSignature):
         return bool(call_args["pe"].shape[1] > call_args["prefix_len"])
 
 
+# Of its size in the dtype of the run.
+_STORED = {"int8": 0.5, "int4": 0.25}
+
+
 class Hooks(Transformer):
     between = ("single_block",)
+
+    def model_cache_numel(self, cond: Mapping[str, Any], options: Options) -> float:
+        asked = options.get("qwen_image21_cache", {})
+        if asked.get("device") in ("off", "cpu"):
+            return 0
+        text = cond.get("cross_attn")
+        references = [prod(each.shape[-2:]) for each in cond.get("reference_latents") or ()]
+        tokens = sum(references, 0 if text is None else text.shape[1])
+        (group,) = self.groups
+        return 2 * len(group.blocks) * tokens * self.width * _STORED.get(asked.get("dtype"), 1)
 
     def block_groups(self, model: QwenImage21Transformer2DModel) -> tuple[BlockGroup, ...]:
         self.patch_size, self.width = 1, model.inner_dim

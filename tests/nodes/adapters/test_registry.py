@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from typing import Any
 
@@ -96,3 +97,63 @@ def test_hooks_do_not_keep_a_model_alive(pack: Any, attach: Any) -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+# What blocks of a later class may be given: name -> what its call gets beside or instead, and what the report names.
+LATER: dict[str, Any] = {
+    "an unknown argument": ({"times": lambda given: torch.rand(given["pe"].shape[:3:2])}, "times"),
+    "an unknown stream": ({"audio": lambda given: torch.rand(1, 5, 48)}, "audio"),
+    "another rotary layout": ({"pe": lambda given: given["pe"].movedim(2, 1)}, "pe"),
+    "rotary positions in two tables": ({"pe": lambda given: given["pe"].unbind(-1)}, "pe"),
+}
+
+
+@loop("what", list(LATER))
+def test_blocks_of_a_later_flux_are_not_merged_by_guess(
+    what: str, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLUX.3 may come as changes of Flux's own class: what is unknown is named, and the picture stays the model's."""
+    model, (changes, named) = models.flux(), LATER[what]
+    kinds = {type(block) for blocks in ("double_blocks", "single_blocks") for block in model_blocks(model, blocks)}
+    for kind in kinds:
+        monkeypatch.setattr(kind, "forward", later_forward(kind.forward))
+        monkeypatch.setattr(kind, "__call__", later_call(kind.__call__, changes))
+    plain = models.sample(model, 20, 28, steps=2)
+    merged = attach(model)
+    assert torch.equal(models.sample(merged, 20, 28, steps=2), plain)
+    stats = stats_of(merged)
+    assert stats.merged_blocks == set()
+    assert {part.block for parts in stats.unmerged.values() for part in parts} == {
+        *(f"double.{n}" for n in range(3)), *(f"single.{n}" for n in range(3))
+    }  # fmt: skip
+    assert all(named in str(reason) for reason in stats.unmerged)
+
+
+def model_blocks(model: Any, name: str) -> Any:
+    return getattr(model.model.diffusion_model, name)
+
+
+def later_forward(forward: Any) -> Any:
+    """Return a `forward` with two more arguments, which restores positions of an older layout."""
+
+    def later(self: Any, *args: Any, times: Any = None, audio: Any = None, **kwargs: Any) -> Any:
+        pe = kwargs["pe"]
+        if isinstance(pe, tuple):
+            pe = torch.stack(pe, -1)
+        elif pe.shape[2] == 1:
+            pe = pe.movedim(1, 2)
+        return forward(self, *args, **{**kwargs, "pe": pe})
+
+    known = inspect.signature(forward)
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in ("times", "audio")]
+    rest = [p for p in known.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    last = inspect.Parameter("rest", inspect.Parameter.VAR_KEYWORD)
+    later.__signature__ = known.replace(parameters=[*rest, *more, last])  # type: ignore[attr-defined]
+    return later
+
+
+def later_call(call: Any, changes: Any) -> Any:
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(self, *args, **{**kwargs, **{name: made(kwargs) for name, made in changes.items()}})
+
+    return called

@@ -228,3 +228,35 @@ MERGED = {
     ("balanced", 8): [1, 2, 3, 5, 6],
     ("quality", 8): [1, 3, 5],
 }
+
+
+def test_comfyuis_cache_is_counted_beside_the_kv_cache(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card it takes keys and values of text and references in every block, for each condition of a step."""
+    from comfy.sampler_helpers import convert_cond
+    from comfy.samplers import CFGGuider, sampler_object
+
+    memory, model = pack_module("nodes.adapters.kv_memory"), made(True)
+    prefix = (TEXT + 24 * 30) * 2 * 4 * 48 * 4  # tokens, keys and values, blocks, width, bytes
+
+    def planned(cache: str, dtype: str, cfg: float, room: float) -> bool:
+        """Whether full precision fits."""
+        placed = at(model, cache)
+        placed.model_options["transformer_options"]["qwen_image21_cache"]["dtype"] = dtype
+        guider = CFGGuider(placed)
+        guider.set_cfg(cfg)
+        guider.conds = {name: convert_cond(cond) for name, cond in conds(model, REFERENCES[1:2]).items()}
+        config, latent = pack_module("toma_core.config").ToMAConfig(**KEYS), torch.zeros(1, 64, HEIGHT, WIDTH)
+        asked = config, guider, latent, sampler_object("euler"), latent.shape, (1.0, 0.7, 0.4, 0.0)
+        monkeypatch.setattr(memory, "memory_left", lambda *_: 1e12)
+        needed = memory.plan_kv_cache(*asked).bytes
+        monkeypatch.setattr(memory, "memory_left", lambda *_: needed + room * prefix)
+        return not memory.plan_kv_cache(*asked).quantized
+
+    for cfg in (1.0, 4.0):
+        number = 1 if cfg == 1.0 else 2
+        assert planned("auto", "default", cfg, number)
+        assert not planned("auto", "default", cfg, number - 0.01)
+        assert planned("gpu", "int8", cfg, number / 2)
+        assert not planned("gpu", "int4", cfg, number / 4 - 0.01)
+        assert planned("cpu", "default", cfg, 0)
+        assert planned("off", "default", cfg, 0)
