@@ -10,7 +10,7 @@ TOOL = $(PYTHON) -m scripts.run --quiet --
 PYTEST = OMP_NUM_THREADS=1 $(RUN) python -m pytest -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all compatibility fuzz soak demo bench bench-gpu gpu-kit fidelity pack lint format types clean purge
+.PHONY: help setup test test-all api-check compatibility fuzz soak demo bench bench-gpu gpu-kit fidelity pack lint format types clean purge
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ test: ## the tests that find most, 10 minutes on two cores; ARGS="-k windows", A
 
 test-all: ## all tests: also servers, the web page, compiled and full-size models; ARGS="--tiers only" without the others
 	@$(PYTEST) --tiers all $(ARGS)
+
+api-check: ## what the pack uses of a ComfyUI, and what of that is missing or changed; ARGS=FOLDER, also with some files only
+	@$(TOOL) python -m scripts.api_check $(ARGS)
 
 compatibility: ## try every feature of ComfyUI beside ToMA, 5 minutes, and write docs/compatibility.md
 	@TOMA_WRITE_COMPATIBILITY=1 $(RUN) python -m pytest tests/compatibility $(ARGS)

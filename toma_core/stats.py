@@ -47,6 +47,8 @@ class Line(MessageId):
     NO_KV_CACHE = "no_kv_cache"  # reason
     ATTENTION_LEFT = "attention_left"
     KERNELS = "kernels"  # names
+    COMFYUI = "comfyui"  # version
+    UNTRIED_COMFYUI = "untried_comfyui"  # version, tried
 
 
 class Unmerged(NamedTuple):
@@ -86,6 +88,7 @@ class RunStats:
     # Of attentions that another node overrides: whether of merged tokens, and whether it left them to ComfyUI.
     attentions: set[tuple[bool, bool]] = field(default_factory=set)
     times_less_work: float | None = None  # FLOPs of the unmerged run over those of this one; None if unknown
+    comfyui: tuple[Message, ...] = ()  # which ComfyUI the run is in
     maps: dict[Grid, MergeMap] = field(default_factory=dict)
     merged_in: Counter[int] = field(default_factory=Counter)  # merged evaluations of each step
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # several devices may share a run
@@ -232,6 +235,7 @@ class RunStats:
             self.without_kv_cache and Line.NO_KV_CACHE(reason=self.without_kv_cache),
             self.attentions >= {(False, False), (True, True)} and Line.ATTENTION_LEFT(),
             names and Line.KERNELS(names=names),
+            *self.comfyui,
         ]
         return [line for line in lines if isinstance(line, Message)]
 

@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from ...toma_core.reasons import Message, MessageError, Reason
+from ...toma_core.stats import Line
 
+NEWEST_TRIED = "0.33.0"  # the newest ComfyUI that all tests have run on; `make api-check` says what a newer one changed
 _warned: set[str] = set()
 RAISES_OWN_ERRORS = False  # set by `scripts.comfy_pack`, for tests and measurements
 
@@ -147,6 +149,21 @@ def end_interrupted(several_devices: bool = False) -> None:
         getattr(prefetch, name, lambda: None)()
     except Exception:
         logging.warning("ToMA: ComfyUI could not end an evaluation that ran out of memory.", exc_info=True)
+
+
+def comfyui_lines() -> tuple[Message, ...]:
+    """Return the version of this ComfyUI for the report, and that it is newer than what was tried, if it is."""
+    try:
+        version = str(import_module("comfyui_version").__version__)
+    except (ImportError, AttributeError):
+        return ()
+    newer = _numbers(version) > _numbers(NEWEST_TRIED)
+    untried = (Line.UNTRIED_COMFYUI(version=version, tried=NEWEST_TRIED),) if newer else ()
+    return (Line.COMFYUI(version=version), *untried)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isdecimal() else 0 for part in version.split("."))
 
 
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:

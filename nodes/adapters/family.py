@@ -52,7 +52,12 @@ WITHOUT_KV_CACHE: Fields = {
 }
 
 # Methods in which models run their blocks.
-_LOOPS = frozenset(("forward", "_forward", "forward_orig", "forward_core_with_concat", "_process_transformer_blocks"))
+_LOOPS = frozenset(
+    (
+        *("forward", "_forward", "forward_orig", "forward_core_with_concat", "_process_transformer_blocks"),
+        "_backbone",
+    )
+)
 
 
 class ModelHooks:

@@ -33,6 +33,7 @@ from .compat import (
     UnmergedError,
     UnsupportedApiError,
     argument,
+    comfyui_lines,
     end_interrupted,
     optional_api,
     own_code,
@@ -111,7 +112,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             sampling.config_for = partial(config_for, attachment.settings, model)
             sampling.run.cache.reserved, sampling.run.quantized = kv_plan.bytes, kv_plan.quantized
             sampling.contents = Contents(conds)
-            sampling.run.stats.without_kv_cache = kv_plan.reason
+            sampling.run.stats.without_kv_cache, sampling.run.stats.comfyui = kv_plan.reason, comfyui_lines()
             options["transformer_options"][SAMPLING] = sampling
             options["transformer_options"][GRAPHS] = inside = compiled(options_before)
             if in_one_piece(options_before):

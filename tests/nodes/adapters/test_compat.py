@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from threading import Barrier, Thread
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import models
 from scripts.comfy_pack import pack_module
 from tests.loop import loop
 
@@ -151,3 +153,21 @@ def test_an_evaluation_that_cannot_be_ended_does_not_end_the_run(
     monkeypatch.setattr(model_prefetch, "cleanup_prefetch_queues", failing)
     contract.end_interrupted()
     assert len(warnings()) == 1
+
+
+@loop(
+    ("version", "newer"),
+    [("0.16.3", False), ("0.33.0", False), ("0.33.1", True), ("0.100", True), ("1.0.0rc1", True), ("nightly", False)],
+)
+def test_report_says_which_comfyui_it_is(
+    monkeypatch: pytest.MonkeyPatch, attach: Any, stats_of: Any, version: str, newer: bool
+) -> None:
+    monkeypatch.setattr(importlib.import_module("comfyui_version"), "__version__", version)
+    monkeypatch.setattr(contract, "NEWEST_TRIED", "0.33.0")
+    patched = attach(models.unet())
+    models.sample(patched, 16, 16, steps=1)
+    text = stats_of(patched).text()
+    assert f"  ComfyUI {version}\n" in f"{text}\n"
+    assert (
+        f"this ComfyUI ({version}) is newer than the newest that ComfyUI-ToMA was tried on (0.33.0)" in text
+    ) is newer

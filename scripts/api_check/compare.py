@@ -1,0 +1,183 @@
+"""What of a ComfyUI differs from the releases that the pack was tried on, and what of that stops merging."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from itertools import zip_longest
+from pathlib import Path
+
+from scripts.api_check.facts import GONE, UNSEEN, Facts
+from scripts.api_check.source import Source
+from scripts.api_check.uses import StandIn, Use, Uses
+
+FILE = Path(__file__).with_name("known.json")
+
+Known = dict[str, dict[str, str]]  # by item, see `Use`: texts by release
+
+
+class Kind(Enum):
+    """What a difference means."""
+
+    GONE = "Missing"
+    UNFIT = "Changed, and the pack's arguments do not fit any more"
+    CHANGED = "Changed, and what the pack passes still fits"
+    NEW = "New: the pack does not know it"
+    UNSEEN = "Not looked at: the folder has only some files"
+    UNLISTED = f"Not listed in {FILE.name}: write it again"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One use that a ComfyUI has otherwise than a release that was tried."""
+
+    kind: Kind
+    use: Use
+    before: str  # in that release; empty if it is not listed
+    now: str
+
+    @property
+    def fatal(self) -> bool:
+        """Whether something stops merging."""
+        return self.kind in (Kind.GONE, Kind.UNFIT) and not self.use.optional
+
+    def __str__(self) -> str:
+        if self.kind in (Kind.UNSEEN, Kind.UNLISTED):
+            return self.use.item
+        lines = [
+            self.use.item + " (the pack runs without it)" * self.use.optional,
+            f"was {self.before}",
+            f"is  {self.now}",
+        ]
+        if self.use.kind == "block" and (names := unknown_arguments(self.use.stand_ins, self.now)):
+            lines.append(f"a value in {', '.join(names)} leaves the block unmerged")
+        return "\n      ".join(lines)
+
+
+def read(file: Path = FILE) -> Known:
+    """Return what the releases have that the pack was tried on."""
+    found: Mapping[str, Mapping[str, str]] = json.loads(file.read_text(encoding="utf-8"))
+    return {
+        item: {r: text for text, releases in texts.items() for r in releases.split()} for item, texts in found.items()
+    }
+
+
+def write(known: Known, file: Path = FILE) -> None:
+    """Write the file: a line for each item, with the releases that have each text."""
+    lines = []
+    for item in sorted(known):
+        texts = dict[str, list[str]]()
+        for release in sorted(known[item], key=number_of):
+            texts.setdefault(known[item][release], []).append(release)
+        joined = {text: " ".join(releases) for text, releases in texts.items()}
+        if set(texts) != {GONE} or not item.startswith(("key ", "trait ")):  # the pack's own
+            lines.append(f"{json.dumps(item)}: {json.dumps(joined)}")
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def number_of(release: str) -> tuple[int, ...]:
+    """Return the order of a release: 0.9.1 before 0.10.0."""
+    return tuple(int(part) if part.isdigit() else 0 for part in release.split("."))
+
+
+def newest(known: Known) -> str:
+    """Return the newest release that is listed."""
+    return max((release for texts in known.values() for release in texts), key=number_of)
+
+
+def nearest(known: Known, version: str) -> str:
+    """Return the release to compare a version with: itself, else the next older one; the newest for an unknown one."""
+    older = [r for texts in known.values() for r in texts if number_of(r) <= number_of(version)]
+    return max(older, key=number_of, default=newest(known))
+
+
+def differences(uses: Uses, facts: Facts, known: Known, release: str, folder: Path) -> list[Difference]:
+    """Return what the facts of a folder have otherwise than a release, the worst first. Of a family without its model
+    only that is listed."""
+    found, models = list[Difference](), {use.subject for use in uses.values() if use.kind == "derived"}
+    missing = {family for family in models if facts[f"derived {family}"] == GONE}
+    for item, use in uses.items():
+        now, texts = facts[item], known.get(item, {})
+        if release not in texts:
+            if now not in (GONE, UNSEEN) or use.kind not in ("key", "trait"):
+                found.append(Difference(Kind.UNLISTED, use, "", now))
+            continue
+        if use.kind in ("derived", "path", "block", "loop") and use.subject.partition(" ")[0] in missing:
+            continue
+        if use.kind == "call" and now == GONE:
+            continue  # the name says it
+        if now != texts[release]:
+            kind = _kind(use, texts[release], now, folder)
+            if kind is not None:
+                found.append(Difference(kind, use, texts[release], now))
+    return sorted(found, key=lambda each: list(Kind).index(each.kind))
+
+
+def _kind(use: Use, before: str, now: str, folder: Path) -> Kind | None:
+    """Return what a difference means, None if nothing."""
+    if now == UNSEEN:
+        return Kind.UNSEEN
+    if now == GONE:
+        return Kind.GONE
+    if before == GONE:  # no release that was tried has it
+        return Kind.UNFIT if use.kind == "block" and not fits(use, before, now) else None
+    if use.kind in ("key", "trait"):
+        lost = set(before.split(", ")) - set(now.split(", "))
+        return Kind.CHANGED if any(Source(folder).module(name) for name in lost) else None
+    if use.kind == "derived":
+        return Kind.NEW if set(now.split(", ")) - set(before.split(", ")) - {"none"} else None
+    if use.kind == "loop":
+        return Kind.CHANGED if set(now.split(", ")) <= use.allowed else Kind.NEW
+    return Kind.CHANGED if fits(use, before, now) else Kind.UNFIT
+
+
+def fits(use: Use, before: str, now: str) -> bool:
+    """Whether what the pack passes or reads fits, as far as signatures tell."""
+    if use.kind == "block":
+        forms = now.split("; ")
+        return all("(" in form and any(stands_in(each, form) for each in use.stand_ins) for form in forms)
+    if use.kind == "wrapper":
+        return all(_read_fits(use, _names(before.split("; ")[0]), _names(form)) for form in now.split("; "))
+    if use.kind != "call":
+        return now != "module" and before != "module"
+    if "(" not in now or "(" not in before:
+        return False
+    names, others = _names(now), {name.rstrip("=") for name in _names(now)}
+    needed = {name for name in names[use.places :] if not name.startswith("*") and not name.endswith("=")}
+    same = [n.rstrip("=") for n in names[: use.places]] == [n.rstrip("=") for n in _names(before)[: use.places]]
+    free = any(name.startswith("**") for name in names)
+    return same and (free or use.named <= others) and needed <= use.named
+
+
+def _read_fits(use: Use, before: list[str], now: list[str]) -> bool:
+    places = [name for name in now if not name.endswith("=") and not name.startswith("*")]
+    if use.places and places[: use.places] != before[: use.places]:
+        return False
+    return all(places[place : place + 1] == before[place : place + 1] or f"{name}=" in now for place, name in use.read)
+
+
+def stands_in(stand_in: StandIn, form: str) -> bool:
+    """Whether a hook can stand in for a block of "Name(arguments)": the rule of `nodes.adapters.compat.check`."""
+    names = _names(form)
+    if any(name.startswith("*") and name.strip("*") and not name.startswith("**") for name in names):
+        return True  # it takes any arguments
+    places = [name.rstrip("=") for name in names][: len(stand_in.places)]
+    if places != [mine or theirs for mine, theirs in zip_longest(stand_in.places, places)]:
+        return False
+    left = [name for name in names[len(places) :] if not name.startswith("*")]
+    known = {name.rstrip("=") for name in left}
+    others = [name for name in left if name.rstrip("=") not in stand_in.required]
+    return stand_in.required <= known and all(n.endswith("=") for n in others) and (stand_in.rest or not others)
+
+
+def _names(form: str) -> list[str]:
+    inside = form.partition("(")[2].removesuffix(")")
+    return [part for part in inside.split(", ") if part]
+
+
+def unknown_arguments(stand_ins: Iterable[StandIn], form: str) -> list[str]:
+    """Return arguments that no hook knows: with a value, such a block runs unmerged."""
+    known = frozenset[str]().union(*({*each.places, *each.required, *each.known} for each in stand_ins))
+    return [name.strip("=*") for name in _names(form) if name.strip("=*") not in known and not name.startswith("*")]

@@ -1,0 +1,301 @@
+"""What the pack uses of ComfyUI is read from its source, listed in the data, and there in the ComfyUI of the run."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import models
+from scripts.api_check import compare
+from scripts.api_check.__main__ import main
+from scripts.api_check.compare import Kind
+from scripts.api_check.facts import GONE, UNSEEN, facts_of
+from scripts.api_check.families import Family, uses_of
+from scripts.api_check.source import Source
+from scripts.api_check.uses import VARIABLES, StandIn, Uses, uses_in
+from scripts.comfy_pack import pack_module
+from scripts.comfyui import DEFAULT_RELEASE, RELEASES, ROOT, ComfyUI
+from tests.loop import loop
+
+WRITE = "make api-check ARGS='--write FOLDER', with a folder of each release that cannot be downloaded, writes it again"
+
+
+@pytest.fixture(scope="module")
+def pack_uses() -> tuple[Uses, dict[str, Family]]:
+    return uses_of(ROOT)
+
+
+@pytest.fixture(scope="module")
+def uses(pack_uses: tuple[Uses, dict[str, Family]]) -> Uses:
+    return pack_uses[0]
+
+
+@pytest.fixture(scope="module")
+def families(pack_uses: tuple[Uses, dict[str, Family]]) -> dict[str, Family]:
+    return pack_uses[1]
+
+
+@pytest.fixture(scope="module")
+def known() -> compare.Known:
+    return compare.read()
+
+
+@pytest.fixture(scope="module")
+def here() -> Path:
+    return Path(os.environ["COMFYUI_PATH"])
+
+
+@pytest.fixture(scope="module")
+def facts(uses: Uses, families: dict[str, Family], here: Path) -> dict[str, str]:
+    return facts_of(here, uses, families)
+
+
+# --- the data -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.compat
+def test_this_comfyui_has_what_the_pack_uses(uses: Uses, known: compare.Known, facts: Any, here: Path) -> None:
+    version = ComfyUI(here, "", here).version
+    found = compare.differences(uses, facts, known, compare.nearest(known, version), here)
+    unlisted = [str(each) for each in found if each.kind is Kind.UNLISTED]
+    assert not unlisted, f"known.json does not list what the pack uses: {WRITE}"
+    assert [str(each) for each in found if each.fatal] == []
+    if any(version in texts for texts in known.values()):
+        assert [str(each) for each in found] == [], f"known.json has something else of {version}: {WRITE}"
+
+
+@pytest.mark.compat
+def test_methods_that_run_blocks_are_known(uses: Uses, facts: Any) -> None:
+    """Others could be replaced by step caches without the pack seeing it."""
+    loops = {use.subject: set(facts[use.item].split(", ")) - use.allowed for use in uses.values() if use.kind == "loop"}
+    assert {subject: left for subject, left in loops.items() if left - {GONE}} == {}
+
+
+def test_data_has_every_release_and_nothing_else(uses: Uses, known: compare.Known) -> None:
+    assert set(known) <= set(uses), f"the pack uses some of these no longer: {WRITE}"
+    releases = {*RELEASES, pack_module("nodes.adapters.compat").NEWEST_TRIED}
+    assert {item: sorted(releases - set(texts)) for item, texts in known.items() if set(texts) != releases} == {}
+
+
+def test_what_a_release_lacks_the_pack_runs_without(uses: Uses, known: compare.Known) -> None:
+    """Only models that came later, and what belongs to them, may be missing."""
+    for item, texts in known.items():
+        use = uses[item]
+        later = use.kind in ("path", "block", "loop", "derived") or use.subject.startswith("comfy.ldm.")
+        assert use.optional or later or GONE not in texts.values(), item
+    newest = pack_module("nodes.adapters.compat").NEWEST_TRIED
+    for release in {DEFAULT_RELEASE, newest}:
+        models_of = {item for item, texts in known.items() if item.startswith("name comfy.ldm.")}
+        assert sum(known[item][release] == "class" for item in models_of) > 15
+
+
+def test_use_that_is_not_listed_is_named(uses: Uses, known: compare.Known, facts: Any, here: Path) -> None:
+    more = dict(uses)
+    uses_in("import comfy.sample\ncomfy.sample.nothing(1)\n", more, {})
+    new = dict.fromkeys(set(more) - set(uses), GONE)
+    found = compare.differences(more, {**facts, **new}, known, DEFAULT_RELEASE, here)
+    assert {each.use.item for each in found if each.kind is Kind.UNLISTED} >= {
+        "name comfy.sample.nothing",
+        "call comfy.sample.nothing",
+    }
+
+
+# --- what is read from the pack -------------------------------------------------------------------------------------
+
+
+def test_uses_are_found(uses: Uses) -> None:
+    source = """
+import comfy.utils
+from comfy.samplers import CFGGuider
+from comfy.patcher_extension import WrappersMP
+import sys
+
+def f(patcher: CFGGuider, other, guider):
+    patcher.cfg, other.cfg, getattr(guider, "more", None)
+    bar = comfy.utils.ProgressBar(3, node_id=1)
+    bar.update(1)
+    sys.modules["server"].PromptServer.instance.send_sync("a", {})
+    guider.model_patcher.clone().load_device
+    options.get("img_slice"), options["block"]
+
+def _sampled(executor, *args, **kwargs):
+    argument(args, kwargs, 3, "sigmas")
+
+wrappers = {WrappersMP.OUTER_SAMPLE: _sampled}
+"""
+    found: Uses = {}
+    uses_in(source, found, VARIABLES, words=True)
+    assert {
+        *("name comfy.samplers.CFGGuider.cfg", "name comfy.samplers.CFGGuider.more", "name comfy.utils.ProgressBar"),
+        *("call comfy.utils.ProgressBar.update", "call server.PromptServer.send_sync", "key img_slice", "key block"),
+        *("name comfy.model_patcher.ModelPatcher.load_device", "name comfy.patcher_extension.WrappersMP.OUTER_SAMPLE"),
+    } <= set(found)
+    assert found["call comfy.utils.ProgressBar"].places == 1
+    assert found["call comfy.utils.ProgressBar"].named == {"node_id"}
+    assert found["wrapper OUTER_SAMPLE"].read == {(3, "sigmas")}
+    assert [found[f"name comfy.samplers.CFGGuider.{name}"].optional for name in ("cfg", "more")] == [False, True]
+    assert uses["wrapper CALC_COND_BATCH"].read >= {(1, "conds"), (3, "timestep"), (4, "model_options")}
+
+
+@pytest.mark.compat
+@loop("kind", models.KINDS)
+def test_blocks_are_those_that_hooks_stand_in_for(kind: str, uses: Uses, facts: Any, here: Path) -> None:
+    """Static reading finds the classes and signatures that models have, and judges as `compat.check` does."""
+    registry, contract = pack_module("nodes.adapters.registry"), pack_module("nodes.adapters.compat")
+    try:
+        model = (models.unet if kind == "unet" else models.TRANSFORMERS[kind])().model.diffusion_model
+    except (ImportError, AttributeError):
+        pytest.skip("this ComfyUI has no such model")
+    if Source(here).module(type(model).__module__) is None:
+        pytest.skip("a stand-in for a class that this ComfyUI does not have")
+    blocks = [use for use in uses.values() if use.kind == "block"]
+    forms = {form: use for use in blocks for form in facts[use.item].split("; ")}
+    for module, hook in registry.find(model).hook_pairs():
+        names = [
+            f"{p.name}=" if p.default is not p.empty else str(p).partition(":")[0]
+            for p in list(signature(type(module).forward).parameters.values())[1:]
+        ]
+        form = f"{type(module).__name__}({', '.join(names)})"
+        assert form in forms, f"{kind}: not read from ComfyUI's source"
+        contract.check(module, hook)
+        assert any(compare.stands_in(each, form) for each in forms[form].stand_ins)
+        if (known := getattr(hook, "signature", None)) is not None:
+            stand_in = StandIn(tuple(known.positional_args), frozenset(known.required_kwargs), frozenset())
+            assert stand_in in [StandIn(each.places, each.required, frozenset()) for each in forms[form].stand_ins]
+
+
+# --- a ComfyUI that has changed -------------------------------------------------------------------------------------
+
+FILES = ("comfy/ldm/flux/model.py", "comfy/ldm/flux/layers.py", "comfy/samplers.py", "comfy/model_patcher.py")
+CLONE = "comfy.model_patcher.create_model_options_clone"
+ADD_WRAPPER = "comfy.model_patcher.ModelPatcher.add_wrapper_with_key"
+FLUX_BLOCK = "block flux Flux.double_blocks"
+
+
+@pytest.fixture
+def some_files(tmp_path: Path, here: Path) -> Path:
+    """A folder with some files of this ComfyUI."""
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(here / name, tmp_path / name)
+    return tmp_path
+
+
+def changed(folder: Path, file: str, *pairs: tuple[str, str]) -> None:
+    text = (folder / file).read_text(encoding="utf-8")
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    (folder / file).write_text(text, encoding="utf-8")
+
+
+def with_argument(name: str, where: str) -> Callable[[Path], None]:
+    """Return a change of the double blocks' `forward`: an argument before `where`."""
+
+    def change(folder: Path) -> None:
+        file = folder / "comfy/ldm/flux/layers.py"
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        (block,) = [node for node in tree.body if getattr(node, "name", "") == "DoubleStreamBlock"]
+        (forward,) = [node for node in ast.iter_child_nodes(block) if getattr(node, "name", "") == "forward"]
+        every: Any = forward
+        at = [arg.arg for arg in every.args.args].index(where)
+        every.args.args.insert(at, ast.arg(name))
+        if where == "transformer_options":
+            every.args.defaults.insert(-1, ast.Constant(None))
+        file.write_text(ast.unparse(tree), encoding="utf-8")
+
+    return change
+
+
+def renamed(file: str, *pairs: tuple[str, str]) -> Callable[[Path], None]:
+    return lambda folder: changed(folder, file, *pairs)
+
+
+MODEL, LAYERS, SAMPLERS, PATCHER = FILES[0], FILES[1], FILES[2], FILES[3]
+ORDER = "wrapper_type: str, key: str, wrapper", "key: str, wrapper_type: str, wrapper"
+OTHER_SCHEDULE = "execute(noise, latent_image, sampler, sigmas", "execute(noise, sampler, sigmas"
+ONE_MORE = "disable_pbar, seed, latent_shapes=", "disable_pbar, seed, more, latent_shapes="
+
+
+def with_flux_3(folder: Path) -> None:
+    file = folder / "comfy/ldm/flux/three.py"
+    file.write_text("from .model import Flux\nclass Flux3(Flux): pass\n", encoding="utf-8")
+
+
+@loop(
+    ("item", "kind", "change"),
+    [
+        (f"name {CLONE}", Kind.GONE, renamed(PATCHER, ("create_model_options_clone", "clone_options"))),
+        (f"call {ADD_WRAPPER}", Kind.UNFIT, renamed(PATCHER, ORDER)),
+        ("wrapper OUTER_SAMPLE", Kind.UNFIT, renamed(SAMPLERS, OTHER_SCHEDULE)),
+        ("wrapper OUTER_SAMPLE", Kind.CHANGED, renamed(SAMPLERS, ONE_MORE)),
+        (FLUX_BLOCK, Kind.UNFIT, with_argument("region", "txt")),
+        (FLUX_BLOCK, Kind.CHANGED, with_argument("region", "transformer_options")),
+        ("path flux double_blocks", Kind.GONE, renamed(MODEL, ("self.double_blocks", "self.joint"))),
+        ("loop flux Flux.double_blocks", Kind.NEW, renamed(MODEL, ("def forward_orig", "def run_blocks"))),
+        ("derived flux", Kind.NEW, with_flux_3),
+    ],
+)
+def test_change_is_found(
+    some_files: Path, uses: Uses, families: Any, facts: Any, item: str, kind: Kind, change: Any
+) -> None:
+    change(some_files)
+    few = {each: use for each, use in uses.items() if " flux" in each or use.kind == "wrapper" or "patcher" in each}
+    known = {each: {"1.0": facts[each]} for each in few}
+    now = facts_of(some_files, few, {"flux": families["flux"]})
+    found = compare.differences(few, now, known, "1.0", some_files)
+    assert (item, kind) in [(each.use.item, each.kind) for each in found]
+    if kind is Kind.CHANGED and item == FLUX_BLOCK:
+        assert "a value in region leaves the block unmerged" in str(next(e for e in found if e.use.item == item))
+    fatal = {each.use.item for each in found if each.fatal}
+    assert (item in fatal) is (kind in (Kind.GONE, Kind.UNFIT))
+
+
+def test_folder_with_some_files(some_files: Path, uses: Uses, families: Any, facts: Any) -> None:
+    """What is in them is compared; nothing is said to be missing whose file is not there."""
+    partial = facts_of(some_files, uses, families)
+    assert all(
+        partial[item] in (text, UNSEEN)
+        for item, text in facts.items()
+        if uses[item].kind not in ("key", "trait", "derived")
+    )
+    assert partial[FLUX_BLOCK] == facts[FLUX_BLOCK]
+    assert partial["wrapper OUTER_SAMPLE"] == facts["wrapper OUTER_SAMPLE"]
+    assert partial["block wan WanModel.blocks"] == UNSEEN
+
+
+def test_command(some_files: Path, here: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main([str(here)]) == 0
+    assert "Nothing stops merging." in capsys.readouterr().out
+    changed(some_files, "comfy/model_patcher.py", ("create_model_options_clone", "clone_options"))
+    assert main([str(some_files), "--all"]) == 1
+    printed = capsys.readouterr().out
+    assert "some files only" in printed
+    assert "Missing (1):\n  name comfy.model_patcher.create_model_options_clone\n" in printed
+    assert "  wrapper OUTER_SAMPLE: (noise, latent_image, sampler, sigmas," in printed
+    assert main([str(tmp_path / "nothing")]) == 2
+
+
+def test_names_are_followed_through_imports_and_bases(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/__init__.py").write_text("from . import b as public\n")
+    (tmp_path / "a/b.py").write_text("from .c import *\nclass Derived(Base):\n    def more(self, x, *, y=1): pass\n")
+    (tmp_path / "a/c.py").write_text(
+        "class Base:\n    kind = 1\n    def __init__(self):\n        self.part = Part(2)\nclass Part: pass\n"
+    )
+    source = Source(tmp_path)
+    for name in ("a.public.Derived.more", "a.b.Derived.kind", "a.b.Derived.part", "a.public.Part"):
+        assert source.find(name) is not None, name
+    assert source.find("a.b.Derived.nothing") is None
+    derived = source.find("a.b.Derived")
+    assert derived is not None
+    part = source.member(derived, "part")
+    assert part is not None
+    assert [getattr(each.node, "name", "") for each in source.classes_in(part, derived)] == ["Part"]
