@@ -11,7 +11,7 @@ from types import FrameType
 
 from scripts.comfy_client import ServerError
 
-from .showcase import EVERYWHERE, OUTPUT, DemoError, Settings, compare, default_sizes, serve
+from .showcase import EVERYWHERE, OUTPUT, DemoError, Settings, compare, serve
 
 
 def main() -> int:
@@ -27,8 +27,9 @@ def main() -> int:
     )
     parser.add_argument("--port", type=_port, help="with --serve: port of the page (default 8199, or a free one)")
     parser.add_argument("--sizes", type=_size, nargs="+", metavar="PIXELS", help="sides of the square pictures")
-    parser.add_argument("--steps", type=_steps, default=Settings.steps, help="sampling steps (default %(default)s)")
+    parser.add_argument("--steps", type=_steps, help="sampling steps (default 8 of the UNet, 12 of Flux)")
     parser.add_argument("--repeats", type=_count, default=Settings.repeats, help="pairs per case (default %(default)s)")
+    parser.add_argument("--batch", type=_count, default=Settings.batch, help="pictures at once (default %(default)s)")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for the pictures (default %(default)s)")
     arguments = parser.parse_args()
     if not os.environ.get("COMFYUI_PATH"):
@@ -40,8 +41,8 @@ def main() -> int:
         if arguments.serve:
             serve(port=arguments.port, listen=arguments.listen)
         else:
-            sizes = tuple(arguments.sizes or default_sizes())
-            compare(Settings(sizes, arguments.steps, arguments.repeats), arguments.output)
+            sizes = tuple(arguments.sizes or Settings.sizes)
+            compare(Settings(sizes, arguments.steps, arguments.repeats, arguments.batch), arguments.output)
     except (DemoError, ServerError, TimeoutError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

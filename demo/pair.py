@@ -1,4 +1,4 @@
-"""Cut the pair of rows at the top of the README out of the pictures of docs/fidelity.md: `python -m demo.pair`."""
+"""Cut the rows at the top of the README out of the pictures of docs/fidelity.md: `python -m demo.pair`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from PIL import Image
 from scripts.comfyui import ROOT
 
 IMAGES = ROOT / "docs" / "images"
-# Heights of a row of pictures and of the line of text above it. The first row is without ToMA, the second `balanced`.
+# Heights of a row of pictures and of the line of text above it.
 ROW, TEXT, GAP = 128, 16, 6
+# The rows without ToMA, with `balanced` at ratio 0.75, and with three steps of four.
+SHOWN = (0, 2, 4)
 
 
 def main() -> None:
     """Parse the command line and write docs/images/pair.jpg."""
     argparse.ArgumentParser(prog="python -m demo.pair", description=__doc__).parse_args()
     rows = Image.open(IMAGES / "fidelity-pictures-unet.jpg")
-    pair = Image.new("RGB", (rows.width, 2 * ROW + GAP), (255, 255, 255))
-    for index in range(2):
-        top = TEXT + index * (ROW + TEXT)
+    pair = Image.new("RGB", (rows.width, len(SHOWN) * (ROW + GAP) - GAP), (255, 255, 255))
+    for index, row in enumerate(SHOWN):
+        top = TEXT + row * (ROW + TEXT)
         pair.paste(rows.crop((0, top, rows.width, top + ROW)), (0, index * (ROW + GAP)))
     pair.save(IMAGES / "pair.jpg", quality=90)
 

@@ -20,6 +20,7 @@ from scripts.comfy_client import PromptError, Run
 from scripts.comfy_server import ComfyServer, free_port
 from scripts.comfyui import ROOT
 
+from .checker import FIRST_TEST_SEED
 from .scenes import CANVAS
 from .showcase_graphs import DIT, KINDS, LATENT, PICTURE, REPORT, UNET, Kind, place_dit, sampling_graph
 from .showcase_results import Case, Outcome, StepClock, explanation, merge_maps, opened, side_by_side, table
@@ -30,11 +31,10 @@ WORKFLOWS = ROOT / "demo" / "workflows"
 _FIRST, _PORT = "Demo-SDXL", 8199
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - all addresses of this machine, only with `--listen`
 _HERE = "127.0.0.1"
-# One token per 4 x 4 pixels: 4,096 tokens on a CPU, 65,536 on a GPU, where smaller runs are too short to time.
-LARGE_PIXELS = {"cpu": 256, "cuda": 1024}
+# Pictures at once. The models are narrow: one picture is too little work for merging to pay, above all on a GPU.
+BATCH = {"cpu": 4, "cuda": 64}
 WARM_UP_STEPS = 3  # the first and the last of a run are full
 TIMING_STEPS = 5  # at most, for runs that are only timed: their share of merged steps is that of longer runs
-FIRST_SEED = 1
 
 
 class DemoError(RuntimeError):
@@ -43,18 +43,14 @@ class DemoError(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the demo: picture sizes in pixels, sampling steps, pairs per case."""
+    """Settings of the demo: picture sizes in pixels, sampling steps (None: as many as suit the model), pairs per case,
+    pictures at once."""
 
-    sizes: tuple[int, ...]
-    steps: int = 12
+    sizes: tuple[int, ...] = (CANVAS,)
+    steps: int | None = None
     repeats: int = 3
+    batch: int = BATCH["cuda" if torch.cuda.is_available() else "cpu"]
     kinds: tuple[Kind, ...] = KINDS
-
-
-def default_sizes() -> tuple[int, ...]:
-    """Return the size that the tiny models were trained at, and one with enough tokens for merging to pay on this
-    device."""
-    return CANVAS, LARGE_PIXELS["cuda" if torch.cuda.is_available() else "cpu"]
 
 
 def device_name() -> str:
@@ -90,20 +86,24 @@ def demo_server(base: Path | None = None, port: int | None = None, listen: str |
 
 def run_all(server: ComfyServer, settings: Settings) -> list[Case]:
     """Run every model at every size: a warm-up, then pairs of runs with and without ToMA."""
-    cases = [Case(kind, pixels) for kind in settings.kinds for pixels in settings.sizes]
+    cases = [
+        Case(kind, pixels, settings.steps or kind.steps, settings.batch)
+        for kind in settings.kinds
+        for pixels in settings.sizes
+    ]
     for number, case in enumerate(cases, 1):
         weights = "trained weights" if case.kind.trained else "random weights"
         say(f"==> {number}/{len(cases)} {case.name}, {weights}")
         for merged in (False, True):
-            _sample(server, case, f"warm-up {_way(merged)}", merged, FIRST_SEED, WARM_UP_STEPS)
-        steps = settings.steps if case.draws else min(settings.steps, TIMING_STEPS)
+            _sample(server, case, f"warm-up {_way(merged)}", merged, FIRST_TEST_SEED, WARM_UP_STEPS)
+        steps = case.steps if case.draws else min(case.steps, TIMING_STEPS)
         for repeat in range(settings.repeats):
             # The order alternates from pair to pair, so that a machine that slows down favours neither side.
             for merged in (False, True) if repeat % 2 == 0 else (True, False):
                 title = f"pair {repeat + 1}/{settings.repeats} {_way(merged)}"
-                outcome = _sample(server, case, title, merged, FIRST_SEED + repeat, steps)
+                outcome = _sample(server, case, title, merged, FIRST_TEST_SEED + repeat * settings.batch, steps)
                 (case.merged if merged else case.plain).append(outcome)
-        say(f"    {case.tokens} tokens: {case.speedup:.2f}x")
+        say(f"    {case.tokens} tokens: {case.faster}")
     return cases
 
 
@@ -114,7 +114,7 @@ def _way(merged: bool) -> str:
 def _sample(server: ComfyServer, case: Case, title: str, merged: bool, seed: int, steps: int) -> Outcome:
     counter = _Counter(f"    {title}")
     clock = StepClock(time.perf_counter, counter)
-    graph = sampling_graph(case.kind, case.pixels, steps, seed, merged)
+    graph = sampling_graph(case.kind, case.pixels, steps, seed, merged, case.batch)
     try:
         run = server.run(graph, on_message=clock, timeout=600)
     except PromptError as error:
@@ -130,11 +130,11 @@ def _sample(server: ComfyServer, case: Case, title: str, merged: bool, seed: int
 
 def _outcome(server: ComfyServer, run: Run, seconds_per_step: float) -> Outcome:
     latent = safetensors.torch.load(server.view(run.outputs[LATENT]["latents"][0]))["latent_tensor"].float()
-    picture = opened(server.view(run.outputs[PICTURE]["images"][0]))
+    pictures = [opened(server.view(image)) for image in run.outputs[PICTURE]["images"]]
     shown: dict[str, Any] | None = run.outputs.get(REPORT)
     if shown is None:
-        return Outcome(seconds_per_step, latent, picture)
-    return Outcome(seconds_per_step, latent, picture, shown["text"][0], opened(server.view(shown["images"][0])))
+        return Outcome(seconds_per_step, latent, pictures)
+    return Outcome(seconds_per_step, latent, pictures, shown["text"][0], opened(server.view(shown["images"][0])))
 
 
 def write(cases: list[Case], folder: Path) -> list[Path]:
@@ -151,7 +151,7 @@ def compare(settings: Settings, folder: Path = OUTPUT) -> list[Case]:
     begin = time.monotonic()
     with demo_server() as server:
         cases = run_all(server, settings)
-    print(f"\n{table(cases)}\n\n{explanation(cases, settings.steps, device_name())}\n", flush=True)
+    print(f"\n{table(cases)}\n\n{explanation(cases, device_name())}\n", flush=True)
     for path in write(cases, folder):
         print(f"Wrote {path}", flush=True)
     say(f"Done in {time.monotonic() - begin:.0f} s; the server is stopped.")

@@ -28,12 +28,14 @@ Graph = dict[str, dict[str, Any]]
 class Kind:
     """One of the two model architectures: its name, and how to load, sample and merge it.
 
-    `sampling` are the settings that demo.sampling found best for the trained model.
+    `sampling` are the settings that demo.sampling found best for the trained model, `steps` as many as its kind is
+    sampled with.
     """
 
     name: str
     title: str
     sampling: dict[str, Any]
+    steps: int
 
     @property
     def trained(self) -> bool:
@@ -41,13 +43,15 @@ class Kind:
         return (WEIGHTS_FOLDER / f"{self.name}.safetensors").is_file()
 
 
-UNET = Kind("deep", "SDXL UNet, tiny", {"cfg": 2.0, "sampler_name": "euler", "scheduler": "normal"})
-DIT = Kind("dit", "Flux, tiny", {"cfg": 2.0, "sampler_name": "euler", "scheduler": "simple"})
+UNET = Kind("deep", "SDXL UNet, tiny", {"cfg": 2.0, "sampler_name": "euler", "scheduler": "normal"}, steps=8)
+DIT = Kind("dit", "Flux, tiny", {"cfg": 2.0, "sampler_name": "euler", "scheduler": "simple"}, steps=12)
 KINDS = (UNET, DIT)
 
 
-def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool, **settings: Any) -> Graph:
-    """Return the graph of one picture of pixels x pixels.
+def sampling_graph(
+    kind: Kind, pixels: int, steps: int, seed: int, merged: bool, batch: int = 1, **settings: Any
+) -> Graph:
+    """Return the graph of a batch of pictures of pixels x pixels, whose scenes come from this seed and those after it.
 
     Node ids are the same with and without the merge, so that the server does not load the model again. `merged` puts
     ToMA Advanced between loader and sampler, with these settings on top of the balanced preset. On Flux the preset
@@ -57,8 +61,8 @@ def sampling_graph(kind: Kind, pixels: int, steps: int, seed: int, merged: bool,
     model = ["loader", 0]
     graph: Graph = {
         "loader": _loader(kind),
-        "scene": _node("ToMADemoScene", seed=seed, batch_size=1),
-        "empty": _node("ToMADemoLatent", width=pixels, height=pixels, batch_size=1),
+        "scene": _node("ToMADemoScene", seed=seed, batch_size=batch),
+        "empty": _node("ToMADemoLatent", width=pixels, height=pixels, batch_size=batch),
     }
     if merged:
         # Blocks this small cost a GPU too little, and Auto would not merge them there.

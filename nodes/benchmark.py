@@ -9,6 +9,7 @@ import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
+from comfy_execution.graph_utils import ExecutionBlocker
 from comfyui_version import __version__ as comfyui
 
 from ..toma_core import Settings
@@ -99,13 +100,16 @@ class ToMABenchmark(io.ComfyNode):
             task = Task.of_inputs(model, **sampled)
             ratios = sorted({round(ratio * part / 3, 2) or ratio for part in ((1, 2, 3) if sweep else (3,))})
             timings = timing.measure(model, settings, ratios, task, runs, status.measures)
-        fastest, closest = timing.worthwhile(timings), timing.closest(timings)
+        noisy = timing.noise(timings) > timing.TOO_NOISY
+        fastest, closest = (None, None) if noisy else (timing.worthwhile(timings), timing.closest(timings))
         verdict = _verdict(timings, fastest, closest)
         notes = _notes(task, preset, runs, model, timings[-1])
         table = "\n".join(map(str, [*verdict, "", *_table(timings), "", *notes]))
         image = as_image(bar_chart(_bars(timings, fastest, closest)))
         lines = said([*verdict, "", Caption.TIME()], notes)
         shown = {**ui.PreviewImage(image, cls=cls).as_dict(), "text": (table,), **lines}
+        if noisy:  # nodes that these outputs are connected to do not run
+            return io.NodeOutput(image, table, ExecutionBlocker(None), ExecutionBlocker(None), ui=shown)
         recommended = (0.0 if timed is None else timed.ratio for timed in (fastest, closest))
         return io.NodeOutput(image, table, *recommended, ui=shown)
 
@@ -124,23 +128,21 @@ class Measured(MessageId):
     FASTEST = "fastest"  # gain
     CLOSEST = "closest"  # times, gain
     NONE = "none_fast_enough"  # times
-    UNSURE = "unsure"  # percent
     GAIN = "gain"  # name, times, error
 
 
 def _verdict(timings: Sequence[Timing], fastest: Timing | None, closest: Timing | None) -> list[Message]:
     """Return what to do, a sentence on each line."""
-    differ, noisy = 100 * timing.noise(timings), timing.noise(timings) > timing.CALM
+    noise = timing.noise(timings)
+    if noise > timing.TOO_NOISY:
+        return [Measured.TOO_NOISY(percent=100 * noise)]
     if fastest is None:
-        seems_faster = any(timed.median < timings[0].median for timed in timings)
-        return [Measured.TOO_NOISY(percent=differ) if noisy and seems_faster else Measured.OFF()]
+        return [Measured.OFF()]
     lines = [Measured.FASTEST(gain=_gain(timings[0], fastest))]
     if closest is None:
         lines.append(Measured.NONE(times=timing.WORTH))
     elif closest is not fastest:
         lines.append(Measured.CLOSEST(times=timing.WORTH, gain=_gain(timings[0], closest)))
-    if noisy:
-        lines.append(Measured.UNSURE(percent=differ))
     return lines
 
 
@@ -178,9 +180,9 @@ def _table(timings: Sequence[Timing]) -> list[str]:
 
 def _bars(timings: Sequence[Timing], *recommended: Timing | None) -> list[Bar]:
     base, *others = timings
-    bars = [Bar("0", base.median, f"{base.median * 1e3:.4g} ms", FULL, base.spread)]
+    bars = [Bar("without ToMA", base.median, f"{base.median * 1e3:.4g} ms", FULL, base.spread)]
     for timed in others:
-        label = f"{base.median / timed.median:.2f}x, {timed.error:.3f}"
+        label = f"{base.median / timed.median:.2f}x as fast, error {timed.error:.2f}"
         colour = RECOMMENDED if timed in recommended else MERGED
-        bars.append(Bar(f"{timed.ratio:g}", timed.median, label, colour, timed.spread, timed.error))
+        bars.append(Bar(f"ratio {timed.ratio:g}", timed.median, label, colour, timed.spread, timed.error))
     return bars

@@ -260,4 +260,7 @@ def _bars(found: Calibrated, target: str) -> list[Bar]:
     """Return a bar for the preset and one for the choice."""
     names, colours = (TARGETS[target][0], "profile"), (MERGED, RECOMMENDED)
     rows = () if found.problem else zip(names, found.work, found.errors, colours, strict=True)
-    return [Bar(name, work, f"{100 * work:.0f} %, {by:.3f}", colour, error=by) for name, work, by, colour in rows]
+    return [
+        Bar(name, work, f"{100 * work:.0f} % of the work, error {by:.3f}", colour, error=by)
+        for name, work, by, colour in rows
+    ]

@@ -67,8 +67,10 @@ def status_of(hidden: Any) -> Iterator[NodeStatus]:
     try:
         yield status
     except Exception as error:
-        failed = Status.FAILED(error=str(error) or type(error).__name__)
-        status.say(error.message if isinstance(error, MessageError) else failed, error=True)
+        if isinstance(error, MessageError):
+            status.say(error.message, details=error.details, error=True)
+        else:
+            status.say(Status.FAILED(error=str(error) or type(error).__name__), error=True)
         raise
 
 

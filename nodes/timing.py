@@ -26,7 +26,7 @@ from .task import Task, error, progress
 
 _WARM_UP_STEPS = 3  # the first and the last step are full: with one between them both kinds of steps are warm
 WORTH = 1.2  # speed-up for which merging is worth its error
-CALM = 0.05  # runs of one setting that differ by less tell settings apart
+TOO_NOISY = 0.15  # runs of one setting that differ by a larger share of their median tell nothing
 
 
 @dataclass

@@ -10,8 +10,10 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..toma_core.config import ToMAConfig, setting_spec
-from ..toma_core.presets import PRESETS
+from ..toma_core.presets import PRESETS, Settings
 from ..toma_core.reasons import label
+from .adapters import family
+from .adapters.families import unet
 
 CATEGORY = "model/patch/ToMA"
 SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "accelerate", "speed", "faster", "cache"]
@@ -20,6 +22,7 @@ _FRONT = ("skip_last_blocks", "full_step_interval", "end_percent")  # shown at o
 # Values that leave a field to the preset: of lists and switches, and of numbers, none of which may be negative.
 _PRESET, _UNSET = "preset", -1
 _SWITCH = {"on": True, "off": False}
+_KINDS = (unet.PRESETS, family.PRESETS)  # of UNets and of transformers
 
 
 def ratio() -> Any:
@@ -74,6 +77,7 @@ def _override(name: str) -> Any:
     spec = setting_spec(name)
     default = spec.default
     common: dict[str, Any] = {"display_name": label(name), "advanced": None if name in _FRONT else True}
+    common["extra_dict"] = {"presets": {preset: _values(preset, name) for preset in PRESETS}}
     if isinstance(default, (bool, Enum)):
         choices = _SWITCH if isinstance(default, bool) else [str(member.value) for member in type(default)]
         tooltip = f"{spec.tooltip} '{_PRESET}': the preset's value for this model."
@@ -82,6 +86,13 @@ def _override(name: str) -> Any:
     limits = {"min": number(_UNSET), "max": number(spec.maximum), "step": number(spec.step)}
     tooltip = f"{spec.tooltip} {_UNSET}: the preset's value for this model."
     return kind.Input(name, default=number(_UNSET), tooltip=tooltip, **limits, **common)
+
+
+def _values(preset: str, name: str) -> list[Any]:
+    """Return the values that a field has by a preset, of UNets and of transformers: the page shows them before a run
+    says which of the two it is."""
+    values = [getattr(Settings(preset).resolved(own), name) for own in _KINDS]
+    return list(dict.fromkeys(value.value if isinstance(value, Enum) else value for value in values))
 
 
 def _is_set(value: Any) -> bool:

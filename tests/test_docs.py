@@ -12,6 +12,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from benchmarks import readme
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
 from tests.loop import loop
@@ -87,8 +88,8 @@ def test_every_picture_is_shown_and_opens() -> None:
             image.verify()
 
 
-def test_readme_names_every_template() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_every_template_is_described() -> None:
+    text = (DOCS / "templates.md").read_text(encoding="utf-8")
     for path in (ROOT / "workflows").glob("*.json"):
         assert f"**{path.stem}**" in text
     for path in (ROOT / "subgraphs").glob("*.json"):
@@ -158,37 +159,25 @@ def _shown(value: object) -> str:
     return str(value.value) if isinstance(value, Enum) else f"{value:g}"
 
 
-def test_gains_in_the_readme_are_counted() -> None:
-    counted, cache_sizes = (
-        table(COUNTS, "| model | side, px | setting |"),
-        table(DOCS / "settings.md", "| | bf16 | four bits |"),
-    )
-    steps = {"4": 4, "8": 5, "20": 6, "50": 7}
-    rows = table(ROOT / "README.md", "| model | steps | setting | faster |")
-    assert len(rows) > 4
-    templates = {row[0].removesuffix(", both"): row[3] for row in table(COUNTS, "| run | merged steps |")}
-    for model, step, setting, faster, memory in rows:
-        preset, ratio = re.fullmatch(r"`(\w+)`, ratio ([\d.]+)", setting).groups()
-        name = preset if ratio == "0.5" else f"{preset} at {ratio}"
-        if "+" in step:  # two stages, counted for the template's settings
-            assert templates[model.split(",")[0]] == faster, model
-        else:
-            (row,) = [r for r in counted if model.startswith(r[0]) and r[1].split(" ")[0] in model and r[2] == name]
-            assert row[steps[step]].split(" ")[0] == faster, model
-        sizes = [
-            f"{cell} GB" for title, *cells in cache_sizes for cell in cells if model.startswith(title.split(",")[0])
-        ]
-        assert memory == "none" if model.startswith("SD") else memory in sizes
+def test_tables_of_the_readme_are_the_counted_ones() -> None:
+    text = readme.README.read_text(encoding="utf-8")
+    assert readme.written(text) == text, "python -m benchmarks.readme"
+    assert readme.less_work("1.40x (5)") == "29 %"
+    rows = {row[0]: row[1:] for row in table(ROOT / "README.md", "| model | steps | less work (counted) |")}
+    assert rows["Z-Image Turbo, 1024 x 1024"][:2] == ["8", "29 %"], "1.40x less work"
+    cards = {row[0]: row[1:] for row in table(ROOT / "README.md", "| model | less work | 8 GB |")}
+    assert cards["SDXL, SD1.5"][1:] == ["yes"] * 4
 
 
-def test_what_fits_on_12_gb_in_the_readme_is_the_tables() -> None:
-    computed = {row[0]: row[2] for row in table(DOCS / "settings.md", "|  | 8 GB | 12 GB")}
-    rows = table(ROOT / "README.md", "| on 12 GB |")
-    assert rows
-    for model, cache, off_the_card, without in rows:
-        form, plain, more = re.fullmatch(r"(\S+) \(([\d.]+)(?: \+ ([\d.]+))?\)", computed[model]).groups()
-        assert cache.split(",")[0] == form, model
-        assert (off_the_card, without) == (f"{float(plain) + float(more or 0):.1f}", plain), model
+def test_what_a_card_has_room_for_is_said_in_words() -> None:
+    cells = ("full", "4-bit", "4-bit (0.8 + 0.6)", "none (5.0)")
+    assert [readme._advice(cell) for cell in cells] == ["yes", "yes", "yes, moves 0.6 GB", "less gain"]
+
+
+def test_no_page_says_times_less_work() -> None:
+    """ "29 % less work" is said everywhere: "1.4x less" is read as more than it is."""
+    for page in PAGES:
+        assert not re.search(r"\dx less work", page.read_text(encoding="utf-8")), page.name
 
 
 def test_pages_that_code_names_exist() -> None:

@@ -117,13 +117,15 @@ def label(setting: str) -> str:
 
 
 class MessageError(ValueError):
-    """An error that is shown on a node. Its text is that of the message, after the name of this pack."""
+    """An error that is shown on a node. Its text is that of the message and its details, after the name of this
+    pack. details: lines that the node shows folded."""
 
     prefix = "ToMA: "
 
-    def __init__(self, message: Message) -> None:
-        super().__init__(f"{self.prefix}{message}")
+    def __init__(self, message: Message, *details: Message) -> None:
+        super().__init__(" ".join((f"{self.prefix}{message}", *map(str, details))))
         self.message = message
+        self.details = details
 
 
 class _Labels:

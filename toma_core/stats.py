@@ -21,7 +21,7 @@ class Line(MessageId):
     NOTHING_MERGED = "nothing_merged"  # reason
     ON = "on"  # share, merged_blocks, blocks, merged_steps, steps
     ON_OTHERS = "on_others"  # line, reason
-    WORK = "work"  # times
+    WORK = "work"  # percent
     SENTENCE = "sentence"  # sentence
     INDENTED = "indented"  # line
     PERCENT = "percent"  # value
@@ -164,7 +164,7 @@ class RunStats:
     def work(self) -> list[Message]:
         """Return how much less work the run was, counted; nothing if that is unknown."""
         times = self.times_less_work
-        return [] if times is None or times < 1.05 else [Line.WORK(times=times)]
+        return [] if times is None or times < 1.05 else [Line.WORK(percent=100 - 100 / times)]
 
     def details(self) -> list[Message]:
         """Return the facts behind the headline, a line each."""

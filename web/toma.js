@@ -2,74 +2,28 @@
 // ComfyUI, so it works in both renderers.
 import { api } from "../../scripts/api.js"
 import { app } from "../../scripts/app.js"
+import { addPresets, showInPage, showPreset } from "./presets.js"
+import { formatted, joined, loadTexts } from "./texts.js"
 import { ended, startTiming, timesOf } from "./timing.js"
 // Node type -> minimum and maximum height of its text, in pixels: a multiple of 16 for the lines, plus 8.
 const LINE = [72, 120]
 const REPORT = [184, 264]
 const RESULT = [120, 184]
 const HEIGHTS = { ToMA: LINE, ToMAAdvanced: LINE, ToMAReport: REPORT, ToMABenchmark: RESULT, ToMACalibrate: RESULT }
-// Initial sizes of nodes with a picture, large enough to read it.
+// Sizes of nodes with a picture, large enough to read it. They have none before their first run, and are small.
 const SIZES = { ToMAReport: [480, 1000], ToMABenchmark: [460, 640], ToMACalibrate: [460, 560] }
 const MARGIN = 20 // space that the canvas renderer leaves above and below a widget
 const WIDGET = "toma_status"
-const RESET = "toma_reset"
-const NEW = { lines: [{ id: "no_run_yet" }] }
+const NO_RUN = {
+  ToMAReport: { id: "report_to_do" },
+  ToMABenchmark: { id: "benchmark_to_do" },
+  ToMACalibrate: { id: "calibrate_to_do" },
+}
 const CACHED = { lines: [{ id: "cached" }] }
 const WAIT = { milliseconds: 200, times: 100 } // for the server's answer to a prompt
 
 // Workflow id -> node id -> the last message, for workflows that are closed and opened again.
 const lastMessages = new Map()
-
-// The nodes send messages: an id and its parameters. i18n/<language>.json has the text of each id and the labels of
-// settings; missing texts fall back to English.
-const LANGUAGES = ["de", "en", "es", "fr", "ja", "ko", "ru", "zh"]
-const tables = new Map()
-let table = { labels: {}, messages: {} }
-
-async function loaded(language) {
-  if (!tables.has(language)) {
-    const file = fetch(new URL(`i18n/${language}.json`, import.meta.url))
-    tables.set(language, file.then((response) => response.json()).catch(() => ({})))
-  }
-  return tables.get(language)
-}
-
-async function loadTexts() {
-  const language = app.extensionManager?.setting?.get("Comfy.Locale")
-  const [english, theirs] = await Promise.all([loaded("en"), loaded(LANGUAGES.includes(language) ? language : "en")])
-  table = {
-    labels: { ...english.labels, ...theirs.labels },
-    messages: { ...english.messages, ...theirs.messages },
-  }
-}
-
-// {name}, {name:.2f} with two decimals, or {label.ratio}: the label of a setting.
-function formatted(message, node) {
-  if (typeof message === "string") return message
-  const { id, params = {} } = message
-  return (table.messages[id] ?? id).replace(/\{([\w.]+)(?::\.(\d)f)?\}/g, (_, name, decimals) => {
-    if (name.startsWith("label.")) return labelOf(node, name.slice(6))
-    const value = params[name]
-    if (name === "setting") return labelOf(node, value)
-    if (typeof value === "number") return decimals ? value.toFixed(decimals) : String(Number(value.toPrecision(10)))
-    if (Array.isArray(value)) return value.map((each) => valueOf(each, node)).join(", ")
-    return valueOf(value, node)
-  })
-}
-
-function valueOf(value, node) {
-  return value?.id ? formatted(value, node) : String(value)
-}
-
-function labelOf(node, name) {
-  const widget = node?.widgets?.find((each) => each.name === name)
-  const input = node?.inputs?.find((each) => each.name === name)
-  return labels.get(widget) ?? widget?.label ?? input?.label ?? input?.localized_name ?? table.labels[name] ?? name.replaceAll("_", " ")
-}
-
-function joined(lines, node) {
-  return lines.map((line) => formatted(line, node)).join("\n")
-}
 
 // The Vue renderer gives text and picture half of a node each; with this style the picture takes what the text leaves.
 const STYLE = ".lg-node-widgets:has(.toma-above) { flex: 0 1 auto !important }"
@@ -107,66 +61,11 @@ function addText(node) {
   })
   widget.serialize = false
   widget.beforeQueued = queued
-  write(node, NEW)
+  write(node, newMessage(node))
 }
 
-// The only value below 0 is -1, the preset's value: an arrow of the widget steps from it to 0, and back.
-function snap(widget) {
-  const callback = widget.callback
-  let last = widget.value
-  widget.callback = function (value, ...more) {
-    if (value > -1 && value < 0) value = widget.value = last < 0 ? 0 : -1
-    last = value
-    return callback?.call(this, value, ...more)
-  }
-}
-
-// After a run, the label of each field that is left to the preset also shows the preset's value.
-const labels = new WeakMap() // widget -> its name, if its label also shows a value
-const presets = new WeakMap() // node -> the preset of its last run, and the preset's values
-
-function showPreset(node) {
-  const values = presets.get(node) ?? {}
-  const same = node.widgets.some(({ name, value }) => name === "preset" && value === values.preset)
-  for (const widget of node.widgets.filter(isOverride)) {
-    const value = same && isLeft(widget) ? values[widget.name] : undefined
-    const name = labels.get(widget) ?? widget.label ?? widget.name
-    if (value !== undefined) labels.set(widget, name)
-    const preset = { id: "preset_value", params: { name, value: SWITCH[value] ?? value } }
-    widget.label = value === undefined ? name : formatted(preset, node)
-  }
-}
-
-const SWITCH = { true: "on", false: "off" }
-
-function isOverride({ options }) {
-  return options?.min === -1 || options?.values?.includes?.("preset")
-}
-
-function isLeft({ value }) {
-  return value === -1 || value === "preset"
-}
-
-// A button that resets every field to the preset; ratio, preset and profile do not change.
-function addReset(node) {
-  const reset = () => {
-    for (const widget of node.widgets.filter(isOverride)) {
-      widget.value = widget.options.min === -1 ? -1 : "preset"
-      widget.callback?.(widget.value)
-    }
-    node.setDirtyCanvas?.(true, true)
-  }
-  const button = node.addWidget("button", RESET, null, reset, { serialize: false, advanced: true, hideInPanel: true })
-  button.serialize = false
-  button.label = formatted({ id: "reset" }, node)
-  for (const widget of node.widgets.filter((each) => isOverride(each) || each.name === "preset")) {
-    const callback = widget.callback
-    widget.callback = function (...values) {
-      const result = callback?.apply(this, values)
-      showPreset(node)
-      return result
-    }
-  }
+function newMessage(node) {
+  return { lines: [NO_RUN[node?.comfyClass] ?? { id: "no_run_yet" }] }
 }
 
 // The Vue renderer hides advanced widgets by itself; the canvas renderer needs a `hidden` property.
@@ -175,8 +74,19 @@ function hideAdvanced(node) {
     widget.advanced = true
     Object.defineProperty(widget, "hidden", { configurable: true, get: () => !node.showAdvanced, set() {} })
   }
-  const [width, height] = SIZES[node.comfyClass] ?? [0, 0]
-  node.setSize([Math.max(width, node.size[0]), Math.max(height, node.computeSize()[1])])
+  const [width] = SIZES[node.comfyClass] ?? [0]
+  node.setSize([Math.max(width, node.size[0]), node.computeSize()[1]])
+}
+
+// A node that shows its first picture takes the room for it, once: afterwards its size is the user's.
+const grown = new WeakSet()
+
+function grow(node) {
+  if (!(node?.comfyClass in SIZES) || grown.has(node)) return
+  grown.add(node)
+  const [width, height] = SIZES[node.comfyClass]
+  node.setSize([Math.max(width, node.size[0]), Math.max(height, node.size[1])])
+  node.setDirtyCanvas?.(true, true)
 }
 
 // Ids of nodes in subgraphs are paths: "12:5" is node 5 in the subgraph of node 12.
@@ -205,14 +115,22 @@ function write(node, message) {
   const [first, ...others] = lines
   const head = earlier ? { id: "earlier", params: { line: first } } : first
   element.textContent = joined([head, ...others, ...timesOf(message)], node)
-  element.title = joined(more, node)
+  element.title = error ? "" : joined(more, node)
+  if (error && more.length) element.append(folded(more, node))
   const verdict = first.id === "sentence" ? first.params.sentence : first
   const stripe = error ? "var(--error-text, #f44)" : verdict.id === "nothing_merged" ? "#c90" : undefined
   element.style.borderLeftColor = stripe ?? "var(--comfy-input-bg)"
   element.classList.toggle("toma-error", error)
-  if (!preset || node.comfyClass !== "ToMAAdvanced") return
-  presets.set(node, preset)
-  showPreset(node)
+  if (preset && node.comfyClass === "ToMAAdvanced") showPreset(node, preset)
+}
+
+// The details of an error, under a line that unfolds them.
+function folded(lines, node) {
+  const details = document.createElement("details")
+  const title = document.createElement("summary")
+  title.textContent = formatted({ id: "more" }, node)
+  details.append(title, joined(lines, node))
+  return details
 }
 
 function openMessages() {
@@ -239,17 +157,19 @@ function started() {
   writeAll()
 }
 
-// After a reload the page has no message of nodes that ComfyUI takes from its cache. The sampler behind such a node may
-// still run, so the page shows this at the end of the prompt.
+// After a reload the page has no message of nodes that ComfyUI takes from its cache. The sampler or the benchmark behind
+// such a node may still run, so the page shows this at the end of a prompt in which no node showed progress.
 let cachedNodes = []
+let progressed = false
 const pendingGraphs = new Set() // workflows whose prompts may be running: events do not name a prompt's workflow
 
 function cached({ detail }) {
   cachedNodes = detail.nodes ?? []
+  progressed = false
 }
 
 function finished() {
-  if (pendingGraphs.size !== 1 || !pendingGraphs.has(openGraph())) return
+  if (progressed || pendingGraphs.size !== 1 || !pendingGraphs.has(openGraph())) return
   const withMessage = new Set(openMessages().map(([path]) => path))
   for (const path of cachedNodes) if (!withMessage.has(String(path))) write(findNode(path), CACHED)
   cachedNodes = []
@@ -260,7 +180,7 @@ let waiting
 
 function queued() {
   pendingGraphs.add(openGraph())
-  for (const [path, { error, before, graph }] of openMessages()) if (error) showMessage(path, before ?? { ...NEW, graph })
+  for (const [path, { error, before, graph }] of openMessages()) if (error) showMessage(path, before ?? { ...newMessage(findNode(path)), graph })
   clearTimeout(waiting)
   const poll = (times) => {
     const refused = Object.entries(app.lastNodeErrors ?? {})
@@ -301,6 +221,7 @@ app.registerExtension({
     startTiming(writeAll)
     api.addEventListener("execution_start", started)
     api.addEventListener("execution_cached", cached)
+    api.addEventListener("progress", () => (progressed = true))
     api.addEventListener("execution_success", finished)
     api.addEventListener("promptQueued", () => pendingGraphs.add(openGraph()))
     api.addEventListener("status", ({ detail }) => detail?.exec_info?.queue_remaining || pendingGraphs.clear())
@@ -310,16 +231,21 @@ app.registerExtension({
     })
     api.addEventListener("executed", ({ detail }) => {
       const [message] = detail.output?.toma ?? []
-      if (message) showMessage(detail.display_node ?? detail.node, message)
+      if (!message) return
+      const path = detail.display_node ?? detail.node
+      showMessage(path, message)
+      if (detail.output.images && isOpen(message.graph)) grow(findNode(path))
     })
   },
   nodeCreated(node) {
     if (!(node.comfyClass in HEIGHTS)) return
     addText(node)
-    node.widgets.filter(({ type, options }) => type === "number" && options?.min === -1).forEach(snap)
-    if (node.comfyClass === "ToMAAdvanced") addReset(node)
+    if (node.comfyClass === "ToMAAdvanced") addPresets(node)
     hideAdvanced(node)
   },
   beforeConfigureGraph: loadTexts,
-  afterConfigureGraph: writeAll,
+  afterConfigureGraph() {
+    writeAll()
+    showInPage()
+  },
 })

@@ -103,7 +103,8 @@ class _Plain(ModelHooks):
 class Unsupported(MessageId):
     """Why a model is refused, and what to do."""
 
-    MODEL = "unsupported_model"  # model, supported: names
+    MODEL = "unsupported_model"  # model
+    SUPPORTED = "supported_models"  # supported: names
     WRAPPED = "wrapped_model"  # model, pack
 
 
@@ -162,7 +163,7 @@ def require(diffusion_model: nn.Module) -> ModelHooks:
             pack = kind.__module__.replace("\\", ".").replace("/", ".").rpartition("custom_nodes.")[2]
             raise UnsupportedModelError(Unsupported.WRAPPED(model=kind.__name__, pack=pack))
         supported = tuple(family.NAME for family in _FAMILIES)
-        raise UnsupportedModelError(Unsupported.MODEL(model=kind.__name__, supported=supported))
+        raise UnsupportedModelError(Unsupported.MODEL(model=kind.__name__), Unsupported.SUPPORTED(supported=supported))
     return hooks
 
 

@@ -8,6 +8,13 @@ from typing import Any
 IDS, SEEDS = count(1), count(1)  # a sampler that ComfyUI takes from its cache sends nothing
 CACHED = "Nothing ran: ComfyUI had this result in its cache. Change the seed to see what is merged."
 NEW, ACTIVE = "No run yet.", "Sampling on fewer tokens ..."
+TO_DO = {
+    "ToMAReport": "No run yet. Connect the model after ToMA and the sampler's latent, then press Run.",
+    "ToMABenchmark": "No run yet. Connect model, prompt and an empty latent, then press Run: it takes as long as about "
+    "13 pictures.",
+    "ToMACalibrate": "No run yet. Connect model, prompt and an empty latent, then press Run: it takes as long as 4 to "
+    "6 pictures, once.",
+}
 STEPS = 4
 EARLIER = "{} (from an earlier run)"
 # Indices of widgets of ToMA Advanced.
@@ -85,8 +92,8 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
         nodes.append(node(7, last, (850, 0), values, [*into, ("negative", "CONDITIONING", 3)], outputs))
         links += [[2, 2, 0, 7, 1, "CONDITIONING"], [3, 2, 1, 7, 3, "CONDITIONING"], [4, 3, 0, 7, 2, "LATENT"]]
         links += [[5, 4, 0, 7, 0, "MODEL"]]
-    # The size of a new node, so that its picture can be read.
-    nodes[-1]["size"] = [480, 1000] if sampled else [460, 700]
+    # The size of a new node, which grows around its first picture.
+    nodes[-1]["size"] = [480, 290] if sampled else [460, 370]
     graph_id = f"00000000-0000-4000-8000-{next(IDS):012}"
     size = {"last_node_id": 7, "last_link_id": 9, "groups": [], "version": 0.4}
     return {"id": graph_id, "nodes": nodes, "links": links, **size}

@@ -50,7 +50,7 @@ def test_a_number_after_every_run(page: Any) -> None:
     page.set(3, "width", 192)  # a size that no other test has sampled without ToMA
     page.queue()
     verdict, work, timed = page.text(4).splitlines()
-    assert re.fullmatch(r"About 1\.\dx less work, counted", work)
+    assert re.fullmatch(r"About \d+ % less work, counted", work)
     assert re.fullmatch(r"Timed: [\d.]+ s per step", timed)
     page.evaluate("() => { app.graph.getNodeById(4).mode = 4 }")
     page.queue()
@@ -69,36 +69,53 @@ def test_a_number_after_every_run(page: Any) -> None:
     assert "bypassed" not in page.text(4), "of another size nothing is known"
 
 
-def label_of(page: Any, name: str) -> str:
-    """Return the label of a widget of ToMA Advanced."""
-    code = "name => app.graph.getNodeById(4).widgets.find(w => w.name === name).label"
-    return str(page.evaluate(code, name))
+def field(page: Any, name: str) -> str:
+    """Return what a field of ToMA Advanced shows: what is drawn on the canvas, or what is on the page."""
+    in_canvas = "name => app.graph.getNodeById(4).widgets.find(w => w.name === name)._displayValue"
+    on_page = """name => {
+        const field = document.querySelector(`[data-node-id="4"] [aria-label="${name}"]`)
+        const input = field.querySelector("input[aria-valuenow]")
+        if (!input) return field.textContent.trim()
+        const cover = getComputedStyle(input.parentElement, "::after").content
+        return cover === "none" ? input.value : JSON.parse(cover)
+    }"""
+    page.tab.wait_for_timeout(200)
+    return str(page.evaluate(on_page if page.renderer == "vue" else in_canvas, name))
+
+
+def unfold(page: Any) -> None:
+    """Show the advanced fields of ToMA Advanced."""
+    page.evaluate("() => { app.graph.getNodeById(4).showAdvanced = true; app.canvas.setDirty(true, true) }")
+    page.evaluate("() => { app.canvas.ds.scale = 1; app.canvas.centerOnNode(app.graph.getNodeById(4)) }")
+    page.tab.wait_for_timeout(700)
 
 
 def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
     graph = workflow()
     graph["nodes"][3]["widgets_values"][3] = -1
     page.open(graph, "preset")
-    assert label_of(page, "window_size") == "window size"
+    unfold(page)
+    assert field(page, "full_step_interval") == "preset (0 / 4)", "before a run: of UNets and of transformers"
+    assert field(page, "sharpness") == "preset (300 / 1000)"
+    assert field(page, "end_percent").startswith("1"), "it is set"
+    page.photograph("advanced-unfolded", [4])
     page.queue()
-    assert label_of(page, "sharpness") == "sharpness: preset (300)"
-    assert label_of(page, "similarity_from") == "similarity from: preset (tokens)"
-    assert label_of(page, "full_step_interval") == "full step interval: preset (0)"
-    assert label_of(page, "min_tokens") == "min tokens", "it is set"
-    if page.renderer == "vue":
-        page.tab.get_by_text("full step interval: preset (0)").first.wait_for()
+    assert field(page, "sharpness") == "preset (300)"
+    assert field(page, "similarity_from") == "preset (tokens)"
+    assert field(page, "full_step_interval") == "preset (0)"
+    assert field(page, "min_tokens") == "16", "it is set"
     page.set(4, "window_size", 4)
-    assert label_of(page, "window_size") == "window size"
+    assert field(page, "window_size") == "4"
     page.set(4, "preset", "quality")
-    assert label_of(page, "sharpness") == "sharpness", "of another preset nothing is known yet"
+    assert field(page, "full_step_interval") == "preset (0 / 2)", "of another preset nothing is known yet"
     page.set(4, "preset", "balanced")
-    assert label_of(page, "sharpness") == "sharpness: preset (300)"
+    assert field(page, "sharpness") == "preset (300)"
     assert "preset (" not in json.dumps(page.evaluate("() => app.graph.serialize()"))
     page.evaluate("() => app.graph.getNodeById(4).widgets.find(w => w.name === 'toma_reset').callback()")
     values = page.evaluate("() => app.graph.getNodeById(4).serialize().widgets_values")
     assert values[:2] == ["balanced", 0.5], "these stay"
     assert set(values[2:17]) == {-1, "preset"}
-    assert label_of(page, "window_size") == "window size: preset (8)"
+    assert field(page, "window_size") == "preset (8)"
 
 
 def inside(page: Any, node_id: int) -> None:
@@ -208,12 +225,15 @@ def test_the_page_in_chinese(chinese: Any) -> None:
     """Labels, status line, tooltip, errors and help are all translated."""
     chinese.open(workflow(0.5), "chinese")
     assert chinese.verdict(4) == "尚未运行。"
+    assert chinese.verdict(7) == "尚未运行。请连接 ToMA 之后的模型和采样器的 Latent，然后运行。"
+    assert field(chinese, "full_step_interval") == "预设（0 / 4）"
     chinese.queue()
     assert chinese.verdict(4) == "已启用：合并了 50 % 的 Token，17 个块中的 16 个，4 步中的 4 步"
     assert not re.search("[a-z]{3}", re.sub("Token|torch|(input|middle|output)[.]", "", chinese.details(4)))
-    assert re.fullmatch(r"计算量约为原来的 1/1\.\d（计数）", chinese.text(4).splitlines()[1])
+    assert re.fullmatch(r"计算量约减少 \d+ %（计数）", chinese.text(4).splitlines()[1])
     assert re.fullmatch(r"实测：每步 [\d.]+ 秒", chinese.text(4).splitlines()[2])
-    assert label_of(chinese, "window_size") == "窗口大小：预设（8）"
+    unfold(chinese)
+    assert field(chinese, "window_size") == "预设（8）"
     assert chinese.text(7).startswith("已启用：合并了 50 % 的 Token")
     chinese.photograph("chinese", [4, 7])
     broken(chinese, START, 0.9, ends_at=0.5)

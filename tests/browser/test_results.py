@@ -6,7 +6,12 @@ from typing import Any
 
 from PIL import Image
 
-from tests.browser.graphs import NEW, WATCH, simple, workflow
+from tests.browser.graphs import NEW, TO_DO, WATCH, simple, workflow
+
+
+def height(page: Any, node_id: int) -> float:
+    """Return the height of a node without its title."""
+    return float(page.evaluate("id => app.graph.getNodeById(id).size[1]", node_id))
 
 
 def test_the_report_is_shown(page: Any, baseline: Any) -> None:
@@ -16,11 +21,14 @@ def test_the_report_is_shown(page: Any, baseline: Any) -> None:
     loader.update(type="UNETLoader", widgets_values=["toma_demo_dit.safetensors", "default"])
     sampler["widgets_values"][2:6] = [12, 2, "euler", "simple"]
     page.open(graph, "report")
+    assert page.text(7) == TO_DO["ToMAReport"]
+    assert height(page, 7) < 360, "small until there is something to show"
     page.queue()
     page.tab.wait_for_timeout(1000)
+    assert height(page, 7) >= 1000, "large enough for its picture"
     verdict, work, *lines = page.text(7).splitlines()
     assert verdict == "On: 50 % of the tokens merged, 7 of 7 blocks, 8 of 12 steps."
-    assert work == "About 1.4x less work, counted."
+    assert work == "About 27 % less work, counted."
     assert [line for line in lines if line and line[0] != " "] == ["Where", "When", "How", "Picture"]
     (shown,) = page.evaluate(
         "() => Object.values(app.nodeOutputs).filter(o => o.text && o.images).map(o => o.images[0])"
@@ -32,6 +40,8 @@ def test_the_report_is_shown(page: Any, baseline: Any) -> None:
 
 def test_the_benchmark_is_shown(page: Any, baseline: Any) -> None:
     page.open(workflow(last="ToMABenchmark"), "benchmark")
+    assert page.text(7) == TO_DO["ToMABenchmark"]
+    assert height(page, 7) < 440
     page.evaluate(WATCH, 7)
     page.queue()
     page.tab.wait_for_timeout(1000)
@@ -39,6 +49,8 @@ def test_the_benchmark_is_shown(page: Any, baseline: Any) -> None:
     assert page.evaluate("window.shown")[:-1] == runs, "four settings warm up and run twice"
     text = page.text(7)
     assert text.startswith(("Fastest worthwhile: ", "Leave ToMA off here", "Too noisy to tell"))
+    assert "at 0.1 small shapes differ" in text, "what an error means is said"
+    assert height(page, 7) >= 640
     assert "\nBars: time per step" in text, "the picture has no words"
     assert "latent 64 x 64" in page.details(7)
     assert "4 of 4 steps" in page.details(7)
@@ -49,11 +61,17 @@ def test_the_benchmark_is_shown(page: Any, baseline: Any) -> None:
     assert isinstance(picture, Image.Image)
     page.photograph("benchmark-node", [7])
     assert page.text(4) == NEW, "the model's own ToMA was not run"
+    page.set(7, "runs", 3)
+    page.set(7, "sweep", False)
+    page.queue()
+    assert page.text(4) == NEW, "it came from ComfyUI's cache, but the benchmark ran"
     assert page.noise - baseline == set()
 
 
 def test_a_calibration_is_shown_and_not_made_again(page: Any, baseline: Any) -> None:
     page.open(workflow(last="ToMACalibrate"), "calibrate")
+    assert page.text(7) == TO_DO["ToMACalibrate"]
+    assert height(page, 7) < 440
     page.evaluate(WATCH, 7)
     page.queue()
     page.tab.wait_for_timeout(1000)

@@ -45,8 +45,9 @@ def test_measures_a_real_model_and_says_where(unet: Any, run: Any) -> None:
     assert plot.shape[0] == 1
     assert plot.shape[-1] == 3
     assert 0 <= plot.min() <= plot.max() <= 1
-    assert best in (0.0, 0.5)
-    assert nearest in (0.0, best)
+    if isinstance(best, float):  # else this machine is too busy to tell
+        assert best in (0.0, 0.5)
+        assert nearest in (0.0, best)
     verdict, _, rows = table.partition("\n\n")
     lines = rows.splitlines()
     assert lines[0].startswith("| setting ")
@@ -91,8 +92,8 @@ def test_the_recommendation_goes_with_its_reason(unet: Any, run: Any, monkeypatc
     _, table, best, nearest, _ = run(unet)
     assert (best, nearest) == (0.5, 0.25)
     assert table.splitlines()[:3] == [
-        "Fastest worthwhile: ratio 0.5, 1.66x as fast, error 0.050.",
-        "Closest that is still 1.2x as fast: ratio 0.25, 1.25x as fast, error 0.020.",
+        "Fastest worthwhile: ratio 0.5, 1.66x as fast, error 0.05.",
+        "Closest that is still 1.2x as fast: ratio 0.25, 1.25x as fast, error 0.02.",
         "",
     ]
     assert "| 1.25x | 0.020 |" in table
@@ -101,37 +102,45 @@ def test_the_recommendation_goes_with_its_reason(unet: Any, run: Any, monkeypatc
 @loop(
     ("timed", "outputs", "verdict"),
     [
-        (Timing(0.5, [0.2, 0.3], 0.1), (0.0, 0.0), ["Leave ToMA off here: no ratio is faster."]),
+        (Timing(0.5, [0.2, 0.21], 0.1), (0.0, 0.0), ["Leave ToMA off here: no ratio is faster."]),
         (
             Timing(0.5, [0.06, 0.09, 0.14], 0.1),
-            (0.0, 0.0),
+            None,
             [
-                "Too noisy to tell: runs of the same setting differ by 53 %. Let nothing else use the machine, or "
-                "raise runs."
+                "Too noisy to tell: runs of the same setting differ by 53 %. Nothing is recommended, and nodes "
+                "connected to the ratios do not run. Let nothing else use the machine, or raise runs."
+            ],
+        ),
+        (
+            Timing(0.5, [0.02, 0.03], 0.1),
+            None,
+            [
+                "Too noisy to tell: runs of the same setting differ by 24 %. Nothing is recommended, and nodes "
+                "connected to the ratios do not run. Let nothing else use the machine, or raise runs."
             ],
         ),
         (
             Timing(0.5, [0.09, 0.092], 0.1),
             (0.5, 0.0),
-            ["Fastest worthwhile: ratio 0.5, 1.11x as fast, error 0.100.", "None is 1.2x as fast."],
+            ["Fastest worthwhile: ratio 0.5, 1.11x as fast, error 0.10.", "None is 1.2x as fast."],
         ),
         (
-            Timing(0.5, [0.05, 0.056], 0.1),
+            Timing(0.5, [0.05, 0.057], 0.1),
             (0.5, 0.5),
-            [
-                "Fastest worthwhile: ratio 0.5, 1.91x as fast, error 0.100.",
-                "Runs of the same setting differ by 7 %: raise runs to be sure.",
-            ],
+            ["Fastest worthwhile: ratio 0.5, 1.89x as fast, error 0.10."],
         ),
     ],
-    ids=["slower", "noisy", "a little faster", "one is both, with some noise"],
+    ids=["slower", "noisy", "noisy, far faster", "a little faster", "one is both, with some noise"],
 )
 def test_what_to_do_is_said_first(
     unet: Any, run: Any, monkeypatch: pytest.MonkeyPatch, timed: Any, outputs: Any, verdict: list[str]
 ) -> None:
     monkeypatch.setattr(benchmark.timing, "measure", lambda *_: [TIMINGS[0], timed])
     _, table, *recommended, answer = run(unet)
-    assert tuple(recommended) == outputs
+    if outputs is None:
+        assert [type(output).__name__ for output in recommended] == ["ExecutionBlocker"] * 2
+    else:
+        assert tuple(recommended) == outputs
     assert table.partition("\n\n")[0].splitlines() == verdict
     assert answer.ui["toma"][0]["text"].splitlines()[: len(verdict)] == verdict
 

@@ -44,7 +44,7 @@ def test_a_run_is_sent_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
     line = {"node": "12:5", "graph": WORKFLOW}
     lines = {"lines": [{"id": "active", "params": {}}], "more": []}
     assert begin == ("toma.said", {**line, "text": str(live.Status.ACTIVE()), "details": "", **lines}, "page")
-    text = "On: 50 % of the tokens merged, 17 of 17 blocks, 2 of 2 steps\nAbout 1.2x less work, counted"
+    text = "On: 50 % of the tokens merged, 17 of 17 blocks, 2 of 2 steps\nAbout 16 % less work, counted"
     status = dict(end[1])
     assert [status.pop(name)[0]["id"] for name in ("lines", "more")] == ["on", "tokens"]
     details = status.pop("details").splitlines()

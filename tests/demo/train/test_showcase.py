@@ -39,7 +39,7 @@ REPORT = "On: half; tokens: 1024 -> 512 (32 x 32), 256 -> 128 (16 x 16); 1 selec
 
 def outcome(seconds: float, value: float = 1.0, grey: int = 0, report: str = "") -> Outcome:
     picture = Image.new("RGB", (256, 256), (grey, grey, grey))
-    return Outcome(seconds, torch.full((1, 4, 8, 8), value), picture, report, picture if report else None)
+    return Outcome(seconds, torch.full((1, 4, 8, 8), value), [picture], report, picture if report else None)
 
 
 def case(unmerged: list[float], merged: list[float], report: str = REPORT) -> Case:
@@ -90,46 +90,52 @@ def test_case_compares_medians() -> None:
 
 
 def test_table_is_aligned_and_complete() -> None:
-    lines = table([case([2.0, 2.0], [1.0, 1.6])]).splitlines()
-    assert lines[0].index("faster") == lines[2].index("1.54x")
+    lines = table([case([2.0, 2.0], [1.2, 1.6])]).splitlines()
+    assert lines[0].index("faster") == lines[2].index("1.43x")
     assert lines[0].index("tokens") == lines[2].index("1,024 -> 512")
-    assert "(1.25-2.00, 2)" in lines[2]
+    assert "(1.25-1.67, 2)" in lines[2]
     assert "2.000" in lines[2]
-    assert "1.300" in lines[2]
+    assert "1.400" in lines[2]
 
 
 def test_random_weights_are_called_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("demo.showcase_graphs.WEIGHTS_FOLDER", tmp_path)
     cases = [case([2.0], [1.0])]
     assert table(cases).splitlines()[2].split()[-1] == "-"
-    assert "Without an error: timing only." in explanation(cases, 12, "CPU")
+    assert "Without an error: timing only." in explanation(cases, "CPU")
     (tmp_path / "deep.safetensors").touch()
     assert table(cases).splitlines()[2].split()[-1] == "0.250"
-    assert "timing only" not in explanation(cases, 12, "CPU")
+    assert "timing only" not in explanation(cases, "CPU")
 
 
 def test_a_size_that_the_models_cannot_draw_is_timing_only() -> None:
     large = case([2.0], [1.0])
     large.pixels = 256
     assert table([large]).splitlines()[2].split()[-1] == "-"
-    assert "timing only" in explanation([large], 12, "CPU")
+    assert "timing only" in explanation([large], "CPU")
     one = side_by_side([case([2.0], [1.0])])
     assert side_by_side([case([2.0], [1.0]), large]).size == one.size, "noise is not shown"
 
 
 def test_slow_and_noisy_results_are_called_so() -> None:
-    assert "Hardly faster or slower: SDXL UNet, tiny 128x128" in explanation([case([1.0], [1.1])], 12, "CPU")
-    assert "differ widely" in explanation([case([4.0, 4.0], [1.0, 2.0])], 12, "CPU")
-    quiet = explanation([case([4.0, 4.0], [2.0, 2.1])], 12, "CPU")
+    assert "Hardly faster or slower: SDXL UNet, tiny 128x128" in explanation([case([1.0], [1.1])], "CPU")
+    busy = case([4.0, 4.0], [1.0, 2.0])
+    assert "differ widely" in explanation([busy], "CPU")
+    assert busy.faster == "this machine is too busy to tell"
+    row = table([busy]).splitlines()[2]
+    assert "too busy to tell" in row
+    assert "x  (" not in row, "no number that means nothing"
+    assert "2.67" not in row
+    quiet = explanation([case([4.0, 4.0], [2.0, 2.1])], "CPU")
     assert "Hardly" not in quiet
     assert "differ widely" not in quiet
 
 
 def test_sheets_hold_the_pictures() -> None:
     sheet = side_by_side([case([1.0], [1.0])])
-    # The middle of each panel: unmerged, merged (grey 20), and their difference amplified four times.
-    middle = [sheet.getpixel((16 + 400 * column + 192, 16 + 60 + 192)) for column in range(3)]
-    assert middle == [(0, 0, 0), (20, 20, 20), (80, 80, 80)]
+    # The middle of each panel: unmerged, and below merged (grey 20).
+    middle = [sheet.getpixel((16 + 128, top + 30 + 128)) for top in (16, 16 + 30 + 256 + 16 + 18)]
+    assert middle == [(0, 0, 0), (20, 20, 20)]
     assert merge_maps([case([1.0], [1.0])] * 2).height == 2 * (256 + 30) + 3 * 30
 
 
@@ -177,7 +183,7 @@ def test_workflows_of_the_page_fit_the_weights(monkeypatch: pytest.MonkeyPatch, 
     weights = tmp_path / "weights"
     weights.mkdir()
     monkeypatch.setattr("demo.showcase_graphs.WEIGHTS_FOLDER", weights)
-    assert showcase.place_workflows(tmp_path) == ["Demo-Flux", "Demo-SDXL"]
+    assert showcase.place_workflows(tmp_path) == ["Demo-Flux", "Demo-Flux report", "Demo-SDXL", "Demo-SDXL report"]
     assert choice() == "random"
     (weights / "deep.safetensors").touch()
     showcase.place_workflows(tmp_path)
@@ -185,7 +191,7 @@ def test_workflows_of_the_page_fit_the_weights(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_demo_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    settings = showcase.Settings(sizes=(64,), steps=3, repeats=1)
+    settings = showcase.Settings(sizes=(64,), steps=3, repeats=1, batch=1)
     cases = showcase.compare(settings, tmp_path)
     out, err = capfd.readouterr()
     assert [measured.kind for measured in cases] == [UNET, DIT]

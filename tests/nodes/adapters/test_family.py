@@ -66,7 +66,7 @@ def test_full_steps_save_nothing(unet: Any) -> None:
 def test_it_stands_below_the_verdict(unet: Any) -> None:
     run = run_of(unet)
     (work,) = run.work()
-    assert str(work) == f"About {run.times_less_work:.1f}x less work, counted"
+    assert str(work) == f"About {100 - 100 / run.times_less_work:.0f} % less work, counted"
     assert f"{work}." in run.text().splitlines()[1]
     assert str(work) in run.summary()
 

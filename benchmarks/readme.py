@@ -1,0 +1,136 @@
+"""Write the tables of README.md from the counted results and the memory table: `python -m benchmarks.readme`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from scripts.comfyui import ROOT
+
+README, SETTINGS = ROOT / "README.md", ROOT / "docs" / "settings.md"
+COUNTS = ROOT / "benchmarks" / "results" / "counts.md"
+_COLUMNS = {"4": 4, "8": 5, "20": 6, "50": 7}  # steps -> column of the table of runs
+_CARDS = ("8 GB", "12 GB", "16 GB", "24 GB")
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A row of README's table of gains, and where its numbers are."""
+
+    title: str
+    steps: str
+    run: tuple[str, str] | str  # (model, size) in the table of runs, or the name of a run of a template
+    cache: str = ""  # row in the table of KV caches, "" if the model has none
+    four_bits: bool = False  # whether the cache is counted in four bits, as it is stored for videos
+    memory: str = ""  # row in the table of cards
+
+
+GAINS = (
+    Gain("Z-Image Turbo, 1024 x 1024", "8", ("Z-Image", "1024"), "Z-Image, 1024 x 1024", memory="Z-Image, bf16, 1024"),
+    Gain(
+        "Qwen-Image with a Lightning LoRA, 1328 x 1328",
+        "4",
+        ("Qwen-Image", "1328"),
+        "Qwen-Image, 1328 x 1328",
+        memory="Qwen-Image, fp8, 1328",
+    ),
+    Gain(
+        "Wan 14B, 832 x 480 x 81, two models of 2 steps",
+        "4",
+        ("Wan 14B", "832 x 480 x 81"),
+        "Wan 14B, 832 x 480 x 81",
+        True,
+        "Wan 14B, fp8, 832",
+    ),
+    Gain(
+        "LTX-2.3, 640 x 352 x 121, then 1280 x 704 x 121",
+        "8 + 3",
+        "LTX-2.3, both",
+        "LTX-2.3, 1280 x 704 x 121",
+        True,
+        "LTX-2.3, fp8, 1280",
+    ),
+    Gain(
+        "MiniMax H3 with its turbo LoRA, 1344 x 768 x 73",
+        "8",
+        "H3, 8 steps at 1344 x 768 x 73",
+        "MiniMax H3, 1344 x 768 x 73",
+        True,
+        "MiniMax H3, int8, 1344",
+    ),
+    Gain("Flux.1 dev, 1024 x 1024", "20", ("Flux.1", "1024"), "Flux.1, 1024 x 1024", memory="Flux.1, fp8, 1024"),
+    Gain("SDXL Lightning, Turbo, LCM, 1024 x 1024", "4", ("SDXL", "1024")),
+    Gain("SDXL, 1024 x 1024", "20", ("SDXL", "1024")),
+)
+
+
+def rows_of(page: Path, head: str) -> list[list[str]]:
+    """Return the cells of the first table of a page with this beginning of its head, without the head."""
+    lines = page.read_text(encoding="utf-8").split("\n")
+    start = next(n for n, line in enumerate(lines) if line.startswith(head)) + 2
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in takewhile(len, lines[start:])]
+
+
+def less_work(times: str) -> str:
+    """Return the share of the work that is saved, of a count as "1.40x (5)"."""
+    return f"{100 - 100 / float(times.split('x')[0]):.0f} %"
+
+
+def saved(gain: Gain) -> str:
+    """Return how much less work the preset `balanced` at ratio 0.5 is."""
+    if isinstance(gain.run, str):
+        return less_work(next(row[3] for row in rows_of(COUNTS, "| run | merged steps |") if row[0] == gain.run))
+    rows = rows_of(COUNTS, "| model | side, px | setting |")
+    return less_work(next(r[_COLUMNS[gain.steps]] for r in rows if (r[0], r[1]) == gain.run and r[2] == "balanced"))
+
+
+def gains() -> list[str]:
+    """Return the table of gains."""
+    caches = {row[0]: row[1:] for row in rows_of(SETTINGS, "| | bf16 | four bits |")}
+    lines = ["| model | steps | less work (counted) | extra memory |", "|---|---|---|---|"]
+    for gain in GAINS:
+        memory = f"{caches[gain.cache][gain.four_bits]} GB" if gain.cache else "none"
+        lines.append(f"| {gain.title} | {gain.steps} | {saved(gain)} | {memory} |")
+    return lines
+
+
+def cards() -> list[str]:
+    """Return the table of what to expect of a card."""
+    fits = {row[0]: row[1:] for row in rows_of(SETTINGS, "|  | 8 GB | 12 GB")}
+    lines = [f"| model | less work | {' | '.join(_CARDS)} |", "|---|---|" + "---|" * len(_CARDS)]
+    for gain in GAINS:
+        if not gain.memory:
+            continue
+        (name,) = [row for row in fits if row.startswith(gain.memory)]
+        lines.append(f"| {name} | {saved(gain)} | {' | '.join(map(_advice, fits[name][: len(_CARDS)]))} |")
+    (sdxl,) = {saved(gain) for gain in GAINS if not gain.memory}
+    return [*lines, f"| SDXL, SD1.5 | {sdxl} | " + " | ".join(["yes"] * len(_CARDS)) + " |"]
+
+
+def _advice(cell: str) -> str:
+    """Return what a cell of the memory table, as "4-bit (0.8 + 0.6)", means for the user."""
+    if cell.startswith("none"):
+        return "less gain"
+    more = re.search(r"\+ ([\d.]+)\)", cell)
+    return f"yes, moves {more[1]} GB" if more else "yes"
+
+
+def written(text: str) -> str:
+    """Return the text of a page with its tables written again."""
+    for name, lines in (("gains", gains()), ("cards", cards())):
+        body = "\n".join([f"<!-- {name} -->", "", *lines, "", "<!-- end -->"])
+        text = re.sub(rf"<!-- {name} -->.*?<!-- end -->", lambda _, body=body: body, text, flags=re.DOTALL)  # type: ignore[misc]
+    return text
+
+
+def main() -> None:
+    """Parse the command line and write README.md."""
+    argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__).parse_args()
+    README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
