@@ -87,7 +87,7 @@ def demo_server(base: Path | None = None, port: int | None = None, listen: str |
 def run_all(server: ComfyServer, settings: Settings) -> list[Case]:
     """Run every model at every size: a warm-up, then pairs of runs with and without ToMA."""
     cases = [
-        Case(kind, pixels, settings.steps or kind.steps, settings.batch)
+        Case(kind, pixels, steps=settings.steps or kind.steps, batch=settings.batch)
         for kind in settings.kinds
         for pixels in settings.sizes
     ]

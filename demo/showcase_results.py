@@ -47,10 +47,10 @@ class Case:
 
     kind: Kind
     pixels: int
-    steps: int = 8
-    batch: int = 1
     plain: list[Outcome] = field(default_factory=list)
     merged: list[Outcome] = field(default_factory=list)
+    steps: int = 8
+    batch: int = 1  # pictures of a run
 
     @property
     def name(self) -> str:
@@ -178,7 +178,7 @@ def table(cases: list[Case]) -> str:
 
 def explanation(cases: list[Case], device: str) -> str:
     """Return the notes below the table."""
-    steps = ", ".join(f"{case.steps} of {case.kind.title}" for case in {case.kind: case for case in cases}.values())
+    steps = ", ".join(dict.fromkeys(f"{case.steps} of {case.kind.title}" for case in cases))
     lines = [
         f"Measured on {device}: Euler, cfg 2, steps: {steps} (5 without an error); interleaved pairs after a warm-up, "
         "medians; in brackets the range and number of pairs. Seconds depend on this machine and its load; compare the "

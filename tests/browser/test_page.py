@@ -73,9 +73,10 @@ def field(page: Any, name: str) -> str:
     """Return what a field of ToMA Advanced shows: what is drawn on the canvas, or what is on the page."""
     in_canvas = "name => app.graph.getNodeById(4).widgets.find(w => w.name === name)._displayValue"
     on_page = """name => {
-        const field = document.querySelector(`[data-node-id="4"] [aria-label="${name}"]`)
-        const input = field.querySelector("input[aria-valuenow]")
-        if (!input) return field.textContent.trim()
+        const element = document.querySelector('[data-node-id="4"]')
+        const input = element.querySelector(`[aria-label="${name}"] input[aria-valuenow]`)
+        const { options, value } = app.graph.getNodeById(4).widgets.find(w => w.name === name)
+        if (!input) return element.textContent.includes(options.getOptionLabel(value)) && options.getOptionLabel(value)
         const cover = getComputedStyle(input.parentElement, "::after").content
         return cover === "none" ? input.value : JSON.parse(cover)
     }"""
@@ -223,7 +224,9 @@ def test_in_a_narrow_window_the_text_is_inside_its_node_too(narrow: Any) -> None
 
 def test_the_page_in_chinese(chinese: Any) -> None:
     """Labels, status line, tooltip, errors and help are all translated."""
-    chinese.open(workflow(0.5), "chinese")
+    graph = workflow(0.5)
+    graph["nodes"][3]["widgets_values"][3] = -1
+    chinese.open(graph, "chinese")
     assert chinese.verdict(4) == "尚未运行。"
     assert chinese.verdict(7) == "尚未运行。请连接 ToMA 之后的模型和采样器的 Latent，然后运行。"
     assert field(chinese, "full_step_interval") == "预设（0 / 4）"
