@@ -81,6 +81,8 @@ def field(page: Any, name: str) -> str:
         return cover === "none" ? input.value : JSON.parse(cover)
     }"""
     page.tab.wait_for_timeout(200)
+    if page.renderer == "vue":
+        page.tab.wait_for_selector('[data-node-id="4"]')
     return str(page.evaluate(on_page if page.renderer == "vue" else in_canvas, name))
 
 

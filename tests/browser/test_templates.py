@@ -111,7 +111,7 @@ def test_the_demo_opens_with_its_own_graph(page: Any) -> None:
         second.tab.wait_for_timeout(1000)
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         second.tab.screenshot(path=str(SCREENSHOTS / f"demo-1280-{page.renderer}.png"))
-        assert second.evaluate("() => app.canvas.ds.scale") >= 0.6
+        assert second.evaluate("() => app.canvas.ds.scale") >= 0.55, "0.64 without the panel at the right"
         assert second.evaluate(OVERLAPS) == []
         second.hear()
         (toma,) = second.evaluate(OF_TYPE, "ToMA")
