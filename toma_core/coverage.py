@@ -127,7 +127,7 @@ class Coverage:
     def latent_of(self, signatures: tuple[Hashable, ...]) -> Tensor | None:
         """Return the latent of the calls that wrote the entries of these conditions, (B, C, ..., H, W), if known."""
         latents = [line.latent for s in signatures if (line := self._lines.get(s)) and line.latent is not None]
-        if len(latents) < len(signatures) or any(each.shape != latents[0].shape for each in latents):
+        if len(latents) < len(signatures) or len({(each.shape, each.device) for each in latents}) > 1:
             return None
         return torch.cat(latents)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import cost_model
 from .cache import Keys
 from .config import Granularity
+from .latent_regression import LatentChange
 from .merge import MergePlan, gather_destinations, merge, unmerge_residual
 from .propagation import Cached, Refresh, unmerge_residual_cached
 from .reasons import Message, Reason
@@ -37,6 +38,7 @@ class Evaluation:
     tile: TileBatch | None = None  # see `RunState.plan`, as `pictures`
     pictures: tuple[Tensor, ...] = ()
     images: int = 0  # images in the call's batch; 0 if unknown
+    change: LatentChange | None = None  # since the caches were written; None if unknown
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cond_keys", self.cond_keys or self.plan_keys)
@@ -48,7 +50,7 @@ class Evaluation:
 
     def again(self) -> Evaluation:
         """Return another call of the model within this one."""
-        return replace(self, cond_keys=tuple((key, "again") for key in self.cond_keys))
+        return replace(self, cond_keys=tuple((key, "again") for key in self.cond_keys), change=None)
 
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
         """Return the plan for tokens x of (B, N, C). Blocks with one `scope` share a plan. None where a refresh
@@ -67,16 +69,18 @@ class Evaluation:
         """The step plan for tokens that show the same during the run."""
         return replace(self.step_plan, selection=LASTING, weighing=LASTING)
 
-    def cached(self, block: str, x: Tensor, quantized: bool = False) -> Refresh | Cached | None:
+    def cached(self, block: str, x: Tensor, quantized: bool = False, of_latent: bool = True) -> Refresh | Cached | None:
         """Return what a block with tokens x of (B, N, C) stores in the caches or begins with; None if nothing cached
-        fits. Names are unique."""
+        fits. Names are unique. of_latent: whether the tokens are the latent's, not those of a reference image."""
         if not self.step_plan.mode.caches:
             return None
         run, keys = self.run, self.keys(block)
         if self.refreshes:
             return Refresh(run.coverage, keys, quantized)
         update = run.cache.read(keys, x)
-        return None if update is None else Cached(run.cache, keys, update, quantized)
+        return (
+            None if update is None else Cached(run.cache, keys, update, quantized, self.change if of_latent else None)
+        )
 
     def keys(self, block: str) -> Keys:
         """Return the keys of a block in the caches, one for each condition."""

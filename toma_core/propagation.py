@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .cache import Cache, Keys
 from .coverage import Coverage
+from .latent_regression import LatentChange, Rotation
 from .merge import MergePlan, add_unmerged, gather_destinations, unmerge_residual
 
 # Weight of the change at destinations where the cached update still holds: part of that change comes of the merge, not
@@ -41,13 +42,19 @@ class Cached:
     keys: Keys  # one for each equal chunk of the batch
     update: Tensor  # (B, N, C), as cached
     quantized: bool = False  # cached in four bits a number
+    change: LatentChange | None = None  # of the latent; None if unknown, and for tokens that are not the latent's
 
-    def propagate(self, fresh: Tensor, plan: MergePlan) -> Tensor:
-        """Return and cache update + unmerge(fresh - update at destinations), (B, N, C).
+    def propagate(self, fresh: Tensor, plan: MergePlan, rotation: Rotation | None = None) -> Tensor:
+        """Return and cache the update with the change at destinations, see `latent_regression`; where the change of the
+        latent is unknown, update + unmerge(fresh - update at destinations), (B, N, C).
 
-        fresh: (B, D, C), the new values at destinations. Raises `torch.OutOfMemoryError`.
+        fresh: (B, D, C), the new values at destinations. rotation: of keys. Raises `torch.OutOfMemoryError`.
         """
-        propagated = unmerge_residual(fresh, gather_destinations(self.update, plan), self.update, plan)
+        regression = None if self.change is None else self.change.regression(plan)
+        if regression is not None:
+            propagated = regression.propagate(self.update, fresh, rotation)
+        else:
+            propagated = unmerge_residual(fresh, gather_destinations(self.update, plan), self.update, plan)
         if propagated.dtype is torch.float16:
             # An infinity would be subtracted from itself at the next step.
             propagated = propagated.clamp_(-65504, 65504)

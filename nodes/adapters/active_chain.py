@@ -21,6 +21,7 @@ from ...toma_core import Evaluation, MergePlan, reduce, restore
 from ...toma_core.config import Granularity
 from ...toma_core.cost_model import Block
 from ...toma_core.decision import chain_merges
+from ...toma_core.latent_regression import Rotation
 from ...toma_core.propagation import Cached, Refresh
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
@@ -93,7 +94,8 @@ class ActiveChain:
             merged = is_merged(grid)
             if n:
                 plans.append(evaluation.lasting_plan(part, grid, (self.scope, n - 1)) if merged else None)
-            cached.append(evaluation.cached(f"{name} reference {n - 1}" if n else name, part) if merged else None)
+            block = f"{name} reference {n - 1}" if n else name
+            cached.append(evaluation.cached(block, part, of_latent=not n) if merged else None)
         if not evaluation.refreshes:
             for block in self.names:
                 evaluation.run.stats.merged(block)
@@ -111,6 +113,9 @@ class Reduction:
     cached: tuple[Refresh | Cached | None, ...]  # of the chain for each grid; None where nothing is cached
     lengths: tuple[tuple[int, int], ...]  # (N, D) of each grid; N = D where the chain only refreshes the cache
     attended: set[str] = field(default_factory=set)  # blocks whose attention has read or stored keys and values
+    # Rotary positions of the image's N tokens and of its D destinations, (B or 1, T, ..., P, 2, 2).
+    positions: tuple[Tensor, Tensor] | None = None
+    _rotations: dict[tuple[int, torch.dtype], Rotation | None] = field(default_factory=dict)  # by C and dtype of keys
 
     @property
     def refreshes(self) -> bool:
@@ -151,12 +156,13 @@ class Reduction:
                 seen.append(part)
                 continue
             shape = part[:, :1].expand(-1, tokens, -1)
-            cached = evaluation.cached(f"{block} {what} {n}", shape, quantized)
+            cached = evaluation.cached(f"{block} {what} {n}", shape, quantized, of_latent=not n)
             if isinstance(cached, Refresh):
                 # A view would change with the tensor that the block writes into.
                 cached.store(part if own else part.clone(memory_format=torch.contiguous_format))
             elif cached is not None and plan is not None:
-                seen.append(cached.propagate(part, plan))
+                rotation = self._rotation(part, t.shape[3:]) if what.startswith("key") and not n else None
+                seen.append(cached.propagate(part, plan, rotation))
             elif always and plan is not None:
                 seen.append(unmerge(part, plan))
             if cached is not None:
@@ -167,6 +173,21 @@ class Reduction:
         if t.shape[axis] == sum(lengths):
             return images if quantized else images.clone()  # the cache must not be written into
         return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)
+
+    def note_positions(self, rope: Tensor, merged: Tensor, before: int) -> None:
+        """Note the rotary positions of [before | N | rest] and of [before | D | rest]. Other rows are ignored."""
+        axis, (tokens, destinations) = self.chain.signature.rope_token_dim, self.lengths[0]
+        if rope.ndim >= 5 and rope.shape[-2:] == (2, 2) and axis < rope.ndim - 3:
+            mine = merged.narrow(axis, before, destinations).movedim(axis, 1)
+            self.positions, self._rotations = (rope.narrow(axis, before, tokens).movedim(axis, 1), mine), {}
+
+    def _rotation(self, keys: Tensor, head: tuple[int, ...]) -> Rotation | None:
+        """Return the rotation of (B, T, C) keys, None if unknown. head: the size of a head, () if unknown."""
+        kind = keys.shape[2], keys.dtype
+        if self.positions is not None and kind not in self._rotations:
+            whole = not head or head[0] == 2 * self.positions[0].shape[-3]
+            self._rotations[kind] = Rotation.of(*self.positions, keys) if whole else None
+        return self._rotations.get(kind)
 
     def rope(self, rope: Tensor, before: int) -> Tensor:
         """Return the rotary positions of [before | D | rest] from those of [before | N | rest]."""

@@ -197,6 +197,8 @@ class RopeCache:
         source = *rows.values(), *reduction.plans
         if self.entry is None or list(map(id, self.entry[0])) != list(map(id, source)):
             self.entry = source, tuple([reduction.rope(each, before) for each in rows.values()])
+        for all_rows, merged in zip(rows.values(), self.entry[1], strict=True):
+            reduction.note_positions(all_rows, merged, before)
         return dict(zip(rows, self.entry[1], strict=True))
 
 

@@ -86,7 +86,10 @@ def _own(result: Tensor, *inputs: Tensor) -> Tensor:
 
 
 def _rope(rope: Tensor, reduced: Tensor, site: int, before: int, tokens: int, destinations: int, axis: int) -> Tensor:
-    return _sites[site].reduction.rope(rope, before)
+    reduction = _sites[site].reduction
+    merged = reduction.rope(rope, before)
+    reduction.note_positions(rope, merged, before)
+    return merged
 
 
 _namespace = free_namespace("toma_graphs", "enter")

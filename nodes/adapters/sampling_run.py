@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, decide
 from ...toma_core.decision import Facts, decide_call, decide_tiles, merges_plainly, out_of_memory
+from ...toma_core.latent_regression import LatentChange
 from ...toma_core.prediction import trusted_below
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
@@ -245,7 +246,14 @@ class SamplingRun:
             device = transformer_options.get("multigpu_thread_device")
             plan_keys = tuple((device, key) for key in plan_keys)
         pictures = () if picture is None else tuple(crop(picture, area) for area in areas)
-        return Evaluation(self.run, self.step_plan, plan_keys, cond_keys, None, pictures, len(x))
+        change = self._change(x, cond_keys)
+        return Evaluation(self.run, self.step_plan, plan_keys, cond_keys, None, pictures, len(x), change)
+
+    def _change(self, x: Tensor, cond_keys: tuple[Hashable, ...]) -> LatentChange | None:
+        """Return the change of a call's latent since the call that wrote its caches, None if unknown."""
+        before = self.run.coverage.latent_of(cond_keys) if self.run.kv_cache else None
+        known = before is not None and (before.shape, before.device) == (x.shape, x.device)
+        return LatentChange(x, before) if before is not None and known else None
 
     def decide_call(self, evaluation: Evaluation, layout: Hashable) -> Evaluation:
         """Return a call as the caches let it run, now that its chains are known. layout: see `decision.decide_call`."""

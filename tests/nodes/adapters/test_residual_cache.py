@@ -261,8 +261,8 @@ def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
     pipeline = pack_module("toma_core.pipeline").Evaluation
     original = pipeline.cached
 
-    def spy(self: Any, block: str, x: torch.Tensor) -> Any:
-        block_cache = original(self, block, x)
+    def spy(self: Any, block: str, x: torch.Tensor, **named: Any) -> Any:
+        block_cache = original(self, block, x, **named)
         found.append(
             (
                 self.step_plan.step,

@@ -1,0 +1,151 @@
+"""Propagate cached tensors by what every token knows of its own change: that of its latent.
+
+Not in the paper. A merged step knows how keys, values and updates have changed at its D destinations. Part of that
+change answers to their noise, which no other token shares: with samplers that draw new noise at each step it is the
+larger part. But all tokens answer to their latents alike. So the change of destinations is regressed on their latents
+(ridge F / D, with a constant), each token gets what its own latent explains, and only the rest is shared. Survey
+statistics call that a regression estimator. f: (D, F) features of destinations; G: (N, F) of all tokens; c: (D, C) the
+change at destinations; U: unmerging, where destinations keep their own value and others get `REST_WEIGHT` of the sum.
+
+    A = (f'f + F / D * mean diag(f'f))^-1 f' c  =  fit c
+    cached + G A + U (c - f A)                  =  cached + U c + (G - U f) A  =  cached + U c + spread A
+
+`fit` and `spread` belong to a plan and a call: all blocks share them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from .kernels.layout import room
+from .merge import MergePlan, add_unmerged, gather_destinations, unmerge, unmerge_residual
+from .prediction import picture_tokens
+
+# Share of what latents do not explain of a destination's change that the tokens near it get. Part of it is noise for
+# them; a lower share would lose what they have in common (benchmarks/results/fidelity/trials.md).
+REST_WEIGHT = 0.7
+# With fewer destinations for each feature, the fit says more of them than of other tokens.
+_LEAST_DESTINATIONS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """Rotary positions of keys. A change is explained and shared before rotation: neighbours have other positions."""
+
+    tokens: Tensor  # (B or 1, N, 1, P, 2, 2), of all tokens; P pairs of adjacent numbers are a head
+    destinations: Tensor  # (B or 1, D, 1, P, 2, 2)
+
+    @classmethod
+    def of(cls, tokens: Tensor, destinations: Tensor, like: Tensor) -> Rotation | None:
+        """Return the rotation of keys of (B, T, C) like `like`; None unless heads are rotated by these matrices.
+
+        tokens, destinations: (B or 1, T, ..., P, 2, 2), with axes of length 1 between.
+        """
+        parts = [
+            t.reshape(*t.shape[:2], 1, *t.shape[-3:]) for t in (tokens, destinations) if t.shape[2:-3].numel() == 1
+        ]
+        if len(parts) < 2 or like.shape[2] % (2 * parts[0].shape[3]):
+            return None
+        return cls(*(part.to(like.dtype) for part in parts))
+
+    def undo(self, x: Tensor) -> Tensor:
+        """Return (B, D, C) of destinations as they are before rotation."""
+        x, inverse = x.unflatten(2, (-1, self.destinations.shape[3], 1, 2)), self.destinations.mT
+        return (inverse[..., 0] * x[..., 0]).addcmul_(inverse[..., 1], x[..., 1]).flatten(2)
+
+    def add(self, cached: Tensor, x: Tensor) -> Tensor:
+        """Return cached + rotated x, both (B, N, C)."""
+        pairs = -1, self.tokens.shape[3], 2
+        x, R = x.unflatten(2, pairs).unsqueeze(4), self.tokens
+        turned = torch.addcmul(cached.unflatten(2, pairs), R[..., 0], x[..., 0])
+        return turned.addcmul_(R[..., 1], x[..., 1]).flatten(2)
+
+
+@dataclass(frozen=True, eq=False)
+class Regression:
+    """How the tokens of a plan answer to their latents in one call."""
+
+    plan: MergePlan  # its unmerge weights are U
+    fit: Tensor  # (B, F, D), in the dtype of the plan's weights
+    spread: Tensor  # (B, N, F), the same
+
+    def propagate(self, cached: Tensor, fresh: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """Return what is cached of all tokens, of (B, N, C), with the change at destinations.
+
+        fresh: (B, D, C), what destinations have now. rotation: of keys.
+        """
+        old = gather_destinations(cached, self.plan)
+        change = fresh - old
+        if rotation is None:
+            shared = unmerge_residual(fresh, old, cached, self.plan)
+            return self._explain(shared, change)
+        change = rotation.undo(change)
+        return rotation.add(cached, self._explain(unmerge(change, self.plan), change))
+
+    def _explain(self, shared: Tensor, change: Tensor) -> Tensor:
+        """Add to shared, of (B, N, C), what latents explain."""
+        answer = self.fit.to(change.dtype) @ change
+        return shared.baddbmm_(self.spread.to(change.dtype), answer)
+
+
+@dataclass(eq=False)
+class LatentChange:
+    """The latent of a call, and the one of the call that wrote what it begins with."""
+
+    latent: Tensor  # (B, C, ..., H, W)
+    before: Tensor  # the same shape
+    _regressions: dict[int, tuple[MergePlan, Regression | None]] = field(default_factory=dict)  # by the plan's id
+
+    def regression(self, plan: MergePlan) -> Regression | None:
+        """Return the regression for tokens of a plan; None where they are too few, or are not those of the latent."""
+        if id(plan) not in self._regressions:
+            self._regressions[id(plan)] = plan, self._regression(plan)
+        return self._regressions[id(plan)][1]
+
+    def _regression(self, plan: MergePlan) -> Regression | None:
+        if self.latent.device != plan.merge_weights.device:
+            return None
+        groups = [self._tokens(part, plan) for part in (self.latent - self.before, self.latent)]
+        numbers = sum(each.shape[2] for each in groups)
+        if groups[0].shape[1] != plan.tokens or plan.num_destinations < _LEAST_DESTINATIONS * numbers:
+            return None
+        features = torch.cat([*groups, torch.ones_like(groups[0][..., :1])], 2)
+        return regress(features, plan)
+
+    @staticmethod
+    def _tokens(latent: Tensor, plan: MergePlan) -> Tensor:
+        """Return a latent as features of tokens with unit mean square in each image, (B, N, F) fp32."""
+        tokens = picture_tokens(latent, plan.windows.grid, torch.empty((), device=latent.device))
+        return tokens * tokens.square().mean((1, 2), keepdim=True).clamp_min(1e-24).rsqrt()
+
+
+def regress(features: Tensor, plan: MergePlan) -> Regression:
+    """Return the regression on features of all tokens, (B, N, F) fp32; the last feature is 1 and has no ridge."""
+    plan = with_rest_weight(plan)
+    f = gather_destinations(features, plan)
+    gram = f.mT @ f
+    squares = gram.diagonal(dim1=1, dim2=2)  # a view
+    ridge = squares[:, :-1].mean(1, keepdim=True) * ((f.shape[2] - 1) / f.shape[1])
+    squares[:, :-1] += ridge.clamp_min(torch.finfo(f.dtype).tiny)
+    # Unlike `cholesky` and `solve`, it does not wait for the device to see whether it has succeeded.
+    factor, _ = torch.linalg.cholesky_ex(gram)
+    fit = torch.cholesky_solve(f.mT.contiguous(), factor)
+    plain = replace(plan, unmerge_weights=plan.unmerge_weights.float(), kernels=None)
+    spread = add_unmerged(features, -f, plain)
+    dtype = plan.merge_weights.dtype
+    return Regression(plan, fit.to(dtype), spread.to(dtype))
+
+
+def with_rest_weight(plan: MergePlan) -> MergePlan:
+    """Return the plan with unmerge weights by which destinations keep their own value and others get `REST_WEIGHT` of
+    the sum."""
+    weights, slots = plan.unmerge_weights, torch.arange(plan.windows.slots, device=plan.dest_slots.device)
+    own = plan.dest_slots[:, :, None] == slots[:, None]  # (B, W, S, K)
+    if (valid := plan.budget.valid) is not None:
+        own = own & valid[..., None, :]
+    changed = torch.where(own.any(-1, keepdim=True), own.to(weights.dtype), REST_WEIGHT * weights)
+    # Kernels expect the rows of weights where `room` has them.
+    return replace(plan, unmerge_weights=room(weights, *weights.shape).copy_(changed))
