@@ -50,7 +50,7 @@ class Evaluation:
 
     def again(self) -> Evaluation:
         """Return another call of the model within this one."""
-        return replace(self, cond_keys=tuple((key, "again") for key in self.cond_keys), change=None)
+        return replace(self, cond_keys=tuple((key, "again") for key in self.cond_keys))
 
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
         """Return the plan for tokens x of (B, N, C). Blocks with one `scope` share a plan. None where a refresh

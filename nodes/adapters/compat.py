@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from inspect import Parameter, signature
 from threading import Lock
 from typing import Any
@@ -124,7 +123,8 @@ _replays_lock, _replays_before = Lock(), list[dict[str, bool]]()
 def without_replays() -> Iterator[None]:
     """Have ComfyUI neither record nor replay the evaluations inside: they allocate otherwise than full ones, and cache
     tensors that outlive their block. Several devices may be inside at a time."""
-    args = import_module("comfy.cli_args").args
+    from comfy.cli_args import args
+
     with _replays_lock:
         _replays_before.append({name: getattr(args, name) for name in _REPLAYS if hasattr(args, name)})
         vars(args).update(dict.fromkeys(_replays_before[-1], True))
@@ -141,7 +141,7 @@ def end_interrupted(several_devices: bool = False) -> None:
     """End what ComfyUI began in an evaluation that an error ended: its recording, and weights that it has prefetched.
     ComfyUI does so only when a node ends. several_devices: only the recording of this one, as others still compute."""
     try:
-        prefetch = import_module("comfy.model_prefetch")
+        from comfy import model_prefetch as prefetch
     except ImportError:  # an older ComfyUI begins nothing of the kind
         return
     name = "cleanup_malloc_graph" if several_devices else "cleanup_prefetch_queues"
@@ -154,7 +154,7 @@ def end_interrupted(several_devices: bool = False) -> None:
 def comfyui_lines() -> tuple[Message, ...]:
     """Return the version of this ComfyUI for the report, and that it is newer than what was tried, if it is."""
     try:
-        version = str(import_module("comfyui_version").__version__)
+        from comfyui_version import __version__ as version
     except (ImportError, AttributeError):
         return ()
     newer = _numbers(version) > _numbers(NEWEST_TRIED)

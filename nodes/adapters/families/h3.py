@@ -86,7 +86,7 @@ def _row_by_token(segments: Sequence[Any]) -> Tensor:
 
 
 def _is_known(segments: Any, start: int, length: int) -> bool:
-    """Whether segments are those of a stream of so many tokens whose video begins at `start`: each with one row, or
+    """Whether segments are those of a stream of that length whose video begins at `start`: each with one row, or
     with one for each of its tokens. Without rows by token the video is one segment."""
     if not isinstance(segments, Sequence) or any(not isinstance(each, Sequence) or len(each) != 3 for each in segments):
         return False
