@@ -291,7 +291,7 @@ def watched(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(trained, monkeypatch)
 
 
-ACTIONS = ("small", "wide", "odd", "repeat", "other", "back", "sigma", "skip")
+ACTIONS = ("small", "wide", "odd", "repeat", "other", "back", "sigma", "skip", "noise")
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +316,7 @@ def test_any_sequence_of_evaluations(
         def at(y: Tensor, level: Tensor) -> Tensor:
             return watched.call(model, y, level.expand(len(y)), **extra_args)
 
-        denoised = x
+        denoised, generator = x, torch.Generator().manual_seed(5)
         for step in range(trained.steps):
             wanted = actions[step]
             level = sigmas[step] * (0.8 if "sigma" in wanted and step else 1.0)
@@ -339,6 +339,8 @@ def test_any_sequence_of_evaluations(
                 elif action == "other":
                     at(x + 0.1, sigmas[step + 1] if step + 1 < trained.steps else level)
             x = denoised + (x - denoised) * sigmas[step + 1] / sigmas[step]
+            if "noise" in wanted:
+                x = x + sigmas[step + 1] * torch.randn(x.shape, generator=generator)
         return x
 
     plain = trained.drawn(trained.model, function, two.positive)
