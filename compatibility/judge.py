@@ -47,7 +47,7 @@ def judge(row: Row, kit: Kit) -> Verdict:
     expected = row.expected[kit.name]
     if isinstance(expected, NotFor):
         return Verdict(expected.why, {})
-    left: dict[str, set[str]] = {}
+    left: dict[str, set[Any]] = {}
     graphs = row.graphs(kit)
     before: dict[int, tuple[Any, Tensor]] = {}
     for graph in graphs:
@@ -218,12 +218,11 @@ def close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).norm() <= 1e-5 * b.norm())
 
 
-def _described(parts: set[str]) -> str:
-    """Summarise the names of parts, as in `self-attention of 2 blocks, 3 blocks`."""
+def _described(unmerged: set[Any]) -> str:
+    """Summarise what is `Unmerged`, as in `self-attention of 2 blocks, 3 blocks`."""
     counts: dict[str, int] = {}
-    for part in sorted(parts):
-        kind = part.partition(" ")[2]
-        counts[kind] = counts.get(kind, 0) + 1
+    for each in sorted(unmerged, key=str):
+        counts[each.part] = counts.get(each.part, 0) + 1
     words = []
     for kind, count in counts.items():
         blocks = f"{count} block{'s' * (count > 1)}"
