@@ -24,7 +24,7 @@ BESIDE = [COUNTS, *(RESULTS / "fidelity" / f"{name}.md" for name in ("tables", "
 # Pages that are written by hand, in English.
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *HELP.glob("*.md")])
 TEXTS = sorted({*PAGES, *BESIDE, *HELP.rglob("*.md")})
-MAX_WORDS, MAX_README_LINES = 14_000, 130
+MAX_WORDS, MAX_README_LINES = 14_400, 130
 # Code writes the text between "<!-- name -->" and "<!-- end -->".
 GENERATED = re.compile(r"<!-- [^>]* -->\n.*?<!-- end[^>]*-->", re.DOTALL)
 LINK = re.compile(r'!?\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*\bsrc="([^"]+)"')
