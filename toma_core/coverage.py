@@ -71,6 +71,11 @@ class Coverage:
         with self.cache.lock:
             self._refreshing = self._now
 
+    def broken_off(self) -> None:
+        """Note that the evaluation in progress ends without having refreshed all that it named."""
+        with self.cache.lock:
+            self._refreshing = {}
+
     def _holds(self, signature: Hashable, now: Origin) -> bool:
         line = self._lines.get(signature)
         if line is None or line.origin.state != now.state or not 0 <= now.step - line.origin.step < self._interval:

@@ -83,7 +83,7 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
         return StepMode.FULL
     held = _begin(run, plan, facts)
     reason = Reason.NOT_CACHED()
-    if run.kv_cache and facts.new_noise > MAX_NEW_NOISE:
+    if run.kv_cache and not facts.new_noise <= MAX_NEW_NOISE:  # NaN is unknown
         held, reason = False, Reason.NEW_NOISE() if held else reason
     if plan.mode is StepMode.REFRESH:
         run.unscheduled = None

@@ -11,10 +11,13 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Evaluations that a latent is compared with: solvers of third order combine as many.
 _RECENT = 3
+# Side of the cells of the latent in which new noise is averaged.
+_CELL = 8
 # Noise below this share of the latent's root mean square no longer changes the picture.
 _NEGLIGIBLE = 0.05
 # A direction that less than this share of is new holds rounding only.
@@ -40,8 +43,11 @@ class History:
             self._recent.popleft()
 
     def new_noise(self, latent: Tensor, sigma: float) -> Tensor | None:
-        """Return what is new in a latent of (B, C, ..., H, W) as a share of its noise, a number on its device; None if
-        there is nothing to compare it with. Nothing waits for the device. sigma: standard deviation of the noise."""
+        """Return what is new in a latent of (B, C, ..., H, W) as a share of its noise, where the share is largest, a
+        number on its device; None if there is nothing to compare it with. Nothing waits for the device.
+
+        sigma: standard deviation of the noise.
+        """
         if not self.compared:
             return None
         directions = [each for pair in self._recent for each in pair if each.shape == latent.shape]
@@ -55,7 +61,10 @@ class History:
             basis.append(rest * torch.where(new, 1 / size.clamp_min(1e-30), 0.0))
         latent = latent.float()
         noise = (_NEGLIGIBLE * latent.square().mean().sqrt()).clamp_min(max(sigma, 1e-9))
-        return _without(latent, basis).square().mean().sqrt() / noise
+        # A mask may keep most of the picture, which hides the rest in a mean over all of it.
+        new = _without(latent, basis).square().mean(1).flatten(0, -3)[:, None]
+        cell = [min(_CELL, side) for side in new.shape[2:]]
+        return F.avg_pool2d(new, cell, ceil_mode=True, count_include_pad=False).max().sqrt() / noise
 
 
 def _without(t: Tensor, basis: list[Tensor]) -> Tensor:

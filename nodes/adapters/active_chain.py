@@ -175,8 +175,11 @@ class Reduction:
         return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)
 
     def note_positions(self, rope: Tensor, merged: Tensor, before: int) -> None:
-        """Note the rotary positions of [before | N | rest] and of [before | D | rest]. Other rows are ignored."""
+        """Note the rotary positions of [before | N | rest] and of [before | D | rest]. Other rows are
+        ignored, and those that turn numbers that are not neighbours: their keys are regressed as they are."""
         axis, (tokens, destinations) = self.chain.signature.rope_token_dim, self.lengths[0]
+        if self.chain.signature.rope_split_half:
+            return
         if rope.ndim >= 5 and rope.shape[-2:] == (2, 2) and axis < rope.ndim - 3:
             mine = merged.narrow(axis, before, destinations).movedim(axis, 1)
             self.positions, self._rotations = (rope.narrow(axis, before, tokens).movedim(axis, 1), mine), {}

@@ -114,10 +114,10 @@ def _calls(
     options = guider.model_options
     sampler_name = getattr(getattr(sampler, "sampler_function", None), "__name__", "cfg_pp")
     unguided_too = bool(options.get("disable_cfg1_optimization")) or "cfg_pp" in sampler_name
-    if type(guider).predict_noise is CFGGuider.predict_noise:
+    if getattr(type(guider), "predict_noise", None) is CFGGuider.predict_noise:
         alone = not unguided_too and math.isclose(guider.cfg, 1.0)
         yield [conds.get(name) for name in ("positive", "negative")[: 1 if alone else 2]], ()
-    elif any(getattr(type(guider), name) is not getattr(CFGGuider, name) for name in _PREPARING):
+    elif any(getattr(type(guider), name, None) is not getattr(CFGGuider, name) for name in _PREPARING):
         yield list(conds.values()), ()  # it would be asked before it is ready
     else:
         if sigma is None:
@@ -152,7 +152,7 @@ def _asked(
         }
         options["disable_cfg1_optimization"] = unguided_too
         asked.conds, asked.inner_model, asked.model_options = dict(conds), model, options
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             asked.predict_noise(torch.zeros(tuple(shape)), torch.full((shape[0],), sigma), options, 0)
     except Exception as error:
         logging.debug("ToMA: what %s evaluates is unknown before sampling: %r", type(guider).__name__, error)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 
 from ...toma_core import Evaluation
 from .chain import BlockHook, ChainSite
-from .compat import without_replays
+from .compat import OwnError, own_code, warn, warned, without_replays
 from .model_hooks import Hook, HookPair, installed
 from .sampling_run import SamplingRun
 
@@ -20,18 +21,33 @@ def merged_call(
     sampling: SamplingRun,
     evaluation: Evaluation,
     x: Tensor,
+    positions: Hashable = (),
 ) -> Any:
     """Return what `call` returns with the hooks that `select` chooses for latents x of (B, C, ..., H, W).
 
-    Whether the caches serve the call is decided when its chains are known and the model has not run.
+    Whether the caches serve the call is decided when its chains are known and the model has not run. If this pack fails
+    before, the call is full. positions: see `conditions.positions_of`.
     """
-    with installed(select(evaluation)) as hooks:
-        layout = _layout(hooks, evaluation, x)
-        decided = sampling.decide_call(evaluation, layout)
-        if decided.step_plan.mode is evaluation.step_plan.mode:
-            return _call_installed(call, hooks, sampling, evaluation, x, layout)
-    with installed(select(decided)) as hooks:
-        return _call_installed(call, hooks, sampling, decided, x, layout)
+    with ExitStack() as installation:
+        try:
+            with own_code():
+                hooks = installation.enter_context(installed(select(evaluation)))
+                layout = positions, *_layout(hooks, evaluation, x)
+                decided = sampling.decide_call(evaluation, layout)
+                if decided.step_plan.mode is not evaluation.step_plan.mode:
+                    installation.close()
+                    evaluation = decided
+                    hooks = installation.enter_context(installed(select(evaluation)))
+        except OwnError as error:
+            installation.close()
+            warn(error)
+            sampling.full_instead(error.reason)
+            return call()
+        with without_replays():
+            result = call()
+        with warned(), own_code():
+            _note(_sites(hooks), sampling, evaluation, x, layout)
+        return result
 
 
 def _sites(hooks: Iterable[Hook]) -> list[ChainSite]:
@@ -39,26 +55,17 @@ def _sites(hooks: Iterable[Hook]) -> list[ChainSite]:
     return [hook.site for hook in hooks if isinstance(hook, BlockHook) and hook.chain is hook.site]
 
 
-def _layout(hooks: Iterable[Hook], evaluation: Evaluation, x: Tensor) -> Hashable:
+def _layout(hooks: Iterable[Hook], evaluation: Evaluation, x: Tensor) -> tuple[Hashable, ...]:
     """Return what caches of a call depend on beside the conditions: its latents x, and its chains."""
     chains = [site.active for site in _sites(hooks) if site.active is not None]
     images = len(x) // len(evaluation.cond_keys)
     return x.shape[1:], images, x.dtype, x.device, tuple((*chain.names, chain.grids) for chain in chains)
 
 
-def _call_installed(
-    call: Callable[[], Any],
-    hooks: Sequence[Hook],
-    sampling: SamplingRun,
-    evaluation: Evaluation,
-    x: Tensor,
-    layout: Hashable,
-) -> Any:
-    """Return what `call` returns, and note in the ledger which of its chains have written their caches."""
-    with without_replays():
-        result = call()
-    sites = _sites(hooks)
+def _note(
+    sites: Sequence[ChainSite], sampling: SamplingRun, evaluation: Evaluation, x: Tensor, layout: Hashable
+) -> None:
+    """Note in the ledger which chains of a call have written their caches."""
     missed = [site for site in sites if not site.reached or site.pair]
     if len(missed) < len(sites) or not sites:  # else another node has skipped the model
         sampling.ended(evaluation, x, layout, [site.active.name for site in missed if site.active is not None])
-    return result

@@ -43,6 +43,7 @@ from .compat import (
     with_argument,
 )
 from .compile_ops import allow_more_graphs, compiled, in_one_piece
+from .conditions import positions_of
 from .contents import Contents
 from .family import ModelHooks
 from .kv_memory import KVCachePlan, plan_kv_cache, reserved
@@ -271,7 +272,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     sampling.run.references |= bool(references)
     select = partial(hooks.select, x, options=options, control=control, references=references)
     try:
-        return merged_call(full, select, sampling, evaluation, x)
+        return merged_call(full, select, sampling, evaluation, x, positions_of(options))
     except torch.OutOfMemoryError:
         # One of several devices repeats its own call, see `_predict_noise`.
         if options.get("multigpu_thread_device") is None or not sampling.no_memory(again=False):

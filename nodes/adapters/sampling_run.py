@@ -142,7 +142,8 @@ class SamplingRun:
         self.run.stats.full_because(self.step_plan.step, reason)
 
     def full_instead(self, reason: Message) -> None:
-        """Go on in full in this evaluation, of which `evaluation` has failed for a call."""
+        """Go on in full in this evaluation, of which a call could not be prepared."""
+        self.run.coverage.broken_off()
         with self._lock:
             self._go_on(self.step_plan.with_mode(StepMode.FULL))
             self.run.stats.full_because(self.step_plan.step, reason)
@@ -198,7 +199,6 @@ class SamplingRun:
         keys = self._keys((c["uuid"] for c in active), frames, self.counts.copy())
         set_keyframes(model, active, timestep, model_options)
         module = foreign_positions(getattr(model, "diffusion_model", None))
-        unknown = Reason.FOREIGN_POSITIONS(module=module) if module else None
         positions = positions_of(options)
         states = ((controls_of(c, at.model_sigma), weights_of(c), positions) for c in active)
         conditions = dict(zip(keys, states, strict=True))
@@ -219,7 +219,7 @@ class SamplingRun:
             gradients=records_gradients(),
             new_noise=self.trajectory.new_noise,
             another=self.trajectory.another,
-            unknown=unknown,
+            unknown=Reason.FOREIGN_POSITIONS(module=module) if module else None,
         )
         self.step_plan = decide(self.run, facts)
         self.run.stats.count_evaluation(self.step_plan.step, self.step_plan.merged_ratio)
@@ -266,10 +266,12 @@ class SamplingRun:
         node skipped."""
         if not evaluation.step_plan.mode.caches:
             return
-        latent = x.clone() if self.run.kv_cache else None
+        missed = [key for name in unreached for key in evaluation.keys(name)]
+        # Entries of chains that were skipped are older than this latent.
+        latent = x.clone() if self.run.kv_cache and not missed else None
         self.run.coverage.ended(evaluation.cond_keys, latent, layout if evaluation.refreshes else None)
         if evaluation.refreshes:
-            self.run.cache.drop(key for name in unreached for key in evaluation.keys(name))
+            self.run.cache.drop(missed)
 
     def _go_on(self, plan: StepPlan) -> None:
         """Go on with another plan in this evaluation of the sampler. Its call in progress was counted by the old."""

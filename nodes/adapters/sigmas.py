@@ -86,7 +86,7 @@ class SigmaTracker:
         """Return whether the new noise of each step has to be measured. kv_cache: of the run, for it depends on it."""
         function = getattr(self._sampler, "sampler_function", None)
         much = kv_cache and getattr(function, "__name__", "") in _MUCH_NOISE
-        return much or not self._scheduled
+        return much or not _keeps_to_schedule(self._sampler)
 
     def next(self, timestep: Tensor) -> None:
         """Begin an evaluation at this noise level."""

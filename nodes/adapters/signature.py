@@ -52,6 +52,7 @@ class BlockSignature:
     output_index: int | None = None  # which of the results they are; None if there is one
     rope_arg = ""  # the argument with the rotary positions; empty without
     rope_token_dim = 2  # its dimension that counts tokens
+    rope_split_half = False  # whether it pairs number i of a head with i + d / 2, not with its neighbour
     image_last = False  # whether positions end with the image, its padding, and references that options name
     image_multiple = 1  # what the number of image tokens is padded to a multiple of
     row_args: tuple[str, ...] = ()  # further arguments with a row for each token, in the same dimension

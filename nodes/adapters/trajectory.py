@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ...toma_core.decision import MAX_NEW_NOISE
@@ -39,7 +40,7 @@ class Trajectory:
 
     def next(self) -> None:
         """Begin an evaluation of the sampler."""
-        self.latent = None
+        self.latent, self.another, self.new_noise = None, False, float("inf")
 
     def observe(self, latent: Tensor, at: SigmaStep, kind: Hashable) -> None:
         """Compare the latent of an evaluation for these conditions with those before."""
@@ -52,7 +53,7 @@ class Trajectory:
         history = self._histories.get(kind)
         new = None if history is None else history.new_noise(latent, at.model_sigma)
         self.new_noise = float("inf") if new is None else float(new)
-        self.another = again and self.new_noise > MAX_NEW_NOISE
+        self.another = again and not self.new_noise <= MAX_NEW_NOISE
         if self.another:
             self._repeats.add(at.step)
 
@@ -61,7 +62,10 @@ class Trajectory:
         if self.latent is None or self.another:
             return
         history = self._histories.pop(self._kind, None) or History(compared=self.reads)
-        history.note(self.latent, picture)
+        try:
+            history.note(self.latent, picture)
+        except torch.OutOfMemoryError:
+            return  # the picture is done; the next latent has nothing to be compared with
         self._histories[self._kind] = history
         for oldest in list(self._histories)[:-_MAX_HISTORIES]:
             del self._histories[oldest]

@@ -30,6 +30,7 @@ class Signature(BlockSignature):
     positional_args = ("x_B_T_H_W_D", "emb_B_T_D", "crossattn_emb")
     tokens_arg = "x_B_T_H_W_D"
     rope_arg, rope_token_dim = "rope_emb_L_1_1_D", 1
+    rope_split_half = True
     passthrough_args = ("emb_B_T_D", "crossattn_emb", "adaln_lora_B_T_3D")
     sides = (1, 1)  # rows and columns of a frame before it was merged
 

@@ -21,6 +21,7 @@ class Signature(BlockSignature):
     positional_args = ("x", "rotary_pos_emb", "temb")
     required_kwargs = ()
     rope_arg, rope_token_dim = "rotary_pos_emb", 1
+    rope_split_half = True
     passthrough_args = ("temb",)
 
 

@@ -32,6 +32,7 @@ class Signature(BlockSignature):
 
     positional_args = ("x", "t_emb", "mod_segments", "rope_freqs")
     rope_arg, rope_token_dim = "rope_freqs", 1
+    rope_split_half = True
     image_last = True
     index_args = (_SEGMENTS,)
     passthrough_args = ("t_emb",)

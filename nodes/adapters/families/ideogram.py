@@ -18,6 +18,7 @@ class Signature(BlockSignature):
 
     positional_args = ("x", "attn_mask", "freqs_cis", "adaln_input")
     rope_arg, rope_token_dim = "freqs_cis", 1
+    rope_split_half = True
     image_last = True
     passthrough_args = ("adaln_input",)
 

@@ -27,6 +27,7 @@ class Signature(BlockSignature):
 
     required_kwargs: tuple[str, ...] = ("context", "timestep", "pe", "transformer_options")
     rope_arg, rope_token_dim = "pe", 1
+    rope_split_half = True
     row_args: tuple[str, ...] = ("timestep",)
     passthrough_args: tuple[str, ...] = ("context", "attention_mask", "prompt_timestep")
     mutates_input = True

@@ -45,14 +45,14 @@ class Hooks(Transformer):
     between = ("single_block",)
 
     def model_cache_numel(self, cond: Mapping[str, Any], options: Options) -> float:
-        asked = options.get("qwen_image21_cache", {})
+        asked: Mapping[str, Any] = options.get("qwen_image21_cache") or {}
         if asked.get("device") in ("off", "cpu"):
             return 0
         text = cond.get("cross_attn")
         references = [prod(each.shape[-2:]) for each in cond.get("reference_latents") or ()]
         tokens = sum(references, 0 if text is None else text.shape[1])
         (group,) = self.groups
-        return 2 * len(group.blocks) * tokens * self.width * _STORED.get(asked.get("dtype"), 1)
+        return 2 * len(group.blocks) * tokens * self.width * _STORED.get(str(asked.get("dtype")), 1)
 
     def block_groups(self, model: QwenImage21Transformer2DModel) -> tuple[BlockGroup, ...]:
         self.patch_size, self.width = 1, model.inner_dim

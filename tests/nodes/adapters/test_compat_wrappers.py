@@ -128,9 +128,9 @@ def test_steps_after_an_own_error_are_full(
     monkeypatch.setattr(compat, "RAISES_OWN_ERRORS", False)
     merged, modes, call = attach(flux), list[Any](), run.merged_call
 
-    def noted(full: Any, select: Any, sampling: Any, evaluation: Any, x: Any) -> Any:
+    def noted(full: Any, select: Any, sampling: Any, evaluation: Any, *rest: Any) -> Any:
         modes.append(evaluation.step_plan.mode)
-        return call(full, select, sampling, evaluation, x)
+        return call(full, select, sampling, evaluation, *rest)
 
     monkeypatch.setattr(run, "merged_call", noted)
     fail_from(monkeypatch, name, 3)

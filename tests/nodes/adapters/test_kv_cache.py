@@ -40,10 +40,11 @@ def hint(message: str) -> str:
 
 @loop("kind", FEW)
 def test_keys_are_propagated_as_their_destinations_change(
-    kind: str, model_of: Any, attach: Any, plan_calls: list[Any], dense: Any
+    kind: str, model_of: Any, attach: Any, plan_calls: list[Any], dense: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queries are of destinations, keys and values of all tokens: the cached ones plus the change at their
-    destinations. Every merged step updates the cache."""
+    destinations. Every merged step updates the cache. Regression on the latent, which has its own tests, is off."""
+    monkeypatch.setattr(pack_module("toma_core.coverage").Coverage, "latent_of", lambda *_: None)
     model, layout = model_of(kind), LAYOUTS[kind][0]
     watch = Watch(4)
     lasting = {"similarity_from": "tokens", "selection_interval": 100, "weight_interval": 100, "sharpness": 10_000.0}

@@ -14,7 +14,7 @@ model, received, own_reads = quick.model, quick.received, quick.own_reads
 KNOWN = [each for each in product(quick.SAMPLERS, ("unet", "flux"), ("simple", "karras")) if each not in quick.KNOWN]
 PRESETS = [
     each
-    for each in product(("balanced", "quality", "paper"), ("euler", "dpmpp_2m", "lcm"))
+    for each in product(("balanced", "quality", "paper"), ("euler", "dpmpp_2m", "er_sde"))
     if each not in quick.PRESETS
 ]
 
