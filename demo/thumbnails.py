@@ -56,6 +56,8 @@ THUMBNAILS = {
     "LTX-2.3 image to video": ("LTX-2.3", "image to video,\n8 and 3 steps"),
     "MiniMax H3 image to video": ("MiniMax\nH3", "image to video,\n8 steps"),
     "Qwen-Image-Edit": ("Qwen-Image\nEdit", "edit a picture,\n4 steps"),
+    "Qwen-Image 2.1 edit": ("Qwen-Image\n2.1", "edit pictures,\n25 steps"),
+    "Qwen-Image 2.1 turbo": ("Qwen-Image\n2.1 turbo", "in 8 steps"),
 }
 # Prefix of a node type -> its label in the chain; other nodes are not drawn.
 _CALLED = {

@@ -17,6 +17,7 @@ from PIL import Image, ImageChops, ImageStat
 from demo.thumbnails import MOST_BYTES, THUMBNAILS, chain, drawn
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
+from tests import newer
 from tests.loop import loop
 
 EXAMPLES = sorted((ROOT / "workflows").glob("*.json"))
@@ -80,9 +81,10 @@ def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def demo_server() -> Iterator[ComfyServer]:
-    """Run a server with the demo nodes, and an empty file for every model that a workflow names."""
-    server = ComfyServer(packs=[ROOT / "demo"])
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
+    """Run a server with the demo nodes, those of a newer ComfyUI, and an empty file for every model that a workflow
+    names."""
+    server = ComfyServer(packs=[ROOT / "demo", newer.newer_pack(tmp_path_factory.mktemp("packs"))])
     try:
         for path in EXAMPLES:
             for node in load(path)["nodes"]:
@@ -260,4 +262,7 @@ def test_nodes_are_the_packs_or_comfyuis_own(path: Path, demo_server: ComfyServe
         assert node["properties"]["cnr_id"] == ("toma-token-merge" if ours else "comfy-core")
         if node["type"] not in NOTES:
             module = demo_server.object_info(node["type"])["python_module"]
-            assert module.startswith((f"custom_nodes.{PACK_FOLDER}",) if ours else ("nodes", "comfy_extras.")), module
+            newest = "custom_nodes.newer" if node["type"] in newer.NODES else "comfy_extras."
+            assert module.startswith(
+                (f"custom_nodes.{PACK_FOLDER}",) if ours else ("nodes", "comfy_extras.", newest)
+            ), module

@@ -20,6 +20,7 @@ from PIL import Image
 from demo.showcase_graphs import place_dit
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
+from tests.newer import newer_pack
 
 TEMPLATES = sorted((ROOT / "workflows").glob("*.json"))
 SCREENSHOTS = ROOT / "build" / "screenshots"
@@ -202,9 +203,10 @@ def _made_small(path: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def workshop(chromium: str) -> Iterator[ComfyServer]:
-    """Run a server with the demo nodes, and a file for every model and picture that a template names."""
-    server = ComfyServer(packs=[ROOT / "demo"], flags=["--use-pytorch-cross-attention"])
+def workshop(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
+    """Run a server with the demo nodes, nodes of a newer ComfyUI, and a file for all that a template names."""
+    packs = [ROOT / "demo", newer_pack(tmp_path_factory.mktemp("packs"))]
+    server = ComfyServer(packs=packs, flags=["--use-pytorch-cross-attention"])
     try:
         for path in TEMPLATES:
             for node in json.loads(path.read_text(encoding="utf-8"))["nodes"]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -259,3 +261,45 @@ def test_context_windows(settings: str, model_of: Any, attach: Any, stats_of: An
     assert 0 < errors(streams, own)[0] < 0.2
     assert {grid[0] for grid in stats_of(merged).grids} <= {5, 6}
     assert stats_of(merged).unmerged == {}
+
+
+# The stages of ComfyUI's templates for LTX-2.5, and how many steps of each `balanced` merges.
+STAGES = {
+    "first": ((1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0), 5),
+    "second": ((0.85, 0.725, 0.4219, 0.0), 1),
+}
+
+
+@loop("stage", list(STAGES))
+def test_the_stages_of_ltx_25(stage: str, stats_of: Any) -> None:
+    """Its model is LTX-2.3's with other settings; its guider has a scale for the picture and one for the sound."""
+    import comfy.sample
+    import comfy.samplers
+    from comfy.ldm.lightricks.av_model import LTXAVModel
+
+    sigmas, number = STAGES[stage]
+    settings = {"ff_bias": False, "audio_ff_bias": False, "use_keyframes_abs_pos_embedding": True}
+    known = inspect.signature(LTXAVModel).parameters
+    model = models.ltx_av(**{name: value for name, value in settings.items() if name in known})
+    kind = getattr(import_module("comfy_extras.nodes_lt"), "Guider_LTXAVDualCFG", None)
+
+    def sampled_stage(model: Any) -> list[Tensor]:
+        guider = (kind or comfy.samplers.CFGGuider)(model)
+        guider.set_conds(*(models.conditioning(model, seed=seed) for seed in (1, 2)))
+        guider.set_cfg(*((1.0, 1.0) if kind else (1.0,)))
+        latent, sampler = models.empty(model, 20, 28, frames=3), comfy.samplers.sampler_object("euler_ancestral")
+        noise = comfy.sample.prepare_noise(latent, 5)
+        with torch.no_grad():
+            given = torch.tensor(sigmas)
+            out: list[Tensor] = guider.sample(noise, latent, sampler, given, disable_pbar=True, seed=5).unbind()
+        return out
+
+    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+    own, found = sampled_stage(model), sampled_stage(merged)
+    stats = stats_of(merged)
+    assert len(stats.merged_steps) == number
+    assert stats.unmerged == {}
+    assert stats.without_kv_cache is None
+    assert 0 < errors(found, own)[0] < 0.2
+    for one, other in zip(found, sampled_stage(merged), strict=True):
+        assert torch.equal(one, other)
