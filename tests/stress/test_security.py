@@ -22,7 +22,7 @@ ALLOWED = {
     *("__future__", "abc", "collections", "contextlib", "contextvars", "copy", "dataclasses", "enum", "functools"),
     *("hashlib", "heapq", "inspect", "itertools", "json", "logging", "math", "pathlib", "statistics", "sys"),
     *("textwrap", "threading", "time", "types", "typing", "uuid", "weakref"),
-    *("comfy", "comfy_api", "comfyui_version", "numpy", "PIL", "torch", "triton"),
+    *("comfy", "comfy_api", "comfy_execution", "comfyui_version", "numpy", "PIL", "torch", "triton"),
 }
 # Builtins by name; attributes of any object except Triton's language, whose load and store access the card's memory.
 REFUSED_NAMES = {"eval", "exec", "compile", "open", "__import__", "breakpoint"}
@@ -36,7 +36,12 @@ REFUSED_ATTRIBUTES = {
 }
 # The page's scripts, and their imports: ComfyUI's page and each other.
 SCRIPTS = {
-    "web/toma.js": {"../../scripts/api.js", "../../scripts/app.js", "./timing.js"},
+    "web/toma.js": {
+        *("../../scripts/api.js", "../../scripts/app.js"),
+        *("./presets.js", "./texts.js", "./timing.js"),
+    },
+    "web/presets.js": {"../../scripts/app.js", "./texts.js"},
+    "web/texts.js": {"../../scripts/app.js"},
     "web/timing.js": {"../../scripts/api.js"},
 }
 TRITON = re.compile(r"^(tl|triton\.language)\b")
