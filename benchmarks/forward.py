@@ -55,6 +55,7 @@ class Runner:
         self.looks = config.kv_cache
         sampling = run.SamplingRun.start(config, None, _LEVELS if self.looks else [1.0, 0.0])
         sampling.run.quantized = self.variant.packs
+        sampling.trajectory.new_noise = 0.0
         if self.plain:
             trial = pack_module("toma_core.kernels.dispatch")
             sampling.run.dispatch = trial.Dispatch(trial.Choice(None))
@@ -66,14 +67,14 @@ class Runner:
         """Start a step at a sigma."""
         assert self.sampling is not None
         timestep = torch.full((1,), sigma)
-        self.sampling.next(timestep)
+        self.sampling.tracker.next(timestep)
         self.sampling.observe(timestep)
 
     @torch.inference_mode()
     def __call__(self, inputs: dict[str, Any]) -> Tensor:
         """Evaluate the model: (B, C, H, W) latents -> the same shape."""
         if self.looks and self.sampling is not None:
-            if not self.sampling.predictions_by_size:
+            if not self.sampling.observed:
                 self._step(_LEVELS[0])
                 self._evaluated(inputs)
             self._step(_LEVELS[1])
@@ -86,8 +87,6 @@ class Runner:
             hooks = pack_module("nodes.adapters.model_hooks")
             options[hooks.SAMPLING] = self.sampling
             self.sampling.shapes = inputs.get("latent_shapes")
-            if not self.sampling.predictions_by_size:
-                self.sampling.predicted(inputs["x"])  # a prediction, as after a step, for plans that are made from it
             options[hooks.GRAPHS] = pack_module("nodes.adapters.compile_ops").compiled(self.patched.model_options)
         output: Tensor = self.patched.model.apply_model(**inputs, transformer_options=options)
         return output

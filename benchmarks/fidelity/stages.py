@@ -74,12 +74,11 @@ def forced(patch: Patch, pattern: str, picture: Tensor) -> Patch:
 
     def running(module: Any) -> dict[str, Any]:
         class Run(module.SamplingRun):  # type: ignore[name-defined, misc]
-            awaits_prediction = False
+            def awaits_prediction(self, transformer_options: Any) -> bool:
+                return False
 
-            def next(self, timestep: Tensor) -> None:
-                if not self.begun and pattern[0] == "L":
-                    self.predictions_by_size[picture.shape] = picture
-                super().next(timestep)
+            def prediction(self, transformer_options: Any) -> Any:
+                return picture if self.begun == 1 and pattern[0] == "L" else super().prediction(transformer_options)
 
         return {"SamplingRun": Run}
 
