@@ -206,7 +206,7 @@ def test_demo_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "256 -> 128" in out
     assert "pair 1/1 with ToMA" in err
     for name in ("side_by_side.png", "merge_map.png"):
-        assert Image.open(tmp_path / name).width > 300
+        assert Image.open(tmp_path / name).width > 250
 
 
 def test_served_page_lists_the_demo_and_stops() -> None:
@@ -224,7 +224,8 @@ def test_served_page_lists_the_demo_and_stops() -> None:
                 if "Press Ctrl-C" in line:
                     break
             text = "".join(lines)
-            assert "Demo-Flux, Demo-SDXL" in text
+            names = "Demo-Flux", "Demo-Flux report", "Demo-SDXL", "Demo-SDXL report"
+            assert all(name in text for name in names)
             assert f"From other machines: this machine's address, port {port}." in text
             assert f":{port}/" in text
             with socket.create_connection(("127.0.0.2", port), timeout=5):
@@ -232,7 +233,7 @@ def test_served_page_lists_the_demo_and_stops() -> None:
             url, _, first = text.split("Open ")[1].split()[0].partition("/?template=")
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             listed = json.load(opener.open(f"{url}/userdata?dir=workflows&recurse=true", timeout=120))
-            assert sorted(listed) == ["Demo-Flux.json", "Demo-SDXL.json"]
+            assert sorted(listed) == sorted(f"{name}.json" for name in names)
             template = f"{url}/api/workflow_templates/demo/{first.partition('&')[0]}.json"
             assert json.load(opener.open(template, timeout=120))["nodes"]
             assert DIT_FILE in json.dumps(json.load(opener.open(f"{url}/object_info/UNETLoader", timeout=120)))
