@@ -86,8 +86,8 @@ def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, mos
         (SDXL, 1, False, 0.0191),
         (SDXL, 4, False, 0.0381),
         (FLUX, 0, True, 0.0445),
-        (FLUX, 1, True, 0.161),
-        (FLUX, 5, False, 0.334),
+        (FLUX, 1, True, 0.163),
+        (FLUX, 5, False, 0.335),
     ],
 )
 def test_launches_that_a_preset_adds(shape: Shape, step: int, kernels: bool, most: float) -> None:
