@@ -104,16 +104,18 @@ def uses_in(text: str, uses: Uses, variables: dict[str, str], models: str = "", 
 
 
 def _imports(tree: ast.AST, uses: Uses) -> Iterator[tuple[str, str]]:
+    attempts = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and "ImportError" in ast.unparse(node)]
+    optional = {inner for attempt in attempts for line in attempt.body for inner in ast.walk(line)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 short = alias.name.partition(".")[0]
                 if short in THEIRS:
-                    add(uses, "name", alias.name)
+                    add(uses, "name", alias.name, node in optional)
                     yield alias.asname or short, alias.name if alias.asname else short
         elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] in THEIRS:
             for alias in node.names:
-                add(uses, "name", f"{node.module}.{alias.name}")
+                add(uses, "name", f"{node.module}.{alias.name}", node in optional)
                 yield alias.asname or alias.name, f"{node.module}.{alias.name}"
 
 
