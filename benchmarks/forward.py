@@ -55,7 +55,6 @@ class Runner:
         self.looks = config.kv_cache
         sampling = run.SamplingRun.start(config, None, _LEVELS if self.looks else [1.0, 0.0])
         sampling.run.quantized = self.variant.packs
-        sampling.trajectory.new_noise = 0.0
         if self.plain:
             trial = pack_module("toma_core.kernels.dispatch")
             sampling.run.dispatch = trial.Dispatch(trial.Choice(None))
@@ -63,22 +62,25 @@ class Runner:
             sampling.observe(torch.ones(1))
         return sampling
 
-    def _step(self, sigma: float) -> None:
-        """Start a step at a sigma."""
+    def _step(self, sigma: float, inputs: dict[str, Any]) -> Tensor:
+        """Evaluate the model at a sigma, as a step of a sampler without new noise."""
         assert self.sampling is not None
-        timestep = torch.full((1,), sigma)
-        self.sampling.tracker.next(timestep)
-        self.sampling.observe(timestep)
+        sampling, timestep = self.sampling, torch.full((1,), sigma)
+        latent = pack_module("nodes.adapters.streams").first(inputs["x"], inputs.get("latent_shapes"))
+        sampling.next(timestep)
+        sampling.observe(timestep, latent=latent)
+        output = self._evaluated(inputs)
+        sampling.predicted(latent)
+        return output
 
     @torch.inference_mode()
     def __call__(self, inputs: dict[str, Any]) -> Tensor:
         """Evaluate the model: (B, C, H, W) latents -> the same shape."""
-        if self.looks and self.sampling is not None:
-            if not self.sampling.observed:
-                self._step(_LEVELS[0])
-                self._evaluated(inputs)
-            self._step(_LEVELS[1])
-        return self._evaluated(inputs)
+        if not self.looks or self.sampling is None:
+            return self._evaluated(inputs)
+        if not self.sampling.observed:
+            self._step(_LEVELS[0], inputs)
+        return self._step(_LEVELS[1], inputs)
 
     def _evaluated(self, inputs: dict[str, Any]) -> Tensor:
         options = dict(self.patched.model_options["transformer_options"])
