@@ -72,8 +72,7 @@ def steps_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
         y = top + _STRIP - percent / 100 * _STRIP
         pen.line([(_AXIS, y), (width - _PAD, y)], fill=FAINT)
         pen.text((_AXIS - 8, y), f"{percent} %", fill=INK, font=font(SMALL), anchor="rm")
-    # A step inside the active range merged nothing if every block had a reason against it.
-    merged = stats.merged_steps if stats.merged_blocks else {}
+    merged = stats.ratios_in_blocks
     for step in sorted(stats.steps):
         a, b = _AXIS + step * each, _AXIS + (step + 1) * each - (2 if each > 6 else 0)
         box = [a, top + merged.get(step, 0.0) * _STRIP, max(a, b), top + _STRIP]

@@ -72,7 +72,7 @@ class RunStats:
     merged_steps: dict[int, float] = field(default_factory=dict)  # ratio of each step that is merged
     total_steps: int = 0  # steps that the run was to make
     grids: dict[Grid, int] = field(default_factory=dict)  # destinations of each token grid
-    merged_blocks: set[str] = field(default_factory=set)
+    merged_at: dict[str, set[int]] = field(default_factory=dict)  # steps in which a block was merged, by block
     blocks: set[str] = field(default_factory=set)
     unmerged: dict[Message, set[Unmerged]] = field(default_factory=dict)  # by reason
     unmerged_calls: dict[Message, None] = field(default_factory=dict)  # why calls of the model ran on all tokens
@@ -111,8 +111,8 @@ class RunStats:
             self.merged_in[step] -= merged
             if not self.merged_in[step]:
                 self.merged_steps.pop(step, None)
-            if not self.merged_steps:
-                self.merged_blocks.clear()
+                for steps in list(self.merged_at.values()):
+                    steps.discard(step)
 
     def full_because(self, step: int, reason: Message) -> None:
         """Record why an evaluation of this step is full although the schedule merges it."""
@@ -127,10 +127,22 @@ class RunStats:
             self.selections += selected
             self.weighings += 1
 
-    def merged(self, block: str) -> None:
-        """Record that a block ran on merged tokens, at least in part."""
+    def merged(self, block: str, step: int) -> None:
+        """Record that a block ran on merged tokens in a step, at least in part."""
         self.blocks.add(block)
-        self.merged_blocks.add(block)
+        self.merged_at.setdefault(block, set()).add(step)
+
+    @property
+    def merged_blocks(self) -> set[str]:
+        """The blocks that were merged in some step."""
+        return {block for block, steps in self.merged_at.items() if steps}
+
+    @property
+    def ratios_in_blocks(self) -> dict[int, float]:
+        """The ratio of each step in which some block was merged. A merged step has none where every block had a reason
+        against it, or where a step cache skipped them."""
+        found = set[int]().union(*self.merged_at.values())
+        return {step: ratio for step, ratio in self.merged_steps.items() if step in found}
 
     def not_merged(self, block: str, reason: Message, part: str = "") -> None:
         """Record why a block, or a named part of it, ran on all tokens."""
@@ -151,11 +163,13 @@ class RunStats:
 
     def headline(self) -> Message:
         """Return the verdict."""
-        reasons, merged, total = self.unmerged_reasons(), len(self.merged_blocks), len(self.blocks)
-        if not merged:
+        reasons, total, ratios = self.unmerged_reasons(), len(self.blocks), self.ratios_in_blocks
+        if not ratios:
             return Line.NOTHING_MERGED(reason=next((why for why in (*self.unmerged_calls, *reasons)), self._why_full()))
-        steps = len(self.merged_steps)
-        share = self._at_most(Line.PERCENT(value=100 * sum(self.merged_steps.values()) / max(steps, 1)))
+        steps = len(ratios)
+        # Blocks that merge in some of these steps count for their share.
+        merged = max(1, round(sum(len(at & ratios.keys()) for at in self.merged_at.values()) / steps))
+        share = self._at_most(Line.PERCENT(value=100 * sum(ratios.values()) / steps))
         every = max(self.total_steps, len(self.steps))
         line = Line.ON(share=share, merged_blocks=merged, blocks=total, merged_steps=steps, steps=every)
         others = [reason for reason in reasons if reason.id not in CHOSEN]
@@ -187,8 +201,7 @@ class RunStats:
         return "\n".join(map(str, self.report()))
 
     def _sections(self) -> dict[Line, list[Message]]:
-        # A step inside the active range merged nothing if every block had a reason against it.
-        merged = self.merged_steps if self.merged_blocks else {}
+        merged = self.ratios_in_blocks
         where, when = list[Message](), list[Message]()
         if merged:
             more = "+" if self.by_profile else ""
@@ -199,11 +212,11 @@ class RunStats:
             where = [Line.TOKENS(sizes=sizes), Line.MERGED_BLOCKS(blocks=_names(self.merged_blocks))]
             ratios = tuple(dict.fromkeys(self._at_most(float(f"{ratio:.3g}")) for ratio in merged.values()))
             when.append(Line.MERGED_STEPS(steps=_steps(merged), ratios=ratios))
-        if full := _steps(self.steps - set(merged)):
+        if full := _steps(self.steps - set(self.merged_steps if merged else ())):
             by = self.full_by
             when.append(Line.FULL_STEPS_BY(steps=full, by=by) if by else Line.FULL_STEPS(steps=full))
         when += [Line.FULL_BY_NEED(steps=_steps(steps), reason=why) for why, steps in self.full_reasons.items()]
-        when.append(Line.EVALUATIONS(total=self.evaluations, merged=self.merged_evaluations if merged else 0))
+        when.append(Line.EVALUATIONS(total=self.evaluations, merged=sum(self.merged_in[step] for step in merged)))
         names = self.unmerged_names()
         not_merged = [Line.UNMERGED(reason=why, blocks=_names(names[why])) for why in self.unmerged_reasons()]
         not_merged += [Line.UNMERGED_CALLS(reason=why) for why in self.unmerged_calls]

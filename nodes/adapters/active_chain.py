@@ -98,7 +98,7 @@ class ActiveChain:
             cached.append(evaluation.cached(block, part, of_latent=not n) if merged else None)
         if not evaluation.refreshes:
             for block in self.names:
-                evaluation.run.stats.merged(block)
+                evaluation.run.stats.merged(block, evaluation.step_plan.step)
         reduced = list(map(reduce, parts, plans, cached))
         lengths = tuple((a.shape[1], b.shape[1]) for a, b in zip(parts, reduced, strict=True))
         return Reduction(self, tuple(plans), tuple(cached), lengths), self.signature.clamp_fp16(joined(reduced))

@@ -124,7 +124,7 @@ class ModelHooks:
         for step, ratio in stats.merged_steps.items():
             by_block = schedule.ratios_at(0.0, step) if schedule.sigmas else None  # None: the same for all
             for fact in facts:
-                if fact.name in stats.merged_blocks:
+                if step in stats.merged_at.get(fact.name, ()):
                     share = ratio if by_block is None else by_block.get(fact.name, 0.0)
                     saved += (fact.flops() - fact.flops(share, run.kv_cache)) * stats.merged_in[step]
         return every / (every - saved) if 0 < saved < every else None

@@ -23,7 +23,8 @@ def stats() -> Any:
     for step in range(10):
         made.count_evaluation(step, {2: 0.25, 3: 0.5, 4: 0.5, 5: 0.5, 6: 0.5, 7: 0.75}.get(step, 0.0))
     for block in ("double.0", "double.1", "single.0", "single.10", "single.2"):
-        made.merged(block)
+        for step in range(2, 8):
+            made.merged(block, step)
     made.not_merged("middle.0", Reason.TOO_FEW_TOKENS(least=9))
     made.not_merged("double.1", Reason.BLOCK_REPLACED(), "attn1")
     return made
@@ -80,7 +81,7 @@ def test_blocks_have_a_row_for_each_stack_in_natural_order(stats: Any) -> None:
 def test_many_blocks_break_into_lines(stats: Any) -> None:
     narrow, wide = charts.blocks_chart(stats, 330), charts.blocks_chart(stats, 1600)
     for index in range(38):
-        stats.merged(f"single.{index}")
+        stats.merged(f"single.{index}", 2)
     assert charts.blocks_chart(stats, 330).height > narrow.height
     assert charts.blocks_chart(stats, 1600).height == wide.height
 

@@ -358,7 +358,7 @@ def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> 
     assert [at(skipping, step, "cond").step_plan.mode for step in (1, 3)] == [StepMode.MERGED, StepMode.FULL]
     assert run.cache._entries == {}
     stats = run.close()
-    stats.merged_blocks.add("a")
+    stats.merged("a", 1)
     assert str(Line.RESIDUAL_CACHE_DISABLED()) in stats.summary()
 
 
@@ -421,7 +421,7 @@ def test_a_refresh_that_another_node_skips_keeps_the_cache_and_the_next_evaluati
 
 def test_memory_is_reported() -> None:
     stats = RunStats()
-    stats.merged("single.3")
+    stats.merged("single.3", 0)
     assert "cache" not in stats.summary()
     stats.cache_bytes = 41_900_000
     assert "residual cache of 41.9 MB" in stats.summary()

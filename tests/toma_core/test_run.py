@@ -231,7 +231,7 @@ def test_two_runs_share_nothing_that_changes() -> None:
         assert value in (0, None, ()) or value is not getattr(other.stats, name)
     plan = one.plan(features(0), GRID, "a", at(), (None,))
     assert other.plan(features(1), GRID, "a", at(), (None,)) is not plan
-    one.stats.merged("x")
+    one.stats.merged("x", 0)
     one.stats.not_merged("y", Reason.BLOCK_REPLACED())
     one.close()
     assert other.stats.selections == 1

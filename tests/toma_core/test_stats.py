@@ -19,7 +19,8 @@ def stats_of_a_run() -> RunStats:
     stats.count_plan((64, 64), 2048, selected=True)
     stats.count_plan((64, 64), 2048, selected=False)
     for block in ("input.10", "input.2"):
-        stats.merged(block)
+        for step in (1, 2, 4, 5):
+            stats.merged(block, step)
     stats.not_merged("middle.0", Reason.SKIP_FIRST_BLOCKS(count=1))
     stats.not_merged("input.2", Reason.ATTENTION_PATCH(), "attn2")
     return stats
@@ -81,7 +82,7 @@ def test_the_headline_names_the_shares(ratio: float, words: str) -> None:
     stats = RunStats(total_steps=2)
     for step in range(2):
         stats.count_evaluation(step, ratio)
-    stats.merged("input.1")
+        stats.merged("input.1", step)
     assert str(stats.headline()) == f"On: {words} of the tokens merged, 1 of 1 blocks, 2 of 2 steps"
 
 
@@ -90,7 +91,7 @@ def test_the_headline_counts_blocks_alone() -> None:
     stats = RunStats(total_steps=1)
     stats.count_evaluation(0, 0.5)
     for n in range(7):
-        stats.merged(f"double {n}")
+        stats.merged(f"double {n}", 0)
     stats.call_not_merged(Reason.OUT_OF_MEMORY())
     stats.reference_not_merged(2, Reason.TOO_FEW_TOKENS(least=9))
     stats.not_merged("double 3", Reason.ATTENTION_PATCH(), "attention")
@@ -98,6 +99,27 @@ def test_the_headline_counts_blocks_alone() -> None:
     assert Line.UNMERGED_CALLS(reason=Reason.OUT_OF_MEMORY()) in stats.details()
     assert Line.UNMERGED(reason=Reason.TOO_FEW_TOKENS(least=9), blocks="reference 2") in stats.details()
     assert Line.UNMERGED(reason=Reason.ATTENTION_PATCH(), blocks="double 3 attention") in stats.details()
+
+
+def test_a_block_counts_for_the_steps_in_which_it_was_merged() -> None:
+    """A step counts as merged if some block was merged in it."""
+    stats = RunStats(total_steps=6)
+    for step in range(6):
+        stats.count_evaluation(step, 0.5 if step else 0.0)
+    for step in (1, 3, 4):
+        stats.merged("double.0", step)
+    for block in ("double.1", "double.2"):
+        stats.merged(block, 3)
+        stats.not_merged(block, Reason.ATTENTION_PATCH())
+    # Five pairs in three steps.
+    assert str(stats.headline()) == "On: 50 % of the tokens merged, 2 of 3 blocks, 3 of 6 steps"
+    lines = list(map(str, stats.details()))
+    assert "merged steps: 2, 4-5, at ratio 0.5" in lines
+    assert "full steps: 1" in lines
+    assert "model evaluations: 6, merged: 3" in lines
+    stats.discard_evaluations(3, 1, 1)
+    assert stats.merged_blocks == {"double.0"}
+    assert str(stats.headline()).startswith("On: 50 % of the tokens merged, 1 of 3 blocks, 2 of 6 steps.")
 
 
 def test_the_reason_that_concerns_most_comes_first() -> None:
@@ -112,7 +134,7 @@ def test_the_reason_that_concerns_most_comes_first() -> None:
 def test_other_blocks_are_in_the_headline_unless_the_user_chose_so() -> None:
     stats = RunStats(total_steps=1)
     stats.count_evaluation(0, 0.5)
-    stats.merged("input.0")
+    stats.merged("input.0", 0)
     for n in range(1, 5):
         stats.not_merged(f"input.{n}", Reason.SKIP_FIRST_BLOCKS(count=4))
     assert stats.headline().id is Line.ON

@@ -62,7 +62,7 @@ class ByModule(Hook):
         chain = site.active
         if chain is None or not chain.merges(x, reason, part):
             return None
-        chain.evaluation.run.stats.merged(self.block_hook.name)
+        chain.evaluation.run.stats.merged(self.block_hook.name, chain.evaluation.step_plan.step)
         return chain.evaluation.plan(x, chain.grids[0], chain.scope)
 
 

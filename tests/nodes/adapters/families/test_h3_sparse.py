@@ -82,20 +82,27 @@ def sparse(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     ],
 )
 def test_blocks_merge_before_the_sparse_part_and_around_it(
-    start_percent: float, dense: set[int], merged_calls: int, sparse: Any, stats_of: Any
+    start_percent: float, dense: set[int], merged_calls: int, sparse: Any, model_of: Any, stats_of: Any
 ) -> None:
     """Where a block is sparse it runs on all tokens, in the attention that the user chose, and the report says so."""
     model, calls, lengths = sparse(start_percent, dense)
-    own = sampled(model, steps=STEPS)
+    own, merges = sampled(model, steps=STEPS), pack_module("nodes.adapters.patch_model").apply_toma
+    all_dense = merges(model_of("h3"), preset("balanced"))
+    sampled(all_dense, steps=STEPS)
     expected = list(calls)
     calls.clear()
     lengths.clear()
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+    merged = merges(model, preset("balanced"))
     found = sampled(merged, steps=STEPS)
     assert calls == expected
     assert len([n for n in lengths if n < max(lengths)]) == merged_calls
     names = {f"double.{n}" for n in set(range(BLOCKS)) - dense}
     reason = Reason.ARGUMENT_IN_USE(arguments=("attention",))
     assert stats_of(merged).unmerged_names() == ({reason: names} if expected else {})
+    pairs = sum(map(len, stats_of(merged).merged_at.values()))
+    assert pairs == merged_calls
+    times, most = (stats_of(each).times_less_work for each in (merged, all_dense))
+    # Work saved grows with the blocks that are merged, each in each of its steps.
+    assert (1 - 1 / times) / (1 - 1 / most) == pytest.approx(pairs / (5 * BLOCKS))
     assert 0 < (found[0] - own[0]).norm() < 0.05 * own[0].norm()
     assert all(map(torch.equal, sampled(merged, steps=STEPS), found))

@@ -57,7 +57,7 @@ def test_unasked(kernels: Any) -> None:
     plan = plan_of(CASE.tokens(), where)
     assert (plan.kernels is None) == (DEVICE == "cpu")
     assert set(map(str, where.run.stats.kernels)) == {HERE}
-    where.run.stats.merged("block")
+    where.run.stats.merged("block", 0)
     assert f"; kernels: {HERE}" in where.run.stats.summary()
 
 
