@@ -21,6 +21,10 @@ from .node_status import said, status_of
 from .widgets import CATEGORY, SEARCH_ALIASES
 
 
+# The order of nodes, in the words of the README.
+_PLACE = "ToMA goes after the LoRAs, before step caches, torch.compile and the sampler."
+
+
 class Note(MessageId):
     """What a node shows of its inputs."""
 
@@ -83,8 +87,7 @@ def _schema(node_id: str, display_name: str, description: str, *settings: Any) -
         inputs=[
             io.Model.Input(
                 "model",
-                tooltip="The model to speed up: SDXL, Flux, Z-Image, Qwen-Image, Wan and others. ToMA goes after the "
-                "LoRAs, before step caches, torch.compile and the sampler.",
+                tooltip=f"The model to speed up: SDXL, Flux, Z-Image, Qwen-Image, Wan and others. {_PLACE}",
             ),
             *settings,
             widgets.profile(),
@@ -104,7 +107,7 @@ class ToMA(io.ComfyNode):
             "ToMA",
             "ToMA (faster sampling)",
             "Merges similar image tokens while sampling, so that SDXL, Flux, Z-Image, Qwen-Image, Wan and other image "
-            "and video models run faster. Put it between the model loader and the sampler.",
+            f"and video models run faster. {_PLACE}",
             widgets.ratio(),
             widgets.preset(),
         )

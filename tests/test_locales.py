@@ -20,7 +20,7 @@ from scripts.comfyui import ROOT
 from tests.loop import loop
 
 LOCALES = ROOT / "locales"
-LANGUAGES = ("en", "es", "fr", "ja", "ko", "ru", "zh")
+LANGUAGES = ("en", "es", "fr", "ja", "ko", "pt-BR", "ru", "zh", "zh-TW")
 TRANSLATED = tuple(language for language in LANGUAGES if language != "en")
 # Words that are the same in any language: names and numbers.
 NUMBER = re.compile(r"\d+(?:[.,]\d+)?")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from .settings import ConfigError, Refusal, SettingSpec, checked, option
 
@@ -36,6 +36,19 @@ class SimilarityFrom(str, Enum):
     PREDICTION = "prediction"
 
 
+class RatioAdvice(NamedTuple):
+    """The ratios that tooltips, templates and pages recommend for a kind of model."""
+
+    careful: float
+    usual: float
+    most: float
+
+
+# UNets: measured up to `most`. Transformers: above `most` fewer steps have less error (docs/fidelity.md).
+UNET_RATIOS = RatioAdvice(0.25, 0.5, 0.75)
+TRANSFORMER_RATIOS = RatioAdvice(0.25, 0.5, 0.6)
+
+
 @dataclass(frozen=True)
 class ToMAConfig:
     """Every setting of the merge for one model. Raises `ConfigError` on a value outside its range.
@@ -45,9 +58,10 @@ class ToMAConfig:
     """
 
     ratio: float = option(
-        0.5,
-        "Share of the image tokens that is merged away. 0.25 is careful, 0.5 the usual choice, 0.75 the fastest: "
-        "hardly softer on SDXL, visibly on Flux and other transformers. 0 switches ToMA off.",
+        UNET_RATIOS.usual,
+        f"Share of the image tokens that is merged away. {UNET_RATIOS.careful} is careful, {UNET_RATIOS.usual} the usual "
+        f"choice. For more speed at most {UNET_RATIOS.most} in SDXL and other UNets, {TRANSFORMER_RATIOS.most} in Flux "
+        "and other transformers. 0 switches ToMA off.",
         (0.0, 0.95, 0.05),
     )
     min_tokens: int = option(

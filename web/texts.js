@@ -2,7 +2,7 @@
 // i18n/<language>.json has the text of each id and the labels of settings; missing texts fall back to English.
 import { app } from "../../scripts/app.js"
 
-const LANGUAGES = ["en", "es", "fr", "ja", "ko", "ru", "zh"]
+const LANGUAGES = ["en", "es", "fr", "ja", "ko", "pt-BR", "ru", "zh", "zh-TW"]
 const tables = new Map()
 let table = { labels: {}, messages: {} }
 
@@ -14,8 +14,12 @@ async function loaded(language) {
   return tables.get(language)
 }
 
+export function pageLanguage() {
+  return app.extensionManager?.setting?.get("Comfy.Locale")
+}
+
 export async function loadTexts() {
-  const language = app.extensionManager?.setting?.get("Comfy.Locale")
+  const language = pageLanguage()
   const [english, theirs] = await Promise.all([loaded("en"), loaded(LANGUAGES.includes(language) ? language : "en")])
   table = {
     labels: { ...english.labels, ...theirs.labels },

@@ -2,6 +2,7 @@
 // ComfyUI, so it works in both renderers.
 import { api } from "../../scripts/api.js"
 import { app } from "../../scripts/app.js"
+import { translateNotes } from "./notes.js"
 import { addPresets, showInPage, showPreset } from "./presets.js"
 import { formatted, joined, loadTexts } from "./texts.js"
 import { ended, startTiming, timesOf } from "./timing.js"
@@ -245,6 +246,7 @@ app.registerExtension({
   },
   beforeConfigureGraph: loadTexts,
   afterConfigureGraph() {
+    translateNotes()
     writeAll()
     showInPage()
   },

@@ -38,8 +38,9 @@ REFUSED_ATTRIBUTES = {
 SCRIPTS = {
     "web/toma.js": {
         *("../../scripts/api.js", "../../scripts/app.js"),
-        *("./presets.js", "./texts.js", "./timing.js"),
+        *("./notes.js", "./presets.js", "./texts.js", "./timing.js"),
     },
+    "web/notes.js": {"../../scripts/app.js", "./texts.js"},
     "web/presets.js": {"../../scripts/app.js", "./texts.js"},
     "web/texts.js": {"../../scripts/app.js"},
     "web/timing.js": {"../../scripts/api.js"},

@@ -1,0 +1,14 @@
+// Notes of templates in the page's language. A note has its translations in `properties.toma_note`; opening the template
+// puts one of them into the note and removes them, so that a saved workflow has only the text that is read.
+import { app } from "../../scripts/app.js"
+import { pageLanguage } from "./texts.js"
+
+export function translateNotes() {
+  for (const node of (app.rootGraph ?? app.graph)?.nodes ?? []) {
+    const translations = node.properties?.toma_note
+    if (!translations) continue
+    delete node.properties.toma_note
+    const text = translations[pageLanguage()]
+    if (text && node.widgets?.length) node.widgets[0].value = text
+  }
+}
