@@ -1,7 +1,8 @@
 """Draw the thumbnails of workflows/ from the workflows themselves: `python -m demo.thumbnails`.
 
-Each has the name of its workflow, its purpose, and the chain of nodes that the model passes. Nothing is sampled: a
-thumbnail shows only the settings of its workflow.
+ComfyUI's page prints the name of a template below its thumbnail. The thumbnail says the rest: the purpose, the steps
+and the work saved, counted, or what the template's tool shows, and the chain of nodes that the model passes. Nothing
+is sampled.
 """
 
 from __future__ import annotations
@@ -10,54 +11,73 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from benchmarks.readme import Gain, saved
 from scripts.comfyui import ROOT
 
-FOLDER = ROOT / "workflows"
+FOLDER, IMAGES = ROOT / "workflows", ROOT / "docs" / "images"
 SIDE = 512
 MOST_BYTES = 60_000
 _MARGIN = 36
+_TOP, _BOTTOM = 186, 386  # of the picture in the middle
 _BOARD, _NODE, _PAPER, _FAINT = (32, 36, 44), (58, 66, 82), (250, 250, 250), (176, 184, 198)
 _OURS = (138, 92, 40)
-# Okabe and Ito's colours, by how the name of a workflow begins.
+_FULL, _MERGED, _RECOMMENDED = (148, 148, 148), (86, 180, 233), (230, 159, 0)  # as in the charts of the nodes
+# Okabe and Ito's colours, by a word in the name of a workflow: the first that fits.
 _BANDS = {
     "Benchmark": (240, 228, 66),
-    "SD": (0, 114, 178),
+    "SDXL": (0, 114, 178),
     "Flux": (0, 158, 115),
     "Z-Image": (204, 121, 167),
     "Qwen": (213, 94, 0),
-    "Wan": (86, 180, 233),
-    "LTX": (86, 180, 233),
-    "MiniMax": (86, 180, 233),
+    "video": (86, 180, 233),
 }
-# Name of a workflow -> its title in one line or two, and its purpose.
+_FULL_STEP_INTERVAL = 4  # of the preset `balanced`, in transformers
+
+
+@dataclass(frozen=True)
+class Thumbnail:
+    """What the thumbnail of a workflow says.
+
+    purpose: In one line or two.
+    runs: Number of steps of each run of a model.
+    gain: (model, side) in the table of runs, or the name of a run of a template, whose share of the work is saved.
+    picture: What its tool shows, instead of steps.
+    """
+
+    purpose: str
+    runs: tuple[int, ...] = ()
+    gain: tuple[str, str] | str = ""
+    picture: str = ""
+
+
+_SDXL = ("SDXL", "1024")
+# Name of a workflow -> its thumbnail, in the order in which one needs them.
 THUMBNAILS = {
-    "Benchmark SDXL": ("SDXL", "how fast on\nyour card?"),
-    "Benchmark Z-Image": ("Z-Image\nTurbo", "how fast on\nyour card?"),
-    "SDXL": ("SDXL", "to begin with"),
-    "SDXL advanced + report": ("SDXL", "every setting,\nand the report"),
-    "SDXL LoRA + ControlNet": ("SDXL", "with LoRA\nand ControlNet"),
-    "SDXL calibrate": ("SDXL", "find out what\nyour model allows"),
-    "SDXL compare": ("SDXL", "with and without,\ncompared"),
-    "SDXL few steps": ("SDXL", "in 4 steps"),
-    "SDXL hires fix 2048": ("SDXL", "hires fix,\n2048 x 2048"),
-    "SD1.5": ("SD1.5", "512 x 768\nand larger"),
-    "Flux": ("Flux.1", "to begin with"),
-    "Flux + report": ("Flux.1", "and the report"),
-    "Flux Kontext": ("Flux\nKontext", "edit a picture"),
-    "Flux.2 Klein": ("Flux.2\nKlein", "in 4 steps"),
-    "Z-Image Turbo": ("Z-Image\nTurbo", "in 8 steps"),
-    "Z-Image Turbo.app": ("Z-Image\nTurbo", "as an app: a form\nand no graph"),
-    "Wan 2.2 image to video": ("Wan 2.2", "image to video,\n4 steps"),
-    "LTX-2.3 image to video": ("LTX-2.3", "image to video,\n8 and 3 steps"),
-    "MiniMax H3 image to video": ("MiniMax\nH3", "image to video,\n8 steps"),
-    "Qwen-Image-Edit": ("Qwen-Image\nEdit", "edit a picture,\n4 steps"),
-    "Qwen-Image 2.1 edit": ("Qwen-Image\n2.1", "edit pictures,\n25 steps"),
-    "Qwen-Image 2.1 turbo": ("Qwen-Image\n2.1 turbo", "in 8 steps"),
+    "01 SDXL": Thumbnail("Begin here:\none node", (30,), _SDXL),
+    "02 Z-Image Turbo": Thumbnail("Fast pictures\nwith text", (8,), ("Z-Image", "1024")),
+    "03 SDXL compare": Thumbnail("Without ToMA\nand with it", picture="pair"),
+    "04 SDXL few steps": Thumbnail("Lightning and\nTurbo models", (4,), _SDXL),
+    "05 Benchmark SDXL": Thumbnail("How fast on\nyour card?", picture="times"),
+    "06 Benchmark Z-Image": Thumbnail("How fast on\nyour card?", picture="times"),
+    "07 Qwen-Image-Edit": Thumbnail("Edit a picture\nin 4 steps", (4,)),
+    "08 Qwen-Image 2.1 turbo": Thumbnail("8 steps,\na large model", (8,), ("Qwen-Image 2.1", "1024")),
+    "09 Qwen-Image 2.1 edit": Thumbnail("From one picture,\nor from two", (25,)),
+    "10 Wan 2.2 image to video": Thumbnail("A clip in 4 steps,\ntwo models", (2, 2), ("Wan 14B", "832 x 480 x 81")),
+    "11 LTX-2.3 image to video": Thumbnail("A clip with sound,\ntwo stages", (8, 3), "LTX-2.3, both"),
+    "12 MiniMax H3 image to video": Thumbnail("A clip with sound,\nturbo LoRA", (8,), "H3, 8 steps at 1344 x 768 x 73"),
+    "13 Flux": Thumbnail("Flux.1 dev,\nfp8", (20,), ("Flux.1", "1024")),
+    "14 Flux.2 Klein": Thumbnail("A small model,\n4 steps", (4,)),
+    "15 SDXL hires fix 2048": Thumbnail("Large pictures:\nmost to gain", picture="sizes"),
+    "16 SDXL LoRA + ControlNet": Thumbnail("The order\nof nodes", (30,), _SDXL),
+    "17 SDXL advanced + report": Thumbnail("See what was\nmerged where", picture="map"),
+    "18 SDXL calibrate": Thumbnail("Less error, for\nyour checkpoint", picture="errors"),
+    "19 Z-Image Turbo.app": Thumbnail("A form,\nno graph", picture="form"),
 }
 # Prefix of a node type -> its label in the chain; other nodes are not drawn.
 _CALLED = {
@@ -95,25 +115,121 @@ def chain(workflow: dict[str, Any]) -> list[str]:
 
 def drawn(name: str) -> Image.Image:
     """Draw the thumbnail of a workflow, SIDE x SIDE."""
-    title, use = THUMBNAILS[name]
+    thumbnail = THUMBNAILS[name]
     image = Image.new("RGB", (SIDE, SIDE), _BOARD)
     pen = ImageDraw.Draw(image)
-    pen.rectangle((0, 0, SIDE, 20), next(colour for start, colour in _BANDS.items() if name.startswith(start)))
-    top = 44
-    for line in title.split("\n"):
-        pen.text((_MARGIN, top), line, _PAPER, _fitting([line], 88, SIDE - 2 * _MARGIN))
-        top += 96
-    pen.multiline_text((_MARGIN, top + 4), use, _FAINT, ImageFont.load_default(42), spacing=6)
+    pen.rectangle((0, 0, SIDE, 20), next(colour for word, colour in _BANDS.items() if word in name))
+    lines = thumbnail.purpose.split("\n")
+    pen.multiline_text((_MARGIN, 36), thumbnail.purpose, _PAPER, _fitting(lines, 60, SIDE - 2 * _MARGIN), spacing=8)
+    if thumbnail.picture:
+        _PICTURES[thumbnail.picture](image, pen)
+    else:
+        _steps(pen, thumbnail)
     boxes = chain(json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")))
     gap = 14
     width = (SIDE - 2 * _MARGIN - gap * (len(boxes) - 1)) / len(boxes)
     font = _fitting(boxes, 34, width - 12)
-    pen.line((_MARGIN, 424, SIDE - _MARGIN, 424), _FAINT, 4)
+    pen.line((_MARGIN, 446, SIDE - _MARGIN, 446), _FAINT, 4)
     for index, label in enumerate(boxes):
         left = _MARGIN + index * (width + gap)
-        pen.rounded_rectangle((left, 380, left + width, 468), 12, _OURS if "ToMA" in label else _NODE, _FAINT, 2)
-        pen.text((left + width / 2, 424), label, _PAPER, font, anchor="mm")
+        pen.rounded_rectangle((left, 410, left + width, 482), 12, _OURS if "ToMA" in label else _NODE, _FAINT, 2)
+        pen.text((left + width / 2, 446), label, _PAPER, font, anchor="mm")
     return image
+
+
+def merged_steps(thumbnail: Thumbnail) -> list[list[bool]]:
+    """Return for each run whether each of its steps is merged by `balanced`, as ToMA Report lists them."""
+    if thumbnail.gain == _SDXL:
+        return [[True] * steps for steps in thumbnail.runs]
+    return [
+        [step % _FULL_STEP_INTERVAL != 0 and (step < steps - 1 or steps == 2) for step in range(steps)]
+        for steps in thumbnail.runs
+    ]
+
+
+def _steps(pen: Any, thumbnail: Thumbnail) -> None:
+    """Draw a bar for each step, half as high where it is merged, and the work that this saves."""
+    runs = merged_steps(thumbnail)
+    count, gap = sum(map(len, runs)), 24 * (len(runs) - 1)
+    width = min(40, (SIDE - 2 * _MARGIN - gap) / count)
+    left = float(_MARGIN)
+    floor = 296
+    for run in runs:
+        for merged in run:
+            top = floor - (50 if merged else 100)
+            pen.rectangle((left, top, left + width - 4, floor), _MERGED if merged else _FULL)
+            left += width
+        left += 24
+    number = sum(map(sum, runs))
+    text = f"{'every step' if number == count else f'{number} of {count} steps'} on half of the tokens"
+    pen.text((_MARGIN, 306), text, _FAINT, _fitting([text], 30, SIDE - 2 * _MARGIN))
+    if thumbnail.gain:
+        counted = "20" if thumbnail.gain == _SDXL else str(count)  # as much in any number of steps
+        text = f"{saved(Gain('', counted, thumbnail.gain))} less work, counted"
+        pen.text((_MARGIN, 346), text, _PAPER, _fitting([text], 36, SIDE - 2 * _MARGIN))
+
+
+def _pair(image: Image.Image, pen: Any) -> None:
+    """Show a drawing of the tiny SDXL without ToMA and with it."""
+    with Image.open(IMAGES / "pair.jpg") as rows:
+        for index, top in enumerate((0, 134)):
+            part = rows.crop((256, top, 384, top + 128)).resize((192, 192), Image.Resampling.LANCZOS)
+            image.paste(part, (_MARGIN + index * 248, _TOP + 4))
+
+
+def _map(image: Image.Image, pen: Any) -> None:
+    """Show a part of the report's picture."""
+    with Image.open(IMAGES / "report.png") as report:
+        image.paste(
+            report.convert("RGB").crop((210, 240, 210 + 576, 240 + 250)).resize((440, 191)), (_MARGIN, _TOP + 4)
+        )
+
+
+def _bars(pen: Any, lengths: Sequence[float], colours: Sequence[Any], labels: Sequence[str], inside: str = "") -> None:
+    """Draw bars with a label before each; inside: words to put on the bars from the first on."""
+    font = _fitting(labels, 28, 120)
+    for index, (length, colour, label) in enumerate(zip(lengths, colours, labels, strict=True)):
+        top = _TOP + 12 + index * 192 // len(lengths)
+        pen.text((_MARGIN, top + 14), label, _FAINT, font, anchor="lm")
+        pen.rectangle((_MARGIN + 130, top, _MARGIN + 130 + 310 * length, top + 28), colour)
+        word = inside.split()[index] if inside else ""
+        pen.text((_MARGIN + 140, top + 14), word, _BOARD, ImageFont.load_default(22), anchor="lm")
+
+
+def _times(image: Image.Image, pen: Any) -> None:
+    """Draw bars as ToMA Benchmark does; their lengths are what it is to find out."""
+    _bars(pen, (1, 0.86, 0.72, 0.6), (_FULL, _MERGED, _MERGED, _RECOMMENDED), ("without", "low", "middle", "high"))
+    pen.text((SIDE - _MARGIN, _BOTTOM - 66), "?", _PAPER, ImageFont.load_default(110), anchor="rm")
+
+
+def _errors(image: Image.Image, pen: Any) -> None:
+    """Draw the work and error of a preset and of a profile, as ToMA Calibrate does."""
+    colours = (_MERGED, _RECOMMENDED, _MERGED, _RECOMMENDED)
+    _bars(pen, (0.7, 0.7, 0.9, 0.45), colours, ("work", "", "error", ""), "preset profile preset profile")
+
+
+def _sizes(image: Image.Image, pen: Any) -> None:
+    """Draw the two passes at their sizes."""
+    font = ImageFont.load_default(28)
+    for left, side, label in ((_MARGIN, 96, "1024"), (200, 168, "2048")):
+        pen.rectangle((left, _BOTTOM - side, left + side, _BOTTOM), _NODE, _FAINT, 2)
+        for part in range(1, side // 24):
+            pen.line((left + 24 * part, _BOTTOM - side, left + 24 * part, _BOTTOM), _FAINT)
+            pen.line((left, _BOTTOM - 24 * part, left + side, _BOTTOM - 24 * part), _FAINT)
+        pen.text((left + side / 2, _BOTTOM - side - 18), label, _PAPER, font, anchor="mm")
+    pen.multiline_text((404, 250), "4 x the\ntokens", _PAPER, _fitting(["4 x the"], 30, 80), spacing=6)
+
+
+def _form(image: Image.Image, pen: Any) -> None:
+    """Draw the fields of the app."""
+    font = ImageFont.load_default(26)
+    for index, label in enumerate(("prompt", "ToMA ratio", "width, height", "seed")):
+        top = _TOP + 6 + index * 50
+        pen.rounded_rectangle((_MARGIN, top, SIDE - _MARGIN, top + 40), 8, _NODE, _FAINT, 2)
+        pen.text((_MARGIN + 16, top + 20), label, _PAPER if "ToMA" in label else _FAINT, font, anchor="lm")
+
+
+_PICTURES = {"pair": _pair, "map": _map, "times": _times, "errors": _errors, "sizes": _sizes, "form": _form}
 
 
 def _fitting(texts: Sequence[str], size: int, width: float) -> Any:

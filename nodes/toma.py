@@ -20,7 +20,6 @@ from .adapters.registry import blocks_of, fingerprint
 from .node_status import said, status_of
 from .widgets import CATEGORY, SEARCH_ALIASES
 
-
 # The order of nodes, in the words of the README.
 _PLACE = "ToMA goes after the LoRAs, before step caches, torch.compile and the sampler."
 

@@ -88,10 +88,14 @@ def test_every_picture_is_shown_and_opens() -> None:
             image.verify()
 
 
-def test_every_template_is_described() -> None:
+def test_every_template_is_described_in_the_order_of_need() -> None:
     text = (DOCS / "templates.md").read_text(encoding="utf-8")
-    for path in (ROOT / "workflows").glob("*.json"):
-        assert f"**{path.stem}**" in text
+    rows = [(name.strip("*"), use) for name, use in table(DOCS / "templates.md", "| template |")]
+    assert [name for name, _ in rows] == sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
+    for name, use in rows:
+        assert len(set(re.findall(r"\w+", use.lower())) - set(re.findall(r"\w+", name.lower()))) > 2, (
+            "more than its name"
+        )
     for path in (ROOT / "subgraphs").glob("*.json"):
         assert f"*{path.stem}*" in text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import urllib.error
 from collections.abc import Iterator
 from itertools import combinations
@@ -14,7 +15,7 @@ from urllib.parse import quote
 import pytest
 from PIL import Image, ImageChops, ImageStat
 
-from demo.thumbnails import MOST_BYTES, THUMBNAILS, chain, drawn
+from demo.thumbnails import MOST_BYTES, THUMBNAILS, chain, drawn, merged_steps
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
 from tests import newer
@@ -225,10 +226,11 @@ def test_is_listed_and_served_with_its_thumbnail(path: Path, server: ComfyServer
 
 def test_every_workflow_has_a_thumbnail_that_can_be_made_again() -> None:
     names = {path.stem for path in EXAMPLES}
-    assert {"SDXL", "SDXL LoRA + ControlNet", "SDXL few steps", "SDXL hires fix 2048", "SD1.5"} <= names
-    assert {"Flux", "Flux Kontext"} <= names
+    assert [int(name[:2]) for name in sorted(names)] == list(range(1, len(names) + 1)), "in the order of need"
+    assert 10 < len(names) < 20
+    assert sorted(names)[0] == "01 SDXL"
     assert {path.stem for path in (ROOT / "workflows").iterdir() if path.suffix == ".jpg"} == names
-    assert set(THUMBNAILS) == names
+    assert list(THUMBNAILS) == sorted(names)
 
 
 @every_workflow
@@ -239,6 +241,34 @@ def test_nodes_of_ours_are_folded_and_have_no_colour(path: Path) -> None:
             assert not {"color", "bgcolor"} & set(node), node["type"]
             assert not node.get("showAdvanced")
             assert node["size"][1] <= MOST_HEIGHT[node["type"]]
+
+
+@every_example
+def test_thumbnail_has_the_steps_and_says_more_than_the_name(path: Path) -> None:
+    thumbnail = THUMBNAILS[path.stem]
+    assert not {*thumbnail.purpose.lower().split()} & {*path.stem.lower().split()} - {"to"}
+    steps = [merged for run in merged_steps(thumbnail) for merged in run]
+    note = next(node for node in load(path)["nodes"] if node["type"] in NOTES)["widgets_values"][0]
+    said = re.search(r"Of (?:the )?(\d+) steps (?:\*\*balanced\*\* merges )?(\w+)", note)
+    if said and len(thumbnail.runs) == 1:
+        assert len(steps) == int(said[1])
+        assert sum(steps) == int({"two": "2", "five": "5"}.get(said[2], said[2]))
+    counts = [node["widgets_values"][2] for node in load(path)["nodes"] if node["type"] == "KSampler"]
+    assert not thumbnail.runs or not counts or list(thumbnail.runs) == counts
+
+
+@every_example
+def test_translated_notes_name_the_same_files(path: Path) -> None:
+    """The page opens a template with the note of its language (web/notes.js)."""
+    (note,) = [node for node in load(path)["nodes"] if node["type"] in NOTES]
+    english, theirs = note["widgets_values"][0], note["properties"]["toma_note"]
+    assert sorted(theirs) == ["zh", "zh-TW"]
+    for text in theirs.values():
+        assert re.findall(r"\(https:[^)]*\)|\*\*models/[^*]*", text) == re.findall(
+            r"\(https:[^)]*\)|\*\*models/[^*]*", english
+        )
+        assert text.count("\n") == english.count("\n")
+        assert len(re.findall("[\u4e00-\u9fff]", text)) > 60
 
 
 @every_example

@@ -59,9 +59,9 @@ class ToMAConfig:
 
     ratio: float = option(
         UNET_RATIOS.usual,
-        f"Share of the image tokens that is merged away. {UNET_RATIOS.careful} is careful, {UNET_RATIOS.usual} the usual "
-        f"choice. For more speed at most {UNET_RATIOS.most} in SDXL and other UNets, {TRANSFORMER_RATIOS.most} in Flux "
-        "and other transformers. 0 switches ToMA off.",
+        f"Share of the image tokens that is merged away. {UNET_RATIOS.careful} is careful, {UNET_RATIOS.usual} the "
+        f"usual choice. For more speed at most {UNET_RATIOS.most} in SDXL and other UNets, {TRANSFORMER_RATIOS.most} "
+        "in Flux and other transformers. 0 switches ToMA off.",
         (0.0, 0.95, 0.05),
     )
     min_tokens: int = option(

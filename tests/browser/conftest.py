@@ -274,15 +274,6 @@ def narrow(page: Page) -> Iterator[Page]:
     page.tab.set_viewport_size(wide)
 
 
-@pytest.fixture
-def chinese(page: Page) -> Iterator[Page]:
-    """Switch the page to Chinese, in the same renderer."""
-    page.start(vue=page.renderer == "vue", language="zh")
-    page.noise.clear()
-    yield page
-    page.start(vue=page.renderer == "vue")
-
-
 def _node(node_id: int, kind: str, pos: tuple[int, int], values: list[Any], inputs: Any = (), outputs: Any = ()) -> Any:
     return {
         "id": node_id,

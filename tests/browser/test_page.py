@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.browser.graphs import ACTIVE, EARLIER, NEW, SEEDS, START, WATCH, WINDOW_SIZE, broken, line, simple, workflow
+from tests.browser.graphs import ACTIVE, EARLIER, NEW, SEEDS, WATCH, WINDOW_SIZE, broken, line, simple, workflow
+from tests.browser.seen import field, unfold
 
 
 def test_the_line_follows_the_ratio(page: Any, baseline: Any) -> None:
@@ -67,30 +68,6 @@ def test_a_number_after_every_run(page: Any) -> None:
     page.set(3, "width", 160)
     page.queue()
     assert "bypassed" not in page.text(4), "of another size nothing is known"
-
-
-def field(page: Any, name: str) -> str:
-    """Return what a field of ToMA Advanced shows: what is drawn on the canvas, or what is on the page."""
-    in_canvas = "name => app.graph.getNodeById(4).widgets.find(w => w.name === name)._displayValue"
-    on_page = """name => {
-        const element = document.querySelector('[data-node-id="4"]')
-        const input = element.querySelector(`[aria-label="${name}"] input[aria-valuenow]`)
-        const { options, value } = app.graph.getNodeById(4).widgets.find(w => w.name === name)
-        if (!input) return element.textContent.includes(options.getOptionLabel(value)) && options.getOptionLabel(value)
-        const cover = getComputedStyle(input.parentElement, "::after").content
-        return cover === "none" ? input.value : JSON.parse(cover)
-    }"""
-    page.tab.wait_for_timeout(200)
-    if page.renderer == "vue":
-        page.tab.wait_for_selector('[data-node-id="4"]')
-    return str(page.evaluate(on_page if page.renderer == "vue" else in_canvas, name))
-
-
-def unfold(page: Any) -> None:
-    """Show the advanced fields of ToMA Advanced."""
-    page.evaluate("() => { app.graph.getNodeById(4).showAdvanced = true; app.canvas.setDirty(true, true) }")
-    page.evaluate("() => { app.canvas.ds.scale = 1; app.canvas.centerOnNode(app.graph.getNodeById(4)) }")
-    page.tab.wait_for_timeout(700)
 
 
 def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
@@ -223,36 +200,3 @@ def test_in_a_narrow_window_the_text_is_inside_its_node_too(narrow: Any) -> None
     )
     narrow.tab.wait_for_timeout(1200)
     inside(narrow, 4)
-
-
-def test_the_page_in_chinese(chinese: Any) -> None:
-    """Labels, status line, tooltip, errors and help are all translated."""
-    graph = workflow(0.5)
-    graph["nodes"][3]["widgets_values"][3] = -1
-    chinese.open(graph, "chinese")
-    assert chinese.verdict(4) == "尚未运行。"
-    assert chinese.verdict(7) == "尚未运行。请连接 ToMA 之后的模型和采样器的 Latent，然后运行。"
-    assert field(chinese, "full_step_interval") == "预设（0 / 4）"
-    chinese.queue()
-    assert chinese.verdict(4) == "已启用：合并了 50 % 的 Token，17 个块中的 16 个，4 步中的 4 步"
-    assert not re.search("[a-z]{3}", re.sub("ComfyUI|Token|torch|(input|middle|output)[.]", "", chinese.details(4)))
-    assert re.fullmatch(r"计算量约减少 \d+ %（计数）", chinese.text(4).splitlines()[1])
-    assert re.fullmatch(r"实测：每步 [\d.]+ 秒", chinese.text(4).splitlines()[2])
-    unfold(chinese)
-    assert field(chinese, "window_size") == "预设（8）"
-    assert chinese.text(7).startswith("已启用：合并了 50 % 的 Token")
-    chinese.photograph("chinese", [4, 7])
-    broken(chinese, START, 0.9, ends_at=0.5)
-    chinese.wait_for_text(4, "开始位置")
-    assert chinese.verdict(4) == "开始位置（0.9）大于结束位置（0.5），不会合并任何内容。请调低开始位置或调高结束位置。"
-    broken(chinese, WINDOW_SIZE, 0)
-    chinese.wait_for_text(4, "窗口大小")
-    assert chinese.verdict(4) == "窗口大小为 0。允许：2 到 64 的整数。可试 8。"
-    chinese.wait_until_idle()
-    chinese.noise.clear()
-    chinese.open(workflow(last="ToMABenchmark"), "help")
-    chinese.evaluate("() => app.canvas.selectNode(app.graph.getNodeById(7))")
-    chinese.tab.get_by_test_id("info-button").first.click()
-    chinese.tab.get_by_text("推荐一个比例").first.wait_for()
-    chinese.evaluate("() => app.canvas.deselectAll()")
-    assert chinese.ours() == set()

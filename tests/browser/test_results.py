@@ -7,11 +7,7 @@ from typing import Any
 from PIL import Image
 
 from tests.browser.graphs import NEW, TO_DO, WATCH, simple, workflow
-
-
-def height(page: Any, node_id: int) -> float:
-    """Return the height of a node without its title."""
-    return float(page.evaluate("id => app.graph.getNodeById(id).size[1]", node_id))
+from tests.browser.seen import height
 
 
 def test_the_report_is_shown(page: Any, baseline: Any) -> None:

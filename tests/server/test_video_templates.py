@@ -83,7 +83,7 @@ def tiny(prompt: dict[str, Any], kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "kind", "merged"),
-    [("LTX-2.3 image to video", "ltx_av", ["5 of 8", "1 of 3"]), ("MiniMax H3 image to video", "h3", ["5 of 8"])],
+    [("11 LTX-2.3 image to video", "ltx_av", ["5 of 8", "1 of 3"]), ("12 MiniMax H3 image to video", "h3", ["5 of 8"])],
 )
 def test_template_runs_to_its_video(name: str, kind: str, merged: list[str], video_server: ComfyServer) -> None:
     """Every sampler merges the steps that the template's note lists, and a video is saved."""

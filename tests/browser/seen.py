@@ -1,0 +1,115 @@
+"""What is seen on the page: fields of a node, the colours of a picture, and whether nodes are in their frames."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from PIL import Image, ImageStat
+
+from tests.browser.graphs import SEEDS
+
+OF_TYPE = "type => app.graph.nodes.filter(node => node.type === type && node.mode === 0).map(node => node.id)"
+OVERLAPS = """() => {
+    const found = [], nodes = app.graph.nodes, boxes = nodes.map(node => [...node.getBounding()])
+    boxes.forEach(([x, y, w, h], i) => boxes.slice(0, i).forEach(([x2, y2, w2, h2], j) => {
+        if (x < x2 + w2 && x2 < x + w && y < y2 + h2 && y2 < y + h) found.push([nodes[j].title, nodes[i].title])
+    }))
+    return found
+}"""
+
+# Shows on every node of this pack what a long run ends with, through the page's own handlers: lines, and the size that
+# a picture takes. Returns nodes that lie outside of the one group that they begin in.
+AFTER_A_RUN = """lines => {
+    for (const node of app.graph.nodes.filter(node => node.type.startsWith("ToMA") && node.widgets?.length)) {
+        const message = { node: String(node.id), lines, more: [] }
+        if (/Report|Benchmark|Calibrate/.test(node.type)) {
+            const detail = { node: String(node.id), output: { toma: [message], images: [{}] } }
+            window.comfyAPI.api.api.dispatchEvent(new CustomEvent("executed", { detail }))
+        } else window.comfyAPI.api.api.dispatchEvent(new CustomEvent("toma.said", { detail: message }))
+    }
+}"""
+# The Vue renderer measures only the nodes that are in view.
+SEEN_WHOLE = "() => app.extensionManager.command.execute('Comfy.Canvas.FitView')"
+OUTSIDE = """() => app.graph.nodes.filter(node => {
+    const [x, y, w, h] = node.getBounding()
+    return app.graph._groups.filter(({ _bounding: [left, top, width, height] }) =>
+        left <= x && top <= y && x + w <= left + width && y + h <= top + height).length !== 1
+}).map(node => [node.title, ...node.getBounding()])"""
+LINES = [
+    {
+        "id": "on",
+        "params": {"share": "50 %", "merged_blocks": 30, "blocks": 30, "merged_steps": 14, "steps": 20},
+    },
+    {"id": "work", "params": {"percent": 29}},
+    {"id": "step_times", "params": {"seconds": 1.9, "without": 2.6, "times": 1.37}},
+    {"id": "residual_cache", "params": {"size": 1234.5}},
+    {"id": "no_kv_cache", "params": {"reason": {"id": "kv_too_large", "params": {"needed": 9.2, "limit": 4.8}}}},
+]
+
+
+def field(page: Any, name: str) -> str:
+    """Return what a field of ToMA Advanced shows: what is drawn on the canvas, or what is on the page."""
+    in_canvas = "name => app.graph.getNodeById(4).widgets.find(w => w.name === name)._displayValue"
+    on_page = """name => {
+        const element = document.querySelector('[data-node-id="4"]')
+        const input = element.querySelector(`[aria-label="${name}"] input[aria-valuenow]`)
+        const { options, value } = app.graph.getNodeById(4).widgets.find(w => w.name === name)
+        if (!input) return element.textContent.includes(options.getOptionLabel(value)) && options.getOptionLabel(value)
+        const cover = getComputedStyle(input.parentElement, "::after").content
+        return cover === "none" ? input.value : JSON.parse(cover)
+    }"""
+    page.tab.wait_for_timeout(200)
+    if page.renderer == "vue":
+        page.tab.wait_for_selector('[data-node-id="4"]')
+    return str(page.evaluate(on_page if page.renderer == "vue" else in_canvas, name))
+
+
+def unfold(page: Any) -> None:
+    """Show the advanced fields of ToMA Advanced."""
+    page.evaluate("() => { app.graph.getNodeById(4).showAdvanced = true; app.canvas.setDirty(true, true) }")
+    page.evaluate("() => { app.canvas.ds.scale = 1; app.canvas.centerOnNode(app.graph.getNodeById(4)) }")
+    page.tab.wait_for_timeout(700)
+
+
+def colours(page: Any, node_id: int) -> float:
+    """Return how much the colours of a node's area differ on the screen: about 10 for an empty node."""
+    page.evaluate("id => { app.canvas.ds.scale = 1; app.canvas.centerOnNode(app.graph.getNodeById(id)) }", node_id)
+    page.tab.wait_for_timeout(1500)
+    left, top, width, height = page.evaluate(
+        """id => {
+            const [x, y, w, h] = app.graph.getNodeById(id).getBounding()
+            const [left, top] = app.canvas.convertOffsetToCanvas([x, y])
+            const { x: dx, y: dy } = app.canvas.canvas.getBoundingClientRect()
+            return [left + dx, top + dy, w, h]
+        }""",
+        node_id,
+    )
+    clip = {"x": left, "y": top + 60, "width": width, "height": height - 60}
+    with Image.open(io.BytesIO(page.tab.screenshot(clip=clip))) as shot:
+        return max(ImageStat.Stat(shot.convert("RGB")).stddev)
+
+
+def with_tiny_model(template: dict[str, Any]) -> dict[str, Any]:
+    """Return a template with the demo's model, scene, latent and decoder in place of those that need a checkpoint."""
+    kinds = {
+        "CheckpointLoaderSimple": ("ToMADemoUNet", ["random", 0, "fixed"]),
+        "EmptyLatentImage": ("ToMADemoLatent", [128, 128, 1]),
+        "VAEDecode": ("ToMADemoDecode", [4]),
+        "CLIPTextEncode": ("ToMADemoScene", [next(SEEDS), "fixed", 1, *["from seed"] * 14]),
+    }
+    gone = {link[0] for link in template["links"] if link[5] in ("CLIP", "VAE")}
+    template["links"] = [link for link in template["links"] if link[0] not in gone]
+    for node in template["nodes"]:
+        if node["type"] in kinds:
+            node["type"], node["widgets_values"] = kinds[node["type"]]
+        node["inputs"] = [slot for slot in node["inputs"] if slot["link"] not in gone]
+        node["outputs"] = [slot for slot in node["outputs"] if slot["type"] not in ("CLIP", "VAE")]
+        if node["type"] == "KSampler":
+            node["widgets_values"] = [next(SEEDS), "fixed", 3, 2, "euler", "normal", 1]
+    return template
+
+
+def height(page: Any, node_id: int) -> float:
+    """Return the height of a node without its title."""
+    return float(page.evaluate("id => app.graph.getNodeById(id).size[1]", node_id))
