@@ -1,4 +1,4 @@
-"""Write the tables of README.md from the counted results and the memory table: `python -m benchmarks.readme`."""
+"""Write the tables of README.md and README.zh.md from counts and the memory table: `python -m benchmarks.readme`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,25 @@ from pathlib import Path
 
 from scripts.comfyui import ROOT
 
-README, SETTINGS = ROOT / "README.md", ROOT / "docs" / "settings.md"
+README, CHINESE, SETTINGS = ROOT / "README.md", ROOT / "README.zh.md", ROOT / "docs" / "settings.md"
 COUNTS = ROOT / "benchmarks" / "results" / "counts.md"
 _COLUMNS = {"4": 4, "8": 5, "20": 6, "50": 7}  # steps -> column of the table of runs
+# Words of the tables, in this order: longer ones first.
+_IN_CHINESE = {
+    "less work (counted)": "计算量减少 (计数)",
+    "two models of 2 steps": "两个模型各 2 步",
+    "with its turbo LoRA": "加 turbo LoRA",
+    "with a Lightning LoRA": "加 Lightning LoRA",
+    "extra memory": "额外内存",
+    "less work": "计算量减少",
+    "less gain": "收益较小",
+    "moves": "移出",
+    "model": "模型",
+    "steps": "步数",
+    ", then ": ", 然后 ",
+    "none": "无",
+    "yes": "可以",
+}
 _CARDS = ("8 GB", "12 GB", "16 GB", "24 GB")
 
 
@@ -118,18 +134,27 @@ def _advice(cell: str) -> str:
     return f"yes, moves {more[1]} GB" if more else "yes"
 
 
-def written(text: str) -> str:
+def chinese(line: str) -> str:
+    """Return a line of a table in Chinese."""
+    for words, theirs in _IN_CHINESE.items():
+        line = line.replace(words, theirs)
+    return line.replace(", ", "\N{FULLWIDTH COMMA}")
+
+
+def written(text: str, page: Path = README) -> str:
     """Return the text of a page with its tables written again."""
     for name, lines in (("gains", gains()), ("cards", cards())):
-        body = "\n".join([f"<!-- {name} -->", "", *lines, "", "<!-- end -->"])
+        shown = [chinese(line) for line in lines] if page == CHINESE else lines
+        body = "\n".join([f"<!-- {name} -->", "", *shown, "", "<!-- end -->"])
         text = re.sub(rf"<!-- {name} -->.*?<!-- end -->", lambda _, body=body: body, text, flags=re.DOTALL)  # type: ignore[misc]
     return text
 
 
 def main() -> None:
-    """Parse the command line and write README.md."""
+    """Parse the command line and write both pages."""
     argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__).parse_args()
-    README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in (README, CHINESE):
+        page.write_text(written(page.read_text(encoding="utf-8"), page), encoding="utf-8")
 
 
 if __name__ == "__main__":

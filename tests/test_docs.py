@@ -22,8 +22,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 COUNTS = RESULTS / "counts.md"
 BESIDE = [COUNTS, *(RESULTS / "fidelity" / f"{name}.md" for name in ("tables", "trials", "calibrated"))]
 # Pages that are written by hand, in English.
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *HELP.glob("*.md")])
-TEXTS = sorted({*PAGES, *BESIDE, *HELP.rglob("*.md")})
+CHINESE = ROOT / "README.zh.md"
+PAGES = sorted({*ROOT.glob("*.md"), *DOCS.glob("*.md"), *HELP.glob("*.md")} - {CHINESE})
+TEXTS = sorted({*PAGES, CHINESE, *BESIDE, *HELP.rglob("*.md")})
 MAX_WORDS, MAX_README_LINES = 14_400, 130
 # Code writes the text between "<!-- name -->" and "<!-- end -->".
 GENERATED = re.compile(r"<!-- [^>]* -->\n.*?<!-- end[^>]*-->", re.DOTALL)
@@ -166,11 +167,35 @@ def _shown(value: object) -> str:
 def test_tables_of_the_readme_are_the_counted_ones() -> None:
     text = readme.README.read_text(encoding="utf-8")
     assert readme.written(text) == text, "python -m benchmarks.readme"
+    theirs = CHINESE.read_text(encoding="utf-8")
+    assert readme.written(theirs, CHINESE) == theirs, "python -m benchmarks.readme"
     assert readme.less_work("1.40x (5)") == "29 %"
     rows = {row[0]: row[1:] for row in table(ROOT / "README.md", "| model | steps | less work (counted) |")}
     assert rows["Z-Image Turbo, 1024 x 1024"][:2] == ["8", "29 %"], "1.40x less work"
     cards = {row[0]: row[1:] for row in table(ROOT / "README.md", "| model | less work | 8 GB |")}
     assert cards["SDXL, SD1.5"][1:] == ["yes"] * 4
+
+
+def test_the_chinese_readme_is_the_english_one() -> None:
+    """It has the same sections, tables, links and figures; a number that changes in one has to change in both."""
+    english, theirs = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
+    assert "[中文](README.zh.md)" in english
+    assert "[English](README.md)" in theirs
+
+    def shape(text: str) -> list[str]:
+        kinds = (re.match(r"#+ |\||- |\d\. |!\[", line) for line in text.split("\n"))
+        return [kind[0] for kind in kinds if kind]
+
+    def targets(text: str) -> set[str]:
+        return {link for link in links(text) if not link.startswith(("#", "README"))}
+
+    assert shape(theirs) == shape(english)
+    assert targets(theirs) == targets(english)
+    figure = re.compile(r"(?<![\w.])\d+\.\d+|\d+ (?:GB|MB|%)")
+    assert set(figure.findall(theirs)) == set(figure.findall(english))
+    nodes = json.loads((ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8"))
+    joined = re.sub(r"\n", " ", theirs)
+    assert [n["display_name"] for n in nodes.values() if n["display_name"] not in joined] == []
 
 
 def test_what_a_card_has_room_for_is_said_in_words() -> None:
