@@ -132,7 +132,7 @@ class QwenImage21Transformer2DModel(nn.Module):
         self.img_in = operations.Linear(in_channels, dim, bias=False, **made)
         self.txt_norm = operations.RMSNorm(context_in_dim, eps=1e-6, **made)
         self.txt_in = operations.Linear(context_in_dim, dim, bias=False, **made)
-        self.time_in, self.time_out = operations.Linear(256, dim, **made), operations.Linear(dim, dim, **made)
+        self.time_in, self.time_out = (operations.Linear(n, dim, bias=False, **made) for n in (256, dim))
         self.modulation = operations.Linear(dim, 4 * dim, bias=False, **made)
         self.transformer_blocks = nn.ModuleList(
             [

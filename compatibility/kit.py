@@ -139,7 +139,12 @@ class Kit:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        by_name = {"sdxl": 4, "h3": 24, **dict.fromkeys(("flux2", "ltx", "ltx_av", "ernie", "ideogram", "lens"), 128)}
+        by_name = {
+            "sdxl": 4,
+            "h3": 24,
+            "qwen_image21": 64,
+            **dict.fromkeys(("flux2", "ltx", "ltx_av", "ernie", "ideogram", "lens"), 128),
+        }
         self.channels = by_name.get(name, 16)
         # Models with video latents: (B, C, T, H, W).
         several = {"krea2": 1, "qwen_image": 1, "cosmos": 2, "h3": 2, "ltx": 2}
@@ -158,6 +163,8 @@ class Kit:
         try:
             if self.name in _WAN:
                 return models.wan(seed, **{**_WAN[self.name], **config})
+            if self.name == "qwen_image21":  # with ComfyUI's cache, which is on where no node switches it off
+                config = {"cache": "auto", **config}
             return models.TRANSFORMERS[self.name](seed, **config)
         except (ImportError, AttributeError):
             raise AbsentError(f"this ComfyUI has no {self.name}") from None
@@ -230,13 +237,21 @@ class Kit:
     def lora(self, seed: int = 7, rank: int = 2) -> dict[str, Tensor]:
         """Return a LoRA for every linear layer of the blocks."""
         found = {}
-        for name, weight in self.model.model.diffusion_model.named_parameters():
-            if ("blocks" in name or name.startswith("layers.")) and name.endswith(".weight") and weight.ndim == 2:
-                key = f"diffusion_model.{name.removesuffix('.weight')}"
-                out, into = weight.shape
-                found[f"{key}.lora_up.weight"] = random(out, rank, seed=seed, scale=0.3)
-                found[f"{key}.lora_down.weight"] = random(rank, into, seed=seed + 1, scale=into**-0.5)
+        for name, weight in self.block_weights(self.model).items():
+            key = f"diffusion_model.{name.removesuffix('.weight')}"
+            out, into = weight.shape
+            found[f"{key}.lora_up.weight"] = random(out, rank, seed=seed, scale=0.3)
+            found[f"{key}.lora_down.weight"] = random(rank, into, seed=seed + 1, scale=into**-0.5)
         return found
+
+    @staticmethod
+    def block_weights(model: Any) -> dict[str, Tensor]:
+        """Return the weights of every linear layer of a model's blocks by name."""
+        return {
+            name: weight
+            for name, weight in model.model.diffusion_model.named_parameters()
+            if ("blocks" in name or name.startswith("layers.")) and name.endswith(".weight") and weight.ndim == 2
+        }
 
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []

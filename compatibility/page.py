@@ -24,7 +24,8 @@ FURTHER = """### The other models
 
 The same on small models of 2 to 5 blocks, for features that depend on the model. *-*: ComfyUI does not have it for this
 model. *not tried*: left out for its time; the verdict of another model holds. Compiled graphs of every model are
-counted by tests/nodes/adapters/compile/test_compile.py."""
+counted by tests/nodes/adapters/compile/test_compile.py. Qwen-Image 2.1 is a stand-in for its class, which is newer than
+this ComfyUI, with ComfyUI's cache of the prompt on."""
 # Before the table of the last ones.
 LAST = """### Further models
 

@@ -19,6 +19,7 @@ OTHERS = {
     "lumina2": "Lumina 2",
     "krea2": "Krea 2",
     "qwen_image": "Qwen-Image",
+    "qwen_image21": "Qwen-Image 2.1",
     "sd3": "SD3.5",
     "wan": "Wan",
     "hunyuan": "HunyuanVideo",

@@ -28,14 +28,15 @@ def sag(kit: Kit) -> Graph:
 
 
 @row(GROUP, "Skip Layer Guidance (SD3, DiT, DiT simple)", sdxl=NotFor("for DiTs"),
-     others=dict.fromkeys(("flux2", "chroma", "qwen_image", "sd3"), MERGED))  # fmt: skip
+     others=dict.fromkeys(("flux2", "chroma", "qwen_image", "qwen_image21", "sd3"), MERGED))  # fmt: skip
 def slg(kit: Kit) -> Iterator[Graph]:
     sd3, dit = node("nodes_sd3.SkipLayerGuidanceSD3"), node("nodes_slg.SkipLayerGuidanceDiT")
     simple = node("nodes_slg.SkipLayerGuidanceDiTSimple")
     without = Graph(lambda m: dit(m, 0.0, 0.0, 1.0, "1", "1"))
     yield Graph(lambda m: dit(m, 3.0, 0.0, 1.0, "1", "1"), without=without, off=True, name="DiT")
     yield Graph(lambda m: dit(m, 3.0, 0.0, 1.0, "1", "2", 0.5), name="DiT, rescaled")
-    yield Graph(lambda m: sd3(m, "0, 2", 3.0, 0.0, 1.0), name="SD3")
+    if kit.name != "qwen_image21":  # it skips double blocks, which that model has none of
+        yield Graph(lambda m: sd3(m, "0, 2", 3.0, 0.0, 1.0), name="SD3")
     yield Graph(lambda m: simple(m, 0.0, 1.0, "1", "1"), name="DiT simple")
 
 

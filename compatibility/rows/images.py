@@ -270,11 +270,12 @@ def timestep_zero(kit: Kit) -> Graph:
 @row(
     GROUP,
     "References of editing models, unmerged and merged (merge_references)",
-    only=dict.fromkeys(("flux2", "z_image", "krea2", "qwen_image"), MERGED),
+    only=dict.fromkeys(("flux2", "z_image", "krea2", "qwen_image", "qwen_image21"), MERGED),
 )
 def references(kit: Kit) -> Iterator[Graph]:
+    """References of Qwen-Image 2.1 are not merged: ComfyUI caches what they become in the first step."""
     method = "index" if kit.name == "krea2" else None
-    for merged in (False, True):
+    for merged in (False,) if kit.name == "qwen_image21" else (False, True):
         yield Graph(
             sample=partial(referring, kit, method, (3, 4)),
             without=Graph(sample=partial(referring, kit, method, (13, 14))),

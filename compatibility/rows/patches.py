@@ -123,7 +123,7 @@ def attention_override(kit: Kit) -> Graph:
 @row(
     GROUP,
     "torch.compile (TorchCompileModel)",
-    others={**dict.fromkeys(OTHERS, NOT_TRIED), "z_image": MERGED, "qwen_image": MERGED},
+    others={**dict.fromkeys(OTHERS, NOT_TRIED), "z_image": MERGED, "qwen_image21": MERGED},
 )
 def compiled(kit: Kit) -> Graph:
     """Compile with the backend that runs captured graphs unchanged."""

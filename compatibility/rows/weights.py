@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from ..kit import Kit, node, random
-from ..row import CHEAP, FOR_UNETS, MERGED, Graph
+from ..kit import AbsentError, Kit, node, random
+from ..row import CHEAP, FOR_UNETS, MERGED, NOT_TRIED, OTHERS, Graph
 from .table import row
 
 GROUP = "Weights"
@@ -37,6 +42,44 @@ def lora_hooks(kit: Kit) -> Graph:
     hooks = node("nodes_hooks.SetHookKeyframes")(hooks, frames)
     positive = node("nodes_hooks.ConditioningSetProperties")(kit.prompt(1), 1.0, "default", hooks=hooks)
     return Graph(sample=lambda m: kit.sample(m, positive=positive))
+
+
+@row(
+    GROUP,
+    "int8 weights (int8_tensorwise, without and with convrot)",
+    others={**dict.fromkeys(OTHERS, NOT_TRIED), "qwen_image21": MERGED, "h3": MERGED},
+)
+def int8(kit: Kit) -> Iterator[Graph]:
+    """Load what ComfyUI writes of a quantised model into its layers, which compute in eight bits."""
+    for rotated in (False, True):
+        yield Graph(model=_quantised(kit, rotated), steered=False, name="convrot" if rotated else "plain")
+
+
+def _quantised(kit: Kit, rotated: bool) -> Any:
+    from comfy.model_patcher import ModelPatcher
+    from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
+
+    kind = "int8_tensorwise"
+    if kind not in QUANT_ALGOS:
+        raise AbsentError(f"this ComfyUI has no {kind}")
+    layout, group = QUANT_ALGOS[kind]["comfy_tensor_layout"], 4
+    written = {"format": kind, **({"convrot": True, "convrot_groupsize": group} if rotated else {})}
+    mark = torch.tensor(list(json.dumps(written).encode()), dtype=torch.uint8)
+    source = kit.build()
+    weights = source.model.diffusion_model.state_dict()
+    for name in kit.block_weights(source):
+        made = QuantizedTensor.from_float(
+            weights.pop(name), layout, per_channel=True, convrot=rotated, convrot_groupsize=group
+        )
+        weights |= {**made.state_dict(name), f"{name.removesuffix('weight')}comfy_quant": mark}
+    config, cpu = source.model.model_config, torch.device("cpu")
+    config.quant_config = {"mixed_ops": True}
+    config.set_inference_dtype(torch.float32, torch.float32)
+    model = type(source.model)(config, device=cpu)
+    model.load_model_weights(weights)
+    loaded = ModelPatcher(model.eval(), load_device=cpu, offload_device=cpu)
+    loaded.model_options = source.model_options
+    return loaded
 
 
 @row(GROUP, "Model merging")
