@@ -53,6 +53,10 @@ CASES = (
     Case("Flux.1, bf16, 1024 x 1024", Shape("flux"), BF16),
     Case("Qwen-Image, fp8, 1328 x 1328", Shape("qwen_image", 1328, 1328), FP8),
     Case("the same with guidance", Shape("qwen_image", 1328, 1328), FP8, 4.0),
+    Case("Qwen-Image 2.1, int8, 1024 x 1024", Shape("qwen_image21"), FP8),
+    Case("the same with one reference", Shape("qwen_image21", references=1), FP8),
+    Case("the same with two references and guidance", Shape("qwen_image21", references=2), FP8, 4.0),
+    Case("Qwen-Image 2.1, int8, 2048 x 2048", Shape("qwen_image21", 2048, 2048), FP8),
     Case("Wan 14B, fp8, 832 x 480 x 81", Shape("wan", 480, 832, frames=21), FP8),
     Case("the same with guidance", Shape("wan", 480, 832, frames=21), FP8, 5.0),
     Case("LTX-2.3, fp8, 640 x 352 x 121", Shape("ltx_av", 352, 640, frames=16), FP8),
@@ -109,7 +113,7 @@ def choose(model: Any, case: Case, total: float) -> Choice:
     run, settings = pack_module("nodes.adapters.patch_model"), pack_module("toma_core").Settings("balanced")
     merged = run.apply_toma(model, settings)
     guider, noise = CFGGuider(merged), torch.empty(1, *case.shape.latent, device="meta")
-    guider.conds = {name: convert_cond(case.shape.conditioning(1)) for name in ("positive", "negative")}
+    guider.conds = {name: convert_cond(_conditioning(case.shape)) for name in ("positive", "negative")}
     guider.set_cfg(case.cfg)
     # As ComfyUI packs several streams.
     packed = (1, 1, sum(map(prod, case.shape.streams))) if len(case.shape.streams) > 1 else noise.shape
@@ -123,6 +127,14 @@ def choose(model: Any, case: Case, total: float) -> Choice:
     )
     kind = "none" if not cache_plan.bytes else "4-bit" if cache_plan.quantized else "full"
     return Choice(kind, cache_plan.bytes, without, with_cache - without)
+
+
+def _conditioning(shape: Shape) -> list[Any]:
+    """Return CONDITIONING with reference images of the picture's size."""
+    [[text, options]] = shape.conditioning(1)
+    if shape.references:
+        options["reference_latents"] = [torch.empty(1, *shape.latent, device="meta")] * shape.references
+    return [[text, options]]
 
 
 def cell(choice: Choice) -> str:

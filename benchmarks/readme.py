@@ -18,7 +18,6 @@ _IN_CHINESE = {
     "less work (counted)": "计算量减少 (计数)",
     "two models of 2 steps": "两个模型各 2 步",
     "with its turbo LoRA": "加 turbo LoRA",
-    "with a Lightning LoRA": "加 Lightning LoRA",
     "extra memory": "额外内存",
     "less work": "计算量减少",
     "less gain": "收益较小",
@@ -47,11 +46,11 @@ class Gain:
 GAINS = (
     Gain("Z-Image Turbo, 1024 x 1024", "8", ("Z-Image", "1024"), "Z-Image, 1024 x 1024", memory="Z-Image, bf16, 1024"),
     Gain(
-        "Qwen-Image with a Lightning LoRA, 1328 x 1328",
-        "4",
-        ("Qwen-Image", "1328"),
-        "Qwen-Image, 1328 x 1328",
-        memory="Qwen-Image, fp8, 1328",
+        "Qwen-Image 2.1 Turbo, 1024 x 1024",
+        "8",
+        ("Qwen-Image 2.1", "1024"),
+        "Qwen-Image 2.1, 1024 x 1024",
+        memory="Qwen-Image 2.1, int8, 1024",
     ),
     Gain(
         "Wan 14B, 832 x 480 x 81, two models of 2 steps",

@@ -86,7 +86,8 @@ def _schema(node_id: str, display_name: str, description: str, *settings: Any) -
         inputs=[
             io.Model.Input(
                 "model",
-                tooltip=f"The model to speed up: SDXL, Flux, Z-Image, Qwen-Image, Wan and others. {_PLACE}",
+                tooltip="The model to speed up: SDXL, Flux, Z-Image, Qwen-Image, Qwen-Image 2.1, Wan and others. "
+                f"{_PLACE}",
             ),
             *settings,
             widgets.profile(),
@@ -105,8 +106,8 @@ class ToMA(io.ComfyNode):
         return _schema(
             "ToMA",
             "ToMA (faster sampling)",
-            "Merges similar image tokens while sampling, so that SDXL, Flux, Z-Image, Qwen-Image, Wan and other image "
-            f"and video models run faster. {_PLACE}",
+            "Merges similar image tokens while sampling, so that SDXL, Flux, Z-Image, Qwen-Image, Qwen-Image 2.1, Wan "
+            f"and other image and video models run faster. {_PLACE}",
             widgets.ratio(),
             widgets.preset(),
         )

@@ -92,8 +92,8 @@ class ToMAConfig:
     merge_references: bool = option(
         False,
         "Merge reference images too, each on its own grid. In editing models (Flux.1 Kontext, Flux.2, Krea 2, "
-        "Qwen-Image-Edit) they are half to two thirds of the tokens. Not merged, they limit the gain; merged, the "
-        "model may follow them less closely.",
+        "Qwen-Image-Edit) they are half to two thirds of the tokens; those of Qwen-Image 2.1 are never merged. Not "
+        "merged, they limit the gain; merged, the model may follow them less closely.",
     )
     start_percent: float = option(
         0.0, "Start merging at this fraction of the sampling process. 0: at the first step.", (0.0, 1.0, 0.01)
