@@ -32,12 +32,12 @@ class _Entry(NamedTuple):
 class Cache:
     """Cached updates, keys and values of one run. Several devices may share it."""
 
-    bounded: bool = False  # disable it where dropping old entries does not get below the limit
+    bounded: bool = False  # whether its limit is hard: where dropping old entries is not enough, it is disabled
     reserved: int = 0  # bytes set aside for keys and values
     held: int = 0  # bytes of all cached tensors
     peak_bytes: int = 0  # the most bytes held at a time
-    # Set when the cache exceeds its limit or memory runs out; nothing is cached afterwards. Never set within a merged
-    # step: a block would attend to keys of all tokens and values of some.
+    # Set when memory runs out or a bounded cache exceeds its limit; nothing is cached afterwards. Never set within a
+    # merged step: a block would attend to keys of all tokens and values of some.
     disabled: bool = False
     quantize: Callable[[Tensor], Tensor | Int4Tensor] = quantize
     dequantize: Callable[[Int4Tensor], Tensor] = Int4Tensor.dequantize

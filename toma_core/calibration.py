@@ -53,7 +53,7 @@ def _price(a: Option, b: Option) -> float:
 def choose(table: Mapping[Cell, Sequence[Option]], saved: float) -> Choice:
     """Return the choice with the smallest error that saves this share of the work, or the largest saving there is.
 
-    It saves at most one piece too much. Ties go to the cell that comes first.
+    It overshoots the share by at most the last option taken. Ties go to the cell that comes first.
     """
     pieces = [(_price(*pair), cell, pair[1]) for cell, options in table.items() for pair in pairwise(hull(options))]
     choice: Choice = {}

@@ -24,7 +24,7 @@ class Origin(NamedTuple):
     """What the entries of a condition are made of."""
 
     step: int
-    sigma: float  # as given to the model
+    falling: float  # noise level given to the model, its inverse in unsampling: falls during a run
     state: Hashable = None  # all else that has to be equal: ControlNets, weights, positions
     other_steps: tuple[int, ...] = ()  # by other counts
 
@@ -48,18 +48,20 @@ class Coverage:
     cache: Cache
     _lines: dict[Hashable, _Line] = field(default_factory=dict)
     _now: dict[Hashable, Origin] = field(default_factory=dict)  # this evaluation, by signature; None: any other
-    _refreshing: dict[Hashable, Origin] = field(default_factory=dict)  # the same if it is a refresh, else empty
-    _absent: set[Hashable] = field(default_factory=set)  # not stored in their refresh: another node skips them
+    # The same if it is a refresh, else empty. Kept until the next evaluation begins.
+    _refreshing: dict[Hashable, Origin] = field(default_factory=dict)
+    _absent: set[Hashable] = field(default_factory=set)  # named by a refresh that never evaluated them
     _interval: int = 1  # age in steps from which on entries are dropped
 
     def begin(self, origins: Mapping[Hashable, Origin], other: Origin, interval: int) -> bool:
         """Begin an evaluation of these conditions; return whether the entries of all of them hold.
 
-        other: of conditions that the call has and the evaluation does not name. interval: steps from one scheduled
-        refresh to the next.
+        other: of conditions that the call has and the evaluation does not name. interval: steps that one refresh
+        serves.
         """
         with self.cache.lock:
             self._interval = interval
+            # First, of the evaluation before: other nodes skip conditions.
             if any(signature in self._lines for signature in self._refreshing):
                 self._absent.update(s for s in self._refreshing if s is not None and s not in self._lines)
             self._refreshing = {}
@@ -82,7 +84,7 @@ class Coverage:
             return False
         then = line.origin
         ages = (abs(a - b) for a, b in zip(now.other_steps, then.other_steps, strict=True))
-        return max(ages, default=0) < self._interval and now.sigma <= then.sigma * _SIGMA_FACTOR
+        return max(ages, default=0) < self._interval and now.falling <= then.falling * _SIGMA_FACTOR
 
     def fits(self, signatures: Iterable[Hashable], layout: Hashable) -> bool:
         """Return whether these conditions were refreshed by calls of this layout."""

@@ -1,7 +1,9 @@
-"""Decide what an evaluation of the model, a call of it and a chain of blocks do: the only writer of a `StepMode`.
+"""Decide what an evaluation of the model, a call of it and a chain of blocks do: adjust the schedule's `StepMode` by
+the state of the run. (`SamplingRun` sets FULL where nothing can be decided.)
 
 decide           once an evaluation: the schedule's plan, adjusted by the state of the run
 decide_call      once a call of the model, when its chains are known and the model has not run
+decide_tiles     once a call on tiles of the latent
 chain_merges     once a chain, when it sees its tokens
 out_of_memory    when a call failed
 """
@@ -71,8 +73,8 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
     """Return the mode of an evaluation that the schedule refreshes or merges with caches.
 
     Guidance takes the difference of conditions, so all have caches or none: an evaluation with a condition whose
-    entries do not hold is a refresh. Settings that are made for merging without caches have at most one unscheduled
-    refresh in an interval.
+    entries do not hold is a refresh. Where the settings allow merging without caches, there is at most one unscheduled
+    refresh between two scheduled ones; other such evaluations are merged without caches.
     """
     plainly = merges_plainly(run)
     if run.cache.disabled:
@@ -83,13 +85,13 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
         return StepMode.FULL
     held = _begin(run, plan, facts)
     reason = Reason.NOT_CACHED()
-    if run.kv_cache and not facts.new_noise <= MAX_NEW_NOISE:  # NaN is unknown
+    if run.kv_cache and not facts.new_noise <= MAX_NEW_NOISE:  # also False for NaN
         held, reason = False, Reason.NEW_NOISE() if held else reason
     if plan.mode is StepMode.REFRESH:
         run.unscheduled = None
     elif held:
         return StepMode.MERGED_CACHED
-    elif plainly and run.unscheduled not in (None, plan.step):
+    elif plainly and run.unscheduled not in (None, plan.step):  # the one unscheduled refresh was spent
         return StepMode.MERGED
     else:
         run.unscheduled = plan.step
@@ -141,7 +143,8 @@ def chain_merges(run: RunState, plan: StepPlan, keys: Keys) -> bool:
 
 def out_of_memory(run: RunState, plan: StepPlan, video: bool) -> StepPlan | None:
     """Return the plan of an evaluation that is repeated after memory ran out: it and all later ones are full, and plans
-    and caches are dropped. None without a KV cache for a picture or a full step: the model's own memory is short."""
+    and caches are dropped. None where repeating would not help: the run has no KV cache, and the call is of a picture,
+    or full already."""
     dropped = run.kv_cache and run.coverage.disable()
     if not dropped and (not video or run.disabled_by or plan.mode is StepMode.FULL):
         return None

@@ -20,7 +20,7 @@ _RECENT = 3
 _CELL = 8
 # Noise below this share of the latent's root mean square no longer changes the picture.
 _NEGLIGIBLE = 0.05
-# A direction that less than this share of is new holds rounding only.
+# A direction of which less than this share is new holds only rounding.
 _ROUNDING = 1e-5
 
 

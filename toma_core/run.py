@@ -237,7 +237,7 @@ class RunState:
         return self._layouts[key]
 
     def __deepcopy__(self, memo: dict[int, object]) -> RunState:
-        # Other nodes deep-copy the options it rides in; a copy belongs to the same run.
+        # `transformer_options` carry the run, and other nodes deep-copy them: the copy stays this run.
         return self
 
     def draw(self) -> None:

@@ -10,7 +10,7 @@ from .reasons import MessageError, MessageId
 
 
 class Refusal(MessageId):
-    """Why a value or a model is refused, and what to do."""
+    """Why a value or a model is refused, and what to do. Each comment names the message's parameters."""
 
     NOT_A_SWITCH = "not_a_switch"  # setting, value
     OUT_OF_RANGE = "out_of_range"  # setting, value, kind, low, high, usual

@@ -44,10 +44,10 @@ class ChainSite:
     tokens: int  # sum of all N
     destinations: int  # sum of all D
     in_graph: bool  # whether the numbers were prepared for a graph; else the chain decides outside of it
-    attends: bool  # whether merged blocks attend to all tokens
+    attends: bool  # whether blocks attend to all tokens; False where a graph leaves decisions to run time
     active: ActiveChain | None  # the chain in this evaluation
     reduction: Reduction | None  # its merged tokens
-    pair: tuple[Tensor, ...]  # (reduced, x) of the merged part, which `leave` needs; empty where it is not merged
+    pair: tuple[Tensor, ...]  # (what blocks get, x) until `leave`, in a refresh both of N tokens; else empty
     rows: dict[str, Any]  # rotary positions and other rows of the merged tokens, by argument
     reached: bool  # whether the model has reached the chain in this evaluation
 
@@ -74,8 +74,9 @@ class ChainSite:
     def prepare(self, latent: Tensor, module: nn.Module, width: int) -> bool:
         """Prepare the numbers for a graph in which blocks like `module` see (B, N, width) of a latent of B images.
 
-        Return False if the chain is not merged; the reason is noted. True without a chain or a known width too (0 is
-        unknown): the chain then decides when it sees the tokens.
+        Return False if the caller must not install the chain's hooks: it is not merged, and the reason is noted. With
+        True the numbers are prepared, or the chain decides when it sees the tokens: there is none, the width is unknown
+        (0), or the keys of plans do not divide the batch.
         """
         chain = self.active
         if chain is None or not width or len(latent) % len(chain.evaluation.plan_keys):
@@ -93,7 +94,8 @@ class ChainSite:
 
     def reach(self) -> ActiveChain | None:
         """Note that the model has reached the chain, and return it. If another node calls the model again in the same
-        evaluation, that call has separate caches."""
+        evaluation, that call has separate caches; a pair that is still set is of a call that ran out of memory, and
+        this is its repetition with fewer images."""
         if self.active is not None and self.reached and not self.pair:
             self.active = replace(self.active, evaluation=self.active.evaluation.again())
         self.reached = True
@@ -103,7 +105,6 @@ class ChainSite:
     def start(self, call_args: CallArguments) -> None:
         """Decide outside of a graph whether the chain is merged; reduce the tokens of its first block if it is."""
         self.reach()
-        # A call that ran out of memory leaves its pair, and is repeated with fewer images.
         self.in_graph, self.pair = False, ()
         reason, x = self.reason(call_args), self.signature.tokens(call_args)
         before = self.signature.image_start(call_args, self.image) or 0

@@ -20,8 +20,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def kinds_of(model: nn.Module) -> list[str]:
-    """Return the names of ComfyUI's classes of a model, the derived one first. Other packs, and PyTorch for several
-    cards, derive theirs from it."""
+    """Return the names of those classes of a model that ComfyUI defines, most derived first. Other packs, and PyTorch
+    for several cards, derive theirs from it."""
     return [kind.__name__ for kind in type(model).__mro__ if _by_comfyui(kind)]
 
 

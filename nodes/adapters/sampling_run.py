@@ -281,8 +281,8 @@ class SamplingRun:
         self.step_plan = plan
 
     def _tile(self, x: Tensor, chunks: Hashable) -> TileBatch:
-        """Return what a call on tiles shows. Calls for other conditions come in any order; they are compared with those
-        for the first condition alone, so that many tiles do not need many comparisons."""
+        """Return what a call on tiles shows. Only tiles of the first condition are kept; calls for the others, in any
+        order, are compared with these, so that comparisons stay few."""
         who = self.observed, chunks
         first, tiles = self.tiles.setdefault((x.shape[1:], x.device), (who, []))
         if who != first:

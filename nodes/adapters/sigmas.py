@@ -194,8 +194,8 @@ def _keeps_to_schedule(sampler: Any) -> bool:
 
 
 def _wraps_known(sampler: Any) -> bool:
-    """Whether a sampler of another pack wraps one that evaluates once a step, to change the noise levels given to the
-    model."""
+    """Whether another pack's sampler wraps one that evaluates once a step, and changes only the noise levels that the
+    model is given."""
     options = getattr(sampler, "extra_options", None) or {}
     inner = [value for value in options.values() if isinstance(value, KSAMPLER)]
     return len(inner) == 1 and _keeps_to_schedule(inner[0])

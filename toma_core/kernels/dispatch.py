@@ -119,7 +119,7 @@ _trials: dict[Hashable, Message | None] = {}
 
 
 def _tried(key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernels], bool]) -> Choice:
-    """Return the choice after a trial at the first use in this process, see `Dispatch._choice`.
+    """Return the kernels if their first use in this process computes what PyTorch does (`correct`), else why not.
 
     Triton compiles at first use and needs a C compiler and a driver. Only this trial is guarded and waits for the
     device: errors in the run itself are not hidden.

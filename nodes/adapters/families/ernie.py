@@ -16,7 +16,7 @@ MODEL = ErnieImageModel
 
 
 class Signature(BlockSignature):
-    """[image | text]. A mask would be of all tokens, but ComfyUI passes none."""
+    """[image | text]. ComfyUI passes no `attention_mask`: a block that is given one, of all tokens, runs unmerged."""
 
     positional_args = ("x", "rotary_pos_emb", "temb")
     required_kwargs = ()

@@ -19,7 +19,7 @@ MODEL = HunyuanVideo
 
 
 def fits(model: HunyuanVideo) -> bool:
-    """Whether a token is of one frame."""
+    """Whether a token covers one frame; others are not supported."""
     return int((*model.patch_size[:-2], 1)[0]) == 1
 
 

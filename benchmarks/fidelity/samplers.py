@@ -1,0 +1,144 @@
+"""The error of merged pictures by sampler: `python -m benchmarks.fidelity.samplers [--run few8 wan8] [--sampler lcm]`.
+
+Each merged picture is compared with the unmerged one of the same scene, noise and sampler: error of the final latent,
+relative to the unmerged one's norm. A sampler's name may carry its eta: `euler_ancestral@0.25`. Rows that the result
+file has are not measured again; remove them after a change. Choose settings with `--scenes choose`, report on
+`--scenes report`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import variants
+from scripts.cache import cache_dir
+from scripts.comfy_pack import pack_module
+
+from .settings import FEWEST
+from .start import SCENES, command, start
+from .store import fingerprint
+
+# Without new noise, with it by a known share, and what model cards name.
+REPORTED = (
+    "euler",
+    "er_sde",
+    "euler_ancestral@0.25",
+    "euler_ancestral",
+    "dpmpp_2m_sde",
+    "sa_solver",
+    "lcm",
+)
+# Trained model and number of steps.
+RUNS = {"few4": ("few", 4), "few8": ("few", 8), "wan8": ("wan", 8), "dit20": ("dit", 20)}
+WEIGHTS = Path("demo/weights")
+RESULTS = Path("benchmarks/results/fidelity/samplers.json")
+
+
+def sampler_of(name: str) -> Any:
+    """Return ComfyUI's sampler of a name, with its eta if the name carries one."""
+    from comfy.samplers import ksampler
+
+    sampler, _, eta = name.partition("@")
+    return ksampler(sampler, {"eta": float(eta)} if eta else {})
+
+
+def load(kind: str) -> Any:
+    """Load a trained model."""
+    from demo import models, sampling
+
+    return models.load_wan(str(WEIGHTS / "wan.safetensors")) if kind == "wan" else sampling.load(kind)
+
+
+def patched(kind: str, model: Any) -> Any:
+    """Return the model with the preset `balanced`, which also merges tiny grids."""
+    return variants.preset("balanced", min_tokens=16 if kind == "wan" else FEWEST).patch(model)
+
+
+def drawn(kind: str, model: Any, seeds: list[int], steps: int, sampler: str) -> Tensor:
+    """Sample one latent for each seed, as the model was trained: (n, 16, ..., h, w) fp32."""
+    from comfy.sample import sample_custom
+    from comfy.samplers import calculate_sigmas
+
+    from demo.checker import FIRST_TEST_SEED
+    from demo.clips import clip_from_seed
+    from demo.conditioning import conditioning, empty_latent, seeded_noise
+    from demo.sampling import DEFAULTS, defaults
+    from demo.scenes import scene_from_seed
+    from demo.video import clip_conditioning, clip_noise
+
+    sigmas = calculate_sigmas(model.get_model_object("model_sampling"), DEFAULTS[kind]["scheduler"], steps)
+    if kind == "wan":
+        cfg, noise = 1.0, clip_noise(seeds)  # distilled
+        clips = [clip_from_seed(FIRST_TEST_SEED + seed) for seed in seeds]
+        latent = torch.zeros_like(noise)
+        prompts = clip_conditioning(list(clips), steps), clip_conditioning([None] * len(seeds), steps)
+    else:
+        own = defaults(kind, steps)
+        cfg, size, guidance = own["cfg"], own["size"], own.get("guidance")
+        scenes = [scene_from_seed(FIRST_TEST_SEED + seed) for seed in seeds]
+        noise, latent = seeded_noise(seeds, size, size), empty_latent(size, size, len(seeds))
+        prompts = conditioning(list(scenes), guidance), conditioning([None], guidance)
+    with torch.no_grad():
+        found = sample_custom(
+            model, noise, cfg, sampler_of(sampler), sigmas, *prompts, latent, disable_pbar=True, seed=seeds[0]
+        )
+    return found.float()
+
+
+def row(kind: str, steps: int, sampler: str, seeds: list[int], batch: int) -> dict[str, Any]:
+    """Measure a sampler: mean, median and worst error, merged steps and why others were full."""
+    from .metrics import relative_error
+
+    model, errors = load(kind), list[float]()
+    merged = patched(kind, model)
+    folder = cache_dir() / "fidelity" / "samplers"
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = fingerprint([WEIGHTS / f"{kind}.safetensors"])
+    for first in range(0, len(seeds), batch):
+        part = seeds[first : first + batch]
+        file = folder / f"{kind}-{weights}-{steps}-{sampler}-{part[0]}-{len(part)}.pt"
+        own = torch.load(file) if file.exists() else drawn(kind, model, part, steps, sampler)
+        torch.save(own, file)
+        errors += relative_error(drawn(kind, merged, part, steps, sampler), own).tolist()
+    stats = pack_module("nodes.adapters.attachment").last_stats(merged)
+    return {
+        "mean": round(statistics.fmean(errors), 4),
+        "median": round(statistics.median(errors), 4),
+        "worst": round(max(errors), 4),
+        "merged": len(stats.merged_steps),
+        "full": sorted({reason.id.value for reason in stats.full_reasons}),
+        "pictures": len(errors),
+    }
+
+
+def main(given: list[str] | None = None) -> None:
+    """Measure what is missing, and write each row."""
+    parser = command(__doc__)
+    parser.add_argument("--run", nargs="*", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--sampler", nargs="*", default=REPORTED)
+    parser.add_argument("--scenes", choices=list(SCENES), default="choose")
+    parser.add_argument("--pictures", type=int, default=24)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args(given)
+    start(args)
+    seeds = [SCENES[args.scenes] + index for index in range(args.pictures)]
+    rows: dict[str, dict[str, Any]] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    for run in args.run:
+        for sampler in args.sampler:
+            if sampler in rows.setdefault(run, {}):
+                continue
+            rows[run][sampler] = row(*RUNS[run], sampler, seeds, args.batch)
+            args.out.write_text(json.dumps(rows, indent=1) + "\n")
+            print(run, sampler, rows[run][sampler], file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
