@@ -21,7 +21,7 @@ MODEL = QwenImage21Transformer2DModel
 
 
 class Signature(BlockSignature):
-    """[text and references | image], or one of the two. `attn_fn` gets no options, so the argument itself is replaced."""
+    """[text and references | image], or one of the two. `attn_fn` gets no options, so the argument is replaced."""
 
     positional_args = ("x", "mod", "pe", "attn_fn", "prefix_len", "transformer_options")
     rope_arg, rope_token_dim = "pe", 1
