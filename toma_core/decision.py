@@ -20,7 +20,7 @@ from .run import RunState
 from .schedule import StepMode, StepPlan
 
 # Caches hold where at most this share of a latent's noise is new (benchmarks/results/fidelity/trials.md).
-MAX_NEW_NOISE = 0.5
+MAX_NEW_NOISE = 0.4
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 Not in the paper. A merged step knows how keys, values and updates have changed at its D destinations. Part of that
 change answers to their noise, which no other token shares: with samplers that draw new noise at each step it is the
 larger part. But all tokens answer to their latents alike. So the change of destinations is regressed on their latents
-(ridge F / D, with a constant), each token gets what its own latent explains, and only the rest is shared. Survey
+(with a small ridge and a constant), each token gets what its own latent explains, and only the rest is shared. Survey
 statistics call that a regression estimator. f: (D, F) features of destinations; G: (N, F) of all tokens; c: (D, C) the
 change at destinations; U: unmerging, where destinations keep their own value and others get `REST_WEIGHT` of the sum.
 
-    A = (f'f + F / D * mean diag(f'f))^-1 f' c  =  fit c
+    A = (f'f + 0.1 F / D * mean diag(f'f))^-1 f' c  =  fit c
     cached + G A + U (c - f A)                  =  cached + U c + (G - U f) A  =  cached + U c + spread A
 
 `fit` and `spread` belong to a plan and a call: all blocks share them.
@@ -27,6 +27,8 @@ from .prediction import picture_tokens
 # Share of what latents do not explain of a destination's change that the tokens near it get. Part of it is noise for
 # them; a lower share would lose what they have in common (benchmarks/results/fidelity/trials.md).
 REST_WEIGHT = 0.7
+# Of F / D, the ridge of the textbook. What latents explain is far more than what they do not, so most of it is bias.
+_RIDGE = 0.1
 # With fewer destinations for each feature, the fit says more of them than of other tokens.
 _LEAST_DESTINATIONS = 2
 
@@ -128,7 +130,7 @@ def regress(features: Tensor, plan: MergePlan) -> Regression:
     f = gather_destinations(features, plan)
     gram = f.mT @ f
     squares = gram.diagonal(dim1=1, dim2=2)  # a view
-    ridge = squares[:, :-1].mean(1, keepdim=True) * ((f.shape[2] - 1) / f.shape[1])
+    ridge = squares[:, :-1].mean(1, keepdim=True) * (_RIDGE * (f.shape[2] - 1) / f.shape[1])
     squares[:, :-1] += ridge.clamp_min(torch.finfo(f.dtype).tiny)
     # Unlike `cholesky` and `solve`, it does not wait for the device to see whether it has succeeded.
     factor, _ = torch.linalg.cholesky_ex(gram)

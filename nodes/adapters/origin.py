@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -55,6 +55,14 @@ def has_forward_hooks(before: nn.Module, after: nn.Module) -> bool:
     hooks = [hook for module in (before, unwrapped(before)) for hook in module._forward_hooks.values()]
     hooks += [hook for module in (after, unwrapped(after)) for hook in module._forward_pre_hooks.values()]
     return not all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+
+
+def wrapped_by_others(transformer_options: Mapping[str, Any], kinds: Iterable[str]) -> bool:
+    """Whether another pack wraps what ComfyUI calls at one of these places (`WrappersMP`)."""
+    wrappers = transformer_options.get("wrappers") or {}
+    found = [each for kind in kinds for named in (wrappers.get(kind) or {}).values() for each in named]
+    pack = __name__.rpartition(".")[0]
+    return not all(_by_comfyui(each) or str(getattr(each, "__module__", "")).startswith(pack) for each in found)
 
 
 def _by_comfyui(written: Any) -> bool:

@@ -49,7 +49,7 @@ from .family import ModelHooks
 from .kv_memory import KVCachePlan, plan_kv_cache, reserved
 from .merged_call import merged_call
 from .model_hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING
-from .origin import unwrapped
+from .origin import unwrapped, wrapped_by_others
 from .sampling_run import SamplingRun
 from .sigmas import SigmaTracker
 
@@ -122,7 +122,11 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
                 _wrap_first(options["transformer_options"], "PREPARE_SAMPLING", _prepare_sampling)
             if _wrap_first(options["transformer_options"], "PREDICT_NOISE", _predict_noise):
                 sampling.tracker = SigmaTracker(sigmas, sampler, guider)
-                sampling.trajectory.reads = sampling.tracker.measures_noise(config.kv_cache)
+                # A wrapper of another pack may change the latent between the sampler and the model.
+                between = WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH
+                foreign = wrapped_by_others(options_before["transformer_options"], between)
+                measured = sampling.tracker.measures_noise(config.kv_cache) or (config.kv_cache and foreign)
+                sampling.trajectory.reads = measured
                 args, kwargs = sampling.tracker.listening(args, kwargs)
             if inside and not sampling.obstacle:
                 allow_more_graphs()

@@ -33,11 +33,13 @@ ONCE_A_STEP = (
     *("sample_res_multistep_ancestral_cfg_pp", "sample_gradient_estimation", "sample_gradient_estimation_cfg_pp"),
     *("sample_er_sde", "sample_sa_solver"),
 )
-# Those of them that draw more new noise than regression on the latent can carry (docs/fidelity.md): with a KV cache the
-# noise of each step is measured, for which the host waits. All others hold with the noise that they draw.
-_MUCH_NOISE = (
-    *("sample_lcm", "sample_ddpm", "sample_sa_solver", "sample_dpmpp_2m_sde", "sample_dpmpp_2m_sde_gpu"),
-    *("sample_dpmpp_2m_sde_heun", "sample_dpmpp_2m_sde_heun_gpu", "sample_dpmpp_3m_sde", "sample_dpmpp_3m_sde_gpu"),
+# Those of them that draw new noise. How much is measured in each step of a run with a KV cache. They wait for the
+# device themselves, to see whether a step is the last, so that nothing of the model is queued when noise is read.
+_DRAWS_NOISE = (
+    *("sample_euler_ancestral", "sample_euler_ancestral_cfg_pp", "sample_lcm", "sample_ddpm", "sample_er_sde"),
+    *("sample_res_multistep_ancestral", "sample_res_multistep_ancestral_cfg_pp", "sample_sa_solver"),
+    *("sample_dpmpp_2m_sde", "sample_dpmpp_2m_sde_gpu", "sample_dpmpp_2m_sde_heun", "sample_dpmpp_2m_sde_heun_gpu"),
+    *("sample_dpmpp_3m_sde", "sample_dpmpp_3m_sde_gpu"),
 )
 # Options that do not change how often or where a sampler evaluates. Others must have their default.
 _PASSIVE = {
@@ -85,8 +87,8 @@ class SigmaTracker:
     def measures_noise(self, kv_cache: bool) -> bool:
         """Return whether the new noise of each step has to be measured. kv_cache: of the run, for it depends on it."""
         function = getattr(self._sampler, "sampler_function", None)
-        much = kv_cache and getattr(function, "__name__", "") in _MUCH_NOISE
-        return much or not _keeps_to_schedule(self._sampler)
+        draws = kv_cache and getattr(function, "__name__", "") in _DRAWS_NOISE
+        return draws or not _keeps_to_schedule(self._sampler)
 
     def next(self, timestep: Tensor) -> None:
         """Begin an evaluation at this noise level."""

@@ -63,7 +63,7 @@ def test_it_is_ridge_regression_and_shares_the_rest(grid: tuple[int, ...]) -> No
         f, c = features[n, there], fresh[n] - cached[n, there]
         F, D = f.shape[1] - 1, len(f)
         # Ridge regression is least squares with a row for each feature that asks for 0.
-        ridge = (F / D * f[:, :-1].square().sum(0).mean()).sqrt() * torch.eye(F, F + 1)
+        ridge = (0.1 * F / D * f[:, :-1].square().sum(0).mean()).sqrt() * torch.eye(F, F + 1)
         A = torch.linalg.lstsq(torch.cat([f, ridge]), torch.cat([c, torch.zeros(F, WIDTH)]), driver="gelsd").solution
         one = image(plan, n)
         rest = REST_WEIGHT * unmerge((c - f @ A)[None], one)[0]

@@ -169,6 +169,25 @@ def test_weights_that_change(trained: Trained, plain: float, stats_of: Any, stre
     assert stats_of(trained.merged).merged_evaluations >= 2
 
 
+def test_a_latent_that_another_node_changes(trained: Trained, plain: float, stats_of: Any) -> None:
+    """A wrapper between a known sampler and the model that shows it another part of the picture at each step."""
+    from comfy.patcher_extension import WrappersMP
+
+    def rolled(executor: Any, x: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
+        places = round(40 * float(timestep.flatten()[0]))
+        return executor(x.roll(places, -1), timestep, *args, **kwargs).roll(-places, -1)
+
+    rolled.__module__ = "custom_nodes.another"
+    pictures = []
+    for model in (trained.model, trained.merged):
+        changed = model.clone()
+        changed.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "another", rolled)
+        pictures.append(trained.drawn(changed))
+    own, found = pictures
+    assert float((found - own).norm() / own.norm()) < 2 * plain
+    assert "new_noise" in why_full(stats_of(trained.merged))
+
+
 @loop("when", [(3,), (1, 2, 3, 4)])
 def test_new_noise_within_a_step_is_no_tile(
     trained: Trained, plain: float, usual: dict[int, float], stats_of: Any, when: tuple[int, ...]

@@ -72,6 +72,7 @@ def reads_inside(model: Any, **options: Any) -> int:
 
     from comfy.patcher_extension import WrappersMP
 
+    evaluation.__module__ = "comfy.samplers"  # noise is read where another pack's wrapper may change the latent
     model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", evaluation)
     model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "test", outer)
     models.sample(model, SIDE, SIDE, steps=4, **options)
@@ -125,6 +126,11 @@ def test_nothing_is_read_inside_the_steps(
     assert own_reads[kind, "euler"] == 0
     if sampler == "euler":
         assert reads_inside(merged, sampler="heun") > own_reads[kind, "heun"]
+
+
+@loop("sampler", [name.removeprefix("sample_") for name in levels._DRAWS_NOISE])
+def test_samplers_that_draw_noise_wait_for_the_device_themselves(unet: Any, sampler: str) -> None:
+    assert reads_inside(unet, sampler=sampler) >= 3
 
 
 @every_kind

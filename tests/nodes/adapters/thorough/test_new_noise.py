@@ -62,10 +62,12 @@ def test_samplers_that_draw_new_noise(trained: Trained, usual: dict[int, float],
     """Merged steps have what the latent explains of it; where that does not hold, steps are full and say why. Without
     regression the error of these is 0.2 to 0.5."""
     error, stats = errors(trained, name), stats_of(trained.merged)
-    if name in ("lcm", "dpmpp_2m_sde", "dpmpp_sde"):
-        assert error.mean() < 0.02
-        assert "new_noise" in why_full(stats)
-    else:
-        assert stats.merged_steps == usual
-        assert error.mean() < 0.14
+    assert "new_noise" in why_full(stats)
+    if name == "er_sde":  # its noise falls from step to step
+        assert set(stats.merged_steps) < set(usual)
+        assert stats.merged_steps
+        assert error.mean() < 0.1
         assert error.max() < 0.3
+    else:
+        assert not stats.merged_steps
+        assert error.mean() < 0.02
