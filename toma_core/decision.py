@@ -10,6 +10,7 @@ out_of_memory    when a call failed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
@@ -19,8 +20,10 @@ from .reasons import Message, Reason
 from .run import RunState
 from .schedule import StepMode, StepPlan
 
-# Caches hold where at most this share of a latent's noise is new (benchmarks/results/fidelity/trials.md).
+# Caches hold where at most this share of a latent's noise is new (benchmarks/results/fidelity/trials.md),
 MAX_NEW_NOISE = 0.4
+# or where the step's prediction hardly counts: at most this share of the next latent comes from it.
+_SMALL_WEIGHT = 0.05
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,9 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
         return StepMode.FULL
     held = _begin(run, plan, facts)
     reason = Reason.NOT_CACHED()
-    if run.kv_cache and not facts.new_noise <= MAX_NEW_NOISE:  # also False for NaN
+    limit = math.inf if run.schedule.weight(plan.step) <= _SMALL_WEIGHT else MAX_NEW_NOISE
+    # What is unknown is infinite or NaN.
+    if run.kv_cache and not (facts.new_noise <= limit and math.isfinite(facts.new_noise)):
         held, reason = False, Reason.NEW_NOISE() if held else reason
     if plan.mode is StepMode.REFRESH:
         run.unscheduled = None

@@ -135,6 +135,11 @@ class Schedule:
         """The number of steps that caches serve."""
         return len(self.sigmas) if self._begins_flat else self.config.full_step_interval
 
+    def weight(self, step: int) -> float:
+        """Return the share of a step's prediction in the next latent, by Euler's method: 1 in the last step."""
+        sigma, following = (*self.sigmas, 0.0, 0.0)[step : step + 2]
+        return 1 - following / sigma if 0 < following < sigma else 1.0
+
     def _is_full(self, step: int, age: int) -> bool:
         """Return whether a step is full by the interval. In runs that begin flat as many steps are, but the last."""
         every, last = self.config.full_step_interval, len(self.sigmas) - 1

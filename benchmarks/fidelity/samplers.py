@@ -1,9 +1,9 @@
 """The error of merged pictures by sampler: `python -m benchmarks.fidelity.samplers [--run few8 wan8] [--sampler lcm]`.
 
 Each merged picture is compared with the unmerged one of the same scene, noise and sampler: error of the final latent,
-relative to the unmerged one's norm. A sampler's name may carry its eta: `euler_ancestral@0.25`. Rows that the result
-file has are not measured again; remove them after a change. Choose settings with `--scenes choose`, report on
-`--scenes report`.
+relative to the unmerged one's norm. A sampler's name may carry its eta: `euler_ancestral@0.25`. Where all steps are
+full, one batch shows it. Rows that the result file has are not measured again; remove them after a change. Choose
+settings with `--scenes choose`, report on `--scenes report`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ def row(kind: str, steps: int, sampler: str, seeds: list[int], batch: int) -> di
         own = torch.load(file) if file.exists() else drawn(kind, model, part, steps, sampler)
         torch.save(own, file)
         errors += relative_error(drawn(kind, merged, part, steps, sampler), own).tolist()
-    stats = pack_module("nodes.adapters.attachment").last_stats(merged)
+        stats = pack_module("nodes.adapters.attachment").last_stats(merged)
+        if not stats.merged_steps:  # nor in other pictures: the noise depends on the sampler alone
+            break
     return {
         "mean": round(statistics.fmean(errors), 4),
         "median": round(statistics.median(errors), 4),

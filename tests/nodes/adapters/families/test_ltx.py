@@ -265,14 +265,15 @@ def test_context_windows(settings: str, model_of: Any, attach: Any, stats_of: An
 
 # The stages of ComfyUI's templates for LTX-2.5, and how many steps of each `balanced` merges.
 STAGES = {
-    "first": ((1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0), 5),
-    "second": ((0.85, 0.725, 0.4219, 0.0), 1),
+    "first": ((1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0), 3),
+    "second": ((0.85, 0.725, 0.4219, 0.0), 0),
 }
 
 
 @loop("stage", list(STAGES))
 def test_the_stages_of_ltx_25(stage: str, stats_of: Any) -> None:
-    """Its model is LTX-2.3's with other settings; its guider has a scale for the picture and one for the sound."""
+    """Its model is LTX-2.3's with other settings; its guider has a scale for the picture and one for the sound. Its
+    sampler draws new noise, which small steps bear."""
     import comfy.sample
     import comfy.samplers
     from comfy.ldm.lightricks.av_model import LTXAVModel
@@ -300,6 +301,7 @@ def test_the_stages_of_ltx_25(stage: str, stats_of: Any) -> None:
     assert len(stats.merged_steps) == number
     assert stats.unmerged == {}
     assert stats.without_kv_cache is None
-    assert 0 < errors(found, own)[0] < 0.2
+    assert errors(found, own)[0] < 0.2
+    assert (errors(found, own)[0] > 0) == (number > 0)
     for one, other in zip(found, sampled_stage(merged), strict=True):
         assert torch.equal(one, other)
