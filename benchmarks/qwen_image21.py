@@ -34,11 +34,20 @@ from torch.nn.functional import gelu, silu
 Pair = tuple[Tensor, Tensor]  # rows of (1, 1, C) for the prefix and (B, 1, C) for the image
 Cached = list[Pair]  # keys and values of the prefix, (B, T, heads, d), of each block
 NONE: Mapping[str, Any] = {}
+_BITS = {"int8": 8, "int4": 4}  # of a cached number, where they are not those of the run
 
 
 def _parts(x: Tensor, prefix_len: int) -> tuple[Tensor, ...]:
     """Split (B, T, C) into the prefix and the image, each a view."""
     return x.split((prefix_len, x.shape[1] - prefix_len), 1)
+
+
+def _stored(x: Tensor, asked: Mapping[str, Any]) -> Tensor:
+    """Return keys or values as the cache holds them: where the node asks for it, rounded by token and head."""
+    if bits := _BITS.get(asked.get("dtype", "")):
+        unit = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / (2 ** (bits - 1) - 1)
+        x = (x / unit).round() * unit
+    return x.to("cpu" if asked.get("device") == "cpu" else x.device, copy=True)
 
 
 class Attention(nn.Module):
@@ -64,8 +73,7 @@ class Attention(nn.Module):
             extra = {**options, "img_slice": [prefix_len, x.shape[1]]}
             given |= patch(**given, attn_mask=None, extra_options=extra)
             q, k, v, pe = (given[name].transpose(1, 2) for name in ("q", "k", "v", "pe"))
-        out = attn_fn(apply_rope1(q, pe), apply_rope1(k, pe), v, self.heads, preferred_attention=None)
-        return self.to_out[0](out)
+        return self.to_out[0](attn_fn(apply_rope1(q, pe), apply_rope1(k, pe), v, self.heads, preferred_attention=None))
 
 
 class QwenImage21TransformerBlock(nn.Module):
@@ -226,9 +234,7 @@ class QwenImage21Transformer2DModel(nn.Module):
         text = self.txt_in(gelu(self.txt_norm(context), approximate="tanh"))
         length = text.shape[1]
         bounds = [0, *(slots + [length] * len(references))[: len(references)], length]
-        parts: list[Tensor] = []
-        places: list[Tensor] = []  # of each token on three axes
-        segments: list[tuple[int, int, Tensor | None]] = []
+        parts, places, segments = list[Tensor](), list[Tensor](), list[tuple[int, int, Tensor | None]]()
         first = 0
         for start, stop, image in zip(bounds, bounds[1:], [*references, x], strict=False):
             count, at = stop - start, sum(part.shape[1] for part in parts)
@@ -291,12 +297,10 @@ class QwenImage21Transformer2DModel(nn.Module):
         self, segments: Sequence[Any], slot: Cached, prefix_len: int, options: Mapping[str, Any]
     ) -> Callable[..., Tensor]:
         """Return an attention that caches the keys and values of the prefix."""
-        attend = self._attention(segments, options)
-        where = options.get("qwen_image21_cache", {}).get("device", "auto")
+        attend, asked = self._attention(segments, options), options.get("qwen_image21_cache", NONE)
 
         def filling(q: Tensor, k: Tensor, v: Tensor, heads: int, preferred_attention: Any = None) -> Tensor:
-            device = "cpu" if where == "cpu" else q.device
-            slot.append((k[:, :prefix_len].to(device, copy=True), v[:, :prefix_len].to(device, copy=True)))
+            slot.append((_stored(k[:, :prefix_len], asked), _stored(v[:, :prefix_len], asked)))
             return attend(q, k, v, heads, preferred_attention)
 
         return filling

@@ -18,6 +18,7 @@ from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated, preset
 
 REFERENCES = ((8, 12), (24, 30), (HEIGHT, WIDTH))  # fewer tokens than the image, more, as many
 CACHES = ("off", "auto", "cpu")
+PLACES = (*CACHES, "gpu")
 # Whether blocks add into their input and are called twice where the cache is filled, as in later releases.
 FORMS = (False, True)
 IMAGE = HEIGHT * WIDTH
@@ -50,10 +51,10 @@ def sampled(model: Any, **options: Any) -> Tensor:
     return models.sample(model, HEIGHT, WIDTH, **{"steps": 3, "cfg": 4.0, **options})
 
 
-def at(model: Any, cache: str) -> Any:
-    """Return the model with ComfyUI's cache in another place."""
+def at(model: Any, cache: str, dtype: str = "default") -> Any:
+    """Return the model with ComfyUI's cache in another place and dtype."""
     model = model.clone()
-    model.model_options["transformer_options"]["qwen_image21_cache"] = {"device": cache}
+    model.model_options["transformer_options"]["qwen_image21_cache"] = {"device": cache, "dtype": dtype}
     return model
 
 
@@ -65,8 +66,8 @@ def test_comfyuis_cache_changes_nothing(
     model = made(in_place)
     merged, given = attach(model, **KEYS), conds(model, references)
     plain = sampled(at(model, "auto"), **given)
-    found = {cache: sampled(at(merged, cache), **given) for cache in CACHES}
-    for cache in CACHES[1:]:
+    found = {cache: sampled(at(merged, cache), **given) for cache in PLACES}
+    for cache in PLACES[1:]:
         assert errors([found[cache]], [found["off"]])[0] < 1e-5
     stats = stats_of(at(merged, "auto"))
     assert stats.unmerged == {}
@@ -92,6 +93,23 @@ def test_without_changes_a_merged_step_equals_the_models_own(
     assert stats_of(merged).unmerged == {}
     for picture in found:
         torch.testing.assert_close(picture, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
+
+
+@loop("in_place", FORMS)
+@loop(("dtype", "most"), [("int8", 0.02), ("int4", 0.3)])
+def test_comfyuis_cache_in_fewer_bits(
+    in_place: bool, dtype: str, most: float, made: Any, attach: Any, stats_of: Any
+) -> None:
+    """It moves merged pictures about as far as those of the model alone, on the card and in main memory."""
+    model, given = made(in_place), conds(made(in_place), REFERENCES[:2])
+    merged = attach(model, **KEYS)
+    alone = errors([sampled(at(model, "auto", dtype), **given)], [sampled(at(model, "auto"), **given)])[0]
+    exact = sampled(at(merged, "auto"), **given)
+    found = [sampled(at(merged, cache, dtype), **given) for cache in ("auto", "cpu", "gpu")]
+    assert stats_of(merged).unmerged == {}
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert 0 < alone < most
+    assert 0 < errors(found[:1], [exact])[0] < 2 * most
 
 
 @loop("in_place", FORMS)
@@ -240,8 +258,7 @@ def test_comfyuis_cache_is_counted_beside_the_kv_cache(made: Any, monkeypatch: p
 
     def planned(cache: str, dtype: str, cfg: float, room: float) -> bool:
         """Whether full precision fits."""
-        placed = at(model, cache)
-        placed.model_options["transformer_options"]["qwen_image21_cache"]["dtype"] = dtype
+        placed = at(model, cache, dtype)
         guider = CFGGuider(placed)
         guider.set_cfg(cfg)
         guider.conds = {name: convert_cond(cond) for name, cond in conds(model, REFERENCES[1:2]).items()}
