@@ -45,6 +45,18 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
         assert backend.graphs == warm <= 3
 
 
+def test_the_same_beside_the_prefix_cache_of_qwen_image_21(attach: Any, stats_of: Any, fresh_compiler: None) -> None:
+    """The model compares prompts, which no graph does, and fills its cache in the first step."""
+    model, run = models.qwen_image21(layers=2, cache="auto"), {"steps": 4, "cfg": 1.0}
+    plain, merged = attach(model, **KEYS), compiled(attach(model, **KEYS), Counting(), inside=True)
+    wanted = models.sample(plain, HEIGHT, WIDTH, **run)
+    for _ in range(2):
+        assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **run), wanted)
+    assert stats_of(merged).cache_bytes == stats_of(plain).cache_bytes > 0
+    assert stats_of(merged).unmerged == {}
+    assert stats_of(merged).merged_steps == stats_of(plain).merged_steps != {}
+
+
 def test_attention_without_overrides_is_noticed_inside_the_graphs(
     stats_of: Any, without_overrides: None, fresh_compiler: None
 ) -> None:
