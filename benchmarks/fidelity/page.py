@@ -19,7 +19,7 @@ from PIL import Image
 RESULTS = Path("benchmarks/results/fidelity")
 PAGE, TABLES, GAINED = Path("docs/fidelity.md"), RESULTS / "tables.md", RESULTS / "calibrated.md"
 IMAGES = PAGE.parent / "images"
-CALIBRATIONS = "calibrated.json"
+CALIBRATIONS, SAMPLER_ROWS = "calibrated.json", "samplers.json"
 # The head of a table names its results: "| DiT, 8 steps | error | ...".
 # A model's name on the pages -> the start of its results' names, and the size and number of its pictures.
 MODELS = {
@@ -34,6 +34,16 @@ HEAD = re.compile(rf"\| ({'|'.join(MODELS)}), (\d+) steps \| error \|")
 ANSWERS = re.compile(rf"\| ({'|'.join(MODELS)}) \| setting \| error \|")
 # Gain of a calibration: "| model, steps | `quality` | calibrated | ...", a row "| DiT, 8 | ...".
 GAINS = re.compile(r"\| model, steps \| `(\w+)` \| calibrated \| `(\w+)` \| calibrated \| `(\w+)` \| calibrated \|")
+# Samplers: "| sampler | few-step DiT, 4 steps | ...", a row "| `er_sde` | ...".
+SAMPLERS = re.compile(r"\| sampler \| .*, \d+ steps \|")
+# A column's name -> the key of its rows, see `samplers.RUNS`.
+SAMPLED = {
+    "few-step DiT, 4 steps": "few4",
+    "few-step DiT, 8 steps": "few8",
+    "few-step DiT, 8 steps, 4 pictures": "few8_all",
+    "Wan, 8 steps": "wan8",
+    "DiT, 20 steps": "dit20",
+}
 PLOTS = {
     "fidelity.png": "dit-20steps-128px-22x3",
     "fidelity-few.png": "few-4steps-64px-22x3",
@@ -91,7 +101,8 @@ def renewed(text: str, folder: Path = RESULTS) -> str:
     lines = text.split("\n")
     for start, head in enumerate(lines):
         name, answers, gains = results_of(head), ANSWERS.match(head), GAINS.match(head)
-        if not (name or answers or gains):
+        samplers = SAMPLERS.match(head)
+        if not (name or answers or gains or samplers):
             continue
         end = start + len(list(takewhile(lambda line: line.startswith("|"), lines[start:])))
         shown = [_cells(line)[0] for line in lines[start + 2 : end]]
@@ -100,6 +111,10 @@ def renewed(text: str, folder: Path = RESULTS) -> str:
             lines[start + 2 : end] = [
                 _answer(*MODELS[answers[1]], line, columns, folder) for line in lines[start + 2 : end]
             ]
+        elif samplers:
+            sampled: dict[str, dict[str, Any]] = json.loads((folder / SAMPLER_ROWS).read_text())
+            columns = [SAMPLED[column] for column in _cells(head)[1:]]
+            lines[start + 2 : end] = [_sampler(each, [sampled[column] for column in columns]) for each in shown]
         elif gains:
             found: dict[str, dict[str, Any]] = json.loads((folder / CALIBRATIONS).read_text())
             lines[start + 2 : end] = [_gain(model, gains.groups(), found) for model in shown]
@@ -125,6 +140,14 @@ def _gain(shown: str, presets: tuple[str, ...], found: dict[str, dict[str, Any]]
         (row,) = (row for key, row in found.items() if key.startswith(begin) and key.endswith(end))
         same = row["keeps preset"] or row["calibrated"] == row["preset"]
         cells += [f"{row['preset']:.3f}", "=" if same else f"{row['calibrated']:.3f}"]
+    return f"| {shown} | " + " | ".join(cells) + " |"
+
+
+def _sampler(shown: str, columns: list[dict[str, Any]]) -> str:
+    """Return a row of a sampler, whose name is the first word in code: merged steps, mean and worst error."""
+    name = shown.split("`")[1]
+    rows = [rows[name.replace(", eta ", "@")] for rows in columns]
+    cells = [f"{row['merged']}: {row['mean']:.3f}, {row['worst']:.2f}" if row["merged"] else "full" for row in rows]
     return f"| {shown} | " + " | ".join(cells) + " |"
 
 

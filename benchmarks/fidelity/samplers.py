@@ -36,7 +36,7 @@ REPORTED = (
     "lcm",
 )
 # Trained model and number of steps.
-RUNS = {"few4": ("few", 4), "few8": ("few", 8), "wan8": ("wan", 8), "dit20": ("dit", 20)}
+RUNS = {"few4": ("few", 4), "few8": ("few", 8), "wan8": ("wan", 8), "dit20": ("dit", 20), "few8_all": ("few", 8)}
 WEIGHTS = Path("demo/weights")
 RESULTS = Path("benchmarks/results/fidelity/samplers.json")
 
@@ -124,17 +124,20 @@ def main(given: list[str] | None = None) -> None:
     """Measure what is missing, and write each row."""
     parser = command(__doc__)
     parser.add_argument("--run", nargs="*", choices=list(RUNS), default=list(RUNS))
-    parser.add_argument("--sampler", nargs="*", default=REPORTED)
+    parser.add_argument("--sampler", nargs="*", help="default: those that the pages report; for few8_all all there are")
     parser.add_argument("--scenes", choices=list(SCENES), default="choose")
-    parser.add_argument("--pictures", type=int, default=24)
+    parser.add_argument("--pictures", type=int, help="default: 24, of few8_all 4")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(given)
     start(args)
-    seeds = [SCENES[args.scenes] + index for index in range(args.pictures)]
+    from comfy.samplers import KSampler
+
     rows: dict[str, dict[str, Any]] = json.loads(args.out.read_text()) if args.out.exists() else {}
     for run in args.run:
-        for sampler in args.sampler:
+        every = run == "few8_all"
+        seeds = [SCENES[args.scenes] + index for index in range(args.pictures or (4 if every else 24))]
+        for sampler in args.sampler or (KSampler.SAMPLERS if every else REPORTED):
             if sampler in rows.setdefault(run, {}):
                 continue
             rows[run][sampler] = row(*RUNS[run], sampler, seeds, args.batch)
