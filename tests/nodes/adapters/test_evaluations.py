@@ -291,7 +291,7 @@ def watched(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(trained, monkeypatch)
 
 
-ACTIONS = ("small", "wide", "odd", "repeat", "other", "back", "sigma", "skip", "noise")
+ACTIONS = ("small", "wide", "odd", "repeat", "other", "back", "sigma", "skip", "noise", "prompt", "positions")
 
 
 @pytest.fixture(scope="module")
@@ -309,12 +309,27 @@ def two(trained: Trained) -> SimpleNamespace:
 def test_any_sequence_of_evaluations(
     trained: Trained, two: Any, stats_of: Any, watched: Watched, actions: list[list[str]], reports: bool
 ) -> None:
-    """The error is at most twice that of the plain sequence. The stats count each evaluation by its mode, and no block
-    of a merged one lacks its cache."""
+    """Other sizes, repeats, told noise levels, new noise, prompts that come back and positions that change, in any
+    order: the error is at most twice that of the plain sequence. The stats count each evaluation by its mode, and no
+    block of a merged one lacks its cache."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
-        def at(y: Tensor, level: Tensor) -> Tensor:
-            return watched.call(model, y, level.expand(len(y)), **extra_args)
+        guider = model.inner_model
+        prompts = guider.conds["positive"]
+        another = [{name: value for name, value in prompts[-1].items() if not name.startswith("timestep")}]
+
+        def at(y: Tensor, level: Tensor, changed: tuple[str, ...] = ()) -> Tensor:
+            given = extra_args
+            if "positions" in changed:
+                options = given["model_options"]
+                scaled = {"scale_x": 1.4, "scale_y": 1.0}
+                own = {**options["transformer_options"], "rope_options": scaled}
+                given = {**given, "model_options": {**options, "transformer_options": own}}
+            guider.conds["positive"] = another if "prompt" in changed else prompts
+            try:
+                return watched.call(model, y, level.expand(len(y)), **given)
+            finally:
+                guider.conds["positive"] = prompts
 
         denoised, generator = x, torch.Generator().manual_seed(5)
         for step in range(trained.steps):
@@ -322,7 +337,7 @@ def test_any_sequence_of_evaluations(
             level = sigmas[step] * (0.8 if "sigma" in wanted and step else 1.0)
             # Not the last step, which is full because no later step can correct it.
             if "skip" not in wanted or not 0 < step < trained.steps - 1:
-                denoised = at(x, level)
+                denoised = at(x, level, tuple(wanted))
             if callback is not None and reports:
                 callback({"i": step, "x": x, "denoised": denoised})
             for action in wanted:
