@@ -94,7 +94,7 @@ class Coverage:
     def store(self, keys: Keys, update: Tensor, quantized: bool = False) -> None:
         """Cache the equal chunks of (B, N, C) in a refresh, one under each key. quantized: in four bits a number."""
         with self.cache.lock:
-            if self.cache.disabled:
+            if self.cache.disabled or not self._refreshing:  # broken off meanwhile by a call on another device
                 return
             self._note({signature for _, signature in keys})
             try:
@@ -106,7 +106,7 @@ class Coverage:
     def _note(self, signatures: set[Hashable]) -> None:
         """Note refreshed signatures. The first of a step drops lines that are too old; not `begin`, as another node may
         skip the step."""
-        fresh = {s: self._refreshing.get(s, self._refreshing[None]) for s in signatures} if self._refreshing else {}
+        fresh = {s: self._refreshing.get(s, self._refreshing[None]) for s in signatures}
         if all(s in self._lines and self._lines[s].origin == origin for s, origin in fresh.items()):
             return
         self._refreshing = {**self._refreshing, **fresh}
