@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +23,7 @@ from scripts.console import SetupError
 NAME = "toma-token-merge"  # Manager and comfy-cli install into a folder of this name
 FOR_USERS = {
     *("__init__.py", "nodes", "toma_core", "web", "locales", "workflows", "subgraphs"),
-    *("pyproject.toml", "requirements.txt", "LICENSE", "README.md", "CHANGELOG.md"),
+    *("pyproject.toml", "requirements.txt", "LICENSE", "README.md", "README.zh.md", "CHANGELOG.md"),
 }
 MOST_BYTES = 2_000_000
 
@@ -53,6 +55,20 @@ def test_holds_what_a_user_needs_and_no_more(packed: Path) -> None:
         names = zipped.namelist()
     assert {name.split("/")[0] for name in names} == FOR_USERS
     assert {Path(name).suffix for name in names} <= {".py", ".js", ".mjs", ".md", ".json", ".jpg", ".toml", ".txt", ""}
+
+
+def test_small_clones_are_what_the_readme_says(packed: Path, tmp_path: Path) -> None:
+    """A sparse clone has every folder of the archive; GitHub's ZIP has no weights."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("git makes both, and it is not here")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (folders,) = re.findall(r"sparse-checkout set ([\w ]+)`", readme)
+    assert {*folders.split()} == {name for name in FOR_USERS if (ROOT / name).is_dir()}
+    target = tmp_path / "github.zip"
+    subprocess.run(["git", "archive", "--format=zip", f"--output={target}", "HEAD"], cwd=ROOT, check=True)
+    assert target.stat().st_size < 4_500_000
+    with zipfile.ZipFile(target) as zipped:
+        assert not [name for name in zipped.namelist() if name.endswith(".safetensors")]
 
 
 def test_two_at_once_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
