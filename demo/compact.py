@@ -51,12 +51,9 @@ def is_packed(path: Path | str) -> bool:
 
 
 def load_weights(path: Path | str) -> dict[str, Tensor]:
-    """Load the weights in a safetensors file, packed or not, on the CPU. Raises FileNotFoundError for a file that is not
-    there, as in GitHub's ZIP."""
+    """Load the weights in a safetensors file, packed or not, on the CPU. Raises FileNotFoundError."""
     if not Path(path).exists():
-        raise FileNotFoundError(
-            f"{path} is not there: GitHub's ZIP leaves the weights out, `git clone --depth 1` has them"
-        )
+        raise FileNotFoundError(f"no {path}: GitHub's ZIP leaves weights out, a full `git clone --depth 1` has them")
     return unpacked(load_file(path))
 
 
