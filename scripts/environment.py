@@ -84,6 +84,8 @@ def build(folder: Path, text: str, temporary: Path) -> None:
         say("==> The last set-up was interrupted; starting again")
         shutil.rmtree(folder)
     say(f"==> Making the environment. This happens once and takes 2 to 10 minutes, mostly downloading {DOWNLOAD_GB} GB")
+    if not shutil.which("nvidia-smi") and not os.environ.get("PIP_EXTRA_INDEX_URL"):
+        say("    No NVIDIA card: PIP_EXTRA_INDEX_URL can spare 3 GB of CUDA (CONTRIBUTING.md)")
     python = make_venv(folder)
     wanted = temporary / "requirements.txt"
     wanted.write_text(text, encoding="utf-8")

@@ -32,7 +32,8 @@ class PipProgress:
         """Return the status from the lines of pip's log."""
         packages = next((line for line in reversed(lines) if line.startswith(_INSTALLING)), "")
         if not packages:
-            return f"{_gb(self.downloads, '.whl'):.1f} of {self.download_gb} GB downloaded  {latest(lines)}"
+            loaded = _gb(self.downloads, ".whl")  # more than expected where pip keeps a wheel twice for a moment
+            return f"{loaded:.1f} of about {max(loaded, self.download_gb):.1f} GB downloaded  {latest(lines)}"
         names = packages.removeprefix(_INSTALLING).split(",")
         # The last file but one that pip writes into a package.
         done = {_normal(path.parent.name.split("-")[0]) for path in self._installed("*.dist-info/INSTALLER")}

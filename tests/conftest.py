@@ -18,7 +18,7 @@ from benchmarks.stand_ins import use_newer_models
 from scripts import archive
 from scripts.comfy_pack import load_pack, use_comfyui
 from scripts.comfy_server import ComfyServer
-from tests import loop
+from tests import loop, progress
 
 TESTS = Path(__file__).parent
 # A folder of this name below tests/, and what its tests take: `make test` leaves them out, `make test-all` runs them.
@@ -79,7 +79,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Run tests that are selected by path or marker, regardless of their tier."""
+    """Run tests that are selected by path or marker, regardless of their tier; print what is going on."""
+    progress.register(config)
     paths = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     if config.option.tiers == "none" and (config.option.markexpr or all(TESTS in path.parents for path in paths)):
         config.option.tiers = "all"

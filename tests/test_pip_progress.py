@@ -24,7 +24,9 @@ def test_downloads_are_counted_once_and_warnings_are_no_progress(tmp_path: Path)
         "WARNING: Location '/somewhere' is ignored: it is either a non-existing path or lacks a specific scheme.",
         "",
     ]
-    assert progress(log) == "0.2 of 3.3 GB downloaded  Downloading torch-2.11.0-cp311.whl (530.6 MB)"
+    assert progress(log) == "0.2 of about 3.3 GB downloaded  Downloading torch-2.11.0-cp311.whl (530.6 MB)"
+    sparse(unpacked / "cuda-13.0-py3.whl", 3_500_000_000)
+    assert progress(log).startswith("3.7 of about 3.7 GB downloaded"), "never more than all"
     assert (
         latest(["Processing /files/pytest.whl (from -r /tmp/wanted.txt)"])
         == "Processing pytest.whl (from -r wanted.txt)"
