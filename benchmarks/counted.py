@@ -211,7 +211,7 @@ def templates() -> str:
                 for ratio in (0.5, 0.75)
             ]
             of = ", ".join(f"{n} of {steps}" for n, (_, steps) in zip(numbers, stages, strict=True))
-            yield [name, of, f"{unmerged / 1e12:.0f}", *(f"{unmerged / (unmerged - each):.2f}x" for each in saved)]
+            yield [name, of, f"{unmerged / 1e12:.0f}", *(f"{100 * each / unmerged:.0f} %" for each in saved)]
 
     return markdown(["run", "merged steps", "TFLOP", "balanced, 0.5", "0.75"], rows())
 

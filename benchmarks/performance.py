@@ -136,8 +136,8 @@ def runs() -> str:
                     step = merged_steps(model, preset, cost.STEPS)[0]
                     share = count(shape, by_preset(preset, ratio), step=step).flops / unmerged
                     merged = ((len(merged_steps(model, preset, steps)), steps) for steps in RUNS)
-                    times = (f"{steps / (steps + (share - 1) * number):.2f}x ({number})" for number, steps in merged)
-                    yield [TITLES[model], size, name, f"{1 / share:.2f}x", *times]
+                    saved = (f"{100 * (1 - share) * number / steps:.0f} % ({number})" for number, steps in merged)
+                    yield [TITLES[model], size, name, f"{100 * (1 - share):.0f} %", *saved]
 
     return markdown(["model", "side, px", "setting", "a merged step", *(f"{n} steps" for n in RUNS)], rows())
 

@@ -89,17 +89,13 @@ def rows_of(page: Path, head: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in takewhile(len, lines[start:])]
 
 
-def less_work(times: str) -> str:
-    """Return the share of the work that is saved, of a count as "1.40x (5)"."""
-    return f"{100 - 100 / float(times.split('x')[0]):.0f} %"
-
-
 def saved(gain: Gain) -> str:
     """Return how much less work the preset `balanced` at ratio 0.5 is."""
     if isinstance(gain.run, str):
-        return less_work(next(row[3] for row in rows_of(COUNTS, "| run | merged steps |") if row[0] == gain.run))
+        return next(row[3] for row in rows_of(COUNTS, "| run | merged steps |") if row[0] == gain.run)
     rows = rows_of(COUNTS, "| model | side, px | setting |")
-    return less_work(next(r[_COLUMNS[gain.steps]] for r in rows if (r[0], r[1]) == gain.run and r[2] == "balanced"))
+    cell = next(r[_COLUMNS[gain.steps]] for r in rows if (r[0], r[1]) == gain.run and r[2] == "balanced")
+    return cell.split(" (")[0]
 
 
 def gains() -> list[str]:

@@ -138,11 +138,20 @@ class ToMAAdvanced(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, start_percent: float | None = None, end_percent: float | None = None) -> bool | str:
-        """Return True, or what is wrong with the range of steps. ComfyUI marks every input named here for one error,
-        so these two stand alone: it checks the limits of the other numbers itself."""
-        given = {"start_percent": start_percent, "end_percent": end_percent}
-        return complaint(**widgets.overridden({name: value for name, value in given.items() if value is not None}))
+    def validate_inputs(
+        cls,
+        start_percent: float | None = None,
+        end_percent: float | None = None,
+        full_step_interval: int | None = None,
+        selection_interval: int | None = None,
+        weight_interval: int | None = None,
+        window_size: int | None = None,
+        sharpness: float | None = None,
+    ) -> bool | str:
+        """Return True, or what is wrong with the range of steps, or with a number whose least value is above 0: between
+        it and -1 ComfyUI allows all. ComfyUI reports every input named here for one error; the page picks the one."""
+        given = {name: value for name, value in locals().items() if name != "cls" and value is not None}
+        return complaint(**widgets.overridden(given))
 
     @classmethod
     def execute(cls, model: Any, preset: str, ratio: float, profile: str = "", **values: Any) -> io.NodeOutput:

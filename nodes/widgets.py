@@ -77,15 +77,16 @@ def _override(name: str) -> Any:
     spec = setting_spec(name)
     default = spec.default
     common: dict[str, Any] = {"display_name": label(name), "advanced": None if name in _FRONT else True}
-    common["extra_dict"] = {"presets": {preset: _values(preset, name) for preset in PRESETS}}
+    limits = [spec.minimum, spec.maximum, default.value if isinstance(default, Enum) else default]
+    common["extra_dict"] = {"presets": {preset: _values(preset, name) for preset in PRESETS}, "limits": limits}
     if isinstance(default, (bool, Enum)):
         choices = _SWITCH if isinstance(default, bool) else [str(member.value) for member in type(default)]
         tooltip = f"{spec.tooltip} '{_PRESET}': the preset's value for this model."
         return io.Combo.Input(name, options=[_PRESET, *choices], default=_PRESET, tooltip=tooltip, **common)
     kind, number = (io.Int, int) if isinstance(default, int) else (io.Float, float)
-    limits = {"min": number(_UNSET), "max": number(spec.maximum), "step": number(spec.step)}
+    bounds = {"min": number(_UNSET), "max": number(spec.maximum), "step": number(spec.step)}
     tooltip = f"{spec.tooltip} {_UNSET}: the preset's value for this model."
-    return kind.Input(name, default=number(_UNSET), tooltip=tooltip, **limits, **common)
+    return kind.Input(name, default=number(_UNSET), tooltip=tooltip, **bounds, **common)
 
 
 def _values(preset: str, name: str) -> list[Any]:

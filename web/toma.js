@@ -187,6 +187,7 @@ function queued() {
     const refused = Object.entries(app.lastNodeErrors ?? {})
     for (const [path, { errors }] of refused) {
       const node = findNode(path)
+      if (node) narrow(errors, node)
       if (errors.length && node)
         showMessage(path, { graph: openGraph(), lines: [complaint(errors[0], node)], error: true })
     }
@@ -195,22 +196,39 @@ function queued() {
   waiting = setTimeout(poll, WAIT.milliseconds, WAIT.times)
 }
 
+// ComfyUI reports one error of this pack's validation for every input that it looks at: the text names the right ones.
+function narrow(errors, node) {
+  const isOther = ({ type, details = "", extra_info: info = {} }) => {
+    const label = String(info.input_name).replaceAll("_", " ")
+    return type === "custom_validation_failed" && !details.split(" - ").slice(1).join(" - ").toLowerCase().includes(label)
+  }
+  const others = errors.filter(isOther)
+  if (!others.length || others.length === errors.length) return
+  errors.splice(0, errors.length, ...errors.filter((error) => !isOther(error)))
+  const names = new Set(others.map(({ extra_info: info }) => info.input_name))
+  for (const input of node.inputs ?? []) if (names.has(input.name)) input.hasErrors = false
+}
+
 // Makes a message of an error of ComfyUI's validation or of this pack's.
 function complaint({ type, message, details = "", extra_info: info = {} }, node) {
   const setting = info.input_name
   const entered = (name) => node.widgets?.find((widget) => widget.name === name)?.value
   const value = JSON.stringify(info.received_value ?? entered(setting))
   if (type === "required_input_missing") return { id: "not_connected", params: { setting } }
-  const config = info.input_config ?? node.constructor.nodeData?.input?.required?.[setting]
-  const { min, max, default: usual, options } = config?.[1] ?? {}
+  const inputs = node.constructor.nodeData?.input ?? {}
+  const config = info.input_config ?? inputs.required?.[setting] ?? inputs.optional?.[setting]
+  const { options, limits } = config?.[1] ?? {}
+  const [min, max, usual] = limits ?? [config?.[1]?.min, config?.[1]?.max, config?.[1]?.default]
+  const kind = { id: config?.[0] === "INT" ? "a_whole_number" : "a_number" }
   if (type === "value_not_in_list" && options)
     return { id: "not_a_choice", params: { setting, value, choices: options } }
   const custom = type === "custom_validation_failed"
-  if (custom && ["start_percent", "end_percent"].includes(setting))
+  if (custom && details.includes("tart percent (") && ["start_percent", "end_percent"].includes(setting))
     return { id: "start_after_end", params: { start: entered("start_percent"), end: entered("end_percent") } }
   if (custom && setting === "ratio" && entered(setting) === 0) return { id: "nothing_to_measure" }
-  if ((custom && setting === "ratio") || (type.startsWith("value_") && max !== undefined))
-    return { id: "out_of_range", params: { setting, value, kind: { id: "a_number" }, low: min, high: max, usual } }
+  if (custom && setting === "full_step_interval" && entered(setting) === 1) return { id: "full_step_interval_one" }
+  if ((custom || type.startsWith("value_")) && max !== undefined)
+    return { id: "out_of_range", params: { setting, value, kind, low: min, high: max, usual } }
   return details.includes("ToMA: ") ? details.slice(details.indexOf("ToMA: ") + 6) : `${message}: ${details}`
 }
 

@@ -261,6 +261,7 @@ def only_page(browser: Any, workshop: ComfyServer) -> Iterator[Page]:
 @pytest.fixture(scope="module", params=["litegraph", "vue"])
 def page(request: pytest.FixtureRequest, only_page: Page) -> Page:
     """Open the page in either renderer."""
+    only_page.noise.clear()
     only_page.start(vue=request.param == "vue")
     return only_page
 

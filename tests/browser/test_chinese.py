@@ -32,8 +32,8 @@ NEW = "尚未运行。"
 @pytest.fixture(scope="module", params=["litegraph", "vue"])
 def page(request: pytest.FixtureRequest, only_page: Any) -> Any:
     """Open the page in Chinese, in either renderer."""
-    only_page.start(vue=request.param == "vue", language="zh")
     only_page.noise.clear()
+    only_page.start(vue=request.param == "vue", language="zh")
     return only_page
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.graphs import NEW, START, WINDOW_SIZE, broken, line, workflow
+from tests.browser.graphs import NEW, START, WINDOW_SIZE, broken, line, node, workflow
 
 MARKED = "() => app.graph.getNodeById(4).inputs.filter(i => i.hasErrors).map(i => i.name)"
 
@@ -21,10 +21,11 @@ MARKED = "() => app.graph.getNodeById(4).inputs.filter(i => i.hasErrors).map(i =
             "percent or raise end percent.",
             ["end_percent", "start_percent"],
         ),
+        (WINDOW_SIZE, 1, "window size is 1. Allowed: a whole number from 2 to 64. Try 8.", ["window_size"]),
         (1, 2.0, "ratio is 2. Allowed: a number from 0 to 0.95. Try 0.5.", ["ratio"]),
         (0, "best", 'preset is "best". Allowed: balanced, quality, paper. Choose one of them.', ["preset"]),
     ],
-    ids=["range", "limit", "choice"],
+    ids=["range", "least", "limit", "choice"],
 )
 def test_what_is_refused_is_said_on_the_node(
     page: Any, index: int, value: Any, sentence: str, marked: list[str]
@@ -43,12 +44,19 @@ def test_what_is_refused_is_said_on_the_node(
 
 
 def test_what_fails_while_running_is_said_on_the_node(page: Any) -> None:
-    broken(page, WINDOW_SIZE, 0)
-    page.wait_until_idle()
-    assert page.verdict(4) == "window size is 0. Allowed: a whole number from 2 to 64. Try 8."
+    """ComfyUI validates no value that comes over a link."""
+    graph = workflow()
+    graph["nodes"].append(node(20, "PrimitiveFloat", (0, 600), [2.0], outputs=[("FLOAT", [30])]))
+    slot = {"name": "ratio", "type": "FLOAT", "link": 30, "widget": {"name": "ratio"}}
+    graph["nodes"][3]["inputs"].append(slot)
+    graph["links"].append([30, 20, 0, 4, len(graph["nodes"][3]["inputs"]) - 1, "FLOAT"])
+    graph.update(last_node_id=20, last_link_id=30)
+    page.open(graph, "link")
+    page.queue()
+    assert page.verdict(4) == "ratio is 2. Allowed: a number from 0 to 0.95. Try 0.5."
     assert page.text(7).startswith(NEW)
     page.noise.clear()  # the page logs it too
-    page.set(4, "window_size", 8)
+    page.set(20, "value", 0.5)
     page.queue()
     assert page.verdict(4) == line(0.5)
 

@@ -162,7 +162,7 @@ def test_texts_can_be_read(page: Any) -> None:
     assert "earlier" in page.verdict(4)
     assert contrast(page, 4) >= 4.5
     broken(page, WINDOW_SIZE, 0)
-    page.wait_until_idle()
+    page.wait_for_text(4, "window size")
     assert "window size" in page.verdict(4)
     assert contrast(page, 4) >= 4.5
     page.noise.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 from enum import Enum
 from typing import Any
 
@@ -156,14 +157,30 @@ def test_ratio_is_refused_before_the_prompt_runs(ratio: float) -> None:
     assert nodes.ToMA.validate_inputs() is True, "a ratio that comes over a link is not known yet"
 
 
-def test_a_range_without_steps_is_refused_before_the_prompt_runs() -> None:
-    """Only this input is rejected: the page would mark any other named input as wrong too."""
+# Numbers of ToMA Advanced whose least value is above 0: ComfyUI knows only that -1, the preset's, is allowed.
+WITH_A_LEAST_VALUE = ("full_step_interval", "selection_interval", "weight_interval", "window_size", "sharpness")
+
+
+def test_a_number_out_of_range_is_refused_before_the_prompt_runs() -> None:
     node = nodes.ToMAAdvanced
     assert "Lower start percent" in node.validate_inputs(start_percent=0.8, end_percent=0.2)
     assert "end percent is 1.5" in node.validate_inputs(start_percent=-1, end_percent=1.5)
     assert node.validate_inputs(start_percent=0.8, end_percent=-1) is True, "the preset's end is 1"
     assert node.validate_inputs(end_percent=0.2) is True, "a start that comes over a link is not known yet"
-    assert inspect.signature(node.validate_inputs).parameters.keys() == {"start_percent", "end_percent"}
+    assert node.validate_inputs(**dict.fromkeys(WITH_A_LEAST_VALUE, -1)) is True, "all are the preset's"
+    assert "full step interval is 1" in node.validate_inputs(full_step_interval=1)
+    least = {"selection_interval": 0, "weight_interval": 0, "window_size": 1, "sharpness": 0.5}
+    for name, value in least.items():
+        assert f"{name.replace('_', ' ')} is {value}. Allowed" in node.validate_inputs(**{name: value})
+
+
+def test_every_number_that_the_widgets_range_does_not_check_is_validated() -> None:
+    node = pack_module("nodes.toma").ToMAAdvanced
+    specs = {item.name: item.metadata["spec"] for item in fields(pack_module("toma_core.config").ToMAConfig)}
+    unchecked = {name for name, spec in specs.items() if spec.minimum > 0} | {"full_step_interval"}
+    assert unchecked == {*WITH_A_LEAST_VALUE}
+    found = inspect.signature(node.validate_inputs).parameters.keys()
+    assert found == {"start_percent", "end_percent"} | unchecked
 
 
 def test_unknown_preset_lists_the_known_ones(unet: Any) -> None:
