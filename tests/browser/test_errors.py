@@ -6,8 +6,17 @@ from typing import Any
 
 import pytest
 
-from tests.browser.graphs import NEW, START, WINDOW_SIZE, broken, line, node, workflow
+from tests.browser.graphs import NEW, START, WINDOW_SIZE, broken, line, workflow
 
+# Connects a number to the ratio of ToMA Advanced.
+LINKED = """value => {
+    const toma = app.graph.getNodeById(4)
+    window.source = LiteGraph.createNode("PrimitiveFloat")
+    window.source.pos = [0, 900]
+    app.graph.add(window.source)
+    window.source.widgets[0].value = value
+    window.source.connect(0, toma, toma.findInputSlot("ratio"))
+}"""
 MARKED = "() => app.graph.getNodeById(4).inputs.filter(i => i.hasErrors).map(i => i.name)"
 
 
@@ -45,18 +54,13 @@ def test_what_is_refused_is_said_on_the_node(
 
 def test_what_fails_while_running_is_said_on_the_node(page: Any) -> None:
     """ComfyUI validates no value that comes over a link."""
-    graph = workflow()
-    graph["nodes"].append(node(20, "PrimitiveFloat", (0, 600), [2.0], outputs=[("FLOAT", [30])]))
-    slot = {"name": "ratio", "type": "FLOAT", "link": 30, "widget": {"name": "ratio"}}
-    graph["nodes"][3]["inputs"].append(slot)
-    graph["links"].append([30, 20, 0, 4, len(graph["nodes"][3]["inputs"]) - 1, "FLOAT"])
-    graph.update(last_node_id=20, last_link_id=30)
-    page.open(graph, "link")
+    page.open(workflow(), "link")
+    page.evaluate(LINKED, 2.0)
     page.queue()
     assert page.verdict(4) == "ratio is 2. Allowed: a number from 0 to 0.95. Try 0.5."
     assert page.text(7).startswith(NEW)
     page.noise.clear()  # the page logs it too
-    page.set(20, "value", 0.5)
+    page.evaluate("() => { window.source.widgets[0].value = 0.5 }")
     page.queue()
     assert page.verdict(4) == line(0.5)
 
