@@ -57,7 +57,7 @@ def test_what_fails_while_running_is_said_on_the_node(page: Any) -> None:
     page.open(workflow(), "link")
     page.evaluate(LINKED, 2.0)
     page.queue()
-    assert page.verdict(4) == "ratio is 2. Allowed: a number from 0 to 0.95. Try 0.5."
+    assert page.verdict(4) == "ratio is 2.0. Allowed: a number from 0 to 0.95. Try 0.5."
     assert page.text(7).startswith(NEW)
     page.noise.clear()  # the page logs it too
     page.evaluate("() => { window.source.widgets[0].value = 0.5 }")
