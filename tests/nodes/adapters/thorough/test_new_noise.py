@@ -1,4 +1,4 @@
-"""Samplers that draw new noise at each step, on a trained model: merged where regression holds, else full."""
+"""Samplers that draw new noise, and prompts by turns, on a trained model: merged where that holds, else full."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.loop import loop
 from tests.nodes.adapters import test_evaluations as quick
 from tests.nodes.adapters.test_evaluations import Trained
-from tests.nodes.adapters.test_made_of import why_full
+from tests.nodes.adapters.test_made_of import by_turns, why_full
 
 plain_run, usual = quick.plain_run, quick.usual
 NOISY = ("er_sde", "euler_ancestral", "lcm", "dpmpp_2m_sde")
@@ -71,3 +71,10 @@ def test_samplers_that_draw_new_noise(trained: Trained, usual: dict[int, float],
     else:
         assert not stats.merged_steps
         assert error.mean() < 0.02
+
+
+def test_prompts_that_take_turns_in_a_larger_picture(pack: Any) -> None:
+    """Plans are made from the picture that was predicted for the same prompt. From the other's the error was 0.10."""
+    larger = Trained("few")
+    larger.size = 64
+    assert larger.error(positive=by_turns(larger)) < 0.09
