@@ -23,7 +23,7 @@ from .schedule import StepMode, StepPlan
 # Caches hold where at most this share of a latent's noise is new (benchmarks/results/fidelity/trials.md),
 MAX_NEW_NOISE = 0.4
 # or where the step's prediction hardly counts: at most this share of the next latent comes from it.
-_SMALL_WEIGHT = 0.05
+_SMALL_WEIGHT = 0.01
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Facts:
     awaits_prediction: bool = False  # plans are made from a predicted picture, which does not exist yet
     unshared: bool = False  # conditions run on several devices, with no predicted picture to make equal plans from
     gradients: bool = False  # are computed, so nothing may be merged or cached
-    new_noise: float = 0.0  # in the latent, as a share of all of its noise; inf if unknown
+    # In the latent, as a share of all of its noise; inf if unknown, or if the sampler enlarges errors.
+    new_noise: float = 0.0
     another: bool = False  # the latent is not the one that was evaluated before at this place
     unknown: Message | None = None  # what of the model may change from step to step
 

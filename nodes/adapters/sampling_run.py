@@ -217,7 +217,7 @@ class SamplingRun:
             awaits_prediction=self.awaits_prediction(options),
             unshared=self.several_devices and without_picture,
             gradients=records_gradients(),
-            new_noise=self.trajectory.new_noise,
+            new_noise=float("inf") if self.tracker.enlarges else self.trajectory.new_noise,
             another=self.trajectory.another,
             unknown=Reason.FOREIGN_POSITIONS(module=module) if module else None,
         )

@@ -41,6 +41,9 @@ _DRAWS_NOISE = (
     *("sample_dpmpp_2m_sde", "sample_dpmpp_2m_sde_gpu", "sample_dpmpp_2m_sde_heun", "sample_dpmpp_2m_sde_heun_gpu"),
     *("sample_dpmpp_3m_sde", "sample_dpmpp_3m_sde_gpu"),
 )
+# Samplers that enlarge what merging leaves out: they end three to seventeen times as far off as Euler's method
+# (docs/fidelity.md), so that no step of theirs is merged with caches.
+_ENLARGES = ("sample_lms", "sample_dpmpp_2m_cfg_pp", "sample_dpmpp_2s_ancestral_cfg_pp")
 # Options that do not change how often or where a sampler evaluates. Others must have their default.
 _PASSIVE = {
     *("eta", "s_noise", "s_noise_end", "noise_sampler", "noise_scaler", "noise_clip_std", "solver_type", "order"),
@@ -89,6 +92,11 @@ class SigmaTracker:
         function = getattr(self._sampler, "sampler_function", None)
         draws = kv_cache and getattr(function, "__name__", "") in _DRAWS_NOISE
         return draws or not _keeps_to_schedule(self._sampler)
+
+    @property
+    def enlarges(self) -> bool:
+        """Whether the sampler enlarges errors of the model's predictions."""
+        return getattr(getattr(self._sampler, "sampler_function", None), "__name__", "") in _ENLARGES
 
     def next(self, timestep: Tensor) -> None:
         """Begin an evaluation at this noise level."""
