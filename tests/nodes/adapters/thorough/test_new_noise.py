@@ -14,7 +14,7 @@ from tests.nodes.adapters.test_evaluations import Trained
 from tests.nodes.adapters.test_made_of import by_turns, why_full
 
 plain_run, usual = quick.plain_run, quick.usual
-NOISY = ("er_sde", "euler_ancestral", "lcm", "dpmpp_2m_sde")
+NOISY = ("er_sde", "euler_ancestral", "lcm", "dpmpp_2m_sde", "lms")
 
 
 @pytest.fixture(scope="module")
