@@ -40,9 +40,8 @@ SAMPLERS = re.compile(r"\| sampler \| .*, \d+ steps \|")
 SAMPLED = {
     "few-step DiT, 4 steps": "few4",
     "few-step DiT, 8 steps": "few8",
-    "few-step DiT, 8 steps, 4 pictures": "few8_all",
+    "2 pictures, 8 steps": "few8_all",
     "Wan, 8 steps": "wan8",
-    "DiT, 20 steps": "dit20",
 }
 PLOTS = {
     "fidelity.png": "dit-20steps-128px-22x3",

@@ -41,9 +41,13 @@ _DRAWS_NOISE = (
     *("sample_dpmpp_2m_sde", "sample_dpmpp_2m_sde_gpu", "sample_dpmpp_2m_sde_heun", "sample_dpmpp_2m_sde_heun_gpu"),
     *("sample_dpmpp_3m_sde", "sample_dpmpp_3m_sde_gpu"),
 )
-# Samplers that enlarge what merging leaves out: they end three to seventeen times as far off as Euler's method
-# (docs/fidelity.md), so that no step of theirs is merged with caches.
-_ENLARGES = ("sample_lms", "sample_ipndm_v", "sample_dpmpp_2m_cfg_pp", "sample_dpmpp_2s_ancestral_cfg_pp")
+# Samplers that enlarge what merging leaves out: they end two to seventeen times as far off as Euler's method
+# (benchmarks/results/fidelity/tables.md), so that no step of theirs is merged with caches.
+_ENLARGES = (
+    *("sample_lms", "sample_ipndm_v", "sample_res_multistep_ancestral", "sample_res_multistep_ancestral_cfg_pp"),
+    *("sample_res_multistep_cfg_pp", "sample_dpmpp_2m_cfg_pp", "sample_dpmpp_2s_ancestral_cfg_pp"),
+    "sample_gradient_estimation_cfg_pp",
+)
 # Options that do not change how often or where a sampler evaluates. Others must have their default.
 _PASSIVE = {
     *("eta", "s_noise", "s_noise_end", "noise_sampler", "noise_scaler", "noise_clip_std", "solver_type", "order"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from benchmarks.fidelity.page import (
     PAGE,
     PLOTS,
     RESULTS,
+    SAMPLER_ROWS,
     SHEETS,
     TABLES,
     renewed,
@@ -98,3 +100,15 @@ def test_a_sheet_needs_all_of_its_pictures(name: str, tmp_path: Path, monkeypatc
     assert drawn is not None
     assert drawn.width == 8 * 128
     assert drawn.height > len(labels) * 128
+
+
+def test_every_sampler_is_as_close_as_euler_or_full(pack: Any) -> None:
+    """Within twice its error, on trained models; what a sampler draws or enlarges beyond that is not merged."""
+    from comfy.samplers import KSampler
+
+    found = json.loads((RESULTS / SAMPLER_ROWS).read_text(encoding="utf-8"))
+    assert set(found["few8_all"]) >= set(KSampler.SAMPLERS)
+    for run, rows in found.items():
+        for sampler, row in rows.items():
+            assert row["mean"] <= 2 * rows["euler"]["mean"], (run, sampler)
+            assert bool(row["merged"]) is bool(row["mean"]), (run, sampler)
