@@ -77,6 +77,7 @@ class Coverage:
         """Note that the evaluation in progress ends without having refreshed all that it named."""
         with self.cache.lock:
             self._refreshing = {}
+            self.forget({signature for signature, line in self._lines.items() if line.layout is None})
 
     def _holds(self, signature: Hashable, now: Origin) -> bool:
         line = self._lines.get(signature)
@@ -94,7 +95,7 @@ class Coverage:
     def store(self, keys: Keys, update: Tensor, quantized: bool = False) -> None:
         """Cache the equal chunks of (B, N, C) in a refresh, one under each key. quantized: in four bits a number."""
         with self.cache.lock:
-            if self.cache.disabled or not self._refreshing:  # broken off meanwhile by a call on another device
+            if self.cache.disabled:
                 return
             self._note({signature for _, signature in keys})
             try:
@@ -106,7 +107,7 @@ class Coverage:
     def _note(self, signatures: set[Hashable]) -> None:
         """Note refreshed signatures. The first of a step drops lines that are too old; not `begin`, as another node may
         skip the step."""
-        fresh = {s: self._refreshing.get(s, self._refreshing[None]) for s in signatures}
+        fresh = {s: self._refreshing.get(s, self._refreshing[None]) for s in signatures} if self._refreshing else {}
         if all(s in self._lines and self._lines[s].origin == origin for s, origin in fresh.items()):
             return
         self._refreshing = {**self._refreshing, **fresh}
@@ -123,7 +124,9 @@ class Coverage:
         """
         parts = [None] * len(signatures) if latent is None else latent.chunk(len(signatures))
         with self.cache.lock:
-            if layout is not None and self._refreshing:
+            if layout is not None and not self._refreshing:
+                return  # broken off meanwhile
+            if layout is not None:
                 # A refresh stores nothing of an area with too few tokens: it is not merged in later steps either.
                 self._note(set(signatures))
             for signature, part in zip(signatures, parts, strict=True):

@@ -22,8 +22,8 @@ from .schedule import StepMode, StepPlan
 
 # Caches hold where at most this share of a latent's noise is new (benchmarks/results/fidelity/trials.md),
 MAX_NEW_NOISE = 0.4
-# or where the step's prediction hardly counts: at most this share of the next latent comes from it.
-_SMALL_WEIGHT = 0.01
+# or in runs that begin flat, while at most this share of the latent comes from predictions.
+_SMALL_SHARE = 0.03
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Facts:
     awaits_prediction: bool = False  # plans are made from a predicted picture, which does not exist yet
     unshared: bool = False  # conditions run on several devices, with no predicted picture to make equal plans from
     gradients: bool = False  # are computed, so nothing may be merged or cached
-    # In the latent, as a share of all of its noise; inf if unknown, or if the sampler enlarges errors.
-    new_noise: float = 0.0
+    new_noise: float = 0.0  # in the latent, as a share of all of its noise; inf if unknown
+    enlarges: bool = False  # whether the sampler enlarges errors of the model's predictions
     another: bool = False  # the latent is not the one that was evaluated before at this place
     unknown: Message | None = None  # what of the model may change from step to step
 
@@ -55,6 +55,8 @@ def decide(run: RunState, facts: Facts) -> StepPlan:
         return plan.with_mode(StepMode.FULL)
     if run.disabled_by:
         return _full(run, plan, run.disabled_by)
+    if facts.enlarges and run.kv_cache:
+        return _full(run, plan, Reason.NEW_NOISE())
     if facts.unshared and not facts.awaits_prediction:
         return _full(run, plan, Reason.SEVERAL_DEVICES())
     if run.kv_cache and run.cache.disabled:
@@ -89,7 +91,9 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
         return StepMode.FULL
     held = _begin(run, plan, facts)
     reason = Reason.NOT_CACHED()
-    limit = math.inf if run.schedule.weight(plan.step) <= _SMALL_WEIGHT else MAX_NEW_NOISE
+    schedule = run.schedule
+    small = schedule.begins_flat and schedule.predicted_share(plan.step) <= _SMALL_SHARE
+    limit = math.inf if small else MAX_NEW_NOISE
     # What is unknown is infinite or NaN.
     if run.kv_cache and not (facts.new_noise <= limit and math.isfinite(facts.new_noise)):
         held, reason = False, Reason.NEW_NOISE() if held else reason

@@ -122,7 +122,7 @@ class Schedule:
         return self.continues_run and len(self.sigmas) == 2 and config.full_step_interval > 2 and config.kv_cache
 
     @cached_property
-    def _begins_flat(self) -> bool:
+    def begins_flat(self) -> bool:
         """Whether a short run begins with steps that hardly lower the noise level, as distilled LTX models do. Caches
         last through them, and full steps gain more at the end (benchmarks/results/fidelity/trials.md)."""
         sigmas = self.sigmas
@@ -133,17 +133,17 @@ class Schedule:
     @property
     def cache_steps(self) -> int:
         """The number of steps that caches serve."""
-        return len(self.sigmas) if self._begins_flat else self.config.full_step_interval
+        return len(self.sigmas) if self.begins_flat else self.config.full_step_interval
 
-    def weight(self, step: int) -> float:
-        """Return the share of a step's prediction in the next latent, by Euler's method: 1 in the last step."""
-        sigma, following = (*self.sigmas, 0.0, 0.0)[step : step + 2]
-        return 1 - following / sigma if 0 < following < sigma else 1.0
+    def predicted_share(self, step: int) -> float:
+        """Return the share of all predictions, up to a step's, in the next latent by Euler's method: 1 at the end."""
+        following = (*self.sigmas, 0.0)[min(step + 1, len(self.sigmas))]
+        return 1 - following / self.sigmas[0] if self.sigmas and following < self.sigmas[0] else 1.0
 
     def _is_full(self, step: int, age: int) -> bool:
         """Return whether a step is full by the interval. In runs that begin flat as many steps are, but the last."""
         every, last = self.config.full_step_interval, len(self.sigmas) - 1
-        if not self._begins_flat:
+        if not self.begins_flat:
             return age % every == 0
         return step == 0 or step >= last - len(range(every, last, every))
 

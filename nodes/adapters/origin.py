@@ -62,7 +62,12 @@ def wrapped_by_others(transformer_options: Mapping[str, Any], kinds: Iterable[st
     wrappers = transformer_options.get("wrappers") or {}
     found = [each for kind in kinds for named in (wrappers.get(kind) or {}).values() for each in named]
     pack = __name__.rpartition(".")[0]
-    return not all(_by_comfyui(each) or str(getattr(each, "__module__", "")).startswith(pack) for each in found)
+    return not all(
+        _by_comfyui(each)
+        or str(getattr(each, "__module__", "")).startswith(pack)
+        or "comfy_extras" in getattr(getattr(each, "__code__", None), "co_filename", "")
+        for each in found
+    )
 
 
 def _by_comfyui(written: Any) -> bool:

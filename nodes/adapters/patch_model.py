@@ -14,6 +14,7 @@ import logging
 import uuid
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,7 +52,7 @@ from .merged_call import merged_call
 from .model_hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING
 from .origin import unwrapped, wrapped_by_others
 from .sampling_run import SamplingRun
-from .sigmas import SigmaTracker
+from .sigmas import SigmaTracker, enlarges
 
 _KEY = "toma"
 
@@ -107,6 +108,8 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         with own_code():
             noise = streams.first(packed, shapes)
             config, kv_plan = run_config(attachment, guider, noise, sampler, packed.shape, sigmas)
+            if config.kv_cache and enlarges(sampler):
+                kv_plan = replace(kv_plan, bytes=0)  # all steps are full
             video = noise.ndim > 4 and getattr(registry.find(model.model.diffusion_model), "takes_frames", False)
             sampling = SamplingRun.start(config, model_sampling, sigmas, attachment.ratio_schedule, video)
             sampling.shapes = shapes

@@ -194,7 +194,6 @@ class SamplingRun:
                 self.areas[cond["uuid"]] = tuple(cond["area"])
         self.contents.note(present)
         active = [c for c in present if is_active(c, at.model_sigma)]
-        # Kept until the next evaluation: further calls are compared with those before.
         self.several_devices |= len(active) > 1 and len(model_options.get("multigpu_clones") or ()) > 1
         keys = self._keys((c["uuid"] for c in active), frames, self.counts.copy())
         set_keyframes(model, active, timestep, model_options)
@@ -217,7 +216,8 @@ class SamplingRun:
             awaits_prediction=self.awaits_prediction(options),
             unshared=self.several_devices and without_picture,
             gradients=records_gradients(),
-            new_noise=float("inf") if self.tracker.enlarges else self.trajectory.new_noise,
+            new_noise=self.trajectory.new_noise,
+            enlarges=self.tracker.enlarges,
             another=self.trajectory.another,
             unknown=Reason.FOREIGN_POSITIONS(module=module) if module else None,
         )

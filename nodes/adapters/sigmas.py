@@ -42,7 +42,7 @@ _DRAWS_NOISE = (
     *("sample_dpmpp_3m_sde", "sample_dpmpp_3m_sde_gpu"),
 )
 # Samplers that enlarge what merging leaves out: they end two to seventeen times as far off as Euler's method
-# (benchmarks/results/fidelity/tables.md), so that no step of theirs is merged with caches.
+# (benchmarks/results/fidelity/tables.md), so that runs with a KV cache merge none of their steps.
 _ENLARGES = (
     *("sample_lms", "sample_ipndm_v", "sample_res_multistep_ancestral", "sample_res_multistep_ancestral_cfg_pp"),
     *("sample_res_multistep_cfg_pp", "sample_dpmpp_2m_cfg_pp", "sample_dpmpp_2s_ancestral_cfg_pp"),
@@ -77,7 +77,8 @@ class SigmaTracker:
         """sigmas: the schedule, and the noise level at which it ends. sampler, guider: ComfyUI's objects."""
         self._sigmas = tuple(sigmas[:-1])
         self._scheduled = self._sigmas if _keeps_to_schedule(sampler) and _is_counted(guider) else ()
-        self._sampler = sampler
+        self._sampler, self._counted = sampler, _is_counted(guider)
+        self.enlarges = enlarges(sampler)
         self._evaluation = -1
         self._given: Tensor | None = None
         self._taken: dict[int, Tensor] = {}
@@ -95,12 +96,7 @@ class SigmaTracker:
         """Return whether the new noise of each step has to be measured. kv_cache: of the run, for it depends on it."""
         function = getattr(self._sampler, "sampler_function", None)
         draws = kv_cache and getattr(function, "__name__", "") in _DRAWS_NOISE
-        return draws or not _keeps_to_schedule(self._sampler)
-
-    @property
-    def enlarges(self) -> bool:
-        """Whether the sampler enlarges errors of the model's predictions."""
-        return getattr(getattr(self._sampler, "sampler_function", None), "__name__", "") in _ENLARGES
+        return draws or not (self._counted and _keeps_to_schedule(self._sampler))
 
     def next(self, timestep: Tensor) -> None:
         """Begin an evaluation at this noise level."""
@@ -192,6 +188,15 @@ class SigmaTracker:
                 "settings of their neighbours. Please report it.",
                 self._sampler.sampler_function.__name__.removeprefix("sample_"),
             )
+
+
+def enlarges(sampler: Any) -> bool:
+    """Whether a sampler, or the one that it wraps, enlarges errors of the model's predictions."""
+    options = getattr(sampler, "extra_options", None) or {}
+    inner = [value for value in options.values() if isinstance(value, KSAMPLER)]
+    name = getattr(getattr(sampler, "sampler_function", None), "__name__", "")
+    guided = bool(options.get("cfg_pp")) and f"{name}_cfg_pp" in _ENLARGES
+    return name in _ENLARGES or guided or any(map(enlarges, inner))
 
 
 def _keeps_to_schedule(sampler: Any) -> bool:
