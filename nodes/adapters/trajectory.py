@@ -52,7 +52,7 @@ class Trajectory:
             return
         history = self._histories.get(kind)
         new = None if history is None else history.new_noise(latent, at.model_sigma)
-        self.new_noise = float("inf") if new is None else float(new)
+        self.new_noise = float("inf") if new is None else float(new.detach())
         self.another = again and not self.new_noise <= MAX_NEW_NOISE
         if self.another:
             self._repeats.add(at.step)

@@ -19,7 +19,7 @@ every_kind = loop("kind", ["unet", "flux"])
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest, kind: str) -> Any:
-    return request.getfixturevalue(kind)
+    return request.getfixturevalue(kind).clone()  # `predicted` adds a wrapper
 
 
 @pytest.fixture
