@@ -19,6 +19,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from benchmarks.readme import Gain, saved
 from scripts.comfyui import ROOT
+from toma_core import ToMAConfig
+from toma_core.schedule import Schedule
 
 FOLDER, IMAGES = ROOT / "workflows", ROOT / "docs" / "images"
 SIDE = 512
@@ -37,7 +39,7 @@ _BANDS = {
     "Qwen": (213, 94, 0),
     "video": (86, 180, 233),
 }
-_FULL_STEP_INTERVAL = 4  # of the preset `balanced`, in transformers
+FULL_STEP_INTERVAL = 4  # of `balanced` in transformers, whose presets need ComfyUI: a test compares them
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def drawn(name: str) -> Image.Image:
     if thumbnail.picture:
         _PICTURES[thumbnail.picture](image, pen)
     else:
-        _steps(pen, thumbnail)
+        _steps(pen, name)
     boxes = chain(json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")))
     gap = 14
     width = (SIDE - 2 * _MARGIN - gap * (len(boxes) - 1)) / len(boxes)
@@ -137,19 +139,27 @@ def drawn(name: str) -> Image.Image:
     return image
 
 
-def merged_steps(thumbnail: Thumbnail) -> list[list[bool]]:
-    """Return for each run whether each of its steps is merged by `balanced`, as ToMA Report lists them."""
-    if thumbnail.gain == _SDXL:
-        return [[True] * steps for steps in thumbnail.runs]
-    return [
-        [step % _FULL_STEP_INTERVAL != 0 and (step < steps - 1 or steps == 2) for step in range(steps)]
-        for steps in thumbnail.runs
-    ]
+def merged_steps(name: str) -> list[list[bool]]:
+    """Return for each run of a workflow whether `balanced` merges each of its steps, as ToMA Report lists them."""
+    thumbnail, nodes = THUMBNAILS[name], json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["nodes"]
+    interval = 0 if thumbnail.gain == _SDXL else FULL_STEP_INTERVAL
+    config = ToMAConfig(full_step_interval=interval, kv_cache=interval > 0)
+    listed = [node["widgets_values"][0] for node in nodes if node["type"] == "ManualSigmas"]
+    runs = []
+    for index, steps in enumerate(thumbnail.runs):
+        sigmas = [1 - step / steps for step in range(steps)]
+        if listed:
+            sigmas = [float(sigma) for sigma in listed[index].split(",")][:steps]
+        # Runs with sigmas of their own are stages; others share one schedule, as two models for one clip do.
+        ends, continues = bool(listed) or index == len(thumbnail.runs) - 1, not listed and index > 0
+        schedule = Schedule(config, tuple(sigmas), finishes=ends, continues_run=continues)
+        runs.append([schedule.decide(sigma, step).mode.merges for step, sigma in enumerate(sigmas)])
+    return runs
 
 
-def _steps(pen: Any, thumbnail: Thumbnail) -> None:
+def _steps(pen: Any, name: str) -> None:
     """Draw a bar for each step, half as high where it is merged, and the work that this saves."""
-    runs = merged_steps(thumbnail)
+    thumbnail, runs = THUMBNAILS[name], merged_steps(name)
     count, gap = sum(map(len, runs)), 24 * (len(runs) - 1)
     width = min(40, (SIDE - 2 * _MARGIN - gap) / count)
     left = float(_MARGIN)

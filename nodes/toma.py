@@ -150,8 +150,16 @@ class ToMAAdvanced(io.ComfyNode):
     ) -> bool | str:
         """Return True, or what is wrong with the range of steps, or with a number whose least value is above 0: between
         it and -1 ComfyUI allows all. ComfyUI reports every input named here for one error; the page picks the one."""
-        given = {name: value for name, value in locals().items() if name != "cls" and value is not None}
-        return complaint(**widgets.overridden(given))
+        given = {
+            "start_percent": start_percent,
+            "end_percent": end_percent,
+            "full_step_interval": full_step_interval,
+            "selection_interval": selection_interval,
+            "weight_interval": weight_interval,
+            "window_size": window_size,
+            "sharpness": sharpness,
+        }
+        return complaint(**widgets.overridden({name: value for name, value in given.items() if value is not None}))
 
     @classmethod
     def execute(cls, model: Any, preset: str, ratio: float, profile: str = "", **values: Any) -> io.NodeOutput:

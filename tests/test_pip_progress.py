@@ -40,8 +40,8 @@ def test_a_real_pip_is_followed_package_by_package(tmp_path: Path) -> None:
     wheels.mkdir()
     make_wheel(wheels, "first_one", needs="Second.Two")
     make_wheel(wheels, "Second.Two")
-    command = [sys.executable, "-m", "pip", "install", "--no-index", "--find-links", str(wheels)]
-    command += ["--prefix", str(environment), "--ignore-installed", "first-one"]
+    command = [sys.executable, "-m", "pip", "install", "--prefix", str(environment), "--ignore-installed"]
+    command += map(str, sorted(wheels.iterdir(), reverse=True))
     log = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     progress = PipProgress(environment, tmp_path / "none", 3.3, 7.4)
     assert progress(log) == "0.0 of 7.4 GB  2 of 2 packages installed, the last one is unpacked"

@@ -15,7 +15,8 @@ from urllib.parse import quote
 import pytest
 from PIL import Image, ImageChops, ImageStat
 
-from demo.thumbnails import MOST_BYTES, THUMBNAILS, chain, drawn, merged_steps
+from demo.thumbnails import FULL_STEP_INTERVAL, MOST_BYTES, THUMBNAILS, chain, drawn, merged_steps
+from scripts.comfy_pack import pack_module
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
 from tests import newer
@@ -247,7 +248,7 @@ def test_nodes_of_ours_are_folded_and_have_no_colour(path: Path) -> None:
 def test_thumbnail_has_the_steps_and_says_more_than_the_name(path: Path) -> None:
     thumbnail = THUMBNAILS[path.stem]
     assert not {*thumbnail.purpose.lower().split()} & {*path.stem.lower().split()} - {"to"}
-    steps = [merged for run in merged_steps(thumbnail) for merged in run]
+    steps = [merged for run in merged_steps(path.stem) for merged in run]
     note = next(node for node in load(path)["nodes"] if node["type"] in NOTES)["widgets_values"][0]
     said = re.search(r"Of (?:the )?(\d+) steps (?:\*\*balanced\*\* merges )?(\w+)", note)
     if said and len(thumbnail.runs) == 1:
@@ -255,6 +256,11 @@ def test_thumbnail_has_the_steps_and_says_more_than_the_name(path: Path) -> None
         assert sum(steps) == int({"two": "2", "five": "5"}.get(said[2], said[2]))
     counts = [node["widgets_values"][2] for node in load(path)["nodes"] if node["type"] == "KSampler"]
     assert not thumbnail.runs or not counts or list(thumbnail.runs) == counts
+
+
+def test_thumbnails_know_the_preset(pack: Any) -> None:
+    presets = pack_module("nodes.adapters.family").PRESETS
+    assert presets["balanced"]["full_step_interval"] == FULL_STEP_INTERVAL
 
 
 @every_example

@@ -314,3 +314,11 @@ def test_the_last_of_two_steps_that_continue_another_run_is_merged(
     config = ToMAConfig(full_step_interval=every, kv_cache=looks)
     schedule = Schedule(config, sigmas, finishes=True, continues_run=continues_run)
     assert [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio] == merged
+
+
+def test_the_share_of_predictions_grows_to_all() -> None:
+    schedule = Schedule(ToMAConfig(), (1.0, 0.99, 0.6))
+    shares = [schedule.predicted_share(step) for step in range(4)]
+    assert shares == pytest.approx([0.01, 0.4, 1.0, 1.0])
+    assert Schedule(ToMAConfig(), (0.2, 0.9)).predicted_share(0) == 1.0, "unsampling"
+    assert Schedule(ToMAConfig()).predicted_share(0) == 1.0

@@ -133,6 +133,17 @@ def test_samplers_that_draw_noise_wait_for_the_device_themselves(unet: Any, samp
     assert reads_inside(unet, sampler=sampler) >= 3
 
 
+def test_samplers_that_enlarge_errors_are_known_inside_of_others(pack: Any) -> None:
+    from comfy.samplers import KSAMPLER, ksampler
+
+    def wrapper(*_: Any, **__: Any) -> None: ...
+
+    assert levels.enlarges(ksampler("lms"))
+    assert levels.enlarges(KSAMPLER(wrapper, {"inner": ksampler("dpmpp_2m_cfg_pp")}))
+    assert levels.enlarges(ksampler("gradient_estimation", {"cfg_pp": True}))
+    assert not any(map(levels.enlarges, (ksampler("gradient_estimation"), ksampler("euler"), None)))
+
+
 @every_kind
 def test_other_samplers_are_read(model: Any, attach: Any, received: Any) -> None:
     models.sample(attach(model), 8, 8, steps=4, sampler="heun")
