@@ -115,14 +115,19 @@ PRESETS = [("balanced", "euler"), ("quality", "dpmpp_2m"), ("paper", "lcm")]
 def test_nothing_is_read_inside_the_steps(
     model: Any, kind: str, own_reads: dict[tuple[str, str], int], sampler: str, preset: str
 ) -> None:
-    """There are none, as without ToMA. `heun` shows that a read would be counted."""
+    """There are none but the sampler's own. `heun` shows that a read would be counted.
+
+    New noise is read once a step, where a KV cache depends on it and the sampler waits for the device itself.
+    """
     settings = pack_module("toma_core").Settings(preset, {"min_tokens": 4})
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, settings)
     models.sample(merged, SIDE, SIDE, steps=4)  # layouts are made once in a process, on the host
     for name in {sampler, "euler", "heun"}:
         if (kind, name) not in own_reads:
             own_reads[kind, name] = reads_inside(model, sampler=name)
-    assert reads_inside(merged, sampler=sampler) == own_reads[kind, sampler]
+    reads = reads_inside(merged, sampler=sampler) - own_reads[kind, sampler]
+    measures_noise = kind == "flux" and preset != "paper" and f"sample_{sampler}" in levels._DRAWS_NOISE
+    assert 0 < reads <= own_reads[kind, sampler] if measures_noise else reads == 0
     assert own_reads[kind, "euler"] == 0
     if sampler == "euler":
         assert reads_inside(merged, sampler="heun") > own_reads[kind, "heun"]

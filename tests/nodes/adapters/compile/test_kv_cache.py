@@ -41,7 +41,7 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
     assert stats_of(merged).unmerged == {}
     warm = backend.graphs
     models.sample(merged, HEIGHT, WIDTH, steps=9)
-    if kind not in ("ltx_av", "h3"):  # they break their graph before the blocks, see `test_compile.py`
+    if kind not in ("ltx_av", "h3", "qwen_image21"):  # they break their graph before the blocks, see `test_compile.py`
         assert backend.graphs == warm <= 3
 
 
